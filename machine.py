@@ -1,0 +1,331 @@
+"""What a run runs on: its device and precision, its random numbers, its ranks, the signals it gets.
+
+A reader of the training loop never needs to open this file; train.py says when, this says how.
+"""
+
+import importlib.metadata
+import os
+import platform
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from configurator import fail
+
+# Dense matrix-product peaks in FLOP/s from the makers' datasheets, without sparsity. float32 is the
+# plain (not TF32) rate, since that is what torch computes by default. First match wins.
+PEAKS = (
+    ("H200", {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12}),
+    ("H100 PCIe", {"bfloat16": 756e12, "float16": 756e12, "float32": 51e12}),
+    ("H100", {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12}),
+    ("B200", {"bfloat16": 2250e12, "float16": 2250e12, "float32": 75e12}),
+    ("A100", {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}),
+    ("A10G", {"bfloat16": 70e12, "float16": 70e12, "float32": 35e12}),
+    ("L40S", {"bfloat16": 362e12, "float16": 362e12, "float32": 91.6e12}),
+    ("L4", {"bfloat16": 121e12, "float16": 121e12, "float32": 30.3e12}),
+    ("RTX 4090", {"bfloat16": 165e12, "float16": 165e12, "float32": 82.6e12}),
+    ("RTX 3090", {"bfloat16": 71e12, "float16": 71e12, "float32": 35.6e12}),
+    ("V100", {"float16": 125e12, "float32": 15.7e12}),
+    ("T4", {"float16": 65e12, "float32": 8.1e12}),
+)
+
+
+# ---- device and precision ------------------------------------------------------------------------
+
+
+def choose_device(name):
+    """The torch.device of this rank for --device=name; exits where it is not there."""
+    chosen = name
+    if name == "auto":
+        found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        chosen = next((kind for kind in found if found[kind]), "cpu")
+    if chosen == "cuda" and "LOCAL_RANK" in os.environ:
+        chosen = f"cuda:{os.environ['LOCAL_RANK']}"
+    try:
+        device = torch.device(chosen)
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = (str(error).splitlines() or ["it is not there"])[0]
+        fail(f"--device={name}: {why}; --device=auto takes what is there")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
+
+
+def choose_dtype(name, device):
+    """(dtype's name, why) for --dtype=name: auto is what this hardware really computes in."""
+    _, flags = cpu_info()
+    native, why = "float32", "nothing smaller is native here"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        native = "bfloat16" if major >= 8 else "float16"
+        why = f"compute capability {major}.{minor}"
+    elif device.type == "cpu":
+        for flag in ("avx512_bf16", "amx_bf16"):
+            if flag in flags:
+                native, why = "bfloat16", f"this CPU has {flag}"
+    if name == "float16" and device.type == "cpu" and "avx512_fp16" not in flags:
+        fail("--dtype=float16: this CPU does not compute in it (no avx512_fp16); try --dtype=auto")
+    if name == "float16" and device.type == "mps":
+        fail("--dtype=float16: there is no GradScaler for mps; try --dtype=auto")
+    return (native, why) if name == "auto" else (name, "as told")
+
+
+def choose_compile(setting, device, seconds):
+    """(whether, why) for --compile=setting; seconds: how long the run takes at the device's peak.
+
+    Compiling costs some seconds once, so it needs a compiler, and a run that pays them back.
+    """
+    if setting != "auto":
+        return setting, "as told"
+    if device.type == "cuda":
+        there = torch.utils._triton.has_triton()
+        return there, "Triton is here" if there else "no Triton here"
+    if device.type != "cpu" or not shutil.which(os.environ.get("CXX", "g++")):
+        return False, "no C++ compiler here"
+    return seconds > 60, f"{seconds:.0f} s of work at peak; worth it from 60"
+
+
+def cpu_info():
+    """(model name, set of instruction flags) of this CPU; Linux tells the flags, others may not."""
+    try:
+        fields = dict(
+            map(str.strip, line.split(":", 1))
+            for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+            if ":" in line
+        )
+        return fields.get("model name", platform.machine()), set(fields.get("flags", "").split())
+    except OSError:
+        return platform.processor() or platform.machine(), set()
+
+
+def device_name(device):
+    """What the device calls itself: 'NVIDIA H200', 'Intel(R) Xeon(R) Processor', 'Apple mps'."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return cpu_info()[0] if device.type == "cpu" else f"{platform.processor()} {device.type}"
+
+
+def matmul_rate(device, dtype, size):
+    """FLOP/s of a size-cubed matrix product here: the best of five timings of two products each."""
+    a = torch.ones(size, size, device=device, dtype=dtype)
+    best = 0.0
+    for _ in range(6):  # the first also warms up
+        start = time.perf_counter()
+        b = a @ (a @ a)
+        b[0, 0].item()
+        best = max(best, 4 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def peak_flops(device, dtype):
+    """(FLOP/s, where the figure is from) for MFU: the datasheet's, or else a measured product's."""
+    name = device_name(device)
+    for key, peaks in PEAKS:
+        if device.type == "cuda" and key in name and dtype in peaks:
+            return peaks[dtype], f"datasheet of the {key}"
+    size = 2048 if dtype != "float32" or device.type != "cpu" else 1024
+    try:
+        rate = matmul_rate(device, getattr(torch, dtype), size)
+    except RuntimeError:
+        return None, "unknown: this device would not multiply two matrices"
+    return rate, f"measured, {size}-cubed matrix product"
+
+
+def memory_gb(device):
+    """Peak memory in 1e9 bytes: the allocator's on a GPU, the process's resident set elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def gpu_util(device):
+    """Utilisation of the GPU in percent, from NVML; None where there is none to ask."""
+    if device.type != "cuda":
+        return None
+    try:
+        return torch.cuda.utilization(device)
+    except Exception:  # no pynvml, no driver, a GPU of another maker: the number is unknown
+        return None
+
+
+def fingerprint(device):
+    """Everything about software and hardware that could explain a difference between two runs."""
+    cpu, flags = cpu_info()
+    cuda = device.type == "cuda"
+    driver = None
+    if cuda:
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            driver = pynvml.nvmlSystemGetDriverVersion()
+        except Exception:  # the driver's version is nice to have, never a reason to stop
+            pass
+    packages = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version() if cuda else None,
+            "packages": dict(sorted((n, v) for n, v in packages.items() if n)),
+        },
+        "hardware": {
+            "platform": platform.platform(),
+            "cpu": cpu,
+            "instruction_set": torch.backends.cpu.get_cpu_capability(),
+            "amx": "amx_bf16" in flags,
+            "threads": torch.get_num_threads(),
+            "device": device_name(device),
+            "gpu_count": torch.cuda.device_count() if cuda else 0,
+            "world_size": world_size(),
+            "driver": driver,
+        },
+    }
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def seed_everything(seed):
+    """Python, NumPy, torch and every device that torch knows."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def rng_state(device):
+    """What the next random number depends on, as torch.load(weights_only=True) can read it."""
+    name, keys, *rest = np.random.get_state()
+    on_device = getattr(torch.get_device_module(device), "get_rng_state", None)
+    return {
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+        "device": on_device() if on_device and device.type != "cpu" else None,
+    }
+
+
+def set_rng_state(rng, device):
+    random.setstate(rng["python"])
+    name, keys, *rest = rng["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(rng["torch"])
+    if rng["device"] is not None and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(rng["device"])
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def join_ranks():
+    """One process for each device where torchrun started several; else nothing."""
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def say(*words):
+    """One log for all ranks."""
+    if rank() == 0:
+        print(*words, flush=True)
+
+
+def sum_over_ranks(tensors):
+    """Sum each tensor over the ranks, in place, in one message.
+
+    One flat buffer in a fixed order keeps a resumed run bit-exact at any number of ranks, which
+    DDP's buckets, rebuilt after its first step, do not from three ranks on.
+    """
+    if dist.is_initialized():
+        flat = torch.cat([t.flatten() for t in tensors])
+        dist.all_reduce(flat)
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def agree(*flags):
+    """The largest of each flag over all ranks. Travels on the CPU: the device is never waited for."""
+    if dist.is_initialized():
+        flags = torch.tensor(flags)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        flags = flags.tolist()
+    return flags
+
+
+def from_rank0(function, *args):
+    """What function(*args) returns on rank 0, on every rank; or its exit, on every rank."""
+    result = None
+    if rank() == 0:
+        try:
+            result = function(*args)
+        except SystemExit as leaving:
+            result = leaving
+    if dist.is_initialized():
+        box = [result]
+        dist.broadcast_object_list(box)
+        result = box[0]
+    if isinstance(result, SystemExit):
+        raise result
+    return result
+
+
+def from_all_ranks(value):
+    """[value of rank 0, value of rank 1, ...], on every rank."""
+    values = [value] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values
+
+
+# ---- signals -------------------------------------------------------------------------------------
+
+
+class Signals:
+    """What the outside has asked for. It is read at the end of each step.
+
+    stop: the number of the SIGINT or SIGTERM that came, or 0; a second Ctrl-C ends the process at
+    once. save: 1 after a SIGUSR1.
+    """
+
+    def __init__(self):
+        self.stop, self.save, self.parent = 0, 0, os.getppid()
+        signal.signal(signal.SIGINT, self.on_stop)
+        signal.signal(signal.SIGTERM, self.on_stop)
+        signal.signal(signal.SIGUSR1, self.on_save)
+
+    def on_stop(self, number, frame):
+        if number == self.stop == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self.stop = self.stop or int(number)
+
+    def on_save(self, number, frame):
+        self.save = 1
+
+    def orphaned(self):
+        """Has torchrun died? Its ranks sit in sessions of their own, and would live on."""
+        return dist.is_initialized() and os.getppid() != self.parent
+
+
+def ignore_signals(worker):
+    """A scheduler signals the whole process group; the training process decides when workers end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -1,0 +1,462 @@
+"""What a run leaves behind: its folder and lock, run.json, metrics.jsonl, the files of checkpoints.
+
+A reader of the training loop never needs to open this file; train.py says when, this says how.
+"""
+
+import contextlib
+import datetime
+import fcntl
+import hashlib
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from pathlib import Path
+
+import torch
+
+import machine
+from configurator import fail
+from machine import rank, say
+
+REPO = Path(__file__).resolve().parent
+
+
+# ---- run.json ------------------------------------------------------------------------------------
+
+
+def now():
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def clean(value):
+    """`value` as JSON can hold it: a non-finite float becomes None (json.dumps would write NaN)."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: clean(item) for key, item in value.items()}
+    return [clean(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def write_json(path, value):
+    """Write `value` so that `path` is at every moment either the old file or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        json.dump(clean(value), file, indent=1, allow_nan=False)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_json(path):
+    """The dict in `path`, or {} where there is no readable one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+        return value if isinstance(value, dict) else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def git_state():
+    """{commit, dirty, diff_sha256} of the repository; the image has GIT_COMMIT in place of .git."""
+
+    def git(*args):
+        command = ["git", "-C", str(REPO), *args]
+        return subprocess.run(command, capture_output=True, check=True, timeout=10).stdout
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel").decode().strip()).resolve() != REPO:
+            raise OSError("the .git above belongs to another project")
+        diff = git("diff", "HEAD")
+        commit = git("rev-parse", "HEAD").decode().strip()
+        return {"commit": commit, "dirty": bool(diff), "diff_sha256": sha256(diff)}
+    except (OSError, subprocess.SubprocessError):
+        commit = os.environ.get("GIT_COMMIT")
+        return {"commit": commit, "dirty": None, "diff_sha256": None}
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def code_fingerprint():
+    """SHA-256 of the two files that decide what a run computes."""
+    return {name: sha256((REPO / name).read_bytes()) for name in ("train.py", "model.py")}
+
+
+# ---- metrics.jsonl -------------------------------------------------------------------------------
+
+
+def write_rows(folder, rows):
+    """Append to metrics.jsonl: one JSON object a line, a number that is not finite as null.
+
+    Training does not stop where that cannot be done; it is said once.
+    """
+    if rank() == 0:
+        lines = []
+        for row in rows:
+            finite = clean(row)
+            lines.append(json.dumps(finite if finite == row else finite | {"finite": False}) + "\n")
+        try:
+            with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write("".join(lines))
+        except OSError as error:
+            say_once(
+                f"metrics.jsonl cannot be written ({error.strerror}); training goes on without"
+            )
+
+
+def say_once(message, said=set()):  # noqa: B006 (meant to last)
+    if message not in said:
+        said.add(message)
+        say(message)
+
+
+def log_event(folder, step, event, **fields):
+    """An event in metrics.jsonl and on the console."""
+    details = "  ".join(f"{key} {value}" for key, value in fields.items())
+    say(f"{step:>8} {event.replace('_', ' ')}: {details}")
+    write_rows(folder, [{"kind": "event", "step": step, "event": event, **fields}])
+
+
+def cut_rows(path, step):
+    """Drop train and eval rows past `step`, and a half-written last line; events all stay.
+
+    Atomic, and it streams: a metrics file of a million lines needs no memory.
+    """
+    if not path.exists():
+        return
+    temporary = path.with_name(path.name + ".tmp")
+    with open(path, encoding="utf-8", errors="replace") as old, open(temporary, "w") as new:
+        for line in old:
+            try:
+                row = json.loads(line)
+                keep = row["kind"] == "event" or row["step"] <= step
+            except (ValueError, KeyError, TypeError):
+                keep = False  # the line that a power cut tore
+            if keep and line.endswith("\n"):
+                new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(temporary, path)
+
+
+# ---- the folder ----------------------------------------------------------------------------------
+
+
+def hold(folder, locks=[]):  # noqa: B006 (held for as long as the process lives)
+    """Lock the folder of a run, so that no second one can start in it.
+
+    lockf, not flock: it dies with its holder even while forked workers live on.
+    """
+    if locks:
+        return
+    try:
+        locks.append(open(folder / ".lock", "a"))
+        fcntl.lockf(locks[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        fail(f"another run is at work in {folder}; write --out_dir={fresh_name(folder)}")
+    except OSError as error:
+        fail(f"{folder} cannot be written ({error.strerror}); write --out_dir=FOLDER")
+
+
+def fresh_name(folder):
+    """The first of NAME_2, NAME_3 ... beside the folder that is not there yet."""
+    number = 2
+    while (candidate := folder.with_name(f"{folder.name}_{number}")).exists():
+        number += 1
+    return os.path.relpath(candidate)
+
+
+def holds_rows(folder):
+    """Did a run take a step here?"""
+    try:
+        with open(folder / "metrics.jsonl", encoding="utf-8", errors="replace") as file:
+            return any('"kind": "train"' in line for line in file)
+    except OSError:
+        return False
+
+
+def open_run(folder, fixed, device, path, inexact, needed):
+    """Make the folder and its run.json, or add an entry for this resume from `path`. Rank 0 only.
+
+    fixed: config, data and identity of the run. needed: bytes that its checkpoints will take; exits
+    where they would not fit on the disk.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        hold(folder)
+        for leftover in folder.glob("*.tmp"):
+            leftover.unlink()
+        free = shutil.disk_usage(folder).free
+        if free < needed:
+            fail(
+                f"{folder} has {free / 1e6:,.0f} MB free, and the checkpoints of this run need"
+                f" {needed / 1e6:,.0f}; free some, or write --keep_last=1 or --out_dir=FOLDER"
+            )
+        before = read_json(folder / "run.json") if path else {}
+        resumes = before.get("resumes", [])
+        step = 0
+        if path:
+            step = load_checkpoint(path)["state"]["step"]
+            resumes.append({"time": now(), "step": step, "from": str(path), "inexact": inexact})
+        cut_rows(folder / "metrics.jsonl", step)
+        facts = {
+            "start": before.get("start", now()),
+            "end": None,
+            "ended": None,  # stays so where nobody was left to say how
+            "command": sys.argv,
+            **fixed,
+            "git": git_state(),
+            **machine.fingerprint(device),
+            "resumes": resumes,
+        }
+        write_json(folder / "run.json", facts)
+    except OSError as error:
+        fail(f"{folder} cannot be written ({error.strerror}); write --out_dir=FOLDER")
+
+
+def close_run(folder, ended, seconds, state):
+    """Say how the run ended: on the console, and in run.json."""
+    facts = {"end": now(), "ended": ended, "seconds": seconds, "state": state}
+    write_rows(
+        folder,
+        [
+            {
+                "kind": "event",
+                "step": state["step"],
+                "event": "end",
+                "ended": ended,
+                "seconds": seconds,
+            }
+        ],
+    )
+    try:
+        write_json(folder / "run.json", read_json(folder / "run.json") | facts)
+    except OSError as error:
+        say(f"run.json cannot be written ({error.strerror})")
+    spent = "  ".join(f"{kind} {value:.1f} s" for kind, value in seconds.items())
+    say(
+        f"{ended}, at step {state['step']:,}; best validation loss {state['best_val_loss']:.4f} at step {state['best_step']:,}"
+    )
+    say(f"{spent}  (in all {sum(seconds.values()):.1f} s)")
+
+
+def forget_after(folder, step):
+    """Remove what a rollback to `step` has undone: the future of a run that is no more."""
+    for path in folder.glob("ckpt_*.pt"):
+        if step_of(path) > step:
+            path.unlink()
+    cut_rows(folder / "metrics.jsonl", step)
+
+
+class Clock:
+    """Every second since the start belongs to one kind: lap(kind) gives it all since the last lap."""
+
+    def __init__(self):
+        self.last = time.perf_counter()
+        self.seconds = dict.fromkeys(("start", "compile", "train", "evaluate", "save"), 0.0)
+
+    def lap(self, kind):
+        now = time.perf_counter()
+        elapsed, self.last = now - self.last, now
+        self.seconds[kind] += elapsed
+        return elapsed
+
+
+# ---- the files of checkpoints --------------------------------------------------------------------
+
+
+def checkpoint_name(step):
+    return f"ckpt_{step:08}.pt"
+
+
+def step_of(path):
+    return int(path.stem.split("_")[1])
+
+
+def load_checkpoint(path):
+    """The checkpoint at `path`, on the CPU. Raises ValueError with the reason where it is no good.
+
+    The zip's checksums are read first: torch.load accepts a flipped bit without a word. Nothing in
+    the file can run code (weights_only).
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if damaged := archive.testzip():
+                raise ValueError(f"wrong checksum in {damaged}")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        missing = {"model", "optimizer", "scaler", "ema", "state", "rng", "config", "data", "run"}
+        if missing := missing - set(checkpoint):
+            raise ValueError(f"lacks {', '.join(sorted(missing))}")
+        return checkpoint
+    except Exception as error:  # damage surfaces as any of half a dozen types
+        raise ValueError((str(error) or type(error).__name__).splitlines()[0][:120]) from error
+
+
+def newest_valid(folder, usable=lambda checkpoint: True):
+    """(path, checkpoint) of the newest good one, or (None, None). Damaged ones are set aside, by name."""
+    paths = sorted(folder.glob("ckpt_*.pt"), key=step_of, reverse=True)
+    paths += sorted(folder.glob("milestone_*.pt"), key=step_of, reverse=True)
+    for path in [*paths, *folder.glob("best.pt")]:
+        try:
+            checkpoint = load_checkpoint(path)
+        except ValueError as error:
+            aside = path.with_name(path.name + ".corrupt")
+            os.replace(path, aside)
+            say(f"{path.name} is damaged ({error}): set aside as {aside.name}, trying an older one")
+            continue
+        if usable(checkpoint):
+            return path, checkpoint
+    return None, None
+
+
+def copy_tensors(value, buffers, place=""):
+    """`value` with each tensor copied into a CPU buffer that is kept for the next time (by place)."""
+    if isinstance(value, torch.Tensor):
+        buffer = buffers.get(place)
+        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+            buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            buffers[place] = buffer
+        return buffer.copy_(value, non_blocking=True)
+    if isinstance(value, dict):
+        return {k: copy_tensors(v, buffers, f"{place}/{k}") for k, v in value.items()}
+    if isinstance(value, list):
+        return [copy_tensors(v, buffers, f"{place}/{i}") for i, v in enumerate(value)]
+    return value
+
+
+class Saver:
+    """Writes checkpoints in a thread of its own: the loop pays for a copy in memory and no more."""
+
+    def __init__(self, folder, keep_last, save_interval):
+        self.folder, self.keep_last, self.save_interval = folder, keep_last, save_interval
+        self.buffers, self.thread, self.error = {}, None, None
+
+    def save(self, checkpoint, names):
+        """Begin to write one file under all of `names`. Returns why the save before this failed."""
+        error = self.join()
+        copy = copy_tensors(checkpoint, self.buffers)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.thread = threading.Thread(target=self.write, args=(copy, names))
+        self.thread.start()
+        return error
+
+    def join(self):
+        """Wait for the save under way. Returns why the last one failed, or None."""
+        if self.thread:
+            self.thread.join()
+        error, self.thread, self.error = self.error, None, None
+        return error
+
+    def write(self, checkpoint, names):
+        temporary = self.folder / (names[0] + ".tmp")
+        try:
+            if not all_finite(checkpoint["model"]) or not all_finite(checkpoint["optimizer"]):
+                raise ValueError("a weight or moment is not finite: not saved")
+            sync(self.folder / "metrics.jsonl")  # its rows come to the disk first
+            torch.save(checkpoint, temporary)
+            sync(temporary)
+            for name in names[1:]:
+                link = self.folder / (name + ".tmp")
+                link.unlink(missing_ok=True)
+                try:
+                    os.link(temporary, link)
+                except OSError:  # a file system without hard links
+                    shutil.copyfile(temporary, link)
+                    sync(link)
+                os.replace(link, self.folder / name)
+            os.replace(temporary, self.folder / names[0])
+            sync(self.folder)
+            self.prune()
+        except (OSError, RuntimeError, ValueError) as error:
+            self.error = str(error).splitlines()[0][:160]
+            print(f"could not save {names[0]} ({self.error}); training goes on", flush=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    def prune(self):
+        """Keep the newest of all, and of those a rollback may go to the newest `keep_last`."""
+        paths = sorted(self.folder.glob("ckpt_*.pt"), key=step_of)
+        targets = [path for path in paths if at_interval(step_of(path), self.save_interval)]
+        for path in set(paths[:-1]) - set(targets[-self.keep_last :]):
+            path.unlink(missing_ok=True)
+
+
+def at_interval(step, interval):
+    """Is a save due by the step alone? Only there may a rollback go: when a signal or the clock asks
+    for a save is chance, and chance must not decide what a run computes."""
+    return step == 0 or (interval > 0 and step % interval == 0)
+
+
+def all_finite(value):
+    if isinstance(value, torch.Tensor):
+        return bool(value.isfinite().all())
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return all(map(all_finite, items))
+
+
+def sync(path):
+    """Have the disk hold what was written to a file, or the names in a folder."""
+    if path.exists():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# ---- the console ---------------------------------------------------------------------------------
+
+HEADER = "    step/total    loss   norm       lr      ms  wait   tok/s    mfu    GB    left"
+
+
+def print_line(row, max_steps):
+    mfu = "   n/a" if math.isnan(row["mfu"]) else f"{row['mfu']:6.1%}"
+    seconds = int((max_steps - row["step"]) * row["step_ms"] / 1000)
+    left = f"{seconds // 60}:{seconds % 60:02}"
+    if seconds >= 3600:
+        left = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    say(
+        f"{row['step']:>7}/{max_steps:<7} {row['loss']:6.4f} {row['grad_norm']:6.3f} {row['lr']:8.2e}"
+        f" {row['step_ms']:7.1f} {row['data_ms']:5.1f} {row['tokens_per_sec'] / 1000:6.1f}k {mfu}"
+        f" {row['mem_gb']:5.2f} {left:>7}"
+    )
+
+
+def print_evaluation(row, max_steps, best):
+    say(
+        f"{row['step']:>7}/{max_steps:<7} val loss {row['val_loss']:.4f}  bits/byte"
+        f" {row['val_bpb']:.4f}  accuracy {row['val_accuracy']:.1%}{'  best' if best else ''}"
+    )
+
+
+def print_plan(c, meta, model, epoch, device, why, peak, path):
+    """What will happen, in a few aligned lines, before it does.
+
+    c: config and identity. epoch: steps in one. why: {knob: reason}. peak: (FLOP/s or None, source).
+    """
+    tokens = c["global_batch"] * c["block_size"]
+    steps = f"{c['max_steps']:,}, {epoch:,} to an epoch; {c['optimizer']}, {c['schedule']}"
+    lines = {
+        "run": f"goes on from {path}" if path else f"new, in {os.path.relpath(c['out_dir'])}",
+        "model": f"{c['n_layer']} x {c['n_embd']} wide, {c['n_head']} heads;"
+        f" {model.num_params():,} parameters",
+        "data": f"{c['dataset']}, {meta['tokenizer']}: {meta['train_tokens']:,} tokens to train on,"
+        f" {meta['val_tokens']:,} to validate; vocabulary {meta['vocab_size']:,}",
+        "batch": f"{c['batch_size']} x {c['accum_steps']} x {c['world_size']} = {c['global_batch']}"
+        f" sequences of {c['block_size']} = {tokens:,} tokens a step",
+        "steps": f"{steps} {c['peak_lr']:g} to {c['min_lr']:g}",
+        "device": f"{c['device']}, {c['threads']} threads",
+        "dtype": f"{c['dtype']} ({why['dtype']})",
+        "compile": f"{str(c['compile']).lower()} ({why['compile']}); deterministic {str(c['deterministic']).lower()}",
+        "peak": f"{peak[0] / 1e12:.3g} TFLOP/s ({peak[1]})" if peak[0] else f"n/a ({peak[1]})",
+    }
+    for name, words in lines.items():
+        say(f"{name:<8} {words}")

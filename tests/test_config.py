@@ -1,0 +1,343 @@
+"""The command line: what is accepted, where it lands, and what bad input gets."""
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import configurator
+
+REPO = Path(configurator.__file__).parent
+SCRIPT = '''\
+"""
+Counts sheep.
+
+More about sheep.
+"""
+
+import json
+import sys
+
+from configurator import configure
+
+CONSTANT = 3  # not a knob
+
+# where
+out_dir = "out/run"  # folder of the run
+data_dir = ""  # folder of the data
+# the sizes of
+# things
+batch_size = 32  # sequences, and a comment that is so long that it cannot stand on a single line
+#   and goes on below
+shift = -1  # steps back
+peak_lr = 1e-3  # at the top
+name = "none"
+# switches
+report = True  # write one
+compile = "auto"  # auto | true | false
+deterministic = False
+computed = len("not a knob")
+_private = 1
+
+
+def main():
+    config, given = configure(globals(), names=NAMES)
+    for key, value in config.items():
+        assert globals()[key] is value
+    print(json.dumps([config, sorted(given), NAMES]))
+
+
+NAMES = None
+after = 1
+if __name__ == "__main__":
+    main()
+'''
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A real script in a repository of its own, with a config folder."""
+    path = tmp_path / "repo" / "sheep.py"
+    (path.parent / "config").mkdir(parents=True)
+    path.write_text(SCRIPT)
+    (path.parent / "config" / "small.py").write_text("batch_size = 4  # fits anywhere\n")
+    return path
+
+
+def scope_of(script):
+    """The script's knobs as configure() sees them, without a process."""
+    knobs = {name: default for name, (default, _, _) in configurator.read_knobs(script).items()}
+    return knobs | {"__file__": str(script), "__doc__": ""}
+
+
+def configure(script, *argv):
+    scope = scope_of(script)
+    config, given = configurator.configure(scope, argv=list(argv))
+    assert all(scope[name] is value for name, value in config.items())
+    return config, given
+
+
+def refusal(script, capsys, *argv):
+    """The one line that bad arguments get. Nothing may have been set."""
+    scope = scope_of(script)
+    before = dict(scope)
+    with pytest.raises(SystemExit) as stop:
+        configurator.configure(scope, argv=list(argv))
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == "" and scope == before
+    assert err.count("\n") == 1 and err.endswith("\n")
+    return err
+
+
+def run(script, *argv, cwd=None):
+    return subprocess.run(
+        [sys.executable, str(script), *argv],
+        cwd=cwd or script.parent,
+        env=os.environ | {"PYTHONPATH": str(REPO)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_without_arguments_every_knob_has_its_default(script):
+    config, given = configure(script)
+    assert config == {
+        "out_dir": str(script.parent / "out/run"),
+        "data_dir": "",
+        "batch_size": 32,
+        "shift": -1,
+        "peak_lr": 1e-3,
+        "name": "none",
+        "report": True,
+        "compile": "auto",
+        "deterministic": False,
+    }
+    assert given == set()
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [
+        ("--batch_size=1_000", 1000),
+        ("--batch_size=1e3", 1000),
+        ("--batch_size=-7", -7),
+        ("--peak_lr=1", 1.0),
+        ("--peak_lr=-inf", -math.inf),
+        ("--name=a=b", "a=b"),
+        ("--name=", ""),
+        ("--name=7", "7"),
+        ("--report=NO", False),
+        ("--report=0", False),
+        ("--report=Yes", True),
+        ("--compile=auto", "auto"),
+        ("--compile=FALSE", False),
+        ("--compile=1", True),
+        ("--deterministic=auto", "auto"),
+    ],
+)
+def test_a_flag_has_the_type_of_the_default(script, flag, value):
+    name = flag[2:].partition("=")[0]
+    config, given = configure(script, flag)
+    assert config[name] == value and type(config[name]) is type(value)
+    assert given == {name}
+
+
+def test_nan_is_parsed_so_that_the_script_can_refuse_it(script):
+    assert math.isnan(configure(script, "--peak_lr=nan")[0]["peak_lr"])
+
+
+def test_a_config_file_holds_arithmetic_on_names_assigned_above(script):
+    (script.parent / "config" / "big.py").write_text(
+        '"""Big."""\n\nbatch_size = 2**3 * 4  # GiB\nshift = -(batch_size // 3)\n'
+        'peak_lr = 1 / batch_size\nreport = 0\ncompile = True\nname = "a" + "b"\n'
+    )
+    config, given = configure(script, "config/big.py")
+    assert (config["batch_size"], config["shift"], config["peak_lr"]) == (32, -10, 1 / 32)
+    assert config["report"] is False and config["compile"] is True and config["name"] == "ab"
+    assert given == {"batch_size", "shift", "peak_lr", "report", "compile", "name"}
+
+
+def test_later_arguments_win(script):
+    assert configure(script, "config/small.py", "--batch_size=5")[0]["batch_size"] == 5
+    assert configure(script, "--batch_size=5", "config/small.py")[0]["batch_size"] == 4
+    assert configure(script, "--batch_size=5", "--batch_size=6")[0]["batch_size"] == 6
+
+
+def test_a_config_file_is_looked_up_here_first_and_then_in_the_repository(
+    script, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert configure(script, "config/small.py")[0]["batch_size"] == 4
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "small.py").write_text("batch_size = 9\n")
+    assert configure(script, "config/small.py")[0]["batch_size"] == 9
+    assert configure(script, str(script.parent / "config/small.py"))[0]["batch_size"] == 4
+
+
+def test_a_flags_folder_is_against_the_working_directory_others_against_the_repository(
+    script, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (script.parent / "config" / "paths.py").write_text('out_dir = "out/filed"\ndata_dir = "d"\n')
+    config, _ = configure(script, "config/paths.py", "--data_dir=../here")
+    assert config["out_dir"] == str(script.parent / "out/filed")
+    assert config["data_dir"] == str(tmp_path.parent / "here")
+    assert configure(script, "--data_dir=")[0]["data_dir"] == ""
+    assert configure(script, "--data_dir=/abs")[0]["data_dir"] == "/abs"
+
+
+def test_a_script_can_take_another_modules_knobs_and_restate_a_default(script, tmp_path):
+    bench = tmp_path / "bench.py"
+    bench.write_text("batch_size = 1  # small\nrounds = 10  # timed\n")
+    theirs = scope_of(script) | {"rounds": "no knob of theirs"}
+    ours = scope_of(bench)
+    config, given = configurator.configure(theirs, ours, argv=["--rounds=3", "--shift=2"])
+    assert given == {"rounds", "shift"}
+    assert theirs["batch_size"] == ours["batch_size"] == config["batch_size"] == 1
+    assert (ours["rounds"], theirs["shift"]) == (3, 2)
+    assert theirs["rounds"] == "no knob of theirs" and "shift" not in ours
+
+
+def test_positionals_are_collected_only_for_a_script_that_asks_for_them(script, capsys):
+    names = []
+    configurator.configure(
+        scope_of(script), argv=["a", "config/small.py", "b/c", "--shift=1"], names=names
+    )
+    assert names == ["a", "b/c"]
+    assert "unexpected argument 'a'" in refusal(script, capsys, "a")
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["--batchsize=4"], ["unknown name 'batchsize'", "did you mean --batch_size=4?"]),
+        (["--batch-size=4"], ["did you mean --batch_size=4?"]),
+        (["--zzz=4"], ["unknown name 'zzz' in --zzz=4", "--help"]),
+        (["--computed=1"], ["unknown name 'computed'"]),
+        (["--after=1"], ["unknown name 'after'"]),
+        (["--_private=1"], ["unknown name '_private'"]),
+        (["--batch_size=abc"], ["--batch_size=abc: expected an int such as --batch_size=32"]),
+        (["--batch_size=1.5"], ["expected an int"]),
+        (["--batch_size=nan"], ["expected an int"]),
+        (["--batch_size=inf"], ["expected an int"]),
+        (["--batch_size="], ["expected an int"]),
+        (["--batch_size=true"], ["expected an int"]),
+        (["--peak_lr=fast"], ["expected a number such as --peak_lr=0.001"]),
+        (["--report=maybe"], ["expected true or false such as --report=true"]),
+        (["--report=auto"], ["expected true or false"]),
+        (["--compile=perhaps"], ["expected auto, true or false such as --compile=auto"]),
+        (["--batch_size", "4"], ["write --batch_size=4"]),
+        (["--report"], ["write --report=true"]),
+        (["--compile", "config/small.py"], ["write --compile=true"]),
+        (["-batch_size=4"], ["write --batch_size=4"]),
+        (["--"], ["--help"]),
+        (["--name=two\nlines", "--zzz=two\nlines"], ["unknown name 'zzz'"]),
+        (["config/none.py"], ["no config file config/none.py", "config/small.py"]),
+        (["config"], ["unexpected argument 'config'", "config/FILE.py"]),
+        (["--batch_size=4", "--nam=x"], ["did you mean --name=x?"]),
+    ],
+)
+def test_a_bad_argument_gets_one_line_that_says_what_to_type(script, capsys, argv, words):
+    err = refusal(script, capsys, *argv)
+    assert all(word in err for word in words), err
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (
+            "shift = 1\nbatchsize = 4",
+            ["unknown name 'batchsize' in", "bad.py:2", "batch_size = 4?"],
+        ),
+        ("batch_size = 'abc'", ["bad.py:1", "expected an int such as batch_size = 32"]),
+        ("batch_size = True", ["bad.py:1", "expected an int"]),
+        ("batch_size = '4'", ["bad.py:1", "expected an int"]),
+        ("peak_lr = False", ["bad.py:1", "expected a number"]),
+        ("report = 2", ["bad.py:1", "expected true or false"]),
+        ("name = 3", ["bad.py:1", "expected a string"]),
+        ("batch_size = shift", ["bad.py:1", "batch_size = shift", "names assigned above"]),
+        ("batch_size = None", ["bad.py:1", "batch_size = None"]),
+        ("batch_size = 1 / 0", ["bad.py:1", "division by zero"]),
+        ("batch_size = 9**9**9**9", ["bad.py:1", "9 ** 9"]),
+        ("name = 'a' - 1", ["bad.py:1", "'a' - 1"]),
+        ("import os", ["bad.py:1", "import os", "only name = value"]),
+        ("batch_size = len('abc')", ["bad.py:1", "len('abc')", "only name = value"]),
+        ("open('/tmp/x', 'w')", ["bad.py:1", "only name = value"]),
+        ("batch_size += 1", ["bad.py:1", "only name = value"]),
+        ("batch_size = shift = 1", ["bad.py:1", "only name = value"]),
+        ("if True:\n    shift = 1", ["bad.py:1", "only name = value"]),
+        ("shift = 1\nbatch_size = = 3", ["bad.py:2", "invalid syntax"]),
+        (b"name = '\xff'", ["bad.py:1"]),
+        (b"name = '\0'", ["bad.py:1"]),
+    ],
+)
+def test_a_bad_config_file_gets_one_line_with_its_file_and_line(script, capsys, content, words):
+    content = content if isinstance(content, bytes) else content.encode()
+    (script.parent / "config" / "bad.py").write_bytes(content)
+    err = refusal(script, capsys, "--shift=5", "config/bad.py")
+    assert all(word in err for word in words), err
+
+
+def test_a_script_exits_2_with_one_line_under_its_own_name(script):
+    result = run(script, "--batch_size=4", "--batchsize=4")
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        "sheep.py: unknown name 'batchsize' in --batchsize=4; did you mean --batch_size=4?\n"
+    )
+
+
+def test_a_script_gets_its_knobs_from_any_working_directory(script, tmp_path):
+    result = run(script, "config/small.py", "--out_dir=mine", "--report=no", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert f'"out_dir": "{tmp_path}/mine"' in result.stdout
+    assert '"batch_size": 4' in result.stdout
+    assert '["batch_size", "out_dir", "report"]' in result.stdout
+
+
+def test_help_lists_every_knob_by_group_with_default_and_comment(script):
+    expected = """\
+        Counts sheep.
+
+        usage: python sheep.py [config/FILE.py ...] [--key=value ...]
+
+        where
+          --out_dir=out/run      folder of the run
+          --data_dir=            folder of the data
+
+        the sizes of things
+          --batch_size=32        sequences, and a comment that is so long that it cannot stand on a single
+                                 line and goes on below
+          --shift=-1             steps back
+          --peak_lr=0.001        at the top
+          --name=none
+
+        switches
+          --report=true          write one
+          --compile=auto         auto | true | false
+          --deterministic=false
+        """
+    for flag in ("--help", "-h"):
+        result = run(script, "--no_such=thing", flag)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout == textwrap.dedent(expected)
+    assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("path", sorted(REPO.glob("*.py")), ids=lambda path: path.name)
+def test_every_knob_of_this_repository_is_explained(path):
+    knobs = configurator.read_knobs(path)
+    silent = [name for name, (_, comment, heading) in knobs.items() if not (comment or heading)]
+    assert not silent
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "config").glob("*.py")), ids=lambda path: path.name)
+def test_every_config_file_of_this_repository_is_right_for_train(path):
+    settings = configurator.read_config_file(
+        str(path), str(REPO), configurator.read_knobs(REPO / "train.py")
+    )
+    assert settings

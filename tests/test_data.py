@@ -1,0 +1,518 @@
+"""prepare_data.py: what a dataset is, what bad input gets, and what a download may turn into."""
+
+import copy
+import hashlib
+import http.server
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prepare_data
+from prepare_data import DataError, Offline, decode, encode, open_dataset, prepare
+
+SCRIPT = Path(prepare_data.__file__)
+FOLDER = Path(os.environ.get("HONEST_DATA") or "/nonexistent")
+SHAKESPEARE = FOLDER / "tinyshakespeare" / "input.txt"
+needs_shakespeare = pytest.mark.skipif(
+    not SHAKESPEARE.is_file(), reason="HONEST_DATA names no folder with tinyshakespeare/input.txt"
+)
+needs_gpt2 = pytest.mark.skipif(
+    not (FOLDER / "tiktoken_cache").is_dir(), reason="HONEST_DATA names no folder tiktoken_cache"
+)
+TEXT = "Ein Esel, ein Käse & ein 🐴:\r\nsie reisen nach Bremen.\n" * 20
+NOWHERE = "http://127.0.0.1:9"  # the port where nothing listens
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    """No test leaves this machine: a test that downloads says from where."""
+    monkeypatch.setenv("SHAKESPEARE_URL", NOWHERE)
+    monkeypatch.setenv("no_proxy", "*")
+    if (FOLDER / "tiktoken_cache").is_dir():
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(FOLDER / "tiktoken_cache"))
+
+
+@pytest.fixture
+def text_file(tmp_path):
+    path = tmp_path / "esel.txt"
+    path.write_bytes(TEXT.encode())
+    return path
+
+
+def run(tmp_path, *argv, **environment):
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *argv, "--data_dir=data"],
+        cwd=tmp_path,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def refusal(tmp_path, *argv, **environment):
+    """The one line that a bad command gets. Nothing may have been written."""
+    before = snapshot(tmp_path)
+    result = run(tmp_path, *argv, **environment)
+    assert result.returncode == 2, result
+    assert result.stderr.count("\n") == 1 and result.stderr.startswith("prepare_data.py: ")
+    assert snapshot(tmp_path) == before
+    return result.stderr
+
+
+def snapshot(folder):
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def files(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def ids(folder, split):
+    meta = json.loads((Path(folder) / "meta.json").read_text())
+    return np.fromfile(Path(folder) / f"{split}.bin", meta["dtype"])
+
+
+# --- what a dataset is ---
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", pytest.param("gpt2", marks=needs_gpt2)])
+def test_a_dataset_is_the_whole_text_and_what_its_meta_says(tmp_path, text_file, tokenizer):
+    result = run(tmp_path, "esel", f"--input={text_file}", f"--tokenizer={tokenizer}")
+    assert (result.returncode, result.stderr) == (0, "")
+    folder = tmp_path / "data" / "esel"
+    assert files(folder) == ["meta.json", "train.bin", "val.bin"]
+    meta = json.loads((folder / "meta.json").read_text())
+    cut = int(0.9 * len(TEXT))
+    assert decode(ids(folder, "train"), meta) == TEXT[:cut]
+    assert decode(ids(folder, "val"), meta) == TEXT[cut:]
+    assert meta["tokenizer"] == tokenizer and meta["dtype"] == "uint16"
+    assert meta["vocab_size"] == {"char": len(set(TEXT)), "byte": 256, "gpt2": 50257}[tokenizer]
+    assert meta["val_bytes"] == len(TEXT[cut:].encode())
+    assert "esel.txt" in meta["source"]
+    assert ("chars" in meta) == (tokenizer == "char")
+    for split in ("train", "val"):
+        assert meta[f"{split}_tokens"] == len(ids(folder, split))
+        digest = hashlib.sha256((folder / f"{split}.bin").read_bytes()).hexdigest()
+        assert meta["sha256"][f"{split}.bin"] == digest
+    assert f"{meta['train_tokens']:,} {tokenizer} tokens" in result.stdout
+    assert "MB/s" in result.stdout and "bytes/token" in result.stdout
+
+
+@needs_shakespeare
+@pytest.mark.parametrize(
+    "tokenizer, train, val, vocab_size",
+    [
+        ("char", 1_003_854, 111_540, 65),
+        ("byte", 1_003_854, 111_540, 256),
+        pytest.param("gpt2", 301_966, 36_059, 50257, marks=needs_gpt2),
+    ],
+)
+def test_tinyshakespeare_has_the_published_sizes(tmp_path, tokenizer, train, val, vocab_size):
+    _, meta = prepare("shakespeare", tmp_path, str(SHAKESPEARE), tokenizer)
+    assert (meta["train_tokens"], meta["val_tokens"]) == (train, val)
+    assert meta["vocab_size"] == vocab_size
+    assert meta["val_bytes"] == 111_540
+
+
+def test_a_vocabulary_past_65536_is_stored_in_32_bits(tmp_path):
+    text = "".join(chr(code) for code in range(0x10000, 0x10000 + 70_000))
+    (tmp_path / "wide.txt").write_text(text, encoding="utf-8")
+    folder, meta = prepare("wide", tmp_path, str(tmp_path / "wide.txt"))
+    assert (meta["dtype"], meta["vocab_size"]) == ("uint32", 70_000)
+    assert ids(folder, "val").max() == 69_999
+    assert open_dataset("wide", tmp_path) == (folder, meta)
+    with pytest.raises(DataError, match="lacks '!'"):
+        encode("!", meta)
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", pytest.param("gpt2", marks=needs_gpt2)])
+def test_ids_survive_decode_and_encode(tmp_path, text_file, tokenizer):
+    _, meta = prepare("esel", tmp_path, str(text_file), tokenizer)
+    first = encode("Käse reisen\r\n🐴", meta)
+    assert decode(first, meta) == "Käse reisen\r\n🐴" == decode(first.tolist(), meta)
+    assert np.array_equal(encode(decode(first, meta), meta), first)
+    assert decode([], meta) == "" and len(encode("", meta)) == 0
+    with pytest.raises(DataError, match=f"outside 0..{meta['vocab_size'] - 1}"):
+        decode([0, meta["vocab_size"]], meta)
+
+
+def test_encode_names_the_characters_that_the_vocabulary_lacks(tmp_path, text_file):
+    _, meta = prepare("esel", tmp_path, str(text_file))
+    with pytest.raises(DataError) as error:
+        encode("Ein Zar\udc80 ~~", meta)
+    assert str(error.value) == r"the vocabulary lacks 'Z' '~' '\udc80'"
+    with pytest.raises(DataError, match="and 80 more$"):
+        encode("".join(map(chr, range(0x400, 0x464))), meta)
+
+
+def test_char_encoding_is_vectorised(tmp_path):
+    text = "To be, or not to be: that is the question.\n" * 25_000
+    (tmp_path / "long.txt").write_text(text)
+    start = time.process_time()
+    prepare("long", tmp_path, str(tmp_path / "long.txt"))
+    assert time.process_time() - start < 1
+
+
+def test_pydoc_needs_no_network(tmp_path):
+    result = run(tmp_path, "pydoc")
+    assert result.returncode == 0, result.stderr
+    folder, meta = open_dataset("pydoc", tmp_path / "data")
+    assert meta["train_tokens"] > 100_000 and "CPython" in meta["source"]
+    assert "statement" in decode(ids(folder, "train"), meta)
+
+
+# --- a dataset that is there already ---
+
+
+def test_a_second_run_of_the_same_command_changes_nothing(tmp_path, text_file):
+    for again in (["esel", f"--input={text_file}"], ["esel"]):
+        run(tmp_path, "esel", f"--input={text_file}")
+        before = snapshot(tmp_path), (tmp_path / "data/esel/meta.json").stat().st_mtime_ns
+        result = run(tmp_path, *again)
+        assert result.returncode == 0 and "is there already" in result.stdout
+        after = snapshot(tmp_path), (tmp_path / "data/esel/meta.json").stat().st_mtime_ns
+        assert before == after
+
+
+def test_a_dataset_is_never_overwritten_by_another(tmp_path, text_file):
+    prepare("esel", tmp_path / "data", str(text_file))
+    (tmp_path / "other.txt").write_text(TEXT + "!")
+    for argv in (
+        [f"--input={text_file}", "--tokenizer=byte"],
+        ["--tokenizer=byte"],
+        ["--input=other.txt"],
+    ):
+        err = refusal(tmp_path, "esel", *argv)
+        assert "holds another dataset: char tokens of esel.txt" in err
+        assert "choose another NAME" in err
+
+
+def test_the_fingerprint_tells_tokens_apart_and_not_where_they_came_from(tmp_path, text_file):
+    (tmp_path / "copy.txt").write_text(TEXT, newline="")
+    (tmp_path / "other.txt").write_text(TEXT + "!", newline="")
+    (tmp_path / "renamed.txt").write_text(TEXT.replace("B", "X"), newline="")
+    marks = {}
+    for name, tokenizer in [("esel", "char"), ("copy", "char"), ("other", "char")]:
+        meta = prepare(name, tmp_path, str(tmp_path / f"{name}.txt"), tokenizer)[1]
+        marks[name] = prepare_data.fingerprint(meta)
+    marks["byte"] = prepare_data.fingerprint(prepare("b", tmp_path, str(text_file), "byte")[1])
+    assert marks["esel"] == marks["copy"]
+    assert len(set(marks.values())) == 3
+    assert all(len(mark) == 16 for mark in marks.values())
+
+
+def test_an_unfinished_dataset_is_made_anew(tmp_path, text_file):
+    folder, meta = prepare("esel", tmp_path, str(text_file))
+    os.remove(Path(folder) / "meta.json")
+    (Path(folder) / "val.bin").write_bytes(b"torn")
+    assert prepare("esel", tmp_path, str(text_file)) == (folder, meta)
+    assert open_dataset("esel", tmp_path) == (folder, meta)
+
+
+def test_two_processes_can_make_the_same_dataset_at_once(tmp_path):
+    command = [sys.executable, str(SCRIPT), "pydoc", "--data_dir=data"]
+    makers = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) for _ in range(3)]
+    assert [maker.wait() for maker in makers if maker.communicate()] == [0, 0, 0]
+    folder, _ = open_dataset("pydoc", tmp_path / "data")
+    assert files(folder) == ["meta.json", "train.bin", "val.bin"]
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (b"", ["is empty", "expected UTF-8 text"]),
+        (b"some text\0more", ["binary", "NUL byte at offset 9"]),
+        ("Esel".encode("utf-16"), ["UTF-16"]),
+        (b"Ein K\xe4se", ["is not UTF-8: byte 0xe4 at offset 5", "iconv"]),
+        ("Ein Käse".encode()[:6], ["is not UTF-8: byte 0xc3 at offset 5"]),
+        (b"a", ["too short: 1 characters", "train 0 tokens"]),
+        (b"abcdefghij", ["too short: 10 characters", "val 1 tokens", "block_size + 1"]),
+    ],
+)
+def test_a_text_that_cannot_be_used_is_refused(tmp_path, content, words):
+    (tmp_path / "bad.txt").write_bytes(content)
+    err = refusal(tmp_path, "bad", "--input=bad.txt")
+    assert all(word in err for word in words), err
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["x", "--input=none.txt"], ["cannot read none.txt", "No such file"]),
+        (["x", "--input=."], ["cannot read .", "Is a directory"]),
+        (["x", "--input=esel.txt", "--tokenizer=bpe"], ["'bpe'", "--tokenizer=char|byte|gpt2"]),
+        (["x"], ["no dataset 'x'", "prepare_data.py x --input=FILE", "only shakespeare and pydoc"]),
+        (["a/b", "--input=esel.txt"], ["NAME is made of letters", "'a/b'"]),
+        (["..", "--input=esel.txt"], ["NAME is made of letters"]),
+        ([""], ["NAME is made of letters"]),
+        ([], ["expected one NAME, found 0"]),
+        (["x", "y"], ["expected one NAME, found 2"]),
+        (["x", "--inputs=esel.txt"], ["did you mean --input=esel.txt?"]),
+        (["shakespeare", "--input=esel.txt"], ["not the text that shakespeare", "another NAME"]),
+        (["pydoc", "--input=esel.txt"], ["not the text that pydoc", "another NAME"]),
+    ],
+)
+def test_a_bad_command_gets_one_line_that_says_what_to_type(tmp_path, text_file, argv, words):
+    err = refusal(tmp_path, *argv)
+    assert all(word in err for word in words), err
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path, text_file):
+    (tmp_path / "data").write_text("in the way")
+    err = refusal(tmp_path, "esel", f"--input={text_file}")
+    assert "cannot write" in err and "--data_dir=FOLDER" in err
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path, text_file, monkeypatch):
+    real, synced = os.fsync, []
+
+    def full(descriptor):
+        synced.append(descriptor)
+        if len(synced) == 2:  # train.bin still fits
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(DataError, match="No space left"):
+        prepare("esel", tmp_path, str(text_file))
+    assert files(tmp_path / "esel") == []
+
+
+def test_a_gpt2_vocabulary_that_cannot_be_had_is_one_clear_line(tmp_path, text_file):
+    pytest.importorskip("tiktoken")
+    proxies = {key: NOWHERE for key in ("https_proxy", "HTTPS_PROXY")}
+    err = refusal(
+        tmp_path,
+        *("esel", f"--input={text_file}", "--tokenizer=gpt2"),
+        **proxies,
+        no_proxy="",
+        NO_PROXY="",
+        TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"),
+    )
+    assert "vocabulary" in err and "--tokenizer=byte" in err
+
+
+# --- a dataset that was damaged ---
+
+
+def flip_byte(folder, meta):
+    content = bytearray((folder / "val.bin").read_bytes())
+    content[-2] ^= 1
+    (folder / "val.bin").write_bytes(content)
+
+
+def cut_off(folder, meta):
+    os.truncate(folder / "train.bin", 100)
+
+
+def remove(folder, meta):
+    os.remove(folder / "val.bin")
+
+
+def id_past_the_vocabulary(folder, meta):
+    values = ids(folder, "val")
+    values[3] = meta["vocab_size"]
+    values.tofile(folder / "val.bin")
+    meta["sha256"]["val.bin"] = hashlib.sha256(values).hexdigest()
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def change_meta(**changes):
+    def change(folder, meta):
+        (folder / "meta.json").write_text(json.dumps(meta | changes))
+
+    return change
+
+
+def torn_meta(folder, meta):
+    os.truncate(folder / "meta.json", 30)
+
+
+def meta_without_dtype(folder, meta):
+    del meta["dtype"]
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize(
+    "damage, words",
+    [
+        (flip_byte, "val.bin was changed or damaged"),
+        (cut_off, "train.bin has 100 bytes, but meta.json says"),
+        (remove, "val.bin has 0 bytes, but meta.json says"),
+        (id_past_the_vocabulary, "but vocab_size is"),
+        (torn_meta, "meta.json does not describe a dataset"),
+        (meta_without_dtype, "meta.json lacks 'dtype'"),
+        (change_meta(dtype="float32"), "does not describe a dataset"),
+        (change_meta(dtype="uint32"), "bytes, but meta.json says"),
+        (change_meta(vocab_size="65"), "does not describe a dataset"),
+        (change_meta(vocab_size=1), "does not describe a dataset"),
+        (change_meta(val_tokens=-5), "does not describe a dataset"),
+        (change_meta(chars=""), "does not describe a dataset"),
+        (change_meta(sha256="none"), "does not describe a dataset"),
+        (change_meta(tokenizer=["char"]), "does not describe a dataset"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_damaged_dataset_is_refused_and_how_to_make_it_again_is_said(
+    tmp_path, text_file, damage, words
+):
+    folder, meta = prepare("esel", tmp_path, str(text_file))
+    assert open_dataset("esel", tmp_path)[1] == meta
+    damage(Path(folder), copy.deepcopy(meta))
+    before = snapshot(tmp_path)
+    for opener in (open_dataset, prepare):
+        with pytest.raises(DataError) as error:
+            opener("esel", tmp_path)
+        message = str(error.value)
+        assert words in message and "\n" not in message
+        again = f"python prepare_data.py esel --input=FILE --data_dir={tmp_path}"
+        assert f"delete {folder}/meta.json and type: {again}" in message
+    assert snapshot(tmp_path) == before
+    os.remove(Path(folder) / "meta.json")
+    assert prepare("esel", tmp_path, str(text_file)) == (folder, meta)
+
+
+def test_open_dataset_makes_a_named_dataset_and_no_other(tmp_path):
+    folder, meta = open_dataset("pydoc", tmp_path)
+    assert open_dataset("pydoc", tmp_path) == (folder, meta)
+    with pytest.raises(DataError, match="no dataset 'shakespear'"):
+        open_dataset("shakespear", tmp_path)
+    with pytest.raises(DataError, match="NAME is made of"):
+        open_dataset("../x", tmp_path)
+
+
+# --- downloads ---
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """Answers each path with another thing that a download may turn into."""
+
+    def do_GET(self):
+        self.server.asked.append(self.path)
+        text = SHAKESPEARE.read_bytes() if SHAKESPEARE.is_file() else b"x" * 1_115_394
+        if self.path == "/portal":
+            self.send_response(302)
+            self.send_header("Location", "/login")
+            self.end_headers()
+            return
+        if self.path == "/gone":
+            self.send_error(404)
+            return
+        flaky = self.path == "/flaky" and len(self.server.asked) < 3
+        kind, content, length = "text/plain", text, len(text)
+        if self.path == "/login":
+            kind, content = "text/html", b"<!doctype html><p>Please log in"
+            length = len(content)
+        elif self.path == "/cut" or flaky:
+            content = text[:500_000]
+        elif self.path == "/wrong":
+            content = b"?" + text[1:]
+        elif self.path == "/longer":
+            content, length = text + b"!" * 10**6, len(text) + 10**6
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+        try:
+            self.wfile.write(content)
+        except OSError:
+            pass  # the client had enough
+        self.close_connection = True
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    server.asked, server.url = [], f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@needs_shakespeare
+@pytest.mark.parametrize("path, requests", [("/good", 1), ("/flaky", 3)])
+def test_shakespeare_is_downloaded_once_and_kept(tmp_path, server, path, requests):
+    result = run(tmp_path, "shakespeare", SHAKESPEARE_URL=server.url + path)
+    assert (result.returncode, result.stderr) == (0, "")
+    folder = tmp_path / "data" / "shakespeare"
+    assert files(folder) == ["input.txt", "meta.json", "train.bin", "val.bin"]
+    assert (folder / "input.txt").read_bytes() == SHAKESPEARE.read_bytes()
+    assert len(server.asked) == requests
+
+    os.remove(folder / "meta.json")  # made again from the text that was kept
+    assert run(tmp_path, "shakespeare").returncode == 0
+    assert open_dataset("shakespeare", tmp_path / "data")[1]["train_tokens"] == 1_003_854
+
+    os.remove(folder / "meta.json")  # the text was changed: it comes anew
+    (folder / "input.txt").write_bytes(b"?" + SHAKESPEARE.read_bytes()[1:])
+    result = run(tmp_path, "shakespeare", SHAKESPEARE_URL=server.url + "/good")
+    assert result.returncode == 0 and "downloading it again" in result.stdout
+    assert len(server.asked) == requests + 1
+    assert (folder / "input.txt").read_bytes() == SHAKESPEARE.read_bytes()
+
+
+@needs_shakespeare
+def test_shakespeare_can_come_from_a_file_or_a_copy(tmp_path):
+    assert run(tmp_path, "shakespeare", SHAKESPEARE_URL=SHAKESPEARE.as_uri()).returncode == 0
+    one = open_dataset("shakespeare", tmp_path / "data")[1]
+    shutil.rmtree(tmp_path / "data")
+    assert run(tmp_path, "shakespeare", f"--input={SHAKESPEARE}").returncode == 0
+    two = open_dataset("shakespeare", tmp_path / "data")[1]
+    assert prepare_data.fingerprint(one) == prepare_data.fingerprint(two)
+
+
+@pytest.mark.parametrize(
+    "path, words",
+    [
+        ("/cut", ["cut off after 500,000 bytes"]),
+        ("/portal", ["a page of HTML came instead of the text", "/login"]),
+        ("/wrong", ["the SHA-256 of what came is"]),
+        ("/longer", ["the SHA-256 of what came is"]),
+        ("/gone", ["the server answered 404 Not Found"]),
+    ],
+)
+def test_a_download_that_is_not_the_text_is_refused_after_retries(tmp_path, server, path, words):
+    err = refusal(tmp_path, "shakespeare", SHAKESPEARE_URL=server.url + path)
+    always = ["expected 1,115,394 bytes", prepare_data.SHAKESPEARE_SHA256, "--input=FILE"]
+    assert all(word in err for word in words + always), err
+    assert server.asked.count(path) == 3
+
+
+def test_no_network_is_noticed_quickly_and_told_apart(tmp_path, monkeypatch):
+    start = time.monotonic()
+    err = refusal(tmp_path, "shakespeare", SHAKESPEARE_URL=NOWHERE)
+    assert "cannot reach http://127.0.0.1:9: " in err and "Connection refused" in err
+    assert "pydoc needs no network" in err
+    assert time.monotonic() - start < 5
+    with pytest.raises(Offline, match="cannot reach"):
+        open_dataset("shakespeare", tmp_path)
+    monkeypatch.setenv("SHAKESPEARE_URL", "http://no-such-host.invalid/input.txt")
+    with pytest.raises(Offline, match="cannot reach"):
+        open_dataset("shakespeare", tmp_path)
+    assert snapshot(tmp_path) == {}
+
+
+def test_a_server_that_never_answers_counts_as_no_network(tmp_path, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("SHAKESPEARE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        monkeypatch.setattr(prepare_data, "TIMEOUT", 0.3)
+        with pytest.raises(Offline, match="timed out"):
+            open_dataset("shakespeare", tmp_path)
+    assert snapshot(tmp_path) == {}

@@ -1,0 +1,842 @@
+"""An honest training loop: read it in one sitting, fork it, trust it.
+
+On one device:
+    python train.py config/shakespeare.py
+    python train.py config/shakespeare.py --batch_size=16 --accum_steps=4 --out_dir=out/mine
+On several (4 GPUs of one machine; with --device=cpu, 4 processes):
+    torchrun --standalone --nproc_per_node=4 train.py config/shakespeare.py
+
+The same command goes on where the run stopped, bit for bit. `--help` lists every knob below.
+"""
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when CUDA starts
+
+import numpy as np
+import torch
+
+import machine
+import record
+from configurator import configure, fail
+from machine import agree, from_all_ranks, from_rank0, rank, say, sum_over_ranks, world_size
+from machine import Signals, choose_compile, choose_device, choose_dtype, join_ranks
+from machine import ignore_signals, rng_state, seed_everything, set_rng_state
+from model import GPT, GPTConfig, configure_optimizers
+from record import at_interval, log_event, write_rows
+
+# The run, and the text it learns
+out_dir = "out/run"  # one folder a run: run.json, metrics.jsonl, checkpoints
+resume = "auto"  # auto: go on with the run in out_dir, or start one; never; or a checkpoint's path
+dataset = "shakespeare"  # data/NAME; prepare_data.py makes it where it is missing
+data_dir = "data"  # the folder of the datasets
+offline_dataset = "pydoc"  # takes the place of a download where there is no network; "" = stop
+
+# The model
+block_size = 64  # context, tokens, [1, inf)
+n_layer = 1  # [1, inf)
+n_head = 4  # [1, inf)
+n_embd = 128  # width, an even multiple of n_head, [1, inf)
+dropout = 0.0  # share of activations, [0, 1); 0 = off
+label_smoothing = 0.0  # in training only, [0, 1); 0 = off
+grad_checkpoint = False  # compute activations again in the backward pass: less memory, more time
+
+# The batch: a step sees batch_size * accum_steps * ranks sequences
+batch_size = 32  # sequences in a micro-batch, [1, inf)
+accum_steps = 1  # micro-batches in a step, [1, inf)
+seed = 1337  # of weights, batches and dropout, [0, 4294967295]
+num_workers = 0  # processes that read batches ahead, [0, inf); 0 = the training process reads
+prefetch_factor = 2  # batches that each worker keeps ready, [1, inf)
+
+# The optimizer
+optimizer = "adamw"  # adamw | sgd | momentum | muon
+momentum = 0.95  # of momentum and muon, [0, 1)
+weight_decay = 0.1  # on matrices only, [0, inf)
+beta1 = 0.9  # of adamw, [0, 1)
+beta2 = 0.95  # of adamw, [0, 1)
+grad_clip = 1.0  # largest norm of the gradient, [0, inf); 0 = off
+ema_decay = 0.0  # average the weights and evaluate the average, [0, 1); 0 = off
+
+# The learning rate: warmup, then by schedule
+schedule = "cosine"  # cosine | linear | constant | step | onecycle | wsd
+peak_lr = 1e-3  # (0, inf)
+min_lr = 1e-4  # where cosine, linear, onecycle and wsd end, and the floor of step, [0, inf)
+warmup_steps = 100  # [0, inf)
+max_steps = 2000  # [1, inf)
+decay_steps = (
+    0  # steps that the schedule spans, [0, inf); 0 = max_steps as of the run's first start
+)
+cooldown_steps = 0  # of wsd: length of the final descent, [0, inf); 0 = a fifth of decay_steps
+step_size = 500  # of step: steps between two drops, [1, inf)
+gamma = 0.5  # of step: the factor of a drop, (0, 1]
+plateau_factor = 1.0  # multiplies the rate whenever evaluations stall, (0, 1]; 1 = off
+plateau_patience = 3  # evaluations without improvement before it does, [1, inf)
+
+# How it is computed
+device = "auto"  # auto, cpu, cuda, cuda:1 or mps
+dtype = "auto"  # auto | float32 | bfloat16 | float16
+compile = "auto"  # torch.compile
+deterministic = "auto"  # the same bits every time; auto = wherever torch can
+
+# Looking: logging, evaluation, early stopping
+log_interval = 10  # steps between two lines, [1, inf); metrics.jsonl has a row for every step
+eval_interval = 250  # steps, [0, inf); 0 = only before the first and after the last
+patience = 0  # evaluations without improvement before the run stops, [0, inf); 0 = off
+min_delta = 0.0  # nats by which an evaluation must improve to count as one that did, [0, inf)
+
+# Keeping: checkpoints
+save_interval = 500  # steps, [0, inf); 0 = only before the first and after the last
+save_minutes = 0.0  # minutes after which one more is kept, [0, inf); 0 = off
+keep_last = 2  # checkpoints kept, besides best.pt, [1, inf)
+milestone_interval = 0  # steps between two that are kept for good, [0, inf); 0 = off
+
+# Trouble: what the run does when numbers go wrong
+max_skipped = 10  # updates in a row that are skipped (loss or gradient not finite) before it rolls back, [1, inf)
+max_rollbacks = 3  # before it gives up, [0, inf)
+spike_sigma = 0.0  # deviations above the mean at which a loss rolls back too, [0, inf); 0 = off
+
+# The loop's whole state: saved whole, restored whole. A new loop variable goes here, nowhere else.
+FRESH_STATE = {
+    "step": 0,  # finished updates, skipped ones too
+    "batch_index": 0,  # the next global batch; ahead of `step` after a rollback
+    "tokens": 0,
+    "batch_size": 0,  # the micro-batch: halved where memory ran out
+    "accum_steps": 0,
+    "best_val_loss": math.inf,
+    "best_step": 0,
+    "evals_since_best": 0,
+    "evals_on_plateau": 0,
+    "lr_factor": 1.0,  # of plateau_factor
+    "rollbacks": 0,
+    "skipped": 0,
+    "skips_in_row": 0,
+    "zeros_in_row": 0,  # gradient norms of exactly 0
+    "high_in_row": 0,  # losses above the first
+    "first_loss": math.inf,
+    "loss_mean": 0.0,  # of spike_sigma: over the last hundred steps or so
+    "loss_var": 0.0,
+    "loss_count": 0,
+}
+
+# What a resumed run may not change; what costs it its exactness; all the rest is free to change.
+REFUSED = (
+    "n_layer n_head n_embd block_size dropout label_smoothing seed optimizer schedule dtype "
+    "global_batch dataset data"
+).split()
+INEXACT = (
+    "torch device compile deterministic threads world_size batch_size accum_steps code".split()
+)
+
+
+def lr_at(step):
+    """Learning rate of the update that comes after `step` finished ones: a pure function of the step.
+
+    Linear warmup, then `schedule` down to min_lr at decay_steps: cosine (Loshchilov & Hutter 2017),
+    linear, constant, step, onecycle (Smith & Topin 2018: cosine both ways), wsd (Hu et al. 2024).
+    """
+    total = decay_steps or max_steps
+    # 1) up to the peak; onecycle starts at a 25th of it and rises along a cosine
+    if step < warmup_steps:
+        if schedule == "onecycle":
+            return peak_lr + (peak_lr / 25 - peak_lr) * half_cosine(step / warmup_steps)
+        return peak_lr * (step + 1) / warmup_steps
+    # 2) shapes that know no end
+    if schedule == "constant":
+        return peak_lr
+    if schedule == "step":
+        return max(min_lr, peak_lr * gamma ** ((step - warmup_steps) // step_size))
+    # 3) down to the minimum, where it stays
+    start = warmup_steps
+    if schedule == "wsd":
+        start = max(start, total - (cooldown_steps or total // 5))
+    if step >= total:
+        return min_lr
+    done = max(0, step - start) / (total - start)
+    fall = 1 - done if schedule in ("linear", "wsd") else half_cosine(done)
+    return min_lr + (peak_lr - min_lr) * fall
+
+
+def half_cosine(done):
+    """From 1 at done = 0 to 0 at done = 1."""
+    return 0.5 * (1 + math.cos(math.pi * done))
+
+
+# ---- the batch -----------------------------------------------------------------------------------
+
+
+class Batches(torch.utils.data.Dataset):
+    """Global batch i of a split as a pure function of (seed, i): no loader state to save, or to lose.
+
+    path, width: flat token ids and their NumPy dtype. rows: of the `batch_rows` sequences of a global
+    batch, those that this rank reads. With a seed, epoch e holds every window of block_size tokens
+    once, permuted by (seed, e), cut at boundaries that (seed, e) shifts. With seed=None the windows
+    lie in order, and what the last one repeats of the one before has target -100 (not counted).
+    """
+
+    def __init__(self, path, width, block_size, batch_rows, rows, seed=None):
+        self.path, self.width, self.block_size = str(path), width, block_size
+        self.batch_rows, self.rows, self.seed = batch_rows, rows, seed
+        self.n_tokens = os.path.getsize(path) // np.dtype(width).itemsize
+        if seed is None:
+            self.windows = math.ceil((self.n_tokens - 1) / block_size)
+        else:
+            self.windows = (self.n_tokens - block_size) // block_size  # room for any shift
+        if self.n_tokens <= block_size or not self.windows:
+            fail(
+                f"--block_size={block_size}: {Path(path).name} has {self.n_tokens:,} tokens; expected"
+                f" a block_size that is smaller, or a longer text"
+            )
+        self.order = {}  # epoch -> where each of its windows begins
+
+    def __len__(self):
+        return math.ceil(self.windows / self.batch_rows)
+
+    def starts(self, epoch):
+        """Where each window of the epoch begins, in the order in which they are drawn."""
+        if epoch not in self.order:
+            # RandomState, not Generator: NumPy promises that its stream never changes
+            random_state = np.random.RandomState([self.seed, epoch])
+            shift = random_state.randint(self.block_size)
+            self.order[epoch] = shift + random_state.permutation(self.windows) * self.block_size
+            self.order.pop(epoch - 2, None)
+        return self.order[epoch]
+
+    def __getitem__(self, index):
+        """(tokens, targets), each int64 (rows, block_size); targets are the tokens one place on."""
+        sequence = index * self.batch_rows + np.arange(self.rows.start, self.rows.stop)
+        if self.seed is None:
+            first_new = sequence[sequence < self.windows] * self.block_size
+            start = np.minimum(first_new, self.n_tokens - 1 - self.block_size)
+        else:
+            drawn = zip(*np.divmod(sequence, self.windows), strict=True)
+            start = first_new = np.array([self.starts(epoch)[place] for epoch, place in drawn])
+        ids = np.memmap(
+            self.path, self.width, mode="r"
+        )  # opened anew: nothing to pickle, or to leak
+        position = start[:, None] + np.arange(self.block_size + 1)
+        window = torch.from_numpy(ids[position].astype(np.int64))
+        tokens, targets = window[:, :-1].contiguous(), window[:, 1:].contiguous()
+        targets[torch.from_numpy(position[:, :-1] < first_new[:, None])] = -100
+        return tokens, targets
+
+
+def load_batches(batches, state, device):
+    """An iterator over the global batches still to come; it leaves the global RNG alone."""
+    workers = {"prefetch_factor": prefetch_factor, "worker_init_fn": ignore_signals}
+    first, count = state["batch_index"], max_steps - state["step"]
+    return iter(
+        torch.utils.data.DataLoader(
+            batches,
+            sampler=range(first, first + count),
+            batch_size=None,
+            num_workers=num_workers,
+            pin_memory=device.type == "cuda",
+            generator=torch.Generator(),
+            **(workers if num_workers else {}),
+        )
+    )
+
+
+# ---- the step ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """What the next step depends on; with the random numbers, all that a checkpoint holds."""
+
+    folder: Path
+    model: torch.nn.Module
+    optimizers: list
+    scaler: torch.amp.GradScaler
+    ema: dict  # name -> averaged weight; empty when off
+    state: dict
+
+
+class RunFailed(Exception):
+    """The run cannot go on: exit 1, with what happened and what to do next in one line."""
+
+
+def autocast(device):
+    return torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32")
+
+
+def train_step(model, run, tokens, targets, lr):
+    """One update of the weights from one global batch. The host never waits for the device here.
+
+    model: run.model, or its compiled form. tokens, targets: int64 (rows of this rank, block_size).
+    Returns float32 (3,) on the device: mean loss of the global batch, norm of its gradient before
+    clipping, and 1 if the update was skipped because one of these is not finite.
+    """
+    for optimizer in run.optimizers:
+        optimizer.zero_grad(set_to_none=True)  # 1: zero the gradients
+        for group in optimizer.param_groups:
+            group["lr"] = lr  # 2: learning rate
+    loss = backward_within_memory(model, run, tokens, targets)  # 3, 4, 5
+    weights = list(run.model.parameters())
+    sum_over_ranks([weight.grad for weight in weights] + [loss])
+    for optimizer in run.optimizers:
+        run.scaler.unscale_(optimizer)  # 6: unscale, then clip
+    grad_norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf)
+    skipped = (~(loss.isfinite() & grad_norm.isfinite())).float()
+    for optimizer in run.optimizers:
+        step_unless(skipped, optimizer)  # 7: step, and update the scaler
+    run.scaler.update()
+    for name, average in run.ema.items():
+        average.lerp_(run.model.get_parameter(name).detach(), (1 - ema_decay) * (1 - skipped))
+    return torch.stack([loss, grad_norm, skipped])
+
+
+def forward_backward(model, run, tokens, targets):
+    """Operations 3 to 5 for each micro-batch. Returns this rank's share of the mean loss."""
+    total, micro = 0.0, run.state["batch_size"]
+    for x, y in zip(tokens.split(micro), targets.split(micro), strict=True):
+        with autocast(x.device):
+            _, loss = model(x, y)  # 3: forward, under autocast
+        loss = loss / (run.state["accum_steps"] * world_size())  # 4: so that the sum is the mean
+        run.scaler.scale(loss).backward()  # 5: backward
+        total += loss.detach()
+    return total
+
+
+def backward_within_memory(model, run, tokens, targets):
+    """forward_backward; where it does not fit, the same again with micro-batches of half the size."""
+    state, device = run.state, tokens.device
+    while True:
+        before, loss = rng_state(device), None
+        with contextlib.suppress(torch.OutOfMemoryError):
+            loss = forward_backward(model, run, tokens, targets)
+        if not any(agree(loss is None)):
+            return loss
+        if state["batch_size"] == 1:
+            raise RunFailed(
+                "out of memory with a single sequence in a micro-batch; what helps: "
+                "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
+            )
+        run.model.zero_grad(set_to_none=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        set_rng_state(before, device)
+        micro, accum = split_rows(len(tokens), state["batch_size"] // 2)
+        state.update(batch_size=micro, accum_steps=accum)
+        log_event(run.folder, state["step"], "out_of_memory", batch_size=micro, accum_steps=accum)
+
+
+def split_rows(rows, most):
+    """(micro-batch, accumulation steps) for `rows` sequences: the largest divisor up to `most`."""
+    micro = max(size for size in range(1, min(rows, most) + 1) if rows % size == 0)
+    return micro, rows // micro
+
+
+@torch.no_grad()
+def step_unless(skipped, optimizer):
+    """optimizer.step(), which where `skipped` is 1 leaves weights and moments as they are."""
+    if optimizer.defaults.get("fused"):  # fused kernels look at found_inf themselves
+        optimizer.grad_scale, optimizer.found_inf = None, skipped
+        optimizer.step()
+        return
+    kept = [weight for group in optimizer.param_groups for weight in group["params"]]
+    kept += [moments["momentum_buffer"] for moments in optimizer.state.values()]
+    before = [tensor.clone() for tensor in kept]
+    optimizer.step()
+    for tensor, old in zip(kept, before, strict=True):
+        tensor.copy_(torch.where(skipped.bool(), old, tensor))
+
+
+@torch.no_grad()
+def evaluate(run, batches, device):
+    """(mean loss in nats, share of right guesses) over the whole validation split.
+
+    Fixed windows, eval mode, the averaged weights where there are any; never compiled, so that it is
+    the same number either way. It draws no random number, so it cannot disturb training.
+    """
+    run.model.eval()
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    totals = torch.zeros(3, dtype=wide, device=device)  # loss, right guesses, targets
+    for index in range(rank(), len(batches), world_size()):
+        tokens, targets = (t.to(device, non_blocking=True) for t in batches[index])
+        with autocast(device):
+            logits, loss = torch.func.functional_call(run.model, run.ema, (tokens, targets))
+        counted = (targets != -100).sum()
+        totals += torch.stack([loss * counted, (logits.argmax(-1) == targets).sum(), counted])
+    run.model.train()
+    sum_over_ranks([totals])
+    loss, right, counted = totals.tolist()
+    return loss / counted, right / counted
+
+
+# ---- what the numbers say ------------------------------------------------------------------------
+
+TROUBLE = {
+    "skips": "loss or gradient not finite, update after update",
+    "zeros": "a gradient norm of exactly 0, update after update",
+    "spike": "a loss spike",
+}
+
+
+def finish_rows(window, reports, seconds, flops, max_flops, device, state):
+    """Rows for metrics.jsonl of the steps in `window`, which took `seconds` in all.
+
+    Returns (rows, trouble): `judge` objects to the last row, or trouble is None.
+    """
+    tokens_per_sec = len(window) * batch_size * accum_steps * world_size() * block_size / seconds
+    common = {
+        "step_ms": 1000 * seconds / len(window),
+        "tokens_per_sec": tokens_per_sec,
+        "mfu": flops * tokens_per_sec / max_flops,  # NaN, and so null, where the peak is unknown
+        "mem_gb": machine.memory_gb(device),
+        "gpu_util": machine.gpu_util(device),
+    }
+    rows = []
+    for (row, _), (loss, grad_norm, skipped) in zip(window, reports, strict=True):
+        measured = {"loss": loss, "grad_norm": grad_norm, "skipped": int(skipped)}
+        rows.append({"kind": "train"} | row | measured | common)
+        if trouble := judge(rows[-1], state):
+            return rows, trouble
+    return rows, None
+
+
+def judge(row, state):
+    """Count what looks wrong in one finished step; returns the TROUBLE it amounts to, or None.
+
+    It goes step by step, so that when the numbers are fetched (log_interval) changes nothing, and by
+    numbers that are reduced, so that all ranks come to the same verdict.
+    """
+    loss, norm = row["loss"], row["grad_norm"]
+    state["skipped"] += row["skipped"]
+    state["skips_in_row"] = state["skips_in_row"] + 1 if row["skipped"] else 0
+    state["zeros_in_row"] = state["zeros_in_row"] + 1 if norm == 0 else 0
+    if row["skipped"]:
+        return "skips" if state["skips_in_row"] >= max_skipped else None
+    if state["zeros_in_row"] >= max_skipped:
+        return "zeros"
+    if state["first_loss"] == math.inf:
+        state["first_loss"] = loss
+    state["high_in_row"] = state["high_in_row"] + 1 if loss > state["first_loss"] else 0
+    if spike_sigma:
+        deviation, count = loss - state["loss_mean"], state["loss_count"]
+        if count >= 50 and deviation > spike_sigma * math.sqrt(state["loss_var"]):
+            return "spike"
+        weight = max(0.01, 1 / (count + 1))
+        state["loss_mean"] += weight * deviation
+        state["loss_var"] = (1 - weight) * (state["loss_var"] + weight * deviation**2)
+        state["loss_count"] += 1
+    return None
+
+
+def note_evaluation(val_loss, state):
+    """Count what early stopping and the plateau rule look at. True where this is the best so far."""
+    best, improved = (
+        val_loss < state["best_val_loss"],
+        val_loss < state["best_val_loss"] - min_delta,
+    )
+    state["evals_since_best"] = 0 if improved else state["evals_since_best"] + 1
+    state["evals_on_plateau"] = 0 if improved else state["evals_on_plateau"] + 1
+    if best:
+        state.update(best_val_loss=val_loss, best_step=state["step"])
+    if plateau_factor < 1 and state["evals_on_plateau"] >= plateau_patience:
+        state.update(lr_factor=state["lr_factor"] * plateau_factor, evals_on_plateau=0)
+    return best
+
+
+def roll_back(run, trouble, rows, device):
+    """Go back to the newest checkpoint that chance had no part in, and on past the data of rows[-1].
+
+    Raises RunFailed with a diagnosis where that cannot help, or has not helped `max_rollbacks` times.
+    """
+
+    def usable(checkpoint):
+        then = checkpoint["state"]
+        return at_interval(then["step"], save_interval) and not then["skips_in_row"]
+
+    state, bad = run.state, rows[-1]
+    path = from_rank0(lambda: record.newest_valid(run.folder, usable)[0])
+    if trouble == "zeros" or state["rollbacks"] == max_rollbacks or path is None:
+        tail = rows[-max_skipped:]
+        last = {k: " ".join(f"{row[k]:.3g}" for row in tail) for k in ("lr", "grad_norm", "loss")}
+        raise RunFailed(
+            f"{TROUBLE[trouble]}, at step {bad['step']} after {state['rollbacks']} rollbacks. Last "
+            f"learning rates {last['lr']}; gradient norms {last['grad_norm']}; losses {last['loss']}; "
+            f"batches {tail[0]['batch_index']} to {bad['batch_index']}. What helps: a lower --peak_lr, "
+            f"more --warmup_steps, a smaller --grad_clip, --dtype=float32"
+        )
+    kept = {key: state[key] for key in ("best_val_loss", "best_step", "skipped", "rollbacks")}
+    checkpoint = record.load_checkpoint(path)
+    restore(run, checkpoint, device)
+    state |= kept | {"batch_index": bad["batch_index"] + 1}
+    state["rollbacks"] += 1
+    if rank() == 0:
+        record.forget_after(run.folder, state["step"])
+    why = {"why": TROUBLE[trouble], "at_step": bad["step"], "next_batch": state["batch_index"]}
+    log_event(run.folder, state["step"], "rollback", **why)
+
+
+# ---- the checkpoint ------------------------------------------------------------------------------
+
+
+def checkpoint_of(run, fixed, device):
+    """Everything the next step depends on, and `fixed`: config, data, run. All ranks call it together."""
+    return {
+        "model": run.model.state_dict(),
+        "optimizer": [optimizer.state_dict() for optimizer in run.optimizers],
+        "scaler": run.scaler.state_dict(),
+        "ema": run.ema,
+        "state": dict(run.state),
+        "rng": from_all_ranks(rng_state(device)),
+        **fixed,
+    }
+
+
+def restore(run, checkpoint, device):
+    """The reverse of checkpoint_of."""
+    run.model.load_state_dict(checkpoint["model"])
+    for optimizer, saved in zip(run.optimizers, checkpoint["optimizer"], strict=True):
+        # the groups as they are now: what the command line says of weight_decay is what counts
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+    run.scaler.load_state_dict(checkpoint["scaler"])
+    for name, average in run.ema.items():
+        average.copy_(checkpoint["ema"].get(name, checkpoint["model"][name]))
+    run.state.update(checkpoint["state"])
+    if len(checkpoint["rng"]) == world_size():
+        set_rng_state(checkpoint["rng"][rank()], device)
+
+
+def find_run(folder):
+    """The path of the checkpoint to go on from, or None. Rank 0 only: it takes the folder's lock."""
+    held = any((folder / name).exists() for name in ("run.json", "metrics.jsonl"))
+    held = held or any(folder.glob("*.pt"))
+    fresh = record.fresh_name(folder)
+    if folder.exists():
+        record.hold(folder)
+    if held and resume == "never":
+        fail(f"--resume=never, and {folder} holds a run; write --out_dir={fresh}")
+    if not held:
+        if resume in ("auto", "never"):
+            return None
+        try:
+            record.load_checkpoint(resume)
+            return Path(resume)
+        except ValueError as error:
+            fail(f"--resume={resume}: {error}; expected auto, never or the path of a checkpoint")
+    path, checkpoint = record.newest_valid(folder)
+    if path is None:
+        if record.holds_rows(folder) or any(folder.glob("*.corrupt")):
+            fail(
+                f"{folder} holds a run, but no checkpoint that can be read; to start afresh write "
+                f"--out_dir={fresh}"
+            )
+        return None  # stopped before its first step
+    state = checkpoint["state"]
+    if state["step"] >= max_steps or patience and state["evals_since_best"] >= patience:
+        say(
+            f"{folder} is finished: {state['step']:,} steps, best validation loss "
+            f"{state['best_val_loss']:.4f} at step {state['best_step']:,}. To go on, raise --max_steps;"
+            f" to start afresh, write --out_dir={fresh}"
+        )
+        raise SystemExit(0)
+    return path
+
+
+def settle(saved, model, device):
+    """Settle what was left open: as in the run so far, or by what the hardware really has.
+
+    Sets the globals dtype, compile, deterministic, decay_steps, batch_size, accum_steps. Returns
+    {knob: why} and the peak (FLOP/s of this device, where the figure is from).
+    """
+    global dtype, compile, deterministic, decay_steps, batch_size, accum_steps
+    if saved:
+        then = saved["run"]
+        dtype = then["dtype"] if dtype == "auto" else dtype
+        compile = then["compile"] if compile == "auto" else compile
+        decay_steps = decay_steps or saved["config"]["decay_steps"]
+        # The product counts, not its factors: another number of ranks splits it anew, and a
+        # micro-batch that memory has halved stays so.
+        if then["world_size"] != world_size():
+            if then["global_batch"] % world_size():
+                fail(
+                    f"the {then['global_batch']} sequences of this run's step do not divide by "
+                    f"{world_size()} ranks; take a number of ranks that divides them"
+                )
+            rows = then["global_batch"] // world_size()
+            batch_size, accum_steps = split_rows(rows, batch_size)
+        elif all(saved["config"][k] == globals()[k] for k in ("batch_size", "accum_steps")):
+            batch_size, accum_steps = saved["state"]["batch_size"], saved["state"]["accum_steps"]
+    decay_steps = decay_steps or max_steps
+    dtype, why_dtype = choose_dtype(dtype, device)
+    peak = from_rank0(machine.peak_flops, device, dtype)
+    work = model.flops_per_token() * batch_size * accum_steps * block_size * max_steps
+    compile, why_compile = choose_compile(compile, device, work / peak[0] if peak[0] else 0)
+    deterministic = device.type != "mps" if deterministic == "auto" else deterministic
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = (
+        False  # costs time, and hides no difference
+    )
+    return {"dtype": why_dtype, "compile": why_compile}, peak
+
+
+def identity_of(data_name, fingerprint, device):
+    """What makes a run this run and no other; it is kept in every checkpoint."""
+    here = {
+        "global_batch": batch_size * accum_steps * world_size(),
+        "dataset": data_name,
+        "data": fingerprint,
+        "torch": str(torch.__version__),
+        "device": machine.device_name(device),
+        "threads": torch.get_num_threads(),
+        "world_size": world_size(),
+        "code": record.code_fingerprint(),
+    }
+    return {key: here[key] if key in here else globals()[key] for key in REFUSED + INEXACT}
+
+
+def compare(saved, now, folder):
+    """Refuse what would make another run. Returns {key: [then, now]} of what else costs exactness."""
+    then = saved["run"] | {key: saved["state"][key] for key in ("batch_size", "accum_steps")}
+    changed = {key: [then[key], now[key]] for key in now if then[key] != now[key]}
+    for key in REFUSED:
+        if key in changed:
+            fail(
+                f"{key} was {then[key]} in the run so far and is {now[key]} now: that is another run; "
+                f"write --{key}={then[key]} to go on, or --out_dir={record.fresh_name(folder)}"
+            )
+    return changed
+
+
+# ---- the run -------------------------------------------------------------------------------------
+
+
+def find_dataset(saved):
+    """(name, folder, meta, fingerprint) of the dataset, made where it is missing. Rank 0 only."""
+    import prepare_data
+
+    def made(name):
+        folder, meta = prepare_data.open_dataset(name, data_dir, say)
+        return name, Path(folder), meta, prepare_data.fingerprint(meta)
+
+    def instead(why):
+        bar = "!" * 90
+        say(f"{bar}\n!! {why}\n!! This run learns {offline_dataset!r} INSTEAD OF {dataset!r}: its")
+        say(f"!! numbers say nothing about {dataset!r}.\n{bar}")
+        return made(offline_dataset)
+
+    try:
+        if saved and dataset != saved["data"]["name"] == offline_dataset:
+            return instead("This run was begun without a network.")
+        try:
+            return made(dataset)
+        except prepare_data.Offline as error:
+            if not offline_dataset:
+                raise
+            return instead(error)
+    except (prepare_data.DataError, prepare_data.Offline) as error:
+        fail(error)
+
+
+def bytes_to_keep(run):
+    """What all the checkpoints that will be kept at one time take on the disk."""
+    weights = sum(weight.nbytes for weight in run.model.parameters())
+    moments = {"adamw": 2, "muon": 2, "momentum": 1, "sgd": 0}[optimizer]
+    milestones = max_steps // milestone_interval if milestone_interval else 0
+    files = keep_last + milestones + 3  # best.pt, the newest, and the one being written
+    return files * weights * (1 + moments + bool(run.ema))
+
+
+def rehearse(run, batches, device):
+    """One forward and backward pass that changes nothing: it compiles, and it finds out before the
+    first step whether a batch fits. Returns the model to train with, compiled or not."""
+    tokens, targets = (t.to(device) for t in batches[0])
+    try:
+        model = torch.compile(run.model, dynamic=False) if compile else run.model
+        backward_within_memory(model, run, tokens, targets)
+    except RunFailed:
+        raise
+    except Exception as error:
+        if not compile:
+            raise
+        say(f"torch.compile failed; going on without ({str(error).strip().splitlines()[0][:200]})")
+        globals()["compile"], model = False, run.model
+        run.model.zero_grad(set_to_none=True)
+        backward_within_memory(model, run, tokens, targets)
+    run.model.zero_grad(set_to_none=True)
+    return model
+
+
+def every(interval, step):
+    return interval > 0 and step % interval == 0
+
+
+def main():
+    clock = record.Clock()
+    config, _ = configure(globals())
+    if n_embd % n_head or n_embd // n_head % 2:
+        fail(f"--n_embd={n_embd}: expected an even multiple of --n_head={n_head}")
+    if warmup_steps > max_steps:
+        fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
+    if min_lr > peak_lr:
+        fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
+    join_ranks()
+    where, folder, signals = choose_device(device), Path(out_dir), Signals()
+
+    # ---- what there is: a run to go on with, a text to learn
+    path = from_rank0(find_run, folder)
+    saved = record.load_checkpoint(path) if path else None
+    data_name, data_folder, meta, fingerprint = from_rank0(find_dataset, saved)
+
+    # ---- the model, the batch, the optimizer
+    seed_everything(seed)
+    shape = {f.name: globals()[f.name] for f in fields(GPTConfig) if f.name in globals()}
+    model = GPT(GPTConfig(vocab_size=meta["vocab_size"], **shape)).to(where)
+    why, peak = settle(saved, model, where)
+    identity = identity_of(data_name, fingerprint, where)
+    inexact = compare(saved, identity, folder) if saved else {}
+    rows, eval_rows = batch_size * accum_steps, config["batch_size"]
+    mine = range(rank() * rows, (rank() + 1) * rows)
+    train_bin, val_bin, width = data_folder / "train.bin", data_folder / "val.bin", meta["dtype"]
+    train_batches = Batches(train_bin, width, block_size, rows * world_size(), mine, seed)
+    val_batches = Batches(val_bin, width, block_size, eval_rows, range(eval_rows))
+    optimizers = configure_optimizers(
+        model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, where.type
+    )
+    scaler = torch.amp.GradScaler(where.type, enabled=dtype == "float16")
+    ema = {name: w.detach().clone() for name, w in model.named_parameters()} if ema_decay else {}
+    state = FRESH_STATE | {"batch_size": batch_size, "accum_steps": accum_steps}
+    run = Run(folder, model, optimizers, scaler, ema, state)
+
+    # ---- all is checked: from here on files are written
+    config["decay_steps"] = decay_steps
+    data = {"name": data_name, "fingerprint": fingerprint, "meta": meta}
+    fixed = {"config": config, "data": data, "run": identity}
+    from_rank0(record.open_run, folder, fixed, where, path, inexact, bytes_to_keep(run))
+    record.print_plan(config | identity, meta, model, len(train_batches), where, why, peak, path)
+    clock.lap("start")
+
+    # ---- a rehearsal; then the state, and last of all the random numbers: from here on only a
+    # training step draws any
+    step_model = rehearse(run, train_batches, where)
+    identity["compile"], micro = compile, {k: state[k] for k in ("batch_size", "accum_steps")}
+    seed_everything(seed + rank())
+    if saved:
+        restore(run, saved, where)
+        state.update(micro)
+        log_event(folder, state["step"], "resume", checkpoint=path.name)
+        if inexact:
+            log_event(folder, state["step"], "inexact_resume", **inexact)
+    clock.lap("compile")
+
+    saver = record.Saver(folder, keep_last, save_interval)
+    flops, max_flops = model.flops_per_token(), (peak[0] or math.nan) * world_size()
+
+    def look():
+        """Evaluate, and write it down. True where this is the best so far."""
+        val_loss, val_accuracy = evaluate(run, val_batches, where)
+        best = note_evaluation(val_loss, state)
+        row = {"kind": "eval", "step": state["step"], "val_loss": val_loss}
+        row["val_bpb"] = val_loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
+        row |= {"val_accuracy": val_accuracy, "best_val_loss": state["best_val_loss"]}
+        write_rows(folder, [row])
+        record.print_evaluation(row, max_steps, best)
+        clock.lap("evaluate")
+        return best
+
+    def keep(*names):
+        """Begin to save under these names; say so where the save before this one failed."""
+        checkpoint = checkpoint_of(run, fixed, where)
+        if rank() == 0 and (error := saver.save(checkpoint, names)):
+            log_event(folder, state["step"], "save_failed", error=error)
+        clock.lap("save")
+
+    ended, code, window, saved_at = None, 1, [], time.monotonic()
+    batches = load_batches(train_batches, state, where)
+    try:
+        if not saved:
+            look()
+            keep(record.checkpoint_name(0), "best.pt")
+            if error := saver.join():
+                raise RunFailed(f"the first checkpoint could not be written: {error}")
+        say(record.HEADER)
+        while not ended:
+            # ==== training: all that changes the run happens between this line ... ================
+            lr = lr_at(state["step"]) * state["lr_factor"]
+            waited = time.perf_counter()
+            tokens, targets = (t.to(where, non_blocking=True) for t in next(batches))
+            waited = time.perf_counter() - waited
+            report = train_step(step_model, run, tokens, targets, lr)
+            state["step"] += 1
+            state["batch_index"] += 1
+            state["tokens"] += tokens.numel() * world_size()
+            # ==== ... and this one; what follows only looks, or acts on what it saw ===============
+
+            step, last = state["step"], state["step"] == max_steps
+            row = {"step": step, "lr": lr, "data_ms": 1000 * waited, "tokens": state["tokens"]}
+            row["batch_index"] = state["batch_index"] - 1
+            row["epoch"] = state["batch_index"] * train_batches.batch_rows / train_batches.windows
+            window.append((row, report))
+            late = save_minutes > 0 and time.monotonic() - saved_at > 60 * save_minutes
+            stop, asked, orphaned = agree(signals.stop, signals.save or late, signals.orphaned())
+            evaluating = last or every(eval_interval, step)
+            keeping = every(milestone_interval, step)
+            saving = last or stop or orphaned or asked or keeping or every(save_interval, step)
+            if not (evaluating or saving or every(log_interval, step)):
+                continue
+
+            reports = torch.stack([report for _, report in window]).tolist()  # waits for the device
+            rows, trouble = finish_rows(
+                window, reports, clock.lap("train"), flops, max_flops, where, state
+            )
+            window = []
+            write_rows(folder, rows)
+            if trouble:
+                saver.join()
+                roll_back(run, trouble, rows, where)
+                batches = load_batches(train_batches, state, where)
+                clock.lap("save")
+                continue
+            if last or every(log_interval, step):
+                record.print_line(rows[-1], max_steps)
+            best = evaluating and look()
+            if last:
+                ended, code = "finished", 0
+            elif stop or orphaned:
+                ended = (
+                    f"stopped by {signal.Signals(stop).name}" if stop else "left by its launcher"
+                )
+                code = 128 + stop if stop else 1
+            elif patience and state["evals_since_best"] >= patience:
+                ended, code = f"stopped early: {patience} evaluations without improvement", 0
+            on_the_way_into_trouble = state["skips_in_row"] and not (ended or asked)
+            names = []
+            if (saving or ended) and not on_the_way_into_trouble:
+                names = [record.checkpoint_name(step)] + [f"milestone_{step:08}.pt"] * keeping
+            if names or best:
+                keep(*names, *["best.pt"] * bool(best))
+                saved_at, signals.save = time.monotonic(), 0
+        error = saver.join()
+        if any(agree(error is not None)):  # once more, before giving up
+            time.sleep(2)
+            keep(record.checkpoint_name(step))
+            if error := saver.join():
+                raise RunFailed(
+                    f"the last state could not be saved: {error}; make room and type the same command: "
+                    f"it goes on from the newest checkpoint in {folder}"
+                )
+    except RunFailed as failure:
+        ended, code = f"failed: {failure}", 1
+    finally:
+        del batches  # its workers go first
+        saver.join()
+        if rank() == 0:
+            record.close_run(
+                folder, ended or "failed: an error in the program", clock.seconds, state
+            )
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
