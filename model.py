@@ -11,13 +11,16 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-CONV_WIDTH = 4  # tokens that the short convolution sees: the present one and three before it
+CONV_WIDTH = 4  # tokens that the short convolution sees: the present one and the three before it
+NGRAM = 3  # tokens that one n-gram embedding stands for
+NGRAM_ROWS = 16_384  # rows of the n-gram table; n-grams share rows by hash
+EMBEDDING_STD = 0.5  # smaller learns the input faster under Adam, whose steps do not scale with it
 MLP_RATIO = 4  # hidden width of the MLP over n_embd, as in GPT-2
-ROPE_BASE = 10_000.0  # longest rotary wavelength / 2 pi, in tokens (Su et al. 2021)
+ROPE_BASE = 10_000.0  # the longest rotary wavelength is 2 pi times this, in tokens
 
 
 @dataclass
@@ -47,61 +50,94 @@ class GPTConfig:
 
 
 def norm(x):
-    """RMSNorm without a gain (Zhang & Sennrich 2019): the next matrix can learn the gain."""
-    return F.rms_norm(x, (x.size(-1),))
+    """LayerNorm without gain or bias: the next matrix can learn those. (RMSNorm learns as well, but has no fused
+    kernel on the CPU: 2.8 ms against 0.8 ms, forward and backward, for 4,096 tokens of width 256.)"""
+    return F.layer_norm(x, (x.size(-1),))
 
 
 def rotary_tables(block_size, head_size):
-    """cos and sin of every position times every frequency, each (block_size, head_size / 2)."""
+    """cos and sin of every position times every frequency, each (T, D / 2) (Su et al. 2021, "RoFormer")."""
     frequency = ROPE_BASE ** -(torch.arange(0, head_size, 2).float() / head_size)
     angle = torch.arange(block_size).float()[:, None] * frequency[None, :]
     return angle.cos(), angle.sin()
 
 
 def rotate(x, cos, sin):
-    """Rotary positions (Su et al. 2021): turns each pair of x (B, T, H, D) by its position's angle."""
+    """Turns each pair of numbers in x (B, T, H, D) by its position's angle, so that q . k depends on distance."""
     cos, sin = (table[: x.size(1), None].to(x.dtype) for table in (cos, sin))
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
-class ShortConv(nn.Module):
-    """Causal depthwise convolution over the last CONV_WIDTH tokens (So et al. 2021, "Primer"), so that even
-    one layer of attention can look up what followed a pair or a triple. Starts as the identity."""
+def causal_attention(q, k, v, dropout):
+    """q, k, v (B, H, T, D) to (B, H, T, D); each token sees itself and the past.
 
-    def __init__(self, n_embd):
+    At short contexts on a CPU, plain matrix products are several times faster than the fused kernel, whose
+    backward pass is slow there: 3 ms against 23 ms at T = 64, 8 against 16 at 256, even at 1,024.
+    """
+    B, H, T, D = q.shape
+    if q.device.type != "cpu" or T > 512:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+    q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
+    future = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+    scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=1 / math.sqrt(D))
+    weights = F.dropout(scores.softmax(dim=-1), dropout)
+    return torch.bmm(weights, v).view(B, H, T, D)
+
+
+class InputEmbedding(nn.Module):
+    """tokens (B, T) to (B, T, C): each token with the few before it, so that even one layer of attention can look
+    up what followed the same letters earlier.
+
+    A causal depthwise convolution (So et al. 2021, "Primer") mixes the embeddings of the last CONV_WIDTH tokens.
+    Its weights start random, not as the identity: random signs keep "ab" and "ba" apart from the first step.
+    A hashed table adds one vector for each NGRAM tokens (Svenstrup et al. 2017; Huang et al. 2025), from zero.
+    """
+
+    def __init__(self, config):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(CONV_WIDTH, n_embd))
-        with torch.no_grad():
-            self.weight[0] = 1.0
+        self.token = nn.Embedding(config.vocab_size, config.n_embd)
+        self.ngram = nn.Embedding(NGRAM_ROWS, config.n_embd)
+        self.conv = nn.Parameter(torch.empty(CONV_WIDTH, config.n_embd))
 
-    def forward(self, x):  # (B, T, C)
-        weight = self.weight.to(x.dtype)
-        y = x * weight[0]
-        for lag in range(1, min(CONV_WIDTH, x.size(1))):
-            y = y + F.pad(x[:, :-lag], (0, 0, lag, 0)) * weight[lag]
-        return y
+    def forward(self, tokens):
+        T = tokens.size(1)
+        x = self.token(tokens)
+        if torch.is_autocast_enabled(x.device.type):  # a residual stream of half the bytes
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        conv = self.conv.to(x.dtype)
+        past = F.pad(x, (0, 0, CONV_WIDTH - 1, 0))
+        x = x * conv[0]
+        for lag in range(1, CONV_WIDTH):
+            start = CONV_WIDTH - 1 - lag
+            x = torch.addcmul(x, past[:, start : start + T], conv[lag])
+        return x + self.ngram(self.ngram_row(tokens)).to(x.dtype)
+
+    def ngram_row(self, tokens):
+        """The row of the n-gram table for each position, (B, T); -1 stands for "before the first token"."""
+        T = tokens.size(1)
+        past = F.pad(tokens, (NGRAM - 1, 0), value=-1)
+        row = torch.zeros_like(tokens)
+        for start in range(NGRAM):  # a polynomial hash that cannot overflow 64 bits
+            row = (row * 1_000_003 + past[:, start : start + T] + 1) % 2_147_483_647
+        return row % NGRAM_ROWS
 
 
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout
-        self.conv = ShortConv(config.n_embd)
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x, cos, sin):
         B, T, C = x.shape
-        q, k, v = self.qkv(self.conv(x)).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
-        q, k = rotate(norm(q), cos, sin), rotate(norm(k), cos, sin)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=True,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        qk, v = self.qkv(x).split((2 * C, C), dim=-1)
+        # Queries and keys of unit scale (Henry et al. 2020, "QK norm"): no learning rate can saturate the softmax.
+        qk = rotate(norm(qk.reshape(B, T, 2 * self.n_head, C // self.n_head)), cos, sin)
+        q, k = qk.transpose(1, 2).chunk(2, dim=1)
+        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
         return self.out(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -112,7 +148,9 @@ class MLP(nn.Module):
         self.down = nn.Linear(MLP_RATIO * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x):
-        return self.down(F.relu(self.up(x)).square())  # squared ReLU: So et al. 2021
+        return self.down(
+            F.gelu(self.up(x))
+        )  # squared ReLU learns as well, and costs 10% of a step more
 
 
 class Block(nn.Module):
@@ -131,10 +169,10 @@ class GPT(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.n_embd)
+        self.embedding = InputEmbedding(config)
+        self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.dropout = nn.Dropout(config.dropout)
         cos, sin = rotary_tables(config.block_size, config.n_embd // config.n_head)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -142,9 +180,11 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self):
-        """Matrices at 1/sqrt(fan in); what is added to the residual stream starts at zero, so that every
-        block starts as the identity (Goyal et al. 2017; Zhang et al. 2019); the head small, for a loss of ln V."""
-        self.embedding.weight.normal_(std=1.0)
+        """Matrices at 1 / sqrt(fan in). What is added to the residual stream starts at zero, so that every block
+        starts as the identity (Goyal et al. 2017), and the head small, for a first loss of ln V."""
+        self.embedding.token.weight.normal_(std=EMBEDDING_STD)
+        self.embedding.ngram.weight.zero_()
+        self.embedding.conv.normal_(std=1 / math.sqrt(CONV_WIDTH))
         self.head.weight.normal_(std=0.1 / math.sqrt(self.config.n_embd))
         for block in self.blocks:
             for matrix in (block.attention.qkv, block.mlp.up):
@@ -163,7 +203,7 @@ class GPT(nn.Module):
             raise ValueError(
                 f"{tokens.size(1)} tokens do not fit into block_size={self.config.block_size}"
             )
-        x = self.dropout(norm(self.embedding(tokens)))
+        x = self.dropout(self.embedding(tokens))
         for block in self.blocks:
             if self.config.grad_checkpoint and torch.is_grad_enabled():
                 x = checkpoint(block, x, self.cos, self.sin, use_reentrant=False)
@@ -231,7 +271,7 @@ def configure_optimizers(model, optimizer, lr, weight_decay, beta1, beta2, momen
     """
     hidden, outer, vectors = [], [], []
     for name, parameter in model.named_parameters():
-        if name.endswith("conv.weight") or parameter.ndim < 2:
+        if name == "embedding.conv" or parameter.ndim < 2:
             vectors.append(parameter)
         elif name.startswith(("embedding", "head")):
             outer.append(parameter)

@@ -107,6 +107,33 @@ def open_dataset(name, data_dir, say=print):
     return folder, meta
 
 
+def dataset_of_run(name, offline_name, data_dir, begun_with=None, say=print):
+    """
+    (name, folder, meta) of the dataset that a run learns; exits where there is none. That is `name`,
+    or where no network lets it be made, and then loudly, `offline_name` ("": none).
+
+    begun_with: the dataset that the run so far has learnt, if there is one.
+    """
+
+    def instead(why):
+        bar = "!" * 90
+        say(f"{bar}\n!! {why}\n!! This run learns {offline_name!r} INSTEAD OF {name!r}:")
+        say(f"!! its numbers say nothing about {name!r}.\n{bar}")
+        return offline_name, *open_dataset(offline_name, data_dir, say)
+
+    try:
+        if begun_with == offline_name != name:
+            return instead("This run was begun without a network.")
+        try:
+            return name, *open_dataset(name, data_dir, say)
+        except Offline as error:
+            if not offline_name:
+                raise
+            return instead(error)
+    except (DataError, Offline) as error:
+        fail(error)
+
+
 def fingerprint(meta):
     """16 hex digits for what a model learns: the tokens and their meaning, not their source."""
     content = {key: value for key, value in meta.items() if key != "source"}

@@ -27,6 +27,16 @@ from machine import rank, say
 REPO = Path(__file__).resolve().parent
 
 
+# What a resumed run may not change; what costs it its exactness; all the rest is free to change.
+REFUSED = (
+    "n_layer n_head n_embd block_size dropout label_smoothing seed optimizer schedule dtype "
+    "global_batch dataset data"
+).split()
+INEXACT = (
+    "torch device compile deterministic threads world_size batch_size accum_steps code".split()
+)
+
+
 # ---- run.json ------------------------------------------------------------------------------------
 
 
@@ -170,7 +180,7 @@ def fresh_name(folder):
     number = 2
     while (candidate := folder.with_name(f"{folder.name}_{number}")).exists():
         number += 1
-    return os.path.relpath(candidate)
+    return min(os.path.relpath(candidate), str(candidate), key=len)
 
 
 def holds_rows(folder):
@@ -180,6 +190,55 @@ def holds_rows(folder):
             return any('"kind": "train"' in line for line in file)
     except OSError:
         return False
+
+
+def find_run(folder, resume, max_steps, patience):
+    """The path of the checkpoint to go on from, or None. Rank 0 only: it takes the folder's lock."""
+    held = any((folder / name).exists() for name in ("run.json", "metrics.jsonl"))
+    held = held or any(folder.glob("*.pt"))
+    fresh = fresh_name(folder)
+    if folder.exists():
+        hold(folder)
+    if held and resume == "never":
+        fail(f"--resume=never, and {folder} holds a run; write --out_dir={fresh}")
+    if not held:
+        if resume in ("auto", "never"):
+            return None
+        try:
+            load_checkpoint(resume)
+            return Path(resume)
+        except ValueError as error:
+            fail(f"--resume={resume}: {error}; expected auto, never or the path of a checkpoint")
+    path, checkpoint = newest_valid(folder)
+    if path is None:
+        if holds_rows(folder) or any(folder.glob("*.corrupt")):
+            fail(
+                f"{folder} holds a run, but no checkpoint that can be read; to start afresh write "
+                f"--out_dir={fresh}"
+            )
+        return None  # stopped before its first step
+    state = checkpoint["state"]
+    if state["step"] >= max_steps or patience and state["evals_since_best"] >= patience:
+        say(
+            f"{folder} is finished: {state['step']:,} steps, best validation loss "
+            f"{state['best_val_loss']:.4f} at step {state['best_step']:,}. To go on, raise --max_steps;"
+            f" to start afresh, write --out_dir={fresh}"
+        )
+        raise SystemExit(0)
+    return path
+
+
+def compare(saved, now, folder):
+    """Refuse what would make another run. Returns {key: [then, now]} of what else costs exactness."""
+    then = saved["run"] | {key: saved["state"][key] for key in ("batch_size", "accum_steps")}
+    changed = {key: [then[key], now[key]] for key in now if then[key] != now[key]}
+    for key in REFUSED:
+        if key in changed:
+            fail(
+                f"{key} was {then[key]} in the run so far and is {now[key]} now: that is another run; "
+                f"write --{key}={then[key]} to go on, or --out_dir={fresh_name(folder)}"
+            )
+    return changed
 
 
 def open_run(folder, fixed, device, path, inexact, needed):
@@ -222,29 +281,29 @@ def open_run(folder, fixed, device, path, inexact, needed):
 
 
 def close_run(folder, ended, seconds, state):
-    """Say how the run ended: on the console, and in run.json."""
-    facts = {"end": now(), "ended": ended, "seconds": seconds, "state": state}
+    """Say how the run ended, and what to do next: on the console, in metrics.jsonl and in run.json.
+
+    ended: None where an error in the program is on its way out.
+    """
+    ended, step = ended or "failed: an error in the program", state["step"]
     write_rows(
         folder,
-        [
-            {
-                "kind": "event",
-                "step": state["step"],
-                "event": "end",
-                "ended": ended,
-                "seconds": seconds,
-            }
-        ],
+        [{"kind": "event", "step": step, "event": "end", "ended": ended, "seconds": seconds}],
     )
     try:
+        facts = {"end": now(), "ended": ended, "seconds": seconds, "state": state}
         write_json(folder / "run.json", read_json(folder / "run.json") | facts)
     except OSError as error:
         say(f"run.json cannot be written ({error.strerror})")
-    spent = "  ".join(f"{kind} {value:.1f} s" for kind, value in seconds.items())
-    say(
-        f"{ended}, at step {state['step']:,}; best validation loss {state['best_val_loss']:.4f} at step {state['best_step']:,}"
-    )
-    say(f"{spent}  (in all {sum(seconds.values()):.1f} s)")
+    if ended.startswith("failed"):
+        print(f"{Path(sys.argv[0]).name}: {ended}", file=sys.stderr)
+    else:
+        best = f"{state['best_val_loss']:.4f} at step {state['best_step']:,}"
+        say(f"{ended} at step {step:,}; best validation loss {best}")
+    spent = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
+    say(f"{sum(seconds.values()):.1f} s: {spent}")
+    if ended.startswith(("stopped by", "left")):
+        say("to go on, type the same command again")
 
 
 def forget_after(folder, step):
@@ -255,11 +314,20 @@ def forget_after(folder, step):
     cut_rows(folder / "metrics.jsonl", step)
 
 
+def process_age():
+    """Seconds since this process began, imports and all; 0 where the system does not tell."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError):
+        return 0.0
+
+
 class Clock:
     """Every second since the start belongs to one kind: lap(kind) gives it all since the last lap."""
 
     def __init__(self):
-        self.last = time.perf_counter()
+        self.last = time.perf_counter() - process_age()
         self.seconds = dict.fromkeys(("start", "compile", "train", "evaluate", "save"), 0.0)
 
     def lap(self, kind):

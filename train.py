@@ -24,13 +24,12 @@ import numpy as np
 import torch
 
 import machine
+import prepare_data
 import record
 from configurator import configure, fail
-from machine import agree, from_all_ranks, from_rank0, rank, say, sum_over_ranks, world_size
-from machine import Signals, choose_compile, choose_device, choose_dtype, join_ranks
-from machine import ignore_signals, rng_state, seed_everything, set_rng_state
+from machine import agree, from_rank0, rank, say, sum_over_ranks, world_size
 from model import GPT, GPTConfig, configure_optimizers
-from record import at_interval, log_event, write_rows
+from record import log_event
 
 # The run, and the text it learns
 out_dir = "out/run"  # one folder a run: run.json, metrics.jsonl, checkpoints
@@ -125,15 +124,6 @@ FRESH_STATE = {
     "loss_count": 0,
 }
 
-# What a resumed run may not change; what costs it its exactness; all the rest is free to change.
-REFUSED = (
-    "n_layer n_head n_embd block_size dropout label_smoothing seed optimizer schedule dtype "
-    "global_batch dataset data"
-).split()
-INEXACT = (
-    "torch device compile deterministic threads world_size batch_size accum_steps code".split()
-)
-
 
 def lr_at(step):
     """Learning rate of the update that comes after `step` finished ones: a pure function of the step.
@@ -181,18 +171,13 @@ class Batches(torch.utils.data.Dataset):
     """
 
     def __init__(self, path, width, block_size, batch_rows, rows, seed=None):
-        self.path, self.width, self.block_size = str(path), width, block_size
+        self.path, self.width, self.block_size = path, width, block_size
         self.batch_rows, self.rows, self.seed = batch_rows, rows, seed
         self.n_tokens = os.path.getsize(path) // np.dtype(width).itemsize
         if seed is None:
             self.windows = math.ceil((self.n_tokens - 1) / block_size)
         else:
             self.windows = (self.n_tokens - block_size) // block_size  # room for any shift
-        if self.n_tokens <= block_size or not self.windows:
-            fail(
-                f"--block_size={block_size}: {Path(path).name} has {self.n_tokens:,} tokens; expected"
-                f" a block_size that is smaller, or a longer text"
-            )
         self.order = {}  # epoch -> where each of its windows begins
 
     def __len__(self):
@@ -215,8 +200,9 @@ class Batches(torch.utils.data.Dataset):
             first_new = sequence[sequence < self.windows] * self.block_size
             start = np.minimum(first_new, self.n_tokens - 1 - self.block_size)
         else:
-            drawn = zip(*np.divmod(sequence, self.windows), strict=True)
-            start = first_new = np.array([self.starts(epoch)[place] for epoch, place in drawn])
+            epoch, place = np.divmod(sequence, self.windows)
+            parts = [self.starts(e)[place[epoch == e]] for e in range(epoch[0], epoch[-1] + 1)]
+            start = first_new = np.concatenate(parts)
         ids = np.memmap(
             self.path, self.width, mode="r"
         )  # opened anew: nothing to pickle, or to leak
@@ -227,9 +213,20 @@ class Batches(torch.utils.data.Dataset):
         return tokens, targets
 
 
+def open_split(folder, split, meta, batch_rows, rows, seed=None):
+    """The Batches of a dataset's split; exits where it is too short for a single window."""
+    batches = Batches(f"{folder}/{split}.bin", meta["dtype"], block_size, batch_rows, rows, seed)
+    if batches.n_tokens <= block_size or batches.windows < 1:
+        fail(
+            f"--block_size={block_size}: {split}.bin has {batches.n_tokens:,} tokens; expected a "
+            f"smaller block_size, or a longer text"
+        )
+    return batches
+
+
 def load_batches(batches, state, device):
     """An iterator over the global batches still to come; it leaves the global RNG alone."""
-    workers = {"prefetch_factor": prefetch_factor, "worker_init_fn": ignore_signals}
+    workers = {"prefetch_factor": prefetch_factor, "worker_init_fn": machine.ignore_signals}
     first, count = state["batch_index"], max_steps - state["step"]
     return iter(
         torch.utils.data.DataLoader(
@@ -309,7 +306,7 @@ def backward_within_memory(model, run, tokens, targets):
     """forward_backward; where it does not fit, the same again with micro-batches of half the size."""
     state, device = run.state, tokens.device
     while True:
-        before, loss = rng_state(device), None
+        before, loss = machine.rng_state(device), None
         with contextlib.suppress(torch.OutOfMemoryError):
             loss = forward_backward(model, run, tokens, targets)
         if not any(agree(loss is None)):
@@ -322,7 +319,7 @@ def backward_within_memory(model, run, tokens, targets):
         run.model.zero_grad(set_to_none=True)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        set_rng_state(before, device)
+        machine.set_rng_state(before, device)
         micro, accum = split_rows(len(tokens), state["batch_size"] // 2)
         state.update(batch_size=micro, accum_steps=accum)
         log_event(run.folder, state["step"], "out_of_memory", batch_size=micro, accum_steps=accum)
@@ -380,16 +377,18 @@ TROUBLE = {
 }
 
 
-def finish_rows(window, reports, seconds, flops, max_flops, device, state):
-    """Rows for metrics.jsonl of the steps in `window`, which took `seconds` in all.
+def finish_rows(window, reports, seconds, run, max_flops):
+    """Rows for metrics.jsonl of the steps in `window`, [(row so far, ...)], that took `seconds` in all.
 
+    reports: what train_step returned for each. max_flops: peak of all devices, FLOP/s; NaN = unknown.
     Returns (rows, trouble): `judge` objects to the last row, or trouble is None.
     """
+    device = next(run.model.parameters()).device
     tokens_per_sec = len(window) * batch_size * accum_steps * world_size() * block_size / seconds
     common = {
         "step_ms": 1000 * seconds / len(window),
         "tokens_per_sec": tokens_per_sec,
-        "mfu": flops * tokens_per_sec / max_flops,  # NaN, and so null, where the peak is unknown
+        "mfu": run.model.flops_per_token() * tokens_per_sec / max_flops,
         "mem_gb": machine.memory_gb(device),
         "gpu_util": machine.gpu_util(device),
     }
@@ -397,7 +396,14 @@ def finish_rows(window, reports, seconds, flops, max_flops, device, state):
     for (row, _), (loss, grad_norm, skipped) in zip(window, reports, strict=True):
         measured = {"loss": loss, "grad_norm": grad_norm, "skipped": int(skipped)}
         rows.append({"kind": "train"} | row | measured | common)
-        if trouble := judge(rows[-1], state):
+        trouble = judge(rows[-1], run.state)
+        if skipped:
+            log_event(run.folder, row["step"], "skipped", loss=loss, grad_norm=grad_norm)
+        if run.state["high_in_row"] == max_skipped:
+            log_event(
+                run.folder, row["step"], "diverging", loss=loss, first=run.state["first_loss"]
+            )
+        if trouble:
             return rows, trouble
     return rows, None
 
@@ -432,10 +438,8 @@ def judge(row, state):
 
 def note_evaluation(val_loss, state):
     """Count what early stopping and the plateau rule look at. True where this is the best so far."""
-    best, improved = (
-        val_loss < state["best_val_loss"],
-        val_loss < state["best_val_loss"] - min_delta,
-    )
+    best = val_loss < state["best_val_loss"]
+    improved = val_loss < state["best_val_loss"] - min_delta
     state["evals_since_best"] = 0 if improved else state["evals_since_best"] + 1
     state["evals_on_plateau"] = 0 if improved else state["evals_on_plateau"] + 1
     if best:
@@ -445,26 +449,26 @@ def note_evaluation(val_loss, state):
     return best
 
 
-def roll_back(run, trouble, rows, device):
-    """Go back to the newest checkpoint that chance had no part in, and on past the data of rows[-1].
+def roll_back(run, trouble, recent, device):
+    """Go back to the newest checkpoint that chance had no part in, and on past the data of the last of
+    the `recent` rows.
 
     Raises RunFailed with a diagnosis where that cannot help, or has not helped `max_rollbacks` times.
     """
 
     def usable(checkpoint):
         then = checkpoint["state"]
-        return at_interval(then["step"], save_interval) and not then["skips_in_row"]
+        return record.at_interval(then["step"], save_interval) and not then["skips_in_row"]
 
-    state, bad = run.state, rows[-1]
+    state, bad = run.state, recent[-1]
     path = from_rank0(lambda: record.newest_valid(run.folder, usable)[0])
     if trouble == "zeros" or state["rollbacks"] == max_rollbacks or path is None:
-        tail = rows[-max_skipped:]
-        last = {k: " ".join(f"{row[k]:.3g}" for row in tail) for k in ("lr", "grad_norm", "loss")}
+        last = {k: " ".join(f"{row[k]:.3g}" for row in recent) for k in ("lr", "grad_norm", "loss")}
         raise RunFailed(
-            f"{TROUBLE[trouble]}, at step {bad['step']} after {state['rollbacks']} rollbacks. Last "
-            f"learning rates {last['lr']}; gradient norms {last['grad_norm']}; losses {last['loss']}; "
-            f"batches {tail[0]['batch_index']} to {bad['batch_index']}. What helps: a lower --peak_lr, "
-            f"more --warmup_steps, a smaller --grad_clip, --dtype=float32"
+            f"{TROUBLE[trouble]}, at step {bad['step']} after {state['rollbacks']} rollbacks. The last "
+            f"learning rates: {last['lr']}; gradient norms: {last['grad_norm']}; losses: {last['loss']}; "
+            f"batches: {recent[0]['batch_index']} to {bad['batch_index']}. What helps: a lower --peak_lr, "
+            f"more --warmup_steps, a smaller --grad_clip, --dtype=float32; then a new --out_dir"
         )
     kept = {key: state[key] for key in ("best_val_loss", "best_step", "skipped", "rollbacks")}
     checkpoint = record.load_checkpoint(path)
@@ -488,7 +492,7 @@ def checkpoint_of(run, fixed, device):
         "scaler": run.scaler.state_dict(),
         "ema": run.ema,
         "state": dict(run.state),
-        "rng": from_all_ranks(rng_state(device)),
+        "rng": machine.from_all_ranks(machine.rng_state(device)),
         **fixed,
     }
 
@@ -505,43 +509,7 @@ def restore(run, checkpoint, device):
         average.copy_(checkpoint["ema"].get(name, checkpoint["model"][name]))
     run.state.update(checkpoint["state"])
     if len(checkpoint["rng"]) == world_size():
-        set_rng_state(checkpoint["rng"][rank()], device)
-
-
-def find_run(folder):
-    """The path of the checkpoint to go on from, or None. Rank 0 only: it takes the folder's lock."""
-    held = any((folder / name).exists() for name in ("run.json", "metrics.jsonl"))
-    held = held or any(folder.glob("*.pt"))
-    fresh = record.fresh_name(folder)
-    if folder.exists():
-        record.hold(folder)
-    if held and resume == "never":
-        fail(f"--resume=never, and {folder} holds a run; write --out_dir={fresh}")
-    if not held:
-        if resume in ("auto", "never"):
-            return None
-        try:
-            record.load_checkpoint(resume)
-            return Path(resume)
-        except ValueError as error:
-            fail(f"--resume={resume}: {error}; expected auto, never or the path of a checkpoint")
-    path, checkpoint = record.newest_valid(folder)
-    if path is None:
-        if record.holds_rows(folder) or any(folder.glob("*.corrupt")):
-            fail(
-                f"{folder} holds a run, but no checkpoint that can be read; to start afresh write "
-                f"--out_dir={fresh}"
-            )
-        return None  # stopped before its first step
-    state = checkpoint["state"]
-    if state["step"] >= max_steps or patience and state["evals_since_best"] >= patience:
-        say(
-            f"{folder} is finished: {state['step']:,} steps, best validation loss "
-            f"{state['best_val_loss']:.4f} at step {state['best_step']:,}. To go on, raise --max_steps;"
-            f" to start afresh, write --out_dir={fresh}"
-        )
-        raise SystemExit(0)
-    return path
+        machine.set_rng_state(checkpoint["rng"][rank()], device)
 
 
 def settle(saved, model, device):
@@ -551,10 +519,10 @@ def settle(saved, model, device):
     {knob: why} and the peak (FLOP/s of this device, where the figure is from).
     """
     global dtype, compile, deterministic, decay_steps, batch_size, accum_steps
+    open_knobs = [key for key in ("dtype", "compile") if globals()[key] == "auto"]
     if saved:
         then = saved["run"]
-        dtype = then["dtype"] if dtype == "auto" else dtype
-        compile = then["compile"] if compile == "auto" else compile
+        globals().update({key: then[key] for key in open_knobs})
         decay_steps = decay_steps or saved["config"]["decay_steps"]
         # The product counts, not its factors: another number of ranks splits it anew, and a
         # micro-batch that memory has halved stays so.
@@ -569,74 +537,39 @@ def settle(saved, model, device):
         elif all(saved["config"][k] == globals()[k] for k in ("batch_size", "accum_steps")):
             batch_size, accum_steps = saved["state"]["batch_size"], saved["state"]["accum_steps"]
     decay_steps = decay_steps or max_steps
-    dtype, why_dtype = choose_dtype(dtype, device)
+    dtype, why_dtype = machine.choose_dtype(dtype, device)
     peak = from_rank0(machine.peak_flops, device, dtype)
     work = model.flops_per_token() * batch_size * accum_steps * block_size * max_steps
-    compile, why_compile = choose_compile(compile, device, work / peak[0] if peak[0] else 0)
+    compile, why_compile = machine.choose_compile(compile, device, work / peak[0] if peak[0] else 0)
     deterministic = device.type != "mps" if deterministic == "auto" else deterministic
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = (
         False  # costs time, and hides no difference
     )
-    return {"dtype": why_dtype, "compile": why_compile}, peak
+    why = {"dtype": why_dtype, "compile": why_compile}
+    if saved:
+        why |= dict.fromkeys(open_knobs, "as in the run so far")
+    return why, peak
 
 
-def identity_of(data_name, fingerprint, device):
+def identity_of(data, device):
     """What makes a run this run and no other; it is kept in every checkpoint."""
     here = {
         "global_batch": batch_size * accum_steps * world_size(),
-        "dataset": data_name,
-        "data": fingerprint,
+        "dataset": data["name"],
+        "data": data["fingerprint"],
         "torch": str(torch.__version__),
         "device": machine.device_name(device),
         "threads": torch.get_num_threads(),
         "world_size": world_size(),
         "code": record.code_fingerprint(),
     }
-    return {key: here[key] if key in here else globals()[key] for key in REFUSED + INEXACT}
-
-
-def compare(saved, now, folder):
-    """Refuse what would make another run. Returns {key: [then, now]} of what else costs exactness."""
-    then = saved["run"] | {key: saved["state"][key] for key in ("batch_size", "accum_steps")}
-    changed = {key: [then[key], now[key]] for key in now if then[key] != now[key]}
-    for key in REFUSED:
-        if key in changed:
-            fail(
-                f"{key} was {then[key]} in the run so far and is {now[key]} now: that is another run; "
-                f"write --{key}={then[key]} to go on, or --out_dir={record.fresh_name(folder)}"
-            )
-    return changed
+    return {
+        key: here[key] if key in here else globals()[key] for key in record.REFUSED + record.INEXACT
+    }
 
 
 # ---- the run -------------------------------------------------------------------------------------
-
-
-def find_dataset(saved):
-    """(name, folder, meta, fingerprint) of the dataset, made where it is missing. Rank 0 only."""
-    import prepare_data
-
-    def made(name):
-        folder, meta = prepare_data.open_dataset(name, data_dir, say)
-        return name, Path(folder), meta, prepare_data.fingerprint(meta)
-
-    def instead(why):
-        bar = "!" * 90
-        say(f"{bar}\n!! {why}\n!! This run learns {offline_dataset!r} INSTEAD OF {dataset!r}: its")
-        say(f"!! numbers say nothing about {dataset!r}.\n{bar}")
-        return made(offline_dataset)
-
-    try:
-        if saved and dataset != saved["data"]["name"] == offline_dataset:
-            return instead("This run was begun without a network.")
-        try:
-            return made(dataset)
-        except prepare_data.Offline as error:
-            if not offline_dataset:
-                raise
-            return instead(error)
-    except (prepare_data.DataError, prepare_data.Offline) as error:
-        fail(error)
 
 
 def bytes_to_keep(run):
@@ -681,26 +614,29 @@ def main():
         fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
     if min_lr > peak_lr:
         fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
-    join_ranks()
-    where, folder, signals = choose_device(device), Path(out_dir), Signals()
+    machine.join_ranks()
+    where, folder, signals = machine.choose_device(device), Path(out_dir), machine.Signals()
 
     # ---- what there is: a run to go on with, a text to learn
-    path = from_rank0(find_run, folder)
+    path = from_rank0(record.find_run, folder, resume, max_steps, patience)
     saved = record.load_checkpoint(path) if path else None
-    data_name, data_folder, meta, fingerprint = from_rank0(find_dataset, saved)
+    begun_with = saved and saved["data"]["name"]
+    data_name, data_folder, meta = from_rank0(
+        prepare_data.dataset_of_run, dataset, offline_dataset, data_dir, begun_with, say
+    )
+    data = {"name": data_name, "fingerprint": prepare_data.fingerprint(meta), "meta": meta}
 
     # ---- the model, the batch, the optimizer
-    seed_everything(seed)
+    machine.seed_everything(seed)
     shape = {f.name: globals()[f.name] for f in fields(GPTConfig) if f.name in globals()}
     model = GPT(GPTConfig(vocab_size=meta["vocab_size"], **shape)).to(where)
     why, peak = settle(saved, model, where)
-    identity = identity_of(data_name, fingerprint, where)
-    inexact = compare(saved, identity, folder) if saved else {}
+    identity = identity_of(data, where)
+    inexact = record.compare(saved, identity, folder) if saved else {}
     rows, eval_rows = batch_size * accum_steps, config["batch_size"]
     mine = range(rank() * rows, (rank() + 1) * rows)
-    train_bin, val_bin, width = data_folder / "train.bin", data_folder / "val.bin", meta["dtype"]
-    train_batches = Batches(train_bin, width, block_size, rows * world_size(), mine, seed)
-    val_batches = Batches(val_bin, width, block_size, eval_rows, range(eval_rows))
+    train_batches = open_split(data_folder, "train", meta, rows * world_size(), mine, seed)
+    val_batches = open_split(data_folder, "val", meta, eval_rows, range(eval_rows))
     optimizers = configure_optimizers(
         model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, where.type
     )
@@ -711,27 +647,11 @@ def main():
 
     # ---- all is checked: from here on files are written
     config["decay_steps"] = decay_steps
-    data = {"name": data_name, "fingerprint": fingerprint, "meta": meta}
     fixed = {"config": config, "data": data, "run": identity}
     from_rank0(record.open_run, folder, fixed, where, path, inexact, bytes_to_keep(run))
     record.print_plan(config | identity, meta, model, len(train_batches), where, why, peak, path)
-    clock.lap("start")
-
-    # ---- a rehearsal; then the state, and last of all the random numbers: from here on only a
-    # training step draws any
-    step_model = rehearse(run, train_batches, where)
-    identity["compile"], micro = compile, {k: state[k] for k in ("batch_size", "accum_steps")}
-    seed_everything(seed + rank())
-    if saved:
-        restore(run, saved, where)
-        state.update(micro)
-        log_event(folder, state["step"], "resume", checkpoint=path.name)
-        if inexact:
-            log_event(folder, state["step"], "inexact_resume", **inexact)
-    clock.lap("compile")
-
     saver = record.Saver(folder, keep_last, save_interval)
-    flops, max_flops = model.flops_per_token(), (peak[0] or math.nan) * world_size()
+    max_flops = (peak[0] or math.nan) * world_size()
 
     def look():
         """Evaluate, and write it down. True where this is the best so far."""
@@ -740,7 +660,7 @@ def main():
         row = {"kind": "eval", "step": state["step"], "val_loss": val_loss}
         row["val_bpb"] = val_loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
         row |= {"val_accuracy": val_accuracy, "best_val_loss": state["best_val_loss"]}
-        write_rows(folder, [row])
+        record.write_rows(folder, [row])
         record.print_evaluation(row, max_steps, best)
         clock.lap("evaluate")
         return best
@@ -752,15 +672,41 @@ def main():
             log_event(folder, state["step"], "save_failed", error=error)
         clock.lap("save")
 
-    ended, code, window, saved_at = None, 1, [], time.monotonic()
-    batches = load_batches(train_batches, state, where)
+    def keep_surely(name):
+        """Save and wait until it is on the disk; all ranks learn whether it is."""
+        for attempt in range(3):
+            if not any(agree((error := saver.join()) is not None)):
+                return
+            time.sleep(attempt)
+            keep(name)
+        raise RunFailed(
+            f"{name} could not be saved: {error}; make room in {folder} and type the same command:"
+            " it goes on from the newest checkpoint there"
+        )
+
+    ended, code, window, recent = None, 1, [], []
+    clock.lap("start")
     try:
+        # ---- a rehearsal, then the state; the random numbers last: from here on only a step draws any
+        step_model = rehearse(run, train_batches, where)
+        micro = {key: state[key] for key in ("batch_size", "accum_steps")}
+        identity["compile"] = compile
+        machine.seed_everything(seed + rank())
+        if saved:
+            restore(run, saved, where)
+            state.update(micro)
+            log_event(folder, state["step"], "resume", checkpoint=path.name)
+            if inexact:
+                log_event(folder, state["step"], "inexact_resume", **inexact)
+        batches = load_batches(train_batches, state, where)
+        clock.lap("compile")
         if not saved:
             look()
             keep(record.checkpoint_name(0), "best.pt")
-            if error := saver.join():
-                raise RunFailed(f"the first checkpoint could not be written: {error}")
+            keep_surely(record.checkpoint_name(0))
         say(record.HEADER)
+        saved_at = time.monotonic()
+
         while not ended:
             # ==== training: all that changes the run happens between this line ... ================
             lr = lr_at(state["step"]) * state["lr_factor"]
@@ -780,61 +726,47 @@ def main():
             window.append((row, report))
             late = save_minutes > 0 and time.monotonic() - saved_at > 60 * save_minutes
             stop, asked, orphaned = agree(signals.stop, signals.save or late, signals.orphaned())
-            evaluating = last or every(eval_interval, step)
-            keeping = every(milestone_interval, step)
+            looking, keeping = last or every(eval_interval, step), every(milestone_interval, step)
             saving = last or stop or orphaned or asked or keeping or every(save_interval, step)
-            if not (evaluating or saving or every(log_interval, step)):
+            if not (looking or saving or every(log_interval, step)):
                 continue
 
             reports = torch.stack([report for _, report in window]).tolist()  # waits for the device
-            rows, trouble = finish_rows(
-                window, reports, clock.lap("train"), flops, max_flops, where, state
-            )
-            window = []
-            write_rows(folder, rows)
+            rows, trouble = finish_rows(window, reports, clock.lap("train"), run, max_flops)
+            window, recent = [], (recent + rows)[-max_skipped:]
+            record.write_rows(folder, rows)
             if trouble:
                 saver.join()
-                roll_back(run, trouble, rows, where)
+                roll_back(run, trouble, recent, where)
                 batches = load_batches(train_batches, state, where)
                 clock.lap("save")
                 continue
             if last or every(log_interval, step):
                 record.print_line(rows[-1], max_steps)
-            best = evaluating and look()
+            best = looking and look()
             if last:
                 ended, code = "finished", 0
-            elif stop or orphaned:
-                ended = (
-                    f"stopped by {signal.Signals(stop).name}" if stop else "left by its launcher"
-                )
-                code = 128 + stop if stop else 1
+            elif stop:
+                ended, code = f"stopped by {signal.Signals(stop).name}", 128 + stop
+            elif orphaned:
+                ended = "left alone by its launcher"
             elif patience and state["evals_since_best"] >= patience:
                 ended, code = f"stopped early: {patience} evaluations without improvement", 0
-            on_the_way_into_trouble = state["skips_in_row"] and not (ended or asked)
-            names = []
-            if (saving or ended) and not on_the_way_into_trouble:
-                names = [record.checkpoint_name(step)] + [f"milestone_{step:08}.pt"] * keeping
-            if names or best:
-                keep(*names, *["best.pt"] * bool(best))
+            names = [record.checkpoint_name(step)] + [f"milestone_{step:08}.pt"] * keeping
+            if not (ended or asked) and (not saving or state["skips_in_row"]):
+                names = []  # not due, or on the way into trouble
+            names += ["best.pt"] * bool(best)
+            if names:
+                keep(*names)
                 saved_at, signals.save = time.monotonic(), 0
-        error = saver.join()
-        if any(agree(error is not None)):  # once more, before giving up
-            time.sleep(2)
-            keep(record.checkpoint_name(step))
-            if error := saver.join():
-                raise RunFailed(
-                    f"the last state could not be saved: {error}; make room and type the same command: "
-                    f"it goes on from the newest checkpoint in {folder}"
-                )
+        keep_surely(record.checkpoint_name(state["step"]))
     except RunFailed as failure:
-        ended, code = f"failed: {failure}", 1
+        ended = f"failed: {failure}"
     finally:
-        del batches  # its workers go first
+        batches = None  # its workers go first
         saver.join()
         if rank() == 0:
-            record.close_run(
-                folder, ended or "failed: an error in the program", clock.seconds, state
-            )
+            record.close_run(folder, ended, clock.seconds, state)
     return code
 
 
