@@ -339,7 +339,7 @@ def step_unless(skipped, optimizer):
         optimizer.step()
         return
     kept = [weight for group in optimizer.param_groups for weight in group["params"]]
-    kept += [moments["momentum_buffer"] for moments in optimizer.state.values()]
+    kept += [tensor for moments in optimizer.state.values() for tensor in moments.values()]
     before = [tensor.clone() for tensor in kept]
     optimizer.step()
     for tensor, old in zip(kept, before, strict=True):
@@ -512,7 +512,29 @@ def restore(run, checkpoint, device):
         machine.set_rng_state(checkpoint["rng"][rank()], device)
 
 
-def settle(saved, model, device):
+def model_config(vocab_size):
+    """The GPTConfig that the knobs describe."""
+    knobs = {f.name: globals()[f.name] for f in fields(GPTConfig) if f.name in globals()}
+    return GPTConfig(vocab_size=vocab_size, **knobs)
+
+
+def fresh_run(folder, vocab_size, device):
+    """A run before its first step."""
+    machine.seed_everything(seed)
+    model = GPT(model_config(vocab_size)).to(device)
+    return Run(
+        folder=folder,
+        model=model,
+        optimizers=configure_optimizers(
+            model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, device.type
+        ),
+        scaler=torch.amp.GradScaler(device.type, enabled=dtype == "float16"),
+        ema={name: w.detach().clone() for name, w in model.named_parameters() if ema_decay},
+        state=FRESH_STATE | {"batch_size": batch_size, "accum_steps": accum_steps},
+    )
+
+
+def settle(saved, vocab_size, device):
     """Settle what was left open: as in the run so far, or by what the hardware really has.
 
     Sets the globals dtype, compile, deterministic, decay_steps, batch_size, accum_steps. Returns
@@ -539,13 +561,13 @@ def settle(saved, model, device):
     decay_steps = decay_steps or max_steps
     dtype, why_dtype = machine.choose_dtype(dtype, device)
     peak = from_rank0(machine.peak_flops, device, dtype)
-    work = model.flops_per_token() * batch_size * accum_steps * block_size * max_steps
+    with torch.device("meta"):  # a model of no weight
+        flops = GPT(model_config(vocab_size)).flops_per_token()
+    work = flops * batch_size * accum_steps * block_size * max_steps
     compile, why_compile = machine.choose_compile(compile, device, work / peak[0] if peak[0] else 0)
     deterministic = device.type != "mps" if deterministic == "auto" else deterministic
     torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = (
-        False  # costs time, and hides no difference
-    )
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and hides nothing
     why = {"dtype": why_dtype, "compile": why_compile}
     if saved:
         why |= dict.fromkeys(open_knobs, "as in the run so far")
@@ -626,30 +648,24 @@ def main():
     )
     data = {"name": data_name, "fingerprint": prepare_data.fingerprint(meta), "meta": meta}
 
-    # ---- the model, the batch, the optimizer
-    machine.seed_everything(seed)
-    shape = {f.name: globals()[f.name] for f in fields(GPTConfig) if f.name in globals()}
-    model = GPT(GPTConfig(vocab_size=meta["vocab_size"], **shape)).to(where)
-    why, peak = settle(saved, model, where)
+    # ---- the batch; the model, its optimizer and all that changes with them
+    why, peak = settle(saved, meta["vocab_size"], where)
     identity = identity_of(data, where)
     inexact = record.compare(saved, identity, folder) if saved else {}
     rows, eval_rows = batch_size * accum_steps, config["batch_size"]
     mine = range(rank() * rows, (rank() + 1) * rows)
     train_batches = open_split(data_folder, "train", meta, rows * world_size(), mine, seed)
     val_batches = open_split(data_folder, "val", meta, eval_rows, range(eval_rows))
-    optimizers = configure_optimizers(
-        model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, where.type
-    )
-    scaler = torch.amp.GradScaler(where.type, enabled=dtype == "float16")
-    ema = {name: w.detach().clone() for name, w in model.named_parameters()} if ema_decay else {}
-    state = FRESH_STATE | {"batch_size": batch_size, "accum_steps": accum_steps}
-    run = Run(folder, model, optimizers, scaler, ema, state)
+    run = fresh_run(folder, meta["vocab_size"], where)
+    state = run.state
 
     # ---- all is checked: from here on files are written
     config["decay_steps"] = decay_steps
     fixed = {"config": config, "data": data, "run": identity}
     from_rank0(record.open_run, folder, fixed, where, path, inexact, bytes_to_keep(run))
-    record.print_plan(config | identity, meta, model, len(train_batches), where, why, peak, path)
+    record.print_plan(
+        config | identity, meta, run.model, len(train_batches), where, why, peak, path
+    )
     saver = record.Saver(folder, keep_last, save_interval)
     max_flops = (peak[0] or math.nan) * world_size()
 
