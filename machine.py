@@ -166,6 +166,28 @@ def memory_gb(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
+def out_of_memory(error):
+    """Is it that? A GPU has a type for it, the allocators of the CPU and of MPS have only words."""
+    words = ("can't allocate memory", "out of memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(each in str(error) for each in words)
+    )
+
+
+def explain(error):
+    """What an error in mid-run means, where it is not the program's: one line, or None."""
+    last_line = (str(error).strip().splitlines() or [""])[-1]
+    if out_of_memory(error):
+        return "out of memory outside the forward and backward pass; what helps: a smaller --n_embd"
+    if dist.is_initialized() and isinstance(error, RuntimeError) and "gloo" in str(error):
+        return f"rank {rank()} has lost another rank ({last_line}); the same command goes on from the newest checkpoint"
+    if isinstance(error, OSError) or "DataLoader worker (pid" in last_line:
+        return (
+            f"{last_line}; with that in order, the same command goes on from the newest checkpoint"
+        )
+    return None
+
+
 def gpu_util(device):
     """Utilisation of the GPU in percent, from NVML; None where there is none to ask."""
     if device.type != "cuda":
@@ -324,19 +346,25 @@ class Signals:
     """
 
     def __init__(self):
-        self.stop, self.save, self.parent = 0, 0, os.getppid()
+        self.stop, self.save, self.interrupts, self.parent = 0, 0, 0, os.getppid()
         signal.signal(signal.SIGINT, self.on_stop)
         signal.signal(signal.SIGTERM, self.on_stop)
         signal.signal(signal.SIGUSR1, self.on_save)
 
     def on_stop(self, number, frame):
-        if number == self.stop == signal.SIGINT:
+        self.interrupts += number == signal.SIGINT
+        if self.interrupts > 1:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self.stop = self.stop or int(number)
 
     def on_save(self, number, frame):
         self.save = 1
+
+    def take_save(self):
+        """`save`, once: what comes later asks for another checkpoint."""
+        asked, self.save = self.save, 0
+        return asked
 
     def orphaned(self):
         """Has torchrun died? Its ranks sit in sessions of their own, and would live on."""
@@ -345,5 +373,12 @@ class Signals:
 
 def ignore_signals(worker):
     """A scheduler signals the whole process group; the training process decides when workers end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def stop_workers(batches):
+    """End the workers of a DataLoader's iterator. Python, at its exit, would end them by the SIGTERM
+    that they ignore, and wait for ever, wherever an error still holds on to the iterator."""
+    if hasattr(batches, "_shutdown_workers"):
+        batches._shutdown_workers()

@@ -1,10 +1,10 @@
 """The model: a small, current GPT. One layer by default, any number by `n_layer`.
 
-    tokens -> embedding -> n_layer x (attention, MLP), each added to the residual stream -> norm -> head
+    tokens -> input embedding -> n_layer x (attention, MLP) -> norm -> head -> logits
 
-Shapes use B (sequences), T (tokens in a sequence), C (`n_embd`), H (`n_head`), D = C / H, V (`vocab_size`).
-Everything a run must know about the model before it starts is here too: its optimizer groups, its
-FLOPs and its memory. Imports nothing but torch.
+Attention and MLP each add to one residual stream. Shapes use B (sequences), T (tokens in each),
+C (`n_embd`), H (`n_head`), D = C / H, V (`vocab_size`). What a run must know about the model before
+it starts is here too: its optimizer groups, its FLOPs, its memory. Imports nothing but torch.
 """
 
 import math
@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-CONV_WIDTH = 4  # tokens that the short convolution sees: the present one and the three before it
-NGRAM = 3  # tokens that one n-gram embedding stands for
-NGRAM_ROWS = 16_384  # rows of the n-gram table; n-grams share rows by hash
-NGRAM_GAIN = 2.0  # under Adam a gain of 2 doubles the table's learning rate
+CONV_WIDTH = 4  # tokens that the input convolution sees: the present one and the three before it
+NGRAM = 3  # tokens that one vector of the n-gram table stands for
+NGRAM_ROWS = 16_384  # n-grams share these rows by their hash
+NGRAM_GAIN = 4.0  # under Adam a gain of 4 is four times the learning rate for the table
 MLP_RATIO = 4  # hidden width of the MLP over n_embd, as in GPT-2
 ROPE_BASE = 10_000.0  # the longest rotary wavelength is 2 pi times this, in tokens
+PLAIN_ATTENTION_MAX = 512  # longest context where, on a CPU, plain products beat the fused kernel
+OPTIMIZERS = ("adamw", "sgd", "momentum", "muon")
 
 
 @dataclass
@@ -31,10 +33,8 @@ class GPTConfig:
     n_embd: int
     n_layer: int = 1
     dropout: float = 0.0  # 0 = off
-    label_smoothing: float = 0.0  # 0 = off; training loss only
-    grad_checkpoint: bool = (
-        False  # recompute each block in the backward pass: less memory, a third more FLOPs
-    )
+    label_smoothing: float = 0.0  # 0 = off; never in evaluation
+    grad_checkpoint: bool = False  # recompute each block in the backward pass, to hold less memory
 
     def __post_init__(self):
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
@@ -44,39 +44,40 @@ class GPTConfig:
             raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}")
         if self.n_embd // self.n_head % 2:
             raise ValueError(
-                f"n_embd / n_head = {self.n_embd} / {self.n_head} = {self.n_embd // self.n_head} is odd; "
-                "rotary positions turn pairs, so the head size must be even"
+                f"n_embd={self.n_embd} over n_head={self.n_head} is a head size of "
+                f"{self.n_embd // self.n_head}: rotary positions turn pairs, so it must be even"
             )
 
 
 def norm(x):
-    """LayerNorm without gain or bias: the next matrix can learn those. (RMSNorm learns as well, but has no fused
-    kernel on the CPU: 2.8 ms against 0.8 ms, forward and backward, for 4,096 tokens of width 256.)"""
+    """LayerNorm without gain or bias: the next matrix can learn those. RMSNorm learns as well, but
+    has no fused kernel on the CPU (2.8 ms against 0.8 for 4,096 tokens of width 256)."""
     return F.layer_norm(x, (x.size(-1),))
 
 
 def rotary_tables(block_size, head_size):
-    """cos and sin of every position times every frequency, each (T, D / 2) (Su et al. 2021, "RoFormer")."""
+    """cos and sin of each position at each frequency, (T, D / 2) (Su et al. 2021, "RoFormer")."""
     frequency = ROPE_BASE ** -(torch.arange(0, head_size, 2).float() / head_size)
     angle = torch.arange(block_size).float()[:, None] * frequency[None, :]
     return angle.cos(), angle.sin()
 
 
 def rotate(x, cos, sin):
-    """Turns each pair of numbers in x (B, T, H, D) by its position's angle, so that q . k depends on distance."""
+    """Turns each pair of numbers in x (B, T, H, D) by its position's angle, so that the product
+    of a query and a key depends on their distance."""
     cos, sin = (table[: x.size(1), None].to(x.dtype) for table in (cos, sin))
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 def causal_attention(q, k, v, dropout):
-    """q, k, v (B, H, T, D) to (B, H, T, D); each token sees itself and the past.
+    """q, k, v (B, H, T, D) to (B, H, T, D): each token sees itself and the past.
 
-    At short contexts on a CPU, plain matrix products are several times faster than the fused kernel, whose
-    backward pass is slow there: 3 ms against 23 ms at T = 64, 8 against 16 at 256, even at 1,024.
+    On a CPU the backward pass of the fused kernel is slow: in bfloat16, plain matrix products take
+    3 ms against 23 at T = 64 and 8 against 16 at T = 256; at T = 1,024 the two are even.
     """
     B, H, T, D = q.shape
-    if q.device.type != "cpu" or T > 512:
+    if q.device.type != "cpu" or T > PLAIN_ATTENTION_MAX:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
     future = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
@@ -86,41 +87,40 @@ def causal_attention(q, k, v, dropout):
 
 
 class InputEmbedding(nn.Module):
-    """tokens (B, T) to (B, T, C): each token with the few before it, so that even one layer of attention can look
-    up what followed the same letters earlier.
+    """tokens (B, T) to (B, T, C): each token together with the few before it, so that even a single
+    layer of attention can look up what followed the same letters earlier.
 
-    A causal depthwise convolution (So et al. 2021, "Primer") mixes the embeddings of the last CONV_WIDTH tokens.
-    Its weights start random, not as the identity: random signs keep "ab" and "ba" apart from the first step.
-    A hashed table adds one vector for each NGRAM tokens (Svenstrup et al. 2017; Huang et al. 2025), from zero.
+    A causal depthwise convolution (So et al. 2021, "Primer") mixes the last CONV_WIDTH embeddings.
+    It starts random, not as the identity: random signs tell "ab" from "ba" from the first step on.
+    A hashed table adds a vector for the last NGRAM tokens (Huang et al. 2025, "Over-Tokenized
+    Transformer"); it starts at zero.
     """
 
     def __init__(self, config):
         super().__init__()
         self.token = nn.Embedding(config.vocab_size, config.n_embd)
         self.ngram = nn.Embedding(NGRAM_ROWS, config.n_embd)
-        self.conv = nn.Parameter(torch.empty(CONV_WIDTH, config.n_embd))
+        self.conv = nn.Parameter(torch.empty(CONV_WIDTH, config.n_embd))  # row 0: the present token
 
     def forward(self, tokens):
-        T = tokens.size(1)
+        T, device_type = tokens.size(1), tokens.device.type
         x = self.token(tokens)
-        if torch.is_autocast_enabled(x.device.type):  # a residual stream of half the bytes
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        conv = self.conv.to(x.dtype)
-        past = F.pad(x, (0, 0, CONV_WIDTH - 1, 0))
+        if torch.is_autocast_enabled(device_type):  # half the bytes in the residual stream
+            x = x.to(torch.get_autocast_dtype(device_type))
+        past, conv = F.pad(x, (0, 0, CONV_WIDTH - 1, 0)), self.conv.to(x.dtype)
         x = x * conv[0]
         for lag in range(1, CONV_WIDTH):
-            start = CONV_WIDTH - 1 - lag
-            x = torch.addcmul(x, past[:, start : start + T], conv[lag])
-        ngram = self.ngram(self.ngram_row(tokens)).to(x.dtype)
-        return torch.add(x, ngram, alpha=NGRAM_GAIN)
+            first = CONV_WIDTH - 1 - lag
+            x = torch.addcmul(x, past[:, first : first + T], conv[lag])
+        return torch.add(x, self.ngram(self.ngram_row(tokens)).to(x.dtype), alpha=NGRAM_GAIN)
 
     def ngram_row(self, tokens):
-        """The row of the n-gram table for each position, (B, T); -1 stands for "before the first token"."""
+        """The row of the table for each position, (B, T), by a polynomial hash within 64 bits."""
         T = tokens.size(1)
-        past = F.pad(tokens, (NGRAM - 1, 0), value=-1)
+        past = F.pad(tokens + 1, (NGRAM - 1, 0))  # 0 stands for "before the first token"
         row = torch.zeros_like(tokens)
-        for start in range(NGRAM):  # a polynomial hash that cannot overflow 64 bits
-            row = (row * 1_000_003 + past[:, start : start + T] + 1) % 2_147_483_647
+        for first in range(NGRAM):
+            row = (row * 1_000_003 + past[:, first : first + T]) % 2_147_483_647
         return row % NGRAM_ROWS
 
 
@@ -133,11 +133,12 @@ class Attention(nn.Module):
 
     def forward(self, x, cos, sin):
         B, T, C = x.shape
+        D = C // self.n_head
         qk, v = self.qkv(x).split((2 * C, C), dim=-1)
-        # Queries and keys of unit scale (Henry et al. 2020, "QK norm"): no learning rate can saturate the softmax.
-        qk = rotate(norm(qk.reshape(B, T, 2 * self.n_head, C // self.n_head)), cos, sin)
+        # Queries and keys of one length (Henry et al. 2020), so that no step saturates the softmax.
+        qk = rotate(norm(qk.reshape(B, T, 2 * self.n_head, D)), cos, sin)
         q, k = qk.transpose(1, 2).chunk(2, dim=1)
-        v = v.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+        v = v.view(B, T, self.n_head, D).transpose(1, 2)
         y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
         return self.out(y.transpose(1, 2).reshape(B, T, C))
 
@@ -149,9 +150,8 @@ class MLP(nn.Module):
         self.down = nn.Linear(MLP_RATIO * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x):
-        return self.down(
-            F.gelu(self.up(x))
-        )  # squared ReLU learns as well, and costs 10% of a step more
+        # Squared ReLU reached the same loss, but made a step on the CPU 10% longer.
+        return self.down(F.gelu(self.up(x)))
 
 
 class Block(nn.Module):
@@ -181,9 +181,9 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self):
-        """Matrices at 1 / sqrt(fan in). What is added to the residual stream starts at zero, so that every block
-        starts as the identity (Goyal et al. 2017), and the head small, for a first loss of ln V."""
-        self.embedding.token.weight.normal_(std=1.0)
+        """Matrices at 1 / sqrt(fan in). What adds to the residual stream starts at zero: each
+        block is the identity at first (Goyal et al. 2017). The head is small: a first loss of ln V."""
+        self.embedding.token.weight.normal_()
         self.embedding.ngram.weight.zero_()
         self.embedding.conv.normal_(std=1 / math.sqrt(CONV_WIDTH))
         self.head.weight.normal_(std=0.1 / math.sqrt(self.config.n_embd))
@@ -194,16 +194,14 @@ class GPT(nn.Module):
                 matrix.weight.zero_()
 
     def forward(self, tokens, targets=None):
-        """tokens, targets: int64 (B, T). Returns logits (B, T, V) and, given targets, the mean cross entropy
-        in nats (float32 scalar) over the targets that are not -100; else None.
+        """tokens, targets: int64 (B, T). Returns the logits (B, T, V) and, given targets, the mean
+        cross entropy in nats (a float32 scalar) over the targets that are not -100; else None.
 
-        Label smoothing counts in training mode only: an evaluation is never smoothed.
-        Raises ValueError where T is larger than `block_size`.
+        Labels are smoothed in training mode only. Raises ValueError if T is above `block_size`.
         """
-        if tokens.size(1) > self.config.block_size:
-            raise ValueError(
-                f"{tokens.size(1)} tokens do not fit into block_size={self.config.block_size}"
-            )
+        T, block_size = tokens.size(1), self.config.block_size
+        if T > block_size:
+            raise ValueError(f"{T} tokens do not fit into block_size={block_size}")
         x = self.dropout(self.embedding(tokens))
         for block in self.blocks:
             if self.config.grad_checkpoint and torch.is_grad_enabled():
@@ -213,37 +211,38 @@ class GPT(nn.Module):
         logits = self.head(norm(x))
         if targets is None:
             return logits, None
-        # Flattened to two dimensions: the NLL over more raises in strict deterministic mode on CUDA.
+        # Flattened: the loss over (B, V, T) raises in strict deterministic mode on CUDA.
         loss = F.cross_entropy(
-            logits.float().view(-1, logits.size(-1)),
-            targets.reshape(-1),
+            logits.float().flatten(0, 1),
+            targets.flatten(),
             ignore_index=-100,
             label_smoothing=self.config.label_smoothing if self.training else 0.0,
         )
         return logits, loss
 
     def num_params(self):
-        """Learnable numbers, embedding and head included."""
+        """Learnable numbers, embeddings and head included."""
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self):
-        """Floating-point operations to train on one token: forward plus backward, which is twice the forward.
+        """Floating-point operations to train on one token at full context: three times the forward
+        pass, for the backward pass is two.
 
-        6 for each weight in a matrix product (a multiplication and an addition, three times) and
-        12 * n_layer * n_embd * block_size for attention (Chowdhery et al. 2022, "PaLM", appendix B). Looking up
-        an embedding is no product. The causal half of attention is counted although a kernel may skip it, as the
-        field does; recomputation under `grad_checkpoint` is not counted: it is not useful work.
+        6 for each weight in a matrix product and 12 * n_layer * C * block_size for attention
+        (Chowdhery et al. 2022, "PaLM", appendix B). Looking up an embedding is no product. The half
+        of attention that the mask hides is counted, as the field does, though a kernel may skip it;
+        recomputation under `grad_checkpoint` is not: it is no useful work.
         """
         config = self.config
-        in_products = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        return 6 * in_products + 12 * config.n_layer * config.n_embd * config.block_size
+        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        return 6 * weights + 12 * config.n_layer * config.n_embd * config.block_size
 
     @torch.no_grad()
     def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, generator=None):
         """Continues tokens (B, T), yielding one (B, 1) tensor of new ids at a time.
 
-        temperature 0 takes the likeliest token; top_k 0 draws from all of them. Only the last `block_size`
-        tokens are seen. The same `generator` state gives the same text.
+        temperature 0 takes the likeliest token; top_k 0 draws from all. The model sees the last
+        `block_size` tokens. Raises ValueError if either setting is negative.
         """
         if temperature < 0 or top_k < 0:
             raise ValueError(f"temperature={temperature} and top_k={top_k} must not be negative")
@@ -253,8 +252,8 @@ class GPT(nn.Module):
             logits = self(tokens[:, -self.config.block_size :])[0][:, -1].float()
             self.train(was_training)
             if 0 < top_k < logits.size(-1):
-                kept = logits.topk(top_k).values[:, -1:]
-                logits = logits.masked_fill(logits < kept, -math.inf)
+                lowest_kept = logits.topk(top_k).values[:, -1:]
+                logits = logits.masked_fill(logits < lowest_kept, -math.inf)
             if temperature == 0:
                 new = logits.argmax(-1, keepdim=True)
             else:
@@ -264,65 +263,80 @@ class GPT(nn.Module):
 
 
 def configure_optimizers(model, optimizer, lr, weight_decay, beta1, beta2, momentum, device_type):
-    """The optimizers for `model`, as a list: one, or two for "muon". All follow the `lr` in their param_groups.
+    """The optimizers for `model`, as a list of one, or two for "muon". Each group follows `lr`.
 
-    optimizer: "adamw" (Loshchilov & Hutter 2019), "sgd", "momentum" (SGD with momentum), or "muon" (Jordan 2024:
-    the hidden matrices, scaled to AdamW's step size; AdamW for the rest). Weight decay falls on matrices and
-    embeddings only, never on the vectors of the convolution.
+    optimizer: "adamw" (Loshchilov & Hutter 2019), "sgd", "momentum" (SGD with momentum), or "muon"
+    (Jordan 2024): hidden matrices by Muon, scaled to AdamW's step size (Liu et al. 2025), the rest
+    by AdamW. Only matrices and embeddings decay. Raises ValueError for another name.
     """
     hidden, outer, vectors = [], [], []
     for name, parameter in model.named_parameters():
-        if name == "embedding.conv" or parameter.ndim < 2:
+        if parameter.ndim < 2 or name == "embedding.conv":  # no matrix: one short filter a channel
             vectors.append(parameter)
-        elif name.startswith(("embedding", "head")):
-            outer.append(parameter)
         else:
-            hidden.append(parameter)
+            (hidden if name.startswith("blocks.") else outer).append(parameter)
 
-    def groups(*decayed):
+    def groups(decayed):
         return [
-            {"params": [p for ps in decayed for p in ps], "weight_decay": weight_decay},
+            {"params": decayed, "weight_decay": weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
 
     fused = device_type in ("cpu", "cuda", "mps")
-    betas = (beta1, beta2)
+    adamw = {"lr": lr, "betas": (beta1, beta2), "fused": fused}
     if optimizer == "adamw":
-        return [torch.optim.AdamW(groups(hidden, outer), lr=lr, betas=betas, fused=fused)]
+        return [torch.optim.AdamW(groups(hidden + outer), **adamw)]
     if optimizer in ("sgd", "momentum"):
         momentum = momentum if optimizer == "momentum" else 0.0
-        return [torch.optim.SGD(groups(hidden, outer), lr=lr, momentum=momentum, fused=fused)]
+        return [torch.optim.SGD(groups(hidden + outer), lr=lr, momentum=momentum, fused=fused)]
     if optimizer == "muon":
+        muon = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         return [
-            torch.optim.Muon(
-                hidden,
-                lr=lr,
-                weight_decay=weight_decay,
-                momentum=momentum,
-                adjust_lr_fn="match_rms_adamw",
-            ),
-            torch.optim.AdamW(groups(outer), lr=lr, betas=betas, fused=fused),
+            torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw", **muon),
+            torch.optim.AdamW(groups(outer), **adamw),
         ]
-    raise ValueError(f"optimizer must be adamw, sgd, momentum or muon, found {optimizer!r}")
+    raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, found {optimizer!r}")
 
 
-def training_memory(config, batch_size, optimizer, dtype, grad_checkpoint):
-    """Bytes that training holds at its peak, by kind, predicted before anything is allocated.
+def training_memory(config, batch_size, optimizer, dtype, grad_checkpoint, device_type="cpu"):
+    """Bytes that an uncompiled training step holds at its peak, by kind, before any is allocated.
 
-    batch_size: sequences in one micro-batch. dtype: "float32", "bfloat16" or "float16" (autocast: weights,
-    gradients and moments stay float32). AdamW in float32 so comes to 16 bytes a parameter, SGD with momentum
-    to 12, plain SGD to 8.
+    batch_size: sequences in one micro-batch. dtype: "float32", "bfloat16" or "float16" (autocast:
+    weights, gradients and moments stay float32, and "weights" counts the casts too). AdamW comes to
+    16 bytes a parameter, SGD with momentum to 12, plain SGD to 8. Gradients and activations overlap
+    in full only where gradients accumulate. Python, PyTorch and the data are left out.
     """
     with torch.device("meta"):
-        n_params = GPT(config).num_params()
-    moments = {"adamw": 2, "sgd": 0, "momentum": 1, "muon": 2}[optimizer]
-    width, tokens = (4 if dtype == "float32" else 2), batch_size * config.block_size
-    per_block = tokens * config.n_embd * width * (20 + 3 * MLP_RATIO)
-    kept = tokens * config.n_embd * 4 * config.n_layer + per_block if grad_checkpoint else 0
-    activations = kept or config.n_layer * per_block
+        model = GPT(config)
+    n_params, n_head_params = model.num_params(), model.head.weight.numel()
+    n_hidden = sum(p.numel() for p in model.blocks.parameters())
+    moments = {
+        "adamw": 2 * n_params,
+        "momentum": n_params,
+        "sgd": 0,
+        "muon": 2 * n_params - n_hidden,
+    }
+    width = 4 if dtype == "float32" else 2  # bytes of an activation
+
+    # Numbers that autograd keeps for one token. In a block: the inputs of two norms (2 C), of qkv
+    # and up (2 C), qkv's output (3 C), q, k and v again (3 C), the output of attention (C), the
+    # MLP's hidden layer before and after GELU; for each head T weights, or two float32 sums where
+    # the kernel is fused. Dropout keeps a mask for each thing it drops.
+    C, T, dropout = config.n_embd, config.block_size, config.dropout > 0
+    plain_attention = device_type == "cpu" and T <= PLAIN_ATTENTION_MAX
+    per_head = T * (1 + 2 * dropout) if plain_attention else 2
+    block = (11 + 2 * MLP_RATIO + 2 * dropout) * C + config.n_head * per_head
+    ends = (4 + dropout) * C  # the input embedding, and the last norm with its input
+    kept, recomputed, cast = config.n_layer * block, 0, n_hidden
+    if grad_checkpoint:  # the input of every block, and one whole block at a time
+        kept, recomputed, cast = config.n_layer * C, block - C, n_hidden // config.n_layer
+    # The peak is one of two moments: the float32 softmax over the vocabulary with its gradients
+    # (12 bytes for each of V), or the gradients within the last MLP (3 C).
+    at_head = (ends + kept) * width + 12 * config.vocab_size
+    at_block = (ends + kept + recomputed + 3 * C) * width
     return {
-        "weights": 4 * n_params,
+        "weights": 4 * n_params + (0 if width == 4 else 2 * (cast + n_head_params)),
         "gradients": 4 * n_params,
-        "optimizer": 4 * moments * n_params,
-        "activations": activations + tokens * config.vocab_size * 12,
+        "optimizer": 4 * moments[optimizer],
+        "activations": batch_size * T * max(at_head, at_block),
     }

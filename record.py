@@ -5,6 +5,7 @@ A reader of the training loop never needs to open this file; train.py says when,
 
 import contextlib
 import datetime
+import errno
 import fcntl
 import hashlib
 import json
@@ -56,11 +57,16 @@ def clean(value):
 def write_json(path, value):
     """Write `value` so that `path` is at every moment either the old file or the new one."""
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        json.dump(clean(value), file, indent=1, allow_nan=False)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            json.dump(clean(value), file, indent=1, allow_nan=False)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_json(path):
@@ -102,23 +108,30 @@ def code_fingerprint():
 # ---- metrics.jsonl -------------------------------------------------------------------------------
 
 
+waiting = []  # lines that metrics.jsonl could not take yet
+
+
 def write_rows(folder, rows):
     """Append to metrics.jsonl: one JSON object a line, a number that is not finite as null.
 
-    Training does not stop where that cannot be done; it is said once.
+    Training does not stop where that cannot be done: it is said once, and the rows wait.
     """
-    if rank() == 0:
-        lines = []
-        for row in rows:
-            finite = clean(row)
-            lines.append(json.dumps(finite if finite == row else finite | {"finite": False}) + "\n")
-        try:
-            with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write("".join(lines))
-        except OSError as error:
-            say_once(
-                f"metrics.jsonl cannot be written ({error.strerror}); training goes on without"
-            )
+    if rank() != 0:
+        return
+    for row in rows:
+        finite = clean(row)
+        waiting.append(json.dumps(finite if finite == row else finite | {"finite": False}) + "\n")
+    del waiting[:-10_000]
+    content = "".join(waiting).encode()
+    try:
+        with open(folder / "metrics.jsonl", "ab", buffering=0) as file:
+            end = file.tell()
+            if file.write(content) < len(content):  # a disk that is full takes half a line
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        waiting.clear()
+    except OSError as error:
+        say_once(f"metrics.jsonl cannot be written ({error.strerror}); training goes on without")
 
 
 def say_once(message, said=set()):  # noqa: B006 (meant to last)
@@ -139,21 +152,26 @@ def cut_rows(path, step):
 
     Atomic, and it streams: a metrics file of a million lines needs no memory.
     """
-    if not path.exists():
-        return
+
+    def stays(line):
+        try:
+            row = json.loads(line)
+            return line.endswith("\n") and (row["kind"] == "event" or row["step"] <= step)
+        except (ValueError, KeyError, TypeError):
+            return False  # the line that a power cut tore
+
+    waiting[:] = filter(stays, waiting)
     temporary = path.with_name(path.name + ".tmp")
-    with open(path, encoding="utf-8", errors="replace") as old, open(temporary, "w") as new:
-        for line in old:
-            try:
-                row = json.loads(line)
-                keep = row["kind"] == "event" or row["step"] <= step
-            except (ValueError, KeyError, TypeError):
-                keep = False  # the line that a power cut tore
-            if keep and line.endswith("\n"):
-                new.write(line)
-        new.flush()
-        os.fsync(new.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(path, encoding="utf-8", errors="replace") as old, open(temporary, "w") as new:
+            new.writelines(filter(stays, old))
+            new.flush()
+            os.fsync(new.fileno())
+        os.replace(temporary, path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        say_once(f"metrics.jsonl cannot be written ({error.strerror}); training goes on without")
 
 
 # ---- the folder ----------------------------------------------------------------------------------
@@ -197,7 +215,7 @@ def find_run(folder, resume, max_steps, patience):
     held = any((folder / name).exists() for name in ("run.json", "metrics.jsonl"))
     held = held or any(folder.glob("*.pt"))
     fresh = fresh_name(folder)
-    if folder.exists():
+    if held:
         hold(folder)
     if held and resume == "never":
         fail(f"--resume=never, and {folder} holds a run; write --out_dir={fresh}")
@@ -232,13 +250,28 @@ def compare(saved, now, folder):
     """Refuse what would make another run. Returns {key: [then, now]} of what else costs exactness."""
     then = saved["run"] | {key: saved["state"][key] for key in ("batch_size", "accum_steps")}
     changed = {key: [then[key], now[key]] for key in now if then[key] != now[key]}
+    hints = {"global_batch": f"let --batch_size and --accum_steps make {then['global_batch']} again"}
+    hints["data"] = f"bring the text back that {saved['data']['name']} was"
     for key in REFUSED:
         if key in changed:
+            hint = hints.get(key, f"write --{key}={then[key]}")
             fail(
                 f"{key} was {then[key]} in the run so far and is {now[key]} now: that is another run; "
-                f"write --{key}={then[key]} to go on, or --out_dir={fresh_name(folder)}"
+                f"{hint} to go on, or write --out_dir={fresh_name(folder)}"
             )
     return changed
+
+
+def compare_shapes(saved, now, folder):
+    """Refuse a checkpoint of a model.py that named or shaped its weights in another way."""
+    saved, now = ({k: list(w.shape) for k, w in weights.items()} for weights in (saved, now))
+    for name in saved | now:
+        then, here = saved.get(name, "absent"), now.get(name, "absent")
+        if then != here:
+            fail(
+                f"{name} is {then} in the checkpoint and {here} in model.py: that is another model; "
+                f"write --out_dir={fresh_name(folder)}"
+            )
 
 
 def open_run(folder, fixed, device, path, inexact, needed):
@@ -248,19 +281,22 @@ def open_run(folder, fixed, device, path, inexact, needed):
     where they would not fit on the disk.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        hold(folder)
-        for leftover in folder.glob("*.tmp"):
-            leftover.unlink()
-        free = shutil.disk_usage(folder).free
+        there = next(place for place in (folder, *folder.parents) if place.exists())
+        ours = [file.stat() for kind in ("*.pt", "*.tmp") for file in folder.glob(kind)]
+        free = shutil.disk_usage(there).free  # and what lies there already, each inode once
+        free += sum({stat.st_ino: stat.st_size for stat in ours}.values())
         if free < needed:
             fail(
                 f"{folder} has {free / 1e6:,.0f} MB free, and the checkpoints of this run need"
                 f" {needed / 1e6:,.0f}; free some, or write --keep_last=1 or --out_dir=FOLDER"
             )
+        folder.mkdir(parents=True, exist_ok=True)
+        hold(folder)
+        for leftover in folder.glob("*.tmp"):
+            leftover.unlink()
         before = read_json(folder / "run.json") if path else {}
         resumes = before.get("resumes", [])
-        step = 0
+        step = -1  # not even the evaluation before the first step
         if path:
             step = load_checkpoint(path)["state"]["step"]
             resumes.append({"time": now(), "step": step, "from": str(path), "inexact": inexact})
@@ -303,14 +339,17 @@ def close_run(folder, ended, seconds, state):
     spent = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
     say(f"{sum(seconds.values()):.1f} s: {spent}")
     if ended.startswith(("stopped by", "left")):
-        say("to go on, type the same command again")
+        say(f"{folder / checkpoint_name(step)} is kept; to go on, type the same command again")
 
 
 def forget_after(folder, step):
     """Remove what a rollback to `step` has undone: the future of a run that is no more."""
-    for path in folder.glob("ckpt_*.pt"):
-        if step_of(path) > step:
-            path.unlink()
+    try:
+        for path in folder.glob("ckpt_*.pt"):
+            if step_of(path) > step:
+                path.unlink()
+    except OSError as error:
+        say(f"{path.name} is undone, and cannot be removed ({error.strerror})")
     cut_rows(folder / "metrics.jsonl", step)
 
 
@@ -362,8 +401,12 @@ def load_checkpoint(path):
         missing = {"model", "optimizer", "scaler", "ema", "state", "rng", "config", "data", "run"}
         if missing := missing - set(checkpoint):
             raise ValueError(f"lacks {', '.join(sorted(missing))}")
+        if not all(isinstance(value, int | float) for value in checkpoint["state"].values()):
+            raise ValueError("its state is not one of numbers")
         return checkpoint
     except Exception as error:  # damage surfaces as any of half a dozen types
+        if machine.out_of_memory(error):
+            raise
         raise ValueError((str(error) or type(error).__name__).splitlines()[0][:120]) from error
 
 
@@ -376,8 +419,9 @@ def newest_valid(folder, usable=lambda checkpoint: True):
             checkpoint = load_checkpoint(path)
         except ValueError as error:
             aside = path.with_name(path.name + ".corrupt")
-            os.replace(path, aside)
             say(f"{path.name} is damaged ({error}): set aside as {aside.name}, trying an older one")
+            with contextlib.suppress(OSError):  # a folder that has become read-only
+                os.replace(path, aside)
             continue
         if usable(checkpoint):
             return path, checkpoint
@@ -426,9 +470,11 @@ class Saver:
     def write(self, checkpoint, names):
         temporary = self.folder / (names[0] + ".tmp")
         try:
-            if not all_finite(checkpoint["model"]) or not all_finite(checkpoint["optimizer"]):
-                raise ValueError("a weight or moment is not finite: not saved")
-            sync(self.folder / "metrics.jsonl")  # its rows come to the disk first
+            if not all(all_finite(checkpoint[part]) for part in ("model", "optimizer", "ema")):
+                raise ValueError("a weight or moment is not finite")
+            with contextlib.suppress(OSError):
+                sync(self.folder / "metrics.jsonl")  # its rows come to the disk first
+            open(temporary, "wb").close()  # says why where it cannot; torch.save would not
             torch.save(checkpoint, temporary)
             sync(temporary)
             for name in names[1:]:
@@ -442,25 +488,31 @@ class Saver:
                 os.replace(link, self.folder / name)
             os.replace(temporary, self.folder / names[0])
             sync(self.folder)
-            self.prune()
-        except (OSError, RuntimeError, ValueError) as error:
-            self.error = str(error).splitlines()[0][:160]
+            self.prune(checkpoint["state"])
+        except Exception as error:  # whatever it is, training goes on
+            self.error = (str(error) or type(error).__name__).splitlines()[0][:160]
+            if "inline_container" in self.error:  # torch's words for a write that came to nothing
+                free = shutil.disk_usage(self.folder).free / 1e6
+                self.error = f"a write failed, with {free:,.0f} MB of the disk free"
             print(f"could not save {names[0]} ({self.error}); training goes on", flush=True)
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
+            for name in names:
+                with contextlib.suppress(OSError):
+                    (self.folder / (name + ".tmp")).unlink(missing_ok=True)
 
-    def prune(self):
+    def prune(self, state):
         """Keep the newest of all, and of those a rollback may go to the newest `keep_last`."""
+        if state["skips_in_row"]:
+            return  # the newest is none of those
         paths = sorted(self.folder.glob("ckpt_*.pt"), key=step_of)
-        targets = [path for path in paths if at_interval(step_of(path), self.save_interval)]
+        targets = [p for p in paths if at_interval(step_of(p), self.save_interval, state)]
         for path in set(paths[:-1]) - set(targets[-self.keep_last :]):
             path.unlink(missing_ok=True)
 
 
-def at_interval(step, interval):
+def at_interval(step, interval, state):
     """Is a save due by the step alone? Only there may a rollback go: when a signal or the clock asks
     for a save is chance, and chance must not decide what a run computes."""
-    return step == 0 or (interval > 0 and step % interval == 0)
+    return step == state["first_step"] or (interval > 0 and step % interval == 0)
 
 
 def all_finite(value):

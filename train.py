@@ -9,7 +9,6 @@ On several (4 GPUs of one machine; with --device=cpu, 4 processes):
 The same command goes on where the run stopped, bit for bit. `--help` lists every knob below.
 """
 
-import contextlib
 import math
 import os
 import signal
@@ -69,9 +68,7 @@ peak_lr = 1e-3  # (0, inf)
 min_lr = 1e-4  # where cosine, linear, onecycle and wsd end, and the floor of step, [0, inf)
 warmup_steps = 100  # [0, inf)
 max_steps = 2000  # [1, inf)
-decay_steps = (
-    0  # steps that the schedule spans, [0, inf); 0 = max_steps as of the run's first start
-)
+decay_steps = 0  # steps the schedule spans, [0, inf); 0 = max_steps as of the run's first start
 cooldown_steps = 0  # of wsd: length of the final descent, [0, inf); 0 = a fifth of decay_steps
 step_size = 500  # of step: steps between two drops, [1, inf)
 gamma = 0.5  # of step: the factor of a drop, (0, 1]
@@ -105,6 +102,7 @@ spike_sigma = 0.0  # deviations above the mean at which a loss rolls back too, [
 FRESH_STATE = {
     "step": 0,  # finished updates, skipped ones too
     "batch_index": 0,  # the next global batch; ahead of `step` after a rollback
+    "first_step": 0,  # where this run began: past 0 where resume named another run's checkpoint
     "tokens": 0,
     "batch_size": 0,  # the micro-batch: halved where memory ran out
     "accum_steps": 0,
@@ -208,7 +206,7 @@ class Batches(torch.utils.data.Dataset):
         )  # opened anew: nothing to pickle, or to leak
         position = start[:, None] + np.arange(self.block_size + 1)
         window = torch.from_numpy(ids[position].astype(np.int64))
-        tokens, targets = window[:, :-1].contiguous(), window[:, 1:].contiguous()
+        tokens, targets = window[:, :-1].clone(), window[:, 1:].clone()  # they must not overlap
         targets[torch.from_numpy(position[:, :-1] < first_new[:, None])] = -100
         return tokens, targets
 
@@ -307,8 +305,11 @@ def backward_within_memory(model, run, tokens, targets):
     state, device = run.state, tokens.device
     while True:
         before, loss = machine.rng_state(device), None
-        with contextlib.suppress(torch.OutOfMemoryError):
+        try:
             loss = forward_backward(model, run, tokens, targets)
+        except (RuntimeError, MemoryError) as error:
+            if not machine.out_of_memory(error):
+                raise
         if not any(agree(loss is None)):
             return loss
         if state["batch_size"] == 1:
@@ -334,6 +335,10 @@ def split_rows(rows, most):
 @torch.no_grad()
 def step_unless(skipped, optimizer):
     """optimizer.step(), which where `skipped` is 1 leaves weights and moments as they are."""
+    for group in optimizer.param_groups:  # torch would begin a momentum with the bad gradient
+        for weight in group["params"] if group.get("momentum") else ():
+            if "momentum_buffer" not in optimizer.state[weight]:
+                optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     if optimizer.defaults.get("fused"):  # fused kernels look at found_inf themselves
         optimizer.grad_scale, optimizer.found_inf = None, skipped
         optimizer.step()
@@ -399,10 +404,10 @@ def finish_rows(window, reports, seconds, run, max_flops):
         trouble = judge(rows[-1], run.state)
         if skipped:
             log_event(run.folder, row["step"], "skipped", loss=loss, grad_norm=grad_norm)
-        if run.state["high_in_row"] == max_skipped:
-            log_event(
-                run.folder, row["step"], "diverging", loss=loss, first=run.state["first_loss"]
-            )
+        elif run.state["high_in_row"] == max_skipped:
+            event = {"loss": loss, "first": run.state["first_loss"]}
+            event["warning"] = f"above its first value for {max_skipped} steps; lower --peak_lr?"
+            log_event(run.folder, row["step"], "diverging", **event)
         if trouble:
             return rows, trouble
     return rows, None
@@ -458,7 +463,8 @@ def roll_back(run, trouble, recent, device):
 
     def usable(checkpoint):
         then = checkpoint["state"]
-        return record.at_interval(then["step"], save_interval) and not then["skips_in_row"]
+        due = record.at_interval(then["step"], save_interval, then)
+        return due and not then["skips_in_row"]
 
     state, bad = run.state, recent[-1]
     path = from_rank0(lambda: record.newest_valid(run.folder, usable)[0])
@@ -658,6 +664,8 @@ def main():
     val_batches = open_split(data_folder, "val", meta, eval_rows, range(eval_rows))
     run = fresh_run(folder, meta["vocab_size"], where)
     state = run.state
+    if saved:
+        record.compare_shapes(saved["model"], run.model.state_dict(), folder)
 
     # ---- all is checked: from here on files are written
     config["decay_steps"] = decay_steps
@@ -696,11 +704,11 @@ def main():
             time.sleep(attempt)
             keep(name)
         raise RunFailed(
-            f"{name} could not be saved: {error}; make room in {folder} and type the same command:"
-            " it goes on from the newest checkpoint there"
+            f"{name} could not be saved: {error}; with that in order, the same command goes on from "
+            f"the newest checkpoint in {folder}"
         )
 
-    ended, code, window, recent = None, 1, [], []
+    ended, code, window, recent, batches = None, 1, [], [], None
     clock.lap("start")
     try:
         # ---- a rehearsal, then the state; the random numbers last: from here on only a step draws any
@@ -718,8 +726,11 @@ def main():
         clock.lap("compile")
         if not saved:
             look()
-            keep(record.checkpoint_name(0), "best.pt")
-            keep_surely(record.checkpoint_name(0))
+        if not saved or path.parent.resolve() != folder.resolve():
+            state["first_step"], first = state["step"], record.checkpoint_name(state["step"])
+            keep(first, "best.pt")
+            keep_surely(first)
+        saved = None  # gives its memory back
         say(record.HEADER)
         saved_at = time.monotonic()
 
@@ -741,7 +752,9 @@ def main():
             row["epoch"] = state["batch_index"] * train_batches.batch_rows / train_batches.windows
             window.append((row, report))
             late = save_minutes > 0 and time.monotonic() - saved_at > 60 * save_minutes
-            stop, asked, orphaned = agree(signals.stop, signals.save or late, signals.orphaned())
+            stop, asked, orphaned = agree(
+                signals.stop, signals.take_save() or late, signals.orphaned()
+            )
             looking, keeping = last or every(eval_interval, step), every(milestone_interval, step)
             saving = last or stop or orphaned or asked or keeping or every(save_interval, step)
             if not (looking or saving or every(log_interval, step)):
@@ -774,12 +787,15 @@ def main():
             names += ["best.pt"] * bool(best)
             if names:
                 keep(*names)
-                saved_at, signals.save = time.monotonic(), 0
+                saved_at = time.monotonic()
         keep_surely(record.checkpoint_name(state["step"]))
-    except RunFailed as failure:
-        ended = f"failed: {failure}"
+    except Exception as error:
+        why = str(error) if isinstance(error, RunFailed) else machine.explain(error)
+        ended, code = why and f"failed: {why}", 1
+        if not why:
+            raise
     finally:
-        batches = None  # its workers go first
+        machine.stop_workers(batches)
         saver.join()
         if rank() == 0:
             record.close_run(folder, ended, clock.seconds, state)

@@ -1,0 +1,309 @@
+"""What the tests of the loop share: a small real text, runs in processes of their own, fingerprints.
+
+Most of the three seconds that a small run takes are `import torch`. So one helper process imports
+train.py once and forks for each run: a run is still a process of its own, with its own device state,
+random numbers, signals and exit code, but starts at once. `python_train` is the real command line.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+REPO = Path(__file__).resolve().parent.parent
+HONEST_DATA = Path(os.environ.get("HONEST_DATA") or "/nonexistent")
+TINY = {  # flags of every run here, unless a test says otherwise
+    "dataset": "small",
+    "device": "cpu",
+    "dtype": "float32",
+    "compile": "false",
+    "n_layer": 1,
+    "n_embd": 32,
+    "n_head": 2,
+    "block_size": 16,
+    "batch_size": 8,
+    "max_steps": 12,
+    "warmup_steps": 3,
+    "eval_interval": 0,
+    "save_interval": 0,
+    "log_interval": 5,
+    "report": "false",
+}
+WINDOWS = 167  # of 16 tokens in an epoch of the small text: 20.9 batches of 8
+
+
+@dataclasses.dataclass
+class Done:
+    """A run that has ended. returncode: as a shell would see it, so 128 + n after signal n."""
+
+    out_dir: Path
+    returncode: int
+    stdout: str
+    stderr: str
+
+    def checkpoint(self, step):
+        return self.out_dir / f"ckpt_{step:08}.pt"
+
+    def fingerprint(self, step):
+        return fingerprint(self.checkpoint(step))
+
+    def rows(self, kind=None):
+        return read_rows(self.out_dir, kind)
+
+
+# ---- data ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory):
+    """A folder that holds the dataset `small`: 3,000 characters of Python's own documentation."""
+    from prepare_data import prepare
+
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "small.txt").write_text(pydoc_text()[:3000])
+    prepare("small", folder, input=str(folder / "small.txt"), say=lambda *words: None)
+    return folder
+
+
+def pydoc_text():
+    from pydoc_data.topics import topics
+
+    return "".join(topics[topic] for topic in sorted(topics))
+
+
+# ---- runs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def zygote():
+    """The helper process that has imported train.py, and forks for each run."""
+    command = [sys.executable, __file__]
+    server = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO
+    )
+    yield server
+    server.stdin.close()
+    server.wait()
+
+
+@pytest.fixture(scope="session")
+def train_in(zygote, data_dir):
+    """train_in(folder, out_dir, *flags, env={}, before="", timeout=100, cwd=folder) -> Done.
+
+    A run of train.main() in a forked process of its own. out_dir: a name in `folder`, or a path.
+    flags: "--key=value", which win over TINY. before: Python source that runs in that process first
+    (`train` is imported there), such as `stop_at(5)`. cwd: its working directory.
+    """
+
+    def run(folder, out_dir, *flags, env=None, before="", timeout=100, cwd=None):
+        out_dir = folder / out_dir
+        files = [folder / f".{name}" for name in ("stdout", "stderr")]
+        request = {
+            "argv": arguments(out_dir, data_dir, flags),
+            "files": list(map(str, files)),
+            "env": env or {},
+            "cwd": str(cwd or folder),
+            "before": before,
+            "timeout": timeout,
+        }
+        zygote.stdin.write(json.dumps(request) + "\n")
+        zygote.stdin.flush()
+        code = int(zygote.stdout.readline())
+        output = [file.read_text() for file in files]
+        return Done(out_dir, code if code >= 0 else 128 - code, *output)
+
+    return run
+
+
+@pytest.fixture
+def run_train(train_in, tmp_path):
+    """run_train(out_dir, *flags, ...) -> Done: train_in this test's own folder."""
+    return functools.partial(train_in, tmp_path)
+
+
+@pytest.fixture
+def python_train(data_dir, tmp_path):
+    """python_train(out_dir, *flags, env={}, timeout=100, launcher=[]) -> Done: the real command.
+
+    launcher: what takes the place of `python`, such as [sys.executable, "-m", "torch.distributed.run", ...].
+    """
+
+    def run(out_dir, *flags, env=None, timeout=100, launcher=(sys.executable,)):
+        out_dir = tmp_path / out_dir
+        done = subprocess.run(
+            [*launcher, *arguments(out_dir, data_dir, flags)],
+            cwd=tmp_path,
+            env=os.environ | (env or {}),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        code = done.returncode
+        return Done(out_dir, code if code >= 0 else 128 - code, done.stdout, done.stderr)
+
+    return run
+
+
+@pytest.fixture
+def start_train(data_dir, tmp_path):
+    """start_train(out_dir, *flags, env={}) -> subprocess.Popen in a session of its own, still at work.
+
+    Its output is in the attribute `log` (a path). Whatever is left at the end of the test is killed.
+    """
+    started = []
+
+    def start(out_dir, *flags, env=None, launcher=(sys.executable,)):
+        log = tmp_path / f"log_{len(started)}"
+        process = subprocess.Popen(
+            [*launcher, *arguments(tmp_path / out_dir, data_dir, flags)],
+            cwd=tmp_path,
+            env=os.environ | (env or {}),
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        process.log = log
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def arguments(out_dir, data_dir, flags):
+    settings = TINY | {"out_dir": out_dir, "data_dir": data_dir}
+    known = (REPO / "train.py").read_text()
+    return [
+        str(REPO / "train.py"),
+        *(f"--{key}={value}" for key, value in settings.items() if f"\n{key} = " in known),
+        *flags,
+    ]
+
+
+def stop_at(step, name="SIGTERM"):
+    """Source for run_train's `before`: the signal comes while the step of that number is computed."""
+    return f"""
+import os, signal
+def train_step(model, run, *rest, inner=train.train_step):
+    if run.state["step"] == {step} - 1:
+        os.kill(os.getpid(), signal.{name})
+    return inner(model, run, *rest)
+train.train_step = train_step
+"""
+
+
+def wait_for(condition, seconds=60):
+    """Until condition() is true; fails where that takes too long."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+# ---- what a run left -----------------------------------------------------------------------------
+
+
+def read_rows(out_dir, kind=None):
+    """The rows of metrics.jsonl; NaN and Infinity, which are not JSON, raise ValueError."""
+
+    def refuse(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    lines = (out_dir / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=refuse) for line in lines]
+    return [row for row in rows if kind in (None, row["kind"])]
+
+
+def fingerprint(path):
+    """SHA-256 of each part of a checkpoint: model, optimizer, scaler, ema, state, rng."""
+    checkpoint = torch.load(path, weights_only=True)
+    return {
+        part: digest(checkpoint[part])
+        for part in ("model", "optimizer", "scaler", "ema", "state", "rng")
+    }
+
+
+def digest(value):
+    """SHA-256 of nested dicts and lists of tensors and plain values: every bit of every one."""
+    total = hashlib.sha256()
+
+    def add(value):
+        if isinstance(value, torch.Tensor):
+            total.update(f"{value.dtype} {tuple(value.shape)} ".encode())
+            total.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        elif isinstance(value, dict):
+            for key in value:
+                total.update(f"{key!r}: ".encode())
+                add(value[key])
+        elif isinstance(value, list | tuple):
+            total.update(f"[{len(value)}".encode())
+            for item in value:
+                add(item)
+        else:
+            total.update(f"{type(value).__name__} {value!r} ".encode())
+
+    add(value)
+    return total.hexdigest()
+
+
+def tree(folder):
+    """{path: content} of everything below a folder, to compare before and after."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in sorted(folder.rglob("*"))
+        if path.name not in (".stdout", ".stderr")
+    }
+
+
+# ---- the helper process --------------------------------------------------------------------------
+
+
+def serve():
+    """For each request on stdin: fork, run train.main() there, and write its exit code to stdout."""
+    import torch._dynamo  # noqa: F401 (the first optimizer would import it, for a second)
+
+    import train
+
+    gc.freeze()  # what is imported stays shared with the children
+    for line in sys.stdin:
+        request = json.loads(line)
+        if (child := os.fork()) == 0:
+            return in_child(train, **request)
+        end = time.monotonic() + request["timeout"]
+        while (status := os.waitpid(child, os.WNOHANG))[0] == 0:
+            if time.monotonic() > end:
+                os.killpg(child, signal.SIGKILL)
+            time.sleep(0.005)
+        print(os.waitstatus_to_exitcode(status[1]), flush=True)
+
+
+def in_child(train, argv, files, env, cwd, before, timeout):
+    os.setsid()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, path in enumerate(files, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.argv = argv
+    exec(before, {"train": train})
+    return train.main()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(REPO))
+    sys.exit(serve())

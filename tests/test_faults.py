@@ -1,0 +1,882 @@
+"""Whatever happens to a run, the same command goes on with it, and the person is told the truth.
+
+One process here; several ranks in test_ranks.py. Nothing is simulated but the two things that cannot
+be had to order: a number that is not finite, and a GPU that has no memory left.
+"""
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import textwrap
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import fingerprint, stop_at, wait_for
+
+import machine
+import record
+
+EVERYTHING = ("--num_workers=2", "--ema_decay=0.9", "--dropout=0.1", "--save_interval=4")
+
+
+def at_step(step, code):
+    """Source for run_train's `before`: `code` runs just before the step of that number is computed."""
+    return f"""
+def wrap(inner):
+    def train_step(model, run, *rest):
+        if run.state["step"] == {step} - 1:
+{textwrap.indent(textwrap.dedent(code), " " * 12)}
+        return inner(model, run, *rest)
+    return train_step
+train.train_step = wrap(train.train_step)
+"""
+
+
+def bad_batches(indices, how="loss * float('nan')"):
+    """Source: on the batches of these indices the loss, or with how="grad = ..." the gradient, is bad."""
+    change = f"return {how}"
+    if how.startswith("grad"):
+        change = f"for w in run.model.parameters(): w.{how}\n            return loss"
+    return f"""
+import math
+def wrap(inner):
+    def forward_backward(model, run, *rest):
+        loss = inner(model, run, *rest)
+        if run.state["batch_index"] in {indices}:
+            {change}
+        return loss
+    return forward_backward
+train.forward_backward = wrap(train.forward_backward)
+"""
+
+
+def events(done, name):
+    return [row for row in done.rows("event") if row["event"] == name]
+
+
+def states_equal(one, other, *but):
+    """Do two fingerprints agree in every part but those named?"""
+    return {k: v for k, v in one.items() if k not in but} == {
+        k: v for k, v in other.items() if k not in but
+    }
+
+
+# ---- signals -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def straight(train_in, tmp_path_factory):
+    """The run that nothing happens to, with everything on."""
+    return train_in(tmp_path_factory.mktemp("straight"), "run", *EVERYTHING)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_to_the_whole_group_stops_after_a_checkpoint(run_train, straight, name):
+    to_group = at_step(6, f"import os, signal; os.killpg(0, signal.{name})")
+    stopped = run_train("run", *EVERYTHING, before=to_group)
+    assert stopped.returncode == 128 + getattr(signal, name), stopped.stderr
+    assert f"stopped by {name} at step 6" in stopped.stdout
+    assert "ckpt_00000006.pt" in stopped.stdout
+    assert "type the same command" in stopped.stdout and not stopped.stderr
+    assert fingerprint(stopped.checkpoint(6))
+    done = run_train("run", *EVERYTHING)
+    assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
+
+
+def test_a_signal_from_outside_reaches_a_run_that_python_started(start_train, tmp_path):
+    process = start_train("run", "--max_steps=100000", "--num_workers=2", "--log_interval=1")
+    wait_for(lambda: "100000 " in process.log.read_text())
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(20) == 128 + signal.SIGTERM
+    (line,) = [x for x in process.log.read_text().splitlines() if "stopped by SIGTERM" in x]
+    step = int(line.split(" at step ")[1].split(";")[0].replace(",", ""))
+    assert record.load_checkpoint(tmp_path / f"run/ckpt_{step:08}.pt")["state"]["step"] == step
+    assert json.loads((tmp_path / "run/run.json").read_text())["ended"] == "stopped by SIGTERM"
+
+
+@pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
+def test_one_more_ctrl_c_leaves_at_once(run_train, first):
+    """A step that takes a minute; two Ctrl-C leave all the same, whatever came before them."""
+    signals = [first, "SIGINT"] + ["SIGINT"] * (first == "SIGTERM")
+    hang = at_step(
+        5,
+        f"""
+        import os, signal, threading, time
+        print("PID", os.getpid(), flush=True)
+        for delay, name in enumerate({signals}, 1):
+            number = getattr(signal, name)
+            threading.Timer(delay / 5, os.killpg, (0, number)).start()
+        time.sleep(60)
+        """,
+    )
+    start = time.monotonic()
+    done = run_train("run", f"--num_workers={2 * (first == 'SIGINT')}", before=hang)
+    assert done.returncode == 130 and time.monotonic() - start < 10
+    assert not done.checkpoint(5).exists()
+    group = done.stdout.split("PID ")[1].split()[0]
+    wait_for(lambda: subprocess.run(["pgrep", "-g", group], check=False).returncode == 1, 15)
+
+
+def test_sigusr1_keeps_a_checkpoint_and_the_run_goes_on(run_train, straight):
+    ask = at_step(6, "import os, signal; os.killpg(0, signal.SIGUSR1)")
+    die = at_step(8, "import os; run.saver_done = os.kill(os.getpid(), 9)")
+    wait = at_step(8, "import time; time.sleep(0.5)")
+    killed = run_train("run", *EVERYTHING, "--save_interval=0", before=ask + die + wait)
+    assert killed.returncode == 137
+    done = run_train("run", *EVERYTHING)
+    assert "resume: checkpoint ckpt_00000006.pt" in done.stdout
+    assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
+
+
+# ---- SIGKILL -------------------------------------------------------------------------------------
+
+STORM = (
+    *EVERYTHING,
+    "--n_embd=64",
+    "--save_interval=3",
+    "--eval_interval=6",
+    "--log_interval=7",
+    "--milestone_interval=30",
+)
+
+
+def killer(folder, chance, in_save):
+    """Source: a process that sends this one SIGKILL after a while, or then in its next save."""
+    return f"""
+import os, pathlib, random, signal, time
+if os.fork() == 0:
+    victim, chance = os.getppid(), random.Random({chance})
+    time.sleep(chance.uniform(0.1, 0.9))
+    while {in_save} and os.getppid() == victim and not list(pathlib.Path("{folder}").glob("*.pt.tmp")):
+        time.sleep(0.001)
+    time.sleep(chance.uniform(0, 0.01))
+    if os.getppid() == victim:
+        os.kill(victim, signal.SIGKILL)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "kills, steps", [(6, 90), pytest.param(20, 330, marks=pytest.mark.slow)], ids=["6", "20"]
+)
+def test_a_storm_of_sigkills_loses_nothing(run_train, tmp_path, kills, steps):
+    flags = [*STORM, f"--max_steps={steps}"]
+    straight = run_train("straight", *flags)
+    folder, in_saves, at = tmp_path / "run", 0, []
+    for number in range(kills):
+        killed = run_train("run", *flags, before=killer(folder, number, number % 2))
+        assert killed.returncode == 137, killed.stdout + killed.stderr
+        assert "damaged" not in killed.stdout
+        in_saves += any(folder.glob("*.pt.tmp"))
+        for path in folder.glob("*.pt"):
+            record.load_checkpoint(path)
+        at.append(max((record.step_of(path) for path in folder.glob("ckpt_*.pt")), default=None))
+    done = run_train("run", *flags)
+    print(f"{kills} kills, {in_saves} of them in a save, with these checkpoints: {at}")
+    assert in_saves >= kills // 4
+    assert done.returncode == 0 and done.fingerprint(steps) == straight.fingerprint(steps)
+    assert fingerprint(folder / "best.pt") == fingerprint(straight.out_dir / "best.pt")
+    assert not list(folder.glob("*.tmp")) and not list(folder.glob("*.corrupt"))
+    rows = [[(row["kind"], row["step"]) for row in run.rows() if row["kind"] != "event"]
+            for run in (done, straight)]  # fmt: skip
+    assert rows[0] == rows[1]
+
+
+def test_a_kill_in_the_very_first_save_starts_afresh(run_train, straight, tmp_path):
+    """Nothing was trained yet, so there is nothing to refuse over."""
+    in_save = """
+import os, torch
+def save(checkpoint, path):
+    open(path, "wb").write(b"half a checkpoint")
+    os.kill(os.getpid(), 9)
+torch.save = save
+"""
+    killed = run_train("run", *EVERYTHING, before=in_save)
+    assert killed.returncode == 137 and (tmp_path / "run/ckpt_00000000.pt.tmp").exists()
+    done = run_train("run", *EVERYTHING)
+    assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
+    assert [row["step"] for row in done.rows("eval")] == [0, 12]
+
+
+def test_a_run_begun_from_a_path_survives_a_kill_before_its_first_save(run_train, straight):
+    seed = f"--resume={straight.checkpoint(8)}"
+    kill = at_step(10, "import os; os.kill(os.getpid(), 9)")
+    killed = run_train(
+        "run", *EVERYTHING, "--log_interval=1", "--save_interval=0", seed, before=kill
+    )
+    assert killed.returncode == 137
+    done = run_train("run", *EVERYTHING, seed)
+    assert done.returncode == 0, done.stderr
+    assert states_equal(done.fingerprint(12), straight.fingerprint(12), "state")
+
+
+# ---- checkpoints that are no good ----------------------------------------------------------------
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 16
+    path.write_bytes(content)
+
+
+def flip_a_bit_of_the_directory(path):
+    content = bytearray(path.read_bytes())
+    content[-200] ^= 16
+    path.write_bytes(content)
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size * 2 // 3)
+
+
+def cut_off_the_last_byte(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def zero_a_page(path):
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 4096 // 3 * 4096)
+        while not any(page := file.read(4096)):  # moments of rows never used are zero already
+            pass
+        file.seek(-len(page), 1)
+        file.write(bytes(4096))
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+def plant_a_pickle_bomb(path):
+    path.write_bytes(pickle.dumps(Bomb(path.with_name("boom"))))
+
+
+def plant_a_bomb_in_a_zip(path):
+    checkpoint = torch.load(path, weights_only=True)
+    torch.save(checkpoint | {"state": Bomb(path.with_name("boom"))}, path)
+
+
+def plant_another_zip(path):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("hello.txt", "hello")
+
+
+def plant_a_tensor(path):
+    torch.save(torch.zeros(3), path)
+
+
+def plant_a_senseless_state(path):
+    checkpoint = torch.load(path, weights_only=True)
+    torch.save(checkpoint | {"state": {"step": "eight"}}, path)
+
+
+DAMAGES = [
+    truncate,
+    cut_off_the_last_byte,
+    flip_a_bit,
+    flip_a_bit_of_the_directory,
+    zero_a_page,
+    empty,
+    plant_a_pickle_bomb,
+    plant_a_bomb_in_a_zip,
+    plant_another_zip,
+    plant_a_tensor,
+    plant_a_senseless_state,
+]
+
+
+@pytest.fixture(scope="session")
+def interrupted(train_in, tmp_path_factory):
+    """The folder of a run that was killed at step 11, with checkpoints of steps 4 and 8."""
+    kill = at_step(11, "import os, time; time.sleep(0.3); os.kill(os.getpid(), 9)")
+    killed = train_in(tmp_path_factory.mktemp("interrupted"), "run", *EVERYTHING, before=kill)
+    names = {path.name for path in killed.out_dir.glob("*.pt")}
+    assert names == {"ckpt_00000004.pt", "ckpt_00000008.pt", "best.pt"}
+    return killed.out_dir
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
+    run_train, straight, interrupted, tmp_path, damage
+):
+    shutil.copytree(interrupted, tmp_path / "run")
+    path = tmp_path / "run/ckpt_00000008.pt"
+    damage(path)
+    content = path.read_bytes()
+    done = run_train("run", *EVERYTHING)
+    assert done.returncode == 0, done.stderr
+    assert "ckpt_00000008.pt is damaged" in done.stdout
+    assert "resume: checkpoint ckpt_00000004.pt" in done.stdout
+    assert (tmp_path / "run/ckpt_00000008.pt.corrupt").read_bytes() == content
+    assert not (tmp_path / "run/boom").exists()
+    assert done.fingerprint(12) == straight.fingerprint(12)
+
+
+def test_the_bombs_are_real(tmp_path):
+    """Without weights_only they would go off."""
+    plant_a_pickle_bomb(tmp_path / "ckpt_1.pt")
+    pickle.loads((tmp_path / "ckpt_1.pt").read_bytes())
+    assert (tmp_path / "boom").exists()
+
+
+def test_with_no_good_checkpoint_left_it_says_so_and_stops(run_train, interrupted, tmp_path):
+    shutil.copytree(interrupted, tmp_path / "run")
+    damaged = list((tmp_path / "run").glob("*.pt"))
+    for path in damaged:
+        path.write_bytes(path.read_bytes()[:1000])
+    for _ in range(2):  # the second start is not tempted to begin afresh
+        done = run_train("run", *EVERYTHING)
+        assert done.returncode == 2 and "no checkpoint that can be read" in done.stderr
+        assert f"--out_dir={tmp_path.name}" in done.stderr or "--out_dir=" in done.stderr
+    for path in damaged:
+        assert path.with_name(path.name + ".corrupt").stat().st_size == 1000
+    for path in (tmp_path / "run").glob("*.corrupt"):
+        path.unlink()
+    done = run_train("run", *EVERYTHING)  # no checkpoint at all, but the rows of a run
+    assert done.returncode == 2 and "no checkpoint that can be read" in done.stderr
+
+
+def test_a_checkpoint_of_another_model_py_is_refused(run_train, interrupted, tmp_path):
+    shutil.copytree(interrupted, tmp_path / "run")
+    other = """
+class Other(train.GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        import torch
+        self.extra = torch.nn.Parameter(torch.zeros(3))
+train.GPT = Other
+"""
+    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    done = run_train("run", *EVERYTHING, before=other)
+    assert done.returncode == 2 and "extra is absent in the checkpoint" in done.stderr
+    assert before == {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+
+
+# ---- the disk ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 60 MB; what is mounted there goes with the test."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=60m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs root")
+    yield folder
+    while (
+        subprocess.run(["umount", "-l", folder], capture_output=True, check=False).returncode == 0
+    ):
+        pass
+
+
+FILL = """
+import time
+time.sleep(0.5)  # until the save before is done
+try:
+    with open(run.folder.parent / "filler", "wb", buffering=0) as file:
+        while file.write(bytes(100_000)) == 100_000:
+            pass
+except OSError:
+    pass
+"""
+CLEAR = '(run.folder.parent / "filler").unlink()'
+
+
+def valid_rows(done, steps):
+    rows = done.rows("train")  # raises where a line is no JSON
+    return [row["step"] for row in rows] == list(range(1, steps + 1))
+
+
+def test_a_disk_that_is_full_for_a_while_costs_nothing_but_saves(run_train, straight, small_disk):
+    flags = (*EVERYTHING, "--log_interval=1")
+    before = at_step(6, FILL) + at_step(10, CLEAR)
+    done = run_train(small_disk / "run", *flags, before=before)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "could not save ckpt_00000008.pt (a write failed, with 0 MB of the disk free)"
+        in done.stdout
+    )
+    assert done.stdout.count("metrics.jsonl cannot be written (No space left on device)") == 1
+    assert events(done, "save_failed") and valid_rows(done, 12)
+    assert done.fingerprint(12) == straight.fingerprint(12)
+    assert not list(done.out_dir.glob("*.tmp"))
+
+
+def test_a_disk_that_stays_full_ends_in_exit_1_with_the_last_good_checkpoint(
+    run_train, straight, small_disk
+):
+    flags = (*EVERYTHING, "--log_interval=1")
+    done = run_train(small_disk / "run", *flags, before=at_step(6, FILL))
+    assert done.returncode == 1 and "ckpt_00000012.pt could not be saved" in done.stderr
+    assert "the same command goes on" in done.stderr
+    assert record.load_checkpoint(done.checkpoint(4))["state"]["step"] == 4
+    assert not list(done.out_dir.glob("*.tmp"))
+    (small_disk / "filler").unlink()
+    done = run_train(small_disk / "run", *flags)
+    assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
+    assert valid_rows(done, 12)
+
+
+def test_a_folder_that_becomes_read_only_stops_no_training(run_train, straight, small_disk):
+    """A second, read-only mount over the run's folder, as when a file server fails over."""
+    mount = """
+        import subprocess, time
+        time.sleep(0.5)
+        subprocess.run(["mount", "--bind", run.folder, run.folder], check=True)
+        subprocess.run(["mount", "-o", "remount,bind,ro", run.folder], check=True)
+        """
+    done = run_train(small_disk / "run", *EVERYTHING, before=at_step(6, mount))
+    assert done.returncode == 1 and "ckpt_00000012.pt could not be saved" in done.stderr
+    assert "could not save ckpt_00000008.pt ([Errno 30] Read-only file system" in done.stdout
+    assert "12/12" in done.stdout and "Traceback" not in done.stderr
+    refused = run_train(small_disk / "run", *EVERYTHING)
+    assert refused.returncode == 2 and "cannot be written (Read-only file system)" in refused.stderr
+    subprocess.run(["umount", small_disk / "run"], check=True)
+    done = run_train(small_disk / "run", *EVERYTHING)
+    assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
+
+
+def test_a_limit_on_file_sizes_is_a_failed_save(run_train, straight):
+    limit = "import resource, time; time.sleep(0.5); resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
+    done = run_train("run", *EVERYTHING, before=at_step(6, limit))
+    assert done.returncode == 1 and "could not be saved" in done.stderr
+    assert "could not save ckpt_00000008.pt" in done.stdout and "Traceback" not in done.stderr
+    assert record.load_checkpoint(done.checkpoint(4))["state"]["step"] == 4
+    done = run_train("run", *EVERYTHING)
+    assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
+
+
+def test_a_metrics_file_that_cannot_be_written_is_said_once(run_train, straight):
+    in_the_way = 'path = run.folder / "metrics.jsonl"; path.unlink(); path.mkdir()'
+    done = run_train("run", *EVERYTHING, "--log_interval=1", before=at_step(5, in_the_way))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("metrics.jsonl cannot be written") == 1
+    assert done.fingerprint(12) == straight.fingerprint(12)
+    done = run_train("run", *EVERYTHING, "--max_steps=14")  # nor does a start need it
+    assert done.returncode == 0 and done.stdout.count("metrics.jsonl cannot be written") == 1
+
+
+def test_neither_a_clock_that_jumps_nor_a_slow_disk_changes_the_run(run_train, straight):
+    before = """
+import random, time, torch
+time.time = lambda: random.Random(time.monotonic()).uniform(0, 2e9)
+def slowly(inner):
+    def save(checkpoint, path):
+        time.sleep(0.3)
+        inner(checkpoint, path)
+    return save
+torch.save = slowly(torch.save)
+"""
+    done = run_train("run", *EVERYTHING, before=before)
+    assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
+    assert all(0 < row["step_ms"] < 300 for row in done.rows("train"))
+
+
+# ---- what belongs to the run ---------------------------------------------------------------------
+
+
+def test_a_second_run_in_the_folder_is_refused_while_the_first_is_at_work(
+    run_train, straight, data_dir
+):
+    second = at_step(
+        6,
+        """
+        import os, subprocess, sys
+        again = subprocess.run([sys.executable, *sys.argv], capture_output=True, text=True)
+        print("SECOND", again.returncode, again.stderr, flush=True)
+        """,
+    )
+    done = run_train("run", *EVERYTHING, before=second)
+    line = done.stdout.split("SECOND ")[1].splitlines()[0]
+    assert line.startswith("2 ") and "another run is at work in" in line and "--out_dir=" in line
+    assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
+
+
+@pytest.fixture
+def own_data(data_dir, tmp_path):
+    shutil.copytree(data_dir / "small", tmp_path / "own/small")
+    return tmp_path / "own/small/train.bin", f"--data_dir={tmp_path / 'own'}"
+
+
+def test_data_that_changed_is_noticed_on_resume(run_train, own_data):
+    path, flag = own_data
+    run_train("run", *EVERYTHING, flag, before=stop_at(6))
+    content = path.read_bytes()
+    path.write_bytes(content[:100] + bytes(2) + content[102:])
+    done = run_train("run", *EVERYTHING, flag)
+    assert done.returncode == 2 and "train.bin" in done.stderr and "Traceback" not in done.stderr
+    path.unlink()
+    done = run_train("run", *EVERYTHING, flag)
+    assert done.returncode == 2 and "train.bin" in done.stderr and "Traceback" not in done.stderr
+    path.write_bytes(content)
+    assert run_train("run", *EVERYTHING, flag).returncode == 0
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_that_disappears_under_the_run_is_named(run_train, straight, own_data, workers):
+    path, flag = own_data
+    flags = (*EVERYTHING, f"--num_workers={workers}", flag)
+    hide = at_step(3, f'import os; os.rename("{path}", "{path}.hidden")')
+    start = time.monotonic()
+    done = run_train("run", *flags, before=hide)
+    assert done.returncode == 1 and str(path) in done.stderr and "Traceback" not in done.stderr
+    assert "the same command goes on" in done.stderr and time.monotonic() - start < 20
+    os.rename(f"{path}.hidden", path)
+    done = run_train("run", *flags)
+    assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
+
+
+def test_a_worker_that_is_killed_ends_the_run_with_a_message(run_train, straight):
+    kill = at_step(
+        6,
+        """
+        import multiprocessing, os
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid, 9)
+        """,
+    )
+    start = time.monotonic()
+    done = run_train("run", *EVERYTHING, "--max_steps=400", before=kill)
+    assert done.returncode == 1 and time.monotonic() - start < 20
+    assert "DataLoader worker" in done.stderr and "Traceback" not in done.stderr
+    assert "the same command goes on" in done.stderr
+
+
+# ---- numbers that are not finite -----------------------------------------------------------------
+
+LOOK = f"""
+import sys
+sys.path.insert(0, "{Path(__file__).parent}")
+from conftest import digest
+def wrap(inner):
+    def train_step(model, run, *rest):
+        def look():
+            moments = [o.state_dict()["state"] for o in run.optimizers]
+            return [digest(part) for part in (run.model.state_dict(), moments, run.ema)]
+        before = look()
+        report = inner(model, run, *rest)
+        same = [int(a == b) for a, b in zip(before, look())]
+        zeros = not any(v.any() for o in run.optimizers for s in o.state.values() for v in s.values())
+        print("LOOK", run.state["step"] + 1, *same, int(zeros))
+        return report
+    return train_step
+train.train_step = wrap(train.train_step)
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "momentum", "muon"])
+@pytest.mark.parametrize("how", ["loss * math.nan", "grad.view(-1)[0] = math.inf"])
+def test_a_bad_step_touches_neither_weights_nor_moments_nor_average(run_train, optimizer, how):
+    flags = (f"--optimizer={optimizer}", "--ema_decay=0.9", "--max_steps=6", "--log_interval=1")
+    done = run_train("run", *flags, before=LOOK + bad_batches([0, 3], how))
+    assert done.returncode == 0, done.stderr
+    looks = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("LOOK")]
+    assert [look[0] for look in looks] == list("123456")
+    for step, weights, moments, average, zeros in looks:
+        if step == "1":  # here the moments come to be, and must be zero
+            assert (weights, average, zeros) == ("1", "1", "1")
+        elif step == "4":
+            assert (weights, moments, average) == ("1", "1", "1")
+        else:
+            assert (weights, average) == ("0", "0") and (moments == "0" or optimizer == "sgd")
+    assert [row["step"] for row in events(done, "skipped")] == [1, 4]
+    assert [row["skipped"] for row in done.rows("train")] == [1, 0, 0, 1, 0, 0]
+    state = torch.load(done.checkpoint(6), weights_only=True)["state"]
+    assert (state["skipped"], state["skips_in_row"]) == (2, 0)
+
+
+ROLLBACK = (*EVERYTHING, "--max_skipped=2", "--max_steps=20")
+
+
+@pytest.fixture(scope="session")
+def rolled_back(train_in, tmp_path_factory):
+    """Batches 9 and 10 (steps 10 and 11) are bad; the run goes back to step 8, and on with batch 11."""
+    folder = tmp_path_factory.mktemp("rolled_back")
+    return train_in(folder, "run", *ROLLBACK, before=bad_batches([9, 10]))
+
+
+def test_bad_steps_in_a_row_roll_back_and_go_on_past_their_data(run_train, rolled_back):
+    done = rolled_back
+    assert done.returncode == 0, done.stderr
+    (event,) = events(done, "rollback")
+    assert (event["step"], event["at_step"], event["next_batch"]) == (8, 11, 11)
+    drawn = [(row["step"], row["batch_index"]) for row in done.rows("train")]
+    assert drawn == [(n, n - 1) for n in range(1, 9)] + [(n, n + 2) for n in range(9, 21)]
+    assert not any(row["skipped"] for row in done.rows("train"))
+    calm = run_train("calm", *ROLLBACK)
+    assert done.fingerprint(20)["model"] != calm.fingerprint(20)["model"]
+
+
+@pytest.mark.parametrize("flags", [["--log_interval=1"], ["--log_interval=7"], ["--keep_last=1"]])
+def test_a_rollback_is_the_same_whatever_is_logged_or_kept(run_train, rolled_back, flags):
+    done = run_train("run", *ROLLBACK, *flags, before=bad_batches([9, 10]))
+    assert done.returncode == 0 and done.fingerprint(20) == rolled_back.fingerprint(20)
+
+
+@pytest.mark.parametrize("step", [9, 10, 11, 14])
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_a_rollback_is_the_same_after_a_stop(run_train, rolled_back, step, keep_last):
+    """Before it, between its two skips, in the step that decides on it, and after it."""
+    flags, bad = [*ROLLBACK, f"--keep_last={keep_last}"], bad_batches([9, 10])
+    stopped = run_train("run", *flags, before=bad + stop_at(step, "SIGINT"))
+    assert stopped.returncode == 130
+    done = run_train("run", *flags, before=bad)
+    assert done.returncode == 0, done.stderr
+    assert len(events(done, "rollback")) == 1
+    assert done.fingerprint(20) == rolled_back.fingerprint(20)
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_a_stop_among_skips_where_a_save_is_due_hides_no_checkpoint_to_go_back_to(
+    run_train, keep_last
+):
+    flags, bad = [*ROLLBACK, f"--keep_last={keep_last}"], bad_batches([7, 8])
+    straight = run_train("straight", *flags, before=bad)
+    assert events(straight, "rollback")[0]["step"] == 4
+    stopped = run_train("run", *flags, before=bad + stop_at(8))
+    assert stopped.returncode == 143 and stopped.checkpoint(8).exists()
+    done = run_train("run", *flags, before=bad)
+    assert done.returncode == 0, done.stderr
+    assert done.fingerprint(20) == straight.fingerprint(20)
+
+
+def test_after_max_rollbacks_it_stops_with_a_diagnosis_and_saves_nothing_poisoned(run_train):
+    bad = bad_batches(list(range(9, 99)))
+    done = run_train("run", *ROLLBACK, "--max_rollbacks=2", before=bad)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    message = done.stderr
+    for words in ("not finite", "2 rollbacks", "learning rates", "gradient norms", "--peak_lr"):
+        assert words in message
+    assert "batches: 13 to 14" in message
+    assert [row["next_batch"] for row in events(done, "rollback")] == [11, 13]
+    assert done.checkpoint(8).exists()
+    for path in done.out_dir.glob("*.pt"):
+        checkpoint = record.load_checkpoint(path)
+        assert all(record.all_finite(checkpoint[part]) for part in ("model", "optimizer", "ema"))
+        assert checkpoint["state"]["step"] <= 8
+    again = run_train("run", *ROLLBACK, "--max_rollbacks=2", before=bad)
+    assert again.returncode == 1 and "batches: 13 to 14" in again.stderr
+
+
+def test_a_poisoned_weight_never_reaches_a_file(run_train):
+    """A weight that overflowed in the update itself: the next loss shows it, a save before must not."""
+    poison = at_step(
+        8, "if not run.state['rollbacks']: run.model.head.weight.data[0, 0] = float('inf')"
+    )
+    done = run_train("run", *ROLLBACK, "--max_skipped=3", before=poison)
+    assert done.returncode == 0, done.stderr
+    assert "ckpt_00000008.pt (a weight or moment is not finite)" in done.stdout or events(
+        done, "rollback"
+    )
+    for path in done.out_dir.glob("*.pt*"):
+        checkpoint = record.load_checkpoint(path)
+        assert all(record.all_finite(checkpoint[part]) for part in ("model", "optimizer", "ema"))
+
+
+def test_a_gradient_of_exactly_zero_stops_the_run(run_train):
+    """It stays finite, so nothing is skipped; it learns nothing, so going on would be waste."""
+    done = run_train(
+        "run", "--max_skipped=3", before=bad_batches(list(range(5, 99)), "grad.zero_()")
+    )
+    assert done.returncode == 1 and "a gradient norm of exactly 0" in done.stderr
+    assert "at step 8 " in done.stderr and "--peak_lr" in done.stderr
+    assert (
+        "a gradient norm of exactly 0"
+        in json.loads((done.out_dir / "run.json").read_text())["ended"]
+    )
+
+
+def test_a_loss_above_its_first_value_is_an_event_and_the_run_goes_on(run_train):
+    high = bad_batches(list(range(3, 99)), "loss + 5")
+    skipped_too = bad_batches([8], "loss * math.nan")
+    done = run_train("run", "--max_skipped=4", "--log_interval=1", before=high + skipped_too)
+    assert done.returncode == 0, done.stderr
+    (event,) = events(done, "diverging")
+    assert event["step"] == 7 and event["loss"] > event["first"]
+    assert "diverging" in done.stdout and "warning" in done.stdout
+
+
+def test_a_loss_spike_rolls_back_where_asked_to(run_train):
+    spike = bad_batches([60], "loss + 3")
+    flags = ("--max_steps=70", "--save_interval=25", "--spike_sigma=6")
+    done = run_train("run", *flags, before=spike)
+    assert done.returncode == 0, done.stderr
+    (event,) = events(done, "rollback")
+    assert (event["why"], event["step"], event["at_step"]) == ("a loss spike", 50, 61)
+    assert event["next_batch"] == 61
+    other = run_train("other", *flags, "--log_interval=1", before=spike)
+    assert other.fingerprint(70) == done.fingerprint(70)
+    off = run_train("off", *flags, "--spike_sigma=0", before=spike)
+    assert not events(off, "rollback") and off.returncode == 0
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def out_of_memory(most, from_step=0):
+    """Source: a GPU with room for `most` sequences in a micro-batch, from that step on."""
+    return f"""
+import torch
+def wrap(inner):
+    def forward_backward(model, run, tokens, targets):
+        micro = run.state["batch_size"]
+        if run.state["step"] < {from_step} or micro <= {most}:
+            return inner(model, run, tokens, targets)
+        inner(model, run, tokens[:micro], targets[:micro]) if len(tokens) == micro else None
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return forward_backward
+train.forward_backward = wrap(train.forward_backward)
+"""
+
+
+def test_a_rehearsal_finds_out_before_the_first_step_what_fits(run_train):
+    done = run_train("run", "--dropout=0.1", before=out_of_memory(2))
+    assert done.returncode == 0, done.stderr
+    found = [
+        (row["step"], row["batch_size"], row["accum_steps"])
+        for row in events(done, "out_of_memory")
+    ]
+    assert found == [(0, 4, 2), (0, 2, 4)]
+    asked = run_train("asked", "--dropout=0.1", "--batch_size=2", "--accum_steps=4")
+    assert states_equal(done.fingerprint(12), asked.fingerprint(12), "state")
+
+
+def test_memory_that_runs_out_in_mid_run_halves_the_micro_batch_and_does_the_step_again(run_train):
+    """The gradients and random numbers of the attempt that failed leave no trace."""
+    done = run_train("run", "--dropout=0.1", before=out_of_memory(4, from_step=5))
+    assert done.returncode == 0, done.stderr
+    (event,) = events(done, "out_of_memory")
+    assert (event["step"], event["batch_size"], event["accum_steps"]) == (5, 4, 2)
+    run_train("asked", "--dropout=0.1", before=stop_at(5))
+    asked = run_train("asked", "--dropout=0.1", "--batch_size=4", "--accum_steps=2")
+    assert states_equal(done.fingerprint(12), asked.fingerprint(12), "state")
+
+
+def test_a_halved_micro_batch_is_part_of_the_state(run_train):
+    whole = run_train("whole", before=out_of_memory(4, from_step=3))
+    run_train("run", before=out_of_memory(4, from_step=3) + stop_at(6))
+    done = run_train("run")  # there would be room again
+    assert not events(done, "inexact_resume")
+    assert done.fingerprint(12) == whole.fingerprint(12)
+
+
+def test_below_one_sequence_it_says_what_helps(run_train):
+    done = run_train("run", before=out_of_memory(0))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "--grad_checkpoint=true" in done.stderr and "--n_embd" in done.stderr
+
+
+def test_memory_that_really_runs_out_is_the_same(run_train):
+    """A limit on the process's address space stands in for a small machine."""
+    limit = """
+import resource
+def wrap(inner):
+    def rehearse(*arguments):
+        size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + 200_000_000,) * 2)
+        return inner(*arguments)
+    return rehearse
+train.rehearse = wrap(train.rehearse)
+"""
+    flags = ("--batch_size=512", "--max_steps=4", "--block_size=64", "--n_embd=64")
+    done = run_train("run", *flags, before=limit)
+    assert done.returncode == 0, done.stderr
+    assert 0 < events(done, "out_of_memory")[-1]["batch_size"] < 512
+
+
+def test_a_long_run_leaks_no_memory_thread_or_file(run_train):
+    leaks_nothing(run_train, steps=500, settled=100)
+
+
+@pytest.mark.slow
+def test_two_thousand_steps_leak_no_memory_thread_or_file(run_train):
+    leaks_nothing(run_train, steps=2000, settled=200)
+
+
+def leaks_nothing(run_train, steps, settled):
+    """Resident memory at the end, within 5% of that after `settled` steps, saving every 5."""
+    measure = f"""
+import gc, multiprocessing, os, threading
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def things():
+    return [len(os.listdir("/proc/self/fd")), threading.active_count(), len(multiprocessing.active_children())]
+def wrap(inner, main):
+    def train_step(model, run, *rest):
+        if run.state["step"] in ({settled}, {steps} - 1):
+            print("RESIDENT", resident())
+        return inner(model, run, *rest)
+    def and_then():
+        before = things()
+        code = main()
+        gc.collect()
+        print("LEFT", *[b - a for a, b in zip(before, things())])
+        return code
+    return train_step, and_then
+train.train_step, train.main = wrap(train.train_step, train.main)
+"""
+    flags = (*EVERYTHING, f"--max_steps={steps}", "--save_interval=5", "--eval_interval=100")
+    done = run_train(
+        "run", *flags, "--patience=1000", "--milestone_interval=500", before=measure, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    early, late = [int(x.split()[1]) for x in done.stdout.splitlines() if x.startswith("RESIDENT")]
+    print(
+        f"resident: {early / 1e6:.0f} MB after {settled} steps, {late / 1e6:.0f} MB after {steps}"
+    )
+    assert late < 1.05 * early
+    assert "LEFT 1 0 0" in done.stdout  # one file: the lock, which lives as long as the process
+    assert not list(done.out_dir.glob("*.tmp"))
+
+
+# ---- float16 -------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    "avx512_fp16" not in machine.cpu_info()[1], reason="this CPU does not compute in float16"
+)
+def test_the_loss_scale_of_float16_is_part_of_the_state(run_train):
+    """A scale that starts too high, and grows every 3 steps: without it, a resumed run skips anew."""
+    lively = """
+import functools, torch
+torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**40, growth_interval=3)
+"""
+    forget = (
+        lively
+        + """
+def wrap(inner):
+    def restore(run, checkpoint, device):
+        return inner(run, checkpoint | {"scaler": run.scaler.state_dict()}, device)
+    return restore
+train.restore = wrap(train.restore)
+"""
+    )
+    flags = ("--dtype=float16", "--max_skipped=50", "--max_steps=60", "--dropout=0.1")
+    straight = run_train("straight", *flags, before=lively)
+    assert straight.returncode == 0, straight.stderr
+    skipped = [row["step"] for row in events(straight, "skipped")]
+    assert skipped[0] == 1 and len(skipped) < 50
+    for name, before in (("same", lively), ("control", forget)):
+        run_train(name, *flags, before=lively + stop_at(40))
+        done = run_train(name, *flags, before=before)
+        assert done.returncode == 0, done.stderr
+        same = done.fingerprint(60) == straight.fingerprint(60)
+        assert same == (name == "same")
+        assert (done.fingerprint(60)["model"] == straight.fingerprint(60)["model"]) == same
+
+
+# ---- what a save costs ---------------------------------------------------------------------------
