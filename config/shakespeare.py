@@ -1,8 +1,15 @@
-"""TinyShakespeare by character, one layer."""
+"""TinyShakespeare by character with one layer: under a minute on two CPU cores."""
 
 out_dir = "out/shakespeare"
 dataset = "shakespeare"
-peak_lr = 5e-3
-min_lr = 5e-4
-max_steps = 1000
+
+block_size = 128  # characters
+n_embd = 192
+n_head = 3
 batch_size = 32
+
+max_steps = 1100  # 4.5 epochs
+warmup_steps = 20
+peak_lr = 5e-3  # one layer with normalised queries and keys bears ten times GPT-2's
+min_lr = peak_lr / 100
+weight_decay = 1.2  # twelve times GPT-2's: the text is short, and the n-gram table would know it by heart
