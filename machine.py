@@ -175,17 +175,19 @@ def out_of_memory(error):
 
 
 def explain(error):
-    """What an error in mid-run means, where it is not the program's: one line, or None."""
+    """What an error in mid-run means, where it is not the program's fault: one line, or None."""
     last_line = (str(error).strip().splitlines() or [""])[-1]
+    go_on = "the same command goes on from the newest checkpoint"
+    why = None
     if out_of_memory(error):
-        return "out of memory outside the forward and backward pass; what helps: a smaller --n_embd"
-    if dist.is_initialized() and isinstance(error, RuntimeError) and "gloo" in str(error):
-        return f"rank {rank()} has lost another rank ({last_line}); the same command goes on from the newest checkpoint"
-    if isinstance(error, OSError) or "DataLoader worker (pid" in last_line:
-        return (
-            f"{last_line}; with that in order, the same command goes on from the newest checkpoint"
-        )
-    return None
+        why = "out of memory outside the forward and backward pass; what helps: a smaller --n_embd"
+    elif isinstance(error, OSError) or "DataLoader worker (pid" in last_line:
+        why = f"{last_line}; with that in order, {go_on}"
+    elif dist.is_initialized() and isinstance(error, RuntimeError) and "gloo" in str(error):
+        why = f"another rank is gone ({last_line.partition('] ')[2].partition('. ')[0]}); {go_on}"
+    if why and rank() > 0:  # rank 0 says it at the end of the run
+        print(f"rank {rank()}: failed: {why}", file=sys.stderr, flush=True)
+    return why
 
 
 def gpu_util(device):
@@ -271,7 +273,14 @@ def set_rng_state(rng, device):
 def join_ranks():
     """One process for each device where torchrun started several; else nothing."""
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        store, number, count = next(dist.rendezvous("env://"))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # one machine
+            # torchrun's store outlives --max-restarts; without a name for each try, new ranks would
+            # find the addresses of dead ones in it (torch 2.13)
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            store = dist.PrefixStore(f"attempt_{attempt}", store)
+        dist.init_process_group(backend, store=store, rank=number, world_size=count)
 
 
 def rank():

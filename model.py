@@ -182,7 +182,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def reset_parameters(self):
         """Matrices at 1 / sqrt(fan in). What adds to the residual stream starts at zero: each
-        block is the identity at first (Goyal et al. 2017). The head is small: a first loss of ln V."""
+        block is the identity at first (Goyal et al. 2017). A small head: a first loss of ln V."""
         self.embedding.token.weight.normal_()
         self.embedding.ngram.weight.zero_()
         self.embedding.conv.normal_(std=1 / math.sqrt(CONV_WIDTH))

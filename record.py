@@ -250,8 +250,10 @@ def compare(saved, now, folder):
     """Refuse what would make another run. Returns {key: [then, now]} of what else costs exactness."""
     then = saved["run"] | {key: saved["state"][key] for key in ("batch_size", "accum_steps")}
     changed = {key: [then[key], now[key]] for key in now if then[key] != now[key]}
-    hints = {"global_batch": f"let --batch_size and --accum_steps make {then['global_batch']} again"}
-    hints["data"] = f"bring the text back that {saved['data']['name']} was"
+    hints = {
+        "global_batch": f"let --batch_size and --accum_steps make {then['global_batch']} again",
+        "data": f"bring back the text that {then['dataset']} was",
+    }
     for key in REFUSED:
         if key in changed:
             hint = hints.get(key, f"write --{key}={then[key]}")
@@ -456,7 +458,7 @@ class Saver:
         copy = copy_tensors(checkpoint, self.buffers)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.thread = threading.Thread(target=self.write, args=(copy, names))
+        self.thread = threading.Thread(target=self.write, args=(copy, names), name="writer")
         self.thread.start()
         return error
 

@@ -1,0 +1,413 @@
+"""Bad input: one clear line on stderr, exit code 2, nothing written and nothing lost."""
+
+import hashlib
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import REPO, arguments, stop_at, tree
+
+import configurator
+import train
+from machine import cpu_info
+from prepare_data import prepare
+
+KNOBS = configurator.read_knobs(train.__file__)
+NUMBERS = {name: knob for name, knob in KNOBS.items() if type(knob[0]) in (int, float)}
+WITHOUT_OVERRIDE = """
+import ctypes, os
+# root may write anywhere, unless it gives that capability (1) up
+libc = ctypes.CDLL(None)
+header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert libc.capget(header, data) == 0
+data[0] &= ~(1 << 1)
+assert libc.capset(header, data) == 0
+"""
+
+
+def assert_refused(done, *words):
+    assert done.returncode == 2, (done.returncode, done.stdout, done.stderr)
+    assert re.fullmatch(r"train\.py: [^\n]+\n", done.stderr), done.stderr
+    for word in words:
+        assert word in done.stderr, done.stderr
+
+
+@pytest.fixture
+def refused(run_train, data_dir, tmp_path):
+    """refused(*flags, words=[...]): the run is refused, and leaves the disk as it found it."""
+
+    def check(*flags, words, out_dir="run", **options):
+        before = tree(tmp_path), tree(data_dir)
+        assert_refused(run_train(out_dir, *flags, **options), *words)
+        assert (tree(tmp_path), tree(data_dir)) == before
+
+    return check
+
+
+@pytest.fixture
+def own_data(data_dir, tmp_path):
+    """A copy of the dataset that a test may damage: (flag, folder)."""
+    shutil.copytree(data_dir, tmp_path / "data")
+    return f"--data_dir={tmp_path}/data", tmp_path / "data" / "small"
+
+
+# ---- knobs ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flag, words",
+    [
+        ("--batch_size=0", ["1 or more"]),
+        ("--accum_steps=-1", ["1 or more"]),
+        ("--block_size=0", ["1 or more"]),
+        ("--n_layer=0", ["1 or more"]),
+        ("--n_embd=-32", ["1 or more"]),
+        ("--max_steps=0", ["1 or more"]),
+        ("--dropout=1", ["0 or more", "below 1"]),
+        ("--label_smoothing=nan", ["0 or more", "below 1"]),
+        ("--peak_lr=0", ["more than 0"]),
+        ("--peak_lr=nan", ["more than 0"]),
+        ("--peak_lr=inf", ["finite"]),
+        ("--grad_clip=nan", ["0 or more"]),
+        ("--seed=-1", ["0 or more", "4294967295"]),
+        ("--max_steps=12.5", ["an int"]),
+        ("--peak_lr=fast", ["a number"]),
+        ("--compile=maybe", ["auto, true or false"]),
+        ("--optimizer=adam", ["adamw, sgd, momentum, muon"]),
+        ("--schedule=cos", ["cosine, linear, constant, step, onecycle, wsd"]),
+        ("--dtype=fp16", ["auto, float32, bfloat16, float16"]),
+        ("--n_head=3", ["--n_embd=32", "multiple of --n_head=3"]),
+        ("--n_head=32", ["--n_embd=32", "multiple of --n_head=32"]),
+        ("--warmup_steps=13", ["--max_steps=12"]),
+        ("--min_lr=0.1", ["--peak_lr=0.001"]),
+        ("--device=gpu", ["--device=auto"]),
+        ("--device=cuda:99", ["--device=auto"]),
+        ("--device=cpu:x", ["--device=auto"]),
+        ("--block_size=400", ["val.bin has 300 tokens", "smaller block_size"]),
+        ("--block_size=5000", ["has 2,700 tokens", "smaller block_size"]),
+        ("--max_step=5", ["did you mean --max_steps=5"]),
+        ("--max_steps", ["no value"]),
+        ("nowhere.py", ["no config file nowhere.py"]),
+        ("5", ["unexpected argument '5'"]),
+        ("--dataset=nowhere", ["nowhere"]),
+        ("--dataset=../small", ["../small"]),
+    ],
+)
+def test_a_bad_flag_is_named_and_nothing_is_written(refused, flag, words):
+    refused(flag, words=[flag.split("=")[-1].strip("-"), *words])
+
+
+def is_refused(capsys, *flags):
+    with pytest.raises(SystemExit) as stop:
+        configurator.configure(dict(vars(train)), argv=list(flags))
+    return stop.value.code == 2 and flags[-1].split("=")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_every_number_has_a_range_that_no_nan_slips_through(capsys, name):
+    default, comment, _ = NUMBERS[name]
+    bounds = configurator.INTERVAL.search(comment)
+    assert bounds, f"{name} says nothing of its range"
+    for value in ("-1", "nan", "inf", "-inf"):
+        assert is_refused(capsys, f"--{name}={value}"), value
+    low, high = float(bounds[2]), float(bounds[3])
+    for bracket, edge, step in ((bounds[1], low, -1), (bounds[4], high, 1)):
+        if edge == math.inf:
+            continue
+        outside = edge if bracket in "()" else edge + step
+        shown = int(outside) if isinstance(default, int) else outside
+        assert is_refused(capsys, f"--{name}={shown}")
+    configurator.configure(dict(vars(train)), argv=[f"--{name}={default}"])  # control
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_a_device_that_is_not_there_is_refused(refused):
+    refused("--device=cuda", words=["--device=cuda", "--device=auto"])
+
+
+def test_float16_on_a_cpu_that_does_not_compute_in_it_is_refused(refused, run_train):
+    """On a CPU that does, its flags are hidden from the run."""
+    hide = 'import machine; machine.cpu_info = lambda: ("an older CPU", {"avx2"})'
+    before = "" if "avx512_fp16" not in cpu_info()[1] else hide
+    refused("--dtype=float16", words=["--dtype=float16", "--dtype=auto"], before=before)
+    done = run_train("auto", "--dtype=auto", "--max_steps=3", before=hide)
+    assert done.returncode == 0 and "float32 (nothing smaller is native here)" in done.stdout
+
+
+def test_help_lists_every_knob_with_its_default(python_train, tmp_path):
+    done = python_train("run", "--help")
+    assert done.returncode == 0 and done.stderr == ""
+    assert len(KNOBS) > 40
+    for name, (default, comment, _) in KNOBS.items():
+        assert f"--{name}={configurator.show(default)}" in done.stdout
+        assert " ".join(comment.split()[:2]) in " ".join(done.stdout.split())
+    assert tree(tmp_path) == {}
+
+
+def test_the_real_command_exits_with_2(python_train, tmp_path):
+    assert_refused(python_train("run", "--batch_size=0"), "--batch_size=0", "1 or more")
+    assert tree(tmp_path) == {}
+
+
+# ---- data ----------------------------------------------------------------------------------------
+
+
+def test_a_text_shorter_than_a_window_is_refused(refused, tmp_path):
+    (tmp_path / "short.txt").write_text("to be or not to be, that is the question")
+    input = str(tmp_path / "short.txt")
+    prepare("short", tmp_path / "data", input=input, say=lambda *words: None)
+    words = ["--block_size=16", "has 4 tokens", "longer text"]
+    refused("--dataset=short", f"--data_dir={tmp_path}/data", words=words)
+
+
+def test_a_text_of_exactly_one_validation_window_is_enough(run_train, tmp_path):
+    """Control: 17 tokens to validate are a window of 16 and the target of its last."""
+    (tmp_path / "small.txt").write_text("abcdefghij" * 17)
+    input = str(tmp_path / "small.txt")
+    _, meta = prepare("short", tmp_path / "data", input=input, say=lambda *words: None)
+    assert meta["val_tokens"] == 17
+    done = run_train("run", "--dataset=short", f"--data_dir={tmp_path}/data", "--max_steps=3")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_file_of_the_wrong_size_is_refused(refused, own_data, split):
+    flag, folder = own_data
+    path = folder / f"{split}.bin"
+    path.write_bytes(path.read_bytes()[:-2])
+    refused(flag, words=[f"{split}.bin", "meta.json says", "prepare_data.py"])
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_file_with_another_hash_is_refused(refused, own_data, split):
+    flag, folder = own_data
+    path = folder / f"{split}.bin"
+    content = bytearray(path.read_bytes())
+    content[100] ^= 1
+    path.write_bytes(content)
+    refused(flag, words=[f"{split}.bin", "SHA-256", "prepare_data.py"])
+
+
+def test_a_token_past_the_vocabulary_is_refused(refused, own_data):
+    flag, folder = own_data
+    meta = json.loads((folder / "meta.json").read_text())
+    ids = np.fromfile(folder / "train.bin", meta["dtype"])
+    ids[1000] = meta["vocab_size"]
+    ids.tofile(folder / "train.bin")
+    meta["sha256"]["train.bin"] = hashlib.sha256(ids.tobytes()).hexdigest()
+    (folder / "meta.json").write_text(json.dumps(meta))
+    refused(flag, words=["train.bin", str(meta["vocab_size"]), "vocab"])
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"tokenizer": "char"}'])
+def test_a_damaged_meta_json_is_refused(refused, own_data, content):
+    flag, folder = own_data
+    (folder / "meta.json").write_text(content)
+    refused(flag, words=["meta.json"])
+
+
+def test_a_missing_file_is_refused(refused, own_data):
+    flag, folder = own_data
+    (folder / "val.bin").unlink()
+    refused(flag, words=["val.bin"])
+
+
+NOWHERE = {"SHAKESPEARE_URL": "http://127.0.0.1:9", "no_proxy": "*"}
+
+
+def test_without_a_network_the_run_stops_where_it_is_told_to(refused, tmp_path):
+    flags = ["--dataset=shakespeare", "--offline_dataset=", f"--data_dir={tmp_path}"]
+    refused(*flags, env=NOWHERE, words=["127.0.0.1:9"])
+
+
+def test_without_a_network_another_text_takes_its_place_loudly(run_train, tmp_path):
+    flags = ["--dataset=shakespeare", f"--data_dir={tmp_path}/data", "--max_steps=3"]
+    flags += ["--batch_size=64", "--block_size=64"]
+    done = run_train("run", *flags, env=NOWHERE)
+    assert done.returncode == 0, done.stderr
+    assert "INSTEAD OF 'shakespeare'" in done.stdout and "!" * 40 in done.stdout
+    facts = json.loads((done.out_dir / "run.json").read_text())
+    assert facts["data"]["name"] == facts["run"]["dataset"] == "pydoc"
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["pydoc"]
+
+
+# ---- the folder of the run -----------------------------------------------------------------------
+
+
+def test_a_folder_below_a_file_is_refused(refused, tmp_path):
+    (tmp_path / "file").write_text("mine")
+    for out_dir in ("file", "file/run"):
+        refused(out_dir=out_dir, words=["cannot be written", "--out_dir="])
+
+
+def test_a_read_only_folder_is_refused(refused, tmp_path):
+    folder = tmp_path / "locked"
+    folder.mkdir()
+    folder.chmod(0o555)
+    before = WITHOUT_OVERRIDE if sys.platform == "linux" else ""
+    try:
+        for out_dir in ("locked", "locked/run"):
+            refused(out_dir=out_dir, words=["cannot be written", "--out_dir="], before=before)
+    finally:
+        folder.chmod(0o755)
+
+
+def test_too_little_free_disk_is_refused_before_the_first_step(refused):
+    words = ["MB free", "--keep_last=1"]
+    refused("--keep_last=1000000000", words=words)
+    refused("--max_steps=1000000000", "--milestone_interval=1", words=words)
+
+
+@pytest.mark.parametrize("megabytes", [20, 40])
+def test_a_run_that_fits_on_its_disk_can_also_go_on_there(run_train, tmp_path, megabytes):
+    """Five files of 6.5 MB fit on the larger disk. What the run itself has written is not in its way."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(disk)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        done = run_train("disk/run", "--save_interval=2", before=stop_at(5))
+        if megabytes == 20:
+            assert_refused(done, "MB free", "--keep_last=1")
+            assert tree(disk) == {}
+        else:
+            assert done.returncode == 143
+            assert run_train("disk/run", "--save_interval=2").returncode == 0
+    finally:
+        subprocess.run(["umount", "-l", disk], check=False)
+
+
+def test_an_empty_folder_stays_empty(refused, tmp_path):
+    (tmp_path / "run").mkdir()
+    refused("--block_size=400", words=["--block_size=400"])
+    refused("--keep_last=1000000000", words=["MB free"])
+    refused("--resume=nowhere.pt", words=["nowhere.pt"])
+
+
+# ---- resume --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stopped(train_in, tmp_path_factory):
+    """A run that was stopped after 5 of its 12 steps. Refused commands must leave it as it is."""
+    done = train_in(
+        tmp_path_factory.mktemp("stopped"), "run", "--save_interval=2", before=stop_at(5)
+    )
+    assert done.returncode == 143
+    return done
+
+
+@pytest.fixture
+def refused_there(train_in, stopped):
+    def check(*flags, words, **options):
+        before = tree(stopped.out_dir)
+        done = train_in(stopped.out_dir.parent, "run", *flags, **options)
+        assert_refused(done, *words)
+        assert tree(stopped.out_dir) == before
+        return done
+
+    return check
+
+
+CHANGED = {
+    "n_layer": ("--n_layer=2", 1, 2),
+    "n_head": ("--n_head=4", 2, 4),
+    "n_embd": ("--n_embd=64", 32, 64),
+    "block_size": ("--block_size=8", 16, 8),
+    "dropout": ("--dropout=0.1", 0.0, 0.1),
+    "label_smoothing": ("--label_smoothing=0.1", 0.0, 0.1),
+    "seed": ("--seed=1", 1337, 1),
+    "optimizer": ("--optimizer=sgd", "adamw", "sgd"),
+    "schedule": ("--schedule=linear", "cosine", "linear"),
+    "dtype": ("--dtype=bfloat16", "float32", "bfloat16"),
+    "global_batch": ("--batch_size=16", 8, 16),
+}
+
+
+def test_every_refused_key_is_tested():
+    from record import INEXACT, REFUSED
+
+    assert set(CHANGED) | {"dataset", "data"} == set(REFUSED)
+    assert not set(REFUSED) & set(INEXACT)
+
+
+@pytest.mark.parametrize("key", CHANGED)
+def test_what_would_be_another_run_is_refused_by_name(refused_there, key):
+    flag, then, now = CHANGED[key]
+    done = refused_there(flag, words=[f"{key} was {then} ", f" is {now} now", "--out_dir="])
+    for name in re.findall(r"--(\w+)", done.stderr):
+        assert name in KNOBS, f"there is no --{name} to write"
+
+
+def test_another_accumulation_is_another_global_batch(refused_there):
+    refused_there("--accum_steps=2", words=["global_batch was 8 ", " is 16 now"])
+
+
+def test_another_dataset_is_refused(refused_there, tmp_path):
+    (tmp_path / "other.txt").write_text("another text " * 100)
+    input = str(tmp_path / "other.txt")
+    for name in ("other", "small"):  # another name; the same name, other content
+        prepare(name, tmp_path / "data", input=input, say=lambda *words: None)
+        key = "dataset was small" if name == "other" else "data was "
+        flags = [f"--dataset={name}", f"--data_dir={tmp_path}/data"]
+        done = refused_there(*flags, words=[key, "--out_dir="])
+        for flag in re.findall(r"--(\w+)", done.stderr):
+            assert flag in KNOBS, f"there is no --{flag} to write"
+
+
+def test_resume_never_refuses_a_folder_that_holds_a_run(refused_there, run_train):
+    refused_there("--resume=never", words=["--resume=never", "--out_dir=run_2"])
+    assert run_train("run", "--resume=never", "--max_steps=3").returncode == 0  # control: empty
+
+
+@pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04 not really"])
+def test_a_path_that_is_no_checkpoint_is_refused(refused, tmp_path, content):
+    if content is not None:
+        (tmp_path / "seed.pt").write_bytes(content)
+    refused(f"--resume={tmp_path}/seed.pt", words=["--resume=", "seed.pt", "auto, never or"])
+
+
+def test_a_checkpoint_of_another_model_is_refused_as_a_seed(refused, stopped):
+    seed = f"--resume={stopped.checkpoint(5)}"
+    refused(seed, "--n_layer=2", words=["n_layer was 1 ", " is 2 now"])
+
+
+def test_a_run_folder_that_became_read_only_is_refused(refused_there, stopped):
+    before = WITHOUT_OVERRIDE if sys.platform == "linux" else ""
+    lock = stopped.out_dir / ".lock"
+    lock.chmod(0o444)
+    stopped.out_dir.chmod(0o555)
+    try:
+        refused_there(words=["cannot be written", "--out_dir="], before=before)
+    finally:
+        stopped.out_dir.chmod(0o755)
+        lock.chmod(0o644)
+
+
+def test_everything_else_may_change_freely(train_in, stopped, tmp_path):
+    shutil.copytree(stopped.out_dir, tmp_path / "run")
+    free = "--max_steps=14 --log_interval=1 --eval_interval=3 --save_interval=3 --keep_last=1"
+    free += " --num_workers=1 --patience=9 --min_delta=0.1 --milestone_interval=7 --max_skipped=3"
+    free += (
+        " --peak_lr=2e-3 --min_lr=2e-4 --weight_decay=0 --grad_clip=0 --ema_decay=0.5 --beta2=0.9"
+    )
+    free += " --save_minutes=9 --spike_sigma=9 --plateau_factor=0.9 --max_rollbacks=1"
+    done = train_in(tmp_path, "run", *free.split())
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in done.rows("train")] == list(range(1, 15))
+    events = [row["event"] for row in done.rows("event")]
+    assert "resume" in events and "inexact_resume" not in events
+
+
+def test_the_helper_really_runs_the_commands_it_is_given(data_dir, tmp_path):
+    """Every flag of these tests exists: a missing knob would be refused for the wrong reason."""
+    argv = arguments(tmp_path / "run", data_dir, ())
+    configurator.configure(dict(vars(train)), argv=argv[1:])
+    assert argv[0] == str(REPO / "train.py")

@@ -1,0 +1,283 @@
+"""Several ranks are one run: one batch, one decision, one set of files, exact to the bit on resume.
+
+Most ranks here are forked from the process that has imported train.py, with the environment that
+torchrun would give them; the tests of torchrun itself run its real command.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from conftest import stop_at, wait_for
+
+import record
+
+FLAGS = ("--dropout=0.1", "--ema_decay=0.9", "--save_interval=4", "--log_interval=1")
+
+
+def ranks(count, code=""):
+    """Source for run_train's `before`: `count` ranks, of which each runs `code`, knowing its `rank`."""
+    return f"""
+import os, socket, torch
+torch.set_num_threads(1)
+def spread(main):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="{count}")
+    others = []
+    for rank in reversed(range({count})):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        if rank:
+            others.append(os.fork())
+            if others[-1] == 0:
+                return rank, main
+    def and_wait():
+        code = main()
+        codes = [os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) for other in reversed(others)]
+        print("CODES", code, *codes, flush=True)
+        return code
+    return 0, and_wait
+rank, train.main = spread(train.main)
+{code}
+"""
+
+
+def only_on(rank, source):
+    return f"if rank == {rank}:\n{textwrap.indent(source, '    ')}"
+
+
+def codes(done):
+    return done.stdout.split("CODES ")[1].splitlines()[0]
+
+
+# ---- exactness -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_resume_is_bit_exact_and_a_signal_to_the_last_rank_stops_all(run_train, count):
+    flags = (*FLAGS, f"--batch_size={12 // count}", f"--num_workers={2 * (count < 3)}")
+    straight = run_train("straight", *flags, before=ranks(count))
+    assert codes(straight) == " ".join(["0"] * count), straight.stderr
+    for name in ("same", "control"):
+        stopped = run_train(name, *flags, before=ranks(count, only_on(count - 1, stop_at(6))))
+        assert codes(stopped) == " ".join(["143"] * count)
+        assert "stopped by SIGTERM at step 6" in stopped.stdout
+        forget = (
+            "train.machine.set_rng_state = lambda rng, device: None" if name == "control" else ""
+        )
+        done = run_train(name, *flags, before=ranks(count, forget))
+        assert done.returncode == 0, done.stderr
+        assert (done.fingerprint(12) == straight.fingerprint(12)) == (name == "same")
+
+
+def test_from_1_to_2_to_1_ranks_the_batches_are_the_same_and_the_losses_agree(run_train):
+    flags = ("--batch_size=8", "--max_steps=50", "--log_interval=1", "--save_interval=25")
+    straight = run_train("straight", *flags, before=ranks(1))
+    run_train("run", *flags, before=ranks(1, stop_at(15)))
+    two = run_train("run", *flags, before=ranks(2, stop_at(35)))
+    assert "4 x 1 x 2" in two.stdout or "8 sequences" in two.stdout
+    done = run_train("run", *flags, before=ranks(1))
+    assert done.returncode == 0, done.stderr
+    inexact = [row for row in done.rows("event") if row["event"] == "inexact_resume"]
+    assert [row["world_size"] for row in inexact] == [[1, 2], [2, 1]]
+    assert "inexact resume" in two.stdout
+    pairs = list(zip(straight.rows("train"), done.rows("train"), strict=True))
+    assert len(pairs) == 50
+    apart = max(abs(a["loss"] - b["loss"]) / a["loss"] for a, b in pairs)
+    print(f"largest difference of a loss: {apart:.1e} of it")
+    assert 0 < apart < 1e-5  # 0 would mean that the ranks did not share the work
+    for a, b in pairs:
+        assert all(a[key] == b[key] for key in ("step", "batch_index", "tokens", "lr", "epoch"))
+
+
+def test_ranks_that_do_not_divide_the_batch_are_refused_with_the_numbers(run_train):
+    run_train("run", *FLAGS, before=ranks(1, stop_at(6)))
+    refused = run_train("run", *FLAGS, before=ranks(3))
+    assert refused.returncode == 2
+    assert "the 8 sequences of this run's step do not divide by 3 ranks" in refused.stderr
+
+
+def test_evaluation_is_the_same_number_at_any_number_of_ranks(run_train):
+    losses = [
+        run_train(f"of_{count}", "--max_steps=3", before=ranks(count)).rows("eval")[0]["val_loss"]
+        for count in (1, 3)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+# ---- what one rank meets, all agree on -----------------------------------------------------------
+
+
+def bad_batches(indices):
+    return f"""
+def wrap(inner):
+    def forward_backward(model, run, *rest):
+        loss = inner(model, run, *rest)
+        return loss * float("nan") if run.state["batch_index"] in {indices} else loss
+    return forward_backward
+train.forward_backward = wrap(train.forward_backward)
+"""
+
+
+def test_a_bad_loss_on_one_rank_is_skipped_and_rolled_back_by_all(run_train):
+    flags = (*FLAGS, "--max_skipped=2", "--max_steps=20", "--batch_size=4")
+    source = bad_batches([3, 9, 10])
+    one = run_train("one", *flags, before=ranks(2, only_on(1, source)))
+    assert codes(one) == "0 0", one.stderr
+    assert [row["step"] for row in one.rows("event") if row["event"] == "skipped"] == [4, 10, 11]
+    (event,) = [row for row in one.rows("event") if row["event"] == "rollback"]
+    assert (event["step"], event["next_batch"]) == (8, 11)
+    both = run_train("both", *flags, before=ranks(2, source))
+    assert one.fingerprint(20) == both.fingerprint(20)
+    run_train("stopped", *flags, before=ranks(2, only_on(0, source) + stop_at(10)))
+    resumed = run_train("stopped", *flags, before=ranks(2, only_on(0, source)))
+    assert resumed.fingerprint(20) == both.fingerprint(20)
+
+
+def test_memory_that_runs_out_on_one_rank_halves_the_micro_batch_of_all(run_train):
+    short = """
+def wrap(inner):
+    def forward_backward(model, run, *rest):
+        if run.state["step"] >= 5 and run.state["batch_size"] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return inner(model, run, *rest)
+    return forward_backward
+train.forward_backward = wrap(train.forward_backward)
+"""
+    flags = (*FLAGS, "--batch_size=4")
+    one = run_train("one", *flags, before=ranks(2, only_on(1, short)))
+    assert codes(one) == "0 0", one.stderr
+    (event,) = [row for row in one.rows("event") if row["event"] == "out_of_memory"]
+    assert (event["step"], event["batch_size"], event["accum_steps"]) == (5, 2, 2)
+    run_train("asked", *flags, before=ranks(2, stop_at(5)))
+    asked = run_train("asked", *FLAGS, "--batch_size=2", "--accum_steps=2", before=ranks(2))
+    assert one.fingerprint(12)["model"] == asked.fingerprint(12)["model"]
+
+
+def test_an_early_stop_and_a_failure_end_all_ranks(run_train):
+    flags = ("--eval_interval=3", "--patience=2", "--min_delta=9")
+    done = run_train("run", *flags, before=ranks(2))
+    assert codes(done) == "0 0" and "stopped early" in done.stdout
+    bad = bad_batches(list(range(99)))
+    failed = run_train("bad", "--max_skipped=2", before=ranks(2, bad))
+    assert codes(failed) == "1 1" and "not finite" in failed.stderr
+
+
+def test_sigusr1_to_one_rank_keeps_a_checkpoint_of_all(run_train):
+    flags = (*FLAGS, "--save_interval=0")
+    straight = run_train("straight", *flags, before=ranks(2))
+    die = stop_at(9, "SIGKILL").replace(
+        "    if run", "    import time; time.sleep(0.1)\n    if run"
+    )
+    run_train(
+        "run",
+        *flags,
+        before=ranks(2, only_on(1, stop_at(6, "SIGUSR1")).replace("inner", "inner_1") + die),
+    )
+    done = run_train("run", *flags, before=ranks(2))
+    assert "resume: checkpoint ckpt_00000006.pt" in done.stdout
+    assert done.fingerprint(12) == straight.fingerprint(12)
+
+
+def test_a_rank_that_is_killed_ends_the_others_with_a_message(run_train):
+    straight = run_train("straight", *FLAGS, before=ranks(3))
+    killed = run_train("run", *FLAGS, before=ranks(3, only_on(1, stop_at(6, "SIGKILL"))))
+    assert codes(killed) == "1 -9 1"
+    assert "train.py: failed: another rank is gone" in killed.stderr
+    assert "the same command goes on" in killed.stderr and "Traceback" not in killed.stderr
+    done = run_train("run", *FLAGS, before=ranks(3))
+    assert done.fingerprint(12) == straight.fingerprint(12)
+
+
+# ---- torchrun ------------------------------------------------------------------------------------
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+LONG = ("--max_steps=400", "--save_interval=20", "--log_interval=20", "--dropout=0.1")
+
+
+def torchrun(count, *flags):
+    module = [sys.executable, "-m", "torch.distributed.run"]
+    return [*module, "--standalone", f"--nproc_per_node={count}", *flags]
+
+
+def children(process):
+    done = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+    return [int(pid) for pid in done.stdout.split()]
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def straight(train_in, tmp_path_factory):
+    return train_in(tmp_path_factory.mktemp("straight"), "run", *LONG, before=ranks(2))
+
+
+def started(start_train, *flags):
+    """A torchrun with two ranks that are past step 60."""
+    process = start_train("run", *LONG, launcher=torchrun(2, *flags), env=ONE_THREAD)
+    wait_for(lambda: re.search(r"\b60/400 ", process.log.read_text()))
+    return process
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_torchrun_passes_a_signal_on_and_the_same_command_goes_on(
+    start_train, python_train, straight, name
+):
+    process = started(start_train)
+    process.send_signal(getattr(signal, name))
+    assert process.wait(30) == 1  # the launcher's own code
+    assert f"stopped by {name} at step" in process.log.read_text()
+    done = python_train("run", *LONG, launcher=torchrun(2), env=ONE_THREAD)
+    assert done.returncode == 0, done.stderr
+    assert done.fingerprint(400) == straight.fingerprint(400)
+
+
+def test_torchrun_restarts_a_run_whose_rank_was_killed(start_train, straight, tmp_path):
+    process = started(start_train, "--max-restarts=1")
+    os.kill(children(process)[1], signal.SIGKILL)
+    assert process.wait(60) == 0, process.log.read_text()
+    assert "resume: checkpoint" in process.log.read_text()
+    done = record.load_checkpoint(tmp_path / "run/ckpt_00000400.pt")
+    expected = torch.load(straight.checkpoint(400), weights_only=True)
+    assert all(torch.equal(done["model"][k], expected["model"][k]) for k in expected["model"])
+
+
+def test_ranks_whose_launcher_was_killed_leave_and_the_next_start_is_not_refused(
+    start_train, run_train, straight
+):
+    process = started(start_train)
+    pids = children(process)
+    assert len(pids) == 2
+    process.kill()
+    wait_for(lambda: not any(map(alive, pids)), 10)
+    assert "left alone by its launcher at step" in process.log.read_text()
+    done = run_train("run", *LONG, before=ranks(2))
+    assert done.returncode == 0, done.stderr
+    assert done.fingerprint(400) == straight.fingerprint(400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_resume_under_torchrun_is_bit_exact(start_train, python_train, count):
+    flags = (*LONG, "--max_steps=200", f"--batch_size={12 // count}")
+    launch = {"launcher": torchrun(count), "env": ONE_THREAD}
+    straight = python_train("straight", *flags, **launch)
+    process = start_train("run", *flags, **launch)
+    wait_for(lambda: re.search(r"\b60/200 ", process.log.read_text()))
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 1
+    done = python_train("run", *flags, **launch)
+    assert done.returncode == 0, done.stderr
+    assert done.fingerprint(200) == straight.fingerprint(200)

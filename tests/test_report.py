@@ -1,0 +1,464 @@
+"""The report: true to metrics.jsonl, whole for every kind of run, legible, and clear where it cannot be."""
+
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import prepare_data
+import report
+
+REPO = Path(report.__file__).parent
+STEPS = 24
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory):
+    """The folder of a real run of STEPS steps."""
+    folder = tmp_path_factory.mktemp("report")
+    text = "The tortoise, as you know, was slow;\nbut it was honest: every step was written.\n" * 40
+    (folder / "text.txt").write_text(text)
+    prepare_data.prepare("tortoise", folder / "data", str(folder / "text.txt"), say=lambda *_: None)
+    flags = (
+        f"--dataset=tortoise --max_steps={STEPS} --warmup_steps=2 --eval_interval=8 --log_interval=4 "
+        "--n_embd=16 --n_head=2 --block_size=16 --batch_size=8 --device=cpu --dtype=float32 "
+        f"--compile=false --data_dir={folder}/data --out_dir={folder}/run"
+    )
+    command = [sys.executable, REPO / "train.py", *flags.split()]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return folder / "run"
+
+
+def rows_of(folder, kind):
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["kind"] == kind]
+
+
+def row(step, loss, **changes):
+    """A train row as train.py writes it."""
+    common = {"lr": 1e-3, "data_ms": 0.1, "tokens": 512 * step, "grad_norm": 0.5, "skipped": 0}
+    speed = {"step_ms": 5.0, "tokens_per_sec": 1e5, "mfu": 0.05, "mem_gb": 0.4, "gpu_util": None}
+    return {"kind": "train", "step": step, "loss": loss, **common, **speed, **changes}
+
+
+def evaluation(step, loss):
+    values = {"val_loss": loss, "val_bpb": loss / math.log(2), "val_accuracy": 0.3}
+    return {"kind": "eval", "step": step, **values, "best_val_loss": loss}
+
+
+def event(step, name, **fields):
+    return {"kind": "event", "step": step, "event": name, **fields}
+
+
+def write_run(folder, rows, **info):
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if info:
+        (folder / "run.json").write_text(json.dumps(info))
+    return folder
+
+
+def falling(n, noise=0.03, **changes):
+    """Train rows of a healthy run."""
+    rng = np.random.RandomState(0)
+    losses = 1.5 + 2.7 * np.exp(-3 * np.arange(n) / n) + noise * rng.randn(n)
+    return [row(i + 1, loss, **changes) for i, loss in enumerate(losses)]
+
+
+def words_of(run):
+    with np.errstate(all="ignore"):
+        return report.words(run, image=True)
+
+
+# ---- a real run ----------------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_picture_and_words(real):
+    command = [sys.executable, REPO / "report.py", real]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "report.png" in done.stdout and "report.md" in done.stdout
+    assert (real / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert not list(real.glob("*.tmp"))
+    text = (real / "report.md").read_text()
+    best = min(rows_of(real, "eval"), key=lambda row: row["val_loss"])
+    assert f"{best['val_loss']:.4f} at step {best['step']}" in text
+    assert f"{best['val_bpb']:.4f}" in text and f"{best['val_accuracy']:.2%}" in text
+    assert f"finished, at step {STEPS}" in text
+
+
+def test_every_number_is_that_of_the_record(real):
+    run, rows = report.read_run(real), rows_of(real, "train")
+    for name in report.TRAIN.split():
+        recorded = [math.nan if row[name] is None else row[name] for row in rows]
+        np.testing.assert_array_equal(run.train[name], np.array(recorded, float))
+    outcome = report.outcome(run)
+    seconds = sum(row["step_ms"] for row in rows) / 1000
+    throughput = float(outcome["throughput, tokens/s"].replace(",", ""))
+    assert throughput == pytest.approx(rows[-1]["tokens"] / seconds, rel=1e-3)
+    assert outcome["tokens learned from"] == f"{rows[-1]['tokens']:,}"
+    spent, missing = report.seconds_by_kind(run)
+    assert spent == rows_of(real, "event")[-1]["seconds"] and not missing
+
+
+def test_knobs_that_differ_from_the_defaults_are_listed(real):
+    knobs = {name: value for name, value, _ in report.changed_knobs(report.read_run(real))}
+    assert knobs["`n_embd`"] == "`16`" and knobs["`max_steps`"] == f"`{STEPS}`"
+    assert not {"`n_layer`", "`seed`", "`beta2`", "`decay_steps`", "`out_dir`"} & set(knobs)
+
+
+def test_a_run_on_another_text_than_asked_for_says_so_first(real, tmp_path):
+    assert "INSTEAD" not in words_of(report.read_run(real))
+    info = json.loads((real / "run.json").read_text())
+    info["config"]["dataset"] = "shakespeare"
+    run = report.read_run(write_run(tmp_path / "run", rows_of(real, "train"), **info))
+    text = words_of(run)
+    assert "'tortoise' INSTEAD OF 'shakespeare'" in text[: text.index("## Result")]
+
+
+# ---- records that are not whole ------------------------------------------------------------------
+
+
+def test_a_half_written_last_line_does_not_matter(real, tmp_path):
+    whole = (real / "metrics.jsonl").read_bytes()
+    write_run(tmp_path, [])
+    (tmp_path / "metrics.jsonl").write_bytes(whole + b'{"kind": "train", "step": 25, "lo')
+    run, expected = report.read_run(tmp_path), report.read_run(real)
+    assert run.unreadable == 0
+    assert run.events == expected.events
+    np.testing.assert_equal((run.train, run.evals), (expected.train, expected.evals))
+
+
+def test_of_two_rows_of_a_step_the_later_one_counts(tmp_path):
+    rows = [row(1, 4.0), row(2, 3.0), row(3, 2.0), row(2, 3.5), row(3, 2.5)]
+    run = report.read_run(write_run(tmp_path, rows))
+    assert run.train["step"].tolist() == [1, 2, 3]
+    assert run.train["loss"].tolist() == [4.0, 3.5, 2.5]
+
+
+def test_damaged_lines_are_left_out_and_counted(real, tmp_path):
+    lines = (real / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    bad = [b"\0\0\0\n", b"1,2\n", b'{"kind": "train", "step": "x"}\n', b"[[[\n", b"\xff\n"]
+    lines[5:5] = bad
+    write_run(tmp_path, [])
+    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+    run = report.read_run(tmp_path)
+    assert run.unreadable == len(bad)
+    np.testing.assert_equal(run.train, report.read_run(real).train)
+    assert "5 damaged line(s)" in words_of(run)
+
+
+@pytest.mark.parametrize(
+    "content, word",
+    [
+        (None, "no such folder"),
+        ("folder", "no metrics.jsonl"),
+        (b"", "is empty"),
+        (b'{"kind": "trai', "damaged"),
+        (bytes(range(256)) * 40, "damaged"),
+        (b'{"loss": 1.5, "iter": 3}\n' * 9, "not from train.py"),
+        (b"step,loss\n1,4.2\n2,4.1\n", "not from train.py"),
+        (b"[" * 100_000, "damaged"),
+    ],
+)
+def test_what_is_no_record_is_refused_in_one_line(tmp_path, content, word, monkeypatch, capsys):
+    folder = tmp_path / "run"
+    if content is not None:
+        folder.mkdir()
+    if isinstance(content, bytes):
+        (folder / "metrics.jsonl").write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["report.py", str(folder)])
+    with pytest.raises(SystemExit) as stop:
+        report.main()
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2 and out == ""
+    assert err.count("\n") == 1 and word in err and str(folder) in err
+    assert not list(tmp_path.rglob("report.*"))
+
+
+def test_any_damage_gives_a_report_or_one_clear_line(real, tmp_path):
+    whole = (real / "metrics.jsonl").read_bytes()
+    rng, read = random.Random(0), 0
+    for _ in range(150):
+        damaged = bytearray(whole)
+        for _ in range(rng.choice((1, 10, 1000))):
+            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
+        (tmp_path / "metrics.jsonl").write_bytes(damaged[: rng.randrange(len(damaged))])
+        try:
+            run = report.read_run(tmp_path)
+        except ValueError as error:
+            assert "\n" not in str(error)
+        else:
+            assert words_of(run)
+            read += 1
+    assert 20 < read < 150
+
+
+def test_training_never_hears_of_a_report_that_fails(real, tmp_path, monkeypatch, capsys):
+    assert report.write_report(tmp_path / "nowhere") == []
+    assert "not written" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
+    assert report.write_report(write_run(tmp_path / "run", rows_of(real, "train"))) == [
+        tmp_path / "run" / "report.md"
+    ]
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+# ---- what happened -------------------------------------------------------------------------------
+
+
+def eventful():
+    """Rows of a run that was resumed, rolled back, out of memory, and failed; one session was killed."""
+    rows = falling(60)
+    for step in (20, 21):
+        rows[step - 1].update(loss=None, skipped=1, finite=False)
+    seconds = {"start": 1.0, "train": 2.0}
+    return [
+        evaluation(0, 4.2),
+        *rows,
+        evaluation(30, 2.5),
+        evaluation(60, 2.6),
+        event(20, "skipped", loss=None),
+        event(21, "skipped", loss=None),
+        event(25, "skipped", loss=None),
+        event(30, "out_of_memory", batch_size=4, accum_steps=2),
+        event(31, "end", ended="stopped by SIGINT", seconds=seconds),
+        event(31, "resume", checkpoint="ckpt_00000031.pt"),
+        event(31, "inexact_resume", threads=[2, 1], code=[{"train.py": "a"}, {"train.py": "b"}]),
+        event(40, "resume", checkpoint="ckpt_00000040.pt"),
+        event(40, "rollback", why="a loss spike", at_step=52),
+        event(60, "sample", text="To be\n~~~ or not"),
+        event(60, "end", ended="failed: no more. And so on", seconds=seconds),
+    ]
+
+
+def test_every_event_is_in_the_report(tmp_path):
+    run = report.read_run(write_run(tmp_path, eventful()))
+    steps = {name: list(steps) for name, steps in report.event_steps(run).items()}
+    assert steps == {
+        "best": [30],
+        "resume": [31, 40],
+        "skipped": [20, 21, 25],
+        "rollback": [40],
+        "out_of_memory": [30],
+        "failed": [60],
+    }
+    text = words_of(run)
+    for words in (
+        "2 updates in a row, to step 21",
+        "| 25 | skipped |",
+        "batch_size 4; accum_steps 2",
+        "stopped by SIGINT",
+        "why a loss spike; at_step 52",
+        "threads was 2, is 1",
+        "code was other, is train.py",
+        "failed: no more. And so on",
+        "1 session(s) left no account",
+        "\n~~~~~~\nTo be\n~~~ or not\n~~~~~~\n",
+    ):
+        assert words in text, words
+    assert report.seconds_by_kind(run) == ({"start": 2.0, "train": 4.0}, 1)
+    assert report.ended(run) == "failed: no more, at step 60"
+
+
+def test_cost_is_price_by_hours_by_devices(tmp_path):
+    rows = [*falling(30), event(30, "end", ended="finished", seconds={"train": 1800.0})]
+    free = report.read_run(write_run(tmp_path / "a", rows, hardware={"world_size": 4}))
+    assert "cost" not in report.outcome(free)
+    price = {"config": {"dollars_per_hour": 2.5}, "hardware": {"world_size": 4}}
+    paid = report.read_run(write_run(tmp_path / "b", rows, **price))
+    assert report.outcome(paid)["cost"].startswith("$5.00:")
+
+
+def test_a_rollback_does_not_hide_the_best(tmp_path):
+    rows = [evaluation(0, 4.2), *falling(30), evaluation(30, 2.0)]
+    run = report.read_run(write_run(tmp_path, rows, state={"best_val_loss": 1.9, "best_step": 40}))
+    assert report.best_of(run) == (1.9, 40)
+
+
+def spoilt(n, change):
+    rows = falling(n)
+    for i, each in enumerate(rows):
+        each.update(change(i / n, each))
+    return [evaluation(0, 4.2), *rows]
+
+
+CURVES = {
+    None: spoilt(400, lambda t, row: {}),
+    "The gradient is clipped all the time": spoilt(400, lambda t, row: {"grad_norm": 3.0}),
+    "The training loss spikes": spoilt(
+        400, lambda t, row: {"loss": row["loss"] + (row["step"] in (200, 201, 330))}
+    ),
+    "The training loss rises again": spoilt(
+        400, lambda t, row: {"loss": row["loss"] + max(0, t - 0.6) * 5}
+    ),
+    "The training loss is on a plateau": spoilt(
+        400,
+        lambda t, row: {
+            "loss": row["loss"] if t < 0.4 else 2.3 + 0.03 * math.sin(row["step"] ** 2)
+        },
+    ),
+    "Validation rises while training falls": [
+        *spoilt(400, lambda t, row: {}),
+        *(evaluation(step, 2.4 + abs(step - 200) / 400) for step in (100, 200, 300, 400)),
+    ],
+    "The throughput falls": spoilt(400, lambda t, row: {"tokens_per_sec": 1e5 if t < 0.7 else 6e4}),
+    "Training waits for data": spoilt(400, lambda t, row: {"data_ms": 2.0}),
+    "Updates fail": [*spoilt(400, lambda t, row: {}), event(100, "rollback", at_step=120)],
+}
+
+
+@pytest.mark.parametrize("trouble", CURVES)
+def test_each_known_trouble_is_named_where_it_is_and_only_there(trouble, tmp_path):
+    run = report.read_run(write_run(tmp_path, CURVES[trouble], config={"grad_clip": 1.0}))
+    assert list(report.troubles(run)) == ([trouble] if trouble else [])
+    assert set(report.TROUBLES) == set(CURVES) - {None}  # each of them is tried here
+
+
+# ---- pictures ------------------------------------------------------------------------------------
+
+
+def texts_of(figure):
+    """[(text, box in pixels)] of everything written in a figure, legends as one."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    found = [*figure.texts, *figure.legends]
+    for ax in figure.axes:
+        if ax.get_visible():
+            found += [ax.xaxis.label, ax.yaxis.label, ax.title, ax._left_title, ax._right_title]
+            found += [ax.get_legend(), ax.yaxis.get_offset_text()]
+            for axis in (ax.xaxis, ax.yaxis):
+                low, high = sorted(axis.get_view_interval())
+                for tick in axis.get_major_ticks():
+                    if low <= tick.get_loc() <= high:
+                        found += [label for label in (tick.label1, tick.label2)]
+    found = [item for item in found if item is not None and item.get_visible()]
+    found = [item for item in found if getattr(item, "get_text", lambda: "legend")()]
+    return [
+        (getattr(item, "get_text", lambda: "legend")(), item.get_window_extent(canvas.renderer))
+        for item in found
+    ]
+
+
+def assert_legible(figure):
+    """Nothing written is cut off by the edge, or lies on anything else that is written."""
+    boxes = texts_of(figure)
+    width, height = figure.bbox.width, figure.bbox.height
+    assert len(boxes) > 20
+    for ax in figure.axes:
+        if legend := ax.get_legend():
+            assert legend.get_window_extent().y0 >= ax.bbox.y1 - 1, "a legend hides a curve"
+    for i, (text, box) in enumerate(boxes):
+        inside = box.x0 >= 0 and box.y0 >= 0 and box.x1 <= width and box.y1 <= height
+        assert inside, f"{text!r} is cut off"
+        for other_text, other in boxes[:i]:
+            apart = (
+                box.x1 <= other.x0 + 1
+                or other.x1 <= box.x0 + 1
+                or box.y1 <= other.y0 + 1
+                or other.y1 <= box.y0 + 1
+            )
+            assert apart, f"{text!r} lies on {other_text!r}"
+
+
+def drawn(picture, *args):
+    import matplotlib
+
+    with (
+        np.errstate(all="ignore"),
+        matplotlib.rc_context(dict(pair.split("=") for pair in report.STYLE.split())),
+    ):
+        figure = picture(*args)
+        assert_legible(figure)
+    return figure
+
+
+RUNS = {
+    "healthy": [evaluation(0, 4.2), *falling(300), evaluation(300, 1.7)],
+    "eventful": eventful(),
+    "failed at step 3": [
+        evaluation(0, 4.2),
+        row(1, 4.2),
+        row(2, 3.4e8, grad_norm=30.0),
+        row(3, None, grad_norm=None, skipped=1, finite=False),
+        event(3, "end", ended="failed: loss or gradient not finite " + "and so on " * 30),
+    ],
+    "failed before its first step": [evaluation(0, 4.2), event(0, "end", ended="failed: why")],
+    "never evaluated": falling(2),
+    "many steps": [*falling(5000, mfu=None), *(evaluation(i, 2.0) for i in range(0, 5000, 20))],
+    "large numbers": falling(200, lr=2.5, tokens_per_sec=9.87e6, mem_gb=1234.5, grad_norm=1e-7),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_overlaps_and_nothing_is_cut(name, tmp_path):
+    config = {"grad_clip": 1.0, "n_layer": 1, "n_embd": 128}
+    run = report.read_run(write_run(tmp_path, RUNS[name], config=config))
+    figure = drawn(report.picture, run)
+    for ax in figure.axes[2:]:
+        assert ax.get_ylabel() and ax.get_facecolor() == (1, 1, 1, 1)
+    assert figure.get_facecolor() == (1, 1, 1, 1)  # not transparent: dark pages stay legible
+
+
+def test_five_runs_are_legible_together(tmp_path):
+    runs = [
+        report.read_run(write_run(tmp_path / name, rows)) for name, rows in list(RUNS.items())[:5]
+    ]
+    figure = drawn(report.compare_picture, runs, [run.name for run in runs])
+    labels = " ".join(ax.get_xlabel() for ax in figure.axes)
+    assert "step" in labels and "tokens" in labels and "training time (s)" in labels
+
+
+def test_thinning_keeps_every_peak():
+    y = np.sin(np.arange(50_000.0))
+    y[[12_345, 40_001]] = 9, -9
+    y[777] = math.nan
+    x, thinned = report.thin(np.arange(50_000.0), y)
+    assert len(x) == 2000 and thinned.max() == 9 and thinned.min() == -9
+    assert abs(x[thinned.argmax()] - 12_345) <= 50
+    assert report.thin(np.arange(9.0), np.arange(9.0))[0].tolist() == list(range(9))
+
+
+def test_smoothing_is_the_mean_of_the_neighbours_that_are_known():
+    y = np.array([5.0, 1, 2, math.nan, 4, 6, 8])
+    smoothed = report.smooth(y, 1)
+    np.testing.assert_allclose(smoothed, [5, 8 / 3, 1.5, 3, 5, 6, 7])
+
+
+# ---- several runs --------------------------------------------------------------------------------
+
+
+def test_a_comparison_says_what_differs_and_only_that(real, tmp_path, monkeypatch, capsys):
+    info = json.loads((real / "run.json").read_text())
+    info["config"]["peak_lr"], info["data"]["fingerprint"] = 0.5, "another"
+    rows = [*rows_of(real, "eval"), *rows_of(real, "train")]
+    other = write_run(tmp_path / "other", rows, **info)
+    argv = ["report.py", str(real), str(other), f"--report_dir={tmp_path}/both"]
+    monkeypatch.setattr(report, "report_dir", "")
+    monkeypatch.setattr(sys, "argv", argv)
+    report.main()
+    assert f"{tmp_path.name}/both" in capsys.readouterr().out
+    assert (tmp_path / "both" / "compare.png").read_bytes().startswith(b"\x89PNG")
+    text = (tmp_path / "both" / "compare.md").read_text()
+    assert "learned different texts" in text
+    assert "| `peak_lr` | 0.001 | 0.5 |" in text
+    assert "n_embd" not in text and "different devices" not in text
+
+
+@pytest.mark.slow
+def test_a_million_lines_take_seconds(tmp_path):
+    with open(tmp_path / "metrics.jsonl", "w") as file:
+        for i in range(1, 1_000_001):
+            loss = 2 + random.random()
+            file.write(json.dumps(row(i, loss, grad_norm=random.random(), data_ms=loss)) + "\n")
+    start = time.process_time()
+    assert len(report.write_report(tmp_path)) == 2
+    assert time.process_time() - start < 20

@@ -1,0 +1,370 @@
+"""A run that is stopped anywhere, by any means, goes on bit for bit under the same command.
+
+What is compared is SHA-256 over weights, moments, scaler, average, state and random numbers after the
+last step. A check that cannot fail is no check: each of these, left out of a checkpoint, must show.
+"""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import torch
+from conftest import WINDOWS, fingerprint, read_rows, stop_at, wait_for
+
+import machine
+
+STEPS = 30
+FLAGS = (  # two micro-batches of 4 a step, dropout on; evaluations and saves fall on different steps
+    f"--max_steps={STEPS}",
+    "--batch_size=4",
+    "--accum_steps=2",
+    "--dropout=0.1",
+    "--eval_interval=8",
+    "--save_interval=10",
+    "--keep_last=9",
+    "--log_interval=4",
+)
+ACROSS = WINDOWS // 8 + 1  # the step whose batch holds windows of two epochs
+needs_float16 = pytest.mark.skipif(
+    "avx512_fp16" not in machine.cpu_info()[1], reason="this CPU does not compute in float16"
+)
+needs_compiler = pytest.mark.skipif(
+    not shutil.which(os.environ.get("CXX", "g++")), reason="there is no C++ compiler here"
+)
+
+
+@pytest.fixture(scope="module")
+def whole(train_in, tmp_path_factory):
+    """whole(*flags) -> Done: the run that nothing interrupts; each is made once."""
+    made = {}
+
+    def run(*flags):
+        if flags not in made:
+            folder = tmp_path_factory.mktemp("whole")
+            made[flags] = train_in(folder, "run", *FLAGS, *flags)
+            assert made[flags].returncode == 0, made[flags].stderr
+        return made[flags]
+
+    return run
+
+
+def stop_and_go_on(run_train, stops, *flags, before=""):
+    """A run that gets a SIGTERM during each of the steps in `stops`, and is started again each time."""
+    for stop in stops:
+        done = run_train("run", *FLAGS, *flags, before=stop_at(stop))
+        assert done.returncode == 143, done.stderr
+        assert done.checkpoint(stop).exists()
+        assert [row["step"] for row in done.rows("train")] == list(range(1, stop + 1))
+    done = run_train("run", *FLAGS, *flags)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+# ---- it is the same run --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        pytest.param(5, id="inside an epoch"),
+        pytest.param(10, id="right at a checkpoint"),
+        pytest.param(8, id="right at an evaluation"),
+        pytest.param(ACROSS - 1, id="before a batch that lies across two epochs"),
+        pytest.param(ACROSS, id="after it"),
+    ],
+)
+def test_resume_is_bit_exact(run_train, whole, stop):
+    done = stop_and_go_on(run_train, [stop])
+    assert done.fingerprint(STEPS) == whole().fingerprint(STEPS)
+
+
+def test_resume_is_bit_exact_however_often(run_train, whole):
+    done = stop_and_go_on(run_train, [1, 2, 10, ACROSS, STEPS - 1])
+    assert done.fingerprint(STEPS) == whole().fingerprint(STEPS)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--dtype=bfloat16"],
+        pytest.param(["--dtype=float16"], marks=needs_float16),
+        ["--optimizer=sgd", "--peak_lr=0.1"],
+        ["--optimizer=momentum", "--peak_lr=0.1"],
+        ["--optimizer=muon"],
+        pytest.param(["--optimizer=muon", "--dtype=float16"], marks=needs_float16),
+        ["--ema_decay=0.9"],
+        ["--num_workers=2"],
+        ["--grad_checkpoint=true", "--n_layer=2"],
+        ["--schedule=wsd", "--label_smoothing=0.1"],
+        ["--plateau_factor=0.5", "--plateau_patience=1", "--min_delta=1", "--eval_interval=2"],
+        ["--spike_sigma=9", "--deterministic=false"],
+    ],
+    ids=" ".join,
+)
+def test_resume_is_bit_exact_with(run_train, whole, flags):
+    done, uninterrupted = stop_and_go_on(run_train, [13], *flags), whole(*flags)
+    assert done.fingerprint(STEPS) == uninterrupted.fingerprint(STEPS)
+    assert done.fingerprint(STEPS)["model"] != done.fingerprint(0)["model"]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+def test_resume_is_bit_exact_when_compiled(run_train, whole, dtype):
+    flags = ["--compile=true", f"--dtype={dtype}"]
+    done = stop_and_go_on(run_train, [13], *flags)
+    assert "torch.compile failed" not in done.stdout
+    assert done.fingerprint(STEPS) == whole(*flags).fingerprint(STEPS)
+    assert done.fingerprint(STEPS)["model"] != whole(flags[1]).fingerprint(STEPS)["model"]
+
+
+def test_the_number_of_workers_may_change_on_the_way(run_train, whole):
+    run_train("run", *FLAGS, "--num_workers=2", before=stop_at(7))
+    run_train("run", *FLAGS, before=stop_at(ACROSS))
+    done = run_train("run", *FLAGS, "--num_workers=1", "--prefetch_factor=5")
+    assert done.fingerprint(STEPS) == whole().fingerprint(STEPS)
+
+
+# ---- by any means --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(run_train, whole, name):
+    done = run_train("run", *FLAGS, before=stop_at(6, name))
+    assert done.returncode == 128 + getattr(signal, name)
+    assert f"stopped by {name} at step 6" in done.stdout
+    assert json.loads((done.out_dir / "run.json").read_text())["ended"] == f"stopped by {name}"
+    assert run_train("run", *FLAGS).fingerprint(STEPS) == whole().fingerprint(STEPS)
+
+
+@pytest.mark.parametrize("stop", [7, 17])
+def test_a_killed_run_goes_on_from_its_last_checkpoint(run_train, whole, stop):
+    done = run_train("run", *FLAGS, "--log_interval=1", before=stop_at(stop, "SIGKILL"))
+    assert done.returncode == 137 and not done.checkpoint(stop).exists()
+    assert max(row["step"] for row in done.rows("train")) == stop - 1  # to be cut back
+    done = run_train("run", *FLAGS, "--log_interval=1")
+    assert done.rows("event")[0]["step"] == stop // 10 * 10
+    assert done.fingerprint(STEPS) == whole().fingerprint(STEPS)
+    assert_whole_metrics(done, whole())
+
+
+def test_a_save_on_demand_changes_nothing(run_train, whole):
+    done = run_train("run", *FLAGS, before=stop_at(13, "SIGUSR1") + stop_at(17, "SIGKILL"))
+    assert done.returncode == 137 and done.checkpoint(13).exists()
+    done = run_train("run", *FLAGS, before=stop_at(14, "SIGUSR1"))
+    assert done.rows("event")[0]["step"] == 13 and not done.checkpoint(14).exists()  # not for good
+    assert done.fingerprint(STEPS) == whole().fingerprint(STEPS)
+
+
+def test_the_real_command_stopped_by_a_real_signal(start_train, run_train, tmp_path):
+    """The way a person does it: `python train.py`, Ctrl-C to all of its processes, `python train.py`."""
+    flags = ["--max_steps=400", "--dropout=0.1", "--num_workers=2", "--log_interval=1"]
+    process = start_train("run", *flags)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and len(read_rows(metrics.parent)) > 20)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(20) == 130, process.log.read_text()
+    assert 20 < len(read_rows(metrics.parent, "train")) < 400
+    process = start_train("run", *flags)
+    assert process.wait(60) == 0, process.log.read_text()
+    uninterrupted = run_train("whole", *flags)
+    resumed = fingerprint(tmp_path / "run" / "ckpt_00000400.pt")
+    assert resumed == uninterrupted.fingerprint(400)
+
+
+# ---- the record stays whole ----------------------------------------------------------------------
+
+
+def assert_whole_metrics(done, uninterrupted):
+    """Each step and each evaluation stands there once, with the numbers of the uninterrupted run."""
+    same = {"train": ("step", "loss", "lr", "grad_norm", "skipped", "tokens", "epoch")}
+    same["eval"] = ("step", "val_loss", "val_bpb", "val_accuracy", "best_val_loss")
+    for kind, keys in same.items():
+        rows = [
+            [{k: row[k] for k in keys} for row in run.rows(kind)] for run in (done, uninterrupted)
+        ]
+        assert rows[0] == rows[1] and len(rows[0]) >= 5
+    assert [row["step"] for row in done.rows("train")] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in done.rows("eval")] == [0, 8, 16, 24, STEPS]
+
+
+def test_a_resumed_run_has_each_row_once(run_train, whole):
+    done = stop_and_go_on(run_train, [5, 8, ACROSS])
+    assert_whole_metrics(done, whole())
+    events = [(row["event"], row["step"]) for row in done.rows("event")]
+    assert [step for event, step in events if event == "resume"] == [5, 8, ACROSS]
+    assert not [event for event, _ in events if event == "inexact_resume"]
+    resumes = json.loads((done.out_dir / "run.json").read_text())["resumes"]
+    assert [(entry["step"], entry["inexact"]) for entry in resumes] == [
+        (5, {}),
+        (8, {}),
+        (ACROSS, {}),
+    ]
+
+
+def test_a_torn_last_line_is_dropped(run_train, whole):
+    done = run_train("run", *FLAGS, before=stop_at(6))
+    with open(done.out_dir / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "train", "step": 6, "lo')
+    assert_whole_metrics(run_train("run", *FLAGS), whole())
+
+
+def test_a_finished_run_says_so_and_changes_nothing(run_train):
+    done = run_train("run")
+    before = {path: path.read_bytes() for path in done.out_dir.iterdir()}
+    again = run_train("run")
+    assert again.returncode == 0 and again.stderr == ""
+    assert "is finished: 12 steps" in again.stdout and "--out_dir=run_2" in again.stdout
+    assert {path: path.read_bytes() for path in done.out_dir.iterdir()} == before
+    assert (done.out_dir.parent / "run_2").exists() is False
+
+
+# ---- what is left out must show ------------------------------------------------------------------
+
+
+def edited(done, step, change):
+    """Apply change(checkpoint) to the newest checkpoint of a stopped run."""
+    checkpoint = torch.load(done.checkpoint(step), weights_only=True)
+    change(checkpoint)
+    torch.save(checkpoint, done.checkpoint(step))
+
+
+def without_rng(checkpoint):
+    checkpoint["rng"] = []
+
+
+def without_moments(checkpoint):
+    for optimizer in checkpoint["optimizer"]:
+        optimizer["state"] = {}
+
+
+def without_batch_index(checkpoint):
+    checkpoint["state"]["batch_index"] = 0
+
+
+def without_step(checkpoint):
+    checkpoint["state"]["step"] = 0
+
+
+def without_average(checkpoint):
+    checkpoint["ema"] = {}
+
+
+def without_scale(checkpoint):
+    checkpoint["scaler"]["scale"] /= 2
+
+
+def without_lr_factor(checkpoint):
+    checkpoint["state"]["lr_factor"] = 1.0
+
+
+def with_another_bit(checkpoint):
+    bits = checkpoint["model"]["head.weight"].view(torch.int32)
+    bits[0, 0] ^= 1
+
+
+@pytest.mark.parametrize(
+    "change, differs, flags",
+    [
+        (without_rng, {"model", "optimizer", "rng", "state"}, []),
+        (without_moments, {"model", "optimizer", "state"}, []),
+        (without_moments, {"model", "optimizer", "state"}, ["--optimizer=momentum"]),
+        (without_moments, {"model", "optimizer", "state"}, ["--optimizer=muon"]),
+        (without_batch_index, {"model", "optimizer", "state"}, []),
+        (without_step, {"model", "optimizer", "state", "rng"}, []),
+        (without_average, {"ema", "state"}, ["--ema_decay=0.9"]),
+        pytest.param(without_scale, {"scaler"}, ["--dtype=float16"], marks=needs_float16),
+        (
+            without_lr_factor,
+            {"model", "optimizer", "state"},
+            ["--plateau_factor=0.5", "--plateau_patience=1", "--min_delta=1", "--eval_interval=2"],
+        ),
+        (with_another_bit, {"model"}, []),
+        (lambda checkpoint: None, set(), []),
+    ],
+)
+def test_what_a_checkpoint_leaves_out_shows_in_the_hash(run_train, whole, change, differs, flags):
+    done = run_train("run", *FLAGS, *flags, before=stop_at(13))
+    edited(done, 13, change)
+    done = run_train("run", *FLAGS, *flags)
+    assert done.returncode == 0, done.stderr
+    ours, expected = done.fingerprint(STEPS), whole(*flags).fingerprint(STEPS)
+    found = {part for part in ours if ours[part] != expected[part]}
+    assert found >= differs if differs else not found
+
+
+# ---- another command -----------------------------------------------------------------------------
+
+
+def test_raising_max_steps_keeps_the_planned_learning_rate(run_train):
+    run_train("run", "--min_lr=1e-5")
+    raised = run_train("run", "--min_lr=1e-5", "--max_steps=20")
+    planned = run_train("planned", "--min_lr=1e-5", "--max_steps=20", "--decay_steps=12")
+    shorter = run_train("shorter", "--min_lr=1e-5", "--max_steps=20")
+    lr = [[row["lr"] for row in run.rows("train")] for run in (raised, planned, shorter)]
+    assert lr[0] == lr[1] and lr[0][12:] == [1e-5] * 8
+    assert lr[0] != lr[2]  # which has 20 steps to come down
+    ours, expected = raised.fingerprint(20), planned.fingerprint(20)
+    assert ours["model"] == expected["model"] and ours["optimizer"] == expected["optimizer"]
+    again = run_train("run", "--min_lr=1e-5", "--max_steps=25", "--decay_steps=25")
+    assert again.rows("train")[-1]["lr"] > 1e-5  # unless decay_steps is given
+
+
+@pytest.mark.parametrize("flag", ["--peak_lr=5e-4", "--weight_decay=10", "--grad_clip=0.01"])
+def test_what_may_change_on_resume_is_really_applied(run_train, whole, flag):
+    done = run_train("run", *FLAGS, before=stop_at(13))
+    done = run_train("run", *FLAGS, flag)
+    assert done.returncode == 0, done.stderr
+    ours, before = (run.rows("train") for run in (done, whole()))
+    for key in ("loss", "lr", "grad_norm"):
+        assert [row[key] for row in ours[:13]] == [row[key] for row in before[:13]]
+    assert ours[-1]["loss"] != before[-1]["loss"]
+    if "peak_lr" in flag:
+        ratios = [a["lr"] / b["lr"] for a, b in zip(ours[13:20], before[13:20], strict=True)]
+        assert all(0.5 <= ratio < 0.7 for ratio in ratios)
+    optimizer = torch.load(done.checkpoint(STEPS), weights_only=True)["optimizer"][0]
+    assert optimizer["param_groups"][0]["weight_decay"] == (10 if "decay" in flag else 0.1)
+
+
+def test_a_moved_run_goes_on(run_train, whole, tmp_path):
+    done = run_train("run", *FLAGS, before=stop_at(13))
+    shutil.move(done.out_dir, tmp_path / "moved")
+    done = run_train("moved", *FLAGS)
+    assert done.fingerprint(STEPS) == whole().fingerprint(STEPS)
+
+
+def test_a_checkpoint_of_another_run_seeds_an_empty_folder(run_train, whole, tmp_path):
+    source = run_train("source", *FLAGS, before=stop_at(13))
+    before = {path: path.read_bytes() for path in source.out_dir.iterdir()}
+    seed = f"--resume={source.checkpoint(13)}"
+    done = run_train("run", *FLAGS, seed, before=stop_at(ACROSS))
+    assert done.returncode == 143
+    done = run_train("run", *FLAGS, seed)  # the same command: the run that is here goes on
+    assert done.returncode == 0
+    assert [e["step"] for e in done.rows("event") if e["event"] == "resume"] == [13, ACROSS]
+    ours, expected = done.fingerprint(STEPS), whole().fingerprint(STEPS)
+    for part in ("model", "optimizer", "rng"):
+        assert ours[part] == expected[part]
+    assert {path: path.read_bytes() for path in source.out_dir.iterdir()} == before
+
+
+def test_another_split_into_micro_batches_is_said_and_goes_on(run_train, whole):
+    run_train("run", *FLAGS, before=stop_at(13))
+    done = run_train("run", *FLAGS, "--batch_size=8", "--accum_steps=1")
+    assert done.returncode == 0, done.stderr
+    (event,) = [row for row in done.rows("event") if row["event"] == "inexact_resume"]
+    assert event["batch_size"] == [4, 8] and event["accum_steps"] == [2, 1]
+    assert "inexact resume" in done.stdout
+    assert json.loads((done.out_dir / "run.json").read_text())["resumes"][0]["inexact"]
+    ours, expected = done.fingerprint(STEPS), whole().fingerprint(STEPS)
+    assert ours["model"] != expected["model"]  # sums in another order, other dropout
+
+
+def test_another_thread_count_is_said_and_goes_on(run_train, python_train):
+    run_train("run", before=stop_at(5))
+    threads = "1" if torch.get_num_threads() > 1 else "2"
+    done = python_train("run", env={"OMP_NUM_THREADS": threads})
+    assert done.returncode == 0, done.stderr
+    (event,) = [row for row in done.rows("event") if row["event"] == "inexact_resume"]
+    assert event["threads"] == [torch.get_num_threads(), int(threads)]

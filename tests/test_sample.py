@@ -1,0 +1,190 @@
+"""Text from a checkpoint: the same for the same seed, whole characters, and clear words where it fails."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import prepare_data
+import sample
+
+REPO = Path(sample.__file__).parent
+TEXT = (
+    "The tortoise, as you know, was slow;\nbut it was honest: every step was written down.\n" * 40
+)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory):
+    """The folder of a run of 20 steps, with averaged weights, on a text of 32 characters."""
+    folder = tmp_path_factory.mktemp("sample")
+    (folder / "text.txt").write_text(TEXT)
+    prepare_data.prepare("tortoise", folder / "data", str(folder / "text.txt"), say=lambda *_: None)
+    flags = (
+        "--dataset=tortoise --max_steps=20 --warmup_steps=2 --eval_interval=10 --n_embd=16 --n_head=2 "
+        "--block_size=16 --batch_size=8 --device=cpu --dtype=float32 --compile=false --ema_decay=0.5 "
+        f"--dropout=0.1 --data_dir={folder}/data --out_dir={folder}/run"
+    )
+    command = [sys.executable, REPO / "train.py", *flags.split()]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return folder / "run"
+
+
+@pytest.fixture
+def run_sample(monkeypatch, capsys):
+    """run_sample(*arguments) -> (exit code, stdout, stderr), with the knobs as they were afterwards."""
+
+    def run(*arguments):
+        for name, value in list(vars(sample).items()):
+            monkeypatch.setattr(sample, name, value)
+        monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, arguments), "--device=cpu"])
+        monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
+        code = 0
+        try:
+            sample.main()
+        except SystemExit as stop:
+            code = stop.code
+        finally:
+            monkeypatch.undo()
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def edited(trained, tmp_path):
+    """edited(change) -> path of a checkpoint that change(checkpoint) has been at."""
+
+    def edit(change):
+        checkpoint = torch.load(trained / "best.pt", weights_only=True)
+        change(checkpoint)
+        torch.save(checkpoint, tmp_path / "edited.pt")
+        return tmp_path / "edited.pt"
+
+    return edit
+
+
+def refused(result, *words):
+    code, out, err = result
+    assert code == 2 and out == "" and err.count("\n") == 1
+    assert all(word in err for word in words), err
+
+
+def test_the_command_line_writes_only_text_to_stdout(trained):
+    command = [sys.executable, REPO / "sample.py", trained, "--start=The", "--max_new_tokens=40"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stdout.startswith("The") and len(done.stdout) == len("The") + 40 + len("\n")
+    assert set(done.stdout) <= set(TEXT)
+    assert "best.pt" in done.stderr
+
+
+def test_text_comes_while_it_is_made(trained):
+    command = [sys.executable, REPO / "sample.py", trained, "--max_new_tokens=100000000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        assert len(process.stdout.read(20)) == 20  # it would take an hour to end
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_seed_decides_the_text(trained, run_sample):
+    arguments = (trained, "--max_new_tokens=60")
+    once, again = run_sample(*arguments), run_sample(*arguments)
+    other = run_sample(*arguments, "--seed=1338")
+    assert once == again and once[0] == 0
+    assert other[1] != once[1]
+    both = run_sample(*arguments, "--num_samples=2")[1]
+    assert both.startswith(once[1]) and both.endswith(other[1])
+
+
+def test_temperature_zero_takes_the_likeliest(trained, run_sample):
+    texts = {run_sample(trained, "--temperature=0", f"--seed={seed}")[1] for seed in range(3)}
+    assert len(texts) == 1
+    assert texts == {run_sample(trained, "--top_k=1")[1]}
+
+
+def test_a_prompt_can_come_from_a_file(trained, run_sample, tmp_path):
+    (tmp_path / "prompt.txt").write_text("slow;\nbut")
+    from_file = run_sample(trained, f"--start=FILE:{tmp_path}/prompt.txt")
+    assert from_file == run_sample(trained, "--start=slow;\nbut")
+    assert from_file[1].startswith("slow;\nbut")
+
+
+def test_a_prompt_with_unknown_characters_is_refused_by_name(trained, run_sample):
+    refused(run_sample(trained, "--start=Thé €"), "'é'", "'€'")
+    refused(run_sample(trained, "--start=FILE:/nonexistent"), "/nonexistent")
+
+
+def test_the_averaged_weights_are_used(trained):
+    path, checkpoint = sample.open_checkpoint(trained)
+    model, _ = sample.rebuild(path, checkpoint)
+    assert checkpoint["ema"]
+    for name, average in checkpoint["ema"].items():
+        assert torch.equal(model.get_parameter(name), average)
+    assert any(not torch.equal(w, checkpoint["model"][n]) for n, w in checkpoint["ema"].items())
+
+
+def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp_path):
+    refused(run_sample(), "one run")
+    refused(run_sample(tmp_path / "nowhere"), "nowhere", "is not there")
+    refused(run_sample(tmp_path), "no checkpoint")
+    refused(run_sample(trained / "run.json"), "run.json")
+    torch.save({"weights": torch.ones(3)}, tmp_path / "foreign.pt")
+    refused(run_sample(tmp_path / "foreign.pt"), "foreign.pt", "lacks")
+
+    def other_vocabulary(checkpoint):
+        meta = checkpoint["data"]["meta"]
+        meta["chars"], meta["vocab_size"] = meta["chars"] + "é", meta["vocab_size"] + 1
+
+    size = len(set(TEXT)) + 1
+    refused(run_sample(edited(other_vocabulary)), f"vocabulary of {size}")
+    refused(run_sample(edited(lambda c: c["config"].update(n_embd=32))), "32", "in model.py")
+    refused(run_sample(edited(lambda c: c["data"].clear())), "no checkpoint of train.py")
+    refused(run_sample(trained, "--temperature=-1"), "--temperature=-1")
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_next_and_is_left_alone(
+    trained, run_sample, tmp_path
+):
+    whole = (trained / "best.pt").read_bytes()
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2] ^= 1
+    (tmp_path / "best.pt").write_bytes(damaged)
+    refused(run_sample(tmp_path / "best.pt"), "best.pt", "damaged")
+    refused(run_sample(tmp_path), "best.pt", "damaged")
+    (tmp_path / "ckpt_00000010.pt").write_bytes(damaged)
+    (tmp_path / "ckpt_00000020.pt").write_bytes(whole)
+    code, out, err = run_sample(tmp_path)
+    assert code == 0 and out
+    assert "best.pt is damaged" in err and "ckpt_00000020.pt, step 20" in err
+    assert sorted(os.listdir(tmp_path)) == ["best.pt", "ckpt_00000010.pt", "ckpt_00000020.pt"]
+
+
+def test_a_character_is_never_torn():
+    text = "é€𝄞 honest ß"
+    meta = {"tokenizer": "byte", "vocab_size": 256}
+    pieces = list(sample.stream(text.encode(), meta))
+    assert "".join(pieces) == text
+    assert pieces[:2] == ["", "é"]  # the first byte alone is no character yet
+    assert "".join(sample.stream("é".encode()[:1], meta)) == "\ufffd"
+
+
+def test_a_sample_does_not_disturb_training(trained):
+    path, checkpoint = sample.open_checkpoint(trained)
+    model, meta = sample.rebuild(path, checkpoint)
+    model.train()
+    torch.manual_seed(7)
+    before, weights = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
+    once = sample.sample_text(model, meta, max_new_tokens=50)
+    again = sample.sample_text(model, meta, max_new_tokens=50)
+    assert once == again and len(once) == 50  # dropout would make them differ
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training and all(module.training for module in model.modules())
+    averaged = {name: torch.zeros_like(w) for name, w in model.named_parameters()}
+    assert sample.sample_text(model, meta, max_new_tokens=50, weights=averaged) != once
+    assert all(torch.equal(w, weights[k]) for k, w in model.state_dict().items())
