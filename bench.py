@@ -128,17 +128,22 @@ def interleaved(steps, device):
     return {name: median(each) for name, each in times.items()}
 
 
-def table(*rows):
-    """Print rows of cells, separated by |, in columns; the first one to the left."""
-    cells = [row.split("|") for row in rows]
+def show(rows, **formats):
+    """Print {name: {column: value}} as a table of the columns in `formats`. ".1f M": in millions."""
+    cells = [["", *(column.replace("_", " ") for column in formats)]]
+    for name, row in rows.items():
+        cells.append([name, *(cell(row.get(key, ""), how) for key, how in formats.items())])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for first, *rest in cells:
         columns = zip(rest, widths[1:], strict=True)
-        say(f"  {first:<{widths[0]}}" + "".join(f"  {cell:>{width}}" for cell, width in columns))
+        say(f"  {first:<{widths[0]}}" + "".join(f"  {each:>{width}}" for each, width in columns))
 
 
-def percent(fraction):
-    return "n/a" if math.isnan(fraction) else f"{fraction:.1%}"
+def cell(value, how):
+    if isinstance(value, str) or value is None or math.isnan(value):
+        return "n/a" if not isinstance(value, str) else value
+    how, _, unit = how.partition(" ")
+    return format(value / {"": 1, "M": 1e6, "G": 1e9, "T": 1e12}[unit], how)
 
 
 # ---- peak ----------------------------------------------------------------------------------------
@@ -149,29 +154,22 @@ def peak(job):
     device, name = job.device, machine.device_name(job.device)
     sheet = next((p for key, p in machine.PEAKS if device.type == "cuda" and key in name), {})
     sizes = (512, 1024, 2048) if device.type == "cpu" else (1024, 2048, 4096, 8192)
-    rates = {"float32": {}, "bfloat16": {}, "float16": {}}
+    rates = {dtype: {} for dtype in ("float32", "bfloat16", "float16")}
     for dtype, rate in rates.items():
         for size in sizes:
             if rate and 24 * size**3 / min(rate.values()) > 10:
                 break  # emulated: it would take more than ten seconds
             with contextlib.suppress(RuntimeError):  # a dtype that is not known here
-                rate[size] = machine.matmul_rate(device, getattr(torch, dtype), size)
+                rate[f"n = {size}"] = machine.matmul_rate(device, getattr(torch, dtype), size)
+        rate["datasheet"] = sheet.get(dtype)
     source = torch.ones(2**26 if device.type == "cpu" else 2**28, device=device)
     target = torch.empty_like(source)
     copying = min(seconds_of(lambda: target.copy_(source), 1, device) for _ in range(6))
-
+    bandwidth, size = 2 * source.nbytes / copying, source.nbytes / 1e6
     say(f"\npeak: TFLOP/s of an n-cubed matrix product, {torch.get_num_threads()} threads")
-    rows = []
-    for dtype, rate in rates.items():
-        cells = [f"{rate[size] / 1e12:.2f}" if size in rate else "n/a" for size in sizes]
-        cells.append(f"{sheet[dtype] / 1e12:g}" if dtype in sheet else "n/a")
-        rows.append("|".join([dtype, *cells]))
-    table("|".join(["", *(f"n = {size}" for size in sizes), "datasheet"]), *rows)
-    bandwidth = 2 * source.nbytes / copying
-    say(
-        f"  memory: {bandwidth / 1e9:.1f} GB/s read and written, by a {source.nbytes / 1e6:.0f} MB copy"
-    )
-    return {"flops_per_sec": rates, "datasheet": sheet, "bytes_per_sec": bandwidth}
+    show(rates, **{f"n = {size}": ".2f T" for size in sizes}, datasheet="g T")
+    say(f"  memory: {bandwidth / 1e9:.1f} GB/s read and written, copying {size:.0f} MB")
+    return {"flops_per_sec": rates, "bytes_per_sec": bandwidth}
 
 
 # ---- ladder --------------------------------------------------------------------------------------
@@ -224,26 +222,22 @@ def ladder(job):
     if train.deterministic:
         steps |= {"with": compiled, "without": indeterministic(compiled)}
     seconds = interleaved(steps, device)
+    machine.stop_workers(ahead)
 
-    result, rows, before = {}, [], None
+    result, slowest = {}, seconds["float32 eager, waits for the loss"]
+    before = slowest
     for name, step in rungs.items():
-        if name not in steps:
-            result[name] = {"absent": step}
-            rows.append(f"{name}|n/a|||||{step}")
-            continue
-        before = before or seconds[name]
-        row = result[name] = job.speed(run, seconds[name])
-        row["to_before"] = before / seconds[name]
-        row["to_first"] = seconds["float32 eager, waits for the loss"] / seconds[name]
-        ratios = f"{row['to_before']:.2f}x|{row['to_first']:.2f}x"
-        speed = f"{row['ms']:.2f}|{row['tokens_per_sec']:,.0f}|{percent(row['mfu'])}"
-        rows.append(f"{name}|{speed}|{ratios}|")
-        before = seconds[name]
-    price = seconds["with"] / seconds["without"] - 1 if train.deterministic else math.nan
+        result[name] = {"absent": step}
+        if name in steps:
+            ratios = {"to_before": before / seconds[name], "to_first": slowest / seconds[name]}
+            result[name] = job.speed(run, seconds[name]) | ratios
+            before = seconds[name]
+    price = seconds["with"] / seconds["without"] - 1 if train.deterministic else None
     say(f"\nladder: each technique on top of those before; medians of {rounds}, taken in turn")
-    table("|ms|tokens/s|MFU|to before|to first|", *rows)
-    say(f"  MFU against {(job.peak[0] or math.nan) / 1e12:.3g} TFLOP/s ({job.peak[1]})")
-    say(f"  compiling took {compiling:.1f} s; deterministic mode costs {percent(price)} of a step")
+    columns = {"ms": ".2f", "tokens_per_sec": ",.0f", "mfu": ".1%"}
+    show(result, **columns, to_before=".2f", to_first=".2f", absent="")
+    say(f"  mfu: of {cell(job.peak[0], '.3g T')} TFLOP/s ({job.peak[1]})")
+    say(f"  deterministic mode costs {cell(price, '.1%')} of a step; compiling, {compiling:.1f} s")
     return {"rungs": result, "compile_seconds": compiling, "deterministic_price": price}
 
 
@@ -355,19 +349,20 @@ def profile(job):
     slowdown = host["ProfilerStep*"] / (1e6 * measured * count)
 
     own_time = "self_device_time_total" if cuda else "self_cpu_time_total"
-    operators = [
-        {"name": e.key, "calls": e.count / count, "ms": getattr(e, own_time) / 1e3 / count}
+    operators = {
+        e.key: {"calls": e.count / count, "ms": getattr(e, own_time) / 1e3 / count}
         for e in profiler.key_averages()
         if e.key not in spans and e.device_type == DeviceType.CPU
-    ]
-    operators = sorted(operators, key=lambda o: -o["ms"])[:10]
-    say(f"\nprofile: {1000 * measured:.2f} ms a step; under the profiler {slowdown:.2f} times that")
-    rows = [f"{name}|{1000 * measured * s:.2f}|{percent(s)}" for name, s in shares.items()]
-    table("|ms|share", *rows, f"sum|{1000 * measured * sum(shares.values()):.2f}|")
-    rows = [f"{o['name'][:60].replace('|', ' ')}|{o['calls']:g}|{o['ms']:.3f}" for o in operators]
-    table("the ten most expensive operators, profiled, their own time|calls|ms", *rows)
-    step_ms = 1000 * measured
-    return {"step_ms": step_ms, "shares": shares, "slowdown": slowdown, "operators": operators}
+    }
+    top = sorted(operators, key=lambda name: -operators[name]["ms"])[:10]
+    operators = {name: operators[name] for name in top}
+    ms = 1000 * measured
+    say(f"\nprofile: {ms:.2f} ms a step; under the profiler {slowdown:.2f} times that")
+    rows = {name: {"ms": share * ms, "share": share} for name, share in shares.items()}
+    show(rows | {"sum": {"ms": ms * sum(shares.values())}}, ms=".2f", share=".1%")
+    say("  the ten most expensive operators, by their own time under the profiler")
+    show(operators, calls="g", ms=".3f")
+    return {"step_ms": ms, "shares": shares, "slowdown": slowdown, "operators": operators}
 
 
 def kernel_time(events, spans):
@@ -391,45 +386,45 @@ def kernel_time(events, spans):
 def memory(job):
     """Tensor memory of an eager step, predicted and measured; the batch that fits; known sizes."""
     config, here = train.model_config(job.meta["vocab_size"]), available_memory(job.device)
-    knobs, rows, result = (train.optimizer, train.dtype), [], {"available": here}
+    rows, known = {}, {}
 
-    def predict(checkpointed, batch_size):
-        return training_memory(config, batch_size, *knobs, checkpointed, job.device.type)
+    def predict(config, batch_size, optimizer, checkpointed, dtype=train.dtype):
+        parts = training_memory(config, batch_size, optimizer, dtype, checkpointed, job.device.type)
+        # gradients come as activations go, unless those of a micro-batch before are there already
+        overlap = min(parts["gradients"], parts["activations"])
+        return parts | {"predicted": sum(parts.values()) - overlap * (train.accum_steps == 1)}
 
     for checkpointed in (False, True):
-        name = f"with{'' if checkpointed else 'out'} grad_checkpoint"
-        parts = predict(checkpointed, train.batch_size)
+        row = predict(config, train.batch_size, train.optimizer, checkpointed)
         with setting(train, grad_checkpoint=checkpointed):
-            predicted, measured = sum(parts.values()), measured_memory(job)
-        fits = 1  # the largest power of two in 90% of what there is
-        while fits and sum(predict(checkpointed, 2 * fits).values()) < 0.9 * here:
-            fits *= 2
-        if sum(predict(checkpointed, 1).values()) > 0.9 * here:
-            fits = 0
-        row = {"predicted": predicted, "measured": measured, "error": predicted / measured - 1}
-        result[name.replace(" ", "_")] = {"parts": parts, **row, "batch_size_that_fits": fits}
-        cells = [f"{value / 1e6:,.1f}" for value in (*parts.values(), predicted, measured)]
-        rows.append("|".join([name, *cells, f"{row['error']:+.1%}", f"{fits:,}"]))
-    say(f"\nmemory: MB of tensors at the peak of an eager step, micro-batch of {train.batch_size}")
-    table("|".join(["", *parts, f"predicted|measured|error|fits {here / 1e9:.1f} GB"]), *rows)
+            row["measured"] = measured_memory(job)
+        row["error"] = row["predicted"] / row["measured"] - 1
+        row["fits"] = 0  # the largest power of two that needs no more than 90% of what is free
+        for batch_size in (2**n for n in range(40)):
+            need = predict(config, batch_size, train.optimizer, checkpointed)["predicted"]
+            row["fits"] = batch_size if need < 0.9 * here else row["fits"]
+        rows["with grad_checkpoint" if checkpointed else "without grad_checkpoint"] = row
+    say(f"\nmemory: MB of tensors at the peak of an eager step, micro-batch of {train.batch_size};")
+    say(f"  fits: the micro-batch that would, by powers of two, in the {here / 1e9:.1f} GB free")
+    parts = ("weights", "gradients", "optimizer", "activations", "predicted", "measured")
+    show(rows, **dict.fromkeys(parts, ",.1f M"), error="+.1%", fits=",.0f")
 
-    rows, known = [], {}
     for name, shape in KNOWN_SIZES.items():
-        config, knobs = GPTConfig(*shape), None
         with torch.device("meta"):
-            number = GPT(config).num_params()
+            number = GPT(GPTConfig(*shape)).num_params()
         _, block_size, _, width, layers = shape
-        need = {"inference": 2 * number + 4 * layers * block_size * width}  # weights, keys, values
+        # in bfloat16: weights, and keys and values of one full context
+        row = {"parameters": number, "inference": 2 * number + 4 * layers * block_size * width}
         for kind, checkpointed in itertools.product(("adamw", "momentum", "sgd"), (False, True)):
-            knobs = kind, "bfloat16"
-            need[kind + " ckpt" * checkpointed] = sum(predict(checkpointed, 1).values())
-        known[name] = {"parameters": number, **need}
-        cells = [f"{value / 1e9:,.1f}" for value in need.values()]
-        rows.append("|".join([name, f"{number / 1e9:.2f}B", *cells]))
-    say("  GB for known shapes of this model, one sequence of full length: inference in bfloat16;")
-    say("  training with float32 weights under autocast, by optimizer; ckpt: with grad_checkpoint")
-    table("|".join(["", "parameters", *need]), *rows)
-    return {**result, "known_sizes": known}
+            need = predict(GPTConfig(*shape), 1, kind, checkpointed, "bfloat16")
+            row[kind + ", ckpt" * checkpointed] = need["predicted"]
+        known[name] = row
+    say(
+        "  known shapes of this model, one sequence of full length, GB: inference in bfloat16; training"
+    )
+    say("  under autocast with float32 weights, by optimizer; ckpt = with grad_checkpoint")
+    show(known, **dict.fromkeys(row, ",.1f G") | {"parameters": ",.2f G"})
+    return {"here": rows, "available": here, "known_sizes": known}
 
 
 def measured_memory(job):
@@ -522,30 +517,31 @@ def overhead(job):
     base, ratio = median(bare), median(ratios[::2])
     save = max(0.0, median(ratios[1::2]) - ratio) * base * block
     saving = save / base / train.save_interval if train.save_interval else 0.0
+    waits = [row["data_ms"] for row in rows if row["kind"] == "train"]
     result = {
         "bare_ms": 1000 * base,
         "loop_ms": 1000 * base * (1 + ratio),
         "overhead": ratio,
-        "overhead_least": min(ratios[::2]),
-        "overhead_most": max(ratios[::2]),
+        "least": min(ratios[::2]),
+        "most": max(ratios[::2]),
         "train_step_ms": 1000 * median(inside[:-1:2]),
-        "data_ms": median(row["data_ms"] for row in rows if row["kind"] == "train"),
+        "data_ms": median(waits),
         "save_ms": 1000 * save,
         "overhead_with_saves": ratio + saving,
     }
-    r, blocks = result, f"{rounds} blocks of {block} steps, a line every {log_interval}"
-    rest = r["loop_ms"] - r["train_step_ms"] - r["data_ms"]
+    ms, step_ms = result["loop_ms"], result["train_step_ms"]
+    blocks = f"{rounds} blocks of {block} steps, a line every {log_interval}"
     say(f"\noverhead: {blocks}, in turn with as many bare steps")
-    table(
-        "|ms a step|over bare",
-        f"bare forward, backward, optimizer.step|{r['bare_ms']:.3f}|",
-        f"train.py's loop|{r['loop_ms']:.3f}|{ratio:+.2%}",
-        f"  of which train_step, on the host|{r['train_step_ms']:.3f}|",
-        f"  of which waiting for the batch|{r['data_ms']:.3f}|",
-        f"  of which metrics, log, signals|{rest:.3f}|",
-        f"with a save of {1000 * save:.0f} ms every {train.save_interval} steps"
-        f"|{r['loop_ms'] * (1 + saving):.3f}|{ratio + saving:+.2%}",
-    )
+    saves = f"with a save of {1000 * save:.0f} ms every {train.save_interval} steps"
+    lines = {
+        "bare forward, backward, optimizer.step": {"ms": 1000 * base},
+        "train.py's loop": {"ms": ms, "over_bare": ratio},
+        "  of which train_step, on the host": {"ms": step_ms},
+        "  of which waiting for the batch": {"ms": median(waits)},
+        "  of which metrics, log, signals": {"ms": ms - step_ms - median(waits)},
+        saves: {"ms": 1000 * base * (1 + ratio + saving), "over_bare": ratio + saving},
+    }
+    show(lines, ms=".3f", over_bare="+.2%")
     say(f"  single blocks: {min(ratios[::2]):+.2%} to {max(ratios[::2]):+.2%}")
     return result
 
@@ -631,7 +627,7 @@ def sanity(job):
     check("targets are the tokens one place on", shifted, f"{tokens.numel():,} compared")
     run = job.fresh_run()
     mfu = job.speed(run, interleaved({"": job.real_step(run)[1]}, job.device)[""])["mfu"]
-    found = f"MFU {percent(mfu)}; below 10% a larger --batch_size or model costs little time"
+    found = f"MFU {cell(mfu, '.1%')}; below 10%, a larger --batch_size or model costs little time"
     check("utilisation", not mfu < 0.1, found)
     asked, answer = (t[0, :64].tolist() for t in (tokens, targets))
     asked, answer = prepare_data.decode(asked, job.meta), prepare_data.decode(answer, job.meta)

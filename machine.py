@@ -183,8 +183,9 @@ def explain(error):
         why = "out of memory outside the forward and backward pass; what helps: a smaller --n_embd"
     elif isinstance(error, OSError) or "DataLoader worker (pid" in last_line:
         why = f"{last_line}; with that in order, {go_on}"
-    elif dist.is_initialized() and isinstance(error, RuntimeError) and "gloo" in str(error):
-        why = f"another rank is gone ({last_line.partition('] ')[2].partition('. ')[0]}); {go_on}"
+    elif dist.is_initialized() and ("gloo" in str(error) or "NCCL" in str(error)):
+        detail = last_line.rpartition("] ")[2].partition(". ")[0]
+        why = f"another rank is gone ({detail}); {go_on}"
     if why and rank() > 0:  # rank 0 says it at the end of the run
         print(f"rank {rank()}: failed: {why}", file=sys.stderr, flush=True)
     return why

@@ -318,10 +318,10 @@ def open_run(folder, fixed, device, path, inexact, needed):
         fail(f"{folder} cannot be written ({error.strerror}); write --out_dir=FOLDER")
 
 
-def close_run(folder, ended, seconds, state):
+def close_run(folder, ended, seconds, state, with_report):
     """Say how the run ended, and what to do next: on the console, in metrics.jsonl and in run.json.
 
-    ended: None where an error in the program is on its way out.
+    ended: None where an error in the program is on its way out. with_report: draw report.png too.
     """
     ended, step = ended or "failed: an error in the program", state["step"]
     write_rows(
@@ -342,6 +342,10 @@ def close_run(folder, ended, seconds, state):
     say(f"{sum(seconds.values()):.1f} s: {spent}")
     if ended.startswith(("stopped by", "left")):
         say(f"{folder / checkpoint_name(step)} is kept; to go on, type the same command again")
+    if with_report:
+        import report  # here: it takes a second to load what draws
+
+        say("".join(f"{path}\n" for path in report.write_report(folder)).strip())
 
 
 def forget_after(folder, step):

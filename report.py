@@ -331,7 +331,7 @@ def troubles(run):
     spikes = t["step"][np.flatnonzero(high[1:] & ~high[:-1])]
     if len(spikes):
         found["The training loss spikes"] = (
-            f"{len(spikes):,} times by more than 8 deviations, the first at step {spikes[0]:,.0f}"
+            f"{len(spikes):,} spike(s) of more than 8 deviations, the first at step {spikes[0]:,.0f}"
         )
     third, fourth = known(loss[n // 2 : 3 * n // 4]), known(loss[3 * n // 4 :])
     rise, lowest = mean(curve[-1:]) - np.nanmin(curve), np.nanmin(curve)

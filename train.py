@@ -84,6 +84,9 @@ deterministic = "auto"  # the same bits every time; auto = wherever torch can
 # Looking: logging, evaluation, early stopping
 log_interval = 10  # steps between two lines, [1, inf); metrics.jsonl has a row for every step
 eval_interval = 250  # steps, [0, inf); 0 = only before the first and after the last
+sample_interval = 0  # steps between two samples of text, [0, inf); 0 = one at the end
+report = True  # draw report.png and write report.md at the end
+dollars_per_hour = 0.0  # of one device, for the report, [0, inf); 0 = not reckoned
 patience = 0  # evaluations without improvement before the run stops, [0, inf); 0 = off
 min_delta = 0.0  # nats by which an evaluation must improve to count as one that did, [0, inf)
 
@@ -371,6 +374,19 @@ def evaluate(run, batches, device):
     sum_over_ranks([totals])
     loss, right, counted = totals.tolist()
     return loss / counted, right / counted
+
+
+def listen(run, meta):
+    """Print a little of what the model would write. It draws from a generator of its own."""
+    import sample  # here, because only a run that gets this far needs it
+
+    try:
+        text = sample.sample_text(run.model, meta, weights=run.ema)
+        say(f"\n{text.strip()}\n")
+        row = {"kind": "event", "step": run.state["step"], "event": "sample", "text": text}
+        record.write_rows(run.folder, [row])
+    except Exception as error:  # a sample is never worth a run
+        say(f"no sample ({error})")
 
 
 # ---- what the numbers say ------------------------------------------------------------------------
@@ -740,7 +756,7 @@ def main():
             waited = time.perf_counter()
             tokens, targets = (t.to(where, non_blocking=True) for t in next(batches))
             waited = time.perf_counter() - waited
-            report = train_step(step_model, run, tokens, targets, lr)
+            result = train_step(step_model, run, tokens, targets, lr)
             state["step"] += 1
             state["batch_index"] += 1
             state["tokens"] += tokens.numel() * world_size()
@@ -750,7 +766,7 @@ def main():
             row = {"step": step, "lr": lr, "data_ms": 1000 * waited, "tokens": state["tokens"]}
             row["batch_index"] = state["batch_index"] - 1
             row["epoch"] = state["batch_index"] * train_batches.batch_rows / train_batches.windows
-            window.append((row, report))
+            window.append((row, result))
             late = save_minutes > 0 and time.monotonic() - saved_at > 60 * save_minutes
             stop, asked, orphaned = agree(
                 signals.stop, signals.take_save() or late, signals.orphaned()
@@ -760,7 +776,7 @@ def main():
             if not (looking or saving or every(log_interval, step)):
                 continue
 
-            reports = torch.stack([report for _, report in window]).tolist()  # waits for the device
+            reports = torch.stack([result for _, result in window]).tolist()  # waits for the device
             rows, trouble = finish_rows(window, reports, clock.lap("train"), run, max_flops)
             window, recent = [], (recent + rows)[-max_skipped:]
             record.write_rows(folder, rows)
@@ -781,6 +797,9 @@ def main():
                 ended = "left alone by its launcher"
             elif patience and state["evals_since_best"] >= patience:
                 ended, code = f"stopped early: {patience} evaluations without improvement", 0
+            if rank() == 0 and (every(sample_interval, step) or ended and not code):
+                listen(run, meta)
+                clock.lap("evaluate")
             names = [record.checkpoint_name(step)] + [f"milestone_{step:08}.pt"] * keeping
             if not (ended or asked) and (not saving or state["skips_in_row"]):
                 names = []  # not due, or on the way into trouble
@@ -798,7 +817,7 @@ def main():
         machine.stop_workers(batches)
         saver.join()
         if rank() == 0:
-            record.close_run(folder, ended, clock.seconds, state)
+            record.close_run(folder, ended, clock.seconds, state, report)
     return code
 
 

@@ -12,6 +12,8 @@ max_steps = 1100  # 4.5 epochs
 warmup_steps = 20
 peak_lr = 5e-3  # one layer with normalised queries and keys bears ten times GPT-2's
 min_lr = peak_lr / 100
-weight_decay = 1.2  # twelve times GPT-2's: the text is short, and the n-gram table would know it by heart
+weight_decay = (
+    1.2  # twelve times GPT-2's: the text is short, and the n-gram table would know it by heart
+)
 
 log_interval = 50

@@ -14,3 +14,4 @@ peak_lr = 1.2e-2
 min_lr = peak_lr / 100
 weight_decay = 0.3
 eval_interval = 0  # only before the first step and after the last
+report = False  # drawing it takes a second or two; python report.py out/shakespeare_fast

@@ -23,6 +23,7 @@ import pytest
 import torch
 
 REPO = Path(__file__).resolve().parent.parent
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # on a busy machine, spinning costs 10 times
 HONEST_DATA = Path(os.environ.get("HONEST_DATA") or "/nonexistent")
 TINY = {  # flags of every run here, unless a test says otherwise
     "dataset": "small",

@@ -158,9 +158,10 @@ def until(condition):
         time.sleep(0.001)
 if os.fork() == 0:
     victim, chance, folder = os.getppid(), random.Random({chance}), pathlib.Path("{folder}")
-    goal = newest() + 3 * chance.randrange(5)
+    more = chance.randrange(5)
+    goal = newest() + 3 * more
     until(lambda: newest() >= goal)
-    time.sleep(chance.uniform(0, 0.03 if goal > newest() else 0.6))
+    time.sleep(chance.uniform(0, 0.03 if more else 0.6))
     until(lambda: not {in_save} or list(folder.glob("*.pt.tmp")))
     time.sleep(chance.uniform(0, 0.01))
     if os.getppid() == victim:
@@ -403,7 +404,11 @@ try:
 except OSError:
     pass
 """
-CLEAR = '(run.folder.parent / "filler").unlink()'
+CLEAR = """
+import time
+time.sleep(0.5)  # until the save that cannot be has failed
+(run.folder.parent / "filler").unlink()
+"""
 
 
 def valid_rows(done, steps):
@@ -664,6 +669,15 @@ def test_a_stop_among_skips_where_a_save_is_due_hides_no_checkpoint_to_go_back_t
     assert done.fingerprint(20) == straight.fingerprint(20)
 
 
+def test_a_run_begun_from_a_path_can_go_back_to_where_it_began(run_train, straight):
+    flags = (*ROLLBACK, "--save_interval=0", f"--resume={straight.checkpoint(8)}")
+    done = run_train("run", *flags, before=bad_batches([10, 11]) + stop_at(10))
+    assert done.returncode == 143
+    done = run_train("run", *flags, before=bad_batches([10, 11]))
+    assert done.returncode == 0, done.stderr
+    assert [(row["step"], row["at_step"]) for row in events(done, "rollback")] == [(8, 12)]
+
+
 def test_after_max_rollbacks_it_stops_with_a_diagnosis_and_saves_nothing_poisoned(run_train):
     bad = bad_batches(list(range(9, 99)))
     done = run_train("run", *ROLLBACK, "--max_rollbacks=2", before=bad)
@@ -683,15 +697,21 @@ def test_after_max_rollbacks_it_stops_with_a_diagnosis_and_saves_nothing_poisone
 
 
 def test_a_poisoned_weight_never_reaches_a_file(run_train):
-    """A weight that overflowed in the update itself: the next loss shows it, a save before must not."""
-    poison = at_step(
-        8, "if not run.state['rollbacks']: run.model.head.weight.data[0, 0] = float('inf')"
-    )
+    """An update that overflows where a save is due: only the next loss will show it."""
+    poison = """
+def wrap(inner):
+    def train_step(model, run, *rest):
+        report = inner(model, run, *rest)
+        if run.state["step"] == 7 and not run.state["rollbacks"]:
+            run.model.head.weight.data[0, 0] = float("inf")
+        return report
+    return train_step
+train.train_step = wrap(train.train_step)
+"""
     done = run_train("run", *ROLLBACK, "--max_skipped=3", before=poison)
     assert done.returncode == 0, done.stderr
-    assert "ckpt_00000008.pt (a weight or moment is not finite)" in done.stdout or events(
-        done, "rollback"
-    )
+    assert "could not save ckpt_00000008.pt (a weight or moment is not finite)" in done.stdout
+    assert [(row["step"], row["at_step"]) for row in events(done, "rollback")] == [(4, 11)]
     for path in done.out_dir.glob("*.pt*"):
         checkpoint = record.load_checkpoint(path)
         assert all(record.all_finite(checkpoint[part]) for part in ("model", "optimizer", "ema"))

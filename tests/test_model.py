@@ -58,6 +58,15 @@ def test_no_logit_sees_the_future(changed):
     assert (difference[changed:] > 0).all()  # control: the present and the later ones do see it
 
 
+def test_input_embedding_mixes_the_present_token_with_the_three_before():
+    embedding = build_trained().embedding
+    tokens = torch.tensor([[5, 1, 4, 1, 3]])
+    e, conv = embedding.token(tokens)[0], embedding.conv
+    last = e[4] * conv[0] + e[3] * conv[1] + e[2] * conv[2] + e[1] * conv[3]
+    last = last + 4.0 * embedding.ngram.weight[embedding.ngram_row(tokens)[0, 4]]
+    torch.testing.assert_close(embedding(tokens)[0, 4], last)
+
+
 def test_plain_attention_equals_the_fused_kernel():
     from model import causal_attention
 
@@ -353,6 +362,11 @@ def test_autocast_loss_is_float32_and_close():
     assert loss.dtype == torch.float32
     assert logits.shape == (4, 32, 65)
     assert loss.item() == pytest.approx(exact.item(), rel=0.02)
+
+
+def test_loss_of_a_bfloat16_model_is_computed_in_float32():
+    model = build_trained().bfloat16()
+    assert model(*batch(4, model.config))[1].dtype == torch.float32
 
 
 def test_state_holds_parameters_only():

@@ -189,7 +189,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_a_message(run_train):
     straight = run_train("straight", *FLAGS, before=ranks(3))
     killed = run_train("run", *FLAGS, before=ranks(3, only_on(1, stop_at(6, "SIGKILL"))))
     assert codes(killed) == "1 -9 1"
-    assert "train.py: failed: another rank is gone" in killed.stderr
+    assert "train.py: failed: another rank is gone (" in killed.stderr
     assert "the same command goes on" in killed.stderr and "Traceback" not in killed.stderr
     done = run_train("run", *FLAGS, before=ranks(3))
     assert done.fingerprint(12) == straight.fingerprint(12)
