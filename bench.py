@@ -607,7 +607,8 @@ def sanity(job):
             norms.append(report[1])
             if step < 3:
                 for name, weight in run.model.named_parameters():
-                    reached[name] = reached.get(name) or bool(weight.grad.any())
+                    hit = weight.grad is not None and bool(weight.grad.any())
+                    reached[name] = reached.get(name) or hit
             if not losses[-1] > losses[0] / 10:
                 break
         say("\nsanity:")

@@ -174,6 +174,89 @@ def cut_rows(path, step):
         say_once(f"metrics.jsonl cannot be written ({error.strerror}); training goes on without")
 
 
+# ---- what the numbers say ------------------------------------------------------------------------
+
+TROUBLE = {
+    "skips": "loss or gradient not finite, update after update",
+    "zeros": "a gradient norm of exactly 0, update after update",
+    "spike": "a loss spike",
+}
+
+
+def finish_rows(window, reports, seconds, tokens, run, max_flops, knobs):
+    """Rows for metrics.jsonl of the steps in `window`, [(row so far, ...)], that took `seconds` in all.
+
+    reports: what train_step returned for each. tokens: in one step. max_flops: peak of all devices,
+    FLOP/s; NaN = unknown. knobs: the config.
+    Returns (rows, trouble): `judge` objects to the last row, or trouble is None.
+    """
+    device, max_skipped = next(run.model.parameters()).device, knobs["max_skipped"]
+    tokens_per_sec = len(window) * tokens / seconds
+    common = {
+        "step_ms": 1000 * seconds / len(window),
+        "tokens_per_sec": tokens_per_sec,
+        "mfu": run.model.flops_per_token() * tokens_per_sec / max_flops,
+        "mem_gb": machine.memory_gb(device),
+        "gpu_util": machine.gpu_util(device),
+    }
+    rows = []
+    for (row, _), (loss, grad_norm, skipped) in zip(window, reports, strict=True):
+        measured = {"loss": loss, "grad_norm": grad_norm, "skipped": int(skipped)}
+        rows.append({"kind": "train"} | row | measured | common)
+        trouble = judge(rows[-1], run.state, knobs)
+        if skipped:
+            log_event(run.folder, row["step"], "skipped", loss=loss, grad_norm=grad_norm)
+        elif run.state["high_in_row"] == max_skipped:
+            event = {"loss": loss, "first": run.state["first_loss"]}
+            event["warning"] = f"above its first value for {max_skipped} steps; lower --peak_lr?"
+            log_event(run.folder, row["step"], "diverging", **event)
+        if trouble:
+            return rows, trouble
+    return rows, None
+
+
+def judge(row, state, knobs):
+    """Count what looks wrong in one finished step; returns the TROUBLE it amounts to, or None.
+
+    It goes step by step, so that when the numbers are fetched (log_interval) changes nothing, and by
+    numbers that are reduced, so that all ranks come to the same verdict.
+    """
+    loss, norm = row["loss"], row["grad_norm"]
+    max_skipped, spike_sigma = knobs["max_skipped"], knobs["spike_sigma"]
+    state["skipped"] += row["skipped"]
+    state["skips_in_row"] = state["skips_in_row"] + 1 if row["skipped"] else 0
+    state["zeros_in_row"] = state["zeros_in_row"] + 1 if norm == 0 else 0
+    if row["skipped"]:
+        return "skips" if state["skips_in_row"] >= max_skipped else None
+    if state["zeros_in_row"] >= max_skipped:
+        return "zeros"
+    if state["first_loss"] == math.inf:
+        state["first_loss"] = loss
+    state["high_in_row"] = state["high_in_row"] + 1 if loss > state["first_loss"] else 0
+    if spike_sigma:
+        deviation, count = loss - state["loss_mean"], state["loss_count"]
+        if count >= 50 and deviation > spike_sigma * math.sqrt(state["loss_var"]):
+            return "spike"
+        weight = max(0.01, 1 / (count + 1))
+        state["loss_mean"] += weight * deviation
+        state["loss_var"] = (1 - weight) * (state["loss_var"] + weight * deviation**2)
+        state["loss_count"] += 1
+    return None
+
+
+def note_evaluation(val_loss, state, knobs):
+    """Count what early stopping and the plateau rule look at. True where this is the best so far."""
+    best = val_loss < state["best_val_loss"]
+    improved = val_loss < state["best_val_loss"] - knobs["min_delta"]
+    state["evals_since_best"] = 0 if improved else state["evals_since_best"] + 1
+    state["evals_on_plateau"] = 0 if improved else state["evals_on_plateau"] + 1
+    if best:
+        state.update(best_val_loss=val_loss, best_step=state["step"])
+    if knobs["plateau_factor"] < 1 and state["evals_on_plateau"] >= knobs["plateau_patience"]:
+        state.update(lr_factor=state["lr_factor"] * knobs["plateau_factor"], evals_on_plateau=0)
+    return best
+
+
 # ---- the folder ----------------------------------------------------------------------------------
 
 
@@ -276,12 +359,22 @@ def compare_shapes(saved, now, folder):
             )
 
 
-def open_run(folder, fixed, device, path, inexact, needed):
+def bytes_to_keep(run, knobs):
+    """What all the checkpoints that will be kept at one time take on the disk."""
+    weights = sum(weight.nbytes for weight in run.model.parameters())
+    moments = {"adamw": 2, "muon": 2, "momentum": 1, "sgd": 0}[knobs["optimizer"]]
+    interval = knobs["milestone_interval"]
+    milestones = knobs["max_steps"] // interval if interval else 0
+    files = knobs["keep_last"] + milestones + 3  # best.pt, the newest, and the one being written
+    return files * weights * (1 + moments + bool(run.ema))
+
+
+def open_run(run, fixed, device, path, inexact):
     """Make the folder and its run.json, or add an entry for this resume from `path`. Rank 0 only.
 
-    fixed: config, data and identity of the run. needed: bytes that its checkpoints will take; exits
-    where they would not fit on the disk.
+    fixed: config, data and identity of the run. Exits where its checkpoints would not fit on the disk.
     """
+    folder, needed = run.folder, bytes_to_keep(run, fixed["config"])
     try:
         there = next(place for place in (folder, *folder.parents) if place.exists())
         ours = [file.stat() for kind in ("*.pt", "*.tmp") for file in folder.glob(kind)]
@@ -586,3 +679,16 @@ def print_plan(c, meta, model, epoch, device, why, peak, path):
     }
     for name, words in lines.items():
         say(f"{name:<8} {words}")
+
+
+def print_sample(run, meta):
+    """A little of what the model would write. It draws from a generator of its own."""
+    import sample  # here, because only a run that gets this far needs it
+
+    try:
+        text = sample.sample_text(run.model, meta, weights=run.ema)
+        say(f"\n{text.strip()}\n")
+        row = {"kind": "event", "step": run.state["step"], "event": "sample", "text": text}
+        write_rows(run.folder, [row])
+    except Exception as error:  # a sample is never worth a run
+        say(f"no sample ({error})")

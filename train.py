@@ -204,9 +204,8 @@ class Batches(torch.utils.data.Dataset):
             epoch, place = np.divmod(sequence, self.windows)
             parts = [self.starts(e)[place[epoch == e]] for e in range(epoch[0], epoch[-1] + 1)]
             start = first_new = np.concatenate(parts)
-        ids = np.memmap(
-            self.path, self.width, mode="r"
-        )  # opened anew: nothing to pickle, or to leak
+        # opened anew for each batch: nothing to pickle, or to leak
+        ids = np.memmap(self.path, self.width, mode="r")
         position = start[:, None] + np.arange(self.block_size + 1)
         window = torch.from_numpy(ids[position].astype(np.int64))
         tokens, targets = window[:, :-1].clone(), window[:, 1:].clone()  # they must not overlap
@@ -376,133 +375,6 @@ def evaluate(run, batches, device):
     return loss / counted, right / counted
 
 
-def listen(run, meta):
-    """Print a little of what the model would write. It draws from a generator of its own."""
-    import sample  # here, because only a run that gets this far needs it
-
-    try:
-        text = sample.sample_text(run.model, meta, weights=run.ema)
-        say(f"\n{text.strip()}\n")
-        row = {"kind": "event", "step": run.state["step"], "event": "sample", "text": text}
-        record.write_rows(run.folder, [row])
-    except Exception as error:  # a sample is never worth a run
-        say(f"no sample ({error})")
-
-
-# ---- what the numbers say ------------------------------------------------------------------------
-
-TROUBLE = {
-    "skips": "loss or gradient not finite, update after update",
-    "zeros": "a gradient norm of exactly 0, update after update",
-    "spike": "a loss spike",
-}
-
-
-def finish_rows(window, reports, seconds, run, max_flops):
-    """Rows for metrics.jsonl of the steps in `window`, [(row so far, ...)], that took `seconds` in all.
-
-    reports: what train_step returned for each. max_flops: peak of all devices, FLOP/s; NaN = unknown.
-    Returns (rows, trouble): `judge` objects to the last row, or trouble is None.
-    """
-    device = next(run.model.parameters()).device
-    tokens_per_sec = len(window) * batch_size * accum_steps * world_size() * block_size / seconds
-    common = {
-        "step_ms": 1000 * seconds / len(window),
-        "tokens_per_sec": tokens_per_sec,
-        "mfu": run.model.flops_per_token() * tokens_per_sec / max_flops,
-        "mem_gb": machine.memory_gb(device),
-        "gpu_util": machine.gpu_util(device),
-    }
-    rows = []
-    for (row, _), (loss, grad_norm, skipped) in zip(window, reports, strict=True):
-        measured = {"loss": loss, "grad_norm": grad_norm, "skipped": int(skipped)}
-        rows.append({"kind": "train"} | row | measured | common)
-        trouble = judge(rows[-1], run.state)
-        if skipped:
-            log_event(run.folder, row["step"], "skipped", loss=loss, grad_norm=grad_norm)
-        elif run.state["high_in_row"] == max_skipped:
-            event = {"loss": loss, "first": run.state["first_loss"]}
-            event["warning"] = f"above its first value for {max_skipped} steps; lower --peak_lr?"
-            log_event(run.folder, row["step"], "diverging", **event)
-        if trouble:
-            return rows, trouble
-    return rows, None
-
-
-def judge(row, state):
-    """Count what looks wrong in one finished step; returns the TROUBLE it amounts to, or None.
-
-    It goes step by step, so that when the numbers are fetched (log_interval) changes nothing, and by
-    numbers that are reduced, so that all ranks come to the same verdict.
-    """
-    loss, norm = row["loss"], row["grad_norm"]
-    state["skipped"] += row["skipped"]
-    state["skips_in_row"] = state["skips_in_row"] + 1 if row["skipped"] else 0
-    state["zeros_in_row"] = state["zeros_in_row"] + 1 if norm == 0 else 0
-    if row["skipped"]:
-        return "skips" if state["skips_in_row"] >= max_skipped else None
-    if state["zeros_in_row"] >= max_skipped:
-        return "zeros"
-    if state["first_loss"] == math.inf:
-        state["first_loss"] = loss
-    state["high_in_row"] = state["high_in_row"] + 1 if loss > state["first_loss"] else 0
-    if spike_sigma:
-        deviation, count = loss - state["loss_mean"], state["loss_count"]
-        if count >= 50 and deviation > spike_sigma * math.sqrt(state["loss_var"]):
-            return "spike"
-        weight = max(0.01, 1 / (count + 1))
-        state["loss_mean"] += weight * deviation
-        state["loss_var"] = (1 - weight) * (state["loss_var"] + weight * deviation**2)
-        state["loss_count"] += 1
-    return None
-
-
-def note_evaluation(val_loss, state):
-    """Count what early stopping and the plateau rule look at. True where this is the best so far."""
-    best = val_loss < state["best_val_loss"]
-    improved = val_loss < state["best_val_loss"] - min_delta
-    state["evals_since_best"] = 0 if improved else state["evals_since_best"] + 1
-    state["evals_on_plateau"] = 0 if improved else state["evals_on_plateau"] + 1
-    if best:
-        state.update(best_val_loss=val_loss, best_step=state["step"])
-    if plateau_factor < 1 and state["evals_on_plateau"] >= plateau_patience:
-        state.update(lr_factor=state["lr_factor"] * plateau_factor, evals_on_plateau=0)
-    return best
-
-
-def roll_back(run, trouble, recent, device):
-    """Go back to the newest checkpoint that chance had no part in, and on past the data of the last of
-    the `recent` rows.
-
-    Raises RunFailed with a diagnosis where that cannot help, or has not helped `max_rollbacks` times.
-    """
-
-    def usable(checkpoint):
-        then = checkpoint["state"]
-        due = record.at_interval(then["step"], save_interval, then)
-        return due and not then["skips_in_row"]
-
-    state, bad = run.state, recent[-1]
-    path = from_rank0(lambda: record.newest_valid(run.folder, usable)[0])
-    if trouble == "zeros" or state["rollbacks"] == max_rollbacks or path is None:
-        last = {k: " ".join(f"{row[k]:.3g}" for row in recent) for k in ("lr", "grad_norm", "loss")}
-        raise RunFailed(
-            f"{TROUBLE[trouble]}, at step {bad['step']} after {state['rollbacks']} rollbacks. The last "
-            f"learning rates: {last['lr']}; gradient norms: {last['grad_norm']}; losses: {last['loss']}; "
-            f"batches: {recent[0]['batch_index']} to {bad['batch_index']}. What helps: a lower --peak_lr, "
-            f"more --warmup_steps, a smaller --grad_clip, --dtype=float32; then a new --out_dir"
-        )
-    kept = {key: state[key] for key in ("best_val_loss", "best_step", "skipped", "rollbacks")}
-    checkpoint = record.load_checkpoint(path)
-    restore(run, checkpoint, device)
-    state |= kept | {"batch_index": bad["batch_index"] + 1}
-    state["rollbacks"] += 1
-    if rank() == 0:
-        record.forget_after(run.folder, state["step"])
-    why = {"why": TROUBLE[trouble], "at_step": bad["step"], "next_batch": state["batch_index"]}
-    log_event(run.folder, state["step"], "rollback", **why)
-
-
 # ---- the checkpoint ------------------------------------------------------------------------------
 
 
@@ -532,6 +404,46 @@ def restore(run, checkpoint, device):
     run.state.update(checkpoint["state"])
     if len(checkpoint["rng"]) == world_size():
         machine.set_rng_state(checkpoint["rng"][rank()], device)
+
+
+def roll_back(run, trouble, recent, device):
+    """Go back to the newest checkpoint that chance had no part in, and on past the data of the last of
+    the `recent` rows.
+
+    Raises RunFailed with a diagnosis where that cannot help, or has not helped `max_rollbacks` times.
+    """
+
+    def usable(checkpoint):
+        then = checkpoint["state"]
+        due = record.at_interval(then["step"], save_interval, then)
+        return due and not then["skips_in_row"]
+
+    state, bad = run.state, recent[-1]
+    path = from_rank0(lambda: record.newest_valid(run.folder, usable)[0])
+    if trouble == "zeros" or state["rollbacks"] == max_rollbacks or path is None:
+        last = {k: " ".join(f"{row[k]:.3g}" for row in recent) for k in ("lr", "grad_norm", "loss")}
+        raise RunFailed(
+            f"{record.TROUBLE[trouble]}, at step {bad['step']} after {state['rollbacks']} rollbacks. The last "
+            f"learning rates: {last['lr']}; gradient norms: {last['grad_norm']}; losses: {last['loss']}; "
+            f"batches: {recent[0]['batch_index']} to {bad['batch_index']}. What helps: a lower --peak_lr, "
+            f"more --warmup_steps, a smaller --grad_clip, --dtype=float32; then a new --out_dir"
+        )
+    kept = {key: state[key] for key in ("best_val_loss", "best_step", "skipped", "rollbacks")}
+    checkpoint = record.load_checkpoint(path)
+    restore(run, checkpoint, device)
+    state |= kept | {"batch_index": bad["batch_index"] + 1}
+    state["rollbacks"] += 1
+    if rank() == 0:
+        record.forget_after(run.folder, state["step"])
+    why = {
+        "why": record.TROUBLE[trouble],
+        "at_step": bad["step"],
+        "next_batch": state["batch_index"],
+    }
+    log_event(run.folder, state["step"], "rollback", **why)
+
+
+# ---- before the first step ------------------------------------------------------------------------
 
 
 def model_config(vocab_size):
@@ -613,18 +525,6 @@ def identity_of(data, device):
     }
 
 
-# ---- the run -------------------------------------------------------------------------------------
-
-
-def bytes_to_keep(run):
-    """What all the checkpoints that will be kept at one time take on the disk."""
-    weights = sum(weight.nbytes for weight in run.model.parameters())
-    moments = {"adamw": 2, "muon": 2, "momentum": 1, "sgd": 0}[optimizer]
-    milestones = max_steps // milestone_interval if milestone_interval else 0
-    files = keep_last + milestones + 3  # best.pt, the newest, and the one being written
-    return files * weights * (1 + moments + bool(run.ema))
-
-
 def rehearse(run, batches, device):
     """One forward and backward pass that changes nothing: it compiles, and it finds out before the
     first step whether a batch fits. Returns the model to train with, compiled or not."""
@@ -643,6 +543,9 @@ def rehearse(run, batches, device):
         backward_within_memory(model, run, tokens, targets)
     run.model.zero_grad(set_to_none=True)
     return model
+
+
+# ---- the run -------------------------------------------------------------------------------------
 
 
 def every(interval, step):
@@ -686,17 +589,18 @@ def main():
     # ---- all is checked: from here on files are written
     config["decay_steps"] = decay_steps
     fixed = {"config": config, "data": data, "run": identity}
-    from_rank0(record.open_run, folder, fixed, where, path, inexact, bytes_to_keep(run))
+    from_rank0(record.open_run, run, fixed, where, path, inexact)
     record.print_plan(
         config | identity, meta, run.model, len(train_batches), where, why, peak, path
     )
     saver = record.Saver(folder, keep_last, save_interval)
     max_flops = (peak[0] or math.nan) * world_size()
+    global_tokens = rows * world_size() * block_size
 
     def look():
         """Evaluate, and write it down. True where this is the best so far."""
         val_loss, val_accuracy = evaluate(run, val_batches, where)
-        best = note_evaluation(val_loss, state)
+        best = record.note_evaluation(val_loss, state, config)
         row = {"kind": "eval", "step": state["step"], "val_loss": val_loss}
         row["val_bpb"] = val_loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
         row |= {"val_accuracy": val_accuracy, "best_val_loss": state["best_val_loss"]}
@@ -759,7 +663,7 @@ def main():
             result = train_step(step_model, run, tokens, targets, lr)
             state["step"] += 1
             state["batch_index"] += 1
-            state["tokens"] += tokens.numel() * world_size()
+            state["tokens"] += global_tokens
             # ==== ... and this one; what follows only looks, or acts on what it saw ===============
 
             step, last = state["step"], state["step"] == max_steps
@@ -777,7 +681,9 @@ def main():
                 continue
 
             reports = torch.stack([result for _, result in window]).tolist()  # waits for the device
-            rows, trouble = finish_rows(window, reports, clock.lap("train"), run, max_flops)
+            rows, trouble = record.finish_rows(
+                window, reports, clock.lap("train"), global_tokens, run, max_flops, config
+            )
             window, recent = [], (recent + rows)[-max_skipped:]
             record.write_rows(folder, rows)
             if trouble:
@@ -798,7 +704,7 @@ def main():
             elif patience and state["evals_since_best"] >= patience:
                 ended, code = f"stopped early: {patience} evaluations without improvement", 0
             if rank() == 0 and (every(sample_interval, step) or ended and not code):
-                listen(run, meta)
+                record.print_sample(run, meta)
                 clock.lap("evaluate")
             names = [record.checkpoint_name(step)] + [f"milestone_{step:08}.pt"] * keeping
             if not (ended or asked) and (not saving or state["skips_in_row"]):

@@ -817,8 +817,11 @@ import resource
 def wrap(inner):
     def rehearse(*arguments):
         size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + 200_000_000,) * 2)
-        return inner(*arguments)
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (size + 200_000_000, before[1]))
+        model = inner(*arguments)
+        resource.setrlimit(resource.RLIMIT_AS, before)  # the saver needs some of its own
+        return model
     return rehearse
 train.rehearse = wrap(train.rehearse)
 """

@@ -1,0 +1,276 @@
+"""bench.py measures what train.py runs, in every part, and changes nothing that it does not own."""
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import REPO, tree
+
+import bench
+import model
+import train
+
+SHAPE = {"n_layer": 2, "n_embd": 64, "n_head": 2, "block_size": 32, "batch_size": 32}
+FLAGS = SHAPE | {
+    "dataset": "small",
+    "device": "cpu",
+    "compile": "false",
+    "warmup_steps": 0,
+    "peak_lr": 1e-2,
+    "save_interval": 50,
+    "rounds": 1,
+    "timing_seconds": 0.05,
+    "lr_steps": 20,
+}
+PARTS = ["peak", "ladder", "profile", "memory", "overhead", "sanity", "lr"]
+
+
+def arguments(out_dir, data_dir, **flags):
+    flags = FLAGS | {"out_dir": out_dir, "data_dir": data_dir} | flags
+    return [f"--{key}={value}" for key, value in flags.items()]
+
+
+@pytest.fixture(scope="module")
+def whole(data_dir, tmp_path_factory):
+    """All parts in one process, with an out_dir that holds a run: (bench.json, stdout, before, after)."""
+    out_dir = tmp_path_factory.mktemp("bench") / "run"
+    out_dir.mkdir()
+    for name in ("run.json", "metrics.jsonl", "ckpt_00000005.pt"):
+        (out_dir / name).write_text("not to be touched")
+    before = tree(out_dir)
+    command = [sys.executable, str(REPO / "bench.py"), *arguments(out_dir, data_dir, trace="true")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((out_dir / "bench.json").read_text()), done.stdout, before, tree(out_dir)
+
+
+@pytest.fixture
+def in_process(data_dir, tmp_path, monkeypatch):
+    """bench.main() with the given flags, here: (exit code, bench.json)."""
+
+    def run(**flags):
+        monkeypatch.setattr(
+            sys, "argv", ["bench.py", *arguments(tmp_path / "b", data_dir, **flags)]
+        )
+        code = bench.main()
+        return code, json.loads((tmp_path / "b" / "bench.json").read_text())
+
+    return run
+
+
+def numbers(value):
+    """Every number in nested dicts and lists."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for item in value for number in numbers(item)]
+    return [value] if isinstance(value, int | float) else []
+
+
+def test_every_part_reports_in_json_and_on_the_console(whole):
+    facts, stdout, _, _ = whole
+    assert [part for part in facts if part in PARTS] == PARTS
+    for part in PARTS:
+        assert f"\n{part}:" in stdout
+        assert numbers(facts[part])
+        assert all(map(math.isfinite, numbers(facts[part])))
+    assert facts["versions"]["torch"] == torch.__version__
+    assert facts["hardware"]["threads"] == torch.get_num_threads()
+    assert facts["date"] and facts["config"]["n_embd"] == 64
+
+
+def test_a_run_that_lies_in_out_dir_is_left_alone(whole):
+    _, _, before, after = whole
+    assert {name: after[name] for name in before} == before
+    assert set(after) - set(before) == {"bench.json", "lr.png", "trace.json"}
+    assert after["lr.png"].startswith(b"\x89PNG")
+    names = {event.get("name") for event in json.loads(after["trace.json"])["traceEvents"]}
+    assert {"forward", "backward", "train_step", "data", "aten::mm"} <= names
+
+
+def test_rates_are_those_of_a_real_machine(whole):
+    peak = whole[0]["peak"]
+    assert 1e9 < peak["bytes_per_sec"] < 1e14
+    for rates in peak["flops_per_sec"].values():
+        assert rates["datasheet"] is None  # a CPU has none
+        assert all(1e8 < rate < 1e15 for size, rate in rates.items() if size != "datasheet")
+
+
+def test_ladder_ratios_follow_from_its_times(whole):
+    rungs = whole[0]["ladder"]["rungs"]
+    assert "no CUDA" in rungs.pop("CUDA graph")["absent"]
+    assert "absent" in rungs.pop("compile")
+    timed = [rung for rung in rungs.values() if "absent" not in rung]
+    assert len(timed) >= 4
+    assert timed[0]["to_before"] == timed[0]["to_first"] == 1
+    for before, rung in zip(timed, timed[1:], strict=False):
+        assert rung["to_before"] == pytest.approx(before["ms"] / rung["ms"])
+        assert rung["to_first"] == pytest.approx(timed[0]["ms"] / rung["ms"])
+        assert rung["tokens_per_sec"] == pytest.approx(32 * 32 * 1000 / rung["ms"])
+        assert 0 < rung["mfu"] < 1
+
+
+def test_profile_accounts_for_the_whole_step(whole):
+    profile = whole[0]["profile"]
+    assert set(profile["shares"]) == {"forward", "backward", "optimizer", "data", "idle"}
+    assert sum(profile["shares"].values()) == pytest.approx(1, abs=0.01)
+    assert all(share >= 0 for share in profile["shares"].values())
+    assert profile["shares"]["backward"] > profile["shares"]["data"]
+    assert profile["shares"]["idle"] < 0.2
+    costs = [operator["ms"] for operator in profile["operators"].values()]
+    assert len(costs) == 10 and costs == sorted(costs, reverse=True)
+    assert sum(costs) < 2 * profile["step_ms"] * profile["slowdown"]
+
+
+def test_memory_is_predicted_within_15_percent(whole):
+    memory = whole[0]["memory"]
+    for row in memory["here"].values():
+        assert row["predicted"] == pytest.approx(row["measured"], rel=0.15)
+    plain, checkpointed = memory["here"].values()
+    assert checkpointed["measured"] < plain["measured"]
+    assert checkpointed["fits"] >= plain["fits"] > 32
+
+
+def test_memory_prediction_also_holds_where_gradients_accumulate(in_process):
+    _, facts = in_process(only="memory", accum_steps=2, batch_size=64, optimizer="momentum")
+    for row in facts["memory"]["here"].values():
+        assert row["predicted"] == pytest.approx(row["measured"], rel=0.15)
+
+
+def test_known_sizes_need_what_the_arithmetic_says(whole):
+    known = whole[0]["memory"]["known_sizes"]
+    assert list(known) == ["GPT-2 124M", "GPT-2 1.5B", "Llama 7B", "Llama 70B"]
+    for row in known.values():
+        assert row["inference"] > 2 * row["parameters"]
+        assert row["adamw"] > 16 * row["parameters"] * 0.75 and row["adamw"] > row["momentum"]
+        assert row["sgd"] > row["sgd, ckpt"] > 4 * row["parameters"]
+    assert known["Llama 7B"]["parameters"] == pytest.approx(6.7e9, rel=0.05)
+
+
+def test_overhead_is_measured_over_the_real_loop(whole):
+    overhead = whole[0]["overhead"]
+    assert overhead["least"] <= overhead["overhead"] <= overhead["most"]
+    assert overhead["loop_ms"] == pytest.approx(overhead["bare_ms"] * (1 + overhead["overhead"]))
+    assert overhead["train_step_ms"] > 0 and overhead["data_ms"] > 0
+    assert overhead["overhead_with_saves"] >= overhead["overhead"]
+
+
+def test_overhead_sees_what_slows_the_loop_down(in_process, monkeypatch):
+    monkeypatch.setattr("record.print_line", lambda *_: time.sleep(0.2))
+    slow = in_process(only="overhead")[1]["overhead"]
+    assert slow["loop_ms"] - slow["train_step_ms"] - slow["data_ms"] > 1
+    assert slow["overhead"] > 0.1
+
+
+def test_a_healthy_model_passes_every_check(whole):
+    facts, stdout, _, _ = whole
+    checks = dict(facts["sanity"])
+    example = checks.pop("example")
+    assert example["input"][1:] == example["target"][:-1] and len(example["target"]) == 32
+    assert len(checks) == 7
+    assert all(check["ok"] for name, check in checks.items() if name != "utilisation")
+    assert "✗" not in stdout
+
+
+def see_the_future(monkeypatch):
+    def attention(q, k, v, dropout):
+        return F.scaled_dot_product_attention(q, k, v)
+
+    monkeypatch.setattr(model, "causal_attention", attention)
+
+
+def begin_far_off(monkeypatch):
+    reset = model.GPT.reset_parameters
+
+    def far_off(self):
+        reset(self)
+        self.head.weight.data.mul_(50)
+
+    monkeypatch.setattr(model.GPT, "reset_parameters", far_off)
+
+
+def cut_off_a_matrix(monkeypatch):
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x).detach()))
+
+    monkeypatch.setattr(model.MLP, "forward", forward)
+
+
+def never_update(monkeypatch):
+    monkeypatch.setattr(train, "step_unless", lambda skipped, optimizer: None)
+
+
+def ask_for_the_input(monkeypatch):
+    real = train.Batches.__getitem__
+    monkeypatch.setattr(train.Batches, "__getitem__", lambda self, i: (real(self, i)[0],) * 2)
+
+
+def blow_up_the_gradient(monkeypatch):
+    real = model.GPT.forward
+
+    def forward(self, tokens, targets=None):
+        logits, loss = real(self, tokens, targets)
+        return logits, loss if loss is None else loss + 1e4 * (loss - loss.detach())
+
+    monkeypatch.setattr(model.GPT, "forward", forward)
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [
+        (see_the_future, "no look into the future"),
+        (begin_far_off, "loss at initialisation"),
+        (cut_off_a_matrix, "gradients reach every parameter"),
+        (never_update, "one batch overfits"),
+        (ask_for_the_input, "targets are the tokens one place on"),
+        (blow_up_the_gradient, "gradient norm in range"),
+    ],
+)
+def test_sanity_finds_the_fault(fault, check, in_process, monkeypatch):
+    fault(monkeypatch)
+    code, facts = in_process(only="sanity")
+    assert code == 1
+    assert not facts["sanity"][check]["ok"]
+
+
+def test_lr_range_test_suggests_a_rate_that_learns(whole):
+    lr = whole[0]["lr"]
+    assert len(lr["lr"]) == len(lr["loss"]) == len(lr["smooth"]) <= 20
+    assert lr["lr"] == sorted(lr["lr"])
+    assert 1e-5 < lr["suggested_peak_lr"] < 1
+    assert min(lr["smooth"]) < lr["loss"][0] - 0.5
+
+
+def test_all_is_as_before_afterwards(in_process):
+    before = dict(vars(train)), list(sys.path), torch.are_deterministic_algorithms_enabled()
+    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    code, facts = in_process(only="overhead,lr")
+    assert code == 0 and set(facts) & set(PARTS) == {"overhead", "lr"}
+    assert (dict(vars(train)), list(sys.path)) == before[:2]
+    assert torch.are_deterministic_algorithms_enabled() == before[2]
+    assert handlers == [
+        signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"only": "peak,laddr"}, "'laddr'"),
+        ({"n_head": 5}, "n_head=5"),
+        ({"rounds": 0}, "--rounds=0"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(flags, named, in_process, tmp_path, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        in_process(**flags)
+    assert leaving.value.code == 2
+    error = capsys.readouterr().err
+    assert named in error and len(error.splitlines()) == 1
+    assert not (tmp_path / "b").exists()
