@@ -50,8 +50,8 @@ class GPTConfig:
 
 
 def norm(x):
-    """LayerNorm without gain or bias: the next matrix can learn those. RMSNorm learns as well, but
-    has no fused kernel on the CPU (2.8 ms against 0.8 for 4,096 tokens of width 256)."""
+    """LayerNorm without gain or bias: the next matrix can learn those. RMSNorm learns as well (both
+    1.499), but has no fused kernel on the CPU and makes a whole step there 23% longer."""
     return F.layer_norm(x, (x.size(-1),))
 
 
@@ -150,7 +150,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(MLP_RATIO * config.n_embd, config.n_embd, bias=False)
 
     def forward(self, x):
-        # Squared ReLU reached the same loss, but made a step on the CPU 10% longer.
+        # Squared ReLU learns as well (1.497 against 1.499), but makes a step on the CPU 11% longer.
         return self.down(F.gelu(self.up(x)))
 
 

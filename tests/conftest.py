@@ -279,8 +279,11 @@ def serve():
     """For each request on stdin: fork, run train.main() there, and write its exit code to stdout."""
     import torch._dynamo  # noqa: F401 (the first optimizer would import it, for a second)
 
+    import sample
     import train
 
+    # every run ends with a sample of 200 tokens, for longer than a small run takes
+    sample.sample_text = functools.partial(sample.sample_text, max_new_tokens=10)
     gc.freeze()  # what is imported stays shared with the children
     for line in sys.stdin:
         request = json.loads(line)

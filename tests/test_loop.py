@@ -384,6 +384,7 @@ def plain(train_in, tmp_path_factory):
         ["--save_interval=1"],
         ["--save_minutes=0.0001", "--keep_last=1"],
         ["--milestone_interval=5"],
+        ["--sample_interval=1"],
         ["--eval_interval=3", "--log_interval=2", "--num_workers=1", "--save_interval=4"],
     ],
     ids=" ".join,
@@ -395,8 +396,7 @@ def test_looking_does_not_disturb_training(run_train, plain, flags):
     looks = "eval_interval" in " ".join(flags)
     for part in ("model", "optimizer", "rng") + (() if looks else ("state",)):
         assert ours[part] == expected[part], part
-    keys = ("loss", "lr", "grad_norm")
-    for key in keys:
+    for key in ("loss", "lr", "grad_norm"):
         rows = [[row[key] for row in run.rows("train")] for run in (done, plain)]
         assert rows[0] == rows[1]
 

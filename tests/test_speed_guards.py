@@ -151,4 +151,4 @@ def test_the_loop_saves_writes_and_evaluates_when_it_should_and_no_more(run_trai
     assert calls["STEPS"] == 12
     assert calls["EVALUATES"] == 3  # before step 1, after 6 and 12
     assert 3 <= calls["SAVES"] <= 4  # 0, 10, 12, and 6 where it is the best so far
-    assert calls["WRITES"] <= 5 + 3 + 1  # rows after 4, 6, 8, 10, 12; an evaluation each; the end
+    assert calls["WRITES"] <= 5 + 3 + 2  # rows of 4, 6, 8, 10, 12; evaluations; sample and end
