@@ -81,7 +81,9 @@ def test_every_part_reports_in_json_and_on_the_console(whole):
         assert numbers(facts[part])
         assert all(map(math.isfinite, numbers(facts[part])))
     assert facts["versions"]["torch"] == torch.__version__
-    assert facts["hardware"]["threads"] == torch.get_num_threads()
+    count = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]  # not in here:
+    # other tests change it in this process
+    assert facts["hardware"]["threads"] == int(subprocess.check_output(count))
     assert facts["date"] and facts["config"]["n_embd"] == 64
 
 
