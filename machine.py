@@ -3,8 +3,10 @@
 A reader of the training loop never needs to open this file; train.py says when, this says how.
 """
 
+import atexit
 import contextlib
 import ctypes
+import datetime
 import importlib.metadata
 import os
 import platform
@@ -13,6 +15,7 @@ import resource
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -186,6 +189,9 @@ def explain(error):
     elif dist.is_initialized() and ("gloo" in str(error) or "NCCL" in str(error)):
         detail = last_line.rpartition("] ")[2].partition(". ")[0]
         why = f"another rank is gone ({detail}); {go_on}"
+        if "imed out" in str(error) or "imeout" in str(error):
+            names = " and ".join(map(str, stragglers())) or "unknown"
+            why = f"rank {names} kept the others waiting for more than hang_minutes; {go_on}"
     if why and rank() > 0:  # rank 0 says it at the end of the run
         print(f"rank {rank()}: failed: {why}", file=sys.stderr, flush=True)
     return why
@@ -271,8 +277,11 @@ def set_rng_state(rng, device):
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
-def join_ranks():
-    """One process for each device where torchrun started several; else nothing."""
+def join_ranks(hang_minutes):
+    """One process for each device where torchrun started several; else nothing.
+
+    hang_minutes: after which a rank that waits for another one gives up, and names it.
+    """
     if "WORLD_SIZE" in os.environ:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store, number, count = next(dist.rendezvous("env://"))
@@ -281,7 +290,10 @@ def join_ranks():
             # find the addresses of dead ones in it (torch 2.13)
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt_{attempt}", store)
-        dist.init_process_group(backend, store=store, rank=number, world_size=count)
+        patience = datetime.timedelta(minutes=hang_minutes)
+        dist.init_process_group(backend, None, patience, count, number, store)
+        progress["store"] = store
+        publish_progress(number, min(5.0, 6 * hang_minutes))
 
 
 def rank():
@@ -298,6 +310,35 @@ def say(*words):
         print(*words, flush=True)
 
 
+progress = {"meetings": 0, "store": None}  # how often this rank came to where it meets the others
+
+
+def publish_progress(number, seconds):
+    """Have the store know this rank's `meetings`, every so many seconds, from a thread of its own."""
+    leaving = threading.Event()
+
+    def publish():
+        while True:
+            with contextlib.suppress(RuntimeError):  # the store has gone, and the run will soon
+                progress["store"].set(f"meetings_{number}", str(progress["meetings"]))
+            if leaving.wait(seconds):
+                return
+
+    thread = threading.Thread(target=publish, daemon=True)
+    thread.start()
+    atexit.register(lambda: (leaving.set(), thread.join()))
+
+
+def stragglers():
+    """The ranks that came to fewer meetings than this one, by what the store knows of them."""
+    keys = [f"meetings_{number}" for number in range(world_size())]
+    try:
+        met = [int(progress["store"].get(key)) for key in keys if progress["store"].check([key])]
+    except RuntimeError:  # the store has gone too
+        return []
+    return [number for number, count in enumerate(met) if count < progress["meetings"]]
+
+
 def sum_over_ranks(tensors):
     """Sum each tensor over the ranks, in place, in one message.
 
@@ -305,6 +346,7 @@ def sum_over_ranks(tensors):
     DDP's buckets, rebuilt after its first step, do not from three ranks on.
     """
     if dist.is_initialized():
+        progress["meetings"] += 1
         flat = torch.cat([t.flatten() for t in tensors])
         dist.all_reduce(flat)
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
@@ -314,6 +356,7 @@ def sum_over_ranks(tensors):
 def agree(*flags):
     """The largest of each flag over all ranks. Travels on the CPU: the device is never waited for."""
     if dist.is_initialized():
+        progress["meetings"] += 1
         flags = torch.tensor(flags)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         flags = flags.tolist()
@@ -329,6 +372,7 @@ def from_rank0(function, *args):
         except SystemExit as leaving:
             result = leaving
     if dist.is_initialized():
+        progress["meetings"] += 1
         box = [result]
         dist.broadcast_object_list(box)
         result = box[0]
@@ -341,8 +385,57 @@ def from_all_ranks(value):
     """[value of rank 0, value of rank 1, ...], on every rank."""
     values = [value] * world_size()
     if dist.is_initialized():
+        progress["meetings"] += 1
         dist.all_gather_object(values, value)
     return values
+
+
+# ---- sharding ------------------------------------------------------------------------------------
+
+
+def shard(model, device, dtype, offload):
+    """`model`, a GPT on the CPU, with each weight spread over the ranks in rows (FSDP2).
+
+    A block's weights are gathered just before it computes and let go right after, in the forward and
+    again in the backward pass, where its gradients are summed and spread alike. offload: weights,
+    gradients and moments stay in the host's memory, and the optimizer works there.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    how = {"mesh": init_device_mesh(device.type, (world_size(),)), "reshard_after_forward": True}
+    if offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # matrices travel in the precision in which autocast would use them; gradients add up in float32
+    low = None if dtype == "float32" else getattr(torch, dtype)
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy, **how)
+    fully_shard(model, **how)
+    for module in (*model.blocks, model):
+        module.set_gradient_divide_factor(1.0)  # a sum, as sum_over_ranks takes it
+        module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def local(tensor):
+    """This rank's share of a sharded tensor, in place; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole(tensor):
+    """All of a sharded tensor; any other as it is. All ranks call it together."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def shard_like(weight, value):
+    """`value`, which every rank has whole, sharded as `weight` is, if it has the shape of one."""
+    if not hasattr(weight, "to_local") or value.shape != weight.shape:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    value = value.to(weight.device, weight.dtype)
+    return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)
 
 
 # ---- signals -------------------------------------------------------------------------------------

@@ -288,6 +288,7 @@ def configure_optimizers(model, optimizer, lr, weight_decay, beta1, beta2, momen
         return [torch.optim.AdamW(groups(hidden + outer), **adamw)]
     if optimizer in ("sgd", "momentum"):
         momentum = momentum if optimizer == "momentum" else 0.0
+        fused = fused and not hasattr(model.head.weight, "to_local")  # not for FSDP2 (torch 2.13)
         return [torch.optim.SGD(groups(hidden + outer), lr=lr, momentum=momentum, fused=fused)]
     if optimizer == "muon":
         muon = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}

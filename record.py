@@ -34,8 +34,9 @@ REFUSED = (
     "global_batch dataset data"
 ).split()
 INEXACT = (
-    "torch device compile deterministic threads world_size batch_size accum_steps code".split()
-)
+    "torch device compile deterministic threads world_size batch_size accum_steps shard offload "
+    "code"
+).split()
 
 
 # ---- run.json ------------------------------------------------------------------------------------
@@ -332,16 +333,16 @@ def find_run(folder, resume, max_steps, patience):
 def compare(saved, now, folder):
     """Refuse what would make another run. Returns {key: [then, now]} of what else costs exactness."""
     then = saved["run"] | {key: saved["state"][key] for key in ("batch_size", "accum_steps")}
-    changed = {key: [then[key], now[key]] for key in now if then[key] != now[key]}
+    changed = {key: [then.get(key), now[key]] for key in now if then.get(key) != now[key]}
     hints = {
         "global_batch": f"let --batch_size and --accum_steps make {then['global_batch']} again",
         "data": f"bring back the text that {then['dataset']} was",
     }
     for key in REFUSED:
         if key in changed:
-            hint = hints.get(key, f"write --{key}={then[key]}")
+            hint = hints.get(key, f"write --{key}={then.get(key)}")
             fail(
-                f"{key} was {then[key]} in the run so far and is {now[key]} now: that is another run; "
+                f"{key} was {then.get(key)} in the run so far and is {now[key]} now: that is another run; "
                 f"{hint} to go on, or write --out_dir={fresh_name(folder)}"
             )
     return changed
@@ -528,8 +529,14 @@ def newest_valid(folder, usable=lambda checkpoint: True):
 
 
 def copy_tensors(value, buffers, place=""):
-    """`value` with each tensor copied into a CPU buffer that is kept for the next time (by place)."""
+    """`value` with each tensor copied into a CPU buffer that is kept for the next time (by place).
+
+    All ranks call it together: what is sharded is gathered, one tensor at a time. Rank 0 has the copy.
+    """
     if isinstance(value, torch.Tensor):
+        value = machine.whole(value)
+        if rank() > 0:
+            return None
         buffer = buffers.get(place)
         if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
             buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
@@ -553,6 +560,8 @@ class Saver:
         """Begin to write one file under all of `names`. Returns why the save before this failed."""
         error = self.join()
         copy = copy_tensors(checkpoint, self.buffers)
+        if rank() > 0:
+            return None
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self.thread = threading.Thread(target=self.write, args=(copy, names), name="writer")
@@ -686,7 +695,7 @@ def print_sample(run, meta):
     import sample  # here, because only a run that gets this far needs it
 
     try:
-        text = sample.sample_text(run.model, meta, weights=run.ema)
+        text = sample.sample_text(run.model, meta)
         say(f"\n{text.strip()}\n")
         row = {"kind": "event", "step": run.state["step"], "event": "sample", "text": text}
         write_rows(run.folder, [row])

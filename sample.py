@@ -9,7 +9,6 @@ The checkpoint carries its tokenizer, so the dataset is not needed. Only the tex
 """
 
 import codecs
-import copy
 import os
 import sys
 from dataclasses import fields
@@ -106,17 +105,12 @@ def stream(ids, meta):
     yield decoder.decode(b"", final=True)
 
 
-def sample_text(
-    model, meta, max_new_tokens=200, seed=1337, start="", temperature=0.8, top_k=0, weights=None
-):
+def sample_text(model, meta, max_new_tokens=200, seed=1337, start="", temperature=0.8, top_k=0):
     """A sample of `max_new_tokens` tokens, `start` not included, as one str.
 
     For train.py: it draws from a generator of its own, and leaves the model in the mode it was in,
-    so it cannot disturb training. weights: {name: tensor} to take the place of the model's (EMA).
+    so it cannot disturb training.
     """
-    if weights:
-        model = copy.deepcopy(model)
-        model.load_state_dict(weights, strict=False)
     was_training, where = model.training, next(model.parameters()).device
     generator = torch.Generator(where).manual_seed(seed)
     prompt = encode_prompt(start, meta).to(where)

@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -26,7 +27,7 @@ import machine
 import prepare_data
 import record
 from configurator import configure, fail
-from machine import agree, from_rank0, rank, say, sum_over_ranks, world_size
+from machine import agree, from_rank0, local, rank, say, shard_like, sum_over_ranks, world_size
 from model import GPT, GPTConfig, configure_optimizers
 from record import log_event
 
@@ -80,6 +81,11 @@ device = "auto"  # auto, cpu, cuda, cuda:1 or mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
 compile = "auto"  # torch.compile
 deterministic = "auto"  # the same bits every time; auto = wherever torch can
+shard = (
+    False  # with several ranks, each keeps only its share of weights, gradients, moments (FSDP2)
+)
+offload = False  # with shard: in the host's memory instead of the GPU's
+hang_minutes = 30.0  # with several ranks: how long one may keep the others waiting, (0, inf)
 
 # Looking: logging, evaluation, early stopping
 log_interval = 10  # steps between two lines, [1, inf); metrics.jsonl has a row for every step
@@ -277,16 +283,18 @@ def train_step(model, run, tokens, targets, lr):
             group["lr"] = lr  # 2: learning rate
     loss = backward_within_memory(model, run, tokens, targets)  # 3, 4, 5
     weights = list(run.model.parameters())
-    sum_over_ranks([weight.grad for weight in weights] + [loss])
+    sum_over_ranks([loss] if shard else [weight.grad for weight in weights] + [loss])
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)  # 6: unscale, then clip
-    grad_norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf)
+    grad_norm = machine.whole(torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf))
+    grad_norm = grad_norm.to(loss.device)  # it is elsewhere with --offload=true
     skipped = (~(loss.isfinite() & grad_norm.isfinite())).float()
     for optimizer in run.optimizers:
         step_unless(skipped, optimizer)  # 7: step, and update the scaler
     run.scaler.update()
     for name, average in run.ema.items():
-        average.lerp_(run.model.get_parameter(name).detach(), (1 - ema_decay) * (1 - skipped))
+        weight = local(run.model.get_parameter(name)).detach()
+        local(average).lerp_(weight, ((1 - ema_decay) * (1 - skipped)).to(weight.device))
     return torch.stack([loss, grad_norm, skipped])
 
 
@@ -312,6 +320,11 @@ def backward_within_memory(model, run, tokens, targets):
         except (RuntimeError, MemoryError) as error:
             if not machine.out_of_memory(error):
                 raise
+            if shard:  # the other ranks wait for this one, in the midst of a pass
+                raise RunFailed(
+                    "out of memory; what helps with --shard=true: a smaller --batch_size with a larger "
+                    "--accum_steps, --grad_checkpoint=true, --offload=true"
+                ) from error
         if not any(agree(loss is None)):
             return loss
         if state["batch_size"] == 1:
@@ -341,16 +354,35 @@ def step_unless(skipped, optimizer):
         for weight in group["params"] if group.get("momentum") else ():
             if "momentum_buffer" not in optimizer.state[weight]:
                 optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    kept = [weight for group in optimizer.param_groups for weight in group["params"]]
+    skipped = skipped.to(kept[0].device)
     if optimizer.defaults.get("fused"):  # fused kernels look at found_inf themselves
         optimizer.grad_scale, optimizer.found_inf = None, skipped
         optimizer.step()
         return
-    kept = [weight for group in optimizer.param_groups for weight in group["params"]]
     kept += [tensor for moments in optimizer.state.values() for tensor in moments.values()]
+    kept = [local(tensor) for tensor in kept]
     before = [tensor.clone() for tensor in kept]
     optimizer.step()
     for tensor, old in zip(kept, before, strict=True):
         tensor.copy_(torch.where(skipped.bool(), old, tensor))
+
+
+@contextmanager
+def averaged(run):
+    """Within it the model has its averaged weights, where there are any."""
+
+    @torch.no_grad()
+    def swap():
+        for name, average in run.ema.items():
+            weight, average = local(run.model.get_parameter(name)), local(average)
+            before = weight.clone()
+            weight.copy_(average)
+            average.copy_(before)
+
+    swap()
+    yield
+    swap()
 
 
 @torch.no_grad()
@@ -363,12 +395,15 @@ def evaluate(run, batches, device):
     run.model.eval()
     wide = torch.float32 if device.type == "mps" else torch.float64
     totals = torch.zeros(3, dtype=wide, device=device)  # loss, right guesses, targets
-    for index in range(rank(), len(batches), world_size()):
-        tokens, targets = (t.to(device, non_blocking=True) for t in batches[index])
-        with autocast(device):
-            logits, loss = torch.func.functional_call(run.model, run.ema, (tokens, targets))
-        counted = (targets != -100).sum()
-        totals += torch.stack([loss * counted, (logits.argmax(-1) == targets).sum(), counted])
+    with averaged(run):
+        for first in range(0, len(batches), world_size()):
+            index = min(first + rank(), len(batches) - 1)  # of one batch too many, none is counted
+            tokens, targets = (t.to(device, non_blocking=True) for t in batches[index])
+            with autocast(device):
+                logits, loss = run.model(tokens, targets)
+            counted = (targets != -100).sum() * (first + rank() < len(batches))
+            right = (logits.argmax(-1) == targets).sum() * (counted > 0)
+            totals += torch.stack([loss * counted, right, counted])
     run.model.train()
     sum_over_ranks([totals])
     loss, right, counted = totals.tolist()
@@ -391,16 +426,24 @@ def checkpoint_of(run, fixed, device):
     }
 
 
+@torch.no_grad()
 def restore(run, checkpoint, device):
-    """The reverse of checkpoint_of."""
-    run.model.load_state_dict(checkpoint["model"])
+    """The reverse of checkpoint_of, whether it was sharded or is now."""
+    for name, weight in run.model.state_dict().items():
+        weight.copy_(shard_like(weight, checkpoint["model"][name]))
     for optimizer, saved in zip(run.optimizers, checkpoint["optimizer"], strict=True):
         # the groups as they are now: what the command line says of weight_decay is what counts
         groups = optimizer.state_dict()["param_groups"]
-        optimizer.load_state_dict({"state": saved["state"], "param_groups": groups})
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        moments = {
+            index: {name: shard_like(weights[index], value) for name, value in moments.items()}
+            for index, moments in saved["state"].items()
+        }
+        optimizer.load_state_dict({"state": moments, "param_groups": groups})
     run.scaler.load_state_dict(checkpoint["scaler"])
     for name, average in run.ema.items():
-        average.copy_(checkpoint["ema"].get(name, checkpoint["model"][name]))
+        saved = checkpoint["ema"].get(name, checkpoint["model"][name])
+        average.copy_(shard_like(average, saved))
     run.state.update(checkpoint["state"])
     if len(checkpoint["rng"]) == world_size():
         machine.set_rng_state(checkpoint["rng"][rank()], device)
@@ -455,7 +498,8 @@ def model_config(vocab_size):
 def fresh_run(folder, vocab_size, device):
     """A run before its first step."""
     machine.seed_everything(seed)
-    model = GPT(model_config(vocab_size)).to(device)
+    model = GPT(model_config(vocab_size))
+    model = machine.shard(model, device, dtype, offload) if shard else model.to(device)
     return Run(
         folder=folder,
         model=model,
@@ -561,7 +605,13 @@ def main():
         fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
     if min_lr > peak_lr:
         fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
-    machine.join_ranks()
+    if shard and "WORLD_SIZE" not in os.environ:
+        fail(
+            "--shard=true: expected several ranks; begin with torchrun --nproc_per_node=2 train.py"
+        )
+    if offload and not shard:
+        fail("--offload=true: expected --shard=true with it")
+    machine.join_ranks(hang_minutes)
     where, folder, signals = machine.choose_device(device), Path(out_dir), machine.Signals()
 
     # ---- what there is: a run to go on with, a text to learn
@@ -612,7 +662,7 @@ def main():
     def keep(*names):
         """Begin to save under these names; say so where the save before this one failed."""
         checkpoint = checkpoint_of(run, fixed, where)
-        if rank() == 0 and (error := saver.save(checkpoint, names)):
+        if error := saver.save(checkpoint, names):
             log_event(folder, state["step"], "save_failed", error=error)
         clock.lap("save")
 
@@ -703,8 +753,9 @@ def main():
                 ended = "left alone by its launcher"
             elif patience and state["evals_since_best"] >= patience:
                 ended, code = f"stopped early: {patience} evaluations without improvement", 0
-            if rank() == 0 and (every(sample_interval, step) or ended and not code):
-                record.print_sample(run, meta)
+            if every(sample_interval, step) or ended and not code:
+                with averaged(run), autocast(where):
+                    record.print_sample(run, meta)  # all ranks: where sharded, it takes all
                 clock.lap("evaluate")
             names = [record.checkpoint_name(step)] + [f"milestone_{step:08}.pt"] * keeping
             if not (ended or asked) and (not saving or state["skips_in_row"]):

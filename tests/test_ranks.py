@@ -15,8 +15,12 @@ import pytest
 import torch
 from conftest import stop_at, wait_for
 
+import machine
 import record
 
+needs_float16 = pytest.mark.skipif(
+    "avx512_fp16" not in machine.cpu_info()[1], reason="this CPU does not compute in float16"
+)
 FLAGS = ("--dropout=0.1", "--ema_decay=0.9", "--save_interval=4", "--log_interval=1")
 
 
@@ -281,3 +285,159 @@ def test_resume_under_torchrun_is_bit_exact(start_train, python_train, count):
     done = python_train("run", *flags, **launch)
     assert done.returncode == 0, done.stderr
     assert done.fingerprint(200) == straight.fingerprint(200)
+
+
+# ---- sharded -------------------------------------------------------------------------------------
+
+SHARD = "--shard=true"
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_sharded_resume_is_bit_exact(run_train, count):
+    flags = (*FLAGS, f"--batch_size={12 // count}", SHARD)
+    straight = run_train("straight", *flags, before=ranks(count))
+    assert codes(straight) == " ".join(["0"] * count), straight.stderr
+    for name in ("same", "control"):
+        run_train(name, *flags, before=ranks(count, only_on(count - 1, stop_at(6))))
+        forget = (
+            "train.machine.set_rng_state = lambda rng, device: None" if name == "control" else ""
+        )
+        done = run_train(name, *flags, before=ranks(count, forget))
+        assert done.returncode == 0, done.stderr
+        assert (done.fingerprint(12) == straight.fingerprint(12)) == (name == "same")
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_sharded_and_not_the_losses_agree_and_the_checkpoints_are_for_both(run_train, count):
+    flags = (f"--batch_size={12 // count}", "--max_steps=50", "--log_interval=1", "--ema_decay=0.9")
+    plain = run_train("plain", *flags, before=ranks(count))
+    sharded = run_train("sharded", *flags, SHARD, before=ranks(count))
+    assert sharded.returncode == 0, sharded.stderr
+    # a checkpoint of either goes on as the other, and in a single process
+    run_train("mixed", *flags, SHARD, before=ranks(count, stop_at(15)))
+    run_train("mixed", *flags, before=ranks(count, stop_at(25)))
+    run_train("mixed", *flags, SHARD, before=ranks(count, stop_at(35)))
+    mixed = run_train("mixed", *flags, "--batch_size=12")
+    assert mixed.returncode == 0, mixed.stderr
+    inexact = [row for row in mixed.rows("event") if row["event"] == "inexact_resume"]
+    assert [row.get("shard") for row in inexact] == [[True, False], [False, True], [True, False]]
+    for done in (sharded, mixed):
+        assert_close(plain, done, 1e-5)
+        saved, other = (torch.load(d.checkpoint(50), weights_only=True) for d in (plain, done))
+        for name, weight in saved["model"].items():
+            assert torch.allclose(weight, other["model"][name], atol=1e-4), name
+
+
+def assert_close(one, other, relative):
+    pairs = list(zip(one.rows("train"), other.rows("train"), strict=True))
+    assert [a["step"] for a, _ in pairs] == list(range(1, len(pairs) + 1)) and len(pairs) > 1
+    for key in ("loss", "grad_norm"):
+        apart = max(abs(a[key] - b[key]) / a[key] for a, b in pairs)
+        print(f"largest relative difference of {key}: {apart:.1e}")
+        assert apart < relative * (1 if key == "loss" else 10), key
+    losses = [[row["val_loss"] for row in done.rows("eval")] for done in (one, other)]
+    assert losses[0] == pytest.approx(losses[1], rel=relative)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--optimizer=sgd", "--peak_lr=0.1"],
+        ["--optimizer=momentum", "--peak_lr=0.1"],
+        ["--optimizer=muon"],
+        ["--dtype=bfloat16"],
+        pytest.param(["--dtype=float16"], marks=needs_float16),
+        ["--grad_checkpoint=true", "--n_layer=2"],
+        ["--accum_steps=2"],
+        ["--offload=true"],
+    ],
+    ids=" ".join,
+)
+def test_sharded_and_not_the_losses_agree_with(run_train, flags):
+    plain = run_train("plain", *[f for f in flags if "offload" not in f], before=ranks(2))
+    sharded = run_train("sharded", *flags, SHARD, before=ranks(2))
+    assert sharded.returncode == 0, sharded.stderr
+    assert_close(plain, sharded, 2e-3 if "16" in flags[0] else 1e-5)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "muon"])
+def test_a_bad_gradient_of_one_rank_touches_no_share_of_any(run_train, optimizer):
+    flags = (
+        f"--optimizer={optimizer}",
+        "--ema_decay=0.9",
+        SHARD,
+        "--max_steps=5",
+        "--log_interval=1",
+    )
+    source = """
+def wrap(inner):
+    def forward_backward(model, run, *rest):
+        loss = inner(model, run, *rest)
+        weights = list(run.model.parameters())
+        moments = [m for o in run.optimizers for state in o.state.values() for m in state.values()]
+        held = [train.local(t).clone() for t in (*weights, *moments, *run.ema.values())]
+        bad = run.state["step"] == 3
+        if bad and rank == 1:
+            train.local(weights[-1].grad)[0, 0] = float("inf")
+        run.held = held if bad else None
+        return loss
+    return forward_backward
+train.forward_backward = wrap(train.forward_backward)
+def wrap(inner):
+    def train_step(model, run, *rest):
+        result = inner(model, run, *rest)
+        if run.held:
+            weights = list(run.model.parameters())
+            moments = [m for o in run.optimizers for state in o.state.values() for m in state.values()]
+            now = [train.local(t) for t in (*weights, *moments, *run.ema.values())]
+            print("SAME", rank, all(torch.equal(a, b) for a, b in zip(run.held, now, strict=True)))
+        return result
+    return train_step
+train.train_step = wrap(train.train_step)
+"""
+    done = run_train("run", *flags, before=ranks(2, source))
+    assert codes(done) == "0 0", done.stderr
+    assert "SAME 0 True" in done.stdout and "SAME 1 True" in done.stdout
+    assert [row["skipped"] for row in done.rows("train")] == [0, 0, 0, 1, 0]
+
+
+def test_each_rank_holds_its_share_of_the_memory_and_no_more(run_train):
+    source = """
+def wrap(inner):
+    def train_step(model, run, *rest):
+        result = inner(model, run, *rest)
+        weights = list(run.model.parameters())
+        moments = [m for o in run.optimizers for state in o.state.values() for m in state.values()]
+        kinds = {"weights": weights, "gradients": [w.grad for w in weights], "moments": moments}
+        held = [sum(train.local(t).nbytes for t in kind) for kind in kinds.values()]
+        os.write(1, f"HELD {rank} {held}\\n".encode())
+        return result
+    return train_step
+train.train_step = wrap(train.train_step)
+"""
+    totals = {}
+    for count, flag in ((1, "--shard=false"), (2, SHARD), (3, SHARD)):
+        done = run_train(
+            f"of_{count}",
+            "--max_steps=1",
+            "--warmup_steps=1",
+            "--batch_size=12",
+            flag,
+            before=ranks(count, source),
+        )
+        found = re.findall(r"HELD \d \[(\d+), (\d+), (\d+)\]", done.stdout)
+        assert len(found) == count, done.stderr
+        totals[count] = [[int(number) for number in each] for each in found]
+    for count in (2, 3):
+        for held in totals[count]:
+            for mine, all_of_it in zip(held, totals[1][0], strict=True):
+                assert mine == pytest.approx(all_of_it / count, rel=0.02)
+
+
+def test_a_rank_that_hangs_is_named(run_train):
+    source = only_on(
+        1,
+        "import time\ntrain.sum_over_ranks = lambda tensors, inner=train.sum_over_ranks: time.sleep(10)",
+    )
+    hung = run_train("run", "--hang_minutes=0.05", before=ranks(2, source), timeout=30)
+    assert "rank 1 kept the others waiting" in hung.stderr

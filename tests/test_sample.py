@@ -185,6 +185,4 @@ def test_a_sample_does_not_disturb_training(trained):
     assert once == again and len(once) == 50  # dropout would make them differ
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training and all(module.training for module in model.modules())
-    averaged = {name: torch.zeros_like(w) for name, w in model.named_parameters()}
-    assert sample.sample_text(model, meta, max_new_tokens=50, weights=averaged) != once
     assert all(torch.equal(w, weights[k]) for k, w in model.state_dict().items())
