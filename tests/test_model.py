@@ -206,7 +206,7 @@ def measured_memory(model, optimizer, batch_size, dtype):
 def test_memory_is_predicted_within_5_percent(
     shape, batch_size, optimizer, dtype, grad_checkpoint, monkeypatch
 ):
-    # A table of 16,384 rows would outweigh the activations, which are what is hard to predict.
+    # A table of 8,192 rows would outweigh the activations, which are what is hard to predict.
     monkeypatch.setattr("model.NGRAM_ROWS", 64)
     model = build(**shape, grad_checkpoint=grad_checkpoint)
     predicted = training_memory(model.config, batch_size, optimizer, dtype, grad_checkpoint)
