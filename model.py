@@ -21,6 +21,7 @@ NGRAM_ROWS = 8_192  # n-grams share these rows by their hash
 NGRAM_GAIN = 4.0  # under Adam a gain of 4 is four times the learning rate for the table
 MLP_RATIO = 4  # hidden width of the MLP over n_embd, as in GPT-2
 ROPE_BASE = 10_000.0  # the longest rotary wavelength is 2 pi times this, in tokens
+HEAD_MULTIPLE = 64  # a head of 1,000 rows or more is padded to a multiple of it, for tensor cores
 PLAIN_ATTENTION_MAX = 512  # longest context where, on a CPU, plain products beat the fused kernel
 OPTIMIZERS = ("adamw", "sgd", "momentum", "muon")
 
@@ -47,6 +48,12 @@ class GPTConfig:
                 f"n_embd={self.n_embd} over n_head={self.n_head} is a head size of "
                 f"{self.n_embd // self.n_head}: rotary positions turn pairs, so it must be even"
             )
+
+
+def padded(vocab_size):
+    """Rows of the head: GPT-2's 50,257 become 50,304. The tokens that are none never occur as targets,
+    so the model learns not to say them, and `generate` cannot."""
+    return -(-vocab_size // HEAD_MULTIPLE) * HEAD_MULTIPLE if vocab_size >= 1000 else vocab_size
 
 
 def norm(x):
@@ -173,7 +180,7 @@ class GPT(nn.Module):
         self.embedding = InputEmbedding(config)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        self.head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.head = nn.Linear(config.n_embd, padded(config.vocab_size), bias=False)
         cos, sin = rotary_tables(config.block_size, config.n_embd // config.n_head)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -194,7 +201,7 @@ class GPT(nn.Module):
                 matrix.weight.zero_()
 
     def forward(self, tokens, targets=None):
-        """tokens, targets: int64 (B, T). Returns the logits (B, T, V) and, given targets, the mean
+        """tokens, targets: int64 (B, T). Returns the logits (B, T, padded V) and, given targets, the mean
         cross entropy in nats (a float32 scalar) over the targets that are not -100; else None.
 
         Labels are smoothed in training mode only. Raises ValueError if T is above `block_size`.
@@ -249,7 +256,8 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             was_training = self.training
             self.eval()
-            logits = self(tokens[:, -self.config.block_size :])[0][:, -1].float()
+            logits = self(tokens[:, -self.config.block_size :])[0]
+            logits = logits[:, -1, : self.config.vocab_size].float()
             self.train(was_training)
             if 0 < top_k < logits.size(-1):
                 lowest_kept = logits.topk(top_k).values[:, -1:]
@@ -333,7 +341,7 @@ def training_memory(config, batch_size, optimizer, dtype, grad_checkpoint, devic
         kept, recomputed, cast = config.n_layer * C, block - C, n_hidden // config.n_layer
     # The peak is one of two moments: the float32 softmax over the vocabulary with its gradients
     # (12 bytes for each of V), or the gradients within the last MLP (3 C).
-    at_head = (ends + kept) * width + 12 * config.vocab_size
+    at_head = (ends + kept) * width + 12 * padded(config.vocab_size)
     at_block = (ends + kept + recomputed + 3 * C) * width
     return {
         "weights": 4 * n_params + (0 if width == 4 else 2 * (cast + n_head_params)),

@@ -1,0 +1,29 @@
+"""The shape of GPT-2 124M on OpenWebText, for GPUs: torchrun --standalone --nproc_per_node=8 train.py
+config/gpt2_124m.py, or a part of it on one: python train.py config/gpt2_124m.py --max_steps=100.
+
+Prepare the text first (54 GB of it): python prepare_data.py openwebtext --tokenizer=gpt2
+"""
+
+out_dir = "out/gpt2_124m"
+dataset = "openwebtext"
+offline_dataset = ""  # without the text, stop
+
+n_layer = 12
+n_head = 12
+n_embd = 768
+block_size = 1024  # tokens
+
+batch_size = 32  # sequences; halved by itself where the GPU's memory is too small
+accum_steps = 2  # on 8 GPUs: 32 x 2 x 8 x 1,024 = 524,288 tokens a step
+num_workers = 2
+
+peak_lr = 6e-4
+min_lr = 6e-5
+warmup_steps = 715
+max_steps = 143_000
+weight_decay = 0.1
+
+eval_interval = 1000
+save_interval = 1000
+milestone_interval = 20_000
+hang_minutes = 10.0

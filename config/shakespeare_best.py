@@ -1,0 +1,19 @@
+"""TinyShakespeare by character with one layer, as low as it goes: minutes on two CPU cores."""
+
+out_dir = "out/shakespeare_best"
+dataset = "shakespeare"
+
+block_size = 256  # characters: twice those of config/shakespeare.py are worth 0.02 nats
+n_embd = 256
+n_head = 4
+batch_size = 16
+dropout = 0.05  # much less, and it learns the text by heart; much more, and it learns slowly
+
+max_steps = 1400  # 5.7 epochs; after twice as many the validation loss is higher
+warmup_steps = 20
+peak_lr = 5e-3
+min_lr = peak_lr / 100
+weight_decay = 1.2
+
+compile = True  # dropout is slow in eager mode on a CPU
+log_interval = 50
