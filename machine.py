@@ -284,11 +284,20 @@ def join_ranks(hang_minutes):
     hang_minutes: after which a rank that waits for another one gives up, and names it.
     """
     if "WORLD_SIZE" in os.environ:
+        one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+        shared_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        if shared_store and restarts and not one_node:
+            fail(
+                "--max-restarts on several nodes: new ranks would look for dead ones; write, on each "
+                "node, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend=c10d ..."
+            )
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store, number, count = next(dist.rendezvous("env://"))
-        if os.environ.get("GROUP_WORLD_SIZE") == "1":  # one machine
+        if shared_store and one_node:
             # torchrun's store outlives --max-restarts; without a name for each try, new ranks would
-            # find the addresses of dead ones in it (torch 2.13)
+            # find the addresses of dead ones in it. On several nodes no name helps: each agent counts
+            # its own tries, and keeps the address of the first store (torch 2.13, pytorch#135712).
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt_{attempt}", store)
         patience = datetime.timedelta(minutes=hang_minutes)

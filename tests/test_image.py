@@ -1,0 +1,121 @@
+"""The image holds what a run needs, pinned, and a run inside it says what it was built from.
+
+Building it takes an engine and minutes; what can be told without one is told here.
+"""
+
+import ast
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import REPO, Done, arguments
+
+import record
+
+DOCKERFILE = (REPO / "Dockerfile").read_text()
+STEPS = re.findall(r"^([A-Z]+) ((?:.*\\\n)*.*)", DOCKERFILE, re.M)  # [(instruction, the rest)]
+
+
+def test_the_base_is_an_argument_with_a_pinned_default():
+    assert [name for name, _ in STEPS[:2]] == ["ARG", "FROM"]
+    assert re.fullmatch(r"BASE_IMAGE=\S+:\d+\.\d+\.\d+\S*", STEPS[0][1])
+    assert STEPS[1][1] == "${BASE_IMAGE}"
+
+
+def test_every_requirement_is_pinned_and_installed_before_the_code():
+    for line in (REPO / "requirements.txt").read_text().splitlines():
+        assert re.fullmatch(r"[\w-]+==\d[\w.]*", line), line
+    steps = [" ".join(step) for step in STEPS]
+    copy_pins, install, copy_code, commit = (
+        next(number for number, step in enumerate(steps) if re.match(pattern, step))
+        for pattern in (
+            r"COPY requirements.txt",
+            r"RUN python3 -m pip install .*-r \S*requirements.txt",
+            r"COPY \. ",
+            r"ARG GIT_COMMIT",
+        )
+    )
+    assert copy_pins < install < copy_code < commit  # each changes more often than those before
+
+
+def test_it_runs_train_as_a_user_who_may_write_both_volumes():
+    last = dict(STEPS)
+    assert last["ENTRYPOINT"] == '["python3", "train.py"]'
+    assert last["USER"] not in ("root", "0")
+    (folders,) = re.findall(r"install -d -o (\w+) .*? (/.*)", DOCKERFILE)
+    assert folders[0] == last["USER"]
+    volumes = ast.literal_eval(last["VOLUME"])
+    assert folders[1].split() == volumes == ["/train/data", "/train/out"]
+    assert f"TIKTOKEN_CACHE_DIR={volumes[0]}/" in DOCKERFILE
+
+
+def ignored(path):
+    """Does .dockerignore keep `path` (of a file, relative to the repository) out of the image?"""
+    parts = path.split("/")
+    heads = ["/".join(parts[: n + 1]) for n in range(len(parts))]
+    for line in (REPO / ".dockerignore").read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        assert not line.startswith("!")  # not read here
+        anywhere = line.startswith("**/")
+        names = parts if anywhere else heads
+        if any(fnmatch.fnmatch(name, line.removeprefix("**/")) for name in names):
+            return True
+    return False
+
+
+def test_nothing_that_git_tracks_is_left_out_and_nothing_else_is_let_in():
+    code = {f"{name}.py" for name in imports_of(REPO / "train.py")}
+    assert {"train.py", "model.py", "record.py"} <= code
+    tracked = []
+    if (REPO / ".git").exists():  # not in the image, nor in an unpacked archive
+        listing = subprocess.check_output(["git", "-C", REPO, "ls-files"], text=True)
+        tracked = listing.splitlines()
+        assert code <= set(tracked)
+    assert [file for file in (*code, *tracked) if ignored(file)] == []
+    for line in (REPO / ".gitignore").read_text().split():
+        example = line.replace("*", "x").rstrip("/")
+        assert ignored(example), f"{line} of .gitignore is not in .dockerignore"
+    assert ignored(".git/config") and ignored("out/a/ckpt_00000001.pt") and ignored(".venv/bin/x")
+
+
+def imports_of(path, found=()):
+    """The names of the repository's modules that a file imports, itself and theirs included."""
+    found = {*found, path.stem}
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        for name in names:
+            if name not in found and (REPO / f"{name}.py").exists():
+                found = imports_of(REPO / f"{name}.py", found)
+    return found
+
+
+@pytest.fixture
+def copied_repository(tmp_path):
+    """The code without .git, as it lies in the image."""
+    (tmp_path / "image").mkdir()
+    for file in [*REPO.glob("*.py"), REPO / "requirements.txt"]:
+        shutil.copy(file, tmp_path / "image")
+    return tmp_path / "image"
+
+
+def test_run_json_names_the_commit_where_there_is_no_git(copied_repository, data_dir, tmp_path):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    flags = arguments(tmp_path / "run", data_dir, ["--max_steps=3"])[1:]
+    result = subprocess.run(
+        [sys.executable, "train.py", *flags],
+        cwd=copied_repository,
+        env=os.environ | {"GIT_COMMIT": commit, "GIT_CEILING_DIRECTORIES": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    done = Done(tmp_path / "run", result.returncode, result.stdout, result.stderr)
+    assert done.returncode == 0, done.stderr
+    run = record.read_json(done.out_dir / "run.json")
+    assert run["git"] == {"commit": commit, "dirty": None, "diff_sha256": None}
