@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -410,6 +411,8 @@ def open_run(run, fixed, device, path, inexact):
         write_json(folder / "run.json", facts)
     except OSError as error:
         fail(f"{folder} cannot be written ({error.strerror}); write --out_dir=FOLDER")
+    if fixed["config"]["wandb_log"]:
+        start_sender(folder)
 
 
 def close_run(folder, ended, seconds, state, with_report):
@@ -440,6 +443,8 @@ def close_run(folder, ended, seconds, state, with_report):
         import report  # here: it takes a second to load what draws
 
         say("".join(f"{path}\n" for path in report.write_report(folder)).strip())
+    if sender:
+        finish_sender(folder, sender.pop())
 
 
 def forget_after(folder, step):
@@ -451,6 +456,31 @@ def forget_after(folder, step):
     except OSError as error:
         say(f"{path.name} is undone, and cannot be removed ({error.strerror})")
     cut_rows(folder / "metrics.jsonl", step)
+
+
+sender = []  # the process that copies the rows to wandb, where it was asked for
+
+
+def start_sender(folder):
+    """Start to_wandb.py beside the run: in a session of its own, so that no Ctrl-C reaches it, and
+    with a pipe that ends when this process does."""
+    command = [sys.executable, str(REPO / "to_wandb.py"), str(folder), "--follow"]
+    try:
+        sender.append(subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True))
+    except OSError as error:
+        say(f"wandb    failed ({error.strerror}); training goes on without it")
+
+
+def finish_sender(folder, process, seconds=30):
+    """Let it send the last rows. Where that takes too long, it is ended: the rows are here anyway."""
+    process.stdin.close()
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode < 0:
+        say(f"wandb    was cut off; python to_wandb.py {folder} sends the rest")
 
 
 def process_age():

@@ -92,6 +92,9 @@ log_interval = 10  # steps between two lines, [1, inf); metrics.jsonl has a row 
 eval_interval = 250  # steps, [0, inf); 0 = only before the first and after the last
 sample_interval = 0  # steps between two samples of text, [0, inf); 0 = one at the end
 report = True  # draw report.png and write report.md at the end
+wandb_log = False  # copy the rows of metrics.jsonl to Weights & Biases, from a process of its own
+wandb_project = "honest-loop"
+wandb_run_name = ""  # "" = the name of out_dir
 dollars_per_hour = 0.0  # of one device, for the report, [0, inf); 0 = not reckoned
 patience = 0  # evaluations without improvement before the run stops, [0, inf); 0 = off
 min_delta = 0.0  # nats by which an evaluation must improve to count as one that did, [0, inf)
