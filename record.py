@@ -11,10 +11,12 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 import zipfile
@@ -24,7 +26,8 @@ import torch
 
 import machine
 from configurator import fail
-from machine import rank, say
+from machine import rank, say, world_size
+from model import training_memory
 
 REPO = Path(__file__).resolve().parent
 
@@ -142,10 +145,24 @@ def say_once(message, said=set()):  # noqa: B006 (meant to last)
         say(message)
 
 
+CALM = ("resume", "inexact_resume")  # events that are no trouble
+
+
+def in_short(value):
+    """What an event says, for the console: 4 digits, and of [then, now] what differs."""
+    if isinstance(value, list) and len(value) == 2:
+        then, now = value
+        if isinstance(then, dict) and isinstance(now, dict):  # hashes of files
+            return ", ".join(key for key in now if now[key] != then.get(key))
+        return f"{then} -> {now}"
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
 def log_event(folder, step, event, **fields):
     """An event in metrics.jsonl and on the console."""
-    details = "  ".join(f"{key} {value}" for key, value in fields.items())
-    say(f"{step:>8} {event.replace('_', ' ')}: {details}")
+    details = "  ".join(f"{key} {in_short(value)}" for key, value in fields.items())
+    words = wrapped(f"{event.replace('_', ' ')}: {details}", 8)
+    say(f"{step:>7} {words if event in CALM else paint(words, 'red')}")
     write_rows(folder, [{"kind": "event", "step": step, "event": event, **fields}])
 
 
@@ -431,7 +448,8 @@ def close_run(folder, ended, seconds, state, with_report):
     except OSError as error:
         say(f"run.json cannot be written ({error.strerror})")
     if ended.startswith("failed"):
-        print(f"{Path(sys.argv[0]).name}: {ended}", file=sys.stderr)
+        line = f"{Path(sys.argv[0]).name}: {ended}"
+        print(paint(line, "red", sys.stderr), file=sys.stderr)
     else:
         best = f"{state['best_val_loss']:.4f} at step {state['best_step']:,}"
         say(f"{ended} at step {step:,}; best validation loss {best}")
@@ -443,6 +461,7 @@ def close_run(folder, ended, seconds, state, with_report):
         import report  # here: it takes a second to load what draws
 
         say("".join(f"{path}\n" for path in report.write_report(folder)).strip())
+    print_next(folder, ended)
     if sender:
         finish_sender(folder, sender.pop())
 
@@ -672,26 +691,88 @@ def sync(path):
 
 # ---- the console ---------------------------------------------------------------------------------
 
-HEADER = "    step/total    loss   norm       lr      ms  wait   tok/s    mfu    GB    left"
+STYLES = {"dim": 2, "red": 31, "green": 32}
+
+
+def paint(words, style, stream=None):
+    """`words` in colour, where a person looks at a terminal that has any (https://no-color.org)."""
+    stream = stream or sys.stdout
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return words if plain or not stream.isatty() else f"\033[{STYLES[style]}m{words}\033[0m"
+
+
+def wrapped(words, indent):
+    """`words` in lines of 80, all but the first indented; a path or flag is never torn apart."""
+    blank = " " * indent
+    looks = {"initial_indent": blank, "subsequent_indent": blank, "break_long_words": False}
+    return textwrap.fill(words, 80, break_on_hyphens=False, **looks)[indent:]
+
+
+def say_fact(name, words):
+    """A line of the header, such as `batch    32 x 1 x 1 = ...`."""
+    say(paint(f"{name:<8}", "dim"), wrapped(words, 9))
+
+
+def fit(value, width, digits):
+    """`value` in `width` characters: `digits` after the point, or as many as there is room for."""
+    if 0 < abs(value) < 0.5 * 10**-digits:
+        return f"{value:{width}.0e}"
+    texts = (f"{value:{width}.{places}f}" for places in range(digits, -1, -1))
+    return next((text for text in texts if len(text) <= width), f"{value:{width}.0e}")
+
+
+def rate(per_second):
+    """Tokens a second in 6 characters: 853 is 0.853k, 1234567 is 1.235M."""
+    sizes = {"k": 1e3, "M": 1e6, "G": 1e9}
+    letter = [each for each, size in sizes.items() if each == "k" or per_second >= 0.99995 * size][
+        -1
+    ]
+    return fit(per_second / sizes[letter], 5, 3) + letter
+
+
+def duration(seconds):
+    """Time in up to 8 characters: 0:46, 12:04:05, 12d 4h."""
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    if hours >= 100:
+        return f"{hours // 24}d {hours % 24}h" if hours < 24_000 else f"{hours // 24}d"
+    clock = f"{minutes % 60:02}:{int(seconds) % 60:02}"
+    return f"{hours}:{clock}" if hours else clock.removeprefix("0")
+
+
+def progress(step, max_steps):
+    width = max(7, len(str(max_steps)))
+    return f"{step:>{width}}/{max_steps:<{width}}"
+
+
+def print_header(max_steps):
+    widths = {"loss": 6, "norm": 6, "lr": 8, "ms": 6, "wait": 5, "tok/s": 6, "mfu": 6, "GB": 5}
+    names = " ".join(f"{name:>{width}}" for name, width in widths.items())
+    start = f"{'step/total':<{len(progress(0, max_steps))}}"
+    say(paint(f"{start} {names} {'left':>8}", "dim"))
 
 
 def print_line(row, max_steps):
-    mfu = "   n/a" if math.isnan(row["mfu"]) else f"{row['mfu']:6.1%}"
-    seconds = int((max_steps - row["step"]) * row["step_ms"] / 1000)
-    left = f"{seconds // 60}:{seconds % 60:02}"
-    if seconds >= 3600:
-        left = f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+    mfu = "   n/a" if math.isnan(row["mfu"]) else fit(100 * row["mfu"], 5, 1) + "%"
+    left = duration((max_steps - row["step"]) * row["step_ms"] / 1000)
     say(
-        f"{row['step']:>7}/{max_steps:<7} {row['loss']:6.4f} {row['grad_norm']:6.3f} {row['lr']:8.2e}"
-        f" {row['step_ms']:7.1f} {row['data_ms']:5.1f} {row['tokens_per_sec'] / 1000:6.1f}k {mfu}"
-        f" {row['mem_gb']:5.2f} {left:>7}"
+        progress(row["step"], max_steps),
+        fit(row["loss"], 6, 4),
+        fit(row["grad_norm"], 6, 3),
+        f"{row['lr']:8.2e}",
+        fit(row["step_ms"], 6, 1),
+        fit(row["data_ms"], 5, 1),
+        rate(row["tokens_per_sec"]),
+        mfu,
+        fit(row["mem_gb"], 5, 2),
+        f"{left:>8}",
     )
 
 
 def print_evaluation(row, max_steps, best):
     say(
-        f"{row['step']:>7}/{max_steps:<7} val loss {row['val_loss']:.4f}  bits/byte"
-        f" {row['val_bpb']:.4f}  accuracy {row['val_accuracy']:.1%}{'  best' if best else ''}"
+        f"{progress(row['step'], max_steps)} val loss {row['val_loss']:.4f}  bits/byte"
+        f" {row['val_bpb']:.4f}  accuracy {row['val_accuracy']:.1%}"
+        f"{paint('  best', 'green') if best else ''}"
     )
 
 
@@ -702,7 +783,12 @@ def print_plan(c, meta, model, epoch, device, why, peak, path):
     """
     tokens = c["global_batch"] * c["block_size"]
     steps = f"{c['max_steps']:,}, {epoch:,} to an epoch; {c['optimizer']}, {c['schedule']}"
-    lines = {
+    needs, free = memory_of_step(c, model, device), free_memory(device)
+    memory = ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in needs.items())
+    memory = f"{sum(needs.values()) / 1e9:.2f} GB for a step ({memory})"
+    if free:
+        memory += f"; {free / 1e9:.1f} free"
+    facts = {
         "run": f"goes on from {path}" if path else f"new, in {os.path.relpath(c['out_dir'])}",
         "model": f"{c['n_layer']} x {c['n_embd']} wide, {c['n_head']} heads;"
         f" {model.num_params():,} parameters",
@@ -715,9 +801,61 @@ def print_plan(c, meta, model, epoch, device, why, peak, path):
         "dtype": f"{c['dtype']} ({why['dtype']})",
         "compile": f"{str(c['compile']).lower()} ({why['compile']}); deterministic {str(c['deterministic']).lower()}",
         "peak": f"{peak[0] / 1e12:.3g} TFLOP/s ({peak[1]})" if peak[0] else f"n/a ({peak[1]})",
+        "memory": memory,
     }
-    for name, words in lines.items():
-        say(f"{name:<8} {words}")
+    for name, words in facts.items():
+        say_fact(name, words)
+    if free and sum(needs.values()) > free:
+        say(paint("         more than is free; --grad_checkpoint=true needs less", "red"))
+
+
+def memory_of_step(c, model, device):
+    """{kind: bytes} that the tensors of a training step take on one device, as model.py reckons them."""
+    knobs = (c["batch_size"], c["optimizer"], c["dtype"], c["grad_checkpoint"])
+    return training_memory(model.config, *knobs, device.type)
+
+
+def free_memory(device):
+    """Bytes that are free on the device, or None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    try:
+        return int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def print_time(rehearse, device, steps):
+    """How long the steps to come should take, by one more rehearsal of one, which is warm by now."""
+    start = time.perf_counter()
+    rehearse()
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+    seconds = time.perf_counter() - start
+    words = f"about {duration(steps * seconds)} for {steps:,} steps, by a forward and backward pass"
+    say_fact("time", f"{words} of {1000 * seconds:,.1f} ms; evaluation comes on top")
+
+
+def print_next(folder, ended):
+    """What to type now, ready to be pasted."""
+
+    def shown(path):
+        return shlex.quote(min(os.path.relpath(path), str(path), key=len))
+
+    def command(script):
+        return f"python {shown(REPO / script)} {shown(folder)}"
+
+    commands = {command("sample.py"): "text from its best weights"}
+    commands[f"{command('report.py')} OTHER"] = "beside another run"
+    if not ended.startswith(("finished", "stopped early")):
+        commands = {command("report.py"): "what happened, as a picture and in words"}
+        if world_size() == 1 and not ended.startswith("failed"):
+            commands = {shlex.join(["python", *sys.argv]): "goes on"} | commands
+    width = min(50, max(map(len, commands)))
+    for line, what in commands.items():
+        say(f"{line:<{width}}  {paint(f'# {what}', 'dim')}")
 
 
 def print_sample(run, meta):

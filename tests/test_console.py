@@ -1,0 +1,131 @@
+"""What is printed: columns that stay aligned, lines that fit, colour only for a terminal."""
+
+import math
+import os
+import pty
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from conftest import arguments, stop_at
+
+import record
+
+USUAL = {"loss": 1.8762, "grad_norm": 0.308, "lr": 4.99e-3, "step_ms": 44.6, "data_ms": 0.8}
+USUAL |= {"step": 50, "tokens_per_sec": 91_912.3, "mfu": 0.125, "mem_gb": 0.53}
+UNUSUAL = [
+    {"loss": 12.3456, "grad_norm": 123456.789, "lr": 1e-10, "mfu": 1.0, "tokens_per_sec": 9.87e6},
+    {"loss": 123456.7, "grad_norm": 1e-7, "step_ms": 123456.7, "data_ms": 99999.9, "mfu": 0.00001},
+    {"loss": math.nan, "grad_norm": math.inf, "mfu": math.nan, "tokens_per_sec": 12.3},
+    {"loss": 3.4e38, "mem_gb": 1234.5, "tokens_per_sec": 999_999.9, "step_ms": 1e9},
+    {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "data_ms": 0.0, "mem_gb": 0.0001},
+]
+
+
+def columns(line):
+    """Where each column of a line ends."""
+    return [match.end() for match in re.finditer(r"\S+", line[16:])]
+
+
+@pytest.mark.parametrize("max_steps", [9, 1_000_000, 20_000_000])
+def test_columns_stay_aligned_whatever_the_numbers(max_steps, capsys):
+    record.print_header(max_steps)
+    for row in ({}, *UNUSUAL):
+        for step in (1, max_steps):
+            record.print_line(USUAL | row | {"step": step}, max_steps)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 2 * (1 + len(UNUSUAL))
+    assert len(set(map(len, lines))) == 1
+    assert len(lines[0]) == (80 if max_steps < 1e7 else 82)
+    ends = [columns(line.replace("d ", "d_")) for line in lines]
+    assert len(ends[0]) == 9 and all(each == ends[0] for each in ends)
+
+
+@pytest.mark.parametrize(
+    "value, width, digits, text",
+    [
+        (1.87624, 6, 4, "1.8762"),
+        (12.3456, 6, 4, "12.346"),
+        (123456.7, 6, 4, "123457"),
+        (1234567.8, 6, 4, " 1e+06"),
+        (9.99999, 6, 4, "10.000"),
+        (0.0001, 6, 3, " 1e-04"),
+        (0.0, 6, 3, " 0.000"),
+        (math.nan, 6, 3, "   nan"),
+    ],
+)
+def test_a_number_keeps_the_digits_there_is_room_for(value, width, digits, text):
+    assert record.fit(value, width, digits) == text
+
+
+def test_rates_and_times_have_units():
+    values = (853, 91_912.3, 999_949, 999_960, 1_234_567, 9.87e9)
+    texts = ["0.853k", "91.91k", "999.9k", "1.000M", "1.235M", "9.870G"]
+    assert [record.rate(value) for value in values] == texts
+    times = {0: "0:00", 46.9: "0:46", 725: "12:05", 3600: "1:00:00", 86399: "23:59:59"}
+    times |= {360_000: "4d 4h", 1e9: "11574d"}
+    assert {seconds: record.duration(seconds) for seconds in times} == times
+
+
+def test_the_header_says_what_will_be_needed_in_lines_that_fit(run_train):
+    done = run_train("run", "--max_steps=5")
+    lines = done.stdout.splitlines()
+    header = lines[: next(i for i, line in enumerate(lines) if "step/total" in line)]
+    facts = dict(line.split(maxsplit=1) for line in header if line[0].isalpha())
+    assert [*facts][-3:] == ["peak", "memory", "time"]
+    total = re.match(
+        r"([\d.]+) GB for a step \(weights ([\d.]+), gradients ([\d.]+), optimizer ([\d.]+), "
+        r"activations ([\d.]+)\)",
+        re.sub(r"\s+", " ", " ".join(header).split("memory ")[1]),
+    )
+    assert total and float(total[1]) < 1  # a tiny model
+    assert re.match(r"about \d+:\d\d for 5 steps", facts["time"])
+    outside = [line for line in header if len(line) > 80 and str(done.out_dir) not in line]
+    assert outside == []
+    assert "more than is free" not in done.stdout
+
+
+def test_a_step_that_cannot_fit_is_announced(run_train):
+    little = "train.record.free_memory = lambda device: 1e6"
+    done = run_train("run", "--max_steps=4", before=little)
+    assert done.returncode == 0 and "more than is free" in done.stdout
+
+
+def test_the_end_names_commands_that_run(run_train, data_dir, tmp_path):
+    done = run_train("a run", "--max_steps=5", "--log_interval=1")
+    ends = done.stdout.splitlines()[-2:]
+    assert all(line.startswith("python ") for line in ends)
+    sample, compare = (shlex.split(line, comments=True) for line in ends)
+    assert compare.pop() == "OTHER"
+    for command in ([*sample, "--max_new_tokens=5"], [*compare, str(done.out_dir)]):
+        command[0] = sys.executable
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    stopped = run_train("b", before=stop_at(3))
+    line = next(line for line in stopped.stdout.splitlines() if line.endswith("# goes on"))
+    assert shlex.split(line, comments=True) == ["python", *arguments(stopped.out_dir, data_dir, ())]
+
+
+def test_colour_is_for_terminals_only(data_dir, tmp_path, run_train):
+    def in_terminal(name, **env):
+        mine, theirs = pty.openpty()
+        command = [sys.executable, *arguments(tmp_path / name, data_dir, ("--max_steps=4",))]
+        environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
+        environment |= {"TERM": "xterm", **env}
+        process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                shown += os.read(mine, 1 << 16)
+            except OSError:  # Linux says so at the end
+                break
+        os.close(mine)
+        assert process.wait(60) == 0
+        return shown.decode()
+
+    shown = in_terminal("shown")
+    assert "\033[2mmodel   \033[0m" in shown and "\033[32m  best\033[0m" in shown
+    assert "\033[" not in in_terminal("plain", NO_COLOR="1")
+    assert "\033[" not in run_train("file", "--max_steps=4", env={"TERM": "xterm"}).stdout
