@@ -734,7 +734,8 @@ def duration(seconds):
     """Time in up to 8 characters: 0:46, 12:04:05, 12d 4h."""
     minutes, hours = int(seconds // 60), int(seconds // 3600)
     if hours >= 100:
-        return f"{hours // 24}d {hours % 24}h" if hours < 24_000 else f"{hours // 24}d"
+        days = hours // 24
+        return f"{days}d {hours % 24}h" if days < 1000 else f"{days}d" if days < 1e7 else f"{days:.0e}d"
     clock = f"{minutes % 60:02}:{int(seconds) % 60:02}"
     return f"{hours}:{clock}" if hours else clock.removeprefix("0")
 
