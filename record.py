@@ -785,10 +785,10 @@ def print_plan(c, meta, model, epoch, device, why, peak, path):
     tokens = c["global_batch"] * c["block_size"]
     steps = f"{c['max_steps']:,}, {epoch:,} to an epoch; {c['optimizer']}, {c['schedule']}"
     needs, free = memory_of_step(c, model, device), free_memory(device)
-    memory = ", ".join(f"{kind} {size / 1e9:.2f}" for kind, size in needs.items())
-    memory = f"{sum(needs.values()) / 1e9:.2f} GB for a step ({memory})"
+    memory = ", ".join(f"{kind} {size / 1e9:.3f}" for kind, size in needs.items())
+    memory = f"{sum(needs.values()) / 1e9:.3f} GB for a step ({memory})"
     if free:
-        memory += f"; {free / 1e9:.1f} free"
+        memory += f"; {free / 1e9:.1f} GB free"
     facts = {
         "run": f"goes on from {path}" if path else f"new, in {os.path.relpath(c['out_dir'])}",
         "model": f"{c['n_layer']} x {c['n_embd']} wide, {c['n_head']} heads;"
