@@ -735,7 +735,13 @@ def duration(seconds):
     minutes, hours = int(seconds // 60), int(seconds // 3600)
     if hours >= 100:
         days = hours // 24
-        return f"{days}d {hours % 24}h" if days < 1000 else f"{days}d" if days < 1e7 else f"{days:.0e}d"
+        return (
+            f"{days}d {hours % 24}h"
+            if days < 1000
+            else f"{days}d"
+            if days < 1e7
+            else f"{days:.0e}d"
+        )
     clock = f"{minutes % 60:02}:{int(seconds) % 60:02}"
     return f"{hours}:{clock}" if hours else clock.removeprefix("0")
 

@@ -26,7 +26,7 @@ UNUSUAL = [
 
 def columns(line):
     """Where each column of a line ends."""
-    return [match.end() for match in re.finditer(r"\S+", line[16:])]
+    return [match.end() for match in re.finditer(r"\S+", line[17:])]
 
 
 @pytest.mark.parametrize("max_steps", [9, 1_000_000, 20_000_000])
