@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 CONV_WIDTH = 4  # tokens that the input convolution sees: the present one and the three before it
 NGRAM = 3  # tokens that one vector of the n-gram table stands for
 NGRAM_ROWS = 8_192  # n-grams share these rows by their hash
-NGRAM_GAIN = 4.0  # under Adam a gain of 4 is four times the learning rate for the table
+NGRAM_GAIN = 2.0  # under Adam a gain of 2 is twice the learning rate for the table
 MLP_RATIO = 4  # hidden width of the MLP over n_embd, as in GPT-2
 ROPE_BASE = 10_000.0  # the longest rotary wavelength is 2 pi times this, in tokens
 HEAD_MULTIPLE = 64  # a head of 1,000 rows or more is padded to a multiple of it, for tensor cores
