@@ -95,7 +95,8 @@ for pid in $(cat "$JOB/step"); do kill -TERM "$pid" $(pgrep -P "$pid"); done
 }
 
 
-@pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_the_slurm_script_stops_in_time_queues_itself_and_goes_on(
     run_train, data_dir, tmp_path, nodes
 ):

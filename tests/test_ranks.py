@@ -292,7 +292,7 @@ def test_resume_under_torchrun_is_bit_exact(start_train, python_train, count):
 SHARD = "--shard=true"
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_sharded_resume_is_bit_exact(run_train, count):
     flags = (*FLAGS, f"--batch_size={12 // count}", SHARD)
     straight = run_train("straight", *flags, before=ranks(count))
@@ -307,7 +307,7 @@ def test_a_sharded_resume_is_bit_exact(run_train, count):
         assert (done.fingerprint(12) == straight.fingerprint(12)) == (name == "same")
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_sharded_and_not_the_losses_agree_and_the_checkpoints_are_for_both(run_train, count):
     flags = (f"--batch_size={12 // count}", "--max_steps=50", "--log_interval=1", "--ema_decay=0.9")
     plain = run_train("plain", *flags, before=ranks(count))
@@ -342,13 +342,13 @@ def assert_close(one, other, relative):
 @pytest.mark.parametrize(
     "flags",
     [
-        ["--optimizer=sgd", "--peak_lr=0.1"],
+        pytest.param(["--optimizer=sgd", "--peak_lr=0.1"], marks=pytest.mark.slow),
         ["--optimizer=momentum", "--peak_lr=0.1"],
         ["--optimizer=muon"],
-        ["--dtype=bfloat16"],
+        pytest.param(["--dtype=bfloat16"], marks=pytest.mark.slow),
         pytest.param(["--dtype=float16"], marks=needs_float16),
-        ["--grad_checkpoint=true", "--n_layer=2"],
-        ["--accum_steps=2"],
+        pytest.param(["--grad_checkpoint=true", "--n_layer=2"], marks=pytest.mark.slow),
+        pytest.param(["--accum_steps=2"], marks=pytest.mark.slow),
         ["--offload=true"],
     ],
     ids=" ".join,
