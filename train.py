@@ -9,6 +9,7 @@ On several (4 GPUs of one machine; with --device=cpu, 4 processes):
 The same command goes on where the run stopped, bit for bit. `--help` lists every knob below.
 """
 
+import bisect
 import math
 import os
 import signal
@@ -174,16 +175,20 @@ def half_cosine(done):
 class Batches(torch.utils.data.Dataset):
     """Global batch i of a split as a pure function of (seed, i): no loader state to save, or to lose.
 
-    path, width: flat token ids and their NumPy dtype. rows: of the `batch_rows` sequences of a global
-    batch, those that this rank reads. With a seed, epoch e holds every window of block_size tokens
-    once, permuted by (seed, e), cut at boundaries that (seed, e) shifts. With seed=None the windows
-    lie in order, and what the last one repeats of the one before has target -100 (not counted).
+    paths, width: flat token ids and their NumPy dtype; several files (or one path) are read as one.
+    rows: of the `batch_rows` sequences of a global batch, those that this rank reads. With a seed,
+    epoch e holds every window of block_size tokens once, permuted by (seed, e), cut at boundaries
+    that (seed, e) shifts. With seed=None the windows lie in order, and what the last one repeats of
+    the one before has target -100 (not counted).
     """
 
-    def __init__(self, path, width, block_size, batch_rows, rows, seed=None):
-        self.path, self.width, self.block_size = path, width, block_size
+    def __init__(self, paths, width, block_size, batch_rows, rows, seed=None):
+        self.paths = [paths] if isinstance(paths, (str, Path)) else paths
+        self.width, self.block_size = width, block_size
         self.batch_rows, self.rows, self.seed = batch_rows, rows, seed
-        self.n_tokens = os.path.getsize(path) // np.dtype(width).itemsize
+        sizes = [os.path.getsize(path) // np.dtype(width).itemsize for path in self.paths]
+        self.ends = np.cumsum(sizes).tolist()  # of each file, in tokens of them all
+        self.n_tokens = self.ends[-1]
         if seed is None:
             self.windows = math.ceil((self.n_tokens - 1) / block_size)
         else:
@@ -203,6 +208,23 @@ class Batches(torch.utils.data.Dataset):
             self.order.pop(epoch - 2, None)
         return self.order[epoch]
 
+    def read(self, start):
+        """The block_size + 1 tokens from each of `start` on, int64; a row may lie across files."""
+        tokens = np.empty((len(start), self.block_size + 1), np.int64)
+        opened = None
+        for row in np.argsort(start).tolist():  # so that one file after the other is open
+            at, filled = int(start[row]), 0
+            n = bisect.bisect_right(self.ends, at)
+            while filled <= self.block_size:
+                if n != opened:
+                    # opened anew for each batch: nothing to pickle, or to leak
+                    ids = np.memmap(self.paths[n], self.width, mode="r").view(np.ndarray)
+                    opened, begin = n, self.ends[n] - len(ids)
+                part = ids[at + filled - begin :][: self.block_size + 1 - filled]
+                tokens[row, filled : filled + len(part)] = part
+                filled, n = filled + len(part), n + 1
+        return tokens
+
     def __getitem__(self, index):
         """(tokens, targets), each int64 (rows, block_size); targets are the tokens one place on."""
         sequence = index * self.batch_rows + np.arange(self.rows.start, self.rows.stop)
@@ -212,22 +234,23 @@ class Batches(torch.utils.data.Dataset):
         else:
             epoch, place = np.divmod(sequence, self.windows)
             parts = [self.starts(e)[place[epoch == e]] for e in range(epoch[0], epoch[-1] + 1)]
-            start = first_new = np.concatenate(parts)
-        # opened anew for each batch: nothing to pickle, or to leak
-        ids = np.memmap(self.path, self.width, mode="r")
-        position = start[:, None] + np.arange(self.block_size + 1)
-        window = torch.from_numpy(ids[position].astype(np.int64))
+            start = np.concatenate(parts)
+        window = torch.from_numpy(self.read(start))
         tokens, targets = window[:, :-1].clone(), window[:, 1:].clone()  # they must not overlap
-        targets[torch.from_numpy(position[:, :-1] < first_new[:, None])] = -100
+        if self.seed is None:
+            position = start[:, None] + np.arange(self.block_size)
+            targets[torch.from_numpy(position < first_new[:, None])] = -100
         return tokens, targets
 
 
 def open_split(folder, split, meta, batch_rows, rows, seed=None):
     """The Batches of a dataset's split; exits where it is too short for a single window."""
-    batches = Batches(f"{folder}/{split}.bin", meta["dtype"], block_size, batch_rows, rows, seed)
+    names = prepare_data.shards(meta, split)
+    paths = [f"{folder}/{name}" for name in names]
+    batches = Batches(paths, meta["dtype"], block_size, batch_rows, rows, seed)
     if batches.n_tokens <= block_size or batches.windows < 1:
         fail(
-            f"--block_size={block_size}: {split}.bin has {batches.n_tokens:,} tokens; expected a "
+            f"--block_size={block_size}: {names[0]} has {batches.n_tokens:,} tokens; expected a "
             f"smaller block_size, or a longer text"
         )
     return batches

@@ -1,5 +1,7 @@
 """The batch as a pure function of (seed, split, index), and what follows from that."""
 
+import math
+import os
 import pickle
 from collections import Counter
 
@@ -126,3 +128,54 @@ def test_batches_travel_to_workers_that_are_spawned(ids):
     for index, (tokens, targets) in zip(range(7, 11), loader, strict=True):
         assert torch.equal(tokens, split[index][0]) and torch.equal(targets, split[index][1])
     assert len(pickle.dumps(split)) < 10_000  # the text stays on the disk
+
+
+# --- a split in several files ---
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """The same tokens as `ids`, in files of which some are shorter than a window."""
+    tokens, ends = np.arange(TOKENS, dtype=np.uint16), [0, 100, 103, 104, 104 + BLOCK, 250, TOKENS]
+    paths = [tmp_path / f"train_{n:05}.bin" for n in range(len(ends) - 1)]
+    for path, begin, end in zip(paths, ends[:-1], ends[1:], strict=True):
+        tokens[begin:end].tofile(path)
+    return paths
+
+
+@pytest.mark.parametrize("seed", [1337, None])
+def test_windows_cross_from_one_file_into_the_next(ids, shards, seed):
+    one, many = batches(ids, seed=seed), batches(shards, seed=seed)
+    assert (len(one), one.n_tokens) == (len(many), many.n_tokens)
+    for index in range(20 if seed else len(one)):
+        assert all(map(torch.equal, many[index], one[index]))
+
+
+def test_across_shards_epochs_a_resume_and_other_ranks_each_token_comes_once_an_epoch(shards):
+    """12 sequences a step: 3 epochs begun on 2 ranks, resumed on 3 at step 5 and on 1 at step 8."""
+    split = batches(shards, batch_rows=12)
+    steps = math.ceil(3 * split.windows / 12)
+    seen = []
+    for first, last, ranks in [(0, 5, 2), (5, 8, 3), (8, steps, 1)]:
+        part = 12 // ranks
+        rows = [range(rank * part, rank * part + part) for rank in range(ranks)]
+        resumed = [
+            batches(shards, batch_rows=12, rows=mine) for mine in rows
+        ]  # all in new processes
+        seen += [torch.cat([of[step][0] for of in resumed]) for step in range(first, last)]
+    windows = torch.cat(seen)
+    undisturbed = torch.cat([split[step][0] for step in range(steps)])
+    assert torch.equal(windows, undisturbed)
+    for epoch in range(3):
+        tokens = windows[epoch * split.windows : (epoch + 1) * split.windows]
+        counts = Counter(tokens.flatten().tolist())
+        assert set(counts.values()) == {1} and len(counts) == split.windows * BLOCK
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
+def test_reading_leaves_no_file_open(shards):
+    split = batches(shards)
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [split[index] for index in range(50)]
+    assert len(os.listdir("/proc/self/fd")) == before and len(kept) == 50
+    assert len(pickle.dumps(split)) < 10_000
