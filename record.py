@@ -795,6 +795,9 @@ def print_plan(c, meta, model, epoch, device, why, peak, path):
     memory = f"{sum(needs.values()) / 1e9:.3f} GB for a step ({memory})"
     if free:
         memory += f"; {free / 1e9:.1f} GB free"
+    if peak[0]:
+        work = model.flops_per_token() * tokens * c["max_steps"] / (peak[0] * c["world_size"])
+        best = f"; all steps at that rate: {duration(work)}"
     facts = {
         "run": f"goes on from {path}" if path else f"new, in {os.path.relpath(c['out_dir'])}",
         "model": f"{c['n_layer']} x {c['n_embd']} wide, {c['n_head']} heads;"
@@ -807,7 +810,9 @@ def print_plan(c, meta, model, epoch, device, why, peak, path):
         "device": f"{c['device']}, {c['threads']} threads",
         "dtype": f"{c['dtype']} ({why['dtype']})",
         "compile": f"{str(c['compile']).lower()} ({why['compile']}); deterministic {str(c['deterministic']).lower()}",
-        "peak": f"{peak[0] / 1e12:.3g} TFLOP/s ({peak[1]})" if peak[0] else f"n/a ({peak[1]})",
+        "peak": f"{peak[0] / 1e12:.3g} TFLOP/s ({peak[1]}){best}"
+        if peak[0]
+        else f"n/a ({peak[1]})",
         "memory": memory,
     }
     for name, words in facts.items():
@@ -832,17 +837,6 @@ def free_memory(device):
         return int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
     except (OSError, IndexError, ValueError):
         return None
-
-
-def print_time(rehearse, device, steps):
-    """How long the steps to come should take, by one more rehearsal of one, which is warm by now."""
-    start = time.perf_counter()
-    rehearse()
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
-    seconds = time.perf_counter() - start
-    words = f"about {duration(steps * seconds)} for {steps:,} steps, by a forward and backward pass"
-    say_fact("time", f"{words} of {1000 * seconds:,.1f} ms; evaluation comes on top")
 
 
 def print_next(folder, ended):

@@ -236,6 +236,11 @@ def duration(seconds):
     return f"{minutes} min {int(seconds % 60):02} s" if minutes else f"{seconds:.1f} s"
 
 
+def clipped_share(run):
+    clip = run.info["config"].get("grad_clip")
+    return number(mean((run.train["grad_norm"] > clip).astype(float)), ".0%") if clip else "n/a"
+
+
 def outcome(run):
     """{what: words}: the results in report.md and compare.md."""
     t, e, last = run.train, run.evals, 2 * half_window(run) + 1
@@ -258,6 +263,7 @@ def outcome(run):
         "peak memory, GB": number(known(t["mem_gb"]).max(initial=-math.inf), ".2f"),
         "GPU utilisation": number(mean(t["gpu_util"]) / 100, ".0%"),
         "wall-clock": (duration(wall) if spent else "n/a") + partly,
+        "steps whose gradient was clipped": clipped_share(run),
         "updates skipped": f"{len(happened(run, 'skipped')):,}",
         "rollbacks": f"{len(happened(run, 'rollback')):,}",
         "resumes": f"{len(happened(run, 'resume')):,}",
@@ -521,8 +527,7 @@ def picture(run):
 
     raw_and_smooth(norm, run, "grad_norm", PALE_GREEN, GREEN)
     if clip:
-        share = number(mean((t["grad_norm"] > clip).astype(float)), ".0%")
-        label = f"clip at {clip:g} ({share} above)"
+        label = f"clip at {clip:g} ({clipped_share(run)} above)"
         norm.axhline(clip, color=BLACK, lw=1.2, ls="--", label=label)
     scale(norm, np.append(t["grad_norm"], clip or math.nan), log_from=10)
     norm.set_ylabel("gradient norm, unclipped")
@@ -549,6 +554,13 @@ def picture(run):
     heading += "\n" + ", ".join(str(fact) for fact in facts if fact)
     fig.suptitle(heading.strip(), x=0.01, ha="left", fontsize=10, linespacing=1.5)
     return fig
+
+
+def late_losses(run):
+    """Training (smoothed) and validation losses after the first tenth of a run, where runs differ."""
+    t, e, start = run.train, run.evals, last_step(run) / 10
+    smoothed = smooth(t["loss"], half_window(run))
+    return known(smoothed[t["step"] > start]), known(e["val_loss"][e["step"] > start])
 
 
 def compare_picture(runs, names):
@@ -578,6 +590,9 @@ def compare_picture(runs, names):
         ax.tick_params(labelleft=False)
     if len(known(every["loss"])) and np.nanmax(every["loss"]) > 30 * np.nanmin(every["loss"]):
         scale(by_step, every["loss"], log_from=30)
+    elif late := [part for run in runs for part in late_losses(run) if len(part)]:
+        low, high = min(part.min() for part in late), max(part.max() for part in late)
+        by_step.set_ylim(low - 0.1 * (high - low) - 1e-3, high + 0.1 * (high - low) + 1e-3)
     scale(norm, every["grad_norm"], log_from=30)
     scale(rate, every["lr"])
     scale(speed, every["tokens_per_sec"])
@@ -593,6 +608,7 @@ def compare_picture(runs, names):
     rate.set_ylabel("learning rate (per step)")
     speed.set_ylabel("throughput (tokens/s)")
     heading = "Thick lines with dots: validation loss. Thin lines: training loss, smoothed."
+    heading += " What is higher than after a tenth of a run is cut off."
     fig.suptitle(heading, x=0.01, ha="left", fontsize=10)
     fig.legend(loc="outside lower left", ncols=3)
     return fig

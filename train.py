@@ -709,8 +709,6 @@ def main():
     try:
         # ---- a rehearsal, then the state; the random numbers last: from here on only a step draws any
         step_model = rehearse(run, train_batches, where)
-        to_come = max_steps - (saved["state"] if saved else state)["step"]
-        record.print_time(lambda: rehearse(run, train_batches, where), where, to_come)
         micro = {key: state[key] for key in ("batch_size", "accum_steps")}
         identity["compile"] = compile
         machine.seed_everything(seed + rank())

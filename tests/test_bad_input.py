@@ -264,9 +264,9 @@ def test_too_little_free_disk_is_refused_before_the_first_step(refused):
     refused("--max_steps=1000000000", "--milestone_interval=1", words=words)
 
 
-@pytest.mark.parametrize("megabytes", [20, 40])
+@pytest.mark.parametrize("megabytes", [10, 24])
 def test_a_run_that_fits_on_its_disk_can_also_go_on_there(run_train, tmp_path, megabytes):
-    """Five files of 6.5 MB fit on the larger disk. What the run itself has written is not in its way."""
+    """Five files of 3.4 MB fit on the larger disk. What the run itself has written is not in its way."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(disk)]
@@ -274,7 +274,7 @@ def test_a_run_that_fits_on_its_disk_can_also_go_on_there(run_train, tmp_path, m
         pytest.skip("mounting a small disk needs root")
     try:
         done = run_train("disk/run", "--save_interval=2", before=stop_at(5))
-        if megabytes == 20:
+        if megabytes == 10:
             assert_refused(done, "MB free", "--keep_last=1")
             assert tree(disk) == {}
         else:
