@@ -39,6 +39,7 @@ import gzip
 import hashlib
 import http.client
 import json
+import logging
 import math
 import multiprocessing
 import os
@@ -596,7 +597,8 @@ def hub_pieces(name):
         import datasets
     except ImportError as error:
         raise DataError(f"{name} needs datasets; type: pip install datasets") from error
-    datasets.utils.logging.set_verbosity_error()
+    for package in ("datasets", "huggingface_hub"):  # which tell of each of their retries
+        logging.getLogger(package).setLevel(logging.ERROR)
     path, subset = CORPORA[name]
 
     def pieces(at):
