@@ -163,6 +163,7 @@ def test_overhead_is_measured_over_the_real_loop(whole):
     assert overhead["overhead_with_saves"] >= overhead["overhead"]
 
 
+@pytest.mark.slow  # it compares seconds, which a busy machine disturbs
 def test_overhead_sees_what_slows_the_loop_down(in_process, monkeypatch):
     monkeypatch.setattr("record.print_line", lambda *_: time.sleep(0.2))
     slow = in_process(only="overhead")[1]["overhead"]
