@@ -74,7 +74,7 @@ def test_the_header_says_what_will_be_needed_in_lines_that_fit(run_train):
     lines = done.stdout.splitlines()
     header = lines[: next(i for i, line in enumerate(lines) if "step/total" in line)]
     facts = dict(line.split(maxsplit=1) for line in header if line[0].isalpha())
-    assert [*facts][-2:] == ["peak", "memory"] 
+    assert [*facts][-2:] == ["peak", "memory"]
     assert "all steps at that rate: 0:00" in " ".join(done.stdout.split())
     total = re.match(
         r"([\d.]+) GB for a step \(weights ([\d.]+), gradients ([\d.]+), optimizer ([\d.]+), "
