@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from model import GPT, GPTConfig, configure_optimizers, training_memory
+from model import GPT, NGRAM_GAIN, GPTConfig, configure_optimizers, training_memory
 
 SMALL = {"vocab_size": 65, "block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 32}
 
@@ -63,7 +63,7 @@ def test_input_embedding_mixes_the_present_token_with_the_three_before():
     tokens = torch.tensor([[5, 1, 4, 1, 3]])
     e, conv = embedding.token(tokens)[0], embedding.conv
     last = e[4] * conv[0] + e[3] * conv[1] + e[2] * conv[2] + e[1] * conv[3]
-    last = last + 4.0 * embedding.ngram.weight[embedding.ngram_row(tokens)[0, 4]]
+    last = last + NGRAM_GAIN * embedding.ngram.weight[embedding.ngram_row(tokens)[0, 4]]
     torch.testing.assert_close(embedding(tokens)[0, 4], last)
 
 
