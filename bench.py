@@ -385,7 +385,8 @@ def kernel_time(events, spans):
 
 def memory(job):
     """Tensor memory of an eager step, predicted and measured; the batch that fits; known sizes."""
-    config, here = train.model_config(job.meta["vocab_size"]), available_memory(job.device)
+    config = train.model_config(job.meta["vocab_size"])
+    here = train.record.free_memory(job.device) or 0
     rows, known = {}, {}
 
     def predict(config, batch_size, optimizer, checkpointed, dtype=train.dtype):
@@ -450,15 +451,6 @@ def measured_memory(job):
     for moments in itertools.chain(*(o.state.values() for o in run.optimizers)):
         stays += [moment for moment in moments.values() if isinstance(moment, torch.Tensor)]
     return passing + sum(tensor.nbytes for tensor in stays)
-
-
-def available_memory(device):
-    """Bytes that a run could take now."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory()
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 # ---- overhead ------------------------------------------------------------------------------------

@@ -264,13 +264,21 @@ def judge(row, state, knobs):
 
 
 def note_evaluation(val_loss, state, knobs):
-    """Count what early stopping and the plateau rule look at. True where this is the best so far."""
+    """Count what early stopping and the plateau rule look at. True where this is the best so far.
+
+    The evaluation after the last step counts only where eval_interval asks for it: a run that is
+    made longer afterwards must go the way of one that was long from the start.
+    """
     best = val_loss < state["best_val_loss"]
-    improved = val_loss < state["best_val_loss"] - knobs["min_delta"]
-    state["evals_since_best"] = 0 if improved else state["evals_since_best"] + 1
-    state["evals_on_plateau"] = 0 if improved else state["evals_on_plateau"] + 1
     if best:
         state.update(best_val_loss=val_loss, best_step=state["step"])
+    if not at_interval(state["step"], knobs["eval_interval"], state):
+        return best
+    if val_loss < state["loss_to_beat"] - knobs["min_delta"]:
+        state.update(loss_to_beat=val_loss, evals_since_best=0, evals_on_plateau=0)
+    else:
+        state["evals_since_best"] += 1
+        state["evals_on_plateau"] += 1
     if knobs["plateau_factor"] < 1 and state["evals_on_plateau"] >= knobs["plateau_patience"]:
         state.update(lr_factor=state["lr_factor"] * knobs["plateau_factor"], evals_on_plateau=0)
     return best
@@ -822,15 +830,26 @@ def print_plan(c, meta, model, epoch, device, why, peak, path):
 
 
 def memory_of_step(c, model, device):
-    """{kind: bytes} that the tensors of a training step take on one device, as model.py reckons them."""
+    """{kind: bytes} that the tensors of a training step take on one device, as model.py reckons them.
+
+    Sharded, a device has its share of the rest, and at most one block's weights whole; offloaded,
+    the host has that share, and on a GPU it is not counted.
+    """
     knobs = (c["batch_size"], c["optimizer"], c["dtype"], c["grad_checkpoint"])
-    return training_memory(model.config, *knobs, device.type)
+    needs = training_memory(model.config, *knobs, device.type)
+    if c["shard"]:
+        here = 0 if c["offload"] and device.type != "cpu" else 1 / c["world_size"]
+        one_block = 4 * sum(weight.numel() for weight in model.blocks[0].parameters())
+        shares = {kind: size * here for kind, size in needs.items() if kind != "activations"}
+        needs |= shares | {"weights": shares["weights"] + one_block}
+    return needs
 
 
 def free_memory(device):
-    """Bytes that are free on the device, or None where the system does not tell."""
+    """Bytes that a run could take on the device now, or None where the system does not tell."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     try:

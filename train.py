@@ -121,6 +121,7 @@ FRESH_STATE = {
     "accum_steps": 0,
     "best_val_loss": math.inf,
     "best_step": 0,
+    "loss_to_beat": math.inf,  # by min_delta, for the next two to begin at 0 again
     "evals_since_best": 0,
     "evals_on_plateau": 0,
     "lr_factor": 1.0,  # of plateau_factor

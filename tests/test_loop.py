@@ -552,6 +552,21 @@ def test_the_plateau_rule_lowers_the_rate(run_train):
     assert rates == [1e-3] * 4 + [5e-4] * 4 + [2.5e-4] * 4
 
 
+def test_the_last_evaluation_of_a_run_made_longer_counts_for_nothing(run_train):
+    flags = ["--schedule=constant", "--warmup_steps=0", "--eval_interval=3", "--min_delta=9"]
+    flags += ["--plateau_factor=0.5", "--plateau_patience=1", "--patience=9"]
+    run_train("longer", *flags, "--max_steps=8")
+    longer, straight = run_train("longer", *flags), run_train("straight", *flags)
+    assert [row["step"] for row in longer.rows("eval")] == [0, 3, 6, 8, 9, 12]
+    for done in (longer, straight):
+        rates = [row["lr"] for row in done.rows("train")]
+        assert rates == [1e-3] * 3 + [5e-4] * 3 + [2.5e-4] * 3 + [1.25e-4] * 3
+    ours, expected = longer.fingerprint(STEPS), straight.fingerprint(STEPS)
+    assert ours["model"] == expected["model"] and ours["optimizer"] == expected["optimizer"]
+    sooner = run_train("sooner", *flags, "--eval_interval=2").fingerprint(STEPS)
+    assert sooner["model"] != expected["model"]  # control
+
+
 def test_milestones_stay_and_of_the_others_the_newest(run_train):
     done = run_train("run", "--save_interval=2", "--milestone_interval=5", "--keep_last=2")
     names = sorted(path.name for path in done.out_dir.glob("*.pt*"))
