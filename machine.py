@@ -254,15 +254,28 @@ def seed_everything(seed):
     torch.manual_seed(seed)
 
 
-def rng_state(device):
-    """What the next random number depends on, as torch.load(weights_only=True) can read it."""
-    name, keys, *rest = np.random.get_state()
+def torch_rng_state(device):
+    """What the next random number of torch depends on: on the CPU, and on the device."""
     on_device = getattr(torch.get_device_module(device), "get_rng_state", None)
+    return {
+        "torch": torch.get_rng_state(),
+        "device": on_device() if on_device and device.type != "cpu" else None,
+    }
+
+
+def set_torch_rng_state(rng, device):
+    torch.set_rng_state(rng["torch"])
+    if rng["device"] is not None and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(rng["device"])
+
+
+def rng_state(device):
+    """What every next random number depends on, as torch.load(weights_only=True) can read it."""
+    name, keys, *rest = np.random.get_state()
     return {
         "python": random.getstate(),
         "numpy": [name, torch.from_numpy(keys.astype(np.int64)), *rest],
-        "torch": torch.get_rng_state(),
-        "device": on_device() if on_device and device.type != "cpu" else None,
+        **torch_rng_state(device),
     }
 
 
@@ -270,9 +283,7 @@ def set_rng_state(rng, device):
     random.setstate(rng["python"])
     name, keys, *rest = rng["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
-    torch.set_rng_state(rng["torch"])
-    if rng["device"] is not None and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(rng["device"])
+    set_torch_rng_state(rng, device)
 
 
 # ---- ranks ---------------------------------------------------------------------------------------

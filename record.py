@@ -284,6 +284,18 @@ def note_evaluation(val_loss, state, knobs):
     return best
 
 
+def diagnosis(trouble, recent, state):
+    """Why going back cannot help, or has not helped, with the numbers of the `recent` rows."""
+    bad = recent[-1]
+    last = {k: " ".join(f"{row[k]:.3g}" for row in recent) for k in ("lr", "grad_norm", "loss")}
+    return (
+        f"{TROUBLE[trouble]}, at step {bad['step']} after {state['rollbacks']} rollbacks. The last "
+        f"learning rates: {last['lr']}; gradient norms: {last['grad_norm']}; losses: {last['loss']}; "
+        f"batches: {recent[0]['batch_index']} to {bad['batch_index']}. What helps: a lower --peak_lr, "
+        f"more --warmup_steps, a smaller --grad_clip, --dtype=float32; then a new --out_dir"
+    )
+
+
 # ---- the folder ----------------------------------------------------------------------------------
 
 
@@ -354,6 +366,22 @@ def find_run(folder, resume, max_steps, patience):
         )
         raise SystemExit(0)
     return path
+
+
+def identity_of(knobs, data, device):
+    """What makes a run this run and no other; it is kept in every checkpoint. data: name and
+    fingerprint of what it learns."""
+    here = {
+        "global_batch": knobs["batch_size"] * knobs["accum_steps"] * world_size(),
+        "dataset": data["name"],
+        "data": data["fingerprint"],
+        "torch": str(torch.__version__),
+        "device": machine.device_name(device),
+        "threads": torch.get_num_threads(),
+        "world_size": world_size(),
+        "code": code_fingerprint(),
+    }
+    return {key: here[key] if key in here else knobs[key] for key in REFUSED + INEXACT}
 
 
 def compare(saved, now, folder):

@@ -82,9 +82,7 @@ device = "auto"  # auto, cpu, cuda, cuda:1 or mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
 compile = "auto"  # torch.compile
 deterministic = "auto"  # the same bits every time; auto = wherever torch can
-shard = (
-    False  # with several ranks, each keeps only its share of weights, gradients, moments (FSDP2)
-)
+shard = False  # with several ranks, each keeps a share of weights, gradients, moments (FSDP2)
 offload = False  # with shard: in the host's memory instead of the GPU's
 hang_minutes = 30.0  # with several ranks: how long one may keep the others waiting, (0, inf)
 
@@ -341,7 +339,7 @@ def backward_within_memory(model, run, tokens, targets):
     """forward_backward; where it does not fit, the same again with micro-batches of half the size."""
     state, device = run.state, tokens.device
     while True:
-        before, loss = machine.rng_state(device), None
+        before, loss = machine.torch_rng_state(device), None  # a step draws no other numbers
         try:
             loss = forward_backward(model, run, tokens, targets)
         except (RuntimeError, MemoryError) as error:
@@ -362,7 +360,7 @@ def backward_within_memory(model, run, tokens, targets):
         run.model.zero_grad(set_to_none=True)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        machine.set_rng_state(before, device)
+        machine.set_torch_rng_state(before, device)
         micro, accum = split_rows(len(tokens), state["batch_size"] // 2)
         state.update(batch_size=micro, accum_steps=accum)
         log_event(run.folder, state["step"], "out_of_memory", batch_size=micro, accum_steps=accum)
@@ -491,13 +489,7 @@ def roll_back(run, trouble, recent, device):
     state, bad = run.state, recent[-1]
     path = from_rank0(lambda: record.newest_valid(run.folder, usable)[0])
     if trouble == "zeros" or state["rollbacks"] == max_rollbacks or path is None:
-        last = {k: " ".join(f"{row[k]:.3g}" for row in recent) for k in ("lr", "grad_norm", "loss")}
-        raise RunFailed(
-            f"{record.TROUBLE[trouble]}, at step {bad['step']} after {state['rollbacks']} rollbacks. The last "
-            f"learning rates: {last['lr']}; gradient norms: {last['grad_norm']}; losses: {last['loss']}; "
-            f"batches: {recent[0]['batch_index']} to {bad['batch_index']}. What helps: a lower --peak_lr, "
-            f"more --warmup_steps, a smaller --grad_clip, --dtype=float32; then a new --out_dir"
-        )
+        raise RunFailed(record.diagnosis(trouble, recent, state))
     kept = {key: state[key] for key in ("best_val_loss", "best_step", "skipped", "rollbacks")}
     checkpoint = record.load_checkpoint(path)
     restore(run, checkpoint, device)
@@ -505,12 +497,8 @@ def roll_back(run, trouble, recent, device):
     state["rollbacks"] += 1
     if rank() == 0:
         record.forget_after(run.folder, state["step"])
-    why = {
-        "why": record.TROUBLE[trouble],
-        "at_step": bad["step"],
-        "next_batch": state["batch_index"],
-    }
-    log_event(run.folder, state["step"], "rollback", **why)
+    why = {"why": record.TROUBLE[trouble], "at_step": bad["step"]}
+    log_event(run.folder, state["step"], "rollback", **why, next_batch=state["batch_index"])
 
 
 # ---- before the first step ------------------------------------------------------------------------
@@ -579,23 +567,6 @@ def settle(saved, vocab_size, device):
     return why, peak
 
 
-def identity_of(data, device):
-    """What makes a run this run and no other; it is kept in every checkpoint."""
-    here = {
-        "global_batch": batch_size * accum_steps * world_size(),
-        "dataset": data["name"],
-        "data": data["fingerprint"],
-        "torch": str(torch.__version__),
-        "device": machine.device_name(device),
-        "threads": torch.get_num_threads(),
-        "world_size": world_size(),
-        "code": record.code_fingerprint(),
-    }
-    return {
-        key: here[key] if key in here else globals()[key] for key in record.REFUSED + record.INEXACT
-    }
-
-
 def rehearse(run, batches, device):
     """One forward and backward pass that changes nothing: it compiles, and it finds out before the
     first step whether a batch fits. Returns the model to train with, compiled or not."""
@@ -652,7 +623,7 @@ def main():
 
     # ---- the batch; the model, its optimizer and all that changes with them
     why, peak = settle(saved, meta["vocab_size"], where)
-    identity = identity_of(data, where)
+    identity = record.identity_of(globals(), data, where)
     inexact = record.compare(saved, identity, folder) if saved else {}
     rows, eval_rows = batch_size * accum_steps, config["batch_size"]
     mine = range(rank() * rows, (rank() + 1) * rows)

@@ -207,7 +207,8 @@ LONG = ("--max_steps=400", "--save_interval=20", "--log_interval=20", "--dropout
 
 def torchrun(count, *flags):
     module = [sys.executable, "-m", "torch.distributed.run"]
-    return [*module, "--standalone", f"--nproc_per_node={count}", *flags]
+    here = "--local-addr=127.0.0.1"  # a container's own name may lead nowhere
+    return [*module, "--standalone", here, f"--nproc_per_node={count}", *flags]
 
 
 def children(process):
