@@ -320,7 +320,7 @@ def fresh_name(folder):
     number = 2
     while (candidate := folder.with_name(f"{folder.name}_{number}")).exists():
         number += 1
-    return min(os.path.relpath(candidate), str(candidate), key=len)
+    return shown(candidate)
 
 
 def holds_rows(folder):
@@ -492,11 +492,13 @@ def close_run(folder, ended, seconds, state, with_report):
     spent = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
     say(f"{sum(seconds.values()):.1f} s: {spent}")
     if ended.startswith(("stopped by", "left")):
-        say(f"{folder / checkpoint_name(step)} is kept; to go on, type the same command again")
+        say(
+            f"{shown(folder / checkpoint_name(step))} is kept; to go on, type the same command again"
+        )
     if with_report:
         import report  # here: it takes a second to load what draws
 
-        say("".join(f"{path}\n" for path in report.write_report(folder)).strip())
+        say("\n".join(map(shown, report.write_report(folder))))
     print_next(folder, ended)
     if sender:
         finish_sender(folder, sender.pop())
@@ -737,6 +739,11 @@ def paint(words, style, stream=None):
     return words if plain or not stream.isatty() else f"\033[{STYLES[style]}m{words}\033[0m"
 
 
+def shown(path):
+    """The path as a person would type it here."""
+    return min(os.path.relpath(path), str(path), key=len)
+
+
 def wrapped(words, indent):
     """`words` in lines of 80, all but the first indented; a path or flag is never torn apart."""
     blank = " " * indent
@@ -835,7 +842,7 @@ def print_plan(c, meta, model, epoch, device, why, peak, path):
         work = model.flops_per_token() * tokens * c["max_steps"] / (peak[0] * c["world_size"])
         best = f"; all steps at that rate: {duration(work)}"
     facts = {
-        "run": f"goes on from {path}" if path else f"new, in {os.path.relpath(c['out_dir'])}",
+        "run": f"goes on from {shown(path)}" if path else f"new, in {shown(c['out_dir'])}",
         "model": f"{c['n_layer']} x {c['n_embd']} wide, {c['n_head']} heads;"
         f" {model.num_params():,} parameters",
         "data": f"{c['dataset']}, {meta['tokenizer']}: {meta['train_tokens']:,} tokens to train on,"
@@ -889,11 +896,8 @@ def free_memory(device):
 def print_next(folder, ended):
     """What to type now, ready to be pasted."""
 
-    def shown(path):
-        return shlex.quote(min(os.path.relpath(path), str(path), key=len))
-
     def command(script):
-        return f"python {shown(REPO / script)} {shown(folder)}"
+        return shlex.join(["python", shown(REPO / script), shown(folder)])
 
     commands = {command("sample.py"): "text from its best weights"}
     commands[f"{command('report.py')} OTHER"] = "beside another run"
