@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from conftest import arguments, stop_at
@@ -107,12 +108,12 @@ def test_the_end_names_commands_that_run(run_train, data_dir, tmp_path):
     assert shlex.split(line, comments=True) == ["python", *arguments(stopped.out_dir, data_dir, ())]
 
 
-def test_colour_is_for_terminals_only(data_dir, tmp_path, run_train):
-    def in_terminal(name, **env):
+def test_colour_is_for_terminals_only(data_dir, tmp_path, run_train, monkeypatch):
+    def in_terminal(name):
         mine, theirs = pty.openpty()
         command = [sys.executable, *arguments(tmp_path / name, data_dir, ("--max_steps=4",))]
         environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
-        environment |= {"TERM": "xterm", **env}
+        environment["TERM"] = "xterm"
         process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
         os.close(theirs)
         shown = b""
@@ -127,5 +128,10 @@ def test_colour_is_for_terminals_only(data_dir, tmp_path, run_train):
 
     shown = in_terminal("shown")
     assert "\033[2mmodel   \033[0m" in shown and "\033[32m  best\033[0m" in shown
-    assert "\033[" not in in_terminal("plain", NO_COLOR="1")
     assert "\033[" not in run_train("file", "--max_steps=4", env={"TERM": "xterm"}).stdout
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    terminal = SimpleNamespace(isatty=lambda: True)
+    assert record.paint("a", "dim", terminal) == "\033[2ma\033[0m"
+    monkeypatch.setenv("NO_COLOR", "1")  # control for the line before
+    assert record.paint("a", "dim", terminal) == "a"

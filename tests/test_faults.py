@@ -831,6 +831,7 @@ train.rehearse = wrap(train.rehearse)
     assert 0 < events(done, "out_of_memory")[-1]["batch_size"] < 512
 
 
+@pytest.mark.slow
 def test_a_long_run_leaks_no_memory_thread_or_file(run_train):
     leaks_nothing(run_train, steps=500, settled=100)
 

@@ -63,7 +63,7 @@ def codes(done):
 # ---- exactness -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("count", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_resume_is_bit_exact_and_a_signal_to_the_last_rank_stops_all(run_train, count):
     flags = (*FLAGS, f"--batch_size={12 // count}", f"--num_workers={2 * (count < 3)}")
     straight = run_train("straight", *flags, before=ranks(count))
@@ -236,29 +236,31 @@ def started(start_train, *flags):
     return process
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 def test_torchrun_passes_a_signal_on_and_the_same_command_goes_on(
     start_train, python_train, straight, name
 ):
     process = started(start_train)
     process.send_signal(getattr(signal, name))
-    assert process.wait(30) == 1  # the launcher's own code
+    assert process.wait(90) == 1  # the launcher's own code
     assert f"stopped by {name} at step" in process.log.read_text()
     done = python_train("run", *LONG, launcher=torchrun(2), env=ONE_THREAD)
     assert done.returncode == 0, done.stderr
     assert done.fingerprint(400) == straight.fingerprint(400)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_a_run_whose_rank_was_killed(start_train, straight, tmp_path):
     process = started(start_train, "--max-restarts=1")
     os.kill(children(process)[1], signal.SIGKILL)
-    assert process.wait(60) == 0, process.log.read_text()
+    assert process.wait(120) == 0, process.log.read_text()
     assert "resume: checkpoint" in process.log.read_text()
     done = record.load_checkpoint(tmp_path / "run/ckpt_00000400.pt")
     expected = torch.load(straight.checkpoint(400), weights_only=True)
     assert all(torch.equal(done["model"][k], expected["model"][k]) for k in expected["model"])
 
 
+@pytest.mark.slow
 def test_ranks_whose_launcher_was_killed_leave_and_the_next_start_is_not_refused(
     start_train, run_train, straight
 ):
@@ -344,10 +346,10 @@ def assert_close(one, other, relative):
     "flags",
     [
         pytest.param(["--optimizer=sgd", "--peak_lr=0.1"], marks=pytest.mark.slow),
-        ["--optimizer=momentum", "--peak_lr=0.1"],
+        pytest.param(["--optimizer=momentum", "--peak_lr=0.1"], marks=pytest.mark.slow),
         ["--optimizer=muon"],
         pytest.param(["--dtype=bfloat16"], marks=pytest.mark.slow),
-        pytest.param(["--dtype=float16"], marks=needs_float16),
+        pytest.param(["--dtype=float16"], marks=[needs_float16, pytest.mark.slow]),
         pytest.param(["--grad_checkpoint=true", "--n_layer=2"], marks=pytest.mark.slow),
         pytest.param(["--accum_steps=2"], marks=pytest.mark.slow),
         ["--offload=true"],

@@ -93,7 +93,9 @@ def test_resume_is_bit_exact_however_often(run_train, whole):
         ["--optimizer=sgd", "--peak_lr=0.1"],
         ["--optimizer=momentum", "--peak_lr=0.1"],
         ["--optimizer=muon"],
-        pytest.param(["--optimizer=muon", "--dtype=float16"], marks=needs_float16),
+        pytest.param(
+            ["--optimizer=muon", "--dtype=float16"], marks=[needs_float16, pytest.mark.slow]
+        ),
         ["--ema_decay=0.9"],
         ["--num_workers=2"],
         ["--grad_checkpoint=true", "--n_layer=2"],
