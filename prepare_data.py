@@ -164,17 +164,17 @@ def prepare(
 
     files = {f"{split}.bin": arrays[split].tobytes() for split in SPLITS}
     write(folder, files | {"meta.json": json.dumps(meta, indent=1).encode() + b"\n"})
-    say_made(folder, meta, len(raw), time.perf_counter() - start, say)
+    say_made(folder, meta, len(raw), len(raw) / (time.perf_counter() - start), say)
     return folder, meta
 
 
-def say_made(folder, meta, size, seconds, say):
+def say_made(folder, meta, size, rate, say):
+    """size: bytes of text, those of an earlier start too. rate: bytes a second, of this start."""
     tokens = meta["train_tokens"] + meta["val_tokens"]
     say(
         f"made {folder} from {meta['source']}: {meta['train_tokens']:,} {meta['tokenizer']} tokens"
         f" to train on, {meta['val_tokens']:,} to validate, vocabulary {meta['vocab_size']:,}"
-        f" ({meta['dtype']}), {size / tokens:.2f} bytes/token, {seconds:.2f} s,"
-        f" {size / 1e6 / seconds:.1f} MB/s"
+        f" ({meta['dtype']}), {size / tokens:.2f} bytes/token, {rate / 1e6:.1f} MB/s"
     )
 
 
@@ -756,7 +756,8 @@ def prepare_corpus(folder, survey, pieces, how, num_proc, say):
         say(
             f"{done['train_documents']:,} documents to train on, {done['val_documents']:,} to validate"
         )
-        say_made(folder, meta, total_bytes(done) - begun, time.perf_counter() - start, say)
+        size = total_bytes(done)
+        say_made(folder, meta, size, (size - begun) / (time.perf_counter() - start), say)
         return folder, meta
 
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -292,7 +293,8 @@ def test_killed_and_started_again_the_bytes_are_those_of_an_undisturbed_run(
 ):
     write_lines(corpus / "e.jsonl", [f"{n} {text}" for n in range(9) for text in texts])
     how = {"val_fraction": 0.1, "shard_tokens": 20_000}
-    make(tmp_path / "whole", corpus, tokenizer, **how)
+    said = []
+    make(tmp_path / "whole", corpus, tokenizer, **how, say=said.append)
     folder, finished = tmp_path / "killed", {}
     for saves in (1, 3, 2):
         process = start(tmp_path, "killed", corpus, tokenizer, num_proc)
@@ -307,6 +309,8 @@ def test_killed_and_started_again_the_bytes_are_those_of_an_undisturbed_run(
     process = start(tmp_path, "killed", corpus, tokenizer, num_proc)
     output, _ = process.communicate()
     assert process.returncode == 0 and "going on in" in output
+    of_the_whole = re.search(r"[\d.]+ bytes/token", said[-1]).group()
+    assert of_the_whole in output
     assert all(path.stat().st_mtime_ns == written for path, written in finished.items())
     assert snapshot(folder) == snapshot(tmp_path / "whole")
 
