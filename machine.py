@@ -11,6 +11,7 @@ import importlib.metadata
 import os
 import platform
 import random
+import re
 import resource
 import shutil
 import signal
@@ -190,7 +191,7 @@ def explain(error):
     elif dist.is_initialized() and ("gloo" in str(error) or "NCCL" in str(error)):
         detail = last_line.rpartition("] ")[2].partition(". ")[0]
         why = f"another rank is gone ({detail}); {go_on}"
-        if "imed out" in str(error) or "imeout" in str(error):
+        if re.search("timed out|timeout", str(error), re.IGNORECASE):
             names = " and ".join(map(str, stragglers())) or "unknown"
             why = f"rank {names} kept the others waiting for more than hang_minutes; {go_on}"
     if why and rank() > 0:  # rank 0 says it at the end of the run
@@ -311,8 +312,10 @@ def join_ranks(hang_minutes):
             # its own tries, and keeps the address of the first store (torch 2.13, pytorch#135712).
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             store = dist.PrefixStore(f"attempt_{attempt}", store)
-        patience = datetime.timedelta(minutes=hang_minutes)
-        dist.init_process_group(backend, None, patience, count, number, store)
+        timeout = datetime.timedelta(minutes=hang_minutes)
+        dist.init_process_group(
+            backend, timeout=timeout, world_size=count, rank=number, store=store
+        )
         progress["store"] = store
         publish_progress(number, min(5.0, 6 * hang_minutes))
 
@@ -331,17 +334,17 @@ def say(*words):
         print(*words, flush=True)
 
 
-progress = {"meetings": 0, "store": None}  # how often this rank came to where it meets the others
+progress = {"collectives": 0, "store": None}  # begun by this rank so far: a straggler has fewer
 
 
 def publish_progress(number, seconds):
-    """Have the store know this rank's `meetings`, every so many seconds, from a thread of its own."""
+    """Tell the store how many collectives this rank began, every so many seconds, from a thread."""
     leaving = threading.Event()
 
     def publish():
         while True:
             with contextlib.suppress(RuntimeError):  # the store has gone, and the run will soon
-                progress["store"].set(f"meetings_{number}", str(progress["meetings"]))
+                progress["store"].set(f"collectives_{number}", str(progress["collectives"]))
             if leaving.wait(seconds):
                 return
 
@@ -351,13 +354,13 @@ def publish_progress(number, seconds):
 
 
 def stragglers():
-    """The ranks that came to fewer meetings than this one, by what the store knows of them."""
-    keys = [f"meetings_{number}" for number in range(world_size())]
+    """The ranks that began fewer collectives than this one, by what the store knows of them."""
+    keys = [f"collectives_{number}" for number in range(world_size())]
     try:
         met = [int(progress["store"].get(key)) for key in keys if progress["store"].check([key])]
     except RuntimeError:  # the store has gone too
         return []
-    return [number for number, count in enumerate(met) if count < progress["meetings"]]
+    return [number for number, count in enumerate(met) if count < progress["collectives"]]
 
 
 def sum_over_ranks(tensors):
@@ -367,7 +370,7 @@ def sum_over_ranks(tensors):
     DDP's buckets, rebuilt after its first step, do not from three ranks on.
     """
     if dist.is_initialized():
-        progress["meetings"] += 1
+        progress["collectives"] += 1
         flat = torch.cat([t.flatten() for t in tensors])
         dist.all_reduce(flat)
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
@@ -377,7 +380,7 @@ def sum_over_ranks(tensors):
 def agree(*flags):
     """The largest of each flag over all ranks. Travels on the CPU: the device is never waited for."""
     if dist.is_initialized():
-        progress["meetings"] += 1
+        progress["collectives"] += 1
         flags = torch.tensor(flags)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         flags = flags.tolist()
@@ -393,7 +396,7 @@ def from_rank0(function, *args):
         except SystemExit as leaving:
             result = leaving
     if dist.is_initialized():
-        progress["meetings"] += 1
+        progress["collectives"] += 1
         box = [result]
         dist.broadcast_object_list(box)
         result = box[0]
@@ -406,7 +409,7 @@ def from_all_ranks(value):
     """[value of rank 0, value of rank 1, ...], on every rank."""
     values = [value] * world_size()
     if dist.is_initialized():
-        progress["meetings"] += 1
+        progress["collectives"] += 1
         dist.all_gather_object(values, value)
     return values
 

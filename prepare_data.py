@@ -756,8 +756,8 @@ def prepare_corpus(folder, survey, pieces, how, num_proc, say):
         say(
             f"{done['train_documents']:,} documents to train on, {done['val_documents']:,} to validate"
         )
-        size = total_bytes(done)
-        say_made(folder, meta, size, (size - begun) / (time.perf_counter() - start), say)
+        text = total_bytes(done)
+        say_made(folder, meta, text, (text - begun) / (time.perf_counter() - start), say)
         return folder, meta
 
 

@@ -766,25 +766,23 @@ def fit(value, width, digits):
 
 def rate(per_second):
     """Tokens a second in 6 characters: 853 is 0.853k, 1234567 is 1.235M."""
-    sizes = {"k": 1e3, "M": 1e6, "G": 1e9}
-    letter = [each for each, size in sizes.items() if each == "k" or per_second >= 0.99995 * size][
-        -1
-    ]
-    return fit(per_second / sizes[letter], 5, 3) + letter
+    letter, size = "k", 1e3
+    for larger, its_size in (("M", 1e6), ("G", 1e9)):
+        if per_second >= 0.99995 * its_size:
+            letter, size = larger, its_size
+    return fit(per_second / size, 5, 3) + letter
 
 
 def duration(seconds):
     """Time in up to 8 characters: 0:46, 12:04:05, 12d 4h."""
     minutes, hours = int(seconds // 60), int(seconds // 3600)
+    days = hours // 24
+    if days >= 1e7:
+        return f"{days:.0e}d"
+    if days >= 1000:
+        return f"{days}d"
     if hours >= 100:
-        days = hours // 24
-        return (
-            f"{days}d {hours % 24}h"
-            if days < 1000
-            else f"{days}d"
-            if days < 1e7
-            else f"{days:.0e}d"
-        )
+        return f"{days}d {hours % 24}h"
     clock = f"{minutes % 60:02}:{int(seconds) % 60:02}"
     return f"{hours}:{clock}" if hours else clock.removeprefix("0")
 
@@ -838,9 +836,12 @@ def print_plan(c, meta, model, epoch, device, why, peak, path):
     memory = f"{sum(needs.values()) / 1e9:.3f} GB for a step ({memory})"
     if free:
         memory += f"; {free / 1e9:.1f} GB free"
+    at_best = f"n/a ({peak[1]})"
     if peak[0]:
         work = model.flops_per_token() * tokens * c["max_steps"] / (peak[0] * c["world_size"])
-        best = f"; all steps at that rate: {duration(work)}"
+        at_best = (
+            f"{peak[0] / 1e12:.3g} TFLOP/s ({peak[1]}); all steps at that rate: {duration(work)}"
+        )
     facts = {
         "run": f"goes on from {shown(path)}" if path else f"new, in {shown(c['out_dir'])}",
         "model": f"{c['n_layer']} x {c['n_embd']} wide, {c['n_head']} heads;"
@@ -853,9 +854,7 @@ def print_plan(c, meta, model, epoch, device, why, peak, path):
         "device": f"{c['device']}, {c['threads']} threads",
         "dtype": f"{c['dtype']} ({why['dtype']})",
         "compile": f"{str(c['compile']).lower()} ({why['compile']}); deterministic {str(c['deterministic']).lower()}",
-        "peak": f"{peak[0] / 1e12:.3g} TFLOP/s ({peak[1]}){best}"
-        if peak[0]
-        else f"n/a ({peak[1]})",
+        "peak": at_best,
         "memory": memory,
     }
     for name, words in facts.items():

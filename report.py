@@ -588,11 +588,13 @@ def compare_picture(runs, names):
     for ax in (by_tokens, by_time):
         ax.sharey(by_step)
         ax.tick_params(labelleft=False)
+    heading = "Thick lines with dots: validation loss. Thin lines: training loss, smoothed."
     if len(known(every["loss"])) and np.nanmax(every["loss"]) > 30 * np.nanmin(every["loss"]):
         scale(by_step, every["loss"], log_from=30)
     elif late := [part for run in runs for part in late_losses(run) if len(part)]:
         low, high = min(part.min() for part in late), max(part.max() for part in late)
         by_step.set_ylim(low - 0.1 * (high - low) - 1e-3, high + 0.1 * (high - low) + 1e-3)
+        heading += " What is higher than after a tenth of a run is cut off."
     scale(norm, every["grad_norm"], log_from=30)
     scale(rate, every["lr"])
     scale(speed, every["tokens_per_sec"])
@@ -607,8 +609,6 @@ def compare_picture(runs, names):
     norm.set_ylabel("gradient norm, smoothed")
     rate.set_ylabel("learning rate (per step)")
     speed.set_ylabel("throughput (tokens/s)")
-    heading = "Thick lines with dots: validation loss. Thin lines: training loss, smoothed."
-    heading += " What is higher than after a tenth of a run is cut off."
     fig.suptitle(heading, x=0.01, ha="left", fontsize=10)
     fig.legend(loc="outside lower left", ncols=3)
     return fig

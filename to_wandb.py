@@ -26,6 +26,7 @@ from configurator import fail
 
 
 def read_json(path):
+    """{} where there is none; as record.py's, which would load torch here for nothing."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -10,9 +10,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import arguments, stop_at
 
 import record
+from model import GPT, GPTConfig
 
 USUAL = {"loss": 1.8762, "grad_norm": 0.308, "lr": 4.99e-3, "step_ms": 44.6, "data_ms": 0.8}
 USUAL |= {"step": 50, "tokens_per_sec": 91_912.3, "mfu": 0.125, "mem_gb": 0.53}
@@ -86,6 +88,29 @@ def test_the_header_says_what_will_be_needed_in_lines_that_fit(run_train):
     outside = [line for line in header if len(line) > 80 and str(done.out_dir) not in line]
     assert outside == []
     assert "more than is free" not in done.stdout
+
+
+def test_the_memory_expected_of_a_rank_is_its_share():
+    model = GPT(GPTConfig(65, block_size=16, n_layer=2, n_head=2, n_embd=32))
+    knobs = {"batch_size": 4, "optimizer": "adamw", "dtype": "float32", "grad_checkpoint": False}
+    knobs |= {"shard": False, "offload": False, "world_size": 4}
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    whole = record.memory_of_step(knobs, model, cpu)
+    share = record.memory_of_step(knobs | {"shard": True}, model, cpu)
+    block = 4 * sum(weight.numel() for weight in model.blocks[0].parameters())
+    assert share["weights"] == whole["weights"] / 4 + block
+    assert [share[k] * 4 for k in ("gradients", "optimizer")] == [
+        whole[k] for k in ("gradients", "optimizer")
+    ]
+    assert share["activations"] == whole["activations"]
+    on_host = record.memory_of_step(knobs | {"shard": True, "offload": True}, model, cuda)
+    assert (on_host["weights"], on_host["gradients"], on_host["optimizer"]) == (block, 0, 0)
+
+
+def test_a_path_is_shown_as_it_would_be_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert record.shown(tmp_path / "out/a") == "out/a"
+    assert record.shown("/a") == "/a"  # shorter than the way there from here
 
 
 def test_a_step_that_cannot_fit_is_announced(run_train):

@@ -334,7 +334,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
 
 
 def test_the_bombs_are_real(tmp_path):
-    """Without weights_only they would go off."""
+    """Read without weights_only, the bomb goes off. It is the one from above, and makes a folder."""
     plant_a_pickle_bomb(tmp_path / "ckpt_1.pt")
     pickle.loads((tmp_path / "ckpt_1.pt").read_bytes())
     assert (tmp_path / "boom").exists()

@@ -48,6 +48,9 @@ def spread(main):
         return code
     return 0, and_wait
 rank, train.main = spread(train.main)
+def weights_and_moments(run):
+    states = (state for optimizer in run.optimizers for state in optimizer.state.values())
+    return [*run.model.parameters(), *(moment for state in states for moment in state.values())]
 {code}
 """
 
@@ -376,12 +379,10 @@ def test_a_bad_gradient_of_one_rank_touches_no_share_of_any(run_train, optimizer
 def wrap(inner):
     def forward_backward(model, run, *rest):
         loss = inner(model, run, *rest)
-        weights = list(run.model.parameters())
-        moments = [m for o in run.optimizers for state in o.state.values() for m in state.values()]
-        held = [train.local(t).clone() for t in (*weights, *moments, *run.ema.values())]
         bad = run.state["step"] == 3
         if bad and rank == 1:
-            train.local(weights[-1].grad)[0, 0] = float("inf")
+            train.local(list(run.model.parameters())[-1].grad)[0, 0] = float("inf")
+        held = [train.local(t).clone() for t in (*weights_and_moments(run), *run.ema.values())]
         run.held = held if bad else None
         return loss
     return forward_backward
@@ -390,9 +391,7 @@ def wrap(inner):
     def train_step(model, run, *rest):
         result = inner(model, run, *rest)
         if run.held:
-            weights = list(run.model.parameters())
-            moments = [m for o in run.optimizers for state in o.state.values() for m in state.values()]
-            now = [train.local(t) for t in (*weights, *moments, *run.ema.values())]
+            now = [train.local(t) for t in (*weights_and_moments(run), *run.ema.values())]
             same = all(torch.equal(a, b) for a, b in zip(run.held, now, strict=True))
             os.write(1, f"SAME {rank} {same}\\n".encode())  # at once: two ranks write here
         return result
@@ -412,7 +411,7 @@ def wrap(inner):
     def train_step(model, run, *rest):
         result = inner(model, run, *rest)
         weights = list(run.model.parameters())
-        moments = [m for o in run.optimizers for state in o.state.values() for m in state.values()]
+        moments = weights_and_moments(run)[len(weights) :]
         kinds = {"weights": weights, "gradients": [w.grad for w in weights], "moments": moments}
         held = [sum(train.local(t).nbytes for t in kind) for kind in kinds.values()]
         os.write(1, f"HELD {rank} {held}\\n".encode())
