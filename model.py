@@ -3,12 +3,14 @@
     tokens -> input embedding -> n_layer x (attention, MLP) -> norm -> head -> logits
 
 Attention and MLP each add to one residual stream. Shapes use B (sequences), T (tokens in each),
-C (`n_embd`), H (`n_head`), D = C / H, V (`vocab_size`). What a run must know about the model before
-it starts is here too: its optimizer groups, its FLOPs, its memory. Imports nothing but torch.
+C (`n_embd`), H (`n_head`), D = C / H, V (`vocab_size`). Optimizers, memory and sampling are here too,
+for any nn.Module. Imports nothing but torch.
 """
 
+import copy
 import math
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -21,9 +23,11 @@ NGRAM_ROWS = 8_192  # n-grams share these rows by their hash
 NGRAM_GAIN = 2.0  # under Adam a gain of 2 is twice the learning rate for the table
 MLP_RATIO = 4  # hidden width of the MLP over n_embd, as in GPT-2
 ROPE_BASE = 10_000.0  # the longest rotary wavelength is 2 pi times this, in tokens
-HEAD_MULTIPLE = 64  # a head of 1,000 rows or more is padded to a multiple of it, for tensor cores
+LARGE_VOCAB = 1000  # from here on the head is padded, and a large loss computed in chunks
+HEAD_MULTIPLE = 64  # rows of a padded head, for tensor cores
+CHUNK_LOGITS = 2**24  # logits in a chunk of the loss, at least; in float32 64 MiB
+MAX_CHUNKS = 8  # more make torch.compile slow, and its code needs more memory again
 PLAIN_ATTENTION_MAX = 512  # longest context where, on a CPU, plain products beat the fused kernel
-OPTIMIZERS = ("adamw", "sgd", "momentum", "muon")
 
 
 @dataclass
@@ -53,7 +57,8 @@ class GPTConfig:
 def padded(vocab_size):
     """Rows of the head: GPT-2's 50,257 become 50,304. The tokens that are none never occur as targets,
     so the model learns not to say them, and `generate` cannot."""
-    return -(-vocab_size // HEAD_MULTIPLE) * HEAD_MULTIPLE if vocab_size >= 1000 else vocab_size
+    multiple = HEAD_MULTIPLE if vocab_size >= LARGE_VOCAB else 1
+    return -(-vocab_size // multiple) * multiple
 
 
 def norm(x):
@@ -173,7 +178,53 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(norm(x)))
 
 
+def cross_entropy(logits, targets, label_smoothing, reduction="mean"):
+    """In nats and float32, over the targets that are not -100. logits: (..., V), targets: (...)."""
+    # flattened: the loss over (B, V, T) raises in strict deterministic mode on CUDA
+    return F.cross_entropy(
+        logits.float().flatten(0, -2),
+        targets.flatten(),
+        ignore_index=-100,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
+class ChunkedCrossEntropy(torch.autograd.Function):
+    """The sum of cross_entropy() over x (N, C) @ weight (V, C), with one chunk's logits at a time.
+
+    A chunk's gradients are computed right after its loss, in the forward pass: nothing is computed
+    twice, and no more is kept than their sums (as in Liger Kernel, Hsu et al. 2024).
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, label_smoothing, chunks):
+        def chunk_loss(x, weight, targets):
+            return cross_entropy(F.linear(x, weight), targets, label_smoothing, "sum")
+
+        low = weight.to(x.dtype)
+        loss = torch.zeros((), device=x.device)
+        x_grads = []
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32)
+        for chunk in zip(x.chunk(chunks), targets.chunk(chunks), strict=True):
+            gradients, part = torch.func.grad_and_value(chunk_loss, (0, 1))(chunk[0], low, chunk[1])
+            loss = loss + part
+            x_grads.append(gradients[0])
+            weight_grad += gradients[1]
+            del gradients  # before the next chunk has its own
+        ctx.save_for_backward(torch.cat(x_grads), weight_grad.to(weight.dtype))
+        return loss
+
+    @staticmethod
+    def backward(ctx, loss_grad):
+        x_grad, weight_grad = ctx.saved_tensors
+        return x_grad * loss_grad, weight_grad * loss_grad, None, None, None
+
+
 class GPT(nn.Module):
+    muon_prefix = "blocks."  # Muon takes the matrices whose names begin with it
+    undecayed = ("embedding.conv",)  # no matrix: one short filter a channel
+
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -200,89 +251,153 @@ class GPT(nn.Module):
             for matrix in (block.attention.out, block.mlp.down):
                 matrix.weight.zero_()
 
-    def forward(self, tokens, targets=None):
-        """tokens, targets: int64 (B, T). Returns the logits (B, T, padded V) and, given targets, the mean
-        cross entropy in nats (a float32 scalar) over the targets that are not -100; else None.
+    def forward(self, inputs, targets=None):
+        """inputs, targets: int64 (B, T). Returns the logits (B, T, padded V); given targets, only the
+        mean cross entropy in nats over those that are not -100, a float32 scalar.
 
         Labels are smoothed in training mode only. Raises ValueError if T is above `block_size`.
         """
-        T, block_size = tokens.size(1), self.config.block_size
+        T, block_size = inputs.size(1), self.config.block_size
         if T > block_size:
             raise ValueError(f"{T} tokens do not fit into block_size={block_size}")
-        x = self.dropout(self.embedding(tokens))
+        x = self.dropout(self.embedding(inputs))
         for block in self.blocks:
             if self.config.grad_checkpoint and torch.is_grad_enabled():
                 x = checkpoint(block, x, self.cos, self.sin, use_reentrant=False)
             else:
                 x = block(x, self.cos, self.sin)
-        logits = self.head(norm(x))
+        x = norm(x)
         if targets is None:
-            return logits, None
-        # Flattened: the loss over (B, V, T) raises in strict deterministic mode on CUDA.
-        loss = F.cross_entropy(
-            logits.float().flatten(0, 1),
-            targets.flatten(),
-            ignore_index=-100,
-            label_smoothing=self.config.label_smoothing if self.training else 0.0,
-        )
-        return logits, loss
+            return self.head(x)
+        label_smoothing = self.config.label_smoothing if self.training else 0.0
+        chunks = self.loss_chunks(targets.numel())
+        if chunks == 1:
+            return cross_entropy(self.head(x), targets, label_smoothing)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        arguments = (x.flatten(0, 1), self.head.weight, targets.flatten(), label_smoothing, chunks)
+        return ChunkedCrossEntropy.apply(*arguments) / (targets != -100).sum()
+
+    def loss_chunks(self, tokens):
+        """In how many chunks the loss of so many tokens is computed; 1 if the vocabulary is small."""
+        rows = self.head.out_features
+        return min(MAX_CHUNKS, -(-tokens * rows // CHUNK_LOGITS)) if rows >= LARGE_VOCAB else 1
 
     def num_params(self):
         """Learnable numbers, embeddings and head included."""
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self):
-        """Floating-point operations to train on one token at full context: three times the forward
-        pass, for the backward pass is two.
-
-        6 for each weight in a matrix product and 12 * n_layer * C * block_size for attention
-        (Chowdhery et al. 2022, "PaLM", appendix B). Looking up an embedding is no product. The half
-        of attention that the mask hides is counted, as the field does, though a kernel may skip it;
-        recomputation under `grad_checkpoint` is not: it is no useful work.
+        """Floating-point operations to train on one token at full context, forward and backward: 6 for
+        each weight in a matrix product and 12 * n_layer * C * block_size for attention (Chowdhery et
+        al. 2022, "PaLM", appendix B). The half of attention that the mask hides counts, as in the
+        field, though a kernel may skip it; what `grad_checkpoint` computes again does not.
         """
         config = self.config
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * weights + 12 * config.n_layer * config.n_embd * config.block_size
 
-    @torch.no_grad()
-    def generate(self, tokens, max_new_tokens, temperature=1.0, top_k=0, generator=None):
-        """Continues tokens (B, T), yielding one (B, 1) tensor of new ids at a time.
+    def activation_memory(self, micro_batch, dtype, device_type):
+        """Bytes that an uncompiled step on so many sequences holds at its peak, beside float32 weights,
+        gradients and moments. dtype: "float32", or that of autocast."""
+        config = self.config
+        C, T, V = config.n_embd, config.block_size, self.head.out_features
+        dropout = config.dropout > 0
+        tokens = micro_batch * T
+        width = 4 if dtype == "float32" else 2  # bytes of an activation
 
-        temperature 0 takes the likeliest token; top_k 0 draws from all. The model sees the last
-        `block_size` tokens. Raises ValueError if either setting is negative.
-        """
-        if temperature < 0 or top_k < 0:
-            raise ValueError(f"temperature={temperature} and top_k={top_k} must not be negative")
-        for _ in range(max_new_tokens):
-            was_training = self.training
-            self.eval()
-            logits = self(tokens[:, -self.config.block_size :])[0]
-            logits = logits[:, -1, : self.config.vocab_size].float()
-            self.train(was_training)
-            if 0 < top_k < logits.size(-1):
-                lowest_kept = logits.topk(top_k).values[:, -1:]
-                logits = logits.masked_fill(logits < lowest_kept, -math.inf)
-            if temperature == 0:
-                new = logits.argmax(-1, keepdim=True)
-            else:
-                new = F.softmax(logits / temperature, dim=-1).multinomial(1, generator=generator)
-            tokens = torch.cat((tokens, new), dim=1)
-            yield new
+        # Numbers that autograd keeps for one token. In a block: the inputs of two norms (2 C), of qkv
+        # and up (2 C), qkv's output (3 C), q and k again (2 C), the output of attention (C), the MLP's
+        # hidden layer before and after GELU; for each head two float32 sums, or where the kernel is
+        # not fused T weights, and v again. Dropout keeps a mask for each thing it drops.
+        plain_attention = device_type == "cpu" and (dropout or T <= PLAIN_ATTENTION_MAX)
+        block = (10 + plain_attention + 2 * MLP_RATIO + 2 * dropout) * C
+        block += config.n_head * (T * (1 + 2 * dropout) if plain_attention else 2)
+        ends = (4 + dropout) * C  # the input embedding, and the last norm with its input
+        if device_type == "cuda" and width == 2:  # where norms keep their inputs as float32 copies
+            block += 6 * C
+            ends += C
+        kept = config.n_layer * block
+        recomputed = 0
+        n_hidden = sum(weight.numel() for weight in self.blocks.parameters())
+        n_cast = n_hidden + V * C  # weights of which autocast's copy is there
+        if config.grad_checkpoint:  # the input of every block, and one whole block at a time
+            kept = config.n_layer * C
+            recomputed = block - C
+            n_cast = n_hidden // config.n_layer + V * C
+
+        # The peak is one of two moments: the gradients within the last MLP (3 C), or the float32
+        # softmax over the vocabulary with its gradients (12 bytes for each of V, 14 with a cast). In
+        # chunks that is in the forward pass: every copy is there, and the head's gradients so far.
+        at_block = tokens * (ends + kept + recomputed + 3 * C) * width
+        at_head = tokens * (ends + kept) * width
+        if (chunks := self.loss_chunks(tokens)) == 1:
+            at_head += 12 * tokens * V
+        else:
+            at_head += (16 - width) * tokens * V // chunks + 2 * width * V * C
+            at_head += 0 if width == 4 else 2 * (n_hidden + V * C - n_cast)
+        return max(at_block, at_head) + (0 if width == 4 else 2 * n_cast)
+
+
+def build_model(knobs, vocab_size):
+    """A GPT of the shape in `knobs`, a mapping such as a run's config. Raises ValueError where there is
+    no such shape, TypeError where `knobs` lacks a part of it."""
+    shape = {field.name: knobs[field.name] for field in fields(GPTConfig) if field.name in knobs}
+    return GPT(GPTConfig(**shape | {"vocab_size": vocab_size}))
+
+
+# ---- any model -----------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def generate(
+    model, tokens, max_new_tokens, block_size, vocab_size, temperature=1.0, top_k=0, generator=None
+):
+    """Continues tokens (B, T), yielding one (B, 1) tensor of new ids at a time.
+
+    model: any whose model(tokens) returns logits (B, T, vocab_size or more). It sees the last
+    `block_size` tokens. temperature 0 takes the likeliest token; top_k 0 draws from all. Raises
+    ValueError if either is negative.
+    """
+    if temperature < 0 or top_k < 0:
+        raise ValueError(f"temperature={temperature} and top_k={top_k} must not be negative")
+    for _ in range(max_new_tokens):
+        modes = {module: module.training for module in model.modules()}
+        try:
+            model.eval()
+            logits = model(tokens[:, -block_size:])[:, -1, :vocab_size].float()
+        finally:  # out of memory here must not leave the training without its dropout
+            for module, training in modes.items():
+                module.training = training
+        if 0 < top_k < logits.size(-1):
+            lowest_kept = logits.topk(top_k).values[:, -1:]
+            logits = logits.masked_fill(logits < lowest_kept, -math.inf)
+        if temperature == 0:
+            new = logits.argmax(-1, keepdim=True)
+        else:
+            new = F.softmax(logits / temperature, dim=-1).multinomial(1, generator=generator)
+        tokens = torch.cat((tokens, new), dim=1)
+        yield new
 
 
 def configure_optimizers(model, optimizer, lr, weight_decay, beta1, beta2, momentum, device_type):
-    """The optimizers for `model`, as a list of one, or two for "muon". Each group follows `lr`.
+    """The optimizers for `model`, any module, as a list of one, or two for "muon".
 
-    optimizer: "adamw" (Loshchilov & Hutter 2019), "sgd", "momentum" (SGD with momentum), or "muon"
-    (Jordan 2024): hidden matrices by Muon, scaled to AdamW's step size (Liu et al. 2025), the rest
-    by AdamW. Only matrices and embeddings decay. Raises ValueError for another name.
+    optimizer: "adamw" (Loshchilov & Hutter 2019), "adam" (Kingma & Ba 2015; decays through the
+    gradient), "sgd", "momentum" (SGD with momentum), or "muon" (Jordan 2024): hidden matrices by
+    Muon, scaled to AdamW's step size (Liu et al. 2025), the rest by AdamW. Matrices and embeddings
+    decay, vectors do not. Raises ValueError for another name.
     """
+    muon_prefix = getattr(model, "muon_prefix", "")
     hidden, outer, vectors = [], [], []
     for name, parameter in model.named_parameters():
-        if parameter.ndim < 2 or name == "embedding.conv":  # no matrix: one short filter a channel
+        embeds = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
+        if parameter.ndim < 2 or name in getattr(model, "undecayed", ()):
             vectors.append(parameter)
+        elif parameter.ndim == 2 and not embeds and name.startswith(muon_prefix):
+            hidden.append(parameter)
         else:
-            (hidden if name.startswith("blocks.") else outer).append(parameter)
+            outer.append(parameter)
 
     def groups(decayed):
         return [
@@ -291,61 +406,73 @@ def configure_optimizers(model, optimizer, lr, weight_decay, beta1, beta2, momen
         ]
 
     fused = device_type in ("cpu", "cuda", "mps")
-    adamw = {"lr": lr, "betas": (beta1, beta2), "fused": fused}
+    adam = {"lr": lr, "betas": (beta1, beta2), "fused": fused}
     if optimizer == "adamw":
-        return [torch.optim.AdamW(groups(hidden + outer), **adamw)]
+        return [torch.optim.AdamW(groups(hidden + outer), **adam)]
+    if optimizer == "adam":
+        return [torch.optim.Adam(groups(hidden + outer), **adam)]
     if optimizer in ("sgd", "momentum"):
         momentum = momentum if optimizer == "momentum" else 0.0
-        fused = fused and not hasattr(model.head.weight, "to_local")  # not for FSDP2 (torch 2.13)
+        sharded = any(hasattr(parameter, "to_local") for parameter in model.parameters())
+        fused = fused and not sharded  # there is none for FSDP2's DTensors (torch 2.13)
         return [torch.optim.SGD(groups(hidden + outer), lr=lr, momentum=momentum, fused=fused)]
     if optimizer == "muon":
         muon = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         return [
-            torch.optim.Muon(hidden, adjust_lr_fn="match_rms_adamw", **muon),
-            torch.optim.AdamW(groups(outer), **adamw),
+            torch.optim.Muon([{"params": hidden}], adjust_lr_fn="match_rms_adamw", **muon),
+            torch.optim.AdamW(groups(outer), **adam),
         ]
-    raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, found {optimizer!r}")
+    raise ValueError(f"optimizer={optimizer!r}: expected adamw, adam, sgd, momentum or muon")
 
 
-def training_memory(config, batch_size, optimizer, dtype, grad_checkpoint, device_type="cpu"):
-    """Bytes that an uncompiled training step holds at its peak, by kind, before any is allocated.
+def training_memory(model, optimizers, micro_batch, dtype, device_type, world_size=1):
+    """Bytes of tensors that an uncompiled step holds at its peak on this device, by kind: weights,
+    gradients, optimizer, activations; None for a kind that cannot be told.
 
-    batch_size: sequences in one micro-batch. dtype: "float32", "bfloat16" or "float16" (autocast:
-    weights, gradients and moments stay float32, and "weights" counts the casts too). AdamW comes to
-    16 bytes a parameter, SGD with momentum to 12, plain SGD to 8. Gradients and activations overlap
-    in full only where gradients accumulate. Python, PyTorch and the data are left out.
+    micro_batch: sequences. dtype: "float32", or that of autocast. AdamW comes to 16 bytes a parameter,
+    SGD with momentum to 12, plain SGD to 8; sharded, this rank's part counts. Gradients and activations
+    overlap in full only where gradients accumulate.
     """
-    with torch.device("meta"):
-        model = GPT(config)
-    n_params, n_head_params = model.num_params(), model.head.weight.numel()
-    n_hidden = sum(p.numel() for p in model.blocks.parameters())
-    moments = {
-        "adamw": 2 * n_params,
-        "momentum": n_params,
-        "sgd": 0,
-        "muon": 2 * n_params - n_hidden,
-    }
-    width = 4 if dtype == "float32" else 2  # bytes of an activation
-
-    # Numbers that autograd keeps for one token. In a block: the inputs of two norms (2 C), of qkv
-    # and up (2 C), qkv's output (3 C), q, k and v again (3 C), the output of attention (C), the
-    # MLP's hidden layer before and after GELU; for each head T weights, or two float32 sums where
-    # the kernel is fused. Dropout keeps a mask for each thing it drops.
-    C, T, dropout = config.n_embd, config.block_size, config.dropout > 0
-    plain_attention = device_type == "cpu" and T <= PLAIN_ATTENTION_MAX
-    per_head = T * (1 + 2 * dropout) if plain_attention else 2
-    block = (11 + 2 * MLP_RATIO + 2 * dropout) * C + config.n_head * per_head
-    ends = (4 + dropout) * C  # the input embedding, and the last norm with its input
-    kept, recomputed, cast = config.n_layer * block, 0, n_hidden
-    if grad_checkpoint:  # the input of every block, and one whole block at a time
-        kept, recomputed, cast = config.n_layer * C, block - C, n_hidden // config.n_layer
-    # The peak is one of two moments: the float32 softmax over the vocabulary with its gradients
-    # (12 bytes for each of V), or the gradients within the last MLP (3 C).
-    at_head = (ends + kept) * width + 12 * padded(config.vocab_size)
-    at_block = (ends + kept + recomputed + 3 * C) * width
+    weights = on_device(model.parameters(), device_type)
+    gradients = sum(weight.nbytes for weight in weights if weight.requires_grad)
+    moments = [moment_memory(optimizer, device_type) for optimizer in optimizers]
+    activations = None
+    if hasattr(model, "activation_memory"):
+        activations = model.activation_memory(micro_batch, dtype, device_type)
+        if world_size > 1:  # activations are gone when ranks sum their gradients in one flat buffer
+            activations = max(activations, gradients)
     return {
-        "weights": 4 * n_params + (0 if width == 4 else 2 * (cast + n_head_params)),
-        "gradients": 4 * n_params,
-        "optimizer": 4 * moments[optimizer],
-        "activations": batch_size * T * max(at_head, at_block),
+        "weights": sum(weight.nbytes for weight in weights),
+        "gradients": gradients,
+        "optimizer": None if None in moments else sum(moments),
+        "activations": activations,
     }
+
+
+def on_device(parameters, device_type):
+    """This rank's part of each, but for those that are offloaded to the host's memory."""
+    parts = [weight.to_local() if hasattr(weight, "to_local") else weight for weight in parameters]
+    return [part for part in parts if device_type == "cpu" or not part.is_cpu]
+
+
+def moment_memory(optimizer, device_type):
+    """Bytes that `optimizer` keeps for its weights: as many for each as a copy of it keeps, after one
+    step, for each of a tiny matrix. None where the copy cannot step. `optimizer` is not touched."""
+    group = optimizer.param_groups[0]
+    tiny = torch.zeros(2, 3, device=group["lr"].device if torch.is_tensor(group["lr"]) else "cpu")
+    tiny.grad = torch.zeros_like(tiny)
+    trial = object.__new__(type(optimizer))
+    trial.__dict__ |= optimizer.__dict__ | {"state": defaultdict(dict)}
+    options = copy.deepcopy({key: group[key] for key in group if key != "params"})
+    trial.param_groups = [options | {"params": [tiny]}]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            type(optimizer).step(trial)
+    except Exception:  # whatever a hand-written step may raise
+        return None
+    moments = [
+        m for m in trial.state[tiny].values() if torch.is_tensor(m) and m.shape == tiny.shape
+    ]
+    owned = [weight for group in optimizer.param_groups for weight in group["params"]]
+    numbers = sum(weight.numel() for weight in on_device(owned, device_type))
+    return numbers * sum(moment.nbytes for moment in moments) // tiny.numel()

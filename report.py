@@ -4,7 +4,8 @@ Shows what a run did, from the metrics.jsonl and run.json in its folder:
     python report.py out/shakespeare       # writes report.png and report.md beside them
     python report.py out/a out/b out/c     # writes compare.png and compare.md into out/a
 
-train.py calls write_report at the end of every run. A run of a million steps takes seconds.
+train.py calls write_report at the end of every run. A run of a million steps takes seconds. A field
+that report.py does not know, such as one that a fork adds to its rows, gets a panel and a row.
 """
 
 import hashlib
@@ -21,14 +22,20 @@ from pathlib import Path
 
 import numpy as np
 
-from configurator import configure, fail, read_knobs
+from plumbing.configurator import configured, fail
+from plumbing.files import replacing
+from plumbing.knobs import read_knobs
 
-# Where to
 report_dir = ""  # folder for what is written; "" = the (first) run's own
+dollars_per_hour = 0.0  # of one device, [0, inf); 0 = as train.py was told
 
 REPO = Path(__file__).resolve().parent
-TRAIN = "step loss grad_norm skipped lr tokens step_ms data_ms tokens_per_sec mfu mem_gb gpu_util"
-EVAL = "step val_loss val_bpb val_accuracy"
+FIELDS = {  # that are known; the first one is in every row
+    "train": "step loss grad_norm skipped lr tokens sequences epoch step_ms data_ms tokens_per_sec "
+    "mfu mem_gb gpu_util".split(),
+    "eval": "step val_loss val_bpb val_accuracy val_tokens best_val_loss".split(),
+}
+MOST_PANELS = 20  # for fields that are not known
 # Okabe & Ito's colours (2008): told apart with any colour vision, and on paper
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE, PALE_GREEN = "#0072B2", "#D55E00", "#CC79A7", "#8FD4BF"
@@ -39,6 +46,7 @@ LANES = {
     "skipped": ("skip", ORANGE, "|", False),
     "rollback": ("rollback", PURPLE, "<", True),
     "diverging": ("diverging", GREEN, "^", False),
+    "audit": ("audit", VERMILION, "P", True),
     "out_of_memory": ("out of memory", BLACK, "s", True),
     "save_failed": ("save failed", ORANGE, "D", False),
     "failed": ("failed", BLACK, "X", True),
@@ -60,7 +68,7 @@ class Run:
     name: str
     folder: Path
     info: dict  # run.json; empty dicts where it is missing or damaged
-    train: dict  # column -> float array, one number a step; what is null or missing is NaN
+    train: dict  # field -> float array, one number a step; what is null or missing is NaN
     evals: dict  # the same, one number an evaluation
     events: list  # rows as they are, in the order in which they happened
     unreadable: int  # lines that are no rows, besides a last one that is half-written
@@ -93,8 +101,8 @@ def read_run(folder):
         name=folder.resolve().name,
         folder=folder,
         info=empty | (info if whole else {}),
-        train=columns(tables["train"], TRAIN),
-        evals=columns(tables["eval"], EVAL),
+        train=columns(tables["train"], FIELDS["train"]),
+        evals=columns(tables["eval"], FIELDS["eval"]),
         events=tables["event"],
         unreadable=unreadable - (not last_is_whole),
     )
@@ -123,19 +131,28 @@ def read_rows(path):
 
 
 def sort_rows(rows):
-    """{kind: rows}, of train and eval rows as one array of numbers. Raises where one is no row."""
+    """{kind: rows}, of train and eval rows as {field: array}. Raises where one is no row."""
     parts = {"train": [], "eval": [], "event": []}
     for row in rows:
         parts[row["kind"]].append(row)
     for row in parts["event"]:
         row["step"], row["event"] = int(row["step"]), str(row["event"])
-    for kind, names in (("train", TRAIN.split()), ("eval", EVAL.split())):
+    for kind, fields in FIELDS.items():
         if parts[kind]:
-            table = np.array([[row.get(name) for name in names] for row in parts[kind]], float)
-            if not np.isfinite(table[:, 0]).all():
+            new = set().union(*parts[kind]).difference(fields, ("kind", "finite"))
+            part = {
+                name: np.array([row.get(name) for row in parts[kind]], float) for name in fields
+            }
+            part |= {name: np.array([plain(row.get(name)) for row in parts[kind]]) for name in new}
+            if not np.isfinite(part["step"]).all():
                 raise ValueError("a row without its step")
-            parts[kind] = [table]
+            parts[kind] = [part]
     return parts
+
+
+def plain(value):
+    """The number that a field of a row is, or NaN."""
+    return float(value) if isinstance(value, int | float) else math.nan
 
 
 def sort_line(line):
@@ -145,13 +162,19 @@ def sort_line(line):
         return None
 
 
-def columns(tables, names):
-    """{name: array} with steps that rise; of two rows of one step the later one counts."""
-    table = np.concatenate([np.empty((0, len(names.split()))), *tables])
-    if (np.diff(table[:, 0]) <= 0).any():
-        _, last = np.unique(table[::-1, 0], return_index=True)
-        table = table[::-1][last]
-    return dict(zip(names.split(), table.T, strict=True))
+def columns(parts, fields):
+    """{field: array} with steps that rise; of two rows of one step the later one counts.
+
+    A field that is not in `fields` counts if two rows give it a number: damage may make up one.
+    """
+    table = {}
+    for name in dict.fromkeys([*fields, *sorted(set().union(*parts))]):
+        values = [part.get(name, np.full(len(part["step"]), np.nan)) for part in parts]
+        table[name] = np.concatenate([[], *values])
+    if (np.diff(table["step"]) <= 0).any():
+        _, last = np.unique(table["step"][::-1], return_index=True)
+        table = {name: values[::-1][last] for name, values in table.items()}
+    return {k: values for k, values in table.items() if k in fields or len(known(values)) > 1}
 
 
 # ---- what the numbers say ------------------------------------------------------------------------
@@ -192,16 +215,30 @@ def happened(run, event):
 
 
 def best_of(run):
-    """(loss, step) of the best evaluation; (NaN, 0) where there is none.
+    """(loss, step) of the best evaluation of the last one's extent; (NaN, 0) where there is none.
 
     A rollback takes with it the rows that it undoes, but run.json and best.pt still know.
     """
     losses, state = run.evals["val_loss"], run.info["state"]
+    losses = np.where(extent(run)[1], losses, np.nan)
     found = (math.nan, 0)
     if len(known(losses)):
         found = float(np.nanmin(losses)), int(run.evals["step"][np.nanargmin(losses)])
     best = state.get("best_val_loss")
     return found if best is None or found[0] <= best else (best, state["best_step"])
+
+
+def extent(run):
+    """(tokens of the last evaluation, 0 for the whole split; which evaluations saw as many)."""
+    tokens = np.nan_to_num(run.evals["val_tokens"])
+    last = tokens[-1] if len(tokens) else 0
+    return last, tokens == last
+
+
+def new_fields(run):
+    """[(name, steps, values)] of what train.py does not write: a fork does."""
+    tables = (run.train, FIELDS["train"]), (run.evals, FIELDS["eval"])
+    return [(k, t["step"], t[k]) for t, fields in tables for k in t if k not in fields]
 
 
 def last_step(run):
@@ -248,34 +285,38 @@ def outcome(run):
     spent, missing = seconds_by_kind(run)
     wall, devices = sum(spent.values()), run.info["hardware"].get("world_size", 1)
     partly = f", without {missing} session(s) that left no account" if missing else ""
+    on = f" on the first {extent(run)[0]:,.0f} tokens" if extent(run)[0] else ""
+    bpb = np.where(extent(run)[1], e["val_bpb"], np.nan)
     words = {
         "how it ended": ended(run),
-        "best validation loss, nats/token": number(best, ".4f", f" at step {best_step:,}"),
-        "last validation loss, nats/token": number(mean(e["val_loss"][-1:]), ".4f"),
-        "best bits per byte": number(best * median(e["val_bpb"] / e["val_loss"]), ".4f"),
+        "best validation loss, nats/token": number(best, ".4f", f" at step {best_step:,}{on}"),
+        "last validation loss, nats/token": number(mean(e["val_loss"][-1:]), ".4f", on),
+        "best bits per byte": number(best * median(bpb / e["val_loss"]), ".4f"),
         "accuracy at the best": number(mean(e["val_accuracy"][e["step"] == best_step]), ".2%"),
         f"mean training loss of the last {last} steps, nats/token": number(mean(t["loss"][-last:])),
         "tokens learned from": number(mean(t["tokens"][-1:]), ",.0f"),
+        "sequences learned from": number(mean(t["sequences"][-1:]), ",.0f"),
+        "epochs": number(mean(t["epoch"][-1:]), ",.2f"),
         "throughput, tokens/s": number(1 / mean(1 / t["tokens_per_sec"]), ",.0f"),
         "median step, ms": number(median(t["step_ms"]), ",.1f"),
         "waiting for data": number(mean(t["data_ms"]) / mean(t["step_ms"]), ".1%"),
         "MFU": number(mean(t["mfu"]), ".1%"),
         "peak memory, GB": number(known(t["mem_gb"]).max(initial=-math.inf), ".2f"),
-        "GPU utilisation": number(mean(t["gpu_util"]) / 100, ".0%"),
+        "GPU utilization": number(mean(t["gpu_util"]) / 100, ".0%"),
         "wall-clock": (duration(wall) if spent else "n/a") + partly,
         "steps whose gradient was clipped": clipped_share(run),
         "updates skipped": f"{len(happened(run, 'skipped')):,}",
         "rollbacks": f"{len(happened(run, 'rollback')):,}",
         "resumes": f"{len(happened(run, 'resume')):,}",
     }
-    if price := run.info["config"].get("dollars_per_hour"):
-        hours = wall / 3600
-        words["cost"] = (
-            f"${price * hours * devices:,.2f}: ${price:g} x {hours:,.3f} h x {devices}{partly}"
-        )
-    return words
+    words |= {f"last {name}": number(known(v)[-1], ",.4g") for name, _, v in new_fields(run)}
+    hours = devices * wall / 3600
+    price = dollars_per_hour or run.info["config"].get("dollars_per_hour")
+    money = f"${price * hours:,.2f} at ${price:g} an hour" if price else ASK_FOR_MONEY
+    return words | {"cost": f"{hours:,.3f} device-hours, {money}{partly}"}
 
 
+ASK_FOR_MONEY = "in money with report.py --dollars_per_hour=PRICE"
 TROUBLES = {  # name: (likely cause, what to try)
     "The gradient is clipped all the time": (
         "the clip is too low, so that only the gradient's direction counts; or the learning rate is too high",
@@ -448,7 +489,10 @@ def raw_and_smooth(ax, run, column, pale, strong, what=""):
 def draw_loss(ax, run):
     loss, e = run.train["loss"], run.evals
     raw_and_smooth(ax, run, "loss", SKY, BLUE, "training, ")
-    dots(ax, e["step"], e["val_loss"], VERMILION, label="validation")
+    tokens, same = extent(run)
+    on = f", first {short(tokens)} tokens" if tokens else ""
+    on = on if same.all() else ", not always of as many tokens"
+    dots(ax, e["step"], e["val_loss"], VERMILION, label=f"validation{on}")
     best, best_step = best_of(run)
     if math.isfinite(best):
         looks = {"color": VERMILION, "markersize": 13, "markeredgecolor": "white", "zorder": 5}
@@ -513,13 +557,15 @@ def draw_speed(ax, t):
 def picture(run):
     """report.png as a matplotlib Figure."""
     t, lanes, clip = run.train, event_steps(run), run.info["config"].get("grad_clip")
+    new = new_fields(run)[:MOST_PANELS]
     lanes_high = 0.17 * max(1, len(lanes))
-    fig = new_figure(9, 8 + lanes_high)
-    grid = fig.add_gridspec(4, 2, height_ratios=[3.1, lanes_high, 2, 2])
+    rows = 2 + (1 + len(new)) // 2
+    fig = new_figure(9, 4 + 2 * rows + lanes_high)
+    grid = fig.add_gridspec(2 + rows, 2, height_ratios=[3.1, lanes_high] + [2] * rows)
     loss = fig.add_subplot(grid[0, :])
     events = fig.add_subplot(grid[1, :], sharex=loss)
-    norm, rate, speed, memory = panels = [
-        fig.add_subplot(grid[2 + i // 2, i % 2], sharex=loss) for i in range(4)
+    norm, rate, speed, memory, *more = panels = [
+        fig.add_subplot(grid[2 + i // 2, i % 2], sharex=loss) for i in range(4 + len(new))
     ]
     draw_loss(loss, run)
     draw_events(events, [loss, *panels], lanes)
@@ -540,6 +586,10 @@ def picture(run):
     curve(memory, t["step"], t["mem_gb"], color=ORANGE, lw=1.8)
     scale(memory, t["mem_gb"])
     memory.set_ylabel("peak memory (GB)")
+    for ax, (name, step, values) in zip(more, new, strict=True):
+        curve(ax, step, values, color=BLUE, lw=1.2)
+        ax.set_ylabel(name if len(name) <= 24 else name[:22] + "...")
+        ax.yaxis.set_major_formatter(short)
 
     loss.set_xlim(-0.01 * max(1, last_step(run)), 1.01 * max(1, last_step(run)))
     for ax in [events, *panels]:
@@ -584,7 +634,7 @@ def compare_picture(runs, names):
         curve(rate, t["step"], t["lr"], lw=1.2, **looks)
         curve(speed, t["step"], t["tokens_per_sec"], lw=1.2, **looks)
         norm.plot([], [], lw=2.5, label=f"{name}: best {number(best_of(run)[0])}", **looks)
-    every = {key: np.concatenate([run.train[key] for run in runs]) for key in TRAIN.split()}
+    every = {key: np.concatenate([run.train[key] for run in runs]) for key in FIELDS["train"]}
     for ax in (by_tokens, by_time):
         ax.sharey(by_step)
         ax.tick_params(labelleft=False)
@@ -643,8 +693,7 @@ def about(run):
     if git.get("dirty"):
         commit += f" with changes not committed (diff `{str(git.get('diff_sha256'))[:12]}`)"
     split = " x ".join(str(identity.get(k)) for k in ("batch_size", "accum_steps", "world_size"))
-    code = (identity.get("code") or {}).get("train.py")
-    changed = code != hashlib.sha256((REPO / "train.py").read_bytes()).hexdigest()
+    changed = ", ".join(changed_files(identity.get("code") or {}))
     knobs = changed_knobs(run)
     return f"""\
 - **command** `{shlex.join(["python", *map(str, info.get("command", []))])}`
@@ -659,9 +708,18 @@ def about(run):
 - **a step** {split} = {identity.get("global_batch")} sequences of {identity.get("block_size")} tokens
 - **when** {info.get("start")} to {info.get("end")}
 
-{"train.py has changed since: these are its defaults of today." if changed else ""}
+{f"Changed since: {changed}. The defaults are those of today." if changed else ""}
 
 {table(("knob", "here", "default"), knobs) if knobs else "Every knob is at its default."}"""
+
+
+def changed_files(code):
+    """Names of the files whose SHA-256 is not as in `code`, {name: SHA-256}: changed or gone since."""
+
+    def sha256(path):
+        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+    return [name for name, then in code.items() if sha256(REPO / name) != then]
 
 
 def event_rows(run, most=200):
@@ -693,13 +751,17 @@ def not_exact(run):
                 if isinstance(then, dict) and isinstance(now, dict):  # hashes of files
                     then, now = "other", ", ".join(k for k in now if now[k] != then.get(k))
                 lines.append(f"- resumed at step {event['step']:,}: {key} was {then}, is {now}")
+    for event in happened(run, "audit"):
+        tensors, odd = ", ".join(event.get("tensors") or []), event.get("odd")
+        lines += [f"- step {event['step']:,} was computed twice with different results: {tensors} "]
+        lines[-1] += f"({event.get('bits')} bits; the {odd} try was wrong, and was not used)"
     if run.info["run"].get("deterministic") is False:
         lines.append("- `deterministic` was off: the same command may give other bits")
     if run.unreadable:
         lines.append(f"- {run.unreadable:,} damaged line(s) of metrics.jsonl are left out here")
     if not run.info["run"]:
         lines.append("- run.json is missing or damaged: what was run is not on record")
-    return lines or ["Nothing on record: every resume, if any, went on bit for bit."]
+    return lines or ["Nothing on record: every resume, if any, was bit for bit."]
 
 
 def words(run, image):
@@ -761,10 +823,8 @@ def compare_words(runs, names, image):
 
 
 def save(path, content):
-    """Write so that `path` is at every moment either the old file or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
-    os.replace(temporary, path)
+    with replacing(path) as temporary:
+        temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
     return path
 
 
@@ -807,20 +867,20 @@ def write_report(folder):
         return []
 
 
-def main():
+def main(argv=None):
     folders = []
-    configure(globals(), names=folders)
-    if not folders:
-        fail("no run is named; type: python report.py out/NAME [out/OTHER ...]")
-    try:
-        runs = [read_run(folder) for folder in folders]
-        to = Path(report_dir or folders[0])
-        to.mkdir(parents=True, exist_ok=True)
-        paths = report_on(runs, to)
-    except ValueError as error:
-        fail(error)
-    except OSError as error:
-        fail(f"{error.filename}: {error.strerror}; --report_dir=FOLDER writes elsewhere")
+    with configured(globals(), argv=argv, names=folders):
+        if not folders:
+            fail("no run is named; type: python report.py out/NAME [out/OTHER ...]")
+        try:
+            runs = [read_run(folder) for folder in folders]
+            to = Path(report_dir or folders[0])
+            to.mkdir(parents=True, exist_ok=True)
+            paths = report_on(runs, to)
+        except ValueError as error:
+            fail(error)
+        except OSError as error:
+            fail(f"{error.filename}: {error.strerror}; --report_dir=FOLDER writes elsewhere")
     for run in runs:
         print(f"{run.name}: {ended(run)}; best validation loss {number(best_of(run)[0])}")
         for name, shows in troubles(run).items():

@@ -11,19 +11,18 @@ The checkpoint carries its tokenizer, so the dataset is not needed. Only the tex
 import codecs
 import os
 import sys
-from dataclasses import fields
 from pathlib import Path
 
 import torch
 
-import prepare_data
-import record
-from configurator import configure, fail
-from machine import choose_device
-from model import GPT, GPTConfig
+from model import build_model, generate
+from plumbing import checkpoints
+from plumbing.configurator import configured, fail
+from plumbing.devices import choose_device
+from plumbing.tokenizers import DataError, decode, decode_utf8, encode, gpt2, read_file
 
 # What to write
-start = ""  # the text to go on from, or FILE:path of one; "" = a line break
+start = ""  # the text to continue, or FILE:path of one; "" = a line break
 num_samples = 1  # [1, inf)
 max_new_tokens = 500  # of each sample, [1, inf)
 
@@ -37,43 +36,46 @@ device = "auto"  # auto, cpu, cuda, cuda:1 or mps
 def open_checkpoint(name):
     """(path, checkpoint) of a file, or of the best that a run's folder has; exits where there is none.
 
-    Nothing in the folder is touched: a run may be at work in it.
+    Nothing in the folder is changed: a run may be at work in it.
     """
     paths = [Path(name)]
     if paths[0].is_dir():
-        numbered = [*paths[0].glob("ckpt_*.pt"), *paths[0].glob("milestone_*.pt")]
-        newest = sorted(numbered, key=record.step_of, reverse=True)
-        paths = [*paths[0].glob("best.pt"), *newest]
+        best_first = [*paths[0].glob("best.pt"), *checkpoints.newest_first(paths[0])]
+        paths = list(dict.fromkeys(best_first))
         if not paths:
             fail(f"{name} holds no checkpoint; expected the folder of a run that took a step")
     elif not paths[0].exists():
         fail(f"{name} is not there; type: python sample.py out/NAME, the out_dir of a run")
     for path in paths:
         try:
-            return path, record.load_checkpoint(path)
-        except ValueError as error:
+            return path, checkpoints.load(path)
+        except checkpoints.Damaged as error:
             problem = f"{path} is damaged, or no checkpoint of train.py: {error}"
             print(f"sample.py: {problem}", file=sys.stderr) if path != paths[-1] else fail(problem)
+        except OSError as error:
+            fail(f"cannot read {path}: {error.strerror}")
 
 
 def rebuild(path, checkpoint):
     """(model, tokenizer metadata) from a checkpoint; with the averaged weights where it has them."""
     try:
-        meta, config = checkpoint["data"]["meta"], checkpoint["config"]
-        prepare_data.decode([0], meta)
-        shape = {f.name: config[f.name] for f in fields(GPTConfig) if f.name in config}
-        model = GPT(GPTConfig(vocab_size=meta["vocab_size"], **shape))
-        saved, built = checkpoint["model"] | checkpoint["ema"], model.state_dict()
+        meta = checkpoint["data"]["meta"]
+        if "tokenizer" not in meta:
+            fail(f"{path} was not trained on text; expected a run of train.py on text")
+        decode([0], meta)
+        model = build_model(checkpoint["config"], meta["vocab_size"])
+        saved = checkpoint["model"] | checkpoint["ema"]
+        built = model.state_dict()
         for name in built | saved:
             then, here = (list(w[name].shape) if name in w else "absent" for w in (saved, built))
             if then != here:
                 fail(
-                    f"{path}: {name} is {then} in it, but {here} in model.py with the {shape} and the"
-                    f" vocabulary of {meta['vocab_size']:,} that it names; expected the model.py of"
-                    " that run, and a tokenizer of its own"
+                    f"{path}: {name} is {then} in it, but {here} in the model that model.py builds from"
+                    f" its config and its vocabulary of {meta['vocab_size']:,}; expected the model.py"
+                    " of that run"
                 )
         model.load_state_dict(saved)
-    except prepare_data.DataError as error:
+    except DataError as error:
         fail(error)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         why = " ".join(f"{type(error).__name__} {error}".split())[:200]
@@ -84,8 +86,8 @@ def rebuild(path, checkpoint):
 def encode_prompt(text, meta):
     """int64 (1, T), T at least 1. Raises DataError where the vocabulary lacks a character of `text`."""
     try:
-        ids = prepare_data.encode(text or "\n", meta)
-    except prepare_data.DataError:
+        ids = encode(text or "\n", meta)
+    except DataError:
         if text:
             raise
         ids = [0]  # a vocabulary without a line break
@@ -101,58 +103,65 @@ def stream(ids, meta):
         elif meta["tokenizer"] == "byte":
             yield decoder.decode(bytes([i]))
         else:
-            yield decoder.decode(prepare_data.gpt2().decode_single_token_bytes(i))
+            yield decoder.decode(gpt2().decode_single_token_bytes(i))
     yield decoder.decode(b"", final=True)
 
 
-def sample_text(model, meta, max_new_tokens=200, seed=1337, start="", temperature=0.8, top_k=0):
-    """A sample of `max_new_tokens` tokens, `start` not included, as one str.
-
-    For train.py: it draws from a generator of its own, and leaves the model in the mode it was in,
-    so it cannot disturb training.
-    """
-    was_training, where = model.training, next(model.parameters()).device
+def sample_text(model, meta, block_size, max_new_tokens=200, seed=1337, temperature=0.8):
+    """A sample of `max_new_tokens` tokens as one str, for train.py: it draws from a generator of its own,
+    and leaves the model in the mode it was in, so it cannot disturb training."""
+    where = next(model.parameters()).device
     generator = torch.Generator(where).manual_seed(seed)
-    prompt = encode_prompt(start, meta).to(where)
-    try:
-        model.eval()
-        new = model.generate(prompt, max_new_tokens, temperature, top_k, generator)
-        return "".join(stream((i.item() for i in new), meta))
-    finally:
-        model.train(was_training)
+    prompt = encode_prompt("", meta).to(where)
+    new = generate(
+        model,
+        prompt,
+        max_new_tokens,
+        block_size,
+        meta["vocab_size"],
+        temperature,
+        generator=generator,
+    )
+    return "".join(stream((i.item() for i in new), meta))
 
 
-def main():
+def main(argv=None):
     names = []
-    configure(globals(), names=names)
-    if len(names) != 1:
-        fail(f"expected one run, found {len(names)}; type: python sample.py out/NAME")
+    with configured(globals(), argv=argv, names=names):
+        if len(names) != 1:
+            fail(f"expected one run, found {len(names)}; type: python sample.py out/NAME")
+        write_samples(names[0])
+
+
+def write_samples(name):
     where = choose_device(device)
-    path, checkpoint = open_checkpoint(names[0])
+    path, checkpoint = open_checkpoint(name)
     model, meta = rebuild(path, checkpoint)
     model.to(where)
-    if where.type == "cpu" and model.num_params() < 10e6:
+    block_size = checkpoint["config"]["block_size"]
+    if where.type == "cpu" and sum(weight.numel() for weight in model.parameters()) < 10e6:
         torch.set_num_threads(1)  # one short sequence through a small model: more do not help
     try:
         text = start
         if start.startswith("FILE:"):
-            name = os.path.expanduser(start.removeprefix("FILE:"))
-            text = prepare_data.decode_utf8(prepare_data.read_file(name), name)
+            file = os.path.expanduser(start.removeprefix("FILE:"))
+            text = decode_utf8(read_file(file), file)
         prompt = encode_prompt(text, meta).to(where)
-    except prepare_data.DataError as error:
+    except DataError as error:
         fail(f"--start={start[:40]}: {error}")
-    step, loss = checkpoint["state"]["step"], checkpoint["state"]["best_val_loss"]
+    step = checkpoint["state"]["step"]
+    loss = checkpoint["state"]["best_val_loss"]
     print(f"{path}, step {step:,}, best validation loss {loss:.4f}", file=sys.stderr)
-    if prompt.size(1) > model.config.block_size:
-        print(f"only the last {model.config.block_size} tokens of --start count", file=sys.stderr)
+    if prompt.size(1) > block_size:
+        print(f"only the last {block_size} tokens of --start count", file=sys.stderr)
     sys.stdout.reconfigure(errors="replace")  # a terminal that does not know a character
     for number in range(num_samples):
         if number:
             print("\n" + "-" * 80)
         print(text, end="", flush=True)
         generator = torch.Generator(where).manual_seed((seed + number) % 2**32)
-        new = model.generate(prompt, max_new_tokens, temperature, top_k, generator)
-        for piece in stream((i.item() for i in new), meta):
+        how = (max_new_tokens, block_size, meta["vocab_size"], temperature, top_k, generator)
+        for piece in stream((i.item() for i in generate(model, prompt, *how)), meta):
             print(piece, end="", flush=True)
     print()
 

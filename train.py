@@ -6,38 +6,50 @@ On one device:
 On several (4 GPUs of one machine; with --device=cpu, 4 processes):
     torchrun --standalone --nproc_per_node=4 train.py config/shakespeare.py
 
-The same command goes on where the run stopped, bit for bit. `--help` lists every knob below.
+Typed again, the same command resumes the run where it stopped, bit for bit. Every global down to
+FRESH_STATE is a flag (`--help`): its comment gives its unit, the value that turns it off, and, in [ ] or as
+a | b, what is allowed.
 """
 
-import bisect
+import copy
 import math
 import os
+import re
 import signal
 import sys
 import time
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from pathlib import Path
-
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read once, when CUDA starts
+from collections import namedtuple
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-import machine
 import prepare_data
-import record
-from configurator import configure, fail
-from machine import agree, from_rank0, local, rank, say, shard_like, sum_over_ranks, world_size
-from model import GPT, GPTConfig, configure_optimizers
-from record import log_event
+from model import build_model, configure_optimizers, training_memory
+from plumbing import audit, checkpoints, console, devices, ema, identity, metrics, ranks, rng
+from plumbing.buffers import Buffers
+from plumbing.configurator import configured, fail
+from plumbing.dataset import fingerprint, open_tokens
+from plumbing.eval_windows import OrderedWindows
+from plumbing.failures import RunFailed, explain
+from plumbing.ranks import agree, from_rank0, rank, say, world_size
+from plumbing.resume import admit, find_checkpoint, is_finished
+from plumbing.retry import rehearse, within_memory
+from plumbing.run_folder import RunFolder, command_line
+from plumbing.signals import Signals, ignore_signals, stop_workers
+from report import write_report
+from sample import sample_text
 
 # The run, and the text it learns
 out_dir = "out/run"  # one folder a run: run.json, metrics.jsonl, checkpoints
-resume = "auto"  # auto: go on with the run in out_dir, or start one; never; or a checkpoint's path
+resume = "auto"  # auto: resume the run in out_dir, or start one; never; or the path of a checkpoint
 dataset = "shakespeare"  # data/NAME; prepare_data.py makes it where it is missing
-data_dir = "data"  # the folder of the datasets
-offline_dataset = "pydoc"  # takes the place of a download where there is no network; "" = stop
+data_dir = "data"  # folder of the datasets
+offline_dataset = "pydoc"  # used where there is no network to download from; "" = stop instead
 
 # The model
 block_size = 64  # context, tokens, [1, inf)
@@ -46,7 +58,7 @@ n_head = 4  # [1, inf)
 n_embd = 128  # width, an even multiple of n_head, [1, inf)
 dropout = 0.0  # share of activations, [0, 1); 0 = off
 label_smoothing = 0.0  # in training only, [0, 1); 0 = off
-grad_checkpoint = False  # compute activations again in the backward pass: less memory, more time
+grad_checkpoint = False  # recompute activations in the backward pass: less memory, more time
 
 # The batch: a step sees batch_size * accum_steps * ranks sequences
 batch_size = 32  # sequences in a micro-batch, [1, inf)
@@ -56,11 +68,11 @@ num_workers = 0  # processes that read batches ahead, [0, inf); 0 = the training
 prefetch_factor = 2  # batches that each worker keeps ready, [1, inf)
 
 # The optimizer
-optimizer = "adamw"  # adamw | sgd | momentum | muon
+optimizer = "adamw"  # adamw | adam | sgd | momentum | muon
 momentum = 0.95  # of momentum and muon, [0, 1)
 weight_decay = 0.1  # on matrices only, [0, inf)
-beta1 = 0.9  # of adamw, [0, 1)
-beta2 = 0.95  # of adamw, [0, 1)
+beta1 = 0.9  # of adamw and adam, [0, 1)
+beta2 = 0.95  # of adamw and adam, [0, 1)
 grad_clip = 1.0  # largest norm of the gradient, [0, inf); 0 = off
 ema_decay = 0.0  # average the weights and evaluate the average, [0, 1); 0 = off
 
@@ -71,7 +83,7 @@ min_lr = 1e-4  # where cosine, linear, onecycle and wsd end, and the floor of st
 warmup_steps = 100  # [0, inf)
 max_steps = 2000  # [1, inf)
 decay_steps = 0  # steps the schedule spans, [0, inf); 0 = max_steps as of the run's first start
-cooldown_steps = 0  # of wsd: length of the final descent, [0, inf); 0 = a fifth of decay_steps
+cooldown_steps = 0  # of wsd: length of the final decay, [0, inf); 0 = a fifth of decay_steps
 step_size = 500  # of step: steps between two drops, [1, inf)
 gamma = 0.5  # of step: the factor of a drop, (0, 1]
 plateau_factor = 1.0  # multiplies the rate whenever evaluations stall, (0, 1]; 1 = off
@@ -86,50 +98,51 @@ shard = False  # with several ranks, each keeps a share of weights, gradients, m
 offload = False  # with shard: in the host's memory instead of the GPU's
 hang_minutes = 30.0  # with several ranks: how long one may keep the others waiting, (0, inf)
 
-# Looking: logging, evaluation, early stopping
+# Logging, evaluation, early stopping
 log_interval = 10  # steps between two lines, [1, inf); metrics.jsonl has a row for every step
 eval_interval = 250  # steps, [0, inf); 0 = only before the first and after the last
+eval_tokens = 0  # evaluate the first so many of the validation split, [0, inf); 0 = all
 sample_interval = 0  # steps between two samples of text, [0, inf); 0 = one at the end
 report = True  # draw report.png and write report.md at the end
 wandb_log = False  # copy the rows of metrics.jsonl to Weights & Biases, from a process of its own
 wandb_project = "honest-loop"
 wandb_run_name = ""  # "" = the name of out_dir
-dollars_per_hour = 0.0  # of one device, for the report, [0, inf); 0 = not reckoned
+dollars_per_hour = 0.0  # of one device, for the report, [0, inf); 0 = no cost is reported
 patience = 0  # evaluations without improvement before the run stops, [0, inf); 0 = off
-min_delta = 0.0  # nats by which an evaluation must improve to count as one that did, [0, inf)
+min_delta = 0.0  # nats by which an evaluation must improve to count, [0, inf)
 
-# Keeping: checkpoints
+# Checkpoints
 save_interval = 500  # steps, [0, inf); 0 = only before the first and after the last
-save_minutes = 0.0  # minutes after which one more is kept, [0, inf); 0 = off
+save_minutes = 0.0  # minutes after which one more is saved, [0, inf); 0 = off
 keep_last = 2  # checkpoints kept, besides best.pt, [1, inf)
 milestone_interval = 0  # steps between two that are kept for good, [0, inf); 0 = off
 
-# Trouble: what the run does when numbers go wrong
-max_skipped = 10  # updates in a row that are skipped (loss or gradient not finite) before it rolls back, [1, inf)
-max_rollbacks = 3  # before it gives up, [0, inf)
-spike_sigma = 0.0  # deviations above the mean at which a loss rolls back too, [0, inf); 0 = off
+# When numbers go wrong
+max_skipped = 10  # skipped updates in a row (not finite) that roll the run back, [1, inf)
+max_rollbacks = 3  # rollbacks before the run gives up, [0, inf)
+spike_sigma = 0.0  # deviations above the mean at which a loss does so too, [0, inf); 0 = off
+audit_interval = 0  # steps between two that are done twice and compared, [0, inf); 0 = off
 
-# The loop's whole state: saved whole, restored whole. A new loop variable goes here, nowhere else.
+# The loop's whole state: saved whole, restored whole. A new loop variable goes here, and nowhere else.
 FRESH_STATE = {
     "step": 0,  # finished updates, skipped ones too
-    "batch_index": 0,  # the next global batch; ahead of `step` after a rollback
-    "first_step": 0,  # where this run began: past 0 where resume named another run's checkpoint
-    "tokens": 0,
-    "batch_size": 0,  # the micro-batch: halved where memory ran out
-    "accum_steps": 0,
+    "sequences": 0,  # the next sequence of the training data; a rollback does not turn it back
+    "tokens": 0,  # learned from so far
+    "micro_batch": 0,  # sequences in one forward pass; halved where memory runs out
+    "first_step": 0,  # where this run began: past 0 where it was seeded by another run's checkpoint
     "best_val_loss": math.inf,
     "best_step": 0,
-    "loss_to_beat": math.inf,  # by min_delta, for the next two to begin at 0 again
+    "loss_to_beat": math.inf,  # by min_delta, or the next two count one more
     "evals_since_best": 0,
     "evals_on_plateau": 0,
-    "lr_factor": 1.0,  # of plateau_factor
+    "lr_factor": 1.0,  # product of the plateau_factors so far
     "rollbacks": 0,
     "skipped": 0,
     "skips_in_row": 0,
     "zeros_in_row": 0,  # gradient norms of exactly 0
-    "high_in_row": 0,  # losses above the first
+    "high_in_row": 0,  # losses above the first one
     "first_loss": math.inf,
-    "loss_mean": 0.0,  # of spike_sigma: over the last hundred steps or so
+    "loss_mean": 0.0,  # running, for spike_sigma
     "loss_var": 0.0,
     "loss_count": 0,
 }
@@ -168,104 +181,88 @@ def half_cosine(done):
     return 0.5 * (1 + math.cos(math.pi * done))
 
 
+def rows_at(step):
+    """Sequences in the batch of the update that follows `step` finished ones: a pure function too."""
+    return batch_size * accum_steps * world_size()
+
+
 # ---- the batch -----------------------------------------------------------------------------------
 
 
-class Batches(torch.utils.data.Dataset):
-    """Global batch i of a split as a pure function of (seed, i): no loader state to save, or to lose.
+class ShuffledWindows(torch.utils.data.Dataset):
+    """The training tokens as an endless sequence of windows; `dataset[first, count]` is a batch of it.
 
-    paths, width: flat token ids and their NumPy dtype; several files (or one path) are read as one.
-    rows: of the `batch_rows` sequences of a global batch, those that this rank reads. With a seed,
-    epoch e holds every window of block_size tokens once, permuted by (seed, e), cut at boundaries
-    that (seed, e) shifts. With seed=None the windows lie in order, and what the last one repeats of
-    the one before has target -100 (not counted).
+    A pure function of (seed, index): there is no loader state to save, or to lose. An epoch holds every
+    window of block_size tokens once, in an order and at boundaries that (seed, epoch) draw.
     """
 
-    def __init__(self, paths, width, block_size, batch_rows, rows, seed=None):
-        self.paths = [paths] if isinstance(paths, (str, Path)) else paths
-        self.width, self.block_size = width, block_size
-        self.batch_rows, self.rows, self.seed = batch_rows, rows, seed
-        sizes = [os.path.getsize(path) // np.dtype(width).itemsize for path in self.paths]
-        self.ends = np.cumsum(sizes).tolist()  # of each file, in tokens of them all
-        self.n_tokens = self.ends[-1]
-        if seed is None:
-            self.windows = math.ceil((self.n_tokens - 1) / block_size)
-        else:
-            self.windows = (self.n_tokens - block_size) // block_size  # room for any shift
+    def __init__(self, tokens, block_size, seed):
+        self.tokens = tokens
+        self.block_size = block_size
+        self.seed = seed
         self.order = {}  # epoch -> where each of its windows begins
 
     def __len__(self):
-        return math.ceil(self.windows / self.batch_rows)
+        """Windows in an epoch: as many as fit at every shift of the boundaries."""
+        return (len(self.tokens) - self.block_size) // self.block_size
 
     def starts(self, epoch):
-        """Where each window of the epoch begins, in the order in which they are drawn."""
         if epoch not in self.order:
             # RandomState, not Generator: NumPy promises that its stream never changes
             random_state = np.random.RandomState([self.seed, epoch])
             shift = random_state.randint(self.block_size)
-            self.order[epoch] = shift + random_state.permutation(self.windows) * self.block_size
+            self.order[epoch] = shift + random_state.permutation(len(self)) * self.block_size
             self.order.pop(epoch - 2, None)
         return self.order[epoch]
 
-    def read(self, start):
-        """The block_size + 1 tokens from each of `start` on, int64; a row may lie across files."""
-        tokens = np.empty((len(start), self.block_size + 1), np.int64)
-        opened = None
-        for row in np.argsort(start).tolist():  # so that one file after the other is open
-            at, filled = int(start[row]), 0
-            n = bisect.bisect_right(self.ends, at)
-            while filled <= self.block_size:
-                if n != opened:
-                    # opened anew for each batch: nothing to pickle, or to leak
-                    ids = np.memmap(self.paths[n], self.width, mode="r").view(np.ndarray)
-                    opened, begin = n, self.ends[n] - len(ids)
-                part = ids[at + filled - begin :][: self.block_size + 1 - filled]
-                tokens[row, filled : filled + len(part)] = part
-                filled, n = filled + len(part), n + 1
-        return tokens
-
-    def __getitem__(self, index):
-        """(tokens, targets), each int64 (rows, block_size); targets are the tokens one place on."""
-        sequence = index * self.batch_rows + np.arange(self.rows.start, self.rows.stop)
-        if self.seed is None:
-            first_new = sequence[sequence < self.windows] * self.block_size
-            start = np.minimum(first_new, self.n_tokens - 1 - self.block_size)
-        else:
-            epoch, place = np.divmod(sequence, self.windows)
-            parts = [self.starts(e)[place[epoch == e]] for e in range(epoch[0], epoch[-1] + 1)]
-            start = np.concatenate(parts)
-        window = torch.from_numpy(self.read(start))
-        tokens, targets = window[:, :-1].clone(), window[:, 1:].clone()  # they must not overlap
-        if self.seed is None:
-            position = start[:, None] + np.arange(self.block_size)
-            targets[torch.from_numpy(position < first_new[:, None])] = -100
-        return tokens, targets
+    def __getitem__(self, batch):
+        """Inputs and targets, each int64 (count, block_size); targets are the inputs one token on."""
+        first, count = batch
+        epoch, place = np.divmod(np.arange(first, first + count), len(self))
+        parts = [self.starts(e)[place[epoch == e]] for e in range(epoch[0], epoch[-1] + 1)]
+        window = torch.from_numpy(self.tokens.read(np.concatenate(parts), self.block_size + 1))
+        return window[:, :-1].clone(), window[:, 1:].clone()  # they must not share memory
 
 
-def open_split(folder, split, meta, batch_rows, rows, seed=None):
-    """The Batches of a dataset's split; exits where it is too short for a single window."""
-    names = prepare_data.shards(meta, split)
-    paths = [f"{folder}/{name}" for name in names]
-    batches = Batches(paths, meta["dtype"], block_size, batch_rows, rows, seed)
-    if batches.n_tokens <= block_size or batches.windows < 1:
-        fail(
-            f"--block_size={block_size}: {names[0]} has {batches.n_tokens:,} tokens; expected a "
-            f"smaller block_size, or a longer text"
-        )
-    return batches
+def open_dataset(saved):
+    """(training data, validation data, facts): two datasets, and what every checkpoint keeps of them.
+
+    saved: the checkpoint that the run resumes from, or None. Exits with 2 where the text is too short.
+    """
+    begun_with = saved and saved["data"]["name"]
+    name, folder, meta = from_rank0(
+        prepare_data.dataset_of_run, dataset, offline_dataset, data_dir, begun_with, say
+    )
+    tokens = {split: open_tokens(folder, meta, split) for split in ("train", "val")}
+    for split, least in (("train", 2 * block_size), ("val", block_size + 1)):
+        if len(tokens[split]) < least:
+            fail(
+                f"--block_size={block_size}: {split}.bin has {len(tokens[split]):,} tokens; expected a "
+                f"smaller block_size, or a longer text"
+            )
+    train_data = ShuffledWindows(tokens["train"], block_size, seed)
+    val_data = OrderedWindows(tokens["val"], block_size, eval_tokens)
+    return train_data, val_data, {"name": name, "fingerprint": fingerprint(meta), "meta": meta}
 
 
-def load_batches(batches, state, device):
-    """An iterator over the global batches still to come; it leaves the global RNG alone."""
-    workers = {"prefetch_factor": prefetch_factor, "worker_init_fn": machine.ignore_signals}
-    first, count = state["batch_index"], max_steps - state["step"]
+def batches_to_come(state):
+    """(first sequence, count) of this rank's part of each batch from here on."""
+    first = state["sequences"]
+    for step in range(state["step"], max_steps):
+        yield ranks.share(first, rows_at(step))
+        first += rows_at(step)
+
+
+def load_batches(run):
+    """An iterator over the batches to come, read ahead by workers. It draws no global random number."""
+    workers = {"prefetch_factor": prefetch_factor, "worker_init_fn": ignore_signals}
     return iter(
         torch.utils.data.DataLoader(
-            batches,
-            sampler=range(first, first + count),
+            run.train_data,
+            sampler=batches_to_come(run.state),
             batch_size=None,
             num_workers=num_workers,
-            pin_memory=device.type == "cuda",
+            pin_memory=run.device.type == "cuda",
             generator=torch.Generator(),
             **(workers if num_workers else {}),
         )
@@ -277,503 +274,571 @@ def load_batches(batches, state, device):
 
 @dataclass
 class Run:
-    """What the next step depends on; with the random numbers, all that a checkpoint holds."""
+    """What the next step depends on, and what a checkpoint keeps."""
 
-    folder: Path
+    folder: RunFolder
+    device: torch.device
+    train_data: torch.utils.data.Dataset
+    val_data: torch.utils.data.Dataset
+    facts: dict  # config, data and identity, as in every checkpoint
     model: torch.nn.Module
     optimizers: list
+    groups: list  # of each optimizer: its param_groups as they were built
     scaler: torch.amp.GradScaler
     ema: dict  # name -> averaged weight; empty when off
     state: dict
-
-
-class RunFailed(Exception):
-    """The run cannot go on: exit 1, with what happened and what to do next in one line."""
+    batches: Iterator = ()  # of the batches to come
+    max_flops: float = math.nan  # peak of all devices together, FLOP/s
 
 
 def autocast(device):
     return torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32")
 
 
-def train_step(model, run, tokens, targets, lr):
-    """One update of the weights from one global batch. The host never waits for the device here.
+def train_step(model, run, inputs, targets, lr):
+    """One update from one global batch. The host does not wait for the device here.
 
-    model: run.model, or its compiled form. tokens, targets: int64 (rows of this rank, block_size).
-    Returns float32 (3,) on the device: mean loss of the global batch, norm of its gradient before
-    clipping, and 1 if the update was skipped because one of these is not finite.
+    model: run.model, or its compiled form. inputs, targets: this rank's rows, on the device. Returns
+    {name: scalar on the device}: the loss (mean of the global batch), the norm of its gradient before
+    clipping, and 1.0 where the update was skipped because one of these is not finite. A name that is
+    added here is a field of every row, a column of the console and a curve of the report.
     """
+    run.model.zero_grad(set_to_none=True)  # 1: zero the gradients
     for optimizer in run.optimizers:
-        optimizer.zero_grad(set_to_none=True)  # 1: zero the gradients
         for group in optimizer.param_groups:
-            group["lr"] = lr  # 2: learning rate
-    loss = backward_within_memory(model, run, tokens, targets)  # 3, 4, 5
+            group["lr"] = lr  # 2: set the learning rate
+    buffers = Buffers(run.model)  # such as BatchNorm's statistics
+    loss = within_memory(run, partial(forward_backward, model, run, inputs, targets))  # 3, 4, 5
     weights = list(run.model.parameters())
-    sum_over_ranks([loss] if shard else [weight.grad for weight in weights] + [loss])
+    gradients = [] if shard else [weight.grad for weight in weights if weight.grad is not None]
+    ranks.sum_over_ranks([*gradients, loss])
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)  # 6: unscale, then clip
-    grad_norm = machine.whole(torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf))
-    grad_norm = grad_norm.to(loss.device)  # it is elsewhere with --offload=true
+    grad_norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf)
+    grad_norm = ranks.whole(grad_norm).to(loss.device)  # it is elsewhere with --offload=true
     skipped = (~(loss.isfinite() & grad_norm.isfinite())).float()
     for optimizer in run.optimizers:
         step_unless(skipped, optimizer)  # 7: step, and update the scaler
     run.scaler.update()
-    for name, average in run.ema.items():
-        weight = local(run.model.get_parameter(name)).detach()
-        local(average).lerp_(weight, ((1 - ema_decay) * (1 - skipped)).to(weight.device))
-    return torch.stack([loss, grad_norm, skipped])
+    buffers.finish_step(skipped)
+    ema.update(run, ema_decay, skipped)
+    return {"loss": loss, "grad_norm": grad_norm, "skipped": skipped}
 
 
-def forward_backward(model, run, tokens, targets):
+def forward_backward(model, run, inputs, targets):
     """Operations 3 to 5 for each micro-batch. Returns this rank's share of the mean loss."""
-    total, micro = 0.0, run.state["batch_size"]
-    for x, y in zip(tokens.split(micro), targets.split(micro), strict=True):
+    total = 0.0
+    micro_batch = run.state["micro_batch"]
+    for x, y in zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True):
         with autocast(x.device):
-            _, loss = model(x, y)  # 3: forward, under autocast
-        loss = loss / (run.state["accum_steps"] * world_size())  # 4: so that the sum is the mean
+            loss = model(x, y)  # 3: forward, under autocast
+        loss = loss / (rows_at(run.state["step"]) / len(x))  # 4: so that the sum is the mean
         run.scaler.scale(loss).backward()  # 5: backward
         total += loss.detach()
     return total
 
 
-def backward_within_memory(model, run, tokens, targets):
-    """forward_backward; where it does not fit, the same again with micro-batches of half the size."""
-    state, device = run.state, tokens.device
-    while True:
-        before, loss = machine.torch_rng_state(device), None  # a step draws no other numbers
-        try:
-            loss = forward_backward(model, run, tokens, targets)
-        except (RuntimeError, MemoryError) as error:
-            if not machine.out_of_memory(error):
-                raise
-            if shard:  # the other ranks wait for this one, in the midst of a pass
-                raise RunFailed(
-                    "out of memory; what helps with --shard=true: a smaller --batch_size with a larger "
-                    "--accum_steps, --grad_checkpoint=true, --offload=true"
-                ) from error
-        if not any(agree(loss is None)):
-            return loss
-        if state["batch_size"] == 1:
-            raise RunFailed(
-                "out of memory with a single sequence in a micro-batch; what helps: "
-                "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
-            )
-        run.model.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        machine.set_torch_rng_state(before, device)
-        micro, accum = split_rows(len(tokens), state["batch_size"] // 2)
-        state.update(batch_size=micro, accum_steps=accum)
-        log_event(run.folder, state["step"], "out_of_memory", batch_size=micro, accum_steps=accum)
-
-
-def split_rows(rows, most):
-    """(micro-batch, accumulation steps) for `rows` sequences: the largest divisor up to `most`."""
-    micro = max(size for size in range(1, min(rows, most) + 1) if rows % size == 0)
-    return micro, rows // micro
-
-
 @torch.no_grad()
 def step_unless(skipped, optimizer):
-    """optimizer.step(), which where `skipped` is 1 leaves weights and moments as they are."""
-    for group in optimizer.param_groups:  # torch would begin a momentum with the bad gradient
+    """optimizer.step(), unless `skipped` is 1: then weights and moments stay as they are.
+
+    Fused kernels read the flag on the device. For any other optimizer the host waits for it.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if not skipped.item():
+            optimizer.step()
+        return
+    for group in optimizer.param_groups:  # torch would start a momentum with the bad gradient
         for weight in group["params"] if group.get("momentum") else ():
             if "momentum_buffer" not in optimizer.state[weight]:
                 optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-    kept = [weight for group in optimizer.param_groups for weight in group["params"]]
-    skipped = skipped.to(kept[0].device)
-    if optimizer.defaults.get("fused"):  # fused kernels look at found_inf themselves
-        optimizer.grad_scale, optimizer.found_inf = None, skipped
-        optimizer.step()
-        return
-    kept += [tensor for moments in optimizer.state.values() for tensor in moments.values()]
-    kept = [local(tensor) for tensor in kept]
-    before = [tensor.clone() for tensor in kept]
+    optimizer.grad_scale = None
+    optimizer.found_inf = skipped.to(optimizer.param_groups[0]["params"][0].device)
     optimizer.step()
-    for tensor, old in zip(kept, before, strict=True):
-        tensor.copy_(torch.where(skipped.bool(), old, tensor))
 
 
-@contextmanager
-def averaged(run):
-    """Within it the model has its averaged weights, where there are any."""
-
-    @torch.no_grad()
-    def swap():
-        for name, average in run.ema.items():
-            weight, average = local(run.model.get_parameter(name)), local(average)
-            before = weight.clone()
-            weight.copy_(average)
-            average.copy_(before)
-
-    swap()
-    yield
-    swap()
+# ---- evaluation ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def evaluate(run, batches, device):
-    """(mean loss in nats, share of right guesses) over the whole validation split.
+def evaluate(run):
+    """{"val_loss": nats, "val_accuracy": share of right predictions} over the validation data.
 
-    Fixed windows, eval mode, the averaged weights where there are any; never compiled, so that it is
-    the same number either way. It draws no random number, so it cannot disturb training.
+    Fixed windows, eval mode, averaged weights where there are any; never compiled, so that it is the
+    same number either way. It draws no random number, so it cannot disturb training.
     """
     run.model.eval()
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    totals = torch.zeros(3, dtype=wide, device=device)  # loss, right guesses, targets
-    with averaged(run):
-        for first in range(0, len(batches), world_size()):
-            index = min(first + rank(), len(batches) - 1)  # of one batch too many, none is counted
-            tokens, targets = (t.to(device, non_blocking=True) for t in batches[index])
-            with autocast(device):
-                logits, loss = run.model(tokens, targets)
-            counted = (targets != -100).sum() * (first + rank() < len(batches))
-            right = (logits.argmax(-1) == targets).sum() * (counted > 0)
-            totals += torch.stack([loss * counted, right, counted])
+    with ema.averaged(run):
+        totals = within_memory(run, partial(sum_losses, run))
     run.model.train()
-    sum_over_ranks([totals])
+    ranks.sum_over_ranks([totals])
     loss, right, counted = totals.tolist()
-    return loss / counted, right / counted
+    return {"val_loss": loss / counted, "val_accuracy": right / counted}
 
 
-# ---- the checkpoint ------------------------------------------------------------------------------
+def sum_losses(run):
+    """Tensor of this rank's summed loss, right predictions and targets."""
+    totals = torch.zeros(3, dtype=torch.float64, device="cpu")
+    if run.device.type != "mps":  # which has no float64
+        totals = totals.to(run.device)
+    size = run.state["micro_batch"]
+    for first in range(0, len(run.val_data), size * world_size()):
+        mine = first + size * rank()
+        counts = mine < len(run.val_data)  # all ranks take as many turns, as sharded models must
+        mine = mine if counts else first
+        batch = run.val_data[mine, min(size, len(run.val_data) - mine)]
+        inputs, targets = (tensor.to(run.device, non_blocking=True) for tensor in batch)
+        with autocast(run.device):
+            logits = run.model(inputs)
+            each = logits.float().flatten(0, -2)
+            loss = F.cross_entropy(each, targets.flatten(), ignore_index=-100)
+        counted = (targets != -100).sum() * counts
+        right = (logits.argmax(-1) == targets).sum() * counts
+        totals += torch.stack([loss * counted, right, counted]).to(totals.device)
+    return totals
 
 
-def checkpoint_of(run, fixed, device):
-    """Everything the next step depends on, and `fixed`: config, data, run. All ranks call it together."""
-    return {
-        "model": run.model.state_dict(),
-        "optimizer": [optimizer.state_dict() for optimizer in run.optimizers],
-        "scaler": run.scaler.state_dict(),
-        "ema": run.ema,
-        "state": dict(run.state),
-        "rng": machine.from_all_ranks(machine.rng_state(device)),
-        **fixed,
-    }
+def record_evaluation(run, table):
+    """Evaluate, and write it down. True where this is the best so far."""
+    state = run.state
+    meta = run.facts["data"]["meta"]
+    numbers = evaluate(run)
+    is_best = count_evaluation(numbers["val_loss"], state)
+    row = {"kind": "eval", "step": state["step"], **numbers}
+    if eval_tokens:
+        row["val_tokens"] = len(run.val_data) * block_size
+    elif "val_bytes" in meta:
+        row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
+    row["best_val_loss"] = state["best_val_loss"]
+    run.folder.write_rows([row])
+    table.print_evaluation(row, is_best)
+    return is_best
 
 
-@torch.no_grad()
-def restore(run, checkpoint, device):
-    """The reverse of checkpoint_of, whether it was sharded or is now."""
-    for name, weight in run.model.state_dict().items():
-        weight.copy_(shard_like(weight, checkpoint["model"][name]))
-    for optimizer, saved in zip(run.optimizers, checkpoint["optimizer"], strict=True):
-        # the groups as they are now: what the command line says of weight_decay is what counts
-        groups = optimizer.state_dict()["param_groups"]
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        moments = {
-            index: {name: shard_like(weights[index], value) for name, value in moments.items()}
-            for index, moments in saved["state"].items()
-        }
-        optimizer.load_state_dict({"state": moments, "param_groups": groups})
-    run.scaler.load_state_dict(checkpoint["scaler"])
-    for name, average in run.ema.items():
-        saved = checkpoint["ema"].get(name, checkpoint["model"][name])
-        average.copy_(shard_like(average, saved))
-    run.state.update(checkpoint["state"])
-    if len(checkpoint["rng"]) == world_size():
-        machine.set_rng_state(checkpoint["rng"][rank()], device)
+def count_evaluation(val_loss, state):
+    """Count for early stopping and for the plateau rule. True where this is the best so far.
 
-
-def roll_back(run, trouble, recent, device):
-    """Go back to the newest checkpoint that chance had no part in, and on past the data of the last of
-    the `recent` rows.
-
-    Raises RunFailed with a diagnosis where that cannot help, or has not helped `max_rollbacks` times.
+    The evaluation after the last step counts only where eval_interval asks for it: a run that is made
+    longer afterwards must go the way of one that was long from the start.
     """
-
-    def usable(checkpoint):
-        then = checkpoint["state"]
-        due = record.at_interval(then["step"], save_interval, then)
-        return due and not then["skips_in_row"]
-
-    state, bad = run.state, recent[-1]
-    path = from_rank0(lambda: record.newest_valid(run.folder, usable)[0])
-    if trouble == "zeros" or state["rollbacks"] == max_rollbacks or path is None:
-        raise RunFailed(record.diagnosis(trouble, recent, state))
-    kept = {key: state[key] for key in ("best_val_loss", "best_step", "skipped", "rollbacks")}
-    checkpoint = record.load_checkpoint(path)
-    restore(run, checkpoint, device)
-    state |= kept | {"batch_index": bad["batch_index"] + 1}
-    state["rollbacks"] += 1
-    if rank() == 0:
-        record.forget_after(run.folder, state["step"])
-    why = {"why": record.TROUBLE[trouble], "at_step": bad["step"]}
-    log_event(run.folder, state["step"], "rollback", **why, next_batch=state["batch_index"])
+    is_best = val_loss < state["best_val_loss"]
+    if is_best:
+        state.update(best_val_loss=val_loss, best_step=state["step"])
+    if state["step"] != state["first_step"] and not every(eval_interval, state["step"]):
+        return is_best
+    if val_loss < state["loss_to_beat"] - min_delta:
+        state.update(loss_to_beat=val_loss, evals_since_best=0, evals_on_plateau=0)
+    else:
+        state["evals_since_best"] += 1
+        state["evals_on_plateau"] += 1
+    if plateau_factor < 1 and state["evals_on_plateau"] >= plateau_patience:
+        state.update(lr_factor=state["lr_factor"] * plateau_factor, evals_on_plateau=0)
+    return is_best
 
 
-# ---- before the first step ------------------------------------------------------------------------
-
-
-def model_config(vocab_size):
-    """The GPTConfig that the knobs describe."""
-    knobs = {f.name: globals()[f.name] for f in fields(GPTConfig) if f.name in globals()}
-    return GPTConfig(vocab_size=vocab_size, **knobs)
-
-
-def fresh_run(folder, vocab_size, device):
-    """A run before its first step."""
-    machine.seed_everything(seed)
-    model = GPT(model_config(vocab_size))
-    model = machine.shard(model, device, dtype, offload) if shard else model.to(device)
-    return Run(
-        folder=folder,
-        model=model,
-        optimizers=configure_optimizers(
-            model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, device.type
-        ),
-        scaler=torch.amp.GradScaler(device.type, enabled=dtype == "float16"),
-        ema={name: w.detach().clone() for name, w in model.named_parameters() if ema_decay},
-        state=FRESH_STATE | {"batch_size": batch_size, "accum_steps": accum_steps},
-    )
-
-
-def settle(saved, vocab_size, device):
-    """Settle what was left open: as in the run so far, or by what the hardware really has.
-
-    Sets the globals dtype, compile, deterministic, decay_steps, batch_size, accum_steps. Returns
-    {knob: why} and the peak (FLOP/s of this device, where the figure is from).
-    """
-    global dtype, compile, deterministic, decay_steps, batch_size, accum_steps
-    open_knobs = [key for key in ("dtype", "compile") if globals()[key] == "auto"]
-    if saved:
-        then = saved["run"]
-        globals().update({key: then[key] for key in open_knobs})
-        decay_steps = decay_steps or saved["config"]["decay_steps"]
-        # The product counts, not its factors: another number of ranks splits it anew, and a
-        # micro-batch that memory has halved stays so.
-        if then["world_size"] != world_size():
-            if then["global_batch"] % world_size():
-                fail(
-                    f"the {then['global_batch']} sequences of this run's step do not divide by "
-                    f"{world_size()} ranks; take a number of ranks that divides them"
-                )
-            rows = then["global_batch"] // world_size()
-            batch_size, accum_steps = split_rows(rows, batch_size)
-        elif all(saved["config"][k] == globals()[k] for k in ("batch_size", "accum_steps")):
-            batch_size, accum_steps = saved["state"]["batch_size"], saved["state"]["accum_steps"]
-    decay_steps = decay_steps or max_steps
-    dtype, why_dtype = machine.choose_dtype(dtype, device)
-    peak = from_rank0(machine.peak_flops, device, dtype)
-    with torch.device("meta"):  # a model of no weight
-        flops = GPT(model_config(vocab_size)).flops_per_token()
-    work = flops * batch_size * accum_steps * block_size * max_steps
-    compile, why_compile = machine.choose_compile(compile, device, work / peak[0] if peak[0] else 0)
-    deterministic = device.type != "mps" if deterministic == "auto" else deterministic
-    torch.use_deterministic_algorithms(deterministic)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and hides nothing
-    why = {"dtype": why_dtype, "compile": why_compile}
-    if saved:
-        why |= dict.fromkeys(open_knobs, "as in the run so far")
-    return why, peak
-
-
-def rehearse(run, batches, device):
-    """One forward and backward pass that changes nothing: it compiles, and it finds out before the
-    first step whether a batch fits. Returns the model to train with, compiled or not."""
-    tokens, targets = (t.to(device) for t in batches[0])
-    try:
-        model = torch.compile(run.model, dynamic=False) if compile else run.model
-        backward_within_memory(model, run, tokens, targets)
-    except RunFailed:
-        raise
-    except Exception as error:
-        if not compile:
-            raise
-        say(f"torch.compile failed; going on without ({str(error).strip().splitlines()[0][:200]})")
-        globals()["compile"], model = False, run.model
-        run.model.zero_grad(set_to_none=True)
-        backward_within_memory(model, run, tokens, targets)
-    run.model.zero_grad(set_to_none=True)
-    return model
-
-
-# ---- the run -------------------------------------------------------------------------------------
+# ---- what is due, and what went wrong ------------------------------------------------------------
 
 
 def every(interval, step):
     return interval > 0 and step % interval == 0
 
 
-def main():
-    clock = record.Clock()
-    config, _ = configure(globals())
-    if n_embd % n_head or n_embd // n_head % 2:
-        fail(f"--n_embd={n_embd}: expected an even multiple of --n_head={n_head}")
-    if warmup_steps > max_steps:
+def what_is_due(step, signals, saver):
+    """What follows a step: by its number, a signal or the clock. Every rank gets the same answer.
+
+    `ending` is (how the run ends here, exit code), or None.
+    """
+    late = 0 < save_minutes < saver.minutes_ago()
+    stop, asked, orphaned = agree(signals.stop, signals.take_save() or late, signals.orphaned())
+    last = step == max_steps
+    ending = ("left alone by its launcher", 1) if orphaned else None
+    if stop:
+        ending = f"stopped by {signal.Signals(stop).name}", 128 + stop
+    if last:
+        ending = "finished", 0
+    return Due(
+        ending=ending,
+        asked=asked,
+        log=last or every(log_interval, step),
+        evaluation=last or every(eval_interval, step),
+        sample=every(sample_interval, step),
+        milestone=every(milestone_interval, step),
+        checkpoint=every(save_interval, step),
+    )
+
+
+Due = namedtuple("Due", "ending asked log evaluation sample milestone checkpoint")
+
+
+def names_to_save(due, ending, is_best, state):
+    """The names under which this step is saved: none where nothing is due, or on the way into trouble."""
+    names = ["best.pt"] if is_best else []
+    if ending or due.asked or (due.checkpoint or due.milestone) and not state["skips_in_row"]:
+        names += [f"milestone_{state['step']:08}.pt"] if due.milestone else []
+        names += [checkpoints.file_name(state["step"])]
+    return names
+
+
+def may_roll_back_to(step, state):
+    """Only to a checkpoint that was due by its step: when a signal or the clock asks for one is chance,
+    and chance must not decide what a run computes."""
+    return step == state["first_step"] or every(save_interval, step)
+
+
+TROUBLE = {
+    "skips": "loss or gradient not finite, update after update",
+    "zeros": "a gradient norm of exactly 0, update after update",
+    "spike": "a loss spike",
+}
+
+
+def judge(rows, run):
+    """(rows up to the first trouble, that trouble or None); events of what is wrong on the way.
+
+    Step by step, so that it does not matter when the numbers are fetched (log_interval), and from
+    numbers that are summed over the ranks, so that all ranks come to the same verdict.
+    """
+    for number, row in enumerate(rows, 1):
+        trouble = count_trouble(row, run.state)
+        if row["skipped"]:
+            numbers = {"loss": row["loss"], "grad_norm": row["grad_norm"]}
+            run.folder.event(row["step"], "skipped", **numbers)
+        elif run.state["high_in_row"] == max_skipped:
+            warning = f"above its first value for {max_skipped} steps; lower --peak_lr?"
+            numbers = {"loss": row["loss"], "first": run.state["first_loss"]}
+            run.folder.event(row["step"], "diverging", **numbers, warning=warning)
+        if trouble:
+            return rows[:number], trouble
+    return rows, None
+
+
+def count_trouble(row, state):
+    """Count what looks wrong in one finished step; returns the TROUBLE it amounts to, or None."""
+    loss = row["loss"]
+    state["skipped"] += row["skipped"]
+    state["skips_in_row"] = state["skips_in_row"] + 1 if row["skipped"] else 0
+    state["zeros_in_row"] = state["zeros_in_row"] + 1 if row["grad_norm"] == 0 else 0
+    if row["skipped"]:
+        return "skips" if state["skips_in_row"] >= max_skipped else None
+    if state["zeros_in_row"] >= max_skipped:
+        return "zeros"
+    if state["first_loss"] == math.inf:
+        state["first_loss"] = loss
+    state["high_in_row"] = state["high_in_row"] + 1 if loss > state["first_loss"] else 0
+    if spike_sigma:
+        deviation = loss - state["loss_mean"]
+        count = state["loss_count"]
+        if count >= 50 and deviation > spike_sigma * math.sqrt(state["loss_var"]):
+            return "spike"
+        weight = max(0.01, 1 / (count + 1))
+        state["loss_mean"] += weight * deviation
+        state["loss_var"] = (1 - weight) * (state["loss_var"] + weight * deviation**2)
+        state["loss_count"] += 1
+    return None
+
+
+def roll_back(run, trouble, recent):
+    """Restore the newest checkpoint that may be used, and continue past the data of the last row.
+
+    recent: the last rows. Raises RunFailed with a diagnosis where that cannot help, or has not helped
+    `max_rollbacks` times.
+    """
+    state = run.state
+    bad = recent[-1]
+    kept = {key: state[key] for key in ("best_val_loss", "best_step", "skipped", "rollbacks")}
+    path = from_rank0(
+        checkpoints.newest_valid,
+        run.folder.path,
+        lambda then: may_roll_back_to(then["step"], then) and not then["skips_in_row"],
+    )
+    if trouble == "zeros" or state["rollbacks"] == max_rollbacks or path is None:
+        raise RunFailed(console.diagnosis(TROUBLE[trouble], recent, state["rollbacks"]))
+    scaler = run.scaler.state_dict()  # a scale that has been too high stays lowered
+    checkpoints.restore(run, checkpoints.load(path, verify=False))
+    run.scaler.load_state_dict(scaler)
+    state.update(kept)
+    state["rollbacks"] += 1
+    state["sequences"] = bad["sequences"]
+    from_rank0(checkpoints.remove_after, run.folder.path, state["step"])
+    from_rank0(run.folder.cut_rows, state["step"])
+    why = {"why": TROUBLE[trouble], "at_step": bad["step"]}
+    run.folder.event(state["step"], "rollback", **why, next_sequence=state["sequences"])
+    stop_workers(run.batches)
+    run.batches = load_batches(run)
+
+
+# ---- the checkpoint ------------------------------------------------------------------------------
+
+
+def checkpoint_of(run):
+    """Everything that the next step depends on, and what the run is. All ranks call it together."""
+    audit.check_replicas(run)  # raises RunFailed: several ranks must hold the same weights
+    optimizers = zip(run.optimizers, run.groups, strict=True)
+    return {
+        "model": run.model.state_dict(),
+        "optimizer": [
+            optimizer.state_dict() | {"built": groups} for optimizer, groups in optimizers
+        ],
+        "scaler": run.scaler.state_dict(),
+        "ema": run.ema,
+        "state": run.state,
+        "rng": ranks.from_all_ranks(rng.rng_state(run.device)),
+        **run.facts,
+    }
+
+
+# ---- before the first step -----------------------------------------------------------------------
+
+
+def check_knobs(config):
+    """Exits with 2 where knobs do not go together. The range of a single one stands in its comment."""
+    if warmup_steps > max_steps and "warmup_steps" in config.flags:
         fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
     if min_lr > peak_lr:
         fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
     if shard and "WORLD_SIZE" not in os.environ:
-        fail(
-            "--shard=true: expected several ranks; begin with torchrun --nproc_per_node=2 train.py"
-        )
+        fail("--shard=true: expected several ranks; start torchrun --nproc_per_node=2 train.py")
     if offload and not shard:
         fail("--offload=true: expected --shard=true with it")
-    machine.join_ranks(hang_minutes)
-    where, folder, signals = machine.choose_device(device), Path(out_dir), machine.Signals()
+    if lost := checkpoints.not_restorable(FRESH_STATE, "FRESH_STATE"):
+        fail(lost)
 
-    # ---- what there is: a run to go on with, a text to learn
-    path = from_rank0(record.find_run, folder, resume, max_steps, patience)
-    saved = record.load_checkpoint(path) if path else None
-    begun_with = saved and saved["data"]["name"]
-    data_name, data_folder, meta = from_rank0(
-        prepare_data.dataset_of_run, dataset, offline_dataset, data_dir, begun_with, say
-    )
-    data = {"name": data_name, "fingerprint": prepare_data.fingerprint(meta), "meta": meta}
 
-    # ---- the batch; the model, its optimizer and all that changes with them
-    why, peak = settle(saved, meta["vocab_size"], where)
-    identity = record.identity_of(globals(), data, where)
-    inexact = record.compare(saved, identity, folder) if saved else {}
-    rows, eval_rows = batch_size * accum_steps, config["batch_size"]
-    mine = range(rank() * rows, (rank() + 1) * rows)
-    train_batches = open_split(data_folder, "train", meta, rows * world_size(), mine, seed)
-    val_batches = open_split(data_folder, "val", meta, eval_rows, range(eval_rows))
-    run = fresh_run(folder, meta["vocab_size"], where)
-    state = run.state
+def resolve_auto_knobs(config, saved, run_device):
+    """Resolve every auto knob but compile: as in the checkpoint on a resume, else by the hardware.
+
+    Returns {knob: reason}.
+    """
+    global dtype, warmup_steps, decay_steps, batch_size, accum_steps
+    reasons = {}
     if saved:
-        record.compare_shapes(saved["model"], run.model.state_dict(), folder)
+        for knob in identity.RESOLVED:
+            if config[knob] == saved["config"].get(knob):
+                globals()[knob] = saved["run"][knob]
+                reasons[knob] = "as in the run so far"
+        if saved["run"]["world_size"] != world_size():  # the product counts, not its factors
+            batch_size, accum_steps = identity.split_global_batch(saved["run"], batch_size)
+    if "warmup_steps" not in reasons:
+        warmup_steps = min(warmup_steps, max_steps)
+    decay_steps = decay_steps or max_steps
+    dtype, reason = devices.choose_dtype(dtype, run_device)
+    return {"dtype": reason} | reasons
 
-    # ---- all is checked: from here on files are written
-    config["decay_steps"] = decay_steps
-    fixed = {"config": config, "data": data, "run": identity}
-    from_rank0(record.open_run, run, fixed, where, path, inexact)
-    record.print_plan(
-        config | identity, meta, run.model, len(train_batches), where, why, peak, path
-    )
-    saver = record.Saver(folder, keep_last, save_interval)
-    max_flops = (peak[0] or math.nan) * world_size()
-    global_tokens = rows * world_size() * block_size
 
-    def look():
-        """Evaluate, and write it down. True where this is the best so far."""
-        val_loss, val_accuracy = evaluate(run, val_batches, where)
-        best = record.note_evaluation(val_loss, state, config)
-        row = {"kind": "eval", "step": state["step"], "val_loss": val_loss}
-        row["val_bpb"] = val_loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
-        row |= {"val_accuracy": val_accuracy, "best_val_loss": state["best_val_loss"]}
-        record.write_rows(folder, [row])
-        record.print_evaluation(row, max_steps, best)
-        clock.lap("evaluate")
-        return best
-
-    def keep(*names):
-        """Begin to save under these names; say so where the save before this one failed."""
-        checkpoint = checkpoint_of(run, fixed, where)
-        if error := saver.save(checkpoint, names):
-            log_event(folder, state["step"], "save_failed", error=error)
-        clock.lap("save")
-
-    def keep_surely(name):
-        """Save and wait until it is on the disk; all ranks learn whether it is."""
-        for attempt in range(3):
-            if not any(agree((error := saver.join()) is not None)):
-                return
-            time.sleep(attempt)
-            keep(name)
-        raise RunFailed(
-            f"{name} could not be saved: {error}; with that in order, the same command goes on from "
-            f"the newest checkpoint in {folder}"
-        )
-
-    ended, code, window, recent, batches = None, 1, [], [], None
-    clock.lap("start")
+def build_run(config, folder, run_device, datasets):
+    """A run before its first step. datasets: what open_dataset returned."""
+    train_data, val_data, data = datasets
+    rng.seed_everything(seed)
     try:
-        # ---- a rehearsal, then the state; the random numbers last: from here on only a step draws any
-        step_model = rehearse(run, train_batches, where)
-        micro = {key: state[key] for key in ("batch_size", "accum_steps")}
-        identity["compile"] = compile
-        machine.seed_everything(seed + rank())
-        if saved:
-            restore(run, saved, where)
-            state.update(micro)
-            log_event(folder, state["step"], "resume", checkpoint=path.name)
-            if inexact:
-                log_event(folder, state["step"], "inexact_resume", **inexact)
-        batches = load_batches(train_batches, state, where)
-        clock.lap("compile")
-        if not saved:
-            look()
-        if not saved or path.parent.resolve() != folder.resolve():
-            state["first_step"], first = state["step"], record.checkpoint_name(state["step"])
-            keep(first, "best.pt")
-            keep_surely(first)
-        saved = None  # gives its memory back
-        record.print_header(max_steps)
-        saved_at = time.monotonic()
+        model = build_model(config, data["meta"]["vocab_size"])
+    except ValueError as error:  # which names knobs, such as n_embd=32
+        fail(re.sub(r"\b(?=\w+=)", "--", str(error)))
+    model = ranks.shard(model, run_device, dtype, offload) if shard else model.to(run_device)
+    optimizers = configure_optimizers(
+        model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, run_device.type
+    )
+    return Run(
+        folder=folder,
+        device=run_device,
+        train_data=train_data,
+        val_data=val_data,
+        facts={"config": dict(config), "data": data},
+        model=model,
+        optimizers=optimizers,
+        groups=[each.state_dict()["param_groups"] for each in optimizers],
+        scaler=torch.amp.GradScaler(run_device.type, enabled=dtype == "float16"),
+        ema={name: w.detach().clone() for name, w in model.named_parameters() if ema_decay},
+        state=copy.deepcopy(FRESH_STATE) | {"micro_batch": batch_size},
+    )
 
-        while not ended:
-            # ==== training: all that changes the run happens between this line ... ================
-            lr = lr_at(state["step"]) * state["lr_factor"]
-            waited = time.perf_counter()
-            tokens, targets = (t.to(where, non_blocking=True) for t in next(batches))
-            waited = time.perf_counter() - waited
-            result = train_step(step_model, run, tokens, targets, lr)
-            state["step"] += 1
-            state["batch_index"] += 1
-            state["tokens"] += global_tokens
-            # ==== ... and this one; what follows only looks, or acts on what it saw ===============
 
-            step, last = state["step"], state["step"] == max_steps
-            row = {"step": step, "lr": lr, "data_ms": 1000 * waited, "tokens": state["tokens"]}
-            row["batch_index"] = state["batch_index"] - 1
-            row["epoch"] = state["batch_index"] * train_batches.batch_rows / train_batches.windows
-            window.append((row, result))
-            late = save_minutes > 0 and time.monotonic() - saved_at > 60 * save_minutes
-            stop, asked, orphaned = agree(
-                signals.stop, signals.take_save() or late, signals.orphaned()
-            )
-            looking, keeping = last or every(eval_interval, step), every(milestone_interval, step)
-            saving = last or stop or orphaned or asked or keeping or every(save_interval, step)
-            if not (looking or saving or every(log_interval, step)):
-                continue
+def start(run, path, table, saver):
+    """The state before the first step: restored from the checkpoint, or fresh, evaluated and saved."""
+    state = run.state
+    rng.seed_everything(seed + rank())
+    if path:
+        saved = checkpoints.load(path, verify=False)
+        checkpoints.restore(run, saved)  # RNG last: nothing may draw before the first step
+        if saved["config"].get("eval_tokens") != eval_tokens:  # a best among the same evaluations
+            state.update(best_val_loss=math.inf, loss_to_beat=math.inf, evals_since_best=0)
+        inexact = identity.inexact(saved["run"], run.facts["run"])
+        run.folder.begin(run, state["step"], inexact)
+        run.folder.event(state["step"], "resume", checkpoint=path.name)
+        if inexact:
+            run.folder.event(state["step"], "inexact_resume", **inexact)
+        if path.parent.resolve() == run.folder.path.resolve():
+            return
+        state["first_step"] = state["step"]
+    else:
+        run.folder.begin(run, -1, {})
+        record_evaluation(run, table)
+    names = ["best.pt", checkpoints.file_name(state["step"])]
+    saver.save(checkpoint_of(run), names, must=True)
 
-            reports = torch.stack([result for _, result in window]).tolist()  # waits for the device
-            rows, trouble = record.finish_rows(
-                window, reports, clock.lap("train"), global_tokens, run, max_flops, config
-            )
-            window, recent = [], (recent + rows)[-max_skipped:]
-            record.write_rows(folder, rows)
-            if trouble:
-                saver.join()
-                roll_back(run, trouble, recent, where)
-                batches = load_batches(train_batches, state, where)
-                clock.lap("save")
-                continue
-            if last or every(log_interval, step):
-                record.print_line(rows[-1], max_steps)
-            best = looking and look()
-            if last:
-                ended, code = "finished", 0
-            elif stop:
-                ended, code = f"stopped by {signal.Signals(stop).name}", 128 + stop
-            elif orphaned:
-                ended = "left alone by its launcher"
-            elif patience and state["evals_since_best"] >= patience:
-                ended, code = f"stopped early: {patience} evaluations without improvement", 0
-            if every(sample_interval, step) or ended and not code:
-                with averaged(run), autocast(where):
-                    record.print_sample(run, meta)  # all ranks: where sharded, it takes all
-                clock.lap("evaluate")
-            names = [record.checkpoint_name(step)] + [f"milestone_{step:08}.pt"] * keeping
-            if not (ended or asked) and (not saving or state["skips_in_row"]):
-                names = []  # not due, or on the way into trouble
-            names += ["best.pt"] * bool(best)
-            if names:
-                keep(*names)
-                saved_at = time.monotonic()
-        keep_surely(record.checkpoint_name(state["step"]))
+
+# ---- the run -------------------------------------------------------------------------------------
+
+
+def train(run, model, table, saver, signals, clock):
+    """Take steps until the run ends. Returns (how it ended, exit code)."""
+    state = run.state
+    run.batches = load_batches(run)
+    steps = []  # (row so far, numbers still on the device) of each step since the last fetch
+    recent = []  # the last max_skipped rows
+    while True:
+        # ---- training: with roll_back, the only lines that change the weights ---------------------
+        lr = float(lr_at(state["step"]) * state["lr_factor"])
+        waiting_since = time.perf_counter()
+        inputs, targets = (t.to(run.device, non_blocking=True) for t in next(run.batches))
+        data_ms = 1000 * (time.perf_counter() - waiting_since)
+        take = partial(train_step, model, run, inputs, targets, lr)
+        numbers = audit.confirm(run, take) if every(audit_interval, state["step"] + 1) else take()
+        row = count_batch(run, targets)
+        steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
+
+        # ---- what is due? every rank gets the same answer -----------------------------------------
+        due = what_is_due(state["step"], signals, saver)
+        if not any(due):
+            continue
+
+        # ---- fetch the numbers: the only time the host waits for the device -----------------------
+        rows = metrics.finish_rows(steps, clock, run)
+        rows, trouble = judge(rows, run)
+        run.folder.write_rows(rows)
+        recent = (recent + rows)[-max_skipped:]
+        steps = []
+
+        # ---- trouble: back to a checkpoint, and on past the data that led there -------------------
+        if trouble:
+            saver.wait()
+            roll_back(run, trouble, recent)
+            clock.lap("save")
+            continue
+
+        # ---- log, evaluate, sample ----------------------------------------------------------------
+        if due.log:
+            table.print_row(rows[-1])
+        is_best = due.evaluation and record_evaluation(run, table)
+        ending = due.ending
+        if patience and state["evals_since_best"] >= patience and not ending:
+            ending = f"stopped early: {patience} evaluations without improvement", 0
+        if due.sample or (ending and ending[1] == 0):
+            print_sample(run)
+        clock.lap("evaluate")
+
+        # ---- save, stop ---------------------------------------------------------------------------
+        names = names_to_save(due, ending, is_best, state)
+        if names:
+            saver.save(checkpoint_of(run), names, must=bool(ending))
+        clock.lap("save")
+        if ending:
+            return ending
+
+
+def count_batch(run, targets):
+    """Count the batch of a finished update. Returns the first fields of its row."""
+    state = run.state
+    sequences = rows_at(state["step"])
+    batch_tokens = sequences * (targets.numel() // len(targets))
+    state["step"] += 1
+    state["sequences"] += sequences
+    state["tokens"] += batch_tokens
+    counts = {name: state[name] for name in ("step", "tokens", "sequences")}
+    return counts | {
+        "epoch": state["sequences"] / len(run.train_data),
+        "batch_tokens": batch_tokens,
+    }
+
+
+def print_sample(run):
+    """A little of what the model would write. All ranks call it together: a sharded model needs them.
+
+    A sample is never worth a run: its errors are printed.
+    """
+    meta = run.facts["data"]["meta"]
+    if "tokenizer" not in meta:
+        return
+    try:
+        with ema.averaged(run), autocast(run.device):
+            text = sample_text(run.model, meta, block_size)
+        say(f"\n{text.strip()}\n")
+        row = {"kind": "event", "step": run.state["step"], "event": "sample", "text": text}
+        run.folder.write_rows([row])
     except Exception as error:
-        why = str(error) if isinstance(error, RunFailed) else machine.explain(error)
-        ended, code = why and f"failed: {why}", 1
-        if not why:
+        say(f"no sample ({error})")
+
+
+def run_to_the_end(run, path, signals, clock):
+    """Rehearse, start or resume, train. Whatever ends the run is written down. Returns the exit code."""
+    table = console.Table(max_steps)
+    saver = checkpoints.Saver(run, keep_last, may_roll_back_to)
+    ending = "failed: an error in the program", 1
+    try:
+        first = ranks.share(0, rows_at(run.state["step"]))
+        batch = [tensor.to(run.device) for tensor in run.train_data[first]]
+        model = rehearse(run, forward_backward, batch, compile)
+        run.facts["run"]["compile"] = model is not run.model
+        clock.lap("compile")
+        start(run, path, table, saver)
+        clock.lap("evaluate")
+        ending = train(run, model, table, saver, signals, clock)
+    except Exception as error:
+        reason = explain(error)
+        if not reason:
             raise
+        ending = f"failed: {reason}", 1
     finally:
-        machine.stop_workers(batches)
-        saver.join()
-        if rank() == 0:
-            record.close_run(folder, ended, clock.seconds, state, report)
-    return code
+        stop_workers(run.batches)
+        saver.wait()
+        run.folder.close(ending[0], clock.seconds, run.state, write_report if report else None)
+    return ending[1]
+
+
+def main(argv=None):
+    """One run, from its flags to its end. argv: the flags; None = the command line. Returns the exit code."""
+    global compile, deterministic
+    clock = metrics.Clock(since_process_start=argv is None)
+    with configured(globals(), argv=argv) as config, ExitStack() as stack:
+        check_knobs(config)
+        run_device = devices.choose_device(device)
+        deterministic = devices.set_deterministic(deterministic, run_device)
+        if audit_interval and not deterministic:
+            fail(f"--audit_interval={audit_interval}: expected deterministic mode, which is off")
+        stack.enter_context(ranks.joined(run_device, hang_minutes))
+        signals = stack.enter_context(Signals())
+        folder = stack.enter_context(RunFolder(out_dir))
+
+        # ---- what there is: a run to resume, data to learn from
+        path = from_rank0(find_checkpoint, folder, resume)
+        saved = checkpoints.load(path, verify=False) if path else None
+        datasets = open_dataset(saved)
+
+        # ---- what is to be done: every auto knob resolved, the run built
+        reasons = resolve_auto_knobs(config, saved, run_device)
+        run = build_run(config, folder, run_device, datasets)
+        flops = metrics.flops_per_token(run.model)
+        flops = flops and flops * batch_size * accum_steps * block_size * max_steps
+        compile, reason = devices.choose_compile(compile, run_device, flops)
+        run.facts["run"] = identity.identity_of(globals(), datasets[-1], run_device)
+        if saved:
+            # refuses another model shape, dataset, seed, optimizer, schedule, dtype, dropout or
+            # global batch; plumbing/identity.py has the lists
+            admit(run, path, saved)
+            if from_rank0(is_finished, folder, path, saved, config, max_steps, patience):
+                return 0
+
+        # ---- all is checked: from here on files are written
+        needs = training_memory(run.model, run.optimizers, batch_size, dtype, run_device.type)
+        milestones = max_steps // milestone_interval if milestone_interval else 0
+        files = keep_last + milestones + 3  # best.pt, the newest, and the one being written
+        from_rank0(folder.open, run, files * checkpoints.size(run, needs), command_line(argv), path)
+        peak = from_rank0(devices.peak_flops, run_device, dtype)
+        run.max_flops = (peak[0] or math.nan) * world_size()
+        changed = identity.changed_knobs(saved["config"], config) if saved else {}
+        console.print_plan(run, {"compile": reason} | reasons, peak, needs, path, changed)
+        saved = None  # or its file would be kept open, and on the disk, as long as the run lasts
+        clock.lap("start")
+        return run_to_the_end(run, path, signals, clock)
 
 
 if __name__ == "__main__":

@@ -100,14 +100,15 @@ def zygote():
 
 @pytest.fixture(scope="session")
 def train_in(zygote, data_dir):
-    """train_in(folder, out_dir, *flags, env={}, before="", timeout=100, cwd=folder) -> Done.
+    """train_in(folder, out_dir, *flags, env={}, before="", timeout=100, cwd=folder, repo=REPO) -> Done.
 
     A run of train.main() in a forked process of its own. out_dir: a name in `folder`, or a path.
     flags: "--key=value", which win over TINY. before: Python source that runs in that process first
-    (`train` is imported there), such as `stop_at(5)`. cwd: its working directory.
+    (`train` is imported there), such as `stop_at(5)`. cwd: its working directory. repo: a folder whose
+    train.py takes the place of this repository's.
     """
 
-    def run(folder, out_dir, *flags, env=None, before="", timeout=100, cwd=None):
+    def run(folder, out_dir, *flags, env=None, before="", timeout=100, cwd=None, repo=REPO):
         out_dir = folder / out_dir
         files = [folder / f".{name}" for name in ("stdout", "stderr")]
         request = {
@@ -117,6 +118,7 @@ def train_in(zygote, data_dir):
             "cwd": str(cwd or folder),
             "before": before,
             "timeout": timeout,
+            "repo": str(repo),
         }
         zygote.stdin.write(json.dumps(request) + "\n")
         zygote.stdin.flush()
@@ -208,6 +210,34 @@ train.train_step = train_step
 """
 
 
+LION = """
+import torch
+class Lion(torch.optim.Optimizer):
+    # Chen et al. 2023, by hand. It keeps what torch's own optimizers do not: a counter in param_groups,
+    # an int, a str and another dtype in the state of a weight, and something under no weight at all.
+    def __init__(self, groups, lr):
+        super().__init__(groups, {"lr": lr, "count": 0})
+    @torch.no_grad()
+    def step(self):
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+        for group in self.param_groups:
+            group["count"] += 1
+            for weight in group["params"]:
+                state = self.state[weight]
+                if not state:
+                    state.update(n=0, word="a", m=torch.zeros_like(weight, dtype=torch.float64))
+                state["n"] += 1
+                state["word"] = chr(97 + (ord(state["word"]) - 96) % 26)
+                update = torch.lerp(state["m"], weight.grad.double(), 0.1).sign().float()
+                rate = group["lr"] / group["count"] / state["n"] * ord(state["word"]) / 97
+                weight.mul_(1 - rate * group["weight_decay"]).sub_(update, alpha=rate)
+                state["m"].lerp_(weight.grad.double(), 1 / (1 + self.state["all"]["steps"]))
+def configure_optimizers(model, name, lr, weight_decay, *rest):
+    return [Lion([{"params": list(model.parameters()), "weight_decay": weight_decay}], lr)]
+train.configure_optimizers = configure_optimizers
+"""
+
+
 def wait_for(condition, seconds=60):
     """Until condition() is true; fails where that takes too long."""
     end = time.monotonic() + seconds
@@ -278,16 +308,12 @@ def serve():
     """For each request on stdin: fork, run train.main() there, and write its exit code to stdout."""
     import torch._dynamo  # noqa: F401 (the first optimizer would import it, for a second)
 
-    import sample
-    import train
-
-    # every run ends with a sample of 200 tokens, for longer than a small run takes
-    sample.sample_text = functools.partial(sample.sample_text, max_new_tokens=10)
+    import_train(REPO)
     gc.freeze()  # what is imported stays shared with the children
     for line in sys.stdin:
         request = json.loads(line)
         if (child := os.fork()) == 0:
-            return in_child(train, **request)
+            return in_child(**request)
         end = time.monotonic() + request["timeout"]
         while (status := os.waitpid(child, os.WNOHANG))[0] == 0:
             if time.monotonic() > end:
@@ -296,7 +322,23 @@ def serve():
         print(os.waitstatus_to_exitcode(status[1]), flush=True)
 
 
-def in_child(train, argv, files, env, cwd, before, timeout):
+def import_train(repo):
+    """The module train of the repository in the folder `repo`; that of another one is forgotten."""
+    if sys.path[0] != str(repo):
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__file__", None) or ""
+            if file.startswith(f"{REPO}/") and "site-packages" not in file and name != "__main__":
+                del sys.modules[name]
+        sys.path.insert(0, str(repo))
+    import train
+
+    if not isinstance(train.sample_text, functools.partial):
+        # every run ends with a sample of 200 tokens, for longer than a small run takes
+        train.sample_text = functools.partial(train.sample_text, max_new_tokens=10)
+    return train
+
+
+def in_child(argv, files, env, cwd, before, timeout, repo):
     os.setsid()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, path in enumerate(files, 1):
@@ -304,6 +346,7 @@ def in_child(train, argv, files, env, cwd, before, timeout):
     os.environ.update(env)
     os.chdir(cwd)
     sys.argv = argv
+    train = import_train(repo)
     exec(before, {"train": train})
     try:
         code = train.main()
@@ -317,5 +360,4 @@ def in_child(train, argv, files, env, cwd, before, timeout):
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(REPO))
     sys.exit(serve())

@@ -11,22 +11,24 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, arguments, stop_at, tree
+from conftest import REPO, TINY, arguments, stop_at, tree
 
-import configurator
 import train
-from machine import cpu_info
+from plumbing.configurator import configured
+from plumbing.devices import cpu_info
+from plumbing.identity import FREE, INEXACT, REFUSED
+from plumbing.knobs import INTERVAL, read_knobs, show
 from prepare_data import prepare
 
-KNOBS = configurator.read_knobs(train.__file__)
+KNOBS = read_knobs(train.__file__)
 NUMBERS = {name: knob for name, knob in KNOBS.items() if type(knob[0]) in (int, float)}
 WITHOUT_OVERRIDE = """
 import ctypes, os
-# root may write anywhere, unless it gives that capability (1) up
+# root may write (1) and read (2) anywhere, unless it gives these capabilities up
 libc = ctypes.CDLL(None)
 header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
 assert libc.capget(header, data) == 0
-data[0] &= ~(1 << 1)
+data[0] &= ~(1 << 1 | 1 << 2)
 assert libc.capset(header, data) == 0
 """
 
@@ -79,11 +81,11 @@ def own_data(data_dir, tmp_path):
         ("--max_steps=12.5", ["an int"]),
         ("--peak_lr=fast", ["a number"]),
         ("--compile=maybe", ["auto, true or false"]),
-        ("--optimizer=adam", ["adamw, sgd, momentum, muon"]),
+        ("--optimizer=lion", ["adamw, adam, sgd, momentum, muon"]),
         ("--schedule=cos", ["cosine, linear, constant, step, onecycle, wsd"]),
         ("--dtype=fp16", ["auto, float32, bfloat16, float16"]),
         ("--n_head=3", ["--n_embd=32", "multiple of --n_head=3"]),
-        ("--n_head=32", ["--n_embd=32", "multiple of --n_head=32"]),
+        ("--n_head=32", ["--n_embd=32", "--n_head=32", "must be even"]),
         ("--warmup_steps=13", ["--max_steps=12"]),
         ("--min_lr=0.1", ["--peak_lr=0.001"]),
         ("--device=gpu", ["--device=auto"]),
@@ -91,6 +93,7 @@ def own_data(data_dir, tmp_path):
         ("--device=cpu:x", ["--device=auto"]),
         ("--block_size=400", ["val.bin has 300 tokens", "smaller block_size"]),
         ("--block_size=5000", ["has 2,700 tokens", "smaller block_size"]),
+        ("--out_dir=", ["--out_dir=", "a folder"]),
         ("--max_step=5", ["did you mean --max_steps=5"]),
         ("--max_steps", ["no value"]),
         ("nowhere.py", ["no config file nowhere.py"]),
@@ -105,14 +108,15 @@ def test_a_bad_flag_is_named_and_nothing_is_written(refused, flag, words):
 
 def is_refused(capsys, *flags):
     with pytest.raises(SystemExit) as stop:
-        configurator.configure(dict(vars(train)), argv=list(flags))
+        with configured(vars(train), argv=flags):
+            pass
     return stop.value.code == 2 and flags[-1].split("=")[0] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_has_a_range_that_no_nan_slips_through(capsys, name):
     default, comment, _ = NUMBERS[name]
-    bounds = configurator.INTERVAL.search(comment)
+    bounds = INTERVAL.search(comment)
     assert bounds, f"{name} says nothing of its range"
     for value in ("-1", "nan", "inf", "-inf"):
         assert is_refused(capsys, f"--{name}={value}"), value
@@ -123,7 +127,18 @@ def test_every_number_has_a_range_that_no_nan_slips_through(capsys, name):
         outside = edge if bracket in "()" else edge + step
         shown = int(outside) if isinstance(default, int) else outside
         assert is_refused(capsys, f"--{name}={shown}")
-    configurator.configure(dict(vars(train)), argv=[f"--{name}={default}"])  # control
+    with configured(vars(train), argv=[f"--{name}={default}"]):  # control
+        pass
+
+
+@pytest.mark.parametrize(
+    "value", ["numpy.float64(1)", "numpy.ones(2)", "pathlib.Path('a')", "[{'x': range(3)}]"]
+)
+def test_a_state_that_no_checkpoint_brings_back_is_refused_by_name(refused, value):
+    before = f"import numpy, pathlib; train.FRESH_STATE['best_of_all'] = {value}"
+    kind = "range" if "range" in value else value.split("(")[0].split(".")[1]
+    kind = {"ones": "ndarray"}.get(kind, kind)
+    refused(before=before, words=["FRESH_STATE['best_of_all']", kind, "no checkpoint brings back"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -133,7 +148,7 @@ def test_a_device_that_is_not_there_is_refused(refused):
 
 def test_float16_on_a_cpu_that_does_not_compute_in_it_is_refused(refused, run_train):
     """On a CPU that does, its flags are hidden from the run."""
-    hide = 'import machine; machine.cpu_info = lambda: ("an older CPU", {"avx2"})'
+    hide = 'from plumbing import devices; devices.cpu_info = lambda: ("an older CPU", {"avx2"})'
     before = "" if "avx512_fp16" not in cpu_info()[1] else hide
     refused("--dtype=float16", words=["--dtype=float16", "--dtype=auto"], before=before)
     done = run_train("auto", "--dtype=auto", "--max_steps=3", before=hide)
@@ -145,7 +160,7 @@ def test_help_lists_every_knob_with_its_default(python_train, tmp_path):
     assert done.returncode == 0 and done.stderr == ""
     assert len(KNOBS) > 40
     for name, (default, comment, _) in KNOBS.items():
-        assert f"--{name}={configurator.show(default)}" in done.stdout
+        assert f"--{name}={show(default)}" in done.stdout
         assert " ".join(comment.split()[:2]) in " ".join(done.stdout.split())
     assert tree(tmp_path) == {}
 
@@ -265,7 +280,7 @@ def test_too_little_free_disk_is_refused_before_the_first_step(refused):
 
 
 @pytest.mark.parametrize("megabytes", [10, 24])
-def test_a_run_that_fits_on_its_disk_can_also_go_on_there(run_train, tmp_path, megabytes):
+def test_a_run_that_fits_on_its_disk_can_also_resume_there(run_train, tmp_path, megabytes):
     """Five files of 3.4 MB fit on the larger disk. What the run itself has written is not in its way."""
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -332,10 +347,8 @@ CHANGED = {
 
 
 def test_every_refused_key_is_tested():
-    from record import INEXACT, REFUSED
-
     assert set(CHANGED) | {"dataset", "data"} == set(REFUSED)
-    assert not set(REFUSED) & set(INEXACT)
+    assert not set(REFUSED) & set(INEXACT) and not set(FREE) & {*REFUSED, *INEXACT}
 
 
 @pytest.mark.parametrize("key", CHANGED)
@@ -374,6 +387,88 @@ def test_a_path_that_is_no_checkpoint_is_refused(refused, tmp_path, content):
     refused(f"--resume={tmp_path}/seed.pt", words=["--resume=", "seed.pt", "auto, never or"])
 
 
+def test_a_path_is_never_ignored_where_a_run_is(refused_there, stopped):
+    """Neither one that is not there, nor any other than the one that the run began from."""
+    refused_there("--resume=nowhere.pt", words=["--resume=nowhere.pt", "No such file"])
+    older = stopped.out_dir / "ckpt_00000004.pt"
+    words = [f"--resume={older}", "began from no checkpoint", "--out_dir=run_2"]
+    refused_there(f"--resume={older}", words=words)
+
+
+def test_a_run_begun_from_a_path_refuses_any_other(run_train, stopped, tmp_path):
+    first, other = stopped.checkpoint(4), stopped.checkpoint(5)
+    assert run_train("run", f"--resume={first}", before=stop_at(6)).returncode == 143
+    before = tree(tmp_path)
+    done = run_train("run", f"--resume={other}")
+    assert_refused(done, f"--resume={other}", "ckpt_00000004.pt", "--out_dir=run_2")
+    assert tree(tmp_path) == before
+    assert run_train("run", f"--resume={first}").returncode == 0  # control: the same command
+
+
+def test_a_checkpoint_that_may_not_be_read_is_no_damage(train_in, stopped, tmp_path):
+    shutil.copytree(stopped.out_dir, tmp_path / "run")
+    (tmp_path / "run" / "ckpt_00000005.pt").chmod(0)
+    names = sorted(path.name for path in (tmp_path / "run").iterdir())
+    before = WITHOUT_OVERRIDE if sys.platform == "linux" else ""
+    done = train_in(tmp_path, "run", before=before)
+    assert_refused(done, "ckpt_00000005.pt", "Permission denied", "stays as it is")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == names
+
+
+def as_before_the_redesign(folder):
+    """Makes the run in `folder` look like one whose state counted batches."""
+    for path in folder.glob("*.pt"):
+        checkpoint = torch.load(path, weights_only=True)
+        checkpoint["state"]["batch_index"] = checkpoint["state"].pop("sequences") // 8
+        torch.save(checkpoint, path)
+    facts = json.loads((folder / "run.json").read_text())
+    facts["git"]["commit"] = "0123456789abcdef"
+    (folder / "run.json").write_text(json.dumps(facts))
+
+
+def test_a_run_of_an_older_train_py_is_refused_by_its_commit(refused, stopped, tmp_path):
+    shutil.copytree(stopped.out_dir, tmp_path / "old")
+    as_before_the_redesign(tmp_path / "old")
+    words = ["older train.py (commit 0123456789abcdef)"]
+    refused(out_dir="old", words=[*words, "--out_dir=old_2"])
+    refused(f"--resume={tmp_path}/old/ckpt_00000005.pt", words=words)  # nor as a seed
+
+
+@pytest.fixture(scope="module")
+def finished(train_in, tmp_path_factory):
+    return train_in(tmp_path_factory.mktemp("finished"), "run", "--max_steps=3")
+
+
+def test_a_finished_run_asked_for_another_one_is_refused(train_in, finished):
+    """A sweep that forgets --out_dir must not look like a success."""
+    before = tree(finished.out_dir)
+    for flag, words in (
+        ("--peak_lr=0.5", "peak_lr was 0.001 and is 0.5 now"),
+        ("--ema_decay=0.5", "ema_decay was 0.0 and is 0.5 now"),
+        ("--max_skipped=3", "max_skipped was 10 and is 3 now"),
+        ("--deterministic=false", "deterministic was auto and is False now"),
+    ):
+        flags = ("--max_steps=3", flag, "--log_interval=1")
+        done = train_in(finished.out_dir.parent, "run", *flags)
+        assert_refused(done, words, "finished run", "--out_dir=run_2")
+        assert "log_interval" not in done.stderr
+    assert tree(finished.out_dir) == before
+
+
+def test_a_finished_run_may_be_asked_again_with_free_knobs(train_in, finished, data_dir):
+    before = tree(finished.out_dir)
+    other = {"wandb_project": "other", "wandb_run_name": "other", "offline_dataset": ""}
+    values = {name: KNOBS[name][0] for name in FREE}
+    free = {n: other.get(n, 1 if type(v) in (int, float) else v) for n, v in values.items()}
+    free |= {"out_dir": finished.out_dir, "data_dir": data_dir, "max_steps": 3, "resume": "auto"}
+    assert len(free) > 20
+    flags = [f"--{name}={show(value)}" for name, value in free.items()]
+    done = train_in(finished.out_dir.parent, "run", *flags)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert "is finished: 3 steps" in done.stdout and "--out_dir=run_2" in done.stdout
+    assert tree(finished.out_dir) == before
+
+
 def test_a_checkpoint_of_another_model_is_refused_as_a_seed(refused, stopped):
     seed = f"--resume={stopped.checkpoint(5)}"
     refused(seed, "--n_layer=2", words=["n_layer was 1 ", " is 2 now"])
@@ -409,5 +504,6 @@ def test_everything_else_may_change_freely(train_in, stopped, tmp_path):
 def test_the_helper_really_runs_the_commands_it_is_given(data_dir, tmp_path):
     """Every flag of these tests exists: a missing knob would be refused for the wrong reason."""
     argv = arguments(tmp_path / "run", data_dir, ())
-    configurator.configure(dict(vars(train)), argv=argv[1:])
     assert argv[0] == str(REPO / "train.py")
+    with configured(vars(train), argv=argv[1:]) as config:
+        assert config.flags >= {"out_dir", "data_dir", *TINY}

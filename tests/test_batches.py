@@ -1,4 +1,4 @@
-"""The batch as a pure function of (seed, split, index), and what follows from that."""
+"""The batch as a pure function of (seed, first sequence, count), and what follows from that."""
 
 import math
 import os
@@ -9,128 +9,135 @@ import numpy as np
 import pytest
 import torch
 
-from train import Batches
+from plumbing.dataset import Tokens
+from plumbing.eval_windows import OrderedWindows
+from train import ShuffledWindows
 
 BLOCK = 8
 TOKENS = 8 * 50 + 5  # 49 windows: one less than fit, so that there is room for any shift
 
 
 @pytest.fixture
-def ids(tmp_path):
-    """A split whose every token is its own position, so that a batch says where it was read."""
+def tokens(tmp_path):
+    """Every token is its own position, so that a window says where it was read."""
     np.arange(TOKENS, dtype=np.uint16).tofile(tmp_path / "ids.bin")
-    return str(tmp_path / "ids.bin")
+    return Tokens([tmp_path / "ids.bin"], "uint16")
 
 
-def batches(ids, batch_rows=6, rows=None, seed=1337, block_size=BLOCK):
-    return Batches(ids, "uint16", block_size, batch_rows, rows or range(batch_rows), seed)
+@pytest.fixture
+def windows(tokens):
+    return ShuffledWindows(tokens, BLOCK, seed=1337)
 
 
-def starts(split, count):
-    """Where the windows of the first `count` global batches begin, in their order."""
-    return torch.cat([split[index][0][:, 0] for index in range(count)]).tolist()
+def starts(dataset, count):
+    """Where the first `count` windows begin, in their order."""
+    return dataset[0, count][0][:, 0].tolist()
 
 
-def test_targets_are_the_tokens_one_place_on(ids):
-    tokens, targets = batches(ids)[3]
-    assert tokens.shape == targets.shape == (6, BLOCK)
-    assert tokens.dtype == targets.dtype == torch.int64
-    assert torch.equal(targets, tokens + 1)
-    assert torch.equal(tokens, tokens[:, :1] + torch.arange(BLOCK))
+def test_targets_are_the_tokens_one_place_on(windows):
+    inputs, targets = windows[18, 6]
+    assert inputs.shape == targets.shape == (6, BLOCK)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(targets, inputs + 1)
+    assert torch.equal(inputs, inputs[:, :1] + torch.arange(BLOCK))
 
 
-def test_an_epoch_holds_each_window_exactly_once(ids):
-    split = batches(ids, batch_rows=7)  # 7 batches to an epoch of 49 windows
-    assert (split.windows, len(split)) == (49, 7)
+def test_an_epoch_holds_each_window_exactly_once(windows):
+    assert len(windows) == 49
     for epoch in range(3):
-        tokens = torch.cat([split[7 * epoch + index][0] for index in range(7)])
-        seen = Counter(tokens.flatten().tolist())
+        inputs = torch.cat([windows[49 * epoch + 7 * n, 7][0] for n in range(7)])
+        seen = Counter(inputs.flatten().tolist())
         assert set(seen.values()) == {1} and len(seen) == 49 * BLOCK
-        shift = tokens.min().item()
+        shift = inputs.min().item()
         assert 0 <= shift < BLOCK
-        assert sorted(tokens[:, 0].tolist()) == [shift + BLOCK * n for n in range(49)]
+        assert sorted(inputs[:, 0].tolist()) == [shift + BLOCK * n for n in range(49)]
 
 
-def test_a_batch_may_lie_across_two_epochs(ids):
-    split = batches(ids, batch_rows=6)  # 49 = 8 x 6 + 1
-    drawn = starts(split, 17)[: 2 * 49]
-    assert drawn[:49] == split.starts(0).tolist() and drawn[49:] == split.starts(1).tolist()
+@pytest.mark.parametrize("count", [6, 49, 120])
+def test_a_batch_may_lie_across_epochs(windows, count):
+    drawn = [start for first in range(0, 240, count) for start in windows[first, count][0][:, 0]]
+    order = [start for epoch in range(4) for start in windows.starts(epoch)]
+    assert [start.item() for start in drawn[: 4 * 49]] == order
 
 
-def test_order_and_boundaries_change_with_every_epoch(ids):
-    split = batches(ids)
-    epochs = [split.starts(epoch).tolist() for epoch in range(20)]
+def test_order_and_boundaries_change_with_every_epoch(windows):
+    epochs = [windows.starts(epoch).tolist() for epoch in range(20)]
     assert len({tuple(epoch) for epoch in epochs}) == 20
     assert len({min(epoch) for epoch in epochs}) > 3  # boundaries, of which there are eight
     assert len({tuple(np.argsort(epoch)) for epoch in epochs}) == 20
 
 
-def test_another_seed_is_another_order(ids):
-    assert starts(batches(ids, seed=1), 8) == starts(batches(ids, seed=1), 8)
-    assert starts(batches(ids, seed=1), 8) != starts(batches(ids, seed=2), 8)
+def test_another_seed_is_another_order(tokens):
+    assert starts(ShuffledWindows(tokens, BLOCK, 1), 48) == starts(
+        ShuffledWindows(tokens, BLOCK, 1), 48
+    )
+    assert starts(ShuffledWindows(tokens, BLOCK, 1), 48) != starts(
+        ShuffledWindows(tokens, BLOCK, 2), 48
+    )
 
 
-@pytest.mark.parametrize("index", [0, 8, 1000])
-def test_a_batch_depends_on_nothing_but_its_index(ids, index):
-    fresh = batches(ids)[index]
-    used = batches(ids)
-    for before in (5, 900, 3, 1001, 0):
-        used[before]
+@pytest.mark.parametrize("first", [0, 48, 6000])
+def test_a_batch_depends_on_nothing_but_its_place(tokens, windows, first):
+    fresh = ShuffledWindows(tokens, BLOCK, seed=1337)[first, 6]
+    for before in (30, 5400, 18, 6006, 0):
+        windows[before, 6]
     torch.manual_seed(7)
     np.random.seed(7)
     globally = np.random.get_state()[1].copy(), torch.get_rng_state()
-    assert all(map(torch.equal, used[index], fresh))
+    assert all(map(torch.equal, windows[first, 6], fresh))
     assert np.array_equal(np.random.get_state()[1], globally[0])
     assert torch.equal(torch.get_rng_state(), globally[1])
 
 
-@pytest.mark.parametrize("seed", [1337, None])
+@pytest.mark.parametrize("split", [ShuffledWindows, OrderedWindows])
 @pytest.mark.parametrize("parts", [[4, 2], [1, 5], [2, 2, 2], [1] * 6])
-def test_any_split_into_ranks_reads_the_same_global_batch(ids, seed, parts):
+def test_any_split_into_ranks_reads_the_same_global_batch(tokens, split, parts):
+    dataset = split(tokens, BLOCK, 1337)
     ends = np.cumsum([0, *parts])
-    ranges = [range(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
-    for index in (0, 7, 8):  # 8 lies across two epochs, and is the last of a validation split
-        whole = batches(ids, seed=seed)[index]
-        split = [batches(ids, rows=rows, seed=seed)[index] for rows in ranges]
-        for part, expected in zip(zip(*split, strict=True), whole, strict=True):
+    for first in (0, 42, 44):  # 44: the last six of a validation split, and across two epochs
+        whole = dataset[first, 6]
+        each = [dataset[first + int(n), part] for n, part in zip(ends[:-1], parts, strict=True)]
+        for part, expected in zip(zip(*each, strict=True), whole, strict=True):
             assert torch.equal(torch.cat(part), expected)
 
 
-@pytest.mark.parametrize("batch_rows", [1, 6, 49, 64])
-@pytest.mark.parametrize("tokens", [BLOCK + 1, BLOCK + 2, 2 * BLOCK, 2 * BLOCK + 1, TOKENS])
-def test_validation_counts_every_token_exactly_once(tmp_path, tokens, batch_rows):
-    np.arange(tokens, dtype=np.uint32).tofile(tmp_path / "val.bin")
-    split = Batches(tmp_path / "val.bin", "uint32", BLOCK, batch_rows, range(batch_rows))
-    pairs = [split[index] for index in range(len(split))]
+@pytest.mark.parametrize("count", [1, 6, 49, 64])
+@pytest.mark.parametrize("length", [BLOCK + 1, BLOCK + 2, 2 * BLOCK, 2 * BLOCK + 1, TOKENS])
+def test_validation_counts_every_token_exactly_once(tmp_path, length, count):
+    np.arange(length, dtype=np.uint32).tofile(tmp_path / "val.bin")
+    windows = OrderedWindows(Tokens([tmp_path / "val.bin"], "uint32"), BLOCK)
+    firsts = range(0, len(windows), count)
+    pairs = [windows[first, min(count, len(windows) - first)] for first in firsts]
     counted = [targets[targets != -100] for _, targets in pairs]
-    assert torch.cat(counted).tolist() == list(range(1, tokens))  # each has one before it
+    assert torch.cat(counted).tolist() == list(range(1, length))  # each has one before it
     for x, y in pairs:
         assert torch.equal(x, x[:, :1] + torch.arange(BLOCK))  # nothing is masked in the input
         assert torch.equal(y, torch.where(y == -100, -100, x + 1))
 
 
-def test_validation_is_the_same_for_every_seed_and_time(ids):
-    first, again = batches(ids, seed=None), batches(ids, seed=None)
-    assert starts(first, len(first)) == starts(again, len(again))
+@pytest.mark.parametrize(
+    "n_targets, expected", [(1, 8), (8, 8), (9, 16), (TOKENS - 2, TOKENS - 1), (10**9, TOKENS - 1)]
+)
+def test_a_part_of_the_validation_tokens_is_its_first_ones(tokens, n_targets, expected):
+    """Rounded up to windows of 8; never more than there are."""
+    windows = OrderedWindows(tokens, BLOCK, n_targets)
+    _, targets = windows[0, len(windows)]
+    assert targets[targets != -100].tolist() == list(range(1, expected + 1))
 
 
-def test_batches_travel_to_workers_that_are_spawned(ids):
+def test_batches_travel_to_workers_that_are_spawned(windows):
     """A spawned worker has no override of a config global, and no open file of its parent."""
-    split = batches(ids, rows=range(2, 5))
-    split[9]  # an epoch's order may lie in the cache
+    windows[9, 3]  # an epoch's order may lie in the cache
+    wanted = [(44, 3), (47, 6), (53, 1)]
     loader = torch.utils.data.DataLoader(
-        split,
-        sampler=range(7, 11),
-        batch_size=None,
-        num_workers=1,
-        multiprocessing_context="spawn",
+        windows, sampler=wanted, batch_size=None, num_workers=1, multiprocessing_context="spawn"
     )
-    for index, (tokens, targets) in zip(range(7, 11), loader, strict=True):
-        assert torch.equal(tokens, split[index][0]) and torch.equal(targets, split[index][1])
-    assert len(pickle.dumps(split)) < 10_000  # the text stays on the disk
+    for batch, (inputs, targets) in zip(wanted, loader, strict=True):
+        assert torch.equal(inputs, windows[batch][0]) and torch.equal(targets, windows[batch][1])
+    assert len(pickle.dumps(windows)) < 10_000  # the text stays on the disk
 
 
-# --- a split in several files ---
+# ---- a split in several files --------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -143,39 +150,49 @@ def shards(tmp_path):
     return paths
 
 
-@pytest.mark.parametrize("seed", [1337, None])
-def test_windows_cross_from_one_file_into_the_next(ids, shards, seed):
-    one, many = batches(ids, seed=seed), batches(shards, seed=seed)
-    assert (len(one), one.n_tokens) == (len(many), many.n_tokens)
-    for index in range(20 if seed else len(one)):
-        assert all(map(torch.equal, many[index], one[index]))
+@pytest.mark.parametrize("length", [1, BLOCK + 1, 120, TOKENS])
+def test_a_row_may_lie_across_files_in_any_order_of_rows(shards, length):
+    tokens = Tokens(shards, "uint16")
+    assert len(tokens) == TOKENS
+    start = np.random.RandomState(0).permutation(TOKENS - length + 1)
+    rows = tokens.read(start, length)
+    assert rows.dtype == np.int64
+    assert np.array_equal(rows, start[:, None] + np.arange(length))
+    assert tokens.read([], length).shape == (0, length)
+
+
+@pytest.mark.parametrize("start", [-1, TOKENS - BLOCK + 1, TOKENS])
+def test_a_row_outside_the_split_is_refused(shards, start):
+    with pytest.raises(IndexError, match=f"of {TOKENS} tokens"):
+        Tokens(shards, "uint16").read([0, start], BLOCK)
 
 
 def test_across_shards_epochs_a_resume_and_other_ranks_each_token_comes_once_an_epoch(shards):
     """12 sequences a step: 3 epochs begun on 2 ranks, resumed on 3 at step 5 and on 1 at step 8."""
-    split = batches(shards, batch_rows=12)
-    steps = math.ceil(3 * split.windows / 12)
+
+    def resumed():  # in a new process
+        return ShuffledWindows(Tokens(shards, "uint16"), BLOCK, seed=1337)
+
+    windows = resumed()
+    steps = math.ceil(3 * len(windows) / 12)
     seen = []
-    for first, last, ranks in [(0, 5, 2), (5, 8, 3), (8, steps, 1)]:
+    for begin, end, ranks in [(0, 5, 2), (5, 8, 3), (8, steps, 1)]:
+        of = [resumed() for _ in range(ranks)]
         part = 12 // ranks
-        rows = [range(rank * part, rank * part + part) for rank in range(ranks)]
-        resumed = [
-            batches(shards, batch_rows=12, rows=mine) for mine in rows
-        ]  # all in new processes
-        seen += [torch.cat([of[step][0] for of in resumed]) for step in range(first, last)]
-    windows = torch.cat(seen)
-    undisturbed = torch.cat([split[step][0] for step in range(steps)])
-    assert torch.equal(windows, undisturbed)
+        for step in range(begin, end):
+            seen += [of[rank][12 * step + rank * part, part][0] for rank in range(ranks)]
+    inputs = torch.cat(seen)
+    assert torch.equal(inputs, windows[0, 12 * steps][0])
     for epoch in range(3):
-        tokens = windows[epoch * split.windows : (epoch + 1) * split.windows]
+        tokens = inputs[epoch * len(windows) : (epoch + 1) * len(windows)]
         counts = Counter(tokens.flatten().tolist())
-        assert set(counts.values()) == {1} and len(counts) == split.windows * BLOCK
+        assert set(counts.values()) == {1} and len(counts) == len(windows) * BLOCK
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
 def test_reading_leaves_no_file_open(shards):
-    split = batches(shards)
+    tokens = Tokens(shards, "uint16")
     before = len(os.listdir("/proc/self/fd"))
-    kept = [split[index] for index in range(50)]
+    kept = [tokens.read(range(index, 300, 7), BLOCK) for index in range(50)]
     assert len(os.listdir("/proc/self/fd")) == before and len(kept) == 50
-    assert len(pickle.dumps(split)) < 10_000
+    assert len(pickle.dumps(tokens)) < 10_000  # the text stays on the disk

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import configurator
+from plumbing import configurator
+from plumbing.configurator import configured
 
-REPO = Path(configurator.__file__).parent
+REPO = Path(configurator.__file__).parent.parent
 SCRIPT = '''\
 """
 Counts sheep.
@@ -22,7 +23,7 @@ More about sheep.
 import json
 import sys
 
-from configurator import configure
+from plumbing.configurator import configured
 
 CONSTANT = 3  # not a knob
 
@@ -45,10 +46,10 @@ _private = 1
 
 
 def main():
-    config, given = configure(globals(), names=NAMES)
-    for key, value in config.items():
-        assert globals()[key] is value
-    print(json.dumps([config, sorted(given), NAMES]))
+    with configured(globals(), names=NAMES) as config:
+        for key, value in config.items():
+            assert globals()[key] is value
+        print(json.dumps([config, sorted(config.given), NAMES]))
 
 
 NAMES = None
@@ -69,24 +70,27 @@ def script(tmp_path):
 
 
 def scope_of(script):
-    """The script's knobs as configure() sees them, without a process."""
+    """The script's knobs as configured() sees them, without a process."""
     knobs = {name: default for name, (default, _, _) in configurator.read_knobs(script).items()}
     return knobs | {"__file__": str(script), "__doc__": ""}
 
 
 def configure(script, *argv):
+    """(config, names given) inside the block; outside of it nothing may have changed."""
     scope = scope_of(script)
-    config, given = configurator.configure(scope, argv=list(argv))
-    assert all(scope[name] is value for name, value in config.items())
-    return config, given
+    before = dict(scope)
+    with configured(scope, argv=list(argv)) as config:
+        assert all(scope[name] is value for name, value in config.items())
+    assert scope == before
+    return config, config.given
 
 
 def refusal(script, capsys, *argv):
     """The one line that bad arguments get. Nothing may have been set."""
     scope = scope_of(script)
     before = dict(scope)
-    with pytest.raises(SystemExit) as stop:
-        configurator.configure(scope, argv=list(argv))
+    with pytest.raises(SystemExit) as stop, configured(scope, argv=list(argv)):
+        pass
     out, err = capsys.readouterr()
     assert stop.value.code == 2 and out == "" and scope == before
     assert err.count("\n") == 1 and err.endswith("\n")
@@ -191,24 +195,107 @@ def test_a_flags_folder_is_against_the_working_directory_others_against_the_repo
     assert configure(script, "--data_dir=/abs")[0]["data_dir"] == "/abs"
 
 
+def test_flags_are_told_from_files_and_the_later_one_counts(script):
+    def told(*argv):
+        with configured(scope_of(script), argv=list(argv)) as config:
+            return config.flags, config.given
+
+    assert told() == (set(), set())
+    assert told("config/small.py", "--shift=2") == ({"shift"}, {"shift", "batch_size"})
+    assert told("config/small.py", "--batch_size=2")[0] == {"batch_size"}
+    assert told("--batch_size=2", "config/small.py") == (set(), {"batch_size"})
+
+
+def test_a_value_set_in_a_notebook_is_the_default(script, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "/run/kernel-7.json"])
+    scope = scope_of(script)
+    scope.update(batch_size=5, peak_lr=1, compile=False, out_dir="mine")
+    for _ in range(2):  # twice in one process
+        with configured(scope, argv=[]) as config:
+            assert (config["batch_size"], scope["batch_size"]) == (5, 5)
+            assert config["out_dir"] == str(script.parent / "mine")
+            assert type(config["peak_lr"]) is float and config["compile"] is False
+            assert config.given == set()
+        assert (scope["batch_size"], scope["out_dir"]) == (5, "mine")
+    with configured(scope, argv=["config/small.py"]) as config:
+        assert config["batch_size"] == 4
+    with pytest.raises(SystemExit), configured(scope, argv=["--help"]):
+        pass
+    assert "--batch_size=5 " in capsys.readouterr().out
+    for bad in ("5", 1.5, None):
+        with pytest.raises(SystemExit), configured(scope | {"batch_size": bad}, argv=[]):
+            pass
+        assert f"batch_size = {bad!r}: expected an int" in capsys.readouterr().err
+
+
+def test_without_argv_the_command_line_counts(script, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["sheep.py", "--batch_size=7"])
+    with configured(scope_of(script)) as config:
+        assert config["batch_size"] == 7
+
+
+def test_knobs_are_given_back_also_after_an_exception(script):
+    scope = scope_of(script)
+    before = dict(scope)
+    for error in (RuntimeError, KeyboardInterrupt, SystemExit):
+        with pytest.raises(error), configured(scope, argv=["--batch_size=7"]):
+            scope["compile"] = True  # a script resolves "auto"
+            raise error
+        assert scope == before
+
+
+NANOGPT = """out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from
+    wandb_log wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size block_size
+    n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip
+    decay_lr warmup_iters lr_decay_iters min_lr backend device dtype compile""".split()
+
+
+@pytest.mark.parametrize("name", NANOGPT)
+def test_every_name_of_nanogpt_is_a_knob_of_train_or_gets_a_hint(name, tmp_path, capsys):
+    knobs = configurator.read_knobs(REPO / "train.py")
+    if name in knobs:
+        return
+    (tmp_path / "theirs.py").write_text(f"{name} = 1\n")
+    for argument in (f"--{name}=1", str(tmp_path / "theirs.py")):
+        scope = {key: knob[0] for key, knob in knobs.items()} | {"__file__": REPO / "train.py"}
+        with pytest.raises(SystemExit) as stop, configured(scope, argv=[argument]):
+            pass
+        err = capsys.readouterr().err
+        assert stop.value.code == 2 and err.count("\n") == 1
+        assert f"unknown name {name!r}" in err
+        assert "did you mean" not in err and "lists every name" not in err
+
+
+def test_a_hint_names_only_knobs_of_the_script_at_hand(script, capsys):
+    learning_rate = refusal(script, capsys, "--learning_rate=1")
+    assert learning_rate.endswith(
+        "unknown name 'learning_rate' in --learning_rate=1; here it is --peak_lr=1\n"
+    )
+    (script.parent / "config" / "theirs.py").write_text("learning_rate = 1 / 2\n")
+    assert refusal(script, capsys, "config/theirs.py").endswith("here it is peak_lr = 0.5\n")
+    for name in ("max_iters", "init_from", "bias", "backend"):
+        assert refusal(script, capsys, f"--{name}=1").endswith("--help lists every name\n")
+
+
 def test_a_script_can_take_another_modules_knobs_and_restate_a_default(script, tmp_path):
     bench = tmp_path / "bench.py"
     bench.write_text("batch_size = 1  # small\nrounds = 10  # timed\n")
     theirs = scope_of(script) | {"rounds": "no knob of theirs"}
     ours = scope_of(bench)
-    config, given = configurator.configure(theirs, ours, argv=["--rounds=3", "--shift=2"])
-    assert given == {"rounds", "shift"}
-    assert theirs["batch_size"] == ours["batch_size"] == config["batch_size"] == 1
-    assert (ours["rounds"], theirs["shift"]) == (3, 2)
-    assert theirs["rounds"] == "no knob of theirs" and "shift" not in ours
+    with configured(theirs, ours, argv=["--rounds=3", "--shift=2"]) as config:
+        assert config.given == {"rounds", "shift"}
+        assert theirs["batch_size"] == ours["batch_size"] == config["batch_size"] == 1
+        assert (ours["rounds"], theirs["shift"]) == (3, 2)
+        assert theirs["rounds"] == "no knob of theirs" and "shift" not in ours
+    assert (theirs["batch_size"], ours["batch_size"]) == (32, 1)
+    assert (ours["rounds"], theirs["shift"]) == (10, -1)
 
 
 def test_positionals_are_collected_only_for_a_script_that_asks_for_them(script, capsys):
     names = []
-    configurator.configure(
-        scope_of(script), argv=["a", "config/small.py", "b/c", "--shift=1"], names=names
-    )
-    assert names == ["a", "b/c"]
+    argv = ["a", "config/small.py", "b/c", "--shift=1"]
+    with configured(scope_of(script), argv=argv, names=names):
+        assert names == ["a", "b/c"]
     assert "unexpected argument 'a'" in refusal(script, capsys, "a")
 
 
@@ -228,6 +315,7 @@ def test_positionals_are_collected_only_for_a_script_that_asks_for_them(script, 
         (["--batch_size="], ["expected an int"]),
         (["--batch_size=true"], ["expected an int"]),
         (["--peak_lr=fast"], ["expected a number such as --peak_lr=0.001"]),
+        (["--out_dir="], ["--out_dir=: expected a folder such as --out_dir=out/run"]),
         (["--report=maybe"], ["expected true or false such as --report=true"]),
         (["--report=auto"], ["expected true or false"]),
         (["--compile=perhaps"], ["expected auto, true or false such as --compile=auto"]),
@@ -260,6 +348,7 @@ def test_a_bad_argument_gets_one_line_that_says_what_to_type(script, capsys, arg
         ("peak_lr = False", ["bad.py:1", "expected a number"]),
         ("report = 2", ["bad.py:1", "expected true or false"]),
         ("name = 3", ["bad.py:1", "expected a string"]),
+        ("out_dir = ''", ["bad.py:1", "expected a folder such as out_dir = 'out/run'"]),
         ("batch_size = shift", ["bad.py:1", "batch_size = shift", "names assigned above"]),
         ("batch_size = None", ["bad.py:1", "batch_size = None"]),
         ("batch_size = 1 / 0", ["bad.py:1", "division by zero"]),

@@ -10,11 +10,9 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import arguments, stop_at
 
-import record
-from model import GPT, GPTConfig
+from plumbing import console
 
 USUAL = {"loss": 1.8762, "grad_norm": 0.308, "lr": 4.99e-3, "step_ms": 44.6, "data_ms": 0.8}
 USUAL |= {"step": 50, "tokens_per_sec": 91_912.3, "mfu": 0.125, "mem_gb": 0.53}
@@ -24,6 +22,7 @@ UNUSUAL = [
     {"loss": math.nan, "grad_norm": math.inf, "mfu": math.nan, "tokens_per_sec": 12.3},
     {"loss": 3.4e38, "mem_gb": 1234.5, "tokens_per_sec": 999_999.9, "step_ms": 1e7},
     {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "data_ms": 0.0, "mem_gb": 0.0001},
+    {"mfu": None, "mem_gb": None},  # where nothing tells them
 ]
 
 
@@ -34,16 +33,38 @@ def columns(line, start):
 
 @pytest.mark.parametrize("max_steps", [9, 1_000_000, 20_000_000])
 def test_columns_stay_aligned_whatever_the_numbers(max_steps, capsys):
-    record.print_header(max_steps)
+    table = console.Table(max_steps)
     for row in ({}, *UNUSUAL):
         for step in (1, max_steps):
-            record.print_line(USUAL | row | {"step": step}, max_steps)
+            table.print_row(USUAL | row | {"step": step})
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 1 + 2 * (1 + len(UNUSUAL))
     assert len(set(map(len, lines))) == 1
     assert len(lines[0]) == (80 if max_steps < 1e7 else 82)
-    ends = [columns(line.replace("d ", "d_"), len(record.progress(0, max_steps))) for line in lines]
+    ends = [
+        columns(line.replace("d ", "d_"), len(console.progress(0, max_steps))) for line in lines
+    ]
     assert len(ends[0]) == 9 and all(each == ends[0] for each in ends)
+
+
+def test_a_field_of_its_own_gets_a_column_of_its_own_from_the_row_that_has_it_first(capsys):
+    table = console.Table(100)
+    table.print_row(USUAL)
+    for z_loss in (0.25, 1e-9, math.nan, 123456789.0):
+        table.print_row(USUAL | {"z_loss": z_loss, "a_long_name_of_a_number": -1.5})
+    first, _, header, *lines = capsys.readouterr().out.splitlines()
+    assert "z_loss" not in first and first.split()[:-1] == header.split()[:9]
+    assert header.split()[9:] == ["z_loss", "a_long_name_of_a_number", "left"]
+    assert [line.split()[9] for line in lines] == ["0.2500", "1e-09", "nan", "1e+08"]
+    assert {line.split()[10] for line in lines} == {"-1.5000"}
+    ends = [columns(line, len(console.progress(0, 100))) for line in (header, *lines)]
+    assert all(each == ends[0] for each in ends)
+
+
+def test_numbers_that_an_evaluation_adds_are_shown_in_their_order(capsys):
+    row = {"kind": "eval", "step": 5, "val_loss": 1.0, "val_accuracy": 0.5, "best_val_loss": 1.0}
+    console.Table(9).print_evaluation(row | {"raw_loss": 1.25, "b": 2.0, "a": 3.0}, is_best=False)
+    assert "raw_loss 1.2500  b 2.0000  a 3.0000" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -60,16 +81,16 @@ def test_columns_stay_aligned_whatever_the_numbers(max_steps, capsys):
     ],
 )
 def test_a_number_keeps_the_digits_there_is_room_for(value, width, digits, text):
-    assert record.fit(value, width, digits) == text
+    assert console.fit(value, width, digits) == text
 
 
 def test_rates_and_times_have_units():
     values = (853, 91_912.3, 999_949, 999_960, 1_234_567, 9.87e9)
     texts = ["0.853k", "91.91k", "999.9k", "1.000M", "1.235M", "9.870G"]
-    assert [record.rate(value) for value in values] == texts
+    assert [console.rate(value) for value in values] == texts
     times = {0: "0:00", 46.9: "0:46", 725: "12:05", 3600: "1:00:00", 86399: "23:59:59"}
     times |= {360_000: "4d 4h", 1e9: "11574d"}
-    assert {seconds: record.duration(seconds) for seconds in times} == times
+    assert {seconds: console.duration(seconds) for seconds in times} == times
 
 
 def test_the_header_says_what_will_be_needed_in_lines_that_fit(run_train):
@@ -90,31 +111,14 @@ def test_the_header_says_what_will_be_needed_in_lines_that_fit(run_train):
     assert "more than is free" not in done.stdout
 
 
-def test_the_memory_expected_of_a_rank_is_its_share():
-    model = GPT(GPTConfig(65, block_size=16, n_layer=2, n_head=2, n_embd=32))
-    knobs = {"batch_size": 4, "optimizer": "adamw", "dtype": "float32", "grad_checkpoint": False}
-    knobs |= {"shard": False, "offload": False, "world_size": 4}
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    whole = record.memory_of_step(knobs, model, cpu)
-    share = record.memory_of_step(knobs | {"shard": True}, model, cpu)
-    block = 4 * sum(weight.numel() for weight in model.blocks[0].parameters())
-    assert share["weights"] == whole["weights"] / 4 + block
-    assert [share[k] * 4 for k in ("gradients", "optimizer")] == [
-        whole[k] for k in ("gradients", "optimizer")
-    ]
-    assert share["activations"] == whole["activations"]
-    on_host = record.memory_of_step(knobs | {"shard": True, "offload": True}, model, cuda)
-    assert (on_host["weights"], on_host["gradients"], on_host["optimizer"]) == (block, 0, 0)
-
-
 def test_a_path_is_shown_as_it_would_be_typed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert record.shown(tmp_path / "out/a") == "out/a"
-    assert record.shown("/a") == "/a"  # shorter than the way there from here
+    assert console.shown(tmp_path / "out/a") == "out/a"
+    assert console.shown("/a") == "/a"  # shorter than the way there from here
 
 
 def test_a_step_that_cannot_fit_is_announced(run_train):
-    little = "train.record.free_memory = lambda device: 1e6"
+    little = "train.devices.free_memory = lambda device: 1e6"
     done = run_train("run", "--max_steps=4", before=little)
     assert done.returncode == 0 and "more than is free" in done.stdout
 
@@ -129,7 +133,7 @@ def test_the_end_names_commands_that_run(run_train, data_dir, tmp_path):
         command[0] = sys.executable
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
     stopped = run_train("b", before=stop_at(3))
-    line = next(line for line in stopped.stdout.splitlines() if line.endswith("# goes on"))
+    line = next(line for line in stopped.stdout.splitlines() if line.endswith("# resumes"))
     assert shlex.split(line, comments=True) == ["python", *arguments(stopped.out_dir, data_dir, ())]
 
 
@@ -157,6 +161,6 @@ def test_colour_is_for_terminals_only(data_dir, tmp_path, run_train, monkeypatch
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     terminal = SimpleNamespace(isatty=lambda: True)
-    assert record.paint("a", "dim", terminal) == "\033[2ma\033[0m"
+    assert console.paint("a", "dim", terminal) == "\033[2ma\033[0m"
     monkeypatch.setenv("NO_COLOR", "1")  # control for the line before
-    assert record.paint("a", "dim", terminal) == "a"
+    assert console.paint("a", "dim", terminal) == "a"

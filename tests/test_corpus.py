@@ -1,4 +1,4 @@
-"""A corpus: what of it becomes which token, the same for any number of processes and after any kill."""
+"""A corpus: what becomes which token, the same for any number of processes and after any kill."""
 
 import gzip
 import hashlib
@@ -12,12 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import pydoc_text, wait_for
+from conftest import REPO, pydoc_text, wait_for
 
-import prepare_data
-from prepare_data import DataError, decode, open_dataset, prepare, read_pieces
+import plumbing.corpus
+from plumbing.corpus import START, documents, in_pieces, only_process, read_items
+from plumbing.dataset import CORPORA, shards
+from plumbing.tokenizers import END_OF_TEXT, DataError, decode
+from prepare_data import open_dataset, prepare
 
-SCRIPT = Path(prepare_data.__file__)
+SCRIPT = REPO / "prepare_data.py"
 FOLDER = Path(os.environ.get("HONEST_DATA") or "/nonexistent")
 needs_gpt2 = pytest.mark.skipif(
     not (FOLDER / "tiktoken_cache").is_dir(), reason="HONEST_DATA names no folder tiktoken_cache"
@@ -76,14 +79,14 @@ def make(folder, source, tokenizer="byte", num_proc=1, say=quiet, **how):
 
 def ids_of(folder, split):
     meta = json.loads((folder / "meta.json").read_text())
-    names = prepare_data.shards(meta, split)
+    names = shards(meta, split)
     return np.concatenate([np.fromfile(folder / name, "uint16") for name in names])
 
 
 def documents_of(folder, split):
     """The texts of a split, as their tokens say; each must end with its end-of-text."""
     meta = json.loads((folder / "meta.json").read_text())
-    ids, end = ids_of(folder, split), prepare_data.END_OF_TEXT[meta["tokenizer"]]
+    ids, end = ids_of(folder, split), END_OF_TEXT[meta["tokenizer"]]
     assert ids[-1] == end
     return [
         decode(part[part != end], meta) for part in np.split(ids, np.flatnonzero(ids == end) + 1)
@@ -120,9 +123,9 @@ def test_each_document_is_there_once_in_order_with_its_end_of_text(
 def test_shards_are_full_but_for_the_last_and_read_as_one(tmp_path, corpus):
     folder, small = tmp_path / "made", tmp_path / "small"
     _, meta = make(folder, corpus, **MANY)
-    assert len(prepare_data.shards(meta, "train")) > 5
+    assert len(shards(meta, "train")) > 5
     for split in ("train", "val"):
-        sizes = [(folder / name).stat().st_size for name in prepare_data.shards(meta, split)]
+        sizes = [(folder / name).stat().st_size for name in shards(meta, split)]
         assert set(sizes[:-1]) <= {100_000} and 0 < sizes[-1] <= 100_000
         assert sum(sizes) == 2 * meta[f"{split}_tokens"]
     assert sorted(snapshot(folder)) == sorted([*meta["sha256"], "meta.json"])
@@ -132,7 +135,7 @@ def test_shards_are_full_but_for_the_last_and_read_as_one(tmp_path, corpus):
 
 
 def test_the_bytes_are_the_same_for_any_number_of_processes(tmp_path, corpus, monkeypatch):
-    monkeypatch.setattr(prepare_data, "PIECE", 20_000)  # so that there is something to overtake
+    monkeypatch.setattr(plumbing.corpus, "PIECE", 20_000)  # so that there is something to overtake
     made = [tmp_path / str(num_proc) for num_proc in (1, 2, 3)]
     for folder in made:
         make(folder, corpus, num_proc=int(folder.name), **MANY)
@@ -159,17 +162,13 @@ def test_a_validation_document_never_occurs_in_training(tmp_path, texts, num_pro
 
 
 def test_a_long_text_is_cut_at_line_ends_and_loses_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_data, "WHOLE_DOCUMENT", 50_000)
-    monkeypatch.setattr(prepare_data, "PART", 1_000)
+    monkeypatch.setattr(plumbing.corpus, "WHOLE_DOCUMENT", 50_000)
+    monkeypatch.setattr(plumbing.corpus, "PART", 1_000)
     lines, spaces = pydoc_text()[:120_000], pydoc_text()[:120_000].replace("\n", " ")
     bare = "käse漢🐴" * 9_000  # neither line ends nor spaces, and characters of 1 to 4 bytes
     for text in (lines, spaces, bare):
         (tmp_path / "long.txt").write_text(text, newline="")
-        items = [
-            item
-            for piece, *_ in read_pieces(str(tmp_path / "long.txt"), prepare_data.START)
-            for item in piece
-        ]
+        items = [item for item, *_ in read_items(str(tmp_path / "long.txt"), START)]
         parts = [raw for _, _, raw in items]
         assert b"".join(parts) == text.encode() and len(parts) > 100
         assert all(len(part) <= 1_000 and part.decode() for part in parts)
@@ -178,28 +177,27 @@ def test_a_long_text_is_cut_at_line_ends_and_loses_nothing(tmp_path, monkeypatch
         offsets = [offset for _, offset, _ in items]
         assert offsets == [0, *np.cumsum([len(part) for part in parts])[:-1].tolist()]
     (tmp_path / "long.txt").write_bytes(lines.encode()[:50_000])
-    ((piece, *_),) = read_pieces(str(tmp_path / "long.txt"), prepare_data.START)
-    assert len(piece) == 1  # a text that is no longer than that is one document
+    assert len(list(read_items(str(tmp_path / "long.txt"), START))) == 1  # no longer: one document
 
 
 def documents_in(pieces):
     items = [item for piece, *_ in pieces for item in piece]
-    return [text for item in items for text in prepare_data.documents(*item, "text")]
+    return [text for item in items for text in documents(*item, "text")]
 
 
-def test_reading_goes_on_from_any_place_as_if_it_had_not_stopped(corpus, texts, monkeypatch):
-    monkeypatch.setattr(prepare_data, "WHOLE_DOCUMENT", 30_000)
-    monkeypatch.setattr(prepare_data, "PART", 5_000)
-    monkeypatch.setattr(prepare_data, "PIECE", 7_000)
+def test_reading_resumes_at_any_place_as_if_it_had_not_stopped(corpus, texts, monkeypatch):
+    monkeypatch.setattr(plumbing.corpus, "WHOLE_DOCUMENT", 30_000)
+    monkeypatch.setattr(plumbing.corpus, "PART", 5_000)
+    monkeypatch.setattr(plumbing.corpus, "PIECE", 7_000)
     text = pydoc_text()
     write(corpus / "e.txt", text[:70_000].encode())
     write(corpus / "f.txt.gz", gzip.compress(text[70_000:140_000].encode()))
-    pieces = list(read_pieces(str(corpus), prepare_data.START))
+    pieces = list(in_pieces(read_items(str(corpus), START)))
     assert len(pieces) > 50
     rest = [documents_in(pieces[i:]) for i in range(len(pieces) + 1)]
     assert len(rest[0]) > len(texts)
     for i, (_, at, _) in enumerate(pieces):
-        assert documents_in(read_pieces(str(corpus), at)) == rest[i + 1]
+        assert documents_in(in_pieces(read_items(str(corpus), at))) == rest[i + 1]
 
 
 def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
@@ -227,15 +225,15 @@ def test_zst_is_read_frame_after_frame(tmp_path, texts):
     documents = documents_of(tmp_path / "made", "train") + documents_of(tmp_path / "made", "val")
     assert sorted(documents) == sorted(texts)
     write(tmp_path / "a.jsonl.zst", b"".join(halves)[:-5])
-    with pytest.raises(DataError, match="a.jsonl.zst is cut off or damaged"):
+    with pytest.raises(DataError, match="a.jsonl.zst is truncated or damaged"):
         make(tmp_path / "cut", tmp_path / "a.jsonl.zst", **MANY)
 
 
 # --- killed, and started again ---
 
 COMMAND = """
-import sys, prepare_data
-prepare_data.PIECE = 20_000
+import sys, plumbing.corpus, prepare_data
+plumbing.corpus.PIECE = 20_000
 name, data_dir, source, tokenizer, num_proc = sys.argv[1:]
 prepare_data.prepare(name, data_dir, source, tokenizer, val_fraction=0.1, shard_tokens=20_000,
                      num_proc=int(num_proc))
@@ -308,7 +306,7 @@ def test_killed_and_started_again_the_bytes_are_those_of_an_undisturbed_run(
         finished = {path: path.stat().st_mtime_ns for path in sorted(folder.glob("train*"))[:done]}
     process = start(tmp_path, "killed", corpus, tokenizer, num_proc)
     output, _ = process.communicate()
-    assert process.returncode == 0 and "going on in" in output
+    assert process.returncode == 0 and "resuming in" in output
     of_the_whole = re.search(r"[\d.]+ bytes/token", said[-1]).group()
     assert of_the_whole in output
     assert all(path.stat().st_mtime_ns == written for path, written in finished.items())
@@ -317,9 +315,9 @@ def test_killed_and_started_again_the_bytes_are_those_of_an_undisturbed_run(
 
 @pytest.fixture
 def unfinished(tmp_path, corpus, monkeypatch):
-    """A folder of a work that was cut off in its middle."""
-    monkeypatch.setattr(prepare_data, "PIECE", 20_000)
-    real, calls = prepare_data.append, []
+    """A folder of a corpus that is half made."""
+    monkeypatch.setattr(plumbing.corpus, "PIECE", 20_000)
+    real, calls = plumbing.corpus.append, []
 
     def full(*arguments):
         calls.append(1)
@@ -328,19 +326,19 @@ def unfinished(tmp_path, corpus, monkeypatch):
         return real(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_data, "append", full)
+        patch.setattr(plumbing.corpus, "append", full)
         with pytest.raises(
-            DataError, match="No space left on device; with that in order, the same"
+            DataError, match="No space left on device; mend that, and the same command"
         ):
             make(tmp_path / "made", corpus, **MANY)
     assert {"progress.json", "train_00002.bin"} < set(snapshot(tmp_path / "made"))
     return tmp_path / "made"
 
 
-def test_after_a_full_disk_the_same_command_goes_on(tmp_path, corpus, unfinished):
+def test_after_a_full_disk_the_same_command_resumes(tmp_path, corpus, unfinished):
     said = []
     make(unfinished, corpus, say=said.append, **MANY)
-    assert "going on in" in said[0]
+    assert "resuming in" in said[0]
     make(tmp_path / "whole", corpus, **MANY)
     assert snapshot(unfinished) == snapshot(tmp_path / "whole")
 
@@ -377,13 +375,13 @@ def tear_the_progress(corpus, folder):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_work_that_belongs_to_something_else_is_begun_afresh(
+def test_work_that_belongs_to_something_else_starts_over(
     tmp_path, corpus, unfinished, change, words
 ):
     change(corpus, unfinished)
     said = []
     make(unfinished, corpus, say=said.append, **MANY)
-    assert words in said[0] and "starting afresh" in said[0]
+    assert words in said[0] and "starting over" in said[0]
     make(tmp_path / "whole", corpus, **MANY)
     assert snapshot(unfinished) == snapshot(tmp_path / "whole")
 
@@ -391,14 +389,37 @@ def test_work_that_belongs_to_something_else_is_begun_afresh(
 def test_other_options_are_another_work(tmp_path, corpus, unfinished):
     said = []
     make(unfinished, corpus, say=said.append, **MANY | {"val_fraction": 0.2})
-    assert "options" in said[0] and "starting afresh" in said[0]
+    assert "options" in said[0] and "starting over" in said[0]
 
 
 def test_two_processes_do_not_make_the_same_corpus_at_once(tmp_path, corpus):
-    with prepare_data.alone_in(str(tmp_path / "made")):
+    with only_process(str(tmp_path / "made"), quiet):
         done = command(tmp_path, "made", f"--input={corpus}", "--tokenizer=byte")
     assert done.returncode == 2 and "another process is making" in done.stderr
     assert not (tmp_path / "made").exists()
+
+
+WITHOUT_LOCKS = """
+import sys
+sys.modules["fcntl"] = None  # as on Windows
+import prepare_data
+sys.exit(prepare_data.main(sys.argv[1:]))
+"""
+
+
+def test_a_system_without_file_locks_makes_the_same_and_says_once_what_it_lacks(tmp_path, corpus):
+    make(tmp_path / "whole", corpus, **MANY)
+    flags = [f"--input={corpus}", "--tokenizer=byte", "--num_proc=1", f"--data_dir={tmp_path}"]
+    flags += [f"--{key}={value}" for key, value in MANY.items()]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_LOCKS, "made", *flags],
+        cwd=SCRIPT.parent,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.count("no file locks") == 1
+    assert snapshot(tmp_path / "made") == snapshot(tmp_path / "whole")
 
 
 # --- a corpus that is there already, or was damaged ---
@@ -479,8 +500,12 @@ GOOD = b'{"text": "good"}\n'
             ["b.txt is not UTF-8: byte 0xe4 at offset 1"],
         ),
         ({"a.txt": b"good", "b.png": b"x\0y"}, "", ["b.png is binary", "NUL byte at offset 1"]),
-        ({"a.txt.gz": gzip.compress(b"a text" * 99)[:-9]}, "", ["a.txt.gz is cut off or damaged"]),
-        ({"a.txt.gz": b"no gzip at all"}, "", ["a.txt.gz is cut off or damaged"]),
+        (
+            {"a.txt.gz": gzip.compress(b"a text" * 99)[:-9]},
+            "",
+            ["a.txt.gz is truncated or damaged"],
+        ),
+        ({"a.txt.gz": b"no gzip at all"}, "", ["a.txt.gz is truncated or damaged"]),
         ({"a.txt": b""}, "", ["1 files of 0 bytes"]),
         ({"a.txt": b"good"}, "/*.jsonl", ["0 files of 0 bytes", "expected text, .jsonl"]),
         ({"a.txt": b"good"}, "/b.jsonl", ["cannot read", "No such file"]),
@@ -510,16 +535,16 @@ def test_the_command_says_it_in_one_line_and_exits_2(tmp_path):
 
 
 def test_an_offset_counts_from_the_beginning_of_a_long_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_data, "WHOLE_DOCUMENT", 1_000)
-    monkeypatch.setattr(prepare_data, "PART", 100)
+    monkeypatch.setattr(plumbing.corpus, "WHOLE_DOCUMENT", 1_000)
+    monkeypatch.setattr(plumbing.corpus, "PART", 100)
     write(tmp_path / "web" / "a.txt", b"a line\n" * 1_000 + b"\xff\n" + b"a line\n" * 1_000)
     with pytest.raises(DataError, match="a.txt is not UTF-8: byte 0xff at offset 7000 "):
         make(tmp_path / "made", tmp_path / "web")
 
 
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_data, "LONGEST_LINE", 100_000)
-    monkeypatch.setattr(prepare_data, "PIECE", 10_000)
+    monkeypatch.setattr(plumbing.corpus, "LONGEST_LINE", 100_000)
+    monkeypatch.setattr(plumbing.corpus, "PIECE", 10_000)
     write(tmp_path / "a.jsonl", GOOD + b'{"text": "' + b"x" * 200_000)
     with pytest.raises(DataError, match="a.jsonl:2: a line of more than 100,000 bytes"):
         make(tmp_path / "made", tmp_path / "a.jsonl")
@@ -538,7 +563,7 @@ def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
     write(tmp_path / "a.txt.zst", b"whatever")
     with pytest.raises(DataError, match="needs zstandard .* pip install zstandard"):
         make(tmp_path / "made", tmp_path / "a.txt.zst")
-    for name in prepare_data.CORPORA:
+    for name in CORPORA:
         with pytest.raises(DataError, match=f"{name} needs datasets; type: pip install datasets"):
             prepare(name, tmp_path, tokenizer="byte")
         with pytest.raises(DataError, match=f"make it first: python prepare_data.py {name}"):

@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 import prepare_data
-from prepare_data import DataError, Offline, decode, encode, open_dataset, prepare
+from plumbing.dataset import Offline, fingerprint
+from plumbing.tokenizers import DataError, decode, encode
+from prepare_data import open_dataset, prepare
 
 SCRIPT = Path(prepare_data.__file__)
 FOLDER = Path(os.environ.get("HONEST_DATA") or "/nonexistent")
@@ -207,8 +209,8 @@ def test_the_fingerprint_tells_tokens_apart_and_not_where_they_came_from(tmp_pat
     marks = {}
     for name, tokenizer in [("esel", "char"), ("copy", "char"), ("other", "char")]:
         meta = prepare(name, tmp_path, str(tmp_path / f"{name}.txt"), tokenizer)[1]
-        marks[name] = prepare_data.fingerprint(meta)
-    marks["byte"] = prepare_data.fingerprint(prepare("b", tmp_path, str(text_file), "byte")[1])
+        marks[name] = fingerprint(meta)
+    marks["byte"] = fingerprint(prepare("b", tmp_path, str(text_file), "byte")[1])
     assert marks["esel"] == marks["copy"]
     assert len(set(marks.values())) == 3
     assert all(len(mark) == 16 for mark in marks.values())
@@ -279,12 +281,14 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, text_file):
     assert "cannot write" in err and "--data_dir=FOLDER" in err
 
 
-def test_a_full_disk_leaves_nothing_half_written(tmp_path, text_file, monkeypatch):
-    real, synced = os.fsync, []
+@pytest.mark.parametrize("fits", [0, 1, 2])
+def test_a_full_disk_leaves_nothing_half_written(tmp_path, text_file, monkeypatch, fits):
+    real = os.fsync
+    synced = []
 
     def full(descriptor):
         synced.append(descriptor)
-        if len(synced) == 2:  # train.bin still fits
+        if len(synced) > fits:  # of the three files
             raise OSError(28, "No space left on device")
         real(descriptor)
 
@@ -292,6 +296,19 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, text_file, monkeypatc
     with pytest.raises(DataError, match="No space left"):
         prepare("esel", tmp_path, str(text_file))
     assert files(tmp_path / "esel") == []
+
+
+def test_meta_json_gets_its_name_last(tmp_path, text_file, monkeypatch):
+    replaced = []
+    real = os.replace
+
+    def replace(temporary, path):
+        replaced.append(os.path.basename(path))
+        real(temporary, path)
+
+    monkeypatch.setattr(os, "replace", replace)
+    prepare("esel", tmp_path, str(text_file))
+    assert replaced == ["train.bin", "val.bin", "meta.json"]
 
 
 def test_a_gpt2_vocabulary_that_cannot_be_had_is_one_clear_line(tmp_path, text_file):
@@ -478,13 +495,13 @@ def test_shakespeare_can_come_from_a_file_or_a_copy(tmp_path):
     shutil.rmtree(tmp_path / "data")
     assert run(tmp_path, "shakespeare", f"--input={SHAKESPEARE}").returncode == 0
     two = open_dataset("shakespeare", tmp_path / "data")[1]
-    assert prepare_data.fingerprint(one) == prepare_data.fingerprint(two)
+    assert fingerprint(one) == fingerprint(two)
 
 
 @pytest.mark.parametrize(
     "path, words",
     [
-        ("/cut", ["cut off after 500,000 bytes"]),
+        ("/cut", ["truncated after 500,000 bytes"]),
         ("/portal", ["a page of HTML came instead of the text", "/login"]),
         ("/wrong", ["the SHA-256 of what came is"]),
         ("/longer", ["the SHA-256 of what came is"]),

@@ -14,7 +14,7 @@ import sys
 import pytest
 from conftest import REPO, Done, arguments
 
-import record
+from plumbing import files
 
 DOCKERFILE = (REPO / "Dockerfile").read_text()
 STEPS = re.findall(r"^([A-Z]+) ((?:.*\\\n)*.*)", DOCKERFILE, re.M)  # [(instruction, the rest)]
@@ -69,8 +69,8 @@ def ignored(path):
 
 
 def test_nothing_that_git_tracks_is_left_out_and_nothing_else_is_let_in():
-    code = {f"{name}.py" for name in imports_of(REPO / "train.py")}
-    assert {"train.py", "model.py", "record.py"} <= code
+    code = imports_of(REPO / "train.py")
+    assert {"train.py", "model.py", "plumbing/ranks.py"} <= code
     tracked = []
     if (REPO / ".git").exists():  # not in the image, nor in an unpacked archive
         listing = subprocess.check_output(["git", "-C", REPO, "ls-files"], text=True)
@@ -84,14 +84,16 @@ def test_nothing_that_git_tracks_is_left_out_and_nothing_else_is_let_in():
 
 
 def imports_of(path, found=()):
-    """The names of the repository's modules that a file imports, itself and theirs included."""
-    found = {*found, path.stem}
+    """Paths of the repository's files that a file imports, itself and theirs included."""
+    found = {*found, path.relative_to(REPO).as_posix()}
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
         for name in names:
-            if name not in found and (REPO / f"{name}.py").exists():
-                found = imports_of(REPO / f"{name}.py", found)
+            file = name.replace(".", "/") + ".py"
+            if file not in found and (REPO / file).exists():
+                found = imports_of(REPO / file, found)
     return found
 
 
@@ -101,6 +103,7 @@ def copied_repository(tmp_path):
     (tmp_path / "image").mkdir()
     for file in [*REPO.glob("*.py"), REPO / "requirements.txt"]:
         shutil.copy(file, tmp_path / "image")
+    shutil.copytree(REPO / "plumbing", tmp_path / "image/plumbing")
     return tmp_path / "image"
 
 
@@ -117,5 +120,5 @@ def test_run_json_names_the_commit_where_there_is_no_git(copied_repository, data
     )
     done = Done(tmp_path / "run", result.returncode, result.stdout, result.stderr)
     assert done.returncode == 0, done.stderr
-    run = record.read_json(done.out_dir / "run.json")
+    run = files.read_json(done.out_dir / "run.json")
     assert run["git"] == {"commit": commit, "dirty": None, "diff_sha256": None}

@@ -1,26 +1,34 @@
 """What one update computes, and what the loop around it promises: counts, rows, early stopping."""
 
 import copy
+import dataclasses
+import hashlib
 import json
 import math
 import re
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import HONEST_DATA, digest, stop_at, tree
+from conftest import HONEST_DATA, REPO, TINY, WINDOWS, digest, read_rows, stop_at, tree
 
-import machine
 import train
 from model import GPT, GPTConfig, configure_optimizers
+from plumbing import devices
+from plumbing.dataset import Tokens
+from plumbing.eval_windows import OrderedWindows
+from plumbing.identity import split_global_batch
 
 STEPS = 12
-DEVICE = torch.device("cpu")
+CPU = torch.device("cpu")
 TRAIN = (
     "step loss lr grad_norm skipped step_ms data_ms tokens_per_sec mfu mem_gb gpu_util tokens epoch"
 )
 EVAL = "step val_loss val_bpb val_accuracy best_val_loss"
 needs_float16 = pytest.mark.skipif(
-    "avx512_fp16" not in machine.cpu_info()[1], reason="this CPU does not compute in float16"
+    "avx512_fp16" not in devices.cpu_info()[1], reason="this CPU does not compute in float16"
 )
 
 
@@ -38,7 +46,7 @@ def knobs(monkeypatch):
     return set_knobs
 
 
-def build_run(optimizer="adamw", rows=32, accum=1, ema=False, folder=None, **shape):
+def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
     """A run before its first step, on a model in which every path is open."""
     torch.manual_seed(0)
     shape = {"vocab_size": 65, "block_size": 16, "n_head": 2, "n_embd": 32} | shape
@@ -47,12 +55,17 @@ def build_run(optimizer="adamw", rows=32, accum=1, ema=False, folder=None, **sha
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight), alpha=0.1)
     return train.Run(
-        folder=folder,
+        folder=None,
+        device=CPU,
+        train_data=None,
+        val_data=None,
+        facts={},
         model=model,
         optimizers=configure_optimizers(model, optimizer, 1e-3, 0.1, 0.9, 0.95, 0.95, "cpu"),
+        groups=[],
         scaler=torch.amp.GradScaler("cpu", enabled=train.dtype == "float16"),
         ema={n: w.detach().clone() for n, w in model.named_parameters()} if ema else {},
-        state=train.FRESH_STATE | {"batch_size": rows // accum, "accum_steps": accum},
+        state=train.FRESH_STATE | {"micro_batch": rows // accum},
     )
 
 
@@ -66,53 +79,65 @@ def gradient(run):
     return torch.cat([weight.grad.flatten() for weight in run.model.parameters()])
 
 
+def distance(one, other):
+    """Relative to `other`."""
+    return ((one - other).norm() / other.norm()).item()
+
+
 def moments(run):
     return [optimizer.state_dict()["state"] for optimizer in run.optimizers]
 
 
-def update(run, tokens=None, targets=None, lr=1e-3):
-    if tokens is None:
-        tokens, targets = batch()
-    return train.train_step(run.model, run, tokens, targets, lr)
+def update(run, inputs=None, targets=None, lr=1e-3):
+    """The numbers of one step, as plain floats."""
+    if inputs is None:
+        inputs, targets = batch()
+    numbers = train.train_step(run.model, run, inputs, targets, lr)
+    return {name: value.item() for name, value in numbers.items()}
 
 
 # ---- one update ----------------------------------------------------------------------------------
 
 
-def test_four_micro_batches_of_8_make_the_update_of_one_of_32(knobs, monkeypatch):
-    whole, parts = build_run(accum=1), build_run(accum=4)
-    reports = [update(run) for run in (whole, parts)]
-    assert (whole.state["batch_size"], parts.state["batch_size"]) == (32, 8)
+def test_four_micro_batches_of_8_make_the_update_of_one_of_32(knobs):
+    whole = build_run(accum=1)
+    parts = build_run(accum=4)
+    expected = update(whole)
+    assert parts.state["micro_batch"] == 8
+    assert update(parts) == pytest.approx(expected, rel=1e-6)
+    assert distance(gradient(parts), gradient(whole)) < 1e-6
 
-    def difference():
-        return ((gradient(parts) - gradient(whole)).norm() / gradient(whole).norm()).item()
+    # control: without the division the gradient is four times as large
+    knobs(batch_size=8)
+    undivided = build_run(accum=4)
+    assert update(undivided)["loss"] > 3.9 * expected["loss"]
+    assert distance(gradient(undivided), gradient(whole)) > 1
 
-    assert difference() < 1e-6
-    assert torch.allclose(reports[0], reports[1], rtol=1e-6)
 
-    undivided = build_run(
-        accum=4
-    )  # control: without the division the gradient is four times as large
-    undivided.state["accum_steps"] = 1
-    parts, report = undivided, update(undivided)
-    assert difference() > 1 and report[0] > 3.9 * reports[0][0]
+def test_micro_batches_of_unequal_size_make_the_same_update(knobs):
+    """5 does not divide 32: the last micro-batch has 2 sequences, which count no more than others."""
+    whole = build_run()
+    parts = build_run()
+    parts.state["micro_batch"] = 5
+    expected = update(whole)
+    assert update(parts) == pytest.approx(expected, rel=1e-6)
+    assert distance(gradient(parts), gradient(whole)) < 1e-6
 
 
 def test_the_reported_loss_is_the_mean_over_the_global_batch(knobs):
     run = build_run(accum=4)
-    tokens, targets = batch()
-    expected = run.model(tokens, targets)[1].item()
-    assert update(run)[0].item() == pytest.approx(expected, rel=1e-6)
+    expected = run.model(*batch()).item()
+    assert update(run)["loss"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_norm_is_that_before_clipping_and_clipping_keeps_the_direction(knobs):
     knobs(grad_clip=0.0)
     free = build_run()
-    norm = update(free)[1].item()
+    norm = update(free)["grad_norm"]
     assert norm == pytest.approx(gradient(free).norm().item(), rel=1e-6)
     knobs(grad_clip=norm / 10)
     clipped = build_run()
-    assert update(clipped)[1].item() == pytest.approx(norm, rel=1e-6)
+    assert update(clipped)["grad_norm"] == pytest.approx(norm, rel=1e-6)
     assert torch.allclose(gradient(clipped), gradient(free) / 10, rtol=1e-4, atol=1e-9)
     knobs(grad_clip=norm * 2)
     loose = build_run()
@@ -122,21 +147,23 @@ def test_the_norm_is_that_before_clipping_and_clipping_keeps_the_direction(knobs
 
 def test_clipping_of_100_200_50_at_norm_1(knobs):
     """The step's own clipping, on a model whose gradient is known."""
-    knobs(grad_clip=1.0)
+    knobs(grad_clip=1.0, batch_size=1)
 
     class Three(torch.nn.Module):
         def __init__(self):
             super().__init__()
             self.w = torch.nn.Parameter(torch.zeros(3))
 
-        def forward(self, tokens, targets):
-            return None, (self.w * torch.tensor([100.0, 200.0, 50.0])).sum()
+        def forward(self, inputs, targets):
+            return (self.w * torch.tensor([100.0, 200.0, 50.0])).sum()
 
     model = Three()
     run = build_run(rows=1)
-    run.model, run.optimizers = model, [torch.optim.SGD(model.parameters(), lr=1.0, fused=True)]
-    loss, norm, skipped = train.train_step(model, run, *batch(1), 1.0).tolist()
-    assert (loss, skipped) == (0, 0) and norm == pytest.approx(229.13, abs=0.005)
+    run.model = model
+    run.optimizers = [torch.optim.SGD(model.parameters(), lr=1.0, fused=True)]
+    numbers = update(run, *batch(1), lr=1.0)
+    assert (numbers["loss"], numbers["skipped"]) == (0, 0)
+    assert numbers["grad_norm"] == pytest.approx(229.13, abs=0.005)
     assert [round(g, 3) for g in model.w.grad.tolist()] == [0.436, 0.873, 0.218]
     assert torch.allclose(model.w, -model.w.grad)
 
@@ -145,13 +172,12 @@ def test_clipping_of_100_200_50_at_norm_1(knobs):
 def test_float16_gradients_are_unscaled_before_they_are_clipped(knobs):
     knobs(grad_clip=0.0)
     exact = build_run()
-    exact_report = update(exact)
+    expected = update(exact)
     knobs(dtype="float16")
     half = build_run()
     half.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    report = update(half)
-    assert torch.allclose(report[:2], exact_report[:2], rtol=0.01)
-    assert (gradient(half) - gradient(exact)).norm() / gradient(exact).norm() < 0.02
+    assert update(half) == pytest.approx(expected, rel=0.01)
+    assert distance(gradient(half), gradient(exact)) < 0.02
     assert half.scaler.get_scale() == 2048  # updated: one good step in a row doubles it
 
 
@@ -161,7 +187,7 @@ def test_a_scale_that_overflows_is_skipped_and_halved(knobs):
     run = build_run()
     run.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
     before = digest(run.model.state_dict())
-    assert update(run)[2] == 1
+    assert update(run)["skipped"] == 1
     assert digest(run.model.state_dict()) == before
     assert run.scaler.get_scale() == 2.0**39
 
@@ -191,14 +217,14 @@ def test_an_update_that_is_not_finite_leaves_everything_as_it_was(knobs, optimiz
     spared = copy.deepcopy(run)
     before = [digest(part) for part in (run.model.state_dict(), run.ema)]
     if bad == "loss":
-        poisoned = lambda x, y: (None, run.model(x, y)[1] * math.nan)  # noqa: E731
-        report = train.train_step(poisoned, run, *batch(), 1e-3)
+        poisoned = lambda x, y: run.model(x, y) * math.nan  # noqa: E731
+        numbers = train.train_step(poisoned, run, *batch(), 1e-3)
     else:
         poison = run.model.head.weight.register_hook(lambda gradient: gradient * math.inf)
-        report = update(run)
+        numbers = update(run)
         poison.remove()
-    loss, norm, skipped = report.tolist()
-    assert skipped == 1 and not math.isfinite(norm) and math.isnan(loss) == (bad == "loss")
+    assert numbers["skipped"] == 1 and not math.isfinite(numbers["grad_norm"])
+    assert math.isnan(numbers["loss"]) == (bad == "loss")
     assert [digest(part) for part in (run.model.state_dict(), run.ema)] == before
     for seed in range(5, 8):
         update(run, *batch(seed=seed))
@@ -209,11 +235,75 @@ def test_an_update_that_is_not_finite_leaves_everything_as_it_was(knobs, optimiz
     assert digest(run.model.state_dict()) != before[0]
 
 
+class Moving(torch.nn.Module):
+    """A GPT whose forward pass moves buffers: in place, as BatchNorm does, and by assigning new ones."""
+
+    def __init__(self, gpt):
+        super().__init__()
+        self.gpt = gpt
+        self.norm = torch.nn.BatchNorm1d(1)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, inputs, targets):
+        loss = self.gpt(inputs, targets)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss + self.norm(inputs.float().view(-1, 1)).mean() + 0 * self.norm.running_var.sum()
+
+
+class Lion(torch.optim.Optimizer):
+    """By hand: an int in its state, a counter in param_groups, all of it made in the first step."""
+
+    def __init__(self, weights):
+        super().__init__(weights, {"lr": 0.0})
+
+    def step(self):
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+            for weight in group["params"]:
+                state = self.state[weight]
+                state["count"] = state.get("count", 0) + 1
+                average = state.setdefault("average", torch.zeros_like(weight))
+                update = (0.9 * average + 0.1 * weight.grad).sign() / state["count"]
+                weight.sub_(group["lr"] / group["taken"] * update)
+                average.lerp_(weight.grad, 0.01)
+
+
+@pytest.mark.parametrize("when", [0, 2], ids=["first step", "third step"])
+def test_an_update_that_is_not_finite_leaves_buffers_and_any_optimizer_as_they_were(knobs, when):
+    run = build_run()
+    run.model = Moving(run.model)
+    run.optimizers = [Lion(run.model.parameters())]
+    for seed in range(when):
+        update(run, *batch(seed=seed))
+    spared = copy.deepcopy(run)
+    whole = lambda run: digest([run.model.state_dict(), run.optimizers[0].state_dict()])  # noqa: E731
+    before = digest(run.model.state_dict())
+    poisoned = lambda x, y: run.model(x, y) * math.nan  # noqa: E731
+    assert train.train_step(poisoned, run, *batch(), 1e-3)["skipped"] == 1
+    assert digest(run.model.state_dict()) == before
+    for seed in range(5, 8):
+        update(run, *batch(seed=seed))
+        update(spared, *batch(seed=seed))
+    assert whole(run) == whole(spared)
+    assert digest(run.model.state_dict()) != before
+
+
+def test_the_gradient_of_a_weight_that_no_optimizer_has_is_zeroed_too(knobs):
+    knobs(grad_clip=0.0)
+    run = build_run()
+    run.model = Moving(run.model)  # the optimizer has the weights of the GPT in it
+    poisoned = lambda x, y: run.model(x, y) * math.nan  # noqa: E731
+    assert train.train_step(poisoned, run, *batch(), 1e-3)["skipped"] == 1
+    for _ in range(2):
+        assert update(run)["skipped"] == 0
+    assert run.model.norm.bias.grad.item() == pytest.approx(1.0)  # of one step, not of two
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "momentum", "muon"])
 def test_the_learning_rate_reaches_every_weight(knobs, optimizer):
     run = build_run(optimizer)
     before = [weight.detach().clone() for weight in run.model.parameters()]
-    assert update(run, lr=0.0)[2] == 0
+    assert update(run, lr=0.0)["skipped"] == 0
     assert all(map(torch.equal, run.model.parameters(), before))
     update(run, lr=1e-2)
     for weight, old in zip(run.model.parameters(), before, strict=True):
@@ -222,7 +312,7 @@ def test_the_learning_rate_reaches_every_weight(knobs, optimizer):
 
 @pytest.mark.parametrize("micro, most", [(8, 8), (7, 7), (12, 11), (12, 5), (1, 4)])
 def test_rows_split_into_the_largest_micro_batch_that_divides_them(micro, most):
-    size, count = train.split_rows(micro, most)
+    size, count = split_global_batch({"global_batch": micro}, most)
     assert size * count == micro and size <= most
     assert not [n for n in range(size + 1, most + 1) if micro % n == 0 and n <= micro]
 
@@ -230,61 +320,87 @@ def test_rows_split_into_the_largest_micro_batch_that_divides_them(micro, most):
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
-def split_of(tmp_path, tokens=200, batch_rows=5):
-    ids = torch.randint(65, (tokens,), generator=torch.Generator().manual_seed(3))
+@pytest.fixture
+def val(tmp_path):
+    """(tokens, validation data): 200 tokens in windows of 16."""
+    ids = torch.randint(65, (200,), generator=torch.Generator().manual_seed(3))
     ids.to(torch.uint16).numpy().tofile(tmp_path / "val.bin")
-    path = str(tmp_path / "val.bin")
-    return ids, train.Batches(path, "uint16", 16, batch_rows, range(batch_rows))
+    return ids, OrderedWindows(Tokens([tmp_path / "val.bin"], "uint16"), 16)
 
 
-def test_evaluation_is_the_mean_over_every_token_of_the_split(knobs, tmp_path):
+def evaluate(run, val, micro_batch=5):
+    run.val_data = val[1]
+    run.state["micro_batch"] = micro_batch
+    return train.evaluate(run)
+
+
+def test_evaluation_is_the_mean_over_every_token_of_the_split(knobs, val):
     run = build_run(dropout=0.5, label_smoothing=0.5)
-    ids, split = split_of(tmp_path)
+    ids, _ = val
     run.model.eval()
-    nats, right = [], 0
+    nats = []
+    right = 0
     for position in range(1, 200):
         first = (position - 1) // 16 * 16  # window of this token; the last one begins earlier
         first = min(first, 200 - 1 - 16)
         with torch.no_grad():
-            logits, _ = run.model(ids[None, first:position])
-        nats.append(-logits[0, -1].log_softmax(-1)[ids[position]].item())
-        right += (logits[0, -1].argmax() == ids[position]).item()
+            logits = run.model(ids[None, first:position])[0, -1]
+        nats.append(-logits.log_softmax(-1)[ids[position]].item())
+        right += (logits.argmax() == ids[position]).item()
     run.model.train()
-    loss, accuracy = train.evaluate(run, split, DEVICE)
-    assert loss == pytest.approx(sum(nats) / 199, rel=1e-5) and accuracy == right / 199
+    found = evaluate(run, val)
+    assert found["val_loss"] == pytest.approx(sum(nats) / 199, rel=1e-5)
+    assert found["val_accuracy"] == right / 199
     assert run.model.training
 
 
-def test_evaluation_draws_no_random_number_and_smooths_no_label(knobs, tmp_path):
-    _, split = split_of(tmp_path)
+def test_evaluation_draws_no_random_number_and_smooths_no_label(knobs, val):
     rng = torch.get_rng_state()
-    plain = train.evaluate(build_run(), split, DEVICE)
+    plain = evaluate(build_run(), val)
     torch.set_rng_state(rng)
     run = build_run(dropout=0.5, label_smoothing=0.5)
     rng = torch.get_rng_state()
-    assert train.evaluate(run, split, DEVICE) == plain
+    assert evaluate(run, val) == plain
     assert torch.equal(torch.get_rng_state(), rng)
-    assert update(run)[0] != update(build_run())[0]  # control: in training they are on
+    assert update(run)["loss"] != update(build_run())["loss"]  # control: in training they are on
 
 
-@pytest.mark.parametrize("batch_rows", [1, 4, 13])
-def test_evaluation_does_not_depend_on_how_it_is_cut(knobs, tmp_path, batch_rows):
+@pytest.mark.parametrize("micro_batch", [1, 4, 13])
+def test_evaluation_does_not_depend_on_how_it_is_cut(knobs, val, micro_batch):
     run = build_run()
-    expected = train.evaluate(run, split_of(tmp_path, batch_rows=5)[1], DEVICE)
-    loss, accuracy = train.evaluate(run, split_of(tmp_path, batch_rows=batch_rows)[1], DEVICE)
-    assert loss == pytest.approx(expected[0], rel=1e-6) and accuracy == expected[1]
+    expected = evaluate(run, val)
+    found = evaluate(run, val, micro_batch)
+    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
+    assert found["val_accuracy"] == expected["val_accuracy"]
 
 
-def test_the_average_is_what_is_evaluated_where_there_is_one(knobs, tmp_path):
+def test_evaluation_that_runs_out_of_memory_goes_through_in_smaller_micro_batches(knobs, val):
+    run = build_run()
+    expected = evaluate(run, val)
+    events = []
+    run.folder = SimpleNamespace(event=lambda step, event, **fields: events.append(fields))
+    forward = run.model.forward
+
+    def forward_of_few(inputs):
+        if len(inputs) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(inputs)
+
+    run.model.forward = forward_of_few
+    assert evaluate(run, val, micro_batch=12) == pytest.approx(expected, rel=1e-6)
+    assert events == [{"micro_batch": 6}, {"micro_batch": 3}]
+
+
+def test_the_average_is_what_is_evaluated_where_there_is_one(knobs, val):
     knobs(ema_decay=0.9)
-    run, (_, split) = build_run(ema=True), split_of(tmp_path)
+    run = build_run(ema=True)
     for seed in range(5):
         update(run, *batch(seed=seed), lr=1e-2)
-    averaged = train.evaluate(run, split, DEVICE)
-    raw = train.evaluate(train.Run(**vars(run) | {"ema": {}}), split, DEVICE)
+    averaged = evaluate(run, val)
+    raw = evaluate(dataclasses.replace(run, ema={}), val)
     run.model.load_state_dict(run.ema, strict=False)
     run.ema = {}
-    assert averaged == train.evaluate(run, split, DEVICE) != raw
+    assert averaged == evaluate(run, val) != raw
 
 
 # ---- the learning rate ---------------------------------------------------------------------------
@@ -445,10 +561,10 @@ def test_the_rows_of_a_run_are_those_of_the_contract(run_train, data_dir):
     assert [row["step"] for row in done.rows("train")] == list(range(1, STEPS + 1))
     assert [row["step"] for row in done.rows("eval")] == [0, 5, 10, STEPS]
     for row in done.rows("train"):
-        assert set(row) == {"kind", *TRAIN.split(), "batch_index"}
+        assert set(row) == {"kind", *TRAIN.split(), "sequences"}
         assert row["tokens"] == row["step"] * 8 * 16
-        assert row["epoch"] == pytest.approx(row["step"] * 8 / 167)
-        assert row["batch_index"] == row["step"] - 1 and row["skipped"] == 0
+        assert row["epoch"] == pytest.approx(row["step"] * 8 / WINDOWS)
+        assert row["sequences"] == row["step"] * 8 and row["skipped"] == 0
         assert row["gpu_util"] is None and 0 < row["mfu"] < 1 and 0.05 < row["mem_gb"] < 64
         assert 0 <= row["data_ms"] < row["step_ms"] < 10_000
         assert row["tokens_per_sec"] == pytest.approx(128_000 / row["step_ms"])
@@ -590,8 +706,11 @@ def test_run_json_says_what_ran(run_train):
     facts = json.loads((done.out_dir / "run.json").read_text())
     assert facts["ended"] == "stopped by SIGTERM" and facts["end"] >= facts["start"]
     assert "--max_steps=3" in facts["command"] and facts["config"]["max_steps"] == 3
-    assert facts["config"]["decay_steps"] == 3  # as it was settled
-    assert set(facts["run"]["code"]) == {"train.py", "model.py"}
+    assert facts["config"]["decay_steps"] == 0 and facts["run"]["decay_steps"] == 3
+    code = facts["run"]["code"]
+    assert {"train.py", "model.py", "prepare_data.py", "plumbing/checkpoints.py"} <= set(code)
+    for name, found in code.items():
+        assert found == hashlib.sha256((REPO / name).read_bytes()).hexdigest()
     assert facts["versions"]["packages"]["torch"] == facts["versions"]["torch"]
     assert facts["hardware"]["threads"] == torch.get_num_threads()
     assert facts["hardware"]["device"] and facts["data"]["name"] == "small"
@@ -604,7 +723,7 @@ def test_run_json_says_what_ran(run_train):
 def test_the_console_states_the_tokens_of_a_step(run_train):
     done = run_train("run", "--accum_steps=3", "--max_steps=3")
     assert "8 x 3 x 1 = 24 sequences of 16 = 384 tokens a step" in done.stdout
-    assert "float32 (as told)" in done.stdout
+    assert "float32 (as given)" in done.stdout
 
 
 def test_a_batch_of_one_sequence_trains(run_train):
@@ -612,21 +731,130 @@ def test_a_batch_of_one_sequence_trains(run_train):
     assert done.returncode == 0, done.stderr
 
 
-def test_an_update_sees_the_batch_of_its_own_step(run_train, data_dir, tmp_path):
-    """The loop hands dataset[batch_index] to the step, whole and in order, with and without workers."""
-    note = """
+# ---- what a fork adds ----------------------------------------------------------------------------
+
+NOTE = """
 import hashlib
-def train_step(model, run, tokens, *rest, inner=train.train_step):
-    print("BATCH", hashlib.sha256(tokens.numpy()).hexdigest())
-    return inner(model, run, tokens, *rest)
+def train_step(model, run, inputs, targets, lr, inner=train.train_step):
+    with torch.no_grad():
+        loss = run.model(inputs, targets).item()
+    print("BATCH", hashlib.sha256(inputs.numpy()).hexdigest(), loss)
+    return inner(model, run, inputs, targets, lr)
+import torch
 train.train_step = train_step
 """
-    import hashlib
 
-    path = str(data_dir / "small" / "train.bin")
-    split = train.Batches(path, "uint16", 16, 8, range(8), seed=1337)
-    expected = [hashlib.sha256(split[i][0].numpy()).hexdigest() for i in range(STEPS)]
-    for workers in (0, 2):
-        flags = ["--batch_size=4", "--accum_steps=2", f"--num_workers={workers}"]
-        done = run_train(f"run_{workers}", *flags, before=note)
-        assert re.findall(r"BATCH (\w+)", done.stdout) == expected
+
+def batches_of(done):
+    """[(SHA-256 of the inputs, mean loss)] of each step of a run with NOTE, as the step saw them."""
+    return [(sha, float(loss)) for sha, loss in re.findall(r"BATCH (\w+) (\S+)", done.stdout)]
+
+
+def sha_of(dataset, first, count):
+    return hashlib.sha256(dataset[first, count][0].numpy()).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def windows(data_dir):
+    return train.ShuffledWindows(Tokens([data_dir / "small/train.bin"], "uint16"), 16, seed=1337)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_update_sees_the_batch_of_its_own_step(run_train, windows, workers):
+    """Whole and in order, with and without workers."""
+    flags = ["--batch_size=4", "--accum_steps=2", f"--num_workers={workers}"]
+    done = run_train("run", *flags, before=NOTE)
+    expected = [sha_of(windows, 8 * step, 8) for step in range(STEPS)]
+    assert [sha for sha, _ in batches_of(done)] == expected
+
+
+GROWS = "train.rows_at = lambda step: 8 if step < 5 else 16\n"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_that_doubles_in_mid_run_keeps_order_mean_and_counts(run_train, windows, workers):
+    flags = [f"--num_workers={workers}", "--max_steps=15", "--log_interval=1", "--warmup_steps=0"]
+    done = run_train("run", *flags, before=GROWS + NOTE)
+    assert done.returncode == 0, done.stderr
+    rows = done.rows("train")
+    batches = batches_of(done)
+    assert len(rows) == len(batches) == 15
+    first = 0
+    for step, (row, (sha, loss)) in enumerate(zip(rows, batches, strict=True)):
+        count = 8 if step < 5 else 16
+        assert sha == sha_of(windows, first, count)
+        assert row["loss"] == pytest.approx(loss, rel=1e-5)
+        first += count
+        assert (row["sequences"], row["tokens"]) == (first, 16 * first)
+        assert row["epoch"] == first / WINDOWS
+    assert rows[-1]["epoch"] > 1  # an epoch ends within a batch
+
+
+def test_a_run_whose_batch_doubles_resumes_bit_for_bit(run_train, plain):
+    flags = ["--dropout=0.1", "--num_workers=1"]
+    straight = run_train("straight", *flags, before=GROWS)
+    for step in (3, 5, 8):  # before, at and after the change
+        stopped = run_train("run", *flags, before=GROWS + stop_at(step))
+        assert stopped.returncode == 143
+    done = run_train("run", *flags, before=GROWS)
+    assert done.returncode == 0, done.stderr
+    assert done.fingerprint(STEPS) == straight.fingerprint(STEPS)
+    losses = [[row["loss"] for row in each.rows("train")] for each in (done, straight)]
+    assert losses[0] == losses[1]
+    assert straight.fingerprint(STEPS)["model"] != plain.fingerprint(STEPS)["model"]  # control
+
+
+def test_one_more_number_a_step_is_a_field_and_a_column_with_no_other_line(run_train):
+    measure = """
+def train_step(model, run, *rest, inner=train.train_step):
+    numbers = inner(model, run, *rest)
+    return numbers | {"head_norm": run.model.head.weight.norm()}
+train.train_step = train_step
+"""
+    done = run_train("run", before=measure)
+    assert done.returncode == 0, done.stderr
+    norms = [row["head_norm"] for row in done.rows("train")]
+    assert len(norms) == STEPS and len(set(norms)) == STEPS  # of each step its own
+    weights = torch.load(done.checkpoint(STEPS), weights_only=True)["model"]
+    assert norms[-1] == pytest.approx(weights["head.weight"].norm().item())
+    header, *lines = done.stdout[done.stdout.index("step/total") :].splitlines()
+    place = header.split().index("head_norm")
+    shown = [line for line in lines if re.match(r" +\d+/12 ", line) and "val" not in line]
+    assert [float(line.split()[place]) for line in shown] == pytest.approx(
+        [norms[step - 1] for step in (5, 10, 12)], abs=1e-3
+    )
+
+
+# ---- in a notebook -------------------------------------------------------------------------------
+
+NOTEBOOK = """
+import os, signal, sys
+sys.argv = ["/x/ipykernel_launcher.py", "-f", "/tmp/kernel.json"]
+import train
+FIRST CELL
+names = [name for name in vars(train) if name.islower()]
+numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+def held():
+    with open("/proc/locks") as locks:
+        return [f" {os.getpid()} " in line for line in locks].count(True)
+def kept():
+    return [getattr(train, name) for name in names], list(map(signal.getsignal, numbers)), held()
+before = kept()
+for cell in range(2):
+    print("RETURNED", train.main([]), before == kept())
+"""
+
+
+def test_in_a_notebook_a_run_can_be_started_twice_in_one_process(data_dir, tmp_path):
+    """The globals that a cell has set count; ipykernel's argv does not; nothing stays held."""
+    knobs = {**TINY, "data_dir": str(data_dir), "out_dir": str(tmp_path / "run"), "max_steps": 5}
+    knobs |= {"compile": False, "report": False}
+    first = "".join(f"train.{name} = {value!r}\n" for name, value in knobs.items())
+    command = [sys.executable, "-c", NOTEBOOK.replace("FIRST CELL", first)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in read_rows(tmp_path / "run", "train")] == [1, 2, 3, 4, 5]
+    assert done.stdout.count("RETURNED 0 True") == 2  # knobs, handlers and locks as before
+    second = done.stdout.split("RETURNED 0")[1]
+    assert "run is finished: 5 steps" in second and "step/total" not in second
+    assert "ipykernel" not in done.stdout + done.stderr

@@ -56,7 +56,7 @@ def test_a_node_that_dies_and_comes_back_changes_no_bit(start_train, run_train, 
         os.kill(pids[0], signal.SIGKILL)
     back = start(number)
     assert [stays.wait(90), back.wait(30)] == [0, 0], stays.log.read_text() + back.log.read_text()
-    assert "goes on from" in (stays if number else back).log.read_text()
+    assert "resumes from" in (stays if number else back).log.read_text()
     assert fingerprint(tmp_path / "run/ckpt_00000400.pt") == straight.fingerprint(400)
 
 
@@ -97,7 +97,7 @@ for pid in $(cat "$JOB/step"); do kill -TERM "$pid" $(pgrep -P "$pid"); done
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_the_slurm_script_stops_in_time_queues_itself_and_goes_on(
+def test_the_slurm_script_stops_in_time_queues_itself_and_resumes(
     run_train, data_dir, tmp_path, nodes
 ):
     flags = (*FLAGS, "--max_steps=60")

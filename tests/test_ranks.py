@@ -15,11 +15,10 @@ import pytest
 import torch
 from conftest import stop_at, wait_for
 
-import machine
-import record
+from plumbing import checkpoints, devices
 
 needs_float16 = pytest.mark.skipif(
-    "avx512_fp16" not in machine.cpu_info()[1], reason="this CPU does not compute in float16"
+    "avx512_fp16" not in devices.cpu_info()[1], reason="this CPU does not compute in float16"
 )
 FLAGS = ("--dropout=0.1", "--ema_decay=0.9", "--save_interval=4", "--log_interval=1")
 
@@ -71,14 +70,12 @@ def test_resume_is_bit_exact_and_a_signal_to_the_last_rank_stops_all(run_train, 
     flags = (*FLAGS, f"--batch_size={12 // count}", f"--num_workers={2 * (count < 3)}")
     straight = run_train("straight", *flags, before=ranks(count))
     assert codes(straight) == " ".join(["0"] * count), straight.stderr
-    for name in ("same", "control"):
+    for name in ("same", "control") if count == 2 else ("same",):
         stopped = run_train(name, *flags, before=ranks(count, only_on(count - 1, stop_at(6))))
         assert codes(stopped) == " ".join(["143"] * count)
         assert "stopped by SIGTERM at step 6" in stopped.stdout
-        forget = (
-            "train.machine.set_rng_state = lambda rng, device: None" if name == "control" else ""
-        )
-        done = run_train(name, *flags, before=ranks(count, forget))
+        forget = "train.rng.set_rng_state = lambda rng, device: None"
+        done = run_train(name, *flags, before=ranks(count, forget if name == "control" else ""))
         assert done.returncode == 0, done.stderr
         assert (done.fingerprint(12) == straight.fingerprint(12)) == (name == "same")
 
@@ -100,14 +97,14 @@ def test_from_1_to_2_to_1_ranks_the_batches_are_the_same_and_the_losses_agree(ru
     print(f"largest difference of a loss: {apart:.1e} of it")
     assert 0 < apart < 1e-5  # 0 would mean that the ranks did not share the work
     for a, b in pairs:
-        assert all(a[key] == b[key] for key in ("step", "batch_index", "tokens", "lr", "epoch"))
+        assert all(a[key] == b[key] for key in ("step", "sequences", "tokens", "lr", "epoch"))
 
 
 def test_ranks_that_do_not_divide_the_batch_are_refused_with_the_numbers(run_train):
     run_train("run", *FLAGS, before=ranks(1, stop_at(6)))
     refused = run_train("run", *FLAGS, before=ranks(3))
     assert refused.returncode == 2
-    assert "the 8 sequences of this run's step do not divide by 3 ranks" in refused.stderr
+    assert "the 8 sequences of this run's batch do not divide by 3 ranks" in refused.stderr
 
 
 def test_evaluation_is_the_same_number_at_any_number_of_ranks(run_train):
@@ -118,6 +115,60 @@ def test_evaluation_is_the_same_number_at_any_number_of_ranks(run_train):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.parametrize("rows", ["16 if step >= 5 else 8", "9"], ids=["doubles", "uneven"])
+def test_a_fork_may_choose_the_rows_of_a_batch_on_any_number_of_ranks(run_train, rows):
+    """Also so many that the ranks get unequal shares of them: each sequence counts the same."""
+    source = f"train.rows_at = lambda step: {rows}\n"
+    flags = ("--log_interval=1", "--max_steps=8", "--warmup_steps=0")
+    one, two = (run_train(f"of_{n}", *flags, before=ranks(n, source)) for n in (1, 2))
+    assert codes(two) == "0 0", two.stderr
+    for a, b in zip(one.rows("train"), two.rows("train"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        assert all(a[key] == b[key] for key in ("step", "sequences", "tokens", "epoch"))
+
+
+MOVING = """
+def build_model(*args, inner=train.build_model):
+    model = inner(*args)
+    model.register_buffer("mean", torch.zeros(()))
+    forward = model.forward
+    def moving(inputs, targets=None):
+        result = forward(inputs, targets)
+        if targets is not None:
+            model.mean = 0.5 * model.mean + 0.5 * result.detach()
+        return result
+    model.forward = moving
+    return model
+train.build_model = build_model
+"""
+BAD_BUFFER = """
+def forward_backward(model, run, *rest, inner=train.forward_backward):
+    loss = inner(model, run, *rest)
+    if run.state["step"] == 3:
+        run.model.mean *= float("nan")
+        loss *= float("nan")
+    return loss
+train.forward_backward = forward_backward
+"""
+
+
+def test_buffers_that_a_forward_pass_moves_are_averaged_over_the_ranks(run_train):
+    """Here the running mean of a rank's own losses, which becomes that of the global batch."""
+    flags = (*FLAGS, "--dropout=0.0")
+    source = MOVING + only_on(1, BAD_BUFFER)
+    straight = run_train("straight", *flags, before=ranks(2, source))
+    assert codes(straight) == "0 0", straight.stderr
+    assert [row["skipped"] for row in straight.rows("train")] == [0] * 3 + [1] + [0] * 8
+    mean = 0.0
+    for row in straight.rows("train"):
+        mean = mean if row["skipped"] else 0.5 * mean + 0.5 * row["loss"]
+    found = torch.load(straight.checkpoint(12), weights_only=True)["model"]["mean"].item()
+    assert found == pytest.approx(mean, rel=1e-6)  # and moved by no rehearsal, no evaluation
+    run_train("run", *flags, before=ranks(2, source + only_on(1, stop_at(6))))
+    done = run_train("run", *flags, before=ranks(2, source))
+    assert done.fingerprint(12) == straight.fingerprint(12)
+
+
 # ---- what one rank meets, all agree on -----------------------------------------------------------
 
 
@@ -126,7 +177,7 @@ def bad_batches(indices):
 def wrap(inner):
     def forward_backward(model, run, *rest):
         loss = inner(model, run, *rest)
-        return loss * float("nan") if run.state["batch_index"] in {indices} else loss
+        return loss * float("nan") if run.state["sequences"] // 8 in {indices} else loss
     return forward_backward
 train.forward_backward = wrap(train.forward_backward)
 """
@@ -139,7 +190,7 @@ def test_a_bad_loss_on_one_rank_is_skipped_and_rolled_back_by_all(run_train):
     assert codes(one) == "0 0", one.stderr
     assert [row["step"] for row in one.rows("event") if row["event"] == "skipped"] == [4, 10, 11]
     (event,) = [row for row in one.rows("event") if row["event"] == "rollback"]
-    assert (event["step"], event["next_batch"]) == (8, 11)
+    assert (event["step"], event["next_sequence"]) == (8, 11 * 8)
     both = run_train("both", *flags, before=ranks(2, source))
     assert one.fingerprint(20) == both.fingerprint(20)
     run_train("stopped", *flags, before=ranks(2, only_on(0, source) + stop_at(10)))
@@ -151,7 +202,7 @@ def test_memory_that_runs_out_on_one_rank_halves_the_micro_batch_of_all(run_trai
     short = """
 def wrap(inner):
     def forward_backward(model, run, *rest):
-        if run.state["step"] >= 5 and run.state["batch_size"] > 2:
+        if run.state["step"] >= 5 and run.state["micro_batch"] > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return inner(model, run, *rest)
     return forward_backward
@@ -161,7 +212,7 @@ train.forward_backward = wrap(train.forward_backward)
     one = run_train("one", *flags, before=ranks(2, only_on(1, short)))
     assert codes(one) == "0 0", one.stderr
     (event,) = [row for row in one.rows("event") if row["event"] == "out_of_memory"]
-    assert (event["step"], event["batch_size"], event["accum_steps"]) == (5, 2, 2)
+    assert (event["step"], event["micro_batch"]) == (5, 2)
     run_train("asked", *flags, before=ranks(2, stop_at(5)))
     asked = run_train("asked", *FLAGS, "--batch_size=2", "--accum_steps=2", before=ranks(2))
     assert one.fingerprint(12)["model"] == asked.fingerprint(12)["model"]
@@ -197,7 +248,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_a_message(run_train):
     killed = run_train("run", *FLAGS, before=ranks(3, only_on(1, stop_at(6, "SIGKILL"))))
     assert codes(killed) == "1 -9 1"
     assert "train.py: failed: another rank is gone (" in killed.stderr
-    assert "the same command goes on" in killed.stderr and "Traceback" not in killed.stderr
+    assert "the same command resumes" in killed.stderr and "Traceback" not in killed.stderr
     done = run_train("run", *FLAGS, before=ranks(3))
     assert done.fingerprint(12) == straight.fingerprint(12)
 
@@ -205,7 +256,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_a_message(run_train):
 # ---- torchrun ------------------------------------------------------------------------------------
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-LONG = ("--max_steps=400", "--save_interval=20", "--log_interval=20", "--dropout=0.1")
+LONG = ("--max_steps=240", "--save_interval=20", "--log_interval=20", "--dropout=0.1")
 
 
 def torchrun(count, *flags):
@@ -235,12 +286,12 @@ def straight(train_in, tmp_path_factory):
 def started(start_train, *flags):
     """A torchrun with two ranks that are past step 60."""
     process = start_train("run", *LONG, launcher=torchrun(2, *flags), env=ONE_THREAD)
-    wait_for(lambda: re.search(r"\b60/400 ", process.log.read_text()))
+    wait_for(lambda: re.search(r"\b60/240 ", process.log.read_text()))
     return process
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
-def test_torchrun_passes_a_signal_on_and_the_same_command_goes_on(
+def test_torchrun_passes_a_signal_on_and_the_same_command_resumes(
     start_train, python_train, straight, name
 ):
     process = started(start_train)
@@ -249,7 +300,7 @@ def test_torchrun_passes_a_signal_on_and_the_same_command_goes_on(
     assert f"stopped by {name} at step" in process.log.read_text()
     done = python_train("run", *LONG, launcher=torchrun(2), env=ONE_THREAD)
     assert done.returncode == 0, done.stderr
-    assert done.fingerprint(400) == straight.fingerprint(400)
+    assert done.fingerprint(240) == straight.fingerprint(240)
 
 
 @pytest.mark.slow
@@ -258,8 +309,8 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(start_train, straight, tm
     os.kill(children(process)[1], signal.SIGKILL)
     assert process.wait(120) == 0, process.log.read_text()
     assert "resume: checkpoint" in process.log.read_text()
-    done = record.load_checkpoint(tmp_path / "run/ckpt_00000400.pt")
-    expected = torch.load(straight.checkpoint(400), weights_only=True)
+    done = checkpoints.load(tmp_path / "run/ckpt_00000240.pt")
+    expected = torch.load(straight.checkpoint(240), weights_only=True)
     assert all(torch.equal(done["model"][k], expected["model"][k]) for k in expected["model"])
 
 
@@ -275,7 +326,7 @@ def test_ranks_whose_launcher_was_killed_leave_and_the_next_start_is_not_refused
     assert "left alone by its launcher at step" in process.log.read_text()
     done = run_train("run", *LONG, before=ranks(2))
     assert done.returncode == 0, done.stderr
-    assert done.fingerprint(400) == straight.fingerprint(400)
+    assert done.fingerprint(240) == straight.fingerprint(240)
 
 
 @pytest.mark.slow
@@ -305,9 +356,7 @@ def test_a_sharded_resume_is_bit_exact(run_train, count):
     assert codes(straight) == " ".join(["0"] * count), straight.stderr
     for name in ("same", "control"):
         run_train(name, *flags, before=ranks(count, only_on(count - 1, stop_at(6))))
-        forget = (
-            "train.machine.set_rng_state = lambda rng, device: None" if name == "control" else ""
-        )
+        forget = "train.rng.set_rng_state = lambda rng, device: None" if name == "control" else ""
         done = run_train(name, *flags, before=ranks(count, forget))
         assert done.returncode == 0, done.stderr
         assert (done.fingerprint(12) == straight.fingerprint(12)) == (name == "same")
@@ -381,8 +430,8 @@ def wrap(inner):
         loss = inner(model, run, *rest)
         bad = run.state["step"] == 3
         if bad and rank == 1:
-            train.local(list(run.model.parameters())[-1].grad)[0, 0] = float("inf")
-        held = [train.local(t).clone() for t in (*weights_and_moments(run), *run.ema.values())]
+            train.ranks.local(list(run.model.parameters())[-1].grad)[0, 0] = float("inf")
+        held = [train.ranks.local(t).clone() for t in (*weights_and_moments(run), *run.ema.values())]
         run.held = held if bad else None
         return loss
     return forward_backward
@@ -391,7 +440,7 @@ def wrap(inner):
     def train_step(model, run, *rest):
         result = inner(model, run, *rest)
         if run.held:
-            now = [train.local(t) for t in (*weights_and_moments(run), *run.ema.values())]
+            now = [train.ranks.local(t) for t in (*weights_and_moments(run), *run.ema.values())]
             same = all(torch.equal(a, b) for a, b in zip(run.held, now, strict=True))
             os.write(1, f"SAME {rank} {same}\\n".encode())  # at once: two ranks write here
         return result
@@ -405,15 +454,20 @@ train.train_step = wrap(train.train_step)
     assert [row["skipped"] for row in done.rows("train")] == [0, 0, 0, 1, 0]
 
 
-def test_each_rank_holds_its_share_of_the_memory_and_no_more(run_train):
+def test_each_rank_holds_its_share_of_the_memory_as_announced_and_no_more(run_train):
     source = """
+def training_memory(*args, inner=train.training_memory):
+    needs = inner(*args)
+    os.write(1, f"NEEDS {rank} {list(needs.values())}\\n".encode())
+    return needs
+train.training_memory = training_memory
 def wrap(inner):
     def train_step(model, run, *rest):
         result = inner(model, run, *rest)
         weights = list(run.model.parameters())
         moments = weights_and_moments(run)[len(weights) :]
         kinds = {"weights": weights, "gradients": [w.grad for w in weights], "moments": moments}
-        held = [sum(train.local(t).nbytes for t in kind) for kind in kinds.values()]
+        held = [sum(train.ranks.local(t).nbytes for t in kind) for kind in kinds.values()]
         os.write(1, f"HELD {rank} {held}\\n".encode())
         return result
     return train_step
@@ -431,6 +485,9 @@ train.train_step = wrap(train.train_step)
         )
         found = re.findall(r"HELD \d \[(\d+), (\d+), (\d+)\]", done.stdout)
         assert len(found) == count, done.stderr
+        announced = re.findall(r"NEEDS \d \[(\d+), (\d+), (\d+), \d+\]", done.stdout)
+        for mine, expected in zip(sorted(found), sorted(announced), strict=True):
+            assert list(map(int, mine)) == pytest.approx(list(map(int, expected)), rel=0.02)
         totals[count] = [[int(number) for number in each] for each in found]
     for count in (2, 3):
         for held in totals[count]:
@@ -439,9 +496,10 @@ train.train_step = wrap(train.train_step)
 
 
 def test_a_rank_that_hangs_is_named(run_train):
-    source = only_on(
-        1,
-        "import time\ntrain.sum_over_ranks = lambda tensors, inner=train.sum_over_ranks: time.sleep(10)",
-    )
-    hung = run_train("run", "--hang_minutes=0.05", before=ranks(2, source), timeout=30)
+    hang = """
+import time
+train.train_step = lambda *_: time.sleep(10)
+"""
+    flags = "--hang_minutes=0.05"
+    hung = run_train("run", flags, before=ranks(2, only_on(1, hang)), timeout=30)
     assert "rank 1 kept the others waiting" in hung.stderr

@@ -1,4 +1,4 @@
-"""A run that is stopped anywhere, by any means, goes on bit for bit under the same command.
+"""A run that is stopped anywhere, by any means, resumes bit for bit under the same command.
 
 What is compared is SHA-256 over weights, moments, scaler, average, state and random numbers after the
 last step. A check that cannot fail is no check: each of these, left out of a checkpoint, must show.
@@ -11,9 +11,9 @@ import signal
 
 import pytest
 import torch
-from conftest import WINDOWS, fingerprint, read_rows, stop_at, wait_for
+from conftest import LION, REPO, WINDOWS, fingerprint, read_rows, stop_at, wait_for
 
-import machine
+from plumbing import devices
 
 STEPS = 30
 FLAGS = (  # two micro-batches of 4 a step, dropout on; evaluations and saves fall on different steps
@@ -28,7 +28,7 @@ FLAGS = (  # two micro-batches of 4 a step, dropout on; evaluations and saves fa
 )
 ACROSS = WINDOWS // 8 + 1  # the step whose batch holds windows of two epochs
 needs_float16 = pytest.mark.skipif(
-    "avx512_fp16" not in machine.cpu_info()[1], reason="this CPU does not compute in float16"
+    "avx512_fp16" not in devices.cpu_info()[1], reason="this CPU does not compute in float16"
 )
 needs_compiler = pytest.mark.skipif(
     not shutil.which(os.environ.get("CXX", "g++")), reason="there is no C++ compiler here"
@@ -50,14 +50,21 @@ def whole(train_in, tmp_path_factory):
     return run
 
 
-def stop_and_go_on(run_train, stops, *flags, before=""):
-    """A run that gets a SIGTERM during each of the steps in `stops`, and is started again each time."""
+def events(done, name):
+    return [row for row in done.rows("event") if row["event"] == name]
+
+
+def stop_and_resume(run_train, stops, *flags, before=""):
+    """A run that gets a SIGTERM during each of the steps in `stops`, and is started again each time.
+
+    before: source that each start runs first.
+    """
     for stop in stops:
-        done = run_train("run", *FLAGS, *flags, before=stop_at(stop))
+        done = run_train("run", *FLAGS, *flags, before=before + stop_at(stop))
         assert done.returncode == 143, done.stderr
         assert done.checkpoint(stop).exists()
         assert [row["step"] for row in done.rows("train")] == list(range(1, stop + 1))
-    done = run_train("run", *FLAGS, *flags)
+    done = run_train("run", *FLAGS, *flags, before=before)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -76,12 +83,12 @@ def stop_and_go_on(run_train, stops, *flags, before=""):
     ],
 )
 def test_resume_is_bit_exact(run_train, whole, stop):
-    done = stop_and_go_on(run_train, [stop])
+    done = stop_and_resume(run_train, [stop])
     assert done.fingerprint(STEPS) == whole().fingerprint(STEPS)
 
 
 def test_resume_is_bit_exact_however_often(run_train, whole):
-    done = stop_and_go_on(run_train, [1, 2, 10, ACROSS, STEPS - 1])
+    done = stop_and_resume(run_train, [1, 2, 10, ACROSS, STEPS - 1])
     assert done.fingerprint(STEPS) == whole().fingerprint(STEPS)
 
 
@@ -106,19 +113,73 @@ def test_resume_is_bit_exact_however_often(run_train, whole):
     ids=" ".join,
 )
 def test_resume_is_bit_exact_with(run_train, whole, flags):
-    done, uninterrupted = stop_and_go_on(run_train, [13], *flags), whole(*flags)
+    done, uninterrupted = stop_and_resume(run_train, [13], *flags), whole(*flags)
     assert done.fingerprint(STEPS) == uninterrupted.fingerprint(STEPS)
     assert done.fingerprint(STEPS)["model"] != done.fingerprint(0)["model"]
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_resume_is_bit_exact_when_compiled(run_train, whole, dtype):
+    """The compiler takes half a minute where its cache is empty; nothing smaller would show it."""
     flags = ["--compile=true", f"--dtype={dtype}"]
-    done = stop_and_go_on(run_train, [13], *flags)
-    assert "torch.compile failed" not in done.stdout
+    done = stop_and_resume(run_train, [13], *flags)
+    assert not [row for row in done.rows("event") if row["event"] == "compile_failed"]
     assert done.fingerprint(STEPS) == whole(*flags).fingerprint(STEPS)
     assert done.fingerprint(STEPS)["model"] != whole(flags[1]).fingerprint(STEPS)["model"]
+
+
+ODD_STATE = """
+import collections, math, torch
+train.FRESH_STATE |= {
+    "history": [1.5, None, ("a", 2)],
+    "by_key": {1: torch.zeros(2), "1": torch.ones(2), (1, 2): False},
+    "mean": torch.zeros(3),
+    "ids": torch.arange(3, dtype=torch.int8),
+    "seen": collections.Counter(),
+    "order": collections.OrderedDict(a=torch.ones(2)),
+    "set": {3},
+    "bytes": b"\\x00",
+    "shape": torch.Size([1, 2]),
+    "others": [1j, math.nan, 2**80, torch.float16, torch.device("cpu")],
+}
+def wrap(inner):
+    def train_step(model, run, *rest):
+        s = run.state
+        s["history"].append(s["step"])
+        s["seen"][s["step"]] += 1
+        s["set"].add(s["step"])
+        s["order"]["a"] += 1
+        for tensor in (s["mean"], s["by_key"][1]):
+            tensor += s["step"]
+        with torch.no_grad():
+            run.model.head.weight += s["mean"].sum() * 1e-5
+        return inner(model, run, *rest)
+    return train_step
+train.train_step = wrap(train.train_step)
+"""
+
+
+def test_any_state_that_torch_reads_back_survives_a_resume(run_train):
+    straight = run_train("straight", *FLAGS, before=ODD_STATE)
+    assert straight.returncode == 0, straight.stderr
+    done = stop_and_resume(run_train, [13], "--audit_interval=4", before=ODD_STATE)
+    assert done.fingerprint(STEPS) == straight.fingerprint(STEPS)
+    state = torch.load(done.checkpoint(STEPS), weights_only=True)["state"]
+    assert sum(state["seen"].values()) == len(state["history"]) - 3 == STEPS
+    assert not [row for row in done.rows("event") if row["event"] == "audit"]
+    assert json.loads((done.out_dir / "run.json").read_text())["state"]["by_key"]
+
+
+def test_whatever_an_optimizer_keeps_survives_a_resume(run_train):
+    straight = run_train("straight", *FLAGS, before=LION)
+    assert straight.returncode == 0, straight.stderr
+    done = stop_and_resume(run_train, [13], "--audit_interval=4", before=LION)
+    assert done.fingerprint(STEPS) == straight.fingerprint(STEPS)
+    assert not [row for row in done.rows("event") if row["event"] == "audit"]
+    (optimizer,) = torch.load(done.checkpoint(STEPS), weights_only=True)["optimizer"]
+    assert optimizer["param_groups"][0]["count"] == optimizer["state"]["all"]["steps"] == STEPS
+    assert optimizer["state"][0]["m"].dtype == torch.float64 and optimizer["state"][0]["n"] == STEPS
 
 
 def test_the_number_of_workers_may_change_on_the_way(run_train, whole):
@@ -141,7 +202,7 @@ def test_a_signal_ends_the_run_after_its_step_with_a_checkpoint(run_train, whole
 
 
 @pytest.mark.parametrize("stop", [7, 17])
-def test_a_killed_run_goes_on_from_its_last_checkpoint(run_train, whole, stop):
+def test_a_killed_run_resumes_from_its_last_checkpoint(run_train, whole, stop):
     done = run_train("run", *FLAGS, "--log_interval=1", before=stop_at(stop, "SIGKILL"))
     assert done.returncode == 137 and not done.checkpoint(stop).exists()
     assert max(row["step"] for row in done.rows("train")) == stop - 1  # to be cut back
@@ -192,7 +253,7 @@ def assert_whole_metrics(done, uninterrupted):
 
 
 def test_a_resumed_run_has_each_row_once(run_train, whole):
-    done = stop_and_go_on(run_train, [5, 8, ACROSS])
+    done = stop_and_resume(run_train, [5, 8, ACROSS])
     assert_whole_metrics(done, whole())
     events = [(row["event"], row["step"]) for row in done.rows("event")]
     assert [step for event, step in events if event == "resume"] == [5, 8, ACROSS]
@@ -241,8 +302,8 @@ def without_moments(checkpoint):
         optimizer["state"] = {}
 
 
-def without_batch_index(checkpoint):
-    checkpoint["state"]["batch_index"] = 0
+def without_sequences(checkpoint):
+    checkpoint["state"]["sequences"] = 0
 
 
 def without_step(checkpoint):
@@ -273,7 +334,7 @@ def with_another_bit(checkpoint):
         (without_moments, {"model", "optimizer", "state"}, []),
         (without_moments, {"model", "optimizer", "state"}, ["--optimizer=momentum"]),
         (without_moments, {"model", "optimizer", "state"}, ["--optimizer=muon"]),
-        (without_batch_index, {"model", "optimizer", "state"}, []),
+        (without_sequences, {"model", "optimizer", "state"}, []),
         (without_step, {"model", "optimizer", "state", "rng"}, []),
         (without_average, {"ema", "state"}, ["--ema_decay=0.9"]),
         pytest.param(without_scale, {"scaler"}, ["--dtype=float16"], marks=needs_float16),
@@ -329,7 +390,37 @@ def test_what_may_change_on_resume_is_really_applied(run_train, whole, flag):
     assert optimizer["param_groups"][0]["weight_decay"] == (10 if "decay" in flag else 0.1)
 
 
-def test_a_moved_run_goes_on(run_train, whole, tmp_path):
+def test_a_default_warmup_shrinks_to_fit_and_changes_no_past_rate(run_train, tmp_path):
+    (tmp_path / "long.py").write_text("warmup_steps = 100\n")
+    config = str(tmp_path / "long.py")
+    assert run_train("run", config, "--max_steps=4").returncode == 0
+    done = run_train("run", config, "--max_steps=8")
+    assert done.returncode == 0, done.stderr
+    rates = [row["lr"] for row in done.rows("train")]
+    assert rates[:4] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
+    assert rates[4:] == [1e-4] * 4  # decay_steps is kept too: 4
+    refused = run_train("other", config, "--max_steps=4", "--warmup_steps=100")
+    assert refused.returncode == 2 and "--warmup_steps=100: expected no more" in refused.stderr
+
+
+@pytest.mark.parametrize("extents", [(0, 40), (40, 0)], ids=["fewer", "more"])
+def test_the_best_is_a_best_among_evaluations_of_the_same_extent(run_train, extents):
+    """At a rate at which the loss only grows, those of before would else remain the best for ever."""
+    flags = ("--eval_interval=3", "--max_steps=14", "--peak_lr=3", "--min_lr=3")
+    run_train("run", *flags, f"--eval_tokens={extents[0]}", before=stop_at(7))
+    done = run_train("run", *flags, f"--eval_tokens={extents[1]}")
+    assert done.returncode == 0, done.stderr
+    rows = done.rows("eval")
+    assert [row.get("val_tokens") for row in rows] == [
+        48 if extent else None for extent in extents for _ in "123"
+    ]
+    for first in (0, 3):
+        best = min(row["val_loss"] for row in rows[first : first + 3])
+        assert rows[first + 2]["best_val_loss"] == best
+    assert "first 48 tokens" in done.stdout or extents[1] == 0
+
+
+def test_a_moved_run_resumes(run_train, whole, tmp_path):
     done = run_train("run", *FLAGS, before=stop_at(13))
     shutil.move(done.out_dir, tmp_path / "moved")
     done = run_train("moved", *FLAGS)
@@ -342,7 +433,7 @@ def test_a_checkpoint_of_another_run_seeds_an_empty_folder(run_train, whole, tmp
     seed = f"--resume={source.checkpoint(13)}"
     done = run_train("run", *FLAGS, seed, before=stop_at(ACROSS))
     assert done.returncode == 143
-    done = run_train("run", *FLAGS, seed)  # the same command: the run that is here goes on
+    done = run_train("run", *FLAGS, seed)  # the same command: it resumes the run that is here
     assert done.returncode == 0
     assert [e["step"] for e in done.rows("event") if e["event"] == "resume"] == [13, ACROSS]
     ours, expected = done.fingerprint(STEPS), whole().fingerprint(STEPS)
@@ -351,7 +442,7 @@ def test_a_checkpoint_of_another_run_seeds_an_empty_folder(run_train, whole, tmp
     assert {path: path.read_bytes() for path in source.out_dir.iterdir()} == before
 
 
-def test_another_split_into_micro_batches_is_said_and_goes_on(run_train, whole):
+def test_another_split_into_micro_batches_is_said_and_resumes(run_train, whole):
     run_train("run", *FLAGS, before=stop_at(13))
     done = run_train("run", *FLAGS, "--batch_size=8", "--accum_steps=1")
     assert done.returncode == 0, done.stderr
@@ -363,10 +454,71 @@ def test_another_split_into_micro_batches_is_said_and_goes_on(run_train, whole):
     assert ours["model"] != expected["model"]  # sums in another order, other dropout
 
 
-def test_another_thread_count_is_said_and_goes_on(run_train, python_train):
+def test_another_thread_count_is_said_and_resumes(run_train, python_train):
     run_train("run", before=stop_at(5))
     threads = "1" if torch.get_num_threads() > 1 else "2"
     done = python_train("run", env={"OMP_NUM_THREADS": threads})
     assert done.returncode == 0, done.stderr
     (event,) = [row for row in done.rows("event") if row["event"] == "inexact_resume"]
     assert event["threads"] == [torch.get_num_threads(), int(threads)]
+
+
+def test_whether_to_compile_depends_on_no_timing(run_train):
+    """By the FLOPs of the run: however slow the machine seems now, the same command is the same run."""
+    slow = "train.devices.peak_flops = lambda *arguments: (1.0, 'a very slow machine')"
+    done = run_train("run", "--compile=auto", before=slow)
+    assert done.returncode == 0, done.stderr
+    assert "a very slow machine" in done.stdout and "FLOPs; worth it from" in done.stdout
+    assert json.loads((done.out_dir / "run.json").read_text())["run"]["compile"] is False
+
+
+def test_a_fallback_from_compiled_to_eager_is_told(run_train, tmp_path):
+    """A compiler that is gone since: an event, a note in run.json, and no longer the same run."""
+    done = run_train("run", "--compile=false", before=stop_at(5))
+
+    def compiled(checkpoint):
+        checkpoint["config"]["compile"] = checkpoint["run"]["compile"] = True
+
+    edited(done, 5, compiled)
+    broken = """
+import functools, torch
+def no_compiler(*arguments):
+    raise RuntimeError("no compiler here")
+torch.compile = functools.partial(torch.compile, backend=no_compiler)
+"""
+    done = run_train("run", "--compile=true", before=broken + stop_at(8))
+    assert done.returncode == 143, done.stderr
+    assert "no compiler here" in events(done, "compile_failed")[0]["error"]
+    assert "compile failed: error" in done.stdout
+    assert events(done, "inexact_resume")[0]["compile"] == [True, False]
+    assert json.loads((done.out_dir / "run.json").read_text())["run"]["compile"] is False
+    done = run_train("run", "--compile=true", before=broken)  # now it is a run in eager mode
+    assert done.returncode == 0, done.stderr
+    assert len(events(done, "compile_failed")) == len(events(done, "inexact_resume")) == 1
+
+
+def test_every_file_that_the_run_has_loaded_belongs_to_it(run_train, tmp_path):
+    """A changed file of plumbing/, or of a fork's own, is named; one that is newly loaded is none."""
+    fork = tmp_path / "fork"
+    shutil.copytree(REPO / "plumbing", fork / "plumbing")
+    for path in REPO.glob("*.py"):
+        shutil.copy(path, fork)
+    (fork / "own.py").write_text("import os\nif 'MORE' in os.environ:\n    import more\n")
+    (fork / "more.py").write_text("")
+    source = (fork / "train.py").read_text()
+    assert source.count("\nimport prepare_data") == 1
+    source = source.replace("\nimport prepare_data", "\nimport own\nimport prepare_data")
+    (fork / "train.py").write_text(source)
+    for steps, env in ((2, {}), (3, {"MORE": "1"}), (4, {})):
+        if steps == 4:
+            for name in ("own.py", "plumbing/metrics.py"):
+                with open(fork / name, "a") as file:
+                    file.write("# another line\n")
+        done = run_train("run", "--warmup_steps=0", f"--max_steps={steps}", env=env, repo=fork)
+        assert done.returncode == 0, done.stderr
+    assert [event["step"] for event in events(done, "resume")] == [2, 3]
+    (event,) = events(done, "inexact_resume")
+    assert event["step"] == 3
+    for hashes in event["code"]:
+        assert set(hashes) == {"own.py", "plumbing/metrics.py"}
+    assert "own.py, plumbing/metrics.py" in " ".join(done.stdout.split())

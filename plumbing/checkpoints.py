@@ -1,0 +1,300 @@
+"""Files of checkpoints: load and verify, fall back to an older one, write in the background, prune."""
+
+import contextlib
+import copy
+import errno
+import io
+import os
+import shutil
+import threading
+import time
+import zipfile
+from collections import Counter, OrderedDict
+from pathlib import Path
+
+import torch
+
+from plumbing import rng
+from plumbing.devices import synchronize
+from plumbing.failures import RunFailed, out_of_memory
+from plumbing.files import fsync, replacing
+from plumbing.ranks import agree, rank, say, shard_like, whole, world_size
+
+PARTS = ("model", "optimizer", "scaler", "ema", "state", "rng", "config", "data", "run")
+
+
+class Damaged(ValueError):
+    """The file is no checkpoint, or not the one that was written. The message says why, in one line."""
+
+
+def file_name(step):
+    return f"ckpt_{step:08}.pt"
+
+
+def step_of(path):
+    return int(Path(path).stem.split("_")[1])
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def load(path, verify=True):
+    """The checkpoint at `path`, mapped into memory on the CPU. Nothing in it can run code.
+
+    verify: read the whole file first and compare the zip's checksums, which torch.load does not: it
+    takes a flipped bit without a word. Raises Damaged, and OSError where the file cannot be read.
+    """
+    try:
+        if verify:
+            with zipfile.ZipFile(path) as archive:
+                if damaged := archive.testzip():
+                    raise Damaged(f"wrong checksum in {damaged}")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if missing := set(PARTS) - set(checkpoint):
+            raise Damaged(f"lacks {', '.join(sorted(missing))}")
+        if not isinstance(checkpoint["state"].get("step"), int):
+            raise Damaged("its state has no step")
+        return checkpoint
+    except Exception as error:  # damage surfaces as any of half a dozen types
+        for cause in (error, error.__context__):  # zipfile calls a failed read a bad file
+            if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
+                cause.filename = str(path)
+                raise cause from None
+        if out_of_memory(error) or isinstance(error, Damaged):
+            raise
+        raise Damaged((str(error) or type(error).__name__).splitlines()[0][:120]) from error
+
+
+def newest_first(folder):
+    """Paths of the checkpoints in `folder`, in the order in which a resume tries them."""
+    numbered = sorted(folder.glob("ckpt_*.pt"), key=step_of, reverse=True)
+    numbered += sorted(folder.glob("milestone_*.pt"), key=step_of, reverse=True)
+    return [*numbered, *folder.glob("best.pt")]
+
+
+def newest_valid(folder, usable=lambda state: True):
+    """Path of the newest whole checkpoint whose state is `usable`, or None.
+
+    Damaged ones are renamed to NAME.pt.corrupt. A file that cannot be read is no damage: OSError.
+    """
+    for path in newest_first(folder):
+        try:
+            if usable(load(path)["state"]):
+                return path
+        except Damaged as error:
+            aside = path.with_name(path.name + ".corrupt")
+            say(f"{path.name} is damaged ({error}): set aside as {aside.name}, trying an older one")
+            with contextlib.suppress(OSError):  # a folder that has become read-only
+                os.replace(path, aside)
+    return None
+
+
+def remove_after(folder, step):
+    """Remove the checkpoints of later steps than `step`."""
+    for path in folder.glob("ckpt_*.pt"):
+        if step_of(path) > step:
+            try:
+                path.unlink()
+            except OSError as error:
+                say(f"{path.name} cannot be removed ({error.strerror})")
+
+
+def not_restorable(value, name):
+    """What in `value`, called `name`, torch.load(weights_only=True) does not read back, or None."""
+    if value is None or type(value) in (bool, int, float, str) or isinstance(value, torch.Tensor):
+        return None
+    if type(value) in (dict, OrderedDict, Counter, list, tuple):
+        parts = list(value.items() if isinstance(value, dict) else enumerate(value))
+        found = [not_restorable(part, f"{name}[{key!r}]") for key, part in parts]
+        found += [not_restorable(key, f"a key of {name}") for key, _ in parts]
+        return next(filter(None, found), None)
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # pickle and torch raise half a dozen types
+        return f"{name} is a {type(value)}, which no checkpoint brings back: expected plain values"
+    return None
+
+
+@torch.no_grad()
+def restore(run, checkpoint):
+    """Make `run` what it was when train.checkpoint_of(run) was taken, sharded then or now.
+
+    The micro-batch stays as it is: it belongs to the ranks and the memory of today.
+    """
+    for name, weight in run.model.state_dict().items():
+        weight.copy_(shard_like(weight, checkpoint["model"][name]))
+    for optimizer, built, saved in zip(
+        run.optimizers, run.groups, checkpoint["optimizer"], strict=True
+    ):
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        moments = copy.deepcopy(saved["state"])  # what load() maps must not stay in the file
+        mine = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
+        for weight, each in mine:
+            each.update({name: shard_like(weight, each[name]) for name in each})
+        groups = merge_groups(built, saved["built"], saved["param_groups"])
+        optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        for weight, each in mine:  # torch casts all to the weight's dtype, and a str to nonsense
+            now = optimizer.state[weight]
+            tensors = {n: v.to(now[n].device) for n, v in each.items() if hasattr(v, "device")}
+            now.update(tensors | {n: v for n, v in each.items() if isinstance(v, str)})
+    run.scaler.load_state_dict(checkpoint["scaler"])
+    for name, average in run.ema.items():
+        saved = checkpoint["ema"].get(name, checkpoint["model"][name])
+        average.copy_(shard_like(average, saved))
+    saved = copy.deepcopy(checkpoint["state"])
+    run.state.update(saved | {"micro_batch": run.state["micro_batch"]})
+    if len(checkpoint["rng"]) == world_size():
+        rng.set_rng_state(checkpoint["rng"][rank()], run.device)
+
+
+def merge_groups(built, built_then, saved):
+    """param_groups as saved, except for what the knobs build otherwise now than they did then."""
+    return [
+        group | {k: now[k] for k in now if k not in group or then.get(k, now[k]) != now[k]}
+        for now, then, group in zip(built, built_then, saved, strict=True)
+    ]
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+class Saver:
+    """Writes checkpoints in a thread: the loop pays for a copy in memory, and no more.
+
+    keep_last: how many are kept of those that `lasts(step, state)` allows a rollback to go to.
+    """
+
+    def __init__(self, run, keep_last, lasts):
+        self.run = run
+        self.folder = run.folder
+        self.weights = [name for name, _ in run.model.named_parameters()]  # finite in every file
+        self.keep_last = keep_last
+        self.lasts = lasts
+        self.buffers = {}
+        self.thread = None
+        self.error = None
+        self.last_save = time.monotonic()
+
+    def save(self, checkpoint, names, must=False):
+        """Write one file under all of `names`, the last one last. All ranks call it together.
+
+        must: wait until it is on the disk; three tries, then RunFailed. Otherwise an error is told
+        at the next call, as an event, and training continues.
+        """
+        step = checkpoint["state"]["step"]
+        for attempt in range(3 if must else 1):
+            self.tell(step)
+            self.begin(checkpoint, names)
+            if not must:
+                return
+            self.wait()
+            if not any(agree(self.error is not None)):
+                return
+            time.sleep(attempt)
+        raise RunFailed(
+            f"{names[-1]} could not be saved: {self.error}; with that in order, the same command "
+            f"resumes from the newest checkpoint in {self.folder.path}"
+        )
+
+    def tell(self, step):
+        """Wait for the save under way; an error of it becomes an event."""
+        self.wait()
+        if self.error:
+            self.folder.event(step, "save_failed", error=self.error)
+        self.error = None
+
+    def begin(self, checkpoint, names):
+        copied = copy_tensors(checkpoint, self.buffers)
+        self.last_save = time.monotonic()
+        if rank() == 0:
+            synchronize(self.run.device)  # the copies to the host are asynchronous
+            self.thread = threading.Thread(target=self.write, args=(copied, names), name="writer")
+            self.thread.start()
+
+    def minutes_ago(self):
+        return (time.monotonic() - self.last_save) / 60
+
+    def wait(self):
+        if self.thread:
+            self.thread.join()
+        self.thread = None
+
+    def write(self, checkpoint, names):
+        folder = self.folder.path
+        try:
+            if lost := not_restorable(checkpoint, "checkpoint"):
+                raise ValueError(lost)
+            weights = [checkpoint["model"][name] for name in self.weights]
+            if not all(map(all_finite, (weights, checkpoint["optimizer"], checkpoint["ema"]))):
+                raise ValueError("a weight or moment is not finite")
+            with contextlib.suppress(OSError):
+                fsync(folder / "metrics.jsonl")  # its rows reach the disk first
+            with replacing(folder / names[0]) as temporary:
+                temporary.touch()  # raises where it cannot be written; torch.save says less
+                torch.save(checkpoint, temporary)
+            for name in names[1:]:
+                with replacing(folder / name) as temporary:
+                    link_or_copy(folder / names[0], temporary)
+            self.prune(checkpoint["state"])
+        except Exception as error:  # whatever it is, training continues
+            self.error = (str(error) or type(error).__name__).splitlines()[0][:160]
+            if "inline_container" in self.error:  # torch's words for a write that failed
+                free = shutil.disk_usage(folder).free / 1e6
+                self.error = f"a write failed, with {free:,.0f} MB of the disk free"
+            print(f"could not save {names[-1]} ({self.error}); training continues", flush=True)
+
+    def prune(self, state):
+        """Keep the newest of all, and the newest `keep_last` that a rollback may go to."""
+        if state["skips_in_row"]:
+            return  # the newest is none of those
+        paths = sorted(self.folder.path.glob("ckpt_*.pt"), key=step_of)
+        lasting = [path for path in paths if self.lasts(step_of(path), state)]
+        for path in set(paths[:-1]) - set(lasting[-self.keep_last :]):
+            path.unlink(missing_ok=True)
+
+
+def copy_tensors(value, buffers, place=""):
+    """`value` with each tensor copied into a CPU buffer that is kept for the next save (by place).
+
+    All ranks call it together: what is sharded is gathered, one tensor at a time. Rank 0 has the copy.
+    """
+    if isinstance(value, torch.Tensor):
+        value = whole(value.detach())
+        if rank() > 0:
+            return None
+        buffer = buffers.get(place)
+        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+            buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            buffers[place] = buffer
+        return buffer.copy_(value, non_blocking=value.is_cuda)  # on MPS nothing would wait for it
+    if isinstance(value, dict):
+        copied = {k: copy_tensors(v, buffers, f"{place}/{k!r}") for k, v in value.items()}
+        return type(value)(copied) if isinstance(value, OrderedDict | Counter) else copied
+    if isinstance(value, list | tuple):
+        return type(value)(copy_tensors(v, buffers, f"{place}/{i}") for i, v in enumerate(value))
+    return copy.deepcopy(value)
+
+
+def all_finite(value):
+    if isinstance(value, torch.Tensor):
+        return bool(value.isfinite().all())
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return all(map(all_finite, items))
+
+
+def link_or_copy(source, target):
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copyfile(source, target)
+
+
+def size(run, needs):
+    """Bytes of a checkpoint. needs: what model.training_memory returned."""
+    weights = sum(weight.nbytes for weight in run.model.parameters())
+    moments = 2 * weights if needs["optimizer"] is None else needs["optimizer"]
+    return weights * (1 + bool(run.ema)) + moments

@@ -1,0 +1,213 @@
+"""
+Overrides a script's knobs from config files and flags; later ones win:
+
+    python train.py config/FILE.py --batch_size=32 --out_dir=out/mine
+
+A config file holds only `name = value` lines: literals, arithmetic, names assigned above. A path
+(*_dir) in a flag is against the working directory, in a file or by default against the repository.
+"""
+
+import ast
+import difflib
+import operator
+import os
+import re
+import sys
+from contextlib import contextmanager
+from glob import glob
+
+from plumbing.knobs import AUTO_OR_BOOL, convert, expected, print_help, read_knobs, show
+
+OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+}
+NANOGPT = {  # its names: the name here, or what to type instead
+    "always_save_checkpoint": "--save_interval=N saves whatever the loss; best.pt is apart",
+    "backend": "--device decides it: nccl for cuda, gloo for cpu",
+    "bias": "no counterpart: none of the --n_layer layers has a bias",
+    "decay_lr": "--schedule=cosine decays the rate, --schedule=constant does not",
+    "eval_iters": "--eval_tokens=N evaluates the first N tokens, --eval_tokens=0 all of them",
+    "eval_only": "no counterpart: every run also evaluates before its first step (--eval_interval)",
+    "gradient_accumulation_steps": "accum_steps",
+    "init_from": "--resume takes auto, never or a checkpoint's path; GPT-2's weights do not fit",
+    "learning_rate": "peak_lr",
+    "lr_decay_iters": "decay_steps",
+    "max_iters": "max_steps",
+    "warmup_iters": "warmup_steps",
+}
+
+
+def fail(message):
+    """Bad input: one line on stderr, exit code 2."""
+    line = " ".join(str(message).splitlines())
+    print(f"{os.path.basename(sys.argv[0])}: {line}", file=sys.stderr)
+    raise SystemExit(2)
+
+
+class Config(dict):
+    """Every knob and its value. flags: the names whose value a flag gave; given: a flag or a file."""
+
+    flags: set
+    given: set
+
+
+@contextmanager
+def configured(*scopes, argv=None, names=None):
+    """
+    Sets the knobs of `scopes` from `argv` (default: the command line), once all of it has proved
+    right; otherwise fail()s with nothing set. Yields a Config. Restores the knobs on exit.
+
+    scopes: globals() of a script or vars() of a module. A later one may restate a knob of an earlier
+        one, to give it another default; both then hold the same value.
+    names: a list that takes the arguments that are neither flags nor config files; None: an error.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    repository = os.path.dirname(os.path.abspath(scopes[0]["__file__"]))
+    owned = [knobs_of(scope) for scope in scopes]
+    knobs = {name: knob for each in owned for name, knob in each.items()}
+    if "-h" in argv or "--help" in argv:
+        print_help(scopes[-1], knobs, takes_names=names is not None)
+        raise SystemExit(0)
+
+    config = Config()
+    config.flags = set()
+    config.given = set()
+    for name, (default, _, _) in knobs.items():
+        config[name] = against(repository, default) if name.endswith("_dir") else default
+    for i, argument in enumerate(argv):
+        if argument.startswith("-"):
+            name, value = read_flag(argument, argv[i + 1 :], knobs)
+            config[name] = against(os.getcwd(), value) if name.endswith("_dir") else value
+            config.flags.add(name)
+            config.given.add(name)
+        elif argument.endswith(".py"):
+            for name, value in read_config_file(argument, repository, knobs).items():
+                config[name] = against(repository, value) if name.endswith("_dir") else value
+                config.flags.discard(name)
+                config.given.add(name)
+        elif names is None:
+            fail(f"unexpected argument {argument!r}; write config/FILE.py or --key=value")
+        else:
+            names.append(argument)
+    for name, (default, comment, _) in knobs.items():
+        if wanted := expected(config[name], default, comment):
+            fail(f"--{name}={config[name]}: expected {wanted}")
+
+    pairs = list(zip(scopes, owned, strict=True))
+    before = [{name: scope[name] for name in each} for scope, each in pairs]
+    try:
+        for scope, each in pairs:
+            scope.update({name: config[name] for name in each})
+        yield config
+    finally:
+        for scope, values in zip(scopes, before, strict=True):
+            scope.update(values)
+
+
+def knobs_of(scope):
+    """read_knobs() of a script, the default being the value now: `train.max_steps = 5` counts."""
+    knobs = read_knobs(scope["__file__"])
+    for name, (default, comment, heading) in knobs.items():
+        try:
+            value = convert(name, scope[name], default, is_text=False)
+        except ValueError as error:
+            fail(f"{name} = {scope[name]!r}: expected {error} such as {name} = {default!r}")
+        knobs[name] = value, comment, heading
+    return knobs
+
+
+def against(folder, path):
+    return os.path.normpath(os.path.join(folder, os.path.expanduser(path))) if path else ""
+
+
+def read_flag(argument, following, knobs):
+    """(name, value) of one --name=value."""
+    name, equals, text = argument.lstrip("-").partition("=")
+    if name not in knobs:
+        hint = hint_for(name, knobs, lambda known: f"--{known}{equals}{text}")
+        fail(f"unknown name {name!r} in {argument}; {hint}")
+    default = knobs[name][0]
+    if not equals:
+        example = "true" if isinstance(default, bool) or name in AUTO_OR_BOOL else show(default)
+        if following and not following[0].startswith("-") and not following[0].endswith(".py"):
+            example = following[0]
+        fail(f"{argument} has no value; write --{name}={example}")
+    if not argument.startswith("--"):
+        fail(f"{argument}: flags begin with two dashes; write --{name}={text}")
+    try:
+        return name, convert(name, text, default, is_text=True)
+    except ValueError as error:
+        fail(f"{argument}: expected {error} such as --{name}={show(default)}")
+
+
+def read_config_file(argument, repository, knobs):
+    """{name: value} of a config file, looked up here first and then in the repository."""
+    path = next(filter(os.path.isfile, (argument, os.path.join(repository, argument))), None)
+    if path is None:
+        known = ", ".join(sorted(glob("config/*.py", root_dir=repository)))
+        looked = " or ".join(dict.fromkeys((os.getcwd(), repository)))
+        fail(f"no config file {argument} in {looked}; there are: {known or 'none'}")
+    try:
+        with open(path, "rb") as file:
+            statements = ast.parse(file.read()).body
+    except (SyntaxError, ValueError, OSError) as error:
+        fail(f"{argument}:{getattr(error, 'lineno', None) or 1}: {getattr(error, 'msg', error)}")
+
+    assigned = {}
+    for statement in statements:
+        where = f"{argument}:{statement.lineno}"
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue  # a docstring
+        try:
+            (target,) = statement.targets
+            name = target.id
+            value = evaluate(statement.value, assigned)
+        except (AttributeError, ValueError, TypeError, ArithmeticError) as error:
+            found = error if isinstance(error, ArithmeticError) else ast.unparse(statement)
+            fail(
+                f"{where}: {str(found).splitlines()[0]}: a config file holds only name = value"
+                " lines, of literals, arithmetic and names assigned above"
+            )
+        if name not in knobs:
+            hint = hint_for(name, knobs, lambda known, v=value: f"{known} = {v!r}")
+            fail(f"unknown name {name!r} in {where}; {hint}")
+        default = knobs[name][0]
+        try:
+            assigned[name] = convert(name, value, default, is_text=False)
+        except ValueError as error:
+            fail(f"{where}: {name} = {value!r}: expected {error} such as {name} = {default!r}")
+    return assigned
+
+
+def evaluate(node, assigned):
+    """The value of an expression in a config file. Nothing is executed, nothing can be called."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float)):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in assigned:
+        return assigned[node.id]
+    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](evaluate(node.operand, assigned))
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        left = evaluate(node.left, assigned)
+        right = evaluate(node.right, assigned)
+        if isinstance(node.op, ast.Pow) and abs(right) > 64:
+            raise ValueError  # it would take for ever
+        return OPERATORS[type(node.op)](left, right)
+    raise ValueError(f"not a plain value: {ast.unparse(node)}")
+
+
+def hint_for(name, knobs, write):
+    """What to type instead of an unknown `name`. write(name): as a flag, or as a line of a file."""
+    there = NANOGPT.get(name, "")
+    if there in knobs:
+        return f"here it is {write(there)}"
+    if " " in there and knobs.keys() >= set(re.findall(r"--(\w+)", there)):
+        return there
+    near = difflib.get_close_matches(name.lower(), knobs, n=1)
+    return f"did you mean {write(near[0])}?" if near else "--help lists every name"

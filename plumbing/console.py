@@ -1,0 +1,272 @@
+"""Everything that a run prints: its plan, a line for some steps, evaluations, events, what to type next."""
+
+import math
+import os
+import shlex
+import sys
+import textwrap
+from pathlib import Path
+
+from plumbing import devices
+from plumbing.ranks import say, world_size
+
+REPO = Path(__file__).resolve().parent.parent
+STYLES = {"dim": 2, "red": 31, "green": 32}
+CALM = ("resume", "inexact_resume")  # events that are no trouble
+
+
+# ---- words ---------------------------------------------------------------------------------------
+
+
+def paint(words, style, stream=None):
+    """`words` in colour, where a person looks at a terminal that has any (https://no-color.org)."""
+    stream = stream or sys.stdout
+    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return words if plain or not stream.isatty() else f"\033[{STYLES[style]}m{words}\033[0m"
+
+
+def shown(path):
+    """The path as a person would type it here."""
+    return min(os.path.relpath(path), str(path), key=len)
+
+
+def wrapped(words, indent):
+    """`words` in lines of 80, all but the first indented; a path or flag is never broken."""
+    blank = " " * indent
+    looks = {"initial_indent": blank, "subsequent_indent": blank, "break_long_words": False}
+    return textwrap.fill(words, 80, break_on_hyphens=False, **looks)[indent:]
+
+
+def fit(value, width, digits):
+    """`value` in `width` characters: `digits` after the point, or as many as there is room for."""
+    if 0 < abs(value) < 0.5 * 10**-digits:
+        return f"{value:{width}.0e}"
+    texts = (f"{value:{width}.{places}f}" for places in range(digits, -1, -1))
+    return next((text for text in texts if len(text) <= width), f"{value:{width}.0e}")
+
+
+def rate(per_second):
+    """Tokens a second in 6 characters: 853 is 0.853k, 1234567 is 1.235M."""
+    letter, size = "k", 1e3
+    for larger, its_size in (("M", 1e6), ("G", 1e9)):
+        if per_second >= 0.99995 * its_size:
+            letter, size = larger, its_size
+    return fit(per_second / size, 5, 3) + letter
+
+
+def duration(seconds):
+    """Time in up to 8 characters: 0:46, 12:04:05, 12d 4h."""
+    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    days = hours // 24
+    if days >= 1e7:
+        return f"{days:.0e}d"
+    if days >= 1000:
+        return f"{days}d"
+    if hours >= 100:
+        return f"{days}d {hours % 24}h"
+    clock = f"{minutes % 60:02}:{int(seconds) % 60:02}"
+    return f"{hours}:{clock}" if hours else clock.removeprefix("0")
+
+
+# ---- lines of a run ------------------------------------------------------------------------------
+
+COLUMNS = {  # field of a row -> (heading, width, how its value is written in that width)
+    "loss": ("loss", 6, lambda value: fit(value, 6, 4)),
+    "grad_norm": ("norm", 6, lambda value: fit(value, 6, 3)),
+    "lr": ("lr", 8, lambda value: f"{value:8.2e}"),
+    "step_ms": ("ms", 6, lambda value: fit(value, 6, 1)),
+    "data_ms": ("wait", 5, lambda value: fit(value, 5, 1)),
+    "tokens_per_sec": ("tok/s", 6, rate),
+    "mfu": ("mfu", 6, lambda value: "n/a" if math.isnan(value) else fit(100 * value, 5, 1) + "%"),
+    "mem_gb": ("GB", 5, lambda value: fit(value, 5, 2)),
+}
+NOT_SHOWN = "kind step tokens sequences epoch skipped gpu_util".split()
+
+
+class Table:
+    """The lines of steps, under a header that is printed again when a row has a new column."""
+
+    def __init__(self, max_steps):
+        self.max_steps = max_steps
+        self.columns = {}
+
+    def print_row(self, row):
+        """A row of metrics.jsonl. A field that COLUMNS does not know gets a column of its own."""
+        columns = dict(COLUMNS)
+        for name in row:
+            if name not in columns and name not in NOT_SHOWN:
+                width = max(7, len(name))
+                columns[name] = (name, width, lambda value, width=width: fit(value, width, 4))
+        if list(columns) != list(self.columns):
+            self.columns = columns
+            self.print_header()
+        cells = (
+            f"{'n/a' if row[name] is None else write(row[name]):>{width}}"
+            for name, (_, width, write) in columns.items()
+        )
+        left = duration((self.max_steps - row["step"]) * row["step_ms"] / 1000)
+        say(progress(row["step"], self.max_steps), *cells, f"{left:>8}")
+
+    def print_header(self):
+        start = f"{'step/total':<{len(progress(0, self.max_steps))}}"
+        names = " ".join(f"{name:>{width}}" for name, width, _ in self.columns.values())
+        say(paint(f"{start} {names} {'left':>8}", "dim"))
+
+    def print_evaluation(self, row, is_best):
+        words = f"{progress(row['step'], self.max_steps)} val loss {row['val_loss']:.4f}"
+        if "val_bpb" in row:
+            words += f"  bits/byte {row['val_bpb']:.4f}"
+        words += f"  accuracy {row['val_accuracy']:.1%}"
+        known = "kind step val_loss val_bpb val_accuracy val_tokens best_val_loss".split()
+        for name in [name for name in row if name not in known]:
+            words += f"  {name} {row[name]:.4f}"
+        if row.get("val_tokens"):
+            words += f"  (first {row['val_tokens']:,} tokens)"
+        say(words + (paint("  best", "green") if is_best else ""))
+
+
+def diagnosis(why, recent, rollbacks):
+    """Why a run cannot continue, with the numbers of its `recent` rows."""
+    last = {k: " ".join(f"{row[k]:.3g}" for row in recent) for k in ("lr", "grad_norm", "loss")}
+    return (
+        f"{why}, at step {recent[-1]['step']} after {rollbacks} rollbacks. The last learning rates: "
+        f"{last['lr']}; gradient norms: {last['grad_norm']}; losses: {last['loss']}; the last sequence: "
+        f"{recent[-1]['sequences']:,}. Try a lower --peak_lr, more --warmup_steps, a smaller "
+        f"--grad_clip, --dtype=float32; then a new --out_dir"
+    )
+
+
+def progress(step, max_steps):
+    width = max(7, len(str(max_steps)))
+    return f"{step:>{width}}/{max_steps:<{width}}"
+
+
+def print_event(step, event, fields):
+    details = "  ".join(f"{key} {in_short(value)}" for key, value in fields.items())
+    words = wrapped(f"{event.replace('_', ' ')}: {details}", 8)
+    say(f"{step:>7} {words if event in CALM else paint(words, 'red')}")
+
+
+def in_short(value):
+    """The value of an event's field: 4 digits, and of [then, now] what differs."""
+    if isinstance(value, list) and len(value) == 2:
+        then, now = value
+        if isinstance(then, dict) and isinstance(now, dict):  # hashes of files
+            return ", ".join(key for key in now if now[key] != then.get(key))
+        return f"{then} -> {now}"
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+# ---- before the first step -----------------------------------------------------------------------
+
+
+def print_plan(run, reasons, peak, needs, path, changed):
+    """What will happen, in a few aligned lines, before it does.
+
+    reasons: {knob: why "auto" became that}. peak: (FLOP/s or None,
+    source). needs: {kind: bytes or None} of a step. path: of the checkpoint. changed: {knob: [then, now]}.
+    """
+    c = run.facts["config"] | run.facts["run"]
+    lines = {
+        "run": f"resumes from {shown(path)}" if path else f"new, in {shown(c['out_dir'])}",
+        "changed": ", ".join(f"{key} {then} -> {now}" for key, (then, now) in changed.items()),
+        "model": describe_model(run.model),
+        "data": describe_data(run),
+        "batch": describe_batch(c, run),
+        "steps": f"{c['max_steps']:,}, {len(run.train_data) // c['global_batch']:,} to an epoch; "
+        f"{c['optimizer']}, {c['schedule']} {c['peak_lr']:g} to {c['min_lr']:g}",
+        "device": f"{c['device']}, {c['threads']} threads",
+        "dtype": f"{c['dtype']} ({reasons['dtype']})",
+        "compile": f"{str(c['compile']).lower()} ({reasons['compile']}); "
+        f"deterministic {str(c['deterministic']).lower()}",
+        "peak": describe_peak(c, run.model, peak),
+        "memory": describe_memory(needs, devices.free_memory(run.device)),
+    }
+    for name, words in lines.items():
+        if words:
+            say(paint(f"{name:<8}", "dim"), wrapped(words, 9))
+    free, known = devices.free_memory(run.device), [size for size in needs.values() if size]
+    if free and sum(known) > free:
+        say(paint("         more than is free; --grad_checkpoint=true needs less", "red"))
+
+
+def describe_model(model):
+    shape = model.describe() if hasattr(model, "describe") else type(model).__name__
+    return f"{shape}; {sum(weight.numel() for weight in model.parameters()):,} parameters"
+
+
+def describe_batch(c, run):
+    rows = f"{c['batch_size']} x {c['accum_steps']} x {c['world_size']} = {c['global_batch']}"
+    if "tokenizer" not in run.facts["data"]["meta"]:
+        return f"{rows} a step"
+    tokens = c["global_batch"] * c["block_size"]
+    return f"{rows} sequences of {c['block_size']} = {tokens:,} tokens a step"
+
+
+def describe_data(run):
+    data = run.facts["data"]
+    meta = data["meta"]
+    if "tokenizer" not in meta:
+        return f"{data['name']}: {len(run.train_data):,} to train on, {len(run.val_data):,} to validate"
+    return (
+        f"{data['name']}, {meta['tokenizer']}: {meta['train_tokens']:,} tokens to train on,"
+        f" {meta['val_tokens']:,} to validate; vocabulary {meta['vocab_size']:,}"
+    )
+
+
+def describe_peak(c, model, peak):
+    flops, source = peak
+    if not flops:
+        return f"n/a ({source})"
+    words = f"{flops / 1e12:.3g} TFLOP/s ({source})"
+    if hasattr(model, "flops_per_token"):
+        tokens = c["global_batch"] * c["block_size"] * c["max_steps"]
+        seconds = model.flops_per_token() * tokens / (flops * c["world_size"])
+        words += f"; all steps at that rate: {duration(seconds)}"
+    return words
+
+
+def describe_memory(needs, free):
+    parts = (
+        f"{kind} " + ("n/a" if size is None else f"{size / 1e9:.3f}")
+        for kind, size in needs.items()
+    )
+    words = (
+        f"{sum(size or 0 for size in needs.values()) / 1e9:.3f} GB for a step ({', '.join(parts)})"
+    )
+    return words + (f"; {free / 1e9:.1f} GB free" if free else "")
+
+
+# ---- after the last ------------------------------------------------------------------------------
+
+
+def print_end(ended, state, seconds, folder, command):
+    if ended.startswith("failed"):
+        line = f"{Path(command[0]).name}: {ended}"
+        print(paint(line, "red", sys.stderr), file=sys.stderr)
+    else:
+        best = f"{state['best_val_loss']:.4f} at step {state['best_step']:,}"
+        say(f"{ended} at step {state['step']:,}; best validation loss {best}")
+    spent = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
+    say(f"{sum(seconds.values()):.1f} s: {spent}")
+    if ended.startswith(("stopped by", "left")):
+        checkpoint = shown(folder / f"ckpt_{state['step']:08}.pt")
+        say(f"{checkpoint} is kept; to resume, type the same command again")
+
+
+def print_next(ended, folder, command, writes_text):
+    """What to type now, ready to be pasted. command: of the run."""
+
+    def about_it(script):
+        return shlex.join(["python", shown(REPO / script), shown(folder)])
+
+    commands = {about_it("sample.py"): "text from its best weights"} if writes_text else {}
+    commands[f"{about_it('report.py')} OTHER"] = "beside another run"
+    if not ended.startswith(("finished", "stopped early")):
+        commands = {about_it("report.py"): "what happened, as a picture and in words"}
+        typed = command == sys.argv  # not in a notebook, nor under torchrun
+        if typed and world_size() == 1 and not ended.startswith("failed"):
+            commands = {shlex.join(["python", *command]): "resumes"} | commands
+    width = min(50, max(map(len, commands)))
+    for line, what in commands.items():
+        say(f"{line:<{width}}  {paint(f'# {what}', 'dim')}")

@@ -1,0 +1,256 @@
+"""
+A dataset, the folder DATA_DIR/NAME: meta.json, and the token ids of two splits, train and val.
+
+A split is one file of flat ids (train.bin), or shards that are read as one (train_00000.bin, ...).
+meta.json says how to read them and holds their SHA-256. It is written last: a folder that has one
+holds a whole dataset. Paths of folders are strings here.
+"""
+
+import bisect
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+
+import numpy as np
+
+from plumbing.files import fsync, replacing
+from plumbing.tokenizers import TOKENIZERS, DataError, read_file
+
+SPLITS = ("train", "val")
+# The names that need no --input: texts, and corpora of huggingface.co (path and subset there).
+TEXTS = ("shakespeare", "pydoc")
+CORPORA = {
+    "openwebtext": ("Skylion007/openwebtext", None),
+    "fineweb": ("HuggingFaceFW/fineweb", "sample-10BT"),
+}
+DEFAULT_DATA_DIR = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "data")
+
+
+class Offline(OSError):
+    """A download was needed and its server could not be reached."""
+
+
+# ---- reading tokens ------------------------------------------------------------------------------
+
+
+class Tokens:
+    """
+    The token ids of a split, read from its files as if they were one. len() counts the tokens.
+
+    The files are opened anew for each read: nothing stays open, and a pickle for a worker is small.
+    """
+
+    def __init__(self, paths, dtype):
+        """paths: of the files, in order. dtype: NumPy's name of the type of an id."""
+        self.paths = [os.fspath(path) for path in paths]
+        self.dtype = dtype
+        sizes = [os.path.getsize(path) // np.dtype(dtype).itemsize for path in self.paths]
+        self.ends = np.cumsum(sizes).tolist()  # of each file, in tokens from the start of the first
+
+    def __len__(self):
+        return self.ends[-1]
+
+    def read(self, start, length):
+        """
+        The `length` tokens from each position of `start` on, int64 (len(start), length). A row may
+        lie across files. Raises IndexError where a row leaves the split.
+        """
+        start = np.asarray(start, np.int64)
+        if len(start) and not (0 <= start.min() and start.max() + length <= len(self)):
+            raise IndexError(
+                f"positions {start.min()} to {start.max()} + {length} of {len(self)} tokens"
+            )
+        tokens = np.empty((len(start), length), np.int64)
+        opened = None  # the number of the file that `ids` holds, whose first token is at `begin`
+        for row in np.argsort(start).tolist():  # sorted, so that each file is opened once
+            first = int(start[row])
+            filled = 0
+            number = bisect.bisect_right(self.ends, first)
+            while filled < length:
+                if number != opened:
+                    # a plain array: slices of a memmap cost more
+                    ids = np.memmap(self.paths[number], self.dtype, mode="r").view(np.ndarray)
+                    begin = self.ends[number] - len(ids)
+                    opened = number
+                offset = first + filled - begin
+                part = ids[offset : offset + length - filled]
+                tokens[row, filled : filled + len(part)] = part
+                filled += len(part)
+                number += 1
+        return tokens
+
+
+def open_tokens(folder, meta, split):
+    """The Tokens of a split, "train" or "val"."""
+    return Tokens([os.path.join(folder, name) for name in shards(meta, split)], meta["dtype"])
+
+
+# ---- meta.json -----------------------------------------------------------------------------------
+
+
+def dataset_folder(name, data_dir):
+    """The folder of a dataset. Raises DataError where `name` is no name."""
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise DataError(
+            f"a dataset's NAME is made of letters, digits, '_', '-' and '.', not {name!r}"
+        )
+    return os.path.join(data_dir, name)
+
+
+def exists(folder):
+    return os.path.exists(os.path.join(folder, "meta.json"))
+
+
+def read_meta(folder):
+    """The dict in meta.json. Raises DataError where it does not describe a dataset."""
+    path = os.path.join(folder, "meta.json")
+    content = read_file(path)
+    try:
+        meta = json.loads(content)
+        counts = ("vocab_size", "train_tokens", "val_tokens", "val_bytes")
+        chars = meta["chars"] if meta["tokenizer"] == "char" else ""
+        names = [name for split in SPLITS for name in shards(meta, split)]
+        valid = (
+            meta["tokenizer"] in TOKENIZERS
+            and meta["dtype"] in ("uint16", "uint32")
+            and isinstance(meta["source"], str)
+            and all(isinstance(meta["sha256"][name], str) for name in names)
+            and all(type(meta[key]) is int and meta[key] > 0 for key in counts)
+            and list(chars) == sorted(set(chars))
+            and len(chars) == (meta["vocab_size"] if meta["tokenizer"] == "char" else 0)
+        )
+    except KeyError as error:
+        raise DataError(f"{path} lacks {error}; {make_again(folder)}") from error
+    except (ValueError, TypeError):
+        valid = False
+    if not valid:
+        raise DataError(f"{path} does not describe a dataset; {make_again(folder)}")
+    return meta
+
+
+def shards(meta, split):
+    """The names of a split's files, in order."""
+    numbered = re.compile(split + r"_\d{5}\.bin")
+    return sorted(filter(numbered.fullmatch, meta.get("sha256", ()))) or [f"{split}.bin"]
+
+
+def shard_path(folder, split, number):
+    return os.path.join(folder, f"{split}_{number:05}.bin")
+
+
+def shard_sizes(counts, shard_tokens):
+    """{name: bytes} of the shards of a corpus. counts: a dict with train_tokens and val_tokens."""
+    sizes = {}
+    for split in SPLITS:
+        tokens = counts[f"{split}_tokens"]
+        for number, first in enumerate(range(0, tokens, shard_tokens)):
+            sizes[shard_path("", split, number)] = 2 * min(shard_tokens, tokens - first)
+    return sizes
+
+
+def fingerprint(meta):
+    """16 hex digits of what a model learns: the tokens and their meaning, not their source."""
+    content = {key: value for key, value in meta.items() if key != "source"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def verify(folder, meta):
+    """Raises DataError unless every file is what `meta` says, to the byte."""
+    again = make_again(folder, meta["tokenizer"])
+    for split in SPLITS:
+        paths = [os.path.join(folder, name) for name in shards(meta, split)]
+        verify_sizes(paths, split, meta, again)
+        for path in paths:
+            digest, highest = digest_of(path, meta["dtype"])
+            expected = meta["sha256"][os.path.basename(path)]
+            if digest != expected:
+                raise DataError(
+                    f"{path} was changed or damaged: its SHA-256 is {digest}, meta.json says"
+                    f" {expected}; {again}"
+                )
+            if highest >= meta["vocab_size"]:
+                raise DataError(
+                    f"{path} holds token id {highest}, but vocab_size is {meta['vocab_size']}"
+                    f" (ids are 0 to {meta['vocab_size'] - 1}); {again}"
+                )
+
+
+def verify_sizes(paths, split, meta, again):
+    """verify() of the sizes of a split's files. again: what to type to make the dataset again."""
+    tokens = meta[f"{split}_tokens"]
+    expected = tokens * np.dtype(meta["dtype"]).itemsize
+    sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
+    if sum(sizes) == expected and 0 not in sizes:
+        return
+    if 0 in sizes:
+        wrong = sizes.index(0)
+    else:  # all shards are as long as the first, but the last
+        wrong = next((i for i, size in enumerate(sizes) if size != sizes[0]), -1)
+    among = f", {split}_*.bin {sum(sizes):,}" if len(paths) > 1 else ""
+    raise DataError(
+        f"{paths[wrong]} has {sizes[wrong]:,} bytes{among}, but meta.json says {expected:,}"
+        f" ({tokens:,} tokens of {meta['dtype']}); {again}"
+    )
+
+
+def digest_of(path, dtype):
+    """(SHA-256, highest id) of a file of token ids, which is never in memory as a whole."""
+    digest = hashlib.sha256()
+    highest = 0
+    ids = np.memmap(path, dtype, mode="r")
+    for i in range(0, len(ids), 1 << 22):
+        chunk = ids[i : i + (1 << 22)]
+        digest.update(chunk)
+        highest = max(highest, int(chunk.max()))
+    return digest.hexdigest(), highest
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+def write_files(folder, files):
+    """
+    Writes {name: content}, the last one last; none of them where that fails (DataError). Where two
+    processes write the same file at once, it is whole, from one of them.
+    """
+    suffix = f".{secrets.token_hex(4)}.tmp"
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            for name in reversed(files):  # the stack replaces the last one first
+                path = os.path.join(folder, name)
+                temporary = stack.enter_context(replacing(path, suffix))
+                temporary.write_bytes(files[name])
+                fsync(temporary)  # a full disk shows before the first is replaced
+    except OSError as error:
+        raise DataError(
+            f"cannot write {folder}: {error.strerror}; write --data_dir=FOLDER"
+        ) from error
+
+
+def summary(folder, meta, size, rate):
+    """A line about a dataset just made. size: bytes of its text. rate: bytes a second."""
+    tokens = meta["train_tokens"] + meta["val_tokens"]
+    return (
+        f"made {folder} from {meta['source']}: {meta['train_tokens']:,} {meta['tokenizer']} tokens"
+        f" to train on, {meta['val_tokens']:,} to validate, vocabulary {meta['vocab_size']:,}"
+        f" ({meta['dtype']}), {size / tokens:.2f} bytes/token, {rate / 1e6:.1f} MB/s"
+    )
+
+
+def make_again(folder, tokenizer="char"):
+    return f"delete {os.path.join(folder, 'meta.json')} and type: {command(folder, tokenizer)}"
+
+
+def command(folder, tokenizer="char"):
+    """What to type to make the dataset in `folder`."""
+    data_dir, name = os.path.split(os.path.abspath(folder))
+    return (
+        f"python prepare_data.py {name}"
+        + ("" if name in TEXTS or name in CORPORA else " --input=FILE")
+        + ("" if tokenizer == "char" else f" --tokenizer={tokenizer}")
+        + ("" if data_dir == DEFAULT_DATA_DIR else f" --data_dir={data_dir}")
+    )

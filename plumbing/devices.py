@@ -1,0 +1,299 @@
+"""The hardware: device, precision and compilation chosen by its properties; its speed and memory.
+
+Nothing here initializes CUDA unless the device is a GPU.
+"""
+
+import contextlib
+import ctypes
+import functools
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import torch
+
+from plumbing.configurator import fail
+from plumbing.ranks import world_size
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
+
+# Peak FLOP/s of dense matrix products by the makers' datasheets: bfloat16, float16, float32 (the plain
+# rate, not TF32's). Names are those of torch.cuda.get_device_name, whole, without "NVIDIA ": by a part
+# of its name an RTX A1000 would get the peak of an A100, and a MIG slice that of the whole GPU. What
+# is not here is measured.
+PEAKS = {
+    ("B200",): (2250e12, 2250e12, 75e12),
+    ("H200", "H100 80GB HBM3"): (989e12, 989e12, 67e12),
+    ("H100 PCIe",): (756e12, 756e12, 51e12),
+    ("A100-SXM4-40GB", "A100-SXM4-80GB"): (312e12, 312e12, 19.5e12),
+    ("A100-PCIE-40GB", "A100 80GB PCIe"): (312e12, 312e12, 19.5e12),
+    ("A10G",): (70e12, 70e12, 35e12),
+    ("L40S",): (362e12, 362e12, 91.6e12),
+    ("L4",): (121e12, 121e12, 30.3e12),
+    ("GeForce RTX 4090",): (165e12, 165e12, 82.6e12),
+    ("GeForce RTX 3090",): (71e12, 71e12, 35.6e12),
+    ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"): (None, 125e12, 15.7e12),
+    ("Tesla T4",): (None, 65e12, 8.1e12),
+}
+WORTH_COMPILING = 5e13  # FLOPs of a run on a CPU, from which on compiling pays back its seconds
+
+# ---- what is chosen ------------------------------------------------------------------------------
+
+
+def choose_device(name):
+    """The torch.device of this rank for --device=name; exits (2) where it is not there."""
+    kind = name
+    if name == "auto":
+        found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        kind = next((kind for kind in found if found[kind]), "cpu")
+    one_gpu = kind == "mps" or kind.startswith("cuda:")
+    if one_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        fail(
+            f"--device={name}: all ranks of this machine would share one GPU; expected --device=cuda, "
+            "which gives each rank its own, or --device=cpu"
+        )
+    if kind == "cuda":
+        kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    try:
+        device = torch.device(kind)
+        if device.type == "cuda":
+            torch.cuda.init()
+            torch.cuda.set_device(device)  # first, or the tensor below also occupies GPU 0
+        torch.ones(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).partition("\n")[0].partition(". ")[0] or "it is not there"
+        fail(f"--device={name}: {why}; --device=auto takes what is there")
+    if device.type == "cpu":
+        keep_freed_memory()
+    return device
+
+
+def choose_dtype(name, device):
+    """(dtype's name, why) for --dtype=name: auto is what this hardware really computes in."""
+    _, flags = cpu_info()
+    native = "float32"
+    why = "nothing smaller is native here"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        native = "bfloat16" if major >= 8 else "float16"
+        why = f"compute capability {major}.{minor}"
+    elif device.type == "cpu":
+        for flag in ("avx512_bf16", "amx_bf16"):
+            if flag in flags:
+                native = "bfloat16"
+                why = f"this CPU has {flag}"
+    elif device.type == "mps" and torch.backends.mps.is_macos_or_newer(14, 0):
+        native = "bfloat16"
+        why = "macOS 14 or newer"
+    if name == "float16" and device.type == "cpu" and "avx512_fp16" not in flags:
+        fail("--dtype=float16: this CPU does not compute in it (no avx512_fp16); try --dtype=auto")
+    if name == "float16" and device.type == "mps":
+        fail("--dtype=float16: expected float32 or bfloat16 on mps; try --dtype=auto")
+    return (native, why) if name == "auto" else (name, "as given")
+
+
+def choose_compile(setting, device, flops):
+    """(whether, why) for --compile=setting. flops: of the whole run, or None where the model cannot
+    tell. Never by a timing: the same command always makes the same choice."""
+    if setting != "auto":
+        return setting, "as given"
+    if device.type == "cuda":
+        from torch.utils import _triton  # no attribute of torch.utils until it is imported by name
+
+        there = _triton.has_triton()
+        return there, "Triton is installed" if there else "Triton is not installed"
+    if device.type != "cpu":
+        return False, f"eager on {device.type}"
+    if flops is None:
+        return False, "the model does not tell its FLOPs"
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if not shutil.which(compiler):
+        return False, f"no C++ compiler ({compiler})"
+    return flops >= WORTH_COMPILING, f"{flops:.1e} FLOPs; worth it from {WORTH_COMPILING:.0e}"
+
+
+def set_deterministic(setting, device):
+    """Sets deterministic mode for --deterministic=setting, and returns it as a bool: auto is on, but
+    on MPS. To be called before the process group is built and before the first matrix product.
+
+    torch also has Inductor choose no kernel by timing then. In the environment, unless the user has:
+    CUBLAS_WORKSPACE_CONFIG=:4096:8  a workspace of fixed size, without which cuBLAS may vary
+    NCCL_ALGO=Ring                   sums in the order of the ring: NVLS adds up in the switch in any
+                                     order (nccl#1497), and the order of a tree is NCCL's to choose
+                                     (Megatron-LM's guide to deterministic training)
+    """
+    deterministic = device.type != "mps" if setting == "auto" else setting
+    torch.use_deterministic_algorithms(deterministic)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and hides nothing
+    if deterministic and device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ.setdefault("NCCL_ALGO", "Ring")
+    return deterministic
+
+
+def keep_freed_memory():
+    """Has malloc keep what is freed for the next step, which takes the same large blocks again.
+
+    glibc returns each to the system by default, and the page faults that follow cost a fifth of a step
+    or more. What is kept is what the peak needed anyway. Without glibc, nothing happens.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block is a mapping of its own
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap never shrinks
+        libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: and grows by 64 MiB at a time
+
+
+# ---- its speed and memory ------------------------------------------------------------------------
+
+
+def peak_flops(device, dtype):
+    """(FLOP/s or None, source) for MFU: by the datasheet, or else by a measured matrix product."""
+    known = datasheet_peak(device_name(device), dtype) if device.type == "cuda" else None
+    if known:
+        return known, f"datasheet of the {device_name(device)}"
+    try:
+        rate, size = matmul_rate(device, getattr(torch, dtype))
+    except RuntimeError:
+        return None, "unknown: this device would not multiply two matrices"
+    return rate, f"measured, {size}-cubed matrix product"
+
+
+def datasheet_peak(gpu, dtype):
+    """FLOP/s of a GPU with exactly this name, or None where PEAKS does not know it."""
+    for names, row in PEAKS.items():
+        if gpu.removeprefix("NVIDIA ") in names:
+            return dict(zip(("bfloat16", "float16", "float32"), row, strict=True))[dtype]
+    return None
+
+
+def matmul_rate(device, dtype, sizes=None):
+    """(FLOP/s, size) of the fastest square matrix product here. dtype: a torch.dtype.
+
+    sizes: to try, from small to large. By default they grow, up to 2048 on a CPU and 8192 elsewhere,
+    only while a product is expected to take less than 0.1 s, so that the measurement ends within a
+    second also where dtype is emulated. Of each size the shortest time counts: whatever disturbs a
+    timing makes it longer.
+    """
+    growing = sizes is None
+    sizes = sizes or (256, 512, 1024, 2048, 4096, 8192)[: 4 if device.type == "cpu" else 6]
+    best = (0.0, 0)
+    for size in sizes:
+        a = torch.ones(size, size, device=device, dtype=dtype)
+        out = torch.empty_like(a)
+        times = []
+        while len(times) < 3 or len(times) < 20 and sum(times) < 0.1:
+            start = time.perf_counter()
+            torch.mm(a, a, out=out)
+            out[0, 0].item()  # waits for the device
+            times.append(time.perf_counter() - start)
+        best = max(best, (2 * size**3 / min(times), size))
+        if growing and 8 * min(times) > 0.1:  # twice the size is eight times the work
+            break
+    if device.type == "cuda":  # the matrices are no part of the run's memory
+        del a, out
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return best
+
+
+def synchronize(device):
+    """Waits until the device has done all that it was given."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
+def gpu_util(device):
+    """Utilization of the GPU in percent, from NVML; None where there is none to ask."""
+    with contextlib.suppress(Exception):  # no pynvml, no driver, a GPU of another maker
+        return torch.cuda.utilization(device) if device.type == "cuda" else None
+
+
+def memory_gb(device):
+    """Peak memory in 1e9 bytes: the allocator's on a GPU, the process's resident set elsewhere; None
+    where the system does not tell (Windows)."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    if resource is None:
+        warnings.warn("peak memory is not known on this system: mem_gb stays empty", stacklevel=2)
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def free_memory(device):
+    """Bytes that a run could take on the device now, or None where the system does not tell."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    try:
+        return int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+# ---- what it is called ---------------------------------------------------------------------------
+
+
+@functools.cache
+def cpu_info():
+    """(model name, set of instruction flags) of this CPU; Linux tells the flags, others may not."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine(), frozenset()
+    fields = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+    return fields.get("model name", platform.machine()), frozenset(fields.get("flags", "").split())
+
+
+def device_name(device):
+    """What the device calls itself: 'NVIDIA H200', 'Intel(R) Xeon(R) Processor', 'Apple mps'."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return cpu_info()[0] if device.type == "cpu" else f"{platform.processor()} {device.type}"
+
+
+def fingerprint(device):
+    """Everything about software and hardware that could explain a difference between two runs."""
+    cpu, flags = cpu_info()
+    cuda = device.type == "cuda"
+    packages = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version() if cuda else None,
+            "packages": dict(sorted((n, v) for n, v in packages.items() if n)),
+        },
+        "hardware": {
+            "platform": platform.platform(),
+            "cpu": cpu,
+            "instruction_set": torch.backends.cpu.get_cpu_capability(),
+            "amx": "amx_bf16" in flags,
+            "threads": torch.get_num_threads(),
+            "device": device_name(device),
+            "gpu_count": torch.cuda.device_count() if cuda else 0,
+            "world_size": world_size(),
+            "driver": driver_version() if cuda else None,
+        },
+    }
+
+
+def driver_version():
+    """Of the GPU's driver, from NVML; None where it cannot be asked."""
+    with contextlib.suppress(Exception):  # nice to have, never a reason to stop
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlSystemGetDriverVersion()

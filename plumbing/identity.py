@@ -1,0 +1,135 @@
+"""What makes a run this run: what a resume refuses, what costs exactness, and what is free to change."""
+
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+
+from plumbing.configurator import fail
+from plumbing.devices import device_name
+from plumbing.ranks import world_size
+
+REPO = Path(__file__).resolve().parent.parent
+
+# A resume with another one of these is another run: exit 2.
+REFUSED = (
+    "n_layer n_head n_embd block_size dropout label_smoothing seed optimizer schedule dtype "
+    "global_batch dataset data"
+).split()
+# With another one of these the run resumes, and says `inexact_resume`.
+INEXACT = (
+    "torch device compile deterministic threads world_size batch_size accum_steps shard offload "
+    "code"
+).split()
+# These change no bit of the training up to a step: a finished run may be asked for them again. Every
+# other knob (peak_lr, weight_decay, ...) may change on a resume as well, and is printed.
+FREE = (
+    "out_dir data_dir max_steps patience min_delta num_workers prefetch_factor hang_minutes "
+    "log_interval eval_interval eval_tokens sample_interval save_interval save_minutes keep_last "
+    "milestone_interval report audit_interval wandb_log wandb_project wandb_run_name "
+    "dollars_per_hour resume offline_dataset"
+).split()
+# What the run resolved from "auto" or 0, and keeps on a resume unless it is asked for something else.
+RESOLVED = "dtype compile warmup_steps decay_steps batch_size accum_steps".split()
+
+
+def identity_of(knobs, data, device):
+    """Kept in every checkpoint as `run`. knobs: globals of train.py. data: name and fingerprint."""
+    here = {
+        "global_batch": knobs["batch_size"] * knobs["accum_steps"] * world_size(),
+        "dataset": data["name"],
+        "data": data["fingerprint"],
+        "torch": str(torch.__version__),
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "world_size": world_size(),
+        "code": code_hashes(),
+    }
+    keys = dict.fromkeys(REFUSED + INEXACT + RESOLVED)
+    return {key: here[key] if key in here else knobs[key] for key in keys}
+
+
+def code_hashes():
+    """{path: SHA-256} of every file of the repository that this process has loaded."""
+    hashes = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if not file or not file.endswith(".py"):
+            continue
+        path = Path(file).resolve()
+        if not path.is_relative_to(REPO):
+            continue
+        name = path.relative_to(REPO)
+        installed = "site-packages" in name.parts or any(part[0] == "." for part in name.parts)
+        if path.is_file() and not installed:  # a virtual environment may lie in the repository
+            hashes[name.as_posix()] = sha256(path.read_bytes()).hexdigest()
+    return dict(sorted(hashes.items()))
+
+
+def changes(then, now):
+    """{key: [then, now]} of two identities. Of code, the files that both have loaded are compared."""
+    changed = {}
+    for key in now:
+        if key == "code":
+            files = {name for name in now[key] if name in (then.get(key) or {})}
+            other = sorted(name for name in files if then[key][name] != now[key][name])
+            if other or not files:
+                changed[key] = [{n: then[key][n] for n in other}, {n: now[key][n] for n in other}]
+        elif then.get(key) != now[key]:
+            changed[key] = [then.get(key), now[key]]
+    return changed
+
+
+def inexact(then, now):
+    """{key: [then, now]} of what costs a resume its exactness."""
+    return {key: pair for key, pair in changes(then, now).items() if key in INEXACT}
+
+
+def split_global_batch(then, batch_size):
+    """(batch_size, accum_steps) that keep the global batch of a run at today's number of ranks."""
+    rows, rest = divmod(then["global_batch"], world_size())
+    if rest:
+        fail(
+            f"the {then['global_batch']} sequences of this run's batch do not divide by "
+            f"{world_size()} ranks; expected a number of ranks that divides them"
+        )
+    micro = max(size for size in range(1, min(rows, batch_size) + 1) if rows % size == 0)
+    return micro, rows // micro
+
+
+def refuse_another_run(then, now, fresh_name):
+    """Exits with 2, naming the key, its two values and what to type, where a resume would be another run."""
+    changed = changes(then, now)
+    hints = {
+        "global_batch": f"let --batch_size and --accum_steps make {then.get('global_batch')} again",
+        "data": f"bring back the text that {then.get('dataset')} was",
+    }
+    for key in REFUSED:
+        if key in changed:
+            hint = hints.get(key, f"write --{key}={then.get(key)}")
+            fail(
+                f"{key} was {then.get(key)} in the run so far and is {now[key]} now: that is another "
+                f"run; {hint} to resume, or write --out_dir={fresh_name}"
+            )
+
+
+def refuse_other_shapes(saved, now, fresh_name):
+    """Exits with 2 where the model names or shapes its weights in another way than the checkpoint."""
+    saved, now = ({k: list(w.shape) for k, w in weights.items()} for weights in (saved, now))
+    for name in saved | now:
+        then, here = saved.get(name, "absent"), now.get(name, "absent")
+        if then != here:
+            fail(
+                f"{name} is {then} in the checkpoint and {here} in the model: that is another model; "
+                f"write --out_dir={fresh_name}"
+            )
+
+
+def changed_knobs(then, now):
+    """{knob: [then, now]} of two configs, as they were typed; the folders left out."""
+    return {
+        key: [then[key], now[key]]
+        for key in now
+        if key in then and then[key] != now[key] and not key.endswith("_dir") and key != "resume"
+    }

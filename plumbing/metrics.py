@@ -1,0 +1,65 @@
+"""Rows of metrics.jsonl: the numbers of steps, fetched from the device, with times and rates."""
+
+import math
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from plumbing import devices
+
+
+def fetch(steps):
+    """[(fields, {name: device scalar}), ...] of steps -> [{**fields, name: number}, ...].
+
+    The one transfer from the device, and so the one place where the host waits for it.
+    """
+    scalars = [value for _, numbers in steps for value in numbers.values()]
+    values = iter(torch.stack([value.detach().float() for value in scalars]).tolist())
+    return [fields | {name: next(values) for name in numbers} for fields, numbers in steps]
+
+
+def finish_rows(steps, clock, run):
+    """Rows of kind "train" of `steps`, all since the clock's last lap: evaluation and saving excluded."""
+    rows = fetch(steps)
+    seconds = clock.lap("train")
+    tokens_per_sec = sum(row.pop("batch_tokens") for row in rows) / seconds
+    mfu = (flops_per_token(run.model) or math.nan) * tokens_per_sec / run.max_flops
+    common = {
+        "step_ms": 1000 * seconds / len(rows),
+        "tokens_per_sec": tokens_per_sec,
+        "mfu": None if math.isnan(mfu) else mfu,
+        "mem_gb": devices.memory_gb(run.device),
+        "gpu_util": devices.gpu_util(run.device),
+    }
+    return [{"kind": "train"} | row | {"skipped": int(row["skipped"])} | common for row in rows]
+
+
+def flops_per_token(model):
+    """FLOPs to train on one token, or None where the model does not tell."""
+    return model.flops_per_token() if hasattr(model, "flops_per_token") else None
+
+
+class Clock:
+    """Every second since the process began belongs to one kind: lap(kind) counts all since the last."""
+
+    def __init__(self, since_process_start=True):
+        self.last = time.perf_counter() - (process_age() if since_process_start else 0.0)
+        self.seconds = dict.fromkeys(("start", "compile", "train", "evaluate", "save"), 0.0)
+
+    def lap(self, kind):
+        now = time.perf_counter()
+        elapsed = now - self.last
+        self.last = now
+        self.seconds[kind] += elapsed
+        return elapsed
+
+
+def process_age():
+    """Seconds since this process began, imports included; 0 where the system does not tell."""
+    try:
+        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError):
+        return 0.0

@@ -1,0 +1,275 @@
+"""Several processes, one for each device: joining and leaving, agreements, sums, sharded models.
+
+With a single process every function here returns at once, so that callers never ask which it is.
+"""
+
+import contextlib
+import datetime
+import os
+import threading
+
+import torch
+import torch.distributed as dist
+
+from plumbing.configurator import fail
+
+
+class Progress:
+    """Counts the collective operations that this rank has begun: a straggler has begun fewer.
+
+    A thread publishes the count in the store every `seconds`, for ranks that give up waiting to read.
+    """
+
+    def __init__(self, store, seconds):
+        self.store = store
+        self.begun = 0
+        self.leaving = threading.Event()
+        self.thread = threading.Thread(target=self.publish, args=(seconds,), daemon=True)
+        self.thread.start()
+
+    def publish(self, seconds):
+        while not self.leaving.is_set():
+            with contextlib.suppress(RuntimeError):  # the store is gone, and soon the run
+                self.store.set(f"collectives_{rank()}", str(self.begun))
+            self.leaving.wait(seconds)
+
+
+_progress = None  # of this process, while it is in a group
+
+
+@contextlib.contextmanager
+def joined(device, hang_minutes):
+    """Within it, the processes that torchrun started are one group; one process alone needs none.
+
+    Tensors on a GPU travel through NCCL, those on the CPU through gloo. A tiny sum comes first: NCCL
+    connects in it, so that the time this takes, and any fault, belong to the start. A rank that waits
+    for another one gives up after hang_minutes, and names it.
+    """
+    global _progress
+    if "WORLD_SIZE" not in os.environ:
+        yield
+        return
+    store, number, count = rendezvous()
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        timeout=datetime.timedelta(minutes=hang_minutes),
+        world_size=count,
+        rank=number,
+        store=store,
+    )
+    _progress = Progress(store, min(5.0, 6 * hang_minutes))
+    try:
+        first = torch.ones(1, device=device)
+        sum_over_ranks([first])
+        first.item()  # waits for the device
+        yield
+    finally:
+        _progress.leaving.set()
+        _progress.thread.join()
+        _progress = None
+        # After a failure the GPU may wait in a sum for a rank that is gone, and destroying the group
+        # would wait for that sum. Python's exit aborts the group instead (~ProcessGroupNCCL).
+        with contextlib.suppress(RuntimeError):  # an error of the GPU, reported before
+            if device.type != "cuda" or torch.cuda.current_stream(device).query():
+                dist.destroy_process_group()
+
+
+def rendezvous():
+    """(store, rank, world size), from torchrun's environment variables."""
+    one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    shared_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if shared_store and restarts and not one_node:
+        fail(
+            "--max-restarts on several nodes: new ranks would look for dead ones; write, on each "
+            "node, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend=c10d ..."
+        )
+    store, number, count = next(dist.rendezvous("env://"))
+    if shared_store and one_node:
+        # torchrun's store outlives --max-restarts; without a prefix for each attempt, new ranks
+        # would find the addresses of dead ones in it. On several nodes no prefix helps: each agent
+        # counts its own attempts, and keeps the address of the first store (pytorch#135712).
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt_{attempt}", store)
+    return store, number, count
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def share(first, count):
+    """(first, count) of this rank's part of `count` consecutive sequences from `first` on."""
+    begin = count * rank() // world_size()
+    end = count * (rank() + 1) // world_size()
+    return first + begin, end - begin
+
+
+def say(*words):
+    """Prints on rank 0 only: one log for all ranks."""
+    if rank() == 0:
+        print(*words, flush=True)
+
+
+def stragglers():
+    """The ranks that have begun fewer collectives than this one, as far as the store knows."""
+    if _progress is None:
+        return []
+    keys = [f"collectives_{number}" for number in range(world_size())]
+    try:
+        begun = [int(_progress.store.get(k)) for k in keys if _progress.store.check([k])]
+    except RuntimeError:  # the store is gone too
+        return []
+    return [number for number, count in enumerate(begun) if count < _progress.begun]
+
+
+def collective():
+    """Whether there are other ranks; counts one more collective that this rank begins."""
+    if _progress is not None:
+        _progress.begun += 1
+    return dist.is_initialized()
+
+
+def agree(*flags):
+    """The largest of each flag over all ranks. It travels on the CPU: the device is never waited for."""
+    if collective():
+        flags = torch.tensor(flags)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        flags = flags.tolist()
+    return flags
+
+
+def from_rank0(function, *args):
+    """What function(*args) returns on rank 0, on every rank; where it raises, every rank raises."""
+    result = None
+    error = None
+    if rank() == 0:
+        try:
+            result = function(*args)
+        except (Exception, SystemExit) as raised:
+            error = raised
+    if collective():
+        box = [result, error]
+        dist.broadcast_object_list(box)
+        result, error = box
+    if error is not None:
+        raise error
+    return result
+
+
+def from_all_ranks(value):
+    """[value of rank 0, value of rank 1, ...], on every rank."""
+    values = [value] * world_size()
+    if collective():
+        dist.all_gather_object(values, value)
+    return values
+
+
+@torch.no_grad()
+def sum_over_ranks(tensors):
+    """Sums each tensor over the ranks, in place, in one message for each dtype and device.
+
+    One flat buffer in a fixed order keeps a resumed run bit-exact at any number of ranks. DDP's
+    buckets, rebuilt after its first step, do not from three ranks on.
+    """
+    kinds = dict.fromkeys((t.dtype, t.device) for t in tensors) if world_size() > 1 else ()
+    for kind in kinds:
+        alike = [t for t in tensors if (t.dtype, t.device) == kind]
+        flat = torch.cat([t.flatten() for t in alike])
+        collective()
+        dist.all_reduce(flat)
+        for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def replicas_differ(tensors):
+    """The names in `tensors`, {name: tensor}, whose bits are not the same on every rank.
+
+    Not for sharded models, whose ranks hold different parts. It waits for the device.
+    """
+    if world_size() == 1:
+        return []
+    checksums = [checksum(tensor).item() for tensor in tensors.values()]
+    columns = zip(*from_all_ranks(checksums), strict=True)
+    return [name for name, column in zip(tensors, columns, strict=True) if len(set(column)) > 1]
+
+
+@torch.no_grad()
+def checksum(tensor, piece=2**18):
+    """An int64 that changes with any one bit: the sum of the elements' bits, each times an odd number
+    of its own, modulo 2**64. Exact, whatever the order. piece: elements that int64 copies hold."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.flatten().view(integers[min(8, tensor.element_size())])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for begin in range(0, len(bits), piece):
+        part = bits[begin : begin + piece].to(torch.int64)
+        position = torch.arange(begin, begin + len(part), device=tensor.device)
+        total += (part * (2 * position + 1)).sum()
+    return total
+
+
+# ---- sharded models ------------------------------------------------------------------------------
+
+
+def shard(model, device, dtype, offload):
+    """`model`, an nn.Module on the CPU, with each weight spread over the ranks by rows (FSDP2).
+
+    Where it has `blocks`, the weights of each are gathered just before it computes, in the forward and
+    again in the backward pass. They travel in `dtype` (its name) where all are matrices, which
+    autocast would round anyway; a LayerNorm's gain must stay float32. Gradients add up in float32.
+    offload: weights, gradients and moments stay in the host's memory.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    how = {"mesh": init_device_mesh(device.type, (world_size(),)), "reshard_after_forward": True}
+    if offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    low = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, dtype),
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # or rotary tables, which come in as float32, would be rounded
+    )
+    blocks = list(getattr(model, "blocks", []))
+    for block in blocks:
+        matrices = all(weight.dim() > 1 for weight in block.parameters())
+        fully_shard(block, mp_policy=low if matrices else MixedPrecisionPolicy(), **how)
+    fully_shard(model, **how)
+    for module in (*blocks, model):
+        module.set_gradient_divide_factor(1.0)  # a sum, like sum_over_ranks
+        module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def sharded(model):
+    return any(hasattr(weight, "to_local") for weight in model.parameters())
+
+
+def local(tensor):
+    """This rank's part of a sharded tensor, sharing its memory; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole(tensor):
+    """All of a sharded tensor; any other as it is. All ranks call it together."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@torch.no_grad()
+def shard_like(weight, value):
+    """`value`, which every rank has whole, sharded as `weight` is, if it has the shape of one.
+
+    Only this rank's rows move to where `weight` keeps its own. (distribute_tensor would move all of
+    `value` to the GPU first, also where the weights are offloaded.)
+    """
+    if not hasattr(weight, "to_local") or getattr(value, "shape", None) != weight.shape:
+        return value
+    result = torch.empty_like(weight, dtype=value.dtype)
+    parts = value.chunk(world_size())  # by rows, as FSDP2 spreads them: the last may be shorter
+    if rank() < len(parts):
+        local(result).copy_(parts[rank()])
+    return result

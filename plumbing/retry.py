@@ -1,0 +1,78 @@
+"""Out of memory: the same batch again, in smaller micro-batches."""
+
+import torch
+
+from plumbing.buffers import Buffers
+from plumbing.failures import RunFailed, out_of_memory
+from plumbing.ranks import agree, sharded, world_size
+from plumbing.rng import set_torch_rng_state, torch_rng_state
+
+
+def within_memory(run, compute):
+    """Returns compute(); where memory runs out on any rank, halves the micro-batch and starts again.
+
+    compute reads run.state["micro_batch"] anew on each call, and may change nothing but gradients,
+    torch's random state and buffers: those are put back before another try. It holds no collective
+    operation (sharded models aside, which are never tried again). Raises RunFailed where a smaller
+    micro-batch cannot help.
+    """
+    model = run.model
+    state = run.state
+    while True:
+        rng = torch_rng_state(run.device)
+        buffers = Buffers(model)
+        result = None
+        failed = False
+        try:
+            result = compute()
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            if sharded(model):  # the other ranks wait in the middle of their pass
+                raise RunFailed(
+                    "out of memory; what helps with --shard=true: a smaller --batch_size with a "
+                    "larger --accum_steps, --grad_checkpoint=true, --offload=true"
+                ) from error
+            failed = True
+        if not any(agree(failed)):
+            return result
+        if state["micro_batch"] == 1:
+            raise RunFailed(
+                "out of memory with a single sequence in a micro-batch; what helps: "
+                "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
+            )
+        result = None  # of a rank that had enough memory
+        model.zero_grad(set_to_none=True)
+        set_torch_rng_state(rng, run.device)
+        buffers.put_back()
+        if run.device.type != "cpu":
+            torch.get_device_module(run.device).empty_cache()
+        state["micro_batch"] //= 2
+        run.folder.event(state["step"], "out_of_memory", micro_batch=state["micro_batch"])
+
+
+def rehearse(run, forward_backward, batch, compile):
+    """One forward_backward(model, run, *batch) that changes nothing, before the first step: it compiles,
+    and finds out whether the batch fits. Returns the model to train with, compiled or not.
+
+    Where torch.compile fails, the run continues in eager mode, and a `compile_failed` event says why.
+    """
+    buffers = Buffers(run.model)
+    model = torch.compile(run.model, dynamic=False) if compile else run.model
+    try:
+        within_memory(run, lambda: forward_backward(model, run, *batch))
+    except RunFailed:
+        raise
+    except Exception as error:
+        if not compile:
+            raise
+        reason = " ".join(str(error).split())[:200]  # the first line alone says nothing
+        if world_size() > 1:  # another rank may have compiled: they must do the same
+            raise RunFailed(f"torch.compile failed ({reason}); write --compile=false") from error
+        model = run.model
+        run.folder.event(run.state["step"], "compile_failed", error=reason)
+        model.zero_grad(set_to_none=True)
+        within_memory(run, lambda: forward_backward(model, run, *batch))
+    run.model.zero_grad(set_to_none=True)
+    buffers.put_back()
+    return model

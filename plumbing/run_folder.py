@@ -1,0 +1,261 @@
+"""The folder of a run: its lock, run.json, and the rows of metrics.jsonl."""
+
+import datetime
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from hashlib import sha256
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+from plumbing import console, devices
+from plumbing.configurator import fail
+from plumbing.files import clean, read_json, replacing, write_json
+from plumbing.ranks import rank, say
+
+REPO = Path(__file__).resolve().parent.parent
+MOST_WAITING = 10_000  # rows that wait in memory while metrics.jsonl cannot be written
+
+
+class RunFolder:
+    """out/NAME. As a context manager it gives back the lock, and waits for the process of wandb.
+
+    Every rank has one; only rank 0 reads and writes.
+    """
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.facts = {}  # run.json
+        self.waiting = []  # lines that metrics.jsonl could not take yet
+        self.lock = None
+        self.sender = None
+        self.warned = set()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        if self.sender:
+            self.sender.finish()
+        if self.lock:
+            self.lock.close()
+        self.sender = self.lock = None
+
+    # ---- what is there ---------------------------------------------------------------------------
+
+    def holds_run(self):
+        names = ("run.json", "metrics.jsonl")
+        return any((self.path / name).exists() for name in names) or any(self.path.glob("*.pt"))
+
+    def holds_steps(self):
+        """Was a step of training ever written down here?"""
+        try:
+            with open(self.path / "metrics.jsonl", encoding="utf-8", errors="replace") as file:
+                return any('"kind": "train"' in line for line in file)
+        except OSError:
+            return False
+
+    def fresh_name(self):
+        """The first of NAME_2, NAME_3 ... beside the folder that does not exist yet."""
+        number = 2
+        while (name := self.path.with_name(f"{self.path.name}_{number}")).exists():
+            number += 1
+        return console.shown(name)
+
+    # ---- the lock --------------------------------------------------------------------------------
+
+    def hold(self):
+        """Lock the folder until the process ends or the run is closed; exits where another run holds it.
+
+        lockf, not flock: forked DataLoader workers that outlive a killed run do not keep it.
+        """
+        if self.lock:
+            return
+        try:
+            self.lock = open(self.path / ".lock", "a")
+            if fcntl:
+                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            else:
+                self.warn_once("this system has no fcntl: start no second run in this folder")
+        except BlockingIOError:
+            fail(f"another run is at work in {self.path}; write --out_dir={self.fresh_name()}")
+        except OSError as error:
+            self.refuse(error)
+
+    def refuse(self, error):
+        fail(f"{self.path} cannot be written ({error.strerror}); write --out_dir=FOLDER")
+
+    def warn_once(self, message):
+        if message not in self.warned:
+            self.warned.add(message)
+            say(message)
+
+    # ---- run.json --------------------------------------------------------------------------------
+
+    def open(self, run, bytes_to_keep, command, path):
+        """Create or reopen the folder: lock and run.json.
+
+        bytes_to_keep: of all checkpoints that will exist at one time. path: of the checkpoint that the
+        run starts from, or None. Exits with 2 where the folder cannot be written or the disk is too small.
+        """
+        try:
+            self.require_free(bytes_to_keep)
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.hold()
+            for pattern in ("*.pt.tmp", "run.json.tmp", "metrics.jsonl.tmp"):  # of a killed run
+                for leftover in self.path.glob(pattern):
+                    leftover.unlink(missing_ok=True)
+            before = read_json(self.path / "run.json") if path else {}
+            resumes = before.get("resumes", [])
+            if path:
+                resumes.append({"time": now(), "from": str(path)})
+            self.facts = {
+                "start": before.get("start", now()),
+                "end": None,
+                "ended": None,  # stays so where the process is killed
+                "command": command,
+                **run.facts,
+                "git": git_state(),
+                **devices.fingerprint(run.device),
+                "resumes": resumes,
+            }
+            self.save_facts()
+        except OSError as error:
+            self.refuse(error)
+        if run.facts["config"].get("wandb_log"):
+            from plumbing import wandb_sender
+
+            self.sender = wandb_sender.start(self.path, say)
+
+    def require_free(self, bytes_to_keep):
+        exists = next(place for place in (self.path, *self.path.parents) if place.exists())
+        free = shutil.disk_usage(exists).free
+        ours = [file.stat() for kind in ("*.pt", "*.pt.tmp") for file in self.path.glob(kind)]
+        free += sum({stat.st_ino: stat.st_size for stat in ours}.values())  # each hard link once
+        if free < bytes_to_keep:
+            fail(
+                f"{self.path} has {free / 1e6:,.0f} MB free, and the checkpoints of this run need"
+                f" {bytes_to_keep / 1e6:,.0f}; free some, or write --keep_last=1 or --out_dir=FOLDER"
+            )
+
+    def save_facts(self):
+        write_json(self.path / "run.json", self.facts)
+
+    def begin(self, run, last_row, inexact):
+        """Cut metrics.jsonl back to step `last_row`, where the run resumes (-1: it is new), and add to
+        run.json what the rehearsal decided, and {key: [then, now]} of what makes the resume inexact."""
+        if rank() > 0:
+            return
+        self.cut_rows(last_row)
+        self.facts |= run.facts
+        for resume in self.facts["resumes"][-1:] if last_row >= 0 else ():
+            resume |= {"step": last_row, "inexact": inexact}
+        self.save_facts()
+
+    def close(self, ended, seconds, state, write_report):
+        """Record how the run ended, and print what to type next. write_report: or None for no report."""
+        if rank() > 0:
+            return
+        end = {"kind": "event", "step": state["step"], "event": "end"}
+        self.write_rows([end | {"ended": ended, "seconds": seconds}])
+        self.facts |= {"end": now(), "ended": ended, "seconds": seconds, "state": state}
+        try:
+            self.save_facts()
+        except OSError as error:
+            say(f"run.json cannot be written ({error.strerror})")
+        console.print_end(ended, state, seconds, self.path, self.facts["command"])
+        for path in write_report(self.path) if write_report else ():
+            say(console.shown(path))
+        writes_text = "tokenizer" in self.facts["data"]["meta"]
+        console.print_next(ended, self.path, self.facts["command"], writes_text)
+
+    # ---- metrics.jsonl ---------------------------------------------------------------------------
+
+    def event(self, step, event, **fields):
+        """An event in metrics.jsonl and on the console."""
+        console.print_event(step, event, fields)
+        self.write_rows([{"kind": "event", "step": step, "event": event, **fields}])
+
+    def write_rows(self, rows):
+        """Append to metrics.jsonl: one JSON object a line, a number that is not finite as null.
+
+        Training does not stop where that fails: it is said once, and the rows wait.
+        """
+        if rank() > 0:
+            return
+        for row in rows:
+            finite = clean(row)
+            line = finite if finite == row else finite | {"finite": False}
+            self.waiting.append(json.dumps(line) + "\n")
+        del self.waiting[:-MOST_WAITING]
+        content = "".join(self.waiting).encode()
+        try:
+            with open(self.path / "metrics.jsonl", "ab", buffering=0) as file:
+                end = file.tell()
+                if file.write(content) < len(content):  # a full disk takes half a line
+                    file.truncate(end)
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            self.waiting.clear()
+        except OSError as error:
+            self.warn_about_rows(error)
+
+    def warn_about_rows(self, error):
+        self.warn_once(f"metrics.jsonl cannot be written ({error.strerror}); training continues")
+
+    def cut_rows(self, step):
+        """Drop train and eval rows past `step`, and a half-written last line; events all stay.
+
+        Streams, so that a file of a million lines needs no memory.
+        """
+
+        def stays(line):
+            try:
+                row = json.loads(line)
+                return line.endswith("\n") and (row["kind"] == "event" or row["step"] <= step)
+            except (ValueError, KeyError, TypeError):
+                return False  # cut off by a power failure
+
+        path = self.path / "metrics.jsonl"
+        self.waiting = [line for line in self.waiting if stays(line)]
+        try:
+            with open(path, encoding="utf-8", errors="replace") as old:
+                with replacing(path) as temporary, open(temporary, "w") as new:
+                    new.writelines(filter(stays, old))
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            self.warn_about_rows(error)
+
+
+def now():
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def git_state():
+    """{commit, dirty, diff_sha256} of the repository; the image has GIT_COMMIT in place of .git."""
+
+    def git(*args):
+        command = ["git", "-C", str(REPO), *args]
+        return subprocess.run(command, capture_output=True, check=True, timeout=10).stdout
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel").decode().strip()).resolve() != REPO:
+            raise OSError("the .git above belongs to another project")
+        diff = git("diff", "HEAD")
+        commit = git("rev-parse", "HEAD").decode().strip()
+        return {"commit": commit, "dirty": bool(diff), "diff_sha256": sha256(diff).hexdigest()}
+    except (OSError, subprocess.SubprocessError):
+        commit = os.environ.get("GIT_COMMIT")
+        return {"commit": commit, "dirty": None, "diff_sha256": None}
+
+
+def command_line(argv):
+    """The command as it was typed, or as `train.main(argv)` stands for it in a notebook."""
+    return sys.argv if argv is None else ["train.py", *argv]

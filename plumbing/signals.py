@@ -1,0 +1,71 @@
+"""Signals: what the outside asks of the run, read at the end of each step."""
+
+import os
+import signal
+import threading
+
+import torch.distributed as dist
+
+NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
+HANDLED = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]  # no USR1 on Windows
+
+
+class Signals:
+    """Handles signals within `with Signals() as signals:`; after it the old handlers are back.
+
+    stop: the number of the SIGINT or SIGTERM that came, or 0. A second Ctrl-C ends the process.
+    save: whether a SIGUSR1 asked for a checkpoint.
+    Outside the main thread, where Python installs no handler, nothing is installed.
+    """
+
+    def __init__(self):
+        self.stop = 0
+        self.save = False
+        self.interrupts = 0
+        self.parent = os.getppid()
+        self.before = {}  # signal -> handler
+
+    def __enter__(self):
+        if threading.current_thread() is threading.main_thread():
+            self.before = {number: signal.signal(number, self.handle) for number in HANDLED}
+        return self
+
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            # None: installed by something other than Python, which cannot put it back
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self.before = {}
+
+    def handle(self, number, frame):
+        if number not in (signal.SIGINT, signal.SIGTERM):
+            self.save = True
+            return
+        self.interrupts += number == signal.SIGINT
+        if self.interrupts > 1:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
+        self.stop = self.stop or int(number)
+
+    def take_save(self):
+        """`save`, which is then False: a later signal asks for another checkpoint."""
+        asked = self.save
+        self.save = False
+        return asked
+
+    def orphaned(self):
+        """Whether torchrun has died: its ranks run in sessions of their own, and would live on."""
+        return dist.is_initialized() and os.getppid() != self.parent
+
+
+def ignore_signals(worker):
+    """For DataLoader workers (worker_init_fn): a scheduler signals the whole process group, and the
+    training process decides when its workers end."""
+    for number in HANDLED:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def stop_workers(batches):
+    """Ends the workers of a DataLoader's iterator. At its exit Python would end them by the SIGTERM
+    that they ignore, and wait for ever, where an error still refers to the iterator."""
+    if hasattr(batches, "_shutdown_workers"):
+        batches._shutdown_workers()

@@ -1,0 +1,165 @@
+"""
+Sends the rows of a run's metrics.jsonl to Weights & Biases:
+
+    python train.py config/shakespeare.py --wandb_log=true    # starts it beside the run
+    python plumbing/wandb_sender.py out/shakespeare           # sends what is not there yet
+
+A process of its own, so that nothing wandb does reaches the training. It never asks for a key (set
+WANDB_API_KEY, or type `wandb login`); WANDB_MODE=offline writes out/NAME/wandb, for `wandb sync`.
+A run is one wandb run however often it resumes. Each row is sent once: what a resumed run computes
+again has the same bits, except for times, and wandb keeps the first. wandb's step counter cannot go
+back, so it is `sequences`, which not even a rollback turns back; charts are drawn over `step`.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+if __name__ == "__main__":  # Python would look for modules in plumbing/
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+
+from plumbing.configurator import fail
+from plumbing.files import read_json, write_json
+
+TO_TYPE = "training is not affected; python plumbing/wandb_sender.py {} sends the rest"
+
+
+def start(folder, say):
+    """Begin to send the rows of the run in `folder`. Returns a Sender, or None where it cannot start."""
+    try:
+        return Sender(folder, say)
+    except OSError as error:
+        say(f"wandb    failed ({error.strerror}); {TO_TYPE.format(folder)}")
+        return None
+
+
+class Sender:
+    def __init__(self, folder, say):
+        self.folder = folder
+        self.say = say
+        command = [sys.executable, __file__, str(folder), "--follow"]
+        # Ctrl-C does not reach another session. The pipe closes when this process ends or is killed.
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+
+    def finish(self, seconds=30):
+        """Wait until all rows are sent. After `seconds` it is killed: metrics.jsonl keeps the rows."""
+        self.process.stdin.close()
+        try:
+            self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        if self.process.returncode < 0:
+            self.say(f"wandb    was cut off; {TO_TYPE.format(self.folder)}")
+
+
+def main():
+    folder = Path(*sys.argv[1:2])
+    follow = "--follow" in sys.argv
+    if not (folder / "run.json").is_file():
+        fail("expected the folder of a run; type: python plumbing/wandb_sender.py out/NAME")
+    terminal = os.fdopen(os.dup(1 if follow else 2), "w")
+    try:
+        if follow and hasattr(os, "nice"):  # not on Windows
+            os.nice(10)
+        (folder / "wandb").mkdir(exist_ok=True)
+        log = os.open(folder / "wandb/sender.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        if fcntl:
+            fcntl.flock(log, fcntl.LOCK_EX)  # waits until no other process sends this run
+        os.dup2(log, 1)  # wandb's own process, which may outlive a killed sender, gets the lock too
+        os.dup2(log, 2)
+        send(folder, follow, say=lambda line: print(line, file=terminal, flush=True))
+    except BaseException as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        if isinstance(error, ImportError):
+            reason = "it is not installed; type: pip install wandb"
+        print(f"wandb    failed ({reason}); {TO_TYPE.format(folder)}", file=terminal, flush=True)
+        os._exit(1)
+    os._exit(0)  # wandb's own exit may wait for a network that is not there
+
+
+def send(folder, follow, say):
+    """Send the rows that were not sent yet; follow: also those to come, until the run ends.
+
+    A wandb that is killed loses rows. So they are noted as sent once it has finished; what it left
+    unfinished is set aside and sent again. A server itself says what it has (starting_step).
+    """
+    import wandb
+
+    memory = {"id": secrets.token_hex(4), "sent": -1} | read_json(folder / "wandb.json")
+    if unfinished := memory.pop("unfinished", None):
+        with contextlib.suppress(OSError):
+            (folder / "wandb" / unfinished).rename(folder / "wandb" / f"cut-off-{unfinished}")
+    write_json(folder / "wandb.json", memory)  # the id, before wandb learns it
+    config = read_json(folder / "run.json").get("config") or {}
+    if wandb.setup(wandb.Settings(silent=True)).settings.mode == "online":
+        if not wandb.login(prompt=False):
+            raise RuntimeError("not logged in; type: wandb login, or set WANDB_MODE=offline")
+    settings = {"silent": True, "console": "off", "disable_git": True, "init_timeout": 20}
+    run = wandb.init(
+        project=config.get("wandb_project"),
+        name=config.get("wandb_run_name") or folder.resolve().name,
+        id=memory["id"],
+        resume="allow",
+        dir=str(folder),
+        config=config,
+        allow_val_change=True,
+        settings=wandb.Settings(**settings, finish_timeout=20, finish_timeout_raises=True),
+    )
+    say(f"wandb    {run.url or run.settings.sync_dir}")
+    write_json(folder / "wandb.json", memory | {"unfinished": Path(run.settings.sync_dir).name})
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    memory["sent"] = max(memory["sent"], run.starting_step - 1)
+    for sequences, row in read_steps(folder / "metrics.jsonl", follow):
+        if sequences > memory["sent"]:
+            run.log(row, step=sequences, commit=True)
+            memory["sent"] = sequences
+    ended = read_json(folder / "run.json").get("ended")
+    run.finish(exit_code=int(not ended or ended.startswith("failed")))
+    write_json(folder / "wandb.json", memory)
+
+
+def read_steps(path, follow):
+    """Yields (sequences, row) of each step; follow: until train.py closes stdin, or dies."""
+    pipe = threading.Thread(target=sys.stdin.read if follow else str, daemon=True)
+    pipe.start()
+    file = open(os.devnull, "rb")
+    row = {}  # of one step: the train row, and the eval row after it
+    ended = None
+    is_open = True
+    while is_open:
+        pipe.join(timeout=1)
+        is_open = pipe.is_alive()  # looked at first: the last look at the file sees every row
+        if path.exists() and not os.path.samefile(path, file.fileno()):
+            file = open(path, "rb")  # a resume or rollback replaced it: start over, without `row`
+            row = {}
+            sequences = 0
+        while (line := file.readline()).endswith(b"\n"):
+            new = json.loads(line)
+            if new["kind"] == "event":
+                ended = new.get("ended", ended)
+                continue
+            if row and new.get("sequences", sequences) > sequences:
+                yield sequences, row
+                row = {}
+            ended = None
+            sequences = new.get("sequences", sequences)
+            row |= {name: new[name] for name in new if name != "kind"}
+        file.seek(-len(line), os.SEEK_CUR)  # half a line: the rest comes later
+    if row and (ended or not follow):  # of a killed run, the eval row may still come
+        yield sequences, row
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+#!/usr/bin/env bash
+# All that is claimed of CUDA, in under nine minutes on one GPU: bash tests/gpu.sh [--quick] [--cpu]
+#   --quick  fewer steps, and no test that compiles, shards or saves much
+#   --cpu    the same parts on the CPU at toy sizes: that they work, and nothing about CUDA
+# Two or more GPUs also run the distributed tests. NANOGPT=DIR, a copy of nanoGPT, is timed at the same
+# shapes. The text of config/shakespeare.py is data/shakespeare, where that has been made, or what
+# SHAKESPEARE_URL names (file:// too), or else CPython's manual: nothing is downloaded unasked.
+# Writes results.md, results.json and the log of each part to $OUT, or out/gpu.
+# Exit code: 0 all parts passed, 1 one did not, 2 there is no CUDA.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+
+device=cuda quick=false
+for argument in "$@"; do
+  case $argument in
+    --quick) quick=true ;;
+    --cpu) device=cpu ;;
+    *) echo "gpu.sh: unknown argument $argument; expected --quick, --cpu" >&2; exit 2 ;;
+  esac
+done
+gpus=0
+if [ $device = cuda ]; then
+  gpus=$(python -c 'import torch; print(torch.cuda.device_count())') || exit 1
+fi
+if [ $device = cuda ] && [ "$gpus" = 0 ]; then
+  echo "gpu.sh: torch finds no CUDA GPU here; --cpu runs the parts on the CPU, at toy sizes" >&2
+  exit 2
+fi
+
+out=${OUT:-out/gpu}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+mkdir -p "$out"
+export GPU_TESTS_ON=$device PYTHONPYCACHEPREFIX=$work/pycache TORCHINDUCTOR_CACHE_DIR=$work/inductor
+export TRITON_CACHE_DIR=$work/triton TMPDIR=$work
+patience=1
+if [ $device = cpu ]; then
+  patience=5 # a busy machine is no failure
+  export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
+fi
+failed=0
+
+part() { # part NAME SECONDS COMMAND ...: the command, whose failure keeps no other from running
+  local name=$1 limit=$((patience * $2)) start=$SECONDS code=0
+  shift 2
+  timeout --signal=INT --kill-after=10 "$limit" "$@" >"$work/$name.log" 2>&1 || code=$?
+  cp "$work/$name.log" "$out/$name.log"
+  printf '%s\t%s\t%s\n' "$name" "$code" "$((SECONDS - start))" >>"$work/parts.tsv"
+  if [ $code = 0 ]; then
+    echo "$name: passed in $((SECONDS - start)) s"
+  else
+    failed=1
+    tail -n 30 "$work/$name.log"
+    echo "$name: exit code $code after $((SECONDS - start)) s (124: over its $limit s); $out/$name.log"
+  fi
+}
+
+# ---- what the parts have in common
+
+text=pydoc
+if [ -f data/shakespeare/meta.json ]; then
+  mkdir "$work/data" && cp -r data/shakespeare "$work/data/shakespeare" && text=shakespeare
+elif [ -n "${SHAKESPEARE_URL:-}" ]; then
+  text=shakespeare
+fi
+vocabulary=50257
+if [ $device = cpu ]; then vocabulary=2000; fi
+python tests/gpu_report.py tokens "$work/data/tokens" $vocabulary 2000000
+common=(--device=$device --data_dir="$work/data" --report=false)
+shakespeare=(config/shakespeare.py "${common[@]}" --dataset=$text)
+gpt2=(config/gpt2_124m.py "${common[@]}" --dataset=tokens --eval_interval=0 --save_interval=0)
+gpt2+=(--milestone_interval=0 --eval_tokens=32768 --max_steps=60)
+nanogpt=(--device=$device --dataset=tokens --eval_iters=1 --eval_interval=1000000 --max_iters=60)
+nanogpt+=(--batch_size=32 --gradient_accumulation_steps=2)
+one_layer=(--n_layer=1 --n_head=3 --n_embd=192 --block_size=128 --gradient_accumulation_steps=1)
+ladder=(--only=ladder)
+tests=(tests)
+select="not two_ranks"
+if [ $device = cpu ]; then
+  tests=(tests/test_gpu.py)
+  shakespeare+=(--max_steps=20 --eval_tokens=2048)
+  gpt2+=(--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=4 --num_workers=0)
+  gpt2+=(--compile=false --eval_tokens=256 --max_steps=12 --log_interval=2)
+  nanogpt+=(--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=4 --max_iters=12)
+  nanogpt+=(--dtype=float32 --compile=False)
+  ladder+=(--rounds=1 --timing_seconds=0.05 --batch_size=4 --compile=false)
+fi
+if $quick; then
+  select+=" and not compiled and not sharded and not checkpoint"
+  shakespeare+=(--max_steps=20)
+  gpt2+=(--max_steps=12 --log_interval=2)
+  nanogpt+=(--max_iters=12)
+  ladder+=(--rounds=2)
+fi
+
+pytest=(python -m pytest -p no:cacheprovider -m gpu)
+
+# ---- the parts, in at most 535 seconds; with two GPUs or more, 90 more
+
+part tests 210 "${pytest[@]}" --junitxml="$work/tests.xml" -k "$select" "${tests[@]}"
+if [ "$gpus" -gt 1 ]; then
+  part distributed 90 "${pytest[@]}" --junitxml="$work/distributed.xml" -k two_ranks
+fi
+part shakespeare 35 python train.py "${shakespeare[@]}" --out_dir="$work/shakespeare"
+part gpt2 100 python train.py "${gpt2[@]}" --out_dir="$work/gpt2"
+part gpt2_loose 80 python train.py "${gpt2[@]}" --deterministic=false --out_dir="$work/gpt2_loose"
+if [ -n "${NANOGPT:-}" ]; then
+  mkdir "$work/nanogpt"
+  cp "$NANOGPT"/{train,model,configurator}.py "$work/nanogpt" && ln -s "$work/data" "$work/nanogpt/data"
+  python - "$work/data/$text" <<'END' # how it is told the size of a vocabulary that is not GPT-2's
+import json, pickle, sys
+meta = json.load(open(f"{sys.argv[1]}/meta.json"))
+pickle.dump({"vocab_size": meta["vocab_size"]}, open(f"{sys.argv[1]}/meta.pkl", "wb"))
+END
+  part nanogpt 50 env -C "$work/nanogpt" python train.py "${nanogpt[@]}"
+  part nanogpt_one_layer 20 env -C "$work/nanogpt" python train.py "${nanogpt[@]}" \
+    "${one_layer[@]}" --dataset=$text --max_iters=200
+fi
+part ladder 40 python bench.py "${shakespeare[@]}" "${ladder[@]}" --out_dir="$work/ladder"
+
+python tests/gpu_report.py table "$work" "$out" $device || failed=1
+echo "written to $out: results.md, results.json and a log of each part"
+exit $failed

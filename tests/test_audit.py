@@ -1,0 +1,223 @@
+"""The audit: a step that was not computed exactly is found, named and healed; and it disturbs nothing."""
+
+import functools
+import inspect
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import digest
+from test_loop import Lion, Moving, batch, build_run, knobs  # noqa: F401
+from test_ranks import codes, only_on, ranks
+
+import train
+from plumbing import audit
+
+FLAGS = ("--dropout=0.1", "--ema_decay=0.9", "--grad_clip=0", "--log_interval=1")
+AUDIT = "--audit_interval=3"
+STEPS = 12
+
+
+def flip_gradient(tries, step=6):
+    """Source for run_train's `before`: in these tries of that step one bit of one gradient is wrong."""
+    return f"""
+import torch
+tries = []
+def forward_backward(model, run, *rest, inner=train.forward_backward):
+    loss = inner(model, run, *rest)
+    if run.state["step"] + 1 == {step}:
+        tries.append(1)
+        if len(tries) in {tries}:
+            gradient = train.ranks.local(run.model.head.weight.grad)
+            gradient.view(torch.int32)[3, 4] ^= 1 << (20 + len(tries))
+    return loss
+train.forward_backward = forward_backward
+"""
+
+
+def flip_weight(tries, step=6):
+    """The same with a weight, after the step: what other ranks do not see."""
+    return f"""
+import torch
+tries = []
+def train_step(model, run, *rest, inner=train.train_step):
+    numbers = inner(model, run, *rest)
+    if run.state["step"] + 1 == {step}:
+        tries.append(1)
+        if len(tries) in {tries}:
+            run.model.head.weight.data.view(torch.int32)[3, 4] ^= 1
+    return numbers
+train.train_step = train_step
+"""
+
+
+def audit_events(done):
+    return [row for row in done.rows("event") if row["event"] == "audit"]
+
+
+@pytest.fixture(scope="module")
+def plain(train_in, tmp_path_factory):
+    """The run without a fault, and without the audit."""
+    return train_in(tmp_path_factory.mktemp("plain"), "run", *FLAGS)
+
+
+# ---- a fault -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number, odd", [(1, "first"), (2, "second")])
+def test_one_flipped_bit_is_found_at_its_step_named_and_healed(run_train, plain, number, odd):
+    """Also where it is the repeat that is wrong."""
+    done = run_train("run", *FLAGS, AUDIT, before=flip_gradient([number]))
+    assert done.returncode == 0, done.stderr
+    assert done.fingerprint(STEPS) == plain.fingerprint(STEPS)
+    (event,) = audit_events(done)
+    assert (event["step"], event["odd"]) == (6, odd) and event["bits"] > 0
+    named = {name for name in event["tensors"] if name.startswith("gradient/")}
+    assert named == {"gradient/head.weight"} and "weights/head.weight" in event["tensors"]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("      6 audit: "))
+    assert f"odd {odd}" in line
+    losses = [[row["loss"] for row in run.rows("train")] for run in (done, plain)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("flag", ["--audit_interval=0", "--audit_interval=4"])
+def test_the_same_fault_changes_the_run_where_no_audit_looks(run_train, plain, flag):
+    """The control: off, or due at other steps."""
+    done = run_train("run", *FLAGS, flag, before=flip_gradient([1]))
+    assert done.returncode == 0 and audit_events(done) == []
+    assert done.fingerprint(STEPS)["model"] != plain.fingerprint(STEPS)["model"]
+
+
+def test_three_different_results_end_the_run_with_a_diagnosis(run_train):
+    done = run_train("run", *FLAGS, AUDIT, before=flip_gradient([1, 2]))
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert "step 6 gave three different results from the same input" in done.stderr
+    assert "bench.py --only=exact" in done.stderr
+    ended = json.loads((done.out_dir / "run.json").read_text())["ended"]
+    assert ended.startswith("failed: step 6 gave three")
+
+
+@pytest.mark.parametrize(
+    "fault, shard",
+    [(flip_gradient, "false"), (flip_weight, "false"), (flip_gradient, "true")],
+    ids=["gradient", "weight", "gradient, sharded"],
+)
+def test_a_fault_on_one_rank_is_healed_on_all(run_train, fault, shard):
+    """A gradient reaches all ranks in its sum. A weight, or a share of a sharded gradient, stays where
+    it is, and only that rank knows."""
+    flags = (*FLAGS, f"--shard={shard}")
+    straight = run_train("straight", *flags, before=ranks(2))
+    done = run_train("run", *flags, AUDIT, before=ranks(2, only_on(1, fault([1]))))
+    assert codes(done) == "0 0", done.stderr
+    assert done.fingerprint(STEPS) == straight.fingerprint(STEPS)
+    (event,) = audit_events(done)
+    assert (event["step"], event["odd"]) == (6, "first")
+    assert "weights/head.weight" in event["tensors"]
+
+
+def test_three_different_results_on_one_rank_end_all(run_train):
+    fault = only_on(1, flip_gradient([1, 2]))
+    done = run_train("run", *FLAGS, AUDIT, before=ranks(2, fault))
+    assert codes(done) == "1 1" and "three different results" in done.stderr
+
+
+# ---- no fault ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--dropout=0.1", "--ema_decay=0.9", "--accum_steps=2", "--num_workers=1"],
+        ["--optimizer=muon", "--n_layer=2"],
+        ["--optimizer=momentum", "--save_interval=2", "--eval_interval=5"],
+    ],
+    ids=" ".join,
+)
+def test_the_audit_changes_no_bit_of_a_run(run_train, flags):
+    plain, audited = (run_train(f"{n}", *flags, f"--audit_interval={n}") for n in (0, 1))
+    assert audited.returncode == 0, audited.stderr
+    assert audited.fingerprint(STEPS) == plain.fingerprint(STEPS)
+    assert audit_events(audited) == []
+
+
+def take_steps(run, audited, bad_step=None):
+    """Five steps; digest of all that they left. In bad_step the loss is not finite."""
+    for seed in range(5):
+        model = run.model
+        if seed == bad_step:
+            model = lambda x, y: run.model(x, y) * math.nan  # noqa: E731
+        take = functools.partial(train.train_step, model, run, *batch(seed=seed), 1e-3)
+        numbers = audit.confirm(run, take) if audited else take()
+        assert numbers["skipped"] == (seed == bad_step)
+    optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
+    return digest([run.model.state_dict(), run.ema, optimizers, torch.get_rng_state(), run.state])
+
+
+@pytest.mark.parametrize("bad_step", [None, 0, 2])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "momentum", "by hand"])
+def test_the_audit_changes_no_bit_of_buffers_or_of_any_optimizer(knobs, optimizer, bad_step):  # noqa: F811
+    """With what a step makes lazily: moments, counters in param_groups; skipped steps, too."""
+    knobs(ema_decay=0.9)
+    found = []
+    for audited in (False, True):
+        run = build_run("adamw" if optimizer == "by hand" else optimizer, ema=True, dropout=0.1)
+        run.model = Moving(run.model)
+        run.ema = {f"gpt.{name}": average for name, average in run.ema.items()}
+        if optimizer == "by hand":
+            run.optimizers = [Lion(run.model.parameters())]
+        found.append(take_steps(run, audited, bad_step))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("number, odd", [(1, "first"), (2, "second")])
+def test_what_only_one_try_has_made_is_found_and_healed(knobs, number, odd):  # noqa: F811
+    """A fault that skips the first step leaves no moments, where the other tries make them."""
+    good, bad = build_run("muon"), build_run("muon")
+    audit.confirm(good, functools.partial(train.train_step, good.model, good, *batch(), 1e-3))
+    events = []
+    bad.folder = SimpleNamespace(event=lambda step, name, **fields: events.append(fields))
+    tries = []
+
+    def model(inputs, targets):
+        tries.append(1)
+        return bad.model(inputs, targets) * (math.inf if len(tries) == number else 1)
+
+    numbers = audit.confirm(bad, functools.partial(train.train_step, model, bad, *batch(), 1e-3))
+    assert numbers["skipped"] == 0 and events[0]["odd"] == odd and len(tries) == 3
+    assert digest(bad.model.state_dict()) == digest(good.model.state_dict())
+
+
+def test_memory_that_runs_out_in_the_repeat_is_no_fault(knobs):  # noqa: F811
+    run = build_run()
+    events = []
+    run.folder = SimpleNamespace(event=lambda step, name, **fields: events.append(name))
+    tries = []
+
+    def model(inputs, targets):
+        tries.append(len(inputs))
+        if len(tries) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run.model(inputs, targets)
+
+    audit.confirm(run, functools.partial(train.train_step, model, run, *batch(), 1e-3))
+    assert events == ["out_of_memory"] and tries == [32, 32] + 6 * [16]
+    halved = build_run(accum=2)
+    train.train_step(halved.model, halved, *batch(), 1e-3)
+    assert digest(run.model.state_dict()) == digest(halved.model.state_dict())
+
+
+# ---- what it costs -------------------------------------------------------------------------------
+
+
+def test_an_audit_that_could_prove_nothing_is_refused(run_train):
+    refused = run_train("run", AUDIT, "--deterministic=false")
+    assert refused.returncode == 2 and not refused.out_dir.exists()
+    assert "--audit_interval=3: expected deterministic mode" in refused.stderr
+
+
+def test_off_it_costs_the_loop_one_line():
+    loop = inspect.getsource(train.train).splitlines()
+    assert len([line for line in loop if "audit" in line]) == 1
+    assert len([line for line in loop if "train_step" in line or "take" in line]) == 2

@@ -1,0 +1,225 @@
+"""The device, its precision and its peak are chosen by what it is: the same way every time, and fast."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import REPO
+
+from plumbing import devices
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)  # its name, which needs no GPU
+OLD_CPU = {  # a CPU without bfloat16, as far as the libraries of a newer one can be told to be one
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+}
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+
+
+def python(code, **environment):
+    """What a fresh Python that runs `code` prints."""
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"PYTHONPATH": str(REPO)} | environment
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def refusal(capsys, function, *args):
+    """The line on stderr with which function(*args) exits."""
+    with pytest.raises(SystemExit) as leaving:
+        function(*args)
+    assert leaving.value.code == 2
+    return capsys.readouterr().err
+
+
+# ---- the device ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cuda:0", "mps"])
+def test_several_ranks_never_share_one_gpu(name, monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    line = refusal(capsys, devices.choose_device, name)
+    assert f"--device={name}" in line and "share one GPU" in line and "--device=cuda," in line
+
+
+def test_one_rank_on_each_node_may_name_its_gpu(monkeypatch, capsys):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    if torch.cuda.is_available():
+        assert devices.choose_device("cuda:0") == GPU
+    else:
+        assert "share one GPU" not in refusal(capsys, devices.choose_device, "cuda:0")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_the_gpu_is_found_by_default():
+    """torch.cuda.set_device does not take a device without a number."""
+    assert "cuda:0" in python("from plumbing.devices import *; print(choose_device('auto'))")
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_run_on_the_cpu_creates_no_cuda_context():
+    code = """
+import ctypes, torch
+from plumbing import devices, rng, retry
+device = devices.choose_device("cpu")
+devices.set_deterministic("auto", device)
+rng.seed_everything(1)
+rng.set_rng_state(rng.rng_state(device), device)
+devices.choose_dtype("auto", device), devices.choose_compile("auto", device, 1e20)
+devices.memory_gb(device), devices.free_memory(device), devices.gpu_util(device)
+devices.fingerprint(device), devices.synchronize(device), devices.peak_flops(device, "float32")
+torch.compile(torch.nn.Linear(8, 8))(torch.ones(2, 8)).sum().backward()
+flags, active = ctypes.c_uint(), ctypes.c_int()
+driver = ctypes.CDLL("libcuda.so.1")
+driver.cuInit(0)
+driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active))
+print("context", active.value)
+"""
+    assert "context 0" in python(code)
+
+
+# ---- precision, compilation, determinism ---------------------------------------------------------
+
+
+def test_bfloat16_is_the_default_only_where_the_cpu_computes_in_it(monkeypatch):
+    for flag, expected in (
+        ("amx_bf16", "bfloat16"),
+        ("avx512_bf16", "bfloat16"),
+        ("avx2", "float32"),
+    ):
+        monkeypatch.setattr(devices, "cpu_info", lambda flag=flag: ("a CPU", {flag}))
+        assert devices.choose_dtype("auto", CPU)[0] == expected
+        assert devices.choose_dtype("bfloat16", CPU) == ("bfloat16", "as given")
+
+
+def test_compile_auto_on_a_cpu_is_decided_by_flops_alone(monkeypatch):
+    monkeypatch.setenv("CXX", sys.executable)  # any program that is there
+    assert devices.choose_compile("auto", CPU, 5e13)[0]
+    assert not devices.choose_compile("auto", CPU, 4.9e13)[0]
+    assert not devices.choose_compile("auto", CPU, None)[0]  # a model that cannot tell
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    chosen, why = devices.choose_compile("auto", CPU, 5e13)
+    assert not chosen and "no-such-compiler" in why
+    assert devices.choose_compile(True, CPU, None)[0]
+    assert not devices.choose_compile(False, CPU, 5e13)[0]
+
+
+def test_compile_auto_on_a_gpu_asks_for_triton():
+    """torch.utils._triton is no attribute until something imports it."""
+    code = "import torch; from plumbing.devices import *; "
+    code += "print(choose_compile('auto', torch.device('cuda', 0), 1e20))"
+    assert "Triton is " in python(code)
+
+
+def test_deterministic_mode_pins_the_order_of_sums_before_nccl_starts(monkeypatch):
+    for name in ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    try:
+        assert devices.set_deterministic("auto", GPU) is True
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch._inductor.config.deterministic  # no kernel is chosen by timing
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+        assert os.environ["NCCL_ALGO"] == "Ring"
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+        monkeypatch.setenv("NCCL_ALGO", "Tree")
+        devices.set_deterministic(True, GPU)
+        assert os.environ["NCCL_ALGO"] == "Tree"  # what the user has set stays
+        assert devices.set_deterministic("auto", torch.device("mps")) is False
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert not torch._inductor.config.deterministic
+    finally:
+        devices.set_deterministic(False, CPU)
+
+
+# ---- the peak ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "gpu, dtype, peak",
+    [
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
+        ("A100-SXM4-40GB", "float32", 19.5e12),  # older drivers leave out the maker
+        ("NVIDIA H100 80GB HBM3", "float16", 989e12),
+        ("NVIDIA H100 PCIe", "bfloat16", 756e12),
+        ("NVIDIA H200", "bfloat16", 989e12),
+        ("NVIDIA L4", "bfloat16", 121e12),
+        ("NVIDIA L40S", "bfloat16", 362e12),
+        ("NVIDIA GeForce RTX 4090", "float32", 82.6e12),
+        ("Tesla T4", "float16", 65e12),
+    ],
+)
+def test_a_known_gpu_has_the_peak_of_its_datasheet(gpu, dtype, peak):
+    assert devices.datasheet_peak(gpu, dtype) == peak
+
+
+@pytest.mark.parametrize(
+    "gpu",
+    [
+        "NVIDIA RTX A1000 Laptop GPU",
+        "NVIDIA L40",
+        "NVIDIA T400 4GB",
+        "NVIDIA H100 NVL",
+        "NVIDIA GB200",
+        "NVIDIA GH200 480GB",
+        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
+        "NVIDIA H200 MIG 1g.18gb",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA",
+        "",
+    ],
+)
+def test_no_gpu_gets_the_peak_of_another_one(gpu):
+    assert all(devices.datasheet_peak(gpu, d) is None for d in ("bfloat16", "float16", "float32"))
+
+
+def test_a_dtype_that_a_gpu_emulates_has_no_datasheet():
+    assert devices.datasheet_peak("Tesla T4", "bfloat16") is None
+
+
+def test_measuring_the_peak_takes_no_unexplained_seconds_where_bfloat16_is_emulated():
+    """In seconds of this process, since other processes may keep the machine busy."""
+    code = "import time, torch; torch.set_num_threads(1); from plumbing.devices import *; "
+    code += "start = time.process_time(); found = peak_flops(torch.device('cpu'), 'bfloat16'); "
+    code += "print(time.process_time() - start, *found)"
+    seconds, rate, *why = python(code, **OLD_CPU).split()
+    assert float(seconds) < 2
+    assert 1e8 < float(rate) < 1e14 and why[0] == "measured,"
+
+
+def test_a_product_is_measured_at_the_sizes_that_are_asked_for():
+    rate, size = devices.matmul_rate(CPU, torch.float32, sizes=[64])
+    assert size == 64 and rate > 0
+    start = time.perf_counter()
+    rate, size = devices.matmul_rate(CPU, torch.float32)
+    assert size in (256, 512, 1024, 2048)
+    assert time.perf_counter() - start < 10  # a busy machine has time
+
+
+# ---- a system without all of this ----------------------------------------------------------------
+
+
+def test_on_windows_the_modules_import_and_peak_memory_is_unknown_and_said_once():
+    code = """
+import signal, sys
+del signal.SIGUSR1
+sys.modules["resource"] = None  # importing it raises ImportError
+import torch
+from plumbing import devices, ranks, retry, signals
+with signals.Signals() as asked:
+    print("USR1", asked.take_save())
+signals.ignore_signals(0)
+for _ in range(3):
+    print("memory", devices.memory_gb(torch.device("cpu")))
+"""
+    printed = python(code)
+    assert printed.count("memory None") == 3 and "USR1 False" in printed
+    assert printed.count("peak memory is not known on this system") == 1

@@ -1,0 +1,299 @@
+"""What is claimed of CUDA: `python -m pytest -m gpu`; tests/gpu.sh runs this file and measures the rest.
+
+GPU_TESTS_ON=cpu runs on the CPU what can run there: that shows that the tests work, and nothing of CUDA.
+"""
+
+import os
+import re
+import socket
+import sys
+
+import pytest
+import torch
+from conftest import digest, stop_at
+from gpu_report import write_tokens
+
+ON = os.environ.get("GPU_TESTS_ON", "cuda")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(ON == "cuda" and not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+needs_cuda = pytest.mark.skipif(ON == "cpu", reason="there is nothing to see on a CPU")
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+LAST = 12  # steps of every run here
+
+
+@pytest.fixture
+def run(run_train):
+    """run(out_dir, *flags, ok=0, ...) -> Done: run_train on the GPU, and it must exit with `ok`."""
+
+    def run(out_dir, *flags, ok=0, **rest):
+        if ON == "cpu" and "--dtype=float16" in flags:
+            pytest.skip("float16 is refused on a CPU")
+        # compiling for the first time may take minutes
+        done = run_train(out_dir, f"--device={ON}", "--n_layer=2", *flags, timeout=200, **rest)
+        assert done.returncode == ok, done.stderr + done.stdout
+        return done
+
+    return run
+
+
+def events(done, name):
+    return [row for row in done.rows("event") if row["event"] == name]
+
+
+def losses(done):
+    return [row["loss"] for row in done.rows("train")]
+
+
+# ---- bit for bit ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compile", ["eager", "compiled"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_resume_is_bit_exact(dtype, compile, run):
+    flags = (f"--dtype={dtype}", f"--compile={compile == 'compiled'}")
+    flags += ("--dropout=0.1", "--ema_decay=0.9", "--accum_steps=2", "--batch_size=4")
+    whole = run("whole", *flags)
+    run("parts", *flags, before=stop_at(5), ok=143)
+    resumed = run("parts", *flags)
+    assert not events(whole, "compile_failed")
+    assert events(resumed, "resume") and not events(resumed, "inexact_resume")
+    assert resumed.fingerprint(LAST) == whole.fingerprint(LAST)
+
+
+KINDS = {
+    "adamw": "--accum_steps=2",
+    "muon": "--optimizer=muon",
+    "momentum": "--optimizer=momentum --grad_clip=0",
+    "recomputing": "--grad_checkpoint=true --dropout=0.1",
+    "float16": "--dtype=float16",
+    "compiled": "--dtype=bfloat16 --compile=true --dropout=0.1",
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_deterministic_mode_no_operator_raises_and_a_step_done_again_has_the_same_bits(
+    kind, run
+):
+    done = run("run", *KINDS[kind].split(), "--deterministic=true", "--audit_interval=3")
+    assert "deterministic true" in done.stdout
+    assert not events(done, "audit") and not events(done, "compile_failed")
+
+
+def test_the_loss_over_gpt2s_vocabulary_has_the_same_bits_when_done_again(run, tmp_path):
+    write_tokens(tmp_path / "data" / "tokens", 50_257, 4_000)
+    flags = ("--dataset=tokens", f"--data_dir={tmp_path / 'data'}", "--block_size=64")
+    done = run("run", *flags, "--max_steps=3", "--audit_interval=3")
+    assert 10 < losses(done)[0] < 11.5  # ln 50,257 is 10.8
+    assert not events(done, "audit")
+
+
+FLIP = """
+import torch
+tries = 0
+def forward_backward(model, run, *batch, inner=train.forward_backward):
+    global tries
+    loss = inner(model, run, *batch)
+    if run.state["step"] == 5:
+        tries += 1
+        if tries == 1:
+            run.model.head.weight.grad.view(torch.int32)[0, 0] ^= 1 << 20
+    return loss
+train.forward_backward = forward_backward
+"""
+
+
+def test_the_audit_finds_a_flipped_bit_and_heals_it(run):
+    clean = run("clean")
+    healed = run("healed", "--audit_interval=3", before=FLIP)
+    (event,) = events(healed, "audit")
+    assert event["step"] == 6 and event["odd"] == "first" and event["bits"] > 0
+    assert "gradient/head.weight" in event["tensors"]
+    assert healed.fingerprint(LAST) == clean.fingerprint(LAST)
+
+
+# ---- a step --------------------------------------------------------------------------------------
+
+PROFILED = """
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import record_function
+
+BAD = 5  # finished steps before the one that is profiled, whose gradient is not finite
+WAITS = "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"
+READS = "Memcpy DtoH", "aten::_local_scalar_dense"
+
+def forward_backward(model, run, *batch, inner=train.forward_backward):
+    loss = inner(model, run, *batch)
+    if run.state["step"] == BAD:
+        run.model.head.weight.grad.mul_(float("nan"))
+    return loss
+
+def train_step(model, run, *rest, inner=train.train_step):
+    if run.state["step"] != BAD:
+        return inner(model, run, *rest)
+    weights = [weight.clone() for weight in run.model.parameters()]
+    with torch.profiler.profile() as profiler:
+        with record_function("whole_step"):
+            numbers = inner(model, run, *rest)
+    all = profiler.events()
+    end = max(e.time_range.end for e in all if e.name == "whole_step" and e.device_type == DeviceType.CPU)
+    # the profiler itself waits for the device when it stops
+    found = [e.name for e in all if e.name.startswith(WAITS) and e.time_range.start < end]
+    found += [e.name for e in all if e.name.startswith(READS)]
+    kernels = sum(e.name in ("cudaLaunchKernel", "cuLaunchKernelEx", "cuLaunchKernel") for e in all)
+    moved = sum(not torch.equal(*pair) for pair in zip(weights, run.model.parameters()))
+    print(f"WAITS {len(found)} {sorted(set(found))} MOVED {moved} LAUNCHED {kernels}")
+    return numbers
+
+train.forward_backward = forward_backward
+train.train_step = train_step
+"""
+
+
+def profiled(done):
+    """(waits of the host, weights that moved, kernels launched) in the step that was to be skipped."""
+    found = re.search(r"WAITS (\d+) .* MOVED (\d+) LAUNCHED (\d+)", done.stdout)
+    return tuple(map(int, found.groups()))
+
+
+SKIPS = {
+    "adamw": "--dtype=bfloat16 --ema_decay=0.9",
+    "momentum": "--optimizer=momentum",
+    "float16": "--dtype=float16",
+    "compiled": "--dtype=bfloat16 --compile=true",
+}
+
+
+@pytest.mark.parametrize("kind", SKIPS)
+def test_a_bad_step_is_skipped_on_the_device_and_the_host_never_waits(kind, run, record_property):
+    done = run("run", *SKIPS[kind].split(), before=PROFILED)
+    waits, moved, launched = profiled(done)
+    record_property(f"host waits in a step, {kind}", waits)
+    assert (waits, moved) == (0, 0), done.stdout
+    assert launched > 0 or ON == "cpu"
+    assert 6 in [row["step"] for row in events(done, "skipped")]
+
+
+def test_a_wait_would_be_counted(run):
+    """Muon has no kernel that reads the flag, so the host does."""
+    waits, moved, _ = profiled(run("run", "--optimizer=muon", before=PROFILED))
+    assert waits > 0 and moved == 0
+
+
+LIMIT = """
+import torch
+total = torch.cuda.get_device_properties(0).total_memory
+torch.cuda.set_per_process_memory_fraction(600e6 / total)
+"""
+
+
+@needs_cuda
+def test_where_memory_runs_out_the_micro_batch_is_halved_and_the_loss_stays(run):
+    flags = ("--n_embd=256", "--block_size=128", "--batch_size=256", "--max_steps=4")
+    whole = run("whole", *flags)
+    halved = run("halved", *flags, before=LIMIT)
+    assert events(halved, "out_of_memory") and not events(whole, "out_of_memory")
+    assert losses(halved) == pytest.approx(losses(whole), rel=1e-4)
+
+
+@needs_cuda
+def test_the_gpu_computes_what_the_cpu_does(run, run_train):
+    """Float32 on both; rows of the GPU tell its memory, utilization and MFU."""
+    gpu = run("gpu", "--dtype=float32")
+    cpu = run_train("cpu", "--device=cpu", "--n_layer=2", "--dtype=float32")
+    assert losses(gpu) == pytest.approx(losses(cpu), rel=1e-3)
+    row = gpu.rows("train")[-1]
+    assert row["mem_gb"] > 0 and row["mfu"] > 0 and row["gpu_util"] is not None
+
+
+# ---- around the steps ----------------------------------------------------------------------------
+
+TIMED = """
+import time
+from plumbing.checkpoints import Saver
+def timed(name):
+    inner = getattr(Saver, name)
+    def call(*args):
+        began = time.perf_counter()
+        inner(*args)
+        print("TOOK", name, 1000 * (time.perf_counter() - began), flush=True)
+    setattr(Saver, name, call)
+timed("begin")
+timed("write")
+"""
+
+
+def test_a_checkpoint_holds_the_loop_up_for_less_than_it_takes_to_write(run, record_property):
+    flags = ("--n_embd=384", "--n_head=6", "--save_interval=4", "--keep_last=1")
+    done = run("run", *flags, before=TIMED)
+    took = re.findall(r"TOOK (\w+) ([\d.]+)", done.stdout)
+    stalls, writes = ([float(ms) for n, ms in took if n == name] for name in ("begin", "write"))
+    stall = min(stalls[1:])  # the first takes the memory that the others use again
+    megabytes = done.checkpoint(LAST).stat().st_size / 1e6
+    record_property(f"stall for a checkpoint of {megabytes:.0f} MB", f"{stall:.1f} ms")
+    record_property(f"writing a checkpoint of {megabytes:.0f} MB", f"{min(writes):.1f} ms")
+    assert stall < min(writes)
+
+
+NO_CONTEXT = """
+import torch
+def main(inner=train.main):
+    code = inner()
+    count = torch.cuda.device_count()
+    print("CONTEXTS", sum(map(torch._C._cuda_hasPrimaryContext, range(count))), "of", count)
+    return code
+train.main = main
+"""
+
+
+@needs_cuda
+def test_a_run_on_the_cpu_creates_no_cuda_context(run_train):
+    done = run_train("run", "--device=cpu", before=NO_CONTEXT)
+    assert "CONTEXTS 0 of" in done.stdout, done.stderr
+
+
+# ---- sharded, and on several GPUs ----------------------------------------------------------------
+
+
+def one_rank():
+    """The environment that torchrun gives to a single rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+@pytest.mark.parametrize("flags", ["--shard=true", "--shard=true --offload=true"])
+def test_a_sharded_run_of_one_rank_resumes_bit_for_bit_and_learns_as_a_plain_one(flags, run):
+    flags = (*flags.split(), "--dtype=float32", "--dropout=0")
+    whole = run("whole", *flags, env=one_rank())
+    run("parts", *flags, env=one_rank(), before=stop_at(5), ok=143)
+    resumed = run("parts", *flags, env=one_rank())
+    assert resumed.fingerprint(LAST) == whole.fingerprint(LAST)
+    assert not events(resumed, "inexact_resume")
+    plain = run("plain", "--dtype=float32", "--dropout=0")
+    assert losses(whole) == pytest.approx(losses(plain), rel=1e-3)
+
+
+@needs_two
+@pytest.mark.parametrize("flags", ["--shard=false", "--shard=true"], ids=["plain", "sharded"])
+def test_two_ranks_resume_bit_for_bit(flags, python_train, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+    def ranks(out_dir, max_steps):
+        steps = (f"--max_steps={max_steps}", f"--decay_steps={LAST}")
+        same = ("--device=cuda", "--n_layer=2", "--dropout=0.1", flags)
+        done = python_train(out_dir, *same, *steps, launcher=torchrun, env={"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+        return done
+
+    whole = ranks("whole", LAST)
+    ranks("parts", 5)
+    resumed = ranks("parts", LAST)
+    checkpoints = [torch.load(d.checkpoint(LAST), weights_only=True) for d in (whole, resumed)]
+    parts = ("model", "optimizer", "rng")
+    whole, resumed = ([digest(each[part]) for part in parts] for each in checkpoints)
+    assert resumed == whole

@@ -1,0 +1,338 @@
+"""What several ranks do together, on two processes: sums, agreements, leaving, sharded modules.
+
+The tests of whole runs on several ranks are in test_ranks.py. This file is also the script that each
+of the two processes runs.
+"""
+
+import functools
+import json
+import os
+import socket
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from plumbing import ranks
+from plumbing.buffers import Buffers
+from plumbing.failures import RunFailed, explain
+from plumbing.retry import within_memory
+
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def run_ranks(function, count=2):
+    """[(exit code, what it printed as JSON, stderr)] of `count` processes that each run `function`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    path = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, __file__, function],
+            env=os.environ | address | path | {"RANK": str(number), "WORLD_SIZE": str(count)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(count)
+    ]
+    done = []
+    for process in processes:
+        out, err = process.communicate(timeout=100)
+        done.append((process.returncode, json.loads(out or "null"), err))
+    return done
+
+
+@pytest.fixture
+def found():
+    """What rank 0 and rank 1 found out in work_together()."""
+    done = run_ranks("work_together")
+    assert [code for code, _, _ in done] == [0, 0], done
+    return [result for _, result, _ in done]
+
+
+# ---- what each rank runs -------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x, table):
+        self.seen = [str(x.dtype), str(table.dtype), str(self.matrix.weight.dtype)]
+        return self.matrix(x) * table
+
+
+class Gain(Block):
+    """A block that holds more than matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x, table):
+        return super().forward(self.norm(x), table)
+
+
+class Model(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.table = nn.Buffer(torch.ones(6), persistent=False)
+        self.blocks = nn.ModuleList([block()])
+        self.head = nn.Linear(6, 5)  # its 5 rows do not divide by 2
+
+    def forward(self, x):
+        return self.head(self.blocks[0](x, self.table))
+
+
+def work_together():
+    found = {}
+    with ranks.joined(CPU, hang_minutes=1):
+        me = ranks.rank()
+        found["agreed"] = ranks.agree(me, me == 0, 3)
+        found["everyone"] = ranks.from_all_ranks(f"rank {me}")
+        found["from rank 0"] = ranks.from_rank0(lambda: f"rank {ranks.rank()}")
+        found["shares"] = [ranks.share(10, 8), ranks.share(0, 3)]
+        found["raised"] = []
+        for error in (ValueError("bad"), OSError(5, "no such disk"), SystemExit(2)):
+            try:
+                ranks.from_rank0(raise_, error)
+            except (Exception, SystemExit) as raised:
+                found["raised"].append(repr(raised))
+
+        mixed = [torch.full((3,), 1.5 + me), torch.tensor([me + 1]), torch.tensor(0.25).double()]
+        ranks.sum_over_ranks(mixed)
+        found["sums"] = [[str(t.dtype), t.tolist()] for t in mixed]
+
+        found["buffers"] = [buffers_after_a_step(skipped) for skipped in (0.0, 1.0)]
+
+        same = {"a": torch.arange(1e6), "b": torch.arange(6.0), "c": torch.zeros(3).bfloat16()}
+        found["no difference"] = ranks.replicas_differ(same)
+        same["b"].view(torch.int32)[4] ^= me  # one bit
+        same["c"] *= 1 - 2 * me  # the sign of zero
+        found["differ"] = ranks.replicas_differ(same)
+
+        found["sharded"] = {each.__name__: sharded_model(each) for each in (Block, Gain)}
+        found["plain"] = plain_module()
+        found["memory"] = memory_runs_out_on_rank_1()
+    found["left"] = not torch.distributed.is_initialized()
+    return found
+
+
+def raise_(error):
+    raise error
+
+
+def buffers_after_a_step(skipped):
+    norm = nn.BatchNorm1d(2)
+    buffers = Buffers(norm)
+    norm.running_mean += 1 + ranks.rank()
+    norm.num_batches_tracked += 5 + ranks.rank()
+    buffers.finish_step(torch.tensor(skipped))
+    return [norm.running_mean.tolist(), norm.num_batches_tracked.item()]
+
+
+def sharded_model(block):
+    """One backward pass of a sharded model, and whether shard_like(weight, value) is torch's own."""
+    from torch.distributed.tensor import distribute_tensor
+
+    torch.manual_seed(1)
+    model = Model(block)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    ranks.shard(model, CPU, "bfloat16", offload=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(4, 6)).sum().backward()
+    exact = []
+    for name, weight in model.named_parameters():
+        here = ranks.shard_like(weight, before[name])
+        place = (weight.device_mesh, weight.placements)
+        theirs = distribute_tensor(before[name], *place, src_data_rank=None)
+        exact.append(torch.equal(ranks.local(here), ranks.local(theirs)))
+        exact.append(torch.equal(ranks.whole(here), before[name]))
+        exact.append(torch.equal(ranks.whole(weight), before[name]))
+    half = torch.zeros(5, 6, dtype=torch.float16)
+    return {
+        "exact": all(exact),
+        "rows": len(ranks.local(model.head.weight)),
+        "dtypes": model.blocks[0].seen,
+        "sharded": ranks.sharded(model),
+        "keeps its dtype": str(ranks.shard_like(model.head.weight, half).dtype),
+        "other shape": ranks.shard_like(model.head.weight, torch.zeros(())).tolist(),
+    }
+
+
+def plain_module():
+    """A module without blocks is sharded as one piece."""
+    model = ranks.shard(nn.Linear(6, 5), CPU, "bfloat16", offload=True)
+    model(torch.ones(2, 6)).sum().backward()
+    return ranks.whole(model.weight.grad).tolist() == [[4.0] * 6] * 5  # summed over 2 x 2 rows
+
+
+def memory_runs_out_on_rank_1():
+    """The rows that both ranks end up with, what a retry found, and the events."""
+    events = []
+    model = nn.BatchNorm1d(2)
+    event = lambda step, name, **fields: events.append([step, name, fields])  # noqa: E731
+    run = SimpleNamespace(
+        model=model,
+        device=CPU,
+        state={"step": 7, "micro_batch": 4},
+        folder=SimpleNamespace(event=event),
+    )
+    tries = []
+
+    def compute():
+        tries.append([torch.rand(1).item(), model.running_mean.tolist(), model.weight.grad is None])
+        model(torch.rand(run.state["micro_batch"], 2)).sum().backward()
+        if ranks.rank() == 1 and run.state["micro_batch"] > 2:
+            raise MemoryError
+        return run.state["micro_batch"]
+
+    rows = within_memory(run, compute)
+    return {"rows": rows, "tries": tries, "events": events}
+
+
+def lose_a_rank():
+    """Rank 1 raises while rank 0 waits for it."""
+    with ranks.joined(CPU, hang_minutes=1):
+        if ranks.rank() == 1:
+            raise RunFailed("rank 1 leaves")
+        try:
+            ranks.agree(1)
+        except RuntimeError as error:
+            return {"why": explain(error)}
+
+
+def resume_offloaded():
+    """Where shard_like keeps a moment of offloaded weights, and the bytes that it takes on the GPU."""
+    gpu = torch.device("cuda", 0)
+    with ranks.joined(gpu, hang_minutes=1):
+        model = ranks.shard(nn.Linear(1024, 1024), gpu, "float32", offload=True)
+        torch.cuda.reset_peak_memory_stats(gpu)
+        before = torch.cuda.max_memory_allocated(gpu)
+        moment = ranks.shard_like(model.weight, torch.ones(1024, 1024))
+        taken = torch.cuda.max_memory_allocated(gpu) - before
+        return [ranks.local(moment).device.type, ranks.local(moment).sum().item(), taken]
+
+
+# ---- what they must find -------------------------------------------------------------------------
+
+
+def test_ranks_agree_and_hear_of_each_other(found):
+    for each in found:
+        assert each["agreed"] == [1, 1, 3]
+        assert each["everyone"] == ["rank 0", "rank 1"]
+        assert each["from rank 0"] == "rank 0"
+
+
+def test_what_rank_0_raises_every_rank_raises(found):
+    """Otherwise the others would wait for it until hang_minutes have passed."""
+    raised = ["ValueError('bad')", "OSError(5, 'no such disk')", "SystemExit(2)"]
+    assert [each["raised"] for each in found] == [raised, raised]
+
+
+def test_the_shares_of_all_ranks_are_the_batch(found):
+    assert found[0]["shares"] == [[10, 4], [0, 1]]
+    assert found[1]["shares"] == [[14, 4], [1, 2]]
+    assert ranks.share(10, 7) == (10, 7)  # of a single process
+
+
+def test_tensors_of_any_dtype_are_summed_in_place(found):
+    sums = [["torch.float32", [4.0] * 3], ["torch.int64", [3]], ["torch.float64", 0.5]]
+    assert [each["sums"] for each in found] == [sums, sums]
+
+
+def test_floating_point_buffers_are_averaged_and_counters_are_not(found):
+    assert [each["buffers"][0] for each in found] == [[[1.5, 1.5], 5], [[1.5, 1.5], 6]]
+
+
+def test_a_skipped_step_leaves_buffers_as_they_were(found):
+    assert [each["buffers"][1] for each in found] == [[[0.0, 0.0], 0]] * 2
+
+
+def test_one_bit_that_differs_between_replicas_is_found_by_name(found):
+    for each in found:
+        assert each["no difference"] == []
+        assert each["differ"] == ["b", "c"]
+
+
+def test_any_changed_bit_changes_the_checksum():
+    tensor = torch.linspace(-1, 1, 1000)
+    before = ranks.checksum(tensor)
+    for bit in range(32):
+        changed = tensor.clone()
+        changed.view(torch.int32)[bit * 31] ^= 1 << bit if bit < 31 else -(1 << 31)
+        assert ranks.checksum(changed) != before
+    assert ranks.checksum(-tensor) != before  # an even number of equal changes
+    assert ranks.checksum(tensor.flip(0)) != before
+    assert ranks.checksum(tensor.clone()) == before
+    assert ranks.checksum(tensor.clone(), piece=7) == before
+
+
+def test_a_sharded_model_gets_its_own_rows_of_what_is_restored(found):
+    for each, rows in zip(found, (3, 2), strict=True):
+        for model in each["sharded"].values():
+            assert model["exact"] and model["sharded"] and model["rows"] == rows
+            assert model["keeps its dtype"] == "torch.float16" and model["other shape"] == 0
+
+
+def test_what_comes_into_a_sharded_block_keeps_its_precision(found):
+    """Rotary tables, say; and a LayerNorm's gain, which no CPU kernel mixes with another dtype."""
+    for each in found:
+        assert each["sharded"]["Block"]["dtypes"] == ["torch.float32"] * 2 + ["torch.bfloat16"]
+        assert each["sharded"]["Gain"]["dtypes"] == ["torch.float32"] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
+def test_resuming_offloaded_moments_takes_no_memory_of_the_gpu():
+    [(code, found, stderr)] = run_ranks("resume_offloaded", count=1)
+    assert code == 0 and found == ["cpu", 1024 * 1024, 0], stderr
+    assert "destroy_process_group" not in stderr  # which torch asks for where a group is not left
+
+
+def test_any_module_can_be_sharded(found):
+    assert found[0]["plain"] and found[1]["plain"]
+
+
+def test_where_memory_runs_out_on_one_rank_all_repeat_the_same_batch_in_halves(found):
+    for each in found:
+        memory = each["memory"]
+        assert memory["rows"] == 2
+        first, second = memory["tries"]
+        assert first == second and second[1:] == [[0.0, 0.0], True]
+        assert memory["events"] == [[7, "out_of_memory", {"micro_batch": 2}]]
+
+
+def test_the_group_is_left_at_the_end(found):
+    assert found[0]["left"] and found[1]["left"]
+
+
+def test_a_rank_that_fails_ends_the_others_at_once():
+    (code0, found0, _), (code1, _, err1) = run_ranks("lose_a_rank")
+    assert code0 == 0 and "another rank is gone" in found0["why"]
+    assert code1 == 1 and "rank 1 leaves" in err1
+
+
+def test_a_single_process_needs_no_group(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with ranks.joined(CPU, hang_minutes=1):
+        assert (ranks.rank(), ranks.world_size()) == (0, 1)
+        assert ranks.agree(2, False) == (2, False)
+        assert ranks.from_all_ranks("me") == ["me"]
+        assert ranks.replicas_differ({"a": torch.ones(2)}) == []
+        tensor = torch.tensor([2.0])
+        ranks.sum_over_ranks([tensor])
+        assert tensor.tolist() == [2.0]
+        with pytest.raises(ValueError, match="bad"):
+            ranks.from_rank0(raise_, ValueError("bad"))
+
+
+if __name__ == "__main__":
+    print(json.dumps(globals()[sys.argv[1]]()))
