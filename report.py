@@ -8,7 +8,6 @@ train.py calls write_report at the end of every run. A run of a million steps ta
 that report.py does not know, such as one that a fork adds to its rows, gets a panel and a row.
 """
 
-import hashlib
 import io
 import json
 import math
@@ -18,12 +17,13 @@ import shlex
 import sys
 import textwrap
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
 from plumbing.configurator import configured, fail
-from plumbing.files import replacing
+from plumbing.files import read_json, replacing
 from plumbing.knobs import read_knobs
 
 report_dir = ""  # folder for what is written; "" = the (first) run's own
@@ -35,7 +35,7 @@ FIELDS = {  # that are known; the first one is in every row
     "mfu mem_gb gpu_util".split(),
     "eval": "step val_loss val_bpb val_accuracy val_tokens best_val_loss".split(),
 }
-MOST_PANELS = 20  # for fields that are not known
+NO_ROW = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 # Okabe & Ito's colours (2008): told apart with any colour vision, and on paper
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE, PALE_GREEN = "#0072B2", "#D55E00", "#CC79A7", "#8FD4BF"
@@ -58,9 +58,6 @@ STYLE = """
     xtick.labelsize=8 ytick.labelsize=8 legend.frameon=False legend.fontsize=8
     legend.columnspacing=1.4
 """
-
-
-# ---- reading -------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -92,23 +89,18 @@ def read_run(folder):
             'no rows; expected JSON such as {"kind": "train", "step": 1, ...}'
         )
     empty = {key: {} for key in "config data run git versions hardware state".split()}
-    try:
-        info = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        whole = all(isinstance(info.get(key, {}), dict) for key in empty)
-    except (OSError, ValueError, AttributeError):
-        whole = False
+    info = read_json(folder / "run.json")
+    if not all(isinstance(info.get(key, {}), dict) for key in empty):
+        info = {}
     return Run(
         name=folder.resolve().name,
         folder=folder,
-        info=empty | (info if whole else {}),
+        info=empty | info,
         train=columns(tables["train"], FIELDS["train"]),
         evals=columns(tables["eval"], FIELDS["eval"]),
         events=tables["event"],
         unreadable=unreadable - (not last_is_whole),
     )
-
-
-NO_ROW = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 
 
 def read_rows(path):
@@ -139,11 +131,8 @@ def sort_rows(rows):
         row["step"], row["event"] = int(row["step"]), str(row["event"])
     for kind, fields in FIELDS.items():
         if parts[kind]:
-            new = set().union(*parts[kind]).difference(fields, ("kind", "finite"))
-            part = {
-                name: np.array([row.get(name) for row in parts[kind]], float) for name in fields
-            }
-            part |= {name: np.array([plain(row.get(name)) for row in parts[kind]]) for name in new}
+            names = [*fields, *set().union(*parts[kind]).difference(fields, ("kind", "finite"))]
+            part = {name: np.array([plain(row.get(name)) for row in parts[kind]]) for name in names}
             if not np.isfinite(part["step"]).all():
                 raise ValueError("a row without its step")
             parts[kind] = [part]
@@ -175,9 +164,6 @@ def columns(parts, fields):
         _, last = np.unique(table["step"][::-1], return_index=True)
         table = {name: values[::-1][last] for name, values in table.items()}
     return {k: values for k, values in table.items() if k in fields or len(known(values)) > 1}
-
-
-# ---- what the numbers say ------------------------------------------------------------------------
 
 
 def known(values):
@@ -310,46 +296,30 @@ def outcome(run):
         "resumes": f"{len(happened(run, 'resume')):,}",
     }
     words |= {f"last {name}": number(known(v)[-1], ",.4g") for name, _, v in new_fields(run)}
-    hours = devices * wall / 3600
+    hours = devices * wall / 3600 if spent else math.nan
     price = dollars_per_hour or run.info["config"].get("dollars_per_hour")
-    money = f"${price * hours:,.2f} at ${price:g} an hour" if price else ASK_FOR_MONEY
-    return words | {"cost": f"{hours:,.3f} device-hours, {money}{partly}"}
+    money = f"${number(price * hours, ',.2f')} at ${price:g} an hour" if price else ASK_FOR_MONEY
+    return words | {"cost": f"{number(hours, ',.3f')} device-hours; {money}{partly}"}
 
 
-ASK_FOR_MONEY = "in money with report.py --dollars_per_hour=PRICE"
-TROUBLES = {  # name: (likely cause, what to try)
-    "The gradient is clipped all the time": (
-        "the clip is too low, so that only the gradient's direction counts; or the learning rate is too high",
-        "a --grad_clip of some times the usual norm, or a lower --peak_lr",
-    ),
-    "Updates fail": (
-        "the learning rate is too high, or the precision too narrow",
-        "a lower --peak_lr, more --warmup_steps, a smaller --grad_clip, --dtype=float32",
-    ),
-    "The training loss spikes": (
-        "a learning rate near the edge of stability, or a few odd batches",
-        "a lower --peak_lr, a smaller --grad_clip, a lower --beta2; --spike_sigma=6 rolls back",
-    ),
-    "The training loss rises again": (
-        "the learning rate is too high",
-        "a lower --peak_lr, more --warmup_steps, a schedule that falls",
-    ),
-    "The training loss is on a plateau": (
-        "the learning rate is too low or too high by now, or the model has learned what it can",
-        "another --peak_lr or --min_lr, a larger model, fewer steps",
-    ),
-    "Validation rises while training falls": (
-        "overfitting: a model of this size has seen the same text too often",
-        "best.pt, which is from before; --patience=3, --dropout=0.1, more --weight_decay, more text",
-    ),
-    "The throughput falls": (
-        "other work on the machine, a device that slows down when hot, memory that swaps",
-        "a look at the machine (top, nvidia-smi) while it runs",
-    ),
-    "Training waits for data": (
-        "batches are read more slowly than they are learned from",
-        "--num_workers=2 or more, a dataset on a local disk",
-    ),
+ASK_FOR_MONEY = "report.py --dollars_per_hour=PRICE says it in money"
+TROUBLES = {  # name: likely cause, and what to try
+    "The gradient is clipped all the time": "the clip is too low, so that only the gradient's "
+    "direction counts, or the learning rate too high. Try a larger --grad_clip or a lower --peak_lr",
+    "Updates fail": "the learning rate is too high, or the precision too narrow. Try a lower "
+    "--peak_lr, more --warmup_steps, a smaller --grad_clip, --dtype=float32",
+    "The training loss spikes": "a learning rate near the edge of stability, or odd batches. Try a "
+    "lower --peak_lr, a smaller --grad_clip, a lower --beta2; --spike_sigma=6 rolls back",
+    "The training loss rises again": "the learning rate is too high. Try a lower --peak_lr, more "
+    "--warmup_steps, a schedule that falls",
+    "The training loss is on a plateau": "the learning rate is too low or too high by now, or the "
+    "model has learned what it can. Try another --peak_lr or --min_lr, a larger model, fewer steps",
+    "Validation rises while training falls": "overfitting: the model has seen the same text too "
+    "often. Try best.pt, from before; --patience=3, --dropout=0.1, more --weight_decay, more text",
+    "The throughput falls": "other work on the machine, a device that slows down when hot, memory "
+    "that swaps. Look at the machine (top, nvidia-smi) while it runs",
+    "Training waits for data": "batches are read more slowly than they are learned from. Try "
+    "--num_workers=2 or more, a dataset on a local disk",
 }
 
 
@@ -359,41 +329,31 @@ def troubles(run):
     n, clip, half = len(t["step"]), run.info["config"].get("grad_clip"), half_window(run)
     skips, rollbacks = len(happened(run, "skipped")), len(happened(run, "rollback"))
     if skips > max(2, 0.01 * n) or rollbacks:
-        found["Updates fail"] = (
-            f"{skips:,} were skipped (loss or gradient not finite), {rollbacks} rollbacks"
-        )
+        found["Updates fail"] = f"{skips:,} not finite and skipped, {rollbacks} rollbacks"
     if len(known(t["loss"])) < 20:
         return found
-
     late = known(t["grad_norm"][n // 5 :])
     if clip and len(late) and np.mean(late > clip) > 0.9:
         found["The gradient is clipped all the time"] = (
             f"after the first fifth of the run its norm is above {clip:g} in"
             f" {np.mean(late > clip):.0%} of the steps, and {median(late):.3g} in the median"
         )
-
     loss, curve = t["loss"], smooth(t["loss"], half)
     noise = 1.4826 * median(np.abs(loss - curve))  # of a normal distribution, its deviation
     high = np.concatenate([[False], loss - curve > max(8 * noise, 0.1)])
     spikes = t["step"][np.flatnonzero(high[1:] & ~high[:-1])]
     if len(spikes):
-        found["The training loss spikes"] = (
-            f"{len(spikes):,} spike(s) of more than 8 deviations, the first at step {spikes[0]:,.0f}"
-        )
+        found["The training loss spikes"] = f"{len(spikes):,} spikes, the first at {spikes[0]:,.0f}"
     third, fourth = known(loss[n // 2 : 3 * n // 4]), known(loss[3 * n // 4 :])
     rise, lowest = mean(curve[-1:]) - np.nanmin(curve), np.nanmin(curve)
     if rise > max(6 * noise / math.sqrt(half), 0.05 * lowest):
-        found["The training loss rises again"] = (
-            f"it ends {rise:.3f} above its lowest, {lowest:.3f}"
-        )
+        found["The training loss rises again"] = f"it ends {rise:.3f} above {lowest:.3f}"
     elif n >= 200 and len(third) and len(fourth):
         fall = mean(third) - mean(fourth)
         error = math.hypot(*(part.std() / math.sqrt(len(part)) for part in (third, fourth)))
         if fall < max(2 * error, 0.002 * mean(fourth)):
-            found["The training loss is on a plateau"] = (
-                f"{mean(third):.4f} in the third quarter of the run, {mean(fourth):.4f} in the last"
-            )
-
+            quarters = f"{mean(third):.4f} in the third quarter, {mean(fourth):.4f} in the last"
+            found["The training loss is on a plateau"] = quarters
     best, best_step = best_of(run)
     at_end, then = mean(e["val_loss"][-1:]), np.searchsorted(t["step"], best_step)
     if at_end > 1.005 * best and then < n and curve[-1] < curve[then]:
@@ -403,16 +363,12 @@ def troubles(run):
         )
     first, last = (median(part) for part in np.array_split(t["tokens_per_sec"], 4)[::3])
     if n >= 40 and last < 0.85 * first:
-        found["The throughput falls"] = (
-            f"{first:,.0f} tokens/s in the first quarter of the run, {last:,.0f} in the last"
-        )
+        words = f"{first:,.0f} tokens/s in the first quarter of the run, {last:,.0f} in the last"
+        found["The throughput falls"] = words
     waiting = mean(t["data_ms"]) / mean(t["step_ms"])
     if waiting > 0.1:
         found["Training waits for data"] = f"{waiting:.0%} of the time"
     return found
-
-
-# ---- pictures ------------------------------------------------------------------------------------
 
 
 def thin(x, y, bins=1000):
@@ -490,8 +446,7 @@ def draw_loss(ax, run):
     loss, e = run.train["loss"], run.evals
     raw_and_smooth(ax, run, "loss", SKY, BLUE, "training, ")
     tokens, same = extent(run)
-    on = f", first {short(tokens)} tokens" if tokens else ""
-    on = on if same.all() else ", not always of as many tokens"
+    on = f", first {short(tokens)} tokens" if tokens else ", last on all tokens" * (not same.all())
     dots(ax, e["step"], e["val_loss"], VERMILION, label=f"validation{on}")
     best, best_step = best_of(run)
     if math.isfinite(best):
@@ -506,10 +461,8 @@ def draw_loss(ax, run):
 
 def event_steps(run):
     """{event: steps} of what LANES names and this run had."""
-    losses, failed = (
-        run.evals["val_loss"],
-        [row for row in happened(run, "end") if str(row.get("ended")).startswith("failed")],
-    )
+    losses = run.evals["val_loss"]
+    failed = [row for row in happened(run, "end") if str(row.get("ended")).startswith("failed")]
     steps = {lane: [row["step"] for row in happened(run, lane)] for lane in LANES}
     better = losses <= np.fmin.accumulate(losses)
     steps["best"] = run.evals["step"][better & (run.evals["step"] > 0)]
@@ -557,7 +510,7 @@ def draw_speed(ax, t):
 def picture(run):
     """report.png as a matplotlib Figure."""
     t, lanes, clip = run.train, event_steps(run), run.info["config"].get("grad_clip")
-    new = new_fields(run)[:MOST_PANELS]
+    new = new_fields(run)[:20]
     lanes_high = 0.17 * max(1, len(lanes))
     rows = 2 + (1 + len(new)) // 2
     fig = new_figure(9, 4 + 2 * rows + lanes_high)
@@ -616,9 +569,8 @@ def late_losses(run):
 def compare_picture(runs, names):
     """compare.png as a matplotlib Figure: losses by step, tokens and time; the rest by step."""
     fig = new_figure(11, 7 + 0.2 * math.ceil(len(runs) / 3))
-    (by_step, by_tokens, by_time), (norm, rate, speed) = axes = fig.subplots(
-        2, 3, height_ratios=[3, 2]
-    )
+    axes = fig.subplots(2, 3, height_ratios=[3, 2])
+    (by_step, by_tokens, by_time), (norm, rate, speed) = axes
     colours = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK)
     longest = max(known(run.train["step_ms"]).sum() for run in runs) / 1000
     units = {"s": 1, "min": 60, "h": 3600}
@@ -662,9 +614,6 @@ def compare_picture(runs, names):
     fig.suptitle(heading, x=0.01, ha="left", fontsize=10)
     fig.legend(loc="outside lower left", ncols=3)
     return fig
-
-
-# ---- words ---------------------------------------------------------------------------------------
 
 
 def table(header, rows):
@@ -715,11 +664,8 @@ def about(run):
 
 def changed_files(code):
     """Names of the files whose SHA-256 is not as in `code`, {name: SHA-256}: changed or gone since."""
-
-    def sha256(path):
-        return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
-
-    return [name for name, then in code.items() if sha256(REPO / name) != then]
+    now = {n: (REPO / n).read_bytes() if (REPO / n).is_file() else b"" for n in code}
+    return [name for name, then in code.items() if sha256(now[name]).hexdigest() != then]
 
 
 def event_rows(run, most=200):
@@ -752,9 +698,9 @@ def not_exact(run):
                     then, now = "other", ", ".join(k for k in now if now[k] != then.get(k))
                 lines.append(f"- resumed at step {event['step']:,}: {key} was {then}, is {now}")
     for event in happened(run, "audit"):
-        tensors, odd = ", ".join(event.get("tensors") or []), event.get("odd")
-        lines += [f"- step {event['step']:,} was computed twice with different results: {tensors} "]
-        lines[-1] += f"({event.get('bits')} bits; the {odd} try was wrong, and was not used)"
+        names = textwrap.shorten(", ".join(event.get("tensors") or []), 300)
+        odd = f"the {event.get('odd')} result had {event.get('bits')} other bits in {names}"
+        lines.append(f"- step {event['step']:,} was computed twice: {odd}; it was dropped")
     if run.info["run"].get("deterministic") is False:
         lines.append("- `deterministic` was off: the same command may give other bits")
     if run.unreadable:
@@ -776,8 +722,7 @@ def words(run, image):
     out += ["## Result\n", table(("", ""), [(f"**{k}**", v) for k, v in outcome(run).items()])]
     out += ["## Known troubles\n"]
     for name, shows in troubles(run).items():
-        cause, cure = TROUBLES[name]
-        out += [f"- **{name}**: {shows}. Likely cause: {cause}. What to try: {cure}."]
+        out += [f"- **{name}**: {shows}. Likely cause: {TROUBLES[name]}."]
     out += [""] if troubles(run) else ["The curves show none of those that report.py knows.\n"]
     out += ["## What was run\n", about(run) if run.info["run"] else "Not on record.\n"]
     out += ["## Where the time went\n"]
@@ -819,9 +764,6 @@ def compare_words(runs, names, image):
     return "\n".join([*out, table(("", *names), rows)])
 
 
-# ---- writing -------------------------------------------------------------------------------------
-
-
 def save(path, content):
     with replacing(path) as temporary:
         temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -833,9 +775,7 @@ def draw(path, picture, *args):
     try:
         import matplotlib
     except ImportError:
-        print(
-            "report: no picture without matplotlib; type: pip install matplotlib", file=sys.stderr
-        )
+        print("report: no picture; type: pip install matplotlib", file=sys.stderr)
         return []
     with matplotlib.rc_context(dict(pair.split("=") for pair in STYLE.split())):
         content = io.BytesIO()

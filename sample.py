@@ -70,9 +70,8 @@ def rebuild(path, checkpoint):
             then, here = (list(w[name].shape) if name in w else "absent" for w in (saved, built))
             if then != here:
                 fail(
-                    f"{path}: {name} is {then} in it, but {here} in the model that model.py builds from"
-                    f" its config and its vocabulary of {meta['vocab_size']:,}; expected the model.py"
-                    " of that run"
+                    f"{path}: {name} is {then} in it, but {here} in model.py with its config and its"
+                    f" vocabulary of {meta['vocab_size']:,}; expected the model.py of that run"
                 )
         model.load_state_dict(saved)
     except DataError as error:

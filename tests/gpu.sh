@@ -31,7 +31,7 @@ out=${OUT:-out/gpu}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$out"
-export GPU_TESTS_ON=$device PYTHONPYCACHEPREFIX=$work/pycache TORCHINDUCTOR_CACHE_DIR=$work/inductor
+export GPU_TESTS_ON=$device PYTHONDONTWRITEBYTECODE=1 TORCHINDUCTOR_CACHE_DIR=$work/inductor
 export TRITON_CACHE_DIR=$work/triton TMPDIR=$work
 patience=1
 if [ $device = cpu ]; then
@@ -78,12 +78,12 @@ tests=(tests)
 select="not two_ranks"
 if [ $device = cpu ]; then
   tests=(tests/test_gpu.py)
-  shakespeare+=(--max_steps=20 --eval_tokens=2048)
+  shakespeare+=(--max_steps=20 --batch_size=4 --eval_tokens=2048)
   gpt2+=(--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=4 --num_workers=0)
   gpt2+=(--compile=false --eval_tokens=256 --max_steps=12 --log_interval=2)
   nanogpt+=(--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=4 --max_iters=12)
   nanogpt+=(--dtype=float32 --compile=False)
-  ladder+=(--rounds=1 --timing_seconds=0.05 --batch_size=4 --compile=false)
+  ladder+=(--rounds=1 --timing_seconds=0.05 --compile=false)
 fi
 if $quick; then
   select+=" and not compiled and not sharded and not checkpoint"

@@ -43,6 +43,7 @@ def rows_of(folder, kind):
 def row(step, loss, **changes):
     """A train row as train.py writes it."""
     common = {"lr": 1e-3, "data_ms": 0.1, "tokens": 512 * step, "grad_norm": 0.5, "skipped": 0}
+    common |= {"sequences": 8 * step, "epoch": step / 20}
     speed = {"step_ms": 5.0, "tokens_per_sec": 1e5, "mfu": 0.05, "mem_gb": 0.4, "gpu_util": None}
     return {"kind": "train", "step": step, "loss": loss, **common, **speed, **changes}
 
@@ -95,7 +96,7 @@ def test_the_command_writes_a_picture_and_words(real):
 
 def test_every_number_is_that_of_the_record(real):
     run, rows = report.read_run(real), rows_of(real, "train")
-    for name in report.TRAIN.split():
+    for name in report.FIELDS["train"]:
         recorded = [math.nan if row[name] is None else row[name] for row in rows]
         np.testing.assert_array_equal(run.train[name], np.array(recorded, float))
     outcome = report.outcome(run)
@@ -167,15 +168,14 @@ def test_damaged_lines_are_left_out_and_counted(real, tmp_path):
         (b"[" * 100_000, "damaged"),
     ],
 )
-def test_what_is_no_record_is_refused_in_one_line(tmp_path, content, word, monkeypatch, capsys):
+def test_what_is_no_record_is_refused_in_one_line(tmp_path, content, word, capsys):
     folder = tmp_path / "run"
     if content is not None:
         folder.mkdir()
     if isinstance(content, bytes):
         (folder / "metrics.jsonl").write_bytes(content)
-    monkeypatch.setattr(sys, "argv", ["report.py", str(folder)])
     with pytest.raises(SystemExit) as stop:
-        report.main()
+        report.main([str(folder)])
     out, err = capsys.readouterr()
     assert stop.value.code == 2 and out == ""
     assert err.count("\n") == 1 and word in err and str(folder) in err
@@ -233,6 +233,7 @@ def eventful():
         event(31, "inexact_resume", threads=[2, 1], code=[{"train.py": "a"}, {"train.py": "b"}]),
         event(40, "resume", checkpoint="ckpt_00000040.pt"),
         event(40, "rollback", why="a loss spike", at_step=52),
+        event(45, "audit", odd="first", bits=3, tensors=["gradient/head.weight"]),
         event(60, "sample", text="To be\n~~~ or not"),
         event(60, "end", ended="failed: no more. And so on", seconds=seconds),
     ]
@@ -246,6 +247,7 @@ def test_every_event_is_in_the_report(tmp_path):
         "resume": [31, 40],
         "skipped": [20, 21, 25],
         "rollback": [40],
+        "audit": [45],
         "out_of_memory": [30],
         "failed": [60],
     }
@@ -258,6 +260,7 @@ def test_every_event_is_in_the_report(tmp_path):
         "why a loss spike; at_step 52",
         "threads was 2, is 1",
         "code was other, is train.py",
+        "step 45 was computed twice: the first result had 3 other bits in gradient/head.weight",
         "failed: no more. And so on",
         "1 session(s) left no account",
         "\n~~~~~~\nTo be\n~~~ or not\n~~~~~~\n",
@@ -267,13 +270,81 @@ def test_every_event_is_in_the_report(tmp_path):
     assert report.ended(run) == "failed: no more, at step 60"
 
 
-def test_cost_is_price_by_hours_by_devices(tmp_path):
+def test_the_report_always_says_the_cost_or_how_to_ask_for_it(tmp_path, capsys):
     rows = [*falling(30), event(30, "end", ended="finished", seconds={"train": 1800.0})]
     free = report.read_run(write_run(tmp_path / "a", rows, hardware={"world_size": 4}))
-    assert "cost" not in report.outcome(free)
+    cost = report.outcome(free)["cost"]
+    assert cost.startswith("2.000 device-hours") and "--dollars_per_hour=" in cost
     price = {"config": {"dollars_per_hour": 2.5}, "hardware": {"world_size": 4}}
     paid = report.read_run(write_run(tmp_path / "b", rows, **price))
-    assert report.outcome(paid)["cost"].startswith("$5.00:")
+    assert report.outcome(paid)["cost"].startswith("2.000 device-hours; $5.00 at $2.5 an hour")
+    report.main([str(tmp_path / "a"), "--dollars_per_hour=3"])
+    assert "2.000 device-hours; $6.00" in (tmp_path / "a" / "report.md").read_text()
+
+
+def test_a_new_field_gets_a_panel_and_a_row(tmp_path):
+    rows = falling(40)
+    for each in rows:
+        each["weight_norm"] = 1 + each["step"] / 100
+        each["words"] = "no number"
+    evaluations = [
+        evaluation(step, 2.0) | {"raw_val_loss": 2.5 - step / 100} for step in (0, 20, 40)
+    ]
+    run = report.read_run(write_run(tmp_path / "fork", [*evaluations, *rows]))
+    assert report.outcome(run)["last weight_norm"] == "1.4"
+    assert report.outcome(run)["last raw_val_loss"] == "2.1"
+    assert "| **last weight_norm** | 1.4 |" in words_of(run)
+    labels = [ax.get_ylabel() for ax in drawn(report.picture, run).axes]
+    assert (
+        labels.count("weight_norm") == labels.count("raw_val_loss") == 1 and "words" not in labels
+    )
+    plain = report.read_run(write_run(tmp_path / "plain", RUNS["healthy"]))
+    assert report.new_fields(plain) == []
+
+
+def test_many_new_fields_stay_legible(tmp_path):
+    rows = falling(40)
+    for each in rows:
+        each |= {f"a_norm_of_layer_{i}_which_is_called_so": -i * each["loss"] for i in range(5)}
+    drawn(report.picture, report.read_run(write_run(tmp_path / "fork", rows)))
+
+
+def test_a_damaged_line_makes_no_field(tmp_path):
+    rows = falling(30)
+    rows[7]["gr!d_norm"] = rows[7].pop("grad_norm")
+    assert report.new_fields(report.read_run(write_run(tmp_path, rows))) == []
+
+
+def test_evaluations_on_a_part_of_the_split_say_so(tmp_path):
+    part = [evaluation(step, loss) | {"val_tokens": 16384} for step, loss in ((0, 4.2), (20, 2.2))]
+    run = report.read_run(write_run(tmp_path / "part", [*part, *falling(20)]))
+    assert report.outcome(run)["best validation loss, nats/token"] == (
+        "2.2000 at step 20 on the first 16,384 tokens"
+    )
+    labels = [
+        text.get_text() for text in drawn(report.picture, run).axes[0].get_legend().get_texts()
+    ]
+    assert "validation, first 16.384k tokens" in labels
+    # the best is one among evaluations of the last one's extent
+    rows = [*part, *falling(40), evaluation(30, 2.6), evaluation(40, 2.5)]
+    run = report.read_run(write_run(tmp_path / "whole", rows))
+    assert report.best_of(run) == (2.5, 40)
+    assert "first 16,384" not in words_of(run)
+
+
+def test_files_that_changed_since_are_named(real, tmp_path):
+    run = report.read_run(real)
+    code = run.info["run"]["code"]
+    assert {"train.py", "model.py", "plumbing/checkpoints.py"} <= set(code)
+    assert "Changed since" not in words_of(run)
+    code["model.py"] = "0" * 64
+    code["plumbing/gone.py"] = "0" * 64
+    assert "Changed since: model.py, plumbing/gone.py." in words_of(run)
+
+
+def test_a_report_needs_no_torch():
+    code = "import sys, report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
 
 
 def test_a_rollback_does_not_hide_the_best(tmp_path):
@@ -436,15 +507,13 @@ def test_smoothing_is_the_mean_of_the_neighbours_that_are_known():
 # ---- several runs --------------------------------------------------------------------------------
 
 
-def test_a_comparison_says_what_differs_and_only_that(real, tmp_path, monkeypatch, capsys):
+def test_a_comparison_says_what_differs_and_only_that(real, tmp_path, capsys):
     info = json.loads((real / "run.json").read_text())
     info["config"]["peak_lr"], info["data"]["fingerprint"] = 0.5, "another"
     rows = [*rows_of(real, "eval"), *rows_of(real, "train")]
     other = write_run(tmp_path / "other", rows, **info)
-    argv = ["report.py", str(real), str(other), f"--report_dir={tmp_path}/both"]
-    monkeypatch.setattr(report, "report_dir", "")
-    monkeypatch.setattr(sys, "argv", argv)
-    report.main()
+    report.main([str(real), str(other), f"--report_dir={tmp_path}/both"])
+    assert report.report_dir == ""  # given back
     assert f"{tmp_path.name}/both" in capsys.readouterr().out
     assert (tmp_path / "both" / "compare.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "both" / "compare.md").read_text()

@@ -54,13 +54,14 @@ def events(done, name):
     return [row for row in done.rows("event") if row["event"] == name]
 
 
-def stop_and_resume(run_train, stops, *flags, before=""):
+def stop_and_resume(run_train, stops, *flags, before="", timeout=100):
     """A run that gets a SIGTERM during each of the steps in `stops`, and is started again each time.
 
     before: source that each start runs first.
     """
     for stop in stops:
-        done = run_train("run", *FLAGS, *flags, before=before + stop_at(stop))
+        signalled = before + stop_at(stop)
+        done = run_train("run", *FLAGS, *flags, before=signalled, timeout=timeout)
         assert done.returncode == 143, done.stderr
         assert done.checkpoint(stop).exists()
         assert [row["step"] for row in done.rows("train")] == list(range(1, stop + 1))
@@ -123,7 +124,7 @@ def test_resume_is_bit_exact_with(run_train, whole, flags):
 def test_resume_is_bit_exact_when_compiled(run_train, whole, dtype):
     """The compiler takes half a minute where its cache is empty; nothing smaller would show it."""
     flags = ["--compile=true", f"--dtype={dtype}"]
-    done = stop_and_resume(run_train, [13], *flags)
+    done = stop_and_resume(run_train, [13], *flags, timeout=300)
     assert not [row for row in done.rows("event") if row["event"] == "compile_failed"]
     assert done.fingerprint(STEPS) == whole(*flags).fingerprint(STEPS)
     assert done.fingerprint(STEPS)["model"] != whole(flags[1]).fingerprint(STEPS)["model"]

@@ -1,5 +1,6 @@
 """Text from a checkpoint: the same for the same seed, whole characters, and clear words where it fails."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import torch
 
 import prepare_data
 import sample
+from plumbing import checkpoints
 
 REPO = Path(sample.__file__).parent
 TEXT = (
@@ -18,33 +20,29 @@ TEXT = (
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, train_in):
     """The folder of a run of 20 steps, with averaged weights, on a text of 32 characters."""
     folder = tmp_path_factory.mktemp("sample")
     (folder / "text.txt").write_text(TEXT)
     prepare_data.prepare("tortoise", folder / "data", str(folder / "text.txt"), say=lambda *_: None)
     flags = (
         "--dataset=tortoise --max_steps=20 --warmup_steps=2 --eval_interval=10 --n_embd=16 --n_head=2 "
-        "--block_size=16 --batch_size=8 --device=cpu --dtype=float32 --compile=false --ema_decay=0.5 "
-        f"--dropout=0.1 --data_dir={folder}/data --out_dir={folder}/run"
+        f"--ema_decay=0.5 --dropout=0.1 --data_dir={folder}/data"
     )
-    command = [sys.executable, REPO / "train.py", *flags.split()]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    done = train_in(folder, "run", *flags.split())
+    assert done.returncode == 0, done.stderr
     return folder / "run"
 
 
 @pytest.fixture
 def run_sample(monkeypatch, capsys):
-    """run_sample(*arguments) -> (exit code, stdout, stderr), with the knobs as they were afterwards."""
+    """run_sample(*arguments) -> (exit code, stdout, stderr)."""
 
     def run(*arguments):
-        for name, value in list(vars(sample).items()):
-            monkeypatch.setattr(sample, name, value)
-        monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, arguments), "--device=cpu"])
         monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
         code = 0
         try:
-            sample.main()
+            sample.main([*map(str, arguments), "--device=cpu"])
         except SystemExit as stop:
             code = stop.code
         finally:
@@ -75,8 +73,8 @@ def refused(result, *words):
 
 def test_the_command_line_writes_only_text_to_stdout(trained):
     command = [sys.executable, REPO / "sample.py", trained, "--start=The", "--max_new_tokens=40"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The") and len(done.stdout) == len("The") + 40 + len("\n")
     assert set(done.stdout) <= set(TEXT)
     assert "best.pt" in done.stderr
@@ -145,6 +143,11 @@ def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp
     refused(run_sample(edited(other_vocabulary)), f"vocabulary of {size}")
     refused(run_sample(edited(lambda c: c["config"].update(n_embd=32))), "32", "in model.py")
     refused(run_sample(edited(lambda c: c["data"].clear())), "no checkpoint of train.py")
+    no_text = edited(lambda c: c["data"]["meta"].pop("tokenizer"))
+    refused(run_sample(no_text), "was not trained on text")
+    headless = edited(lambda c: c["model"].pop("head.weight") and c["ema"].pop("head.weight"))
+    refused(run_sample(headless), "head.weight is absent in it")
+    refused(run_sample(edited(lambda c: c["config"].pop("block_size"))), "block_size")
     refused(run_sample(trained, "--temperature=-1"), "--temperature=-1")
 
 
@@ -165,6 +168,51 @@ def test_a_damaged_checkpoint_gives_way_to_the_next_and_is_left_alone(
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "ckpt_00000010.pt", "ckpt_00000020.pt"]
 
 
+def test_a_file_that_cannot_be_read_is_not_called_damaged(trained, run_sample, monkeypatch):
+    def failing(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(checkpoints, "load", failing)
+    code, out, err = run_sample(trained)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert f"cannot read {trained}/best.pt: Input/output error" in err
+
+
+def test_sampling_imports_no_training():
+    code = "import sys, sample; print({'train', 'prepare_data', 'report'} & set(sys.modules))"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "set()\n", done.stderr
+
+
+class Echo(torch.nn.Module):
+    """Another model than GPT: whatever was the last token, it comes again. With dropout it would not."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(20 * torch.eye(4))
+        self.dropout = torch.nn.Dropout(0.9)
+
+    def forward(self, inputs):
+        return self.dropout(self.weight[inputs])
+
+
+def test_another_model_is_sampled_from_its_logits():
+    model = Echo().train()
+    meta = {"tokenizer": "char", "chars": "\nabc", "vocab_size": 4, "dtype": "uint16"}
+    assert sample.sample_text(model, meta, block_size=8, max_new_tokens=9) == 9 * "\n"
+    assert model.training and model.dropout.training
+
+
+def test_an_error_leaves_the_model_in_the_mode_it_was_in():
+    model = Echo().train()
+    model.weight.data = model.weight.data[:0]  # no token is in it
+    meta = {"tokenizer": "char", "chars": "\nabc", "vocab_size": 4, "dtype": "uint16"}
+    with pytest.raises(IndexError):
+        sample.sample_text(model, meta, block_size=8)
+    assert model.training and model.dropout.training
+
+
 def test_a_character_is_never_torn():
     text = "é€𝄞 honest ß"
     meta = {"tokenizer": "byte", "vocab_size": 256}
@@ -180,8 +228,8 @@ def test_a_sample_does_not_disturb_training(trained):
     model.train()
     torch.manual_seed(7)
     before, weights = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
-    once = sample.sample_text(model, meta, max_new_tokens=50)
-    again = sample.sample_text(model, meta, max_new_tokens=50)
+    once = sample.sample_text(model, meta, 16, max_new_tokens=50)
+    again = sample.sample_text(model, meta, 16, max_new_tokens=50)
     assert once == again and len(once) == 50  # dropout would make them differ
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training and all(module.training for module in model.modules())
