@@ -275,14 +275,13 @@ def outcome(run):
     bpb = np.where(extent(run)[1], e["val_bpb"], np.nan)
     words = {
         "how it ended": ended(run),
-        "best validation loss, nats/token": number(best, ".4f", f" at step {best_step:,}{on}"),
-        "last validation loss, nats/token": number(mean(e["val_loss"][-1:]), ".4f", on),
+        "best validation loss, nats": number(best, ".4f", f" at step {best_step:,}{on}"),
+        "last validation loss, nats": number(mean(e["val_loss"][-1:]), ".4f", on),
         "best bits per byte": number(best * median(bpb / e["val_loss"]), ".4f"),
         "accuracy at the best": number(mean(e["val_accuracy"][e["step"] == best_step]), ".2%"),
-        f"mean training loss of the last {last} steps, nats/token": number(mean(t["loss"][-last:])),
+        f"mean training loss of the last {last} steps, nats": number(mean(t["loss"][-last:])),
         "tokens learned from": number(mean(t["tokens"][-1:]), ",.0f"),
-        "sequences learned from": number(mean(t["sequences"][-1:]), ",.0f"),
-        "epochs": number(mean(t["epoch"][-1:]), ",.2f"),
+        "epochs learned from": number(mean(t["epoch"][-1:]), ",.2f"),
         "throughput, tokens/s": number(1 / mean(1 / t["tokens_per_sec"]), ",.0f"),
         "median step, ms": number(median(t["step_ms"]), ",.1f"),
         "waiting for data": number(mean(t["data_ms"]) / mean(t["step_ms"]), ".1%"),
@@ -455,7 +454,7 @@ def draw_loss(ax, run):
     values = known(np.concatenate([loss, e["val_loss"]]))
     if len(values) and values.max() > 30 * values.min():
         scale(ax, values, log_from=30)
-    ax.set_ylabel("loss (nats/token)")
+    ax.set_ylabel("loss (nats)")
     legend(ax)
 
 
@@ -607,7 +606,7 @@ def compare_picture(runs, names):
         ax.xaxis.set_major_formatter(short)
     by_tokens.set_xlabel("tokens learned from")
     by_time.set_xlabel(f"training time ({unit})")
-    by_step.set_ylabel("loss (nats/token)")
+    by_step.set_ylabel("loss (nats)")
     norm.set_ylabel("gradient norm, smoothed")
     rate.set_ylabel("learning rate (per step)")
     speed.set_ylabel("throughput (tokens/s)")
@@ -638,6 +637,8 @@ def about(run):
     info, identity, git = run.info, run.info["run"], run.info["git"]
     hardware, versions, data = info["hardware"], info["versions"], info["data"]
     meta = data.get("meta") or {}
+    facts = ("source", "tokenizer", "vocab_size")
+    text = "".join(f"; {key} {meta[key]}" for key in facts if key in meta)
     commit = f"`{git['commit'][:12]}`" if git.get("commit") else "unknown"
     if git.get("dirty"):
         commit += f" with changes not committed (diff `{str(git.get('diff_sha256'))[:12]}`)"
@@ -647,8 +648,7 @@ def about(run):
     return f"""\
 - **command** `{shlex.join(["python", *map(str, info.get("command", []))])}`
 - **commit** {commit}
-- **data** {data.get("name")}: {meta.get("source")}; {meta.get("tokenizer")} tokens, vocabulary \
-{meta.get("vocab_size")}; fingerprint `{data.get("fingerprint")}`
+- **data** {data.get("name")}{text}; fingerprint `{data.get("fingerprint")}`
 - **hardware** {hardware.get("world_size")} x {hardware.get("device")}; CPU {hardware.get("cpu")}, \
 {hardware.get("threads")} threads
 - **computed in** {identity.get("dtype")}; compiled: {identity.get("compile")}; deterministic: \

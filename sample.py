@@ -106,10 +106,15 @@ def stream(ids, meta):
     yield decoder.decode(b"", final=True)
 
 
-def sample_text(model, meta, block_size, max_new_tokens=200, seed=1337, temperature=0.8):
+def sample_text(
+    model, meta, block_size, max_new_tokens=200, seed=1337, temperature=0.8, where=None
+):
     """A sample of `max_new_tokens` tokens as one str, for train.py: it draws from a generator of its own,
-    and leaves the model in the mode it was in, so it cannot disturb training."""
-    where = next(model.parameters()).device
+    and leaves the model in the mode it was in, so it cannot disturb training.
+
+    where: the device that computes; None = that of the weights, which offloaded ones are not on.
+    """
+    where = where or next(model.parameters()).device
     generator = torch.Generator(where).manual_seed(seed)
     prompt = encode_prompt("", meta).to(where)
     new = generate(

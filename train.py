@@ -760,7 +760,7 @@ def print_sample(run):
         return
     try:
         with ema.averaged(run), autocast(run.device):
-            text = sample_text(run.model, meta, block_size)
+            text = sample_text(run.model, meta, block_size, where=run.device)
         say(f"\n{text.strip()}\n")
         row = {"kind": "event", "step": run.state["step"], "event": "sample", "text": text}
         run.folder.write_rows([row])

@@ -38,8 +38,8 @@ def step_of(path):
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def load(path, verify=True):
-    """The checkpoint at `path`, mapped into memory on the CPU. Nothing in it can run code.
+def load(path, verify=True, mmap=True):
+    """The checkpoint at `path`, on the CPU, mapped into memory (mmap). Nothing in it can run code.
 
     verify: read the whole file first and compare the zip's checksums, which torch.load does not: it
     takes a flipped bit without a word. Raises Damaged, and OSError where the file cannot be read.
@@ -49,7 +49,7 @@ def load(path, verify=True):
             with zipfile.ZipFile(path) as archive:
                 if damaged := archive.testzip():
                     raise Damaged(f"wrong checksum in {damaged}")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         if missing := set(PARTS) - set(checkpoint):
             raise Damaged(f"lacks {', '.join(sorted(missing))}")
         if not isinstance(checkpoint["state"].get("step"), int):
@@ -60,6 +60,8 @@ def load(path, verify=True):
             if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
                 cause.filename = str(path)
                 raise cause from None
+        if mmap and "unable to mmap" in str(error):  # not every file system can
+            return load(path, verify=False, mmap=False)
         if out_of_memory(error) or isinstance(error, Damaged):
             raise
         raise Damaged((str(error) or type(error).__name__).splitlines()[0][:120]) from error
@@ -67,8 +69,8 @@ def load(path, verify=True):
 
 def newest_first(folder):
     """Paths of the checkpoints in `folder`, in the order in which a resume tries them."""
-    numbered = sorted(folder.glob("ckpt_*.pt"), key=step_of, reverse=True)
-    numbered += sorted(folder.glob("milestone_*.pt"), key=step_of, reverse=True)
+    kinds = (folder.glob("ckpt_*.pt"), folder.glob("milestone_*.pt"))
+    numbered = [path for kind in kinds for path in sorted(kind, key=step_of, reverse=True)]
     return [*numbered, *folder.glob("best.pt")]
 
 

@@ -8,7 +8,10 @@
 # Writes results.md, results.json and the log of each part to $OUT, or out/gpu.
 # Exit code: 0 all parts passed, 1 one did not, 2 there is no CUDA.
 set -uo pipefail
-cd "$(dirname "$0")/.." || exit 1
+repo=$(realpath "$(dirname "$0")/..")
+out=$(realpath -m "${OUT:-$repo/out/gpu}")
+nanogpt_dir=${NANOGPT:+$(realpath "$NANOGPT")}
+cd "$repo" || exit 1
 
 device=cuda quick=false
 for argument in "$@"; do
@@ -27,12 +30,11 @@ if [ $device = cuda ] && [ "$gpus" = 0 ]; then
   exit 2
 fi
 
-out=${OUT:-out/gpu}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$out"
 export GPU_TESTS_ON=$device PYTHONDONTWRITEBYTECODE=1 TORCHINDUCTOR_CACHE_DIR=$work/inductor
-export TRITON_CACHE_DIR=$work/triton TMPDIR=$work
+export TRITON_CACHE_DIR=$work/triton TMPDIR=$work PYTHONUNBUFFERED=1
 patience=1
 if [ $device = cpu ]; then
   patience=5 # a busy machine is no failure
@@ -73,7 +75,7 @@ gpt2+=(--milestone_interval=0 --eval_tokens=32768 --max_steps=60)
 nanogpt=(--device=$device --dataset=tokens --eval_iters=1 --eval_interval=1000000 --max_iters=60)
 nanogpt+=(--batch_size=32 --gradient_accumulation_steps=2)
 one_layer=(--n_layer=1 --n_head=3 --n_embd=192 --block_size=128 --gradient_accumulation_steps=1)
-ladder=(--only=ladder)
+ladder=(--only=ladder --rounds=3 --timing_seconds=0.2)
 tests=(tests)
 select="not two_ranks"
 if [ $device = cpu ]; then
@@ -90,33 +92,33 @@ if $quick; then
   shakespeare+=(--max_steps=20)
   gpt2+=(--max_steps=12 --log_interval=2)
   nanogpt+=(--max_iters=12)
-  ladder+=(--rounds=2)
+  ladder+=(--rounds=1)
 fi
 
 pytest=(python -m pytest -p no:cacheprovider -m gpu)
 
 # ---- the parts, in at most 535 seconds; with two GPUs or more, 90 more
 
-part tests 210 "${pytest[@]}" --junitxml="$work/tests.xml" -k "$select" "${tests[@]}"
+part tests 180 "${pytest[@]}" --junitxml="$work/tests.xml" -k "$select" "${tests[@]}"
 if [ "$gpus" -gt 1 ]; then
   part distributed 90 "${pytest[@]}" --junitxml="$work/distributed.xml" -k two_ranks
 fi
-part shakespeare 35 python train.py "${shakespeare[@]}" --out_dir="$work/shakespeare"
-part gpt2 100 python train.py "${gpt2[@]}" --out_dir="$work/gpt2"
-part gpt2_loose 80 python train.py "${gpt2[@]}" --deterministic=false --out_dir="$work/gpt2_loose"
-if [ -n "${NANOGPT:-}" ]; then
-  mkdir "$work/nanogpt"
-  cp "$NANOGPT"/{train,model,configurator}.py "$work/nanogpt" && ln -s "$work/data" "$work/nanogpt/data"
+part shakespeare 45 python train.py "${shakespeare[@]}" --out_dir="$work/shakespeare"
+part gpt2 95 python train.py "${gpt2[@]}" --out_dir="$work/gpt2"
+part gpt2_loose 70 python train.py "${gpt2[@]}" --deterministic=false --out_dir="$work/gpt2_loose"
+if [ -n "$nanogpt_dir" ]; then
+  mkdir "$work/nanogpt" && ln -s "$work/data" "$work/nanogpt/data"
+  cp "$nanogpt_dir"/{train,model,configurator}.py "$work/nanogpt"
   python - "$work/data/$text" <<'END' # how it is told the size of a vocabulary that is not GPT-2's
 import json, pickle, sys
 meta = json.load(open(f"{sys.argv[1]}/meta.json"))
 pickle.dump({"vocab_size": meta["vocab_size"]}, open(f"{sys.argv[1]}/meta.pkl", "wb"))
 END
-  part nanogpt 50 env -C "$work/nanogpt" python train.py "${nanogpt[@]}"
-  part nanogpt_one_layer 20 env -C "$work/nanogpt" python train.py "${nanogpt[@]}" \
+  part nanogpt 70 env -C "$work/nanogpt" python train.py "${nanogpt[@]}"
+  part nanogpt_one_layer 25 env -C "$work/nanogpt" python train.py "${nanogpt[@]}" \
     "${one_layer[@]}" --dataset=$text --max_iters=200
 fi
-part ladder 40 python bench.py "${shakespeare[@]}" "${ladder[@]}" --out_dir="$work/ladder"
+part ladder 50 python bench.py "${shakespeare[@]}" "${ladder[@]}" --out_dir="$work/ladder"
 
 python tests/gpu_report.py table "$work" "$out" $device || failed=1
 echo "written to $out: results.md, results.json and a log of each part"

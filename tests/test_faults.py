@@ -358,6 +358,25 @@ def wrap(inner):
     assert "damaged" not in done.stdout and tree(tmp_path / "run") == before
 
 
+def test_a_checkpoint_is_read_where_files_cannot_be_mapped_into_memory(
+    run_train, straight, interrupted, tmp_path
+):
+    """As on some network file systems; torch reports a RuntimeError, as it does for damage."""
+    shutil.copytree(interrupted, tmp_path / "run")
+    no_mmap = """
+import torch
+def load(path, mmap=None, inner=torch.load, **options):
+    if mmap:
+        raise RuntimeError(f"unable to mmap 4000 bytes from file <{path}>: No such device (19)")
+    return inner(path, **options)
+torch.load = load
+"""
+    done = run_train("run", *EVERYTHING, before=no_mmap)
+    assert done.returncode == 0 and "damaged" not in done.stdout, done.stderr
+    assert "resume: checkpoint ckpt_00000008.pt" in done.stdout
+    assert done.fingerprint(12) == straight.fingerprint(12)
+
+
 def test_no_checkpoint_is_written_that_could_not_be_read(run_train, straight):
     """A state that turns into what no checkpoint brings back, such as a number of NumPy's."""
     numpy = at_step(6, "import numpy; run.state['lr_factor'] = numpy.float64(1)")
@@ -1117,7 +1136,7 @@ train.train_step = wrap(train.train_step)
 train.checkpoints.Saver.save = timed("STALL", train.checkpoints.Saver.save)
 train.checkpoints.Saver.write = timed("WRITE", train.checkpoints.Saver.write)
 """
-    flags = ("--n_embd=1024", "--n_head=8", "--n_layer=7", "--block_size=64", "--batch_size=2")
+    flags = ("--n_embd=1024", "--n_head=8", "--n_layer=8", "--block_size=64", "--batch_size=2")
     steps = ("--max_steps=48", "--save_interval=12", "--log_interval=1", "--keep_last=1")
     done = run_train("run", *flags, *steps, before=measure, timeout=280)
     assert done.returncode == 0, done.stderr

@@ -79,6 +79,7 @@ def test_in_deterministic_mode_no_operator_raises_and_a_step_done_again_has_the_
     done = run("run", *KINDS[kind].split(), "--deterministic=true", "--audit_interval=3")
     assert "deterministic true" in done.stdout
     assert not events(done, "audit") and not events(done, "compile_failed")
+    assert events(done, "sample"), done.stdout
 
 
 def test_the_loss_over_gpt2s_vocabulary_has_the_same_bits_when_done_again(run, tmp_path):
@@ -203,7 +204,7 @@ def test_the_gpu_computes_what_the_cpu_does(run, run_train):
     """Float32 on both; rows of the GPU tell its memory, utilization and MFU."""
     gpu = run("gpu", "--dtype=float32")
     cpu = run_train("cpu", "--device=cpu", "--n_layer=2", "--dtype=float32")
-    assert losses(gpu) == pytest.approx(losses(cpu), rel=1e-3)
+    assert losses(gpu) == pytest.approx(losses(cpu), rel=5e-3)
     row = gpu.rows("train")[-1]
     assert row["mem_gb"] > 0 and row["mfu"] > 0 and row["gpu_util"] is not None
 
@@ -241,7 +242,7 @@ NO_CONTEXT = """
 import torch
 def main(inner=train.main):
     code = inner()
-    count = torch.cuda.device_count()
+    count = torch._C._cuda_getDeviceCount()  # initializes the driver, without which nothing can be asked
     print("CONTEXTS", sum(map(torch._C._cuda_hasPrimaryContext, range(count))), "of", count)
     return code
 train.main = main
@@ -266,16 +267,18 @@ def one_rank():
     return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 
 
-@pytest.mark.parametrize("flags", ["--shard=true", "--shard=true --offload=true"])
+@pytest.mark.parametrize(
+    "flags", ["--dtype=float32", "--dtype=float16", "--dtype=float32 --offload=true"]
+)
 def test_a_sharded_run_of_one_rank_resumes_bit_for_bit_and_learns_as_a_plain_one(flags, run):
-    flags = (*flags.split(), "--dtype=float32", "--dropout=0")
-    whole = run("whole", *flags, env=one_rank())
-    run("parts", *flags, env=one_rank(), before=stop_at(5), ok=143)
-    resumed = run("parts", *flags, env=one_rank())
+    sharded = ("--shard=true", *flags.split())
+    whole = run("whole", *sharded, env=one_rank())
+    run("parts", *sharded, env=one_rank(), before=stop_at(5), ok=143)
+    resumed = run("parts", *sharded, env=one_rank())
     assert resumed.fingerprint(LAST) == whole.fingerprint(LAST)
-    assert not events(resumed, "inexact_resume")
-    plain = run("plain", "--dtype=float32", "--dropout=0")
-    assert losses(whole) == pytest.approx(losses(plain), rel=1e-3)
+    assert not events(resumed, "inexact_resume") and events(whole, "sample"), whole.stdout
+    plain = run("plain", flags.split()[0])
+    assert losses(whole) == pytest.approx(losses(plain), rel=1e-2 if "16" in flags else 1e-3)
 
 
 @needs_two

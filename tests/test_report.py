@@ -318,7 +318,7 @@ def test_a_damaged_line_makes_no_field(tmp_path):
 def test_evaluations_on_a_part_of_the_split_say_so(tmp_path):
     part = [evaluation(step, loss) | {"val_tokens": 16384} for step, loss in ((0, 4.2), (20, 2.2))]
     run = report.read_run(write_run(tmp_path / "part", [*part, *falling(20)]))
-    assert report.outcome(run)["best validation loss, nats/token"] == (
+    assert report.outcome(run)["best validation loss, nats"] == (
         "2.2000 at step 20 on the first 16,384 tokens"
     )
     labels = [
@@ -340,6 +340,14 @@ def test_files_that_changed_since_are_named(real, tmp_path):
     code["model.py"] = "0" * 64
     code["plumbing/gone.py"] = "0" * 64
     assert "Changed since: model.py, plumbing/gone.py." in words_of(run)
+
+
+def test_data_that_is_no_text_is_not_described_as_text(real, tmp_path):
+    info = json.loads((real / "run.json").read_text())
+    assert "; tokenizer char; " in report.about(report.read_run(real))
+    info["data"]["meta"] = {"vocab_size": 10}  # classes of images
+    run = report.read_run(write_run(tmp_path / "images", rows_of(real, "train"), **info))
+    assert "- **data** tortoise; vocab_size 10; fingerprint" in report.about(run)
 
 
 def test_a_report_needs_no_torch():

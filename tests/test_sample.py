@@ -145,7 +145,7 @@ def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp
     refused(run_sample(edited(lambda c: c["data"].clear())), "no checkpoint of train.py")
     no_text = edited(lambda c: c["data"]["meta"].pop("tokenizer"))
     refused(run_sample(no_text), "was not trained on text")
-    headless = edited(lambda c: c["model"].pop("head.weight") and c["ema"].pop("head.weight"))
+    headless = edited(lambda c: [c[part].pop("head.weight") for part in ("model", "ema")])
     refused(run_sample(headless), "head.weight is absent in it")
     refused(run_sample(edited(lambda c: c["config"].pop("block_size"))), "block_size")
     refused(run_sample(trained, "--temperature=-1"), "--temperature=-1")
