@@ -283,6 +283,11 @@ class GPT(nn.Module):
         rows = self.head.out_features
         return min(MAX_CHUNKS, -(-tokens * rows // CHUNK_LOGITS)) if rows >= LARGE_VOCAB else 1
 
+    def describe(self):
+        """The shape in words, for the plan that train.py prints."""
+        config = self.config
+        return f"{config.n_layer} x {config.n_embd} wide, {config.n_head} heads"
+
     def num_params(self):
         """Learnable numbers, embeddings and head included."""
         return sum(p.numel() for p in self.parameters())

@@ -69,8 +69,8 @@ def load(path, verify=True, mmap=True):
 
 def newest_first(folder):
     """Paths of the checkpoints in `folder`, in the order in which a resume tries them."""
-    kinds = (folder.glob("ckpt_*.pt"), folder.glob("milestone_*.pt"))
-    numbered = [path for kind in kinds for path in sorted(kind, key=step_of, reverse=True)]
+    numbered = sorted(folder.glob("ckpt_*.pt"), key=step_of, reverse=True)
+    numbered += sorted(folder.glob("milestone_*.pt"), key=step_of, reverse=True)
     return [*numbered, *folder.glob("best.pt")]
 
 
@@ -128,9 +128,8 @@ def restore(run, checkpoint):
     """
     for name, weight in run.model.state_dict().items():
         weight.copy_(shard_like(weight, checkpoint["model"][name]))
-    for optimizer, built, saved in zip(
-        run.optimizers, run.groups, checkpoint["optimizer"], strict=True
-    ):
+    optimizers = zip(run.optimizers, run.groups, checkpoint["optimizer"], strict=True)
+    for optimizer, built, saved in optimizers:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         moments = copy.deepcopy(saved["state"])  # what load() maps must not stay in the file
         mine = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
@@ -146,8 +145,8 @@ def restore(run, checkpoint):
     for name, average in run.ema.items():
         saved = checkpoint["ema"].get(name, checkpoint["model"][name])
         average.copy_(shard_like(average, saved))
-    saved = copy.deepcopy(checkpoint["state"])
-    run.state.update(saved | {"micro_batch": run.state["micro_batch"]})
+    micro_batch = run.state["micro_batch"]
+    run.state.update(copy.deepcopy(checkpoint["state"]), micro_batch=micro_batch)
     if len(checkpoint["rng"]) == world_size():
         rng.set_rng_state(checkpoint["rng"][rank()], run.device)
 
@@ -288,7 +287,6 @@ def all_finite(value):
 
 
 def link_or_copy(source, target):
-    target.unlink(missing_ok=True)
     try:
         os.link(source, target)
     except OSError:  # a file system without hard links

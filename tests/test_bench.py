@@ -348,16 +348,24 @@ def test_ctrl_c_ends_it_in_one_line(part, data_dir, tmp_path):
     flags = arguments(tmp_path / "b", data_dir, only=part, rounds=1000, exact_seconds=1000)
     command = [sys.executable, str(REPO / "bench.py"), *flags]
     streams = {"stdout": (tmp_path / "out").open("w"), "stderr": (tmp_path / "err").open("w")}
+    streams["preexec_fn"] = restore_sigint  # a test suite in the background ignores it
     process = subprocess.Popen(command, **streams, start_new_session=True)
-    wait_for(lambda: "takes    about" in (tmp_path / "out").read_text())
-    time.sleep(2)  # into the part
-    started = children(process.pid)
-    os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    try:
+        wait_for(lambda: "takes    about" in (tmp_path / "out").read_text())
+        time.sleep(2)  # into the part
+        started = children(process.pid)
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=30) == 130
+    finally:
+        process.kill()
     error = (tmp_path / "err").read_text()
     assert error.startswith("bench.py: stopped") and len(error.splitlines()) == 1
     assert part != "exact" or started
     wait_for(lambda: not any(map(alive, started)))
+
+
+def restore_sigint():
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def children(pid):

@@ -590,6 +590,6 @@ def test_train_learns_a_sharded_corpus_and_sample_decodes_from_it(tmp_path, corp
     losses = [row["loss"] for row in done.rows("train")]
     assert len(losses) == 4 and 10 < losses[0] < 12 and losses[-1] < losses[0]
     model, meta = sample.rebuild(*sample.open_checkpoint(tmp_path / "out"))
-    assert len(sample.sample_text(model, meta, max_new_tokens=20, start="The ")) > 20
+    assert len(sample.sample_text(model, meta, block_size=16, max_new_tokens=20)) > 20
     again = run_train("out", *flags)
     assert again.returncode == 0 and "finished" in again.stdout
