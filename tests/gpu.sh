@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All that is claimed of CUDA, in under nine minutes on one GPU: bash tests/gpu.sh [--quick] [--cpu]
-#   --quick  fewer steps, and no test that compiles, shards or saves much
+#   --quick  fewer steps, and none of the slower tests
 #   --cpu    the same parts on the CPU at toy sizes: that they work, and nothing about CUDA
 # Two or more GPUs also run the distributed tests. NANOGPT=DIR, a copy of nanoGPT, is timed at the same
 # shapes. The text of config/shakespeare.py is data/shakespeare, where that has been made, or what
@@ -88,7 +88,7 @@ if [ $device = cpu ]; then
   ladder+=(--rounds=1 --timing_seconds=0.05 --compile=false)
 fi
 if $quick; then
-  select+=" and not compiled and not sharded and not checkpoint"
+  select+=" and not compiled and not sharded and not checkpoint and not vocabulary"
   shakespeare+=(--max_steps=20)
   gpt2+=(--max_steps=12 --log_interval=2)
   nanogpt+=(--max_iters=12)
