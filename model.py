@@ -271,7 +271,7 @@ class GPT(nn.Module):
             return self.head(x)
         label_smoothing = self.config.label_smoothing if self.training else 0.0
         chunks = self.loss_chunks(targets.numel())
-        if chunks == 1:
+        if chunks == 1 or not torch.is_grad_enabled():
             return cross_entropy(self.head(x), targets, label_smoothing)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -279,9 +279,12 @@ class GPT(nn.Module):
         return ChunkedCrossEntropy.apply(*arguments) / (targets != -100).sum()
 
     def loss_chunks(self, tokens):
-        """In how many chunks the loss of so many tokens is computed; 1 if the vocabulary is small."""
+        """In how many chunks the loss of so many tokens is computed: 1 where the vocabulary is small, or
+        the head is not a plain matrix."""
         rows = self.head.out_features
-        return min(MAX_CHUNKS, -(-tokens * rows // CHUNK_LOGITS)) if rows >= LARGE_VOCAB else 1
+        if rows < LARGE_VOCAB or self.head.bias is not None:
+            return 1
+        return min(MAX_CHUNKS, -(-tokens * rows // CHUNK_LOGITS))
 
     def describe(self):
         """The shape in words, for the plan that train.py prints."""

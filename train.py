@@ -128,7 +128,8 @@ FRESH_STATE = {
     "step": 0,  # finished updates, skipped ones too
     "sequences": 0,  # the next sequence of the training data; a rollback does not turn it back
     "tokens": 0,  # learned from so far
-    "micro_batch": 0,  # sequences in one forward pass; halved where memory runs out
+    "micro_batch": 0,  # sequences in one forward pass of training; halved where memory runs out
+    "eval_micro_batch": 0,  # the same of evaluation
     "first_step": 0,  # where this run began: past 0 where it was seeded by another run's checkpoint
     "best_val_loss": math.inf,
     "best_step": 0,
@@ -362,18 +363,18 @@ def step_unless(skipped, optimizer):
 
 @torch.no_grad()
 def evaluate(run):
-    """{"val_loss": nats, "val_accuracy": share of right predictions} over the validation data.
+    """{"val_loss": nats, "val_accuracy": share of right predictions, "val_tokens": how many}.
 
     Fixed windows, eval mode, averaged weights where there are any; never compiled, so that it is the
     same number either way. It draws no random number, so it cannot disturb training.
     """
     run.model.eval()
     with ema.averaged(run):
-        totals = within_memory(run, partial(sum_losses, run))
+        totals = within_memory(run, partial(sum_losses, run), "eval_micro_batch")
     run.model.train()
     ranks.sum_over_ranks([totals])
     loss, right, counted = totals.tolist()
-    return {"val_loss": loss / counted, "val_accuracy": right / counted}
+    return {"val_loss": loss / counted, "val_accuracy": right / counted, "val_tokens": int(counted)}
 
 
 def sum_losses(run):
@@ -381,7 +382,7 @@ def sum_losses(run):
     totals = torch.zeros(3, dtype=torch.float64, device="cpu")
     if run.device.type != "mps":  # which has no float64
         totals = totals.to(run.device)
-    size = run.state["micro_batch"]
+    size = run.state["eval_micro_batch"]
     for first in range(0, len(run.val_data), size * world_size()):
         mine = first + size * rank()
         counts = mine < len(run.val_data)  # all ranks take as many turns, as sharded models must
@@ -405,10 +406,10 @@ def record_evaluation(run, table):
     numbers = evaluate(run)
     is_best = count_evaluation(numbers["val_loss"], state)
     row = {"kind": "eval", "step": state["step"], **numbers}
-    if eval_tokens:
-        row["val_tokens"] = len(run.val_data) * block_size
-    elif "val_bytes" in meta:
-        row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
+    if not eval_tokens or row["val_tokens"] + 1 == meta.get("val_tokens"):  # all of the split
+        del row["val_tokens"]
+        if "val_bytes" in meta:
+            row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
     row["best_val_loss"] = state["best_val_loss"]
     run.folder.write_rows([row])
     table.print_evaluation(row, is_best)
@@ -648,7 +649,7 @@ def build_run(config, folder, run_device, datasets):
         groups=[each.state_dict()["param_groups"] for each in optimizers],
         scaler=torch.amp.GradScaler(run_device.type, enabled=dtype == "float16"),
         ema={name: w.detach().clone() for name, w in model.named_parameters() if ema_decay},
-        state=copy.deepcopy(FRESH_STATE) | {"micro_batch": batch_size},
+        state=copy.deepcopy(FRESH_STATE) | dict.fromkeys(checkpoints.MICRO_BATCHES, batch_size),
     )
 
 
@@ -828,7 +829,9 @@ def main(argv=None):
                 return 0
 
         # ---- all is checked: from here on files are written
-        needs = training_memory(run.model, run.optimizers, batch_size, dtype, run_device.type)
+        needs = training_memory(
+            run.model, run.optimizers, batch_size, dtype, run_device.type, world_size()
+        )
         milestones = max_steps // milestone_interval if milestone_interval else 0
         files = keep_last + milestones + 3  # best.pt, the newest, and the one being written
         from_rank0(folder.open, run, files * checkpoints.size(run, needs), command_line(argv), path)

@@ -7,10 +7,12 @@ import numpy as np
 import torch
 
 from plumbing import rng
+from plumbing.devices import free_memory
 from plumbing.failures import RunFailed
 from plumbing.ranks import agree, from_all_ranks, local, replicas_differ, sharded
 
 TRIES = ("first", "second")
+COPIES = 4  # of everything that a step changes: before it, and after each of up to three tries
 
 
 def confirm(run, take_step):
@@ -19,8 +21,17 @@ def confirm(run, take_step):
     Compared are the numbers, gradients, weights, buffers, moments, the averaged weights, the scaler and
     the random state. Where two tries differ, on any rank, a third decides: `run` is left as the two that
     agree have it, and an `audit` event names the step, the tensors, the bits and the try that was odd.
-    Raises RunFailed where all three differ. Waits for the device, and holds three more copies of it all.
+    Raises RunFailed where all three differ. Waits for the device, and holds four more copies of it all;
+    where there is no room for them, the step is taken once, and an `audit_skipped` event says so.
     """
+    weights = list(run.model.parameters())  # and a gradient as large for each
+    changing = [weights, weights, [o.state for o in run.optimizers], run.ema]
+    needed = COPIES * sum(tensor.nbytes for tensor in tensors_in(changing))
+    free = free_memory(run.device)
+    if any(agree(free is not None and needed > free)):
+        sizes = {"needed_gb": needed / 1e9, "free_gb": free / 1e9}
+        run.folder.event(run.state["step"] + 1, "audit_skipped", **sizes)
+        return take_step()
     before = snapshot(run)
     tries = [result_of(run, take_step)]
     micro_batch = run.state["micro_batch"]
@@ -109,6 +120,17 @@ def put_back(run, before):
     run.scaler.load_state_dict(before["scaler"])
     rng.set_rng_state(before["rng"], run.device)
     run.state.update(clone(before["state"]) | {"micro_batch": run.state["micro_batch"]})
+
+
+def tensors_in(value):
+    """The tensors in nested dicts, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield local(value)
+    elif isinstance(value, dict):
+        yield from tensors_in(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors_in(item)
 
 
 def tensors_of(model):

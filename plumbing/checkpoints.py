@@ -21,6 +21,7 @@ from plumbing.files import fsync, replacing
 from plumbing.ranks import agree, rank, say, shard_like, whole, world_size
 
 PARTS = ("model", "optimizer", "scaler", "ema", "state", "rng", "config", "data", "run")
+MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # keys of the state
 
 
 class Damaged(ValueError):
@@ -124,7 +125,7 @@ def not_restorable(value, name):
 def restore(run, checkpoint):
     """Make `run` what it was when train.checkpoint_of(run) was taken, sharded then or now.
 
-    The micro-batch stays as it is: it belongs to the ranks and the memory of today.
+    Micro-batches stay as they are: they belong to the ranks and the memory of today.
     """
     for name, weight in run.model.state_dict().items():
         weight.copy_(shard_like(weight, checkpoint["model"][name]))
@@ -145,8 +146,8 @@ def restore(run, checkpoint):
     for name, average in run.ema.items():
         saved = checkpoint["ema"].get(name, checkpoint["model"][name])
         average.copy_(shard_like(average, saved))
-    micro_batch = run.state["micro_batch"]
-    run.state.update(copy.deepcopy(checkpoint["state"]), micro_batch=micro_batch)
+    micro_batches = {key: run.state[key] for key in MICRO_BATCHES}
+    run.state.update(copy.deepcopy(checkpoint["state"]) | micro_batches)
     if len(checkpoint["rng"]) == world_size():
         rng.set_rng_state(checkpoint["rng"][rank()], run.device)
 

@@ -13,6 +13,7 @@ import shutil
 import sys
 import time
 import warnings
+from hashlib import sha256
 from pathlib import Path
 
 import torch
@@ -203,6 +204,15 @@ def matmul_rate(device, dtype, sizes=None):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return best
+
+
+def matmul_bits(device, dtype):
+    """A hash of the bits of one fixed matrix product: another one means that other kernels compute here,
+    such as those for a CPU without AMX. dtype: a torch.dtype."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator) for shape in ((256, 1024), (1024, 256)))
+    product = a.to(device, dtype) @ b.to(device, dtype)
+    return sha256(product.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def synchronize(device):

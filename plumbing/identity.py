@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from plumbing.configurator import fail
-from plumbing.devices import device_name
+from plumbing.devices import device_name, matmul_bits
 from plumbing.ranks import world_size
 
 REPO = Path(__file__).resolve().parent.parent
@@ -19,7 +19,7 @@ REFUSED = (
 ).split()
 # With another one of these the run resumes, and says `inexact_resume`.
 INEXACT = (
-    "torch device compile deterministic threads world_size batch_size accum_steps shard offload "
+    "torch device matmul_bits compile deterministic threads world_size batch_size accum_steps shard offload "
     "code"
 ).split()
 # These change no bit of the training up to a step: a finished run may be asked for them again. Every
@@ -42,6 +42,7 @@ def identity_of(knobs, data, device):
         "data": data["fingerprint"],
         "torch": str(torch.__version__),
         "device": device_name(device),
+        "matmul_bits": matmul_bits(device, getattr(torch, knobs["dtype"])),
         "threads": torch.get_num_threads(),
         "world_size": world_size(),
         "code": code_hashes(),

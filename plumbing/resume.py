@@ -77,7 +77,7 @@ def refuse_an_old_format(folder, path):
 
 
 def admit(run, path, saved):
-    """Exits with 2 where `run` is not the run of the checkpoint; else continues its micro-batch."""
+    """Exits with 2 where `run` is not the run of the checkpoint; else continues its micro-batches."""
     then = saved["run"]
     now = run.facts["run"]
     fresh_name = from_rank0(run.folder.fresh_name)
@@ -86,7 +86,7 @@ def admit(run, path, saved):
     is_seed = path.parent.resolve() != run.folder.path.resolve()
     now["began_from"] = str(path.resolve()) if is_seed else then.get("began_from")
     if now["batch_size"] == then["batch_size"]:
-        run.state["micro_batch"] = saved["state"]["micro_batch"]
+        run.state.update({key: saved["state"][key] for key in checkpoints.MICRO_BATCHES})
 
 
 def is_finished(folder, path, saved, config, max_steps, patience):

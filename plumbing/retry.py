@@ -8,13 +8,12 @@ from plumbing.ranks import agree, sharded, world_size
 from plumbing.rng import set_torch_rng_state, torch_rng_state
 
 
-def within_memory(run, compute):
-    """Returns compute(); where memory runs out on any rank, halves the micro-batch and starts again.
+def within_memory(run, compute, key="micro_batch"):
+    """Returns compute(); where memory runs out on any rank, halves run.state[key] and starts again.
 
-    compute reads run.state["micro_batch"] anew on each call, and may change nothing but gradients,
-    torch's random state and buffers: those are put back before another try. It holds no collective
-    operation (sharded models aside, which are never tried again). Raises RunFailed where a smaller
-    micro-batch cannot help.
+    compute reads run.state[key] anew on each call, and may change nothing but gradients, torch's random
+    state and buffers: those are put back before another try. It holds no collective operation (sharded
+    models aside, which are never tried again). Raises RunFailed where a smaller micro-batch cannot help.
     """
     model = run.model
     state = run.state
@@ -36,7 +35,7 @@ def within_memory(run, compute):
             failed = True
         if not any(agree(failed)):
             return result
-        if state["micro_batch"] == 1:
+        if state[key] == 1:
             raise RunFailed(
                 "out of memory with a single sequence in a micro-batch; what helps: "
                 "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
@@ -47,8 +46,8 @@ def within_memory(run, compute):
         buffers.put_back()
         if run.device.type != "cpu":
             torch.get_device_module(run.device).empty_cache()
-        state["micro_batch"] //= 2
-        run.folder.event(state["step"], "out_of_memory", micro_batch=state["micro_batch"])
+        state[key] //= 2
+        run.folder.event(state["step"], "out_of_memory", **{key: state[key]})
 
 
 def rehearse(run, forward_backward, batch, compile):

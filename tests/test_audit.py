@@ -208,6 +208,25 @@ def test_memory_that_runs_out_in_the_repeat_is_no_fault(knobs):  # noqa: F811
     assert digest(run.model.state_dict()) == digest(halved.model.state_dict())
 
 
+def test_where_memory_has_no_room_for_copies_the_step_is_taken_once(knobs, monkeypatch):  # noqa: F811
+    free = [1e9]
+    monkeypatch.setattr(audit, "free_memory", lambda device: free[0])
+    events = []
+    for run in (build_run(), build_run()):
+        run.folder = SimpleNamespace(event=lambda *event, **fields: events.append((*event, fields)))
+        tries = []
+
+        def model(*batch, run=run, tries=tries):
+            tries.append(1)
+            return run.model(*batch)
+
+        audit.confirm(run, functools.partial(train.train_step, model, run, *batch(), 1e-3))
+        assert len(tries) == (2 if free[0] else 1)
+        free[0] = 0
+    ((step, name, sizes),) = events
+    assert (step, name) == (1, "audit_skipped") and sizes["needed_gb"] > sizes["free_gb"] == 0
+
+
 # ---- what it costs -------------------------------------------------------------------------------
 
 

@@ -223,3 +223,23 @@ for _ in range(3):
     printed = python(code)
     assert printed.count("memory None") == 3 and "USR1 False" in printed
     assert printed.count("peak memory is not known on this system") == 1
+
+
+@pytest.mark.skipif(
+    "ONEDNN_MAX_CPU_ISA" in os.environ or "avx512_bf16" not in devices.cpu_info()[1],
+    reason="needs a CPU with AVX512-BF16, whose kernels are not restricted",
+)
+def test_other_kernels_have_other_bits():
+    """So that a run whose CPU hides its matrix units from oneDNN is not taken for the same run."""
+    command = (
+        "import torch; from plumbing.devices import matmul_bits;"
+        "print(matmul_bits(torch.device('cpu'), torch.bfloat16))"
+    )
+    older = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=REPO, env=older, capture_output=True, text=True
+    )
+    here = devices.matmul_bits(torch.device("cpu"), torch.bfloat16)
+    assert len(here) == len(done.stdout.strip()) == 16
+    assert here == devices.matmul_bits(torch.device("cpu"), torch.bfloat16)
+    assert here != done.stdout.strip()

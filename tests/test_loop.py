@@ -17,6 +17,7 @@ from conftest import HONEST_DATA, REPO, TINY, WINDOWS, digest, read_rows, stop_a
 import train
 from model import GPT, GPTConfig, configure_optimizers
 from plumbing import devices
+from plumbing.checkpoints import MICRO_BATCHES
 from plumbing.dataset import Tokens
 from plumbing.eval_windows import OrderedWindows
 from plumbing.identity import split_global_batch
@@ -65,7 +66,7 @@ def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
         groups=[],
         scaler=torch.amp.GradScaler("cpu", enabled=train.dtype == "float16"),
         ema={n: w.detach().clone() for n, w in model.named_parameters()} if ema else {},
-        state=train.FRESH_STATE | {"micro_batch": rows // accum},
+        state=train.FRESH_STATE | dict.fromkeys(MICRO_BATCHES, rows // accum),
     )
 
 
@@ -330,7 +331,7 @@ def val(tmp_path):
 
 def evaluate(run, val, micro_batch=5):
     run.val_data = val[1]
-    run.state["micro_batch"] = micro_batch
+    run.state["eval_micro_batch"] = micro_batch
     return train.evaluate(run)
 
 
@@ -351,6 +352,7 @@ def test_evaluation_is_the_mean_over_every_token_of_the_split(knobs, val):
     found = evaluate(run, val)
     assert found["val_loss"] == pytest.approx(sum(nats) / 199, rel=1e-5)
     assert found["val_accuracy"] == right / 199
+    assert found["val_tokens"] == 199
     assert run.model.training
 
 
@@ -388,7 +390,7 @@ def test_evaluation_that_runs_out_of_memory_goes_through_in_smaller_micro_batche
 
     run.model.forward = forward_of_few
     assert evaluate(run, val, micro_batch=12) == pytest.approx(expected, rel=1e-6)
-    assert events == [{"micro_batch": 6}, {"micro_batch": 3}]
+    assert events == [{"eval_micro_batch": 6}, {"eval_micro_batch": 3}]
 
 
 def test_the_average_is_what_is_evaluated_where_there_is_one(knobs, val):

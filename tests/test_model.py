@@ -376,7 +376,35 @@ def test_without_a_gradient_a_loss_in_chunks_is_the_same(monkeypatch):
         unrecorded = model(tokens, targets)
         smoothed = model.train()(tokens, targets)
         assert model.eval()(tokens, targets) != smoothed  # no smoothing in evaluation
-    assert torch.equal(unrecorded, model.train()(tokens, targets))
+    assert unrecorded.item() == pytest.approx(model.train()(tokens, targets).item(), rel=1e-6)
+
+
+def test_without_a_gradient_none_is_computed(monkeypatch):
+    monkeypatch.setattr("model.CHUNK_LOGITS", 2**14)
+    model = build_trained(vocab_size=1000)
+    tokens, targets = batch(4, model.config)
+
+    def flops():
+        with FlopCounterMode(display=False) as counter:
+            model(tokens, targets)
+        return counter.get_total_flops()
+
+    with torch.no_grad():
+        forward = flops()
+    assert flops() > forward + 2 * targets.numel() * model.head.weight.numel()  # control
+
+
+def test_a_head_with_a_bias_learns_it_whatever_the_vocabulary(monkeypatch):
+    monkeypatch.setattr("model.CHUNK_LOGITS", 2**14)
+    model = build_trained(vocab_size=1000)
+    model.head.bias = torch.nn.Parameter(torch.randn(model.head.out_features))
+    tokens, targets = batch(4, model.config)
+    loss = model(tokens, targets)
+    assert loss.item() == pytest.approx(
+        module.cross_entropy(model(tokens), targets, 0.0).item(), rel=1e-6
+    )
+    loss.backward()
+    assert model.head.bias.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
