@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, record_function
 import report
 import train
 from model import configure_optimizers, training_memory
-from plumbing import audit, console, devices, files, metrics, retry, run_folder, signals
+from plumbing import audit, console, devices, files, identity, metrics, retry, run_folder, signals
 from plumbing.configurator import configured, fail
 from plumbing.ranks import say
 from plumbing.tokenizers import decode
@@ -455,7 +455,7 @@ def overhead(job):
     knobs |= {"schedule": "constant", "warmup_steps": 0, "peak_lr": 1e-6, "min_lr": 0.0}
     knobs |= {"spike_sigma": 0.0, "audit_interval": 0, "milestone_interval": 0, "resume": "never"}
     knobs |= {"report": False, "wandb_log": False, "out_dir": str(job.scratch / "run")}
-    hooks = {"train_step": hooked_step, "print_sample": lambda run: None}
+    hooks = {"train_step": hooked_step, "print_sample": lambda *_: None}
     hooks["evaluate"] = lambda run: {"val_loss": 1.0, "val_accuracy": 0.0}
     with setting(**knobs, **hooks), contextlib.redirect_stdout(io.StringIO()):
         code = train.main([])
@@ -700,7 +700,7 @@ def measure(config, scratch):
     device = devices.choose_device(train.device)
     train.deterministic = devices.set_deterministic(train.deterministic, device)
     datasets = train.open_dataset(None)
-    reasons = train.resolve_auto_knobs(config, None, device)
+    reasons = identity.resolve_auto_knobs(vars(train), config, None, device)
     can_compile, _ = devices.choose_compile(train.compile, device, math.inf)
     peak_flops = devices.peak_flops(device, train.dtype)
     job = Job(config, device, datasets, scratch, peak_flops, can_compile)

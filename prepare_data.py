@@ -299,12 +299,13 @@ def open_dataset(name, data_dir, say=print):
     return folder, meta
 
 
-def dataset_of_run(name, offline_name, data_dir, begun_with=None, say=print):
+def dataset_of_run(name, offline_name, begun_with, data_dir, block_size, say=print):
     """
     (name, folder, meta) of the dataset that a run trains on; exits where there is none. It is
     `name`, or, where no network lets it be made, `offline_name` with a loud warning ("": none).
 
-    begun_with: the dataset of the run so far, if there is one.
+    begun_with: the dataset of the run so far, or None. block_size: tokens in a window, of which training
+    needs two and validation one.
     """
 
     def instead(why):
@@ -315,15 +316,23 @@ def dataset_of_run(name, offline_name, data_dir, begun_with=None, say=print):
 
     try:
         if begun_with == offline_name != name:
-            return instead("This run started without a network.")
-        try:
-            return name, *open_dataset(name, data_dir, say)
-        except Offline as error:
-            if not offline_name:
-                raise
-            return instead(error)
+            found = instead("This run started without a network.")
+        else:
+            try:
+                found = name, *open_dataset(name, data_dir, say)
+            except Offline as error:
+                if not offline_name:
+                    raise
+                found = instead(error)
     except (DataError, Offline) as error:
         fail(error)
+    for split, least in (("train", 2 * block_size), ("val", block_size + 1)):
+        if found[-1][f"{split}_tokens"] < least:
+            fail(
+                f"--block_size={block_size}: {split}.bin has {found[-1][f'{split}_tokens']:,} tokens; "
+                "expected a smaller block_size, or a longer text"
+            )
+    return found
 
 
 def main(argv=None):

@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 from model import build_model, generate
-from plumbing import checkpoints
+from plumbing import checkpoints, ema
 from plumbing.configurator import configured, fail
 from plumbing.devices import choose_device
+from plumbing.ranks import say
 from plumbing.tokenizers import DataError, decode, decode_utf8, encode, gpt2, read_file
 
 # What to write
@@ -127,6 +128,23 @@ def sample_text(
         generator=generator,
     )
     return "".join(stream((i.item() for i in new), meta))
+
+
+def print_sample(run, block_size, autocast):
+    """A little of what the model of a run of train.py would write; nothing where it is no text. All ranks
+    call it together: a sharded model needs them. A sample is never worth a run: its errors are printed.
+    """
+    meta = run.facts["data"]["meta"]
+    if "tokenizer" not in meta:
+        return
+    try:
+        with ema.averaged(run), autocast:
+            text = sample_text(run.model, meta, block_size, where=run.device)
+        say(f"\n{text.strip()}\n")
+        row = {"kind": "event", "step": run.state["step"], "event": "sample", "text": text}
+        run.folder.write_rows([row])
+    except Exception as error:
+        say(f"no sample ({error})")
 
 
 def main(argv=None):

@@ -19,30 +19,27 @@ import signal
 import sys
 import time
 from collections import namedtuple
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 
 import prepare_data
-from model import build_model, configure_optimizers, training_memory
+from model import build_model, configure_optimizers, cross_entropy, training_memory
 from plumbing import audit, checkpoints, console, devices, ema, identity, metrics, ranks, rng
-from plumbing.buffers import Buffers
 from plumbing.configurator import configured, fail
 from plumbing.dataset import fingerprint, open_tokens
-from plumbing.eval_windows import OrderedWindows
 from plumbing.failures import RunFailed, explain
 from plumbing.ranks import agree, from_rank0, rank, say, world_size
 from plumbing.resume import admit, find_checkpoint, is_finished
 from plumbing.retry import rehearse, within_memory
 from plumbing.run_folder import RunFolder, command_line
 from plumbing.signals import Signals, ignore_signals, stop_workers
+from plumbing.skipping import Buffers, step_unless
+from plumbing.windows import OrderedWindows, ShuffledWindows
 from report import write_report
-from sample import sample_text
+from sample import print_sample
 
 # The run, and the text it learns
 out_dir = "out/run"  # one folder a run: run.json, metrics.jsonl, checkpoints
@@ -190,59 +187,17 @@ def rows_at(step):
 # ---- the batch -----------------------------------------------------------------------------------
 
 
-class ShuffledWindows(torch.utils.data.Dataset):
-    """The training tokens as an endless sequence of windows; `dataset[first, count]` is a batch of it.
-
-    A pure function of (seed, index): there is no loader state to save, or to lose. An epoch holds every
-    window of block_size tokens once, in an order and at boundaries that (seed, epoch) draw.
-    """
-
-    def __init__(self, tokens, block_size, seed):
-        self.tokens = tokens
-        self.block_size = block_size
-        self.seed = seed
-        self.order = {}  # epoch -> where each of its windows begins
-
-    def __len__(self):
-        """Windows in an epoch: as many as fit at every shift of the boundaries."""
-        return (len(self.tokens) - self.block_size) // self.block_size
-
-    def starts(self, epoch):
-        if epoch not in self.order:
-            # RandomState, not Generator: NumPy promises that its stream never changes
-            random_state = np.random.RandomState([self.seed, epoch])
-            shift = random_state.randint(self.block_size)
-            self.order[epoch] = shift + random_state.permutation(len(self)) * self.block_size
-            self.order.pop(epoch - 2, None)
-        return self.order[epoch]
-
-    def __getitem__(self, batch):
-        """Inputs and targets, each int64 (count, block_size); targets are the inputs one token on."""
-        first, count = batch
-        epoch, place = np.divmod(np.arange(first, first + count), len(self))
-        parts = [self.starts(e)[place[epoch == e]] for e in range(epoch[0], epoch[-1] + 1)]
-        window = torch.from_numpy(self.tokens.read(np.concatenate(parts), self.block_size + 1))
-        return window[:, :-1].clone(), window[:, 1:].clone()  # they must not share memory
-
-
 def open_dataset(saved):
     """(training data, validation data, facts): two datasets, and what every checkpoint keeps of them.
 
-    saved: the checkpoint that the run resumes from, or None. Exits with 2 where the text is too short.
+    `train_data[first, count]` is a batch, a pure function of (seed, first): there is no loader state to
+    save, or to lose. saved: the checkpoint to resume from, or None. Exits with 2 on unusable data.
     """
     begun_with = saved and saved["data"]["name"]
-    name, folder, meta = from_rank0(
-        prepare_data.dataset_of_run, dataset, offline_dataset, data_dir, begun_with, say
-    )
-    tokens = {split: open_tokens(folder, meta, split) for split in ("train", "val")}
-    for split, least in (("train", 2 * block_size), ("val", block_size + 1)):
-        if len(tokens[split]) < least:
-            fail(
-                f"--block_size={block_size}: {split}.bin has {len(tokens[split]):,} tokens; expected a "
-                f"smaller block_size, or a longer text"
-            )
-    train_data = ShuffledWindows(tokens["train"], block_size, seed)
-    val_data = OrderedWindows(tokens["val"], block_size, eval_tokens)
+    find = partial(prepare_data.dataset_of_run, data_dir=data_dir, block_size=block_size, say=say)
+    name, folder, meta = from_rank0(find, dataset, offline_dataset, begun_with)
+    train_data = ShuffledWindows(open_tokens(folder, meta, "train"), block_size, seed)
+    val_data = OrderedWindows(open_tokens(folder, meta, "val"), block_size, eval_tokens)
     return train_data, val_data, {"name": name, "fingerprint": fingerprint(meta), "meta": meta}
 
 
@@ -256,16 +211,16 @@ def batches_to_come(state):
 
 def load_batches(run):
     """An iterator over the batches to come, read ahead by workers. It draws no global random number."""
-    workers = {"prefetch_factor": prefetch_factor, "worker_init_fn": ignore_signals}
     return iter(
         torch.utils.data.DataLoader(
             run.train_data,
             sampler=batches_to_come(run.state),
             batch_size=None,
             num_workers=num_workers,
+            prefetch_factor=prefetch_factor if num_workers else None,
+            worker_init_fn=ignore_signals,
             pin_memory=run.device.type == "cuda",
             generator=torch.Generator(),
-            **(workers if num_workers else {}),
         )
     )
 
@@ -288,7 +243,7 @@ class Run:
     scaler: torch.amp.GradScaler
     ema: dict  # name -> averaged weight; empty when off
     state: dict
-    batches: Iterator = ()  # of the batches to come
+    batches: object = ()  # an iterator over the batches to come
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
 
 
@@ -339,25 +294,6 @@ def forward_backward(model, run, inputs, targets):
     return total
 
 
-@torch.no_grad()
-def step_unless(skipped, optimizer):
-    """optimizer.step(), unless `skipped` is 1: then weights and moments stay as they are.
-
-    Fused kernels read the flag on the device. For any other optimizer the host waits for it.
-    """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        if not skipped.item():
-            optimizer.step()
-        return
-    for group in optimizer.param_groups:  # torch would start a momentum with the bad gradient
-        for weight in group["params"] if group.get("momentum") else ():
-            if "momentum_buffer" not in optimizer.state[weight]:
-                optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-    optimizer.grad_scale = None
-    optimizer.found_inf = skipped.to(optimizer.param_groups[0]["params"][0].device)
-    optimizer.step()
-
-
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
@@ -379,9 +315,8 @@ def evaluate(run):
 
 def sum_losses(run):
     """Tensor of this rank's summed loss, right predictions and targets."""
-    totals = torch.zeros(3, dtype=torch.float64, device="cpu")
-    if run.device.type != "mps":  # which has no float64
-        totals = totals.to(run.device)
+    where = "cpu" if run.device.type == "mps" else run.device  # MPS has no float64
+    totals = torch.zeros(3, dtype=torch.float64, device=where)
     size = run.state["eval_micro_batch"]
     for first in range(0, len(run.val_data), size * world_size()):
         mine = first + size * rank()
@@ -391,11 +326,10 @@ def sum_losses(run):
         inputs, targets = (tensor.to(run.device, non_blocking=True) for tensor in batch)
         with autocast(run.device):
             logits = run.model(inputs)
-            each = logits.float().flatten(0, -2)
-            loss = F.cross_entropy(each, targets.flatten(), ignore_index=-100)
+            loss = cross_entropy(logits, targets, label_smoothing=0.0)
         counted = (targets != -100).sum() * counts
         right = (logits.argmax(-1) == targets).sum() * counts
-        totals += torch.stack([loss * counted, right, counted]).to(totals.device)
+        totals += torch.stack([loss * counted, right, counted]).to(where)
     return totals
 
 
@@ -486,43 +420,37 @@ def may_roll_back_to(step, state):
     return step == state["first_step"] or every(save_interval, step)
 
 
-TROUBLE = {
-    "skips": "loss or gradient not finite, update after update",
-    "zeros": "a gradient norm of exactly 0, update after update",
-    "spike": "a loss spike",
-}
-
-
 def judge(rows, run):
     """(rows up to the first trouble, that trouble or None); events of what is wrong on the way.
 
     Step by step, so that it does not matter when the numbers are fetched (log_interval), and from
     numbers that are summed over the ranks, so that all ranks come to the same verdict.
     """
+    state = run.state
     for number, row in enumerate(rows, 1):
-        trouble = count_trouble(row, run.state)
+        trouble = count_trouble(row, state)
         if row["skipped"]:
-            numbers = {"loss": row["loss"], "grad_norm": row["grad_norm"]}
-            run.folder.event(row["step"], "skipped", **numbers)
-        elif run.state["high_in_row"] == max_skipped:
+            run.folder.event(row["step"], "skipped", loss=row["loss"], grad_norm=row["grad_norm"])
+        elif state["high_in_row"] == max_skipped:
             warning = f"above its first value for {max_skipped} steps; lower --peak_lr?"
-            numbers = {"loss": row["loss"], "first": run.state["first_loss"]}
-            run.folder.event(row["step"], "diverging", **numbers, warning=warning)
+            loss = {"loss": row["loss"], "first": state["first_loss"]}
+            run.folder.event(row["step"], "diverging", **loss, warning=warning)
         if trouble:
             return rows[:number], trouble
     return rows, None
 
 
 def count_trouble(row, state):
-    """Count what looks wrong in one finished step; returns the TROUBLE it amounts to, or None."""
+    """Count what looks wrong in one finished step. Returns the trouble that it amounts to, or None."""
     loss = row["loss"]
     state["skipped"] += row["skipped"]
     state["skips_in_row"] = state["skips_in_row"] + 1 if row["skipped"] else 0
     state["zeros_in_row"] = state["zeros_in_row"] + 1 if row["grad_norm"] == 0 else 0
     if row["skipped"]:
-        return "skips" if state["skips_in_row"] >= max_skipped else None
+        bad = state["skips_in_row"] >= max_skipped
+        return "loss or gradient not finite, update after update" if bad else None
     if state["zeros_in_row"] >= max_skipped:
-        return "zeros"
+        return "a gradient norm of exactly 0, update after update"
     if state["first_loss"] == math.inf:
         state["first_loss"] = loss
     state["high_in_row"] = state["high_in_row"] + 1 if loss > state["first_loss"] else 0
@@ -530,7 +458,7 @@ def count_trouble(row, state):
         deviation = loss - state["loss_mean"]
         count = state["loss_count"]
         if count >= 50 and deviation > spike_sigma * math.sqrt(state["loss_var"]):
-            return "spike"
+            return "a loss spike"
         weight = max(0.01, 1 / (count + 1))
         state["loss_mean"] += weight * deviation
         state["loss_var"] = (1 - weight) * (state["loss_var"] + weight * deviation**2)
@@ -552,8 +480,9 @@ def roll_back(run, trouble, recent):
         run.folder.path,
         lambda then: may_roll_back_to(then["step"], then) and not then["skips_in_row"],
     )
-    if trouble == "zeros" or state["rollbacks"] == max_rollbacks or path is None:
-        raise RunFailed(console.diagnosis(TROUBLE[trouble], recent, state["rollbacks"]))
+    hopeless = state["zeros_in_row"] >= max_skipped or state["rollbacks"] == max_rollbacks
+    if hopeless or path is None:
+        raise RunFailed(console.diagnosis(trouble, recent, state["rollbacks"]))
     scaler = run.scaler.state_dict()  # a scale that has been too high stays lowered
     checkpoints.restore(run, checkpoints.load(path, verify=False))
     run.scaler.load_state_dict(scaler)
@@ -562,8 +491,8 @@ def roll_back(run, trouble, recent):
     state["sequences"] = bad["sequences"]
     from_rank0(checkpoints.remove_after, run.folder.path, state["step"])
     from_rank0(run.folder.cut_rows, state["step"])
-    why = {"why": TROUBLE[trouble], "at_step": bad["step"]}
-    run.folder.event(state["step"], "rollback", **why, next_sequence=state["sequences"])
+    why = {"why": trouble, "at_step": bad["step"], "next_sequence": state["sequences"]}
+    run.folder.event(state["step"], "rollback", **why)
     stop_workers(run.batches)
     run.batches = load_batches(run)
 
@@ -574,12 +503,10 @@ def roll_back(run, trouble, recent):
 def checkpoint_of(run):
     """Everything that the next step depends on, and what the run is. All ranks call it together."""
     audit.check_replicas(run)  # raises RunFailed: several ranks must hold the same weights
-    optimizers = zip(run.optimizers, run.groups, strict=True)
+    pairs = zip(run.optimizers, run.groups, strict=True)
     return {
         "model": run.model.state_dict(),
-        "optimizer": [
-            optimizer.state_dict() | {"built": groups} for optimizer, groups in optimizers
-        ],
+        "optimizer": [each.state_dict() | {"built": groups} for each, groups in pairs],
         "scaler": run.scaler.state_dict(),
         "ema": run.ema,
         "state": run.state,
@@ -603,27 +530,6 @@ def check_knobs(config):
         fail("--offload=true: expected --shard=true with it")
     if lost := checkpoints.not_restorable(FRESH_STATE, "FRESH_STATE"):
         fail(lost)
-
-
-def resolve_auto_knobs(config, saved, run_device):
-    """Resolve every auto knob but compile: as in the checkpoint on a resume, else by the hardware.
-
-    Returns {knob: reason}.
-    """
-    global dtype, warmup_steps, decay_steps, batch_size, accum_steps
-    reasons = {}
-    if saved:
-        for knob in identity.RESOLVED:
-            if config[knob] == saved["config"].get(knob):
-                globals()[knob] = saved["run"][knob]
-                reasons[knob] = "as in the run so far"
-        if saved["run"]["world_size"] != world_size():  # the product counts, not its factors
-            batch_size, accum_steps = identity.split_global_batch(saved["run"], batch_size)
-    if "warmup_steps" not in reasons:
-        warmup_steps = min(warmup_steps, max_steps)
-    decay_steps = decay_steps or max_steps
-    dtype, reason = devices.choose_dtype(dtype, run_device)
-    return {"dtype": reason} | reasons
 
 
 def build_run(config, folder, run_device, datasets):
@@ -724,7 +630,7 @@ def train(run, model, table, saver, signals, clock):
         if patience and state["evals_since_best"] >= patience and not ending:
             ending = f"stopped early: {patience} evaluations without improvement", 0
         if due.sample or (ending and ending[1] == 0):
-            print_sample(run)
+            print_sample(run, block_size, autocast(run.device))
         clock.lap("evaluate")
 
         # ---- save, stop ---------------------------------------------------------------------------
@@ -744,29 +650,9 @@ def count_batch(run, targets):
     state["step"] += 1
     state["sequences"] += sequences
     state["tokens"] += batch_tokens
-    counts = {name: state[name] for name in ("step", "tokens", "sequences")}
-    return counts | {
-        "epoch": state["sequences"] / len(run.train_data),
-        "batch_tokens": batch_tokens,
-    }
-
-
-def print_sample(run):
-    """A little of what the model would write. All ranks call it together: a sharded model needs them.
-
-    A sample is never worth a run: its errors are printed.
-    """
-    meta = run.facts["data"]["meta"]
-    if "tokenizer" not in meta:
-        return
-    try:
-        with ema.averaged(run), autocast(run.device):
-            text = sample_text(run.model, meta, block_size, where=run.device)
-        say(f"\n{text.strip()}\n")
-        row = {"kind": "event", "step": run.state["step"], "event": "sample", "text": text}
-        run.folder.write_rows([row])
-    except Exception as error:
-        say(f"no sample ({error})")
+    row = {name: state[name] for name in ("step", "tokens", "sequences")}
+    epoch = state["sequences"] / len(run.train_data)
+    return row | {"epoch": epoch, "batch_tokens": batch_tokens}
 
 
 def run_to_the_end(run, path, signals, clock):
@@ -815,16 +701,14 @@ def main(argv=None):
         datasets = open_dataset(saved)
 
         # ---- what is to be done: every auto knob resolved, the run built
-        reasons = resolve_auto_knobs(config, saved, run_device)
+        reasons = identity.resolve_auto_knobs(globals(), config, saved, run_device)
         run = build_run(config, folder, run_device, datasets)
-        flops = metrics.flops_per_token(run.model)
-        flops = flops and flops * batch_size * accum_steps * block_size * max_steps
+        tokens = batch_size * accum_steps * block_size * max_steps
+        flops = tokens * metrics.flops_per_token(run.model)
         compile, reason = devices.choose_compile(compile, run_device, flops)
         run.facts["run"] = identity.identity_of(globals(), datasets[-1], run_device)
         if saved:
-            # refuses another model shape, dataset, seed, optimizer, schedule, dtype, dropout or
-            # global batch; plumbing/identity.py has the lists
-            admit(run, path, saved)
+            admit(run, path, saved)  # or refuses: plumbing/identity.py has the lists
             if from_rank0(is_finished, folder, path, saved, config, max_steps, patience):
                 return 0
 

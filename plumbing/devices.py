@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.metadata
+import math
 import os
 import platform
 import shutil
@@ -102,7 +103,7 @@ def choose_dtype(name, device):
 
 
 def choose_compile(setting, device, flops):
-    """(whether, why) for --compile=setting. flops: of the whole run, or None where the model cannot
+    """(whether, why) for --compile=setting. flops: of the whole run, or NaN where the model cannot
     tell. Never by a timing: the same command always makes the same choice."""
     if setting != "auto":
         return setting, "as given"
@@ -113,7 +114,7 @@ def choose_compile(setting, device, flops):
         return there, "Triton is installed" if there else "Triton is not installed"
     if device.type != "cpu":
         return False, f"eager on {device.type}"
-    if flops is None:
+    if math.isnan(flops):
         return False, "the model does not tell its FLOPs"
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if not shutil.which(compiler):

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from plumbing.configurator import fail
-from plumbing.devices import device_name, matmul_bits
+from plumbing.devices import choose_dtype, device_name, matmul_bits
 from plumbing.ranks import world_size
 
 REPO = Path(__file__).resolve().parent.parent
@@ -85,6 +85,27 @@ def changes(then, now):
 def inexact(then, now):
     """{key: [then, now]} of what costs a resume its exactness."""
     return {key: pair for key, pair in changes(then, now).items() if key in INEXACT}
+
+
+def resolve_auto_knobs(knobs, config, saved, device):
+    """Resolve every auto knob but compile: from the checkpoint `saved` on a resume, else from the hardware.
+
+    knobs: the globals of train.py, which are set. Returns {knob: reason}.
+    """
+    reasons = {}
+    if saved:
+        for knob in RESOLVED:
+            if config[knob] == saved["config"].get(knob):
+                knobs[knob] = saved["run"][knob]
+                reasons[knob] = "as in the run so far"
+        if saved["run"]["world_size"] != world_size():  # the product counts, not its factors
+            split = split_global_batch(saved["run"], knobs["batch_size"])
+            knobs["batch_size"], knobs["accum_steps"] = split
+    if "warmup_steps" not in reasons:
+        knobs["warmup_steps"] = min(knobs["warmup_steps"], knobs["max_steps"])
+    knobs["decay_steps"] = knobs["decay_steps"] or knobs["max_steps"]
+    knobs["dtype"], reason = choose_dtype(knobs["dtype"], device)
+    return {"dtype": reason} | reasons
 
 
 def split_global_batch(then, batch_size):

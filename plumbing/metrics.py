@@ -25,7 +25,7 @@ def finish_rows(steps, clock, run):
     rows = fetch(steps)
     seconds = clock.lap("train")
     tokens_per_sec = sum(row.pop("batch_tokens") for row in rows) / seconds
-    mfu = (flops_per_token(run.model) or math.nan) * tokens_per_sec / run.max_flops
+    mfu = flops_per_token(run.model) * tokens_per_sec / run.max_flops
     common = {
         "step_ms": 1000 * seconds / len(rows),
         "tokens_per_sec": tokens_per_sec,
@@ -37,8 +37,8 @@ def finish_rows(steps, clock, run):
 
 
 def flops_per_token(model):
-    """FLOPs to train on one token, or None where the model does not tell."""
-    return model.flops_per_token() if hasattr(model, "flops_per_token") else None
+    """FLOPs to train on one token, or NaN where the model does not tell."""
+    return model.flops_per_token() if hasattr(model, "flops_per_token") else math.nan
 
 
 class Clock:

@@ -2,10 +2,10 @@
 
 import torch
 
-from plumbing.buffers import Buffers
 from plumbing.failures import RunFailed, out_of_memory
 from plumbing.ranks import agree, sharded, world_size
 from plumbing.rng import set_torch_rng_state, torch_rng_state
+from plumbing.skipping import Buffers
 
 
 def within_memory(run, compute, key="micro_batch"):

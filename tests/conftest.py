@@ -330,11 +330,12 @@ def import_train(repo):
             if file.startswith(f"{REPO}/") and "site-packages" not in file and name != "__main__":
                 del sys.modules[name]
         sys.path.insert(0, str(repo))
+    import sample
     import train
 
-    if not isinstance(train.sample_text, functools.partial):
+    if not isinstance(sample.sample_text, functools.partial):
         # every run ends with a sample of 200 tokens, for longer than a small run takes
-        train.sample_text = functools.partial(train.sample_text, max_new_tokens=10)
+        sample.sample_text = functools.partial(sample.sample_text, max_new_tokens=10)
     return train
 
 

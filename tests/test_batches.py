@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from plumbing.dataset import Tokens
-from plumbing.eval_windows import OrderedWindows
-from train import ShuffledWindows
+from plumbing.windows import OrderedWindows, ShuffledWindows
 
 BLOCK = 8
 TOKENS = 8 * 50 + 5  # 49 windows: one less than fit, so that there is room for any shift

@@ -1,5 +1,6 @@
 """The device, its precision and its peak are chosen by what it is: the same way every time, and fast."""
 
+import math
 import os
 import subprocess
 import sys
@@ -105,11 +106,11 @@ def test_compile_auto_on_a_cpu_is_decided_by_flops_alone(monkeypatch):
     monkeypatch.setenv("CXX", sys.executable)  # any program that is there
     assert devices.choose_compile("auto", CPU, 5e13)[0]
     assert not devices.choose_compile("auto", CPU, 4.9e13)[0]
-    assert not devices.choose_compile("auto", CPU, None)[0]  # a model that cannot tell
+    assert not devices.choose_compile("auto", CPU, math.nan)[0]  # a model that cannot tell
     monkeypatch.setenv("CXX", "no-such-compiler")
     chosen, why = devices.choose_compile("auto", CPU, 5e13)
     assert not chosen and "no-such-compiler" in why
-    assert devices.choose_compile(True, CPU, None)[0]
+    assert devices.choose_compile(True, CPU, math.nan)[0]
     assert not devices.choose_compile(False, CPU, 5e13)[0]
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from plumbing import ranks
-from plumbing.buffers import Buffers
 from plumbing.failures import RunFailed, explain
 from plumbing.retry import within_memory
+from plumbing.skipping import Buffers
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 from conftest import REPO
 
-MOST_LINES = {"train.py": 870, "plumbing/corpus.py": 600}
+MOST_LINES = {"train.py": 740, "plumbing/corpus.py": 600}
 MOST_LINES_OF_A_MODULE = 300  # of plumbing/, but for what stands above
 MOST_LINES_TO_READ = 5100  # of train.py, model.py and plumbing/ together
 MOST_LINES_OF_A_FUNCTION = 60  # in train.py and model.py
@@ -101,8 +101,8 @@ def test_a_module_says_in_its_first_line_what_it_is(name):
 
 
 def test_no_global_of_train_changes_once_training_has_begun():
-    """Knobs are resolved before: by main, and by resolve_auto_knobs, which it calls."""
-    resolvers = {"main", "resolve_auto_knobs"}
+    """Knobs are resolved before: by main, and by identity.resolve_auto_knobs, which it calls."""
+    resolvers = {"main"}
     changing = {
         f.name for f in functions("train.py") if any(isinstance(n, ast.Global) for n in ast.walk(f))
     }
@@ -127,7 +127,7 @@ def test_main_resolves_every_knob_before_it_trains():
     (main,) = [f for f in functions("train.py") if f.name == "main"]
     calls = [(n.lineno, ast.unparse(n.func)) for n in ast.walk(main) if isinstance(n, ast.Call)]
     (begins,) = [line for line, name in calls if name == "run_to_the_end"]
-    resolving = [line for line, name in calls if name == "resolve_auto_knobs"]
+    resolving = [line for line, name in calls if name.endswith("resolve_auto_knobs")]
     names = {name for n in ast.walk(main) if isinstance(n, ast.Global) for name in n.names}
     assigned = [
         n.lineno

@@ -19,8 +19,8 @@ from model import GPT, GPTConfig, configure_optimizers
 from plumbing import devices
 from plumbing.checkpoints import MICRO_BATCHES
 from plumbing.dataset import Tokens
-from plumbing.eval_windows import OrderedWindows
 from plumbing.identity import split_global_batch
+from plumbing.windows import OrderedWindows
 
 STEPS = 12
 CPU = torch.device("cpu")

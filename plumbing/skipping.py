@@ -1,4 +1,4 @@
-"""Buffers that a forward pass moves, such as BatchNorm's statistics: as a step found them."""
+"""A skipped step leaves weights, moments and buffers (such as BatchNorm's statistics) as it found them."""
 
 import torch
 
@@ -37,3 +37,22 @@ class Buffers:
                 buffer /= world_size()
         for buffer, before in zip(self.live(), self.before, strict=True):
             buffer.copy_(torch.where(skipped.bool(), before, buffer))
+
+
+@torch.no_grad()
+def step_unless(skipped, optimizer):
+    """optimizer.step(), unless `skipped` is 1: then weights and moments stay as they are.
+
+    Fused kernels read the flag on the device. For any other optimizer the host waits for it.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if not skipped.item():
+            optimizer.step()
+        return
+    for group in optimizer.param_groups:  # torch would start a momentum with the bad gradient
+        for weight in group["params"] if group.get("momentum") else ():
+            if "momentum_buffer" not in optimizer.state[weight]:
+                optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    optimizer.grad_scale = None
+    optimizer.found_inf = skipped.to(optimizer.param_groups[0]["params"][0].device)
+    optimizer.step()
