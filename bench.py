@@ -32,7 +32,18 @@ from torch.profiler import ProfilerActivity, record_function
 import report
 import train
 from model import configure_optimizers, training_memory
-from plumbing import audit, console, devices, files, identity, metrics, retry, run_folder, signals
+from plumbing import (
+    audit,
+    console,
+    devices,
+    files,
+    identity,
+    metrics,
+    peaks,
+    retry,
+    run_folder,
+    signals,
+)
 from plumbing.configurator import configured, fail
 from plumbing.ranks import say
 from plumbing.tokenizers import decode
@@ -160,8 +171,8 @@ def peak(job):
             if rate and 6 * size**3 / min(rate.values()) > 2:
                 break  # three products, emulated, would take more than two seconds
             with contextlib.suppress(RuntimeError):  # a dtype that is not known here
-                rate[f"n = {size}"], _ = devices.matmul_rate(device, getattr(torch, dtype), [size])
-        rate["datasheet"] = devices.datasheet_peak(devices.device_name(device), dtype)
+                rate[f"n = {size}"], _ = peaks.matmul_rate(device, getattr(torch, dtype), [size])
+        rate["datasheet"] = peaks.datasheet_peak(devices.device_name(device), dtype)
     source = torch.ones(2**26 if device.type == "cpu" else 2**28, device=device)
     bandwidth = 2 * source.nbytes / min(seconds_of(source.clone, 1, device) for _ in range(6))
     say(f"\npeak: TFLOP/s of an n-cubed matrix product, {torch.get_num_threads()} threads")
@@ -702,7 +713,7 @@ def measure(config, scratch):
     datasets = train.open_dataset(None)
     reasons = identity.resolve_auto_knobs(vars(train), config, None, device)
     can_compile, _ = devices.choose_compile(train.compile, device, math.inf)
-    peak_flops = devices.peak_flops(device, train.dtype)
+    peak_flops = peaks.peak_flops(device, train.dtype)
     job = Job(config, device, datasets, scratch, peak_flops, can_compile)
     model = job.fresh_run().model
     flops = metrics.flops_per_token(model)

@@ -27,7 +27,7 @@ import torch
 
 import prepare_data
 from model import build_model, configure_optimizers, cross_entropy, training_memory
-from plumbing import audit, checkpoints, console, devices, ema, identity, metrics, ranks, rng
+from plumbing import audit, checkpoints, console, devices, ema, identity, metrics, peaks, ranks, rng
 from plumbing.configurator import configured, fail
 from plumbing.dataset import fingerprint, open_tokens
 from plumbing.failures import RunFailed, explain
@@ -719,7 +719,7 @@ def main(argv=None):
         milestones = max_steps // milestone_interval if milestone_interval else 0
         files = keep_last + milestones + 3  # best.pt, the newest, and the one being written
         from_rank0(folder.open, run, files * checkpoints.size(run, needs), command_line(argv), path)
-        peak = from_rank0(devices.peak_flops, run_device, dtype)
+        peak = from_rank0(peaks.peak_flops, run_device, dtype)
         run.max_flops = (peak[0] or math.nan) * world_size()
         changed = identity.changed_knobs(saved["config"], config) if saved else {}
         console.print_plan(run, {"compile": reason} | reasons, peak, needs, path, changed)

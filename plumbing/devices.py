@@ -1,4 +1,4 @@
-"""The hardware: device, precision and compilation chosen by its properties; its speed and memory.
+"""The hardware: device, precision and compilation chosen by its properties; what it is called.
 
 Nothing here initializes CUDA unless the device is a GPU.
 """
@@ -12,7 +12,6 @@ import os
 import platform
 import shutil
 import sys
-import time
 import warnings
 from hashlib import sha256
 from pathlib import Path
@@ -27,24 +26,6 @@ try:
 except ImportError:  # Windows
     resource = None
 
-# Peak FLOP/s of dense matrix products by the makers' datasheets: bfloat16, float16, float32 (the plain
-# rate, not TF32's). Names are those of torch.cuda.get_device_name, whole, without "NVIDIA ": by a part
-# of its name an RTX A1000 would get the peak of an A100, and a MIG slice that of the whole GPU. What
-# is not here is measured.
-PEAKS = {
-    ("B200",): (2250e12, 2250e12, 75e12),
-    ("H200", "H100 80GB HBM3"): (989e12, 989e12, 67e12),
-    ("H100 PCIe",): (756e12, 756e12, 51e12),
-    ("A100-SXM4-40GB", "A100-SXM4-80GB"): (312e12, 312e12, 19.5e12),
-    ("A100-PCIE-40GB", "A100 80GB PCIe"): (312e12, 312e12, 19.5e12),
-    ("A10G",): (70e12, 70e12, 35e12),
-    ("L40S",): (362e12, 362e12, 91.6e12),
-    ("L4",): (121e12, 121e12, 30.3e12),
-    ("GeForce RTX 4090",): (165e12, 165e12, 82.6e12),
-    ("GeForce RTX 3090",): (71e12, 71e12, 35.6e12),
-    ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"): (None, 125e12, 15.7e12),
-    ("Tesla T4",): (None, 65e12, 8.1e12),
-}
 WORTH_COMPILING = 5e13  # FLOPs of a run on a CPU, from which on compiling pays back its seconds
 
 # ---- what is chosen ------------------------------------------------------------------------------
@@ -154,66 +135,7 @@ def keep_freed_memory():
         libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: and grows by 64 MiB at a time
 
 
-# ---- its speed and memory ------------------------------------------------------------------------
-
-
-def peak_flops(device, dtype):
-    """(FLOP/s or None, source) for MFU: by the datasheet, or else by a measured matrix product."""
-    known = datasheet_peak(device_name(device), dtype) if device.type == "cuda" else None
-    if known:
-        return known, f"datasheet of the {device_name(device)}"
-    try:
-        rate, size = matmul_rate(device, getattr(torch, dtype))
-    except RuntimeError:
-        return None, "unknown: this device would not multiply two matrices"
-    return rate, f"measured, {size}-cubed matrix product"
-
-
-def datasheet_peak(gpu, dtype):
-    """FLOP/s of a GPU with exactly this name, or None where PEAKS does not know it."""
-    for names, row in PEAKS.items():
-        if gpu.removeprefix("NVIDIA ") in names:
-            return dict(zip(("bfloat16", "float16", "float32"), row, strict=True))[dtype]
-    return None
-
-
-def matmul_rate(device, dtype, sizes=None):
-    """(FLOP/s, size) of the fastest square matrix product here. dtype: a torch.dtype.
-
-    sizes: to try, from small to large. By default they grow, up to 2048 on a CPU and 8192 elsewhere,
-    only while a product is expected to take less than 0.1 s, so that the measurement ends within a
-    second also where dtype is emulated. Of each size the shortest time counts: whatever disturbs a
-    timing makes it longer.
-    """
-    growing = sizes is None
-    sizes = sizes or (256, 512, 1024, 2048, 4096, 8192)[: 4 if device.type == "cpu" else 6]
-    best = (0.0, 0)
-    for size in sizes:
-        a = torch.ones(size, size, device=device, dtype=dtype)
-        out = torch.empty_like(a)
-        times = []
-        while len(times) < 3 or len(times) < 20 and sum(times) < 0.1:
-            start = time.perf_counter()
-            torch.mm(a, a, out=out)
-            out[0, 0].item()  # waits for the device
-            times.append(time.perf_counter() - start)
-        best = max(best, (2 * size**3 / min(times), size))
-        if growing and 8 * min(times) > 0.1:  # twice the size is eight times the work
-            break
-    if device.type == "cuda":  # the matrices are no part of the run's memory
-        del a, out
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    return best
-
-
-def matmul_bits(device, dtype):
-    """A hash of the bits of one fixed matrix product: another one means that other kernels compute here,
-    such as those for a CPU without AMX. dtype: a torch.dtype."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(shape, generator=generator) for shape in ((256, 1024), (1024, 256)))
-    product = a.to(device, dtype) @ b.to(device, dtype)
-    return sha256(product.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+# ---- its memory ----------------------------------------------------------------------------------
 
 
 def synchronize(device):
@@ -272,6 +194,15 @@ def device_name(device):
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_info()[0] if device.type == "cpu" else f"{platform.processor()} {device.type}"
+
+
+def matmul_bits(device, dtype):
+    """A hash of the bits of one fixed matrix product: another one means that other kernels compute here,
+    such as those for a CPU without AMX. dtype: a torch.dtype."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=generator) for shape in ((256, 1024), (1024, 256)))
+    product = a.to(device, dtype) @ b.to(device, dtype)
+    return sha256(product.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def fingerprint(device):

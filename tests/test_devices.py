@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import REPO
 
-from plumbing import devices
+from plumbing import devices, peaks
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)  # its name, which needs no GPU
@@ -70,14 +70,14 @@ def test_the_gpu_is_found_by_default():
 def test_a_run_on_the_cpu_creates_no_cuda_context():
     code = """
 import ctypes, torch
-from plumbing import devices, rng, retry
+from plumbing import devices, peaks, rng, retry
 device = devices.choose_device("cpu")
 devices.set_deterministic("auto", device)
 rng.seed_everything(1)
 rng.set_rng_state(rng.rng_state(device), device)
 devices.choose_dtype("auto", device), devices.choose_compile("auto", device, 1e20)
 devices.memory_gb(device), devices.free_memory(device), devices.gpu_util(device)
-devices.fingerprint(device), devices.synchronize(device), devices.peak_flops(device, "float32")
+devices.fingerprint(device), devices.synchronize(device), peaks.peak_flops(device, "float32")
 torch.compile(torch.nn.Linear(8, 8))(torch.ones(2, 8)).sum().backward()
 flags, active = ctypes.c_uint(), ctypes.c_int()
 driver = ctypes.CDLL("libcuda.so.1")
@@ -116,7 +116,7 @@ def test_compile_auto_on_a_cpu_is_decided_by_flops_alone(monkeypatch):
 
 def test_compile_auto_on_a_gpu_asks_for_triton():
     """torch.utils._triton is no attribute until something imports it."""
-    code = "import torch; from plumbing.devices import *; "
+    code = "import torch; from plumbing.peaks import *; "
     code += "print(choose_compile('auto', torch.device('cuda', 0), 1e20))"
     assert "Triton is " in python(code)
 
@@ -159,7 +159,7 @@ def test_deterministic_mode_pins_the_order_of_sums_before_nccl_starts(monkeypatc
     ],
 )
 def test_a_known_gpu_has_the_peak_of_its_datasheet(gpu, dtype, peak):
-    assert devices.datasheet_peak(gpu, dtype) == peak
+    assert peaks.datasheet_peak(gpu, dtype) == peak
 
 
 @pytest.mark.parametrize(
@@ -179,16 +179,16 @@ def test_a_known_gpu_has_the_peak_of_its_datasheet(gpu, dtype, peak):
     ],
 )
 def test_no_gpu_gets_the_peak_of_another_one(gpu):
-    assert all(devices.datasheet_peak(gpu, d) is None for d in ("bfloat16", "float16", "float32"))
+    assert all(peaks.datasheet_peak(gpu, d) is None for d in ("bfloat16", "float16", "float32"))
 
 
 def test_a_dtype_that_a_gpu_emulates_has_no_datasheet():
-    assert devices.datasheet_peak("Tesla T4", "bfloat16") is None
+    assert peaks.datasheet_peak("Tesla T4", "bfloat16") is None
 
 
 def test_measuring_the_peak_takes_no_unexplained_seconds_where_bfloat16_is_emulated():
     """In seconds of this process, since other processes may keep the machine busy."""
-    code = "import time, torch; torch.set_num_threads(1); from plumbing.devices import *; "
+    code = "import time, torch; torch.set_num_threads(1); from plumbing.peaks import *; "
     code += "start = time.process_time(); found = peak_flops(torch.device('cpu'), 'bfloat16'); "
     code += "print(time.process_time() - start, *found)"
     seconds, rate, *why = python(code, **OLD_CPU).split()
@@ -197,10 +197,10 @@ def test_measuring_the_peak_takes_no_unexplained_seconds_where_bfloat16_is_emula
 
 
 def test_a_product_is_measured_at_the_sizes_that_are_asked_for():
-    rate, size = devices.matmul_rate(CPU, torch.float32, sizes=[64])
+    rate, size = peaks.matmul_rate(CPU, torch.float32, sizes=[64])
     assert size == 64 and rate > 0
     start = time.perf_counter()
-    rate, size = devices.matmul_rate(CPU, torch.float32)
+    rate, size = peaks.matmul_rate(CPU, torch.float32)
     assert size in (256, 512, 1024, 2048)
     assert time.perf_counter() - start < 10  # a busy machine has time
 

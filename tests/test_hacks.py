@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import REPO, arguments, stop_at
 
-from model import training_memory
 from prepare_data import prepare
 
 STEPS = 24
@@ -155,19 +154,6 @@ def test_a_skipped_first_step_makes_no_state_in_an_optimizer_written_by_hand(for
     assert skipped["state"] == {} and taken["state"][0]["updates"] == 1
     assert [group["updates"] for group in skipped["param_groups"]] == [0, 0]
     assert [group["updates"] for group in taken["param_groups"]] == [1, 1]
-
-
-def test_the_memory_forecast_takes_no_step_of_an_optimizer_written_by_hand():
-    class Counting(torch.optim.SGD):
-        def step(self):
-            self.param_groups[0]["updates"] += 1
-            super().step()
-
-    model = torch.nn.Linear(2, 2)
-    optimizer = Counting(model.parameters(), lr=0.1)
-    optimizer.param_groups[0]["updates"] = torch.zeros(())
-    training_memory(model, [optimizer], 1, "float32", "cpu")
-    assert optimizer.param_groups[0]["updates"] == 0
 
 
 def test_one_more_number_is_a_field_a_column_and_a_line_of_the_report(fork, run_train):

@@ -466,7 +466,7 @@ def test_another_thread_count_is_said_and_resumes(run_train, python_train):
 
 def test_whether_to_compile_depends_on_no_timing(run_train):
     """By the FLOPs of the run: however slow the machine seems now, the same command is the same run."""
-    slow = "train.devices.peak_flops = lambda *arguments: (1.0, 'a very slow machine')"
+    slow = "train.peaks.peak_flops = lambda *arguments: (1.0, 'a very slow machine')"
     done = run_train("run", "--compile=auto", before=slow)
     assert done.returncode == 0, done.stderr
     assert "a very slow machine" in done.stdout and "FLOPs; worth it from" in done.stdout
