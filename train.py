@@ -13,7 +13,6 @@ a | b, what is allowed.
 
 import copy
 import math
-import os
 import re
 import signal
 import sys
@@ -37,6 +36,7 @@ from plumbing.retry import rehearse, within_memory
 from plumbing.run_folder import RunFolder, command_line
 from plumbing.signals import Signals, ignore_signals, stop_workers
 from plumbing.skipping import Buffers, step_unless
+from plumbing.spikes import is_spike
 from plumbing.windows import OrderedWindows, ShuffledWindows
 from report import write_report
 from sample import print_sample
@@ -211,18 +211,17 @@ def batches_to_come(state):
 
 def load_batches(run):
     """An iterator over the batches to come, read ahead by workers. It draws no global random number."""
-    return iter(
-        torch.utils.data.DataLoader(
-            run.train_data,
-            sampler=batches_to_come(run.state),
-            batch_size=None,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor if num_workers else None,
-            worker_init_fn=ignore_signals,
-            pin_memory=run.device.type == "cuda",
-            generator=torch.Generator(),
-        )
+    loader = torch.utils.data.DataLoader(
+        run.train_data,
+        sampler=batches_to_come(run.state),
+        batch_size=None,
+        num_workers=num_workers,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        worker_init_fn=ignore_signals,
+        pin_memory=run.device.type == "cuda",
+        generator=torch.Generator(),
     )
+    return iter(loader)
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -415,9 +414,10 @@ def names_to_save(due, ending, is_best, state):
 
 
 def may_roll_back_to(step, state):
-    """Only to a checkpoint that was due by its step: when a signal or the clock asks for one is chance,
-    and chance must not decide what a run computes."""
-    return step == state["first_step"] or every(save_interval, step)
+    """Only to a sound checkpoint that was due by its step: when a signal or the clock asks for one is
+    chance, and chance must not decide what a run computes."""
+    was_due = step == state["first_step"] or every(save_interval, step)
+    return was_due and not state["skips_in_row"]
 
 
 def judge(rows, run):
@@ -454,15 +454,8 @@ def count_trouble(row, state):
     if state["first_loss"] == math.inf:
         state["first_loss"] = loss
     state["high_in_row"] = state["high_in_row"] + 1 if loss > state["first_loss"] else 0
-    if spike_sigma:
-        deviation = loss - state["loss_mean"]
-        count = state["loss_count"]
-        if count >= 50 and deviation > spike_sigma * math.sqrt(state["loss_var"]):
-            return "a loss spike"
-        weight = max(0.01, 1 / (count + 1))
-        state["loss_mean"] += weight * deviation
-        state["loss_var"] = (1 - weight) * (state["loss_var"] + weight * deviation**2)
-        state["loss_count"] += 1
+    if spike_sigma and is_spike(loss, spike_sigma, state):
+        return "a loss spike"
     return None
 
 
@@ -475,11 +468,7 @@ def roll_back(run, trouble, recent):
     state = run.state
     bad = recent[-1]
     kept = {key: state[key] for key in ("best_val_loss", "best_step", "skipped", "rollbacks")}
-    path = from_rank0(
-        checkpoints.newest_valid,
-        run.folder.path,
-        lambda then: may_roll_back_to(then["step"], then) and not then["skips_in_row"],
-    )
+    path = from_rank0(checkpoints.newest_valid, run.folder.path, may_roll_back_to)
     hopeless = state["zeros_in_row"] >= max_skipped or state["rollbacks"] == max_rollbacks
     if hopeless or path is None:
         raise RunFailed(console.diagnosis(trouble, recent, state["rollbacks"]))
@@ -524,10 +513,6 @@ def check_knobs(config):
         fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
     if min_lr > peak_lr:
         fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
-    if shard and "WORLD_SIZE" not in os.environ:
-        fail("--shard=true: expected several ranks; start torchrun --nproc_per_node=2 train.py")
-    if offload and not shard:
-        fail("--offload=true: expected --shard=true with it")
     if lost := checkpoints.not_restorable(FRESH_STATE, "FRESH_STATE"):
         fail(lost)
 
@@ -691,7 +676,7 @@ def main(argv=None):
         deterministic = devices.set_deterministic(deterministic, run_device)
         if audit_interval and not deterministic:
             fail(f"--audit_interval={audit_interval}: expected deterministic mode, which is off")
-        stack.enter_context(ranks.joined(run_device, hang_minutes))
+        stack.enter_context(ranks.joined(run_device, hang_minutes, shard, offload))
         signals = stack.enter_context(Signals())
         folder = stack.enter_context(RunFolder(out_dir))
 
@@ -721,8 +706,7 @@ def main(argv=None):
         from_rank0(folder.open, run, files * checkpoints.size(run, needs), command_line(argv), path)
         peak = from_rank0(peaks.peak_flops, run_device, dtype)
         run.max_flops = (peak[0] or math.nan) * world_size()
-        changed = identity.changed_knobs(saved["config"], config) if saved else {}
-        console.print_plan(run, {"compile": reason} | reasons, peak, needs, path, changed)
+        console.print_plan(run, {"compile": reason} | reasons, peak, needs, path, saved)
         saved = None  # or its file would be kept open, and on the disk, as long as the run lasts
         clock.lap("start")
         return run_to_the_end(run, path, signals, clock)

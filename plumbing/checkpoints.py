@@ -75,14 +75,15 @@ def newest_first(folder):
     return [*numbered, *folder.glob("best.pt")]
 
 
-def newest_valid(folder, usable=lambda state: True):
-    """Path of the newest whole checkpoint whose state is `usable`, or None.
+def newest_valid(folder, usable=lambda step, state: True):
+    """Path of the newest whole checkpoint that is `usable` by its step and state, or None.
 
     Damaged ones are renamed to NAME.pt.corrupt. A file that cannot be read is no damage: OSError.
     """
     for path in newest_first(folder):
         try:
-            if usable(load(path)["state"]):
+            state = load(path)["state"]
+            if usable(state["step"], state):
                 return path
         except Damaged as error:
             aside = path.with_name(path.name + ".corrupt")

@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 from plumbing import devices
+from plumbing.identity import changed_knobs
 from plumbing.ranks import say, world_size
 
 REPO = Path(__file__).resolve().parent.parent
@@ -160,12 +161,13 @@ def in_short(value):
 # ---- before the first step -----------------------------------------------------------------------
 
 
-def print_plan(run, reasons, peak, needs, path, changed):
+def print_plan(run, reasons, peak, needs, path, saved):
     """What will happen, in a few aligned lines, before it does.
 
-    reasons: {knob: why "auto" became that}. peak: (FLOP/s or None,
-    source). needs: {kind: bytes or None} of a step. path: of the checkpoint. changed: {knob: [then, now]}.
+    reasons: {knob: why "auto" became that}. peak: (FLOP/s or None, source). needs: {kind: bytes or None}
+    of a step. path, saved: the checkpoint to resume from, or None.
     """
+    changed = changed_knobs(saved["config"], run.facts["config"]) if saved else {}
     c = run.facts["config"] | run.facts["run"]
     lines = {
         "run": f"resumes from {shown(path)}" if path else f"new, in {shown(c['out_dir'])}",

@@ -38,14 +38,19 @@ _progress = None  # of this process, while it is in a group
 
 
 @contextlib.contextmanager
-def joined(device, hang_minutes):
+def joined(device, hang_minutes, shard=False, offload=False):
     """Within it, the processes that torchrun started are one group; one process alone needs none.
 
     Tensors on a GPU travel through NCCL, those on the CPU through gloo. A tiny sum comes first: NCCL
     connects in it, so that the time this takes, and any fault, belong to the start. A rank that waits
-    for another one gives up after hang_minutes, and names it.
+    for another one gives up after hang_minutes, and names it. Exits with 2 where there are no ranks to
+    `shard` a model over, or no shards to `offload`.
     """
     global _progress
+    if shard and "WORLD_SIZE" not in os.environ:
+        fail("--shard=true: expected several ranks; start torchrun --nproc_per_node=2 train.py")
+    if offload and not shard:
+        fail("--offload=true: expected --shard=true with it")
     if "WORLD_SIZE" not in os.environ:
         yield
         return

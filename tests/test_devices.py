@@ -116,7 +116,7 @@ def test_compile_auto_on_a_cpu_is_decided_by_flops_alone(monkeypatch):
 
 def test_compile_auto_on_a_gpu_asks_for_triton():
     """torch.utils._triton is no attribute until something imports it."""
-    code = "import torch; from plumbing.peaks import *; "
+    code = "import torch; from plumbing.devices import *; "
     code += "print(choose_compile('auto', torch.device('cuda', 0), 1e20))"
     assert "Triton is " in python(code)
 
