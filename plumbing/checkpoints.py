@@ -4,6 +4,7 @@ import contextlib
 import copy
 import errno
 import io
+import math
 import os
 import shutil
 import threading
@@ -295,7 +296,13 @@ def link_or_copy(source, target):
 
 
 def size(run, needs):
-    """Bytes of a checkpoint. needs: what model.training_memory returned."""
+    """Bytes of the tensors in a checkpoint, which holds the whole of a sharded model.
+
+    needs: what model.training_memory returned: of this rank's part, without what is offloaded.
+    """
+    tensors = [*run.model.state_dict().values(), *run.ema.values()]
+    moments_per_weight = 2.0  # AdamW's, and the most of torch's own, where `needs` cannot tell
+    if needs["weights"] and needs["optimizer"] is not None:
+        moments_per_weight = needs["optimizer"] / needs["weights"]
     weights = sum(weight.nbytes for weight in run.model.parameters())
-    moments = 2 * weights if needs["optimizer"] is None else needs["optimizer"]
-    return weights * (1 + bool(run.ema)) + moments
+    return sum(tensor.nbytes for tensor in tensors) + math.ceil(weights * moments_per_weight)
