@@ -167,15 +167,15 @@ def merge_groups(built, built_then, saved):
 class Saver:
     """Writes checkpoints in a thread: the loop pays for a copy in memory, and no more.
 
-    keep_last: how many are kept of those that `lasts(step, state)` allows a rollback to go to.
+    keep_last: how many are kept of those for which may_roll_back_to(step, state) is true.
     """
 
-    def __init__(self, run, keep_last, lasts):
+    def __init__(self, run, keep_last, may_roll_back_to):
         self.run = run
         self.folder = run.folder
         self.weights = [name for name, _ in run.model.named_parameters()]  # finite in every file
         self.keep_last = keep_last
-        self.lasts = lasts
+        self.may_roll_back_to = may_roll_back_to
         self.buffers = {}
         self.thread = None
         self.error = None
@@ -187,27 +187,23 @@ class Saver:
         must: wait until it is on the disk; three tries, then RunFailed. Otherwise an error is told
         at the next call, as an event, and training continues.
         """
-        step = checkpoint["state"]["step"]
-        for attempt in range(3 if must else 1):
-            self.tell(step)
+        for seconds in (0, 1, 2) if must else (0,):
+            time.sleep(seconds)
+            self.wait()
+            if self.error:  # of the save before this one
+                step = checkpoint["state"]["step"]
+                self.folder.event(step, "save_failed", error=self.error)
+            self.error = None
             self.begin(checkpoint, names)
             if not must:
                 return
             self.wait()
             if not any(agree(self.error is not None)):
                 return
-            time.sleep(attempt)
         raise RunFailed(
             f"{names[-1]} could not be saved: {self.error}; with that in order, the same command "
             f"resumes from the newest checkpoint in {self.folder.path}"
         )
-
-    def tell(self, step):
-        """Wait for the save under way; an error of it becomes an event."""
-        self.wait()
-        if self.error:
-            self.folder.event(step, "save_failed", error=self.error)
-        self.error = None
 
     def begin(self, checkpoint, names):
         copied = copy_tensors(checkpoint, self.buffers)
@@ -231,7 +227,7 @@ class Saver:
             if lost := not_restorable(checkpoint, "checkpoint"):
                 raise ValueError(lost)
             weights = [checkpoint["model"][name] for name in self.weights]
-            if not all(map(all_finite, (weights, checkpoint["optimizer"], checkpoint["ema"]))):
+            if not all_finite([weights, checkpoint["optimizer"], checkpoint["ema"]]):
                 raise ValueError("a weight or moment is not finite")
             with contextlib.suppress(OSError):
                 fsync(folder / "metrics.jsonl")  # its rows reach the disk first
@@ -240,7 +236,10 @@ class Saver:
                 torch.save(checkpoint, temporary)
             for name in names[1:]:
                 with replacing(folder / name) as temporary:
-                    link_or_copy(folder / names[0], temporary)
+                    try:
+                        os.link(folder / names[0], temporary)
+                    except OSError:  # a file system without hard links
+                        shutil.copyfile(folder / names[0], temporary)
             self.prune(checkpoint["state"])
         except Exception as error:  # whatever it is, training continues
             self.error = (str(error) or type(error).__name__).splitlines()[0][:160]
@@ -252,10 +251,10 @@ class Saver:
     def prune(self, state):
         """Keep the newest of all, and the newest `keep_last` that a rollback may go to."""
         if state["skips_in_row"]:
-            return  # the newest is none of those
+            return  # no rollback may go to this one, which therefore replaces none
         paths = sorted(self.folder.path.glob("ckpt_*.pt"), key=step_of)
-        lasting = [path for path in paths if self.lasts(step_of(path), state)]
-        for path in set(paths[:-1]) - set(lasting[-self.keep_last :]):
+        targets = [path for path in paths if self.may_roll_back_to(step_of(path), state)]
+        for path in set(paths[:-1]) - set(targets[-self.keep_last :]):
             path.unlink(missing_ok=True)
 
 
@@ -284,15 +283,9 @@ def copy_tensors(value, buffers, place=""):
 def all_finite(value):
     if isinstance(value, torch.Tensor):
         return bool(value.isfinite().all())
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return all(map(all_finite, items))
-
-
-def link_or_copy(source, target):
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, target)
+    if isinstance(value, dict | list):
+        return all(map(all_finite, value.values() if isinstance(value, dict) else value))
+    return True
 
 
 def size(run, needs):

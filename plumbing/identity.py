@@ -53,32 +53,26 @@ def identity_of(knobs, data, device):
 
 def code_hashes():
     """{path: SHA-256} of every file of the repository that this process has loaded."""
+    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
     hashes = {}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if not file or not file.endswith(".py"):
-            continue
-        path = Path(file).resolve()
-        if not path.is_relative_to(REPO):
-            continue
-        name = path.relative_to(REPO)
-        installed = "site-packages" in name.parts or any(part[0] == "." for part in name.parts)
-        if path.is_file() and not installed:  # a virtual environment may lie in the repository
-            hashes[name.as_posix()] = sha256(path.read_bytes()).hexdigest()
-    return dict(sorted(hashes.items()))
+    for path in sorted({Path(file).resolve() for file in files if file.endswith(".py")}):
+        if path.is_relative_to(REPO) and path.is_file():
+            name = path.relative_to(REPO)
+            # a virtual environment may lie in the repository
+            if "site-packages" not in name.parts and not any(p[0] == "." for p in name.parts):
+                hashes[name.as_posix()] = sha256(path.read_bytes()).hexdigest()
+    return hashes
 
 
 def changes(then, now):
     """{key: [then, now]} of two identities. Of code, the files that both have loaded are compared."""
-    changed = {}
-    for key in now:
-        if key == "code":
-            files = {name for name in now[key] if name in (then.get(key) or {})}
-            other = sorted(name for name in files if then[key][name] != now[key][name])
-            if other or not files:
-                changed[key] = [{n: then[key][n] for n in other}, {n: now[key][n] for n in other}]
-        elif then.get(key) != now[key]:
-            changed[key] = [then.get(key), now[key]]
+    changed = {key: [then.get(key), now[key]] for key in now if then.get(key) != now[key]}
+    if "code" in changed:
+        before, after = (files or {} for files in changed.pop("code"))
+        both = [name for name in after if name in before]
+        differ = [name for name in both if before[name] != after[name]]
+        if differ or not both:
+            changed["code"] = [{name: files[name] for name in differ} for files in (before, after)]
     return changed
 
 
@@ -120,7 +114,7 @@ def split_global_batch(then, batch_size):
     return micro, rows // micro
 
 
-def refuse_another_run(then, now, fresh_name):
+def refuse_another_run(then, now, fresh_out_dir):
     """Exits with 2, naming the key, its two values and what to type, where a resume would be another run."""
     changed = changes(then, now)
     hints = {
@@ -132,11 +126,11 @@ def refuse_another_run(then, now, fresh_name):
             hint = hints.get(key, f"write --{key}={then.get(key)}")
             fail(
                 f"{key} was {then.get(key)} in the run so far and is {now[key]} now: that is another "
-                f"run; {hint} to resume, or write --out_dir={fresh_name}"
+                f"run; {hint} to resume, or write {fresh_out_dir}"
             )
 
 
-def refuse_other_shapes(saved, now, fresh_name):
+def refuse_other_shapes(saved, now, fresh_out_dir):
     """Exits with 2 where the model names or shapes its weights in another way than the checkpoint."""
     saved, now = ({k: list(w.shape) for k, w in weights.items()} for weights in (saved, now))
     for name in saved | now:
@@ -144,7 +138,7 @@ def refuse_other_shapes(saved, now, fresh_name):
         if then != here:
             fail(
                 f"{name} is {then} in the checkpoint and {here} in the model: that is another model; "
-                f"write --out_dir={fresh_name}"
+                f"write {fresh_out_dir}"
             )
 
 

@@ -2,11 +2,13 @@
 
 import datetime
 import errno
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,7 +17,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-from plumbing import console, devices
+from plumbing import console, devices, wandb_sender
 from plumbing.configurator import fail
 from plumbing.files import clean, read_json, replacing, write_json
 from plumbing.ranks import rank, say
@@ -25,7 +27,7 @@ MOST_WAITING = 10_000  # rows that wait in memory while metrics.jsonl cannot be 
 
 
 class RunFolder:
-    """out/NAME. As a context manager it gives back the lock, and waits for the process of wandb.
+    """out/NAME. As a context manager it waits for the process of wandb, then gives back the lock.
 
     Every rank has one; only rank 0 reads and writes.
     """
@@ -34,19 +36,15 @@ class RunFolder:
         self.path = Path(path)
         self.facts = {}  # run.json
         self.waiting = []  # lines that metrics.jsonl could not take yet
-        self.lock = None
-        self.sender = None
         self.warned = set()
+        self.lock = None
+        self.at_exit = ExitStack()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        if self.sender:
-            self.sender.finish()
-        if self.lock:
-            self.lock.close()
-        self.sender = self.lock = None
+        self.at_exit.close()
 
     # ---- what is there ---------------------------------------------------------------------------
 
@@ -62,12 +60,14 @@ class RunFolder:
         except OSError:
             return False
 
-    def fresh_name(self):
-        """The first of NAME_2, NAME_3 ... beside the folder that does not exist yet."""
-        number = 2
-        while (name := self.path.with_name(f"{self.path.name}_{number}")).exists():
-            number += 1
-        return console.shown(name)
+    def owns(self, path):
+        """Whether the checkpoint at `path` is of this run, not of one that it begins from."""
+        return path.parent.resolve() == self.path.resolve()
+
+    def fresh_out_dir(self):
+        """--out_dir=NAME_2, or the first of NAME_3, NAME_4 ... that does not exist yet."""
+        names = (self.path.with_name(f"{self.path.name}_{n}") for n in itertools.count(2))
+        return f"--out_dir={console.shown(next(name for name in names if not name.exists()))}"
 
     # ---- the lock --------------------------------------------------------------------------------
 
@@ -79,13 +79,13 @@ class RunFolder:
         if self.lock:
             return
         try:
-            self.lock = open(self.path / ".lock", "a")
+            self.lock = self.at_exit.enter_context(open(self.path / ".lock", "a"))
             if fcntl:
                 fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             else:
                 self.warn_once("this system has no fcntl: start no second run in this folder")
         except BlockingIOError:
-            fail(f"another run is at work in {self.path}; write --out_dir={self.fresh_name()}")
+            fail(f"another run is at work in {self.path}; write {self.fresh_out_dir()}")
         except OSError as error:
             self.refuse(error)
 
@@ -130,15 +130,13 @@ class RunFolder:
         except OSError as error:
             self.refuse(error)
         if run.facts["config"].get("wandb_log"):
-            from plumbing import wandb_sender
-
-            self.sender = wandb_sender.start(self.path, say)
+            self.at_exit.enter_context(wandb_sender.sending(self.path, say))
 
     def require_free(self, bytes_to_keep):
         exists = next(place for place in (self.path, *self.path.parents) if place.exists())
         free = shutil.disk_usage(exists).free
         ours = [file.stat() for kind in ("*.pt", "*.pt.tmp") for file in self.path.glob(kind)]
-        free += sum({stat.st_ino: stat.st_size for stat in ours}.values())  # each hard link once
+        free += sum({stat.st_ino: stat.st_size for stat in ours}.values())  # a hard link only once
         if free < bytes_to_keep:
             fail(
                 f"{self.path} has {free / 1e6:,.0f} MB free, and the checkpoints of this run need"
