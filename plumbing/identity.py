@@ -132,12 +132,13 @@ def refuse_another_run(then, now, fresh_out_dir):
 
 def refuse_other_shapes(saved, now, fresh_out_dir):
     """Exits with 2 where the model names or shapes its weights in another way than the checkpoint."""
-    saved, now = ({k: list(w.shape) for k, w in weights.items()} for weights in (saved, now))
-    for name in saved | now:
-        then, here = saved.get(name, "absent"), now.get(name, "absent")
-        if then != here:
+    then = {name: list(weight.shape) for name, weight in saved.items()}
+    here = {name: list(weight.shape) for name, weight in now.items()}
+    for name in then | here:
+        if then.get(name) != here.get(name):
             fail(
-                f"{name} is {then} in the checkpoint and {here} in the model: that is another model; "
+                f"{name} is {then.get(name, 'absent')} in the checkpoint and "
+                f"{here.get(name, 'absent')} in the model: that is another model; "
                 f"write {fresh_out_dir}"
             )
 

@@ -36,7 +36,7 @@ class RunFolder:
         self.path = Path(path)
         self.facts = {}  # run.json
         self.waiting = []  # lines that metrics.jsonl could not take yet
-        self.warned = set()
+        self.warned = set()  # why rows could not be written, as far as it has been said
         self.lock = None
         self.at_exit = ExitStack()
 
@@ -83,7 +83,7 @@ class RunFolder:
             if fcntl:
                 fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             else:
-                self.warn_once("this system has no fcntl: start no second run in this folder")
+                say("this system has no fcntl: start no second run in this folder")
         except BlockingIOError:
             fail(f"another run is at work in {self.path}; write {self.fresh_out_dir()}")
         except OSError as error:
@@ -91,11 +91,6 @@ class RunFolder:
 
     def refuse(self, error):
         fail(f"{self.path} cannot be written ({error.strerror}); write --out_dir=FOLDER")
-
-    def warn_once(self, message):
-        if message not in self.warned:
-            self.warned.add(message)
-            say(message)
 
     # ---- run.json --------------------------------------------------------------------------------
 
@@ -153,8 +148,8 @@ class RunFolder:
             return
         self.cut_rows(last_row)
         self.facts |= run.facts
-        for resume in self.facts["resumes"][-1:] if last_row >= 0 else ():
-            resume |= {"step": last_row, "inexact": inexact}
+        if last_row >= 0:
+            self.facts["resumes"][-1] |= {"step": last_row, "inexact": inexact}
         self.save_facts()
 
     def close(self, ended, seconds, state, write_report):
@@ -205,7 +200,9 @@ class RunFolder:
             self.warn_about_rows(error)
 
     def warn_about_rows(self, error):
-        self.warn_once(f"metrics.jsonl cannot be written ({error.strerror}); training continues")
+        if error.strerror not in self.warned:
+            say(f"metrics.jsonl cannot be written ({error.strerror}); training continues")
+        self.warned.add(error.strerror)
 
     def cut_rows(self, step):
         """Drop train and eval rows past `step`, and a half-written last line; events all stay.
