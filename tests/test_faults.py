@@ -579,7 +579,7 @@ train.checkpoints.size = size
 """
 # For a GPU, training_memory counts nothing that is kept in the host's memory.
 AS_ON_A_GPU = """
-train.training_memory = lambda *args, inner=train.training_memory: inner(*args[:4], "cuda")
+train.training_memory = lambda *args, inner=train.training_memory: inner(*args[:4], "cuda", *args[5:])
 """
 
 
