@@ -26,7 +26,7 @@ MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # keys of the state
 
 
 class Damaged(ValueError):
-    """The file is no checkpoint, or not the one that was written. The message says why, in one line."""
+    """The file is no checkpoint, or not as it was written. The message says why, in one line."""
 
 
 def file_name(step):
@@ -69,11 +69,15 @@ def load(path, verify=True, mmap=True):
         raise Damaged((str(error) or type(error).__name__).splitlines()[0][:120]) from error
 
 
+def numbered(folder, kind):
+    """Paths of all KIND_STEP.pt in `folder`, newest first. Any other name is not the run's."""
+    paths = (path for path in folder.glob(f"{kind}_*.pt") if path.stem[len(kind) + 1 :].isdecimal())
+    return sorted(paths, key=step_of, reverse=True)
+
+
 def newest_first(folder):
     """Paths of the checkpoints in `folder`, in the order in which a resume tries them."""
-    numbered = sorted(folder.glob("ckpt_*.pt"), key=step_of, reverse=True)
-    numbered += sorted(folder.glob("milestone_*.pt"), key=step_of, reverse=True)
-    return [*numbered, *folder.glob("best.pt")]
+    return [*numbered(folder, "ckpt"), *numbered(folder, "milestone"), *folder.glob("best.pt")]
 
 
 def newest_valid(folder, usable=lambda state: True):
@@ -95,7 +99,7 @@ def newest_valid(folder, usable=lambda state: True):
 
 def remove_after(folder, step):
     """Remove the checkpoints of later steps than `step`."""
-    for path in folder.glob("ckpt_*.pt"):
+    for path in numbered(folder, "ckpt"):
         if step_of(path) > step:
             try:
                 path.unlink()
@@ -134,12 +138,15 @@ def restore(run, checkpoint):
     for optimizer, built, saved in optimizers:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         moments = copy.deepcopy(saved["state"])  # what load() maps must not stay in the file
-        mine = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
-        for weight, each in mine:
+        own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
+        for weight, each in own:
             each.update({name: shard_like(weight, each[name]) for name in each})
-        groups = merge_groups(built, saved["built"], saved["param_groups"])
+        groups = [  # as saved, except for what the knobs build otherwise now than they did then
+            group | {k: now[k] for k in now if k not in group or then.get(k, now[k]) != now[k]}
+            for now, then, group in zip(built, saved["built"], saved["param_groups"], strict=True)
+        ]
         optimizer.load_state_dict({"state": moments, "param_groups": groups})
-        for weight, each in mine:  # torch casts all to the weight's dtype, and a str to nonsense
+        for weight, each in own:  # torch casts all to the weight's dtype, and a str to nonsense
             now = optimizer.state[weight]
             tensors = {n: v.to(now[n].device) for n, v in each.items() if hasattr(v, "device")}
             now.update(tensors | {n: v for n, v in each.items() if isinstance(v, str)})
@@ -151,14 +158,6 @@ def restore(run, checkpoint):
     run.state.update(copy.deepcopy(checkpoint["state"]) | micro_batches)
     if len(checkpoint["rng"]) == world_size():
         rng.set_rng_state(checkpoint["rng"][rank()], run.device)
-
-
-def merge_groups(built, built_then, saved):
-    """param_groups as saved, except for what the knobs build otherwise now than they did then."""
-    return [
-        group | {k: now[k] for k in now if k not in group or then.get(k, now[k]) != now[k]}
-        for now, then, group in zip(built, built_then, saved, strict=True)
-    ]
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -184,15 +183,14 @@ class Saver:
     def save(self, checkpoint, names, must=False):
         """Write one file under all of `names`, the last one last. All ranks call it together.
 
-        must: wait until it is on the disk; three tries, then RunFailed. Otherwise an error is told
-        at the next call, as an event, and training continues.
+        must: wait until it is on the disk; three tries, then RunFailed. Otherwise training continues
+        at once, and an error becomes an event at the next call.
         """
         for seconds in (0, 1, 2) if must else (0,):
             time.sleep(seconds)
             self.wait()
             if self.error:  # of the save before this one
-                step = checkpoint["state"]["step"]
-                self.folder.event(step, "save_failed", error=self.error)
+                self.folder.event(checkpoint["state"]["step"], "save_failed", error=self.error)
             self.error = None
             self.begin(checkpoint, names)
             if not must:
@@ -252,9 +250,9 @@ class Saver:
         """Keep the newest of all, and the newest `keep_last` that a rollback may go to."""
         if state["skips_in_row"]:
             return  # no rollback may go to this one, which therefore replaces none
-        paths = sorted(self.folder.path.glob("ckpt_*.pt"), key=step_of)
+        paths = numbered(self.folder.path, "ckpt")
         targets = [path for path in paths if self.may_roll_back_to(step_of(path), state)]
-        for path in set(paths[:-1]) - set(targets[-self.keep_last :]):
+        for path in set(paths[1:]) - set(targets[: self.keep_last]):
             path.unlink(missing_ok=True)
 
 
@@ -294,8 +292,8 @@ def size(run, needs):
     needs: what model.training_memory returned: of this rank's part, without what is offloaded.
     """
     tensors = [*run.model.state_dict().values(), *run.ema.values()]
-    moments_per_weight = 2.0  # AdamW's, and the most of torch's own, where `needs` cannot tell
-    if needs["weights"] and needs["optimizer"] is not None:
-        moments_per_weight = needs["optimizer"] / needs["weights"]
     weights = sum(weight.nbytes for weight in run.model.parameters())
-    return sum(tensor.nbytes for tensor in tensors) + math.ceil(weights * moments_per_weight)
+    moments = 2 * weights  # AdamW's, where `needs` cannot tell
+    if needs["weights"] and needs["optimizer"] is not None:
+        moments = math.ceil(weights * needs["optimizer"] / needs["weights"])
+    return sum(tensor.nbytes for tensor in tensors) + moments

@@ -12,25 +12,25 @@ from plumbing.ranks import world_size
 
 REPO = Path(__file__).resolve().parent.parent
 
-# A resume with another one of these is another run: exit 2.
+# If one of these differs, it is another run: a resume exits with 2.
 REFUSED = (
     "n_layer n_head n_embd block_size dropout label_smoothing seed optimizer schedule dtype "
     "global_batch dataset data"
 ).split()
-# With another one of these the run resumes, and says `inexact_resume`.
+# If one of these differs, the run resumes with an `inexact_resume` event.
 INEXACT = (
     "torch device matmul_bits compile deterministic threads world_size batch_size accum_steps shard offload "
     "code"
 ).split()
-# These change no bit of the training up to a step: a finished run may be asked for them again. Every
-# other knob (peak_lr, weight_decay, ...) may change on a resume as well, and is printed.
+# These change no bit of a step: a run that is finished stays finished if they differ. Every other knob
+# (peak_lr, weight_decay, ...) may change on a resume too, and is printed.
 FREE = (
     "out_dir data_dir max_steps patience min_delta num_workers prefetch_factor hang_minutes "
     "log_interval eval_interval eval_tokens sample_interval save_interval save_minutes keep_last "
     "milestone_interval report audit_interval wandb_log wandb_project wandb_run_name "
     "dollars_per_hour resume offline_dataset"
 ).split()
-# What the run resolved from "auto" or 0, and keeps on a resume unless it is asked for something else.
+# What the run resolved from "auto" or 0, and keeps on a resume unless the command changes it.
 RESOLVED = "dtype compile warmup_steps decay_steps batch_size accum_steps".split()
 
 
@@ -115,7 +115,7 @@ def split_global_batch(then, batch_size):
 
 
 def refuse_another_run(then, now, fresh_out_dir):
-    """Exits with 2, naming the key, its two values and what to type, where a resume would be another run."""
+    """Exits with 2 if a resume would be another run: names the key, both values and what to type."""
     changed = changes(then, now)
     hints = {
         "global_batch": f"let --batch_size and --accum_steps make {then.get('global_batch')} again",
@@ -131,7 +131,7 @@ def refuse_another_run(then, now, fresh_out_dir):
 
 
 def refuse_other_shapes(saved, now, fresh_out_dir):
-    """Exits with 2 where the model names or shapes its weights in another way than the checkpoint."""
+    """Exits with 2 if names or shapes of the model's weights are not those of the checkpoint."""
     then = {name: list(weight.shape) for name, weight in saved.items()}
     here = {name: list(weight.shape) for name, weight in now.items()}
     for name in then | here:

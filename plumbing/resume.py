@@ -12,19 +12,19 @@ from plumbing.ranks import from_rank0, say
 def find_checkpoint(folder, resume):
     """Path of the checkpoint to start from, or None for a new run. Rank 0 only.
 
-    folder: a RunFolder, which is locked where it holds a run. resume: "auto", "never" or a path.
-    Exits with 2 where the two do not fit together, or no checkpoint can be read.
+    folder: a RunFolder, which is locked if it holds a run. resume: "auto", "never" or a path. Exits
+    with 2 if the two do not fit together, or no checkpoint can be read.
     """
     path = None
     try:
         if folder.holds_run():
-            folder.hold()
+            folder.lock()
             if resume == "never":
                 fail(
                     f"--resume=never, and {folder.path} holds a run; write {folder.fresh_out_dir()}"
                 )
             path = checkpoints.newest_valid(folder.path)
-            # otherwise it stopped before its first step was saved
+            # with none of these it was stopped before its first save: nothing is lost
             if not path and (folder.holds_steps() or any(folder.path.glob("*.corrupt"))):
                 fail(
                     f"{folder.path} holds a run, but no checkpoint that can be read; to start again "
@@ -41,7 +41,10 @@ def find_checkpoint(folder, resume):
 
 
 def checkpoint_asked_for(folder, newest, asked):
-    """`asked`, the path of another run's checkpoint; or `newest`, that of a run which began from it."""
+    """The path to start from for --resume=asked: `asked`, or `newest` of a run that began from it.
+
+    newest: the newest checkpoint in `folder`, or None. Exits with 2 for a path that fits neither.
+    """
     began_from = newest and checkpoints.load(newest, verify=False)["run"].get("began_from")
     if began_from == str(asked.resolve()):
         return newest
@@ -70,7 +73,7 @@ def refuse_an_old_format(folder, path):
 
 
 def admit(run, path, saved):
-    """Exits with 2 where `run` is not the run of the checkpoint; else continues its micro-batches."""
+    """Exits with 2 unless `run` continues the run of the checkpoint; takes over its micro-batches."""
     then = saved["run"]
     now = run.facts["run"]
     fresh_out_dir = from_rank0(run.folder.fresh_out_dir)
@@ -79,13 +82,14 @@ def admit(run, path, saved):
     same_folder = run.folder.owns(path)
     now["began_from"] = then.get("began_from") if same_folder else str(path.resolve())
     if now["batch_size"] == then["batch_size"]:
-        run.state.update({key: saved["state"][key] for key in checkpoints.MICRO_BATCHES})
+        saved_state = saved["state"].items()
+        run.state.update({k: v for k, v in saved_state if k in checkpoints.MICRO_BATCHES})
 
 
 def is_finished(folder, path, saved, config, max_steps, patience):
     """Whether the run has no step left to take, which is then printed.
 
-    Exits with 2 where it was asked for anything else.
+    Exits with 2 if the command asks for anything else than the run that is finished.
     """
     state = saved["state"]
     if state["step"] < max_steps and not (patience and state["evals_since_best"] >= patience):

@@ -37,7 +37,7 @@ class RunFolder:
         self.facts = {}  # run.json
         self.waiting = []  # lines that metrics.jsonl could not take yet
         self.warned = set()  # why rows could not be written, as far as it has been said
-        self.lock = None
+        self.lock_file = None
         self.at_exit = ExitStack()
 
     def __enter__(self):
@@ -53,7 +53,7 @@ class RunFolder:
         return any((self.path / name).exists() for name in names) or any(self.path.glob("*.pt"))
 
     def holds_steps(self):
-        """Was a step of training ever written down here?"""
+        """Whether metrics.jsonl has the row of a training step."""
         try:
             with open(self.path / "metrics.jsonl", encoding="utf-8", errors="replace") as file:
                 return any('"kind": "train"' in line for line in file)
@@ -71,17 +71,17 @@ class RunFolder:
 
     # ---- the lock --------------------------------------------------------------------------------
 
-    def hold(self):
-        """Lock the folder until the process ends or the run is closed; exits where another run holds it.
+    def lock(self):
+        """Lock the folder until the `with` or the process ends. Exits with 2 if another run has it.
 
         lockf, not flock: forked DataLoader workers that outlive a killed run do not keep it.
         """
-        if self.lock:
+        if self.lock_file:
             return
         try:
-            self.lock = self.at_exit.enter_context(open(self.path / ".lock", "a"))
+            self.lock_file = self.at_exit.enter_context(open(self.path / ".lock", "a"))
             if fcntl:
-                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             else:
                 say("this system has no fcntl: start no second run in this folder")
         except BlockingIOError:
@@ -98,12 +98,12 @@ class RunFolder:
         """Create or reopen the folder: lock and run.json.
 
         bytes_to_keep: of all checkpoints that will exist at one time. path: of the checkpoint that the
-        run starts from, or None. Exits with 2 where the folder cannot be written or the disk is too small.
+        run starts from, or None. Exits with 2 if the folder cannot be written or the disk is too small.
         """
         try:
             self.require_free(bytes_to_keep)
             self.path.mkdir(parents=True, exist_ok=True)
-            self.hold()
+            self.lock()
             for pattern in ("*.pt.tmp", "run.json.tmp", "metrics.jsonl.tmp"):  # of a killed run
                 for leftover in self.path.glob(pattern):
                     leftover.unlink(missing_ok=True)
@@ -142,8 +142,8 @@ class RunFolder:
         write_json(self.path / "run.json", self.facts)
 
     def begin(self, run, last_row, inexact):
-        """Cut metrics.jsonl back to step `last_row`, where the run resumes (-1: it is new), and add to
-        run.json what the rehearsal decided, and {key: [then, now]} of what makes the resume inexact."""
+        """Cut metrics.jsonl back to step `last_row`, where the run resumes (-1: a new run), and complete
+        run.json with what the rehearsal decided. inexact: {key: [then, now]} of the resume."""
         if rank() > 0:
             return
         self.cut_rows(last_row)
@@ -179,7 +179,7 @@ class RunFolder:
     def write_rows(self, rows):
         """Append to metrics.jsonl: one JSON object a line, a number that is not finite as null.
 
-        Training does not stop where that fails: it is said once, and the rows wait.
+        If that fails, training continues: the error is printed once, and the rows wait.
         """
         if rank() > 0:
             return
@@ -207,7 +207,7 @@ class RunFolder:
     def cut_rows(self, step):
         """Drop train and eval rows past `step`, and a half-written last line; events all stay.
 
-        Streams, so that a file of a million lines needs no memory.
+        Line by line: a long run has millions.
         """
 
         def stays(line):

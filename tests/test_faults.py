@@ -388,6 +388,17 @@ def test_no_checkpoint_is_written_that_could_not_be_read(run_train, straight):
     assert "damaged" not in done.stdout and done.fingerprint(12) == straight.fingerprint(12)
 
 
+def test_a_file_of_the_user_in_the_folder_is_left_alone(run_train, straight, interrupted, tmp_path):
+    shutil.copytree(interrupted, tmp_path / "run")
+    copies = [tmp_path / "run" / name for name in ("ckpt_good.pt", "ckpt_00000008 copy.pt")]
+    for path in copies:
+        path.write_bytes(b"mine")
+    done = run_train("run", *EVERYTHING)
+    assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12), done.stderr
+    assert "could not save" not in done.stdout
+    assert [path.read_bytes() for path in copies] == [b"mine"] * 2
+
+
 def test_the_bombs_are_real(tmp_path):
     """Read without weights_only, the bomb goes off. It is the one from above, and makes a folder."""
     plant_a_pickle_bomb(tmp_path / "ckpt_1.pt")

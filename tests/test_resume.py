@@ -183,6 +183,15 @@ def test_whatever_an_optimizer_keeps_survives_a_resume(run_train):
     assert optimizer["state"][0]["m"].dtype == torch.float64 and optimizer["state"][0]["n"] == STEPS
 
 
+def test_a_variable_that_is_newer_than_the_checkpoint_starts_fresh(run_train, whole):
+    done = run_train("run", *FLAGS, before=stop_at(13))
+    edited(done, 13, lambda checkpoint: checkpoint["state"].pop("eval_micro_batch"))
+    done = run_train("run", *FLAGS)
+    assert done.returncode == 0, done.stderr
+    ours, expected = done.fingerprint(STEPS), whole().fingerprint(STEPS)
+    assert ours["model"] == expected["model"] and ours["optimizer"] == expected["optimizer"]
+
+
 def test_the_number_of_workers_may_change_on_the_way(run_train, whole):
     run_train("run", *FLAGS, "--num_workers=2", before=stop_at(7))
     run_train("run", *FLAGS, before=stop_at(ACROSS))
