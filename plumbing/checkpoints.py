@@ -199,7 +199,7 @@ class Saver:
             if not any(agree(self.error is not None)):
                 return
         raise RunFailed(
-            f"{names[-1]} could not be saved: {self.error}; with that in order, the same command "
+            f"{names[-1]} could not be saved: {self.error}; once that is fixed, the same command "
             f"resumes from the newest checkpoint in {self.folder.path}"
         )
 
