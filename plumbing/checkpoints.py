@@ -4,6 +4,7 @@ import contextlib
 import copy
 import errno
 import io
+import math
 import os
 import shutil
 import threading
@@ -25,7 +26,7 @@ MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # keys of the state
 
 
 class Damaged(ValueError):
-    """The file is no checkpoint, or not the one that was written. The message says why, in one line."""
+    """The file is no checkpoint, or not as it was written. The message says why, in one line."""
 
 
 def file_name(step):
@@ -68,11 +69,15 @@ def load(path, verify=True, mmap=True):
         raise Damaged((str(error) or type(error).__name__).splitlines()[0][:120]) from error
 
 
+def numbered(folder, kind):
+    """Paths of all KIND_STEP.pt in `folder`, newest first. Any other name is not the run's."""
+    paths = (path for path in folder.glob(f"{kind}_*.pt") if path.stem[len(kind) + 1 :].isdecimal())
+    return sorted(paths, key=step_of, reverse=True)
+
+
 def newest_first(folder):
     """Paths of the checkpoints in `folder`, in the order in which a resume tries them."""
-    numbered = sorted(folder.glob("ckpt_*.pt"), key=step_of, reverse=True)
-    numbered += sorted(folder.glob("milestone_*.pt"), key=step_of, reverse=True)
-    return [*numbered, *folder.glob("best.pt")]
+    return [*numbered(folder, "ckpt"), *numbered(folder, "milestone"), *folder.glob("best.pt")]
 
 
 def newest_valid(folder, usable=lambda step, state: True):
@@ -95,7 +100,7 @@ def newest_valid(folder, usable=lambda step, state: True):
 
 def remove_after(folder, step):
     """Remove the checkpoints of later steps than `step`."""
-    for path in folder.glob("ckpt_*.pt"):
+    for path in numbered(folder, "ckpt"):
         if step_of(path) > step:
             try:
                 path.unlink()
@@ -134,12 +139,15 @@ def restore(run, checkpoint):
     for optimizer, built, saved in optimizers:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         moments = copy.deepcopy(saved["state"])  # what load() maps must not stay in the file
-        mine = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
-        for weight, each in mine:
+        own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
+        for weight, each in own:
             each.update({name: shard_like(weight, each[name]) for name in each})
-        groups = merge_groups(built, saved["built"], saved["param_groups"])
+        groups = [  # as saved, except for what the knobs build otherwise now than they did then
+            group | {k: now[k] for k in now if k not in group or then.get(k, now[k]) != now[k]}
+            for now, then, group in zip(built, saved["built"], saved["param_groups"], strict=True)
+        ]
         optimizer.load_state_dict({"state": moments, "param_groups": groups})
-        for weight, each in mine:  # torch casts all to the weight's dtype, and a str to nonsense
+        for weight, each in own:  # torch casts all to the weight's dtype, and a str to nonsense
             now = optimizer.state[weight]
             tensors = {n: v.to(now[n].device) for n, v in each.items() if hasattr(v, "device")}
             now.update(tensors | {n: v for n, v in each.items() if isinstance(v, str)})
@@ -153,29 +161,21 @@ def restore(run, checkpoint):
         rng.set_rng_state(checkpoint["rng"][rank()], run.device)
 
 
-def merge_groups(built, built_then, saved):
-    """param_groups as saved, except for what the knobs build otherwise now than they did then."""
-    return [
-        group | {k: now[k] for k in now if k not in group or then.get(k, now[k]) != now[k]}
-        for now, then, group in zip(built, built_then, saved, strict=True)
-    ]
-
-
 # ---- writing -------------------------------------------------------------------------------------
 
 
 class Saver:
     """Writes checkpoints in a thread: the loop pays for a copy in memory, and no more.
 
-    keep_last: how many are kept of those that `lasts(step, state)` allows a rollback to go to.
+    keep_last: how many are kept of those for which may_roll_back_to(step, state) is true.
     """
 
-    def __init__(self, run, keep_last, lasts):
+    def __init__(self, run, keep_last, may_roll_back_to):
         self.run = run
         self.folder = run.folder
         self.weights = [name for name, _ in run.model.named_parameters()]  # finite in every file
         self.keep_last = keep_last
-        self.lasts = lasts
+        self.may_roll_back_to = may_roll_back_to
         self.buffers = {}
         self.thread = None
         self.error = None
@@ -184,30 +184,25 @@ class Saver:
     def save(self, checkpoint, names, must=False):
         """Write one file under all of `names`, the last one last. All ranks call it together.
 
-        must: wait until it is on the disk; three tries, then RunFailed. Otherwise an error is told
-        at the next call, as an event, and training continues.
+        must: wait until it is on the disk; three tries, then RunFailed. Otherwise training continues
+        at once, and an error becomes an event at the next call.
         """
-        step = checkpoint["state"]["step"]
-        for attempt in range(3 if must else 1):
-            self.tell(step)
+        for seconds in (0, 1, 2) if must else (0,):
+            time.sleep(seconds)
+            self.wait()
+            if self.error:  # of the save before this one
+                self.folder.event(checkpoint["state"]["step"], "save_failed", error=self.error)
+            self.error = None
             self.begin(checkpoint, names)
             if not must:
                 return
             self.wait()
             if not any(agree(self.error is not None)):
                 return
-            time.sleep(attempt)
         raise RunFailed(
-            f"{names[-1]} could not be saved: {self.error}; with that in order, the same command "
+            f"{names[-1]} could not be saved: {self.error}; once that is fixed, the same command "
             f"resumes from the newest checkpoint in {self.folder.path}"
         )
-
-    def tell(self, step):
-        """Wait for the save under way; an error of it becomes an event."""
-        self.wait()
-        if self.error:
-            self.folder.event(step, "save_failed", error=self.error)
-        self.error = None
 
     def begin(self, checkpoint, names):
         copied = copy_tensors(checkpoint, self.buffers)
@@ -231,7 +226,7 @@ class Saver:
             if lost := not_restorable(checkpoint, "checkpoint"):
                 raise ValueError(lost)
             weights = [checkpoint["model"][name] for name in self.weights]
-            if not all(map(all_finite, (weights, checkpoint["optimizer"], checkpoint["ema"]))):
+            if not all_finite([weights, checkpoint["optimizer"], checkpoint["ema"]]):
                 raise ValueError("a weight or moment is not finite")
             with contextlib.suppress(OSError):
                 fsync(folder / "metrics.jsonl")  # its rows reach the disk first
@@ -240,7 +235,10 @@ class Saver:
                 torch.save(checkpoint, temporary)
             for name in names[1:]:
                 with replacing(folder / name) as temporary:
-                    link_or_copy(folder / names[0], temporary)
+                    try:
+                        os.link(folder / names[0], temporary)
+                    except OSError:  # a file system without hard links
+                        shutil.copyfile(folder / names[0], temporary)
             self.prune(checkpoint["state"])
         except Exception as error:  # whatever it is, training continues
             self.error = (str(error) or type(error).__name__).splitlines()[0][:160]
@@ -252,10 +250,10 @@ class Saver:
     def prune(self, state):
         """Keep the newest of all, and the newest `keep_last` that a rollback may go to."""
         if state["skips_in_row"]:
-            return  # the newest is none of those
-        paths = sorted(self.folder.path.glob("ckpt_*.pt"), key=step_of)
-        lasting = [path for path in paths if self.lasts(step_of(path), state)]
-        for path in set(paths[:-1]) - set(lasting[-self.keep_last :]):
+            return  # no rollback may go to this one, which therefore replaces none
+        paths = numbered(self.folder.path, "ckpt")
+        targets = [path for path in paths if self.may_roll_back_to(step_of(path), state)]
+        for path in set(paths[1:]) - set(targets[: self.keep_last]):
             path.unlink(missing_ok=True)
 
 
@@ -284,19 +282,19 @@ def copy_tensors(value, buffers, place=""):
 def all_finite(value):
     if isinstance(value, torch.Tensor):
         return bool(value.isfinite().all())
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return all(map(all_finite, items))
-
-
-def link_or_copy(source, target):
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, target)
+    if isinstance(value, dict | list):
+        return all(map(all_finite, value.values() if isinstance(value, dict) else value))
+    return True
 
 
 def size(run, needs):
-    """Bytes of a checkpoint. needs: what model.training_memory returned."""
+    """Bytes of the tensors in a checkpoint, which holds the whole of a sharded model.
+
+    needs: what model.training_memory returned: of this rank's part, without what is offloaded.
+    """
+    tensors = [*run.model.state_dict().values(), *run.ema.values()]
     weights = sum(weight.nbytes for weight in run.model.parameters())
-    moments = 2 * weights if needs["optimizer"] is None else needs["optimizer"]
-    return weights * (1 + bool(run.ema)) + moments
+    moments = 2 * weights  # AdamW's, where `needs` cannot tell
+    if needs["weights"] and needs["optimizer"] is not None:
+        moments = math.ceil(weights * needs["optimizer"] / needs["weights"])
+    return sum(tensor.nbytes for tensor in tensors) + moments

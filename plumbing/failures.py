@@ -23,9 +23,9 @@ def out_of_memory(error):
 
 
 def explain(error):
-    """One line on what `error` means and what to do next, or None where the program is at fault.
+    """One line on what `error` means and what to do next, or None if the program is at fault.
 
-    Rank 0 reports it at the end of the run. Other ranks print what only they know at once, to stderr.
+    Rank 0 reports it at the end of the run. Another rank prints at once, to stderr, what only it knows.
     """
     last_line = (str(error).strip().splitlines() or [""])[-1]
     resume = "the same command resumes from the newest checkpoint"
@@ -33,7 +33,7 @@ def explain(error):
     if isinstance(error, RunFailed):
         why = str(error)
     elif out_of_memory(error):
-        why = "out of memory outside the forward and backward pass; what helps: a smaller --n_embd"
+        why = "out of memory outside the forward and backward pass; try a smaller --n_embd"
     elif "index out of range in self" in last_line or "device-side assert" in str(error):
         why = "a token id outside the model's vocabulary; expected every text to have that of the first"
     elif isinstance(error, OSError) or "DataLoader worker (pid" in last_line:

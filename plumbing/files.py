@@ -13,8 +13,7 @@ NO_FOLDER_FSYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno
 
 @contextlib.contextmanager
 def replacing(path, suffix=".tmp"):
-    """
-    Yields a temporary path beside `path`, which the caller writes. It is then fsynced and replaces
+    """Yields a temporary path beside `path`, which the caller writes. It is then fsynced and replaces
     `path`; on any error it is removed, and `path` stays as it was.
 
     suffix: of the temporary. Processes that may write the same file at once need one each.

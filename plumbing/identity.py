@@ -12,25 +12,25 @@ from plumbing.ranks import world_size
 
 REPO = Path(__file__).resolve().parent.parent
 
-# A resume with another one of these is another run: exit 2.
+# If one of these differs, it is another run: a resume exits with 2.
 REFUSED = (
     "n_layer n_head n_embd block_size dropout label_smoothing seed optimizer schedule dtype "
     "global_batch dataset data"
 ).split()
-# With another one of these the run resumes, and says `inexact_resume`.
+# If one of these differs, the run resumes with an `inexact_resume` event.
 INEXACT = (
     "torch device matmul_bits compile deterministic threads world_size batch_size accum_steps shard offload "
     "code"
 ).split()
-# These change no bit of the training up to a step: a finished run may be asked for them again. Every
-# other knob (peak_lr, weight_decay, ...) may change on a resume as well, and is printed.
+# These change no bit of a step: a run that is finished stays finished if they differ. Every other knob
+# (peak_lr, weight_decay, ...) may change on a resume too, and is printed.
 FREE = (
     "out_dir data_dir max_steps patience min_delta num_workers prefetch_factor hang_minutes "
     "log_interval eval_interval eval_tokens sample_interval save_interval save_minutes keep_last "
     "milestone_interval report audit_interval wandb_log wandb_project wandb_run_name "
     "dollars_per_hour resume offline_dataset"
 ).split()
-# What the run resolved from "auto" or 0, and keeps on a resume unless it is asked for something else.
+# What the run resolved from "auto" or 0, and keeps on a resume unless the command changes it.
 RESOLVED = "dtype compile warmup_steps decay_steps batch_size accum_steps".split()
 
 
@@ -53,32 +53,26 @@ def identity_of(knobs, data, device):
 
 def code_hashes():
     """{path: SHA-256} of every file of the repository that this process has loaded."""
+    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
     hashes = {}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if not file or not file.endswith(".py"):
-            continue
-        path = Path(file).resolve()
-        if not path.is_relative_to(REPO):
-            continue
-        name = path.relative_to(REPO)
-        installed = "site-packages" in name.parts or any(part[0] == "." for part in name.parts)
-        if path.is_file() and not installed:  # a virtual environment may lie in the repository
-            hashes[name.as_posix()] = sha256(path.read_bytes()).hexdigest()
-    return dict(sorted(hashes.items()))
+    for path in sorted({Path(file).resolve() for file in files if file.endswith(".py")}):
+        if path.is_relative_to(REPO) and path.is_file():
+            name = path.relative_to(REPO)
+            # a virtual environment may lie in the repository
+            if "site-packages" not in name.parts and not any(p[0] == "." for p in name.parts):
+                hashes[name.as_posix()] = sha256(path.read_bytes()).hexdigest()
+    return hashes
 
 
 def changes(then, now):
     """{key: [then, now]} of two identities. Of code, the files that both have loaded are compared."""
-    changed = {}
-    for key in now:
-        if key == "code":
-            files = {name for name in now[key] if name in (then.get(key) or {})}
-            other = sorted(name for name in files if then[key][name] != now[key][name])
-            if other or not files:
-                changed[key] = [{n: then[key][n] for n in other}, {n: now[key][n] for n in other}]
-        elif then.get(key) != now[key]:
-            changed[key] = [then.get(key), now[key]]
+    changed = {key: [then.get(key), now[key]] for key in now if then.get(key) != now[key]}
+    if "code" in changed:
+        before, after = (files or {} for files in changed.pop("code"))
+        both = [name for name in after if name in before]
+        differ = [name for name in both if before[name] != after[name]]
+        if differ or not both:
+            changed["code"] = [{name: files[name] for name in differ} for files in (before, after)]
     return changed
 
 
@@ -120,8 +114,8 @@ def split_global_batch(then, batch_size):
     return micro, rows // micro
 
 
-def refuse_another_run(then, now, fresh_name):
-    """Exits with 2, naming the key, its two values and what to type, where a resume would be another run."""
+def refuse_another_run(then, now, fresh_out_dir):
+    """Exits with 2 if a resume would be another run: names the key, both values and what to type."""
     changed = changes(then, now)
     hints = {
         "global_batch": f"let --batch_size and --accum_steps make {then.get('global_batch')} again",
@@ -132,19 +126,20 @@ def refuse_another_run(then, now, fresh_name):
             hint = hints.get(key, f"write --{key}={then.get(key)}")
             fail(
                 f"{key} was {then.get(key)} in the run so far and is {now[key]} now: that is another "
-                f"run; {hint} to resume, or write --out_dir={fresh_name}"
+                f"run; {hint} to resume, or write {fresh_out_dir}"
             )
 
 
-def refuse_other_shapes(saved, now, fresh_name):
-    """Exits with 2 where the model names or shapes its weights in another way than the checkpoint."""
-    saved, now = ({k: list(w.shape) for k, w in weights.items()} for weights in (saved, now))
-    for name in saved | now:
-        then, here = saved.get(name, "absent"), now.get(name, "absent")
-        if then != here:
+def refuse_other_shapes(saved, now, fresh_out_dir):
+    """Exits with 2 if names or shapes of the model's weights are not those of the checkpoint."""
+    then = {name: list(weight.shape) for name, weight in saved.items()}
+    here = {name: list(weight.shape) for name, weight in now.items()}
+    for name in then | here:
+        if then.get(name) != here.get(name):
             fail(
-                f"{name} is {then} in the checkpoint and {here} in the model: that is another model; "
-                f"write --out_dir={fresh_name}"
+                f"{name} is {then.get(name, 'absent')} in the checkpoint and "
+                f"{here.get(name, 'absent')} in the model: that is another model; "
+                f"write {fresh_out_dir}"
             )
 
 

@@ -2,11 +2,13 @@
 
 import datetime
 import errno
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import ExitStack
 from hashlib import sha256
 from pathlib import Path
 
@@ -15,7 +17,7 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-from plumbing import console, devices
+from plumbing import console, devices, wandb_sender
 from plumbing.configurator import fail
 from plumbing.files import clean, read_json, replacing, write_json
 from plumbing.ranks import rank, say
@@ -25,7 +27,7 @@ MOST_WAITING = 10_000  # rows that wait in memory while metrics.jsonl cannot be 
 
 
 class RunFolder:
-    """out/NAME. As a context manager it gives back the lock, and waits for the process of wandb.
+    """out/NAME. As a context manager it waits for the process of wandb, then gives back the lock.
 
     Every rank has one; only rank 0 reads and writes.
     """
@@ -34,19 +36,15 @@ class RunFolder:
         self.path = Path(path)
         self.facts = {}  # run.json
         self.waiting = []  # lines that metrics.jsonl could not take yet
-        self.lock = None
-        self.sender = None
-        self.warned = set()
+        self.warned = set()  # why rows could not be written, as far as it has been said
+        self.lock_file = None
+        self.at_exit = ExitStack()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *error):
-        if self.sender:
-            self.sender.finish()
-        if self.lock:
-            self.lock.close()
-        self.sender = self.lock = None
+        self.at_exit.close()
 
     # ---- what is there ---------------------------------------------------------------------------
 
@@ -55,47 +53,44 @@ class RunFolder:
         return any((self.path / name).exists() for name in names) or any(self.path.glob("*.pt"))
 
     def holds_steps(self):
-        """Was a step of training ever written down here?"""
+        """Whether metrics.jsonl has the row of a training step."""
         try:
             with open(self.path / "metrics.jsonl", encoding="utf-8", errors="replace") as file:
                 return any('"kind": "train"' in line for line in file)
         except OSError:
             return False
 
-    def fresh_name(self):
-        """The first of NAME_2, NAME_3 ... beside the folder that does not exist yet."""
-        number = 2
-        while (name := self.path.with_name(f"{self.path.name}_{number}")).exists():
-            number += 1
-        return console.shown(name)
+    def owns(self, path):
+        """Whether the checkpoint at `path` is of this run, not of one that it begins from."""
+        return path.parent.resolve() == self.path.resolve()
+
+    def fresh_out_dir(self):
+        """--out_dir=NAME_2, or the first of NAME_3, NAME_4 ... that does not exist yet."""
+        names = (self.path.with_name(f"{self.path.name}_{n}") for n in itertools.count(2))
+        return f"--out_dir={console.shown(next(name for name in names if not name.exists()))}"
 
     # ---- the lock --------------------------------------------------------------------------------
 
-    def hold(self):
-        """Lock the folder until the process ends or the run is closed; exits where another run holds it.
+    def lock(self):
+        """Lock the folder until the `with` or the process ends. Exits with 2 if another run has it.
 
         lockf, not flock: forked DataLoader workers that outlive a killed run do not keep it.
         """
-        if self.lock:
+        if self.lock_file:
             return
         try:
-            self.lock = open(self.path / ".lock", "a")
+            self.lock_file = self.at_exit.enter_context(open(self.path / ".lock", "a"))
             if fcntl:
-                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             else:
-                self.warn_once("this system has no fcntl: start no second run in this folder")
+                say("this system has no fcntl: start no second run in this folder")
         except BlockingIOError:
-            fail(f"another run is at work in {self.path}; write --out_dir={self.fresh_name()}")
+            fail(f"another run is at work in {self.path}; write {self.fresh_out_dir()}")
         except OSError as error:
             self.refuse(error)
 
     def refuse(self, error):
         fail(f"{self.path} cannot be written ({error.strerror}); write --out_dir=FOLDER")
-
-    def warn_once(self, message):
-        if message not in self.warned:
-            self.warned.add(message)
-            say(message)
 
     # ---- run.json --------------------------------------------------------------------------------
 
@@ -103,12 +98,12 @@ class RunFolder:
         """Create or reopen the folder: lock and run.json.
 
         bytes_to_keep: of all checkpoints that will exist at one time. path: of the checkpoint that the
-        run starts from, or None. Exits with 2 where the folder cannot be written or the disk is too small.
+        run starts from, or None. Exits with 2 if the folder cannot be written or the disk is too small.
         """
         try:
             self.require_free(bytes_to_keep)
             self.path.mkdir(parents=True, exist_ok=True)
-            self.hold()
+            self.lock()
             for pattern in ("*.pt.tmp", "run.json.tmp", "metrics.jsonl.tmp"):  # of a killed run
                 for leftover in self.path.glob(pattern):
                     leftover.unlink(missing_ok=True)
@@ -130,15 +125,13 @@ class RunFolder:
         except OSError as error:
             self.refuse(error)
         if run.facts["config"].get("wandb_log"):
-            from plumbing import wandb_sender
-
-            self.sender = wandb_sender.start(self.path, say)
+            self.at_exit.enter_context(wandb_sender.sending(self.path, say))
 
     def require_free(self, bytes_to_keep):
         exists = next(place for place in (self.path, *self.path.parents) if place.exists())
         free = shutil.disk_usage(exists).free
         ours = [file.stat() for kind in ("*.pt", "*.pt.tmp") for file in self.path.glob(kind)]
-        free += sum({stat.st_ino: stat.st_size for stat in ours}.values())  # each hard link once
+        free += sum({stat.st_ino: stat.st_size for stat in ours}.values())  # a hard link only once
         if free < bytes_to_keep:
             fail(
                 f"{self.path} has {free / 1e6:,.0f} MB free, and the checkpoints of this run need"
@@ -149,14 +142,14 @@ class RunFolder:
         write_json(self.path / "run.json", self.facts)
 
     def begin(self, run, last_row, inexact):
-        """Cut metrics.jsonl back to step `last_row`, where the run resumes (-1: it is new), and add to
-        run.json what the rehearsal decided, and {key: [then, now]} of what makes the resume inexact."""
+        """Cut metrics.jsonl back to step `last_row`, where the run resumes (-1: a new run), and complete
+        run.json with what the rehearsal decided. inexact: {key: [then, now]} of the resume."""
         if rank() > 0:
             return
         self.cut_rows(last_row)
         self.facts |= run.facts
-        for resume in self.facts["resumes"][-1:] if last_row >= 0 else ():
-            resume |= {"step": last_row, "inexact": inexact}
+        if last_row >= 0:
+            self.facts["resumes"][-1] |= {"step": last_row, "inexact": inexact}
         self.save_facts()
 
     def close(self, ended, seconds, state, write_report):
@@ -186,7 +179,7 @@ class RunFolder:
     def write_rows(self, rows):
         """Append to metrics.jsonl: one JSON object a line, a number that is not finite as null.
 
-        Training does not stop where that fails: it is said once, and the rows wait.
+        If that fails, training continues: the error is printed once, and the rows wait.
         """
         if rank() > 0:
             return
@@ -207,12 +200,14 @@ class RunFolder:
             self.warn_about_rows(error)
 
     def warn_about_rows(self, error):
-        self.warn_once(f"metrics.jsonl cannot be written ({error.strerror}); training continues")
+        if error.strerror not in self.warned:
+            say(f"metrics.jsonl cannot be written ({error.strerror}); training continues")
+        self.warned.add(error.strerror)
 
     def cut_rows(self, step):
         """Drop train and eval rows past `step`, and a half-written last line; events all stay.
 
-        Streams, so that a file of a million lines needs no memory.
+        Line by line: a long run has millions.
         """
 
         def stays(line):

@@ -34,33 +34,31 @@ from plumbing.files import read_json, write_json
 TO_TYPE = "training is not affected; python plumbing/wandb_sender.py {} sends the rest"
 
 
-def start(folder, say):
-    """Begin to send the rows of the run in `folder`. Returns a Sender, or None where it cannot start."""
+@contextlib.contextmanager
+def sending(folder, say, patience=30):
+    """Within it the rows of the run in `folder` are sent as they come, by a process of its own.
+
+    At the end it waits until all are sent, up to `patience` seconds: metrics.jsonl keeps them anyway.
+    """
+    command = [sys.executable, __file__, str(folder), "--follow"]
     try:
-        return Sender(folder, say)
+        # Ctrl-C does not reach another session. The pipe closes when this process ends or is killed.
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     except OSError as error:
         say(f"wandb    failed ({error.strerror}); {TO_TYPE.format(folder)}")
-        return None
-
-
-class Sender:
-    def __init__(self, folder, say):
-        self.folder = folder
-        self.say = say
-        command = [sys.executable, __file__, str(folder), "--follow"]
-        # Ctrl-C does not reach another session. The pipe closes when this process ends or is killed.
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-
-    def finish(self, seconds=30):
-        """Wait until all rows are sent. After `seconds` it is killed: metrics.jsonl keeps the rows."""
-        self.process.stdin.close()
+        yield
+        return
+    try:
+        yield
+    finally:
+        process.stdin.close()
         try:
-            self.process.wait(seconds)
+            process.wait(patience)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        if self.process.returncode < 0:
-            self.say(f"wandb    was cut off; {TO_TYPE.format(self.folder)}")
+            process.kill()
+            process.wait()
+        if process.returncode < 0:
+            say(f"wandb    was cut off; {TO_TYPE.format(folder)}")
 
 
 def main():

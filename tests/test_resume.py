@@ -65,7 +65,7 @@ def stop_and_resume(run_train, stops, *flags, before="", timeout=100):
         assert done.returncode == 143, done.stderr
         assert done.checkpoint(stop).exists()
         assert [row["step"] for row in done.rows("train")] == list(range(1, stop + 1))
-    done = run_train("run", *FLAGS, *flags, before=before)
+    done = run_train("run", *FLAGS, *flags, before=before, timeout=timeout)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -125,7 +125,7 @@ def test_resume_is_bit_exact_when_compiled(run_train, whole, dtype):
     """The compiler takes half a minute where its cache is empty; nothing smaller would show it."""
     flags = ["--compile=true", f"--dtype={dtype}"]
     done = stop_and_resume(run_train, [13], *flags, timeout=300)
-    assert not [row for row in done.rows("event") if row["event"] == "compile_failed"]
+    assert not events(done, "compile_failed")
     assert done.fingerprint(STEPS) == whole(*flags).fingerprint(STEPS)
     assert done.fingerprint(STEPS)["model"] != whole(flags[1]).fingerprint(STEPS)["model"]
 
@@ -168,7 +168,7 @@ def test_any_state_that_torch_reads_back_survives_a_resume(run_train):
     assert done.fingerprint(STEPS) == straight.fingerprint(STEPS)
     state = torch.load(done.checkpoint(STEPS), weights_only=True)["state"]
     assert sum(state["seen"].values()) == len(state["history"]) - 3 == STEPS
-    assert not [row for row in done.rows("event") if row["event"] == "audit"]
+    assert not events(done, "audit")
     assert json.loads((done.out_dir / "run.json").read_text())["state"]["by_key"]
 
 
@@ -177,10 +177,19 @@ def test_whatever_an_optimizer_keeps_survives_a_resume(run_train):
     assert straight.returncode == 0, straight.stderr
     done = stop_and_resume(run_train, [13], "--audit_interval=4", before=LION)
     assert done.fingerprint(STEPS) == straight.fingerprint(STEPS)
-    assert not [row for row in done.rows("event") if row["event"] == "audit"]
+    assert not events(done, "audit")
     (optimizer,) = torch.load(done.checkpoint(STEPS), weights_only=True)["optimizer"]
     assert optimizer["param_groups"][0]["count"] == optimizer["state"]["all"]["steps"] == STEPS
     assert optimizer["state"][0]["m"].dtype == torch.float64 and optimizer["state"][0]["n"] == STEPS
+
+
+def test_a_variable_that_is_newer_than_the_checkpoint_starts_fresh(run_train, whole):
+    done = run_train("run", *FLAGS, before=stop_at(13))
+    edited(done, 13, lambda checkpoint: checkpoint["state"].pop("eval_micro_batch"))
+    done = run_train("run", *FLAGS)
+    assert done.returncode == 0, done.stderr
+    ours, expected = done.fingerprint(STEPS), whole().fingerprint(STEPS)
+    assert ours["model"] == expected["model"] and ours["optimizer"] == expected["optimizer"]
 
 
 def test_the_number_of_workers_may_change_on_the_way(run_train, whole):
@@ -256,9 +265,8 @@ def assert_whole_metrics(done, uninterrupted):
 def test_a_resumed_run_has_each_row_once(run_train, whole):
     done = stop_and_resume(run_train, [5, 8, ACROSS])
     assert_whole_metrics(done, whole())
-    events = [(row["event"], row["step"]) for row in done.rows("event")]
-    assert [step for event, step in events if event == "resume"] == [5, 8, ACROSS]
-    assert not [event for event, _ in events if event == "inexact_resume"]
+    assert [row["step"] for row in events(done, "resume")] == [5, 8, ACROSS]
+    assert not events(done, "inexact_resume")
     resumes = json.loads((done.out_dir / "run.json").read_text())["resumes"]
     assert [(entry["step"], entry["inexact"]) for entry in resumes] == [
         (5, {}),
@@ -436,7 +444,7 @@ def test_a_checkpoint_of_another_run_seeds_an_empty_folder(run_train, whole, tmp
     assert done.returncode == 143
     done = run_train("run", *FLAGS, seed)  # the same command: it resumes the run that is here
     assert done.returncode == 0
-    assert [e["step"] for e in done.rows("event") if e["event"] == "resume"] == [13, ACROSS]
+    assert [row["step"] for row in events(done, "resume")] == [13, ACROSS]
     ours, expected = done.fingerprint(STEPS), whole().fingerprint(STEPS)
     for part in ("model", "optimizer", "rng"):
         assert ours[part] == expected[part]
@@ -447,7 +455,7 @@ def test_another_split_into_micro_batches_is_said_and_resumes(run_train, whole):
     run_train("run", *FLAGS, before=stop_at(13))
     done = run_train("run", *FLAGS, "--batch_size=8", "--accum_steps=1")
     assert done.returncode == 0, done.stderr
-    (event,) = [row for row in done.rows("event") if row["event"] == "inexact_resume"]
+    (event,) = events(done, "inexact_resume")
     assert event["batch_size"] == [4, 8] and event["accum_steps"] == [2, 1]
     assert "inexact resume" in done.stdout
     assert json.loads((done.out_dir / "run.json").read_text())["resumes"][0]["inexact"]
@@ -460,7 +468,7 @@ def test_another_thread_count_is_said_and_resumes(run_train, python_train):
     threads = "1" if torch.get_num_threads() > 1 else "2"
     done = python_train("run", env={"OMP_NUM_THREADS": threads})
     assert done.returncode == 0, done.stderr
-    (event,) = [row for row in done.rows("event") if row["event"] == "inexact_resume"]
+    (event,) = events(done, "inexact_resume")
     assert event["threads"] == [torch.get_num_threads(), int(threads)]
 
 

@@ -269,9 +269,11 @@ def test_a_wandb_that_hangs_is_cut_off_and_one_that_cannot_start_is_said(tmp_pat
     (tmp_path / "run.json").write_text("{}")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     said = []
-    wandb_sender.start(tmp_path, said.append).finish(seconds=0.5)
+    with wandb_sender.sending(tmp_path, said.append, patience=0.5):
+        pass
     monkeypatch.setattr(sys, "executable", "/nonexistent")
-    assert wandb_sender.start(tmp_path, said.append) is None
+    with wandb_sender.sending(tmp_path, said.append):
+        pass
     cut_off, not_started = said
     command = f"python plumbing/wandb_sender.py {tmp_path} sends the rest"
     assert "was cut off" in cut_off and command in cut_off
