@@ -17,10 +17,10 @@ import re
 import signal
 import sys
 import time
-from collections import namedtuple
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 
 import torch
 
@@ -193,9 +193,8 @@ def open_dataset(saved):
     `train_data[first, count]` is a batch, a pure function of (seed, first): there is no loader state to
     save, or to lose. saved: the checkpoint to resume from, or None. Exits with 2 on unusable data.
     """
-    begun_with = saved and saved["data"]["name"]
     find = partial(prepare_data.dataset_of_run, data_dir=data_dir, block_size=block_size, say=say)
-    name, folder, meta = from_rank0(find, dataset, offline_dataset, begun_with)
+    name, folder, meta = from_rank0(find, dataset, offline_dataset, saved and saved["data"]["name"])
     train_data = ShuffledWindows(open_tokens(folder, meta, "train"), block_size, seed)
     val_data = OrderedWindows(open_tokens(folder, meta, "val"), block_size, eval_tokens)
     return train_data, val_data, {"name": name, "fingerprint": fingerprint(meta), "meta": meta}
@@ -255,8 +254,8 @@ def train_step(model, run, inputs, targets, lr):
 
     model: run.model, or its compiled form. inputs, targets: this rank's rows, on the device. Returns
     {name: scalar on the device}: the loss (mean of the global batch), the norm of its gradient before
-    clipping, and 1.0 where the update was skipped because one of these is not finite. A name that is
-    added here is a field of every row, a column of the console and a curve of the report.
+    clipping, and 1.0 where one is not finite and the update was skipped. A name that is added here is a
+    field of every row, a column of the console and a curve of the report.
     """
     run.model.zero_grad(set_to_none=True)  # 1: zero the gradients
     for optimizer in run.optimizers:
@@ -338,12 +337,12 @@ def record_evaluation(run, table):
     meta = run.facts["data"]["meta"]
     numbers = evaluate(run)
     is_best = count_evaluation(numbers["val_loss"], state)
-    row = {"kind": "eval", "step": state["step"], **numbers}
+    best = {"best_val_loss": state["best_val_loss"]}
+    row = {"kind": "eval", "step": state["step"], **numbers, **best}
     if not eval_tokens or row["val_tokens"] + 1 == meta.get("val_tokens"):  # all of the split
         del row["val_tokens"]
         if "val_bytes" in meta:
             row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
-    row["best_val_loss"] = state["best_val_loss"]
     run.folder.write_rows([row])
     table.print_evaluation(row, is_best)
     return is_best
@@ -378,19 +377,16 @@ def every(interval, step):
 
 
 def what_is_due(step, signals, saver):
-    """What follows a step: by its number, a signal or the clock. Every rank gets the same answer.
-
-    `ending` is (how the run ends here, exit code), or None.
-    """
+    """What follows a step: by its number, a signal or the clock. Every rank gets the same answer."""
     late = 0 < save_minutes < saver.minutes_ago()
     stop, asked, orphaned = agree(signals.stop, signals.take_save() or late, signals.orphaned())
     last = step == max_steps
-    ending = ("left alone by its launcher", 1) if orphaned else None
+    ending = ("left alone by its launcher", 1) if orphaned else None  # how, and the exit code
     if stop:
         ending = f"stopped by {signal.Signals(stop).name}", 128 + stop
     if last:
         ending = "finished", 0
-    return Due(
+    return SimpleNamespace(
         ending=ending,
         asked=asked,
         log=last or every(log_interval, step),
@@ -399,9 +395,6 @@ def what_is_due(step, signals, saver):
         milestone=every(milestone_interval, step),
         checkpoint=every(save_interval, step),
     )
-
-
-Due = namedtuple("Due", "ending asked log evaluation sample milestone checkpoint")
 
 
 def names_to_save(due, ending, is_best, state):
@@ -414,8 +407,7 @@ def names_to_save(due, ending, is_best, state):
 
 
 def may_roll_back_to(step, state):
-    """Only to a sound checkpoint that was due by its step: when a signal or the clock asks for one is
-    chance, and chance must not decide what a run computes."""
+    """Only to a sound checkpoint, due by its step: signals and clocks are chance, and must not decide."""
     was_due = step == state["first_step"] or every(save_interval, step)
     return was_due and not state["skips_in_row"]
 
@@ -423,8 +415,8 @@ def may_roll_back_to(step, state):
 def judge(rows, run):
     """(rows up to the first trouble, that trouble or None); events of what is wrong on the way.
 
-    Step by step, so that it does not matter when the numbers are fetched (log_interval), and from
-    numbers that are summed over the ranks, so that all ranks come to the same verdict.
+    Step by step, so that log_interval does not matter, and from sums over all ranks, so that every rank
+    comes to the same verdict.
     """
     state = run.state
     for number, row in enumerate(rows, 1):
@@ -462,8 +454,7 @@ def count_trouble(row, state):
 def roll_back(run, trouble, recent):
     """Restore the newest checkpoint that may be used, and continue past the data of the last row.
 
-    recent: the last rows. Raises RunFailed with a diagnosis where that cannot help, or has not helped
-    `max_rollbacks` times.
+    recent: the last rows. Raises RunFailed, with a diagnosis, where that cannot help or has not helped.
     """
     state = run.state
     bad = recent[-1]
@@ -475,9 +466,7 @@ def roll_back(run, trouble, recent):
     scaler = run.scaler.state_dict()  # a scale that has been too high stays lowered
     checkpoints.restore(run, checkpoints.load(path, verify=False))
     run.scaler.load_state_dict(scaler)
-    state.update(kept)
-    state["rollbacks"] += 1
-    state["sequences"] = bad["sequences"]
+    state.update(kept, rollbacks=kept["rollbacks"] + 1, sequences=bad["sequences"])
     from_rank0(checkpoints.remove_after, run.folder.path, state["step"])
     from_rank0(run.folder.cut_rows, state["step"])
     why = {"why": trouble, "at_step": bad["step"], "next_sequence": state["sequences"]}
@@ -553,16 +542,12 @@ def start(run, path, table, saver):
         checkpoints.restore(run, saved)  # RNG last: nothing may draw before the first step
         if saved["config"].get("eval_tokens") != eval_tokens:  # a best among the same evaluations
             state.update(best_val_loss=math.inf, loss_to_beat=math.inf, evals_since_best=0)
-        inexact = identity.inexact(saved["run"], run.facts["run"])
-        run.folder.begin(run, state["step"], inexact)
-        run.folder.event(state["step"], "resume", checkpoint=path.name)
-        if inexact:
-            run.folder.event(state["step"], "inexact_resume", **inexact)
+        run.folder.begin(run, path.name, identity.inexact(saved["run"], run.facts["run"]))
         if path.parent.resolve() == run.folder.path.resolve():
             return
         state["first_step"] = state["step"]
     else:
-        run.folder.begin(run, -1, {})
+        run.folder.begin(run)
         record_evaluation(run, table)
     names = ["best.pt", checkpoints.file_name(state["step"])]
     saver.save(checkpoint_of(run), names, must=True)
@@ -590,7 +575,7 @@ def train(run, model, table, saver, signals, clock):
 
         # ---- what is due? every rank gets the same answer -----------------------------------------
         due = what_is_due(state["step"], signals, saver)
-        if not any(due):
+        if not any(vars(due).values()):
             continue
 
         # ---- fetch the numbers: the only time the host waits for the device -----------------------
@@ -646,8 +631,7 @@ def run_to_the_end(run, path, signals, clock):
     saver = checkpoints.Saver(run, keep_last, may_roll_back_to)
     ending = "failed: an error in the program", 1
     try:
-        first = ranks.share(0, rows_at(run.state["step"]))
-        batch = [tensor.to(run.device) for tensor in run.train_data[first]]
+        batch = [each.to(run.device) for each in run.train_data[ranks.share(0, rows_at(0))]]
         model = rehearse(run, forward_backward, batch, compile)
         run.facts["run"]["compile"] = model is not run.model
         clock.lap("compile")

@@ -29,7 +29,7 @@ def within_memory(run, compute, key="micro_batch"):
                 raise
             if sharded(model):  # the other ranks wait in the middle of their pass
                 raise RunFailed(
-                    "out of memory; what helps with --shard=true: a smaller --batch_size with a "
+                    "out of memory; with --shard=true try a smaller --batch_size with a "
                     "larger --accum_steps, --grad_checkpoint=true, --offload=true"
                 ) from error
             failed = True

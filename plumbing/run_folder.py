@@ -141,16 +141,21 @@ class RunFolder:
     def save_facts(self):
         write_json(self.path / "run.json", self.facts)
 
-    def begin(self, run, last_row, inexact):
-        """Cut metrics.jsonl back to step `last_row`, where the run resumes (-1: a new run), and complete
-        run.json with what the rehearsal decided. inexact: {key: [then, now]} of the resume."""
+    def begin(self, run, checkpoint=None, inexact=None):
+        """Complete run.json with what the rehearsal decided, and cut metrics.jsonl back to where the run
+        begins. checkpoint: the name of the one it resumes from. inexact: {key: [then, now]}."""
         if rank() > 0:
             return
-        self.cut_rows(last_row)
+        step = run.state["step"]
+        self.cut_rows(step if checkpoint else -1)
         self.facts |= run.facts
-        if last_row >= 0:
-            self.facts["resumes"][-1] |= {"step": last_row, "inexact": inexact}
+        if checkpoint:
+            self.facts["resumes"][-1] |= {"step": step, "inexact": inexact}
         self.save_facts()
+        if checkpoint:
+            self.event(step, "resume", checkpoint=checkpoint)
+        if inexact:
+            self.event(step, "inexact_resume", **inexact)
 
     def close(self, ended, seconds, state, write_report):
         """Record how the run ended, and print what to type next. write_report: or None for no report."""

@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 from conftest import REPO
 
-MOST_LINES = {"train.py": 740, "plumbing/corpus.py": 600}
+MOST_LINES = {"train.py": 700, "plumbing/corpus.py": 600}
 MOST_LINES_OF_A_MODULE = 300  # of plumbing/, but for what stands above
 MOST_LINES_TO_READ = 5100  # of train.py, model.py and plumbing/ together
 MOST_LINES_OF_A_FUNCTION = 60  # in train.py and model.py
