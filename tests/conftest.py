@@ -19,10 +19,16 @@ import time
 from pathlib import Path
 
 import pytest
+
+# For this process and all that it starts, before torch is imported. Most runs here are so small that
+# several threads only wait for each other; test_resume.py has one that needs them. On a busy machine,
+# spinning costs 10 times.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 REPO = Path(__file__).resolve().parent.parent
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # on a busy machine, spinning costs 10 times
 HONEST_DATA = Path(os.environ.get("HONEST_DATA") or "/nonexistent")
 TINY = {  # flags of every run here, unless a test says otherwise
     "dataset": "small",
@@ -309,6 +315,8 @@ def serve():
     import torch._dynamo  # noqa: F401 (the first optimizer would import it, for a second)
 
     import_train(REPO)
+    import numpy.ma  # noqa: F401 (numpy.unique would import it, in each run)
+
     gc.freeze()  # what is imported stays shared with the children
     for line in sys.stdin:
         request = json.loads(line)
@@ -332,10 +340,13 @@ def import_train(repo):
         sys.path.insert(0, str(repo))
     import sample
     import train
+    from plumbing import peaks
 
     if not isinstance(sample.sample_text, functools.partial):
-        # every run ends with a sample of 200 tokens, for longer than a small run takes
+        # Each of these takes longer than the steps of a small run: 200 tokens at its end, and products
+        # of 256 and more at its start.
         sample.sample_text = functools.partial(sample.sample_text, max_new_tokens=10)
+        peaks.matmul_rate = functools.partial(peaks.matmul_rate, sizes=[64])
     return train
 
 
