@@ -37,7 +37,7 @@ def within_memory(run, compute, key="micro_batch"):
             return result
         if state[key] == 1:
             raise RunFailed(
-                "out of memory with a single sequence in a micro-batch; what helps: "
+                "out of memory with a single sequence in a micro-batch; try "
                 "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
             )
         result = None  # of a rank that had enough memory
