@@ -33,7 +33,7 @@ import urllib.request
 import numpy as np
 
 from plumbing.configurator import configured, fail
-from plumbing.corpus import make_corpus, survey_corpus
+from plumbing.corpus import find_corpus, make_corpus
 from plumbing.dataset import (
     CORPORA,
     SPLITS,
@@ -125,11 +125,10 @@ def prepare(
             )
         options = {"tokenizer": tokenizer, "field": field, "val_fraction": val_fraction}
         options["shard_tokens"] = shard_tokens
-        survey = survey_corpus(name, input, options)
+        corpus = find_corpus(name, input, options)
         if old:
-            source, _, _ = survey
-            return keep(folder, old, old["source"] == source, streamed, say)
-        return make_corpus(folder, name, input, survey, options, num_proc, say)
+            return keep(folder, old, old["source"] == corpus.source, streamed, say)
+        return make_corpus(folder, corpus, options, num_proc, say)
 
     raw, source = read_source(name, folder, input, say)
     start = time.perf_counter()
