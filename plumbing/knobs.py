@@ -100,7 +100,11 @@ def convert(name, value, default, comment, is_text):
         below = number <= float(high) if closing == "]" else number < float(high)
         if not (above and below):  # a NaN is neither
             words = f"{low} or more" if opening == "[" else f"more than {low}"
-            raise ValueError(f"{words}, {'up to' if closing == ']' else 'below'} {high}")
+            if high != "inf":
+                words += f", up to {high}" if closing == "]" else f", below {high}"
+            elif not is_int:
+                words += ", and finite"
+            raise ValueError(words)
     return number
 
 
