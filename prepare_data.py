@@ -32,31 +32,11 @@ import urllib.request
 
 import numpy as np
 
+from plumbing import dataset, tokenizers
 from plumbing.configurator import configured, fail
-from plumbing.corpus import make_corpus, survey_corpus
-from plumbing.dataset import (
-    CORPORA,
-    SPLITS,
-    TEXTS,
-    Offline,
-    command,
-    dataset_folder,
-    exists,
-    fingerprint,
-    read_meta,
-    summary,
-    verify,
-    write_files,
-)
-from plumbing.tokenizers import (
-    TOKENIZERS,
-    VOCAB_SIZE,
-    DataError,
-    code_points,
-    decode_utf8,
-    encode,
-    read_file,
-)
+from plumbing.corpus import find_corpus, make_corpus
+from plumbing.dataset import SPLITS, Offline
+from plumbing.tokenizers import DataError
 
 # What to make, and where
 data_dir = "data"  # the dataset's folder is made in here
@@ -103,19 +83,19 @@ def prepare(
     input: a text file or a corpus, or "" for the text that `name` stands for. The last four: of a
     corpus. Raises DataError, Offline.
     """
-    folder = dataset_folder(name, data_dir)
-    if tokenizer not in ("auto", *TOKENIZERS):
+    folder = dataset.dataset_folder(name, data_dir)
+    if tokenizer not in ("auto", *tokenizers.TOKENIZERS):
         raise DataError(
-            f"unknown tokenizer {tokenizer!r}; write --tokenizer={'|'.join(TOKENIZERS)}"
+            f"unknown tokenizer {tokenizer!r}; write --tokenizer={'|'.join(tokenizers.TOKENIZERS)}"
         )
-    old = read_meta(folder) if exists(folder) else None
+    old = dataset.read_meta(folder) if dataset.exists(folder) else None
     streamed = is_corpus(name, input)
     if tokenizer == "auto" and old:
         tokenizer = old["tokenizer"]
     elif tokenizer == "auto":
         tokenizer = "gpt2" if streamed else "char"
     if old and (old["tokenizer"] != tokenizer or not input):
-        return keep(folder, old, old["tokenizer"] == tokenizer, streamed, say)
+        return keep(folder, old, old["tokenizer"] == tokenizer, say)
 
     if streamed:
         if tokenizer == "char":
@@ -123,30 +103,29 @@ def prepare(
                 "char must know every character before the first is written, and a corpus is"
                 " streamed; write --tokenizer=gpt2, or byte"
             )
-        options = {"tokenizer": tokenizer, "field": field, "val_fraction": val_fraction}
-        options["shard_tokens"] = shard_tokens
-        survey = survey_corpus(name, input, options)
+        options = {"tokenizer": tokenizer, "field": field}
+        options |= {"val_fraction": val_fraction, "shard_tokens": shard_tokens}
+        corpus = find_corpus(name, input, options)
         if old:
-            source, _, _ = survey
-            return keep(folder, old, old["source"] == source, streamed, say)
-        return make_corpus(folder, name, input, survey, options, num_proc, say)
+            return keep(folder, old, old["source"] == corpus.source, say)
+        return make_corpus(folder, corpus, options, num_proc, say)
 
     raw, source = read_source(name, folder, input, say)
     start = time.perf_counter()
-    ids, meta = tokenize(decode_utf8(raw, input or name), tokenizer, source)
+    ids, meta = tokenize(tokenizers.decode_utf8(raw, input or name), tokenizer, source)
     if old:
-        return keep(folder, old, fingerprint(old) == fingerprint(meta), streamed, say)
+        return keep(folder, old, dataset.fingerprint(old) == dataset.fingerprint(meta), say)
     files = {f"{split}.bin": ids[split].tobytes() for split in SPLITS}
     files["meta.json"] = json.dumps(meta, indent=1).encode() + b"\n"
-    write_files(folder, files)
-    say(summary(folder, meta, len(raw), len(raw) / (time.perf_counter() - start)))
+    dataset.write_files(folder, files)
+    say(dataset.summary(folder, meta, len(raw), len(raw) / (time.perf_counter() - start)))
     return folder, meta
 
 
 def is_corpus(name, input):
     """Whether to stream: everything but one plain text file that fits into memory with ease."""
     if not input:
-        return name in CORPORA
+        return name in dataset.CORPORA
     if os.path.isfile(input):
         packed = input.endswith((".jsonl", ".gz", ".zst"))
         return packed or os.path.getsize(input) > WHOLE_TEXT
@@ -157,14 +136,14 @@ def tokenize(text, tokenizer, source):
     """({"train": ids, "val": ids}, meta) of a text: its first 90% of characters, and the rest."""
     meta = {"tokenizer": tokenizer, "source": source}
     if tokenizer == "char":
-        meta["chars"] = np.unique(code_points(text)).tobytes().decode("utf-32-le")
+        meta["chars"] = np.unique(tokenizers.code_points(text)).tobytes().decode("utf-32-le")
         meta["vocab_size"] = len(meta["chars"])
     else:
-        meta["vocab_size"] = VOCAB_SIZE[tokenizer]
+        meta["vocab_size"] = tokenizers.VOCAB_SIZE[tokenizer]
     meta["dtype"] = "uint16" if meta["vocab_size"] <= 2**16 else "uint32"
     cut = int(0.9 * len(text))
     texts = {"train": text[:cut], "val": text[cut:]}
-    ids = {split: encode(texts[split], meta) for split in SPLITS}
+    ids = {split: tokenizers.encode(texts[split], meta) for split in SPLITS}
     for split in SPLITS:
         if len(ids[split]) < 2:
             raise DataError(
@@ -173,21 +152,25 @@ def tokenize(text, tokenizer, source):
             )
         meta[f"{split}_tokens"] = len(ids[split])
     meta["val_bytes"] = len(texts["val"].encode())
-    meta["sha256"] = {f"{s}.bin": hashlib.sha256(ids[s]).hexdigest() for s in SPLITS}
+    meta["sha256"] = {f"{s}.bin": sha256(ids[s]) for s in SPLITS}
     return ids, meta
 
 
-def keep(folder, old, same, streamed, say):
+def keep(folder, old, same, say):
     """(folder, meta) of a dataset that exists, verified. Raises DataError unless `same`."""
     if not same:
         raise DataError(
-            f"{folder} holds another dataset: {old['tokenizer']} tokens of {old['source']}"
-            + (", which are not those files and options" if streamed else "")
-            + "; choose another NAME, or delete that folder if no run depends on it"
+            f"{folder} holds another dataset: {old['tokenizer']} tokens of {old['source']},"
+            " of another text or made with other options; choose another NAME, or delete that"
+            " folder if no run depends on it"
         )
-    verify(folder, old)
+    dataset.verify(folder, old)
     say(f"{folder} is there already, {old['tokenizer']} tokens of {old['source']}; nothing to do")
     return folder, old
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
 
 
 # ---- the named texts, a file of one's own --------------------------------------------------------
@@ -196,9 +179,9 @@ def keep(folder, old, same, streamed, say):
 def read_source(name, folder, input, say):
     """(bytes, description) of the text that is asked for."""
     if input:
-        raw = read_file(input)
+        raw = tokenizers.read_file(input)
         source = os.path.basename(input)
-        is_shakespeare = hashlib.sha256(raw).hexdigest() == SHAKESPEARE_SHA256
+        is_shakespeare = sha256(raw) == SHAKESPEARE_SHA256
         if name == "pydoc" or (name == "shakespeare" and not is_shakespeare):
             raise DataError(f"{input} is not the text that {name} stands for; choose another NAME")
     elif name == "shakespeare":
@@ -212,16 +195,16 @@ def read_source(name, folder, input, say):
     else:
         raise DataError(
             f"no dataset {name!r} in {os.path.dirname(folder)}; make it from a text file:"
-            f" {command(folder)} (only {' and '.join(TEXTS)} need none)"
+            f" {dataset.command(folder)} (only {' and '.join(dataset.TEXTS)} need none)"
         )
-    return raw, f"{source} (SHA-256 {hashlib.sha256(raw).hexdigest()[:16]}...)"
+    return raw, f"{source} (SHA-256 {sha256(raw)[:16]}...)"
 
 
 def read_shakespeare(path, say):
     """TinyShakespeare, from `path` if it is kept there, else downloaded and kept there."""
     if os.path.exists(path):
-        raw = read_file(path)
-        if hashlib.sha256(raw).hexdigest() == SHAKESPEARE_SHA256:
+        raw = tokenizers.read_file(path)
+        if sha256(raw) == SHAKESPEARE_SHA256:
             return raw
         say(f"{path} is not TinyShakespeare (its SHA-256 differs); downloading it again")
     url = os.environ.get("SHAKESPEARE_URL") or SHAKESPEARE_URL
@@ -234,8 +217,8 @@ def read_shakespeare(path, say):
             if attempt:  # tried twice; a machine without network should not be kept waiting
                 raise
             continue
-        if hashlib.sha256(raw).hexdigest() == SHAKESPEARE_SHA256:
-            write_files(os.path.dirname(path), {os.path.basename(path): raw})
+        if sha256(raw) == SHAKESPEARE_SHA256:
+            dataset.write_files(os.path.dirname(path), {os.path.basename(path): raw})
             return raw
     raise DataError(
         f"{url}: {problem}; expected {SHAKESPEARE_BYTES:,} bytes with SHA-256 {SHAKESPEARE_SHA256}."
@@ -245,37 +228,27 @@ def read_shakespeare(path, say):
 
 def download(url):
     """(bytes, what is wrong with them if they are not the right ones). Offline: nobody answered."""
-    raw = b""
-    reason = ""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
-            try:
-                while len(raw) <= SHAKESPEARE_BYTES and (chunk := response.read(1 << 16)):
-                    raw += chunk
-                    show_bar(len(raw) / SHAKESPEARE_BYTES)
-            except (OSError, http.client.HTTPException) as error:
-                reason = f" ({error})"
-            if response.headers.get_content_type() == "text/html" or raw[:1] == b"<":
-                return raw, f"a page of HTML came instead of the text, from {response.url}"
+        response = urllib.request.urlopen(url, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
-        return raw, f"the server answered {error.code} {error.reason}"
+        return b"", f"the server answered {error.code} {error.reason}"
     except OSError as error:
         raise Offline(f"cannot reach {url}: {getattr(error, 'reason', error)}") from error
     except (ValueError, http.client.HTTPException) as error:
-        return raw, f"{type(error).__name__}: {error}"
-    finally:
-        show_bar(None)
+        return b"", f"{type(error).__name__}: {error}"
+    raw = b""
+    reason = ""
+    with response:
+        try:
+            while len(raw) <= SHAKESPEARE_BYTES and (chunk := response.read(1 << 16)):
+                raw += chunk
+        except (OSError, http.client.HTTPException) as error:
+            reason = f" ({error})"
+    if response.headers.get_content_type() == "text/html" or raw[:1] == b"<":
+        return raw, f"a page of HTML came instead of the text, from {response.url}"
     if len(raw) < SHAKESPEARE_BYTES:
         return raw, f"truncated after {len(raw):,} bytes{reason}"
-    return raw, f"the SHA-256 of what came is {hashlib.sha256(raw).hexdigest()}"
-
-
-def show_bar(fraction):
-    """How much of a download is done, on a terminal; None wipes it."""
-    if sys.stderr.isatty():
-        done = round(40 * min(fraction or 0, 1))
-        bar = f"[{'#' * done}{'.' * (40 - done)}]"
-        print(f"\r{' ' * 42}\r" if fraction is None else f"\r{bar}", end="", file=sys.stderr)
+    return raw, f"the SHA-256 of what came is {sha256(raw)}"
 
 
 # ---- what train.py asks for ----------------------------------------------------------------------
@@ -286,16 +259,16 @@ def open_dataset(name, data_dir, say=print):
     (folder, meta) of the dataset data_dir/name, every byte of it checked. Where it is missing and
     `name` is one of TEXTS, it is made first. Raises DataError, Offline.
     """
-    folder = dataset_folder(name, data_dir)
-    if not exists(folder):
-        if name in CORPORA:
+    folder = dataset.dataset_folder(name, data_dir)
+    if not dataset.exists(folder):
+        if name in dataset.CORPORA:
             raise DataError(
                 f"no dataset {name!r} in {data_dir}; it takes hours and tens of GB, so make it"
-                f" first: {command(folder)}"
+                f" first: {dataset.command(folder)}"
             )
         return prepare(name, data_dir, say=say)
-    meta = read_meta(folder)
-    verify(folder, meta)
+    meta = dataset.read_meta(folder)
+    dataset.verify(folder, meta)
     return folder, meta
 
 
@@ -308,31 +281,31 @@ def dataset_of_run(name, offline_name, begun_with, data_dir, block_size, say=pri
     needs two and validation one.
     """
 
-    def instead(why):
-        bar = "!" * 90
-        say(f"{bar}\n!! {why}\n!! This run trains on {offline_name!r} INSTEAD OF {name!r}:")
-        say(f"!! its numbers say nothing about {name!r}.\n{bar}")
-        return offline_name, *open_dataset(offline_name, data_dir, say)
+    def opened(name):
+        folder, meta = open_dataset(name, data_dir, say)
+        for split, least in (("train", 2 * block_size), ("val", block_size + 1)):
+            if meta[f"{split}_tokens"] < least:
+                raise DataError(
+                    f"--block_size={block_size}: {split}.bin has {meta[f'{split}_tokens']:,} tokens; "
+                    "expected a smaller block_size, or a longer text"
+                )
+        return name, folder, meta
 
+    why = "This run started without a network."
     try:
-        if begun_with == offline_name != name:
-            found = instead("This run started without a network.")
-        else:
+        if begun_with != offline_name or offline_name == name:
             try:
-                found = name, *open_dataset(name, data_dir, say)
+                return opened(name)
             except Offline as error:
                 if not offline_name:
                     raise
-                found = instead(error)
+                why = error
+        bar = "!" * 90
+        say(f"{bar}\n!! {why}\n!! This run trains on {offline_name!r} INSTEAD OF {name!r}:")
+        say(f"!! its numbers say nothing about {name!r}.\n{bar}")
+        return opened(offline_name)
     except (DataError, Offline) as error:
         fail(error)
-    for split, least in (("train", 2 * block_size), ("val", block_size + 1)):
-        if found[-1][f"{split}_tokens"] < least:
-            fail(
-                f"--block_size={block_size}: {split}.bin has {found[-1][f'{split}_tokens']:,} tokens; "
-                "expected a smaller block_size, or a longer text"
-            )
-    return found
 
 
 def main(argv=None):

@@ -16,7 +16,7 @@ import sys
 from contextlib import contextmanager
 from glob import glob
 
-from plumbing.knobs import AUTO_OR_BOOL, convert, expected, print_help, read_knobs, show
+from plumbing.knobs import AUTO_OR_BOOL, convert, print_help, read_knobs, show
 
 OPERATORS = {
     ast.Add: operator.add,
@@ -43,10 +43,13 @@ NANOGPT = {  # its names: the name here, or what to type instead
 }
 
 
+script = ""  # the one that was configured last; in a notebook, sys.argv does not tell
+
+
 def fail(message):
     """Bad input: one line on stderr, exit code 2."""
     line = " ".join(str(message).splitlines())
-    print(f"{os.path.basename(sys.argv[0])}: {line}", file=sys.stderr)
+    print(f"{script or os.path.basename(sys.argv[0])}: {line}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -67,42 +70,44 @@ def configured(*scopes, argv=None, names=None):
         one, to give it another default; both then hold the same value.
     names: a list that takes the arguments that are neither flags nor config files; None: an error.
     """
+    global script
+    script = os.path.basename(scopes[-1]["__file__"])
     argv = sys.argv[1:] if argv is None else argv
     repository = os.path.dirname(os.path.abspath(scopes[0]["__file__"]))
     owned = [knobs_of(scope) for scope in scopes]
     knobs = {name: knob for each in owned for name, knob in each.items()}
     if "-h" in argv or "--help" in argv:
-        print_help(scopes[-1], knobs, takes_names=names is not None)
+        print_help(script, scopes[-1].get("__doc__"), knobs, takes_names=names is not None)
         raise SystemExit(0)
 
-    config = Config()
+    config = Config({name: default for name, (default, _, _) in knobs.items()})
     config.flags = set()
     config.given = set()
-    for name, (default, _, _) in knobs.items():
-        config[name] = against(repository, default) if name.endswith("_dir") else default
     for i, argument in enumerate(argv):
         if argument.startswith("-"):
             name, value = read_flag(argument, argv[i + 1 :], knobs)
-            config[name] = against(os.getcwd(), value) if name.endswith("_dir") else value
+            config[name] = value
             config.flags.add(name)
             config.given.add(name)
         elif argument.endswith(".py"):
-            for name, value in read_config_file(argument, repository, knobs).items():
-                config[name] = against(repository, value) if name.endswith("_dir") else value
-                config.flags.discard(name)
-                config.given.add(name)
+            settings = read_config_file(argument, repository, knobs)
+            config |= settings
+            config.flags -= settings.keys()
+            config.given |= settings.keys()
         elif names is None:
             fail(f"unexpected argument {argument!r}; write config/FILE.py or --key=value")
         else:
             names.append(argument)
-    for name, (default, comment, _) in knobs.items():
-        if wanted := expected(config[name], default, comment):
-            fail(f"--{name}={config[name]}: expected {wanted}")
+    for name, path in config.items():
+        if name.endswith("_dir") and path:
+            folder = os.getcwd() if name in config.flags else repository
+            config[name] = os.path.normpath(os.path.join(folder, os.path.expanduser(path)))
 
-    pairs = list(zip(scopes, owned, strict=True))
-    before = [{name: scope[name] for name in each} for scope, each in pairs]
+    before = [
+        {name: scope[name] for name in each} for scope, each in zip(scopes, owned, strict=True)
+    ]
     try:
-        for scope, each in pairs:
+        for scope, each in zip(scopes, owned, strict=True):
             scope.update({name: config[name] for name in each})
         yield config
     finally:
@@ -113,37 +118,24 @@ def configured(*scopes, argv=None, names=None):
 def knobs_of(scope):
     """read_knobs() of a script, the default being the value now: `train.max_steps = 5` counts."""
     knobs = read_knobs(scope["__file__"])
-    for name, (default, comment, heading) in knobs.items():
-        try:
-            value = convert(name, scope[name], default, is_text=False)
-        except ValueError as error:
-            fail(f"{name} = {scope[name]!r}: expected {error} such as {name} = {default!r}")
-        knobs[name] = value, comment, heading
+    for name, (_, comment, heading) in knobs.items():
+        written = f"{name} = {scope[name]!r}"
+        knobs[name] = accept(name, scope[name], written, knobs), comment, heading
     return knobs
-
-
-def against(folder, path):
-    return os.path.normpath(os.path.join(folder, os.path.expanduser(path))) if path else ""
 
 
 def read_flag(argument, following, knobs):
     """(name, value) of one --name=value."""
     name, equals, text = argument.lstrip("-").partition("=")
-    if name not in knobs:
-        hint = hint_for(name, knobs, lambda known: f"--{known}{equals}{text}")
-        fail(f"unknown name {name!r} in {argument}; {hint}")
-    default = knobs[name][0]
-    if not equals:
-        example = "true" if isinstance(default, bool) or name in AUTO_OR_BOOL else show(default)
+    if name in knobs and not equals:
+        default = knobs[name][0]
+        example = "true" if isinstance(default, bool) or name in AUTO_OR_BOOL else default
         if following and not following[0].startswith("-") and not following[0].endswith(".py"):
             example = following[0]
-        fail(f"{argument} has no value; write --{name}={example}")
-    if not argument.startswith("--"):
-        fail(f"{argument}: flags begin with two dashes; write --{name}={text}")
-    try:
-        return name, convert(name, text, default, is_text=True)
-    except ValueError as error:
-        fail(f"{argument}: expected {error} such as --{name}={show(default)}")
+        fail(f"{argument} has no value; write {setting(name, example, is_flag=True)}")
+    if name in knobs and not argument.startswith("--"):
+        fail(f"{argument}: flags begin with two dashes; write -{argument}")
+    return name, accept(name, text, argument, knobs, is_flag=True)
 
 
 def read_config_file(argument, repository, knobs):
@@ -174,15 +166,24 @@ def read_config_file(argument, repository, knobs):
                 f"{where}: {str(found).splitlines()[0]}: a config file holds only name = value"
                 " lines, of literals, arithmetic and names assigned above"
             )
-        if name not in knobs:
-            hint = hint_for(name, knobs, lambda known, v=value: f"{known} = {v!r}")
-            fail(f"unknown name {name!r} in {where}; {hint}")
-        default = knobs[name][0]
-        try:
-            assigned[name] = convert(name, value, default, is_text=False)
-        except ValueError as error:
-            fail(f"{where}: {name} = {value!r}: expected {error} such as {name} = {default!r}")
+        assigned[name] = accept(name, value, f"{where}: {name} = {value!r}", knobs)
     return assigned
+
+
+def setting(name, value, is_flag):
+    """How one writes it, on the command line or in a file."""
+    return f"--{name}={show(value)}" if is_flag else f"{name} = {value!r}"
+
+
+def accept(name, value, written, knobs, is_flag=False):
+    """`value` as the knob's type; fail()s, quoting what was `written`, where it cannot be that."""
+    if name not in knobs:
+        fail(f"unknown name {name!r} in {written}; {hint_for(name, value, knobs, is_flag)}")
+    default, comment, _ = knobs[name]
+    try:
+        return convert(name, value, default, comment, is_text=is_flag)
+    except ValueError as error:
+        fail(f"{written}: expected {error} such as {setting(name, default, is_flag)}")
 
 
 def evaluate(node, assigned):
@@ -202,12 +203,14 @@ def evaluate(node, assigned):
     raise ValueError(f"not a plain value: {ast.unparse(node)}")
 
 
-def hint_for(name, knobs, write):
-    """What to type instead of an unknown `name`. write(name): as a flag, or as a line of a file."""
+def hint_for(name, value, knobs, is_flag):
+    """What to write instead of an unknown `name`."""
     there = NANOGPT.get(name, "")
     if there in knobs:
-        return f"here it is {write(there)}"
+        return f"here it is {setting(there, value, is_flag)}"
     if " " in there and knobs.keys() >= set(re.findall(r"--(\w+)", there)):
         return there
     near = difflib.get_close_matches(name.lower(), knobs, n=1)
-    return f"did you mean {write(near[0])}?" if near else "--help lists every name"
+    return (
+        f"did you mean {setting(near[0], value, is_flag)}?" if near else "--help lists every name"
+    )

@@ -6,13 +6,13 @@ meta.json says how to read them and holds their SHA-256. It is written last: a f
 holds a whole dataset. Paths of folders are strings here.
 """
 
-import bisect
 import contextlib
 import hashlib
 import json
 import os
 import re
 import secrets
+from itertools import pairwise
 
 import numpy as np
 
@@ -64,22 +64,16 @@ class Tokens:
                 f"positions {start.min()} to {start.max()} + {length} of {len(self)} tokens"
             )
         tokens = np.empty((len(start), length), np.int64)
-        opened = None  # the number of the file that `ids` holds, whose first token is at `begin`
-        for row in np.argsort(start).tolist():  # sorted, so that each file is opened once
-            first = int(start[row])
-            filled = 0
-            number = bisect.bisect_right(self.ends, first)
-            while filled < length:
-                if number != opened:
-                    # a plain array: slices of a memmap cost more
-                    ids = np.memmap(self.paths[number], self.dtype, mode="r").view(np.ndarray)
-                    begin = self.ends[number] - len(ids)
-                    opened = number
-                offset = first + filled - begin
-                part = ids[offset : offset + length - filled]
-                tokens[row, filled : filled + len(part)] = part
-                filled += len(part)
-                number += 1
+        for path, (begin, end) in zip(self.paths, pairwise([0, *self.ends]), strict=True):
+            rows = np.flatnonzero((start < end) & (start + length > begin))
+            if len(rows):
+                # a plain array: slices of a memmap cost more
+                ids = np.memmap(path, self.dtype, mode="r").view(np.ndarray)
+            for row in rows.tolist():
+                offset = int(start[row]) - begin  # of the row in this file
+                first = max(0, -offset)  # of the row's tokens that this file holds
+                part = ids[offset + first : offset + length]
+                tokens[row, first : first + len(part)] = part
         return tokens
 
 
@@ -162,15 +156,25 @@ def verify(folder, meta):
     again = make_again(folder, meta["tokenizer"])
     for split in SPLITS:
         paths = [os.path.join(folder, name) for name in shards(meta, split)]
-        verify_sizes(paths, split, meta, again)
+        sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
+        tokens = meta[f"{split}_tokens"]
+        expected = tokens * np.dtype(meta["dtype"]).itemsize
+        if sum(sizes) != expected or 0 in sizes:
+            # all shards are as long as the longest, but the last
+            wrong = next((i for i, size in enumerate(sizes) if size != max(sizes)), -1)
+            among = f", {split}_*.bin {sum(sizes):,}" if len(paths) > 1 else ""
+            raise DataError(
+                f"{paths[wrong]} has {sizes[wrong]:,} bytes{among}, but meta.json says {expected:,}"
+                f" ({tokens:,} tokens of {meta['dtype']}); {again}"
+            )
         for path in paths:
-            digest, highest = digest_of(path, meta["dtype"])
-            expected = meta["sha256"][os.path.basename(path)]
-            if digest != expected:
+            digest = digest_of(path)
+            if digest != meta["sha256"][os.path.basename(path)]:
                 raise DataError(
                     f"{path} was changed or damaged: its SHA-256 is {digest}, meta.json says"
-                    f" {expected}; {again}"
+                    f" {meta['sha256'][os.path.basename(path)]}; {again}"
                 )
+            highest = np.memmap(path, meta["dtype"], mode="r").max()
             if highest >= meta["vocab_size"]:
                 raise DataError(
                     f"{path} holds token id {highest}, but vocab_size is {meta['vocab_size']}"
@@ -178,34 +182,9 @@ def verify(folder, meta):
                 )
 
 
-def verify_sizes(paths, split, meta, again):
-    """verify() of the sizes of a split's files. again: what to type to make the dataset again."""
-    tokens = meta[f"{split}_tokens"]
-    expected = tokens * np.dtype(meta["dtype"]).itemsize
-    sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
-    if sum(sizes) == expected and 0 not in sizes:
-        return
-    if 0 in sizes:
-        wrong = sizes.index(0)
-    else:  # all shards are as long as the first, but the last
-        wrong = next((i for i, size in enumerate(sizes) if size != sizes[0]), -1)
-    among = f", {split}_*.bin {sum(sizes):,}" if len(paths) > 1 else ""
-    raise DataError(
-        f"{paths[wrong]} has {sizes[wrong]:,} bytes{among}, but meta.json says {expected:,}"
-        f" ({tokens:,} tokens of {meta['dtype']}); {again}"
-    )
-
-
-def digest_of(path, dtype):
-    """(SHA-256, highest id) of a file of token ids, which is never in memory as a whole."""
-    digest = hashlib.sha256()
-    highest = 0
-    ids = np.memmap(path, dtype, mode="r")
-    for i in range(0, len(ids), 1 << 22):
-        chunk = ids[i : i + (1 << 22)]
-        digest.update(chunk)
-        highest = max(highest, int(chunk.max()))
-    return digest.hexdigest(), highest
+def digest_of(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---- writing -------------------------------------------------------------------------------------

@@ -15,10 +15,7 @@ or (0, 1] (a square bracket includes its end), or for a str all the choices, suc
 
 import ast
 import io
-import math
-import os
 import re
-import sys
 import textwrap
 import tokenize
 
@@ -66,8 +63,11 @@ def read_knobs(path):
     return knobs
 
 
-def convert(name, value, default, is_text):
-    """`value` (is_text: of a flag) as `default`'s type. The ValueError says what is expected."""
+def convert(name, value, default, comment, is_text):
+    """
+    `value` (is_text: of a flag) as `default`'s type. The ValueError says what is expected, where it
+    has another type or the comment does not allow it.
+    """
     if isinstance(default, bool) or name in AUTO_OR_BOOL:
         word = str(value).lower()
         if word == "auto" and name in AUTO_OR_BOOL:
@@ -80,50 +80,43 @@ def convert(name, value, default, is_text):
             raise ValueError("a string in quotes")
         if name.endswith("_dir") and default and not value:
             raise ValueError("a folder")
+        choices = CHOICES.search(comment)
+        if choices and value not in choices[0].split(" | "):
+            raise ValueError("one of " + choices[0].replace(" | ", ", "))
         return value
+    is_int = isinstance(default, int)
     try:
         if is_text:
             value = int(value) if value.lstrip("+-").replace("_", "").isdecimal() else float(value)
-        if isinstance(default, float) and type(value) in (int, float):
-            return float(value)
-        if type(value) in (int, float) and value == int(value):  # 1e3; never 1.5, nan or inf
-            return int(value)
-    except (ValueError, OverflowError):
-        pass
-    raise ValueError("an int" if isinstance(default, int) else "a number")
-
-
-def expected(value, default, comment):
-    """None where the knob's comment allows `value`, else what it asks for. A NaN is in no interval."""
-    if isinstance(value, str):
-        choices = CHOICES.search(comment)
-        choices = choices[0].split(" | ") if choices else [value]
-        return None if value in choices else "one of " + ", ".join(choices)
-    interval = None if isinstance(value, bool) else INTERVAL.search(comment)
-    if not interval:
-        return None
-    low = float(interval[2])
-    high = float(interval[3])
-    above = value > low or (interval[1] == "[" and value == low)
-    below = value < high or (interval[4] == "]" and value == high)
-    if above and below:
-        return None
-    words = f"{interval[2]} or more" if interval[1] == "[" else f"more than {interval[2]}"
-    ends = f", up to {interval[3]}" if interval[4] == "]" else f", below {interval[3]}"
-    if high == math.inf:
-        ends = ", and finite" if isinstance(default, float) else ""
-    return words + ends
+        number = int(value) if is_int else float(value)
+        fits = type(value) in (int, float) and (number == value or not is_int)  # 1e3; not 1.5
+    except (TypeError, ValueError, OverflowError):
+        fits = False
+    if not fits:
+        raise ValueError("an int" if is_int else "a number")
+    if interval := INTERVAL.search(comment):
+        opening, low, high, closing = interval.groups()
+        above = number >= float(low) if opening == "[" else number > float(low)
+        below = number <= float(high) if closing == "]" else number < float(high)
+        if not (above and below):  # a NaN is neither
+            words = f"{low} or more" if opening == "[" else f"more than {low}"
+            if high != "inf":
+                words += f", up to {high}" if closing == "]" else f", below {high}"
+            elif not is_int:
+                words += ", and finite"
+            raise ValueError(words)
+    return number
 
 
 def show(value):
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def print_help(script, knobs, takes_names):
+def print_help(script, docstring, knobs, takes_names):
     """Everything comes from the script's source, so it cannot go stale."""
-    print((script.get("__doc__") or "").strip().split("\n\n")[0])
+    print((docstring or "").strip().split("\n\n")[0])
     flags = ("NAME ... " if takes_names else "") + "[config/FILE.py ...] [--key=value ...]"
-    print(f"\nusage: python {os.path.basename(sys.argv[0])} {flags}")
+    print(f"\nusage: python {script} {flags}")
     width = min(36, max(len(f"--{name}={show(knobs[name][0])}") for name in knobs)) + 4
     last_heading = None
     for name, (default, comment, heading) in knobs.items():

@@ -4,6 +4,8 @@ Text to token ids and back: by character (char), by byte, or in GPT-2's vocabula
 meta: the dict of a dataset's meta.json; `tokenizer`, `vocab_size`, `dtype`, and `chars` for char.
 """
 
+import importlib
+
 import numpy as np
 
 TOKENIZERS = ("char", "byte", "gpt2")
@@ -53,18 +55,23 @@ def code_points(text):
 
 def gpt2():
     """tiktoken's GPT-2 encoding. Raises DataError where it is not installed or not cached."""
+    tiktoken = needed("tiktoken", "the gpt2 tokenizer")
     try:
-        import tiktoken
-
         return tiktoken.get_encoding("gpt2")
-    except ImportError as error:
-        raise DataError("the gpt2 tokenizer needs tiktoken; type: pip install tiktoken") from error
     except Exception as error:  # tiktoken passes on whatever its HTTP library raises
         raise DataError(
             "the gpt2 vocabulary is not cached and could not be downloaded"
             f" ({type(error).__name__}); TIKTOKEN_CACHE_DIR=FOLDER names a folder that holds it,"
             " and --tokenizer=byte needs none"
         ) from error
+
+
+def needed(package, what):
+    """An optional package. Raises DataError where it is not installed."""
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise DataError(f"{what} needs {package}; type: pip install {package}") from error
 
 
 def read_file(path):

@@ -225,7 +225,8 @@ def test_a_value_set_in_a_notebook_is_the_default(script, capsys, monkeypatch):
     for bad in ("5", 1.5, None):
         with pytest.raises(SystemExit), configured(scope | {"batch_size": bad}, argv=[]):
             pass
-        assert f"batch_size = {bad!r}: expected an int" in capsys.readouterr().err
+        err = capsys.readouterr().err
+        assert err.startswith(f"sheep.py: batch_size = {bad!r}: expected an int such as")
 
 
 def test_without_argv_the_command_line_counts(script, monkeypatch):
