@@ -233,7 +233,10 @@ def download(url):
     except urllib.error.HTTPError as error:
         return b"", f"the server answered {error.code} {error.reason}"
     except OSError as error:
-        raise Offline(f"cannot reach {url}: {getattr(error, 'reason', error)}") from error
+        raise Offline(
+            f"cannot reach {url}: {getattr(error, 'reason', error)}; python prepare_data.py pydoc"
+            " needs no network, and --input=FILE takes a copy"
+        ) from error
     except (ValueError, http.client.HTTPException) as error:
         return b"", f"{type(error).__name__}: {error}"
     raw = b""
@@ -279,7 +282,6 @@ def dataset_of_run(name, offline_name, data_dir, begun_with=None, say=print):
 
     begun_with: the dataset of the run so far, if there is one.
     """
-
     why = "This run started without a network."
     try:
         if begun_with != offline_name or offline_name == name:
@@ -309,13 +311,8 @@ def main(argv=None):
         except KeyboardInterrupt:
             print("stopped; the same command resumes", file=sys.stderr)
             return 130
-        except DataError as error:
+        except (DataError, Offline) as error:
             fail(error)
-        except Offline as error:
-            fail(
-                f"{error}; python prepare_data.py pydoc needs no network, and --input=FILE takes a"
-                " copy"
-            )
     return 0
 
 
