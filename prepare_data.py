@@ -233,7 +233,10 @@ def download(url):
     except urllib.error.HTTPError as error:
         return b"", f"the server answered {error.code} {error.reason}"
     except OSError as error:
-        raise Offline(f"cannot reach {url}: {getattr(error, 'reason', error)}") from error
+        raise Offline(
+            f"cannot reach {url}: {getattr(error, 'reason', error)}; python prepare_data.py pydoc"
+            " needs no network, and --input=FILE takes a copy"
+        ) from error
     except (ValueError, http.client.HTTPException) as error:
         return b"", f"{type(error).__name__}: {error}"
     raw = b""
@@ -320,13 +323,8 @@ def main(argv=None):
         except KeyboardInterrupt:
             print("stopped; the same command resumes", file=sys.stderr)
             return 130
-        except DataError as error:
+        except (DataError, Offline) as error:
             fail(error)
-        except Offline as error:
-            fail(
-                f"{error}; python prepare_data.py pydoc needs no network, and --input=FILE takes a"
-                " copy"
-            )
     return 0
 
 

@@ -362,12 +362,12 @@ def text_of(path, number, raw, field):
     if not is_jsonl(path):
         return decode_utf8(raw, path, number)
     place = f"{path}:{number}"
-    if not raw.strip():
-        return ""
     if len(raw) > LONGEST_LINE:
         raise DataError(
             f"{place}: a line of more than {LONGEST_LINE:,} bytes; expected one JSON object a line"
         )
+    if not raw.strip():
+        return ""
     line = decode_utf8(raw, place)
     try:
         value = json.loads(line)

@@ -169,10 +169,11 @@ def verify(folder, meta):
             )
         for path in paths:
             digest = digest_of(path)
-            if digest != meta["sha256"][os.path.basename(path)]:
+            recorded = meta["sha256"][os.path.basename(path)]
+            if digest != recorded:
                 raise DataError(
                     f"{path} was changed or damaged: its SHA-256 is {digest}, meta.json says"
-                    f" {meta['sha256'][os.path.basename(path)]}; {again}"
+                    f" {recorded}; {again}"
                 )
             highest = np.memmap(path, meta["dtype"], mode="r").max()
             if highest >= meta["vocab_size"]:

@@ -542,10 +542,11 @@ def test_an_offset_counts_from_the_beginning_of_a_long_text(tmp_path, monkeypatc
         make(tmp_path / "made", tmp_path / "web")
 
 
-def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
+@pytest.mark.parametrize("line", [b'{"text": "' + b"x" * 200_000, b" " * 200_000])
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch, line):
     monkeypatch.setattr(plumbing.corpus, "LONGEST_LINE", 100_000)
     monkeypatch.setattr(plumbing.corpus, "PIECE", 10_000)
-    write(tmp_path / "a.jsonl", GOOD + b'{"text": "' + b"x" * 200_000)
+    write(tmp_path / "a.jsonl", GOOD + line)
     with pytest.raises(DataError, match="a.jsonl:2: a line of more than 100,000 bytes"):
         make(tmp_path / "made", tmp_path / "a.jsonl")
 
