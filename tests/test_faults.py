@@ -58,6 +58,15 @@ train.forward_backward = wrap(train.forward_backward)
 """
 
 
+# What is between the three tries of a save that must succeed: 3 s.
+SHORT_PAUSES = """
+import time, types
+def pause(seconds):
+    time.sleep(seconds / 20)
+train.checkpoints.time = types.SimpleNamespace(**vars(time) | {"sleep": pause})
+"""
+
+
 def events(done, name):
     return [row for row in done.rows("event") if row["event"] == name]
 
@@ -117,8 +126,10 @@ def test_one_more_ctrl_c_leaves_at_once(run_train, first):
         time.sleep(60)
         """,
     )
+    # how often a worker of torch asks whether its parent is there: 5 s
+    soon = "import torch; torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.5\n"
     start = time.monotonic()
-    done = run_train("run", f"--num_workers={2 * (first == 'SIGINT')}", before=hang)
+    done = run_train("run", f"--num_workers={2 * (first == 'SIGINT')}", before=soon + hang)
     assert done.returncode == 130 and time.monotonic() - start < 10
     assert not done.checkpoint(5).exists()
     group = done.stdout.split("PID ")[1].split()[0]
@@ -380,7 +391,7 @@ torch.load = load
 def test_no_checkpoint_is_written_that_could_not_be_read(run_train, straight):
     """A state that turns into what no checkpoint brings back, such as a number of NumPy's."""
     numpy = at_step(6, "import numpy; run.state['lr_factor'] = numpy.float64(1)")
-    done = run_train("run", *EVERYTHING, before=numpy)
+    done = run_train("run", *EVERYTHING, before=SHORT_PAUSES + numpy)
     assert done.returncode == 1 and "ckpt_00000012.pt could not be saved" in done.stderr
     assert "checkpoint['state']['lr_factor'] is a <class 'numpy.float64'>" in done.stderr
     assert not done.checkpoint(8).exists() and checkpoints.load(done.checkpoint(4))
@@ -514,7 +525,7 @@ def test_a_disk_that_stays_full_ends_in_exit_1_with_the_last_good_checkpoint(
     run_train, straight, small_disk
 ):
     flags = (*EVERYTHING, "--log_interval=1")
-    done = run_train(small_disk / "run", *flags, before=at_step(6, FILL))
+    done = run_train(small_disk / "run", *flags, before=SHORT_PAUSES + at_step(6, FILL))
     assert done.returncode == 1 and "ckpt_00000012.pt could not be saved" in done.stderr
     assert "the same command resumes" in done.stderr
     assert checkpoints.load(done.checkpoint(4))["state"]["step"] == 4
@@ -533,7 +544,7 @@ def test_a_folder_that_becomes_read_only_stops_no_training(run_train, straight, 
         subprocess.run(["mount", "--bind", run.folder.path, run.folder.path], check=True)
         subprocess.run(["mount", "-o", "remount,bind,ro", run.folder.path], check=True)
         """
-    done = run_train(small_disk / "run", *EVERYTHING, before=at_step(6, mount))
+    done = run_train(small_disk / "run", *EVERYTHING, before=SHORT_PAUSES + at_step(6, mount))
     assert done.returncode == 1 and "ckpt_00000012.pt could not be saved" in done.stderr
     assert "could not save ckpt_00000008.pt ([Errno 30] Read-only file system" in done.stdout
     assert "12/12" in done.stdout and "Traceback" not in done.stderr
@@ -546,7 +557,7 @@ def test_a_folder_that_becomes_read_only_stops_no_training(run_train, straight, 
 
 def test_a_limit_on_file_sizes_is_a_failed_save(run_train, straight):
     limit = "import resource, time; time.sleep(0.5); resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
-    done = run_train("run", *EVERYTHING, before=at_step(6, limit))
+    done = run_train("run", *EVERYTHING, before=SHORT_PAUSES + at_step(6, limit))
     assert done.returncode == 1 and "could not be saved" in done.stderr
     assert "could not save ckpt_00000008.pt" in done.stdout and "Traceback" not in done.stderr
     assert checkpoints.load(done.checkpoint(4))["state"]["step"] == 4

@@ -103,6 +103,14 @@ def second_text(data_dir):
         prepare("second", data_dir, input=str(data_dir / "second.txt"), say=lambda *words: None)
 
 
+@pytest.fixture(scope="module")
+def plain_run(train_in, tmp_path_factory):
+    """plain_run(*flags) -> Done: the run of the repository itself; each is made once."""
+    return functools.cache(
+        lambda *flags: train_in(tmp_path_factory.mktemp("p"), "run", *RUN, *flags)
+    )
+
+
 def losses(done):
     return [(row["step"], row["loss"], row["grad_norm"]) for row in done.rows("train")]
 
@@ -117,7 +125,7 @@ def test_a_hack_is_no_longer_than_in_nanogpt(name):
 
 
 @pytest.mark.parametrize("name", every(HACKS))
-def test_a_hacked_run_is_killed_and_resumes_bit_for_bit(name, fork, run_train):
+def test_a_hacked_run_is_killed_and_resumes_bit_for_bit(name, fork, run_train, plain_run):
     hack = HACKS[name]
     run_fork = functools.partial(run_train, repo=fork(name))
     flags = RUN + hack.flags
@@ -134,7 +142,7 @@ def test_a_hacked_run_is_killed_and_resumes_bit_for_bit(name, fork, run_train):
     assert losses(resumed) == losses(whole)
     assert "audit" not in {row["event"] for row in whole.rows("event")}
 
-    plain = run_train("plain", *RUN, *(hack.flags if not hack.changes_weights else ()))
+    plain = plain_run(*(hack.flags if not hack.changes_weights else ()))
     same = plain.fingerprint(STEPS)["model"] == whole.fingerprint(STEPS)["model"]
     assert same != hack.changes_weights, "the hack does what it is for, and nothing else"
 

@@ -5,14 +5,12 @@ Building it takes an engine and minutes; what can be told without one is told he
 
 import ast
 import fnmatch
-import os
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
-from conftest import REPO, Done, arguments
+from conftest import REPO
 
 from plumbing import files
 
@@ -107,18 +105,10 @@ def copied_repository(tmp_path):
     return tmp_path / "image"
 
 
-def test_run_json_names_the_commit_where_there_is_no_git(copied_repository, data_dir, tmp_path):
+def test_run_json_names_the_commit_where_there_is_no_git(copied_repository, run_train, tmp_path):
     commit = "0123456789abcdef0123456789abcdef01234567"
-    flags = arguments(tmp_path / "run", data_dir, ["--max_steps=3"])[1:]
-    result = subprocess.run(
-        [sys.executable, "train.py", *flags],
-        cwd=copied_repository,
-        env=os.environ | {"GIT_COMMIT": commit, "GIT_CEILING_DIRECTORIES": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    done = Done(tmp_path / "run", result.returncode, result.stdout, result.stderr)
+    environment = {"GIT_COMMIT": commit, "GIT_CEILING_DIRECTORIES": str(tmp_path)}
+    done = run_train("run", "--max_steps=3", env=environment, repo=copied_repository)
     assert done.returncode == 0, done.stderr
     run = files.read_json(done.out_dir / "run.json")
     assert run["git"] == {"commit": commit, "dirty": None, "diff_sha256": None}
