@@ -171,6 +171,23 @@ def test_buffers_that_a_forward_pass_moves_are_averaged_over_the_ranks(run_train
     assert done.fingerprint(12) == straight.fingerprint(12)
 
 
+def test_deterministic_mode_is_set_before_the_group_is_built(run_train):
+    """NCCL reads the variables that pin its order of sums when it starts, and never again."""
+    order = """
+def note(inner):
+    def call(*args, **named):
+        os.write(1, f"{inner.__name__}\\n".encode())
+        return inner(*args, **named)
+    return call
+train.devices.set_deterministic = note(train.devices.set_deterministic)
+torch.distributed.init_process_group = note(torch.distributed.init_process_group)
+"""
+    done = run_train("run", "--max_steps=1", "--warmup_steps=1", before=ranks(1, order))
+    assert done.returncode == 0, done.stderr
+    found = re.findall("set_deterministic|init_process_group", done.stdout)
+    assert found == ["set_deterministic", "init_process_group"]
+
+
 # ---- what one rank meets, all agree on -----------------------------------------------------------
 
 
