@@ -209,7 +209,8 @@ def fingerprint(device):
     """Everything about software and hardware that could explain a difference between two runs."""
     cpu, flags = cpu_info()
     cuda = device.type == "cuda"
-    packages = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    about = [distribution.metadata for distribution in importlib.metadata.distributions()]
+    packages = {each["Name"]: each["Version"] for each in about}
     return {
         "versions": {
             "python": platform.python_version(),

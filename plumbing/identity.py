@@ -54,12 +54,14 @@ def identity_of(knobs, data, device):
 def code_hashes():
     """{path: SHA-256} of every file of the repository that this process has loaded."""
     files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
+    ours = [
+        f for f in files if f.endswith(".py") and "site-packages" not in f.removeprefix(f"{REPO}")
+    ]
     hashes = {}
-    for path in sorted({Path(file).resolve() for file in files if file.endswith(".py")}):
+    for path in sorted({Path(file).resolve() for file in ours}):
         if path.is_relative_to(REPO) and path.is_file():
             name = path.relative_to(REPO)
-            # a virtual environment may lie in the repository
-            if "site-packages" not in name.parts and not any(p[0] == "." for p in name.parts):
+            if not any(part[0] == "." for part in name.parts):  # such as .venv
                 hashes[name.as_posix()] = sha256(path.read_bytes()).hexdigest()
     return hashes
 
