@@ -340,7 +340,7 @@ def record_evaluation(run, table):
     best = {"best_val_loss": state["best_val_loss"]}
     row = {"kind": "eval", "step": state["step"], **numbers, **best}
     if not eval_tokens or row["val_tokens"] + 1 == meta.get("val_tokens"):  # all of the split
-        del row["val_tokens"]
+        row.pop("val_tokens", None)
         if "val_bytes" in meta:
             row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
     run.folder.write_rows([row])
