@@ -109,7 +109,7 @@ def underfitting(run):
     if oscillation(run) or loss_spikes(run):
         return None  # it is high because it is restless
     last = mean(loss[-(len(loss) // 10) :])
-    if min(last, val[-1]) < 0.6 * guess or not abs(val[-1] - last) < 0.1 * last:
+    if not min(last, val[-1]) > 0.6 * guess or abs(val[-1] - last) > 0.1 * last:
         return None
     share = f"more than 60% of ln V = {guess:.3f}, which is guessing"
     return f"training ends at {last:.3f}, validation at {val[-1]:.3f}: {share}"
@@ -139,7 +139,7 @@ def oscillation(run):
     swings = means - np.polyval(np.polyfit(place, means, 2), place)
     deviation = swings.std(ddof=3)
     turns = np.count_nonzero(np.diff(np.sign(swings)))
-    if deviation < 2 * noise or deviation < 0.01 * mean(late) or turns < 4:
+    if deviation < 2.5 * noise or deviation < 0.01 * mean(late) or turns < 4:
         return None
     return (
         f"in the second half of the run means of {size} steps swing by {deviation:.3f} around their"

@@ -11,6 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 from plumbing.files import read_json
 
 FIELDS = {  # that are known; the first one is in every row
@@ -184,6 +189,38 @@ def smooth(values, half):
         return (total[last] - total[first]) / (count[last] - count[first])
 
 
+def thin(x, y, bins=1000):
+    """(x, y) with at most two points a bin, its lowest and its highest: no peak is lost."""
+    if len(x) <= 4 * bins:
+        return x, y
+    first = np.linspace(0, len(x), bins, endpoint=False).astype(int)
+    both = np.stack([np.fmin.reduceat(y, first), np.fmax.reduceat(y, first)], axis=1)
+    return np.repeat(x[first], 2), both.ravel()
+
+
+def short(value, _=None):
+    """12000 as 12k: tick labels stay short."""
+    for letter, size, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
+        if abs(value) >= least:
+            return f"{value / size:g}{letter}"
+    return f"{value:,.6g}"
+
+
+def is_running(run):
+    """Whether a process holds the lock of the run's folder. Not to be asked by that process itself:
+    it would lose its lock when the file is closed here."""
+    if run.info.get("ended") or not fcntl:
+        return False
+    try:
+        with open(run.folder / ".lock") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
 def happened(run, event):
     return [row for row in run.events if row["event"] == event]
 
@@ -217,3 +254,20 @@ def unit(run):
         return "tokens"
     same = np.array_equal(run.train["tokens"], run.train["sequences"], equal_nan=True)
     return "examples" if same else "targets"
+
+
+def new_fields(run):
+    """[(name, steps, values)] of what train.py does not write: a fork does."""
+    tables = (run.train, FIELDS["train"]), (run.evals, FIELDS["eval"])
+    return [(k, t["step"], t[k]) for t, fields in tables for k in t if k not in fields]
+
+
+def last_step(run):
+    return int(max(run.train["step"].max(initial=0), run.evals["step"].max(initial=0)))
+
+
+def late_losses(run):
+    """Training (smoothed) and validation losses after the first tenth of a run, where runs differ."""
+    t, e, start = run.train, run.evals, last_step(run) / 10
+    smoothed = smooth(t["loss"], half_window(run))
+    return known(smoothed[t["step"] > start]), known(e["val_loss"][e["step"] > start])

@@ -187,9 +187,9 @@ def changes(knobs, wanted):
         name, only, how, by = re.fullmatch(r"(\w+):?(\w*)([*=])(\S+)", change).groups()
         now = knobs.get(name)
         shown = f"{now:g}" if type(now) in (int, float) else str(now).lower()
-        if now is None or not NEEDS.get(name, bool)(knobs) or shown == by:
+        if now is None or not NEEDS.get(name, bool)(knobs):
             continue
-        if how == "=" and only in ("", shown):
+        if how == "=" and only in ("", shown) and shown != by:
             tries.append((name, by, shown))
         elif how == "*" and now:
             value = now * float(by)
