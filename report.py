@@ -59,7 +59,7 @@ from plumbing.troubles import troubles
 report_dir = ""  # folder for what is written; "" = the (first) run's own
 dollars_per_hour = 0.0  # of one device, [0, inf); 0 = as train.py was told
 html = False  # write a page as well: one file, which needs no network and no server
-watch = False  # write that page every 10 s while the run goes on, and the report at its end
+watch = False  # write that page every 10 s while the run goes on, and all at its end
 
 REPO = Path(__file__).resolve().parent
 # Okabe & Ito's colours (2008): told apart with any colour vision, and on paper
@@ -554,16 +554,17 @@ def save_page(runs, folder, refresh=0):
 def follow(runs, folder, every=10):
     """Write the page every 10 s, or less often where that would take more than 1% of the time, until no
     run goes on. Returns the runs as they are then."""
-    print(f"watching: open {os.path.relpath(folder)} in a browser; Ctrl-C ends it", flush=True)
+    pause = every
+    name = "report.html" if len(runs) == 1 else "compare.html"
+    print(f"open {os.path.relpath(folder / name)} in a browser; Ctrl-C ends this", flush=True)
     try:
         while any(map(is_running, runs)):
             start = time.perf_counter()
             runs = [read_run(run.folder, run.rows) for run in runs]
             with np.errstate(divide="ignore", invalid="ignore"):
-                spent = time.perf_counter() - start
-                save_page(runs, folder, refresh=max(every, 100 * spent))
-            spent = time.perf_counter() - start
-            time.sleep(max(every, 100 * spent))
+                save_page(runs, folder, refresh=pause)
+            pause = max(every, 100 * (time.perf_counter() - start))
+            time.sleep(pause)
     except KeyboardInterrupt:
         pass
     return [read_run(run.folder, run.rows) for run in runs]

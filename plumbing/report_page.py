@@ -51,11 +51,10 @@ polyline, path { fill: none; stroke: var(--c); vector-effect: non-scaling-stroke
 .tip { position: absolute; top: 4px; padding: .25rem .5rem; font-size: 12px; white-space: pre;
   background: var(--paper); border: 1px solid var(--rule) } .tip, line { pointer-events: none }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: 14px }
-td, th { text-align: left; padding: .2rem 1.2rem .2rem 0; border-top: 1px solid var(--rule);
+td, th { text-align: left; padding: .2rem 1rem .2rem 0; border-top: 1px solid var(--rule);
   vertical-align: top; font-weight: normal; font-variant-numeric: tabular-nums }
 """
 SCRIPT = """
-const again = () => { try { sessionStorage.y = scrollY; } catch {} location.reload(); };
 const buttons = [...document.querySelectorAll("nav button")];
 const off = new Set(location.hash.startsWith("#off=") ? location.hash.slice(5).split(",") : []);
 function show() {
@@ -68,7 +67,6 @@ for (const b of buttons) b.onclick = () => {
   show();
 };
 show();
-try { scrollTo(0, sessionStorage.y ?? scrollY); delete sessionStorage.y; } catch {}
 const said = v => Math.abs(v) >= 1e4 ? Math.round(v).toLocaleString("en") : +v.toPrecision(4);
 for (const plot of document.querySelectorAll(".plot")) {
   const d = plot.dataset, tip = plot.querySelector(".tip"), cross = plot.querySelector(".cross");
@@ -92,6 +90,9 @@ for (const plot of document.querySelectorAll(".plot")) {
     for (const end of ["x1", "x2"]) cross.setAttribute(end, at / 10 + "%");
   };
 }
+history.scrollRestoration = "manual";
+onpagehide = () => { sessionStorage[location.pathname] = scrollY; };
+scrollTo(0, sessionStorage[location.pathname] ?? 0);
 """
 
 
@@ -110,7 +111,7 @@ def page(runs, names, texts, lanes, refresh):
     )
     hidden = "".join(f'[data-off~="{key}"] .{key} {{ display: none }}\n' for key in keys)
     live = f"Running: this page loads itself again every {refresh:.0f} s." if refresh else ""
-    again = f"setTimeout(again, {1000 * refresh:.0f});" if refresh else ""
+    again = f"setTimeout(() => location.reload(), {1000 * refresh:.0f});" * bool(refresh)
     sections = "".join(f"<h2>{escape(name)}</h2>\n{html}\n" for name, html in texts.items())
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(", ".join(names))}</title>
@@ -118,7 +119,7 @@ def page(runs, names, texts, lanes, refresh):
 <link rel="icon" href="data:,"><style>{STYLE}{hidden}</style></head>
 <body><h1>{escape(", ".join(names))}</h1><p class="soft">{live}</p><nav>{buttons}</nav>
 <div class="panels">{"".join(panels(runs, names, lanes))}</div>
-{sections}<script>{SCRIPT}{again}</script></body></html>
+{sections}<script>{again}{SCRIPT}</script></body></html>
 """
 
 
@@ -196,17 +197,16 @@ def panel(title, curves, lanes, x="step", span=None, star=None, limit=None):
         at = f"{100 * value / right:.3f}%"
         out.append(f'<line class="grid" x1="{at}" x2="{at}" y2="100%"/>')
         out.append(f'<text x="{at}" y="100%" dy="1.5em" text-anchor="middle">{label}</text>')
-    shapes = [shape(*looks, 1000 * steps / right, place(y)) for *looks, steps, y in curves]
+    shapes = "".join(shape(*look, 1000 * steps / right, place(y)) for *look, steps, y in curves)
     for event, (_, colour, steps) in lanes.items():
         top = 0 if len(steps) <= 40 else 950  # many are marks at the bottom, few go through
         lines = "".join(f"M{1000 * step / right:.2f} {top}V1000" for step in steps if step <= right)
-        shapes.append(f'<path class="event {event}" style="--c:var(--{colour})" d="{lines}"/>')
+        shapes += f'<path class="event {event}" style="--c:var(--{colour})" d="{lines}"/>'
     if limit:
         level = f"M0 {place(limit):.2f}H1000"
-        shapes.append(f'<path class="event" style="--c:var(--black)" d="{level}"/>')
-    box = 'viewBox="0 0 1000 1000" preserveAspectRatio="none"'
+        shapes += f'<path class="event" style="--c:var(--black)" d="{level}"/>'
     cut = ' class="cut"' * (span is not None)
-    out.append(f"<svg {box}{cut}>{''.join(shapes)}</svg>")
+    out.append(f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none"{cut}>{shapes}</svg>')
     if star and math.isfinite(star[0]):
         at = f'x="{100 * star[1] / right:.3f}%" y="{place(star[0]) / 10:.3f}%"'
         tip = f"<title>best: {star[0]:.4f} at step {star[1]:,}</title>"
