@@ -1,41 +1,67 @@
 """
 Shows what a run did, from the metrics.jsonl and run.json in its folder:
 
-    python report.py out/shakespeare       # writes report.png and report.md beside them
-    python report.py out/a out/b out/c     # writes compare.png and compare.md into out/a
+    python report.py out/shakespeare                # writes report.png and report.md beside them
+    python report.py out/a out/b out/c              # writes compare.png and compare.md into out/a
+    python report.py out/shakespeare --html=true    # and report.html (or compare.html), a page
+    python report.py out/shakespeare --watch=true   # a page that follows a run which is still going
 
 train.py calls write_report at the end of every run. A run of a million steps takes seconds. A field
 that report.py does not know, such as one that a fork adds to its rows, gets a panel and a row.
 """
 
 import io
-import json
 import math
 import os
 import re
 import shlex
 import sys
 import textwrap
-from dataclasses import dataclass
+import time
 from hashlib import sha256
+from html import escape
 from pathlib import Path
 
 import numpy as np
 
+from plumbing import report_page
 from plumbing.configurator import configured, fail
-from plumbing.files import read_json, replacing
+from plumbing.files import replacing
 from plumbing.knobs import read_knobs
+from plumbing.outcome import (
+    clipped_share,
+    duration,
+    ended,
+    epochs,
+    number,
+    outcome,
+    seconds_by_kind,
+)
+from plumbing.record import (
+    FIELDS,
+    best_of,
+    extent,
+    half_window,
+    happened,
+    is_running,
+    known,
+    last_step,
+    late_losses,
+    new_fields,
+    read_run,
+    short,
+    smooth,
+    thin,
+    unit,
+)
+from plumbing.troubles import troubles
 
 report_dir = ""  # folder for what is written; "" = the (first) run's own
 dollars_per_hour = 0.0  # of one device, [0, inf); 0 = as train.py was told
+html = False  # write a page as well: one file, which needs no network and no server
+watch = False  # write that page every 10 s while the run goes on, and all at its end
 
 REPO = Path(__file__).resolve().parent
-FIELDS = {  # that are known; the first one is in every row
-    "train": "step loss grad_norm skipped lr tokens sequences epoch step_ms data_ms tokens_per_sec "
-    "mfu mem_gb gpu_util".split(),
-    "eval": "step val_loss val_bpb val_accuracy val_tokens best_val_loss".split(),
-}
-NO_ROW = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 # Okabe & Ito's colours (2008): told apart with any colour vision, and on paper
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE, PALE_GREEN = "#0072B2", "#D55E00", "#CC79A7", "#8FD4BF"
@@ -51,6 +77,8 @@ LANES = {
     "save_failed": ("save failed", ORANGE, "D", False),
     "failed": ("failed", BLACK, "X", True),
 }
+CSS = {BLACK: "black", ORANGE: "orange", GREEN: "green", BLUE: "blue", VERMILION: "vermilion"}
+CSS |= {PURPLE: "purple"}  # colours of LANES as the page calls them
 STYLE = """
     font.size=9 text.color=#222222 axes.labelcolor=#222222 axes.edgecolor=#666666
     axes.linewidth=0.8 axes.spines.top=False axes.spines.right=False axes.axisbelow=True
@@ -58,333 +86,6 @@ STYLE = """
     xtick.labelsize=8 ytick.labelsize=8 legend.frameon=False legend.fontsize=8
     legend.columnspacing=1.4
 """
-
-
-@dataclass
-class Run:
-    name: str
-    folder: Path
-    info: dict  # run.json; empty dicts where it is missing or damaged
-    train: dict  # field -> float array, one number a step; what is null or missing is NaN
-    evals: dict  # the same, one number an evaluation
-    events: list  # rows as they are, in the order in which they happened
-    unreadable: int  # lines that are no rows, besides a last one that is half-written
-
-
-def read_run(folder):
-    """The Run in `folder`. Raises ValueError, one line for the user, where there is none to read."""
-    folder = Path(folder)
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        found = "no metrics.jsonl in it" if folder.is_dir() else "no such folder"
-        near = sorted(path.parent for path in folder.absolute().parent.glob("*/metrics.jsonl"))
-        near = ", ".join(map(os.path.relpath, near[:8])) or "none; train.py makes one"
-        raise ValueError(f"{folder}: {found}; expected a run's folder, and beside it are: {near}")
-    tables, n_lines, unreadable, last_is_whole = read_rows(path)
-    if not n_lines:
-        raise ValueError(f"{path} is empty: the run stopped before it had anything to write")
-    if unreadable * 2 >= n_lines:
-        raise ValueError(
-            f"{path} is damaged, or not from train.py: {unreadable:,} of its {n_lines:,} lines are "
-            'no rows; expected JSON such as {"kind": "train", "step": 1, ...}'
-        )
-    empty = {key: {} for key in "config data run git versions hardware state".split()}
-    info = read_json(folder / "run.json")
-    if not all(isinstance(info.get(key, {}), dict) for key in empty):
-        info = {}
-    return Run(
-        name=folder.resolve().name,
-        folder=folder,
-        info=empty | info,
-        train=columns(tables["train"], FIELDS["train"]),
-        evals=columns(tables["eval"], FIELDS["eval"]),
-        events=tables["event"],
-        unreadable=unreadable - (not last_is_whole),
-    )
-
-
-def read_rows(path):
-    """({kind: rows}, number of lines, of unreadable ones, is the last line whole?)"""
-    tables, n_lines, unreadable, whole = {"train": [], "eval": [], "event": []}, 0, 0, True
-    with open(path, "rb") as file:
-        while lines := file.readlines(1 << 16):  # as many at once as are parsed fastest
-            try:
-                rows = json.loads(b"[" + b",".join(lines) + b"]")
-                parts = [sort_rows(rows)] if len(rows) == len(lines) else None
-            except NO_ROW:
-                parts = None
-            for part in parts or map(sort_line, lines):
-                whole = part is not None
-                unreadable += not whole
-                for kind, table in (part or {}).items():
-                    tables[kind] += table
-            n_lines += len(lines)
-    return tables, n_lines, unreadable, whole
-
-
-def sort_rows(rows):
-    """{kind: rows}, of train and eval rows as {field: array}. Raises where one is no row."""
-    parts = {"train": [], "eval": [], "event": []}
-    for row in rows:
-        parts[row["kind"]].append(row)
-    for row in parts["event"]:
-        row["step"], row["event"] = int(row["step"]), str(row["event"])
-    for kind, fields in FIELDS.items():
-        if parts[kind]:
-            names = [*fields, *set().union(*parts[kind]).difference(fields, ("kind", "finite"))]
-            part = {name: np.array([plain(row.get(name)) for row in parts[kind]]) for name in names}
-            if not np.isfinite(part["step"]).all():
-                raise ValueError("a row without its step")
-            parts[kind] = [part]
-    return parts
-
-
-def plain(value):
-    """The number that a field of a row is, or NaN."""
-    return float(value) if isinstance(value, int | float) else math.nan
-
-
-def sort_line(line):
-    try:
-        return sort_rows([json.loads(line)])
-    except NO_ROW:
-        return None
-
-
-def columns(parts, fields):
-    """{field: array} with steps that rise; of two rows of one step the later one counts.
-
-    A field that is not in `fields` counts if two rows give it a number: damage may make up one.
-    """
-    table = {}
-    for name in dict.fromkeys([*fields, *sorted(set().union(*parts))]):
-        values = [part.get(name, np.full(len(part["step"]), np.nan)) for part in parts]
-        table[name] = np.concatenate([[], *values])
-    if (np.diff(table["step"]) <= 0).any():
-        _, last = np.unique(table["step"][::-1], return_index=True)
-        table = {name: values[::-1][last] for name, values in table.items()}
-    return {k: values for k, values in table.items() if k in fields or len(known(values)) > 1}
-
-
-def known(values):
-    return values[np.isfinite(values)]
-
-
-def mean(values):
-    return float(np.mean(known(values))) if len(known(values)) else math.nan
-
-
-def median(values):
-    return float(np.median(known(values))) if len(known(values)) else math.nan
-
-
-def half_window(run):
-    """Steps to either side over which curves are smoothed: a hundredth of the run."""
-    return max(1, len(run.train["step"]) // 100)
-
-
-def smooth(values, half):
-    """Mean over `half` neighbours to either side, where there are so many.
-
-    At the start, where a curve falls fast, as many on the right as on the left.
-    """
-    i, finite = np.arange(len(values)), np.isfinite(values)
-    total = np.concatenate([[0], np.cumsum(np.where(finite, values, 0))])
-    count = np.concatenate([[0], np.cumsum(finite)])
-    first, last = i - np.minimum(half, i), np.minimum(i + np.minimum(half, i) + 1, len(values))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return (total[last] - total[first]) / (count[last] - count[first])
-
-
-def happened(run, event):
-    return [row for row in run.events if row["event"] == event]
-
-
-def best_of(run):
-    """(loss, step) of the best evaluation of the last one's extent; (NaN, 0) where there is none.
-
-    A rollback takes with it the rows that it undoes, but run.json and best.pt still know.
-    """
-    losses, state = run.evals["val_loss"], run.info["state"]
-    losses = np.where(extent(run)[1], losses, np.nan)
-    found = (math.nan, 0)
-    if len(known(losses)):
-        found = float(np.nanmin(losses)), int(run.evals["step"][np.nanargmin(losses)])
-    best = state.get("best_val_loss")
-    return found if best is None or found[0] <= best else (best, state["best_step"])
-
-
-def extent(run):
-    """(tokens of the last evaluation, 0 for the whole split; which evaluations saw as many)."""
-    tokens = np.nan_to_num(run.evals["val_tokens"])
-    last = tokens[-1] if len(tokens) else 0
-    return last, tokens == last
-
-
-def new_fields(run):
-    """[(name, steps, values)] of what train.py does not write: a fork does."""
-    tables = (run.train, FIELDS["train"]), (run.evals, FIELDS["eval"])
-    return [(k, t["step"], t[k]) for t, fields in tables for k in t if k not in fields]
-
-
-def last_step(run):
-    return int(max(run.train["step"].max(initial=0), run.evals["step"].max(initial=0)))
-
-
-def ended(run):
-    ends = happened(run, "end")
-    how = run.info["ended"] if "ended" in run.info else ends and ends[-1].get("ended")
-    how = str(how or "no end on record (killed, or running still)").split(". ")[0]
-    return how if "at step" in how else f"{how}, at step {last_step(run):,}"
-
-
-def seconds_by_kind(run):
-    """({kind: seconds} over all sessions, number of sessions that left no account of theirs)."""
-    total, ends = {}, happened(run, "end")
-    for row in ends:
-        for kind, seconds in (row.get("seconds") or {}).items():
-            total[kind] = total.get(kind, 0.0) + (seconds or 0.0)
-    sessions = 1 + max(len(happened(run, "resume")), len(run.info.get("resumes") or []))
-    return total, max(0, sessions - len(ends))
-
-
-def number(value, form=",.4f", unit=""):
-    return f"{value:{form}}{unit}" if math.isfinite(value) else "n/a"
-
-
-def duration(seconds):
-    minutes, hours = int(seconds // 60), int(seconds // 3600)
-    if hours:
-        return f"{hours:,} h {minutes % 60:02} min"
-    return f"{minutes} min {int(seconds % 60):02} s" if minutes else f"{seconds:.1f} s"
-
-
-def clipped_share(run):
-    clip = run.info["config"].get("grad_clip")
-    return number(mean((run.train["grad_norm"] > clip).astype(float)), ".0%") if clip else "n/a"
-
-
-def outcome(run):
-    """{what: words}: the results in report.md and compare.md."""
-    t, e, last = run.train, run.evals, 2 * half_window(run) + 1
-    best, best_step = best_of(run)
-    spent, missing = seconds_by_kind(run)
-    wall, devices = sum(spent.values()), run.info["hardware"].get("world_size", 1)
-    partly = f", without {missing} session(s) that left no account" if missing else ""
-    on = f" on the first {extent(run)[0]:,.0f} tokens" if extent(run)[0] else ""
-    bpb = np.where(extent(run)[1], e["val_bpb"], np.nan)
-    words = {
-        "how it ended": ended(run),
-        "best validation loss, nats": number(best, ".4f", f" at step {best_step:,}{on}"),
-        "last validation loss, nats": number(mean(e["val_loss"][-1:]), ".4f", on),
-        "best bits per byte": number(best * median(bpb / e["val_loss"]), ".4f"),
-        "accuracy at the best": number(mean(e["val_accuracy"][e["step"] == best_step]), ".2%"),
-        f"mean training loss of the last {last} steps, nats": number(mean(t["loss"][-last:])),
-        "tokens learned from": number(mean(t["tokens"][-1:]), ",.0f"),
-        "epochs learned from": number(mean(t["epoch"][-1:]), ",.2f"),
-        "throughput, tokens/s": number(1 / mean(1 / t["tokens_per_sec"]), ",.0f"),
-        "median step, ms": number(median(t["step_ms"]), ",.1f"),
-        "waiting for data": number(mean(t["data_ms"]) / mean(t["step_ms"]), ".1%"),
-        "MFU": number(mean(t["mfu"]), ".1%"),
-        "peak memory, GB": number(known(t["mem_gb"]).max(initial=-math.inf), ".2f"),
-        "GPU utilization": number(mean(t["gpu_util"]) / 100, ".0%"),
-        "wall-clock": (duration(wall) if spent else "n/a") + partly,
-        "steps whose gradient was clipped": clipped_share(run),
-        "updates skipped": f"{len(happened(run, 'skipped')):,}",
-        "rollbacks": f"{len(happened(run, 'rollback')):,}",
-        "resumes": f"{len(happened(run, 'resume')):,}",
-    }
-    words |= {f"last {name}": number(known(v)[-1], ",.4g") for name, _, v in new_fields(run)}
-    hours = devices * wall / 3600 if spent else math.nan
-    price = dollars_per_hour or run.info["config"].get("dollars_per_hour")
-    money = f"${number(price * hours, ',.2f')} at ${price:g} an hour" if price else ASK_FOR_MONEY
-    return words | {"cost": f"{number(hours, ',.3f')} device-hours; {money}{partly}"}
-
-
-ASK_FOR_MONEY = "report.py --dollars_per_hour=PRICE says it in money"
-TROUBLES = {  # name: likely cause, and what to try
-    "The gradient is clipped all the time": "the clip is too low, so that only the gradient's "
-    "direction counts, or the learning rate too high. Try a larger --grad_clip or a lower --peak_lr",
-    "Updates fail": "the learning rate is too high, or the precision too narrow. Try a lower "
-    "--peak_lr, more --warmup_steps, a smaller --grad_clip, --dtype=float32",
-    "The training loss spikes": "a learning rate near the edge of stability, or odd batches. Try a "
-    "lower --peak_lr, a smaller --grad_clip, a lower --beta2; --spike_sigma=6 rolls back",
-    "The training loss rises again": "the learning rate is too high. Try a lower --peak_lr, more "
-    "--warmup_steps, a schedule that falls",
-    "The training loss is on a plateau": "the learning rate is too low or too high by now, or the "
-    "model has learned what it can. Try another --peak_lr or --min_lr, a larger model, fewer steps",
-    "Validation rises while training falls": "overfitting: the model has seen the same text too "
-    "often. Try best.pt, from before; --patience=3, --dropout=0.1, more --weight_decay, more text",
-    "The throughput falls": "other work on the machine, a device that slows down when hot, memory "
-    "that swaps. Look at the machine (top, nvidia-smi) while it runs",
-    "Training waits for data": "batches are read more slowly than they are learned from. Try "
-    "--num_workers=2 or more, a dataset on a local disk",
-}
-
-
-def troubles(run):
-    """{name of a known trouble: what in the curves shows it}"""
-    t, e, found = run.train, run.evals, {}
-    n, clip, half = len(t["step"]), run.info["config"].get("grad_clip"), half_window(run)
-    skips, rollbacks = len(happened(run, "skipped")), len(happened(run, "rollback"))
-    if skips > max(2, 0.01 * n) or rollbacks:
-        found["Updates fail"] = f"{skips:,} not finite and skipped, {rollbacks} rollbacks"
-    if len(known(t["loss"])) < 20:
-        return found
-    late = known(t["grad_norm"][n // 5 :])
-    if clip and len(late) and np.mean(late > clip) > 0.9:
-        found["The gradient is clipped all the time"] = (
-            f"after the first fifth of the run its norm is above {clip:g} in"
-            f" {np.mean(late > clip):.0%} of the steps, and {median(late):.3g} in the median"
-        )
-    loss, curve = t["loss"], smooth(t["loss"], half)
-    noise = 1.4826 * median(np.abs(loss - curve))  # of a normal distribution, its deviation
-    high = np.concatenate([[False], loss - curve > max(8 * noise, 0.1)])
-    spikes = t["step"][np.flatnonzero(high[1:] & ~high[:-1])]
-    if len(spikes):
-        found["The training loss spikes"] = f"{len(spikes):,} spikes, the first at {spikes[0]:,.0f}"
-    third, fourth = known(loss[n // 2 : 3 * n // 4]), known(loss[3 * n // 4 :])
-    rise, lowest = mean(curve[-1:]) - np.nanmin(curve), np.nanmin(curve)
-    if rise > max(6 * noise / math.sqrt(half), 0.05 * lowest):
-        found["The training loss rises again"] = f"it ends {rise:.3f} above {lowest:.3f}"
-    elif n >= 200 and len(third) and len(fourth):
-        fall = mean(third) - mean(fourth)
-        error = math.hypot(*(part.std() / math.sqrt(len(part)) for part in (third, fourth)))
-        if fall < max(2 * error, 0.002 * mean(fourth)):
-            quarters = f"{mean(third):.4f} in the third quarter, {mean(fourth):.4f} in the last"
-            found["The training loss is on a plateau"] = quarters
-    best, best_step = best_of(run)
-    at_end, then = mean(e["val_loss"][-1:]), np.searchsorted(t["step"], best_step)
-    if at_end > 1.005 * best and then < n and curve[-1] < curve[then]:
-        found["Validation rises while training falls"] = (
-            f"validation from {best:.4f} at step {best_step:,} to {at_end:.4f}, "
-            f"training from {curve[then]:.4f} to {curve[-1]:.4f}"
-        )
-    first, last = (median(part) for part in np.array_split(t["tokens_per_sec"], 4)[::3])
-    if n >= 40 and last < 0.85 * first:
-        words = f"{first:,.0f} tokens/s in the first quarter of the run, {last:,.0f} in the last"
-        found["The throughput falls"] = words
-    waiting = mean(t["data_ms"]) / mean(t["step_ms"])
-    if waiting > 0.1:
-        found["Training waits for data"] = f"{waiting:.0%} of the time"
-    return found
-
-
-def thin(x, y, bins=1000):
-    """(x, y) with at most two points a bin, its lowest and its highest: no peak is lost."""
-    if len(x) <= 4 * bins:
-        return x, y
-    first = np.linspace(0, len(x), bins, endpoint=False).astype(int)
-    both = np.stack([np.fmin.reduceat(y, first), np.fmax.reduceat(y, first)], axis=1)
-    return np.repeat(x[first], 2), both.ravel()
-
-
-def short(value, _=None):
-    """12000 as 12k: tick labels stay short."""
-    for letter, size, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
-        if abs(value) >= least:
-            return f"{value / size:g}{letter}"
-    return f"{value:,.6g}"
 
 
 def new_figure(width, height):
@@ -445,7 +146,7 @@ def draw_loss(ax, run):
     loss, e = run.train["loss"], run.evals
     raw_and_smooth(ax, run, "loss", SKY, BLUE, "training, ")
     tokens, same = extent(run)
-    on = f", first {short(tokens)} tokens" if tokens else ", last on all tokens" * (not same.all())
+    on = f", first {short(tokens)} {unit(run)}" if tokens else ", last on all" * (not same.all())
     dots(ax, e["step"], e["val_loss"], VERMILION, label=f"validation{on}")
     best, best_step = best_of(run)
     if math.isfinite(best):
@@ -454,7 +155,7 @@ def draw_loss(ax, run):
     values = known(np.concatenate([loss, e["val_loss"]]))
     if len(values) and values.max() > 30 * values.min():
         scale(ax, values, log_from=30)
-    ax.set_ylabel("loss (nats)")
+    ax.set_ylabel("loss (nats)" if unit(run) == "tokens" else "loss")
     legend(ax)
 
 
@@ -485,11 +186,11 @@ def draw_events(ax, panels, lanes):
     ax.spines[:].set_visible(False)
 
 
-def draw_speed(ax, t):
+def draw_speed(ax, t, per):
     """Throughput, and MFU on the right: the same line, or another where the device has changed."""
     curve(ax, t["step"], t["tokens_per_sec"], color=BLUE, lw=1.2, label="throughput")
     scale(ax, t["tokens_per_sec"])
-    ax.set_ylabel("throughput (tokens/s)")
+    ax.set_ylabel(f"throughput ({per}/s)")
     ax.yaxis.set_major_formatter(short)
     ratio = known(t["mfu"] / t["tokens_per_sec"])
     if not len(ratio):
@@ -510,6 +211,8 @@ def picture(run):
     """report.png as a matplotlib Figure."""
     t, lanes, clip = run.train, event_steps(run), run.info["config"].get("grad_clip")
     new = new_fields(run)[:20]
+    if len(known(t["gpu_util"])):
+        new = [("GPU utilization (%)", t["step"], t["gpu_util"]), *new]
     lanes_high = 0.17 * max(1, len(lanes))
     rows = 2 + (1 + len(new)) // 2
     fig = new_figure(9, 4 + 2 * rows + lanes_high)
@@ -534,7 +237,7 @@ def picture(run):
     scale(rate, t["lr"])
     rate.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     rate.set_ylabel("learning rate (per step)")
-    draw_speed(speed, t)
+    draw_speed(speed, t, unit(run))
     curve(memory, t["step"], t["mem_gb"], color=ORANGE, lw=1.8)
     scale(memory, t["mem_gb"])
     memory.set_ylabel("peak memory (GB)")
@@ -558,13 +261,6 @@ def picture(run):
     return fig
 
 
-def late_losses(run):
-    """Training (smoothed) and validation losses after the first tenth of a run, where runs differ."""
-    t, e, start = run.train, run.evals, last_step(run) / 10
-    smoothed = smooth(t["loss"], half_window(run))
-    return known(smoothed[t["step"] > start]), known(e["val_loss"][e["step"] > start])
-
-
 def compare_picture(runs, names):
     """compare.png as a matplotlib Figure: losses by step, tokens and time; the rest by step."""
     fig = new_figure(11, 7 + 0.2 * math.ceil(len(runs) / 3))
@@ -572,12 +268,12 @@ def compare_picture(runs, names):
     (by_step, by_tokens, by_time), (norm, rate, speed) = axes
     colours = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK)
     longest = max(known(run.train["step_ms"]).sum() for run in runs) / 1000
-    units = {"s": 1, "min": 60, "h": 3600}
-    unit = [unit for unit, size in units.items() if size == 1 or longest > 3 * size][-1]
+    scales = {"s": 1, "min": 60, "h": 3600}
+    clock = [name for name, size in scales.items() if size == 1 or longest > 3 * size][-1]
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         t, e, half = run.train, run.evals, half_window(run)
         looks = {"color": colours[i % 7], "ls": ("-", "--", ":")[i // 7 % 3]}
-        time = np.cumsum(np.nan_to_num(t["step_ms"])) / 1000 / units[unit]
+        time = np.cumsum(np.nan_to_num(t["step_ms"])) / 1000 / scales[clock]
         for ax, x in ((by_step, t["step"]), (by_tokens, t["tokens"]), (by_time, time)):
             curve(ax, x, smooth(t["loss"], half), lw=1, alpha=0.55, **looks)
             dots(ax, np.interp(e["step"], [0, *t["step"]], [0, *x]), e["val_loss"], looks["color"])
@@ -604,12 +300,14 @@ def compare_picture(runs, names):
     for ax in axes.flat:
         ax.set_xlabel("step")
         ax.xaxis.set_major_formatter(short)
-    by_tokens.set_xlabel("tokens learned from")
-    by_time.set_xlabel(f"training time ({unit})")
-    by_step.set_ylabel("loss (nats)")
+    units = {unit(run) for run in runs}
+    per, nats = units.pop() if len(units) == 1 else "tokens", " (nats)" * ("tokens" in units)
+    by_tokens.set_xlabel(f"{per} learned from")
+    by_time.set_xlabel(f"training time ({clock})")
+    by_step.set_ylabel(f"loss{nats}")
     norm.set_ylabel("gradient norm, smoothed")
     rate.set_ylabel("learning rate (per step)")
-    speed.set_ylabel("throughput (tokens/s)")
+    speed.set_ylabel(f"throughput ({per}/s)")
     fig.suptitle(heading, x=0.01, ha="left", fontsize=10)
     fig.legend(loc="outside lower left", ncols=3)
     return fig
@@ -619,6 +317,14 @@ def table(header, rows):
     lines = [header, ["---"] * len(header), *rows]
     cells = [[" ".join(str(cell).replace("|", "\\|").split()) for cell in line] for line in lines]
     return "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"
+
+
+def html_table(header, rows):
+    def line(cells, tag):
+        return "<tr>" + "".join(f"<{tag}>{escape(str(c))}</{tag}>" for c in cells) + "</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return f'<div class="scroll"><table>{line(header, "th")}{body}</table></div>'
 
 
 def changed_knobs(run):
@@ -637,12 +343,16 @@ def about(run):
     info, identity, git = run.info, run.info["run"], run.info["git"]
     hardware, versions, data = info["hardware"], info["versions"], info["data"]
     meta = data.get("meta") or {}
-    facts = ("source", "tokenizer", "vocab_size")
-    text = "".join(f"; {key} {meta[key]}" for key in facts if key in meta)
+    classes = "vocabulary" if unit(run) == "tokens" else "classes"
+    facts = {"source": "source", "tokenizer": "tokenizer", "vocab_size": classes}
+    text = "".join(f"; {word} {meta[key]}" for key, word in facts.items() if key in meta)
     commit = f"`{git['commit'][:12]}`" if git.get("commit") else "unknown"
     if git.get("dirty"):
         commit += f" with changes not committed (diff `{str(git.get('diff_sha256'))[:12]}`)"
     split = " x ".join(str(identity.get(k)) for k in ("batch_size", "accum_steps", "world_size"))
+    batch = f"{identity.get('global_batch')} {unit(run)}"
+    if unit(run) == "tokens":
+        batch = f"{identity.get('global_batch')} sequences of {identity.get('block_size')} tokens"
     changed = ", ".join(changed_files(identity.get("code") or {}))
     knobs = changed_knobs(run)
     return f"""\
@@ -654,7 +364,7 @@ def about(run):
 - **computed in** {identity.get("dtype")}; compiled: {identity.get("compile")}; deterministic: \
 {identity.get("deterministic")}
 - **versions** Python {versions.get("python")}, torch {versions.get("torch")}, CUDA {versions.get("cuda")}
-- **a step** {split} = {identity.get("global_batch")} sequences of {identity.get("block_size")} tokens
+- **a step** {split} = {batch}
 - **when** {info.get("start")} to {info.get("end")}
 
 {f"Changed since: {changed}. The defaults are those of today." if changed else ""}
@@ -703,8 +413,10 @@ def not_exact(run):
         lines.append(f"- step {event['step']:,} was computed twice: {odd}; it was dropped")
     if run.info["run"].get("deterministic") is False:
         lines.append("- `deterministic` was off: the same command may give other bits")
-    if run.unreadable:
-        lines.append(f"- {run.unreadable:,} damaged line(s) of metrics.jsonl are left out here")
+    if run.rows.unreadable:
+        lines.append(
+            f"- {run.rows.unreadable:,} damaged line(s) of metrics.jsonl are left out here"
+        )
     if not run.info["run"]:
         lines.append("- run.json is missing or damaged: what was run is not on record")
     return lines or ["Nothing on record: every resume, if any, was bit for bit."]
@@ -719,11 +431,17 @@ def words(run, image):
         out += [f"> **This run learned {learned!r} INSTEAD OF {asked!r}, which could not be had:"]
         out += [f"> its numbers say nothing about {asked!r}.**\n"]
     out += ["![Curves of this run](report.png)\n"] if image else []
-    out += ["## Result\n", table(("", ""), [(f"**{k}**", v) for k, v in outcome(run).items()])]
+    rows = [(f"**{what}**", *words) for what, words in outcome(run, dollars_per_hour).items()]
+    out += ["## Result\n", table(("", "", "over"), rows)]
     out += ["## Known troubles\n"]
-    for name, shows in troubles(run).items():
-        out += [f"- **{name}**: {shows}. Likely cause: {TROUBLES[name]}."]
-    out += [""] if troubles(run) else ["The curves show none of those that report.py knows.\n"]
+    for each in (found := troubles(run)):
+        out += [f"- **{each.title}** (`{each.name}`): {each.shows}. Likely causes: {each.causes}."]
+        out += [f"  Tell them apart: `{each.tell}` ({each.reading})."] if each.tell else []
+        out += [f"  Try: {each.cure}."] if each.cure else []
+    more = "docs/trouble.md has more on each, under its name.\n"
+    out += [f"\n{more}" if found else "The curves show none of those that report.py knows.\n"]
+    if len(means := epochs(run)) > 1:
+        out += ["## Means by epoch\n", table(means[0], means[1:])]
     out += ["## What was run\n", about(run) if run.info["run"] else "Not on record.\n"]
     out += ["## Where the time went\n"]
     rows = [(kind, duration(each), f"{each / total:.1%}") for kind, each in spent.items()]
@@ -757,9 +475,9 @@ def compare_words(runs, names, image):
     for knob in dict.fromkeys(knob for run in runs for knob in run.info["config"]):
         if not knob.endswith("_dir"):
             rows[f"`{knob}`"] = [run.info["config"].get(knob, "n/a") for run in runs]
-    outcomes = [outcome(run) for run in runs]
+    outcomes = [outcome(run, dollars_per_hour) for run in runs]
     for what in dict.fromkeys(what for each in outcomes for what in each):
-        rows[f"**{what}**"] = [each.get(what, "n/a") for each in outcomes]
+        rows[f"**{what}**"] = [each.get(what, ("n/a",))[0] for each in outcomes]
     rows = [(what, *each) for what, each in rows.items() if len(set(map(str, each))) > 1]
     return "\n".join([*out, table(("", *names), rows)])
 
@@ -786,13 +504,70 @@ def draw(path, picture, *args):
 def report_on(runs, folder):
     """Write the report of one run, or the comparison of several. Returns the paths."""
     with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and so "n/a"
+        paths = [save_page(runs, folder)] if html or watch else []
         if len(runs) == 1:
             image = draw(folder / "report.png", picture, runs[0])
-            return [*image, save(folder / "report.md", words(runs[0], image))]
-        names = [run.name for run in runs]
-        names = names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+            return [*image, save(folder / "report.md", words(runs[0], image)), *paths]
+        names = names_of(runs)
         image = draw(folder / "compare.png", compare_picture, runs, names)
-        return [*image, save(folder / "compare.md", compare_words(runs, names, image))]
+        return [*image, save(folder / "compare.md", compare_words(runs, names, image)), *paths]
+
+
+def names_of(runs):
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+
+
+def save_page(runs, folder, refresh=0):
+    """report.html, or compare.html. refresh: seconds after which it is written again; 0 = never."""
+    names, outcomes, texts = names_of(runs), [outcome(run, dollars_per_hour) for run in runs], {}
+    alone = len(runs) == 1
+    for run, name in zip(runs, names, strict=True):
+        found = "".join(
+            f'<p class="trouble"><b>{escape(each.title)}</b>: {escape(each.shows)}. Likely causes: '
+            f"{escape(each.causes)}. Try: {escape(each.cure or 'the command')}.\n"
+            f"<code>{escape(each.tell)}</code></p>"
+            for each in troubles(run)
+        )
+        heading = "Troubles so far" + f": {name}" * (not alone)
+        texts[heading] = found or "<p>None of those that report.py knows.</p>"
+    whats = dict.fromkeys(what for each in outcomes for what in each)
+    rows = [[what, *(each.get(what, ("n/a",))[0] for each in outcomes)] for what in whats]
+    over = [outcomes[0][what][1] for what in whats] if alone else []
+    rows = [[*row, window] for row, window in zip(rows, over, strict=True)] if alone else rows
+    texts["Result"] = html_table(("", "", "over") if alone else ("", *names), rows)
+    if alone and len(means := epochs(runs[0])) > 1:
+        texts["Means by epoch"] = html_table(means[0], means[1:])
+    for run, name in zip(runs, names, strict=True):
+        for sample in happened(run, "sample")[-1:]:
+            heading = f"A sample, from step {sample['step']:,}" + f": {name}" * (not alone)
+            texts[heading] = f"<pre>{escape(str(sample.get('text')))}</pre>"
+    lanes = {
+        event: (LANES[event][0], CSS[LANES[event][1]], steps)
+        for event, steps in (event_steps(runs[0]).items() if alone else ())
+        if event != "best"
+    }
+    content = report_page.page(runs, names, texts, lanes, refresh)
+    return save(folder / ("report.html" if alone else "compare.html"), content)
+
+
+def follow(runs, folder, every=10):
+    """Write the page every 10 s, or less often where that would take more than 1% of the time, until no
+    run goes on. Returns the runs as they are then."""
+    pause = every
+    name = "report.html" if len(runs) == 1 else "compare.html"
+    print(f"open {os.path.relpath(folder / name)} in a browser; Ctrl-C ends this", flush=True)
+    try:
+        while any(map(is_running, runs)):
+            start = time.perf_counter()
+            runs = [read_run(run.folder, run.rows) for run in runs]
+            with np.errstate(divide="ignore", invalid="ignore"):
+                save_page(runs, folder, refresh=pause)
+            pause = max(every, 100 * (time.perf_counter() - start))
+            time.sleep(pause)
+    except KeyboardInterrupt:
+        pass
+    return [read_run(run.folder, run.rows) for run in runs]
 
 
 def write_report(folder):
@@ -816,6 +591,8 @@ def main(argv=None):
             runs = [read_run(folder) for folder in folders]
             to = Path(report_dir or folders[0])
             to.mkdir(parents=True, exist_ok=True)
+            if watch:
+                runs = follow(runs, to)
             paths = report_on(runs, to)
         except ValueError as error:
             fail(error)
@@ -823,8 +600,8 @@ def main(argv=None):
             fail(f"{error.filename}: {error.strerror}; --report_dir=FOLDER writes elsewhere")
     for run in runs:
         print(f"{run.name}: {ended(run)}; best validation loss {number(best_of(run)[0])}")
-        for name, shows in troubles(run).items():
-            print(f"  {name}: {shows}")
+        for trouble in troubles(run):
+            print(f"  {trouble.title}: {trouble.shows}")
     print("wrote " + ", ".join(map(os.path.relpath, paths)))
 
 

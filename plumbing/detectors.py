@@ -1,0 +1,245 @@
+"""Detectors of trouble: each says what in the rows of a Run shows it, or returns None.
+
+Their names are those of plumbing/troubles.py, which has the causes and the cures.
+"""
+
+import math
+
+import numpy as np
+
+from plumbing.record import best_of, half_window, happened, known, mean, median, smooth, unit
+
+# ---- updates -------------------------------------------------------------------------------------
+
+
+def updates_fail(run):
+    skips = happened(run, "skipped")
+    rollbacks = len(happened(run, "rollback"))
+    if len(skips) <= max(2, 0.01 * len(run.train["step"])) and not rollbacks:
+        return None
+    first = f", the first at step {skips[0]['step']:,}" if skips else ""
+    return f"{len(skips):,} not finite and skipped{first}; {rollbacks} rollbacks"
+
+
+def float16_scale_collapses(run):
+    """By torch's rule: from 2^16, halved by each skipped update, doubled after 2,000 good ones."""
+    if run.info["run"].get("dtype") != "float16":
+        return None
+    steps = np.array([row["step"] for row in happened(run, "skipped")], dtype=float)
+    if not len(steps):
+        return None
+    good = np.maximum(0, np.diff(steps, prepend=0) - 1)
+    exponents = 16 + np.cumsum(good // 2000) - np.arange(1, len(steps) + 1)
+    below = np.flatnonzero(exponents < 0)
+    if not len(below):
+        return None
+    step = steps[below[0]]
+    return f"{len(steps):,} skips took it from 65,536 below 1 at step {step:,.0f}"
+
+
+def clipped_always(run):
+    clip = run.info["config"].get("grad_clip")
+    late = known(run.train["grad_norm"][len(run.train["step"]) // 5 :])
+    if not clip or len(late) < 16 or np.mean(late > clip) <= 0.9:
+        return None
+    return (
+        f"after the first fifth of the run its norm is above {clip:g} in"
+        f" {np.mean(late > clip):.0%} of the steps, and {median(late):.3g} in the median"
+    )
+
+
+def norm_vanishes(run):
+    norms, losses = known(run.train["grad_norm"]), known(run.train["loss"])
+    last = norms[-5:]
+    if len(last) == 5 and not last.any():
+        return f"its norm is exactly 0 in the last {zeros_at_the_end(norms):,} steps"
+    if len(norms) < 50 or losses[-1] < 0.1 * losses[0]:
+        return None
+    first, late = (median(part) for part in np.array_split(norms, 10)[::9])
+    return f"its norm falls from {first:.3g} to {late:.3g}" if late < 1e-3 * first else None
+
+
+def zeros_at_the_end(norms):
+    nonzero = np.flatnonzero(norms)
+    return len(norms) - (nonzero[-1] + 1 if len(nonzero) else 0)
+
+
+# ---- the training loss ---------------------------------------------------------------------------
+
+
+def loss_curve(run):
+    """(loss, smoothed, deviation of the noise around it), or None where that is too short to judge."""
+    loss = run.train["loss"]
+    if len(known(loss)) < 20:
+        return None
+    curve = smooth(loss, half_window(run))
+    return loss, curve, 1.4826 * median(np.abs(loss - curve))  # of a normal distribution
+
+
+def guessing(run):
+    """ln V, the loss of one who guesses; NaN where V is not on record."""
+    classes = (run.info["data"].get("meta") or {}).get("vocab_size")
+    return math.log(classes) if classes else math.nan
+
+
+def spikes_of(run):
+    """Indices of the steps at which the loss begins to stand far above its curve."""
+    if loss_curve(run) is None:
+        return np.array([], int)
+    loss, curve, noise = loss_curve(run)
+    high = np.concatenate([[False], loss - curve > max(8 * noise, 0.1)])
+    return np.flatnonzero(high[1:] & ~high[:-1])
+
+
+def loss_stuck(run):
+    loss, n = known(run.train["loss"]), len(run.train["step"])
+    if len(loss) < 50 or n <= run.info["config"].get("warmup_steps", 0) or run.train["step"][0] > 1:
+        return None
+    first, last, guess = mean(loss[: max(3, n // 20)]), mean(loss[-(n // 4) :]), guessing(run)
+    if abs(first - last) > 0.02 * first or last < 0.9 * guess:
+        return None
+    beside = f"; guessing is ln V = {guess:.3f}" if math.isfinite(guess) else ""
+    return f"{first:.3f} at the start, {last:.3f} in the last quarter{beside}"
+
+
+def underfitting(run):
+    loss, val, guess = known(run.train["loss"]), known(run.evals["val_loss"]), guessing(run)
+    if len(loss) < 100 or not len(val) or loss_stuck(run) or loss_rises(run):
+        return None
+    if oscillation(run) or loss_spikes(run):
+        return None  # it is high because it is restless
+    last = mean(loss[-(len(loss) // 10) :])
+    if not min(last, val[-1]) > 0.6 * guess or abs(val[-1] - last) > 0.1 * last:
+        return None
+    share = f"more than 60% of ln V = {guess:.3f}, which is guessing"
+    return f"training ends at {last:.3f}, validation at {val[-1]:.3f}: {share}"
+
+
+def loss_rises(run):
+    if loss_curve(run) is None:
+        return None
+    _, curve, noise = loss_curve(run)
+    lowest = np.nanmin(curve)
+    rise = mean(curve[-1:]) - lowest
+    least = max(6 * noise / math.sqrt(half_window(run)), 0.05 * lowest)
+    return f"it ends {rise:.3f} above {lowest:.3f}" if rise > least else None
+
+
+def oscillation(run):
+    """Swings of the loss, once it has fallen, that last longer than the noise of single batches."""
+    loss = known(run.train["loss"])
+    late = loss[len(loss) // 2 :]
+    if len(late) < 40 or mean(late) > 0.9 * mean(loss[: max(3, len(loss) // 20)]):
+        return None
+    size = max(4, len(late) // 24)  # steps in a block
+    late = late[: len(late) // size * size]
+    noise = math.sqrt(np.mean(np.diff(late) ** 2) / 2 / size)  # expected of a block's mean
+    means = late.reshape(-1, size).mean(axis=1)
+    place = np.arange(len(means))
+    swings = means - np.polyval(np.polyfit(place, means, 2), place)
+    deviation = swings.std(ddof=3)
+    turns = np.count_nonzero(np.diff(np.sign(swings)))
+    if deviation < 2.5 * noise or deviation < 0.01 * mean(late) or turns < 4:
+        return None
+    return (
+        f"in the second half of the run means of {size} steps swing by {deviation:.3f} around their"
+        f" trend, {deviation / noise:.1f} times what the noise of batches explains"
+    )
+
+
+def loss_spikes(run):
+    spikes = run.train["step"][spikes_of(run)]
+    return f"spikes: {len(spikes):,}, the first at step {spikes[0]:,.0f}" if len(spikes) else None
+
+
+def norm_leads_spikes(run):
+    norms, leads, spikes = run.train["grad_norm"], [], spikes_of(run)
+    for spike in spikes:
+        usual = norms[max(0, spike - 60) : max(0, spike - 10)]
+        ahead = norms[max(0, spike - 10) : spike]
+        deviation = 1.4826 * median(np.abs(usual - median(usual)))
+        high = np.flatnonzero(ahead > max(3 * median(usual), median(usual) + 8 * deviation))
+        if len(high):
+            leads.append((len(ahead) - high[0], np.nanmax(ahead) / median(usual)))
+    if not leads or len(leads) < len(spikes) / 2:
+        return None
+    steps, times = np.median(leads, axis=0)
+    return (
+        f"ahead of {len(leads)} of {len(spikes)} spikes it rose to {times:.1f} times its usual value,"
+        f" {steps:.0f} steps earlier"
+    )
+
+
+def diverges_after_resume(run):
+    loss, step, lr = (run.train[name] for name in ("loss", "step", "lr"))
+    for at in sorted({row["step"] for row in happened(run, "resume")}):
+        i = int(np.searchsorted(step, at, side="right"))
+        size = min(50, i, len(step) - i)
+        before, after = known(loss[i - size : i]), known(loss[i : i + size])
+        if min(len(before), len(after)) < 10:
+            continue
+        rise = median(after) - median(before)
+        error = math.hypot(before.std(), after.std()) / math.sqrt(size)
+        if rise > max(4 * error, 0.05 * median(before)):
+            jump = lr[i] / lr[i - 1]
+            rate = f"; the learning rate jumped from {lr[i - 1]:.3g} to {lr[i]:.3g}"
+            return (
+                f"resumed at step {at:,}: the loss was {median(before):.3f} before and is"
+                f" {median(after):.3f} after{rate if abs(math.log(jump)) > 0.2 else ''}"
+            )
+    return None
+
+
+def plateau(run):
+    loss, n = run.train["loss"], len(run.train["step"])
+    third, fourth = known(loss[n // 2 : 3 * n // 4]), known(loss[3 * n // 4 :])
+    if n < 200 or not len(third) or not len(fourth) or loss_rises(run) or loss_stuck(run):
+        return None
+    fall = mean(third) - mean(fourth)
+    error = math.hypot(*(part.std() / math.sqrt(len(part)) for part in (third, fourth)))
+    if fall >= max(2 * error, 0.002 * mean(fourth)):
+        return None
+    return f"{mean(third):.4f} in the third quarter, {mean(fourth):.4f} in the last"
+
+
+# ---- validation ----------------------------------------------------------------------------------
+
+
+def overfitting(run):
+    if loss_curve(run) is None:
+        return None
+    curve, (best, step) = loss_curve(run)[1], best_of(run)
+    then, at_end = np.searchsorted(run.train["step"], step), mean(run.evals["val_loss"][-1:])
+    if not at_end > 1.005 * best or then >= len(curve) or not curve[-1] < curve[then]:
+        return None
+    return (
+        f"validation from {best:.4f} at step {step:,} to {at_end:.4f}, "
+        f"training from {curve[then]:.4f} to {curve[-1]:.4f}"
+    )
+
+
+# ---- speed ---------------------------------------------------------------------------------------
+
+
+def throughput_falls(run):
+    first, last = (median(part) for part in np.array_split(run.train["tokens_per_sec"], 4)[::3])
+    if len(run.train["step"]) < 40 or not last < 0.85 * first:
+        return None
+    per_second = f"{unit(run)}/s"
+    return f"{first:,.0f} {per_second} in the first quarter of the run, {last:,.0f} in the last"
+
+
+def waits_for_data(run):
+    waiting = mean(run.train["data_ms"]) / mean(run.train["step_ms"])
+    if len(known(run.train["loss"])) < 20 or not waiting > 0.1:
+        return None
+    return f"{waiting:.0%} of the time of all steps"
+
+
+def gpu_idle(run):
+    busy = known(run.train["gpu_util"])
+    if len(busy) < 20 or median(busy) >= 85:
+        return None
+    return (
+        f"{median(busy):.0f}% busy in the median of the samples at log lines; 85% and more is good"
+    )

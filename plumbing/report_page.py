@@ -1,0 +1,249 @@
+"""report.html: the curves of one or several runs in one file, which needs no network and no server.
+
+Curves stretch with the window; numbers keep their size. What is drawn has a key as its class (raw,
+training, resume ...; of several runs r0, r1 ...), which a button switches off, until a reload too.
+"""
+
+import math
+from html import escape
+
+import numpy as np
+
+from plumbing import record
+
+COLOURS = "blue vermilion green orange purple sky black".split()  # of several runs
+FIELDS = {  # of train rows: title, and colour where the run is alone
+    "loss": ("loss", "blue"),
+    "grad_norm": ("gradient norm, unclipped", "green"),
+    "lr": ("learning rate", "purple"),
+    "tokens_per_sec": ("throughput (UNIT/s)", "blue"),
+    "mfu": ("MFU (share of the peak)", "vermilion"),
+    "mem_gb": ("peak memory (GB)", "orange"),
+    "gpu_util": ("GPU utilization (%)", "green"),
+}
+STYLE = """
+:root { color-scheme: light dark; --paper: #fff; --ink: #222; --soft: #666; --rule: #e6e6e6;
+  --black: #000; --blue: #0072b2; --vermilion: #d55e00; --green: #009e73; --orange: #e69f00;
+  --purple: #cc79a7; --sky: #56b4e9 }
+@media (prefers-color-scheme: dark) { :root { --paper: #14171b; --ink: #dcdfe3; --soft: #9aa1a9;
+  --rule: #2c3137; --black: #f2f2f2; --blue: #4aa8e8; --vermilion: #f2854a; --green: #34c79b } }
+body { margin: auto; padding: 1.2rem 3vw; max-width: 1120px; color: var(--ink);
+  background: var(--paper); font: 15px/1.5 system-ui, sans-serif }
+h1 { font-size: 1.35rem; margin: 0 } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem } p { margin: 0 }
+.soft, figcaption, th { color: var(--soft) } code, pre { font: 13px/1.45 monospace }
+pre, code, .trouble { white-space: pre-wrap; overflow-wrap: anywhere; margin-bottom: .7rem }
+nav { position: sticky; top: 0; z-index: 1; padding: .7rem 0; display: flex; flex-wrap: wrap;
+  gap: .3rem .4rem; background: var(--paper) }
+button { font: 13px/1.6 system-ui, sans-serif; color: inherit; background: none; cursor: pointer;
+  border: 1px solid var(--rule); border-radius: 99px; padding: 0 .7rem }
+button::before { content: "● "; color: var(--c) } [aria-pressed=false] { opacity: .4 }
+.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 320px), 1fr));
+  gap: 1.1rem 1.6rem } .wide { grid-column: 1 / -1 } .wide .plot { height: clamp(240px, 42vw, 350px) }
+figure { margin: 0; min-width: 0 } figcaption { font-size: 13px; margin: 0 0 .35rem 3.2rem }
+.plot { position: relative; height: 165px; margin: 0 10px 24px 3.2rem; touch-action: pan-y }
+.plot svg { position: absolute; width: 100%; height: 100%; overflow: visible }
+.plot .cut { overflow: hidden } text { fill: var(--soft); font-size: 11.5px }
+.star { fill: var(--vermilion); font-size: 19px; text-anchor: middle } .grid { stroke: var(--rule) }
+.axis, .cross { stroke: var(--soft) } .cross[hidden] { display: none }
+polyline, path { fill: none; stroke: var(--c); vector-effect: non-scaling-stroke; stroke-width: 2;
+  stroke-linejoin: round; stroke-linecap: round } .thin { stroke-width: .9; opacity: .55 }
+.dots { stroke-width: 6 } .event { stroke-width: 1; stroke-dasharray: 5 4 }
+.tip { position: absolute; top: 4px; padding: .25rem .5rem; font-size: 12px; white-space: pre;
+  background: var(--paper); border: 1px solid var(--rule) } .tip, line { pointer-events: none }
+.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: 14px }
+td, th { text-align: left; padding: .2rem 1rem .2rem 0; border-top: 1px solid var(--rule);
+  vertical-align: top; font-weight: normal; font-variant-numeric: tabular-nums }
+"""
+SCRIPT = """
+const buttons = [...document.querySelectorAll("nav button")];
+const off = new Set(location.hash.startsWith("#off=") ? location.hash.slice(5).split(",") : []);
+function show() {
+  document.documentElement.dataset.off = [...off].join(" ");
+  for (const b of buttons) b.setAttribute("aria-pressed", !off.has(b.dataset.key));
+}
+for (const b of buttons) b.onclick = () => {
+  off.delete(b.dataset.key) || off.add(b.dataset.key);
+  history.replaceState(null, "", "#off=" + [...off].join(","));
+  show();
+};
+show();
+const said = v => Math.abs(v) >= 1e4 ? Math.round(v).toLocaleString("en") : +v.toPrecision(4);
+for (const plot of document.querySelectorAll(".plot")) {
+  const d = plot.dataset, tip = plot.querySelector(".tip"), cross = plot.querySelector(".cross");
+  plot.onpointerleave = () => { tip.hidden = true; cross.toggleAttribute("hidden", true); };
+  plot.onpointermove = event => {
+    const box = plot.getBoundingClientRect(), rows = new Map();
+    const at = 1000 * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
+    for (const line of plot.querySelectorAll("polyline")) {
+      const points = [...line.points];
+      const outside = at < points[0].x - 10 || at > points.at(-1).x + 10;
+      if (outside || getComputedStyle(line).display == "none") continue;
+      const nearer = (a, b) => Math.abs(b.x - at) < Math.abs(a.x - at) ? b : a;
+      const y = +d.y0 + (1 - points.reduce(nearer).y / 1000) * (d.y1 - d.y0);
+      rows.set(line.dataset.label, said(d.log ? 10 ** y : y));
+    }
+    tip.hidden = !rows.size;
+    tip.textContent = [[d.x, said(at / 1000 * d.x1)], ...rows].map(r => r.join("  ")).join("\\n");
+    tip.style.left = at < 500 ? at / 10 + 2 + "%" : "";
+    tip.style.right = at < 500 ? "" : 102 - at / 10 + "%";
+    cross.toggleAttribute("hidden", false);
+    for (const end of ["x1", "x2"]) cross.setAttribute(end, at / 10 + "%");
+  };
+}
+history.scrollRestoration = "manual";
+onpagehide = () => { sessionStorage[location.pathname] = scrollY; };
+scrollTo(0, sessionStorage[location.pathname] ?? 0);
+"""
+
+
+def page(runs, names, texts, lanes, refresh):
+    """The page, a str. texts: {heading: HTML} for below the curves. lanes: {event: (name, colour, steps)}
+    of a run that is alone. refresh: seconds after which an open page loads itself again; 0 = never."""
+    keys = {"raw": ("each step", "sky"), "training": ("training", "blue")}
+    keys["validation"] = "validation", "vermilion"
+    keys |= {event: looks[:2] for event, looks in lanes.items()}
+    if len(runs) > 1:
+        bests = [f"{names[i]}: best {record.best_of(run)[0]:.4f}" for i, run in enumerate(runs)]
+        keys = {f"r{i}": (best, (COLOURS * len(runs))[i]) for i, best in enumerate(bests)}
+    buttons = "".join(
+        f'<button data-key="{key}" style="--c:var(--{colour})">{escape(label)}</button>'
+        for key, (label, colour) in keys.items()
+    )
+    hidden = "".join(f'[data-off~="{key}"] .{key} {{ display: none }}\n' for key in keys)
+    live = f"Running: this page loads itself again every {refresh:.0f} s." if refresh else ""
+    again = f"setTimeout(() => location.reload(), {1000 * refresh:.0f});" * bool(refresh)
+    sections = "".join(f"<h2>{escape(name)}</h2>\n{html}\n" for name, html in texts.items())
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{escape(", ".join(names))}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="icon" href="data:,"><style>{STYLE}{hidden}</style></head>
+<body><h1>{escape(", ".join(names))}</h1><p class="soft">{live}</p><nav>{buttons}</nav>
+<div class="panels">{"".join(panels(runs, names, lanes))}</div>
+{sections}<script>{again}{SCRIPT}</script></body></html>
+"""
+
+
+def panels(runs, names, lanes):
+    """The figures, as HTML."""
+    units = {record.unit(run) for run in runs}
+    alone = len(runs) == 1
+    found = {}  # title: its curves
+    for i, run in enumerate(runs):
+        own = (None, None, "") if alone else (f"r{i}", (COLOURS * len(runs))[i], f"{names[i]} ")
+        for title, curve in curves_of(run, *own):
+            found.setdefault(title, []).append(curve)
+    per = units.pop() if len(units) == 1 else "tokens"
+    late = np.concatenate([part for run in runs for part in record.late_losses(run)] or [[]])
+    for title, curves in found.items():
+        looks = {"x": "seconds" if "seconds" in title else "step"}
+        if title.startswith("loss"):
+            looks["span"] = None if alone else late  # what came before that is cut off
+            looks["star"] = record.best_of(runs[0]) if alone else None
+            title += " (nats)" if per == "tokens" else ""
+        elif title.startswith("gradient norm") and alone:
+            looks["limit"] = runs[0].info["config"].get("grad_clip")
+        yield panel(title.replace("UNIT", per), curves, lanes, **looks)
+
+
+def curves_of(run, key, colour, name):
+    """(title of the panel, (key, colour, look, label, x, y)) of each curve of a run. key, colour, name:
+    of one run among several; of a run that is alone each curve has its own."""
+    t, e, half = run.train, run.evals, record.half_window(run)
+    for field, (title, own) in FIELDS.items():
+        y, label = t[field], title.partition(" (")[0]
+        if field in ("loss", "grad_norm") and len(y) > 30:
+            pale = "sky" if field == "loss" else own
+            yield from [] if key else [(title, ("raw", pale, "thin", "each step", t["step"], y))]
+            y, label = record.smooth(y, half), f"{label}, mean of {2 * half + 1:,}"
+        look = "thin" if key and field == "loss" else "bold"
+        yield title, (key or "training", colour or own, look, name + label, t["step"], y)
+    looks = key or "validation", colour or "vermilion", "bold", name + "validation"
+    yield FIELDS["loss"][0], (*looks, e["step"], e["val_loss"])
+    if key:
+        seconds = np.cumsum(np.nan_to_num(t["step_ms"])) / 1000
+        at = np.interp(e["step"], [0, *t["step"]], [0, *seconds])
+        yield "loss by seconds of training", (*looks, at, e["val_loss"])
+    for field, steps, values in record.new_fields(run)[:20]:
+        yield field, (key or "training", colour or "blue", "bold", name + field, steps, values)
+
+
+def panel(title, curves, lanes, x="step", span=None, star=None, limit=None):
+    """A figure, or "" where nothing is known. span: values that set the vertical axis; None = all.
+    star: (value, step) of the best. limit: of a horizontal line."""
+    values = record.known(np.concatenate([y for *_, y in curves]))
+    if not len(values):
+        return ""
+    right = max(record.known(steps).max(initial=0) for *_, steps, _ in curves) or 1
+    values = span if span is not None and len(span) else np.append(values, limit or values[0])
+    low, high = values.min(), values.max()
+    log = "1" if title.startswith(("loss", "gradient")) and 0 < 30 * low < high else ""
+    if log:
+        low, high = np.log10([low, high])
+    elif low >= 0 and not title.startswith("loss"):
+        low = 0
+    pad = 0.06 * (high - low) or 0.05 * abs(high) or 1
+    low, high = low - pad if low else 0, high + pad
+
+    def place(y):  # of 1000, from the top
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return 1000 * (high - (np.log10(y) if log else np.asarray(y, float))) / (high - low)
+
+    out = []
+    for value, label in ticks(low, high, log):
+        at = f"{place(value) / 10:.3f}%"
+        out.append(f'<line class="grid" x2="100%" y1="{at}" y2="{at}"/>')
+        out.append(f'<text x="-7" y="{at}" dy=".32em" text-anchor="end">{label}</text>')
+    for value, label in ticks(0, right, ""):
+        at = f"{100 * value / right:.3f}%"
+        out.append(f'<line class="grid" x1="{at}" x2="{at}" y2="100%"/>')
+        out.append(f'<text x="{at}" y="100%" dy="1.5em" text-anchor="middle">{label}</text>')
+    shapes = "".join(shape(*look, 1000 * steps / right, place(y)) for *look, steps, y in curves)
+    for event, (_, colour, steps) in lanes.items():
+        top = 0 if len(steps) <= 40 else 950  # many are marks at the bottom, few go through
+        lines = "".join(f"M{1000 * step / right:.2f} {top}V1000" for step in steps if step <= right)
+        shapes += f'<path class="event {event}" style="--c:var(--{colour})" d="{lines}"/>'
+    if limit:
+        level = f"M0 {place(limit):.2f}H1000"
+        shapes += f'<path class="event" style="--c:var(--black)" d="{level}"/>'
+    cut = ' class="cut"' * (span is not None)
+    out.append(f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none"{cut}>{shapes}</svg>')
+    if star and math.isfinite(star[0]):
+        at = f'x="{100 * star[1] / right:.3f}%" y="{place(star[0]) / 10:.3f}%"'
+        tip = f"<title>best: {star[0]:.4f} at step {star[1]:,}</title>"
+        out.append(f'<text class="star validation" {at} dy=".36em">★{tip}</text>')
+    wide = " wide" * (title.startswith("loss") and x == "step")
+    data = f'data-x="{x}" data-x1="{right}" data-y0="{low}" data-y1="{high}" data-log="{log}"'
+    return f"""<figure class="panel{wide}"><figcaption>{escape(title)}</figcaption>
+<div class="plot" {data}><svg role="img" aria-label="{escape(title)}">{"".join(out)}
+<line class="axis" x2="100%" y1="100%" y2="100%"/><line class="cross" y2="100%" hidden/></svg>
+<div class="tip" hidden></div></div></figure>
+"""
+
+
+def ticks(low, high, log):
+    """[(value, label)]: some round numbers; low and high are exponents where log."""
+    if log:
+        factors = (1, 2, 5) if high - low < 2 else (1,)
+        each = math.ceil((high - low) / 6)
+        values = [f * 10.0**n for n in range(-40, 41) if n % each == 0 for f in factors]
+        return [(v, record.short(v)) for v in values if low <= math.log10(v) <= high]
+    size = 10 ** math.floor(math.log10((high - low) / 7))
+    size *= next(f for f in (1, 2, 5, 10) if f * size >= (high - low) / 7)
+    places = range(math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9) + 1)
+    return [(n * size, record.short(round(n * size, 12))) for n in places]
+
+
+def shape(key, colour, look, label, x, y):
+    """A polyline for each stretch that is known, thinned; where points are few, dots as well."""
+    x, y = record.thin(x, np.clip(y, -2000, 3000))
+    finite = np.isfinite(y)
+    dots = finite.sum() <= (60 if "validation" in label else 15)
+    end = f'style="--c:var(--{colour})" data-label="{escape(label)}"'
+    out = ""
+    for part in np.split(np.arange(len(y)), np.flatnonzero(np.diff(finite)) + 1):
+        if len(part) and finite[part[0]]:
+            points = [f"{a:.2f} {b:.2f}" for a, b in zip(x[part], y[part], strict=True)]
+            out += f'<polyline class="{key} {look}" {end} points="{" ".join(points)}"/>'
+            if dots:
+                out += f'<path class="{key} dots" {end} d="M{"h0M".join(points)}h0"/>'
+    return out

@@ -1,0 +1,221 @@
+"""The troubles that report.py knows: how each is detected, its likely causes, and what to do.
+
+The name of a trouble is its detector's, and its anchor in docs/trouble.md. Advice looks at the knobs of
+the run: it proposes no change that the run has made already.
+"""
+
+import re
+import shlex
+from collections import namedtuple
+
+from plumbing import detectors
+
+# causes: likely ones first. tell: the command that tells them apart: flags for this run's own command
+# ("knob": the first of `knobs`), or bench.py with the flags of this run, or a whole command. reading:
+# of its outcome. knobs: changes to try, a factor (peak_lr*0.5) or a value (schedule:constant=cosine:
+# only where it is constant). cure: what else to try.
+Trouble = namedtuple("Trouble", "find title causes tell reading knobs cure", defaults=[""])
+Finding = namedtuple("Finding", "name title shows causes tell reading cure")
+
+TABLE = [
+    Trouble(
+        detectors.updates_fail,
+        "Updates fail",
+        "the learning rate is too high; the precision is too narrow; a batch holds what is no number",
+        "--dtype=float32",
+        "as many skips in float32: it is not the precision",
+        "peak_lr*0.5 warmup_steps*2 grad_clip*0.5 dtype=float32",
+    ),
+    Trouble(
+        detectors.float16_scale_collapses,
+        "The scale of float16 collapses",
+        "gradients that overflow at any scale, as the learning rate is too high; an activation past"
+        " 65,504, the largest number of float16",
+        "--dtype=bfloat16",
+        "healthy in bfloat16, which has the range of float32: it was the range",
+        "dtype=bfloat16 peak_lr*0.5 grad_clip*0.5",
+    ),
+    Trouble(
+        detectors.clipped_always,
+        "The gradient is clipped all the time",
+        "the clip is so low that only the gradient's direction counts; the learning rate is too high",
+        "--grad_clip=0",
+        "as good without a clip: it was only in the way",
+        "grad_clip*4 peak_lr*0.5",
+    ),
+    Trouble(
+        detectors.norm_vanishes,
+        "The gradient vanishes",
+        "a learning rate so high that the weights ran off to where the loss is flat; a part of the model"
+        " that is cut off from the loss; gradients too small for float16",
+        "bench.py --only=sanity",
+        "gradients reach every weight at the start: it was the learning rate",
+        "peak_lr*0.1 warmup_steps*2 dtype:float16=float32",
+    ),
+    Trouble(
+        detectors.loss_stuck,
+        "The loss hardly moves",
+        "the learning rate is far too low; gradients do not reach the weights; the targets have nothing"
+        " to do with the inputs",
+        "bench.py --only=sanity",
+        "one batch is not learned by heart either: it is the model or the data, not the rate",
+        "peak_lr*10",
+    ),
+    Trouble(
+        detectors.underfitting,
+        "Both losses stay high: underfitting",
+        "too few steps; the learning rate is too low; the model is too small; too much dropout",
+        "bench.py --only=sanity",
+        "one batch is learned by heart: the model can, and wants more steps or a higher rate",
+        "max_steps*4 peak_lr*3 n_embd*2 n_layer*2 dropout*0.5",
+    ),
+    Trouble(
+        detectors.loss_rises,
+        "The training loss rises again",
+        "the learning rate is too high; it does not fall in time",
+        "bench.py --only=lr",
+        "the rate from which on the loss no longer falls",
+        "peak_lr*0.5 warmup_steps*2 schedule:constant=cosine",
+    ),
+    Trouble(
+        detectors.oscillation,
+        "The training loss falls, then oscillates",
+        "the learning rate is too high for what is left to learn; too much momentum; small batches",
+        "knob",
+        "smaller swings: it was the rate",
+        "peak_lr*0.3 schedule:constant=cosine momentum*0.95 beta1*0.9 batch_size*2",
+    ),
+    Trouble(
+        detectors.loss_spikes,
+        "The training loss spikes",
+        "a learning rate near the edge of stability; a few odd batches",
+        "--seed=2",
+        "as many spikes at other steps: the rate; hardly any: the batches",
+        "peak_lr*0.5 grad_clip*0.5 spike_sigma:0=6",
+    ),
+    Trouble(
+        detectors.norm_leads_spikes,
+        "The gradient's norm rises ahead of the loss",
+        "updates from gradients that are too large: the norm warns, and the clip lets them pass",
+        "knob",
+        "no spikes under a lower clip: it was those updates",
+        "grad_clip*0.5 peak_lr*0.5 warmup_steps*2",
+    ),
+    Trouble(
+        detectors.diverges_after_resume,
+        "The loss diverges after a resume",
+        "a knob that was changed on the resume, the learning rate above all; other code, another torch",
+        "--resume=never",
+        "no jump in a run that was never stopped: it was the change",
+        "peak_lr*0.5",
+        "go back to what it was before: report.md lists what was not exact",
+    ),
+    Trouble(
+        detectors.plateau,
+        "The training loss is on a plateau",
+        "the learning rate is too low or too high by now; the model has learned what it can",
+        "bench.py --only=lr",
+        "the range of rates in which the loss falls",
+        "min_lr*10 n_embd*2",
+        "another --peak_lr, or fewer steps",
+    ),
+    Trouble(
+        detectors.overfitting,
+        "Validation rises while training falls: overfitting",
+        "the model has seen the same data too often; it is large for so little data",
+        "knob",
+        "validation falls for longer: it was learning by heart",
+        "dropout*2 weight_decay*2 patience:0=3 max_steps*0.5",
+        "best.pt, from before; more data",
+    ),
+    Trouble(
+        detectors.throughput_falls,
+        "The throughput falls",
+        "other work on the machine; memory that swaps; a device that slows down when hot",
+        "vmstat 1 5",
+        "r above the number of cores: other work; si or so above 0: memory swaps; on a GPU,"
+        " nvidia-smi -q -d PERFORMANCE says what slows it down",
+        "",
+        "a machine of its own; the same command resumes the run there",
+    ),
+    Trouble(
+        detectors.waits_for_data,
+        "Training waits for data",
+        "batches are read or made more slowly than they are learned from; a slow disk",
+        "knob",
+        "less waiting: workers can keep up",
+        "num_workers*2 prefetch_factor*2",
+        "a dataset on a local disk",
+    ),
+    Trouble(
+        detectors.gpu_idle,
+        "The GPU is idle for much of the time",
+        "steps too small to fill it; training waits for data; kernels that are started one by one, which"
+        " compiling mends",
+        "bench.py --only=profile",
+        "where each millisecond of a step goes",
+        "batch_size*2 compile=true num_workers*2",
+    ),
+]
+TROUBLES = {each.find.__name__: each for each in TABLE}
+INSTEAD_OF_OFF = {"num_workers": 2, "grad_clip": 1, "dropout": 0.1, "weight_decay": 0.1}
+NEEDS = {  # what a knob has an effect with
+    "momentum": lambda knobs: knobs.get("optimizer") in ("momentum", "muon"),
+    "beta1": lambda knobs: knobs.get("optimizer") in ("adam", "adamw"),
+    "prefetch_factor": lambda knobs: knobs.get("num_workers"),
+}
+
+
+def troubles(run):
+    """The Findings of a run, in the order of TABLE."""
+    found = ((name, each, each.find(run)) for name, each in TROUBLES.items())
+    return [finding(run, name, each, shows) for name, each, shows in found if shows]
+
+
+def finding(run, name, trouble, shows):
+    tries = changes(run.info["config"] | run.info["run"], trouble.knobs)
+    words = [f"--{knob}={value}" + (f" (now {now})" if now else "") for knob, value, now in tries]
+    cure = ", ".join(filter(None, [*words, trouble.cure]))
+    tell = command(run, trouble.tell, tries, name)
+    return Finding(name, trouble.title, shows, trouble.causes, tell, trouble.reading, cure)
+
+
+def changes(knobs, wanted):
+    """[(knob, value to try, value now)] of the changes in `wanted` that would change something."""
+    tries = []
+    for change in wanted.split():
+        name, only, how, by = re.fullmatch(r"(\w+):?(\w*)([*=])(\S+)", change).groups()
+        now = knobs.get(name)
+        shown = f"{now:g}" if type(now) in (int, float) else str(now).lower()
+        if now is None or not NEEDS.get(name, bool)(knobs):
+            continue
+        if how == "=" and only in ("", shown) and shown != by:
+            tries.append((name, by, shown))
+        elif how == "*" and now:
+            value = now * float(by)
+            value = max(1, round(value)) if isinstance(now, int) else value
+            tries.append((name, f"{value:.4g}", shown))
+        elif how == "*" and name in INSTEAD_OF_OFF and (float(by) > 1 or name == "grad_clip"):
+            tries.append((name, INSTEAD_OF_OFF[name], "off"))
+    return tries
+
+
+def command(run, tell, tries, name):
+    """What to paste; "" where this run has no such command."""
+    script, *flags = [str(word) for word in run.info.get("command") or ["train.py"]]
+    if tell == "knob":
+        tell = "".join(f"--{knob}={value}" for knob, value, _ in tries[:1])
+    if tell.startswith("--"):
+        flags += [tell, f"--out_dir=out/{run.name}_{name}"]
+    elif tell.startswith("bench.py") and script.endswith("train.py"):
+        script = script.removesuffix("train.py") + "bench.py"
+        flags = [flag for flag in flags if not flag.startswith("--out_dir=")] + tell.split()[1:]
+    else:
+        return "" if tell.startswith("bench.py") else tell
+    last = {}  # of each flag: what was given later wins
+    for flag in flags:
+        last.pop(flag.partition("=")[0], None)
+        last[flag.partition("=")[0]] = flag
+    if tell != "--resume=never":
+        last.pop("--resume", None)
+    return shlex.join(["python", script, *last.values()])

@@ -1,0 +1,241 @@
+"""Each detector finds its trouble in a run that has it, and says nothing of a good run.
+
+The runs are real and take about a second; what needs a GPU, or thousands of steps, is recorded rows.
+"""
+
+import math
+import re
+
+import numpy as np
+import pytest
+from conftest import HONEST_DATA, REPO, pydoc_text
+from test_report import evaluation, event, falling, write_run
+
+import bench
+from plumbing.knobs import read_knobs
+from plumbing.record import read_run
+from plumbing.troubles import TROUBLES, troubles
+from prepare_data import prepare
+
+SPEED = {"step_ms": 5.0, "data_ms": 0.1, "tokens_per_sec": 1e5}  # of a machine that is not busy
+CONSTANT = "--schedule=constant --warmup_steps=5 --grad_clip=0 --batch_size=64 --max_steps=140"
+
+
+def slow(what, milliseconds):
+    """Source for run_train's `before`: from step 30 on `what` of train.py takes longer."""
+    return f"""
+import time
+taken = 0
+def {what.rpartition(".")[2]}(*args, inner=train.{what}):
+    global taken
+    taken += 1
+    time.sleep({milliseconds / 1000} * (taken > 30))
+    return inner(*args)
+train.{what} = {what.rpartition(".")[2]}
+"""
+
+
+DEAD = """
+def build_model(*args, inner=train.build_model):
+    model = inner(*args)
+    model.head.register_forward_pre_hook(lambda head, x: (x[0] - 1e4).relu())
+    return model
+train.build_model = build_model
+"""
+REAL = {  # troubles: flags of the run, source that runs before it
+    "updates_fail": ("--optimizer=sgd --peak_lr=1e30 --grad_clip=0 --max_steps=40", ""),
+    "clipped_always": ("--grad_clip=0.01 --max_steps=60", ""),
+    "norm_vanishes": ("--max_steps=40", DEAD),
+    "loss_stuck": ("--peak_lr=1e-6 --min_lr=0 --max_steps=80", ""),
+    "underfitting": ("--peak_lr=3e-4 --min_lr=0 --max_steps=120", ""),
+    "loss_rises": (f"{CONSTANT} --optimizer=momentum --momentum=0.99 --peak_lr=0.3", ""),
+    "oscillation": (f"{CONSTANT} --optimizer=momentum --momentum=0.99 --peak_lr=0.1 --seed=4", ""),
+    "loss_spikes norm_leads_spikes": (f"{CONSTANT} --optimizer=sgd --peak_lr=0.5 --seed=4", ""),
+    "plateau": (
+        "--schedule=step --step_size=60 --gamma=1e-6 --min_lr=0 --peak_lr=1e-2 --max_steps=240",
+        "",
+    ),
+    "overfitting": (
+        "--dataset=small --n_embd=64 --peak_lr=1e-2 --max_steps=240 --eval_interval=30",
+        "",
+    ),
+    "throughput_falls": ("--max_steps=60", slow("train_step", 10)),
+    "waits_for_data": ("--max_steps=60", slow("ShuffledWindows.__getitem__", 10)),
+}
+RECORDED = {  # what needs a GPU, or more steps than a test may take
+    "float16_scale_collapses": (
+        [*falling(60), *(event(3 * i, "skipped", loss=None) for i in range(1, 19))],
+        {"run": {"dtype": "float16"}},
+    ),
+    "gpu_idle": (falling(60, gpu_util=41), {}),
+    "norm_vanishes": (
+        [each | {"grad_norm": 10 ** (-each["step"] / 10)} for each in falling(60)],
+        {},
+    ),
+}
+
+
+def names_of(run):
+    with np.errstate(all="ignore"):
+        return [found.name for found in troubles(run)]
+
+
+@pytest.fixture(scope="session")
+def manual(data_dir):
+    """The dataset `manual`: 200,000 characters of Python's own documentation."""
+    (data_dir / "manual.txt").write_text(pydoc_text()[:200_000])
+    prepare("manual", data_dir, input=str(data_dir / "manual.txt"), say=lambda *words: None)
+
+
+@pytest.fixture
+def run_of(manual, run_train, tmp_path):
+    """run_of(name, flags, before) -> the folder of a real run."""
+
+    def run(name, flags, before=""):
+        common = "--dataset=manual --log_interval=5 --eval_tokens=2000 --eval_interval=60"
+        folder = f"--out_dir={tmp_path / name}"  # last, as a config file has one of its own
+        done = run_train(name, *common.split(), *flags.split(), folder, before=before)
+        assert done.returncode in (0, 1), done.stderr
+        return done.out_dir
+
+    return run
+
+
+def on_a_quiet_machine(folder):
+    """The Run in `folder`, as if the machine had done nothing else meanwhile."""
+    run = read_run(folder)
+    for name, value in SPEED.items():
+        run.train[name] = np.full(len(run.train["step"]), value)
+    return run
+
+
+@pytest.mark.parametrize("names", REAL)
+def test_a_real_run_that_has_the_trouble_is_told_so(names, run_of):
+    flags, before = REAL[names]
+    found = names_of(read_run(run_of("run", flags, before)))
+    assert set(names.split()) <= set(found)
+
+
+def test_a_run_that_diverges_after_its_resume_is_told_so_with_the_jump_of_the_rate(run_of):
+    flags = "--schedule=constant --peak_lr=1e-2 --warmup_steps=5 --max_steps="
+    good = on_a_quiet_machine(run_of("run", flags + "60"))
+    assert names_of(good) == []
+    calm = on_a_quiet_machine(run_of("run", flags + "90"))
+    assert [row["event"] for row in calm.events].count("resume") == 1
+    assert "diverges_after_resume" not in names_of(calm)
+    jumped = read_run(run_of("run", flags.replace("1e-2", "3") + "150"))
+    (found,) = [each for each in troubles(jumped) if each.name == "diverges_after_resume"]
+    assert "resumed at step 90" in found.shows and "from 0.01 to 3" in found.shows
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "config/shakespeare_fast.py --max_steps=60 --dataset=manual",
+        "--peak_lr=1e-2 --min_lr=1e-3 --warmup_steps=20 --max_steps=300",
+    ],
+)
+def test_a_good_run_is_told_of_no_trouble(flags, run_of):
+    assert names_of(on_a_quiet_machine(run_of("run", flags))) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["shakespeare", "shakespeare_fast"])
+def test_the_whole_of_a_config_is_told_of_no_trouble(config, run_train, tmp_path):
+    """The real thing, on its own text: a minute or two."""
+    text = HONEST_DATA / "tinyshakespeare" / "input.txt"
+    if not text.is_file():
+        pytest.skip("HONEST_DATA names no folder with tinyshakespeare/input.txt")
+    prepare("bard", tmp_path, input=str(text), say=lambda *words: None)
+    flags = f"config/{config}.py --dataset=bard --data_dir={tmp_path} --out_dir={tmp_path}/run"
+    done = run_train("run", *flags.split(), "--log_interval=10", timeout=500)
+    assert done.returncode == 0, done.stderr
+    assert names_of(on_a_quiet_machine(tmp_path / "run")) == []
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_rows_that_have_the_trouble_are_told_so_and_only_that(name, tmp_path):
+    rows, info = RECORDED[name]
+    found = names_of(read_run(write_run(tmp_path, rows, **info)))
+    assert name in found and set(found) <= {name, "updates_fail"}
+
+
+def test_a_good_recorded_run_is_told_of_no_trouble(tmp_path):
+    rows = falling(400, gpu_util=97) + [evaluation(0, 4.2), evaluation(400, 1.7)]
+    info = {"config": {"grad_clip": 1.0, "warmup_steps": 20}, "run": {"dtype": "float16"}}
+    info["data"] = {"meta": {"vocab_size": 65, "tokenizer": "char"}}
+    skips = [event(step, "skipped", loss=None) for step in (1, 2, 350)]  # float16 finds its scale
+    assert names_of(read_run(write_run(tmp_path, rows + skips, **info))) == []
+
+
+def test_every_trouble_is_tried_on_a_run_that_has_it():
+    assert set(TROUBLES) == {*" ".join(REAL).split(), *RECORDED, "diverges_after_resume"}
+
+
+# ---- advice --------------------------------------------------------------------------------------
+
+
+def finding(tmp_path, rows, name, **info):
+    with np.errstate(all="ignore"):
+        found = troubles(read_run(write_run(tmp_path, rows, **info)))
+    return next(each for each in found if each.name == name)
+
+
+def test_advice_begins_where_the_run_stands(tmp_path):
+    waiting = falling(60, data_ms=3.0)
+    few = finding(tmp_path, waiting, "waits_for_data", config={"num_workers": 0})
+    assert few.cure.startswith("--num_workers=2 (now off)")
+    many = {"num_workers": 4, "prefetch_factor": 2}
+    more = finding(tmp_path, waiting, "waits_for_data", config=many)
+    assert more.cure.startswith("--num_workers=8 (now 4), --prefetch_factor=4 (now 2)")
+
+
+def test_advice_names_no_change_that_was_made_or_has_no_effect(tmp_path):
+    idle = falling(60, gpu_util=20)
+    compiled = {"config": {"compile": "auto", "batch_size": 8}, "run": {"compile": True}}
+    assert "compile" not in finding(tmp_path, idle, "gpu_idle", **compiled).cure
+    eager = {"config": {"compile": "auto", "batch_size": 8}, "run": {"compile": False}}
+    assert "--compile=true (now false)" in finding(tmp_path, idle, "gpu_idle", **eager).cure
+
+    skips = [*falling(60), *(event(i, "skipped", loss=None) for i in range(9))]
+    config = {"peak_lr": 1e-3, "dtype": "auto", "grad_clip": 0.0}
+    in_float32 = {"config": config, "run": {"dtype": "float32"}}
+    cure = finding(tmp_path, skips, "updates_fail", **in_float32).cure
+    assert cure == "--peak_lr=0.0005 (now 0.001), --grad_clip=1 (now off)"
+    in_bfloat16 = {"config": config, "run": {"dtype": "bfloat16"}}
+    cure = finding(tmp_path, skips, "updates_fail", **in_bfloat16).cure
+    assert "--dtype=float32 (now bfloat16)" in cure
+
+    swinging = [
+        each | {"loss": each["loss"] + 0.3 * math.sin(each["step"] / 6)} for each in falling(200)
+    ]
+    adam = {"peak_lr": 1e-3, "optimizer": "adamw", "momentum": 0.95, "schedule": "cosine"}
+    cure = finding(tmp_path, swinging, "oscillation", config=adam).cure
+    assert cure == "--peak_lr=0.0003 (now 0.001)"
+
+
+def test_the_command_is_that_of_the_run_with_one_change(tmp_path):
+    command = ["train.py", "config/mine.py", "--peak_lr=1e-3", "--out_dir=out/a b", "--resume=auto"]
+    swinging = [
+        each | {"loss": each["loss"] + 0.3 * math.sin(each["step"] / 6)} for each in falling(200)
+    ]
+    info = {"command": command, "config": {"peak_lr": 1e-3}}
+    tell = finding(tmp_path / "run", swinging, "oscillation", **info).tell
+    expected = "python train.py config/mine.py --peak_lr=0.0003 --out_dir=out/run_oscillation"
+    assert tell == expected
+    rising = falling(100) + [each | {"step": 100 + each["step"]} for each in falling(100)]
+    tell = finding(tmp_path / "run", rising[:120], "loss_rises", **info).tell
+    assert tell == "python bench.py config/mine.py --peak_lr=1e-3 --only=lr"
+    info["command"] = ["examples/images.py"]  # which bench.py cannot measure
+    assert finding(tmp_path / "run", rising[:120], "loss_rises", **info).tell == ""
+
+
+def test_every_command_and_knob_of_the_table_exists():
+    knobs = read_knobs(REPO / "train.py")
+    for trouble in TROUBLES.values():
+        for change in trouble.knobs.split():
+            assert re.split("[:*=]", change)[0] in knobs, change
+        if trouble.tell.startswith("--"):
+            assert trouble.tell[2:].partition("=")[0] in knobs
+        if trouble.tell.startswith("bench.py"):
+            assert trouble.tell.partition("--only=")[2] in bench.PARTS
