@@ -241,7 +241,8 @@ def test_hours_and_cost_follow_from_the_step_and_the_length(in_process):
 
 def test_a_warning_is_still_go(in_process, monkeypatch):
     monkeypatch.setattr(bench.devices, "gpu_util", lambda device: 50)
-    code, facts = in_process(only="sanity", peak_lr=0.9)
+    monkeypatch.setattr(bench.Job, "range_test", {"suggested_peak_lr": 0.5})
+    code, facts = in_process(only="sanity")
     checks = facts["sanity"]["checks"]
     assert checks["utilization"]["warning"] and "GPU busy 50%" in checks["utilization"]["found"]
     assert checks["learning rate"]["warning"]
