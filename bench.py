@@ -1,12 +1,13 @@
 """Where each millisecond goes: measures what train.py really runs, with its own step, data and model.
 
+    python bench.py config/shakespeare.py --only=sanity     # before a long run: GO or NO-GO
     python bench.py config/shakespeare.py
     python bench.py config/shakespeare.py --n_layer=6 --n_embd=384 --only=ladder,profile
 
 Takes train.py's flags, and those below. Prints a table for each part and writes bench.json into
 out_dir, afresh each time; the lr part adds lr.png. A run that lies there is left alone. Nothing else
 should be at work on the machine meanwhile. Exit code 2: bad input; 130: Ctrl-C; 1: the sanity part
-found a fault (low utilization is none), or the exact part different bits.
+says NO-GO, or the exact part found different bits. docs/trouble.md explains each check.
 """
 
 import contextlib
@@ -17,9 +18,9 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, namedtuple
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
@@ -45,8 +46,9 @@ from plumbing import (
     signals,
 )
 from plumbing.configurator import configured, fail
-from plumbing.ranks import say
+from plumbing.ranks import say, world_size
 from plumbing.tokenizers import decode
+from plumbing.windows import OrderedWindows
 
 # The measurement
 only = "peak,ladder,profile,memory,overhead,sanity,lr"  # parts; exact (minutes) is not in it
@@ -75,6 +77,7 @@ class Job:
     scratch: Path  # takes the events of runs made here: out_dir may hold a real run
     peak: tuple  # (FLOP/s or None, where the figure is from)
     can_compile: bool  # unless --compile=false says no
+    max_steps: int = 0  # of the run; train.max_steps has no end here
     step_seconds: float = 0.0  # of an eager step, roughly
 
     def fresh_run(self):
@@ -104,9 +107,26 @@ class Job:
 
         return step
 
+    @cached_property  # the sanity part and the lr part both want it
+    def range_test(self):
+        """A range test (Smith 2017, section 3.3): the rate grows from step to step until the loss does.
+        Suggests a tenth of where the smoothed loss is lowest, as fastai's lr_find does: what a few
+        steps can stand, a long run cannot."""
+        rates, losses, smooth = [], [], []
+        average = 0.0
+        _, step = self.real_step(self.fresh_run())
+        while len(rates) < lr_steps and (not smooth or smooth[-1] < 2 * min(smooth)):
+            rates.append(1e-5 * 1e5 ** (len(rates) / (lr_steps - 1)))
+            with setting(lr_at=lambda step: rates[-1]):
+                losses.append(step()["loss"].item())
+            average = 0.8 * average + 0.2 * losses[-1]
+            smooth.append(average / (1 - 0.8 ** len(losses)))
+        suggested = float(f"{rates[smooth.index(min(smooth))] / 10:.1g}")
+        return {"lr": rates, "loss": losses, "smooth": smooth, "suggested_peak_lr": suggested}
+
     def speed(self, run, seconds):
         tokens_per_sec = train.rows_at(0) * train.block_size / seconds
-        flops_per_sec = (metrics.flops_per_token(run.model) or math.nan) * tokens_per_sec
+        flops_per_sec = metrics.flops_per_token(run.model) * tokens_per_sec
         mfu = flops_per_sec / (self.peak[0] or math.nan)
         return {"ms": 1000 * seconds, "tokens_per_sec": tokens_per_sec, "mfu": mfu}
 
@@ -359,13 +379,10 @@ def memory(job):
     for checkpointed in (False, True):
         with setting(grad_checkpoint=checkpointed):
             run = job.fresh_run()
-            needs = partial(predict, job, run.model, run.optimizers, train.dtype)
-            row = needs(train.batch_size)
+            row = predict_here(job, run, free)
             row["measured"] = measured_memory(job, run)
         if row["predicted"]:
             row["error"] = row["predicted"] / row["measured"] - 1
-            sizes = [2**n for n in range(40) if needs(2**n)["predicted"] < 0.9 * free]
-            row["fits"] = max(sizes, default=0)
         here["with grad_checkpoint" if checkpointed else "without grad_checkpoint"] = row
     say(f"\nmemory: MB of tensors at the peak of an eager step, micro-batch of {train.batch_size};")
     say(f"  fits: the micro-batch that would, by powers of two, in the {free / 1e9:.1f} GB free")
@@ -378,9 +395,20 @@ def memory(job):
     return {"here": here, "available": free, "known_sizes": known}
 
 
+def predict_here(job, run, free):
+    """predict() for the run at hand, and `fits`: the largest micro-batch for `free` bytes."""
+    needs = partial(predict, job, run.model, run.optimizers, train.dtype)
+    row = needs(train.batch_size)
+    if row["predicted"]:
+        sizes = [2**n for n in range(40) if needs(2**n)["predicted"] < 0.9 * free]
+        row["fits"] = max(sizes, default=0)
+    return row
+
+
 def predict(job, model, optimizers, dtype, micro_batch):
     """{kind: bytes} of training_memory, and `predicted`, their sum; None where the model cannot tell."""
-    parts = training_memory(model, optimizers, micro_batch, dtype, job.device.type)
+    where = job.device.type, world_size()
+    parts = training_memory(model, optimizers, micro_batch, dtype, *where)
     if None in parts.values():
         return parts | {"predicted": None}
     # gradients come as activations go, unless those of a micro-batch before are there already
@@ -509,16 +537,37 @@ def bare_step(model, run, inputs, targets, lr, clips):
     run.scaler.update()
 
 
+Check = namedtuple("Check", "name fine passable found good")  # neither fine nor passable: a fault
+
+
 def sanity(job):
-    """What to look at before a long run is started. Returns {check: {ok, found}}, and an example."""
-    meta = job.datasets[-1]["meta"]
-    vocab_size = meta["vocab_size"]
+    """The checks before a long run, in order: {name: {ok, warning, found, good}}, and go.
+
+    A fault makes a run worthless: NO-GO. A warning is outside the bounds that courses and papers give,
+    which a good run may be too.
+    """
     checks = {}
+    say("\nsanity:")
+    parts = (learning_checks, speed_check, rate_check, memory_checks, cost_check)
+    for check in itertools.chain.from_iterable(part(job) for part in parts):
+        mark = "✓" if check.fine else "!" if check.passable else "✗"
+        say(f"  {mark} {check.name}: {check.found}; good: {check.good}")
+        ok = bool(check.fine or check.passable)
+        warning = ok and not check.fine
+        checks[check.name] = {"ok": ok, "warning": warning, **check._asdict()}
+    example = [decode(t[0, :64].cpu(), job.datasets[-1]["meta"]) for t in job.batch()]
+    say("    input  {!r}\n    target {!r}".format(*example))
+    faults = [name for name, check in checks.items() if not check["ok"]]
+    warnings = [name for name, check in checks.items() if check["warning"]]
+    say(f"  NO-GO: {', '.join(faults)}" if faults else "  GO")
+    if faults or warnings:
+        say(f"  docs/trouble.md says what to do about: {', '.join(faults + warnings)}")
+    return {"checks": checks, "example": example, "go": not faults}
 
-    def check(name, ok, found):
-        checks[name] = {"ok": bool(ok), "found": found}
-        say(f"  {'✓' if ok else '✗' if name != 'utilization' else '!'} {name}: {found}")
 
+def learning_checks(job):
+    """Can this loop learn at all? Up to 200 steps on one small batch, which it should know by heart."""
+    vocab_size = job.datasets[-1]["meta"]["vocab_size"]
     few = max(1, min(train.batch_size, 4096 // train.block_size))
     losses, norms, reached = [], [], set()
     with setting(dropout=0.0, label_smoothing=0.0, batch_size=few, accum_steps=1):
@@ -534,28 +583,79 @@ def sanity(job):
                 reached |= {name for name, weight in weights if weight.grad.any()}
             if not losses[-1] > losses[0] / 10:
                 break
-        say("\nsanity:")
-        begin, end = losses[0], losses[-1]
-        found = f"{begin:.3f}; ln {vocab_size} is {math.log(vocab_size):.3f}, 0.3 off is allowed"
-        check("loss at initialization", abs(begin - math.log(vocab_size)) < 0.3, found)
-        found = f"{begin:.3f} to {end:.3f} in {len(losses)} steps on {few} sequences"
-        check("one batch overfits", end < begin / 10, found + "; expected a tenth within 200")
-        missed = [name for name, _ in run.model.named_parameters() if name not in reached]
-        found = f"none for {', '.join(missed)}" if missed else "all, within 3 steps"
-        check("gradients reach every parameter", not missed, found)
-        check("no look into the future", *looks_ahead(run.model, inputs, vocab_size))
-    low, high = min(norms[:10]), max(norms[:10])
-    found = f"{low:.3g} to {high:.3g} in the first steps, clipped at {train.grad_clip:g}"
-    check("gradient norm in range", 1e-3 < low and high < 100, found + "; expected 0.001 to 100")
+        causal, moves = looks_ahead(run.model, inputs, vocab_size)
+    begin, end, took = losses[0], losses[-1], len(losses)
+    learned = end < begin / 10
+    fell = f"{begin:.3f} to {end:.3f} in {took} steps on {few} sequences"
+    yield Check("one batch overfits", learned and took <= 100, learned, fell, "a tenth within 100")
+    uniform = math.log(vocab_size)
+    near = abs(begin - uniform) < 0.3
+    found = f"{begin:.3f}; ln {vocab_size} is {uniform:.3f}"
+    yield Check("loss at initialization", near, False, found, "within 0.3 of it")
+    missed = [name for name, _ in run.model.named_parameters() if name not in reached]
+    found = f"none for {', '.join(missed)}" if missed else "every one, within 3 steps"
+    yield Check("gradients reach every parameter", not missed, False, found, "every one")
+    low, middle, high = min(norms[:10]), median(norms[:10]), max(norms[:10])
+    usual = 0.1 <= middle <= 2
+    sane = 1e-3 < low and high < 100
+    found = f"{low:.3g} to {high:.3g}, median {middle:.3g}, in the first {len(norms[:10])} steps"
+    yield Check("gradient norm in range", usual and sane, sane, found, "a median of 0.1 to 2")
+    yield Check("no look into the future", causal, False, moves, "under 0.0001 before it")
     shifted = torch.equal(inputs[:, 1:], targets[:, :-1])
-    check("targets are the tokens one place on", shifted, f"{inputs.numel():,} compared")
+    name = "targets are the tokens one place on"
+    yield Check(name, shifted, False, f"{inputs.numel():,} compared", "every one")
+
+
+def speed_check(job):
+    """Is the device busy? The step is the real one, compiled if the run is."""
     run = job.fresh_run()
-    mfu = job.speed(run, interleaved({"": job.real_step(run)[1]}, job.device)[""])["mfu"]
-    found = f"MFU {cell(mfu, '.1%')}; below 10%, a larger --batch_size or model costs little time"
-    check("utilization", not mfu < 0.1, found)
-    asked, answer = (decode(tensor[0, :64].cpu(), meta) for tensor in (inputs, targets))
-    say(f"    input  {asked!r}\n    target {answer!r}")
-    return {**checks, "example": {"input": asked, "target": answer}}
+    _, step = job.real_step(run)
+    job.step_seconds = interleaved({"": step}, job.device)[""]  # for the cost
+    busy = devices.gpu_util(job.device)  # None: no GPU, or nobody to ask
+    mfu = job.speed(run, job.step_seconds)["mfu"]
+    fine = not mfu < 0.1 and (busy is None or busy > 85)
+    found = f"MFU {cell(mfu, '.1%')}" + (f", GPU busy {busy}%" if busy is not None else "")
+    good = "MFU above 10%, a GPU busy above 85%"
+    yield Check("utilization", fine, True, found, good)
+
+
+def rate_check(job):
+    """Is peak_lr near what the range test suggests? Ten times more or less is no longer near."""
+    suggested = job.range_test["suggested_peak_lr"]
+    near = suggested / 10 <= train.peak_lr <= 10 * suggested
+    found = f"--peak_lr={train.peak_lr:g}, and the range test suggests {suggested:g}"
+    yield Check("learning rate", near, True, found, "within a factor of 10")
+
+
+def memory_checks(job):
+    """Does a step fit, and what would? Predicted, so that nothing has to run out to know."""
+    free = devices.free_memory(job.device)
+    row = predict_here(job, job.fresh_run(), free or 0)
+    if not free or row["predicted"] is None:
+        return  # the system or the model does not tell
+    found = f"{row['predicted'] / 1e9:.3f} GB of tensors; {free / 1e9:.1f} GB free"
+    fits = row["predicted"] < 0.9 * free
+    # a GPU that runs out raises, and train.py halves the micro-batch; Linux kills the process
+    good = "under 90% of it"
+    yield Check("memory of a step", fits, job.device.type == "cuda", found, good)
+    found = f"micro-batches of up to {row['fits']:,} sequences; --batch_size={train.batch_size}"
+    yield Check("what fits", row["fits"] >= 1, False, found, "at least one")
+
+
+def cost_check(job):
+    """How long will it take, and what will it cost? From the real step, and a part of an evaluation."""
+    run = job.fresh_run()
+    n_targets = 4 * train.batch_size * train.block_size
+    few = OrderedWindows(run.val_data.tokens, train.block_size, n_targets)
+    evaluate = partial(train.evaluate, replace(run, val_data=few))
+    evaluation = interleaved({"": evaluate}, job.device)[""] * len(run.val_data) / len(few)
+    times = 1 + math.ceil(job.max_steps / (train.eval_interval or job.max_steps))
+    hours = (job.max_steps * job.step_seconds + times * evaluation) / 3600
+    price = train.dollars_per_hour
+    cost = f"${hours * price:.2f} at ${price:g} an hour" if price else "--dollars_per_hour tells"
+    found = f"{hours:.3f} hours ({job.max_steps:,} steps of {1000 * job.step_seconds:.1f} ms, "
+    found += f"{times} evaluations of {evaluation:.1f} s); {cost}"
+    yield Check("hours and cost", True, True, found, "what you mean to spend")
 
 
 @torch.no_grad()
@@ -574,20 +674,10 @@ def looks_ahead(model, inputs, vocab_size):
 
 
 def lr(job):
-    """A range test (Smith 2017, section 3.3): the rate grows from step to step until the loss does.
-    Suggests a tenth of where the smoothed loss is lowest, as fastai's lr_find does: what a few steps
-    can stand, a long run cannot."""
-    rates, losses, smooth = [], [], []
-    average = 0.0
-    _, step = job.real_step(job.fresh_run())
-    while len(rates) < lr_steps and (not smooth or smooth[-1] < 2 * min(smooth)):
-        rates.append(1e-5 * 1e5 ** (len(rates) / (lr_steps - 1)))
-        with setting(lr_at=lambda step: rates[-1]):
-            losses.append(step()["loss"].item())
-        average = 0.8 * average + 0.2 * losses[-1]
-        smooth.append(average / (1 - 0.8 ** len(losses)))
-    best = smooth.index(min(smooth))
-    suggested = float(f"{rates[best] / 10:.1g}")
+    """The loss against the learning rate of Job.range_test, as a picture."""
+    found = job.range_test
+    rates, losses, smooth = found["lr"], found["loss"], found["smooth"]
+    suggested = found["suggested_peak_lr"]
     figure = report.new_figure(8, 5)
     axes = figure.add_subplot(xscale="log", xlabel="learning rate", ylabel="training loss, nats")
     axes.plot(rates, losses, ".", color="#8a8a8a", label="loss of a step")
@@ -596,9 +686,10 @@ def lr(job):
     axes.set_ylim(0.9 * min(losses), 1.1 * max(smooth))
     report.legend(axes)
     figure.savefig(f"{train.out_dir}/lr.png")
+    best = smooth.index(min(smooth))
     say(f"\nlr: {len(rates)} steps up to {rates[-1]:.2g}; loss against it in lr.png")
     say(f"  lowest loss {smooth[best]:.3f} at {rates[best]:.2g}: suggested --peak_lr={suggested:g}")
-    return {"lr": rates, "loss": losses, "smooth": smooth, "suggested_peak_lr": suggested}
+    return found
 
 
 def exact(job):
@@ -693,8 +784,8 @@ def expected_seconds(job, parts):
         step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
         step()
         job.step_seconds = seconds_of(step, 1, job.device)
-    timings = {"peak": 3, "ladder": 9, "profile": 2, "memory": 1, "overhead": 10, "sanity": 1}
-    steps = sum({"sanity": 200, "lr": lr_steps}.get(part, 20) for part in parts)
+    timings = {"peak": 3, "ladder": 9, "profile": 2, "memory": 1, "overhead": 10, "sanity": 3}
+    steps = sum({"sanity": 100 + lr_steps, "lr": lr_steps}.get(part, 20) for part in parts)
     timing = rounds * max(timing_seconds, job.step_seconds)
     seconds = steps * job.step_seconds + timing * sum(timings.get(part, 0) for part in parts)
     more = {"peak": 0, "exact": 120 + exact_seconds, "tries": exact_seconds}
@@ -714,10 +805,10 @@ def measure(config, scratch):
     reasons = identity.resolve_auto_knobs(vars(train), config, None, device)
     can_compile, _ = devices.choose_compile(train.compile, device, math.inf)
     peak_flops = peaks.peak_flops(device, train.dtype)
-    job = Job(config, device, datasets, scratch, peak_flops, can_compile)
+    job = Job(config, device, datasets, scratch, peak_flops, can_compile, train.max_steps)
     model = job.fresh_run().model
-    flops = metrics.flops_per_token(model)
-    flops = flops and flops * train.rows_at(0) * train.block_size * train.max_steps
+    tokens = train.rows_at(0) * train.block_size * train.max_steps
+    flops = tokens * metrics.flops_per_token(model)
     train.compile, reason = devices.choose_compile(train.compile, device, flops)
     train.max_steps = 10**9  # no part ends early; the schedule's length is resolved
     facts = {"date": run_folder.now(), "command": sys.argv, "dataset": datasets[-1]["name"]}
@@ -738,8 +829,8 @@ def measure(config, scratch):
     except OSError as error:
         fail(f"{path.parent} cannot be written ({error.strerror}); write --out_dir=FOLDER")
     say(f"\nall of it is in {console.shown(path)}")
-    faults = {name for name, c in facts.get("sanity", {}).items() if not c.get("ok", True)}
-    return int(bool(faults - {"utilization"}) or facts.get("exact", {}).get("differ", 0) > 0)
+    no_go = not facts.get("sanity", {"go": True})["go"]
+    return int(no_go or facts.get("exact", {}).get("differ", 0) > 0)
 
 
 def main(argv=None):

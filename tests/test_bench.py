@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,19 @@ FLAGS = SHAPE | {
     "lr_steps": 20,
 }
 PARTS = ["peak", "ladder", "profile", "memory", "overhead", "sanity", "lr"]
+CHECKS = [
+    "one batch overfits",
+    "loss at initialization",
+    "gradients reach every parameter",
+    "gradient norm in range",
+    "no look into the future",
+    "targets are the tokens one place on",
+    "utilization",
+    "learning rate",
+    "memory of a step",
+    "what fits",
+    "hours and cost",
+]
 
 
 def arguments(out_dir, data_dir, **flags):
@@ -199,14 +213,63 @@ def test_overhead_sees_what_slows_the_loop_down(in_process, monkeypatch):
     assert slow["over_bare"] > 0.1
 
 
-def test_a_healthy_model_passes_every_check(whole):
+def test_a_healthy_model_is_go(whole):
     facts, stdout, _, _ = whole
-    checks = dict(facts["sanity"])
-    example = checks.pop("example")
-    assert example["input"][1:] == example["target"][:-1] and len(example["target"]) == 32
-    assert len(checks) == 7
-    assert all(check["ok"] for name, check in checks.items() if name != "utilization")
-    assert "✗" not in stdout
+    inputs, targets = facts["sanity"]["example"]
+    assert inputs[1:] == targets[:-1] and len(targets) == 32
+    assert list(facts["sanity"]["checks"]) == CHECKS
+    assert all(check["ok"] for check in facts["sanity"]["checks"].values())
+    assert facts["sanity"]["go"] and "\n  GO\n" in stdout and "✗" not in stdout
+    for name in CHECKS:  # a line each, with what was found and what is good
+        (line,) = [line for line in stdout.splitlines() if line[4:].startswith(f"{name}: ")]
+        assert "; good: " in line
+
+
+def test_the_range_test_of_both_parts_is_one(whole):
+    suggested = whole[0]["lr"]["suggested_peak_lr"]
+    assert f"suggests {suggested:g}" in whole[0]["sanity"]["checks"]["learning rate"]["found"]
+
+
+def test_hours_and_cost_follow_from_the_step_and_the_length(in_process):
+    _, facts = in_process(only="sanity", max_steps=10**6, dollars_per_hour=3)
+    found = facts["sanity"]["checks"]["hours and cost"]["found"]
+    words = r"([\d.]+) hours \(1,000,000 steps of ([\d.]+) ms, .*; \$([\d.]+) at \$3 an hour"
+    hours, ms, money = map(float, re.match(words, found).groups())
+    assert 3600 * hours == pytest.approx(1000 * ms, rel=0.5)  # evaluations come on top
+    assert money == pytest.approx(3 * hours, abs=0.02)
+
+
+def test_a_warning_is_still_go(in_process, monkeypatch):
+    monkeypatch.setattr(bench.devices, "gpu_util", lambda device: 50)
+    monkeypatch.setattr(bench.Job, "range_test", {"suggested_peak_lr": 0.5})
+    code, facts = in_process(only="sanity")
+    checks = facts["sanity"]["checks"]
+    assert checks["utilization"]["warning"] and "GPU busy 50%" in checks["utilization"]["found"]
+    assert checks["learning rate"]["warning"]
+    assert [name for name, check in checks.items() if not check["ok"]] == []
+    assert code == 0 and facts["sanity"]["go"]
+
+
+def test_a_step_that_does_not_fit_is_no_go(in_process, monkeypatch, capsys):
+    monkeypatch.setattr(bench.devices, "free_memory", lambda device: 1000)
+    code, facts = in_process(only="sanity")
+    checks = facts["sanity"]["checks"]
+    assert [name for name, check in checks.items() if not check["ok"]] == [
+        "memory of a step",
+        "what fits",
+    ]
+    assert code == 1 and "NO-GO: memory of a step, what fits" in capsys.readouterr().out
+
+
+def test_the_predicted_memory_is_that_of_one_rank_of_all(in_process, monkeypatch):
+    _, alone = in_process(only="memory", batch_size=1, optimizer="sgd")
+    monkeypatch.setattr(bench, "world_size", lambda: 2)
+    _, of_two = in_process(only="memory", batch_size=1, optimizer="sgd")
+    alone, of_two = (
+        facts["memory"]["here"]["without grad_checkpoint"] for facts in (alone, of_two)
+    )
+    # the flat buffer in which two ranks sum their gradients is larger than these activations
+    assert of_two["activations"] == of_two["gradients"] > alone["activations"]
 
 
 def see_the_future(monkeypatch):
@@ -266,8 +329,8 @@ def blow_up_the_gradient(monkeypatch):
 def test_sanity_finds_the_fault(fault, check, in_process, monkeypatch):
     fault(monkeypatch)
     code, facts = in_process(only="sanity")
-    assert code == 1
-    assert not facts["sanity"][check]["ok"]
+    assert code == 1 and not facts["sanity"]["go"]
+    assert not facts["sanity"]["checks"][check]["ok"]
 
 
 def test_lr_range_test_suggests_a_rate_that_learns(whole):

@@ -1,0 +1,65 @@
+"""Runs the bash and python blocks of a page in order, in a fresh copy of the repository.
+
+    python tests/run_page.py docs/lessons.md        # the whole page
+    python tests/run_page.py docs/lessons.md 1 4    # what stands before the first heading, and two sections
+
+Sections are what stands under "## ", counted from 1. Blocks fenced as sh are only shown: they need a
+network, a GPU or a person. Variables live from block to block. Prints each block, what it prints and
+how long it took. The exit code is that of the block that fails, which ends it. With PAGE_COPY=FOLDER the
+copy is made there, and stays.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+REPO = Path(__file__).resolve().parent.parent
+NOT_COPIED = shutil.ignore_patterns(".git", "out", "data", "wandb", ".venv", "__pycache__")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page):
+    """[(section, line of the fence, language, code)] of a page; section 0 is before the first "## "."""
+    text = Path(page).read_text(encoding="utf-8")
+    found = []
+    for fence in FENCE.finditer(text):
+        before = text[: fence.start()]
+        section = len(re.findall(r"^## ", FENCE.sub("", before), re.MULTILINE))
+        found.append((section, before.count("\n") + 1, fence[1], fence[2]))
+    return found
+
+
+def script(page, sections=()):
+    """One bash script of all blocks that run: those of section 0 and of `sections`, or all."""
+    parts = ["set -euo pipefail"]
+    for section, line, language, code in blocks(page):
+        if language not in ("bash", "python") or sections and section not in (0, *sections):
+            continue
+        if language == "python":
+            code = f"python - <<'END_OF_BLOCK'\n{code}END_OF_BLOCK\n"
+        parts.append(f"cat <<'SHOWN'\n\n==== {page}:{line}\n{code}SHOWN\nbegan=$SECONDS")
+        parts.append(code + f'echo "==== {page}:{line} took $((SECONDS - began)) s"')
+    return "\n".join(parts) + "\n"
+
+
+def run(page, sections=()):
+    """Runs them. Returns the exit code."""
+    with TemporaryDirectory() as folder:
+        copy = Path(os.environ.get("PAGE_COPY") or Path(folder) / "repo").absolute()
+        shutil.copytree(REPO, copy, ignore=NOT_COPIED)
+        for dataset in (REPO / "data").glob("*/"):  # a page makes others of its own
+            (copy / "data").mkdir(exist_ok=True)
+            (copy / "data" / dataset.name).symlink_to(dataset)
+        path = Path(folder) / "blocks.sh"
+        path.write_text(script(page, sections), encoding="utf-8")
+        here = Path(sys.executable).parent
+        environment = os.environ | {"PATH": f"{here}{os.pathsep}{os.environ['PATH']}"}
+        return subprocess.run(["bash", path], cwd=copy, env=environment, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1], [int(section) for section in sys.argv[2:]]))

@@ -1,0 +1,180 @@
+"""The pages: every file, function and flag that they name is there, and their blocks run."""
+
+import ast
+import importlib
+import re
+import subprocess
+
+import pytest
+import run_page
+from conftest import REPO
+
+from plumbing.knobs import read_knobs
+
+PAGES = ["docs/trouble.md", "docs/lessons.md", "docs/questions.md"]
+SCRIPTS = ["train.py", "bench.py", "report.py", "sample.py", "prepare_data.py"]
+# of other programs, as the pages use them
+FOREIGN = {"standalone", "nproc_per_node"}
+# made by a run, or by a page itself
+MADE = re.compile(r"(out|data)/|\S*(run\.json|bench\.json|metrics\.jsonl|report\.(md|png)|\.pt)$")
+MADE_BY_PAGES = {
+    "meta.json",
+    "late.py",
+    "late.log",
+    "short.txt",
+    "compare.md",
+    "compare.png",
+    "lr.png",
+}
+
+
+def text_of(page):
+    return (REPO / page).read_text(encoding="utf-8")
+
+
+def knobs_of(script):
+    """The flags that a script takes: bench.py also takes train.py's."""
+    names = set(read_knobs(REPO / script))
+    return names | knobs_of("train.py") if script == "bench.py" else names
+
+
+def headings(page):
+    """The anchors of a page: explicit ones, and those that GitHub makes of headings."""
+    text = text_of(page)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    made = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+    return made | set(re.findall(r'<a id="(\w+)">', text))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_flag_is_a_knob(page):
+    every = set().union(*map(knobs_of, SCRIPTS))
+    flags = set(re.findall(r"--([a-z]\w*)", text_of(page)))
+    assert len(flags) > 5
+    assert flags - every - FOREIGN == set()
+    for script, rest in re.findall(r"^python (\w+\.py)(.*)$", text_of(page), re.MULTILINE):
+        given = set(re.findall(r"--(\w+)=", rest.split("#")[0].split(";")[0].split("&")[0]))
+        assert given - knobs_of(script) == set(), f"{page}: {script}{rest}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_function_is_there(page):
+    modules = {path.stem for path in REPO.glob("*.py")} | {"plumbing"}
+    names = re.findall(r"`((?:\w+\.)+\w+)(?:\([^`]*\))?`", text_of(page))
+    names = [n for n in names if n.split(".")[0] in modules and not n.endswith((".py", ".md"))]
+    for name in names:
+        module, _, rest = name.removeprefix("plumbing.").partition(".")
+        package = "plumbing." if name.startswith("plumbing.") else ""
+        found = importlib.import_module(package + module)
+        for part in rest.split("."):
+            found = getattr(found, part)
+    assert len(names) >= {"docs/questions.md": 20, "docs/trouble.md": 1}.get(page, 0)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_and_link_is_there(page):
+    text = text_of(page)
+    for link in re.findall(r"\]\(([^)\s]+)\)", run_page.FENCE.sub("", text)):
+        path, _, anchor = link.partition("#")
+        target = f"docs/{path}" if path else page
+        assert (REPO / target).is_file(), f"{page}: {link}"
+        assert not anchor or anchor in headings(target), f"{page}: {link}"
+    words = re.findall(r"[\w./*-]+\.(?:py|sh|md|png|json|jsonl|txt|log|pt)\b", text)
+    files = {word for word in words if not MADE.match(word)} - MADE_BY_PAGES
+    missing = {f for f in files if not any((REPO / at / f).is_file() for at in ("", "docs"))}
+    assert len(files) >= 2 and missing == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_can_be_read_by_its_language(page):
+    found = run_page.blocks(REPO / page)
+    assert {language for _, _, language, _ in found} <= {"bash", "python", "sh", ""}
+    assert sum(language == "bash" for _, _, language, _ in found) >= 3
+    for _, _, language, code in found:
+        if language == "python":
+            ast.parse(code)
+        if language in ("bash", "sh"):
+            subprocess.run(["bash", "-n"], input=code, text=True, check=True)
+
+
+def test_every_trouble_that_report_knows_has_its_place():
+    troubles = pytest.importorskip("plumbing.troubles")
+    assert set(troubles.TROUBLES) <= headings("docs/trouble.md")
+
+
+def test_every_check_before_a_long_run_is_explained():
+    checks = re.findall(r'Check\(\s*"([^"]+)"', (REPO / "bench.py").read_text(encoding="utf-8"))
+    assert len(checks) >= 9
+    for check in checks:
+        assert f"| {check} |" in text_of("docs/trouble.md")
+
+
+def test_the_readme_leads_to_every_page():
+    for page in PAGES:
+        assert f"]({page})" in text_of("README.md")
+
+
+# ---- the script ----------------------------------------------------------------------------------
+
+PAGE = """# A page
+
+```bash
+X=1
+```
+
+## One
+
+```bash
+echo "bash $X"
+```
+
+```sh
+echo "never"
+```
+
+## Two
+
+```python
+print("python", 1 + 1)
+```
+
+```bash
+python -c "import train; print(train.__file__)"
+```
+"""
+
+
+def ran(tmp_path, capfd, text, sections=()):
+    path = tmp_path / "page.md"
+    path.write_text(text)
+    code = run_page.run(path, sections)
+    lines = capfd.readouterr().out.splitlines()
+    return code, [line for line in lines if line.startswith(("bash ", "python ", "never", "/"))]
+
+
+def test_blocks_run_in_order_in_a_copy(tmp_path, capfd):
+    code, lines = ran(tmp_path, capfd, PAGE)
+    assert code == 0
+    shown = 'python -c "import train; print(train.__file__)"'
+    assert lines[:2] == ["bash 1", "python - <<'END_OF_BLOCK'"]
+    assert lines[2] == "python 2" and shown in lines
+    assert lines[-1].endswith("/repo/train.py") and not lines[-1].startswith(str(REPO))
+
+
+def test_a_section_runs_with_what_stands_before_the_first(tmp_path, capfd):
+    code, lines = ran(tmp_path, capfd, PAGE, [1])
+    assert (code, lines) == (0, ["bash 1"])
+
+
+def test_a_block_that_fails_ends_it(tmp_path, capfd):
+    code, lines = ran(tmp_path, capfd, PAGE.replace("X=1", "exit 3"))
+    assert (code, lines) == (3, [])
+    code, lines = ran(tmp_path, capfd, PAGE.replace("1 + 1", "1 / 0"), [1, 2])
+    assert code == 1 and lines[0] == "bash 1" and lines[-1].startswith("python -")
+
+
+@pytest.mark.slow  # half an hour, on one core
+@pytest.mark.parametrize("page", PAGES)
+def test_the_page_runs(page, monkeypatch):
+    monkeypatch.chdir(REPO)
+    assert run_page.run(page) == 0
