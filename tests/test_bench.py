@@ -407,7 +407,8 @@ def test_a_deterministic_setting_that_differs_is_exit_1(in_process, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    "part", ["overhead", "exact", pytest.param("ladder", marks=pytest.mark.slow)]
+    "part",
+    ["overhead", *(pytest.param(part, marks=pytest.mark.slow) for part in ("exact", "ladder"))],
 )
 def test_ctrl_c_ends_it_in_one_line(part, data_dir, tmp_path):
     flags = arguments(tmp_path / "b", data_dir, only=part, rounds=1000, exact_seconds=1000)

@@ -182,7 +182,7 @@ if os.fork() == 0:
 
 
 @pytest.mark.parametrize(
-    "kills, steps", [(6, 120), pytest.param(20, 390, marks=pytest.mark.slow)], ids=["6", "20"]
+    "kills, steps", [(3, 60), pytest.param(20, 390, marks=pytest.mark.slow)], ids=["3", "20"]
 )
 def test_a_storm_of_sigkills_loses_nothing(run_train, tmp_path, kills, steps):
     flags = [*STORM, f"--max_steps={steps}"]
@@ -200,7 +200,7 @@ def test_a_storm_of_sigkills_loses_nothing(run_train, tmp_path, kills, steps):
         )
     done = run_train("run", *flags)
     print(f"{kills} kills, {in_saves} of them in a save, with these checkpoints: {at}")
-    assert in_saves >= kills // 4
+    assert in_saves >= max(1, kills // 4)
     assert done.returncode == 0 and done.fingerprint(steps) == straight.fingerprint(steps)
     assert fingerprint(folder / "best.pt") == fingerprint(straight.out_dir / "best.pt")
     assert not list(folder.glob("*.tmp")) and not list(folder.glob("*.corrupt"))

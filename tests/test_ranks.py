@@ -420,7 +420,7 @@ def assert_close(one, other, relative):
     [
         pytest.param(["--optimizer=sgd", "--peak_lr=0.1"], marks=pytest.mark.slow),
         pytest.param(["--optimizer=momentum", "--peak_lr=0.1"], marks=pytest.mark.slow),
-        ["--optimizer=muon"],
+        pytest.param(["--optimizer=muon"], marks=pytest.mark.slow),
         pytest.param(["--dtype=bfloat16"], marks=pytest.mark.slow),
         pytest.param(["--dtype=float16"], marks=[needs_float16, pytest.mark.slow]),
         pytest.param(["--grad_checkpoint=true", "--n_layer=2"], marks=pytest.mark.slow),
