@@ -72,7 +72,7 @@ def test_what_it_prints_is_about_images(run_train):
 
 
 def test_it_learns_from_any_directory_and_writes_a_report(tmp_path):
-    flags = ["--max_steps=80", "--device=cpu", "--dtype=float32", f"--out_dir={tmp_path}/out"]
+    flags = ["--max_steps=120", "--device=cpu", "--dtype=float32", f"--out_dir={tmp_path}/out"]
     done = subprocess.run(
         [sys.executable, EXAMPLE, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=100
     )
