@@ -551,6 +551,7 @@ def test_five_runs_are_legible_together(tmp_path):
         report.read_run(write_run(tmp_path / name, rows)) for name, rows in list(RUNS.items())[:5]
     ]
     figure = drawn(report.compare_picture, runs, [run.name for run in runs])
+    assert figure.axes[0].get_ylabel() == "loss (nats)"
     labels = " ".join(ax.get_xlabel() for ax in figure.axes)
     assert "step" in labels and "tokens" in labels and "training time (s)" in labels
 
