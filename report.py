@@ -301,10 +301,10 @@ def compare_picture(runs, names):
         ax.set_xlabel("step")
         ax.xaxis.set_major_formatter(short)
     units = {unit(run) for run in runs}
-    per, nats = units.pop() if len(units) == 1 else "tokens", " (nats)" * ("tokens" in units)
+    per = units.pop() if len(units) == 1 else "tokens"
     by_tokens.set_xlabel(f"{per} learned from")
     by_time.set_xlabel(f"training time ({clock})")
-    by_step.set_ylabel(f"loss{nats}")
+    by_step.set_ylabel("loss (nats)" if per == "tokens" else "loss")
     norm.set_ylabel("gradient norm, smoothed")
     rate.set_ylabel("learning rate (per step)")
     speed.set_ylabel(f"throughput ({per}/s)")
@@ -520,8 +520,10 @@ def names_of(runs):
 
 def save_page(runs, folder, refresh=0):
     """report.html, or compare.html. refresh: seconds after which it is written again; 0 = never."""
-    names, outcomes, texts = names_of(runs), [outcome(run, dollars_per_hour) for run in runs], {}
+    names = names_of(runs)
+    outcomes = [outcome(run, dollars_per_hour) for run in runs]
     alone = len(runs) == 1
+    texts = {}  # heading: HTML
     for run, name in zip(runs, names, strict=True):
         found = "".join(
             f'<p class="trouble"><b>{escape(each.title)}</b>: {escape(each.shows)}. Likely causes: '

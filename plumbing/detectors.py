@@ -49,7 +49,8 @@ def clipped_always(run):
 
 
 def norm_vanishes(run):
-    norms, losses = known(run.train["grad_norm"]), known(run.train["loss"])
+    norms = known(run.train["grad_norm"])
+    losses = known(run.train["loss"])
     last = norms[-5:]
     if len(last) == 5 and not last.any():
         return f"its norm is exactly 0 in the last {zeros_at_the_end(norms):,} steps"
@@ -92,10 +93,13 @@ def spikes_of(run):
 
 
 def loss_stuck(run):
-    loss, n = known(run.train["loss"]), len(run.train["step"])
+    loss = known(run.train["loss"])
+    n = len(run.train["step"])
     if len(loss) < 50 or n <= run.info["config"].get("warmup_steps", 0) or run.train["step"][0] > 1:
         return None
-    first, last, guess = mean(loss[: max(3, n // 20)]), mean(loss[-(n // 4) :]), guessing(run)
+    guess = guessing(run)
+    first = mean(loss[: max(3, n // 20)])
+    last = mean(loss[-(n // 4) :])
     if abs(first - last) > 0.02 * first or last < 0.9 * guess:
         return None
     beside = f"; guessing is ln V = {guess:.3f}" if math.isfinite(guess) else ""
@@ -103,7 +107,9 @@ def loss_stuck(run):
 
 
 def underfitting(run):
-    loss, val, guess = known(run.train["loss"]), known(run.evals["val_loss"]), guessing(run)
+    loss = known(run.train["loss"])
+    val = known(run.evals["val_loss"])
+    guess = guessing(run)
     if len(loss) < 100 or not len(val) or loss_stuck(run) or loss_rises(run):
         return None
     if oscillation(run) or loss_spikes(run):
@@ -153,7 +159,9 @@ def loss_spikes(run):
 
 
 def norm_leads_spikes(run):
-    norms, leads, spikes = run.train["grad_norm"], [], spikes_of(run)
+    norms = run.train["grad_norm"]
+    spikes = spikes_of(run)
+    leads = []  # (steps ahead, times the usual norm) of each spike that was led
     for spike in spikes:
         usual = norms[max(0, spike - 60) : max(0, spike - 10)]
         ahead = norms[max(0, spike - 10) : spike]

@@ -53,7 +53,9 @@ def clipped_share(run):
 
 def outcome(run, dollars_per_hour):
     """{what: (words, over which window)}. dollars_per_hour: of a device; 0 = as train.py was told."""
-    t, e, last, per = run.train, run.evals, 2 * half_window(run) + 1, unit(run)
+    t, e = run.train, run.evals
+    last = 2 * half_window(run) + 1
+    per = unit(run)
     best, best_step = best_of(run)
     nats = ", nats" if per == "tokens" else ""
     tokens, same = extent(run)
@@ -115,7 +117,8 @@ def seconds_spent(run):
 
 
 def wall_clock(run):
-    (seconds, least), (_, missing) = seconds_spent(run), seconds_by_kind(run)
+    seconds, least = seconds_spent(run)
+    _, missing = seconds_by_kind(run)
     partly = f"; {missing} session(s) left no account, and count by their steps" if missing else ""
     return least + duration(seconds), f"all sessions, start to end{partly}"
 

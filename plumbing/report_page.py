@@ -11,6 +11,7 @@ import numpy as np
 
 from plumbing import record
 
+BY_TIME = "loss by seconds of training"
 COLOURS = "blue vermilion green orange purple sky black".split()  # of several runs
 FIELDS = {  # of train rows: title, and colour where the run is alone
     "loss": ("loss", "blue"),
@@ -99,18 +100,19 @@ scrollTo(0, sessionStorage[location.pathname] ?? 0);
 def page(runs, names, texts, lanes, refresh):
     """The page, a str. texts: {heading: HTML} for below the curves. lanes: {event: (name, colour, steps)}
     of a run that is alone. refresh: seconds after which an open page loads itself again; 0 = never."""
+    live = f"Running: this page loads itself again every {refresh:.0f} s. " if refresh else ""
     keys = {"raw": ("each step", "sky"), "training": ("training", "blue")}
     keys["validation"] = "validation", "vermilion"
     keys |= {event: looks[:2] for event, looks in lanes.items()}
     if len(runs) > 1:
         bests = [f"{names[i]}: best {record.best_of(run)[0]:.4f}" for i, run in enumerate(runs)]
+        live += "Bold curves of the loss are validation, thin ones training."
         keys = {f"r{i}": (best, (COLOURS * len(runs))[i]) for i, best in enumerate(bests)}
     buttons = "".join(
         f'<button data-key="{key}" style="--c:var(--{colour})">{escape(label)}</button>'
         for key, (label, colour) in keys.items()
     )
     hidden = "".join(f'[data-off~="{key}"] .{key} {{ display: none }}\n' for key in keys)
-    live = f"Running: this page loads itself again every {refresh:.0f} s." if refresh else ""
     again = f"setTimeout(() => location.reload(), {1000 * refresh:.0f});" * bool(refresh)
     sections = "".join(f"<h2>{escape(name)}</h2>\n{html}\n" for name, html in texts.items())
     return f"""<!doctype html>
@@ -135,8 +137,8 @@ def panels(runs, names, lanes):
     per = units.pop() if len(units) == 1 else "tokens"
     late = np.concatenate([part for run in runs for part in record.late_losses(run)] or [[]])
     for title, curves in found.items():
-        looks = {"x": "seconds" if "seconds" in title else "step"}
-        if title.startswith("loss"):
+        looks = {"is_loss": title in ("loss", BY_TIME), "x": ("step", "seconds")[title == BY_TIME]}
+        if looks["is_loss"]:
             looks["span"] = None if alone else late  # what came before that is cut off
             looks["star"] = record.best_of(runs[0]) if alone else None
             title += " (nats)" if per == "tokens" else ""
@@ -162,12 +164,12 @@ def curves_of(run, key, colour, name):
     if key:
         seconds = np.cumsum(np.nan_to_num(t["step_ms"])) / 1000
         at = np.interp(e["step"], [0, *t["step"]], [0, *seconds])
-        yield "loss by seconds of training", (*looks, at, e["val_loss"])
+        yield BY_TIME, (*looks, at, e["val_loss"])
     for field, steps, values in record.new_fields(run)[:20]:
         yield field, (key or "training", colour or "blue", "bold", name + field, steps, values)
 
 
-def panel(title, curves, lanes, x="step", span=None, star=None, limit=None):
+def panel(title, curves, lanes, is_loss, x, span=None, star=None, limit=None):
     """A figure, or "" where nothing is known. span: values that set the vertical axis; None = all.
     star: (value, step) of the best. limit: of a horizontal line."""
     values = record.known(np.concatenate([y for *_, y in curves]))
@@ -176,10 +178,10 @@ def panel(title, curves, lanes, x="step", span=None, star=None, limit=None):
     right = max(record.known(steps).max(initial=0) for *_, steps, _ in curves) or 1
     values = span if span is not None and len(span) else np.append(values, limit or values[0])
     low, high = values.min(), values.max()
-    log = "1" if title.startswith(("loss", "gradient")) and 0 < 30 * low < high else ""
+    log = "1" if (is_loss or title.startswith("gradient")) and 0 < 30 * low < high else ""
     if log:
         low, high = np.log10([low, high])
-    elif low >= 0 and not title.startswith("loss"):
+    elif low >= 0 and not is_loss:
         low = 0
     pad = 0.06 * (high - low) or 0.05 * abs(high) or 1
     low, high = low - pad if low else 0, high + pad
@@ -203,15 +205,14 @@ def panel(title, curves, lanes, x="step", span=None, star=None, limit=None):
         lines = "".join(f"M{1000 * step / right:.2f} {top}V1000" for step in steps if step <= right)
         shapes += f'<path class="event {event}" style="--c:var(--{colour})" d="{lines}"/>'
     if limit:
-        level = f"M0 {place(limit):.2f}H1000"
-        shapes += f'<path class="event" style="--c:var(--black)" d="{level}"/>'
+        shapes += f'<path class="event" style="--c:var(--black)" d="M0 {place(limit):.2f}H1000"/>'
     cut = ' class="cut"' * (span is not None)
     out.append(f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none"{cut}>{shapes}</svg>')
     if star and math.isfinite(star[0]):
         at = f'x="{100 * star[1] / right:.3f}%" y="{place(star[0]) / 10:.3f}%"'
         tip = f"<title>best: {star[0]:.4f} at step {star[1]:,}</title>"
         out.append(f'<text class="star validation" {at} dy=".36em">★{tip}</text>')
-    wide = " wide" * (title.startswith("loss") and x == "step")
+    wide = " wide" if is_loss and x == "step" else ""
     data = f'data-x="{x}" data-x1="{right}" data-y0="{low}" data-y1="{high}" data-log="{log}"'
     return f"""<figure class="panel{wide}"><figcaption>{escape(title)}</figcaption>
 <div class="plot" {data}><svg role="img" aria-label="{escape(title)}">{"".join(out)}
@@ -224,8 +225,7 @@ def ticks(low, high, log):
     """[(value, label)]: some round numbers; low and high are exponents where log."""
     if log:
         factors = (1, 2, 5) if high - low < 2 else (1,)
-        each = math.ceil((high - low) / 6)
-        values = [f * 10.0**n for n in range(-40, 41) if n % each == 0 for f in factors]
+        values = [f * 10.0**n for n in range(-40, 41, math.ceil((high - low) / 6)) for f in factors]
         return [(v, record.short(v)) for v in values if low <= math.log10(v) <= high]
     size = 10 ** math.floor(math.log10((high - low) / 7))
     size *= next(f for f in (1, 2, 5, 10) if f * size >= (high - low) / 7)

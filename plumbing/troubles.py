@@ -8,6 +8,8 @@ import re
 import shlex
 from collections import namedtuple
 
+import numpy as np
+
 from plumbing import detectors
 
 # causes: likely ones first. tell: the command that tells them apart: flags for this run's own command
@@ -168,7 +170,8 @@ NEEDS = {  # what a knob has an effect with
 
 def troubles(run):
     """The Findings of a run, in the order of TABLE."""
-    found = ((name, each, each.find(run)) for name, each in TROUBLES.items())
+    with np.errstate(all="ignore"):  # what is unknown is NaN, and shows nothing
+        found = [(name, each, each.find(run)) for name, each in TROUBLES.items()]
     return [finding(run, name, each, shows) for name, each, shows in found if shows]
 
 

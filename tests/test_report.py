@@ -19,7 +19,7 @@ STEPS = 24
 
 
 @pytest.fixture(scope="session")
-def real(tmp_path_factory):
+def real(tmp_path_factory, train_in):
     """The folder of a real run of STEPS steps."""
     folder = tmp_path_factory.mktemp("report")
     text = "The tortoise, as you know, was slow;\nbut it was honest: every step was written.\n" * 40
@@ -27,12 +27,11 @@ def real(tmp_path_factory):
     prepare_data.prepare("tortoise", folder / "data", str(folder / "text.txt"), say=lambda *_: None)
     flags = (
         f"--dataset=tortoise --max_steps={STEPS} --warmup_steps=2 --eval_interval=8 --log_interval=4 "
-        "--n_embd=16 --n_head=2 --block_size=16 --batch_size=8 --device=cpu --dtype=float32 "
-        f"--compile=false --data_dir={folder}/data --out_dir={folder}/run"
+        f"--n_embd=16 --save_interval=500 --data_dir={folder}/data"
     )
-    command = [sys.executable, REPO / "train.py", *flags.split()]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    return folder / "run"
+    done = train_in(folder, "run", *flags.split())
+    assert done.returncode == 0, done.stderr
+    return done.out_dir
 
 
 def rows_of(folder, kind):
@@ -551,6 +550,7 @@ def test_five_runs_are_legible_together(tmp_path):
         report.read_run(write_run(tmp_path / name, rows)) for name, rows in list(RUNS.items())[:5]
     ]
     figure = drawn(report.compare_picture, runs, [run.name for run in runs])
+    assert figure.axes[0].get_ylabel() == "loss (nats)"
     labels = " ".join(ax.get_xlabel() for ax in figure.axes)
     assert "step" in labels and "tokens" in labels and "training time (s)" in labels
 

@@ -43,7 +43,10 @@ def build_model(*args, inner=train.build_model):
 train.build_model = build_model
 """
 REAL = {  # troubles: flags of the run, source that runs before it
-    "updates_fail": ("--optimizer=sgd --peak_lr=1e30 --grad_clip=0 --max_steps=40", ""),
+    "updates_fail": (
+        "--optimizer=sgd --peak_lr=1e30 --grad_clip=0 --max_steps=40 --max_rollbacks=0",
+        "",
+    ),
     "clipped_always": ("--grad_clip=0.01 --max_steps=60", ""),
     "norm_vanishes": ("--max_steps=40", DEAD),
     "loss_stuck": ("--peak_lr=1e-6 --min_lr=0 --max_steps=80", ""),
