@@ -24,11 +24,11 @@ from pathlib import Path
 
 import numpy as np
 
-from plumbing import report_page
 from plumbing.configurator import configured, fail
 from plumbing.files import replacing
 from plumbing.knobs import read_knobs
-from plumbing.outcome import (
+from plumbing.reporting import page as report_page
+from plumbing.reporting.outcome import (
     clipped_share,
     duration,
     ended,
@@ -37,7 +37,7 @@ from plumbing.outcome import (
     outcome,
     seconds_by_kind,
 )
-from plumbing.record import (
+from plumbing.reporting.record import (
     FIELDS,
     best_of,
     extent,
@@ -54,7 +54,7 @@ from plumbing.record import (
     thin,
     unit,
 )
-from plumbing.troubles import troubles
+from plumbing.reporting.troubles import troubles
 
 report_dir = ""  # folder for what is written; "" = the (first) run's own
 dollars_per_hour = 0.0  # of one device, [0, inf); 0 = as train.py was told

@@ -104,7 +104,7 @@ report = True  # draw report.png and write report.md at the end
 wandb_log = False  # copy the rows of metrics.jsonl to Weights & Biases, from a process of its own
 wandb_project = "honest-loop"
 wandb_run_name = ""  # "" = the name of out_dir
-dollars_per_hour = 0.0  # of one device, for the report, [0, inf); 0 = no cost is reported
+dollars_per_hour = 0.0  # of one device, for the report, [0, inf); 0 = device-hours alone
 patience = 0  # evaluations without improvement before the run stops, [0, inf); 0 = off
 min_delta = 0.0  # nats by which an evaluation must improve to count, [0, inf)
 

@@ -6,12 +6,13 @@ from functools import cache
 import pytest
 from conftest import REPO
 
-MOST_LINES = {"train.py": 700, "plumbing/corpus.py": 600}
+MOST_LINES = {"train.py": 700, "plumbing/corpus.py": 510}
 MOST_LINES_OF_A_MODULE = 300  # of plumbing/, but for what stands above
-MOST_LINES_TO_READ = 5100  # of train.py, model.py and plumbing/ together
+MOST_LINES_TO_READ = 5000  # of train.py, model.py and plumbing/ together
 MOST_LINES_OF_A_FUNCTION = 60  # in train.py and model.py
 SCRIPTS = sorted(path.relative_to(REPO).as_posix() for path in REPO.glob("*.py"))
 MODULES = sorted(path.relative_to(REPO).as_posix() for path in REPO.glob("plumbing/*.py"))
+REPORTING = sorted(p.relative_to(REPO).as_posix() for p in REPO.glob("plumbing/reporting/*.py"))
 
 
 @cache
@@ -38,7 +39,7 @@ def imports_of(name):
             assert node.level == 0, f"{name}:{node.lineno}: a relative import"
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
     files = {f"{module.replace('.', '/')}.py" for module in found}
-    return files & {*SCRIPTS, *MODULES}
+    return files & {*SCRIPTS, *MODULES, *REPORTING}
 
 
 def test_the_files_are_found():
@@ -49,7 +50,7 @@ def test_the_files_are_found():
     )
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [*MODULES, *REPORTING])
 def test_nothing_in_plumbing_imports_a_script(name):
     assert imports_of(name) & set(SCRIPTS) == set()
 
@@ -64,7 +65,7 @@ def test_imports_have_no_circle():
                 visit(imported, [*path, name])
             done.add(name)
 
-    for name in [*SCRIPTS, *MODULES]:
+    for name in [*SCRIPTS, *MODULES, *REPORTING]:
         visit(name, [])
 
 
@@ -86,16 +87,17 @@ def test_a_function_fits_on_a_screen(name):
     assert {f: n for f, n in long.items() if n > MOST_LINES_OF_A_FUNCTION} == {}
 
 
-@pytest.mark.parametrize("name", ["train.py", *MODULES])
+@pytest.mark.parametrize("name", ["train.py", *MODULES, *REPORTING])
 def test_a_file_can_be_read_in_one_sitting(name):
     assert lines(name) <= MOST_LINES.get(name, MOST_LINES_OF_A_MODULE)
 
 
 def test_what_one_may_have_to_read_has_its_limit():
+    """To follow the loop, that is: bench.py is apart, and so is report.py with plumbing/reporting/."""
     assert sum(map(lines, ["train.py", "model.py", *MODULES])) <= MOST_LINES_TO_READ
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize("name", [*MODULES, *REPORTING])
 def test_a_module_says_in_its_first_line_what_it_is(name):
     assert ast.get_docstring(parsed(name))
 

@@ -98,7 +98,7 @@ def test_every_block_can_be_read_by_its_language(page):
 
 
 def test_every_trouble_that_report_knows_has_its_place():
-    troubles = pytest.importorskip("plumbing.troubles")
+    troubles = pytest.importorskip("plumbing.reporting.troubles")
     assert set(troubles.TROUBLES) <= headings("docs/trouble.md")
 
 

@@ -15,7 +15,7 @@ from conftest import wait_for
 from test_report import RUNS, evaluation, event, eventful, falling, write_run
 
 import report
-from plumbing.record import read_run
+from plumbing.reporting.record import read_run
 
 BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
 PANELS = ["loss (nats)", "gradient norm, unclipped", "learning rate", "throughput (tokens/s)"]

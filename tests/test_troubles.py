@@ -13,8 +13,8 @@ from test_report import evaluation, event, falling, write_run
 
 import bench
 from plumbing.knobs import read_knobs
-from plumbing.record import read_run
-from plumbing.troubles import TROUBLES, troubles
+from plumbing.reporting.record import read_run
+from plumbing.reporting.troubles import TROUBLES, troubles
 from prepare_data import prepare
 
 SPEED = {"step_ms": 5.0, "data_ms": 0.1, "tokens_per_sec": 1e5}  # of a machine that is not busy

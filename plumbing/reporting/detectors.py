@@ -1,13 +1,22 @@
 """Detectors of trouble: each says what in the rows of a Run shows it, or returns None.
 
-Their names are those of plumbing/troubles.py, which has the causes and the cures.
+Their names are those of plumbing/reporting/troubles.py, which has the causes and the cures.
 """
 
 import math
 
 import numpy as np
 
-from plumbing.record import best_of, half_window, happened, known, mean, median, smooth, unit
+from plumbing.reporting.record import (
+    best_of,
+    half_window,
+    happened,
+    known,
+    mean,
+    median,
+    smooth,
+    unit,
+)
 
 # ---- updates -------------------------------------------------------------------------------------
 

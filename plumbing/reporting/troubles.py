@@ -10,7 +10,7 @@ from collections import namedtuple
 
 import numpy as np
 
-from plumbing import detectors
+from plumbing.reporting import detectors
 
 # causes: likely ones first. tell: the command that tells them apart: flags for this run's own command
 # ("knob": the first of `knobs`), or bench.py with the flags of this run, or a whole command. reading:

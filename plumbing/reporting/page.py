@@ -9,7 +9,7 @@ from html import escape
 
 import numpy as np
 
-from plumbing import record
+from plumbing.reporting import record
 
 BY_TIME = "loss by seconds of training"
 COLOURS = "blue vermilion green orange purple sky black".split()  # of several runs

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from plumbing.record import (
+from plumbing.reporting.record import (
     best_of,
     extent,
     half_window,
