@@ -80,8 +80,9 @@ COLUMNS = {  # field of a row -> (heading, width, how its value is written in th
     "tokens_per_sec": ("tok/s", 6, rate),
     "mfu": ("mfu", 6, lambda value: "n/a" if math.isnan(value) else fit(100 * value, 5, 1) + "%"),
     "mem_gb": ("GB", 5, lambda value: fit(value, 5, 2)),
+    "gpu_util": ("gpu%", 4, lambda value: fit(value, 4, 0)),  # where there is a GPU that tells
 }
-NOT_SHOWN = "kind step tokens sequences epoch skipped gpu_util".split()
+NOT_SHOWN = "kind step tokens sequences epoch skipped".split()
 
 
 class Table:
@@ -94,8 +95,10 @@ class Table:
     def print_row(self, row):
         """A row of metrics.jsonl. A field that COLUMNS does not know gets a column of its own."""
         columns = dict(COLUMNS)
+        if row.get("gpu_util") is None:
+            del columns["gpu_util"]
         for name in row:
-            if name not in columns and name not in NOT_SHOWN:
+            if name not in (*COLUMNS, *NOT_SHOWN):
                 width = max(7, len(name))
                 columns[name] = (name, width, lambda value, width=width: fit(value, width, 4))
         if list(columns) != list(self.columns):
