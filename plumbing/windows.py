@@ -5,9 +5,13 @@ Both are datasets in which `dataset[first, count]` is a batch: inputs and target
 """
 
 import math
+import warnings
 
 import numpy as np
 import torch
+
+# torch's, where there are more workers than CPUs: whether they pay is what the column `wait` says
+warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 
 class Windows(torch.utils.data.Dataset):
