@@ -101,7 +101,11 @@ def test_three_different_results_end_the_run_with_a_diagnosis(run_train):
 
 @pytest.mark.parametrize(
     "fault, shard",
-    [(flip_gradient, "false"), (flip_weight, "false"), (flip_gradient, "true")],
+    [
+        (flip_gradient, "false"),
+        pytest.param(flip_weight, "false", marks=pytest.mark.slow),
+        (flip_gradient, "true"),
+    ],
     ids=["gradient", "weight", "gradient, sharded"],
 )
 def test_a_fault_on_one_rank_is_healed_on_all(run_train, fault, shard):

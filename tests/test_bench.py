@@ -319,11 +319,13 @@ def blow_up_the_gradient(monkeypatch):
     ("fault", "check"),
     [
         (see_the_future, "no look into the future"),
-        (begin_far_off, "loss at initialization"),
-        (cut_off_a_matrix, "gradients reach every parameter"),
+        pytest.param(begin_far_off, "loss at initialization", marks=pytest.mark.slow),
+        pytest.param(cut_off_a_matrix, "gradients reach every parameter", marks=pytest.mark.slow),
         (never_update, "one batch overfits"),
-        (ask_for_the_input, "targets are the tokens one place on"),
-        (blow_up_the_gradient, "gradient norm in range"),
+        pytest.param(
+            ask_for_the_input, "targets are the tokens one place on", marks=pytest.mark.slow
+        ),
+        pytest.param(blow_up_the_gradient, "gradient norm in range", marks=pytest.mark.slow),
     ],
 )
 def test_sanity_finds_the_fault(fault, check, in_process, monkeypatch):

@@ -284,7 +284,8 @@ def stats():
 
 
 @pytest.mark.parametrize(
-    "tokenizer, num_proc", [("byte", 1), pytest.param("gpt2", 2, marks=needs_gpt2)]
+    "tokenizer, num_proc",
+    [("byte", 2), pytest.param("gpt2", 1, marks=[needs_gpt2, pytest.mark.slow])],
 )
 def test_killed_and_started_again_the_bytes_are_those_of_an_undisturbed_run(
     tmp_path, corpus, texts, tokenizer, num_proc

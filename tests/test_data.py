@@ -504,8 +504,8 @@ def test_shakespeare_can_come_from_a_file_or_a_copy(tmp_path):
         ("/cut", ["truncated after 500,000 bytes"]),
         ("/portal", ["a page of HTML came instead of the text", "/login"]),
         ("/wrong", ["the SHA-256 of what came is"]),
-        ("/longer", ["the SHA-256 of what came is"]),
-        ("/gone", ["the server answered 404 Not Found"]),
+        pytest.param("/longer", ["the SHA-256 of what came is"], marks=pytest.mark.slow),
+        pytest.param("/gone", ["the server answered 404 Not Found"], marks=pytest.mark.slow),
     ],
 )
 def test_a_download_that_is_not_the_text_is_refused_after_retries(tmp_path, server, path, words):

@@ -608,10 +608,10 @@ train.training_memory = lambda *args, inner=train.training_memory: inner(*args[:
 @pytest.mark.parametrize(
     "flags, count, source",
     [
-        (["--ema_decay=0.9"], 1, ""),
-        (["--optimizer=momentum", "--shard=true"], 2, ""),
+        pytest.param(["--ema_decay=0.9"], 1, "", marks=pytest.mark.slow),
+        pytest.param(["--optimizer=momentum", "--shard=true"], 2, "", marks=pytest.mark.slow),
         (["--optimizer=muon", "--shard=true", "--ema_decay=0.9"], 2, ""),
-        (["--shard=true", "--offload=true"], 2, ""),
+        pytest.param(["--shard=true", "--offload=true"], 2, "", marks=pytest.mark.slow),
         (["--shard=true", "--offload=true"], 2, AS_ON_A_GPU),
     ],
     ids=["plain", "sharded", "sharded muon", "offloaded", "offloaded from a GPU"],
@@ -816,7 +816,9 @@ def test_a_rollback_is_the_same_whatever_is_logged_or_kept(run_train, rolled_bac
     assert done.returncode == 0 and done.fingerprint(20) == rolled_back.fingerprint(20)
 
 
-@pytest.mark.parametrize("step", [9, 10, 11, 14])
+@pytest.mark.parametrize(
+    "step", [9, 11, *(pytest.param(n, marks=pytest.mark.slow) for n in (10, 14))]
+)
 @pytest.mark.parametrize("keep_last", [1, 2])
 def test_a_rollback_is_the_same_after_a_stop(run_train, rolled_back, step, keep_last):
     """Before it, between its two skips, in the step that decides on it, and after it."""
@@ -1042,6 +1044,7 @@ train.sum_losses = wrap(train.sum_losses)
     assert len(done.rows("eval")) > 1
 
 
+@pytest.mark.slow
 def test_memory_that_really_runs_out_is_the_same(run_train):
     """A limit on the process's address space stands in for a small machine."""
     limit = """

@@ -525,6 +525,7 @@ def test_what_belongs_to_training_does_show(run_train, plain, flag):
     assert ours["model"] != plain.fingerprint(STEPS)["model"]
 
 
+@pytest.mark.slow
 def test_the_same_command_twice_gives_the_same_bits(run_train, python_train, plain):
     assert run_train("run", "--dropout=0.1").fingerprint(STEPS) == plain.fingerprint(STEPS)
     real = python_train("real", "--dropout=0.1")  # and so does a process that is not forked

@@ -66,7 +66,9 @@ def codes(done):
 # ---- exactness -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))]
+)
 def test_resume_is_bit_exact_and_a_signal_to_the_last_rank_stops_all(run_train, tmp_path, count):
     flags = (*FLAGS, f"--batch_size={12 // count}", f"--num_workers={2 * (count < 3)}")
     straight = run_train("straight", *flags, before=ranks(count))
@@ -436,7 +438,10 @@ def test_sharded_and_not_the_losses_agree_with(run_train, flags):
     assert_close(plain, sharded, 2e-3 if "16" in flags[0] else 1e-5)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "muon"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adamw", *(pytest.param(name, marks=pytest.mark.slow) for name in ("momentum", "muon"))],
+)
 def test_a_bad_gradient_of_one_rank_touches_no_share_of_any(run_train, optimizer):
     flags = (
         f"--optimizer={optimizer}",

@@ -98,16 +98,16 @@ def test_resume_is_bit_exact_however_often(run_train, whole):
     [
         ["--dtype=bfloat16"],
         pytest.param(["--dtype=float16"], marks=needs_float16),
-        ["--optimizer=sgd", "--peak_lr=0.1"],
+        pytest.param(["--optimizer=sgd", "--peak_lr=0.1"], marks=pytest.mark.slow),
         ["--optimizer=momentum", "--peak_lr=0.1"],
         ["--optimizer=muon"],
         pytest.param(
             ["--optimizer=muon", "--dtype=float16"], marks=[needs_float16, pytest.mark.slow]
         ),
-        ["--ema_decay=0.9"],
+        pytest.param(["--ema_decay=0.9"], marks=pytest.mark.slow),
         ["--num_workers=2"],
-        ["--grad_checkpoint=true", "--n_layer=2"],
-        ["--schedule=wsd", "--label_smoothing=0.1"],
+        pytest.param(["--grad_checkpoint=true", "--n_layer=2"], marks=pytest.mark.slow),
+        pytest.param(["--schedule=wsd", "--label_smoothing=0.1"], marks=pytest.mark.slow),
         ["--plateau_factor=0.5", "--plateau_patience=1", "--min_delta=1", "--eval_interval=2"],
         ["--spike_sigma=9", "--deterministic=false"],
     ],
@@ -397,8 +397,18 @@ def with_another_bit(checkpoint):
     [
         (without_rng, {"model", "optimizer", "rng", "state"}, []),
         (without_moments, {"model", "optimizer", "state"}, []),
-        (without_moments, {"model", "optimizer", "state"}, ["--optimizer=momentum"]),
-        (without_moments, {"model", "optimizer", "state"}, ["--optimizer=muon"]),
+        pytest.param(
+            without_moments,
+            {"model", "optimizer", "state"},
+            ["--optimizer=momentum"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            without_moments,
+            {"model", "optimizer", "state"},
+            ["--optimizer=muon"],
+            marks=pytest.mark.slow,
+        ),
         (without_sequences, {"model", "optimizer", "state"}, []),
         (without_step, {"model", "optimizer", "state", "rng"}, []),
         (without_average, {"ema", "state"}, ["--ema_decay=0.9"]),

@@ -135,7 +135,9 @@ def test_a_run_that_diverges_after_its_resume_is_told_so_with_the_jump_of_the_ra
     "flags",
     [
         "config/shakespeare_fast.py --max_steps=60 --dataset=manual",
-        "--peak_lr=1e-2 --min_lr=1e-3 --warmup_steps=20 --max_steps=300",
+        pytest.param(
+            "--peak_lr=1e-2 --min_lr=1e-3 --warmup_steps=20 --max_steps=300", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_good_run_is_told_of_no_trouble(flags, run_of):
