@@ -1,4 +1,4 @@
-"""An honest training loop: read it in one sitting, fork it, trust it.
+"""An honest training loop. To learn: docs/lessons.md. When it goes wrong: docs/trouble.md.
 
 On one device:
     python train.py config/shakespeare.py

@@ -228,6 +228,8 @@ def describe_peak(c, model, peak):
         tokens = c["global_batch"] * c["block_size"] * c["max_steps"]
         seconds = model.flops_per_token() * tokens / (flops * c["world_size"])
         words += f"; all steps at that rate: {duration(seconds)}"
+        if price := c.get("dollars_per_hour"):
+            words += f", ${seconds / 3600 * c['world_size'] * price:.2f}"
     return words
 
 

@@ -94,12 +94,13 @@ def test_rates_and_times_have_units():
 
 
 def test_the_header_says_what_will_be_needed_in_lines_that_fit(run_train):
-    done = run_train("run", "--max_steps=5")
+    done = run_train("run", "--max_steps=5", "--dollars_per_hour=1e9")
     lines = done.stdout.splitlines()
     header = lines[: next(i for i, line in enumerate(lines) if "step/total" in line)]
     facts = dict(line.split(maxsplit=1) for line in header if line[0].isalpha())
     assert [*facts][-2:] == ["peak", "memory"]
-    assert "all steps at that rate: 0:00" in " ".join(done.stdout.split())
+    words = " ".join(done.stdout.split())
+    assert re.search(r"all steps at that rate: 0:00, \$[1-9]\d*\.\d\d", words)
     total = re.match(
         r"([\d.]+) GB for a step \(weights ([\d.]+), gradients ([\d.]+), optimizer ([\d.]+), "
         r"activations ([\d.]+)\)",
