@@ -677,7 +677,7 @@ def main(argv=None):
         compile, reason = devices.choose_compile(compile, run_device, flops)
         run.facts["run"] = identity.identity_of(globals(), datasets[-1], run_device)
         if saved:
-            admit(run, path, saved)  # refuses another model, text, seed, optimizer, batch, dtype ...
+            admit(run, path, saved)  # refuses another model, text, optimizer, dtype ...
             if from_rank0(is_finished, folder, path, saved, config, max_steps, patience):
                 return 0
 
