@@ -543,7 +543,7 @@ def start(run, path, table, saver):
         if saved["config"].get("eval_tokens") != eval_tokens:  # a best among the same evaluations
             state.update(best_val_loss=math.inf, loss_to_beat=math.inf, evals_since_best=0)
         run.folder.begin(run, path.name, identity.inexact(saved["run"], run.facts["run"]))
-        if path.parent.resolve() == run.folder.path.resolve():
+        if run.folder.owns(path):
             return
         state["first_step"] = state["step"]
     else:

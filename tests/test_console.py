@@ -47,6 +47,14 @@ def test_columns_stay_aligned_whatever_the_numbers(max_steps, capsys):
     assert len(ends[0]) == 9 and all(each == ends[0] for each in ends)
 
 
+def test_the_utilization_of_a_gpu_is_a_column_where_there_is_one(capsys):
+    for util, expected in ((None, []), (93, ["gpu%"])):
+        console.Table(100).print_row(USUAL | {"gpu_util": util})
+        header, line = capsys.readouterr().out.splitlines()
+        assert [name for name in header.split() if name == "gpu%"] == expected
+        assert len(header) == len(line) and ("93" in line.split()) == bool(expected)
+
+
 def test_a_field_of_its_own_gets_a_column_of_its_own_from_the_row_that_has_it_first(capsys):
     table = console.Table(100)
     table.print_row(USUAL)

@@ -121,6 +121,14 @@ def test_compile_auto_on_a_gpu_asks_for_triton():
     assert "Triton is " in python(code)
 
 
+def test_more_workers_than_cpus_are_no_warning():
+    """Whether workers pay is what the column `wait` says."""
+    code = "import os, torch; from torch.utils.data import DataLoader; {}"
+    code += "; DataLoader([0], num_workers=os.cpu_count() + 1)"
+    assert "This DataLoader will create" in python(code.format("pass"))  # control
+    assert python(code.format("import train")) == ""
+
+
 def test_deterministic_mode_pins_the_order_of_sums_before_nccl_starts(monkeypatch):
     for name in ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.delenv(name, raising=False)

@@ -4,6 +4,7 @@ One process in nearly all; several ranks in test_ranks.py. Nothing is simulated 
 be had to order: a number that is not finite, and a GPU that has no memory left.
 """
 
+import contextlib
 import json
 import os
 import pickle
@@ -410,11 +411,16 @@ def test_a_file_of_the_user_in_the_folder_is_left_alone(run_train, straight, int
     assert [path.read_bytes() for path in copies] == [b"mine"] * 2
 
 
-def test_the_bombs_are_real(tmp_path):
-    """Read without weights_only, the bomb goes off. It is the one from above, and makes a folder."""
-    plant_a_pickle_bomb(tmp_path / "ckpt_1.pt")
-    pickle.loads((tmp_path / "ckpt_1.pt").read_bytes())
-    assert (tmp_path / "boom").exists()
+@pytest.mark.parametrize("plant", [plant_a_pickle_bomb, plant_a_bomb_in_a_zip])
+def test_the_bombs_are_real(tmp_path, plant):
+    """The control of those above: read without weights_only, each goes off. It makes an empty folder."""
+    path = tmp_path / "ckpt_1.pt"
+    for weights_only in (True, False):
+        torch.save({"state": {}}, path)
+        plant(path)
+        with contextlib.suppress(Exception):  # what comes after it is no checkpoint
+            torch.load(path, weights_only=weights_only)
+        assert (tmp_path / "boom").exists() is not weights_only
 
 
 def test_with_no_good_checkpoint_left_it_says_so_and_stops(run_train, interrupted, tmp_path):

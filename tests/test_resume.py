@@ -537,6 +537,22 @@ def test_another_thread_count_is_said_and_resumes(run_train):
     assert event["threads"] == [3, 2]
 
 
+def test_other_kernels_are_said_and_resume(run_train):
+    """As of a CPU whose matrix units oneDNN does not use: the name of the CPU does not tell."""
+    run_train("run", before=stop_at(5))
+    done = run_train("run", before="train.identity.matmul_bits = lambda *_: 'of other kernels'")
+    assert done.returncode == 0, done.stderr
+    (event,) = events(done, "inexact_resume")
+    then, now = event["matmul_bits"]
+    assert len(then) == 16 and now == "of other kernels"
+
+
+def test_an_extent_beyond_the_split_is_the_whole_split(run_train):
+    whole, beyond = (run_train(str(n), f"--eval_tokens={n}").rows("eval") for n in (0, 10**9))
+    assert whole == beyond and "val_bpb" in whole[0] and "val_tokens" not in whole[0]
+    assert "val_tokens" in run_train("part", "--eval_tokens=16").rows("eval")[0]  # control
+
+
 def test_whether_to_compile_depends_on_no_timing(run_train):
     """By the FLOPs of the run: however slow the machine seems now, the same command is the same run."""
     slow = "train.peaks.peak_flops = lambda *arguments: (1.0, 'a very slow machine')"
