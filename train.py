@@ -29,6 +29,7 @@ from model import build_model, configure_optimizers, cross_entropy, training_mem
 from plumbing import audit, checkpoints, console, devices, ema, identity, metrics, peaks, ranks, rng
 from plumbing.configurator import configured, fail
 from plumbing.dataset import fingerprint, open_tokens
+from plumbing.dynamo import spare_dynamo
 from plumbing.failures import RunFailed, explain
 from plumbing.ranks import agree, from_rank0, rank, say, world_size
 from plumbing.resume import admit, find_checkpoint, is_finished
@@ -515,6 +516,7 @@ def build_run(config, folder, run_device, datasets):
     except ValueError as error:  # which names knobs, such as n_embd=32
         fail(re.sub(r"\b(?=\w+=)", "--", str(error)))
     model = ranks.shard(model, run_device, dtype, offload) if shard else model.to(run_device)
+    spare_dynamo()
     optimizers = configure_optimizers(
         model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, run_device.type
     )

@@ -107,14 +107,16 @@ def set_deterministic(setting, device):
     """Sets deterministic mode for --deterministic=setting, and returns it as a bool: auto is on, but
     on MPS. To be called before the process group is built and before the first matrix product.
 
-    torch also has Inductor choose no kernel by timing then. In the environment, unless the user has:
+    In the environment, unless the user has set them:
     CUBLAS_WORKSPACE_CONFIG=:4096:8  a workspace of fixed size, without which cuBLAS may vary
     NCCL_ALGO=Ring                   sums in the order of the ring: NVLS adds up in the switch in any
                                      order (nccl#1497), and the order of a tree is NCCL's to choose
                                      (Megatron-LM's guide to deterministic training)
     """
     deterministic = device.type != "mps" if setting == "auto" else setting
-    torch.use_deterministic_algorithms(deterministic)
+    # As torch.use_deterministic_algorithms(), but without Inductor, which takes most of a second to
+    # import: where a model is compiled, plumbing/retry.py sets it too.
+    torch.set_deterministic_debug_mode("error" if deterministic else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and hides nothing
     if deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

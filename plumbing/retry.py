@@ -57,7 +57,12 @@ def rehearse(run, forward_backward, batch, compile):
     Where torch.compile fails, the run continues in eager mode, and a `compile_failed` event says why.
     """
     buffers = Buffers(run.model)
-    model = torch.compile(run.model, dynamic=False) if compile else run.model
+    model = run.model
+    if compile:
+        from torch._inductor import config as inductor  # not sooner: it takes most of a second
+
+        inductor.deterministic = torch.are_deterministic_algorithms_enabled()  # no choice by timing
+        model = torch.compile(model, dynamic=False)
     try:
         within_memory(run, lambda: forward_backward(model, run, *batch))
     except RunFailed:
