@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from plumbing import rng
-from plumbing.devices import synchronize
+from plumbing.devices import copies_in_background, synchronize
 from plumbing.failures import RunFailed, out_of_memory
 from plumbing.files import fsync, replacing
 from plumbing.ranks import agree, rank, say, shard_like, whole, world_size
@@ -270,7 +270,7 @@ def copy_tensors(value, buffers, place=""):
         if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
             buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
             buffers[place] = buffer
-        return buffer.copy_(value, non_blocking=value.is_cuda)  # on MPS nothing would wait for it
+        return buffer.copy_(value, non_blocking=copies_in_background(value.device))
     if isinstance(value, dict):
         copied = {k: copy_tensors(v, buffers, f"{place}/{k!r}") for k, v in value.items()}
         return type(value)(copied) if isinstance(value, OrderedDict | Counter) else copied

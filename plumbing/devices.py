@@ -135,6 +135,23 @@ def keep_freed_memory():
         libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: and grows by 64 MiB at a time
 
 
+# ---- copies --------------------------------------------------------------------------------------
+
+
+def copies_in_background(device):
+    """Whether a copy between the host and `device` may go on while the host does.
+
+    On MPS such a copy reads the host's memory, or writes it, without holding it: what is freed or read
+    before it is done is garbage (pytorch#189690). CUDA keeps pinned memory until the copy is through.
+    """
+    return device.type == "cuda"
+
+
+def upload(tensor, device):
+    """`tensor`, which is the host's, on the device."""
+    return tensor.to(device, non_blocking=copies_in_background(device))
+
+
 # ---- its memory ----------------------------------------------------------------------------------
 
 
