@@ -70,7 +70,7 @@ def choose_dtype(name, device):
         why = f"compute capability {major}.{minor}"
     elif device.type == "cpu":
         for flag in ("avx512_bf16", "amx_bf16"):
-            if flag in flags:
+            if flag in flags and kernels_have_bfloat16():
                 native = "bfloat16"
                 why = f"this CPU has {flag}"
     elif device.type == "mps" and torch.backends.mps.is_macos_or_newer(14, 0):
@@ -81,6 +81,12 @@ def choose_dtype(name, device):
     if name == "float16" and device.type == "mps":
         fail("--dtype=float16: expected float32 or bfloat16 on mps; try --dtype=auto")
     return (native, why) if name == "auto" else (name, "as given")
+
+
+def kernels_have_bfloat16():
+    """Whether oneDNN, which multiplies matrices on a CPU, may use what the CPU has for bfloat16. Where a
+    variable such as ONEDNN_MAX_CPU_ISA=AVX2 forbids it, a product takes a hundred times as long."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def choose_compile(setting, device, flops):
