@@ -322,7 +322,7 @@ def sum_losses(run):
         counts = mine < len(run.val_data)  # all ranks take as many turns, as sharded models must
         mine = mine if counts else first
         batch = run.val_data[mine, min(size, len(run.val_data) - mine)]
-        inputs, targets = (tensor.to(run.device, non_blocking=True) for tensor in batch)
+        inputs, targets = (devices.upload(tensor, run.device) for tensor in batch)
         with autocast(run.device):
             logits = run.model(inputs)
             loss = cross_entropy(logits, targets, label_smoothing=0.0)
@@ -568,7 +568,7 @@ def train(run, model, table, saver, signals, clock):
         # ---- training: with roll_back, the only lines that change the weights ---------------------
         lr = float(lr_at(state["step"]) * state["lr_factor"])
         waiting_since = time.perf_counter()
-        inputs, targets = (t.to(run.device, non_blocking=True) for t in next(run.batches))
+        inputs, targets = (devices.upload(t, run.device) for t in next(run.batches))
         data_ms = 1000 * (time.perf_counter() - waiting_since)
         take = partial(train_step, model, run, inputs, targets, lr)
         numbers = audit.confirm(run, take) if every(audit_interval, state["step"] + 1) else take()

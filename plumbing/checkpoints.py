@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from plumbing import rng
-from plumbing.devices import synchronize
+from plumbing.devices import copies_in_background, synchronize
 from plumbing.failures import RunFailed, out_of_memory
 from plumbing.files import fsync, replacing
 from plumbing.ranks import agree, rank, say, shard_like, whole, world_size
@@ -127,6 +127,13 @@ def not_restorable(value, name):
     return None
 
 
+def own_state(weight, state):
+    """A copy of what an optimizer kept for `weight`, in memory that is no part of a mapped file; where
+    `weight` is sharded, this rank's rows are all that is read of it."""
+    mine = {name: shard_like(weight, value) for name, value in state.items()}
+    return {n: copy.deepcopy(value) if value is state[n] else value for n, value in mine.items()}
+
+
 @torch.no_grad()
 def restore(run, checkpoint):
     """Make `run` what it was when train.checkpoint_of(run) was taken, sharded then or now.
@@ -138,10 +145,11 @@ def restore(run, checkpoint):
     optimizers = zip(run.optimizers, run.groups, checkpoint["optimizer"], strict=True)
     for optimizer, built, saved in optimizers:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        moments = copy.deepcopy(saved["state"])  # what load() maps must not stay in the file
+        moments = {}
+        for key, state in saved["state"].items():
+            of_weight = isinstance(key, int)
+            moments[key] = own_state(weights[key], state) if of_weight else copy.deepcopy(state)
         own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
-        for weight, each in own:
-            each.update({name: shard_like(weight, each[name]) for name in each})
         groups = [  # as saved, except for what the knobs build otherwise now than they did then
             group | {k: now[k] for k in now if k not in group or then.get(k, now[k]) != now[k]}
             for now, then, group in zip(built, saved["built"], saved["param_groups"], strict=True)
@@ -270,7 +278,7 @@ def copy_tensors(value, buffers, place=""):
         if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
             buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
             buffers[place] = buffer
-        return buffer.copy_(value, non_blocking=value.is_cuda)  # on MPS nothing would wait for it
+        return buffer.copy_(value, non_blocking=copies_in_background(value.device))
     if isinstance(value, dict):
         copied = {k: copy_tensors(v, buffers, f"{place}/{k!r}") for k, v in value.items()}
         return type(value)(copied) if isinstance(value, OrderedDict | Counter) else copied

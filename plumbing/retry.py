@@ -1,4 +1,4 @@
-"""Out of memory: the same batch again, in smaller micro-batches."""
+"""Out of memory: the same batch again, in smaller micro-batches. The ranks agree on how a pass went."""
 
 import torch
 
@@ -14,6 +14,9 @@ def within_memory(run, compute, key="micro_batch"):
     compute reads run.state[key] anew on each call, and may change nothing but gradients, torch's random
     state and buffers: those are put back before another try. It holds no collective operation (sharded
     models aside, which are never tried again). Raises RunFailed where a smaller micro-batch cannot help.
+
+    Where a weight has a gradient on another rank but not here, because no row of this rank used it, it
+    has one of zeros afterwards: the ranks must sum the same tensors.
     """
     model = run.model
     state = run.state
@@ -33,7 +36,12 @@ def within_memory(run, compute, key="micro_batch"):
                     "larger --accum_steps, --grad_checkpoint=true, --offload=true"
                 ) from error
             failed = True
-        if not any(agree(failed)):
+        used = [weight.grad is not None for weight in model.parameters()]
+        failed, *used = agree(failed, *used)  # one message for both
+        if not failed:
+            for weight, anywhere in zip(model.parameters(), used, strict=True):
+                if anywhere and weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
             return result
         if state[key] == 1:
             raise RunFailed(

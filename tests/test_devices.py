@@ -92,6 +92,7 @@ print("context", active.value)
 
 
 def test_bfloat16_is_the_default_only_where_the_cpu_computes_in_it(monkeypatch):
+    monkeypatch.setattr(devices, "kernels_have_bfloat16", lambda: True)
     for flag, expected in (
         ("amx_bf16", "bfloat16"),
         ("avx512_bf16", "bfloat16"),
@@ -100,6 +101,14 @@ def test_bfloat16_is_the_default_only_where_the_cpu_computes_in_it(monkeypatch):
         monkeypatch.setattr(devices, "cpu_info", lambda flag=flag: ("a CPU", {flag}))
         assert devices.choose_dtype("auto", CPU)[0] == expected
         assert devices.choose_dtype("bfloat16", CPU) == ("bfloat16", "as given")
+    monkeypatch.setattr(devices, "cpu_info", lambda: ("a CPU", {"amx_bf16"}))
+    monkeypatch.setattr(devices, "kernels_have_bfloat16", lambda: False)
+    assert devices.choose_dtype("auto", CPU)[0] == "float32"
+
+
+def test_kernels_that_a_variable_restricts_have_no_bfloat16():
+    code = "from plumbing.devices import *; print(kernels_have_bfloat16())"
+    assert "False" in python(code, ONEDNN_MAX_CPU_ISA="AVX2")
 
 
 def test_compile_auto_on_a_cpu_is_decided_by_flops_alone(monkeypatch):
