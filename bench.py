@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 import report
 import train
-from model import configure_optimizers, training_memory
+from model import configure_optimizers
 from plumbing import (
     audit,
     console,
@@ -46,6 +46,7 @@ from plumbing import (
     signals,
 )
 from plumbing.configurator import configured, fail
+from plumbing.memory import training_memory
 from plumbing.ranks import say, world_size
 from plumbing.tokenizers import decode
 from plumbing.windows import OrderedWindows

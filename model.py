@@ -3,8 +3,8 @@
     tokens -> input embedding -> n_layer x (attention, MLP) -> norm -> head -> logits
 
 Attention and MLP each add to one residual stream. Shapes use B (sequences), T (tokens in each),
-C (`n_embd`), H (`n_head`), D = C / H, V (`vocab_size`). Optimizers, memory and sampling are here too,
-for any nn.Module. Imports nothing but torch.
+C (`n_embd`), H (`n_head`), D = C / H, V (`vocab_size`). Optimizers and sampling are here too, for any
+nn.Module. Imports nothing but torch.
 """
 
 import math
@@ -43,13 +43,8 @@ class GPTConfig:
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
-        if self.n_embd % self.n_head:
-            raise ValueError(f"n_embd={self.n_embd} is not a multiple of n_head={self.n_head}")
-        if self.n_embd // self.n_head % 2:
-            raise ValueError(
-                f"n_embd={self.n_embd} over n_head={self.n_head} is a head size of "
-                f"{self.n_embd // self.n_head}: rotary positions turn pairs, so it must be even"
-            )
+        if self.n_embd % (2 * self.n_head):  # rotary positions turn pairs of the numbers in a head
+            raise ValueError(f"n_embd={self.n_embd} is no even multiple of n_head={self.n_head}")
 
 
 def padded(vocab_size):
@@ -73,8 +68,8 @@ def rotary_tables(block_size, head_size):
 
 
 def rotate(x, cos, sin):
-    """Turns each pair of numbers in x (B, T, H, D) by its position's angle, so that the product
-    of a query and a key depends on their distance."""
+    """Turns each pair of numbers in x (B, T, H, D) by its position's angle: the product of a query and
+    a key then depends on their distance."""
     cos, sin = (table[: x.size(1), None].to(x.dtype) for table in (cos, sin))
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
@@ -100,10 +95,9 @@ class InputEmbedding(nn.Module):
     """tokens (B, T) to (B, T, C): each token together with the few before it, so that even a single
     layer of attention can look up what followed the same letters earlier.
 
-    A causal depthwise convolution (So et al. 2021, "Primer") mixes the last CONV_WIDTH embeddings.
-    It starts random, not as the identity: random signs tell "ab" from "ba" from the first step on.
-    A hashed table adds a vector for the last NGRAM tokens (Huang et al. 2025, "Over-Tokenized
-    Transformer"); it starts at zero.
+    A causal depthwise convolution (So et al. 2021, "Primer") mixes the last CONV_WIDTH embeddings;
+    random at first, so that it tells "ab" from "ba". A hashed table adds a vector for the last NGRAM
+    tokens (Huang et al. 2025, "Over-Tokenized Transformer"); it starts at zero.
     """
 
     def __init__(self, config):
@@ -285,7 +279,7 @@ class GPT(nn.Module):
         return min(MAX_CHUNKS, -(-tokens * rows // CHUNK_LOGITS))
 
     def describe(self):
-        """The shape in words, for the plan that train.py prints."""
+        """The shape in words, for the plan."""
         config = self.config
         return f"{config.n_layer} x {config.n_embd} wide, {config.n_head} heads"
 
@@ -294,10 +288,9 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self):
-        """Floating-point operations to train on one token at full context, forward and backward: 6 for
-        each weight in a matrix product and 12 * n_layer * C * block_size for attention (Chowdhery et
-        al. 2022, "PaLM", appendix B). The half of attention that the mask hides counts, as in the
-        field, though a kernel may skip it; what `grad_checkpoint` computes again does not.
+        """FLOPs to train on one token at full context: 6 for each weight in a matrix product and
+        12 * n_layer * C * block_size for attention (Chowdhery et al. 2022, "PaLM", appendix B). The
+        half that the mask hides counts, as in the field; what `grad_checkpoint` repeats does not.
         """
         config = self.config
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
@@ -327,7 +320,7 @@ class GPT(nn.Module):
         recomputed = 0
         n_hidden = sum(weight.numel() for weight in self.blocks.parameters())
         n_cast = n_hidden + V * C  # weights of which autocast's copy is there
-        if is_sharded(self):  # blocks are gathered in that dtype: training_memory counts them
+        if is_sharded(self):  # blocks are gathered in that dtype: plumbing/memory.py counts them
             n_hidden, n_cast = 0, V * C
         if config.grad_checkpoint:  # the input of every block, and one whole block at a time
             kept = config.n_layer * C
@@ -432,67 +425,5 @@ def configure_optimizers(model, optimizer, lr, weight_decay, beta1, beta2, momen
     raise ValueError(f"optimizer={optimizer!r}: expected adamw, adam, sgd, momentum or muon")
 
 
-def training_memory(model, optimizers, micro_batch, dtype, device_type, world_size=1):
-    """Bytes of tensors that an uncompiled step holds at its peak on this device, by kind: weights,
-    gradients, optimizer, activations, and where the model is sharded, gathered; None for a kind that
-    cannot be told.
-
-    micro_batch: sequences. dtype: "float32", or that of autocast. AdamW comes to 16 bytes a parameter,
-    SGD with momentum to 12, plain SGD to 8; sharded, this rank's part counts. Gradients and activations
-    overlap in full only where gradients accumulate.
-    """
-    weights = on_device(model.parameters(), device_type)
-    gradients = sum(weight.nbytes for weight in weights if weight.requires_grad)
-    moments = [moment_memory(optimizer, device_type) for optimizer in optimizers]
-    activations = None
-    if hasattr(model, "activation_memory"):
-        activations = model.activation_memory(micro_batch, dtype, device_type)
-        if world_size > 1 and not is_sharded(model):
-            # activations are gone when ranks sum their gradients in one flat buffer
-            activations = max(activations, gradients)
-    needs = {
-        "weights": sum(weight.nbytes for weight in weights),
-        "gradients": gradients,
-        "optimizer": None if None in moments else sum(moments),
-        "activations": activations,
-    }
-    return needs | {"gathered": gathered_memory(model, dtype)} if is_sharded(model) else needs
-
-
 def is_sharded(model):
     return any(hasattr(parameter, "to_local") for parameter in model.parameters())
-
-
-def gathered_memory(model, dtype):
-    """Bytes that a rank of a sharded model (FSDP2) holds for a time beside its share: within a quarter
-    of a step's peak, by measurement on two CPU ranks.
-
-    What is in no block is whole throughout, in float32, and at the end its gradients are too. Of the
-    blocks, one has its weights and gradients whole, which are summed in float32, and the next one its
-    weights.
-    """
-    blocks = [sum(w.numel() for w in block.parameters()) for block in getattr(model, "blocks", [])]
-    rest = sum(weight.numel() for weight in model.parameters()) - sum(blocks)
-    width = 4 if dtype == "float32" else 2
-    return 4 * rest + max(4 * rest, (3 * width + 4) * max(blocks, default=0))
-
-
-def on_device(parameters, device_type):
-    """This rank's part of each, but for those that are offloaded to the host's memory."""
-    parts = [weight.to_local() if hasattr(weight, "to_local") else weight for weight in parameters]
-    return [part for part in parts if device_type == "cpu" or not part.is_cpu]
-
-
-def moment_memory(optimizer, device_type):
-    """Bytes that one of our optimizers keeps for its weights; None for one that nobody counted."""
-    group = optimizer.param_groups[0]
-    moments = {
-        torch.optim.SGD: bool(group.get("momentum")),
-        torch.optim.Muon: 1,
-        torch.optim.Adam: 2,
-        torch.optim.AdamW: 2,
-    }
-    if type(optimizer) not in moments:
-        return None
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    return moments[type(optimizer)] * sum(w.nbytes for w in on_device(weights, device_type))

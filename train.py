@@ -25,12 +25,13 @@ from types import SimpleNamespace
 import torch
 
 import prepare_data
-from model import build_model, configure_optimizers, cross_entropy, training_memory
+from model import build_model, configure_optimizers, cross_entropy
 from plumbing import audit, checkpoints, console, devices, ema, identity, metrics, peaks, ranks, rng
 from plumbing.configurator import configured, fail
 from plumbing.dataset import fingerprint, open_tokens
 from plumbing.dynamo import spare_dynamo
 from plumbing.failures import RunFailed, explain
+from plumbing.memory import training_memory
 from plumbing.ranks import agree, from_rank0, rank, say, world_size
 from plumbing.resume import admit, find_checkpoint, is_finished
 from plumbing.retry import rehearse, within_memory

@@ -298,7 +298,7 @@ def all_finite(value):
 def size(run, needs):
     """Bytes of the tensors in a checkpoint, which holds the whole of a sharded model.
 
-    needs: what model.training_memory returned: of this rank's part, without what is offloaded.
+    needs: what memory.training_memory returned: of this rank's part, without what is offloaded.
     """
     tensors = [*run.model.state_dict().values(), *run.ema.values()]
     weights = sum(weight.nbytes for weight in run.model.parameters())

@@ -85,7 +85,7 @@ def own_data(data_dir, tmp_path):
         ("--schedule=cos", ["cosine, linear, constant, step, onecycle, wsd"]),
         ("--dtype=fp16", ["auto, float32, bfloat16, float16"]),
         ("--n_head=3", ["--n_embd=32", "multiple of --n_head=3"]),
-        ("--n_head=32", ["--n_embd=32", "--n_head=32", "must be even"]),
+        ("--n_head=32", ["--n_embd=32", "--n_head=32", "no even multiple"]),
         ("--warmup_steps=13", ["--max_steps=12"]),
         ("--min_lr=0.1", ["--peak_lr=0.001"]),
         ("--device=gpu", ["--device=auto"]),

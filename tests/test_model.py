@@ -22,8 +22,8 @@ from model import (
     build_model,
     configure_optimizers,
     generate,
-    training_memory,
 )
+from plumbing.memory import training_memory
 
 SMALL = {"vocab_size": 65, "block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 32}
 
@@ -612,8 +612,8 @@ def test_generate_gives_every_module_its_mode_back_also_after_an_error():
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"n_embd": 30, "n_head": 4}, "n_embd=30 is not a multiple of n_head=4"),
-        ({"n_embd": 30, "n_head": 2}, "a head size of 15"),
+        ({"n_embd": 30, "n_head": 4}, "n_embd=30 is no even multiple of n_head=4"),
+        ({"n_embd": 30, "n_head": 2}, "n_embd=30 is no even multiple of n_head=2"),
         ({"n_layer": 0}, "n_layer must be at least 1, found 0"),
         ({"vocab_size": -1}, "vocab_size must be at least 1, found -1"),
     ],
@@ -634,7 +634,7 @@ def test_a_model_is_built_from_a_runs_config():
     assert model.config == GPTConfig(
         65, 32, 2, 32, 2, dropout=0.1, label_smoothing=0.2, grad_checkpoint=True
     )
-    with pytest.raises(ValueError, match="n_embd=32 is not a multiple of n_head=5"):
+    with pytest.raises(ValueError, match="n_embd=32 is no even multiple of n_head=5"):
         build_model(knobs | {"n_head": 5}, vocab_size=65)
     with pytest.raises(TypeError, match="block_size"):
         build_model({"n_head": 2, "n_embd": 32}, vocab_size=65)
