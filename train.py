@@ -228,7 +228,7 @@ def load_batches(run):
 
 @dataclass
 class Run:
-    """What the next step depends on, and what a checkpoint keeps."""
+    """What the next step depends on."""
 
     folder: RunFolder
     device: torch.device
@@ -243,6 +243,19 @@ class Run:
     state: dict
     batches: object = ()  # an iterator over the batches to come
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
+
+    def checkpoint(self):
+        """Everything that the next step depends on, and what the run is. All ranks call it together."""
+        pairs = zip(self.optimizers, self.groups, strict=True)
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": [each.state_dict() | {"built": groups} for each, groups in pairs],
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema,
+            "state": self.state,
+            "rng": ranks.from_all_ranks(rng.rng_state(self.device)),
+            **self.facts,
+        }
 
 
 def autocast(device):
@@ -475,24 +488,6 @@ def roll_back(run, trouble, recent):
     run.batches = load_batches(run)
 
 
-# ---- the checkpoint ------------------------------------------------------------------------------
-
-
-def checkpoint_of(run):
-    """Everything that the next step depends on, and what the run is. All ranks call it together."""
-    audit.check_replicas(run)  # raises RunFailed: several ranks must hold the same weights
-    pairs = zip(run.optimizers, run.groups, strict=True)
-    return {
-        "model": run.model.state_dict(),
-        "optimizer": [each.state_dict() | {"built": groups} for each, groups in pairs],
-        "scaler": run.scaler.state_dict(),
-        "ema": run.ema,
-        "state": run.state,
-        "rng": ranks.from_all_ranks(rng.rng_state(run.device)),
-        **run.facts,
-    }
-
-
 # ---- before the first step -----------------------------------------------------------------------
 
 
@@ -550,7 +545,7 @@ def start(run, path, table, saver):
         run.folder.begin(run)
         record_evaluation(run, table)
     names = ["best.pt", checkpoints.file_name(state["step"])]
-    saver.save(checkpoint_of(run), names, must=True)
+    saver.save(names, must=True)
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -606,7 +601,7 @@ def train(run, model, table, saver, signals, clock):
         # ---- save, stop ---------------------------------------------------------------------------
         names = names_to_save(due, ending, is_best, state)
         if names:
-            saver.save(checkpoint_of(run), names, must=bool(ending))
+            saver.save(names, must=bool(ending))
         clock.lap("save")
         if ending:
             return ending
