@@ -31,9 +31,9 @@ from plumbing.configurator import configured, fail
 from plumbing.dataset import fingerprint, open_tokens
 from plumbing.failures import RunFailed, explain
 from plumbing.ranks import agree, from_rank0, rank, say, world_size
-from plumbing.resume import admit, find_checkpoint, is_finished
+from plumbing.resume import continue_from, find_checkpoint, is_finished
 from plumbing.retry import rehearse, within_memory
-from plumbing.run_folder import RunFolder, command_line
+from plumbing.run_folder import RunFolder
 from plumbing.signals import Signals, ignore_signals, stop_workers
 from plumbing.skipping import Buffers, step_unless
 from plumbing.spikes import is_spike
@@ -641,7 +641,7 @@ def run_to_the_end(run, path, signals, clock):
     finally:
         stop_workers(run.batches)
         saver.wait()
-        run.folder.close(ending[0], clock.seconds, run.state, write_report if report else None)
+        run.folder.end(ending[0], clock.seconds, run.state, write_report if report else None)
     return ending[1]
 
 
@@ -672,8 +672,8 @@ def main(argv=None):
         compile, reason = devices.choose_compile(compile, run_device, flops)
         run.facts["run"] = identity.identity_of(globals(), datasets[-1], run_device)
         if saved:
-            admit(run, path, saved)  # refuses another model, text, optimizer, dtype ...
-            if from_rank0(is_finished, folder, path, saved, config, max_steps, patience):
+            continue_from(run, path, saved)  # refuses another model, text, optimizer, dtype ...
+            if from_rank0(is_finished, folder, path, saved, config):
                 return 0
 
         # ---- all is checked: from here on files are written
@@ -682,7 +682,8 @@ def main(argv=None):
         )
         milestones = max_steps // milestone_interval if milestone_interval else 0
         files = keep_last + milestones + 3  # best.pt, the newest, and the one being written
-        from_rank0(folder.open, run, files * checkpoints.size(run, needs), command_line(argv), path)
+        command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
+        from_rank0(folder.open, run, files * checkpoints.size(run, needs), command, path)
         peak = from_rank0(peaks.peak_flops, run_device, dtype)
         run.max_flops = (peak[0] or math.nan) * world_size()
         console.print_plan(run, {"compile": reason} | reasons, peak, needs, path, saved)

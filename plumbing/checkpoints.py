@@ -15,21 +15,11 @@ from pathlib import Path
 
 import torch
 
-from plumbing import rng
+from plumbing import ranks, rng
 from plumbing.devices import synchronize
 from plumbing.failures import RunFailed, out_of_memory
 from plumbing.files import fsync, replacing
 from plumbing.nested import clone, mapped, tensors
-from plumbing.ranks import (
-    agree,
-    rank,
-    replicas_differ,
-    say,
-    shard_like,
-    sharded,
-    whole,
-    world_size,
-)
 
 PARTS = ("model", "optimizer", "scaler", "ema", "state", "rng", "config", "data", "run")
 MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # keys of the state
@@ -102,7 +92,9 @@ def newest_valid(folder, usable=lambda step, state: True):
                 return path
         except Damaged as error:
             aside = path.with_name(path.name + ".corrupt")
-            say(f"{path.name} is damaged ({error}): set aside as {aside.name}, trying an older one")
+            ranks.say(
+                f"{path.name} is damaged ({error}): set aside as {aside.name}, trying an older one"
+            )
             with contextlib.suppress(OSError):  # a folder that has become read-only
                 os.replace(path, aside)
     return None
@@ -115,7 +107,7 @@ def remove_after(folder, step):
             try:
                 path.unlink()
             except OSError as error:
-                say(f"{path.name} cannot be removed ({error.strerror})")
+                ranks.say(f"{path.name} cannot be removed ({error.strerror})")
 
 
 def not_restorable(value, name):
@@ -144,14 +136,14 @@ def restore(run, checkpoint):
     Micro-batches stay as they are: they belong to the ranks and the memory of today.
     """
     for name, weight in run.model.state_dict().items():
-        weight.copy_(shard_like(weight, checkpoint["model"][name]))
+        weight.copy_(ranks.shard_like(weight, checkpoint["model"][name]))
     optimizers = zip(run.optimizers, run.groups, checkpoint["optimizer"], strict=True)
     for optimizer, built, saved in optimizers:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         moments = clone(saved["state"])  # what load() maps must not stay in the file
         own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
         for weight, each in own:
-            each.update({name: shard_like(weight, each[name]) for name in each})
+            each.update({name: ranks.shard_like(weight, each[name]) for name in each})
         groups = [  # as saved, except for what the knobs build otherwise now than they did then
             group | {k: now[k] for k in now if k not in group or then.get(k, now[k]) != now[k]}
             for now, then, group in zip(built, saved["built"], saved["param_groups"], strict=True)
@@ -164,11 +156,11 @@ def restore(run, checkpoint):
     run.scaler.load_state_dict(checkpoint["scaler"])
     for name, average in run.ema.items():
         saved = checkpoint["ema"].get(name, checkpoint["model"][name])
-        average.copy_(shard_like(average, saved))
+        average.copy_(ranks.shard_like(average, saved))
     micro_batches = {key: run.state[key] for key in MICRO_BATCHES}
     run.state.update(clone(checkpoint["state"]) | micro_batches)
-    if len(checkpoint["rng"]) == world_size():
-        rng.set_rng_state(checkpoint["rng"][rank()], run.device)
+    if len(checkpoint["rng"]) == ranks.world_size():
+        rng.set_rng_state(checkpoint["rng"][ranks.rank()], run.device)
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -203,7 +195,7 @@ class Saver:
         for seconds in (0, 1, 2) if must else (0,):
             time.sleep(seconds)
             self.error = None
-            if rank() == 0:
+            if ranks.rank() == 0:
                 synchronize(self.run.device)  # the copies to the host are asynchronous
                 self.thread = threading.Thread(
                     target=self.write, args=(checkpoint, names), name="writer"
@@ -212,7 +204,7 @@ class Saver:
             if not must:
                 return
             self.wait()
-            if not any(agree(self.error is not None)):
+            if not any(ranks.agree(self.error is not None)):
                 return
         raise RunFailed(
             f"{names[-1]} could not be saved: {self.error}; once that is fixed, the same command "
@@ -224,8 +216,8 @@ class Saver:
         by the next save. All ranks call it together: what is sharded is gathered, a tensor at a time."""
         if not isinstance(leaf, torch.Tensor):
             return copy.deepcopy(leaf)
-        tensor = whole(leaf.detach())
-        if rank() > 0:
+        tensor = ranks.whole(leaf.detach())
+        if ranks.rank() > 0:
             return None
         buffer = self.buffers.get(path)
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
@@ -283,7 +275,7 @@ class Saver:
 def refuse_unequal_replicas(run):
     """Raises RunFailed where a weight, or a floating-point buffer, is not the same on every rank."""
     tensors = {name: t for name, t in run.model.state_dict().items() if t.is_floating_point()}
-    if not sharded(run.model) and (names := replicas_differ(tensors)):
+    if not ranks.sharded(run.model) and (names := ranks.replicas_differ(tensors)):
         raise RunFailed(
             f"at step {run.state['step']} the ranks hold different bits in {', '.join(names)}: a step "
             "that changes the weights must draw and add the same numbers on every rank; the newest "
