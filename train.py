@@ -537,7 +537,7 @@ def start(run, path, table, saver):
         checkpoints.restore(run, saved)  # RNG last: nothing may draw before the first step
         if saved["config"].get("eval_tokens") != eval_tokens:  # a best among the same evaluations
             state.update(best_val_loss=math.inf, loss_to_beat=math.inf, evals_since_best=0)
-        run.folder.begin(run, path.name, identity.inexact(saved["run"], run.facts["run"]))
+        run.folder.begin(run, path, identity.inexact(saved["run"], run.facts["run"]))
         if run.folder.owns(path):
             return
         state["first_step"] = state["step"]

@@ -11,7 +11,6 @@ import threading
 import time
 import zipfile
 from collections import Counter, OrderedDict
-from pathlib import Path
 
 import torch
 
@@ -34,7 +33,7 @@ def file_name(step):
 
 
 def step_of(path):
-    return int(Path(path).stem.split("_")[1])
+    return int(path.stem.split("_")[1])
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -93,7 +92,7 @@ def newest_valid(folder, usable=lambda step, state: True):
         except Damaged as error:
             aside = path.with_name(path.name + ".corrupt")
             ranks.say(
-                f"{path.name} is damaged ({error}): set aside as {aside.name}, trying an older one"
+                f"{path.name} is damaged ({error}): set aside as {aside.name}; trying older ones"
             )
             with contextlib.suppress(OSError):  # a folder that has become read-only
                 os.replace(path, aside)
@@ -197,9 +196,8 @@ class Saver:
             self.error = None
             if ranks.rank() == 0:
                 synchronize(self.run.device)  # the copies to the host are asynchronous
-                self.thread = threading.Thread(
-                    target=self.write, args=(checkpoint, names), name="writer"
-                )
+                arguments = (checkpoint, names)
+                self.thread = threading.Thread(None, self.write, "writer", arguments)
                 self.thread.start()
             if not must:
                 return

@@ -36,7 +36,8 @@ RESOLVED = "dtype compile warmup_steps decay_steps batch_size accum_steps".split
 
 def identity_of(knobs, data, device):
     """Kept in every checkpoint as `run`. knobs: globals of train.py. data: name and fingerprint."""
-    here = {
+    known = {key: knobs[key] for key in (*REFUSED, *INEXACT, *RESOLVED) if key in knobs}
+    return known | {
         "global_batch": knobs["batch_size"] * knobs["accum_steps"] * world_size(),
         "dataset": data["name"],
         "data": data["fingerprint"],
@@ -47,8 +48,6 @@ def identity_of(knobs, data, device):
         "world_size": world_size(),
         "code": code_hashes(),
     }
-    keys = dict.fromkeys(REFUSED + INEXACT + RESOLVED)
-    return {key: here[key] if key in here else knobs[key] for key in keys}
 
 
 def code_hashes():

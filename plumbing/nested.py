@@ -19,20 +19,21 @@ def tensors(value):
 
 
 def mapped(function, value, path=()):
-    """`value` with function(leaf, path) in the place of each leaf; containers keep their types."""
+    """`value` with function(leaf, path) in the place of each leaf. Containers keep their types."""
     if isinstance(value, dict):
-        new = {key: mapped(function, item, (*path, key)) for key, item in value.items()}
-        copied = copy.copy(value)
-        dict.update(copied, new)  # not that of a Counter, which adds
-        return copied
+        items = {key: mapped(function, item, (*path, key)) for key, item in value.items()}
+        new = copy.copy(value)
+        dict.update(new, items)  # not that of a Counter, which adds
+        return new
     if isinstance(value, list | tuple):
         return type(value)(mapped(function, item, (*path, n)) for n, item in enumerate(value))
     return function(value, path)
 
 
 def clone(value):
-    return mapped(lambda leaf, path: copied_leaf(leaf), value)
+    """A copy that shares nothing with `value`; on the same devices."""
 
+    def copied(leaf, path):
+        return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
-def copied_leaf(leaf):
-    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+    return mapped(copied, value)

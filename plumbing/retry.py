@@ -15,25 +15,22 @@ def within_memory(run, compute, key="micro_batch"):
     state and buffers: those are put back before another try. It holds no collective operation (sharded
     models aside, which are never tried again). Raises RunFailed where a smaller micro-batch cannot help.
     """
-    model = run.model
     state = run.state
     while True:
         rng = torch_rng_state(run.device)
-        buffers = Buffers(model)
+        buffers = Buffers(run.model)
         result = None
-        failed = False
         try:
             result = compute()
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            if sharded(model):  # the other ranks wait in the middle of their pass
+            if sharded(run.model):  # the other ranks wait in the middle of their pass
                 raise RunFailed(
                     "out of memory; with --shard=true try a smaller --batch_size with a "
                     "larger --accum_steps, --grad_checkpoint=true, --offload=true"
                 ) from error
-            failed = True
-        if not any(agree(failed)):
+        if not any(agree(result is None)):
             return result
         if state[key] == 1:
             raise RunFailed(
@@ -41,7 +38,7 @@ def within_memory(run, compute, key="micro_batch"):
                 "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
             )
         result = None  # of a rank that had enough memory
-        model.zero_grad(set_to_none=True)
+        run.model.zero_grad(set_to_none=True)
         set_torch_rng_state(rng, run.device)
         buffers.put_back()
         if run.device.type != "cpu":
@@ -58,20 +55,18 @@ def rehearse(run, forward_backward, batch, compile):
     """
     buffers = Buffers(run.model)
     model = torch.compile(run.model, dynamic=False) if compile else run.model
+    reason = None
     try:
         within_memory(run, lambda: forward_backward(model, run, *batch))
-    except RunFailed:
-        raise
     except Exception as error:
-        if not compile:
+        if not compile or isinstance(error, RunFailed):
             raise
         reason = " ".join(str(error).split())[:200]  # the first line alone says nothing
         if world_size() > 1:  # another rank may have compiled: they must do the same
             raise RunFailed(f"torch.compile failed ({reason}); write --compile=false") from error
-        model = run.model
-        run.folder.event(run.state["step"], "compile_failed", error=reason)
-        model.zero_grad(set_to_none=True)
-        within_memory(run, lambda: forward_backward(model, run, *batch))
     run.model.zero_grad(set_to_none=True)
     buffers.put_back()
-    return model
+    if reason is None:
+        return model
+    run.folder.event(run.state["step"], "compile_failed", error=reason)
+    return rehearse(run, forward_backward, batch, compile=False)

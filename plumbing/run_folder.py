@@ -109,8 +109,6 @@ class RunFolder(ExitStack):
                 **devices.fingerprint(run.device),
                 "resumes": before.get("resumes", []),
             }
-            if path:
-                self.facts["resumes"].append({"time": now(), "from": str(path)})
             self.save_facts()
         except OSError as error:
             self.refuse(error)
@@ -131,20 +129,22 @@ class RunFolder(ExitStack):
     def save_facts(self):
         write_json(self.path / "run.json", self.facts)
 
-    def begin(self, run, checkpoint=None, inexact=None):
+    def begin(self, run, path=None, inexact=None):
         """Complete run.json with what the rehearsal decided, and cut metrics.jsonl back to where the run
-        begins. checkpoint: the name of the one it resumes from. inexact: {key: [then, now]}."""
+        begins. path: of the checkpoint that it resumes from. inexact: {key: [then, now]}."""
         if rank() > 0:
             return
         step = run.state["step"]
-        self.cut_rows(step if checkpoint else -1)
+        self.cut_rows(step if path else -1)
         self.facts |= run.facts
-        if checkpoint:
-            self.facts["resumes"][-1] |= {"step": step, "inexact": inexact}
-            self.event(step, "resume", checkpoint=checkpoint)
+        if path:
+            resume = {"time": now(), "from": str(path), "step": step, "inexact": inexact}
+            self.facts["resumes"].append(resume)
+        self.save_facts()
+        if path:
+            self.event(step, "resume", checkpoint=path.name)
         if inexact:
             self.event(step, "inexact_resume", **inexact)
-        self.save_facts()
 
     def end(self, ended, seconds, state, write_report):
         """Record how the run ended, and print what to type next. write_report: or None for no report."""
