@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -226,15 +227,11 @@ def now():
 
 def git_state():
     """{commit, dirty, diff_sha256} of the repository; the image has GIT_COMMIT in place of .git."""
-
-    def git(*args):
-        where = [f"--git-dir={REPO}/.git", f"--work-tree={REPO}"]  # not the .git of a folder above
-        command = ["git", *where, *args]
-        return subprocess.run(command, capture_output=True, check=True, timeout=10).stdout
-
+    git = ["git", f"--git-dir={REPO}/.git", f"--work-tree={REPO}"]  # no .git of a folder above
+    read = partial(subprocess.run, capture_output=True, check=True, timeout=10)
     try:
-        diff = git("diff", "HEAD")
-        commit = git("rev-parse", "HEAD").decode().strip()
+        diff = read([*git, "diff", "HEAD"]).stdout
+        commit = read([*git, "rev-parse", "HEAD"], text=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return {"commit": os.environ.get("GIT_COMMIT"), "dirty": None, "diff_sha256": None}
     return {"commit": commit, "dirty": bool(diff), "diff_sha256": sha256(diff).hexdigest()}
