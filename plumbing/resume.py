@@ -16,24 +16,25 @@ def find_checkpoint(folder, resume):
     with 2 if the two do not fit together, or no checkpoint can be read.
     """
     path = None
-    fresh_out_dir = folder.fresh_out_dir()
     try:
         if folder.holds_run():
             folder.lock()
             if resume == "never":
-                fail(f"--resume=never, and {folder.path} holds a run; write {fresh_out_dir}")
+                fail(
+                    f"--resume=never, and {folder.path} holds a run; write {folder.fresh_out_dir()}"
+                )
             path = checkpoints.newest_valid(folder.path)
             # with none of these it was stopped before its first save: nothing is lost
             if not path and (folder.holds_steps() or any(folder.path.glob("*.corrupt"))):
                 fail(
                     f"{folder.path} holds a run, but no checkpoint that can be read; to start again "
-                    f"write {fresh_out_dir}"
+                    f"write {folder.fresh_out_dir()}"
                 )
         if resume not in ("auto", "never"):
             path = checkpoint_asked_for(folder, path, Path(resume))
         if path and "sequences" not in checkpoints.load(path, verify=False)["state"]:
             commit = read_json(path.parent / "run.json").get("git", {}).get("commit")
-            other = f"write {fresh_out_dir}" if folder.owns(path) else "leave out --resume"
+            other = f"write {folder.fresh_out_dir()}" if folder.owns(path) else "leave out --resume"
             fail(
                 f"{shown(path)} was written by an older train.py (commit {commit or 'unknown'}), which "
                 f"counted batches; check out that commit to resume it, or {other}"
