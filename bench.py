@@ -101,7 +101,7 @@ class Job:
             with setting(**knobs):
                 lr = train.lr_at(run.state["step"])
                 with record_function("data"):
-                    inputs, targets = (t.to(self.device, non_blocking=True) for t in next(batches))
+                    inputs, targets = (devices.upload(t, self.device) for t in next(batches))
                 with record_function("train_step"):
                     numbers = train.train_step(model, run, inputs, targets, lr)
                 train.count_batch(run, targets)
@@ -294,7 +294,7 @@ def graphed_step(run, model, batches):
 
     def step():
         for old, new in zip(kept, next(batches), strict=True):
-            old.copy_(new, non_blocking=True)
+            old.copy_(new, non_blocking=True)  # only CUDA has graphs
         graph.replay()
         return numbers
 

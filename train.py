@@ -29,6 +29,7 @@ from model import build_model, configure_optimizers, cross_entropy, training_mem
 from plumbing import audit, checkpoints, console, devices, ema, identity, metrics, peaks, ranks, rng
 from plumbing.configurator import configured, fail
 from plumbing.dataset import fingerprint, open_tokens
+from plumbing.dynamo import spare_dynamo
 from plumbing.failures import RunFailed, explain
 from plumbing.ranks import agree, from_rank0, rank, say, world_size
 from plumbing.resume import continue_from, find_checkpoint, is_finished
@@ -334,7 +335,7 @@ def sum_losses(run):
         counts = mine < len(run.val_data)  # all ranks take as many turns, as sharded models must
         mine = mine if counts else first
         batch = run.val_data[mine, min(size, len(run.val_data) - mine)]
-        inputs, targets = (tensor.to(run.device, non_blocking=True) for tensor in batch)
+        inputs, targets = (devices.upload(tensor, run.device) for tensor in batch)
         with autocast(run.device):
             logits = run.model(inputs)
             loss = cross_entropy(logits, targets, label_smoothing=0.0)
@@ -510,6 +511,7 @@ def build_run(config, folder, run_device, datasets):
     except ValueError as error:  # which names knobs, such as n_embd=32
         fail(re.sub(r"\b(?=\w+=)", "--", str(error)))
     model = ranks.shard(model, run_device, dtype, offload) if shard else model.to(run_device)
+    spare_dynamo()
     optimizers = configure_optimizers(
         model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, run_device.type
     )
@@ -561,7 +563,7 @@ def train(run, model, table, saver, signals, clock):
         # ---- training: with roll_back, the only lines that change the weights ---------------------
         lr = float(lr_at(state["step"]) * state["lr_factor"])
         waiting_since = time.perf_counter()
-        inputs, targets = (t.to(run.device, non_blocking=True) for t in next(run.batches))
+        inputs, targets = (devices.upload(t, run.device) for t in next(run.batches))
         data_ms = 1000 * (time.perf_counter() - waiting_since)
         take = partial(train_step, model, run, inputs, targets, lr)
         numbers = audit.confirm(run, take) if every(audit_interval, state["step"] + 1) else take()

@@ -15,7 +15,7 @@ from collections import Counter, OrderedDict
 import torch
 
 from plumbing import ranks, rng
-from plumbing.devices import synchronize
+from plumbing.devices import copies_in_background, synchronize
 from plumbing.failures import RunFailed, out_of_memory
 from plumbing.files import fsync, replacing
 from plumbing.nested import clone, mapped, tensors
@@ -139,10 +139,12 @@ def restore(run, checkpoint):
     optimizers = zip(run.optimizers, run.groups, checkpoint["optimizer"], strict=True)
     for optimizer, built, saved in optimizers:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        moments = clone(saved["state"])  # what load() maps must not stay in the file
+        moments = {}
+        for key, state in saved["state"].items():
+            if isinstance(key, int):  # where it is sharded, only this rank's rows are read
+                state = {n: ranks.shard_like(weights[key], value) for n, value in state.items()}
+            moments[key] = clone(state)  # what load() maps must not stay in the file
         own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
-        for weight, each in own:
-            each.update({name: ranks.shard_like(weight, each[name]) for name in each})
         groups = [  # as saved, except for what the knobs build otherwise now than they did then
             group | {k: now[k] for k in now if k not in group or then.get(k, now[k]) != now[k]}
             for now, then, group in zip(built, saved["built"], saved["param_groups"], strict=True)
@@ -221,7 +223,7 @@ class Saver:
         if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
             buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self.buffers[path] = buffer
-        return buffer.copy_(tensor, non_blocking=tensor.is_cuda)  # on MPS nothing would wait for it
+        return buffer.copy_(tensor, non_blocking=copies_in_background(tensor.device))
 
     def minutes_ago(self):
         return (time.monotonic() - self.last_save) / 60

@@ -70,7 +70,7 @@ def choose_dtype(name, device):
         why = f"compute capability {major}.{minor}"
     elif device.type == "cpu":
         for flag in ("avx512_bf16", "amx_bf16"):
-            if flag in flags:
+            if flag in flags and kernels_have_bfloat16():
                 native = "bfloat16"
                 why = f"this CPU has {flag}"
     elif device.type == "mps" and torch.backends.mps.is_macos_or_newer(14, 0):
@@ -81,6 +81,12 @@ def choose_dtype(name, device):
     if name == "float16" and device.type == "mps":
         fail("--dtype=float16: expected float32 or bfloat16 on mps; try --dtype=auto")
     return (native, why) if name == "auto" else (name, "as given")
+
+
+def kernels_have_bfloat16():
+    """Whether oneDNN, which multiplies matrices on a CPU, may use what the CPU has for bfloat16. Where a
+    variable such as ONEDNN_MAX_CPU_ISA=AVX2 forbids it, a product takes a hundred times as long."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def choose_compile(setting, device, flops):
@@ -107,14 +113,16 @@ def set_deterministic(setting, device):
     """Sets deterministic mode for --deterministic=setting, and returns it as a bool: auto is on, but
     on MPS. To be called before the process group is built and before the first matrix product.
 
-    torch also has Inductor choose no kernel by timing then. In the environment, unless the user has:
+    In the environment, unless the user has set them:
     CUBLAS_WORKSPACE_CONFIG=:4096:8  a workspace of fixed size, without which cuBLAS may vary
     NCCL_ALGO=Ring                   sums in the order of the ring: NVLS adds up in the switch in any
                                      order (nccl#1497), and the order of a tree is NCCL's to choose
                                      (Megatron-LM's guide to deterministic training)
     """
     deterministic = device.type != "mps" if setting == "auto" else setting
-    torch.use_deterministic_algorithms(deterministic)
+    # As torch.use_deterministic_algorithms(), but without Inductor, which takes most of a second to
+    # import: where a model is compiled, plumbing/retry.py sets it too.
+    torch.set_deterministic_debug_mode("error" if deterministic else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and hides nothing
     if deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -133,6 +141,23 @@ def keep_freed_memory():
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no block is a mapping of its own
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap never shrinks
         libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: and grows by 64 MiB at a time
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+def copies_in_background(device):
+    """Whether a copy between the host and `device` may go on while the host does.
+
+    On MPS such a copy reads the host's memory, or writes it, without holding it: what is freed or read
+    before it is done is garbage (pytorch#189690). CUDA keeps pinned memory until the copy is through.
+    """
+    return device.type == "cuda"
+
+
+def upload(tensor, device):
+    """`tensor`, which is the host's, on the device."""
+    return tensor.to(device, non_blocking=copies_in_background(device))
 
 
 # ---- its memory ----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Out of memory: the same batch again, in smaller micro-batches."""
+"""Out of memory: the same batch again, in smaller micro-batches. The ranks agree on how a pass went."""
 
 import torch
 
@@ -14,6 +14,9 @@ def within_memory(run, compute, key="micro_batch"):
     compute reads run.state[key] anew on each call, and may change nothing but gradients, torch's random
     state and buffers: those are put back before another try. It holds no collective operation (sharded
     models aside, which are never tried again). Raises RunFailed where a smaller micro-batch cannot help.
+
+    Where a weight has a gradient on another rank but not here, because no row of this rank used it, it
+    has one of zeros afterwards: the ranks must sum the same tensors.
     """
     state = run.state
     while True:
@@ -30,7 +33,12 @@ def within_memory(run, compute, key="micro_batch"):
                     "out of memory; with --shard=true try a smaller --batch_size with a "
                     "larger --accum_steps, --grad_checkpoint=true, --offload=true"
                 ) from error
-        if not any(agree(result is None)):
+        used = [weight.grad is not None for weight in run.model.parameters()]
+        failed, *used = agree(result is None, *used)  # one message for both
+        if not failed:
+            for weight, anywhere in zip(run.model.parameters(), used, strict=True):
+                if anywhere and weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
             return result
         if state[key] == 1:
             raise RunFailed(
@@ -54,8 +62,13 @@ def rehearse(run, forward_backward, batch, compile):
     Where torch.compile fails, the run continues in eager mode, and a `compile_failed` event says why.
     """
     buffers = Buffers(run.model)
-    model = torch.compile(run.model, dynamic=False) if compile else run.model
+    model = run.model
     reason = None
+    if compile:
+        from torch._inductor import config as inductor  # not sooner: it takes most of a second
+
+        inductor.deterministic = torch.are_deterministic_algorithms_enabled()  # no choice by timing
+        model = torch.compile(model, dynamic=False)
     try:
         within_memory(run, lambda: forward_backward(model, run, *batch))
     except Exception as error:

@@ -92,6 +92,7 @@ print("context", active.value)
 
 
 def test_bfloat16_is_the_default_only_where_the_cpu_computes_in_it(monkeypatch):
+    monkeypatch.setattr(devices, "kernels_have_bfloat16", lambda: True)
     for flag, expected in (
         ("amx_bf16", "bfloat16"),
         ("avx512_bf16", "bfloat16"),
@@ -100,6 +101,14 @@ def test_bfloat16_is_the_default_only_where_the_cpu_computes_in_it(monkeypatch):
         monkeypatch.setattr(devices, "cpu_info", lambda flag=flag: ("a CPU", {flag}))
         assert devices.choose_dtype("auto", CPU)[0] == expected
         assert devices.choose_dtype("bfloat16", CPU) == ("bfloat16", "as given")
+    monkeypatch.setattr(devices, "cpu_info", lambda: ("a CPU", {"amx_bf16"}))
+    monkeypatch.setattr(devices, "kernels_have_bfloat16", lambda: False)
+    assert devices.choose_dtype("auto", CPU)[0] == "float32"
+
+
+def test_kernels_that_a_variable_restricts_have_no_bfloat16():
+    code = "from plumbing.devices import *; print(kernels_have_bfloat16())"
+    assert "False" in python(code, ONEDNN_MAX_CPU_ISA="AVX2")
 
 
 def test_compile_auto_on_a_cpu_is_decided_by_flops_alone(monkeypatch):
@@ -129,13 +138,28 @@ def test_more_workers_than_cpus_are_no_warning():
     assert python(code.format("import train")) == ""
 
 
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_compiler_chooses_no_kernel_by_timing_in_deterministic_mode(run_train, deterministic):
+    probe = f"""
+import torch
+from torch._inductor import config
+config.deterministic = {not deterministic}
+def compile(model, **options):
+    print("Inductor is deterministic:", config.deterministic)
+    return model
+torch.compile = compile
+"""
+    flags = ("--compile=true", f"--deterministic={deterministic}")
+    done = run_train("run", *flags, before=probe)
+    assert f"Inductor is deterministic: {deterministic}" in done.stdout
+
+
 def test_deterministic_mode_pins_the_order_of_sums_before_nccl_starts(monkeypatch):
     for name in ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     try:
         assert devices.set_deterministic("auto", GPU) is True
         assert torch.are_deterministic_algorithms_enabled()
-        assert torch._inductor.config.deterministic  # no kernel is chosen by timing
         assert not torch.utils.deterministic.fill_uninitialized_memory
         assert os.environ["NCCL_ALGO"] == "Ring"
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
@@ -144,7 +168,6 @@ def test_deterministic_mode_pins_the_order_of_sums_before_nccl_starts(monkeypatc
         assert os.environ["NCCL_ALGO"] == "Tree"  # what the user has set stays
         assert devices.set_deterministic("auto", torch.device("mps")) is False
         assert not torch.are_deterministic_algorithms_enabled()
-        assert not torch._inductor.config.deterministic
     finally:
         devices.set_deterministic(False, CPU)
 

@@ -122,7 +122,7 @@ from torch.autograd import DeviceType
 from torch.profiler import record_function
 
 BAD = 5  # finished steps before the one that is profiled, whose gradient is not finite
-WAITS = "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"
+WAITS = "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize"
 READS = "Memcpy DtoH", "aten::_local_scalar_dense"
 
 def forward_backward(model, run, *batch, inner=train.forward_backward):
@@ -139,9 +139,10 @@ def train_step(model, run, *rest, inner=train.train_step):
         with record_function("whole_step"):
             numbers = inner(model, run, *rest)
     all = profiler.events()
-    end = max(e.time_range.end for e in all if e.name == "whole_step" and e.device_type == DeviceType.CPU)
-    # the profiler itself waits for the device when it stops
-    found = [e.name for e in all if e.name.startswith(WAITS) and e.time_range.start < end]
+    [step] = [e for e in all if e.name == "whole_step" and e.device_type == DeviceType.CPU]
+    # the profiler itself waits for the device when it stops, and perhaps when it starts
+    within = step.time_range
+    found = [e.name for e in all if e.name.startswith(WAITS) and within.start < e.time_range.start < within.end]
     found += [e.name for e in all if e.name.startswith(READS)]
     kernels = sum("LaunchKernel" in e.name for e in all)
     moved = sum(not torch.equal(*pair) for pair in zip(weights, run.model.parameters()))

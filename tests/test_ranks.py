@@ -511,7 +511,7 @@ train.train_step = wrap(train.train_step)
         )
         found = re.findall(r"HELD \d \[(\d+), (\d+), (\d+)\]", done.stdout)
         assert len(found) == count, done.stderr
-        announced = re.findall(r"NEEDS \d \[(\d+), (\d+), (\d+), \d+\]", done.stdout)
+        announced = re.findall(r"NEEDS \d \[(\d+), (\d+), (\d+), ", done.stdout)
         for mine, expected in zip(sorted(found), sorted(announced), strict=True):
             assert list(map(int, mine)) == pytest.approx(list(map(int, expected)), rel=0.02)
         totals[count] = [[int(number) for number in each] for each in found]

@@ -5,11 +5,13 @@ A bound that a change breaks is a question: is it worth that? If so, raise it.
 
 import contextlib
 import dataclasses
+import subprocess
+import sys
 from collections import Counter
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import REPO, TINY
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -188,3 +190,57 @@ def test_the_loop_saves_writes_and_evaluates_when_it_should_and_no_more(run_trai
     assert calls["EVALUATES"] == 3  # before step 1, after 6 and 12
     assert 3 <= calls["SAVES"] <= 4  # 0, 10, 12, and 6 where it is the best so far
     assert calls["WRITES"] <= 5 + 3 + 2  # rows of 4, 6, 8, 10, 12; evaluations; sample and end
+
+
+# ---- the start -----------------------------------------------------------------------------------
+
+COMPILER = "[name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules]"
+OPTIMIZERS = """
+import hashlib, sys, torch
+torch.manual_seed(0)
+weights = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
+start = [weight.detach().clone() for weight in weights]
+digest = hashlib.sha256()
+for make in (
+    lambda: torch.optim.AdamW(weights, lr=0.1, fused=True),
+    lambda: torch.optim.Adam(weights, lr=0.1, weight_decay=0.1),
+    lambda: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
+    lambda: torch.optim.Muon(weights, lr=0.1),
+    lambda: torch.optim.RMSprop(weights, lr=0.1),
+):
+    optimizer = make()
+    for _ in range(3):
+        optimizer.zero_grad()
+        sum((weight**3).sum() for weight in weights).backward()
+        optimizer.step(lambda: digest.update(b"the closure has run"))
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    for weight in weights:
+        digest.update(weight.detach().numpy().tobytes())
+"""
+
+
+def python(code):
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPO, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_run_that_compiles_nothing_starts_without_the_compiler(data_dir, tmp_path):
+    flags = TINY | {"data_dir": data_dir, "out_dir": tmp_path / "run", "compile": False}
+    argv = [f"--{name}={value}" for name, value in flags.items()]
+    run = f"import sys, train; assert train.main({argv}) == 0; print({COMPILER})"
+    assert python(run).splitlines()[-1] == "[]"
+    alone = "import sys, torch; torch.optim.AdamW([torch.ones(2, requires_grad=True)])"
+    assert "_dynamo" in python(f"{alone}; print({COMPILER})")  # control: torch does import it
+
+
+def test_optimizers_without_the_compiler_take_the_same_steps():
+    spare = "from plumbing.dynamo import spare_dynamo; spare_dynamo()\n"
+    found = f"\nprint(digest.hexdigest(), {COMPILER})"
+    digest, compiler = python(spare + OPTIMIZERS + found).split(maxsplit=1)
+    assert compiler == "[]"
+    assert python(OPTIMIZERS + found).split(maxsplit=1)[0] == digest
+    other = OPTIMIZERS.replace("lr=0.1", "lr=0.2")  # control
+    assert python(other + found).split(maxsplit=1)[0] != digest

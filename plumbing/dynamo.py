@@ -1,0 +1,31 @@
+"""A run that compiles nothing starts without torch's compiler."""
+
+import functools
+
+import torch
+
+
+def spare_dynamo():
+    """Has torch.optim work without torch._dynamo, whose import takes half as long as that of torch.
+
+    Methods of its optimizers import it at their first call, only to tell the compiler to stay out of
+    them (torch/_compile.py, torch/optim/optimizer.py). Nothing else that they do changes, and where a
+    model is compiled, its optimizer is not. In a torch where they do not, nothing happens.
+    """
+    for owner in (torch.optim.Optimizer, *torch.optim.Optimizer.__subclasses__()):
+        for name, method in list(vars(owner).items()):
+            imports_dynamo = "_dynamo" in getattr(getattr(method, "__code__", None), "co_names", ())
+            plain = getattr(method, "__wrapped__", None)
+            if imports_dynamo and plain:
+                setattr(owner, name, with_grad_mode(plain) if name == "step" else plain)
+
+
+def with_grad_mode(step):
+    """An optimizer's step with gradients on only where it is to be differentiated through, as by torch."""
+
+    @functools.wraps(step)
+    def wrapper(self, *args, **kwargs):
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return step(self, *args, **kwargs)
+
+    return wrapper
