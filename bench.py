@@ -35,11 +35,13 @@ import train
 from model import configure_optimizers
 from plumbing import (
     audit,
+    checkpoints,
     console,
     devices,
     files,
     identity,
     metrics,
+    nested,
     peaks,
     retry,
     run_folder,
@@ -754,19 +756,19 @@ def tries(job):
             weight += 0.02 * torch.randn(weight.shape).to(weight.device)
     model, _ = job.real_step(run)
     batch = job.batch()
-    before = audit.snapshot(run)
+    before = nested.clone(run.checkpoint())
     first = None
     results, tensors = Counter(), Counter()
     end = time.monotonic() + exact_seconds
     while not results or time.monotonic() < end and os.getppid() == parent:
-        audit.put_back(run, before)
+        checkpoints.restore(run, before)
         run.model.zero_grad(set_to_none=True)
         loss = train.forward_backward(model, run, *batch)
         gradients = {name: w.grad for name, w in run.model.named_parameters()}
         found = {name: g for name, g in gradients.items() if g is not None} | {"loss": loss}
         bits = [each.cpu().contiguous().view(-1).view(torch.uint8) for each in found.values()]
         results[sha256(torch.cat(bits).numpy()).hexdigest()] += 1
-        first = first or audit.clone(found)
+        first = first or nested.clone(found)
         if len(results) > 1:
             tensors.update(audit.bits_that_differ(first, found).keys())
     [(bits, most)] = results.most_common(1)

@@ -33,9 +33,9 @@ from plumbing.dynamo import spare_dynamo
 from plumbing.failures import RunFailed, explain
 from plumbing.memory import training_memory
 from plumbing.ranks import agree, from_rank0, rank, say, world_size
-from plumbing.resume import admit, find_checkpoint, is_finished
+from plumbing.resume import continue_from, find_checkpoint, is_finished
 from plumbing.retry import rehearse, within_memory
-from plumbing.run_folder import RunFolder, command_line
+from plumbing.run_folder import RunFolder
 from plumbing.signals import Signals, ignore_signals, stop_workers
 from plumbing.skipping import Buffers, step_unless
 from plumbing.spikes import is_spike
@@ -230,7 +230,7 @@ def load_batches(run):
 
 @dataclass
 class Run:
-    """What the next step depends on, and what a checkpoint keeps."""
+    """What the next step depends on."""
 
     folder: RunFolder
     device: torch.device
@@ -245,6 +245,19 @@ class Run:
     state: dict
     batches: object = ()  # an iterator over the batches to come
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
+
+    def checkpoint(self):
+        """Everything that the next step depends on, and what the run is. All ranks call it together."""
+        pairs = zip(self.optimizers, self.groups, strict=True)
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": [each.state_dict() | {"built": groups} for each, groups in pairs],
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema,
+            "state": self.state,
+            "rng": ranks.from_all_ranks(rng.rng_state(self.device)),
+            **self.facts,
+        }
 
 
 def autocast(device):
@@ -477,24 +490,6 @@ def roll_back(run, trouble, recent):
     run.batches = load_batches(run)
 
 
-# ---- the checkpoint ------------------------------------------------------------------------------
-
-
-def checkpoint_of(run):
-    """Everything that the next step depends on, and what the run is. All ranks call it together."""
-    audit.check_replicas(run)  # raises RunFailed: several ranks must hold the same weights
-    pairs = zip(run.optimizers, run.groups, strict=True)
-    return {
-        "model": run.model.state_dict(),
-        "optimizer": [each.state_dict() | {"built": groups} for each, groups in pairs],
-        "scaler": run.scaler.state_dict(),
-        "ema": run.ema,
-        "state": run.state,
-        "rng": ranks.from_all_ranks(rng.rng_state(run.device)),
-        **run.facts,
-    }
-
-
 # ---- before the first step -----------------------------------------------------------------------
 
 
@@ -545,7 +540,7 @@ def start(run, path, table, saver):
         checkpoints.restore(run, saved)  # RNG last: nothing may draw before the first step
         if saved["config"].get("eval_tokens") != eval_tokens:  # a best among the same evaluations
             state.update(best_val_loss=math.inf, loss_to_beat=math.inf, evals_since_best=0)
-        run.folder.begin(run, path.name, identity.inexact(saved["run"], run.facts["run"]))
+        run.folder.begin(run, path, identity.inexact(saved["run"], run.facts["run"]))
         if run.folder.owns(path):
             return
         state["first_step"] = state["step"]
@@ -553,7 +548,7 @@ def start(run, path, table, saver):
         run.folder.begin(run)
         record_evaluation(run, table)
     names = ["best.pt", checkpoints.file_name(state["step"])]
-    saver.save(checkpoint_of(run), names, must=True)
+    saver.save(names, must=True)
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -609,7 +604,7 @@ def train(run, model, table, saver, signals, clock):
         # ---- save, stop ---------------------------------------------------------------------------
         names = names_to_save(due, ending, is_best, state)
         if names:
-            saver.save(checkpoint_of(run), names, must=bool(ending))
+            saver.save(names, must=bool(ending))
         clock.lap("save")
         if ending:
             return ending
@@ -649,7 +644,7 @@ def run_to_the_end(run, path, signals, clock):
     finally:
         stop_workers(run.batches)
         saver.wait()
-        run.folder.close(ending[0], clock.seconds, run.state, write_report if report else None)
+        run.folder.end(ending[0], clock.seconds, run.state, write_report if report else None)
     return ending[1]
 
 
@@ -680,8 +675,8 @@ def main(argv=None):
         compile, reason = devices.choose_compile(compile, run_device, flops)
         run.facts["run"] = identity.identity_of(globals(), datasets[-1], run_device)
         if saved:
-            admit(run, path, saved)  # refuses another model, text, optimizer, dtype ...
-            if from_rank0(is_finished, folder, path, saved, config, max_steps, patience):
+            continue_from(run, path, saved)  # refuses another model, text, optimizer, dtype ...
+            if from_rank0(is_finished, folder, path, saved, config):
                 return 0
 
         # ---- all is checked: from here on files are written
@@ -690,7 +685,8 @@ def main(argv=None):
         )
         milestones = max_steps // milestone_interval if milestone_interval else 0
         files = keep_last + milestones + 3  # best.pt, the newest, and the one being written
-        from_rank0(folder.open, run, files * checkpoints.size(run, needs), command_line(argv), path)
+        command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
+        from_rank0(folder.open, run, files * checkpoints.size(run, needs), command, path)
         peak = from_rank0(peaks.peak_flops, run_device, dtype)
         run.max_flops = (peak[0] or math.nan) * world_size()
         console.print_plan(run, {"compile": reason} | reasons, peak, needs, path, saved)

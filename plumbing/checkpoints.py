@@ -11,15 +11,14 @@ import threading
 import time
 import zipfile
 from collections import Counter, OrderedDict
-from pathlib import Path
 
 import torch
 
-from plumbing import rng
+from plumbing import ranks, rng
 from plumbing.devices import copies_in_background, synchronize
 from plumbing.failures import RunFailed, out_of_memory
 from plumbing.files import fsync, replacing
-from plumbing.ranks import agree, rank, say, shard_like, whole, world_size
+from plumbing.nested import clone, mapped, tensors
 
 PARTS = ("model", "optimizer", "scaler", "ema", "state", "rng", "config", "data", "run")
 MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # keys of the state
@@ -34,7 +33,7 @@ def file_name(step):
 
 
 def step_of(path):
-    return int(Path(path).stem.split("_")[1])
+    return int(path.stem.split("_")[1])
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -92,7 +91,9 @@ def newest_valid(folder, usable=lambda step, state: True):
                 return path
         except Damaged as error:
             aside = path.with_name(path.name + ".corrupt")
-            say(f"{path.name} is damaged ({error}): set aside as {aside.name}, trying an older one")
+            ranks.say(
+                f"{path.name} is damaged ({error}): set aside as {aside.name}; trying older ones"
+            )
             with contextlib.suppress(OSError):  # a folder that has become read-only
                 os.replace(path, aside)
     return None
@@ -105,7 +106,7 @@ def remove_after(folder, step):
             try:
                 path.unlink()
             except OSError as error:
-                say(f"{path.name} cannot be removed ({error.strerror})")
+                ranks.say(f"{path.name} cannot be removed ({error.strerror})")
 
 
 def not_restorable(value, name):
@@ -127,28 +128,22 @@ def not_restorable(value, name):
     return None
 
 
-def own_state(weight, state):
-    """A copy of what an optimizer kept for `weight`, in memory that is no part of a mapped file; where
-    `weight` is sharded, this rank's rows are all that is read of it."""
-    mine = {name: shard_like(weight, value) for name, value in state.items()}
-    return {n: copy.deepcopy(value) if value is state[n] else value for n, value in mine.items()}
-
-
 @torch.no_grad()
 def restore(run, checkpoint):
-    """Make `run` what it was when train.checkpoint_of(run) was taken, sharded then or now.
+    """Make `run` what it was when `checkpoint`, by run.checkpoint(), was taken; sharded then or now.
 
     Micro-batches stay as they are: they belong to the ranks and the memory of today.
     """
     for name, weight in run.model.state_dict().items():
-        weight.copy_(shard_like(weight, checkpoint["model"][name]))
+        weight.copy_(ranks.shard_like(weight, checkpoint["model"][name]))
     optimizers = zip(run.optimizers, run.groups, checkpoint["optimizer"], strict=True)
     for optimizer, built, saved in optimizers:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         moments = {}
         for key, state in saved["state"].items():
-            of_weight = isinstance(key, int)
-            moments[key] = own_state(weights[key], state) if of_weight else copy.deepcopy(state)
+            if isinstance(key, int):  # where it is sharded, only this rank's rows are read
+                state = {n: ranks.shard_like(weights[key], value) for n, value in state.items()}
+            moments[key] = clone(state)  # what load() maps must not stay in the file
         own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
         groups = [  # as saved, except for what the knobs build otherwise now than they did then
             group | {k: now[k] for k in now if k not in group or then.get(k, now[k]) != now[k]}
@@ -157,16 +152,16 @@ def restore(run, checkpoint):
         optimizer.load_state_dict({"state": moments, "param_groups": groups})
         for weight, each in own:  # torch casts all to the weight's dtype, and a str to nonsense
             now = optimizer.state[weight]
-            tensors = {n: v.to(now[n].device) for n, v in each.items() if hasattr(v, "device")}
-            now.update(tensors | {n: v for n, v in each.items() if isinstance(v, str)})
+            exact = {n: v.to(now[n].device) for n, v in each.items() if hasattr(v, "device")}
+            now.update(exact | {n: v for n, v in each.items() if isinstance(v, str)})
     run.scaler.load_state_dict(checkpoint["scaler"])
     for name, average in run.ema.items():
         saved = checkpoint["ema"].get(name, checkpoint["model"][name])
-        average.copy_(shard_like(average, saved))
+        average.copy_(ranks.shard_like(average, saved))
     micro_batches = {key: run.state[key] for key in MICRO_BATCHES}
-    run.state.update(copy.deepcopy(checkpoint["state"]) | micro_batches)
-    if len(checkpoint["rng"]) == world_size():
-        rng.set_rng_state(checkpoint["rng"][rank()], run.device)
+    run.state.update(clone(checkpoint["state"]) | micro_batches)
+    if len(checkpoint["rng"]) == ranks.world_size():
+        rng.set_rng_state(checkpoint["rng"][ranks.rank()], run.device)
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -180,78 +175,90 @@ class Saver:
 
     def __init__(self, run, keep_last, may_roll_back_to):
         self.run = run
-        self.folder = run.folder
-        self.weights = [name for name, _ in run.model.named_parameters()]  # finite in every file
+        self.folder = run.folder.path
         self.keep_last = keep_last
         self.may_roll_back_to = may_roll_back_to
-        self.buffers = {}
+        self.buffers = {}  # where in a checkpoint -> a tensor on the CPU, kept for the next save
         self.thread = None
-        self.error = None
+        self.error = None  # of the newest save
         self.last_save = time.monotonic()
 
-    def save(self, checkpoint, names, must=False):
+    def save(self, names, must=False):
         """Write one file under all of `names`, the last one last. All ranks call it together.
 
         must: wait until it is on the disk; three tries, then RunFailed. Otherwise training continues
         at once, and an error becomes an event at the next call.
         """
+        refuse_unequal_replicas(self.run)
+        self.wait()
+        checkpoint = mapped(self.on_host, self.run.checkpoint())
+        self.last_save = time.monotonic()
         for seconds in (0, 1, 2) if must else (0,):
             time.sleep(seconds)
-            self.wait()
-            if self.error:  # of the save before this one
-                self.folder.event(checkpoint["state"]["step"], "save_failed", error=self.error)
             self.error = None
-            self.begin(checkpoint, names)
+            if ranks.rank() == 0:
+                synchronize(self.run.device)  # the copies to the host are asynchronous
+                arguments = (checkpoint, names)
+                self.thread = threading.Thread(None, self.write, "writer", arguments)
+                self.thread.start()
             if not must:
                 return
             self.wait()
-            if not any(agree(self.error is not None)):
+            if not any(ranks.agree(self.error is not None)):
                 return
         raise RunFailed(
             f"{names[-1]} could not be saved: {self.error}; once that is fixed, the same command "
-            f"resumes from the newest checkpoint in {self.folder.path}"
+            f"resumes from the newest checkpoint in {self.folder}"
         )
 
-    def begin(self, checkpoint, names):
-        copied = copy_tensors(checkpoint, self.buffers)
-        self.last_save = time.monotonic()
-        if rank() == 0:
-            synchronize(self.run.device)  # the copies to the host are asynchronous
-            self.thread = threading.Thread(target=self.write, args=(copied, names), name="writer")
-            self.thread.start()
+    def on_host(self, leaf, path):
+        """A copy of a leaf of a checkpoint. That of a tensor is on the CPU of rank 0, and is overwritten
+        by the next save. All ranks call it together: what is sharded is gathered, a tensor at a time."""
+        if not isinstance(leaf, torch.Tensor):
+            return copy.deepcopy(leaf)
+        tensor = ranks.whole(leaf.detach())
+        if ranks.rank() > 0:
+            return None
+        buffer = self.buffers.get(path)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self.buffers[path] = buffer
+        return buffer.copy_(tensor, non_blocking=copies_in_background(tensor.device))
 
     def minutes_ago(self):
         return (time.monotonic() - self.last_save) / 60
 
     def wait(self):
+        """Until the newest save has ended; an error of it becomes an event."""
         if self.thread:
             self.thread.join()
+            if self.error:
+                self.run.folder.event(self.run.state["step"], "save_failed", error=self.error)
         self.thread = None
 
     def write(self, checkpoint, names):
-        folder = self.folder.path
         try:
             if lost := not_restorable(checkpoint, "checkpoint"):
                 raise ValueError(lost)
-            weights = [checkpoint["model"][name] for name in self.weights]
+            weights = [checkpoint["model"][name] for name, _ in self.run.model.named_parameters()]
             if not all_finite([weights, checkpoint["optimizer"], checkpoint["ema"]]):
                 raise ValueError("a weight or moment is not finite")
             with contextlib.suppress(OSError):
-                fsync(folder / "metrics.jsonl")  # its rows reach the disk first
-            with replacing(folder / names[0]) as temporary:
+                fsync(self.folder / "metrics.jsonl")  # its rows reach the disk first
+            with replacing(self.folder / names[0]) as temporary:
                 temporary.touch()  # raises where it cannot be written; torch.save says less
                 torch.save(checkpoint, temporary)
             for name in names[1:]:
-                with replacing(folder / name) as temporary:
+                with replacing(self.folder / name) as temporary:
                     try:
-                        os.link(folder / names[0], temporary)
+                        os.link(self.folder / names[0], temporary)
                     except OSError:  # a file system without hard links
-                        shutil.copyfile(folder / names[0], temporary)
+                        shutil.copyfile(self.folder / names[0], temporary)
             self.prune(checkpoint["state"])
         except Exception as error:  # whatever it is, training continues
             self.error = (str(error) or type(error).__name__).splitlines()[0][:160]
             if "inline_container" in self.error:  # torch's words for a write that failed
-                free = shutil.disk_usage(folder).free / 1e6
+                free = shutil.disk_usage(self.folder).free / 1e6
                 self.error = f"a write failed, with {free:,.0f} MB of the disk free"
             print(f"could not save {names[-1]} ({self.error}); training continues", flush=True)
 
@@ -259,40 +266,25 @@ class Saver:
         """Keep the newest of all, and the newest `keep_last` that a rollback may go to."""
         if state["skips_in_row"]:
             return  # no rollback may go to this one, which therefore replaces none
-        paths = numbered(self.folder.path, "ckpt")
+        paths = numbered(self.folder, "ckpt")
         targets = [path for path in paths if self.may_roll_back_to(step_of(path), state)]
         for path in set(paths[1:]) - set(targets[: self.keep_last]):
             path.unlink(missing_ok=True)
 
 
-def copy_tensors(value, buffers, place=""):
-    """`value` with each tensor copied into a CPU buffer that is kept for the next save (by place).
-
-    All ranks call it together: what is sharded is gathered, one tensor at a time. Rank 0 has the copy.
-    """
-    if isinstance(value, torch.Tensor):
-        value = whole(value.detach())
-        if rank() > 0:
-            return None
-        buffer = buffers.get(place)
-        if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
-            buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-            buffers[place] = buffer
-        return buffer.copy_(value, non_blocking=copies_in_background(value.device))
-    if isinstance(value, dict):
-        copied = {k: copy_tensors(v, buffers, f"{place}/{k!r}") for k, v in value.items()}
-        return type(value)(copied) if isinstance(value, OrderedDict | Counter) else copied
-    if isinstance(value, list | tuple):
-        return type(value)(copy_tensors(v, buffers, f"{place}/{i}") for i, v in enumerate(value))
-    return copy.deepcopy(value)
+def refuse_unequal_replicas(run):
+    """Raises RunFailed where a weight, or a floating-point buffer, is not the same on every rank."""
+    tensors = {name: t for name, t in run.model.state_dict().items() if t.is_floating_point()}
+    if not ranks.sharded(run.model) and (names := ranks.replicas_differ(tensors)):
+        raise RunFailed(
+            f"at step {run.state['step']} the ranks hold different bits in {', '.join(names)}: a step "
+            "that changes the weights must draw and add the same numbers on every rank; the newest "
+            "checkpoint is from before that"
+        )
 
 
 def all_finite(value):
-    if isinstance(value, torch.Tensor):
-        return bool(value.isfinite().all())
-    if isinstance(value, dict | list):
-        return all(map(all_finite, value.values() if isinstance(value, dict) else value))
-    return True
+    return all(tensor.isfinite().all() for tensor in tensors(value))
 
 
 def size(run, needs):
@@ -300,9 +292,8 @@ def size(run, needs):
 
     needs: what memory.training_memory returned: of this rank's part, without what is offloaded.
     """
-    tensors = [*run.model.state_dict().values(), *run.ema.values()]
     weights = sum(weight.nbytes for weight in run.model.parameters())
     moments = 2 * weights  # AdamW's, where `needs` cannot tell
     if needs["weights"] and needs["optimizer"] is not None:
         moments = math.ceil(weights * needs["optimizer"] / needs["weights"])
-    return sum(tensor.nbytes for tensor in tensors) + moments
+    return sum(each.nbytes for each in tensors([run.model.state_dict(), run.ema])) + moments

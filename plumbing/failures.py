@@ -36,6 +36,8 @@ def explain(error):
         why = "out of memory outside the forward and backward pass; try a smaller --n_embd"
     elif "index out of range in self" in last_line or "device-side assert" in str(error):
         why = "a token id outside the model's vocabulary; expected every text to have that of the first"
+    elif isinstance(error, ConnectionError):  # only workers are connected to
+        why = f"a DataLoader worker is gone ({last_line}); {resume}"
     elif isinstance(error, OSError) or "DataLoader worker (pid" in last_line:
         why = f"{last_line}; once that is fixed, {resume}"
     elif dist.is_initialized() and ("gloo" in str(error) or "NCCL" in str(error)):

@@ -24,10 +24,9 @@ def replacing(path, suffix=".tmp"):
         yield temporary
         fsync(temporary)
         os.replace(temporary, path)
-    except BaseException:
+    finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
-        raise
     fsync(path.parent)
 
 

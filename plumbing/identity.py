@@ -8,7 +8,7 @@ import torch
 
 from plumbing.configurator import fail
 from plumbing.devices import choose_dtype, device_name, matmul_bits
-from plumbing.ranks import world_size
+from plumbing.ranks import from_rank0, world_size
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -36,7 +36,8 @@ RESOLVED = "dtype compile warmup_steps decay_steps batch_size accum_steps".split
 
 def identity_of(knobs, data, device):
     """Kept in every checkpoint as `run`. knobs: globals of train.py. data: name and fingerprint."""
-    here = {
+    known = {key: knobs[key] for key in (*REFUSED, *INEXACT, *RESOLVED) if key in knobs}
+    return known | {
         "global_batch": knobs["batch_size"] * knobs["accum_steps"] * world_size(),
         "dataset": data["name"],
         "data": data["fingerprint"],
@@ -47,33 +48,27 @@ def identity_of(knobs, data, device):
         "world_size": world_size(),
         "code": code_hashes(),
     }
-    keys = dict.fromkeys(REFUSED + INEXACT + RESOLVED)
-    return {key: here[key] if key in here else knobs[key] for key in keys}
 
 
 def code_hashes():
     """{path: SHA-256} of every file of the repository that this process has loaded."""
-    files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
-    ours = [
-        f for f in files if f.endswith(".py") and "site-packages" not in f.removeprefix(f"{REPO}")
-    ]
     hashes = {}
-    for path in sorted({Path(file).resolve() for file in ours}):
-        if path.is_relative_to(REPO) and path.is_file():
-            name = path.relative_to(REPO)
-            if not any(part[0] == "." for part in name.parts):  # such as .venv
-                hashes[name.as_posix()] = sha256(path.read_bytes()).hexdigest()
-    return hashes
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) or ""
+        if file.endswith(".py") and "site-packages" not in file.removeprefix(str(REPO)):
+            path = Path(file).resolve()
+            if path.is_relative_to(REPO) and path.is_file():
+                hashes[path.relative_to(REPO).as_posix()] = sha256(path.read_bytes()).hexdigest()
+    return {name: hashes[name] for name in sorted(hashes) if name[0] != "."}  # not of a .venv
 
 
 def changes(then, now):
     """{key: [then, now]} of two identities. Of code, the files that both have loaded are compared."""
     changed = {key: [then.get(key), now[key]] for key in now if then.get(key) != now[key]}
     if "code" in changed:
-        before, after = (files or {} for files in changed.pop("code"))
-        both = [name for name in after if name in before]
-        differ = [name for name in both if before[name] != after[name]]
-        if differ or not both:
+        before, after = changed.pop("code")
+        differ = [name for name in after if before.get(name, after[name]) != after[name]]
+        if differ:
             changed["code"] = [{name: files[name] for name in differ} for files in (before, after)]
     return changed
 
@@ -116,32 +111,26 @@ def split_global_batch(then, batch_size):
     return micro, rows // micro
 
 
-def refuse_another_run(then, now, fresh_out_dir):
-    """Exits with 2 if a resume would be another run: names the key, both values and what to type."""
+def refuse_another_run(run, saved):
+    """Exits with 2 if to resume from `saved` would be another run, and says what differs."""
+    fresh_out_dir = from_rank0(run.folder.fresh_out_dir)
+    then = saved["run"]
+    now = run.facts["run"]
     changed = changes(then, now)
-    hints = {
-        "global_batch": f"let --batch_size and --accum_steps make {then.get('global_batch')} again",
-        "data": f"bring back the text that {then.get('dataset')} was",
-    }
     for key in REFUSED:
         if key in changed:
-            hint = hints.get(key, f"write --{key}={then.get(key)}")
+            to_resume = f" or, to resume, --{key}={then.get(key)}" if key in saved["config"] else ""
             fail(
                 f"{key} was {then.get(key)} in the run so far and is {now[key]} now: that is another "
-                f"run; {hint} to resume, or write {fresh_out_dir}"
+                f"run; write {fresh_out_dir}{to_resume}"
             )
-
-
-def refuse_other_shapes(saved, now, fresh_out_dir):
-    """Exits with 2 if names or shapes of the model's weights are not those of the checkpoint."""
-    then = {name: list(weight.shape) for name, weight in saved.items()}
-    here = {name: list(weight.shape) for name, weight in now.items()}
-    for name in then | here:
-        if then.get(name) != here.get(name):
+    weights = run.model.state_dict()
+    for name in saved["model"] | weights:
+        shapes = [list(w[name].shape) if name in w else "absent" for w in (saved["model"], weights)]
+        if shapes[0] != shapes[1]:
             fail(
-                f"{name} is {then.get(name, 'absent')} in the checkpoint and "
-                f"{here.get(name, 'absent')} in the model: that is another model; "
-                f"write {fresh_out_dir}"
+                f"{name} is {shapes[0]} in the checkpoint and {shapes[1]} in the model: that is "
+                f"another model; write {fresh_out_dir}"
             )
 
 

@@ -273,7 +273,8 @@ def shard_like(weight, value):
     Only this rank's rows move to where `weight` keeps its own. (distribute_tensor would move all of
     `value` to the GPU first, also where the weights are offloaded.)
     """
-    if not hasattr(weight, "to_local") or getattr(value, "shape", None) != weight.shape:
+    to_shard = hasattr(weight, "to_local") and not hasattr(value, "to_local")
+    if not to_shard or getattr(value, "shape", None) != weight.shape:
         return value
     result = torch.empty_like(weight, dtype=value.dtype)
     parts = value.chunk(world_size())  # by rows, as FSDP2 spreads them: the last may be shorter

@@ -6,7 +6,7 @@ from plumbing import checkpoints, identity
 from plumbing.configurator import fail
 from plumbing.console import shown
 from plumbing.files import read_json
-from plumbing.ranks import from_rank0, say
+from plumbing.ranks import say
 
 
 def find_checkpoint(folder, resume):
@@ -32,8 +32,13 @@ def find_checkpoint(folder, resume):
                 )
         if resume not in ("auto", "never"):
             path = checkpoint_asked_for(folder, path, Path(resume))
-        if path:
-            refuse_an_old_format(folder, path)
+        if path and "sequences" not in checkpoints.load(path, verify=False)["state"]:
+            commit = read_json(path.parent / "run.json").get("git", {}).get("commit")
+            other = f"write {folder.fresh_out_dir()}" if folder.owns(path) else "leave out --resume"
+            fail(
+                f"{shown(path)} was written by an older train.py (commit {commit or 'unknown'}), which "
+                f"counted batches; check out that commit to resume it, or {other}"
+            )
     except OSError as error:  # in reading: not damage, so nothing is renamed
         place = shown(error.filename or folder.path)
         fail(f"{place} cannot be read ({error.strerror}); it may be whole, and stays as it is")
@@ -62,54 +67,43 @@ def checkpoint_asked_for(folder, newest, asked):
     return asked
 
 
-def refuse_an_old_format(folder, path):
-    if "sequences" not in checkpoints.load(path, verify=False)["state"]:
-        commit = read_json(path.parent / "run.json").get("git", {}).get("commit")
-        other = f"write {folder.fresh_out_dir()}" if folder.owns(path) else "leave out --resume"
-        fail(
-            f"{shown(path)} was written by an older train.py (commit {commit or 'unknown'}), which counted "
-            f"batches; check out that commit to resume it, or {other}"
-        )
-
-
-def admit(run, path, saved):
-    """Exits with 2 unless `run` continues the run of the checkpoint; takes over its micro-batches."""
+def continue_from(run, path, saved):
+    """Exits with 2 unless `run` continues that of the checkpoint; takes over its micro-batches."""
+    identity.refuse_another_run(run, saved)
     then = saved["run"]
     now = run.facts["run"]
-    fresh_out_dir = from_rank0(run.folder.fresh_out_dir)
-    identity.refuse_another_run(then, now, fresh_out_dir)
-    identity.refuse_other_shapes(saved["model"], run.model.state_dict(), fresh_out_dir)
-    same_folder = run.folder.owns(path)
-    now["began_from"] = then.get("began_from") if same_folder else str(path.resolve())
+    now["began_from"] = then.get("began_from") if run.folder.owns(path) else str(path.resolve())
     if now["batch_size"] == then["batch_size"]:
-        saved_state = saved["state"].items()
-        run.state.update({k: v for k, v in saved_state if k in checkpoints.MICRO_BATCHES})
+        for key in checkpoints.MICRO_BATCHES:
+            run.state[key] = saved["state"].get(key, run.state[key])
 
 
-def is_finished(folder, path, saved, config, max_steps, patience):
+def is_finished(folder, path, saved, config):
     """Whether the run has no step left to take, which is then printed.
 
     Exits with 2 if the command asks for anything else than the run that is finished.
     """
     state = saved["state"]
-    if state["step"] < max_steps and not (patience and state["evals_since_best"] >= patience):
-        return False
-    more = "raise --max_steps" if state["step"] >= max_steps else "raise --patience"
+    step = state["step"]
+    more = "raise --max_steps"
+    if step < config["max_steps"]:
+        if not 0 < config["patience"] <= state["evals_since_best"]:
+            return False
+        more = "raise --patience"
     if not folder.owns(path):
-        fail(f"{shown(path)} is at step {state['step']:,} of --max_steps={max_steps}; {more}")
-    changed = identity.changed_knobs(saved["config"], config)
-    changed = [
+        fail(f"{shown(path)} is at step {step:,} of --max_steps={config['max_steps']}; {more}")
+    others = [
         f"{knob} was {then} and is {now} now"
-        for knob, (then, now) in changed.items()
+        for knob, (then, now) in identity.changed_knobs(saved["config"], config).items()
         if knob not in identity.FREE
     ]
-    if changed:
+    if others:
         fail(
-            f"{folder.path} holds a finished run: {', '.join(changed)}; for a run with that write "
+            f"{folder.path} holds a finished run: {', '.join(others)}; for a run with that write "
             f"{folder.fresh_out_dir()}, to train this one longer {more}"
         )
     say(
-        f"{folder.path} is finished: {state['step']:,} steps, best validation loss "
+        f"{folder.path} is finished: {step:,} steps, best validation loss "
         f"{state['best_val_loss']:.4f} at step {state['best_step']:,}. To train longer, {more}; to "
         f"start again, write {folder.fresh_out_dir()}"
     )

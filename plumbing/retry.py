@@ -18,28 +18,25 @@ def within_memory(run, compute, key="micro_batch"):
     Where a weight has a gradient on another rank but not here, because no row of this rank used it, it
     has one of zeros afterwards: the ranks must sum the same tensors.
     """
-    model = run.model
     state = run.state
     while True:
         rng = torch_rng_state(run.device)
-        buffers = Buffers(model)
+        buffers = Buffers(run.model)
         result = None
-        failed = False
         try:
             result = compute()
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            if sharded(model):  # the other ranks wait in the middle of their pass
+            if sharded(run.model):  # the other ranks wait in the middle of their pass
                 raise RunFailed(
                     "out of memory; with --shard=true try a smaller --batch_size with a "
                     "larger --accum_steps, --grad_checkpoint=true, --offload=true"
                 ) from error
-            failed = True
-        used = [weight.grad is not None for weight in model.parameters()]
-        failed, *used = agree(failed, *used)  # one message for both
+        used = [weight.grad is not None for weight in run.model.parameters()]
+        failed, *used = agree(result is None, *used)  # one message for both
         if not failed:
-            for weight, anywhere in zip(model.parameters(), used, strict=True):
+            for weight, anywhere in zip(run.model.parameters(), used, strict=True):
                 if anywhere and weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
             return result
@@ -49,7 +46,7 @@ def within_memory(run, compute, key="micro_batch"):
                 "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
             )
         result = None  # of a rank that had enough memory
-        model.zero_grad(set_to_none=True)
+        run.model.zero_grad(set_to_none=True)
         set_torch_rng_state(rng, run.device)
         buffers.put_back()
         if run.device.type != "cpu":
@@ -66,6 +63,7 @@ def rehearse(run, forward_backward, batch, compile):
     """
     buffers = Buffers(run.model)
     model = run.model
+    reason = None
     if compile:
         from torch._inductor import config as inductor  # not sooner: it takes most of a second
 
@@ -73,18 +71,15 @@ def rehearse(run, forward_backward, batch, compile):
         model = torch.compile(model, dynamic=False)
     try:
         within_memory(run, lambda: forward_backward(model, run, *batch))
-    except RunFailed:
-        raise
     except Exception as error:
-        if not compile:
+        if not compile or isinstance(error, RunFailed):
             raise
         reason = " ".join(str(error).split())[:200]  # the first line alone says nothing
         if world_size() > 1:  # another rank may have compiled: they must do the same
             raise RunFailed(f"torch.compile failed ({reason}); write --compile=false") from error
-        model = run.model
-        run.folder.event(run.state["step"], "compile_failed", error=reason)
-        model.zero_grad(set_to_none=True)
-        within_memory(run, lambda: forward_backward(model, run, *batch))
     run.model.zero_grad(set_to_none=True)
     buffers.put_back()
-    return model
+    if reason is None:
+        return model
+    run.folder.event(run.state["step"], "compile_failed", error=reason)
+    return rehearse(run, forward_backward, batch, compile=False)

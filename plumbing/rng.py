@@ -7,8 +7,7 @@ import torch
 
 
 def seed_everything(seed):
-    """Seeds Python, NumPy, and torch on every device. CUDA is not initialized: torch keeps the seed
-    until something else initializes it."""
+    """Python, NumPy, and torch on every device: CUDA takes it when something else initializes it."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -16,21 +15,19 @@ def seed_everything(seed):
 
 def torch_rng_state(device):
     """torch's state on the CPU and on `device`: {"torch": uint8 tensor, "device": the same or None}."""
-    state = {"torch": torch.get_rng_state(), "device": None}
-    if device.type != "cpu":
-        state["device"] = torch.get_device_module(device).get_rng_state()
-    return state
+    on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
+    return {"torch": torch.get_rng_state(), "device": on_device}
 
 
 def set_torch_rng_state(rng, device):
-    """The reverse of torch_rng_state. A state of another kind of device is left out."""
+    """A state of another kind of device is left out."""
     torch.set_rng_state(rng["torch"])
     if rng["device"] is not None and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(rng["device"])
 
 
 def rng_state(device):
-    """The state that every later random number depends on: tensors, numbers and strings only.
+    """The state that every later random number depends on.
 
     NumPy's own array would not load under weights_only=True, so its 624 words become an int64 tensor.
     """
@@ -43,7 +40,6 @@ def rng_state(device):
 
 
 def set_rng_state(rng, device):
-    """The reverse of rng_state."""
     random.setstate(rng["python"])
     name, words, *rest = rng["numpy"]
     np.random.set_state((name, words.numpy().astype(np.uint32), *rest))

@@ -7,8 +7,8 @@ import json
 import os
 import shutil
 import subprocess
-import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -26,25 +26,19 @@ REPO = Path(__file__).resolve().parent.parent
 MOST_WAITING = 10_000  # rows that wait in memory while metrics.jsonl cannot be written
 
 
-class RunFolder:
-    """out/NAME. As a context manager it waits for the process of wandb, then gives back the lock.
+class RunFolder(ExitStack):
+    """out/NAME. At the end of its `with` it waits for the process of wandb, then gives back the lock.
 
     Every rank has one; only rank 0 reads and writes.
     """
 
     def __init__(self, path):
+        super().__init__()
         self.path = Path(path)
         self.facts = {}  # run.json
         self.waiting = []  # lines that metrics.jsonl could not take yet
         self.warned = set()  # why rows could not be written, as far as it has been said
-        self.lock_file = None
-        self.at_exit = ExitStack()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.at_exit.close()
+        self.locked = False
 
     # ---- what is there ---------------------------------------------------------------------------
 
@@ -54,11 +48,8 @@ class RunFolder:
 
     def holds_steps(self):
         """Whether metrics.jsonl has the row of a training step."""
-        try:
-            with open(self.path / "metrics.jsonl", encoding="utf-8", errors="replace") as file:
-                return any('"kind": "train"' in line for line in file)
-        except OSError:
-            return False
+        rows = self.path / "metrics.jsonl"
+        return rows.exists() and '"kind": "train"' in rows.read_text("utf-8", errors="replace")
 
     def owns(self, path):
         """Whether the checkpoint at `path` is of this run, not of one that it begins from."""
@@ -76,18 +67,19 @@ class RunFolder:
 
         lockf, not flock: forked DataLoader workers that outlive a killed run do not keep it.
         """
-        if self.lock_file:
+        if self.locked:
             return
         try:
-            self.lock_file = self.at_exit.enter_context(open(self.path / ".lock", "a"))
+            file = self.enter_context(open(self.path / ".lock", "a"))
             if fcntl:
-                fcntl.lockf(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             else:
                 say("this system has no fcntl: start no second run in this folder")
         except BlockingIOError:
             fail(f"another run is at work in {self.path}; write {self.fresh_out_dir()}")
         except OSError as error:
             self.refuse(error)
+        self.locked = True
 
     def refuse(self, error):
         fail(f"{self.path} cannot be written ({error.strerror}); write --out_dir=FOLDER")
@@ -108,9 +100,6 @@ class RunFolder:
                 for leftover in self.path.glob(pattern):
                     leftover.unlink(missing_ok=True)
             before = read_json(self.path / "run.json") if path else {}
-            resumes = before.get("resumes", [])
-            if path:
-                resumes.append({"time": now(), "from": str(path)})
             self.facts = {
                 "start": before.get("start", now()),
                 "end": None,
@@ -119,19 +108,19 @@ class RunFolder:
                 **run.facts,
                 "git": git_state(),
                 **devices.fingerprint(run.device),
-                "resumes": resumes,
+                "resumes": before.get("resumes", []),
             }
             self.save_facts()
         except OSError as error:
             self.refuse(error)
         if run.facts["config"].get("wandb_log"):
-            self.at_exit.enter_context(wandb_sender.sending(self.path, say))
+            self.enter_context(wandb_sender.sending(self.path, say))
 
     def require_free(self, bytes_to_keep):
         exists = next(place for place in (self.path, *self.path.parents) if place.exists())
-        free = shutil.disk_usage(exists).free
         ours = [file.stat() for kind in ("*.pt", "*.pt.tmp") for file in self.path.glob(kind)]
-        free += sum({stat.st_ino: stat.st_size for stat in ours}.values())  # a hard link only once
+        sizes = {stat.st_ino: stat.st_size for stat in ours}  # a hard link counts only once
+        free = shutil.disk_usage(exists).free + sum(sizes.values())
         if free < bytes_to_keep:
             fail(
                 f"{self.path} has {free / 1e6:,.0f} MB free, and the checkpoints of this run need"
@@ -141,23 +130,24 @@ class RunFolder:
     def save_facts(self):
         write_json(self.path / "run.json", self.facts)
 
-    def begin(self, run, checkpoint=None, inexact=None):
+    def begin(self, run, path=None, inexact=None):
         """Complete run.json with what the rehearsal decided, and cut metrics.jsonl back to where the run
-        begins. checkpoint: the name of the one it resumes from. inexact: {key: [then, now]}."""
+        begins. path: of the checkpoint that it resumes from. inexact: {key: [then, now]}."""
         if rank() > 0:
             return
         step = run.state["step"]
-        self.cut_rows(step if checkpoint else -1)
+        self.cut_rows(step if path else -1)
         self.facts |= run.facts
-        if checkpoint:
-            self.facts["resumes"][-1] |= {"step": step, "inexact": inexact}
+        if path:
+            resume = {"time": now(), "from": str(path), "step": step, "inexact": inexact}
+            self.facts["resumes"].append(resume)
         self.save_facts()
-        if checkpoint:
-            self.event(step, "resume", checkpoint=checkpoint)
+        if path:
+            self.event(step, "resume", checkpoint=path.name)
         if inexact:
             self.event(step, "inexact_resume", **inexact)
 
-    def close(self, ended, seconds, state, write_report):
+    def end(self, ended, seconds, state, write_report):
         """Record how the run ended, and print what to type next. write_report: or None for no report."""
         if rank() > 0:
             return
@@ -194,20 +184,12 @@ class RunFolder:
             self.waiting.append(json.dumps(line) + "\n")
         del self.waiting[:-MOST_WAITING]
         content = "".join(self.waiting).encode()
-        try:
-            with open(self.path / "metrics.jsonl", "ab", buffering=0) as file:
-                end = file.tell()
-                if file.write(content) < len(content):  # a full disk takes half a line
-                    file.truncate(end)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with self.warning(), open(self.path / "metrics.jsonl", "ab", buffering=0) as file:
+            end = file.tell()
+            if file.write(content) < len(content):  # a full disk takes half a line
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.waiting.clear()
-        except OSError as error:
-            self.warn_about_rows(error)
-
-    def warn_about_rows(self, error):
-        if error.strerror not in self.warned:
-            say(f"metrics.jsonl cannot be written ({error.strerror}); training continues")
-        self.warned.add(error.strerror)
 
     def cut_rows(self, step):
         """Drop train and eval rows past `step`, and a half-written last line; events all stay.
@@ -224,14 +206,19 @@ class RunFolder:
 
         path = self.path / "metrics.jsonl"
         self.waiting = [line for line in self.waiting if stays(line)]
+        with self.warning(), suppress(FileNotFoundError), open(path, errors="replace") as old:
+            with replacing(path) as temporary, open(temporary, "w") as new:
+                new.writelines(filter(stays, old))
+
+    @contextmanager
+    def warning(self):
+        """An error of the disk within it is printed, once, and training continues."""
         try:
-            with open(path, encoding="utf-8", errors="replace") as old:
-                with replacing(path) as temporary, open(temporary, "w") as new:
-                    new.writelines(filter(stays, old))
-        except FileNotFoundError:
-            pass
+            yield
         except OSError as error:
-            self.warn_about_rows(error)
+            if error.strerror not in self.warned:
+                say(f"metrics.jsonl cannot be written ({error.strerror}); training continues")
+            self.warned.add(error.strerror)
 
 
 def now():
@@ -240,22 +227,11 @@ def now():
 
 def git_state():
     """{commit, dirty, diff_sha256} of the repository; the image has GIT_COMMIT in place of .git."""
-
-    def git(*args):
-        command = ["git", "-C", str(REPO), *args]
-        return subprocess.run(command, capture_output=True, check=True, timeout=10).stdout
-
+    git = ["git", f"--git-dir={REPO}/.git", f"--work-tree={REPO}"]  # no .git of a folder above
+    read = partial(subprocess.run, capture_output=True, check=True, timeout=10)
     try:
-        if Path(git("rev-parse", "--show-toplevel").decode().strip()).resolve() != REPO:
-            raise OSError("the .git above belongs to another project")
-        diff = git("diff", "HEAD")
-        commit = git("rev-parse", "HEAD").decode().strip()
-        return {"commit": commit, "dirty": bool(diff), "diff_sha256": sha256(diff).hexdigest()}
+        diff = read([*git, "diff", "HEAD"]).stdout
+        commit = read([*git, "rev-parse", "HEAD"], text=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        commit = os.environ.get("GIT_COMMIT")
-        return {"commit": commit, "dirty": None, "diff_sha256": None}
-
-
-def command_line(argv):
-    """The command as it was typed, or as `train.main(argv)` stands for it in a notebook."""
-    return sys.argv if argv is None else ["train.py", *argv]
+        return {"commit": os.environ.get("GIT_COMMIT"), "dirty": None, "diff_sha256": None}
+    return {"commit": commit, "dirty": bool(diff), "diff_sha256": sha256(diff).hexdigest()}

@@ -1187,7 +1187,7 @@ def wrap(inner):
         step = run.state["step"]
         if step % 12 == 11:  # the writer of step 12 * n + 0 has long been done
             file = run.folder.path / "plain"
-            checkpoint = train.checkpoint_of(run)
+            checkpoint = run.checkpoint()
             timed("PLAIN", torch.save)(checkpoint, file)
             file.unlink()
         writing = any(thread.name == "writer" for thread in threading.enumerate())

@@ -55,6 +55,7 @@ def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight), alpha=0.1)
+    optimizers = configure_optimizers(model, optimizer, 1e-3, 0.1, 0.9, 0.95, 0.95, "cpu")
     return train.Run(
         folder=None,
         device=CPU,
@@ -62,8 +63,8 @@ def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
         val_data=None,
         facts={},
         model=model,
-        optimizers=configure_optimizers(model, optimizer, 1e-3, 0.1, 0.9, 0.95, 0.95, "cpu"),
-        groups=[],
+        optimizers=optimizers,
+        groups=[each.state_dict()["param_groups"] for each in optimizers],
         scaler=torch.amp.GradScaler("cpu", enabled=train.dtype == "float16"),
         ema={n: w.detach().clone() for n, w in model.named_parameters()} if ema else {},
         state=train.FRESH_STATE | dict.fromkeys(MICRO_BATCHES, rows // accum),

@@ -101,4 +101,5 @@ def test_what_ended_a_run_is_explained_in_one_line():
     assert "--n_embd" in explain(MemoryError())
     assert "No space left" in explain(OSError(28, "No space left on device"))
     assert "the same command resumes" in explain(OSError(5, "Input/output error"))
+    assert "DataLoader worker" in explain(ConnectionResetError(104, "Connection reset by peer"))
     assert explain(TypeError("unsupported operand")) is None
