@@ -29,7 +29,6 @@ from model import build_model, configure_optimizers, cross_entropy
 from plumbing import audit, checkpoints, console, devices, ema, identity, metrics, peaks, ranks, rng
 from plumbing.configurator import configured, fail
 from plumbing.dataset import fingerprint, open_tokens
-from plumbing.dynamo import spare_dynamo
 from plumbing.failures import RunFailed, explain
 from plumbing.memory import training_memory
 from plumbing.ranks import agree, from_rank0, rank, say, world_size
@@ -39,6 +38,7 @@ from plumbing.run_folder import RunFolder
 from plumbing.signals import Signals, ignore_signals, stop_workers
 from plumbing.skipping import Buffers, step_unless
 from plumbing.spikes import is_spike
+from plumbing.startup import spare_time
 from plumbing.windows import OrderedWindows, ShuffledWindows
 from report import write_report
 from sample import print_sample
@@ -512,7 +512,6 @@ def build_run(config, folder, run_device, datasets):
     except ValueError as error:  # which names knobs, such as n_embd=32
         fail(re.sub(r"\b(?=\w+=)", "--", str(error)))
     model = ranks.shard(model, run_device, dtype, offload) if shard else model.to(run_device)
-    spare_dynamo()
     optimizers = configure_optimizers(
         model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, run_device.type
     )
@@ -652,6 +651,7 @@ def main(argv=None):
     """One run, from its flags to its end. argv: the flags; None = the command line. Returns the exit code."""
     global compile, deterministic
     clock = metrics.Clock(since_process_start=argv is None)
+    spare_time()
     with configured(globals(), argv=argv) as config, ExitStack() as stack:
         check_knobs(config)
         run_device = devices.choose_device(device)

@@ -237,7 +237,7 @@ def test_a_run_that_compiles_nothing_starts_without_the_compiler(data_dir, tmp_p
 
 
 def test_optimizers_without_the_compiler_take_the_same_steps():
-    spare = "from plumbing.dynamo import spare_dynamo; spare_dynamo()\n"
+    spare = "from plumbing.startup import spare_dynamo; spare_dynamo()\n"
     found = f"\nprint(digest.hexdigest(), {COMPILER})"
     digest, compiler = python(spare + OPTIMIZERS + found).split(maxsplit=1)
     assert compiler == "[]"

@@ -1,8 +1,16 @@
-"""A run that compiles nothing starts without torch's compiler."""
+"""A process starts and ends without what it does not need."""
 
+import atexit
 import functools
+import gc
 
 import torch
+
+
+def spare_time():
+    """A second less at the start, half a second less at the end of a process that compiles nothing."""
+    spare_dynamo()
+    atexit.register(gc.freeze)  # or Python searches all of torch for garbage on its way out
 
 
 def spare_dynamo():
