@@ -9,6 +9,7 @@ The checkpoint carries its tokenizer, so the dataset is not needed. Only the tex
 """
 
 import codecs
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -118,16 +119,22 @@ def sample_text(
     where = where or next(model.parameters()).device
     generator = torch.Generator(where).manual_seed(seed)
     prompt = encode_prompt("", meta).to(where)
-    new = generate(
-        model,
-        prompt,
-        max_new_tokens,
-        block_size,
-        meta["vocab_size"],
-        temperature,
-        generator=generator,
-    )
-    return "".join(stream((i.item() for i in new), meta))
+    how = (max_new_tokens, block_size, meta["vocab_size"], temperature)
+    with threads_for(model, where):
+        new = generate(model, prompt, *how, generator=generator)
+        return "".join(stream((i.item() for i in new), meta))
+
+
+@contextlib.contextmanager
+def threads_for(model, where):
+    """Within it a small model computes on one thread: for one short sequence, two take twice as long."""
+    threads = torch.get_num_threads()
+    if where.type == "cpu" and sum(weight.numel() for weight in model.parameters()) < 10e6:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def print_sample(run, block_size, autocast):
@@ -161,8 +168,6 @@ def write_samples(name):
     model, meta = rebuild(path, checkpoint)
     model.to(where)
     block_size = checkpoint["config"]["block_size"]
-    if where.type == "cpu" and sum(weight.numel() for weight in model.parameters()) < 10e6:
-        torch.set_num_threads(1)  # one short sequence through a small model: more do not help
     try:
         text = start
         if start.startswith("FILE:"):
@@ -183,8 +188,9 @@ def write_samples(name):
         print(text, end="", flush=True)
         generator = torch.Generator(where).manual_seed((seed + number) % 2**32)
         how = (max_new_tokens, block_size, meta["vocab_size"], temperature, top_k, generator)
-        for piece in stream((i.item() for i in generate(model, prompt, *how)), meta):
-            print(piece, end="", flush=True)
+        with threads_for(model, where):
+            for piece in stream((i.item() for i in generate(model, prompt, *how)), meta):
+                print(piece, end="", flush=True)
     print()
 
 
