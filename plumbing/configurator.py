@@ -111,15 +111,13 @@ def knobs_of(scope):
 
 def read_flag(argument, following, knobs):
     """(name, value) of one --name=value."""
-    name, equals, text = argument.lstrip("-").partition("=")
+    name, equals, text = argument.removeprefix("--").partition("=")
     if name in knobs and not equals:
         default = knobs[name][0]
         example = "true" if isinstance(default, bool) or name in AUTO_OR_BOOL else default
         if following and not following[0].startswith("-") and not following[0].endswith(".py"):
             example = following[0]
         fail(f"{argument} has no value; write {setting(name, example, is_flag=True)}")
-    if name in knobs and not argument.startswith("--"):
-        fail(f"{argument}: flags begin with two dashes; write -{argument}")
     return name, accept(name, text, argument, knobs, is_flag=True)
 
 

@@ -199,6 +199,13 @@ def fingerprint(device):
     """Everything about software and hardware that could explain a difference between two runs."""
     cpu, flags = cpu_info()
     cuda = device.type == "cuda"
+    driver = None
+    if cuda:
+        with contextlib.suppress(Exception):  # nice to have, never a reason to stop
+            import pynvml
+
+            pynvml.nvmlInit()
+            driver = pynvml.nvmlSystemGetDriverVersion()
     about = [distribution.metadata for distribution in importlib.metadata.distributions()]
     packages = {each["Name"]: each["Version"] for each in about}
     return {
@@ -218,15 +225,6 @@ def fingerprint(device):
             "device": device_name(device),
             "gpu_count": torch.cuda.device_count() if cuda else 0,
             "world_size": world_size(),
-            "driver": driver_version() if cuda else None,
+            "driver": driver,
         },
     }
-
-
-def driver_version():
-    """Of the GPU's driver, from NVML; None where it cannot be asked."""
-    with contextlib.suppress(Exception):  # nice to have, never a reason to stop
-        import pynvml
-
-        pynvml.nvmlInit()
-        return pynvml.nvmlSystemGetDriverVersion()

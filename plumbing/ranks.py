@@ -134,10 +134,7 @@ def from_rank0(function, *args):
             result = function(*args)
         except (Exception, SystemExit) as error:
             result = error
-    if collective():
-        box = [result]
-        dist.broadcast_object_list(box)
-        result = box[0]
+    result = from_all_ranks(result)[0]
     if isinstance(result, BaseException):
         raise result
     return result
@@ -176,9 +173,8 @@ def replicas_differ(tensors):
     """
     if world_size() == 1:
         return []
-    checksums = [checksum(tensor) for tensor in tensors.values()]
-    columns = zip(*from_all_ranks(checksums), strict=True)
-    return [name for name, column in zip(tensors, columns, strict=True) if len(set(column)) > 1]
+    everyone = from_all_ranks({name: checksum(tensor) for name, tensor in tensors.items()})
+    return [name for name in tensors if len({checksums[name] for checksums in everyone}) > 1]
 
 
 def checksum(tensor):
