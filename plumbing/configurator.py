@@ -9,24 +9,16 @@ A config file holds only `name = value` lines: literals, arithmetic, names assig
 
 import ast
 import difflib
-import operator
 import os
 import re
 import sys
 from contextlib import contextmanager
 from glob import glob
+from pathlib import Path
 
 from plumbing.knobs import AUTO_OR_BOOL, convert, print_help, read_knobs, show
 
-OPERATORS = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Pow: operator.pow,
-    ast.USub: operator.neg,
-}
+PLAIN = (ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.unaryop, ast.BinOp, ast.operator)
 NANOGPT = {  # its names: the name here, or what to type instead
     "always_save_checkpoint": "--save_interval=N saves whatever the loss; best.pt is apart",
     "backend": "--device decides it: nccl for cuda, gloo for cpu",
@@ -42,7 +34,6 @@ NANOGPT = {  # its names: the name here, or what to type instead
     "warmup_iters": "warmup_steps",
 }
 
-
 script = ""  # the one that was configured last; in a notebook, sys.argv does not tell
 
 
@@ -54,10 +45,9 @@ def fail(message):
 
 
 class Config(dict):
-    """Every knob and its value. flags: the names whose value a flag gave; given: a flag or a file."""
+    """Every knob and its value. flags: the names whose value a flag gave."""
 
     flags: set
-    given: set
 
 
 @contextmanager
@@ -74,26 +64,23 @@ def configured(*scopes, argv=None, names=None):
     script = os.path.basename(scopes[-1]["__file__"])
     argv = sys.argv[1:] if argv is None else argv
     repository = os.path.dirname(os.path.abspath(scopes[0]["__file__"]))
-    owned = [knobs_of(scope) for scope in scopes]
-    knobs = {name: knob for each in owned for name, knob in each.items()}
+    owned = [(scope, knobs_of(scope)) for scope in scopes]
+    knobs = {name: knob for _, own in owned for name, knob in own.items()}
     if "-h" in argv or "--help" in argv:
         print_help(script, scopes[-1].get("__doc__"), knobs, takes_names=names is not None)
         raise SystemExit(0)
 
     config = Config({name: default for name, (default, _, _) in knobs.items()})
     config.flags = set()
-    config.given = set()
     for i, argument in enumerate(argv):
         if argument.startswith("-"):
             name, value = read_flag(argument, argv[i + 1 :], knobs)
             config[name] = value
             config.flags.add(name)
-            config.given.add(name)
         elif argument.endswith(".py"):
             settings = read_config_file(argument, repository, knobs)
             config |= settings
             config.flags -= settings.keys()
-            config.given |= settings.keys()
         elif names is None:
             fail(f"unexpected argument {argument!r}; write config/FILE.py or --key=value")
         else:
@@ -103,12 +90,10 @@ def configured(*scopes, argv=None, names=None):
             folder = os.getcwd() if name in config.flags else repository
             config[name] = os.path.normpath(os.path.join(folder, os.path.expanduser(path)))
 
-    before = [
-        {name: scope[name] for name in each} for scope, each in zip(scopes, owned, strict=True)
-    ]
+    before = [{name: scope[name] for name in own} for scope, own in owned]
     try:
-        for scope, each in zip(scopes, owned, strict=True):
-            scope.update({name: config[name] for name in each})
+        for scope, own in owned:
+            scope.update({name: config[name] for name in own})
         yield config
     finally:
         for scope, values in zip(scopes, before, strict=True):
@@ -126,15 +111,13 @@ def knobs_of(scope):
 
 def read_flag(argument, following, knobs):
     """(name, value) of one --name=value."""
-    name, equals, text = argument.lstrip("-").partition("=")
+    name, equals, text = argument.removeprefix("--").partition("=")
     if name in knobs and not equals:
         default = knobs[name][0]
         example = "true" if isinstance(default, bool) or name in AUTO_OR_BOOL else default
         if following and not following[0].startswith("-") and not following[0].endswith(".py"):
             example = following[0]
         fail(f"{argument} has no value; write {setting(name, example, is_flag=True)}")
-    if name in knobs and not argument.startswith("--"):
-        fail(f"{argument}: flags begin with two dashes; write -{argument}")
     return name, accept(name, text, argument, knobs, is_flag=True)
 
 
@@ -146,8 +129,7 @@ def read_config_file(argument, repository, knobs):
         looked = " or ".join(dict.fromkeys((os.getcwd(), repository)))
         fail(f"no config file {argument} in {looked}; there are: {known or 'none'}")
     try:
-        with open(path, "rb") as file:
-            statements = ast.parse(file.read()).body
+        statements = ast.parse(Path(path).read_bytes()).body
     except (SyntaxError, ValueError, OSError) as error:
         fail(f"{argument}:{getattr(error, 'lineno', None) or 1}: {getattr(error, 'msg', error)}")
 
@@ -160,7 +142,7 @@ def read_config_file(argument, repository, knobs):
             (target,) = statement.targets
             name = target.id
             value = evaluate(statement.value, assigned)
-        except (AttributeError, ValueError, TypeError, ArithmeticError) as error:
+        except (AttributeError, NameError, ValueError, TypeError, ArithmeticError) as error:
             found = error if isinstance(error, ArithmeticError) else ast.unparse(statement)
             fail(
                 f"{where}: {str(found).splitlines()[0]}: a config file holds only name = value"
@@ -187,20 +169,13 @@ def accept(name, value, written, knobs, is_flag=False):
 
 
 def evaluate(node, assigned):
-    """The value of an expression in a config file. Nothing is executed, nothing can be called."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, (str, int, float)):
-        return node.value
-    if isinstance(node, ast.Name) and node.id in assigned:
-        return assigned[node.id]
-    if isinstance(node, ast.UnaryOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](evaluate(node.operand, assigned))
-    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        left = evaluate(node.left, assigned)
-        right = evaluate(node.right, assigned)
-        if isinstance(node.op, ast.Pow) and abs(right) > 64:
-            raise ValueError  # it would take for ever
-        return OPERATORS[type(node.op)](left, right)
-    raise ValueError(f"not a plain value: {ast.unparse(node)}")
+    """The value of an expression in a config file: arithmetic, in which nothing can be called."""
+    for part in ast.walk(node):
+        is_power = isinstance(part, ast.BinOp) and isinstance(part.op, ast.Pow)
+        takes_for_ever = is_power and abs(ast.literal_eval(part.right)) > 64
+        if takes_for_ever or not isinstance(part, PLAIN):
+            raise ValueError
+    return eval(compile(ast.Expression(node), "", "eval"), {"__builtins__": {}}, assigned)
 
 
 def hint_for(name, value, knobs, is_flag):
@@ -211,6 +186,6 @@ def hint_for(name, value, knobs, is_flag):
     if " " in there and knobs.keys() >= set(re.findall(r"--(\w+)", there)):
         return there
     near = difflib.get_close_matches(name.lower(), knobs, n=1)
-    return (
-        f"did you mean {setting(near[0], value, is_flag)}?" if near else "--help lists every name"
-    )
+    if near:
+        return f"did you mean {setting(near[0], value, is_flag)}?"
+    return "--help lists every name"

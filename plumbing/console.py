@@ -1,6 +1,5 @@
 """Everything that a run prints: its plan, a line for some steps, evaluations, events, what to type next."""
 
-import math
 import os
 import shlex
 import sys
@@ -48,25 +47,21 @@ def fit(value, width, digits):
 
 def rate(per_second):
     """Tokens a second in 6 characters: 853 is 0.853k, 1234567 is 1.235M."""
-    letter, size = "k", 1e3
-    for larger, its_size in (("M", 1e6), ("G", 1e9)):
-        if per_second >= 0.99995 * its_size:
-            letter, size = larger, its_size
-    return fit(per_second / size, 5, 3) + letter
+    sizes = {"k": 1e3, "M": 1e6, "G": 1e9}
+    letter = next((each for each in sizes if per_second < 999.95 * sizes[each]), "G")
+    return fit(per_second / sizes[letter], 5, 3) + letter
 
 
 def duration(seconds):
     """Time in up to 8 characters: 0:46, 12:04:05, 12d 4h."""
-    minutes, hours = int(seconds // 60), int(seconds // 3600)
+    minutes, seconds = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
     days = hours // 24
-    if days >= 1e7:
-        return f"{days:.0e}d"
     if days >= 1000:
         return f"{days}d"
     if hours >= 100:
         return f"{days}d {hours % 24}h"
-    clock = f"{minutes % 60:02}:{int(seconds) % 60:02}"
-    return f"{hours}:{clock}" if hours else clock.removeprefix("0")
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 # ---- lines of a run ------------------------------------------------------------------------------
@@ -78,7 +73,7 @@ COLUMNS = {  # field of a row -> (heading, width, how its value is written in th
     "step_ms": ("ms", 6, lambda value: fit(value, 6, 1)),
     "data_ms": ("wait", 5, lambda value: fit(value, 5, 1)),
     "tokens_per_sec": ("tok/s", 6, rate),
-    "mfu": ("mfu", 6, lambda value: "n/a" if math.isnan(value) else fit(100 * value, 5, 1) + "%"),
+    "mfu": ("mfu", 6, lambda value: fit(100 * value, 5, 1) + "%"),
     "mem_gb": ("GB", 5, lambda value: fit(value, 5, 2)),
     "gpu_util": ("gpu%", 4, lambda value: fit(value, 4, 0)),  # where there is a GPU that tells
 }
@@ -90,7 +85,7 @@ class Table:
 
     def __init__(self, max_steps):
         self.max_steps = max_steps
-        self.columns = {}
+        self.names = []  # of the columns
 
     def print_row(self, row):
         """A row of metrics.jsonl. A field that COLUMNS does not know gets a column of its own."""
@@ -101,9 +96,11 @@ class Table:
             if name not in (*COLUMNS, *NOT_SHOWN):
                 width = max(7, len(name))
                 columns[name] = (name, width, lambda value, width=width: fit(value, width, 4))
-        if list(columns) != list(self.columns):
-            self.columns = columns
-            self.print_header()
+        if self.names != list(columns):
+            self.names = list(columns)
+            start = f"{'step/total':<{len(progress(0, self.max_steps))}}"
+            headings = " ".join(f"{heading:>{width}}" for heading, width, _ in columns.values())
+            say(paint(f"{start} {headings} {'left':>8}", "dim"))
         cells = (
             f"{'n/a' if row[name] is None else write(row[name]):>{width}}"
             for name, (_, width, write) in columns.items()
@@ -111,20 +108,14 @@ class Table:
         left = duration((self.max_steps - row["step"]) * row["step_ms"] / 1000)
         say(progress(row["step"], self.max_steps), *cells, f"{left:>8}")
 
-    def print_header(self):
-        start = f"{'step/total':<{len(progress(0, self.max_steps))}}"
-        names = " ".join(f"{name:>{width}}" for name, width, _ in self.columns.values())
-        say(paint(f"{start} {names} {'left':>8}", "dim"))
-
     def print_evaluation(self, row, is_best):
         words = f"{progress(row['step'], self.max_steps)} val loss {row['val_loss']:.4f}"
         if "val_bpb" in row:
             words += f"  bits/byte {row['val_bpb']:.4f}"
         words += f"  accuracy {row['val_accuracy']:.1%}"
         known = "kind step val_loss val_bpb val_accuracy val_tokens best_val_loss".split()
-        for name in [name for name in row if name not in known]:
-            words += f"  {name} {row[name]:.4f}"
-        if row.get("val_tokens"):
+        words += "".join(f"  {name} {row[name]:.4f}" for name in row if name not in known)
+        if "val_tokens" in row:
             words += f"  (first {row['val_tokens']:,} tokens)"
         say(words + (paint("  best", "green") if is_best else ""))
 
@@ -171,13 +162,15 @@ def print_plan(run, reasons, peak, needs, path, saved):
     of a step. path, saved: the checkpoint to resume from, or None.
     """
     changed = changed_knobs(saved["config"], run.facts["config"]) if saved else {}
+    free = devices.free_memory(run.device)
+    parts = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in needs.items())
+    total = sum(size for size in needs.values() if size)
     c = run.facts["config"] | run.facts["run"]
     lines = {
         "run": f"resumes from {shown(path)}" if path else f"new, in {shown(c['out_dir'])}",
         "changed": ", ".join(f"{key} {then} -> {now}" for key, (then, now) in changed.items()),
         "model": describe_model(run.model),
-        "data": describe_data(run),
-        "batch": describe_batch(c, run),
+        **describe_data(run, c),
         "steps": f"{c['max_steps']:,}, {len(run.train_data) // c['global_batch']:,} to an epoch; "
         f"{c['optimizer']}, {c['schedule']} {c['peak_lr']:g} to {c['min_lr']:g}",
         "device": f"{c['device']}, {c['threads']} threads",
@@ -185,13 +178,12 @@ def print_plan(run, reasons, peak, needs, path, saved):
         "compile": f"{str(c['compile']).lower()} ({reasons['compile']}); "
         f"deterministic {str(c['deterministic']).lower()}",
         "peak": describe_peak(c, run.model, peak),
-        "memory": describe_memory(needs, devices.free_memory(run.device)),
+        "memory": f"{gigabytes(total)} GB for a step ({parts}); {gigabytes(free)} GB free",
     }
     for name, words in lines.items():
         if words:
             say(paint(f"{name:<8}", "dim"), wrapped(words, 9))
-    free, known = devices.free_memory(run.device), [size for size in needs.values() if size]
-    if free and sum(known) > free:
+    if free and total > free:
         say(paint("         more than is free; --grad_checkpoint=true needs less", "red"))
 
 
@@ -200,23 +192,19 @@ def describe_model(model):
     return f"{shape}; {sum(weight.numel() for weight in model.parameters()):,} parameters"
 
 
-def describe_batch(c, run):
-    rows = f"{c['batch_size']} x {c['accum_steps']} x {c['world_size']} = {c['global_batch']}"
-    if "tokenizer" not in run.facts["data"]["meta"]:
-        return f"{rows} a step"
-    tokens = c["global_batch"] * c["block_size"]
-    return f"{rows} sequences of {c['block_size']} = {tokens:,} tokens a step"
-
-
-def describe_data(run):
+def describe_data(run, c):
+    """The lines `data` and `batch`: in tokens, where the data is text."""
     data = run.facts["data"]
     meta = data["meta"]
+    batch = f"{c['batch_size']} x {c['accum_steps']} x {c['world_size']} = {c['global_batch']}"
     if "tokenizer" not in meta:
-        return f"{data['name']}: {len(run.train_data):,} to train on, {len(run.val_data):,} to validate"
-    return (
-        f"{data['name']}, {meta['tokenizer']}: {meta['train_tokens']:,} tokens to train on,"
-        f" {meta['val_tokens']:,} to validate; vocabulary {meta['vocab_size']:,}"
-    )
+        sizes = f"{len(run.train_data):,} to train on, {len(run.val_data):,} to validate"
+        return {"data": f"{data['name']}: {sizes}", "batch": f"{batch} a step"}
+    sizes = f"{meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate"
+    words = f"{data['name']}, {meta['tokenizer']}: {sizes}; vocabulary {meta['vocab_size']:,}"
+    tokens = f"{c['global_batch'] * c['block_size']:,}"
+    batch += f" sequences of {c['block_size']} = {tokens} tokens a step"
+    return {"data": words, "batch": batch}
 
 
 def describe_peak(c, model, peak):
@@ -233,15 +221,8 @@ def describe_peak(c, model, peak):
     return words
 
 
-def describe_memory(needs, free):
-    parts = (
-        f"{kind} " + ("n/a" if size is None else f"{size / 1e9:.3f}")
-        for kind, size in needs.items()
-    )
-    words = (
-        f"{sum(size or 0 for size in needs.values()) / 1e9:.3f} GB for a step ({', '.join(parts)})"
-    )
-    return words + (f"; {free / 1e9:.1f} GB free" if free else "")
+def gigabytes(size):
+    return "n/a" if size is None else f"{size / 1e9:.3f}"
 
 
 # ---- after the last ------------------------------------------------------------------------------
@@ -263,17 +244,20 @@ def print_end(ended, state, seconds, folder, command):
 
 def print_next(ended, folder, command, writes_text):
     """What to type now, ready to be pasted. command: of the run."""
-
-    def about_it(script):
-        return shlex.join(["python", shown(REPO / script), shown(folder)])
-
-    commands = {about_it("sample.py"): "text from its best weights"} if writes_text else {}
-    commands[f"{about_it('report.py')} OTHER"] = "beside another run"
-    if not ended.startswith(("finished", "stopped early")):
-        commands = {about_it("report.py"): "what happened, as a picture and in words"}
+    sample, report = (
+        shlex.join(["python", shown(REPO / script), shown(folder)])
+        for script in ("sample.py", "report.py")
+    )
+    commands = {}
+    if ended.startswith(("finished", "stopped early")):
+        if writes_text:
+            commands[sample] = "text from its best weights"
+        commands[f"{report} OTHER"] = "beside another run"
+    else:
         typed = command == sys.argv  # not in a notebook, nor under torchrun
         if typed and world_size() == 1 and not ended.startswith("failed"):
-            commands = {shlex.join(["python", *command]): "resumes"} | commands
+            commands[shlex.join(["python", *command])] = "resumes"
+        commands[report] = "what happened, as a picture and in words"
     width = min(50, max(map(len, commands)))
     for line, what in commands.items():
         say(f"{line:<{width}}  {paint(f'# {what}', 'dim')}")

@@ -21,11 +21,6 @@ import torch
 from plumbing.configurator import fail
 from plumbing.ranks import world_size
 
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
-
 WORTH_COMPILING = 5e13  # FLOPs of a run on a CPU, from which on compiling pays back its seconds
 
 # ---- what is chosen ------------------------------------------------------------------------------
@@ -39,10 +34,7 @@ def choose_device(name):
         kind = next((kind for kind in found if found[kind]), "cpu")
     one_gpu = kind == "mps" or kind.startswith("cuda:")
     if one_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
-        fail(
-            f"--device={name}: all ranks of this machine would share one GPU; expected --device=cuda, "
-            "which gives each rank its own, or --device=cpu"
-        )
+        fail(f"--device={name}: all ranks would share one GPU; try --device=cuda, or --device=cpu")
     if kind == "cuda":
         kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
@@ -76,10 +68,9 @@ def choose_dtype(name, device):
     elif device.type == "mps" and torch.backends.mps.is_macos_or_newer(14, 0):
         native = "bfloat16"
         why = "macOS 14 or newer"
-    if name == "float16" and device.type == "cpu" and "avx512_fp16" not in flags:
-        fail("--dtype=float16: this CPU does not compute in it (no avx512_fp16); try --dtype=auto")
-    if name == "float16" and device.type == "mps":
-        fail("--dtype=float16: expected float32 or bfloat16 on mps; try --dtype=auto")
+    has_float16 = device.type == "cuda" or device.type == "cpu" and "avx512_fp16" in flags
+    if name == "float16" and not has_float16:
+        fail(f"--dtype=float16: this {device.type} does not compute in it; try --dtype=auto")
     return (native, why) if name == "auto" else (name, "as given")
 
 
@@ -90,14 +81,13 @@ def kernels_have_bfloat16():
 
 
 def choose_compile(setting, device, flops):
-    """(whether, why) for --compile=setting. flops: of the whole run, or NaN where the model cannot
-    tell. Never by a timing: the same command always makes the same choice."""
+    """(whether, why) for --compile=setting. flops: of the whole run, or NaN where the model cannot tell."""
     if setting != "auto":
         return setting, "as given"
     if device.type == "cuda":
-        from torch.utils import _triton  # no attribute of torch.utils until it is imported by name
+        from torch.utils._triton import has_triton
 
-        there = _triton.has_triton()
+        there = has_triton()
         return there, "Triton is installed" if there else "Triton is not installed"
     if device.type != "cpu":
         return False, f"eager on {device.type}"
@@ -165,8 +155,7 @@ def upload(tensor, device):
 
 def synchronize(device):
     """Waits until the device has done all that it was given."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
+    torch.get_device_module(device).synchronize()
 
 
 def gpu_util(device):
@@ -176,11 +165,12 @@ def gpu_util(device):
 
 
 def memory_gb(device):
-    """Peak memory in 1e9 bytes: the allocator's on a GPU, the process's resident set elsewhere; None
-    where the system does not tell (Windows)."""
+    """Peak memory in 1e9 bytes: the allocator's on a GPU, the process's resident set elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    if resource is None:
+    try:
+        import resource
+    except ImportError:  # Windows
         warnings.warn("peak memory is not known on this system: mem_gb stays empty", stacklevel=2)
         return None
     unit = 1 if sys.platform == "darwin" else 1024
@@ -222,8 +212,8 @@ def device_name(device):
 
 
 def matmul_bits(device, dtype):
-    """A hash of the bits of one fixed matrix product: another one means that other kernels compute here,
-    such as those for a CPU without AMX. dtype: a torch.dtype."""
+    """A hash of one fixed matrix product: another one means that other kernels compute here, such as
+    those for a CPU without AMX. dtype: a torch.dtype."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(shape, generator=generator) for shape in ((256, 1024), (1024, 256)))
     product = a.to(device, dtype) @ b.to(device, dtype)
@@ -234,6 +224,13 @@ def fingerprint(device):
     """Everything about software and hardware that could explain a difference between two runs."""
     cpu, flags = cpu_info()
     cuda = device.type == "cuda"
+    driver = None
+    if cuda:
+        with contextlib.suppress(Exception):  # nice to have, never a reason to stop
+            import pynvml
+
+            pynvml.nvmlInit()
+            driver = pynvml.nvmlSystemGetDriverVersion()
     about = [distribution.metadata for distribution in importlib.metadata.distributions()]
     packages = {each["Name"]: each["Version"] for each in about}
     return {
@@ -253,15 +250,6 @@ def fingerprint(device):
             "device": device_name(device),
             "gpu_count": torch.cuda.device_count() if cuda else 0,
             "world_size": world_size(),
-            "driver": driver_version() if cuda else None,
+            "driver": driver,
         },
     }
-
-
-def driver_version():
-    """Of the GPU's driver, from NVML; None where it cannot be asked."""
-    with contextlib.suppress(Exception):  # nice to have, never a reason to stop
-        import pynvml
-
-        pynvml.nvmlInit()
-        return pynvml.nvmlSystemGetDriverVersion()

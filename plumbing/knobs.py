@@ -7,17 +7,18 @@ function. The type of that default is the type of the knob, in a file as in a fl
     float    any number, nan and inf included: an interval refuses those
     bool     true/false/yes/no/1/0 in any case; the AUTO_OR_BOOL knobs also take auto
     *_dir    a path; empty only where the default is
-The comment beside a knob is its help. It goes on in the lines directly below that are indented or
-begin with `#` and two spaces. A full-line comment above a run of knobs is the heading of the run.
+The comment beside a knob is its help. It continues in the lines directly below that begin with `#` and
+two spaces. Full-line comments above a run of knobs are the heading of the run.
 A comment may say which values are allowed, and then no other is taken: an interval such as [1, inf)
 or (0, 1] (a square bracket includes its end), or for a str all the choices, such as cosine | linear.
 """
 
 import ast
-import io
+import os
 import re
+import sys
 import textwrap
-import tokenize
+from pathlib import Path
 
 AUTO_OR_BOOL = ("compile", "deterministic")
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
@@ -27,47 +28,39 @@ CHOICES = re.compile(r"\w+(?: \| \w+)+")
 
 def read_knobs(path):
     """{name: (default, comment, heading)} of the knobs in the script at `path`, in their order."""
-    with tokenize.open(path) as file:
-        source = file.read()
+    source = Path(path).read_text(encoding="utf-8")
     lines = source.splitlines()
-    comments = {  # by line number
-        token.start[0]: token.string
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT and not token.string.startswith("# fmt:")
-    }
     knobs = {}
     heading = ""
-    used = 0  # the last line that belongs to a knob or a statement
+    end = 0  # the number of the last line that belongs to a knob or a statement
     for statement in ast.parse(source).body:
-        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            break
-        above = [comments[n] for n in range(used + 1, statement.lineno) if n in comments]
-        used = statement.end_lineno
-        try:
-            (target,) = statement.targets
-            name = target.id
-            default = ast.literal_eval(statement.value)
-            if name != name.lower() or name[0] == "_":
-                raise ValueError
-            if type(default) not in (str, int, float, bool):
-                raise ValueError
-        except (AttributeError, ValueError):
-            heading = ""
-            continue
-        heading = " ".join(c.strip("#-= ") for c in above) or heading
-        comment = [comments.get(used, "")]
-        while used < len(lines) and used + 1 in comments and lines[used].startswith((" ", "#  ")):
-            used += 1
-            comment.append(comments[used])
-        knobs[name] = default, " ".join(c.strip("# ") for c in comment).strip(), heading
+        above = [
+            line.strip("#-= ") for line in lines[end : statement.lineno - 1] if line[:1] == "#"
+        ]
+        end = statement.end_lineno
+        match statement:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                break
+            case ast.Assign(
+                targets=[ast.Name(name)],
+                value=ast.Constant(str() | int() | float())
+                | ast.UnaryOp(ast.USub(), ast.Constant()),
+            ) if re.fullmatch("[a-z][a-z0-9_]*", name):
+                heading = " ".join(above) or heading
+            case _:
+                heading = ""
+                continue
+        comment = [lines[end - 1][statement.end_col_offset :]]
+        while end < len(lines) and lines[end].startswith("#  "):
+            comment.append(lines[end])
+            end += 1
+        words = " ".join(line.strip("# ") for line in comment)
+        knobs[name] = ast.literal_eval(statement.value), words, heading
     return knobs
 
 
 def convert(name, value, default, comment, is_text):
-    """
-    `value` (is_text: of a flag) as `default`'s type. The ValueError says what is expected, where it
-    has another type or the comment does not allow it.
-    """
+    """`value` (is_text: of a flag) as `default`'s type. A ValueError says what is expected instead."""
     if isinstance(default, bool) or name in AUTO_OR_BOOL:
         word = str(value).lower()
         if word == "auto" and name in AUTO_OR_BOOL:
@@ -86,14 +79,13 @@ def convert(name, value, default, comment, is_text):
         return value
     is_int = isinstance(default, int)
     try:
-        if is_text:
-            value = int(value) if value.lstrip("+-").replace("_", "").isdecimal() else float(value)
-        number = int(value) if is_int else float(value)
-        fits = type(value) in (int, float) and (number == value or not is_int)  # 1e3; not 1.5
+        if isinstance(value, str) != is_text or isinstance(value, bool):
+            raise ValueError
+        number = float(value)
+        if is_int and not number.is_integer():
+            raise ValueError
     except (TypeError, ValueError, OverflowError):
-        fits = False
-    if not fits:
-        raise ValueError("an int" if is_int else "a number")
+        raise ValueError("an int" if is_int else "a number") from None
     if interval := INTERVAL.search(comment):
         opening, low, high, closing = interval.groups()
         above = number >= float(low) if opening == "[" else number > float(low)
@@ -105,7 +97,7 @@ def convert(name, value, default, comment, is_text):
             elif not is_int:
                 words += ", and finite"
             raise ValueError(words)
-    return number
+    return int(number) if is_int else number
 
 
 def show(value):
@@ -114,20 +106,18 @@ def show(value):
 
 def print_help(script, docstring, knobs, takes_names):
     """Everything comes from the script's source, so it cannot go stale."""
-    print((docstring or "").strip().split("\n\n")[0])
     flags = ("NAME ... " if takes_names else "") + "[config/FILE.py ...] [--key=value ...]"
-    print(f"\nusage: python {script} {flags}")
-    width = min(36, max(len(f"--{name}={show(knobs[name][0])}") for name in knobs)) + 4
+    lines = [docstring.strip().split("\n\n")[0], f"\nusage: python {script} {flags}"]
+    written = {name: f"  --{name}={show(default)}  " for name, (default, _, _) in knobs.items()}
+    width = min(40, max(map(len, written.values())))
     last_heading = None
-    for name, (default, comment, heading) in knobs.items():
+    for name, (_, comment, heading) in knobs.items():
         if heading != last_heading:
-            print("\n" + textwrap.fill(heading or "More", 100))
+            lines.append("\n" + textwrap.fill(heading or "More", 100))
             last_heading = heading
-        flag = f"  --{name}={show(default)}"
-        if len(flag) + 2 > width:
-            print(flag)
-            flag = ""
-        wrapped = textwrap.wrap(comment, 100 - width) or [""]
-        print(f"{flag:{width}}{wrapped[0]}".rstrip())
-        for line in wrapped[1:]:
-            print(" " * width + line)
+        looks = {"initial_indent": f"{written[name]:{width}}", "subsequent_indent": " " * width}
+        lines.append(textwrap.fill(comment, 100, **looks) or written[name].rstrip())
+    try:
+        print("\n".join(lines), flush=True)
+    except BrokenPipeError:  # `--help | head`; or Python would try again, and complain, at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

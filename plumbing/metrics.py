@@ -10,19 +10,12 @@ import torch
 from plumbing import devices
 
 
-def fetch(steps):
-    """[(fields, {name: device scalar}), ...] of steps -> [{**fields, name: number}, ...].
-
-    The one transfer from the device, and so the one place where the host waits for it.
-    """
+def finish_rows(steps, clock, run):
+    """Rows of kind "train" of `steps`, [(fields, {name: device scalar}), ...]: all since the clock's
+    last lap, so evaluation and saving are excluded. The host waits for the device here, and only here."""
     scalars = [value for _, numbers in steps for value in numbers.values()]
     values = iter(torch.stack([value.detach().float() for value in scalars]).tolist())
-    return [fields | {name: next(values) for name in numbers} for fields, numbers in steps]
-
-
-def finish_rows(steps, clock, run):
-    """Rows of kind "train" of `steps`, all since the clock's last lap: evaluation and saving excluded."""
-    rows = fetch(steps)
+    rows = [fields | {name: next(values) for name in numbers} for fields, numbers in steps]
     seconds = clock.lap("train")
     tokens_per_sec = sum(row.pop("batch_tokens") for row in rows) / seconds
     mfu = flops_per_token(run.model) * tokens_per_sec / run.max_flops

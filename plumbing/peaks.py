@@ -7,9 +7,8 @@ import torch
 from plumbing.devices import device_name
 
 # Peak FLOP/s of dense matrix products by the makers' datasheets: bfloat16, float16, float32 (the plain
-# rate, not TF32's). Names are those of torch.cuda.get_device_name, whole, without "NVIDIA ": by a part
-# of its name an RTX A1000 would get the peak of an A100, and a MIG slice that of the whole GPU. What
-# is not here is measured.
+# rate, not TF32's). Names are whole, without "NVIDIA ": by a part of its name an RTX A1000 would get the
+# peak of an A100, and a MIG slice that of the whole GPU. What is not here is measured.
 PEAKS = {
     ("B200",): (2250e12, 2250e12, 75e12),
     ("H200", "H100 80GB HBM3"): (989e12, 989e12, 67e12),

@@ -6,47 +6,26 @@ With a single process every function here returns at once, so that callers never
 import contextlib
 import datetime
 import os
-import threading
+import zlib
 
 import torch
 import torch.distributed as dist
 
 from plumbing.configurator import fail
 
-
-class Progress:
-    """Counts the collective operations that this rank has begun: a straggler has begun fewer.
-
-    A thread publishes the count in the store every `seconds`, for ranks that give up waiting to read.
-    """
-
-    def __init__(self, store, seconds):
-        self.store = store
-        self.begun = 0
-        self.leaving = threading.Event()
-        self.thread = threading.Thread(target=self.publish, args=(seconds,), daemon=True)
-        self.thread.start()
-
-    def publish(self, seconds):
-        while not self.leaving.is_set():
-            with contextlib.suppress(RuntimeError):  # the store is gone, and soon the run
-                self.store.set(f"collectives_{rank()}", str(self.begun))
-            self.leaving.wait(seconds)
-
-
-_progress = None  # of this process, while it is in a group
+_store = None  # where the ranks of this process's group keep what all may read
+_begun = 0  # collectives that this rank has begun in that group
 
 
 @contextlib.contextmanager
 def joined(device, hang_minutes, shard=False, offload=False):
     """Within it, the processes that torchrun started are one group; one process alone needs none.
 
-    Tensors on a GPU travel through NCCL, those on the CPU through gloo. A tiny sum comes first: NCCL
-    connects in it, so that the time this takes, and any fault, belong to the start. A rank that waits
-    for another one gives up after hang_minutes, and names it. Exits with 2 where there are no ranks to
-    `shard` a model over, or no shards to `offload`.
+    Tensors on a GPU travel through NCCL, those on the CPU through gloo. A rank that waits for another
+    one gives up after hang_minutes, and names it. Exits with 2 where there are no ranks to `shard` a
+    model over, or no shards to `offload`.
     """
-    global _progress
+    global _store, _begun
     if shard and "WORLD_SIZE" not in os.environ:
         fail("--shard=true: expected several ranks; start torchrun --nproc_per_node=2 train.py")
     if offload and not shard:
@@ -54,24 +33,22 @@ def joined(device, hang_minutes, shard=False, offload=False):
     if "WORLD_SIZE" not in os.environ:
         yield
         return
-    store, number, count = rendezvous()
+    _begun = 0
+    _store, number, count = rendezvous()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=datetime.timedelta(minutes=hang_minutes),
         world_size=count,
         rank=number,
-        store=store,
+        store=_store,
     )
-    _progress = Progress(store, min(5.0, 6 * hang_minutes))
     try:
         first = torch.ones(1, device=device)
-        sum_over_ranks([first])
+        sum_over_ranks([first])  # NCCL connects in it: its time, and any fault, belong to the start
         first.item()  # waits for the device
         yield
     finally:
-        _progress.leaving.set()
-        _progress.thread.join()
-        _progress = None
+        _store = None
         # After a failure the GPU may wait in a sum for a rank that is gone, and destroying the group
         # would wait for that sum. Python's exit aborts the group instead (~ProcessGroupNCCL).
         with contextlib.suppress(RuntimeError):  # an error of the GPU, reported before
@@ -90,7 +67,7 @@ def rendezvous():
             "node, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend=c10d ..."
         )
     store, number, count = next(dist.rendezvous("env://"))
-    if shared_store and one_node:
+    if one_node:
         # torchrun's store outlives --max-restarts; without a prefix for each attempt, new ranks
         # would find the addresses of dead ones in it. On several nodes no prefix helps: each agent
         # counts its own attempts, and keeps the address of the first store (pytorch#135712).
@@ -120,23 +97,24 @@ def say(*words):
         print(*words, flush=True)
 
 
+def collective():
+    """Whether there are other ranks. Publishes how many collectives this rank has begun."""
+    global _begun
+    if not dist.is_initialized():
+        return False
+    _begun += 1
+    with contextlib.suppress(RuntimeError):  # the store is gone, and soon the run
+        _store.set(f"collectives_{rank()}", str(_begun))  # 5 us: it waits for no answer
+    return True
+
+
 def stragglers():
-    """The ranks that have begun fewer collectives than this one, as far as the store knows."""
-    if _progress is None:
-        return []
-    keys = [f"collectives_{number}" for number in range(world_size())]
+    """The ranks that have begun fewer collectives than this one: the others wait for them."""
     try:
-        begun = [int(_progress.store.get(k)) for k in keys if _progress.store.check([k])]
+        begun = [int(_store.get(f"collectives_{number}")) for number in range(world_size())]
     except RuntimeError:  # the store is gone too
         return []
-    return [number for number, count in enumerate(begun) if count < _progress.begun]
-
-
-def collective():
-    """Whether there are other ranks; counts one more collective that this rank begins."""
-    if _progress is not None:
-        _progress.begun += 1
-    return dist.is_initialized()
+    return [number for number, count in enumerate(begun) if count < _begun]
 
 
 def agree(*flags):
@@ -151,18 +129,14 @@ def agree(*flags):
 def from_rank0(function, *args):
     """What function(*args) returns on rank 0, on every rank; where it raises, every rank raises."""
     result = None
-    error = None
     if rank() == 0:
         try:
             result = function(*args)
-        except (Exception, SystemExit) as raised:
-            error = raised
-    if collective():
-        box = [result, error]
-        dist.broadcast_object_list(box)
-        result, error = box
-    if error is not None:
-        raise error
+        except (Exception, SystemExit) as error:
+            result = error
+    result = from_all_ranks(result)[0]
+    if isinstance(result, BaseException):
+        raise result
     return result
 
 
@@ -181,8 +155,9 @@ def sum_over_ranks(tensors):
     One flat buffer in a fixed order keeps a resumed run bit-exact at any number of ranks. DDP's
     buckets, rebuilt after its first step, do not from three ranks on.
     """
-    kinds = dict.fromkeys((t.dtype, t.device) for t in tensors) if world_size() > 1 else ()
-    for kind in kinds:
+    if world_size() == 1:
+        return
+    for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
         alike = [t for t in tensors if (t.dtype, t.device) == kind]
         flat = torch.cat([t.flatten() for t in alike])
         collective()
@@ -198,23 +173,13 @@ def replicas_differ(tensors):
     """
     if world_size() == 1:
         return []
-    checksums = [checksum(tensor).item() for tensor in tensors.values()]
-    columns = zip(*from_all_ranks(checksums), strict=True)
-    return [name for name, column in zip(tensors, columns, strict=True) if len(set(column)) > 1]
+    everyone = from_all_ranks({name: checksum(tensor) for name, tensor in tensors.items()})
+    return [name for name in tensors if len({checksums[name] for checksums in everyone}) > 1]
 
 
-@torch.no_grad()
-def checksum(tensor, piece=2**18):
-    """An int64 that changes with any one bit: the sum of the elements' bits, each times an odd number
-    of its own, modulo 2**64. Exact, whatever the order. piece: elements that int64 copies hold."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.flatten().view(integers[min(8, tensor.element_size())])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for begin in range(0, len(bits), piece):
-        part = bits[begin : begin + piece].to(torch.int64)
-        position = torch.arange(begin, begin + len(part), device=tensor.device)
-        total += (part * (2 * position + 1)).sum()
-    return total
+def checksum(tensor):
+    """CRC-32 of the tensor's bits: any one bit changes it."""
+    return zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
 
 
 # ---- sharded models ------------------------------------------------------------------------------

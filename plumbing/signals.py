@@ -6,14 +6,14 @@ import threading
 
 import torch.distributed as dist
 
-NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
-HANDLED = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]  # no USR1 on Windows
+NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")  # Windows has no SIGUSR1
+HANDLED = [number for number in signal.Signals if number.name in NAMES]
 
 
 class Signals:
     """Handles signals within `with Signals() as signals:`; after it the old handlers are back.
 
-    stop: the number of the SIGINT or SIGTERM that came, or 0. A second Ctrl-C ends the process.
+    stop: the number of the SIGINT or SIGTERM that came first, or 0.
     save: whether a SIGUSR1 asked for a checkpoint.
     Outside the main thread, where Python installs no handler, nothing is installed.
     """
@@ -21,7 +21,6 @@ class Signals:
     def __init__(self):
         self.stop = 0
         self.save = False
-        self.interrupts = 0
         self.parent = os.getppid()
         self.before = {}  # signal -> handler
 
@@ -33,17 +32,14 @@ class Signals:
     def __exit__(self, *error):
         for number, handler in self.before.items():
             # None: installed by something other than Python, which cannot put it back
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        self.before = {}
+            signal.signal(number, handler or signal.SIG_DFL)
 
     def handle(self, number, frame):
         if number not in (signal.SIGINT, signal.SIGTERM):
             self.save = True
             return
-        self.interrupts += number == signal.SIGINT
-        if self.interrupts > 1:
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
+        if number == signal.SIGINT:
+            signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the process
         self.stop = self.stop or int(number)
 
     def take_save(self):

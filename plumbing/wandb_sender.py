@@ -17,13 +17,8 @@ import os
 import secrets
 import subprocess
 import sys
-import threading
+import time
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 if __name__ == "__main__":  # Python would look for modules in plumbing/
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -40,10 +35,9 @@ def sending(folder, say, patience=30):
 
     At the end it waits until all are sent, up to `patience` seconds: metrics.jsonl keeps them anyway.
     """
-    command = [sys.executable, __file__, str(folder), "--follow"]
-    try:
-        # Ctrl-C does not reach another session. The pipe closes when this process ends or is killed.
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    command = [sys.executable, __file__, str(folder), str(os.getpid())]
+    try:  # Ctrl-C does not reach another session
+        process = subprocess.Popen(command, start_new_session=True)
     except OSError as error:
         say(f"wandb    failed ({error.strerror}); {TO_TYPE.format(folder)}")
         yield
@@ -51,7 +45,6 @@ def sending(folder, say, patience=30):
     try:
         yield
     finally:
-        process.stdin.close()
         try:
             process.wait(patience)
         except subprocess.TimeoutExpired:
@@ -63,20 +56,22 @@ def sending(folder, say, patience=30):
 
 def main():
     folder = Path(*sys.argv[1:2])
-    follow = "--follow" in sys.argv
+    trainer = int(*sys.argv[2:3])  # the process of train.py, or 0
     if not (folder / "run.json").is_file():
         fail("expected the folder of a run; type: python plumbing/wandb_sender.py out/NAME")
-    terminal = os.fdopen(os.dup(1 if follow else 2), "w")
+    terminal = os.fdopen(os.dup(1 if trainer else 2), "w")
     try:
-        if follow and hasattr(os, "nice"):  # not on Windows
+        if trainer and hasattr(os, "nice"):  # not on Windows
             os.nice(10)
         (folder / "wandb").mkdir(exist_ok=True)
         log = os.open(folder / "wandb/sender.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        if fcntl:
+        with contextlib.suppress(ImportError):  # Windows
+            import fcntl
+
             fcntl.flock(log, fcntl.LOCK_EX)  # waits until no other process sends this run
         os.dup2(log, 1)  # wandb's own process, which may outlive a killed sender, gets the lock too
         os.dup2(log, 2)
-        send(folder, follow, say=lambda line: print(line, file=terminal, flush=True))
+        send(folder, trainer, say=lambda line: print(line, file=terminal, flush=True))
     except BaseException as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         if isinstance(error, ImportError):
@@ -86,8 +81,8 @@ def main():
     os._exit(0)  # wandb's own exit may wait for a network that is not there
 
 
-def send(folder, follow, say):
-    """Send the rows that were not sent yet; follow: also those to come, until the run ends.
+def send(folder, trainer, say):
+    """Send the rows that were not sent yet, and those to come from the process `trainer`, or 0.
 
     A wandb that is killed loses rows. So they are noted as sent once it has finished; what it left
     unfinished is set aside and sent again. A server itself says what it has (starting_step).
@@ -119,7 +114,7 @@ def send(folder, follow, say):
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     memory["sent"] = max(memory["sent"], run.starting_step - 1)
-    for sequences, row in read_steps(folder / "metrics.jsonl", follow):
+    for sequences, row in read_steps(folder, trainer):
         if sequences > memory["sent"]:
             run.log(row, step=sequences, commit=True)
             memory["sent"] = sequences
@@ -128,17 +123,15 @@ def send(folder, follow, say):
     write_json(folder / "wandb.json", memory)
 
 
-def read_steps(path, follow):
-    """Yields (sequences, row) of each step; follow: until train.py closes stdin, or dies."""
-    pipe = threading.Thread(target=sys.stdin.read if follow else str, daemon=True)
-    pipe.start()
+def read_steps(folder, trainer):
+    """Yields (sequences, row) of each step, until the run has ended or its process is gone."""
+    path = folder / "metrics.jsonl"
     file = open(os.devnull, "rb")
     row = {}  # of one step: the train row, and the eval row after it
-    ended = None
-    is_open = True
-    while is_open:
-        pipe.join(timeout=1)
-        is_open = pipe.is_alive()  # looked at first: the last look at the file sees every row
+    is_running = True
+    while is_running:
+        ended = read_json(folder / "run.json").get("ended")  # first: then the file has every row
+        is_running = not ended and os.getppid() == trainer
         if path.exists() and not os.path.samefile(path, file.fileno()):
             file = open(path, "rb")  # a resume or rollback replaced it: start over, without `row`
             row = {}
@@ -146,16 +139,15 @@ def read_steps(path, follow):
         while (line := file.readline()).endswith(b"\n"):
             new = json.loads(line)
             if new["kind"] == "event":
-                ended = new.get("ended", ended)
                 continue
             if row and new.get("sequences", sequences) > sequences:
                 yield sequences, row
                 row = {}
-            ended = None
             sequences = new.get("sequences", sequences)
             row |= {name: new[name] for name in new if name != "kind"}
         file.seek(-len(line), os.SEEK_CUR)  # half a line: the rest comes later
-    if row and (ended or not follow):  # of a killed run, the eval row may still come
+        time.sleep(0.5 * is_running)
+    if row and (ended or not trainer):  # of a killed run, the eval row may still come
         yield sequences, row
 
 

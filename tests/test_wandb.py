@@ -85,22 +85,18 @@ def remembered(out_dir):
 
 # ---- a run that is written by hand ---------------------------------------------------------------
 
-END = {"kind": "event", "step": 0, "event": "end", "ended": "finished"}
+ENDED = '{"ended": "finished"}'  # run.json
 
 
 @pytest.fixture
 def send():
-    """send(folder, *flags) -> Popen: the sender alone, of a run that the test writes itself."""
+    """send(folder, follow=False) -> Popen: the sender alone, of a run that the test writes itself."""
     started = []
 
-    def start(folder, *flags):
-        (folder / "run.json").write_text('{"ended": "finished"}')
-        process = subprocess.Popen(
-            [sys.executable, SENDER, folder.name, *flags],
-            cwd=folder.parent,
-            stdin=subprocess.PIPE,
-            env=os.environ | OFFLINE,
-        )
+    def start(folder, follow=False):
+        (folder / "run.json").write_text("{}" if follow else ENDED)
+        command = [sys.executable, SENDER, folder.name, *[str(os.getpid())][:follow]]
+        process = subprocess.Popen(command, cwd=folder.parent, env=os.environ | OFFLINE)
         started.append(process)
         return process
 
@@ -182,12 +178,12 @@ def test_a_resumed_run_removes_no_temporary_file_but_its_own(run_train):
 def test_no_step_is_sent_twice_when_a_resumed_run_replaces_the_rows(send, tmp_path):
     """The sender of a killed run is not done yet when the next run cuts metrics.jsonl back."""
     write_rows(tmp_path, rows_of(0, 50))
-    sender = send(tmp_path, "--follow")
+    sender = send(tmp_path, follow=True)
     wait_for(lambda: "unfinished" in remembered(tmp_path))  # it is about to read the first rows
     wait_for(lambda: is_at_end_of(sender, tmp_path / "metrics.jsonl"))
     write_rows(tmp_path, rows_of(0, 40), replace=True)
-    write_rows(tmp_path, rows_of(41, 60) + [END])
-    sender.stdin.close()
+    write_rows(tmp_path, rows_of(41, 60))
+    (tmp_path / "run.json").write_text(ENDED)
     assert sender.wait(60) == 0
     (rows,) = history(tmp_path)
     assert [row["step"] for row in rows] == list(range(61))
@@ -196,7 +192,7 @@ def test_no_step_is_sent_twice_when_a_resumed_run_replaces_the_rows(send, tmp_pa
 
 def test_rows_that_a_killed_wandb_lost_are_sent_again(send, tmp_path):
     write_rows(tmp_path, rows_of(0, 400))
-    sender = send(tmp_path, "--follow")
+    sender = send(tmp_path, follow=True)
     wait_for(lambda: sum(map(wandb_bytes, sessions(tmp_path))) > 0)
     sender.kill()  # wandb's own process goes on for a moment
     assert send(tmp_path).wait(60) == 0
