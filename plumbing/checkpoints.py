@@ -19,7 +19,7 @@ from plumbing import rng
 from plumbing.devices import copies_in_background, synchronize
 from plumbing.failures import RunFailed, out_of_memory
 from plumbing.files import fsync, replacing
-from plumbing.ranks import agree, rank, say, shard_like, whole, world_size
+from plumbing.ranks import agree, rank, say, shard_like, shard_state, whole, world_size
 
 PARTS = ("model", "optimizer", "scaler", "ema", "state", "rng", "config", "data", "run")
 MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # keys of the state
@@ -127,13 +127,6 @@ def not_restorable(value, name):
     return None
 
 
-def own_state(weight, state):
-    """A copy of what an optimizer kept for `weight`, in memory that is no part of a mapped file; where
-    `weight` is sharded, this rank's rows are all that is read of it."""
-    mine = {name: shard_like(weight, value) for name, value in state.items()}
-    return {n: copy.deepcopy(value) if value is state[n] else value for n, value in mine.items()}
-
-
 @torch.no_grad()
 def restore(run, checkpoint):
     """Make `run` what it was when train.checkpoint_of(run) was taken, sharded then or now.
@@ -144,11 +137,8 @@ def restore(run, checkpoint):
         weight.copy_(shard_like(weight, checkpoint["model"][name]))
     optimizers = zip(run.optimizers, run.groups, checkpoint["optimizer"], strict=True)
     for optimizer, built, saved in optimizers:
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        moments = {}
-        for key, state in saved["state"].items():
-            of_weight = isinstance(key, int)
-            moments[key] = own_state(weights[key], state) if of_weight else copy.deepcopy(state)
+        weights = dict(enumerate(w for group in optimizer.param_groups for w in group["params"]))
+        moments = {key: shard_state(weights.get(key), s) for key, s in saved["state"].items()}
         own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
         groups = [  # as saved, except for what the knobs build otherwise now than they did then
             group | {k: now[k] for k in now if k not in group or then.get(k, now[k]) != now[k]}

@@ -4,6 +4,7 @@ With a single process every function here returns at once, so that callers never
 """
 
 import contextlib
+import copy
 import datetime
 import os
 import threading
@@ -280,3 +281,12 @@ def shard_like(weight, value):
     if rank() < len(parts):
         local(result).copy_(parts[rank()])
     return result
+
+
+def shard_state(weight, state):
+    """A copy of `state`, which an optimizer kept for `weight` (None: for all), sharded as `weight` is, and in
+    memory of its own, not in that of a mapped file. Of what is sharded, only this rank's rows are read."""
+    if weight is None:
+        return copy.deepcopy(state)
+    mine = {name: shard_like(weight, value) for name, value in state.items()}
+    return {n: copy.deepcopy(value) if value is state[n] else value for n, value in mine.items()}
