@@ -3,6 +3,7 @@
     python bench.py config/shakespeare.py --only=sanity     # before a long run: GO or NO-GO
     python bench.py config/shakespeare.py
     python bench.py config/shakespeare.py --n_layer=6 --n_embd=384 --only=ladder,profile
+    python bench.py config/shakespeare.py --only=seeds --seeds=5    # how much of a loss is chance
 
 Takes train.py's flags, and those below. Prints a table for each part and writes bench.json into
 out_dir, afresh each time; the lr part adds lr.png. A run that lies there is left alone. Nothing else
@@ -23,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory, mkdtemp
 
 import torch
@@ -35,6 +36,7 @@ import train
 from model import configure_optimizers, training_memory
 from plumbing import (
     audit,
+    checkpoints,
     console,
     devices,
     files,
@@ -47,16 +49,18 @@ from plumbing import (
 )
 from plumbing.configurator import configured, fail
 from plumbing.ranks import say, world_size
+from plumbing.reporting.record import read_run
 from plumbing.tokenizers import decode
 from plumbing.windows import OrderedWindows
 
 # The measurement
-only = "peak,ladder,profile,memory,overhead,sanity,lr"  # parts; exact (minutes) is not in it
+only = "peak,ladder,profile,memory,overhead,sanity,lr"  # parts; besides: exact, seeds (minutes)
 rounds = 5  # timings of each thing, in turn with the others; the median counts, [1, inf)
 timing_seconds = 0.5  # least length of one timing, (0, inf)
 trace = False  # write trace.json from the profile part, for https://ui.perfetto.dev
 lr_steps = 100  # of the lr part, [10, inf)
 exact_seconds = 60.0  # of all the tries of the exact part, or of the tries part, (0, inf)
+seeds = 5  # whole runs of the seeds part, from --seed on, [2, inf)
 
 KNOWN_SIZES = {  # published shapes: vocabulary, context, heads, width, layers
     "GPT-2 124M": (50304, 1024, 12, 768, 12),
@@ -774,7 +778,65 @@ def tries(job):
     return counts | {"bits": bits[:8], "where": ", ".join(tensors), "tensors": dict(tensors)}
 
 
+def seeds_part(job):
+    """Whole runs of train.py that differ in their seed alone: how much of a final loss is chance?
+
+    The final weights are evaluated by halves of the validation split too: knobs that were chosen on
+    the first half cannot flatter the second.
+    """
+    if len(job.datasets[1]) < 2:
+        fail(
+            "--only=seeds: the validation split is one window, which has no halves; lower --block_size"
+        )
+    config = job.scratch / "given.py"  # as flags, a warmup_steps that does not fit would be refused
+    given = {name: job.config[name] for name in job.config.given if hasattr(train, name)}
+    config.write_text("".join(f"{name} = {value!r}\n" for name, value in given.items()))
+    say(f"\nseeds: {seeds} runs of train.py")
+    runs = {}
+    for seed in range(train.seed, train.seed + seeds):
+        with TemporaryDirectory(dir=job.scratch) as folder:
+            flags = [config, f"--seed={seed}", f"--out_dir={folder}"]
+            began = time.perf_counter()
+            done = subprocess.run([sys.executable, train.__file__, *flags], stdout=subprocess.PIPE)
+            seconds = time.perf_counter() - began
+            if done.returncode:
+                output = done.stdout.decode()[-2000:]
+                raise RuntimeError(
+                    f"train.py --seed={seed} exited with {done.returncode}:\n{output}"
+                )
+            losses = read_run(folder).evals["val_loss"].tolist()
+            run = job.fresh_run()
+            checkpoints.restore(run, checkpoints.load(checkpoints.newest_first(Path(folder))[0]))
+        row = {"final": losses[-1], "best": min(losses)} | losses_by_halves(run)
+        runs[f"seed {seed}"] = row | {"seconds": seconds}
+        say(f"  seed {seed}: {losses[-1]:.4f} after {seconds:.1f} s")
+    kinds = {"mean": mean, "deviation": stdev, "median": median, "lowest": min, "highest": max}
+    columns = dict.fromkeys(row, ".4f") | {"seconds": ".1f"}
+    summary = {
+        name: {column: kind(each[column] for each in runs.values()) for column in columns}
+        for name, kind in kinds.items()
+    }
+    say(
+        "  validation loss of the last and of the best evaluation, and of the last by halves of the"
+    )
+    say("  split; seconds of whole processes; deviation: the standard deviation of a sample")
+    show(runs | summary, **columns)
+    return {"runs": runs, **summary}
+
+
+def losses_by_halves(run):
+    """{"first_half": val_loss, "second_half": val_loss} of the windows that `run` evaluates."""
+    middle = len(run.val_data) // 2 * train.block_size
+    half = OrderedWindows(run.val_data.tokens, train.block_size, middle)
+    whole = train.evaluate(run)
+    first = train.evaluate(replace(run, val_data=half))
+    rest = whole["val_tokens"] - first["val_tokens"]
+    total, before = (each["val_loss"] * each["val_tokens"] for each in (whole, first))
+    return {"first_half": first["val_loss"], "second_half": (total - before) / rest}
+
+
 PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead, sanity, lr, exact, tries)}
+PARTS["seeds"] = seeds_part  # `seeds` is a knob
 
 
 def expected_seconds(job, parts):
@@ -789,6 +851,7 @@ def expected_seconds(job, parts):
     timing = rounds * max(timing_seconds, job.step_seconds)
     seconds = steps * job.step_seconds + timing * sum(timings.get(part, 0) for part in parts)
     more = {"peak": 0, "exact": 120 + exact_seconds, "tries": exact_seconds}
+    more["seeds"] = seeds * (10 + job.max_steps * job.step_seconds)
     return seconds + sum(more.get(part, 2 + 15 * train.compile) for part in parts)
 
 
