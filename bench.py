@@ -34,22 +34,14 @@ from torch.profiler import ProfilerActivity, record_function
 import report
 import train
 from model import configure_optimizers, training_memory
-from plumbing import (
-    audit,
-    checkpoints,
-    console,
-    devices,
-    files,
-    identity,
-    metrics,
-    peaks,
-    retry,
-    run_folder,
-    signals,
-)
+from plumbing import audit, checkpoints, console, devices, identity, metrics, peaks
 from plumbing.configurator import configured, fail
+from plumbing.files import read_json, write_json
 from plumbing.ranks import say, world_size
 from plumbing.reporting.record import read_run
+from plumbing.retry import rehearse
+from plumbing.run_folder import RunFolder, now
+from plumbing.signals import stop_workers
 from plumbing.tokenizers import decode
 from plumbing.windows import OrderedWindows
 
@@ -85,15 +77,14 @@ class Job:
     step_seconds: float = 0.0  # of an eager step, roughly
 
     def fresh_run(self):
-        folder = run_folder.RunFolder(self.scratch)
-        return train.build_run(vars(train), folder, self.device, self.datasets)
+        return train.build_run(vars(train), RunFolder(self.scratch), self.device, self.datasets)
 
     def batch(self):
         return [tensor.to(self.device) for tensor in self.datasets[0][0, train.rows_at(0)]]
 
     def real_step(self, run):
         """(model, a function that takes the next step of `run`) as train.py has them."""
-        model = retry.rehearse(run, train.forward_backward, self.batch(), train.compile)
+        model = rehearse(run, train.forward_backward, self.batch(), train.compile)
         return model, self.step(run, model, train.load_batches(run))
 
     def step(self, run, model, batches, **knobs):
@@ -129,10 +120,9 @@ class Job:
         return {"lr": rates, "loss": losses, "smooth": smooth, "suggested_peak_lr": suggested}
 
     def speed(self, run, seconds):
-        tokens_per_sec = train.rows_at(0) * train.block_size / seconds
-        flops_per_sec = metrics.flops_per_token(run.model) * tokens_per_sec
-        mfu = flops_per_sec / (self.peak[0] or math.nan)
-        return {"ms": 1000 * seconds, "tokens_per_sec": tokens_per_sec, "mfu": mfu}
+        rate = train.rows_at(0) * train.block_size / seconds
+        mfu = metrics.flops_per_token(run.model) * rate / (self.peak[0] or math.nan)
+        return {"ms": 1000 * seconds, "tokens_per_sec": rate, "mfu": mfu}
 
 
 @contextlib.contextmanager
@@ -252,15 +242,13 @@ def ladder(job):
     if train.deterministic:
         steps |= {"with": compiled, "without": without}
     seconds = interleaved(steps, job.device)
-    signals.stop_workers(ahead)
-    result = {}
-    slowest = before = seconds["float32 eager, waits for the loss"]
-    for name, step in rungs.items():
-        result[name] = {"absent": step}
-        if name in steps:
-            ratios = {"to_before": before / seconds[name], "to_first": slowest / seconds[name]}
-            result[name] = job.speed(run, seconds[name]) | ratios
-            before = seconds[name]
+    stop_workers(ahead)
+    result = {name: {"absent": step} for name, step in rungs.items()}
+    timed = [name for name in rungs if name in steps]
+    for before, name in zip([timed[0], *timed], timed, strict=False):
+        ratios = {"to_before": seconds[before] / seconds[name]}
+        ratios["to_first"] = seconds[timed[0]] / seconds[name]
+        result[name] = job.speed(run, seconds[name]) | ratios
     price = seconds["with"] / seconds["without"] - 1 if train.deterministic else None
     say(f"\nladder: each technique on top of those before; medians of {rounds}, taken in turn")
     columns = {"ms": ".2f", "tokens_per_sec": ",.0f", "mfu": ".1%", "to_before": ".2f"}
@@ -380,14 +368,14 @@ def memory(job):
     """Tensor memory of an eager step, predicted and measured; the batch that fits; known sizes."""
     free = devices.free_memory(job.device) or 0
     here = {}
-    for checkpointed in (False, True):
-        with setting(grad_checkpoint=checkpointed):
+    for name in ("without grad_checkpoint", "with grad_checkpoint"):
+        with setting(grad_checkpoint=name.startswith("with ")):
             run = job.fresh_run()
             row = predict_here(job, run, free)
             row["measured"] = measured_memory(job, run)
         if row["predicted"]:
             row["error"] = row["predicted"] / row["measured"] - 1
-        here["with grad_checkpoint" if checkpointed else "without grad_checkpoint"] = row
+        here[name] = row
     say(f"\nmemory: MB of tensors at the peak of an eager step, micro-batch of {train.batch_size};")
     say(f"  fits: the micro-batch that would, by powers of two, in the {free / 1e9:.1f} GB free")
     parts = ("weights", "gradients", "optimizer", "activations", "predicted", "measured")
@@ -505,7 +493,7 @@ def overhead(job):
     if code:  # 130: it takes Ctrl-C for itself
         raise KeyboardInterrupt if code == 130 else RuntimeError(f"train.main() returned {code}")
     ms = {f"{name}_ms": 1000 * median(each[name] for each in blocks[1:]) for name in blocks[0]}
-    ms["save_ms"] = 1000 * files.read_json(job.scratch / "run" / "run.json")["seconds"]["save"]
+    ms["save_ms"] = 1000 * read_json(job.scratch / "run" / "run.json")["seconds"]["save"]
     ms["audit_ms"] = max(0.0, ms["audit_ms"] - ms["train_step_ms"]) if strict else None
     for kind in ("bare", "clipping"):
         ms[f"over_{kind}"] = median(each["loop"] / each[kind] - 1 for each in blocks[1:])
@@ -721,7 +709,7 @@ def exact(job):
             for name, (environment, compiled, strict) in settings.items():
                 changes = {"compile": compiled, "deterministic": strict, "exact_seconds": seconds}
                 folder = start_tries(job, stack, environment, **changes, wait=True)
-                row = files.read_json(folder / "bench.json")["tries"] | {"deterministic": strict}
+                row = read_json(folder / "bench.json")["tries"] | {"deterministic": strict}
                 rows[name + ", under load" * (n_load > 0)] = row
     strict = [row for row in rows.values() if row["deterministic"]]
     tries, differ = (sum(row[key] for row in strict) for key in ("tries", "differ"))
@@ -874,7 +862,7 @@ def measure(config, scratch):
     flops = tokens * metrics.flops_per_token(model)
     train.compile, reason = devices.choose_compile(train.compile, device, flops)
     train.max_steps = 10**9  # no part ends early; the schedule's length is resolved
-    facts = {"date": run_folder.now(), "command": sys.argv, "dataset": datasets[-1]["name"]}
+    facts = {"date": now(), "command": sys.argv, "dataset": datasets[-1]["name"]}
     resolved = {key: getattr(train, key) for key in ("dtype", "compile", "deterministic")}
     facts |= {"config": config | resolved, **devices.fingerprint(device)}
     say(f"device   {devices.device_name(device)}, {torch.get_num_threads()} threads")
@@ -888,7 +876,7 @@ def measure(config, scratch):
         path.parent.mkdir(parents=True, exist_ok=True)
         for part in parts:
             facts[part] = PARTS[part](job)
-            files.write_json(path, facts)
+            write_json(path, facts)
     except OSError as error:
         fail(f"{path.parent} cannot be written ({error.strerror}); write --out_dir=FOLDER")
     say(f"\nall of it is in {console.shown(path)}")
