@@ -260,18 +260,18 @@ def start(tmp_path, name, source, tokenizer, num_proc):
     )
 
 
-def kill_after(process, folder, saves):
-    """SIGKILL to the process alone, when it has written down so often how far it is."""
-    seen = set()
+def full_shards(folder):
+    """How many shards to train on are full, by progress.json."""
+    try:
+        sizes = json.loads((folder / "progress.json").read_text())["sizes"]
+    except FileNotFoundError:
+        return 0
+    return sum(size == 40_000 for name, size in sizes.items() if name.startswith("train"))
 
-    def enough():
-        try:
-            seen.add((folder / "progress.json").stat().st_ino)
-        except FileNotFoundError:
-            pass
-        return len(seen) >= saves or process.poll() is not None
 
-    wait_for(enough)
+def kill_after(process, folder, count):
+    """SIGKILL to the process alone, when it has written down that so many shards are full."""
+    wait_for(lambda: full_shards(folder) >= count or process.poll() is not None)
     assert process.poll() is None, "it was faster than this test"
     process.kill()
     process.wait()
@@ -304,13 +304,12 @@ def test_killed_and_started_again_the_bytes_are_those_of_an_undisturbed_run(
     said = []
     make(tmp_path / "whole", corpus, tokenizer, **how, say=said.append)
     folder, finished = tmp_path / "killed", {}
-    for saves in (1, 3, 2):
+    for more in (1, 3, 2):
         process = start(tmp_path, "killed", corpus, tokenizer, num_proc)
-        kill_after(process, folder, saves)
+        kill_after(process, folder, len(finished) + more)
         wait_for(lambda process=process: not processes_of(process.pid))  # those that tokenize too
         assert not (folder / "meta.json").exists()
-        sizes = json.loads((folder / "progress.json").read_text())["sizes"]
-        done = sum(size == 40_000 for name, size in sizes.items() if name.startswith("train"))
+        done = full_shards(folder)
         assert done > len(finished)
         for path, written in finished.items():
             assert path.stat().st_mtime_ns == written  # it was not done again
