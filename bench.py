@@ -3,6 +3,7 @@
     python bench.py config/shakespeare.py --only=sanity     # before a long run: GO or NO-GO
     python bench.py config/shakespeare.py
     python bench.py config/shakespeare.py --n_layer=6 --n_embd=384 --only=ladder,profile
+    python bench.py config/shakespeare.py --only=seeds --seeds=5    # how much of a loss is chance
 
 Takes train.py's flags, and those below. Prints a table for each part and writes bench.json into
 out_dir, afresh each time; the lr part adds lr.png. A run that lies there is left alone. Nothing else
@@ -23,7 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory, mkdtemp
 
 import torch
@@ -33,33 +34,26 @@ from torch.profiler import ProfilerActivity, record_function
 import report
 import train
 from model import configure_optimizers
-from plumbing import (
-    audit,
-    checkpoints,
-    console,
-    devices,
-    files,
-    identity,
-    metrics,
-    nested,
-    peaks,
-    retry,
-    run_folder,
-    signals,
-)
+from plumbing import audit, checkpoints, console, devices, identity, metrics, nested, peaks
 from plumbing.configurator import configured, fail
+from plumbing.files import read_json, write_json
 from plumbing.memory import training_memory
 from plumbing.ranks import say, world_size
+from plumbing.reporting.record import read_run
+from plumbing.retry import rehearse
+from plumbing.run_folder import RunFolder, now
+from plumbing.signals import stop_workers
 from plumbing.tokenizers import decode
 from plumbing.windows import OrderedWindows
 
 # The measurement
-only = "peak,ladder,profile,memory,overhead,sanity,lr"  # parts; exact (minutes) is not in it
+only = "peak,ladder,profile,memory,overhead,sanity,lr"  # parts; besides: exact, seeds (minutes)
 rounds = 5  # timings of each thing, in turn with the others; the median counts, [1, inf)
 timing_seconds = 0.5  # least length of one timing, (0, inf)
 trace = False  # write trace.json from the profile part, for https://ui.perfetto.dev
 lr_steps = 100  # of the lr part, [10, inf)
 exact_seconds = 60.0  # of all the tries of the exact part, or of the tries part, (0, inf)
+seeds = 5  # whole runs of the seeds part, from --seed on, [2, inf)
 
 KNOWN_SIZES = {  # published shapes: vocabulary, context, heads, width, layers
     "GPT-2 124M": (50304, 1024, 12, 768, 12),
@@ -84,15 +78,14 @@ class Job:
     step_seconds: float = 0.0  # of an eager step, roughly
 
     def fresh_run(self):
-        folder = run_folder.RunFolder(self.scratch)
-        return train.build_run(vars(train), folder, self.device, self.datasets)
+        return train.build_run(vars(train), RunFolder(self.scratch), self.device, self.datasets)
 
     def batch(self):
         return [tensor.to(self.device) for tensor in self.datasets[0][0, train.rows_at(0)]]
 
     def real_step(self, run):
         """(model, a function that takes the next step of `run`) as train.py has them."""
-        model = retry.rehearse(run, train.forward_backward, self.batch(), train.compile)
+        model = rehearse(run, train.forward_backward, self.batch(), train.compile)
         return model, self.step(run, model, train.load_batches(run))
 
     def step(self, run, model, batches, **knobs):
@@ -128,10 +121,9 @@ class Job:
         return {"lr": rates, "loss": losses, "smooth": smooth, "suggested_peak_lr": suggested}
 
     def speed(self, run, seconds):
-        tokens_per_sec = train.rows_at(0) * train.block_size / seconds
-        flops_per_sec = metrics.flops_per_token(run.model) * tokens_per_sec
-        mfu = flops_per_sec / (self.peak[0] or math.nan)
-        return {"ms": 1000 * seconds, "tokens_per_sec": tokens_per_sec, "mfu": mfu}
+        rate = train.rows_at(0) * train.block_size / seconds
+        mfu = metrics.flops_per_token(run.model) * rate / (self.peak[0] or math.nan)
+        return {"ms": 1000 * seconds, "tokens_per_sec": rate, "mfu": mfu}
 
 
 @contextlib.contextmanager
@@ -251,15 +243,13 @@ def ladder(job):
     if train.deterministic:
         steps |= {"with": compiled, "without": without}
     seconds = interleaved(steps, job.device)
-    signals.stop_workers(ahead)
-    result = {}
-    slowest = before = seconds["float32 eager, waits for the loss"]
-    for name, step in rungs.items():
-        result[name] = {"absent": step}
-        if name in steps:
-            ratios = {"to_before": before / seconds[name], "to_first": slowest / seconds[name]}
-            result[name] = job.speed(run, seconds[name]) | ratios
-            before = seconds[name]
+    stop_workers(ahead)
+    result = {name: {"absent": step} for name, step in rungs.items()}
+    timed = [name for name in rungs if name in steps]
+    for before, name in zip([timed[0], *timed], timed, strict=False):
+        ratios = {"to_before": seconds[before] / seconds[name]}
+        ratios["to_first"] = seconds[timed[0]] / seconds[name]
+        result[name] = job.speed(run, seconds[name]) | ratios
     price = seconds["with"] / seconds["without"] - 1 if train.deterministic else None
     say(f"\nladder: each technique on top of those before; medians of {rounds}, taken in turn")
     columns = {"ms": ".2f", "tokens_per_sec": ",.0f", "mfu": ".1%", "to_before": ".2f"}
@@ -379,14 +369,14 @@ def memory(job):
     """Tensor memory of an eager step, predicted and measured; the batch that fits; known sizes."""
     free = devices.free_memory(job.device) or 0
     here = {}
-    for checkpointed in (False, True):
-        with setting(grad_checkpoint=checkpointed):
+    for name in ("without grad_checkpoint", "with grad_checkpoint"):
+        with setting(grad_checkpoint=name.startswith("with ")):
             run = job.fresh_run()
             row = predict_here(job, run, free)
             row["measured"] = measured_memory(job, run)
         if row["predicted"]:
             row["error"] = row["predicted"] / row["measured"] - 1
-        here["with grad_checkpoint" if checkpointed else "without grad_checkpoint"] = row
+        here[name] = row
     say(f"\nmemory: MB of tensors at the peak of an eager step, micro-batch of {train.batch_size};")
     say(f"  fits: the micro-batch that would, by powers of two, in the {free / 1e9:.1f} GB free")
     parts = ("weights", "gradients", "optimizer", "activations", "predicted", "measured")
@@ -504,7 +494,7 @@ def overhead(job):
     if code:  # 130: it takes Ctrl-C for itself
         raise KeyboardInterrupt if code == 130 else RuntimeError(f"train.main() returned {code}")
     ms = {f"{name}_ms": 1000 * median(each[name] for each in blocks[1:]) for name in blocks[0]}
-    ms["save_ms"] = 1000 * files.read_json(job.scratch / "run" / "run.json")["seconds"]["save"]
+    ms["save_ms"] = 1000 * read_json(job.scratch / "run" / "run.json")["seconds"]["save"]
     ms["audit_ms"] = max(0.0, ms["audit_ms"] - ms["train_step_ms"]) if strict else None
     for kind in ("bare", "clipping"):
         ms[f"over_{kind}"] = median(each["loop"] / each[kind] - 1 for each in blocks[1:])
@@ -720,7 +710,7 @@ def exact(job):
             for name, (environment, compiled, strict) in settings.items():
                 changes = {"compile": compiled, "deterministic": strict, "exact_seconds": seconds}
                 folder = start_tries(job, stack, environment, **changes, wait=True)
-                row = files.read_json(folder / "bench.json")["tries"] | {"deterministic": strict}
+                row = read_json(folder / "bench.json")["tries"] | {"deterministic": strict}
                 rows[name + ", under load" * (n_load > 0)] = row
     strict = [row for row in rows.values() if row["deterministic"]]
     tries, differ = (sum(row[key] for row in strict) for key in ("tries", "differ"))
@@ -777,7 +767,65 @@ def tries(job):
     return counts | {"bits": bits[:8], "where": ", ".join(tensors), "tensors": dict(tensors)}
 
 
+def seeds_part(job):
+    """Whole runs of train.py that differ in their seed alone: how much of a final loss is chance?
+
+    The final weights are evaluated by halves of the validation split too: knobs that were chosen on
+    the first half cannot flatter the second.
+    """
+    if len(job.datasets[1]) < 2:
+        fail(
+            "--only=seeds: the validation split is one window, which has no halves; lower --block_size"
+        )
+    config = job.scratch / "given.py"  # as flags, a warmup_steps that does not fit would be refused
+    given = {name: job.config[name] for name in job.config.given if hasattr(train, name)}
+    config.write_text("".join(f"{name} = {value!r}\n" for name, value in given.items()))
+    say(f"\nseeds: {seeds} runs of train.py")
+    runs = {}
+    for seed in range(train.seed, train.seed + seeds):
+        with TemporaryDirectory(dir=job.scratch) as folder:
+            flags = [config, f"--seed={seed}", f"--out_dir={folder}"]
+            began = time.perf_counter()
+            done = subprocess.run([sys.executable, train.__file__, *flags], stdout=subprocess.PIPE)
+            seconds = time.perf_counter() - began
+            if done.returncode:
+                output = done.stdout.decode()[-2000:]
+                raise RuntimeError(
+                    f"train.py --seed={seed} exited with {done.returncode}:\n{output}"
+                )
+            losses = read_run(folder).evals["val_loss"].tolist()
+            run = job.fresh_run()
+            checkpoints.restore(run, checkpoints.load(checkpoints.newest_first(Path(folder))[0]))
+        row = {"final": losses[-1], "best": min(losses)} | losses_by_halves(run)
+        runs[f"seed {seed}"] = row | {"seconds": seconds}
+        say(f"  seed {seed}: {losses[-1]:.4f} after {seconds:.1f} s")
+    kinds = {"mean": mean, "deviation": stdev, "median": median, "lowest": min, "highest": max}
+    columns = dict.fromkeys(row, ".4f") | {"seconds": ".1f"}
+    summary = {
+        name: {column: kind(each[column] for each in runs.values()) for column in columns}
+        for name, kind in kinds.items()
+    }
+    say(
+        "  validation loss of the last and of the best evaluation, and of the last by halves of the"
+    )
+    say("  split; seconds of whole processes; deviation: the standard deviation of a sample")
+    show(runs | summary, **columns)
+    return {"runs": runs, **summary}
+
+
+def losses_by_halves(run):
+    """{"first_half": val_loss, "second_half": val_loss} of the windows that `run` evaluates."""
+    middle = len(run.val_data) // 2 * train.block_size
+    half = OrderedWindows(run.val_data.tokens, train.block_size, middle)
+    whole = train.evaluate(run)
+    first = train.evaluate(replace(run, val_data=half))
+    rest = whole["val_tokens"] - first["val_tokens"]
+    total, before = (each["val_loss"] * each["val_tokens"] for each in (whole, first))
+    return {"first_half": first["val_loss"], "second_half": (total - before) / rest}
+
+
 PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead, sanity, lr, exact, tries)}
+PARTS["seeds"] = seeds_part  # `seeds` is a knob
 
 
 def expected_seconds(job, parts):
@@ -792,6 +840,7 @@ def expected_seconds(job, parts):
     timing = rounds * max(timing_seconds, job.step_seconds)
     seconds = steps * job.step_seconds + timing * sum(timings.get(part, 0) for part in parts)
     more = {"peak": 0, "exact": 120 + exact_seconds, "tries": exact_seconds}
+    more["seeds"] = seeds * (10 + job.max_steps * job.step_seconds)
     return seconds + sum(more.get(part, 2 + 15 * train.compile) for part in parts)
 
 
@@ -814,7 +863,7 @@ def measure(config, scratch):
     flops = tokens * metrics.flops_per_token(model)
     train.compile, reason = devices.choose_compile(train.compile, device, flops)
     train.max_steps = 10**9  # no part ends early; the schedule's length is resolved
-    facts = {"date": run_folder.now(), "command": sys.argv, "dataset": datasets[-1]["name"]}
+    facts = {"date": now(), "command": sys.argv, "dataset": datasets[-1]["name"]}
     resolved = {key: getattr(train, key) for key in ("dtype", "compile", "deterministic")}
     facts |= {"config": config | resolved, **devices.fingerprint(device)}
     say(f"device   {devices.device_name(device)}, {torch.get_num_threads()} threads")
@@ -828,7 +877,7 @@ def measure(config, scratch):
         path.parent.mkdir(parents=True, exist_ok=True)
         for part in parts:
             facts[part] = PARTS[part](job)
-            files.write_json(path, facts)
+            write_json(path, facts)
     except OSError as error:
         fail(f"{path.parent} cannot be written ({error.strerror}); write --out_dir=FOLDER")
     say(f"\nall of it is in {console.shown(path)}")

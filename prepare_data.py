@@ -1,5 +1,4 @@
-"""
-Makes the datasets that train.py reads, data/NAME/{train.bin,val.bin,meta.json}:
+"""Makes the datasets that train.py reads, data/NAME/{train.bin,val.bin,meta.json}:
 
     python prepare_data.py shakespeare                       # TinyShakespeare, downloaded once
     python prepare_data.py pydoc                             # CPython's own manual: no network
@@ -20,6 +19,7 @@ processes, and written in shards. What becomes of a document: plumbing/corpus.py
 same command resumes, to the same bytes.
 """
 
+import contextlib
 import glob
 import hashlib
 import http.client
@@ -65,50 +65,35 @@ TIMEOUT = 4  # seconds without an answer that count as no network
 # ---- text to tokens ------------------------------------------------------------------------------
 
 
-def prepare(
-    name,
-    data_dir,
-    input="",
-    tokenizer="auto",
-    say=print,
-    field=field,
-    val_fraction=val_fraction,
-    shard_tokens=shard_tokens,
-    num_proc=num_proc,
-):
-    """
-    Makes the dataset data_dir/name and returns (its folder, its meta). One that exists is checked,
-    and left as it is.
+def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus):
+    """Makes the dataset data_dir/name. Returns (its folder, its meta). One that exists is checked, and
+    left as it is.
 
-    input: a text file or a corpus, or "" for the text that `name` stands for. The last four: of a
-    corpus. Raises DataError, Offline.
+    input: a text file or a corpus, or "" for the text that `name` stands for. of_corpus: knobs of a
+    corpus (above). Raises DataError, Offline.
     """
     folder = dataset.dataset_folder(name, data_dir)
     if tokenizer not in ("auto", *tokenizers.TOKENIZERS):
-        raise DataError(
-            f"unknown tokenizer {tokenizer!r}; write --tokenizer={'|'.join(tokenizers.TOKENIZERS)}"
-        )
+        known = "|".join(tokenizers.TOKENIZERS)
+        raise DataError(f"unknown tokenizer {tokenizer!r}; write --tokenizer={known}")
     old = dataset.read_meta(folder) if dataset.exists(folder) else None
     streamed = is_corpus(name, input)
-    if tokenizer == "auto" and old:
-        tokenizer = old["tokenizer"]
-    elif tokenizer == "auto":
-        tokenizer = "gpt2" if streamed else "char"
+    if tokenizer == "auto":
+        usual = "gpt2" if streamed else "char"
+        tokenizer = old["tokenizer"] if old else usual
     if old and (old["tokenizer"] != tokenizer or not input):
         return keep(folder, old, old["tokenizer"] == tokenizer, say)
 
     if streamed:
         if tokenizer == "char":
-            raise DataError(
-                "char must know every character before the first is written, and a corpus is"
-                " streamed; write --tokenizer=gpt2, or byte"
-            )
-        options = {"tokenizer": tokenizer, "field": field}
-        options |= {"val_fraction": val_fraction, "shard_tokens": shard_tokens}
-        corpus = find_corpus(name, input, options)
+            raise DataError("char cannot stream a corpus; write --tokenizer=gpt2, or byte")
+        options = {"tokenizer": tokenizer, "field": field, "val_fraction": val_fraction}
+        options |= {"shard_tokens": shard_tokens} | of_corpus
+        n_processes = options.pop("num_proc", num_proc) or os.cpu_count()
+        source, documents = find_corpus(name, input, options)
         if old:
-            return keep(folder, old, old["source"] == corpus.source, say)
-        return make_corpus(folder, corpus, options, num_proc, say)
+            return keep(folder, old, old["source"] == source, say)
+        return make_corpus(folder, source, documents, options, n_processes, say)
 
     raw, source = read_source(name, folder, input, say)
     start = time.perf_counter()
@@ -145,12 +130,11 @@ def tokenize(text, tokenizer, source):
     texts = {"train": text[:cut], "val": text[cut:]}
     ids = {split: tokenizers.encode(texts[split], meta) for split in SPLITS}
     for split in SPLITS:
-        if len(ids[split]) < 2:
-            raise DataError(
-                f"the text is too short: {len(text)} characters give {split} {len(ids[split])}"
-                " tokens; at least 2 are needed, and block_size + 1 to train"
-            )
-        meta[f"{split}_tokens"] = len(ids[split])
+        tokens = len(ids[split])
+        meta[f"{split}_tokens"] = tokens
+        if tokens < 2:
+            found = f"the text is too short: {len(text)} characters give {split} {tokens} tokens"
+            raise DataError(f"{found}; at least 2 are needed, and block_size + 1 to train")
     meta["val_bytes"] = len(texts["val"].encode())
     meta["sha256"] = {f"{s}.bin": sha256(ids[s]) for s in SPLITS}
     return ids, meta
@@ -158,14 +142,12 @@ def tokenize(text, tokenizer, source):
 
 def keep(folder, old, same, say):
     """(folder, meta) of a dataset that exists, verified. Raises DataError unless `same`."""
+    what = f"{old['tokenizer']} tokens of {old['source']}"
     if not same:
-        raise DataError(
-            f"{folder} holds another dataset: {old['tokenizer']} tokens of {old['source']},"
-            " of another text or made with other options; choose another NAME, or delete that"
-            " folder if no run depends on it"
-        )
+        hint = "choose another NAME, or delete that folder if no run depends on it"
+        raise DataError(f"{folder} holds another dataset: {what}; {hint}")
     dataset.verify(folder, old)
-    say(f"{folder} is there already, {old['tokenizer']} tokens of {old['source']}; nothing to do")
+    say(f"{folder} is there already, {what}; nothing to do")
     return folder, old
 
 
@@ -193,10 +175,9 @@ def read_source(name, folder, input, say):
         raw = "".join(topics[topic] for topic in sorted(topics)).encode()
         source = f"pydoc_data.topics of CPython {sys.version.split()[0]}"
     else:
-        raise DataError(
-            f"no dataset {name!r} in {os.path.dirname(folder)}; make it from a text file:"
-            f" {dataset.command(folder)} (only {' and '.join(dataset.TEXTS)} need none)"
-        )
+        known = " and ".join(dataset.TEXTS)
+        how = f"make it from a text file: {dataset.command(folder)} (only {known} need none)"
+        raise DataError(f"no dataset {name!r} in {os.path.dirname(folder)}; {how}")
     return raw, f"{source} (SHA-256 {sha256(raw)[:16]}...)"
 
 
@@ -220,10 +201,9 @@ def read_shakespeare(path, say):
         if sha256(raw) == SHAKESPEARE_SHA256:
             dataset.write_files(os.path.dirname(path), {os.path.basename(path): raw})
             return raw
-    raise DataError(
-        f"{url}: {problem}; expected {SHAKESPEARE_BYTES:,} bytes with SHA-256 {SHAKESPEARE_SHA256}."
-        " Try again later, or give a copy of it: python prepare_data.py shakespeare --input=FILE"
-    )
+    expected = f"{SHAKESPEARE_BYTES:,} bytes with SHA-256 {SHAKESPEARE_SHA256}"
+    hint = "try again later, or take a copy: python prepare_data.py shakespeare --input=FILE"
+    raise DataError(f"{url}: {problem}; expected {expected}; {hint}")
 
 
 def download(url):
@@ -233,24 +213,18 @@ def download(url):
     except urllib.error.HTTPError as error:
         return b"", f"the server answered {error.code} {error.reason}"
     except OSError as error:
-        raise Offline(
-            f"cannot reach {url}: {getattr(error, 'reason', error)}; python prepare_data.py pydoc"
-            " needs no network, and --input=FILE takes a copy"
-        ) from error
+        hint = "python prepare_data.py pydoc needs no network, and --input=FILE takes a copy"
+        raise Offline(f"cannot reach {url}: {getattr(error, 'reason', error)}; {hint}") from error
     except (ValueError, http.client.HTTPException) as error:
         return b"", f"{type(error).__name__}: {error}"
     raw = b""
-    reason = ""
-    with response:
-        try:
-            while len(raw) <= SHAKESPEARE_BYTES and (chunk := response.read(1 << 16)):
-                raw += chunk
-        except (OSError, http.client.HTTPException) as error:
-            reason = f" ({error})"
+    with response, contextlib.suppress(OSError, http.client.HTTPException):  # cut off: it is short
+        while len(raw) <= SHAKESPEARE_BYTES and (chunk := response.read(1 << 16)):
+            raw += chunk
     if response.headers.get_content_type() == "text/html" or raw[:1] == b"<":
         return raw, f"a page of HTML came instead of the text, from {response.url}"
     if len(raw) < SHAKESPEARE_BYTES:
-        return raw, f"truncated after {len(raw):,} bytes{reason}"
+        return raw, f"truncated after {len(raw):,} bytes"
     return raw, f"the SHA-256 of what came is {sha256(raw)}"
 
 
@@ -258,17 +232,13 @@ def download(url):
 
 
 def open_dataset(name, data_dir, say=print):
-    """
-    (folder, meta) of the dataset data_dir/name, every byte of it checked. Where it is missing and
-    `name` is one of TEXTS, it is made first. Raises DataError, Offline.
-    """
+    """(folder, meta) of the dataset data_dir/name, every byte of it checked. One of TEXTS that is missing
+    is made first. Raises DataError, Offline."""
     folder = dataset.dataset_folder(name, data_dir)
     if not dataset.exists(folder):
         if name in dataset.CORPORA:
-            raise DataError(
-                f"no dataset {name!r} in {data_dir}; it takes hours and tens of GB, so make it"
-                f" first: {dataset.command(folder)}"
-            )
+            how = dataset.command(folder)
+            raise DataError(f"no dataset {name!r}; it takes hours, so make it first: {how}")
         return prepare(name, data_dir, say=say)
     meta = dataset.read_meta(folder)
     dataset.verify(folder, meta)
@@ -276,39 +246,32 @@ def open_dataset(name, data_dir, say=print):
 
 
 def dataset_of_run(name, offline_name, begun_with, data_dir, block_size, say=print):
+    """(name, folder, meta) of the dataset that a run trains on; exits where there is none.
+
+    It is `name`, or, where no network lets it be made, `offline_name` with a loud warning ("": none).
+    begun_with: the dataset of the run so far, or None. block_size: tokens in a window, of which
+    training needs two and validation one.
     """
-    (name, folder, meta) of the dataset that a run trains on; exits where there is none. It is
-    `name`, or, where no network lets it be made, `offline_name` with a loud warning ("": none).
-
-    begun_with: the dataset of the run so far, or None. block_size: tokens in a window, of which training
-    needs two and validation one.
-    """
-
-    def opened(name):
-        folder, meta = open_dataset(name, data_dir, say)
-        for split, least in (("train", 2 * block_size), ("val", block_size + 1)):
-            if meta[f"{split}_tokens"] < least:
-                raise DataError(
-                    f"--block_size={block_size}: {split}.bin has {meta[f'{split}_tokens']:,} tokens; "
-                    "expected a smaller block_size, or a longer text"
-                )
-        return name, folder, meta
-
     why = "This run started without a network."
-    try:
-        if begun_with != offline_name or offline_name == name:
-            try:
-                return opened(name)
-            except Offline as error:
-                if not offline_name:
-                    raise
-                why = error
-        bar = "!" * 90
-        say(f"{bar}\n!! {why}\n!! This run trains on {offline_name!r} INSTEAD OF {name!r}:")
-        say(f"!! its numbers say nothing about {name!r}.\n{bar}")
-        return opened(offline_name)
-    except (DataError, Offline) as error:
-        fail(error)
+    candidates = [offline_name] if offline_name == begun_with else [name, offline_name]
+    for candidate in filter(None, candidates):
+        if candidate != name:
+            bar = "!" * 90
+            say(f"{bar}\n!! {why}\n!! This run trains on {candidate!r} INSTEAD OF {name!r}:")
+            say(f"!! its numbers say nothing about {name!r}.\n{bar}")
+        try:
+            folder, meta = open_dataset(candidate, data_dir, say)
+        except Offline as error:
+            why = error
+            continue
+        except DataError as error:
+            fail(error)
+        for split, least in (("train", 2 * block_size), ("val", block_size + 1)):
+            if (tokens := meta[f"{split}_tokens"]) < least:
+                found = f"--block_size={block_size}: {split}.bin has {tokens:,} tokens"
+                fail(f"{found}; expected a smaller block_size, or a longer text")
+        return candidate, folder, meta
+    fail(why)
 
 
 def main(argv=None):
@@ -317,9 +280,8 @@ def main(argv=None):
     with configured(globals(), argv=argv, names=names):
         if len(names) != 1:
             fail(f"expected one NAME, found {len(names)}; type: python prepare_data.py shakespeare")
-        options = (field, val_fraction, shard_tokens, num_proc)
         try:
-            prepare(names[0], data_dir, input, tokenizer, print, *options)
+            prepare(names[0], data_dir, input, tokenizer)
         except KeyboardInterrupt:
             print("stopped; the same command resumes", file=sys.stderr)
             return 130

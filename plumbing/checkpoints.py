@@ -141,9 +141,11 @@ def restore(run, checkpoint):
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         moments = {}
         for key, state in saved["state"].items():
-            if isinstance(key, int):  # where it is sharded, only this rank's rows are read
-                state = {n: ranks.shard_like(weights[key], value) for n, value in state.items()}
-            moments[key] = clone(state)  # what load() maps must not stay in the file
+            moments[key] = {}
+            for name, value in state.items():  # where it is sharded, only this rank's rows are read
+                mine = ranks.shard_like(weights[key], value) if isinstance(key, int) else value
+                # what load() maps must not stay in the file
+                moments[key][name] = clone(value) if mine is value else mine
         own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
         groups = [  # as saved, except for what the knobs build otherwise now than they did then
             group | {k: now[k] for k in now if k not in group or then.get(k, now[k]) != now[k]}

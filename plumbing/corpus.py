@@ -1,5 +1,4 @@
-"""
-A corpus: text of any size, streamed, tokenized by several processes, written as shards.
+"""A corpus: text of any size, streamed, tokenized by several processes, written as shards.
 
 It is a folder (its files by name, then its folders; hidden ones are left out), a glob in quotes, a
 .jsonl (one object a line, the text in --field), a .gz or .zst of a text or .jsonl, a long text, or
@@ -17,25 +16,23 @@ A DataError means that the input must change, and what is done is removed. After
 done is kept: once the disk or the network is mended, the same command resumes.
 """
 
-import concurrent.futures
 import contextlib
-import functools
 import glob
 import gzip
 import hashlib
 import json
-import logging
 import multiprocessing
 import os
-import re
 import signal
 import stat
 import threading
 import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections import deque
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -54,73 +51,59 @@ WHOLE_DOCUMENT = 4_000_000  # a text file up to here is one document (a long nov
 PART = 64_000  # of a longer one: short, so that val_fraction finds enough of them
 LONGEST_LINE = 16_000_000  # of a .jsonl
 PIECE = 1_000_000  # what a process tokenizes at a time
-COUNTS = [f"{split}_{unit}" for unit in ("documents", "bytes", "tokens") for split in SPLITS]
-# A place between two documents: how many of them of which file are done, and how much of the disk.
-START = {"file": 0, "documents": 0, "on_disk": 0}
+
+# What progress.json counts: documents read, empty ones too; documents and bytes of text written
+COUNTS = ("read", "train_documents", "val_documents", "bytes", "val_bytes")
+SAVE_SECONDS = 10  # between two saves of progress.json
 
 
-class Corpus(NamedTuple):
-    source: str  # what meta.json says of it: another text for other files, dates or options
-    size: int  # bytes on the disk; 0 = unknown
-    read: Callable  # read(place) yields (document, the place after it) from there on
+def make_corpus(folder, source, documents, options, num_proc, say):
+    """Makes the dataset, or resumes making it. Returns (folder, meta).
 
-
-def make_corpus(folder, corpus, options, num_proc, say):
-    """
-    Makes the dataset, or resumes making it; returns (folder, meta).
-
-    options: {tokenizer, field, val_fraction, shard_tokens}. num_proc: processes that tokenize; 0 =
-    one for each core.
+    source, documents: of find_corpus. options: {tokenizer, field, val_fraction, shard_tokens}.
+    num_proc: processes that tokenize.
     """
     if options["tokenizer"] == "gpt2":
         gpt2()  # where it cannot be had, nothing is written
     try:
         with only_process(folder, say):
             if not dataset.exists(folder):  # another process may just have made it
-                write_corpus(folder, corpus, num_proc or os.cpu_count(), say, **options)
+                write_corpus(folder, source, documents, options, num_proc, say)
             return folder, dataset.read_meta(folder)
-    except OSError as error:
-        raise DataError(
-            f"cannot make {folder}: {error}; mend that, and the same command resumes"
-        ) from error
+    except (OSError, BrokenProcessPool) as error:
+        hint = "mend that, and the same command resumes (--num_proc=1 needs the least memory)"
+        raise DataError(f"cannot make {folder}: {error}; {hint}") from error
 
 
-def write_corpus(folder, corpus, num_proc, say, tokenizer, field, val_fraction, shard_tokens):
-    """Writes the shards, and meta.json when they are whole. Saves every 10 s, or every shard_tokens."""
+def write_corpus(folder, source, documents, options, num_proc, say):
+    """Writes the shards, then meta.json. After a kill it resumes at the last save."""
     progress = Path(folder, "progress.json")
-    done = read_progress(progress, corpus.source, shard_tokens, say)
-    begun = dict(done)
-    saved = dict(done)
-    start = saved_at = said_at = time.perf_counter()
+    done = read_progress(progress, source, say)
+    bytes_before = done["bytes"]
+    began = saved_at = time.perf_counter()
+    rate = 0.0  # bytes a second, of this process
     try:
-        cut_shards(folder, dataset.shard_sizes(done, shard_tokens))
-        work = functools.partial(tokenize_piece, tokenizer, field, val_fraction)
-        pieces = in_pieces(corpus.read(done["at"]))
-        for result, at in map_in_order(work, pieces, num_proc):
-            for split in SPLITS:
-                append(folder, split, result[split], done[f"{split}_tokens"], shard_tokens)
-            done |= {key: done[key] + result[key] for key in COUNTS} | {"at": at}
+        pieces = in_pieces(islice(documents, done["read"], None))
+        for ids, counts in map_in_order(partial(tokenize_piece, options), pieces, num_proc):
+            append(folder, ids, done["sizes"], options["shard_tokens"])
+            done |= {key: done[key] + counts[key] for key in COUNTS}
             now = time.perf_counter()
-            unsaved = done["train_tokens"] - saved["train_tokens"]
-            if now - saved_at > 10 or unsaved >= shard_tokens:
-                save_progress(progress, done, saved, shard_tokens)
-                saved = dict(done)
+            rate = (done["bytes"] - bytes_before) / (now - began)
+            if now - saved_at > SAVE_SECONDS:
+                save_progress(progress, done)
+                say(f"{done['bytes'] / 1e6:,.0f} MB of text, {rate / 1e6:.1f} MB/s")
                 saved_at = now
-            if now - said_at > 10:
-                say(how_far(done, begun, now - start, corpus.size))
-                said_at = now
-        meta = meta_of_corpus(folder, corpus.source, tokenizer, done, shard_tokens)
+        save_progress(progress, done)
+        meta = meta_of_corpus(folder, source, options["tokenizer"], done)
     except DataError:
         cut_shards(folder, {})
         progress.unlink(missing_ok=True)
         raise
-    save_progress(progress, done, saved, shard_tokens)
     write_json(os.path.join(folder, "meta.json"), meta)
     progress.unlink()
     n_train = done["train_documents"]
     say(f"{n_train:,} documents to train on, {done['val_documents']:,} to validate")
-    rate = (total(done, "bytes") - total(begun, "bytes")) / (time.perf_counter() - start)
-    say(dataset.summary(folder, meta, total(done, "bytes"), rate))
+    say(dataset.summary(folder, meta, done["bytes"], rate))
 
 
 @contextlib.contextmanager
@@ -139,8 +122,7 @@ def only_process(folder, say):
         try:
             yield
         finally:
-            if not fcntl:
-                lock.close()  # Windows removes no open file
+            lock.close()  # Windows removes no open file
             os.remove(lock.name)
             for empty in new:
                 with contextlib.suppress(OSError):  # it is not
@@ -151,31 +133,32 @@ def only_process(folder, say):
 
 
 def find_corpus(name, input, options):
-    """The Corpus in the files of `input`, or, without those, that `name` stands for."""
+    """(source, an iterator over the documents) of the files of `input`, or of what `name` stands for.
+
+    source: what meta.json says of it; another text for other files, dates or options.
+    document: (path, number, raw), where number is that of the line, or the offset in a text.
+    """
     digest = hashlib.sha256(json.dumps([CORPORA.get(name), options]).encode())
     if not input:
-        return Corpus(f"{name} of huggingface.co ({digest.hexdigest()[:16]})", 0, hub_reader(name))
-    count = 0
-    size = 0
+        needed("datasets", name)
+        source = f"{name} of huggingface.co ({digest.hexdigest()[:16]})"
+        return source, read_hub(*CORPORA[name])
     try:
-        for path in input_files(input):
-            status = os.stat(path)
-            if not stat.S_ISREG(status.st_mode):
-                raise DataError(f"{path} is not a regular file; expected text, or leave it out")
-            facts = f"{os.path.relpath(path, input)}\0{status.st_size}\0{status.st_mtime_ns}\0"
-            digest.update(facts.encode("utf-8", "replace"))
-            count += 1
-            size += status.st_size
+        files = {path: os.stat(path) for path in input_files(input)}
     except OSError as error:
         raise DataError(f"cannot read {error.filename}: {error.strerror}") from error
+    for path, status in files.items():
+        if not stat.S_ISREG(status.st_mode):
+            raise DataError(f"{path} is not a regular file; expected text, or leave it out")
+        facts = f"{os.path.relpath(path, input)}\0{status.st_size}\0{status.st_mtime_ns}\0"
+        digest.update(facts.encode("utf-8", "replace"))
+    size = sum(status.st_size for status in files.values())
+    found = f"{len(files):,} files, {size:,} bytes"
     if not size:
-        raise DataError(
-            f"{input}: {count} files of 0 bytes in all; expected text, .jsonl, .gz or .zst"
-        )
+        raise DataError(f"{input}: {found}; expected text, .jsonl, .gz or .zst")
     base = os.path.basename(os.path.normpath(input))
-    mark = digest.hexdigest()[:16]
-    source = f"{base} ({count:,} files, {size:,} bytes, with their dates {mark})"
-    return Corpus(source, size, functools.partial(read_documents, input))
+    source = f"{base} ({found}, with their dates {digest.hexdigest()[:16]})"
+    return source, read_documents(files)
 
 
 def input_files(input):
@@ -184,49 +167,55 @@ def input_files(input):
     def refuse(error):
         raise error
 
-    if not os.path.isdir(input):
-        found = [input] if os.path.isfile(input) else sorted(glob.glob(input, recursive=True))
-        yield from (path for path in found if not os.path.isdir(path))
-        return
-    for folder, folders, names in os.walk(input, onerror=refuse):
-        folders[:] = sorted(name for name in folders if name[0] != ".")
-        yield from (os.path.join(folder, name) for name in sorted(names) if name[0] != ".")
+    if os.path.isdir(input):
+        for folder, folders, names in os.walk(input, onerror=refuse):
+            folders[:] = sorted(name for name in folders if name[0] != ".")
+            yield from (os.path.join(folder, name) for name in sorted(names) if name[0] != ".")
+    elif os.path.isfile(input):
+        yield input
+    else:
+        paths = sorted(glob.glob(input, recursive=True))
+        yield from (path for path in paths if not os.path.isdir(path))
 
 
-def read_documents(input, at):
-    """
-    Yields (document, the place after it) from the place `at` (as START) on.
+def read_documents(paths):
+    for path in paths:
+        with open(path, "rb") as file:
+            chunks = read_chunks(path, file)
+            numbered = lines(path, chunks) if is_jsonl(path) else parts(chunks)
+            yield from ((path, number, raw) for number, raw in numbered)
 
-    document: (path, number, raw), where number is that of the line, or the offset in a text.
-    """
-    before = 0  # bytes of the files before this one
-    for index, path in enumerate(input_files(input)):
-        if index >= at["file"]:
-            skip = at["documents"] if index == at["file"] else 0
-            with open(path, "rb") as file:
-                chunks = read_chunks(path, file)
-                numbered = enumerate(lines(chunks), 1) if is_jsonl(path) else parts(chunks)
-                for count, (number, raw) in enumerate(numbered, 1):
-                    if count > skip:
-                        on_disk = before + file.tell()
-                        place = {"file": index, "documents": count, "on_disk": on_disk}
-                        yield (path, number, raw), place
-        before += os.path.getsize(path)
+
+def read_hub(path, subset):
+    """The documents of a corpus on huggingface.co, where `raw` is a str. Raises Offline."""
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(path, subset, split="train", streaming=True)
+        for number, row in enumerate(rows, 1):
+            yield path, number, row["text"]
+    except Exception as error:  # whatever its HTTP library raises
+        reason = " ".join(str(error).split())[:150]
+        raise Offline(f"cannot read {path} of huggingface.co: {reason}") from error
 
 
 def is_jsonl(path):
     return path.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl")
 
 
-def lines(chunks):
+def lines(path, chunks):
+    """Yields (number, line) of a .jsonl."""
     rest = b""
+    number = 1
     for chunk in chunks:
         *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
+        yield from enumerate(whole, number)
+        number += len(whole)
         if len(rest) > LONGEST_LINE:
-            break  # text_of() refuses it
+            found = f"{path}:{number}: a line of more than {LONGEST_LINE:,} bytes"
+            raise DataError(f"{found}; expected one JSON object a line")
     if rest:
-        yield rest
+        yield number, rest
 
 
 def parts(chunks):
@@ -237,25 +226,22 @@ def parts(chunks):
     for chunk in chunks:
         rest += chunk
         is_long = is_long or len(rest) > WHOLE_DOCUMENT
-        begin = 0
-        while is_long and len(rest) - begin > PART:
-            end = end_of_part(rest, begin)
-            yield offset + begin, rest[begin:end]
-            begin = end
-        rest = rest[begin:]
-        offset += begin
+        while is_long and len(rest) > PART:
+            end = end_of_part(rest)
+            yield offset, rest[:end]
+            rest = rest[end:]
+            offset += end
     if rest:
         yield offset, rest
 
 
-def end_of_part(raw, begin):
+def end_of_part(raw):
     """After the last line end in PART bytes; without one, after the last space or character."""
-    end = begin + PART
     for mark in (b"\n", b" "):
-        if found := raw.rfind(mark, begin, end) + 1:
-            return found
-    first = next((i for i in range(end, end - 4, -1) if raw[i] & 0xC0 != 0x80), end)
-    return max(first, begin + 1)
+        if end := raw.rfind(mark, 0, PART) + 1:
+            return end
+    begins = (i for i in range(PART, PART - 4, -1) if raw[i] & 0xC0 != 0x80)  # of a character
+    return next(begins, PART)
 
 
 def read_chunks(path, file):
@@ -265,109 +251,79 @@ def read_chunks(path, file):
             yield from read_zst(path, file)
         else:
             plain = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
-            yield from iter(functools.partial(plain.read, PIECE), b"")
-    except Exception as error:  # gzip, zlib and each zstd have their own
+            yield from iter(partial(plain.read, PIECE), b"")
+    except Exception as error:  # gzip, zlib and zstandard have their own
         if isinstance(error, DataError) or getattr(error, "errno", None):
             raise
-        raise DataError(
-            f"{path} is truncated or damaged ({error}); fetch it again, or leave it out"
-        ) from error
+        found = f"{path} is truncated or damaged ({error})"
+        raise DataError(f"{found}; fetch it again, or leave it out") from error
 
 
 def read_zst(path, file):
     """Yields what a .zst holds, frame after frame."""
-    try:
-        from compression.zstd import ZstdDecompressor as decompressor  # Python 3.14
-    except ImportError:
-        # its stream_reader takes a truncated file for whole: only `eof` tells
-        decompressor = needed("zstandard", path).ZstdDecompressor().decompressobj
-    frame = decompressor()
+    # zstandard's stream_reader takes a truncated file for whole: only `eof` tells
+    decompressor = needed("zstandard", path).ZstdDecompressor()
+    frame = decompressor.decompressobj()
     while raw := file.read(1 << 16):
         while raw:
             if frame.eof:
-                frame = decompressor()
+                frame = decompressor.decompressobj()
             yield frame.decompress(raw)
             raw = frame.unused_data
     if not frame.eof:
         raise EOFError("it ends inside a frame")
 
 
-def hub_reader(name):
-    """Corpus.read of a corpus on huggingface.co, whose documents are strings. Raises Offline."""
-    datasets = needed("datasets", name)
-    for package in ("datasets", "huggingface_hub"):  # they report each of their retries
-        logging.getLogger(package).setLevel(logging.ERROR)
-    path, subset = CORPORA[name]
-
-    def read(at):
-        skip = at["documents"]
-        try:
-            rows = datasets.load_dataset(path, subset, split="train", streaming=True)
-            for count, row in enumerate(rows.skip(skip), skip + 1):
-                yield (path, count, row["text"]), START | {"documents": count}
-        except Exception as error:  # whatever its HTTP library raises
-            reason = " ".join(str(error).split())[:150]
-            raise Offline(f"cannot read {path} of huggingface.co: {reason}") from error
-
-    return read
-
-
 # ---- documents to tokens, in several processes ---------------------------------------------------
 
 
 def in_pieces(documents):
-    """Yields (piece, the place after it): documents of PIECE bytes in all, or a little more."""
+    """Yields lists of documents, of PIECE bytes in all or a little more."""
     piece = []
     size = 0
-    for document, place in documents:
+    for document in documents:
         piece.append(document)
         size += len(document[-1]) + 1  # empty lines count as well
         if size >= PIECE:
-            yield piece, place
+            yield piece
             piece = []
             size = 0
     if piece:
-        yield piece, place
+        yield piece
 
 
-def tokenize_piece(tokenizer, field, val_fraction, piece):
-    """{"train": ids, "val": ids} | COUNTS of a piece; each document has its end-of-text."""
-    meta = {"tokenizer": tokenizer, "dtype": "uint16"}
-    end = np.array([tokenizers.END_OF_TEXT[tokenizer]], np.uint16)
+def tokenize_piece(options, piece):
+    """({split: ids}, COUNTS) of a piece. Each document has its end-of-text."""
+    meta = {"tokenizer": options["tokenizer"], "dtype": "uint16"}
+    end = np.array([tokenizers.END_OF_TEXT[meta["tokenizer"]]], np.uint16)
     ids = {split: [end[:0]] for split in SPLITS}
-    counts = dict.fromkeys(COUNTS, 0)
+    counts = dict.fromkeys(COUNTS, 0) | {"read": len(piece)}
     for document in piece:
-        text = text_of(*document, field)
-        try:
-            content = text.encode()
-        except UnicodeEncodeError:  # half of a surrogate pair
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            content = text.encode()
+        text = text_of(*document, options["field"])
+        content = text.encode()
         if not content:
             continue
         draw = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
-        split = "val" if draw < val_fraction * 2**64 else "train"
-        tokens = encode(text, meta)
-        ids[split] += [tokens, end]
+        split = "val" if draw < options["val_fraction"] * 2**64 else "train"
+        ids[split] += [encode(text, meta), end]
         counts[f"{split}_documents"] += 1
-        counts[f"{split}_bytes"] += len(content)
-        counts[f"{split}_tokens"] += len(tokens) + 1
-    return {split: np.concatenate(ids[split]) for split in SPLITS} | counts
+        counts["bytes"] += len(content)
+        counts["val_bytes"] += len(content) * (split == "val")
+    return {split: np.concatenate(ids[split]) for split in SPLITS}, counts
 
 
 def text_of(path, number, raw, field):
     """The text of a document. DataError names the line, or the offset, of what is no text."""
     if isinstance(raw, str):
-        return raw
-    if not is_jsonl(path):
-        return decode_utf8(raw, path, number)
-    place = f"{path}:{number}"
-    if len(raw) > LONGEST_LINE:
-        raise DataError(
-            f"{place}: a line of more than {LONGEST_LINE:,} bytes; expected one JSON object a line"
-        )
-    if not raw.strip():
-        return ""
+        text = raw
+    elif is_jsonl(path):
+        text = json_text(f"{path}:{number}", raw, field) if raw.strip() else ""
+    else:
+        text = decode_utf8(raw, path, number)
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def json_text(place, raw, field):
     line = decode_utf8(raw, place)
     try:
         value = json.loads(line)
@@ -381,31 +337,19 @@ def text_of(path, number, raw, field):
 
 
 def map_in_order(function, pieces, num_proc):
-    """
-    Yields (function(piece), place) for each (piece, place), in order. A few pieces are read ahead,
-    so that memory stays bounded. With num_proc=1 this process does the work.
-    """
+    """Yields function(piece) for each piece, in order. With num_proc=1 this process does the work."""
     if num_proc == 1:
-        for piece, place in pieces:
-            yield function(piece), place
+        yield from map(function, pieces)
         return
-    context = multiprocessing.get_context("spawn")
-    waiting = []  # (future, place)
-    pool = concurrent.futures.ProcessPoolExecutor(num_proc, context, exit_with_parent)
-    try:
-        for piece, place in pieces:
-            waiting.append((pool.submit(function, piece), place))
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_proc, spawn, exit_with_parent) as pool:
+        waiting = deque()  # a few pieces are read ahead, so that memory stays bounded
+        for piece in pieces:
+            waiting.append(pool.submit(function, piece))
             if len(waiting) > 2 * num_proc:
-                future, place = waiting.pop(0)
-                yield future.result(), place
-        for future, place in waiting:
-            yield future.result(), place
-    except concurrent.futures.process.BrokenProcessPool as error:
-        raise ChildProcessError(
-            "a process that tokenizes died, perhaps out of memory; --num_proc=1 needs the least"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 def exit_with_parent():
@@ -422,83 +366,66 @@ def exit_with_parent():
 # ---- shards, and how far they are ----------------------------------------------------------------
 
 
-def total(counts, unit):
-    return sum(counts[f"{split}_{unit}"] for split in SPLITS)
+def append(folder, ids, sizes, shard_tokens):
+    """Writes {split: ids} behind what the shards hold. sizes: {name: bytes} of all, brought up to date."""
+    for split in SPLITS:
+        rest = ids[split]
+        number = max(0, sum(name.startswith(split) for name in sizes) - 1)
+        while len(rest):
+            name = f"{split}_{number:05}.bin"
+            part = rest[: shard_tokens - sizes.get(name, 0) // 2]
+            with open(os.path.join(folder, name), "ab") as file:
+                file.write(part)
+            sizes[name] = sizes.get(name, 0) + part.nbytes
+            rest = rest[len(part) :]
+            number += 1
 
 
-def read_progress(progress, source, shard_tokens, say):
-    """What progress.json counts as done of this very work, with the shards there; else nothing."""
-    nothing = {"inputs": source, "at": START} | dict.fromkeys(COUNTS, 0)
-    if not progress.exists():
-        return nothing
+def read_progress(progress, source, say):
+    """What is done of this very work, by progress.json and the shards that are there; else nothing."""
+    nothing = {"source": source, "sizes": {}} | dict.fromkeys(COUNTS, 0)
     done = read_json(progress)
     there = {path.name: path.stat().st_size for path in progress.parent.iterdir()}
-    if done.get("inputs", source) != source:
-        why = "was begun from other files or options, or older ones"
-    elif done.keys() != nothing.keys() or any(
-        there.get(name, 0) < size for name, size in dataset.shard_sizes(done, shard_tokens).items()
-    ):
-        why = "is damaged"
+    is_mine = done.keys() == nothing.keys() and done["source"] == source
+    if is_mine and all(there.get(name, 0) >= size for name, size in done["sizes"].items()):
+        say(f"resuming in {progress.parent} after {done['bytes'] / 1e6:,.1f} MB of text")
     else:
-        say(f"resuming in {progress.parent} after {total(done, 'bytes') / 1e6:,.1f} MB of text")
-        return done
-    say(f"the unfinished dataset in {progress.parent} {why}: starting over")
-    return nothing
+        done = nothing
+        if progress.exists():
+            why = "was begun from other files or options, or is damaged"
+            say(f"the unfinished dataset in {progress.parent} {why}: starting over")
+    cut_shards(progress.parent, done["sizes"])
+    return done
 
 
-def cut_shards(folder, sizes):
-    """Cuts the shards to `sizes`, {name: bytes}; a kill may come between an append and a save."""
-    for path in Path(folder).iterdir():
-        if path.name in sizes:
-            if path.stat().st_size > sizes[path.name]:
-                os.truncate(path, sizes[path.name])
-        elif re.fullmatch(r"(train|val)_\d{5,}\.bin|(progress|meta)\.json(\..*)?\.tmp", path.name):
-            path.unlink()
-
-
-def append(folder, split, ids, first, shard_tokens):
-    """Writes ids to the shards of a split. first: how many tokens they hold already."""
-    while len(ids):
-        number, filled = divmod(first, shard_tokens)
-        part = ids[: shard_tokens - filled]
-        with open(dataset.shard_path(folder, split, number), "ab") as file:
-            file.write(part)
-        first += len(part)
-        ids = ids[len(part) :]
-
-
-def save_progress(progress, done, saved, shard_tokens):
-    """After a kill, the same command resumes from here. saved: what was saved last."""
-    sizes = dataset.shard_sizes(done, shard_tokens)
-    for name, _ in sizes.items() - dataset.shard_sizes(saved, shard_tokens).items():
+def save_progress(progress, done):
+    for name in done["sizes"]:
         fsync(progress.parent / name)
     write_json(progress, done)
 
 
-def how_far(done, begun, seconds, size):
-    """A line on what is done, after `seconds` of work since it was `begun`."""
-    rate = (total(done, "bytes") - total(begun, "bytes")) / seconds
-    line = f"{total(done, 'bytes') / 1e6:,.0f} MB of text, {rate / 1e6:.1f} MB/s"
-    on_disk = done["at"]["on_disk"]
-    if read := on_disk - begun["at"]["on_disk"]:
-        left = timedelta(seconds=int(seconds * (size - on_disk) / read))
-        line += f", {on_disk / size:.1%}, {left} left"
-    return line
+def cut_shards(folder, sizes):
+    """Cuts the shards to `sizes`, {name: bytes}: a kill may come between an append and a save."""
+    for path in Path(folder).glob("*_[0-9]*.bin"):
+        if path.name not in sizes:
+            path.unlink()
+        elif path.stat().st_size > sizes[path.name]:
+            os.truncate(path, sizes[path.name])
 
 
-def meta_of_corpus(folder, source, tokenizer, done, shard_tokens):
+def meta_of_corpus(folder, source, tokenizer, done):
     """The dataset's meta. Raises DataError where a split has less than 2 tokens."""
-    documents = total(done, "documents")
-    for split in SPLITS:
-        if done[f"{split}_tokens"] < 2:
-            raise DataError(
-                f"the corpus is too small: of {documents:,} documents {split} has"
-                f" {done[f'{split}_documents']:,}, and needs one, or block_size + 1 tokens to"
-                f" train; take more text, or write --val_fraction={min(0.5, 10 / max(1, documents)):.2g}"
-            )
     meta = {"tokenizer": tokenizer, "source": source, "dtype": "uint16"}
-    meta |= {"vocab_size": tokenizers.VOCAB_SIZE[tokenizer]}
-    meta |= {key: done[key] for key in ("train_tokens", "val_tokens", "val_bytes")}
-    names = sorted(dataset.shard_sizes(done, shard_tokens))
+    meta["vocab_size"] = tokenizers.VOCAB_SIZE[tokenizer]
+    documents = done["train_documents"] + done["val_documents"]
+    for split in SPLITS:
+        sizes = [size for name, size in done["sizes"].items() if name.startswith(split)]
+        meta[f"{split}_tokens"] = sum(sizes) // 2
+        if meta[f"{split}_tokens"] < 2:
+            has = f"of {documents:,} documents {split} has {done[f'{split}_documents']:,}"
+            enough = f"--val_fraction={min(0.5, 10 / max(1, documents)):.2g}"
+            raise DataError(f"the corpus is too small: {has}; take more text, or write {enough}")
+    meta["val_bytes"] = done["val_bytes"]
+    names = sorted(done["sizes"])
     meta["sha256"] = {name: dataset.digest_of(os.path.join(folder, name)) for name in names}
     return meta

@@ -1,5 +1,4 @@
-"""
-A dataset, the folder DATA_DIR/NAME: meta.json, and the token ids of two splits, train and val.
+"""A dataset, the folder DATA_DIR/NAME: meta.json, and the token ids of two splits, train and val.
 
 A split is one file of flat ids (train.bin), or shards that are read as one (train_00000.bin, ...).
 meta.json says how to read them and holds their SHA-256. It is written last: a folder that has one
@@ -37,8 +36,7 @@ class Offline(OSError):
 
 
 class Tokens:
-    """
-    The token ids of a split, read from its files as if they were one. len() counts the tokens.
+    """The token ids of a split, read from its files as if they were one. len() counts the tokens.
 
     The files are opened anew for each read: nothing stays open, and a pickle for a worker is small.
     """
@@ -54,15 +52,11 @@ class Tokens:
         return self.ends[-1]
 
     def read(self, start, length):
-        """
-        The `length` tokens from each position of `start` on, int64 (len(start), length). A row may
-        lie across files. Raises IndexError where a row leaves the split.
-        """
+        """The `length` tokens from each position of `start` on, int64 (len(start), length). A row may
+        lie across files. Raises IndexError where a row leaves the split."""
         start = np.asarray(start, np.int64)
         if len(start) and not (0 <= start.min() and start.max() + length <= len(self)):
-            raise IndexError(
-                f"positions {start.min()} to {start.max()} + {length} of {len(self)} tokens"
-            )
+            raise IndexError(f"{start.min()} to {start.max()} + {length} of {len(self)} tokens")
         tokens = np.empty((len(start), length), np.int64)
         for path, (begin, end) in zip(self.paths, pairwise([0, *self.ends]), strict=True):
             rows = np.flatnonzero((start < end) & (start + length > begin))
@@ -78,7 +72,6 @@ class Tokens:
 
 
 def open_tokens(folder, meta, split):
-    """The Tokens of a split, "train" or "val"."""
     return Tokens([os.path.join(folder, name) for name in shards(meta, split)], meta["dtype"])
 
 
@@ -88,9 +81,7 @@ def open_tokens(folder, meta, split):
 def dataset_folder(name, data_dir):
     """The folder of a dataset. Raises DataError where `name` is no name."""
     if not re.fullmatch(r"\w[\w.-]*", name):
-        raise DataError(
-            f"a dataset's NAME is made of letters, digits, '_', '-' and '.', not {name!r}"
-        )
+        raise DataError(f"a NAME is made of letters, digits, '_', '-' and '.', not {name!r}")
     return os.path.join(data_dir, name)
 
 
@@ -131,20 +122,6 @@ def shards(meta, split):
     return sorted(filter(numbered.fullmatch, meta.get("sha256", ()))) or [f"{split}.bin"]
 
 
-def shard_path(folder, split, number):
-    return os.path.join(folder, f"{split}_{number:05}.bin")
-
-
-def shard_sizes(counts, shard_tokens):
-    """{name: bytes} of the shards of a corpus. counts: a dict with train_tokens and val_tokens."""
-    sizes = {}
-    for split in SPLITS:
-        tokens = counts[f"{split}_tokens"]
-        for number, first in enumerate(range(0, tokens, shard_tokens)):
-            sizes[shard_path("", split, number)] = 2 * min(shard_tokens, tokens - first)
-    return sizes
-
-
 def fingerprint(meta):
     """16 hex digits of what a model learns: the tokens and their meaning, not their source."""
     content = {key: value for key, value in meta.items() if key != "source"}
@@ -156,31 +133,26 @@ def verify(folder, meta):
     again = make_again(folder, meta["tokenizer"])
     for split in SPLITS:
         paths = [os.path.join(folder, name) for name in shards(meta, split)]
-        sizes = [os.path.getsize(path) if os.path.isfile(path) else 0 for path in paths]
-        tokens = meta[f"{split}_tokens"]
-        expected = tokens * np.dtype(meta["dtype"]).itemsize
-        if sum(sizes) != expected or 0 in sizes:
-            # all shards are as long as the longest, but the last
-            wrong = next((i for i, size in enumerate(sizes) if size != max(sizes)), -1)
-            among = f", {split}_*.bin {sum(sizes):,}" if len(paths) > 1 else ""
-            raise DataError(
-                f"{paths[wrong]} has {sizes[wrong]:,} bytes{among}, but meta.json says {expected:,}"
-                f" ({tokens:,} tokens of {meta['dtype']}); {again}"
-            )
+        found = 0
         for path in paths:
-            digest = digest_of(path)
+            size = os.path.getsize(path) if os.path.isfile(path) else 0
+            digest = digest_of(path) if size else "missing"
             recorded = meta["sha256"][os.path.basename(path)]
             if digest != recorded:
+                found = f"it has {size:,} bytes and its SHA-256 is {digest}"
                 raise DataError(
-                    f"{path} was changed or damaged: its SHA-256 is {digest}, meta.json says"
-                    f" {recorded}; {again}"
+                    f"{path} was changed or damaged: {found}, but meta.json says {recorded}; {again}"
                 )
-            highest = np.memmap(path, meta["dtype"], mode="r").max()
-            if highest >= meta["vocab_size"]:
-                raise DataError(
-                    f"{path} holds token id {highest}, but vocab_size is {meta['vocab_size']}"
-                    f" (ids are 0 to {meta['vocab_size'] - 1}); {again}"
-                )
+            found += size
+        expected = meta[f"{split}_tokens"] * np.dtype(meta["dtype"]).itemsize
+        if found != expected:
+            raise DataError(
+                f"{paths[0]} has {found:,} bytes, but meta.json says {expected:,}; {again}"
+            )
+        highest = max(np.memmap(path, meta["dtype"], mode="r").max() for path in paths)
+        if highest >= meta["vocab_size"]:
+            found = f"{paths[0]} holds token id {highest}"
+            raise DataError(f"{found}, but vocab_size is {meta['vocab_size']}; {again}")
 
 
 def digest_of(path):
@@ -192,9 +164,9 @@ def digest_of(path):
 
 
 def write_files(folder, files):
-    """
-    Writes {name: content}, the last one last; none of them where that fails (DataError). Where two
-    processes write the same file at once, it is whole, from one of them.
+    """Writes {name: content}, the last one last; none of them where that fails (DataError).
+
+    Where two processes write the same file at once, it is whole, from one of them.
     """
     suffix = f".{secrets.token_hex(4)}.tmp"
     try:
@@ -206,9 +178,8 @@ def write_files(folder, files):
                 temporary.write_bytes(files[name])
                 fsync(temporary)  # a full disk shows before the first is replaced
     except OSError as error:
-        raise DataError(
-            f"cannot write {folder}: {error.strerror}; write --data_dir=FOLDER"
-        ) from error
+        found = f"cannot write {folder}: {error.strerror}"
+        raise DataError(f"{found}; write --data_dir=FOLDER") from error
 
 
 def summary(folder, meta, size, rate):

@@ -1,5 +1,4 @@
-"""
-Text to token ids and back: by character (char), by byte, or in GPT-2's vocabulary (gpt2).
+"""Text to token ids and back: by character (char), by byte, or in GPT-2's vocabulary (gpt2).
 
 meta: the dict of a dataset's meta.json; `tokenizer`, `vocab_size`, `dtype`, and `chars` for char.
 """
@@ -59,11 +58,11 @@ def gpt2():
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # tiktoken passes on whatever its HTTP library raises
-        raise DataError(
-            "the gpt2 vocabulary is not cached and could not be downloaded"
-            f" ({type(error).__name__}); TIKTOKEN_CACHE_DIR=FOLDER names a folder that holds it,"
-            " and --tokenizer=byte needs none"
-        ) from error
+        found = (
+            f"the gpt2 vocabulary is not cached, nor could it be fetched ({type(error).__name__})"
+        )
+        hint = "TIKTOKEN_CACHE_DIR=FOLDER names a folder that holds it; --tokenizer=byte needs none"
+        raise DataError(f"{found}; {hint}") from error
 
 
 def needed(package, what):
@@ -88,13 +87,11 @@ def decode_utf8(raw, path, begin=0):
     if not raw:
         raise DataError(f"{path} is empty; expected UTF-8 text")
     if (offset := raw.find(b"\0")) >= 0:
-        raise DataError(
-            f"{path} is binary, or UTF-16: NUL byte at offset {begin + offset}; expected UTF-8 text"
-        )
+        found = f"{path} is binary, or UTF-16: NUL byte at offset {begin + offset}"
+        raise DataError(f"{found}; expected UTF-8 text")
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path} is not UTF-8: byte 0x{raw[error.start]:02x} at offset {begin + error.start}"
-            f" ({error.reason}); convert it: iconv -f latin1 -t utf-8 FILE"
-        ) from error
+        byte = f"byte 0x{raw[error.start]:02x} at offset {begin + error.start} ({error.reason})"
+        hint = "convert it: iconv -f latin1 -t utf-8 FILE"
+        raise DataError(f"{path} is not UTF-8: {byte}; {hint}") from error

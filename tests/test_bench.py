@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from types import SimpleNamespace
 
@@ -403,6 +404,45 @@ def test_a_deterministic_setting_that_differs_is_exit_1(in_process, monkeypatch)
     assert code == 1
     strict = [row for row in facts["exact"]["rows"].values() if row["deterministic"]]
     assert facts["exact"]["differ"] == len(strict) < len(facts["exact"]["rows"])
+
+
+# ---- seeds ---------------------------------------------------------------------------------------
+
+
+def test_seeds_are_runs_of_the_real_command(in_process, run_train, tmp_path, monkeypatch, capfd):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    knobs = {"max_steps": 8, "eval_interval": 4, "dtype": "float32", "report": "false"}
+    _, facts = in_process(only="seeds", seeds=2, seed=5, **knobs)
+    seeds = facts["seeds"]
+    assert list(seeds["runs"]) == ["seed 5", "seed 6"]
+    first, second = seeds["runs"].values()
+    flags = [f"--{key}={value}" for key, value in (FLAGS | knobs).items() if hasattr(train, key)]
+    losses = [row["val_loss"] for row in run_train("own", *flags, "--seed=6").rows("eval")]
+    assert (second["final"], second["best"]) == (losses[-1], min(losses))
+    assert first["final"] != second["final"]
+    # 300 characters are 10 windows of 32: 160 targets, and the 139 that are left
+    whole = (160 * second["first_half"] + 139 * second["second_half"]) / 299
+    assert whole == pytest.approx(second["final"], rel=1e-6)
+    assert second["first_half"] != pytest.approx(second["second_half"], rel=1e-4)
+    for column in ("final", "best", "first_half", "second_half", "seconds"):
+        one, other = first[column], second[column]
+        assert seeds["mean"][column] == pytest.approx((one + other) / 2)
+        assert seeds["median"][column] == pytest.approx((one + other) / 2)
+        assert seeds["deviation"][column] == pytest.approx(abs(one - other) / math.sqrt(2))
+        assert (seeds["lowest"][column], seeds["highest"][column]) == tuple(sorted((one, other)))
+    assert [path for path in scratch.iterdir() if "torchinductor" not in path.name] == []
+    assert f"{second['final']:.4f}  {second['best']:.4f}" in capfd.readouterr().out
+
+
+def test_a_seed_that_fails_ends_it_with_what_it_said(in_process, tmp_path, monkeypatch):
+    (tmp_path / "failing.py").write_text("print('the disk is full'); raise SystemExit(1)")
+    real = subprocess.run
+    failing = [sys.executable, tmp_path / "failing.py"]
+    monkeypatch.setattr(subprocess, "run", lambda command, **how: real(failing, **how))
+    with pytest.raises(RuntimeError, match=r"--seed=1337 exited with 1:\nthe disk is full"):
+        in_process(only="seeds")
 
 
 # ---- stopped -------------------------------------------------------------------------------------

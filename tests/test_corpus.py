@@ -15,7 +15,7 @@ import pytest
 from conftest import REPO, pydoc_text, wait_for
 
 import plumbing.corpus
-from plumbing.corpus import START, in_pieces, only_process, read_documents, text_of
+from plumbing.corpus import only_process, read_documents
 from plumbing.dataset import CORPORA, shards
 from plumbing.tokenizers import END_OF_TEXT, DataError, decode
 from prepare_data import open_dataset, prepare
@@ -168,7 +168,7 @@ def test_a_long_text_is_cut_at_line_ends_and_loses_nothing(tmp_path, monkeypatch
     bare = "käse漢🐴" * 9_000  # neither line ends nor spaces, and characters of 1 to 4 bytes
     for text in (lines, spaces, bare):
         (tmp_path / "long.txt").write_text(text, newline="")
-        items = [item for item, *_ in read_documents(str(tmp_path / "long.txt"), START)]
+        items = list(read_documents([str(tmp_path / "long.txt")]))
         parts = [raw for _, _, raw in items]
         assert b"".join(parts) == text.encode() and len(parts) > 100
         assert all(len(part) <= 1_000 and part.decode() for part in parts)
@@ -177,27 +177,35 @@ def test_a_long_text_is_cut_at_line_ends_and_loses_nothing(tmp_path, monkeypatch
         offsets = [offset for _, offset, _ in items]
         assert offsets == [0, *np.cumsum([len(part) for part in parts])[:-1].tolist()]
     (tmp_path / "long.txt").write_bytes(lines.encode()[:50_000])
-    (_,) = read_documents(str(tmp_path / "long.txt"), START)  # no longer: one document
+    (_,) = read_documents([str(tmp_path / "long.txt")])  # no longer: one document
 
 
-def documents_in(pieces):
-    items = [item for piece, *_ in pieces for item in piece]
-    return [text for item in items if (text := text_of(*item, "text"))]
-
-
-def test_reading_resumes_at_any_place_as_if_it_had_not_stopped(corpus, texts, monkeypatch):
+def test_work_resumes_after_any_piece_as_if_it_had_not_stopped(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(plumbing.corpus, "WHOLE_DOCUMENT", 30_000)
     monkeypatch.setattr(plumbing.corpus, "PART", 5_000)
-    monkeypatch.setattr(plumbing.corpus, "PIECE", 7_000)
+    monkeypatch.setattr(plumbing.corpus, "PIECE", 20_000)
+    monkeypatch.setattr(plumbing.corpus, "SAVE_SECONDS", 0)
     text = pydoc_text()
     write(corpus / "e.txt", text[:70_000].encode())
     write(corpus / "f.txt.gz", gzip.compress(text[70_000:140_000].encode()))
-    pieces = list(in_pieces(read_documents(str(corpus), START)))
-    assert len(pieces) > 50
-    rest = [documents_in(pieces[i:]) for i in range(len(pieces) + 1)]
-    assert len(rest[0]) > len(texts)
-    for i, (_, at) in enumerate(pieces):
-        assert documents_in(in_pieces(read_documents(str(corpus), at))) == rest[i + 1]
+    make(tmp_path / "whole", corpus, **MANY)
+    real = plumbing.corpus.save_progress
+    saves = 0
+
+    def save_and_stop(*arguments):
+        nonlocal saves
+        real(*arguments)
+        saves += 1
+        raise OSError("stopped after one piece")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plumbing.corpus, "save_progress", save_and_stop)
+        for _ in range(20):
+            with pytest.raises(DataError, match="stopped after one piece"):
+                make(tmp_path / "made", corpus, **MANY)
+    assert saves == 20
+    make(tmp_path / "made", corpus, **MANY)
+    assert snapshot(tmp_path / "made") == snapshot(tmp_path / "whole")
 
 
 def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
@@ -234,6 +242,7 @@ def test_zst_is_read_frame_after_frame(tmp_path, texts):
 COMMAND = """
 import sys, plumbing.corpus, prepare_data
 plumbing.corpus.PIECE = 20_000
+plumbing.corpus.SAVE_SECONDS = 0
 name, data_dir, source, tokenizer, num_proc = sys.argv[1:]
 prepare_data.prepare(name, data_dir, source, tokenizer, val_fraction=0.1, shard_tokens=20_000,
                      num_proc=int(num_proc))
@@ -251,18 +260,18 @@ def start(tmp_path, name, source, tokenizer, num_proc):
     )
 
 
-def kill_after(process, folder, saves):
-    """SIGKILL to the process alone, when it has written down so often how far it is."""
-    seen = set()
+def full_shards(folder):
+    """How many shards to train on are full, by progress.json."""
+    try:
+        sizes = json.loads((folder / "progress.json").read_text())["sizes"]
+    except FileNotFoundError:
+        return 0
+    return sum(size == 40_000 for name, size in sizes.items() if name.startswith("train"))
 
-    def enough():
-        try:
-            seen.add((folder / "progress.json").stat().st_ino)
-        except FileNotFoundError:
-            pass
-        return len(seen) >= saves or process.poll() is not None
 
-    wait_for(enough)
+def kill_after(process, folder, count):
+    """SIGKILL to the process alone, when it has written down that so many shards are full."""
+    wait_for(lambda: full_shards(folder) >= count or process.poll() is not None)
     assert process.poll() is None, "it was faster than this test"
     process.kill()
     process.wait()
@@ -295,12 +304,12 @@ def test_killed_and_started_again_the_bytes_are_those_of_an_undisturbed_run(
     said = []
     make(tmp_path / "whole", corpus, tokenizer, **how, say=said.append)
     folder, finished = tmp_path / "killed", {}
-    for saves in (1, 3, 2):
+    for more in (1, 3, 2):
         process = start(tmp_path, "killed", corpus, tokenizer, num_proc)
-        kill_after(process, folder, saves)
+        kill_after(process, folder, len(finished) + more)
         wait_for(lambda process=process: not processes_of(process.pid))  # those that tokenize too
         assert not (folder / "meta.json").exists()
-        done = json.loads((folder / "progress.json").read_text())["train_tokens"] // 20_000
+        done = full_shards(folder)
         assert done > len(finished)
         for path, written in finished.items():
             assert path.stat().st_mtime_ns == written  # it was not done again
@@ -318,11 +327,12 @@ def test_killed_and_started_again_the_bytes_are_those_of_an_undisturbed_run(
 def unfinished(tmp_path, corpus, monkeypatch):
     """A folder of a corpus that is half made."""
     monkeypatch.setattr(plumbing.corpus, "PIECE", 20_000)
+    monkeypatch.setattr(plumbing.corpus, "SAVE_SECONDS", 0)
     real, calls = plumbing.corpus.append, []
 
     def full(*arguments):
         calls.append(1)
-        if len(calls) == 21:
+        if len(calls) == 11:
             raise OSError(28, "No space left on device")
         return real(*arguments)
 
@@ -448,8 +458,11 @@ def flip(path):
     "damage, words",
     [
         (flip, "train_00002.bin was changed or damaged"),
-        (os.remove, "train_00002.bin has 0 bytes, train_*.bin"),
-        (lambda path: os.truncate(path, 100), "train_00002.bin has 100 bytes, train_*.bin"),
+        (os.remove, "train_00002.bin was changed or damaged: it has 0 bytes"),
+        (
+            lambda path: os.truncate(path, 100),
+            "train_00002.bin was changed or damaged: it has 100 b",
+        ),
         (lambda path: path.write_bytes(b"\xff\xff" * 50_000), "train_00002.bin was changed"),
     ],
 )
@@ -507,8 +520,8 @@ GOOD = b'{"text": "good"}\n'
             ["a.txt.gz is truncated or damaged"],
         ),
         ({"a.txt.gz": b"no gzip at all"}, "", ["a.txt.gz is truncated or damaged"]),
-        ({"a.txt": b""}, "", ["1 files of 0 bytes"]),
-        ({"a.txt": b"good"}, "/*.jsonl", ["0 files of 0 bytes", "expected text, .jsonl"]),
+        ({"a.txt": b""}, "", ["1 files, 0 bytes"]),
+        ({"a.txt": b"good"}, "/*.jsonl", ["0 files, 0 bytes", "expected text, .jsonl"]),
         ({"a.txt": b"good"}, "/b.jsonl", ["cannot read", "No such file"]),
         ({"a.txt": b"one document"}, "", ["too small: of 1 documents", "--val_fraction="]),
     ],

@@ -370,8 +370,8 @@ def meta_without_dtype(folder, meta):
     "damage, words",
     [
         (flip_byte, "val.bin was changed or damaged"),
-        (cut_off, "train.bin has 100 bytes, but meta.json says"),
-        (remove, "val.bin has 0 bytes, but meta.json says"),
+        (cut_off, "train.bin was changed or damaged: it has 100 bytes"),
+        (remove, "val.bin was changed or damaged: it has 0 bytes"),
         (id_past_the_vocabulary, "but vocab_size is"),
         (torn_meta, "meta.json does not describe a dataset"),
         (meta_without_dtype, "meta.json lacks 'dtype'"),

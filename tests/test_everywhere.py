@@ -156,21 +156,3 @@ def test_only_cuda_copies_in_the_background():
         if path.parent.name != "tests":
             for asked in re.findall(r"non_blocking=(.*)", path.read_text()):
                 assert "copies_in_background(" in asked or "only CUDA" in asked, path
-
-
-INDUCTOR = """
-import torch
-torch._inductor.config.deterministic = {before}
-def train_step(*args, inner=train.train_step):
-    print("CHOOSES WITHOUT TIMING", torch._inductor.config.deterministic)
-    return inner(*args)
-train.train_step = train_step
-"""
-
-
-@pytest.mark.parametrize("mode", [True, False])
-def test_inductor_chooses_no_kernel_by_timing_in_deterministic_mode(run_train, mode):
-    """In torch 2.13 deterministic mode itself tells Inductor so."""
-    flags = ("--max_steps=1", "--warmup_steps=0", f"--deterministic={mode}")
-    done = run_train("run", *flags, before=INDUCTOR.format(before=not mode))
-    assert f"CHOOSES WITHOUT TIMING {mode}" in done.stdout, done.stderr
