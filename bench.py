@@ -48,6 +48,7 @@ from plumbing import (
     signals,
 )
 from plumbing.configurator import configured, fail
+from plumbing.knobs import read_knobs
 from plumbing.memory import training_memory
 from plumbing.ranks import say, world_size
 from plumbing.tokenizers import decode
@@ -84,8 +85,9 @@ class Job:
     step_seconds: float = 0.0  # of an eager step, roughly
 
     def fresh_run(self):
+        config = {name: vars(train)[name] for name in read_knobs(train.__file__)}  # as they are now
         folder = run_folder.RunFolder(self.scratch)
-        return train.build_run(vars(train), folder, self.device, self.datasets)
+        return train.build_run(config, folder, self.device, self.datasets)
 
     def batch(self):
         return [tensor.to(self.device) for tensor in self.datasets[0][0, train.rows_at(0)]]
