@@ -37,6 +37,7 @@ from model import configure_optimizers
 from plumbing import audit, checkpoints, console, devices, identity, metrics, nested, peaks
 from plumbing.configurator import configured, fail
 from plumbing.files import read_json, write_json
+from plumbing.knobs import read_knobs
 from plumbing.memory import training_memory
 from plumbing.ranks import say, world_size
 from plumbing.reporting.record import read_run
@@ -78,7 +79,8 @@ class Job:
     step_seconds: float = 0.0  # of an eager step, roughly
 
     def fresh_run(self):
-        return train.build_run(vars(train), RunFolder(self.scratch), self.device, self.datasets)
+        config = {name: vars(train)[name] for name in read_knobs(train.__file__)}  # as they are now
+        return train.build_run(config, RunFolder(self.scratch), self.device, self.datasets)
 
     def batch(self):
         return [tensor.to(self.device) for tensor in self.datasets[0][0, train.rows_at(0)]]
