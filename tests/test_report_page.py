@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import wait_for
+from conftest import REPO, wait_for
 from test_report import RUNS, evaluation, event, eventful, falling, write_run
 
 import report
@@ -54,6 +54,10 @@ def test_it_needs_nothing_from_elsewhere(tmp_path):
     html = page_of([write_run(tmp_path / "run", eventful())]).read_text()
     assert not re.search(r"https?:|//\w|src=|@import|url\(", html)
     assert html.count("<script>") == html.count("<style>") == 1
+
+
+def test_what_draws_it_stays_short():
+    assert len((REPO / "plumbing/reporting/page.py").read_text().splitlines()) < 250
 
 
 def test_every_panel_table_trouble_and_the_last_sample_are_there(tmp_path):
