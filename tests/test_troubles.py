@@ -199,6 +199,18 @@ def test_the_words_of_a_late_rank_are_those_that_a_run_ends_with():
     assert f"rank {{late}} {LATE} hang_minutes" in Path(failures.__file__).read_text()
 
 
+def test_memory_that_rises_with_an_evaluation_or_two_does_not_grow(tmp_path):
+    """The peak of the main job, as its rows have it; and one of the same size that goes on rising."""
+    steps = [(183, 0.53), (350, 0.57), (550, 0.61), (1100, 0.61)]
+    rows = falling(1100)
+    for each in rows:
+        each["mem_gb"] = next(size for last, size in steps if each["step"] <= last)
+    assert names_of(read_run(write_run(tmp_path / "main", rows))) == []
+    for each in rows:
+        each["mem_gb"] = 0.53 + 2e-4 * (each["step"] // 100 * 100)
+    assert names_of(read_run(write_run(tmp_path / "grows", rows))) == ["memory_grows"]
+
+
 def test_a_good_recorded_run_is_told_of_no_trouble(tmp_path):
     rows = falling(400, gpu_util=97) + [evaluation(0, 4.2), evaluation(400, 1.7)]
     info = {"config": {"grad_clip": 1.0, "warmup_steps": 20}, "run": {"dtype": "float16"}}

@@ -257,12 +257,14 @@ def out_of_memory(run):
 
 def memory_grows(run):
     """A staircase: a peak that rises over and over, when all that a step needs has long been there."""
-    peaks = [max(known(part), default=math.nan) for part in np.array_split(run.train["mem_gb"], 8)]
-    settled, last = peaks[2], peaks[-1]
-    rises = np.count_nonzero(np.diff(peaks[2:]) > 0.005 * settled)
-    if len(run.train["step"]) < 40 or rises < 4 or not last > 1.15 * settled:
+    parts = np.array_split(run.train["mem_gb"], 6)
+    settled, *later = [known(part).max(initial=-math.inf) for part in parts[1:]]
+    rises = np.count_nonzero(np.diff([settled, *later]) > 0.01 * settled)
+    if len(run.train["step"]) < 40 or rises < 3 or not later[-1] > 1.15 * settled:
         return None
-    return f"the peak is {settled:.2f} GB after a quarter of the run, and {last:.2f} GB at its end"
+    return (
+        f"the peak is {settled:.2f} GB after a third of the run, and {later[-1]:.2f} GB at its end"
+    )
 
 
 def late_rank(run):
