@@ -161,16 +161,14 @@ def test_a_run_that_diverges_after_its_resume_is_told_so_with_the_jump_of_the_ra
     assert "resumed at step 90" in found.shows and "from 0.01 to 3" in found.shows
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        *(f"config/{name}.py {SHORT}" for name in CONFIGS),
-        pytest.param(
-            "--peak_lr=1e-2 --min_lr=1e-3 --warmup_steps=20 --max_steps=300", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_a_good_run_is_told_of_no_trouble(flags, run_of):
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_config_shortened_is_told_of_no_trouble(config, run_of):
+    assert names_of(on_a_quiet_machine(run_of("run", f"config/{config}.py {SHORT}"))) == []
+
+
+@pytest.mark.slow
+def test_a_good_run_is_told_of_no_trouble(run_of):
+    flags = "--peak_lr=1e-2 --min_lr=1e-3 --warmup_steps=20 --max_steps=300"
     assert names_of(on_a_quiet_machine(run_of("run", flags))) == []
 
 
