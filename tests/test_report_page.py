@@ -349,8 +349,9 @@ def test_the_pointer_reads_off_the_numbers(browser, tmp_path):
 def test_an_open_page_of_a_living_run_loads_itself_again_where_it_was(browser, tmp_path):
     folder = write_run(tmp_path / "run", falling(30))
     browser.open(page_of([folder], refresh=0.3), width=360)
-    browser.run("window.mark = 1; scrollTo(0, 700)")
-    browser.run(PRESS.format("validation"))
+    # at once, as it may load itself again at any time: half of a page cannot be scrolled so far
+    act = f"window.mark = 1, scrollTo(0, 700), {PRESS.format('validation')}, scrollY == 700"
+    wait_for(lambda: browser.run(f"document.readyState == 'complete' && ({act})"))
     write_run(folder, falling(31))
     page_of([folder])  # the last one: the run has ended
     wait_for(lambda: browser.run("document.body?.textContent.includes('all 31 steps')"), seconds=20)
