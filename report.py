@@ -29,6 +29,7 @@ from plumbing.files import replacing
 from plumbing.knobs import read_knobs
 from plumbing.reporting import page as report_page
 from plumbing.reporting.outcome import (
+    beside,
     clipped_share,
     duration,
     ended,
@@ -77,6 +78,8 @@ LANES = {
     "save_failed": ("save failed", ORANGE, "D", False),
     "failed": ("failed", BLACK, "X", True),
 }
+# What may give the same command other digits. matmul_bits: a checksum of what its kernels compute
+EXACTNESS = "device dtype matmul_bits compile deterministic threads world_size torch".split()
 CSS = {BLACK: "black", ORANGE: "orange", GREEN: "green", BLUE: "blue", VERMILION: "vermilion"}
 CSS |= {PURPLE: "purple"}  # colours of LANES as the page calls them
 STYLE = """
@@ -463,8 +466,9 @@ def compare_words(runs, names, image):
     """compare.md: one table of what differs, in what was run and in what came of it."""
     rows = {
         "data": [run.info["data"].get("fingerprint") for run in runs],
-        "device": [run.info["run"].get("device") for run in runs],
         "commit": [str(run.info["git"].get("commit"))[:12] for run in runs],
+        "cpu": [run.info["hardware"].get("cpu") for run in runs],
+        **{key: [run.info["run"].get(key) for run in runs] for key in EXACTNESS},
     }
     out = ["# " + ", ".join(names) + "\n"]
     if len(set(rows["data"])) > 1:
@@ -473,11 +477,12 @@ def compare_words(runs, names, image):
         out += ["> These runs ran on different devices: mind that where times are compared.\n"]
     out += ["![Curves of these runs](compare.png)\n"] if image else []
     for knob in dict.fromkeys(knob for run in runs for knob in run.info["config"]):
-        if not knob.endswith("_dir"):
+        if not knob.endswith("_dir") and knob not in EXACTNESS:  # which are there, resolved
             rows[f"`{knob}`"] = [run.info["config"].get(knob, "n/a") for run in runs]
     outcomes = [outcome(run, dollars_per_hour) for run in runs]
     for what in dict.fromkeys(what for each in outcomes for what in each):
         rows[f"**{what}**"] = [each.get(what, ("n/a",))[0] for each in outcomes]
+    rows["**training loss**"] = ["", *(beside(run, runs[0]) for run in runs[1:])]
     rows = [(what, *each) for what, each in rows.items() if len(set(map(str, each))) > 1]
     return "\n".join([*out, table(("", *names), rows)])
 

@@ -1,4 +1,4 @@
-"""An honest training loop. To learn: docs/lessons.md. When it goes wrong: docs/trouble.md.
+"""An honest training loop. Learn: docs/lessons.md, docs/questions.md. In trouble: docs/trouble.md.
 
 On one device:
     python train.py config/shakespeare.py

@@ -2,13 +2,15 @@
 
     python tests/run_page.py docs/lessons.md        # the whole page
     python tests/run_page.py docs/lessons.md 1 4    # what stands before the first heading, and two sections
+    python tests/run_page.py examples/images.py     # the commands in the docstring of a script
 
-Sections are what stands under "## ", counted from 1. Blocks fenced as sh are only shown: they need a
-network, a GPU or a person. Variables live from block to block. Prints each block, what it prints and
-how long it took. The exit code is that of the block that fails, which ends it. With PAGE_COPY=FOLDER the
-copy is made there, and stays.
+Sections are what stands under "## ", counted from 1. Blocks fenced as sh are only shown; the words after
+`sh` say what they need, such as a network or a GPU. Variables live from block to block. Prints each
+block, what it prints and how long it took. The exit code is that of the block that fails, which ends it.
+With PAGE_COPY=FOLDER the copy is made there, and stays.
 """
 
+import ast
 import os
 import re
 import shutil
@@ -19,24 +21,30 @@ from tempfile import TemporaryDirectory
 
 REPO = Path(__file__).resolve().parent.parent
 NOT_COPIED = shutil.ignore_patterns(".git", "out", "data", "wandb", ".venv", "__pycache__")
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(page):
-    """[(section, line of the fence, language, code)] of a page; section 0 is before the first "## "."""
+    """[(section, line, language, needs, code)] of a page; section 0 is before the first "## ".
+
+    needs: what stands behind the language.
+    """
     text = Path(page).read_text(encoding="utf-8")
+    if Path(page).suffix == ".py":
+        commands = re.findall(r"^    (.*)", ast.get_docstring(ast.parse(text)), re.MULTILINE)
+        return [(0, 1, "bash", "", "\n".join(commands) + "\n")]
     found = []
     for fence in FENCE.finditer(text):
         before = text[: fence.start()]
         section = len(re.findall(r"^## ", FENCE.sub("", before), re.MULTILINE))
-        found.append((section, before.count("\n") + 1, fence[1], fence[2]))
+        found.append((section, before.count("\n") + 1, *fence.groups()))
     return found
 
 
 def script(page, sections=()):
     """One bash script of all blocks that run: those of section 0 and of `sections`, or all."""
     parts = ["set -euo pipefail"]
-    for section, line, language, code in blocks(page):
+    for section, line, language, _, code in blocks(page):
         if language not in ("bash", "python") or sections and section not in (0, *sections):
             continue
         if language == "python":

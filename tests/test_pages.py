@@ -4,6 +4,8 @@ import ast
 import importlib
 import re
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import run_page
@@ -12,9 +14,12 @@ from conftest import REPO
 from plumbing.knobs import read_knobs
 
 PAGES = ["docs/trouble.md", "docs/lessons.md", "docs/questions.md"]
+WITH_README = [*PAGES, "README.md"]
+EXAMPLES = sorted(path.relative_to(REPO).as_posix() for path in REPO.glob("examples/*.py"))
+NEEDS = ("needs a network", "needs a GPU", "needs several nodes")  # why a block is only shown
 SCRIPTS = ["train.py", "bench.py", "report.py", "sample.py", "prepare_data.py"]
 # of other programs, as the pages use them
-FOREIGN = {"standalone", "nproc_per_node"}
+FOREIGN = set("standalone nproc_per_node signal shutdown max build gpus shm help".split())
 # made by a run, or by a page itself
 MADE = re.compile(r"(out|data)/|\S*(run\.json|bench\.json|metrics\.jsonl|report\.(md|png)|\.pt)$")
 MADE_BY_PAGES = {
@@ -46,7 +51,7 @@ def headings(page):
     return made | set(re.findall(r'<a id="(\w+)">', text))
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", WITH_README)
 def test_every_flag_is_a_knob(page):
     every = set().union(*map(knobs_of, SCRIPTS))
     flags = set(re.findall(r"--([a-z]\w*)", text_of(page)))
@@ -71,30 +76,54 @@ def test_every_function_is_there(page):
     assert len(names) >= {"docs/questions.md": 20, "docs/trouble.md": 1}.get(page, 0)
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", WITH_README)
 def test_every_file_and_link_is_there(page):
     text = text_of(page)
     for link in re.findall(r"\]\(([^)\s]+)\)", run_page.FENCE.sub("", text)):
         path, _, anchor = link.partition("#")
-        target = f"docs/{path}" if path else page
+        target = Path(page).parent.joinpath(path).as_posix() if path else page
         assert (REPO / target).is_file(), f"{page}: {link}"
         assert not anchor or anchor in headings(target), f"{page}: {link}"
     words = re.findall(r"[\w./*-]+\.(?:py|sh|md|png|json|jsonl|txt|log|pt)\b", text)
     files = {word for word in words if not MADE.match(word)} - MADE_BY_PAGES
-    missing = {f for f in files if not any((REPO / at / f).is_file() for at in ("", "docs"))}
+    missing = {f for f in files if not [*REPO.glob(f), *REPO.glob(f"docs/{f}")]}
     assert len(files) >= 2 and missing == set()
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_every_block_can_be_read_by_its_language(page):
+def neither_run_nor_explained(page):
+    """[(line, language)] of the blocks of commands that run_page.py passes over without a reason."""
+    found = []
+    for _, line, language, needs, code in run_page.blocks(page):
+        runs = language in ("bash", "python") and not needs
+        shown = language == "sh" and needs in NEEDS
+        output = not language and not re.search(r"^(\$ |python |bash )", code, re.MULTILINE)
+        if not (runs or shown or output):
+            found.append((line, language))
+    return found
+
+
+@pytest.mark.parametrize("page", [*WITH_README, *EXAMPLES])
+def test_every_block_runs_or_says_what_it_needs(page):
+    assert neither_run_nor_explained(REPO / page) == []
     found = run_page.blocks(REPO / page)
-    assert {language for _, _, language, _ in found} <= {"bash", "python", "sh", ""}
-    assert sum(language == "bash" for _, _, language, _ in found) >= 3
-    for _, _, language, code in found:
+    assert sum(language == "bash" for _, _, language, _, _ in found) >= (3 if ".md" in page else 1)
+    assert sum(language == "sh" for _, _, language, _, _ in found) <= 1, "there are to be few"
+    for _, _, language, _, code in found:
+        assert code.strip()
         if language == "python":
             ast.parse(code)
         if language in ("bash", "sh"):
             subprocess.run(["bash", "-n"], input=code, text=True, check=True)
+
+
+def test_a_block_without_a_reason_would_be_found(tmp_path):
+    """The control: a block that is only shown, in a language or words that say nothing of why."""
+    path = tmp_path / "page.md"
+    for fence in ("sh", "sh too long", "", "console", "bash needs a GPU"):
+        path.write_text(f"# A page\n\n```{fence}\npython train.py\n```\n")
+        assert neither_run_nor_explained(path) == [(3, fence.partition(" ")[0])]
+    path.write_text("# A page\n\n```sh needs a GPU\npython train.py\n```\n")
+    assert neither_run_nor_explained(path) == []
 
 
 def test_every_trouble_that_report_knows_has_its_place():
@@ -109,9 +138,13 @@ def test_every_check_before_a_long_run_is_explained():
         assert f"| {check} |" in text_of("docs/trouble.md")
 
 
-def test_the_readme_leads_to_every_page():
+def test_the_readme_and_help_lead_to_the_pages():
+    help_text = subprocess.run(
+        [sys.executable, REPO / "train.py", "--help"], capture_output=True, text=True, check=True
+    ).stdout
     for page in PAGES:
         assert f"]({page})" in text_of("README.md")
+        assert page in help_text
 
 
 # ---- the script ----------------------------------------------------------------------------------
@@ -161,6 +194,14 @@ def test_blocks_run_in_order_in_a_copy(tmp_path, capfd):
     assert lines[-1].endswith("/repo/train.py") and not lines[-1].startswith(str(REPO))
 
 
+def test_the_commands_of_a_script_are_those_in_its_docstring(tmp_path, capfd):
+    path = tmp_path / "example.py"
+    path.write_text('"""What it is:\n\n    echo bash 1\n\nOr also:\n\n    echo bash 2\n"""\n')
+    code = run_page.run(path)
+    lines = capfd.readouterr().out.splitlines()
+    assert code == 0 and [line for line in lines if line.startswith("bash")] == ["bash 1", "bash 2"]
+
+
 def test_a_section_runs_with_what_stands_before_the_first(tmp_path, capfd):
     code, lines = ran(tmp_path, capfd, PAGE, [1])
     assert (code, lines) == (0, ["bash 1"])
@@ -173,8 +214,8 @@ def test_a_block_that_fails_ends_it(tmp_path, capfd):
     assert code == 1 and lines[0] == "bash 1" and lines[-1].startswith("python -")
 
 
-@pytest.mark.slow  # half an hour, on one core
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.slow  # an hour, on one core
+@pytest.mark.parametrize("page", [*WITH_README, *EXAMPLES])
 def test_the_page_runs(page, monkeypatch):
     monkeypatch.chdir(REPO)
     assert run_page.run(page) == 0

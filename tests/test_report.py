@@ -587,6 +587,25 @@ def test_a_comparison_says_what_differs_and_only_that(real, tmp_path, capsys):
     assert "learned different texts" in text
     assert "| `peak_lr` | 0.001 | 0.5 |" in text
     assert "n_embd" not in text and "different devices" not in text
+    assert "same in every digit" in text
+
+
+def test_a_comparison_says_where_losses_part_and_what_else_may_be_why(tmp_path):
+    rows = falling(40)
+    others = [row | {"loss": row["loss"] + 1e-6 * (row["step"] > 9)} for row in rows]
+    others[-1] |= {"loss": others[-1]["loss"] + 0.5}
+    runs = []
+    for name, losses, cpu, dtype in (("a", rows, "A", "float32"), ("b", others, "B", "bfloat16")):
+        facts = {"hardware": {"cpu": cpu}, "run": {"dtype": dtype, "compile": False, "threads": 2}}
+        runs.append(report.read_run(write_run(tmp_path / name, losses, **facts)))
+    text = report.compare_words(runs, ["a", "b"], image=False)
+    assert (
+        "| **training loss** |  | differs from step 10 on, by 1e-06; by 5e-01 at step 40 |" in text
+    )
+    assert "| cpu | A | B |" in text and "| dtype | float32 | bfloat16 |" in text
+    assert "threads" not in text and "compile" not in text
+    same = report.compare_words([runs[0], runs[0]], ["a", "b"], image=False)
+    assert "| **training loss** |  | the same in every digit, for 40 steps |" in same
 
 
 @pytest.mark.slow

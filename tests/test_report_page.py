@@ -11,7 +11,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import wait_for
+from conftest import REPO, wait_for
 from test_report import RUNS, evaluation, event, eventful, falling, write_run
 
 import report
@@ -54,6 +54,10 @@ def test_it_needs_nothing_from_elsewhere(tmp_path):
     html = page_of([write_run(tmp_path / "run", eventful())]).read_text()
     assert not re.search(r"https?:|//\w|src=|@import|url\(", html)
     assert html.count("<script>") == html.count("<style>") == 1
+
+
+def test_what_draws_it_stays_short():
+    assert len((REPO / "plumbing/reporting/page.py").read_text().splitlines()) < 250
 
 
 def test_every_panel_table_trouble_and_the_last_sample_are_there(tmp_path):
@@ -345,8 +349,9 @@ def test_the_pointer_reads_off_the_numbers(browser, tmp_path):
 def test_an_open_page_of_a_living_run_loads_itself_again_where_it_was(browser, tmp_path):
     folder = write_run(tmp_path / "run", falling(30))
     browser.open(page_of([folder], refresh=0.3), width=360)
-    browser.run("window.mark = 1; scrollTo(0, 700)")
-    browser.run(PRESS.format("validation"))
+    # at once, as it may load itself again at any time: half of a page cannot be scrolled so far
+    act = f"window.mark = 1, scrollTo(0, 700), {PRESS.format('validation')}, scrollY == 700"
+    wait_for(lambda: browser.run(f"document.readyState == 'complete' && ({act})"))
     write_run(folder, falling(31))
     page_of([folder])  # the last one: the run has ended
     wait_for(lambda: browser.run("document.body?.textContent.includes('all 31 steps')"), seconds=20)

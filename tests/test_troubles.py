@@ -5,6 +5,7 @@ The runs are real and take about a second; what needs a GPU, or thousands of ste
 
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from conftest import HONEST_DATA, REPO, pydoc_text
 from test_report import evaluation, event, falling, write_run
 
 import bench
+from plumbing import failures
 from plumbing.knobs import read_knobs
 from plumbing.reporting.record import read_run
 from plumbing.reporting.troubles import TROUBLES, troubles
@@ -42,6 +44,21 @@ def build_model(*args, inner=train.build_model):
     return model
 train.build_model = build_model
 """
+KEEPS = """
+import torch
+kept = []
+def train_step(*args, inner=train.train_step):
+    kept.append(torch.ones(2_000_000))
+    return inner(*args)
+train.train_step = train_step
+"""
+FULL = """
+def forward_backward(model, run, *batch, inner=train.forward_backward):
+    if run.state["micro_batch"] > 2:
+        raise MemoryError
+    return inner(model, run, *batch)
+train.forward_backward = forward_backward
+"""
 REAL = {  # troubles: flags of the run, source that runs before it
     "updates_fail": (
         "--optimizer=sgd --peak_lr=1e30 --grad_clip=0 --max_steps=40 --max_rollbacks=0",
@@ -62,20 +79,33 @@ REAL = {  # troubles: flags of the run, source that runs before it
         "--dataset=small --n_embd=64 --peak_lr=1e-2 --max_steps=240 --eval_interval=30",
         "",
     ),
+    "out_of_memory": ("--max_steps=20", FULL),
+    "memory_grows": ("--max_steps=60", KEEPS),
     "throughput_falls": ("--max_steps=60", slow("train_step", 10)),
     "waits_for_data": ("--max_steps=60", slow("ShuffledWindows.__getitem__", 10)),
 }
+LATE = "kept the others waiting for more than"
 RECORDED = {  # what needs a GPU, or more steps than a test may take
     "float16_scale_collapses": (
         [*falling(60), *(event(3 * i, "skipped", loss=None) for i in range(1, 19))],
         {"run": {"dtype": "float16"}},
     ),
     "gpu_idle": (falling(60, gpu_util=41), {}),
+    "late_rank": (
+        [*falling(60), event(60, "end", ended=f"failed: rank 1 {LATE} hang_minutes; the same ...")],
+        {},
+    ),
     "norm_vanishes": (
         [each | {"grad_norm": 10 ** (-each["step"] / 10)} for each in falling(60)],
         {},
     ),
 }
+
+
+CONFIGS = sorted(path.stem for path in REPO.glob("config/*.py"))
+# A config as far as a test has time for: its rates, its optimizer and its schedule, a model that is small.
+SHORT = "--dataset=manual --n_layer=1 --n_embd=64 --n_head=2 --block_size=32 --batch_size=16 --max_steps=80"
+SHORT += " --accum_steps=1 --num_workers=0 --eval_interval=40 --audit_interval=0 --compile=false"
 
 
 def names_of(run):
@@ -131,29 +161,27 @@ def test_a_run_that_diverges_after_its_resume_is_told_so_with_the_jump_of_the_ra
     assert "resumed at step 90" in found.shows and "from 0.01 to 3" in found.shows
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "config/shakespeare_fast.py --max_steps=60 --dataset=manual",
-        pytest.param(
-            "--peak_lr=1e-2 --min_lr=1e-3 --warmup_steps=20 --max_steps=300", marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_a_good_run_is_told_of_no_trouble(flags, run_of):
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_config_shortened_is_told_of_no_trouble(config, run_of):
+    assert names_of(on_a_quiet_machine(run_of("run", f"config/{config}.py {SHORT}"))) == []
+
+
+@pytest.mark.slow
+def test_a_good_run_is_told_of_no_trouble(run_of):
+    flags = "--peak_lr=1e-2 --min_lr=1e-3 --warmup_steps=20 --max_steps=300"
     assert names_of(on_a_quiet_machine(run_of("run", flags))) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["shakespeare", "shakespeare_fast"])
+@pytest.mark.parametrize("config", [name for name in CONFIGS if name.startswith("shakespeare")])
 def test_the_whole_of_a_config_is_told_of_no_trouble(config, run_train, tmp_path):
-    """The real thing, on its own text: a minute or two."""
+    """The real thing, on its own text: some minutes."""
     text = HONEST_DATA / "tinyshakespeare" / "input.txt"
     if not text.is_file():
         pytest.skip("HONEST_DATA names no folder with tinyshakespeare/input.txt")
     prepare("bard", tmp_path, input=str(text), say=lambda *words: None)
     flags = f"config/{config}.py --dataset=bard --data_dir={tmp_path} --out_dir={tmp_path}/run"
-    done = run_train("run", *flags.split(), "--log_interval=10", timeout=500)
+    done = run_train("run", *flags.split(), "--log_interval=10", timeout=1500)
     assert done.returncode == 0, done.stderr
     assert names_of(on_a_quiet_machine(tmp_path / "run")) == []
 
@@ -163,6 +191,22 @@ def test_recorded_rows_that_have_the_trouble_are_told_so_and_only_that(name, tmp
     rows, info = RECORDED[name]
     found = names_of(read_run(write_run(tmp_path, rows, **info)))
     assert name in found and set(found) <= {name, "updates_fail"}
+
+
+def test_the_words_of_a_late_rank_are_those_that_a_run_ends_with():
+    assert f"rank {{late}} {LATE} hang_minutes" in Path(failures.__file__).read_text()
+
+
+def test_memory_that_rises_with_an_evaluation_or_two_does_not_grow(tmp_path):
+    """The peak of the main job, as its rows have it; and one of the same size that goes on rising."""
+    steps = [(183, 0.53), (350, 0.57), (550, 0.61), (1100, 0.61)]
+    rows = falling(1100)
+    for each in rows:
+        each["mem_gb"] = next(size for last, size in steps if each["step"] <= last)
+    assert names_of(read_run(write_run(tmp_path / "main", rows))) == []
+    for each in rows:
+        each["mem_gb"] = 0.53 + 2e-4 * (each["step"] // 100 * 100)
+    assert names_of(read_run(write_run(tmp_path / "grows", rows))) == ["memory_grows"]
 
 
 def test_a_good_recorded_run_is_told_of_no_trouble(tmp_path):
@@ -231,6 +275,9 @@ def test_the_command_is_that_of_the_run_with_one_change(tmp_path):
     rising = falling(100) + [each | {"step": 100 + each["step"]} for each in falling(100)]
     tell = finding(tmp_path / "run", rising[:120], "loss_rises", **info).tell
     assert tell == "python bench.py config/mine.py --peak_lr=1e-3 --only=lr"
+    info["hardware"] = {"world_size": 2}
+    tell = finding(tmp_path / "run", swinging, "oscillation", **info).tell
+    assert tell == expected.replace("python", "torchrun --standalone --nproc_per_node=2")
     info["command"] = ["examples/images.py"]  # which bench.py cannot measure
     assert finding(tmp_path / "run", rising[:120], "loss_rises", **info).tell == ""
 

@@ -4,9 +4,11 @@ Their names are those of plumbing/reporting/troubles.py, which has the causes an
 """
 
 import math
+import re
 
 import numpy as np
 
+from plumbing.reporting.outcome import ended
 from plumbing.reporting.record import (
     best_of,
     half_window,
@@ -164,7 +166,10 @@ def oscillation(run):
 
 def loss_spikes(run):
     spikes = run.train["step"][spikes_of(run)]
-    return f"spikes: {len(spikes):,}, the first at step {spikes[0]:,.0f}" if len(spikes) else None
+    more = "s" * (len(spikes) > 1)
+    return (
+        f"{len(spikes):,} spike{more}, the first at step {spikes[0]:,.0f}" if len(spikes) else None
+    )
 
 
 def norm_leads_spikes(run):
@@ -233,6 +238,39 @@ def overfitting(run):
         f"validation from {best:.4f} at step {step:,} to {at_end:.4f}, "
         f"training from {curve[then]:.4f} to {curve[-1]:.4f}"
     )
+
+
+# ---- memory, ranks ------------------------------------------------------------------------------
+
+
+def out_of_memory(run):
+    """Its rows say which micro-batch fitted in the end; where none did, that is how the run ended."""
+    failed = ended(run)
+    rows = happened(run, "out_of_memory")
+    if not rows:
+        return failed if "out of memory" in failed else None
+    names = {"micro_batch": "training", "eval_micro_batch": "evaluation"}
+    left = {what: row[name] for row in rows for name, what in names.items() if name in row}
+    sizes = ", ".join(f"{size} sequences in {what}" for what, size in left.items())
+    return f"at step {rows[0]['step']:,} at first; the micro-batch is now {sizes or 'smaller'}"
+
+
+def memory_grows(run):
+    """A staircase: a peak that rises over and over, when all that a step needs has long been there."""
+    parts = np.array_split(run.train["mem_gb"], 6)
+    settled, *later = [known(part).max(initial=-math.inf) for part in parts[1:]]
+    rises = np.count_nonzero(np.diff([settled, *later]) > 0.01 * settled)
+    if len(run.train["step"]) < 40 or rises < 3 or not later[-1] > 1.15 * settled:
+        return None
+    return (
+        f"the peak is {settled:.2f} GB after a third of the run, and {later[-1]:.2f} GB at its end"
+    )
+
+
+def late_rank(run):
+    """Rows are of all ranks together; but those that gave up waiting said for which."""
+    late = re.search(r"rank [\w ]+ kept the others waiting", ended(run))
+    return ended(run).removeprefix("failed: ") if late else None
 
 
 # ---- speed ---------------------------------------------------------------------------------------

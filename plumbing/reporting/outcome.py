@@ -135,6 +135,20 @@ def cost(run, dollars_per_hour):
 ASK_FOR_MONEY = "report.py --dollars_per_hour=PRICE says it in money"
 
 
+def beside(run, first):
+    """How the training loss of a run differs from that of the first one, in words."""
+    steps, mine, other = np.intersect1d(run.train["step"], first.train["step"], return_indices=True)
+    apart = np.abs(run.train["loss"][mine] - first.train["loss"][other])
+    differ = np.flatnonzero(apart > 0)
+    if not len(differ):
+        return f"the same in every digit, for {len(known(apart)):,} steps"
+    begin, end = differ[[0, -1]]
+    return (
+        f"differs from step {steps[begin]:,.0f} on, by {apart[begin]:.0e};"
+        f" by {apart[end]:.0e} at step {steps[end]:,.0f}"
+    )
+
+
 def epochs(run, most=30):
     """[header, row, ...] of means over the steps of each epoch, or of several where there are many."""
     t, e = run.train, run.evals

@@ -131,6 +131,34 @@ TABLE = [
         "best.pt, from before; more data",
     ),
     Trouble(
+        detectors.out_of_memory,
+        "Memory ran out",
+        "the batch; other work on the device; an evaluation or a sample larger than a step",
+        "bench.py --only=memory",
+        "what fills a step, by arithmetic and measured",
+        "batch_size*0.5 accum_steps*2 grad_checkpoint:false=true",
+        "several GPUs, and --shard=true",
+    ),
+    Trouble(
+        detectors.memory_grows,
+        "Memory grows all the time",
+        "tensors that a fork keeps with their graph, such as total += loss without detach(); a list or"
+        " cache that nobody empties",
+        "bench.py --only=memory",
+        "as much as a step of this repository needs: the rest is what is kept",
+        "",
+        "keep numbers, not tensors: loss.detach()",
+    ),
+    Trouble(
+        detectors.late_rank,
+        "A rank is late",
+        "a slow or dying machine; a branch that one rank takes and another does not",
+        "knob",
+        "gets past that step: the rank was slow; it stops there again: the code",
+        "hang_minutes*4",
+        "resume without that machine; in the code, ask plumbing.ranks.agree before a branch",
+    ),
+    Trouble(
         detectors.throughput_falls,
         "The throughput falls",
         "other work on the machine; memory that swaps; a device that slows down when hot",
@@ -221,4 +249,8 @@ def command(run, tell, tries, name):
         last[flag.partition("=")[0]] = flag
     if tell != "--resume=never":
         last.pop("--resume", None)
-    return shlex.join(["python", script, *last.values()])
+    ranks = run.info["hardware"].get("world_size", 1) if tell.startswith("--") else 1
+    launcher = (
+        ["torchrun", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
+    )
+    return shlex.join([*launcher, script, *last.values()])
