@@ -144,7 +144,7 @@ def restore(run, checkpoint):
             moments[key] = {}
             for name, value in state.items():  # where it is sharded, only this rank's rows are read
                 mine = ranks.shard_like(weights[key], value) if isinstance(key, int) else value
-                moments[key][name] = clone(value) if mine is value else mine  # not the file's memory
+                moments[key][name] = clone(value) if mine is value else mine  # not the file's own
         own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
         groups = [  # as saved, except for what the knobs build otherwise now than they did then
             group | {k: now[k] for k in now if k not in group or then.get(k, now[k]) != now[k]}
