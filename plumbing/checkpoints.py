@@ -11,6 +11,7 @@ import threading
 import time
 import zipfile
 from collections import Counter, OrderedDict
+from functools import partial
 
 import torch
 
@@ -128,23 +129,23 @@ def not_restorable(value, name):
     return None
 
 
+def own_part(weights, leaf, path):
+    """A copy of what an optimizer keeps at `path`, in memory that is no part of a mapped file. Where the
+    weight is sharded, only this rank's rows are read."""
+    mine = ranks.shard_like(weights[path[0]], leaf) if isinstance(path[0], int) else leaf
+    return clone(leaf) if mine is leaf else mine
+
+
 @torch.no_grad()
 def restore(run, checkpoint):
-    """Make `run` what it was when `checkpoint`, by run.checkpoint(), was taken; sharded then or now.
-
-    Micro-batches stay as they are: they belong to the ranks and the memory of today.
-    """
+    """Make `run` what it was when run.checkpoint() returned `checkpoint`, sharded then or now. Only
+    micro-batches stay as they are: they belong to the ranks and the memory of today."""
     for name, weight in run.model.state_dict().items():
         weight.copy_(ranks.shard_like(weight, checkpoint["model"][name]))
     optimizers = zip(run.optimizers, run.groups, checkpoint["optimizer"], strict=True)
     for optimizer, built, saved in optimizers:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        moments = {}
-        for key, state in saved["state"].items():
-            moments[key] = {}
-            for name, value in state.items():  # where it is sharded, only this rank's rows are read
-                mine = ranks.shard_like(weights[key], value) if isinstance(key, int) else value
-                moments[key][name] = clone(value) if mine is value else mine  # not the file's own
+        moments = mapped(partial(own_part, weights), saved["state"])
         own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
         groups = [  # as saved, except for what the knobs build otherwise now than they did then
             group | {k: now[k] for k in now if k not in group or then.get(k, now[k]) != now[k]}
@@ -199,8 +200,7 @@ class Saver:
             self.error = None
             if ranks.rank() == 0:
                 synchronize(self.run.device)  # the copies to the host are asynchronous
-                arguments = (checkpoint, names)
-                self.thread = threading.Thread(None, self.write, "writer", arguments)
+                self.thread = threading.Thread(None, self.write, "writer", (checkpoint, names))
                 self.thread.start()
             if not must:
                 return
