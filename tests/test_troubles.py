@@ -197,6 +197,17 @@ def test_the_words_of_a_late_rank_are_those_that_a_run_ends_with():
     assert f"rank {{late}} {LATE} hang_minutes" in Path(failures.__file__).read_text()
 
 
+def test_a_loss_that_falls_in_stairs_does_not_oscillate(tmp_path):
+    """As config/shakespeare_best.py does: each time the text begins again, it is known a little better."""
+    rows = falling(1200)
+    for each in rows:
+        each["loss"] -= 0.1 * (each["step"] // 200)
+    assert names_of(read_run(write_run(tmp_path / "stairs", rows))) == []
+    for each in rows:
+        each["loss"] += 0.1 * math.sin(each["step"] / 30)
+    assert "oscillation" in names_of(read_run(write_run(tmp_path / "swings", rows)))
+
+
 def test_memory_that_rises_with_an_evaluation_or_two_does_not_grow(tmp_path):
     """The peak of the main job, as its rows have it; and one of the same size that goes on rising."""
     steps = [(183, 0.53), (350, 0.57), (550, 0.61), (1100, 0.61)]

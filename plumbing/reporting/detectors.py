@@ -156,7 +156,10 @@ def oscillation(run):
     swings = means - np.polyval(np.polyfit(place, means, 2), place)
     deviation = swings.std(ddof=3)
     turns = np.count_nonzero(np.diff(np.sign(swings)))
-    if deviation < 2.5 * noise or deviation < 0.01 * mean(late) or turns < 4:
+    rise = np.max(
+        means - np.minimum.accumulate(means)
+    )  # a fall in stairs, epoch by epoch, has none
+    if deviation < max(2.5 * noise, 0.01 * mean(late)) or turns < 4 or rise < 2 * deviation:
         return None
     return (
         f"in the second half of the run means of {size} steps swing by {deviation:.3f} around their"
@@ -166,10 +169,7 @@ def oscillation(run):
 
 def loss_spikes(run):
     spikes = run.train["step"][spikes_of(run)]
-    more = "s" * (len(spikes) > 1)
-    return (
-        f"{len(spikes):,} spike{more}, the first at step {spikes[0]:,.0f}" if len(spikes) else None
-    )
+    return f"{len(spikes):,} in all, the first at step {spikes[0]:,.0f}" if len(spikes) else None
 
 
 def norm_leads_spikes(run):
