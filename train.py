@@ -35,7 +35,7 @@ from plumbing.ranks import agree, from_rank0, rank, say, world_size
 from plumbing.resume import continue_from, find_checkpoint, is_finished
 from plumbing.retry import rehearse, within_memory
 from plumbing.run_folder import RunFolder
-from plumbing.signals import Signals, ignore_signals, stop_workers
+from plumbing.signals import Signals, ignore_signals, start_workers, stop_workers
 from plumbing.skipping import Buffers, step_unless
 from plumbing.spikes import is_spike
 from plumbing.startup import spare_time
@@ -222,7 +222,7 @@ def load_batches(run):
         pin_memory=run.device.type == "cuda",
         generator=torch.Generator(),
     )
-    return iter(loader)
+    return start_workers(loader)
 
 
 # ---- the step ------------------------------------------------------------------------------------

@@ -60,6 +60,18 @@ def ignore_signals(worker):
         signal.signal(number, signal.SIG_IGN)
 
 
+def start_workers(loader):
+    """iter(loader), without the handler by which torch raises an error wherever the training is when a
+    worker dies, also amid a save or another error: the next batch tells, within 5 s."""
+    in_main = threading.current_thread() is threading.main_thread()
+    number = getattr(signal, "SIGCHLD", None) if in_main else None  # Windows has none
+    before = number and signal.getsignal(number)
+    batches = iter(loader)
+    if number:
+        signal.signal(number, before or signal.SIG_DFL)
+    return batches
+
+
 def stop_workers(batches):
     """Ends the workers of a DataLoader's iterator. At its exit Python would end them by the SIGTERM
     that they ignore, and wait for ever, where an error still refers to the iterator."""
