@@ -779,9 +779,9 @@ def seeds_part(job):
         fail(
             "--only=seeds: the validation split is one window, which has no halves; lower --block_size"
         )
-    config = job.scratch / "given.py"  # as flags, a warmup_steps that does not fit would be refused
-    given = {name: job.config[name] for name in job.config.given if hasattr(train, name)}
-    config.write_text("".join(f"{name} = {value!r}\n" for name, value in given.items()))
+    config = job.scratch / "seeds.py"  # as flags, a warmup_steps that does not fit would be refused
+    knobs = read_knobs(train.__file__)
+    config.write_text("".join(f"{name} = {job.config[name]!r}\n" for name in knobs))
     say(f"\nseeds: {seeds} runs of train.py")
     runs = {}
     for seed in range(train.seed, train.seed + seeds):

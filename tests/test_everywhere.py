@@ -101,7 +101,7 @@ def test_a_checkpoint_is_read_once_by_rank_0_and_mapped_by_all(run_train, shard)
     resumed = run_train("run", *flags, "--max_steps=3", before=ranks(2, PEAK + READING))
     assert codes(resumed) == "0 0", resumed.stderr
     read = [int(re.search(rf"READ {rank} (\d+)", resumed.stdout)[1]) / size for rank in (0, 1)]
-    assert 1 <= read[0] < 1.1 and read[1] < 0.1, read
+    assert 1 <= read[0] < 1.3 and read[1] < 0.1, read
     took = [int(re.search(rf"TOOK {rank} (\d+)", resumed.stdout)[1]) / size for rank in (0, 1)]
     print("read, took", read, took)
     # two thirds of a checkpoint are moments, which are new memory; the weights are there already
