@@ -41,17 +41,17 @@ def on_device(weights, device_type):
 
 
 def moment_memory(optimizer, device_type):
-    """Bytes that one of torch's optimizers keeps for its weights; None for one that is not known here."""
+    """Bytes that an optimizer keeps for its weights: so many `moments` of their size; None if unknown."""
     moments = {
         torch.optim.SGD: bool(optimizer.param_groups[0].get("momentum")),
-        torch.optim.Muon: 1,
         torch.optim.Adam: 2,
         torch.optim.AdamW: 2,
     }
-    if type(optimizer) not in moments:
+    number = getattr(optimizer, "moments", moments.get(type(optimizer)))
+    if number is None:
         return None
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    return moments[type(optimizer)] * sum(part.nbytes for part in on_device(weights, device_type))
+    return number * sum(part.nbytes for part in on_device(weights, device_type))
 
 
 def gathered_memory(model, dtype):

@@ -19,9 +19,11 @@ from model import (
     MAX_CHUNKS,
     NGRAM_GAIN,
     GPTConfig,
+    Muon,
     build_model,
     configure_optimizers,
     generate,
+    orthogonal,
 )
 from plumbing.memory import training_memory
 
@@ -541,6 +543,31 @@ def test_muon_takes_hidden_matrices_and_leaves_embeddings_to_adamw():
     assert taken(gpt) == {name for name, _ in gpt.named_parameters() if "blocks." in name}
     assert taken(Recurrent()) == {"gru.weight_ih_l0", "gru.weight_hh_l0", "head.weight"}
     list(taken(nn.Sequential(nn.Embedding(5, 4))))  # none to take is no error
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_muon_takes_the_steps_of_torchs_own(emulated, monkeypatch):
+    """Where bfloat16 is only emulated, in float32: the same but for bfloat16's rounding."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: not emulated)
+    torch.manual_seed(0)
+    shapes = ((24, 8), (8, 24), (8, 8))
+    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    theirs = [nn.Parameter(weight.detach().clone()) for weight in ours]
+    knobs = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
+    pair = Muon(ours, **knobs), torch.optim.Muon(theirs, **knobs, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        for optimizer in pair:
+            optimizer.step()
+    same = [torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True)]
+    assert same == [not emulated] * 3
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0.01)
+    square = orthogonal(torch.randn(16, 16))
+    assert square.dtype == (torch.float32 if emulated else torch.bfloat16)
+    assert torch.linalg.svdvals(square.float()).sub(1).abs().median() < 0.3
 
 
 def test_unknown_optimizer_is_named():
