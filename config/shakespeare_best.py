@@ -11,7 +11,8 @@ dropout = 0.05  # much less, and it learns the text by heart; much more, and it 
 
 max_steps = 1400  # 5.7 epochs; after twice as many the validation loss is higher
 warmup_steps = 20
-peak_lr = 5e-3
+optimizer = "muon"
+peak_lr = 1e-2
 min_lr = peak_lr / 100
 weight_decay = 1.2
 

@@ -8,9 +8,12 @@ n_embd = 128
 n_head = 2
 batch_size = 32
 
-max_steps = 130
-warmup_steps = 10
-peak_lr = 1.2e-2
+max_steps = 64
+warmup_steps = 4
+optimizer = "muon"  # adamw needs 110 steps for the same loss
+momentum = 0.9
+schedule = "linear"
+peak_lr = 3e-2
 min_lr = peak_lr / 100
 weight_decay = 0.3
 eval_interval = 0  # only before the first step and after the last
