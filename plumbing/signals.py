@@ -61,14 +61,18 @@ def ignore_signals(worker):
 
 
 def start_workers(loader):
-    """iter(loader), without the handler by which torch raises an error wherever the training is when a
-    worker dies, also amid a save or another error: the next batch tells, within 5 s."""
-    in_main = threading.current_thread() is threading.main_thread()
-    number = getattr(signal, "SIGCHLD", None) if in_main else None  # Windows has none
-    before = number and signal.getsignal(number)
+    """iter(loader), whose workers begin with our signals blocked: one of them may come before a worker
+    ignores it. And without the handler by which torch raises an error wherever the training is when a
+    worker dies, also amid a save or another error: the next batch tells, within 5 s.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        return iter(loader)
+    handler = signal.getsignal(signal.SIGCHLD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
     batches = iter(loader)
-    if number:
-        signal.signal(number, before or signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
     return batches
 
 

@@ -112,6 +112,24 @@ def test_a_signal_from_outside_reaches_a_run_that_python_started(start_train, tm
     assert json.loads((tmp_path / "run/run.json").read_text())["ended"] == "stopped by SIGTERM"
 
 
+def test_a_signal_while_workers_start_stops_the_run_and_kills_none_of_them(run_train):
+    """Until worker_init_fn has run, a worker has torch's own handler of SIGTERM, by which it dies."""
+    slow_start = """
+import os, signal, threading, time
+def ignore_signals(worker, inner=train.ignore_signals):
+    time.sleep(1)
+    inner(worker)
+train.ignore_signals = ignore_signals
+def load_batches(run, inner=train.load_batches):
+    threading.Timer(0.5, os.killpg, (0, signal.SIGTERM)).start()
+    return inner(run)
+train.load_batches = load_batches
+"""
+    done = run_train("run", "--max_steps=100000", "--num_workers=2", before=slow_start)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert "stopped by SIGTERM" in done.stdout
+
+
 @pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
 def test_one_more_ctrl_c_leaves_at_once(run_train, first):
     """A step that takes a minute; two Ctrl-C leave all the same, whatever came before them."""
