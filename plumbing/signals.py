@@ -69,8 +69,10 @@ def start_workers(loader):
         return iter(loader)
     handler = signal.getsignal(signal.SIGCHLD)
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-    batches = iter(loader)
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    try:
+        batches = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
     return batches
