@@ -776,9 +776,7 @@ def seeds_part(job):
     the first half cannot flatter the second.
     """
     if len(job.datasets[1]) < 2:
-        fail(
-            "--only=seeds: the validation split is one window, which has no halves; lower --block_size"
-        )
+        fail("--only=seeds: the validation split is one window, without halves; lower --block_size")
     config = job.scratch / "seeds.py"  # as flags, a warmup_steps that does not fit would be refused
     knobs = read_knobs(train.__file__)
     config.write_text("".join(f"{name} = {job.config[name]!r}\n" for name in knobs))
@@ -807,9 +805,7 @@ def seeds_part(job):
         name: {column: kind(each[column] for each in runs.values()) for column in columns}
         for name, kind in kinds.items()
     }
-    say(
-        "  validation loss of the last and of the best evaluation, and of the last by halves of the"
-    )
+    say("  validation loss of the last and the best evaluation, and of the last by halves of the")
     say("  split; seconds of whole processes; deviation: the standard deviation of a sample")
     show(runs | summary, **columns)
     return {"runs": runs, **summary}

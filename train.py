@@ -38,7 +38,7 @@ from plumbing.run_folder import RunFolder
 from plumbing.signals import Signals, ignore_signals, start_workers, stop_workers
 from plumbing.skipping import Buffers, step_unless
 from plumbing.spikes import is_spike
-from plumbing.startup import spare_time
+from plumbing.startup import quick_start_and_exit
 from plumbing.windows import OrderedWindows, ShuffledWindows
 from report import write_report
 from sample import print_sample
@@ -651,7 +651,7 @@ def main(argv=None):
     """One run, from its flags to its end. argv: the flags; None = the command line. Returns the exit code."""
     global compile, deterministic
     clock = metrics.Clock(since_process_start=argv is None)
-    spare_time()
+    quick_start_and_exit()
     with configured(globals(), argv=argv) as config, ExitStack() as stack:
         check_knobs(config)
         run_device = devices.choose_device(device)

@@ -1,4 +1,4 @@
-"""A process starts and ends without what it does not need."""
+"""What would slow the start and the exit of a process that compiles nothing."""
 
 import atexit
 import functools
@@ -7,14 +7,14 @@ import gc
 import torch
 
 
-def spare_time():
-    """A second less at the start, half a second less at the end of a process that compiles nothing."""
-    spare_dynamo()
+def quick_start_and_exit():
+    """To be called once torch is imported, before the first optimizer is made."""
+    avoid_dynamo_import()
     atexit.register(gc.freeze)  # or Python searches all of torch for garbage on its way out
 
 
-def spare_dynamo():
-    """Has torch.optim work without torch._dynamo, whose import takes half as long as that of torch.
+def avoid_dynamo_import():
+    """Has torch.optim work without torch._dynamo, whose import takes about half as long as that of torch.
 
     Methods of its optimizers import it at their first call, only to tell the compiler to stay out of
     them (torch/_compile.py, torch/optim/optimizer.py). Nothing else that they do changes, and where a

@@ -312,7 +312,7 @@ def tree(folder):
 
 def serve():
     """For each request on stdin: fork, run train.main() there, and write its exit code to stdout."""
-    import torch._dynamo  # noqa: F401 (the first optimizer would import it, for a second)
+    import torch._dynamo  # noqa: F401 (a run that compiles would import it, for a second)
 
     import_train(REPO)
     import numpy.ma  # noqa: F401 (numpy.unique would import it, in each run)

@@ -1,6 +1,7 @@
 """What model.py promises. Small, real, on the CPU in float32 unless a test says otherwise."""
 
 import math
+import time
 import weakref
 
 import pytest
@@ -398,6 +399,29 @@ def test_all_the_logits_of_a_large_vocabulary_never_stand_at_once(dtype, monkeyp
     assert peak() < logits
     monkeypatch.setattr("model.MAX_CHUNKS", 1)
     assert peak() > 2 * logits  # control
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows, tokens", [(8, 256), (16, 512)])
+def test_what_the_loss_costs_at_gpt2s_vocabulary(rows, tokens, monkeypatch):
+    """With -s it prints memory and time of a forward and backward pass, in chunks and in one piece."""
+    model = build(n_layer=1, n_head=4, n_embd=256, vocab_size=50257, block_size=tokens)
+    inputs, targets = batch(rows, model.config)
+
+    def cost():
+        seconds = []
+        for _ in range(4):  # the first one warms up
+            model.zero_grad()
+            start = time.perf_counter()
+            with PeakMemory() as memory, torch.autocast("cpu", torch.bfloat16):
+                model(inputs, targets).backward()
+            seconds.append(time.perf_counter() - start)
+        print(f" {rows} x {tokens}: {memory.peak / 1e6:,.0f} MB, {min(seconds):.2f} s", end="")
+        return memory.peak
+
+    in_chunks = cost()
+    monkeypatch.setattr("model.CHUNK_LOGITS", 2**60)
+    assert in_chunks < 0.3 * cost()
 
 
 def test_flops_in_chunks_are_those_of_the_whole(monkeypatch):

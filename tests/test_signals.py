@@ -6,9 +6,10 @@ import subprocess
 import sys
 import threading
 
+import torch
 from conftest import REPO
 
-from plumbing.signals import Signals, ignore_signals
+from plumbing.signals import Signals, ignore_signals, start_workers
 
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -75,3 +76,14 @@ def test_workers_ignore_what_the_whole_process_group_gets():
     finally:
         for number, handler in zip(ALL, before, strict=True):
             signal.signal(number, handler)
+
+
+def test_the_death_of_a_worker_interrupts_nothing():
+    """torch's handler would raise an error wherever the main thread is."""
+    before = signal.getsignal(signal.SIGCHLD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    loader = torch.utils.data.DataLoader(range(4), num_workers=1)
+    batches = start_workers(loader)
+    assert signal.getsignal(signal.SIGCHLD) is before
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+    assert [int(batch) for batch in batches] == [0, 1, 2, 3]

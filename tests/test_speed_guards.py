@@ -227,19 +227,23 @@ def python(code):
     return done.stdout.strip()
 
 
-def test_a_run_that_compiles_nothing_starts_without_the_compiler(data_dir, tmp_path):
+def test_a_run_that_compiles_nothing_starts_and_ends_quickly(data_dir, tmp_path):
     flags = TINY | {"data_dir": data_dir, "out_dir": tmp_path / "run", "compile": False}
     argv = [f"--{name}={value}" for name, value in flags.items()]
-    run = f"import sys, train; assert train.main({argv}) == 0; print({COMPILER})"
-    assert python(run).splitlines()[-1] == "[]"
+    at_exit = "atexit.register(lambda: print(gc.get_freeze_count() > 0, end=''))"  # runs last
+    run = f"import atexit, gc, sys; {at_exit}; import train; "
+    run += f"assert train.main({argv}) == 0; print({COMPILER})"
+    *_, compiler, frozen = python(run).splitlines()
+    assert compiler == "[]"
+    assert frozen == "True"  # Python searches nothing of torch for garbage when it exits
     alone = "import sys, torch; torch.optim.AdamW([torch.ones(2, requires_grad=True)])"
     assert "_dynamo" in python(f"{alone}; print({COMPILER})")  # control: torch does import it
 
 
 def test_optimizers_without_the_compiler_take_the_same_steps():
-    spare = "from plumbing.startup import spare_dynamo; spare_dynamo()\n"
+    without = "from plumbing.startup import avoid_dynamo_import as avoid; avoid()\n"
     found = f"\nprint(digest.hexdigest(), {COMPILER})"
-    digest, compiler = python(spare + OPTIMIZERS + found).split(maxsplit=1)
+    digest, compiler = python(without + OPTIMIZERS + found).split(maxsplit=1)
     assert compiler == "[]"
     assert python(OPTIMIZERS + found).split(maxsplit=1)[0] == digest
     other = OPTIMIZERS.replace("lr=0.1", "lr=0.2")  # control

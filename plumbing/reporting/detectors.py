@@ -156,9 +156,7 @@ def oscillation(run):
     swings = means - np.polyval(np.polyfit(place, means, 2), place)
     deviation = swings.std(ddof=3)
     turns = np.count_nonzero(np.diff(np.sign(swings)))
-    rise = np.max(
-        means - np.minimum.accumulate(means)
-    )  # a fall in stairs, epoch by epoch, has none
+    rise = np.max(means - np.minimum.accumulate(means))  # a fall in stairs has none
     if deviation < max(2.5 * noise, 0.01 * mean(late)) or turns < 4 or rise < 2 * deviation:
         return None
     return (
