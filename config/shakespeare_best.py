@@ -6,6 +6,7 @@ dataset = "shakespeare"
 block_size = 256  # characters: twice those of config/shakespeare.py are worth 0.02 nats
 n_embd = 256
 n_head = 4
+predict_ahead = 3
 batch_size = 16
 dropout = 0.05  # much less, and it learns the text by heart; much more, and it learns slowly
 

@@ -14,7 +14,7 @@ REPO = Path(__file__).resolve().parent.parent
 
 # If one of these differs, it is another run: a resume exits with 2.
 REFUSED = (
-    "n_layer n_head n_embd block_size dropout label_smoothing seed optimizer schedule dtype "
+    "n_layer n_head n_embd block_size dropout label_smoothing predict_ahead seed optimizer schedule dtype "
     "global_batch dataset data"
 ).split()
 # If one of these differs, the run resumes with an `inexact_resume` event.

@@ -338,6 +338,7 @@ CHANGED = {
     "block_size": ("--block_size=8", 16, 8),
     "dropout": ("--dropout=0.1", 0.0, 0.1),
     "label_smoothing": ("--label_smoothing=0.1", 0.0, 0.1),
+    "predict_ahead": ("--predict_ahead=2", 1, 2),
     "seed": ("--seed=1", 1337, 1),
     "optimizer": ("--optimizer=sgd", "adamw", "sgd"),
     "schedule": ("--schedule=linear", "cosine", "linear"),
