@@ -5,13 +5,15 @@ Writes text with a trained model, from a run's folder (its best.pt) or from one 
     python sample.py out/shakespeare --start="ROMEO:" --num_samples=3 --temperature=0.8
     python sample.py out/shakespeare/ckpt_00001000.pt --start=FILE:prompt.txt
 
-The checkpoint carries its tokenizer, so the dataset is not needed. Only the text goes to stdout.
+The checkpoint carries its tokenizer, so the dataset is not needed. Only the text goes to stdout; how many
+tokens a second it was goes to stderr.
 """
 
 import codecs
 import contextlib
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -182,6 +184,7 @@ def write_samples(name):
     if prompt.size(1) > block_size:
         print(f"only the last {block_size} tokens of --start count", file=sys.stderr)
     sys.stdout.reconfigure(errors="replace")  # a terminal that does not know a character
+    began = time.perf_counter()
     for number in range(num_samples):
         if number:
             print("\n" + "-" * 80)
@@ -191,7 +194,11 @@ def write_samples(name):
         with threads_for(model, where):
             for piece in stream((i.item() for i in generate(model, prompt, *how)), meta):
                 print(piece, end="", flush=True)
-    print()
+    print(flush=True)
+    count = num_samples * max_new_tokens
+    seconds = time.perf_counter() - began
+    rate = f"{count / seconds:,.0f} tokens/s"
+    print(f"{count:,} tokens in {seconds:.2f} s: {rate}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,7 @@ def test_the_command_line_writes_only_text_to_stdout(trained):
     assert done.stdout.startswith("The") and len(done.stdout) == len("The") + 40 + len("\n")
     assert set(done.stdout) <= set(TEXT)
     assert "best.pt" in done.stderr
+    assert re.search(r"^40 tokens in \d\.\d\d s: [\d,]+ tokens/s$", done.stderr, re.MULTILINE)
 
 
 def test_text_comes_while_it_is_made(trained):
