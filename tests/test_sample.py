@@ -96,7 +96,7 @@ def test_the_seed_decides_the_text(trained, run_sample):
     arguments = (trained, "--max_new_tokens=60")
     once, again = run_sample(*arguments), run_sample(*arguments)
     other = run_sample(*arguments, "--seed=1338")
-    assert once == again and once[0] == 0
+    assert once[:2] == again[:2] and once[0] == 0
     assert other[1] != once[1]
     both = run_sample(*arguments, "--num_samples=2")[1]
     assert both.startswith(once[1]) and both.endswith(other[1])
@@ -111,7 +111,7 @@ def test_temperature_zero_takes_the_likeliest(trained, run_sample):
 def test_a_prompt_can_come_from_a_file(trained, run_sample, tmp_path):
     (tmp_path / "prompt.txt").write_text("slow;\nbut")
     from_file = run_sample(trained, f"--start=FILE:{tmp_path}/prompt.txt")
-    assert from_file == run_sample(trained, "--start=slow;\nbut")
+    assert from_file[:2] == run_sample(trained, "--start=slow;\nbut")[:2]
     assert from_file[1].startswith("slow;\nbut")
 
 
