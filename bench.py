@@ -70,13 +70,13 @@ class Job:
     """What every part measures: the run that the flags describe."""
 
     config: dict  # every knob as typed
-    argv: list  # the command line
+    argv: list  # flags and config files as typed, for processes of their own
     device: torch.device
     datasets: tuple  # as train.open_dataset returns them
     scratch: Path  # takes the events of runs made here: out_dir may hold a real run
     peak: tuple  # (FLOP/s or None, where the figure is from)
     can_compile: bool  # unless --compile=false says no
-    flops_per_token: float = math.nan
+    flops_per_token: float = math.nan  # where the model does not tell
     step_seconds: float = 0.0  # of an eager step, roughly
     stack: contextlib.ExitStack = None  # closed after each part: ends its workers and processes
 
@@ -502,7 +502,7 @@ def overhead(job):
     strict = train.deterministic
     ms["audit_ms"] = max(0.0, ms["audit_ms"] - ms["train_step_ms"]) if strict else None
     for kind in ("bare", "clipping"):
-        pairs = zip(times["loop"], times[kind], strict=True)  # of one round each
+        pairs = zip(times["loop"], times[kind], strict=True)  # two of one round
         ms[f"over_{kind}"] = median(loop / bare - 1 for loop, bare in pairs)
     rows = {
         "bare forward, backward, optimizer.step": {"ms": ms["bare_ms"]},
@@ -513,7 +513,7 @@ def overhead(job):
         "besides, each save, until it is on the disk": {"ms": ms["save_ms"]},
         "besides, each audited step": {"ms": ms["audit_ms"]},
     }
-    say(f"\noverhead: {every} steps of the loop to a line of the log; medians of {rounds}")
+    say(f"\noverhead: medians of {rounds}, taken in turn; the loop by --log_interval={every}")
     show(rows, ms=".3f", over_bare="+.2%", over_clipping="+.2%")
     if strict:
         ms["audit_interval"] = math.ceil(100 * ms["audit_ms"] / ms["loop_ms"])
