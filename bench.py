@@ -25,7 +25,7 @@ from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
 from statistics import mean, median, stdev
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import TemporaryDirectory
 
 import torch
 from torch.autograd import DeviceType
@@ -43,7 +43,7 @@ from plumbing.ranks import say, world_size
 from plumbing.reporting.record import read_run
 from plumbing.retry import rehearse
 from plumbing.run_folder import RunFolder, now
-from plumbing.signals import stop_workers
+from plumbing.signals import Signals, stop_workers
 from plumbing.tokenizers import decode
 from plumbing.windows import OrderedWindows
 
@@ -70,13 +70,15 @@ class Job:
     """What every part measures: the run that the flags describe."""
 
     config: dict  # every knob as typed
+    argv: list  # flags and config files as typed, for processes of their own
     device: torch.device
     datasets: tuple  # as train.open_dataset returns them
     scratch: Path  # takes the events of runs made here: out_dir may hold a real run
     peak: tuple  # (FLOP/s or None, where the figure is from)
     can_compile: bool  # unless --compile=false says no
-    max_steps: int = 0  # of the run; train.max_steps has no end here
+    flops_per_token: float = math.nan  # where the model does not tell
     step_seconds: float = 0.0  # of an eager step, roughly
+    stack: contextlib.ExitStack = None  # closed after each part: ends its workers and processes
 
     def fresh_run(self):
         config = {name: vars(train)[name] for name in read_knobs(train.__file__)}  # as they are now
@@ -85,23 +87,28 @@ class Job:
     def batch(self):
         return [tensor.to(self.device) for tensor in self.datasets[0][0, train.rows_at(0)]]
 
-    def real_step(self, run):
-        """(model, a function that takes the next step of `run`) as train.py has them."""
-        model = rehearse(run, train.forward_backward, self.batch(), train.compile)
-        return model, self.step(run, model, train.load_batches(run))
+    def rehearsed(self, run):
+        """The model that train.py trains `run` by, compiled or not."""
+        return rehearse(run, train.forward_backward, self.batch(), train.compile)
 
-    def step(self, run, model, batches, **knobs):
-        """A function that does what the loop of train.train does to train, with `knobs` of train."""
+    def load_batches(self, run):
+        batches = train.load_batches(run)
+        self.stack.callback(stop_workers, batches)
+        return batches
+
+    def step(self, run, model=None, batches=None):
+        """A function that takes the next step of `run`, as the loop of train.train does."""
+        model = self.rehearsed(run) if model is None else model
+        batches = self.load_batches(run) if batches is None else batches
 
         def step():
-            with setting(**knobs):
-                lr = train.lr_at(run.state["step"])
-                with record_function("data"):
-                    inputs, targets = (devices.upload(t, self.device) for t in next(batches))
-                with record_function("train_step"):
-                    numbers = train.train_step(model, run, inputs, targets, lr)
-                train.count_batch(run, targets)
-                return numbers
+            lr = train.lr_at(run.state["step"])
+            with record_function("data"):
+                inputs, targets = (devices.upload(t, self.device) for t in next(batches))
+            with record_function("train_step"):
+                numbers = train.train_step(model, run, inputs, targets, lr)
+            train.count_batch(run, targets)
+            return numbers
 
         return step
 
@@ -112,7 +119,7 @@ class Job:
         steps can stand, a long run cannot."""
         rates, losses, smooth = [], [], []
         average = 0.0
-        _, step = self.real_step(self.fresh_run())
+        step = self.step(self.fresh_run())
         while len(rates) < lr_steps and (not smooth or smooth[-1] < 2 * min(smooth)):
             rates.append(1e-5 * 1e5 ** (len(rates) / (lr_steps - 1)))
             with setting(lr_at=lambda step: rates[-1]):
@@ -122,15 +129,15 @@ class Job:
         suggested = float(f"{rates[smooth.index(min(smooth))] / 10:.1g}")
         return {"lr": rates, "loss": losses, "smooth": smooth, "suggested_peak_lr": suggested}
 
-    def speed(self, run, seconds):
+    def speed(self, seconds):
         rate = train.rows_at(0) * train.block_size / seconds
-        mfu = metrics.flops_per_token(run.model) * rate / (self.peak[0] or math.nan)
+        mfu = self.flops_per_token * rate / (self.peak[0] or math.nan)
         return {"ms": 1000 * seconds, "tokens_per_sec": rate, "mfu": mfu}
 
 
 @contextlib.contextmanager
 def setting(**values):
-    """Globals of train.py as `values` say, for a while; afterwards they are as they were."""
+    """Globals of train.py as `values` say within the block, or the function that this decorates."""
     before = {name: getattr(train, name) for name in values}
     vars(train).update(values)
     try:
@@ -150,14 +157,20 @@ def seconds_of(step, count, device):
 
 
 def interleaved(steps, device):
-    """{name: median seconds of a call} for {name: function}, timed in turn: A B C A B C ..."""
-    for step in steps.values():
+    """{name: [seconds of a call, for each round]} of {name: function}, in turn: A B C A B C ..."""
+    counts = {}
+    for name, step in steps.items():
         step()  # warms up
-    once = {name: seconds_of(step, 1, device) for name, step in steps.items()}
+        counts[name] = max(1, round(timing_seconds / seconds_of(step, 1, device)))
     times = {name: [] for name in steps}
-    for _, (name, step) in itertools.product(range(rounds), steps.items()):
-        times[name].append(seconds_of(step, max(1, round(timing_seconds / once[name])), device))
-    return {name: median(each) for name, each in times.items()}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            times[name].append(seconds_of(step, counts[name], device))
+    return times
+
+
+def median_seconds(step, device):
+    return median(interleaved({"": step}, device)[""])
 
 
 def show(rows, **formats):
@@ -207,15 +220,16 @@ def ladder(job):
     run = job.fresh_run()
     began = time.perf_counter()
     with setting(compile=job.can_compile):
-        model, _ = job.real_step(run)
+        model = job.rehearsed(run)
     compiling = time.perf_counter() - began
     pageable = (run.train_data[part] for part in train.batches_to_come(run.state))
     with setting(num_workers=train.num_workers or 2):
         workers = f"{train.num_workers} workers" + ", pinned" * (job.device.type == "cuda")
-        ahead = train.load_batches(run)
+        ahead = job.load_batches(run)
     plain_run = replace(run, optimizers=optimizers_of(run.model, train.optimizer, "none"))
-    plain = {"dtype": "float32", "step_unless": lambda skipped, optimizer: optimizer.step()}
-    first = job.step(plain_run, run.model, pageable, **plain)
+    plain = setting(dtype="float32", step_unless=lambda skipped, optimizer: optimizer.step())
+    first = plain(job.step(plain_run, run.model, pageable))
+    eager = job.step(run, run.model, pageable)
     compiled = job.step(run, model, pageable)
 
     def without():
@@ -226,8 +240,8 @@ def ladder(job):
     rungs = {  # name -> what takes a step, or why there is none
         "float32 eager, waits for the loss": lambda: first()["loss"].item(),
         "no host wait": first,
-        "fused optimizer": job.step(run, run.model, pageable, dtype="float32"),
-        f"autocast {train.dtype}": job.step(run, run.model, pageable),
+        "fused optimizer": setting(dtype="float32")(eager),
+        f"autocast {train.dtype}": eager,
         "compile": compiled,
         workers: job.step(run, model, ahead),
         "CUDA graph": f"no CUDA on {job.device.type}",
@@ -244,14 +258,13 @@ def ladder(job):
     steps = {name: step for name, step in rungs.items() if callable(step)}
     if train.deterministic:
         steps |= {"with": compiled, "without": without}
-    seconds = interleaved(steps, job.device)
-    stop_workers(ahead)
+    seconds = {name: median(times) for name, times in interleaved(steps, job.device).items()}
     result = {name: {"absent": step} for name, step in rungs.items()}
     timed = [name for name in rungs if name in steps]
     for before, name in zip([timed[0], *timed], timed, strict=False):
         ratios = {"to_before": seconds[before] / seconds[name]}
         ratios["to_first"] = seconds[timed[0]] / seconds[name]
-        result[name] = job.speed(run, seconds[name]) | ratios
+        result[name] = job.speed(seconds[name]) | ratios
     price = seconds["with"] / seconds["without"] - 1 if train.deterministic else None
     say(f"\nladder: each technique on top of those before; medians of {rounds}, taken in turn")
     columns = {"ms": ".2f", "tokens_per_sec": ",.0f", "mfu": ".1%", "to_before": ".2f"}
@@ -276,12 +289,10 @@ def graphed_step(run, model, batches):
     take_step = partial(train.train_step, model, run, *kept, train.min_lr)
     with setting(within_memory=lambda run, compute: compute()):
         graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        devices.synchronize(run.device)
+        with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(3):
                 take_step()
-        torch.cuda.current_stream().wait_stream(stream)
         with torch.cuda.graph(graph):
             numbers = take_step()
 
@@ -303,27 +314,25 @@ def profile(job):
     """
     cuda = job.device.type == "cuda"
     run = job.fresh_run()
-    model, step = job.real_step(run)
-    measured = interleaved({"step": step}, job.device)["step"]
+    model = job.rehearsed(run)
+    batches = job.load_batches(run)
+    measured = median_seconds(job.step(run, model, batches), job.device)
     count = max(3, min(50, round(timing_seconds / measured)))
-
-    model = record_function("forward")(model)
+    step = job.step(run, record_function("forward")(model), batches)
     both = record_function("forward_backward")(train.forward_backward)
-    step = job.step(run, model, train.load_batches(run), forward_backward=both)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
-    schedule = torch.profiler.schedule(wait=0, warmup=1, active=count, repeat=1)
-    with torch.profiler.profile(activities=activities, schedule=schedule) as profiler:
-        for _ in range(1 + count):
-            step()
-            devices.synchronize(job.device)
-            profiler.step()
+    with setting(forward_backward=both), torch.profiler.profile(activities=activities) as profiler:
+        for _ in range(count):
+            with record_function("step"):
+                step()
+                devices.synchronize(job.device)
     if trace:
         profiler.export_chrome_trace(f"{train.out_dir}/trace.json")
-    names = ("ProfilerStep*", "data", "train_step", "forward_backward", "forward")
+    names = ("step", "data", "train_step", "forward_backward", "forward")
     events = [e for e in profiler.events() if e.device_type == DeviceType.CPU]
     spans = {name: [e.time_range for e in events if e.name == name] for name in names}
     host = {name: sum(span.elapsed_us() for span in each) for name, each in spans.items()}
-    whole = host["ProfilerStep*"]
+    whole = host["step"]
     slowdown = whole / (1e6 * measured * count)
     spent = {
         "forward": host["forward"],
@@ -444,62 +453,57 @@ def measured_memory(job, run):
         events = profiler.profiler.kineto_results.events()
         changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
         passing = max(itertools.accumulate(nbytes for _, nbytes in changes))
-    stays = [*run.model.parameters(), *run.model.buffers(), *run.ema.values()]
-    for moments in itertools.chain(*(o.state.values() for o in run.optimizers)):
-        stays += [moment for moment in moments.values() if isinstance(moment, torch.Tensor)]
-    return passing + sum(tensor.nbytes for tensor in stays)
+    moments = [optimizer.state_dict() for optimizer in run.optimizers]
+    stays = [*run.model.parameters(), *run.model.buffers(), *run.ema.values(), moments]
+    return passing + sum(tensor.nbytes for tensor in nested.tensors(stays))
 
 
 def overhead(job):
-    """train.main's own loop against bare steps on one fixed batch, without clipping and with it.
+    """The loop of train.train against bare steps on one fixed batch, without clipping and with it.
 
-    All alternate within one call of train.main: a hook in train_step lets the loop go on for a block
-    of steps, then times blocks of the others. Nothing is evaluated; a save is timed at the end.
+    A call of the loop takes the steps from one line of the log to the next. It evaluates and saves
+    nothing; a save is timed at the end.
     """
-    block = max(1, round(timing_seconds / job.step_seconds))
-    log_interval = min(train.log_interval, block)  # long steps: logs more often than the run would
-    block -= block % log_interval
-    batches = train.load_batches(job.fresh_run())
-    strict = train.deterministic  # without, a step done twice need not agree
-    train_step = train.train_step
-    blocks = []  # of each: seconds a step, by what was timed
-    began = 0.0
+    every = min(train.log_interval, max(1, round(timing_seconds / job.step_seconds)))
+    knobs = "eval_interval sample_interval save_interval save_minutes milestone_interval".split()
+    off = dict.fromkeys([*knobs, "spike_sigma", "audit_interval", "warmup_steps"], 0)
+    fixed = {"log_interval": every, "schedule": "constant", "peak_lr": 1e-6}
+    nothing = dict.fromkeys(("record_evaluation", "print_sample"), lambda *_: None)
+    with setting(**off, **fixed, **nothing), contextlib.redirect_stdout(io.StringIO()):
+        run = job.fresh_run()
+        model = job.rehearsed(run)
+        batches = job.load_batches(run)
+        batch = [devices.upload(tensor, job.device) for tensor in next(batches)]
+        table = console.Table(train.max_steps)
+        saver = checkpoints.Saver(run, train.keep_last, train.may_roll_back_to)
+        others = table, saver, Signals(), metrics.Clock()
+        hooks = {"load_batches": lambda run: batches, "names_to_save": lambda *_: []}
 
-    def hooked_step(model, run, *batch_and_lr):
-        nonlocal began
-        take_step = partial(train_step, model, run, *batch_and_lr)
-        if run.state["step"] % block == block - 1:  # between two blocks
-            devices.synchronize(job.device)
-            seconds = {"loop": (time.perf_counter() - began) / block}
-            others = {
-                "bare": partial(bare_step, model, run, *batch_and_lr, clips=False),
-                "clipping": partial(bare_step, model, run, *batch_and_lr, clips=True),
-                "train_step": take_step,
-                "data": partial(next, batches),
-                "audit": partial(audit.confirm, run, take_step) if strict else take_step,
-            }
-            timed = {name: seconds_of(step, block, job.device) for name, step in others.items()}
-            blocks.append(seconds | timed)
-            began = time.perf_counter()
-        return take_step()
+        def loop():
+            with setting(max_steps=run.state["step"] + every, **hooks):
+                train.train(run, model, *others)
 
-    # block k = 0, 1, ... ends with step (k + 1) * block - 1; the first one is not looked at
-    knobs = {"max_steps": (rounds + 1) * block, "save_interval": 0, "save_minutes": 0.0}
-    knobs |= {"log_interval": log_interval, "eval_interval": 0, "sample_interval": 0}
-    knobs |= {"schedule": "constant", "warmup_steps": 0, "peak_lr": 1e-6, "min_lr": 0.0}
-    knobs |= {"spike_sigma": 0.0, "audit_interval": 0, "milestone_interval": 0, "resume": "never"}
-    knobs |= {"report": False, "wandb_log": False, "out_dir": str(job.scratch / "run")}
-    hooks = {"train_step": hooked_step, "print_sample": lambda *_: None}
-    hooks["evaluate"] = lambda run: {"val_loss": 1.0, "val_accuracy": 0.0}
-    with setting(**knobs, **hooks), contextlib.redirect_stdout(io.StringIO()):
-        code = train.main([])
-    if code:  # 130: it takes Ctrl-C for itself
-        raise KeyboardInterrupt if code == 130 else RuntimeError(f"train.main() returned {code}")
-    ms = {f"{name}_ms": 1000 * median(each[name] for each in blocks[1:]) for name in blocks[0]}
-    ms["save_ms"] = 1000 * read_json(job.scratch / "run" / "run.json")["seconds"]["save"]
+        take_step = partial(train.train_step, model, run, *batch, train.peak_lr)
+        steps = {
+            "loop": loop,
+            "bare": partial(bare_step, model, run, *batch, clips=False),
+            "clipping": partial(bare_step, model, run, *batch, clips=True),
+            "train_step": take_step,
+            "data": partial(next, job.load_batches(job.fresh_run())),
+            # without deterministic mode, a step done twice need not agree
+            "audit": partial(audit.confirm, run, take_step) if train.deterministic else take_step,
+        }
+        times = interleaved(steps, job.device)
+        save = partial(saver.save, [checkpoints.file_name(run.state["step"])], must=True)
+        save()
+        times["save"] = [seconds_of(save, 1, job.device)]
+    times["loop"] = [seconds / every for seconds in times["loop"]]
+    ms = {f"{name}_ms": 1000 * median(each) for name, each in times.items()}
+    strict = train.deterministic
     ms["audit_ms"] = max(0.0, ms["audit_ms"] - ms["train_step_ms"]) if strict else None
     for kind in ("bare", "clipping"):
-        ms[f"over_{kind}"] = median(each["loop"] / each[kind] - 1 for each in blocks[1:])
+        pairs = zip(times["loop"], times[kind], strict=True)  # two of one round
+        ms[f"over_{kind}"] = median(loop / bare - 1 for loop, bare in pairs)
     rows = {
         "bare forward, backward, optimizer.step": {"ms": ms["bare_ms"]},
         "the same with clipping": {"ms": ms["clipping_ms"]},
@@ -509,7 +513,7 @@ def overhead(job):
         "besides, each save, until it is on the disk": {"ms": ms["save_ms"]},
         "besides, each audited step": {"ms": ms["audit_ms"]},
     }
-    say(f"\noverhead: medians of {rounds} blocks of {block} steps, in turn with bare ones")
+    say(f"\noverhead: medians of {rounds}, taken in turn; the loop by --log_interval={every}")
     show(rows, ms=".3f", over_bare="+.2%", over_clipping="+.2%")
     if strict:
         ms["audit_interval"] = math.ceil(100 * ms["audit_ms"] / ms["loop_ms"])
@@ -517,7 +521,7 @@ def overhead(job):
     return ms
 
 
-def bare_step(model, run, inputs, targets, lr, clips):
+def bare_step(model, run, inputs, targets, clips):
     """What any training step must do, and nothing else."""
     for optimizer in run.optimizers:
         optimizer.found_inf = None  # of train_step
@@ -543,13 +547,11 @@ def sanity(job):
     """
     checks = {}
     say("\nsanity:")
-    parts = (learning_checks, speed_check, rate_check, memory_checks, cost_check)
-    for check in itertools.chain.from_iterable(part(job) for part in parts):
-        mark = "✓" if check.fine else "!" if check.passable else "✗"
-        say(f"  {mark} {check.name}: {check.found}; good: {check.good}")
-        ok = bool(check.fine or check.passable)
-        warning = ok and not check.fine
-        checks[check.name] = {"ok": ok, "warning": warning, **check._asdict()}
+    for part in (learning_checks, speed_check, rate_check, memory_checks, cost_check):
+        for name, fine, passable, found, good in part(job):
+            mark = "✓" if fine else "!" if passable else "✗"
+            say(f"  {mark} {name}: {found}; good: {good}")
+            checks[name] = {"ok": mark != "✗", "warning": mark == "!", "found": found, "good": good}
     example = [decode(t[0, :64].cpu(), job.datasets[-1]["meta"]) for t in job.batch()]
     say("    input  {!r}\n    target {!r}".format(*example))
     faults = [name for name, check in checks.items() if not check["ok"]]
@@ -581,8 +583,8 @@ def learning_checks(job):
         causal, moves = looks_ahead(run.model, inputs, vocab_size)
     begin, end, took = losses[0], losses[-1], len(losses)
     learned = end < begin / 10
-    fell = f"{begin:.3f} to {end:.3f} in {took} steps on {few} sequences"
-    yield Check("one batch overfits", learned and took <= 100, learned, fell, "a tenth within 100")
+    found = f"{begin:.3f} to {end:.3f} in {took} steps on {few} sequences"
+    yield Check("one batch overfits", learned and took <= 100, learned, found, "a tenth within 100")
     uniform = math.log(vocab_size)
     near = abs(begin - uniform) < 0.3
     found = f"{begin:.3f}; ln {vocab_size} is {uniform:.3f}"
@@ -603,11 +605,9 @@ def learning_checks(job):
 
 def speed_check(job):
     """Is the device busy? The step is the real one, compiled if the run is."""
-    run = job.fresh_run()
-    _, step = job.real_step(run)
-    job.step_seconds = interleaved({"": step}, job.device)[""]  # for the cost
+    job.step_seconds = median_seconds(job.step(job.fresh_run()), job.device)  # for the cost
     busy = devices.gpu_util(job.device)  # None: no GPU, or nobody to ask
-    mfu = job.speed(run, job.step_seconds)["mfu"]
+    mfu = job.speed(job.step_seconds)["mfu"]
     fine = not mfu < 0.1 and (busy is None or busy > 85)
     found = f"MFU {cell(mfu, '.1%')}" + (f", GPU busy {busy}%" if busy is not None else "")
     good = "MFU above 10%, a GPU busy above 85%"
@@ -640,15 +640,16 @@ def memory_checks(job):
 def cost_check(job):
     """How long will it take, and what will it cost? From the real step, and a part of an evaluation."""
     run = job.fresh_run()
+    max_steps = job.config["max_steps"]  # train.max_steps has no end here
     n_targets = 4 * train.batch_size * train.block_size
     few = OrderedWindows(run.val_data.tokens, train.block_size, n_targets)
     evaluate = partial(train.evaluate, replace(run, val_data=few))
-    evaluation = interleaved({"": evaluate}, job.device)[""] * len(run.val_data) / len(few)
-    times = 1 + math.ceil(job.max_steps / (train.eval_interval or job.max_steps))
-    hours = (job.max_steps * job.step_seconds + times * evaluation) / 3600
+    evaluation = median_seconds(evaluate, job.device) * len(run.val_data) / len(few)
+    times = 1 + math.ceil(max_steps / (train.eval_interval or max_steps))
+    hours = (max_steps * job.step_seconds + times * evaluation) / 3600
     price = train.dollars_per_hour
     cost = f"${hours * price:.2f} at ${price:g} an hour" if price else "--dollars_per_hour tells"
-    found = f"{hours:.3f} hours ({job.max_steps:,} steps of {1000 * job.step_seconds:.1f} ms, "
+    found = f"{hours:.3f} hours ({max_steps:,} steps of {1000 * job.step_seconds:.1f} ms, "
     found += f"{times} evaluations of {evaluation:.1f} s); {cost}"
     yield Check("hours and cost", True, True, found, "what you mean to spend")
 
@@ -671,8 +672,7 @@ def looks_ahead(model, inputs, vocab_size):
 def lr(job):
     """The loss against the learning rate of Job.range_test, as a picture."""
     found = job.range_test
-    rates, losses, smooth = found["lr"], found["loss"], found["smooth"]
-    suggested = found["suggested_peak_lr"]
+    rates, losses, smooth, suggested = found.values()
     figure = report.new_figure(8, 5)
     axes = figure.add_subplot(xscale="log", xlabel="learning rate", ylabel="training loss, nats")
     axes.plot(rates, losses, ".", color="#8a8a8a", label="loss of a step")
@@ -704,16 +704,17 @@ def exact(job):
     }
     settings = {name: each for name, each in settings.items() if each[1] <= job.can_compile}
     seconds = exact_seconds / (2 * len(settings))
+    load = {"only": "tries", "exact_seconds": 1e9, "out_dir": job.scratch / "load"}
+    folder = job.scratch / "tries"
     rows = {}
-    with contextlib.ExitStack() as stack:
-        for n_load in (0, os.cpu_count() if job.device.type == "cpu" else 2):
-            for _ in range(n_load):
-                start_tries(job, stack, {"OMP_NUM_THREADS": "1"}, exact_seconds=1e9)
-            for name, (environment, compiled, strict) in settings.items():
-                changes = {"compile": compiled, "deterministic": strict, "exact_seconds": seconds}
-                folder = start_tries(job, stack, environment, **changes, wait=True)
-                row = read_json(folder / "bench.json")["tries"] | {"deterministic": strict}
-                rows[name + ", under load" * (n_load > 0)] = row
+    for n_load in (0, os.cpu_count() if job.device.type == "cpu" else 2):
+        for _ in range(n_load):
+            start(job, __file__, {"OMP_NUM_THREADS": "1"}, wait=False, **load)
+        for name, (environment, compiled, strict) in settings.items():
+            knobs = {"exact_seconds": seconds, "compile": compiled, "deterministic": strict}
+            start(job, __file__, environment, only="tries", out_dir=folder, **knobs)
+            row = read_json(folder / "bench.json")["tries"] | {"deterministic": strict}
+            rows[name + ", under load" * (n_load > 0)] = row
     strict = [row for row in rows.values() if row["deterministic"]]
     tries, differ = (sum(row[key] for row in strict) for key in ("tries", "differ"))
     say("\nexact: forward and backward; bits: of the most frequent result; differ: all the others")
@@ -724,19 +725,20 @@ def exact(job):
     return {"rows": rows, "tries": tries, "differ": differ}
 
 
-def start_tries(job, stack, environment, wait=False, **changes):
-    """A process of the tries part. In a session of its own: Ctrl-C reaches only bench.py, which ends it."""
-    folder = Path(mkdtemp(dir=job.scratch))
-    knobs = job.config | {"num_workers": 0, "only": "tries", "out_dir": folder} | changes
-    flags = [f"--{name}={value}" for name, value in knobs.items()]
-    options = {"env": os.environ | environment, "stdout": subprocess.DEVNULL}
-    command = [sys.executable, __file__, *flags]
-    process = subprocess.Popen(command, start_new_session=True, **options)
-    stack.callback(process.wait)
-    stack.callback(process.kill)
-    if wait and process.wait():
-        raise RuntimeError(f"bench.py --only=tries with {changes} exited with {process.returncode}")
-    return folder
+def start(job, script, environment, wait=True, **knobs):
+    """`script` in a process of its own, with the knobs of this run but for `knobs`. In a session of its
+    own, too: Ctrl-C reaches only bench.py, which ends it."""
+    own = tuple(f"--{name}=" for name in read_knobs(__file__))
+    flags = [each for each in job.argv if not each.startswith(own)]
+    flags += [f"--{name}={value}" for name, value in knobs.items()]
+    options = {"env": os.environ | environment, "stdout": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, script, *flags], start_new_session=True, **options)
+    job.stack.callback(process.wait)
+    job.stack.callback(process.kill)
+    output = process.communicate()[0].decode()[-2000:] if wait else ""
+    if wait and process.returncode:
+        command = " ".join([script, *flags])
+        raise RuntimeError(f"{command} exited with {process.returncode}:\n{output}")
 
 
 def tries(job):
@@ -746,7 +748,7 @@ def tries(job):
     with torch.no_grad():
         for weight in run.model.parameters():  # a new model's zeros would make gradients zero
             weight += 0.02 * torch.randn(weight.shape).to(weight.device)
-    model, _ = job.real_step(run)
+    model = job.rehearsed(run)
     batch = job.batch()
     before = nested.clone(run.checkpoint())
     first = None
@@ -777,22 +779,13 @@ def seeds_part(job):
     """
     if len(job.datasets[1]) < 2:
         fail("--only=seeds: the validation split is one window, without halves; lower --block_size")
-    config = job.scratch / "seeds.py"  # as flags, a warmup_steps that does not fit would be refused
-    knobs = read_knobs(train.__file__)
-    config.write_text("".join(f"{name} = {job.config[name]!r}\n" for name in knobs))
     say(f"\nseeds: {seeds} runs of train.py")
     runs = {}
     for seed in range(train.seed, train.seed + seeds):
         with TemporaryDirectory(dir=job.scratch) as folder:
-            flags = [config, f"--seed={seed}", f"--out_dir={folder}"]
             began = time.perf_counter()
-            done = subprocess.run([sys.executable, train.__file__, *flags], stdout=subprocess.PIPE)
+            start(job, train.__file__, {}, out_dir=folder, seed=seed)
             seconds = time.perf_counter() - began
-            if done.returncode:
-                output = done.stdout.decode()[-2000:]
-                raise RuntimeError(
-                    f"train.py --seed={seed} exited with {done.returncode}:\n{output}"
-                )
             losses = read_run(folder).evals["val_loss"].tolist()
             run = job.fresh_run()
             checkpoints.restore(run, checkpoints.load(checkpoints.newest_first(Path(folder))[0]))
@@ -830,19 +823,28 @@ def expected_seconds(job, parts):
     """A rough estimate, for which a step is timed in eager mode."""
     if set(parts) - {"peak", "exact", "tries"}:
         run = job.fresh_run()
-        step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
-        step()
-        job.step_seconds = seconds_of(step, 1, job.device)
-    timings = {"peak": 3, "ladder": 9, "profile": 2, "memory": 1, "overhead": 10, "sanity": 3}
-    steps = sum({"sanity": 100 + lr_steps, "lr": lr_steps}.get(part, 20) for part in parts)
-    timing = rounds * max(timing_seconds, job.step_seconds)
-    seconds = steps * job.step_seconds + timing * sum(timings.get(part, 0) for part in parts)
-    more = {"peak": 0, "exact": 120 + exact_seconds, "tries": exact_seconds}
-    more["seeds"] = seeds * (10 + job.max_steps * job.step_seconds)
-    return seconds + sum(more.get(part, 2 + 15 * train.compile) for part in parts)
+        take_step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
+        take_step()
+        job.step_seconds = seconds_of(take_step, 1, job.device)
+    step = job.step_seconds
+    timing = rounds * max(timing_seconds, step)
+    start = 2 + 15 * train.compile + 20 * step
+    estimates = {
+        "peak": 5,
+        "ladder": start + 9 * timing,
+        "profile": start + 2 * timing,
+        "memory": start,
+        "overhead": start + 6 * timing,
+        "sanity": start + 3 * timing + (100 + lr_steps) * step,
+        "lr": start + lr_steps * step,
+        "exact": 120 + exact_seconds,
+        "tries": start + exact_seconds,
+        "seeds": seeds * (10 + job.config["max_steps"] * step),
+    }
+    return sum(estimates[part] for part in parts)
 
 
-def measure(config, scratch):
+def measure(config, argv, scratch):
     """All parts that --only names. Returns the exit code."""
     parts = only.split(",")
     for part in set(parts) - set(PARTS):
@@ -855,10 +857,10 @@ def measure(config, scratch):
     reasons = identity.resolve_auto_knobs(vars(train), config, None, device)
     can_compile, _ = devices.choose_compile(train.compile, device, math.inf)
     peak_flops = peaks.peak_flops(device, train.dtype)
-    job = Job(config, device, datasets, scratch, peak_flops, can_compile, train.max_steps)
+    job = Job(config, argv, device, datasets, scratch, peak_flops, can_compile)
     model = job.fresh_run().model
-    tokens = train.rows_at(0) * train.block_size * train.max_steps
-    flops = tokens * metrics.flops_per_token(model)
+    job.flops_per_token = metrics.flops_per_token(model)
+    flops = job.flops_per_token * train.rows_at(0) * train.block_size * train.max_steps
     train.compile, reason = devices.choose_compile(train.compile, device, flops)
     train.max_steps = 10**9  # no part ends early; the schedule's length is resolved
     facts = {"date": now(), "command": sys.argv, "dataset": datasets[-1]["name"]}
@@ -874,7 +876,8 @@ def measure(config, scratch):
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for part in parts:
-            facts[part] = PARTS[part](job)
+            with contextlib.ExitStack() as job.stack:
+                facts[part] = PARTS[part](job)
             write_json(path, facts)
     except OSError as error:
         fail(f"{path.parent} cannot be written ({error.strerror}); write --out_dir=FOLDER")
@@ -885,9 +888,10 @@ def measure(config, scratch):
 
 def main(argv=None):
     strict = torch.are_deterministic_algorithms_enabled()
+    argv = sys.argv[1:] if argv is None else argv
     try:
         with configured(vars(train), globals(), argv=argv) as config, TemporaryDirectory() as path:
-            return measure(config, Path(path))
+            return measure(config, argv, Path(path))
     except KeyboardInterrupt:
         print("bench.py: stopped; bench.json has the parts that were finished", file=sys.stderr)
         return 130

@@ -2,6 +2,7 @@
 
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -201,7 +202,7 @@ def test_the_bare_step_clips_or_does_not(monkeypatch):
     monkeypatch.setattr(train, "forward_backward", lambda *_: setattr(weight, "grad", *backward))
     for clips, norm in ((False, 100.0), (True, train.grad_clip)):
         backward = [torch.full((4,), 50.0)]
-        bench.bare_step(None, run, None, None, 0.1, clips)
+        bench.bare_step(None, run, None, None, clips)
         assert weight.grad.norm().item() == pytest.approx(norm, rel=1e-4)
     assert weight.detach().sum() == pytest.approx(-0.1 * (200 + 2), rel=1e-4)
 
@@ -356,6 +357,17 @@ def test_all_is_as_before_afterwards(in_process):
     ]
 
 
+def test_an_error_in_a_part_leaves_no_worker_behind(in_process, monkeypatch):
+    def fail(steps, device):
+        assert len(multiprocessing.active_children()) == 2  # those of the rung with workers
+        raise RuntimeError("in the midst of it")
+
+    monkeypatch.setattr(bench, "interleaved", fail)
+    with pytest.raises(RuntimeError, match="in the midst") as error:  # refers to the iterator
+        in_process(only="ladder")
+    assert error and multiprocessing.active_children() == []
+
+
 # ---- exact ---------------------------------------------------------------------------------------
 
 
@@ -395,11 +407,11 @@ def test_tries_find_a_bit_that_flips_and_name_its_tensor(in_process, monkeypatch
 def test_a_deterministic_setting_that_differs_is_exit_1(in_process, monkeypatch):
     row = {"tries": 5, "distinct": 2, "differ": 1, "bits": "0", "where": "head.weight"}
 
-    def start_tries(job, stack, environment, wait=False, **changes):
-        (job.scratch / "bench.json").write_text(json.dumps({"tries": row}))
-        return job.scratch
+    def start(job, script, environment, wait=True, *, out_dir, **knobs):
+        out_dir.mkdir(exist_ok=True)
+        (out_dir / "bench.json").write_text(json.dumps({"tries": row}))
 
-    monkeypatch.setattr(bench, "start_tries", start_tries)
+    monkeypatch.setattr(bench, "start", start)
     code, facts = in_process(only="exact")
     assert code == 1
     strict = [row for row in facts["exact"]["rows"].values() if row["deterministic"]]
@@ -438,9 +450,9 @@ def test_seeds_are_runs_of_the_real_command(in_process, run_train, tmp_path, mon
 
 def test_a_seed_that_fails_ends_it_with_what_it_said(in_process, tmp_path, monkeypatch):
     (tmp_path / "failing.py").write_text("print('the disk is full'); raise SystemExit(1)")
-    real = subprocess.run
-    failing = [sys.executable, tmp_path / "failing.py"]
-    monkeypatch.setattr(subprocess, "run", lambda command, **how: real(failing, **how))
+    real = subprocess.Popen
+    fails = [sys.executable, tmp_path / "failing.py"]
+    monkeypatch.setattr(subprocess, "Popen", lambda flags, **how: real(fails + flags[2:], **how))
     with pytest.raises(RuntimeError, match=r"--seed=1337 exited with 1:\nthe disk is full"):
         in_process(only="seeds")
 
