@@ -3,11 +3,11 @@ Overrides a script's knobs from config files and flags; later ones win:
 
     python train.py config/FILE.py --batch_size=32 --out_dir=out/mine
 
-A config file holds only `name = value` lines: literals, arithmetic, names assigned above. A path
-(*_dir) in a flag is against the working directory, in a file or by default against the repository.
+A config file is Python, and it runs: it may compute with the knobs as they are so far. Each name that
+it assigns is a knob, but for those that begin with _. A path (*_dir) in a flag is against the working
+directory, in a file or by default against the repository.
 """
 
-import ast
 import difflib
 import os
 import re
@@ -15,10 +15,10 @@ import sys
 from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
+from traceback import extract_tb
 
 from plumbing.knobs import AUTO_OR_BOOL, convert, print_help, read_knobs, show
 
-PLAIN = (ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.unaryop, ast.BinOp, ast.operator)
 NANOGPT = {  # its names: the name here, or what to type instead
     "always_save_checkpoint": "--save_interval=N saves whatever the loss; best.pt is apart",
     "backend": "--device decides it: nccl for cuda, gloo for cpu",
@@ -78,7 +78,7 @@ def configured(*scopes, argv=None, names=None):
             config[name] = value
             config.flags.add(name)
         elif argument.endswith(".py"):
-            settings = read_config_file(argument, repository, knobs)
+            settings = read_config_file(argument, repository, config, knobs)
             config |= settings
             config.flags -= settings.keys()
         elif names is None:
@@ -121,35 +121,26 @@ def read_flag(argument, following, knobs):
     return name, accept(name, text, argument, knobs, is_flag=True)
 
 
-def read_config_file(argument, repository, knobs):
-    """{name: value} of a config file, looked up here first and then in the repository."""
+def read_config_file(argument, repository, config, knobs):
+    """{name: value} of what a config file assigns. It is looked up here first, then in the repository."""
     path = next(filter(os.path.isfile, (argument, os.path.join(repository, argument))), None)
     if path is None:
         known = ", ".join(sorted(glob("config/*.py", root_dir=repository)))
         looked = " or ".join(dict.fromkeys((os.getcwd(), repository)))
         fail(f"no config file {argument} in {looked}; there are: {known or 'none'}")
-    try:
-        statements = ast.parse(Path(path).read_bytes()).body
-    except (SyntaxError, ValueError, OSError) as error:
-        fail(f"{argument}:{getattr(error, 'lineno', None) or 1}: {getattr(error, 'msg', error)}")
-
     assigned = {}
-    for statement in statements:
-        where = f"{argument}:{statement.lineno}"
-        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
-            continue  # a docstring
-        try:
-            (target,) = statement.targets
-            name = target.id
-            value = evaluate(statement.value, assigned)
-        except (AttributeError, NameError, ValueError, TypeError, ArithmeticError) as error:
-            found = error if isinstance(error, ArithmeticError) else ast.unparse(statement)
-            fail(
-                f"{where}: {str(found).splitlines()[0]}: a config file holds only name = value"
-                " lines, of literals, arithmetic and names assigned above"
-            )
-        assigned[name] = accept(name, value, f"{where}: {name} = {value!r}", knobs)
-    return assigned
+    try:
+        exec(compile(Path(path).read_bytes(), argument, "exec"), dict(config), assigned)
+    except Exception as error:  # whatever the file does
+        frames = extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == argument]
+        line = getattr(error, "lineno", None) or (lines or [1])[0]
+        fail(f"{argument}:{line}: {getattr(error, 'msg', error)}")
+    return {
+        name: accept(name, value, f"{argument}: {name} = {value!r}", knobs)
+        for name, value in assigned.items()
+        if not name.startswith("_")
+    }
 
 
 def setting(name, value, is_flag):
@@ -166,16 +157,6 @@ def accept(name, value, written, knobs, is_flag=False):
         return convert(name, value, default, comment, is_text=is_flag)
     except ValueError as error:
         fail(f"{written}: expected {error} such as {setting(name, default, is_flag)}")
-
-
-def evaluate(node, assigned):
-    """The value of an expression in a config file: arithmetic, in which nothing can be called."""
-    for part in ast.walk(node):
-        is_power = isinstance(part, ast.BinOp) and isinstance(part.op, ast.Pow)
-        takes_for_ever = is_power and abs(ast.literal_eval(part.right)) > 64
-        if takes_for_ever or not isinstance(part, PLAIN):
-            raise ValueError
-    return eval(compile(ast.Expression(node), "", "eval"), {"__builtins__": {}}, assigned)
 
 
 def hint_for(name, value, knobs, is_flag):

@@ -91,12 +91,7 @@ def convert(name, value, default, comment, is_text):
         above = number >= float(low) if opening == "[" else number > float(low)
         below = number <= float(high) if closing == "]" else number < float(high)
         if not (above and below):  # a NaN is neither
-            words = f"{low} or more" if opening == "[" else f"more than {low}"
-            if high != "inf":
-                words += f", up to {high}" if closing == "]" else f", below {high}"
-            elif not is_int:
-                words += ", and finite"
-            raise ValueError(words)
+            raise ValueError(f"{'an int' if is_int else 'a number'} in {interval[0]}")
     return int(number) if is_int else number
 
 

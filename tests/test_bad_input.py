@@ -65,19 +65,19 @@ def own_data(data_dir, tmp_path):
 @pytest.mark.parametrize(
     "flag, words",
     [
-        ("--batch_size=0", ["1 or more"]),
-        ("--accum_steps=-1", ["1 or more"]),
-        ("--block_size=0", ["1 or more"]),
-        ("--n_layer=0", ["1 or more"]),
-        ("--n_embd=-32", ["1 or more"]),
-        ("--max_steps=0", ["1 or more"]),
-        ("--dropout=1", ["0 or more", "below 1"]),
-        ("--label_smoothing=nan", ["0 or more", "below 1"]),
-        ("--peak_lr=0", ["more than 0"]),
-        ("--peak_lr=nan", ["more than 0"]),
-        ("--peak_lr=inf", ["finite"]),
-        ("--grad_clip=nan", ["0 or more"]),
-        ("--seed=-1", ["0 or more", "4294967295"]),
+        ("--batch_size=0", ["an int in [1, inf)"]),
+        ("--accum_steps=-1", ["an int in [1, inf)"]),
+        ("--block_size=0", ["an int in [1, inf)"]),
+        ("--n_layer=0", ["an int in [1, inf)"]),
+        ("--n_embd=-32", ["an int in [1, inf)"]),
+        ("--max_steps=0", ["an int in [1, inf)"]),
+        ("--dropout=1", ["a number in [0, 1)"]),
+        ("--label_smoothing=nan", ["a number in [0, 1)"]),
+        ("--peak_lr=0", ["a number in (0, inf)"]),
+        ("--peak_lr=nan", ["a number in (0, inf)"]),
+        ("--peak_lr=inf", ["a number in (0, inf)"]),
+        ("--grad_clip=nan", ["a number in [0, inf)"]),
+        ("--seed=-1", ["an int in [0, 4294967295]"]),
         ("--max_steps=12.5", ["an int"]),
         ("--peak_lr=fast", ["a number"]),
         ("--compile=maybe", ["auto, true or false"]),
@@ -166,7 +166,7 @@ def test_help_lists_every_knob_with_its_default(python_train, tmp_path):
 
 
 def test_the_real_command_exits_with_2(python_train, tmp_path):
-    assert_refused(python_train("run", "--batch_size=0"), "--batch_size=0", "1 or more")
+    assert_refused(python_train("run", "--batch_size=0"), "--batch_size=0", "[1, inf)")
     assert tree(tmp_path) == {}
 
 
