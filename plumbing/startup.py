@@ -1,7 +1,6 @@
 """What would slow the start and the exit of a process that compiles nothing."""
 
 import atexit
-import functools
 import gc
 
 import torch
@@ -17,23 +16,13 @@ def avoid_dynamo_import():
     """Has torch.optim work without torch._dynamo, whose import takes about half as long as that of torch.
 
     Methods of its optimizers import it at their first call, only to tell the compiler to stay out of
-    them (torch/_compile.py, torch/optim/optimizer.py). Nothing else that they do changes, and where a
-    model is compiled, its optimizer is not. In a torch where they do not, nothing happens.
+    them (torch/_compile.py, torch/optim/optimizer.py). Nothing else that they do changes, unless one is
+    differentiable=True; and where a model is compiled, its optimizer is not. In a torch where they do
+    not, nothing happens.
     """
     for owner in (torch.optim.Optimizer, *torch.optim.Optimizer.__subclasses__()):
         for name, method in list(vars(owner).items()):
             imports_dynamo = "_dynamo" in getattr(getattr(method, "__code__", None), "co_names", ())
             plain = getattr(method, "__wrapped__", None)
             if imports_dynamo and plain:
-                setattr(owner, name, with_grad_mode(plain) if name == "step" else plain)
-
-
-def with_grad_mode(step):
-    """An optimizer's step with gradients on only where it is to be differentiated through, as by torch."""
-
-    @functools.wraps(step)
-    def wrapper(self, *args, **kwargs):
-        with torch.set_grad_enabled(self.defaults["differentiable"]):
-            return step(self, *args, **kwargs)
-
-    return wrapper
+                setattr(owner, name, torch.no_grad()(plain) if name == "step" else plain)
