@@ -63,7 +63,6 @@ def rehearse(run, forward_backward, batch, compile):
     """
     buffers = Buffers(run.model)
     model = run.model
-    reason = None
     if compile:
         from torch._inductor import config as inductor  # not sooner: it takes most of a second
 
@@ -77,9 +76,8 @@ def rehearse(run, forward_backward, batch, compile):
         reason = " ".join(str(error).split())[:200]  # the first line alone says nothing
         if world_size() > 1:  # another rank may have compiled: they must do the same
             raise RunFailed(f"torch.compile failed ({reason}); write --compile=false") from error
+        run.folder.event(run.state["step"], "compile_failed", error=reason)
+        model = rehearse(run, forward_backward, batch, compile=False)
     run.model.zero_grad(set_to_none=True)
     buffers.put_back()
-    if reason is None:
-        return model
-    run.folder.event(run.state["step"], "compile_failed", error=reason)
-    return rehearse(run, forward_backward, batch, compile=False)
+    return model
