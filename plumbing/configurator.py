@@ -8,6 +8,7 @@ it assigns is a knob, but for those that begin with _. A path (*_dir) in a flag 
 directory, in a file or by default against the repository.
 """
 
+import builtins
 import difflib
 import os
 import re
@@ -128,9 +129,9 @@ def read_config_file(argument, repository, config, knobs):
         known = ", ".join(sorted(glob("config/*.py", root_dir=repository)))
         looked = " or ".join(dict.fromkeys((os.getcwd(), repository)))
         fail(f"no config file {argument} in {looked}; there are: {known or 'none'}")
-    assigned = {}
+    assigned = {"__builtins__": vars(builtins) | config}  # it sees what it has not assigned itself
     try:
-        exec(compile(Path(path).read_bytes(), argument, "exec"), dict(config), assigned)
+        exec(compile(Path(path).read_bytes(), argument, "exec"), assigned)
     except Exception as error:  # whatever the file does
         frames = extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == argument]

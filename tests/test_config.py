@@ -171,6 +171,9 @@ def test_a_config_file_sees_the_defaults_and_what_came_before_it(script):
     assert configure(script, "config/next.py")[0]["shift"] == -16
     config, _ = configure(script, "config/small.py", "config/next.py")
     assert (config["shift"], config["batch_size"]) == (-2, 5)
+    path.write_text("batch_size = 6\nshift = max(batch_size + i for i in (0, 1))\n")
+    config, _ = configure(script, "config/next.py")
+    assert config["shift"] == 7  # the generator sees the batch_size of the file
 
 
 def test_later_arguments_win(script):
