@@ -10,7 +10,6 @@ tokens a second it was goes to stderr.
 """
 
 import codecs
-import contextlib
 import os
 import sys
 import time
@@ -122,21 +121,8 @@ def sample_text(
     generator = torch.Generator(where).manual_seed(seed)
     prompt = encode_prompt("", meta).to(where)
     how = (max_new_tokens, block_size, meta["vocab_size"], temperature)
-    with threads_for(model, where):
-        new = generate(model, prompt, *how, generator=generator)
-        return "".join(stream((i.item() for i in new), meta))
-
-
-@contextlib.contextmanager
-def threads_for(model, where):
-    """Within it a small model computes on one thread: for one short sequence, two take twice as long."""
-    threads = torch.get_num_threads()
-    if where.type == "cpu" and sum(weight.numel() for weight in model.parameters()) < 10e6:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    new = generate(model, prompt, *how, generator=generator)
+    return "".join(stream((i.item() for i in new), meta))
 
 
 def print_sample(run, block_size, autocast):
@@ -191,9 +177,8 @@ def write_samples(name):
         print(text, end="", flush=True)
         generator = torch.Generator(where).manual_seed((seed + number) % 2**32)
         how = (max_new_tokens, block_size, meta["vocab_size"], temperature, top_k, generator)
-        with threads_for(model, where):
-            for piece in stream((i.item() for i in generate(model, prompt, *how)), meta):
-                print(piece, end="", flush=True)
+        for piece in stream((i.item() for i in generate(model, prompt, *how)), meta):
+            print(piece, end="", flush=True)
     print(flush=True)
     count = num_samples * max_new_tokens
     seconds = time.perf_counter() - began

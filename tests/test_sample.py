@@ -236,19 +236,3 @@ def test_a_sample_does_not_disturb_training(trained):
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training and all(module.training for module in model.modules())
     assert all(torch.equal(w, weights[k]) for k, w in model.state_dict().items())
-
-
-def test_a_sample_leaves_the_threads_of_the_training_as_they_were(monkeypatch):
-    threads = torch.get_num_threads()
-    seen = []
-    model = torch.nn.Linear(2, 2)
-    monkeypatch.setattr(sample, "generate", lambda *_, **__: [seen.append(torch.get_num_threads())])
-    try:
-        torch.set_num_threads(2)
-        with pytest.raises(AttributeError):  # what stands for a token here has no item()
-            sample.sample_text(
-                model, {"tokenizer": "byte", "vocab_size": 256, "dtype": "uint16"}, 8
-            )
-        assert (seen, torch.get_num_threads()) == ([1], 2)
-    finally:
-        torch.set_num_threads(threads)
