@@ -68,7 +68,7 @@ REAL = {  # troubles: flags of the run, source that runs before it
     "norm_vanishes": ("--max_steps=40", DEAD),
     "loss_stuck": ("--peak_lr=1e-6 --min_lr=0 --max_steps=80", ""),
     "underfitting": ("--peak_lr=3e-4 --min_lr=0 --max_steps=120", ""),
-    "loss_rises": (f"{CONSTANT} --optimizer=momentum --momentum=0.99 --peak_lr=0.3", ""),
+    "loss_rises": (f"{CONSTANT} --optimizer=momentum --momentum=0.99 --peak_lr=1", ""),
     "oscillation": (f"{CONSTANT} --optimizer=momentum --momentum=0.99 --peak_lr=0.1 --seed=4", ""),
     "loss_spikes norm_leads_spikes": (f"{CONSTANT} --optimizer=sgd --peak_lr=0.5 --seed=4", ""),
     "plateau": (
