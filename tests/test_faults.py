@@ -193,7 +193,7 @@ if os.fork() == 0:
     until(lambda: newest() >= goal)
     time.sleep(chance.uniform(0, 0.03 if more else 0.6))
     until(lambda: not {in_save} or list(folder.glob("*.pt.tmp")))
-    time.sleep(chance.uniform(0, 0.01))
+    time.sleep(chance.uniform(0, 0.002))
     if os.getppid() == victim:
         os.kill(victim, signal.SIGKILL)
     os._exit(0)
@@ -966,12 +966,12 @@ def test_a_gradient_of_exactly_zero_stops_the_run(run_train):
 
 
 def test_a_loss_above_its_first_value_is_an_event_and_training_continues(run_train):
-    high = bad_batches(list(range(3, 99)), "loss + 5")
+    high = bad_batches(list(range(1, 99)), "loss + 5")
     skipped_too = bad_batches([8], "loss * math.nan")
     done = run_train("run", "--max_skipped=4", "--log_interval=1", before=high + skipped_too)
     assert done.returncode == 0, done.stderr
     (event,) = events(done, "diverging")
-    assert event["step"] == 7 and event["loss"] > event["first"]
+    assert event["step"] == 5 and event["loss"] > event["first"]
     assert "diverging" in done.stdout and "warning" in done.stdout
 
 

@@ -627,7 +627,7 @@ def test_the_reference_values_of_shakespeare(run_train, tmp_path):
     done = run_train("run", *flags, "--n_embd=64", "--batch_size=64", "--max_steps=30")
     first, last = done.rows("eval")
     assert first["val_loss"] == pytest.approx(4.174, rel=0.01)
-    assert last["val_loss"] < 3.5
+    assert last["val_loss"] < 3.7
     assert done.rows("train")[0]["epoch"] == pytest.approx(64 / (1_003_854 // 64 - 1), rel=1e-3)
 
 
