@@ -348,10 +348,11 @@ def test_the_pointer_reads_off_the_numbers(browser, tmp_path):
 
 def test_an_open_page_of_a_living_run_loads_itself_again_where_it_was(browser, tmp_path):
     folder = write_run(tmp_path / "run", falling(30))
-    browser.open(page_of([folder], refresh=0.3), width=360)
-    # at once, as it may load itself again at any time: half of a page cannot be scrolled so far
+    browser.open(page_of([folder], refresh=2), width=360)
+    # when it is whole, as half of a page cannot be scrolled so far, and not as it loads itself again
+    ready = "document.readyState == 'complete' && performance.now() < 1500"
     act = f"window.mark = 1, scrollTo(0, 700), {PRESS.format('validation')}, scrollY == 700"
-    wait_for(lambda: browser.run(f"document.readyState == 'complete' && ({act})"))
+    wait_for(lambda: browser.run(f"{ready} && ({act})"))
     write_run(folder, falling(31))
     page_of([folder])  # the last one: the run has ended
     wait_for(lambda: browser.run("document.body?.textContent.includes('all 31 steps')"), seconds=20)
