@@ -66,7 +66,8 @@ def without(row, *more):
 
 
 def ids(out_dir):
-    return {path.name.split("-")[-1] for path in sessions(out_dir)}
+    """offline-run-DATE_TIME-ID, and "-1" behind it for a second session within one second."""
+    return {path.name.split("-")[3] for path in sessions(out_dir)}
 
 
 def sessions(out_dir):
