@@ -672,7 +672,8 @@ def looks_ahead(model, inputs, vocab_size):
 def lr(job):
     """The loss against the learning rate of Job.range_test, as a picture."""
     found = job.range_test
-    rates, losses, smooth, suggested = found.values()
+    rates, losses, smooth = found["lr"], found["loss"], found["smooth"]
+    suggested = found["suggested_peak_lr"]
     figure = report.new_figure(8, 5)
     axes = figure.add_subplot(xscale="log", xlabel="learning rate", ylabel="training loss, nats")
     axes.plot(rates, losses, ".", color="#8a8a8a", label="loss of a step")

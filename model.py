@@ -24,8 +24,8 @@ ROPE_BASE = 10_000.0  # the longest rotary wavelength is 2 pi times this, in tok
 LARGE_VOCAB = 1000  # from here on the head is padded, and a large loss computed in chunks
 HEAD_MULTIPLE = 64  # rows of a padded head, for tensor cores
 CHUNK_LOGITS = 2**24  # logits in a chunk of the loss, at least; in float32 64 MiB
-FURTHER_WEIGHT = 0.3  # of the loss of the token after the next; halved for each token further on
 MAX_CHUNKS = 8  # more make torch.compile slow, and its code needs more memory again
+EXTRA_HEAD_WEIGHT = 0.3  # of the loss of the token after the next; halved for each one after that
 PLAIN_ATTENTION_MAX = 512  # longest context where, on a CPU, plain products beat the fused kernel
 
 
@@ -38,11 +38,11 @@ class GPTConfig:
     n_layer: int = 1
     dropout: float = 0.0  # 0 = off
     label_smoothing: float = 0.0  # 0 = off; never in evaluation
-    predict_ahead: int = 1  # tokens that training predicts at each position; 1 = only the next
+    n_future_tokens: int = 1  # that each position learns to predict; 1 = only the next
     grad_checkpoint: bool = False  # recompute each block in the backward pass, to hold less memory
 
     def __post_init__(self):
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "predict_ahead"):
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_future_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
         if self.n_embd % (2 * self.n_head):  # rotary positions turn pairs of the numbers in a head
@@ -60,8 +60,8 @@ def round_up(number, multiple):
 
 
 def norm(x):
-    """LayerNorm without gain or bias: the next matrix can learn those. RMSNorm learns as well (both
-    1.499), but has no fused kernel on the CPU and makes a whole step there 23% longer."""
+    """LayerNorm without gain or bias: the next matrix can learn those. RMSNorm learns as well, but has
+    no fused kernel on the CPU and makes a step there longer."""
     return F.layer_norm(x, (x.size(-1),))
 
 
@@ -233,10 +233,10 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         heads = [
             nn.Linear(config.n_embd, padded(config.vocab_size), bias=False)
-            for _ in range(config.predict_ahead)
+            for _ in range(config.n_future_tokens)
         ]
         self.head = heads[0]
-        self.further_heads = nn.ModuleList(heads[1:])  # only used in training
+        self.extra_heads = nn.ModuleList(heads[1:])  # only training uses them
         cos, sin = rotary_tables(config.block_size, config.n_embd // config.n_head)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -249,7 +249,7 @@ class GPT(nn.Module):
         self.embedding.token.weight.normal_()
         self.embedding.ngram.weight.zero_()
         self.embedding.conv.normal_(std=1 / math.sqrt(CONV_WIDTH))
-        for head in (self.head, *self.further_heads):
+        for head in (self.head, *self.extra_heads):
             head.weight.normal_(std=0.1 / math.sqrt(head.in_features))
         for block in self.blocks:
             for matrix in (block.attention.qkv, block.mlp.up):
@@ -259,9 +259,9 @@ class GPT(nn.Module):
 
     def forward(self, inputs, targets=None):
         """inputs, targets: int64 (B, T). Returns the logits (B, T, padded V); given targets, only the
-        mean cross entropy in nats over those that are not -100, a float32 scalar. In training mode with
-        `predict_ahead` its gradient is also that of predicting the tokens after the next (Gloeckle et
-        al. 2024, "Better & faster large language models via multi-token prediction").
+        mean cross entropy in nats over those that are not -100, a float32 scalar. In training mode its
+        gradient is also that of the extra heads' losses (multi-token prediction, Gloeckle et al. 2024);
+        its value is not, so that runs with and without them compare.
 
         Labels are smoothed in training mode only. Raises ValueError if T is above `block_size`.
         """
@@ -278,11 +278,11 @@ class GPT(nn.Module):
         if targets is None:
             return self.head(x)
         loss = self.loss(self.head, x, targets)
-        if self.training:  # each position also learns to predict the tokens after the next
-            weight = FURTHER_WEIGHT
-            for ahead, head in zip(range(1, T), self.further_heads, strict=False):
-                further = self.loss(head, x[:, :-ahead], targets[:, ahead:])
-                loss = loss + weight * (further - further.detach())  # only the gradient
+        if self.training:
+            weight = EXTRA_HEAD_WEIGHT
+            for ahead, head in zip(range(1, T), self.extra_heads, strict=False):
+                extra = self.loss(head, x[:, :-ahead], targets[:, ahead:])
+                loss = loss + weight * (extra - extra.detach())  # adds to the gradient alone
                 weight /= 2
         return loss
 
@@ -340,8 +340,8 @@ class GPT(nn.Module):
         hidden = self.blocks[0].mlp.down.in_features
         block = (10 + plain_attention + 2 * dropout) * C + 4 * hidden
         block += config.n_head * (T * (1 + 2 * dropout) if plain_attention else 2)
-        further = config.predict_ahead - 1  # heads that each have a copy of their input
-        ends = (4 + dropout + further) * C  # the input embedding, and the last norm with its input
+        extra = len(self.extra_heads)  # each has a copy of its input
+        ends = (4 + dropout + extra) * C  # the input embedding, and the last norm with its input
         if device_type == "cuda" and width == 2:  # where norms keep their inputs as float32 copies
             block += 6 * C
             ends += C
@@ -362,9 +362,9 @@ class GPT(nn.Module):
         at_block = tokens * (ends + kept + recomputed + 3 * C) * width
         at_head = tokens * (ends + kept) * width
         if (chunks := self.loss_chunks(tokens)) == 1:
-            at_head += (12 + 4 * further) * tokens * V
+            at_head += (12 + 4 * extra) * tokens * V
         else:
-            at_head += (16 - width) * tokens * V // chunks + (2 * width + 4 * further) * V * C
+            at_head += (16 - width) * tokens * V // chunks + (2 * width + 4 * extra) * V * C
             at_head += 0 if width == 4 else 2 * (n_hidden + V * C - n_cast)
         return max(at_block, at_head) + (0 if width == 4 else 2 * n_cast)
 
@@ -454,9 +454,8 @@ def configure_optimizers(model, optimizer, lr, weight_decay, beta1, beta2, momen
     """The optimizers for `model`, any module, as a list of one, or two for "muon".
 
     optimizer: "adamw" (Loshchilov & Hutter 2019), "adam" (Kingma & Ba 2015; decays through the
-    gradient), "sgd", "momentum" (SGD with momentum), or "muon": hidden matrices by Muon, the
-    rest by AdamW. Matrices and embeddings
-    decay, vectors do not. Raises ValueError for another name.
+    gradient), "sgd", "momentum" (SGD with momentum), or "muon": hidden matrices by Muon, the rest by
+    AdamW. Matrices and embeddings decay, vectors do not. Raises ValueError for another name.
     """
     muon_prefix = getattr(model, "muon_prefix", "")
     hidden, outer, vectors = [], [], []

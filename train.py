@@ -57,7 +57,7 @@ n_head = 4  # [1, inf)
 n_embd = 128  # width, an even multiple of n_head, [1, inf)
 dropout = 0.0  # share of activations, [0, 1); 0 = off
 label_smoothing = 0.0  # in training only, [0, 1); 0 = off
-predict_ahead = 1  # tokens that each position is trained to predict, [1, inf); 1 = only the next
+n_future_tokens = 1  # that each position learns to predict, [1, inf); 1 = only the next
 grad_checkpoint = False  # recompute activations in the backward pass: less memory, more time
 
 # The batch: a step sees batch_size * accum_steps * ranks sequences

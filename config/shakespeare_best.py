@@ -3,10 +3,10 @@
 out_dir = "out/shakespeare_best"
 dataset = "shakespeare"
 
-block_size = 256  # characters: twice those of config/shakespeare.py are worth 0.02 nats
+block_size = 256  # characters; twice the context of config/shakespeare.py
 n_embd = 256
 n_head = 4
-predict_ahead = 3
+n_future_tokens = 3
 batch_size = 16
 dropout = 0.05  # much less, and it learns the text by heart; much more, and it learns slowly
 

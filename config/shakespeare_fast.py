@@ -8,9 +8,9 @@ n_embd = 128
 n_head = 2
 batch_size = 32
 
-max_steps = 90  # 64 are enough on this text, not on two others that nothing was tuned on
+max_steps = 90  # enough on texts that nothing was tuned on too (docs/measured.md)
 warmup_steps = 4
-optimizer = "muon"  # adamw needs almost twice as many steps for the same loss
+optimizer = "muon"  # adamw needs more steps for the same loss
 momentum = 0.9
 schedule = "linear"
 peak_lr = 3e-2

@@ -245,8 +245,8 @@ LARGE = {"n_layer": 2, "n_embd": 64, "block_size": 128, "vocab_size": 6000}  # a
         ({"n_layer": 2, "n_embd": 64, "block_size": 64, "vocab_size": 5000}, 8, "muon", "bfloat16"),
         (LARGE, 16, "adam", "float32"),
         (LARGE, 16, "sgd", "bfloat16"),
-        (LARGE | {"predict_ahead": 3}, 16, "sgd", "bfloat16"),
-        ({"n_embd": 64, "vocab_size": 500, "predict_ahead": 3}, 16, "sgd", "bfloat16"),
+        (LARGE | {"n_future_tokens": 3}, 16, "sgd", "bfloat16"),
+        ({"n_embd": 64, "vocab_size": 500, "n_future_tokens": 3}, 16, "sgd", "bfloat16"),
         ({"n_layer": 1, "n_embd": 64, "block_size": 600, "dropout": 0.1}, 2, "sgd", "float32"),
     ],
 )
@@ -488,15 +488,15 @@ def test_a_loss_in_chunks_works_on_a_sharded_model(tmp_path):
 
 
 @pytest.mark.parametrize("vocab_size", [65, 1000])  # 1,000: the loss is computed in chunks
-def test_further_heads_add_their_gradients_and_nothing_to_the_loss(vocab_size, monkeypatch):
+def test_extra_heads_add_their_gradients_and_nothing_to_the_loss(vocab_size, monkeypatch):
     monkeypatch.setattr("model.CHUNK_LOGITS", 2**14)
-    model = build_trained(vocab_size=vocab_size, predict_ahead=3, label_smoothing=0.1)
+    model = build_trained(vocab_size=vocab_size, n_future_tokens=3, label_smoothing=0.1)
     tokens, targets = batch(3, model.config)
     loss = model(tokens, targets)
     loss.backward()
     found = flat_gradient(model)
     model.zero_grad()
-    kept = {}
+    kept = {}  # what goes into the heads
     with monkeypatch.context() as patch:
         patch.setattr(GPT, "loss", lambda self, head, x, targets: kept.setdefault("x", x).sum())
         model(tokens, targets)
@@ -507,20 +507,20 @@ def test_further_heads_add_their_gradients_and_nothing_to_the_loss(vocab_size, m
     x = kept["x"]
     first = mean_loss(model.head, x, targets)
     assert loss.item() == pytest.approx(first.item(), rel=1e-6)
-    second = mean_loss(model.further_heads[0], x[:, :-1], targets[:, 1:])
-    third = mean_loss(model.further_heads[1], x[:, :-2], targets[:, 2:])
+    second = mean_loss(model.extra_heads[0], x[:, :-1], targets[:, 1:])
+    third = mean_loss(model.extra_heads[1], x[:, :-2], targets[:, 2:])
     (first + 0.3 * second + 0.15 * third).backward()
     torch.testing.assert_close(found, flat_gradient(model), rtol=1e-4, atol=1e-6)
 
 
-def test_further_heads_are_for_training_only():
-    model = build_trained(predict_ahead=3)
+def test_extra_heads_are_for_training_only():
+    model = build_trained(n_future_tokens=3)
     tokens, targets = batch(2, model.config)
     for rows in (tokens[:, :1], tokens[:, :2]):  # shorter than what lies ahead
         assert model(rows, targets[:, : rows.size(1)]).isfinite()
     with torch.no_grad():
-        model.further_heads.requires_grad_(False)
-        for head in model.further_heads:
+        model.extra_heads.requires_grad_(False)
+        for head in model.extra_heads:
             head.weight.fill_(math.nan)
         assert model(tokens, targets).isnan()  # control: in training they are used
         model.eval()

@@ -100,7 +100,7 @@ def test_resume_is_bit_exact_however_often(run_train, whole):
         pytest.param(["--dtype=float16"], marks=needs_float16),
         pytest.param(["--optimizer=sgd", "--peak_lr=0.1"], marks=pytest.mark.slow),
         ["--optimizer=momentum", "--peak_lr=0.1"],
-        ["--optimizer=muon", "--predict_ahead=3"],
+        ["--optimizer=muon", "--n_future_tokens=3"],
         pytest.param(
             ["--optimizer=muon", "--dtype=float16"], marks=[needs_float16, pytest.mark.slow]
         ),
