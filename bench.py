@@ -287,7 +287,7 @@ def graphed_step(run, model, batches):
     for group in itertools.chain(*(optimizer.param_groups for optimizer in run.optimizers)):
         group["capturable"] = True
     take_step = partial(train.train_step, model, run, *kept, train.min_lr)
-    with setting(within_memory=lambda run, compute: compute()):
+    with setting(retry_on_oom=lambda run, compute, key: compute()):
         graph = torch.cuda.CUDAGraph()
         devices.synchronize(run.device)
         with torch.cuda.stream(torch.cuda.Stream()):
@@ -494,7 +494,7 @@ def overhead(job):
             "audit": partial(audit.confirm, run, take_step) if train.deterministic else take_step,
         }
         times = interleaved(steps, job.device)
-        save = partial(saver.save, [checkpoints.file_name(run.state["step"])], must=True)
+        save = partial(saver.save, [checkpoints.file_name(run.state["step"])], required=True)
         save()
         times["save"] = [seconds_of(save, 1, job.device)]
     times["loop"] = [seconds / every for seconds in times["loop"]]

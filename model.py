@@ -3,8 +3,8 @@
     tokens -> input embedding -> n_layer x (attention, MLP) -> norm -> head -> logits
 
 Attention and MLP each add to one residual stream. Shapes use B (sequences), T (tokens in each),
-C (`n_embd`), H (`n_head`), D = C / H, V (`vocab_size`). Optimizers and sampling are here too, for any
-nn.Module. Imports nothing but torch.
+C (`n_embd`), H (`n_head`), D = C / H, V (`vocab_size`). Optimizers and sampling, for any nn.Module,
+are here too. Imports nothing but torch.
 """
 
 import math
@@ -18,13 +18,13 @@ from torch.utils.checkpoint import checkpoint
 CONV_WIDTH = 4  # tokens that the input convolution sees: the present one and the three before it
 NGRAM = 3  # tokens that one vector of the n-gram table stands for
 NGRAM_ROWS = 8_192  # n-grams share these rows by their hash
-NGRAM_GAIN = 2.0  # under Adam a gain of 2 is twice the learning rate for the table
+NGRAM_GAIN = 2.0  # factor of its vectors; under Adam it doubles the table's learning rate
 MLP_MULTIPLE = 32  # the hidden width of the MLP is a multiple of this, for tensor cores and AMX
 ROPE_BASE = 10_000.0  # the longest rotary wavelength is 2 pi times this, in tokens
-LARGE_VOCAB = 1000  # from here on the head is padded, and a large loss computed in chunks
+LARGE_VOCAB = 1000  # from here on the head is padded, and the loss may be computed in chunks
 HEAD_MULTIPLE = 64  # rows of a padded head, for tensor cores
-CHUNK_LOGITS = 2**24  # logits in a chunk of the loss, at least; in float32 64 MiB
-MAX_CHUNKS = 8  # more make torch.compile slow, and its code needs more memory again
+CHUNK_LOGITS = 2**24  # most logits in a chunk (64 MiB in float32), as far as MAX_CHUNKS allows
+MAX_CHUNKS = 8  # more make torch.compile slow and its code use more memory
 EXTRA_HEAD_WEIGHT = 0.3  # of the loss of the token after the next; halved for each one after that
 PLAIN_ATTENTION_MAX = 512  # longest context where, on a CPU, plain products beat the fused kernel
 
@@ -50,8 +50,8 @@ class GPTConfig:
 
 
 def padded(vocab_size):
-    """Rows of a head: GPT-2's 50,257 become 50,304. The tokens that are none never occur as targets,
-    so the model learns not to say them, and `generate` cannot."""
+    """Rows of a head: GPT-2's 50,257 become 50,304. The added rows are never targets, so the model
+    learns to give them no probability; `generate` cuts them off."""
     return round_up(vocab_size, HEAD_MULTIPLE if vocab_size >= LARGE_VOCAB else 1)
 
 
@@ -60,8 +60,8 @@ def round_up(number, multiple):
 
 
 def norm(x):
-    """LayerNorm without gain or bias: the next matrix can learn those. RMSNorm learns as well, but has
-    no fused kernel on the CPU and makes a step there longer."""
+    """LayerNorm without gain or bias, which the next matrix can learn. RMSNorm trains equally well
+    but has no fused CPU kernel, so a step takes longer there."""
     return F.layer_norm(x, (x.size(-1),))
 
 
@@ -73,8 +73,8 @@ def rotary_tables(block_size, head_size):
 
 
 def rotate(x, cos, sin):
-    """Turns each pair of numbers in x (B, T, H, D) by its position's angle: the product of a query and
-    a key then depends on their distance."""
+    """Rotates each pair of numbers in x (B, T, H, D) by its position's angle, so that the product
+    of a query and a key depends on their distance."""
     cos, sin = (table[: x.size(1), None].to(x.dtype) for table in (cos, sin))
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
@@ -97,12 +97,12 @@ def causal_attention(q, k, v, dropout):
 
 
 class InputEmbedding(nn.Module):
-    """tokens (B, T) to (B, T, C): each token together with the few before it, so that even a single
-    layer of attention can look up what followed the same letters earlier.
+    """tokens (B, T) to (B, T, C). Each position includes the few tokens before it, so that even
+    one attention layer can look up what followed the same letters earlier.
 
     A causal depthwise convolution (So et al. 2021, "Primer") mixes the last CONV_WIDTH embeddings;
-    random at first, so that it tells "ab" from "ba". A hashed table adds a vector for the last NGRAM
-    tokens (Huang et al. 2025, "Over-Tokenized Transformer"); it starts at zero.
+    its random start tells "ab" from "ba". A hashed table adds a vector for the last NGRAM tokens
+    (Huang et al. 2025, "Over-Tokenized Transformer"); it starts at zero.
     """
 
     def __init__(self, config):
@@ -144,7 +144,7 @@ class Attention(nn.Module):
         B, T, C = x.shape
         D = C // self.n_head
         qk, v = self.qkv(x).split((2 * C, C), dim=-1)
-        # Queries and keys of one length (Henry et al. 2020), so that no step saturates the softmax.
+        # All queries and keys have one length (Henry et al. 2020), which bounds the scores.
         qk = rotate(norm(qk.reshape(B, T, 2 * self.n_head, D)), cos, sin)
         q, k = qk.transpose(1, 2).chunk(2, dim=1)
         v = v.view(B, T, self.n_head, D).transpose(1, 2)
@@ -191,10 +191,10 @@ def cross_entropy(logits, targets, label_smoothing, reduction="mean"):
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """The sum of cross_entropy() over x (N, C) @ weight (V, C), with one chunk's logits at a time.
+    """Summed cross entropy of the logits x (N, C) @ weight (V, C).T, held one chunk at a time.
 
-    A chunk's gradients are computed right after its loss, in the forward pass: nothing is computed
-    twice, and no more is kept than their sums (as in Liger Kernel, Hsu et al. 2024).
+    The forward pass also computes the gradients, chunk by chunk, so that nothing is recomputed and
+    only the sum of the weight's gradients is kept (as in Liger Kernel, Hsu et al. 2024).
     """
 
     @staticmethod
@@ -222,8 +222,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class GPT(nn.Module):
-    muon_prefix = "blocks."  # Muon takes the matrices whose names begin with it
-    undecayed = ("embedding.conv",)  # no matrix: one short filter a channel
+    muon_prefix = "blocks."  # Muon trains the matrices whose names begin with this
+    undecayed = ("embedding.conv",)  # no weight decay: a short filter per channel, not a matrix
 
     def __init__(self, config):
         super().__init__()
@@ -244,8 +244,8 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self):
-        """Matrices at 1 / sqrt(fan in). What adds to the residual stream starts at zero: each
-        block is the identity at first (Goyal et al. 2017). A small head: a first loss of ln V."""
+        """Normal with std 1 / sqrt(fan_in). What adds to the residual stream starts at zero: each
+        block begins as the identity (Goyal et al. 2017). A small head: a first loss of ln V."""
         self.embedding.token.weight.normal_()
         self.embedding.ngram.weight.zero_()
         self.embedding.conv.normal_(std=1 / math.sqrt(CONV_WIDTH))
@@ -258,12 +258,12 @@ class GPT(nn.Module):
                 matrix.weight.zero_()
 
     def forward(self, inputs, targets=None):
-        """inputs, targets: int64 (B, T). Returns the logits (B, T, padded V); given targets, only the
-        mean cross entropy in nats over those that are not -100, a float32 scalar. In training mode its
-        gradient is also that of the extra heads' losses (multi-token prediction, Gloeckle et al. 2024);
-        its value is not, so that runs with and without them compare.
+        """inputs, targets: int64 (B, T). Without targets, returns the logits (B, T, padded V). With
+        targets, returns their mean cross entropy in nats, a float32 scalar, ignoring those of -100.
 
-        Labels are smoothed in training mode only. Raises ValueError if T is above `block_size`.
+        In training mode labels are smoothed, and the gradient includes the extra heads' losses
+        (multi-token prediction, Gloeckle et al. 2024). The value does not, so that runs with and
+        without them compare. Raises ValueError if T is above `block_size`.
         """
         T, block_size = inputs.size(1), self.config.block_size
         if T > block_size:
@@ -298,8 +298,8 @@ class GPT(nn.Module):
         return ChunkedCrossEntropy.apply(*arguments) / (targets != -100).sum()
 
     def loss_chunks(self, tokens):
-        """In how many chunks the loss of so many tokens is computed: 1 where the vocabulary is small, or
-        the head is not a plain matrix."""
+        """The number of chunks for the loss of so many tokens: 1 if the vocabulary is small or
+        the head has a bias."""
         rows = self.head.out_features
         if rows < LARGE_VOCAB or self.head.bias is not None:
             return 1
@@ -315,17 +315,17 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self):
-        """FLOPs to train on one token at full context: 6 for each weight in a matrix product and
-        12 * n_layer * C * block_size for attention (Chowdhery et al. 2022, "PaLM", appendix B). The
-        half that the mask hides counts, as in the field; what `grad_checkpoint` repeats does not.
+        """FLOPs to train on one token at full context: 6 per weight of a matrix product, plus
+        12 * n_layer * C * block_size for attention (Chowdhery et al. 2022, "PaLM", appendix B). By
+        convention the masked half counts, and what `grad_checkpoint` recomputes does not.
         """
         config = self.config
         weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * weights + 12 * config.n_layer * config.n_embd * config.block_size
 
     def activation_memory(self, micro_batch, dtype, device_type):
-        """Bytes that an uncompiled step on so many sequences holds at its peak, beside float32 weights,
-        gradients and moments. dtype: "float32", or that of autocast."""
+        """Peak bytes of an uncompiled step on micro_batch sequences, without the float32 weights,
+        gradients and moments. dtype: "float32", or the autocast dtype."""
         config = self.config
         C, T, V = config.n_embd, config.block_size, self.head.out_features
         dropout = config.dropout > 0
@@ -356,9 +356,9 @@ class GPT(nn.Module):
             recomputed = block - C
             n_cast = n_hidden // config.n_layer + V * C
 
-        # The peak is one of two moments: the gradients within the last MLP (3 C), or the float32
-        # softmax over the vocabulary with its gradients (12 bytes for each of V, 14 with a cast). In
-        # chunks that is in the forward pass: every copy is there, and the head's gradients so far.
+        # Memory peaks at the gradients in the last MLP (3 C), or at the float32 softmax over the
+        # vocabulary with its gradients (12 bytes per logit, 14 with a cast). In a chunked loss the
+        # latter is in the forward pass, with all of autocast's copies and the head's gradients.
         at_block = tokens * (ends + kept + recomputed + 3 * C) * width
         at_head = tokens * (ends + kept) * width
         if (chunks := self.loss_chunks(tokens)) == 1:
@@ -370,8 +370,8 @@ class GPT(nn.Module):
 
 
 def build_model(knobs, vocab_size):
-    """A GPT of the shape in `knobs`, a mapping such as a run's config. Raises ValueError where there is
-    no such shape, TypeError where `knobs` lacks a part of it."""
+    """A GPT of the shape in `knobs`, a mapping such as a run's config. Raises ValueError if it is
+    invalid, TypeError if `knobs` lacks a part of it."""
     shape = {field.name: knobs[field.name] for field in fields(GPTConfig) if field.name in knobs}
     return GPT(GPTConfig(**shape | {"vocab_size": vocab_size}))
 
@@ -385,9 +385,9 @@ def generate(
 ):
     """Continues tokens (B, T), yielding one (B, 1) tensor of new ids at a time.
 
-    model: any whose model(tokens) returns logits (B, T, vocab_size or more). It sees the last
-    `block_size` tokens. temperature 0 takes the likeliest token; top_k 0 draws from all. Raises
-    ValueError if either is negative.
+    model: any module for which model(tokens) returns logits (B, T, vocab_size or more). It sees
+    the last `block_size` tokens. temperature=0 takes the likeliest token; top_k=0 samples from all.
+    Raises ValueError if either is negative.
     """
     if temperature < 0 or top_k < 0:
         raise ValueError(f"temperature={temperature} and top_k={top_k} must not be negative")
@@ -396,7 +396,7 @@ def generate(
         try:
             model.eval()
             logits = model(tokens[:, -block_size:])[:, -1, :vocab_size].float()
-        finally:  # out of memory here must not leave the training without its dropout
+        finally:  # an error here (out of memory) must not leave the model in eval mode
             for module, training in modes.items():
                 module.training = training
         if 0 < top_k < logits.size(-1):
@@ -411,13 +411,13 @@ def generate(
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is made orthogonal (Jordan 2024), of the size of AdamW's (Liu et al. 2025).
+    """Momentum with an orthogonalized update (Jordan 2024), as large as AdamW's (Liu et al. 2025).
 
-    As torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), but not in bfloat16 where a CPU only emulates
-    it, which takes a hundred times as long. weights: matrices.
+    Like torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), but in float32 where a CPU only emulates
+    bfloat16, which takes a hundred times as long. weights: matrices.
     """
 
-    moments = 1  # numbers kept for each of a weight
+    moments = 1  # numbers kept per weight, for plumbing/memory.py
 
     def __init__(self, weights, lr, momentum, weight_decay):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
@@ -439,7 +439,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix):
-    """`matrix` with singular values near 1, by five Newton-Schulz steps (coefficients of Jordan 2024)."""
+    """`matrix` with singular values near 1, by five Newton-Schulz steps (Jordan 2024)."""
     emulated = matrix.is_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     x = matrix if emulated else matrix.bfloat16()
     x = x.T if x.size(0) > x.size(1) else x

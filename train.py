@@ -6,9 +6,9 @@ On one device:
 On several (4 GPUs of one machine; with --device=cpu, 4 processes):
     torchrun --standalone --nproc_per_node=4 train.py config/shakespeare.py
 
-Typed again, the same command resumes the run where it stopped, bit for bit. Every global down to
-FRESH_STATE is a flag (`--help`): its comment gives its unit, the value that turns it off, and, in [ ] or as
-a | b, what is allowed.
+The same command again resumes the run where it stopped, bit for bit. Every global above FRESH_STATE
+is a flag (`--help`); its comment gives the unit, the value for "off", and the allowed [range] or
+a | b. To read the loop, start with train() near the end, then train_step(), then main().
 """
 
 import copy
@@ -33,19 +33,19 @@ from plumbing.failures import RunFailed, explain
 from plumbing.memory import training_memory
 from plumbing.ranks import agree, from_rank0, rank, say, world_size
 from plumbing.resume import continue_from, find_checkpoint, is_finished
-from plumbing.retry import rehearse, within_memory
+from plumbing.retry import rehearse, retry_on_oom
 from plumbing.run_folder import RunFolder
 from plumbing.signals import Signals, ignore_signals, start_workers, stop_workers
 from plumbing.skipping import Buffers, step_unless
 from plumbing.spikes import is_spike
-from plumbing.startup import quick_start_and_exit
+from plumbing.startup import speed_up_start_and_exit
 from plumbing.windows import OrderedWindows, ShuffledWindows
 from report import write_report
 from sample import print_sample
 
 # The run, and the text it learns
 out_dir = "out/run"  # one folder a run: run.json, metrics.jsonl, checkpoints
-resume = "auto"  # auto: resume the run in out_dir, or start one; never; or the path of a checkpoint
+resume = "auto"  # auto: resume what is in out_dir, or start; never; or the path of a checkpoint
 dataset = "shakespeare"  # data/NAME; prepare_data.py makes it where it is missing
 data_dir = "data"  # folder of the datasets
 offline_dataset = "pydoc"  # used where there is no network to download from; "" = stop instead
@@ -83,26 +83,26 @@ min_lr = 1e-4  # where cosine, linear, onecycle and wsd end, and the floor of st
 warmup_steps = 100  # [0, inf)
 max_steps = 2000  # [1, inf)
 decay_steps = 0  # steps the schedule spans, [0, inf); 0 = max_steps as of the run's first start
-cooldown_steps = 0  # of wsd: length of the final decay, [0, inf); 0 = a fifth of decay_steps
-step_size = 500  # of step: steps between two drops, [1, inf)
-gamma = 0.5  # of step: the factor of a drop, (0, 1]
-plateau_factor = 1.0  # multiplies the rate whenever evaluations stall, (0, 1]; 1 = off
-plateau_patience = 3  # evaluations without improvement before it does, [1, inf)
+cooldown_steps = 0  # schedule=wsd: length of the final decay, [0, inf); 0 = a fifth of decay_steps
+step_size = 500  # schedule=step: steps between drops, [1, inf)
+gamma = 0.5  # schedule=step: factor applied at each drop, (0, 1]
+plateau_factor = 1.0  # multiplies the rate when the validation loss stalls, (0, 1]; 1 = off
+plateau_patience = 3  # evaluations without improvement before plateau_factor applies, [1, inf)
 
 # How it is computed
 device = "auto"  # auto, cpu, cuda, cuda:1 or mps
 dtype = "auto"  # auto | float32 | bfloat16 | float16
-compile = "auto"  # torch.compile
-deterministic = "auto"  # the same bits every time; auto = wherever torch can
+compile = "auto"  # torch.compile; auto = where the run is long enough to gain from it
+deterministic = "auto"  # deterministic algorithms; auto = on, except on mps
 shard = False  # with several ranks, each keeps a share of weights, gradients, moments (FSDP2)
-offload = False  # with shard: in the host's memory instead of the GPU's
-hang_minutes = 30.0  # with several ranks: how long one may keep the others waiting, (0, inf)
+offload = False  # with shard: keep them in host memory instead of GPU memory
+hang_minutes = 30.0  # with several ranks: timeout when one keeps the others waiting, (0, inf)
 
 # Logging, evaluation, early stopping
-log_interval = 10  # steps between two lines, [1, inf); metrics.jsonl has a row for every step
+log_interval = 10  # steps between console lines, [1, inf); metrics.jsonl has a row for every step
 eval_interval = 250  # steps, [0, inf); 0 = only before the first and after the last
-eval_tokens = 0  # evaluate the first so many of the validation split, [0, inf); 0 = all
-sample_interval = 0  # steps between two samples of text, [0, inf); 0 = one at the end
+eval_tokens = 0  # tokens to evaluate, from the start of the validation split, [0, inf); 0 = all
+sample_interval = 0  # steps between text samples, [0, inf); 0 = only the one at the end
 report = True  # draw report.png and write report.md at the end
 wandb_log = False  # copy the rows of metrics.jsonl to Weights & Biases, from a process of its own
 wandb_project = "honest-loop"
@@ -113,27 +113,27 @@ min_delta = 0.0  # nats by which an evaluation must improve to count, [0, inf)
 
 # Checkpoints
 save_interval = 500  # steps, [0, inf); 0 = only before the first and after the last
-save_minutes = 0.0  # minutes after which one more is saved, [0, inf); 0 = off
+save_minutes = 0.0  # also save when the last save is this many minutes old, [0, inf); 0 = off
 keep_last = 2  # checkpoints kept, besides best.pt, [1, inf)
-milestone_interval = 0  # steps between two that are kept for good, [0, inf); 0 = off
+milestone_interval = 0  # steps between checkpoints that are never deleted, [0, inf); 0 = off
 
 # When numbers go wrong
-max_skipped = 10  # skipped updates in a row (not finite) that roll the run back, [1, inf)
+max_skipped = 10  # consecutive skipped (not finite) updates before a rollback, [1, inf)
 max_rollbacks = 3  # rollbacks before the run gives up, [0, inf)
-spike_sigma = 0.0  # deviations above the mean at which a loss does so too, [0, inf); 0 = off
-audit_interval = 0  # steps between two that are done twice and compared, [0, inf); 0 = off
+spike_sigma = 0.0  # roll back at a loss this many deviations above its mean, [0, inf); 0 = off
+audit_interval = 0  # steps between those computed twice and compared bitwise, [0, inf); 0 = off
 
-# The loop's whole state: saved whole, restored whole. A new loop variable goes here, and nowhere else.
+# Every variable of the loop, saved and restored together. A new one belongs here and nowhere else.
 FRESH_STATE = {
-    "step": 0,  # finished updates, skipped ones too
-    "sequences": 0,  # the next sequence of the training data; a rollback does not turn it back
-    "tokens": 0,  # learned from so far
-    "micro_batch": 0,  # sequences in one forward pass of training; halved where memory runs out
-    "eval_micro_batch": 0,  # the same of evaluation
-    "first_step": 0,  # where this run began: past 0 where it was seeded by another run's checkpoint
+    "step": 0,  # finished updates, including skipped ones
+    "sequences": 0,  # index of the next training sequence; a rollback does not reset it
+    "tokens": 0,  # trained on so far
+    "micro_batch": 0,  # sequences per forward pass: batch_size, halved whenever memory runs out
+    "eval_micro_batch": 0,  # the same for evaluation
+    "first_step": 0,  # where this run began; not 0 if it began from another run's checkpoint
     "best_val_loss": math.inf,
     "best_step": 0,
-    "loss_to_beat": math.inf,  # by min_delta, or the next two count one more
+    "loss_to_beat": math.inf,  # by min_delta; an evaluation that does not increments the next two
     "evals_since_best": 0,
     "evals_on_plateau": 0,
     "lr_factor": 1.0,  # product of the plateau_factors so far
@@ -150,7 +150,7 @@ FRESH_STATE = {
 
 
 def lr_at(step):
-    """Learning rate of the update that comes after `step` finished ones: a pure function of the step.
+    """Learning rate of update `step` (the first is 0): a pure function of the step.
 
     Linear warmup, then `schedule` down to min_lr at decay_steps: cosine (Loshchilov & Hutter 2017),
     linear, constant, step, onecycle (Smith & Topin 2018: cosine both ways), wsd (Hu et al. 2024).
@@ -161,18 +161,18 @@ def lr_at(step):
         if schedule == "onecycle":
             return peak_lr + (peak_lr / 25 - peak_lr) * half_cosine(step / warmup_steps)
         return peak_lr * (step + 1) / warmup_steps
-    # 2) shapes that know no end
+    # 2) schedules without an end
     if schedule == "constant":
         return peak_lr
     if schedule == "step":
         return max(min_lr, peak_lr * gamma ** ((step - warmup_steps) // step_size))
     # 3) down to the minimum, where it stays
-    start = warmup_steps
+    decay_start = warmup_steps
     if schedule == "wsd":
-        start = max(start, total - (cooldown_steps or total // 5))
+        decay_start = max(decay_start, total - (cooldown_steps or total // 5))
     if step >= total:
         return min_lr
-    done = max(0, step - start) / (total - start)
+    done = max(0, step - decay_start) / (total - decay_start)
     fall = 1 - done if schedule in ("linear", "wsd") else half_cosine(done)
     return min_lr + (peak_lr - min_lr) * fall
 
@@ -183,7 +183,7 @@ def half_cosine(done):
 
 
 def rows_at(step):
-    """Sequences in the batch of the update that follows `step` finished ones: a pure function too."""
+    """Sequences that update `step` sees, on all ranks together: a pure function of the step too."""
     return batch_size * accum_steps * world_size()
 
 
@@ -191,10 +191,10 @@ def rows_at(step):
 
 
 def open_dataset(saved):
-    """(training data, validation data, facts): two datasets, and what every checkpoint keeps of them.
+    """(training data, validation data, facts): two datasets, and what a checkpoint keeps of them.
 
-    `train_data[first, count]` is a batch, a pure function of (seed, first): there is no loader state to
-    save, or to lose. saved: the checkpoint to resume from, or None. Exits with 2 on unusable data.
+    `train_data[first, count]` is a batch, a pure function of (seed, first, count), so there is no
+    loader state to save. saved: the checkpoint to resume from, or None. Exits with 2 on bad data.
     """
     find = partial(prepare_data.dataset_of_run, data_dir=data_dir, block_size=block_size, say=say)
     name, folder, meta = from_rank0(find, dataset, offline_dataset, saved and saved["data"]["name"])
@@ -212,7 +212,7 @@ def batches_to_come(state):
 
 
 def load_batches(run):
-    """An iterator over the batches to come, read ahead by workers. It draws no global random number."""
+    """An iterator over the batches to come, read ahead by num_workers processes."""
     loader = torch.utils.data.DataLoader(
         run.train_data,
         sampler=batches_to_come(run.state),
@@ -221,7 +221,7 @@ def load_batches(run):
         prefetch_factor=prefetch_factor if num_workers else None,
         worker_init_fn=ignore_signals,
         pin_memory=run.device.type == "cuda",
-        generator=torch.Generator(),
+        generator=torch.Generator(),  # or it would draw a seed from the global generator
     )
     return start_workers(loader)
 
@@ -237,10 +237,10 @@ class Run:
     device: torch.device
     train_data: torch.utils.data.Dataset
     val_data: torch.utils.data.Dataset
-    facts: dict  # config, data and identity, as in every checkpoint
+    facts: dict  # what every checkpoint says of the run: "config", "data", "run" (its identity)
     model: torch.nn.Module
     optimizers: list
-    groups: list  # of each optimizer: its param_groups as they were built
+    groups: list  # param_groups as built; a resume applies only what changed in them since
     scaler: torch.amp.GradScaler
     ema: dict  # name -> averaged weight; empty when off
     state: dict
@@ -248,7 +248,7 @@ class Run:
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
 
     def checkpoint(self):
-        """Everything that the next step depends on, and what the run is. All ranks call it together."""
+        """All that the next step depends on, and what the run is. A collective call."""
         pairs = zip(self.optimizers, self.groups, strict=True)
         return {
             "model": self.model.state_dict(),
@@ -266,26 +266,26 @@ def autocast(device):
 
 
 def train_step(model, run, inputs, targets, lr):
-    """One update from one global batch. The host does not wait for the device here.
+    """One update, in seven operations. The host waits only in an optimizer that is not fused.
 
-    model: run.model, or its compiled form. inputs, targets: this rank's rows, on the device. Returns
-    {name: scalar on the device}: the loss (mean of the global batch), the norm of its gradient before
-    clipping, and 1.0 where one is not finite and the update was skipped. A name that is added here is a
-    field of every row, a column of the console and a curve of the report.
+    model: run.model or its compiled form. inputs, targets: this rank's sequences, on the device.
+    Returns scalars on the device: the mean loss of the global batch, its gradient norm before
+    clipping, and 1.0 if either is not finite and the update was skipped. A key added here becomes
+    a field of every row of metrics.jsonl, a column of the console and a curve of the report.
     """
     run.model.zero_grad(set_to_none=True)  # 1: zero the gradients
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr  # 2: set the learning rate
-    buffers = Buffers(run.model)  # such as BatchNorm's statistics
-    loss = within_memory(run, partial(forward_backward, model, run, inputs, targets))  # 3, 4, 5
+    buffers = Buffers(run.model)  # a copy of BatchNorm's statistics and the like; GPT has none
+    loss = retry_on_oom(run, partial(forward_backward, model, run, inputs, targets), "micro_batch")
     weights = list(run.model.parameters())
     gradients = [] if shard else [weight.grad for weight in weights if weight.grad is not None]
-    ranks.sum_over_ranks([*gradients, loss])
+    ranks.sum_over_ranks([*gradients, loss])  # with shard, FSDP2 has summed the gradients
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)  # 6: unscale, then clip
     grad_norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf)
-    grad_norm = ranks.whole(grad_norm).to(loss.device)  # it is elsewhere with --offload=true
+    grad_norm = ranks.whole(grad_norm).to(loss.device)  # on the CPU with --offload=true
     skipped = (~(loss.isfinite() & grad_norm.isfinite())).float()
     for optimizer in run.optimizers:
         step_unless(skipped, optimizer)  # 7: step, and update the scaler
@@ -296,13 +296,13 @@ def train_step(model, run, inputs, targets, lr):
 
 
 def forward_backward(model, run, inputs, targets):
-    """Operations 3 to 5 for each micro-batch. Returns this rank's share of the mean loss."""
+    """Operations 3 to 5 for each micro-batch. Returns what this rank adds to the mean loss."""
     total = 0.0
     micro_batch = run.state["micro_batch"]
     for x, y in zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True):
         with autocast(x.device):
             loss = model(x, y)  # 3: forward, under autocast
-        loss = loss / (rows_at(run.state["step"]) / len(x))  # 4: so that the sum is the mean
+        loss = loss / (rows_at(run.state["step"]) / len(x))  # 4: all sum up to the mean
         run.scaler.scale(loss).backward()  # 5: backward
         total += loss.detach()
     return total
@@ -315,12 +315,12 @@ def forward_backward(model, run, inputs, targets):
 def evaluate(run):
     """{"val_loss": nats, "val_accuracy": share of right predictions, "val_tokens": how many}.
 
-    Fixed windows, eval mode, averaged weights where there are any; never compiled, so that it is the
-    same number either way. It draws no random number, so it cannot disturb training.
+    On fixed windows, in eval mode, with the EMA weights if ema_decay is on; never compiled, so that
+    the result does not depend on --compile. It draws no random numbers, so training is unaffected.
     """
     run.model.eval()
     with ema.averaged(run):
-        totals = within_memory(run, partial(sum_losses, run), "eval_micro_batch")
+        totals = retry_on_oom(run, partial(sum_losses, run), "eval_micro_batch")
     run.model.train()
     ranks.sum_over_ranks([totals])
     loss, right, counted = totals.tolist()
@@ -328,34 +328,34 @@ def evaluate(run):
 
 
 def sum_losses(run):
-    """Tensor of this rank's summed loss, right predictions and targets."""
+    """Sums over this rank's share of the validation data: [loss, right predictions, targets]."""
     where = "cpu" if run.device.type == "mps" else run.device  # MPS has no float64
     totals = torch.zeros(3, dtype=torch.float64, device=where)
     size = run.state["eval_micro_batch"]
     for first in range(0, len(run.val_data), size * world_size()):
         mine = first + size * rank()
-        counts = mine < len(run.val_data)  # all ranks take as many turns, as sharded models must
-        mine = mine if counts else first
+        has_rows = mine < len(run.val_data)  # if not, only take part: FSDP needs every rank
+        mine = mine if has_rows else first
         batch = run.val_data[mine, min(size, len(run.val_data) - mine)]
         inputs, targets = (devices.upload(tensor, run.device) for tensor in batch)
         with autocast(run.device):
             logits = run.model(inputs)
             loss = cross_entropy(logits, targets, label_smoothing=0.0)
-        counted = (targets != -100).sum() * counts
-        right = (logits.argmax(-1) == targets).sum() * counts
+        counted = (targets != -100).sum() * has_rows
+        right = (logits.argmax(-1) == targets).sum() * has_rows
         totals += torch.stack([loss * counted, right, counted]).to(where)
     return totals
 
 
 def record_evaluation(run, table):
-    """Evaluate, and write it down. True where this is the best so far."""
+    """Evaluate and log the result. Returns whether it is the best so far."""
     state = run.state
     meta = run.facts["data"]["meta"]
     numbers = evaluate(run)
     is_best = count_evaluation(numbers["val_loss"], state)
     best = {"best_val_loss": state["best_val_loss"]}
     row = {"kind": "eval", "step": state["step"], **numbers, **best}
-    if not eval_tokens or row["val_tokens"] + 1 == meta.get("val_tokens"):  # all of the split
+    if not eval_tokens or row["val_tokens"] + 1 == meta.get("val_tokens"):  # the whole split
         row.pop("val_tokens", None)
         if "val_bytes" in meta:
             row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
@@ -365,10 +365,10 @@ def record_evaluation(run, table):
 
 
 def count_evaluation(val_loss, state):
-    """Count for early stopping and for the plateau rule. True where this is the best so far.
+    """Count for early stopping and plateau_factor. Returns whether this is the best so far.
 
-    The evaluation after the last step counts only where eval_interval asks for it: a run that is made
-    longer afterwards must go the way of one that was long from the start.
+    The evaluation after the last step counts only if eval_interval asks for it: a run extended
+    later must take the same course as one that was that long from the start.
     """
     is_best = val_loss < state["best_val_loss"]
     if is_best:
@@ -393,18 +393,18 @@ def every(interval, step):
 
 
 def what_is_due(step, signals, saver):
-    """What follows a step: by its number, a signal or the clock. Every rank gets the same answer."""
-    late = 0 < save_minutes < saver.minutes_ago()
-    stop, asked, orphaned = agree(signals.stop, signals.take_save() or late, signals.orphaned())
+    """What is due after a step, by its number, a signal or the clock: for all ranks if for one."""
+    late = 0 < save_minutes < saver.minutes_since_save()
+    stop, save_now, orphaned = agree(signals.stop, signals.take_save() or late, signals.orphaned())
     last = step == max_steps
-    ending = ("left alone by its launcher", 1) if orphaned else None  # how, and the exit code
+    ending = ("left alone by its launcher", 1) if orphaned else None  # (how, exit code)
     if stop:
         ending = f"stopped by {signal.Signals(stop).name}", 128 + stop
     if last:
         ending = "finished", 0
     return SimpleNamespace(
         ending=ending,
-        asked=asked,
+        save_now=save_now,
         log=last or every(log_interval, step),
         evaluation=last or every(eval_interval, step),
         sample=every(sample_interval, step),
@@ -413,26 +413,27 @@ def what_is_due(step, signals, saver):
     )
 
 
-def names_to_save(due, ending, is_best, state):
-    """The names under which this step is saved: none where nothing is due, or on the way into trouble."""
+def names_to_save(due, is_best, state):
+    """File names for this step; a save due by its number is left out while updates are skipped."""
     names = ["best.pt"] if is_best else []
-    if ending or due.asked or (due.checkpoint or due.milestone) and not state["skips_in_row"]:
+    by_number = (due.checkpoint or due.milestone) and not state["skips_in_row"]
+    if due.ending or due.save_now or by_number:
         names += [f"milestone_{state['step']:08}.pt"] if due.milestone else []
         names += [checkpoints.file_name(state["step"])]
     return names
 
 
 def may_roll_back_to(step, state):
-    """Only to a sound checkpoint, due by its step: signals and clocks are chance, and must not decide."""
+    """Only to a save that was due by its step: a signal or the clock must not change the run."""
     was_due = step == state["first_step"] or every(save_interval, step)
     return was_due and not state["skips_in_row"]
 
 
 def judge(rows, run):
-    """(rows up to the first trouble, that trouble or None); events of what is wrong on the way.
+    """(rows up to the first trouble, that trouble or None). Logs what goes wrong on the way.
 
-    Step by step, so that log_interval does not matter, and from sums over all ranks, so that every rank
-    comes to the same verdict.
+    Step by step, so that log_interval does not matter, and from numbers that are the same on every
+    rank, so that all come to the same verdict.
     """
     state = run.state
     for number, row in enumerate(rows, 1):
@@ -449,7 +450,7 @@ def judge(rows, run):
 
 
 def count_trouble(row, state):
-    """Count what looks wrong in one finished step. Returns the trouble that it amounts to, or None."""
+    """Update the counters of trouble from one step. Returns why to roll back, or None."""
     loss = row["loss"]
     state["skipped"] += row["skipped"]
     state["skips_in_row"] = state["skips_in_row"] + 1 if row["skipped"] else 0
@@ -462,15 +463,15 @@ def count_trouble(row, state):
     if state["first_loss"] == math.inf:
         state["first_loss"] = loss
     state["high_in_row"] = state["high_in_row"] + 1 if loss > state["first_loss"] else 0
-    if spike_sigma and is_spike(loss, spike_sigma, state):
+    if spike_sigma and is_spike(loss, spike_sigma, state):  # updates loss_mean, _var and _count
         return "a loss spike"
     return None
 
 
 def roll_back(run, trouble, recent):
-    """Restore the newest checkpoint that may be used, and continue past the data of the last row.
+    """Restore the newest suitable checkpoint, all but `kept`, the data position and the loss scale.
 
-    recent: the last rows. Raises RunFailed, with a diagnosis, where that cannot help or has not helped.
+    The data continues after the last of `recent`. Raises RunFailed if that is hopeless.
     """
     state = run.state
     bad = recent[-1]
@@ -495,7 +496,7 @@ def roll_back(run, trouble, recent):
 
 
 def check_knobs(config):
-    """Exits with 2 where knobs do not go together. The range of a single one stands in its comment."""
+    """Exits with 2 if two knobs contradict each other. The comment of each gives its own range."""
     if warmup_steps > max_steps and "warmup_steps" in config.flags:
         fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
     if min_lr > peak_lr:
@@ -532,23 +533,23 @@ def build_run(config, folder, run_device, datasets):
 
 
 def start(run, path, table, saver):
-    """The state before the first step: restored from the checkpoint, or fresh, evaluated and saved."""
+    """Restore the checkpoint at `path`, or evaluate the fresh model. A new run is saved at once."""
     state = run.state
     rng.seed_everything(seed + rank())
     if path:
         saved = checkpoints.load(path, verify=False)
         checkpoints.restore(run, saved)  # RNG last: nothing may draw before the first step
-        if saved["config"].get("eval_tokens") != eval_tokens:  # a best among the same evaluations
+        if saved["config"].get("eval_tokens") != eval_tokens:  # that best was of other tokens
             state.update(best_val_loss=math.inf, loss_to_beat=math.inf, evals_since_best=0)
         run.folder.begin(run, path, identity.inexact(saved["run"], run.facts["run"]))
-        if run.folder.owns(path):
+        if run.folder.owns(path):  # a resume; else a new run that starts from another's checkpoint
             return
         state["first_step"] = state["step"]
     else:
         run.folder.begin(run)
         record_evaluation(run, table)
     names = ["best.pt", checkpoints.file_name(state["step"])]
-    saver.save(names, must=True)
+    saver.save(names, required=True)  # or a rollback would have nothing to go back to
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -561,53 +562,52 @@ def train(run, model, table, saver, signals, clock):
     steps = []  # (row so far, numbers still on the device) of each step since the last fetch
     recent = []  # the last max_skipped rows
     while True:
-        # ---- training: with roll_back, the only lines that change the weights ---------------------
+        # ---- training: only these lines, and roll_back, change the weights -----------------------
         lr = float(lr_at(state["step"]) * state["lr_factor"])
         waiting_since = time.perf_counter()
         inputs, targets = (devices.upload(t, run.device) for t in next(run.batches))
         data_ms = 1000 * (time.perf_counter() - waiting_since)
         take = partial(train_step, model, run, inputs, targets, lr)
         numbers = audit.confirm(run, take) if every(audit_interval, state["step"] + 1) else take()
-        row = count_batch(run, targets)
+        row = count_batch(run, targets)  # state["step"] is one more from here on
         steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
 
-        # ---- what is due? every rank gets the same answer -----------------------------------------
+        # ---- what is due? every rank gets the same answer ----------------------------------------
         due = what_is_due(state["step"], signals, saver)
         if not any(vars(due).values()):
             continue
 
-        # ---- fetch the numbers: the only time the host waits for the device -----------------------
+        # ---- fetch the numbers: besides evaluations and saves, only here does the host wait ------
         rows = metrics.finish_rows(steps, clock, run)
         rows, trouble = judge(rows, run)
         run.folder.write_rows(rows)
         recent = (recent + rows)[-max_skipped:]
         steps = []
 
-        # ---- trouble: back to a checkpoint, and on past the data that led there -------------------
+        # ---- trouble: restore a checkpoint, and skip the data that led here ----------------------
         if trouble:
             saver.wait()
             roll_back(run, trouble, recent)
             clock.lap("save")
             continue
 
-        # ---- log, evaluate, sample ----------------------------------------------------------------
+        # ---- log, evaluate, sample ---------------------------------------------------------------
         if due.log:
             table.print_row(rows[-1])
         is_best = due.evaluation and record_evaluation(run, table)
-        ending = due.ending
-        if patience and state["evals_since_best"] >= patience and not ending:
-            ending = f"stopped early: {patience} evaluations without improvement", 0
-        if due.sample or (ending and ending[1] == 0):
+        if patience and state["evals_since_best"] >= patience and not due.ending:
+            due.ending = f"stopped early: {patience} evaluations without improvement", 0
+        if due.sample or (due.ending and due.ending[1] == 0):
             print_sample(run, block_size, autocast(run.device))
         clock.lap("evaluate")
 
-        # ---- save, stop ---------------------------------------------------------------------------
-        names = names_to_save(due, ending, is_best, state)
+        # ---- save, stop --------------------------------------------------------------------------
+        names = names_to_save(due, is_best, state)
         if names:
-            saver.save(names, must=bool(ending))
+            saver.save(names, required=bool(due.ending))
         clock.lap("save")
-        if ending:
-            return ending
+        if due.ending:
+            return due.ending
 
 
 def count_batch(run, targets):
@@ -624,13 +624,13 @@ def count_batch(run, targets):
 
 
 def run_to_the_end(run, path, signals, clock):
-    """Rehearse, start or resume, train. Whatever ends the run is written down. Returns the exit code."""
+    """Rehearse, start or resume, train. Records how the run ended. Returns the exit code."""
     table = console.Table(max_steps)
     saver = checkpoints.Saver(run, keep_last, may_roll_back_to)
     ending = "failed: an error in the program", 1
     try:
         batch = [each.to(run.device) for each in run.train_data[ranks.share(0, rows_at(0))]]
-        model = rehearse(run, forward_backward, batch, compile)
+        model = rehearse(run, forward_backward, batch, compile)  # run.model, compiled if asked for
         run.facts["run"]["compile"] = model is not run.model
         clock.lap("compile")
         start(run, path, table, saver)
@@ -649,10 +649,10 @@ def run_to_the_end(run, path, signals, clock):
 
 
 def main(argv=None):
-    """One run, from its flags to its end. argv: the flags; None = the command line. Returns the exit code."""
+    """Run the flags in `argv` (None: those of the command line). Returns the exit code."""
     global compile, deterministic
     clock = metrics.Clock(since_process_start=argv is None)
-    quick_start_and_exit()
+    speed_up_start_and_exit()
     with configured(globals(), argv=argv) as config, ExitStack() as stack:
         check_knobs(config)
         run_device = devices.choose_device(device)
@@ -665,33 +665,33 @@ def main(argv=None):
 
         # ---- what there is: a run to resume, data to learn from
         path = from_rank0(find_checkpoint, folder, resume)
-        saved = checkpoints.load(path, verify=False) if path else None
+        saved = checkpoints.load(path, verify=False) if path else None  # it is verified by now
         datasets = open_dataset(saved)
 
-        # ---- what is to be done: every auto knob resolved, the run built
+        # ---- what to do: replace each "auto" in the globals by its value, build the run
         reasons = identity.resolve_auto_knobs(globals(), config, saved, run_device)
         run = build_run(config, folder, run_device, datasets)
         tokens = batch_size * accum_steps * block_size * max_steps
         flops = tokens * metrics.flops_per_token(run.model)
         compile, reason = devices.choose_compile(compile, run_device, flops)
-        run.facts["run"] = identity.identity_of(globals(), datasets[-1], run_device)
+        run.facts["run"] = identity.identity_of(globals(), run.facts["data"], run_device)
         if saved:
-            continue_from(run, path, saved)  # refuses another model, text, optimizer, dtype ...
+            continue_from(run, path, saved)  # exits with 2 if a knob in identity.REFUSED differs
             if from_rank0(is_finished, folder, path, saved, config):
                 return 0
 
-        # ---- all is checked: from here on files are written
+        # ---- all is checked: from here on the run writes to out_dir
         needs = training_memory(
             run.model, run.optimizers, batch_size, dtype, run_device.type, world_size()
         )
         milestones = max_steps // milestone_interval if milestone_interval else 0
-        files = keep_last + milestones + 3  # best.pt, the newest, and the one being written
+        files = keep_last + milestones + 3  # 3: best.pt, the newest, and the one being written
         command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
         from_rank0(folder.open, run, files * checkpoints.size(run, needs), command, path)
         peak = from_rank0(peaks.peak_flops, run_device, dtype)
         run.max_flops = (peak[0] or math.nan) * world_size()
         console.print_plan(run, {"compile": reason} | reasons, peak, needs, path, saved)
-        saved = None  # or its file would be kept open, and on the disk, as long as the run lasts
+        saved = None  # unmaps the file, so that deleting it frees its disk space
         clock.lap("start")
         return run_to_the_end(run, path, signals, clock)
 

@@ -185,24 +185,24 @@ class Saver:
         self.error = None  # of the newest save
         self.last_save = time.monotonic()
 
-    def save(self, names, must=False):
+    def save(self, names, required=False):
         """Write one file under all of `names`, the last one last. All ranks call it together.
 
-        must: wait until it is on the disk; three tries, then RunFailed. Otherwise training continues
-        at once, and an error becomes an event at the next call.
+        required: wait until it is on the disk; three tries, then RunFailed. Otherwise training
+        continues at once, and an error becomes an event at the next call.
         """
         refuse_unequal_replicas(self.run)
         self.wait()
         checkpoint = mapped(self.on_host, self.run.checkpoint())
         self.last_save = time.monotonic()
-        for seconds in (0, 1, 2) if must else (0,):
+        for seconds in (0, 1, 2) if required else (0,):
             time.sleep(seconds)
             self.error = None
             if ranks.rank() == 0:
                 synchronize(self.run.device)  # the copies to the host are asynchronous
                 self.thread = threading.Thread(None, self.write, "writer", (checkpoint, names))
                 self.thread.start()
-            if not must:
+            if not required:
                 return
             self.wait()
             if not any(ranks.agree(self.error is not None)):
@@ -226,7 +226,7 @@ class Saver:
             self.buffers[path] = buffer
         return buffer.copy_(tensor, non_blocking=copies_in_background(tensor.device))
 
-    def minutes_ago(self):
+    def minutes_since_save(self):
         return (time.monotonic() - self.last_save) / 60
 
     def wait(self):

@@ -12,7 +12,7 @@ from plumbing import devices
 
 def finish_rows(steps, clock, run):
     """Rows of kind "train" of `steps`, [(fields, {name: device scalar}), ...]: all since the clock's
-    last lap, so evaluation and saving are excluded. The host waits for the device here, and only here."""
+    last lap, so evaluation and saving are excluded. The host waits for the device here."""
     scalars = [value for _, numbers in steps for value in numbers.values()]
     values = iter(torch.stack([value.detach().float() for value in scalars]).tolist())
     rows = [fields | {name: next(values) for name in numbers} for fields, numbers in steps]

@@ -212,7 +212,7 @@ def shard(model, device, dtype, offload):
     for module in (*blocks, model):
         module.set_gradient_divide_factor(1.0)  # a sum, like sum_over_ranks
         module.set_force_sum_reduction_for_comms(True)
-        # zeros where a rank has no gradient, as within_memory() does for plain models
+        # zeros where a rank has no gradient, as retry_on_oom() does for plain models
         module.set_reduce_scatter_unused_params(True)
     return model
 

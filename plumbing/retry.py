@@ -8,7 +8,7 @@ from plumbing.rng import set_torch_rng_state, torch_rng_state
 from plumbing.skipping import Buffers
 
 
-def within_memory(run, compute, key="micro_batch"):
+def retry_on_oom(run, compute, key="micro_batch"):
     """Returns compute(); where memory runs out on any rank, halves run.state[key] and starts again.
 
     compute reads run.state[key] anew on each call, and may change nothing but gradients, torch's random
@@ -69,7 +69,7 @@ def rehearse(run, forward_backward, batch, compile):
         inductor.deterministic = torch.are_deterministic_algorithms_enabled()  # no choice by timing
         model = torch.compile(model, dynamic=False)
     try:
-        within_memory(run, lambda: forward_backward(model, run, *batch))
+        retry_on_oom(run, lambda: forward_backward(model, run, *batch))
     except Exception as error:
         if not compile or isinstance(error, RunFailed):
             raise

@@ -6,7 +6,7 @@ import gc
 import torch
 
 
-def quick_start_and_exit():
+def speed_up_start_and_exit():
     """To be called once torch is imported, before the first optimizer is made."""
     avoid_dynamo_import()
     atexit.register(gc.freeze)  # or Python searches all of torch for garbage on its way out

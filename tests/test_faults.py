@@ -1194,10 +1194,10 @@ def test_a_save_of_100_million_parameters_stalls_the_loop_a_quarter_of_torch_sav
     measure = """
 import threading, time, torch
 def timed(name, inner):
-    def call(*arguments, must=None):  # must: wait for the writer, as the first and the last save do
+    def call(*arguments, required=None):  # True: of the first and the last save, which wait
         start = time.perf_counter()
-        result = inner(*arguments) if must is None else inner(*arguments, must=must)
-        print("WAIT" if must else name, time.perf_counter() - start, flush=True)
+        result = inner(*arguments) if required is None else inner(*arguments, required=required)
+        print("WAIT" if required else name, time.perf_counter() - start, flush=True)
         return result
     return call
 def wrap(inner):

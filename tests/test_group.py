@@ -18,7 +18,7 @@ from torch import nn
 
 from plumbing import ranks
 from plumbing.failures import RunFailed, explain
-from plumbing.retry import within_memory
+from plumbing.retry import retry_on_oom
 from plumbing.skipping import Buffers
 
 CPU = torch.device("cpu")
@@ -194,7 +194,7 @@ def memory_runs_out_on_rank_1():
             raise MemoryError
         return run.state["micro_batch"]
 
-    rows = within_memory(run, compute)
+    rows = retry_on_oom(run, compute)
     return {"rows": rows, "tries": tries, "events": events}
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from plumbing.failures import RunFailed, explain, out_of_memory
-from plumbing.retry import within_memory
+from plumbing.retry import retry_on_oom
 
 WORDS = {  # of torch's allocators
     "cpu": RuntimeError(
@@ -52,10 +52,10 @@ class Job:
 def test_a_retry_begins_where_the_first_try_began(error):
     torch.manual_seed(3)
     straight = Job(room=2, micro_batch=2)
-    expected = within_memory(straight, straight.compute)
+    expected = retry_on_oom(straight, straight.compute)
     torch.manual_seed(3)
     retried = Job(room=2, error=error)
-    assert within_memory(retried, retried.compute) == expected
+    assert retry_on_oom(retried, retried.compute) == expected
     assert retried.state["micro_batch"] == 2
     assert [fields for _, _, fields in retried.events] == [{"micro_batch": 4}, {"micro_batch": 2}]
     assert {step for step, _, _ in retried.events} == {4}
@@ -76,21 +76,21 @@ def test_an_evaluation_is_retried_as_well():
             raise MemoryError
         return sum(job.model(x).sum() for x in torch.ones(8, 3).split(job.state["micro_batch"]))
 
-    assert within_memory(job, evaluate) == pytest.approx(24, abs=0.01)
+    assert retry_on_oom(job, evaluate) == pytest.approx(24, abs=0.01)
     assert [name for _, name, _ in job.events] == ["out_of_memory"]
 
 
 def test_a_single_row_that_does_not_fit_ends_the_run_with_what_helps():
     job = Job(room=0)
     with pytest.raises(RunFailed, match="a single sequence.*--grad_checkpoint=true"):
-        within_memory(job, job.compute)
+        retry_on_oom(job, job.compute)
     assert job.state["micro_batch"] == 1
 
 
 def test_other_errors_are_not_retried():
     job = Job(room=0, error=RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="mat1"):
-        within_memory(job, job.compute)
+        retry_on_oom(job, job.compute)
     assert len(job.seen) == 1 and not job.events
 
 
