@@ -332,10 +332,10 @@ class GPT(nn.Module):
         tokens = micro_batch * T
         width = 4 if dtype == "float32" else 2  # bytes of an activation
 
-        # Numbers that autograd keeps for one token. In a block: the inputs of two norms (2 C), of qkv
-        # and up (2 C), qkv's output (3 C), q and k again (2 C), the output of attention (C); in the MLP
-        # the two halves, SiLU's output and the product; for each head two float32 sums, or where the
-        # kernel is not fused T weights, and v again. Dropout keeps a mask for each thing it drops.
+        # Numbers that autograd keeps per token. In a block: the inputs of both norms (2 C), of qkv
+        # and up (2 C), qkv's output (3 C), normalized q, k (2 C), the output of attention (C). In
+        # the MLP: both halves, SiLU's output, the product. Per head: two float32 sums or, without a
+        # fused kernel, T weights, and a copy of v. Dropout keeps a mask for each tensor it drops.
         plain_attention = device_type == "cpu" and (dropout or T <= PLAIN_ATTENTION_MAX)
         hidden = self.blocks[0].mlp.down.in_features
         block = (10 + plain_attention + 2 * dropout) * C + 4 * hidden
@@ -454,8 +454,8 @@ def configure_optimizers(model, optimizer, lr, weight_decay, beta1, beta2, momen
     """The optimizers for `model`, any module, as a list of one, or two for "muon".
 
     optimizer: "adamw" (Loshchilov & Hutter 2019), "adam" (Kingma & Ba 2015; decays through the
-    gradient), "sgd", "momentum" (SGD with momentum), or "muon": hidden matrices by Muon, the rest by
-    AdamW. Matrices and embeddings decay, vectors do not. Raises ValueError for another name.
+    gradient), "sgd", "momentum" (SGD with momentum), or "muon" (Muon for hidden matrices, AdamW for
+    the rest). Matrices and embeddings decay, vectors do not. Raises ValueError for another name.
     """
     muon_prefix = getattr(model, "muon_prefix", "")
     hidden, outer, vectors = [], [], []
