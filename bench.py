@@ -1,14 +1,14 @@
-"""Where each millisecond goes: measures what train.py really runs, with its own step, data and model.
+"""Where each millisecond goes: measures the step, data and model that train.py itself runs.
 
     python bench.py config/shakespeare.py --only=sanity     # before a long run: GO or NO-GO
     python bench.py config/shakespeare.py
     python bench.py config/shakespeare.py --n_layer=6 --n_embd=384 --only=ladder,profile
     python bench.py config/shakespeare.py --only=seeds --seeds=5    # how much of a loss is chance
 
-Takes train.py's flags, and those below. Prints a table for each part and writes bench.json into
-out_dir, afresh each time; the lr part adds lr.png. A run that lies there is left alone. Nothing else
-should be at work on the machine meanwhile. Exit code 2: bad input; 130: Ctrl-C; 1: the sanity part
-says NO-GO, or the exact part found different bits. docs/trouble.md explains each check.
+Takes train.py's flags and those below. Prints the results of each part and writes them to
+bench.json in out_dir, which replaces an older one; the lr part adds lr.png. A run in out_dir is not
+touched. Run nothing else on the machine meanwhile. Exit code 2: bad input; 130: Ctrl-C; 1: NO-GO in
+the sanity part, or other bits in a deterministic row of exact. docs/trouble.md explains the checks.
 """
 
 import contextlib
@@ -48,47 +48,47 @@ from plumbing.tokenizers import decode
 from plumbing.windows import OrderedWindows
 
 # The measurement
-only = "peak,ladder,profile,memory,overhead,sanity,lr"  # parts; besides: exact, seeds (minutes)
-rounds = 5  # timings of each thing, in turn with the others; the median counts, [1, inf)
-timing_seconds = 0.5  # least length of one timing, (0, inf)
+only = "peak,ladder,profile,memory,overhead,sanity,lr"  # parts to run; also: exact, seeds (minutes)
+rounds = 5  # timings of each candidate, interleaved; the median counts, [1, inf)
+timing_seconds = 0.5  # approximate length of one timing, (0, inf)
 trace = False  # write trace.json from the profile part, for https://ui.perfetto.dev
-lr_steps = 100  # of the lr part, [10, inf)
-exact_seconds = 60.0  # of all the tries of the exact part, or of the tries part, (0, inf)
-seeds = 5  # whole runs of the seeds part, from --seed on, [2, inf)
+lr_steps = 100  # most steps of the learning-rate range test (lr and sanity parts), [10, inf)
+exact_seconds = 60.0  # total length of the tries in the exact part, or in the tries part, (0, inf)
+seeds = 5  # full runs in the seeds part, with consecutive seeds from --seed, [2, inf)
 
-KNOWN_SIZES = {  # published shapes: vocabulary, context, heads, width, layers
+KNOWN_SIZES = {  # published (GPT-2's vocabulary padded): vocabulary, context, heads, width, layers
     "GPT-2 124M": (50304, 1024, 12, 768, 12),
     "GPT-2 1.5B": (50304, 1024, 25, 1600, 48),
     "Llama 7B": (32000, 2048, 32, 4096, 32),
     "Llama 70B": (32000, 4096, 64, 8192, 80),
 }
-os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler prints "USDT:" lines at level 5
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # at level 5 the profiler prints "USDT:" lines
 
 
 @dataclass
 class Job:
     """What every part measures: the run that the flags describe."""
 
-    config: dict  # every knob as typed
-    argv: list  # flags and config files as typed, for processes of their own
+    config: dict  # every knob, before "auto" is resolved
+    argv: list  # flags and config files as typed, for subprocesses
     device: torch.device
     datasets: tuple  # as train.open_dataset returns them
-    scratch: Path  # takes the events of runs made here: out_dir may hold a real run
-    peak: tuple  # (FLOP/s or None, where the figure is from)
-    can_compile: bool  # unless --compile=false says no
-    flops_per_token: float = math.nan  # where the model does not tell
-    step_seconds: float = 0.0  # of an eager step, roughly
-    stack: contextlib.ExitStack = None  # closed after each part: ends its workers and processes
+    scratch: Path  # run folder of the runs made here, since out_dir may hold a real run
+    peak: tuple  # (FLOP/s or None, source of the figure)
+    can_compile: bool  # --compile; if "auto", whether compilation is available
+    flops_per_token: float = math.nan  # NaN if the model does not tell
+    step_seconds: float = 0.0  # of an eager step; from the sanity part on, of the real step
+    stack: contextlib.ExitStack = None  # closed after each part: ends its workers and subprocesses
 
     def fresh_run(self):
-        config = {name: vars(train)[name] for name in read_knobs(train.__file__)}  # as they are now
+        config = {name: vars(train)[name] for name in read_knobs(train.__file__)}  # current values
         return train.build_run(config, RunFolder(self.scratch), self.device, self.datasets)
 
     def batch(self):
         return [tensor.to(self.device) for tensor in self.datasets[0][0, train.rows_at(0)]]
 
     def rehearsed(self, run):
-        """The model that train.py trains `run` by, compiled or not."""
+        """The model with which train.py trains `run`, compiled or not."""
         return rehearse(run, train.forward_backward, self.batch(), train.compile)
 
     def load_batches(self, run):
@@ -112,11 +112,11 @@ class Job:
 
         return step
 
-    @cached_property  # the sanity part and the lr part both want it
+    @cached_property  # used by the sanity and lr parts
     def range_test(self):
-        """A range test (Smith 2017, section 3.3): the rate grows from step to step until the loss does.
-        Suggests a tenth of where the smoothed loss is lowest, as fastai's lr_find does: what a few
-        steps can stand, a long run cannot."""
+        """A range test (Smith 2017, section 3.3): raise the rate each step until the smoothed loss
+        is twice its minimum. Suggests a tenth of the rate at that minimum, as fastai's lr_find
+        does: a long run does not tolerate what a few steps do."""
         rates, losses, smooth = [], [], []
         average = 0.0
         step = self.step(self.fresh_run())
@@ -137,7 +137,7 @@ class Job:
 
 @contextlib.contextmanager
 def setting(**values):
-    """Globals of train.py as `values` say within the block, or the function that this decorates."""
+    """Set globals of train.py to `values` within the block, or within the function it decorates."""
     before = {name: getattr(train, name) for name in values}
     vars(train).update(values)
     try:
@@ -147,7 +147,7 @@ def setting(**values):
 
 
 def seconds_of(step, count, device):
-    """Mean seconds of a call of step()."""
+    """Mean seconds per call of step()."""
     devices.synchronize(device)
     start = time.perf_counter()
     for _ in range(count):
@@ -157,7 +157,7 @@ def seconds_of(step, count, device):
 
 
 def interleaved(steps, device):
-    """{name: [seconds of a call, for each round]} of {name: function}, in turn: A B C A B C ..."""
+    """Time {name: function} in turn, A B C A B C ...: {name: [seconds per call, by round]}."""
     counts = {}
     for name, step in steps.items():
         step()  # warms up
@@ -174,7 +174,7 @@ def median_seconds(step, device):
 
 
 def show(rows, **formats):
-    """Print {name: {column: value}} as a table of the columns in `formats`. ".1f M": in millions."""
+    """Print {name: {column: value}} as a table with a column per format; ".1f M" is in millions."""
     cells = [["", *(column.replace("_", " ") for column in formats)]]
     for name, row in rows.items():
         cells.append([name, *(cell(row.get(key, ""), how) for key, how in formats.items())])
@@ -192,30 +192,30 @@ def cell(value, how):
 
 
 def peak(job):
-    """Rates of matrix products by dtype and size, the datasheet's beside them, and of memory."""
+    """Matrix-product rates by dtype and size, beside the datasheet's, and memory bandwidth."""
     device = job.device
     sizes = (512, 1024, 2048) if device.type == "cpu" else (1024, 2048, 4096, 8192)
     rates = {dtype: {} for dtype in ("float32", "bfloat16", "float16")}
     for dtype, rate in rates.items():
         for size in sizes:
             if rate and 6 * size**3 / min(rate.values()) > 2:
-                break  # three products, emulated, would take more than two seconds
-            with contextlib.suppress(RuntimeError):  # a dtype that is not known here
+                break  # three products would take over two seconds: an emulated dtype
+            with contextlib.suppress(RuntimeError):  # a dtype that this device does not support
                 rate[f"n = {size}"], _ = peaks.matmul_rate(device, getattr(torch, dtype), [size])
         rate["datasheet"] = peaks.datasheet_peak(devices.device_name(device), dtype)
     source = torch.ones(2**26 if device.type == "cpu" else 2**28, device=device)
     bandwidth = 2 * source.nbytes / min(seconds_of(source.clone, 1, device) for _ in range(6))
     say(f"\npeak: TFLOP/s of an n-cubed matrix product, {torch.get_num_threads()} threads")
     show(rates, **{f"n = {size}": ".2f T" for size in sizes}, datasheet="g T")
-    say(f"  memory: {bandwidth / 1e9:.1f} GB/s, read and written, copying {source.nbytes:,} bytes")
+    say(f"  memory: {bandwidth / 1e9:.1f} GB/s, reads plus writes, copying {source.nbytes:,} bytes")
     return {"flops_per_sec": rates, "bytes_per_sec": bandwidth}
 
 
 def ladder(job):
-    """What each technique buys on top of those before it. All rungs share one model.
+    """What each technique gains on top of those before it. All rungs share one model.
 
-    The first two take a plain optimizer.step(): to skip a bad update without asking the host is free
-    in fused optimizers only. MFU is against the peak of train.dtype on all rungs.
+    The first two call plain optimizer.step(), because only fused optimizers can skip a bad update
+    without a host wait. MFU is relative to the peak of train.dtype on all rungs.
     """
     run = job.fresh_run()
     began = time.perf_counter()
@@ -237,7 +237,7 @@ def ladder(job):
         compiled()
         torch.use_deterministic_algorithms(True)
 
-    rungs = {  # name -> what takes a step, or why there is none
+    rungs = {  # name -> a function that takes a step, or why there is none
         "float32 eager, waits for the loss": lambda: first()["loss"].item(),
         "no host wait": first,
         "fused optimizer": setting(dtype="float32")(eager),
@@ -247,13 +247,13 @@ def ladder(job):
         "CUDA graph": f"no CUDA on {job.device.type}",
     }
     if train.dtype == "float32":
-        rungs["autocast float32"] = "nothing smaller is native here"
+        rungs["autocast float32"] = "the run is in float32"
     if model is run.model:
         rungs["compile"] = "--compile=false, no compiler here, or it failed"
     if job.device.type == "cuda":
         try:
             rungs["CUDA graph"] = graphed_step(run, model, ahead)
-        except Exception as error:  # whatever stops a capture: the rung says so
+        except Exception as error:  # whatever prevents the capture is shown in the rung
             rungs["CUDA graph"] = str(error).splitlines()[0][:60]
     steps = {name: step for name, step in rungs.items() if callable(step)}
     if train.deterministic:
@@ -266,11 +266,11 @@ def ladder(job):
         ratios["to_first"] = seconds[timed[0]] / seconds[name]
         result[name] = job.speed(seconds[name]) | ratios
     price = seconds["with"] / seconds["without"] - 1 if train.deterministic else None
-    say(f"\nladder: each technique on top of those before; medians of {rounds}, taken in turn")
+    say(f"\nladder: each technique on top of those before; medians of {rounds}, interleaved")
     columns = {"ms": ".2f", "tokens_per_sec": ",.0f", "mfu": ".1%", "to_before": ".2f"}
     show(result, **columns, to_first=".2f", absent="")
     say(f"  mfu: of {cell(job.peak[0], '.3g T')} TFLOP/s ({job.peak[1]})")
-    say(f"  deterministic mode costs {cell(price, '.1%')} of a step; compiling, {compiling:.1f} s")
+    say(f"  deterministic mode costs {cell(price, '.1%')} of a step; compiling: {compiling:.1f} s")
     return {"rungs": result, "compile_seconds": compiling, "deterministic_price": price}
 
 
@@ -281,8 +281,8 @@ def optimizers_of(model, kind, device_type):
 
 def graphed_step(run, model, batches):
     """A function that replays one captured train_step, each time on a new batch (CUDA only). The
-    learning rate is frozen into the graph. No capture allows what the retry after running out of memory
-    does, which reads the random state."""
+    learning rate is frozen into the graph. The retry after running out of memory is disabled: it
+    reads the random state, which a capture does not allow."""
     kept = [tensor.to(run.device) for tensor in next(batches)]
     for group in itertools.chain(*(optimizer.param_groups for optimizer in run.optimizers)):
         group["capturable"] = True
@@ -298,7 +298,7 @@ def graphed_step(run, model, batches):
 
     def step():
         for old, new in zip(kept, next(batches), strict=True):
-            old.copy_(new, non_blocking=True)  # only CUDA has graphs
+            old.copy_(new, non_blocking=True)  # safe on CUDA, from pinned memory
         graph.replay()
         return numbers
 
@@ -306,11 +306,11 @@ def graphed_step(run, model, batches):
 
 
 def profile(job):
-    """Shares of a step, and its ten most expensive operators, from torch.profiler.
+    """Where the time of a step goes, and its ten most expensive operators, from torch.profiler.
 
-    CPU: host time by region, as shares of the profiled step, which is `slowdown` times as long; the
-    optimizer's is what train_step does besides forward and backward. CUDA: the kernels that a region
-    launched, as shares of the step as measured without; the rest is idle, or data if the host waited.
+    CPU: host time per region, as shares of a profiled step, which takes `slowdown` times as long;
+    "optimizer" is train_step without forward and backward. CUDA: time of the kernels that a region
+    launched, as shares of an unprofiled step; the rest is idle, or data if the host waited for it.
     """
     cuda = job.device.type == "cuda"
     run = job.fresh_run()
@@ -358,13 +358,13 @@ def profile(job):
     say(f"\nprofile: {ms:.2f} ms a step; under the profiler {slowdown:.2f} times that")
     rows = {name: {"ms": share * ms, "share": share} for name, share in shares.items()}
     show(rows | {"sum": {"ms": ms * sum(shares.values())}}, ms=".2f", share=".1%")
-    say("  the ten most expensive operators, by their own time under the profiler")
+    say("  the ten most expensive operators by self time under the profiler, per step")
     show(operators, calls="g", ms=".3f")
     return {"step_ms": ms, "shares": shares, "slowdown": slowdown, "operators": operators}
 
 
 def kernel_time(events, spans):
-    """{region: microseconds of its kernels}. The backward pass is launched by autograd's own thread."""
+    """{region: microseconds of its kernels}. Autograd's own thread launches the backward pass."""
     spent = dict.fromkeys(("forward", "backward", "optimizer", "data"), 0.0)
     main_thread = next(event.thread for event in events if event.name == "train_step")
     for event in events:
@@ -377,7 +377,7 @@ def kernel_time(events, spans):
 
 
 def memory(job):
-    """Tensor memory of an eager step, predicted and measured; the batch that fits; known sizes."""
+    """Tensor memory of an eager step, predicted and measured; the batch that fits; known shapes."""
     free = devices.free_memory(job.device) or 0
     here = {}
     for name in ("without grad_checkpoint", "with grad_checkpoint"):
@@ -389,18 +389,18 @@ def memory(job):
             row["error"] = row["predicted"] / row["measured"] - 1
         here[name] = row
     say(f"\nmemory: MB of tensors at the peak of an eager step, micro-batch of {train.batch_size};")
-    say(f"  fits: the micro-batch that would, by powers of two, in the {free / 1e9:.1f} GB free")
+    say(f"  fits: the largest micro-batch, a power of two, in 90% of the {free / 1e9:.1f} GB free")
     parts = ("weights", "gradients", "optimizer", "activations", "predicted", "measured")
     show(here, **dict.fromkeys(parts, ",.1f M"), error="+.1%", fits=",.0f")
     known = {name: known_memory(job, *shape) for name, shape in KNOWN_SIZES.items()}
-    say("  known shapes of this model, one sequence of full length, GB: inference in bfloat16,")
-    say("  training under autocast with float32 weights, by optimizer; ckpt = with grad_checkpoint")
+    say("  known shapes of this model, GB for one full sequence: bfloat16 inference with KV cache;")
+    say("  training in autocast with float32 weights, by optimizer; ckpt = with grad_checkpoint")
     show(known, **dict.fromkeys(known["Llama 70B"], ",.1f G") | {"parameters": ",.2f G"})
     return {"here": here, "available": free, "known_sizes": known}
 
 
 def predict_here(job, run, free):
-    """predict() for the run at hand, and `fits`: the largest micro-batch for `free` bytes."""
+    """predict() for this run, and `fits`: the largest power-of-two micro-batch in 90% of `free`."""
     needs = partial(predict, job, run.model, run.optimizers, train.dtype)
     row = needs(train.batch_size)
     if row["predicted"]:
@@ -410,18 +410,18 @@ def predict_here(job, run, free):
 
 
 def predict(job, model, optimizers, dtype, micro_batch):
-    """{kind: bytes} of training_memory, and `predicted`, their sum; None where the model cannot tell."""
+    """{kind: bytes} of training_memory, and `predicted`, their peak, or None if unknown."""
     where = job.device.type, world_size()
     parts = training_memory(model, optimizers, micro_batch, dtype, *where)
     if None in parts.values():
         return parts | {"predicted": None}
-    # gradients come as activations go, unless those of a micro-batch before are there already
+    # gradients replace activations, unless an earlier micro-batch has left its gradients
     overlap = min(parts["gradients"], parts["activations"]) * (train.accum_steps == 1)
     return parts | {"predicted": sum(parts.values()) - overlap}
 
 
 def known_memory(job, vocab_size, block_size, n_head, n_embd, n_layer):
-    """{what: bytes} of a shape that need not fit here: its tensors are on the meta device."""
+    """{what: bytes} and `parameters`, their number, for a shape built on the meta device."""
     shape = {"block_size": block_size, "n_head": n_head, "n_embd": n_embd, "n_layer": n_layer}
     needs = {}
     for kind, checkpointed in itertools.product(("adamw", "momentum", "sgd"), (False, True)):
@@ -435,10 +435,10 @@ def known_memory(job, vocab_size, block_size, n_head, n_embd, n_layer):
 
 
 def measured_memory(job, run):
-    """Peak bytes of tensors: what stays after a step, and the most that a step holds on top of it."""
+    """Peak bytes of tensors: what stays after a step, plus the most that a step adds to it."""
     cuda = job.device.type == "cuda"
     take_step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
-    take_step()  # makes the moments, and what libraries take once
+    take_step()  # creates the moments, and what libraries allocate once
     run.model.zero_grad(set_to_none=True)
     for optimizer in run.optimizers:
         optimizer.found_inf = None  # or the profiler warns about its memory
@@ -459,10 +459,10 @@ def measured_memory(job, run):
 
 
 def overhead(job):
-    """The loop of train.train against bare steps on one fixed batch, without clipping and with it.
+    """The loop of train.train against bare steps on one fixed batch, with and without clipping.
 
-    A call of the loop takes the steps from one line of the log to the next. It evaluates and saves
-    nothing; a save is timed at the end.
+    One timed call of the loop takes the steps from one console line to the next. It does not
+    evaluate or save; a save is timed at the end.
     """
     every = min(train.log_interval, max(1, round(timing_seconds / job.step_seconds)))
     knobs = "eval_interval sample_interval save_interval save_minutes milestone_interval".split()
@@ -490,7 +490,7 @@ def overhead(job):
             "clipping": partial(bare_step, model, run, *batch, clips=True),
             "train_step": take_step,
             "data": partial(next, job.load_batches(job.fresh_run())),
-            # without deterministic mode, a step done twice need not agree
+            # without deterministic mode, a repeated step need not agree
             "audit": partial(audit.confirm, run, take_step) if train.deterministic else take_step,
         }
         times = interleaved(steps, job.device)
@@ -502,7 +502,7 @@ def overhead(job):
     strict = train.deterministic
     ms["audit_ms"] = max(0.0, ms["audit_ms"] - ms["train_step_ms"]) if strict else None
     for kind in ("bare", "clipping"):
-        pairs = zip(times["loop"], times[kind], strict=True)  # two of one round
+        pairs = zip(times["loop"], times[kind], strict=True)  # from the same round
         ms[f"over_{kind}"] = median(loop / bare - 1 for loop, bare in pairs)
     rows = {
         "bare forward, backward, optimizer.step": {"ms": ms["bare_ms"]},
@@ -510,21 +510,21 @@ def overhead(job):
         "train.py's loop": ms | {"ms": ms["loop_ms"]},
         "  of which train_step": {"ms": ms["train_step_ms"]},
         "  of which reading a batch": {"ms": ms["data_ms"]},
-        "besides, each save, until it is on the disk": {"ms": ms["save_ms"]},
-        "besides, each audited step": {"ms": ms["audit_ms"]},
+        "plus, for each save, until it is on disk": {"ms": ms["save_ms"]},
+        "plus, for each audited step": {"ms": ms["audit_ms"]},
     }
-    say(f"\noverhead: medians of {rounds}, taken in turn; the loop by --log_interval={every}")
+    say(f"\noverhead: medians of {rounds}, interleaved; the loop at --log_interval={every}")
     show(rows, ms=".3f", over_bare="+.2%", over_clipping="+.2%")
     if strict:
         ms["audit_interval"] = math.ceil(100 * ms["audit_ms"] / ms["loop_ms"])
-        say(f"  audits cost under 1% from --audit_interval={ms['audit_interval']} on")
+        say(f"  audits cost at most 1% from --audit_interval={ms['audit_interval']} up")
     return ms
 
 
 def bare_step(model, run, inputs, targets, clips):
-    """What any training step must do, and nothing else."""
+    """What every training step must do, and nothing else."""
     for optimizer in run.optimizers:
-        optimizer.found_inf = None  # of train_step
+        optimizer.found_inf = None  # set by train_step
         optimizer.zero_grad(set_to_none=True)
     train.forward_backward(model, run, inputs, targets)
     if clips:
@@ -536,14 +536,14 @@ def bare_step(model, run, inputs, targets, clips):
     run.scaler.update()
 
 
-Check = namedtuple("Check", "name fine passable found good")  # neither fine nor passable: a fault
+Check = namedtuple("Check", "name fine passable found good")  # a fault if neither fine nor passable
 
 
 def sanity(job):
-    """The checks before a long run, in order: {name: {ok, warning, found, good}}, and go.
+    """The checks before a long run, in order. "checks" is {name: {ok, warning, found, good}}.
 
-    A fault makes a run worthless: NO-GO. A warning is outside the bounds that courses and papers give,
-    which a good run may be too.
+    A fault makes a run worthless: NO-GO. A warning is outside the bounds that courses and papers
+    give; a good run may be, too.
     """
     checks = {}
     say("\nsanity:")
@@ -563,7 +563,7 @@ def sanity(job):
 
 
 def learning_checks(job):
-    """Can this loop learn at all? Up to 200 steps on one small batch, which it should know by heart."""
+    """Can this loop learn at all? Up to 200 steps on one small batch, which it should memorize."""
     vocab_size = job.datasets[-1]["meta"]["vocab_size"]
     few = max(1, min(train.batch_size, 4096 // train.block_size))
     losses, norms, reached = [], [], set()
@@ -605,8 +605,8 @@ def learning_checks(job):
 
 def speed_check(job):
     """Is the device busy? The step is the real one, compiled if the run is."""
-    job.step_seconds = median_seconds(job.step(job.fresh_run()), job.device)  # for the cost
-    busy = devices.gpu_util(job.device)  # None: no GPU, or nobody to ask
+    job.step_seconds = median_seconds(job.step(job.fresh_run()), job.device)  # cost_check uses it
+    busy = devices.gpu_util(job.device)  # None: no GPU, or no NVML
     mfu = job.speed(job.step_seconds)["mfu"]
     fine = not mfu < 0.1 and (busy is None or busy > 85)
     found = f"MFU {cell(mfu, '.1%')}" + (f", GPU busy {busy}%" if busy is not None else "")
@@ -615,7 +615,7 @@ def speed_check(job):
 
 
 def rate_check(job):
-    """Is peak_lr near what the range test suggests? Ten times more or less is no longer near."""
+    """Is peak_lr within a factor of ten of what the range test suggests?"""
     suggested = job.range_test["suggested_peak_lr"]
     near = suggested / 10 <= train.peak_lr <= 10 * suggested
     found = f"--peak_lr={train.peak_lr:g}, and the range test suggests {suggested:g}"
@@ -623,14 +623,14 @@ def rate_check(job):
 
 
 def memory_checks(job):
-    """Does a step fit, and what would? Predicted, so that nothing has to run out to know."""
+    """Does a step fit, and what would fit? Predicted, so that memory need not run out to tell."""
     free = devices.free_memory(job.device)
     row = predict_here(job, job.fresh_run(), free or 0)
     if not free or row["predicted"] is None:
         return  # the system or the model does not tell
     found = f"{row['predicted'] / 1e9:.3f} GB of tensors; {free / 1e9:.1f} GB free"
     fits = row["predicted"] < 0.9 * free
-    # a GPU that runs out raises, and train.py halves the micro-batch; Linux kills the process
+    # on a GPU this raises, and train.py halves the micro-batch; on a CPU Linux kills the process
     good = "under 90% of it"
     yield Check("memory of a step", fits, job.device.type == "cuda", found, good)
     found = f"micro-batches of up to {row['fits']:,} sequences; --batch_size={train.batch_size}"
@@ -638,9 +638,9 @@ def memory_checks(job):
 
 
 def cost_check(job):
-    """How long will it take, and what will it cost? From the real step, and a part of an evaluation."""
+    """How long will it take, and what will it cost? From real steps and part of an evaluation."""
     run = job.fresh_run()
-    max_steps = job.config["max_steps"]  # train.max_steps has no end here
+    max_steps = job.config["max_steps"]  # train.max_steps is 10**9 here
     n_targets = 4 * train.batch_size * train.block_size
     few = OrderedWindows(run.val_data.tokens, train.block_size, n_targets)
     evaluate = partial(train.evaluate, replace(run, val_data=few))
@@ -656,8 +656,8 @@ def cost_check(job):
 
 @torch.no_grad()
 def looks_ahead(model, inputs, vocab_size):
-    """(ok, what was found): other tokens from the middle on must change what the model says there, and
-    nothing before. The model must be a trained one: a new one may ignore past and future alike."""
+    """(ok, finding): changing the tokens from the middle on must change the logits from there on
+    and none before. Needs a trained model: a new one may ignore past and future alike."""
     middle = inputs.size(1) // 2
     other = inputs.clone()
     other[:, middle:] = (other[:, middle:] + 1) % vocab_size
@@ -670,7 +670,7 @@ def looks_ahead(model, inputs, vocab_size):
 
 
 def lr(job):
-    """The loss against the learning rate of Job.range_test, as a picture."""
+    """Plot the loss of Job.range_test against the learning rate."""
     found = job.range_test
     rates, losses, smooth = found["lr"], found["loss"], found["smooth"]
     suggested = found["suggested_peak_lr"]
@@ -683,16 +683,16 @@ def lr(job):
     report.legend(axes)
     figure.savefig(f"{train.out_dir}/lr.png")
     best = smooth.index(min(smooth))
-    say(f"\nlr: {len(rates)} steps up to {rates[-1]:.2g}; loss against it in lr.png")
+    say(f"\nlr: {len(rates)} steps, rates up to {rates[-1]:.2g}; plotted in lr.png")
     say(f"  lowest loss {smooth[best]:.3f} at {rates[best]:.2g}: suggested --peak_lr={suggested:g}")
     return found
 
 
 def exact(job):
-    """Forward and backward of one batch on fixed weights, again and again: the bits of all gradients.
+    """Repeat forward and backward of one batch on fixed weights; compare the loss and gradients.
 
-    Each setting has a process of its own, alone and then beside others that do the same, as many as
-    there are CPUs (on a GPU, two). One thing differs at a time: the rows tell which part is at fault.
+    Each setting runs in its own process, first alone, then beside as many others as there are CPUs
+    (on a GPU, two). Settings differ in one thing at a time, so that the rows tell what is at fault.
     """
     mode = "compiled" if train.compile else "eager"
     settings = {  # name -> environment, compile, deterministic
@@ -718,17 +718,17 @@ def exact(job):
             rows[name + ", under load" * (n_load > 0)] = row
     strict = [row for row in rows.values() if row["deterministic"]]
     tries, differ = (sum(row[key] for row in strict) for key in ("tries", "differ"))
-    say("\nexact: forward and backward; bits: of the most frequent result; differ: all the others")
+    say("\nexact: forward and backward; bits: hash of the most frequent result; differ: all others")
     show(rows, tries=",.0f", distinct=",.0f", differ=",.0f", bits="", where="")
     say(f"  deterministic: {tries:,} tries, of which {differ:,} differ")
     if not differ:  # (1 - 3 / n) ** n is about 0.05
-        say(f"  so fewer than one in {max(1, tries // 3):,} does, with 95% confidence")
+        say(f"  so fewer than one try in {max(1, tries // 3):,} differs, with 95% confidence")
     return {"rows": rows, "tries": tries, "differ": differ}
 
 
 def start(job, script, environment, wait=True, **knobs):
-    """`script` in a process of its own, with the knobs of this run but for `knobs`. In a session of its
-    own, too: Ctrl-C reaches only bench.py, which ends it."""
+    """Run `script` in a subprocess, with this run's flags overridden by `knobs`. It has its own
+    session: Ctrl-C reaches only bench.py, which then ends the subprocess."""
     own = tuple(f"--{name}=" for name in read_knobs(__file__))
     flags = [each for each in job.argv if not each.startswith(own)]
     flags += [f"--{name}={value}" for name, value in knobs.items()]
@@ -743,11 +743,11 @@ def start(job, script, environment, wait=True, **knobs):
 
 
 def tries(job):
-    """One row of exact: what came of the same forward and backward, again and again."""
+    """One row of exact: the results of the same forward and backward, repeated."""
     parent = os.getppid()
     run = job.fresh_run()
     with torch.no_grad():
-        for weight in run.model.parameters():  # a new model's zeros would make gradients zero
+        for weight in run.model.parameters():  # the zeros of a new model would make gradients zero
             weight += 0.02 * torch.randn(weight.shape).to(weight.device)
     model = job.rehearsed(run)
     batch = job.batch()
@@ -773,13 +773,13 @@ def tries(job):
 
 
 def seeds_part(job):
-    """Whole runs of train.py that differ in their seed alone: how much of a final loss is chance?
+    """Full runs of train.py that differ only in their seed: how much of a final loss is chance?
 
-    The final weights are evaluated by halves of the validation split too: knobs that were chosen on
-    the first half cannot flatter the second.
+    The final weights are also evaluated on each half of the validation split: knobs chosen on the
+    first half cannot flatter the second.
     """
     if len(job.datasets[1]) < 2:
-        fail("--only=seeds: the validation split is one window, without halves; lower --block_size")
+        fail("--only=seeds: a validation split of one window has no halves; lower --block_size")
     say(f"\nseeds: {seeds} runs of train.py")
     runs = {}
     for seed in range(train.seed, train.seed + seeds):
@@ -799,14 +799,14 @@ def seeds_part(job):
         name: {column: kind(each[column] for each in runs.values()) for column in columns}
         for name, kind in kinds.items()
     }
-    say("  validation loss of the last and the best evaluation, and of the last by halves of the")
-    say("  split; seconds of whole processes; deviation: the standard deviation of a sample")
+    say("  validation loss of the last and the best evaluation, and of the last on each half of")
+    say("  the split; seconds of the whole process; deviation: sample standard deviation")
     show(runs | summary, **columns)
     return {"runs": runs, **summary}
 
 
 def losses_by_halves(run):
-    """{"first_half": val_loss, "second_half": val_loss} of the windows that `run` evaluates."""
+    """{"first_half": val_loss, "second_half": val_loss} over the windows that `run` evaluates."""
     middle = len(run.val_data) // 2 * train.block_size
     half = OrderedWindows(run.val_data.tokens, train.block_size, middle)
     whole = train.evaluate(run)
@@ -817,11 +817,11 @@ def losses_by_halves(run):
 
 
 PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead, sanity, lr, exact, tries)}
-PARTS["seeds"] = seeds_part  # `seeds` is a knob
+PARTS["seeds"] = seeds_part  # the name `seeds` is a knob
 
 
 def expected_seconds(job, parts):
-    """A rough estimate, for which a step is timed in eager mode."""
+    """A rough estimate, from the time of one eager step, which becomes job.step_seconds."""
     if set(parts) - {"peak", "exact", "tries"}:
         run = job.fresh_run()
         take_step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
@@ -846,7 +846,7 @@ def expected_seconds(job, parts):
 
 
 def measure(config, argv, scratch):
-    """All parts that --only names. Returns the exit code."""
+    """Run the parts that --only names. Returns the exit code."""
     parts = only.split(",")
     for part in set(parts) - set(PARTS):
         fail(f"--only={only}: unknown part {part!r}; expected some of {','.join(PARTS)}")
@@ -863,7 +863,7 @@ def measure(config, argv, scratch):
     job.flops_per_token = metrics.flops_per_token(model)
     flops = job.flops_per_token * train.rows_at(0) * train.block_size * train.max_steps
     train.compile, reason = devices.choose_compile(train.compile, device, flops)
-    train.max_steps = 10**9  # no part ends early; the schedule's length is resolved
+    train.max_steps = 10**9  # no part ends early; decay_steps already has its value
     facts = {"date": now(), "command": sys.argv, "dataset": datasets[-1]["name"]}
     resolved = {key: getattr(train, key) for key in ("dtype", "compile", "deterministic")}
     facts |= {"config": config | resolved, **devices.fingerprint(device)}
@@ -882,7 +882,7 @@ def measure(config, argv, scratch):
             write_json(path, facts)
     except OSError as error:
         fail(f"{path.parent} cannot be written ({error.strerror}); write --out_dir=FOLDER")
-    say(f"\nall of it is in {console.shown(path)}")
+    say(f"\nall results are in {console.shown(path)}")
     no_go = not facts.get("sanity", {"go": True})["go"]
     return int(no_go or facts.get("exact", {}).get("differ", 0) > 0)
 
@@ -894,7 +894,7 @@ def main(argv=None):
         with configured(vars(train), globals(), argv=argv) as config, TemporaryDirectory() as path:
             return measure(config, argv, Path(path))
     except KeyboardInterrupt:
-        print("bench.py: stopped; bench.json has the parts that were finished", file=sys.stderr)
+        print("bench.py: stopped; bench.json has the parts that finished", file=sys.stderr)
         return 130
     finally:
         torch.use_deterministic_algorithms(strict)

@@ -1,13 +1,13 @@
 """
-Shows what a run did, from the metrics.jsonl and run.json in its folder:
+Reports on a run from the metrics.jsonl and run.json in its folder:
 
-    python report.py out/shakespeare                # writes report.png and report.md beside them
+    python report.py out/shakespeare                # writes report.png and report.md there
     python report.py out/a out/b out/c              # writes compare.png and compare.md into out/a
-    python report.py out/shakespeare --html=true    # and report.html (or compare.html), a page
-    python report.py out/shakespeare --watch=true   # a page that follows a run which is still going
+    python report.py out/shakespeare --html=true    # also report.html (of several: compare.html)
+    python report.py out/shakespeare --watch=true   # report.html, updated while the run continues
 
-train.py calls write_report at the end of every run. A run of a million steps takes seconds. A field
-that report.py does not know, such as one that a fork adds to its rows, gets a panel and a row.
+train.py calls write_report at the end of a run, unless --report=false. The report of a million
+steps takes seconds. A field unknown to report.py, such as a fork's, gets a panel and a row.
 """
 
 import io
@@ -57,16 +57,16 @@ from plumbing.reporting.record import (
 )
 from plumbing.reporting.troubles import troubles
 
-report_dir = ""  # folder for what is written; "" = the (first) run's own
-dollars_per_hour = 0.0  # of one device, [0, inf); 0 = as train.py was told
-html = False  # write a page as well: one file, which needs no network and no server
-watch = False  # write that page every 10 s while the run goes on, and all at its end
+report_dir = ""  # output folder; "" = that of the (first) run
+dollars_per_hour = 0.0  # of one device, [0, inf); 0 = the run's --dollars_per_hour
+html = False  # also write a page: one file that needs no network and no server
+watch = False  # rewrite that page every 10 s while the run continues, and write all at its end
 
 REPO = Path(__file__).resolve().parent
-# Okabe & Ito's colours (2008): told apart with any colour vision, and on paper
+# Okabe & Ito's colours (2008): distinct for any colour vision, and in print
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE, PALE_GREEN = "#0072B2", "#D55E00", "#CC79A7", "#8FD4BF"
-# Events that are drawn: name in the picture, colour, marker, does a line go through all panels?
+# Events to draw: label, colour, marker, whether a line crosses all panels
 LANES = {
     "best": ("best", VERMILION, "*", False),
     "resume": ("resume", BLUE, ">", True),
@@ -78,7 +78,7 @@ LANES = {
     "save_failed": ("save failed", ORANGE, "D", False),
     "failed": ("failed", BLACK, "X", True),
 }
-# What may give the same command other digits. matmul_bits: a checksum of what its kernels compute
+# What may make the same command give other digits. matmul_bits: a hash of one matrix product
 EXACTNESS = "device dtype matmul_bits compile deterministic threads world_size torch".split()
 CSS = {BLACK: "black", ORANGE: "orange", GREEN: "green", BLUE: "blue", VERMILION: "vermilion"}
 CSS |= {PURPLE: "purple"}  # colours of LANES as the page calls them
@@ -92,7 +92,7 @@ STYLE = """
 
 
 def new_figure(width, height):
-    from matplotlib.figure import Figure  # not pyplot, which keeps state and may want a screen
+    from matplotlib.figure import Figure  # not pyplot, which keeps state and may need a display
 
     figure = Figure((width, height), dpi=160, facecolor="white", layout="constrained")
     figure.get_layout_engine().set(wspace=0.04)
@@ -100,20 +100,20 @@ def new_figure(width, height):
 
 
 def curve(ax, x, y, **looks):
-    """A line; where it has few points, marks as well, so that even one alone is seen."""
+    """A line. If it has few points, they get markers, so that a single one is visible."""
     marks = "o" if len(known(y)) < 15 else ""
     ax.plot(*thin(x, y), marker=marks, markersize=3.5, **looks)
 
 
 def dots(ax, x, loss, colour, **looks):
-    """Validation losses. Two or three make no curve: they are not joined."""
+    """Validation losses, joined by a line if there are more than three."""
     joined, marks = "-" if len(x) > 3 else "", "o" if len(x) <= 60 else ""
     looks |= {"color": colour, "markeredgecolor": "white", "markeredgewidth": 0.7, "zorder": 4}
     ax.plot(*thin(x, loss), joined + marks if len(x) else "", markersize=5.5, lw=1.6, **looks)
 
 
 def scale(ax, values, log_from=math.inf):
-    """From 0 up; or logarithmic, where the values span more than a factor of `log_from`."""
+    """From 0 up, or logarithmic if the values span more than a factor of `log_from`."""
     values = known(values)[known(values) > 0]
     top, span = (values.max(), values.max() / values.min()) if len(values) else (1, 1)
     if span > log_from:
@@ -129,7 +129,7 @@ def scale(ax, values, log_from=math.inf):
 
 
 def legend(ax, **place):
-    """Above the panel, where it can hide nothing."""
+    """Above the panel, where it hides nothing."""
     if ax.get_legend_handles_labels()[0]:
         place = {"loc": "lower right", "bbox_to_anchor": (1, 1)} | place
         ax.legend(ncols=4, borderaxespad=0.2, **place)
@@ -163,7 +163,7 @@ def draw_loss(ax, run):
 
 
 def event_steps(run):
-    """{event: steps} of what LANES names and this run had."""
+    """{event: steps} of the events in LANES that this run had."""
     losses = run.evals["val_loss"]
     failed = [row for row in happened(run, "end") if str(row.get("ended")).startswith("failed")]
     steps = {lane: [row["step"] for row in happened(run, lane)] for lane in LANES}
@@ -175,7 +175,7 @@ def event_steps(run):
 
 
 def draw_events(ax, panels, lanes):
-    """A lane for each kind of event; the ones that turn a run also go through all the panels."""
+    """A lane for each kind of event. Those that change a run's course also cross all panels."""
     for lane, (event, steps) in enumerate(lanes.items()):
         _, colour, marks, through = LANES[event]
         looks = {"color": colour, "markersize": 6, "markeredgewidth": 1.6 if marks == "|" else 0}
@@ -190,7 +190,7 @@ def draw_events(ax, panels, lanes):
 
 
 def draw_speed(ax, t, per):
-    """Throughput, and MFU on the right: the same line, or another where the device has changed."""
+    """Throughput, and MFU on the right axis: a line of its own only if their ratio changed."""
     curve(ax, t["step"], t["tokens_per_sec"], color=BLUE, lw=1.2, label="throughput")
     scale(ax, t["tokens_per_sec"])
     ax.set_ylabel(f"throughput ({per}/s)")
@@ -294,7 +294,7 @@ def compare_picture(runs, names):
     elif late := [part for run in runs for part in late_losses(run) if len(part)]:
         low, high = min(part.min() for part in late), max(part.max() for part in late)
         by_step.set_ylim(low - 0.1 * (high - low) - 1e-3, high + 0.1 * (high - low) + 1e-3)
-        heading += " What is higher than after a tenth of a run is cut off."
+        heading += " Losses in the first tenth of a run may be cut off."
     scale(norm, every["grad_norm"], log_from=30)
     scale(rate, every["lr"])
     scale(speed, every["tokens_per_sec"])
@@ -305,7 +305,7 @@ def compare_picture(runs, names):
         ax.xaxis.set_major_formatter(short)
     units = {unit(run) for run in runs}
     per = units.pop() if len(units) == 1 else "tokens"
-    by_tokens.set_xlabel(f"{per} learned from")
+    by_tokens.set_xlabel(f"{per} trained on")
     by_time.set_xlabel(f"training time ({clock})")
     by_step.set_ylabel("loss (nats)" if per == "tokens" else "loss")
     norm.set_ylabel("gradient norm, smoothed")
@@ -331,10 +331,10 @@ def html_table(header, rows):
 
 
 def changed_knobs(run):
-    """[(knob, value in this run, default in train.py)] where these differ; folders left out."""
+    """[(knob, value in this run, default in train.py)] where the two differ, without folders."""
     knobs, config, rows = read_knobs(REPO / "train.py"), run.info["config"], []
     for name, value in config.items():
-        default = knobs[name][0] if name in knobs else "no such knob now"
+        default = knobs[name][0] if name in knobs else "no longer a knob"
         as_default = name == "decay_steps" and value == config.get("max_steps")
         if value != default and not name.endswith("_dir") and not as_default:
             rows.append((f"`{name}`", f"`{value}`", f"`{default}`"))
@@ -351,7 +351,7 @@ def about(run):
     text = "".join(f"; {word} {meta[key]}" for key, word in facts.items() if key in meta)
     commit = f"`{git['commit'][:12]}`" if git.get("commit") else "unknown"
     if git.get("dirty"):
-        commit += f" with changes not committed (diff `{str(git.get('diff_sha256'))[:12]}`)"
+        commit += f" with uncommitted changes (diff `{str(git.get('diff_sha256'))[:12]}`)"
     split = " x ".join(str(identity.get(k)) for k in ("batch_size", "accum_steps", "world_size"))
     batch = f"{identity.get('global_batch')} {unit(run)}"
     if unit(run) == "tokens":
@@ -376,14 +376,14 @@ def about(run):
 
 
 def changed_files(code):
-    """Names of the files whose SHA-256 is not as in `code`, {name: SHA-256}: changed or gone since."""
+    """Files whose SHA-256 is not that in `code`, {name: SHA-256}: changed or gone since."""
     now = {n: (REPO / n).read_bytes() if (REPO / n).is_file() else b"" for n in code}
     return [name for name, then in code.items() if sha256(now[name]).hexdigest() != then]
 
 
 def event_rows(run, most=200):
-    """[(step, event, details)] in the order in which it happened; skips in a row are one."""
-    rows, before, skips = [], None, 0  # before: the step of the skip just seen
+    """[(step, event, details)] in the order of the events; consecutive skips share a row."""
+    rows, before, skips = [], None, 0  # before: the previous event's step, if it was a skip
     for event in run.events:
         rest = {k: v for k, v in event.items() if k not in ("kind", "step", "event", "finite")}
         name, step = event["event"].replace("_", " "), event["step"]
@@ -401,7 +401,7 @@ def event_rows(run, most=200):
 
 
 def not_exact(run):
-    """What sets this run apart from an undisturbed one on one machine: a list of lines."""
+    """Lines on what may set this run apart from an uninterrupted one on one machine."""
     lines = []
     for event in happened(run, "inexact_resume"):
         for key, value in event.items():
@@ -412,26 +412,26 @@ def not_exact(run):
                 lines.append(f"- resumed at step {event['step']:,}: {key} was {then}, is {now}")
     for event in happened(run, "audit"):
         names = textwrap.shorten(", ".join(event.get("tensors") or []), 300)
-        odd = f"the {event.get('odd')} result had {event.get('bits')} other bits in {names}"
-        lines.append(f"- step {event['step']:,} was computed twice: {odd}; it was dropped")
+        odd = f"the {event.get('odd')} result differed in {event.get('bits')} bits of {names}"
+        lines.append(f"- step {event['step']:,} was audited: {odd}, and was dropped")
     if run.info["run"].get("deterministic") is False:
-        lines.append("- `deterministic` was off: the same command may give other bits")
+        lines.append("- `deterministic` was off: the same command may give different bits")
     if run.rows.unreadable:
         lines.append(
             f"- {run.rows.unreadable:,} damaged line(s) of metrics.jsonl are left out here"
         )
     if not run.info["run"]:
-        lines.append("- run.json is missing or damaged: what was run is not on record")
-    return lines or ["Nothing on record: every resume, if any, was bit for bit."]
+        lines.append("- run.json is missing or damaged: the settings of this run are unknown")
+    return lines or ["Nothing on record: any resume was bit for bit."]
 
 
 def words(run, image):
-    """report.md. image: is there a report.png?"""
+    """The text of report.md. image: whether there is a report.png."""
     (spent, missing), samples = seconds_by_kind(run), happened(run, "sample")
     asked, learned = run.info["config"].get("dataset"), run.info["data"].get("name")
     total, out = sum(spent.values()) or 1, [f"# {run.name}: {ended(run)}\n"]
     if learned and asked != learned:
-        out += [f"> **This run learned {learned!r} INSTEAD OF {asked!r}, which could not be had:"]
+        out += [f"> **This run trained on {learned!r} INSTEAD OF {asked!r}, which was unavailable:"]
         out += [f"> its numbers say nothing about {asked!r}.**\n"]
     out += ["![Curves of this run](report.png)\n"] if image else []
     rows = [(f"**{what}**", *words) for what, words in outcome(run, dollars_per_hour).items()]
@@ -442,7 +442,7 @@ def words(run, image):
         out += [f"  Tell them apart: `{each.tell}` ({each.reading})."] if each.tell else []
         out += [f"  Try: {each.cure}."] if each.cure else []
     more = "docs/trouble.md has more on each, under its name.\n"
-    out += [f"\n{more}" if found else "The curves show none of those that report.py knows.\n"]
+    out += [f"\n{more}" if found else "The curves show none that report.py knows.\n"]
     if len(means := epochs(run)) > 1:
         out += ["## Means by epoch\n", table(means[0], means[1:])]
     out += ["## What was run\n", about(run) if run.info["run"] else "Not on record.\n"]
@@ -451,8 +451,8 @@ def words(run, image):
     out += [table(("kind", "wall-clock", "share"), rows)] if rows else []
     if missing:
         trained = duration(known(run.train["step_ms"]).sum() / 1000)
-        out += [f"{missing} session(s) left no account (killed, or running still). All the steps"]
-        out += [f"in metrics.jsonl together took {trained}.\n"]
+        out += [f"{missing} session(s) recorded no times (killed, or still running). All steps in"]
+        out += [f"metrics.jsonl together took {trained}.\n"]
     out += ["## What happened\n", table(("step", "event", ""), event_rows(run))]
     out += ["## What was not exact\n", *not_exact(run), ""]
     if samples:
@@ -463,7 +463,7 @@ def words(run, image):
 
 
 def compare_words(runs, names, image):
-    """compare.md: one table of what differs, in what was run and in what came of it."""
+    """compare.md: one table of the settings and the results that differ."""
     rows = {
         "data": [run.info["data"].get("fingerprint") for run in runs],
         "commit": [str(run.info["git"].get("commit"))[:12] for run in runs],
@@ -472,12 +472,12 @@ def compare_words(runs, names, image):
     }
     out = ["# " + ", ".join(names) + "\n"]
     if len(set(rows["data"])) > 1:
-        out += ["> **These runs learned different texts: their losses cannot be compared.**\n"]
+        out += ["> **These runs trained on different data: their losses cannot be compared.**\n"]
     if len(set(rows["device"])) > 1:
-        out += ["> These runs ran on different devices: mind that where times are compared.\n"]
+        out += ["> These runs ran on different devices: compare their times with care.\n"]
     out += ["![Curves of these runs](compare.png)\n"] if image else []
     for knob in dict.fromkeys(knob for run in runs for knob in run.info["config"]):
-        if not knob.endswith("_dir") and knob not in EXACTNESS:  # which are there, resolved
+        if not knob.endswith("_dir") and knob not in EXACTNESS:  # which has the resolved values
             rows[f"`{knob}`"] = [run.info["config"].get(knob, "n/a") for run in runs]
     outcomes = [outcome(run, dollars_per_hour) for run in runs]
     for what in dict.fromkeys(what for each in outcomes for what in each):
@@ -494,7 +494,7 @@ def save(path, content):
 
 
 def draw(path, picture, *args):
-    """Write a picture. Returns [path], or [] and a line on stderr where matplotlib is missing."""
+    """Write a picture. Returns [path]; without matplotlib, [] and a line on stderr."""
     try:
         import matplotlib
     except ImportError:
@@ -508,7 +508,7 @@ def draw(path, picture, *args):
 
 def report_on(runs, folder):
     """Write the report of one run, or the comparison of several. Returns the paths."""
-    with np.errstate(divide="ignore", invalid="ignore"):  # what is unknown is NaN, and so "n/a"
+    with np.errstate(divide="ignore", invalid="ignore"):  # unknown values are NaN, shown as "n/a"
         paths = [save_page(runs, folder)] if html or watch else []
         if len(runs) == 1:
             image = draw(folder / "report.png", picture, runs[0])
@@ -524,7 +524,7 @@ def names_of(runs):
 
 
 def save_page(runs, folder, refresh=0):
-    """report.html, or compare.html. refresh: seconds after which it is written again; 0 = never."""
+    """Write report.html or compare.html. refresh: seconds until it is rewritten; 0 = never."""
     names = names_of(runs)
     outcomes = [outcome(run, dollars_per_hour) for run in runs]
     alone = len(runs) == 1
@@ -537,7 +537,7 @@ def save_page(runs, folder, refresh=0):
             for each in troubles(run)
         )
         heading = "Troubles so far" + f": {name}" * (not alone)
-        texts[heading] = found or "<p>None of those that report.py knows.</p>"
+        texts[heading] = found or "<p>None that report.py knows.</p>"
     whats = dict.fromkeys(what for each in outcomes for what in each)
     rows = [[what, *(each.get(what, ("n/a",))[0] for each in outcomes)] for what in whats]
     over = [outcomes[0][what][1] for what in whats] if alone else []
@@ -559,11 +559,11 @@ def save_page(runs, folder, refresh=0):
 
 
 def follow(runs, folder, every=10):
-    """Write the page every 10 s, or less often where that would take more than 1% of the time, until no
-    run goes on. Returns the runs as they are then."""
+    """Write the page every `every` seconds, or less often if that would take over 1% of the time,
+    until no run is active. Returns the runs as they are then."""
     pause = every
     name = "report.html" if len(runs) == 1 else "compare.html"
-    print(f"open {os.path.relpath(folder / name)} in a browser; Ctrl-C ends this", flush=True)
+    print(f"open {os.path.relpath(folder / name)} in a browser; Ctrl-C stops it", flush=True)
     try:
         while any(map(is_running, runs)):
             start = time.perf_counter()
@@ -580,7 +580,7 @@ def follow(runs, folder, every=10):
 def write_report(folder):
     """For train.py: report.png and report.md of the run in `folder`. Returns their paths.
 
-    Never raises: of a report that fails there is a line on stderr, and an empty list.
+    Never raises: if the report fails, prints a line on stderr and returns [].
     """
     try:
         return report_on([read_run(folder)], Path(folder))

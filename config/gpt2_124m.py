@@ -1,19 +1,19 @@
-"""The shape of GPT-2 124M on OpenWebText, for GPUs: torchrun --standalone --nproc_per_node=8 train.py
-config/gpt2_124m.py, or a part of it on one: python train.py config/gpt2_124m.py --max_steps=100.
+"""The shape of GPT-2 124M on OpenWebText: torchrun --standalone --nproc_per_node=8 train.py
+config/gpt2_124m.py, or, to try it on one GPU, python train.py config/gpt2_124m.py --max_steps=100.
 
-Prepare the text first (54 GB of it): python prepare_data.py openwebtext --tokenizer=gpt2
+Prepare the text (54 GB) first: python prepare_data.py openwebtext --tokenizer=gpt2
 """
 
 out_dir = "out/gpt2_124m"
 dataset = "openwebtext"
-offline_dataset = ""  # without the text, stop
+offline_dataset = ""  # if the text is missing, stop
 
 n_layer = 12
 n_head = 12
 n_embd = 768
 block_size = 1024  # tokens
 
-batch_size = 32  # sequences; halved by itself where the GPU's memory is too small
+batch_size = 32  # sequences; train.py halves the micro-batch if GPU memory runs out
 accum_steps = 2  # on 8 GPUs: 32 x 2 x 8 x 1,024 = 524,288 tokens a step
 num_workers = 2
 

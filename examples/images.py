@@ -1,11 +1,11 @@
-"""Another model and other data on the loop of train.py: a small convolutional network tells apart waves
-of ten directions in noisy images. All of train.py's flags work here, and so does its report.
+"""Another model and other data on the loop of train.py: a small convolutional network tells apart
+waves of ten directions in noisy images. train.py's flags work here, and so does its report.
 
     python examples/images.py --max_steps=300
 
-It ends at 97% of 1,024 new images (chance is 10%), after some seconds on a CPU. Nothing of the loop is
-copied: this file replaces train.py's `open_dataset` and `build_model`, gives some knobs another default,
-and calls its main().
+It gets 97% of 1,024 new images right (chance is 10%) after a few seconds on a CPU. No code of the
+loop is copied: this file replaces train.py's `open_dataset` and `build_model`, changes some
+defaults, and calls its main(). Of the model's flags, only n_embd and dropout have an effect.
 """
 
 import math
@@ -29,8 +29,8 @@ Y, X = np.mgrid[:SIZE, :SIZE]
 
 
 def image_of(seed, index):
-    """(float32 (1, SIZE, SIZE), class): a pure function. Wavelength and phase are drawn as well, so that
-    no single pixel tells the class."""
+    """(float32 (1, SIZE, SIZE), class): a pure function. Wavelength and phase are random, too, so
+    that no single pixel tells the class."""
     generator = np.random.default_rng([seed, index])
     label = int(generator.integers(CLASSES))
     angle = math.pi * label / CLASSES
@@ -42,8 +42,8 @@ def image_of(seed, index):
 
 
 class Images(torch.utils.data.Dataset):
-    """`count` images from number `begin` on, over and over. `dataset[first, count]` is a batch of it:
-    float32 (count, 1, SIZE, SIZE) and classes, int64 (count,)."""
+    """`count` images from number `begin` on, repeated endlessly. `dataset[first, count]` is a
+    batch: float32 (count, 1, SIZE, SIZE) and classes, int64 (count,)."""
 
     def __init__(self, seed, begin, count):
         self.seed = seed
@@ -86,7 +86,7 @@ class ConvNet(nn.Module):
 
 
 def open_dataset(saved):
-    """What train.open_dataset returns; `meta` would tell how to read text."""
+    """As train.open_dataset, but `meta` has no tokenizer. --eval_tokens counts images."""
     train_data = Images(train.seed, 0, TRAIN_IMAGES)
     val_data = Images(train.seed, TRAIN_IMAGES, train.eval_tokens or VAL_IMAGES)
     fingerprint = f"{SIZE} {CLASSES} {NOISE} {TRAIN_IMAGES}"
@@ -103,7 +103,7 @@ train.open_dataset = open_dataset
 train.build_model = build_model
 train.out_dir = "out/images"
 train.dataset = "images"
-train.block_size = 1  # targets to an image
+train.block_size = 1  # targets per image
 train.n_embd = 16  # channels of the first convolution
 train.dropout = 0.1
 train.batch_size = 64

@@ -1,8 +1,8 @@
-"""What the tests of the loop share: a small real text, runs in processes of their own, fingerprints.
+"""What the tests of the loop share: a small real text, runs in their own processes, fingerprints.
 
-Most of the three seconds that a small run takes are `import torch`. So one helper process imports
-train.py once and forks for each run: a run is still a process of its own, with its own device state,
-random numbers, signals and exit code, but starts at once. `python_train` is the real command line.
+Most of the three seconds of a small run are `import torch`. So one helper process imports train.py
+once and forks for each run, which starts at once but is still a process with its own device state,
+random numbers, signals and exit code. `python_train` runs the real command line.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from pathlib import Path
 
 import pytest
 
-# For this process and all that it starts, before torch is imported. Most runs here are so small that
-# several threads only wait for each other; test_resume.py has one that needs them. On a busy machine,
-# spinning costs 10 times.
+# For this process and all that it starts, before torch is imported. Most runs here are so small
+# that several threads only wait for each other; test_resume.py has one that needs two. On a busy
+# machine, threads that spin while they wait make a run take ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -30,7 +30,7 @@ import torch
 
 REPO = Path(__file__).resolve().parent.parent
 HONEST_DATA = Path(os.environ.get("HONEST_DATA") or "/nonexistent")
-TINY = {  # flags of every run here, unless a test says otherwise
+TINY = {  # flags of every run, unless a test overrides them
     "dataset": "small",
     "device": "cpu",
     "dtype": "float32",
@@ -47,12 +47,12 @@ TINY = {  # flags of every run here, unless a test says otherwise
     "log_interval": 5,
     "report": "false",
 }
-WINDOWS = 167  # of 16 tokens in an epoch of the small text: 20.9 batches of 8
+WINDOWS = 167  # windows of 16 tokens in an epoch of the small text: 20.9 batches of 8
 
 
 @dataclasses.dataclass
 class Done:
-    """A run that has ended. returncode: as a shell would see it, so 128 + n after signal n."""
+    """A run that has ended. returncode: as in a shell, 128 + n after signal n."""
 
     out_dir: Path
     returncode: int
@@ -94,7 +94,7 @@ def pydoc_text():
 
 @pytest.fixture(scope="session")
 def zygote():
-    """The helper process that has imported train.py, and forks for each run."""
+    """The helper process, which has imported train.py and forks for each run."""
     command = [sys.executable, __file__]
     server = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPO
@@ -106,12 +106,12 @@ def zygote():
 
 @pytest.fixture(scope="session")
 def train_in(zygote, data_dir):
-    """train_in(folder, out_dir, *flags, env={}, before="", timeout=100, cwd=folder, repo=REPO) -> Done.
+    """train_in(folder, out_dir, *flags, env, before, timeout, cwd=folder, repo=REPO) -> Done.
 
-    A run of train.main() in a forked process of its own. out_dir: a name in `folder`, or a path.
-    flags: "--key=value", which win over TINY. before: Python source that runs in that process first
-    (`train` is imported there), such as `stop_at(5)`. cwd: its working directory. repo: a folder whose
-    train.py takes the place of this repository's.
+    Runs train.main() in a forked process. out_dir: a name in `folder`, or a path. flags:
+    "--key=value", which override TINY. before: Python source that runs in that process first
+    (`train` is imported there), such as `stop_at(5)`. cwd: its working directory. repo: a folder
+    whose train.py replaces this repository's.
     """
 
     def run(folder, out_dir, *flags, env=None, before="", timeout=100, cwd=None, repo=REPO):
@@ -137,15 +137,15 @@ def train_in(zygote, data_dir):
 
 @pytest.fixture
 def run_train(train_in, tmp_path):
-    """run_train(out_dir, *flags, ...) -> Done: train_in this test's own folder."""
+    """run_train(out_dir, *flags, ...) -> Done: train_in with this test's tmp_path as the folder."""
     return functools.partial(train_in, tmp_path)
 
 
 @pytest.fixture
 def python_train(data_dir, tmp_path):
-    """python_train(out_dir, *flags, env={}, timeout=100, launcher=[]) -> Done: the real command.
+    """python_train(out_dir, *flags, env, timeout=100, launcher) -> Done: the real command.
 
-    launcher: what takes the place of `python`, such as [sys.executable, "-m", "torch.distributed.run", ...].
+    launcher: replaces `python`, for example by [python, "-m", "torch.distributed.run", ...].
     """
 
     def run(out_dir, *flags, env=None, timeout=100, launcher=(sys.executable,)):
@@ -167,9 +167,9 @@ def python_train(data_dir, tmp_path):
 
 @pytest.fixture
 def start_train(data_dir, tmp_path):
-    """start_train(out_dir, *flags, env={}) -> subprocess.Popen in a session of its own, still at work.
+    """start_train(out_dir, *flags, env, launcher) -> a running Popen in a session of its own.
 
-    Its output is in the attribute `log` (a path). Whatever is left at the end of the test is killed.
+    Its output goes to the path in its attribute `log`. It is killed at the end of the test.
     """
     started = []
 
@@ -205,7 +205,7 @@ def arguments(out_dir, data_dir, flags):
 
 
 def stop_at(step, name="SIGTERM"):
-    """Source for run_train's `before`: the signal comes while the step of that number is computed."""
+    """Source for run_train's `before`: the process sends itself the signal as that step begins."""
     return f"""
 import os, signal
 def train_step(model, run, *rest, inner=train.train_step):
@@ -245,7 +245,7 @@ train.configure_optimizers = configure_optimizers
 
 
 def wait_for(condition, seconds=60):
-    """Until condition() is true; fails where that takes too long."""
+    """Waits until condition() is true; fails after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"
@@ -256,7 +256,7 @@ def wait_for(condition, seconds=60):
 
 
 def read_rows(out_dir, kind=None):
-    """The rows of metrics.jsonl; NaN and Infinity, which are not JSON, raise ValueError."""
+    """The rows of metrics.jsonl. Raises ValueError for NaN and Infinity, which are not JSON."""
 
     def refuse(constant):
         raise ValueError(f"{constant} is not JSON")
@@ -276,7 +276,7 @@ def fingerprint(path):
 
 
 def digest(value):
-    """SHA-256 of nested dicts and lists of tensors and plain values: every bit of every one."""
+    """SHA-256 of every bit of nested dicts and lists of tensors and plain values."""
     total = hashlib.sha256()
 
     def add(value):
@@ -299,7 +299,7 @@ def digest(value):
 
 
 def tree(folder):
-    """{path: content} of everything below a folder, to compare before and after."""
+    """{path: content} of everything in a folder, to compare before and after."""
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
@@ -311,13 +311,13 @@ def tree(folder):
 
 
 def serve():
-    """For each request on stdin: fork, run train.main() there, and write its exit code to stdout."""
-    import torch._dynamo  # noqa: F401 (a run that compiles would import it, for a second)
+    """For each request on stdin: fork, run train.main() in the child, print its exit code."""
+    import torch._dynamo  # noqa: F401 (or each run that compiles imports it, for a second)
 
     import_train(REPO)
-    import numpy.ma  # noqa: F401 (numpy.unique would import it, in each run)
+    import numpy.ma  # noqa: F401 (or numpy.unique imports it in each run)
 
-    gc.freeze()  # what is imported stays shared with the children
+    gc.freeze()  # imported modules stay shared with the children
     for line in sys.stdin:
         request = json.loads(line)
         if (child := os.fork()) == 0:
@@ -331,7 +331,7 @@ def serve():
 
 
 def import_train(repo):
-    """The module train of the repository in the folder `repo`; that of another one is forgotten."""
+    """Import train from the folder `repo`, after forgetting the modules of another repository."""
     if sys.path[0] != str(repo):
         for name, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None) or ""
@@ -343,8 +343,8 @@ def import_train(repo):
     from plumbing import peaks
 
     if not isinstance(sample.sample_text, functools.partial):
-        # Each of these takes longer than the steps of a small run: 200 tokens at its end, and products
-        # of 256 and more at its start.
+        # Each of these takes longer than the steps of a small run: a sample of 200 tokens at its
+        # end, and matrix products of size 256 and more at its start.
         sample.sample_text = functools.partial(sample.sample_text, max_new_tokens=10)
         peaks.matmul_rate = functools.partial(peaks.matmul_rate, sizes=[64])
     return train
@@ -366,8 +366,8 @@ def in_child(argv, files, env, cwd, before, timeout, repo):
         code = leaving.code
     sys.stdout.flush()
     sys.stderr.flush()
-    # An exit that takes torch apart takes 0.3 s, and one that waits for the threads of torch's own
-    # compiler never ends here. main() has waited for ours.
+    # A regular exit takes 0.3 s to tear torch down, and where it waits for the threads of torch's
+    # compiler, it never ends. main() has waited for our own threads.
     os._exit(code or 0)
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# All that is claimed of CUDA, in under nine minutes on one GPU: bash tests/gpu.sh [--quick] [--cpu]
-#   --quick  fewer steps, and none of the slower tests
-#   --cpu    the same parts on the CPU at toy sizes: that they work, and nothing about CUDA
-# Two or more GPUs also run the distributed tests. NANOGPT=DIR, a copy of nanoGPT, is timed at the same
-# shapes. The text of config/shakespeare.py is data/shakespeare, where that has been made, or what
-# SHAKESPEARE_URL names (file:// too), or else CPython's manual: nothing is downloaded unasked.
-# Writes results.md, results.json and the log of each part to $OUT, or out/gpu.
-# Exit code: 0 all parts passed, 1 one did not, 2 there is no CUDA.
+# Checks all claims about CUDA in under ten minutes on one GPU: bash tests/gpu.sh [--quick] [--cpu]
+#   --quick  fewer steps, without the slower tests
+#   --cpu    the same parts on the CPU at toy sizes: shows that they work, nothing about CUDA
+# Two or more GPUs also run the distributed tests. NANOGPT=DIR also times the nanoGPT in DIR, at the
+# same shapes. config/shakespeare.py trains on data/shakespeare if that exists, else on the text at
+# SHAKESPEARE_URL if that is set (file:// too), else on CPython's manual, without a download.
+# Writes results.md, results.json and the log of each part to $OUT, or to out/gpu.
+# Exit code: 0 if all parts passed, 1 if one failed, 2 for a bad argument or without CUDA.
 set -uo pipefail
 repo=$(realpath "$(dirname "$0")/..")
 out=$(realpath -m "${OUT:-$repo/out/gpu}")
@@ -37,12 +37,12 @@ export GPU_TESTS_ON=$device PYTHONDONTWRITEBYTECODE=1 TORCHINDUCTOR_CACHE_DIR=$w
 export TRITON_CACHE_DIR=$work/triton TMPDIR=$work PYTHONUNBUFFERED=1
 patience=1
 if [ $device = cpu ]; then
-  patience=5 # a busy machine is no failure
+  patience=5 # factor on the time limits: a busy machine is not a failure
   export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
 fi
 failed=0
 
-part() { # part NAME SECONDS COMMAND ...: the command, whose failure keeps no other from running
+part() { # part NAME SECONDS COMMAND ...: runs the command; its failure does not stop the others
   local name=$1 limit=$((patience * $2)) start=$SECONDS code=0
   shift 2
   timeout --signal=INT --kill-after=10 "$limit" "$@" >"$work/$name.log" 2>&1 || code=$?
@@ -57,7 +57,7 @@ part() { # part NAME SECONDS COMMAND ...: the command, whose failure keeps no ot
   fi
 }
 
-# ---- what the parts have in common
+# ---- what the parts share
 
 text=pydoc
 if [ -f data/shakespeare/meta.json ]; then
@@ -97,7 +97,7 @@ fi
 
 pytest=(python -m pytest -p no:cacheprovider -m gpu)
 
-# ---- the parts, in at most 535 seconds; with two GPUs or more, 90 more
+# ---- the parts: at most 535 seconds, 625 with two GPUs or more
 
 part tests 180 "${pytest[@]}" --junitxml="$work/tests.xml" -k "$select" "${tests[@]}"
 if [ "$gpus" -gt 1 ]; then
@@ -109,7 +109,7 @@ part gpt2_loose 70 python train.py "${gpt2[@]}" --deterministic=false --out_dir=
 if [ -n "$nanogpt_dir" ]; then
   mkdir "$work/nanogpt" && ln -s "$work/data" "$work/nanogpt/data"
   cp "$nanogpt_dir"/{train,model,configurator}.py "$work/nanogpt"
-  python - "$work/data/$text" <<'END' # how it is told the size of a vocabulary that is not GPT-2's
+  python - "$work/data/$text" <<'END' # where nanoGPT reads a vocabulary size other than GPT-2's
 import json, pickle, sys
 meta = json.load(open(f"{sys.argv[1]}/meta.json"))
 pickle.dump({"vocab_size": meta["vocab_size"]}, open(f"{sys.argv[1]}/meta.pkl", "wb"))

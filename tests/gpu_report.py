@@ -1,4 +1,4 @@
-"""Of tests/gpu.sh: the generated tokens that it trains on, and the table of what it measured.
+"""For tests/gpu.sh: generates the tokens that it trains on, and tabulates what it measured.
 
 python tests/gpu_report.py tokens FOLDER VOCAB_SIZE COUNT
 python tests/gpu_report.py table WORK_FOLDER OUT_FOLDER DEVICE
@@ -23,8 +23,8 @@ GOALS = {
 
 
 def write_tokens(folder, vocab_size, count):
-    """A dataset of `count` generated ids to train on and an eighth as many to validate; small ids are
-    frequent, as words are (an id x with probability 1 / x or so). The same bits everywhere."""
+    """A dataset of `count` generated ids to train on and an eighth as many to validate. As in text,
+    small ids are frequent: about in proportion to 1 / (id + 1). The same bits everywhere."""
     folder = Path(folder)
     folder.mkdir(parents=True)
     random_state = np.random.RandomState(0)
@@ -42,7 +42,7 @@ def write_tokens(folder, vocab_size, count):
 
 
 def of_tests(path):
-    """{what: value} of a JUnit file: how the tests ended, and what they recorded."""
+    """{what: value} from a JUnit file: the outcomes of the tests, and what they recorded."""
     cases = list(xml.etree.ElementTree.parse(path).iter("testcase"))
     ends = {tag: [c for c in cases if c.find(tag) is not None] for tag in ("failure", "error")}
     failed = [case.get("name") for case in ends["failure"] + ends["error"]]
@@ -59,7 +59,7 @@ def of_tests(path):
 
 
 def of_run(folder):
-    """(facts, median row of the steps after the first third, the last evaluation) of a run."""
+    """(facts, medians over the steps after the first third, last evaluation) of a run."""
     facts = json.loads((folder / "run.json").read_text())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "train"]
@@ -96,7 +96,7 @@ def of_loose(work):
 
 
 def nanogpt_ms(log):
-    """Its own measure of an iteration, median of those after the first third."""
+    """nanoGPT's own time per iteration: the median of those after the first third."""
     times = [float(ms) for ms in re.findall(r"^iter \d+: .*time ([\d.]+)ms", log.read_text(), re.M)]
     return median(times[len(times) // 3 :])
 
@@ -143,7 +143,7 @@ PARTS = {
 
 
 def machine(work):
-    """By the first run that wrote it down."""
+    """What the first run.json found says of the machine."""
     found = json.loads(next(work.glob("*/run.json")).read_text())
     hardware, versions = found["hardware"], found["versions"]
     return {
@@ -158,7 +158,7 @@ def machine(work):
 
 
 def table(work, out, device):
-    """Print what each part left, and write it to results.json and results.md."""
+    """Print the results of the parts, and write them to results.json and results.md."""
     facts = {"machine": {}, "parts": {}, "measured": {}}
     if any(work.glob("*/run.json")):
         facts["machine"] = machine(work)
@@ -167,7 +167,7 @@ def table(work, out, device):
         facts["parts"][name] = {"exit_code": int(code), "seconds": int(seconds)}
         try:
             facts["measured"] |= PARTS[name](work)
-        except Exception as error:  # whatever a part did not leave: its rows say so
+        except Exception as error:  # a part may have left nothing; its row says so
             facts["measured"][name] = f"not measured ({type(error).__name__}: {error})"
     ends = {
         name: "passed" if not p["exit_code"] else f"exit code {p['exit_code']}"

@@ -1,13 +1,13 @@
 """Runs the bash and python blocks of a page in order, in a fresh copy of the repository.
 
-    python tests/run_page.py docs/lessons.md        # the whole page
-    python tests/run_page.py docs/lessons.md 1 4    # what stands before the first heading, and two sections
-    python tests/run_page.py examples/images.py     # the commands in the docstring of a script
+    python tests/run_page.py docs/lessons.md       # the whole page
+    python tests/run_page.py docs/lessons.md 1 4   # up to the first "## ", and two sections
+    python tests/run_page.py examples/images.py    # the commands in the docstring of a script
 
-Sections are what stands under "## ", counted from 1. Blocks fenced as sh are only shown; the words after
-`sh` say what they need, such as a network or a GPU. Variables live from block to block. Prints each
-block, what it prints and how long it took. The exit code is that of the block that fails, which ends it.
-With PAGE_COPY=FOLDER the copy is made there, and stays.
+Sections begin with "## " and count from 1. Blocks fenced as sh are for reading and do not run; the
+words after `sh` say what they need, such as a network or a GPU. Shell variables keep their values
+from block to block. Prints each block, its output and how long it took. The first block that fails
+ends the run with its exit code. With PAGE_COPY=FOLDER the copy is made there, and kept.
 """
 
 import ast
@@ -27,7 +27,7 @@ FENCE = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def blocks(page):
     """[(section, line, language, needs, code)] of a page; section 0 is before the first "## ".
 
-    needs: what stands behind the language.
+    needs: the words after the language.
     """
     text = Path(page).read_text(encoding="utf-8")
     if Path(page).suffix == ".py":
@@ -42,7 +42,7 @@ def blocks(page):
 
 
 def script(page, sections=()):
-    """One bash script of all blocks that run: those of section 0 and of `sections`, or all."""
+    """A bash script of the blocks to run: those of section 0 and of `sections`, or all."""
     parts = ["set -euo pipefail"]
     for section, line, language, _, code in blocks(page):
         if language not in ("bash", "python") or sections and section not in (0, *sections):
@@ -55,11 +55,11 @@ def script(page, sections=()):
 
 
 def run(page, sections=()):
-    """Runs them. Returns the exit code."""
+    """Runs these blocks. Returns the exit code."""
     with TemporaryDirectory() as folder:
         copy = Path(os.environ.get("PAGE_COPY") or Path(folder) / "repo").absolute()
         shutil.copytree(REPO, copy, ignore=NOT_COPIED)
-        for dataset in (REPO / "data").glob("*/"):  # a page makes others of its own
+        for dataset in (REPO / "data").glob("*/"):  # one by one: a page makes others beside them
             (copy / "data").mkdir(exist_ok=True)
             (copy / "data" / dataset.name).symlink_to(dataset)
         path = Path(folder) / "blocks.sh"

@@ -108,7 +108,7 @@ def test_every_number_is_that_of_the_record(real):
     seconds = sum(row["step_ms"] for row in rows) / 1000
     throughput = float(outcome["throughput, tokens/s"].replace(",", ""))
     assert throughput == pytest.approx(rows[-1]["tokens"] / seconds, rel=1e-3)
-    assert outcome["tokens learned from"] == f"{rows[-1]['tokens']:,}"
+    assert outcome["tokens trained on"] == f"{rows[-1]['tokens']:,}"
     spent, missing = report.seconds_by_kind(run)
     assert spent == rows_of(real, "event")[-1]["seconds"] and not missing
 
@@ -265,9 +265,9 @@ def test_every_event_is_in_the_report(tmp_path):
         "why a loss spike; at_step 52",
         "threads was 2, is 1",
         "code was other, is train.py",
-        "step 45 was computed twice: the first result had 3 other bits in gradient/head.weight",
+        "step 45 was audited: the first result differed in 3 bits of gradient/head.weight",
         "failed: no more. And so on",
-        "1 session(s) left no account",
+        "1 session(s) recorded no times",
         "\n~~~~~~\nTo be\n~~~ or not\n~~~~~~\n",
     ):
         assert words in text, words
@@ -440,7 +440,7 @@ def test_a_run_on_images_is_told_in_words_of_images(tmp_path):
     text = words_of(run) + " ".join(labels)
     for word in ("token", "nats", "bits per byte", "sequences", "vocabulary"):
         assert word not in text, word
-    for word in ("| **examples learned from** | 480 |", "throughput, examples/s", "classes 10"):
+    for word in ("| **examples trained on** | 480 |", "throughput, examples/s", "classes 10"):
         assert word in text, word
     values = values_of(run)
     assert values["best validation loss"] == "0.4000 at step 60"
@@ -584,7 +584,7 @@ def test_a_comparison_says_what_differs_and_only_that(real, tmp_path, capsys):
     assert f"{tmp_path.name}/both" in capsys.readouterr().out
     assert (tmp_path / "both" / "compare.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "both" / "compare.md").read_text()
-    assert "learned different texts" in text
+    assert "trained on different data" in text
     assert "| `peak_lr` | 0.001 | 0.5 |" in text
     assert "n_embd" not in text and "different devices" not in text
     assert "same in every digit" in text

@@ -1,1 +1,1 @@
-"""What report.py is made of: rows read back, results, detectors of trouble, the page."""
+"""The parts of report.py: rows read back, results, detectors of trouble, the page."""

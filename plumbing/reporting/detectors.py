@@ -1,6 +1,6 @@
-"""Detectors of trouble: each says what in the rows of a Run shows it, or returns None.
+"""Detectors of trouble: each returns what in the rows of a Run shows it, in words, or None.
 
-Their names are those of plumbing/reporting/troubles.py, which has the causes and the cures.
+A detector's name is that of its trouble. plumbing/reporting/troubles.py has causes and cures.
 """
 
 import math
@@ -33,7 +33,7 @@ def updates_fail(run):
 
 
 def float16_scale_collapses(run):
-    """By torch's rule: from 2^16, halved by each skipped update, doubled after 2,000 good ones."""
+    """GradScaler's rule: from 2^16, halved by each skipped update, doubled by 2,000 good ones."""
     if run.info["run"].get("dtype") != "float16":
         return None
     steps = np.array([row["step"] for row in happened(run, "skipped")], dtype=float)
@@ -80,22 +80,22 @@ def zeros_at_the_end(norms):
 
 
 def loss_curve(run):
-    """(loss, smoothed, deviation of the noise around it), or None where that is too short to judge."""
+    """(loss, smoothed, standard deviation of the noise), or None if the run is too short."""
     loss = run.train["loss"]
     if len(known(loss)) < 20:
         return None
     curve = smooth(loss, half_window(run))
-    return loss, curve, 1.4826 * median(np.abs(loss - curve))  # of a normal distribution
+    return loss, curve, 1.4826 * median(np.abs(loss - curve))  # from MAD to standard deviation
 
 
 def guessing(run):
-    """ln V, the loss of one who guesses; NaN where V is not on record."""
+    """ln V, the loss of a uniform guess; NaN if V is not on record."""
     classes = (run.info["data"].get("meta") or {}).get("vocab_size")
     return math.log(classes) if classes else math.nan
 
 
 def spikes_of(run):
-    """Indices of the steps at which the loss begins to stand far above its curve."""
+    """Indices of the steps at which the loss begins to be far above its smoothed curve."""
     if loss_curve(run) is None:
         return np.array([], int)
     loss, curve, noise = loss_curve(run)
@@ -124,7 +124,7 @@ def underfitting(run):
     if len(loss) < 100 or not len(val) or loss_stuck(run) or loss_rises(run):
         return None
     if oscillation(run) or loss_spikes(run):
-        return None  # it is high because it is restless
+        return None  # the loss is high because it is unstable
     last = mean(loss[-(len(loss) // 10) :])
     if not min(last, val[-1]) > 0.6 * guess or abs(val[-1] - last) > 0.1 * last:
         return None
@@ -143,20 +143,20 @@ def loss_rises(run):
 
 
 def oscillation(run):
-    """Swings of the loss, once it has fallen, that last longer than the noise of single batches."""
+    """Swings of the loss, after it has fallen, that outlast the noise of single batches."""
     loss = known(run.train["loss"])
     late = loss[len(loss) // 2 :]
     if len(late) < 40 or mean(late) > 0.9 * mean(loss[: max(3, len(loss) // 20)]):
         return None
     size = max(4, len(late) // 24)  # steps in a block
     late = late[: len(late) // size * size]
-    noise = math.sqrt(np.mean(np.diff(late) ** 2) / 2 / size)  # expected of a block's mean
+    noise = math.sqrt(np.mean(np.diff(late) ** 2) / 2 / size)  # standard error of a block's mean
     means = late.reshape(-1, size).mean(axis=1)
     place = np.arange(len(means))
     swings = means - np.polyval(np.polyfit(place, means, 2), place)
     deviation = swings.std(ddof=3)
     turns = np.count_nonzero(np.diff(np.sign(swings)))
-    rise = np.max(means - np.minimum.accumulate(means))  # a fall in stairs has none
+    rise = np.max(means - np.minimum.accumulate(means))  # a loss that falls in steps has none
     if deviation < max(2.5 * noise, 0.01 * mean(late)) or turns < 4 or rise < 2 * deviation:
         return None
     return (
@@ -173,7 +173,7 @@ def loss_spikes(run):
 def norm_leads_spikes(run):
     norms = run.train["grad_norm"]
     spikes = spikes_of(run)
-    leads = []  # (steps ahead, times the usual norm) of each spike that was led
+    leads = []  # (steps ahead, multiple of the usual norm) of each spike with a warning
     for spike in spikes:
         usual = norms[max(0, spike - 60) : max(0, spike - 10)]
         ahead = norms[max(0, spike - 10) : spike]
@@ -242,7 +242,7 @@ def overfitting(run):
 
 
 def out_of_memory(run):
-    """Its rows say which micro-batch fitted in the end; where none did, that is how the run ended."""
+    """The events say which micro-batch fits now. If none did, the way the run ended says so."""
     failed = ended(run)
     rows = happened(run, "out_of_memory")
     if not rows:
@@ -250,11 +250,11 @@ def out_of_memory(run):
     names = {"micro_batch": "training", "eval_micro_batch": "evaluation"}
     left = {what: row[name] for row in rows for name, what in names.items() if name in row}
     sizes = ", ".join(f"{size} sequences in {what}" for what, size in left.items())
-    return f"at step {rows[0]['step']:,} at first; the micro-batch is now {sizes or 'smaller'}"
+    return f"first at step {rows[0]['step']:,}; the micro-batch is now {sizes or 'smaller'}"
 
 
 def memory_grows(run):
-    """A staircase: a peak that rises over and over, when all that a step needs has long been there."""
+    """A staircase: a peak that keeps rising long after all that a step needs was allocated."""
     parts = np.array_split(run.train["mem_gb"], 6)
     settled, *later = [known(part).max(initial=-math.inf) for part in parts[1:]]
     rises = np.count_nonzero(np.diff([settled, *later]) > 0.01 * settled)
@@ -266,7 +266,7 @@ def memory_grows(run):
 
 
 def late_rank(run):
-    """Rows are of all ranks together; but those that gave up waiting said for which."""
+    """Rows are of all ranks together, but a rank that gives up waiting names the late one."""
     late = re.search(r"rank [\w ]+ kept the others waiting", ended(run))
     return ended(run).removeprefix("failed: ") if late else None
 

@@ -1,4 +1,4 @@
-"""What came of a run, in numbers and words: its results, its cost, its means by epoch."""
+"""The outcome of a run, in numbers and words: its results, its cost, its means by epoch."""
 
 import math
 
@@ -21,12 +21,12 @@ from plumbing.reporting.record import (
 def ended(run):
     ends = happened(run, "end")
     how = run.info["ended"] if "ended" in run.info else ends and ends[-1].get("ended")
-    how = str(how or "no end on record (killed, or running still)").split(". ")[0]
+    how = str(how or "no end on record (killed, or still running)").split(". ")[0]
     return how if "at step" in how else f"{how}, at step {last_step(run):,}"
 
 
 def seconds_by_kind(run):
-    """({kind: seconds} over all sessions, number of sessions that left no account of theirs)."""
+    """({kind: seconds} over all sessions, number of sessions that recorded no times)."""
     total, ends = {}, happened(run, "end")
     for row in ends:
         for kind, seconds in (row.get("seconds") or {}).items():
@@ -52,7 +52,7 @@ def clipped_share(run):
 
 
 def outcome(run, dollars_per_hour):
-    """{what: (words, over which window)}. dollars_per_hour: of a device; 0 = as train.py was told."""
+    """{what: (words, window)}. dollars_per_hour: of one device; 0 = the run's own."""
     t, e = run.train, run.evals
     last = 2 * half_window(run) + 1
     per = unit(run)
@@ -72,8 +72,8 @@ def outcome(run, dollars_per_hour):
             split,
         ),
         f"mean training loss{nats}": (number(mean(t["loss"][-last:])), f"the last {last:,} steps"),
-        f"{per} learned from": (number(mean(t["tokens"][-1:]), ",.0f"), steps),
-        "epochs learned from": (number(mean(t["epoch"][-1:]), ",.2f"), steps),
+        f"{per} trained on": (number(mean(t["tokens"][-1:]), ",.0f"), steps),
+        "epochs": (number(mean(t["epoch"][-1:]), ",.2f"), steps),
         f"throughput, {per}/s": (
             number(1 / mean(1 / t["tokens_per_sec"]), ",.0f"),
             f"{steps}; without evaluation and saving",
@@ -83,11 +83,11 @@ def outcome(run, dollars_per_hour):
         "MFU": (number(mean(t["mfu"]), ".1%"), steps),
         "peak memory, GB": (
             number(known(t["mem_gb"]).max(initial=-math.inf), ".2f"),
-            "PyTorch on the GPU" if on_gpu(run) else "the whole process",
+            "allocated by PyTorch on the GPU" if on_gpu(run) else "the whole process",
         ),
         "GPU utilization": (
             number(mean(t["gpu_util"]) / 100, ".0%"),
-            "mean of a sample at each log line, of up to a second each",
+            "mean of one sample at each log line, each of up to a second",
         ),
         "wall-clock": wall_clock(run),
         "steps whose gradient was clipped": (clipped_share(run), steps),
@@ -108,7 +108,7 @@ def on_gpu(run):
 
 
 def seconds_spent(run):
-    """(seconds, "" or "at least "): sessions that left no account count by their steps alone."""
+    """(seconds, "" or "at least "): if a session recorded no times, at least those of all steps."""
     spent, missing = seconds_by_kind(run)
     seconds = sum(spent.values())
     if missing:
@@ -119,7 +119,7 @@ def seconds_spent(run):
 def wall_clock(run):
     seconds, least = seconds_spent(run)
     _, missing = seconds_by_kind(run)
-    partly = f"; {missing} session(s) left no account, and count by their steps" if missing else ""
+    partly = f"; {missing} recorded no times, so at least those of all steps" if missing else ""
     return least + duration(seconds), f"all sessions, start to end{partly}"
 
 
@@ -132,11 +132,11 @@ def cost(run, dollars_per_hour):
     return f"{least}{hours:,.3f} device-hours; {money}", f"wall-clock of {devices} device(s)"
 
 
-ASK_FOR_MONEY = "report.py --dollars_per_hour=PRICE says it in money"
+ASK_FOR_MONEY = "report.py --dollars_per_hour=PRICE gives the cost in dollars"
 
 
 def beside(run, first):
-    """How the training loss of a run differs from that of the first one, in words."""
+    """How the training loss of a run differs from that of `first`, in words."""
     steps, mine, other = np.intersect1d(run.train["step"], first.train["step"], return_indices=True)
     apart = np.abs(run.train["loss"][mine] - first.train["loss"][other])
     differ = np.flatnonzero(apart > 0)
@@ -150,7 +150,7 @@ def beside(run, first):
 
 
 def epochs(run, most=30):
-    """[header, row, ...] of means over the steps of each epoch, or of several where there are many."""
+    """[header, row, ...] of means over each epoch, or over several together if there are many."""
     t, e = run.train, run.evals
     epoch = np.ceil(t["epoch"] - 1e-9)  # the first is 1
     if not len(known(epoch)):

@@ -1,7 +1,7 @@
-"""report.html: the curves of one or several runs in one file, which needs no network and no server.
+"""report.html: the curves of one or several runs in one file that needs no network and no server.
 
-Curves stretch with the window; numbers keep their size. What is drawn has a key as its class (raw,
-training, resume ...; of several runs r0, r1 ...), which a button switches off, until a reload too.
+Curves stretch with the window; numbers keep their size. Everything drawn has a key as its class
+(raw, training, resume ...; r0, r1 ... of several runs). A button hides it, also after a reload.
 """
 
 import math
@@ -13,7 +13,7 @@ from plumbing.reporting import record
 
 BY_TIME = "loss by seconds of training"
 COLOURS = "blue vermilion green orange purple sky black".split()  # of several runs
-FIELDS = {  # of train rows: title, and colour where the run is alone
+FIELDS = {  # of train rows: title, and colour if there is one run
     "loss": ("loss", "blue"),
     "grad_norm": ("gradient norm, unclipped", "green"),
     "lr": ("learning rate", "purple"),
@@ -98,15 +98,15 @@ scrollTo(0, sessionStorage[location.pathname] ?? 0);
 
 
 def page(runs, names, texts, lanes, refresh):
-    """The page, a str. texts: {heading: HTML} for below the curves. lanes: {event: (name, colour, steps)}
-    of a run that is alone. refresh: seconds after which an open page loads itself again; 0 = never."""
-    live = f"Running: this page loads itself again every {refresh:.0f} s. " if refresh else ""
+    """The page, a str. texts: {heading: HTML}, below the curves. lanes: {event: (name, colour,
+    steps)} of a single run. refresh: seconds after which an open page reloads; 0 = never."""
+    live = f"Running: this page reloads every {refresh:.0f} s. " if refresh else ""
     keys = {"raw": ("each step", "sky"), "training": ("training", "blue")}
     keys["validation"] = "validation", "vermilion"
     keys |= {event: looks[:2] for event, looks in lanes.items()}
     if len(runs) > 1:
         bests = [f"{names[i]}: best {record.best_of(run)[0]:.4f}" for i, run in enumerate(runs)]
-        live += "Bold curves of the loss are validation, thin ones training."
+        live += "Bold loss curves are validation, thin ones training."
         keys = {f"r{i}": (best, (COLOURS * len(runs))[i]) for i, best in enumerate(bests)}
     buttons = "".join(
         f'<button data-key="{key}" style="--c:var(--{colour})">{escape(label)}</button>'
@@ -139,7 +139,7 @@ def panels(runs, names, lanes):
     for title, curves in found.items():
         looks = {"is_loss": title in ("loss", BY_TIME), "x": ("step", "seconds")[title == BY_TIME]}
         if looks["is_loss"]:
-            looks["span"] = None if alone else late  # what came before that is cut off
+            looks["span"] = None if alone else late  # what came before may be cut off
             looks["star"] = record.best_of(runs[0]) if alone else None
             title += " (nats)" if per == "tokens" else ""
         elif title.startswith("gradient norm") and alone:
@@ -148,8 +148,8 @@ def panels(runs, names, lanes):
 
 
 def curves_of(run, key, colour, name):
-    """(title of the panel, (key, colour, look, label, x, y)) of each curve of a run. key, colour, name:
-    of one run among several; of a run that is alone each curve has its own."""
+    """(title of the panel, (key, colour, look, label, x, y)) of each curve of a run. key, colour,
+    name: of one run among several. The curves of a single run have their own (key: None)."""
     t, e, half = run.train, run.evals, record.half_window(run)
     for field, (title, own) in FIELDS.items():
         y, label = t[field], title.partition(" (")[0]
@@ -170,8 +170,8 @@ def curves_of(run, key, colour, name):
 
 
 def panel(title, curves, lanes, is_loss, x, span=None, star=None, limit=None):
-    """A figure, or "" where nothing is known. span: values that set the vertical axis; None = all.
-    star: (value, step) of the best. limit: of a horizontal line."""
+    """A figure, or "" if it has no data. span: values that set the vertical axis; None = all.
+    star: (value, step) of the best. limit: value of a horizontal line."""
     values = record.known(np.concatenate([y for *_, y in curves]))
     if not len(values):
         return ""
@@ -186,7 +186,7 @@ def panel(title, curves, lanes, is_loss, x, span=None, star=None, limit=None):
     pad = 0.06 * (high - low) or 0.05 * abs(high) or 1
     low, high = low - pad if low else 0, high + pad
 
-    def place(y):  # of 1000, from the top
+    def place(y):  # 0 at the top, 1000 at the bottom
         with np.errstate(divide="ignore", invalid="ignore"):
             return 1000 * (high - (np.log10(y) if log else np.asarray(y, float))) / (high - low)
 
@@ -201,7 +201,7 @@ def panel(title, curves, lanes, is_loss, x, span=None, star=None, limit=None):
         out.append(f'<text x="{at}" y="100%" dy="1.5em" text-anchor="middle">{label}</text>')
     shapes = "".join(shape(*look, 1000 * steps / right, place(y)) for *look, steps, y in curves)
     for event, (_, colour, steps) in lanes.items():
-        top = 0 if len(steps) <= 40 else 950  # many are marks at the bottom, few go through
+        top = 0 if len(steps) <= 40 else 950  # many become marks at the bottom, few cross the panel
         lines = "".join(f"M{1000 * step / right:.2f} {top}V1000" for step in steps if step <= right)
         shapes += f'<path class="event {event}" style="--c:var(--{colour})" d="{lines}"/>'
     if limit:
@@ -222,7 +222,7 @@ def panel(title, curves, lanes, is_loss, x, span=None, star=None, limit=None):
 
 
 def ticks(low, high, log):
-    """[(value, label)]: some round numbers; low and high are exponents where log."""
+    """[(value, label)]: some round numbers. low and high are exponents of ten if log."""
     if log:
         factors = (1, 2, 5) if high - low < 2 else (1,)
         values = [f * 10.0**n for n in range(-40, 41, math.ceil((high - low) / 6)) for f in factors]
@@ -234,7 +234,7 @@ def ticks(low, high, log):
 
 
 def shape(key, colour, look, label, x, y):
-    """A polyline for each stretch that is known, thinned; where points are few, dots as well."""
+    """A thinned polyline for each stretch of finite values, and dots if points are few."""
     x, y = record.thin(x, np.clip(y, -2000, 3000))
     finite = np.isfinite(y)
     dots = finite.sum() <= (60 if "validation" in label else 15)

@@ -1,6 +1,6 @@
-"""The record of a run, read back: metrics.jsonl as arrays, run.json as it is, and sums over them.
+"""The record of a run, read back: metrics.jsonl as arrays, run.json as it is, and statistics.
 
-It needs no torch. What is damaged is left out and counted; what is unknown is NaN.
+Imports no torch. Damaged lines are left out and counted; unknown values are NaN.
 """
 
 import json
@@ -18,7 +18,7 @@ except ImportError:  # Windows
 
 from plumbing.files import read_json
 
-FIELDS = {  # that are known; the first one is in every row
+FIELDS = {  # known fields; the first one is in every row
     "train": "step loss grad_norm skipped lr tokens sequences epoch step_ms data_ms tokens_per_sec "
     "mfu mem_gb gpu_util".split(),
     "eval": "step val_loss val_bpb val_accuracy val_tokens best_val_loss".split(),
@@ -30,17 +30,17 @@ NO_ROW = (ValueError, TypeError, KeyError, AttributeError, OverflowError, Recurs
 class Run:
     name: str
     folder: Path
-    info: dict  # run.json; empty dicts where it is missing or damaged
-    train: dict  # field -> float array, one number a step; what is null or missing is NaN
-    evals: dict  # the same, one number an evaluation
-    events: list  # rows as they are, in the order in which they happened
-    rows: "Rows"  # all lines as they were read
+    info: dict  # run.json; empty dicts for what is missing or damaged
+    train: dict  # field -> float array with one number per step; NaN if null or missing
+    evals: dict  # the same, with one number per evaluation
+    events: list  # rows as they are, in the order of the file
+    rows: "Rows"  # all rows read so far, for the next read_run
 
 
 def read_run(folder, rows=None):
-    """The Run in `folder`. Raises ValueError, one line for the user, where there is none to read.
+    """The Run in `folder`. Raises ValueError, one line for the user, if there is none to read.
 
-    rows: of an earlier read of it; then only what was added since is read.
+    rows: those of an earlier Run of this folder; then only what was added since is read.
     """
     folder = Path(folder)
     path = folder / "metrics.jsonl"
@@ -48,7 +48,7 @@ def read_run(folder, rows=None):
         found = "no metrics.jsonl in it" if folder.is_dir() else "no such folder"
         near = sorted(path.parent for path in folder.absolute().parent.glob("*/metrics.jsonl"))
         near = ", ".join(map(os.path.relpath, near[:8])) or "none; train.py makes one"
-        raise ValueError(f"{folder}: {found}; expected a run's folder, and beside it are: {near}")
+        raise ValueError(f"{folder}: {found}; expected the folder of a run; there are: {near}")
     rows = (rows or Rows(path)).read()
     n_lines = rows.n_lines + rows.torn
     unreadable = rows.unreadable + rows.torn
@@ -57,7 +57,7 @@ def read_run(folder, rows=None):
     if unreadable * 2 >= n_lines:
         raise ValueError(
             f"{path} is damaged, or not from train.py: {unreadable:,} of its {n_lines:,} lines are "
-            'no rows; expected JSON such as {"kind": "train", "step": 1, ...}'
+            'not rows; expected JSON such as {"kind": "train", "step": 1, ...}'
         )
     empty = {key: {} for key in "config data run git versions hardware state".split()}
     info = read_json(folder / "run.json")
@@ -86,17 +86,17 @@ class Rows:
         self.tables = {"train": [], "eval": [], "event": []}
         self.n_lines = 0
         self.unreadable = 0
-        self.end = 0  # of the last whole line
-        self.torn = False  # is there half a line behind it?
+        self.end = 0  # offset of the end of the last whole line
+        self.torn = False  # whether half a line follows it
 
     def read(self):
         with open(self.path, "rb") as file:
             stat = os.fstat(file.fileno())
             if stat.st_ino != self.inode or stat.st_size < self.end:
-                self.forget()  # the run was resumed or rolled back: its file is another one
+                self.forget()  # a resume or a rollback has replaced the file
                 self.inode = stat.st_ino
             file.seek(self.end)
-            while lines := file.readlines(1 << 16):  # as many at once as are parsed fastest
+            while lines := file.readlines(1 << 16):  # 64 KiB at once parse fastest
                 self.torn = not lines[-1].endswith(b"\n")
                 self.add(lines[:-1] if self.torn else lines)
         return self
@@ -116,7 +116,7 @@ class Rows:
 
 
 def sort_rows(rows):
-    """{kind: rows}, of train and eval rows as {field: array}. Raises where one is no row."""
+    """{kind: [rows]}; train and eval rows as one {field: array}. Raises if one is not a row."""
     parts = {"train": [], "eval": [], "event": []}
     for row in rows:
         parts[row["kind"]].append(row)
@@ -133,7 +133,7 @@ def sort_rows(rows):
 
 
 def plain(value):
-    """The number that a field of a row is, or NaN."""
+    """A field's value as a float, or NaN if it is not a number."""
     return float(value) if isinstance(value, int | float) else math.nan
 
 
@@ -145,9 +145,9 @@ def sort_line(line):
 
 
 def columns(parts, fields):
-    """{field: array} with steps that rise; of two rows of one step the later one counts.
+    """{field: array} with increasing steps; of two rows of the same step the later one counts.
 
-    A field that is not in `fields` counts if two rows give it a number: damage may make up one.
+    A field that is not in `fields` counts if two rows give it a number: damage may invent one.
     """
     table = {}
     for name in dict.fromkeys([*fields, *sorted(set().union(*parts))]):
@@ -172,14 +172,14 @@ def median(values):
 
 
 def half_window(run):
-    """Steps to either side over which curves are smoothed: a hundredth of the run."""
+    """Steps on either side over which curves are smoothed: a hundredth of the run."""
     return max(1, len(run.train["step"]) // 100)
 
 
 def smooth(values, half):
-    """Mean over `half` neighbours to either side, where there are so many.
+    """Mean over `half` neighbours on either side, or as many as there are.
 
-    At the start, where a curve falls fast, as many on the right as on the left.
+    At the start, where a curve falls fast, no more on the right than on the left.
     """
     i, finite = np.arange(len(values)), np.isfinite(values)
     total = np.concatenate([[0], np.cumsum(np.where(finite, values, 0))])
@@ -190,7 +190,7 @@ def smooth(values, half):
 
 
 def thin(x, y, bins=1000):
-    """(x, y) with at most two points a bin, its lowest and its highest: no peak is lost."""
+    """(x, y), if long, with two points per bin, its lowest and its highest: no peak is lost."""
     if len(x) <= 4 * bins:
         return x, y
     first = np.linspace(0, len(x), bins, endpoint=False).astype(int)
@@ -199,7 +199,7 @@ def thin(x, y, bins=1000):
 
 
 def short(value, _=None):
-    """12000 as 12k: tick labels stay short."""
+    """12000 as 12k, for tick labels."""
     for letter, size, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
         if abs(value) >= least:
             return f"{value / size:g}{letter}"
@@ -207,7 +207,7 @@ def short(value, _=None):
 
 
 def is_running(run):
-    """Whether a process holds the lock of the run's folder. Not to be asked by that process itself:
+    """Whether a process holds the lock of the run's folder. That process itself must not call this:
     it would lose its lock when the file is closed here."""
     if run.info.get("ended") or not fcntl:
         return False
@@ -226,9 +226,9 @@ def happened(run, event):
 
 
 def best_of(run):
-    """(loss, step) of the best evaluation of the last one's extent; (NaN, 0) where there is none.
+    """(loss, step) of the best evaluation on as many tokens as the last; (NaN, 0) if there is none.
 
-    A rollback takes with it the rows that it undoes, but run.json and best.pt still know.
+    A rollback removes the rows that it undoes; the state in run.json still has their best.
     """
     losses, state = run.evals["val_loss"], run.info["state"]
     losses = np.where(extent(run)[1], losses, np.nan)
@@ -240,15 +240,15 @@ def best_of(run):
 
 
 def extent(run):
-    """(tokens of the last evaluation, 0 for the whole split; which evaluations saw as many)."""
+    """(tokens of the last evaluation, 0 = the whole split; mask of the evaluations on as many)."""
     tokens = np.nan_to_num(run.evals["val_tokens"])
     last = tokens[-1] if len(tokens) else 0
     return last, tokens == last
 
 
 def unit(run):
-    """What the rows call tokens: so it is for a text; else examples, or where these have several
-    targets each, targets."""
+    """What the rows' "tokens" are: tokens for text; otherwise examples, or targets if an example
+    has several."""
     meta = run.info["data"].get("meta")
     if meta is None or "tokenizer" in meta:
         return "tokens"
@@ -257,7 +257,7 @@ def unit(run):
 
 
 def new_fields(run):
-    """[(name, steps, values)] of what train.py does not write: a fork does."""
+    """[(name, steps, values)] of the fields that only a fork of train.py writes."""
     tables = (run.train, FIELDS["train"]), (run.evals, FIELDS["eval"])
     return [(k, t["step"], t[k]) for t, fields in tables for k in t if k not in fields]
 
@@ -267,7 +267,7 @@ def last_step(run):
 
 
 def late_losses(run):
-    """Training (smoothed) and validation losses after the first tenth of a run, where runs differ."""
+    """(training losses, smoothed; validation losses) after the first tenth of a run."""
     t, e, start = run.train, run.evals, last_step(run) / 10
     smoothed = smooth(t["loss"], half_window(run))
     return known(smoothed[t["step"] > start]), known(e["val_loss"][e["step"] > start])

@@ -1,7 +1,7 @@
 """The troubles that report.py knows: how each is detected, its likely causes, and what to do.
 
-The name of a trouble is its detector's, and its anchor in docs/trouble.md. Advice looks at the knobs of
-the run: it proposes no change that the run has made already.
+The name of a trouble is its detector's, and its anchor in docs/trouble.md. The advice depends on
+the knobs of the run: it proposes no change that the run has already made.
 """
 
 import re
@@ -12,10 +12,10 @@ import numpy as np
 
 from plumbing.reporting import detectors
 
-# causes: likely ones first. tell: the command that tells them apart: flags for this run's own command
-# ("knob": the first of `knobs`), or bench.py with the flags of this run, or a whole command. reading:
-# of its outcome. knobs: changes to try, a factor (peak_lr*0.5) or a value (schedule:constant=cosine:
-# only where it is constant). cure: what else to try.
+# causes: the likeliest first. tell: what tells them apart: a flag to add to this run's own command
+# ("knob": the first of `knobs`), bench.py with the flags of this run, or a whole command. reading:
+# how to read its outcome. knobs: changes to try, by a factor (peak_lr*0.5) or to a value
+# (schedule:constant=cosine: only if it is constant). cure: what else to try.
 Trouble = namedtuple("Trouble", "find title causes tell reading knobs cure", defaults=[""])
 Finding = namedtuple("Finding", "name title shows causes tell reading cure")
 
@@ -23,7 +23,7 @@ TABLE = [
     Trouble(
         detectors.updates_fail,
         "Updates fail",
-        "the learning rate is too high; the precision is too narrow; a batch holds what is no number",
+        "the learning rate is too high; the precision is too narrow; a batch holds NaN or infinity",
         "--dtype=float32",
         "as many skips in float32: it is not the precision",
         "peak_lr*0.5 warmup_steps*2 grad_clip*0.5 dtype=float32",
@@ -31,8 +31,8 @@ TABLE = [
     Trouble(
         detectors.float16_scale_collapses,
         "The scale of float16 collapses",
-        "gradients that overflow at any scale, as the learning rate is too high; an activation past"
-        " 65,504, the largest number of float16",
+        "gradients that overflow at any scale, because the learning rate is too high; an activation"
+        " above 65,504, the largest number of float16",
         "--dtype=bfloat16",
         "healthy in bfloat16, which has the range of float32: it was the range",
         "dtype=bfloat16 peak_lr*0.5 grad_clip*0.5",
@@ -40,16 +40,16 @@ TABLE = [
     Trouble(
         detectors.clipped_always,
         "The gradient is clipped all the time",
-        "the clip is so low that only the gradient's direction counts; the learning rate is too high",
+        "a clip so low that only the gradient's direction counts; a learning rate that is too high",
         "--grad_clip=0",
-        "as good without a clip: it was only in the way",
+        "as good without clipping: the clip was only in the way",
         "grad_clip*4 peak_lr*0.5",
     ),
     Trouble(
         detectors.norm_vanishes,
         "The gradient vanishes",
-        "a learning rate so high that the weights ran off to where the loss is flat; a part of the model"
-        " that is cut off from the loss; gradients too small for float16",
+        "a learning rate so high that the weights moved to where the loss is flat; a part of the"
+        " model that is cut off from the loss; gradients too small for float16",
         "bench.py --only=sanity",
         "gradients reach every weight at the start: it was the learning rate",
         "peak_lr*0.1 warmup_steps*2 dtype:float16=float32",
@@ -57,10 +57,10 @@ TABLE = [
     Trouble(
         detectors.loss_stuck,
         "The loss hardly moves",
-        "the learning rate is far too low; gradients do not reach the weights; the targets have nothing"
-        " to do with the inputs",
+        "the learning rate is far too low; gradients do not reach the weights; the targets are"
+        " unrelated to the inputs",
         "bench.py --only=sanity",
-        "one batch is not learned by heart either: it is the model or the data, not the rate",
+        "it suggests a far higher rate: the rate; no gradient somewhere: the model; else: the data",
         "peak_lr*10",
     ),
     Trouble(
@@ -68,15 +68,15 @@ TABLE = [
         "Both losses stay high: underfitting",
         "too few steps; the learning rate is too low; the model is too small; too much dropout",
         "bench.py --only=sanity",
-        "one batch is learned by heart: the model can, and wants more steps or a higher rate",
+        "one batch is memorized: the model can learn, but needs more steps or a higher rate",
         "max_steps*4 peak_lr*3 n_embd*2 n_layer*2 dropout*0.5",
     ),
     Trouble(
         detectors.loss_rises,
         "The training loss rises again",
-        "the learning rate is too high; it does not fall in time",
+        "the learning rate is too high, or does not fall early enough",
         "bench.py --only=lr",
-        "the rate from which on the loss no longer falls",
+        "the rate above which the loss no longer falls",
         "peak_lr*0.5 warmup_steps*2 schedule:constant=cosine",
     ),
     Trouble(
@@ -106,16 +106,16 @@ TABLE = [
     Trouble(
         detectors.diverges_after_resume,
         "The loss diverges after a resume",
-        "a knob that was changed on the resume, the learning rate above all; other code, another torch",
+        "a knob changed on the resume, above all the learning rate; other code or torch",
         "--resume=never",
         "no jump in a run that was never stopped: it was the change",
         "peak_lr*0.5",
-        "go back to what it was before: report.md lists what was not exact",
+        "go back to the earlier settings: report.md lists what was not exact",
     ),
     Trouble(
         detectors.plateau,
         "The training loss is on a plateau",
-        "the learning rate is too low or too high by now; the model has learned what it can",
+        "the learning rate is now too low or too high; the model has learned what it can",
         "bench.py --only=lr",
         "the range of rates in which the loss falls",
         "min_lr*10 n_embd*2",
@@ -124,28 +124,28 @@ TABLE = [
     Trouble(
         detectors.overfitting,
         "Validation rises while training falls: overfitting",
-        "the model has seen the same data too often; it is large for so little data",
+        "the model has seen the same data too often, or is too large for so little data",
         "knob",
-        "validation falls for longer: it was learning by heart",
+        "validation falls for longer: the model was memorizing",
         "dropout*2 weight_decay*2 patience:0=3 max_steps*0.5",
-        "best.pt, from before; more data",
+        "best.pt, from before the rise; more data",
     ),
     Trouble(
         detectors.out_of_memory,
         "Memory ran out",
-        "the batch; other work on the device; an evaluation or a sample larger than a step",
+        "a batch too large; other work on the device; an evaluation or a sample larger than a step",
         "bench.py --only=memory",
-        "what fills a step, by arithmetic and measured",
+        "what fills the memory of a step, predicted and measured",
         "batch_size*0.5 accum_steps*2 grad_checkpoint:false=true",
         "several GPUs, and --shard=true",
     ),
     Trouble(
         detectors.memory_grows,
         "Memory grows all the time",
-        "tensors that a fork keeps with their graph, such as total += loss without detach(); a list or"
-        " cache that nobody empties",
+        "tensors that a fork keeps with their graph, such as total += loss without detach(); a list"
+        " or cache that is never emptied",
         "bench.py --only=memory",
-        "as much as a step of this repository needs: the rest is what is kept",
+        "what a step needs; memory beyond that is what is kept",
         "",
         "keep numbers, not tensors: loss.detach()",
     ),
@@ -154,9 +154,9 @@ TABLE = [
         "A rank is late",
         "a slow or dying machine; a branch that one rank takes and another does not",
         "knob",
-        "gets past that step: the rank was slow; it stops there again: the code",
+        "it passes that step: the rank was slow; it stops there again: the code",
         "hang_minutes*4",
-        "resume without that machine; in the code, ask plumbing.ranks.agree before a branch",
+        "resume without that machine; in the code, call plumbing.ranks.agree before a branch",
     ),
     Trouble(
         detectors.throughput_falls,
@@ -171,7 +171,7 @@ TABLE = [
     Trouble(
         detectors.waits_for_data,
         "Training waits for data",
-        "batches are read or made more slowly than they are learned from; a slow disk",
+        "batches are read or made more slowly than they are used; a slow disk",
         "knob",
         "less waiting: workers can keep up",
         "num_workers*2 prefetch_factor*2",
@@ -180,8 +180,8 @@ TABLE = [
     Trouble(
         detectors.gpu_idle,
         "The GPU is idle for much of the time",
-        "steps too small to fill it; training waits for data; kernels that are started one by one, which"
-        " compiling mends",
+        "steps too small to fill it; training waits for data; kernels that are launched one by one,"
+        " where compiling helps",
         "bench.py --only=profile",
         "where each millisecond of a step goes",
         "batch_size*2 compile=true num_workers*2",
@@ -189,7 +189,7 @@ TABLE = [
 ]
 TROUBLES = {each.find.__name__: each for each in TABLE}
 INSTEAD_OF_OFF = {"num_workers": 2, "grad_clip": 1, "dropout": 0.1, "weight_decay": 0.1}
-NEEDS = {  # what a knob has an effect with
+NEEDS = {  # when a knob has an effect
     "momentum": lambda knobs: knobs.get("optimizer") in ("momentum", "muon"),
     "beta1": lambda knobs: knobs.get("optimizer") in ("adam", "adamw"),
     "prefetch_factor": lambda knobs: knobs.get("num_workers"),
@@ -198,7 +198,7 @@ NEEDS = {  # what a knob has an effect with
 
 def troubles(run):
     """The Findings of a run, in the order of TABLE."""
-    with np.errstate(all="ignore"):  # what is unknown is NaN, and shows nothing
+    with np.errstate(all="ignore"):  # unknown values are NaN, and show nothing
         found = [(name, each, each.find(run)) for name, each in TROUBLES.items()]
     return [finding(run, name, each, shows) for name, each, shows in found if shows]
 
@@ -232,7 +232,7 @@ def changes(knobs, wanted):
 
 
 def command(run, tell, tries, name):
-    """What to paste; "" where this run has no such command."""
+    """The command to paste; "" if this run has none."""
     script, *flags = [str(word) for word in run.info.get("command") or ["train.py"]]
     if tell == "knob":
         tell = "".join(f"--{knob}={value}" for knob, value, _ in tries[:1])
@@ -243,7 +243,7 @@ def command(run, tell, tries, name):
         flags = [flag for flag in flags if not flag.startswith("--out_dir=")] + tell.split()[1:]
     else:
         return "" if tell.startswith("bench.py") else tell
-    last = {}  # of each flag: what was given later wins
+    last = {}  # flag -> its last occurrence, which wins
     for flag in flags:
         last.pop(flag.partition("=")[0], None)
         last[flag.partition("=")[0]] = flag
