@@ -1,4 +1,4 @@
-"""Makes the datasets that train.py reads, data/NAME/{train.bin,val.bin,meta.json}:
+"""Make the datasets that train.py reads, data/NAME/{train.bin,val.bin,meta.json}:
 
     python prepare_data.py shakespeare                       # TinyShakespeare, downloaded once
     python prepare_data.py pydoc                             # CPython's own manual: no network
@@ -6,17 +6,17 @@
     python prepare_data.py NAME --input=FILE --tokenizer=gpt2
     python prepare_data.py NAME --input=FOLDER               # a corpus of any size: gpt2 tokens
     python prepare_data.py NAME --input='web/*.jsonl.zst' --field=content
-    python prepare_data.py openwebtext                       # or fineweb: needs a network, datasets
+    python prepare_data.py openwebtext                       # or fineweb: downloads with `datasets`
 
 train.bin and val.bin are flat token ids: the first 90% of the text's characters and the rest.
 meta.json says how to read them and holds their SHA-256. It is written last, so a folder with a
-meta.json is a whole dataset; one that exists is never overwritten. Text is taken as it is: line
-ends are not translated. The environment variable SHAKESPEARE_URL names another place for
-TinyShakespeare (a mirror, a file:// address); its hash is checked all the same.
+meta.json is a complete dataset, which is never overwritten. Text is used as it is: line ends are
+not translated. The environment variable SHAKESPEARE_URL gives another address for TinyShakespeare
+(a mirror, or file://); its hash is checked all the same.
 
 A corpus (a folder, a glob, a .jsonl, .gz or .zst, or a long text) is streamed, tokenized by several
-processes, and written in shards. What becomes of a document: plumbing/corpus.py. After a kill the
-same command resumes, to the same bytes.
+processes, and written in shards; plumbing/corpus.py says how documents are cut and split. After a
+kill, the same command resumes and writes the same bytes.
 """
 
 import contextlib
@@ -39,18 +39,18 @@ from plumbing.dataset import SPLITS, Offline
 from plumbing.tokenizers import DataError
 
 # What to make, and where
-data_dir = "data"  # the dataset's folder is made in here
-input = ""  # a UTF-8 text file, .jsonl, folder or glob; "": the text that NAME stands for
+data_dir = "data"  # the dataset's folder is made in this one
+input = ""  # a UTF-8 text file, .jsonl, folder or glob; "" = what NAME stands for
 tokenizer = "auto"  # char (one id for each distinct character), byte, or gpt2 (needs tiktoken)
 #  auto = char for one small text, gpt2 for a corpus
 
 # Of a corpus
-field = "text"  # where an object in a .jsonl holds its text
-val_fraction = 0.0005  # share of the documents to validate, (0, 1)
-shard_tokens = 100_000_000  # in a file, [1, inf); 2 bytes each
+field = "text"  # the field of a .jsonl object that holds the text
+val_fraction = 0.0005  # share of the documents held out for validation, (0, 1)
+shard_tokens = 100_000_000  # tokens in a shard, [1, inf); 2 bytes each
 num_proc = 0  # processes that tokenize, [0, inf); 0 = one for each core
 
-# Bytes. A plain text file up to here is taken whole: by character, which needs the most memory,
+# Bytes. A plain text file up to this size is read whole: with char, which needs the most memory,
 # that took 0.90 GB. A longer one is streamed as a corpus, which stays below 1 GB as well.
 WHOLE_TEXT = 32_000_000
 
@@ -66,11 +66,11 @@ TIMEOUT = 4  # seconds without an answer that count as no network
 
 
 def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus):
-    """Makes the dataset data_dir/name. Returns (its folder, its meta). One that exists is checked, and
-    left as it is.
+    """Make the dataset data_dir/name. Returns (its folder, its meta). If it exists, it is checked
+    and left as it is.
 
-    input: a text file or a corpus, or "" for the text that `name` stands for. of_corpus: knobs of a
-    corpus (above). Raises DataError, Offline.
+    input: a text file or a corpus, or "" for what `name` stands for. of_corpus: values of the
+    corpus knobs above. Raises DataError or Offline.
     """
     folder = dataset.dataset_folder(name, data_dir)
     if tokenizer not in ("auto", *tokenizers.TOKENIZERS):
@@ -108,7 +108,7 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus):
 
 
 def is_corpus(name, input):
-    """Whether to stream: everything but one plain text file that fits into memory with ease."""
+    """Whether to stream the input: all but a plain text file of up to WHOLE_TEXT bytes."""
     if not input:
         return name in dataset.CORPORA
     if os.path.isfile(input):
@@ -134,14 +134,14 @@ def tokenize(text, tokenizer, source):
         meta[f"{split}_tokens"] = tokens
         if tokens < 2:
             found = f"the text is too short: {len(text)} characters give {split} {tokens} tokens"
-            raise DataError(f"{found}; at least 2 are needed, and block_size + 1 to train")
+            raise DataError(f"{found}; to train, val needs block_size + 1 and train 2 * block_size")
     meta["val_bytes"] = len(texts["val"].encode())
     meta["sha256"] = {f"{s}.bin": sha256(ids[s]) for s in SPLITS}
     return ids, meta
 
 
 def keep(folder, old, same, say):
-    """(folder, meta) of a dataset that exists, verified. Raises DataError unless `same`."""
+    """(folder, meta) of a dataset that exists, once verified. Raises DataError unless `same`."""
     what = f"{old['tokenizer']} tokens of {old['source']}"
     if not same:
         hint = "choose another NAME, or delete that folder if no run depends on it"
@@ -155,11 +155,11 @@ def sha256(content):
     return hashlib.sha256(content).hexdigest()
 
 
-# ---- the named texts, a file of one's own --------------------------------------------------------
+# ---- the named texts, or a file ------------------------------------------------------------------
 
 
 def read_source(name, folder, input, say):
-    """(bytes, description) of the text that is asked for."""
+    """(bytes, description) of the text."""
     if input:
         raw = tokenizers.read_file(input)
         source = os.path.basename(input)
@@ -176,13 +176,13 @@ def read_source(name, folder, input, say):
         source = f"pydoc_data.topics of CPython {sys.version.split()[0]}"
     else:
         known = " and ".join(dataset.TEXTS)
-        how = f"make it from a text file: {dataset.command(folder)} (only {known} need none)"
+        how = f"make it from a text file: {dataset.command(folder)} ({known} need none)"
         raise DataError(f"no dataset {name!r} in {os.path.dirname(folder)}; {how}")
     return raw, f"{source} (SHA-256 {sha256(raw)[:16]}...)"
 
 
 def read_shakespeare(path, say):
-    """TinyShakespeare, from `path` if it is kept there, else downloaded and kept there."""
+    """The bytes of TinyShakespeare, from `path` if they are there, else downloaded to it."""
     if os.path.exists(path):
         raw = tokenizers.read_file(path)
         if sha256(raw) == SHAKESPEARE_SHA256:
@@ -195,7 +195,7 @@ def read_shakespeare(path, say):
         try:
             raw, problem = download(url)
         except Offline:
-            if attempt:  # tried twice; a machine without network should not be kept waiting
+            if attempt:  # the second try: without a network, do not keep the user waiting
                 raise
             continue
         if sha256(raw) == SHAKESPEARE_SHA256:
@@ -207,7 +207,7 @@ def read_shakespeare(path, say):
 
 
 def download(url):
-    """(bytes, what is wrong with them if they are not the right ones). Offline: nobody answered."""
+    """(bytes, what is wrong with them if they are not the text). Offline: no server answers."""
     try:
         response = urllib.request.urlopen(url, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
@@ -218,7 +218,7 @@ def download(url):
     except (ValueError, http.client.HTTPException) as error:
         return b"", f"{type(error).__name__}: {error}"
     raw = b""
-    with response, contextlib.suppress(OSError, http.client.HTTPException):  # cut off: it is short
+    with response, contextlib.suppress(OSError, http.client.HTTPException):  # cut off: raw is short
         while len(raw) <= SHAKESPEARE_BYTES and (chunk := response.read(1 << 16)):
             raw += chunk
     if response.headers.get_content_type() == "text/html" or raw[:1] == b"<":
@@ -232,8 +232,8 @@ def download(url):
 
 
 def open_dataset(name, data_dir, say=print):
-    """(folder, meta) of the dataset data_dir/name, every byte of it checked. One of TEXTS that is missing
-    is made first. Raises DataError, Offline."""
+    """(folder, meta) of the dataset data_dir/name, after verifying every byte. If it is missing and
+    one of TEXTS, it is made first. Raises DataError or Offline."""
     folder = dataset.dataset_folder(name, data_dir)
     if not dataset.exists(folder):
         if name in dataset.CORPORA:
@@ -246,11 +246,11 @@ def open_dataset(name, data_dir, say=print):
 
 
 def dataset_of_run(name, offline_name, begun_with, data_dir, block_size, say=print):
-    """(name, folder, meta) of the dataset that a run trains on; exits where there is none.
+    """(name, folder, meta) of the dataset that a run trains on. Exits with 2 if there is none.
 
-    It is `name`, or, where no network lets it be made, `offline_name` with a loud warning ("": none).
-    begun_with: the dataset of the run so far, or None. block_size: tokens in a window, of which
-    training needs two and validation one.
+    It is `name`, or, if that cannot be downloaded, `offline_name` with a loud warning ("": none).
+    begun_with: the dataset of the run so far, or None. block_size: tokens in a window; train needs
+    twice as many tokens, val one more than a window.
     """
     why = "This run started without a network."
     candidates = [offline_name] if offline_name == begun_with else [name, offline_name]

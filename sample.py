@@ -1,12 +1,12 @@
 """
-Writes text with a trained model, from a run's folder (its best.pt) or from one checkpoint:
+Generate text with a trained model, from a run's folder (its best.pt) or from one checkpoint:
 
     python sample.py out/shakespeare
     python sample.py out/shakespeare --start="ROMEO:" --num_samples=3 --temperature=0.8
     python sample.py out/shakespeare/ckpt_00001000.pt --start=FILE:prompt.txt
 
-The checkpoint carries its tokenizer, so the dataset is not needed. Only the text goes to stdout; how many
-tokens a second it was goes to stderr.
+The checkpoint holds the vocabulary (gpt2's comes from tiktoken), so the dataset is not needed. Only
+the text goes to stdout; the checkpoint's name and loss and the tokens per second go to stderr.
 """
 
 import codecs
@@ -25,28 +25,28 @@ from plumbing.ranks import say
 from plumbing.tokenizers import DataError, decode, decode_utf8, encode, gpt2, read_file
 
 # What to write
-start = ""  # the text to continue, or FILE:path of one; "" = a line break
+start = ""  # the text to continue, or FILE:path of it; "" = a line break
 num_samples = 1  # [1, inf)
 max_new_tokens = 500  # of each sample, [1, inf)
 
 # How to draw
-temperature = 0.8  # below 1 the likely becomes likelier, [0, inf); 0 = always the likeliest
-top_k = 0  # draw from so many of the likeliest tokens only, [0, inf); 0 = from all
-seed = 1337  # of the first sample, [0, 4294967295]; each further one takes the next
+temperature = 0.8  # below 1 makes likely tokens likelier, [0, inf); 0 = always the likeliest
+top_k = 0  # draw only from this many of the likeliest tokens, [0, inf); 0 = from all
+seed = 1337  # of the first sample, [0, 4294967295]; each further sample adds 1
 device = "auto"  # auto, cpu, cuda, cuda:1 or mps
 
 
 def open_checkpoint(name):
-    """(path, checkpoint) of a file, or of the best that a run's folder has; exits where there is none.
+    """(path, checkpoint) of a file, or of a run's best.pt, else its newest. Exits with 2 if none.
 
-    Nothing in the folder is changed: a run may be at work in it.
+    Changes nothing in the folder, because a run may be using it.
     """
     paths = [Path(name)]
     if paths[0].is_dir():
         best_first = [*paths[0].glob("best.pt"), *checkpoints.newest_first(paths[0])]
         paths = list(dict.fromkeys(best_first))
         if not paths:
-            fail(f"{name} holds no checkpoint; expected the folder of a run that took a step")
+            fail(f"{name} holds no checkpoint; expected the folder of a run that saved one")
     elif not paths[0].exists():
         fail(f"{name} is not there; type: python sample.py out/NAME, the out_dir of a run")
     for path in paths:
@@ -60,7 +60,7 @@ def open_checkpoint(name):
 
 
 def rebuild(path, checkpoint):
-    """(model, tokenizer metadata) from a checkpoint; with the averaged weights where it has them."""
+    """(model, tokenizer metadata) from a checkpoint, with its averaged weights if it has any."""
     try:
         meta = checkpoint["data"]["meta"]
         if "tokenizer" not in meta:
@@ -86,7 +86,7 @@ def rebuild(path, checkpoint):
 
 
 def encode_prompt(text, meta):
-    """int64 (1, T), T at least 1. Raises DataError where the vocabulary lacks a character of `text`."""
+    """Token ids, int64 (1, T), T >= 1. Raises DataError if the vocabulary lacks a character."""
     try:
         ids = encode(text or "\n", meta)
     except DataError:
@@ -97,7 +97,7 @@ def encode_prompt(text, meta):
 
 
 def stream(ids, meta):
-    """The text of `ids`, piece by piece, as soon as a piece is whole: tokens may split a character."""
+    """Yields the text of `ids` as its characters are complete: a token may end within one."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for i in ids:
         if meta["tokenizer"] == "char":
@@ -112,10 +112,10 @@ def stream(ids, meta):
 def sample_text(
     model, meta, block_size, max_new_tokens=200, seed=1337, temperature=0.8, where=None
 ):
-    """A sample of `max_new_tokens` tokens as one str, for train.py: it draws from a generator of its own,
-    and leaves the model in the mode it was in, so it cannot disturb training.
+    """A sample of `max_new_tokens` tokens as a str, for train.py. Its own random generator and the
+    restored mode of the model keep it from affecting training.
 
-    where: the device that computes; None = that of the weights, which offloaded ones are not on.
+    where: the device that computes; None = the weights' device (wrong for offloaded weights).
     """
     where = where or next(model.parameters()).device
     generator = torch.Generator(where).manual_seed(seed)
@@ -126,8 +126,8 @@ def sample_text(
 
 
 def print_sample(run, block_size, autocast):
-    """A little of what the model of a run of train.py would write; nothing where it is no text. All ranks
-    call it together: a sharded model needs them. A sample is never worth a run: its errors are printed.
+    """Print and log a sample from a run's model, if its data is text. All ranks call it together,
+    as a sharded model needs them. Errors are printed, not raised: a sample must not end a run.
     """
     meta = run.facts["data"]["meta"]
     if "tokenizer" not in meta:
@@ -169,7 +169,7 @@ def write_samples(name):
     print(f"{path}, step {step:,}, best validation loss {loss:.4f}", file=sys.stderr)
     if prompt.size(1) > block_size:
         print(f"only the last {block_size} tokens of --start count", file=sys.stderr)
-    sys.stdout.reconfigure(errors="replace")  # a terminal that does not know a character
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not know a character
     began = time.perf_counter()
     for number in range(num_samples):
         if number:
@@ -189,7 +189,7 @@ def write_samples(name):
 if __name__ == "__main__":
     try:
         main()
-    except BrokenPipeError:  # `| head` has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         print()

@@ -1,1 +1,1 @@
-"""How the things are done that train.py says are to be done. Nobody need open this folder."""
+"""What train.py calls: checkpoints, ranks, devices ... Not needed to follow the loop."""

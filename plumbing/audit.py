@@ -1,4 +1,4 @@
-"""A step done again, and compared bit for bit with the first time."""
+"""Repeat a training step and compare the two results bit for bit."""
 
 import numpy as np
 import torch
@@ -13,12 +13,12 @@ COPIES = 4  # of everything that a step changes: before it, and after each of up
 
 
 def confirm(run, take_step):
-    """take_step(), and the same step a second time; returns its numbers once two tries agree in all bits.
+    """Take a step twice from the same state. Returns its numbers once two tries agree in all bits.
 
-    Compared are the numbers, the gradients and all that a checkpoint holds. Where two tries differ, on
-    any rank, a third decides: `run` is left as the two that agree have it, and an `audit` event names
-    the step, the tensors, the bits and the try that was odd. Raises RunFailed where all three differ.
-    Where memory has no room for the copies, the step is taken once, with an `audit_skipped` event.
+    Compares the numbers, the gradients and all that a checkpoint holds. If the two tries differ on
+    any rank, a third decides: `run` keeps the result that two tries share, and an `audit` event has
+    the tensors, the number of bits and the odd try. Raises RunFailed if all three differ. If memory
+    is too small for the copies, the step is taken once, with an `audit_skipped` event.
     """
     step = run.state["step"] + 1
     copied = tensors([run.checkpoint(), list(run.model.parameters())])  # and a gradient for each
@@ -32,7 +32,7 @@ def confirm(run, take_step):
     micro_batch = run.state["micro_batch"]
     restore(run, before)
     second = result_of(run, take_step)
-    if run.state["micro_batch"] != micro_batch:  # memory ran out in the repeat: the sums are others
+    if run.state["micro_batch"] != micro_batch:  # the repeat ran out of memory, so its sums differ
         restore(run, before)
         return confirm(run, take_step)
     different = bits_that_differ(first, second)
@@ -55,7 +55,7 @@ def confirm(run, take_step):
 
 
 def result_of(run, take_step):
-    """A copy of what take_step() returns and of everything that it changes, under names to report."""
+    """Call take_step(). Returns a copy of its numbers and of everything it changed, by name."""
     numbers = take_step()
     weights = dict(run.model.named_parameters())
     names = {id(weight): name for name, weight in weights.items()}
@@ -68,9 +68,9 @@ def result_of(run, take_step):
 
 
 def bits_that_differ(one, other):
-    """{name of a tensor or value: number of bits that differ} of two results.
+    """{name of a tensor or value: number of bits that differ} between two results.
 
-    A plain value counts as one bit, and so does a tensor that only one of them has.
+    A plain value counts as one bit, as does a tensor that only one of the results has.
     """
     found = {}
     first = dict(leaves(one))
@@ -86,7 +86,7 @@ def bits_that_differ(one, other):
             elif not torch.equal(a, b):
                 bits = int(np.unpackbits((a ^ b).cpu().numpy()).sum())
         else:
-            bits = int(repr(a) != repr(b))  # by repr: nan != nan, and 0.0 == -0.0
+            bits = int(repr(a) != repr(b))  # not by ==: nan != nan, and 0.0 == -0.0
         if bits:
             found["/".join(map(str, path))] = bits
     return found

@@ -1,4 +1,4 @@
-"""Files of checkpoints: load and verify, fall back to an older one, write in the background, prune."""
+"""Checkpoint files: load, verify, fall back to an older one, write in the background, prune."""
 
 import contextlib
 import copy
@@ -26,7 +26,7 @@ MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # keys of the state
 
 
 class Damaged(ValueError):
-    """The file is no checkpoint, or not as it was written. The message says why, in one line."""
+    """The file is not a checkpoint, or was damaged after writing. The message is one line."""
 
 
 def file_name(step):
@@ -41,10 +41,10 @@ def step_of(path):
 
 
 def load(path, verify=True, mmap=True):
-    """The checkpoint at `path`, on the CPU, mapped into memory (mmap). Nothing in it can run code.
+    """Load the checkpoint at `path` on the CPU, memory-mapped if `mmap`. No code in it can run.
 
-    verify: read the whole file first and compare the zip's checksums, which torch.load does not: it
-    takes a flipped bit without a word. Raises Damaged, and OSError where the file cannot be read.
+    verify: first read the whole file and compare the zip's checksums, because torch.load loads a
+    flipped bit without an error. Raises Damaged, or OSError if the file cannot be read.
     """
     try:
         if verify:
@@ -58,11 +58,11 @@ def load(path, verify=True, mmap=True):
             raise Damaged("its state has no step")
         return checkpoint
     except Exception as error:  # damage surfaces as any of half a dozen types
-        for cause in (error, error.__context__):  # zipfile calls a failed read a bad file
+        for cause in (error, error.__context__):  # zipfile raises BadZipFile for a failed read
             if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
                 cause.filename = str(path)
                 raise cause from None
-        if mmap and "unable to mmap" in str(error):  # not every file system can
+        if mmap and "unable to mmap" in str(error):  # some file systems cannot
             return load(path, verify=False, mmap=False)
         if out_of_memory(error) or isinstance(error, Damaged):
             raise
@@ -70,7 +70,7 @@ def load(path, verify=True, mmap=True):
 
 
 def numbered(folder, kind):
-    """Paths of all KIND_STEP.pt in `folder`, newest first. Any other name is not the run's."""
+    """Paths of all KIND_STEP.pt in `folder`, newest first. Files with other names are ignored."""
     paths = (path for path in folder.glob(f"{kind}_*.pt") if path.stem[len(kind) + 1 :].isdecimal())
     return sorted(paths, key=step_of, reverse=True)
 
@@ -81,9 +81,9 @@ def newest_first(folder):
 
 
 def newest_valid(folder, usable=lambda step, state: True):
-    """Path of the newest whole checkpoint that is `usable` by its step and state, or None.
+    """Path of the newest undamaged checkpoint for which usable(step, state) is true, or None.
 
-    Damaged ones are renamed to NAME.pt.corrupt. A file that cannot be read is no damage: OSError.
+    Damaged ones are renamed to NAME.pt.corrupt. A file that cannot be read raises OSError instead.
     """
     for path in newest_first(folder):
         try:
@@ -101,7 +101,7 @@ def newest_valid(folder, usable=lambda step, state: True):
 
 
 def remove_after(folder, step):
-    """Remove the checkpoints of later steps than `step`."""
+    """Remove each ckpt_STEP.pt later than `step`. Milestones and best.pt stay."""
     for path in numbered(folder, "ckpt"):
         if step_of(path) > step:
             try:
@@ -111,7 +111,7 @@ def remove_after(folder, step):
 
 
 def not_restorable(value, name):
-    """What in `value`, called `name`, torch.load(weights_only=True) does not read back, or None."""
+    """Which part of `value`, called `name`, torch.load(weights_only=True) cannot read, or None."""
     if value is None or type(value) in (bool, int, float, str) or isinstance(value, torch.Tensor):
         return None
     if type(value) in (dict, OrderedDict, Counter, list, tuple):
@@ -125,21 +125,21 @@ def not_restorable(value, name):
         file.seek(0)
         torch.load(file, weights_only=True)
     except Exception:  # pickle and torch raise half a dozen types
-        return f"{name} is a {type(value)}, which no checkpoint brings back: expected plain values"
+        return f"{name} is a {type(value)}, which checkpoints cannot restore: expected plain values"
     return None
 
 
 def own_part(weights, leaf, path):
-    """A copy of what an optimizer keeps at `path`, in memory that is no part of a mapped file. Where the
-    weight is sharded, only this rank's rows are read."""
+    """Copy `leaf`, at `path` in an optimizer's state, out of the memory-mapped file. For a sharded
+    weight, only this rank's rows are read."""
     mine = ranks.shard_like(weights[path[0]], leaf) if isinstance(path[0], int) else leaf
     return clone(leaf) if mine is leaf else mine
 
 
 @torch.no_grad()
 def restore(run, checkpoint):
-    """Make `run` what it was when run.checkpoint() returned `checkpoint`, sharded then or now. Only
-    micro-batches stay as they are: they belong to the ranks and the memory of today."""
+    """Restore `run` from a result of run.checkpoint(), sharded or not. These stay: micro-batches,
+    optimizer settings whose knobs changed, and the RNG state if the number of ranks changed."""
     for name, weight in run.model.state_dict().items():
         weight.copy_(ranks.shard_like(weight, checkpoint["model"][name]))
     optimizers = zip(run.optimizers, run.groups, checkpoint["optimizer"], strict=True)
@@ -147,12 +147,12 @@ def restore(run, checkpoint):
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         moments = mapped(partial(own_part, weights), saved["state"])
         own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
-        groups = [  # as saved, except for what the knobs build otherwise now than they did then
+        groups = [  # as saved, except for the values that changed knobs now build differently
             group | {k: now[k] for k in now if k not in group or then.get(k, now[k]) != now[k]}
             for now, then, group in zip(built, saved["built"], saved["param_groups"], strict=True)
         ]
         optimizer.load_state_dict({"state": moments, "param_groups": groups})
-        for weight, each in own:  # torch casts all to the weight's dtype, and a str to nonsense
+        for weight, each in own:  # torch casts tensors to the weight's dtype, and garbles a str
             now = optimizer.state[weight]
             exact = {n: v.to(now[n].device) for n, v in each.items() if hasattr(v, "device")}
             now.update(exact | {n: v for n, v in each.items() if isinstance(v, str)})
@@ -170,9 +170,9 @@ def restore(run, checkpoint):
 
 
 class Saver:
-    """Writes checkpoints in a thread: the loop pays for a copy in memory, and no more.
+    """Writes checkpoints in a thread: the loop waits for the previous save and a copy in memory.
 
-    keep_last: how many are kept of those for which may_roll_back_to(step, state) is true.
+    keep_last: number of checkpoints to keep for which may_roll_back_to(step, state) is true.
     """
 
     def __init__(self, run, keep_last, may_roll_back_to):
@@ -180,16 +180,16 @@ class Saver:
         self.folder = run.folder.path
         self.keep_last = keep_last
         self.may_roll_back_to = may_roll_back_to
-        self.buffers = {}  # where in a checkpoint -> a tensor on the CPU, kept for the next save
+        self.buffers = {}  # path in a checkpoint -> CPU tensor, reused by the next save
         self.thread = None
         self.error = None  # of the newest save
         self.last_save = time.monotonic()
 
     def save(self, names, required=False):
-        """Write one file under all of `names`, the last one last. All ranks call it together.
+        """Write one file under all of `names`, in this order. All ranks call it together.
 
-        required: wait until it is on the disk; three tries, then RunFailed. Otherwise training
-        continues at once, and an error becomes an event at the next call.
+        required: wait until it is on the disk; after three failed tries, raise RunFailed. Otherwise
+        training continues at once, and the next call records an error as an event.
         """
         refuse_unequal_replicas(self.run)
         self.wait()
@@ -213,8 +213,8 @@ class Saver:
         )
 
     def on_host(self, leaf, path):
-        """A copy of a leaf of a checkpoint. That of a tensor is on the CPU of rank 0, and is overwritten
-        by the next save. All ranks call it together: what is sharded is gathered, a tensor at a time."""
+        """Copy a leaf of a checkpoint. Rank 0 copies tensors to buffers that the next save reuses.
+        All ranks call it together: a sharded tensor is gathered, one at a time."""
         if not isinstance(leaf, torch.Tensor):
             return copy.deepcopy(leaf)
         tensor = ranks.whole(leaf.detach())
@@ -230,7 +230,7 @@ class Saver:
         return (time.monotonic() - self.last_save) / 60
 
     def wait(self):
-        """Until the newest save has ended; an error of it becomes an event."""
+        """Wait until the newest save has ended, and record its error, if any, as an event."""
         if self.thread:
             self.thread.join()
             if self.error:
@@ -245,9 +245,9 @@ class Saver:
             if not all_finite([weights, checkpoint["optimizer"], checkpoint["ema"]]):
                 raise ValueError("a weight or moment is not finite")
             with contextlib.suppress(OSError):
-                fsync(self.folder / "metrics.jsonl")  # its rows reach the disk first
+                fsync(self.folder / "metrics.jsonl")  # rows reach the disk before the checkpoint
             with replacing(self.folder / names[0]) as temporary:
-                temporary.touch()  # raises where it cannot be written; torch.save says less
+                temporary.touch()  # if it fails, its error says more than torch.save's
                 torch.save(checkpoint, temporary)
             for name in names[1:]:
                 with replacing(self.folder / name) as temporary:
@@ -256,17 +256,17 @@ class Saver:
                     except OSError:  # a file system without hard links
                         shutil.copyfile(self.folder / names[0], temporary)
             self.prune(checkpoint["state"])
-        except Exception as error:  # whatever it is, training continues
+        except Exception as error:  # whatever it is, it must not end the run here
             self.error = (str(error) or type(error).__name__).splitlines()[0][:160]
-            if "inline_container" in self.error:  # torch's words for a write that failed
+            if "inline_container" in self.error:  # torch's error for a failed write
                 free = shutil.disk_usage(self.folder).free / 1e6
                 self.error = f"a write failed, with {free:,.0f} MB of the disk free"
             print(f"could not save {names[-1]} ({self.error}); training continues", flush=True)
 
     def prune(self, state):
-        """Keep the newest of all, and the newest `keep_last` that a rollback may go to."""
+        """Keep the newest ckpt_STEP.pt, and the newest `keep_last` that a rollback may use."""
         if state["skips_in_row"]:
-            return  # no rollback may go to this one, which therefore replaces none
+            return  # a rollback cannot use this checkpoint, so it replaces none
         paths = numbered(self.folder, "ckpt")
         targets = [path for path in paths if self.may_roll_back_to(step_of(path), state)]
         for path in set(paths[1:]) - set(targets[: self.keep_last]):
@@ -274,7 +274,7 @@ class Saver:
 
 
 def refuse_unequal_replicas(run):
-    """Raises RunFailed where a weight, or a floating-point buffer, is not the same on every rank."""
+    """Raises RunFailed if weights or floating-point buffers of replicas differ between ranks."""
     tensors = {name: t for name, t in run.model.state_dict().items() if t.is_floating_point()}
     if not ranks.sharded(run.model) and (names := ranks.replicas_differ(tensors)):
         raise RunFailed(
@@ -289,12 +289,12 @@ def all_finite(value):
 
 
 def size(run, needs):
-    """Bytes of the tensors in a checkpoint, which holds the whole of a sharded model.
+    """Bytes of the tensors in a checkpoint, which holds all of the model even if it is sharded.
 
-    needs: what memory.training_memory returned: of this rank's part, without what is offloaded.
+    needs: what memory.training_memory returned, for this rank's part and without offloaded tensors.
     """
     weights = sum(weight.nbytes for weight in run.model.parameters())
-    moments = 2 * weights  # AdamW's, where `needs` cannot tell
+    moments = 2 * weights  # AdamW's, if `needs` does not say
     if needs["weights"] and needs["optimizer"] is not None:
         moments = math.ceil(weights * needs["optimizer"] / needs["weights"])
     return sum(each.nbytes for each in tensors([run.model.state_dict(), run.ema])) + moments

@@ -1,11 +1,11 @@
 """
-Overrides a script's knobs from config files and flags; later ones win:
+Override a script's knobs by config files and flags; later ones win:
 
     python train.py config/FILE.py --batch_size=32 --out_dir=out/mine
 
-A config file is Python, and it runs: it may compute with the knobs as they are so far. Each name that
-it assigns is a knob, but for those that begin with _. A path (*_dir) in a flag is against the working
-directory, in a file or by default against the repository.
+A config file is executed as Python, and may compute with the knobs as set so far. Every name it
+assigns must be a knob, unless it begins with _. A relative path (*_dir) in a flag starts from the
+working directory; one in a config file, or a default, from the repository.
 """
 
 import builtins
@@ -20,8 +20,8 @@ from traceback import extract_tb
 
 from plumbing.knobs import AUTO_OR_BOOL, convert, print_help, read_knobs, show
 
-NANOGPT = {  # its names: the name here, or what to type instead
-    "always_save_checkpoint": "--save_interval=N saves whatever the loss; best.pt is apart",
+NANOGPT = {  # nanoGPT's name: the name here, or what to type instead
+    "always_save_checkpoint": "--save_interval=N saves whatever the loss is; best.pt is separate",
     "backend": "--device decides it: nccl for cuda, gloo for cpu",
     "bias": "no counterpart: none of the --n_layer layers has a bias",
     "decay_lr": "--schedule=cosine decays the rate, --schedule=constant does not",
@@ -35,7 +35,7 @@ NANOGPT = {  # its names: the name here, or what to type instead
     "warmup_iters": "warmup_steps",
 }
 
-script = ""  # the one that was configured last; in a notebook, sys.argv does not tell
+script = ""  # name of the script configured last; in a notebook, sys.argv does not have it
 
 
 def fail(message):
@@ -54,12 +54,12 @@ class Config(dict):
 @contextmanager
 def configured(*scopes, argv=None, names=None):
     """
-    Sets the knobs of `scopes` from `argv` (default: the command line), once all of it has proved
-    right; otherwise fail()s with nothing set. Yields a Config. Restores the knobs on exit.
+    Set the knobs of `scopes` from `argv` (default: the command line). If any of it is invalid, set
+    none and fail(). Yields a Config. Restores the knobs on exit.
 
-    scopes: globals() of a script or vars() of a module. A later one may restate a knob of an earlier
-        one, to give it another default; both then hold the same value.
-    names: a list that takes the arguments that are neither flags nor config files; None: an error.
+    scopes: globals() of a script or vars() of a module. A later one may declare a knob of an
+        earlier one again, to change its default; both then hold the same value.
+    names: a list to which arguments other than flags and config files are added; None refuses them.
     """
     global script
     script = os.path.basename(scopes[-1]["__file__"])
@@ -102,7 +102,7 @@ def configured(*scopes, argv=None, names=None):
 
 
 def knobs_of(scope):
-    """read_knobs() of a script, the default being the value now: `train.max_steps = 5` counts."""
+    """read_knobs(), with present values as defaults, so that `train.max_steps = 5` takes effect."""
     knobs = read_knobs(scope["__file__"])
     for name, (_, comment, heading) in knobs.items():
         written = f"{name} = {scope[name]!r}"
@@ -111,7 +111,7 @@ def knobs_of(scope):
 
 
 def read_flag(argument, following, knobs):
-    """(name, value) of one --name=value."""
+    """(name, value) of a flag --name=value."""
     name, equals, text = argument.removeprefix("--").partition("=")
     if name in knobs and not equals:
         default = knobs[name][0]
@@ -123,13 +123,13 @@ def read_flag(argument, following, knobs):
 
 
 def read_config_file(argument, repository, config, knobs):
-    """{name: value} of what a config file assigns. It is looked up here first, then in the repository."""
+    """{name: value} that a config file, in the working directory or the repository, assigns."""
     path = next(filter(os.path.isfile, (argument, os.path.join(repository, argument))), None)
     if path is None:
         known = ", ".join(sorted(glob("config/*.py", root_dir=repository)))
         looked = " or ".join(dict.fromkeys((os.getcwd(), repository)))
         fail(f"no config file {argument} in {looked}; there are: {known or 'none'}")
-    assigned = {"__builtins__": vars(builtins) | config}  # it sees what it has not assigned itself
+    assigned = {"__builtins__": vars(builtins) | config}  # knobs are visible as builtins
     try:
         exec(compile(Path(path).read_bytes(), argument, "exec"), assigned)
     except Exception as error:  # whatever the file does
@@ -145,12 +145,12 @@ def read_config_file(argument, repository, config, knobs):
 
 
 def setting(name, value, is_flag):
-    """How one writes it, on the command line or in a file."""
+    """How to write a knob and its value, on the command line or in a file."""
     return f"--{name}={show(value)}" if is_flag else f"{name} = {value!r}"
 
 
 def accept(name, value, written, knobs, is_flag=False):
-    """`value` as the knob's type; fail()s, quoting what was `written`, where it cannot be that."""
+    """`value` converted to the knob's type; if that is impossible, fail()s and quotes `written`."""
     if name not in knobs:
         fail(f"unknown name {name!r} in {written}; {hint_for(name, value, knobs, is_flag)}")
     default, comment, _ = knobs[name]

@@ -1,4 +1,4 @@
-"""Everything that a run prints: its plan, a line for some steps, evaluations, events, what to type next."""
+"""What a run prints: its plan, lines of steps, evaluations, events, and what to type next."""
 
 import os
 import shlex
@@ -12,33 +12,33 @@ from plumbing.ranks import say, world_size
 
 REPO = Path(__file__).resolve().parent.parent
 STYLES = {"dim": 2, "red": 31, "green": 32}
-CALM = ("resume", "inexact_resume")  # events that are no trouble
+CALM = ("resume", "inexact_resume")  # events that are not printed in red
 
 
-# ---- words ---------------------------------------------------------------------------------------
+# ---- formatting ----------------------------------------------------------------------------------
 
 
 def paint(words, style, stream=None):
-    """`words` in colour, where a person looks at a terminal that has any (https://no-color.org)."""
+    """`words` in colour, if `stream` is a terminal that shows colours (https://no-color.org)."""
     stream = stream or sys.stdout
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return words if plain or not stream.isatty() else f"\033[{STYLES[style]}m{words}\033[0m"
 
 
 def shown(path):
-    """The path as a person would type it here."""
+    """The path to type: as it is, or relative to the working directory if that is shorter."""
     return min(os.path.relpath(path), str(path), key=len)
 
 
 def wrapped(words, indent):
-    """`words` in lines of 80, all but the first indented; a path or flag is never broken."""
+    """`words` in lines of up to 80, all but the first indented; never splits a path or flag."""
     blank = " " * indent
     looks = {"initial_indent": blank, "subsequent_indent": blank, "break_long_words": False}
     return textwrap.fill(words, 80, break_on_hyphens=False, **looks)[indent:]
 
 
 def fit(value, width, digits):
-    """`value` in `width` characters: `digits` after the point, or as many as there is room for."""
+    """`value` in `width` characters: up to `digits` decimals, as many as fit; else as 1e-05."""
     if 0 < abs(value) < 0.5 * 10**-digits:
         return f"{value:{width}.0e}"
     texts = (f"{value:{width}.{places}f}" for places in range(digits, -1, -1))
@@ -46,7 +46,7 @@ def fit(value, width, digits):
 
 
 def rate(per_second):
-    """Tokens a second in 6 characters: 853 is 0.853k, 1234567 is 1.235M."""
+    """Tokens per second in 6 characters: 853 is 0.853k, 1234567 is 1.235M."""
     sizes = {"k": 1e3, "M": 1e6, "G": 1e9}
     letter = next((each for each in sizes if per_second < 999.95 * sizes[each]), "G")
     return fit(per_second / sizes[letter], 5, 3) + letter
@@ -66,7 +66,7 @@ def duration(seconds):
 
 # ---- lines of a run ------------------------------------------------------------------------------
 
-COLUMNS = {  # field of a row -> (heading, width, how its value is written in that width)
+COLUMNS = {  # field of a row -> (heading, width, function that formats its value)
     "loss": ("loss", 6, lambda value: fit(value, 6, 4)),
     "grad_norm": ("norm", 6, lambda value: fit(value, 6, 3)),
     "lr": ("lr", 8, lambda value: f"{value:8.2e}"),
@@ -75,20 +75,20 @@ COLUMNS = {  # field of a row -> (heading, width, how its value is written in th
     "tokens_per_sec": ("tok/s", 6, rate),
     "mfu": ("mfu", 6, lambda value: fit(100 * value, 5, 1) + "%"),
     "mem_gb": ("GB", 5, lambda value: fit(value, 5, 2)),
-    "gpu_util": ("gpu%", 4, lambda value: fit(value, 4, 0)),  # where there is a GPU that tells
+    "gpu_util": ("gpu%", 4, lambda value: fit(value, 4, 0)),  # only if NVML reports it
 }
 NOT_SHOWN = "kind step tokens sequences epoch skipped".split()
 
 
 class Table:
-    """The lines of steps, under a header that is printed again when a row has a new column."""
+    """The lines of steps, under a header that is printed again whenever the columns change."""
 
     def __init__(self, max_steps):
         self.max_steps = max_steps
         self.names = []  # of the columns
 
     def print_row(self, row):
-        """A row of metrics.jsonl. A field that COLUMNS does not know gets a column of its own."""
+        """Print a row of metrics.jsonl. A field that is not in COLUMNS gets a column of its own."""
         columns = dict(COLUMNS)
         if row.get("gpu_util") is None:
             del columns["gpu_util"]
@@ -143,7 +143,7 @@ def print_event(step, event, fields):
 
 
 def in_short(value):
-    """The value of an event's field: 4 digits, and of [then, now] what differs."""
+    """The value of an event's field: a float in 4 digits; of a pair [then, now], what differs."""
     if isinstance(value, list) and len(value) == 2:
         then, now = value
         if isinstance(then, dict) and isinstance(now, dict):  # hashes of files
@@ -156,10 +156,10 @@ def in_short(value):
 
 
 def print_plan(run, reasons, peak, needs, path, saved):
-    """What will happen, in a few aligned lines, before it does.
+    """Print the plan of the run, in a few aligned lines.
 
-    reasons: {knob: why "auto" became that}. peak: (FLOP/s or None, source). needs: {kind: bytes or None}
-    of a step. path, saved: the checkpoint to resume from, or None.
+    reasons: {knob: why it has its value}. peak: (FLOP/s or None, source). needs: memory of a step,
+    {kind: bytes or None}. path, saved: the checkpoint to start from, or None.
     """
     changed = changed_knobs(saved["config"], run.facts["config"]) if saved else {}
     free = devices.free_memory(run.device)
@@ -193,7 +193,7 @@ def describe_model(model):
 
 
 def describe_data(run, c):
-    """The lines `data` and `batch`: in tokens, where the data is text."""
+    """The lines `data` and `batch`, in tokens if the data is text."""
     data = run.facts["data"]
     meta = data["meta"]
     batch = f"{c['batch_size']} x {c['accum_steps']} x {c['world_size']} = {c['global_batch']}"
@@ -225,7 +225,7 @@ def gigabytes(size):
     return "n/a" if size is None else f"{size / 1e9:.3f}"
 
 
-# ---- after the last ------------------------------------------------------------------------------
+# ---- after the last step -------------------------------------------------------------------------
 
 
 def print_end(ended, state, seconds, folder, command):
@@ -243,7 +243,7 @@ def print_end(ended, state, seconds, folder, command):
 
 
 def print_next(ended, folder, command, writes_text):
-    """What to type now, ready to be pasted. command: of the run."""
+    """Print commands to paste next. command: the arguments that started this run."""
     sample, report = (
         shlex.join(["python", shown(REPO / script), shown(folder)])
         for script in ("sample.py", "report.py")
@@ -254,7 +254,7 @@ def print_next(ended, folder, command, writes_text):
             commands[sample] = "text from its best weights"
         commands[f"{report} OTHER"] = "beside another run"
     else:
-        typed = command == sys.argv  # not in a notebook, nor under torchrun
+        typed = command == sys.argv  # not in a notebook
         if typed and world_size() == 1 and not ended.startswith("failed"):
             commands[shlex.join(["python", *command])] = "resumes"
         commands[report] = "what happened, as a picture and in words"

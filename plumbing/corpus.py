@@ -1,19 +1,19 @@
 """A corpus: text of any size, streamed, tokenized by several processes, written as shards.
 
-It is a folder (its files by name, then its folders; hidden ones are left out), a glob in quotes, a
-.jsonl (one object a line, the text in --field), a .gz or .zst of a text or .jsonl, a long text, or
-one of CORPORA.
-- A line of a .jsonl is a document, and so is a text file. One past WHOLE_DOCUMENT is cut, at line
-  ends where it has any, into documents of up to PART. Empty documents are left out.
-- Each document is followed by the tokenizer's end-of-text: 50256 of gpt2. byte has none, and takes
-  id 0, a byte that no text file may hold. val_bytes counts text, not these.
-- A document goes to val where the hash of its content falls below val_fraction: its copies are all
-  on one side, whatever the order of files and the number of processes.
-- Half of a surrogate pair, which JSON may hold and UTF-8 may not, becomes U+FFFD.
-progress.json says how far the shards are: after a kill the same command resumes, to the same bytes.
+It is a folder (its files by name, then its subfolders; hidden ones are skipped), a glob in quotes,
+a .jsonl (one object per line, its text in --field), a .gz or .zst of a text or .jsonl, a long text,
+or one of CORPORA.
+- A line of a .jsonl is a document, and so is a text file. A text file longer than WHOLE_DOCUMENT is
+  split into documents of up to PART, at line ends if it has any. Empty documents are skipped.
+- Each document is followed by an end-of-text id: 50256 for gpt2; 0 for byte, which has none of its
+  own (a text file may not contain NUL bytes). val_bytes counts the text without these.
+- A document goes to val if the hash of its content, as a fraction, is below val_fraction. Copies of
+  a document share a split, whatever the order of files and the number of processes.
+- A lone surrogate, which JSON allows and UTF-8 does not, becomes U+FFFD.
+progress.json records what is done: after a kill, the same command resumes, to the same bytes.
 
-A DataError means that the input must change, and what is done is removed. After an OSError what is
-done is kept: once the disk or the network is mended, the same command resumes.
+After a DataError, the input must change: what was written is removed. After an OSError it is kept:
+once the disk or the network works again, the same command resumes.
 """
 
 import contextlib
@@ -47,10 +47,10 @@ except ImportError:  # Windows
     fcntl = None
 
 # Bytes
-WHOLE_DOCUMENT = 4_000_000  # a text file up to here is one document (a long novel has 3 MB)
-PART = 64_000  # of a longer one: short, so that val_fraction finds enough of them
+WHOLE_DOCUMENT = 4_000_000  # a text file up to this size is one document (a long novel has 3 MB)
+PART = 64_000  # largest document cut from a longer file; small, so that val gets enough of them
 LONGEST_LINE = 16_000_000  # of a .jsonl
-PIECE = 1_000_000  # what a process tokenizes at a time
+PIECE = 1_000_000  # a process tokenizes at least this at a time, in whole documents
 
 # What progress.json counts: documents read, empty ones too; documents and bytes of text written
 COUNTS = ("read", "train_documents", "val_documents", "bytes", "val_bytes")
@@ -58,30 +58,30 @@ SAVE_SECONDS = 10  # between two saves of progress.json
 
 
 def make_corpus(folder, source, documents, options, num_proc, say):
-    """Makes the dataset, or resumes making it. Returns (folder, meta).
+    """Make the dataset, or resume making it. Returns (folder, meta).
 
-    source, documents: of find_corpus. options: {tokenizer, field, val_fraction, shard_tokens}.
+    source, documents: from find_corpus. options: {tokenizer, field, val_fraction, shard_tokens}.
     num_proc: processes that tokenize.
     """
     if options["tokenizer"] == "gpt2":
-        gpt2()  # where it cannot be had, nothing is written
+        gpt2()  # raises DataError before anything is written
     try:
         with only_process(folder, say):
             if not dataset.exists(folder):  # another process may just have made it
                 write_corpus(folder, source, documents, options, num_proc, say)
             return folder, dataset.read_meta(folder)
     except (OSError, BrokenProcessPool) as error:
-        hint = "mend that, and the same command resumes (--num_proc=1 needs the least memory)"
+        hint = "fix that, and the same command resumes (--num_proc=1 needs the least memory)"
         raise DataError(f"cannot make {folder}: {error}; {hint}") from error
 
 
 def write_corpus(folder, source, documents, options, num_proc, say):
-    """Writes the shards, then meta.json. After a kill it resumes at the last save."""
+    """Write the shards, then meta.json. After a kill it resumes from the last save."""
     progress = Path(folder, "progress.json")
     done = read_progress(progress, source, say)
     bytes_before = done["bytes"]
     began = saved_at = time.perf_counter()
-    rate = 0.0  # bytes a second, of this process
+    rate = 0.0  # bytes per second, in this process
     try:
         pieces = in_pieces(islice(documents, done["read"], None))
         for ids, counts in map_in_order(partial(tokenize_piece, options), pieces, num_proc):
@@ -108,24 +108,24 @@ def write_corpus(folder, source, documents, options, num_proc, say):
 
 @contextlib.contextmanager
 def only_process(folder, say):
-    """Locks the folder against a second process. Folders that stay empty are removed at the end."""
+    """Lock the folder against a second process. Folders it made are removed if they stay empty."""
     new = [path for path in (folder, os.path.dirname(folder)) if not os.path.exists(path)]
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, "lock"), "w") as lock:
         try:
             if fcntl:
-                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it dies with its holder
+                fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when its process ends
             else:
-                say(f"no file locks on this system: let no second process make {folder} meanwhile")
+                say(f"no file locks on this system: do not make {folder} in a second process")
         except (BlockingIOError, PermissionError) as error:
             raise DataError(f"another process is making {folder}; wait for it to end") from error
         try:
             yield
         finally:
-            lock.close()  # Windows removes no open file
+            lock.close()  # Windows cannot remove an open file
             os.remove(lock.name)
             for empty in new:
-                with contextlib.suppress(OSError):  # it is not
+                with contextlib.suppress(OSError):  # not empty
                     os.rmdir(empty)
 
 
@@ -133,10 +133,10 @@ def only_process(folder, say):
 
 
 def find_corpus(name, input, options):
-    """(source, an iterator over the documents) of the files of `input`, or of what `name` stands for.
+    """(source, an iterator over the documents) of the files of `input`, or of the corpus `name`.
 
-    source: what meta.json says of it; another text for other files, dates or options.
-    document: (path, number, raw), where number is that of the line, or the offset in a text.
+    source: the description in meta.json, which differs if files, their dates or options differ.
+    document: (path, number, raw), where number is a line of a .jsonl or an offset in a text.
     """
     digest = hashlib.sha256(json.dumps([CORPORA.get(name), options]).encode())
     if not input:
@@ -162,7 +162,7 @@ def find_corpus(name, input, options):
 
 
 def input_files(input):
-    """The paths that a file, a folder or a glob stands for, in order. A folder is walked."""
+    """Yields the files of a file, folder or glob, in order. A folder includes its subfolders."""
 
     def refuse(error):
         raise error
@@ -187,7 +187,7 @@ def read_documents(paths):
 
 
 def read_hub(path, subset):
-    """The documents of a corpus on huggingface.co, where `raw` is a str. Raises Offline."""
+    """Yields the documents of a corpus on huggingface.co; `raw` is a str. Raises Offline."""
     import datasets
 
     try:
@@ -204,7 +204,7 @@ def is_jsonl(path):
 
 
 def lines(path, chunks):
-    """Yields (number, line) of a .jsonl."""
+    """Yields (line number, line) of a .jsonl."""
     rest = b""
     number = 1
     for chunk in chunks:
@@ -219,7 +219,7 @@ def lines(path, chunks):
 
 
 def parts(chunks):
-    """Yields (offset, part) of a text: all of it, or, past WHOLE_DOCUMENT, parts of up to PART."""
+    """Yields (offset, part): all of a text, or parts of up to PART if it exceeds WHOLE_DOCUMENT."""
     rest = b""
     offset = 0
     is_long = False
@@ -236,7 +236,7 @@ def parts(chunks):
 
 
 def end_of_part(raw):
-    """After the last line end in PART bytes; without one, after the last space or character."""
+    """Where to cut PART bytes or less: after a line end, else after a space, else a character."""
     for mark in (b"\n", b" "):
         if end := raw.rfind(mark, 0, PART) + 1:
             return end
@@ -245,14 +245,14 @@ def end_of_part(raw):
 
 
 def read_chunks(path, file):
-    """Yields the text of a file, uncompressed."""
+    """Yields the content of a file, decompressed, in chunks."""
     try:
         if path.endswith(".zst"):
             yield from read_zst(path, file)
         else:
             plain = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
             yield from iter(partial(plain.read, PIECE), b"")
-    except Exception as error:  # gzip, zlib and zstandard have their own
+    except Exception as error:  # gzip, zlib and zstandard each raise their own
         if isinstance(error, DataError) or getattr(error, "errno", None):
             raise
         found = f"{path} is truncated or damaged ({error})"
@@ -260,8 +260,8 @@ def read_chunks(path, file):
 
 
 def read_zst(path, file):
-    """Yields what a .zst holds, frame after frame."""
-    # zstandard's stream_reader takes a truncated file for whole: only `eof` tells
+    """Yields the decompressed content of a .zst, frame by frame."""
+    # zstandard's stream_reader accepts a truncated file without an error; only `eof` shows it
     decompressor = needed("zstandard", path).ZstdDecompressor()
     frame = decompressor.decompressobj()
     while raw := file.read(1 << 16):
@@ -278,12 +278,12 @@ def read_zst(path, file):
 
 
 def in_pieces(documents):
-    """Yields lists of documents, of PIECE bytes in all or a little more."""
+    """Yields lists of documents: as few as reach PIECE bytes (characters, if they are str)."""
     piece = []
     size = 0
     for document in documents:
         piece.append(document)
-        size += len(document[-1]) + 1  # empty lines count as well
+        size += len(document[-1]) + 1  # so that empty lines count too
         if size >= PIECE:
             yield piece
             piece = []
@@ -293,7 +293,7 @@ def in_pieces(documents):
 
 
 def tokenize_piece(options, piece):
-    """({split: ids}, COUNTS) of a piece. Each document has its end-of-text."""
+    """({split: ids}, {each of COUNTS: number}) of a piece, with end-of-text ids."""
     meta = {"tokenizer": options["tokenizer"], "dtype": "uint16"}
     end = np.array([tokenizers.END_OF_TEXT[meta["tokenizer"]]], np.uint16)
     ids = {split: [end[:0]] for split in SPLITS}
@@ -313,7 +313,7 @@ def tokenize_piece(options, piece):
 
 
 def text_of(path, number, raw, field):
-    """The text of a document. DataError names the line, or the offset, of what is no text."""
+    """The text of a document. Raises DataError, with line or offset, if it is not text."""
     if isinstance(raw, str):
         text = raw
     elif is_jsonl(path):
@@ -363,11 +363,11 @@ def exit_with_parent():
     threading.Thread(target=watch, daemon=True).start()
 
 
-# ---- shards, and how far they are ----------------------------------------------------------------
+# ---- shards and progress -------------------------------------------------------------------------
 
 
 def append(folder, ids, sizes, shard_tokens):
-    """Writes {split: ids} behind what the shards hold. sizes: {name: bytes} of all, brought up to date."""
+    """Append {split: ids} to the shards. sizes: {name: bytes} of all shards; it is updated."""
     for split in SPLITS:
         rest = ids[split]
         number = max(0, sum(name.startswith(split) for name in sizes) - 1)
@@ -382,7 +382,7 @@ def append(folder, ids, sizes, shard_tokens):
 
 
 def read_progress(progress, source, say):
-    """What is done of this very work, by progress.json and the shards that are there; else nothing."""
+    """The progress of this dataset, if progress.json and the shards match `source`; else none."""
     nothing = {"source": source, "sizes": {}} | dict.fromkeys(COUNTS, 0)
     done = read_json(progress)
     there = {path.name: path.stat().st_size for path in progress.parent.iterdir()}
@@ -405,7 +405,7 @@ def save_progress(progress, done):
 
 
 def cut_shards(folder, sizes):
-    """Cuts the shards to `sizes`, {name: bytes}: a kill may come between an append and a save."""
+    """Cut the shards back to `sizes`, {name: bytes}: a kill may come between append and save."""
     for path in Path(folder).glob("*_[0-9]*.bin"):
         if path.name not in sizes:
             path.unlink()
@@ -414,7 +414,7 @@ def cut_shards(folder, sizes):
 
 
 def meta_of_corpus(folder, source, tokenizer, done):
-    """The dataset's meta. Raises DataError where a split has less than 2 tokens."""
+    """The dataset's meta. Raises DataError if a split has fewer than 2 tokens."""
     meta = {"tokenizer": tokenizer, "source": source, "dtype": "uint16"}
     meta["vocab_size"] = tokenizers.VOCAB_SIZE[tokenizer]
     documents = done["train_documents"] + done["val_documents"]

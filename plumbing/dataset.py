@@ -1,8 +1,8 @@
 """A dataset, the folder DATA_DIR/NAME: meta.json, and the token ids of two splits, train and val.
 
 A split is one file of flat ids (train.bin), or shards that are read as one (train_00000.bin, ...).
-meta.json says how to read them and holds their SHA-256. It is written last: a folder that has one
-holds a whole dataset. Paths of folders are strings here.
+meta.json says how to read them and holds their SHA-256. It is written last, so a folder that has it
+holds a complete dataset. Folder paths are str here.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from plumbing.files import fsync, replacing
 from plumbing.tokenizers import TOKENIZERS, DataError, read_file
 
 SPLITS = ("train", "val")
-# The names that need no --input: texts, and corpora of huggingface.co (path and subset there).
+# Names that need no --input: texts, and corpora on huggingface.co (their path and subset there).
 TEXTS = ("shakespeare", "pydoc")
 CORPORA = {
     "openwebtext": ("Skylion007/openwebtext", None),
@@ -38,22 +38,22 @@ class Offline(OSError):
 class Tokens:
     """The token ids of a split, read from its files as if they were one. len() counts the tokens.
 
-    The files are opened anew for each read: nothing stays open, and a pickle for a worker is small.
+    Every read opens the files again, so that nothing stays open and a pickle for a worker is small.
     """
 
     def __init__(self, paths, dtype):
-        """paths: of the files, in order. dtype: NumPy's name of the type of an id."""
+        """paths: the files, in order. dtype: NumPy's name for the type of an id."""
         self.paths = [os.fspath(path) for path in paths]
         self.dtype = dtype
         sizes = [os.path.getsize(path) // np.dtype(dtype).itemsize for path in self.paths]
-        self.ends = np.cumsum(sizes).tolist()  # of each file, in tokens from the start of the first
+        self.ends = np.cumsum(sizes).tolist()  # of each file, in tokens from the start of the split
 
     def __len__(self):
         return self.ends[-1]
 
     def read(self, start, length):
-        """The `length` tokens from each position of `start` on, int64 (len(start), length). A row may
-        lie across files. Raises IndexError where a row leaves the split."""
+        """The `length` tokens from each position in `start`, int64 (len(start), length). A row may
+        span files. Raises IndexError if a row leaves the split."""
         start = np.asarray(start, np.int64)
         if len(start) and not (0 <= start.min() and start.max() + length <= len(self)):
             raise IndexError(f"{start.min()} to {start.max()} + {length} of {len(self)} tokens")
@@ -61,7 +61,7 @@ class Tokens:
         for path, (begin, end) in zip(self.paths, pairwise([0, *self.ends]), strict=True):
             rows = np.flatnonzero((start < end) & (start + length > begin))
             if len(rows):
-                # a plain array: slices of a memmap cost more
+                # a plain array: slicing a memmap costs more
                 ids = np.memmap(path, self.dtype, mode="r").view(np.ndarray)
             for row in rows.tolist():
                 offset = int(start[row]) - begin  # of the row in this file
@@ -79,7 +79,7 @@ def open_tokens(folder, meta, split):
 
 
 def dataset_folder(name, data_dir):
-    """The folder of a dataset. Raises DataError where `name` is no name."""
+    """The folder of a dataset. Raises DataError if `name` is not a valid name."""
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise DataError(f"a NAME is made of letters, digits, '_', '-' and '.', not {name!r}")
     return os.path.join(data_dir, name)
@@ -90,7 +90,7 @@ def exists(folder):
 
 
 def read_meta(folder):
-    """The dict in meta.json. Raises DataError where it does not describe a dataset."""
+    """The dict in meta.json. Raises DataError if it does not describe a dataset."""
     path = os.path.join(folder, "meta.json")
     content = read_file(path)
     try:
@@ -123,13 +123,13 @@ def shards(meta, split):
 
 
 def fingerprint(meta):
-    """16 hex digits of what a model learns: the tokens and their meaning, not their source."""
+    """16 hex digits that identify the tokens and their meaning, but not their source."""
     content = {key: value for key, value in meta.items() if key != "source"}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def verify(folder, meta):
-    """Raises DataError unless every file is what `meta` says, to the byte."""
+    """Raises DataError unless every file has the size, hash and range of ids that `meta` says."""
     again = make_again(folder, meta["tokenizer"])
     for split in SPLITS:
         paths = [os.path.join(folder, name) for name in shards(meta, split)]
@@ -164,26 +164,26 @@ def digest_of(path):
 
 
 def write_files(folder, files):
-    """Writes {name: content}, the last one last; none of them where that fails (DataError).
+    """Write {name: content}, the last one last. If writing fails, none is replaced (DataError).
 
-    Where two processes write the same file at once, it is whole, from one of them.
+    If two processes write the same file at once, it is complete, from one of them.
     """
     suffix = f".{secrets.token_hex(4)}.tmp"
     try:
         os.makedirs(folder, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            for name in reversed(files):  # the stack replaces the last one first
+            for name in reversed(files):  # the stack exits in reverse: the last name last
                 path = os.path.join(folder, name)
                 temporary = stack.enter_context(replacing(path, suffix))
                 temporary.write_bytes(files[name])
-                fsync(temporary)  # a full disk shows before the first is replaced
+                fsync(temporary)  # a full disk raises before any file is replaced
     except OSError as error:
         found = f"cannot write {folder}: {error.strerror}"
         raise DataError(f"{found}; write --data_dir=FOLDER") from error
 
 
 def summary(folder, meta, size, rate):
-    """A line about a dataset just made. size: bytes of its text. rate: bytes a second."""
+    """A line about a dataset just made. size: bytes of its text. rate: bytes per second."""
     tokens = meta["train_tokens"] + meta["val_tokens"]
     return (
         f"made {folder} from {meta['source']}: {meta['train_tokens']:,} {meta['tokenizer']} tokens"

@@ -1,4 +1,4 @@
-"""The hardware: device, precision and compilation chosen by its properties; what it is called.
+"""The hardware: choose device, precision and compilation by its properties; describe it.
 
 Nothing here initializes CUDA unless the device is a GPU.
 """
@@ -21,13 +21,13 @@ import torch
 from plumbing.configurator import fail
 from plumbing.ranks import world_size
 
-WORTH_COMPILING = 5e13  # FLOPs of a run on a CPU, from which on compiling pays back its seconds
+WORTH_COMPILING = 5e13  # FLOPs of a run on a CPU from which compiling saves more time than it takes
 
-# ---- what is chosen ------------------------------------------------------------------------------
+# ---- choices -------------------------------------------------------------------------------------
 
 
 def choose_device(name):
-    """The torch.device of this rank for --device=name; exits (2) where it is not there."""
+    """The torch.device of this rank for --device=name. Exits with 2 if it is not available."""
     kind = name
     if name == "auto":
         found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
@@ -44,15 +44,15 @@ def choose_device(name):
             torch.cuda.set_device(device)  # first, or the tensor below also occupies GPU 0
         torch.ones(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = str(error).partition("\n")[0].partition(". ")[0] or "it is not there"
-        fail(f"--device={name}: {why}; --device=auto takes what is there")
+        why = str(error).partition("\n")[0].partition(". ")[0] or "it is not available"
+        fail(f"--device={name}: {why}; --device=auto takes what is available")
     if device.type == "cpu":
         keep_freed_memory()
     return device
 
 
 def choose_dtype(name, device):
-    """(dtype's name, why) for --dtype=name: auto is what this hardware really computes in."""
+    """(dtype's name, why) for --dtype=name. auto: 16 bits if the hardware computes in them."""
     _, flags = cpu_info()
     native = "float32"
     why = "nothing smaller is native here"
@@ -75,13 +75,13 @@ def choose_dtype(name, device):
 
 
 def kernels_have_bfloat16():
-    """Whether oneDNN, which multiplies matrices on a CPU, may use what the CPU has for bfloat16. Where a
-    variable such as ONEDNN_MAX_CPU_ISA=AVX2 forbids it, a product takes a hundred times as long."""
+    """Whether oneDNN, which multiplies matrices on a CPU, may use its bfloat16 instructions. If a
+    variable such as ONEDNN_MAX_CPU_ISA=AVX2 forbids them, a product takes 100 times as long."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def choose_compile(setting, device, flops):
-    """(whether, why) for --compile=setting. flops: of the whole run, or NaN where the model cannot tell."""
+    """(whether to compile, why) for --compile=setting. flops: of the whole run, NaN if unknown."""
     if setting != "auto":
         return setting, "as given"
     if device.type == "cuda":
@@ -100,18 +100,18 @@ def choose_compile(setting, device, flops):
 
 
 def set_deterministic(setting, device):
-    """Sets deterministic mode for --deterministic=setting, and returns it as a bool: auto is on, but
-    on MPS. To be called before the process group is built and before the first matrix product.
+    """Set deterministic mode for --deterministic=setting; returns it as a bool. auto: on, except on
+    MPS. Call it before the process group is built and before the first matrix product.
 
-    In the environment, unless the user has set them:
-    CUBLAS_WORKSPACE_CONFIG=:4096:8  a workspace of fixed size, without which cuBLAS may vary
-    NCCL_ALGO=Ring                   sums in the order of the ring: NVLS adds up in the switch in any
-                                     order (nccl#1497), and the order of a tree is NCCL's to choose
+    If on, with CUDA, it sets these environment variables unless the user has set them:
+    CUBLAS_WORKSPACE_CONFIG=:4096:8  workspaces of fixed size; otherwise cuBLAS results may vary
+    NCCL_ALGO=Ring                   sums in the order of the ring: NVLS adds in the switch in any
+                                     order (nccl#1497), and NCCL chooses the order of a tree
                                      (Megatron-LM's guide to deterministic training)
     """
     deterministic = device.type != "mps" if setting == "auto" else setting
-    # As torch.use_deterministic_algorithms(), but without Inductor, which takes most of a second to
-    # import: where a model is compiled, plumbing/retry.py sets it too.
+    # Like torch.use_deterministic_algorithms(), but without importing Inductor, which takes most of
+    # a second: if a model is compiled, plumbing/retry.py sets Inductor's option.
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and hides nothing
     if deterministic and device.type == "cuda":
@@ -121,51 +121,51 @@ def set_deterministic(setting, device):
 
 
 def keep_freed_memory():
-    """Has malloc keep what is freed for the next step, which takes the same large blocks again.
+    """Make malloc keep freed memory for the next step, which allocates the same large blocks again.
 
-    glibc returns each to the system by default, and the page faults that follow cost a fifth of a step
-    or more. What is kept is what the peak needed anyway. Without glibc, nothing happens.
+    By default glibc returns them to the system, and the page faults that follow cost a fifth of a
+    step or more. The memory kept is what the peak needed anyway. Without glibc, this does nothing.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block is a mapping of its own
-        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: the heap never shrinks
-        libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: and grows by 64 MiB at a time
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
+        libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: shrink only if 2 GiB at its end are free
+        libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: grow by 64 MiB more than is needed
 
 
 # ---- copies --------------------------------------------------------------------------------------
 
 
 def copies_in_background(device):
-    """Whether a copy between the host and `device` may go on while the host does.
+    """Whether the host may continue before a copy between it and `device` has ended.
 
-    On MPS such a copy reads the host's memory, or writes it, without holding it: what is freed or read
-    before it is done is garbage (pytorch#189690). CUDA keeps pinned memory until the copy is through.
+    On MPS such a copy does not keep the host's memory alive: if that is freed or read too early,
+    the result is garbage (pytorch#189690). CUDA keeps pinned memory until the copy has ended.
     """
     return device.type == "cuda"
 
 
 def upload(tensor, device):
-    """`tensor`, which is the host's, on the device."""
+    """Copy `tensor` from the host to the device."""
     return tensor.to(device, non_blocking=copies_in_background(device))
 
 
-# ---- its memory ----------------------------------------------------------------------------------
+# ---- load and memory -----------------------------------------------------------------------------
 
 
 def synchronize(device):
-    """Waits until the device has done all that it was given."""
+    """Wait until the device has finished all queued work."""
     torch.get_device_module(device).synchronize()
 
 
 def gpu_util(device):
-    """Utilization of the GPU in percent, from NVML; None where there is none to ask."""
+    """Utilization of the GPU in percent, from NVML; None if it is not available."""
     with contextlib.suppress(Exception):  # no pynvml, no driver, a GPU of another maker
         return torch.cuda.utilization(device) if device.type == "cuda" else None
 
 
 def memory_gb(device):
-    """Peak memory in 1e9 bytes: the allocator's on a GPU, the process's resident set elsewhere."""
+    """Peak memory in 1e9 bytes: of the allocator on CUDA, else of the process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     try:
@@ -178,7 +178,7 @@ def memory_gb(device):
 
 
 def free_memory(device):
-    """Bytes that a run could take on the device now, or None where the system does not tell."""
+    """Bytes free on the device, or None if unknown. On MPS, the maximum recommended in all."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
@@ -190,12 +190,12 @@ def free_memory(device):
         return None
 
 
-# ---- what it is called ---------------------------------------------------------------------------
+# ---- names and fingerprints ----------------------------------------------------------------------
 
 
 @functools.cache
 def cpu_info():
-    """(model name, set of instruction flags) of this CPU; Linux tells the flags, others may not."""
+    """(model name, set of instruction flags) of this CPU; the set is empty except on Linux x86."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -205,14 +205,14 @@ def cpu_info():
 
 
 def device_name(device):
-    """What the device calls itself: 'NVIDIA H200', 'Intel(R) Xeon(R) Processor', 'Apple mps'."""
+    """The name of the device: 'NVIDIA H200', 'Intel(R) Xeon(R) Processor', 'arm mps'."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_info()[0] if device.type == "cpu" else f"{platform.processor()} {device.type}"
 
 
 def matmul_bits(device, dtype):
-    """A hash of one fixed matrix product: another one means that other kernels compute here, such as
+    """Hash of a fixed matrix product. Another hash means that other kernels compute here, such as
     those for a CPU without AMX. dtype: a torch.dtype."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(shape, generator=generator) for shape in ((256, 1024), (1024, 256)))
@@ -221,7 +221,7 @@ def matmul_bits(device, dtype):
 
 
 def fingerprint(device):
-    """Everything about software and hardware that could explain a difference between two runs."""
+    """Versions and hardware, recorded because they could explain a difference between two runs."""
     cpu, flags = cpu_info()
     cuda = device.type == "cuda"
     driver = None

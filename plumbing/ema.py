@@ -9,7 +9,7 @@ from plumbing.ranks import local
 
 @torch.no_grad()
 def update(run, decay, skipped):
-    """Moves run.ema towards the weights, but not after a step that was skipped (a device scalar)."""
+    """Move run.ema towards the weights, unless `skipped` (a device scalar) is 1."""
     for name, average in run.ema.items():
         weight = local(run.model.get_parameter(name))
         local(average).lerp_(weight, ((1 - decay) * (1 - skipped)).to(weight.device))
@@ -17,7 +17,7 @@ def update(run, decay, skipped):
 
 @contextmanager
 def averaged(run):
-    """Within it the model has its averaged weights, where there are any."""
+    """A context in which the model has its averaged weights, if ema_decay is on."""
     swap(run)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Errors that end a run, explained: which ones are not the program's fault, and what to do next."""
+"""Errors that end a run: which of them are not the program's fault, and what to do next."""
 
 import re
 import sys
@@ -15,7 +15,7 @@ class RunFailed(Exception):
 
 def out_of_memory(error):
     """Whether `error` means that memory ran out. The allocators of the CPU and of MPS raise a plain
-    RuntimeError, which only its text tells apart."""
+    RuntimeError, which only its text identifies."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     texts = ("can't allocate memory", "out of memory")
@@ -25,7 +25,7 @@ def out_of_memory(error):
 def explain(error):
     """One line on what `error` means and what to do next, or None if the program is at fault.
 
-    Rank 0 reports it at the end of the run. Another rank prints at once, to stderr, what only it knows.
+    Rank 0 reports it when the run ends. Other ranks print it to stderr now, unless all raise it.
     """
     last_line = (str(error).strip().splitlines() or [""])[-1]
     resume = "the same command resumes from the newest checkpoint"
@@ -35,8 +35,8 @@ def explain(error):
     elif out_of_memory(error):
         why = "out of memory outside the forward and backward pass; try a smaller --n_embd"
     elif "index out of range in self" in last_line or "device-side assert" in str(error):
-        why = "a token id outside the model's vocabulary; expected every text to have that of the first"
-    elif isinstance(error, ConnectionError):  # only workers are connected to
+        why = "a token id outside the model's vocabulary; expected ids below vocab_size"
+    elif isinstance(error, ConnectionError):  # the only connections are to workers
         why = f"a DataLoader worker is gone ({last_line}); {resume}"
     elif isinstance(error, OSError) or "DataLoader worker (pid" in last_line:
         why = f"{last_line}; once that is fixed, {resume}"

@@ -1,4 +1,4 @@
-"""Atomic writes: after a crash or a power cut a file is the old or the new one, never a part."""
+"""Atomic writes: after a crash or power cut, a file is the old or the new one, never a part."""
 
 import contextlib
 import errno
@@ -7,7 +7,7 @@ import math
 import os
 from pathlib import Path
 
-# What a system answers that cannot fsync a folder: EACCES on Windows, the others on some networks.
+# Errors where a folder cannot be fsynced: EACCES on Windows, the others on some network disks.
 NO_FOLDER_FSYNC = (errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
@@ -16,7 +16,7 @@ def replacing(path, suffix=".tmp"):
     """Yields a temporary path beside `path`, which the caller writes. It is then fsynced and replaces
     `path`; on any error it is removed, and `path` stays as it was.
 
-    suffix: of the temporary. Processes that may write the same file at once need one each.
+    suffix: of the temporary. Processes that may write one file at once need different suffixes.
     """
     path = Path(path)
     temporary = path.with_name(path.name + suffix)
@@ -31,7 +31,7 @@ def replacing(path, suffix=".tmp"):
 
 
 def fsync(path):
-    """Flush a file to the disk, or the names in a folder, where the system can do that."""
+    """Flush a file to the disk, or the names in a folder if the system can do that."""
     is_folder = os.path.isdir(path)
     try:
         # Windows flushes only what is open for writing
@@ -46,14 +46,14 @@ def fsync(path):
 
 
 def write_json(path, value):
-    """Replace `path` by `value` as JSON: non-finite floats as null, unknown types by their repr."""
+    """Replace `path` by `value` as JSON: non-finite floats as null, other types by their repr."""
     text = json.dumps(clean(value), indent=1, allow_nan=False, default=repr)
     with replacing(path) as temporary:
         temporary.write_bytes(text.encode() + b"\n")
 
 
 def clean(value):
-    """`value` with None for each float that is not finite: JSON has no NaN."""
+    """`value` with None for each float that is not finite (JSON has no NaN), and keys as str."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
@@ -62,7 +62,7 @@ def clean(value):
 
 
 def read_json(path):
-    """The dict in the file `path`, or {} where there is no readable one."""
+    """The dict in the JSON file `path`, or {} if there is none that can be read."""
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What makes a run this run: what a resume refuses, what costs exactness, and what is free to change."""
+"""The identity of a run: what a resume refuses, what costs exactness, what is free to change."""
 
 import sys
 from hashlib import sha256
@@ -22,20 +22,20 @@ INEXACT = (
     "torch device matmul_bits compile deterministic threads world_size batch_size accum_steps shard offload "
     "code"
 ).split()
-# These change no bit of a step: a run that is finished stays finished if they differ. Every other knob
-# (peak_lr, weight_decay, ...) may change on a resume too, and is printed.
+# These change no bit of a step, except through plateau_factor or a rollback: a finished run stays
+# finished if they differ. All other knobs (peak_lr, weight_decay, ...) may change on a resume too.
 FREE = (
     "out_dir data_dir max_steps patience min_delta num_workers prefetch_factor hang_minutes "
     "log_interval eval_interval eval_tokens sample_interval save_interval save_minutes keep_last "
     "milestone_interval report audit_interval wandb_log wandb_project wandb_run_name "
     "dollars_per_hour resume offline_dataset"
 ).split()
-# What the run resolved from "auto" or 0, and keeps on a resume unless the command changes it.
+# Resolved from "auto", 0, max_steps or the ranks, and kept on a resume unless the command differs.
 RESOLVED = "dtype compile warmup_steps decay_steps batch_size accum_steps".split()
 
 
 def identity_of(knobs, data, device):
-    """Kept in every checkpoint as `run`. knobs: globals of train.py. data: name and fingerprint."""
+    """What a checkpoint keeps as `run`. knobs: globals of train.py. data: name and fingerprint."""
     known = {key: knobs[key] for key in (*REFUSED, *INEXACT, *RESOLVED) if key in knobs}
     return known | {
         "global_batch": knobs["batch_size"] * knobs["accum_steps"] * world_size(),
@@ -51,7 +51,7 @@ def identity_of(knobs, data, device):
 
 
 def code_hashes():
-    """{path: SHA-256} of every file of the repository that this process has loaded."""
+    """{path: SHA-256} of every .py file of the repository that this process has loaded."""
     hashes = {}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None) or ""
@@ -59,11 +59,11 @@ def code_hashes():
             path = Path(file).resolve()
             if path.is_relative_to(REPO) and path.is_file():
                 hashes[path.relative_to(REPO).as_posix()] = sha256(path.read_bytes()).hexdigest()
-    return {name: hashes[name] for name in sorted(hashes) if name[0] != "."}  # not of a .venv
+    return {name: hashes[name] for name in sorted(hashes) if name[0] != "."}  # not .venv/
 
 
 def changes(then, now):
-    """{key: [then, now]} of two identities. Of code, the files that both have loaded are compared."""
+    """{key: [then, now]} where two identities differ. Code: only files that both have loaded."""
     changed = {key: [then.get(key), now[key]] for key in now if then.get(key) != now[key]}
     if "code" in changed:
         before, after = changed.pop("code")
@@ -74,14 +74,14 @@ def changes(then, now):
 
 
 def inexact(then, now):
-    """{key: [then, now]} of what costs a resume its exactness."""
+    """{key: [then, now]} of the differences that make a resume inexact."""
     return {key: pair for key, pair in changes(then, now).items() if key in INEXACT}
 
 
 def resolve_auto_knobs(knobs, config, saved, device):
-    """Resolve every auto knob but compile: from the checkpoint `saved` on a resume, else from the hardware.
+    """Set the RESOLVED knobs: on a resume as in the checkpoint `saved`, else by hardware and knobs.
 
-    knobs: the globals of train.py, which are set. Returns {knob: reason}.
+    A new run's `compile` is left to choose_compile(). knobs: globals of train.py. Returns reasons.
     """
     reasons = {}
     if saved:
@@ -100,7 +100,7 @@ def resolve_auto_knobs(knobs, config, saved, device):
 
 
 def split_global_batch(then, batch_size):
-    """(batch_size, accum_steps) that keep the global batch of a run at today's number of ranks."""
+    """(batch_size, accum_steps) that keep a run's global batch with today's number of ranks."""
     rows, rest = divmod(then["global_batch"], world_size())
     if rest:
         fail(
@@ -112,7 +112,7 @@ def split_global_batch(then, batch_size):
 
 
 def refuse_another_run(run, saved):
-    """Exits with 2 if to resume from `saved` would be another run, and says what differs."""
+    """Exits with 2, and says what differs, if `saved` is a checkpoint of another run than `run`."""
     fresh_out_dir = from_rank0(run.folder.fresh_out_dir)
     then = saved["run"]
     now = run.facts["run"]
@@ -135,7 +135,7 @@ def refuse_another_run(run, saved):
 
 
 def changed_knobs(then, now):
-    """{knob: [then, now]} of two configs, as they were typed; the folders left out."""
+    """{knob: [then, now]} where two configs differ as typed, except for folders and `resume`."""
     return {
         key: [then[key], now[key]]
         for key in now

@@ -1,16 +1,16 @@
 """
-The knobs of a script, as its source declares them; a change there is a change of --help as well.
+The knobs of a script, read from its source, so that --help is always up to date.
 
 A knob is a lower-case name that the script sets to a plain str, int, float or bool above its first
-function. The type of that default is the type of the knob, in a file as in a flag:
+function or class. The type of the default is the type of the knob, in config files and flags:
     int      12, 1_000, or a float that is a whole number (1e3 is 1000)
-    float    any number, nan and inf included: an interval refuses those
+    float    any number, including nan and inf unless an interval excludes them
     bool     true/false/yes/no/1/0 in any case; the AUTO_OR_BOOL knobs also take auto
     *_dir    a path; empty only where the default is
-The comment beside a knob is its help. It continues in the lines directly below that begin with `#` and
-two spaces. Full-line comments above a run of knobs are the heading of the run.
-A comment may say which values are allowed, and then no other is taken: an interval such as [1, inf)
-or (0, 1] (a square bracket includes its end), or for a str all the choices, such as cosine | linear.
+The comment beside a knob is its help. It continues in the lines directly below that begin with `#`
+and two spaces. Full-line comments above a group of knobs are the heading of the group.
+A comment may give the allowed values, and others are then refused: an interval such as [1, inf) or
+(0, 1] (a square bracket includes its end), or for a str all the choices, such as cosine | linear.
 """
 
 import ast
@@ -27,7 +27,7 @@ CHOICES = re.compile(r"\w+(?: \| \w+)+")
 
 
 def read_knobs(path):
-    """{name: (default, comment, heading)} of the knobs in the script at `path`, in their order."""
+    """{name: (default, comment, heading)} of the knobs in the script at `path`, in order."""
     source = Path(path).read_text(encoding="utf-8")
     lines = source.splitlines()
     knobs = {}
@@ -60,7 +60,7 @@ def read_knobs(path):
 
 
 def convert(name, value, default, comment, is_text):
-    """`value` (is_text: of a flag) as `default`'s type. A ValueError says what is expected instead."""
+    """`value` as `default`'s type. is_text: of a flag. Raises ValueError with what is expected."""
     if isinstance(default, bool) or name in AUTO_OR_BOOL:
         word = str(value).lower()
         if word == "auto" and name in AUTO_OR_BOOL:
@@ -90,7 +90,7 @@ def convert(name, value, default, comment, is_text):
         opening, low, high, closing = interval.groups()
         above = number >= float(low) if opening == "[" else number > float(low)
         below = number <= float(high) if closing == "]" else number < float(high)
-        if not (above and below):  # a NaN is neither
+        if not (above and below):  # NaN is neither
             raise ValueError(f"{'an int' if is_int else 'a number'} in {interval[0]}")
     return int(number) if is_int else number
 
@@ -100,7 +100,7 @@ def show(value):
 
 
 def print_help(script, docstring, knobs, takes_names):
-    """Everything comes from the script's source, so it cannot go stale."""
+    """Print the help of a script: the start of its docstring, its usage and its knobs."""
     flags = ("NAME ... " if takes_names else "") + "[config/FILE.py ...] [--key=value ...]"
     lines = [docstring.strip().split("\n\n")[0], f"\nusage: python {script} {flags}"]
     written = {name: f"  --{name}={show(default)}  " for name, (default, _, _) in knobs.items()}
@@ -114,5 +114,5 @@ def print_help(script, docstring, knobs, takes_names):
         lines.append(textwrap.fill(comment, 100, **looks) or written[name].rstrip())
     try:
         print("\n".join(lines), flush=True)
-    except BrokenPipeError:  # `--help | head`; or Python would try again, and complain, at its exit
+    except BrokenPipeError:  # `--help | head`: else Python flushes again at exit, and complains
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The memory of a training step, by arithmetic, before the first one is taken."""
+"""Estimate the memory of a training step by arithmetic, before the first step."""
 
 import torch
 
@@ -6,13 +6,13 @@ from plumbing.ranks import local, sharded
 
 
 def training_memory(model, optimizers, micro_batch, dtype, device_type, world_size=1):
-    """Bytes of tensors that an uncompiled step holds at its peak on this device, by kind: weights,
-    gradients, optimizer, activations, and of a sharded model gathered; None for a kind that cannot be
-    told.
+    """Bytes of tensors that an uncompiled step holds on this device at its peak, by kind: weights,
+    gradients, optimizer, activations and, for a sharded model, gathered. None for an unknown kind.
 
-    micro_batch: sequences. dtype: "float32", or that of autocast. AdamW comes to 16 bytes a parameter,
-    SGD with momentum to 12, plain SGD to 8; sharded, this rank's part counts. Gradients and activations
-    overlap in full only where gradients accumulate.
+    micro_batch: sequences. dtype: "float32", or that of autocast. Without activations, AdamW needs
+    16 bytes a parameter, SGD with momentum 12, plain SGD 8; if sharded, this rank's part counts.
+    All gradients and all activations are held at once only if gradients accumulate over several
+    micro-batches.
     """
     weights = on_device(model.parameters(), device_type)
     gradients = sum(weight.nbytes for weight in weights if weight.requires_grad)
@@ -21,7 +21,7 @@ def training_memory(model, optimizers, micro_batch, dtype, device_type, world_si
     if hasattr(model, "activation_memory"):
         activations = model.activation_memory(micro_batch, dtype, device_type)
         if world_size > 1 and not sharded(model):
-            # activations are gone when ranks sum their gradients in one flat buffer
+            # once activations are freed, ranks sum gradients in a flat buffer as large as them all
             activations = max(activations, gradients)
     needs = {
         "weights": sum(weight.nbytes for weight in weights),
@@ -35,13 +35,13 @@ def training_memory(model, optimizers, micro_batch, dtype, device_type, world_si
 
 
 def on_device(weights, device_type):
-    """This rank's part of each, but for those that are offloaded to the host's memory."""
+    """This rank's part of each weight, without those that are offloaded to host memory."""
     parts = [local(weight) for weight in weights]
     return [part for part in parts if device_type == "cpu" or not part.is_cpu]
 
 
 def moment_memory(optimizer, device_type):
-    """Bytes that an optimizer keeps for its weights: so many `moments` of their size; None if unknown."""
+    """Bytes of an optimizer's moments, which are as large as its weights; None if unknown."""
     moments = {
         torch.optim.SGD: bool(optimizer.param_groups[0].get("momentum")),
         torch.optim.Adam: 2,
@@ -55,12 +55,12 @@ def moment_memory(optimizer, device_type):
 
 
 def gathered_memory(model, dtype):
-    """Bytes that a rank of a sharded model (FSDP2) holds for a time beside its share: within a quarter
-    of a step's peak, by measurement on two CPU ranks.
+    """Bytes that a rank of a sharded model (FSDP2) holds temporarily besides its shard. With them,
+    the estimated peak of a step was within a quarter of the measured one, on two CPU ranks.
 
-    What is in no block is whole throughout, in float32, and at the end its gradients are too. Of the
-    blocks, one has its weights and gradients whole, which are summed in float32, and the next one its
-    weights.
+    Weights outside the blocks stay gathered in float32, and at the end so do their gradients. One
+    block at a time has its weights and gradients gathered, the latter also summed in float32, and
+    the next block its weights.
     """
     blocks = [sum(w.numel() for w in block.parameters()) for block in getattr(model, "blocks", [])]
     rest = sum(weight.numel() for weight in model.parameters()) - sum(blocks)

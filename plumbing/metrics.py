@@ -11,8 +11,8 @@ from plumbing import devices
 
 
 def finish_rows(steps, clock, run):
-    """Rows of kind "train" of `steps`, [(fields, {name: device scalar}), ...]: all since the clock's
-    last lap, so evaluation and saving are excluded. The host waits for the device here."""
+    """Rows of kind "train" for `steps`, [(fields, {name: device scalar}), ...]: all since the last
+    lap of the clock, so times exclude evaluation and saving. The host waits for the device here."""
     scalars = [value for _, numbers in steps for value in numbers.values()]
     values = iter(torch.stack([value.detach().float() for value in scalars]).tolist())
     rows = [fields | {name: next(values) for name in numbers} for fields, numbers in steps]
@@ -30,12 +30,12 @@ def finish_rows(steps, clock, run):
 
 
 def flops_per_token(model):
-    """FLOPs to train on one token, or NaN where the model does not tell."""
+    """FLOPs to train on one token, or NaN if the model has no such method."""
     return model.flops_per_token() if hasattr(model, "flops_per_token") else math.nan
 
 
 class Clock:
-    """Every second since the process began belongs to one kind: lap(kind) counts all since the last."""
+    """Adds up seconds by kind: lap(kind) counts the time since the previous lap, or the start."""
 
     def __init__(self, since_process_start=True):
         self.last = time.perf_counter() - (process_age() if since_process_start else 0.0)
@@ -50,7 +50,7 @@ class Clock:
 
 
 def process_age():
-    """Seconds since this process began, imports included; 0 where the system does not tell."""
+    """Seconds since this process began, imports included; 0 if the system does not say."""
     try:
         started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")

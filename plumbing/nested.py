@@ -1,4 +1,4 @@
-"""Dicts, lists and tuples of tensors and plain values, nested at will: walked through, and copied."""
+"""Walk through, map and copy nested dicts, lists and tuples of tensors and plain values."""
 
 import copy
 
@@ -6,7 +6,7 @@ import torch
 
 
 def leaves(value, path=()):
-    """(path, leaf) of all that is no dict, list or tuple. path: the keys that lead there, a tuple."""
+    """Yields (path, leaf) for all that is not a dict, list or tuple. path: a tuple of its keys."""
     if isinstance(value, dict | list | tuple):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from leaves(item, (*path, key))
@@ -19,11 +19,11 @@ def tensors(value):
 
 
 def mapped(function, value, path=()):
-    """`value` with function(leaf, path) in the place of each leaf. Containers keep their types."""
+    """`value` with each leaf replaced by function(leaf, path). Containers keep their types."""
     if isinstance(value, dict):
         items = {key: mapped(function, item, (*path, key)) for key, item in value.items()}
         new = copy.copy(value)
-        dict.update(new, items)  # not that of a Counter, which adds
+        dict.update(new, items)  # Counter.update would add
         return new
     if isinstance(value, list | tuple):
         return type(value)(mapped(function, item, (*path, n)) for n, item in enumerate(value))
@@ -31,7 +31,7 @@ def mapped(function, value, path=()):
 
 
 def clone(value):
-    """A copy that shares nothing with `value`; on the same devices."""
+    """A detached copy that shares no memory with `value`, on the same devices."""
 
     def copied(leaf, path):
         return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)

@@ -1,4 +1,4 @@
-"""The peak of a device, in FLOP/s, for MFU: from the maker's datasheet, or else measured."""
+"""The peak FLOP/s of a device, for MFU: from the maker's datasheet, or else measured."""
 
 import time
 
@@ -6,9 +6,9 @@ import torch
 
 from plumbing.devices import device_name
 
-# Peak FLOP/s of dense matrix products by the makers' datasheets: bfloat16, float16, float32 (the plain
-# rate, not TF32's). Names are whole, without "NVIDIA ": by a part of its name an RTX A1000 would get the
-# peak of an A100, and a MIG slice that of the whole GPU. What is not here is measured.
+# Peak FLOP/s of dense matrix products from the makers' datasheets: bfloat16, float16, float32 (not
+# TF32). Names are complete, without "NVIDIA ": if a part sufficed, an RTX A1000 would get the peak
+# of an A100, and a MIG slice that of the whole GPU. Other devices are measured.
 PEAKS = {
     ("B200",): (2250e12, 2250e12, 75e12),
     ("H200", "H100 80GB HBM3"): (989e12, 989e12, 67e12),
@@ -26,19 +26,19 @@ PEAKS = {
 
 
 def peak_flops(device, dtype):
-    """(FLOP/s or None, source) for MFU: by the datasheet, or else by a measured matrix product."""
+    """(FLOP/s or None, source) for MFU: from the datasheet, or from a measured matrix product."""
     known = datasheet_peak(device_name(device), dtype) if device.type == "cuda" else None
     if known:
         return known, f"datasheet of the {device_name(device)}"
     try:
         rate, size = matmul_rate(device, getattr(torch, dtype))
     except RuntimeError:
-        return None, "unknown: this device would not multiply two matrices"
+        return None, "unknown: a matrix product fails on this device"
     return rate, f"measured, {size}-cubed matrix product"
 
 
 def datasheet_peak(gpu, dtype):
-    """FLOP/s of a GPU with exactly this name, or None where PEAKS does not know it."""
+    """FLOP/s of the GPU with exactly this name, or None if PEAKS does not list it."""
     for names, row in PEAKS.items():
         if gpu.removeprefix("NVIDIA ") in names:
             return dict(zip(("bfloat16", "float16", "float32"), row, strict=True))[dtype]
@@ -48,10 +48,10 @@ def datasheet_peak(gpu, dtype):
 def matmul_rate(device, dtype, sizes=None):
     """(FLOP/s, size) of the fastest square matrix product here. dtype: a torch.dtype.
 
-    sizes: to try, from small to large. By default they grow, up to 2048 on a CPU and 8192 elsewhere,
-    only while a product is expected to take less than 0.1 s, so that the measurement ends within a
-    second also where dtype is emulated. Of each size the shortest time counts: whatever disturbs a
-    timing makes it longer.
+    sizes: to try, from small to large. By default they double from 256 up to 2048 on a CPU and 8192
+    elsewhere, while the next product should take less than 0.1 s: the measurement ends within a
+    second even if dtype is emulated. Of each size the shortest time counts, because disturbances
+    only make a product slower.
     """
     growing = sizes is None
     sizes = sizes or (256, 512, 1024, 2048, 4096, 8192)[: 4 if device.type == "cpu" else 6]
@@ -68,7 +68,7 @@ def matmul_rate(device, dtype, sizes=None):
         best = max(best, (2 * size**3 / min(times), size))
         if growing and 8 * min(times) > 0.1:  # twice the size is eight times the work
             break
-    if device.type == "cuda":  # the matrices are no part of the run's memory
+    if device.type == "cuda":  # the run's memory must not include the matrices
         del a, out
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,6 +1,6 @@
 """Several processes, one for each device: joining and leaving, agreements, sums, sharded models.
 
-With a single process every function here returns at once, so that callers never ask which it is.
+With a single process these functions do not communicate, so callers need no special case for it.
 """
 
 import contextlib
@@ -13,17 +13,17 @@ import torch.distributed as dist
 
 from plumbing.configurator import fail
 
-_store = None  # where the ranks of this process's group keep what all may read
-_begun = 0  # collectives that this rank has begun in that group
+_store = None  # key-value store that the ranks of the process group share
+_begun = 0  # collectives that this rank has begun in the group
 
 
 @contextlib.contextmanager
 def joined(device, hang_minutes, shard=False, offload=False):
-    """Within it, the processes that torchrun started are one group; one process alone needs none.
+    """A context in which torchrun's processes form a group. Without torchrun there is none.
 
-    Tensors on a GPU travel through NCCL, those on the CPU through gloo. A rank that waits for another
-    one gives up after hang_minutes, and names it. Exits with 2 where there are no ranks to `shard` a
-    model over, or no shards to `offload`.
+    Tensors on a GPU go through NCCL, those on the CPU through gloo. A rank that waits for another
+    gives up after hang_minutes, and names it. Exits with 2 if `shard` is set without torchrun, or
+    `offload` without `shard`.
     """
     global _store, _begun
     if shard and "WORLD_SIZE" not in os.environ:
@@ -44,14 +44,14 @@ def joined(device, hang_minutes, shard=False, offload=False):
     )
     try:
         first = torch.ones(1, device=device)
-        sum_over_ranks([first])  # NCCL connects in it: its time, and any fault, belong to the start
+        sum_over_ranks([first])  # NCCL connects here: its time and its errors belong to the start
         first.item()  # waits for the device
         yield
     finally:
         _store = None
         # After a failure the GPU may wait in a sum for a rank that is gone, and destroying the group
         # would wait for that sum. Python's exit aborts the group instead (~ProcessGroupNCCL).
-        with contextlib.suppress(RuntimeError):  # an error of the GPU, reported before
+        with contextlib.suppress(RuntimeError):  # a GPU error, already reported
             if device.type != "cuda" or torch.cuda.current_stream(device).query():
                 dist.destroy_process_group()
 
@@ -68,9 +68,9 @@ def rendezvous():
         )
     store, number, count = next(dist.rendezvous("env://"))
     if one_node:
-        # torchrun's store outlives --max-restarts; without a prefix for each attempt, new ranks
-        # would find the addresses of dead ones in it. On several nodes no prefix helps: each agent
-        # counts its own attempts, and keeps the address of the first store (pytorch#135712).
+        # torchrun's store outlives a restart: without a prefix for each attempt, new ranks would
+        # find the addresses of dead ones in it. On several nodes no prefix helps: each agent counts
+        # its own attempts, and keeps the address of the first store (pytorch#135712).
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt_{attempt}", store)
     return store, number, count
@@ -85,14 +85,14 @@ def world_size():
 
 
 def share(first, count):
-    """(first, count) of this rank's part of `count` consecutive sequences from `first` on."""
+    """(first, count) of this rank's part of the `count` sequences that begin with `first`."""
     begin = count * rank() // world_size()
     end = count * (rank() + 1) // world_size()
     return first + begin, end - begin
 
 
 def say(*words):
-    """Prints on rank 0 only: one log for all ranks."""
+    """Print on rank 0 only, so that all ranks have one log."""
     if rank() == 0:
         print(*words, flush=True)
 
@@ -103,8 +103,8 @@ def collective():
     if not dist.is_initialized():
         return False
     _begun += 1
-    with contextlib.suppress(RuntimeError):  # the store is gone, and soon the run
-        _store.set(f"collectives_{rank()}", str(_begun))  # 5 us: it waits for no answer
+    with contextlib.suppress(RuntimeError):  # the store is gone; the run will fail soon
+        _store.set(f"collectives_{rank()}", str(_begun))  # 5 us: it does not wait for an answer
     return True
 
 
@@ -118,7 +118,7 @@ def stragglers():
 
 
 def agree(*flags):
-    """The largest of each flag over all ranks. It travels on the CPU: the device is never waited for."""
+    """The largest of each flag over all ranks. Uses CPU tensors: never waits for the device."""
     if collective():
         flags = torch.tensor(flags)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
@@ -127,7 +127,7 @@ def agree(*flags):
 
 
 def from_rank0(function, *args):
-    """What function(*args) returns on rank 0, on every rank; where it raises, every rank raises."""
+    """Call function(*args) on rank 0 only. Every rank returns its result, or raises its error."""
     result = None
     if rank() == 0:
         try:
@@ -150,10 +150,10 @@ def from_all_ranks(value):
 
 @torch.no_grad()
 def sum_over_ranks(tensors):
-    """Sums each tensor over the ranks, in place, in one message for each dtype and device.
+    """Sum each tensor over the ranks, in place, with one all-reduce for each dtype and device.
 
-    One flat buffer in a fixed order keeps a resumed run bit-exact at any number of ranks. DDP's
-    buckets, rebuilt after its first step, do not from three ranks on.
+    One flat buffer in a fixed order keeps a resumed run bit-exact with any number of ranks. DDP's
+    buckets, which it rebuilds after its first step, do not with three ranks or more.
     """
     if world_size() == 1:
         return
@@ -169,7 +169,7 @@ def sum_over_ranks(tensors):
 def replicas_differ(tensors):
     """The names in `tensors`, {name: tensor}, whose bits are not the same on every rank.
 
-    Not for sharded models, whose ranks hold different parts. It waits for the device.
+    Not for sharded models, whose ranks hold different parts. The host waits for the device here.
     """
     if world_size() == 1:
         return []
@@ -178,7 +178,7 @@ def replicas_differ(tensors):
 
 
 def checksum(tensor):
-    """CRC-32 of the tensor's bits: any one bit changes it."""
+    """CRC-32 of the tensor's bits: flipping any one bit changes it."""
     return zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
 
 
@@ -186,12 +186,12 @@ def checksum(tensor):
 
 
 def shard(model, device, dtype, offload):
-    """`model`, an nn.Module on the CPU, with each weight spread over the ranks by rows (FSDP2).
+    """Shard each weight of `model`, an nn.Module on the CPU, over the ranks by rows (FSDP2).
 
-    Where it has `blocks`, the weights of each are gathered just before it computes, in the forward and
-    again in the backward pass. They travel in `dtype` (its name) where all are matrices, which
-    autocast would round anyway; a LayerNorm's gain must stay float32. Gradients add up in float32.
-    offload: weights, gradients and moments stay in the host's memory.
+    If it has `blocks`, the weights of each are gathered just before it computes, in the forward and
+    again in the backward pass. They are sent in `dtype` (its name) if all of them are matrices,
+    which autocast would round anyway; a LayerNorm's gain must stay float32. Gradients are summed in
+    float32. offload: weights, gradients and moments stay in host memory.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -202,7 +202,7 @@ def shard(model, device, dtype, offload):
     low = MixedPrecisionPolicy(
         param_dtype=getattr(torch, dtype),
         reduce_dtype=torch.float32,
-        cast_forward_inputs=False,  # or rotary tables, which come in as float32, would be rounded
+        cast_forward_inputs=False,  # or float32 rotary tables, which are inputs, would be rounded
     )
     blocks = list(getattr(model, "blocks", []))
     for block in blocks:
@@ -222,27 +222,27 @@ def sharded(model):
 
 
 def local(tensor):
-    """This rank's part of a sharded tensor, sharing its memory; any other tensor as it is."""
+    """This rank's part of a sharded tensor, sharing its memory; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def whole(tensor):
-    """All of a sharded tensor; any other as it is. All ranks call it together."""
+    """All of a sharded tensor; any other tensor unchanged. All ranks call it together."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @torch.no_grad()
 def shard_like(weight, value):
-    """`value`, which every rank has whole, sharded as `weight` is, if it has the shape of one.
+    """`value`, complete on every rank, sharded like `weight` if their shapes agree, else unchanged.
 
-    Only this rank's rows move to where `weight` keeps its own. (distribute_tensor would move all of
-    `value` to the GPU first, also where the weights are offloaded.)
+    Only this rank's rows are copied, to the device that holds its part of `weight`.
+    (distribute_tensor would first copy all of `value` to the GPU, even with offloaded weights.)
     """
     to_shard = hasattr(weight, "to_local") and not hasattr(value, "to_local")
     if not to_shard or getattr(value, "shape", None) != weight.shape:
         return value
     result = torch.empty_like(weight, dtype=value.dtype)
-    parts = value.chunk(world_size())  # by rows, as FSDP2 spreads them: the last may be shorter
+    parts = value.chunk(world_size())  # by rows, as FSDP2 shards: the last may be shorter
     if rank() < len(parts):
         local(result).copy_(parts[rank()])
     return result

@@ -1,4 +1,4 @@
-"""Which checkpoint a run starts from, by --resume and by what its folder holds."""
+"""Choose the checkpoint that a run starts from, by --resume and the content of its folder."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def find_checkpoint(folder, resume):
     """Path of the checkpoint to start from, or None for a new run. Rank 0 only.
 
     folder: a RunFolder, which is locked if it holds a run. resume: "auto", "never" or a path. Exits
-    with 2 if the two do not fit together, or no checkpoint can be read.
+    with 2 if the two contradict each other, or no checkpoint can be read.
     """
     path = None
     try:
@@ -24,7 +24,7 @@ def find_checkpoint(folder, resume):
                     f"--resume=never, and {folder.path} holds a run; write {folder.fresh_out_dir()}"
                 )
             path = checkpoints.newest_valid(folder.path)
-            # with none of these it was stopped before its first save: nothing is lost
+            # with neither of these, it stopped before its first save: nothing is lost
             if not path and (folder.holds_steps() or any(folder.path.glob("*.corrupt"))):
                 fail(
                     f"{folder.path} holds a run, but no checkpoint that can be read; to start again "
@@ -39,16 +39,16 @@ def find_checkpoint(folder, resume):
                 f"{shown(path)} was written by an older train.py (commit {commit or 'unknown'}), which "
                 f"counted batches; check out that commit to resume it, or {other}"
             )
-    except OSError as error:  # in reading: not damage, so nothing is renamed
+    except OSError as error:  # of a read: not damage, so nothing is renamed
         place = shown(error.filename or folder.path)
-        fail(f"{place} cannot be read ({error.strerror}); it may be whole, and stays as it is")
+        fail(f"{place} cannot be read ({error.strerror}); it may be undamaged: it stays as it is")
     return path
 
 
 def checkpoint_asked_for(folder, newest, asked):
-    """The path to start from for --resume=asked: `asked`, or `newest` of a run that began from it.
+    """The path for --resume=asked: `asked`, or `newest` if the run in `folder` began from `asked`.
 
-    newest: the newest checkpoint in `folder`, or None. Exits with 2 for a path that fits neither.
+    newest: the newest checkpoint in `folder`, or None. Exits with 2 if neither applies.
     """
     began_from = newest and checkpoints.load(newest, verify=False)["run"].get("began_from")
     if began_from == str(asked.resolve()):
@@ -68,7 +68,7 @@ def checkpoint_asked_for(folder, newest, asked):
 
 
 def continue_from(run, path, saved):
-    """Exits with 2 unless `run` continues that of the checkpoint; takes over its micro-batches."""
+    """Exits with 2 if `saved` is of another run. Keeps its micro-batches if batch_size is equal."""
     identity.refuse_another_run(run, saved)
     then = saved["run"]
     now = run.facts["run"]
@@ -79,9 +79,9 @@ def continue_from(run, path, saved):
 
 
 def is_finished(folder, path, saved, config):
-    """Whether the run has no step left to take, which is then printed.
+    """Whether the run has no step left to take. If so, prints what to type to train longer.
 
-    Exits with 2 if the command asks for anything else than the run that is finished.
+    Exits with 2 if the command asks for anything other than the finished run.
     """
     state = saved["state"]
     step = state["step"]

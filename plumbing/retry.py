@@ -1,4 +1,4 @@
-"""Out of memory: the same batch again, in smaller micro-batches. The ranks agree on how a pass went."""
+"""Out of memory: retry the batch in smaller micro-batches, on all ranks if on one."""
 
 import torch
 
@@ -9,14 +9,14 @@ from plumbing.skipping import Buffers
 
 
 def retry_on_oom(run, compute, key="micro_batch"):
-    """Returns compute(); where memory runs out on any rank, halves run.state[key] and starts again.
+    """Return compute(). If memory runs out on any rank, halve run.state[key] and try again.
 
-    compute reads run.state[key] anew on each call, and may change nothing but gradients, torch's random
-    state and buffers: those are put back before another try. It holds no collective operation (sharded
-    models aside, which are never tried again). Raises RunFailed where a smaller micro-batch cannot help.
+    compute reads run.state[key] on each call, and may change only gradients, torch's random state
+    and buffers, which are reset before another try. It has no collective operation, except for a
+    sharded model, which is not tried again. Raises RunFailed if a smaller micro-batch cannot help.
 
-    Where a weight has a gradient on another rank but not here, because no row of this rank used it, it
-    has one of zeros afterwards: the ranks must sum the same tensors.
+    A weight that got a gradient on another rank but not here, because no row of this rank used it,
+    gets a gradient of zeros: the ranks must sum the same tensors.
     """
     state = run.state
     while True:
@@ -28,13 +28,13 @@ def retry_on_oom(run, compute, key="micro_batch"):
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
-            if sharded(run.model):  # the other ranks wait in the middle of their pass
+            if sharded(run.model):  # the other ranks wait in mid-pass
                 raise RunFailed(
                     "out of memory; with --shard=true try a smaller --batch_size with a "
                     "larger --accum_steps, --grad_checkpoint=true, --offload=true"
                 ) from error
         used = [weight.grad is not None for weight in run.model.parameters()]
-        failed, *used = agree(result is None, *used)  # one message for both
+        failed, *used = agree(result is None, *used)  # one collective for both
         if not failed:
             for weight, anywhere in zip(run.model.parameters(), used, strict=True):
                 if anywhere and weight.grad is None:
@@ -45,7 +45,7 @@ def retry_on_oom(run, compute, key="micro_batch"):
                 "out of memory with a single sequence in a micro-batch; try "
                 "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
             )
-        result = None  # of a rank that had enough memory
+        result = None  # frees that of a rank that had enough memory
         run.model.zero_grad(set_to_none=True)
         set_torch_rng_state(rng, run.device)
         buffers.put_back()
@@ -56,15 +56,15 @@ def retry_on_oom(run, compute, key="micro_batch"):
 
 
 def rehearse(run, forward_backward, batch, compile):
-    """One forward_backward(model, run, *batch) that changes nothing, before the first step: it compiles,
-    and finds out whether the batch fits. Returns the model to train with, compiled or not.
+    """Call forward_backward(model, run, *batch) once before the first step, to compile and to find
+    a micro-batch that fits. Weights and buffers do not change. Returns the model, compiled or not.
 
-    Where torch.compile fails, the run continues in eager mode, and a `compile_failed` event says why.
+    If torch.compile fails, a single process records `compile_failed` and runs eager; ranks fail.
     """
     buffers = Buffers(run.model)
     model = run.model
     if compile:
-        from torch._inductor import config as inductor  # not sooner: it takes most of a second
+        from torch._inductor import config as inductor  # only here: it takes most of a second
 
         inductor.deterministic = torch.are_deterministic_algorithms_enabled()  # no choice by timing
         model = torch.compile(model, dynamic=False)
@@ -73,8 +73,8 @@ def rehearse(run, forward_backward, batch, compile):
     except Exception as error:
         if not compile or isinstance(error, RunFailed):
             raise
-        reason = " ".join(str(error).split())[:200]  # the first line alone says nothing
-        if world_size() > 1:  # another rank may have compiled: they must do the same
+        reason = " ".join(str(error).split())[:200]  # its first line says too little
+        if world_size() > 1:  # others may have compiled, and all must do the same
             raise RunFailed(f"torch.compile failed ({reason}); write --compile=false") from error
         run.folder.event(run.state["step"], "compile_failed", error=reason)
         model = rehearse(run, forward_backward, batch, compile=False)

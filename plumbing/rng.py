@@ -7,20 +7,20 @@ import torch
 
 
 def seed_everything(seed):
-    """Python, NumPy, and torch on every device: CUDA takes it when something else initializes it."""
+    """Seed Python, NumPy, and torch on every device (CUDA as soon as it is initialized)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def torch_rng_state(device):
-    """torch's state on the CPU and on `device`: {"torch": uint8 tensor, "device": the same or None}."""
+    """torch's state: {"torch": uint8 tensor for the CPU, "device": for an accelerator, or None}."""
     on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
     return {"torch": torch.get_rng_state(), "device": on_device}
 
 
 def set_torch_rng_state(rng, device):
-    """A state of another kind of device is left out."""
+    """Set torch's state; that of an accelerator only if both `rng` and `device` have one."""
     torch.set_rng_state(rng["torch"])
     if rng["device"] is not None and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(rng["device"])

@@ -27,7 +27,7 @@ MOST_WAITING = 10_000  # rows that wait in memory while metrics.jsonl cannot be 
 
 
 class RunFolder(ExitStack):
-    """out/NAME. At the end of its `with` it waits for the process of wandb, then gives back the lock.
+    """out/NAME. At the end of its `with` it waits for the wandb process, then releases the lock.
 
     Every rank has one; only rank 0 reads and writes.
     """
@@ -36,23 +36,23 @@ class RunFolder(ExitStack):
         super().__init__()
         self.path = Path(path)
         self.facts = {}  # run.json
-        self.waiting = []  # lines that metrics.jsonl could not take yet
-        self.warned = set()  # why rows could not be written, as far as it has been said
+        self.waiting = []  # lines not yet written to metrics.jsonl
+        self.warned = set()  # errors of writing rows that were printed
         self.locked = False
 
-    # ---- what is there ---------------------------------------------------------------------------
+    # ---- what the folder holds -------------------------------------------------------------------
 
     def holds_run(self):
         names = ("run.json", "metrics.jsonl")
         return any((self.path / name).exists() for name in names) or any(self.path.glob("*.pt"))
 
     def holds_steps(self):
-        """Whether metrics.jsonl has the row of a training step."""
+        """Whether metrics.jsonl has a row of a training step."""
         rows = self.path / "metrics.jsonl"
         return rows.exists() and '"kind": "train"' in rows.read_text("utf-8", errors="replace")
 
     def owns(self, path):
-        """Whether the checkpoint at `path` is of this run, not of one that it begins from."""
+        """Whether the checkpoint at `path` is of this run, not of one that this run begins from."""
         return path.parent.resolve() == self.path.resolve()
 
     def fresh_out_dir(self):
@@ -65,7 +65,7 @@ class RunFolder(ExitStack):
     def lock(self):
         """Lock the folder until the `with` or the process ends. Exits with 2 if another run has it.
 
-        lockf, not flock: forked DataLoader workers that outlive a killed run do not keep it.
+        lockf, not flock: forked DataLoader workers that outlive a killed run do not inherit it.
         """
         if self.locked:
             return
@@ -74,7 +74,7 @@ class RunFolder(ExitStack):
             if fcntl:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             else:
-                say("this system has no fcntl: start no second run in this folder")
+                say("no file locks on this system: do not start a second run in this folder")
         except BlockingIOError:
             fail(f"another run is at work in {self.path}; write {self.fresh_out_dir()}")
         except OSError as error:
@@ -87,10 +87,10 @@ class RunFolder(ExitStack):
     # ---- run.json --------------------------------------------------------------------------------
 
     def open(self, run, bytes_to_keep, command, path):
-        """Create or reopen the folder: lock and run.json.
+        """Create or reopen the folder: its lock and run.json.
 
-        bytes_to_keep: of all checkpoints that will exist at one time. path: of the checkpoint that the
-        run starts from, or None. Exits with 2 if the folder cannot be written or the disk is too small.
+        bytes_to_keep: size of all checkpoints that exist at once. path: the checkpoint that the run
+        starts from, or None. Exits with 2 if the folder cannot be written or the disk is too small.
         """
         try:
             self.require_free(bytes_to_keep)
@@ -103,7 +103,7 @@ class RunFolder(ExitStack):
             self.facts = {
                 "start": before.get("start", now()),
                 "end": None,
-                "ended": None,  # stays so where the process is killed
+                "ended": None,  # stays None if the process is killed
                 "command": command,
                 **run.facts,
                 "git": git_state(),
@@ -131,8 +131,8 @@ class RunFolder(ExitStack):
         write_json(self.path / "run.json", self.facts)
 
     def begin(self, run, path=None, inexact=None):
-        """Complete run.json with what the rehearsal decided, and cut metrics.jsonl back to where the run
-        begins. path: of the checkpoint that it resumes from. inexact: {key: [then, now]}."""
+        """Complete run.json after the rehearsal; cut metrics.jsonl back to where the run begins.
+        path: the checkpoint that it starts from, or None. inexact: {key: [then, now]}."""
         if rank() > 0:
             return
         step = run.state["step"]
@@ -148,7 +148,7 @@ class RunFolder(ExitStack):
             self.event(step, "inexact_resume", **inexact)
 
     def end(self, ended, seconds, state, write_report):
-        """Record how the run ended, and print what to type next. write_report: or None for no report."""
+        """Record how the run ended; print what to type next. write_report: a function, or None."""
         if rank() > 0:
             return
         end = {"kind": "event", "step": state["step"], "event": "end"}
@@ -167,14 +167,14 @@ class RunFolder(ExitStack):
     # ---- metrics.jsonl ---------------------------------------------------------------------------
 
     def event(self, step, event, **fields):
-        """An event in metrics.jsonl and on the console."""
+        """Record an event in metrics.jsonl and print it."""
         console.print_event(step, event, fields)
         self.write_rows([{"kind": "event", "step": step, "event": event, **fields}])
 
     def write_rows(self, rows):
-        """Append to metrics.jsonl: one JSON object a line, a number that is not finite as null.
+        """Append to metrics.jsonl: one JSON object per line, with null for non-finite numbers.
 
-        If that fails, training continues: the error is printed once, and the rows wait.
+        If that fails, training continues: the error is printed once, and the newest rows wait.
         """
         if rank() > 0:
             return
@@ -186,15 +186,15 @@ class RunFolder(ExitStack):
         content = "".join(self.waiting).encode()
         with self.warning(), open(self.path / "metrics.jsonl", "ab", buffering=0) as file:
             end = file.tell()
-            if file.write(content) < len(content):  # a full disk takes half a line
+            if file.write(content) < len(content):  # a full disk may take only a part
                 file.truncate(end)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.waiting.clear()
 
     def cut_rows(self, step):
-        """Drop train and eval rows past `step`, and a half-written last line; events all stay.
+        """Drop train and eval rows past `step`, and half-written lines; all events stay.
 
-        Line by line: a long run has millions.
+        The file is read line by line, because a long run has millions.
         """
 
         def stays(line):
@@ -212,7 +212,7 @@ class RunFolder(ExitStack):
 
     @contextmanager
     def warning(self):
-        """An error of the disk within it is printed, once, and training continues."""
+        """A context that prints an OSError in place of raising it, each reason only once."""
         try:
             yield
         except OSError as error:
@@ -226,8 +226,8 @@ def now():
 
 
 def git_state():
-    """{commit, dirty, diff_sha256} of the repository; the image has GIT_COMMIT in place of .git."""
-    git = ["git", f"--git-dir={REPO}/.git", f"--work-tree={REPO}"]  # no .git of a folder above
+    """{commit, dirty, diff_sha256} of the repository. The Docker image has GIT_COMMIT, not .git."""
+    git = ["git", f"--git-dir={REPO}/.git", f"--work-tree={REPO}"]  # never a parent folder's .git
     read = partial(subprocess.run, capture_output=True, check=True, timeout=10)
     try:
         diff = read([*git, "diff", "HEAD"]).stdout

@@ -1,4 +1,4 @@
-"""Signals: what the outside asks of the run, read at the end of each step."""
+"""Signals from outside, such as Ctrl-C, which the run reads at the end of each step."""
 
 import os
 import signal
@@ -11,11 +11,11 @@ HANDLED = [number for number in signal.Signals if number.name in NAMES]
 
 
 class Signals:
-    """Handles signals within `with Signals() as signals:`; after it the old handlers are back.
+    """Handles signals within `with Signals() as signals:`, then restores the old handlers.
 
-    stop: the number of the SIGINT or SIGTERM that came first, or 0.
+    stop: the number of the first SIGINT or SIGTERM, or 0.
     save: whether a SIGUSR1 asked for a checkpoint.
-    Outside the main thread, where Python installs no handler, nothing is installed.
+    Outside the main thread, where Python cannot install handlers, it does nothing.
     """
 
     def __init__(self):
@@ -31,7 +31,7 @@ class Signals:
 
     def __exit__(self, *error):
         for number, handler in self.before.items():
-            # None: installed by something other than Python, which cannot put it back
+            # None: not installed by Python, which cannot restore it
             signal.signal(number, handler or signal.SIG_DFL)
 
     def handle(self, number, frame):
@@ -43,27 +43,27 @@ class Signals:
         self.stop = self.stop or int(number)
 
     def take_save(self):
-        """`save`, which is then False: a later signal asks for another checkpoint."""
+        """Return `save` and set it to False: a later signal asks for another checkpoint."""
         asked = self.save
         self.save = False
         return asked
 
     def orphaned(self):
-        """Whether torchrun has died: its ranks run in sessions of their own, and would live on."""
+        """Whether torchrun has died: its ranks run in their own sessions, and would survive it."""
         return dist.is_initialized() and os.getppid() != self.parent
 
 
 def ignore_signals(worker):
-    """For DataLoader workers (worker_init_fn): a scheduler signals the whole process group, and the
+    """For DataLoader workers (worker_init_fn): a scheduler signals the whole process group, but the
     training process decides when its workers end."""
     for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)
 
 
 def start_workers(loader):
-    """iter(loader), whose workers begin with our signals blocked: one of them may come before a worker
-    ignores it. And without the handler by which torch raises an error wherever the training is when a
-    worker dies, also amid a save or another error: the next batch tells, within 5 s.
+    """Return iter(loader). Its workers start with HANDLED blocked: a signal may come before they
+    ignore it. torch's SIGCHLD handler is removed: if a worker dies, it raises an error wherever the
+    training is, even in a save. Instead the next batch raises it, within 5 s.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         return iter(loader)
@@ -79,7 +79,7 @@ def start_workers(loader):
 
 
 def stop_workers(batches):
-    """Ends the workers of a DataLoader's iterator. At its exit Python would end them by the SIGTERM
-    that they ignore, and wait for ever, where an error still refers to the iterator."""
+    """End the workers of a DataLoader's iterator. If an error still refers to the iterator at exit,
+    Python would send them SIGTERM, which they ignore, and wait forever."""
     if hasattr(batches, "_shutdown_workers"):
         batches._shutdown_workers()

@@ -1,4 +1,4 @@
-"""A skipped step leaves weights, moments and buffers (such as BatchNorm's statistics) as it found them."""
+"""Skip a step: weights, moments and buffers (such as BatchNorm's statistics) stay unchanged."""
 
 import torch
 
@@ -18,7 +18,7 @@ class Buffers:
         self.before = [buffer.clone() for buffer in self.live()]
 
     def live(self):
-        """As they are now: a forward pass may also put a new tensor in the place of a buffer."""
+        """The current tensors: a forward pass may replace a buffer by another tensor."""
         return [module._buffers[name] for module, name in self.places]
 
     @torch.no_grad()
@@ -28,9 +28,9 @@ class Buffers:
 
     @torch.no_grad()
     def finish_step(self, skipped):
-        """Average the floating-point ones over the ranks, which saw different sequences; but where
-        `skipped` (a device scalar) is 1, put all back."""
-        moving = {id(b): b for b in self.live() if b.is_floating_point()}  # a shared one once
+        """Average the floating-point buffers over the ranks, which saw different sequences; but if
+        `skipped` (a device scalar) is 1, restore all buffers."""
+        moving = {id(b): b for b in self.live() if b.is_floating_point()}  # shared: once
         if moving and world_size() > 1:
             sum_over_ranks(list(moving.values()))
             for buffer in moving.values():
@@ -41,15 +41,15 @@ class Buffers:
 
 @torch.no_grad()
 def step_unless(skipped, optimizer):
-    """optimizer.step(), unless `skipped` is 1: then weights and moments stay as they are.
+    """Call optimizer.step() unless `skipped` is 1: then weights and moments stay as they are.
 
-    Fused kernels read the flag on the device. For any other optimizer the host waits for it.
+    Fused kernels read the flag on the device. For other optimizers the host waits for it.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         if not skipped.item():
             optimizer.step()
         return
-    for group in optimizer.param_groups:  # torch would start a momentum with the bad gradient
+    for group in optimizer.param_groups:  # torch would start it with the bad gradient
         for weight in group["params"] if group.get("momentum") else ():
             if "momentum_buffer" not in optimizer.state[weight]:
                 optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)

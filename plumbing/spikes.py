@@ -2,12 +2,12 @@
 
 import math
 
-WARMUP = 50  # losses before the first that can be a spike
+WARMUP = 50  # losses to count before one can be a spike
 LEAST_WEIGHT = 0.01  # of a new loss in the running mean and variance
 
 
 def is_spike(loss, sigma, state):
-    """Whether `loss` is over `sigma` deviations above the mean; else it is counted in `state`."""
+    """Whether `loss` is over `sigma` deviations above the mean. If not, it is added to `state`."""
     deviation = loss - state["loss_mean"]
     count = state["loss_count"]
     if count >= WARMUP and deviation > sigma * math.sqrt(state["loss_var"]):

@@ -1,4 +1,4 @@
-"""What would slow the start and the exit of a process that compiles nothing."""
+"""Speed up the start and the exit of a process that compiles nothing."""
 
 import atexit
 import gc
@@ -7,18 +7,18 @@ import torch
 
 
 def speed_up_start_and_exit():
-    """To be called once torch is imported, before the first optimizer is made."""
+    """Call this after torch is imported and before the first optimizer is made."""
     avoid_dynamo_import()
-    atexit.register(gc.freeze)  # or Python searches all of torch for garbage on its way out
+    atexit.register(gc.freeze)  # else Python searches all of torch for garbage at exit
 
 
 def avoid_dynamo_import():
-    """Has torch.optim work without torch._dynamo, whose import takes about half as long as that of torch.
+    """Keep torch.optim from importing torch._dynamo, which takes about half as long as torch.
 
-    Methods of its optimizers import it at their first call, only to tell the compiler to stay out of
-    them (torch/_compile.py, torch/optim/optimizer.py). Nothing else that they do changes, unless one is
-    differentiable=True; and where a model is compiled, its optimizer is not. In a torch where they do
-    not, nothing happens.
+    Methods of its optimizers import it on their first call, only to tell the compiler not to trace
+    them (torch/_compile.py, torch/optim/optimizer.py). Nothing else that they do changes, unless
+    one is differentiable=True: optimizers are not compiled, even if the model is. If they do not
+    import it in some version of torch, this does nothing.
     """
     for owner in (torch.optim.Optimizer, *torch.optim.Optimizer.__subclasses__()):
         for name, method in list(vars(owner).items()):

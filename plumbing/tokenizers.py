@@ -1,6 +1,6 @@
 """Text to token ids and back: by character (char), by byte, or in GPT-2's vocabulary (gpt2).
 
-meta: the dict of a dataset's meta.json; `tokenizer`, `vocab_size`, `dtype`, and `chars` for char.
+meta: the dict in a dataset's meta.json: `tokenizer`, `vocab_size`, `dtype`, and `chars` for char.
 """
 
 import importlib
@@ -17,7 +17,7 @@ class DataError(ValueError):
 
 
 def encode(text, meta):
-    """The token ids of `text`, an array (n,). DataError names characters the vocabulary lacks."""
+    """The token ids of `text`, an array (n,). DataError names characters not in the vocabulary."""
     if meta["tokenizer"] == "char":
         codes = code_points(text)
         known = code_points(meta["chars"])  # sorted
@@ -30,13 +30,13 @@ def encode(text, meta):
     elif meta["tokenizer"] == "byte":
         ids = np.frombuffer(text.encode(), np.uint8)
     else:
-        # encode_ordinary as an array: a tenth of the memory of a list
+        # like encode_ordinary, but an array takes a tenth of the memory of a list
         ids = gpt2().encode_to_numpy(text, disallowed_special=())
     return ids.astype(meta["dtype"])
 
 
 def decode(ids, meta):
-    """The text of token ids (list, array, CPU tensor). Bytes that are not UTF-8 become U+FFFD."""
+    """The text of token ids (list, array or CPU tensor). Bytes that are not UTF-8 become U+FFFD."""
     ids = np.asarray(ids, dtype=np.int64).reshape(-1)
     if len(ids) and not (0 <= ids.min() and ids.max() < meta["vocab_size"]):
         raise DataError(f"token ids {ids.min()}..{ids.max()} outside 0..{meta['vocab_size'] - 1}")
@@ -53,20 +53,20 @@ def code_points(text):
 
 
 def gpt2():
-    """tiktoken's GPT-2 encoding. Raises DataError where it is not installed or not cached."""
+    """tiktoken's GPT-2 encoding. Raises DataError if tiktoken or its vocabulary is missing."""
     tiktoken = needed("tiktoken", "the gpt2 tokenizer")
     try:
         return tiktoken.get_encoding("gpt2")
-    except Exception as error:  # tiktoken passes on whatever its HTTP library raises
+    except Exception as error:  # whatever tiktoken's HTTP library raises
         found = (
-            f"the gpt2 vocabulary is not cached, nor could it be fetched ({type(error).__name__})"
+            f"the gpt2 vocabulary is not cached and could not be fetched ({type(error).__name__})"
         )
         hint = "TIKTOKEN_CACHE_DIR=FOLDER names a folder that holds it; --tokenizer=byte needs none"
         raise DataError(f"{found}; {hint}") from error
 
 
 def needed(package, what):
-    """An optional package. Raises DataError where it is not installed."""
+    """Import an optional package, which `what` needs. Raises DataError if it is not installed."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -74,7 +74,7 @@ def needed(package, what):
 
 
 def read_file(path):
-    """The bytes of a file. Raises DataError."""
+    """The bytes of a file. Raises DataError if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read()
@@ -83,7 +83,7 @@ def read_file(path):
 
 
 def decode_utf8(raw, path, begin=0):
-    """The text of `raw`, bytes from offset `begin` of the file `path` on. Raises DataError."""
+    """The text of `raw`, bytes of the file `path` from offset `begin` on. Raises DataError."""
     if not raw:
         raise DataError(f"{path} is empty; expected UTF-8 text")
     if (offset := raw.find(b"\0")) >= 0:

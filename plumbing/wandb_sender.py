@@ -1,14 +1,14 @@
 """
-Sends the rows of a run's metrics.jsonl to Weights & Biases:
+Send the rows of a run's metrics.jsonl to Weights & Biases:
 
     python train.py config/shakespeare.py --wandb_log=true    # starts it beside the run
-    python plumbing/wandb_sender.py out/shakespeare           # sends what is not there yet
+    python plumbing/wandb_sender.py out/shakespeare           # sends the rows not yet sent
 
-A process of its own, so that nothing wandb does reaches the training. It never asks for a key (set
-WANDB_API_KEY, or type `wandb login`); WANDB_MODE=offline writes out/NAME/wandb, for `wandb sync`.
-A run is one wandb run however often it resumes. Each row is sent once: what a resumed run computes
-again has the same bits, except for times, and wandb keeps the first. wandb's step counter cannot go
-back, so it is `sequences`, which not even a rollback turns back; charts are drawn over `step`.
+It is a separate process, so that wandb cannot disturb the training. It never asks for a key (set
+WANDB_API_KEY, or type `wandb login`). WANDB_MODE=offline writes out/NAME/wandb, for `wandb sync`.
+A run stays one wandb run however often it resumes. Each row is sent once: rows that a resumed run
+computes again are the same, except for times, and wandb keeps the first. Its step counter cannot
+decrease, so it is `sequences`, which a rollback does not reset; charts are drawn over `step`.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-if __name__ == "__main__":  # Python would look for modules in plumbing/
+if __name__ == "__main__":  # else Python looks for modules in plumbing/
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from plumbing.configurator import fail
@@ -31,12 +31,12 @@ TO_TYPE = "training is not affected; python plumbing/wandb_sender.py {} sends th
 
 @contextlib.contextmanager
 def sending(folder, say, patience=30):
-    """Within it the rows of the run in `folder` are sent as they come, by a process of its own.
+    """A context in which a separate process sends the rows of the run in `folder` as they come.
 
-    At the end it waits until all are sent, up to `patience` seconds: metrics.jsonl keeps them anyway.
+    At the end it waits up to `patience` seconds until all are sent: metrics.jsonl keeps them.
     """
     command = [sys.executable, __file__, str(folder), str(os.getpid())]
-    try:  # Ctrl-C does not reach another session
+    try:  # in a session of its own, which Ctrl-C does not reach
         process = subprocess.Popen(command, start_new_session=True)
     except OSError as error:
         say(f"wandb    failed ({error.strerror}); {TO_TYPE.format(folder)}")
@@ -56,7 +56,7 @@ def sending(folder, say, patience=30):
 
 def main():
     folder = Path(*sys.argv[1:2])
-    trainer = int(*sys.argv[2:3])  # the process of train.py, or 0
+    trainer = int(*sys.argv[2:3])  # process id of train.py, or 0
     if not (folder / "run.json").is_file():
         fail("expected the folder of a run; type: python plumbing/wandb_sender.py out/NAME")
     terminal = os.fdopen(os.dup(1 if trainer else 2), "w")
@@ -69,7 +69,7 @@ def main():
             import fcntl
 
             fcntl.flock(log, fcntl.LOCK_EX)  # waits until no other process sends this run
-        os.dup2(log, 1)  # wandb's own process, which may outlive a killed sender, gets the lock too
+        os.dup2(log, 1)  # wandb's own process, which may outlive a killed sender, has the lock too
         os.dup2(log, 2)
         send(folder, trainer, say=lambda line: print(line, file=terminal, flush=True))
     except BaseException as error:
@@ -82,10 +82,10 @@ def main():
 
 
 def send(folder, trainer, say):
-    """Send the rows that were not sent yet, and those to come from the process `trainer`, or 0.
+    """Send the rows not sent yet, and new ones while the process `trainer` runs (0: none).
 
-    A wandb that is killed loses rows. So they are noted as sent once it has finished; what it left
-    unfinished is set aside and sent again. A server itself says what it has (starting_step).
+    A killed wandb loses rows. So rows are recorded as sent only once it has finished; what it left
+    unfinished is set aside and sent again. A server says what it has (starting_step).
     """
     import wandb
 
@@ -93,7 +93,7 @@ def send(folder, trainer, say):
     if unfinished := memory.pop("unfinished", None):
         with contextlib.suppress(OSError):
             (folder / "wandb" / unfinished).rename(folder / "wandb" / f"cut-off-{unfinished}")
-    write_json(folder / "wandb.json", memory)  # the id, before wandb learns it
+    write_json(folder / "wandb.json", memory)  # the id, before wandb gets it
     config = read_json(folder / "run.json").get("config") or {}
     if wandb.setup(wandb.Settings(silent=True)).settings.mode == "online":
         if not wandb.login(prompt=False):
@@ -124,13 +124,13 @@ def send(folder, trainer, say):
 
 
 def read_steps(folder, trainer):
-    """Yields (sequences, row) of each step, until the run has ended or its process is gone."""
+    """Yields (sequences, row) for each step, until the run or its process has ended."""
     path = folder / "metrics.jsonl"
     file = open(os.devnull, "rb")
     row = {}  # of one step: the train row, and the eval row after it
     is_running = True
     while is_running:
-        ended = read_json(folder / "run.json").get("ended")  # first: then the file has every row
+        ended = read_json(folder / "run.json").get("ended")  # read first: if set, no row follows
         is_running = not ended and os.getppid() == trainer
         if path.exists() and not os.path.samefile(path, file.fileno()):
             file = open(path, "rb")  # a resume or rollback replaced it: start over, without `row`
@@ -147,7 +147,7 @@ def read_steps(folder, trainer):
             row |= {name: new[name] for name in new if name != "kind"}
         file.seek(-len(line), os.SEEK_CUR)  # half a line: the rest comes later
         time.sleep(0.5 * is_running)
-    if row and (ended or not trainer):  # of a killed run, the eval row may still come
+    if row and (ended or not trainer):  # after a kill, a resume may still add the eval row
         yield sequences, row
 
 

@@ -1,7 +1,7 @@
 """Windows of tokens as batches: shuffled for training, in order for validation.
 
 Both are datasets in which `dataset[first, count]` is a batch: inputs and targets, each int64
-(count, block_size); targets are the inputs one token on.
+(count, block_size). The targets are the inputs shifted by one token.
 """
 
 import math
@@ -10,7 +10,7 @@ import warnings
 import numpy as np
 import torch
 
-# torch's, where there are more workers than CPUs: whether they pay is what the column `wait` says
+# torch's warning about more workers than CPUs: the column `wait` shows whether they help
 warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 
@@ -22,23 +22,23 @@ class Windows(torch.utils.data.Dataset):
     def read(self, starts):
         """The windows that begin at `starts`, an int array."""
         window = torch.from_numpy(self.tokens.read(starts, self.block_size + 1))
-        return window[:, :-1].clone(), window[:, 1:].clone()  # they must not share memory
+        return window[:, :-1].clone(), window[:, 1:].clone()  # without shared memory
 
 
 class ShuffledWindows(Windows):
     """`tokens` as an endless sequence of windows, a pure function of (seed, index).
 
-    An epoch holds every window of block_size tokens once, in an order and at boundaries that
-    (seed, epoch) draw.
+    An epoch cuts the tokens into windows of block_size and has each window once. Where it cuts,
+    and the order of the windows, are drawn from (seed, epoch).
     """
 
     def __init__(self, tokens, block_size, seed):
         super().__init__(tokens, block_size)
         self.seed = seed
-        self.order = {}  # epoch -> where each of its windows begins
+        self.order = {}  # epoch -> first token of each of its windows
 
     def __len__(self):
-        """Windows in an epoch: as many as fit at every shift of the boundaries."""
+        """Windows in an epoch: as many as fit whatever the shift of the boundaries."""
         return (len(self.tokens) - self.block_size) // self.block_size
 
     def starts(self, epoch):
@@ -58,9 +58,9 @@ class ShuffledWindows(Windows):
 
 
 class OrderedWindows(Windows):
-    """The first `n_targets` targets of `tokens` (0 = all), in the same windows in every evaluation.
+    """The first `n_targets` targets of `tokens` (0 = all), rounded up to whole windows.
 
-    What the last window repeats of the one before has target -100.
+    If the last window overlaps the one before, its repeated targets are -100.
     """
 
     def __init__(self, tokens, block_size, n_targets=0):

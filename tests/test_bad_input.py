@@ -138,7 +138,7 @@ def test_a_state_that_no_checkpoint_brings_back_is_refused_by_name(refused, valu
     before = f"import numpy, pathlib; train.FRESH_STATE['best_of_all'] = {value}"
     kind = "range" if "range" in value else value.split("(")[0].split(".")[1]
     kind = {"ones": "ndarray"}.get(kind, kind)
-    refused(before=before, words=["FRESH_STATE['best_of_all']", kind, "no checkpoint brings back"])
+    refused(before=before, words=["FRESH_STATE['best_of_all']", kind, "checkpoints cannot restore"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

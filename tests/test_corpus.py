@@ -339,7 +339,7 @@ def unfinished(tmp_path, corpus, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(plumbing.corpus, "append", full)
         with pytest.raises(
-            DataError, match="No space left on device; mend that, and the same command"
+            DataError, match="No space left on device; fix that, and the same command"
         ):
             make(tmp_path / "made", corpus, **MANY)
     assert {"progress.json", "train_00002.bin"} < set(snapshot(tmp_path / "made"))

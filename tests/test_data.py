@@ -259,7 +259,7 @@ def test_a_text_that_cannot_be_used_is_refused(tmp_path, content, words):
         (["x", "--input=none.txt"], ["cannot read none.txt", "No such file"]),
         (["x", "--input=.", "--tokenizer=byte"], ["corpus is too small: of 1 documents val has 0"]),
         (["x", "--input=esel.txt", "--tokenizer=bpe"], ["'bpe'", "--tokenizer=char|byte|gpt2"]),
-        (["x"], ["no dataset 'x'", "prepare_data.py x --input=FILE", "only shakespeare and pydoc"]),
+        (["x"], ["no dataset 'x'", "prepare_data.py x --input=FILE", "shakespeare and pydoc"]),
         (["a/b", "--input=esel.txt"], ["NAME is made of letters", "'a/b'"]),
         (["..", "--input=esel.txt"], ["NAME is made of letters"]),
         ([""], ["NAME is made of letters"]),
