@@ -298,7 +298,7 @@ def graphed_step(run, model, batches):
 
     def step():
         for old, new in zip(kept, next(batches), strict=True):
-            old.copy_(new, non_blocking=True)  # safe on CUDA, from pinned memory
+            old.copy_(new, non_blocking=True)  # only CUDA has graphs
         graph.replay()
         return numbers
 
@@ -526,7 +526,7 @@ def bare_step(model, run, inputs, targets, clips):
     for optimizer in run.optimizers:
         optimizer.found_inf = None  # set by train_step
         optimizer.zero_grad(set_to_none=True)
-    train.forward_backward(model, run, inputs, targets)
+    train.forward_backward(model, run, inputs, targets, targets.numel())
     if clips:
         for optimizer in run.optimizers:
             run.scaler.unscale_(optimizer)
@@ -758,7 +758,7 @@ def tries(job):
     while not results or time.monotonic() < end and os.getppid() == parent:
         checkpoints.restore(run, before)
         run.model.zero_grad(set_to_none=True)
-        loss = train.forward_backward(model, run, *batch)
+        loss = train.forward_backward(model, run, *batch, batch[1].numel())
         gradients = {name: w.grad for name, w in run.model.named_parameters()}
         found = {name: g for name, g in gradients.items() if g is not None} | {"loss": loss}
         bits = [each.cpu().contiguous().view(-1).view(torch.uint8) for each in found.values()]

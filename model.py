@@ -295,13 +295,14 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         arguments = (x.flatten(0, 1), head.weight, targets.flatten(), label_smoothing, chunks)
-        return ChunkedCrossEntropy.apply(*arguments) / (targets != -100).sum()
+        return ChunkedCrossEntropy.apply(*arguments) / (targets != -100).sum().clamp(min=1)
 
     def loss_chunks(self, tokens):
         """The number of chunks for the loss of so many tokens: 1 if the vocabulary is small or
-        the head has a bias."""
+        the head is more than a matrix."""
         rows = self.head.out_features
-        if rows < LARGE_VOCAB or self.head.bias is not None:
+        plain = type(self.head) is nn.Linear and self.head.bias is None
+        if rows < LARGE_VOCAB or not plain:
             return 1
         return min(MAX_CHUNKS, -(-tokens * rows // CHUNK_LOGITS))
 
@@ -385,20 +386,14 @@ def generate(
 ):
     """Continues tokens (B, T), yielding one (B, 1) tensor of new ids at a time.
 
-    model: any module for which model(tokens) returns logits (B, T, vocab_size or more). It sees
-    the last `block_size` tokens. temperature=0 takes the likeliest token; top_k=0 samples from all.
-    Raises ValueError if either is negative.
+    model: any module, in eval mode, for which model(tokens) returns logits (B, T, vocab_size or
+    more). It sees the last `block_size` tokens. temperature=0 takes the likeliest token; top_k=0
+    samples from all. Raises ValueError if either is negative.
     """
     if temperature < 0 or top_k < 0:
         raise ValueError(f"temperature={temperature} and top_k={top_k} must not be negative")
     for _ in range(max_new_tokens):
-        modes = {module: module.training for module in model.modules()}
-        try:
-            model.eval()
-            logits = model(tokens[:, -block_size:])[:, -1, :vocab_size].float()
-        finally:  # an error here (out of memory) must not leave the model in eval mode
-            for module, training in modes.items():
-                module.training = training
+        logits = model(tokens[:, -block_size:])[:, -1, :vocab_size].float()
         if 0 < top_k < logits.size(-1):
             lowest_kept = logits.topk(top_k).values[:, -1:]
             logits = logits.masked_fill(logits < lowest_kept, -math.inf)

@@ -532,11 +532,13 @@ def save_page(runs, folder, refresh=0):
     for run, name in zip(runs, names, strict=True):
         found = "".join(
             f'<p class="trouble"><b>{escape(each.title)}</b>: {escape(each.shows)}. Likely causes: '
-            f"{escape(each.causes)}. Try: {escape(each.cure or 'the command')}.\n"
-            f"<code>{escape(each.tell)}</code></p>"
+            f"{escape(each.causes)}."
+            + (f" Try: {escape(each.cure)}." if each.cure else "")
+            + (f"\n<code>{escape(each.tell)}</code>" if each.tell else "")
+            + "</p>"
             for each in troubles(run)
         )
-        heading = "Troubles so far" + f": {name}" * (not alone)
+        heading = "Known troubles" + f": {name}" * (not alone)
         texts[heading] = found or "<p>None that report.py knows.</p>"
     whats = dict.fromkeys(what for each in outcomes for what in each)
     rows = [[what, *(each.get(what, ("n/a",))[0] for each in outcomes)] for what in whats]

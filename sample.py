@@ -76,7 +76,9 @@ def rebuild(path, checkpoint):
                     f"{path}: {name} is {then} in it, but {here} in model.py with its config and its"
                     f" vocabulary of {meta['vocab_size']:,}; expected the model.py of that run"
                 )
-        model.load_state_dict(saved)
+        model.load_state_dict(checkpoint["model"])
+        for name, average in checkpoint["ema"].items():  # tied weights have one average
+            model.get_parameter(name).data.copy_(average)
     except DataError as error:
         fail(error)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -112,8 +114,8 @@ def stream(ids, meta):
 def sample_text(
     model, meta, block_size, max_new_tokens=200, seed=1337, temperature=0.8, where=None
 ):
-    """A sample of `max_new_tokens` tokens as a str, for train.py. Its own random generator and the
-    restored mode of the model keep it from affecting training.
+    """A sample of `max_new_tokens` tokens as a str, from a model in eval mode. A random generator of
+    its own keeps it from affecting training.
 
     where: the device that computes; None = the weights' device (wrong for offloaded weights).
     """
@@ -133,7 +135,7 @@ def print_sample(run, block_size, autocast):
     if "tokenizer" not in meta:
         return
     try:
-        with ema.averaged(run), autocast:
+        with ema.evaluating(run), autocast:
             text = sample_text(run.model, meta, block_size, where=run.device)
         say(f"\n{text.strip()}\n")
         row = {"kind": "event", "step": run.state["step"], "event": "sample", "text": text}

@@ -32,6 +32,7 @@ from plumbing.dataset import fingerprint, open_tokens
 from plumbing.failures import RunFailed, explain
 from plumbing.memory import training_memory
 from plumbing.ranks import agree, from_rank0, rank, say, world_size
+from plumbing.restorable import refuse_what_is_lost
 from plumbing.resume import continue_from, find_checkpoint, is_finished
 from plumbing.retry import rehearse, retry_on_oom
 from plumbing.run_folder import RunFolder
@@ -70,7 +71,7 @@ prefetch_factor = 2  # batches that each worker keeps ready, [1, inf)
 # The optimizer
 optimizer = "adamw"  # adamw | adam | sgd | momentum | muon
 momentum = 0.95  # of momentum and muon, [0, 1)
-weight_decay = 0.1  # on matrices only, [0, inf)
+weight_decay = 0.1  # of matrices and embeddings, not of vectors, [0, inf)
 beta1 = 0.9  # of adamw and adam, [0, 1)
 beta2 = 0.95  # of adamw and adam, [0, 1)
 grad_clip = 1.0  # largest norm of the gradient, [0, inf); 0 = off
@@ -278,7 +279,9 @@ def train_step(model, run, inputs, targets, lr):
         for group in optimizer.param_groups:
             group["lr"] = lr  # 2: set the learning rate
     buffers = Buffers(run.model)  # a copy of BatchNorm's statistics and the like; GPT has none
-    loss = retry_on_oom(run, partial(forward_backward, model, run, inputs, targets), "micro_batch")
+    (n_targets,) = ranks.sum_over_ranks([(targets != -100).sum()])  # in the global batch
+    compute = partial(forward_backward, model, run, inputs, targets, n_targets)
+    loss = retry_on_oom(run, compute, "micro_batch")
     weights = list(run.model.parameters())
     gradients = [] if shard else [weight.grad for weight in weights if weight.grad is not None]
     ranks.sum_over_ranks([*gradients, loss])  # with shard, FSDP2 has summed the gradients
@@ -295,14 +298,15 @@ def train_step(model, run, inputs, targets, lr):
     return {"loss": loss, "grad_norm": grad_norm, "skipped": skipped}
 
 
-def forward_backward(model, run, inputs, targets):
+def forward_backward(model, run, inputs, targets, n_targets):
     """Operations 3 to 5 for each micro-batch. Returns what this rank adds to the mean loss."""
     total = 0.0
     micro_batch = run.state["micro_batch"]
     for x, y in zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True):
         with autocast(x.device):
             loss = model(x, y)  # 3: forward, under autocast
-        loss = loss / (rows_at(run.state["step"]) / len(x))  # 4: all sum up to the mean
+        n = (y != -100).sum()
+        loss = torch.where(n > 0, loss, 0) / (n_targets / n)  # 4: all sum up to the mean
         run.scaler.scale(loss).backward()  # 5: backward
         total += loss.detach()
     return total
@@ -316,12 +320,10 @@ def evaluate(run):
     """{"val_loss": nats, "val_accuracy": share of right predictions, "val_tokens": how many}.
 
     On fixed windows, in eval mode, with the EMA weights if ema_decay is on; never compiled, so that
-    the result does not depend on --compile. It draws no random numbers, so training is unaffected.
+    the result does not depend on --compile. Training is unaffected: modes and random state return.
     """
-    run.model.eval()
-    with ema.averaged(run):
+    with ema.evaluating(run):
         totals = retry_on_oom(run, partial(sum_losses, run), "eval_micro_batch")
-    run.model.train()
     ranks.sum_over_ranks([totals])
     loss, right, counted = totals.tolist()
     return {"val_loss": loss / counted, "val_accuracy": right / counted, "val_tokens": int(counted)}
@@ -340,10 +342,10 @@ def sum_losses(run):
         inputs, targets = (devices.upload(tensor, run.device) for tensor in batch)
         with autocast(run.device):
             logits = run.model(inputs)
-            loss = cross_entropy(logits, targets, label_smoothing=0.0)
+            loss = cross_entropy(logits, targets, label_smoothing=0.0, reduction="sum")
         counted = (targets != -100).sum() * has_rows
         right = (logits.argmax(-1) == targets).sum() * has_rows
-        totals += torch.stack([loss * counted, right, counted]).to(where)
+        totals += torch.stack([loss * has_rows, right, counted]).to(where)
     return totals
 
 
@@ -501,8 +503,6 @@ def check_knobs(config):
         fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
     if min_lr > peak_lr:
         fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
-    if lost := checkpoints.not_restorable(FRESH_STATE, "FRESH_STATE"):
-        fail(lost)
 
 
 def build_run(config, folder, run_device, datasets):
@@ -525,7 +525,7 @@ def build_run(config, folder, run_device, datasets):
         facts={"config": dict(config), "data": data},
         model=model,
         optimizers=optimizers,
-        groups=[each.state_dict()["param_groups"] for each in optimizers],
+        groups=copy.deepcopy([each.state_dict()["param_groups"] for each in optimizers]),
         scaler=torch.amp.GradScaler(run_device.type, enabled=dtype == "float16"),
         ema={name: w.detach().clone() for name, w in model.named_parameters() if ema_decay},
         state=copy.deepcopy(FRESH_STATE) | dict.fromkeys(checkpoints.MICRO_BATCHES, batch_size),
@@ -548,8 +548,7 @@ def start(run, path, table, saver):
     else:
         run.folder.begin(run)
         record_evaluation(run, table)
-    names = ["best.pt", checkpoints.file_name(state["step"])]
-    saver.save(names, required=True)  # or a rollback would have nothing to go back to
+    saver.save(["best.pt", checkpoints.file_name(state["step"])], required=True)  # for rollbacks
 
 
 # ---- the run -------------------------------------------------------------------------------------
@@ -614,7 +613,7 @@ def count_batch(run, targets):
     """Count the batch of a finished update. Returns the first fields of its row."""
     state = run.state
     sequences = rows_at(state["step"])
-    batch_tokens = sequences * (targets.numel() // len(targets))
+    batch_tokens = sequences * targets.numel() // ranks.share(0, sequences)[1]
     state["step"] += 1
     state["sequences"] += sequences
     state["tokens"] += batch_tokens
@@ -671,6 +670,7 @@ def main(argv=None):
         # ---- what to do: replace each "auto" in the globals by its value, build the run
         reasons = identity.resolve_auto_knobs(globals(), config, saved, run_device)
         run = build_run(config, folder, run_device, datasets)
+        refuse_what_is_lost(run)
         tokens = batch_size * accum_steps * block_size * max_steps
         flops = tokens * metrics.flops_per_token(run.model)
         compile, reason = devices.choose_compile(compile, run_device, flops)
@@ -685,7 +685,7 @@ def main(argv=None):
             run.model, run.optimizers, batch_size, dtype, run_device.type, world_size()
         )
         milestones = max_steps // milestone_interval if milestone_interval else 0
-        files = keep_last + milestones + 3  # 3: best.pt, the newest, and the one being written
+        files = keep_last + milestones + 3  # also best.pt, the newest, and the one being written
         command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
         from_rank0(folder.open, run, files * checkpoints.size(run, needs), command, path)
         peak = from_rank0(peaks.peak_flops, run_device, dtype)

@@ -12,7 +12,7 @@ batch_size = 32
 max_steps = 1100  # 4.5 epochs
 warmup_steps = 20
 optimizer = "muon"  # adamw, at its best rate, ends with a higher loss
-peak_lr = 1e-2  # far above GPT-2's: one layer with normalised queries and keys tolerates it
+peak_lr = 1e-2  # far above GPT-2's: one layer with normalized queries and keys tolerates it
 min_lr = peak_lr / 100
 weight_decay = 1.2  # twelve times GPT-2's, or the n-gram table memorizes so short a text
 

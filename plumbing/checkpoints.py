@@ -3,14 +3,12 @@
 import contextlib
 import copy
 import errno
-import io
 import math
 import os
 import shutil
 import threading
 import time
 import zipfile
-from collections import Counter, OrderedDict
 from functools import partial
 
 import torch
@@ -19,7 +17,8 @@ from plumbing import ranks, rng
 from plumbing.devices import copies_in_background, synchronize
 from plumbing.failures import RunFailed, out_of_memory
 from plumbing.files import fsync, replacing
-from plumbing.nested import clone, mapped, tensors
+from plumbing.nested import clone, leaves, mapped, tensors
+from plumbing.restorable import not_restorable
 
 PARTS = ("model", "optimizer", "scaler", "ema", "state", "rng", "config", "data", "run")
 MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # keys of the state
@@ -110,25 +109,6 @@ def remove_after(folder, step):
                 ranks.say(f"{path.name} cannot be removed ({error.strerror})")
 
 
-def not_restorable(value, name):
-    """Which part of `value`, called `name`, torch.load(weights_only=True) cannot read, or None."""
-    if value is None or type(value) in (bool, int, float, str) or isinstance(value, torch.Tensor):
-        return None
-    if type(value) in (dict, OrderedDict, Counter, list, tuple):
-        parts = list(value.items() if isinstance(value, dict) else enumerate(value))
-        found = [not_restorable(part, f"{name}[{key!r}]") for key, part in parts]
-        found += [not_restorable(key, f"a key of {name}") for key, _ in parts]
-        return next(filter(None, found), None)
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception:  # pickle and torch raise half a dozen types
-        return f"{name} is a {type(value)}, which checkpoints cannot restore: expected plain values"
-    return None
-
-
 def own_part(weights, leaf, path):
     """Copy `leaf`, at `path` in an optimizer's state, out of the memory-mapped file. For a sharded
     weight, only this rank's rows are read."""
@@ -136,26 +116,36 @@ def own_part(weights, leaf, path):
     return clone(leaf) if mine is leaf else mine
 
 
+def on_devices_of(now, saved):
+    """`saved`, each of its tensors on the device of the one at the same path in `now`."""
+    devices = {path: leaf.device for path, leaf in leaves(now) if isinstance(leaf, torch.Tensor)}
+    return mapped(lambda leaf, path: leaf.to(devices[path]) if path in devices else leaf, saved)
+
+
 @torch.no_grad()
 def restore(run, checkpoint):
     """Restore `run` from a result of run.checkpoint(), sharded or not. These stay: micro-batches,
     optimizer settings whose knobs changed, and the RNG state if the number of ranks changed."""
-    for name, weight in run.model.state_dict().items():
-        weight.copy_(ranks.shard_like(weight, checkpoint["model"][name]))
+    here = run.model.state_dict()
+    weights = {name: ranks.shard_like(here[name], w) for name, w in checkpoint["model"].items()}
+    run.model.load_state_dict(weights)
     optimizers = zip(run.optimizers, run.groups, checkpoint["optimizer"], strict=True)
     for optimizer, built, saved in optimizers:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         moments = mapped(partial(own_part, weights), saved["state"])
         own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
         groups = [  # as saved, except for the values that changed knobs now build differently
-            group | {k: now[k] for k in now if k not in group or then.get(k, now[k]) != now[k]}
+            group
+            | {
+                k: now[k]
+                for k in now
+                if k not in group or repr(then.get(k, now[k])) != repr(now[k])
+            }
             for now, then, group in zip(built, saved["built"], saved["param_groups"], strict=True)
         ]
         optimizer.load_state_dict({"state": moments, "param_groups": groups})
         for weight, each in own:  # torch casts tensors to the weight's dtype, and garbles a str
-            now = optimizer.state[weight]
-            exact = {n: v.to(now[n].device) for n, v in each.items() if hasattr(v, "device")}
-            now.update(exact | {n: v for n, v in each.items() if isinstance(v, str)})
+            optimizer.state[weight] = on_devices_of(optimizer.state[weight], each)
     run.scaler.load_state_dict(checkpoint["scaler"])
     for name, average in run.ema.items():
         saved = checkpoint["ema"].get(name, checkpoint["model"][name])
@@ -194,6 +184,10 @@ class Saver:
         refuse_unequal_replicas(self.run)
         self.wait()
         checkpoint = mapped(self.on_host, self.run.checkpoint())
+        if lost := not_restorable(checkpoint, "checkpoint"):
+            raise RunFailed(
+                f"{lost}; once that is fixed, the same command resumes from the newest checkpoint"
+            )
         self.last_save = time.monotonic()
         for seconds in (0, 1, 2) if required else (0,):
             time.sleep(seconds)
@@ -239,8 +233,6 @@ class Saver:
 
     def write(self, checkpoint, names):
         try:
-            if lost := not_restorable(checkpoint, "checkpoint"):
-                raise ValueError(lost)
             weights = [checkpoint["model"][name] for name, _ in self.run.model.named_parameters()]
             if not all_finite([weights, checkpoint["optimizer"], checkpoint["ema"]]):
                 raise ValueError("a weight or moment is not finite")
@@ -261,7 +253,7 @@ class Saver:
             if "inline_container" in self.error:  # torch's error for a failed write
                 free = shutil.disk_usage(self.folder).free / 1e6
                 self.error = f"a write failed, with {free:,.0f} MB of the disk free"
-            print(f"could not save {names[-1]} ({self.error}); training continues", flush=True)
+            print(f"could not save {names[-1]} ({self.error})", flush=True)
 
     def prune(self, state):
         """Keep the newest ckpt_STEP.pt, and the newest `keep_last` that a rollback may use."""
@@ -274,8 +266,12 @@ class Saver:
 
 
 def refuse_unequal_replicas(run):
-    """Raises RunFailed if weights or floating-point buffers of replicas differ between ranks."""
-    tensors = {name: t for name, t in run.model.state_dict().items() if t.is_floating_point()}
+    """Raises RunFailed if weights or buffers of replicas differ between ranks."""
+    state = run.model.state_dict()
+    counters = (
+        "num_batches_tracked"  # BatchNorm's: ranks may take different numbers of micro-batches
+    )
+    tensors = {n: t for n, t in state.items() if hasattr(t, "device") and not n.endswith(counters)}
     if not ranks.sharded(run.model) and (names := ranks.replicas_differ(tensors)):
         raise RunFailed(
             f"at step {run.state['step']} the ranks hold different bits in {', '.join(names)}: a step "

@@ -137,18 +137,23 @@ def progress(step, max_steps):
 
 
 def print_event(step, event, fields):
-    details = "  ".join(f"{key} {in_short(value)}" for key, value in fields.items())
+    shorten = changed if event == "inexact_resume" else in_short
+    details = "  ".join(f"{key} {shorten(value)}" for key, value in fields.items())
     words = wrapped(f"{event.replace('_', ' ')}: {details}", 8)
     say(f"{step:>7} {words if event in CALM else paint(words, 'red')}")
 
 
+def changed(pair):
+    """[then, now] in short: of hashes of files, the names of those that differ."""
+    then, now = pair
+    if isinstance(then, dict) and isinstance(now, dict):
+        return ", ".join(key for key in now if now[key] != then.get(key))
+    return f"{then} -> {now}"
+
+
 def in_short(value):
-    """The value of an event's field: a float in 4 digits; of a pair [then, now], what differs."""
-    if isinstance(value, list) and len(value) == 2:
-        then, now = value
-        if isinstance(then, dict) and isinstance(now, dict):  # hashes of files
-            return ", ".join(key for key in now if now[key] != then.get(key))
-        return f"{then} -> {now}"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
     return f"{value:.4g}" if isinstance(value, float) else value
 
 

@@ -9,7 +9,7 @@ or one of CORPORA.
   own (a text file may not contain NUL bytes). val_bytes counts the text without these.
 - A document goes to val if the hash of its content, as a fraction, is below val_fraction. Copies of
   a document share a split, whatever the order of files and the number of processes.
-- A lone surrogate, which JSON allows and UTF-8 does not, becomes U+FFFD.
+- A lone surrogate, which JSON allows and UTF-8 does not, becomes U+FFFD. So does NUL.
 progress.json records what is done: after a kill, the same command resumes, to the same bytes.
 
 After a DataError, the input must change: what was written is removed. After an OSError it is kept:
@@ -320,6 +320,7 @@ def text_of(path, number, raw, field):
         text = json_text(f"{path}:{number}", raw, field) if raw.strip() else ""
     else:
         text = decode_utf8(raw, path, number)
+    text = text.replace("\0", "\ufffd")  # byte's end-of-text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import torch
 
 from plumbing.ranks import local
+from plumbing.rng import set_torch_rng_state, torch_rng_state
 
 
 @torch.no_grad()
@@ -16,19 +17,29 @@ def update(run, decay, skipped):
 
 
 @contextmanager
-def averaged(run):
-    """A context in which the model has its averaged weights, if ema_decay is on."""
-    swap(run)
+def evaluating(run, averaged=True):
+    """A context in which the model is in eval mode, and has its averaged weights, if there are any.
+
+    On exit, the weights, the mode of each module and torch's random state are as before.
+    """
+    modes = {module: module.training for module in run.model.modules()}
+    random = torch_rng_state(run.device)
+    averages = run.ema if averaged else {}
+    run.model.eval()
+    swap(run.model, averages)
     try:
         yield
     finally:
-        swap(run)
+        swap(run.model, averages)
+        for module, training in modes.items():
+            module.training = training
+        set_torch_rng_state(random, run.device)
 
 
 @torch.no_grad()
-def swap(run):
-    for name, average in run.ema.items():
-        weight = local(run.model.get_parameter(name))
+def swap(model, averages):
+    for name, average in averages.items():
+        weight = local(model.get_parameter(name))
         before = weight.clone()
         weight.copy_(local(average))
         local(average).copy_(before)

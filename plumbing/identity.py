@@ -126,7 +126,10 @@ def refuse_another_run(run, saved):
             )
     weights = run.model.state_dict()
     for name in saved["model"] | weights:
-        shapes = [list(w[name].shape) if name in w else "absent" for w in (saved["model"], weights)]
+        shapes = [
+            list(getattr(w[name], "shape", ())) if name in w else "absent"
+            for w in (saved["model"], weights)
+        ]
         if shapes[0] != shapes[1]:
             fail(
                 f"{name} is {shapes[0]} in the checkpoint and {shapes[1]} in the model: that is "

@@ -41,11 +41,10 @@ def read_knobs(path):
         match statement:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 break
-            case ast.Assign(
-                targets=[ast.Name(name)],
-                value=ast.Constant(str() | int() | float())
-                | ast.UnaryOp(ast.USub(), ast.Constant()),
-            ) if re.fullmatch("[a-z][a-z0-9_]*", name):
+            case (
+                ast.Assign(targets=[ast.Name(name)], value=value)
+                | ast.AnnAssign(target=ast.Name(name), value=value)
+            ) if re.fullmatch("[a-z][a-z0-9_]*", name) and (default := constant(value)) is not None:
                 heading = " ".join(above) or heading
             case _:
                 heading = ""
@@ -55,8 +54,17 @@ def read_knobs(path):
             comment.append(lines[end])
             end += 1
         words = " ".join(line.strip("# ") for line in comment)
-        knobs[name] = ast.literal_eval(statement.value), words, heading
+        knobs[name] = default, words, heading
     return knobs
+
+
+def constant(expression):
+    """The str, number or bool that `expression`, such as 5 * 8, is without any name; else None."""
+    numbers_alone = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.unaryop, ast.operator)
+    if not expression or not all(isinstance(n, numbers_alone) for n in ast.walk(expression)):
+        return None
+    value = eval(compile(ast.Expression(expression), "", "eval"))
+    return value if isinstance(value, str | int | float) else None
 
 
 def convert(name, value, default, comment, is_text):

@@ -150,13 +150,13 @@ def from_all_ranks(value):
 
 @torch.no_grad()
 def sum_over_ranks(tensors):
-    """Sum each tensor over the ranks, in place, with one all-reduce for each dtype and device.
+    """Sum each tensor over the ranks, in place, by one all-reduce per dtype and device; return them.
 
     One flat buffer in a fixed order keeps a resumed run bit-exact with any number of ranks. DDP's
     buckets, which it rebuilds after its first step, do not with three ranks or more.
     """
     if world_size() == 1:
-        return
+        return tensors
     for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
         alike = [t for t in tensors if (t.dtype, t.device) == kind]
         flat = torch.cat([t.flatten() for t in alike])
@@ -164,6 +164,7 @@ def sum_over_ranks(tensors):
         dist.all_reduce(flat)
         for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
             tensor.copy_(part.view_as(tensor))
+    return tensors
 
 
 def replicas_differ(tensors):

@@ -69,7 +69,7 @@ def rehearse(run, forward_backward, batch, compile):
         inductor.deterministic = torch.are_deterministic_algorithms_enabled()  # no choice by timing
         model = torch.compile(model, dynamic=False)
     try:
-        retry_on_oom(run, lambda: forward_backward(model, run, *batch))
+        retry_on_oom(run, lambda: forward_backward(model, run, *batch, batch[1].numel()))
     except Exception as error:
         if not compile or isinstance(error, RunFailed):
             raise

@@ -20,9 +20,10 @@ def torch_rng_state(device):
 
 
 def set_torch_rng_state(rng, device):
-    """Set torch's state; that of an accelerator only if both `rng` and `device` have one."""
+    """Set torch's state; that of an accelerator only if it is of the same kind as `device`."""
     torch.set_rng_state(rng["torch"])
-    if rng["device"] is not None and device.type != "cpu":
+    here = torch_rng_state(device)["device"]
+    if here is not None and rng["device"] is not None and len(here) == len(rng["device"]):
         torch.get_device_module(device).set_rng_state(rng["device"])
 
 

@@ -39,13 +39,21 @@ class Buffers:
             buffer.copy_(torch.where(skipped.bool(), before, buffer))
 
 
+def skips_on_device(optimizer):
+    """Whether step() is torch's fused one, and no subclass or hook adds to it."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return not hooks and type(optimizer).step.__module__.startswith("torch.")
+
+
 @torch.no_grad()
 def step_unless(skipped, optimizer):
     """Call optimizer.step() unless `skipped` is 1: then weights and moments stay as they are.
 
-    Fused kernels read the flag on the device. For other optimizers the host waits for it.
+    torch's fused kernels read the flag on the device. For any other step the host waits for it.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not skips_on_device(optimizer):
         if not skipped.item():
             optimizer.step()
         return
@@ -54,5 +62,6 @@ def step_unless(skipped, optimizer):
             if "momentum_buffer" not in optimizer.state[weight]:
                 optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     optimizer.grad_scale = None
-    optimizer.found_inf = skipped.to(optimizer.param_groups[0]["params"][0].device)
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    optimizer.found_inf = skipped.to(weights[0].device) if weights else skipped
     optimizer.step()

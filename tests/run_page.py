@@ -7,7 +7,8 @@
 Sections begin with "## " and count from 1. Blocks fenced as sh are for reading and do not run; the
 words after `sh` say what they need, such as a network or a GPU. Shell variables keep their values
 from block to block. Prints each block, its output and how long it took. The first block that fails
-ends the run with its exit code. With PAGE_COPY=FOLDER the copy is made there, and kept.
+ends the run with its exit code. With PAGE_COPY=FOLDER the copy is made there, and kept; with
+PAGE_DATA=FOLDER it uses the datasets in that folder, not those in data/.
 """
 
 import ast
@@ -59,7 +60,8 @@ def run(page, sections=()):
     with TemporaryDirectory() as folder:
         copy = Path(os.environ.get("PAGE_COPY") or Path(folder) / "repo").absolute()
         shutil.copytree(REPO, copy, ignore=NOT_COPIED)
-        for dataset in (REPO / "data").glob("*/"):  # one by one: a page makes others beside them
+        data = Path(os.environ.get("PAGE_DATA") or REPO / "data")
+        for dataset in data.glob("*/"):  # one by one: a page makes others beside them
             (copy / "data").mkdir(exist_ok=True)
             (copy / "data" / dataset.name).symlink_to(dataset)
         path = Path(folder) / "blocks.sh"

@@ -202,7 +202,7 @@ def test_the_bare_step_clips_or_does_not(monkeypatch):
     monkeypatch.setattr(train, "forward_backward", lambda *_: setattr(weight, "grad", *backward))
     for clips, norm in ((False, 100.0), (True, train.grad_clip)):
         backward = [torch.full((4,), 50.0)]
-        bench.bare_step(None, run, None, None, clips)
+        bench.bare_step(None, run, None, weight, clips)
         assert weight.grad.norm().item() == pytest.approx(norm, rel=1e-4)
     assert weight.detach().sum() == pytest.approx(-0.1 * (200 + 2), rel=1e-4)
 
@@ -390,8 +390,8 @@ def test_tries_find_a_bit_that_flips_and_name_its_tensor(in_process, monkeypatch
     real = train.forward_backward
     calls = []
 
-    def faulty(model, run, inputs, targets):
-        loss = real(model, run, inputs, targets)
+    def faulty(model, run, *batch):
+        loss = real(model, run, *batch)
         calls.append(loss)
         if len(calls) == 3:  # the first one is the rehearsal
             run.model.head.weight.grad.view(torch.int32)[5, 7] ^= 1

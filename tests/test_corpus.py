@@ -208,12 +208,15 @@ def test_work_resumes_after_any_piece_as_if_it_had_not_stopped(tmp_path, corpus,
     assert snapshot(tmp_path / "made") == snapshot(tmp_path / "whole")
 
 
-def test_half_a_surrogate_pair_becomes_a_replacement_character(tmp_path):
-    lines = '{"text": "a\\ud83db"}\n{"text": ""}\n', *(f'{{"text": "{x}"}}\n' for x in "bcdefghi")
+def test_half_a_surrogate_pair_and_nul_become_replacement_characters(tmp_path):
+    lines = (
+        '{"text": "a\\ud83db\\u0000c"}\n{"text": ""}\n',
+        *(f'{{"text": "{x}"}}\n' for x in "bcdefghi"),
+    )
     (tmp_path / "a.jsonl").write_text("".join(lines))
     make(tmp_path / "made", tmp_path / "a.jsonl", val_fraction=0.5)
     documents = documents_of(tmp_path / "made", "train") + documents_of(tmp_path / "made", "val")
-    assert sorted(documents) == ["a\ufffdb", *"bcdefghi"]
+    assert sorted(documents) == ["a\ufffdb\ufffdc", *"bcdefghi"]
 
 
 def test_a_glob_takes_the_files_that_it_matches_and_field_names_the_text(tmp_path, texts):

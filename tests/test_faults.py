@@ -411,7 +411,7 @@ def test_no_checkpoint_is_written_that_could_not_be_read(run_train, straight):
     """A state that turns into what no checkpoint brings back, such as a number of NumPy's."""
     numpy = at_step(6, "import numpy; run.state['lr_factor'] = numpy.float64(1)")
     done = run_train("run", *EVERYTHING, before=SHORT_PAUSES + numpy)
-    assert done.returncode == 1 and "ckpt_00000012.pt could not be saved" in done.stderr
+    assert done.returncode == 1 and done.rows("train")[-1]["step"] == 8
     assert "checkpoint['state']['lr_factor'] is a <class 'numpy.float64'>" in done.stderr
     assert not done.checkpoint(8).exists() and checkpoints.load(done.checkpoint(4))
     done = run_train("run", *EVERYTHING)  # mended
@@ -997,11 +997,11 @@ def out_of_memory(most, from_step=0):
     return f"""
 import torch
 def wrap(inner):
-    def forward_backward(model, run, tokens, targets):
+    def forward_backward(model, run, tokens, targets, *rest):
         micro = run.state["micro_batch"]
         if run.state["step"] < {from_step} or micro <= {most}:
-            return inner(model, run, tokens, targets)
-        inner(model, run, tokens[:micro], targets[:micro]) if len(tokens) == micro else None
+            return inner(model, run, tokens, targets, *rest)
+        inner(model, run, tokens[:micro], targets[:micro], *rest) if len(tokens) == micro else None
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     return forward_backward
 train.forward_backward = wrap(train.forward_backward)

@@ -643,7 +643,7 @@ def test_unknown_optimizer_is_named():
 
 
 def test_generate_is_reproducible_and_crops():
-    model = build_trained().train()
+    model = build_trained().eval()
     prompt, _ = batch(2, model.config)
 
     def text(seed, **settings):
@@ -656,12 +656,11 @@ def test_generate_is_reproducible_and_crops():
     assert not torch.equal(text(1), text(2))
     greedy = text(1, temperature=0.0)
     assert torch.equal(greedy, text(2, top_k=1))
-    assert torch.equal(greedy[:, :1], model.eval()(prompt)[:, -1].argmax(-1, keepdim=True))
-    assert model.training is False
+    assert torch.equal(greedy[:, :1], model(prompt)[:, -1].argmax(-1, keepdim=True))
 
 
-def test_generate_leaves_the_mode_alone_and_sees_only_the_last_block():
-    model = build_trained(dropout=0.5).train()
+def test_generate_sees_only_the_last_block():
+    model = build_trained().eval()
     prompt, _ = batch(1, model.config)
     longer = torch.cat((torch.zeros(1, 9, dtype=torch.long), prompt), dim=1)
     for new, new_from_longer in zip(
@@ -669,7 +668,6 @@ def test_generate_leaves_the_mode_alone_and_sees_only_the_last_block():
         generate(model, longer, 8, 32, 65, temperature=0),
         strict=True,
     ):
-        assert model.training  # between two tokens, too
         assert torch.equal(new, new_from_longer)
 
 
@@ -689,18 +687,6 @@ def test_generate_needs_no_more_than_logits_and_never_draws_a_row_that_pads_the_
     drawn = torch.cat(list(generate(model, prompt, 5, 2, vocab_size=60)), dim=1)
     assert drawn.shape == (50, 5) and drawn.max() < 60
     assert torch.cat(list(generate(model, prompt, 5, 2, vocab_size=64)), dim=1).min() >= 60
-
-
-def test_generate_gives_every_module_its_mode_back_also_after_an_error():
-    model = Recurrent().train()
-    model.gru.eval()  # frozen, say
-    modes = [module.training for module in model.modules()]
-    prompt = torch.zeros(1, 3, dtype=torch.long)
-    list(generate(model, prompt, 2, 8, 65))
-    assert [module.training for module in model.modules()] == modes
-    with pytest.raises(IndexError):
-        list(generate(model, prompt + 65, 2, 8, 65))
-    assert [module.training for module in model.modules()] == modes
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import run_page
-from conftest import REPO
+from conftest import HONEST_DATA, REPO
 
 from plumbing.knobs import read_knobs
+from prepare_data import prepare
 
 PAGES = ["docs/trouble.md", "docs/lessons.md", "docs/questions.md"]
 WITH_README = [*PAGES, "README.md"]
@@ -216,6 +217,10 @@ def test_a_block_that_fails_ends_it(tmp_path, capfd):
 
 @pytest.mark.slow  # an hour, on one core
 @pytest.mark.parametrize("page", [*WITH_README, *EXAMPLES])
-def test_the_page_runs(page, monkeypatch):
+def test_the_page_runs(page, monkeypatch, tmp_path):
+    text = HONEST_DATA / "tinyshakespeare/input.txt"
+    if text.exists():  # elsewhere the page downloads it
+        prepare("shakespeare", tmp_path, input=str(text), say=print)
+        monkeypatch.setenv("PAGE_DATA", str(tmp_path))
     monkeypatch.chdir(REPO)
     assert run_page.run(page) == 0

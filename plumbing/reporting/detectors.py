@@ -25,7 +25,7 @@ from plumbing.reporting.record import (
 
 def updates_fail(run):
     skips = happened(run, "skipped")
-    rollbacks = len(happened(run, "rollback"))
+    rollbacks = sum("not finite" in row.get("why", "") for row in happened(run, "rollback"))
     if len(skips) <= max(2, 0.01 * len(run.train["step"])) and not rollbacks:
         return None
     first = f", the first at step {skips[0]['step']:,}" if skips else ""

@@ -1,0 +1,368 @@
+"""What a fork does to the loop: small changes, each of which keeps every promise or is refused.
+
+A change is the source that a test runs before train.main(). The tests in test_hacks.py apply patches.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import LION, stop_at
+from test_loop import batch, build_run, distance, gradient, knobs, update  # noqa: F401
+from torch import nn
+
+import sample
+import train
+from plumbing import checkpoints, console, ema, metrics
+from plumbing.failures import RunFailed
+from plumbing.knobs import read_knobs
+from plumbing.rng import set_torch_rng_state
+from plumbing.skipping import step_unless
+
+FLAGS = ("--save_interval=4", "--eval_interval=3", "--keep_last=9")
+
+
+def build(change):
+    """Source that changes the model that build_model returns."""
+    lines = "\n    ".join(change.strip().splitlines())
+    return f"""
+import torch
+from torch import nn
+def build_model(*args, inner=train.build_model):
+    model = inner(*args)
+    {lines}
+    return model
+train.build_model = build_model
+"""
+
+
+def optimize(change):
+    """Source that changes the optimizers that configure_optimizers returns."""
+    lines = "\n    ".join(change.strip().splitlines())
+    return f"""
+import torch
+def configure_optimizers(model, *args, inner=train.configure_optimizers):
+    optimizers = inner(model, *args)
+    {lines}
+    return optimizers
+train.configure_optimizers = configure_optimizers
+"""
+
+
+# Half of the model is frozen, and in eval mode: its dropout is off.
+FROZEN = build("model.blocks[0].requires_grad_(False).eval()")
+
+# A model that draws random numbers, also in evaluation.
+NOISY = build("model.dropout.forward = lambda x: x + 0.01 * torch.randn_like(x)")
+
+# Dropout with a generator of its own, saved in torch's way.
+OWN_GENERATOR = build("""
+class OwnDropout(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+    def forward(self, x):
+        return x * torch.empty_like(x).bernoulli_(0.9, generator=self.generator)
+    def get_extra_state(self):
+        return {"generator": self.generator.get_state(), "words": "any"}
+    def set_extra_state(self, state):
+        self.generator.set_state(state["generator"])
+model.dropout = OwnDropout()
+""")
+
+# A count that is a tensor, and a list of them, in param_groups.
+TENSORS_IN_GROUP = """
+import torch
+class Counting(torch.optim.SGD):
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        for group in self.param_groups:
+            group["count"] = torch.zeros(())
+            group["counts"] = [torch.zeros(2), torch.zeros(2)]
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["count"] += 1
+            group["counts"][1] += 1
+            for weight in group["params"]:
+                weight.sub_(weight.grad / (group["count"] + group["counts"][1].sum()))
+train.configure_optimizers = lambda model, *rest: [Counting(model.parameters(), lr=0.1)]
+"""
+
+# Moments of another dtype, within a list.
+NESTED_MOMENTS = LION.replace(
+    'm=torch.zeros_like(weight, dtype=torch.float64))',
+    'm=None, nested=[torch.zeros_like(weight, dtype=torch.float64)])',
+).replace('state["m"]', 'state["nested"][0]')  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "flags"),
+    [
+        (FROZEN, ("--n_layer=2", "--dropout=0.3")),
+        (NOISY, ()),
+        (OWN_GENERATOR, ()),
+        (TENSORS_IN_GROUP, ("--audit_interval=3",)),
+        (NESTED_MOMENTS, ()),
+    ],
+    ids=["frozen part", "noisy model", "own generator", "tensors in a group", "nested moments"],
+)
+def test_stopped_and_resumed_it_ends_with_the_same_bits(change, flags, run_train):
+    flags = (*FLAGS, *flags)
+    straight = run_train("straight", *flags, before=change)
+    assert straight.returncode == 0, straight.stderr
+    assert not [row for row in straight.rows("event") if row["event"] in ("audit", "skipped")]
+    assert run_train("run", *flags, before=change + stop_at(7, "SIGKILL")).returncode == 137
+    resumed = run_train("run", *flags, before=change)
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.fingerprint(12) == straight.fingerprint(12)
+
+
+@pytest.mark.parametrize("change", [FROZEN, NOISY])
+def test_evaluations_change_no_bit(change, run_train):
+    flags = ("--n_layer=2", "--dropout=0.3")
+    often = run_train("often", *flags, "--eval_interval=2", before=change)
+    never = run_train("never", *flags, before=change)
+    assert often.fingerprint(12)["model"] == never.fingerprint(12)["model"]
+
+
+def test_evaluating_gives_every_module_its_mode_back_also_after_an_error(knobs):  # noqa: F811
+    run = build_run(ema=True)
+    run.model.blocks[0].eval()
+    modes = [module.training for module in run.model.modules()]
+    before = torch.get_rng_state()
+    with pytest.raises(MemoryError), ema.evaluating(run):
+        assert not any(module.training for module in run.model.modules())
+        torch.rand(1)
+        raise MemoryError
+    assert [module.training for module in run.model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ---- masked targets ------------------------------------------------------------------------------
+
+
+def masked_batch(rows=8):
+    """Inputs, and targets of which each row has another number; the last two rows have none."""
+    inputs, targets = batch(rows)
+    for row in range(rows):
+        targets[row, : 2 * row + 1] = -100
+    targets[-2:] = -100
+    return inputs, targets
+
+
+@pytest.mark.parametrize("chunk_logits", [2**24, 512])  # in one piece, and in chunks
+@pytest.mark.parametrize("micro_batch", [4, 3, 2, 1])
+def test_the_loss_is_the_mean_over_all_targets_however_they_are_split(
+    micro_batch,
+    chunk_logits,
+    knobs,  # noqa: F811
+    monkeypatch,
+):
+    monkeypatch.setattr("model.LARGE_VOCAB", 1)
+    monkeypatch.setattr("model.CHUNK_LOGITS", chunk_logits)
+    whole = build_run(rows=8)
+    parts = build_run(rows=8)
+    parts.state["micro_batch"] = micro_batch
+    inputs, targets = masked_batch()
+    logits = whole.model(inputs).detach()[targets != -100]
+    expected = nn.functional.cross_entropy(logits, targets[targets != -100]).item()
+    assert update(whole, inputs, targets)["loss"] == pytest.approx(expected, rel=1e-6)
+    found = update(parts, inputs, targets)
+    assert (found["loss"], found["skipped"]) == (pytest.approx(expected, rel=1e-6), 0)
+    assert distance(gradient(parts), gradient(whole)) < 1e-5
+
+
+def test_a_validation_batch_without_targets_counts_for_nothing(knobs):  # noqa: F811
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, part):
+            first, count = part
+            return tuple(tensor[first : first + count] for tensor in masked_batch())
+
+    run = build_run(rows=8)
+    run.val_data = Data()
+    found = []
+    for run.state["eval_micro_batch"] in (8, 2, 1):
+        found.append(train.evaluate(run))
+    assert found[0]["val_tokens"] == (masked_batch()[1] != -100).sum()
+    for each in found[1:]:
+        assert each == pytest.approx(found[0], rel=1e-6)
+
+
+def test_tokens_are_those_that_a_dataset_really_returns(knobs):  # noqa: F811
+    run = build_run()
+    run.train_data = range(100)
+    knobs(batch_size=32)
+    packed = torch.zeros(8, 64)  # 32 sequences of 16 in 8 rows
+    assert train.count_batch(run, packed)["tokens"] == 512
+
+
+# ---- a skipped step ------------------------------------------------------------------------------
+
+
+def subclass(weights):
+    class Noisy(torch.optim.AdamW):
+        def step(self):
+            super().step()
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for weight in group["params"]:
+                        weight.add_(0.01)
+
+    return Noisy(weights, fused=True)
+
+
+def with_hook(weights):
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    optimizer.register_step_post_hook(lambda *_: weights[0].data.add_(0.01))
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [subclass, with_hook])
+def test_a_skipped_step_changes_nothing_whatever_is_added_to_a_fused_optimizer(make):
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = make([weight])
+    weight.grad = torch.full((4,), torch.nan)
+    step_unless(torch.tensor(1.0), optimizer)
+    assert torch.equal(weight, torch.ones(4)) and not optimizer.state[weight]
+    weight.grad = torch.ones(4)
+    step_unless(torch.tensor(0.0), optimizer)
+    assert not torch.equal(weight, torch.ones(4))
+
+
+def test_an_optimizer_may_have_a_group_without_weights(run_train):
+    change = optimize('optimizers[0].param_groups.insert(0, dict(optimizers[0].param_groups[0]))')  # fmt: skip
+    change = change.replace(
+        "    return", '    optimizers[0].param_groups[0]["params"] = []\n    return'
+    )
+    done = run_train("run", before=change)
+    assert done.returncode == 0, done.stderr
+
+
+# ---- what cannot be kept is refused --------------------------------------------------------------
+
+
+def test_a_weight_that_is_not_in_the_model_is_refused_before_anything_is_written(run_train):
+    change = optimize(
+        'optimizers[0].add_param_group({"params": [torch.zeros(2, requires_grad=True)]})'
+    )
+    done = run_train("run", before=change)
+    assert done.returncode == 2 and not done.out_dir.exists()
+    assert "trains a weight that is not in model.parameters()" in done.stderr
+
+
+def test_a_value_that_no_checkpoint_can_hold_ends_the_run_at_the_next_save(run_train):
+    change = """
+import numpy
+def count_batch(run, targets, inner=train.count_batch):
+    run.state["tokens_seen"] = numpy.float64(1)
+    return inner(run, targets)
+train.count_batch = count_batch
+"""
+    done = run_train("run", "--save_interval=4", before=change)
+    assert done.returncode == 1
+    assert "checkpoint['state']['tokens_seen'] is a <class 'numpy.float64'>" in done.stderr
+    assert [row["step"] for row in done.rows("train")][-1] == 4
+
+
+def test_the_random_state_of_another_kind_of_device_is_left_out(monkeypatch):
+    """A run that began on MPS, whose state has 44 bytes, is resumed on CUDA, whose state has 16."""
+    state = torch.zeros(16, dtype=torch.uint8)
+    module = SimpleNamespace(get_rng_state=lambda: state, set_rng_state=state.copy_)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    for size, expected in ((44, 0), (16, 1)):
+        found = {"torch": torch.get_rng_state(), "device": torch.ones(size, dtype=torch.uint8)}
+        set_torch_rng_state(found, torch.device("cuda"))
+        assert (state == expected).all()
+
+
+# ---- numbers of a step ---------------------------------------------------------------------------
+
+
+def test_train_step_may_return_plain_numbers_and_large_counts(run_train):
+    change = """
+import torch
+def train_step(*args, inner=train.train_step):
+    more = {"plain": 0.1, "whole": 3, "one": torch.ones(1), "large": torch.tensor(2**24 + 1)}
+    return inner(*args) | more
+train.train_step = train_step
+"""
+    done = run_train("run", before=change)
+    assert done.returncode == 0, done.stderr
+    row = done.rows("train")[-1]
+    assert [row[name] for name in ("plain", "whole", "one", "large")] == [0.1, 3, 1, 2**24 + 1]
+
+
+def test_several_numbers_under_one_name_are_refused_by_that_name():
+    with pytest.raises(RunFailed, match="4 numbers as 'norms': expected one"):
+        metrics.scalar("norms", torch.ones(4), torch.device("cpu"))
+
+
+# ---- the rest ------------------------------------------------------------------------------------
+
+
+def test_a_head_with_a_forward_of_its_own_is_used_in_training_too(monkeypatch):
+    class Capped(nn.Linear):
+        def forward(self, x):
+            return 2 * torch.tanh(super().forward(x) / 2)
+
+    monkeypatch.setattr("model.CHUNK_LOGITS", 512)
+    run = build_run(vocab_size=1000)
+    inputs, targets = batch(4)
+    assert run.model.loss_chunks(64) > 1
+    run.model.head.__class__ = Capped
+    logits = run.model(inputs)
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    assert run.model(inputs, targets).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_a_tied_weight_is_sampled_from_with_its_average(monkeypatch, run_train):
+    tie = "model.head.weight = model.embedding.token.weight"
+    done = run_train("run", "--ema_decay=0.9", before=build(tie))
+    assert done.returncode == 0, done.stderr
+    inner = sample.build_model
+
+    def tied(*args):
+        model = inner(*args)
+        model.head.weight = model.embedding.token.weight
+        return model
+
+    monkeypatch.setattr(sample, "build_model", tied)
+    checkpoint = checkpoints.load(done.checkpoint(12))
+    model, _ = sample.rebuild(done.checkpoint(12), checkpoint)
+    average = checkpoint["ema"]["embedding.token.weight"]
+    assert not torch.equal(average, checkpoint["model"]["embedding.token.weight"])  # control
+    assert torch.equal(model.embedding.token.weight, average)
+    assert model.head.weight is model.embedding.token.weight
+
+
+def test_a_knob_may_be_an_expression_of_constants_and_may_have_a_type(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "n = 5 * 8  # [1, inf)\nrate: float = -1e-3 / 2\nsize = len('ab')\ntwice = n * 2\n"
+    )
+    found = {name: default for name, (default, _, _) in read_knobs(script).items()}
+    assert found == {"n": 40, "rate": -0.0005}
+
+
+def test_buffers_of_whole_numbers_that_differ_between_ranks_end_the_run(run_train):
+    from test_ranks import codes, ranks
+
+    change = build("""
+model.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
+def count(module, args):
+    module.seen += args[0].sum()
+model.register_forward_pre_hook(count)
+""")
+    done = run_train("run", "--save_interval=4", before=ranks(2, change))
+    assert codes(done) == "1 1" and "the ranks hold different bits in seen" in done.stderr
+
+
+def test_an_event_names_its_tensors_one_by_one(capsys):
+    console.print_event(6, "audit", {"tensors": ["gradient/a", "weights/a"]})
+    assert "tensors gradient/a, weights/a" in capsys.readouterr().out
+    console.print_event(6, "inexact_resume", {"threads": [1, 2]})
+    assert "threads 1 -> 2" in capsys.readouterr().out
