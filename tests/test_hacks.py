@@ -119,7 +119,8 @@ def losses(done):
 
 
 @pytest.mark.parametrize("name", HACKS)
-def test_a_hack_is_no_longer_than_in_nanogpt(name):
+def test_a_hack_applies_and_is_no_longer_than_in_nanogpt(name, fork):
+    fork(name)
     patch = (REPO / "tests" / "hacks" / f"{name}.patch").read_text()
     assert 0 < added_lines(patch) <= HACKS[name].lines
 
