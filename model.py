@@ -180,6 +180,9 @@ class Block(nn.Module):
 
 def cross_entropy(logits, targets, label_smoothing, reduction="mean"):
     """In nats and float32, over the targets that are not -100. logits: (..., V), targets: (...)."""
+    if logits.shape[:-1] != targets.shape:
+        shapes = f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}"
+        raise ValueError(f"{shapes}: expected (..., classes) and (...); else write an evaluate()")
     # flattened: the loss over (B, V, T) raises in strict deterministic mode on CUDA
     return F.cross_entropy(
         logits.float().flatten(0, -2),

@@ -270,16 +270,16 @@ def train_step(model, run, inputs, targets, lr):
     """One update, in seven operations. The host waits only in an optimizer that is not fused.
 
     model: run.model or its compiled form. inputs, targets: this rank's sequences, on the device.
-    Returns scalars on the device: the mean loss of the global batch, its gradient norm before
-    clipping, and 1.0 if either is not finite and the update was skipped. A key added here becomes
-    a field of every row of metrics.jsonl, a column of the console and a curve of the report.
+    Returns scalars: the mean loss of the global batch, its gradient norm before clipping, and 1.0 if
+    either is not finite and the update was skipped. A key added here becomes a field of every row of
+    metrics.jsonl, a column of the console and a curve of the report; rank 0's value is taken.
     """
     run.model.zero_grad(set_to_none=True)  # 1: zero the gradients
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr  # 2: set the learning rate
     buffers = Buffers(run.model)  # a copy of BatchNorm's statistics and the like; GPT has none
-    (n_targets,) = ranks.sum_over_ranks([(targets != -100).sum()])  # in the global batch
+    (n_targets,) = ranks.sum_over_ranks([(targets.long() != -100).sum()])  # in the global batch
     compute = partial(forward_backward, model, run, inputs, targets, n_targets)
     loss = retry_on_oom(run, compute, "micro_batch")
     weights = list(run.model.parameters())
@@ -305,7 +305,7 @@ def forward_backward(model, run, inputs, targets, n_targets):
     for x, y in zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True):
         with autocast(x.device):
             loss = model(x, y)  # 3: forward, under autocast
-        n = (y != -100).sum()
+        n = (y.long() != -100).sum()
         loss = torch.where(n > 0, loss, 0) / (n_targets / n)  # 4: all sum up to the mean
         run.scaler.scale(loss).backward()  # 5: backward
         total += loss.detach()
@@ -343,7 +343,7 @@ def sum_losses(run):
         with autocast(run.device):
             logits = run.model(inputs)
             loss = cross_entropy(logits, targets, label_smoothing=0.0, reduction="sum")
-        counted = (targets != -100).sum() * has_rows
+        counted = (targets.long() != -100).sum() * has_rows
         right = (logits.argmax(-1) == targets).sum() * has_rows
         totals += torch.stack([loss * has_rows, right, counted]).to(where)
     return totals

@@ -127,8 +127,9 @@ def restore(run, checkpoint):
     """Restore `run` from a result of run.checkpoint(), sharded or not. These stay: micro-batches,
     optimizer settings whose knobs changed, and the RNG state if the number of ranks changed."""
     here = run.model.state_dict()
-    weights = {name: ranks.shard_like(here[name], w) for name, w in checkpoint["model"].items()}
-    run.model.load_state_dict(weights)
+    run.model.load_state_dict(
+        mapped(lambda w, path: ranks.shard_like(here.get(path[0]), w), checkpoint["model"])
+    )
     optimizers = zip(run.optimizers, run.groups, checkpoint["optimizer"], strict=True)
     for optimizer, built, saved in optimizers:
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -143,13 +144,14 @@ def restore(run, checkpoint):
             }
             for now, then, group in zip(built, saved["built"], saved["param_groups"], strict=True)
         ]
-        optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        own_keys = {key: clone(saved[key]) for key in saved if key not in ("state", "built")}
+        optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
         for weight, each in own:  # torch casts tensors to the weight's dtype, and garbles a str
             optimizer.state[weight] = on_devices_of(optimizer.state[weight], each)
     run.scaler.load_state_dict(checkpoint["scaler"])
+    averages = checkpoint["model"] | checkpoint["ema"]
     for name, average in run.ema.items():
-        saved = checkpoint["ema"].get(name, checkpoint["model"][name])
-        average.copy_(ranks.shard_like(average, saved))
+        average.copy_(ranks.shard_like(average, averages[name]))
     micro_batches = {key: run.state[key] for key in MICRO_BATCHES}
     run.state.update(clone(checkpoint["state"]) | micro_batches)
     if len(checkpoint["rng"]) == ranks.world_size():
@@ -233,7 +235,7 @@ class Saver:
 
     def write(self, checkpoint, names):
         try:
-            weights = [checkpoint["model"][name] for name, _ in self.run.model.named_parameters()]
+            weights = [checkpoint["model"].get(n) for n, _ in self.run.model.named_parameters()]
             if not all_finite([weights, checkpoint["optimizer"], checkpoint["ema"]]):
                 raise ValueError("a weight or moment is not finite")
             with contextlib.suppress(OSError):
@@ -266,17 +268,19 @@ class Saver:
 
 
 def refuse_unequal_replicas(run):
-    """Raises RunFailed if weights or buffers of replicas differ between ranks."""
-    state = run.model.state_dict()
+    """Raises RunFailed if ranks differ in what a checkpoint keeps of rank 0 alone: weights and buffers
+    that are not sharded, and the loop's state."""
+    state = {**run.model.state_dict(), "FRESH_STATE": run.state}
+    kept = {".".join(map(str, path)): leaf for path, leaf in leaves(state)}
     counters = (
         "num_batches_tracked"  # BatchNorm's: ranks may take different numbers of micro-batches
     )
-    tensors = {n: t for n, t in state.items() if hasattr(t, "device") and not n.endswith(counters)}
-    if not ranks.sharded(run.model) and (names := ranks.replicas_differ(tensors)):
+    alike = {n: kept[n] for n in kept if not hasattr(kept[n], "to_local") and counters not in n}
+    if names := ranks.replicas_differ(alike):
         raise RunFailed(
-            f"at step {run.state['step']} the ranks hold different bits in {', '.join(names)}: a step "
-            "that changes the weights must draw and add the same numbers on every rank; the newest "
-            "checkpoint is from before that"
+            f"at step {run.state['step']} the ranks hold different bits in {', '.join(names)}, of which a "
+            "checkpoint keeps those of rank 0: a step must draw and add the same numbers on every rank; "
+            "the newest checkpoint is from before that"
         )
 
 

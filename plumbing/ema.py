@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import torch
 
 from plumbing.ranks import local
-from plumbing.rng import set_torch_rng_state, torch_rng_state
+from plumbing.rng import rng_state, set_rng_state
 
 
 @torch.no_grad()
@@ -20,10 +20,10 @@ def update(run, decay, skipped):
 def evaluating(run, averaged=True):
     """A context in which the model is in eval mode, and has its averaged weights, if there are any.
 
-    On exit, the weights, the mode of each module and torch's random state are as before.
+    On exit, the weights, the mode of each module and the random state are as before.
     """
     modes = {module: module.training for module in run.model.modules()}
-    random = torch_rng_state(run.device)
+    random = rng_state(run.device)
     averages = run.ema if averaged else {}
     run.model.eval()
     swap(run.model, averages)
@@ -31,9 +31,10 @@ def evaluating(run, averaged=True):
         yield
     finally:
         swap(run.model, averages)
+        run.model.train(modes[run.model])  # modules may do more in train() than to set their mode
         for module, training in modes.items():
             module.training = training
-        set_torch_rng_state(random, run.device)
+        set_rng_state(random, run.device)
 
 
 @torch.no_grad()

@@ -168,9 +168,9 @@ def sum_over_ranks(tensors):
 
 
 def replicas_differ(tensors):
-    """The names in `tensors`, {name: tensor}, whose bits are not the same on every rank.
+    """The names in `tensors`, {name: tensor or value}, that are not the same on every rank.
 
-    Not for sharded models, whose ranks hold different parts. The host waits for the device here.
+    Not for sharded tensors, of which ranks hold different parts. The host waits for the device here.
     """
     if world_size() == 1:
         return []
@@ -179,7 +179,9 @@ def replicas_differ(tensors):
 
 
 def checksum(tensor):
-    """CRC-32 of the tensor's bits: flipping any one bit changes it."""
+    """CRC-32 of a tensor's bits, any one of which changes it, or of the repr of another value."""
+    if not isinstance(tensor, torch.Tensor):
+        return zlib.crc32(repr(tensor).encode())
     return zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
 
 

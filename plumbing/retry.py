@@ -3,6 +3,7 @@
 import torch
 
 from plumbing.failures import RunFailed, out_of_memory
+from plumbing.nested import clone
 from plumbing.ranks import agree, sharded, world_size
 from plumbing.rng import set_torch_rng_state, torch_rng_state
 from plumbing.skipping import Buffers
@@ -57,10 +58,13 @@ def retry_on_oom(run, compute, key="micro_batch"):
 
 def rehearse(run, forward_backward, batch, compile):
     """Call forward_backward(model, run, *batch) once before the first step, to compile and to find
-    a micro-batch that fits. Weights and buffers do not change. Returns the model, compiled or not.
+    a micro-batch that fits. Nothing else changes. Returns the model, compiled or not.
 
     If torch.compile fails, a single process records `compile_failed` and runs eager; ranks fail.
+    Raises RunFailed if the forward pass makes a buffer, which a resumed model would not have.
     """
+    names = run.model.state_dict().keys()
+    state = clone(run.state)
     buffers = Buffers(run.model)
     model = run.model
     if compile:
@@ -78,6 +82,9 @@ def rehearse(run, forward_backward, batch, compile):
             raise RunFailed(f"torch.compile failed ({reason}); write --compile=false") from error
         run.folder.event(run.state["step"], "compile_failed", error=reason)
         model = rehearse(run, forward_backward, batch, compile=False)
+    if late := run.model.state_dict().keys() - names:
+        raise RunFailed(f"the first forward pass makes {min(late)}; expected it from __init__")
     run.model.zero_grad(set_to_none=True)
+    run.state.update(state | {"micro_batch": run.state["micro_batch"]})
     buffers.put_back()
     return model

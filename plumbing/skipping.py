@@ -40,11 +40,11 @@ class Buffers:
 
 
 def skips_on_device(optimizer):
-    """Whether step() is torch's fused one, and no subclass or hook adds to it."""
+    """Whether step() is torch's fused one, and no subclass, hook or wrapper adds to it."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    return not hooks and type(optimizer).step.__module__.startswith("torch.")
+    return not hooks and str(optimizer.step.__module__).startswith("torch.")
 
 
 @torch.no_grad()

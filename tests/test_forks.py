@@ -3,16 +3,19 @@
 A change is the source that a test runs before train.main(). The tests in test_hacks.py apply patches.
 """
 
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import LION, stop_at
 from test_loop import batch, build_run, distance, gradient, knobs, update  # noqa: F401
+from test_ranks import codes, ranks
 from torch import nn
 
 import sample
 import train
+from model import cross_entropy
 from plumbing import checkpoints, console, ema, metrics
 from plumbing.failures import RunFailed
 from plumbing.knobs import read_knobs
@@ -27,6 +30,7 @@ def build(change):
     lines = "\n    ".join(change.strip().splitlines())
     return f"""
 import torch
+from test_ranks import codes, ranks
 from torch import nn
 def build_model(*args, inner=train.build_model):
     model = inner(*args)
@@ -52,8 +56,11 @@ train.configure_optimizers = configure_optimizers
 # Half of the model is frozen, and in eval mode: its dropout is off.
 FROZEN = build("model.blocks[0].requires_grad_(False).eval()")
 
-# A model that draws random numbers, also in evaluation.
-NOISY = build("model.dropout.forward = lambda x: x + 0.01 * torch.randn_like(x)")
+# A model that draws random numbers, also in evaluation: torch's, and Python's.
+NOISY = build("""
+import random
+model.dropout.forward = lambda x: x + 0.01 * random.random() * torch.randn_like(x)
+""")
 
 # Dropout with a generator of its own, saved in torch's way.
 OWN_GENERATOR = build("""
@@ -96,6 +103,59 @@ NESTED_MOMENTS = LION.replace(
 ).replace('state["m"]', 'state["nested"][0]')  # fmt: skip
 
 
+# LoRA that merges its product into the weight while the model is in eval mode.
+MERGING = build("""
+class Merging(nn.Linear):
+    def prepare(self):
+        self.a = nn.Parameter(0.1 * torch.randn(2, self.in_features))
+        self.b = nn.Parameter(torch.zeros(self.out_features, 2))
+        self.merged = False
+        return self
+    def train(self, mode=True):
+        if self.merged == mode:
+            self.weight.data += (-1 if mode else 1) * (self.b @ self.a).data
+            self.merged = not mode
+        return super().train(mode)
+    def forward(self, x):
+        out = super().forward(x)
+        return out if self.merged else out + x @ self.a.T @ self.b.T
+model.head.__class__ = Merging
+model.head.prepare()
+""")
+
+# An optimizer with a number of its own in its state_dict.
+OWN_KEY = optimize("""
+(optimizer,) = optimizers
+optimizer.count = 0
+def save(optimizer, saved):
+    saved["count"] = optimizer.count
+def load(optimizer, saved):
+    optimizer.count = saved["count"]
+def step(optimizer, *rest):
+    optimizer.count += 1
+    for group in optimizer.param_groups:
+        group["lr"] /= optimizer.count
+optimizer.register_state_dict_post_hook(save)
+optimizer.register_load_state_dict_pre_hook(load)
+optimizer.register_step_pre_hook(step)
+""")
+
+# A module with a version, and torch's own wrapper for activation checkpointing.
+VERSIONED = build("""
+class Versioned(nn.Linear):
+    _version = 2
+    def _load_from_state_dict(self, state, prefix, metadata, *rest):
+        if (metadata.get("version") or 1) < 2:
+            state[prefix + "weight"] = 2 * state[prefix + "weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+model.head.__class__ = Versioned
+""")
+WRAPPED = build("""
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+model.blocks[0] = checkpoint_wrapper(model.blocks[0])
+""")
+
+
 @pytest.mark.parametrize(
     ("change", "flags"),
     [
@@ -104,8 +164,22 @@ NESTED_MOMENTS = LION.replace(
         (OWN_GENERATOR, ()),
         (TENSORS_IN_GROUP, ("--audit_interval=3",)),
         (NESTED_MOMENTS, ()),
+        (MERGING, ("--weight_decay=0",)),
+        (OWN_KEY, ()),
+        (VERSIONED, ()),
+        (WRAPPED, ()),
     ],
-    ids=["frozen part", "noisy model", "own generator", "tensors in a group", "nested moments"],
+    ids=[
+        "frozen part",
+        "noisy model",
+        "own generator",
+        "tensors in a group",
+        "nested moments",
+        "merging",
+        "own key",
+        "versioned",
+        "wrapped",
+    ],
 )
 def test_stopped_and_resumed_it_ends_with_the_same_bits(change, flags, run_train):
     flags = (*FLAGS, *flags)
@@ -124,6 +198,12 @@ def test_evaluations_change_no_bit(change, run_train):
     often = run_train("often", *flags, "--eval_interval=2", before=change)
     never = run_train("never", *flags, before=change)
     assert often.fingerprint(12)["model"] == never.fingerprint(12)["model"]
+
+
+def test_a_module_is_told_when_evaluation_ends(run_train):
+    done = run_train("run", before=MERGING)
+    head = checkpoints.load(done.checkpoint(12))["model"]["head.b"]
+    assert head.abs().max() > 0, "it learns, though an evaluation came first"
 
 
 def test_evaluating_gives_every_module_its_mode_back_also_after_an_error(knobs):  # noqa: F811
@@ -174,22 +254,57 @@ def test_the_loss_is_the_mean_over_all_targets_however_they_are_split(
 
 
 def test_a_validation_batch_without_targets_counts_for_nothing(knobs):  # noqa: F811
-    class Data(torch.utils.data.Dataset):
-        def __len__(self):
-            return 8
-
-        def __getitem__(self, part):
-            first, count = part
-            return tuple(tensor[first : first + count] for tensor in masked_batch())
-
     run = build_run(rows=8)
-    run.val_data = Data()
+    run.val_data = Pairs(*masked_batch())
     found = []
     for run.state["eval_micro_batch"] in (8, 2, 1):
         found.append(train.evaluate(run))
     assert found[0]["val_tokens"] == (masked_batch()[1] != -100).sum()
     for each in found[1:]:
         assert each == pytest.approx(found[0], rel=1e-6)
+
+
+def test_targets_of_bytes_count_as_those_of_int64(knobs):  # noqa: F811
+    """-100 is 156 in a uint8, which is a class like any other."""
+    targets = torch.tensor([[156, 1, 2, 156], [3, 156, 4, 5]])
+    logits = torch.randn(2, 4, 256, generator=torch.Generator().manual_seed(0))
+    found = []
+    for kind in (torch.int64, torch.uint8):
+        run = build_run(rows=2)
+        run.model = Logits(logits)
+        run.val_data = Pairs(torch.zeros(2, 4, dtype=torch.int64), targets.to(kind))
+        found.append(train.evaluate(run))
+        step = train.forward_backward(run.model, run, *run.val_data[0, 2], targets.numel())
+        found[-1]["loss"] = step.item()
+    assert found[0] == found[1] and found[0]["val_tokens"] == 8
+
+
+class Logits(nn.Module):
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = nn.Parameter(logits)
+
+    def forward(self, inputs, targets=None):
+        if targets is None:
+            return self.logits
+        return nn.functional.cross_entropy(self.logits.flatten(0, 1), targets.flatten().long())
+
+
+class Pairs(torch.utils.data.Dataset):
+    def __init__(self, *tensors):
+        self.tensors = tensors
+
+    def __len__(self):
+        return len(self.tensors[0])
+
+    def __getitem__(self, part):
+        first, count = part
+        return tuple(tensor[first : first + count] for tensor in self.tensors)
+
+
+def test_logits_that_do_not_fit_the_targets_are_refused_by_their_shapes():
+    with pytest.raises(ValueError, match=r"logits \(2, 5, 4\), targets \(2, 4\): expected"):
+        cross_entropy(torch.zeros(2, 5, 4), torch.zeros(2, 4, dtype=torch.int64), 0.0)
 
 
 def test_tokens_are_those_that_a_dataset_really_returns(knobs):  # noqa: F811
@@ -221,7 +336,14 @@ def with_hook(weights):
     return optimizer
 
 
-@pytest.mark.parametrize("make", [subclass, with_hook])
+def with_a_step_around_it(weights):
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    inner = optimizer.step
+    optimizer.step = lambda: (inner(), weights[0].data.add_(0.01))
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [subclass, with_hook, with_a_step_around_it])
 def test_a_skipped_step_changes_nothing_whatever_is_added_to_a_fused_optimizer(make):
     weight = nn.Parameter(torch.ones(4))
     optimizer = make([weight])
@@ -252,6 +374,30 @@ def test_a_weight_that_is_not_in_the_model_is_refused_before_anything_is_written
     done = run_train("run", before=change)
     assert done.returncode == 2 and not done.out_dir.exists()
     assert "trains a weight that is not in model.parameters()" in done.stderr
+
+
+def test_a_buffer_that_the_first_forward_pass_makes_is_refused_before_a_step(run_train):
+    change = build("""
+model.register_buffer("mean", None)
+def make(module, args):
+    module.mean = args[0].float().mean()
+model.register_forward_pre_hook(make)
+""")
+    done = run_train("run", before=change)
+    assert done.returncode == 1 and not done.rows("train")
+    assert "the first forward pass makes mean; expected it from __init__" in done.stderr
+
+
+def test_the_rehearsal_counts_for_nothing(run_train):
+    change = """
+train.FRESH_STATE["seen"] = 0
+def forward_backward(model, run, inputs, *rest, inner=train.forward_backward):
+    run.state["seen"] += len(inputs)
+    return inner(model, run, inputs, *rest)
+train.forward_backward = forward_backward
+"""
+    done = run_train("run", before=change)
+    assert checkpoints.load(done.checkpoint(12))["state"]["seen"] == 12 * 8
 
 
 def test_a_value_that_no_checkpoint_can_hold_ends_the_run_at_the_next_save(run_train):
@@ -348,17 +494,36 @@ def test_a_knob_may_be_an_expression_of_constants_and_may_have_a_type(tmp_path):
     assert found == {"n": 40, "rate": -0.0005}
 
 
-def test_buffers_of_whole_numbers_that_differ_between_ranks_end_the_run(run_train):
-    from test_ranks import codes, ranks
-
-    change = build("""
+INT_BUFFER = build("""
 model.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
 def count(module, args):
     module.seen += args[0].sum()
 model.register_forward_pre_hook(count)
 """)
-    done = run_train("run", "--save_interval=4", before=ranks(2, change))
-    assert codes(done) == "1 1" and "the ranks hold different bits in seen" in done.stderr
+RANKS_COUNT = """
+def count_batch(run, targets, inner=train.count_batch):
+    run.state["mine"] = run.state.get("mine", 0) + int(targets.sum())
+    return inner(run, targets)
+train.count_batch = count_batch
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "flags"),
+    [
+        (INT_BUFFER, "seen", ()),
+        (INT_BUFFER, "seen", ("--shard=true",)),
+        (OWN_GENERATOR.replace("manual_seed(1)", "manual_seed(rank)"), "generator", ()),
+        (RANKS_COUNT, "FRESH_STATE.mine", ()),
+    ],
+)
+def test_what_differs_between_ranks_and_is_saved_from_one_ends_the_run(
+    change, name, flags, run_train
+):
+    change = change.replace("(rank)", "(train.rank())")
+    done = run_train("run", "--save_interval=4", *flags, before=ranks(2, change))
+    assert codes(done) == "1 1"
+    assert re.search(f"the ranks hold different bits in [^ ]*{name}", done.stderr)
 
 
 def test_an_event_names_its_tensors_one_by_one(capsys):
