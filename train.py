@@ -39,7 +39,7 @@ from plumbing.run_folder import RunFolder
 from plumbing.signals import Signals, ignore_signals, start_workers, stop_workers
 from plumbing.skipping import Buffers, step_unless
 from plumbing.spikes import is_spike
-from plumbing.startup import speed_up_start_and_exit
+from plumbing.startup import leave, speed_up_start_and_exit
 from plumbing.windows import OrderedWindows, ShuffledWindows
 from report import write_report
 from sample import print_sample
@@ -697,4 +697,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -5,6 +5,7 @@ import copy
 import errno
 import math
 import os
+import re
 import shutil
 import threading
 import time
@@ -18,7 +19,7 @@ from plumbing.devices import copies_in_background, synchronize
 from plumbing.failures import RunFailed, out_of_memory
 from plumbing.files import fsync, replacing
 from plumbing.nested import clone, leaves, mapped, tensors
-from plumbing.restorable import not_restorable
+from plumbing.restorable import not_restorable, refuse_unequal_replicas
 
 PARTS = ("model", "optimizer", "scaler", "ema", "state", "rng", "config", "data", "run")
 MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # keys of the state
@@ -61,7 +62,8 @@ def load(path, verify=True, mmap=True):
             if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
                 cause.filename = str(path)
                 raise cause from None
-        if mmap and "unable to mmap" in str(error):  # some file systems cannot
+        no_mmap = "unable to mmap" in str(error) or isinstance(error, UnicodeError)
+        if mmap and no_mmap:  # some file systems cannot, nor can torch if the name is not UTF-8
             return load(path, verify=False, mmap=False)
         if out_of_memory(error) or isinstance(error, Damaged):
             raise
@@ -103,10 +105,14 @@ def remove_after(folder, step):
     """Remove each ckpt_STEP.pt later than `step`. Milestones and best.pt stay."""
     for path in numbered(folder, "ckpt"):
         if step_of(path) > step:
-            try:
-                path.unlink()
-            except OSError as error:
-                ranks.say(f"{path.name} cannot be removed ({error.strerror})")
+            remove(path)
+
+
+def remove(path):
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        ranks.say(f"{path.name} cannot be removed ({error.strerror})")
 
 
 def own_part(weights, leaf, path):
@@ -238,24 +244,25 @@ class Saver:
             weights = [checkpoint["model"].get(n) for n, _ in self.run.model.named_parameters()]
             if not all_finite([weights, checkpoint["optimizer"], checkpoint["ema"]]):
                 raise ValueError("a weight or moment is not finite")
+            folder = self.run.folder.mine()
             with contextlib.suppress(OSError):
-                fsync(self.folder / "metrics.jsonl")  # rows reach the disk before the checkpoint
-            with replacing(self.folder / names[0]) as temporary:
+                fsync(folder / "metrics.jsonl")  # rows reach the disk before the checkpoint
+            with replacing(folder / names[0]) as temporary:
                 temporary.touch()  # if it fails, its error says more than torch.save's
                 torch.save(checkpoint, temporary)
             for name in names[1:]:
-                with replacing(self.folder / name) as temporary:
+                with replacing(folder / name) as temporary:
                     try:
-                        os.link(self.folder / names[0], temporary)
+                        os.link(folder / names[0], temporary)
                     except OSError:  # a file system without hard links
-                        shutil.copyfile(self.folder / names[0], temporary)
+                        shutil.copyfile(folder / names[0], temporary)
             self.prune(checkpoint["state"])
         except Exception as error:  # whatever it is, it must not end the run here
             self.error = (str(error) or type(error).__name__).splitlines()[0][:160]
-            if "inline_container" in self.error:  # torch's error for a failed write
+            if re.search("inline_container|iostream", self.error):  # torch's for a failed write
                 free = shutil.disk_usage(self.folder).free / 1e6
                 self.error = f"a write failed, with {free:,.0f} MB of the disk free"
-            print(f"could not save {names[-1]} ({self.error})", flush=True)
+            ranks.say(f"could not save {names[-1]} ({self.error})")
 
     def prune(self, state):
         """Keep the newest ckpt_STEP.pt, and the newest `keep_last` that a rollback may use."""
@@ -264,24 +271,7 @@ class Saver:
         paths = numbered(self.folder, "ckpt")
         targets = [path for path in paths if self.may_roll_back_to(step_of(path), state)]
         for path in set(paths[1:]) - set(targets[: self.keep_last]):
-            path.unlink(missing_ok=True)
-
-
-def refuse_unequal_replicas(run):
-    """Raises RunFailed if ranks differ in what a checkpoint keeps of rank 0 alone: weights and buffers
-    that are not sharded, and the loop's state."""
-    state = {**run.model.state_dict(), "FRESH_STATE": run.state}
-    kept = {".".join(map(str, path)): leaf for path, leaf in leaves(state)}
-    counters = (
-        "num_batches_tracked"  # BatchNorm's: ranks may take different numbers of micro-batches
-    )
-    alike = {n: kept[n] for n in kept if not hasattr(kept[n], "to_local") and counters not in n}
-    if names := ranks.replicas_differ(alike):
-        raise RunFailed(
-            f"at step {run.state['step']} the ranks hold different bits in {', '.join(names)}, of which a "
-            "checkpoint keeps those of rank 0: a step must draw and add the same numbers on every rank; "
-            "the newest checkpoint is from before that"
-        )
+            remove(path)
 
 
 def all_finite(value):

@@ -62,6 +62,9 @@ def configured(*scopes, argv=None, names=None):
     names: a list to which arguments other than flags and config files are added; None refuses them.
     """
     global script
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # not in a notebook
+            stream.reconfigure(errors="backslashreplace")  # for a terminal that lacks a character
     script = os.path.basename(scopes[-1]["__file__"])
     argv = sys.argv[1:] if argv is None else argv
     repository = os.path.dirname(os.path.abspath(scopes[0]["__file__"]))

@@ -21,7 +21,7 @@ CALM = ("resume", "inexact_resume")  # events that are not printed in red
 def paint(words, style, stream=None):
     """`words` in colour, if `stream` is a terminal that shows colours (https://no-color.org)."""
     stream = stream or sys.stdout
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    plain = not stream or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return words if plain or not stream.isatty() else f"\033[{STYLES[style]}m{words}\033[0m"
 
 
@@ -236,7 +236,7 @@ def gigabytes(size):
 def print_end(ended, state, seconds, folder, command):
     if ended.startswith("failed"):
         line = f"{Path(command[0]).name}: {ended}"
-        print(paint(line, "red", sys.stderr), file=sys.stderr)
+        say(paint(line, "red", sys.stderr), file=sys.stderr)
     else:
         best = f"{state['best_val_loss']:.4f} at step {state['best_step']:,}"
         say(f"{ended} at step {state['step']:,}; best validation loss {best}")

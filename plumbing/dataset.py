@@ -61,6 +61,8 @@ class Tokens:
         for path, (begin, end) in zip(self.paths, pairwise([0, *self.ends]), strict=True):
             rows = np.flatnonzero((start < end) & (start + length > begin))
             if len(rows):
+                if os.path.getsize(path) // np.dtype(self.dtype).itemsize != end - begin:
+                    raise OSError(f"{path} has changed its size since the start")
                 # a plain array: slicing a memmap costs more
                 ids = np.memmap(path, self.dtype, mode="r").view(np.ndarray)
             for row in rows.tolist():

@@ -91,10 +91,11 @@ def share(first, count):
     return first + begin, end - begin
 
 
-def say(*words):
-    """Print on rank 0 only, so that all ranks have one log."""
+def say(*words, file=None):
+    """Print on rank 0 only, so that all ranks have one log. What cannot be written is dropped."""
     if rank() == 0:
-        print(*words, flush=True)
+        with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe or terminal
+            print(*words, file=file, flush=True)
 
 
 def collective():

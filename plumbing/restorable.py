@@ -1,11 +1,14 @@
-"""What a checkpoint can restore: the rest is refused before the first step, not lost on a resume."""
+"""What a checkpoint can restore: anything else is refused, not lost on a resume."""
 
 import io
 from collections import Counter, OrderedDict
 
 import torch
 
+from plumbing import ranks
 from plumbing.configurator import fail
+from plumbing.failures import RunFailed
+from plumbing.nested import leaves
 
 
 def refuse_what_is_lost(run):
@@ -37,3 +40,18 @@ def not_restorable(value, name):
     except Exception:  # pickle and torch raise half a dozen types
         return f"{name} is a {type(value)}, which checkpoints cannot restore: expected plain values"
     return None
+
+
+def refuse_unequal_replicas(run):
+    """Raises RunFailed if ranks differ in what a checkpoint keeps of rank 0 alone: weights and buffers
+    that are not sharded, and the loop's state."""
+    state = {**run.model.state_dict(), "FRESH_STATE": run.state}
+    kept = {".".join(map(str, path)): leaf for path, leaf in leaves(state)}
+    counters = "num_batches_tracked"  # BatchNorm's: ranks may have more or fewer micro-batches
+    alike = {n: kept[n] for n in kept if not hasattr(kept[n], "to_local") and counters not in n}
+    if names := ranks.replicas_differ(alike):
+        raise RunFailed(
+            f"at step {run.state['step']} the ranks hold different bits in {', '.join(names)}, of which a "
+            "checkpoint keeps those of rank 0: a step must draw and add the same numbers on every rank; "
+            "the newest checkpoint is from before that"
+        )

@@ -38,7 +38,7 @@ class RunFolder(ExitStack):
         self.facts = {}  # run.json
         self.waiting = []  # lines not yet written to metrics.jsonl
         self.warned = set()  # errors of writing rows that were printed
-        self.locked = False
+        self.lock_file = None
 
     # ---- what the folder holds -------------------------------------------------------------------
 
@@ -67,22 +67,29 @@ class RunFolder(ExitStack):
 
         lockf, not flock: forked DataLoader workers that outlive a killed run do not inherit it.
         """
-        if self.locked:
+        if self.lock_file:
             return
         try:
-            file = self.enter_context(open(self.path / ".lock", "a"))
+            self.lock_file = self.enter_context(open(self.path / ".lock", "a"))
             if fcntl:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.lockf(self.lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             else:
                 say("no file locks on this system: do not start a second run in this folder")
         except BlockingIOError:
             fail(f"another run is at work in {self.path}; write {self.fresh_out_dir()}")
         except OSError as error:
             self.refuse(error)
-        self.locked = True
 
     def refuse(self, error):
-        fail(f"{self.path} cannot be written ({error.strerror}); write --out_dir=FOLDER")
+        place = error.filename or self.path
+        fail(f"{place} cannot be written ({error.strerror}); write --out_dir=FOLDER")
+
+    def mine(self):
+        """The path. Raises OSError if the folder was removed and another run has made a new one."""
+        lock = self.path / ".lock"
+        if lock.exists() and not os.path.samestat(lock.stat(), os.fstat(self.lock_file.fileno())):
+            raise OSError(errno.ESTALE, "another run has taken the place of this folder")
+        return self.path
 
     # ---- run.json --------------------------------------------------------------------------------
 
@@ -128,7 +135,7 @@ class RunFolder(ExitStack):
             )
 
     def save_facts(self):
-        write_json(self.path / "run.json", self.facts)
+        write_json(self.mine() / "run.json", self.facts)
 
     def begin(self, run, path=None, inexact=None):
         """Complete run.json after the rehearsal; cut metrics.jsonl back to where the run begins.
@@ -184,7 +191,7 @@ class RunFolder(ExitStack):
             self.waiting.append(json.dumps(line) + "\n")
         del self.waiting[:-MOST_WAITING]
         content = "".join(self.waiting).encode()
-        with self.warning(), open(self.path / "metrics.jsonl", "ab", buffering=0) as file:
+        with self.warning(), open(self.mine() / "metrics.jsonl", "ab", buffering=0) as file:
             end = file.tell()
             if file.write(content) < len(content):  # a full disk may take only a part
                 file.truncate(end)

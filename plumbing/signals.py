@@ -6,14 +6,14 @@ import threading
 
 import torch.distributed as dist
 
-NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")  # Windows has no SIGUSR1
+NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # Windows lacks the last two
 HANDLED = [number for number in signal.Signals if number.name in NAMES]
 
 
 class Signals:
     """Handles signals within `with Signals() as signals:`, then restores the old handlers.
 
-    stop: the number of the first SIGINT or SIGTERM, or 0.
+    stop: the number of the first SIGINT, SIGTERM or SIGHUP (a closed terminal), or 0.
     save: whether a SIGUSR1 asked for a checkpoint.
     Outside the main thread, where Python cannot install handlers, it does nothing.
     """
@@ -26,7 +26,9 @@ class Signals:
 
     def __enter__(self):
         if threading.current_thread() is threading.main_thread():
-            self.before = {number: signal.signal(number, self.handle) for number in HANDLED}
+            for number in HANDLED:
+                if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                    self.before[number] = signal.signal(number, self.handle)
         return self
 
     def __exit__(self, *error):
@@ -35,7 +37,7 @@ class Signals:
             signal.signal(number, handler or signal.SIG_DFL)
 
     def handle(self, number, frame):
-        if number not in (signal.SIGINT, signal.SIGTERM):
+        if signal.Signals(number).name == "SIGUSR1":
             self.save = True
             return
         if number == signal.SIGINT:

@@ -1,7 +1,10 @@
 """Speed up the start and the exit of a process that compiles nothing."""
 
 import atexit
+import contextlib
 import gc
+import os
+import sys
 
 import torch
 
@@ -26,3 +29,16 @@ def avoid_dynamo_import():
             plain = getattr(method, "__wrapped__", None)
             if imports_dynamo and plain:
                 setattr(owner, name, torch.no_grad()(plain) if name == "step" else plain)
+
+
+def leave(code):
+    """Exit with `code`; after a run with ranks, without Python's finalization. While that runs, threads
+    of a process group that still wait for Python's lock abort the process, and torchrun with it.
+    """
+    if "WORLD_SIZE" in os.environ:
+        atexit._run_exitfuncs()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -8,7 +8,7 @@ from conftest import REPO
 
 MOST_LINES = {"train.py": 700, "plumbing/corpus.py": 440}
 MOST_LINES_OF_A_MODULE = 300  # of plumbing/, but for what stands above
-MOST_LINES_TO_READ = 4_920
+MOST_LINES_TO_READ = 4_960
 MOST_LINES_OF_A_FUNCTION = 60  # in train.py and model.py
 SCRIPTS = sorted(path.relative_to(REPO).as_posix() for path in REPO.glob("*.py"))
 MODULES = sorted(path.relative_to(REPO).as_posix() for path in REPO.glob("plumbing/*.py"))

@@ -11,7 +11,7 @@ from conftest import REPO
 
 from plumbing.signals import Signals, ignore_signals, start_workers
 
-ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def handlers():
@@ -72,7 +72,7 @@ def test_workers_ignore_what_the_whole_process_group_gets():
     before = handlers()
     try:
         ignore_signals(0)
-        assert handlers() == [signal.SIG_IGN] * 3
+        assert handlers() == [signal.SIG_IGN] * 4
     finally:
         for number, handler in zip(ALL, before, strict=True):
             signal.signal(number, handler)

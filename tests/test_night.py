@@ -1,0 +1,163 @@
+"""What happens to a run while nobody looks: terminals close, pipes break, folders and files change."""
+
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import REPO, arguments, stop_at
+from test_faults import at_step
+
+from plumbing.dataset import Tokens
+
+FLAGS = ("--save_interval=4", "--keep_last=2")
+
+
+@pytest.fixture(scope="module")
+def straight(train_in, tmp_path_factory):
+    done = train_in(tmp_path_factory.mktemp("straight"), "run", *FLAGS)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+# ---- the terminal --------------------------------------------------------------------------------
+
+
+def shell(command, data_dir, tmp_path, **more):
+    """The exit code of `command`, in which TRAIN stands for a run into tmp_path/run."""
+    flags = arguments(tmp_path / "run", data_dir, FLAGS)
+    environment = os.environ | {"PYTHON": sys.executable, "FLAGS": " ".join(flags)} | more
+    command = command.replace("TRAIN", "$PYTHON $FLAGS")
+    return subprocess.run(["bash", "-c", command], env=environment, check=False).returncode
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "TRAIN >/dev/full 2>/dev/full",  # the log is on a disk that is full
+        "TRAIN >&- 2>&-",  # there is none
+        "TRAIN | head -n 2 >/dev/null; exit ${PIPESTATUS[0]}",  # a reader that leaves
+    ],
+)
+def test_a_run_whose_output_cannot_be_written_trains_on(command, data_dir, tmp_path, straight):
+    assert shell(command, data_dir, tmp_path) == 0
+    done = tmp_path / "run" / "ckpt_00000012.pt"
+    assert straight.fingerprint(12) == type(straight)(done.parent, 0, "", "").fingerprint(12)
+
+
+def test_a_terminal_that_lacks_a_character_gets_its_code_instead(python_train):
+    done = python_train("ünï", env={"PYTHONIOENCODING": "ascii", "LC_ALL": "C"})
+    assert done.returncode == 0, done.stderr
+    assert r"\xfcn\xef" in done.stdout and done.checkpoint(12).exists()
+
+
+def test_a_closed_terminal_stops_a_run_with_a_checkpoint_unless_under_nohup(run_train, straight):
+    stopped = run_train("run", *FLAGS, before=stop_at(6, "SIGHUP"))
+    assert stopped.returncode == 129 and stopped.checkpoint(6).exists()
+    assert run_train("run", *FLAGS).fingerprint(12) == straight.fingerprint(12)
+    nohup = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    done = run_train("nohup", *FLAGS, before=nohup + stop_at(6, "SIGHUP"))
+    assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
+
+
+def test_a_rank_leaves_without_the_finalization_of_python():
+    code = """
+import atexit
+from plumbing.startup import leave
+class Last:
+    def __del__(self):
+        print("finalized")
+last = Last()
+atexit.register(print, "at exit")
+print("before", end=" ")
+leave(3)
+"""
+    outputs = []
+    for ranks in ({"WORLD_SIZE": "2"}, {}):  # without ranks: the control
+        command = [sys.executable, "-c", code]
+        environment = {k: v for k, v in os.environ.items() if k != "WORLD_SIZE"} | ranks
+        done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+        assert done.returncode == 3, done.stderr
+        outputs.append(done.stdout.split("\n"))
+    assert outputs[0] == ["before at exit", ""]
+    assert outputs[1] == ["before at exit", "finalized", ""]
+
+
+# ---- the folder ----------------------------------------------------------------------------------
+
+
+def test_a_run_does_not_write_into_the_folder_of_another_that_took_its_place(run_train):
+    replace = at_step(
+        6,
+        """
+import shutil
+folder = run.folder.path
+shutil.rmtree(folder)  # no save is under way
+folder.mkdir()
+for name in (".lock", "metrics.jsonl", "run.json", "ckpt_00000008.pt"):
+    (folder / name).write_text("of another run")
+""",
+    )
+    done = run_train("run", before=replace)
+    assert done.returncode == 1
+    assert "another run has taken the place of this folder" in done.stdout, (
+        done.stderr + done.stdout
+    )
+    there = {path.name: path.read_text() for path in done.out_dir.iterdir()}
+    assert set(there.values()) == {"of another run"} and len(there) == 4
+
+
+def test_a_lock_that_somebody_removed_is_no_other_run(run_train, straight):
+    remove = at_step(6, "(run.folder.path / '.lock').unlink()")
+    done = run_train("run", *FLAGS, before=remove)
+    assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
+
+
+def test_a_folder_whose_name_is_not_utf_8_resumes(run_train, straight, tmp_path):
+    name = os.fsdecode(b"caf\xe9")
+    run_train(name, *FLAGS, before=stop_at(6))
+    done = run_train(name, *FLAGS)
+    assert done.returncode == 0, done.stderr
+    assert "set aside" not in done.stdout
+    (tmp_path / name).rename(tmp_path / "run")  # torch reads no file under that name
+    done.out_dir = tmp_path / "run"
+    assert done.fingerprint(12) == straight.fingerprint(12)
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_no_failed_save(run_train, straight):
+    keep = """
+from pathlib import Path
+def unlink(path, missing_ok=False, inner=Path.unlink):
+    if path.suffix == ".pt":
+        raise PermissionError(1, "Operation not permitted")
+    inner(path, missing_ok)
+Path.unlink = unlink
+"""
+    done = run_train("run", "--save_interval=2", "--keep_last=1", before=keep)
+    assert done.returncode == 0, done.stderr
+    assert "ckpt_00000002.pt cannot be removed (Operation not permitted)" in done.stdout
+    assert "could not save" not in done.stdout
+    assert done.fingerprint(12)["model"] == straight.fingerprint(12)["model"]
+
+
+def test_what_cannot_be_written_is_named(run_train, tmp_path):
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    done = run_train("run")
+    assert done.returncode == 2
+    assert re.search(r"\.lock cannot be written \(Is a directory\)", done.stderr)
+
+
+# ---- the data ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("left", [0, 50, 199])
+def test_a_dataset_file_that_gets_shorter_is_not_read_past_its_end(left, tmp_path):
+    path = tmp_path / "train.bin"
+    np.arange(100, dtype=np.uint16).tofile(path)
+    tokens = Tokens([path], "uint16")
+    assert tokens.read([90], 10).tolist() == [list(range(90, 100))]
+    os.truncate(path, left)
+    with pytest.raises(OSError, match="train.bin has changed its size since the start"):
+        tokens.read([20], 10)
