@@ -171,7 +171,6 @@ def write_samples(name):
     print(f"{path}, step {step:,}, best validation loss {loss:.4f}", file=sys.stderr)
     if prompt.size(1) > block_size:
         print(f"only the last {block_size} tokens of --start count", file=sys.stderr)
-    sys.stdout.reconfigure(errors="replace")  # a terminal may not know a character
     began = time.perf_counter()
     for number in range(num_samples):
         if number:

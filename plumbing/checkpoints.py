@@ -122,6 +122,10 @@ def own_part(weights, leaf, path):
     return clone(leaf) if mine is leaf else mine
 
 
+def differs(one, other):
+    return repr(one) != repr(other)  # not by !=, which tensors answer by a tensor
+
+
 def on_devices_of(now, saved):
     """`saved`, each of its tensors on the device of the one at the same path in `now`."""
     devices = {path: leaf.device for path, leaf in leaves(now) if isinstance(leaf, torch.Tensor)}
@@ -142,12 +146,7 @@ def restore(run, checkpoint):
         moments = mapped(partial(own_part, weights), saved["state"])
         own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
         groups = [  # as saved, except for the values that changed knobs now build differently
-            group
-            | {
-                k: now[k]
-                for k in now
-                if k not in group or repr(then.get(k, now[k])) != repr(now[k])
-            }
+            group | {k: v for k, v in now.items() if k not in group or differs(then.get(k, v), v)}
             for now, then, group in zip(built, saved["built"], saved["param_groups"], strict=True)
         ]
         own_keys = {key: clone(saved[key]) for key in saved if key not in ("state", "built")}
