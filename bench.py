@@ -35,9 +35,8 @@ import report
 import train
 from model import configure_optimizers
 from plumbing import audit, checkpoints, console, devices, identity, metrics, nested, peaks
-from plumbing.configurator import configured, fail
+from plumbing.cli import configured, fail, read_knobs, run_script
 from plumbing.files import read_json, write_json
-from plumbing.knobs import read_knobs
 from plumbing.memory import training_memory
 from plumbing.ranks import say, world_size
 from plumbing.reporting.record import read_run
@@ -901,4 +900,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

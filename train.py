@@ -27,9 +27,9 @@ import torch
 import prepare_data
 from model import build_model, configure_optimizers, cross_entropy
 from plumbing import audit, checkpoints, console, devices, ema, identity, metrics, peaks, ranks, rng
-from plumbing.configurator import configured, fail
+from plumbing.cli import RunFailed, configured, fail, run_script
 from plumbing.dataset import fingerprint, open_tokens
-from plumbing.failures import RunFailed, explain
+from plumbing.failures import explain
 from plumbing.memory import training_memory
 from plumbing.ranks import agree, from_rank0, rank, say, world_size
 from plumbing.restorable import refuse_what_is_lost
@@ -697,4 +697,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(run_script(main))

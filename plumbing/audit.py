@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from plumbing.checkpoints import restore
+from plumbing.cli import RunFailed
 from plumbing.devices import free_memory
-from plumbing.failures import RunFailed
 from plumbing.nested import clone, leaves, tensors
 from plumbing.ranks import agree, from_all_ranks, local
 

@@ -15,8 +15,9 @@ from functools import partial
 import torch
 
 from plumbing import ranks, rng
+from plumbing.cli import RunFailed
 from plumbing.devices import copies_in_background, synchronize
-from plumbing.failures import RunFailed, out_of_memory
+from plumbing.failures import out_of_memory
 from plumbing.files import fsync, replacing
 from plumbing.nested import clone, leaves, mapped, tensors
 from plumbing.restorable import not_restorable, refuse_unequal_replicas

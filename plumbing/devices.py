@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from plumbing.configurator import fail
+from plumbing.cli import fail
 from plumbing.ranks import world_size
 
 WORTH_COMPILING = 5e13  # FLOPs of a run on a CPU from which compiling saves more time than it takes

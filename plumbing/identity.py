@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from plumbing.configurator import fail
+from plumbing.cli import fail
 from plumbing.devices import choose_dtype, device_name, matmul_bits
 from plumbing.ranks import from_rank0, world_size
 

@@ -11,7 +11,7 @@ import zlib
 import torch
 import torch.distributed as dist
 
-from plumbing.configurator import fail
+from plumbing.cli import fail
 
 _store = None  # key-value store that the ranks of the process group share
 _begun = 0  # collectives that this rank has begun in the group

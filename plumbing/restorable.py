@@ -6,8 +6,7 @@ from collections import Counter, OrderedDict
 import torch
 
 from plumbing import ranks
-from plumbing.configurator import fail
-from plumbing.failures import RunFailed
+from plumbing.cli import RunFailed, fail
 from plumbing.nested import leaves
 
 

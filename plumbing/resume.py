@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from plumbing import checkpoints, identity
-from plumbing.configurator import fail
+from plumbing.cli import fail
 from plumbing.console import shown
 from plumbing.files import read_json
 from plumbing.ranks import say

@@ -2,7 +2,8 @@
 
 import torch
 
-from plumbing.failures import RunFailed, out_of_memory
+from plumbing.cli import RunFailed
+from plumbing.failures import out_of_memory
 from plumbing.nested import clone
 from plumbing.ranks import agree, sharded, world_size
 from plumbing.rng import set_torch_rng_state, torch_rng_state

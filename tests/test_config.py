@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from plumbing import configurator
-from plumbing.configurator import configured
+from plumbing import cli
+from plumbing.cli import configured
 
-REPO = Path(configurator.__file__).parent.parent
+REPO = Path(cli.__file__).parent.parent
 SCRIPT = '''\
 """
 Counts sheep.
@@ -23,7 +23,7 @@ More about sheep.
 import json
 import sys
 
-from plumbing.configurator import configured
+from plumbing.cli import configured
 
 CONSTANT = 3  # not a knob
 
@@ -71,7 +71,7 @@ def script(tmp_path):
 
 def scope_of(script):
     """The script's knobs as configured() sees them, without a process."""
-    knobs = {name: default for name, (default, _, _) in configurator.read_knobs(script).items()}
+    knobs = {name: default for name, (default, _, _) in cli.read_knobs(script).items()}
     return knobs | {"__file__": str(script), "__doc__": ""}
 
 
@@ -262,7 +262,7 @@ NANOGPT = """out_dir eval_interval log_interval eval_iters eval_only always_save
 
 @pytest.mark.parametrize("name", NANOGPT)
 def test_every_name_of_nanogpt_is_a_knob_of_train_or_gets_a_hint(name, tmp_path, capsys):
-    knobs = configurator.read_knobs(REPO / "train.py")
+    knobs = cli.read_knobs(REPO / "train.py")
     if name in knobs:
         return
     (tmp_path / "theirs.py").write_text(f"{name} = 1\n")
@@ -434,13 +434,13 @@ def test_help_may_be_cut_short(script):
 
 @pytest.mark.parametrize("path", sorted(REPO.glob("*.py")), ids=lambda path: path.name)
 def test_every_knob_of_this_repository_is_explained(path):
-    knobs = configurator.read_knobs(path)
+    knobs = cli.read_knobs(path)
     silent = [name for name, (_, comment, heading) in knobs.items() if not (comment or heading)]
     assert not silent
 
 
 @pytest.mark.parametrize("path", sorted((REPO / "config").glob("*.py")), ids=lambda path: path.name)
 def test_every_config_file_of_this_repository_is_right_for_train(path):
-    knobs = configurator.read_knobs(REPO / "train.py")
+    knobs = cli.read_knobs(REPO / "train.py")
     config = {name: default for name, (default, _, _) in knobs.items()}
-    assert configurator.read_config_file(str(path), str(REPO), config, knobs)
+    assert cli.read_config_file(str(path), str(REPO), config, knobs)
