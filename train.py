@@ -690,7 +690,9 @@ def main(argv=None):
         from_rank0(folder.open, run, files * checkpoints.size(run, needs), command, path)
         peak = from_rank0(peaks.peak_flops, run_device, dtype)
         run.max_flops = (peak[0] or math.nan) * world_size()
-        console.print_plan(run, {"compile": reason} | reasons, peak, needs, path, saved)
+        changed = identity.changed_knobs(saved["config"], run.facts["config"]) if saved else {}
+        chosen = {"compile": reason} | reasons
+        console.print_plan(run, chosen, peak, None, path, changed)
         saved = None  # unmaps the file, so that deleting it frees its disk space
         clock.lap("start")
         return run_to_the_end(run, path, signals, clock)

@@ -101,37 +101,42 @@ def printable(text: str) -> str:
 
 
 def folded_traceback(error: BaseException) -> list[str]:
-    """Lines of a traceback without the frames of plumbing/ and libraries, and with none below the
-    user's own innermost one. Of torch's compiler, only the error that it met in the user's code."""
+    """Lines of a traceback from the user's outermost line to the innermost one, without the frames of
+    plumbing/ and libraries. Of torch's compiler, only the error that it met in the user's code."""
     frames = list(traceback.extract_tb(error.__traceback__))
-    while type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+    while is_compiler := type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         frames += getattr(error, "real_stack", None) or []  # where in the code that is compiled
         inner = getattr(error, "inner_exception", None) or error.__cause__
         if inner is None:
             break
         error = inner
         frames += traceback.extract_tb(error.__traceback__)
-    own = [is_own(frame.filename) for frame in frames]
-    end = len(own) - own[::-1].index(True) if True in own else 0
-    below = ""
-    if end < len(frames):
-        last = f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}"
-        below = f"; {len(frames) - end} below are left out, the last in {last}"
-    lines = [f"Traceback (most recent call last{below}):"]
-    hidden = []
-    for frame, is_mine in zip(frames[:end], own, strict=False):
-        if not is_mine:
-            hidden.append("plumbing/" if frame.filename.startswith(PLUMBING) else "libraries")
-            continue
-        if hidden:
-            count = f"{len(hidden)} frame{'s' * (len(hidden) > 1)}"
-            lines.append(f"  ... {count} in {' and '.join(sorted({*hidden}, reverse=True))} ...")
-            hidden = []
-        lines += "".join(traceback.format_list([frame])).splitlines()
+    own = [number for number, frame in enumerate(frames) if is_own(frame.filename)] or [-1]
+    below = frames[own[-1] + 1 :]
+    place = f"{os.path.basename(below[-1].filename)}:{below[-1].lineno}" if below else ""
+    left_out = f"; {len(below)} below are left out, the last is {place}" if below else ""
+    lines = [f"Traceback (most recent call last{left_out}):"]
+    for before, number in zip([own[0] - 1, *own], own, strict=False):
+        if hidden := frames[before + 1 : number]:
+            places = {is_plumbing(each.filename) for each in hidden}
+            words = " and ".join(
+                ["plumbing/"] * (True in places) + ["libraries"] * (False in places)
+            )
+            lines.append(f"  ... {len(hidden)} frame{'s' * (len(hidden) > 1)} in {words} ...")
+        lines += "".join(traceback.format_list(frames[number : number + 1])).splitlines()
     words = "".join(traceback.format_exception_only(error)).rstrip()
-    lines.append(re.split(r"\n+(?:from user code:|Set TORCHDYNAMO_VERBOSE)", words)[0])
+    if is_compiler:  # it quotes the error, explains, and repeats the place
+        quoted = re.search(r"got (\w+)\((['\"])(.*?)\2\)", words)
+        words = (
+            f"{quoted[1]}: {quoted[3]}" if quoted else words.split("\nfrom user code:")[0].rstrip()
+        )
+    lines.append(words)
     earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return [*folded_traceback(earlier), "", "which led to:", "", *lines] if earlier else lines
+
+
+def is_plumbing(path: str) -> bool:
+    return path.startswith(PLUMBING)
 
 
 def is_own(path: str) -> bool:
