@@ -42,9 +42,9 @@ from plumbing.ranks import say, world_size
 from plumbing.reporting.record import read_run
 from plumbing.retry import rehearse
 from plumbing.run_folder import RunFolder, now
-from plumbing.signals import Signals, stop_workers
+from plumbing.signals import Signals
 from plumbing.tokenizers import decode
-from plumbing.windows import OrderedWindows
+from plumbing.windows import OrderedWindows, stop_workers
 
 # The measurement
 only = "peak,ladder,profile,memory,overhead,sanity,lr"  # parts to run; also: exact, seeds (minutes)

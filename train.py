@@ -22,6 +22,11 @@ from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
+from plumbing.signals import Signals, hold
+
+if __name__ == "__main__":
+    hold()  # signals that come while torch is imported
+
 import torch
 
 import prepare_data
@@ -36,11 +41,16 @@ from plumbing.restorable import refuse_what_is_lost
 from plumbing.resume import continue_from, find_checkpoint, is_finished
 from plumbing.retry import rehearse, retry_on_oom
 from plumbing.run_folder import RunFolder
-from plumbing.signals import Signals, ignore_signals, start_workers, stop_workers
 from plumbing.skipping import Buffers, step_unless
 from plumbing.spikes import is_spike
 from plumbing.startup import leave, speed_up_start_and_exit
-from plumbing.windows import OrderedWindows, ShuffledWindows
+from plumbing.windows import (
+    OrderedWindows,
+    ShuffledWindows,
+    ignore_signals,
+    start_workers,
+    stop_workers,
+)
 from report import write_report
 from sample import print_sample
 
