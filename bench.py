@@ -35,17 +35,16 @@ import report
 import train
 from model import configure_optimizers
 from plumbing import audit, checkpoints, console, devices, identity, metrics, nested, peaks
-from plumbing.configurator import configured, fail
+from plumbing.cli import configured, fail, read_knobs, run_script
 from plumbing.files import read_json, write_json
-from plumbing.knobs import read_knobs
 from plumbing.memory import training_memory
 from plumbing.ranks import say, world_size
 from plumbing.reporting.record import read_run
 from plumbing.retry import rehearse
 from plumbing.run_folder import RunFolder, now
-from plumbing.signals import Signals, stop_workers
+from plumbing.signals import Signals
 from plumbing.tokenizers import decode
-from plumbing.windows import OrderedWindows
+from plumbing.windows import OrderedWindows, stop_workers
 
 # The measurement
 only = "peak,ladder,profile,memory,overhead,sanity,lr"  # parts to run; also: exact, seeds (minutes)
@@ -901,4 +900,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

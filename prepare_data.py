@@ -33,7 +33,7 @@ import urllib.request
 import numpy as np
 
 from plumbing import dataset, tokenizers
-from plumbing.configurator import configured, fail
+from plumbing.cli import configured, fail, run_script
 from plumbing.corpus import find_corpus, make_corpus
 from plumbing.dataset import SPLITS, Offline
 from plumbing.tokenizers import DataError
@@ -291,4 +291,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

@@ -24,9 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from plumbing.configurator import configured, fail
+from plumbing.cli import configured, fail, read_knobs, run_script
 from plumbing.files import replacing
-from plumbing.knobs import read_knobs
 from plumbing.reporting import page as report_page
 from plumbing.reporting.outcome import (
     beside,
@@ -615,4 +614,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_script(main))

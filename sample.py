@@ -19,7 +19,7 @@ import torch
 
 from model import build_model, generate
 from plumbing import checkpoints, ema
-from plumbing.configurator import configured, fail
+from plumbing.cli import configured, fail
 from plumbing.devices import choose_device
 from plumbing.ranks import say
 from plumbing.tokenizers import DataError, decode, decode_utf8, encode, gpt2, read_file

@@ -1,43 +1,43 @@
 """What a run prints: its plan, lines of steps, evaluations, events, and what to type next."""
 
+import math
 import os
 import shlex
 import sys
 import textwrap
 from pathlib import Path
-
-from plumbing import devices
-from plumbing.identity import changed_knobs
-from plumbing.ranks import say, world_size
+from typing import Any, TextIO
 
 REPO = Path(__file__).resolve().parent.parent
 STYLES = {"dim": 2, "red": 31, "green": 32}
-CALM = ("resume", "inexact_resume")  # events that are not printed in red
 
 
 # ---- formatting ----------------------------------------------------------------------------------
 
 
-def paint(words, style, stream=None):
+def paint(words: str, style: str, stream: TextIO | None = None) -> str:
     """`words` in colour, if `stream` is a terminal that shows colours (https://no-color.org)."""
     stream = stream or sys.stdout
     plain = not stream or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return words if plain or not stream.isatty() else f"\033[{STYLES[style]}m{words}\033[0m"
 
 
-def shown(path):
+def shown(path: str | Path) -> str:
     """The path to type: as it is, or relative to the working directory if that is shorter."""
-    return min(os.path.relpath(path), str(path), key=len)
+    try:
+        return min(os.path.relpath(path), str(path), key=len)
+    except OSError:  # the working directory is gone
+        return str(path)
 
 
-def wrapped(words, indent):
+def wrapped(words: str, indent: int) -> str:
     """`words` in lines of up to 80, all but the first indented; never splits a path or flag."""
     blank = " " * indent
     looks = {"initial_indent": blank, "subsequent_indent": blank, "break_long_words": False}
     return textwrap.fill(words, 80, break_on_hyphens=False, **looks)[indent:]
 
 
-def fit(value, width, digits):
+def fit(value: float, width: int, digits: int) -> str:
     """`value` in `width` characters: up to `digits` decimals, as many as fit; else as 1e-05."""
     if 0 < abs(value) < 0.5 * 10**-digits:
         return f"{value:{width}.0e}"
@@ -45,23 +45,36 @@ def fit(value, width, digits):
     return next((text for text in texts if len(text) <= width), f"{value:{width}.0e}")
 
 
-def rate(per_second):
+def rate(per_second: float) -> str:
     """Tokens per second in 6 characters: 853 is 0.853k, 1234567 is 1.235M."""
     sizes = {"k": 1e3, "M": 1e6, "G": 1e9}
     letter = next((each for each in sizes if per_second < 999.95 * sizes[each]), "G")
     return fit(per_second / sizes[letter], 5, 3) + letter
 
 
-def duration(seconds):
+def duration(seconds: float) -> str:
     """Time in up to 8 characters: 0:46, 12:04:05, 12d 4h."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    days = hours // 24
-    if days >= 1000:
-        return f"{days}d"
+    if hours >= 24_000:
+        return f"{hours // 24}d"
     if hours >= 100:
-        return f"{days}d {hours % 24}h"
+        return f"{hours // 24}d {hours % 24}h"
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def best_words(best_metric: str, state: dict[str, Any]) -> str:
+    """The best so far, by the metric that decides: `best val_accuracy 0.5712 at step 1,100`."""
+    name = "validation loss" if best_metric == "val_loss" else best_metric.removeprefix("-")
+    if not math.isfinite(state["best_val_loss"]):
+        return f"no best {name} yet"
+    return f"best {name} {state['best_val_loss']:.4f} at step {state['best_step']:,}"
+
+
+def say(*words: object, file: TextIO | None = None) -> None:
+    from plumbing import ranks  # not above: what only formats, like report.py, needs no torch
+
+    ranks.say(*words, file=file)
 
 
 # ---- lines of a run ------------------------------------------------------------------------------
@@ -77,17 +90,23 @@ COLUMNS = {  # field of a row -> (heading, width, function that formats its valu
     "mem_gb": ("GB", 5, lambda value: fit(value, 5, 2)),
     "gpu_util": ("gpu%", 4, lambda value: fit(value, 4, 0)),  # only if NVML reports it
 }
-NOT_SHOWN = "kind step tokens sequences epoch skipped".split()
+EVALUATION = {
+    "val_loss": "val loss {:.4f}",
+    "val_bpb": "bits/byte {:.4f}",
+    "val_accuracy": "accuracy {:.1%}",
+    "val_tokens": "(first {:,} tokens)",
+}
+NOT_SHOWN = "kind step tokens sequences epoch skipped best_val_loss".split()
 
 
 class Table:
     """The lines of steps, under a header that is printed again whenever the columns change."""
 
-    def __init__(self, max_steps):
+    def __init__(self, max_steps: int):
         self.max_steps = max_steps
         self.names = []  # of the columns
 
-    def print_row(self, row):
+    def print_row(self, row: dict[str, Any]) -> None:
         """Print a row of metrics.jsonl. A field that is not in COLUMNS gets a column of its own."""
         columns = dict(COLUMNS)
         if row.get("gpu_util") is None:
@@ -108,19 +127,43 @@ class Table:
         left = duration((self.max_steps - row["step"]) * row["step_ms"] / 1000)
         say(progress(row["step"], self.max_steps), *cells, f"{left:>8}")
 
-    def print_evaluation(self, row, is_best):
-        words = f"{progress(row['step'], self.max_steps)} val loss {row['val_loss']:.4f}"
-        if "val_bpb" in row:
-            words += f"  bits/byte {row['val_bpb']:.4f}"
-        words += f"  accuracy {row['val_accuracy']:.1%}"
-        known = "kind step val_loss val_bpb val_accuracy val_tokens best_val_loss".split()
-        words += "".join(f"  {name} {row[name]:.4f}" for name in row if name not in known)
-        if "val_tokens" in row:
-            words += f"  (first {row['val_tokens']:,} tokens)"
-        say(words + (paint("  best", "green") if is_best else ""))
+    def print_evaluation(self, row: dict[str, Any], is_best: bool) -> None:
+        """Print a row of an evaluation, with every further number that evaluate() returned."""
+        names = dict.fromkeys((*EVALUATION, *row))  # the known ones first
+        names = [name for name in names if name in row and name not in NOT_SHOWN]
+        words = "  ".join(
+            EVALUATION.get(name, name + " {:.4f}").format(row[name]) for name in names
+        )
+        best = paint("  best", "green") if is_best else ""
+        say(f"{progress(row['step'], self.max_steps)} {words}{best}")
 
 
-def diagnosis(why, recent, rollbacks):
+def progress(step: int, max_steps: int) -> str:
+    width = max(7, len(str(max_steps)))
+    return f"{step:>{width}}/{max_steps:<{width}}"
+
+
+def print_event(step: int, event: str, fields: dict[str, Any]) -> None:
+    """In red, except for what a resume on other hardware or with other settings usually says."""
+    calm = event in ("resume", "inexact_resume") and "code" not in fields
+    details = "  ".join(f"{key} {in_short(value, event)}" for key, value in fields.items())
+    words = wrapped(f"{event.replace('_', ' ')}: {details}", 8)
+    say(f"{step:>7} {words if calm else paint(words, 'red')}")
+
+
+def in_short(value: Any, event: str) -> str:
+    """A field of an event. Of [then, now] hashes of files, the names of those that differ."""
+    if event == "inexact_resume":
+        then, now = value
+        if isinstance(then, dict) and isinstance(now, dict):
+            return ", ".join(key for key in now if now[key] != then.get(key))
+        return f"{then} -> {now}"
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def diagnosis(why: str, recent: list[dict[str, Any]], rollbacks: int) -> str:
     """Why a run cannot continue, with the numbers of its `recent` rows."""
     last = {k: " ".join(f"{row[k]:.3g}" for row in recent) for k in ("lr", "grad_norm", "loss")}
     return (
@@ -131,45 +174,22 @@ def diagnosis(why, recent, rollbacks):
     )
 
 
-def progress(step, max_steps):
-    width = max(7, len(str(max_steps)))
-    return f"{step:>{width}}/{max_steps:<{width}}"
-
-
-def print_event(step, event, fields):
-    shorten = changed if event == "inexact_resume" else in_short
-    details = "  ".join(f"{key} {shorten(value)}" for key, value in fields.items())
-    words = wrapped(f"{event.replace('_', ' ')}: {details}", 8)
-    say(f"{step:>7} {words if event in CALM else paint(words, 'red')}")
-
-
-def changed(pair):
-    """[then, now] in short: of hashes of files, the names of those that differ."""
-    then, now = pair
-    if isinstance(then, dict) and isinstance(now, dict):
-        return ", ".join(key for key in now if now[key] != then.get(key))
-    return f"{then} -> {now}"
-
-
-def in_short(value):
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return f"{value:.4g}" if isinstance(value, float) else value
-
-
 # ---- before the first step -----------------------------------------------------------------------
 
 
-def print_plan(run, reasons, peak, needs, path, saved):
+def print_plan(
+    run: Any,
+    reasons: dict,
+    peak: tuple,
+    measured_gb: float | None,
+    path: Path | None,
+    changed: dict,
+) -> None:
     """Print the plan of the run, in a few aligned lines.
 
-    reasons: {knob: why it has its value}. peak: (FLOP/s or None, source). needs: memory of a step,
-    {kind: bytes or None}. path, saved: the checkpoint to start from, or None.
+    reasons: {knob: why it has its value}. peak: (FLOP/s or None, source). measured_gb: memory that the
+    rehearsal took, or None. path: the checkpoint to start from, or None. changed: {knob: [then, now]}.
     """
-    changed = changed_knobs(saved["config"], run.facts["config"]) if saved else {}
-    free = devices.free_memory(run.device)
-    parts = ", ".join(f"{kind} {gigabytes(size)}" for kind, size in needs.items())
-    total = sum(size for size in needs.values() if size)
     c = run.facts["config"] | run.facts["run"]
     lines = {
         "run": f"resumes from {shown(path)}" if path else f"new, in {shown(c['out_dir'])}",
@@ -183,63 +203,65 @@ def print_plan(run, reasons, peak, needs, path, saved):
         "compile": f"{str(c['compile']).lower()} ({reasons['compile']}); "
         f"deterministic {str(c['deterministic']).lower()}",
         "peak": describe_peak(c, run.model, peak),
-        "memory": f"{gigabytes(total)} GB for a step ({parts}); {gigabytes(free)} GB free",
+        "memory": "" if measured_gb is None else f"{measured_gb:.3f} GB, measured in a rehearsal",
     }
     for name, words in lines.items():
         if words:
             say(paint(f"{name:<8}", "dim"), wrapped(words, 9))
-    if free and total > free:
-        say(paint("         more than is free; --grad_checkpoint=true needs less", "red"))
 
 
-def describe_model(model):
+def describe_model(model: Any) -> str:
     shape = model.describe() if hasattr(model, "describe") else type(model).__name__
     return f"{shape}; {sum(weight.numel() for weight in model.parameters()):,} parameters"
 
 
-def describe_data(run, c):
+def describe_data(run: Any, c: dict[str, Any]) -> dict[str, str]:
     """The lines `data` and `batch`, in tokens if the data is text."""
     data = run.facts["data"]
     meta = data["meta"]
+    words = (
+        f"{data['name']}: {len(run.train_data):,} to train on, {len(run.val_data):,} to validate"
+    )
     batch = f"{c['batch_size']} x {c['accum_steps']} x {c['world_size']} = {c['global_batch']}"
-    if "tokenizer" not in meta:
-        sizes = f"{len(run.train_data):,} to train on, {len(run.val_data):,} to validate"
-        return {"data": f"{data['name']}: {sizes}", "batch": f"{batch} a step"}
-    sizes = f"{meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate"
-    words = f"{data['name']}, {meta['tokenizer']}: {sizes}; vocabulary {meta['vocab_size']:,}"
-    tokens = f"{c['global_batch'] * c['block_size']:,}"
-    batch += f" sequences of {c['block_size']} = {tokens} tokens a step"
-    return {"data": words, "batch": batch}
+    if "tokenizer" in meta:
+        words = (
+            f"{data['name']}, {meta['tokenizer']}: {meta['train_tokens']:,} tokens to train on, "
+            f"{meta['val_tokens']:,} to validate; vocabulary {meta['vocab_size']:,}"
+        )
+        tokens = f"{c['global_batch'] * c['block_size']:,}"
+        batch += f" sequences of {c['block_size']} = {tokens} tokens"
+    return {"data": words, "batch": f"{batch} a step"}
 
 
-def describe_peak(c, model, peak):
+def describe_peak(c: dict[str, Any], model: Any, peak: tuple[float | None, str]) -> str:
+    """The peak, and what all steps would take and cost at that rate, where the model knows its FLOPs."""
     flops, source = peak
     if not flops:
         return f"n/a ({source})"
     words = f"{flops / 1e12:.3g} TFLOP/s ({source})"
-    if hasattr(model, "flops_per_token"):
-        tokens = c["global_batch"] * c["block_size"] * c["max_steps"]
-        seconds = model.flops_per_token() * tokens / (flops * c["world_size"])
-        words += f"; all steps at that rate: {duration(seconds)}"
-        if price := c.get("dollars_per_hour"):
-            words += f", ${seconds / 3600 * c['world_size'] * price:.2f}"
+    try:
+        per_token = model.flops_per_token()
+    except Exception:  # a fork's model may not know, or fail to say
+        return words
+    tokens = c["global_batch"] * c["block_size"] * c["max_steps"]
+    seconds = per_token * tokens / (flops * c["world_size"])
+    words += f"; all steps at that rate: {duration(seconds)}"
+    if price := c.get("dollars_per_hour"):
+        words += f", ${seconds / 3600 * c['world_size'] * price:.2f}"
     return words
-
-
-def gigabytes(size):
-    return "n/a" if size is None else f"{size / 1e9:.3f}"
 
 
 # ---- after the last step -------------------------------------------------------------------------
 
 
-def print_end(ended, state, seconds, folder, command):
+def print_end(
+    ended: str, state: dict, seconds: dict, folder: Path, command: list[str], best_metric="val_loss"
+) -> None:
     if ended.startswith("failed"):
         line = f"{Path(command[0]).name}: {ended}"
         say(paint(line, "red", sys.stderr), file=sys.stderr)
     else:
-        best = f"{state['best_val_loss']:.4f} at step {state['best_step']:,}"
-        say(f"{ended} at step {state['step']:,}; best validation loss {best}")
+        say(f"{ended} at step {state['step']:,}; {best_words(best_metric, state)}")
     spent = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
     say(f"{sum(seconds.values()):.1f} s: {spent}")
     if ended.startswith(("stopped by", "left")):
@@ -247,8 +269,9 @@ def print_end(ended, state, seconds, folder, command):
         say(f"{checkpoint} is kept; to resume, type the same command again")
 
 
-def print_next(ended, folder, command, writes_text):
-    """Print commands to paste next. command: the arguments that started this run."""
+def print_next(ended: str, folder: Path, command: list[str], writes_text: bool) -> None:
+    """Print commands to paste next. command: the arguments that started this run. writes_text: whether
+    sample.py can load its model and its data is text."""
     sample, report = (
         shlex.join(["python", shown(REPO / script), shown(folder)])
         for script in ("sample.py", "report.py")
@@ -259,8 +282,8 @@ def print_next(ended, folder, command, writes_text):
             commands[sample] = "text from its best weights"
         commands[f"{report} OTHER"] = "beside another run"
     else:
-        typed = command == sys.argv  # not in a notebook
-        if typed and world_size() == 1 and not ended.startswith("failed"):
+        typed = command == sys.argv and "WORLD_SIZE" not in os.environ  # no notebook, no launcher
+        if typed and not ended.startswith("failed"):
             commands[shlex.join(["python", *command])] = "resumes"
         commands[report] = "what happened, as a picture and in words"
     width = min(50, max(map(len, commands)))

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from plumbing import devices
-from plumbing.failures import RunFailed
+from plumbing.cli import RunFailed
 
 
 def finish_rows(steps, clock, run):

@@ -18,7 +18,7 @@ except ImportError:  # Windows
     fcntl = None
 
 from plumbing import console, devices, wandb_sender
-from plumbing.configurator import fail
+from plumbing.cli import fail
 from plumbing.files import clean, read_json, replacing, write_json
 from plumbing.ranks import rank, say
 

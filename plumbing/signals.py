@@ -3,11 +3,10 @@
 import os
 import signal
 import threading
+from types import FrameType
 
-import torch.distributed as dist
-
-NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1")  # Windows lacks the last two
-HANDLED = [number for number in signal.Signals if number.name in NAMES]
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_held = None  # the Signals of hold()
 
 
 class Signals:
@@ -18,70 +17,53 @@ class Signals:
     Outside the main thread, where Python cannot install handlers, it does nothing.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.stop = 0
         self.save = False
         self.parent = os.getppid()
         self.before = {}  # signal -> handler
 
-    def __enter__(self):
+    def __enter__(self) -> "Signals":
+        global _held
         if threading.current_thread() is threading.main_thread():
             for number in HANDLED:
-                if number.name != "SIGHUP" or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                     self.before[number] = signal.signal(number, self.handle)
+        if _held:  # what came before counts, and its handlers are not those to go back to
+            self.before |= _held.before
+            self.parent = _held.parent
+            self.save |= _held.save
+            if _held.stop:
+                self.handle(_held.stop)
+            _held = None
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         for number, handler in self.before.items():
             # None: not installed by Python, which cannot restore it
             signal.signal(number, handler or signal.SIG_DFL)
 
-    def handle(self, number, frame):
-        if signal.Signals(number).name == "SIGUSR1":
+    def handle(self, number: int, frame: FrameType | None = None) -> None:
+        if number == signal.SIGUSR1:
             self.save = True
             return
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the process
         self.stop = self.stop or int(number)
 
-    def take_save(self):
+    def take_save(self) -> bool:
         """Return `save` and set it to False: a later signal asks for another checkpoint."""
         asked = self.save
         self.save = False
         return asked
 
-    def orphaned(self):
+    def orphaned(self) -> bool:
         """Whether torchrun has died: its ranks run in their own sessions, and would survive it."""
-        return dist.is_initialized() and os.getppid() != self.parent
+        return "WORLD_SIZE" in os.environ and os.getppid() != self.parent
 
 
-def ignore_signals(worker):
-    """For DataLoader workers (worker_init_fn): a scheduler signals the whole process group, but the
-    training process decides when its workers end."""
-    for number in HANDLED:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def start_workers(loader):
-    """Return iter(loader). Its workers start with HANDLED blocked: a signal may come before they
-    ignore it. torch's SIGCHLD handler is removed: if a worker dies, it raises an error wherever the
-    training is, even in a save. Instead the next batch raises it, within 5 s.
-    """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        return iter(loader)
-    handler = signal.getsignal(signal.SIGCHLD)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-    try:
-        batches = iter(loader)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
-    return batches
-
-
-def stop_workers(batches):
-    """End the workers of a DataLoader's iterator. If an error still refers to the iterator at exit,
-    Python would send them SIGTERM, which they ignore, and wait forever."""
-    if hasattr(batches, "_shutdown_workers"):
-        batches._shutdown_workers()
+def hold() -> None:
+    """Remember the signals that come from now on for Signals(): `import torch` takes seconds, in which
+    Ctrl-C would end in a traceback, and SIGUSR1 in death. For a process that does nothing but train."""
+    global _held
+    _held = Signals().__enter__()

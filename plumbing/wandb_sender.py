@@ -23,7 +23,7 @@ from pathlib import Path
 if __name__ == "__main__":  # else Python looks for modules in plumbing/
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from plumbing.configurator import fail
+from plumbing.cli import fail
 from plumbing.files import read_json, write_json
 
 TO_TYPE = "training is not affected; python plumbing/wandb_sender.py {} sends the rest"

@@ -5,10 +5,14 @@ Both are datasets in which `dataset[first, count]` is a batch: inputs and target
 """
 
 import math
+import signal
+import threading
 import warnings
 
 import numpy as np
 import torch
+
+from plumbing.signals import HANDLED
 
 # torch's warning about more workers than CPUs: the column `wait` shows whether they help
 warnings.filterwarnings("ignore", message="This DataLoader will create")
@@ -78,3 +82,35 @@ class OrderedWindows(Windows):
         position = start[:, None] + np.arange(self.block_size)
         targets[torch.from_numpy(position < first_new[:, None])] = -100
         return inputs, targets
+
+
+def ignore_signals(worker):
+    """For DataLoader workers (worker_init_fn): a scheduler signals the whole process group, but the
+    training process decides when its workers end."""
+    for number in HANDLED:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def start_workers(loader):
+    """Return iter(loader). Its workers start with HANDLED blocked: a signal may come before they
+    ignore it. torch's SIGCHLD handler is removed: if a worker dies, it raises an error wherever the
+    training is, even in a save. Instead the next batch raises it, within 5 s.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        return iter(loader)
+    handler = signal.getsignal(signal.SIGCHLD)
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+    try:
+        batches = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
+    return batches
+
+
+def stop_workers(batches):
+    """End the workers of a DataLoader's iterator. If an error still refers to the iterator at exit,
+    Python would send them SIGTERM, which they ignore, and wait forever."""
+    if hasattr(batches, "_shutdown_workers"):
+        batches._shutdown_workers()

@@ -359,10 +359,12 @@ def in_child(argv, files, env, cwd, before, timeout, repo):
     os.chdir(cwd)
     sys.argv = argv
     train = import_train(repo)
+    from plumbing.cli import run_script
+
     exec(before, {"train": train})
     try:
-        code = train.main()
-    except SystemExit as leaving:
+        code = run_script(train.main)
+    except SystemExit as leaving:  # --help
         code = leaving.code
     sys.stdout.flush()
     sys.stderr.flush()

@@ -14,10 +14,9 @@ import torch
 from conftest import REPO, TINY, arguments, stop_at, tree
 
 import train
-from plumbing.configurator import configured
+from plumbing.cli import INTERVAL, configured, read_knobs, show
 from plumbing.devices import cpu_info
 from plumbing.identity import FREE, INEXACT, REFUSED
-from plumbing.knobs import INTERVAL, read_knobs, show
 from prepare_data import prepare
 
 KNOBS = read_knobs(train.__file__)

@@ -245,10 +245,10 @@ import signal, sys
 del signal.SIGUSR1
 sys.modules["resource"] = None  # importing it raises ImportError
 import torch
-from plumbing import devices, ranks, retry, signals
+from plumbing import devices, ranks, retry, windows
 with signals.Signals() as asked:
     print("USR1", asked.take_save())
-signals.ignore_signals(0)
+windows.ignore_signals(0)
 for _ in range(3):
     print("memory", devices.memory_gb(torch.device("cpu")))
 """

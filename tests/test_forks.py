@@ -17,8 +17,8 @@ import sample
 import train
 from model import cross_entropy
 from plumbing import checkpoints, console, ema, metrics
+from plumbing.cli import read_knobs
 from plumbing.failures import RunFailed
-from plumbing.knobs import read_knobs
 from plumbing.rng import set_torch_rng_state
 from plumbing.skipping import step_unless
 

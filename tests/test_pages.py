@@ -11,7 +11,7 @@ import pytest
 import run_page
 from conftest import HONEST_DATA, REPO
 
-from plumbing.knobs import read_knobs
+from plumbing.cli import read_knobs
 from prepare_data import prepare
 
 PAGES = ["docs/trouble.md", "docs/lessons.md", "docs/questions.md"]

@@ -1,15 +1,17 @@
 """Signals are heard while a run lasts, and handled as before once it is over."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
-import torch
-from conftest import REPO
+import pytest
+from conftest import REPO, wait_for
 
-from plumbing.signals import Signals, ignore_signals, start_workers
+from plumbing.signals import Signals
 
 ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -68,22 +70,58 @@ with Signals() as asked:
     assert done.stdout == "heard 2\n" and done.returncode == -signal.SIGINT, done.stderr
 
 
-def test_workers_ignore_what_the_whole_process_group_gets():
-    before = handlers()
-    try:
-        ignore_signals(0)
-        assert handlers() == [signal.SIG_IGN] * 4
-    finally:
-        for number, handler in zip(ALL, before, strict=True):
-            signal.signal(number, handler)
+HOLD = """
+import os, signal, sys
+from plumbing.signals import Signals, hold
+hold()
+assert "torch" not in sys.modules
+os.kill(os.getpid(), signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGINT)
+with Signals() as asked:
+    print(int(asked.stop), asked.take_save(), flush=True)
+    os.kill(os.getpid(), signal.SIGHUP)
+    print(int(asked.stop), flush=True)
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "given back as it was before hold()"
+with Signals() as again:
+    assert not again.stop and not again.save, "told once"
+"""
 
 
-def test_the_death_of_a_worker_interrupts_nothing():
-    """torch's handler would raise an error wherever the main thread is."""
-    before = signal.getsignal(signal.SIGCHLD)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    loader = torch.utils.data.DataLoader(range(4), num_workers=1)
-    batches = start_workers(loader)
-    assert signal.getsignal(signal.SIGCHLD) is before
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
-    assert [int(batch) for batch in batches] == [0, 1, 2, 3]
+def test_signals_that_come_while_torch_is_imported_are_not_lost():
+    done = subprocess.run([sys.executable, "-c", HOLD], cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "15 True\n15\n"), done.stderr
+
+
+def test_a_second_ctrl_c_ends_a_process_that_still_imports_torch():
+    code = "import os, signal; from plumbing.signals import hold; hold()"
+    for before_it in ("", "from plumbing.signals import Signals; Signals().__enter__();"):
+        kill = f"os.kill(os.getpid(), signal.SIGINT); {before_it}"
+        command = [sys.executable, "-c", f"{code}; {kill} os.kill(os.getpid(), signal.SIGINT)"]
+        assert subprocess.run(command, cwd=REPO).returncode == -signal.SIGINT
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1"])
+def test_a_signal_in_the_first_second_stops_or_saves_a_run(start_train, tmp_path, name):
+    process = start_train("run", "--save_interval=100")
+    status = Path(f"/proc/{process.pid}/status")
+    if not status.exists():
+        pytest.skip("needs /proc to see when the handlers are there")
+    bit = 1 << signal.Signals[name] - 1
+
+    def is_caught():
+        caught = re.search(r"SigCgt:\s*(\w+)", status.read_text())[1]
+        return int(caught, 16) & bit and (name != "SIGINT" or int(caught, 16) & 1 << 9)
+
+    wait_for(is_caught)  # SIGUSR1 has no handler before ours; Python installs one for SIGINT
+    os.kill(process.pid, signal.Signals[name])
+    code = process.wait(60)
+    log = process.log.read_text()
+    assert code == (130 if name == "SIGINT" else 0), log
+    assert "Traceback" not in log
+    assert (tmp_path / "run" / "ckpt_00000001.pt").exists() == (name == "SIGINT")
+
+
+def test_importing_train_as_a_library_leaves_signals_alone():
+    code = "import signal, train; assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL"
+    subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import model
 import train
-from plumbing.configurator import configured
+from plumbing.cli import configured
 
 CPU = torch.device("cpu")
 KINDS = [

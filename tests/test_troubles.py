@@ -14,7 +14,7 @@ from test_report import evaluation, event, falling, write_run
 
 import bench
 from plumbing import failures
-from plumbing.knobs import read_knobs
+from plumbing.cli import read_knobs
 from plumbing.reporting.record import read_run
 from plumbing.reporting.troubles import TROUBLES, troubles
 from prepare_data import prepare

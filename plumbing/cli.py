@@ -1,0 +1,421 @@
+"""
+The command line: a script's knobs, config files and flags onto its globals, and how it fails.
+
+    python train.py config/FILE.py --batch_size=32 --out_dir=out/mine     # later ones win
+
+A knob is a lower-case name that a script sets to a plain str, int, float or bool above its first
+function or class. Its default gives its type: int (12, 1_000, 1e3), float, bool (true, yes, 1, false,
+no, 0; AUTO_OR_BOOL knobs also take auto), str, or *_dir, a path: of a flag, relative to the working
+directory, else to the repository. The comment beside a knob is its help; it goes on in lines below
+that begin with `#` and two spaces. An interval in it, such as [1, inf) or (0, 1], and choices, such as
+cosine | linear, are enforced. Full-line comments above a group of knobs are its heading.
+A config file is executed as Python, and may compute with the knobs as set so far. Every name that it
+assigns must be a knob, unless it begins with _.
+"""
+
+import ast
+import builtins
+import difflib
+import math
+import os
+import re
+import sys
+import sysconfig
+import textwrap
+import traceback
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from glob import glob
+from hashlib import sha256
+from pathlib import Path
+from symtable import symtable
+from typing import Any, NoReturn
+
+AUTO_OR_BOOL = ("compile", "deterministic")
+BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+NAME = re.compile("[a-z][a-z0-9_]*")  # of a knob
+INTERVAL = re.compile(r"([\[(])(-?[\d.e]+), (-?[\d.e]+|inf)([\])])")
+CHOICES = re.compile(r"\w+(?: \| \w+)+")
+NANOGPT = {  # nanoGPT's name: the name here, or what to type instead
+    "always_save_checkpoint": "--save_interval=N saves whatever the loss is; best.pt is separate",
+    "backend": "--device decides it: nccl for cuda, gloo for cpu",
+    "bias": "no counterpart: none of the --n_layer layers has a bias",
+    "decay_lr": "--schedule=cosine decays the rate, --schedule=constant does not",
+    "eval_iters": "--eval_tokens=N evaluates the first N tokens, --eval_tokens=0 all of them",
+    "eval_only": "no counterpart: every run also evaluates before its first step (--eval_interval)",
+    "gradient_accumulation_steps": "accum_steps",
+    "init_from": "--resume takes auto, never or a checkpoint's path; GPT-2's weights do not fit",
+    "learning_rate": "peak_lr",
+    "lr_decay_iters": "decay_steps",
+    "max_iters": "max_steps",
+    "warmup_iters": "warmup_steps",
+}
+PLUMBING = os.path.dirname(os.path.abspath(__file__)) + os.sep
+LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+
+class BadInput(Exception):
+    """Bad input: one line on what was found, expected, and what to type. Exit code 2."""
+
+
+class RunFailed(Exception):
+    """The run cannot continue: one line on what happened and what to do next. Exit code 1."""
+
+
+def fail(message: object) -> NoReturn:
+    raise BadInput(" ".join(str(message).splitlines()))
+
+
+def run_script(main: Callable[[], int | None]) -> int:
+    """Call main() and return the exit code of the script. An error of ours is one line on stderr; any
+    other is a traceback that ends in the innermost line of the user's own code."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="backslashreplace")  # for a terminal that lacks a character
+    try:
+        code = main() or 0
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `| head`: or Python flushes again at exit, and complains
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (BadInput, RunFailed) as error:
+        code = 2 if isinstance(error, BadInput) else 1
+        words = f"{os.path.basename(sys.argv[0])}: {error}"
+    except Exception as error:
+        code = 1
+        words = "\n".join(folded_traceback(error))
+    print(printable(words), file=sys.stderr, flush=True)
+    return code
+
+
+def printable(text: str) -> str:
+    """`text` without control characters except newlines, tabs and colours: what comes from a model
+    or a file of someone else must not move the cursor or type into the terminal."""
+    return re.sub(r"(\033\[\d*m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: match[1] or "", text)
+
+
+def folded_traceback(error: BaseException) -> list[str]:
+    """Lines of a traceback from the user's outermost line to the innermost one, without the frames of
+    plumbing/ and libraries. Of torch's compiler, only the error that it met in the user's code."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    while is_compiler := type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        frames += getattr(error, "real_stack", None) or []  # where in the code that is compiled
+        inner = getattr(error, "inner_exception", None) or error.__cause__
+        if inner is None:
+            break
+        error = inner
+        frames += traceback.extract_tb(error.__traceback__)
+    own = [number for number, frame in enumerate(frames) if is_own(frame.filename)] or [-1]
+    below = frames[own[-1] + 1 :]
+    place = f"{os.path.basename(below[-1].filename)}:{below[-1].lineno}" if below else ""
+    left_out = f"; {len(below)} below are left out, the last is {place}" if below else ""
+    lines = [f"Traceback (most recent call last{left_out}):"]
+    for before, number in zip([own[0] - 1, *own], own, strict=False):
+        if hidden := frames[before + 1 : number]:
+            places = {is_plumbing(each.filename) for each in hidden}
+            words = " and ".join(
+                ["plumbing/"] * (True in places) + ["libraries"] * (False in places)
+            )
+            lines.append(f"  ... {len(hidden)} frame{'s' * (len(hidden) > 1)} in {words} ...")
+        lines += "".join(traceback.format_list(frames[number : number + 1])).splitlines()
+    words = "".join(traceback.format_exception_only(error)).rstrip()
+    if is_compiler:  # it quotes the error, explains, and repeats the place
+        quoted = re.search(r"got (\w+)\((['\"])(.*?)\2\)", words)
+        words = (
+            f"{quoted[1]}: {quoted[3]}" if quoted else words.split("\nfrom user code:")[0].rstrip()
+        )
+    lines.append(words)
+    earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return [*folded_traceback(earlier), "", "which led to:", "", *lines] if earlier else lines
+
+
+def is_plumbing(path: str) -> bool:
+    return path.startswith(PLUMBING)
+
+
+def is_own(path: str) -> bool:
+    """Whether a file is the user's: not plumbing, no library, nothing that a compiler made."""
+    made = path.startswith(("<frozen", "<eval")) or "torchinductor" in path
+    return not made and not path.startswith((PLUMBING, *LIBRARIES))
+
+
+# ---- onto globals --------------------------------------------------------------------------------
+
+
+class Config(dict):
+    """Every knob and its value. flags: the names that flags set. base: the values without flags."""
+
+    flags: set[str]
+    base: dict[str, Any]
+
+
+@contextmanager
+def configured(
+    *scopes: dict[str, Any], argv: list[str] | None = None, names: list[str] | None = None
+) -> Iterator[Config]:
+    """
+    Set the knobs of `scopes` from `argv` (default: the command line); if any of it is invalid, set
+    none and raise BadInput. Yields a Config. Restores the knobs on exit.
+
+    scopes: globals() of a script or vars() of a module. Present values are the defaults, so that
+        `train.max_steps = 5` takes effect. A later scope may declare a knob of an earlier one again,
+        to change its default; both then hold the same value.
+    names: a list to which arguments other than flags and config files are added; None refuses them.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    repository = os.path.dirname(os.path.abspath(scopes[0]["__file__"]))
+    owned = [(scope, knobs_of(scope)) for scope in scopes]
+    knobs = {name: knob for _, own in owned for name, knob in own.items()}
+    if "-h" in argv or "--help" in argv:
+        print_help(scopes[-1], knobs, takes_names=names is not None)
+        raise SystemExit(0)
+
+    config = Config({name: default for name, (default, _, _) in knobs.items()})
+    config.base = dict(config)
+    config.flags = set()
+    for i, argument in enumerate(argv):
+        if argument.startswith("-"):
+            name, value = read_flag(argument, argv[i + 1 :], knobs)
+            config[name] = value
+            config.flags.add(name)
+        elif argument.endswith(".py"):
+            settings = read_config_file(argument, repository, config, knobs)
+            config |= settings
+            config.base |= settings
+            config.flags -= settings.keys()
+        elif names is None:
+            fail(f"unexpected argument {argument!r}; write config/FILE.py or --key=value")
+        else:
+            names.append(argument)
+    for values, flags in ((config, config.flags), (config.base, ())):
+        for name, path in values.items():
+            if name.endswith("_dir") and path:
+                folder = os.getcwd() if name in flags else repository
+                values[name] = os.path.normpath(os.path.join(folder, os.path.expanduser(path)))
+
+    before = [{name: scope[name] for name in own} for scope, own in owned]
+    try:
+        for scope, own in owned:
+            scope.update({name: config[name] for name in own})
+        yield config
+    finally:
+        for scope, values in zip(scopes, before, strict=True):
+            scope.update(values)
+
+
+def folder_name(config: Config, named: Collection[str]) -> str:
+    """The out_dir that was typed; else the config's, with the flags that make it another run, in the
+    order of the knobs: out/shakespeare,n_layer=2. These are flags in `named` that change the value
+    the config has anyway, and both batch_size and accum_steps if their product changes."""
+    if "out_dir" in config.flags:
+        return config["out_dir"]
+    factors = {"batch_size", "accum_steps"} & config.keys()
+    typed = {key for key in config.flags & {*named} if config[key] != config.base[key]} - factors
+    products = [math.prod(values[key] for key in factors) for values in (config, config.base)]
+    if products[0] != products[1]:
+        typed |= factors
+    parent, name = os.path.split(config["out_dir"])
+    for key in filter(typed.__contains__, config):
+        value = re.sub(r"[^\w.+-]", lambda match: f"%{ord(match[0]):02X}", show(config[key]))
+        name += f",{key}={value}"
+    if len(name) > 120:
+        name = f"{name[:107]},{sha256(name.encode()).hexdigest()[:12]}"
+    return os.path.join(parent, name)
+
+
+# ---- knobs, from the source, so that --help cannot go stale --------------------------------------
+
+
+def read_knobs(path: str | Path) -> dict[str, tuple[Any, str, str]]:
+    """{name: (default, comment, heading)} of the knobs in the script at `path`, in order."""
+    source = Path(path).read_text(encoding="utf-8")
+    lines = source.splitlines()
+    knobs = {}
+    heading = ""
+    end = 0  # the number of the last line that belongs to a knob or a statement
+    for statement in ast.parse(source).body:
+        above = [
+            line.strip("#-= ") for line in lines[end : statement.lineno - 1] if line[:1] == "#"
+        ]
+        end = statement.end_lineno
+        match statement:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                break
+            case (
+                ast.Assign(targets=[ast.Name(name)], value=value)
+                | ast.AnnAssign(target=ast.Name(name), value=value)
+            ) if NAME.fullmatch(name) and (default := constant(value)) is not None:
+                heading = " ".join(above) or heading
+            case _:
+                heading = ""
+                continue
+        comment = [lines[end - 1][statement.end_col_offset :]]
+        while end < len(lines) and lines[end].startswith("#  "):
+            comment.append(lines[end])
+            end += 1
+        knobs[name] = default, " ".join(line.strip("# ") for line in comment), heading
+    return knobs
+
+
+def constant(expression: ast.expr | None) -> str | int | float | None:
+    """The str, number or bool that `expression`, such as 5 * 8, is without any name; else None."""
+    numbers_alone = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.unaryop, ast.operator)
+    if not expression or not all(isinstance(n, numbers_alone) for n in ast.walk(expression)):
+        return None
+    value = eval(compile(ast.Expression(expression), "", "eval"))
+    return value if isinstance(value, str | int | float) else None
+
+
+def knobs_of(scope: dict[str, Any]) -> dict[str, tuple[Any, str, str]]:
+    """read_knobs() with present values as defaults. Raises BadInput for a plain global that somebody
+    set but the source does not, such as train.max_step = 5: it would do nothing, in silence."""
+    path = scope["__file__"]
+    knobs = read_knobs(path)
+    source = Path(path).read_text(encoding="utf-8")
+    defined = symtable(source, str(path), "exec").get_identifiers()
+    for name, value in scope.items():
+        foreign = name not in defined and "import *" not in source and NAME.fullmatch(name)
+        if foreign and type(value) in (str, int, float, bool):
+            hint = hint_for(name, value, knobs, is_flag=False)
+            fail(
+                f"{Path(path).stem}.{name} = {value!r}: {Path(path).name} has no such name; {hint}"
+            )
+    return {
+        name: (accept(name, scope[name], f"{name} = {scope[name]!r}", knobs), *words)
+        for name, (_, *words) in knobs.items()
+    }
+
+
+def read_flag(argument: str, following: list[str], knobs: dict) -> tuple[str, Any]:
+    """(name, value) of a flag --name=value."""
+    name, equals, text = argument.removeprefix("--").partition("=")
+    if name in knobs and not equals:
+        default = knobs[name][0]
+        example = "true" if isinstance(default, bool) or name in AUTO_OR_BOOL else default
+        if following and not following[0].startswith("-") and not following[0].endswith(".py"):
+            example = following[0]
+        fail(f"{argument} has no value; write {to_type(name, example, is_flag=True)}")
+    return name, accept(name, text, argument, knobs, is_flag=True)
+
+
+def read_config_file(argument: str, repository: str, config: dict, knobs: dict) -> dict[str, Any]:
+    """{name: value} that a config file, in the working directory or the repository, assigns."""
+    path = next(filter(os.path.isfile, (argument, os.path.join(repository, argument))), None)
+    if path is None:
+        known = ", ".join(sorted(glob("config/*.py", root_dir=repository)))
+        looked = " or ".join(dict.fromkeys((os.getcwd(), repository)))
+        fail(f"no config file {argument} in {looked}; there are: {known or 'none'}")
+    assigned = {"__builtins__": vars(builtins) | config}  # knobs are visible as builtins
+    try:
+        exec(compile(Path(path).read_bytes(), argument, "exec"), assigned)
+    except Exception as error:  # whatever the file does
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == argument]
+        line = getattr(error, "lineno", None) or (lines or [1])[0]
+        fail(f"{argument}:{line}: {getattr(error, 'msg', error)}")
+    return {
+        name: accept(name, value, f"{argument}: {name} = {value!r}", knobs)
+        for name, value in assigned.items()
+        if not name.startswith("_")
+    }
+
+
+def accept(name: str, value: Any, written: str, knobs: dict, is_flag: bool = False) -> Any:
+    """`value` as the knob's type. If that is impossible, raises BadInput and quotes `written`."""
+    if name not in knobs:
+        hint = hint_for(name, value, knobs, is_flag)
+        fail(f"unknown name {name!r} in {written}; {hint}")
+    default, comment, _ = knobs[name]
+    try:
+        return convert(name, value, default, comment, is_flag)
+    except ValueError as error:
+        fail(f"{written}: expected {error} such as {to_type(name, default, is_flag)}")
+
+
+def convert(name: str, value: Any, default: Any, comment: str, is_flag: bool) -> Any:
+    """`value` as the type of `default`. Raises ValueError with what is expected."""
+    if isinstance(default, bool) or name in AUTO_OR_BOOL:
+        word = str(value).lower()
+        if word == "auto" and name in AUTO_OR_BOOL:
+            return word
+        if word in BOOLEANS:
+            return BOOLEANS[word]
+        raise ValueError(("auto, " if name in AUTO_OR_BOOL else "") + "true or false")
+    if isinstance(default, str):
+        if not isinstance(value, str):
+            raise ValueError("a string in quotes")
+        if name.endswith("_dir") and default and not value:
+            raise ValueError("a folder")
+        choices = CHOICES.search(comment)
+        if choices and value not in choices[0].split(" | "):
+            raise ValueError("one of " + choices[0].replace(" | ", ", "))
+        return value
+    is_int = isinstance(default, int)
+    kind = "an int" if is_int else "a number"
+    try:
+        if isinstance(value, str) != is_flag or isinstance(value, bool):
+            raise ValueError
+        number = float(value)
+        if is_int and not number.is_integer():
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(kind) from None
+    if interval := INTERVAL.search(comment):
+        opening, low, high, closing = interval.groups()
+        above = number >= float(low) if opening == "[" else number > float(low)
+        below = number <= float(high) if closing == "]" else number < float(high)
+        if not (above and below):  # NaN is neither
+            raise ValueError(f"{kind} in {interval[0]}")
+    if is_int and abs(number) >= 2**63:  # no tensor or file holds such an int
+        raise ValueError(f"{kind} below 2**63")
+    return int(number) if is_int else number
+
+
+# ---- words ---------------------------------------------------------------------------------------
+
+
+def show(value: Any) -> str:
+    """A knob's value as it is typed."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def to_type(name: str, value: Any, is_flag: bool) -> str:
+    """How to write a knob and its value, on the command line or in a file."""
+    return f"--{name}={show(value)}" if is_flag else f"{name} = {value!r}"
+
+
+def hint_for(name: str, value: Any, knobs: dict, is_flag: bool) -> str:
+    """What to write instead of an unknown `name`."""
+    there = NANOGPT.get(name, "")
+    if there in knobs:
+        return f"here it is {to_type(there, value, is_flag)}"
+    if " " in there and knobs.keys() >= set(re.findall(r"--(\w+)", there)):
+        return there
+    near = difflib.get_close_matches(name.lower(), knobs, n=1)
+    if near:
+        return f"did you mean {to_type(near[0], value, is_flag)}?"
+    return "--help lists every name"
+
+
+def print_help(scope: dict[str, Any], knobs: dict, takes_names: bool) -> None:
+    """Print the start of a script's docstring, its usage and its knobs."""
+    usage = f"usage: python {os.path.basename(scope['__file__'])}" + " NAME ..." * takes_names
+    lines = [(scope.get("__doc__") or "").strip().split("\n\n")[0], ""]
+    lines += [f"{usage} [config/FILE.py ...] [--key=value ...]"]
+    lines += ["(a config file is Python, and is executed; later arguments win)"]
+    written = {name: f"  --{name}={show(default)}  " for name, (default, _, _) in knobs.items()}
+    width = min(40, max(map(len, written.values())))
+    last_heading = None
+    for name, (_, comment, heading) in knobs.items():
+        if heading != last_heading:
+            lines.append("\n" + textwrap.fill(heading or "More", 100))
+            last_heading = heading
+        looks = {"initial_indent": f"{written[name]:{width}}", "subsequent_indent": " " * width}
+        lines.append(textwrap.fill(comment, 100, **looks) or written[name].rstrip())
+    print("\n".join(lines), flush=True)
