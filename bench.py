@@ -42,7 +42,7 @@ from plumbing.memory import training_memory
 from plumbing.ranks import say, world_size
 from plumbing.reporting.record import read_run
 from plumbing.retry import rehearse
-from plumbing.run_folder import RunFolder, now
+from plumbing.run_folder import Clock, RunFolder, now
 from plumbing.signals import Signals, stop_workers
 from plumbing.tokenizers import decode
 from plumbing.windows import OrderedWindows
@@ -476,7 +476,7 @@ def overhead(job):
         batch = [devices.upload(tensor, job.device) for tensor in next(batches)]
         table = console.Table(train.max_steps)
         saver = checkpoints.Saver(run, train.keep_last, train.may_roll_back_to)
-        others = table, saver, Signals(), metrics.Clock()
+        others = table, saver, Signals(), Clock()
         hooks = {"load_batches": lambda run: batches, "names_to_save": lambda *_: []}
 
         def loop():

@@ -27,6 +27,7 @@ import torch
 import prepare_data
 from model import build_model, configure_optimizers, cross_entropy
 from plumbing import audit, checkpoints, console, devices, ema, identity, metrics, peaks, ranks, rng
+from plumbing.cli import run_script
 from plumbing.configurator import configured, fail
 from plumbing.dataset import fingerprint, open_tokens
 from plumbing.failures import RunFailed, explain
@@ -35,13 +36,12 @@ from plumbing.ranks import agree, from_rank0, rank, say, world_size
 from plumbing.restorable import refuse_what_is_lost
 from plumbing.resume import continue_from, find_checkpoint, is_finished
 from plumbing.retry import rehearse, retry_on_oom
-from plumbing.run_folder import RunFolder
+from plumbing.run_folder import Clock, RunFolder
 from plumbing.signals import Signals, ignore_signals, start_workers, stop_workers
 from plumbing.skipping import Buffers, step_unless
 from plumbing.spikes import is_spike
 from plumbing.startup import leave, speed_up_start_and_exit
 from plumbing.windows import OrderedWindows, ShuffledWindows
-from report import write_report
 from sample import print_sample
 
 # The run, and the text it learns
@@ -105,7 +105,7 @@ eval_interval = 250  # steps, [0, inf); 0 = only before the first and after the 
 eval_tokens = 0  # tokens to evaluate, from the start of the validation split, [0, inf); 0 = all
 sample_interval = 0  # steps between text samples, [0, inf); 0 = only the one at the end
 report = True  # draw report.png and write report.md at the end
-wandb_log = False  # copy the rows of metrics.jsonl to Weights & Biases, from a process of its own
+wandb_log = False  # copy the rows of metrics.jsonl to Weights & Biases
 wandb_project = "honest-loop"
 wandb_run_name = ""  # "" = the name of out_dir
 dollars_per_hour = 0.0  # of one device, for the report, [0, inf); 0 = device-hours alone
@@ -643,14 +643,14 @@ def run_to_the_end(run, path, signals, clock):
     finally:
         stop_workers(run.batches)
         saver.wait()
-        run.folder.end(ending[0], clock.seconds, run.state, write_report if report else None)
+        run.folder.end(ending[0], clock, run.state, report)
     return ending[1]
 
 
 def main(argv=None):
     """Run the flags in `argv` (None: those of the command line). Returns the exit code."""
     global compile, deterministic
-    clock = metrics.Clock(since_process_start=argv is None)
+    clock = Clock(since_process_start=argv is None)
     speed_up_start_and_exit()
     with configured(globals(), argv=argv) as config, ExitStack() as stack:
         check_knobs(config)
@@ -677,7 +677,7 @@ def main(argv=None):
         run.facts["run"] = identity.identity_of(globals(), run.facts["data"], run_device)
         if saved:
             continue_from(run, path, saved)  # exits with 2 if a knob in identity.REFUSED differs
-            if from_rank0(is_finished, folder, path, saved, config):
+            if from_rank0(is_finished, folder, path, saved, config, report):
                 return 0
 
         # ---- all is checked: from here on the run writes to out_dir
@@ -697,4 +697,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(run_script(main))

@@ -247,11 +247,11 @@ class Saver:
             with contextlib.suppress(OSError):
                 fsync(folder / "metrics.jsonl")  # rows reach the disk before the checkpoint
             with replacing(folder / names[0]) as temporary:
-                temporary.touch()  # if it fails, its error says more than torch.save's
                 torch.save(checkpoint, temporary)
             for name in names[1:]:
                 with replacing(folder / name) as temporary:
                     try:
+                        temporary.unlink()
                         os.link(folder / names[0], temporary)
                     except OSError:  # a file system without hard links
                         shutil.copyfile(folder / names[0], temporary)

@@ -27,7 +27,10 @@ def paint(words, style, stream=None):
 
 def shown(path):
     """The path to type: as it is, or relative to the working directory if that is shorter."""
-    return min(os.path.relpath(path), str(path), key=len)
+    try:
+        return min(os.path.relpath(path), str(path), key=len)
+    except OSError:  # the working directory was removed
+        return str(path)
 
 
 def wrapped(words, indent):

@@ -78,7 +78,7 @@ def continue_from(run, path, saved):
             run.state[key] = saved["state"].get(key, run.state[key])
 
 
-def is_finished(folder, path, saved, config):
+def is_finished(folder, path, saved, config, report):
     """Whether the run has no step left to take. If so, prints what to type to train longer.
 
     Exits with 2 if the command asks for anything other than the finished run.
@@ -107,4 +107,5 @@ def is_finished(folder, path, saved, config):
         f"{state['best_val_loss']:.4f} at step {state['best_step']:,}. To train longer, {more}; to "
         f"start again, write {folder.fresh_out_dir()}"
     )
+    folder.complete_end("finished", state, report)
     return True
