@@ -137,7 +137,7 @@ class RunFolder(ExitStack):
                     leftover.unlink(missing_ok=True)
             before = read_json(self.path / "run.json") if path else {}
             resumes = before.get("resumes")
-            memory = before.get("wandb")
+            memory = before.get("wandb") if isinstance(before.get("wandb"), dict) else {}
             self.facts = {
                 "start": before.get("start") or now(),
                 "end": None,
@@ -148,16 +148,16 @@ class RunFolder(ExitStack):
                 **devices.fingerprint(run.device),
                 "resumes": resumes if isinstance(resumes, list) else [],
             }
-            config = run.facts["config"]
-            if isinstance(memory, dict) and isinstance(memory.get("sent"), int):
+            if [type(memory.get(key)) for key in Wandb.NEW] == list(map(type, Wandb.NEW.values())):
                 self.facts["wandb"] = memory
-            elif config.get("wandb_log"):
-                self.facts["wandb"] = {"id": secrets.token_hex(4), "sent": -1}
             self.save_facts()
+            if run.facts["config"].get("wandb_log"):
+                memory = self.facts.setdefault("wandb", Wandb.NEW | {"id": secrets.token_hex(4)})
+                self.save_facts()  # the id, before wandb has it
+                self.wandb = Wandb(self.path, run.facts["config"], memory)
+                self.save_facts()
         except OSError as error:
             self.refuse(error)
-        if config.get("wandb_log"):
-            self.wandb = Wandb(self.path, config, self.facts["wandb"])
 
     def require_free(self, bytes_to_keep: int) -> None:
         exists = next(place for place in (self.path, *self.path.parents) if place.exists())
@@ -185,12 +185,12 @@ class RunFolder(ExitStack):
             resume = {"time": now(), "from": str(path), "step": step, "inexact": inexact}
             self.facts["resumes"].append(resume)
         self.save_facts()
+        if self.wandb and path and (self.path / "metrics.jsonl").exists():
+            self.wandb.send((self.path / "metrics.jsonl").read_bytes())  # of earlier sessions
         if path:
             self.event(step, "resume", checkpoint=path.name)
         if inexact:
             self.event(step, "inexact_resume", **inexact)
-        if self.wandb:
-            self.wandb.sequences = run.state["sequences"]
 
     def end(self, ended: str, clock: "Clock", state: dict, report: bool) -> None:
         """Record how the run ended, finish wandb, make the report, print what to type next."""
@@ -263,14 +263,12 @@ class RunFolder(ExitStack):
 
         The file is read line by line, because a long run has millions.
         """
-        wandb = self.facts.get("wandb", {"sent": -1})  # what is dropped here was sent there
 
         def stays(line):
             try:
                 row = json.loads(line)
-                wandb["sent"] = max(wandb["sent"], row.get("sequences", -1))
                 return line.endswith("\n") and (row["kind"] == "event" or row["step"] <= step)
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 return False  # cut off by a power failure
 
         path = self.path / "metrics.jsonl"
@@ -280,7 +278,6 @@ class RunFolder(ExitStack):
                 with open(path, errors="replace") as old, replacing(path) as temporary:
                     with open(temporary, "w") as new:
                         new.writelines(filter(stays, old))
-                    self.save_facts()  # what was sent, before the rows that show it are gone
 
     @contextmanager
     def warning(self, name: str) -> Iterator[None]:
@@ -312,17 +309,19 @@ def write_report(folder: Path, patience: float = 60) -> None:
 class Wandb:
     """Sends rows to Weights & Biases from a thread: if it fails or hangs, training continues.
 
-    A row is sent at most once. wandb's step can only grow, so it is `sequences`, which a rollback
-    does not reset; charts are drawn over `step`. WANDB_MODE=offline writes to the run's folder.
-    memory: {"id": of the run, "sent": `sequences` of the newest row}, kept in run.json.
+    wandb's step can only grow, so it is `sequences`, which a rollback does not reset; charts are
+    drawn over `step`. A killed wandb loses rows, so a row counts as sent once wandb has finished, or
+    where the server says so. What was not finished offline is set aside, and sent again.
     """
 
+    NEW = {"id": "", "sent": -1, "unfinished": ""}  # sent: `sequences` of the newest row
+
     def __init__(self, folder: Path, config: dict, memory: dict, patience: float = 30):
-        self.memory = memory
+        self.memory = memory  # as NEW; kept in run.json
         self.patience = patience  # seconds, for the start and for the end
-        self.sequences = -1  # of the newest row; an eval row is of the same step
+        self.sequences = 0  # of the newest row; an eval row is of the same step
         self.given_up = False
-        self.rows = queue.SimpleQueue()  # (row, sequences) ..., then the exit code
+        self.items = queue.SimpleQueue()  # a row, lines of rows, or at last the exit code
         self.ready = threading.Event()
         self.thread = threading.Thread(target=self.work, args=(folder, config), daemon=True)
         self.thread.start()
@@ -333,9 +332,15 @@ class Wandb:
         try:
             run = self.start(folder, config)
             self.ready.set()
-            while isinstance(item := self.rows.get(), tuple):
-                run.log(item[0], step=item[1])
+            while not isinstance(item := self.items.get(), int):
+                rows = map(json.loads, item.splitlines()) if isinstance(item, bytes) else [item]
+                for row in rows:
+                    self.sequences = row.get("sequences", self.sequences)
+                    if row["kind"] != "event" and self.sequences > self.memory["sent"]:
+                        row = {key: row[key] for key in row if key != "kind"}
+                        run.log(row, step=self.sequences)
             run.finish(exit_code=item)
+            self.memory |= {"sent": self.sequences, "unfinished": ""}
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             self.give_up(f"failed ({reason})")
@@ -343,6 +348,9 @@ class Wandb:
     def start(self, folder: Path, config: dict) -> Any:
         import wandb
 
+        unfinished = folder / "wandb" / Path(self.memory["unfinished"]).name
+        if self.memory["unfinished"] and unfinished.exists():
+            unfinished.rename(unfinished.with_name(f"cut-off-{unfinished.name}"))
         limits = dict.fromkeys(("init_timeout", "finish_timeout"), self.patience - 5)
         settings = wandb.Settings(
             silent=True, console="off", disable_git=True, finish_timeout_raises=True, **limits
@@ -360,19 +368,19 @@ class Wandb:
             settings=settings,
         )
         run.define_metric("*", step_metric="step")
-        self.memory["sent"] = max(self.memory["sent"], run.starting_step - 1)  # the server knows
+        self.memory["sent"] = max(self.memory["sent"], run.starting_step - 1)
+        self.memory["unfinished"] = Path(run.settings.sync_dir or "").name
         say(f"wandb    {run.url or run.settings.sync_dir}")
         return run
 
-    def send(self, row: dict) -> None:
-        self.sequences = row.get("sequences", self.sequences)
-        if row["kind"] != "event" and self.sequences > self.memory["sent"] and not self.given_up:
-            self.rows.put(({key: row[key] for key in row if key != "kind"}, self.sequences))
-            if self.rows.qsize() > 100_000:
+    def send(self, item: dict | bytes | int) -> None:
+        if not self.given_up:
+            self.items.put(item)
+            if self.items.qsize() > 1_000_000:
                 self.give_up("takes no more rows")
 
     def finish(self, exit_code: int) -> None:
-        self.rows.put(exit_code)
+        self.send(exit_code)
         self.thread.join(self.patience)
         if self.thread.is_alive():
             self.give_up("does not answer")
@@ -383,7 +391,7 @@ class Wandb:
             say(f"wandb    {why}; training continues without it")
         self.given_up = True
         self.ready.set()
-        self.rows.put(1)  # for a thread that wakes up later
+        self.items.put(1)  # for a thread that wakes up later
         with suppress(Exception):
             service = sys.modules["wandb"].setup()._connection
             service._cleanup()  # its part of Python's exit
