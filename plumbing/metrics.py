@@ -1,9 +1,6 @@
 """Rows of metrics.jsonl: the numbers of steps, fetched from the device, with times and rates."""
 
 import math
-import os
-import time
-from pathlib import Path
 
 import torch
 
@@ -42,27 +39,3 @@ def scalar(name, value, device):
 def flops_per_token(model):
     """FLOPs to train on one token, or NaN if the model has no such method."""
     return model.flops_per_token() if hasattr(model, "flops_per_token") else math.nan
-
-
-class Clock:
-    """Adds up seconds by kind: lap(kind) counts the time since the previous lap, or the start."""
-
-    def __init__(self, since_process_start=True):
-        self.last = time.perf_counter() - (process_age() if since_process_start else 0.0)
-        self.seconds = dict.fromkeys(("start", "compile", "train", "evaluate", "save"), 0.0)
-
-    def lap(self, kind):
-        now = time.perf_counter()
-        elapsed = now - self.last
-        self.last = now
-        self.seconds[kind] += elapsed
-        return elapsed
-
-
-def process_age():
-    """Seconds since this process began, imports included; 0 if the system does not say."""
-    try:
-        started = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError, ValueError):
-        return 0.0
