@@ -25,7 +25,8 @@ from types import SimpleNamespace
 import torch
 
 import prepare_data
-from model import build_model, configure_optimizers, cross_entropy
+from model import build_model, cross_entropy
+from optim import configure_optimizers
 from plumbing import audit, checkpoints, console, devices, ema, identity, metrics, peaks, ranks, rng
 from plumbing.configurator import configured, fail
 from plumbing.dataset import fingerprint, open_tokens
@@ -58,8 +59,10 @@ n_head = 4  # [1, inf)
 n_embd = 128  # width, an even multiple of n_head, [1, inf)
 dropout = 0.0  # share of activations, [0, 1); 0 = off
 label_smoothing = 0.0  # in training only, [0, 1); 0 = off
-n_future_tokens = 1  # that each position learns to predict, [1, inf); 1 = only the next
 grad_checkpoint = False  # recompute activations in the backward pass: less memory, more time
+ngram_rows = 0  # of a table of hashed 3-grams at the input, [0, inf); 0 = off; records: 8192
+conv_width = 1  # tokens that a convolution mixes at the input, [1, inf); 1 = off; records: 4
+n_future_tokens = 1  # that each position learns to predict, [1, inf); 1 = only the next
 
 # The batch: a step sees batch_size * accum_steps * ranks sequences
 batch_size = 32  # sequences in a micro-batch, [1, inf)

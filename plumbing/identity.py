@@ -14,8 +14,8 @@ REPO = Path(__file__).resolve().parent.parent
 
 # If one of these differs, it is another run: a resume exits with 2.
 REFUSED = (
-    "n_layer n_head n_embd block_size dropout label_smoothing n_future_tokens seed optimizer "
-    "schedule dtype global_batch dataset data"
+    "n_layer n_head n_embd block_size dropout label_smoothing ngram_rows conv_width n_future_tokens "
+    "seed optimizer schedule dtype global_batch dataset data"
 ).split()
 # If one of these differs, the run resumes with an `inexact_resume` event.
 INEXACT = (

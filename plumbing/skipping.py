@@ -40,7 +40,9 @@ class Buffers:
 
 
 def skips_on_device(optimizer):
-    """Whether step() is torch's fused one, and no subclass, hook or wrapper adds to it."""
+    """Whether step() is torch's fused one or our Muon's, and no subclass, hook or wrapper adds to it."""
+    if vars(type(optimizer)).get("skips_on_device"):  # vars: a subclass has to say it again
+        return "step" not in vars(optimizer)
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
