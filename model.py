@@ -128,7 +128,7 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        hidden = round_up(8 * config.n_embd // 3, MLP_MULTIPLE)
+        hidden = math.ceil(8 * config.n_embd // 3 / MLP_MULTIPLE) * MLP_MULTIPLE
         self.up = nn.Linear(config.n_embd, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, config.n_embd, bias=False)
 
@@ -164,7 +164,8 @@ class GPT(nn.Module):
         self.embedding = ContextEmbedding(config) if looks_back else TokenEmbedding(config)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        rows = round_up(config.vocab_size, HEAD_MULTIPLE if config.vocab_size >= LARGE_VOCAB else 1)
+        multiple = HEAD_MULTIPLE if config.vocab_size >= LARGE_VOCAB else 1
+        rows = math.ceil(config.vocab_size / multiple) * multiple
         self.head = nn.Linear(config.n_embd, rows, bias=False)
         extra = range(config.n_future_tokens - 1)  # only training uses them
         self.extra_heads = nn.ModuleList(nn.Linear(config.n_embd, rows, bias=False) for _ in extra)
@@ -174,9 +175,8 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Each part starts its own weights: normal with std 1 / sqrt(fan_in), but what adds to the
-        residual stream at zero, so that each block begins as the identity (Goyal et al. 2017).
-        Small heads: a first loss of ln V."""
+        """Each part starts its own weights; what adds to the residual stream starts at zero, so that
+        a block begins as the identity (Goyal et al. 2017). Small heads: a first loss of ln V."""
         self.embedding.reset_parameters()
         for head in (self.head, *self.extra_heads):
             nn.init.normal_(head.weight, std=0.1 / math.sqrt(head.in_features))
@@ -184,9 +184,7 @@ class GPT(nn.Module):
             if hasattr(part, "reset_parameters"):
                 part.reset_parameters()
 
-    def forward(
-        self, inputs: Tensor, targets: Tensor | None = None, last_only: bool = False
-    ) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, last_only=False) -> Tensor:
         """inputs, targets: int64 (B, T). Without targets, returns the logits (B, T, V), or only the
         last ones (B, 1, V). With targets, returns their mean cross entropy in nats, a float32
         scalar, ignoring those of -100. Raises ValueError if T is above `block_size`."""
@@ -223,12 +221,10 @@ class GPT(nn.Module):
     def loss_chunks(self, tokens):
         """How many for the loss of so many tokens: 1 if the head is small or more than a matrix."""
         rows, is_matrix = self.head.out_features, type(self.head) is nn.Linear
-        if rows < LARGE_VOCAB or not is_matrix or self.head.bias is not None:
-            return 1
-        return min(MAX_CHUNKS, -(-tokens * rows // CHUNK_LOGITS))
+        whole = rows < LARGE_VOCAB or not is_matrix or self.head.bias is not None
+        return 1 if whole else min(MAX_CHUNKS, -(-tokens * rows // CHUNK_LOGITS))
 
     def describe(self) -> str:
-        """The shape in words, for the plan."""
         config = self.config
         return f"{config.n_layer} x {config.n_embd} wide, {config.n_head} heads"
 
@@ -243,24 +239,16 @@ class GPT(nn.Module):
         return 6 * weights + 12 * attentions * self.config.n_embd * self.config.block_size
 
 
-def round_up(number, multiple):
-    return -(-number // multiple) * multiple
-
-
 def build_model(knobs: dict, vocab_size: int) -> nn.Module:
-    """A GPT of the shape in `knobs`, such as a run's config. Raises ValueError if it is invalid,
-    TypeError if `knobs` lacks a part of it."""
+    """A GPT of the shape in `knobs`, such as a run's config. Raises ValueError if it is invalid."""
     shape = {field.name: knobs[field.name] for field in fields(GPTConfig) if field.name in knobs}
     return GPT(GPTConfig(**shape | {"vocab_size": vocab_size}))
 
 
-def cross_entropy(
-    logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, reduction: str = "mean"
-) -> Tensor:
+def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing=0.0, reduction="mean") -> Tensor:
     """In nats and float32, over the targets that are not -100. logits: (..., V), targets: (...).
-    reduction: "mean" or "sum". Where no gradient is asked for, the float32 logits of a large
-    vocabulary are held a chunk of rows at a time: for 32 x 1,024 tokens of GPT-2 they take 6.6 GB.
-    """
+    reduction: "mean" or "sum". Without a gradient, the float32 logits of a large vocabulary are held
+    a chunk of rows at a time: all those of 32 x 1,024 tokens of GPT-2 take 6.6 GB."""
     if logits.shape[:-1] != targets.shape:
         shapes = f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}"
         raise ValueError(f"{shapes}: expected (..., classes) and (...); else write an evaluate()")
@@ -360,30 +348,23 @@ def add_future_losses(model, loss, x, targets):
     divided by n * (T - ahead) / T, for n main targets, masked or not: so the gradient of a step does
     not depend on its split into micro-batches."""
     T, n = targets.size(1), (targets != -100).sum()
-    weight = EXTRA_HEAD_WEIGHT
     for ahead, head in zip(range(1, T), model.extra_heads, strict=False):
         there = (targets[:, ahead:] != -100).sum()
         mean = model.loss(head, x[:, :-ahead], targets[:, ahead:])
         share = there * T / (n.clamp(min=1) * (T - ahead))  # exactly 1 where none is masked
         extra = torch.where(there > 0, mean * share, 0)  # the mean of none is NaN
-        loss = loss + weight * (extra - extra.detach())  # adds to the gradient alone
-        weight /= 2
+        loss = loss + EXTRA_HEAD_WEIGHT / 2 ** (ahead - 1) * (extra - extra.detach())
     return loss
-
-
-# ---- any model -----------------------------------------------------------------------------------
 
 
 @torch.no_grad()  # not inference_mode: a fork may train on what it has drawn
 def generate(
     model, tokens, max_new_tokens, block_size, vocab_size, temperature=1.0, top_k=0, generator=None
 ) -> Iterator[Tensor]:
-    """Continues tokens (B, T), yielding one (B, 1) tensor of new ids at a time.
-
-    model: any module, in eval mode, for which model(tokens) returns logits (B, T, vocab_size or
-    more), or the last ones if its forward has `last_only`. It sees the last `block_size` tokens.
-    temperature=0 takes the likeliest token; top_k=0 samples from all.
-    """
+    """Continues tokens (B, T), yielding one (B, 1) tensor of new ids at a time. model: any module, in
+    eval mode, for which model(tokens) returns logits (B, T, vocab_size or more), or the last ones if
+    its forward has `last_only`; it sees the last `block_size` tokens. temperature=0 takes the
+    likeliest token; top_k=0 samples from all."""
     has_last_only = "last_only" in inspect.signature(model.forward).parameters
     options = {"last_only": True} if has_last_only else {}
     for _ in range(max_new_tokens):
