@@ -258,8 +258,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing=0.0, reductio
         loss = sum(cross_entropy(*chunk, label_smoothing, "sum") for chunk in chunks)
         return loss if reduction == "sum" else loss / (targets != -100).sum()
     # flattened: the loss over (B, V, T) raises in strict deterministic mode on CUDA
-    logits, targets = logits.float().flatten(0, -2), targets.flatten()
-    return F.cross_entropy(logits, targets, reduction=reduction, label_smoothing=label_smoothing)
+    flat = logits.float().flatten(0, -2), targets.flatten()
+    return F.cross_entropy(*flat, reduction=reduction, label_smoothing=label_smoothing)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
