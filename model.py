@@ -25,6 +25,10 @@ CHUNK_LOGITS = 2**24  # most logits in a chunk (64 MiB in float32), as far as MA
 MAX_CHUNKS = 8  # more make torch.compile slow and its code use more memory
 
 
+class InvalidShape(ValueError):
+    """The numbers in a GPTConfig do not fit together. The message is one line."""
+
+
 @dataclass
 class GPTConfig:
     vocab_size: int
@@ -42,7 +46,7 @@ class GPTConfig:
 
     def __post_init__(self):
         if self.n_embd % (2 * self.n_head):  # rotary positions turn pairs of the numbers in a head
-            raise ValueError(f"n_embd={self.n_embd} is no even multiple of n_head={self.n_head}")
+            raise InvalidShape(f"--n_embd={self.n_embd} is no even multiple of --n_head={self.n_head}")
 
 
 # ---- the plain transformer -----------------------------------------------------------------------

@@ -196,7 +196,7 @@ def rows_at(step: int) -> int:
 
 
 class ShuffledWindows(torch.utils.data.Dataset):
-    """`tokens`, a split as a NumPy array on disk, as an endless sequence of windows: a pure function
+    """`tokens`, a split in an np.memmap that stays open, as an endless sequence of windows: a pure function
     of (seed, index), so there is no loader state to save.
 
     An epoch cuts the tokens into windows of block_size and has each window once. Where it cuts, and
@@ -227,9 +227,8 @@ class ShuffledWindows(torch.utils.data.Dataset):
         first, count = batch
         epoch, place = np.divmod(np.arange(first, first + count), len(self))
         parts = [self.starts(e)[place[epoch == e]] for e in range(epoch[0], epoch[-1] + 1)]
-        starts = np.concatenate(parts)
-        window = np.stack([self.tokens[at : at + self.block_size + 1] for at in starts])
-        return window[:, :-1].astype(np.int64), window[:, 1:].astype(np.int64)
+        rows = data.read_rows(self.tokens, np.concatenate(parts), self.block_size + 1)
+        return rows[:, :-1].copy(), rows[:, 1:].copy()
 
 
 def open_dataset(saved: dict | None) -> tuple:
@@ -584,7 +583,7 @@ def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
     if state["best_step"] > state["step"]:  # best.pt stays, and here is the record of it
         why |= {key: state[key] for key in ("best_step", "best_val_loss")}
     run.folder.event(state["step"], "rollback", **why)
-    run.batches.close()
+    run.batches.stop()
     run.batches = load_batches(run)
 
 
@@ -724,6 +723,9 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
         batch = [torch.as_tensor(each).to(run.device) for each in batch]
         model = rehearse(run, compile, forward_backward, *batch)  # run.model, or its compiled form
         run.facts["run"]["compile"] = model is not run.model
+        used = f"{machine.memory_gb(run.device):.3f} GB, measured in a rehearsal"
+        console.print_line("memory", used)
+        machine.reset_peak_memory(run.device)
         clock.lap("compile")
         begin(run, table, saver)
         clock.lap("evaluate")
@@ -736,7 +738,7 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
         raise
     finally:
         if run.batches:
-            run.batches.close()
+            run.batches.stop()
         saver.wait()
         run.folder.end(ending[0], clock, run.state, report)
     return ending[1]
@@ -845,7 +847,8 @@ def main(argv: list[str] | None = None) -> int:
         from_rank0(run.folder.open, run, files * checkpoint.size(run), command, run.path)
         peak = from_rank0(machine.peak_flops, run.device, dtype)
         run.max_flops = (peak[0] or math.nan) * world_size()
-        console.print_plan(run, peak)
+        then = run.before.get("config", {})
+        console.print_plan(run, peak, resuming.changed_knobs(then, run.facts["config"]))
         clock.lap("start")
         return run_to_the_end(run, signals, clock)
 

@@ -324,7 +324,7 @@ def is_finished(run) -> bool:
         f"{state['best_val_loss']:.4f} at step {state['best_step']:,}. To train longer, {more}; to "
         f"start again, write --resume=restart or {fresh}"
     )
-    run.folder.complete_end(state)
+    run.folder.complete_end("finished", state, config["report"])
     return True
 
 

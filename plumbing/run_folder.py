@@ -19,7 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NoReturn
 
-from plumbing import console, devices
+from plumbing import console, machine
 from plumbing.cli import fail
 from plumbing.files import clean, lock_file, read_json, replacing, write_json
 from plumbing.ranks import rank, say
@@ -145,7 +145,7 @@ class RunFolder(ExitStack):
                 "command": command,
                 **run.facts,
                 "git": git_state(),
-                **devices.fingerprint(run.device),
+                **machine.describe_machine(run.device),
                 "resumes": resumes if isinstance(resumes, list) else [],
             }
             if [type(memory.get(key)) for key in Wandb.NEW] == list(map(type, Wandb.NEW.values())):
@@ -198,7 +198,8 @@ class RunFolder(ExitStack):
             return
         clock.lap("save")  # what is not counted yet: the last save, and workers that leave
         self.record_end(ended, clock.seconds, state, now())
-        console.print_end(ended, state, clock.seconds, self.path, self.facts["command"])
+        best_metric = self.facts["config"]["best_metric"]
+        console.print_end(ended, state, clock.seconds, self.path, best_metric)
         if self.wandb:
             self.wandb.finish(exit_code=int(ended.startswith("failed")))
         if report and not ended.startswith("stopped by"):  # after a signal, no time is left for it

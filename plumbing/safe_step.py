@@ -232,7 +232,6 @@ def rehearse(run, compile: bool, forward_backward: Callable, inputs, targets) ->
     run.model.zero_grad(set_to_none=True)
     run.state.update(state | {"micro_batch": run.state["micro_batch"]})
     before.put_back()
-    machine.reset_peak_memory(run.device)
     return model
 
 
