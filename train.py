@@ -486,8 +486,9 @@ def every(interval: int, step: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def what_is_due(step: int, signals: Signals, saver) -> SimpleNamespace:
-    """What is due after a step, by its number, a signal or the clock: for all ranks if for one."""
+def what_is_due(step: int, signals: Signals, saver, stepped: bool) -> SimpleNamespace:
+    """What is due after a step, by its number, a signal or the clock: for all ranks if for one. Not
+    stepped: a signal came instead of a batch, and what the number asks for was done before."""
     late = 0 < save_minutes < saver.minutes_since_save()
     stop, save_now, orphaned = ranks.agree(signals.stop, signals.save or late, signals.orphaned())
     last = step == max_steps
@@ -499,11 +500,11 @@ def what_is_due(step: int, signals: Signals, saver) -> SimpleNamespace:
     return SimpleNamespace(
         ending=ending,
         save_now=save_now,
-        rows=last or every(log_interval or 100, step),
-        evaluation=last or every(eval_interval, step),
-        sample=every(sample_interval, step),
-        milestone=every(milestone_interval, step),
-        checkpoint=every(save_interval, step),
+        rows=last or (stepped and every(log_interval or 100, step)),
+        evaluation=last or (stepped and every(eval_interval, step)),
+        sample=stepped and every(sample_interval, step),
+        milestone=stepped and every(milestone_interval, step),
+        checkpoint=stepped and every(save_interval, step),
     )
 
 
@@ -649,7 +650,8 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         # ---- training: only these lines, and roll_back, change the weights -----------------------
         lr = float(lr_at(state["step"]) * state["lr_factor"])
         batch = run.batches.next_batch(should_stop=lambda: signals.stop)
-        if batch:  # None: a signal came, and no batch
+        stepped = not (num_workers and any(ranks.agree(batch is None)))  # None: a signal came first
+        if stepped:
             inputs, targets, data_ms = batch
             take = partial(train_step, model, run, inputs, targets, lr)
             audited = every(audit_interval, state["step"] + 1)
@@ -658,7 +660,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
             steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
 
         # ---- what is due? every rank gets the same answer ----------------------------------------
-        due = what_is_due(state["step"], signals, saver)
+        due = what_is_due(state["step"], signals, saver, stepped)
         if not any(vars(due).values()):
             continue
 
@@ -826,6 +828,7 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         if saved:
             resuming.continue_from(run, saved)  # refuses another run
             checkpoint.restore(run, saved)
+            saved = None  # unmaps the file, so that its disk space is free once it is pruned
         yield run
 
 

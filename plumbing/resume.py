@@ -280,7 +280,7 @@ def refuse_another_run(run, saved: dict) -> None:
     shapes[1]["the optimizers' groups of weights"] = [
         [len(group["params"]) for group in each.param_groups] for each in run.optimizers
     ]
-    for name in shapes[0] | shapes[1]:
+    for name in shapes[1] | shapes[0]:  # in the program's order, the groups last
         was, here = (each.get(name, "absent") for each in shapes)
         if was != here:
             fail(
