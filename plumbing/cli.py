@@ -76,7 +76,7 @@ def run_script(main: Callable[[], int | None]) -> int:
         stream.reconfigure(errors="backslashreplace")  # for a terminal that lacks a character
     try:
         code = main() or 0
-        sys.stdout.flush()
+        print(end="", flush=True)  # a closed stdout is None
         return code
     except KeyboardInterrupt:
         print(file=sys.stderr)

@@ -479,7 +479,7 @@ train.build_model = wrap(train.build_model)
 """
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     done = run_train("run", *EVERYTHING, before=other)
-    assert done.returncode == 2 and "extra is absent in the checkpoint" in done.stderr
+    assert done.returncode == 2 and "extra: absent in the checkpoint" in done.stderr
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
 
 
@@ -597,12 +597,18 @@ def test_a_limit_on_file_sizes_is_a_failed_save(run_train, straight):
 
 
 def test_a_metrics_file_that_cannot_be_written_is_said_once(run_train, straight):
-    in_the_way = 'path = run.folder.path / "metrics.jsonl"; path.unlink(); path.mkdir()'
+    in_the_way = """
+        path = run.folder.path / "metrics.jsonl"
+        with run.folder.writing:  # else a save writes its row in between
+            path.unlink()
+            path.mkdir()
+        """
     done = run_train("run", *EVERYTHING, "--log_interval=1", before=at_step(5, in_the_way))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("metrics.jsonl cannot be written") == 1
     assert done.fingerprint(12) == straight.fingerprint(12)
-    done = run_train("run", *EVERYTHING, "--max_steps=14")  # nor does a start need it
+    again = ("--max_steps=14", "--decay_steps=14")
+    done = run_train("run", *EVERYTHING, *again)  # nor does a start need it
     assert done.returncode == 0 and done.stdout.count("metrics.jsonl cannot be written") == 1
 
 
@@ -623,32 +629,27 @@ torch.save = slowly(torch.save)
 
 
 SIZE = """
-def size(run, needs, inner=train.checkpoint.size):
-    predicted = inner(run, needs)
+def size(run, inner=train.checkpoint.size):
+    predicted = inner(run)
     if train.rank() == 0:
         print("SIZE", predicted, flush=True)
     return predicted
 train.checkpoint.size = size
 """
-# For a GPU, training_memory counts nothing that is kept in the host's memory.
-AS_ON_A_GPU = """
-train.training_memory = lambda *args, inner=train.training_memory: inner(*args[:4], "cuda", *args[5:])
-"""
 
 
 @pytest.mark.parametrize(
-    "flags, count, source",
+    "flags, count",
     [
-        pytest.param(["--ema_decay=0.9"], 1, "", marks=pytest.mark.slow),
-        pytest.param(["--optimizer=momentum", "--shard=true"], 2, "", marks=pytest.mark.slow),
-        (["--optimizer=muon", "--shard=true", "--ema_decay=0.9"], 2, ""),
-        pytest.param(["--shard=true", "--offload=true"], 2, "", marks=pytest.mark.slow),
-        (["--shard=true", "--offload=true"], 2, AS_ON_A_GPU),
+        (["--ema_decay=0.9"], 1),
+        pytest.param(["--optimizer=momentum", "--shard=true"], 2, marks=pytest.mark.slow),
+        (["--optimizer=muon", "--shard=true", "--ema_decay=0.9"], 2),
+        pytest.param(["--shard=true", "--offload=true"], 2, marks=pytest.mark.slow),
     ],
-    ids=["plain", "sharded", "sharded muon", "offloaded", "offloaded from a GPU"],
+    ids=["plain", "sharded", "sharded muon", "offloaded"],
 )
-def test_the_disk_space_asked_for_is_that_of_a_whole_checkpoint(run_train, flags, count, source):
-    done = run_train("run", *flags, "--max_steps=3", before=ranks(count, SIZE + source))
+def test_the_disk_space_asked_for_is_that_of_a_whole_checkpoint(run_train, flags, count):
+    done = run_train("run", *flags, "--max_steps=3", "--n_embd=256", before=ranks(count, SIZE))
     assert done.returncode == 0, done.stderr
     predicted = int(re.search(r"SIZE (\d+)", done.stdout)[1])
     assert predicted == pytest.approx(done.checkpoint(3).stat().st_size, rel=0.03)
@@ -695,15 +696,15 @@ def test_data_that_changed_is_noticed_on_resume(run_train, own_data):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_data_that_disappears_under_the_run_is_named(run_train, straight, own_data, workers):
+def test_data_that_changes_its_size_under_the_run_is_named(run_train, straight, own_data, workers):
+    """To read past the end of a mapped file would kill the process."""
     path, flag = own_data
+    content = path.read_bytes()
     flags = (*EVERYTHING, f"--num_workers={workers}", flag)
-    hide = at_step(3, f'import os; os.rename("{path}", "{path}.hidden")')
-    start = time.monotonic()
-    done = run_train("run", *flags, before=hide)
-    assert done.returncode == 1 and str(path) in done.stderr and "Traceback" not in done.stderr
-    assert "the same command resumes" in done.stderr and time.monotonic() - start < 20
-    os.rename(f"{path}.hidden", path)
+    cut = at_step(3, f'import os; os.truncate("{path}", 100)')
+    done = run_train("run", *flags, before=cut)
+    assert done.returncode == 1 and f"{path} has changed its size" in done.stderr
+    path.write_bytes(content)
     done = run_train("run", *flags)
     assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
 
@@ -877,7 +878,8 @@ def test_a_stop_among_skips_where_a_save_is_due_hides_no_checkpoint_to_go_back_t
 
 
 def test_a_run_begun_from_a_path_can_go_back_to_where_it_began(run_train, straight):
-    flags = (*ROLLBACK, "--save_interval=0", f"--resume={straight.checkpoint(8)}")
+    flags = (*ROLLBACK, "--decay_steps=20", "--save_interval=0")
+    flags += (f"--resume={straight.checkpoint(8)}",)
     done = run_train("run", *flags, before=bad_batches([10, 11]) + stop_at(10))
     assert done.returncode == 143
     done = run_train("run", *flags, before=bad_batches([10, 11]))
