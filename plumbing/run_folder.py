@@ -74,12 +74,11 @@ class RunFolder(ExitStack):
 
     def lock(self) -> None:
         """Lock the folder until the `with` or the process ends. fail()s if another run has it."""
+        if self.locked:
+            return
         try:
-            while not self.locked:
-                locked = self.enter_context(lock_file(self.path / ".lock"))
-                with suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(locked.fileno()), (self.path / ".lock").stat()):
-                        self.locked = locked  # else the folder was renamed in the meantime
+            self.locked = self.enter_context(lock_file(self.path / ".lock"))
+            self.mine()  # it may have been renamed between the two
         except BlockingIOError:
             fail(f"another run is at work in {self.path}; write {self.fresh_out_dir()}")
         except OSError as error:
@@ -92,7 +91,7 @@ class RunFolder(ExitStack):
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock()
         if self.holds_run():
-            fail(f"another run has just been in {self.path}; write {self.fresh_out_dir()}")
+            fail(f"another run has begun in {self.path} meanwhile; write {self.fresh_out_dir()}")
 
     def set_aside(self) -> Path | None:
         """For --resume=restart: rename the folder of a run to NAME.old_1, the first number that is
@@ -201,7 +200,7 @@ class RunFolder(ExitStack):
         console.print_end(ended, state, clock.seconds, self.path, self.facts["command"])
         if self.wandb:
             self.wandb.finish(exit_code=int(ended.startswith("failed")))
-        if report and not ended.startswith("stopped by"):  # after a signal, no time is left for it
+        if report and not ended.startswith(("stopped by", "left")):  # a signal leaves no time
             write_report(self.path)
         if self.wandb or report:
             clock.lap("report")
@@ -296,14 +295,16 @@ def write_report(folder: Path, patience: float = 60) -> None:
     command = [sys.executable, str(REPO / "report.py"), str(folder)]
     pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
     try:
-        done = subprocess.run(command, timeout=patience, check=True, **pipes)
-        for line in done.stdout.splitlines():
-            say(line)
-    except (OSError, subprocess.SubprocessError) as error:
-        words = getattr(error, "stderr", None) or error
-        if isinstance(error, subprocess.TimeoutExpired):
-            words = f"more than {patience:g} s"
-        say(f"report   failed ({str(words).strip().splitlines()[-1][:200]})")
+        done = subprocess.run(command, timeout=patience, check=False, **pipes)
+        failure = done.returncode and (done.stderr.strip() or f"exit code {done.returncode}")
+    except subprocess.TimeoutExpired:
+        failure = f"more than {patience:g} s"
+    except OSError as error:
+        failure = str(error)
+    for line in [] if failure else done.stdout.splitlines():
+        say(line)
+    if failure:
+        say(f"report   failed ({failure.splitlines()[-1][:200]})")
 
 
 class Wandb:
