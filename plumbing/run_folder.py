@@ -135,28 +135,24 @@ class RunFolder(ExitStack):
                 for leftover in self.path.glob(pattern):
                     leftover.unlink(missing_ok=True)
             before = read_json(self.path / "run.json") if path else {}
-            resumes = before.get("resumes")
-            memory = before.get("wandb") if isinstance(before.get("wandb"), dict) else {}
+            wandb_log = run.facts["config"].get("wandb_log")
             self.facts = {
-                "start": before.get("start") or now(),
+                "start": valid(before.get("start"), str) or now(),
                 "end": None,
                 "ended": None,  # stays None if the process is killed
                 "command": command,
                 **run.facts,
                 "git": git_state(),
                 **devices.fingerprint(run.device),
-                "resumes": resumes if isinstance(resumes, list) else [],
+                "resumes": valid(before.get("resumes"), list),
             }
-            if [type(memory.get(key)) for key in Wandb.NEW] == list(map(type, Wandb.NEW.values())):
-                self.facts["wandb"] = memory
+            if wandb_log or "wandb" in before:
+                self.facts["wandb"] = Wandb.fresh_memory() | valid(before.get("wandb"), dict)
             self.save_facts()
-            if run.facts["config"].get("wandb_log"):
-                memory = self.facts.setdefault("wandb", Wandb.NEW | {"id": secrets.token_hex(4)})
-                self.save_facts()  # the id, before wandb has it
-                self.wandb = Wandb(self.path, run.facts["config"], memory)
-                self.save_facts()
         except OSError as error:
             self.refuse(error)
+        if wandb_log:
+            self.wandb = Wandb(self.path, run.facts["config"], self.facts["wandb"])
 
     def require_free(self, bytes_to_keep: int) -> None:
         exists = next(place for place in (self.path, *self.path.parents) if place.exists())
@@ -200,14 +196,13 @@ class RunFolder(ExitStack):
         console.print_end(ended, state, clock.seconds, self.path, self.facts["command"])
         if self.wandb:
             self.wandb.finish(exit_code=int(ended.startswith("failed")))
-        if report and not ended.startswith(("stopped by", "left")):  # a signal leaves no time
-            write_report(self.path)
-        if self.wandb or report:
+        with self.warning("run.json"):
+            if report and not ended.startswith(("stopped by", "left")):  # a signal leaves no time
+                write_report(self.mine())
             clock.lap("report")
-            with self.warning("run.json"):
-                self.save_facts()
-        data = self.facts["data"]["meta"]
-        console.print_next(ended, self.path, self.facts["command"], "tokenizer" in data)
+            self.save_facts()
+        writes_text = "tokenizer" in self.facts["data"]["meta"]
+        console.print_next(ended, self.path, self.facts["command"], writes_text)
 
     def record_end(self, ended: str, seconds: dict, state: dict, when: str) -> None:
         """An event in metrics.jsonl, then run.json."""
@@ -285,8 +280,13 @@ class RunFolder(ExitStack):
             yield
         except OSError as error:
             if (name, error.strerror) not in self.warned:
-                say(f"{name} cannot be written ({error.strerror}); training continues")
+                say(f"{name} cannot be written ({error.strerror})")
             self.warned.add((name, error.strerror))
+
+
+def valid(value: Any, kind: type) -> Any:
+    """`value`, or an empty one if it is of another type."""
+    return value if isinstance(value, kind) else kind()
 
 
 def write_report(folder: Path, patience: float = 60) -> None:
@@ -315,10 +315,8 @@ class Wandb:
     where the server says so. What was not finished offline is set aside, and sent again.
     """
 
-    NEW = {"id": "", "sent": -1, "unfinished": ""}  # sent: `sequences` of the newest row
-
     def __init__(self, folder: Path, config: dict, memory: dict, patience: float = 30):
-        self.memory = memory  # as NEW; kept in run.json
+        self.memory = memory  # fresh_memory() at first; kept in run.json
         self.patience = patience  # seconds, for the start and for the end
         self.sequences = 0  # of the newest row; an eval row is of the same step
         self.given_up = False
@@ -328,6 +326,11 @@ class Wandb:
         self.thread.start()
         if not self.ready.wait(patience):
             self.give_up("does not answer")
+
+    @staticmethod
+    def fresh_memory() -> dict:
+        """id: of the run. sent: `sequences` of the newest row. unfinished: the folder of a session."""
+        return {"id": secrets.token_hex(4), "sent": -1, "unfinished": ""}
 
     def work(self, folder: Path, config: dict) -> None:
         try:
@@ -352,10 +355,8 @@ class Wandb:
         unfinished = folder / "wandb" / Path(self.memory["unfinished"]).name
         if self.memory["unfinished"] and unfinished.exists():
             unfinished.rename(unfinished.with_name(f"cut-off-{unfinished.name}"))
-        limits = dict.fromkeys(("init_timeout", "finish_timeout"), self.patience - 5)
-        settings = wandb.Settings(
-            silent=True, console="off", disable_git=True, finish_timeout_raises=True, **limits
-        )
+        limits = {"init_timeout": 25, "finish_timeout": 25, "finish_timeout_raises": True}
+        settings = wandb.Settings(silent=True, console="off", disable_git=True, **limits)
         if wandb.setup(settings).settings.mode == "online" and not wandb.login(prompt=False):
             raise PermissionError("no key; type: wandb login, or set WANDB_MODE=offline")
         run = wandb.init(
