@@ -135,7 +135,6 @@ class RunFolder(ExitStack):
                 for leftover in self.path.glob(pattern):
                     leftover.unlink(missing_ok=True)
             before = read_json(self.path / "run.json") if path else {}
-            wandb_log = run.facts["config"].get("wandb_log")
             self.facts = {
                 "start": valid(before.get("start"), str) or now(),
                 "end": None,
@@ -144,15 +143,14 @@ class RunFolder(ExitStack):
                 **run.facts,
                 "git": git_state(),
                 **devices.fingerprint(run.device),
+                "wandb_id": valid(before.get("wandb_id"), str) or secrets.token_hex(4),
                 "resumes": valid(before.get("resumes"), list),
             }
-            if wandb_log or "wandb" in before:
-                self.facts["wandb"] = Wandb.fresh_memory() | valid(before.get("wandb"), dict)
             self.save_facts()
         except OSError as error:
             self.refuse(error)
-        if wandb_log:
-            self.wandb = Wandb(self.path, run.facts["config"], self.facts["wandb"])
+        if run.facts["config"].get("wandb_log"):
+            self.wandb = Wandb(self.path, run.facts["config"], self.facts["wandb_id"])
 
     def require_free(self, bytes_to_keep: int) -> None:
         exists = next(place for place in (self.path, *self.path.parents) if place.exists())
@@ -310,70 +308,35 @@ def write_report(folder: Path, patience: float = 60) -> None:
 class Wandb:
     """Sends rows to Weights & Biases from a thread: if it fails or hangs, training continues.
 
-    wandb's step can only grow, so it is `sequences`, which a rollback does not reset; charts are
-    drawn over `step`. A killed wandb loses rows, so a row counts as sent once wandb has finished, or
-    where the server says so. What was not finished offline is set aside, and sent again.
+    Its step can only grow, so it is `sequences`, which a rollback does not reset; charts are drawn
+    over `step`. A killed wandb loses rows, so every session sends all rows that the server lacks.
     """
 
-    def __init__(self, folder: Path, config: dict, memory: dict, patience: float = 30):
-        self.memory = memory  # fresh_memory() at first; kept in run.json
+    def __init__(self, folder: Path, config: dict, run_id: str, patience: float = 30):
         self.patience = patience  # seconds, for the start and for the end
-        self.sequences = 0  # of the newest row; an eval row is of the same step
         self.given_up = False
         self.items = queue.SimpleQueue()  # a row, lines of rows, or at last the exit code
         self.ready = threading.Event()
-        self.thread = threading.Thread(target=self.work, args=(folder, config), daemon=True)
+        self.thread = threading.Thread(target=self.work, args=(folder, config, run_id), daemon=True)
         self.thread.start()
         if not self.ready.wait(patience):
             self.give_up("does not answer")
 
-    @staticmethod
-    def fresh_memory() -> dict:
-        """id: of the run. sent: `sequences` of the newest row. unfinished: the folder of a session."""
-        return {"id": secrets.token_hex(4), "sent": -1, "unfinished": ""}
-
-    def work(self, folder: Path, config: dict) -> None:
+    def work(self, folder: Path, config: dict, run_id: str) -> None:
         try:
-            run = self.start(folder, config)
+            run = wandb_run(folder, config, run_id)
             self.ready.set()
+            sequences = 0  # of the row before: an eval row is of the same step
             while not isinstance(item := self.items.get(), int):
                 rows = map(json.loads, item.splitlines()) if isinstance(item, bytes) else [item]
                 for row in rows:
-                    self.sequences = row.get("sequences", self.sequences)
-                    if row["kind"] != "event" and self.sequences > self.memory["sent"]:
-                        row = {key: row[key] for key in row if key != "kind"}
-                        run.log(row, step=self.sequences)
+                    sequences = row.get("sequences", sequences)
+                    if row["kind"] != "event" and sequences >= run.starting_step:
+                        run.log({k: row[k] for k in row if k != "kind"}, step=sequences)
             run.finish(exit_code=item)
-            self.memory |= {"sent": self.sequences, "unfinished": ""}
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             self.give_up(f"failed ({reason})")
-
-    def start(self, folder: Path, config: dict) -> Any:
-        import wandb
-
-        unfinished = folder / "wandb" / Path(self.memory["unfinished"]).name
-        if self.memory["unfinished"] and unfinished.exists():
-            unfinished.rename(unfinished.with_name(f"cut-off-{unfinished.name}"))
-        limits = {"init_timeout": 25, "finish_timeout": 25, "finish_timeout_raises": True}
-        settings = wandb.Settings(silent=True, console="off", disable_git=True, **limits)
-        if wandb.setup(settings).settings.mode == "online" and not wandb.login(prompt=False):
-            raise PermissionError("no key; type: wandb login, or set WANDB_MODE=offline")
-        run = wandb.init(
-            project=config.get("wandb_project"),
-            name=config.get("wandb_run_name") or folder.resolve().name,
-            id=self.memory["id"],
-            resume="allow",
-            dir=str(folder),
-            config=config,
-            allow_val_change=True,
-            settings=settings,
-        )
-        run.define_metric("*", step_metric="step")
-        self.memory["sent"] = max(self.memory["sent"], run.starting_step - 1)
-        self.memory["unfinished"] = Path(run.settings.sync_dir or "").name
-        say(f"wandb    {run.url or run.settings.sync_dir}")
-        return run
 
     def send(self, item: dict | bytes | int) -> None:
         if not self.given_up:
@@ -398,6 +361,31 @@ class Wandb:
             service = sys.modules["wandb"].setup()._connection
             service._cleanup()  # its part of Python's exit
             service._proc._process.kill()
+
+
+def wandb_run(folder: Path, config: dict, run_id: str) -> Any:
+    """Begin or resume a run. Never asks for a key. WANDB_MODE=offline writes to `folder`/wandb."""
+    import wandb
+
+    for session in folder.glob("wandb/offline-run-*"):  # the new one will hold all rows
+        session.rename(session.with_name(f"replaced-{session.name}"))
+    limits = {"init_timeout": 25, "finish_timeout": 25, "finish_timeout_raises": True}
+    settings = wandb.Settings(silent=True, console="off", disable_git=True, **limits)
+    if wandb.setup(settings).settings.mode == "online" and not wandb.login(prompt=False):
+        raise PermissionError("no key; type: wandb login, or set WANDB_MODE=offline")
+    run = wandb.init(
+        project=config.get("wandb_project"),
+        name=config.get("wandb_run_name") or folder.resolve().name,
+        id=run_id,
+        resume="allow",
+        dir=str(folder),
+        config=config,
+        allow_val_change=True,
+        settings=settings,
+    )
+    run.define_metric("*", step_metric="step")
+    say(f"wandb    {run.url or run.settings.sync_dir}")
+    return run
 
 
 class Clock:

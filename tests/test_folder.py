@@ -145,8 +145,8 @@ def test_a_resume_drops_lines_that_are_no_rows(folder, line):
 @pytest.mark.parametrize(
     "content",
     [
-        '{"resumes": null, "wandb": null, "start": null}',
-        '{"resumes": {"a": 1}, "wandb": {"id": 1, "sent": null}}',
+        '{"resumes": null, "wandb_id": null, "start": null}',
+        '{"resumes": {"a": 1}, "wandb_id": {"id": 1}}',
         "[" * 100_000,
         "",
     ],
