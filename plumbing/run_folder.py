@@ -2,7 +2,6 @@
 
 import datetime
 import errno
-import itertools
 import json
 import os
 import queue
@@ -21,18 +20,14 @@ from typing import Any, NoReturn
 
 from plumbing import console, devices
 from plumbing.cli import fail
-from plumbing.files import clean, lock_file, read_json, replacing, write_json
+from plumbing.files import clean, lock_file, open_no_link, read_json, replacing, write_json
 from plumbing.ranks import rank, say
 
 REPO = Path(__file__).resolve().parent.parent
-MOST_WAITING = 1000  # lines kept while metrics.jsonl cannot be written
 
 
 class RunFolder(ExitStack):
-    """out/NAME. At the end of its `with` the lock is released.
-
-    Every rank has one; only rank 0 reads and writes.
-    """
+    """out/NAME, locked until the end of its `with`. Every rank has one; only rank 0 uses it."""
 
     def __init__(self, path: str | Path):
         super().__init__()
@@ -63,12 +58,11 @@ class RunFolder(ExitStack):
         """--out_dir=NAME_2, or the first of NAME_3, NAME_4 ... that does not exist yet."""
         return f"--out_dir={console.shown(self.free_name('_', 2))}"
 
-    def free_name(self, suffix: str, first: int) -> Path:
-        """NAME + suffix + the first number from `first` that gives a name not yet taken."""
-        names = (
-            self.path.with_name(f"{self.path.name}{suffix}{n}") for n in itertools.count(first)
-        )
-        return next(name for name in names if not os.path.lexists(name))
+    def free_name(self, suffix: str, number: int) -> Path:
+        """NAME + suffix + the first number from `number` on that gives a name not yet taken."""
+        while os.path.lexists(name := self.path.with_name(f"{self.path.name}{suffix}{number}")):
+            number += 1
+        return name
 
     # ---- the lock --------------------------------------------------------------------------------
 
@@ -203,10 +197,9 @@ class RunFolder(ExitStack):
         console.print_next(ended, self.path, self.facts["command"], writes_text)
 
     def record_end(self, ended: str, seconds: dict, state: dict, when: str) -> None:
-        """An event in metrics.jsonl, then run.json."""
-        end = {"kind": "event", "step": state["step"], "event": "end"}
-        self.write_rows([end | {"ended": ended, "seconds": seconds}])
-        self.facts |= {"end": when, "ended": ended, "seconds": seconds, "state": state}
+        end = {"ended": ended, "seconds": seconds}
+        self.write_rows([{"kind": "event", "step": state["step"], "event": "end", **end}])
+        self.facts |= {"end": when, **end, "state": state}
         with self.warning("run.json"):
             self.save_facts()
 
@@ -241,9 +234,10 @@ class RunFolder(ExitStack):
                 if self.wandb:
                     self.wandb.send(row)
             content = "".join(self.waiting).encode()
-            del self.waiting[:-MOST_WAITING]
+            del self.waiting[:-1000]  # of those that cannot be written
             with self.warning("metrics.jsonl"):
-                with open(self.mine() / "metrics.jsonl", "ab", buffering=0) as file:
+                path = self.mine() / "metrics.jsonl"
+                with open(path, "ab", buffering=0, opener=open_no_link) as file:
                     end = file.tell()
                     if file.write(content) < len(content):  # a full disk may take only a part
                         file.truncate(end)
@@ -288,8 +282,8 @@ def valid(value: Any, kind: type) -> Any:
 
 
 def write_report(folder: Path, patience: float = 60) -> None:
-    """Run report.py in a process of its own and print what it prints, the paths of its files. It
-    cannot fail the run: an error, or more than `patience` seconds, is one line."""
+    """Run report.py in a process of its own, and print what it prints. If it fails, or takes more
+    than `patience` seconds, that is one line."""
     command = [sys.executable, str(REPO / "report.py"), str(folder)]
     pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
     try:

@@ -132,6 +132,14 @@ def test_rows_wait_while_they_cannot_be_written(folder, capsys):
     assert capsys.readouterr().out.count("cannot be written") == 1
 
 
+def test_rows_are_not_appended_to_the_target_of_a_planted_link(folder, tmp_path, capsys):
+    (tmp_path / "target").write_text("precious")
+    (folder.path / "metrics.jsonl").symlink_to(tmp_path / "target")
+    folder.write_rows([{"kind": "train", "step": 1}])
+    assert (tmp_path / "target").read_text() == "precious"
+    assert "metrics.jsonl cannot be written" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "line", ["null", "[" * 100_000, '{"kind": "train", "step": "x"}', '{"kind": "train"', "[1]"]
 )
