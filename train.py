@@ -870,6 +870,8 @@ def main(argv: list[str] | None = None) -> int:
         # ---- all is checked: from here on the run writes to out_dir
         milestones = max_steps // milestone_interval if milestone_interval else 0
         files = keep_last + milestones + 3  # also best.pt, the newest, and the one being written
+        if resume == "restart":
+            from_rank0(run.folder.set_aside)
         command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
         from_rank0(run.folder.open, run, files * checkpoint.size(run), command, run.path)
         peak = from_rank0(machine.peak_flops, run.device, dtype)

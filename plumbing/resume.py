@@ -159,7 +159,7 @@ def find_checkpoint(folder, resume: str, to_train: bool) -> Path | None:
                     f"--resume=never, and {folder.path} holds a run; write {folder.fresh_out_dir()}"
                 )
             if resume == "restart":
-                return folder.set_aside() if to_train else None
+                return None
             path = checkpoint.newest_valid(folder.path, set_aside=to_train)
             # with neither of these, it stopped before its first save: nothing is lost
             if not path and (folder.holds_steps() or any(folder.path.glob("*.corrupt"))):
