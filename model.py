@@ -206,10 +206,10 @@ class GPT(nn.Module):
         return loss
 
     def loss(self, head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of head(x): x (B, T, C), targets (B, T). The head's padding, if any, is
-        never a target, so it learns to have no probability; smoothed labels leave it out."""
+        """Mean cross entropy of head(x): x (B, T, C), targets (B, T). To cut the head's padding off
+        takes time in a backward pass: there it stays, unless smoothed labels would reward it."""
         smoothing = self.config.label_smoothing if self.training else 0.0
-        classes = self.config.vocab_size if smoothing else head.out_features
+        classes = head.out_features if self.training and not smoothing else self.config.vocab_size
         chunks = self.loss_chunks(targets.numel())
         if chunks == 1 or not torch.is_grad_enabled():
             return cross_entropy(head(x)[..., :classes], targets, smoothing)
