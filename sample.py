@@ -9,7 +9,6 @@ The checkpoint holds the vocabulary (gpt2's comes from tiktoken), so the dataset
 the text goes to stdout; the checkpoint's name and loss and the tokens per second go to stderr.
 """
 
-import codecs
 import os
 import sys
 import time
@@ -20,9 +19,9 @@ import torch
 from model import build_model, generate
 from plumbing import checkpoints, ema
 from plumbing.configurator import configured, fail
+from plumbing.data import DataError, decode_utf8, read_file, stream, tokenizer_of
 from plumbing.devices import choose_device
 from plumbing.ranks import say
-from plumbing.tokenizers import DataError, decode, decode_utf8, encode, gpt2, read_file
 
 # What to write
 start = ""  # the text to continue, or FILE:path of it; "" = a line break
@@ -65,7 +64,7 @@ def rebuild(path, checkpoint):
         meta = checkpoint["data"]["meta"]
         if "tokenizer" not in meta:
             fail(f"{path} was not trained on text; expected a run of train.py on text")
-        decode([0], meta)
+        tokenizer_of(meta).decode([0])
         model = build_model(checkpoint["config"], meta["vocab_size"])
         saved = checkpoint["model"] | checkpoint["ema"]
         built = model.state_dict()
@@ -90,25 +89,12 @@ def rebuild(path, checkpoint):
 def encode_prompt(text, meta):
     """Token ids, int64 (1, T), T >= 1. Raises DataError if the vocabulary lacks a character."""
     try:
-        ids = encode(text or "\n", meta)
+        ids = tokenizer_of(meta).encode(text or "\n")
     except DataError:
         if text:
             raise
         ids = [0]  # a vocabulary without a line break
     return torch.tensor([[int(i) for i in ids]])
-
-
-def stream(ids, meta):
-    """Yields the text of `ids` as its characters are complete: a token may end within one."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for i in ids:
-        if meta["tokenizer"] == "char":
-            yield meta["chars"][i]
-        elif meta["tokenizer"] == "byte":
-            yield decoder.decode(bytes([i]))
-        else:
-            yield decoder.decode(gpt2().decode_single_token_bytes(i))
-    yield decoder.decode(b"", final=True)
 
 
 def sample_text(
@@ -124,7 +110,7 @@ def sample_text(
     prompt = encode_prompt("", meta).to(where)
     how = (max_new_tokens, block_size, meta["vocab_size"], temperature)
     new = generate(model, prompt, *how, generator=generator)
-    return "".join(stream((i.item() for i in new), meta))
+    return "".join(stream((i.item() for i in new), tokenizer_of(meta)))
 
 
 def print_sample(run, block_size, autocast):
@@ -178,7 +164,8 @@ def write_samples(name):
         print(text, end="", flush=True)
         generator = torch.Generator(where).manual_seed((seed + number) % 2**32)
         how = (max_new_tokens, block_size, meta["vocab_size"], temperature, top_k, generator)
-        for piece in stream((i.item() for i in generate(model, prompt, *how)), meta):
+        new = (i.item() for i in generate(model, prompt, *how))
+        for piece in stream(new, tokenizer_of(meta)):
             print(piece, end="", flush=True)
     print(flush=True)
     count = num_samples * max_new_tokens

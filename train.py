@@ -16,7 +16,6 @@ import math
 import re
 import signal
 import sys
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -27,8 +26,9 @@ import torch
 import prepare_data
 from model import build_model, configure_optimizers, cross_entropy
 from plumbing import audit, checkpoints, console, devices, ema, identity, metrics, peaks, ranks, rng
+from plumbing.cli import run_script
 from plumbing.configurator import configured, fail
-from plumbing.dataset import fingerprint, open_tokens
+from plumbing.data import Batches, OrderedWindows, fingerprint, open_split, to_device
 from plumbing.failures import RunFailed, explain
 from plumbing.memory import training_memory
 from plumbing.ranks import agree, from_rank0, rank, say, world_size
@@ -36,11 +36,11 @@ from plumbing.restorable import refuse_what_is_lost
 from plumbing.resume import continue_from, find_checkpoint, is_finished
 from plumbing.retry import rehearse, retry_on_oom
 from plumbing.run_folder import RunFolder
-from plumbing.signals import Signals, ignore_signals, start_workers, stop_workers
+from plumbing.signals import Signals
 from plumbing.skipping import Buffers, step_unless
 from plumbing.spikes import is_spike
 from plumbing.startup import leave, speed_up_start_and_exit
-from plumbing.windows import OrderedWindows, ShuffledWindows
+from plumbing.windows import ShuffledWindows
 from report import write_report
 from sample import print_sample
 
@@ -199,8 +199,8 @@ def open_dataset(saved):
     """
     find = partial(prepare_data.dataset_of_run, data_dir=data_dir, block_size=block_size, say=say)
     name, folder, meta = from_rank0(find, dataset, offline_dataset, saved and saved["data"]["name"])
-    train_data = ShuffledWindows(open_tokens(folder, meta, "train"), block_size, seed)
-    val_data = OrderedWindows(open_tokens(folder, meta, "val"), block_size, eval_tokens)
+    train_data = ShuffledWindows(open_split(folder, meta, "train"), block_size, seed)
+    val_data = OrderedWindows(open_split(folder, meta, "val"), block_size, eval_tokens)
     return train_data, val_data, {"name": name, "fingerprint": fingerprint(meta), "meta": meta}
 
 
@@ -214,17 +214,8 @@ def batches_to_come(state):
 
 def load_batches(run):
     """An iterator over the batches to come, read ahead by num_workers processes."""
-    loader = torch.utils.data.DataLoader(
-        run.train_data,
-        sampler=batches_to_come(run.state),
-        batch_size=None,
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor if num_workers else None,
-        worker_init_fn=ignore_signals,
-        pin_memory=run.device.type == "cuda",
-        generator=torch.Generator(),  # or it would draw a seed from the global generator
-    )
-    return start_workers(loader)
+    places = batches_to_come(run.state)
+    return Batches(run.train_data, places, run.device, num_workers, prefetch_factor, hang_minutes)
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -339,7 +330,7 @@ def sum_losses(run):
         has_rows = mine < len(run.val_data)  # if not, only take part: FSDP needs every rank
         mine = mine if has_rows else first
         batch = run.val_data[mine, min(size, len(run.val_data) - mine)]
-        inputs, targets = (devices.upload(tensor, run.device) for tensor in batch)
+        inputs, targets = to_device(batch, run.device)
         with autocast(run.device):
             logits = run.model(inputs)
             loss = cross_entropy(logits, targets, label_smoothing=0.0, reduction="sum")
@@ -490,7 +481,7 @@ def roll_back(run, trouble, recent):
     from_rank0(run.folder.cut_rows, state["step"])
     why = {"why": trouble, "at_step": bad["step"], "next_sequence": state["sequences"]}
     run.folder.event(state["step"], "rollback", **why)
-    stop_workers(run.batches)
+    run.batches.stop()
     run.batches = load_batches(run)
 
 
@@ -563,9 +554,14 @@ def train(run, model, table, saver, signals, clock):
     while True:
         # ---- training: only these lines, and roll_back, change the weights -----------------------
         lr = float(lr_at(state["step"]) * state["lr_factor"])
-        waiting_since = time.perf_counter()
-        inputs, targets = (devices.upload(t, run.device) for t in next(run.batches))
-        data_ms = 1000 * (time.perf_counter() - waiting_since)
+        batch = run.batches.next_batch(lambda: signals.stop)
+        if batch is None:
+            saver.save(
+                names_to_save(SimpleNamespace(ending=(1,), milestone=False), False, state),
+                required=True,
+            )
+            return f"stopped by {signal.Signals(signals.stop).name}", 128 + signals.stop
+        inputs, targets, data_ms = batch
         take = partial(train_step, model, run, inputs, targets, lr)
         numbers = audit.confirm(run, take) if every(audit_interval, state["step"] + 1) else take()
         row = count_batch(run, targets)  # state["step"] is one more from here on
@@ -628,7 +624,7 @@ def run_to_the_end(run, path, signals, clock):
     saver = checkpoints.Saver(run, keep_last, may_roll_back_to)
     ending = "failed: an error in the program", 1
     try:
-        batch = [each.to(run.device) for each in run.train_data[ranks.share(0, rows_at(0))]]
+        batch = to_device(run.train_data[ranks.share(0, rows_at(0))], run.device)
         model = rehearse(run, forward_backward, batch, compile)  # run.model, compiled if asked for
         run.facts["run"]["compile"] = model is not run.model
         clock.lap("compile")
@@ -641,7 +637,8 @@ def run_to_the_end(run, path, signals, clock):
             raise
         ending = f"failed: {reason}", 1
     finally:
-        stop_workers(run.batches)
+        if run.batches:
+            run.batches.stop()
         saver.wait()
         run.folder.end(ending[0], clock.seconds, run.state, write_report if report else None)
     return ending[1]
@@ -697,4 +694,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave(run_script(main))

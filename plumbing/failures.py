@@ -6,11 +6,8 @@ import sys
 import torch
 import torch.distributed as dist
 
+from plumbing.cli import RunFailed
 from plumbing.ranks import rank, stragglers
-
-
-class RunFailed(Exception):
-    """The run cannot continue: exit code 1. The message says what happened and what to do next."""
 
 
 def out_of_memory(error):

@@ -360,8 +360,10 @@ def in_child(argv, files, env, cwd, before, timeout, repo):
     sys.argv = argv
     train = import_train(repo)
     exec(before, {"train": train})
+    from plumbing.cli import run_script
+
     try:
-        code = train.main()
+        code = run_script(train.main)
     except SystemExit as leaving:
         code = leaving.code
     sys.stdout.flush()
