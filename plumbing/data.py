@@ -16,6 +16,7 @@ What is missing of the rest is "n/a":
     source                    what the text is, in words
 """
 
+import atexit
 import contextlib
 import hashlib
 import importlib
@@ -226,11 +227,16 @@ class Batches:
             worker_init_fn=ignore_signals,
             generator=torch.Generator(),  # or it would draw a seed from the global generator
         )
-        self.iterator = start_workers(loader)
+        try:
+            self.iterator = start_workers(loader)
+        except OSError as error:
+            found = f"cannot start {num_workers} DataLoader workers ({error})"
+            raise RunFailed(f"{found}; is /dev/shm full? --num_workers=0 needs none") from error
         self.workers = getattr(self.iterator, "_workers", [])
         self.ready = queue.Queue(1)  # a batch, or the error that took its place
         self.reader = threading.Thread(target=self.read, daemon=True)
         if self.workers:
+            atexit.register(self.kill)  # or Python would wait for them, without an end
             self.reader.start()
 
     def read(self) -> None:
@@ -282,7 +288,7 @@ class Batches:
         """End the workers, whatever they do. One that hangs is killed after a second: torch would
         send it SIGTERM, which it ignores, and wait for ten."""
         if self.workers:
-            killer = threading.Timer(1.0, lambda: [worker.kill() for worker in self.workers])
+            killer = threading.Timer(1.0, self.kill)
             killer.start()
             self.iterator._shutdown_workers()
             killer.cancel()
@@ -290,6 +296,11 @@ class Batches:
         while self.reader.is_alive():
             with contextlib.suppress(queue.Empty):
                 self.ready.get(timeout=0.01)
+        atexit.unregister(self.kill)
+
+    def kill(self) -> None:
+        for worker in self.workers:
+            worker.kill()
 
 
 def as_arrays(batch: Iterable) -> tuple:
