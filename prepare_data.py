@@ -100,7 +100,8 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
         old = data.read_meta(folder) if data.exists(folder) else {}
         streamed = is_corpus(name, input)
         if tokenizer == "auto":
-            tokenizer = old.get("tokenizer") or ("gpt2" if streamed else "char")
+            usual = "gpt2" if streamed else "char"
+            tokenizer = old.get("tokenizer") if old else usual
         if old and (old.get("tokenizer") != tokenizer or not input):
             return keep(folder, old, old.get("tokenizer") == tokenizer, say)
         options = {"tokenizer": tokenizer, "field": field, "val_fraction": val_fraction} | of_corpus

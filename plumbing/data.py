@@ -33,10 +33,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
 from plumbing.cli import BadInput, RunFailed
-from plumbing.devices import upload
 from plumbing.files import clean
 from plumbing.signals import HANDLED
 
@@ -215,6 +213,8 @@ class Batches:
     def __init__(
         self, dataset, places, device, num_workers=0, prefetch_factor=2, hang_minutes=30.0
     ):
+        import torch  # here, so that prepare_data.py, which needs none, starts at once
+
         self.device = device
         self.hang_minutes = hang_minutes
         loader = torch.utils.data.DataLoader(
@@ -314,16 +314,20 @@ def as_arrays(batch: Iterable) -> tuple:
     return tuple(map(as_array, batch))
 
 
-def to_device(batch: Iterable, device: torch.device) -> tuple[torch.Tensor, ...]:
+def to_device(batch: Iterable, device: "torch.device") -> tuple:  # noqa: F821
     """Arrays or tensors of the host as tensors on the device. To a GPU they go from pinned memory,
     while the host continues."""
-    tensors = tuple(map(torch.as_tensor, batch))
+    import torch
+
+    from plumbing.devices import upload
+
+    tensors = map(torch.as_tensor, batch)
     if device.type == "cuda":
-        tensors = tuple(tensor.pin_memory() for tensor in tensors)
+        tensors = (tensor.pin_memory() for tensor in tensors)
     return tuple(upload(tensor, device) for tensor in tensors)
 
 
-def start_workers(loader: torch.utils.data.DataLoader) -> Iterator:
+def start_workers(loader: Iterable) -> Iterator:
     """iter(loader). Its workers start with HANDLED blocked: a signal may come before they ignore it.
     torch's SIGCHLD handler is removed: if a worker dies, it raises an error wherever the training is,
     even in a save."""

@@ -18,9 +18,8 @@ import train
 from model import GPT, GPTConfig, configure_optimizers
 from plumbing import devices
 from plumbing.checkpoints import MICRO_BATCHES
-from plumbing.dataset import Tokens
+from plumbing.data import OrderedWindows, Split
 from plumbing.identity import split_global_batch
-from plumbing.windows import OrderedWindows
 
 STEPS = 12
 CPU = torch.device("cpu")
@@ -330,7 +329,7 @@ def val(tmp_path):
     """(tokens, validation data): 200 tokens in windows of 16."""
     ids = torch.randint(65, (200,), generator=torch.Generator().manual_seed(3))
     ids.to(torch.uint16).numpy().tofile(tmp_path / "val.bin")
-    return ids, OrderedWindows(Tokens([tmp_path / "val.bin"], "uint16"), 16)
+    return ids, OrderedWindows(Split(tmp_path / "val.bin", "uint16", "r"), 16)
 
 
 def evaluate(run, val, micro_batch=5):
@@ -760,12 +759,12 @@ def batches_of(done):
 
 
 def sha_of(dataset, first, count):
-    return hashlib.sha256(dataset[first, count][0].numpy()).hexdigest()
+    return hashlib.sha256(dataset[first, count][0]).hexdigest()
 
 
 @pytest.fixture(scope="module")
 def windows(data_dir):
-    return train.ShuffledWindows(Tokens([data_dir / "small/train.bin"], "uint16"), 16, seed=1337)
+    return train.ShuffledWindows(Split(data_dir / "small/train.bin", "uint16", "r"), 16, seed=1337)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
