@@ -151,6 +151,7 @@ def making(folder: str, say: Callable) -> Iterator[None]:
                 except BlockingIOError:
                     say(f"another process is making {folder}; waiting for it")
                     fcntl.flock(lock, fcntl.LOCK_EX)
+                    os.makedirs(folder, exist_ok=True)  # the other one failed, and removed it
             for leftover in Path(folder).glob("*.tmp"):
                 leftover.unlink()
             yield
