@@ -44,6 +44,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ WHOLE_DOCUMENT = 4_000_000  # a text file up to this size is one document (a lon
 PART = 64_000  # largest document cut from a longer file; small, so that val gets enough of them
 LONGEST_LINE = 16_000_000  # of a .jsonl
 CHUNK = 1_000_000  # read at a time
-BATCH = 4_000_000  # characters that the threads tokenize together
+BATCH = 64  # documents that the threads tokenize together
 
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -110,7 +111,7 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
         else:
             meta, documents = find_text(name, folder, input, tokenizer, say)
         if old:
-            marks = [each["source"].rpartition(" (")[2] for each in (old, meta)]
+            marks = [each.get("source", "").rpartition(" (")[2] for each in (old, meta)]
             return keep(folder, old, marks[0] == marks[1], say)
         return folder, write(folder, meta, documents, say)
 
@@ -187,6 +188,7 @@ def write(folder: str, meta: dict, documents: Iterable, say: Callable) -> dict:
     meta["vocab_size"] = int(tokenizer.vocab_size)
     meta["dtype"] = "uint16" if meta["vocab_size"] <= 2**16 else "uint32"
     streamed = not isinstance(documents, list)
+    documents = iter(documents)
     ends = [tokenizer.end_of_text] if streamed and hasattr(tokenizer, "end_of_text") else []
     tokens, sizes, counts = (dict.fromkeys(SPLITS, 0) for _ in range(3))
     digests = {split: hashlib.sha256() for split in SPLITS}
@@ -195,7 +197,7 @@ def write(folder: str, meta: dict, documents: Iterable, say: Callable) -> dict:
         new_files(folder, "train.bin", "val.bin", "meta.json") as files,
         ThreadPoolExecutor() as pool,
     ):
-        for batch in in_batches(documents):
+        while batch := list(islice(documents, BATCH)):
             encoded = pool.map(tokenizer.encode, [text for _, text in batch])
             for (split, text), ids in zip(batch, encoded, strict=True):
                 content = b"".join(
@@ -229,21 +231,6 @@ def write(folder: str, meta: dict, documents: Iterable, say: Callable) -> dict:
         f" {size / (time.perf_counter() - began) / 1e6:.1f} MB/s"
     )
     return meta
-
-
-def in_batches(documents: Iterable) -> Iterator[list]:
-    """Lists of documents, as short as reach BATCH characters."""
-    batch = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document[1])
-        if size >= BATCH:
-            yield batch
-            batch = []
-            size = 0
-    if batch:
-        yield batch
 
 
 # ---- a corpus ------------------------------------------------------------------------------------

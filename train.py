@@ -555,17 +555,13 @@ def train(run, model, table, saver, signals, clock):
         # ---- training: only these lines, and roll_back, change the weights -----------------------
         lr = float(lr_at(state["step"]) * state["lr_factor"])
         batch = run.batches.next_batch(lambda: signals.stop)
-        if batch is None:
-            saver.save(
-                names_to_save(SimpleNamespace(ending=(1,), milestone=False), False, state),
-                required=True,
-            )
-            return f"stopped by {signal.Signals(signals.stop).name}", 128 + signals.stop
-        inputs, targets, data_ms = batch
-        take = partial(train_step, model, run, inputs, targets, lr)
-        numbers = audit.confirm(run, take) if every(audit_interval, state["step"] + 1) else take()
-        row = count_batch(run, targets)  # state["step"] is one more from here on
-        steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
+        if batch is not None:  # None: the workers hang, and a signal came
+            inputs, targets, data_ms = batch
+            take = partial(train_step, model, run, inputs, targets, lr)
+            is_audit = every(audit_interval, state["step"] + 1)
+            numbers = audit.confirm(run, take) if is_audit else take()
+            row = count_batch(run, targets)  # state["step"] is one more from here on
+            steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
 
         # ---- what is due? every rank gets the same answer ----------------------------------------
         due = what_is_due(state["step"], signals, saver)
@@ -573,7 +569,7 @@ def train(run, model, table, saver, signals, clock):
             continue
 
         # ---- fetch the numbers: besides evaluations and saves, only here does the host wait ------
-        rows = metrics.finish_rows(steps, clock, run)
+        rows = metrics.finish_rows(steps, clock, run) if steps else []
         rows, trouble = judge(rows, run)
         run.folder.write_rows(rows)
         recent = (recent + rows)[-max_skipped:]

@@ -275,14 +275,12 @@ class Batches:
             if worker.exitcode:  # then `error` is only what followed
                 found = f"DataLoader worker {worker.pid} has died (exit code {worker.exitcode}"
                 raise RunFailed(f"{found}; -9: perhaps memory ran out); {resume}") from error
-        if error:
-            raise error
+        if error or not self.reader.is_alive() and self.ready.empty():
+            raise error or StopIteration
         if waited > 60 * self.hang_minutes:
-            found = (
-                f"{len(self.workers)} DataLoader workers gave no batch for {self.hang_minutes:g}"
-            )
+            found = f"no DataLoader worker gave a batch for {self.hang_minutes:g} minutes"
             hint = "does the disk of the data answer? --num_workers=0 shows where it hangs"
-            raise RunFailed(f"{found} minutes (--hang_minutes); {hint}; {resume}")
+            raise RunFailed(f"{found} (--hang_minutes); {hint}; {resume}")
 
     def stop(self) -> None:
         """End the workers, whatever they do. One that hangs is killed after a second: torch would

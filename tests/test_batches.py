@@ -263,7 +263,9 @@ def raise_own(i):
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 @pytest.mark.parametrize("kind", [np.array, torch.tensor])
 def test_batches_come_in_order_as_tensors_with_the_time_waited(batches_of, num_workers, kind):
-    got = list(batches_of(Numbers(kind=kind), num_workers))
+    batches = batches_of(Numbers(kind=kind), num_workers)
+    got = list(batches)
+    assert list(batches) == []  # also when asked again
     assert [first.tolist() for first, _, _ in got] == [[i] * 10 for i in range(5)]
     assert {first.dtype for first, _, _ in got} == {torch.int64}
     assert [second.item() for _, second, _ in got] == [0, 1, 2, 3, 4]
@@ -344,7 +346,7 @@ def test_a_worker_killed_in_the_middle_of_a_batch_is_noticed(batches_of):
 def test_workers_that_give_nothing_for_hang_minutes_end_the_run(batches_of):
     batches = batches_of(Numbers(hang), hang_minutes=0.01)
     with pytest.raises(
-        RunFailed, match="gave no batch for 0.01 minutes .--hang_minutes.; does the d"
+        RunFailed, match="gave a batch for 0.01 minutes .--hang_minutes.; does the d"
     ):
         list(batches)
 

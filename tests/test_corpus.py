@@ -118,7 +118,7 @@ def test_the_same_command_writes_the_same_bytes_however_much_is_read_at_once(
     made = tmp_path / "whole" / "made", tmp_path / "small" / "made"
     make(made[0], corpus, **MANY)
     monkeypatch.setattr(prepare_data, "CHUNK", 1000)
-    monkeypatch.setattr(prepare_data, "BATCH", 5000)
+    monkeypatch.setattr(prepare_data, "BATCH", 3)
     make(made[1], corpus, **MANY)
     assert snapshot(made[0]) == snapshot(made[1])
     assert sorted(snapshot(made[0])) == ["meta.json", "train.bin", "val.bin"]
@@ -229,7 +229,7 @@ def test_a_kill_leaves_no_half_dataset_and_the_same_command_makes_all_of_it(
     make(tmp_path / "whole" / "made", corpus, **MANY)
     slow = """
 import sys, time, prepare_data
-prepare_data.BATCH = 20_000
+prepare_data.BATCH = 10
 prepare_data.split_of = lambda *of, inner=prepare_data.split_of: time.sleep(0.001) or inner(*of)
 prepare_data.prepare("made", sys.argv[1], sys.argv[2], "byte", val_fraction=0.1)
 """

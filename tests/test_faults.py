@@ -116,10 +116,11 @@ def test_a_signal_while_workers_start_stops_the_run_and_kills_none_of_them(run_t
     """Until worker_init_fn has run, a worker has torch's own handler of SIGTERM, by which it dies."""
     slow_start = """
 import os, signal, threading, time
-def ignore_signals(worker, inner=train.ignore_signals):
+from plumbing import data
+def ignore_signals(worker, inner=data.ignore_signals):
     time.sleep(1)
     inner(worker)
-train.ignore_signals = ignore_signals
+data.ignore_signals = ignore_signals
 def load_batches(run, inner=train.load_batches):
     threading.Timer(0.5, os.killpg, (0, signal.SIGTERM)).start()
     return inner(run)
@@ -688,17 +689,47 @@ def test_data_that_changed_is_noticed_on_resume(run_train, own_data):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_data_that_disappears_under_the_run_is_named(run_train, straight, own_data, workers):
+def test_data_that_is_moved_away_under_the_run_is_still_read(
+    run_train, straight, own_data, workers
+):
+    """Its file stays open: the run ends as it would have. A resume needs it in its place."""
     path, flag = own_data
     flags = (*EVERYTHING, f"--num_workers={workers}", flag)
     hide = at_step(3, f'import os; os.rename("{path}", "{path}.hidden")')
-    start = time.monotonic()
     done = run_train("run", *flags, before=hide)
+    assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_data_that_gets_shorter_under_the_run_is_named(run_train, straight, own_data, workers):
+    path, flag = own_data
+    content = path.read_bytes()
+    flags = (*EVERYTHING, f"--num_workers={workers}", flag)
+    cut = at_step(3, f'import os; os.truncate("{path}", 100)')
+    start = time.monotonic()
+    done = run_train("run", *flags, before=cut)
     assert done.returncode == 1 and str(path) in done.stderr and "Traceback" not in done.stderr
     assert "the same command resumes" in done.stderr and time.monotonic() - start < 20
-    os.rename(f"{path}.hidden", path)
+    path.write_bytes(content)
     done = run_train("run", *flags)
     assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
+
+
+def test_workers_that_hang_do_not_keep_a_signal_from_saving_and_ending_the_run(run_train):
+    """As on a network disk that is dead, or when another program holds what they wait for."""
+    hang = """
+import os, signal, threading, time
+def __getitem__(windows, batch, inner=train.ShuffledWindows.__getitem__):
+    if batch[0] >= 8 * 6:
+        time.sleep(1000)
+    return inner(windows, batch)
+train.ShuffledWindows.__getitem__ = __getitem__
+threading.Timer(4, os.killpg, (0, signal.SIGTERM)).start()
+"""
+    start = time.monotonic()
+    done = run_train("run", "--num_workers=2", "--save_interval=0", before=hang)
+    assert done.returncode == 128 + signal.SIGTERM and time.monotonic() - start < 20, done.stderr
+    assert done.checkpoint(6).exists()
 
 
 def test_a_worker_that_is_killed_ends_the_run_with_a_message(run_train, straight):
