@@ -583,7 +583,7 @@ def train(run, model, table, saver, signals, clock):
             continue
 
         # ---- log, evaluate, sample ---------------------------------------------------------------
-        if due.log:
+        if due.log and rows:
             table.print_row(rows[-1])
         is_best = due.evaluation and record_evaluation(run, table)
         if patience and state["evals_since_best"] >= patience and not due.ending:

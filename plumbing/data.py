@@ -256,7 +256,8 @@ class Batches:
 
     def next_batch(self, should_stop: Callable[[], bool] = lambda: False) -> tuple | None:
         """The next batch; None if should_stop() says so while the workers keep it waiting. Raises
-        RunFailed if a worker has died, or if none gave a batch for hang_minutes."""
+        RunFailed if a worker has died, or if none gave a batch for hang_minutes. After
+        None, the next call waits for the same batch."""
         began = time.perf_counter()
         batch = None if self.workers else next(self.iterator)
         while batch is None:
@@ -312,7 +313,7 @@ def as_arrays(batch: Iterable) -> tuple:
     return tuple(map(as_array, batch))
 
 
-def to_device(batch: Iterable, device: "torch.device") -> tuple:  # noqa: F821
+def to_device(batch: Iterable, device: Any) -> tuple:
     """Arrays or tensors of the host as tensors on the device. To a GPU they go from pinned memory,
     while the host continues."""
     import torch

@@ -8,14 +8,16 @@ import random
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from conftest import REPO, pydoc_text, wait_for
 
 import prepare_data
-from plumbing.data import CORPORA, TOKENIZERS, DataError, tokenizer_of
+from plumbing.data import CORPORA, TOKENIZERS, DataError, Offline, tokenizer_of
 from prepare_data import making, open_dataset, parts, prepare, read_chunks
 
 SCRIPT = REPO / "prepare_data.py"
@@ -409,6 +411,30 @@ def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
         with pytest.raises(DataError, match=f"make it first: python prepare_data.py {name}"):
             open_dataset(name, tmp_path)
     assert os.listdir(tmp_path) == ["a.txt.zst"]
+
+
+def test_a_corpus_of_the_hub_is_streamed_and_a_network_that_breaks_leaves_nothing(
+    tmp_path, monkeypatch, texts
+):
+    """By a stand-in for the package `datasets`."""
+    asked = []
+
+    def load_dataset(*path, fail=False, **how):
+        asked.append((path, how))
+        yield from ({"text": text} for text in [*texts, "a\0b\ud83d"])
+        if fail:
+            raise ConnectionError("the hub\nis gone")
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    folder, meta = prepare("fineweb", tmp_path, tokenizer="byte", say=quiet, **MANY)
+    assert asked == [(CORPORA["fineweb"], {"split": "train", "streaming": True})]
+    assert all_of(Path(folder)) == sorted([*texts, "a\ufffdb\ufffd"])
+    assert "huggingface.co" in meta["source"]
+    broken = partial(load_dataset, fail=True)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=broken))
+    with pytest.raises(Offline, match="cannot read Skylion007/openwebtext .*: the hub is gone"):
+        prepare("openwebtext", tmp_path, tokenizer="byte", say=quiet, **MANY)
+    assert os.listdir(tmp_path) == ["fineweb"]
 
 
 # --- what reads it ---
