@@ -35,7 +35,6 @@ import json
 import os
 import queue
 import re
-import stat
 import sys
 import threading
 import time
@@ -247,8 +246,6 @@ def find_corpus(name: str, input: str, options: dict) -> tuple[dict, Iterator]:
     if input:
         files = input_files(input)
         for path, status in files.items():
-            if not stat.S_ISREG(status.st_mode):
-                raise DataError(f"{path} is not a regular file; expected text, or leave it out")
             facts = f"{os.path.relpath(path, input)}\0{status.st_size}\0{status.st_mtime_ns}\0"
             digest.update(facts.encode("utf-8", "replace"))
         size = sum(status.st_size for status in files.values())
@@ -404,21 +401,10 @@ def read_zst(path: str, file: Any) -> Iterator[bytes]:
 
 def find_text(name, folder, input, tokenizer, say) -> tuple[dict, list]:
     """(what is known of meta, [(split, text)]): the first 90% of a text's characters, and the rest."""
-    raw, source = read_source(name, folder, input, say)
-    text = decode_utf8(raw, input or name)
-    learn = getattr(TOKENIZERS[tokenizer], "learn", lambda text: {})
-    meta = {"tokenizer": tokenizer, "source": f"{source} (SHA-256 {sha256(raw)[:16]}...)"}
-    cut = int(0.9 * len(text))
-    return meta | learn(text), [("train", text[:cut]), ("val", text[cut:])]
-
-
-def read_source(name: str, folder: str, input: str, say: Callable) -> tuple[bytes, str]:
-    """(bytes, description) of the text."""
     if input:
         raw = data.read_file(input)
         source = os.path.basename(input)
-        is_shakespeare = sha256(raw) == SHAKESPEARE_SHA256
-        if name == "pydoc" or (name == "shakespeare" and not is_shakespeare):
+        if name == "pydoc" or (name == "shakespeare" and sha256(raw) != SHAKESPEARE_SHA256):
             raise DataError(f"{input} is not the text that {name} stands for; choose another NAME")
     elif name == "shakespeare":
         raw = read_shakespeare(os.path.join(folder, "input.txt"), say)
@@ -432,7 +418,12 @@ def read_source(name: str, folder: str, input: str, say: Callable) -> tuple[byte
         known = " and ".join(data.TEXTS)
         how = f"make it from a text file: {data.command(folder)} ({known} need none)"
         raise DataError(f"no dataset {name!r} in {os.path.dirname(folder)}; {how}")
-    return raw, source
+    text = decode_utf8(raw, input or name)
+    meta = {"tokenizer": tokenizer, "source": f"{source} (SHA-256 {sha256(raw)[:16]}...)"}
+    if hasattr(TOKENIZERS[tokenizer], "learn"):
+        meta |= TOKENIZERS[tokenizer].learn(text)
+    cut = int(0.9 * len(text))
+    return meta, [("train", text[:cut]), ("val", text[cut:])]
 
 
 def sha256(content: bytes) -> str:

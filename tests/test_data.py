@@ -504,7 +504,7 @@ def meta_without_dtype(folder, meta):
         (torn_meta, "meta.json does not describe a dataset"),
         (meta_without_dtype, "meta.json lacks 'dtype'"),
         (change_meta(dtype="float32"), "does not describe a dataset"),
-        (change_meta(dtype="uint32"), "bytes, but meta.json says"),
+        (change_meta(dtype="uint32"), "train.bin was changed or damaged: it has 1,908 bytes"),
         (change_meta(vocab_size="65"), "does not describe a dataset"),
         (change_meta(vocab_size=1), "does not describe a dataset"),
         (change_meta(val_tokens=-5), "does not describe a dataset"),
