@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 import report
 import train
-from model import configure_optimizers
+from optim import configure_optimizers
 from plumbing import audit, checkpoints, console, devices, identity, metrics, nested, peaks
 from plumbing.cli import configured, fail, read_knobs, run_script
 from plumbing.files import read_json, write_json

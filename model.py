@@ -1,32 +1,32 @@
-"""The model: a small, current GPT. One layer by default, any number by `n_layer`.
+"""The model: a plain, current GPT, of one layer by default. Three extras follow it, each off.
 
-    tokens -> input embedding -> n_layer x (attention, MLP) -> norm -> head -> logits
+    tokens -> embedding -> n_layer x (attention, MLP) -> norm -> head -> logits
 
 Attention and MLP each add to one residual stream. Shapes use B (sequences), T (tokens in each),
-C (`n_embd`), H (`n_head`), D = C / H, V (`vocab_size`). Optimizers and sampling, for any nn.Module,
-are here too. Imports nothing but torch.
+C (`n_embd`), H (`n_head`), D = C / H, V (`vocab_size`). Imports nothing but torch.
 """
 
+import inspect
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-CONV_WIDTH = 4  # tokens that the input convolution sees: the present one and the three before it
-NGRAM = 3  # tokens that one vector of the n-gram table stands for
-NGRAM_ROWS = 8_192  # n-grams share these rows by their hash
-NGRAM_GAIN = 2.0  # factor of its vectors; under Adam it doubles the table's learning rate
 MLP_MULTIPLE = 32  # the hidden width of the MLP is a multiple of this, for tensor cores and AMX
 ROPE_BASE = 10_000.0  # the longest rotary wavelength is 2 pi times this, in tokens
+PLAIN_ATTENTION_MAX = 512  # longest context where, on a CPU, plain products beat the fused kernel
 LARGE_VOCAB = 1000  # from here on the head is padded, and the loss may be computed in chunks
-HEAD_MULTIPLE = 64  # rows of a padded head, for tensor cores
+HEAD_MULTIPLE = 64  # rows of a padded head, for tensor cores: GPT-2's 50,257 become 50,304
 CHUNK_LOGITS = 2**24  # most logits in a chunk (64 MiB in float32), as far as MAX_CHUNKS allows
 MAX_CHUNKS = 8  # more make torch.compile slow and its code use more memory
-EXTRA_HEAD_WEIGHT = 0.3  # of the loss of the token after the next; halved for each one after that
-PLAIN_ATTENTION_MAX = 512  # longest context where, on a CPU, plain products beat the fused kernel
+
+
+class InvalidShape(ValueError):
+    """The numbers in a GPTConfig do not fit together. The message is one line."""
 
 
 @dataclass
@@ -38,25 +38,18 @@ class GPTConfig:
     n_layer: int = 1
     dropout: float = 0.0  # 0 = off
     label_smoothing: float = 0.0  # 0 = off; never in evaluation
-    n_future_tokens: int = 1  # that each position learns to predict; 1 = only the next
     grad_checkpoint: bool = False  # recompute each block in the backward pass, to hold less memory
+    # The extras. What is off has no parameter and draws no random number.
+    ngram_rows: int = 0  # of a table of hashed 3-grams at the input; 0 = off
+    conv_width: int = 1  # tokens that a convolution mixes at the input; 1 = off
+    n_future_tokens: int = 1  # that each position learns to predict; 1 = only the next
 
     def __post_init__(self):
-        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_future_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, found {getattr(self, name)}")
         if self.n_embd % (2 * self.n_head):  # rotary positions turn pairs of the numbers in a head
-            raise ValueError(f"n_embd={self.n_embd} is no even multiple of n_head={self.n_head}")
+            raise InvalidShape(f"--n_embd={self.n_embd} is no even multiple of --n_head={self.n_head}")
 
 
-def padded(vocab_size):
-    """Rows of a head: GPT-2's 50,257 become 50,304. The added rows are never targets, so the model
-    learns to give them no probability; `generate` cuts them off."""
-    return round_up(vocab_size, HEAD_MULTIPLE if vocab_size >= LARGE_VOCAB else 1)
-
-
-def round_up(number, multiple):
-    return -(-number // multiple) * multiple
+# ---- the plain transformer -----------------------------------------------------------------------
 
 
 def norm(x):
@@ -81,11 +74,9 @@ def rotate(x, cos, sin):
 
 
 def causal_attention(q, k, v, dropout):
-    """q, k, v (B, H, T, D) to (B, H, T, D): each token sees itself and the past.
-
-    On a CPU the backward pass of the fused kernel is slow: in bfloat16, plain matrix products take
-    3 ms against 23 at T = 64 and 8 against 16 at T = 256; at T = 1,024 the two are even.
-    """
+    """q, k, v (B, H, T, D) to (B, H, T, D): each token sees itself and the past. On a CPU the
+    backward pass of the fused kernel is slow: in bfloat16, plain matrix products take 3 ms against
+    23 at T = 64 and 8 against 16 at T = 256; at T = 1,024 the two are even."""
     B, H, T, D = q.shape
     if q.device.type != "cpu" or T > PLAIN_ATTENTION_MAX:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
@@ -96,41 +87,21 @@ def causal_attention(q, k, v, dropout):
     return torch.bmm(weights, v).view(B, H, T, D)
 
 
-class InputEmbedding(nn.Module):
-    """tokens (B, T) to (B, T, C). Each position includes the few tokens before it, so that even
-    one attention layer can look up what followed the same letters earlier.
-
-    A causal depthwise convolution (So et al. 2021, "Primer") mixes the last CONV_WIDTH embeddings;
-    its random start tells "ab" from "ba". A hashed table adds a vector for the last NGRAM tokens
-    (Huang et al. 2025, "Over-Tokenized Transformer"); it starts at zero.
-    """
+class TokenEmbedding(nn.Module):
+    """tokens (B, T) to (B, T, C)."""
 
     def __init__(self, config):
         super().__init__()
         self.token = nn.Embedding(config.vocab_size, config.n_embd)
-        self.ngram = nn.Embedding(NGRAM_ROWS, config.n_embd)
-        self.conv = nn.Parameter(torch.empty(CONV_WIDTH, config.n_embd))  # row 0: the present token
+
+    def reset_parameters(self):
+        nn.init.normal_(self.token.weight)
 
     def forward(self, tokens):
-        T, device_type = tokens.size(1), tokens.device.type
         x = self.token(tokens)
-        if torch.is_autocast_enabled(device_type):  # half the bytes in the residual stream
-            x = x.to(torch.get_autocast_dtype(device_type))
-        past, conv = F.pad(x, (0, 0, CONV_WIDTH - 1, 0)), self.conv.to(x.dtype)
-        x = x * conv[0]
-        for lag in range(1, CONV_WIDTH):
-            first = CONV_WIDTH - 1 - lag
-            x = torch.addcmul(x, past[:, first : first + T], conv[lag])
-        return torch.add(x, self.ngram(self.ngram_row(tokens)).to(x.dtype), alpha=NGRAM_GAIN)
-
-    def ngram_row(self, tokens):
-        """The row of the table for each position, (B, T), by a polynomial hash within 64 bits."""
-        T = tokens.size(1)
-        past = F.pad(tokens + 1, (NGRAM - 1, 0))  # 0 stands for "before the first token"
-        row = torch.zeros_like(tokens)
-        for first in range(NGRAM):
-            row = (row * 1_000_003 + past[:, first : first + T]) % 2_147_483_647
-        return row % NGRAM_ROWS
+        if torch.is_autocast_enabled(x.device.type):  # half the bytes in the residual stream
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return x
 
 
 class Attention(nn.Module):
@@ -139,6 +110,10 @@ class Attention(nn.Module):
         self.n_head, self.dropout = config.n_head, config.dropout
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def reset_parameters(self):
+        nn.init.normal_(self.qkv.weight, std=1 / math.sqrt(self.qkv.in_features))
+        nn.init.zeros_(self.out.weight)
 
     def forward(self, x, cos, sin):
         B, T, C = x.shape
@@ -157,9 +132,13 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        hidden = round_up(8 * config.n_embd // 3, MLP_MULTIPLE)
+        hidden = math.ceil(8 * config.n_embd // 3 / MLP_MULTIPLE) * MLP_MULTIPLE
         self.up = nn.Linear(config.n_embd, 2 * hidden, bias=False)
         self.down = nn.Linear(hidden, config.n_embd, bias=False)
+
+    def reset_parameters(self):
+        nn.init.normal_(self.up.weight, std=1 / math.sqrt(self.up.in_features))
+        nn.init.zeros_(self.down.weight)
 
     def forward(self, x):
         gate, value = self.up(x).chunk(2, dim=-1)
@@ -178,32 +157,125 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(norm(x)))
 
 
-def cross_entropy(logits, targets, label_smoothing, reduction="mean"):
-    """In nats and float32, over the targets that are not -100. logits: (..., V), targets: (...)."""
+class GPT(nn.Module):
+    muon_prefix = "blocks."  # Muon trains the matrices whose names begin with this
+    undecayed = ("embedding.conv",)  # no weight decay: a short filter per channel, not a matrix
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.config = config
+        looks_back = config.ngram_rows > 0 or config.conv_width > 1
+        self.embedding = ContextEmbedding(config) if looks_back else TokenEmbedding(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        multiple = HEAD_MULTIPLE if config.vocab_size >= LARGE_VOCAB else 1
+        rows = math.ceil(config.vocab_size / multiple) * multiple
+        self.head = nn.Linear(config.n_embd, rows, bias=False)
+        extra = range(config.n_future_tokens - 1)  # only training uses them
+        self.extra_heads = nn.ModuleList(nn.Linear(config.n_embd, rows, bias=False) for _ in extra)
+        cos, sin = rotary_tables(config.block_size, config.n_embd // config.n_head)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each part starts its own weights; what adds to the residual stream starts at zero, so that
+        a block begins as the identity (Goyal et al. 2017). Small heads: a first loss of ln V."""
+        self.embedding.reset_parameters()
+        for head in (self.head, *self.extra_heads):
+            nn.init.normal_(head.weight, std=0.1 / math.sqrt(head.in_features))
+        for part in (part for block in self.blocks for part in block.children()):
+            if hasattr(part, "reset_parameters"):
+                part.reset_parameters()
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, last_only=False) -> Tensor:
+        """inputs, targets: int64 (B, T). Without targets, returns the logits (B, T, V), or only the
+        last ones (B, 1, V). With targets, returns their mean cross entropy in nats, a float32
+        scalar, ignoring those of -100. Raises ValueError if T is above `block_size`."""
+        T, block_size = inputs.size(1), self.config.block_size
+        if T > block_size:
+            raise ValueError(f"{T} tokens do not fit into block_size={block_size}")
+        x = self.dropout(self.embedding(inputs))
+        for block in self.blocks:
+            if self.config.grad_checkpoint and torch.is_grad_enabled():
+                x = checkpoint(block, x, self.cos, self.sin, use_reentrant=False)
+            else:
+                x = block(x, self.cos, self.sin)
+        x = norm(x[:, -1:] if last_only else x)
+        if targets is None:
+            return self.head(x)[..., : self.config.vocab_size]
+        loss = self.loss(self.head, x, targets)
+        if self.training and len(self.extra_heads):
+            loss = add_future_losses(self, loss, x, targets)
+        return loss
+
+    def loss(self, head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy of head(x): x (B, T, C), targets (B, T). The head's padding, if any, is
+        never a target, so it learns to have no probability; smoothed labels leave it out."""
+        smoothing = self.config.label_smoothing if self.training else 0.0
+        classes = self.config.vocab_size if smoothing else head.out_features
+        chunks = self.loss_chunks(targets.numel())
+        if chunks == 1 or not torch.is_grad_enabled():
+            return cross_entropy(head(x)[..., :classes], targets, smoothing)
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        arguments = (x.flatten(0, 1), head.weight, targets.flatten(), smoothing, classes, chunks)
+        return ChunkedCrossEntropy.apply(*arguments) / (targets != -100).sum().clamp(min=1)
+
+    def loss_chunks(self, tokens):
+        """How many for the loss of so many tokens: 1 if the head is small or more than a matrix."""
+        rows, is_matrix = self.head.out_features, type(self.head) is nn.Linear
+        whole = rows < LARGE_VOCAB or not is_matrix or self.head.bias is not None
+        return 1 if whole else min(MAX_CHUNKS, -(-tokens * rows // CHUNK_LOGITS))
+
+    def describe(self) -> str:
+        config = self.config
+        return f"{config.n_layer} x {config.n_embd} wide, {config.n_head} heads"
+
+    def flops_per_token(self) -> int:
+        """FLOPs to train on one token at full context: 6 per weight of a matrix product, plus
+        12 * C * block_size per attention (Chowdhery et al. 2022, "PaLM", appendix B). A block that
+        stands in several places counts in each. By convention the masked half counts, and what
+        `grad_checkpoint` recomputes does not."""
+        parts = [part for _, part in self.named_modules(remove_duplicate=False)]
+        weights = sum(part.weight.numel() for part in parts if isinstance(part, nn.Linear))
+        attentions = sum(isinstance(part, Attention) for part in parts)
+        return 6 * weights + 12 * attentions * self.config.n_embd * self.config.block_size
+
+
+def build_model(knobs: dict, vocab_size: int) -> nn.Module:
+    """A GPT of the shape in `knobs`, such as a run's config. Raises ValueError if it is invalid."""
+    shape = {field.name: knobs[field.name] for field in fields(GPTConfig) if field.name in knobs}
+    return GPT(GPTConfig(**shape | {"vocab_size": vocab_size}))
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing=0.0, reduction="mean") -> Tensor:
+    """In nats and float32, over the targets that are not -100. logits: (..., V), targets: (...).
+    reduction: "mean" or "sum". Without a gradient, the float32 logits of a large vocabulary are held
+    a chunk of rows at a time: all those of 32 x 1,024 tokens of GPT-2 take 6.6 GB."""
     if logits.shape[:-1] != targets.shape:
         shapes = f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}"
         raise ValueError(f"{shapes}: expected (..., classes) and (...); else write an evaluate()")
+    rows = max(1, CHUNK_LOGITS // logits.size(-1))
+    if targets.numel() > rows and logits.size(-1) >= LARGE_VOCAB and not logits.requires_grad:
+        chunks = zip(logits.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
+        loss = sum(cross_entropy(*chunk, label_smoothing, "sum") for chunk in chunks)
+        return loss if reduction == "sum" else loss / (targets != -100).sum()
     # flattened: the loss over (B, V, T) raises in strict deterministic mode on CUDA
-    return F.cross_entropy(
-        logits.float().flatten(0, -2),
-        targets.flatten(),
-        ignore_index=-100,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
+    flat = logits.float().flatten(0, -2), targets.flatten()
+    return F.cross_entropy(*flat, reduction=reduction, label_smoothing=label_smoothing)
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Summed cross entropy of the logits x (N, C) @ weight (V, C).T, held one chunk at a time.
-
-    The forward pass also computes the gradients, chunk by chunk, so that nothing is recomputed and
-    only the sum of the weight's gradients is kept (as in Liger Kernel, Hsu et al. 2024).
-    """
+    """Summed cross entropy of the first `classes` logits of x (N, C) @ weight (V, C).T, held one
+    chunk at a time. The forward pass also computes the gradients, so that nothing is recomputed and
+    only the sum of the weight's gradients is kept (as in Liger Kernel, Hsu et al. 2024)."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, label_smoothing, chunks):
+    def forward(ctx, x, weight, targets, label_smoothing, classes, chunks):
         def chunk_loss(x, weight, targets):
-            return cross_entropy(F.linear(x, weight), targets, label_smoothing, "sum")
+            logits = F.linear(x, weight)[:, :classes]
+            return cross_entropy(logits, targets, label_smoothing, "sum")
 
         low = weight.to(x.dtype)
         loss = torch.zeros((), device=x.device)
@@ -221,182 +293,86 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, loss_grad):
         x_grad, weight_grad = ctx.saved_tensors
-        return x_grad * loss_grad, weight_grad * loss_grad, None, None, None
+        return x_grad * loss_grad, weight_grad * loss_grad, None, None, None, None
 
 
-class GPT(nn.Module):
-    muon_prefix = "blocks."  # Muon trains the matrices whose names begin with this
-    undecayed = ("embedding.conv",)  # no weight decay: a short filter per channel, not a matrix
+# ---- the three extras ----------------------------------------------------------------------------
+
+NGRAM = 3  # tokens that one vector of the n-gram table stands for
+NGRAM_GAIN = 2.0  # factor of its vectors; under Adam it doubles the table's learning rate
+EXTRA_HEAD_WEIGHT = 0.3  # of the loss of the token after the next; halved for each one after that
+
+
+class ContextEmbedding(TokenEmbedding):
+    """Each position includes the few tokens before it, so that even one attention layer can look
+    up what followed the same letters earlier. conv_width: a causal depthwise convolution mixes that
+    many embeddings (So et al. 2021, "Primer"); its random start tells "ab" from "ba". ngram_rows: a
+    table adds a vector for the last NGRAM tokens, found by their hash (Huang et al. 2025,
+    "Over-Tokenized Transformer")."""
 
     def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.embedding = InputEmbedding(config)
-        self.dropout = nn.Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        heads = [
-            nn.Linear(config.n_embd, padded(config.vocab_size), bias=False)
-            for _ in range(config.n_future_tokens)
-        ]
-        self.head = heads[0]
-        self.extra_heads = nn.ModuleList(heads[1:])  # only training uses them
-        cos, sin = rotary_tables(config.block_size, config.n_embd // config.n_head)
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-        self.reset_parameters()
+        super().__init__(config)
+        self.ngram_rows, self.conv_width = config.ngram_rows, config.conv_width
+        if self.ngram_rows:
+            self.ngram = nn.Embedding(self.ngram_rows, config.n_embd)
+        if self.conv_width > 1:  # row 0: the present token
+            self.conv = nn.Parameter(torch.empty(self.conv_width, config.n_embd))
 
-    @torch.no_grad()
     def reset_parameters(self):
-        """Normal with std 1 / sqrt(fan_in). What adds to the residual stream starts at zero: each
-        block begins as the identity (Goyal et al. 2017). A small head: a first loss of ln V."""
-        self.embedding.token.weight.normal_()
-        self.embedding.ngram.weight.zero_()
-        self.embedding.conv.normal_(std=1 / math.sqrt(CONV_WIDTH))
-        for head in (self.head, *self.extra_heads):
-            head.weight.normal_(std=0.1 / math.sqrt(head.in_features))
-        for block in self.blocks:
-            for matrix in (block.attention.qkv, block.mlp.up):
-                matrix.weight.normal_(std=1 / math.sqrt(matrix.in_features))
-            for matrix in (block.attention.out, block.mlp.down):
-                matrix.weight.zero_()
+        super().reset_parameters()
+        if self.ngram_rows:
+            nn.init.zeros_(self.ngram.weight)
+        if self.conv_width > 1:
+            nn.init.normal_(self.conv, std=1 / math.sqrt(self.conv_width))
 
-    def forward(self, inputs, targets=None):
-        """inputs, targets: int64 (B, T). Without targets, returns the logits (B, T, padded V). With
-        targets, returns their mean cross entropy in nats, a float32 scalar, ignoring those of -100.
+    def forward(self, tokens):
+        x, T = super().forward(tokens), tokens.size(1)
+        if self.conv_width > 1:
+            past, conv = F.pad(x, (0, 0, self.conv_width - 1, 0)), self.conv.to(x.dtype)
+            x = x * conv[0]
+            for lag in range(1, self.conv_width):
+                first = self.conv_width - 1 - lag
+                x = torch.addcmul(x, past[:, first : first + T], conv[lag])
+        if self.ngram_rows:
+            x = torch.add(x, self.ngram(self.ngram_row(tokens)).to(x.dtype), alpha=NGRAM_GAIN)
+        return x
 
-        In training mode labels are smoothed, and the gradient includes the extra heads' losses
-        (multi-token prediction, Gloeckle et al. 2024). The value does not, so that runs with and
-        without them compare. Raises ValueError if T is above `block_size`.
-        """
-        T, block_size = inputs.size(1), self.config.block_size
-        if T > block_size:
-            raise ValueError(f"{T} tokens do not fit into block_size={block_size}")
-        x = self.dropout(self.embedding(inputs))
-        for block in self.blocks:
-            if self.config.grad_checkpoint and torch.is_grad_enabled():
-                x = checkpoint(block, x, self.cos, self.sin, use_reentrant=False)
-            else:
-                x = block(x, self.cos, self.sin)
-        x = norm(x)
-        if targets is None:
-            return self.head(x)
-        loss = self.loss(self.head, x, targets)
-        if self.training:
-            weight = EXTRA_HEAD_WEIGHT
-            for ahead, head in zip(range(1, T), self.extra_heads, strict=False):
-                extra = self.loss(head, x[:, :-ahead], targets[:, ahead:])
-                loss = loss + weight * (extra - extra.detach())  # adds to the gradient alone
-                weight /= 2
-        return loss
-
-    def loss(self, head, x, targets):
-        """Mean cross entropy of head(x): x (B, T, C), targets (B, T)."""
-        label_smoothing = self.config.label_smoothing if self.training else 0.0
-        chunks = self.loss_chunks(targets.numel())
-        if chunks == 1 or not torch.is_grad_enabled():
-            return cross_entropy(head(x), targets, label_smoothing)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        arguments = (x.flatten(0, 1), head.weight, targets.flatten(), label_smoothing, chunks)
-        return ChunkedCrossEntropy.apply(*arguments) / (targets != -100).sum().clamp(min=1)
-
-    def loss_chunks(self, tokens):
-        """The number of chunks for the loss of so many tokens: 1 if the vocabulary is small or
-        the head is more than a matrix."""
-        rows = self.head.out_features
-        plain = type(self.head) is nn.Linear and self.head.bias is None
-        if rows < LARGE_VOCAB or not plain:
-            return 1
-        return min(MAX_CHUNKS, -(-tokens * rows // CHUNK_LOGITS))
-
-    def describe(self):
-        """The shape in words, for the plan."""
-        config = self.config
-        return f"{config.n_layer} x {config.n_embd} wide, {config.n_head} heads"
-
-    def num_params(self):
-        """Learnable numbers, embeddings and head included."""
-        return sum(p.numel() for p in self.parameters())
-
-    def flops_per_token(self):
-        """FLOPs to train on one token at full context: 6 per weight of a matrix product, plus
-        12 * n_layer * C * block_size for attention (Chowdhery et al. 2022, "PaLM", appendix B). By
-        convention the masked half counts, and what `grad_checkpoint` recomputes does not.
-        """
-        config = self.config
-        weights = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        return 6 * weights + 12 * config.n_layer * config.n_embd * config.block_size
-
-    def activation_memory(self, micro_batch, dtype, device_type):
-        """Peak bytes of an uncompiled step on micro_batch sequences, without the float32 weights,
-        gradients and moments. dtype: "float32", or the autocast dtype."""
-        config = self.config
-        C, T, V = config.n_embd, config.block_size, self.head.out_features
-        dropout = config.dropout > 0
-        tokens = micro_batch * T
-        width = 4 if dtype == "float32" else 2  # bytes of an activation
-
-        # Numbers that autograd keeps per token. In a block: the inputs of both norms (2 C), of qkv
-        # and up (2 C), qkv's output (3 C), normalized q, k (2 C), the output of attention (C). In
-        # the MLP: both halves, SiLU's output, the product. Per head: two float32 sums or, without a
-        # fused kernel, T weights, and a copy of v. Dropout keeps a mask for each tensor it drops.
-        plain_attention = device_type == "cpu" and (dropout or T <= PLAIN_ATTENTION_MAX)
-        hidden = self.blocks[0].mlp.down.in_features
-        block = (10 + plain_attention + 2 * dropout) * C + 4 * hidden
-        block += config.n_head * (T * (1 + 2 * dropout) if plain_attention else 2)
-        extra = len(self.extra_heads)  # each has a copy of its input
-        ends = (4 + dropout + extra) * C  # the input embedding, and the last norm with its input
-        if device_type == "cuda" and width == 2:  # where norms keep their inputs as float32 copies
-            block += 6 * C
-            ends += C
-        kept = config.n_layer * block
-        recomputed = 0
-        n_hidden = sum(weight.numel() for weight in self.blocks.parameters())
-        n_cast = n_hidden + V * C  # weights of which autocast's copy is there
-        if is_sharded(self):  # blocks are gathered in that dtype: plumbing/memory.py counts them
-            n_hidden, n_cast = 0, V * C
-        if config.grad_checkpoint:  # the input of every block, and one whole block at a time
-            kept = config.n_layer * C
-            recomputed = block - C
-            n_cast = n_hidden // config.n_layer + V * C
-
-        # Memory peaks at the gradients in the last MLP (3 C), or at the float32 softmax over the
-        # vocabulary with its gradients (12 bytes per logit, 14 with a cast). In a chunked loss the
-        # latter is in the forward pass, with all of autocast's copies and the head's gradients.
-        at_block = tokens * (ends + kept + recomputed + 3 * C) * width
-        at_head = tokens * (ends + kept) * width
-        if (chunks := self.loss_chunks(tokens)) == 1:
-            at_head += (12 + 4 * extra) * tokens * V
-        else:
-            at_head += (16 - width) * tokens * V // chunks + (2 * width + 4 * extra) * V * C
-            at_head += 0 if width == 4 else 2 * (n_hidden + V * C - n_cast)
-        return max(at_block, at_head) + (0 if width == 4 else 2 * n_cast)
+    def ngram_row(self, tokens):
+        """The row of the table for each position, (B, T), by a polynomial hash within 64 bits."""
+        past = F.pad(tokens + 1, (NGRAM - 1, 0))  # 0 stands for "before the first token"
+        row = torch.zeros_like(tokens)
+        for token in past.unfold(1, NGRAM, 1).unbind(-1):
+            row = (row * 1_000_003 + token) % 2_147_483_647
+        return row % self.ngram_rows
 
 
-def build_model(knobs, vocab_size):
-    """A GPT of the shape in `knobs`, a mapping such as a run's config. Raises ValueError if it is
-    invalid, TypeError if `knobs` lacks a part of it."""
-    shape = {field.name: knobs[field.name] for field in fields(GPTConfig) if field.name in knobs}
-    return GPT(GPTConfig(**shape | {"vocab_size": vocab_size}))
+def add_future_losses(model, loss, x, targets):
+    """n_future_tokens: `loss`, and the gradients of the extra heads' losses (multi-token prediction,
+    Gloeckle et al. 2024). Its value stays, so that runs with and without them compare. Each is a sum
+    divided by n * (T - ahead) / T, for n main targets, masked or not: so the gradient of a step does
+    not depend on its split into micro-batches."""
+    T, n = targets.size(1), (targets != -100).sum()
+    for ahead, head in zip(range(1, T), model.extra_heads, strict=False):
+        there = (targets[:, ahead:] != -100).sum()
+        mean = model.loss(head, x[:, :-ahead], targets[:, ahead:])
+        share = there * T / (n.clamp(min=1) * (T - ahead))  # exactly 1 where none is masked
+        extra = torch.where(there > 0, mean * share, 0)  # the mean of none is NaN
+        loss = loss + EXTRA_HEAD_WEIGHT / 2 ** (ahead - 1) * (extra - extra.detach())
+    return loss
 
 
-# ---- any model -----------------------------------------------------------------------------------
-
-
-@torch.no_grad()
+@torch.no_grad()  # not inference_mode: a fork may train on what it has drawn
 def generate(
     model, tokens, max_new_tokens, block_size, vocab_size, temperature=1.0, top_k=0, generator=None
-):
-    """Continues tokens (B, T), yielding one (B, 1) tensor of new ids at a time.
-
-    model: any module, in eval mode, for which model(tokens) returns logits (B, T, vocab_size or
-    more). It sees the last `block_size` tokens. temperature=0 takes the likeliest token; top_k=0
-    samples from all. Raises ValueError if either is negative.
-    """
-    if temperature < 0 or top_k < 0:
-        raise ValueError(f"temperature={temperature} and top_k={top_k} must not be negative")
+) -> Iterator[Tensor]:
+    """Continues tokens (B, T), yielding one (B, 1) tensor of new ids at a time. model: any module, in
+    eval mode, for which model(tokens) returns logits (B, T, vocab_size or more), or the last ones if
+    its forward has `last_only`; it sees the last `block_size` tokens. temperature=0 takes the
+    likeliest token; top_k=0 samples from all."""
+    has_last_only = "last_only" in inspect.signature(model.forward).parameters
+    options = {"last_only": True} if has_last_only else {}
     for _ in range(max_new_tokens):
-        logits = model(tokens[:, -block_size:])[:, -1, :vocab_size].float()
+        logits = model(tokens[:, -block_size:], **options)[:, -1, :vocab_size].float()
         if 0 < top_k < logits.size(-1):
             lowest_kept = logits.topk(top_k).values[:, -1:]
             logits = logits.masked_fill(logits < lowest_kept, -math.inf)
@@ -406,90 +382,3 @@ def generate(
             new = F.softmax(logits / temperature, dim=-1).multinomial(1, generator=generator)
         tokens = torch.cat((tokens, new), dim=1)
         yield new
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum with an orthogonalized update (Jordan 2024), as large as AdamW's (Liu et al. 2025).
-
-    Like torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), but in float32 where a CPU only emulates
-    bfloat16, which takes a hundred times as long. weights: matrices.
-    """
-
-    moments = 1  # numbers kept per weight, for plumbing/memory.py
-
-    def __init__(self, weights, lr, momentum, weight_decay):
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(weights, defaults)
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                if not self.state[weight]:
-                    self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-                average = self.state[weight]["momentum_buffer"]
-                average.lerp_(weight.grad, 1 - group["momentum"])
-                update = orthogonal(weight.grad.lerp(average, group["momentum"]))  # Nesterov
-                weight.mul_(1 - group["lr"] * group["weight_decay"])
-                weight.add_(update, alpha=-0.2 * group["lr"] * math.sqrt(max(weight.shape)))
-
-
-def orthogonal(matrix):
-    """`matrix` with singular values near 1, by five Newton-Schulz steps (Jordan 2024)."""
-    emulated = matrix.is_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    x = matrix if emulated else matrix.bfloat16()
-    x = x.T if x.size(0) > x.size(1) else x
-    x = x / x.norm().clamp(min=1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
-    return x.T if matrix.size(0) > matrix.size(1) else x
-
-
-def configure_optimizers(model, optimizer, lr, weight_decay, beta1, beta2, momentum, device_type):
-    """The optimizers for `model`, any module, as a list of one, or two for "muon".
-
-    optimizer: "adamw" (Loshchilov & Hutter 2019), "adam" (Kingma & Ba 2015; decays through the
-    gradient), "sgd", "momentum" (SGD with momentum), or "muon" (Muon for hidden matrices, AdamW for
-    the rest). Matrices and embeddings decay, vectors do not. Raises ValueError for another name.
-    """
-    muon_prefix = getattr(model, "muon_prefix", "")
-    hidden, outer, vectors = [], [], []
-    for name, parameter in model.named_parameters():
-        embeds = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
-        if parameter.ndim < 2 or name in getattr(model, "undecayed", ()):
-            vectors.append(parameter)
-        elif parameter.ndim == 2 and not embeds and name.startswith(muon_prefix):
-            hidden.append(parameter)
-        else:
-            outer.append(parameter)
-
-    def groups(decayed):
-        return [
-            {"params": decayed, "weight_decay": weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-
-    fused = device_type in ("cpu", "cuda", "mps")
-    adam = {"lr": lr, "betas": (beta1, beta2), "fused": fused}
-    if optimizer == "adamw":
-        return [torch.optim.AdamW(groups(hidden + outer), **adam)]
-    if optimizer == "adam":
-        return [torch.optim.Adam(groups(hidden + outer), **adam)]
-    if optimizer in ("sgd", "momentum"):
-        momentum = momentum if optimizer == "momentum" else 0.0
-        fused = fused and not is_sharded(model)  # there is none for FSDP2's DTensors (torch 2.13)
-        return [torch.optim.SGD(groups(hidden + outer), lr=lr, momentum=momentum, fused=fused)]
-    if optimizer == "muon":
-        muon = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
-        return [
-            Muon([{"params": hidden}], **muon),
-            torch.optim.AdamW(groups(outer), **adam),
-        ]
-    raise ValueError(f"optimizer={optimizer!r}: expected adamw, adam, sgd, momentum or muon")
-
-
-def is_sharded(model):
-    return any(hasattr(parameter, "to_local") for parameter in model.parameters())

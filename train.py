@@ -2,80 +2,73 @@
 
 On one device:
     python train.py config/shakespeare.py
-    python train.py config/shakespeare.py --batch_size=16 --accum_steps=4 --out_dir=out/mine
+    python train.py config/shakespeare.py --batch_size=16 --accum_steps=4
 On several (4 GPUs of one machine; with --device=cpu, 4 processes):
     torchrun --standalone --nproc_per_node=4 train.py config/shakespeare.py
 
-The same command again resumes the run where it stopped, bit for bit. Every global above FRESH_STATE
-is a flag (`--help`); its comment gives the unit, the value for "off", and the allowed [range] or
-a | b. To read the loop, start with train() near the end, then train_step(), then main().
+The same command again resumes the run where it stopped, bit for bit; another command is another run,
+in a folder of its own. Every global above FRESH_STATE is a flag (`--help`); its comment gives the
+unit, the value for "off", and the allowed [range] or a | b. A config file is Python, and is executed.
+The file reads from top to bottom: the knobs, the data, the step, evaluation, what is due, the loop.
 """
+
+if __name__ == "__main__":  # before torch, whose import takes a second in which signals may come
+    from plumbing.signals import hold
+
+    hold()
 
 import copy
 import math
-import re
+import random
 import signal
 import sys
-import time
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 
-from plumbing.signals import Signals, hold
-
-if __name__ == "__main__":
-    hold()  # signals that come while torch is imported
-
+import numpy as np
 import torch
 
 import prepare_data
-from model import build_model, configure_optimizers, cross_entropy
-from plumbing import audit, checkpoints, console, devices, ema, identity, metrics, peaks, ranks, rng
-from plumbing.cli import RunFailed, configured, fail, run_script
-from plumbing.dataset import fingerprint, open_tokens
-from plumbing.failures import explain
-from plumbing.memory import training_memory
-from plumbing.ranks import agree, from_rank0, rank, say, world_size
-from plumbing.restorable import refuse_what_is_lost
-from plumbing.resume import continue_from, find_checkpoint, is_finished
-from plumbing.retry import rehearse, retry_on_oom
-from plumbing.run_folder import RunFolder
-from plumbing.skipping import Buffers, step_unless
-from plumbing.spikes import is_spike
-from plumbing.startup import leave, speed_up_start_and_exit
-from plumbing.windows import (
-    OrderedWindows,
-    ShuffledWindows,
-    ignore_signals,
-    start_workers,
-    stop_workers,
-)
-from report import write_report
+from model import InvalidShape, build_model, cross_entropy
+from optim import configure_optimizers
+from plumbing import audit, checkpoint, cli, console, data, fsdp, machine, ranks
+from plumbing import resume as resuming
+from plumbing.cli import RunFailed, fail
+from plumbing.ranks import from_rank0, rank, world_size
+from plumbing.run_folder import Clock, RunFolder
+from plumbing.safe_step import evaluating, explain, halving_on_oom, out_of_memory, rehearse
+from plumbing.safe_step import rng_state, snapshot, step_unless
+from plumbing.signals import Signals
 from sample import print_sample
 
 # The run, and the text it learns
-out_dir = "out/run"  # one folder a run: run.json, metrics.jsonl, checkpoints
-resume = "auto"  # auto: resume what is in out_dir, or start; never; or the path of a checkpoint
+out_dir = "out/run"  # run.json, metrics.jsonl, checkpoints; typed flags are added to its name
+resume = "auto"  # auto: resume what is in out_dir, or start; never; the path of a checkpoint;
+#  restart: keep what is there as NAME.old_1 and start (each time: not for jobs that are requeued)
 dataset = "shakespeare"  # data/NAME; prepare_data.py makes it where it is missing
 data_dir = "data"  # folder of the datasets
 offline_dataset = "pydoc"  # used where there is no network to download from; "" = stop instead
 
 # The model
-block_size = 64  # context, tokens, [1, inf)
-n_layer = 1  # [1, inf)
-n_head = 4  # [1, inf)
-n_embd = 128  # width, an even multiple of n_head, [1, inf)
+block_size = 64  # context, tokens, [1, 10000000]
+n_layer = 1  # [1, 10000]
+n_head = 4  # [1, 10000]
+n_embd = 128  # width, an even multiple of n_head, [1, 65536]
+ngram_rows = 0  # of a table with a vector for each hashed 3-gram, [0, 1000000000]; 0 = off
+conv_width = 1  # tokens that a convolution of the input sees, [1, 64]; 1 = off
 dropout = 0.0  # share of activations, [0, 1); 0 = off
 label_smoothing = 0.0  # in training only, [0, 1); 0 = off
-n_future_tokens = 1  # that each position learns to predict, [1, inf); 1 = only the next
+n_future_tokens = 1  # that each position learns to predict, [1, 64]; 1 = only the next
 grad_checkpoint = False  # recompute activations in the backward pass: less memory, more time
 
 # The batch: a step sees batch_size * accum_steps * ranks sequences
-batch_size = 32  # sequences in a micro-batch, [1, inf)
-accum_steps = 1  # micro-batches in a step, [1, inf)
+batch_size = 32  # sequences in a micro-batch, [1, 10000000]
+accum_steps = 1  # micro-batches in a step, [1, 10000000]
 seed = 1337  # of weights, batches and dropout, [0, 4294967295]
-num_workers = 0  # processes that read batches ahead, [0, inf); 0 = the training process reads
+num_workers = 0  # processes that read batches ahead, [0, 1000]; 0 = the training process reads
 prefetch_factor = 2  # batches that each worker keeps ready, [1, inf)
 
 # The optimizer
@@ -92,7 +85,7 @@ schedule = "cosine"  # cosine | linear | constant | step | onecycle | wsd
 peak_lr = 1e-3  # (0, inf)
 min_lr = 1e-4  # where cosine, linear, onecycle and wsd end, and the floor of step, [0, inf)
 warmup_steps = 100  # [0, inf)
-max_steps = 2000  # [1, inf)
+max_steps = 2000  # [1, 1000000000000]
 decay_steps = 0  # steps the schedule spans, [0, inf); 0 = max_steps as of the run's first start
 cooldown_steps = 0  # schedule=wsd: length of the final decay, [0, inf); 0 = a fifth of decay_steps
 step_size = 500  # schedule=step: steps between drops, [1, inf)
@@ -107,20 +100,23 @@ compile = "auto"  # torch.compile; auto = where the run is long enough to gain f
 deterministic = "auto"  # deterministic algorithms; auto = on, except on mps
 shard = False  # with several ranks, each keeps a share of weights, gradients, moments (FSDP2)
 offload = False  # with shard: keep them in host memory instead of GPU memory
-hang_minutes = 30.0  # with several ranks: timeout when one keeps the others waiting, (0, inf)
+hang_minutes = 30.0  # longest wait for another rank, or for a worker's batch, (0, inf)
 
 # Logging, evaluation, early stopping
-log_interval = 10  # steps between console lines, [1, inf); metrics.jsonl has a row for every step
+log_interval = 10  # steps between console lines, [0, inf); 0 = none; metrics.jsonl has every step
 eval_interval = 250  # steps, [0, inf); 0 = only before the first and after the last
 eval_tokens = 0  # tokens to evaluate, from the start of the validation split, [0, inf); 0 = all
 sample_interval = 0  # steps between text samples, [0, inf); 0 = only the one at the end
 report = True  # draw report.png and write report.md at the end
-wandb_log = False  # copy the rows of metrics.jsonl to Weights & Biases, from a process of its own
+best_metric = (
+    "val_loss"  # number of evaluate() that decides what is best; a minus: higher is better
+)
+wandb_log = False  # copy the rows of metrics.jsonl to Weights & Biases
 wandb_project = "honest-loop"
 wandb_run_name = ""  # "" = the name of out_dir
 dollars_per_hour = 0.0  # of one device, for the report, [0, inf); 0 = device-hours alone
 patience = 0  # evaluations without improvement before the run stops, [0, inf); 0 = off
-min_delta = 0.0  # nats by which an evaluation must improve to count, [0, inf)
+min_delta = 0.0  # by which best_metric must improve to count, [0, inf)
 
 # Checkpoints
 save_interval = 500  # steps, [0, inf); 0 = only before the first and after the last
@@ -131,20 +127,20 @@ milestone_interval = 0  # steps between checkpoints that are never deleted, [0, 
 # When numbers go wrong
 max_skipped = 10  # consecutive skipped (not finite) updates before a rollback, [1, inf)
 max_rollbacks = 3  # rollbacks before the run gives up, [0, inf)
-spike_sigma = 0.0  # roll back at a loss this many deviations above its mean, [0, inf); 0 = off
 audit_interval = 0  # steps between those computed twice and compared bitwise, [0, inf); 0 = off
 
 # Every variable of the loop, saved and restored together. A new one belongs here and nowhere else.
 FRESH_STATE = {
     "step": 0,  # finished updates, including skipped ones
     "sequences": 0,  # index of the next training sequence; a rollback does not reset it
-    "tokens": 0,  # trained on so far
+    "tokens": 0,  # targets trained on so far
     "micro_batch": 0,  # sequences per forward pass: batch_size, halved whenever memory runs out
     "eval_micro_batch": 0,  # the same for evaluation
     "first_step": 0,  # where this run began; not 0 if it began from another run's checkpoint
-    "best_val_loss": math.inf,
+    "best_score": math.inf,  # of best_metric, its sign turned if higher is better
+    "best_val_loss": math.inf,  # validation loss of the best weights
     "best_step": 0,
-    "loss_to_beat": math.inf,  # by min_delta; an evaluation that does not increments the next two
+    "score_to_beat": math.inf,  # by min_delta; an evaluation that does not increments the next two
     "evals_since_best": 0,
     "evals_on_plateau": 0,
     "lr_factor": 1.0,  # product of the plateau_factors so far
@@ -154,13 +150,11 @@ FRESH_STATE = {
     "zeros_in_row": 0,  # gradient norms of exactly 0
     "high_in_row": 0,  # losses above the first one
     "first_loss": math.inf,
-    "loss_mean": 0.0,  # running, for spike_sigma
-    "loss_var": 0.0,
-    "loss_count": 0,
 }
+last_run = None  # the run of the newest main(), for a notebook
 
 
-def lr_at(step):
+def lr_at(step: int) -> float:
     """Learning rate of update `step` (the first is 0): a pure function of the step.
 
     Linear warmup, then `schedule` down to min_lr at decay_steps: cosine (Loshchilov & Hutter 2017),
@@ -180,7 +174,7 @@ def lr_at(step):
     # 3) down to the minimum, where it stays
     decay_start = warmup_steps
     if schedule == "wsd":
-        decay_start = max(decay_start, total - (cooldown_steps or total // 5))
+        decay_start = max(decay_start, total - (cooldown_steps or max(1, total // 5)))
     if step >= total:
         return min_lr
     done = max(0, step - decay_start) / (total - decay_start)
@@ -188,12 +182,12 @@ def lr_at(step):
     return min_lr + (peak_lr - min_lr) * fall
 
 
-def half_cosine(done):
+def half_cosine(done: float) -> float:
     """From 1 at done = 0 to 0 at done = 1."""
     return 0.5 * (1 + math.cos(math.pi * done))
 
 
-def rows_at(step):
+def rows_at(step: int) -> int:
     """Sequences that update `step` sees, on all ranks together: a pure function of the step too."""
     return batch_size * accum_steps * world_size()
 
@@ -201,20 +195,58 @@ def rows_at(step):
 # ---- the batch -----------------------------------------------------------------------------------
 
 
-def open_dataset(saved):
+class ShuffledWindows(torch.utils.data.Dataset):
+    """`tokens`, a split in an np.memmap that stays open, as an endless sequence of windows: a pure function
+    of (seed, index), so there is no loader state to save.
+
+    An epoch cuts the tokens into windows of block_size and has each window once. Where it cuts, and
+    the order of the windows, are drawn from (seed, epoch). `dataset[first, count]` is a batch:
+    inputs and targets, int64 (count, block_size), the targets one token ahead.
+    """
+
+    def __init__(self, tokens: np.ndarray, block_size: int, seed: int):
+        self.tokens = tokens
+        self.block_size = block_size
+        self.seed = seed
+        self.order = {}  # epoch -> first token of each of its windows
+
+    def __len__(self) -> int:
+        """Windows in an epoch: as many as fit whatever the shift of the boundaries."""
+        return (len(self.tokens) - self.block_size) // self.block_size
+
+    def starts(self, epoch: int) -> np.ndarray:
+        if epoch not in self.order:
+            # RandomState, not Generator: NumPy promises that its stream never changes
+            random_state = np.random.RandomState([self.seed, epoch])
+            shift = random_state.randint(self.block_size)
+            self.order[epoch] = shift + random_state.permutation(len(self)) * self.block_size
+            self.order.pop(epoch - 2, None)
+        return self.order[epoch]
+
+    def __getitem__(self, batch: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        first, count = batch
+        epoch, place = np.divmod(np.arange(first, first + count), len(self))
+        parts = [self.starts(e)[place[epoch == e]] for e in range(epoch[0], epoch[-1] + 1)]
+        rows = data.read_rows(self.tokens, np.concatenate(parts), self.block_size + 1)
+        return rows[:, :-1].copy(), rows[:, 1:].copy()
+
+
+def open_dataset(saved: dict | None) -> tuple:
     """(training data, validation data, facts): two datasets, and what a checkpoint keeps of them.
 
-    `train_data[first, count]` is a batch, a pure function of (seed, first, count), so there is no
-    loader state to save. saved: the checkpoint to resume from, or None. Exits with 2 on bad data.
+    facts: `name`, `fingerprint`, `meta`, and as `files` the paths of other files that a fork reads,
+    such as a teacher's weights. saved: the checkpoint to resume from, or None.
     """
-    find = partial(prepare_data.dataset_of_run, data_dir=data_dir, block_size=block_size, say=say)
+    find = partial(
+        prepare_data.dataset_of_run, data_dir=data_dir, block_size=block_size, say=ranks.say
+    )
     name, folder, meta = from_rank0(find, dataset, offline_dataset, saved and saved["data"]["name"])
-    train_data = ShuffledWindows(open_tokens(folder, meta, "train"), block_size, seed)
-    val_data = OrderedWindows(open_tokens(folder, meta, "val"), block_size, eval_tokens)
-    return train_data, val_data, {"name": name, "fingerprint": fingerprint(meta), "meta": meta}
+    train_data = ShuffledWindows(data.open_split(folder, meta, "train"), block_size, seed)
+    val_data = data.OrderedWindows(data.open_split(folder, meta, "val"), block_size, eval_tokens)
+    return train_data, val_data, {"name": name, "fingerprint": data.fingerprint(meta), "meta": meta}
 
 
-def batches_to_come(state):
+def batches_to_come(state: dict) -> Iterator[tuple[int, int]]:
     """(first sequence, count) of this rank's part of each batch from here on."""
     first = state["sequences"]
     for step in range(state["step"], max_steps):
@@ -222,19 +254,11 @@ def batches_to_come(state):
         first += rows_at(step)
 
 
-def load_batches(run):
-    """An iterator over the batches to come, read ahead by num_workers processes."""
-    loader = torch.utils.data.DataLoader(
-        run.train_data,
-        sampler=batches_to_come(run.state),
-        batch_size=None,
-        num_workers=num_workers,
-        prefetch_factor=prefetch_factor if num_workers else None,
-        worker_init_fn=ignore_signals,
-        pin_memory=run.device.type == "cuda",
-        generator=torch.Generator(),  # or it would draw a seed from the global generator
-    )
-    return start_workers(loader)
+def load_batches(run: "Run") -> data.Batches:
+    """The batches to come, read ahead by num_workers processes."""
+    to_come = batches_to_come(run.state)
+    how = (num_workers, prefetch_factor, hang_minutes)
+    return data.Batches(run.train_data, to_come, run.device, *how)
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -245,6 +269,8 @@ class Run:
     """What the next step depends on."""
 
     folder: RunFolder
+    path: object  # of the checkpoint that this process starts from, or None
+    before: dict  # "config" and "run" of that checkpoint; empty for a new run
     device: torch.device
     train_data: torch.utils.data.Dataset
     val_data: torch.utils.data.Dataset
@@ -255,91 +281,117 @@ class Run:
     scaler: torch.amp.GradScaler
     ema: dict  # name -> averaged weight; empty when off
     state: dict
-    batches: object = ()  # an iterator over the batches to come
+    batches: data.Batches | None = None  # the batches to come
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
+    reasons: dict = field(default_factory=dict)  # knob that was auto -> why it has its value
 
-    def checkpoint(self):
+    def checkpoint(self) -> dict:
         """All that the next step depends on, and what the run is. A collective call."""
         pairs = zip(self.optimizers, self.groups, strict=True)
         return {
             "model": self.model.state_dict(),
+            "frozen": [n for n, w in self.model.named_parameters() if not w.requires_grad],
             "optimizer": [each.state_dict() | {"built": groups} for each, groups in pairs],
             "scaler": self.scaler.state_dict(),
             "ema": self.ema,
             "state": self.state,
-            "rng": ranks.from_all_ranks(rng.rng_state(self.device)),
+            "rng": ranks.from_all_ranks(rng_state(self.device)),
             **self.facts,
         }
 
 
-def autocast(device):
+def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32")
 
 
-def train_step(model, run, inputs, targets, lr):
-    """One update, in seven operations. The host waits only in an optimizer that is not fused.
+def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> dict:
+    """One update, in seven operations. The host waits only for an optimizer that is not fused.
 
     model: run.model or its compiled form. inputs, targets: this rank's sequences, on the device.
-    Returns scalars: the mean loss of the global batch, its gradient norm before clipping, and 1.0 if
-    either is not finite and the update was skipped. A key added here becomes a field of every row of
-    metrics.jsonl, a column of the console and a curve of the report; rank 0's value is taken.
+    Returns scalars, of the global batch: what forward_backward adds up, the gradient norm before
+    clipping, whether one of them was not finite and the update was skipped. A key added here becomes
+    a field of every row of metrics.jsonl, a column of the console and a curve of the report.
     """
     run.model.zero_grad(set_to_none=True)  # 1: zero the gradients
-    for optimizer in run.optimizers:
+    set_lr(run.optimizers, lr)  # 2: set the learning rate
+    before = snapshot(run)  # what a retry or a skipped update puts back
+    n_targets = ranks.total((targets.long() != -100).sum())
+    batch = (model, run, inputs, targets, n_targets)
+    numbers = halving_on_oom(run, before, forward_backward, *batch)  # 3 to 5
+    ranks.sum_gradients(run.model, numbers)
+    grad_norm = clip(run)  # 6: unscale, then clip
+    skipped = ~(numbers["loss"].isfinite() & grad_norm.isfinite())
+    if run.scaler.is_enabled():
+        numbers["loss_scale"] = run.scaler.scale(torch.ones_like(grad_norm))  # of this step
+    update(run, before, skipped)  # 7: weights, moments, scaler, buffers, average: all or nothing
+    return {**numbers, "grad_norm": grad_norm, "skipped": skipped, "targets": n_targets}
+
+
+def set_lr(optimizers: list, lr: float) -> None:
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr  # 2: set the learning rate
-    buffers = Buffers(run.model)  # a copy of BatchNorm's statistics and the like; GPT has none
-    (n_targets,) = ranks.sum_over_ranks([(targets.long() != -100).sum()])  # in the global batch
-    compute = partial(forward_backward, model, run, inputs, targets, n_targets)
-    loss = retry_on_oom(run, compute, "micro_batch")
-    weights = list(run.model.parameters())
-    gradients = [] if shard else [weight.grad for weight in weights if weight.grad is not None]
-    ranks.sum_over_ranks([*gradients, loss])  # with shard, FSDP2 has summed the gradients
-    for optimizer in run.optimizers:
-        run.scaler.unscale_(optimizer)  # 6: unscale, then clip
-    grad_norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf)
-    grad_norm = ranks.whole(grad_norm).to(loss.device)  # on the CPU with --offload=true
-    skipped = (~(loss.isfinite() & grad_norm.isfinite())).float()
-    for optimizer in run.optimizers:
-        step_unless(skipped, optimizer)  # 7: step, and update the scaler
-    run.scaler.update()
-    buffers.finish_step(skipped)
-    ema.update(run, ema_decay, skipped)
-    return {"loss": loss, "grad_norm": grad_norm, "skipped": skipped}
+            group["lr"] = lr
 
 
-def forward_backward(model, run, inputs, targets, n_targets):
-    """Operations 3 to 5 for each micro-batch. Returns what this rank adds to the mean loss."""
-    total = 0.0
+def forward_backward(model, run: Run, inputs, targets, n_targets: torch.Tensor) -> dict:
+    """Operations 3 to 5 for each micro-batch. Returns what this rank adds to the mean loss, and to
+    the mean of every other scalar that the model returns beside it."""
+    totals = {}
     micro_batch = run.state["micro_batch"]
     for x, y in zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True):
         with autocast(x.device):
-            loss = model(x, y)  # 3: forward, under autocast
+            loss = model(x, y)  # 3: forward, under autocast; the mean over the targets of x
+        loss, others = loss if isinstance(loss, tuple) else (loss, {})
         n = (y.long() != -100).sum()
-        loss = torch.where(n > 0, loss, 0) / (n_targets / n)  # 4: all sum up to the mean
-        run.scaler.scale(loss).backward()  # 5: backward
-        total += loss.detach()
-    return total
+        for name, scalar in {"loss": loss, **others}.items():
+            part = torch.where(n > 0, scalar, 0) / (n_targets / n)  # 4: all sum up to the mean
+            if name == "loss":
+                run.scaler.scale(part).backward()  # 5: backward
+            totals[name] = totals.get(name, 0.0) + part.detach()
+    return totals
+
+
+def clip(run: Run) -> torch.Tensor:
+    """Unscale the gradients, then clip them. Returns their norm before that."""
+    for optimizer in run.optimizers:
+        run.scaler.unscale_(optimizer)
+    weights = list(run.model.parameters())
+    grad_norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf)
+    return ranks.whole(grad_norm).to(run.device)  # with --offload=true it is on the CPU
+
+
+@torch.no_grad()
+def update(run: Run, before, skipped: torch.Tensor) -> None:
+    """Step, unless `skipped`: then weights, moments, buffers and averages stay as they were."""
+    for optimizer in run.optimizers:
+        step_unless(skipped, optimizer)
+    run.scaler.update()
+    ranks.average_buffers(run.model)
+    before.put_back_buffers_if(skipped)
+    for name, average in run.ema.items():  # Polyak & Juditsky 1992
+        weight = ranks.local(run.model.get_parameter(name))
+        share = (1 - ema_decay) * (1 - skipped.float())
+        ranks.local(average).lerp_(weight, share.to(weight.device))
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def evaluate(run):
-    """{"val_loss": nats, "val_accuracy": share of right predictions, "val_tokens": how many}.
+def evaluate(run: Run) -> dict:
+    """{"val_loss": nats, "val_accuracy": share of right predictions, "val_tokens": how many}. More
+    numbers become fields of the row; best_metric names the one that decides.
 
     On fixed windows, in eval mode, with the EMA weights if ema_decay is on; never compiled, so that
-    the result does not depend on --compile. Training is unaffected: modes and random state return.
+    the result does not depend on --compile. Training is unaffected: all that it moves is put back.
     """
-    with ema.evaluating(run):
-        totals = retry_on_oom(run, partial(sum_losses, run), "eval_micro_batch")
-    ranks.sum_over_ranks([totals])
-    loss, right, counted = totals.tolist()
+    with evaluating(run) as before:
+        totals = halving_on_oom(run, before, sum_losses, run, key="eval_micro_batch")
+    loss, right, counted = ranks.total(totals).tolist()
     return {"val_loss": loss / counted, "val_accuracy": right / counted, "val_tokens": int(counted)}
 
 
-def sum_losses(run):
+def sum_losses(run: Run) -> torch.Tensor:
     """Sums over this rank's share of the validation data: [loss, right predictions, targets]."""
     where = "cpu" if run.device.type == "mps" else run.device  # MPS has no float64
     totals = torch.zeros(3, dtype=torch.float64, device=where)
@@ -349,7 +401,7 @@ def sum_losses(run):
         has_rows = mine < len(run.val_data)  # if not, only take part: FSDP needs every rank
         mine = mine if has_rows else first
         batch = run.val_data[mine, min(size, len(run.val_data) - mine)]
-        inputs, targets = (devices.upload(tensor, run.device) for tensor in batch)
+        inputs, targets = (machine.upload(torch.as_tensor(t), run.device) for t in batch)
         with autocast(run.device):
             logits = run.model(inputs)
             loss = cross_entropy(logits, targets, label_smoothing=0.0, reduction="sum")
@@ -359,15 +411,22 @@ def sum_losses(run):
     return totals
 
 
-def record_evaluation(run, table):
+def record_evaluation(run: Run, table) -> bool:
     """Evaluate and log the result. Returns whether it is the best so far."""
     state = run.state
     meta = run.facts["data"]["meta"]
     numbers = evaluate(run)
-    is_best = count_evaluation(numbers["val_loss"], state)
-    best = {"best_val_loss": state["best_val_loss"]}
-    row = {"kind": "eval", "step": state["step"], **numbers, **best}
-    if not eval_tokens or row["val_tokens"] + 1 == meta.get("val_tokens"):  # the whole split
+    is_best = count_evaluation(numbers, state)
+    row = {
+        "kind": "eval",
+        "step": state["step"],
+        **numbers,
+        "best_val_loss": state["best_val_loss"],
+    }
+    if best_metric != "val_loss":
+        sign = -1 if best_metric.startswith("-") else 1
+        row[f"best_{best_metric.removeprefix('-')}"] = sign * state["best_score"]
+    if not eval_tokens or row.get("val_tokens", 0) + 1 == meta.get("val_tokens"):  # the whole split
         row.pop("val_tokens", None)
         if "val_bytes" in meta:
             row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
@@ -376,19 +435,24 @@ def record_evaluation(run, table):
     return is_best
 
 
-def count_evaluation(val_loss, state):
-    """Count for early stopping and plateau_factor. Returns whether this is the best so far.
+def count_evaluation(numbers: dict, state: dict) -> bool:
+    """Count for the best, early stopping and plateau_factor. Returns whether this is the best so far.
 
-    The evaluation after the last step counts only if eval_interval asks for it: a run extended
-    later must take the same course as one that was that long from the start.
+    The evaluation after the last step counts for the latter two only if eval_interval asks for it: a
+    run extended later must take the same course as one that was that long from the start.
     """
-    is_best = val_loss < state["best_val_loss"]
+    name = best_metric.removeprefix("-")
+    if name not in numbers:
+        raise RunFailed(f"--best_metric={best_metric}: evaluate() returns {', '.join(numbers)}")
+    score = -numbers[name] if best_metric.startswith("-") else numbers[name]
+    is_best = score < state["best_score"]
     if is_best:
-        state.update(best_val_loss=val_loss, best_step=state["step"])
+        best_val_loss = numbers.get("val_loss", math.nan)
+        state.update(best_score=score, best_val_loss=best_val_loss, best_step=state["step"])
     if state["step"] != state["first_step"] and not every(eval_interval, state["step"]):
         return is_best
-    if val_loss < state["loss_to_beat"] - min_delta:
-        state.update(loss_to_beat=val_loss, evals_since_best=0, evals_on_plateau=0)
+    if score < state["score_to_beat"] - min_delta:
+        state.update(score_to_beat=score, evals_since_best=0, evals_on_plateau=0)
     else:
         state["evals_since_best"] += 1
         state["evals_on_plateau"] += 1
@@ -397,17 +461,35 @@ def count_evaluation(val_loss, state):
     return is_best
 
 
+def measure_best_again(run: Run) -> None:
+    """Evaluate the weights of best.pt, which stay the best, after a change of what is measured."""
+    best = run.folder.path / "best.pt"
+    path = best if from_rank0(checkpoint.is_valid, best) else run.path
+    checkpoint.restore(run, checkpoint.load(path, verify=False))
+    step = run.state["step"]
+    numbers = evaluate(run)
+    checkpoint.restore(run, checkpoint.load(run.path, verify=False))
+    forget_best(run.state)
+    count_evaluation(numbers, run.state)
+    run.state["best_step"] = step
+
+
+def forget_best(state: dict) -> None:
+    keys = ("best_score", "best_val_loss", "score_to_beat", "evals_since_best")
+    state.update({key: FRESH_STATE[key] for key in keys})
+
+
 # ---- what is due, and what went wrong ------------------------------------------------------------
 
 
-def every(interval, step):
+def every(interval: int, step: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def what_is_due(step, signals, saver):
+def what_is_due(step: int, signals: Signals, saver) -> SimpleNamespace:
     """What is due after a step, by its number, a signal or the clock: for all ranks if for one."""
     late = 0 < save_minutes < saver.minutes_since_save()
-    stop, save_now, orphaned = agree(signals.stop, signals.take_save() or late, signals.orphaned())
+    stop, save_now, orphaned = ranks.agree(signals.stop, signals.save or late, signals.orphaned())
     last = step == max_steps
     ending = ("left alone by its launcher", 1) if orphaned else None  # (how, exit code)
     if stop:
@@ -417,7 +499,7 @@ def what_is_due(step, signals, saver):
     return SimpleNamespace(
         ending=ending,
         save_now=save_now,
-        log=last or every(log_interval, step),
+        rows=last or every(log_interval or 100, step),
         evaluation=last or every(eval_interval, step),
         sample=every(sample_interval, step),
         milestone=every(milestone_interval, step),
@@ -425,23 +507,23 @@ def what_is_due(step, signals, saver):
     )
 
 
-def names_to_save(due, is_best, state):
+def names_to_save(due: SimpleNamespace, is_best: bool, state: dict) -> list[str]:
     """File names for this step; a save due by its number is left out while updates are skipped."""
-    names = ["best.pt"] if is_best else []
+    names = []
     by_number = (due.checkpoint or due.milestone) and not state["skips_in_row"]
     if due.ending or due.save_now or by_number:
+        names += [checkpoint.file_name(state["step"])]
         names += [f"milestone_{state['step']:08}.pt"] if due.milestone else []
-        names += [checkpoints.file_name(state["step"])]
-    return names
+    return names + (["best.pt"] if is_best else [])
 
 
-def may_roll_back_to(step, state):
+def may_roll_back_to(step: int, state: dict) -> bool:
     """Only to a save that was due by its step: a signal or the clock must not change the run."""
     was_due = step == state["first_step"] or every(save_interval, step)
     return was_due and not state["skips_in_row"]
 
 
-def judge(rows, run):
+def judge(rows: list[dict], run: Run) -> tuple[list[dict], str | None]:
     """(rows up to the first trouble, that trouble or None). Logs what goes wrong on the way.
 
     Step by step, so that log_interval does not matter, and from numbers that are the same on every
@@ -461,9 +543,8 @@ def judge(rows, run):
     return rows, None
 
 
-def count_trouble(row, state):
+def count_trouble(row: dict, state: dict) -> str | None:
     """Update the counters of trouble from one step. Returns why to roll back, or None."""
-    loss = row["loss"]
     state["skipped"] += row["skipped"]
     state["skips_in_row"] = state["skips_in_row"] + 1 if row["skipped"] else 0
     state["zeros_in_row"] = state["zeros_in_row"] + 1 if row["grad_norm"] == 0 else 0
@@ -473,98 +554,92 @@ def count_trouble(row, state):
     if state["zeros_in_row"] >= max_skipped:
         return "a gradient norm of exactly 0, update after update"
     if state["first_loss"] == math.inf:
-        state["first_loss"] = loss
-    state["high_in_row"] = state["high_in_row"] + 1 if loss > state["first_loss"] else 0
-    if spike_sigma and is_spike(loss, spike_sigma, state):  # updates loss_mean, _var and _count
-        return "a loss spike"
+        state["first_loss"] = row["loss"]
+    state["high_in_row"] = state["high_in_row"] + 1 if row["loss"] > state["first_loss"] else 0
     return None
 
 
-def roll_back(run, trouble, recent):
+def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
     """Restore the newest suitable checkpoint, all but `kept`, the data position and the loss scale.
 
     The data continues after the last of `recent`. Raises RunFailed if that is hopeless.
     """
     state = run.state
     bad = recent[-1]
-    kept = {key: state[key] for key in ("best_val_loss", "best_step", "skipped", "rollbacks")}
-    path = from_rank0(checkpoints.newest_valid, run.folder.path, may_roll_back_to)
+    keys = ("best_score", "best_val_loss", "best_step", "skipped", "rollbacks")
+    kept = {key: state[key] for key in keys}
+    path = from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)
     hopeless = state["zeros_in_row"] >= max_skipped or state["rollbacks"] == max_rollbacks
     if hopeless or path is None:
         raise RunFailed(console.diagnosis(trouble, recent, state["rollbacks"]))
-    scaler = run.scaler.state_dict()  # a scale that has been too high stays lowered
-    checkpoints.restore(run, checkpoints.load(path, verify=False))
-    run.scaler.load_state_dict(scaler)
+    checkpoint.restore(run, checkpoint.load(path, verify=False))
+    if "loss_scale" in bad:  # lower than it was; of judged steps, whatever was executed since
+        scale = max(1.0, (bad["loss_scale"] or 1.0) * run.scaler.get_backoff_factor())
+        run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": 0})
     state.update(kept, rollbacks=kept["rollbacks"] + 1, sequences=bad["sequences"])
-    from_rank0(checkpoints.remove_after, run.folder.path, state["step"])
+    from_rank0(checkpoint.remove_after, run.folder.path, state["step"])
     from_rank0(run.folder.cut_rows, state["step"])
     why = {"why": trouble, "at_step": bad["step"], "next_sequence": state["sequences"]}
+    if state["best_step"] > state["step"]:  # best.pt stays, and here is the record of it
+        why |= {key: state[key] for key in ("best_step", "best_val_loss")}
     run.folder.event(state["step"], "rollback", **why)
-    stop_workers(run.batches)
+    run.batches.stop()
     run.batches = load_batches(run)
 
 
-# ---- before the first step -----------------------------------------------------------------------
+# ---- the rows of metrics.jsonl -------------------------------------------------------------------
 
 
-def check_knobs(config):
-    """Exits with 2 if two knobs contradict each other. The comment of each gives its own range."""
-    if warmup_steps > max_steps and "warmup_steps" in config.flags:
-        fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
-    if min_lr > peak_lr:
-        fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
-
-
-def build_run(config, folder, run_device, datasets):
-    """A run before its first step. datasets: what open_dataset returned."""
-    train_data, val_data, data = datasets
-    rng.seed_everything(seed)
-    try:
-        model = build_model(config, data["meta"]["vocab_size"])
-    except ValueError as error:  # which names knobs, such as n_embd=32
-        fail(re.sub(r"\b(?=\w+=)", "--", str(error)))
-    model = ranks.shard(model, run_device, dtype, offload) if shard else model.to(run_device)
-    optimizers = configure_optimizers(
-        model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, run_device.type
-    )
-    return Run(
-        folder=folder,
-        device=run_device,
-        train_data=train_data,
-        val_data=val_data,
-        facts={"config": dict(config), "data": data},
-        model=model,
-        optimizers=optimizers,
-        groups=copy.deepcopy([each.state_dict()["param_groups"] for each in optimizers]),
-        scaler=torch.amp.GradScaler(run_device.type, enabled=dtype == "float16"),
-        ema={name: w.detach().clone() for name, w in model.named_parameters() if ema_decay},
-        state=copy.deepcopy(FRESH_STATE) | dict.fromkeys(checkpoints.MICRO_BATCHES, batch_size),
-    )
-
-
-def start(run, path, table, saver):
-    """Restore the checkpoint at `path`, or evaluate the fresh model. A new run is saved at once."""
+def count_batch(run: Run, targets: torch.Tensor) -> dict:
+    """Count the batch of a finished update. Returns the first fields of its row."""
     state = run.state
-    rng.seed_everything(seed + rank())
-    if path:
-        saved = checkpoints.load(path, verify=False)
-        checkpoints.restore(run, saved)  # RNG last: nothing may draw before the first step
-        if saved["config"].get("eval_tokens") != eval_tokens:  # that best was of other tokens
-            state.update(best_val_loss=math.inf, loss_to_beat=math.inf, evals_since_best=0)
-        run.folder.begin(run, path, identity.inexact(saved["run"], run.facts["run"]))
-        if run.folder.owns(path):  # a resume; else a new run that starts from another's checkpoint
-            return
-        state["first_step"] = state["step"]
-    else:
-        run.folder.begin(run)
-        record_evaluation(run, table)
-    saver.save(["best.pt", checkpoints.file_name(state["step"])], required=True)  # for rollbacks
+    sequences = rows_at(state["step"])
+    tokens = sequences * targets.numel() // ranks.share(0, sequences)[1]
+    state["step"] += 1
+    state["sequences"] += sequences
+    row = {"step": state["step"], "sequences": state["sequences"]}
+    return row | {"epoch": state["sequences"] / len(run.train_data), "batch_tokens": tokens}
+
+
+def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
+    """Rows of kind "train" for `steps`, [(fields, {name: device scalar}), ...]: all since the last
+    lap of the clock, so times exclude evaluation and saving. The host waits for the device here."""
+    seconds = clock.lap("train")
+    if not steps:
+        return []
+    kind = torch.float32 if run.device.type == "mps" else torch.float64
+    numbers = [number for _, named in steps for number in named.values()]
+    scalars = [torch.as_tensor(n, dtype=kind, device=run.device).detach() for n in numbers]
+    values = iter(torch.stack([each.reshape(()) for each in scalars]).tolist())
+    rows = [fields | {name: next(values) for name in numbers} for fields, numbers in steps]
+    seconds += clock.lap("train")
+    tokens_per_sec = sum(row.pop("batch_tokens") for row in rows) / seconds
+    mfu = flops_per_token(run.model) * tokens_per_sec / run.max_flops
+    common = {
+        "step_ms": 1000 * seconds / len(rows),
+        "tokens_per_sec": tokens_per_sec,
+        "mfu": None if math.isnan(mfu) else mfu,
+        "mem_gb": machine.memory_gb(run.device),
+        "gpu_util": machine.gpu_util(run.device),
+    }
+    for row in rows:
+        run.state["tokens"] += int(row.pop("targets"))
+        row.update(kind="train", tokens=run.state["tokens"], skipped=int(row["skipped"]), **common)
+    return rows
+
+
+def flops_per_token(model: torch.nn.Module) -> float:
+    """FLOPs to train on one token, or NaN if the model does not tell them, or fails to."""
+    try:
+        return float(model.flops_per_token())
+    except Exception:  # an estimate must not end a run
+        return math.nan
 
 
 # ---- the run -------------------------------------------------------------------------------------
 
 
-def train(run, model, table, saver, signals, clock):
+def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tuple[str, int]:
     """Take steps until the run ends. Returns (how it ended, exit code)."""
     state = run.state
     run.batches = load_batches(run)
@@ -573,13 +648,14 @@ def train(run, model, table, saver, signals, clock):
     while True:
         # ---- training: only these lines, and roll_back, change the weights -----------------------
         lr = float(lr_at(state["step"]) * state["lr_factor"])
-        waiting_since = time.perf_counter()
-        inputs, targets = (devices.upload(t, run.device) for t in next(run.batches))
-        data_ms = 1000 * (time.perf_counter() - waiting_since)
-        take = partial(train_step, model, run, inputs, targets, lr)
-        numbers = audit.confirm(run, take) if every(audit_interval, state["step"] + 1) else take()
-        row = count_batch(run, targets)  # state["step"] is one more from here on
-        steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
+        batch = run.batches.next_batch(should_stop=lambda: signals.stop)
+        if batch:  # None: a signal came, and no batch
+            inputs, targets, data_ms = batch
+            take = partial(train_step, model, run, inputs, targets, lr)
+            audited = every(audit_interval, state["step"] + 1)
+            numbers = audit.confirm(run, take) if audited else take()
+            row = count_batch(run, targets)  # state["step"] is one more from here on
+            steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
 
         # ---- what is due? every rank gets the same answer ----------------------------------------
         due = what_is_due(state["step"], signals, saver)
@@ -587,8 +663,7 @@ def train(run, model, table, saver, signals, clock):
             continue
 
         # ---- fetch the numbers: besides evaluations and saves, only here does the host wait ------
-        rows = metrics.finish_rows(steps, clock, run)
-        rows, trouble = judge(rows, run)
+        rows, trouble = judge(finish_rows(run, steps, clock), run)
         run.folder.write_rows(rows)
         recent = (recent + rows)[-max_skipped:]
         steps = []
@@ -601,7 +676,7 @@ def train(run, model, table, saver, signals, clock):
             continue
 
         # ---- log, evaluate, sample ---------------------------------------------------------------
-        if due.log:
+        if due.rows and log_interval:
             table.print_row(rows[-1])
         is_best = due.evaluation and record_evaluation(run, table)
         if patience and state["evals_since_best"] >= patience and not due.ending:
@@ -614,99 +689,169 @@ def train(run, model, table, saver, signals, clock):
         names = names_to_save(due, is_best, state)
         if names:
             saver.save(names, required=bool(due.ending))
+            signals.save = signals.save and not due.save_now
         clock.lap("save")
         if due.ending:
             return due.ending
 
 
-def count_batch(run, targets):
-    """Count the batch of a finished update. Returns the first fields of its row."""
+def begin(run: Run, table, saver) -> None:
+    """Open the record, of a new run by an evaluation. Make sure that there is a target for rollbacks."""
     state = run.state
-    sequences = rows_at(state["step"])
-    batch_tokens = sequences * targets.numel() // ranks.share(0, sequences)[1]
-    state["step"] += 1
-    state["sequences"] += sequences
-    state["tokens"] += batch_tokens
-    row = {name: state[name] for name in ("step", "tokens", "sequences")}
-    epoch = state["sequences"] / len(run.train_data)
-    return row | {"epoch": epoch, "batch_tokens": batch_tokens}
+    inexact = resuming.inexact(run.before["run"], run.facts["run"]) if run.path else {}
+    run.folder.begin(run, run.path, inexact)
+    if run.path is None or not run.folder.owns(run.path):
+        forget_best(state)
+        state["first_step"] = state["step"]  # not 0 if it starts from another run's checkpoint
+        record_evaluation(run, table)
+        saver.save([checkpoint.file_name(state["step"]), "best.pt"], required=True)
+        return
+    measures = ("eval_tokens", "best_metric")
+    if any(run.before["config"].get(key) != run.facts["config"][key] for key in measures):
+        measure_best_again(run)
+    if not from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to):
+        saver.save([checkpoint.file_name(state["step"])], required=True)  # a kill left none
 
 
-def run_to_the_end(run, path, signals, clock):
+def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
     """Rehearse, start or resume, train. Records how the run ended. Returns the exit code."""
     table = console.Table(max_steps)
-    saver = checkpoints.Saver(run, keep_last, may_roll_back_to)
+    saver = checkpoint.Saver(run, keep_last, may_roll_back_to)
     ending = "failed: an error in the program", 1
     try:
-        batch = [each.to(run.device) for each in run.train_data[ranks.share(0, rows_at(0))]]
-        model = rehearse(run, forward_backward, batch, compile)  # run.model, compiled if asked for
+        batch = run.train_data[ranks.share(0, rows_at(0))]
+        batch = [torch.as_tensor(each).to(run.device) for each in batch]
+        model = rehearse(run, compile, forward_backward, *batch)  # run.model, or its compiled form
         run.facts["run"]["compile"] = model is not run.model
+        used = f"{machine.memory_gb(run.device):.3f} GB, measured in a rehearsal"
+        console.print_line("memory", used)
+        machine.reset_peak_memory(run.device)
         clock.lap("compile")
-        start(run, path, table, saver)
+        begin(run, table, saver)
         clock.lap("evaluate")
         ending = train(run, model, table, saver, signals, clock)
     except Exception as error:
-        reason = explain(error)
-        if not reason:
-            raise
-        ending = f"failed: {reason}", 1
+        why = explain(error)
+        ending = f"failed: {why or f'{type(error).__name__}: {error}'}", 1
+        if why:
+            raise why from error
+        raise
     finally:
-        stop_workers(run.batches)
+        if run.batches:
+            run.batches.stop()
         saver.wait()
-        run.folder.end(ending[0], clock.seconds, run.state, write_report if report else None)
+        run.folder.end(ending[0], clock, run.state, report)
     return ending[1]
 
 
-def main(argv=None):
-    """Run the flags in `argv` (None: those of the command line). Returns the exit code."""
-    global compile, deterministic
-    clock = metrics.Clock(since_process_start=argv is None)
-    speed_up_start_and_exit()
-    with configured(globals(), argv=argv) as config, ExitStack() as stack:
+# ---- before the first step -----------------------------------------------------------------------
+
+
+def check_knobs(config: cli.Config) -> None:
+    """Raises BadInput if two knobs contradict each other. The comment of each gives its own range."""
+    if warmup_steps > max_steps and "warmup_steps" in config.flags:
+        fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
+    if min_lr > peak_lr:
+        fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
+    if shard and offload and dtype == "float16":
+        fail("--dtype=float16: its loss scale races with --offload=true; try --dtype=bfloat16")
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy, and torch on every device (CUDA as soon as it is initialized)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, datasets) -> Run:
+    """A run before its first step. path, saved: of the checkpoint to start from, or None."""
+    train_data, val_data, about = datasets
+    seed_everything(seed)
+    try:
+        model = build_model(config, about["meta"]["vocab_size"])
+        model = model.to(run_device) if not shard else fsdp.shard(model, run_device, dtype, offload)
+    except InvalidShape as error:
+        fail(error)
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        fail("the model does not fit into memory; try a smaller --n_embd or --n_layer")
+    optimizers = configure_optimizers(
+        model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, run_device.type
+    )
+    seed_everything(seed + rank())  # dropout differs between the ranks
+    return Run(
+        folder=folder,
+        path=path,
+        before={key: saved[key] for key in ("config", "run")} if saved else {},
+        device=run_device,
+        train_data=train_data,
+        val_data=val_data,
+        facts={"config": dict(config), "data": about},
+        model=model,
+        optimizers=optimizers,
+        groups=copy.deepcopy([each.state_dict()["param_groups"] for each in optimizers]),
+        scaler=torch.amp.GradScaler(run_device.type, enabled=dtype == "float16"),
+        ema={name: w.detach().clone() for name, w in model.named_parameters() if ema_decay},
+        state=copy.deepcopy(FRESH_STATE) | dict.fromkeys(checkpoint.MICRO_BATCHES, batch_size),
+    )
+
+
+@contextmanager
+def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run]:
+    """A context with a run that is ready to step: data, model, optimizers, and the checkpoint if there
+    is one. Inside it the knobs hold. It writes nothing and takes no lock, unless `to_train`."""
+    global compile, deterministic, out_dir
+    with cli.configured(globals(), argv=argv) as config, ExitStack() as stack:
         check_knobs(config)
-        run_device = devices.choose_device(device)
-        deterministic = devices.set_deterministic(deterministic, run_device)
+        out_dir = config["out_dir"] = cli.folder_name(config, resuming.NAMED)
+        run_device = machine.choose_device(device)
+        deterministic = machine.set_deterministic(deterministic, run_device)
         if audit_interval and not deterministic:
             fail(f"--audit_interval={audit_interval}: expected deterministic mode, which is off")
         stack.enter_context(ranks.joined(run_device, hang_minutes, shard, offload))
-        signals = stack.enter_context(Signals())
         folder = stack.enter_context(RunFolder(out_dir))
-
-        # ---- what there is: a run to resume, data to learn from
-        path = from_rank0(find_checkpoint, folder, resume)
-        saved = checkpoints.load(path, verify=False) if path else None  # it is verified by now
+        path = from_rank0(resuming.find_checkpoint, folder, resume, to_train)
+        saved = checkpoint.load(path, verify=False) if path else None  # it is verified by now
         datasets = open_dataset(saved)
-
-        # ---- what to do: replace each "auto" in the globals by its value, build the run
-        reasons = identity.resolve_auto_knobs(globals(), config, saved, run_device)
-        run = build_run(config, folder, run_device, datasets)
-        refuse_what_is_lost(run)
+        reasons = resuming.resolve_auto_knobs(globals(), config, saved, run_device)
+        run = build_run(config, folder, path, saved, run_device, datasets)
+        checkpoint.refuse_what_is_lost(run)
         tokens = batch_size * accum_steps * block_size * max_steps
-        flops = tokens * metrics.flops_per_token(run.model)
-        compile, reason = devices.choose_compile(compile, run_device, flops)
-        run.facts["run"] = identity.identity_of(globals(), run.facts["data"], run_device)
+        flops = tokens * flops_per_token(run.model)
+        compile, reason = machine.choose_compile(compile, run_device, flops, max_steps)
+        run.facts["run"] = resuming.identity_of(globals(), run.facts["data"], run_device)
+        run.reasons = {"compile": reason} | reasons
         if saved:
-            continue_from(run, path, saved)  # exits with 2 if a knob in identity.REFUSED differs
-            if from_rank0(is_finished, folder, path, saved, config):
-                return 0
+            resuming.continue_from(run, saved)  # refuses another run
+            checkpoint.restore(run, saved)
+        yield run
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the flags in `argv` (None: those of the command line). Returns the exit code. Raises
+    BadInput, or what ended the run."""
+    global last_run
+    clock = Clock(since_process_start=argv is None)
+    machine.speed_up_start_and_exit()
+    with Signals() as signals, build(argv, to_train=True) as run:
+        last_run = run
+        if run.path and from_rank0(resuming.is_finished, run):
+            return 0
 
         # ---- all is checked: from here on the run writes to out_dir
-        needs = training_memory(
-            run.model, run.optimizers, batch_size, dtype, run_device.type, world_size()
-        )
         milestones = max_steps // milestone_interval if milestone_interval else 0
         files = keep_last + milestones + 3  # also best.pt, the newest, and the one being written
         command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
-        from_rank0(folder.open, run, files * checkpoints.size(run, needs), command, path)
-        peak = from_rank0(peaks.peak_flops, run_device, dtype)
+        from_rank0(run.folder.open, run, files * checkpoint.size(run), command, run.path)
+        peak = from_rank0(machine.peak_flops, run.device, dtype)
         run.max_flops = (peak[0] or math.nan) * world_size()
-        changed = identity.changed_knobs(saved["config"], run.facts["config"]) if saved else {}
-        chosen = {"compile": reason} | reasons
-        console.print_plan(run, chosen, peak, None, path, changed)
-        saved = None  # unmaps the file, so that deleting it frees its disk space
+        then = run.before.get("config", {})
+        console.print_plan(run, peak, resuming.changed_knobs(then, run.facts["config"]))
         clock.lap("start")
-        return run_to_the_end(run, path, signals, clock)
+        return run_to_the_end(run, signals, clock)
 
 
 if __name__ == "__main__":
-    leave(run_script(main))
+    machine.leave(cli.run_script(main))

@@ -1,63 +1,74 @@
-"""Repeat a training step and compare the two results bit for bit."""
+"""Repeat a training step and compare the two results bit for bit; where they differ, a third decides."""
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from plumbing.checkpoints import restore
+from plumbing.checkpoint import restore
 from plumbing.cli import RunFailed
-from plumbing.devices import free_memory
-from plumbing.nested import clone, leaves, tensors
+from plumbing.machine import free_memory
 from plumbing.ranks import agree, from_all_ranks, local
+from plumbing.safe_step import clone, leaves, out_of_memory, tensors
 
 COPIES = 4  # of everything that a step changes: before it, and after each of up to three tries
 
 
-def confirm(run, take_step):
+def confirm(run, take_step: Callable[[], dict]) -> dict:
     """Take a step twice from the same state. Returns its numbers once two tries agree in all bits.
 
     Compares the numbers, the gradients and all that a checkpoint holds. If the two tries differ on
-    any rank, a third decides: `run` keeps the result that two tries share, and an `audit` event has
-    the tensors, the number of bits and the odd try. Raises RunFailed if all three differ. If memory
-    is too small for the copies, the step is taken once, with an `audit_skipped` event.
+    any rank, `run` keeps the result that two of three share, and an `audit` event has the tensors,
+    the number of bits and the odd try. Raises RunFailed if all three differ. If memory is too small
+    for the copies, the step is taken once, with an `audit_skipped` event.
     """
     step = run.state["step"] + 1
     copied = tensors([run.checkpoint(), list(run.model.parameters())])  # and a gradient for each
     needed = COPIES * sum(local(tensor).nbytes for tensor in copied)
     free = free_memory(run.device)
     if any(agree(free is not None and needed > free)):
-        run.folder.event(step, "audit_skipped", needed_gb=needed / 1e9, free_gb=free / 1e9)
-        return take_step()
+        return skip_audit(run, take_step)
     before = clone(run.checkpoint())
-    first = result_of(run, take_step)
     micro_batch = run.state["micro_batch"]
-    restore(run, before)
-    second = result_of(run, take_step)
-    if run.state["micro_batch"] != micro_batch:  # the repeat ran out of memory, so its sums differ
-        restore(run, before)
-        return confirm(run, take_step)
-    different = bits_that_differ(first, second)
-    if not any(agree(len(different) > 0)):
-        return second["numbers"]
-    restore(run, before)
-    third = result_of(run, take_step)
-    tries = {"first": first, "second": second}
-    odd = [name for name, result in tries.items() if bits_that_differ(result, third)]
+    results = []
+    for attempt in range(3):
+        if attempt:
+            restore(run, before)
+        numbers = take_step()
+        results.append(copy_of_result(run, numbers))
+        if any(agree(results[-1] is None or run.state["micro_batch"] != micro_batch)):
+            del results, numbers  # the copies themselves may be what was too much
+            restore(run, before)
+            run.state["micro_batch"] = micro_batch
+            del before
+            return skip_audit(run, take_step)
+        if len(results) == 2:
+            different = bits_that_differ(*results)
+            if not any(agree(len(different) > 0)):
+                return numbers
+    odd = [n for n, result in enumerate(results[:2]) if bits_that_differ(result, results[2])]
     if any(agree(len(odd) == 2)):
+        where = min(different, default="on another rank")
         raise RunFailed(
-            f"step {step} gave three different results from the same input ({min(different, default='on another rank')} ...): the "
-            "step reads what no checkpoint holds, such as a counter or generator of its own, or this "
-            "machine does not compute reliably; python bench.py --only=exact tells which part"
+            f"step {step} gave three different results from the same input ({where} ...): the step "
+            "reads what no checkpoint holds, such as a counter or generator of its own, or this "
+            "machine does not compute reliably; python check.py --only=exact tells which part"
         )
     found = from_all_ranks((odd, different))  # a rank without a fault has an empty list and dict
-    odd = next(names[0] for names, _ in found if names)
+    number = next(numbers[0] for numbers, _ in found if numbers)
     bits = {name: count for _, each in found for name, count in each.items()}
+    odd = ("first", "second")[number]
     run.folder.event(step, "audit", odd=odd, bits=sum(bits.values()), tensors=sorted(bits))
-    return third["numbers"]
+    return numbers
 
 
-def result_of(run, take_step):
-    """Call take_step(). Returns a copy of its numbers and of everything it changed, by name."""
-    numbers = take_step()
+def skip_audit(run, take_step: Callable[[], dict]) -> dict:
+    run.folder.event(run.state["step"] + 1, "audit_skipped", why="too little memory for the copies")
+    return take_step()
+
+
+def copy_of_result(run, numbers: dict) -> dict | None:
+    """A copy of a step's numbers and of everything it changed, by name. None: memory ran out."""
     weights = dict(run.model.named_parameters())
     names = {id(weight): name for name, weight in weights.items()}
     changed = run.checkpoint()
@@ -65,10 +76,15 @@ def result_of(run, take_step):
         saved["state"] = {names.get(id(key), key): each for key, each in optimizer.state.items()}
     gradients = {name: w.grad for name, w in weights.items() if w.grad is not None}
     result = {"numbers": numbers, "gradient": gradients, "weights": changed.pop("model"), **changed}
-    return clone(result)
+    try:
+        return clone(result)
+    except (RuntimeError, MemoryError) as error:
+        if out_of_memory(error):
+            return None
+        raise
 
 
-def bits_that_differ(one, other):
+def bits_that_differ(one: dict, other: dict) -> dict[str, int]:
     """{name of a tensor or value: number of bits that differ} between two results.
 
     A plain value counts as one bit, as does a tensor that only one of the results has.

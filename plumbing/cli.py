@@ -86,7 +86,10 @@ def run_script(main: Callable[[], int | None]) -> int:
         return 0
     except (BadInput, RunFailed) as error:
         code = 2 if isinstance(error, BadInput) else 1
-        words = f"{os.path.basename(sys.argv[0])}: {error}"
+        if getattr(error, "said", False):  # by another rank
+            return code
+        failed = "failed: " * (code == 1)
+        words = f"{os.path.basename(sys.argv[0])}: {failed}{error}"
     except Exception as error:
         code = 1
         words = "\n".join(folded_traceback(error))

@@ -66,9 +66,10 @@ def duration(seconds: float) -> str:
 def best_words(best_metric: str, state: dict[str, Any]) -> str:
     """The best so far, by the metric that decides: `best val_accuracy 0.5712 at step 1,100`."""
     name = "validation loss" if best_metric == "val_loss" else best_metric.removeprefix("-")
-    if not math.isfinite(state["best_val_loss"]):
+    if not math.isfinite(state["best_score"]):
         return f"no best {name} yet"
-    return f"best {name} {state['best_val_loss']:.4f} at step {state['best_step']:,}"
+    best = -state["best_score"] if best_metric.startswith("-") else state["best_score"]
+    return f"best {name} {best:.4f} at step {state['best_step']:,}"
 
 
 def say(*words: object, file: TextIO | None = None) -> None:
@@ -177,37 +178,32 @@ def diagnosis(why: str, recent: list[dict[str, Any]], rollbacks: int) -> str:
 # ---- before the first step -----------------------------------------------------------------------
 
 
-def print_plan(
-    run: Any,
-    reasons: dict,
-    peak: tuple,
-    measured_gb: float | None,
-    path: Path | None,
-    changed: dict,
-) -> None:
+def print_plan(run: Any, peak: tuple, changed: dict) -> None:
     """Print the plan of the run, in a few aligned lines.
 
-    reasons: {knob: why it has its value}. peak: (FLOP/s or None, source). measured_gb: memory that the
-    rehearsal took, or None. path: the checkpoint to start from, or None. changed: {knob: [then, now]}.
+    peak: (FLOP/s or None, source). changed: {knob: [then, now]} since the checkpoint it resumes.
     """
     c = run.facts["config"] | run.facts["run"]
     lines = {
-        "run": f"resumes from {shown(path)}" if path else f"new, in {shown(c['out_dir'])}",
+        "run": f"resumes from {shown(run.path)}" if run.path else f"new, in {shown(c['out_dir'])}",
         "changed": ", ".join(f"{key} {then} -> {now}" for key, (then, now) in changed.items()),
         "model": describe_model(run.model),
         **describe_data(run, c),
         "steps": f"{c['max_steps']:,}, {len(run.train_data) // c['global_batch']:,} to an epoch; "
         f"{c['optimizer']}, {c['schedule']} {c['peak_lr']:g} to {c['min_lr']:g}",
         "device": f"{c['device']}, {c['threads']} threads",
-        "dtype": f"{c['dtype']} ({reasons['dtype']})",
-        "compile": f"{str(c['compile']).lower()} ({reasons['compile']}); "
+        "dtype": f"{c['dtype']} ({run.reasons['dtype']})",
+        "compile": f"{str(c['compile']).lower()} ({run.reasons['compile']}); "
         f"deterministic {str(c['deterministic']).lower()}",
         "peak": describe_peak(c, run.model, peak),
-        "memory": "" if measured_gb is None else f"{measured_gb:.3f} GB, measured in a rehearsal",
     }
     for name, words in lines.items():
-        if words:
-            say(paint(f"{name:<8}", "dim"), wrapped(words, 9))
+        print_line(name, words)
+
+
+def print_line(name: str, words: str) -> None:
+    if words:
+        say(paint(f"{name:<8}", "dim"), wrapped(words, 9))
 
 
 def describe_model(model: Any) -> str:
@@ -254,13 +250,9 @@ def describe_peak(c: dict[str, Any], model: Any, peak: tuple[float | None, str])
 # ---- after the last step -------------------------------------------------------------------------
 
 
-def print_end(
-    ended: str, state: dict, seconds: dict, folder: Path, command: list[str], best_metric="val_loss"
-) -> None:
-    if ended.startswith("failed"):
-        line = f"{Path(command[0]).name}: {ended}"
-        say(paint(line, "red", sys.stderr), file=sys.stderr)
-    else:
+def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric: str) -> None:
+    """The last lines of a run; the error of a failed one follows them."""
+    if not ended.startswith("failed"):
         say(f"{ended} at step {state['step']:,}; {best_words(best_metric, state)}")
     spent = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
     say(f"{sum(seconds.values()):.1f} s: {spent}")

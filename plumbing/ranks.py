@@ -1,4 +1,4 @@
-"""Several processes, one for each device: joining and leaving, agreements, sums, sharded models.
+"""Several processes, one for each device: they join, agree, and share a batch; sums over them.
 
 With a single process these functions do not communicate, so callers need no special case for it.
 """
@@ -7,25 +7,25 @@ import contextlib
 import datetime
 import os
 import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from plumbing.cli import fail
 
-_store = None  # key-value store that the ranks of the process group share
-_begun = 0  # collectives that this rank has begun in the group
-
 
 @contextlib.contextmanager
-def joined(device, hang_minutes, shard=False, offload=False):
+def joined(
+    device: torch.device, hang_minutes: float, shard: bool = False, offload: bool = False
+) -> Iterator[None]:
     """A context in which torchrun's processes form a group. Without torchrun there is none.
 
     Tensors on a GPU go through NCCL, those on the CPU through gloo. A rank that waits for another
-    gives up after hang_minutes, and names it. Exits with 2 if `shard` is set without torchrun, or
-    `offload` without `shard`.
+    gives up after hang_minutes. Raises BadInput for `shard` without torchrun, `offload` without
+    `shard`.
     """
-    global _store, _begun
     if shard and "WORLD_SIZE" not in os.environ:
         fail("--shard=true: expected several ranks; start torchrun --nproc_per_node=2 train.py")
     if offload and not shard:
@@ -33,14 +33,13 @@ def joined(device, hang_minutes, shard=False, offload=False):
     if "WORLD_SIZE" not in os.environ:
         yield
         return
-    _begun = 0
-    _store, number, count = rendezvous()
+    store, number, count = rendezvous()
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         timeout=datetime.timedelta(minutes=hang_minutes),
         world_size=count,
         rank=number,
-        store=_store,
+        store=store,
     )
     try:
         first = torch.ones(1, device=device)
@@ -48,7 +47,6 @@ def joined(device, hang_minutes, shard=False, offload=False):
         first.item()  # waits for the device
         yield
     finally:
-        _store = None
         # After a failure the GPU may wait in a sum for a rank that is gone, and destroying the group
         # would wait for that sum. Python's exit aborts the group instead (~ProcessGroupNCCL).
         with contextlib.suppress(RuntimeError):  # a GPU error, already reported
@@ -56,7 +54,7 @@ def joined(device, hang_minutes, shard=False, offload=False):
                 dist.destroy_process_group()
 
 
-def rendezvous():
+def rendezvous() -> tuple:
     """(store, rank, world size), from torchrun's environment variables."""
     one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     shared_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -76,81 +74,107 @@ def rendezvous():
     return store, number, count
 
 
-def rank():
+def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def world_size():
+def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def share(first, count):
+def share(first: int, count: int) -> tuple[int, int]:
     """(first, count) of this rank's part of the `count` sequences that begin with `first`."""
     begin = count * rank() // world_size()
     end = count * (rank() + 1) // world_size()
     return first + begin, end - begin
 
 
-def say(*words, file=None):
+def say(*words, file=None) -> None:
     """Print on rank 0 only, so that all ranks have one log. What cannot be written is dropped."""
     if rank() == 0:
         with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe or terminal
             print(*words, file=file, flush=True)
 
 
-def collective():
-    """Whether there are other ranks. Publishes how many collectives this rank has begun."""
-    global _begun
-    if not dist.is_initialized():
-        return False
-    _begun += 1
-    with contextlib.suppress(RuntimeError):  # the store is gone; the run will fail soon
-        _store.set(f"collectives_{rank()}", str(_begun))  # 5 us: it does not wait for an answer
-    return True
-
-
-def stragglers():
-    """The ranks that have begun fewer collectives than this one: the others wait for them."""
-    try:
-        begun = [int(_store.get(f"collectives_{number}")) for number in range(world_size())]
-    except RuntimeError:  # the store is gone too
-        return []
-    return [number for number, count in enumerate(begun) if count < _begun]
-
-
-def agree(*flags):
+def agree(*flags: float) -> list:
     """The largest of each flag over all ranks. Uses CPU tensors: never waits for the device."""
-    if collective():
-        flags = torch.tensor(flags)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        flags = flags.tolist()
-    return flags
+    if world_size() == 1:
+        return list(flags)
+    most = torch.tensor(flags)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return most.tolist()
 
 
-def from_rank0(function, *args):
-    """Call function(*args) on rank 0 only. Every rank returns its result, or raises its error."""
+def from_rank0(function: Callable, *args) -> Any:
+    """Call function(*args) on rank 0 only. Every rank returns its result, or raises its error, which
+    only rank 0 prints."""
     result = None
     if rank() == 0:
         try:
             result = function(*args)
-        except (Exception, SystemExit) as error:
+        except Exception as error:
+            if world_size() == 1:
+                raise
             result = error
     result = from_all_ranks(result)[0]
-    if isinstance(result, BaseException):
+    if isinstance(result, Exception):
+        result.said = rank() > 0
         raise result
     return result
 
 
-def from_all_ranks(value):
+def from_all_ranks(value: Any) -> list:
     """[value of rank 0, value of rank 1, ...], on every rank."""
     values = [value] * world_size()
-    if collective():
+    if world_size() > 1:
         dist.all_gather_object(values, value)
     return values
 
 
+def total(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, summed over the ranks in place."""
+    return sum_over_ranks([tensor])[0]
+
+
 @torch.no_grad()
-def sum_over_ranks(tensors):
+def sum_gradients(model: torch.nn.Module, numbers: dict) -> None:
+    """Sum the gradients of `model`, and the scalars `numbers`, over the ranks, in place.
+
+    A weight that got a gradient on another rank but not here, because no row of this rank used it,
+    gets a gradient of zeros: the ranks must sum the same tensors. FSDP2 has summed those of a
+    sharded model in its backward pass.
+    """
+    if world_size() == 1:
+        return
+    gradients = []
+    if not is_sharded(model):
+        weights = list(model.parameters())
+        used = agree(*(weight.grad is not None for weight in weights))
+        for weight, anywhere in zip(weights, used, strict=True):
+            if anywhere and weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+    sum_over_ranks([*gradients, *numbers.values()])
+
+
+@torch.no_grad()
+def average_buffers(model: torch.nn.Module) -> None:
+    """Average the floating-point buffers that are saved over the ranks, which saw other sequences."""
+    if world_size() == 1:
+        return
+    saved = model.state_dict(keep_vars=True).items()
+    weights = {id(weight) for weight in model.parameters()}
+    moving = {id(b): b for _, b in saved if id(b) not in weights and is_float(b)}  # shared: once
+    for buffer in sum_over_ranks(list(moving.values())):
+        buffer /= world_size()
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+@torch.no_grad()
+def sum_over_ranks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Sum each tensor over the ranks, in place, by one all-reduce per dtype and device; return them.
 
     One flat buffer in a fixed order keeps a resumed run bit-exact with any number of ranks. DDP's
@@ -161,14 +185,13 @@ def sum_over_ranks(tensors):
     for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
         alike = [t for t in tensors if (t.dtype, t.device) == kind]
         flat = torch.cat([t.flatten() for t in alike])
-        collective()
         dist.all_reduce(flat)
         for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
             tensor.copy_(part.view_as(tensor))
     return tensors
 
 
-def replicas_differ(tensors):
+def replicas_differ(tensors: dict) -> list[str]:
     """The names in `tensors`, {name: tensor or value}, that are not the same on every rank.
 
     Not for sharded tensors, of which ranks hold different parts. The host waits for the device here.
@@ -179,74 +202,22 @@ def replicas_differ(tensors):
     return [name for name in tensors if len({checksums[name] for checksums in everyone}) > 1]
 
 
-def checksum(tensor):
+def checksum(tensor: Any) -> int:
     """CRC-32 of a tensor's bits, any one of which changes it, or of the repr of another value."""
     if not isinstance(tensor, torch.Tensor):
         return zlib.crc32(repr(tensor).encode())
     return zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
 
 
-# ---- sharded models ------------------------------------------------------------------------------
-
-
-def shard(model, device, dtype, offload):
-    """Shard each weight of `model`, an nn.Module on the CPU, over the ranks by rows (FSDP2).
-
-    If it has `blocks`, the weights of each are gathered just before it computes, in the forward and
-    again in the backward pass. They are sent in `dtype` (its name) if all of them are matrices,
-    which autocast would round anyway; a LayerNorm's gain must stay float32. Gradients are summed in
-    float32. offload: weights, gradients and moments stay in host memory.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    how = {"mesh": init_device_mesh(device.type, (world_size(),)), "reshard_after_forward": True}
-    if offload:
-        how["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    low = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, dtype),
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=False,  # or float32 rotary tables, which are inputs, would be rounded
-    )
-    blocks = list(getattr(model, "blocks", []))
-    for block in blocks:
-        matrices = all(weight.dim() > 1 for weight in block.parameters())
-        fully_shard(block, mp_policy=low if matrices else MixedPrecisionPolicy(), **how)
-    fully_shard(model, **how)
-    for module in (*blocks, model):
-        module.set_gradient_divide_factor(1.0)  # a sum, like sum_over_ranks
-        module.set_force_sum_reduction_for_comms(True)
-        # zeros where a rank has no gradient, as retry_on_oom() does for plain models
-        module.set_reduce_scatter_unused_params(True)
-    return model
-
-
-def sharded(model):
+def is_sharded(model: torch.nn.Module) -> bool:
     return any(hasattr(weight, "to_local") for weight in model.parameters())
 
 
-def local(tensor):
+def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded tensor, sharing its memory; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def whole(tensor):
+def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a sharded tensor; any other tensor unchanged. All ranks call it together."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-@torch.no_grad()
-def shard_like(weight, value):
-    """`value`, complete on every rank, sharded like `weight` if their shapes agree, else unchanged.
-
-    Only this rank's rows are copied, to the device that holds its part of `weight`.
-    (distribute_tensor would first copy all of `value` to the GPU, even with offloaded weights.)
-    """
-    to_shard = hasattr(weight, "to_local") and not hasattr(value, "to_local")
-    if not to_shard or getattr(value, "shape", None) != weight.shape:
-        return value
-    result = torch.empty_like(weight, dtype=value.dtype)
-    parts = value.chunk(world_size())  # by rows, as FSDP2 shards: the last may be shorter
-    if rank() < len(parts):
-        local(result).copy_(parts[rank()])
-    return result

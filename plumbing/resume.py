@@ -1,63 +1,193 @@
-"""Choose the checkpoint that a run starts from, by --resume and the content of its folder."""
+"""May this run continue? From where, with what changed, and is it finished already?"""
 
+import ast
+import functools
+import json
+import platform
+import sys
+import sysconfig
+from hashlib import sha256
 from pathlib import Path
 
-from plumbing import checkpoints, identity
-from plumbing.cli import fail
+import torch
+
+from plumbing import checkpoint
+from plumbing.cli import BadInput, fail
 from plumbing.console import shown
-from plumbing.files import read_json
-from plumbing.ranks import say
+from plumbing.data import digest_of
+from plumbing.machine import choose_dtype, device_name, matmul_bits
+from plumbing.ranks import from_rank0, say, world_size
+
+REPO = Path(__file__).resolve().parent.parent
+
+# If one of these differs, it is another run: a resume is refused.
+REFUSED = (
+    "n_layer n_head n_embd ngram_rows conv_width block_size dropout label_smoothing n_future_tokens "
+    "seed optimizer schedule dtype global_batch dataset data files"
+).split()
+# If one of these differs, the run resumes with an `inexact_resume` event.
+INEXACT = (
+    "torch device matmul_bits compile deterministic threads world_size batch_size accum_steps shard "
+    "offload code"
+).split()
+# These change no bit of a step, except through plateau_factor or a rollback: a finished run stays
+# finished if they differ. All other knobs (peak_lr, weight_decay, ...) may change on a resume too.
+FREE = (
+    "out_dir data_dir max_steps patience min_delta num_workers prefetch_factor hang_minutes "
+    "log_interval eval_interval eval_tokens best_metric sample_interval save_interval save_minutes "
+    "keep_last milestone_interval report audit_interval wandb_log wandb_project wandb_run_name "
+    "dollars_per_hour resume offline_dataset"
+).split()
+# Typed, these make another run, with a folder of its own: what a resume refuses, and the course.
+NAMED = (
+    "dataset block_size n_layer n_head n_embd ngram_rows conv_width dropout label_smoothing "
+    "n_future_tokens batch_size accum_steps seed optimizer momentum weight_decay beta1 beta2 grad_clip "
+    "ema_decay schedule peak_lr min_lr warmup_steps decay_steps cooldown_steps step_size gamma "
+    "plateau_factor plateau_patience max_skipped max_rollbacks dtype"
+).split()
+# Resolved from "auto", 0, max_steps or the ranks, and kept on a resume unless the command differs.
+RESOLVED = "dtype compile warmup_steps decay_steps batch_size accum_steps".split()
+# Code that only prints or draws, and so never makes a resume inexact.
+ONLY_SHOWS = ("plumbing/console.py", "report.py", "reporting/")
 
 
-def find_checkpoint(folder, resume):
+# ---- the identity of a run -----------------------------------------------------------------------
+
+
+def identity_of(knobs: dict, data: dict, device: torch.device) -> dict:
+    """What a checkpoint keeps as `run`. knobs: globals of train.py. data: its facts["data"]."""
+    known = {key: knobs[key] for key in (*REFUSED, *INEXACT, *RESOLVED) if key in knobs}
+    return known | {
+        "global_batch": knobs["batch_size"] * knobs["accum_steps"] * world_size(),
+        "dataset": data["name"],
+        "data": data["fingerprint"],
+        "files": {str(path): digest_of(path) for path in data.get("files", ())},
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "device": device_name(device),
+        "matmul_bits": matmul_bits(device, getattr(torch, knobs["dtype"])),
+        "threads": torch.get_num_threads(),
+        "world_size": world_size(),
+        "code": code_hashes(),
+    }
+
+
+def code_hashes() -> dict:
+    """{path: [SHA-256 of the bytes, of the syntax tree]} of every source that this process has loaded,
+    `__main__` too, but for the standard library, installed packages, and code that only shows."""
+    paths = sysconfig.get_paths()
+    installed = {str(Path(paths[key]).resolve()) for key in ("stdlib", "purelib", "platlib")}
+    hashes = {}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None) or ""
+        if not file.endswith(".py"):
+            continue
+        path = Path(file).resolve()
+        if any(path.is_relative_to(folder) for folder in installed) or not path.is_file():
+            continue
+        name = path.relative_to(REPO).as_posix() if path.is_relative_to(REPO) else str(path)
+        if not name.startswith(ONLY_SHOWS):
+            hashes[name] = hashes_of_source(path.read_bytes())
+    return {name: hashes[name] for name in sorted(hashes)}
+
+
+@functools.cache
+def hashes_of_source(source: bytes) -> list[str]:
+    """[SHA-256 of the bytes, of the tree]: a comment or a docstring changes only the first."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
+            if isinstance(getattr(body[0].value, "value", None), str):
+                body[0].value.value = ""
+    return [sha256(each).hexdigest() for each in (source, ast.dump(tree).encode())]
+
+
+def changes(then: dict, now: dict) -> dict:
+    """{key: [then, now]} where two identities differ. Code: only files that both have loaded, and a
+    file whose bytes alone differ has not changed, unless another Python read it."""
+    changed = {key: [then.get(key), now[key]] for key in now if then.get(key) != now[key]}
+    if "files" in changed and not (then.get("files") or now["files"]):
+        del changed["files"]
+    if "code" in changed:
+        before, after = changed.pop("code")
+        same_python = then.get("python") == now["python"]
+        differ = [
+            name
+            for name in after
+            if name in before
+            and before[name][0] != after[name][0]
+            and not (same_python and before[name][1] == after[name][1])
+        ]
+        if differ:
+            changed["code"] = [
+                {name: files[name][0] for name in differ} for files in (before, after)
+            ]
+    return changed
+
+
+def inexact(then: dict, now: dict) -> dict:
+    """{key: [then, now]} of the differences that make a resume inexact."""
+    return {key: pair for key, pair in changes(then, now).items() if key in INEXACT}
+
+
+def changed_knobs(then: dict, now: dict) -> dict:
+    """{knob: [then, now]} where two configs differ as typed, except for folders and `resume`."""
+    return {
+        key: [then[key], now[key]]
+        for key in now
+        if key in then and then[key] != now[key] and not key.endswith("_dir") and key != "resume"
+    }
+
+
+# ---- from where ----------------------------------------------------------------------------------
+
+
+def find_checkpoint(folder, resume: str, to_train: bool) -> Path | None:
     """Path of the checkpoint to start from, or None for a new run. Rank 0 only.
 
-    folder: a RunFolder, which is locked if it holds a run. resume: "auto", "never" or a path. Exits
-    with 2 if the two contradict each other, or no checkpoint can be read.
+    folder: a RunFolder. resume: "auto", "never", "restart" or a path. to_train: lock the folder if it
+    holds a run, and set damaged files aside. Raises BadInput if `resume` contradicts the folder.
     """
     path = None
     try:
         if folder.holds_run():
-            folder.lock()
+            if to_train:
+                folder.lock()
             if resume == "never":
                 fail(
                     f"--resume=never, and {folder.path} holds a run; write {folder.fresh_out_dir()}"
                 )
-            path = checkpoints.newest_valid(folder.path)
+            if resume == "restart":
+                return folder.set_aside() if to_train else None
+            path = checkpoint.newest_valid(folder.path, set_aside=to_train)
             # with neither of these, it stopped before its first save: nothing is lost
             if not path and (folder.holds_steps() or any(folder.path.glob("*.corrupt"))):
                 fail(
                     f"{folder.path} holds a run, but no checkpoint that can be read; to start again "
-                    f"write {folder.fresh_out_dir()}"
+                    f"write --resume=restart or {folder.fresh_out_dir()}"
                 )
-        if resume not in ("auto", "never"):
+        if resume not in ("auto", "never", "restart"):
             path = checkpoint_asked_for(folder, path, Path(resume))
-        if path and "sequences" not in checkpoints.load(path, verify=False)["state"]:
-            commit = read_json(path.parent / "run.json").get("git", {}).get("commit")
-            other = f"write {folder.fresh_out_dir()}" if folder.owns(path) else "leave out --resume"
-            fail(
-                f"{shown(path)} was written by an older train.py (commit {commit or 'unknown'}), which "
-                f"counted batches; check out that commit to resume it, or {other}"
-            )
     except OSError as error:  # of a read: not damage, so nothing is renamed
         place = shown(error.filename or folder.path)
         fail(f"{place} cannot be read ({error.strerror}); it may be undamaged: it stays as it is")
     return path
 
 
-def checkpoint_asked_for(folder, newest, asked):
+def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
     """The path for --resume=asked: `asked`, or `newest` if the run in `folder` began from `asked`.
 
-    newest: the newest checkpoint in `folder`, or None. Exits with 2 if neither applies.
+    newest: the newest checkpoint in `folder`, or None. Raises BadInput if neither applies.
     """
-    began_from = newest and checkpoints.load(newest, verify=False)["run"].get("began_from")
+    began_from = newest and checkpoint.load(newest, verify=False)["run"].get("began_from")
     if began_from == str(asked.resolve()):
         return newest
     try:
-        checkpoints.load(asked)
-    except (checkpoints.Damaged, FileNotFoundError, IsADirectoryError) as error:
+        checkpoint.load(asked)
+    except (checkpoint.Damaged, FileNotFoundError, IsADirectoryError) as error:
         reason = getattr(error, "strerror", None) or error
-        fail(f"--resume={asked}: {reason}; expected auto, never or the path of a checkpoint")
+        fail(f"--resume={asked}: {reason}; expected auto, never, restart or a checkpoint's path")
     if newest:
         began = f"began from {shown(began_from)}" if began_from else "began from no checkpoint"
         fail(
@@ -67,44 +197,136 @@ def checkpoint_asked_for(folder, newest, asked):
     return asked
 
 
-def continue_from(run, path, saved):
-    """Exits with 2 if `saved` is of another run. Keeps its micro-batches if batch_size is equal."""
-    identity.refuse_another_run(run, saved)
+def resolve_auto_knobs(knobs: dict, config: dict, saved: dict | None, device: torch.device) -> dict:
+    """Set the RESOLVED knobs: on a resume as in the checkpoint `saved`, else by hardware and knobs.
+
+    A new run's `compile` is left to choose_compile(). knobs: globals of train.py. Returns reasons.
+    """
+    reasons = {}
+    if saved:
+        for knob in RESOLVED:
+            if config[knob] == saved["config"].get(knob):
+                knobs[knob] = saved["run"][knob]
+                reasons[knob] = "as in the run so far"
+        split_as_before = {"batch_size", "accum_steps"} <= reasons.keys()
+        if saved["run"]["world_size"] != world_size() and split_as_before:
+            split = split_global_batch(saved["run"], knobs["batch_size"])
+            knobs["batch_size"], knobs["accum_steps"] = split
+        refuse_ended_schedule(knobs, config, saved["run"]["decay_steps"])
+    if "warmup_steps" not in reasons:
+        knobs["warmup_steps"] = min(knobs["warmup_steps"], knobs["max_steps"])
+    knobs["decay_steps"] = knobs["decay_steps"] or knobs["max_steps"]
+    knobs["dtype"], reason = choose_dtype(knobs["dtype"], device)
+    return {"dtype": reason} | reasons
+
+
+def refuse_ended_schedule(knobs: dict, config: dict, planned: int) -> None:
+    """Raises BadInput if max_steps was raised past the end of a schedule as first planned."""
+    falls = knobs["schedule"] not in ("constant", "step")
+    if falls and config["decay_steps"] == 0 and config["max_steps"] > planned:
+        here = f"--out_dir={shown(config['out_dir'])}"
+        fail(
+            f"this run was planned for {planned:,} steps, where its learning rate ends; for "
+            f"--max_steps={config['max_steps']} write {here} --decay_steps={config['max_steps']} (plan "
+            f"anew from here), {here} --decay_steps={planned} (train on at the last rate), or "
+            "--resume=restart (start over; this run is kept as NAME.old_1)"
+        )
+
+
+def split_global_batch(then: dict, batch_size: int) -> tuple[int, int]:
+    """(batch_size, accum_steps) that keep a run's global batch with today's number of ranks."""
+    rows, rest = divmod(then["global_batch"], world_size())
+    if rest:
+        fail(
+            f"the {then['global_batch']} sequences of this run's batch do not divide by "
+            f"{world_size()} ranks; expected a number of ranks that divides them"
+        )
+    micro = max(size for size in range(1, min(rows, batch_size) + 1) if rows % size == 0)
+    return micro, rows // micro
+
+
+# ---- may it continue? ----------------------------------------------------------------------------
+
+
+def continue_from(run, saved: dict) -> None:
+    """Raises BadInput if `saved` is of another run. Keeps its micro-batches if batch_size is equal."""
+    refuse_another_run(run, saved)
     then = saved["run"]
     now = run.facts["run"]
-    now["began_from"] = then.get("began_from") if run.folder.owns(path) else str(path.resolve())
+    own = run.folder.owns(run.path)
+    now["began_from"] = then.get("began_from") if own else str(run.path.resolve())
     if now["batch_size"] == then["batch_size"]:
-        for key in checkpoints.MICRO_BATCHES:
+        for key in checkpoint.MICRO_BATCHES:
             run.state[key] = saved["state"].get(key, run.state[key])
 
 
-def is_finished(folder, path, saved, config):
-    """Whether the run has no step left to take. If so, prints what to type to train longer.
+def refuse_another_run(run, saved: dict) -> None:
+    fresh_out_dir = from_rank0(run.folder.fresh_out_dir)
+    then = saved["run"]
+    now = run.facts["run"]
+    changed = changes(then, now)
+    for key in REFUSED:
+        if key in changed:
+            to_resume = f" or, to resume, --{key}={then.get(key)}" if key in saved["config"] else ""
+            was, here = (json.dumps(v) if isinstance(v, dict) else v for v in changed[key])
+            fail(
+                f"{key} was {was} in the run so far and is {here} now: that is another run; "
+                f"write {fresh_out_dir}{to_resume}"
+            )
+    shapes = [{n: list(w.shape) for n, w in saved["model"].items()}]
+    shapes.append({n: list(w.shape) for n, w in run.model.state_dict().items()})
+    sizes = [[len(g["params"]) for g in each["param_groups"]] for each in saved["optimizer"]]
+    shapes[0]["the optimizers' groups of weights"] = sizes
+    shapes[1]["the optimizers' groups of weights"] = [
+        [len(group["params"]) for group in each.param_groups] for each in run.optimizers
+    ]
+    for name in shapes[0] | shapes[1]:
+        was, here = (each.get(name, "absent") for each in shapes)
+        if was != here:
+            fail(
+                f"{name}: {was} in the checkpoint and {here} in the program: that is another model or "
+                f"optimizer; write {fresh_out_dir}"
+            )
 
-    Exits with 2 if the command asks for anything other than the finished run.
+
+def is_finished(run) -> bool:
+    """Whether the run has no step left to take. If so, prints what to type to train longer, and
+    records its end if a kill came before that. Rank 0 only.
+
+    Raises BadInput if the command asks for anything other than the finished run.
     """
-    state = saved["state"]
+    config, state = run.facts["config"], run.state
     step = state["step"]
-    more = "raise --max_steps"
+    fresh = run.folder.fresh_out_dir()
+    here = f"--out_dir={shown(run.folder.path)}"
+    more = f"raise --max_steps, with {here}"
     if step < config["max_steps"]:
         if not 0 < config["patience"] <= state["evals_since_best"]:
             return False
-        more = "raise --patience"
-    if not folder.owns(path):
-        fail(f"{shown(path)} is at step {step:,} of --max_steps={config['max_steps']}; {more}")
+        more = f"raise --patience, with {here}"
+    if not run.folder.owns(run.path):
+        fail(f"{shown(run.path)} is at step {step:,} of --max_steps={config['max_steps']}; {more}")
     others = [
         f"{knob} was {then} and is {now} now"
-        for knob, (then, now) in identity.changed_knobs(saved["config"], config).items()
-        if knob not in identity.FREE
+        for knob, (then, now) in changed_knobs(run.before["config"], config).items()
+        if knob not in FREE
+    ]
+    others += [
+        f"{name} has changed" for name in changes_of_code(run.before["run"], run.facts["run"])
     ]
     if others:
-        fail(
-            f"{folder.path} holds a finished run: {', '.join(others)}; for a run with that write "
-            f"{folder.fresh_out_dir()}, to train this one longer {more}"
+        raise BadInput(
+            f"{shown(run.folder.path)} holds a finished run: {', '.join(others)} since; for a run with "
+            f"that write {fresh} or --resume=restart, to train this one longer {more}"
         )
     say(
-        f"{folder.path} is finished: {step:,} steps, best validation loss "
+        f"{shown(run.folder.path)} is finished: {step:,} steps, best validation loss "
         f"{state['best_val_loss']:.4f} at step {state['best_step']:,}. To train longer, {more}; to "
-        f"start again, write {folder.fresh_out_dir()}"
+        f"start again, write --resume=restart or {fresh}"
     )
+    run.folder.complete_end("finished", state, config["report"])
     return True
+
+
+def changes_of_code(then: dict, now: dict) -> list[str]:
+    return list(changes(then, now).get("code", [{}])[0])

@@ -51,12 +51,6 @@ class Signals:
             signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the process
         self.stop = self.stop or int(number)
 
-    def take_save(self) -> bool:
-        """Return `save` and set it to False: a later signal asks for another checkpoint."""
-        asked = self.save
-        self.save = False
-        return asked
-
     def orphaned(self) -> bool:
         """Whether torchrun has died: its ranks run in their own sessions, and would survive it."""
         return "WORLD_SIZE" in os.environ and os.getppid() != self.parent

@@ -15,7 +15,8 @@ import torch
 from conftest import HONEST_DATA, REPO, TINY, WINDOWS, digest, read_rows, stop_at, tree
 
 import train
-from model import GPT, GPTConfig, configure_optimizers
+from model import GPT, GPTConfig
+from optim import configure_optimizers
 from plumbing import devices
 from plumbing.checkpoints import MICRO_BATCHES
 from plumbing.dataset import Tokens

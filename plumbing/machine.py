@@ -1,18 +1,20 @@
-"""The hardware: choose device, precision and compilation by its properties; describe it.
+"""The hardware: choose device, precision and compilation by its properties; its peak; describe it.
 
 Nothing here initializes CUDA unless the device is a GPU.
 """
 
+import atexit
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib.metadata
 import math
 import os
 import platform
 import shutil
 import sys
-import warnings
+import time
 from hashlib import sha256
 from pathlib import Path
 
@@ -22,11 +24,30 @@ from plumbing.cli import fail
 from plumbing.ranks import world_size
 
 WORTH_COMPILING = 5e13  # FLOPs of a run on a CPU from which compiling saves more time than it takes
+STEPS_WORTH_COMPILING = 1000  # the same on a GPU, where compiling takes most of a minute
+
+# Peak FLOP/s of dense matrix products from the makers' datasheets: bfloat16, float16, float32 (not
+# TF32). Names are complete, without "NVIDIA ": if a part sufficed, an RTX A1000 would get the peak
+# of an A100, and a MIG slice that of the whole GPU. Other devices are measured.
+PEAKS = {
+    ("B200",): (2250e12, 2250e12, 75e12),
+    ("H200", "H100 80GB HBM3"): (989e12, 989e12, 67e12),
+    ("H100 PCIe",): (756e12, 756e12, 51e12),
+    ("A100-SXM4-40GB", "A100-SXM4-80GB"): (312e12, 312e12, 19.5e12),
+    ("A100-PCIE-40GB", "A100 80GB PCIe"): (312e12, 312e12, 19.5e12),
+    ("A10G",): (70e12, 70e12, 35e12),
+    ("L40S",): (362e12, 362e12, 91.6e12),
+    ("L4",): (121e12, 121e12, 30.3e12),
+    ("GeForce RTX 4090",): (165e12, 165e12, 82.6e12),
+    ("GeForce RTX 3090",): (71e12, 71e12, 35.6e12),
+    ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"): (None, 125e12, 15.7e12),
+    ("Tesla T4",): (None, 65e12, 8.1e12),
+}
 
 # ---- choices -------------------------------------------------------------------------------------
 
 
-def choose_device(name):
+def choose_device(name: str) -> torch.device:
     """The torch.device of this rank for --device=name. Exits with 2 if it is not available."""
     kind = name
     if name == "auto":
@@ -51,7 +72,7 @@ def choose_device(name):
     return device
 
 
-def choose_dtype(name, device):
+def choose_dtype(name: str, device: torch.device) -> tuple[str, str]:
     """(dtype's name, why) for --dtype=name. auto: 16 bits if the hardware computes in them."""
     _, flags = cpu_info()
     native = "float32"
@@ -74,21 +95,25 @@ def choose_dtype(name, device):
     return (native, why) if name == "auto" else (name, "as given")
 
 
-def kernels_have_bfloat16():
+def kernels_have_bfloat16() -> bool:
     """Whether oneDNN, which multiplies matrices on a CPU, may use its bfloat16 instructions. If a
     variable such as ONEDNN_MAX_CPU_ISA=AVX2 forbids them, a product takes 100 times as long."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def choose_compile(setting, device, flops):
-    """(whether to compile, why) for --compile=setting. flops: of the whole run, NaN if unknown."""
+def choose_compile(
+    setting: bool | str, device: torch.device, flops: float, steps: int
+) -> tuple[bool, str]:
+    """(whether to compile, why) for --compile=setting. flops, steps: of the whole run; NaN FLOPs if
+    the model does not tell them."""
     if setting != "auto":
         return setting, "as given"
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 
-        there = has_triton()
-        return there, "Triton is installed" if there else "Triton is not installed"
+        if not has_triton():
+            return False, "Triton is not installed"
+        return steps >= STEPS_WORTH_COMPILING, f"worth it from {STEPS_WORTH_COMPILING:,} steps"
     if device.type != "cpu":
         return False, f"eager on {device.type}"
     if math.isnan(flops):
@@ -99,7 +124,7 @@ def choose_compile(setting, device, flops):
     return flops >= WORTH_COMPILING, f"{flops:.1e} FLOPs; worth it from {WORTH_COMPILING:.0e}"
 
 
-def set_deterministic(setting, device):
+def set_deterministic(setting: bool | str, device: torch.device) -> bool:
     """Set deterministic mode for --deterministic=setting; returns it as a bool. auto: on, except on
     MPS. Call it before the process group is built and before the first matrix product.
 
@@ -111,7 +136,7 @@ def set_deterministic(setting, device):
     """
     deterministic = device.type != "mps" if setting == "auto" else setting
     # Like torch.use_deterministic_algorithms(), but without importing Inductor, which takes most of
-    # a second: if a model is compiled, plumbing/retry.py sets Inductor's option.
+    # a second: if a model is compiled, rehearse() in safe_step.py sets Inductor's option.
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and hides nothing
     if deterministic and device.type == "cuda":
@@ -120,7 +145,7 @@ def set_deterministic(setting, device):
     return deterministic
 
 
-def keep_freed_memory():
+def keep_freed_memory() -> None:
     """Make malloc keep freed memory for the next step, which allocates the same large blocks again.
 
     By default glibc returns them to the system, and the page faults that follow cost a fifth of a
@@ -136,7 +161,7 @@ def keep_freed_memory():
 # ---- copies --------------------------------------------------------------------------------------
 
 
-def copies_in_background(device):
+def copies_in_background(device: torch.device) -> bool:
     """Whether the host may continue before a copy between it and `device` has ended.
 
     On MPS such a copy does not keep the host's memory alive: if that is freed or read too early,
@@ -145,7 +170,7 @@ def copies_in_background(device):
     return device.type == "cuda"
 
 
-def upload(tensor, device):
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy `tensor` from the host to the device."""
     return tensor.to(device, non_blocking=copies_in_background(device))
 
@@ -153,35 +178,42 @@ def upload(tensor, device):
 # ---- load and memory -----------------------------------------------------------------------------
 
 
-def synchronize(device):
+def synchronize(device: torch.device) -> None:
     """Wait until the device has finished all queued work."""
     torch.get_device_module(device).synchronize()
 
 
-def gpu_util(device):
+def gpu_util(device: torch.device) -> float | None:
     """Utilization of the GPU in percent, from NVML; None if it is not available."""
     with contextlib.suppress(Exception):  # no pynvml, no driver, a GPU of another maker
         return torch.cuda.utilization(device) if device.type == "cuda" else None
 
 
-def memory_gb(device):
-    """Peak memory in 1e9 bytes: of the allocator on CUDA, else of the process's resident set."""
+def memory_gb(device: torch.device) -> float | None:
+    """Memory in 1e9 bytes: the peak of CUDA's allocator since reset_peak_memory(), else the memory
+    of this process at present, without the pages of files, such as the data, that it has mapped."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     try:
+        return (
+            int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1e6 * 1.024
+        )
+    except (OSError, IndexError, ValueError):  # not Linux
         import resource
-    except ImportError:  # Windows
-        warnings.warn("peak memory is not known on this system: mem_gb stays empty", stacklevel=2)
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9  # in bytes on macOS
 
 
-def free_memory(device):
+def reset_peak_memory(device: torch.device) -> None:
+    """So that the memory of an evaluation or a rehearsal does not count as that of training."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def free_memory(device: torch.device) -> int | None:
     """Bytes free on the device, or None if unknown. On MPS, the maximum recommended in all."""
     if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
+        return torch.cuda.mem_get_info(device)[0]  # cached blocks may be too small: not counted
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
     try:
@@ -194,7 +226,7 @@ def free_memory(device):
 
 
 @functools.cache
-def cpu_info():
+def cpu_info() -> tuple[str, frozenset]:
     """(model name, set of instruction flags) of this CPU; the set is empty except on Linux x86."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
@@ -204,14 +236,14 @@ def cpu_info():
     return fields.get("model name", platform.machine()), frozenset(fields.get("flags", "").split())
 
 
-def device_name(device):
+def device_name(device: torch.device) -> str:
     """The name of the device: 'NVIDIA H200', 'Intel(R) Xeon(R) Processor', 'arm mps'."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return cpu_info()[0] if device.type == "cpu" else f"{platform.processor()} {device.type}"
 
 
-def matmul_bits(device, dtype):
+def matmul_bits(device: torch.device, dtype: torch.dtype) -> str:
     """Hash of a fixed matrix product. Another hash means that other kernels compute here, such as
     those for a CPU without AMX. dtype: a torch.dtype."""
     generator = torch.Generator().manual_seed(0)
@@ -220,7 +252,7 @@ def matmul_bits(device, dtype):
     return sha256(product.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def fingerprint(device):
+def describe_machine(device: torch.device) -> dict:
     """Versions and hardware, recorded because they could explain a difference between two runs."""
     cpu, flags = cpu_info()
     cuda = device.type == "cuda"
@@ -253,3 +285,96 @@ def fingerprint(device):
             "driver": driver,
         },
     }
+
+
+# ---- the peak, for MFU ---------------------------------------------------------------------------
+
+
+def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
+    """(FLOP/s or None, source) for MFU: from the datasheet, or from a measured matrix product."""
+    known = datasheet_peak(device_name(device), dtype) if device.type == "cuda" else None
+    if known:
+        return known, f"datasheet of the {device_name(device)}"
+    try:
+        rate, size = matmul_rate(device, getattr(torch, dtype))
+    except RuntimeError:
+        return None, "unknown: a matrix product fails on this device"
+    return rate, f"measured, {size}-cubed matrix product"
+
+
+def datasheet_peak(gpu: str, dtype: str) -> float | None:
+    """FLOP/s of the GPU with exactly this name, or None if PEAKS does not list it."""
+    for names, row in PEAKS.items():
+        if gpu.removeprefix("NVIDIA ") in names:
+            return dict(zip(("bfloat16", "float16", "float32"), row, strict=True))[dtype]
+    return None
+
+
+def matmul_rate(
+    device: torch.device, dtype: torch.dtype, sizes: tuple | None = None
+) -> tuple[float, int]:
+    """(FLOP/s, size) of the fastest square matrix product here. dtype: a torch.dtype.
+
+    sizes: to try, from small to large. By default they double from 256 up to 2048 on a CPU and 8192
+    elsewhere, while the next product should take less than 0.1 s: the measurement ends within a
+    second even if dtype is emulated. Of each size the shortest time counts, because disturbances
+    only make a product slower.
+    """
+    growing = sizes is None
+    sizes = sizes or (256, 512, 1024, 2048, 4096, 8192)[: 4 if device.type == "cpu" else 6]
+    best = (0.0, 0)
+    for size in sizes:
+        a = torch.ones(size, size, device=device, dtype=dtype)
+        out = torch.empty_like(a)
+        times = []
+        while len(times) < 3 or len(times) < 20 and sum(times) < 0.03:
+            start = time.perf_counter()
+            torch.mm(a, a, out=out)
+            out[0, 0].item()  # waits for the device
+            times.append(time.perf_counter() - start)
+        best = max(best, (2 * size**3 / min(times), size))
+        if growing and 8 * min(times) > 0.1:  # twice the size is eight times the work
+            break
+    if device.type == "cuda":  # the run's memory must not include the matrices
+        del a, out
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return best
+
+
+# ---- the start and the exit ----------------------------------------------------------------------
+
+
+def speed_up_start_and_exit() -> None:
+    """Call this after torch is imported and before the first optimizer is made."""
+    avoid_dynamo_import()
+    atexit.register(gc.freeze)  # else Python searches all of torch for garbage at exit
+
+
+def avoid_dynamo_import() -> None:
+    """Keep torch.optim from importing torch._dynamo, which takes about half as long as torch.
+
+    Methods of its optimizers import it on their first call, only to tell the compiler not to trace
+    them (torch/_compile.py, torch/optim/optimizer.py). Nothing else that they do changes, unless
+    one is differentiable=True: optimizers are not compiled, even if the model is. If they do not
+    import it in some version of torch, this does nothing.
+    """
+    for owner in (torch.optim.Optimizer, *torch.optim.Optimizer.__subclasses__()):
+        for name, method in list(vars(owner).items()):
+            imports_dynamo = "_dynamo" in getattr(getattr(method, "__code__", None), "co_names", ())
+            plain = getattr(method, "__wrapped__", None)
+            if imports_dynamo and plain:
+                setattr(owner, name, torch.no_grad()(plain) if name == "step" else plain)
+
+
+def leave(code: int) -> None:
+    """Exit with `code`; after a run with ranks, without Python's finalization. While that runs, threads
+    of a process group that still wait for Python's lock abort the process, and torchrun with it.
+    """
+    if "WORLD_SIZE" in os.environ:
+        atexit._run_exitfuncs()
+        for stream in filter(None, (sys.stdout, sys.stderr)):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -1,0 +1,451 @@
+"""Checkpoint files: load, verify, fall back to an older one, restore, write in the background, prune."""
+
+import contextlib
+import copy
+import errno
+import io
+import os
+import re
+import shutil
+import threading
+import time
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plumbing import ranks
+from plumbing.cli import RunFailed, fail
+from plumbing.files import fsync, replacing
+from plumbing.fsdp import shard_like
+from plumbing.machine import copies_in_background, synchronize
+from plumbing.safe_step import clone, leaves, mapped, out_of_memory, set_rng_state, tensors
+
+PARTS = ("model", "optimizer", "scaler", "ema", "state", "rng", "config", "data", "run")
+HASHED = ("model", "optimizer", "scaler", "ema", "state", "rng")  # what the next steps depend on
+TYPES = dict.fromkeys(PARTS, dict) | {"optimizer": list, "rng": list}
+MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # keys of the state that a restore leaves alone
+MOST_VALUES = 10_000_000  # in a checkpoint, nested values included; more is damage, or an attack
+
+
+class Damaged(ValueError):
+    """The file is not a checkpoint, or was damaged after writing. The message is one line."""
+
+
+def file_name(step: int) -> str:
+    return f"ckpt_{step:08}.pt"
+
+
+def step_of(path: Path) -> int:
+    return int(path.stem.split("_")[1])
+
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def load(path: Path, verify: bool = True, mmap: bool = True) -> dict:
+    """Load the checkpoint at `path` on the CPU, memory-mapped if `mmap`. No code in it can run.
+
+    verify: first read the whole file and compare the zip's checksums, because torch.load loads a
+    flipped bit without an error. Raises Damaged, or OSError if the file cannot be read.
+    """
+    try:
+        if verify:
+            with zipfile.ZipFile(path) as archive:
+                if damaged := archive.testzip():
+                    raise Damaged(f"wrong checksum in {damaged}")
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        check_schema(checkpoint, Path(path))
+        return checkpoint
+    except Exception as error:  # damage surfaces as any of half a dozen types
+        for cause in (error, error.__context__):  # zipfile raises BadZipFile for a failed read
+            if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
+                cause.filename = str(path)
+                raise cause from None
+        no_mmap = "unable to mmap" in str(error) or isinstance(error, UnicodeError)
+        if mmap and no_mmap:  # some file systems cannot, nor can torch if the name is not UTF-8
+            return load(path, verify=False, mmap=False)
+        if out_of_memory(error) or isinstance(error, Damaged):
+            raise
+        raise Damaged((str(error) or type(error).__name__).splitlines()[0][:120]) from error
+
+
+def check_schema(checkpoint: Any, path: Path) -> None:
+    """Raises Damaged unless `checkpoint` has the parts, types and values that this code writes."""
+
+    def need(fine, what):
+        if not fine:
+            raise Damaged(what)
+
+    need(isinstance(checkpoint, dict), "it is no dict")
+    missing = sorted(set(PARTS) - set(checkpoint))
+    need(not missing, f"lacks {', '.join(missing)}")
+    for part, kind in TYPES.items():
+        need(isinstance(checkpoint[part], kind), f"its {part} is no {kind.__name__}")
+    todo, count = [(checkpoint, 0)], 0
+    while todo:  # not by recursion: nesting may be deep, or the same list many times over
+        value, depth = todo.pop()
+        count += 1
+        need(depth < 50 and count < MOST_VALUES, "its values are nested too deeply")
+        if isinstance(value, dict | list | tuple):
+            items = value.values() if isinstance(value, dict) else value
+            todo += ((item, depth + 1) for item in items)
+    state, weights = checkpoint["state"], checkpoint["model"].values()
+    step = state.get("step")
+    need(type(step) is int and 0 <= step < 2**48, f"its step is {step!r}")
+    named = re.fullmatch(r"(ckpt|milestone)_(\d{8,})", path.stem)
+    need(not named or int(named[2]) == step, f"its name says another step than its state, {step}")
+    need(all(type(key) is str for key in checkpoint["model"]), "a weight has no name")
+    need(all(isinstance(w, torch.Tensor) for w in weights), "a weight is no tensor")
+    numbers = ("sequences", "tokens", *MICRO_BATCHES)
+    counts = [state.get(key, 1) for key in numbers]
+    need(all(type(n) is int and n >= 0 for n in counts), "a counter in its state is no count")
+    need(
+        checkpoint["rng"] and all(rng_is_whole(r) for r in checkpoint["rng"]), "its rng lacks parts"
+    )
+    run, data = checkpoint["run"], checkpoint["data"]
+    need(run.get("world_size") == len(checkpoint["rng"]), "it lacks the random state of a rank")
+    need({"name", "fingerprint", "meta"} <= set(data), "its data lacks name, fingerprint or meta")
+    parts = [each for each in checkpoint["optimizer"] if isinstance(each, dict)]
+    needed = {"state", "param_groups", "built"}
+    whole = all(needed <= set(each) for each in parts) and len(parts) == len(
+        checkpoint["optimizer"]
+    )
+    need(whole, "its optimizer lacks parts")
+
+
+def rng_is_whole(rng: Any) -> bool:
+    try:
+        name, words, *rest = rng["numpy"]
+        tensors_are_whole = len(words) == 624 and len(rng["torch"]) == len(torch.get_rng_state())
+        return tensors_are_whole and len(rest) == 3 and len(rng["python"]) == 3 and "device" in rng
+    except (TypeError, KeyError, ValueError):
+        return False
+
+
+def is_valid(path: Path) -> bool:
+    try:
+        return bool(load(path))
+    except (Damaged, OSError):
+        return False
+
+
+def numbered(folder: Path, kind: str) -> list[Path]:
+    """Paths of all KIND_STEP.pt in `folder`, newest first. Others, such as ckpt_3.pt, are not ours."""
+    paths = [p for p in folder.glob(f"{kind}_*.pt") if re.fullmatch(kind + r"_\d{8,}", p.stem)]
+    return sorted(paths, key=step_of, reverse=True)
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """Paths of the checkpoints in `folder`, in the order in which a resume tries them."""
+    return [*numbered(folder, "ckpt"), *numbered(folder, "milestone"), *folder.glob("best.pt")]
+
+
+def newest_valid(
+    folder: Path, usable: Callable = lambda step, state: True, set_aside: bool = True
+) -> Path | None:
+    """Path of the newest undamaged checkpoint for which usable(step, state) is true, or None.
+
+    Damaged ones are renamed to NAME.pt.corrupt. A file that cannot be read raises OSError instead.
+    """
+    for path in newest_first(folder):
+        try:
+            state = load(path)["state"]
+            if usable(state["step"], state):
+                return path
+        except Damaged as error:
+            aside = path.with_name(path.name + ".corrupt")
+            what = f"set aside as {aside.name}; " if set_aside else ""
+            ranks.say(f"{path.name} is damaged ({error}): {what}trying older ones")
+            with contextlib.suppress(OSError):  # a folder that has become read-only
+                if set_aside:
+                    os.replace(path, aside)
+    return None
+
+
+def remove_after(folder: Path, step: int) -> None:
+    """Remove each ckpt_STEP.pt later than `step`. Milestones and best.pt stay."""
+    for path in numbered(folder, "ckpt"):
+        if step_of(path) > step:
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        ranks.say(f"{path.name} cannot be removed ({error.strerror})")
+
+
+# ---- restoring -----------------------------------------------------------------------------------
+
+
+def own_part(weights, leaf, path):
+    """Copy `leaf`, at `path` in an optimizer's state, out of the memory-mapped file. For a sharded
+    weight, only this rank's rows are read."""
+    mine = shard_like(weights[path[0]], leaf) if isinstance(path[0], int) else leaf
+    return clone(leaf) if mine is leaf else mine
+
+
+def differs(one: Any, other: Any) -> bool:
+    return repr(one) != repr(other)  # not by !=, which tensors answer by a tensor
+
+
+def on_devices_of(now: Any, saved: Any) -> Any:
+    """`saved`, each of its tensors on the device of the one at the same path in `now`."""
+    devices = {path: leaf.device for path, leaf in leaves(now) if isinstance(leaf, torch.Tensor)}
+    return mapped(lambda leaf, path: leaf.to(devices[path]) if path in devices else leaf, saved)
+
+
+@torch.no_grad()
+def restore(run, checkpoint: dict) -> None:
+    """Restore `run` from a result of run.checkpoint(), sharded or not. These stay: micro-batches,
+    optimizer settings whose knobs changed, and the RNG state if the number of ranks changed."""
+    here = run.model.state_dict()
+    run.model.load_state_dict(
+        mapped(lambda w, path: shard_like(here.get(path[0]), w), checkpoint["model"])
+    )
+    if "frozen" in checkpoint:
+        for name, weight in run.model.named_parameters():
+            weight.requires_grad_(name not in checkpoint["frozen"])
+    optimizers = zip(run.optimizers, run.groups, checkpoint["optimizer"], strict=True)
+    for optimizer, built, saved in optimizers:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        moments = mapped(partial(own_part, weights), saved["state"])
+        own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
+        groups = [  # as saved, except for the values that changed knobs now build differently
+            group | {k: v for k, v in now.items() if k not in group or differs(then.get(k, v), v)}
+            for now, then, group in zip(built, saved["built"], saved["param_groups"], strict=True)
+        ]
+        own_keys = {key: clone(saved[key]) for key in saved if key not in ("state", "built")}
+        optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
+        for weight, each in own:  # torch casts tensors to the weight's dtype, and garbles a str
+            optimizer.state[weight] = on_devices_of(optimizer.state[weight], each)
+    run.scaler.load_state_dict(checkpoint["scaler"])
+    averages = checkpoint["model"] | checkpoint["ema"]
+    for name, average in run.ema.items():
+        average.copy_(shard_like(average, averages[name]))
+    micro_batches = {key: run.state[key] for key in MICRO_BATCHES}
+    run.state.update(clone(checkpoint["state"]) | micro_batches)
+    if len(checkpoint["rng"]) == ranks.world_size():
+        set_rng_state(checkpoint["rng"][ranks.rank()], run.device)
+
+
+# ---- what a checkpoint can restore: all else is refused, not lost on a resume --------------------
+
+
+def refuse_what_is_lost(run) -> None:
+    """Raises BadInput if a resume could not restore the state of `run`, or a weight it trains."""
+    if lost := not_restorable(run.state, "FRESH_STATE"):
+        fail(lost)
+    known = {id(weight) for weight in run.model.parameters()}
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    if any(id(weight) not in known for group in groups for weight in group["params"]):
+        fail(
+            "an optimizer trains a weight that is not in model.parameters(): no checkpoint would hold it"
+        )
+
+
+def not_restorable(value: Any, name: str) -> str | None:
+    """Which part of `value`, called `name`, torch.load(weights_only=True) cannot read, or None."""
+    if value is None or type(value) in (bool, int, float, str) or isinstance(value, torch.Tensor):
+        return None
+    if type(value) in (dict, OrderedDict, list, tuple):
+        parts = list(value.items() if isinstance(value, dict) else enumerate(value))
+        found = [not_restorable(part, f"{name}[{key!r}]") for key, part in parts]
+        found += [not_restorable(key, f"a key of {name}") for key, _ in parts]
+        return next(filter(None, found), None)
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # pickle and torch raise half a dozen types
+        return f"{name} is a {type(value)}, which checkpoints cannot restore: expected plain values"
+    return None
+
+
+def refuse_unequal_replicas(run) -> None:
+    """Raises RunFailed if ranks differ in what a checkpoint keeps of rank 0 alone: weights and buffers
+    that are not sharded, and the loop's state."""
+    state = {**run.model.state_dict(), "FRESH_STATE": run.state}
+    kept = {".".join(map(str, path)): leaf for path, leaf in leaves(state)}
+    counters = "num_batches_tracked"  # BatchNorm's: ranks may have more or fewer micro-batches
+    alike = {n: kept[n] for n in kept if not hasattr(kept[n], "to_local") and counters not in n}
+    if names := ranks.replicas_differ(alike):
+        raise RunFailed(
+            f"at step {run.state['step']} the ranks hold different bits in {', '.join(names)}, of which a "
+            "checkpoint keeps those of rank 0: a step must draw and add the same numbers on every rank; "
+            "the newest checkpoint is from before that"
+        )
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+class Saver:
+    """Writes checkpoints in a thread: the loop waits for the previous save and a copy in memory.
+
+    keep_last: number of checkpoints to keep for which may_roll_back_to(step, state) is true.
+    """
+
+    def __init__(self, run, keep_last: int, may_roll_back_to: Callable):
+        self.run = run
+        self.folder = run.folder.path
+        self.keep_last = keep_last
+        self.may_roll_back_to = may_roll_back_to
+        self.buffers = {}  # path in a checkpoint -> CPU tensor, reused by the next save
+        self.thread = None
+        self.error = None  # of the newest save
+        self.unsaved_best = None  # the checkpoint of a best.pt that could not be written
+        self.last_save = time.monotonic()
+
+    def save(self, names: list[str], required: bool = False) -> None:
+        """Write one file under all of `names`, in this order. All ranks call it together.
+
+        required: wait until it is on the disk; after three failed tries, raise RunFailed. Otherwise
+        training continues at once, and the next call records an error as an event.
+        """
+        refuse_unequal_replicas(self.run)
+        self.wait()
+        self.retry_best("best.pt" in names)
+        checkpoint = mapped(self.on_host, self.run.checkpoint())
+        if lost := self.cannot_be_read_back(checkpoint):
+            raise RunFailed(
+                f"{lost}; once that is fixed, the same command resumes from the newest checkpoint"
+            )
+        self.last_save = time.monotonic()
+        for seconds in (0, 1, 2) if required else (0,):
+            time.sleep(seconds)
+            if ranks.rank() == 0:
+                synchronize(self.run.device)  # the copies to the host are asynchronous
+                self.start(checkpoint, names)
+            if not required:
+                return
+            error = self.wait()
+            if not any(ranks.agree(error is not None)):
+                return
+        raise RunFailed(
+            f"{names[0]} could not be saved: {error}; once that is fixed, the same command "
+            f"resumes from the newest checkpoint in {self.folder}"
+        )
+
+    def start(self, checkpoint: dict, names: list[str]) -> None:
+        thread = threading.Thread(None, self.write, "writer", (checkpoint, names))
+        try:
+            thread.start()
+            self.thread = thread
+        except RuntimeError:  # no more threads on this system
+            self.write(checkpoint, names)
+
+    def retry_best(self, has_successor: bool) -> None:
+        """Write a best.pt that failed, from the copy in memory, which the next save overwrites."""
+        if self.unsaved_best and not has_successor:
+            self.write(self.unsaved_best, ["best.pt"])
+            if self.wait():
+                step = self.unsaved_best["state"]["step"]
+                what = "the best weights were never on the disk: best.pt is older"
+                self.run.folder.event(step, "best_not_saved", error=what)
+        self.unsaved_best = None
+
+    def cannot_be_read_back(self, checkpoint: dict) -> str | None:
+        for optimizer, built in zip(self.run.optimizers, self.run.groups, strict=True):
+            sizes = [len(group["params"]) for group in optimizer.param_groups]
+            if sizes != [len(group["params"]) for group in built]:
+                return f"the parameter groups of {type(optimizer).__name__} have changed since the start ({sizes}), which no resume could build: expected all of them from configure_optimizers"
+        return not_restorable(checkpoint, "checkpoint")
+
+    def on_host(self, leaf, path):
+        """Copy a leaf of a checkpoint. Rank 0 copies tensors to buffers that the next save reuses.
+        All ranks call it together: a sharded tensor is gathered, one at a time."""
+        if not isinstance(leaf, torch.Tensor):
+            return copy.deepcopy(leaf)
+        tensor = ranks.whole(leaf.detach())
+        if ranks.rank() > 0:
+            return None
+        buffer = self.buffers.get(path)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+            self.buffers[path] = buffer
+        return buffer.copy_(tensor, non_blocking=copies_in_background(tensor.device))
+
+    def minutes_since_save(self) -> float:
+        return (time.monotonic() - self.last_save) / 60
+
+    def wait(self) -> str | None:
+        """Wait until the newest save has ended. Its error, if any, is recorded as an event."""
+        if self.thread:
+            self.thread.join()
+        error, self.thread, self.error = self.error, None, None
+        if error:
+            self.run.folder.event(self.run.state["step"], "save_failed", error=error)
+        return error
+
+    def write(self, checkpoint: dict, names: list[str]) -> None:
+        try:
+            weights = [checkpoint["model"].get(n) for n, _ in self.run.model.named_parameters()]
+            for tensor in tensors([weights, checkpoint["optimizer"], checkpoint["ema"]]):
+                if not tensor.isfinite().all():
+                    raise ValueError("a weight or moment is not finite")
+            folder = self.run.folder.mine()
+            self.write_row(checkpoint)
+            with contextlib.suppress(OSError):
+                fsync(folder / "metrics.jsonl")  # rows reach the disk before the checkpoint
+            with replacing(folder / names[0]) as temporary:
+                torch.save(checkpoint, temporary)
+            for name in names[1:]:
+                with replacing(folder / name) as temporary:
+                    try:
+                        os.unlink(temporary)
+                        os.link(folder / names[0], temporary)
+                    except OSError:  # a file system without hard links
+                        shutil.copyfile(folder / names[0], temporary)
+            self.unsaved_best = None
+            self.prune(checkpoint["state"])
+        except Exception as error:  # whatever it is, it must not end the run here
+            self.error = (str(error) or type(error).__name__).splitlines()[0][:160]
+            if re.search("inline_container|iostream", self.error):  # torch's for a failed write
+                free = shutil.disk_usage(self.folder).free / 1e6
+                self.error = f"a write failed, with {free:,.0f} MB of the disk free"
+            self.unsaved_best = checkpoint if "best.pt" in names else self.unsaved_best
+            ranks.say(f"could not save {names[0]} ({self.error})")
+
+    def write_row(self, checkpoint: dict) -> None:
+        """A `saved` event: the hash by which anyone can tell that a step was computed as logged."""
+        digest = sha256()
+        parts = {part: checkpoint[part] for part in HASHED}
+        for path, leaf in sorted(leaves(parts), key=lambda item: "/".join(map(str, item[0]))):
+            digest.update("/".join(map(str, path)).encode())
+            is_tensor = isinstance(leaf, torch.Tensor)
+            digest.update(as_bytes(leaf) if is_tensor else repr(leaf).encode())
+        row = {"kind": "event", "event": "saved", "step": checkpoint["state"]["step"]}
+        self.run.folder.write_rows([row | {"sha256": digest.hexdigest()}])
+
+    def prune(self, state: dict) -> None:
+        """Keep the newest ckpt_STEP.pt, and the newest `keep_last` that a rollback may use."""
+        if state["skips_in_row"]:
+            return  # a rollback cannot use this checkpoint, so it replaces none
+        paths = numbered(self.folder, "ckpt")
+        targets = [path for path in paths if self.may_roll_back_to(step_of(path), state)]
+        for path in set(paths[1:]) - set(targets[: self.keep_last]):
+            remove(path)
+
+
+def as_bytes(tensor: torch.Tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+
+
+def size(run) -> int:
+    """Bytes of the tensors in a checkpoint, which holds all of the model even if it is sharded."""
+    moments = sum(
+        getattr(type(optimizer), "moments", 2) * weight.nbytes
+        for optimizer in run.optimizers
+        for group in optimizer.param_groups
+        for weight in group["params"]
+    )
+    return sum(each.nbytes for each in tensors([run.model.state_dict(), run.ema])) + moments

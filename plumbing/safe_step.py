@@ -1,0 +1,309 @@
+"""One snapshot: what a retry, a skipped update, a rehearsal, an evaluation or an audit puts back."""
+
+import copy
+import random
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from plumbing import machine
+from plumbing.cli import RunFailed
+from plumbing.ranks import agree, is_sharded, local, rank, world_size
+
+# Fields of a row that train.py writes: a model must not return a scalar of one of these names.
+RESERVED = set(
+    "kind step lr grad_norm skipped step_ms data_ms tokens_per_sec mfu mem_gb gpu_util tokens "
+    "sequences epoch targets loss_scale finite".split()
+)
+
+# ---- nested dicts, lists and tuples of tensors and plain values ----------------------------------
+
+
+def leaves(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
+    """Yields (path, leaf) for all that is not a dict, list or tuple. path: a tuple of its keys."""
+    if isinstance(value, dict | list | tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(item, (*path, key))
+    else:
+        yield path, value
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for _, leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def mapped(function: Callable, value: Any, path: tuple = ()) -> Any:
+    """`value` with each leaf replaced by function(leaf, path). Containers keep their types."""
+    if isinstance(value, dict):
+        new = copy.copy(value)  # with a state_dict's versions of modules
+        new.update({key: mapped(function, item, (*path, key)) for key, item in value.items()})
+        return new
+    if isinstance(value, list | tuple):
+        return type(value)(mapped(function, item, (*path, n)) for n, item in enumerate(value))
+    return function(value, path)
+
+
+def clone(value: Any) -> Any:
+    """A detached copy that shares no memory with `value`, on the same devices."""
+
+    def copied(leaf, path):
+        return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
+
+    return mapped(copied, value)
+
+
+# ---- the state of every random number generator --------------------------------------------------
+
+
+def rng_state(device: torch.device) -> dict:
+    """All that later random numbers depend on, in a form that torch.load(weights_only=True) reads:
+    NumPy's own array would not, so its 624 words become an int64 tensor."""
+    name, words, *rest = np.random.get_state()
+    on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(words.astype(np.int64)), *rest],
+        "torch": torch.get_rng_state(),
+        "device": on_device,
+    }
+
+
+def set_rng_state(rng: dict, device: torch.device) -> None:
+    """An accelerator's state is set only if it is of the same kind as `device`."""
+    random.setstate(rng["python"])
+    name, words, *rest = rng["numpy"]
+    np.random.set_state((name, words.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(rng["torch"])
+    if device.type != "cpu" and rng["device"] is not None:
+        module = torch.get_device_module(device)
+        if len(module.get_rng_state()) == len(rng["device"]):
+            module.set_rng_state(rng["device"])
+
+
+# ---- the snapshot --------------------------------------------------------------------------------
+
+
+class Snapshot:
+    """What forward and backward passes may move: a model's persistent buffers, such as BatchNorm's
+    statistics (GPT has none), and the state of every random number generator."""
+
+    def __init__(self, run):
+        self.device = run.device
+        self.places = [
+            (module, name)
+            for module in run.model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in module._non_persistent_buffers_set
+        ]
+        self.buffers = [buffer.clone() for buffer in self.live()]
+        self.rng = rng_state(run.device)
+
+    def live(self) -> list[torch.Tensor]:
+        """The buffers as they are now: a forward pass may replace one by another tensor."""
+        return [module._buffers[name] for module, name in self.places]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for buffer, before in zip(self.live(), self.buffers, strict=True):
+            buffer.copy_(before)
+        set_rng_state(self.rng, self.device)
+
+    @torch.no_grad()
+    def put_back_buffers_if(self, skipped: torch.Tensor) -> None:
+        """Without a wait for the device. skipped: a bool scalar on it."""
+        for buffer, before in zip(self.live(), self.buffers, strict=True):
+            buffer.copy_(torch.where(skipped, before, buffer))
+
+
+snapshot = Snapshot
+
+
+@contextmanager
+def evaluating(run, averaged: bool = True) -> Iterator[Snapshot]:
+    """A context in which the model is in eval mode, and has its averaged weights, if there are any.
+
+    On exit, weights, buffers, the mode of each module and the random state are as before.
+    """
+    before = snapshot(run)
+    modes = {module: module.training for module in run.model.modules()}
+    averages = run.ema if averaged else {}
+    run.model.eval()
+    swap(run.model, averages)
+    try:
+        yield before
+    finally:
+        swap(run.model, averages)
+        run.model.train(modes[run.model])  # modules may do more in train() than to set their mode
+        for module, training in modes.items():
+            module.training = training
+        before.put_back()
+        machine.reset_peak_memory(run.device)
+
+
+@torch.no_grad()
+def swap(model: torch.nn.Module, averages: dict) -> None:
+    for name, average in averages.items():
+        weight = local(model.get_parameter(name))
+        before = weight.clone()
+        weight.copy_(local(average))
+        local(average).copy_(before)
+
+
+# ---- out of memory: try again in smaller micro-batches, on all ranks if on one -------------------
+
+
+def halving_on_oom(run, before: Snapshot, compute: Callable, *args, key: str = "micro_batch"):
+    """Return compute(*args). If memory runs out on any rank, put `before` back, halve
+    run.state[key], which compute reads, and try again.
+
+    compute has no collective operation, except for a sharded model, which is not tried again.
+    Raises RunFailed if a smaller micro-batch cannot help.
+    """
+    state = run.state
+    while True:
+        result = None
+        try:
+            result = compute(*args)
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            if is_sharded(run.model):  # the other ranks wait in mid-pass
+                raise RunFailed(
+                    "out of memory; with --shard=true try a smaller --batch_size with a "
+                    "larger --accum_steps, --grad_checkpoint=true, --offload=true"
+                ) from error
+        if not any(agree(result is None)):
+            return result
+        if state[key] == 1:
+            raise RunFailed(
+                "out of memory with a single sequence in a micro-batch; try "
+                "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
+            )
+        result = None  # frees that of a rank that had enough memory
+        run.model.zero_grad(set_to_none=True)
+        before.put_back()
+        if run.device.type != "cpu":
+            torch.get_device_module(run.device).empty_cache()
+        state[key] //= 2
+        run.folder.event(state["step"], "out_of_memory", **{key: state[key]})
+
+
+def rehearse(run, compile: bool, forward_backward: Callable, inputs, targets) -> torch.nn.Module:
+    """Call forward_backward once before the first step, to compile and to find a micro-batch that
+    fits. Nothing else changes. Returns the model, compiled or not.
+
+    If torch.compile fails, a single process records `compile_failed` and runs eager; ranks fail.
+    Raises RunFailed if the forward pass makes a buffer, which a resumed model would not have.
+    """
+    names = run.model.state_dict().keys()
+    state = clone(run.state)
+    before = snapshot(run)
+    model = run.model
+    if compile:
+        from torch._inductor import config as inductor  # only here: it takes most of a second
+
+        inductor.deterministic = torch.are_deterministic_algorithms_enabled()  # no choice by timing
+        model = torch.compile(model, dynamic=False)
+    try:
+        n_targets = torch.tensor(targets.numel(), device=run.device)
+        step = (forward_backward, model, run, inputs, targets, n_targets)
+        numbers = halving_on_oom(run, before, *step)
+        if taken := numbers.keys() & RESERVED:
+            raise RunFailed(
+                f"the model returns a number named {min(taken)}, which rows have already"
+            )
+    except Exception as error:
+        if not compile or isinstance(error, RunFailed):
+            raise
+        if world_size() > 1:  # others may have compiled, and all must do the same
+            reason = " ".join(str(error).split())[:200]
+            raise RunFailed(f"torch.compile failed ({reason}); write --compile=false") from error
+        before.put_back()
+        model = rehearse(run, False, forward_backward, inputs, targets)  # shows the eager error
+        reason = " ".join(str(error).split())[:200]  # its first line says too little
+        run.folder.event(run.state["step"], "compile_failed", error=reason)
+    if late := run.model.state_dict().keys() - names:
+        raise RunFailed(f"the first forward pass makes {min(late)}; expected it from __init__")
+    run.model.zero_grad(set_to_none=True)
+    run.state.update(state | {"micro_batch": run.state["micro_batch"]})
+    before.put_back()
+    return model
+
+
+# ---- a skipped update: weights and moments stay as they are --------------------------------------
+
+
+def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether step() reads `found_inf` on the device: our Muon, and torch's fused kernels for cpu
+    and cuda (those for mps ignore it), if no subclass, hook or wrapper adds to it."""
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return False
+    if getattr(type(optimizer), "skips_on_device", False):
+        return "step" in vars(type(optimizer)) and "step" not in vars(optimizer)
+    kinds = {w.device.type for group in optimizer.param_groups for w in group["params"]}
+    is_torchs = str(optimizer.step.__module__).startswith("torch.")
+    return bool(
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and is_torchs
+        and kinds <= {"cpu", "cuda"}
+    )
+
+
+@torch.no_grad()
+def step_unless(skipped: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Call optimizer.step() unless `skipped`, a bool scalar on the device, is true: then weights and
+    moments stay as they are. Where step() does not read the flag on the device, the host waits."""
+    if not skips_on_device(optimizer):
+        if not skipped.item():
+            optimizer.step()
+        return
+    for group in optimizer.param_groups:  # torch would start it with the bad gradient
+        for weight in group["params"] if group.get("momentum") else ():
+            if weight.grad is not None and "momentum_buffer" not in optimizer.state[weight]:
+                optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
+    optimizer.grad_scale = None
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    optimizer.found_inf = skipped.float().to(weights[0].device) if weights else skipped.float()
+    optimizer.step()
+
+
+# ---- errors that end a run -----------------------------------------------------------------------
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether `error` means that memory ran out. Only its text says so where an allocator raises a
+    plain RuntimeError: on the CPU, on MPS, and in CUDA's libraries."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    texts = (
+        "can't allocate memory",
+        "out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+        "CUDNN_STATUS_ALLOC_FAILED",
+    )
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def explain(error: BaseException) -> RunFailed | None:
+    """`error` as a RunFailed with one line on what to do next, or None if the program is at fault."""
+    if isinstance(error, RunFailed):
+        error.said = error.__cause__ is None and rank() > 0  # all ranks raise it together
+        return error
+    if out_of_memory(error):
+        return RunFailed(
+            "out of memory outside the forward and backward pass; try a smaller --n_embd"
+        )
+    if dist.is_initialized() and re.search("gloo|NCCL", str(error)):
+        last_line = (str(error).strip().splitlines() or [""])[-1]
+        detail = last_line.rpartition("] ")[2].partition(". ")[0]
+        late = re.search("timed out|timeout", str(error), re.IGNORECASE)
+        what = "kept this one waiting for more than --hang_minutes" if late else "is gone"
+        return RunFailed(
+            f"another rank {what} ({detail}); the same command resumes from the newest checkpoint"
+        )
+    return None
