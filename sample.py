@@ -192,7 +192,7 @@ def write_samples(path: Path, saved: dict) -> None:
 def describe(path: Path, saved: dict) -> str:
     """The file, and the step and the best of its run where it has them."""
     state = saved.get("state", {})
-    if not state.keys() >= {"step", "best_val_loss", "best_step"}:
+    if not state.keys() >= {"step", "best_score", "best_step"}:
         return str(path)
     best = best_words(saved["config"].get("best_metric", "val_loss"), state)
     return f"{path}, step {state['step']:,}, {best}"

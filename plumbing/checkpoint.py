@@ -48,11 +48,11 @@ def step_of(path: Path) -> int:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def load(path: Path, verify: bool = True, mmap: bool = True) -> dict:
+def load(path: Path, verify: bool = True, mmap: bool = True, parts: tuple = PARTS) -> dict:
     """Load the checkpoint at `path` on the CPU, memory-mapped if `mmap`. No code in it can run.
 
     verify: first read the whole file and compare the zip's checksums, because torch.load loads a
-    flipped bit without an error. Raises Damaged, or OSError if the file cannot be read.
+    flipped bit without an error. parts: that it must have. Raises Damaged, or OSError if the file cannot be read.
     """
     try:
         if verify:
@@ -60,7 +60,7 @@ def load(path: Path, verify: bool = True, mmap: bool = True) -> dict:
                 if damaged := archive.testzip():
                     raise Damaged(f"wrong checksum in {damaged}")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        check_schema(checkpoint, Path(path))
+        check_schema(checkpoint, Path(path), parts)
         return checkpoint
     except Exception as error:  # damage surfaces as any of half a dozen types
         for cause in (error, error.__context__):  # zipfile raises BadZipFile for a failed read
@@ -69,13 +69,13 @@ def load(path: Path, verify: bool = True, mmap: bool = True) -> dict:
                 raise cause from None
         no_mmap = "unable to mmap" in str(error) or isinstance(error, UnicodeError)
         if mmap and no_mmap:  # some file systems cannot, nor can torch if the name is not UTF-8
-            return load(path, verify=False, mmap=False)
+            return load(path, verify=False, mmap=False, parts=parts)
         if out_of_memory(error) or isinstance(error, Damaged):
             raise
         raise Damaged((str(error) or type(error).__name__).splitlines()[0][:120]) from error
 
 
-def check_schema(checkpoint: Any, path: Path) -> None:
+def check_schema(checkpoint: Any, path: Path, parts: tuple) -> None:
     """Raises Damaged unless `checkpoint` has the parts, types and values that this code writes."""
 
     def need(fine, what):
@@ -83,10 +83,10 @@ def check_schema(checkpoint: Any, path: Path) -> None:
             raise Damaged(what)
 
     need(isinstance(checkpoint, dict), "it is no dict")
-    missing = sorted(set(PARTS) - set(checkpoint))
+    missing = sorted(set(parts) - set(checkpoint))
     need(not missing, f"lacks {', '.join(missing)}")
     for part, kind in TYPES.items():
-        need(isinstance(checkpoint[part], kind), f"its {part} is no {kind.__name__}")
+        need(isinstance(checkpoint.get(part, kind()), kind), f"its {part} is no {kind.__name__}")
     todo, count = [(checkpoint, 0)], 0
     while todo:  # not by recursion: nesting may be deep, or the same list many times over
         value, depth = todo.pop()
@@ -95,13 +95,16 @@ def check_schema(checkpoint: Any, path: Path) -> None:
         if isinstance(value, dict | list | tuple):
             items = value.values() if isinstance(value, dict) else value
             todo += ((item, depth + 1) for item in items)
-    state, weights = checkpoint["state"], checkpoint["model"].values()
+    for weights in (checkpoint["model"], checkpoint.get("ema", {})):
+        need(all(type(key) is str for key in weights), "a weight has no name")
+        need(all(isinstance(w, torch.Tensor) for w in weights.values()), "a weight is no tensor")
+    if parts != PARTS:
+        return
+    state = checkpoint["state"]
     step = state.get("step")
     need(type(step) is int and 0 <= step < 2**48, f"its step is {step!r}")
     named = re.fullmatch(r"(ckpt|milestone)_(\d{8,})", path.stem)
     need(not named or int(named[2]) == step, f"its name says another step than its state, {step}")
-    need(all(type(key) is str for key in checkpoint["model"]), "a weight has no name")
-    need(all(isinstance(w, torch.Tensor) for w in weights), "a weight is no tensor")
     numbers = ("sequences", "tokens", *MICRO_BATCHES)
     counts = [state.get(key, 1) for key in numbers]
     need(all(type(n) is int and n >= 0 for n in counts), "a counter in its state is no count")

@@ -340,13 +340,13 @@ def import_train(repo):
         sys.path.insert(0, str(repo))
     import sample
     import train
-    from plumbing import peaks
+    from plumbing import machine
 
     if not isinstance(sample.sample_text, functools.partial):
         # Each of these takes longer than the steps of a small run: a sample of 200 tokens at its
         # end, and matrix products of size 256 and more at its start.
         sample.sample_text = functools.partial(sample.sample_text, max_new_tokens=10)
-        peaks.matmul_rate = functools.partial(peaks.matmul_rate, sizes=[64])
+        machine.matmul_rate = functools.partial(machine.matmul_rate, sizes=[64])
     return train
 
 

@@ -115,30 +115,26 @@ def test_the_header_says_what_will_be_needed_in_lines_that_fit(run_train):
     assert outside == []
 
 
-def plan(capsys, measured_gb, model=None, changed=None):
+def plan(capsys, model=None, changed=None):
     """The printed plan of a run that consists of no more than the plan needs."""
     config = {"out_dir": "out/a", "max_steps": 9, "optimizer": "sgd", "schedule": "cosine"}
     config |= {"peak_lr": 0.1, "min_lr": 0.0, "batch_size": 4, "accum_steps": 1, "block_size": 8}
     facts = {"device": "cpu", "threads": 1, "dtype": "float32", "compile": False}
     facts |= {"deterministic": True, "world_size": 1, "global_batch": 4}
     run = SimpleNamespace(
+        path=None,
+        reasons=dict.fromkeys(("dtype", "compile"), "as asked for"),
         model=model or torch.nn.Linear(2, 2),
         train_data=range(12),
         val_data=range(3),
         facts={"config": config, "run": facts, "data": {"name": "own", "meta": {}}},
     )
-    reasons = dict.fromkeys(("dtype", "compile"), "as asked for")
-    console.print_plan(run, reasons, (1e12, "measured"), measured_gb, None, changed or {})
+    console.print_plan(run, (1e12, "measured"), changed or {})
     return capsys.readouterr().out
 
 
-def test_the_plan_says_only_what_was_measured(capsys):
-    assert "0.125 GB, measured" in plan(capsys, 0.125)
-    assert "memory" not in plan(capsys, None)
-
-
 def test_the_plan_names_what_differs_from_the_run_so_far(capsys):
-    assert "changed  peak_lr 0.2 -> 0.1" in plan(capsys, None, changed={"peak_lr": [0.2, 0.1]})
+    assert "changed  peak_lr 0.2 -> 0.1" in plan(capsys, changed={"peak_lr": [0.2, 0.1]})
 
 
 def test_a_model_that_fails_to_say_its_flops_ends_no_run(capsys):
@@ -146,7 +142,7 @@ def test_a_model_that_fails_to_say_its_flops_ends_no_run(capsys):
         def flops_per_token(self):
             raise ZeroDivisionError
 
-    assert "Own; 6 parameters" in (out := plan(capsys, None, Own(2, 2)))
+    assert "Own; 6 parameters" in (out := plan(capsys, Own(2, 2)))
     assert "1 TFLOP/s (measured)" in out and "all steps" not in out
 
 
@@ -156,13 +152,13 @@ def test_the_words_of_the_console_need_no_torch():
 
 
 def test_every_line_on_the_best_names_the_metric_that_decides(capsys):
-    state = {"step": 9, "best_val_loss": 1.45951, "best_step": 1100}
+    state = {"step": 9, "best_score": 1.45951, "best_step": 1100}
     assert console.best_words("val_loss", state) == "best validation loss 1.4595 at step 1,100"
-    state["best_val_loss"] = 0.5712
+    state["best_score"] = -0.5712  # lower is better
     for ended in ("finished", "stopped by SIGINT"):
-        console.print_end(ended, state, {"train": 1.0}, Path("out"), ["train.py"], "-val_accuracy")
+        console.print_end(ended, state, {"train": 1.0}, Path("out"), "-val_accuracy")
         assert "; best val_accuracy 0.5712 at step 1,100\n" in capsys.readouterr().out
-    state["best_val_loss"] = math.inf
+    state["best_score"] = math.inf
     assert console.best_words("val_loss", state) == "no best validation loss yet"
 
 
