@@ -26,8 +26,6 @@ from plumbing.console import best_words
 from plumbing.data import DataError, decode_utf8, needed, read_file, stream, tokenizer_of
 from plumbing.files import replacing
 from plumbing.machine import choose_device
-from plumbing.ranks import say
-from plumbing.safe_step import evaluating
 
 # What to write
 start = ""  # the text to continue, or FILE:path of it; "" = a line break
@@ -121,40 +119,6 @@ def encode_prompt(text: str, tokenizer: Any) -> torch.Tensor:
             raise
         ids = [0]  # a vocabulary without a line break
     return torch.tensor([[int(i) for i in ids]])
-
-
-def sample_text(
-    model: torch.nn.Module, meta: dict, block_size: int, max_new_tokens=200, seed=1337, where=None
-) -> str:
-    """A sample from a model in eval mode. A random generator of its own keeps it from affecting
-    training.
-
-    where: the device that computes; None = the weights' device (wrong for offloaded weights).
-    """
-    where = where or next(model.parameters()).device
-    tokenizer = tokenizer_of(meta)
-    generator = torch.Generator(where).manual_seed(seed)
-    prompt = encode_prompt("", tokenizer).to(where)
-    how = (max_new_tokens, block_size, tokenizer.vocab_size, 0.8, 0, generator)
-    new = generate(model, prompt, *how)
-    return "".join(stream((i.item() for i in new), tokenizer))
-
-
-def print_sample(run: Any, block_size: int, autocast: Any) -> None:
-    """Print and log a sample from a run's model, if its data is text. All ranks call it together,
-    as a sharded model needs them. Errors are printed, not raised: a sample must not end a run.
-    """
-    meta = run.facts["data"]["meta"]
-    if "tokenizer" not in meta:
-        return
-    try:
-        with evaluating(run), autocast:
-            text = sample_text(run.model, meta, block_size, where=run.device)
-        say(f"\n{printable(text.strip())}\n")
-        row = {"kind": "event", "step": run.state["step"], "event": "sample", "text": text}
-        run.folder.write_rows([row])
-    except Exception as error:
-        say(f"no sample ({error})")
 
 
 def write_samples(path: Path, saved: dict) -> None:

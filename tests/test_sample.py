@@ -206,8 +206,10 @@ class Echo(torch.nn.Module):
 
 def test_another_model_is_sampled_from_its_logits():
     model = Echo().eval()
-    meta = {"tokenizer": "char", "chars": "\nabc", "vocab_size": 4, "dtype": "uint16"}
-    assert sample.sample_text(model, meta, block_size=8, max_new_tokens=9) == 9 * "\n"
+    tokenizer = tokenizer_of({"tokenizer": "char", "chars": "\nabc", "vocab_size": 4})
+    prompt = sample.encode_prompt("ab", tokenizer)
+    new = sample.generate(model, prompt, max_new_tokens=9, block_size=8, vocab_size=4)
+    assert "".join(stream((i.item() for i in new), tokenizer)) == 9 * "b"
 
 
 def test_a_character_is_never_torn():
@@ -220,13 +222,14 @@ def test_a_character_is_never_torn():
 
 def test_a_sample_does_not_disturb_training(trained):
     path, checkpoint = sample.open_checkpoint(trained)
-    model, _ = sample.rebuild(path, checkpoint)
-    meta = checkpoint["data"]["meta"]
+    model, tokenizer = sample.rebuild(path, checkpoint)
     torch.manual_seed(7)
     before, weights = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
-    once = sample.sample_text(model, meta, 16, max_new_tokens=50)
-    again = sample.sample_text(model, meta, 16, max_new_tokens=50)
-    assert once == again and len(once) == 50
+    prompt = sample.encode_prompt("", tokenizer)
+    own = torch.Generator().manual_seed(1)
+    assert (
+        len(list(sample.generate(model, prompt, 50, 16, tokenizer.vocab_size, generator=own))) == 50
+    )
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(w, weights[k]) for k, w in model.state_dict().items())
 
