@@ -51,8 +51,8 @@ NANOGPT = {  # nanoGPT's name: the name here, or what to type instead
     "warmup_iters": "warmup_steps",
 }
 PLUMBING = os.path.dirname(os.path.abspath(__file__)) + os.sep
-LIBRARIES = {sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")}
-NOT_OWN = (PLUMBING, *LIBRARIES, "<frozen", "<eval_with_key")  # the last is the compiler's
+NOT_OWN = (PLUMBING, sysconfig.get_path("stdlib") + os.sep, "<frozen", "<eval_with_key")
+LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]|torchinductor")  # or made by the compiler
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def of_compiler(error: BaseException) -> bool:
 
 
 def is_own(path: str) -> bool:
-    return not path.startswith(NOT_OWN) and "torchinductor" not in path
+    return not path.startswith(NOT_OWN) and not LIBRARIES.search(path)
 
 
 # ---- onto globals --------------------------------------------------------------------------------
