@@ -830,12 +830,14 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
     global compile, deterministic, out_dir
     with cli.configured(globals(), argv=argv) as config, ExitStack() as stack:
         check_knobs(config)
-        out_dir = config["out_dir"] = cli.folder_name(config, resuming.NAMED)
+        out_dir = cli.folder_name(config, resuming.NAMED)
         run_device = machine.choose_device(device)
         deterministic = machine.set_deterministic(deterministic, run_device)
         if audit_interval and not deterministic:
             fail(f"--audit_interval={audit_interval}: expected deterministic mode, which is off")
         stack.enter_context(ranks.joined(run_device, hang_minutes, shard, offload))
+        resuming.mention_unfinished(config, out_dir)
+        config["out_dir"] = out_dir
         folder = stack.enter_context(RunFolder(out_dir))
         path = from_rank0(resuming.find_checkpoint, folder, resume, to_train)
         saved = checkpoint.load(path, verify=False) if path else None  # it is verified by now
@@ -868,6 +870,8 @@ def main(argv: list[str] | None = None) -> int:
         # ---- all is checked: from here on the run writes to out_dir
         milestones = max_steps // milestone_interval if milestone_interval else 0
         files = keep_last + milestones + 3  # also best.pt, the newest, and the one being written
+        if resume == "restart":
+            from_rank0(run.folder.set_aside)
         command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
         from_rank0(run.folder.open, run, files * checkpoint.size(run), command, run.path)
         peak = from_rank0(machine.peak_flops, run.device, dtype)
