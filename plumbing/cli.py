@@ -120,9 +120,8 @@ def folded_traceback(error: BaseException) -> list[str]:
     lines = [f"Traceback (most recent call last{left_out}):"]
     for before, number in zip([own[0] - 1, *own], own, strict=False):
         if hidden := frames[before + 1 : number]:
-            where = {each.filename.startswith(PLUMBING) for each in hidden}
-            places = " and ".join(("libraries", "plumbing/")[each] for each in sorted(where)[::-1])
-            lines.append(f"  ... {len(hidden)} frame{'s' * (len(hidden) > 1)} in {places} ...")
+            where = "plumbing/" if hidden[0].filename.startswith(PLUMBING) else "libraries"
+            lines.append(f"  ... {len(hidden)} frame{'s' * (len(hidden) > 1)} in {where} ...")
         lines += "".join(traceback.format_list(frames[number : number + 1])).splitlines()
     lines.append(words)
     earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -290,7 +289,7 @@ def read_flag(argument: str, following: list[str], knobs: dict) -> tuple[str, An
         example = "true" if isinstance(default, bool) or name in AUTO_OR_BOOL else default
         if following and not following[0].startswith("-") and not following[0].endswith(".py"):
             example = following[0]
-        fail(f"{argument} has no value; write {to_type(name, example, is_flag=True)}")
+        fail(f"{argument} has no value; write --{name}={show(example)}")
     return name, accept(name, text, argument, knobs, is_flag=True)
 
 
