@@ -120,7 +120,8 @@ def folded_traceback(error: BaseException) -> list[str]:
     lines = [f"Traceback (most recent call last{left_out}):"]
     for before, number in zip([own[0] - 1, *own], own, strict=False):
         if hidden := frames[before + 1 : number]:
-            where = "plumbing/" if hidden[0].filename.startswith(PLUMBING) else "libraries"
+            ours = any(each.filename.startswith(PLUMBING) for each in hidden)
+            where = "plumbing/" if ours else "libraries"
             lines.append(f"  ... {len(hidden)} frame{'s' * (len(hidden) > 1)} in {where} ...")
         lines += "".join(traceback.format_list(frames[number : number + 1])).splitlines()
     lines.append(words)

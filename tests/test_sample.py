@@ -133,7 +133,7 @@ def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp
     refused(run_sample(tmp_path), "no checkpoint")
     refused(run_sample(trained / "run.json"), "run.json")
     torch.save({"weights": torch.ones(3)}, tmp_path / "foreign.pt")
-    refused(run_sample(tmp_path / "foreign.pt"), "foreign.pt", "lacks")
+    refused(run_sample(tmp_path / "foreign.pt"), "foreign.pt", "'model' is missing")
 
     def other_vocabulary(checkpoint):
         meta = checkpoint["data"]["meta"]
