@@ -44,7 +44,7 @@ NANOGPT = {  # nanoGPT's name: the name here, or what to type instead
     "eval_iters": "--eval_tokens=N evaluates the first N tokens, --eval_tokens=0 all of them",
     "eval_only": "no counterpart: every run also evaluates before its first step (--eval_interval)",
     "gradient_accumulation_steps": "accum_steps",
-    "init_from": "--resume takes auto, never or a checkpoint's path; GPT-2's weights do not fit",
+    "init_from": "--resume takes auto, never, restart or a checkpoint's path; GPT-2's do not fit",
     "learning_rate": "peak_lr",
     "lr_decay_iters": "decay_steps",
     "max_iters": "max_steps",
@@ -75,26 +75,24 @@ def run_script(main: Callable[[], int | None]) -> int:
     other is a traceback that ends in the innermost line of the user's own code."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="backslashreplace")  # for a terminal that lacks a character
+    code, words = 0, ""
     try:
         code = main() or 0
-        sys.stdout.flush()
-        return code
     except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `| head`: or Python flushes again at exit, and complains
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        code, words = 130, "\n"
+    except BrokenPipeError:  # `| head` has read enough
+        pass
     except (BadInput, RunFailed) as error:
         code = 2 if isinstance(error, BadInput) else 1
-        if getattr(error, "said", False):  # by another rank
-            return code
-        failed = "failed: " * (code == 1)
-        words = f"{os.path.basename(sys.argv[0])}: {failed}{error}"
+        if not getattr(error, "said", False):  # by another rank
+            words = f"{os.path.basename(sys.argv[0])}: {'failed: ' * (code == 1)}{error}\n"
     except Exception as error:
-        code = 1
-        words = "\n".join(folded_traceback(error))
-    print(printable(words), file=sys.stderr, flush=True)
+        code, words = 1, "\n".join(folded_traceback(error)) + "\n"
+    try:
+        print(end=printable(words), file=sys.stderr, flush=True)
+        print(end="", flush=True)
+    except (OSError, ValueError):  # a closed pipe or a full disk: Python would complain at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return code
 
 

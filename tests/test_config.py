@@ -598,6 +598,22 @@ def test_an_error_of_ours_is_one_line(tmp_path, function, code, lines):
     assert fails(tmp_path, function) == (code, lines)
 
 
+@pytest.mark.parametrize("code", [0, 3])
+def test_output_that_cannot_be_written_changes_no_exit_code(tmp_path, code):
+    """A closed pipe and a full disk, which show only when the last words are flushed."""
+    source = f"import sys; sys.path.insert(0, {str(REPO)!r})\nfrom plumbing.cli import run_script\n"
+    source += f"def main():\n    print('words')\n    return {code}\nsys.exit(run_script(main))\n"
+    (tmp_path / "own.py").write_text(source)
+    reader, pipe = os.pipe()
+    os.close(reader)
+    for stdout in (pipe, os.open("/dev/full", os.O_WRONLY)):
+        command, buffered = [sys.executable, tmp_path / "own.py"], {"PYTHONUNBUFFERED": ""}
+        pipes = {"stdout": stdout, "stderr": subprocess.PIPE}
+        done = subprocess.run(command, env=os.environ | buffered, text=True, **pipes)
+        os.close(stdout)
+        assert (done.returncode, done.stderr) == (code, "")
+
+
 @pytest.mark.parametrize("function", ["ours", "through_plumbing"])
 def test_an_error_in_your_own_code_ends_in_your_own_line(tmp_path, function):
     """Nothing of plumbing/ or of a library is shown, above it or below it."""
