@@ -62,7 +62,7 @@ def test_a_closed_terminal_stops_a_run_with_a_checkpoint_unless_under_nohup(run_
 def test_a_rank_leaves_without_the_finalization_of_python():
     code = """
 import atexit
-from plumbing.startup import leave
+from plumbing.machine import leave
 class Last:
     def __del__(self):
         print("finalized")
