@@ -40,12 +40,12 @@ from plumbing.files import read_json, write_json
 from plumbing.knobs import read_knobs
 from plumbing.memory import training_memory
 from plumbing.ranks import say, world_size
-from plumbing.reporting.record import read_run
 from plumbing.retry import rehearse
 from plumbing.run_folder import RunFolder, now
 from plumbing.signals import Signals, stop_workers
 from plumbing.tokenizers import decode
 from plumbing.windows import OrderedWindows
+from reporting.record import read_run
 
 # The measurement
 only = "peak,ladder,profile,memory,overhead,sanity,lr"  # parts to run; also: exact, seeds (minutes)

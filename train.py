@@ -15,11 +15,13 @@ import copy
 import math
 import re
 import signal
+import subprocess
 import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -41,7 +43,6 @@ from plumbing.skipping import Buffers, step_unless
 from plumbing.spikes import is_spike
 from plumbing.startup import leave, speed_up_start_and_exit
 from plumbing.windows import OrderedWindows, ShuffledWindows
-from report import write_report
 from sample import print_sample
 
 # The run, and the text it learns
@@ -645,6 +646,13 @@ def run_to_the_end(run, path, signals, clock):
         saver.wait()
         run.folder.end(ending[0], clock.seconds, run.state, write_report if report else None)
     return ending[1]
+
+
+def write_report(folder):
+    """The lines that report.py, a process of its own without torch, prints of the run in `folder`."""
+    script = Path(__file__).with_name("report.py")
+    done = subprocess.run([sys.executable, script, folder], stdout=subprocess.PIPE, text=True)
+    return done.stdout.splitlines()
 
 
 def main(argv=None):

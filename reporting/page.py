@@ -5,11 +5,12 @@ Curves stretch with the window; numbers keep their size. Everything drawn has a 
 """
 
 import math
+import re
 from html import escape
 
 import numpy as np
 
-from plumbing.reporting import record
+from reporting import record, results
 
 BY_TIME = "loss by seconds of training"
 COLOURS = "blue vermilion green orange purple sky black".split()  # of several runs
@@ -30,9 +31,9 @@ STYLE = """
   --rule: #2c3137; --black: #f2f2f2; --blue: #4aa8e8; --vermilion: #f2854a; --green: #34c79b } }
 body { margin: auto; padding: 1.2rem 3vw; max-width: 1120px; color: var(--ink);
   background: var(--paper); font: 15px/1.5 system-ui, sans-serif }
-h1 { font-size: 1.35rem; margin: 0 } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem } p { margin: 0 }
-.soft, figcaption, th { color: var(--soft) } code, pre { font: 13px/1.45 monospace }
-pre, code, .trouble { white-space: pre-wrap; overflow-wrap: anywhere; margin-bottom: .7rem }
+h1 { font-size: 1.35rem; margin: 0 } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem } p { margin: 0 0 .3rem }
+.soft, figcaption, tr:first-child { color: var(--soft) } code, pre { font: 13px/1.45 monospace }
+pre, code { white-space: pre-wrap; overflow-wrap: anywhere; margin-bottom: .7rem }
 nav { position: sticky; top: 0; z-index: 1; padding: .7rem 0; display: flex; flex-wrap: wrap;
   gap: .3rem .4rem; background: var(--paper) }
 button { font: 13px/1.6 system-ui, sans-serif; color: inherit; background: none; cursor: pointer;
@@ -52,8 +53,8 @@ polyline, path { fill: none; stroke: var(--c); vector-effect: non-scaling-stroke
 .tip { position: absolute; top: 4px; padding: .25rem .5rem; font-size: 12px; white-space: pre;
   background: var(--paper); border: 1px solid var(--rule) } .tip, line { pointer-events: none }
 .scroll { overflow-x: auto } table { border-collapse: collapse; font-size: 14px }
-td, th { text-align: left; padding: .2rem 1rem .2rem 0; border-top: 1px solid var(--rule);
-  vertical-align: top; font-weight: normal; font-variant-numeric: tabular-nums }
+td { padding: .2rem 1rem .2rem 0; border-top: 1px solid var(--rule); vertical-align: top;
+  font-variant-numeric: tabular-nums } h2, td b { font-weight: 500 }
 """
 SCRIPT = """
 const buttons = [...document.querySelectorAll("nav button")];
@@ -97,53 +98,76 @@ scrollTo(0, sessionStorage[location.pathname] ?? 0);
 """
 
 
-def page(runs, names, texts, lanes, refresh):
-    """The page, a str. texts: {heading: HTML}, below the curves. lanes: {event: (name, colour,
-    steps)} of a single run. refresh: seconds after which an open page reloads; 0 = never."""
+def page(runs, names, bests, text, lanes, refresh):
+    """The page, a str. bests: the best of each run, in words. text: Markdown, for below the curves.
+    lanes: {event: (colour, steps)} of a single run. refresh: seconds after which an open page
+    reloads; 0 = never."""
     live = f"Running: this page reloads every {refresh:.0f} s. " if refresh else ""
     keys = {"raw": ("each step", "sky"), "training": ("training", "blue")}
     keys["validation"] = "validation", "vermilion"
-    keys |= {event: looks[:2] for event, looks in lanes.items()}
+    keys |= {event: (event.replace("_", " "), colour) for event, (colour, _) in lanes.items()}
     if len(runs) > 1:
-        bests = [f"{names[i]}: best {record.best_of(run)[0]:.4f}" for i, run in enumerate(runs)]
         live += "Bold loss curves are validation, thin ones training."
-        keys = {f"r{i}": (best, (COLOURS * len(runs))[i]) for i, best in enumerate(bests)}
+        labels = [f"{name}: {best}" for name, best in zip(names, bests, strict=True)]
+        keys = {f"r{i}": (label, (COLOURS * len(runs))[i]) for i, label in enumerate(labels)}
     buttons = "".join(
         f'<button data-key="{key}" style="--c:var(--{colour})">{escape(label)}</button>'
         for key, (label, colour) in keys.items()
     )
     hidden = "".join(f'[data-off~="{key}"] .{key} {{ display: none }}\n' for key in keys)
     again = f"setTimeout(() => location.reload(), {1000 * refresh:.0f});" * bool(refresh)
-    sections = "".join(f"<h2>{escape(name)}</h2>\n{html}\n" for name, html in texts.items())
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{escape(", ".join(names))}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <link rel="icon" href="data:,"><style>{STYLE}{hidden}</style></head>
 <body><h1>{escape(", ".join(names))}</h1><p class="soft">{live}</p><nav>{buttons}</nav>
 <div class="panels">{"".join(panels(runs, names, lanes))}</div>
-{sections}<script>{again}{SCRIPT}</script></body></html>
+{from_markdown(text)}<script>{again}{SCRIPT}</script></body></html>
 """
+
+
+def from_markdown(text):
+    """HTML of the Markdown that report.py writes: lines, tables, and samples between fences."""
+    out, fence = [], ""
+    for line in text.split("\n")[1:]:  # without its title
+        safe = escape(line)
+        if fence or line.startswith("~~~"):
+            out.append("<pre>" if not fence else "</pre>" if line == fence else safe)
+            fence = "" if line == fence else fence or line
+            continue
+        safe = re.sub("`(.*?)`", r"<code>\1</code>", re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", safe))
+        if line.startswith("## "):
+            out.append(f"<h2>{safe[3:]}</h2>")
+        elif line.startswith("|"):
+            cells = (
+                cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", safe)[1:-1]
+            )
+            row = "".join(f"<td>{cell}</td>" for cell in cells)
+            out += [f"<tr>{row}</tr>"] * (not line.startswith("| ---"))
+        elif line:
+            out.append(f"<p>{safe.removeprefix('&gt; ')}</p>")
+    rows = re.compile("((?:<tr>.*</tr>\n)+)")
+    return rows.sub(r'<div class="scroll"><table>\n\1</table></div>\n', "\n".join(out) + "\n")
 
 
 def panels(runs, names, lanes):
     """The figures, as HTML."""
-    units = {record.unit(run) for run in runs}
+    units = {results.unit(run) for run in runs}
+    per = units.pop() if len(units) == 1 else "tokens"
     alone = len(runs) == 1
     found = {}  # title: its curves
     for i, run in enumerate(runs):
         own = (None, None, "") if alone else (f"r{i}", (COLOURS * len(runs))[i], f"{names[i]} ")
         for title, curve in curves_of(run, *own):
             found.setdefault(title, []).append(curve)
-    per = units.pop() if len(units) == 1 else "tokens"
-    late = np.concatenate([part for run in runs for part in record.late_losses(run)] or [[]])
     for title, curves in found.items():
-        looks = {"is_loss": title in ("loss", BY_TIME), "x": ("step", "seconds")[title == BY_TIME]}
-        if looks["is_loss"]:
-            looks["span"] = None if alone else late  # what came before may be cut off
-            looks["star"] = record.best_of(runs[0]) if alone else None
+        looks = {"x": ("step", "seconds")[title == BY_TIME]}
+        if title in ("loss", BY_TIME):
+            looks["star"] = star = results.best_point(runs[0]) if alone else None
+            looks["limits"] = record.loss_limits(runs, *star[:1] if star else ())
             title += " (nats)" if per == "tokens" else ""
         elif title.startswith("gradient norm") and alone:
-            looks["limit"] = runs[0].info["config"].get("grad_clip")
+            looks["line"] = runs[0].fact("config", "grad_clip")
         yield panel(title.replace("UNIT", per), curves, lanes, **looks)
 
 
@@ -165,26 +189,20 @@ def curves_of(run, key, colour, name):
         seconds = np.cumsum(np.nan_to_num(t["step_ms"])) / 1000
         at = np.interp(e["step"], [0, *t["step"]], [0, *seconds])
         yield BY_TIME, (*looks, at, e["val_loss"])
-    for field, steps, values in record.new_fields(run)[:20]:
+    for field, steps, values in results.new_fields(run)[:20]:
         yield field, (key or "training", colour or "blue", "bold", name + field, steps, values)
 
 
-def panel(title, curves, lanes, is_loss, x, span=None, star=None, limit=None):
-    """A figure, or "" if it has no data. span: values that set the vertical axis; None = all.
-    star: (value, step) of the best. limit: value of a horizontal line."""
+def panel(title, curves, lanes, x, limits=None, star=None, line=0):
+    """A figure, or "" if it has no data. limits: (low, high, whether logarithmic) of the vertical
+    axis; None = from all values. star: (value, step) of the best. line: a horizontal one."""
     values = record.known(np.concatenate([y for *_, y in curves]))
     if not len(values):
         return ""
     right = max(record.known(steps).max(initial=0) for *_, steps, _ in curves) or 1
-    values = span if span is not None and len(span) else np.append(values, limit or values[0])
-    low, high = values.min(), values.max()
-    log = "1" if (is_loss or title.startswith("gradient")) and 0 < 30 * low < high else ""
+    low, high, log = limits or limits_of(np.append(values, line if line > 0 else values[0]), title)
     if log:
         low, high = np.log10([low, high])
-    elif low >= 0 and not is_loss:
-        low = 0
-    pad = 0.06 * (high - low) or 0.05 * abs(high) or 1
-    low, high = low - pad if low else 0, high + pad
 
     def place(y):  # 0 at the top, 1000 at the bottom
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -200,25 +218,35 @@ def panel(title, curves, lanes, is_loss, x, span=None, star=None, limit=None):
         out.append(f'<line class="grid" x1="{at}" x2="{at}" y2="100%"/>')
         out.append(f'<text x="{at}" y="100%" dy="1.5em" text-anchor="middle">{label}</text>')
     shapes = "".join(shape(*look, 1000 * steps / right, place(y)) for *look, steps, y in curves)
-    for event, (_, colour, steps) in lanes.items():
+    for event, (colour, steps) in lanes.items():
         top = 0 if len(steps) <= 40 else 950  # many become marks at the bottom, few cross the panel
         lines = "".join(f"M{1000 * step / right:.2f} {top}V1000" for step in steps if step <= right)
         shapes += f'<path class="event {event}" style="--c:var(--{colour})" d="{lines}"/>'
-    if limit:
-        shapes += f'<path class="event" style="--c:var(--black)" d="M0 {place(limit):.2f}H1000"/>'
-    cut = ' class="cut"' * (span is not None)
+    if line > 0:
+        shapes += f'<path class="event" style="--c:var(--black)" d="M0 {place(line):.2f}H1000"/>'
+    cut = ' class="cut"' * (limits is not None)  # the beginning may lie above
     out.append(f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none"{cut}>{shapes}</svg>')
     if star and math.isfinite(star[0]):
         at = f'x="{100 * star[1] / right:.3f}%" y="{place(star[0]) / 10:.3f}%"'
         tip = f"<title>best: {star[0]:.4f} at step {star[1]:,}</title>"
         out.append(f'<text class="star validation" {at} dy=".36em">★{tip}</text>')
-    wide = " wide" if is_loss and x == "step" else ""
-    data = f'data-x="{x}" data-x1="{right}" data-y0="{low}" data-y1="{high}" data-log="{log}"'
+    wide = " wide" if limits and x == "step" else ""
+    data = f'data-x="{x}" data-x1="{right}" data-y0="{low}" data-y1="{high}"'
+    data += f' data-log="{"1" * log}"'
     return f"""<figure class="panel{wide}"><figcaption>{escape(title)}</figcaption>
 <div class="plot" {data}><svg role="img" aria-label="{escape(title)}">{"".join(out)}
 <line class="axis" x2="100%" y1="100%" y2="100%"/><line class="cross" y2="100%" hidden/></svg>
 <div class="tip" hidden></div></div></figure>
 """
+
+
+def limits_of(values, title):
+    low, high = values.min(), values.max()
+    if title.startswith("gradient") and 0 < 30 * low < high:
+        return low / 1.2, 1.2 * high, True
+    low = min(low, 0)
+    pad = 0.06 * (high - low) or 1
+    return low - pad if low else 0, high + pad, False
 
 
 def ticks(low, high, log):

@@ -1,31 +1,21 @@
-"""Detectors of trouble: each returns what in the rows of a Run shows it, in words, or None.
+"""Detectors of trouble: each returns what in the rows of a run shows it, in words, or None.
 
-A detector's name is that of its trouble. plumbing/reporting/troubles.py has causes and cures.
+A detector's name is that of its trouble. reporting/troubles.py has causes and cures.
 """
 
 import math
-import re
 
 import numpy as np
 
-from plumbing.reporting.outcome import ended
-from plumbing.reporting.record import (
-    best_of,
-    half_window,
-    happened,
-    known,
-    mean,
-    median,
-    smooth,
-    unit,
-)
+from reporting.record import half_window, known, mean, median, smooth
+from reporting.results import best_row, ended, happened, unit
 
 # ---- updates -------------------------------------------------------------------------------------
 
 
 def updates_fail(run):
     skips = happened(run, "skipped")
-    rollbacks = sum("not finite" in row.get("why", "") for row in happened(run, "rollback"))
+    rollbacks = sum("not finite" in str(row.get("why")) for row in happened(run, "rollback"))
     if len(skips) <= max(2, 0.01 * len(run.train["step"])) and not rollbacks:
         return None
     first = f", the first at step {skips[0]['step']:,}" if skips else ""
@@ -34,24 +24,20 @@ def updates_fail(run):
 
 def float16_scale_collapses(run):
     """GradScaler's rule: from 2^16, halved by each skipped update, doubled by 2,000 good ones."""
-    if run.info["run"].get("dtype") != "float16":
-        return None
     steps = np.array([row["step"] for row in happened(run, "skipped")], dtype=float)
-    if not len(steps):
-        return None
     good = np.maximum(0, np.diff(steps, prepend=0) - 1)
     exponents = 16 + np.cumsum(good // 2000) - np.arange(1, len(steps) + 1)
     below = np.flatnonzero(exponents < 0)
-    if not len(below):
+    if run.info["run"].get("dtype") != "float16" or not len(below):
         return None
     step = steps[below[0]]
     return f"{len(steps):,} skips took it from 65,536 below 1 at step {step:,.0f}"
 
 
 def clipped_always(run):
-    clip = run.info["config"].get("grad_clip")
+    clip = run.fact("config", "grad_clip")
     late = known(run.train["grad_norm"][len(run.train["step"]) // 5 :])
-    if not clip or len(late) < 16 or np.mean(late > clip) <= 0.9:
+    if not clip > 0 or len(late) < 16 or np.mean(late > clip) <= 0.9:
         return None
     return (
         f"after the first fifth of the run its norm is above {clip:g} in"
@@ -60,20 +46,14 @@ def clipped_always(run):
 
 
 def norm_vanishes(run):
-    norms = known(run.train["grad_norm"])
-    losses = known(run.train["loss"])
-    last = norms[-5:]
-    if len(last) == 5 and not last.any():
-        return f"its norm is exactly 0 in the last {zeros_at_the_end(norms):,} steps"
-    if len(norms) < 50 or losses[-1] < 0.1 * losses[0]:
+    norms, losses = known(run.train["grad_norm"]), known(run.train["loss"])
+    if len(norms) >= 5 and not norms[-5:].any():
+        zeros = np.argmax(np.append(norms[::-1], 1) != 0)
+        return f"its norm is exactly 0 in the last {zeros:,} steps"
+    if min(len(norms), len(losses)) < 50 or losses[-1] < 0.1 * losses[0]:
         return None
     first, late = (median(part) for part in np.array_split(norms, 10)[::9])
     return f"its norm falls from {first:.3g} to {late:.3g}" if late < 1e-3 * first else None
-
-
-def zeros_at_the_end(norms):
-    nonzero = np.flatnonzero(norms)
-    return len(norms) - (nonzero[-1] + 1 if len(nonzero) else 0)
 
 
 # ---- the training loss ---------------------------------------------------------------------------
@@ -90,8 +70,8 @@ def loss_curve(run):
 
 def guessing(run):
     """ln V, the loss of a uniform guess; NaN if V is not on record."""
-    classes = (run.info["data"].get("meta") or {}).get("vocab_size")
-    return math.log(classes) if classes else math.nan
+    classes = (run.meta or {}).get("vocab_size")
+    return math.log(classes) if isinstance(classes, int) and classes > 1 else math.nan
 
 
 def spikes_of(run):
@@ -104,13 +84,10 @@ def spikes_of(run):
 
 
 def loss_stuck(run):
-    loss = known(run.train["loss"])
-    n = len(run.train["step"])
-    if len(loss) < 50 or n <= run.info["config"].get("warmup_steps", 0) or run.train["step"][0] > 1:
+    loss, n = known(run.train["loss"]), len(run.train["step"])
+    if len(loss) < 50 or n <= run.fact("config", "warmup_steps") or run.train["step"][0] > 1:
         return None
-    guess = guessing(run)
-    first = mean(loss[: max(3, n // 20)])
-    last = mean(loss[-(n // 4) :])
+    guess, first, last = guessing(run), mean(loss[: max(3, n // 20)]), mean(loss[-(n // 4) :])
     if abs(first - last) > 0.02 * first or last < 0.9 * guess:
         return None
     beside = f"; guessing is ln V = {guess:.3f}" if math.isfinite(guess) else ""
@@ -118,13 +95,10 @@ def loss_stuck(run):
 
 
 def underfitting(run):
-    loss = known(run.train["loss"])
-    val = known(run.evals["val_loss"])
-    guess = guessing(run)
-    if len(loss) < 100 or not len(val) or loss_stuck(run) or loss_rises(run):
+    loss, val, guess = known(run.train["loss"]), known(run.evals["val_loss"]), guessing(run)
+    unstable = loss_rises(run) or oscillation(run) or loss_spikes(run)  # that is why it is high
+    if len(loss) < 100 or not len(val) or loss_stuck(run) or unstable:
         return None
-    if oscillation(run) or loss_spikes(run):
-        return None  # the loss is high because it is unstable
     last = mean(loss[-(len(loss) // 10) :])
     if not min(last, val[-1]) > 0.6 * guess or abs(val[-1] - last) > 0.1 * last:
         return None
@@ -171,8 +145,7 @@ def loss_spikes(run):
 
 
 def norm_leads_spikes(run):
-    norms = run.train["grad_norm"]
-    spikes = spikes_of(run)
+    norms, spikes = run.train["grad_norm"], spikes_of(run)
     leads = []  # (steps ahead, multiple of the usual norm) of each spike with a warning
     for spike in spikes:
         usual = norms[max(0, spike - 60) : max(0, spike - 10)]
@@ -201,12 +174,10 @@ def diverges_after_resume(run):
         rise = median(after) - median(before)
         error = math.hypot(before.std(), after.std()) / math.sqrt(size)
         if rise > max(4 * error, 0.05 * median(before)):
-            jump = lr[i] / lr[i - 1]
-            rate = f"; the learning rate jumped from {lr[i - 1]:.3g} to {lr[i]:.3g}"
-            return (
-                f"resumed at step {at:,}: the loss was {median(before):.3f} before and is"
-                f" {median(after):.3f} after{rate if abs(math.log(jump)) > 0.2 else ''}"
-            )
+            jumped = abs(np.log(lr[i] / lr[i - 1])) > 0.2
+            rate = f"; the learning rate jumped from {lr[i - 1]:.3g} to {lr[i]:.3g}" * bool(jumped)
+            was, now = median(before), median(after)
+            return f"resumed at step {at:,}: the loss was {was:.3f} before and is {now:.3f} after{rate}"
     return None
 
 
@@ -228,7 +199,7 @@ def plateau(run):
 def overfitting(run):
     if loss_curve(run) is None:
         return None
-    curve, (best, step) = loss_curve(run)[1], best_of(run)
+    curve, (best, step) = loss_curve(run)[1], best_row(run)
     then, at_end = np.searchsorted(run.train["step"], step), mean(run.evals["val_loss"][-1:])
     if not at_end > 1.005 * best or then >= len(curve) or not curve[-1] < curve[then]:
         return None
@@ -238,15 +209,14 @@ def overfitting(run):
     )
 
 
-# ---- memory, ranks ------------------------------------------------------------------------------
+# ---- memory and speed ----------------------------------------------------------------------------
 
 
 def out_of_memory(run):
     """The events say which micro-batch fits now. If none did, the way the run ended says so."""
-    failed = ended(run)
     rows = happened(run, "out_of_memory")
     if not rows:
-        return failed if "out of memory" in failed else None
+        return ended(run) if "out of memory" in ended(run) else None
     names = {"micro_batch": "training", "eval_micro_batch": "evaluation"}
     left = {what: row[name] for row in rows for name, what in names.items() if name in row}
     sizes = ", ".join(f"{size} sequences in {what}" for what, size in left.items())
@@ -265,21 +235,11 @@ def memory_grows(run):
     )
 
 
-def late_rank(run):
-    """Rows are of all ranks together, but a rank that gives up waiting names the late one."""
-    late = re.search(r"rank [\w ]+ kept the others waiting", ended(run))
-    return ended(run).removeprefix("failed: ") if late else None
-
-
-# ---- speed ---------------------------------------------------------------------------------------
-
-
 def throughput_falls(run):
     first, last = (median(part) for part in np.array_split(run.train["tokens_per_sec"], 4)[::3])
     if len(run.train["step"]) < 40 or not last < 0.85 * first:
         return None
-    per_second = f"{unit(run)}/s"
-    return f"{first:,.0f} {per_second} in the first quarter of the run, {last:,.0f} in the last"
+    return f"{first:,.0f} {unit(run)}/s in the first quarter of the run, {last:,.0f} in the last"
 
 
 def waits_for_data(run):
@@ -293,6 +253,4 @@ def gpu_idle(run):
     busy = known(run.train["gpu_util"])
     if len(busy) < 20 or median(busy) >= 85:
         return None
-    return (
-        f"{median(busy):.0f}% busy in the median of the samples at log lines; 85% and more is good"
-    )
+    return f"{median(busy):.0f}% busy in the median of the samples at log lines; 85% is good"

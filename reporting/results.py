@@ -1,0 +1,233 @@
+"""The results of a run, in numbers and words: its best, its speed, its cost, its means by epoch."""
+
+import math
+from datetime import timedelta
+
+import numpy as np
+
+from reporting.record import FIELDS, half_window, known, last_step, mean, median, plain
+
+
+def happened(run, event):
+    return [row for row in run.events if row["event"] == event]
+
+
+def ended(run):
+    ends = happened(run, "end")
+    how = run.info["ended"] if "ended" in run.info else ends and ends[-1].get("ended")
+    how = " ".join(str(how or "no end on record (killed, or still running)").split())
+    how = how.split(". ")[0]
+    return how if "at step" in how else f"{how}, at step {last_step(run):,}"
+
+
+def metric_of(run):
+    """(field, sign, words) of the metric that decides which evaluation is the best. sign: -1 if
+    higher is better."""
+    knob = str(run.info["config"].get("best_metric") or "val_loss")
+    field = knob.removeprefix("-")
+    words = "validation loss" if field == "val_loss" else field
+    return field, 1 if knob == field else -1, words
+
+
+def best_of(run):
+    """(value, step) of the best evaluation on as many tokens as the last; (NaN, 0) if there is none.
+
+    A rollback removes the rows that it undoes; the state in run.json still has their best.
+    """
+    field, sign, _ = metric_of(run)
+    best, step = best_row(run, field, sign)
+    kept, kept_step = (
+        plain(run.info["state"].get(name)) for name in (f"best_{field}", "best_step")
+    )
+    if math.isfinite(kept + kept_step) and not sign * best <= sign * kept:
+        return kept, int(kept_step)
+    return best, step
+
+
+def best_point(run):
+    """(validation loss, step) of the best evaluation, whichever metric decides."""
+    best, step = best_of(run)
+    if metric_of(run)[0] == "val_loss":
+        return best, step
+    return mean(run.evals["val_loss"][run.evals["step"] == step]), step
+
+
+def best_row(run, field="val_loss", sign=1):
+    """best_of for a field of the evaluations, by their rows alone."""
+    values = np.where(extent(run)[1], run.evals.get(field, math.nan), math.nan)
+    if not len(known(values)):
+        return math.nan, 0
+    i = np.nanargmin(sign * values)
+    return float(values[i]), int(run.evals["step"][i])
+
+
+def extent(run):
+    """(tokens of the last evaluation, 0 = the whole split; mask of the evaluations on as many)."""
+    tokens = np.nan_to_num(run.evals["val_tokens"])
+    last = tokens[-1] if len(tokens) else 0
+    return last, tokens == last
+
+
+def unit(run):
+    """What the rows' "tokens" are: tokens for text; otherwise examples, or targets if an example
+    has several."""
+    if run.meta is None or "tokenizer" in run.meta:
+        return "tokens"
+    same = np.array_equal(run.train["tokens"], run.train["sequences"], equal_nan=True)
+    return "examples" if same else "targets"
+
+
+def new_fields(run):
+    """[(name, steps, values)] of the fields that only a fork of train.py writes."""
+    own = *FIELDS["train"], *FIELDS["eval"], f"best_{metric_of(run)[0]}"
+    return [(k, t["step"], t[k]) for t in (run.train, run.evals) for k in t if k not in own]
+
+
+def on_gpu(run):
+    return run.fact("hardware", "gpu_count") > 0 or len(known(run.train["gpu_util"])) > 0
+
+
+def seconds_by_kind(run):
+    """({kind: seconds} over all sessions, number of sessions that recorded no times)."""
+    total, ends = {}, happened(run, "end")
+    for row in ends:
+        recorded = row.get("seconds")
+        for kind, seconds in recorded.items() if isinstance(recorded, dict) else ():
+            total[kind] = total.get(kind, 0.0) + max(0.0, np.nan_to_num(plain(seconds)))
+    sessions = 1 + max(len(happened(run, "resume")), len(run.info["resumes"]))
+    return total, max(0, sessions - len(ends))
+
+
+def number(value, form=",.4f", unit=""):
+    return f"{value:{form}}{unit}" if math.isfinite(value) else "n/a"
+
+
+def clock(seconds):
+    """1:02:03, or 2 days, 1:02:03."""
+    try:
+        return str(timedelta(seconds=round(seconds)))
+    except (ValueError, OverflowError):
+        return "n/a"
+
+
+def clipped_share(run):
+    clip = run.fact("config", "grad_clip")
+    return number(mean((run.train["grad_norm"] > clip).astype(float)), ".0%") if clip > 0 else "n/a"
+
+
+def outcome(run, dollars_per_hour):
+    """{what: (words, window)}. dollars_per_hour: of one device; 0 = the run's own."""
+    t, e, per = run.train, run.evals, unit(run)
+    last, steps = 2 * half_window(run) + 1, f"all {len(t['step']):,} steps"
+    field, _, metric = metric_of(run)
+    (best, best_step), (tokens, _) = best_of(run), extent(run)
+    nats = ", nats" * (per == "tokens")
+    split = f"the first {tokens:,.0f} {per}" if tokens else "the whole validation split"
+
+    def at_best(name, form):
+        return number(mean(e[name][e["step"] == best_step]), form), split
+
+    rows = {
+        "how it ended": (ended(run), ""),
+        f"best {metric}" + nats * (field == "val_loss"): (
+            number(best, ".4f", f" at step {best_step:,}"),
+            split,
+        ),
+        f"last validation loss{nats}": (number(mean(e["val_loss"][-1:]), ".4f"), split),
+        "bits per byte at the best": at_best("val_bpb", ".4f"),
+        "accuracy at the best": at_best("val_accuracy", ".2%"),
+        f"mean training loss{nats}": (number(mean(t["loss"][-last:])), f"the last {last:,} steps"),
+        f"{per} trained on": (number(mean(t["tokens"][-1:]), ",.0f"), steps),
+        "epochs": (number(mean(t["epoch"][-1:]), ",.2f"), steps),
+        f"throughput, {per}/s": (
+            number(1 / mean(1 / t["tokens_per_sec"]), ",.0f"),
+            f"{steps}; without evaluation and saving",
+        ),
+        "median step, ms": (number(median(t["step_ms"]), ",.1f"), f"{steps}; means of log windows"),
+        "waiting for data": (number(mean(t["data_ms"]) / mean(t["step_ms"]), ".1%"), steps),
+        "MFU": (number(mean(t["mfu"]), ".1%"), steps),
+        "peak memory, GB": (
+            number(known(t["mem_gb"]).max(initial=-math.inf), ".2f"),
+            "allocated by PyTorch on the GPU" if on_gpu(run) else "the whole process",
+        ),
+        "GPU utilization": (
+            number(mean(t["gpu_util"]) / 100, ".0%"),
+            "mean of one sample at each log line, each of up to a second",
+        ),
+        "steps whose gradient was clipped": (clipped_share(run), steps),
+        **{
+            what: (f"{len(happened(run, event)):,}", "all sessions")
+            for what, event in {
+                "updates skipped": "skipped",
+                "rollbacks": "rollback",
+                "resumes": "resume",
+            }.items()
+        },
+        **{f"last {k}": (number(known(v)[-1], ",.4g"), steps) for k, _, v in new_fields(run)},
+        **time_and_cost(run, dollars_per_hour),
+    }
+    absent = ["bits per byte at the best"] * (per != "tokens") + ["GPU utilization"] * (
+        not on_gpu(run)
+    )
+    return {what: row for what, row in rows.items() if what not in absent}
+
+
+def time_and_cost(run, dollars_per_hour):
+    """If a session recorded no times, its steps at least took theirs."""
+    spent, missing = seconds_by_kind(run)
+    seconds, least = sum(spent.values()), "at least " * bool(missing)
+    partly = f"; {missing} recorded no times, so at least those of all steps" if missing else ""
+    if missing:
+        seconds = max(seconds, known(run.train["step_ms"]).sum() / 1000)
+    devices = max(1, int(np.nan_to_num(run.fact("hardware", "world_size"))))
+    hours = devices * seconds / 3600
+    price = dollars_per_hour or run.fact("config", "dollars_per_hour")
+    money = f"${price * hours:,.2f} at ${price:g} an hour" if price > 0 else ASK_FOR_MONEY
+    cost = f"{least}{hours:,.3f} device-hours; {money}"
+    return {
+        "wall-clock": (least + clock(seconds), f"all sessions, start to end{partly}"),
+        "cost": (cost, f"wall-clock of {devices} device(s)"),
+    }
+
+
+ASK_FOR_MONEY = "report.py --dollars_per_hour=PRICE gives the cost in dollars"
+
+
+def beside(run, first):
+    """How the training loss of a run differs from that of `first`, in words."""
+    steps, mine, other = np.intersect1d(run.train["step"], first.train["step"], return_indices=True)
+    apart = np.abs(run.train["loss"][mine] - first.train["loss"][other])
+    differ = np.flatnonzero(apart > 0)
+    if not len(differ):
+        return f"the same in every digit, for {len(known(apart)):,} steps"
+    begin, end = differ[[0, -1]]
+    return (
+        f"differs from step {steps[begin]:,.0f} on, by {apart[begin]:.0e};"
+        f" by {apart[end]:.0e} at step {steps[end]:,.0f}"
+    )
+
+
+def epochs(run, most=30):
+    """[header, row, ...] of means over each epoch, or over several together if there are many."""
+    t, e = run.train, run.evals
+    epoch = np.ceil(t["epoch"] - 1e-9)  # the first is 1
+    number_of_epochs = int(known(epoch).max(initial=0))
+    together = max(1, math.ceil(number_of_epochs / most))
+    columns = {
+        "training loss": (t["loss"], ",.4f"),
+        "gradient norm": (t["grad_norm"], ".3g"),
+        f"{unit(run)}/s": (t["tokens_per_sec"], ",.0f"),
+        "ms a step": (t["step_ms"], ",.1f"),
+    }
+    if on_gpu(run):
+        columns |= {"GPU, %": (t["gpu_util"], ".0f"), "GB": (t["mem_gb"], ".2f")}
+    rows = [["epoch", "steps", *columns, "last validation loss"]]
+    for first in range(1, number_of_epochs + 1, together):
+        inside = (epoch >= first) & (epoch < first + together)
+        if inside.any():
+            begin, end = (int(t["step"][inside][i]) for i in (0, -1))
+            cells = [number(mean(values[inside]), form) for values, form in columns.values()]
+            val = e["val_loss"][(e["step"] >= begin) & (e["step"] <= end)]
+            name = str(first) if together == 1 else f"{first} to {first + together - 1}"
+            rows.append([name, f"{begin:,} to {end:,}", *cells, number(mean(val[-1:]))])
+    return rows
