@@ -390,7 +390,7 @@ def not_exact(run):
                     then, now = "other", ", ".join(k for k in now if now[k] != then.get(k))
                 lines.append(f"- resumed at step {event['step']:,}: {key} was {then}, is {now}")
     for event in happened(run, "audit"):
-        names = textwrap.shorten(str(event.get("tensors")), 300)
+        names = textwrap.shorten(str(event.get("tensors")).strip("[]"), 300)
         odd = f"the {event.get('odd')} result differed in {event.get('bits')} bits of {names}"
         lines.append(f"- step {event['step']:,} was audited: {odd}, and was dropped")
     if run.info["run"].get("deterministic") is False:
@@ -579,7 +579,7 @@ def main(argv=None):
         for trouble in troubles(run):
             print(f"{f'{name}: ' * (len(runs) > 1)}{trouble.title}: {trouble.shows}")
     for path in paths:
-        print(os.path.relpath(path))
+        print(min(os.path.relpath(path), str(path), key=len))
     return 0 if any(path.suffix == ".png" for path in paths) else 1
 
 

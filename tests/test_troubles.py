@@ -15,9 +15,9 @@ from test_report import evaluation, event, falling, write_run
 import bench
 from plumbing import failures
 from plumbing.knobs import read_knobs
-from plumbing.reporting.record import read_run
-from plumbing.reporting.troubles import TROUBLES, troubles
 from prepare_data import prepare
+from reporting.record import read_run
+from reporting.troubles import TROUBLES, troubles
 
 SPEED = {"step_ms": 5.0, "data_ms": 0.1, "tokens_per_sec": 1e5}  # of a machine that is not busy
 CONSTANT = "--schedule=constant --warmup_steps=5 --grad_clip=0 --batch_size=64 --max_steps=140"
