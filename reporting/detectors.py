@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 
-from reporting.record import half_window, known, mean, median, smooth
+from reporting.record import half_window, known, mean, median, plain, smooth
 from reporting.results import best_row, ended, happened, unit
 
 # ---- updates -------------------------------------------------------------------------------------
@@ -37,12 +37,10 @@ def float16_scale_collapses(run):
 def clipped_always(run):
     clip = run.fact("config", "grad_clip")
     late = known(run.train["grad_norm"][len(run.train["step"]) // 5 :])
-    if not clip > 0 or len(late) < 16 or np.mean(late > clip) <= 0.9:
+    share = np.mean(late > clip) if len(late) >= 16 else 0
+    if not clip > 0 or share <= 0.9:
         return None
-    return (
-        f"after the first fifth of the run its norm is above {clip:g} in"
-        f" {np.mean(late > clip):.0%} of the steps, and {median(late):.3g} in the median"
-    )
+    return f"its norm is above {clip:g} in {share:.0%} of the late steps, and {median(late):.3g} in the median"
 
 
 def norm_vanishes(run):
@@ -60,26 +58,24 @@ def norm_vanishes(run):
 
 
 def loss_curve(run):
-    """(loss, smoothed, standard deviation of the noise), or None if the run is too short."""
+    """(loss, smoothed, standard deviation of the noise); all NaN if the run is too short."""
     loss = run.train["loss"]
     if len(known(loss)) < 20:
-        return None
+        return loss, np.full(len(loss), math.nan), math.nan
     curve = smooth(loss, half_window(run))
     return loss, curve, 1.4826 * median(np.abs(loss - curve))  # from MAD to standard deviation
 
 
 def guessing(run):
     """ln V, the loss of a uniform guess; NaN if V is not on record."""
-    classes = (run.meta or {}).get("vocab_size")
-    return math.log(classes) if isinstance(classes, int) and classes > 1 else math.nan
+    classes = plain((run.meta or {}).get("vocab_size"))
+    return math.log(classes) if classes > 1 else math.nan
 
 
 def spikes_of(run):
     """Indices of the steps at which the loss begins to be far above its smoothed curve."""
-    if loss_curve(run) is None:
-        return np.array([], int)
     loss, curve, noise = loss_curve(run)
-    high = np.concatenate([[False], loss - curve > max(8 * noise, 0.1)])
+    high = np.append(False, loss - curve > np.maximum(8 * noise, 0.1))
     return np.flatnonzero(high[1:] & ~high[:-1])
 
 
@@ -107,10 +103,8 @@ def underfitting(run):
 
 
 def loss_rises(run):
-    if loss_curve(run) is None:
-        return None
     _, curve, noise = loss_curve(run)
-    lowest = np.nanmin(curve)
+    lowest = known(curve).min(initial=math.inf)
     rise = mean(curve[-1:]) - lowest
     least = max(6 * noise / math.sqrt(half_window(run)), 0.05 * lowest)
     return f"it ends {rise:.3f} above {lowest:.3f}" if rise > least else None
@@ -133,10 +127,8 @@ def oscillation(run):
     rise = np.max(means - np.minimum.accumulate(means))  # a loss that falls in steps has none
     if deviation < max(2.5 * noise, 0.01 * mean(late)) or turns < 4 or rise < 2 * deviation:
         return None
-    return (
-        f"in the second half of the run means of {size} steps swing by {deviation:.3f} around their"
-        f" trend, {deviation / noise:.1f} times what the noise of batches explains"
-    )
+    times = deviation / noise
+    return f"late means of {size} steps swing by {deviation:.3f}, {times:.1f} times the noise of batches"
 
 
 def loss_spikes(run):
@@ -157,9 +149,9 @@ def norm_leads_spikes(run):
     if not leads or len(leads) < len(spikes) / 2:
         return None
     steps, times = np.median(leads, axis=0)
+    share = f"{len(leads)} of {len(spikes)} spikes"
     return (
-        f"ahead of {len(leads)} of {len(spikes)} spikes it rose to {times:.1f} times its usual value,"
-        f" {steps:.0f} steps earlier"
+        f"ahead of {share} it rose to {times:.1f} times its usual value, {steps:.0f} steps earlier"
     )
 
 
@@ -171,13 +163,13 @@ def diverges_after_resume(run):
         before, after = known(loss[i - size : i]), known(loss[i : i + size])
         if min(len(before), len(after)) < 10:
             continue
-        rise = median(after) - median(before)
+        was, now = median(before), median(after)
         error = math.hypot(before.std(), after.std()) / math.sqrt(size)
-        if rise > max(4 * error, 0.05 * median(before)):
+        if now - was > max(4 * error, 0.05 * was):
+            rate = f"; the learning rate jumped from {lr[i - 1]:.3g} to {lr[i]:.3g}"
             jumped = abs(np.log(lr[i] / lr[i - 1])) > 0.2
-            rate = f"; the learning rate jumped from {lr[i - 1]:.3g} to {lr[i]:.3g}" * bool(jumped)
-            was, now = median(before), median(after)
-            return f"resumed at step {at:,}: the loss was {was:.3f} before and is {now:.3f} after{rate}"
+            words = f"resumed at step {at:,}: the loss was {was:.3f} before and is {now:.3f} after"
+            return words + (rate if jumped else "")
     return None
 
 
@@ -193,20 +185,13 @@ def plateau(run):
     return f"{mean(third):.4f} in the third quarter, {mean(fourth):.4f} in the last"
 
 
-# ---- validation ----------------------------------------------------------------------------------
-
-
 def overfitting(run):
-    if loss_curve(run) is None:
-        return None
     curve, (best, step) = loss_curve(run)[1], best_row(run)
     then, at_end = np.searchsorted(run.train["step"], step), mean(run.evals["val_loss"][-1:])
     if not at_end > 1.005 * best or then >= len(curve) or not curve[-1] < curve[then]:
         return None
-    return (
-        f"validation from {best:.4f} at step {step:,} to {at_end:.4f}, "
-        f"training from {curve[then]:.4f} to {curve[-1]:.4f}"
-    )
+    fell = f"training from {curve[then]:.4f} to {curve[-1]:.4f}"
+    return f"validation from {best:.4f} at step {step:,} to {at_end:.4f}, {fell}"
 
 
 # ---- memory and speed ----------------------------------------------------------------------------
@@ -230,27 +215,23 @@ def memory_grows(run):
     rises = np.count_nonzero(np.diff([settled, *later]) > 0.01 * settled)
     if len(run.train["step"]) < 40 or rises < 3 or not later[-1] > 1.15 * settled:
         return None
-    return (
-        f"the peak is {settled:.2f} GB after a third of the run, and {later[-1]:.2f} GB at its end"
-    )
+    return f"the peak is {settled:.2f} GB after a third of the run, {later[-1]:.2f} GB at its end"
 
 
 def throughput_falls(run):
     first, last = (median(part) for part in np.array_split(run.train["tokens_per_sec"], 4)[::3])
-    if len(run.train["step"]) < 40 or not last < 0.85 * first:
-        return None
-    return f"{first:,.0f} {unit(run)}/s in the first quarter of the run, {last:,.0f} in the last"
+    found = len(run.train["step"]) >= 40 and last < 0.85 * first
+    words = f"{first:,.0f} {unit(run)}/s in the first quarter of the run, {last:,.0f} in the last"
+    return words if found else None
 
 
 def waits_for_data(run):
     waiting = mean(run.train["data_ms"]) / mean(run.train["step_ms"])
-    if len(known(run.train["loss"])) < 20 or not waiting > 0.1:
-        return None
-    return f"{waiting:.0%} of the time of all steps"
+    found = len(known(run.train["loss"])) >= 20 and waiting > 0.1
+    return f"{waiting:.0%} of the time of all steps" if found else None
 
 
 def gpu_idle(run):
     busy = known(run.train["gpu_util"])
-    if len(busy) < 20 or median(busy) >= 85:
-        return None
-    return f"{median(busy):.0f}% busy in the median of the samples at log lines; 85% is good"
+    found = len(busy) >= 20 and median(busy) < 85
+    return f"{median(busy):.0f}% busy in the median of samples; 85% is good" if found else None
