@@ -231,7 +231,7 @@ def picture(run):
     loss.tick_params(labelbottom=False)
     raw_and_smooth(norm, run, "grad_norm", PALE_GREEN, GREEN)
     if clip > 0:
-        label = f"clip at {clip:g} ({results.clipped_share(run)} above)"
+        label = f"clip at {clip:g} ({results.share_clipped(run):.0%} above)"
         norm.axhline(clip, color=BLACK, lw=1.2, ls="--", label=label)
     scale(norm, "gradient norm, unclipped", np.append(t["grad_norm"], clip), log_from=10)
     legend(norm)

@@ -7,6 +7,8 @@ Curves stretch with the window; numbers keep their size. Everything drawn has a 
 import math
 import re
 from html import escape
+from pathlib import Path
+from string import Template
 
 import numpy as np
 
@@ -23,79 +25,7 @@ FIELDS = {  # of train rows: title, and colour if there is one run
     "mem_gb": ("peak memory (GB)", "orange"),
     "gpu_util": ("GPU utilization (%)", "green"),
 }
-STYLE = """
-:root { color-scheme: light dark; --paper: #fff; --ink: #222; --soft: #666; --rule: #e6e6e6;
-  --black: #000; --blue: #0072b2; --vermilion: #d55e00; --green: #009e73; --orange: #e69f00;
-  --purple: #cc79a7; --sky: #56b4e9 }
-@media (prefers-color-scheme: dark) { :root { --paper: #14171b; --ink: #dcdfe3; --soft: #9aa1a9;
-  --rule: #2c3137; --black: #f2f2f2; --blue: #4aa8e8; --vermilion: #f2854a; --green: #34c79b } }
-body { margin: auto; padding: 1.2rem 3vw; max-width: 1120px; color: var(--ink);
-  background: var(--paper); font: 15px/1.5 system-ui, sans-serif }
-h1 { font-size: 1.35rem; margin: 0 } h2 { font-size: 1.05rem; margin: 2rem 0 .5rem } p { margin: 0 0 .3rem }
-.soft, figcaption, tr:first-child { color: var(--soft) } code, pre { font: 13px/1.45 monospace }
-pre, code { white-space: pre-wrap; overflow-wrap: anywhere; margin-bottom: .7rem }
-nav { position: sticky; top: 0; z-index: 1; padding: .7rem 0; display: flex; flex-wrap: wrap;
-  gap: .3rem .4rem; background: var(--paper) }
-button { font: 13px/1.6 system-ui, sans-serif; color: inherit; background: none; cursor: pointer;
-  border: 1px solid var(--rule); border-radius: 99px; padding: 0 .7rem }
-button::before { content: "● "; color: var(--c) } [aria-pressed=false] { opacity: .4 }
-.panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 320px), 1fr));
-  gap: 1.1rem 1.6rem } .wide { grid-column: 1 / -1 } .wide .plot { height: clamp(240px, 42vw, 350px) }
-figure { margin: 0; min-width: 0 } figcaption { font-size: 13px; margin: 0 0 .35rem 3.2rem }
-.plot { position: relative; height: 165px; margin: 0 10px 24px 3.2rem; touch-action: pan-y }
-.plot svg { position: absolute; width: 100%; height: 100%; overflow: visible }
-.plot .cut { overflow: hidden } text { fill: var(--soft); font-size: 11.5px }
-.star { fill: var(--vermilion); font-size: 19px; text-anchor: middle } .grid { stroke: var(--rule) }
-.axis, .cross { stroke: var(--soft) } .cross[hidden] { display: none }
-polyline, path { fill: none; stroke: var(--c); vector-effect: non-scaling-stroke; stroke-width: 2;
-  stroke-linejoin: round; stroke-linecap: round } .thin { stroke-width: .9; opacity: .55 }
-.dots { stroke-width: 6 } .event { stroke-width: 1; stroke-dasharray: 5 4 }
-.tip { position: absolute; top: 4px; padding: .25rem .5rem; font-size: 12px; white-space: pre;
-  background: var(--paper); border: 1px solid var(--rule) } .tip, line { pointer-events: none }
-.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: 14px }
-td { padding: .2rem 1rem .2rem 0; border-top: 1px solid var(--rule); vertical-align: top;
-  font-variant-numeric: tabular-nums } h2, td b { font-weight: 500 }
-"""
-SCRIPT = """
-const buttons = [...document.querySelectorAll("nav button")];
-const off = new Set(location.hash.startsWith("#off=") ? location.hash.slice(5).split(",") : []);
-function show() {
-  document.documentElement.dataset.off = [...off].join(" ");
-  for (const b of buttons) b.setAttribute("aria-pressed", !off.has(b.dataset.key));
-}
-for (const b of buttons) b.onclick = () => {
-  off.delete(b.dataset.key) || off.add(b.dataset.key);
-  history.replaceState(null, "", "#off=" + [...off].join(","));
-  show();
-};
-show();
-const said = v => Math.abs(v) >= 1e4 ? Math.round(v).toLocaleString("en") : +v.toPrecision(4);
-for (const plot of document.querySelectorAll(".plot")) {
-  const d = plot.dataset, tip = plot.querySelector(".tip"), cross = plot.querySelector(".cross");
-  plot.onpointerleave = () => { tip.hidden = true; cross.toggleAttribute("hidden", true); };
-  plot.onpointermove = event => {
-    const box = plot.getBoundingClientRect(), rows = new Map();
-    const at = 1000 * Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
-    for (const line of plot.querySelectorAll("polyline")) {
-      const points = [...line.points];
-      const outside = at < points[0].x - 10 || at > points.at(-1).x + 10;
-      if (outside || getComputedStyle(line).display == "none") continue;
-      const nearer = (a, b) => Math.abs(b.x - at) < Math.abs(a.x - at) ? b : a;
-      const y = +d.y0 + (1 - points.reduce(nearer).y / 1000) * (d.y1 - d.y0);
-      rows.set(line.dataset.label, said(d.log ? 10 ** y : y));
-    }
-    tip.hidden = !rows.size;
-    tip.textContent = [[d.x, said(at / 1000 * d.x1)], ...rows].map(r => r.join("  ")).join("\\n");
-    tip.style.left = at < 500 ? at / 10 + 2 + "%" : "";
-    tip.style.right = at < 500 ? "" : 102 - at / 10 + "%";
-    cross.toggleAttribute("hidden", false);
-    for (const end of ["x1", "x2"]) cross.setAttribute(end, at / 10 + "%");
-  };
-}
-history.scrollRestoration = "manual";
-onpagehide = () => { sessionStorage[location.pathname] = scrollY; };
-scrollTo(0, sessionStorage[location.pathname] ?? 0);
-"""
+TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
 def page(runs, names, bests, text, lanes, refresh):
@@ -115,15 +45,15 @@ def page(runs, names, bests, text, lanes, refresh):
         for key, (label, colour) in keys.items()
     )
     hidden = "".join(f'[data-off~="{key}"] .{key} {{ display: none }}\n' for key in keys)
-    again = f"setTimeout(() => location.reload(), {1000 * refresh:.0f});" * bool(refresh)
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{escape(", ".join(names))}</title>
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<link rel="icon" href="data:,"><style>{STYLE}{hidden}</style></head>
-<body><h1>{escape(", ".join(names))}</h1><p class="soft">{live}</p><nav>{buttons}</nav>
-<div class="panels">{"".join(panels(runs, names, lanes))}</div>
-{from_markdown(text)}<script>{again}{SCRIPT}</script></body></html>
-"""
+    return TEMPLATE.substitute(
+        TITLE=escape(", ".join(names)),
+        HIDDEN=hidden,
+        LIVE=live,
+        BUTTONS=buttons,
+        PANELS="".join(panels(runs, names, lanes)),
+        TEXT=from_markdown(text),
+        RELOAD=round(1000 * refresh),
+    )
 
 
 def from_markdown(text):

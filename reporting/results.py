@@ -104,76 +104,58 @@ def number(value, form=",.4f", unit=""):
 
 def clock(seconds):
     """1:02:03, or 2 days, 1:02:03."""
-    try:
-        return str(timedelta(seconds=round(seconds)))
-    except (ValueError, OverflowError):
-        return "n/a"
+    return str(timedelta(seconds=round(seconds))) if seconds < 1e10 else "n/a"
 
 
-def clipped_share(run):
+def share_clipped(run):
     clip = run.fact("config", "grad_clip")
-    return number(mean((run.train["grad_norm"] > clip).astype(float)), ".0%") if clip > 0 else "n/a"
+    return mean((run.train["grad_norm"] > clip).astype(float)) if clip > 0 else math.nan
 
 
 def outcome(run, dollars_per_hour):
     """{what: (words, window)}. dollars_per_hour: of one device; 0 = the run's own."""
-    t, e, per = run.train, run.evals, unit(run)
+    t, e, per, gpu = run.train, run.evals, unit(run), on_gpu(run)
     last, steps = 2 * half_window(run) + 1, f"all {len(t['step']):,} steps"
     field, _, metric = metric_of(run)
     (best, best_step), (tokens, _) = best_of(run), extent(run)
     nats = ", nats" * (per == "tokens")
     split = f"the first {tokens:,.0f} {per}" if tokens else "the whole validation split"
-
-    def at_best(name, form):
-        return number(mean(e[name][e["step"] == best_step]), form), split
-
-    rows = {
+    bpb, accuracy = (e[name][e["step"] == best_step] for name in ("val_bpb", "val_accuracy"))
+    speed = 1 / mean(1 / t["tokens_per_sec"])
+    memory = known(t["mem_gb"]).max(initial=-math.inf)
+    measured = "allocated by PyTorch on the GPU" if gpu else "the whole process"
+    numbers = [
+        (f"last validation loss{nats}", mean(e["val_loss"][-1:]), ",.4f", split),
+        *[("bits per byte at the best", mean(bpb), ".4f", split)] * (per == "tokens"),
+        ("accuracy at the best", mean(accuracy), ".2%", split),
+        (f"mean training loss{nats}", mean(t["loss"][-last:]), ",.4f", f"the last {last:,} steps"),
+        (f"{per} trained on", mean(t["tokens"][-1:]), ",.0f", steps),
+        ("epochs", mean(t["epoch"][-1:]), ",.2f", steps),
+        (f"throughput, {per}/s", speed, ",.0f", f"{steps}; without evaluation and saving"),
+        ("median step, ms", median(t["step_ms"]), ",.1f", f"{steps}; means of log windows"),
+        ("waiting for data", mean(t["data_ms"]) / mean(t["step_ms"]), ".1%", steps),
+        ("MFU", mean(t["mfu"]), ".1%", steps),
+        ("peak memory, GB", memory, ".2f", measured),
+        *[("GPU utilization", mean(t["gpu_util"]) / 100, ".0%", "samples at log lines")] * gpu,
+        ("steps whose gradient was clipped", share_clipped(run), ".0%", steps),
+        ("updates skipped", len(happened(run, "skipped")), ",", "all sessions"),
+        ("rollbacks", len(happened(run, "rollback")), ",", "all sessions"),
+        ("resumes", len(happened(run, "resume")), ",", "all sessions"),
+        *((f"last {name}", known(y)[-1], ",.4g", steps) for name, _, y in new_fields(run)),
+    ]
+    return {
         "how it ended": (ended(run), ""),
         f"best {metric}" + nats * (field == "val_loss"): (
-            number(best, ".4f", f" at step {best_step:,}"),
+            number(best, ",.4f", f" at step {best_step:,}"),
             split,
         ),
-        f"last validation loss{nats}": (number(mean(e["val_loss"][-1:]), ".4f"), split),
-        "bits per byte at the best": at_best("val_bpb", ".4f"),
-        "accuracy at the best": at_best("val_accuracy", ".2%"),
-        f"mean training loss{nats}": (number(mean(t["loss"][-last:])), f"the last {last:,} steps"),
-        f"{per} trained on": (number(mean(t["tokens"][-1:]), ",.0f"), steps),
-        "epochs": (number(mean(t["epoch"][-1:]), ",.2f"), steps),
-        f"throughput, {per}/s": (
-            number(1 / mean(1 / t["tokens_per_sec"]), ",.0f"),
-            f"{steps}; without evaluation and saving",
-        ),
-        "median step, ms": (number(median(t["step_ms"]), ",.1f"), f"{steps}; means of log windows"),
-        "waiting for data": (number(mean(t["data_ms"]) / mean(t["step_ms"]), ".1%"), steps),
-        "MFU": (number(mean(t["mfu"]), ".1%"), steps),
-        "peak memory, GB": (
-            number(known(t["mem_gb"]).max(initial=-math.inf), ".2f"),
-            "allocated by PyTorch on the GPU" if on_gpu(run) else "the whole process",
-        ),
-        "GPU utilization": (
-            number(mean(t["gpu_util"]) / 100, ".0%"),
-            "mean of one sample at each log line, each of up to a second",
-        ),
-        "steps whose gradient was clipped": (clipped_share(run), steps),
-        **{
-            what: (f"{len(happened(run, event)):,}", "all sessions")
-            for what, event in {
-                "updates skipped": "skipped",
-                "rollbacks": "rollback",
-                "resumes": "resume",
-            }.items()
-        },
-        **{f"last {k}": (number(known(v)[-1], ",.4g"), steps) for k, _, v in new_fields(run)},
+        **{what: (number(value, form), window) for what, value, form, window in numbers},
         **time_and_cost(run, dollars_per_hour),
     }
-    absent = ["bits per byte at the best"] * (per != "tokens") + ["GPU utilization"] * (
-        not on_gpu(run)
-    )
-    return {what: row for what, row in rows.items() if what not in absent}
 
 
 def time_and_cost(run, dollars_per_hour):
-    """If a session recorded no times, its steps at least took theirs."""
+    """The last rows of the outcome. A session that recorded no times took at least its steps."""
     spent, missing = seconds_by_kind(run)
     seconds, least = sum(spent.values()), "at least " * bool(missing)
     partly = f"; {missing} recorded no times, so at least those of all steps" if missing else ""
@@ -182,15 +164,13 @@ def time_and_cost(run, dollars_per_hour):
     devices = max(1, int(np.nan_to_num(run.fact("hardware", "world_size"))))
     hours = devices * seconds / 3600
     price = dollars_per_hour or run.fact("config", "dollars_per_hour")
-    money = f"${price * hours:,.2f} at ${price:g} an hour" if price > 0 else ASK_FOR_MONEY
-    cost = f"{least}{hours:,.3f} device-hours; {money}"
+    money = "report.py --dollars_per_hour=PRICE gives the cost in dollars"
+    if price > 0:
+        money = f"${price * hours:,.2f} at ${price:g} an hour"
     return {
         "wall-clock": (least + clock(seconds), f"all sessions, start to end{partly}"),
-        "cost": (cost, f"wall-clock of {devices} device(s)"),
+        "cost": (f"{least}{hours:,.3f} device-hours; {money}", f"of {devices} device(s)"),
     }
-
-
-ASK_FOR_MONEY = "report.py --dollars_per_hour=PRICE gives the cost in dollars"
 
 
 def beside(run, first):
@@ -211,18 +191,17 @@ def epochs(run, most=30):
     """[header, row, ...] of means over each epoch, or over several together if there are many."""
     t, e = run.train, run.evals
     epoch = np.ceil(t["epoch"] - 1e-9)  # the first is 1
-    number_of_epochs = int(known(epoch).max(initial=0))
-    together = max(1, math.ceil(number_of_epochs / most))
+    last = int(known(epoch).max(initial=0))
+    together = max(1, math.ceil(last / most))
     columns = {
         "training loss": (t["loss"], ",.4f"),
         "gradient norm": (t["grad_norm"], ".3g"),
         f"{unit(run)}/s": (t["tokens_per_sec"], ",.0f"),
         "ms a step": (t["step_ms"], ",.1f"),
+        **({"GPU, %": (t["gpu_util"], ".0f"), "GB": (t["mem_gb"], ".2f")} if on_gpu(run) else {}),
     }
-    if on_gpu(run):
-        columns |= {"GPU, %": (t["gpu_util"], ".0f"), "GB": (t["mem_gb"], ".2f")}
     rows = [["epoch", "steps", *columns, "last validation loss"]]
-    for first in range(1, number_of_epochs + 1, together):
+    for first in range(1, last + 1, together):
         inside = (epoch >= first) & (epoch < first + together)
         if inside.any():
             begin, end = (int(t["step"][inside][i]) for i in (0, -1))
