@@ -12,6 +12,7 @@ takes seconds. A field unknown to report.py, such as a fork's, gets a panel and 
 """
 
 import io
+import itertools
 import math
 import os
 import re
@@ -55,13 +56,7 @@ LANES = {  # events to draw: colour, marker, whether a line crosses all panels
 }
 # What may make the same command give other digits. matmul_bits: a hash of one matrix product
 EXACTNESS = "device dtype matmul_bits compile deterministic threads world_size torch".split()
-STYLE = """
-    font.size=9 text.color=#222222 axes.labelcolor=#222222 axes.edgecolor=#666666
-    axes.linewidth=0.8 axes.spines.top=False axes.spines.right=False axes.axisbelow=True
-    axes.grid=True grid.color=#e6e6e6 grid.linewidth=0.7 xtick.color=#444444 ytick.color=#444444
-    xtick.labelsize=8 ytick.labelsize=8 legend.frameon=False legend.fontsize=8
-    legend.columnspacing=1.4 axes.formatter.limits=-2,3 axes.formatter.use_mathtext=True
-"""
+STYLE = Path(record.__file__).with_name("picture.mplstyle")
 
 
 # ---- parts of a picture --------------------------------------------------------------------------
@@ -96,11 +91,10 @@ def raw_and_smooth(ax, run, column, pale, strong, what=""):
         curve(ax, step, smooth(values, half), color=strong, lw=1.8, label=label)
 
 
-def scale(ax, label, values, log_from=math.inf):
+def scale(ax, values, log_from=math.inf):
     """An axis from 0 up, or logarithmic if the values span more than a factor of `log_from`."""
     values = known(values)[known(values) > 0]
     top, span = (values.max(), values.max() / values.min()) if len(values) else (1, 1)
-    ax.set_ylabel(label)
     if span > log_from:
         make_logarithmic(ax, span)
     else:
@@ -183,69 +177,45 @@ def draw_events(ax, panels, lanes):
     ax.spines[:].set_visible(False)
 
 
-def draw_speed(ax, t, per):
-    """Throughput, and MFU on the right axis: a line of its own only if their ratio changed."""
-    curve(ax, t["step"], t["tokens_per_sec"], color=BLUE, lw=1.2, label="throughput")
-    scale(ax, f"throughput ({per}/s)", t["tokens_per_sec"])
-    ax.yaxis.set_major_formatter(short)
-    ratio = known(t["mfu"] / t["tokens_per_sec"])
-    if not len(ratio):
-        return ax.set_title("MFU n/a", loc="right", fontsize=8, pad=3)
-    right = ax.twinx()
-    right.grid(visible=False)
-    right.spines["right"].set_visible(True)
-    right.set_ylabel("MFU (% of peak)")
-    right.set_ylim(0, 100 * ratio[0] * ax.get_ylim()[1])
-    if ratio.max() > 1.02 * ratio.min():
-        curve(right, t["step"], 100 * t["mfu"], color=VERMILION, lw=1, ls="--", label="MFU")
-        scale(right, "MFU (% of peak)", 100 * t["mfu"])
-        legend(right)
-        legend(ax, loc="lower left", bbox_to_anchor=(0, 1))
-
-
 def heading(run):
-    config, identity = run.info["config"], run.info["run"]
-    model = f"{config['n_layer']} x {config.get('n_embd')} wide" if "n_layer" in config else ""
-    facts = [run.info["data"].get("name"), model, identity.get("device"), identity.get("dtype")]
-    first = textwrap.shorten(f"{run.name}: {ended(run)}", 110, placeholder=" ...")
-    return f"{first}\n{textwrap.shorten(', '.join(str(f) for f in facts if f), 110)}".strip()
+    c, identity = run.info["config"], run.info["run"]
+    model = f"{c['n_layer']} x {c.get('n_embd')} wide" if "n_layer" in c else None
+    facts = run.info["data"].get("name"), model, identity.get("device"), identity.get("dtype")
+    lines = f"{run.name}: {ended(run)}", ", ".join(str(fact) for fact in facts if fact)
+    return "\n".join(textwrap.shorten(line, 110, placeholder=" ...") for line in lines).strip()
 
 
 def picture(run):
     """report.png as a matplotlib Figure."""
-    t, lanes, clip = run.train, event_steps(run), run.fact("config", "grad_clip")
-    new = results.new_fields(run)[:20]
-    if len(known(t["gpu_util"])):
-        new = [("GPU utilization (%)", t["step"], t["gpu_util"]), *new]
+    lanes, clip = event_steps(run), run.fact("config", "grad_clip")
+    _, *panels = results.panels_of(run)
+    panels = panels[:4] + [panel for panel in panels[4:] if len(known(panel[-1]))]
     lanes_high = 0.17 * max(1, len(lanes))
-    rows = 2 + (1 + len(new)) // 2
+    rows = (1 + len(panels)) // 2
     fig = new_figure(9, 4 + 2 * rows + lanes_high)
     grid = fig.add_gridspec(2 + rows, 2, height_ratios=[3.1, lanes_high] + [2] * rows)
     loss = fig.add_subplot(grid[0, :])
     events = fig.add_subplot(grid[1, :], sharex=loss)
-    norm, rate, speed, memory, *more = panels = [
-        fig.add_subplot(grid[2 + i // 2, i % 2], sharex=loss) for i in range(4 + len(new))
-    ]
+    axes = [fig.add_subplot(grid[2 + i // 2, i % 2], sharex=loss) for i in range(len(panels))]
     draw_loss(loss, run)
-    draw_events(events, [loss, *panels], lanes)
-    loss.tick_params(labelbottom=False)
-    raw_and_smooth(norm, run, "grad_norm", PALE_GREEN, GREEN)
-    if clip > 0:
-        label = f"clip at {clip:g} ({results.share_clipped(run):.0%} above)"
-        norm.axhline(clip, color=BLACK, lw=1.2, ls="--", label=label)
-    scale(norm, "gradient norm, unclipped", np.append(t["grad_norm"], clip), log_from=10)
-    legend(norm)
-    curve(rate, t["step"], t["lr"], color=PURPLE, lw=1.6)
-    scale(rate, "learning rate (per step)", t["lr"])
-    draw_speed(speed, t, unit(run))
-    curve(memory, t["step"], t["mem_gb"], color=ORANGE, lw=1.8)
-    scale(memory, "peak memory (GB)", t["mem_gb"])
-    for ax, (name, step, values) in zip(more, new, strict=True):
-        curve(ax, step, values, color=BLUE, lw=1.2)
-        ax.set_ylabel(name if len(name) <= 24 else name[:22] + "...")
+    draw_events(events, [loss, *axes], lanes)
+    for ax, (field, title, colour, step, values) in zip(axes, panels, strict=True):
+        ax.set_ylabel(title if len(title) <= 24 else title[:22] + "...")
+        if field == "grad_norm":
+            raw_and_smooth(ax, run, field, PALE_GREEN, GREEN)
+            if clip > 0:
+                label = f"clip at {clip:g} ({results.share_clipped(run):.0%} above)"
+                ax.axhline(clip, color=BLACK, lw=1.2, ls="--", label=label)
+            scale(ax, np.append(values, clip), log_from=10)
+            legend(ax)
+            continue
+        curve(ax, step, values, color=COLOURS[colour], lw=1.4)
         ax.yaxis.set_major_formatter(short)
+        if field != title:  # not a fork's, which may be negative
+            scale(ax, values)
+    loss.tick_params(labelbottom=False)
     loss.set_xlim(-0.01 * max(1, last_step(run)), 1.01 * max(1, last_step(run)))
-    for ax in [events, *panels]:
+    for ax in [events, *axes]:
         ax.set_xlabel("step")
         ax.xaxis.set_major_formatter(short)
         ax.xaxis.get_major_locator().set_params(integer=True)
@@ -260,40 +230,36 @@ def compare_picture(runs, names):
     """compare.png as a matplotlib Figure: losses by step, tokens and time; the rest by step."""
     fig = new_figure(11, 7 + 0.2 * math.ceil(len(runs) / 3))
     axes = fig.subplots(2, 3, height_ratios=[3, 2])
-    (by_step, by_tokens, by_time), (norm, rate, speed) = axes
-    longest = max(known(run.train["step_ms"]).sum() for run in runs) / 1000
-    scales = {"s": 1, "min": 60, "h": 3600}
-    clock = [name for name, size in scales.items() if size == 1 or longest > 3 * size][-1]
+    by_step, by_tokens, by_time, norm, rate, speed = axes.flat
+    units = {unit(run) for run in runs}
+    per = units.pop() if len(units) == 1 else "tokens"
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         t, e, half = run.train, run.evals, half_window(run)
         looks = {"color": list(COLOURS.values())[i % 7], "ls": ("-", "--", ":")[i // 7 % 3]}
-        seconds = np.cumsum(np.nan_to_num(t["step_ms"])) / 1000
-        for ax, x in (by_step, t["step"]), (by_tokens, t["tokens"]), (by_time, seconds):
-            x = x / (scales[clock] if ax is by_time else 1)
+        minutes = np.cumsum(np.nan_to_num(t["step_ms"])) / 60_000
+        for ax, x in (by_step, t["step"]), (by_tokens, t["tokens"]), (by_time, minutes):
             curve(ax, x, smooth(t["loss"], half), lw=1, alpha=0.55, **looks)
             dots(ax, np.interp(e["step"], [0, *t["step"]], [0, *x]), e["val_loss"], looks["color"])
         curve(norm, t["step"], smooth(t["grad_norm"], half), lw=1.2, **looks)
         curve(rate, t["step"], t["lr"], lw=1.2, **looks)
         curve(speed, t["step"], t["tokens_per_sec"], lw=1.2, **looks)
         norm.plot([], [], lw=2.5, label=f"{name}: {best_words(run)}", **looks)
-    units = {unit(run) for run in runs}
-    per = units.pop() if len(units) == 1 else "tokens"
-    for ax in (by_tokens, by_time):
+    scale_loss(by_step, runs)
+    for ax in by_tokens, by_time:
         ax.sharey(by_step)
         ax.tick_params(labelleft=False)
-    scale_loss(by_step, runs)
     for ax, field, log_from, label in (
         (norm, "grad_norm", 30, "gradient norm, smoothed"),
         (rate, "lr", math.inf, "learning rate (per step)"),
         (speed, "tokens_per_sec", math.inf, f"throughput ({per}/s)"),
     ):
-        scale(ax, label, np.concatenate([run.train[field] for run in runs]), log_from)
-    speed.yaxis.set_major_formatter(short)
+        ax.set_ylabel(label)
+        ax.yaxis.set_major_formatter(short)
+        scale(ax, np.concatenate([run.train[field] for run in runs]), log_from)
     for ax in axes.flat:
-        ax.set_xlabel("step")
+        words = {by_tokens: f"{per} trained on", by_time: "training time (minutes)"}
+        ax.set_xlabel(words.get(ax, "step"))
         ax.xaxis.set_major_formatter(short)
-    by_tokens.set_xlabel(f"{per} trained on")
-    by_time.set_xlabel(f"training time ({clock})")
     title = "Thick lines with dots: validation loss. Thin lines: training loss, smoothed."
     fig.suptitle(title, x=0.01, ha="left", fontsize=10)
     fig.legend(loc="outside lower left", ncols=3)
@@ -337,9 +303,9 @@ def about(run):
     classes = "vocabulary" if unit(run) == "tokens" else "classes"
     facts = {"source": "source", "tokenizer": "tokenizer", "vocab_size": classes}
     text = "".join(f"; {word} {meta[key]}" for key, word in facts.items() if key in meta)
-    commit = f"`{str(git['commit'])[:12]}`" if git.get("commit") else "unknown"
-    if git.get("dirty"):
-        commit += f" with uncommitted changes (diff `{str(git.get('diff_sha256'))[:12]}`)"
+    changed = (
+        f" with changes (diff `{str(git.get('diff_sha256'))[:12]}`)" if git.get("dirty") else ""
+    )
     split = " x ".join(str(identity.get(k)) for k in ("batch_size", "accum_steps", "world_size"))
     batch = f"{identity.get('global_batch')} {unit(run)}"
     if unit(run) == "tokens":
@@ -347,7 +313,7 @@ def about(run):
     knobs = unusual_knobs(run)
     return f"""\
 - **command** `{shlex.join(["python", *map(str, info["command"])])}`
-- **commit** {commit}
+- **commit** `{str(git.get("commit") or "unknown")[:12]}`{changed}
 - **data** {data.get("name")}{text}; fingerprint `{data.get("fingerprint")}`
 - **hardware** {hardware.get("world_size")} x {hardware.get("device")}; CPU {hardware.get("cpu")}, \
 {hardware.get("threads")} threads
@@ -360,39 +326,39 @@ def about(run):
 {table(("knob", "here", "default today"), knobs) if knobs else "Every knob is at its default."}"""
 
 
+def details(event):
+    """The fields of an event, in words. A pair is what was and is; of hashes, names alone count."""
+    out = []
+    for key, value in event.items():
+        if isinstance(value, list) and len(value) == 2:
+            then, now = value
+            value = (
+                f"changed in {', '.join(now)}" if isinstance(now, dict) else f"was {then}, is {now}"
+            )
+        if key not in ("kind", "step", "event", "finite"):
+            out.append(f"{key} {value}")
+    return textwrap.shorten("; ".join(out), 400)
+
+
 def event_rows(run, most=200):
-    """[(step, event, details)] in the order of the events; consecutive skips share a row."""
-    rows, before, skips = [], None, 0  # before: the previous event's step, if it was a skip
-    for event in run.events:
-        rest = {k: v for k, v in event.items() if k not in ("kind", "step", "event", "finite")}
-        name, step = event["event"].replace("_", " "), event["step"]
-        skips = (skips if before == step - 1 else 0) + 1 if name == "skipped" else 0
-        before = step if skips else None
-        if skips > 1:
-            rows[-1] = (rows[-1][0], name, f"{skips} updates in a row, to step {step:,}")
-        elif name == "end":
-            rows.append((f"{step:,}", name, rest.get("ended")))
+    """[(step, event, details)] in the order of the events; skips in a row share one."""
+    rows = []
+    for name, group in itertools.groupby(run.events, lambda event: event["event"]):
+        first, *more = group
+        if name == "skipped" and more:
+            words = f"{1 + len(more)} updates, the last at step {more[-1]['step']:,}"
+            rows.append((f"{first['step']:,}", name, words))
         elif name not in ("sample", "saved"):
-            details = "; ".join(f"{key} {value}" for key, value in rest.items())
-            rows.append((f"{step:,}", name, textwrap.shorten(details, 400)))
+            rows += [(f"{e['step']:,}", name.replace("_", " "), details(e)) for e in (first, *more)]
     left = len(rows) - most
-    return rows[:most] + ([("...", f"and {left:,} more", "")] if left > 0 else [])
+    return rows[:most] + [("...", f"and {left:,} more", "")] * (left > 0)
 
 
 def not_exact(run):
     """Lines on what may set this run apart from an uninterrupted one on one machine."""
-    lines = []
-    for event in happened(run, "inexact_resume"):
-        for key, value in event.items():
-            if isinstance(value, list) and len(value) == 2:
-                then, now = value
-                if isinstance(then, dict) and isinstance(now, dict):  # hashes of files
-                    then, now = "other", ", ".join(k for k in now if now[k] != then.get(k))
-                lines.append(f"- resumed at step {event['step']:,}: {key} was {then}, is {now}")
-    for event in happened(run, "audit"):
-        names = textwrap.shorten(str(event.get("tensors")).strip("[]"), 300)
-        odd = f"the {event.get('odd')} result differed in {event.get('bits')} bits of {names}"
-        lines.append(f"- step {event['step']:,} was audited: {odd}, and was dropped")
+    names = {"inexact_resume": "resumed", "audit": "audited, and the odd result dropped"}
+    found = [event for event in run.events if event["event"] in names]
+    lines = [f"- step {e['step']:,}: {names[e['event']]}: {details(e)}" for e in found]
     if run.info["run"].get("deterministic") is False:
         lines.append("- `deterministic` was off: the same command may give different bits")
     if run.unreadable:
@@ -504,7 +470,7 @@ def draw(path, picture, *args):
     except ImportError:
         print("report.py: no picture; type: pip install matplotlib", file=sys.stderr)
         return []
-    with matplotlib.rc_context(dict(pair.split("=") for pair in STYLE.split())):
+    with matplotlib.rc_context(fname=STYLE):
         content = io.BytesIO()
         picture(*args).savefig(content, format="png")
     return [write(path, content.getvalue())]

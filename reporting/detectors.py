@@ -10,16 +10,13 @@ import numpy as np
 from reporting.record import half_window, known, mean, median, plain, smooth
 from reporting.results import best_row, ended, happened, unit
 
-# ---- updates -------------------------------------------------------------------------------------
-
 
 def updates_fail(run):
-    skips = happened(run, "skipped")
+    skips = [row["step"] for row in happened(run, "skipped")]
     rollbacks = sum("not finite" in str(row.get("why")) for row in happened(run, "rollback"))
-    if len(skips) <= max(2, 0.01 * len(run.train["step"])) and not rollbacks:
-        return None
-    first = f", the first at step {skips[0]['step']:,}" if skips else ""
-    return f"{len(skips):,} not finite and skipped{first}; {rollbacks} rollbacks"
+    found = rollbacks or len(skips) > max(2, 0.01 * len(run.train["step"]))
+    first = f", the first at step {skips[0]:,}" if skips else ""
+    return f"{len(skips):,} not finite and skipped{first}; {rollbacks} rollbacks" if found else None
 
 
 def float16_scale_collapses(run):
@@ -27,10 +24,9 @@ def float16_scale_collapses(run):
     steps = np.array([row["step"] for row in happened(run, "skipped")], dtype=float)
     good = np.maximum(0, np.diff(steps, prepend=0) - 1)
     exponents = 16 + np.cumsum(good // 2000) - np.arange(1, len(steps) + 1)
-    below = np.flatnonzero(exponents < 0)
-    if run.info["run"].get("dtype") != "float16" or not len(below):
+    if run.info["run"].get("dtype") != "float16" or not (exponents < 0).any():
         return None
-    step = steps[below[0]]
+    step = steps[np.argmax(exponents < 0)]
     return f"{len(steps):,} skips took it from 65,536 below 1 at step {step:,.0f}"
 
 
@@ -52,9 +48,6 @@ def norm_vanishes(run):
         return None
     first, late = (median(part) for part in np.array_split(norms, 10)[::9])
     return f"its norm falls from {first:.3g} to {late:.3g}" if late < 1e-3 * first else None
-
-
-# ---- the training loss ---------------------------------------------------------------------------
 
 
 def loss_curve(run):
@@ -178,11 +171,10 @@ def plateau(run):
     third, fourth = known(loss[n // 2 : 3 * n // 4]), known(loss[3 * n // 4 :])
     if n < 200 or not len(third) or not len(fourth) or loss_rises(run) or loss_stuck(run):
         return None
-    fall = mean(third) - mean(fourth)
     error = math.hypot(*(part.std() / math.sqrt(len(part)) for part in (third, fourth)))
-    if fall >= max(2 * error, 0.002 * mean(fourth)):
-        return None
-    return f"{mean(third):.4f} in the third quarter, {mean(fourth):.4f} in the last"
+    found = mean(third) - mean(fourth) < max(2 * error, 0.002 * mean(fourth))
+    words = f"{mean(third):.4f} in the third quarter, {mean(fourth):.4f} in the last"
+    return words if found else None
 
 
 def overfitting(run):
@@ -192,9 +184,6 @@ def overfitting(run):
         return None
     fell = f"training from {curve[then]:.4f} to {curve[-1]:.4f}"
     return f"validation from {best:.4f} at step {step:,} to {at_end:.4f}, {fell}"
-
-
-# ---- memory and speed ----------------------------------------------------------------------------
 
 
 def out_of_memory(run):
@@ -211,11 +200,11 @@ def out_of_memory(run):
 def memory_grows(run):
     """A staircase: a peak that keeps rising long after all that a step needs was allocated."""
     parts = np.array_split(run.train["mem_gb"], 6)
-    settled, *later = [known(part).max(initial=-math.inf) for part in parts[1:]]
-    rises = np.count_nonzero(np.diff([settled, *later]) > 0.01 * settled)
-    if len(run.train["step"]) < 40 or rises < 3 or not later[-1] > 1.15 * settled:
-        return None
-    return f"the peak is {settled:.2f} GB after a third of the run, {later[-1]:.2f} GB at its end"
+    peaks = np.array([known(part).max(initial=-math.inf) for part in parts[1:]])
+    rises = np.count_nonzero(np.diff(peaks) > 0.01 * peaks[0])
+    found = len(run.train["step"]) >= 40 and rises >= 3 and peaks[-1] > 1.15 * peaks[0]
+    words = f"the peak is {peaks[0]:.2f} GB after a third of the run, {peaks[-1]:.2f} GB at its end"
+    return words if found else None
 
 
 def throughput_falls(run):

@@ -14,17 +14,7 @@ import numpy as np
 
 from reporting import record, results
 
-BY_TIME = "loss by seconds of training"
 COLOURS = "blue vermilion green orange purple sky black".split()  # of several runs
-FIELDS = {  # of train rows: title, and colour if there is one run
-    "loss": ("loss", "blue"),
-    "grad_norm": ("gradient norm, unclipped", "green"),
-    "lr": ("learning rate", "purple"),
-    "tokens_per_sec": ("throughput (UNIT/s)", "blue"),
-    "mfu": ("MFU (share of the peak)", "vermilion"),
-    "mem_gb": ("peak memory (GB)", "orange"),
-    "gpu_util": ("GPU utilization (%)", "green"),
-}
 TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
 
@@ -91,39 +81,33 @@ def panels(runs, names, lanes):
         for title, curve in curves_of(run, *own):
             found.setdefault(title, []).append(curve)
     for title, curves in found.items():
-        looks = {"x": ("step", "seconds")[title == BY_TIME]}
-        if title in ("loss", BY_TIME):
-            looks["star"] = star = results.best_point(runs[0]) if alone else None
-            looks["limits"] = record.loss_limits(runs, *star[:1] if star else ())
-            title += " (nats)" if per == "tokens" else ""
+        limits, star, line = None, None, 0
+        if title == "loss":
+            star = results.best_point(runs[0]) if alone else None
+            limits = record.loss_limits(runs, *star[:1] if star else ())
+            title += " (nats)" * (per == "tokens")
         elif title.startswith("gradient norm") and alone:
-            looks["line"] = runs[0].fact("config", "grad_clip")
-        yield panel(title.replace("UNIT", per), curves, lanes, **looks)
+            line = runs[0].fact("config", "grad_clip")
+        yield panel(title, curves, lanes, limits, star, line)
 
 
 def curves_of(run, key, colour, name):
     """(title of the panel, (key, colour, look, label, x, y)) of each curve of a run. key, colour,
     name: of one run among several. The curves of a single run have their own (key: None)."""
-    t, e, half = run.train, run.evals, record.half_window(run)
-    for field, (title, own) in FIELDS.items():
-        y, label = t[field], title.partition(" (")[0]
+    e, half = run.evals, record.half_window(run)
+    for field, title, own, x, y in results.panels_of(run):
+        label = title.partition(" (")[0]
         if field in ("loss", "grad_norm") and len(y) > 30:
             pale = "sky" if field == "loss" else own
-            yield from [] if key else [(title, ("raw", pale, "thin", "each step", t["step"], y))]
+            yield from [] if key else [(title, ("raw", pale, "thin", "each step", x, y))]
             y, label = record.smooth(y, half), f"{label}, mean of {2 * half + 1:,}"
         look = "thin" if key and field == "loss" else "bold"
-        yield title, (key or "training", colour or own, look, name + label, t["step"], y)
+        yield title, (key or "training", colour or own, look, name + label, x, y)
     looks = key or "validation", colour or "vermilion", "bold", name + "validation"
-    yield FIELDS["loss"][0], (*looks, e["step"], e["val_loss"])
-    if key:
-        seconds = np.cumsum(np.nan_to_num(t["step_ms"])) / 1000
-        at = np.interp(e["step"], [0, *t["step"]], [0, *seconds])
-        yield BY_TIME, (*looks, at, e["val_loss"])
-    for field, steps, values in results.new_fields(run)[:20]:
-        yield field, (key or "training", colour or "blue", "bold", name + field, steps, values)
+    yield "loss", (*looks, e["step"], e["val_loss"])
 
 
-def panel(title, curves, lanes, x, limits=None, star=None, line=0):
+def panel(title, curves, lanes, limits, star, line):
     """A figure, or "" if it has no data. limits: (low, high, whether logarithmic) of the vertical
     axis; None = from all values. star: (value, step) of the best. line: a horizontal one."""
     values = record.known(np.concatenate([y for *_, y in curves]))
@@ -160,8 +144,8 @@ def panel(title, curves, lanes, x, limits=None, star=None, line=0):
         at = f'x="{100 * star[1] / right:.3f}%" y="{place(star[0]) / 10:.3f}%"'
         tip = f"<title>best: {star[0]:.4f} at step {star[1]:,}</title>"
         out.append(f'<text class="star validation" {at} dy=".36em">★{tip}</text>')
-    wide = " wide" if limits and x == "step" else ""
-    data = f'data-x="{x}" data-x1="{right}" data-y0="{low}" data-y1="{high}"'
+    wide = " wide" if limits else ""
+    data = f'data-x1="{right}" data-y0="{low}" data-y1="{high}"'
     data += f' data-log="{"1" * log}"'
     return f"""<figure class="panel{wide}"><figcaption>{escape(title)}</figcaption>
 <div class="plot" {data}><svg role="img" aria-label="{escape(title)}">{"".join(out)}

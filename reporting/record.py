@@ -70,24 +70,17 @@ def read_run(folder):
         raise NoRecord(f"{path} is empty: the run stopped before it had anything to write")
     tables, n_lines, unreadable = read_rows(path)
     if unreadable * 2 >= n_lines:
-        raise NoRecord(
-            f"{path} is damaged, or not from train.py: most of its lines are not rows; expected "
-            'JSON such as {"kind": "train", "step": 1, ...}'
-        )
+        found = f"{path} is damaged, or not from train.py: most of its lines are not rows"
+        raise NoRecord(found + '; expected JSON such as {"kind": "train", "step": 1, ...}')
     try:
         info = tame(read_json(folder / "run.json"))
     except RecursionError:
         info = {}
-    given = {key: info[key] for key, kind in INFO.items() if isinstance(info.get(key), kind)}
-    return Record(
-        name=tame(folder.resolve().name),
-        folder=folder,
-        info=info | {key: kind() for key, kind in INFO.items()} | given,
-        train=columns(tables["train"], FIELDS["train"]),
-        evals=columns(tables["eval"], FIELDS["eval"]),
-        events=tables["event"],
-        unreadable=unreadable,
-    )
+    right = {key: info[key] for key, kind in INFO.items() if isinstance(info.get(key), kind)}
+    info |= {key: kind() for key, kind in INFO.items()} | right
+    train, evals = (columns(tables[kind], fields) for kind, fields in FIELDS.items())
+    name = tame(folder.resolve().name)
+    return Record(name, folder, info, train, evals, tables["event"], unreadable)
 
 
 def tame(value, depth=0):
@@ -180,10 +173,8 @@ def is_running(run):
     try:
         with open(run.folder / ".lock") as lock:
             fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
     return False
 
 
@@ -194,12 +185,12 @@ def known(values):
     return values[np.isfinite(values)]
 
 
-def mean(values):
-    return float(np.mean(known(values))) if len(known(values)) else math.nan
+def mean(values, of=np.mean):
+    return float(of(known(values))) if len(known(values)) else math.nan
 
 
 def median(values):
-    return float(np.median(known(values))) if len(known(values)) else math.nan
+    return mean(values, np.median)
 
 
 def half_window(run):
@@ -243,8 +234,8 @@ def late_losses(run):
 
 
 def loss_limits(runs, *more):
-    """(low, high, whether logarithmic) of the axis of losses: the range of the late losses, as the
-    steep beginning would press what people compare flat; and of `more`."""
+    """(low, high, whether logarithmic) of the axis of losses: that of the late ones and of `more`.
+    The steep beginning would press flat what people compare."""
     values = known(np.concatenate([more, *map(late_losses, runs)]))
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     if 0 < 30 * low < high:

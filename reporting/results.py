@@ -83,6 +83,22 @@ def new_fields(run):
     return [(k, t["step"], t[k]) for t in (run.train, run.evals) for k in t if k not in own]
 
 
+def panels_of(run):
+    """[(field, title, colour, steps, values)] of all that is drawn by step."""
+    t, per = run.train, unit(run)
+    own = {
+        "loss": ("loss", "blue"),
+        "grad_norm": ("gradient norm, unclipped", "green"),
+        "lr": ("learning rate", "purple"),
+        "tokens_per_sec": (f"throughput ({per}/s)", "blue"),
+        "mem_gb": ("peak memory (GB)", "orange"),
+        "mfu": ("MFU (share of the peak)", "vermilion"),
+        "gpu_util": ("GPU utilization (%)", "green"),
+    }
+    new = [(name, name, "blue", steps, values) for name, steps, values in new_fields(run)[:20]]
+    return [(field, *looks, t["step"], t[field]) for field, looks in own.items()] + new
+
+
 def on_gpu(run):
     return run.fact("hardware", "gpu_count") > 0 or len(known(run.train["gpu_util"])) > 0
 

@@ -28,7 +28,7 @@ def finding(run, name, shows):
     about = TROUBLES[name]
     tries = changes(run.info["config"] | run.info["run"], about.get("knobs", ""))
     words = [f"--{knob}={value} (now {now})" for knob, value, now in tries]
-    cure = ", ".join([*words, *[about["cure"]] * ("cure" in about)])
+    cure = ", ".join(filter(None, [*words, about.get("cure")]))
     tell = command(run, about["tell"], tries, name)
     return Finding(name, about["title"], shows, about["causes"], tell, about["reading"], cure)
 
