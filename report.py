@@ -54,8 +54,6 @@ LANES = {  # events to draw: colour, marker, whether a line crosses all panels
     "save_failed": ("orange", "D", False),
     "failed": ("black", "X", True),
 }
-# What may make the same command give other digits. matmul_bits: a hash of one matrix product
-EXACTNESS = "device dtype matmul_bits compile deterministic threads world_size torch".split()
 STYLE = Path(record.__file__).with_name("picture.mplstyle")
 
 
@@ -117,7 +115,7 @@ def scale_loss(ax, runs, *more):
     if is_log:
         make_logarithmic(ax, high / low)
     ax.set_ylim(low, high)
-    ax.set_ylabel("loss (nats)" if all(unit(run) == "tokens" for run in runs) else "loss")
+    ax.set_ylabel("loss (nats)" if unit(*runs) == "tokens" else "loss")
     first = max(known(run.train["loss"])[:1].max(initial=low) for run in runs)
     if first > high:
         looks = {"ha": "right", "va": "top", "fontsize": 8, "color": "#666666"}
@@ -230,9 +228,7 @@ def compare_picture(runs, names):
     """compare.png as a matplotlib Figure: losses by step, tokens and time; the rest by step."""
     fig = new_figure(11, 7 + 0.2 * math.ceil(len(runs) / 3))
     axes = fig.subplots(2, 3, height_ratios=[3, 2])
-    by_step, by_tokens, by_time, norm, rate, speed = axes.flat
-    units = {unit(run) for run in runs}
-    per = units.pop() if len(units) == 1 else "tokens"
+    by_step, by_tokens, by_time, *others = axes.flat
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         t, e, half = run.train, run.evals, half_window(run)
         looks = {"color": list(COLOURS.values())[i % 7], "ls": ("-", "--", ":")[i // 7 % 3]}
@@ -240,24 +236,19 @@ def compare_picture(runs, names):
         for ax, x in (by_step, t["step"]), (by_tokens, t["tokens"]), (by_time, minutes):
             curve(ax, x, smooth(t["loss"], half), lw=1, alpha=0.55, **looks)
             dots(ax, np.interp(e["step"], [0, *t["step"]], [0, *x]), e["val_loss"], looks["color"])
-        curve(norm, t["step"], smooth(t["grad_norm"], half), lw=1.2, **looks)
-        curve(rate, t["step"], t["lr"], lw=1.2, **looks)
-        curve(speed, t["step"], t["tokens_per_sec"], lw=1.2, **looks)
-        norm.plot([], [], lw=2.5, label=f"{name}: {best_words(run)}", **looks)
+        for ax, (field, title, _, x, y) in zip(others, results.panels_of(run)[1:4], strict=True):
+            curve(ax, x, smooth(y, half) if field == "grad_norm" else y, lw=1.2, **looks)
+            ax.set_ylabel(title)
+        by_step.plot([], [], lw=2.5, label=f"{name}: {best_words(run)}", **looks)
     scale_loss(by_step, runs)
     for ax in by_tokens, by_time:
         ax.sharey(by_step)
         ax.tick_params(labelleft=False)
-    for ax, field, log_from, label in (
-        (norm, "grad_norm", 30, "gradient norm, smoothed"),
-        (rate, "lr", math.inf, "learning rate (per step)"),
-        (speed, "tokens_per_sec", math.inf, f"throughput ({per}/s)"),
-    ):
-        ax.set_ylabel(label)
+    for ax, log_from in zip(others, (30, math.inf, math.inf), strict=True):
         ax.yaxis.set_major_formatter(short)
-        scale(ax, np.concatenate([run.train[field] for run in runs]), log_from)
+        scale(ax, np.concatenate([line.get_ydata() for line in ax.lines]), log_from)
     for ax in axes.flat:
-        words = {by_tokens: f"{per} trained on", by_time: "training time (minutes)"}
+        words = {by_tokens: f"{unit(*runs)} trained on", by_time: "training time (minutes)"}
         ax.set_xlabel(words.get(ax, "step"))
         ax.xaxis.set_major_formatter(short)
     title = "Thick lines with dots: validation loss. Thin lines: training loss, smoothed."
@@ -291,39 +282,26 @@ def unusual_knobs(run):
     return rows
 
 
+def facts(run):
+    """{part of run.json: {name: value}} of what is said there in single words, but for knobs."""
+    parts = {part: run.info[part] for part in ("run", "hardware", "versions", "git")}
+    parts["data"] = run.info["data"] | (run.meta or {})
+    return {
+        part: {name: value for name, value in told.items() if not isinstance(value, dict | list)}
+        for part, told in parts.items()
+    }
+
+
 def about(run):
     """What was run, in Markdown."""
-    info, identity, git = run.info, run.info["run"], run.info["git"]
-    hardware, versions, data, meta = (
-        info["hardware"],
-        info["versions"],
-        info["data"],
-        run.meta or {},
-    )
-    classes = "vocabulary" if unit(run) == "tokens" else "classes"
-    facts = {"source": "source", "tokenizer": "tokenizer", "vocab_size": classes}
-    text = "".join(f"; {word} {meta[key]}" for key, word in facts.items() if key in meta)
-    changed = (
-        f" with changes (diff `{str(git.get('diff_sha256'))[:12]}`)" if git.get("dirty") else ""
-    )
-    split = " x ".join(str(identity.get(k)) for k in ("batch_size", "accum_steps", "world_size"))
-    batch = f"{identity.get('global_batch')} {unit(run)}"
-    if unit(run) == "tokens":
-        batch = f"{identity.get('global_batch')} sequences of {identity.get('block_size')} tokens"
+    out = [f"- **command** `{shlex.join(['python', *map(str, run.info['command'])])}`"]
+    for part, told in facts(run).items():
+        out.append(f"- **{part}** " + ", ".join(f"{name} {value}" for name, value in told.items()))
     knobs = unusual_knobs(run)
-    return f"""\
-- **command** `{shlex.join(["python", *map(str, info["command"])])}`
-- **commit** `{str(git.get("commit") or "unknown")[:12]}`{changed}
-- **data** {data.get("name")}{text}; fingerprint `{data.get("fingerprint")}`
-- **hardware** {hardware.get("world_size")} x {hardware.get("device")}; CPU {hardware.get("cpu")}, \
-{hardware.get("threads")} threads
-- **computed in** {identity.get("dtype")}; compiled: {identity.get("compile")}; deterministic: \
-{identity.get("deterministic")}
-- **versions** Python {versions.get("python")}, torch {versions.get("torch")}, CUDA {versions.get("cuda")}
-- **a step** {split} = {batch}
-- **when** {info.get("start")} to {info.get("end")}
-
-{table(("knob", "here", "default today"), knobs) if knobs else "Every knob is at its default."}"""
+    changed = table(("knob", "here", "default today"), knobs) if knobs else "Every knob is default."
+    return "\n".join(
+        [*out, f"- **when** {run.info.get('start')} to {run.info.get('end')}\n", changed]
+    )
 
 
 def details(event):
@@ -332,9 +310,9 @@ def details(event):
     for key, value in event.items():
         if isinstance(value, list) and len(value) == 2:
             then, now = value
-            value = (
-                f"changed in {', '.join(now)}" if isinstance(now, dict) else f"was {then}, is {now}"
-            )
+            value = f"was {then}, is {now}"
+            if isinstance(now, dict):
+                value = f"changed in {', '.join(now)}"
         if key not in ("kind", "step", "event", "finite"):
             out.append(f"{key} {value}")
     return textwrap.shorten("; ".join(out), 400)
@@ -407,30 +385,30 @@ def words(run, image):
 
 def compare_words(runs, names, image):
     """compare.md: one table of the settings and the results that differ, and what is wrong."""
-    rows = {
-        "data": [run.info["data"].get("fingerprint") for run in runs],
-        "commit": [str(run.info["git"].get("commit"))[:12] for run in runs],
-        "cpu": [run.info["hardware"].get("cpu") for run in runs],
-        **{key: [run.info["run"].get(key) for run in runs] for key in EXACTNESS},
-    }
+    columns = []  # for each run, {what: value}
+    for i, run in enumerate(runs):
+        told = {name: value for part in facts(run).values() for name, value in part.items()}
+        config = {f"`{k}`": v for k, v in run.info["config"].items() if k not in told}
+        config = {knob: value for knob, value in config.items() if not knob.endswith("_dir`")}
+        found = {
+            f"**{what}**": words for what, (words, _) in outcome(run, dollars_per_hour).items()
+        }
+        apart = results.beside(run, runs[0]) if i else ""
+        columns.append(told | config | found | {"**training loss**": apart})
     out = ["# " + ", ".join(names) + "\n"]
-    if len(set(map(str, rows["data"]))) > 1:
+    if len({str(column.get("fingerprint")) for column in columns}) > 1:
         out += ["> **These runs trained on different data: their losses cannot be compared.**\n"]
-    if len(set(map(str, rows["device"]))) > 1:
+    if len({str(column.get("device")) for column in columns}) > 1:
         out += ["> These runs ran on different devices: compare their times with care.\n"]
     out += ["![Curves of these runs](compare.png)\n"] if image else []
-    for knob in dict.fromkeys(knob for run in runs for knob in run.info["config"]):
-        if not knob.endswith("_dir") and knob not in EXACTNESS:  # which has the resolved values
-            rows[f"`{knob}`"] = [run.info["config"].get(knob, "n/a") for run in runs]
-    outcomes = [outcome(run, dollars_per_hour) for run in runs]
-    for what in dict.fromkeys(what for each in outcomes for what in each):
-        rows[f"**{what}**"] = [each.get(what, ("n/a",))[0] for each in outcomes]
-    rows["**training loss**"] = ["", *(results.beside(run, runs[0]) for run in runs[1:])]
-    rows = [(what, *each) for what, each in rows.items() if len(set(map(str, each))) > 1]
-    found = [
-        line for run, name in zip(runs, names, strict=True) for line in found_in(run, f": {name}")
-    ]
-    return "\n".join([*out, table(("", *names), rows), *found])
+    rows = []
+    for what in dict.fromkeys(what for column in columns for what in column):
+        values = [str(column.get(what, "n/a")) for column in columns]
+        rows += [(what, *values)] * (len(set(values)) > 1)
+    out.append(table(("", *names), rows))
+    for run, name in zip(runs, names, strict=True):
+        out += found_in(run, f": {name}")
+    return "\n".join(out)
 
 
 def records_table(folders):
@@ -438,19 +416,15 @@ def records_table(folders):
     header = ("record", "model", "command", "commit", "machine", "mean ± spread (seeds)", "seconds")
     rows = []
     for folder in map(Path, folders):
-        info, facts = (
-            record.tame(read_json(folder / name)) for name in ("run.json", "record.json")
-        )
-        config = info["config"] if isinstance(info.get("config"), dict) else {}
+        about = record.tame(read_json(folder / "record.json"))
+        config = read_run(folder).info["config"]
         extras = ("ngram_rows", 0), ("conv_width", 1), ("n_future_tokens", 1)  # and what is off
         on = [f"{knob}={config[knob]}" for knob, off in extras if config.get(knob, off) != off]
         model = ", ".join([f"{config.get('n_layer', '?')} x {config.get('n_embd', '?')}", *on])
-        mean, spread, seconds = (record.plain(facts.get(k)) for k in ("mean", "spread", "seconds"))
-        losses = facts.get("losses")
-        seeds = len(losses) if isinstance(losses, list) else "?"
-        result = f"{number(mean, '.4f')} ± {number(spread, '.4f')} ({seeds})"
-        about_it = [facts.get(key, "n/a") for key in ("command", "commit", "machine")]
-        rows.append((folder.name, model, *about_it, result, number(seconds, ",.0f")))
+        mean, spread, seconds = (record.plain(about.get(k)) for k in ("mean", "spread", "seconds"))
+        result = f"{number(mean)} ± {number(spread)} ({len(list(about.get('losses') or []))})"
+        told = [about.get(key, "n/a") for key in ("command", "commit", "machine")]
+        rows.append((folder.name, model, *told, result, number(seconds, ",.0f")))
     return table(header, rows)
 
 
@@ -463,8 +437,8 @@ def write(path, content):
     return path
 
 
-def draw(path, picture, *args):
-    """Write a picture. Returns [path]; without matplotlib, [] and a line on stderr."""
+def write_picture(path, runs, names):
+    """Returns [path]; without matplotlib, [] and a line on stderr."""
     try:
         import matplotlib
     except ImportError:
@@ -472,50 +446,48 @@ def draw(path, picture, *args):
         return []
     with matplotlib.rc_context(fname=STYLE):
         content = io.BytesIO()
-        picture(*args).savefig(content, format="png")
+        figure = compare_picture(runs, names) if names else picture(runs[0])
+        figure.savefig(content, format="png")
     return [write(path, content.getvalue())]
 
 
-def write_reports(runs, folder):
+def write_page(runs, path, refresh=0):
+    """refresh: seconds until it is rewritten; 0 = never."""
+    names = names_of(runs)
+    text = compare_words(runs, names, []) if names else words(runs[0], [])
+    events = {} if names else event_steps(runs[0])
+    lanes = {event: (LANES[event][0], steps) for event, steps in events.items() if event != "best"}
+    bests = [best_words(run) for run in runs]
+    return write(path, page(runs, names or [runs[0].name], bests, text, lanes, refresh))
+
+
+def write_reports(runs, path):
     """Write the report of one run, or the comparison of several. Returns the paths."""
     names = names_of(runs)
-    paths = [write_page(runs, folder)] if html or watch else []
-    if len(runs) == 1:
-        image = draw(folder / "report.png", picture, runs[0])
-        return [*image, write(folder / "report.md", words(runs[0], image)), *paths]
-    image = draw(folder / "compare.png", compare_picture, runs, names)
-    return [*image, write(folder / "compare.md", compare_words(runs, names, image)), *paths]
+    pages = [write_page(runs, path.with_suffix(".html"))] if html or watch else []
+    image = write_picture(path.with_suffix(".png"), runs, names)
+    text = compare_words(runs, names, image) if names else words(runs[0], image)
+    return [*image, write(path.with_suffix(".md"), text), *pages]
 
 
 def names_of(runs):
+    """What tells several runs apart; [] of one."""
     names = [run.name for run in runs]
-    return (
-        names if len(set(names)) == len(names) else [record.tame(str(run.folder)) for run in runs]
-    )
+    if len(set(names)) < len(names):
+        names = [record.tame(str(run.folder)) for run in runs]
+    return names if len(runs) > 1 else []
 
 
-def write_page(runs, folder, refresh=0):
-    """Write report.html or compare.html. refresh: seconds until it is rewritten; 0 = never."""
-    names, alone = names_of(runs), len(runs) == 1
-    text = words(runs[0], image=False) if alone else compare_words(runs, names, image=False)
-    events = event_steps(runs[0]) if alone else {}
-    lanes = {event: (LANES[event][0], steps) for event, steps in events.items() if event != "best"}
-    bests = [best_words(run) for run in runs]
-    content = page(runs, names, bests, text, lanes, refresh)
-    return write(folder / ("report.html" if alone else "compare.html"), content)
-
-
-def follow(runs, folder, every=10):
+def follow(runs, path, every=10):
     """Write the page every `every` seconds, or less often if that would take over 1% of the time,
     until no run is active. Returns the runs as they are then."""
     pause = every
-    name = "report.html" if len(runs) == 1 else "compare.html"
-    print(f"open {os.path.relpath(folder / name)} in a browser; Ctrl-C stops it", flush=True)
+    print(f"open {os.path.relpath(path)} in a browser; Ctrl-C stops it", flush=True)
     try:
         while any(map(record.is_running, runs)):
             start = time.perf_counter()
             runs = [read_run(run.folder) for run in runs]
-            write_page(runs, folder, refresh=pause)
+            write_page(runs, path, refresh=pause)
             pause = max(every, 100 * (time.perf_counter() - start))
             time.sleep(pause)
     except KeyboardInterrupt:
@@ -532,18 +504,18 @@ def main(argv=None):
             if all((Path(folder) / "record.json").is_file() for folder in folders):
                 return print(records_table(folders))
             runs = [read_run(folder) for folder in folders]
-            to = Path(report_dir or folders[0])
-            to.mkdir(parents=True, exist_ok=True)
+            path = Path(report_dir or folders[0]) / ("report" if len(runs) == 1 else "compare")
+            path.parent.mkdir(parents=True, exist_ok=True)
             if watch:
-                runs = follow(runs, to)
-            paths = write_reports(runs, to)
+                runs = follow(runs, path.with_suffix(".html"))
+            paths = write_reports(runs, path)
         except record.NoRecord as error:
             fail(error)
         except OSError as error:
             fail(f"{error.filename}: {error.strerror}; --report_dir=FOLDER writes elsewhere")
-    for run, name in zip(runs, names_of(runs), strict=True):
+    for run, name in zip(runs, names_of(runs) or [""], strict=True):
         for trouble in troubles(run):
-            print(f"{f'{name}: ' * (len(runs) > 1)}{trouble.title}: {trouble.shows}")
+            print(f"{name}: " * bool(name) + f"{trouble.title}: {trouble.shows}")
     for path in paths:
         print(min(os.path.relpath(path), str(path), key=len))
     return 0 if any(path.suffix == ".png" for path in paths) else 1

@@ -72,8 +72,6 @@ def from_markdown(text):
 
 def panels(runs, names, lanes):
     """The figures, as HTML."""
-    units = {results.unit(run) for run in runs}
-    per = units.pop() if len(units) == 1 else "tokens"
     alone = len(runs) == 1
     found = {}  # title: its curves
     for i, run in enumerate(runs):
@@ -85,7 +83,7 @@ def panels(runs, names, lanes):
         if title == "loss":
             star = results.best_point(runs[0]) if alone else None
             limits = record.loss_limits(runs, *star[:1] if star else ())
-            title += " (nats)" * (per == "tokens")
+            title += " (nats)" * (results.unit(*runs) == "tokens")
         elif title.startswith("gradient norm") and alone:
             line = runs[0].fact("config", "grad_clip")
         yield panel(title, curves, lanes, limits, star, line)

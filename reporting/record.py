@@ -102,7 +102,7 @@ def plain(value):
 
 
 def read_rows(path):
-    """({kind: its rows, as from sort_rows}, number of lines, number of those that are no rows).
+    """({kind: its rows, as from parse}, number of lines, number of those that are no rows).
 
     Half a line at the end, which is being written or was when the run was killed, does not count.
     """
@@ -111,43 +111,34 @@ def read_rows(path):
     with open(path, "rb") as file:
         while lines := file.readlines(1 << 16):  # 64 KiB at once parse fastest
             lines = lines if lines[-1].endswith(b"\n") else lines[:-1]
-            try:
-                rows = json.loads(b"[" + b",".join(lines) + b"]")
-                parts = [sort_rows(rows)] if len(rows) == len(lines) else None
-            except NO_ROW:
-                parts = None
-            for part in parts or map(sort_line, lines):
-                unreadable += part is None
-                for kind, table in (part or {}).items():
-                    tables[kind] += table
             n_lines += len(lines)
+            whole = parse(lines)
+            for part in [whole] if whole else [parse([line]) for line in lines]:
+                unreadable += part is None
+                for kind, rows in (part or {}).items():
+                    tables[kind] += rows
     return tables, n_lines, unreadable
 
 
-def sort_line(line):
-    try:
-        return sort_rows([json.loads(line)])
-    except NO_ROW:
-        return None
-
-
-def sort_rows(rows):
-    """{kind: [rows]}; train and eval rows as one {field: array}. Raises if one is not a row."""
+def parse(lines):
+    """{kind: [rows]}; train and eval rows as one {field: array}. None if one is not a row."""
     parts = {"train": [], "eval": [], "event": []}
-    for row in rows:
-        parts[row["kind"]].append(row)
-    steps = [row["step"] for row in rows]
-    if not all(isinstance(step, int) and 0 <= step < 1 << 53 for step in steps):
-        raise ValueError("a row without its step")
-    parts["event"] = [tame(row) | {"event": tame(str(row["event"]))} for row in parts["event"]]
-    for kind, fields in FIELDS.items():
-        if parts[kind]:
-            names = [*fields, *set().union(*parts[kind]).difference(fields, ("kind", "finite"))]
+    try:
+        rows = json.loads(b"[" + b",".join(lines) + b"]")
+        for row in rows:
+            parts[row["kind"]].append(row)
+            if not (isinstance(row["step"], int) and 0 <= row["step"] < 1 << 53):
+                return None
+        for kind, fields in FIELDS.items():
+            names = {*fields, *set().union(*parts[kind])} - {"kind", "finite"}
             part = {tame(k): np.array([plain(row.get(k)) for row in parts[kind]]) for k in names}
             for values in part.values():
                 values[np.abs(values) > LARGEST] = np.nan
-            parts[kind] = [part]
-    return parts
+            parts[kind] = [part] if parts[kind] else []
+        parts["event"] = [tame(row) | {"event": tame(str(row["event"]))} for row in parts["event"]]
+    except NO_ROW:
+        return None
+    return parts if len(rows) == len(lines) else None
 
 
 def columns(parts, fields):

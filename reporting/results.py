@@ -68,13 +68,10 @@ def extent(run):
     return last, tokens == last
 
 
-def unit(run):
-    """What the rows' "tokens" are: tokens for text; otherwise examples, or targets if an example
-    has several."""
-    if run.meta is None or "tokenizer" in run.meta:
-        return "tokens"
-    same = np.array_equal(run.train["tokens"], run.train["sequences"], equal_nan=True)
-    return "examples" if same else "targets"
+def unit(*runs):
+    """What the "tokens" of the rows are: tokens of text (or of who knows what); else targets."""
+    metas = [run.meta for run in runs]
+    return "tokens" if any(meta is None or "tokenizer" in meta for meta in metas) else "targets"
 
 
 def new_fields(run):

@@ -76,7 +76,7 @@ def falling(n, noise=0.03, **changes):
 
 def words_of(run):
     with np.errstate(all="ignore"):
-        return report.words(run, image=True)
+        return report.words(run, image=[1])
 
 
 def values_of(run):
@@ -480,10 +480,10 @@ def test_evaluations_on_a_part_of_the_split_say_so(tmp_path):
 
 def test_data_that_is_no_text_is_not_described_as_text(real, tmp_path):
     info = json.loads((real / "run.json").read_text())
-    assert "; tokenizer char; " in report.about(read_run(real))
+    assert "tokenizer char, " in report.about(read_run(real))
     info["data"]["meta"] = {"vocab_size": 10}  # classes of images
     run = read_run(write_run(tmp_path / "images", rows_of(real, "train"), **info))
-    assert "- **data** tortoise; classes 10; fingerprint" in report.about(run)
+    assert "- **data** name tortoise" in report.about(run) and "tokenizer" not in report.about(run)
 
 
 def images(tmp_path):
@@ -502,9 +502,9 @@ def test_a_run_on_images_is_told_in_words_of_images(tmp_path):
     both = drawn(report.compare_picture, [run, run], ["a", "b"]).axes
     labels += [label for ax in both for label in (ax.get_xlabel(), ax.get_ylabel())]
     text = words_of(run) + " ".join(labels)
-    for word in ("token", "nats", "bits per byte", "sequences", "vocabulary"):
+    for word in ("token", "nats", "bits per byte", "sequences"):
         assert word not in text, word
-    for word in ("| **examples trained on** | 480 |", "throughput, examples/s", "classes 10"):
+    for word in ("| **targets trained on** | 480 |", "throughput, targets/s", "vocab_size 10"):
         assert word in text, word
     values = values_of(run)
     assert values["best validation loss"] == "0.4000 at step 60"
@@ -541,7 +541,7 @@ def test_another_metric_that_decides_is_named_wherever_the_best_is_told(tmp_path
     config["state"] = {"best_val_accuracy": 0.5, "best_step": 15}
     run = read_run(write_run(tmp_path / "run", [*rows, *falling(20)], **config))
     assert results.best_of(run) == (0.5, 15)
-    text = report.compare_words([run, run], ["a", "b"], image=False)
+    text = report.compare_words([run, run], ["a", "b"], image=[])
     assert "best validation loss" not in text
 
 
@@ -699,13 +699,13 @@ def test_a_comparison_says_where_losses_part_and_what_else_may_be_why(tmp_path):
     for name, losses, cpu, dtype in (("a", rows, "A", "float32"), ("b", others, "B", "bfloat16")):
         facts = {"hardware": {"cpu": cpu}, "run": {"dtype": dtype, "compile": False, "threads": 2}}
         runs.append(read_run(write_run(tmp_path / name, losses, **facts)))
-    text = report.compare_words(runs, ["a", "b"], image=False)
+    text = report.compare_words(runs, ["a", "b"], image=[])
     assert (
         "| **training loss** |  | differs from step 10 on, by 1e-06; by 5e-01 at step 40 |" in text
     )
     assert "| cpu | A | B |" in text and "| dtype | float32 | bfloat16 |" in text
     assert "threads" not in text and "compile" not in text
-    same = report.compare_words([runs[0], runs[0]], ["a", "b"], image=False)
+    same = report.compare_words([runs[0], runs[0]], ["a", "b"], image=[])
     assert "| **training loss** |  | the same in every digit, for 40 steps |" in same
 
 

@@ -25,7 +25,8 @@ PANELS += ["peak memory (GB)", "MFU (share of the peak)"]
 def page_of(folders, refresh=0):
     """The path of the page of the runs in `folders`, freshly written into the first."""
     with np.errstate(all="ignore"):
-        return report.write_page([read_run(each) for each in folders], folders[0], refresh)
+        runs = [read_run(each) for each in folders]
+        return report.write_page(runs, folders[0] / "report.html", refresh)
 
 
 def two_runs(tmp_path):
@@ -74,7 +75,7 @@ def test_events_and_what_is_no_text_are_in_words_of_their_own(tmp_path):
     rows = [each | {"tokens": each["sequences"]} for each in falling(40)]
     info = {"data": {"name": "waves", "meta": {"vocab_size": 10}}}
     html = page_of([write_run(tmp_path / "images", rows, **info)]).read_text()
-    assert "token" not in html and "nats" not in html and "throughput (examples/s)" in html
+    assert "token" not in html and "nats" not in html and "throughput (targets/s)" in html
 
 
 def test_a_curve_is_the_record(tmp_path):
@@ -158,9 +159,9 @@ def test_watching_takes_less_than_a_hundredth_of_the_time(living, monkeypatch):
     folder, process = living
     pauses = []
 
-    def slow_page(runs, folder, refresh=0, inner=report.write_page):
+    def slow_page(runs, path, refresh=0, inner=report.write_page):
         time.sleep(0.05)
-        return inner(runs, folder, refresh)
+        return inner(runs, path, refresh)
 
     def pause(seconds, sleep=time.sleep):
         if seconds > 0.06:
@@ -172,7 +173,7 @@ def test_watching_takes_less_than_a_hundredth_of_the_time(living, monkeypatch):
 
     monkeypatch.setattr(report, "write_page", slow_page)
     monkeypatch.setattr(time, "sleep", pause)
-    report.follow([read_run(folder)], folder, every=1)
+    report.follow([read_run(folder)], folder / "report.html", every=1)
     assert len(pauses) == 1 and pauses[0] > 99 * 0.05
 
 
