@@ -43,21 +43,14 @@ COLOURS = {"blue": "#0072B2", "vermilion": "#D55E00", "green": "#009E73", "orang
 COLOURS |= {"purple": "#CC79A7", "sky": "#56B4E9", "black": "#000000"}
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK = COLOURS.values()
 PALE_GREEN = "#8FD4BF"
-LANES = {  # events to draw: colour, marker, whether a line crosses all panels
-    "best": ("vermilion", "*", False),
-    "resume": ("blue", ">", True),
-    "skipped": ("orange", "|", False),
-    "rollback": ("purple", "<", True),
-    "diverging": ("green", "^", False),
-    "audit": ("vermilion", "P", True),
-    "out_of_memory": ("black", "s", True),
-    "save_failed": ("orange", "D", False),
-    "failed": ("black", "X", True),
-}
+LANES = {"best": "vermilion", "resume": "blue", "skipped": "orange", "rollback": "purple"}
+LANES |= {"diverging": "green", "audit": "vermilion", "out_of_memory": "black"}
+LANES |= {"save_failed": "orange", "failed": "black"}  # events to draw, with their colours
+CROSSING = "resume rollback audit out_of_memory failed".split()  # those with a line in all panels
 STYLE = Path(record.__file__).with_name("picture.mplstyle")
 
 
-# ---- parts of a picture --------------------------------------------------------------------------
+# ---- pictures ------------------------------------------------------------------------------------
 
 
 def new_figure(width, height):
@@ -89,32 +82,21 @@ def raw_and_smooth(ax, run, column, pale, strong, what=""):
         curve(ax, step, smooth(values, half), color=strong, lw=1.8, label=label)
 
 
-def scale(ax, values, log_from=math.inf):
-    """An axis from 0 up, or logarithmic if the values span more than a factor of `log_from`."""
-    values = known(values)[known(values) > 0]
-    top, span = (values.max(), values.max() / values.min()) if len(values) else (1, 1)
-    if span > log_from:
-        make_logarithmic(ax, span)
-    else:
-        ax.set_ylim(0, 1.12 * top)
+def scale(ax, low, high, is_log):
+    if is_log:
+        from matplotlib.ticker import LogLocator, NullLocator
 
-
-def make_logarithmic(ax, span):
-    from matplotlib.ticker import LogLocator, NullFormatter
-
-    ax.set_yscale("log")
-    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if span < 200 else (1,)))
-    ax.yaxis.set_minor_formatter(NullFormatter())
-    if span < 200:
-        ax.yaxis.set_major_formatter(short)
+        ax.set_yscale("log")
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
+        ax.yaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(short)
+    ax.set_ylim(low, high)
 
 
 def scale_loss(ax, runs, *more):
     """The axis of losses: their range after the beginning; if that lies above, the axis says so."""
     low, high, is_log = record.loss_limits(runs, *more)
-    if is_log:
-        make_logarithmic(ax, high / low)
-    ax.set_ylim(low, high)
+    scale(ax, low, high, is_log)
     ax.set_ylabel("loss (nats)" if unit(*runs) == "tokens" else "loss")
     first = max(known(run.train["loss"])[:1].max(initial=low) for run in runs)
     if first > high:
@@ -128,9 +110,6 @@ def legend(ax, **place):
     if ax.get_legend_handles_labels()[0]:
         place = {"loc": "lower right", "bbox_to_anchor": (1, 1)} | place
         ax.legend(ncols=4, borderaxespad=0.2, **place)
-
-
-# ---- the picture of one run ----------------------------------------------------------------------
 
 
 def draw_loss(ax, run):
@@ -162,13 +141,12 @@ def event_steps(run):
 def draw_events(ax, panels, lanes):
     """A lane for each kind of event. Those that change a run's course also cross all panels."""
     for lane, (event, steps) in enumerate(lanes.items()):
-        name, marks, through = LANES[event]
-        looks = {"color": COLOURS[name], "markeredgewidth": 1.6 if marks == "|" else 0}
-        ax.plot(steps, [lane] * len(steps), marks, clip_on=False, markersize=6, **looks)
-        for panel in panels if through and len(steps) <= 40 else []:
+        colour = COLOURS[LANES[event]]
+        marks = {"best": "*", "skipped": "|"}.get(event, "D")
+        ax.plot(steps, [lane] * len(steps), marks, color=colour, clip_on=False, markersize=5)
+        for panel in panels if event in CROSSING and len(steps) <= 40 else []:
             for step in steps:
-                looks = {"color": COLOURS[name], "lw": 0.9, "ls": (0, (4, 3)), "alpha": 0.7}
-                panel.axvline(step, zorder=1, **looks)
+                panel.axvline(step, color=colour, lw=0.9, ls=(0, (4, 3)), alpha=0.7, zorder=1)
     ax.set_yticks(range(len(lanes)), [event.replace("_", " ") for event in lanes])
     ax.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
     ax.tick_params(length=0)
@@ -204,13 +182,11 @@ def picture(run):
             if clip > 0:
                 label = f"clip at {clip:g} ({results.share_clipped(run):.0%} above)"
                 ax.axhline(clip, color=BLACK, lw=1.2, ls="--", label=label)
-            scale(ax, np.append(values, clip), log_from=10)
             legend(ax)
-            continue
-        curve(ax, step, values, color=COLOURS[colour], lw=1.4)
-        ax.yaxis.set_major_formatter(short)
-        if field != title:  # not a fork's, which may be negative
-            scale(ax, values)
+            scale(ax, *record.limits_of(np.append(values, clip), log_from=10))
+        else:
+            curve(ax, step, values, color=COLOURS[colour], lw=1.4)
+            scale(ax, *record.limits_of(values))
     loss.tick_params(labelbottom=False)
     loss.set_xlim(-0.01 * max(1, last_step(run)), 1.01 * max(1, last_step(run)))
     for ax in [events, *axes]:
@@ -219,9 +195,6 @@ def picture(run):
         ax.xaxis.get_major_locator().set_params(integer=True)
     fig.suptitle(heading(run), x=0.01, ha="left", fontsize=10, linespacing=1.5)
     return fig
-
-
-# ---- the picture of several runs -----------------------------------------------------------------
 
 
 def compare_picture(runs, names):
@@ -245,8 +218,8 @@ def compare_picture(runs, names):
         ax.sharey(by_step)
         ax.tick_params(labelleft=False)
     for ax, log_from in zip(others, (30, math.inf, math.inf), strict=True):
-        ax.yaxis.set_major_formatter(short)
-        scale(ax, np.concatenate([line.get_ydata() for line in ax.lines]), log_from)
+        values = np.concatenate([line.get_ydata() for line in ax.lines])
+        scale(ax, *record.limits_of(values, log_from))
     for ax in axes.flat:
         words = {by_tokens: f"{unit(*runs)} trained on", by_time: "training time (minutes)"}
         ax.set_xlabel(words.get(ax, "step"))
@@ -373,8 +346,6 @@ def words(run, image):
     out += ["![Curves of this run](report.png)\n"] if image else []
     rows = [(f"**{what}**", *words) for what, words in outcome(run, dollars_per_hour).items()]
     out += ["## Result\n", table(("", "", "over"), rows), *found_in(run, "")]
-    if len(means := results.epochs(run)) > 2:
-        out += ["## Means by epoch\n", table(means[0], means[1:])]
     out += ["## What was run\n", about(run) if run.info["run"] else "Not on record.\n"]
     rows = [(kind, results.clock(each), f"{each / total:.1%}") for kind, each in spent.items()]
     out += ["## Where the time went\n", table(("kind", "wall-clock", "share"), rows)]
@@ -456,7 +427,7 @@ def write_page(runs, path, refresh=0):
     names = names_of(runs)
     text = compare_words(runs, names, []) if names else words(runs[0], [])
     events = {} if names else event_steps(runs[0])
-    lanes = {event: (LANES[event][0], steps) for event, steps in events.items() if event != "best"}
+    lanes = {event: (LANES[event], steps) for event, steps in events.items() if event != "best"}
     bests = [best_words(run) for run in runs]
     return write(path, page(runs, names or [runs[0].name], bests, text, lanes, refresh))
 

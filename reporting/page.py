@@ -112,7 +112,8 @@ def panel(title, curves, lanes, limits, star, line):
     if not len(values):
         return ""
     right = max(record.known(steps).max(initial=0) for *_, steps, _ in curves) or 1
-    low, high, log = limits or limits_of(np.append(values, line if line > 0 else values[0]), title)
+    log_from = 30 if title.startswith("gradient") else math.inf
+    low, high, log = limits or record.limits_of(np.append(values, line or math.nan), log_from)
     if log:
         low, high = np.log10([low, high])
 
@@ -150,15 +151,6 @@ def panel(title, curves, lanes, limits, star, line):
 <line class="axis" x2="100%" y1="100%" y2="100%"/><line class="cross" y2="100%" hidden/></svg>
 <div class="tip" hidden></div></div></figure>
 """
-
-
-def limits_of(values, title):
-    low, high = values.min(), values.max()
-    if title.startswith("gradient") and 0 < 30 * low < high:
-        return low / 1.2, 1.2 * high, True
-    low = min(low, 0)
-    pad = 0.06 * (high - low) or 1
-    return low - pad if low else 0, high + pad, False
 
 
 def ticks(low, high, log):

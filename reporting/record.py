@@ -225,14 +225,19 @@ def late_losses(run):
 
 
 def loss_limits(runs, *more):
-    """(low, high, whether logarithmic) of the axis of losses: that of the late ones and of `more`.
-    The steep beginning would press flat what people compare."""
-    values = known(np.concatenate([more, *map(late_losses, runs)]))
+    """limits_of the late losses and of `more`: the steep beginning would press the rest flat."""
+    return limits_of(np.concatenate([more, *map(late_losses, runs)]), 30, from_zero=False)
+
+
+def limits_of(values, log_from=math.inf, from_zero=True):
+    """(low, high, whether logarithmic, as it is beyond a factor of `log_from`) of an axis."""
+    values = known(values)
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    if 0 < 30 * low < high:
+    if 0 < log_from * low < high:
         return low / 1.2, high * 1.2, True
-    pad = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - pad, high + pad, False
+    low = min(low, 0.0) if from_zero else low
+    pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - pad if low else 0.0, high + pad, False
 
 
 def short(value, _=None):

@@ -46,9 +46,7 @@ def best_of(run):
 
 def best_point(run):
     """(validation loss, step) of the best evaluation, whichever metric decides."""
-    best, step = best_of(run)
-    if metric_of(run)[0] == "val_loss":
-        return best, step
+    step = best_of(run)[1]
     return mean(run.evals["val_loss"][run.evals["step"] == step]), step
 
 
@@ -198,28 +196,3 @@ def beside(run, first):
         f"differs from step {steps[begin]:,.0f} on, by {apart[begin]:.0e};"
         f" by {apart[end]:.0e} at step {steps[end]:,.0f}"
     )
-
-
-def epochs(run, most=30):
-    """[header, row, ...] of means over each epoch, or over several together if there are many."""
-    t, e = run.train, run.evals
-    epoch = np.ceil(t["epoch"] - 1e-9)  # the first is 1
-    last = int(known(epoch).max(initial=0))
-    together = max(1, math.ceil(last / most))
-    columns = {
-        "training loss": (t["loss"], ",.4f"),
-        "gradient norm": (t["grad_norm"], ".3g"),
-        f"{unit(run)}/s": (t["tokens_per_sec"], ",.0f"),
-        "ms a step": (t["step_ms"], ",.1f"),
-        **({"GPU, %": (t["gpu_util"], ".0f"), "GB": (t["mem_gb"], ".2f")} if on_gpu(run) else {}),
-    }
-    rows = [["epoch", "steps", *columns, "last validation loss"]]
-    for first in range(1, last + 1, together):
-        inside = (epoch >= first) & (epoch < first + together)
-        if inside.any():
-            begin, end = (int(t["step"][inside][i]) for i in (0, -1))
-            cells = [number(mean(values[inside]), form) for values, form in columns.values()]
-            val = e["val_loss"][(e["step"] >= begin) & (e["step"] <= end)]
-            name = str(first) if together == 1 else f"{first} to {first + together - 1}"
-            rows.append([name, f"{begin:,} to {end:,}", *cells, number(mean(val[-1:]))])
-    return rows

@@ -373,37 +373,11 @@ def test_a_session_without_an_account_costs_at_least_its_steps(tmp_path):
     assert values_of(killed)["wall-clock"] == "at least 1:00:00"
 
 
-def test_means_by_epoch_are_those_of_its_rows(tmp_path):
-    rows = falling(50)  # 20 steps to an epoch
-    evaluations = [
-        evaluation(0, 9.0),
-        evaluation(10, 3.0),
-        evaluation(20, 2.5),
-        evaluation(45, 2.0),
-    ]
-    run = read_run(write_run(tmp_path / "a", rows + evaluations))
-    header, *means = results.epochs(run)
-    assert header[:3] == ["epoch", "steps", "training loss"]
-    assert [line[:2] for line in means] == [["1", "1 to 20"], ["2", "21 to 40"], ["3", "41 to 50"]]
-    losses = np.array([row["loss"] for row in rows])
-    expected = [f"{part.mean():.4f}" for part in np.split(losses, [20, 40])]
-    assert [line[2] for line in means] == expected
-    assert [line[-1] for line in means] == ["2.5000", "n/a", "2.0000"]
-    assert "## Means by epoch" in words_of(run)
-    # a run of very many epochs: several together, every step in one of the lines
-    run = read_run(write_run(tmp_path / "b", [row | {"epoch": 2 * row["step"]} for row in rows]))
-    _, *means = results.epochs(run)
-    assert means[0][:2] == ["1 to 4", "1 to 2"] and len(means) == 25
-
-
-def test_a_gpu_has_its_row_its_column_and_its_panel(tmp_path):
+def test_a_gpu_has_its_row_and_its_panel(tmp_path):
     on_gpu = {"hardware": {"gpu_count": 1}}
     run = read_run(write_run(tmp_path / "gpu", falling(50, gpu_util=93), **on_gpu))
     words, over = results.outcome(run, 0.0)["GPU utilization"]
     assert words == "93%" and over == "samples at log lines"
-    header, first, *_ = results.epochs(run)
-    row = dict(zip(header, first, strict=True))
-    assert row["GPU, %"] == "93" and row["GB"] == "0.40"
     labels = [ax.get_ylabel() for ax in drawn(report.picture, run).axes]
     assert labels.count("GPU utilization (%)") == 1
     cpu = read_run(write_run(tmp_path / "cpu", falling(50)))
