@@ -7,8 +7,8 @@ Reports on a run from the metrics.jsonl and run.json in its folder:
     python report.py out/shakespeare --watch=true   # report.html, updated while the run continues
     python report.py records/*                      # a table of recorded results
 
-It prints the troubles that it finds and the paths that it wrote. The report of a million steps
-takes seconds. A field unknown to report.py, such as a fork's, gets a panel and a row.
+It prints the troubles that it finds and the paths that it wrote. A field unknown to it, such as a
+fork's, gets a panel and a row.
 """
 
 import io
@@ -100,9 +100,8 @@ def scale_loss(ax, runs, *more):
     ax.set_ylabel("loss (nats)" if unit(*runs) == "tokens" else "loss")
     first = max(known(run.train["loss"])[:1].max(initial=low) for run in runs)
     if first > high:
-        looks = {"ha": "right", "va": "top", "fontsize": 8, "color": "#666666"}
         words = f"the beginning, at {first:.4g}, is above"
-        ax.text(0.995, 0.985, words, transform=ax.transAxes, **looks)
+        ax.annotate(words, (0.995, 0.94), xycoords="axes fraction", ha="right", fontsize=8)
 
 
 def legend(ax, **place):
@@ -165,7 +164,7 @@ def picture(run):
     """report.png as a matplotlib Figure."""
     lanes, clip = event_steps(run), run.fact("config", "grad_clip")
     _, *panels = results.panels_of(run)
-    panels = panels[:4] + [panel for panel in panels[4:] if len(known(panel[-1]))]
+    panels = panels[:4] + [panel for panel in panels[5:] if len(known(panel[-1]))]  # [4] is MFU
     lanes_high = 0.17 * max(1, len(lanes))
     rows = (1 + len(panels)) // 2
     fig = new_figure(9, 4 + 2 * rows + lanes_high)
@@ -187,6 +186,9 @@ def picture(run):
         else:
             curve(ax, step, values, color=COLOURS[colour], lw=1.4)
             scale(ax, *record.limits_of(values))
+        if field == "tokens_per_sec":
+            mfu = number(record.mean(run.train["mfu"]), ".1%", " on average")
+            ax.set_title(f"MFU {mfu}", loc="right", fontsize=8, pad=3)
     loss.tick_params(labelbottom=False)
     loss.set_xlim(-0.01 * max(1, last_step(run)), 1.01 * max(1, last_step(run)))
     for ax in [events, *axes]:
@@ -246,23 +248,22 @@ def table(header, rows):
 def unusual_knobs(run):
     """[(knob, value in this run, default in train.py)] where the two differ, without folders."""
     knobs, config = read_knobs(Path(__file__).with_name("train.py")), run.info["config"]
-    rows = []
-    for name, value in config.items():
-        default = knobs[name][0] if name in knobs else "no longer a knob"
-        as_default = name == "decay_steps" and value == config.get("max_steps")
-        if value != default and not name.endswith("_dir") and not as_default:
-            rows.append((f"`{name}`", f"`{value}`", f"`{default}`"))
-    return rows
+    rows = [(k, v, knobs[k][0] if k in knobs else "no longer a knob") for k, v in config.items()]
+    usual = {"decay_steps": config.get("max_steps")}
+    return [
+        tuple(f"`{cell}`" for cell in row)
+        for row in rows
+        if row[1] not in (row[2], usual.get(row[0])) and not row[0].endswith("_dir")
+    ]
 
 
 def facts(run):
     """{part of run.json: {name: value}} of what is said there in single words, but for knobs."""
     parts = {part: run.info[part] for part in ("run", "hardware", "versions", "git")}
-    parts["data"] = run.info["data"] | (run.meta or {})
-    return {
-        part: {name: value for name, value in told.items() if not isinstance(value, dict | list)}
-        for part, told in parts.items()
-    }
+    for part, told in (parts | {"data": run.info["data"] | (run.meta or {})}).items():
+        single = {k: v for k, v in told.items() if not isinstance(v, dict | list)}
+        parts[part] = {name: textwrap.shorten(str(value), 80) for name, value in single.items()}
+    return parts
 
 
 def about(run):
@@ -311,11 +312,12 @@ def not_exact(run):
     found = [event for event in run.events if event["event"] in names]
     lines = [f"- step {e['step']:,}: {names[e['event']]}: {details(e)}" for e in found]
     if run.info["run"].get("deterministic") is False:
-        lines.append("- `deterministic` was off: the same command may give different bits")
-    if run.unreadable:
-        lines.append(f"- {run.unreadable:,} damaged line(s) of metrics.jsonl are left out here")
+        lines += ["- `deterministic` was off: the same command may give different bits"]
+    lines += [f"- {run.unreadable:,} damaged line(s) of metrics.jsonl are left out"] * bool(
+        run.unreadable
+    )
     if not run.info["run"]:
-        lines.append("- run.json is missing or damaged: the settings of this run are unknown")
+        lines += ["- run.json is missing or damaged: the settings of this run are unknown"]
     return lines or ["Nothing on record: any resume was bit for bit."]
 
 
@@ -443,9 +445,8 @@ def write_reports(runs, path):
 
 def names_of(runs):
     """What tells several runs apart; [] of one."""
-    names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        names = [record.tame(str(run.folder)) for run in runs]
+    differ = len({run.name for run in runs}) == len(runs)
+    names = [run.name if differ else record.tame(str(run.folder)) for run in runs]
     return names if len(runs) > 1 else []
 
 

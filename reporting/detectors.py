@@ -42,8 +42,9 @@ def clipped_always(run):
 def norm_vanishes(run):
     norms, losses = known(run.train["grad_norm"]), known(run.train["loss"])
     if len(norms) >= 5 and not norms[-5:].any():
-        zeros = np.argmax(np.append(norms[::-1], 1) != 0)
-        return f"its norm is exactly 0 in the last {zeros:,} steps"
+        return (
+            f"its norm is exactly 0 in the last {np.argmax(np.append(norms[::-1], 1) != 0):,} steps"
+        )
     if min(len(norms), len(losses)) < 50 or losses[-1] < 0.1 * losses[0]:
         return None
     first, late = (median(part) for part in np.array_split(norms, 10)[::9])
@@ -142,10 +143,8 @@ def norm_leads_spikes(run):
     if not leads or len(leads) < len(spikes) / 2:
         return None
     steps, times = np.median(leads, axis=0)
-    share = f"{len(leads)} of {len(spikes)} spikes"
-    return (
-        f"ahead of {share} it rose to {times:.1f} times its usual value, {steps:.0f} steps earlier"
-    )
+    usual = f"{times:.1f} times its usual value, {steps:.0f} steps earlier"
+    return f"ahead of {len(leads)} of {len(spikes)} spikes it rose to {usual}"
 
 
 def diverges_after_resume(run):
@@ -191,10 +190,12 @@ def out_of_memory(run):
     rows = happened(run, "out_of_memory")
     if not rows:
         return ended(run) if "out of memory" in ended(run) else None
-    names = {"micro_batch": "training", "eval_micro_batch": "evaluation"}
-    left = {what: row[name] for row in rows for name, what in names.items() if name in row}
-    sizes = ", ".join(f"{size} sequences in {what}" for what, size in left.items())
-    return f"first at step {rows[0]['step']:,}; the micro-batch is now {sizes or 'smaller'}"
+    left = [
+        f"{name} {rows[-1][name]}"
+        for name in ("micro_batch", "eval_micro_batch")
+        if name in rows[-1]
+    ]
+    return f"first at step {rows[0]['step']:,}, last at {rows[-1]['step']:,}; now {', '.join(left)}"
 
 
 def memory_grows(run):

@@ -28,22 +28,16 @@ def page(runs, names, bests, text, lanes, refresh):
     keys |= {event: (event.replace("_", " "), colour) for event, (colour, _) in lanes.items()}
     if len(runs) > 1:
         live += "Bold loss curves are validation, thin ones training."
-        labels = [f"{name}: {best}" for name, best in zip(names, bests, strict=True)]
-        keys = {f"r{i}": (label, (COLOURS * len(runs))[i]) for i, label in enumerate(labels)}
+        labels = zip(names, bests, COLOURS * len(runs), strict=False)
+        keys = {f"r{i}": (f"{name}: {best}", c) for i, (name, best, c) in enumerate(labels)}
     buttons = "".join(
         f'<button data-key="{key}" style="--c:var(--{colour})">{escape(label)}</button>'
         for key, (label, colour) in keys.items()
     )
     hidden = "".join(f'[data-off~="{key}"] .{key} {{ display: none }}\n' for key in keys)
-    return TEMPLATE.substitute(
-        TITLE=escape(", ".join(names)),
-        HIDDEN=hidden,
-        LIVE=live,
-        BUTTONS=buttons,
-        PANELS="".join(panels(runs, names, lanes)),
-        TEXT=from_markdown(text),
-        RELOAD=round(1000 * refresh),
-    )
+    head = {"TITLE": escape(", ".join(names)), "RELOAD": round(1000 * refresh), "LIVE": live}
+    body = {"PANELS": "".join(panels(runs, names, lanes)), "TEXT": from_markdown(text)}
+    return TEMPLATE.substitute(head, **body, HIDDEN=hidden, BUTTONS=buttons)
 
 
 def from_markdown(text):
@@ -143,9 +137,8 @@ def panel(title, curves, lanes, limits, star, line):
         at = f'x="{100 * star[1] / right:.3f}%" y="{place(star[0]) / 10:.3f}%"'
         tip = f"<title>best: {star[0]:.4f} at step {star[1]:,}</title>"
         out.append(f'<text class="star validation" {at} dy=".36em">★{tip}</text>')
-    wide = " wide" if limits else ""
-    data = f'data-x1="{right}" data-y0="{low}" data-y1="{high}"'
-    data += f' data-log="{"1" * log}"'
+    wide = " wide" * (limits is not None)
+    data = f'data-x1="{right}" data-y0="{low}" data-y1="{high}" data-log="{"1" * log}"'
     return f"""<figure class="panel{wide}"><figcaption>{escape(title)}</figcaption>
 <div class="plot" {data}><svg role="img" aria-label="{escape(title)}">{"".join(out)}
 <line class="axis" x2="100%" y1="100%" y2="100%"/><line class="cross" y2="100%" hidden/></svg>

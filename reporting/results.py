@@ -21,12 +21,10 @@ def ended(run):
 
 
 def metric_of(run):
-    """(field, sign, words) of the metric that decides which evaluation is the best. sign: -1 if
-    higher is better."""
+    """(field, sign: -1 if higher is better, words) of the metric that decides which is the best."""
     knob = str(run.info["config"].get("best_metric") or "val_loss")
     field = knob.removeprefix("-")
-    words = "validation loss" if field == "val_loss" else field
-    return field, 1 if knob == field else -1, words
+    return field, 1 if knob == field else -1, field if field != "val_loss" else "validation loss"
 
 
 def best_of(run):
@@ -102,9 +100,9 @@ def seconds_by_kind(run):
     """({kind: seconds} over all sessions, number of sessions that recorded no times)."""
     total, ends = {}, happened(run, "end")
     for row in ends:
-        recorded = row.get("seconds")
-        for kind, seconds in recorded.items() if isinstance(recorded, dict) else ():
-            total[kind] = total.get(kind, 0.0) + max(0.0, np.nan_to_num(plain(seconds)))
+        seconds = row.get("seconds")
+        for kind, each in seconds.items() if isinstance(seconds, dict) else ():
+            total[kind] = total.get(kind, 0.0) + max(0.0, np.nan_to_num(plain(each)))
     sessions = 1 + max(len(happened(run, "resume")), len(run.info["resumes"]))
     return total, max(0, sessions - len(ends))
 
@@ -191,8 +189,5 @@ def beside(run, first):
     differ = np.flatnonzero(apart > 0)
     if not len(differ):
         return f"the same in every digit, for {len(known(apart)):,} steps"
-    begin, end = differ[[0, -1]]
-    return (
-        f"differs from step {steps[begin]:,.0f} on, by {apart[begin]:.0e};"
-        f" by {apart[end]:.0e} at step {steps[end]:,.0f}"
-    )
+    words = [f"by {apart[i]:.0e} at step {steps[i]:,.0f}" for i in differ[[0, -1]]]
+    return "differs " + "; ".join(words)
