@@ -7,8 +7,7 @@ Reports on a run from the metrics.jsonl and run.json in its folder:
     python report.py out/shakespeare --watch=true   # report.html, updated while the run continues
     python report.py records/*                      # a table of recorded results
 
-It prints the troubles that it finds and the paths that it wrote. A field unknown to it, such as a
-fork's, gets a panel and a row.
+Prints the troubles that it finds, and paths. A field that it does not know gets a panel and a row.
 """
 
 import io
@@ -50,9 +49,6 @@ CROSSING = "resume rollback audit out_of_memory failed".split()  # those with a 
 STYLE = Path(record.__file__).with_name("picture.mplstyle")
 
 
-# ---- pictures ------------------------------------------------------------------------------------
-
-
 def new_figure(width, height):
     from matplotlib.figure import Figure  # not pyplot, which keeps state and may need a display
 
@@ -75,11 +71,9 @@ def dots(ax, x, loss, colour, **looks):
 
 def raw_and_smooth(ax, run, column, pale, strong, what=""):
     step, values, half = run.train["step"], run.train[column], half_window(run)
-    raw = {"color": pale, "lw": 0.7} if len(step) > 30 else {"color": strong, "lw": 1.5}
-    curve(ax, step, values, label=f"{what}each step", **raw)
-    if len(step) > 30:
-        label = f"{what}mean of {2 * half + 1:,}"
-        curve(ax, step, smooth(values, half), color=strong, lw=1.8, label=label)
+    curve(ax, step, values, color=pale, lw=0.7, label=f"{what}each step")
+    label = f"{what}mean of {2 * half + 1:,}"
+    curve(ax, step, smooth(values, half), color=strong, lw=1.8, label=label)
 
 
 def scale(ax, low, high, is_log):
@@ -223,20 +217,19 @@ def compare_picture(runs, names):
         values = np.concatenate([line.get_ydata() for line in ax.lines])
         scale(ax, *record.limits_of(values, log_from))
     for ax in axes.flat:
-        words = {by_tokens: f"{unit(*runs)} trained on", by_time: "training time (minutes)"}
-        ax.set_xlabel(words.get(ax, "step"))
+        ax.set_xlabel("step")
         ax.xaxis.set_major_formatter(short)
-    title = "Thick lines with dots: validation loss. Thin lines: training loss, smoothed."
-    fig.suptitle(title, x=0.01, ha="left", fontsize=10)
+    by_tokens.set_xlabel(f"{unit(*runs)} trained on")
+    by_time.set_xlabel("training time (minutes)")
+    fig.suptitle(
+        "Thick: validation loss. Thin: training, smoothed.", x=0.01, ha="left", fontsize=10
+    )
     fig.legend(loc="outside lower left", ncols=3)
     return fig
 
 
 def best_words(run):
     return f"best {metric_of(run)[2]} {number(best_of(run)[0])}"
-
-
-# ---- words ---------------------------------------------------------------------------------------
 
 
 def table(header, rows):
@@ -248,19 +241,18 @@ def table(header, rows):
 def unusual_knobs(run):
     """[(knob, value in this run, default in train.py)] where the two differ, without folders."""
     knobs, config = read_knobs(Path(__file__).with_name("train.py")), run.info["config"]
-    rows = [(k, v, knobs[k][0] if k in knobs else "no longer a knob") for k, v in config.items()]
-    usual = {"decay_steps": config.get("max_steps")}
-    return [
-        tuple(f"`{cell}`" for cell in row)
-        for row in rows
-        if row[1] not in (row[2], usual.get(row[0])) and not row[0].endswith("_dir")
-    ]
+    defaults = {name: knobs[name][0] if name in knobs else "no longer a knob" for name in config}
+    usual = defaults | {"decay_steps": config.get("max_steps")}  # as 0 is resolved
+    names = [k for k, v in config.items() if v not in (defaults[k], usual[k])]
+    shown = [(f"`{k}`", f"`{config[k]}`", f"`{defaults[k]}`") for k in names]
+    return [row for row in shown if not row[0].endswith("_dir`")]
 
 
 def facts(run):
     """{part of run.json: {name: value}} of what is said there in single words, but for knobs."""
     parts = {part: run.info[part] for part in ("run", "hardware", "versions", "git")}
-    for part, told in (parts | {"data": run.info["data"] | (run.meta or {})}).items():
+    parts["data"] = run.info["data"] | run.info["data"].get("meta", {})
+    for part, told in parts.items():
         single = {k: v for k, v in told.items() if not isinstance(v, dict | list)}
         parts[part] = {name: textwrap.shorten(str(value), 80) for name, value in single.items()}
     return parts
@@ -268,14 +260,13 @@ def facts(run):
 
 def about(run):
     """What was run, in Markdown."""
-    out = [f"- **command** `{shlex.join(['python', *map(str, run.info['command'])])}`"]
+    info, knobs = run.info, unusual_knobs(run)
+    out = [f"- **command** `{shlex.join(['python', *map(str, info['command'])])}`"]
+    out += [f"- **when** {info.get('start')} to {info.get('end')}"]
     for part, told in facts(run).items():
-        out.append(f"- **{part}** " + ", ".join(f"{name} {value}" for name, value in told.items()))
-    knobs = unusual_knobs(run)
-    changed = table(("knob", "here", "default today"), knobs) if knobs else "Every knob is default."
-    return "\n".join(
-        [*out, f"- **when** {run.info.get('start')} to {run.info.get('end')}\n", changed]
-    )
+        out += [f"- **{part}** " + ", ".join(f"{name} {value}" for name, value in told.items())]
+    out += ["", table(("knob", "here", "default today"), knobs)] if knobs else []
+    return "\n".join(out)
 
 
 def details(event):
@@ -313,9 +304,8 @@ def not_exact(run):
     lines = [f"- step {e['step']:,}: {names[e['event']]}: {details(e)}" for e in found]
     if run.info["run"].get("deterministic") is False:
         lines += ["- `deterministic` was off: the same command may give different bits"]
-    lines += [f"- {run.unreadable:,} damaged line(s) of metrics.jsonl are left out"] * bool(
-        run.unreadable
-    )
+    if run.unreadable:
+        lines += [f"- {run.unreadable:,} damaged line(s) of metrics.jsonl are left out"]
     if not run.info["run"]:
         lines += ["- run.json is missing or damaged: the settings of this run are unknown"]
     return lines or ["Nothing on record: any resume was bit for bit."]
@@ -328,8 +318,7 @@ def found_in(run, title):
         out += [f"- **{each.title}** (`{each.name}`): {each.shows}. Likely causes: {each.causes}."]
         out += [f"  Tell them apart: `{each.tell}` ({each.reading})."] if each.tell else []
         out += [f"  Try: {each.cure}."] if each.cure else []
-    more = "\ndocs/trouble.md has more on each, under its name.\n"
-    out += [more if found else "The curves show none that report.py knows.\n"]
+    out += ["\ndocs/trouble.md has more on each.\n" if found else "None that report.py knows.\n"]
     for sample in happened(run, "sample")[-1:]:
         text = str(sample.get("text"))
         fence = max(re.findall("~+", text), key=len, default="") + "~~~"
@@ -341,16 +330,16 @@ def words(run, image):
     """The text of report.md. image: whether there is a report.png."""
     config, learned = run.info["config"], run.info["data"].get("name")
     asked, (spent, missing) = config.get("dataset"), results.seconds_by_kind(run)
-    total, out = sum(spent.values()) or 1, [f"# {run.name}: {ended(run)}\n"]
-    if learned != asked and learned == config.get("offline_dataset"):
+    out = [f"# {run.name}: {ended(run)}\n"]
+    if learned and learned != asked and learned == config.get("offline_dataset"):
         out += [f"> **This run trained on {learned!r} INSTEAD OF {asked!r}, which was unavailable:"]
         out += [f"> its numbers say nothing about {asked!r}.**\n"]
     out += ["![Curves of this run](report.png)\n"] if image else []
     rows = [(f"**{what}**", *words) for what, words in outcome(run, dollars_per_hour).items()]
     out += ["## Result\n", table(("", "", "over"), rows), *found_in(run, "")]
     out += ["## What was run\n", about(run) if run.info["run"] else "Not on record.\n"]
-    rows = [(kind, results.clock(each), f"{each / total:.1%}") for kind, each in spent.items()]
-    out += ["## Where the time went\n", table(("kind", "wall-clock", "share"), rows)]
+    rows = [(kind, results.clock(seconds)) for kind, seconds in spent.items()]
+    out += ["## Where the time went\n", table(("kind", "wall-clock"), rows)]
     out += [f"{missing} session(s) recorded no times (killed, or still running).\n"] * bool(missing)
     out += ["## What happened\n", table(("step", "event", ""), event_rows(run))]
     return "\n".join([*out, "## What was not exact\n", *not_exact(run), ""])
@@ -401,9 +390,6 @@ def records_table(folders):
     return table(header, rows)
 
 
-# ---- files ---------------------------------------------------------------------------------------
-
-
 def write(path, content):
     with replacing(path) as temporary:
         temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -430,8 +416,8 @@ def write_page(runs, path, refresh=0):
     text = compare_words(runs, names, []) if names else words(runs[0], [])
     events = {} if names else event_steps(runs[0])
     lanes = {event: (LANES[event], steps) for event, steps in events.items() if event != "best"}
-    bests = [best_words(run) for run in runs]
-    return write(path, page(runs, names or [runs[0].name], bests, text, lanes, refresh))
+    shown = names or [runs[0].name]
+    return write(path, page(runs, shown, map(best_words, runs), text, lanes, refresh))
 
 
 def write_reports(runs, path):

@@ -42,9 +42,8 @@ def clipped_always(run):
 def norm_vanishes(run):
     norms, losses = known(run.train["grad_norm"]), known(run.train["loss"])
     if len(norms) >= 5 and not norms[-5:].any():
-        return (
-            f"its norm is exactly 0 in the last {np.argmax(np.append(norms[::-1], 1) != 0):,} steps"
-        )
+        zeros = np.argmax(np.append(norms[::-1], 1) != 0)
+        return f"its norm is exactly 0 in the last {zeros:,} steps"
     if min(len(norms), len(losses)) < 50 or losses[-1] < 0.1 * losses[0]:
         return None
     first, late = (median(part) for part in np.array_split(norms, 10)[::9])
@@ -62,7 +61,7 @@ def loss_curve(run):
 
 def guessing(run):
     """ln V, the loss of a uniform guess; NaN if V is not on record."""
-    classes = plain((run.meta or {}).get("vocab_size"))
+    classes = plain(run.info["data"].get("meta", {}).get("vocab_size"))
     return math.log(classes) if classes > 1 else math.nan
 
 

@@ -50,12 +50,6 @@ class Record:
         """A number of run.json, such as fact("config", "grad_clip"); NaN if it has none."""
         return plain(self.info[part].get(name))
 
-    @property
-    def meta(self):
-        """What the dataset says of itself; None if that is not on record."""
-        meta = self.info["data"].get("meta")
-        return meta if isinstance(meta, dict) else None
-
 
 def read_run(folder):
     """The Record in `folder`. Raises NoRecord if there is none."""
@@ -78,6 +72,8 @@ def read_run(folder):
         info = {}
     right = {key: info[key] for key, kind in INFO.items() if isinstance(info.get(key), kind)}
     info |= {key: kind() for key, kind in INFO.items()} | right
+    if not isinstance(info["data"].get("meta", {}), dict):
+        del info["data"]["meta"]
     train, evals = (columns(tables[kind], fields) for kind, fields in FIELDS.items())
     name = tame(folder.resolve().name)
     return Record(name, folder, info, train, evals, tables["event"], unreadable)
@@ -157,10 +153,7 @@ def columns(parts, fields):
 
 
 def is_running(run):
-    """Whether a process holds the lock of the run's folder. That process itself must not call this:
-    it would lose its lock when the file is closed here."""
-    if run.info.get("ended"):
-        return False
+    """Whether a process holds the lock of the run's folder. That one would lose it by asking."""
     try:
         with open(run.folder / ".lock") as lock:
             fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

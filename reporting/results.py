@@ -66,8 +66,8 @@ def extent(run):
 
 def unit(*runs):
     """What the "tokens" of the rows are: tokens of text (or of who knows what); else targets."""
-    metas = [run.meta for run in runs]
-    return "tokens" if any(meta is None or "tokenizer" in meta for meta in metas) else "targets"
+    is_text = any("tokenizer" in run.info["data"].get("meta", ["tokenizer"]) for run in runs)
+    return "tokens" if is_text else "targets"
 
 
 def new_fields(run):
@@ -90,10 +90,6 @@ def panels_of(run):
     }
     new = [(name, name, "blue", steps, values) for name, steps, values in new_fields(run)[:20]]
     return [(field, *looks, t["step"], t[field]) for field, looks in own.items()] + new
-
-
-def on_gpu(run):
-    return run.fact("hardware", "gpu_count") > 0 or len(known(run.train["gpu_util"])) > 0
 
 
 def seconds_by_kind(run):
@@ -123,16 +119,17 @@ def share_clipped(run):
 
 def outcome(run, dollars_per_hour):
     """{what: (words, window)}. dollars_per_hour: of one device; 0 = the run's own."""
-    t, e, per, gpu = run.train, run.evals, unit(run), on_gpu(run)
+    t, e, per = run.train, run.evals, unit(run)
+    gpu = run.fact("hardware", "gpu_count") > 0 or len(known(t["gpu_util"])) > 0
     last, steps = 2 * half_window(run) + 1, f"all {len(t['step']):,} steps"
     field, _, metric = metric_of(run)
     (best, best_step), (tokens, _) = best_of(run), extent(run)
     nats = ", nats" * (per == "tokens")
     split = f"the first {tokens:,.0f} {per}" if tokens else "the whole validation split"
     bpb, accuracy = (e[name][e["step"] == best_step] for name in ("val_bpb", "val_accuracy"))
-    speed = 1 / mean(1 / t["tokens_per_sec"])
     memory = known(t["mem_gb"]).max(initial=-math.inf)
     measured = "allocated by PyTorch on the GPU" if gpu else "the whole process"
+    speed = 1 / mean(1 / t["tokens_per_sec"])
     numbers = [
         (f"last validation loss{nats}", mean(e["val_loss"][-1:]), ",.4f", split),
         *[("bits per byte at the best", mean(bpb), ".4f", split)] * (per == "tokens"),
@@ -152,30 +149,24 @@ def outcome(run, dollars_per_hour):
         ("resumes", len(happened(run, "resume")), ",", "all sessions"),
         *((f"last {name}", known(y)[-1], ",.4g", steps) for name, _, y in new_fields(run)),
     ]
-    return {
-        "how it ended": (ended(run), ""),
-        f"best {metric}" + nats * (field == "val_loss"): (
-            number(best, ",.4f", f" at step {best_step:,}"),
-            split,
-        ),
-        **{what: (number(value, form), window) for what, value, form, window in numbers},
-        **time_and_cost(run, dollars_per_hour),
-    }
+    rows = {"how it ended": (ended(run), "")}
+    name = f"best {metric}" + nats * (field == "val_loss")
+    rows[name] = number(best, ",.4f", f" at step {best_step:,}"), split
+    rows |= {what: (number(value, form), window) for what, value, form, window in numbers}
+    return rows | time_and_cost(run, dollars_per_hour)
 
 
 def time_and_cost(run, dollars_per_hour):
     """The last rows of the outcome. A session that recorded no times took at least its steps."""
     spent, missing = seconds_by_kind(run)
     seconds, least = sum(spent.values()), "at least " * bool(missing)
-    partly = f"; {missing} recorded no times, so at least those of all steps" if missing else ""
-    if missing:
-        seconds = max(seconds, known(run.train["step_ms"]).sum() / 1000)
+    partly = f"; {missing} recorded no times, so at least those of all steps" * bool(missing)
+    seconds = max(seconds, known(run.train["step_ms"]).sum() / 1000 * bool(missing))
     devices = max(1, int(np.nan_to_num(run.fact("hardware", "world_size"))))
     hours = devices * seconds / 3600
     price = dollars_per_hour or run.fact("config", "dollars_per_hour")
-    money = "report.py --dollars_per_hour=PRICE gives the cost in dollars"
-    if price > 0:
-        money = f"${price * hours:,.2f} at ${price:g} an hour"
+    ask = "report.py --dollars_per_hour=PRICE gives the cost in dollars"
+    money = f"${price * hours:,.2f} at ${price:g} an hour" if price > 0 else ask
     return {
         "wall-clock": (least + clock(seconds), f"all sessions, start to end{partly}"),
         "cost": (f"{least}{hours:,.3f} device-hours; {money}", f"of {devices} device(s)"),
