@@ -128,7 +128,7 @@ def test_a_block_without_a_reason_would_be_found(tmp_path):
 
 
 def test_every_trouble_that_report_knows_has_its_place():
-    troubles = pytest.importorskip("plumbing.reporting.troubles")
+    troubles = pytest.importorskip("reporting.troubles")
     assert set(troubles.TROUBLES) <= headings("docs/trouble.md")
 
 
