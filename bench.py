@@ -31,7 +31,6 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import train
 from model import configure_optimizers
@@ -63,7 +62,7 @@ os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # at level 5 the profiler prints
 # ---- the run that is measured --------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
     """What every part measures: the run that the flags describe."""
 
@@ -201,11 +200,9 @@ def peak(job):
 
 
 def ladder(job):
-    """What each technique gains on top of those before it. All rungs share one model.
-
-    The first two call plain optimizer.step(), because only fused optimizers can skip a bad update
-    without a host wait. MFU is relative to the peak of train.dtype on all rungs.
-    """
+    """What each technique gains on top of those before it. All rungs share one model. The first has
+    an optimizer that is not fused, so the host waits: only then does it know whether to skip. MFU
+    is relative to the peak of train.dtype on all rungs."""
     run = job.fresh_run()
     began = time.perf_counter()
     with setting(compile=job.can_compile):
@@ -216,32 +213,28 @@ def ladder(job):
         workers = f"{train.num_workers} workers" + ", pinned" * (job.device.type == "cuda")
         ahead = job.load_batches(run)
     plain_run = replace(run, optimizers=optimizers_of(run.model, train.optimizer, "none"))
-    plain = setting(dtype="float32", step_unless=lambda skipped, optimizer: optimizer.step())
-    first = plain(job.step(plain_run, run.model, pageable))
-    eager = job.step(run, run.model, pageable)
-    compiled = job.step(run, model, pageable)
+    in_float32 = setting(dtype="float32")
+    eager, compiled = job.step(run, run.model, pageable), job.step(run, model, pageable)
+    eager_only = model is run.model and "--compile=false, no compiler here, or it failed"
+    rungs = {  # name -> a function that takes a step, or why there is none
+        "float32, eager, waits for the host": in_float32(job.step(plain_run, run.model, pageable)),
+        "fused optimizer, no wait": in_float32(eager),
+        f"autocast {train.dtype}": "the run is in it" if train.dtype == "float32" else eager,
+        "compile": eager_only or compiled,
+        workers: job.step(run, model, ahead),
+        "CUDA graph": graphed_step(run, model, ahead),
+    }
 
     def without():
         torch.use_deterministic_algorithms(False)
         compiled()
         torch.use_deterministic_algorithms(True)
 
-    eager_only = model is run.model and "--compile=false, no compiler here, or it failed"
-    rungs = {  # name -> a function that takes a step, or why there is none
-        "float32 eager, waits for the loss": lambda: first()["loss"].item(),
-        "no host wait": first,
-        "fused optimizer": setting(dtype="float32")(eager),
-        f"autocast {train.dtype}": "the run is in it" if train.dtype == "float32" else eager,
-        "compile": eager_only or compiled,
-        workers: job.step(run, model, ahead),
-        "CUDA graph": graphed_step(run, model, ahead),
-    }
     steps = {name: step for name, step in rungs.items() if callable(step)}
-    if train.deterministic:
-        steps |= {"with": compiled, "without": without}
+    timed = list(steps)
+    steps |= {"with": compiled, "without": without} if train.deterministic else {}
     seconds = {name: median(times) for name, times in interleaved(steps, job.device).items()}
     result = {name: {"absent": step} for name, step in rungs.items()}
-    timed = [name for name in rungs if name in steps]
     for before, name in zip([timed[0], *timed], timed, strict=False):
         ratios = {"to_before": seconds[before] / seconds[name]}
         ratios["to_first"] = seconds[timed[0]] / seconds[name]
@@ -473,8 +466,8 @@ class Tensors(TorchDispatchMode):
 
 
 def imagine(job, run, micro_batch):
-    """{kind: bytes} of an eager step of `run` on micro_batch sequences, `predicted`, their peak,
-    and `flops` per target, forward and backward. {} if the model cannot be run like this.
+    """{kind: bytes} of an eager step of `run` on micro_batch sequences, and `predicted`, the peak of
+    their sum. {} if the model cannot be run like this.
 
     The step runs on tensors that have shapes but no content (FakeTensorMode): any size of any model
     can be asked for, whatever memory there is. The kernels' own work space is not seen.
@@ -482,91 +475,83 @@ def imagine(job, run, micro_batch):
     shapes = [(part.shape[1:], torch.as_tensor(part).dtype) for part in job.datasets[0][0, 1]]
     rows = micro_batch * min(train.accum_steps, 2)  # from the second on, gradients are there
     try:
-        with FakeTensorMode(), Tensors() as tensors:
-            with job.device:
-                model = train.build_model(vars(train), job.datasets[-1]["meta"]["vocab_size"])
-                batch = [torch.empty(rows, *shape, dtype=dtype) for shape, dtype in shapes]
-            state = run.state | {"micro_batch": micro_batch}
+        with FakeTensorMode(), Tensors() as tensors, job.device:
+            model = train.build_model(vars(train), job.datasets[-1]["meta"]["vocab_size"])
+            batch = [torch.empty(rows, *shape, dtype=dtype) for shape, dtype in shapes]
             optimizers = optimizers_of(model, train.optimizer, job.device.type)
+            state = run.state | {"micro_batch": micro_batch}
             run = replace(run, model=model, optimizers=optimizers, state=state)
             for _ in range(2):  # the first step creates the moments
                 model.zero_grad(set_to_none=True)
-                with FlopCounterMode(display=False) as counter:
-                    train.forward_backward(model, run, *batch, batch[1].numel())
-                gradients = nbytes(weight.grad for weight in model.parameters())
+                train.forward_backward(model, run, *batch, batch[1].numel())
                 for optimizer in optimizers:
                     optimizer.step()
-        kinds = {
-            "weights": nbytes([*model.parameters(), *model.buffers()]),
-            "moments": nbytes(optimizer.state_dict()["state"] for optimizer in optimizers),
-        }
-    except Exception:  # whatever a model does that needs content, or its device
+    except Exception:  # of a model that needs content, or another optimizer
         return {}
-    kinds["passing"] = tensors.peak - sum(kinds.values())  # activations, gradients, temporaries
-    flops = counter.get_total_flops() / batch[1].numel()
-    return kinds | {"gradients": gradients, "predicted": tensors.peak, "flops": flops}
+    weights = nbytes([*model.parameters(), *model.buffers()])
+    moments = nbytes(optimizer.state_dict() for optimizer in optimizers)
+    row = {"weights": weights, "moments": moments, "passing": tensors.peak - weights - moments}
+    return row | {"predicted": tensors.peak}
 
 
 def nbytes(nested_tensors):
     return sum(tensor.nbytes for tensor in nested.tensors(list(nested_tensors)))
 
 
-def predict(job, run):
-    """imagine() for this run, and `fits`: the largest power-of-two micro-batch in 90% of what is
-    free; {} if the model cannot tell, no `fits` if the system cannot."""
+def predict(job, run, free):
+    """imagine() for this run, and `fits`: the largest power-of-two micro-batch in 90% of `free`
+    bytes. {} if the model cannot tell; without `fits` if the system does not say what is free."""
     row = imagine(job, run, train.batch_size)
-    free = devices.free_memory(job.device)
     if row and free:
-        sizes = itertools.takewhile(
-            lambda size: imagine(job, run, size)["predicted"] < 0.9 * free,
-            (2**power for power in range(30)),
+        sizes = (2**power for power in range(30))
+        enough = itertools.takewhile(
+            lambda n: imagine(job, run, n)["predicted"] < 0.9 * free, sizes
         )
-        row["fits"] = max(sizes, default=0)
+        row["fits"] = max(enough, default=0)
     return row
 
 
 def memory(job):
     """Tensor memory of an eager step, predicted and measured; the batch that fits; known shapes."""
+    free = devices.free_memory(job.device)
     here = {}
     for name in ("without grad_checkpoint", "with grad_checkpoint"):
         with setting(grad_checkpoint=name.startswith("with ")):
             run = job.fresh_run()
-            row = predict(job, run) | {"measured": measured_memory(job, run)}
-        row["error"] = row.get("predicted", math.nan) / row["measured"] - 1
-        here[name] = row
-    free = devices.free_memory(job.device)
+            row = predict(job, run, free) | {"measured": measured_memory(job, run)}
+        here[name] = row | {"error": row.get("predicted", math.nan) / row["measured"] - 1}
     say(f"\nmemory: MB of tensors at the peak of an eager step, micro-batch of {train.batch_size};")
-    say("  passing: activations, gradients and what else only lives within a step; fits: the")
+    say("  passing: activations, gradients and what else lives only within a step; fits: the")
     say(f"  largest micro-batch, a power of two, in 90% of the {cell(free, '.1f G')} GB free")
-    parts = ("weights", "moments", "passing", "predicted", "measured")
-    show(here, **dict.fromkeys(parts, ",.1f M"), error="+.1%", fits=",.0f")
-    known = {name: known_memory(job, run, *shape) for name, shape in KNOWN_SIZES.items()}
-    say("  known shapes of this model, GB for one full sequence: bfloat16 inference with KV cache;")
-    say("  training in autocast with float32 weights, by optimizer; ckpt = with grad_checkpoint")
-    columns = dict.fromkeys(known["Llama 70B"], ",.1f G") | {"parameters": ",.2f G"}
-    show(known, **columns)
+    columns = dict.fromkeys(("weights", "moments", "passing", "predicted", "measured"), ",.1f M")
+    show(here, **columns, error="+.1%", fits=",.0f")
+    known = {}
+    if job.script == train.__file__:
+        names = ("vocab_size", "block_size", "n_head", "n_embd", "n_layer")
+        for name, sizes in KNOWN_SIZES.items():
+            known[name] = known_memory(job, run, **dict(zip(names, sizes, strict=True)))
+        say(
+            "  known shapes of this model, GB: bfloat16 inference with a full KV cache; training on"
+        )
+        say("  one sequence in autocast, weights in float32, adamw; ckpt = with grad_checkpoint")
+        columns = dict.fromkeys(known[name], ",.1f G") | {"parameters": ",.2f G"}
+        show(known, **columns)
     return {"here": here, "available": free, "known_sizes": known}
 
 
-def known_memory(job, run, vocab_size, block_size, n_head, n_embd, n_layer):
+def known_memory(job, run, vocab_size, **shape):
     """{what: bytes} and `parameters`, their number, for a published shape of train.py's model."""
-    ids = torch.zeros(1, block_size, dtype=torch.int64)
+    ids = torch.zeros(1, shape["block_size"], dtype=torch.int64)
     job = replace(job, datasets=({(0, 1): (ids, ids)}, {"meta": {"vocab_size": vocab_size}}))
-    shape = {"block_size": block_size, "n_head": n_head, "n_embd": n_embd, "n_layer": n_layer}
-    rows = {}
-    for name in ("", ", ckpt"):
-        knobs = {"grad_checkpoint": bool(name), "optimizer": "sgd", "dtype": "bfloat16"}
-        with setting(**shape, **knobs, accum_steps=1):
-            rows[name] = imagine(job, run, 1)
-    number = rows[""].get("weights", math.nan) / 4
-    moments = {"adamw": 2, "momentum": 1, "sgd": 0}  # numbers kept for each weight
-    needs = {
-        kind + name: row.get("predicted", math.nan) + 4 * number * each
-        for kind, each in moments.items()
-        for name, row in rows.items()
-    }
-    keys_and_values = 2 * n_layer * block_size * n_embd
-    return {"parameters": number, "inference": 2 * (number + keys_and_values)} | needs
+    knobs = shape | {"optimizer": "adamw", "dtype": "bfloat16", "accum_steps": 1}
+    row = {}
+    for column, checkpointed in (("training", False), ("training, ckpt", True)):
+        with setting(**knobs, grad_checkpoint=checkpointed):
+            imagined = imagine(job, run, 1)
+            row[column] = imagined.get("predicted")
+    number = imagined.get("weights", math.nan) / 4
+    keys_and_values = 2 * shape["n_layer"] * shape["block_size"] * shape["n_embd"]
+    return {"parameters": number, "inference": 2 * (number + keys_and_values)} | row
 
 
 def measured_memory(job, run):
@@ -624,25 +609,27 @@ def job_of(config, argv, script, scratch):
     flops = job.flops_per_token * train.rows_at(0) * train.block_size * train.max_steps
     train.compile, reason = devices.choose_compile(train.compile, device, flops)
     train.max_steps = 10**9  # no part ends early; decay_steps already has its value
-    facts = {"date": now(), "command": sys.argv, "dataset": datasets[-1]["name"]}
     resolved = {key: getattr(train, key) for key in ("dtype", "compile", "deterministic")}
+    facts = {"date": now(), "command": sys.argv, "dataset": datasets[-1]["name"]}
     facts |= {"config": config | resolved, **devices.fingerprint(device)}
     say(f"device   {devices.device_name(device)}, {torch.get_num_threads()} threads")
     say(f"model    {console.describe_model(model)}")
     say(f"batch    {train.batch_size} x {train.accum_steps} sequences of {facts['dataset']}")
     say(f"dtype    {train.dtype} ({reasons['dtype']})")
     say(f"compile  {train.compile} ({reason}); deterministic {train.deterministic}")
+    run = job.fresh_run()
+    take_step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
+    take_step()
+    job.step_seconds = seconds_of(take_step, 1, device)
     return job, facts
 
 
 def script_among(words):
-    """(script to run, the other words). The script is train.py unless one of the words is a script
-    that changes train.py, such as examples/images.py, and calls its main() at the very end, under
-    `if __name__ == "__main__"`: its changes are made here, too."""
+    """(script to run, the other words): train.py, unless one of the words is a script that changes
+    train.py and calls its main() under `if __name__ == "__main__"`, such as examples/images.py."""
     for word in words:
         if word.endswith(".py") and os.path.isfile(word):
             if re.search(r"^import train\b", Path(word).read_text(encoding="utf-8"), re.MULTILINE):
-                runpy.run_path(word, run_name=Path(word).stem)
                 return os.path.abspath(word), [each for each in words if each != word]
     return train.__file__, list(words)
 
@@ -653,6 +640,8 @@ def measure(own, argv):
     name = Path(own["__file__"]).stem
     strict = torch.are_deterministic_algorithms_enabled()
     script, words = script_among(sys.argv[1:] if argv is None else argv)
+    if script != train.__file__:
+        runpy.run_path(script, run_name="script")
     scopes = {id(scope): scope for scope in (vars(train), globals(), own)}.values()
     try:
         with configured(*scopes, argv=words) as config, TemporaryDirectory() as scratch:
@@ -661,34 +650,26 @@ def measure(own, argv):
                 known = ",".join(own["PARTS"])
                 fail(f"--only={own['only']}: unknown part {part!r}; expected some of {known}")
             job, facts = job_of(config, words, script, Path(scratch))
-            if parts != ["peak"]:
-                run = job.fresh_run()
-                take_step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
-                take_step()
-                job.step_seconds = seconds_of(take_step, 1, job.device)
-            seconds = own["expected_seconds"](job, parts)
-            say(f"takes    about {console.duration(seconds)} for {', '.join(parts)}")
             path = Path(train.out_dir) / f"{name}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
+            seconds = console.duration(own["expected_seconds"](job, parts))
+            say(f"results  {console.shown(path)}\ntakes    about {seconds} for {', '.join(parts)}")
             for part in parts:
                 with contextlib.ExitStack() as job.stack:
                     facts[part] = own["PARTS"][part](job)
                 write_json(path, facts)
-            say(f"\nall results are in {console.shown(path)}")
             return facts
     except OSError as error:
-        fail(f"{train.out_dir} cannot be written ({error.strerror}); write --out_dir=FOLDER")
+        fail(f"{path.parent} cannot be written ({error.strerror}); write --out_dir=FOLDER")
+    except KeyboardInterrupt:
+        print(f"{name}.py: stopped; {name}.json has the parts that finished", file=sys.stderr)
+        raise SystemExit(130) from None
     finally:
         torch.use_deterministic_algorithms(strict)
 
 
 def main(argv=None):
-    try:
-        measure(globals(), argv)
-    except KeyboardInterrupt:
-        print("bench.py: stopped; bench.json has the parts that finished", file=sys.stderr)
-        return 130
-    return 0
+    measure(globals(), argv)
 
 
 if __name__ == "__main__":
