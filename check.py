@@ -446,16 +446,16 @@ def tries(job):
     return counts | {"bits": bits[:8], "where": ", ".join(tensors), "tensors": dict(tensors)}
 
 
+def for_train(words):
+    """The flags and config files among `words` that train.py takes."""
+    own = "|".join({**read_knobs(__file__), **read_knobs(bench.__file__)})
+    return [word for word in words if not re.match(f"--({own})=", word)]
+
+
 def start(job, script, words, environment=None, wait=True, **knobs):
     """Run `script` in a subprocess with the flags `words`, overridden by `knobs`. It has its own
     session: Ctrl-C reaches only check.py, which then ends the subprocess."""
-    own = tuple(
-        f"--{name}="
-        for module in (bench, sys.modules[__name__])
-        for name in read_knobs(module.__file__)
-    )
-    flags = [each for each in words if not each.startswith(own)]
-    flags += [f"--{name}={value}" for name, value in knobs.items()]
+    flags = [*for_train(words), *(f"--{name}={value}" for name, value in knobs.items())]
     options = {"env": os.environ | (environment or {}), "stdout": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, script, *flags], start_new_session=True, **options)
     job.stack.callback(process.wait)
@@ -474,9 +474,10 @@ def trained(job, script, words, seed):
     this seed. It lies under the config's out_dir, and is not trained again if it is finished and
     neither its knobs nor the code have changed."""
     defaults = {name: default for name, (default, _, _) in read_knobs(train.__file__).items()}
+    words = for_train(words)
     with setting(**defaults), configured(vars(train), argv=words) as config:
         out_dir = Path(config.pop("out_dir"))
-    code = {n: h for n, h in identity.code_hashes().items() if not re.match("bench|check|rep", n)}
+    code = {n: h for n, h in identity.code_hashes().items() if not re.search(r"report|^(bench|check|replay)\.py", n)}
     facts = [
         Path(script).read_text(encoding="utf-8"),
         code,
@@ -484,7 +485,7 @@ def trained(job, script, words, seed):
         torch.__version__,
     ]
     digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
-    flags = ",".join(each[2:] for each in words if re.match("--(?!out_dir|seeds?=|against)", each))
+    flags = ",".join(each[2:] for each in words if re.match("--(?!out_dir|seed=)", each))
     folder = out_dir / "seeds" / f"{re.sub('[^a-z0-9_.,=]', '_', flags)[:80] or 'plain'}-{digest}"
     folder = folder / f"seed_{seed}"
     if read_json(folder / "run.json").get("ended") != "finished":
