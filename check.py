@@ -19,6 +19,7 @@ import shlex
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter, namedtuple
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -29,6 +30,9 @@ from statistics import mean, median, stdev
 import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+
+if "--equal=true" in sys.argv:  # a commit that cannot even be imported: `git bisect run` skips it
+    sys.excepthook = lambda *error: (traceback.print_exception(*error), os._exit(125))
 
 import bench
 import report
@@ -477,7 +481,11 @@ def trained(job, script, words, seed):
     words = for_train(words)
     with setting(**defaults), configured(vars(train), argv=words) as config:
         out_dir = Path(config.pop("out_dir"))
-    code = {n: h for n, h in identity.code_hashes().items() if not re.search(r"report|^(bench|check|replay)\.py", n)}
+    code = {
+        n: h
+        for n, h in identity.code_hashes().items()
+        if not re.search(r"report|^(bench|check|replay)\.py", n)
+    }
     facts = [
         Path(script).read_text(encoding="utf-8"),
         code,
@@ -623,7 +631,7 @@ def main(argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
     if any(word.startswith("--against=") for word in argv):
         argv = ["--only=against", *argv]
-    for_bisect = any(re.fullmatch("--equal=(true|yes|1)", word) for word in argv)
+    for_bisect = "--equal=true" in argv
     try:
         facts = bench.measure(globals(), argv)
     except (RunFailed, SystemExit, Exception) as error:
