@@ -46,7 +46,7 @@ def confirm(run, take_step):
         raise RunFailed(
             f"step {step} gave three different results from the same input ({min(different, default='on another rank')} ...): the "
             "step reads what no checkpoint holds, such as a counter or generator of its own, or this "
-            "machine does not compute reliably; python bench.py --only=exact tells which part"
+            "machine does not compute reliably; python check.py --only=exact tells which part"
         )
     found = from_all_ranks((odd, different))  # a rank without a fault has an empty list and dict
     odd = next(names[0] for names, _ in found if names)

@@ -13,6 +13,7 @@ from conftest import HONEST_DATA, REPO, pydoc_text
 from test_report import evaluation, event, falling, write_run
 
 import bench
+import check
 from plumbing import failures
 from plumbing.knobs import read_knobs
 from plumbing.reporting.record import read_run
@@ -285,11 +286,11 @@ def test_the_command_is_that_of_the_run_with_one_change(tmp_path):
     assert tell == expected
     rising = falling(100) + [each | {"step": 100 + each["step"]} for each in falling(100)]
     tell = finding(tmp_path / "run", rising[:120], "loss_rises", **info).tell
-    assert tell == "python bench.py config/mine.py --peak_lr=1e-3 --only=lr"
+    assert tell == "python check.py config/mine.py --peak_lr=1e-3 --only=lr"
     info["hardware"] = {"world_size": 2}
     tell = finding(tmp_path / "run", swinging, "oscillation", **info).tell
     assert tell == expected.replace("python", "torchrun --standalone --nproc_per_node=2")
-    info["command"] = ["examples/images.py"]  # which bench.py cannot measure
+    info["command"] = ["examples/images.py"]  # bench.py and check.py take it as an argument
     assert finding(tmp_path / "run", rising[:120], "loss_rises", **info).tell == ""
 
 
@@ -300,5 +301,6 @@ def test_every_command_and_knob_of_the_table_exists():
             assert re.split("[:*=]", change)[0] in knobs, change
         if trouble.tell.startswith("--"):
             assert trouble.tell[2:].partition("=")[0] in knobs
-        if trouble.tell.startswith("bench.py"):
-            assert trouble.tell.partition("--only=")[2] in bench.PARTS
+        for script in (bench, check):
+            if trouble.tell.startswith(f"{script.__name__}.py"):
+                assert trouble.tell.partition("--only=")[2] in script.PARTS

@@ -50,7 +50,7 @@ TABLE = [
         "The gradient vanishes",
         "a learning rate so high that the weights moved to where the loss is flat; a part of the"
         " model that is cut off from the loss; gradients too small for float16",
-        "bench.py --only=sanity",
+        "check.py --only=sanity",
         "gradients reach every weight at the start: it was the learning rate",
         "peak_lr*0.1 warmup_steps*2 dtype:float16=float32",
     ),
@@ -59,7 +59,7 @@ TABLE = [
         "The loss hardly moves",
         "the learning rate is far too low; gradients do not reach the weights; the targets are"
         " unrelated to the inputs",
-        "bench.py --only=sanity",
+        "check.py --only=sanity",
         "it suggests a far higher rate: the rate; no gradient somewhere: the model; else: the data",
         "peak_lr*10",
     ),
@@ -67,7 +67,7 @@ TABLE = [
         detectors.underfitting,
         "Both losses stay high: underfitting",
         "too few steps; the learning rate is too low; the model is too small; too much dropout",
-        "bench.py --only=sanity",
+        "check.py --only=sanity",
         "one batch is memorized: the model can learn, but needs more steps or a higher rate",
         "max_steps*4 peak_lr*3 n_embd*2 n_layer*2 dropout*0.5",
     ),
@@ -75,7 +75,7 @@ TABLE = [
         detectors.loss_rises,
         "The training loss rises again",
         "the learning rate is too high, or does not fall early enough",
-        "bench.py --only=lr",
+        "check.py --only=lr",
         "the rate above which the loss no longer falls",
         "peak_lr*0.5 warmup_steps*2 schedule:constant=cosine",
     ),
@@ -116,7 +116,7 @@ TABLE = [
         detectors.plateau,
         "The training loss is on a plateau",
         "the learning rate is now too low or too high; the model has learned what it can",
-        "bench.py --only=lr",
+        "check.py --only=lr",
         "the range of rates in which the loss falls",
         "min_lr*10 n_embd*2",
         "another --peak_lr, or fewer steps",
@@ -238,11 +238,11 @@ def command(run, tell, tries, name):
         tell = "".join(f"--{knob}={value}" for knob, value, _ in tries[:1])
     if tell.startswith("--"):
         flags += [tell, f"--out_dir=out/{run.name}_{name}"]
-    elif tell.startswith("bench.py") and script.endswith("train.py"):
-        script = script.removesuffix("train.py") + "bench.py"
+    elif tell.startswith(("bench.py", "check.py")) and script.endswith("train.py"):
+        script = script.removesuffix("train.py") + tell.split()[0]
         flags = [flag for flag in flags if not flag.startswith("--out_dir=")] + tell.split()[1:]
     else:
-        return "" if tell.startswith("bench.py") else tell
+        return "" if tell.startswith(("bench.py", "check.py")) else tell
     last = {}  # flag -> its last occurrence, which wins
     for flag in flags:
         last.pop(flag.partition("=")[0], None)
