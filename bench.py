@@ -49,12 +49,6 @@ rounds = 5  # timings of each candidate, interleaved; the median counts, [1, inf
 timing_seconds = 0.5  # approximate length of one timing, (0, inf)
 trace = False  # write trace.json from the profile part, for https://ui.perfetto.dev
 
-KNOWN_SIZES = {  # published (GPT-2's vocabulary padded): vocabulary, context, heads, width, layers
-    "GPT-2 124M": (50304, 1024, 12, 768, 12),
-    "GPT-2 1.5B": (50304, 1024, 25, 1600, 48),
-    "Llama 7B": (32000, 2048, 32, 4096, 32),
-    "Llama 70B": (32000, 4096, 64, 8192, 80),
-}
 LAUNCH_SECONDS = 3e-6  # of one kernel in a CUDA graph; without a graph the host needs longer
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # at level 5 the profiler prints "USDT:" lines
 
@@ -75,7 +69,6 @@ class Job:
     peak: tuple  # (FLOP/s or None, source of the figure)
     can_compile: bool  # --compile; if "auto", whether compilation is available
     flops_per_token: float = math.nan  # NaN if the model does not tell
-    step_seconds: float = 0.0  # of an eager step
     stack: contextlib.ExitStack = None  # closed after each part: ends its workers and subprocesses
 
     def fresh_run(self):
@@ -369,7 +362,8 @@ def overhead(job):
     One timed call of the loop takes the steps from one console line to the next, without
     evaluations or saves.
     """
-    every = min(train.log_interval, max(1, round(timing_seconds / job.step_seconds)))
+    step_seconds = seconds_of(job.step(job.fresh_run()), 2, job.device)
+    every = min(train.log_interval, max(1, round(timing_seconds / step_seconds)))
     knobs = "eval_interval sample_interval save_interval save_minutes milestone_interval".split()
     off = dict.fromkeys([*knobs, "spike_sigma", "audit_interval", "warmup_steps"], 0)
     fixed = {"log_interval": every, "schedule": "constant", "peak_lr": 1e-6}
@@ -512,84 +506,49 @@ def predict(job, run, free):
 
 
 def memory(job):
-    """Tensor memory of an eager step, predicted and measured; the batch that fits; known shapes."""
+    """Tensor memory of an eager step, predicted and, if it fits, measured; the batch that fits."""
     free = devices.free_memory(job.device)
-    here = {}
+    rows = {}
     for name in ("without grad_checkpoint", "with grad_checkpoint"):
         with setting(grad_checkpoint=name.startswith("with ")):
             run = job.fresh_run()
-            row = predict(job, run, free) | {"measured": measured_memory(job, run)}
-        here[name] = row | {"error": row.get("predicted", math.nan) / row["measured"] - 1}
+            row = predict(job, run, free)
+            if row.get("predicted", 0) < (free or math.inf):
+                row["measured"] = measured_memory(job, run)
+        row["error"] = row.get("predicted", math.nan) / row.get("measured", math.nan) - 1
+        rows[name] = row
     say(f"\nmemory: MB of tensors at the peak of an eager step, micro-batch of {train.batch_size};")
     say("  passing: activations, gradients and what else lives only within a step; fits: the")
     say(f"  largest micro-batch, a power of two, in 90% of the {cell(free, '.1f G')} GB free")
     columns = dict.fromkeys(("weights", "moments", "passing", "predicted", "measured"), ",.1f M")
-    show(here, **columns, error="+.1%", fits=",.0f")
-    known = {}
-    if job.script == train.__file__:
-        names = ("vocab_size", "block_size", "n_head", "n_embd", "n_layer")
-        for name, sizes in KNOWN_SIZES.items():
-            known[name] = known_memory(job, run, **dict(zip(names, sizes, strict=True)))
-        say(
-            "  known shapes of this model, GB: bfloat16 inference with a full KV cache; training on"
-        )
-        say("  one sequence in autocast, weights in float32, adamw; ckpt = with grad_checkpoint")
-        columns = dict.fromkeys(known[name], ",.1f G") | {"parameters": ",.2f G"}
-        show(known, **columns)
-    return {"here": here, "available": free, "known_sizes": known}
-
-
-def known_memory(job, run, vocab_size, **shape):
-    """{what: bytes} and `parameters`, their number, for a published shape of train.py's model."""
-    ids = torch.zeros(1, shape["block_size"], dtype=torch.int64)
-    job = replace(job, datasets=({(0, 1): (ids, ids)}, {"meta": {"vocab_size": vocab_size}}))
-    knobs = shape | {"optimizer": "adamw", "dtype": "bfloat16", "accum_steps": 1}
-    row = {}
-    for column, checkpointed in (("training", False), ("training, ckpt", True)):
-        with setting(**knobs, grad_checkpoint=checkpointed):
-            imagined = imagine(job, run, 1)
-            row[column] = imagined.get("predicted")
-    number = imagined.get("weights", math.nan) / 4
-    keys_and_values = 2 * shape["n_layer"] * shape["block_size"] * shape["n_embd"]
-    return {"parameters": number, "inference": 2 * (number + keys_and_values)} | row
+    show(rows, **columns, error="+.1%", fits=",.0f")
+    return {"here": rows, "available": free}
 
 
 def measured_memory(job, run):
     """Peak bytes of tensors: what stays after a step, plus the most that a step adds to it."""
-    cuda = job.device.type == "cuda"
     take_step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
     take_step()  # creates the moments, and what libraries allocate once
     run.model.zero_grad(set_to_none=True)
-    for optimizer in run.optimizers:
-        optimizer.found_inf = None  # or the profiler warns about its memory
-    if cuda:
+    if job.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(job.device)
         before = torch.cuda.memory_allocated(job.device)
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         take_step()
-    if cuda:
         passing = torch.cuda.max_memory_allocated(job.device) - before
     else:
+        with torch.profiler.profile(profile_memory=True) as profiler:
+            take_step()
         events = profiler.profiler.kineto_results.events()
         changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
         passing = max(itertools.accumulate(nbytes for _, nbytes in changes))
     moments = [optimizer.state_dict() for optimizer in run.optimizers]
-    stays = [*run.model.parameters(), *run.model.buffers(), *run.ema.values(), moments]
-    return passing + sum(tensor.nbytes for tensor in nested.tensors(stays))
+    return passing + nbytes([*run.model.parameters(), *run.model.buffers(), run.ema, moments])
 
 
 PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead)}
 
 
 # ---- which parts ---------------------------------------------------------------------------------
-
-
-def expected_seconds(job, parts):
-    """A rough estimate: each part times so many candidates."""
-    candidates = {"peak": 2, "ladder": 9, "profile": 2, "memory": 6, "overhead": 6}
-    timing = rounds * max(timing_seconds, job.step_seconds)
-    start = 2 + 15 * train.compile + 20 * job.step_seconds
-    return sum(start + candidates[part] * timing for part in parts)
 
 
 def job_of(config, argv, script, scratch):
@@ -617,10 +576,6 @@ def job_of(config, argv, script, scratch):
     say(f"batch    {train.batch_size} x {train.accum_steps} sequences of {facts['dataset']}")
     say(f"dtype    {train.dtype} ({reasons['dtype']})")
     say(f"compile  {train.compile} ({reason}); deterministic {train.deterministic}")
-    run = job.fresh_run()
-    take_step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
-    take_step()
-    job.step_seconds = seconds_of(take_step, 1, device)
     return job, facts
 
 
@@ -652,8 +607,7 @@ def measure(own, argv):
             job, facts = job_of(config, words, script, Path(scratch))
             path = Path(train.out_dir) / f"{name}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            seconds = console.duration(own["expected_seconds"](job, parts))
-            say(f"results  {console.shown(path)}\ntakes    about {seconds} for {', '.join(parts)}")
+            say(f"results  {console.shown(path)}: {', '.join(parts)}")
             for part in parts:
                 with contextlib.ExitStack() as job.stack:
                     facts[part] = own["PARTS"][part](job)

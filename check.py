@@ -303,9 +303,9 @@ def flops_check(job):
 
 def run_checks(job):
     """Is the device busy, the rate near the range test's? Does a step fit, and what will it cost?"""
-    job.step_seconds = bench.median_seconds(job.step(job.fresh_run()), job.device)
+    step_seconds = bench.median_seconds(job.step(job.fresh_run()), job.device)
     busy = devices.gpu_util(job.device)  # None: no GPU, or no NVML
-    mfu = job.speed(job.step_seconds)["mfu"]
+    mfu = job.speed(step_seconds)["mfu"]
     fine = not mfu < 0.1 and (busy is None or busy > 85)
     found = f"MFU {cell(mfu, '.1%')}" + (f", GPU busy {busy}%" if busy is not None else "")
     good = "MFU above 10%, a GPU busy above 85%"
@@ -317,26 +317,24 @@ def run_checks(job):
     free = devices.free_memory(job.device)
     row = bench.predict(job, job.fresh_run(), free)
     if "fits" in row:
-        found = f"{row['predicted'] / 1e9:.3f} GB of tensors; {free / 1e9:.1f} GB free"
+        found = f"{row['predicted'] / 1e9:.3f} GB of tensors; {free / 1e9:.1f} GB free, enough for "
+        found += f"micro-batches of {row['fits']:,} sequences"
         # on a GPU this raises, and train.py halves the micro-batch; on a CPU Linux kills the process
-        passable = job.device.type == "cuda"
+        passable = job.device.type == "cuda" and row["fits"] >= 1
         fits = row["predicted"] < 0.9 * free
         yield Check("memory of a step", fits, passable, found, "under 90% of it")
-        found = f"micro-batches of up to {row['fits']:,} sequences; --batch_size={train.batch_size}"
-        yield Check("what fits", row["fits"] >= 1, False, found, "at least one")
     else:
-        names = "memory of a step", "what fits"
-        yield from (not_for(name, "the model or the system does not tell") for name in names)
+        yield not_for("memory of a step", "the model or the system does not tell")
     run = job.fresh_run()
     few = Part(run.val_data, range(min(len(run.val_data), 4 * train.batch_size)))
     evaluate = partial(train.evaluate, replace(run, val_data=few))
     evaluation = bench.median_seconds(evaluate, job.device) * len(run.val_data) / len(few)
     max_steps = job.config["max_steps"]  # train.max_steps is 10**9 here
     times = 1 + math.ceil(max_steps / (train.eval_interval or max_steps))
-    hours = (max_steps * job.step_seconds + times * evaluation) / 3600
+    hours = (max_steps * step_seconds + times * evaluation) / 3600
     price = train.dollars_per_hour
     cost = f"${hours * price:.2f} at ${price:g} an hour" if price else "--dollars_per_hour tells"
-    found = f"{hours:.3f} hours ({max_steps:,} steps of {1000 * job.step_seconds:.1f} ms, "
+    found = f"{hours:.3f} hours ({max_steps:,} steps of {1000 * step_seconds:.1f} ms, "
     found += f"{times} evaluations of {evaluation:.1f} s); {cost}"
     yield Check("hours and cost", True, True, found, "what you mean to spend")
 
@@ -506,21 +504,18 @@ def trained(job, script, words, seed):
 
 def seeds_part(job):
     """Full runs of train.py that differ only in their seed: how much of a final loss is chance?"""
-    say(f"\nseeds: {seeds} runs of {Path(job.script).name}")
+    say(
+        f"\nseeds: {seeds} runs of {Path(job.script).name}; validation loss, seconds of the process"
+    )
     runs = {}
     for seed in range(train.seed, train.seed + seeds):
         losses, seconds = trained(job, job.script, job.argv, seed)
         runs[f"seed {seed}"] = {"final": losses[-1], "best": min(losses), "seconds": seconds}
-        say(f"  seed {seed}: {losses[-1]:.4f} after {seconds:.1f} s")
-    kinds = {"mean": mean, "deviation": stdev, "median": median, "lowest": min, "highest": max}
-    columns = {"final": ".4f", "best": ".4f", "seconds": ".1f"}
     summary = {
-        name: {column: kind([each[column] for each in runs.values()]) for column in columns}
-        for name, kind in kinds.items()
+        name: {key: kind([each[key] for each in runs.values()]) for key in runs[f"seed {seed}"]}
+        for name, kind in {"mean": mean, "deviation": stdev, "median": median}.items()
     }
-    say("  validation loss of the last and the best evaluation; seconds of the whole process;")
-    say("  deviation: sample standard deviation")
-    show(runs | summary, **columns)
+    show(runs | summary, final=".4f", best=".4f", seconds=".1f")
     return {"runs": runs, **summary}
 
 
@@ -607,24 +602,8 @@ def same_bits(job, script, words):
     return {"equal": not weights, "step": step, "differ": weights}
 
 
-PARTS = {f.__name__: f for f in (sanity, lr, exact, tries)}
-PARTS |= {"seeds": seeds_part, "against": against_part}  # names of knobs
-
-
-def expected_seconds(job, parts):
-    """A rough estimate, from the time of one eager step."""
-    step = job.step_seconds
-    begin = 2 + 15 * train.compile + 20 * step
-    run = 10 + job.config["max_steps"] * step
-    estimates = {
-        "sanity": begin + 10 + (300 + lr_steps) * step,
-        "lr": begin + lr_steps * step,
-        "exact": 120 + exact_seconds,
-        "tries": begin + exact_seconds,
-        "seeds": seeds * run,
-        "against": 2 * (1 if equal else seeds) * run,
-    }
-    return sum(estimates[part] for part in parts)
+PARTS = {"sanity": sanity, "lr": lr, "exact": exact, "tries": tries}
+PARTS |= {"seeds": seeds_part, "against": against_part}
 
 
 def main(argv=None):
