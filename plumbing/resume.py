@@ -8,6 +8,7 @@ import sys
 import sysconfig
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -143,7 +144,7 @@ def changed_knobs(then: dict, now: dict) -> dict:
 # ---- from where ----------------------------------------------------------------------------------
 
 
-def find_checkpoint(folder, resume: str, to_train: bool) -> Path | None:
+def find_checkpoint(folder: Any, resume: str, to_train: bool) -> Path | None:
     """Path of the checkpoint to start from, or None for a new run. Rank 0 only.
 
     folder: a RunFolder. resume: "auto", "never", "restart" or a path. to_train: lock the folder if it
