@@ -8,7 +8,6 @@ import sys
 import sysconfig
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,6 +17,7 @@ from plumbing.console import shown
 from plumbing.data import digest_of
 from plumbing.machine import choose_dtype, device_name, matmul_bits
 from plumbing.ranks import from_rank0, say, world_size
+from plumbing.run_folder import RunFolder
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -144,7 +144,7 @@ def changed_knobs(then: dict, now: dict) -> dict:
 # ---- from where ----------------------------------------------------------------------------------
 
 
-def find_checkpoint(folder: Any, resume: str, to_train: bool) -> Path | None:
+def find_checkpoint(folder: RunFolder, resume: str, to_train: bool) -> Path | None:
     """Path of the checkpoint to start from, or None for a new run. Rank 0 only.
 
     folder: a RunFolder. resume: "auto", "never", "restart" or a path. to_train: lock the folder if it
