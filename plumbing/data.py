@@ -35,8 +35,8 @@ import numpy as np
 import torch
 
 from plumbing.cli import BadInput, RunFailed
-from plumbing.machine import upload
 from plumbing.files import clean
+from plumbing.machine import upload
 from plumbing.signals import HANDLED
 
 SPLITS = ("train", "val")
