@@ -246,8 +246,8 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     and cuda (those for mps ignore it), if no subclass, hook or wrapper adds to it."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return False
-    if getattr(type(optimizer), "skips_on_device", False):
-        return "step" in vars(type(optimizer)) and "step" not in vars(optimizer)
+    if vars(type(optimizer)).get("skips_on_device"):  # of itself, not of a parent
+        return "step" not in vars(optimizer)
     kinds = {w.device.type for group in optimizer.param_groups for w in group["params"]}
     is_torchs = str(optimizer.step.__module__).startswith("torch.")
     return bool(
