@@ -671,7 +671,9 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         # ---- training: only these lines, and roll_back, change the weights -----------------------
         lr = float(lr_at(state["step"]) * state["lr_factor"])
         batch = run.batches.next_batch(should_stop=lambda: signals.stop)
-        if batch:  # None: a signal came, and no batch
+        if num_workers and any(ranks.agree(batch is None)):
+            batch = None  # a signal came, on some rank, and no batch
+        if batch:
             inputs, targets, data_ms = batch
             take = partial(train_step, model, run, inputs, targets, lr)
             audited = every(audit_interval, state["step"] + 1)
@@ -849,6 +851,7 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         if saved:
             resuming.continue_from(run, saved)  # refuses another run
             checkpoint.restore(run, saved)
+            saved = None  # unmaps the file, so that its disk space is free once it is pruned
         yield run
 
 

@@ -46,11 +46,12 @@ def step_of(path: Path) -> int:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def load(path: Path, verify: bool = True, mmap: bool = True) -> dict:
+def load(path: Path, verify: bool = True, mmap: bool = True, parts=PARTS) -> dict:
     """Load the checkpoint at `path` on the CPU, memory-mapped if `mmap`. No code in it can run.
 
     verify: first read the whole file and compare the zip's checksums, because torch.load loads a
-    flipped bit without an error. Raises Damaged, or OSError if the file cannot be read.
+    flipped bit without an error. parts: names of those that it must have.
+    Raises Damaged, or OSError if the file cannot be read.
     """
     try:
         if verify:
@@ -58,7 +59,7 @@ def load(path: Path, verify: bool = True, mmap: bool = True) -> dict:
                 if damaged := archive.testzip():
                     raise Damaged(f"wrong checksum in {damaged}")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        check_schema(checkpoint, Path(path))
+        check_schema(checkpoint, Path(path), parts)
         return checkpoint
     except Exception as error:  # damage surfaces as any of half a dozen types
         for cause in (error, error.__context__):  # zipfile raises BadZipFile for a failed read
@@ -67,13 +68,13 @@ def load(path: Path, verify: bool = True, mmap: bool = True) -> dict:
                 raise cause from None
         no_mmap = "unable to mmap" in str(error) or isinstance(error, UnicodeError)
         if mmap and no_mmap:  # some file systems cannot, nor can torch if the name is not UTF-8
-            return load(path, verify=False, mmap=False)
+            return load(path, verify=False, mmap=False, parts=parts)
         if out_of_memory(error) or isinstance(error, Damaged):
             raise
         raise Damaged((str(error) or type(error).__name__).splitlines()[0][:120]) from error
 
 
-def check_schema(checkpoint: Any, path: Path) -> None:
+def check_schema(checkpoint: Any, path: Path, parts=PARTS) -> None:
     """Raises Damaged, or any other error, unless `checkpoint` has the parts, types and values that
     this code writes."""
     todo, count = [(checkpoint, 0)], 0
@@ -86,15 +87,19 @@ def check_schema(checkpoint: Any, path: Path) -> None:
             items = value.values() if isinstance(value, dict) else value
             todo += ((item, depth + 1) for item in items)
     for part, kind in PARTS.items():
-        if not isinstance(checkpoint.get(part), kind):
+        if part in (*parts, *checkpoint) and not isinstance(checkpoint.get(part), kind):
             raise Damaged(f"its part {part!r} is missing or no {kind.__name__}")
+    for name, weight in (checkpoint["model"] | checkpoint.get("ema", {})).items():
+        if not isinstance(name, str) or not isinstance(weight, torch.Tensor):
+            raise Damaged("wrong: its weights")
+    if parts is not PARTS:
+        return
     state, run, rng = (checkpoint[part] for part in ("state", "run", "rng"))
     named = re.fullmatch(r"(ckpt|milestone)_(\d{8,})", path.stem)
     counts = [state["step"], state.get("sequences", 0), state.get("tokens", 0)]
     sane = {
         "its counters": all(type(n) is int and 0 <= n < 2**62 for n in counts),
         "its step, which is not that of its name": not named or int(named[2]) == state["step"],
-        "its weights": all(isinstance(w, torch.Tensor) for w in checkpoint["model"].values()),
         "its random state": len(rng) == run["world_size"] > 0 and all(map(is_rng_state, rng)),
         "its optimizer": all(
             {"state", "param_groups", "built"} <= {*o} for o in checkpoint["optimizer"]

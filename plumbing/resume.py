@@ -271,7 +271,7 @@ def refuse_another_run(run, saved: dict) -> None:
                 f"write {fresh_out_dir}{to_resume}"
             )
     was, here = (parts_of(part) for part in (saved, run.checkpoint()))
-    for name in was | here:
+    for name in here | was:  # in the program's order
         if (one := was.get(name, "absent")) != (other := here.get(name, "absent")):
             fail(
                 f"{name} is {one} in the checkpoint and {other} in the program: that is another model "

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from plumbing import ranks
-from plumbing.failures import RunFailed, explain
-from plumbing.retry import retry_on_oom
+from plumbing.safe_step import RunFailed, explain
+from plumbing.safe_step import halving_on_oom
 from plumbing.skipping import Buffers
 
 CPU = torch.device("cpu")
