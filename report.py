@@ -22,10 +22,10 @@ import time
 from pathlib import Path
 
 import numpy as np
-
 from plumbing.configurator import configured, fail
-from plumbing.files import read_json, replacing
 from plumbing.knobs import read_knobs
+
+from plumbing.files import read_json, replacing
 from reporting import record, results
 from reporting.page import page
 from reporting.record import half_window, known, last_step, read_run, short, smooth, thin
