@@ -46,7 +46,9 @@ class GPTConfig:
 
     def __post_init__(self):
         if self.n_embd % (2 * self.n_head):  # rotary positions turn pairs of the numbers in a head
-            raise InvalidShape(f"--n_embd={self.n_embd} is no even multiple of --n_head={self.n_head}")
+            raise InvalidShape(
+                f"--n_embd={self.n_embd} is no even multiple of --n_head={self.n_head}"
+            )
 
 
 # ---- the plain transformer -----------------------------------------------------------------------
@@ -203,18 +205,16 @@ class GPT(nn.Module):
                 x = block(x, self.cos, self.sin)
         x = norm(x[:, -1:] if last_only else x)
         if targets is None:
-            return self.head(x)[..., : self.config.vocab_size]
+            return self.head(x)[..., : self.classes()]
         loss = self.loss(self.head, x, targets)
         if self.training and len(self.extra_heads):
             loss = add_future_losses(self, loss, x, targets)
         return loss
 
     def loss(self, head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of head(x): x (B, T, C), targets (B, T). The head's padding, if any, is
-        never a target, so it learns to have no probability; smoothed labels leave it out."""
+        """Mean cross entropy of head(x): x (B, T, C), targets (B, T)."""
         smoothing = self.config.label_smoothing if self.training else 0.0
-        classes = self.config.vocab_size if smoothing else head.out_features
-        chunks = self.loss_chunks(targets.numel())
+        classes, chunks = self.classes(), self.loss_chunks(targets.numel())
         if chunks == 1 or not torch.is_grad_enabled():
             return cross_entropy(head(x)[..., :classes], targets, smoothing)
         if torch.is_autocast_enabled(x.device.type):
@@ -222,21 +222,25 @@ class GPT(nn.Module):
         arguments = (x.flatten(0, 1), head.weight, targets.flatten(), smoothing, classes, chunks)
         return ChunkedCrossEntropy.apply(*arguments) / (targets != -100).sum().clamp(min=1)
 
+    def classes(self):
+        """How many logits count; None = all. To cut the head's padding off takes time in a backward
+        pass: in training it stays, unless smoothed labels would reward it."""
+        return None if self.training and not self.config.label_smoothing else self.config.vocab_size
+
     def loss_chunks(self, tokens):
         """How many for the loss of so many tokens: 1 if the head is small or more than a matrix."""
-        rows, is_matrix = self.head.out_features, type(self.head) is nn.Linear
-        whole = rows < LARGE_VOCAB or not is_matrix or self.head.bias is not None
-        return 1 if whole else min(MAX_CHUNKS, -(-tokens * rows // CHUNK_LOGITS))
+        is_matrix = type(self.head) is nn.Linear and self.head.bias is None
+        if not is_matrix or self.head.out_features < LARGE_VOCAB:
+            return 1
+        return min(MAX_CHUNKS, -(-tokens * self.head.out_features // CHUNK_LOGITS))
 
     def describe(self) -> str:
-        config = self.config
-        return f"{config.n_layer} x {config.n_embd} wide, {config.n_head} heads"
+        return "{n_layer} x {n_embd} wide, {n_head} heads".format(**vars(self.config))
 
     def flops_per_token(self) -> int:
-        """FLOPs to train on one token at full context: 6 per weight of a matrix product, plus
-        12 * C * block_size per attention (Chowdhery et al. 2022, "PaLM", appendix B). A block that
-        stands in several places counts in each. By convention the masked half counts, and what
-        `grad_checkpoint` recomputes does not."""
+        """FLOPs to train on one token at full context: 6 per weight of a matrix product, and 12 * C *
+        block_size per attention (Chowdhery et al. 2022, "PaLM", appendix B), in each place where a
+        block stands. The masked half counts, and what `grad_checkpoint` recomputes does not."""
         parts = [part for _, part in self.named_modules(remove_duplicate=False)]
         weights = sum(part.weight.numel() for part in parts if isinstance(part, nn.Linear))
         attentions = sum(isinstance(part, Attention) for part in parts)
@@ -274,8 +278,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, label_smoothing, classes, chunks):
         def chunk_loss(x, weight, targets):
-            logits = F.linear(x, weight)[:, :classes]
-            return cross_entropy(logits, targets, label_smoothing, "sum")
+            return cross_entropy(F.linear(x, weight)[:, :classes], targets, label_smoothing, "sum")
 
         low = weight.to(x.dtype)
         loss = torch.zeros((), device=x.device)
@@ -304,11 +307,10 @@ EXTRA_HEAD_WEIGHT = 0.3  # of the loss of the token after the next; halved for e
 
 
 class ContextEmbedding(TokenEmbedding):
-    """Each position includes the few tokens before it, so that even one attention layer can look
-    up what followed the same letters earlier. conv_width: a causal depthwise convolution mixes that
-    many embeddings (So et al. 2021, "Primer"); its random start tells "ab" from "ba". ngram_rows: a
-    table adds a vector for the last NGRAM tokens, found by their hash (Huang et al. 2025,
-    "Over-Tokenized Transformer")."""
+    """Includes the few tokens before each one, so that even one attention layer can look up what
+    followed the same letters earlier. conv_width: a causal depthwise convolution of that many (So et
+    al. 2021, "Primer"); its random start tells "ab" from "ba". ngram_rows: a table has a vector for
+    the last NGRAM tokens, by their hash (Huang et al. 2025, "Over-Tokenized Transformer")."""
 
     def __init__(self, config):
         super().__init__(config)

@@ -22,6 +22,7 @@ import math
 import random
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -32,17 +33,24 @@ import numpy as np
 import torch
 
 import prepare_data
-from model import InvalidShape, build_model, cross_entropy
+from model import InvalidShape, build_model, cross_entropy, generate
 from optim import configure_optimizers
 from plumbing import audit, checkpoint, cli, console, data, fsdp, machine, ranks
 from plumbing import resume as resuming
 from plumbing.cli import RunFailed, fail
 from plumbing.ranks import from_rank0, rank, world_size
 from plumbing.run_folder import Clock, RunFolder
-from plumbing.safe_step import evaluating, explain, halving_on_oom, out_of_memory, rehearse
-from plumbing.safe_step import rng_state, snapshot, step_unless
+from plumbing.safe_step import (
+    evaluating,
+    explain,
+    halving_on_oom,
+    out_of_memory,
+    rehearse,
+    rng_state,
+    snapshot,
+    step_unless,
+)
 from plumbing.signals import Signals
-from sample import print_sample
 
 # The run, and the text it learns
 out_dir = "out/run"  # run.json, metrics.jsonl, checkpoints; typed flags are added to its name
@@ -196,12 +204,11 @@ def rows_at(step: int) -> int:
 
 
 class ShuffledWindows(torch.utils.data.Dataset):
-    """`tokens`, a split in an np.memmap that stays open, as an endless sequence of windows: a pure function
-    of (seed, index), so there is no loader state to save.
+    """`tokens`, a split in an np.memmap that stays open, as an endless sequence of windows.
 
     An epoch cuts the tokens into windows of block_size and has each window once. Where it cuts, and
-    the order of the windows, are drawn from (seed, epoch). `dataset[first, count]` is a batch:
-    inputs and targets, int64 (count, block_size), the targets one token ahead.
+    the order of the windows, are drawn from (seed, epoch). `dataset[first, count]` is a batch, a pure
+    function, so there is no loader state to save: inputs and targets, int64 (count, block_size).
     """
 
     def __init__(self, tokens: np.ndarray, block_size: int, seed: int):
@@ -237,10 +244,9 @@ def open_dataset(saved: dict | None) -> tuple:
     facts: `name`, `fingerprint`, `meta`, and as `files` the paths of other files that a fork reads,
     such as a teacher's weights. saved: the checkpoint to resume from, or None.
     """
-    find = partial(
-        prepare_data.dataset_of_run, data_dir=data_dir, block_size=block_size, say=ranks.say
-    )
-    name, folder, meta = from_rank0(find, dataset, offline_dataset, saved and saved["data"]["name"])
+    before = saved and saved["data"]["name"]
+    asked = (dataset, offline_dataset, before, data_dir, block_size, ranks.say)
+    name, folder, meta = from_rank0(prepare_data.dataset_of_run, *asked)
     train_data = ShuffledWindows(data.open_split(folder, meta, "train"), block_size, seed)
     val_data = data.OrderedWindows(data.open_split(folder, meta, "val"), block_size, eval_tokens)
     return train_data, val_data, {"name": name, "fingerprint": data.fingerprint(meta), "meta": meta}
@@ -256,9 +262,8 @@ def batches_to_come(state: dict) -> Iterator[tuple[int, int]]:
 
 def load_batches(run: "Run") -> data.Batches:
     """The batches to come, read ahead by num_workers processes."""
-    to_come = batches_to_come(run.state)
-    how = (num_workers, prefetch_factor, hang_minutes)
-    return data.Batches(run.train_data, to_come, run.device, *how)
+    what = (run.train_data, batches_to_come(run.state), run.device)
+    return data.Batches(*what, num_workers, prefetch_factor, hang_minutes)
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -342,12 +347,14 @@ def forward_backward(model, run: Run, inputs, targets, n_targets: torch.Tensor) 
         with autocast(x.device):
             loss = model(x, y)  # 3: forward, under autocast; the mean over the targets of x
         loss, others = loss if isinstance(loss, tuple) else (loss, {})
-        n = (y.long() != -100).sum()
-        for name, scalar in {"loss": loss, **others}.items():
-            part = torch.where(n > 0, scalar, 0) / (n_targets / n)  # 4: all sum up to the mean
-            if name == "loss":
-                run.scaler.scale(part).backward()  # 5: backward
-            totals[name] = totals.get(name, 0.0) + part.detach()
+        share = n_targets / (n := (y.long() != -100).sum())
+        numbers = {"loss": loss, **others}
+        for name in numbers:
+            numbers[name] = (
+                torch.where(n > 0, numbers[name], 0) / share
+            )  # 4: all sum up to the mean
+        run.scaler.scale(numbers["loss"]).backward()  # 5: backward
+        totals = {name: totals.get(name, 0.0) + numbers[name].detach() for name in numbers}
     return totals
 
 
@@ -411,18 +418,33 @@ def sum_losses(run: Run) -> torch.Tensor:
     return totals
 
 
+def print_sample(run: Run) -> None:
+    """Print and log 200 tokens, if the data is text. An error is printed: it must not end a run."""
+    meta = run.facts["data"]["meta"]
+    if "tokenizer" not in meta:
+        return
+    try:
+        with evaluating(run), autocast(run.device):
+            start = torch.zeros(1, 1, dtype=torch.long, device=run.device)
+            own = torch.Generator(run.device).manual_seed(1337)
+            how = (200, block_size, meta["vocab_size"], 0.8)
+            new = torch.cat(list(generate(run.model, start, *how, generator=own)), dim=1)
+        text = data.tokenizer_of(meta).decode(new[0].cpu())
+        ranks.say(f"\n{text.strip()}\n")
+        row = {"kind": "event", "step": run.state["step"], "event": "sample", "text": text}
+        run.folder.write_rows([row])
+    except Exception as error:
+        ranks.say(f"no sample ({error})")
+
+
 def record_evaluation(run: Run, table) -> bool:
     """Evaluate and log the result. Returns whether it is the best so far."""
     state = run.state
     meta = run.facts["data"]["meta"]
     numbers = evaluate(run)
     is_best = count_evaluation(numbers, state)
-    row = {
-        "kind": "eval",
-        "step": state["step"],
-        **numbers,
-        "best_val_loss": state["best_val_loss"],
-    }
+    row = {"kind": "eval", "step": state["step"], **numbers}
+    row["best_val_loss"] = state["best_val_loss"]
     if best_metric != "val_loss":
         sign = -1 if best_metric.startswith("-") else 1
         row[f"best_{best_metric.removeprefix('-')}"] = sign * state["best_score"]
@@ -464,10 +486,9 @@ def count_evaluation(numbers: dict, state: dict) -> bool:
 def measure_best_again(run: Run) -> None:
     """Evaluate the weights of best.pt, which stay the best, after a change of what is measured."""
     best = run.folder.path / "best.pt"
-    path = best if from_rank0(checkpoint.is_valid, best) else run.path
-    checkpoint.restore(run, checkpoint.load(path, verify=False))
-    step = run.state["step"]
-    numbers = evaluate(run)
+    if from_rank0(checkpoint.is_valid, best):
+        checkpoint.restore(run, checkpoint.load(best, verify=False))
+    step, numbers = run.state["step"], evaluate(run)
     checkpoint.restore(run, checkpoint.load(run.path, verify=False))
     forget_best(run.state)
     count_evaluation(numbers, run.state)
@@ -482,14 +503,14 @@ def forget_best(state: dict) -> None:
 # ---- what is due, and what went wrong ------------------------------------------------------------
 
 
-def every(interval: int, step: int) -> bool:
+def every(interval: int, step: float) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def what_is_due(step: int, signals: Signals, saver, stepped: bool) -> SimpleNamespace:
-    """What is due after a step, by its number, a signal or the clock: for all ranks if for one. Not
-    stepped: a signal came instead of a batch, and what the number asks for was done before."""
-    late = 0 < save_minutes < saver.minutes_since_save()
+def what_is_due(step: float, signals: Signals, saver) -> SimpleNamespace:
+    """What is due after a step, by its number, a signal or the clock: for all ranks if for one.
+    step: NaN if there was none, so that nothing is due by its number."""
+    late = 0 < save_minutes < (time.monotonic() - saver.last_save) / 60
     stop, save_now, orphaned = ranks.agree(signals.stop, signals.save or late, signals.orphaned())
     last = step == max_steps
     ending = ("left alone by its launcher", 1) if orphaned else None  # (how, exit code)
@@ -500,11 +521,11 @@ def what_is_due(step: int, signals: Signals, saver, stepped: bool) -> SimpleName
     return SimpleNamespace(
         ending=ending,
         save_now=save_now,
-        rows=last or (stepped and every(log_interval or 100, step)),
-        evaluation=last or (stepped and every(eval_interval, step)),
-        sample=stepped and every(sample_interval, step),
-        milestone=stepped and every(milestone_interval, step),
-        checkpoint=stepped and every(save_interval, step),
+        rows=last or every(log_interval or 100, step),
+        evaluation=last or every(eval_interval, step),
+        sample=every(sample_interval, step),
+        milestone=every(milestone_interval, step),
+        checkpoint=every(save_interval, step),
     )
 
 
@@ -650,8 +671,9 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         # ---- training: only these lines, and roll_back, change the weights -----------------------
         lr = float(lr_at(state["step"]) * state["lr_factor"])
         batch = run.batches.next_batch(should_stop=lambda: signals.stop)
-        stepped = not (num_workers and any(ranks.agree(batch is None)))  # None: a signal came first
-        if stepped:
+        if num_workers and any(ranks.agree(batch is None)):
+            batch = None  # a signal came, on some rank, and no batch
+        if batch:
             inputs, targets, data_ms = batch
             take = partial(train_step, model, run, inputs, targets, lr)
             audited = every(audit_interval, state["step"] + 1)
@@ -660,7 +682,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
             steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
 
         # ---- what is due? every rank gets the same answer ----------------------------------------
-        due = what_is_due(state["step"], signals, saver, stepped)
+        due = what_is_due(state["step"] if batch else math.nan, signals, saver)
         if not any(vars(due).values()):
             continue
 
@@ -684,7 +706,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         if patience and state["evals_since_best"] >= patience and not due.ending:
             due.ending = f"stopped early: {patience} evaluations without improvement", 0
         if due.sample or (due.ending and due.ending[1] == 0):
-            print_sample(run, block_size, autocast(run.device))
+            print_sample(run)
         clock.lap("evaluate")
 
         # ---- save, stop --------------------------------------------------------------------------
@@ -725,8 +747,7 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
         batch = [torch.as_tensor(each).to(run.device) for each in batch]
         model = rehearse(run, compile, forward_backward, *batch)  # run.model, or its compiled form
         run.facts["run"]["compile"] = model is not run.model
-        used = f"{machine.memory_gb(run.device):.3f} GB, measured in a rehearsal"
-        console.print_line("memory", used)
+        console.print_line("memory", f"{machine.memory_gb(run.device):.3f} GB after a rehearsal")
         machine.reset_peak_memory(run.device)
         clock.lap("compile")
         begin(run, table, saver)
@@ -735,9 +756,9 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
     except Exception as error:
         why = explain(error)
         ending = f"failed: {why or f'{type(error).__name__}: {error}'}", 1
-        if why:
-            raise why from error
-        raise
+        if why in (None, error):
+            raise
+        raise why from error
     finally:
         if run.batches:
             run.batches.stop()
@@ -807,12 +828,14 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
     global compile, deterministic, out_dir
     with cli.configured(globals(), argv=argv) as config, ExitStack() as stack:
         check_knobs(config)
-        out_dir = config["out_dir"] = cli.folder_name(config, resuming.NAMED)
+        out_dir = cli.folder_name(config, resuming.NAMED)
         run_device = machine.choose_device(device)
         deterministic = machine.set_deterministic(deterministic, run_device)
         if audit_interval and not deterministic:
             fail(f"--audit_interval={audit_interval}: expected deterministic mode, which is off")
         stack.enter_context(ranks.joined(run_device, hang_minutes, shard, offload))
+        resuming.mention_unfinished(config, out_dir)
+        config["out_dir"] = out_dir
         folder = stack.enter_context(RunFolder(out_dir))
         path = from_rank0(resuming.find_checkpoint, folder, resume, to_train)
         saved = checkpoint.load(path, verify=False) if path else None  # it is verified by now
@@ -846,6 +869,8 @@ def main(argv: list[str] | None = None) -> int:
         # ---- all is checked: from here on the run writes to out_dir
         milestones = max_steps // milestone_interval if milestone_interval else 0
         files = keep_last + milestones + 3  # also best.pt, the newest, and the one being written
+        if resume == "restart":
+            from_rank0(run.folder.set_aside)
         command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
         from_rank0(run.folder.open, run, files * checkpoint.size(run), command, run.path)
         peak = from_rank0(machine.peak_flops, run.device, dtype)

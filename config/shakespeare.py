@@ -1,4 +1,8 @@
-"""TinyShakespeare by character with one layer: one to three minutes on two CPU cores."""
+"""TinyShakespeare by character with one layer and all extras: one to three minutes on two CPU cores.
+
+python train.py config/shakespeare.py: validation loss 1.461 ± 0.002 (five seeds). The loss
+without an extra (seed 1337) stands beside it; the plain transformer comes to 1.604.
+"""
 
 out_dir = "out/shakespeare"
 dataset = "shakespeare"
@@ -6,8 +10,11 @@ dataset = "shakespeare"
 block_size = 128  # characters
 n_embd = 192
 n_head = 3
-n_future_tokens = 3  # learning to predict two more tokens lowers the loss of the next one
 batch_size = 32
+
+ngram_rows = 8192  # without the table 1.522; it holds 76% of the parameters
+conv_width = 4  # without table and convolution 1.611
+n_future_tokens = 3  # without it alone 1.470 (two seeds, docs/measured.md); without all three 1.604
 
 max_steps = 1100  # 4.5 epochs
 warmup_steps = 20

@@ -1,4 +1,8 @@
-"""TinyShakespeare by character with one layer, for the lowest loss: minutes on two CPU cores."""
+"""TinyShakespeare by character with one layer and all extras, for the lowest loss: minutes on two
+CPU cores.
+
+python train.py config/shakespeare_best.py: validation loss 1.444 ± 0.001 (five seeds).
+"""
 
 out_dir = "out/shakespeare_best"
 dataset = "shakespeare"
@@ -6,8 +10,10 @@ dataset = "shakespeare"
 block_size = 256  # characters; twice the context of config/shakespeare.py
 n_embd = 256
 n_head = 4
-n_future_tokens = 3
 batch_size = 16
+ngram_rows = 8192  # worth 0.06 in config/shakespeare.py; it holds 71% of the parameters
+conv_width = 4  # worth another 0.09 there
+n_future_tokens = 3  # learning to predict two more tokens lowers the loss of the next one
 dropout = 0.05  # with much less it memorizes the text; with much more it learns slowly
 
 max_steps = 1400  # 5.7 epochs; after twice as many steps the validation loss is higher

@@ -1,4 +1,8 @@
-"""TinyShakespeare by character, as fast as possible: a validation loss below 1.9 in seconds."""
+"""TinyShakespeare by character with two extras, as fast as possible: below 1.9 in seconds.
+
+python train.py config/shakespeare_fast.py: validation loss 1.808 ± 0.013 (ten seeds; 1.784 with
+seed 1337). The plain transformer, config/shakespeare_plain.py, needs 200 steps to 1.893.
+"""
 
 out_dir = "out/shakespeare_fast"
 dataset = "shakespeare"
@@ -7,6 +11,9 @@ block_size = 64  # characters
 n_embd = 128
 n_head = 2
 batch_size = 32
+
+ngram_rows = 8192  # without the table 1.849 (seed 1337); it holds 83% of the parameters
+conv_width = 4  # without table and convolution 2.099
 
 max_steps = 90  # also enough on two texts not used for tuning (docs/measured.md)
 warmup_steps = 4

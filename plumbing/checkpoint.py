@@ -10,7 +10,6 @@ import shutil
 import threading
 import time
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
@@ -26,11 +25,10 @@ from plumbing.fsdp import shard_like
 from plumbing.machine import copies_in_background, synchronize
 from plumbing.safe_step import clone, leaves, mapped, out_of_memory, set_rng_state, tensors
 
-PARTS = ("model", "optimizer", "scaler", "ema", "state", "rng", "config", "data", "run")
 HASHED = ("model", "optimizer", "scaler", "ema", "state", "rng")  # what the next steps depend on
-TYPES = dict.fromkeys(PARTS, dict) | {"optimizer": list, "rng": list}
+PARTS = dict.fromkeys((*HASHED, "config", "data", "run"), dict) | {"optimizer": list, "rng": list}
 MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # keys of the state that a restore leaves alone
-MOST_VALUES = 10_000_000  # in a checkpoint, nested values included; more is damage, or an attack
+MOST_VALUES = 10_000_000  # in a checkpoint, nested ones included; more is damage, or an attack
 
 
 class Damaged(ValueError):
@@ -48,11 +46,12 @@ def step_of(path: Path) -> int:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def load(path: Path, verify: bool = True, mmap: bool = True) -> dict:
+def load(path: Path, verify: bool = True, mmap: bool = True, parts=PARTS) -> dict:
     """Load the checkpoint at `path` on the CPU, memory-mapped if `mmap`. No code in it can run.
 
     verify: first read the whole file and compare the zip's checksums, because torch.load loads a
-    flipped bit without an error. Raises Damaged, or OSError if the file cannot be read.
+    flipped bit without an error. parts: names of those that it must have.
+    Raises Damaged, or OSError if the file cannot be read.
     """
     try:
         if verify:
@@ -60,7 +59,7 @@ def load(path: Path, verify: bool = True, mmap: bool = True) -> dict:
                 if damaged := archive.testzip():
                     raise Damaged(f"wrong checksum in {damaged}")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        check_schema(checkpoint, Path(path))
+        check_schema(checkpoint, Path(path), parts)
         return checkpoint
     except Exception as error:  # damage surfaces as any of half a dozen types
         for cause in (error, error.__context__):  # zipfile raises BadZipFile for a failed read
@@ -69,63 +68,52 @@ def load(path: Path, verify: bool = True, mmap: bool = True) -> dict:
                 raise cause from None
         no_mmap = "unable to mmap" in str(error) or isinstance(error, UnicodeError)
         if mmap and no_mmap:  # some file systems cannot, nor can torch if the name is not UTF-8
-            return load(path, verify=False, mmap=False)
+            return load(path, verify=False, mmap=False, parts=parts)
         if out_of_memory(error) or isinstance(error, Damaged):
             raise
         raise Damaged((str(error) or type(error).__name__).splitlines()[0][:120]) from error
 
 
-def check_schema(checkpoint: Any, path: Path) -> None:
-    """Raises Damaged unless `checkpoint` has the parts, types and values that this code writes."""
-
-    def need(fine, what):
-        if not fine:
-            raise Damaged(what)
-
-    need(isinstance(checkpoint, dict), "it is no dict")
-    missing = sorted(set(PARTS) - set(checkpoint))
-    need(not missing, f"lacks {', '.join(missing)}")
-    for part, kind in TYPES.items():
-        need(isinstance(checkpoint[part], kind), f"its {part} is no {kind.__name__}")
+def check_schema(checkpoint: Any, path: Path, parts=PARTS) -> None:
+    """Raises Damaged, or any other error, unless `checkpoint` has the parts, types and values that
+    this code writes."""
     todo, count = [(checkpoint, 0)], 0
     while todo:  # not by recursion: nesting may be deep, or the same list many times over
         value, depth = todo.pop()
         count += 1
-        need(depth < 50 and count < MOST_VALUES, "its values are nested too deeply")
+        if depth > 50 or count > MOST_VALUES:
+            raise Damaged("its values are nested too deeply")
         if isinstance(value, dict | list | tuple):
             items = value.values() if isinstance(value, dict) else value
             todo += ((item, depth + 1) for item in items)
-    state, weights = checkpoint["state"], checkpoint["model"].values()
-    step = state.get("step")
-    need(type(step) is int and 0 <= step < 2**48, f"its step is {step!r}")
+    for part, kind in PARTS.items():
+        if part in (*parts, *checkpoint) and not isinstance(checkpoint.get(part), kind):
+            raise Damaged(f"its part {part!r} is missing or no {kind.__name__}")
+    for name, weight in (checkpoint["model"] | checkpoint.get("ema", {})).items():
+        if not isinstance(name, str) or not isinstance(weight, torch.Tensor):
+            raise Damaged("wrong: its weights")
+    if parts is not PARTS:
+        return
+    state, run, rng = (checkpoint[part] for part in ("state", "run", "rng"))
     named = re.fullmatch(r"(ckpt|milestone)_(\d{8,})", path.stem)
-    need(not named or int(named[2]) == step, f"its name says another step than its state, {step}")
-    need(all(type(key) is str for key in checkpoint["model"]), "a weight has no name")
-    need(all(isinstance(w, torch.Tensor) for w in weights), "a weight is no tensor")
-    numbers = ("sequences", "tokens", *MICRO_BATCHES)
-    counts = [state.get(key, 1) for key in numbers]
-    need(all(type(n) is int and n >= 0 for n in counts), "a counter in its state is no count")
-    need(
-        checkpoint["rng"] and all(rng_is_whole(r) for r in checkpoint["rng"]), "its rng lacks parts"
-    )
-    run, data = checkpoint["run"], checkpoint["data"]
-    need(run.get("world_size") == len(checkpoint["rng"]), "it lacks the random state of a rank")
-    need({"name", "fingerprint", "meta"} <= set(data), "its data lacks name, fingerprint or meta")
-    parts = [each for each in checkpoint["optimizer"] if isinstance(each, dict)]
-    needed = {"state", "param_groups", "built"}
-    whole = all(needed <= set(each) for each in parts) and len(parts) == len(
-        checkpoint["optimizer"]
-    )
-    need(whole, "its optimizer lacks parts")
+    counts = [state["step"], state.get("sequences", 0), state.get("tokens", 0)]
+    sane = {
+        "its counters": all(type(n) is int and 0 <= n < 2**62 for n in counts),
+        "its step, which is not that of its name": not named or int(named[2]) == state["step"],
+        "its random state": len(rng) == run["world_size"] > 0 and all(map(is_rng_state, rng)),
+        "its optimizer": all(
+            {"state", "param_groups", "built"} <= {*o} for o in checkpoint["optimizer"]
+        ),
+        "its data": {"name", "fingerprint", "meta"} <= {*checkpoint["data"]},
+    }
+    for what, fine in sane.items():
+        if not fine:
+            raise Damaged(f"wrong: {what}")
 
 
-def rng_is_whole(rng: Any) -> bool:
-    try:
-        name, words, *rest = rng["numpy"]
-        tensors_are_whole = len(words) == 624 and len(rng["torch"]) == len(torch.get_rng_state())
-        return tensors_are_whole and len(rest) == 3 and len(rng["python"]) == 3 and "device" in rng
-    except (TypeError, KeyError, ValueError):
-        return False
+def is_rng_state(rng: dict) -> bool:
+    sizes = [len(rng["python"]), len(rng["numpy"]), len(rng["numpy"][1]), len(rng["torch"])]
+    return sizes == [3, 5, 624, len(torch.get_rng_state())] and "device" in rng
 
 
 def is_valid(path: Path) -> bool:
@@ -186,8 +174,7 @@ def remove(path: Path) -> None:
 
 
 def own_part(weights, leaf, path):
-    """Copy `leaf`, at `path` in an optimizer's state, out of the memory-mapped file. For a sharded
-    weight, only this rank's rows are read."""
+    """A copy of `leaf`, at `path` in an optimizer's state; of a sharded weight's, this rank's rows."""
     mine = shard_like(weights[path[0]], leaf) if isinstance(path[0], int) else leaf
     return clone(leaf) if mine is leaf else mine
 
@@ -236,7 +223,7 @@ def restore(run, checkpoint: dict) -> None:
         set_rng_state(checkpoint["rng"][ranks.rank()], run.device)
 
 
-# ---- what a checkpoint can restore: all else is refused, not lost on a resume --------------------
+# ---- what a checkpoint cannot restore is refused, not lost on a resume ---------------------------
 
 
 def refuse_what_is_lost(run) -> None:
@@ -245,29 +232,25 @@ def refuse_what_is_lost(run) -> None:
         fail(lost)
     known = {id(weight) for weight in run.model.parameters()}
     groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
-    if any(id(weight) not in known for group in groups for weight in group["params"]):
+    if not known.issuperset(id(weight) for group in groups for weight in group["params"]):
         fail(
-            "an optimizer trains a weight that is not in model.parameters(): no checkpoint would hold it"
+            "an optimizer trains a weight that no checkpoint holds: it is not in model.parameters()"
         )
 
 
 def not_restorable(value: Any, name: str) -> str | None:
-    """Which part of `value`, called `name`, torch.load(weights_only=True) cannot read, or None."""
-    if value is None or type(value) in (bool, int, float, str) or isinstance(value, torch.Tensor):
-        return None
-    if type(value) in (dict, OrderedDict, list, tuple):
-        parts = list(value.items() if isinstance(value, dict) else enumerate(value))
-        found = [not_restorable(part, f"{name}[{key!r}]") for key, part in parts]
-        found += [not_restorable(key, f"a key of {name}") for key, _ in parts]
-        return next(filter(None, found), None)
+    """What of `value`, called `name`, torch.load(weights_only=True) cannot read, or None."""
+    plain = (type(None), bool, int, float, str, torch.Tensor)
     file = io.BytesIO()
     try:
-        torch.save(value, file)
+        torch.save(mapped(lambda leaf, _: isinstance(leaf, torch.Tensor) or leaf, value), file)
         file.seek(0)
         torch.load(file, weights_only=True)
+        return None
     except Exception:  # pickle and torch raise half a dozen types
-        return f"{name} is a {type(value)}, which checkpoints cannot restore: expected plain values"
-    return None
+        odd = [f"{list(at)} a {type(x)}" for at, x in leaves(value) if not isinstance(x, plain)]
+        what = "; ".join(odd) or "a container or a key of an own type"
+        return f"{name} has at {what}, which checkpoints cannot restore: expected plain values"
 
 
 def refuse_unequal_replicas(run) -> None:
@@ -279,9 +262,8 @@ def refuse_unequal_replicas(run) -> None:
     alike = {n: kept[n] for n in kept if not hasattr(kept[n], "to_local") and counters not in n}
     if names := ranks.replicas_differ(alike):
         raise RunFailed(
-            f"at step {run.state['step']} the ranks hold different bits in {', '.join(names)}, of which a "
-            "checkpoint keeps those of rank 0: a step must draw and add the same numbers on every rank; "
-            "the newest checkpoint is from before that"
+            f"at step {run.state['step']} the ranks hold different bits in {', '.join(names)}: a step "
+            "must draw and add the same numbers on every rank; the newest checkpoint is from before"
         )
 
 
@@ -324,7 +306,11 @@ class Saver:
             time.sleep(seconds)
             if ranks.rank() == 0:
                 synchronize(self.run.device)  # the copies to the host are asynchronous
-                self.start(checkpoint, names)
+                self.thread = threading.Thread(None, self.write, "writer", (checkpoint, names))
+                try:
+                    self.thread.start()
+                except RuntimeError:  # this system has no more threads
+                    self.thread = self.write(checkpoint, names)
             if not required:
                 return
             error = self.wait()
@@ -335,29 +321,21 @@ class Saver:
             f"resumes from the newest checkpoint in {self.folder}"
         )
 
-    def start(self, checkpoint: dict, names: list[str]) -> None:
-        thread = threading.Thread(None, self.write, "writer", (checkpoint, names))
-        try:
-            thread.start()
-            self.thread = thread
-        except RuntimeError:  # no more threads on this system
-            self.write(checkpoint, names)
-
     def retry_best(self, has_successor: bool) -> None:
         """Write a best.pt that failed, from the copy in memory, which the next save overwrites."""
         if self.unsaved_best and not has_successor:
             self.write(self.unsaved_best, ["best.pt"])
-            if self.wait():
-                step = self.unsaved_best["state"]["step"]
-                what = "the best weights were never on the disk: best.pt is older"
-                self.run.folder.event(step, "best_not_saved", error=what)
+            if error := self.wait():
+                self.run.folder.event(self.run.state["step"], "best_not_saved", error=error)
         self.unsaved_best = None
 
     def cannot_be_read_back(self, checkpoint: dict) -> str | None:
         for optimizer, built in zip(self.run.optimizers, self.run.groups, strict=True):
-            sizes = [len(group["params"]) for group in optimizer.param_groups]
-            if sizes != [len(group["params"]) for group in built]:
-                return f"the parameter groups of {type(optimizer).__name__} have changed since the start ({sizes}), which no resume could build: expected all of them from configure_optimizers"
+            if len(optimizer.param_groups) != len(built):
+                kind = type(optimizer).__name__
+                return (
+                    f"{kind} has other param_groups than at the start, which no resume could build"
+                )
         return not_restorable(checkpoint, "checkpoint")
 
     def on_host(self, leaf, path):
@@ -373,9 +351,6 @@ class Saver:
             buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
             self.buffers[path] = buffer
         return buffer.copy_(tensor, non_blocking=copies_in_background(tensor.device))
-
-    def minutes_since_save(self) -> float:
-        return (time.monotonic() - self.last_save) / 60
 
     def wait(self) -> str | None:
         """Wait until the newest save has ended. Its error, if any, is recorded as an event."""
@@ -393,7 +368,8 @@ class Saver:
                 if not tensor.isfinite().all():
                     raise ValueError("a weight or moment is not finite")
             folder = self.run.folder.mine()
-            self.write_row(checkpoint)
+            saved = {"kind": "event", "event": "saved", "step": checkpoint["state"]["step"]}
+            self.run.folder.write_rows([saved | {"sha256": digest_of_state(checkpoint)}])
             with contextlib.suppress(OSError):
                 fsync(folder / "metrics.jsonl")  # rows reach the disk before the checkpoint
             with replacing(folder / names[0]) as temporary:
@@ -415,17 +391,6 @@ class Saver:
             self.unsaved_best = checkpoint if "best.pt" in names else self.unsaved_best
             ranks.say(f"could not save {names[0]} ({self.error})")
 
-    def write_row(self, checkpoint: dict) -> None:
-        """A `saved` event: the hash by which anyone can tell that a step was computed as logged."""
-        digest = sha256()
-        parts = {part: checkpoint[part] for part in HASHED}
-        for path, leaf in sorted(leaves(parts), key=lambda item: "/".join(map(str, item[0]))):
-            digest.update("/".join(map(str, path)).encode())
-            is_tensor = isinstance(leaf, torch.Tensor)
-            digest.update(as_bytes(leaf) if is_tensor else repr(leaf).encode())
-        row = {"kind": "event", "event": "saved", "step": checkpoint["state"]["step"]}
-        self.run.folder.write_rows([row | {"sha256": digest.hexdigest()}])
-
     def prune(self, state: dict) -> None:
         """Keep the newest ckpt_STEP.pt, and the newest `keep_last` that a rollback may use."""
         if state["skips_in_row"]:
@@ -436,8 +401,20 @@ class Saver:
             remove(path)
 
 
-def as_bytes(tensor: torch.Tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy()
+def digest_of_state(checkpoint: dict) -> str:
+    """SHA-256 of all that the next steps depend on, by which a step that is computed again anywhere
+    can be compared with this one."""
+    digest = sha256()
+    named = {
+        "/".join(map(str, path)): leaf for path, leaf in leaves({k: checkpoint[k] for k in HASHED})
+    }
+    for name in sorted(named):
+        leaf = named[name]
+        if isinstance(leaf, torch.Tensor):
+            leaf = leaf.contiguous().view(-1).view(torch.uint8).numpy()
+        digest.update(name.encode())
+        digest.update(leaf if hasattr(leaf, "dtype") else repr(leaf).encode())
+    return digest.hexdigest()
 
 
 def size(run) -> int:

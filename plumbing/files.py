@@ -6,6 +6,7 @@ No link is followed, so that a link which someone planted makes us overwrite no 
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -27,7 +28,7 @@ def replacing(path: str | Path, suffix: str = ".tmp") -> Iterator[Path]:
     path = Path(path)
     temporary = path.with_name(path.name + suffix)
     temporary.unlink(missing_ok=True)  # left behind by a kill, or a planted link
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    os.close(open_no_link(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     try:
         yield temporary
         fsync(temporary)
@@ -38,11 +39,16 @@ def replacing(path: str | Path, suffix: str = ".tmp") -> Iterator[Path]:
     fsync(path.parent)
 
 
+def open_no_link(path: str | Path, flags: int) -> int:
+    """os.open(), also as `opener` of open(). Raises OSError if `path` is a link."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def fsync(path: str | Path) -> None:
     """Flush a file to the disk, or the names in a folder if the system can do that."""
     is_folder = os.path.isdir(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY | (0 if is_folder else os.O_NOFOLLOW))
+        descriptor = (os.open if is_folder else open_no_link)(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
@@ -57,13 +63,18 @@ def lock_file(path: str | Path) -> TextIO:
 
     lockf, not flock: forked DataLoader workers that outlive a killed run do not inherit it.
     """
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+")
+    file = open(path, "a", opener=open_no_link)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         file.close()
         raise
     return file
+
+
+def digest_of(path: str | Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_json(path: str | Path, value: Any) -> None:

@@ -12,6 +12,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import resource
 import shutil
 import sys
 import time
@@ -96,8 +97,7 @@ def choose_dtype(name: str, device: torch.device) -> tuple[str, str]:
 
 
 def kernels_have_bfloat16() -> bool:
-    """Whether oneDNN, which multiplies matrices on a CPU, may use its bfloat16 instructions. If a
-    variable such as ONEDNN_MAX_CPU_ISA=AVX2 forbids them, a product takes 100 times as long."""
+    """Whether oneDNN may use the CPU's: a variable such as ONEDNN_MAX_CPU_ISA=AVX2 forbids them."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -128,11 +128,8 @@ def set_deterministic(setting: bool | str, device: torch.device) -> bool:
     """Set deterministic mode for --deterministic=setting; returns it as a bool. auto: on, except on
     MPS. Call it before the process group is built and before the first matrix product.
 
-    If on, with CUDA, it sets these environment variables unless the user has set them:
-    CUBLAS_WORKSPACE_CONFIG=:4096:8  workspaces of fixed size; otherwise cuBLAS results may vary
-    NCCL_ALGO=Ring                   sums in the order of the ring: NVLS adds in the switch in any
-                                     order (nccl#1497), and NCCL chooses the order of a tree
-                                     (Megatron-LM's guide to deterministic training)
+    With CUDA, it sets environment variables that the user has not set: cuBLAS gets workspaces of fixed
+    size, and NCCL sums in the order of the ring (NVLS adds in any order, nccl#1497).
     """
     deterministic = device.type != "mps" if setting == "auto" else setting
     # Like torch.use_deterministic_algorithms(), but without importing Inductor, which takes most of
@@ -146,11 +143,8 @@ def set_deterministic(setting: bool | str, device: torch.device) -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Make malloc keep freed memory for the next step, which allocates the same large blocks again.
-
-    By default glibc returns them to the system, and the page faults that follow cost a fifth of a
-    step or more. The memory kept is what the peak needed anyway. Without glibc, this does nothing.
-    """
+    """Make glibc's malloc keep freed memory for the next step, which allocates the same large blocks
+    again: returned to the system, they cost page faults, a fifth of a step or more."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
@@ -162,16 +156,12 @@ def keep_freed_memory() -> None:
 
 
 def copies_in_background(device: torch.device) -> bool:
-    """Whether the host may continue before a copy between it and `device` has ended.
-
-    On MPS such a copy does not keep the host's memory alive: if that is freed or read too early,
-    the result is garbage (pytorch#189690). CUDA keeps pinned memory until the copy has ended.
-    """
+    """Whether the host may continue before a copy between it and `device` has ended. On MPS such a
+    copy does not keep the host's memory alive (pytorch#189690)."""
     return device.type == "cuda"
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy `tensor` from the host to the device."""
     return tensor.to(device, non_blocking=copies_in_background(device))
 
 
@@ -179,7 +169,6 @@ def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has finished all queued work."""
     torch.get_device_module(device).synchronize()
 
 
@@ -194,14 +183,10 @@ def memory_gb(device: torch.device) -> float | None:
     of this process at present, without the pages of files, such as the data, that it has mapped."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    try:
-        return (
-            int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0]) / 1e6 * 1.024
-        )
-    except (OSError, IndexError, ValueError):  # not Linux
-        import resource
-
+    status = Path("/proc/self/status")
+    if not status.exists():  # not Linux
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9  # in bytes on macOS
+    return int(status.read_text().split("RssAnon:")[1].split()[0]) * 1024e-9
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -313,12 +298,10 @@ def datasheet_peak(gpu: str, dtype: str) -> float | None:
 def matmul_rate(
     device: torch.device, dtype: torch.dtype, sizes: tuple | None = None
 ) -> tuple[float, int]:
-    """(FLOP/s, size) of the fastest square matrix product here. dtype: a torch.dtype.
+    """(FLOP/s, size) of the fastest square matrix product here; of each size, of its shortest time.
 
-    sizes: to try, from small to large. By default they double from 256 up to 2048 on a CPU and 8192
-    elsewhere, while the next product should take less than 0.1 s: the measurement ends within a
-    second even if dtype is emulated. Of each size the shortest time counts, because disturbances
-    only make a product slower.
+    sizes: to try. By default they double from 256 up to 2048 on a CPU and 8192 elsewhere, while the
+    next product should take less than 0.1 s: this ends within a second even if dtype is emulated.
     """
     growing = sizes is None
     sizes = sizes or (256, 512, 1024, 2048, 4096, 8192)[: 4 if device.type == "cpu" else 6]
@@ -356,8 +339,7 @@ def avoid_dynamo_import() -> None:
 
     Methods of its optimizers import it on their first call, only to tell the compiler not to trace
     them (torch/_compile.py, torch/optim/optimizer.py). Nothing else that they do changes, unless
-    one is differentiable=True: optimizers are not compiled, even if the model is. If they do not
-    import it in some version of torch, this does nothing.
+    one is differentiable=True: optimizers are not compiled, even if the model is.
     """
     for owner in (torch.optim.Optimizer, *torch.optim.Optimizer.__subclasses__()):
         for name, method in list(vars(owner).items()):

@@ -2,7 +2,6 @@
 
 import ast
 import functools
-import json
 import platform
 import sys
 import sysconfig
@@ -12,11 +11,12 @@ from pathlib import Path
 import torch
 
 from plumbing import checkpoint
-from plumbing.cli import BadInput, fail
-from plumbing.console import shown
-from plumbing.data import digest_of
+from plumbing.cli import fail
+from plumbing.console import best_words, shown
+from plumbing.files import digest_of, read_json
 from plumbing.machine import choose_dtype, device_name, matmul_bits
 from plumbing.ranks import from_rank0, say, world_size
+from plumbing.run_folder import RunFolder
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -143,7 +143,7 @@ def changed_knobs(then: dict, now: dict) -> dict:
 # ---- from where ----------------------------------------------------------------------------------
 
 
-def find_checkpoint(folder, resume: str, to_train: bool) -> Path | None:
+def find_checkpoint(folder: RunFolder, resume: str, to_train: bool) -> Path | None:
     """Path of the checkpoint to start from, or None for a new run. Rank 0 only.
 
     folder: a RunFolder. resume: "auto", "never", "restart" or a path. to_train: lock the folder if it
@@ -159,7 +159,7 @@ def find_checkpoint(folder, resume: str, to_train: bool) -> Path | None:
                     f"--resume=never, and {folder.path} holds a run; write {folder.fresh_out_dir()}"
                 )
             if resume == "restart":
-                return folder.set_aside() if to_train else None
+                return None
             path = checkpoint.newest_valid(folder.path, set_aside=to_train)
             # with neither of these, it stopped before its first save: nothing is lost
             if not path and (folder.holds_steps() or any(folder.path.glob("*.corrupt"))):
@@ -176,10 +176,8 @@ def find_checkpoint(folder, resume: str, to_train: bool) -> Path | None:
 
 
 def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
-    """The path for --resume=asked: `asked`, or `newest` if the run in `folder` began from `asked`.
-
-    newest: the newest checkpoint in `folder`, or None. Raises BadInput if neither applies.
-    """
+    """The path for --resume=asked: `asked`, or `newest`, the newest in `folder`, if the run there began
+    from `asked`. Raises BadInput if neither applies."""
     began_from = newest and checkpoint.load(newest, verify=False)["run"].get("began_from")
     if began_from == str(asked.resolve()):
         return newest
@@ -189,10 +187,9 @@ def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
         reason = getattr(error, "strerror", None) or error
         fail(f"--resume={asked}: {reason}; expected auto, never, restart or a checkpoint's path")
     if newest:
-        began = f"began from {shown(began_from)}" if began_from else "began from no checkpoint"
         fail(
-            f"--resume={asked}: {folder.path} holds a run that {began}; to resume it leave out "
-            f"--resume, to start from that file write {folder.fresh_out_dir()}"
+            f"--resume={asked}: {folder.path} holds a run that began from {began_from or 'no file'}; "
+            f"to resume it leave out --resume, to start from that file write {folder.fresh_out_dir()}"
         )
     return asked
 
@@ -263,30 +260,29 @@ def continue_from(run, saved: dict) -> None:
 def refuse_another_run(run, saved: dict) -> None:
     fresh_out_dir = from_rank0(run.folder.fresh_out_dir)
     then = saved["run"]
-    now = run.facts["run"]
-    changed = changes(then, now)
+    changed = changes(then, run.facts["run"])
     for key in REFUSED:
         if key in changed:
-            to_resume = f" or, to resume, --{key}={then.get(key)}" if key in saved["config"] else ""
-            was, here = (json.dumps(v) if isinstance(v, dict) else v for v in changed[key])
+            was, here = changed[key]
+            to_resume = f" or, to resume, --{key}={was}" if key in saved["config"] else ""
             fail(
                 f"{key} was {was} in the run so far and is {here} now: that is another run; "
                 f"write {fresh_out_dir}{to_resume}"
             )
-    shapes = [{n: list(w.shape) for n, w in saved["model"].items()}]
-    shapes.append({n: list(w.shape) for n, w in run.model.state_dict().items()})
-    sizes = [[len(g["params"]) for g in each["param_groups"]] for each in saved["optimizer"]]
-    shapes[0]["the optimizers' groups of weights"] = sizes
-    shapes[1]["the optimizers' groups of weights"] = [
-        [len(group["params"]) for group in each.param_groups] for each in run.optimizers
-    ]
-    for name in shapes[1] | shapes[0]:  # in the program's order, the groups last
-        was, here = (each.get(name, "absent") for each in shapes)
-        if was != here:
+    was, here = (parts_of(part) for part in (saved, run.checkpoint()))
+    for name in here | was:  # in the program's order
+        if (one := was.get(name, "absent")) != (other := here.get(name, "absent")):
             fail(
-                f"{name}: {was} in the checkpoint and {here} in the program: that is another model or "
-                f"optimizer; write {fresh_out_dir}"
+                f"{name} is {one} in the checkpoint and {other} in the program: that is another model "
+                f"or optimizer; write {fresh_out_dir}"
             )
+
+
+def parts_of(saved: dict) -> dict:
+    """{name: shape} of the weights, and the number of weights in each group of the optimizers."""
+    groups = [[len(g["params"]) for g in each["param_groups"]] for each in saved["optimizer"]]
+    shapes = {name: list(weight.shape) for name, weight in saved["model"].items()}
+    return shapes | {"the optimizers' groups": groups}
 
 
 def is_finished(run) -> bool:
@@ -296,14 +292,13 @@ def is_finished(run) -> bool:
     Raises BadInput if the command asks for anything other than the finished run.
     """
     config, state = run.facts["config"], run.state
-    step = state["step"]
-    fresh = run.folder.fresh_out_dir()
-    here = f"--out_dir={shown(run.folder.path)}"
-    more = f"raise --max_steps, with {here}"
+    step, name = state["step"], shown(run.folder.path)
+    again = f"--resume=restart or {run.folder.fresh_out_dir()}"
+    more = "raise --max_steps"
     if step < config["max_steps"]:
         if not 0 < config["patience"] <= state["evals_since_best"]:
             return False
-        more = f"raise --patience, with {here}"
+        more = "raise --patience"
     if not run.folder.owns(run.path):
         fail(f"{shown(run.path)} is at step {step:,} of --max_steps={config['max_steps']}; {more}")
     others = [
@@ -311,22 +306,29 @@ def is_finished(run) -> bool:
         for knob, (then, now) in changed_knobs(run.before["config"], config).items()
         if knob not in FREE
     ]
-    others += [
-        f"{name} has changed" for name in changes_of_code(run.before["run"], run.facts["run"])
-    ]
+    code = changes(run.before["run"], run.facts["run"]).get("code", [{}])[0]
+    others += [f"{file} has changed" for file in code]
     if others:
-        raise BadInput(
-            f"{shown(run.folder.path)} holds a finished run: {', '.join(others)} since; for a run with "
-            f"that write {fresh} or --resume=restart, to train this one longer {more}"
+        fail(
+            f"{name} holds a finished run: {', '.join(others)} since; for a run with that write {again}, "
+            f"to train this one longer {more} with --out_dir={name}"
         )
     say(
-        f"{shown(run.folder.path)} is finished: {step:,} steps, best validation loss "
-        f"{state['best_val_loss']:.4f} at step {state['best_step']:,}. To train longer, {more}; to "
-        f"start again, write --resume=restart or {fresh}"
+        f"{name} is finished: {step:,} steps, {best_words(config['best_metric'], state)}. To train "
+        f"longer, {more} with --out_dir={name}; to start again, write {again}"
     )
     run.folder.complete_end("finished", state, config["report"])
     return True
 
 
-def changes_of_code(then: dict, now: dict) -> list[str]:
-    return list(changes(then, now).get("code", [{}])[0])
+def mention_unfinished(config: dict, out_dir: str) -> None:
+    """Where typed flags make another run, but the config's own folder holds one that could go on with
+    them, such as a lower rate: say what to type."""
+    own = Path(config["out_dir"])
+    facts = read_json(own / "run.json")
+    if str(own) != out_dir and facts.get("config") and not facts.get("ended") == "finished":
+        changed = changed_knobs(facts["config"], config)
+        if not changed.keys() & {*REFUSED, "batch_size", "accum_steps"}:
+            say(
+                f"{shown(own)} holds an unfinished run; to go on with it add --out_dir={shown(own)}"
+            )

@@ -2,7 +2,6 @@
 
 import datetime
 import errno
-import itertools
 import json
 import os
 import queue
@@ -21,18 +20,14 @@ from typing import Any, NoReturn
 
 from plumbing import console, machine
 from plumbing.cli import fail
-from plumbing.files import clean, lock_file, read_json, replacing, write_json
+from plumbing.files import clean, lock_file, open_no_link, read_json, replacing, write_json
 from plumbing.ranks import rank, say
 
 REPO = Path(__file__).resolve().parent.parent
-MOST_WAITING = 1000  # lines kept while metrics.jsonl cannot be written
 
 
 class RunFolder(ExitStack):
-    """out/NAME. At the end of its `with` the lock is released.
-
-    Every rank has one; only rank 0 reads and writes.
-    """
+    """out/NAME, locked until the end of its `with`. Every rank has one; only rank 0 uses it."""
 
     def __init__(self, path: str | Path):
         super().__init__()
@@ -63,23 +58,21 @@ class RunFolder(ExitStack):
         """--out_dir=NAME_2, or the first of NAME_3, NAME_4 ... that does not exist yet."""
         return f"--out_dir={console.shown(self.free_name('_', 2))}"
 
-    def free_name(self, suffix: str, first: int) -> Path:
-        """NAME + suffix + the first number from `first` that gives a name not yet taken."""
-        names = (
-            self.path.with_name(f"{self.path.name}{suffix}{n}") for n in itertools.count(first)
-        )
-        return next(name for name in names if not os.path.lexists(name))
+    def free_name(self, suffix: str, number: int) -> Path:
+        """NAME + suffix + the first number from `number` on that gives a name not yet taken."""
+        while os.path.lexists(name := self.path.with_name(f"{self.path.name}{suffix}{number}")):
+            number += 1
+        return name
 
     # ---- the lock --------------------------------------------------------------------------------
 
     def lock(self) -> None:
         """Lock the folder until the `with` or the process ends. fail()s if another run has it."""
+        if self.locked:
+            return
         try:
-            while not self.locked:
-                locked = self.enter_context(lock_file(self.path / ".lock"))
-                with suppress(FileNotFoundError):
-                    if os.path.samestat(os.fstat(locked.fileno()), (self.path / ".lock").stat()):
-                        self.locked = locked  # else the folder was renamed in the meantime
+            self.locked = self.enter_context(lock_file(self.path / ".lock"))
+            self.mine()  # it may have been renamed between the two
         except BlockingIOError:
             fail(f"another run is at work in {self.path}; write {self.fresh_out_dir()}")
         except OSError as error:
@@ -92,7 +85,7 @@ class RunFolder(ExitStack):
         self.path.mkdir(parents=True, exist_ok=True)
         self.lock()
         if self.holds_run():
-            fail(f"another run has just been in {self.path}; write {self.fresh_out_dir()}")
+            fail(f"another run has begun in {self.path} meanwhile; write {self.fresh_out_dir()}")
 
     def set_aside(self) -> Path | None:
         """For --resume=restart: rename the folder of a run to NAME.old_1, the first number that is
@@ -136,28 +129,22 @@ class RunFolder(ExitStack):
                 for leftover in self.path.glob(pattern):
                     leftover.unlink(missing_ok=True)
             before = read_json(self.path / "run.json") if path else {}
-            resumes = before.get("resumes")
-            memory = before.get("wandb") if isinstance(before.get("wandb"), dict) else {}
             self.facts = {
-                "start": before.get("start") or now(),
+                "start": valid(before.get("start"), str) or now(),
                 "end": None,
                 "ended": None,  # stays None if the process is killed
                 "command": command,
                 **run.facts,
                 "git": git_state(),
                 **machine.describe_machine(run.device),
-                "resumes": resumes if isinstance(resumes, list) else [],
+                "wandb_id": valid(before.get("wandb_id"), str) or secrets.token_hex(4),
+                "resumes": valid(before.get("resumes"), list),
             }
-            if [type(memory.get(key)) for key in Wandb.NEW] == list(map(type, Wandb.NEW.values())):
-                self.facts["wandb"] = memory
             self.save_facts()
-            if run.facts["config"].get("wandb_log"):
-                memory = self.facts.setdefault("wandb", Wandb.NEW | {"id": secrets.token_hex(4)})
-                self.save_facts()  # the id, before wandb has it
-                self.wandb = Wandb(self.path, run.facts["config"], memory)
-                self.save_facts()
         except OSError as error:
             self.refuse(error)
+        if run.facts["config"].get("wandb_log"):
+            self.wandb = Wandb(self.path, run.facts["config"], self.facts["wandb_id"])
 
     def require_free(self, bytes_to_keep: int) -> None:
         exists = next(place for place in (self.path, *self.path.parents) if place.exists())
@@ -202,20 +189,18 @@ class RunFolder(ExitStack):
         console.print_end(ended, state, clock.seconds, self.path, best_metric)
         if self.wandb:
             self.wandb.finish(exit_code=int(ended.startswith("failed")))
-        if report and not ended.startswith("stopped by"):  # after a signal, no time is left for it
-            write_report(self.path)
-        if self.wandb or report:
+        with self.warning("run.json"):
+            if report and not ended.startswith(("stopped by", "left")):  # a signal leaves no time
+                write_report(self.mine())
             clock.lap("report")
-            with self.warning("run.json"):
-                self.save_facts()
-        data = self.facts["data"]["meta"]
-        console.print_next(ended, self.path, self.facts["command"], "tokenizer" in data)
+            self.save_facts()
+        writes_text = "tokenizer" in self.facts["data"]["meta"]
+        console.print_next(ended, self.path, self.facts["command"], writes_text)
 
     def record_end(self, ended: str, seconds: dict, state: dict, when: str) -> None:
-        """An event in metrics.jsonl, then run.json."""
-        end = {"kind": "event", "step": state["step"], "event": "end"}
-        self.write_rows([end | {"ended": ended, "seconds": seconds}])
-        self.facts |= {"end": when, "ended": ended, "seconds": seconds, "state": state}
+        end = {"ended": ended, "seconds": seconds}
+        self.write_rows([{"kind": "event", "step": state["step"], "event": "end", **end}])
+        self.facts |= {"end": when, **end, "state": state}
         with self.warning("run.json"):
             self.save_facts()
 
@@ -250,9 +235,10 @@ class RunFolder(ExitStack):
                 if self.wandb:
                     self.wandb.send(row)
             content = "".join(self.waiting).encode()
-            del self.waiting[:-MOST_WAITING]
+            del self.waiting[:-1000]  # of those that cannot be written
             with self.warning("metrics.jsonl"):
-                with open(self.mine() / "metrics.jsonl", "ab", buffering=0) as file:
+                path = self.mine() / "metrics.jsonl"
+                with open(path, "ab", buffering=0, opener=open_no_link) as file:
                     end = file.tell()
                     if file.write(content) < len(content):  # a full disk may take only a part
                         file.truncate(end)
@@ -287,92 +273,65 @@ class RunFolder(ExitStack):
             yield
         except OSError as error:
             if (name, error.strerror) not in self.warned:
-                say(f"{name} cannot be written ({error.strerror}); training continues")
+                say(f"{name} cannot be written ({error.strerror})")
             self.warned.add((name, error.strerror))
 
 
+def valid(value: Any, kind: type) -> Any:
+    """`value`, or an empty one if it is of another type."""
+    return value if isinstance(value, kind) else kind()
+
+
 def write_report(folder: Path, patience: float = 60) -> None:
-    """Run report.py in a process of its own and print what it prints, the paths of its files. It
-    cannot fail the run: an error, or more than `patience` seconds, is one line."""
+    """Run report.py in a process of its own, and print what it prints. If it fails, or takes more
+    than `patience` seconds, that is one line."""
     command = [sys.executable, str(REPO / "report.py"), str(folder)]
     pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
     try:
-        done = subprocess.run(command, timeout=patience, check=True, **pipes)
-        for line in done.stdout.splitlines():
-            say(line)
-    except (OSError, subprocess.SubprocessError) as error:
-        words = getattr(error, "stderr", None) or error
-        if isinstance(error, subprocess.TimeoutExpired):
-            words = f"more than {patience:g} s"
-        say(f"report   failed ({str(words).strip().splitlines()[-1][:200]})")
+        done = subprocess.run(command, timeout=patience, check=False, **pipes)
+        failure = done.returncode and (done.stderr.strip() or f"exit code {done.returncode}")
+    except subprocess.TimeoutExpired:
+        failure = f"more than {patience:g} s"
+    except OSError as error:
+        failure = str(error)
+    for line in [] if failure else done.stdout.splitlines():
+        say(line)
+    if failure:
+        say(f"report   failed ({failure.splitlines()[-1][:200]})")
 
 
 class Wandb:
     """Sends rows to Weights & Biases from a thread: if it fails or hangs, training continues.
 
-    wandb's step can only grow, so it is `sequences`, which a rollback does not reset; charts are
-    drawn over `step`. A killed wandb loses rows, so a row counts as sent once wandb has finished, or
-    where the server says so. What was not finished offline is set aside, and sent again.
+    Its step can only grow, so it is `sequences`, which a rollback does not reset; charts are drawn
+    over `step`. A killed wandb loses rows, so every session sends all rows that the server lacks.
     """
 
-    NEW = {"id": "", "sent": -1, "unfinished": ""}  # sent: `sequences` of the newest row
-
-    def __init__(self, folder: Path, config: dict, memory: dict, patience: float = 30):
-        self.memory = memory  # as NEW; kept in run.json
+    def __init__(self, folder: Path, config: dict, run_id: str, patience: float = 30):
         self.patience = patience  # seconds, for the start and for the end
-        self.sequences = 0  # of the newest row; an eval row is of the same step
         self.given_up = False
         self.items = queue.SimpleQueue()  # a row, lines of rows, or at last the exit code
         self.ready = threading.Event()
-        self.thread = threading.Thread(target=self.work, args=(folder, config), daemon=True)
+        self.thread = threading.Thread(target=self.work, args=(folder, config, run_id), daemon=True)
         self.thread.start()
         if not self.ready.wait(patience):
             self.give_up("does not answer")
 
-    def work(self, folder: Path, config: dict) -> None:
+    def work(self, folder: Path, config: dict, run_id: str) -> None:
         try:
-            run = self.start(folder, config)
+            run = wandb_run(folder, config, run_id)
             self.ready.set()
+            sequences = 0  # of the row before: an eval row is of the same step
             while not isinstance(item := self.items.get(), int):
                 rows = map(json.loads, item.splitlines()) if isinstance(item, bytes) else [item]
                 for row in rows:
-                    self.sequences = row.get("sequences", self.sequences)
-                    if row["kind"] != "event" and self.sequences > self.memory["sent"]:
-                        row = {key: row[key] for key in row if key != "kind"}
-                        run.log(row, step=self.sequences)
+                    sequences = row.get("sequences", sequences)
+                    if row["kind"] != "event" and sequences >= run.starting_step:
+                        run.log({k: row[k] for k in row if k != "kind"}, step=sequences)
             run.finish(exit_code=item)
-            self.memory |= {"sent": self.sequences, "unfinished": ""}
         except BaseException as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             self.give_up(f"failed ({reason})")
-
-    def start(self, folder: Path, config: dict) -> Any:
-        import wandb
-
-        unfinished = folder / "wandb" / Path(self.memory["unfinished"]).name
-        if self.memory["unfinished"] and unfinished.exists():
-            unfinished.rename(unfinished.with_name(f"cut-off-{unfinished.name}"))
-        limits = dict.fromkeys(("init_timeout", "finish_timeout"), self.patience - 5)
-        settings = wandb.Settings(
-            silent=True, console="off", disable_git=True, finish_timeout_raises=True, **limits
-        )
-        if wandb.setup(settings).settings.mode == "online" and not wandb.login(prompt=False):
-            raise PermissionError("no key; type: wandb login, or set WANDB_MODE=offline")
-        run = wandb.init(
-            project=config.get("wandb_project"),
-            name=config.get("wandb_run_name") or folder.resolve().name,
-            id=self.memory["id"],
-            resume="allow",
-            dir=str(folder),
-            config=config,
-            allow_val_change=True,
-            settings=settings,
-        )
-        run.define_metric("*", step_metric="step")
-        self.memory["sent"] = max(self.memory["sent"], run.starting_step - 1)
-        self.memory["unfinished"] = Path(run.settings.sync_dir or "").name
-        say(f"wandb    {run.url or run.settings.sync_dir}")
-        return run
 
     def send(self, item: dict | bytes | int) -> None:
         if not self.given_up:
@@ -397,6 +356,31 @@ class Wandb:
             service = sys.modules["wandb"].setup()._connection
             service._cleanup()  # its part of Python's exit
             service._proc._process.kill()
+
+
+def wandb_run(folder: Path, config: dict, run_id: str) -> Any:
+    """Begin or resume a run. Never asks for a key. WANDB_MODE=offline writes to `folder`/wandb."""
+    import wandb
+
+    for session in folder.glob("wandb/offline-run-*"):  # the new one will hold all rows
+        session.rename(session.with_name(f"replaced-{session.name}"))
+    limits = {"init_timeout": 25, "finish_timeout": 25, "finish_timeout_raises": True}
+    settings = wandb.Settings(silent=True, console="off", disable_git=True, **limits)
+    if wandb.setup(settings).settings.mode == "online" and not wandb.login(prompt=False):
+        raise PermissionError("no key; type: wandb login, or set WANDB_MODE=offline")
+    run = wandb.init(
+        project=config.get("wandb_project"),
+        name=config.get("wandb_run_name") or folder.resolve().name,
+        id=run_id,
+        resume="allow",
+        dir=str(folder),
+        config=config,
+        allow_val_change=True,
+        settings=settings,
+    )
+    run.define_metric("*", step_metric="step")
+    say(f"wandb    {run.url or run.settings.sync_dir}")
+    return run
 
 
 class Clock:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from plumbing import machine
 from plumbing.cli import RunFailed
@@ -146,7 +147,7 @@ def evaluating(run, averaged: bool = True) -> Iterator[Snapshot]:
 
 
 @torch.no_grad()
-def swap(model: torch.nn.Module, averages: dict) -> None:
+def swap(model: nn.Module, averages: dict) -> None:
     for name, average in averages.items():
         weight = local(model.get_parameter(name))
         before = weight.clone()
@@ -157,7 +158,9 @@ def swap(model: torch.nn.Module, averages: dict) -> None:
 # ---- out of memory: try again in smaller micro-batches, on all ranks if on one -------------------
 
 
-def halving_on_oom(run, before: Snapshot, compute: Callable, *args, key: str = "micro_batch"):
+def halving_on_oom(
+    run, before: Snapshot, compute: Callable, *args, key: str = "micro_batch"
+) -> Any:
     """Return compute(*args). If memory runs out on any rank, put `before` back, halve
     run.state[key], which compute reads, and try again.
 
@@ -193,7 +196,7 @@ def halving_on_oom(run, before: Snapshot, compute: Callable, *args, key: str = "
         run.folder.event(state["step"], "out_of_memory", **{key: state[key]})
 
 
-def rehearse(run, compile: bool, forward_backward: Callable, inputs, targets) -> torch.nn.Module:
+def rehearse(run, compile: bool, forward_backward: Callable, *batch: torch.Tensor) -> nn.Module:
     """Call forward_backward once before the first step, to compile and to find a micro-batch that
     fits. Nothing else changes. Returns the model, compiled or not.
 
@@ -210,8 +213,8 @@ def rehearse(run, compile: bool, forward_backward: Callable, inputs, targets) ->
         inductor.deterministic = torch.are_deterministic_algorithms_enabled()  # no choice by timing
         model = torch.compile(model, dynamic=False)
     try:
-        n_targets = torch.tensor(targets.numel(), device=run.device)
-        step = (forward_backward, model, run, inputs, targets, n_targets)
+        n_targets = torch.tensor(batch[1].numel(), device=run.device)
+        step = (forward_backward, model, run, *batch, n_targets)
         numbers = halving_on_oom(run, before, *step)
         if taken := numbers.keys() & RESERVED:
             raise RunFailed(
@@ -224,7 +227,7 @@ def rehearse(run, compile: bool, forward_backward: Callable, inputs, targets) ->
             reason = " ".join(str(error).split())[:200]
             raise RunFailed(f"torch.compile failed ({reason}); write --compile=false") from error
         before.put_back()
-        model = rehearse(run, False, forward_backward, inputs, targets)  # shows the eager error
+        model = rehearse(run, False, forward_backward, *batch)  # shows the eager error
         reason = " ".join(str(error).split())[:200]  # its first line says too little
         run.folder.event(run.state["step"], "compile_failed", error=reason)
     if late := run.model.state_dict().keys() - names:
@@ -243,8 +246,8 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     and cuda (those for mps ignore it), if no subclass, hook or wrapper adds to it."""
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         return False
-    if getattr(type(optimizer), "skips_on_device", False):
-        return "step" in vars(type(optimizer)) and "step" not in vars(optimizer)
+    if vars(type(optimizer)).get("skips_on_device"):  # of itself, not of a parent
+        return "step" not in vars(optimizer)
     kinds = {w.device.type for group in optimizer.param_groups for w in group["params"]}
     is_torchs = str(optimizer.step.__module__).startswith("torch.")
     return bool(

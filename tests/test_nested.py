@@ -3,7 +3,6 @@
 from collections import Counter, OrderedDict, defaultdict
 
 import torch
-
 from plumbing.nested import clone, leaves, mapped, tensors
 
 VALUE = {

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
-
 from plumbing.failures import RunFailed, explain, out_of_memory
 from plumbing.retry import retry_on_oom
+from torch import nn
 
 WORDS = {  # of torch's allocators
     "cpu": RuntimeError(

@@ -71,8 +71,8 @@ def ids(out_dir):
     return {path.name.split("-")[3] for path in out_dir.glob("wandb/offline-run-*")}
 
 
-def memory(out_dir):
-    return json.loads((out_dir / "run.json").read_text())["wandb"]
+def wandb_id(out_dir):
+    return json.loads((out_dir / "run.json").read_text())["wandb_id"]
 
 
 # ---- what arrives --------------------------------------------------------------------------------
@@ -96,12 +96,13 @@ def test_after_kills_every_row_arrives_once_and_the_run_stays_one(run_train):
         killed = run_train("run", *ON, env=OFFLINE, before=at_step(step, kill))
         assert killed.returncode == 137, killed.stdout + killed.stderr
     stopped = run_train("run", *ON, env=OFFLINE, before=stop_at(22))
-    assert stopped.returncode == 143 and memory(stopped.out_dir)["sent"] == 22 * 8
+    assert stopped.returncode == 143 and len(history(stopped.out_dir)[0]) == 23
     done = run_train("run", *ON, env=OFFLINE)
     assert done.returncode == 0, done.stderr
-    counter = [[row["_step"] for row in session] for session in history(done.out_dir)]
-    assert counter == [[8 * step for step in part] for part in (range(23), range(23, 31))]
-    assert ids(done.out_dir) == {memory(done.out_dir)["id"]}
+    (rows,) = history(done.out_dir)
+    assert [row["_step"] for row in rows] == [8 * step for step in range(31)]
+    assert {row["step"]: without(row) for row in rows} == merged(done.out_dir)
+    assert ids(done.out_dir) == {wandb_id(done.out_dir)}
 
 
 def test_what_the_server_has_is_not_sent_again(tmp_path):
@@ -118,11 +119,10 @@ from plumbing.run_folder import Wandb
 rows = Path({str(tmp_path)!r}) / "metrics.jsonl"
 row = {{"kind": "train", "loss": 1.0}}
 rows.write_text("".join(json.dumps(row | {{"sequences": 8 * i}}) + "\\n" for i in range(12)))
-sender = Wandb(rows.parent, {{}}, {{"id": "abcd", "sent": 16, "unfinished": ""}})
+sender = Wandb(rows.parent, {{}}, "abcd")
 sender.send(rows.read_bytes())
 sender.send(row | {{"sequences": 96}})
 sender.finish(0)
-assert sender.memory == {{"id": "abcd", "sent": 96, "unfinished": ""}}
 """
     done = subprocess.run(
         [sys.executable, "-c", source],
@@ -207,7 +207,7 @@ def test_a_process_of_wandb_that_hangs_does_not_keep_python_from_its_exit(tmp_pa
 import signal, sys
 from pathlib import Path
 from plumbing.run_folder import Wandb
-sender = Wandb(Path({str(tmp_path)!r}), {{}}, {{"id": "abcd", "sent": -1, "unfinished": ""}})
+sender = Wandb(Path({str(tmp_path)!r}), {{}}, "abcd")
 service = sys.modules["wandb"].setup()._connection._proc._process
 service.send_signal(signal.SIGSTOP)
 sender.send({{"kind": "train", "step": 1, "sequences": 8}})

@@ -1,0 +1,247 @@
+"""The folder of a run: one run at a time, its record true however the run ends, its rows whole."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from conftest import REPO, read_rows, stop_at
+from test_faults import at_step
+
+from plumbing import run_folder
+from plumbing.cli import BadInput
+from plumbing.run_folder import Clock, RunFolder
+
+
+def facts(out_dir):
+    return json.loads((out_dir / "run.json").read_text())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A locked, empty RunFolder."""
+    with RunFolder(tmp_path / "run") as folder:
+        folder.take()
+        yield folder
+
+
+def in_another_process(tmp_path, source):
+    """Runs source with `folder`, a RunFolder of tmp_path/run. Returns its output."""
+    head = f"from plumbing.run_folder import *\nfolder = RunFolder({str(tmp_path / 'run')!r})\n"
+    command = [sys.executable, "-c", head + source]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+# ---- one run at a time ---------------------------------------------------------------------------
+
+
+def test_of_two_starts_in_one_empty_folder_the_second_touches_nothing(run_train):
+    """The first runs from start to end while the second, which found no run, reads its data."""
+    first = """
+import os, subprocess, sys
+def open_dataset(saved, inner=train.open_dataset):
+    command = [sys.executable, *sys.argv, "--seed=1"]
+    print("FIRST", subprocess.run(command, capture_output=True).returncode, flush=True)
+    return inner(saved)
+train.open_dataset = open_dataset
+"""
+    done = run_train("run", before=first)
+    assert "FIRST 0" in done.stdout and done.returncode == 2
+    assert "another run has begun in" in done.stderr and "--out_dir=" in done.stderr
+    assert facts(done.out_dir)["config"]["seed"] == 1 and len(done.rows("train")) == 12
+
+
+def test_a_run_that_was_killed_before_its_first_save_starts_again(run_train):
+    kill = "import os; train.rehearse = lambda *_: os.kill(os.getpid(), 9)"
+    killed = run_train("run", before=kill)
+    assert killed.returncode == 137 and facts(killed.out_dir)["ended"] is None
+    assert run_train("run").returncode == 0
+
+
+def test_restart_moves_the_old_run_aside_and_locks_the_new_place(folder, tmp_path):
+    for number in (1, 2):
+        (folder.path / "run.json").write_text(str(number))
+        assert folder.set_aside() == tmp_path / f"run.old_{number}"
+        assert (tmp_path / f"run.old_{number}" / "run.json").read_text() == str(number)
+        assert [path.name for path in folder.path.iterdir()] == [".lock"]
+        assert folder.mine() and "another run is at work" in in_another_process(
+            tmp_path, "folder.lock()"
+        )
+    assert folder.set_aside() is None  # nothing to move
+    (folder.path / "run.json").write_text("3")
+    assert "another run is at work" in in_another_process(tmp_path, "folder.set_aside()")
+    assert (folder.path / "run.json").read_text() == "3"
+
+
+def test_a_run_that_got_the_lock_of_a_folder_moved_aside_does_not_start(tmp_path):
+    (tmp_path / "run").mkdir()
+    source = """
+from plumbing import run_folder
+def renamed_meanwhile(path, inner=run_folder.lock_file):
+    file = inner(path)
+    folder.path.rename(str(folder.path) + ".old_1")
+    folder.path.mkdir()
+    (folder.path / ".lock").touch()
+    return file
+run_folder.lock_file = renamed_meanwhile
+folder.lock()
+"""
+    assert "has taken the place of this folder" in in_another_process(tmp_path, source)
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path):
+    (tmp_path / "target").write_text("precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "target")
+    with RunFolder(tmp_path / "run") as folder, pytest.raises(BadInput, match="cannot be written"):
+        folder.lock()
+    assert (tmp_path / "target").read_text() == "precious"
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def test_rows_of_two_threads_do_not_mix(folder):
+    def write(kind):
+        for step in range(200):
+            folder.write_rows([{"kind": kind, "step": step, "padding": "x" * 1000}])
+
+    threads = [threading.Thread(target=write, args=[kind]) for kind in ("train", "event")]
+    for thread in threads:
+        thread.start()
+    for _ in range(20):
+        folder.cut_rows(1000)  # as a rollback does
+    for thread in threads:
+        thread.join()
+    for kind in ("train", "event"):
+        assert [row["step"] for row in read_rows(folder.path, kind)] == list(range(200))
+
+
+def test_rows_wait_while_they_cannot_be_written(folder, capsys):
+    (folder.path / "metrics.jsonl").mkdir()
+    for step in range(3):
+        folder.write_rows([{"kind": "train", "step": step}])
+    (folder.path / "metrics.jsonl").rmdir()
+    folder.write_rows([{"kind": "train", "step": step} for step in range(3, 3000)])
+    assert [row["step"] for row in read_rows(folder.path)] == list(range(3000))
+    assert capsys.readouterr().out.count("cannot be written") == 1
+
+
+def test_rows_are_not_appended_to_the_target_of_a_planted_link(folder, tmp_path, capsys):
+    (tmp_path / "target").write_text("precious")
+    (folder.path / "metrics.jsonl").symlink_to(tmp_path / "target")
+    folder.write_rows([{"kind": "train", "step": 1}])
+    assert (tmp_path / "target").read_text() == "precious"
+    assert "metrics.jsonl cannot be written" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "line", ["null", "[" * 100_000, '{"kind": "train", "step": "x"}', '{"kind": "train"', "[1]"]
+)
+def test_a_resume_drops_lines_that_are_no_rows(folder, line):
+    path = folder.path / "metrics.jsonl"
+    path.write_text('{"kind": "train", "step": 1}\n' + line + '\n{"kind": "train", "step": 2}\n')
+    folder.cut_rows(1)
+    assert path.read_text() == '{"kind": "train", "step": 1}\n'
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"resumes": null, "wandb_id": null, "start": null}',
+        '{"resumes": {"a": 1}, "wandb_id": {"id": 1}}',
+        "[" * 100_000,
+        "",
+    ],
+)
+def test_a_run_json_with_other_content_does_not_stop_a_resume(run_train, content):
+    stopped = run_train("run", before=stop_at(6))
+    (stopped.out_dir / "run.json").write_text(content)
+    done = run_train("run")
+    assert done.returncode == 0, done.stderr
+    assert len(facts(done.out_dir)["resumes"]) == 1 and facts(done.out_dir)["start"]
+
+
+# ---- the end -------------------------------------------------------------------------------------
+
+
+def test_a_kill_between_the_last_checkpoint_and_the_record_of_the_end_is_mended(run_train):
+    kill = """
+import os
+from plumbing import run_folder
+run_folder.RunFolder.end = lambda *_: os.kill(os.getpid(), 9)
+"""
+    killed = run_train("run", before=kill)
+    assert killed.returncode == 137 and killed.checkpoint(12).exists()
+    assert facts(killed.out_dir)["ended"] is None
+    last_write = facts(killed.out_dir)["start"]
+    done = run_train("run", "--report=true")
+    assert done.returncode == 0 and "is finished" in done.stdout, done.stderr
+    after = facts(done.out_dir)
+    assert after["ended"] == "finished" and after["state"]["step"] == 12
+    assert last_write <= after["end"] and (done.out_dir / "report.md").exists()
+    assert [row["event"] for row in done.rows("event")][-1] == "end"
+    rows = len(done.rows())
+    assert run_train("run").returncode == 0 and len(done.rows()) == rows  # it is mended once
+
+
+def test_the_report_is_a_process_of_its_own_whose_time_counts(run_train):
+    done = run_train("run", "--report=true")
+    assert done.returncode == 0, done.stderr
+    assert "report.png" in done.stdout and (done.out_dir / "report.md").exists()
+    seconds = facts(done.out_dir)["seconds"]
+    assert seconds["report"] > 0.1 and facts(done.out_dir)["ended"] == "finished"
+    assert "finished" in (done.out_dir / "report.md").read_text()  # the end was recorded before
+    stopped = run_train("stopped", "--report=true", before=stop_at(6))
+    assert stopped.returncode == 143 and not (stopped.out_dir / "report.md").exists()
+
+
+@pytest.mark.parametrize(
+    "source, words",
+    [
+        ("raise ValueError('no ink')", "ValueError: no ink"),
+        ("import os; os.kill(os.getpid(), 9)", "exit code -9"),
+        ("import sys, time; print('x', file=sys.stderr, flush=True); time.sleep(60)", "more than"),
+    ],
+)
+def test_a_report_that_fails_is_one_line(source, words, tmp_path, monkeypatch, capsys):
+    (tmp_path / "report.py").write_text(source)
+    monkeypatch.setattr(run_folder, "REPO", tmp_path)
+    run_folder.write_report(tmp_path / "run", patience=2)
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("report   failed (") and words in line
+    monkeypatch.setattr(sys, "executable", "/nonexistent")
+    run_folder.write_report(tmp_path / "run")
+    assert "No such file" in capsys.readouterr().out
+
+
+def test_a_working_folder_that_vanishes_costs_no_record(run_train):
+    vanish = "import os, tempfile; os.chdir(tempfile.mkdtemp()); os.rmdir(os.getcwd())"
+    done = run_train("run", "--report=true", before=at_step(6, vanish))
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert facts(done.out_dir)["ended"] == "finished" and done.checkpoint(12).exists()
+
+
+def test_a_run_folder_that_vanishes_ends_in_one_line(run_train):
+    vanish = "import shutil; shutil.rmtree(run.folder.path)"
+    done = run_train("run", "--log_interval=1", before=at_step(6, vanish))
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "run.json cannot be written (No such file or directory)" in done.stdout
+
+
+# ---- the clock -----------------------------------------------------------------------------------
+
+
+def test_the_seconds_of_a_run_add_up_to_the_life_of_its_process():
+    clock = Clock()
+    time.sleep(0.05)
+    assert clock.lap("train") > 0.05 and clock.lap("report") < 0.01
+    assert clock.seconds["train"] == pytest.approx(run_folder.process_age(), abs=0.1)
+    assert Clock(since_process_start=False).lap("start") < 0.01
+    assert Path("/proc/self/stat").exists() or run_folder.process_age() == 0
+    assert os.getpid() and set(clock.seconds) >= {"start", "compile", "evaluate", "save"}

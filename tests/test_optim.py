@@ -1,0 +1,203 @@
+"""What optim.py promises: who owns which weight, what decays, and that Muon skips without waiting."""
+
+import pytest
+import torch
+from plumbing.skipping import skips_on_device, step_unless
+from test_model import Recurrent, batch, build, build_trained
+from torch import nn
+
+from optim import Muon, configure_optimizers, orthogonal
+
+OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "muon")
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_lowers_the_loss_and_owns_every_parameter_once(optimizer):
+    model = build(n_layer=1)
+    lr = {"sgd": 0.3, "momentum": 0.1}.get(optimizer, 1e-2)
+    optimizers = configure_optimizers(model, optimizer, lr, 0.1, 0.9, 0.95, 0.9, "cpu")
+    owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    assert sorted(map(id, owned)) == sorted(map(id, model.parameters()))
+    assert all(group["lr"] == lr for o in optimizers for group in o.param_groups)
+    tokens, targets = batch(8, model.config)
+    losses = []
+    for _ in range(20):
+        loss = model(tokens, targets)
+        loss.backward()
+        losses.append(loss.item())
+        for o in optimizers:
+            o.step()
+            o.zero_grad()
+    assert losses[-1] < losses[0] - 0.2
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["GPT", "another module"])
+def test_weight_decay_falls_on_matrices_only(kind, optimizer):
+    """With no gradient, a step is nothing but weight decay."""
+    model = build_trained() if kind == "GPT" else Recurrent()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizers = configure_optimizers(model, optimizer, 0.1, 0.5, 0.9, 0.95, 0.9, "cpu")
+    owned = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    assert sorted(map(id, owned)) == sorted(map(id, model.parameters()))
+    for o in optimizers:
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p)
+        o.step()
+    for name, p in model.named_parameters():
+        decays = p.ndim > 1 and name != "embedding.conv"
+        shrunk = before[name] * (1 - 0.1 * 0.5)
+        if optimizer == "adam":  # its decay goes through the moments, which make one size of all
+            shrunk = before[name] - 0.1 * before[name] / (before[name].abs() + 2e-8)
+        expected = shrunk if decays else before[name]
+        torch.testing.assert_close(p.detach(), expected, msg=name, rtol=1e-4, atol=1e-4)
+
+
+def test_muon_takes_hidden_matrices_and_leaves_embeddings_to_adamw():
+    def taken(model):
+        muon, adamw = configure_optimizers(model, "muon", 1e-3, 0.1, 0.9, 0.95, 0.9, "cpu")
+        names = {id(p): name for name, p in model.named_parameters()}
+        return {names[id(p)] for p in muon.param_groups[0]["params"]}
+
+    gpt = build()
+    assert taken(gpt) == {name for name, _ in gpt.named_parameters() if "blocks." in name}
+    assert taken(Recurrent()) == {"gru.weight_ih_l0", "gru.weight_hh_l0", "head.weight"}
+    list(taken(nn.Sequential(nn.Embedding(5, 4))))  # none to take is no error
+
+
+@pytest.mark.parametrize("emulated", [False, True])
+def test_muon_takes_the_steps_of_torchs_own(emulated, monkeypatch):
+    """Where bfloat16 is only emulated, in float32: the same but for bfloat16's rounding."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: not emulated)
+    torch.manual_seed(0)
+    shapes = ((24, 8), (8, 24), (8, 8))
+    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    theirs = [nn.Parameter(weight.detach().clone()) for weight in ours]
+    knobs = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
+    pair = Muon(ours, **knobs), torch.optim.Muon(theirs, **knobs, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = torch.randn_like(mine)
+            other.grad = mine.grad.clone()
+        for optimizer in pair:
+            optimizer.step()
+    same = [torch.equal(mine, other) for mine, other in zip(ours, theirs, strict=True)]
+    assert same == [not emulated] * 3
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=0, atol=0.01)
+    square = orthogonal(torch.randn(16, 16))
+    assert square.dtype == (torch.float32 if emulated else torch.bfloat16)
+    assert torch.linalg.svdvals(square.float()).sub(1).abs().median() < 0.3
+
+
+def test_unknown_optimizer_is_named():
+    with pytest.raises(ValueError, match="'lion': expected adamw, adam, sgd, momentum or muon"):
+        configure_optimizers(build(), "lion", 1e-3, 0.0, 0.9, 0.95, 0.9, "cpu")
+
+
+def muon_of(shapes, device="cpu"):
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+    return weights, Muon(weights, lr=0.1, momentum=0.9, weight_decay=0.5)
+
+
+def step(weights, muon, skipped=None, bad=False):
+    """One step on the same gradients each time; found_inf as train.py sets it."""
+    generator = torch.Generator().manual_seed(1)
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape, generator=generator)
+        weight.grad[0, 0] = torch.nan if bad else weight.grad[0, 0]
+    muon.found_inf = None if skipped is None else torch.tensor(float(skipped))
+    muon.step()
+    return [w.detach().clone() for w in weights], [
+        s["momentum_buffer"] for s in muon.state.values()
+    ]
+
+
+SHAPES = ((24, 8), (8, 24), (8, 8))
+
+
+def test_a_skipped_step_of_muon_leaves_weights_and_moments():
+    weights, muon = muon_of(SHAPES)
+    before = [w.detach().clone() for w in weights]
+    after, moments = step(weights, muon, skipped=True, bad=True)  # the first: no moments yet
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert len(moments) == 3 and not any(moment.any() for moment in moments)
+    before, moments = step(weights, muon)
+    moments = [moment.clone() for moment in moments]
+    after, same_moments = step(weights, muon, skipped=True, bad=True)
+    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
+    assert all(torch.equal(*pair) for pair in zip(moments, same_moments, strict=True))
+    control, _ = step(weights, muon, skipped=False)
+    assert not any(torch.equal(*pair) for pair in zip(before, control, strict=True))
+
+
+def test_the_flag_changes_no_bit_of_a_good_step_of_muon():
+    results = []
+    for skipped in (None, False):
+        weights, muon = muon_of(SHAPES)
+        for _ in range(3):
+            result = step(weights, muon, skipped)
+        results.append(result)
+    for found, expected in zip(*results, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "momentum", "muon"])
+def test_no_optimizer_of_ours_waits_for_the_device(optimizer):
+    """On the meta device there is nothing to read: whoever asks for a number fails."""
+    model = build().to("meta")
+    optimizers = configure_optimizers(model, optimizer, 0.1, 0.1, 0.9, 0.95, 0.9, "cuda")
+    for each in optimizers:
+        assert skips_on_device(each)
+    for weight in model.parameters():
+        weight.grad = torch.zeros_like(weight)
+    flag = torch.zeros((), device="meta")
+    with pytest.raises(RuntimeError):
+        flag.item()  # control
+    for each in optimizers:
+        if isinstance(each, Muon):  # torch's fused kernels have none for the meta device
+            step_unless(flag, each)
+            assert len(each.state) == 8
+
+
+class Hurried(Muon):
+    """A fork's own step, which knows nothing of found_inf."""
+
+    def step(self):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.data.sub_(weight.grad)
+
+
+def test_a_fork_of_muon_with_a_step_of_its_own_is_skipped_by_the_host():
+    weight = nn.Parameter(torch.ones(2, 2))
+    weight.grad = torch.full((2, 2), torch.nan)
+    fork = Hurried([weight], 0.1, 0.9, 0.0)
+    assert not skips_on_device(fork)
+    step_unless(torch.tensor(1.0), fork)
+    assert weight.eq(1).all()
+
+
+@pytest.mark.parametrize(("device_type", "fused"), [("cpu", True), ("cuda", True), ("mps", False)])
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "momentum", "muon"])
+def test_only_kernels_that_honour_the_flag_are_fused(optimizer, device_type, fused):
+    """MPS's fused kernels ignore found_inf: there, the host decides."""
+    made = configure_optimizers(build(), optimizer, 0.1, 0.1, 0.9, 0.95, 0.9, device_type)
+    torchs = [each for each in made if not isinstance(each, Muon)]
+    assert [each.defaults["fused"] for each in torchs] == [fused]
+    assert [skips_on_device(each) for each in torchs] == [fused]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "momentum", "muon"])
+def test_a_run_on_the_cpu_asks_nothing_of_a_gpu(optimizer, monkeypatch):
+    def asked(*args, **kwargs):
+        raise AssertionError("asked for the accelerator")
+
+    model = build()
+    made = configure_optimizers(model, optimizer, 0.1, 0.1, 0.9, 0.95, 0.9, "cpu")
+    model(*batch(2, model.config)).backward()
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", asked)
+    monkeypatch.setattr(torch.accelerator, "current_stream", asked)
+    for each in made:
+        each.step()
