@@ -282,7 +282,9 @@ def test_a_save_on_demand_changes_nothing(run_train, whole):
     done = run_train("run", *FLAGS, before=stop_at(13, "SIGUSR1") + stop_at(17, "SIGKILL"))
     assert done.returncode == 137 and done.checkpoint(13).exists()
     done = run_train("run", *FLAGS, before=stop_at(14, "SIGUSR1"))
-    assert events(done, "resume")[0]["step"] == 13 and not done.checkpoint(14).exists()  # not for good
+    assert (
+        events(done, "resume")[0]["step"] == 13 and not done.checkpoint(14).exists()
+    )  # not for good
     assert done.fingerprint(STEPS) == whole().fingerprint(STEPS)
 
 
@@ -607,7 +609,9 @@ def test_every_file_that_the_run_has_loaded_belongs_to_it(run_train, tmp_path):
             for name in ("own.py", "plumbing/run_folder.py"):
                 with open(fork / name, "a") as file:
                     file.write("another = 'line'\n")
-        done = run_train("run", "--warmup_steps=0", f"--max_steps={steps}", "--decay_steps=9", env=env, repo=fork)
+        done = run_train(
+            "run", "--warmup_steps=0", f"--max_steps={steps}", "--decay_steps=9", env=env, repo=fork
+        )
         assert done.returncode == 0, done.stderr
     assert [event["step"] for event in events(done, "resume")] == [2, 3]
     (event,) = events(done, "inexact_resume")
