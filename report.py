@@ -21,9 +21,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-from plumbing.configurator import configured, fail
-from plumbing.knobs import read_knobs
 
+from plumbing.cli import configured, fail, read_knobs, run_script
 from plumbing.files import read_json, replacing
 from reporting import record, results
 from reporting.page import page
@@ -476,4 +475,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))
