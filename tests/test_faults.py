@@ -484,7 +484,7 @@ WRONG_STATE = {
     "sequences": [-8, None, 1.5],
     "tokens": [-1, "many"],
     "micro_batch": [-1, None, 0.5],
-    "more": [nested(60), nested(300), same_list_many_times(30)],
+    "more": [nested(60), nested(300)],
 }
 WRONG_RNG = {
     "python": [None, [], (3, (1, 2), None), "x"],
