@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plumbing.cli import fail
+from plumbing.cli import BadInput, fail
 
 
 @contextlib.contextmanager
@@ -46,6 +46,9 @@ def joined(
         sum_over_ranks([first])  # NCCL connects here: its time and its errors belong to the start
         first.item()  # waits for the device
         yield
+    except BadInput as error:
+        error.said = rank() > 0  # all ranks raise it together
+        raise
     finally:
         # After a failure the GPU may wait in a sum for a rank that is gone, and destroying the group
         # would wait for that sum. Python's exit aborts the group instead (~ProcessGroupNCCL).
