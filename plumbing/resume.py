@@ -13,8 +13,7 @@ import torch
 from plumbing import checkpoint
 from plumbing.cli import fail
 from plumbing.console import best_words, shown
-from plumbing.data import digest_of
-from plumbing.files import read_json
+from plumbing.files import digest_of, read_json
 from plumbing.machine import choose_dtype, device_name, matmul_bits
 from plumbing.ranks import from_rank0, say, world_size
 from plumbing.run_folder import RunFolder
