@@ -42,7 +42,7 @@ def spread(main):
             if others[-1] == 0:
                 return rank, main
     def and_wait():
-        code = main()
+        code = train.cli.run_script(main)
         codes = [os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) for other in reversed(others)]
         print("CODES", code, *codes, flush=True)
         return code
@@ -147,11 +147,11 @@ train.build_model = build_model
 """
 BAD_BUFFER = """
 def forward_backward(model, run, *rest, inner=train.forward_backward):
-    loss = inner(model, run, *rest)
+    numbers = inner(model, run, *rest)
     if run.state["step"] == 3:
         run.model.mean *= float("nan")
-        loss *= float("nan")
-    return loss
+        numbers["loss"] *= float("nan")
+    return numbers
 train.forward_backward = forward_backward
 """
 
@@ -197,8 +197,9 @@ def bad_batches(indices):
     return f"""
 def wrap(inner):
     def forward_backward(model, run, *rest):
-        loss = inner(model, run, *rest)
-        return loss * float("nan") if run.state["sequences"] // 8 in {indices} else loss
+        numbers = inner(model, run, *rest)
+        numbers["loss"] *= float("nan") if run.state["sequences"] // 8 in {indices} else 1
+        return numbers
     return forward_backward
 train.forward_backward = wrap(train.forward_backward)
 """
@@ -378,7 +379,9 @@ def test_a_sharded_resume_is_bit_exact(run_train, tmp_path, count):
     stopped = run_train("same", *flags, before=ranks(count, only_on(count - 1, stop_at(6))))
     shutil.copytree(stopped.out_dir, tmp_path / "control")
     for name in ("same", "control"):
-        forget = "train.checkpoint.set_rng_state = lambda rng, device: None" if name == "control" else ""
+        forget = (
+            "train.checkpoint.set_rng_state = lambda rng, device: None" if name == "control" else ""
+        )
         done = run_train(name, *flags, before=ranks(count, forget))
         assert done.returncode == 0, done.stderr
         assert (done.fingerprint(12) == straight.fingerprint(12)) == (name == "same")
@@ -480,13 +483,8 @@ train.train_step = wrap(train.train_step)
     assert [row["skipped"] for row in done.rows("train")] == [0, 0, 0, 1, 0]
 
 
-def test_each_rank_holds_its_share_of_the_memory_as_announced_and_no_more(run_train):
+def test_each_rank_holds_its_share_of_the_memory_and_no_more(run_train):
     source = """
-def training_memory(*args, inner=train.training_memory):
-    needs = inner(*args)
-    os.write(1, f"NEEDS {rank} {list(needs.values())}\\n".encode())
-    return needs
-train.training_memory = training_memory
 def wrap(inner):
     def train_step(model, run, *rest):
         result = inner(model, run, *rest)
@@ -511,25 +509,8 @@ train.train_step = wrap(train.train_step)
         )
         found = re.findall(r"HELD \d \[(\d+), (\d+), (\d+)\]", done.stdout)
         assert len(found) == count, done.stderr
-        announced = re.findall(r"NEEDS \d \[(\d+), (\d+), (\d+), ", done.stdout)
-        for mine, expected in zip(sorted(found), sorted(announced), strict=True):
-            assert list(map(int, mine)) == pytest.approx(list(map(int, expected)), rel=0.02)
         totals[count] = [[int(number) for number in each] for each in found]
     for count in (2, 3):
         for held in totals[count]:
             for mine, all_of_it in zip(held, totals[1][0], strict=True):
                 assert mine == pytest.approx(all_of_it / count, rel=0.02)
-
-
-def test_a_rank_that_hangs_is_named(run_train):
-    hang = """
-import json, time
-def train_step(model, run, *rest):
-    end = time.monotonic() + 60
-    while time.monotonic() < end and not json.loads((run.folder.path / "run.json").read_text())["ended"]:
-        time.sleep(0.05)  # until rank 0 has given up
-train.train_step = train_step
-"""
-    flags = "--hang_minutes=0.05"
-    hung = run_train("run", flags, before=ranks(2, only_on(1, hang)))
-    assert "rank 1 kept the others waiting" in hung.stderr

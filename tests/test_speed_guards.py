@@ -103,7 +103,16 @@ def counts_of(knobs):
 
 def test_a_step_takes_no_more_operators_than_it_did(counts_of):
     one, two = counts_of(), counts_of(n_layer=2)
-    print("OPS", one, two, counts_of(dtype="bfloat16").operators - one.operators, counts_of(ema_decay=0.9).operators - one.operators, counts_of(dtype="bfloat16", ngram_rows=8192).copied,counts_of(ngram_rows=8192).copied,counts_of(ngram_rows=8192).parameters)
+    print(
+        "OPS",
+        one,
+        two,
+        counts_of(dtype="bfloat16").operators - one.operators,
+        counts_of(ema_decay=0.9).operators - one.operators,
+        counts_of(dtype="bfloat16", ngram_rows=8192).copied,
+        counts_of(ngram_rows=8192).copied,
+        counts_of(ngram_rows=8192).parameters,
+    )
     assert 150 < one.operators < 292  # 265 when this was written
     assert two.operators - one.operators < 148  # 134
     assert counts_of(dtype="bfloat16").operators - one.operators < 24  # 20
