@@ -27,6 +27,9 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
+from plumbing.configurator import configured, fail
+from plumbing.knobs import read_knobs
+from plumbing.retry import rehearse
 from torch._subclasses import FakeTensorMode
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
@@ -35,11 +38,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from model import configure_optimizers
 from plumbing import audit, checkpoints, console, devices, identity, metrics, nested, peaks
-from plumbing.configurator import configured, fail
 from plumbing.files import write_json
-from plumbing.knobs import read_knobs
 from plumbing.ranks import say
-from plumbing.retry import rehearse
 from plumbing.run_folder import RunFolder, now
 from plumbing.signals import Signals, stop_workers
 

@@ -34,17 +34,18 @@ from torch.utils.flop_counter import FlopCounterMode
 if "--equal=true" in sys.argv:  # a commit that cannot even be imported: `git bisect run` skips it
     sys.excepthook = lambda *error: (traceback.print_exception(*error), os._exit(125))
 
+from plumbing.configurator import configured
+from plumbing.failures import RunFailed
+from plumbing.knobs import read_knobs
+from plumbing.tokenizers import decode
+
 import bench
 import report
 import train
 from bench import cell, setting, show
 from plumbing import audit, checkpoints, devices, identity, nested
-from plumbing.configurator import configured
-from plumbing.failures import RunFailed
 from plumbing.files import read_json
-from plumbing.knobs import read_knobs
 from plumbing.ranks import say
-from plumbing.tokenizers import decode
 
 # The checks
 only = "sanity"  # parts to run: sanity, lr, exact, seeds, against; --against=... runs that alone

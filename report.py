@@ -10,7 +10,6 @@ Reports on a run from the metrics.jsonl and run.json in its folder:
 Prints the troubles that it finds, and paths. A field that it does not know gets a panel and a row.
 """
 
-import io
 import itertools
 import math
 import os
@@ -23,9 +22,8 @@ from pathlib import Path
 
 import numpy as np
 
-from plumbing.configurator import configured, fail
+from plumbing.cli import configured, fail, read_knobs, run_script
 from plumbing.files import read_json, replacing
-from plumbing.knobs import read_knobs
 from reporting import record, results
 from reporting.page import page
 from reporting.record import half_window, known, last_step, read_run, short, smooth, thin
@@ -176,7 +174,7 @@ def picture(run):
                 label = f"clip at {clip:g} ({results.share_clipped(run):.0%} above)"
                 ax.axhline(clip, color=BLACK, lw=1.2, ls="--", label=label)
             legend(ax)
-            scale(ax, *record.limits_of(np.append(values, clip), log_from=10))
+            scale(ax, *record.limits_of(np.append(values, clip or math.nan), log_from=10))
         else:
             curve(ax, step, values, color=COLOURS[colour], lw=1.4)
             scale(ax, *record.limits_of(values))
@@ -221,9 +219,7 @@ def compare_picture(runs, names):
         ax.xaxis.set_major_formatter(short)
     by_tokens.set_xlabel(f"{unit(*runs)} trained on")
     by_time.set_xlabel("training time (minutes)")
-    fig.suptitle(
-        "Thick: validation loss. Thin: training, smoothed.", x=0.01, ha="left", fontsize=10
-    )
+    fig.suptitle("Thick: validation. Thin: training, smoothed.", x=0.01, ha="left", fontsize=10)
     fig.legend(loc="outside lower left", ncols=3)
     return fig
 
@@ -340,7 +336,7 @@ def words(run, image):
     out += ["## What was run\n", about(run) if run.info["run"] else "Not on record.\n"]
     rows = [(kind, results.clock(seconds)) for kind, seconds in spent.items()]
     out += ["## Where the time went\n", table(("kind", "wall-clock"), rows)]
-    out += [f"{missing} session(s) recorded no times (killed, or still running).\n"] * bool(missing)
+    out += [f"{missing} session(s) recorded no times (killed, or still running).\n"] * (missing > 0)
     out += ["## What happened\n", table(("step", "event", ""), event_rows(run))]
     return "\n".join([*out, "## What was not exact\n", *not_exact(run), ""])
 
@@ -390,9 +386,9 @@ def records_table(folders):
     return table(header, rows)
 
 
-def write(path, content):
+def write(path, text):
     with replacing(path) as temporary:
-        temporary.write_bytes(content if isinstance(content, bytes) else content.encode())
+        temporary.write_text(text, encoding="utf-8")
     return path
 
 
@@ -403,11 +399,10 @@ def write_picture(path, runs, names):
     except ImportError:
         print("report.py: no picture; type: pip install matplotlib", file=sys.stderr)
         return []
-    with matplotlib.rc_context(fname=STYLE):
-        content = io.BytesIO()
+    with matplotlib.rc_context(fname=STYLE), replacing(path) as temporary:
         figure = compare_picture(runs, names) if names else picture(runs[0])
-        figure.savefig(content, format="png")
-    return [write(path, content.getvalue())]
+        figure.savefig(temporary, format="png")
+    return [path]
 
 
 def write_page(runs, path, refresh=0):
@@ -416,8 +411,8 @@ def write_page(runs, path, refresh=0):
     text = compare_words(runs, names, []) if names else words(runs[0], [])
     events = {} if names else event_steps(runs[0])
     lanes = {event: (LANES[event], steps) for event, steps in events.items() if event != "best"}
-    shown = names or [runs[0].name]
-    return write(path, page(runs, shown, map(best_words, runs), text, lanes, refresh))
+    names = names or [runs[0].name]
+    return write(path, page(runs, names, map(best_words, runs), text, lanes, refresh))
 
 
 def write_reports(runs, path):
@@ -431,9 +426,9 @@ def write_reports(runs, path):
 
 def names_of(runs):
     """What tells several runs apart; [] of one."""
-    differ = len({run.name for run in runs}) == len(runs)
-    names = [run.name if differ else record.tame(str(run.folder)) for run in runs]
-    return names if len(runs) > 1 else []
+    names = [run.name for run in runs]
+    names = names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+    return list(map(record.tame, names)) if len(runs) > 1 else []
 
 
 def follow(runs, path, every=10):
@@ -480,4 +475,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_script(main))

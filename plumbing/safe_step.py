@@ -58,6 +58,11 @@ def clone(value: Any) -> Any:
     return mapped(copied, value)
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of this rank's part of `tensor`, uint8 (n,)."""
+    return local(tensor).detach().contiguous().view(-1).view(torch.uint8)
+
+
 # ---- the state of every random number generator --------------------------------------------------
 
 
@@ -168,12 +173,9 @@ def swap(model: nn.Module, averages: dict) -> None:
 def halving_on_oom(
     run, before: Snapshot, compute: Callable, *args, key: str = "micro_batch"
 ) -> Any:
-    """Return compute(*args). If memory runs out on any rank, put `before` back, halve
-    run.state[key], which compute reads, and try again.
-
-    compute has no collective operation, except for a sharded model, which is not tried again.
-    Raises RunFailed if a smaller micro-batch cannot help.
-    """
+    """Return compute(*args). If memory runs out on any rank, put `before` back, halve run.state[key],
+    which compute reads, and try again. compute has no collective operation, except for a sharded
+    model, which is not tried again. Raises RunFailed if a smaller micro-batch cannot help."""
     state = run.state
     while True:
         result = None
@@ -183,17 +185,13 @@ def halving_on_oom(
             if not out_of_memory(error):
                 raise
             if is_sharded(run.model):  # the other ranks wait in mid-pass
-                raise RunFailed(
-                    "out of memory; with --shard=true try a smaller --batch_size with a "
-                    "larger --accum_steps, --grad_checkpoint=true, --offload=true"
-                ) from error
+                hint = "--grad_checkpoint=true, --offload=true, a smaller --batch_size"
+                raise RunFailed(f"out of memory; with --shard=true try {hint}") from error
         if not any(agree(result is None)):
             return result
         if state[key] == 1:
-            raise RunFailed(
-                "out of memory with a single sequence in a micro-batch; try "
-                "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
-            )
+            hint = "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
+            raise RunFailed(f"out of memory with a single sequence in a micro-batch; try {hint}")
         result = None  # frees that of a rank that had enough memory
         run.model.zero_grad(set_to_none=True)
         before.put_back()
@@ -230,12 +228,11 @@ def rehearse(run, compile: bool, forward_backward: Callable, *batch: torch.Tenso
     except Exception as error:
         if not compile or isinstance(error, RunFailed):
             raise
+        reason = " ".join(str(error).split())[:200]  # its first line says too little
         if world_size() > 1:  # others may have compiled, and all must do the same
-            reason = " ".join(str(error).split())[:200]
             raise RunFailed(f"torch.compile failed ({reason}); write --compile=false") from error
         before.put_back()
         model = rehearse(run, False, forward_backward, *batch)  # shows the eager error
-        reason = " ".join(str(error).split())[:200]  # its first line says too little
         run.folder.event(run.state["step"], "compile_failed", error=reason)
     if late := run.model.state_dict().keys() - names:
         raise RunFailed(f"the first forward pass makes {min(late)}; expected it from __init__")
@@ -255,13 +252,10 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if vars(type(optimizer)).get("skips_on_device"):  # of itself, not of a parent
         return "step" not in vars(optimizer)
-    kinds = {w.device.type for group in optimizer.param_groups for w in group["params"]}
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     is_torchs = str(optimizer.step.__module__).startswith("torch.")
-    return bool(
-        getattr(optimizer, "_step_supports_amp_scaling", False)
-        and is_torchs
-        and kinds <= {"cpu", "cuda"}
-    )
+    return bool(fused and is_torchs and {w.device.type for w in weights} <= {"cpu", "cuda"})
 
 
 @torch.no_grad()
@@ -290,13 +284,8 @@ def out_of_memory(error: BaseException) -> bool:
     plain RuntimeError: on the CPU, on MPS, and in CUDA's libraries."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    texts = (
-        "can't allocate memory",
-        "out of memory",
-        "CUBLAS_STATUS_ALLOC_FAILED",
-        "CUDNN_STATUS_ALLOC_FAILED",
-    )
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    texts = r"can't allocate memory|out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED"
+    return isinstance(error, RuntimeError) and bool(re.search(texts, str(error)))
 
 
 def explain(error: BaseException) -> RunFailed | None:
@@ -305,15 +294,12 @@ def explain(error: BaseException) -> RunFailed | None:
         error.said = error.__cause__ is None and rank() > 0  # all ranks raise it together
         return error
     if out_of_memory(error):
-        return RunFailed(
-            "out of memory outside the forward and backward pass; try a smaller --n_embd"
-        )
+        return RunFailed("out of memory outside forward and backward pass; try a smaller --n_embd")
     if dist.is_initialized() and re.search("gloo|NCCL", str(error)):
         last_line = (str(error).strip().splitlines() or [""])[-1]
         detail = last_line.rpartition("] ")[2].partition(". ")[0]
         late = re.search("timed out|timeout", str(error), re.IGNORECASE)
         what = "kept this one waiting for more than --hang_minutes" if late else "is gone"
-        return RunFailed(
-            f"another rank {what} ({detail}); the same command resumes from the newest checkpoint"
-        )
+        hint = "the same command resumes from the newest checkpoint"
+        return RunFailed(f"another rank {what} ({detail}); {hint}")
     return None

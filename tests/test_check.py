@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import REPO
+from plumbing.configurator import configured
+from plumbing.failures import RunFailed
 from test_bench import FLAGS as BENCH_FLAGS
 from test_bench import arguments as bench_arguments
 from test_bench import stopped_by_ctrl_c
@@ -23,8 +25,6 @@ import bench
 import check
 import model
 import train
-from plumbing.configurator import configured
-from plumbing.failures import RunFailed
 
 FLAGS = BENCH_FLAGS | {"lr_steps": 20}
 CHECKS = [

@@ -18,7 +18,7 @@ import train
 from model import cross_entropy
 from plumbing import checkpoint, console
 from plumbing.cli import read_knobs
-from plumbing.safe_step import evaluating, rng_state, set_rng_state, step_unless
+from plumbing.safe_step import evaluating, step_unless
 
 CPU = torch.device("cpu")
 FLAGS = ("--save_interval=4", "--eval_interval=3", "--keep_last=9")

@@ -11,7 +11,7 @@ import pytest
 from conftest import HONEST_DATA, REPO, pydoc_text
 from test_report import evaluation, event, falling, write_run
 
-from plumbing.knobs import read_knobs
+from plumbing.cli import read_knobs
 from prepare_data import prepare
 from reporting import detectors
 from reporting.record import read_run
