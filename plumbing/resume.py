@@ -281,7 +281,7 @@ def refuse_another_run(run, saved: dict) -> None:
 def parts_of(saved: dict) -> dict:
     """{name: shape} of the weights, and the number of weights in each group of the optimizers."""
     groups = [[len(g["params"]) for g in each["param_groups"]] for each in saved["optimizer"]]
-    shapes = {name: list(weight.shape) for name, weight in saved["model"].items()}
+    shapes = {name: [*getattr(w, "shape", [])] for name, w in saved["model"].items()}
     return shapes | {"the optimizers' groups": groups}
 
 
