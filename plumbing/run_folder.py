@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -274,30 +275,28 @@ class Wandb:
             self.call(self.run.finish, exit_code=exit_code)
 
     def call(self, function: Callable, *args, **options) -> Any:
-        """What the function returns, in a thread that may hang. If it fails, says so and gives up."""
-        result = None
-        failure = "does not answer"
+        """What the function returns, called in a thread. If it fails or hangs, that is one line, and
+        training continues without wandb."""
+        future = Future()
 
         def work():
-            nonlocal result, failure
             try:
-                result = function(*args, **options)
-                failure = None
+                future.set_result(function(*args, **options))
             except BaseException as error:
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
-                failure = f"failed ({reason[:200]})"
+                future.set_exception(error)
 
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(self.patience)
-        if failure:
-            say(f"wandb    {failure}; training continues without it")
-            self.run = None
-            with suppress(Exception):  # kill its process, or Python's exit would wait for it
-                service = sys.modules["wandb"].setup()._connection
-                service._cleanup()  # its part of Python's exit
-                service._proc._process.kill()
-        return result
+        threading.Thread(target=work, daemon=True).start()
+        try:
+            return future.result(self.patience)
+        except BaseException as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            what = f"failed ({reason})" if future.done() else "does not answer"
+            say(f"wandb    {what}; training continues without it")
+        self.run = None
+        with suppress(Exception):  # kill its process, or Python's exit would wait for it
+            service = sys.modules["wandb"].setup()._connection
+            service._cleanup()  # its part of Python's exit
+            service._proc._process.kill()
 
 
 def start_wandb(folder: Path, config: dict, run_id: str) -> Any:
