@@ -35,7 +35,6 @@ import json
 import os
 import queue
 import re
-import stat
 import sys
 import threading
 import time
@@ -44,6 +43,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ WHOLE_DOCUMENT = 4_000_000  # a text file up to this size is one document (a lon
 PART = 64_000  # largest document cut from a longer file; small, so that val gets enough of them
 LONGEST_LINE = 16_000_000  # of a .jsonl
 CHUNK = 1_000_000  # read at a time
-BATCH = 4_000_000  # characters that the threads tokenize together
+BATCH = 64  # documents that the threads tokenize together
 
 SHAKESPEARE_URL = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -100,7 +100,8 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
         old = data.read_meta(folder) if data.exists(folder) else {}
         streamed = is_corpus(name, input)
         if tokenizer == "auto":
-            tokenizer = old.get("tokenizer") or ("gpt2" if streamed else "char")
+            usual = "gpt2" if streamed else "char"
+            tokenizer = old.get("tokenizer") if old else usual
         if old and (old.get("tokenizer") != tokenizer or not input):
             return keep(folder, old, old.get("tokenizer") == tokenizer, say)
         options = {"tokenizer": tokenizer, "field": field, "val_fraction": val_fraction} | of_corpus
@@ -109,7 +110,7 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
         else:
             meta, documents = find_text(name, folder, input, tokenizer, say)
         if old:
-            marks = [each["source"].rpartition(" (")[2] for each in (old, meta)]
+            marks = [each.get("source", "").rpartition(" (")[2] for each in (old, meta)]
             return keep(folder, old, marks[0] == marks[1], say)
         return folder, write(folder, meta, documents, say)
 
@@ -150,6 +151,7 @@ def making(folder: str, say: Callable) -> Iterator[None]:
                 except BlockingIOError:
                     say(f"another process is making {folder}; waiting for it")
                     fcntl.flock(lock, fcntl.LOCK_EX)
+                    os.makedirs(folder, exist_ok=True)  # the other one failed, and removed it
             for leftover in Path(folder).glob("*.tmp"):
                 leftover.unlink()
             yield
@@ -185,6 +187,7 @@ def write(folder: str, meta: dict, documents: Iterable, say: Callable) -> dict:
     meta["vocab_size"] = int(tokenizer.vocab_size)
     meta["dtype"] = "uint16" if meta["vocab_size"] <= 2**16 else "uint32"
     streamed = not isinstance(documents, list)
+    documents = iter(documents)
     ends = [tokenizer.end_of_text] if streamed and hasattr(tokenizer, "end_of_text") else []
     tokens, sizes, counts = (dict.fromkeys(SPLITS, 0) for _ in range(3))
     digests = {split: hashlib.sha256() for split in SPLITS}
@@ -193,7 +196,7 @@ def write(folder: str, meta: dict, documents: Iterable, say: Callable) -> dict:
         new_files(folder, "train.bin", "val.bin", "meta.json") as files,
         ThreadPoolExecutor() as pool,
     ):
-        for batch in in_batches(documents):
+        while batch := list(islice(documents, BATCH)):
             encoded = pool.map(tokenizer.encode, [text for _, text in batch])
             for (split, text), ids in zip(batch, encoded, strict=True):
                 content = b"".join(
@@ -229,21 +232,6 @@ def write(folder: str, meta: dict, documents: Iterable, say: Callable) -> dict:
     return meta
 
 
-def in_batches(documents: Iterable) -> Iterator[list]:
-    """Lists of documents, as short as reach BATCH characters."""
-    batch = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document[1])
-        if size >= BATCH:
-            yield batch
-            batch = []
-            size = 0
-    if batch:
-        yield batch
-
-
 # ---- a corpus ------------------------------------------------------------------------------------
 
 
@@ -258,8 +246,6 @@ def find_corpus(name: str, input: str, options: dict) -> tuple[dict, Iterator]:
     if input:
         files = input_files(input)
         for path, status in files.items():
-            if not stat.S_ISREG(status.st_mode):
-                raise DataError(f"{path} is not a regular file; expected text, or leave it out")
             facts = f"{os.path.relpath(path, input)}\0{status.st_size}\0{status.st_mtime_ns}\0"
             digest.update(facts.encode("utf-8", "replace"))
         size = sum(status.st_size for status in files.values())
@@ -415,21 +401,10 @@ def read_zst(path: str, file: Any) -> Iterator[bytes]:
 
 def find_text(name, folder, input, tokenizer, say) -> tuple[dict, list]:
     """(what is known of meta, [(split, text)]): the first 90% of a text's characters, and the rest."""
-    raw, source = read_source(name, folder, input, say)
-    text = decode_utf8(raw, input or name)
-    learn = getattr(TOKENIZERS[tokenizer], "learn", lambda text: {})
-    meta = {"tokenizer": tokenizer, "source": f"{source} (SHA-256 {sha256(raw)[:16]}...)"}
-    cut = int(0.9 * len(text))
-    return meta | learn(text), [("train", text[:cut]), ("val", text[cut:])]
-
-
-def read_source(name: str, folder: str, input: str, say: Callable) -> tuple[bytes, str]:
-    """(bytes, description) of the text."""
     if input:
         raw = data.read_file(input)
         source = os.path.basename(input)
-        is_shakespeare = sha256(raw) == SHAKESPEARE_SHA256
-        if name == "pydoc" or (name == "shakespeare" and not is_shakespeare):
+        if name == "pydoc" or (name == "shakespeare" and sha256(raw) != SHAKESPEARE_SHA256):
             raise DataError(f"{input} is not the text that {name} stands for; choose another NAME")
     elif name == "shakespeare":
         raw = read_shakespeare(os.path.join(folder, "input.txt"), say)
@@ -443,7 +418,12 @@ def read_source(name: str, folder: str, input: str, say: Callable) -> tuple[byte
         known = " and ".join(data.TEXTS)
         how = f"make it from a text file: {data.command(folder)} ({known} need none)"
         raise DataError(f"no dataset {name!r} in {os.path.dirname(folder)}; {how}")
-    return raw, source
+    text = decode_utf8(raw, input or name)
+    meta = {"tokenizer": tokenizer, "source": f"{source} (SHA-256 {sha256(raw)[:16]}...)"}
+    if hasattr(TOKENIZERS[tokenizer], "learn"):
+        meta |= TOKENIZERS[tokenizer].learn(text)
+    cut = int(0.9 * len(text))
+    return meta, [("train", text[:cut]), ("val", text[cut:])]
 
 
 def sha256(content: bytes) -> str:

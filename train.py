@@ -443,12 +443,8 @@ def record_evaluation(run: Run, table) -> bool:
     meta = run.facts["data"]["meta"]
     numbers = evaluate(run)
     is_best = count_evaluation(numbers, state)
-    row = {
-        "kind": "eval",
-        "step": state["step"],
-        **numbers,
-        "best_val_loss": state["best_val_loss"],
-    }
+    row = {"kind": "eval", "step": state["step"], **numbers}
+    row["best_val_loss"] = state["best_val_loss"]
     if best_metric != "val_loss":
         sign = -1 if best_metric.startswith("-") else 1
         row[f"best_{best_metric.removeprefix('-')}"] = sign * state["best_score"]
@@ -507,12 +503,13 @@ def forget_best(state: dict) -> None:
 # ---- what is due, and what went wrong ------------------------------------------------------------
 
 
-def every(interval: int, step: int) -> bool:
+def every(interval: int, step: float) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def what_is_due(step: int, signals: Signals, saver) -> SimpleNamespace:
-    """What is due after a step, by its number, a signal or the clock: for all ranks if for one."""
+def what_is_due(step: float, signals: Signals, saver) -> SimpleNamespace:
+    """What is due after a step, by its number, a signal or the clock: for all ranks if for one.
+    step: NaN if there was none, so that nothing is due by its number."""
     late = 0 < save_minutes < (time.monotonic() - saver.last_save) / 60
     stop, save_now, orphaned = ranks.agree(signals.stop, signals.save or late, signals.orphaned())
     last = step == max_steps
@@ -674,7 +671,9 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         # ---- training: only these lines, and roll_back, change the weights -----------------------
         lr = float(lr_at(state["step"]) * state["lr_factor"])
         batch = run.batches.next_batch(should_stop=lambda: signals.stop)
-        if batch:  # None: a signal came, and no batch
+        if num_workers and any(ranks.agree(batch is None)):
+            batch = None  # a signal came, on some rank, and no batch
+        if batch:
             inputs, targets, data_ms = batch
             take = partial(train_step, model, run, inputs, targets, lr)
             audited = every(audit_interval, state["step"] + 1)
@@ -683,7 +682,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
             steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
 
         # ---- what is due? every rank gets the same answer ----------------------------------------
-        due = what_is_due(state["step"], signals, saver)
+        due = what_is_due(state["step"] if batch else math.nan, signals, saver)
         if not any(vars(due).values()):
             continue
 
@@ -748,8 +747,7 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
         batch = [torch.as_tensor(each).to(run.device) for each in batch]
         model = rehearse(run, compile, forward_backward, *batch)  # run.model, or its compiled form
         run.facts["run"]["compile"] = model is not run.model
-        used = f"{machine.memory_gb(run.device):.3f} GB, measured in a rehearsal"
-        console.print_line("memory", used)
+        console.print_line("memory", f"{machine.memory_gb(run.device):.3f} GB after a rehearsal")
         machine.reset_peak_memory(run.device)
         clock.lap("compile")
         begin(run, table, saver)
@@ -758,9 +756,9 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
     except Exception as error:
         why = explain(error)
         ending = f"failed: {why or f'{type(error).__name__}: {error}'}", 1
-        if why:
-            raise why from error
-        raise
+        if why in (None, error):
+            raise
+        raise why from error
     finally:
         if run.batches:
             run.batches.stop()
@@ -853,6 +851,7 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         if saved:
             resuming.continue_from(run, saved)  # refuses another run
             checkpoint.restore(run, saved)
+            saved = None  # unmaps the file, so that its disk space is free once it is pruned
         yield run
 
 

@@ -9,7 +9,7 @@ from plumbing.checkpoint import restore
 from plumbing.cli import RunFailed
 from plumbing.machine import free_memory
 from plumbing.ranks import agree, from_all_ranks, local
-from plumbing.safe_step import clone, leaves, out_of_memory, tensors
+from plumbing.safe_step import as_bytes, clone, leaves, out_of_memory, tensors
 
 
 def confirm(run, take_step: Callable[[], dict]) -> dict:
@@ -86,7 +86,7 @@ def bits_that_differ(one: dict, other: dict) -> dict[str, int]:
     for path in first | second:
         a, b = (local(result.get(path)) for result in (first, second))
         if torch.is_tensor(a) and torch.is_tensor(b) and a.nbytes == b.nbytes:
-            a, b = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
+            a, b = (as_bytes(tensor) for tensor in (a, b))
             bits = 0 if torch.equal(a, b) else int(np.unpackbits((a ^ b).cpu().numpy()).sum())
         else:
             bits = int(repr(a) != repr(b))  # not by ==: nan != nan, and 0.0 == -0.0

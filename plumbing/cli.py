@@ -44,14 +44,15 @@ NANOGPT = {  # nanoGPT's name: the name here, or what to type instead
     "eval_iters": "--eval_tokens=N evaluates the first N tokens, --eval_tokens=0 all of them",
     "eval_only": "no counterpart: every run also evaluates before its first step (--eval_interval)",
     "gradient_accumulation_steps": "accum_steps",
-    "init_from": "--resume takes auto, never or a checkpoint's path; GPT-2's weights do not fit",
+    "init_from": "--resume takes auto, never, restart or a checkpoint's path; GPT-2's do not fit",
     "learning_rate": "peak_lr",
     "lr_decay_iters": "decay_steps",
     "max_iters": "max_steps",
     "warmup_iters": "warmup_steps",
 }
 PLUMBING = os.path.dirname(os.path.abspath(__file__)) + os.sep
-LIBRARIES = tuple({sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")})
+NOT_OWN = (PLUMBING, sysconfig.get_path("stdlib") + os.sep, "<frozen", "<eval_with_key")
+LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]|torchinductor")  # or made by the compiler
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -74,26 +75,24 @@ def run_script(main: Callable[[], int | None]) -> int:
     other is a traceback that ends in the innermost line of the user's own code."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="backslashreplace")  # for a terminal that lacks a character
+    code, words = 0, ""
     try:
         code = main() or 0
-        sys.stdout.flush()
-        return code
     except KeyboardInterrupt:
-        print(file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `| head`: or Python flushes again at exit, and complains
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        code, words = 130, "\n"
+    except BrokenPipeError:  # `| head` has read enough
+        pass
     except (BadInput, RunFailed) as error:
         code = 2 if isinstance(error, BadInput) else 1
-        if getattr(error, "said", False):  # by another rank
-            return code
-        failed = "failed: " * (code == 1)
-        words = f"{os.path.basename(sys.argv[0])}: {failed}{error}"
+        if not getattr(error, "said", False):  # by another rank
+            words = f"{os.path.basename(sys.argv[0])}: {'failed: ' * (code == 1)}{error}\n"
     except Exception as error:
-        code = 1
-        words = "\n".join(folded_traceback(error))
-    print(printable(words), file=sys.stderr, flush=True)
+        code, words = 1, "\n".join(folded_traceback(error)) + "\n"
+    try:
+        print(end=printable(words), file=sys.stderr, flush=True)
+        print(end="", flush=True)
+    except (OSError, ValueError):  # a closed pipe or a full disk: Python would complain at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return code
 
 
@@ -107,13 +106,11 @@ def folded_traceback(error: BaseException) -> list[str]:
     """Lines of a traceback from the user's outermost line to the innermost one, without the frames of
     plumbing/ and libraries. Of torch's compiler, only the error that it met in the user's code."""
     frames = list(traceback.extract_tb(error.__traceback__))
-    while is_compiler := type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
-        frames += getattr(error, "real_stack", None) or []  # where in the code that is compiled
-        inner = getattr(error, "inner_exception", None) or error.__cause__
-        if inner is None:
-            break
-        error = inner
-        frames += traceback.extract_tb(error.__traceback__)
+    words = "".join(traceback.format_exception_only(error)).rstrip()
+    if of_compiler(error):  # it has that place, and quotes that error in a long explanation
+        frames += getattr(error, "real_stack", None) or []
+        quoted = re.search(r"got (\w+)\((['\"])(.*?)\2\)", words)
+        words = f"{quoted[1]}: {quoted[3]}" if quoted else words.partition("\n\n")[0]
     own = [number for number, frame in enumerate(frames) if is_own(frame.filename)] or [-1]
     below = frames[own[-1] + 1 :]
     place = f"{os.path.basename(below[-1].filename)}:{below[-1].lineno}" if below else ""
@@ -121,38 +118,30 @@ def folded_traceback(error: BaseException) -> list[str]:
     lines = [f"Traceback (most recent call last{left_out}):"]
     for before, number in zip([own[0] - 1, *own], own, strict=False):
         if hidden := frames[before + 1 : number]:
-            places = {is_plumbing(each.filename) for each in hidden}
-            words = " and ".join(
-                ["plumbing/"] * (True in places) + ["libraries"] * (False in places)
-            )
-            lines.append(f"  ... {len(hidden)} frame{'s' * (len(hidden) > 1)} in {words} ...")
+            ours = any(each.filename.startswith(PLUMBING) for each in hidden)
+            where = "plumbing/" if ours else "libraries"
+            lines.append(f"  ... {len(hidden)} frame{'s' * (len(hidden) > 1)} in {where} ...")
         lines += "".join(traceback.format_list(frames[number : number + 1])).splitlines()
-    words = "".join(traceback.format_exception_only(error)).rstrip()
-    if is_compiler:  # it quotes the error, explains, and repeats the place
-        quoted = re.search(r"got (\w+)\((['\"])(.*?)\2\)", words)
-        words = (
-            f"{quoted[1]}: {quoted[3]}" if quoted else words.split("\nfrom user code:")[0].rstrip()
-        )
     lines.append(words)
     earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return [*folded_traceback(earlier), "", "which led to:", "", *lines] if earlier else lines
+    if earlier is None or of_compiler(earlier):  # its failure is why the eager step was tried
+        return lines
+    return [*folded_traceback(earlier), "", "which led to:", "", *lines]
 
 
-def is_plumbing(path: str) -> bool:
-    return path.startswith(PLUMBING)
+def of_compiler(error: BaseException) -> bool:
+    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
 
 
 def is_own(path: str) -> bool:
-    """Whether a file is the user's: not plumbing, no library, nothing that a compiler made."""
-    made = path.startswith(("<frozen", "<eval")) or "torchinductor" in path
-    return not made and not path.startswith((PLUMBING, *LIBRARIES))
+    return not path.startswith(NOT_OWN) and not LIBRARIES.search(path)
 
 
 # ---- onto globals --------------------------------------------------------------------------------
 
 
 class Config(dict):
-    """Every knob and its value. flags: the names that flags set. base: the values without flags."""
+    """Every knob and its value. flags: names that flags set. base: values without flags, as written."""
 
     flags: set[str]
     base: dict[str, Any]
@@ -196,11 +185,10 @@ def configured(
             fail(f"unexpected argument {argument!r}; write config/FILE.py or --key=value")
         else:
             names.append(argument)
-    for values, flags in ((config, config.flags), (config.base, ())):
-        for name, path in values.items():
-            if name.endswith("_dir") and path:
-                folder = os.getcwd() if name in flags else repository
-                values[name] = os.path.normpath(os.path.join(folder, os.path.expanduser(path)))
+    for name, path in config.items():
+        if name.endswith("_dir") and path:
+            folder = os.getcwd() if name in config.flags else repository
+            config[name] = os.path.normpath(os.path.join(folder, os.path.expanduser(path)))
 
     before = [{name: scope[name] for name in own} for scope, own in owned]
     try:
@@ -278,17 +266,14 @@ def constant(expression: ast.expr | None) -> str | int | float | None:
 def knobs_of(scope: dict[str, Any]) -> dict[str, tuple[Any, str, str]]:
     """read_knobs() with present values as defaults. Raises BadInput for a plain global that somebody
     set but the source does not, such as train.max_step = 5: it would do nothing, in silence."""
-    path = scope["__file__"]
+    path = Path(scope["__file__"])
     knobs = read_knobs(path)
-    source = Path(path).read_text(encoding="utf-8")
-    defined = symtable(source, str(path), "exec").get_identifiers()
-    for name, value in scope.items():
-        foreign = name not in defined and "import *" not in source and NAME.fullmatch(name)
-        if foreign and type(value) in (str, int, float, bool):
-            hint = hint_for(name, value, knobs, is_flag=False)
-            fail(
-                f"{Path(path).stem}.{name} = {value!r}: {Path(path).name} has no such name; {hint}"
-            )
+    source = path.read_text(encoding="utf-8")
+    defined = scope if "import *" in source else symtable(source, "", "exec").get_identifiers()
+    for name in filter(NAME.fullmatch, scope.keys() - defined):
+        if type(scope[name]) in (str, int, float, bool):
+            hint = hint_for(name, scope[name], knobs, is_flag=False)
+            fail(f"{path.stem}.{name} = {scope[name]!r}: {path.name} has no such name; {hint}")
     return {
         name: (accept(name, scope[name], f"{name} = {scope[name]!r}", knobs), *words)
         for name, (_, *words) in knobs.items()
@@ -303,7 +288,7 @@ def read_flag(argument: str, following: list[str], knobs: dict) -> tuple[str, An
         example = "true" if isinstance(default, bool) or name in AUTO_OR_BOOL else default
         if following and not following[0].startswith("-") and not following[0].endswith(".py"):
             example = following[0]
-        fail(f"{argument} has no value; write {to_type(name, example, is_flag=True)}")
+        fail(f"{argument} has no value; write --{name}={show(example)}")
     return name, accept(name, text, argument, knobs, is_flag=True)
 
 
@@ -332,52 +317,48 @@ def read_config_file(argument: str, repository: str, config: dict, knobs: dict) 
 def accept(name: str, value: Any, written: str, knobs: dict, is_flag: bool = False) -> Any:
     """`value` as the knob's type. If that is impossible, raises BadInput and quotes `written`."""
     if name not in knobs:
-        hint = hint_for(name, value, knobs, is_flag)
-        fail(f"unknown name {name!r} in {written}; {hint}")
+        fail(f"unknown name {name!r} in {written}; {hint_for(name, value, knobs, is_flag)}")
     default, comment, _ = knobs[name]
-    try:
-        return convert(name, value, default, comment, is_flag)
-    except ValueError as error:
-        fail(f"{written}: expected {error} such as {to_type(name, default, is_flag)}")
-
-
-def convert(name: str, value: Any, default: Any, comment: str, is_flag: bool) -> Any:
-    """`value` as the type of `default`. Raises ValueError with what is expected."""
     if isinstance(default, bool) or name in AUTO_OR_BOOL:
-        word = str(value).lower()
-        if word == "auto" and name in AUTO_OR_BOOL:
-            return word
-        if word in BOOLEANS:
-            return BOOLEANS[word]
-        raise ValueError(("auto, " if name in AUTO_OR_BOOL else "") + "true or false")
-    if isinstance(default, str):
-        if not isinstance(value, str):
-            raise ValueError("a string in quotes")
-        if name.endswith("_dir") and default and not value:
-            raise ValueError("a folder")
+        allowed = BOOLEANS | ({"auto": "auto"} if name in AUTO_OR_BOOL else {})
+        expected = "auto, true or false" if name in AUTO_OR_BOOL else "true or false"
+        result = allowed.get(str(value).lower())
+    elif isinstance(default, str):
         choices = CHOICES.search(comment)
-        if choices and value not in choices[0].split(" | "):
-            raise ValueError("one of " + choices[0].replace(" | ", ", "))
-        return value
-    is_int = isinstance(default, int)
-    kind = "an int" if is_int else "a number"
+        is_folder = name.endswith("_dir") and default
+        expected = "a folder" if is_folder else "a string in quotes"
+        if choices:
+            expected = "one of " + choices[0].replace(" | ", ", ")
+        fits = isinstance(value, str) and (value or not is_folder)
+        result = value if fits and (not choices or value in choices[0].split(" | ")) else None
+    else:
+        expected = "an int" if isinstance(default, int) else "a number"
+        right_type = isinstance(value, str) == is_flag and not isinstance(value, bool)
+        result = to_number(value, type(default)) if right_type else None
+        interval = INTERVAL.search(comment)
+        if interval and not (result is not None and is_within(result, *interval.groups())):
+            expected += f" in {interval[0]}"
+            result = None
+        if isinstance(result, int) and abs(result) >= 2**63:  # no tensor or file holds such an int
+            expected += " below 2**63"
+            result = None
+    if result is None:
+        fail(f"{written}: expected {expected} such as {to_type(name, default, is_flag)}")
+    return result
+
+
+def to_number(value: Any, kind: type) -> int | float | None:
     try:
-        if isinstance(value, str) != is_flag or isinstance(value, bool):
-            raise ValueError
         number = float(value)
-        if is_int and not number.is_integer():
-            raise ValueError
+        return number if kind is float else int(number) if number.is_integer() else None
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(kind) from None
-    if interval := INTERVAL.search(comment):
-        opening, low, high, closing = interval.groups()
-        above = number >= float(low) if opening == "[" else number > float(low)
-        below = number <= float(high) if closing == "]" else number < float(high)
-        if not (above and below):  # NaN is neither
-            raise ValueError(f"{kind} in {interval[0]}")
-    if is_int and abs(number) >= 2**63:  # no tensor or file holds such an int
-        raise ValueError(f"{kind} below 2**63")
-    return int(number) if is_int else number
+        return None
+
+
+def is_within(number: float, opening: str, low: str, high: str, closing: str) -> bool:
+    above = number >= float(low) if opening == "[" else number > float(low)
+    below = number <= float(high) if closing == "]" else number < float(high)
+    return above and below  # NaN is neither
 
 
 # ---- words ---------------------------------------------------------------------------------------

@@ -53,11 +53,9 @@ def rate(per_second: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Time in up to 8 characters: 0:46, 12:04:05, 12d 4h."""
+    """Time as 0:46, 12:04:05, 12d 4h."""
     minutes, seconds = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    if hours >= 24_000:
-        return f"{hours // 24}d"
     if hours >= 100:
         return f"{hours // 24}d {hours % 24}h"
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
@@ -184,10 +182,12 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
     peak: (FLOP/s or None, source). changed: {knob: [then, now]} since the checkpoint it resumes.
     """
     c = run.facts["config"] | run.facts["run"]
+    model = run.model.describe() if hasattr(run.model, "describe") else type(run.model).__name__
+    size = sum(weight.numel() for weight in run.model.parameters())
     lines = {
         "run": f"resumes from {shown(run.path)}" if run.path else f"new, in {shown(c['out_dir'])}",
         "changed": ", ".join(f"{key} {then} -> {now}" for key, (then, now) in changed.items()),
-        "model": describe_model(run.model),
+        "model": f"{model}; {size:,} parameters",
         **describe_data(run, c),
         "steps": f"{c['max_steps']:,}, {len(run.train_data) // c['global_batch']:,} to an epoch; "
         f"{c['optimizer']}, {c['schedule']} {c['peak_lr']:g} to {c['min_lr']:g}",
@@ -195,7 +195,7 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
         "dtype": f"{c['dtype']} ({run.reasons['dtype']})",
         "compile": f"{str(c['compile']).lower()} ({run.reasons['compile']}); "
         f"deterministic {str(c['deterministic']).lower()}",
-        "peak": describe_peak(c, run.model, peak),
+        "peak": (f"{peak[0] / 1e12:.3g} TFLOP/s" if peak[0] else "n/a") + f" ({peak[1]})",
     }
     for name, words in lines.items():
         print_line(name, words)
@@ -206,20 +206,14 @@ def print_line(name: str, words: str) -> None:
         say(paint(f"{name:<8}", "dim"), wrapped(words, 9))
 
 
-def describe_model(model: Any) -> str:
-    shape = model.describe() if hasattr(model, "describe") else type(model).__name__
-    return f"{shape}; {sum(weight.numel() for weight in model.parameters()):,} parameters"
-
-
 def describe_data(run: Any, c: dict[str, Any]) -> dict[str, str]:
     """The lines `data` and `batch`, in tokens if the data is text."""
     data = run.facts["data"]
     meta = data["meta"]
-    words = (
-        f"{data['name']}: {len(run.train_data):,} to train on, {len(run.val_data):,} to validate"
-    )
+    sizes = f"{len(run.train_data):,} to train on, {len(run.val_data):,} to validate"
+    words = f"{data['name']}: {sizes}"
     batch = f"{c['batch_size']} x {c['accum_steps']} x {c['world_size']} = {c['global_batch']}"
-    if "tokenizer" in meta:
+    if "tokenizer" in meta and "train_tokens" in meta:
         words = (
             f"{data['name']}, {meta['tokenizer']}: {meta['train_tokens']:,} tokens to train on, "
             f"{meta['val_tokens']:,} to validate; vocabulary {meta['vocab_size']:,}"
@@ -227,24 +221,6 @@ def describe_data(run: Any, c: dict[str, Any]) -> dict[str, str]:
         tokens = f"{c['global_batch'] * c['block_size']:,}"
         batch += f" sequences of {c['block_size']} = {tokens} tokens"
     return {"data": words, "batch": f"{batch} a step"}
-
-
-def describe_peak(c: dict[str, Any], model: Any, peak: tuple[float | None, str]) -> str:
-    """The peak, and what all steps would take and cost at that rate, where the model knows its FLOPs."""
-    flops, source = peak
-    if not flops:
-        return f"n/a ({source})"
-    words = f"{flops / 1e12:.3g} TFLOP/s ({source})"
-    try:
-        per_token = model.flops_per_token()
-    except Exception:  # a fork's model may not know, or fail to say
-        return words
-    tokens = c["global_batch"] * c["block_size"] * c["max_steps"]
-    seconds = per_token * tokens / (flops * c["world_size"])
-    words += f"; all steps at that rate: {duration(seconds)}"
-    if price := c.get("dollars_per_hour"):
-        words += f", ${seconds / 3600 * c['world_size'] * price:.2f}"
-    return words
 
 
 # ---- after the last step -------------------------------------------------------------------------

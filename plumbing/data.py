@@ -16,6 +16,7 @@ What is missing of the rest is "n/a":
     source                    what the text is, in words
 """
 
+import atexit
 import contextlib
 import hashlib
 import importlib
@@ -32,11 +33,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
 from plumbing.cli import BadInput, RunFailed
 from plumbing.files import clean
-from plumbing.machine import upload
 from plumbing.signals import HANDLED
 
 SPLITS = ("train", "val")
@@ -120,14 +119,12 @@ def verify(folder: str, meta: dict) -> None:
                 digest.update(chunk)
                 ids = np.frombuffer(chunk, dtype, len(chunk) // dtype.itemsize)
                 highest = max(highest, ids.max(initial=0))
-        recorded = meta["sha256"][f"{split}.bin"]
+        found = f"{size:,} bytes and its SHA-256 is {digest.hexdigest()}"
         expected = meta[f"{split}_tokens"] * dtype.itemsize
-        if digest.hexdigest() != recorded:
-            found = f"it has {size:,} bytes and its SHA-256 is {digest.hexdigest()}"
-            hint = f"but meta.json says {recorded}; {again}"
-            raise DataError(f"{path} was changed or damaged: {found}, {hint}")
-        if size != expected:
-            raise DataError(f"{path} has {size:,} bytes, but meta.json says {expected:,}; {again}")
+        recorded = f"{expected:,} bytes and its SHA-256 is {meta['sha256'][f'{split}.bin']}"
+        if found != recorded:
+            said = f"it has {found}, but meta.json says {recorded}"
+            raise DataError(f"{path} was changed or damaged: {said}; {again}")
         if highest >= meta["vocab_size"]:
             found = f"{path} holds token id {highest}"
             raise DataError(f"{found}, but vocab_size is {meta['vocab_size']}; {again}")
@@ -146,11 +143,6 @@ def command(folder: str, tokenizer: str = "char") -> str:
         + ("" if tokenizer == "char" else f" --tokenizer={tokenizer}")
         + ("" if data_dir == DEFAULT_DATA_DIR else f" --data_dir={data_dir}")
     )
-
-
-def digest_of(path: str | os.PathLike) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---- tokens and windows --------------------------------------------------------------------------
@@ -219,6 +211,8 @@ class Batches:
     def __init__(
         self, dataset, places, device, num_workers=0, prefetch_factor=2, hang_minutes=30.0
     ):
+        import torch  # here, so that prepare_data.py, which needs none, starts at once
+
         self.device = device
         self.hang_minutes = hang_minutes
         loader = torch.utils.data.DataLoader(
@@ -231,11 +225,16 @@ class Batches:
             worker_init_fn=ignore_signals,
             generator=torch.Generator(),  # or it would draw a seed from the global generator
         )
-        self.iterator = start_workers(loader)
+        try:
+            self.iterator = start_workers(loader)
+        except OSError as error:
+            found = f"cannot start {num_workers} DataLoader workers ({error})"
+            raise RunFailed(f"{found}; is /dev/shm full? --num_workers=0 needs none") from error
         self.workers = getattr(self.iterator, "_workers", [])
         self.ready = queue.Queue(1)  # a batch, or the error that took its place
         self.reader = threading.Thread(target=self.read, daemon=True)
         if self.workers:
+            atexit.register(self.kill)  # or Python would wait for them, without an end
             self.reader.start()
 
     def read(self) -> None:
@@ -255,7 +254,8 @@ class Batches:
 
     def next_batch(self, should_stop: Callable[[], bool] = lambda: False) -> tuple | None:
         """The next batch; None if should_stop() says so while the workers keep it waiting. Raises
-        RunFailed if a worker has died, or if none gave a batch for hang_minutes."""
+        RunFailed if a worker has died, or if none gave a batch for hang_minutes. After
+        None, the next call waits for the same batch."""
         began = time.perf_counter()
         batch = None if self.workers else next(self.iterator)
         while batch is None:
@@ -274,20 +274,18 @@ class Batches:
             if worker.exitcode:  # then `error` is only what followed
                 found = f"DataLoader worker {worker.pid} has died (exit code {worker.exitcode}"
                 raise RunFailed(f"{found}; -9: perhaps memory ran out); {resume}") from error
-        if error:
-            raise error
+        if error or not self.reader.is_alive() and self.ready.empty():
+            raise error or StopIteration
         if waited > 60 * self.hang_minutes:
-            found = (
-                f"{len(self.workers)} DataLoader workers gave no batch for {self.hang_minutes:g}"
-            )
+            found = f"no DataLoader worker gave a batch for {self.hang_minutes:g} minutes"
             hint = "does the disk of the data answer? --num_workers=0 shows where it hangs"
-            raise RunFailed(f"{found} minutes (--hang_minutes); {hint}; {resume}")
+            raise RunFailed(f"{found} (--hang_minutes); {hint}; {resume}")
 
     def stop(self) -> None:
         """End the workers, whatever they do. One that hangs is killed after a second: torch would
         send it SIGTERM, which it ignores, and wait for ten."""
         if self.workers:
-            killer = threading.Timer(1.0, lambda: [worker.kill() for worker in self.workers])
+            killer = threading.Timer(1.0, self.kill)
             killer.start()
             self.iterator._shutdown_workers()
             killer.cancel()
@@ -295,29 +293,34 @@ class Batches:
         while self.reader.is_alive():
             with contextlib.suppress(queue.Empty):
                 self.ready.get(timeout=0.01)
+        atexit.unregister(self.kill)
+
+    def kill(self) -> None:
+        for worker in self.workers:
+            worker.kill()
 
 
 def as_arrays(batch: Iterable) -> tuple:
-    """Tensors as NumPy arrays, except for dtypes that NumPy lacks, such as bfloat16."""
-
-    def as_array(each):
-        with contextlib.suppress(TypeError):
-            return np.asarray(each)
-        return each
-
-    return tuple(map(as_array, batch))
+    """Tensors as NumPy arrays, except for dtypes that NumPy lacks: they go through /dev/shm."""
+    lacking = ("torch.bfloat16", "torch.float8")
+    kept = [str(getattr(each, "dtype", "")).startswith(lacking) for each in batch]
+    return tuple(x if keep else np.asarray(x) for x, keep in zip(batch, kept, strict=True))
 
 
-def to_device(batch: Iterable, device: torch.device) -> tuple[torch.Tensor, ...]:
+def to_device(batch: Iterable, device: Any) -> tuple:
     """Arrays or tensors of the host as tensors on the device. To a GPU they go from pinned memory,
     while the host continues."""
-    tensors = tuple(map(torch.as_tensor, batch))
+    import torch
+
+    from plumbing.machine import upload
+
+    tensors = map(torch.as_tensor, batch)
     if device.type == "cuda":
-        tensors = tuple(tensor.pin_memory() for tensor in tensors)
+        tensors = (tensor.pin_memory() for tensor in tensors)
     return tuple(upload(tensor, device) for tensor in tensors)
 
 
-def start_workers(loader: torch.utils.data.DataLoader) -> Iterator:
+def start_workers(loader: Iterable) -> Iterator:
     """iter(loader). Its workers start with HANDLED blocked: a signal may come before they ignore it.
     torch's SIGCHLD handler is removed: if a worker dies, it raises an error wherever the training is,
     even in a save."""

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -54,6 +55,11 @@ def lock_file(path: str | Path) -> TextIO:
     file = open(path, "a", opener=open_no_link)
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not inherited by a fork
     return file
+
+
+def digest_of(path: str | Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_json(path: str | Path, value: Any) -> None:

@@ -3,14 +3,21 @@
 import math
 import os
 import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+from conftest import REPO
+from plumbing.windows import ShuffledWindows
 
-from plumbing.dataset import Tokens
-from plumbing.windows import OrderedWindows, ShuffledWindows
+from plumbing.cli import RunFailed
+from plumbing.data import Batches, OrderedWindows, Split, as_arrays, read_rows
 
 BLOCK = 8
 TOKENS = 8 * 50 + 5  # 49 windows: one less than fit, so that there is room for any shift
@@ -19,8 +26,12 @@ TOKENS = 8 * 50 + 5  # 49 windows: one less than fit, so that there is room for 
 @pytest.fixture
 def tokens(tmp_path):
     """Every token is its own position, so that a window says where it was read."""
-    np.arange(TOKENS, dtype=np.uint16).tofile(tmp_path / "ids.bin")
-    return Tokens([tmp_path / "ids.bin"], "uint16")
+    return split_of(tmp_path, np.arange(TOKENS, dtype=np.uint16))
+
+
+def split_of(folder, ids):
+    ids.tofile(folder / "ids.bin")
+    return Split(folder / "ids.bin", ids.dtype, "r")
 
 
 @pytest.fixture
@@ -36,15 +47,15 @@ def starts(dataset, count):
 def test_targets_are_the_tokens_one_place_on(windows):
     inputs, targets = windows[18, 6]
     assert inputs.shape == targets.shape == (6, BLOCK)
-    assert inputs.dtype == targets.dtype == torch.int64
-    assert torch.equal(targets, inputs + 1)
-    assert torch.equal(inputs, inputs[:, :1] + torch.arange(BLOCK))
+    assert inputs.dtype == targets.dtype == np.int64
+    assert np.array_equal(targets, inputs + 1)
+    assert np.array_equal(inputs, inputs[:, :1] + np.arange(BLOCK))
 
 
 def test_an_epoch_holds_each_window_exactly_once(windows):
     assert len(windows) == 49
     for epoch in range(3):
-        inputs = torch.cat([windows[49 * epoch + 7 * n, 7][0] for n in range(7)])
+        inputs = np.concatenate([windows[49 * epoch + 7 * n, 7][0] for n in range(7)])
         seen = Counter(inputs.flatten().tolist())
         assert set(seen.values()) == {1} and len(seen) == 49 * BLOCK
         shift = inputs.min().item()
@@ -83,7 +94,7 @@ def test_a_batch_depends_on_nothing_but_its_place(tokens, windows, first):
     torch.manual_seed(7)
     np.random.seed(7)
     globally = np.random.get_state()[1].copy(), torch.get_rng_state()
-    assert all(map(torch.equal, windows[first, 6], fresh))
+    assert all(map(np.array_equal, windows[first, 6], fresh))
     assert np.array_equal(np.random.get_state()[1], globally[0])
     assert torch.equal(torch.get_rng_state(), globally[1])
 
@@ -97,21 +108,20 @@ def test_any_split_into_ranks_reads_the_same_global_batch(tokens, split, parts):
         whole = dataset[first, 6]
         each = [dataset[first + int(n), part] for n, part in zip(ends[:-1], parts, strict=True)]
         for part, expected in zip(zip(*each, strict=True), whole, strict=True):
-            assert torch.equal(torch.cat(part), expected)
+            assert np.array_equal(np.concatenate(part), expected)
 
 
 @pytest.mark.parametrize("count", [1, 6, 49, 64])
 @pytest.mark.parametrize("length", [BLOCK + 1, BLOCK + 2, 2 * BLOCK, 2 * BLOCK + 1, TOKENS])
 def test_validation_counts_every_token_exactly_once(tmp_path, length, count):
-    np.arange(length, dtype=np.uint32).tofile(tmp_path / "val.bin")
-    windows = OrderedWindows(Tokens([tmp_path / "val.bin"], "uint32"), BLOCK)
+    windows = OrderedWindows(split_of(tmp_path, np.arange(length, dtype=np.uint32)), BLOCK)
     firsts = range(0, len(windows), count)
     pairs = [windows[first, min(count, len(windows) - first)] for first in firsts]
     counted = [targets[targets != -100] for _, targets in pairs]
-    assert torch.cat(counted).tolist() == list(range(1, length))  # each has one before it
+    assert np.concatenate(counted).tolist() == list(range(1, length))  # each has one before it
     for x, y in pairs:
-        assert torch.equal(x, x[:, :1] + torch.arange(BLOCK))  # nothing is masked in the input
-        assert torch.equal(y, torch.where(y == -100, -100, x + 1))
+        assert np.array_equal(x, x[:, :1] + np.arange(BLOCK))  # nothing is masked in the input
+        assert np.array_equal(y, np.where(y == -100, -100, x + 1))
 
 
 @pytest.mark.parametrize(
@@ -124,53 +134,16 @@ def test_a_part_of_the_validation_tokens_is_its_first_ones(tokens, n_targets, ex
     assert targets[targets != -100].tolist() == list(range(1, expected + 1))
 
 
-def test_batches_travel_to_workers_that_are_spawned(windows):
-    """A spawned worker has no override of a config global, and no open file of its parent."""
-    windows[9, 3]  # an epoch's order may lie in the cache
-    wanted = [(44, 3), (47, 6), (53, 1)]
-    loader = torch.utils.data.DataLoader(
-        windows, sampler=wanted, batch_size=None, num_workers=1, multiprocessing_context="spawn"
-    )
-    for batch, (inputs, targets) in zip(wanted, loader, strict=True):
-        assert torch.equal(inputs, windows[batch][0]) and torch.equal(targets, windows[batch][1])
-    assert len(pickle.dumps(windows)) < 10_000  # the text stays on the disk
+def test_the_order_and_the_cuts_are_those_of_ever(tokens):
+    """Runs depend on it: recorded with the code of the first release."""
+    assert starts(ShuffledWindows(tokens, BLOCK, 1337), 6) == [383, 39, 143, 31, 359, 367]
 
 
-# ---- a split in several files --------------------------------------------------------------------
-
-
-@pytest.fixture
-def shards(tmp_path):
-    """The same tokens as `ids`, in files of which some are shorter than a window."""
-    tokens, ends = np.arange(TOKENS, dtype=np.uint16), [0, 100, 103, 104, 104 + BLOCK, 250, TOKENS]
-    paths = [tmp_path / f"train_{n:05}.bin" for n in range(len(ends) - 1)]
-    for path, begin, end in zip(paths, ends[:-1], ends[1:], strict=True):
-        tokens[begin:end].tofile(path)
-    return paths
-
-
-@pytest.mark.parametrize("length", [1, BLOCK + 1, 120, TOKENS])
-def test_a_row_may_lie_across_files_in_any_order_of_rows(shards, length):
-    tokens = Tokens(shards, "uint16")
-    assert len(tokens) == TOKENS
-    start = np.random.RandomState(0).permutation(TOKENS - length + 1)
-    rows = tokens.read(start, length)
-    assert rows.dtype == np.int64
-    assert np.array_equal(rows, start[:, None] + np.arange(length))
-    assert tokens.read([], length).shape == (0, length)
-
-
-@pytest.mark.parametrize("start", [-1, TOKENS - BLOCK + 1, TOKENS])
-def test_a_row_outside_the_split_is_refused(shards, start):
-    with pytest.raises(IndexError, match=f"of {TOKENS} tokens"):
-        Tokens(shards, "uint16").read([0, start], BLOCK)
-
-
-def test_across_shards_epochs_a_resume_and_other_ranks_each_token_comes_once_an_epoch(shards):
+def test_across_epochs_a_resume_and_other_ranks_each_token_comes_once_an_epoch(tmp_path, tokens):
     """12 sequences a step: 3 epochs begun on 2 ranks, resumed on 3 at step 5 and on 1 at step 8."""
 
     def resumed():  # in a new process
-        return ShuffledWindows(Tokens(shards, "uint16"), BLOCK, seed=1337)
+        return ShuffledWindows(Split(tmp_path / "ids.bin", "uint16", "r"), BLOCK, seed=1337)
 
     windows = resumed()
     steps = math.ceil(3 * len(windows) / 12)
@@ -180,18 +153,283 @@ def test_across_shards_epochs_a_resume_and_other_ranks_each_token_comes_once_an_
         part = 12 // ranks
         for step in range(begin, end):
             seen += [of[rank][12 * step + rank * part, part][0] for rank in range(ranks)]
-    inputs = torch.cat(seen)
-    assert torch.equal(inputs, windows[0, 12 * steps][0])
+    inputs = np.concatenate(seen)
+    assert np.array_equal(inputs, windows[0, 12 * steps][0])
     for epoch in range(3):
         tokens = inputs[epoch * len(windows) : (epoch + 1) * len(windows)]
         counts = Counter(tokens.flatten().tolist())
         assert set(counts.values()) == {1} and len(counts) == len(windows) * BLOCK
 
 
+# ---- the file of a split -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [-TOKENS - 1, TOKENS - BLOCK + 1, TOKENS])
+def test_a_row_outside_the_split_is_refused(tokens, start):
+    with pytest.raises(IndexError):
+        read_rows(tokens, np.array([0, start]), BLOCK)
+
+
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
-def test_reading_leaves_no_file_open(shards):
-    tokens = Tokens(shards, "uint16")
+def test_a_split_stays_open_and_reading_it_opens_nothing(tmp_path, tokens, monkeypatch):
     before = len(os.listdir("/proc/self/fd"))
-    kept = [tokens.read(range(index, 300, 7), BLOCK) for index in range(50)]
+    (tmp_path / "ids.bin").rename(tmp_path / "elsewhere")  # nobody looks for it by name
+    kept = [read_rows(tokens, np.arange(index, 300, 7), BLOCK) for index in range(50)]
     assert len(os.listdir("/proc/self/fd")) == before and len(kept) == 50
-    assert len(pickle.dumps(tokens)) < 10_000  # the text stays on the disk
+    assert kept[3][0].tolist() == list(range(3, 3 + BLOCK))
+
+
+@pytest.mark.parametrize("left", [0, 50, 2 * TOKENS - 1])
+def test_a_file_that_gets_shorter_is_not_read_past_its_end(tmp_path, tokens, left):
+    assert read_rows(tokens, np.array([90]), 10).tolist() == [list(range(90, 100))]
+    os.truncate(tmp_path / "ids.bin", left)
+    with pytest.raises(OSError, match="ids.bin has changed its size since the start"):
+        read_rows(tokens, np.array([20]), 10)
+
+
+def test_a_pickle_holds_the_name_of_the_file_and_not_the_tokens(tmp_path, windows):
+    windows[9, 3]  # an epoch's order may lie in the cache
+    many = split_of(tmp_path, np.arange(60_000, dtype=np.uint16))
+    assert len(pickle.dumps(many)) < 1000
+    assert np.array_equal(pickle.loads(pickle.dumps(many)), many)
+    assert np.array_equal(pickle.loads(pickle.dumps(many[5:9])), many[5:9])  # a part is itself
+
+
+def test_batches_travel_to_workers_that_are_spawned(windows):
+    """A spawned worker has no override of a config global, and no open file of its parent."""
+    wanted = [(44, 3), (47, 6), (53, 1)]
+    loader = torch.utils.data.DataLoader(
+        windows,
+        sampler=wanted,
+        batch_size=None,
+        collate_fn=as_arrays,
+        num_workers=1,
+        multiprocessing_context="spawn",
+    )
+    handler = signal.getsignal(signal.SIGCHLD)
+    for batch, pair in zip(wanted, loader, strict=True):
+        assert all(map(np.array_equal, pair, windows[batch]))
+    signal.signal(signal.SIGCHLD, handler)  # torch leaves its own
+
+
+# ---- workers -------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+SLOW = 20  # seconds that would be too long for any of these
+
+
+class Numbers:
+    """Batch i is full of i; `do` is done first."""
+
+    def __init__(self, do=lambda i: None, size=10, kind=np.array):
+        self.do = do
+        self.size = size
+        self.kind = kind
+
+    def __getitem__(self, i):
+        self.do(i)
+        return self.kind([i] * self.size), self.kind([float(i)])
+
+
+@pytest.fixture
+def batches_of():
+    """batches_of(dataset, ...) -> Batches of five places, whose workers are ended after the test."""
+    made = []
+
+    def make(dataset, num_workers=2, **how):
+        made.append(Batches(dataset, iter(range(5)), CPU, num_workers, **how))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()
+
+
+def hang(i):
+    if i == 2:
+        time.sleep(1000)
+
+
+def die(i):
+    if i == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def raise_own(i):
+    if i == 2:
+        raise KeyError("of the dataset")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_batches_come_in_order_as_tensors_with_the_time_waited(batches_of, num_workers, kind):
+    batches = batches_of(Numbers(kind=kind), num_workers)
+    got = list(batches)
+    assert list(batches) == []  # also when asked again
+    assert [first.tolist() for first, _, _ in got] == [[i] * 10 for i in range(5)]
+    assert {first.dtype for first, _, _ in got} == {torch.int64}
+    assert [second.item() for _, second, _ in got] == [0, 1, 2, 3, 4]
+    assert all(0 < ms < 1000 * SLOW for *_, ms in got)
+
+
+def test_dtypes_that_numpy_lacks_arrive_too(batches_of):
+    (first, _, _), *_ = batches_of(Numbers(kind=lambda x: torch.tensor(x, dtype=torch.bfloat16)))
+    assert first.dtype == torch.bfloat16
+
+
+def test_reading_ahead_leaves_the_random_state_and_the_signals_alone(batches_of):
+    handler, mask = signal.getsignal(signal.SIGCHLD), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    state = torch.get_rng_state()
+    assert len(list(batches_of(Numbers()))) == 5
+    assert torch.equal(torch.get_rng_state(), state)
+    assert signal.getsignal(signal.SIGCHLD) is handler
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+
+
+def test_workers_ignore_what_the_whole_process_group_gets(batches_of):
+    batches = batches_of(Numbers(lambda i: time.sleep(0.3)))
+    for worker in batches.workers:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            os.kill(worker.pid, number)  # even now, when they have hardly started
+    assert len(list(batches)) == 5
+
+
+@pytest.mark.parametrize("size", [10, 1_000_000])  # within a pipe, and more than it holds
+def test_a_worker_that_hangs_does_not_keep_the_run_from_stopping(batches_of, size):
+    batches = batches_of(Numbers(hang, size))
+    began = time.monotonic()
+    asked = []
+    got = [batches.next_batch(lambda: asked.append(1)) for _ in range(2)]
+    assert [first[0].item() for first, *_ in got] == [0, 1]
+    assert batches.next_batch(lambda: True) is None
+    batches.stop()
+    assert not any(worker.is_alive() for worker in batches.workers)
+    assert not batches.reader.is_alive() and time.monotonic() - began < SLOW
+
+
+def test_a_worker_that_is_stopped_in_the_middle_of_a_batch_blocks_nothing(batches_of):
+    batches = batches_of(Numbers(size=3_000_000))
+    batches.next_batch()
+    for worker in batches.workers:
+        os.kill(worker.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    while batches.next_batch(lambda: True) is not None:
+        pass
+    batches.stop()
+    assert not any(worker.is_alive() for worker in batches.workers)
+    assert time.monotonic() - began < SLOW
+
+
+@pytest.mark.parametrize("size", [10, 3_000_000])
+def test_a_worker_that_dies_is_named_within_seconds(batches_of, size):
+    batches = batches_of(Numbers(die, size))
+    began = time.monotonic()
+    with pytest.raises(
+        RunFailed, match=r"DataLoader worker \d+ has died \(exit code -9; .* resumes"
+    ):
+        for _ in range(5):
+            batches.next_batch()
+    batches.stop()
+    assert time.monotonic() - began < SLOW
+
+
+def test_a_worker_killed_in_the_middle_of_a_batch_is_noticed(batches_of):
+    batches = batches_of(Numbers(size=3_000_000))
+    batches.next_batch()
+    time.sleep(0.3)  # both are in the middle of a batch that the pipe does not hold
+    os.kill(batches.workers[0].pid, signal.SIGKILL)
+    with pytest.raises(RunFailed, match="has died"):
+        for _ in range(5):
+            batches.next_batch()
+
+
+def test_workers_that_give_nothing_for_hang_minutes_end_the_run(batches_of):
+    batches = batches_of(Numbers(hang), hang_minutes=0.01)
+    with pytest.raises(
+        RunFailed, match="gave a batch for 0.01 minutes .--hang_minutes.; does the d"
+    ):
+        list(batches)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_an_error_of_the_dataset_keeps_its_type_and_its_line(batches_of, num_workers):
+    with pytest.raises(KeyError) as error:
+        list(batches_of(Numbers(raise_own), num_workers))
+    assert "of the dataset" in str(error.value)
+    if num_workers:
+        assert 'raise KeyError("of the dataset")' in str(error.value)
+
+
+FULL = f"""
+import contextlib, os, sys
+sys.path[:0] = ["{REPO}", "{REPO}/tests"]
+import numpy as np, torch
+from plumbing.data import Batches
+def fill(name):
+    with open("/dev/shm/" + name, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+class Big:
+    def __getitem__(self, i):
+        return np.full(300_000, i), np.zeros(3)
+class Tensors(Big):
+    def __getitem__(self, i):
+        return tuple(map(torch.from_numpy, super().__getitem__(i)))
+for dataset in (Big(), Tensors()):
+    batches = Batches(dataset, iter(range(8)), torch.device("cpu"), num_workers=2)
+    fill("full")
+    print([int(first[0]) for first, _, _ in batches])
+    batches.stop()
+    if type(dataset) is Big:
+        os.remove("/dev/shm/full")
+del batches
+fill("more")
+try:
+    Batches(Big(), iter(range(8)), torch.device("cpu"), num_workers=2)
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_a_full_dev_shm_stalls_nothing(tmp_path):
+    """In a mount namespace of its own, whose /dev/shm is small."""
+    unshare = ["unshare", "-rm", "sh", "-c"]
+    mount = "mount -t tmpfs -o size=512k tmpfs /dev/shm"
+    if subprocess.run([*unshare, mount], capture_output=True, check=False).returncode:
+        pytest.skip("this system lets nobody mount a small /dev/shm")
+    (tmp_path / "full.py").write_text(FULL)
+    command = f"{mount} && exec {sys.executable} {tmp_path}/full.py"
+    done = subprocess.run(
+        [*unshare, command], capture_output=True, text=True, timeout=60, check=False
+    )
+    *lines, last = done.stdout.splitlines()
+    assert lines == ["[0, 1, 2, 3, 4, 5, 6, 7]"] * 2, done.stderr
+    assert last.startswith("RunFailed cannot start 2 DataLoader workers ([Errno 28] No space left")
+    assert "is /dev/shm full? --num_workers=0 needs none" in last
+
+
+def test_a_script_that_ends_without_stop_does_not_wait_for_its_workers(tmp_path):
+    code = f"""
+import sys, time
+sys.path[:0] = ["{REPO}", "{REPO}/tests"]
+import torch
+from plumbing.data import Batches
+class Slow:
+    def __getitem__(self, i):
+        time.sleep(i * 1000)
+        return [i], [i]
+print(next(Batches(Slow(), iter(range(4)), torch.device("cpu"), num_workers=2)))
+"""
+    (tmp_path / "own.py").write_text(code)
+    subprocess.run([sys.executable, tmp_path / "own.py"], timeout=SLOW, check=True)
+
+
+def test_no_thread_is_left_behind(batches_of):
+    before = set(threading.enumerate())
+    for size in (10, 3_000_000):
+        batches = batches_of(Numbers(size=size))
+        batches.next_batch()
+        batches.stop()
+    time.sleep(0.1)
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert not {name for name in left if "Feeder" not in name}, left

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -442,3 +443,239 @@ def test_every_config_file_of_this_repository_is_right_for_train(path):
     knobs = cli.read_knobs(REPO / "train.py")
     config = {name: default for name, (default, _, _) in knobs.items()}
     assert cli.read_config_file(str(path), str(REPO), config, knobs)
+
+
+# ---- numbers and names that no run can have ------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["1e308", "-1e308", "9223372036854775808", "1e19"])
+def test_an_absurd_number_is_refused_in_one_line(script, value):
+    line = refusal(script, f"--batch_size={value}")
+    assert line == f"--batch_size={value}: expected an int below 2**63 such as --batch_size=32"
+    assert configure(script, "--batch_size=1e18")[0]["batch_size"] == 10**18  # control
+
+
+def test_an_interval_may_be_written_with_exponents(script):
+    text = script.read_text().replace("# sequences, and", "# [1, 1e6], and")
+    script.write_text(text)
+    assert "expected an int in [1, 1e6]" in refusal(script, "--batch_size=1000001")
+    assert configure(script, "--batch_size=1_000_000")[0]["batch_size"] == 10**6
+
+
+@pytest.mark.parametrize("name, value", [("batchsize", 4), ("reprot", True), ("peak_lrs", 0.1)])
+def test_a_global_that_the_source_does_not_define_is_named(script, name, value):
+    scope = scope_of(script) | {name: value}
+    with pytest.raises(cli.BadInput) as error, configured(scope, argv=[]):
+        pass
+    near = {"batchsize": "batch_size", "reprot": "report", "peak_lrs": "peak_lr"}[name]
+    assert f"sheep.{name} = {value!r}" in str(error.value)
+    assert f"did you mean {near} = {value!r}?" in str(error.value)
+
+
+def test_globals_that_are_no_typing_mistakes_are_let_be(script):
+    fine = {"after": 2, "computed": 3, "CONSTANT": 4, "_own": 5, "last_run": object(), "main": min}
+    with configured(scope_of(script) | fine, argv=[]):
+        pass
+    script.write_text("from math import *\n" + script.read_text())
+    with configured(scope_of(script) | {"pi": 3.14}, argv=[]):
+        pass
+
+
+# ---- another command is another run --------------------------------------------------------------
+
+NAMED = "batch_size accum_steps n_layer peak_lr name report".split()
+
+
+def name_of(tmp_path, *argv, files=None):
+    """The folder of a run, against out/run of its config."""
+    path = tmp_path / "run.py"
+    path.write_text(
+        'out_dir = "out/run"\nn_layer = 1\nbatch_size = 8\naccum_steps = 1\nname = "a"\n'
+        "peak_lr = 1e-3\nreport = True\nmax_steps = 9\n"
+    )
+    for file, content in (files or {}).items():
+        (tmp_path / file).write_text(content)
+    with configured(scope_of(path), argv=list(argv)) as config:
+        return os.path.relpath(cli.folder_name(config, NAMED), tmp_path)
+
+
+def test_another_command_is_another_folder_in_the_order_of_the_knobs(tmp_path):
+    assert name_of(tmp_path) == "out/run"
+    assert name_of(tmp_path, "--n_layer=2") == "out/run,n_layer=2"
+    expected = "out/run,n_layer=2,peak_lr=0.01,report=false"
+    flags = ("--peak_lr=1e-2", "--report=no", "--n_layer=2")
+    assert name_of(tmp_path, *flags) == name_of(tmp_path, *flags[::-1]) == expected
+
+
+def test_what_the_run_has_anyway_and_what_is_free_gives_the_same_folder(tmp_path):
+    assert name_of(tmp_path, "--n_layer=1", "--peak_lr=0.001", "--max_steps=5") == "out/run"
+    files = {"two.py": 'n_layer = 2\nout_dir = "out/two"\n'}
+    two = str(tmp_path / "two.py")
+    assert name_of(tmp_path, two, files=files) == "out/two"
+    assert name_of(tmp_path, two, "--n_layer=2", files=files) == "out/two"
+    assert name_of(tmp_path, two, "--n_layer=1", files=files) == "out/two,n_layer=1"
+    assert name_of(tmp_path, "--n_layer=3", two, files=files) == "out/two"  # the file wins
+
+
+def test_a_batch_is_named_by_both_factors_and_only_if_their_product_changes(tmp_path):
+    assert name_of(tmp_path, "--batch_size=4", "--accum_steps=2") == "out/run"
+    assert name_of(tmp_path, "--accum_steps=4") == "out/run,batch_size=8,accum_steps=4"
+
+
+def test_a_typed_folder_is_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert name_of(tmp_path, "--out_dir=mine", "--n_layer=2") == "mine"
+
+
+def test_a_folders_name_is_one_name_however_odd_the_value(tmp_path):
+    assert name_of(tmp_path, "--name=a/b:c,d e%") == "out/run,name=a%2Fb%3Ac%2Cd%20e%25"
+    long = [name_of(tmp_path, f"--name={letter * 200}") for letter in "xy"]
+    assert long[0] != long[1] and {len(name) for name in long} == {len("out/") + 120}
+    assert name_of(tmp_path, f"--name={200 * 'x'}") == long[0]
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+FAILING = r"""
+import contextlib, functools, json, sys
+sys.path.insert(0, {repo!r})
+from plumbing import cli
+from plumbing.cli import BadInput, RunFailed, fail, run_script
+
+def ours():
+    json.loads("[")  # my own line
+
+def bad_input():
+    fail("it is\nbad")
+
+def failed():
+    raise RunFailed("it has failed")
+
+def said():
+    error = BadInput("once")
+    error.said = True
+    raise error
+
+def interrupted():
+    raise KeyboardInterrupt
+
+def escape():
+    raise ValueError("\x1b]0;title\x07 \x9b31m")
+
+def through_plumbing():
+    with cli.configured(globals(), argv=[]):
+        cli.folded_traceback(None)  # my own line
+
+def chained():
+    try:
+        ours()
+    except ValueError as error:
+        raise KeyError("mine") from error
+
+if __name__ == "__main__":
+    sys.exit(run_script(globals()[sys.argv[1]]))
+"""
+
+
+def fails(tmp_path, function):
+    """(exit code, lines on stderr) of a script that fails in `function`."""
+    (tmp_path / "own.py").write_text(FAILING.format(repo=str(REPO)))
+    done = run(tmp_path / "own.py", function)
+    assert done.stdout == ""
+    return done.returncode, done.stderr.splitlines()
+
+
+@pytest.mark.parametrize(
+    "function, code, lines",
+    [
+        ("bad_input", 2, ["own.py: it is bad"]),
+        ("failed", 1, ["own.py: failed: it has failed"]),
+        ("said", 2, []),  # by another rank
+        ("interrupted", 130, [""]),
+    ],
+)
+def test_an_error_of_ours_is_one_line(tmp_path, function, code, lines):
+    assert fails(tmp_path, function) == (code, lines)
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_output_that_cannot_be_written_changes_no_exit_code(tmp_path, code):
+    """A closed pipe and a full disk, which show only when the last words are flushed."""
+    source = f"import sys; sys.path.insert(0, {str(REPO)!r})\nfrom plumbing.cli import run_script\n"
+    source += f"def main():\n    print('words')\n    return {code}\nsys.exit(run_script(main))\n"
+    (tmp_path / "own.py").write_text(source)
+    reader, pipe = os.pipe()
+    os.close(reader)
+    for stdout in (pipe, os.open("/dev/full", os.O_WRONLY)):
+        command, buffered = [sys.executable, tmp_path / "own.py"], {"PYTHONUNBUFFERED": ""}
+        pipes = {"stdout": stdout, "stderr": subprocess.PIPE}
+        done = subprocess.run(command, env=os.environ | buffered, text=True, **pipes)
+        os.close(stdout)
+        assert (done.returncode, done.stderr) == (code, "")
+
+
+@pytest.mark.parametrize("function", ["ours", "through_plumbing"])
+def test_an_error_in_your_own_code_ends_in_your_own_line(tmp_path, function):
+    """Nothing of plumbing/ or of a library is shown, above it or below it."""
+    code, lines = fails(tmp_path, function)
+    assert code == 1 and lines[0].startswith("Traceback (most recent call last; ")
+    places = [line for line in lines if line.startswith("  File")]
+    assert len(places) == 1 and "own.py" in places[0] and f"in {function}" in places[0]
+    shown = lines[lines.index(places[0]) + 1 :]
+    assert "# my own line" in shown[0]
+    assert re.match(r"[\w.]+Error: ", shown[-1]) and len(shown) <= 3  # ^^^^ points at it
+
+
+def test_frames_of_plumbing_between_yours_are_one_line(script, monkeypatch):
+    def mine(*arguments):
+        raise KeyError("mine")
+
+    monkeypatch.setattr(cli, "accept", mine)
+    try:
+        configure(script, "--batch_size=1")
+    except KeyError as error:
+        lines = cli.folded_traceback(error)
+    assert not any("cli.py" in line for line in lines)
+    (folded,) = [line for line in lines if " frames in " in line]
+    assert re.fullmatch(r"  \.\.\. \d frames in plumbing/ \.\.\.", folded)
+    assert lines[-1] == "KeyError: 'mine'" and 'raise KeyError("mine")' in "".join(lines[-3:])
+
+
+def test_the_cause_of_an_error_is_shown_before_it(tmp_path):
+    _, lines = fails(tmp_path, "chained")
+    assert lines.index("which led to:") > lines.index(
+        "json.decoder.JSONDecodeError: Expecting value: line 1 column 2 (char 1)"
+    )
+    assert lines[-1] == "KeyError: 'mine'"
+
+
+def test_an_error_cannot_type_into_the_terminal(tmp_path):
+    _, lines = fails(tmp_path, "escape")
+    assert lines[-1] == "ValueError: ]0;title 31m"
+    assert cli.printable("\033[31mred\033[0m\ta\nb\r\033[2J") == "\033[31mred\033[0m\ta\nb[2J"
+
+
+COMPILED = """
+import sys
+sys.path.insert(0, {repo!r})
+import torch
+from plumbing.cli import run_script
+
+class Own(torch.nn.Module):
+    def forward(self, x):
+        return x @ torch.ones(4, 3)  # my own line
+
+def main():
+    torch.compile(Own(), backend="eager")(torch.ones(2, 5))
+
+sys.exit(run_script(main))
+"""
+
+
+def test_what_fails_in_the_compiler_shows_the_eager_error(tmp_path):
+    (tmp_path / "own.py").write_text(COMPILED.format(repo=str(REPO)))
+    lines = run(tmp_path / "own.py").stderr.splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("Traceback"))
+    assert len(lines) - begin < 12
+    assert lines[-1].startswith("RuntimeError: ") and "2, 5" in lines[-1]
+    assert "# my own line" in "".join(lines[-3:-1])

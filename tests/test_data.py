@@ -1,10 +1,12 @@
 """prepare_data.py: what a dataset is, what bad input gets, and what a download may turn into."""
 
+import contextlib
 import copy
 import hashlib
 import http.server
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -17,8 +19,9 @@ import numpy as np
 import pytest
 
 import prepare_data
-from plumbing.dataset import Offline, fingerprint
-from plumbing.tokenizers import DataError, decode, encode
+from plumbing import data
+from plumbing.cli import BadInput
+from plumbing.data import DataError, Offline, fingerprint, stream, tokenizer_of
 from prepare_data import open_dataset, prepare
 
 SCRIPT = Path(prepare_data.__file__)
@@ -69,6 +72,14 @@ def refusal(tmp_path, *argv, **environment):
     assert result.stderr.count("\n") == 1 and result.stderr.startswith("prepare_data.py: ")
     assert snapshot(tmp_path) == before
     return result.stderr
+
+
+def encode(text, meta):
+    return tokenizer_of(meta).encode(text)
+
+
+def decode(ids, meta):
+    return tokenizer_of(meta).decode(ids)
 
 
 def snapshot(folder):
@@ -176,6 +187,98 @@ def test_pydoc_needs_no_network(tmp_path):
     assert "statement" in decode(ids(folder, "train"), meta)
 
 
+# --- a tokenizer of your own ---
+
+
+class Words:
+    """The whole of a tokenizer that somebody adds to plumbing/data.py."""
+
+    def __init__(self, meta):
+        self.words = meta["words"]
+        self.vocab_size = len(self.words)
+
+    @staticmethod
+    def learn(text):
+        return {"words": sorted({*re.findall(r"\w+|\W", text), "?"})}
+
+    def encode(self, text):
+        known = {word: i for i, word in enumerate(self.words)}
+        return [known.get(word, known["?"]) for word in re.findall(r"\w+|\W", text)]
+
+    def decode(self, ids):
+        return "".join(self.words[int(i)] for i in ids)
+
+
+class Halves:
+    """One that learns nothing: it has the three things that are needed."""
+
+    vocab_size = 16
+
+    def __init__(self, meta):
+        pass
+
+    def encode(self, text):
+        raw = np.frombuffer(text.encode(), np.uint8)
+        return np.stack([raw >> 4, raw & 15], 1).reshape(-1)
+
+    def decode(self, ids):
+        high, low = np.asarray(ids, np.uint8)[: len(ids) // 2 * 2].reshape(-1, 2).T
+        return (high << 4 | low).tobytes().decode(errors="replace") + "\ufffd" * (len(ids) % 2)
+
+
+def test_a_tokenizer_of_your_own_is_one_class_in_one_file(tmp_path, text_file, monkeypatch):
+    monkeypatch.setitem(data.TOKENIZERS, "words", Words)
+    folder, meta = prepare("w", tmp_path, str(text_file), "words")
+    assert decode(ids(folder, "train"), meta) + decode(ids(folder, "val"), meta) == TEXT
+    assert open_dataset("w", tmp_path) == (folder, meta)
+    assert "".join(stream(ids(folder, "val"), tokenizer_of(meta))) == TEXT[int(0.9 * len(TEXT)) :]
+    with pytest.raises(DataError, match="words learns its vocabulary from one text, and cannot"):
+        prepare("c", tmp_path, str(tmp_path / "*.txt"), "words")
+    monkeypatch.delitem(data.TOKENIZERS, "words")  # a run of it is resumed without its code
+    with pytest.raises(DataError, match="meta.json does not describe a dataset"):
+        open_dataset("w", tmp_path)
+
+
+def test_a_tokenizer_of_your_own_streams_a_corpus(tmp_path, text_file, monkeypatch):
+    monkeypatch.setitem(data.TOKENIZERS, "halves", Halves)
+    (tmp_path / "two.txt").write_text("another document " * 20)
+    folder, meta = prepare("c", tmp_path, str(tmp_path / "*.txt"), "halves", val_fraction=0.5)
+    parts = [decode(ids(folder, split), meta) for split in ("train", "val")]
+    assert sorted(parts) == sorted([TEXT, "another document " * 20])
+    (tmp_path / "one.txt").write_text("one" * 99)
+    assert prepare("o", tmp_path, str(tmp_path / "one.txt"), "halves")[1]["vocab_size"] == 16
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "byte", pytest.param("gpt2", marks=needs_gpt2)])
+def test_streamed_text_never_shows_half_a_character(tmp_path, text_file, tokenizer):
+    _, meta = prepare("esel", tmp_path, str(text_file), tokenizer)
+    pieces = list(stream(encode("Käse 🐴 & Esel", meta), tokenizer_of(meta)))
+    assert "".join(pieces) == "Käse 🐴 & Esel" and len(pieces) > 3
+    assert not any("\ufffd" in piece for piece in pieces)
+    if tokenizer == "byte":  # what is no text at all is shown as such, as a whole it would be
+        broken = [0xC3, 0xFF, 0xE2, 0x82, 0x41, 0xF0, 0x9F]
+        whole = bytes(broken).decode(errors="replace")
+        assert "".join(stream(broken, tokenizer_of(meta))) == whole
+
+
+# --- data of your own, without prepare_data.py ---
+
+
+def test_a_folder_needs_no_more_than_how_to_read_its_ids(tmp_path):
+    """Anything that is a sequence of ids: no text, no tokenizer."""
+    folder = tmp_path / "proteins"
+    folder.mkdir()
+    digests = {}
+    for split in data.SPLITS:
+        np.arange(100, dtype=np.uint16).tofile(folder / f"{split}.bin")
+        digests[f"{split}.bin"] = hashlib.sha256((folder / f"{split}.bin").read_bytes()).hexdigest()
+    meta = {"vocab_size": 100, "dtype": "uint16", "train_tokens": 100, "val_tokens": 100}
+    (folder / "meta.json").write_text(json.dumps(meta | {"sha256": digests}))
+    assert open_dataset("proteins", tmp_path) == (str(folder), meta | {"sha256": digests})
+    assert prepare("proteins", tmp_path)[0] == str(folder)
+    assert data.open_split(folder, meta, "val")[:3].tolist() == [0, 1, 2]
+
+
 # --- a dataset that is there already ---
 
 
@@ -224,6 +327,18 @@ def test_an_unfinished_dataset_is_made_anew(tmp_path, text_file):
     assert open_dataset("esel", tmp_path) == (folder, meta)
 
 
+def test_what_a_killed_run_left_is_removed(tmp_path, text_file):
+    folder = tmp_path / "data" / "esel"
+    folder.mkdir(parents=True)
+    for name in ("train.bin.tmp", "meta.json.tmp", "input.txt.tmp"):
+        (folder / name).write_bytes(b"half")
+    (tmp_path / "elsewhere").write_text("not ours")
+    (folder / "val.bin.tmp").symlink_to(tmp_path / "elsewhere")
+    assert run(tmp_path, "esel", f"--input={text_file}").returncode == 0
+    assert files(folder) == ["meta.json", "train.bin", "val.bin"]
+    assert (tmp_path / "elsewhere").read_text() == "not ours"
+
+
 def test_two_processes_can_make_the_same_dataset_at_once(tmp_path):
     command = [sys.executable, str(SCRIPT), "pydoc", "--data_dir=data"]
     makers = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) for _ in range(3)]
@@ -243,8 +358,8 @@ def test_two_processes_can_make_the_same_dataset_at_once(tmp_path):
         ("Esel".encode("utf-16"), ["UTF-16"]),
         (b"Ein K\xe4se", ["is not UTF-8: byte 0xe4 at offset 5", "iconv"]),
         ("Ein Käse".encode()[:6], ["is not UTF-8: byte 0xc3 at offset 5"]),
-        (b"a", ["too short: 1 characters", "train 0 tokens"]),
-        (b"abcdefghij", ["too short: 10 characters", "val 1 tokens", "block_size + 1"]),
+        (b"a", ["too short: 0 tokens to train on, 1 to validate"]),
+        (b"abcdefghij", ["too short: 9 tokens to train on, 1 to validate", "block_size + 1"]),
     ],
 )
 def test_a_text_that_cannot_be_used_is_refused(tmp_path, content, words):
@@ -257,7 +372,10 @@ def test_a_text_that_cannot_be_used_is_refused(tmp_path, content, words):
     "argv, words",
     [
         (["x", "--input=none.txt"], ["cannot read none.txt", "No such file"]),
-        (["x", "--input=.", "--tokenizer=byte"], ["corpus is too small: of 1 documents val has 0"]),
+        (
+            ["x", "--input=.", "--tokenizer=byte"],
+            ["too short", "0 to validate", "--val_fraction=0.5"],
+        ),
         (["x", "--input=esel.txt", "--tokenizer=bpe"], ["'bpe'", "--tokenizer=char|byte|gpt2"]),
         (["x"], ["no dataset 'x'", "prepare_data.py x --input=FILE", "shakespeare and pydoc"]),
         (["a/b", "--input=esel.txt"], ["NAME is made of letters", "'a/b'"]),
@@ -295,7 +413,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, text_file, monkeypatc
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(DataError, match="No space left"):
         prepare("esel", tmp_path, str(text_file))
-    assert files(tmp_path / "esel") == []
+    assert not (tmp_path / "esel").exists()
 
 
 def test_meta_json_gets_its_name_last(tmp_path, text_file, monkeypatch):
@@ -357,6 +475,16 @@ def change_meta(**changes):
     return change
 
 
+def raw_meta(content):
+    return lambda folder, meta: (folder / "meta.json").write_bytes(content)
+
+
+def nest(folder, meta):
+    """Deep enough to be read, and too deep to be written to run.json."""
+    own = "[" * 700 + "]" * 700
+    (folder / "meta.json").write_text(json.dumps(meta)[:-1] + f', "own": {own}}}')
+
+
 def torn_meta(folder, meta):
     os.truncate(folder / "meta.json", 30)
 
@@ -376,13 +504,27 @@ def meta_without_dtype(folder, meta):
         (torn_meta, "meta.json does not describe a dataset"),
         (meta_without_dtype, "meta.json lacks 'dtype'"),
         (change_meta(dtype="float32"), "does not describe a dataset"),
-        (change_meta(dtype="uint32"), "bytes, but meta.json says"),
+        (change_meta(dtype="uint32"), "train.bin was changed or damaged: it has 1,908 bytes"),
         (change_meta(vocab_size="65"), "does not describe a dataset"),
         (change_meta(vocab_size=1), "does not describe a dataset"),
         (change_meta(val_tokens=-5), "does not describe a dataset"),
         (change_meta(chars=""), "does not describe a dataset"),
         (change_meta(sha256="none"), "does not describe a dataset"),
         (change_meta(tokenizer=["char"]), "does not describe a dataset"),
+        (change_meta(tokenizer="bpe"), "does not describe a dataset"),
+        (change_meta(tokenizer=None), "does not describe a dataset"),
+        (change_meta(chars=[1, 2]), "does not describe a dataset"),
+        (change_meta(sha256={"train.bin": None, "val.bin": 5}), "does not describe a dataset"),
+        (change_meta(vocab_size=True), "does not describe a dataset"),
+        (change_meta(train_tokens=float("nan")), "does not describe a dataset"),
+        (change_meta(train_tokens=10**400), "does not describe a dataset"),
+        (change_meta(val_bytes=None), "does not describe a dataset"),
+        (change_meta(source=5), "does not describe a dataset"),
+        (raw_meta(b"null"), "does not describe a dataset"),
+        (raw_meta(b"[" * 100_000), "does not describe a dataset"),
+        (raw_meta(b'{"dtype": ' + b"[" * 100_000), "does not describe a dataset"),
+        (raw_meta(b"\xff\xfe{}"), "does not describe a dataset"),
+        (nest, "does not describe a dataset"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -427,6 +569,15 @@ class Server(http.server.BaseHTTPRequestHandler):
             self.send_response(302)
             self.send_header("Location", "/login")
             self.end_headers()
+            return
+        if self.path == "/drip":
+            self.send_response(200)
+            self.send_header("Content-Length", "1115394")
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                for _ in range(100):
+                    self.wfile.write(b"x")
+                    time.sleep(0.1)
             return
         if self.path == "/gone":
             self.send_error(404)
@@ -501,11 +652,11 @@ def test_shakespeare_can_come_from_a_file_or_a_copy(tmp_path):
 @pytest.mark.parametrize(
     "path, words",
     [
-        ("/cut", ["truncated after 500,000 bytes"]),
-        ("/portal", ["a page of HTML came instead of the text", "/login"]),
-        ("/wrong", ["the SHA-256 of what came is"]),
-        pytest.param("/longer", ["the SHA-256 of what came is"], marks=pytest.mark.slow),
-        pytest.param("/gone", ["the server answered 404 Not Found"], marks=pytest.mark.slow),
+        ("/cut", ["text/plain from http", "500,000 bytes with SHA-256"]),
+        ("/portal", ["text/html from http", "/login"]),
+        ("/wrong", ["1,115,394 bytes with SHA-256"]),
+        pytest.param("/longer", ["text/plain from http"], marks=pytest.mark.slow),
+        pytest.param("/gone", ["the answer 404 Not Found"], marks=pytest.mark.slow),
     ],
 )
 def test_a_download_that_is_not_the_text_is_refused_after_retries(tmp_path, server, path, words):
@@ -513,6 +664,28 @@ def test_a_download_that_is_not_the_text_is_refused_after_retries(tmp_path, serv
     always = ["expected 1,115,394 bytes", prepare_data.SHAKESPEARE_SHA256, "--input=FILE"]
     assert all(word in err for word in words + always), err
     assert server.asked.count(path) == 3
+
+
+def test_every_error_of_the_data_is_bad_input():
+    """One line and exit code 2 in the scripts, an ordinary exception for a caller in Python."""
+    assert issubclass(DataError, BadInput) and issubclass(Offline, BadInput)
+    assert not issubclass(Offline, DataError) and not issubclass(BadInput, SystemExit)
+
+
+def test_a_run_takes_the_offline_dataset_only_where_the_other_cannot_be_had(tmp_path):
+    said = []
+    ask = (tmp_path, 16, said.append)
+    name, _, meta = prepare_data.dataset_of_run("shakespeare", "pydoc", None, *ask)
+    assert name == "pydoc" and "CPython" in meta["source"]
+    assert "This run trains on 'pydoc' INSTEAD OF 'shakespeare'" in "".join(said)
+    with pytest.raises(Offline, match="cannot reach"):
+        prepare_data.dataset_of_run("shakespeare", "", None, *ask)
+    with pytest.raises(DataError, match="no dataset 'own'"):
+        prepare_data.dataset_of_run("own", "pydoc", None, *ask)
+    with pytest.raises(DataError, match="--block_size=99999: val.bin has 46,"):
+        prepare_data.dataset_of_run("pydoc", "", None, tmp_path, 99999, said.append)
+    said.clear()
+    assert prepare_data.dataset_of_run("pydoc", "pydoc", "pydoc", *ask)[0] == "pydoc" and not said
 
 
 def test_no_network_is_noticed_quickly_and_told_apart(tmp_path, monkeypatch):
@@ -526,6 +699,19 @@ def test_no_network_is_noticed_quickly_and_told_apart(tmp_path, monkeypatch):
     monkeypatch.setenv("SHAKESPEARE_URL", "http://no-such-host.invalid/input.txt")
     with pytest.raises(Offline, match="cannot reach"):
         open_dataset("shakespeare", tmp_path)
+    assert snapshot(tmp_path) == {}
+
+
+def test_a_download_that_drips_counts_as_no_network_after_a_bounded_time(
+    tmp_path, server, monkeypatch
+):
+    """A byte every 0.1 s: each of them comes long before any timeout of the socket."""
+    monkeypatch.setenv("SHAKESPEARE_URL", server.url + "/drip")
+    monkeypatch.setattr(prepare_data, "DOWNLOAD_SECONDS", 0.5)
+    start = time.monotonic()
+    with pytest.raises(Offline, match="timed out after 0.5 s; .* pydoc needs no network"):
+        open_dataset("shakespeare", tmp_path)
+    assert time.monotonic() - start < 5
     assert snapshot(tmp_path) == {}
 
 

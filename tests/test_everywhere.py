@@ -8,7 +8,7 @@ import torch
 from conftest import REPO
 from test_ranks import SHARD, codes, ranks
 
-from plumbing import devices
+from plumbing import machine
 
 # ---- a weight that a rank's own rows do not use --------------------------------------------------
 
@@ -78,9 +78,9 @@ READING = """
 from pathlib import Path
 def read_so_far():
     return int(Path("/proc/self/io").read_text().split()[1])
-def restore(*args, inner=train.checkpoints.restore):
+def restore(*args, inner=train.checkpoint.restore):
     os.write(1, f"TOOK {rank} {peak_of(lambda: inner(*args))[0]}\\n".encode())
-train.checkpoints.restore = restore
+train.checkpoint.restore = restore
 def loop(*args, inner=train.train):
     os.write(1, f"READ {rank} {read_so_far() - began}\\n".encode())
     return inner(*args)
@@ -149,7 +149,7 @@ def test_the_memory_of_a_sharded_step_counts_what_is_gathered(run_train, dtype):
 def test_only_cuda_copies_in_the_background():
     """On MPS it would copy from memory that is free, or read what has not arrived (pytorch#189690)."""
     kinds = {
-        kind: devices.copies_in_background(torch.device(kind)) for kind in ("cuda", "mps", "cpu")
+        kind: machine.copies_in_background(torch.device(kind)) for kind in ("cuda", "mps", "cpu")
     }
     assert kinds == {"cuda": True, "mps": False, "cpu": False}
     for path in [*REPO.glob("*.py"), *REPO.glob("*/*.py")]:

@@ -14,12 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plumbing.skipping import Buffers
 from torch import nn
 
 from plumbing import ranks
-from plumbing.failures import RunFailed, explain
-from plumbing.retry import retry_on_oom
-from plumbing.skipping import Buffers
+from plumbing.safe_step import RunFailed, explain
 
 CPU = torch.device("cpu")
 

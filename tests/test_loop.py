@@ -17,11 +17,10 @@ from conftest import HONEST_DATA, REPO, TINY, WINDOWS, digest, read_rows, stop_a
 import train
 from model import GPT, GPTConfig
 from optim import configure_optimizers
-from plumbing import devices
-from plumbing.checkpoints import MICRO_BATCHES
-from plumbing.dataset import Tokens
-from plumbing.identity import split_global_batch
-from plumbing.windows import OrderedWindows
+from plumbing import machine
+from plumbing.checkpoint import MICRO_BATCHES
+from plumbing.data import OrderedWindows, open_split
+from plumbing.resume import split_global_batch
 
 STEPS = 12
 CPU = torch.device("cpu")
@@ -30,7 +29,7 @@ TRAIN = (
 )
 EVAL = "step val_loss val_bpb val_accuracy best_val_loss"
 needs_float16 = pytest.mark.skipif(
-    "avx512_fp16" not in devices.cpu_info()[1], reason="this CPU does not compute in float16"
+    "avx512_fp16" not in machine.cpu_info()[1], reason="this CPU does not compute in float16"
 )
 
 
@@ -59,6 +58,8 @@ def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
     optimizers = configure_optimizers(model, optimizer, 1e-3, 0.1, 0.9, 0.95, 0.95, "cpu")
     return train.Run(
         folder=None,
+        path=None,
+        before={},
         device=CPU,
         train_data=None,
         val_data=None,
@@ -331,7 +332,7 @@ def val(tmp_path):
     """(tokens, validation data): 200 tokens in windows of 16."""
     ids = torch.randint(65, (200,), generator=torch.Generator().manual_seed(3))
     ids.to(torch.uint16).numpy().tofile(tmp_path / "val.bin")
-    return ids, OrderedWindows(Tokens([tmp_path / "val.bin"], "uint16"), 16)
+    return ids, OrderedWindows(open_split(tmp_path, {"dtype": "uint16"}, "val"), 16)
 
 
 def evaluate(run, val, micro_batch=5):
@@ -594,8 +595,8 @@ def test_the_rows_of_a_run_are_those_of_the_contract(run_train, data_dir):
 def test_a_number_that_is_not_finite_is_null_in_the_record(run_train):
     poison = """
 def forward_backward(model, run, *rest, inner=train.forward_backward):
-    loss = inner(model, run, *rest)
-    return loss * float("nan") if run.state["step"] in (3, 4) else loss
+    numbers = inner(model, run, *rest)
+    return {"loss": numbers["loss"] * (float("nan") if run.state["step"] in (3, 4) else 1)}
 train.forward_backward = forward_backward
 """
     done = run_train("run", before=poison)
@@ -706,7 +707,7 @@ def test_milestones_stay_and_of_the_others_the_newest(run_train):
     for name, step in zip(names[1:], (10, 12, 5, 10), strict=True):
         checkpoint = torch.load(done.out_dir / name, weights_only=True)
         assert checkpoint["state"]["step"] == step
-        parts = "model optimizer scaler ema state rng config data run".split()
+        parts = "model frozen optimizer scaler ema state rng config data run".split()
         assert set(checkpoint) == set(parts)
         assert not [key for key in checkpoint["model"] if key.startswith(("_orig_mod", "module"))]
 
@@ -718,9 +719,9 @@ def test_run_json_says_what_ran(run_train):
     assert "--max_steps=3" in facts["command"] and facts["config"]["max_steps"] == 3
     assert facts["config"]["decay_steps"] == 0 and facts["run"]["decay_steps"] == 3
     code = facts["run"]["code"]
-    assert {"train.py", "model.py", "prepare_data.py", "plumbing/checkpoints.py"} <= set(code)
+    assert {"train.py", "model.py", "prepare_data.py", "plumbing/checkpoint.py"} <= set(code)
     for name, found in code.items():
-        assert found == hashlib.sha256((REPO / name).read_bytes()).hexdigest()
+        assert found[0] == hashlib.sha256((REPO / name).read_bytes()).hexdigest()
     assert facts["versions"]["packages"]["torch"] == facts["versions"]["torch"]
     assert facts["hardware"]["threads"] == torch.get_num_threads()
     assert facts["hardware"]["device"] and facts["data"]["name"] == "small"
@@ -761,12 +762,14 @@ def batches_of(done):
 
 
 def sha_of(dataset, first, count):
-    return hashlib.sha256(dataset[first, count][0].numpy()).hexdigest()
+    return hashlib.sha256(dataset[first, count][0]).hexdigest()
 
 
 @pytest.fixture(scope="module")
 def windows(data_dir):
-    return train.ShuffledWindows(Tokens([data_dir / "small/train.bin"], "uint16"), 16, seed=1337)
+    return train.ShuffledWindows(
+        open_split(data_dir / "small", {"dtype": "uint16"}, "train"), 16, seed=1337
+    )
 
 
 @pytest.mark.parametrize("workers", [0, 2])

@@ -5,12 +5,9 @@ import re
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 from conftest import REPO, arguments, stop_at
 from test_faults import at_step
-
-from plumbing.dataset import Tokens
 
 FLAGS = ("--save_interval=4", "--keep_last=2")
 
@@ -65,7 +62,7 @@ def test_a_closed_terminal_stops_a_run_with_a_checkpoint_unless_under_nohup(run_
 def test_a_rank_leaves_without_the_finalization_of_python():
     code = """
 import atexit
-from plumbing.startup import leave
+from plumbing.machine import leave
 class Last:
     def __del__(self):
         print("finalized")
@@ -147,17 +144,3 @@ def test_what_cannot_be_written_is_named(run_train, tmp_path):
     done = run_train("run")
     assert done.returncode == 2
     assert re.search(r"\.lock cannot be written \(Is a directory\)", done.stderr)
-
-
-# ---- the data ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("left", [0, 50, 199])
-def test_a_dataset_file_that_gets_shorter_is_not_read_past_its_end(left, tmp_path):
-    path = tmp_path / "train.bin"
-    np.arange(100, dtype=np.uint16).tofile(path)
-    tokens = Tokens([path], "uint16")
-    assert tokens.read([90], 10).tolist() == [list(range(90, 100))]
-    os.truncate(path, left)
-    with pytest.raises(OSError, match="train.bin has changed its size since the start"):
-        tokens.read([20], 10)

@@ -16,10 +16,10 @@ import pytest
 import torch
 from conftest import stop_at, wait_for
 
-from plumbing import checkpoints, devices
+from plumbing import checkpoint, machine
 
 needs_float16 = pytest.mark.skipif(
-    "avx512_fp16" not in devices.cpu_info()[1], reason="this CPU does not compute in float16"
+    "avx512_fp16" not in machine.cpu_info()[1], reason="this CPU does not compute in float16"
 )
 FLAGS = ("--dropout=0.1", "--ema_decay=0.9", "--save_interval=4", "--log_interval=1")
 
@@ -77,7 +77,7 @@ def test_resume_is_bit_exact_and_a_signal_to_the_last_rank_stops_all(run_train, 
     assert codes(stopped) == " ".join(["143"] * count)
     assert "stopped by SIGTERM at step 6" in stopped.stdout
     shutil.copytree(stopped.out_dir, tmp_path / "control")
-    forget = "train.rng.set_rng_state = lambda rng, device: None"
+    forget = "train.checkpoint.set_rng_state = lambda rng, device: None"
     for name in ("same", "control") if count == 2 else ("same",):
         done = run_train(name, *flags, before=ranks(count, forget if name == "control" else ""))
         assert done.returncode == 0, done.stderr
@@ -181,7 +181,7 @@ def note(inner):
         os.write(1, f"{inner.__name__}\\n".encode())
         return inner(*args, **named)
     return call
-train.devices.set_deterministic = note(train.devices.set_deterministic)
+train.machine.set_deterministic = note(train.machine.set_deterministic)
 torch.distributed.init_process_group = note(torch.distributed.init_process_group)
 """
     done = run_train("run", "--max_steps=1", "--warmup_steps=1", before=ranks(1, order))
@@ -330,7 +330,7 @@ def test_torchrun_restarts_a_run_whose_rank_was_killed(start_train, straight, tm
     os.kill(children(process)[1], signal.SIGKILL)
     assert process.wait(120) == 0, process.log.read_text()
     assert "resume: checkpoint" in process.log.read_text()
-    done = checkpoints.load(tmp_path / "run/ckpt_00000160.pt")
+    done = checkpoint.load(tmp_path / "run/ckpt_00000160.pt")
     expected = torch.load(straight.checkpoint(160), weights_only=True)
     assert all(torch.equal(done["model"][k], expected["model"][k]) for k in expected["model"])
 
@@ -378,7 +378,9 @@ def test_a_sharded_resume_is_bit_exact(run_train, tmp_path, count):
     stopped = run_train("same", *flags, before=ranks(count, only_on(count - 1, stop_at(6))))
     shutil.copytree(stopped.out_dir, tmp_path / "control")
     for name in ("same", "control"):
-        forget = "train.rng.set_rng_state = lambda rng, device: None" if name == "control" else ""
+        forget = (
+            "train.checkpoint.set_rng_state = lambda rng, device: None" if name == "control" else ""
+        )
         done = run_train(name, *flags, before=ranks(count, forget))
         assert done.returncode == 0, done.stderr
         assert (done.fingerprint(12) == straight.fingerprint(12)) == (name == "same")

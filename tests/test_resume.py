@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import LION, REPO, WINDOWS, fingerprint, read_rows, stop_at, wait_for
 
-from plumbing import devices
+from plumbing import machine
 
 STEPS = 30
 FLAGS = (  # two micro-batches of 4 a step, dropout on; evaluations and saves fall on different steps
@@ -28,7 +28,7 @@ FLAGS = (  # two micro-batches of 4 a step, dropout on; evaluations and saves fa
 )
 ACROSS = WINDOWS // 8 + 1  # the step whose batch holds windows of two epochs
 needs_float16 = pytest.mark.skipif(
-    "avx512_fp16" not in devices.cpu_info()[1], reason="this CPU does not compute in float16"
+    "avx512_fp16" not in machine.cpu_info()[1], reason="this CPU does not compute in float16"
 )
 needs_compiler = pytest.mark.skipif(
     not shutil.which(os.environ.get("CXX", "g++")), reason="there is no C++ compiler here"
@@ -540,7 +540,7 @@ def test_another_thread_count_is_said_and_resumes(run_train):
 def test_other_kernels_are_said_and_resume(run_train):
     """As of a CPU whose matrix units oneDNN does not use: the name of the CPU does not tell."""
     run_train("run", before=stop_at(5))
-    done = run_train("run", before="train.identity.matmul_bits = lambda *_: 'of other kernels'")
+    done = run_train("run", before="train.resuming.matmul_bits = lambda *_: 'of other kernels'")
     assert done.returncode == 0, done.stderr
     (event,) = events(done, "inexact_resume")
     then, now = event["matmul_bits"]
@@ -555,7 +555,7 @@ def test_an_extent_beyond_the_split_is_the_whole_split(run_train):
 
 def test_whether_to_compile_depends_on_no_timing(run_train):
     """By the FLOPs of the run: however slow the machine seems now, the same command is the same run."""
-    slow = "train.peaks.peak_flops = lambda *arguments: (1.0, 'a very slow machine')"
+    slow = "train.machine.peak_flops = lambda *arguments: (1.0, 'a very slow machine')"
     done = run_train("run", "--compile=auto", before=slow)
     assert done.returncode == 0, done.stderr
     assert "a very slow machine" in done.stdout and "FLOPs; worth it from" in done.stdout
@@ -601,7 +601,7 @@ def test_every_file_that_the_run_has_loaded_belongs_to_it(run_train, tmp_path):
     (fork / "train.py").write_text(source)
     for steps, env in ((2, {}), (3, {"MORE": "1"}), (4, {})):
         if steps == 4:
-            for name in ("own.py", "plumbing/metrics.py"):
+            for name in ("own.py", "plumbing/run_folder.py"):
                 with open(fork / name, "a") as file:
                     file.write("# another line\n")
         done = run_train("run", "--warmup_steps=0", f"--max_steps={steps}", env=env, repo=fork)
@@ -610,5 +610,5 @@ def test_every_file_that_the_run_has_loaded_belongs_to_it(run_train, tmp_path):
     (event,) = events(done, "inexact_resume")
     assert event["step"] == 3
     for hashes in event["code"]:
-        assert set(hashes) == {"own.py", "plumbing/metrics.py"}
-    assert "own.py, plumbing/metrics.py" in " ".join(done.stdout.split())
+        assert set(hashes) == {"own.py", "plumbing/run_folder.py"}
+    assert "own.py, plumbing/run_folder.py" in " ".join(done.stdout.split())

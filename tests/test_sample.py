@@ -1,6 +1,7 @@
 """Text from a checkpoint: the same for the same seed, whole characters, and clear words where it fails."""
 
 import errno
+import math
 import os
 import re
 import subprocess
@@ -12,7 +13,9 @@ import torch
 
 import prepare_data
 import sample
-from plumbing import checkpoints
+from plumbing import checkpoint
+from plumbing.cli import run_script
+from plumbing.data import stream, tokenizer_of
 
 REPO = Path(sample.__file__).parent
 TEXT = (
@@ -40,15 +43,10 @@ def run_sample(monkeypatch, capsys):
     """run_sample(*arguments) -> (exit code, stdout, stderr)."""
 
     def run(*arguments):
-        monkeypatch.setattr(sys.stdout, "reconfigure", lambda **_: None, raising=False)
-        code = 0
-        try:
-            sample.main([*map(str, arguments), "--device=cpu"])
-        except SystemExit as stop:
-            code = stop.code
-        finally:
-            monkeypatch.undo()
-        return code, *capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, arguments), "--device=cpu"])
+        for output in (sys.stdout, sys.stderr):
+            monkeypatch.setattr(output, "reconfigure", lambda **_: None, raising=False)
+        return run_script(sample.main), *capsys.readouterr()
 
     return run
 
@@ -135,7 +133,7 @@ def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp
     refused(run_sample(tmp_path), "no checkpoint")
     refused(run_sample(trained / "run.json"), "run.json")
     torch.save({"weights": torch.ones(3)}, tmp_path / "foreign.pt")
-    refused(run_sample(tmp_path / "foreign.pt"), "foreign.pt", "lacks")
+    refused(run_sample(tmp_path / "foreign.pt"), "foreign.pt", "'model' is missing")
 
     def other_vocabulary(checkpoint):
         meta = checkpoint["data"]["meta"]
@@ -144,7 +142,14 @@ def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp
     size = len(set(TEXT)) + 1
     refused(run_sample(edited(other_vocabulary)), f"vocabulary of {size}")
     refused(run_sample(edited(lambda c: c["config"].update(n_embd=32))), "32", "in model.py")
-    refused(run_sample(edited(lambda c: c["data"].clear())), "no checkpoint of train.py")
+    for name, value in {"n_head": 0, "n_embd": "16", "n_layer": -1, "dropout": math.nan}.items():
+        wrong = edited(lambda c, change={name: value}: c["config"].update(change))
+        refused(run_sample(wrong), "edited.pt", f"{name} = {value!r}", "expected")
+    refused(run_sample(edited(lambda c: c["config"].pop("n_head"))), "edited.pt", "n_head")
+    for chars in ("", "ba", None):
+        wrong = edited(lambda c, chars=chars: c["data"]["meta"].update(chars=chars))
+        refused(run_sample(wrong), "edited.pt", "its tokenizer")
+    refused(run_sample(edited(lambda c: c["data"].clear())), "was not trained on text")
     no_text = edited(lambda c: c["data"]["meta"].pop("tokenizer"))
     refused(run_sample(no_text), "was not trained on text")
     headless = edited(lambda c: [c[part].pop("head.weight") for part in ("model", "ema")])
@@ -171,10 +176,10 @@ def test_a_damaged_checkpoint_gives_way_to_the_next_and_is_left_alone(
 
 
 def test_a_file_that_cannot_be_read_is_not_called_damaged(trained, run_sample, monkeypatch):
-    def failing(path):
+    def failing(path, **_):
         raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
 
-    monkeypatch.setattr(checkpoints, "load", failing)
+    monkeypatch.setattr(checkpoint, "load", failing)
     code, out, err = run_sample(trained)
     assert (code, out) == (2, "") and err.count("\n") == 1
     assert f"cannot read {trained}/best.pt: Input/output error" in err
@@ -201,26 +206,101 @@ class Echo(torch.nn.Module):
 
 def test_another_model_is_sampled_from_its_logits():
     model = Echo().eval()
-    meta = {"tokenizer": "char", "chars": "\nabc", "vocab_size": 4, "dtype": "uint16"}
-    assert sample.sample_text(model, meta, block_size=8, max_new_tokens=9) == 9 * "\n"
+    tokenizer = tokenizer_of({"tokenizer": "char", "chars": "\nabc", "vocab_size": 4})
+    prompt = sample.encode_prompt("ab", tokenizer)
+    new = sample.generate(model, prompt, max_new_tokens=9, block_size=8, vocab_size=4)
+    assert "".join(stream((i.item() for i in new), tokenizer)) == 9 * "b"
 
 
 def test_a_character_is_never_torn():
     text = "é€𝄞 honest ß"
-    meta = {"tokenizer": "byte", "vocab_size": 256}
-    pieces = list(sample.stream(text.encode(), meta))
-    assert "".join(pieces) == text
-    assert pieces[:2] == ["", "é"]  # the first byte alone is no character yet
-    assert "".join(sample.stream("é".encode()[:1], meta)) == "\ufffd"
+    tokenizer = tokenizer_of({"tokenizer": "byte", "vocab_size": 256})
+    pieces = list(stream(text.encode(), tokenizer))
+    assert "".join(pieces) == text and set(text) <= set(pieces)
+    assert "".join(stream("é".encode()[:1], tokenizer)) == "\ufffd"
 
 
 def test_a_sample_does_not_disturb_training(trained):
     path, checkpoint = sample.open_checkpoint(trained)
-    model, meta = sample.rebuild(path, checkpoint)
+    model, tokenizer = sample.rebuild(path, checkpoint)
     torch.manual_seed(7)
     before, weights = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
-    once = sample.sample_text(model, meta, 16, max_new_tokens=50)
-    again = sample.sample_text(model, meta, 16, max_new_tokens=50)
-    assert once == again and len(once) == 50
+    prompt = sample.encode_prompt("", tokenizer)
+    own = torch.Generator().manual_seed(1)
+    assert (
+        len(list(sample.generate(model, prompt, 50, 16, tokenizer.vocab_size, generator=own))) == 50
+    )
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(w, weights[k]) for k, w in model.state_dict().items())
+
+
+def test_a_file_with_model_config_and_data_is_enough(trained, run_sample, tmp_path):
+    saved = torch.load(trained / "best.pt", weights_only=True)
+    part = {name: saved[name] for name in ("model", "config", "data")}
+    torch.save(part, tmp_path / "part.pt")
+    code, out, err = run_sample(tmp_path / "part.pt", "--max_new_tokens=20")
+    assert code == 0 and len(out) == 20 + 1 and f"{tmp_path}/part.pt\n" in err
+    averages = {"head.weight": -100 * saved["ema"]["head.weight"]}
+    torch.save(part | {"ema": averages}, tmp_path / "part.pt")
+    assert run_sample(tmp_path / "part.pt", "--max_new_tokens=20")[1] != out
+
+
+def test_an_error_in_your_own_model_shows_its_line(trained, run_sample, monkeypatch):
+    def build(config, vocab_size):
+        first, second = range(3)  # the bug
+
+    monkeypatch.setattr(sample, "build_model", build)
+    code, out, err = run_sample(trained)
+    lines = err.splitlines()
+    assert (code, out) == (1, "")
+    assert lines[-1] == "ValueError: too many values to unpack (expected 2)"
+    assert "first, second = range(3)  # the bug" in "".join(lines[-3:-1])
+
+
+def test_the_best_is_named_by_the_metric_that_decided(run_sample, edited):
+    def change(checkpoint):
+        checkpoint["config"]["best_metric"] = "-val_accuracy"
+        checkpoint["state"]["best_score"] = -0.5712  # lower is better
+
+    assert ", step 20, best val_accuracy 0.5712 at step 20\n" in run_sample(edited(change))[2]
+
+
+def test_no_sample_reaches_the_terminal_as_a_command(edited, run_sample):
+    def hostile(checkpoint):
+        meta = checkpoint["data"]["meta"]
+        meta["chars"] = "\n" + "".join(map(chr, range(0x0B, 0x0A + meta["vocab_size"])))
+
+    code, out, err = run_sample(edited(hostile), "--max_new_tokens=300", "--temperature=9")
+    assert code == 0 and not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", out + err)
+
+
+def test_weights_alone_are_exported_averaged_and_tied_ones_twice(
+    trained, run_sample, edited, tmp_path
+):
+    """Of any model: nothing is rebuilt."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    code, out, err = run_sample(trained, f"--export={tmp_path}/w.safetensors")
+    assert (code, out) == (0, "") and "w.safetensors" in err
+    best = torch.load(trained / "best.pt", weights_only=True)
+    written = safetensors.load_file(tmp_path / "w.safetensors")
+    expected = best["model"] | best["ema"]
+    assert written.keys() == expected.keys() and best["ema"]
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+
+    def own(checkpoint):
+        weight = torch.ones(3)
+        checkpoint["model"] = {"in": weight, "out": weight, "other": torch.zeros(2)}
+        checkpoint["ema"] = {"in": 2 * weight}
+
+    assert run_sample(edited(own), f"--export={tmp_path}/w.safetensors")[0] == 0
+    written = safetensors.load_file(tmp_path / "w.safetensors")
+    assert [written[name].sum() for name in ("in", "out", "other")] == [6, 6, 0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["edited.pt", "w.safetensors"]
+    refused(run_sample(trained, f"--export={tmp_path}/no/w"), "no/w", "cannot be written")
+
+
+def test_an_export_names_the_library_that_it_lacks(trained, run_sample, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    result = run_sample(trained, f"--export={tmp_path}/w.safetensors")
+    refused(result, "safetensors", "pip install safetensors")
+    assert not any(tmp_path.iterdir())

@@ -23,9 +23,9 @@ def handlers():
 def test_a_run_hears_signals_and_gives_the_handlers_back():
     before = handlers()
     with Signals() as asked:
-        assert (asked.stop, asked.take_save()) == (0, False)
+        assert (asked.stop, asked.save) == (0, False)
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert (asked.take_save(), asked.take_save()) == (True, False)
+        assert asked.save
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         assert asked.stop == signal.SIGTERM  # the first one counts
@@ -79,7 +79,7 @@ os.kill(os.getpid(), signal.SIGUSR1)
 os.kill(os.getpid(), signal.SIGTERM)
 os.kill(os.getpid(), signal.SIGINT)
 with Signals() as asked:
-    print(int(asked.stop), asked.take_save(), flush=True)
+    print(int(asked.stop), asked.save, flush=True)
     os.kill(os.getpid(), signal.SIGHUP)
     print(int(asked.stop), flush=True)
 assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "given back as it was before hold()"
