@@ -363,8 +363,12 @@ def in_child(argv, files, env, cwd, before, timeout, repo):
     os.chdir(cwd)
     sys.argv = argv
     train = import_train(repo)
+    from plumbing import machine
     from plumbing.cli import run_script
 
+    if "--dtype=float16" in argv:  # where a CPU lacks it, torch emulates it
+        name, flags = machine.cpu_info()
+        machine.cpu_info = lambda: (name, flags | {"avx512_fp16"})
     exec(before, {"train": train})
     try:
         code = run_script(train.main)

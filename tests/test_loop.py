@@ -17,7 +17,6 @@ from conftest import HONEST_DATA, REPO, TINY, WINDOWS, digest, read_rows, stop_a
 import train
 from model import GPT, GPTConfig
 from optim import configure_optimizers
-from plumbing import machine
 from plumbing.checkpoint import MICRO_BATCHES
 from plumbing.data import OrderedWindows, open_split
 from plumbing.resume import split_global_batch
@@ -28,9 +27,6 @@ TRAIN = (
     "step loss lr grad_norm skipped step_ms data_ms tokens_per_sec mfu mem_gb gpu_util tokens epoch"
 )
 EVAL = "step val_loss val_bpb val_accuracy best_val_loss"
-needs_float16 = pytest.mark.skipif(
-    "avx512_fp16" not in machine.cpu_info()[1], reason="this CPU does not compute in float16"
-)
 
 
 @pytest.fixture
@@ -175,7 +171,6 @@ def test_clipping_of_100_200_50_at_norm_1(knobs):
     assert torch.allclose(model.w, -model.w.grad)
 
 
-@needs_float16
 def test_float16_gradients_are_unscaled_before_they_are_clipped(knobs):
     knobs(grad_clip=0.0)
     exact = build_run()
@@ -183,12 +178,11 @@ def test_float16_gradients_are_unscaled_before_they_are_clipped(knobs):
     knobs(dtype="float16")
     half = build_run()
     half.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-    assert update(half) == pytest.approx(expected, rel=0.01)
+    assert update(half) == pytest.approx(expected | {"loss_scale": 1024}, rel=0.01)
     assert distance(gradient(half), gradient(exact)) < 0.02
     assert half.scaler.get_scale() == 2048  # updated: one good step in a row doubles it
 
 
-@needs_float16
 def test_a_scale_that_overflows_is_skipped_and_halved(knobs):
     knobs(dtype="float16")
     run = build_run()

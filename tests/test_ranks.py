@@ -16,11 +16,8 @@ import pytest
 import torch
 from conftest import stop_at, wait_for
 
-from plumbing import checkpoint, machine
+from plumbing import checkpoint
 
-needs_float16 = pytest.mark.skipif(
-    "avx512_fp16" not in machine.cpu_info()[1], reason="this CPU does not compute in float16"
-)
 FLAGS = ("--dropout=0.1", "--ema_decay=0.9", "--save_interval=4", "--log_interval=1")
 
 
@@ -459,7 +456,7 @@ def assert_close(one, other, relative):
         pytest.param(["--optimizer=momentum", "--peak_lr=0.1"], marks=pytest.mark.slow),
         pytest.param(["--optimizer=muon"], marks=pytest.mark.slow),
         pytest.param(["--dtype=bfloat16"], marks=pytest.mark.slow),
-        pytest.param(["--dtype=float16"], marks=[needs_float16, pytest.mark.slow]),
+        pytest.param(["--dtype=float16"], marks=pytest.mark.slow),
         pytest.param(["--grad_checkpoint=true", "--n_layer=2"], marks=pytest.mark.slow),
         pytest.param(["--accum_steps=2"], marks=pytest.mark.slow),
         ["--offload=true"],

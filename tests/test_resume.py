@@ -13,8 +13,6 @@ import pytest
 import torch
 from conftest import LION, REPO, WINDOWS, fingerprint, read_rows, stop_at, wait_for
 
-from plumbing import machine
-
 STEPS = 30
 FLAGS = (  # two micro-batches of 4 a step, dropout on; evaluations and saves fall on different steps
     f"--max_steps={STEPS}",
@@ -27,9 +25,6 @@ FLAGS = (  # two micro-batches of 4 a step, dropout on; evaluations and saves fa
     "--log_interval=4",
 )
 ACROSS = WINDOWS // 8 + 1  # the step whose batch holds windows of two epochs
-needs_float16 = pytest.mark.skipif(
-    "avx512_fp16" not in machine.cpu_info()[1], reason="this CPU does not compute in float16"
-)
 needs_compiler = pytest.mark.skipif(
     not shutil.which(os.environ.get("CXX", "g++")), reason="there is no C++ compiler here"
 )
@@ -97,13 +92,11 @@ def test_resume_is_bit_exact_however_often(run_train, whole):
     "flags",
     [
         ["--dtype=bfloat16"],
-        pytest.param(["--dtype=float16"], marks=needs_float16),
+        ["--dtype=float16"],
         pytest.param(["--optimizer=sgd", "--peak_lr=0.1"], marks=pytest.mark.slow),
         ["--optimizer=momentum", "--peak_lr=0.1"],
         ["--optimizer=muon", "--n_future_tokens=3"],
-        pytest.param(
-            ["--optimizer=muon", "--dtype=float16"], marks=[needs_float16, pytest.mark.slow]
-        ),
+        pytest.param(["--optimizer=muon", "--dtype=float16"], marks=pytest.mark.slow),
         pytest.param(["--ema_decay=0.9"], marks=pytest.mark.slow),
         ["--num_workers=2"],
         pytest.param(["--grad_checkpoint=true", "--n_layer=2"], marks=pytest.mark.slow),
@@ -409,7 +402,7 @@ def with_another_bit(checkpoint):
         ),
         (without_sequences, {"model", "optimizer", "state"}, []),
         (without_average, {"ema", "state"}, ["--ema_decay=0.9"]),
-        pytest.param(without_scale, {"scaler"}, ["--dtype=float16"], marks=needs_float16),
+        (without_scale, {"scaler"}, ["--dtype=float16"]),
         (
             without_lr_factor,
             {"model", "optimizer", "state"},
