@@ -733,7 +733,8 @@ def begin(run: Run, table, saver) -> None:
     measures = ("eval_tokens", "best_metric")
     if any(run.before["config"].get(key) != run.facts["config"][key] for key in measures):
         measure_best_again(run)
-    if not from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to):
+    is_target = may_roll_back_to(state["step"], state) and run.path.stem.startswith("ckpt")
+    if not is_target and not from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to):
         saver.save([checkpoint.file_name(state["step"])], required=True)  # a kill left none
 
 

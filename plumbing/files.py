@@ -1,9 +1,5 @@
-"""Atomic writes: after a crash or power cut, a file is the old or the new one, never a part.
+"""Atomic writes: after a crash or power cut, a file is the old or the new one, never a part of it."""
 
-No link is followed, so that a link which someone planted makes us overwrite no other file.
-"""
-
-import contextlib
 import errno
 import fcntl
 import hashlib
@@ -11,44 +7,35 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-# Errors of network disks that cannot fsync a folder
-NO_FOLDER_FSYNC = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+NO_FOLDER_FSYNC = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # of network disks
 
 
-@contextlib.contextmanager
+@contextmanager
 def replacing(path: str | Path, suffix: str = ".tmp") -> Iterator[Path]:
-    """Yields a new, empty temporary file beside `path`, which the caller writes by its name. It is
-    then fsynced and replaces `path`; on any error it is removed, and `path` stays as it was.
-
-    suffix: of the temporary. Processes that may write one file at once need different suffixes.
-    """
+    """Yields a new, empty file for the caller to write: `path` + suffix, one for each process that may
+    write. It is then fsynced and takes the place of `path`; on an error, `path` stays as it was."""
     path = Path(path)
     temporary = path.with_name(path.name + suffix)
     temporary.unlink(missing_ok=True)  # left behind by a kill, or a planted link
-    os.close(open_no_link(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+    temporary.touch(exist_ok=False)
     try:
         yield temporary
         fsync(temporary)
         os.replace(temporary, path)
     finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     fsync(path.parent)
-
-
-def open_no_link(path: str | Path, flags: int) -> int:
-    """os.open(), also as `opener` of open(). Raises OSError if `path` is a link."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def fsync(path: str | Path) -> None:
     """Flush a file to the disk, or the names in a folder if the system can do that."""
     is_folder = os.path.isdir(path)
     try:
-        descriptor = (os.open if is_folder else open_no_link)(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY) if is_folder else open_no_link(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
@@ -58,17 +45,15 @@ def fsync(path: str | Path) -> None:
             raise
 
 
-def lock_file(path: str | Path) -> TextIO:
-    """Open and lock `path` until the file is closed. Raises BlockingIOError if a process has it.
+def open_no_link(path: str | Path, flags: int) -> int:
+    """os.open(), also as `opener` of open(). Raises OSError for a link: its target may be precious."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
-    lockf, not flock: forked DataLoader workers that outlive a killed run do not inherit it.
-    """
+
+def lock_file(path: str | Path) -> TextIO:
+    """Open and lock `path` until the file is closed. Raises BlockingIOError if a process has it."""
     file = open(path, "a", opener=open_no_link)
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not inherited by a fork
     return file
 
 
@@ -79,9 +64,8 @@ def digest_of(path: str | Path) -> str:
 
 def write_json(path: str | Path, value: Any) -> None:
     """Replace `path` by `value` as JSON: non-finite floats as null, other types by their repr."""
-    text = json.dumps(clean(value), indent=1, allow_nan=False, default=repr)
     with replacing(path) as temporary:
-        temporary.write_bytes(text.encode() + b"\n")
+        temporary.write_text(json.dumps(clean(value), indent=1, default=repr) + "\n")
 
 
 def clean(value: Any) -> Any:

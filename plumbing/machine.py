@@ -49,11 +49,13 @@ PEAKS = {
 
 
 def choose_device(name: str) -> torch.device:
-    """The torch.device of this rank for --device=name. Exits with 2 if it is not available."""
-    kind = name
-    if name == "auto":
-        found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-        kind = next((kind for kind in found if found[kind]), "cpu")
+    """The torch.device of this rank for --device=name. Raises BadInput if it is not available."""
+    found = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    kind = next(kind for kind in found if found[kind]) if name == "auto" else name
     one_gpu = kind == "mps" or kind.startswith("cuda:")
     if one_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         fail(f"--device={name}: all ranks would share one GPU; try --device=cuda, or --device=cpu")
@@ -76,24 +78,20 @@ def choose_device(name: str) -> torch.device:
 def choose_dtype(name: str, device: torch.device) -> tuple[str, str]:
     """(dtype's name, why) for --dtype=name. auto: 16 bits if the hardware computes in them."""
     _, flags = cpu_info()
-    native = "float32"
-    why = "nothing smaller is native here"
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        native = "bfloat16" if major >= 8 else "float16"
-        why = f"compute capability {major}.{minor}"
-    elif device.type == "cpu":
-        for flag in ("avx512_bf16", "amx_bf16"):
-            if flag in flags and kernels_have_bfloat16():
-                native = "bfloat16"
-                why = f"this CPU has {flag}"
-    elif device.type == "mps" and torch.backends.mps.is_macos_or_newer(14, 0):
-        native = "bfloat16"
-        why = "macOS 14 or newer"
     has_float16 = device.type == "cuda" or device.type == "cpu" and "avx512_fp16" in flags
     if name == "float16" and not has_float16:
         fail(f"--dtype=float16: this {device.type} does not compute in it; try --dtype=auto")
-    return (native, why) if name == "auto" else (name, "as given")
+    if name != "auto":
+        return name, "as given"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return "bfloat16" if major >= 8 else "float16", f"compute capability {major}.{minor}"
+    if device.type == "mps" and torch.backends.mps.is_macos_or_newer(14, 0):
+        return "bfloat16", "macOS 14 or newer"
+    native = flags & {"amx_bf16", "avx512_bf16"}
+    if device.type == "cpu" and native and kernels_have_bfloat16():
+        return "bfloat16", f"this CPU has {min(native)}"
+    return "float32", "nothing smaller is native here"
 
 
 def kernels_have_bfloat16() -> bool:
@@ -104,8 +102,7 @@ def kernels_have_bfloat16() -> bool:
 def choose_compile(
     setting: bool | str, device: torch.device, flops: float, steps: int
 ) -> tuple[bool, str]:
-    """(whether to compile, why) for --compile=setting. flops, steps: of the whole run; NaN FLOPs if
-    the model does not tell them."""
+    """(whether to compile, why) for --compile=setting. flops (may be NaN), steps: of the whole run."""
     if setting != "auto":
         return setting, "as given"
     if device.type == "cuda":
@@ -126,19 +123,15 @@ def choose_compile(
 
 def set_deterministic(setting: bool | str, device: torch.device) -> bool:
     """Set deterministic mode for --deterministic=setting; returns it as a bool. auto: on, except on
-    MPS. Call it before the process group is built and before the first matrix product.
-
-    With CUDA, it sets environment variables that the user has not set: cuBLAS gets workspaces of fixed
-    size, and NCCL sums in the order of the ring (NVLS adds in any order, nccl#1497).
-    """
+    MPS. Call it before the process group is built and before the first matrix product."""
     deterministic = device.type != "mps" if setting == "auto" else setting
     # Like torch.use_deterministic_algorithms(), but without importing Inductor, which takes most of
     # a second: if a model is compiled, rehearse() in safe_step.py sets Inductor's option.
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and hides nothing
     if deterministic and device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ.setdefault("NCCL_ALGO", "Ring")
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # workspaces of fixed size
+        os.environ.setdefault("NCCL_ALGO", "Ring")  # NVLS adds in any order (nccl#1497)
     return deterministic
 
 
@@ -152,7 +145,7 @@ def keep_freed_memory() -> None:
         libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: grow by 64 MiB more than is needed
 
 
-# ---- copies --------------------------------------------------------------------------------------
+# ---- copies, load and memory ---------------------------------------------------------------------
 
 
 def copies_in_background(device: torch.device) -> bool:
@@ -163,9 +156,6 @@ def copies_in_background(device: torch.device) -> bool:
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device, non_blocking=copies_in_background(device))
-
-
-# ---- load and memory -----------------------------------------------------------------------------
 
 
 def synchronize(device: torch.device) -> None:
@@ -201,10 +191,8 @@ def free_memory(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]  # cached blocks may be too small: not counted
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    try:
+    with contextlib.suppress(OSError):  # no /proc
         return int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
-    except (OSError, IndexError, ValueError):
-        return None
 
 
 # ---- names and fingerprints ----------------------------------------------------------------------
@@ -229,8 +217,7 @@ def device_name(device: torch.device) -> str:
 
 
 def matmul_bits(device: torch.device, dtype: torch.dtype) -> str:
-    """Hash of a fixed matrix product. Another hash means that other kernels compute here, such as
-    those for a CPU without AMX. dtype: a torch.dtype."""
+    """Hash of a fixed matrix product: with other kernels, such as those without AMX, it is another."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(shape, generator=generator) for shape in ((256, 1024), (1024, 256)))
     product = a.to(device, dtype) @ b.to(device, dtype)
@@ -241,22 +228,15 @@ def describe_machine(device: torch.device) -> dict:
     """Versions and hardware, recorded because they could explain a difference between two runs."""
     cpu, flags = cpu_info()
     cuda = device.type == "cuda"
-    driver = None
-    if cuda:
-        with contextlib.suppress(Exception):  # nice to have, never a reason to stop
-            import pynvml
-
-            pynvml.nvmlInit()
-            driver = pynvml.nvmlSystemGetDriverVersion()
     about = [distribution.metadata for distribution in importlib.metadata.distributions()]
-    packages = {each["Name"]: each["Version"] for each in about}
+    packages = {each["Name"]: each["Version"] for each in about if each["Name"]}
     return {
         "versions": {
             "python": platform.python_version(),
             "torch": str(torch.__version__),
             "cuda": torch.version.cuda,
             "cudnn": torch.backends.cudnn.version() if cuda else None,
-            "packages": dict(sorted((n, v) for n, v in packages.items() if n)),
+            "packages": dict(sorted(packages.items())),
         },
         "hardware": {
             "platform": platform.platform(),
@@ -267,9 +247,17 @@ def describe_machine(device: torch.device) -> dict:
             "device": device_name(device),
             "gpu_count": torch.cuda.device_count() if cuda else 0,
             "world_size": world_size(),
-            "driver": driver,
+            "driver": nvidia_driver() if cuda else None,
         },
     }
+
+
+def nvidia_driver() -> str | None:
+    with contextlib.suppress(Exception):  # nice to have, never a reason to stop
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlSystemGetDriverVersion()
 
 
 # ---- the peak, for MFU ---------------------------------------------------------------------------
@@ -277,9 +265,9 @@ def describe_machine(device: torch.device) -> dict:
 
 def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     """(FLOP/s or None, source) for MFU: from the datasheet, or from a measured matrix product."""
-    known = datasheet_peak(device_name(device), dtype) if device.type == "cuda" else None
-    if known:
-        return known, f"datasheet of the {device_name(device)}"
+    name = device_name(device)
+    if known := datasheet_peak(name, dtype):
+        return known, f"datasheet of the {name}"
     try:
         rate, size = matmul_rate(device, getattr(torch, dtype))
     except RuntimeError:
@@ -295,18 +283,12 @@ def datasheet_peak(gpu: str, dtype: str) -> float | None:
     return None
 
 
-def matmul_rate(
-    device: torch.device, dtype: torch.dtype, sizes: tuple | None = None
-) -> tuple[float, int]:
-    """(FLOP/s, size) of the fastest square matrix product here; of each size, of its shortest time.
-
-    sizes: to try. By default they double from 256 up to 2048 on a CPU and 8192 elsewhere, while the
-    next product should take less than 0.1 s: this ends within a second even if dtype is emulated.
-    """
-    growing = sizes is None
-    sizes = sizes or (256, 512, 1024, 2048, 4096, 8192)[: 4 if device.type == "cpu" else 6]
+def matmul_rate(device: torch.device, dtype: torch.dtype, sizes: tuple = ()) -> tuple[float, int]:
+    """(FLOP/s, size) of the fastest square matrix product of these sizes. By default they double from
+    256 up to 2048 on a CPU and 8192 elsewhere, while the next product should take less than 0.1 s:
+    this ends within a second even if dtype is emulated."""
     best = (0.0, 0)
-    for size in sizes:
+    for size in sizes or (256, 512, 1024, 2048, 4096, 8192)[: 4 if device.type == "cpu" else 6]:
         a = torch.ones(size, size, device=device, dtype=dtype)
         out = torch.empty_like(a)
         times = []
@@ -316,7 +298,7 @@ def matmul_rate(
             out[0, 0].item()  # waits for the device
             times.append(time.perf_counter() - start)
         best = max(best, (2 * size**3 / min(times), size))
-        if growing and 8 * min(times) > 0.1:  # twice the size is eight times the work
+        if not sizes and 8 * min(times) > 0.1:  # twice the size is eight times the work
             break
     if device.type == "cuda":  # the run's memory must not include the matrices
         del a, out

@@ -1,7 +1,5 @@
-"""Several processes, one for each device: they join, agree, and share a batch; sums over them.
-
-With a single process these functions do not communicate, so callers need no special case for it.
-"""
+"""Several processes, one for each device: they join, agree, share a batch, and sum. In a single
+process these functions do not communicate, so callers need no special case for it."""
 
 import contextlib
 import datetime
@@ -13,19 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plumbing.cli import fail
+from plumbing.cli import BadInput, fail
 
 
 @contextlib.contextmanager
 def joined(
     device: torch.device, hang_minutes: float, shard: bool = False, offload: bool = False
 ) -> Iterator[None]:
-    """A context in which torchrun's processes form a group. Without torchrun there is none.
-
-    Tensors on a GPU go through NCCL, those on the CPU through gloo. A rank that waits for another
-    gives up after hang_minutes. Raises BadInput for `shard` without torchrun, `offload` without
-    `shard`.
-    """
+    """A context in which torchrun's processes, if there are any, form a group. Tensors on a GPU go
+    through NCCL, those on the CPU through gloo. A rank waits for another at most hang_minutes."""
     if shard and "WORLD_SIZE" not in os.environ:
         fail("--shard=true: expected several ranks; start torchrun --nproc_per_node=2 train.py")
     if offload and not shard:
@@ -33,19 +27,15 @@ def joined(
     if "WORLD_SIZE" not in os.environ:
         yield
         return
-    store, number, count = rendezvous()
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        timeout=datetime.timedelta(minutes=hang_minutes),
-        world_size=count,
-        rank=number,
-        store=store,
-    )
+    backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    patience = datetime.timedelta(minutes=hang_minutes)
+    dist.init_process_group(backends, timeout=patience, **rendezvous())
     try:
-        first = torch.ones(1, device=device)
-        sum_over_ranks([first])  # NCCL connects here: its time and its errors belong to the start
-        first.item()  # waits for the device
+        total(torch.ones(1, device=device)).item()  # NCCL connects now: its errors are of the start
         yield
+    except BadInput as error:
+        error.said = rank() > 0  # all ranks raise it together
+        raise
     finally:
         # After a failure the GPU may wait in a sum for a rank that is gone, and destroying the group
         # would wait for that sum. Python's exit aborts the group instead (~ProcessGroupNCCL).
@@ -54,16 +44,14 @@ def joined(
                 dist.destroy_process_group()
 
 
-def rendezvous() -> tuple:
-    """(store, rank, world size), from torchrun's environment variables."""
+def rendezvous() -> dict:
+    """{store, rank, world_size}, from torchrun's environment variables."""
     one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     shared_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if shared_store and restarts and not one_node:
-        fail(
-            "--max-restarts on several nodes: new ranks would look for dead ones; write, on each "
-            "node, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend=c10d ..."
-        )
+        own_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend=c10d ..."
+        fail(f"--max-restarts: new ranks would look for dead ones; on each node write {own_store}")
     store, number, count = next(dist.rendezvous("env://"))
     if one_node:
         # torchrun's store outlives a restart: without a prefix for each attempt, new ranks would
@@ -71,7 +59,7 @@ def rendezvous() -> tuple:
         # its own attempts, and keeps the address of the first store (pytorch#135712).
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt_{attempt}", store)
-    return store, number, count
+    return {"store": store, "rank": number, "world_size": count}
 
 
 def rank() -> int:
@@ -106,15 +94,15 @@ def agree(*flags: float) -> list:
 
 
 def from_rank0(function: Callable, *args) -> Any:
-    """Call function(*args) on rank 0 only. Every rank returns its result, or raises its error, which
-    only rank 0 prints."""
+    """What function(*args) returns or raises on rank 0, on every rank. Only rank 0 calls it and prints
+    its error."""
+    if world_size() == 1:
+        return function(*args)
     result = None
     if rank() == 0:
         try:
             result = function(*args)
         except Exception as error:
-            if world_size() == 1:
-                raise
             result = error
     result = from_all_ranks(result)[0]
     if isinstance(result, Exception):
@@ -138,22 +126,17 @@ def total(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def sum_gradients(model: torch.nn.Module, numbers: dict) -> None:
-    """Sum the gradients of `model`, and the scalars `numbers`, over the ranks, in place.
-
-    A weight that got a gradient on another rank but not here, because no row of this rank used it,
-    gets a gradient of zeros: the ranks must sum the same tensors. FSDP2 has summed those of a
-    sharded model in its backward pass.
-    """
+    """Sum the gradients of `model`, and the scalars `numbers`, over the ranks, in place. FSDP2 has
+    summed those of a sharded model in its backward pass. A weight that only rows of other ranks used
+    gets a gradient of zeros, because all ranks must sum the same tensors."""
     if world_size() == 1:
         return
-    gradients = []
-    if not is_sharded(model):
-        weights = list(model.parameters())
-        used = agree(*(weight.grad is not None for weight in weights))
-        for weight, anywhere in zip(weights, used, strict=True):
-            if anywhere and weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
+    weights = [] if is_sharded(model) else list(model.parameters())
+    used = agree(*(weight.grad is not None for weight in weights))
+    for weight, anywhere in zip(weights, used, strict=True):
+        if anywhere and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
     sum_over_ranks([*gradients, *numbers.values()])
 
 
@@ -162,24 +145,17 @@ def average_buffers(model: torch.nn.Module) -> None:
     """Average the floating-point buffers that are saved over the ranks, which saw other sequences."""
     if world_size() == 1:
         return
-    saved = model.state_dict(keep_vars=True).items()
-    weights = {id(weight) for weight in model.parameters()}
-    moving = {id(b): b for _, b in saved if id(b) not in weights and is_float(b)}  # shared: once
-    for buffer in sum_over_ranks(list(moving.values())):
+    saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
+    buffers = [b for b in model.buffers() if id(b) in saved and b.is_floating_point()]
+    for buffer in sum_over_ranks(buffers):
         buffer /= world_size()
-
-
-def is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 @torch.no_grad()
 def sum_over_ranks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Sum each tensor over the ranks, in place, by one all-reduce per dtype and device; return them.
-
-    One flat buffer in a fixed order keeps a resumed run bit-exact with any number of ranks. DDP's
-    buckets, which it rebuilds after its first step, do not with three ranks or more.
-    """
+    One flat buffer in a fixed order keeps a resumed run bit-exact. DDP's buckets, which it rebuilds
+    after its first step, do not with three ranks or more."""
     if world_size() == 1:
         return tensors
     for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
@@ -192,10 +168,8 @@ def sum_over_ranks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def replicas_differ(tensors: dict) -> list[str]:
-    """The names in `tensors`, {name: tensor or value}, that are not the same on every rank.
-
-    Not for sharded tensors, of which ranks hold different parts. The host waits for the device here.
-    """
+    """The names in `tensors`, {name: tensor or value, not sharded}, that are not the same on every
+    rank. Waits for the device."""
     if world_size() == 1:
         return []
     everyone = from_all_ranks({name: checksum(tensor) for name, tensor in tensors.items()})

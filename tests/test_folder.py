@@ -66,13 +66,14 @@ def test_a_run_that_was_killed_before_its_first_save_starts_again(run_train):
 def test_restart_moves_the_old_run_aside_and_locks_the_new_place(folder, tmp_path):
     for number in (1, 2):
         (folder.path / "run.json").write_text(str(number))
-        assert folder.set_aside() == tmp_path / f"run.old_{number}"
+        folder.set_aside()
         assert (tmp_path / f"run.old_{number}" / "run.json").read_text() == str(number)
         assert [path.name for path in folder.path.iterdir()] == [".lock"]
         assert folder.mine() and "another run is at work" in in_another_process(
             tmp_path, "folder.lock()"
         )
-    assert folder.set_aside() is None  # nothing to move
+    folder.set_aside()  # nothing to move
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.old_1", "run.old_2"]
     (folder.path / "run.json").write_text("3")
     assert "another run is at work" in in_another_process(tmp_path, "folder.set_aside()")
     assert (folder.path / "run.json").read_text() == "3"

@@ -113,15 +113,11 @@ def test_what_the_server_has_is_not_sent_again(tmp_path):
         server + "Run.log = lambda _, row, step: print(step)"
     )
     source = f"""
-import json, sys
 from pathlib import Path
 from plumbing.run_folder import Wandb
-rows = Path({str(tmp_path)!r}) / "metrics.jsonl"
-row = {{"kind": "train", "loss": 1.0}}
-rows.write_text("".join(json.dumps(row | {{"sequences": 8 * i}}) + "\\n" for i in range(12)))
-sender = Wandb(rows.parent, {{}}, "abcd")
-sender.send(rows.read_bytes())
-sender.send(row | {{"sequences": 96}})
+sender = Wandb(Path({str(tmp_path)!r}), {{}}, "abcd")
+for i in range(13):
+    sender.send({{"kind": "train", "loss": 1.0, "sequences": 8 * i}})
 sender.finish(0)
 """
     done = subprocess.run(
