@@ -348,7 +348,7 @@ def forward_backward(model, run: Run, inputs, targets, n_targets: torch.Tensor) 
             loss = model(x, y)  # 3: forward, under autocast; the mean over the targets of x
         loss, others = loss if isinstance(loss, tuple) else (loss, {})
         share = n_targets / (n := (y.long() != -100).sum())
-        numbers = {"loss": loss, **others}
+        numbers = dict(loss=loss, **others)  # a second loss is refused
         for name in numbers:
             numbers[name] = (
                 torch.where(n > 0, numbers[name], 0) / share
