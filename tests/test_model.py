@@ -26,7 +26,6 @@ from model import (
     generate,
     orthogonal,
 )
-from plumbing.memory import training_memory
 
 SMALL = {"vocab_size": 65, "block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 32}
 
@@ -235,71 +234,6 @@ def adamw(model):
 LARGE = {"n_layer": 2, "n_embd": 64, "block_size": 128, "vocab_size": 6000}  # a loss in chunks
 
 
-@pytest.mark.parametrize("grad_checkpoint", [False, True])
-@pytest.mark.parametrize(
-    ("shape", "batch_size", "optimizer", "dtype"),
-    [
-        ({"n_layer": 1, "n_embd": 128, "block_size": 64}, 32, "adamw", "bfloat16"),
-        ({"n_layer": 4, "n_embd": 128, "block_size": 64}, 12, "momentum", "float32"),
-        ({"n_layer": 3, "n_embd": 64, "block_size": 128, "dropout": 0.1}, 16, "sgd", "bfloat16"),
-        ({"n_layer": 2, "n_embd": 64, "block_size": 64, "vocab_size": 5000}, 8, "muon", "bfloat16"),
-        (LARGE, 16, "adam", "float32"),
-        (LARGE, 16, "sgd", "bfloat16"),
-        (LARGE | {"n_future_tokens": 3}, 16, "sgd", "bfloat16"),
-        ({"n_embd": 64, "vocab_size": 500, "n_future_tokens": 3}, 16, "sgd", "bfloat16"),
-        ({"n_layer": 1, "n_embd": 64, "block_size": 600, "dropout": 0.1}, 2, "sgd", "float32"),
-    ],
-)
-def test_memory_is_predicted_within_5_percent(
-    shape, batch_size, optimizer, dtype, grad_checkpoint, monkeypatch
-):
-    # A table of 8,192 rows would outweigh the activations, which are what is hard to predict.
-    monkeypatch.setattr("model.NGRAM_ROWS", 64)
-    monkeypatch.setattr("model.CHUNK_LOGITS", 2**22)
-    model = build(**shape, grad_checkpoint=grad_checkpoint)
-    optimizers = configure_optimizers(model, optimizer, 1e-3, 0.1, 0.9, 0.95, 0.9, "cpu")
-    predicted = training_memory(model, optimizers, batch_size, dtype, "cpu")
-    assert not any(o.state for o in optimizers)  # the prediction has taken no step
-    measured = measured_memory(model, optimizers, batch_size, dtype)
-    assert sum(predicted.values()) == pytest.approx(measured, rel=0.05), predicted
-
-
-def test_the_moments_of_an_optimizer_that_is_not_known_are_not_guessed():
-    model = Recurrent()
-    number = sum(p.numel() for p in model.parameters())
-    lbfgs = torch.optim.LBFGS(model.parameters())
-    needs = {"weights": 4 * number, "gradients": 4 * number, "activations": None}
-    found = training_memory(model, [*adamw(model), lbfgs], 8, "float32", "cpu")
-    assert found == needs | {"optimizer": None}
-    found = training_memory(model, adamw(model), 8, "float32", "cpu")
-    assert found == needs | {"optimizer": 8 * number}
-
-
-def test_memory_can_be_asked_of_a_model_that_takes_none():
-    with torch.device("meta"):
-        model = build(**LARGE)
-    needs = training_memory(model, adamw(model), 16, "bfloat16", "cpu")
-    real = build(**LARGE)
-    assert needs == training_memory(real, adamw(real), 16, "bfloat16", "cpu")
-    assert needs["optimizer"] == 8 * model.num_params()
-
-
-def test_memory_on_cuda_has_float32_norms_and_the_buffer_of_the_sum():
-    """By torch's source: autocast on CUDA runs layer_norm in float32. It was never measured there."""
-    model = build(n_embd=64)
-    optimizers = adamw(model)
-    cuda = model.activation_memory(8, "bfloat16", "cuda")
-    mps = model.activation_memory(8, "bfloat16", "mps")
-    per_token = 2 * 6 * 64 + 64  # numbers of 2 bytes: two layers, and the last norm
-    assert cuda - mps == 8 * model.config.block_size * per_token * 2
-    assert model.activation_memory(8, "float32", "cuda") == model.activation_memory(
-        8, "float32", "mps"
-    )
-    one, several = (training_memory(model, optimizers, 1, "float32", "cpu", n) for n in (1, 2))
-    assert several == one | {"activations": one["gradients"]}
-    assert one["activations"] < one["gradients"]
-
-
 def test_gradient_checkpointing_keeps_less():
     measured = {}
     for on in (False, True):
@@ -475,8 +409,6 @@ def sharded_step(rank, folder):
     torch.testing.assert_close(loss, expected)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         torch.testing.assert_close(parameter.grad.full_tensor(), gradient)
-    weights = sum(p.to_local().nbytes for p in model.parameters())
-    assert training_memory(model, adamw(model), 4, "float32", "cpu")["optimizer"] == 2 * weights
     (folder / f"done {rank}").touch()
     dist.destroy_process_group()
 
