@@ -245,7 +245,11 @@ def data_checks(job):
     first, *others = (hashes(numbers(data, at, size)).tolist() for at in (0, size, len(data)))
     pairs = zip(("next", "next epoch's"), others, strict=True)
     same = [name for name, each in pairs if each == first]
-    found = f"the first is the {' and the '.join(same)}" if same else "the next, and that of the next epoch"
+    found = (
+        f"the first is the {' and the '.join(same)}"
+        if same
+        else "the next, and that of the next epoch"
+    )
     yield Check("batches differ", not same, "next" not in same, found, "none like the first")
     width = batch[0][0].numel()
     count = max(1, min(len(data), 2**24 // width))
