@@ -725,7 +725,8 @@ def begin(run: Run, table, saver) -> None:
         measure_best_again(run)
     is_target = may_roll_back_to(state["step"], state) and run.path.stem.startswith("ckpt")
     if not is_target and not from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to):
-        saver.save([checkpoint.file_name(state["step"])], required=True)  # a kill left none
+        state["first_step"] = state["step"]  # there is no target: make one, here
+        saver.save([checkpoint.file_name(state["step"])], required=True)
 
 
 def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
