@@ -9,7 +9,7 @@ from plumbing.checkpoint import restore
 from plumbing.cli import RunFailed
 from plumbing.machine import free_memory
 from plumbing.ranks import agree, from_all_ranks, local
-from plumbing.safe_step import clone, leaves, out_of_memory, tensors
+from plumbing.safe_step import as_bytes, clone, leaves, out_of_memory, tensors
 
 COPIES = 4  # of everything that a step changes: before it, and after each of up to three tries
 
@@ -96,7 +96,7 @@ def bits_that_differ(one: dict, other: dict) -> dict[str, int]:
         a = first.get(path)
         b = second.get(path)
         if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-            a, b = (local(tensor).contiguous().view(-1).view(torch.uint8) for tensor in (a, b))
+            a, b = as_bytes(a), as_bytes(b)
             bits = 0
             if a.shape != b.shape:
                 bits = 8 * max(len(a), len(b))

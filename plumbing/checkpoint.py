@@ -10,7 +10,7 @@ import shutil
 import threading
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +23,15 @@ from plumbing.cli import RunFailed, fail
 from plumbing.files import fsync, replacing
 from plumbing.fsdp import shard_like
 from plumbing.machine import copies_in_background, synchronize
-from plumbing.safe_step import clone, leaves, mapped, out_of_memory, set_rng_state, tensors
+from plumbing.safe_step import (
+    as_bytes,
+    clone,
+    leaves,
+    mapped,
+    out_of_memory,
+    set_rng_state,
+    tensors,
+)
 
 HASHED = ("model", "optimizer", "scaler", "ema", "state", "rng")  # what the next steps depend on
 PARTS = dict.fromkeys((*HASHED, "config", "data", "run"), dict) | {"optimizer": list, "rng": list}
@@ -75,8 +83,7 @@ def load(path: Path, verify: bool = True, mmap: bool = True, parts=PARTS) -> dic
 
 
 def check_schema(checkpoint: Any, path: Path, parts=PARTS) -> None:
-    """Raises Damaged, or any other error, unless `checkpoint` has the parts, types and values that
-    this code writes."""
+    """Raises an error unless `checkpoint` has the parts, types and values that this code writes."""
     todo, count = [(checkpoint, 0)], 0
     while todo:  # not by recursion: nesting may be deep, or the same list many times over
         value, depth = todo.pop()
@@ -97,18 +104,17 @@ def check_schema(checkpoint: Any, path: Path, parts=PARTS) -> None:
     state, run, rng = (checkpoint[part] for part in ("state", "run", "rng"))
     named = re.fullmatch(r"(ckpt|milestone)_(\d{8,})", path.stem)
     counts = [state["step"], state.get("sequences", 0), state.get("tokens", 0)]
+    keys = {"state", "param_groups", "built"}
     sane = {
-        "its counters": all(type(n) is int and 0 <= n < 2**62 for n in counts),
-        "its step, which is not that of its name": not named or int(named[2]) == state["step"],
-        "its random state": len(rng) == run["world_size"] > 0 and all(map(is_rng_state, rng)),
-        "its optimizer": all(
-            {"state", "param_groups", "built"} <= {*o} for o in checkpoint["optimizer"]
-        ),
-        "its data": {"name", "fingerprint", "meta"} <= {*checkpoint["data"]},
+        "counters": all(type(n) is int and 0 <= n < 2**62 for n in counts),
+        "step, which is not that of its name": not named or int(named[2]) == state["step"],
+        "random state": len(rng) == run["world_size"] > 0 and all(map(is_rng_state, rng)),
+        "optimizer": all(keys <= {*each} for each in checkpoint["optimizer"]),
+        "data": {"name", "fingerprint", "meta"} <= {*checkpoint["data"]},
     }
     for what, fine in sane.items():
         if not fine:
-            raise Damaged(f"wrong: {what}")
+            raise Damaged(f"wrong: its {what}")
 
 
 def is_rng_state(rng: dict) -> bool:
@@ -158,16 +164,15 @@ def newest_valid(
 
 def remove_after(folder: Path, step: int) -> None:
     """Remove each ckpt_STEP.pt later than `step`. Milestones and best.pt stay."""
-    for path in numbered(folder, "ckpt"):
-        if step_of(path) > step:
-            remove(path)
+    remove(path for path in numbered(folder, "ckpt") if step_of(path) > step)
 
 
-def remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        ranks.say(f"{path.name} cannot be removed ({error.strerror})")
+def remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            ranks.say(f"{path.name} cannot be removed ({error.strerror})")
 
 
 # ---- restoring -----------------------------------------------------------------------------------
@@ -233,9 +238,7 @@ def refuse_what_is_lost(run) -> None:
     known = {id(weight) for weight in run.model.parameters()}
     groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
     if not known.issuperset(id(weight) for group in groups for weight in group["params"]):
-        fail(
-            "an optimizer trains a weight that no checkpoint holds: it is not in model.parameters()"
-        )
+        fail("an optimizer trains a weight that is not in model.parameters(): it would be lost")
 
 
 def not_restorable(value: Any, name: str) -> str | None:
@@ -251,6 +254,15 @@ def not_restorable(value: Any, name: str) -> str | None:
         odd = [f"{list(at)} a {type(x)}" for at, x in leaves(value) if not isinstance(x, plain)]
         what = "; ".join(odd) or "a container or a key of an own type"
         return f"{name} has at {what}, which checkpoints cannot restore: expected plain values"
+
+
+def other_groups(run) -> str | None:
+    for optimizer, built in zip(run.optimizers, run.groups, strict=True):
+        if len(optimizer.param_groups) != len(built):
+            return (
+                f"{type(optimizer).__name__} has other param_groups than configure_optimizers built"
+            )
+    return None
 
 
 def refuse_unequal_replicas(run) -> None:
@@ -297,10 +309,8 @@ class Saver:
         self.wait()
         self.retry_best("best.pt" in names)
         checkpoint = mapped(self.on_host, self.run.checkpoint())
-        if lost := self.cannot_be_read_back(checkpoint):
-            raise RunFailed(
-                f"{lost}; once that is fixed, the same command resumes from the newest checkpoint"
-            )
+        if lost := not_restorable(checkpoint, "checkpoint") or other_groups(self.run):
+            raise RunFailed(f"{lost}; once that is fixed, the same command resumes from the newest")
         self.last_save = time.monotonic()
         for seconds in (0, 1, 2) if required else (0,):
             time.sleep(seconds)
@@ -316,10 +326,8 @@ class Saver:
             error = self.wait()
             if not any(ranks.agree(error is not None)):
                 return
-        raise RunFailed(
-            f"{names[0]} could not be saved: {error}; once that is fixed, the same command "
-            f"resumes from the newest checkpoint in {self.folder}"
-        )
+        hint = f"the same command resumes from the newest checkpoint in {self.folder}"
+        raise RunFailed(f"{names[0]} could not be saved: {error}; once that is fixed, {hint}")
 
     def retry_best(self, has_successor: bool) -> None:
         """Write a best.pt that failed, from the copy in memory, which the next save overwrites."""
@@ -329,18 +337,9 @@ class Saver:
                 self.run.folder.event(self.run.state["step"], "best_not_saved", error=error)
         self.unsaved_best = None
 
-    def cannot_be_read_back(self, checkpoint: dict) -> str | None:
-        for optimizer, built in zip(self.run.optimizers, self.run.groups, strict=True):
-            if len(optimizer.param_groups) != len(built):
-                kind = type(optimizer).__name__
-                return (
-                    f"{kind} has other param_groups than at the start, which no resume could build"
-                )
-        return not_restorable(checkpoint, "checkpoint")
-
     def on_host(self, leaf, path):
-        """Copy a leaf of a checkpoint. Rank 0 copies tensors to buffers that the next save reuses.
-        All ranks call it together: a sharded tensor is gathered, one at a time."""
+        """A copy of a leaf of a checkpoint, in a buffer that the next save reuses; on rank 0 alone.
+        All ranks call it together: sharded tensors are gathered, one at a time."""
         if not isinstance(leaf, torch.Tensor):
             return copy.deepcopy(leaf)
         tensor = ranks.whole(leaf.detach())
@@ -397,32 +396,20 @@ class Saver:
             return  # a rollback cannot use this checkpoint, so it replaces none
         paths = numbered(self.folder, "ckpt")
         targets = [path for path in paths if self.may_roll_back_to(step_of(path), state)]
-        for path in set(paths[1:]) - set(targets[: self.keep_last]):
-            remove(path)
+        remove(set(paths[1:]) - set(targets[: self.keep_last]))
 
 
 def digest_of_state(checkpoint: dict) -> str:
-    """SHA-256 of all that the next steps depend on, by which a step that is computed again anywhere
-    can be compared with this one."""
+    """SHA-256 of all that the next steps depend on, in the order of the names."""
     digest = sha256()
-    named = {
-        "/".join(map(str, path)): leaf for path, leaf in leaves({k: checkpoint[k] for k in HASHED})
-    }
-    for name in sorted(named):
-        leaf = named[name]
-        if isinstance(leaf, torch.Tensor):
-            leaf = leaf.contiguous().view(-1).view(torch.uint8).numpy()
-        digest.update(name.encode())
-        digest.update(leaf if hasattr(leaf, "dtype") else repr(leaf).encode())
+    for path, leaf in sorted(leaves({k: checkpoint[k] for k in HASHED}), key=lambda x: str(x[0])):
+        digest.update(str(path).encode())
+        is_tensor = isinstance(leaf, torch.Tensor)
+        digest.update(as_bytes(leaf).numpy() if is_tensor else repr(leaf).encode())
     return digest.hexdigest()
 
 
 def size(run) -> int:
-    """Bytes of the tensors in a checkpoint, which holds all of the model even if it is sharded."""
-    moments = sum(
-        getattr(type(optimizer), "moments", 2) * weight.nbytes
-        for optimizer in run.optimizers
-        for group in optimizer.param_groups
-        for weight in group["params"]
-    )
-    return sum(each.nbytes for each in tensors([run.model.state_dict(), run.ema])) + moments
+    """Bytes of a checkpoint, at most: weights, two moments of each, buffers, averages."""
+    kept = [run.model.state_dict(), run.ema, 2 * list(run.model.parameters())]
+    return sum(each.nbytes for each in tensors(kept))

@@ -213,7 +213,7 @@ def describe_data(run: Any, c: dict[str, Any]) -> dict[str, str]:
     sizes = f"{len(run.train_data):,} to train on, {len(run.val_data):,} to validate"
     words = f"{data['name']}: {sizes}"
     batch = f"{c['batch_size']} x {c['accum_steps']} x {c['world_size']} = {c['global_batch']}"
-    if "tokenizer" in meta:
+    if "tokenizer" in meta and "train_tokens" in meta:
         words = (
             f"{data['name']}, {meta['tokenizer']}: {meta['train_tokens']:,} tokens to train on, "
             f"{meta['val_tokens']:,} to validate; vocabulary {meta['vocab_size']:,}"

@@ -6,6 +6,7 @@ No link is followed, so that a link which someone planted makes us overwrite no 
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -69,6 +70,11 @@ def lock_file(path: str | Path) -> TextIO:
         file.close()
         raise
     return file
+
+
+def digest_of(path: str | Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_json(path: str | Path, value: Any) -> None:

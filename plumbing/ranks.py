@@ -89,7 +89,7 @@ def share(first: int, count: int) -> tuple[int, int]:
     return first + begin, end - begin
 
 
-def say(*words, file=None) -> None:
+def say(*words: object, file: Any = None) -> None:
     """Print on rank 0 only, so that all ranks have one log. What cannot be written is dropped."""
     if rank() == 0:
         with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe or terminal

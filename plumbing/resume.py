@@ -13,10 +13,10 @@ import torch
 from plumbing import checkpoint
 from plumbing.cli import fail
 from plumbing.console import best_words, shown
-from plumbing.data import digest_of
-from plumbing.files import read_json
+from plumbing.files import digest_of, read_json
 from plumbing.machine import choose_dtype, device_name, matmul_bits
 from plumbing.ranks import from_rank0, say, world_size
+from plumbing.run_folder import RunFolder
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -143,7 +143,7 @@ def changed_knobs(then: dict, now: dict) -> dict:
 # ---- from where ----------------------------------------------------------------------------------
 
 
-def find_checkpoint(folder, resume: str, to_train: bool) -> Path | None:
+def find_checkpoint(folder: RunFolder, resume: str, to_train: bool) -> Path | None:
     """Path of the checkpoint to start from, or None for a new run. Rank 0 only.
 
     folder: a RunFolder. resume: "auto", "never", "restart" or a path. to_train: lock the folder if it

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from plumbing import machine
 from plumbing.cli import RunFailed
@@ -55,6 +56,11 @@ def clone(value: Any) -> Any:
         return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
     return mapped(copied, value)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of this rank's part of `tensor`, uint8 (n,)."""
+    return local(tensor).detach().contiguous().view(-1).view(torch.uint8)
 
 
 # ---- the state of every random number generator --------------------------------------------------
@@ -146,7 +152,7 @@ def evaluating(run, averaged: bool = True) -> Iterator[Snapshot]:
 
 
 @torch.no_grad()
-def swap(model: torch.nn.Module, averages: dict) -> None:
+def swap(model: nn.Module, averages: dict) -> None:
     for name, average in averages.items():
         weight = local(model.get_parameter(name))
         before = weight.clone()
@@ -157,13 +163,12 @@ def swap(model: torch.nn.Module, averages: dict) -> None:
 # ---- out of memory: try again in smaller micro-batches, on all ranks if on one -------------------
 
 
-def halving_on_oom(run, before: Snapshot, compute: Callable, *args, key: str = "micro_batch"):
-    """Return compute(*args). If memory runs out on any rank, put `before` back, halve
-    run.state[key], which compute reads, and try again.
-
-    compute has no collective operation, except for a sharded model, which is not tried again.
-    Raises RunFailed if a smaller micro-batch cannot help.
-    """
+def halving_on_oom(
+    run, before: Snapshot, compute: Callable, *args, key: str = "micro_batch"
+) -> Any:
+    """Return compute(*args). If memory runs out on any rank, put `before` back, halve run.state[key],
+    which compute reads, and try again. compute has no collective operation, except for a sharded
+    model, which is not tried again. Raises RunFailed if a smaller micro-batch cannot help."""
     state = run.state
     while True:
         result = None
@@ -173,17 +178,13 @@ def halving_on_oom(run, before: Snapshot, compute: Callable, *args, key: str = "
             if not out_of_memory(error):
                 raise
             if is_sharded(run.model):  # the other ranks wait in mid-pass
-                raise RunFailed(
-                    "out of memory; with --shard=true try a smaller --batch_size with a "
-                    "larger --accum_steps, --grad_checkpoint=true, --offload=true"
-                ) from error
+                hint = "--grad_checkpoint=true, --offload=true, a smaller --batch_size"
+                raise RunFailed(f"out of memory; with --shard=true try {hint}") from error
         if not any(agree(result is None)):
             return result
         if state[key] == 1:
-            raise RunFailed(
-                "out of memory with a single sequence in a micro-batch; try "
-                "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
-            )
+            hint = "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
+            raise RunFailed(f"out of memory with a single sequence in a micro-batch; try {hint}")
         result = None  # frees that of a rank that had enough memory
         run.model.zero_grad(set_to_none=True)
         before.put_back()
@@ -193,7 +194,7 @@ def halving_on_oom(run, before: Snapshot, compute: Callable, *args, key: str = "
         run.folder.event(state["step"], "out_of_memory", **{key: state[key]})
 
 
-def rehearse(run, compile: bool, forward_backward: Callable, inputs, targets) -> torch.nn.Module:
+def rehearse(run, compile: bool, forward_backward: Callable, *batch: torch.Tensor) -> nn.Module:
     """Call forward_backward once before the first step, to compile and to find a micro-batch that
     fits. Nothing else changes. Returns the model, compiled or not.
 
@@ -210,8 +211,8 @@ def rehearse(run, compile: bool, forward_backward: Callable, inputs, targets) ->
         inductor.deterministic = torch.are_deterministic_algorithms_enabled()  # no choice by timing
         model = torch.compile(model, dynamic=False)
     try:
-        n_targets = torch.tensor(targets.numel(), device=run.device)
-        step = (forward_backward, model, run, inputs, targets, n_targets)
+        n_targets = torch.tensor(batch[1].numel(), device=run.device)
+        step = (forward_backward, model, run, *batch, n_targets)
         numbers = halving_on_oom(run, before, *step)
         if taken := numbers.keys() & RESERVED:
             raise RunFailed(
@@ -220,12 +221,11 @@ def rehearse(run, compile: bool, forward_backward: Callable, inputs, targets) ->
     except Exception as error:
         if not compile or isinstance(error, RunFailed):
             raise
+        reason = " ".join(str(error).split())[:200]  # its first line says too little
         if world_size() > 1:  # others may have compiled, and all must do the same
-            reason = " ".join(str(error).split())[:200]
             raise RunFailed(f"torch.compile failed ({reason}); write --compile=false") from error
         before.put_back()
-        model = rehearse(run, False, forward_backward, inputs, targets)  # shows the eager error
-        reason = " ".join(str(error).split())[:200]  # its first line says too little
+        model = rehearse(run, False, forward_backward, *batch)  # shows the eager error
         run.folder.event(run.state["step"], "compile_failed", error=reason)
     if late := run.model.state_dict().keys() - names:
         raise RunFailed(f"the first forward pass makes {min(late)}; expected it from __init__")
@@ -245,13 +245,10 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
         return False
     if vars(type(optimizer)).get("skips_on_device"):  # of itself, not of a parent
         return "step" not in vars(optimizer)
-    kinds = {w.device.type for group in optimizer.param_groups for w in group["params"]}
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
     is_torchs = str(optimizer.step.__module__).startswith("torch.")
-    return bool(
-        getattr(optimizer, "_step_supports_amp_scaling", False)
-        and is_torchs
-        and kinds <= {"cpu", "cuda"}
-    )
+    return bool(fused and is_torchs and {w.device.type for w in weights} <= {"cpu", "cuda"})
 
 
 @torch.no_grad()
@@ -280,13 +277,8 @@ def out_of_memory(error: BaseException) -> bool:
     plain RuntimeError: on the CPU, on MPS, and in CUDA's libraries."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    texts = (
-        "can't allocate memory",
-        "out of memory",
-        "CUBLAS_STATUS_ALLOC_FAILED",
-        "CUDNN_STATUS_ALLOC_FAILED",
-    )
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+    texts = r"can't allocate memory|out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED"
+    return isinstance(error, RuntimeError) and bool(re.search(texts, str(error)))
 
 
 def explain(error: BaseException) -> RunFailed | None:
@@ -295,15 +287,12 @@ def explain(error: BaseException) -> RunFailed | None:
         error.said = error.__cause__ is None and rank() > 0  # all ranks raise it together
         return error
     if out_of_memory(error):
-        return RunFailed(
-            "out of memory outside the forward and backward pass; try a smaller --n_embd"
-        )
+        return RunFailed("out of memory outside forward and backward pass; try a smaller --n_embd")
     if dist.is_initialized() and re.search("gloo|NCCL", str(error)):
         last_line = (str(error).strip().splitlines() or [""])[-1]
         detail = last_line.rpartition("] ")[2].partition(". ")[0]
         late = re.search("timed out|timeout", str(error), re.IGNORECASE)
         what = "kept this one waiting for more than --hang_minutes" if late else "is gone"
-        return RunFailed(
-            f"another rank {what} ({detail}); the same command resumes from the newest checkpoint"
-        )
+        hint = "the same command resumes from the newest checkpoint"
+        return RunFailed(f"another rank {what} ({detail}); {hint}")
     return None

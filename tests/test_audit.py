@@ -94,7 +94,7 @@ def test_three_different_results_end_the_run_with_a_diagnosis(run_train):
     done = run_train("run", *FLAGS, AUDIT, before=flip_gradient([1, 2]))
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "step 6 gave three different results from the same input" in done.stderr
-    assert "bench.py --only=exact" in done.stderr
+    assert "check.py --only=exact" in done.stderr
     ended = json.loads((done.out_dir / "run.json").read_text())["ended"]
     assert ended.startswith("failed: step 6 gave three")
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -10,7 +11,8 @@ import pytest
 import torch
 from conftest import REPO
 
-from plumbing import devices, peaks
+from plumbing import machine
+from plumbing.cli import BadInput
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)  # its name, which needs no GPU
@@ -31,38 +33,37 @@ def python(code, **environment):
     return done.stdout + done.stderr
 
 
-def refusal(capsys, function, *args):
-    """The line on stderr with which function(*args) exits."""
-    with pytest.raises(SystemExit) as leaving:
+def refusal(function, *args):
+    """The line with which function(*args) is refused."""
+    with pytest.raises(BadInput) as refused:
         function(*args)
-    assert leaving.value.code == 2
-    return capsys.readouterr().err
+    return str(refused.value)
 
 
 # ---- the device ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["cuda:0", "mps"])
-def test_several_ranks_never_share_one_gpu(name, monkeypatch, capsys):
+def test_several_ranks_never_share_one_gpu(name, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    line = refusal(capsys, devices.choose_device, name)
+    line = refusal(machine.choose_device, name)
     assert f"--device={name}" in line and "share one GPU" in line and "--device=cuda," in line
 
 
-def test_one_rank_on_each_node_may_name_its_gpu(monkeypatch, capsys):
+def test_one_rank_on_each_node_may_name_its_gpu(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     if torch.cuda.is_available():
-        assert devices.choose_device("cuda:0") == GPU
+        assert machine.choose_device("cuda:0") == GPU
     else:
-        assert "share one GPU" not in refusal(capsys, devices.choose_device, "cuda:0")
+        assert "share one GPU" not in refusal(machine.choose_device, "cuda:0")
 
 
 @pytest.mark.gpu
 @needs_gpu
 def test_the_gpu_is_found_by_default():
     """torch.cuda.set_device does not take a device without a number."""
-    assert "cuda:0" in python("from plumbing.devices import *; print(choose_device('auto'))")
+    assert "cuda:0" in python("from plumbing.machine import *; print(choose_device('auto'))")
 
 
 @pytest.mark.gpu
@@ -70,14 +71,15 @@ def test_the_gpu_is_found_by_default():
 def test_a_run_on_the_cpu_creates_no_cuda_context():
     code = """
 import ctypes, torch
-from plumbing import devices, peaks, rng, retry
-device = devices.choose_device("cpu")
-devices.set_deterministic("auto", device)
-rng.seed_everything(1)
-rng.set_rng_state(rng.rng_state(device), device)
-devices.choose_dtype("auto", device), devices.choose_compile("auto", device, 1e20)
-devices.memory_gb(device), devices.free_memory(device), devices.gpu_util(device)
-devices.fingerprint(device), devices.synchronize(device), peaks.peak_flops(device, "float32")
+import train
+from plumbing import machine, safe_step
+device = machine.choose_device("cpu")
+machine.set_deterministic("auto", device)
+train.seed_everything(1)
+safe_step.set_rng_state(safe_step.rng_state(device), device)
+machine.choose_dtype("auto", device), machine.choose_compile("auto", device, 1e20, 1000)
+machine.memory_gb(device), machine.free_memory(device), machine.gpu_util(device)
+machine.describe_machine(device), machine.synchronize(device), machine.peak_flops(device, "float32")
 torch.compile(torch.nn.Linear(8, 8))(torch.ones(2, 8)).sum().backward()
 flags, active = ctypes.c_uint(), ctypes.c_int()
 driver = ctypes.CDLL("libcuda.so.1")
@@ -92,42 +94,53 @@ print("context", active.value)
 
 
 def test_bfloat16_is_the_default_only_where_the_cpu_computes_in_it(monkeypatch):
-    monkeypatch.setattr(devices, "kernels_have_bfloat16", lambda: True)
+    monkeypatch.setattr(machine, "kernels_have_bfloat16", lambda: True)
     for flag, expected in (
         ("amx_bf16", "bfloat16"),
         ("avx512_bf16", "bfloat16"),
         ("avx2", "float32"),
     ):
-        monkeypatch.setattr(devices, "cpu_info", lambda flag=flag: ("a CPU", {flag}))
-        assert devices.choose_dtype("auto", CPU)[0] == expected
-        assert devices.choose_dtype("bfloat16", CPU) == ("bfloat16", "as given")
-    monkeypatch.setattr(devices, "cpu_info", lambda: ("a CPU", {"amx_bf16"}))
-    monkeypatch.setattr(devices, "kernels_have_bfloat16", lambda: False)
-    assert devices.choose_dtype("auto", CPU)[0] == "float32"
+        monkeypatch.setattr(machine, "cpu_info", lambda flag=flag: ("a CPU", {flag}))
+        assert machine.choose_dtype("auto", CPU)[0] == expected
+        assert machine.choose_dtype("bfloat16", CPU) == ("bfloat16", "as given")
+    monkeypatch.setattr(machine, "cpu_info", lambda: ("a CPU", {"amx_bf16"}))
+    monkeypatch.setattr(machine, "kernels_have_bfloat16", lambda: False)
+    assert machine.choose_dtype("auto", CPU)[0] == "float32"
 
 
 def test_kernels_that_a_variable_restricts_have_no_bfloat16():
-    code = "from plumbing.devices import *; print(kernels_have_bfloat16())"
+    code = "from plumbing.machine import *; print(kernels_have_bfloat16())"
     assert "False" in python(code, ONEDNN_MAX_CPU_ISA="AVX2")
 
 
 def test_compile_auto_on_a_cpu_is_decided_by_flops_alone(monkeypatch):
     monkeypatch.setenv("CXX", sys.executable)  # any program that is there
-    assert devices.choose_compile("auto", CPU, 5e13)[0]
-    assert not devices.choose_compile("auto", CPU, 4.9e13)[0]
-    assert not devices.choose_compile("auto", CPU, math.nan)[0]  # a model that cannot tell
+    assert machine.choose_compile("auto", CPU, 5e13, 1000)[0]
+    assert not machine.choose_compile("auto", CPU, 4.9e13, 1000)[0]
+    assert not machine.choose_compile("auto", CPU, math.nan, 1000)[0]  # a model that cannot tell
     monkeypatch.setenv("CXX", "no-such-compiler")
-    chosen, why = devices.choose_compile("auto", CPU, 5e13)
+    chosen, why = machine.choose_compile("auto", CPU, 5e13, 1000)
     assert not chosen and "no-such-compiler" in why
-    assert devices.choose_compile(True, CPU, math.nan)[0]
-    assert not devices.choose_compile(False, CPU, 5e13)[0]
+    assert machine.choose_compile(True, CPU, math.nan, 1000)[0]
+    assert not machine.choose_compile(False, CPU, 5e13, 1000)[0]
 
 
 def test_compile_auto_on_a_gpu_asks_for_triton():
     """torch.utils._triton is no attribute until something imports it."""
-    code = "import torch; from plumbing.devices import *; "
-    code += "print(choose_compile('auto', torch.device('cuda', 0), 1e20))"
-    assert "Triton is " in python(code)
+    code = "import torch; from plumbing.machine import *; "
+    code += "print(choose_compile('auto', torch.device('cuda', 0), 1e20, 10_000))"
+    assert re.search("False, 'Triton is not installed'|True, 'worth it from", python(code))
+
+
+def test_compile_auto_on_a_gpu_is_decided_by_the_length_of_the_run(monkeypatch):
+    """Compiling takes longer than a short run, however large its steps are."""
+    from torch.utils import _triton
+
+    monkeypatch.setattr(_triton, "has_triton", lambda: True)
+    least = machine.STEPS_WORTH_COMPILING
+    assert machine.choose_compile("auto", GPU, 1e20, least)[0]
+    assert not machine.choose_compile("auto", GPU, 1e20, least - 1)[0]
+    assert machine.choose_compile("auto", GPU, math.nan, least)[0]
 
 
 def test_more_workers_than_cpus_are_no_warning():
@@ -158,18 +171,18 @@ def test_deterministic_mode_pins_the_order_of_sums_before_nccl_starts(monkeypatc
     for name in ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     try:
-        assert devices.set_deterministic("auto", GPU) is True
+        assert machine.set_deterministic("auto", GPU) is True
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.utils.deterministic.fill_uninitialized_memory
         assert os.environ["NCCL_ALGO"] == "Ring"
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
         monkeypatch.setenv("NCCL_ALGO", "Tree")
-        devices.set_deterministic(True, GPU)
+        machine.set_deterministic(True, GPU)
         assert os.environ["NCCL_ALGO"] == "Tree"  # what the user has set stays
-        assert devices.set_deterministic("auto", torch.device("mps")) is False
+        assert machine.set_deterministic("auto", torch.device("mps")) is False
         assert not torch.are_deterministic_algorithms_enabled()
     finally:
-        devices.set_deterministic(False, CPU)
+        machine.set_deterministic(False, CPU)
 
 
 # ---- the peak ------------------------------------------------------------------------------------
@@ -190,7 +203,7 @@ def test_deterministic_mode_pins_the_order_of_sums_before_nccl_starts(monkeypatc
     ],
 )
 def test_a_known_gpu_has_the_peak_of_its_datasheet(gpu, dtype, peak):
-    assert peaks.datasheet_peak(gpu, dtype) == peak
+    assert machine.datasheet_peak(gpu, dtype) == peak
 
 
 @pytest.mark.parametrize(
@@ -210,16 +223,16 @@ def test_a_known_gpu_has_the_peak_of_its_datasheet(gpu, dtype, peak):
     ],
 )
 def test_no_gpu_gets_the_peak_of_another_one(gpu):
-    assert all(peaks.datasheet_peak(gpu, d) is None for d in ("bfloat16", "float16", "float32"))
+    assert all(machine.datasheet_peak(gpu, d) is None for d in ("bfloat16", "float16", "float32"))
 
 
 def test_a_dtype_that_a_gpu_emulates_has_no_datasheet():
-    assert peaks.datasheet_peak("Tesla T4", "bfloat16") is None
+    assert machine.datasheet_peak("Tesla T4", "bfloat16") is None
 
 
 def test_measuring_the_peak_takes_no_unexplained_seconds_where_bfloat16_is_emulated():
     """In seconds of this process, since other processes may keep the machine busy."""
-    code = "import time, torch; torch.set_num_threads(1); from plumbing.peaks import *; "
+    code = "import time, torch; torch.set_num_threads(1); from plumbing.machine import *; "
     code += "start = time.process_time(); found = peak_flops(torch.device('cpu'), 'bfloat16'); "
     code += "print(time.process_time() - start, *found)"
     seconds, rate, *why = python(code, **OLD_CPU).split()
@@ -228,50 +241,32 @@ def test_measuring_the_peak_takes_no_unexplained_seconds_where_bfloat16_is_emula
 
 
 def test_a_product_is_measured_at_the_sizes_that_are_asked_for():
-    rate, size = peaks.matmul_rate(CPU, torch.float32, sizes=[64])
+    rate, size = machine.matmul_rate(CPU, torch.float32, sizes=[64])
     assert size == 64 and rate > 0
     start = time.perf_counter()
-    rate, size = peaks.matmul_rate(CPU, torch.float32)
+    rate, size = machine.matmul_rate(CPU, torch.float32)
     assert size in (256, 512, 1024, 2048)
     assert time.perf_counter() - start < 10  # a busy machine has time
 
 
-# ---- a system without all of this ----------------------------------------------------------------
-
-
-def test_on_windows_the_modules_import_and_peak_memory_is_unknown_and_said_once():
-    code = """
-import signal, sys
-del signal.SIGUSR1
-sys.modules["resource"] = None  # importing it raises ImportError
-import torch
-from plumbing import devices, ranks, retry, windows
-with signals.Signals() as asked:
-    print("USR1", asked.take_save())
-windows.ignore_signals(0)
-for _ in range(3):
-    print("memory", devices.memory_gb(torch.device("cpu")))
-"""
-    printed = python(code)
-    assert printed.count("memory None") == 3 and "USR1 False" in printed
-    assert printed.count("peak memory is not known on this system") == 1
+# ---- other kernels ----------------------------------------------------------------
 
 
 @pytest.mark.skipif(
-    "ONEDNN_MAX_CPU_ISA" in os.environ or "avx512_bf16" not in devices.cpu_info()[1],
+    "ONEDNN_MAX_CPU_ISA" in os.environ or "avx512_bf16" not in machine.cpu_info()[1],
     reason="needs a CPU with AVX512-BF16, whose kernels are not restricted",
 )
 def test_other_kernels_have_other_bits():
     """So that a run whose CPU hides its matrix units from oneDNN is not taken for the same run."""
     command = (
-        "import torch; from plumbing.devices import matmul_bits;"
+        "import torch; from plumbing.machine import matmul_bits;"
         "print(matmul_bits(torch.device('cpu'), torch.bfloat16))"
     )
     older = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run(
         [sys.executable, "-c", command], cwd=REPO, env=older, capture_output=True, text=True
     )
-    here = devices.matmul_bits(torch.device("cpu"), torch.bfloat16)
+    here = machine.matmul_bits(torch.device("cpu"), torch.bfloat16)
     assert len(here) == len(done.stdout.strip()) == 16
-    assert here == devices.matmul_bits(torch.device("cpu"), torch.bfloat16)
+    assert here == machine.matmul_bits(torch.device("cpu"), torch.bfloat16)
     assert here != done.stdout.strip()

@@ -16,11 +16,9 @@ from torch import nn
 import sample
 import train
 from model import cross_entropy
-from plumbing import checkpoints, console, ema, metrics
+from plumbing import checkpoint, console
 from plumbing.cli import read_knobs
-from plumbing.failures import RunFailed
-from plumbing.rng import set_torch_rng_state
-from plumbing.skipping import step_unless
+from plumbing.safe_step import evaluating, step_unless
 
 FLAGS = ("--save_interval=4", "--eval_interval=3", "--keep_last=9")
 
@@ -202,7 +200,7 @@ def test_evaluations_change_no_bit(change, run_train):
 
 def test_a_module_is_told_when_evaluation_ends(run_train):
     done = run_train("run", before=MERGING)
-    head = checkpoints.load(done.checkpoint(12))["model"]["head.b"]
+    head = checkpoint.load(done.checkpoint(12))["model"]["head.b"]
     assert head.abs().max() > 0, "it learns, though an evaluation came first"
 
 
@@ -211,7 +209,7 @@ def test_evaluating_gives_every_module_its_mode_back_also_after_an_error(knobs):
     run.model.blocks[0].eval()
     modes = [module.training for module in run.model.modules()]
     before = torch.get_rng_state()
-    with pytest.raises(MemoryError), ema.evaluating(run):
+    with pytest.raises(MemoryError), evaluating(run):
         assert not any(module.training for module in run.model.modules())
         torch.rand(1)
         raise MemoryError
@@ -397,7 +395,7 @@ def forward_backward(model, run, inputs, *rest, inner=train.forward_backward):
 train.forward_backward = forward_backward
 """
     done = run_train("run", before=change)
-    assert checkpoints.load(done.checkpoint(12))["state"]["seen"] == 12 * 8
+    assert checkpoint.load(done.checkpoint(12))["state"]["seen"] == 12 * 8
 
 
 def test_a_value_that_no_checkpoint_can_hold_ends_the_run_at_the_next_save(run_train):
@@ -477,7 +475,7 @@ def test_a_tied_weight_is_sampled_from_with_its_average(monkeypatch, run_train):
         return model
 
     monkeypatch.setattr(sample, "build_model", tied)
-    checkpoint = checkpoints.load(done.checkpoint(12))
+    checkpoint = checkpoint.load(done.checkpoint(12))
     model, _ = sample.rebuild(done.checkpoint(12), checkpoint)
     average = checkpoint["ema"]["embedding.token.weight"]
     assert not torch.equal(average, checkpoint["model"]["embedding.token.weight"])  # control

@@ -14,12 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from plumbing.skipping import Buffers
 from torch import nn
 
 from plumbing import ranks
 from plumbing.safe_step import RunFailed, explain
-from plumbing.safe_step import halving_on_oom
-from plumbing.skipping import Buffers
 
 CPU = torch.device("cpu")
 

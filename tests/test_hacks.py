@@ -1,28 +1,28 @@
-"""Safe to fork: ten hacks of a Friday evening, each a patch no longer than nanoGPT needs for the same,
+"""Safe to fork: hacks of a Friday evening, each a patch about as long as nanoGPT needs for the same,
 and each run, killed and resumed, comes to the bits of one that was never stopped."""
 
 import dataclasses
 import functools
+import os
 import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import REPO, arguments, stop_at
+from conftest import REPO, arguments, digest, fingerprint, stop_at
 
 from prepare_data import prepare
 
 STEPS = 24
 RUN = (f"--max_steps={STEPS}", "--save_interval=5", "--eval_interval=8", "--keep_last=9")
-RUN += (
-    "--audit_interval=7",
-)  # a step repeated from a copy of everything, also of what a hack adds
+# a step repeated from a copy of everything, also of what a hack adds
+RUN += ("--audit_interval=7",)
 
 
 @dataclasses.dataclass
 class Hack:
-    """tests/hacks/NAME.patch. lines: what the same hack adds to nanoGPT."""
+    """tests/hacks/NAME.patch. lines: what the same hack adds to nanoGPT, with what is granted here."""
 
     lines: int
     flags: tuple = ()
@@ -40,14 +40,27 @@ HACKS = {
     "gradient_noise": Hack(4),
     "two_texts": Hack(10),
     "gru": Hack(33),
+    "spike_sigma": Hack(8, changes_weights=False),
+    "kv_cache": Hack(19 + 5, changes_weights=False),
+    "answers": Hack(29 + 5),
+    "freeze": Hack(4 + 5),
+    "window": Hack(7 + 5, ("--n_layer=2",)),
+    "distillation": Hack(11 + 5, ("--teacher={teacher}",)),
+    "norms": Hack(18 + 5, changes_weights=False),
+    "lengths": Hack(4 + 5),
+    "bpe": Hack(73 + 5, ("--dataset=pairs",)),
+    "metric": Hack(21 + 5, ("--best_metric=-val_top5",), changes_weights=False),
+    "experts": Hack(24 + 5),
 }
+SCRIPTS = {"sweep": Hack(6 + 5), "own_script": Hack(19 + 5)}  # they start runs themselves
 BAD_FIRST_LOSS = """
 import math
 def forward_backward(model, run, *batch, inner=train.forward_backward):
-    return inner(model, run, *batch) * (math.nan if run.state["step"] == 0 else 1)
+    numbers = inner(model, run, *batch)
+    return numbers | {"loss": numbers["loss"] * (math.nan if run.state["step"] == 0 else 1)}
 train.forward_backward = forward_backward
 """
-IN_EVERY_RUN = ("lion", "two_texts")  # the others take a minute together
+IN_EVERY_RUN = ("lion", "experts")  # the others take minutes together
 
 
 @pytest.fixture
@@ -57,6 +70,7 @@ def fork(tmp_path):
     def make(name):
         folder = copy_of_repository(tmp_path / "fork")
         apply_patch((REPO / "tests" / "hacks" / f"{name}.patch").read_text(), folder)
+        make.folder = folder
         return folder
 
     return make
@@ -67,22 +81,19 @@ def copy_of_repository(folder):
     for file in REPO.glob("*.py"):
         shutil.copy(file, folder)
     caches = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(REPO / "plumbing", folder / "plumbing", ignore=caches)
+    for package in [REPO / "plumbing", *REPO.glob("reporting")]:
+        shutil.copytree(package, folder / package.name, ignore=caches)
     return folder
 
 
 def apply_patch(patch, folder):
-    """Applies a unified diff. Each of its hunks is looked up by its lines, wherever they stand by now."""
-    for part in patch.split("--- a/")[1:]:
-        name, _, rest = part.partition("\n")
-        text = (folder / name).read_text()
-        for hunk in rest.split("\n@@ ")[1:]:
-            lines = [line for line in hunk.split("\n")[1:] if line]
-            before = "\n".join(line[1:] for line in lines if line[0] in " -")
-            after = "\n".join(line[1:] for line in lines if line[0] in " +")
-            assert text.count(f"\n{before}\n") == 1, f"{name} has {text.count(before)} x {before}"
-            text = text.replace(f"\n{before}\n", f"\n{after}\n")
-        (folder / name).write_text(text)
+    """Applies a unified diff: git finds each hunk by its lines, wherever they stand by now."""
+    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    for command in (["git", "apply", "--check"], ["git", "apply"]):
+        done = subprocess.run(
+            command, input=patch, cwd=folder, env=outside, text=True, capture_output=True
+        )
+        assert done.returncode == 0, done.stderr
 
 
 def added_lines(patch):
@@ -115,21 +126,40 @@ def losses(done):
     return [(row["step"], row["loss"], row["grad_norm"]) for row in done.rows("train")]
 
 
-# ---- the ten -------------------------------------------------------------------------------------
+@pytest.fixture
+def flags_of(fork, plain_run, data_dir):
+    """flags_of(name) -> the flags of a hack; what they need is made."""
+
+    def flags(name):
+        if name == "bpe" and not (data_dir / "pairs").exists():
+            what = ["pairs", f"--input={data_dir}/small.txt", "--tokenizer=bpe"]
+            command = [sys.executable, "prepare_data.py", *what, f"--data_dir={data_dir}"]
+            subprocess.run(command, cwd=fork.folder, check=True, capture_output=True)
+        teacher = plain_run().checkpoint(STEPS) if name == "distillation" else ""
+        return (*RUN, *(flag.format(teacher=teacher) for flag in HACKS[name].flags))
+
+    return flags
 
 
-@pytest.mark.parametrize("name", HACKS)
-def test_a_hack_applies_and_is_no_longer_than_in_nanogpt(name, fork):
+# ---- all of them ---------------------------------------------------------------------------------
+
+
+def test_every_patch_is_known():
+    there = {path.stem for path in (REPO / "tests" / "hacks").glob("*.patch")}
+    assert there == {*HACKS, *SCRIPTS}
+
+
+@pytest.mark.parametrize("name", [*HACKS, *SCRIPTS])
+def test_a_hack_applies_and_is_about_as_short_as_in_nanogpt(name, fork):
     fork(name)
     patch = (REPO / "tests" / "hacks" / f"{name}.patch").read_text()
-    assert 0 < added_lines(patch) <= HACKS[name].lines
+    assert 0 < added_lines(patch) <= (HACKS | SCRIPTS)[name].lines
 
 
 @pytest.mark.parametrize("name", every(HACKS))
-def test_a_hacked_run_is_killed_and_resumes_bit_for_bit(name, fork, run_train, plain_run):
-    hack = HACKS[name]
+def test_a_hacked_run_is_killed_and_resumes_bit_for_bit(name, fork, flags_of, run_train, plain_run):
     run_fork = functools.partial(run_train, repo=fork(name))
-    flags = RUN + hack.flags
+    flags = flags_of(name)
 
     whole = run_fork("whole", *flags)
     assert whole.returncode == 0, whole.stderr
@@ -141,11 +171,11 @@ def test_a_hacked_run_is_killed_and_resumes_bit_for_bit(name, fork, run_train, p
     assert event["step"] >= 10, "resumed from a checkpoint, not from the start"
     assert resumed.fingerprint(STEPS) == whole.fingerprint(STEPS)
     assert losses(resumed) == losses(whole)
-    assert "audit" not in {row["event"] for row in whole.rows("event")}
+    found = {row["event"] for row in [*whole.rows("event"), *resumed.rows("event")]}
+    assert found & {"audit", "rollback", "skipped", "inexact_resume"} == set()
 
-    plain = plain_run(*(hack.flags if not hack.changes_weights else ()))
-    same = plain.fingerprint(STEPS)["model"] == whole.fingerprint(STEPS)["model"]
-    assert same != hack.changes_weights, "the hack does what it is for, and nothing else"
+    same = plain_run().fingerprint(STEPS)["model"] == whole.fingerprint(STEPS)["model"]
+    assert same != HACKS[name].changes_weights, "the hack does what it is for, and nothing else"
 
 
 # ---- what they are for ---------------------------------------------------------------------------
@@ -192,9 +222,112 @@ def test_a_wrong_second_text_gets_a_clear_line(fork, run_train, data_dir, tmp_pa
     text = str(data_dir / "second.txt")
     prepare("second", alone, input=text, tokenizer="byte", say=lambda *words: None)
     other = run_train("other", f"--data_dir={alone}", repo=folder)
-    assert other.returncode == 1
+    assert other.returncode == 2 and not other.out_dir.exists()
     (line,) = other.stderr.splitlines()
     assert "vocabulary" in line
+
+
+JUMP = """
+def forward_backward(model, run, *batch, inner=train.forward_backward):
+    numbers = inner(model, run, *batch)
+    return numbers | {"loss": numbers["loss"] + 3 * (run.state["sequences"] == 17 * 8)}
+train.forward_backward = forward_backward
+"""
+
+
+def test_a_loss_spike_rolls_back_and_the_run_goes_on(fork, run_train):
+    done = run_train("run", *RUN, repo=fork("spike_sigma"), before=JUMP)
+    assert done.returncode == 0, done.stderr
+    (event,) = [row for row in done.rows("event") if row["event"] == "rollback"]
+    assert (event["step"], event["at_step"]) == (15, 18) and "jumped" in event["why"]
+    assert done.rows("train")[-1]["step"] == STEPS
+
+
+def test_generation_with_a_cache_continues_as_without(fork, plain_run):
+    folder = fork("kv_cache")
+    command = [plain_run().out_dir, "--max_new_tokens=40", "--temperature=0", "--device=cpu"]
+    texts = [
+        subprocess.run(
+            [sys.executable, script, *command], capture_output=True, text=True, check=True
+        ).stdout
+        for script in (folder / "sample.py", REPO / "sample.py")
+    ]
+    assert texts[0] == texts[1] and len(texts[0]) > 40, "also past the block of 16"
+
+
+def test_another_number_decides_what_is_best(fork, run_train):
+    flags = (*RUN, "--best_metric=-val_top5")
+    done = run_train("run", *flags, repo=fork("metric"))
+    found = [row["val_top5"] for row in done.rows("eval")]
+    assert done.rows("eval")[-1]["best_val_top5"] == max(found) > 0
+    best = torch.load(done.out_dir / "best.pt", weights_only=True)["state"]
+    assert best["best_step"] == done.rows("eval")[found.index(max(found))]["step"]
+    assert "val_top5" in done.stdout
+
+
+def test_a_loss_beside_the_loss_is_a_field(fork, run_train):
+    done = run_train("run", repo=fork("experts"))
+    assert all(1 <= row["balance"] < 4 for row in done.rows("train")), "1: each equally often"
+    assert "balance" in done.stdout
+
+
+def test_norms_and_histograms_of_every_weight_are_rows(fork, run_train):
+    done = run_train("run", repo=fork("norms"))
+    assert {"norm.head.weight", "grad_norm.head.weight"} <= done.rows("train")[-1].keys()
+    counts = [row["counts"] for row in done.rows("event") if row["event"] == "histograms"]
+    assert len(counts) == 2 and sum(counts[0]["blocks.0.attention.qkv.weight"]) == 3 * 32 * 32
+
+
+# ---- scripts of one's own ------------------------------------------------------------------------
+
+
+def run_script(folder, script, argv, before=""):
+    """The exit code of a script, in a process that runs the source `before` first."""
+    code = f"import runpy, sys, train\n{before}\nsys.argv[1:] = {argv}\n"
+    code += f"sys.argv[0] = {script!r}\nrunpy.run_path({script!r}, run_name='__main__')"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    assert done.returncode in (0, -9), done.stderr
+    return done.returncode
+
+
+@pytest.mark.slow
+def test_a_killed_sweep_goes_on_where_it_stopped(fork, data_dir, tmp_path):
+    folder = fork("sweep")
+    _, *flags = arguments("", data_dir, RUN)
+    flags = [flag for flag in flags if "--out_dir" not in flag]
+
+    def prints():
+        found = {path: fingerprint(path) for path in folder.glob(f"out/*/ckpt_{STEPS:08}.pt")}
+        return {path.parent.name: each for path, each in found.items()}
+
+    assert run_script(folder, "sweep.py", flags) == 0
+    whole = prints()
+    assert len(whole) == 2 and [name for name in whole if name.endswith("peak_lr=0.003")]
+    shutil.rmtree(folder / "out")
+    assert run_script(folder, "sweep.py", flags, stop_at(18, "SIGKILL")) == -9
+    assert prints() == {}
+    assert run_script(folder, "sweep.py", flags) == 0
+    assert prints() == whole
+    assert run_script(folder, "sweep.py", flags) == 0, "both are finished"
+
+
+@pytest.mark.slow
+def test_an_own_loop_is_killed_and_resumes_and_ends_on_the_bits_of_the_command(
+    fork, data_dir, tmp_path, plain_run
+):
+    folder = fork("own_script")
+    _, *flags = arguments(tmp_path / "unused", data_dir, RUN)
+    assert run_script(folder, "own.py", [str(tmp_path / "a.pt"), *flags]) == 0
+    killed = [str(tmp_path / "b.pt"), *flags]
+    assert run_script(folder, "own.py", killed, stop_at(18, "SIGKILL")) == -9
+    assert torch.load(tmp_path / "b.pt", weights_only=True)["state"]["step"] == 15
+    assert run_script(folder, "own.py", killed) == 0
+    parts = [torch.load(tmp_path / name, weights_only=True) for name in ("a.pt", "b.pt")]
+    parts.append(torch.load(plain_run().checkpoint(STEPS), weights_only=True))
+    for part in ("model", "optimizer", "rng"):
+        assert len({digest(each[part]) for each in parts}) == 1, part
+    assert not (tmp_path / "unused").exists()
 
 
 @pytest.mark.slow
@@ -215,9 +348,9 @@ def test_gradient_noise_must_be_the_same_on_all_ranks(same, fork, data_dir, tmp_
     folder = fork("gradient_noise")
     if not same:
         script = folder / "train.py"
-        drawn = "torch.randn(gradient.shape, generator=generator, device=run.device)"
+        drawn = "torch.randn(weight.shape, generator=generator, device=run.device)"
         assert drawn in script.read_text()
-        script.write_text(script.read_text().replace(drawn, "torch.randn_like(gradient)"))
+        script.write_text(script.read_text().replace(drawn, "torch.randn_like(weight)"))
     _, *flags = arguments(tmp_path / "out", data_dir, ["--save_interval=5"])
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command = [*launcher, folder / "train.py", *flags]

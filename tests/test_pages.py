@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import run_page
 from conftest import HONEST_DATA, REPO
+from test_check import CHECKS
 
 from plumbing.cli import read_knobs
 from prepare_data import prepare
@@ -18,11 +19,13 @@ PAGES = ["docs/trouble.md", "docs/lessons.md", "docs/questions.md"]
 WITH_README = [*PAGES, "README.md"]
 EXAMPLES = sorted(path.relative_to(REPO).as_posix() for path in REPO.glob("examples/*.py"))
 NEEDS = ("needs a network", "needs a GPU", "needs several nodes")  # why a block is only shown
-SCRIPTS = ["train.py", "bench.py", "report.py", "sample.py", "prepare_data.py"]
+SCRIPTS = ["train.py", "bench.py", "check.py", "report.py", "sample.py", "prepare_data.py"]
 # of other programs, as the pages use them
 FOREIGN = set("standalone nproc_per_node signal shutdown max build gpus shm help".split())
 # made by a run, or by a page itself
-MADE = re.compile(r"(out|data)/|\S*(run\.json|bench\.json|metrics\.jsonl|report\.(md|png)|\.pt)$")
+MADE = re.compile(
+    r"(out|data)/|\S*(run\.json|bench\.json|check\.json|metrics\.jsonl|report\.(md|png)|\.pt)$"
+)
 MADE_BY_PAGES = {
     "meta.json",
     "late.py",
@@ -39,9 +42,10 @@ def text_of(page):
 
 
 def knobs_of(script):
-    """The flags that a script takes: bench.py also takes train.py's."""
+    """The flags that a script takes: bench.py also takes train.py's, and check.py those of both."""
+    others = {"bench.py": "train.py", "check.py": "bench.py"}
     names = set(read_knobs(REPO / script))
-    return names | knobs_of("train.py") if script == "bench.py" else names
+    return names | knobs_of(others[script]) if script in others else names
 
 
 def headings(page):
@@ -128,15 +132,15 @@ def test_a_block_without_a_reason_would_be_found(tmp_path):
 
 
 def test_every_trouble_that_report_knows_has_its_place():
-    troubles = pytest.importorskip("plumbing.reporting.troubles")
+    troubles = pytest.importorskip("reporting.troubles")
     assert set(troubles.TROUBLES) <= headings("docs/trouble.md")
 
 
 def test_every_check_before_a_long_run_is_explained():
-    checks = re.findall(r'Check\(\s*"([^"]+)"', (REPO / "bench.py").read_text(encoding="utf-8"))
-    assert len(checks) >= 9
-    for check in checks:
-        assert f"| {check} |" in text_of("docs/trouble.md")
+    table = text_of("docs/trouble.md").partition("| check | what it tests")[2]
+    assert len(CHECKS) >= 19
+    for check in CHECKS:
+        assert f"| {check} |" in table.partition("\n## ")[0]
 
 
 def test_the_readme_and_help_lead_to_the_pages():

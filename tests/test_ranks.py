@@ -378,7 +378,9 @@ def test_a_sharded_resume_is_bit_exact(run_train, tmp_path, count):
     stopped = run_train("same", *flags, before=ranks(count, only_on(count - 1, stop_at(6))))
     shutil.copytree(stopped.out_dir, tmp_path / "control")
     for name in ("same", "control"):
-        forget = "train.checkpoint.set_rng_state = lambda rng, device: None" if name == "control" else ""
+        forget = (
+            "train.checkpoint.set_rng_state = lambda rng, device: None" if name == "control" else ""
+        )
         done = run_train(name, *flags, before=ranks(count, forget))
         assert done.returncode == 0, done.stderr
         assert (done.fingerprint(12) == straight.fingerprint(12)) == (name == "same")

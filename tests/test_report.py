@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ import pytest
 
 import prepare_data
 import report
+from reporting import record, results
+from reporting.record import read_run
 
 REPO = Path(report.__file__).parent
 STEPS = 24
@@ -73,13 +76,13 @@ def falling(n, noise=0.03, **changes):
 
 def words_of(run):
     with np.errstate(all="ignore"):
-        return report.words(run, image=True)
+        return report.words(run, image=[1])
 
 
 def values_of(run):
     """{what: words} of the results."""
     with np.errstate(all="ignore"):
-        return {what: words for what, (words, _) in report.outcome(run, 0.0).items()}
+        return {what: words for what, (words, _) in results.outcome(run, 0.0).items()}
 
 
 # ---- a real run ----------------------------------------------------------------------------------
@@ -100,8 +103,8 @@ def test_the_command_writes_a_picture_and_words(real):
 
 
 def test_every_number_is_that_of_the_record(real):
-    run, rows = report.read_run(real), rows_of(real, "train")
-    for name in report.FIELDS["train"]:
+    run, rows = read_run(real), rows_of(real, "train")
+    for name in record.FIELDS["train"]:
         recorded = [math.nan if row[name] is None else row[name] for row in rows]
         np.testing.assert_array_equal(run.train[name], np.array(recorded, float))
     outcome = values_of(run)
@@ -109,23 +112,26 @@ def test_every_number_is_that_of_the_record(real):
     throughput = float(outcome["throughput, tokens/s"].replace(",", ""))
     assert throughput == pytest.approx(rows[-1]["tokens"] / seconds, rel=1e-3)
     assert outcome["tokens trained on"] == f"{rows[-1]['tokens']:,}"
-    spent, missing = report.seconds_by_kind(run)
+    spent, missing = results.seconds_by_kind(run)
     assert spent == rows_of(real, "event")[-1]["seconds"] and not missing
 
 
 def test_knobs_that_differ_from_the_defaults_are_listed(real):
-    knobs = {name: value for name, value, _ in report.changed_knobs(report.read_run(real))}
+    knobs = {name: value for name, value, _ in report.unusual_knobs(read_run(real))}
     assert knobs["`n_embd`"] == "`16`" and knobs["`max_steps`"] == f"`{STEPS}`"
     assert not {"`n_layer`", "`seed`", "`beta2`", "`decay_steps`", "`out_dir`"} & set(knobs)
 
 
 def test_a_run_on_another_text_than_asked_for_says_so_first(real, tmp_path):
-    assert "INSTEAD" not in words_of(report.read_run(real))
+    assert "INSTEAD" not in words_of(read_run(real))
     info = json.loads((real / "run.json").read_text())
-    info["config"]["dataset"] = "shakespeare"
-    run = report.read_run(write_run(tmp_path / "run", rows_of(real, "train"), **info))
+    info["config"] |= {"dataset": "shakespeare", "offline_dataset": "tortoise"}
+    run = read_run(write_run(tmp_path / "run", rows_of(real, "train"), **info))
     text = words_of(run)
     assert "'tortoise' INSTEAD OF 'shakespeare'" in text[: text.index("## Result")]
+    info["config"]["offline_dataset"] = "pydoc"  # a fork that names its data otherwise
+    run = read_run(write_run(tmp_path / "run", rows_of(real, "train"), **info))
+    assert "INSTEAD" not in words_of(run)
 
 
 # ---- records that are not whole ------------------------------------------------------------------
@@ -135,15 +141,15 @@ def test_a_half_written_last_line_does_not_matter(real, tmp_path):
     whole = (real / "metrics.jsonl").read_bytes()
     write_run(tmp_path, [])
     (tmp_path / "metrics.jsonl").write_bytes(whole + b'{"kind": "train", "step": 25, "lo')
-    run, expected = report.read_run(tmp_path), report.read_run(real)
-    assert run.rows.unreadable == 0
+    run, expected = read_run(tmp_path), read_run(real)
+    assert run.unreadable == 0
     assert run.events == expected.events
     np.testing.assert_equal((run.train, run.evals), (expected.train, expected.evals))
 
 
 def test_of_two_rows_of_a_step_the_later_one_counts(tmp_path):
     rows = [row(1, 4.0), row(2, 3.0), row(3, 2.0), row(2, 3.5), row(3, 2.5)]
-    run = report.read_run(write_run(tmp_path, rows))
+    run = read_run(write_run(tmp_path, rows))
     assert run.train["step"].tolist() == [1, 2, 3]
     assert run.train["loss"].tolist() == [4.0, 3.5, 2.5]
 
@@ -154,9 +160,9 @@ def test_damaged_lines_are_left_out_and_counted(real, tmp_path):
     lines[5:5] = bad
     write_run(tmp_path, [])
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
-    run = report.read_run(tmp_path)
-    assert run.rows.unreadable == len(bad)
-    np.testing.assert_equal(run.train, report.read_run(real).train)
+    run = read_run(tmp_path)
+    assert run.unreadable == len(bad)
+    np.testing.assert_equal(run.train, read_run(real).train)
     assert "5 damaged line(s)" in words_of(run)
 
 
@@ -196,7 +202,7 @@ def test_any_damage_gives_a_report_or_one_clear_line(real, tmp_path):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         (tmp_path / "metrics.jsonl").write_bytes(damaged[: rng.randrange(len(damaged))])
         try:
-            run = report.read_run(tmp_path)
+            run = read_run(tmp_path)
         except ValueError as error:
             assert "\n" not in str(error)
         else:
@@ -205,14 +211,87 @@ def test_any_damage_gives_a_report_or_one_clear_line(real, tmp_path):
     assert 20 < read < 150
 
 
-def test_training_never_hears_of_a_report_that_fails(real, tmp_path, monkeypatch, capsys):
-    assert report.write_report(tmp_path / "nowhere") == []
-    assert "not written" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as if it were not installed
-    assert report.write_report(write_run(tmp_path / "run", rows_of(real, "train"))) == [
-        tmp_path / "run" / "report.md"
-    ]
-    assert "pip install matplotlib" in capsys.readouterr().err
+WRONG = [None, 7, -1.5, 1e300, math.nan, True, "text\x1b[2J", [], [[]], {}, {"a": {"b": None}}]
+
+
+def replaced(value, path, wrong):
+    """A copy of nested dicts with `wrong` at a path."""
+    head, *rest = path
+    return value | {head: replaced(value[head], rest, wrong) if rest else wrong}
+
+
+def test_anything_in_run_json_gives_a_report(real, tmp_path):
+    info = json.loads((real / "run.json").read_text())
+    info["config"]["best_metric"] = "val_loss"
+    paths = [[key] for key in info]
+    paths += [[key, name] for key in info if isinstance(info[key], dict) for name in info[key]]
+    paths += [["data", "meta", name] for name in info["data"]["meta"]]
+    folder = write_run(tmp_path / "run", rows_of(real, "train") + rows_of(real, "eval"))
+    rng = random.Random(0)
+    for path in paths:
+        wrong = rng.sample(WRONG, 3)
+        for value in wrong:
+            (folder / "run.json").write_text(json.dumps(replaced(info, path, value)))
+            run = read_run(folder)
+            assert words_of(run), (path, value)
+            assert "\x1b" not in words_of(run) and report.heading(run)
+
+
+@pytest.mark.parametrize("text", ["[" * 50_000, '{"config": ' * 900 + "1" + "}" * 900, "", "null"])
+def test_a_run_json_without_end_or_meaning_is_taken_as_missing(real, tmp_path, text):
+    folder = write_run(tmp_path / "run", rows_of(real, "train"))
+    (folder / "run.json").write_text(text)
+    assert "run.json is missing or damaged" in words_of(read_run(folder))
+
+
+def test_events_with_anything_in_them_give_a_report(tmp_path):
+    names = "step event ended seconds loss why tensors bits odd text micro_batch torch code".split()
+    events = "end resume rollback audit sample skipped out_of_memory inexact_resume".split()
+    rows = falling(30)
+    for name in names:
+        for i, wrong in enumerate(WRONG):
+            rows.append(event(9, events[i % len(events)]) | {name: wrong})
+            rows.append(falling(3)[2] | {name: wrong})
+    run = read_run(write_run(tmp_path / "run", rows))
+    assert "\x1b" not in words_of(run)
+    drawn(report.picture, run)
+
+
+def command(*arguments):
+    script = [sys.executable, REPO / "report.py", *arguments]
+    return subprocess.run(script, capture_output=True, text=True, timeout=60)
+
+
+def test_what_a_terminal_obeys_does_not_reach_it(tmp_path):
+    rows = [*falling(60, data_ms=3.0), event(60, "sample", text="\x1b]0;title\x07\x9b2J")]
+    rows += [event(60, "end", ended="failed: \x1b[31m out of memory\nline")]
+    done = command(write_run(tmp_path / "run", rows))
+    assert done.returncode == 0 and "Training waits for data" in done.stdout
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", done.stdout + done.stderr)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", (tmp_path / "run/report.md").read_text())
+
+
+def test_a_report_that_fails_says_so_in_a_line_and_in_its_exit_code(real, tmp_path):
+    rows = rows_of(real, "train")
+    taken = write_run(tmp_path / "taken", rows)
+    (taken / "report.png").mkdir()
+    for folder in (tmp_path / "nowhere", taken):
+        done = command(folder)
+        assert done.returncode > 0 and done.stdout == "", done.stderr
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("report.py: ")
+    code = "import sys; sys.modules['matplotlib'] = None; import report; sys.exit(report.main())"
+    folder = write_run(tmp_path / "plain", rows)
+    python = [sys.executable, "-c", code, folder]  # as if matplotlib were not installed
+    done = subprocess.run(python, cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "pip install matplotlib" in done.stderr and (folder / "report.md").is_file()
+
+
+def test_a_run_ends_with_the_paths_of_its_report(train_in, tmp_path):
+    done = train_in(tmp_path, "run", "--report=true")
+    assert done.returncode == 0
+    assert {"run/report.png", "run/report.md"} <= set(done.stdout.split())
+    assert (done.out_dir / "report.png").is_file()
 
 
 # ---- what happened -------------------------------------------------------------------------------
@@ -245,7 +324,7 @@ def eventful():
 
 
 def test_every_event_is_in_the_report(tmp_path):
-    run = report.read_run(write_run(tmp_path, eventful()))
+    run = read_run(write_run(tmp_path, eventful()))
     steps = {name: list(steps) for name, steps in report.event_steps(run).items()}
     assert steps == {
         "best": [30],
@@ -258,30 +337,29 @@ def test_every_event_is_in_the_report(tmp_path):
     }
     text = words_of(run)
     for words in (
-        "2 updates in a row, to step 21",
-        "| 25 | skipped |",
+        "| 20 | skipped | 3 updates, the last at step 25 |",
         "batch_size 4; accum_steps 2",
         "stopped by SIGINT",
         "why a loss spike; at_step 52",
         "threads was 2, is 1",
-        "code was other, is train.py",
-        "step 45 was audited: the first result differed in 3 bits of gradient/head.weight",
+        "code changed in train.py",
+        "step 45: audited, and the odd result dropped: odd first; bits 3; tensors ['gradient/head.weight']",
         "failed: no more. And so on",
         "1 session(s) recorded no times",
         "\n~~~~~~\nTo be\n~~~ or not\n~~~~~~\n",
     ):
         assert words in text, words
-    assert report.seconds_by_kind(run) == ({"start": 2.0, "train": 4.0}, 1)
-    assert report.ended(run) == "failed: no more, at step 60"
+    assert results.seconds_by_kind(run) == ({"start": 2.0, "train": 4.0}, 1)
+    assert results.ended(run) == "failed: no more, at step 60"
 
 
 def test_the_report_always_says_the_cost_or_how_to_ask_for_it(tmp_path, capsys):
     rows = [*falling(30), event(30, "end", ended="finished", seconds={"train": 1800.0})]
-    free = report.read_run(write_run(tmp_path / "a", rows, hardware={"world_size": 4}))
+    free = read_run(write_run(tmp_path / "a", rows, hardware={"world_size": 4}))
     cost = values_of(free)["cost"]
     assert cost.startswith("2.000 device-hours") and "--dollars_per_hour=" in cost
     price = {"config": {"dollars_per_hour": 2.5}, "hardware": {"world_size": 4}}
-    paid = report.read_run(write_run(tmp_path / "b", rows, **price))
+    paid = read_run(write_run(tmp_path / "b", rows, **price))
     assert values_of(paid)["cost"].startswith("2.000 device-hours; $5.00 at $2.5 an hour")
     report.main([str(tmp_path / "a"), "--dollars_per_hour=3"])
     assert "2.000 device-hours; $6.00" in (tmp_path / "a" / "report.md").read_text()
@@ -290,52 +368,24 @@ def test_the_report_always_says_the_cost_or_how_to_ask_for_it(tmp_path, capsys):
 def test_a_session_without_an_account_costs_at_least_its_steps(tmp_path):
     rows = falling(30, step_ms=120_000.0)  # an hour, of which half was accounted for
     rows += [event(15, "end", ended="stopped by SIGINT", seconds={"train": 1800.0})]
-    killed = report.read_run(write_run(tmp_path, [*rows, event(15, "resume")]))
+    killed = read_run(write_run(tmp_path, [*rows, event(15, "resume")]))
     assert values_of(killed)["cost"].startswith("at least 1.000 device-hours")
-    assert values_of(killed)["wall-clock"] == "at least 1 h 00 min"
+    assert values_of(killed)["wall-clock"] == "at least 1:00:00"
 
 
-def test_means_by_epoch_are_those_of_its_rows(tmp_path):
-    rows = falling(50)  # 20 steps to an epoch
-    evaluations = [
-        evaluation(0, 9.0),
-        evaluation(10, 3.0),
-        evaluation(20, 2.5),
-        evaluation(45, 2.0),
-    ]
-    run = report.read_run(write_run(tmp_path / "a", rows + evaluations))
-    header, *means = report.epochs(run)
-    assert header[:3] == ["epoch", "steps", "training loss"]
-    assert [line[:2] for line in means] == [["1", "1 to 20"], ["2", "21 to 40"], ["3", "41 to 50"]]
-    losses = np.array([row["loss"] for row in rows])
-    expected = [f"{part.mean():.4f}" for part in np.split(losses, [20, 40])]
-    assert [line[2] for line in means] == expected
-    assert [line[-1] for line in means] == ["2.5000", "n/a", "2.0000"]
-    assert "## Means by epoch" in words_of(run)
-    # a run of very many epochs: several together, every step in one of the lines
-    run = report.read_run(
-        write_run(tmp_path / "b", [row | {"epoch": 2 * row["step"]} for row in rows])
-    )
-    _, *means = report.epochs(run)
-    assert means[0][:2] == ["1 to 4", "1 to 2"] and len(means) == 25
-
-
-def test_a_gpu_has_its_row_its_column_and_its_panel(tmp_path):
+def test_a_gpu_has_its_row_and_its_panel(tmp_path):
     on_gpu = {"hardware": {"gpu_count": 1}}
-    run = report.read_run(write_run(tmp_path / "gpu", falling(50, gpu_util=93), **on_gpu))
-    words, over = report.outcome(run, 0.0)["GPU utilization"]
-    assert words == "93%" and "sample at each log line" in over
-    header, first, *_ = report.epochs(run)
-    row = dict(zip(header, first, strict=True))
-    assert row["GPU, %"] == "93" and row["GB"] == "0.40"
+    run = read_run(write_run(tmp_path / "gpu", falling(50, gpu_util=93), **on_gpu))
+    words, over = results.outcome(run, 0.0)["GPU utilization"]
+    assert words == "93%" and over == "samples at log lines"
     labels = [ax.get_ylabel() for ax in drawn(report.picture, run).axes]
     assert labels.count("GPU utilization (%)") == 1
-    cpu = report.read_run(write_run(tmp_path / "cpu", falling(50)))
+    cpu = read_run(write_run(tmp_path / "cpu", falling(50)))
     assert "GPU" not in words_of(cpu)
 
 
 def test_a_figure_says_over_which_window_it_is(real):
-    outcome = report.outcome(report.read_run(real), 0.0)
+    outcome = results.outcome(read_run(real), 0.0)
     assert outcome["throughput, tokens/s"][1] == f"all {STEPS} steps; without evaluation and saving"
     assert outcome["mean training loss, nats"][1] == "the last 3 steps"
     assert outcome["best validation loss, nats"][1] == "the whole validation split"
@@ -345,14 +395,12 @@ def test_a_figure_says_over_which_window_it_is(real):
 
 def test_troubles_come_with_causes_a_command_and_what_to_try(tmp_path):
     command = ["train.py", "--num_workers=4"]
-    config = {"num_workers": 4, "prefetch_factor": 2}
+    config = {"num_workers": 4}
     rows = falling(60, data_ms=3.0)
-    text = words_of(
-        report.read_run(write_run(tmp_path / "x", rows, config=config, command=command))
-    )
+    text = words_of(read_run(write_run(tmp_path / "x", rows, config=config, command=command)))
     assert "- **Training waits for data** (`waits_for_data`): 60% of the time of all steps." in text
     assert "`python train.py --num_workers=8 --out_dir=out/x_waits_for_data`" in text
-    assert "Try: --num_workers=8 (now 4), --prefetch_factor=4 (now 2), a dataset on a local" in text
+    assert "Try: --num_workers=8 (now 4), a dataset on a local" in text
 
 
 def test_a_new_field_gets_a_panel_and_a_row(tmp_path):
@@ -363,7 +411,7 @@ def test_a_new_field_gets_a_panel_and_a_row(tmp_path):
     evaluations = [
         evaluation(step, 2.0) | {"raw_val_loss": 2.5 - step / 100} for step in (0, 20, 40)
     ]
-    run = report.read_run(write_run(tmp_path / "fork", [*evaluations, *rows]))
+    run = read_run(write_run(tmp_path / "fork", [*evaluations, *rows]))
     assert values_of(run)["last weight_norm"] == "1.4"
     assert values_of(run)["last raw_val_loss"] == "2.1"
     assert "| **last weight_norm** | 1.4 |" in words_of(run)
@@ -371,27 +419,27 @@ def test_a_new_field_gets_a_panel_and_a_row(tmp_path):
     assert (
         labels.count("weight_norm") == labels.count("raw_val_loss") == 1 and "words" not in labels
     )
-    plain = report.read_run(write_run(tmp_path / "plain", RUNS["healthy"]))
-    assert report.new_fields(plain) == []
+    plain = read_run(write_run(tmp_path / "plain", RUNS["healthy"]))
+    assert results.new_fields(plain) == []
 
 
 def test_many_new_fields_stay_legible(tmp_path):
     rows = falling(40)
     for each in rows:
         each |= {f"a_norm_of_layer_{i}_which_is_called_so": -i * each["loss"] for i in range(5)}
-    drawn(report.picture, report.read_run(write_run(tmp_path / "fork", rows)))
+    drawn(report.picture, read_run(write_run(tmp_path / "fork", rows)))
 
 
 def test_a_damaged_line_makes_no_field(tmp_path):
     rows = falling(30)
     rows[7]["gr!d_norm"] = rows[7].pop("grad_norm")
-    assert report.new_fields(report.read_run(write_run(tmp_path, rows))) == []
+    assert results.new_fields(read_run(write_run(tmp_path, rows))) == []
 
 
 def test_evaluations_on_a_part_of_the_split_say_so(tmp_path):
     part = [evaluation(step, loss) | {"val_tokens": 16384} for step, loss in ((0, 4.2), (20, 2.2))]
-    run = report.read_run(write_run(tmp_path / "part", [*part, *falling(20)]))
-    best = report.outcome(run, 0.0)["best validation loss, nats"]
+    run = read_run(write_run(tmp_path / "part", [*part, *falling(20)]))
+    best = results.outcome(run, 0.0)["best validation loss, nats"]
     assert best == ("2.2000 at step 20", "the first 16,384 tokens")
     labels = [
         text.get_text() for text in drawn(report.picture, run).axes[0].get_legend().get_texts()
@@ -399,27 +447,17 @@ def test_evaluations_on_a_part_of_the_split_say_so(tmp_path):
     assert "validation, first 16.384k tokens" in labels
     # the best is one among evaluations of the last one's extent
     rows = [*part, *falling(40), evaluation(30, 2.6), evaluation(40, 2.5)]
-    run = report.read_run(write_run(tmp_path / "whole", rows))
-    assert report.best_of(run) == (2.5, 40)
+    run = read_run(write_run(tmp_path / "whole", rows))
+    assert results.best_of(run) == (2.5, 40)
     assert "first 16,384" not in words_of(run)
-
-
-def test_files_that_changed_since_are_named(real, tmp_path):
-    run = report.read_run(real)
-    code = run.info["run"]["code"]
-    assert {"train.py", "model.py", "plumbing/checkpoints.py"} <= set(code)
-    assert "Changed since" not in words_of(run)
-    code["model.py"] = "0" * 64
-    code["plumbing/gone.py"] = "0" * 64
-    assert "Changed since: model.py, plumbing/gone.py." in words_of(run)
 
 
 def test_data_that_is_no_text_is_not_described_as_text(real, tmp_path):
     info = json.loads((real / "run.json").read_text())
-    assert "; tokenizer char; " in report.about(report.read_run(real))
+    assert "tokenizer char, " in report.about(read_run(real))
     info["data"]["meta"] = {"vocab_size": 10}  # classes of images
-    run = report.read_run(write_run(tmp_path / "images", rows_of(real, "train"), **info))
-    assert "- **data** tortoise; classes 10; fingerprint" in report.about(run)
+    run = read_run(write_run(tmp_path / "images", rows_of(real, "train"), **info))
+    assert "- **data** name tortoise" in report.about(run) and "tokenizer" not in report.about(run)
 
 
 def images(tmp_path):
@@ -429,7 +467,7 @@ def images(tmp_path):
     meta = {"name": "images", "fingerprint": "16 10", "meta": {"vocab_size": 10}}
     run = {"global_batch": 64, "block_size": 1, "batch_size": 64, "device": "cpu"}
     info = {"data": meta, "run": run, "config": {"dataset": "images", "grad_clip": 1.0}}
-    return report.read_run(write_run(tmp_path, rows + evaluations, **info))
+    return read_run(write_run(tmp_path, rows + evaluations, **info))
 
 
 def test_a_run_on_images_is_told_in_words_of_images(tmp_path):
@@ -438,24 +476,47 @@ def test_a_run_on_images_is_told_in_words_of_images(tmp_path):
     both = drawn(report.compare_picture, [run, run], ["a", "b"]).axes
     labels += [label for ax in both for label in (ax.get_xlabel(), ax.get_ylabel())]
     text = words_of(run) + " ".join(labels)
-    for word in ("token", "nats", "bits per byte", "sequences", "vocabulary"):
+    for word in ("token", "nats", "bits per byte", "sequences"):
         assert word not in text, word
-    for word in ("| **examples trained on** | 480 |", "throughput, examples/s", "classes 10"):
+    for word in ("| **targets trained on** | 480 |", "throughput, targets/s", "vocab_size 10"):
         assert word in text, word
     values = values_of(run)
     assert values["best validation loss"] == "0.4000 at step 60"
     assert values["accuracy at the best"] == "30.00%"
 
 
-def test_a_report_needs_no_torch():
-    code = "import sys, report; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=REPO).returncode == 0
+def test_a_report_needs_no_torch(tmp_path):
+    folder = write_run(tmp_path / "run", falling(40))
+    code = "import sys, report; report.main(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code, folder], cwd=REPO).returncode == 0
 
 
 def test_a_rollback_does_not_hide_the_best(tmp_path):
     rows = [evaluation(0, 4.2), *falling(30), evaluation(30, 2.0)]
-    run = report.read_run(write_run(tmp_path, rows, state={"best_val_loss": 1.9, "best_step": 40}))
-    assert report.best_of(run) == (1.9, 40)
+    run = read_run(write_run(tmp_path, rows, state={"best_val_loss": 1.9, "best_step": 40}))
+    assert results.best_of(run) == (1.9, 40)
+
+
+def test_another_metric_that_decides_is_named_wherever_the_best_is_told(tmp_path):
+    accuracies = {0: 0.1, 10: 0.4, 20: 0.3}
+    rows = [
+        evaluation(step, 4 - 0.1 * step) | {"val_accuracy": a} for step, a in accuracies.items()
+    ]
+    config = {"config": {"best_metric": "-val_accuracy"}}
+    run = read_run(write_run(tmp_path / "run", [*rows, *falling(20)], **config))
+    assert results.best_of(run) == (0.4, 10)
+    assert values_of(run)["best val_accuracy"] == "0.4000 at step 10"
+    assert "best validation loss" not in words_of(run)
+    figure = drawn(report.picture, run)
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert "best val_accuracy 0.4000" in labels
+    assert list(report.event_steps(run)["best"]) == [10]
+    # the best of a row that a rollback removed is in the state
+    config["state"] = {"best_val_accuracy": 0.5, "best_step": 15}
+    run = read_run(write_run(tmp_path / "run", [*rows, *falling(20)], **config))
+    assert results.best_of(run) == (0.5, 15)
+    text = report.compare_words([run, run], ["a", "b"], image=[])
+    assert "best validation loss" not in text
 
 
 # ---- pictures ------------------------------------------------------------------------------------
@@ -511,7 +572,7 @@ def drawn(picture, *args):
 
     with (
         np.errstate(all="ignore"),
-        matplotlib.rc_context(dict(pair.split("=") for pair in report.STYLE.split())),
+        matplotlib.rc_context(fname=report.STYLE),
     ):
         figure = picture(*args)
         assert_legible(figure)
@@ -538,36 +599,50 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_overlaps_and_nothing_is_cut(name, tmp_path):
     config = {"grad_clip": 1.0, "n_layer": 1, "n_embd": 128}
-    run = report.read_run(write_run(tmp_path, RUNS[name], config=config))
+    run = read_run(write_run(tmp_path, RUNS[name], config=config))
     figure = drawn(report.picture, run)
     for ax in figure.axes[2:]:
         assert ax.get_ylabel() and ax.get_facecolor() == (1, 1, 1, 1)
     assert figure.get_facecolor() == (1, 1, 1, 1)  # not transparent: dark pages stay legible
 
 
+def test_the_axis_of_losses_is_that_of_what_follows_the_beginning(tmp_path):
+    losses = 1.5 + 40 * np.exp(-np.arange(1000) / 4) - np.arange(1000) / 2000
+    rows = [row(i + 1, loss) for i, loss in enumerate(losses)]
+    run = read_run(write_run(tmp_path / "run", [evaluation(0, 42.0), *rows, evaluation(1000, 1.1)]))
+    for ax in (
+        drawn(report.picture, run).axes[0],
+        drawn(report.compare_picture, [run, run], ["a", "b"]).axes[0],
+    ):
+        low, high = ax.get_ylim()
+        assert 0.9 < low < 1.0 and 1.5 < high < 2
+        assert "the beginning, at 41.5, is above" in [text.get_text() for text in ax.texts]
+    spiking = [each | {"loss": 3.0} if each["step"] % 100 == 50 else each for each in rows]
+    run = read_run(write_run(tmp_path / "spikes", spiking))
+    assert drawn(report.picture, run).axes[0].get_ylim()[1] > 3, "a spike is seen"
+
+
 def test_five_runs_are_legible_together(tmp_path):
-    runs = [
-        report.read_run(write_run(tmp_path / name, rows)) for name, rows in list(RUNS.items())[:5]
-    ]
+    runs = [read_run(write_run(tmp_path / name, rows)) for name, rows in list(RUNS.items())[:5]]
     figure = drawn(report.compare_picture, runs, [run.name for run in runs])
     assert figure.axes[0].get_ylabel() == "loss (nats)"
     labels = " ".join(ax.get_xlabel() for ax in figure.axes)
-    assert "step" in labels and "tokens" in labels and "training time (s)" in labels
+    assert "step" in labels and "tokens" in labels and "training time (minutes)" in labels
 
 
 def test_thinning_keeps_every_peak():
     y = np.sin(np.arange(50_000.0))
     y[[12_345, 40_001]] = 9, -9
     y[777] = math.nan
-    x, thinned = report.thin(np.arange(50_000.0), y)
+    x, thinned = record.thin(np.arange(50_000.0), y)
     assert len(x) == 2000 and thinned.max() == 9 and thinned.min() == -9
     assert abs(x[thinned.argmax()] - 12_345) <= 50
-    assert report.thin(np.arange(9.0), np.arange(9.0))[0].tolist() == list(range(9))
+    assert record.thin(np.arange(9.0), np.arange(9.0))[0].tolist() == list(range(9))
 
 
 def test_smoothing_is_the_mean_of_the_neighbours_that_are_known():
     y = np.array([5.0, 1, 2, math.nan, 4, 6, 8])
-    smoothed = report.smooth(y, 1)
+    smoothed = record.smooth(y, 1)
     np.testing.assert_allclose(smoothed, [5, 8 / 3, 1.5, 3, 5, 6, 7])
 
 
@@ -586,7 +661,7 @@ def test_a_comparison_says_what_differs_and_only_that(real, tmp_path, capsys):
     text = (tmp_path / "both" / "compare.md").read_text()
     assert "trained on different data" in text
     assert "| `peak_lr` | 0.001 | 0.5 |" in text
-    assert "n_embd" not in text and "different devices" not in text
+    assert "`n_embd`" not in text and "different devices" not in text
     assert "same in every digit" in text
 
 
@@ -597,15 +672,27 @@ def test_a_comparison_says_where_losses_part_and_what_else_may_be_why(tmp_path):
     runs = []
     for name, losses, cpu, dtype in (("a", rows, "A", "float32"), ("b", others, "B", "bfloat16")):
         facts = {"hardware": {"cpu": cpu}, "run": {"dtype": dtype, "compile": False, "threads": 2}}
-        runs.append(report.read_run(write_run(tmp_path / name, losses, **facts)))
-    text = report.compare_words(runs, ["a", "b"], image=False)
-    assert (
-        "| **training loss** |  | differs from step 10 on, by 1e-06; by 5e-01 at step 40 |" in text
-    )
+        runs.append(read_run(write_run(tmp_path / name, losses, **facts)))
+    text = report.compare_words(runs, ["a", "b"], image=[])
+    assert "| **training loss** |  | differs by 1e-06 at step 10; by 5e-01 at step 40 |" in text
     assert "| cpu | A | B |" in text and "| dtype | float32 | bfloat16 |" in text
     assert "threads" not in text and "compile" not in text
-    same = report.compare_words([runs[0], runs[0]], ["a", "b"], image=False)
+    same = report.compare_words([runs[0], runs[0]], ["a", "b"], image=[])
     assert "| **training loss** |  | the same in every digit, for 40 steps |" in same
+
+
+def test_records_are_told_in_a_table(tmp_path, capsys):
+    facts = {"command": "python train.py", "commit": "abc", "machine": "EPYC", "seconds": 92.4}
+    facts |= {"losses": [1.43, 1.45], "mean": 1.44, "spread": 0.01}
+    for name, config in (("plain", {}), ("extras", {"ngram_rows": 99, "conv_width": 1})):
+        config |= {"n_layer": 2, "n_embd": 128}
+        folder = write_run(tmp_path / name, [evaluation(100, 1.43)], config=config)
+        (folder / "record.json").write_text(json.dumps(facts))
+    report.main([str(tmp_path / "plain"), str(tmp_path / "extras")])
+    lines = capsys.readouterr().out.splitlines()
+    rest = "python train.py | abc | EPYC | 1.4400 ± 0.0100 (2) | 92 |"
+    assert f"| plain | 2 x 128 | {rest}" in lines
+    assert f"| extras | 2 x 128, ngram_rows=99 | {rest}" in lines
 
 
 @pytest.mark.slow
@@ -615,5 +702,5 @@ def test_a_million_lines_take_seconds(tmp_path):
             loss = 2 + random.random()
             file.write(json.dumps(row(i, loss, grad_norm=random.random(), data_ms=loss)) + "\n")
     start = time.process_time()
-    assert len(report.write_report(tmp_path)) == 2
+    report.main([str(tmp_path)])
     assert time.process_time() - start < 20

@@ -1,0 +1,241 @@
+"""The record of a run, read back: metrics.jsonl as arrays, run.json as a dict, and statistics.
+
+Whatever the files hold is checked here, once: a damaged line is left out and counted, an unknown
+number is NaN, run.json lacks what is of the wrong type, and no control character gets through.
+"""
+
+import fcntl
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from plumbing.files import read_json
+
+FIELDS = {  # known fields; the first one is in every row
+    "train": "step loss grad_norm skipped lr tokens sequences epoch step_ms data_ms tokens_per_sec "
+    "mfu mem_gb gpu_util".split(),
+    "eval": "step val_loss val_bpb val_accuracy val_tokens best_val_loss".split(),
+}
+INFO = dict.fromkeys("config data run git versions hardware state".split(), dict)  # of run.json
+INFO |= {"command": list, "resumes": list}
+NO_ROW = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
+LARGEST = 1e100  # float32 ends at 3e38: what is beyond is damage, and would overflow in statistics
+DEEPEST = 20  # levels of nesting
+# What terminals obey (also to write backwards), and halves of characters, which cannot be encoded
+CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+class NoRecord(ValueError):
+    """There is no run to read: one line for the user."""
+
+
+@dataclass
+class Record:
+    """What a run has written."""
+
+    name: str
+    folder: Path
+    info: dict  # run.json, with the keys of INFO even if they are missing there
+    train: dict  # field -> float array with one number per step; NaN if null or missing
+    evals: dict  # the same, with one number per evaluation
+    events: list  # rows as they are, in the order of the file
+    unreadable: int  # damaged lines of metrics.jsonl
+
+    def fact(self, part, name):
+        """A number of run.json, such as fact("config", "grad_clip"); NaN if it has none."""
+        return plain(self.info[part].get(name))
+
+
+def read_run(folder):
+    """The Record in `folder`. Raises NoRecord if there is none."""
+    folder = Path(folder)
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        found = "no metrics.jsonl in it" if folder.is_dir() else "no such folder"
+        near = sorted(path.parent for path in folder.absolute().parent.glob("*/metrics.jsonl"))
+        near = ", ".join(map(os.path.relpath, near[:8])) or "none; train.py makes one"
+        raise NoRecord(f"{folder}: {found}; expected the folder of a run; there are: {near}")
+    if not path.stat().st_size:
+        raise NoRecord(f"{path} is empty: the run stopped before it had anything to write")
+    tables, n_lines, unreadable = read_rows(path)
+    if unreadable * 2 >= n_lines:
+        found = f"{path} is damaged, or not from train.py: most of its lines are not rows"
+        raise NoRecord(found + '; expected JSON such as {"kind": "train", "step": 1, ...}')
+    try:
+        info = tame(read_json(folder / "run.json"))
+    except RecursionError:
+        info = {}
+    right = {key: info[key] for key, kind in INFO.items() if isinstance(info.get(key), kind)}
+    info |= {key: kind() for key, kind in INFO.items()} | right
+    if not isinstance(info["data"].get("meta", {}), dict):
+        del info["data"]["meta"]
+    train, evals = (columns(tables[kind], fields) for kind, fields in FIELDS.items())
+    name = tame(folder.resolve().name)
+    return Record(name, folder, info, train, evals, tables["event"], unreadable)
+
+
+def tame(value, depth=0):
+    """`value`, from JSON, without what a terminal obeys, enormous numbers and deep nesting."""
+    if isinstance(value, str):
+        return CONTROL.sub("\N{REPLACEMENT CHARACTER}", value)
+    if isinstance(value, dict | list) and depth == DEEPEST:
+        return "..."
+    if isinstance(value, dict):
+        return {tame(key): tame(item, depth + 1) for key, item in value.items()}
+    if isinstance(value, list):
+        return [tame(item, depth + 1) for item in value]
+    is_damage = isinstance(value, int | float) and not abs(value) <= LARGEST
+    return None if is_damage else value
+
+
+def plain(value):
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def read_rows(path):
+    """({kind: its rows, as from parse}, number of lines, number of those that are no rows).
+
+    Half a line at the end, which is being written or was when the run was killed, does not count.
+    """
+    tables = {"train": [], "eval": [], "event": []}
+    n_lines = unreadable = 0
+    with open(path, "rb") as file:
+        while lines := file.readlines(1 << 16):  # 64 KiB at once parse fastest
+            lines = lines if lines[-1].endswith(b"\n") else lines[:-1]
+            n_lines += len(lines)
+            whole = parse(lines)
+            for part in [whole] if whole else [parse([line]) for line in lines]:
+                unreadable += part is None
+                for kind, rows in (part or {}).items():
+                    tables[kind] += rows
+    return tables, n_lines, unreadable
+
+
+def parse(lines):
+    """{kind: [rows]}; train and eval rows as one {field: array}. None if one is not a row."""
+    parts = {"train": [], "eval": [], "event": []}
+    try:
+        rows = json.loads(b"[" + b",".join(lines) + b"]")
+        for row in rows:
+            parts[row["kind"]].append(row)
+            if not (isinstance(row["step"], int) and 0 <= row["step"] < 1 << 53):
+                return None
+        for kind, fields in FIELDS.items():
+            names = {*fields, *set().union(*parts[kind])} - {"kind", "finite"}
+            part = {tame(k): np.array([plain(row.get(k)) for row in parts[kind]]) for k in names}
+            for values in part.values():
+                values[np.abs(values) > LARGEST] = np.nan
+            parts[kind] = [part] if parts[kind] else []
+        parts["event"] = [tame(row) | {"event": tame(str(row["event"]))} for row in parts["event"]]
+    except NO_ROW:
+        return None
+    return parts if len(rows) == len(lines) else None
+
+
+def columns(parts, fields):
+    """{field: array} with increasing steps; of two rows of the same step the later one counts.
+
+    A field that is not in `fields` counts if two rows give it a number: damage may invent one.
+    """
+    table = {}
+    for name in dict.fromkeys([*fields, *sorted(set().union(*parts))]):
+        values = [part.get(name, np.full(len(part["step"]), np.nan)) for part in parts]
+        table[name] = np.concatenate([[], *values])
+    if (np.diff(table["step"]) <= 0).any():
+        _, last = np.unique(table["step"][::-1], return_index=True)
+        table = {name: values[::-1][last] for name, values in table.items()}
+    return {k: values for k, values in table.items() if k in fields or len(known(values)) > 1}
+
+
+def is_running(run):
+    """Whether a process holds the lock of the run's folder. That one would lose it by asking."""
+    try:
+        with open(run.folder / ".lock") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError)
+    return False
+
+
+# ---- statistics ----------------------------------------------------------------------------------
+
+
+def known(values):
+    return values[np.isfinite(values)]
+
+
+def mean(values, of=np.mean):
+    return float(of(known(values))) if len(known(values)) else math.nan
+
+
+def median(values):
+    return mean(values, np.median)
+
+
+def half_window(run):
+    """Steps on either side over which curves are smoothed: a hundredth of the run."""
+    return max(1, len(run.train["step"]) // 100)
+
+
+def smooth(values, half):
+    """Mean over `half` neighbours on either side, or as many as there are.
+
+    At the start, where a curve falls fast, no more on the right than on the left.
+    """
+    i, finite = np.arange(len(values)), np.isfinite(values)
+    total = np.concatenate([[0], np.cumsum(np.where(finite, values, 0))])
+    count = np.concatenate([[0], np.cumsum(finite)])
+    first, last = i - np.minimum(half, i), np.minimum(i + np.minimum(half, i) + 1, len(values))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return (total[last] - total[first]) / (count[last] - count[first])
+
+
+def thin(x, y, bins=1000):
+    """(x, y), if long, with two points per bin, its lowest and its highest: no peak is lost."""
+    if len(x) <= 4 * bins:
+        return x, y
+    first = np.linspace(0, len(x), bins, endpoint=False).astype(int)
+    both = np.stack([np.fmin.reduceat(y, first), np.fmax.reduceat(y, first)], axis=1)
+    return np.repeat(x[first], 2), both.ravel()
+
+
+def last_step(run):
+    return int(max(run.train["step"].max(initial=0), run.evals["step"].max(initial=0)))
+
+
+def late_losses(run):
+    """The losses after the first 2% of a run: single steps (all but the outermost 0.2%), their
+    smoothed curve, and evaluations."""
+    tables = (run.train, "loss"), (run.evals, "val_loss")
+    steps, val = (table[name][table["step"] >= 0.02 * last_step(run)] for table, name in tables)
+    edges = np.quantile(known(steps), [0.001, 0.999]) if len(known(steps)) else []
+    return known(np.concatenate([edges, smooth(steps, half_window(run)), val]))
+
+
+def loss_limits(runs, *more):
+    """limits_of the late losses and of `more`: the steep beginning would press the rest flat."""
+    return limits_of(np.concatenate([more, *map(late_losses, runs)]), 30, from_zero=False)
+
+
+def limits_of(values, log_from=math.inf, from_zero=True):
+    """(low, high, whether logarithmic, as it is beyond a factor of `log_from`) of an axis."""
+    values = known(values)
+    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+    if 0 < log_from * low < high:
+        return low / 1.2, high * 1.2, True
+    low = min(low, 0.0) if from_zero else low
+    pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - pad if low else 0.0, high + pad, False
+
+
+def short(value, _=None):
+    """12000 as 12k, for tick labels."""
+    for letter, size, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
+        if abs(value) >= least:
+            return f"{value / size:g}{letter}"
+    return f"{value:,.6g}"

@@ -1,0 +1,74 @@
+"""What to do about a trouble: its likely causes, a command that tells them apart, what to try.
+
+Advice depends on the knobs of the run: none proposes a change that the run has already made.
+"""
+
+import re
+import shlex
+import tomllib
+from collections import namedtuple
+from pathlib import Path
+
+import numpy as np
+
+from reporting import detectors
+
+TROUBLES = tomllib.loads(Path(__file__).with_name("troubles.toml").read_text(encoding="utf-8"))
+Finding = namedtuple("Finding", "name title shows causes tell reading cure")
+
+
+def troubles(run):
+    """The Findings of a run, in the order of troubles.toml."""
+    with np.errstate(all="ignore"):  # unknown values are NaN, and show nothing
+        found = {name: getattr(detectors, name)(run) for name in TROUBLES}
+    return [finding(run, name, shows) for name, shows in found.items() if shows]
+
+
+def finding(run, name, shows):
+    about = TROUBLES[name]
+    tries = changes(run.info["config"] | run.info["run"], about.get("knobs", ""))
+    words = [f"--{knob}={value} (now {now})" for knob, value, now in tries]
+    cure = ", ".join(filter(None, [*words, about.get("cure")]))
+    tell = command(run, about["tell"], tries, name)
+    return Finding(name, about["title"], shows, about["causes"], tell, about["reading"], cure)
+
+
+def changes(knobs, wanted):
+    """[(knob, value to try, value now)] of the changes in `wanted` that would change something."""
+    tries = []
+    for change in wanted.split():
+        name, only, how, by = re.fullmatch(r"(\w+):?(\w*)([*=])(\S+)", change).groups()
+        now = knobs.get(name)
+        is_number = type(now) in (int, float)
+        shown = f"{now:g}" if is_number else str(now).lower()
+        if how == "=" and now is not None and only in ("", shown) and shown != by:
+            tries.append((name, by, shown))
+        elif how == "*" and is_number and now:
+            value = max(1, round(now * float(by))) if isinstance(now, int) else now * float(by)
+            tries.append((name, f"{value:.4g}", shown))
+    return tries
+
+
+def command(run, tell, tries, name):
+    """The command to paste; "" if this run has none."""
+    script, *flags = [str(word) for word in run.info["command"] or ["train.py"]]
+    launcher, ranks = ["python"], run.fact("hardware", "world_size")
+    if tell == "knob":
+        tell = "".join(f"--{knob}={value}" for knob, value, _ in tries[:1])
+    if tell.startswith("--"):
+        flags += [tell, f"--out_dir=out/{run.name}_{name}"]
+        if ranks > 1:
+            launcher = ["torchrun", "--standalone", f"--nproc_per_node={ranks:.0f}"]
+    elif ".py " in tell and script.endswith("train.py"):
+        tool, only = tell.split()
+        script = script.removesuffix("train.py") + tool
+        flags = [flag for flag in flags if not flag.startswith("--out_dir=")] + [only]
+    else:  # bench.py and check.py know no other script
+        return "" if ".py " in tell else tell
+    last = {}  # flag -> its last occurrence, which wins
+    for flag in flags:
+        last.pop(flag.partition("=")[0], None)
+        last[flag.partition("=")[0]] = flag
+    if tell != "--resume=never":
+        last.pop("--resume", None)
+    return shlex.join([*launcher, script, *last.values()])
