@@ -11,7 +11,6 @@ Exit code: 0 all equal; 1 not; 3 not, but machine or code are not those of the r
 """
 
 import importlib.util
-import math
 import os
 import random
 import subprocess
@@ -20,7 +19,7 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from functools import partial
-from itertools import count, zip_longest
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from unittest.mock import patch
@@ -28,15 +27,14 @@ from unittest.mock import patch
 import torch
 
 import train
-from plumbing import cli, ranks
+from plumbing import cli
 from plumbing import resume as resuming
 from plumbing.audit import bits_that_differ
-from plumbing.checkpoint import HASHED, file_name
+from plumbing.checkpoint import file_name
 from plumbing.cli import RunFailed, fail
 from plumbing.files import replacing
-from plumbing.safe_step import leaves, mapped, snapshot
-from reporting.logged import KINDS, Logged, first_difference
-from reporting.step_page import write_page
+from reporting.logged import KINDS, Logged, first_difference, not_computed
+from reporting.step import first_in_traces, look_at, state_of, write_page
 
 # One step
 step = 0  # to show, [0, inf)
@@ -176,106 +174,11 @@ def compute(
         return Logged(scratch), *taken[0]
 
 
-def not_computed(run: Logged, difference: tuple, identity: dict) -> str:
-    """In words: what of the log is not computed here, and why that may be."""
-    at, _, words = difference
-    words = f"step {at} of {run.path} is not what this code computes here: {words}"
-    for name, (then, now) in identity.items():
-        files = ", ".join(then) if name == "code" else ""
-        words += f"; {files} changed since" if files else f"; {name} was {then} and is {now} here"
-    resumed = {each["step"] for each in run.facts["resumes"] if each["step"] < at}
-    note = f"; a change of knobs or ranks when it resumed, at {sorted(resumed)}, is not followed"
-    return words + note * bool(resumed)
-
-
 def code_of(difference: tuple | None, identity: dict) -> int:
     return (3 if identity else 1) if difference else 0
 
 
 # ---- one step ------------------------------------------------------------------------------------
-
-
-def on_host(value) -> dict:
-    """{path: leaf} of nested values: tensors as copies on the CPU, whole if they are sharded."""
-
-    def copied(leaf):
-        return ranks.whole(leaf.detach()).cpu().clone() if isinstance(leaf, torch.Tensor) else leaf
-
-    return {"/".join(map(str, path)): copied(leaf) for path, leaf in leaves(value)}
-
-
-def state_of(checkpoint: dict) -> dict:
-    """What the next steps depend on, apart from settings of optimizers."""
-    moments = [each["state"] for each in checkpoint["optimizer"]]
-    return on_host({name: checkpoint[name] for name in HASHED} | {"optimizer": moments})
-
-
-def look_at(own: Callable, model, run, inputs, targets, lr: float) -> tuple[dict, dict]:
-    """Take a step by own(), which is train_step. Returns its numbers, and what there was to see:
-    "traces" is [(name, leaf), ...] in the order of computation, of each rank where they are compared.
-
-    Hooks would change what torch.compile does, so outputs of modules, and gradients before clipping,
-    are those of an eager pass before the step; all that it moves is put back.
-    """
-    seen = []
-
-    def add(words: str, value) -> None:
-        seen.extend((f"{words} {path}", leaf) for path, leaf in on_host(value).items())
-
-    saved = mapped(lambda leaf, _: on_host([leaf])["0"], run.checkpoint()) if save else None
-    about = {"sequences": run.state["sequences"], "meta": run.facts["data"]["meta"], "saved": saved}
-    add("at its start:", state_of(run.checkpoint()))
-    add("batch:", {"inputs": inputs, "targets": targets, "learning rate": lr})
-    before = snapshot(run)
-    per_rank = ranks.from_all_ranks(
-        (inputs.cpu(), targets.cpu(), token_losses(run, inputs, targets))
-    )
-    before.put_back()
-    weights = dict(run.model.named_parameters())
-    order = {}  # of the gradients, as the backward pass completes them
-    hooks = []
-    for name, module in run.model.named_modules():
-        hook = partial(
-            lambda name, module, _, output: add(f"output of {name or 'model'}:", [output]), name
-        )
-        hooks.append(module.register_forward_hook(hook))
-    for name, weight in weights.items():
-        if weight.requires_grad:
-            hook = partial(lambda name, _: order.update({name: 0}), name)
-            hooks.append(weight.register_post_accumulate_grad_hook(hook))
-    run.model.zero_grad(set_to_none=True)
-    n_targets = ranks.total((targets.long() != -100).sum())
-    numbers = train.forward_backward(run.model, run, inputs, targets, n_targets)
-    for hook in hooks:
-        hook.remove()
-    add("forward pass:", numbers)
-    add("gradient of", {name: weights[name].grad for name in order})
-    before.put_back()
-    numbers = own(model, run, inputs, targets, lr)
-    add("clipped gradient of", {n: w.grad for n, w in weights.items() if w.grad is not None})
-    add("step:", numbers)
-    for group in (group for each in run.optimizers for group in each.param_groups):
-        add("setting:", {key: group[key] for key in group if key != "params"})
-    add("after it:", state_of(run.checkpoint()))
-    traces = ranks.from_all_ranks(seen) if trace else [seen]
-    return numbers, about | {"traces": traces, "batch": per_rank}
-
-
-@torch.no_grad()
-def token_losses(run, inputs, targets) -> torch.Tensor | None:
-    """Cross entropy of each target, (sequences, targets), NaN where it is masked, with this step's
-    dropout. None if the model does not return logits."""
-    found = []
-    size = run.state["micro_batch"]
-    with suppress(TypeError, ValueError, RuntimeError):
-        for x, y in zip(inputs.split(size), targets.split(size), strict=True):
-            with train.autocast(run.device):
-                logits = run.model(x).float().flatten(0, -2)
-            y = y.long().flatten()
-            losses = torch.nn.functional.cross_entropy(logits, y, reduction="none")
-            found.append(losses.where(y != -100, math.nan).view(len(x), -1).cpu())
-        return torch.cat(found)
-    return None
 
 
 def at_step(run: Logged) -> int:
@@ -284,7 +187,8 @@ def at_step(run: Logged) -> int:
         fail(f"--before_rollback={before_rollback}: {run.path} has {len(run.rollbacks)} rollbacks")
     rollbacks = before_rollback - 1 if before_rollback else None
     start = start_before(run, step, rollbacks)
-    computed, identity, seen = compute(run, start, step, look_at, rollbacks)
+    look = partial(look_at, train, save, bool(trace))
+    computed, identity, seen = compute(run, start, step, look, rollbacks)
     first = start[0] if start else run.first
     last = min(step, run.rollbacks[rollbacks] if before_rollback else run.last)
     difference = first_difference(run, computed, first, last)
@@ -323,24 +227,6 @@ def traced(run: Logged, at: int, whole: bool = False) -> dict:
         if not file.exists():
             raise RunFailed(f"step {at} of {run.path} could not be computed")
         return torch.load(file)
-
-
-def first_in_traces(one: list, other: list) -> str | None:
-    """In words: the first leaf that differs between the traces of a step, on any rank."""
-    found = []
-    for traces in zip(one, other, strict=True):
-        pairs = zip_longest(*traces, fillvalue=("nothing", None))
-        for place, ((name, a), (name_there, b)) in enumerate(pairs):
-            bits = sum(bits_that_differ({"": a}, {"": b}).values())
-            if name != name_there:
-                found.append((place, f"{name} here, {name_there} there"))
-            elif bits:
-                is_tensor = isinstance(a, torch.Tensor)
-                what = f"{bits:,} of {8 * a.nbytes:,} bits" if is_tensor else f"{a} and {b}"
-                found.append((place, f"{name} ({what})"))
-            if name != name_there or bits:
-                break
-    return min(found)[1] if found else None
 
 
 def where_they_part(*both: Logged) -> int:

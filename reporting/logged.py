@@ -91,3 +91,15 @@ def first_difference(one: Logged, other: Logged, first: int, last: int) -> tuple
 def size_of(one, other) -> str:
     is_size = isinstance(one, float | int) and isinstance(other, float | int)
     return f" (by {abs(one - other):.1e})" if is_size else ""
+
+
+def not_computed(run: Logged, difference: tuple, identity: dict) -> str:
+    """In words: what of the log is not computed here, and why that may be."""
+    at, _, words = difference
+    words = f"step {at} of {run.path} is not what this code computes here: {words}"
+    for name, (then, now) in identity.items():
+        files = ", ".join(then) if name == "code" else ""
+        words += f"; {files} changed since" if files else f"; {name} was {then} and is {now} here"
+    resumed = {each["step"] for each in run.facts["resumes"] if each["step"] < at}
+    note = f"; a change of knobs or ranks when it resumed, at {sorted(resumed)}, is not followed"
+    return words + note * bool(resumed)
