@@ -16,6 +16,7 @@ from plumbing.cli import printable
 from plumbing.data import DataError, tokenizer_of
 from plumbing.files import replacing
 from plumbing.safe_step import leaves, mapped, snapshot
+from reporting.logged import MEASURED
 
 MOST_SEQUENCES = 64  # on the page and in the picture; those of the highest loss
 
@@ -56,7 +57,8 @@ def look_at(
     saved = mapped(lambda leaf, _: on_host([leaf])["0"], run.checkpoint()) if save else None
     about = {"sequences": run.state["sequences"], "meta": run.facts["data"]["meta"], "saved": saved}
     add("at its start:", state_of(run.checkpoint()))
-    add("batch:", {"inputs": inputs, "targets": targets, "learning rate": lr})
+    add("batch:", {"inputs": inputs, "targets": targets})
+    seen.append(("learning rate", lr))
     before = snapshot(run)
     losses = token_losses(train, run, inputs, targets)
     batch = ranks.from_all_ranks((inputs.cpu(), targets.cpu(), losses))
@@ -136,7 +138,7 @@ def write_page(folder: Path, step: int, verdict: str, row: dict, seen: dict) -> 
     found = seen["traces"][0]
     odd = first_not_finite(found)
     finite = f"The first tensor that is not finite: {odd}" if odd else "All tensors are finite"
-    numbers = {name: row[name] for name in row if isinstance(row[name], float | int)}
+    numbers = {name: row[name] for name in row if name not in (*MEASURED, "kind")}
     out = [f"# Step {step} of {folder.name}", f"{verdict[0].upper()}{verdict[1:]}.", f"{finite}."]
     out += [table([*numbers], [[*numbers.values()]])]
     lines, picture = sequences(path, step, seen)
