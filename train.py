@@ -686,6 +686,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         if trouble:
             saver.wait()
             roll_back(run, trouble, recent)
+            saver.save([checkpoint.file_name(state["step"])])  # so a replay can begin after it
             clock.lap("save")
             continue
 
