@@ -461,7 +461,11 @@ def test_another_machine_is_told_from_a_forgery(good, replay):
 
 
 def test_bad_input_is_one_line(good, replay, tmp_path):
-    for arguments in ((tmp_path / "none", "--step=3"), (good.out_dir,), (good.out_dir, "--step=99")):
+    for arguments in (
+        (tmp_path / "none", "--step=3"),
+        (good.out_dir,),
+        (good.out_dir, "--step=99"),
+    ):
         again = replay(*arguments)
         assert again.returncode in (1, 2) and len(again.stderr.splitlines()) == 1, again.stderr
 
