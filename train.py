@@ -35,21 +35,12 @@ import torch
 import prepare_data
 from model import InvalidShape, build_model, cross_entropy, generate
 from optim import configure_optimizers
-from plumbing import audit, checkpoint, cli, console, data, fsdp, machine, ranks
+from plumbing import audit, checkpoint, cli, console, data, fsdp, machine, ranks, safe_step
 from plumbing import resume as resuming
 from plumbing.cli import RunFailed, fail
 from plumbing.ranks import from_rank0, rank, world_size
 from plumbing.run_folder import Clock, RunFolder
-from plumbing.safe_step import (
-    evaluating,
-    explain,
-    halving_on_oom,
-    out_of_memory,
-    rehearse,
-    rng_state,
-    snapshot,
-    step_unless,
-)
+from plumbing.safe_step import evaluating, halving_on_oom, snapshot, step_unless
 from plumbing.signals import Signals
 
 # The run, and the text it learns
@@ -300,7 +291,7 @@ class Run:
             "scaler": self.scaler.state_dict(),
             "ema": self.ema,
             "state": self.state,
-            "rng": ranks.from_all_ranks(rng_state(self.device)),
+            "rng": ranks.from_all_ranks(safe_step.rng_state(self.device)),
             **self.facts,
         }
 
@@ -626,7 +617,6 @@ def count_batch(run: Run, targets: torch.Tensor) -> dict:
 def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     """Rows of kind "train" for `steps`, [(fields, {name: device scalar}), ...]: all since the last
     lap of the clock, so times exclude evaluation and saving. The host waits for the device here."""
-    seconds = clock.lap("train")
     if not steps:
         return []
     kind = torch.float32 if run.device.type == "mps" else torch.float64
@@ -634,7 +624,7 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     scalars = [torch.as_tensor(n, dtype=kind, device=run.device).detach() for n in numbers]
     values = iter(torch.stack([each.reshape(()) for each in scalars]).tolist())
     rows = [fields | {name: next(values) for name in numbers} for fields, numbers in steps]
-    seconds += clock.lap("train")
+    seconds = clock.lap("train")
     tokens_per_sec = sum(row.pop("batch_tokens") for row in rows) / seconds
     mfu = flops_per_token(run.model) * tokens_per_sec / run.max_flops
     common = {
@@ -733,7 +723,8 @@ def begin(run: Run, table, saver) -> None:
     measures = ("eval_tokens", "best_metric")
     if any(run.before["config"].get(key) != run.facts["config"][key] for key in measures):
         measure_best_again(run)
-    if not from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to):
+    is_target = may_roll_back_to(state["step"], state) and run.path.stem.startswith("ckpt")
+    if not is_target and not from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to):
         saver.save([checkpoint.file_name(state["step"])], required=True)  # a kill left none
 
 
@@ -745,7 +736,9 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
     try:
         batch = run.train_data[ranks.share(0, rows_at(0))]
         batch = [torch.as_tensor(each).to(run.device) for each in batch]
-        model = rehearse(run, compile, forward_backward, *batch)  # run.model, or its compiled form
+        model = safe_step.rehearse(
+            run, compile, forward_backward, *batch
+        )  # run.model, or its compiled form
         run.facts["run"]["compile"] = model is not run.model
         console.print_line("memory", f"{machine.memory_gb(run.device):.3f} GB after a rehearsal")
         machine.reset_peak_memory(run.device)
@@ -754,7 +747,7 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
         clock.lap("evaluate")
         ending = train(run, model, table, saver, signals, clock)
     except Exception as error:
-        why = explain(error)
+        why = safe_step.explain(error)
         ending = f"failed: {why or f'{type(error).__name__}: {error}'}", 1
         if why in (None, error):
             raise
@@ -797,7 +790,7 @@ def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, da
     except InvalidShape as error:
         fail(error)
     except (RuntimeError, MemoryError) as error:
-        if not out_of_memory(error):
+        if not safe_step.out_of_memory(error):
             raise
         fail("the model does not fit into memory; try a smaller --n_embd or --n_layer")
     optimizers = configure_optimizers(

@@ -97,7 +97,8 @@ def check_schema(checkpoint: Any, path: Path, parts=PARTS) -> None:
         if part in (*parts, *checkpoint) and not isinstance(checkpoint.get(part), kind):
             raise Damaged(f"its part {part!r} is missing or no {kind.__name__}")
     for name, weight in (checkpoint["model"] | checkpoint.get("ema", {})).items():
-        if not isinstance(name, str) or not isinstance(weight, torch.Tensor):
+        is_weight = isinstance(weight, torch.Tensor) or str(name).endswith("_extra_state")
+        if not (is_weight and isinstance(name, str)):
             raise Damaged("wrong: its weights")
     if parts is not PARTS:
         return
@@ -149,8 +150,8 @@ def newest_valid(
     """
     for path in newest_first(folder):
         try:
-            state = load(path)["state"]
-            if usable(state["step"], state):
+            state = load(path, verify=False)["state"]
+            if usable(state["step"], state) and load(path):
                 return path
         except Damaged as error:
             aside = path.with_name(path.name + ".corrupt")
@@ -251,7 +252,7 @@ def not_restorable(value: Any, name: str) -> str | None:
         torch.load(file, weights_only=True)
         return None
     except Exception:  # pickle and torch raise half a dozen types
-        odd = [f"{list(at)} a {type(x)}" for at, x in leaves(value) if not isinstance(x, plain)]
+        odd = [f"{list(at)} a {type(x)}" for at, x in leaves(value) if type(x) not in plain]
         what = "; ".join(odd) or "a container or a key of an own type"
         return f"{name} has at {what}, which checkpoints cannot restore: expected plain values"
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plumbing.cli import fail
+from plumbing.cli import BadInput, fail
 
 
 @contextlib.contextmanager
@@ -33,6 +33,9 @@ def joined(
     try:
         total(torch.ones(1, device=device)).item()  # NCCL connects now: its errors are of the start
         yield
+    except BadInput as error:
+        error.said = rank() > 0  # all ranks raise it together
+        raise
     finally:
         # After a failure the GPU may wait in a sum for a rank that is gone, and destroying the group
         # would wait for that sum. Python's exit aborts the group instead (~ProcessGroupNCCL).

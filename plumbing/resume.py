@@ -75,20 +75,17 @@ def identity_of(knobs: dict, data: dict, device: torch.device) -> dict:
 def code_hashes() -> dict:
     """{path: [SHA-256 of the bytes, of the syntax tree]} of every source that this process has loaded,
     `__main__` too, but for the standard library, installed packages, and code that only shows."""
-    paths = sysconfig.get_paths()
-    installed = {str(Path(paths[key]).resolve()) for key in ("stdlib", "purelib", "platlib")}
+    installed = [
+        Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")
+    ]
+    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     hashes = {}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None) or ""
-        if not file.endswith(".py"):
-            continue
-        path = Path(file).resolve()
-        if any(path.is_relative_to(folder) for folder in installed) or not path.is_file():
-            continue
-        name = path.relative_to(REPO).as_posix() if path.is_relative_to(REPO) else str(path)
-        if not name.startswith(ONLY_SHOWS):
-            hashes[name] = hashes_of_source(path.read_bytes())
-    return {name: hashes[name] for name in sorted(hashes)}
+    for path in sorted(Path(file).resolve() for file in files if file.endswith(".py")):
+        if path.is_file() and not any(path.is_relative_to(folder) for folder in installed):
+            name = path.as_posix().removeprefix(f"{REPO.as_posix()}/")
+            if not name.startswith(ONLY_SHOWS):
+                hashes[name] = hashes_of_source(path.read_bytes())
+    return hashes
 
 
 @functools.cache
@@ -96,33 +93,23 @@ def hashes_of_source(source: bytes) -> list[str]:
     """[SHA-256 of the bytes, of the tree]: a comment or a docstring changes only the first."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.Expr):
-            if isinstance(getattr(body[0].value, "value", None), str):
-                body[0].value.value = ""
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value.value = ""  # a docstring, or another constant that nothing uses
     return [sha256(each).hexdigest() for each in (source, ast.dump(tree).encode())]
 
 
 def changes(then: dict, now: dict) -> dict:
     """{key: [then, now]} where two identities differ. Code: only files that both have loaded, and a
     file whose bytes alone differ has not changed, unless another Python read it."""
+    then = {"files": {}} | then
     changed = {key: [then.get(key), now[key]] for key in now if then.get(key) != now[key]}
-    if "files" in changed and not (then.get("files") or now["files"]):
-        del changed["files"]
-    if "code" in changed:
-        before, after = changed.pop("code")
-        same_python = then.get("python") == now["python"]
-        differ = [
-            name
-            for name in after
-            if name in before
-            and before[name][0] != after[name][0]
-            and not (same_python and before[name][1] == after[name][1])
-        ]
-        if differ:
-            changed["code"] = [
-                {name: files[name][0] for name in differ} for files in (before, after)
-            ]
+    before, after = changed.pop("code", ({}, {}))
+    decides = 1 if then.get("python") == now["python"] else 0  # the tree, or the bytes
+    differ = [
+        name for name in after if before.get(name, after[name])[decides] != after[name][decides]
+    ]
+    if differ:
+        changed["code"] = [{name: files[name][0] for name in differ} for files in (before, after)]
     return changed
 
 
@@ -150,23 +137,20 @@ def find_checkpoint(folder: RunFolder, resume: str, to_train: bool) -> Path | No
     holds a run, and set damaged files aside. Raises BadInput if `resume` contradicts the folder.
     """
     path = None
+    fresh = folder.fresh_out_dir()
     try:
         if folder.holds_run():
             if to_train:
                 folder.lock()
             if resume == "never":
-                fail(
-                    f"--resume=never, and {folder.path} holds a run; write {folder.fresh_out_dir()}"
-                )
+                fail(f"--resume=never, and {folder.path} holds a run; write {fresh}")
             if resume == "restart":
                 return None
             path = checkpoint.newest_valid(folder.path, set_aside=to_train)
             # with neither of these, it stopped before its first save: nothing is lost
             if not path and (folder.holds_steps() or any(folder.path.glob("*.corrupt"))):
-                fail(
-                    f"{folder.path} holds a run, but no checkpoint that can be read; to start again "
-                    f"write --resume=restart or {folder.fresh_out_dir()}"
-                )
+                found = f"{folder.path} holds a run, but no checkpoint that can be read"
+                fail(f"{found}; to start again write --resume=restart or {fresh}")
         if resume not in ("auto", "never", "restart"):
             path = checkpoint_asked_for(folder, path, Path(resume))
     except OSError as error:  # of a read: not damage, so nothing is renamed
@@ -219,25 +203,22 @@ def resolve_auto_knobs(knobs: dict, config: dict, saved: dict | None, device: to
 
 def refuse_ended_schedule(knobs: dict, config: dict, planned: int) -> None:
     """Raises BadInput if max_steps was raised past the end of a schedule as first planned."""
-    falls = knobs["schedule"] not in ("constant", "step")
-    if falls and config["decay_steps"] == 0 and config["max_steps"] > planned:
-        here = f"--out_dir={shown(config['out_dir'])}"
-        fail(
-            f"this run was planned for {planned:,} steps, where its learning rate ends; for "
-            f"--max_steps={config['max_steps']} write {here} --decay_steps={config['max_steps']} (plan "
-            f"anew from here), {here} --decay_steps={planned} (train on at the last rate), or "
-            "--resume=restart (start over; this run is kept as NAME.old_1)"
-        )
+    more, here = config["max_steps"], f"--out_dir={shown(config['out_dir'])}"
+    if knobs["schedule"] in ("constant", "step") or config["decay_steps"] or more <= planned:
+        return
+    fail(
+        f"this run was planned for {planned:,} steps, where its learning rate ends; for --max_steps="
+        f"{more} write {here} --decay_steps={more} (plan anew from here), {here} --decay_steps="
+        f"{planned} (train on at the last rate), or --resume=restart (this one is kept as NAME.old_1)"
+    )
 
 
 def split_global_batch(then: dict, batch_size: int) -> tuple[int, int]:
     """(batch_size, accum_steps) that keep a run's global batch with today's number of ranks."""
     rows, rest = divmod(then["global_batch"], world_size())
     if rest:
-        fail(
-            f"the {then['global_batch']} sequences of this run's batch do not divide by "
-            f"{world_size()} ranks; expected a number of ranks that divides them"
-        )
+        found = f"the {then['global_batch']} sequences of this run's batch do not divide by"
+        fail(f"{found} {world_size()} ranks; expected a number of ranks that divides them")
     micro = max(size for size in range(1, min(rows, batch_size) + 1) if rows % size == 0)
     return micro, rows // micro
 
@@ -281,7 +262,7 @@ def refuse_another_run(run, saved: dict) -> None:
 def parts_of(saved: dict) -> dict:
     """{name: shape} of the weights, and the number of weights in each group of the optimizers."""
     groups = [[len(g["params"]) for g in each["param_groups"]] for each in saved["optimizer"]]
-    shapes = {name: list(weight.shape) for name, weight in saved["model"].items()}
+    shapes = {name: [*getattr(w, "shape", [])] for name, w in saved["model"].items()}
     return shapes | {"the optimizers' groups": groups}
 
 

@@ -96,7 +96,7 @@ def set_rng_state(rng: dict, device: torch.device) -> None:
 
 class Snapshot:
     """What forward and backward passes may move: a model's persistent buffers, such as BatchNorm's
-    statistics (GPT has none), and the state of every random number generator."""
+    statistics, its modules' extra states (GPT has neither), and every random number generator's."""
 
     def __init__(self, run):
         self.device = run.device
@@ -107,6 +107,11 @@ class Snapshot:
             if buffer is not None and name not in module._non_persistent_buffers_set
         ]
         self.buffers = [buffer.clone() for buffer in self.live()]
+        self.extra = {  # such as the state of a module's own random generator
+            module: clone(module.get_extra_state())
+            for module in run.model.modules()
+            if type(module).get_extra_state is not nn.Module.get_extra_state
+        }
         self.rng = rng_state(run.device)
 
     def live(self) -> list[torch.Tensor]:
@@ -117,6 +122,8 @@ class Snapshot:
     def put_back(self) -> None:
         for buffer, before in zip(self.live(), self.buffers, strict=True):
             buffer.copy_(before)
+        for module, extra in self.extra.items():
+            module.set_extra_state(clone(extra))
         set_rng_state(self.rng, self.device)
 
     @torch.no_grad()

@@ -93,54 +93,21 @@ began = read_so_far()
 @pytest.mark.parametrize("shard", ["--shard=false", SHARD], ids=["plain", "sharded"])
 def test_a_checkpoint_is_read_once_by_rank_0_and_mapped_by_all(run_train, shard):
     """Rank 0 reads it to compare checksums. From the mapping, a rank takes what it keeps, and no more."""
-    flags = ("--n_embd=256", "--n_head=4", "--batch_size=4", "--warmup_steps=0", shard)
+    flags = ("--n_embd=384", "--n_head=4", "--batch_size=4", "--warmup_steps=0", shard)
     begun = run_train("run", *flags, "--max_steps=2", before=ranks(2))
     assert codes(begun) == "0 0", begun.stderr
     size = begun.checkpoint(2).stat().st_size
     assert size > 20e6
-    resumed = run_train("run", *flags, "--max_steps=3", before=ranks(2, PEAK + READING))
+    more = ("--max_steps=3", "--decay_steps=3")
+    resumed = run_train("run", *flags, *more, before=ranks(2, PEAK + READING))
     assert codes(resumed) == "0 0", resumed.stderr
     read = [int(re.search(rf"READ {rank} (\d+)", resumed.stdout)[1]) / size for rank in (0, 1)]
-    assert 1 <= read[0] < 1.3 and read[1] < 0.1, read
+    # besides, rank 0 reads the metadata of each installed package
+    assert 1 <= read[0] < 1.7 and read[1] < 0.1, read
     took = [int(re.search(rf"TOOK {rank} (\d+)", resumed.stdout)[1]) / size for rank in (0, 1)]
     print("read, took", read, took)
     # two thirds of a checkpoint are moments, which are new memory; the weights are there already
     assert max(took) < (0.45 if shard == SHARD else 0.8), took
-
-
-MEASURED = """
-def training_memory(*args, inner=train.training_memory):
-    needs = inner(*args)
-    total = sum(needs.values()) - min(needs["gradients"], needs["activations"])
-    os.write(1, f"PREDICTED {rank} {total} {needs['gathered']}\\n".encode())
-    return needs
-train.training_memory = training_memory
-def train_step(model, run, *rest, inner=train.train_step):
-    if run.state["step"] == 0:
-        return inner(model, run, *rest)
-    model.zero_grad(set_to_none=True)
-    for optimizer in run.optimizers:
-        optimizer.found_inf = None
-    held = sum(train.ranks.local(tensor).nbytes for tensor in weights_and_moments(run))
-    passing, result = peak_of(lambda: inner(model, run, *rest))
-    os.write(1, f"MEASURED {rank} {held + passing}\\n".encode())
-    return result
-train.train_step = train_step
-"""
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_memory_of_a_sharded_step_counts_what_is_gathered(run_train, dtype):
-    flags = ("--n_layer=3", "--n_embd=256", "--n_head=4", "--max_steps=2", "--warmup_steps=0")
-    flags += (SHARD, f"--dtype={dtype}", "--batch_size=16")
-    done = run_train("run", *flags, before=ranks(2, PEAK + MEASURED))
-    assert codes(done) == "0 0", done.stderr
-    for rank in (0, 1):
-        predicted, gathered = re.search(rf"PREDICTED {rank} (\d+) (\d+)", done.stdout).groups()
-        measured = int(re.search(rf"MEASURED {rank} (\d+)", done.stdout)[1])
-        assert int(predicted) == pytest.approx(measured, rel=0.25)
-        assert int(gathered) > 0.25 * measured  # without it, the check above would fail
-    assert "gathered" in done.stdout
 
 
 # ---- devices that nobody had ---------------------------------------------------------------------

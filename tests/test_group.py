@@ -14,11 +14,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from plumbing.skipping import Buffers
 from torch import nn
 
-from plumbing import ranks
-from plumbing.safe_step import RunFailed, explain
+from plumbing import fsdp, ranks
+from plumbing.cli import BadInput, RunFailed
+from plumbing.safe_step import explain, halving_on_oom, snapshot
 
 CPU = torch.device("cpu")
 
@@ -99,17 +99,17 @@ def work_together():
         found["from rank 0"] = ranks.from_rank0(lambda: f"rank {ranks.rank()}")
         found["shares"] = [ranks.share(10, 8), ranks.share(0, 3)]
         found["raised"] = []
-        for error in (ValueError("bad"), OSError(5, "no such disk"), SystemExit(2)):
+        for error in (ValueError("bad"), OSError(5, "no such disk"), BadInput("no")):
             try:
                 ranks.from_rank0(raise_, error)
-            except (Exception, SystemExit) as raised:
+            except Exception as raised:
                 found["raised"].append(repr(raised))
 
         mixed = [torch.full((3,), 1.5 + me), torch.tensor([me + 1]), torch.tensor(0.25).double()]
         ranks.sum_over_ranks(mixed)
         found["sums"] = [[str(t.dtype), t.tolist()] for t in mixed]
 
-        found["buffers"] = [buffers_after_a_step(skipped) for skipped in (0.0, 1.0)]
+        found["buffers"] = [buffers_after_a_step(skipped) for skipped in (False, True)]
 
         same = {"a": torch.arange(1e6), "b": torch.arange(6.0), "c": torch.zeros(3).bfloat16()}
         found["no difference"] = ranks.replicas_differ(same)
@@ -130,10 +130,11 @@ def raise_(error):
 
 def buffers_after_a_step(skipped):
     norm = nn.BatchNorm1d(2)
-    buffers = Buffers(norm)
+    before = snapshot(SimpleNamespace(model=norm, device=CPU))
     norm.running_mean += 1 + ranks.rank()
     norm.num_batches_tracked += 5 + ranks.rank()
-    buffers.finish_step(torch.tensor(skipped))
+    ranks.average_buffers(norm)
+    before.put_back_buffers_if(torch.tensor(skipped))
     return [norm.running_mean.tolist(), norm.num_batches_tracked.item()]
 
 
@@ -144,12 +145,12 @@ def sharded_model(block):
     torch.manual_seed(1)
     model = Model(block)
     before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    ranks.shard(model, CPU, "bfloat16", offload=False)
+    fsdp.shard(model, CPU, "bfloat16", offload=False)
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.randn(4, 6)).sum().backward()
     exact = []
     for name, weight in model.named_parameters():
-        here = ranks.shard_like(weight, before[name])
+        here = fsdp.shard_like(weight, before[name])
         place = (weight.device_mesh, weight.placements)
         theirs = distribute_tensor(before[name], *place, src_data_rank=None)
         exact.append(torch.equal(ranks.local(here), ranks.local(theirs)))
@@ -160,15 +161,15 @@ def sharded_model(block):
         "exact": all(exact),
         "rows": len(ranks.local(model.head.weight)),
         "dtypes": model.blocks[0].seen,
-        "sharded": ranks.sharded(model),
-        "keeps its dtype": str(ranks.shard_like(model.head.weight, half).dtype),
-        "other shape": ranks.shard_like(model.head.weight, torch.zeros(())).tolist(),
+        "sharded": ranks.is_sharded(model),
+        "keeps its dtype": str(fsdp.shard_like(model.head.weight, half).dtype),
+        "other shape": fsdp.shard_like(model.head.weight, torch.zeros(())).tolist(),
     }
 
 
 def plain_module():
     """A module without blocks is sharded as one piece."""
-    model = ranks.shard(nn.Linear(6, 5), CPU, "bfloat16", offload=True)
+    model = fsdp.shard(nn.Linear(6, 5), CPU, "bfloat16", offload=True)
     model(torch.ones(2, 6)).sum().backward()
     return ranks.whole(model.weight.grad).tolist() == [[4.0] * 6] * 5  # summed over 2 x 2 rows
 
@@ -193,7 +194,7 @@ def memory_runs_out_on_rank_1():
             raise MemoryError
         return run.state["micro_batch"]
 
-    rows = retry_on_oom(run, compute)
+    rows = halving_on_oom(run, snapshot(run), compute)
     return {"rows": rows, "tries": tries, "events": events}
 
 
@@ -205,17 +206,17 @@ def lose_a_rank():
         try:
             ranks.agree(1)
         except RuntimeError as error:
-            return {"why": explain(error)}
+            return {"why": str(explain(error))}
 
 
 def resume_offloaded():
     """Where shard_like keeps a moment of offloaded weights, and the bytes that it takes on the GPU."""
     gpu = torch.device("cuda", 0)
     with ranks.joined(gpu, hang_minutes=1):
-        model = ranks.shard(nn.Linear(1024, 1024), gpu, "float32", offload=True)
+        model = fsdp.shard(nn.Linear(1024, 1024), gpu, "float32", offload=True)
         torch.cuda.reset_peak_memory_stats(gpu)
         before = torch.cuda.max_memory_allocated(gpu)
-        moment = ranks.shard_like(model.weight, torch.ones(1024, 1024))
+        moment = fsdp.shard_like(model.weight, torch.ones(1024, 1024))
         taken = torch.cuda.max_memory_allocated(gpu) - before
         return [ranks.local(moment).device.type, ranks.local(moment).sum().item(), taken]
 
@@ -232,7 +233,7 @@ def test_ranks_agree_and_hear_of_each_other(found):
 
 def test_what_rank_0_raises_every_rank_raises(found):
     """Otherwise the others would wait for it until hang_minutes have passed."""
-    raised = ["ValueError('bad')", "OSError(5, 'no such disk')", "SystemExit(2)"]
+    raised = ["ValueError('bad')", "OSError(5, 'no such disk')", "BadInput('no')"]
     assert [each["raised"] for each in found] == [raised, raised]
 
 
@@ -325,7 +326,7 @@ def test_a_single_process_needs_no_group(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with ranks.joined(CPU, hang_minutes=1):
         assert (ranks.rank(), ranks.world_size()) == (0, 1)
-        assert ranks.agree(2, False) == (2, False)
+        assert ranks.agree(2, False) == [2, False]
         assert ranks.from_all_ranks("me") == ["me"]
         assert ranks.replicas_differ({"a": torch.ones(2)}) == []
         tensor = torch.tensor([2.0])

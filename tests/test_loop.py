@@ -489,6 +489,13 @@ def test_no_schedule_leaves_its_bounds(knobs, schedule, warmup_steps):
     assert all(0 < train.lr_at(step) <= 1 for step in range(200))
 
 
+@pytest.mark.parametrize("schedule", "cosine linear constant step onecycle wsd".split())
+@pytest.mark.parametrize("max_steps", [1, 2, 4])
+def test_a_run_of_a_few_steps_has_a_rate_for_each(knobs, schedule, max_steps):
+    knobs(schedule=schedule, peak_lr=1.0, min_lr=0.01, max_steps=max_steps)
+    assert all(0.01 <= train.lr_at(step) <= 1 for step in range(max_steps))
+
+
 # ---- looking changes nothing ---------------------------------------------------------------------
 
 
@@ -607,6 +614,20 @@ train.forward_backward = forward_backward
     assert all(row["loss"] is None and row["finite"] is False for row in bad)
     assert [row["step"] for row in rows if row["skipped"]] == [4, 5]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+
+
+def test_tokens_counts_the_targets_that_are_trained_on(run_train):
+    """Not padding, nor a masked prompt: here every fourth position."""
+    mask = """
+def train_step(model, run, inputs, targets, lr, inner=train.train_step):
+    targets[:, ::4] = -100
+    return inner(model, run, inputs, targets, lr)
+train.train_step = train_step
+"""
+    done = run_train("run", before=mask)
+    assert done.returncode == 0, done.stderr
+    assert [row["tokens"] for row in done.rows("train")] == [96 * n for n in range(1, STEPS + 1)]
+    assert torch.load(done.checkpoint(STEPS))["state"]["tokens"] == 96 * STEPS
 
 
 def test_the_first_loss_is_ln_of_the_vocabulary(run_train, data_dir):

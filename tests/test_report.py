@@ -14,6 +14,7 @@ import pytest
 
 import prepare_data
 import report
+from plumbing.cli import run_script
 from reporting import record, results
 from reporting.record import read_run
 
@@ -185,10 +186,9 @@ def test_what_is_no_record_is_refused_in_one_line(tmp_path, content, word, capsy
         folder.mkdir()
     if isinstance(content, bytes):
         (folder / "metrics.jsonl").write_bytes(content)
-    with pytest.raises(SystemExit) as stop:
-        report.main([str(folder)])
+    assert run_script(lambda: report.main([str(folder)])) == 2
     out, err = capsys.readouterr()
-    assert stop.value.code == 2 and out == ""
+    assert out == ""
     assert err.count("\n") == 1 and word in err and str(folder) in err
     assert not list(tmp_path.rglob("report.*"))
 

@@ -1,0 +1,245 @@
+"""What a failed or repeated computation moved is put back whole: gradients, buffers, random numbers."""
+
+import random
+from collections import OrderedDict, defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import train
+from plumbing.cli import RunFailed
+from plumbing.safe_step import (
+    clone,
+    evaluating,
+    explain,
+    halving_on_oom,
+    leaves,
+    mapped,
+    out_of_memory,
+    rng_state,
+    set_rng_state,
+    snapshot,
+    step_unless,
+    tensors,
+)
+
+CPU = torch.device("cpu")
+
+# ---- nested containers ---------------------------------------------------------------------------
+
+VALUE = {
+    "weights": OrderedDict(a=torch.ones(2), b=[torch.zeros(1), (3, "x")]),
+    "lists": defaultdict(list, {1: [1.5], "1": [None]}),
+    (1, 2): {4},
+    "empty": {},
+}
+
+
+def test_a_leaf_is_found_under_the_keys_that_lead_to_it():
+    found = dict(leaves(VALUE))
+    assert found["weights", "b", 1, 0] == 3 and found[(1, 2),] == {4}
+    assert found["lists", 1, 0] == 1.5 and found["lists", "1", 0] is None  # two keys, not one
+    assert len(found) == 7 and len(tensors(VALUE)) == 2
+
+
+def test_a_clone_is_equal_in_value_and_type_and_shares_nothing():
+    before = repr(VALUE)
+    one = clone(VALUE)
+    assert repr(one) == before  # with the types of all containers
+    one["weights"]["a"] += 1
+    one["weights"]["b"][0] += 1
+    one["lists"][1].append(2)
+    one["lists"]["new"].append(2)
+    one[1, 2].add(5)
+    assert repr(VALUE) == before
+    shapes = mapped(lambda leaf, path: (len(path), type(leaf).__name__), VALUE)
+    assert shapes["weights"]["b"] == [(3, "Tensor"), ((4, "int"), (4, "str"))]
+
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def draw():
+    """Some random numbers of every kind. Normal ones: their generators keep a second one for later."""
+    normal = [random.gauss(0, 1), float(np.random.normal()), torch.randn(1).item()]
+    return [random.random(), float(np.random.rand()), torch.rand(1).item(), *normal]
+
+
+def test_the_state_of_every_generator_survives_a_weights_only_file(tmp_path):
+    train.seed_everything(2**32 + 5)
+    first = draw()
+    torch.save(rng_state(CPU), tmp_path / "rng.pt")
+    expected = [draw(), draw()]
+    assert expected[0] != expected[1]
+    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True), CPU)
+    assert [draw(), draw()] == expected
+    train.seed_everything(8)
+    assert draw() != first
+    train.seed_everything(2**32 + 5)
+    assert draw() == first
+
+
+def test_a_state_from_a_gpu_can_be_set_on_a_cpu():
+    """A run that moves from a GPU to a CPU resumes inexactly, but resumes."""
+    saved = rng_state(CPU) | {"device": torch.zeros(16, dtype=torch.uint8)}
+    expected = draw()
+    set_rng_state(saved, CPU)
+    assert draw() == expected
+
+
+# ---- evaluation ----------------------------------------------------------------------------------
+
+
+class Restless(nn.Module):
+    """Its forward pass draws, and moves a buffer also in eval mode; one child stays in eval mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.frozen = nn.BatchNorm1d(3).eval()
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        self.passes = self.passes + 1
+        return x * self.weight + torch.rand(3)
+
+
+@pytest.mark.parametrize("ends", ["well", "in an error"])
+def test_an_evaluation_puts_back_weights_buffers_modes_and_random_numbers(ends):
+    average = torch.zeros(3)
+    run = SimpleNamespace(model=Restless(), device=CPU, ema={"weight": average})
+    modes = [module.training for module in run.model.modules()]
+    expected = draw_after(set_rng_state, rng := rng_state(CPU))
+    set_rng_state(rng, CPU)
+    try:
+        with evaluating(run):
+            assert not run.model.training and not run.model.weight.any()
+            run.model(torch.ones(3))
+            draw()
+            if ends != "well":
+                raise ValueError
+    except ValueError:
+        pass
+    assert draw() == expected and run.model.passes == 0
+    assert run.model.weight.tolist() == [1, 1, 1] and not average.any()
+    assert [module.training for module in run.model.modules()] == modes
+
+
+def draw_after(put_back, rng):
+    put_back(rng, CPU)
+    return draw()
+
+
+# ---- a skipped update ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["on the device", "where the host waits"])
+def test_a_skipped_step_moves_nothing_and_the_next_one_is_as_if_it_had_not_been(fused):
+    one, other = (nn.Parameter(torch.ones(4)) for _ in "12")
+    for weight, steps in ((one, (True, False, True)), (other, (False,))):
+        optimizer = torch.optim.AdamW([weight], fused=fused)
+        for skipped in steps:
+            weight.grad = torch.full((4,), torch.nan if skipped else 2.0)
+            step_unless(torch.tensor(skipped), optimizer)
+    assert torch.equal(one, other) and not torch.equal(one, torch.ones(4))
+
+
+# ---- out of memory -------------------------------------------------------------------------------
+
+WORDS = {  # of torch's allocators
+    "cpu": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
+    ),
+    "mps": RuntimeError("MPS backend out of memory (MPS allocated: 9.00 GB)"),
+    "cuda": torch.OutOfMemoryError("CUDA out of memory."),
+    "python": MemoryError(),
+    "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+    "cudnn": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+}
+
+
+class Job:
+    """A run whose forward pass (dropout, batch norm) fits only micro-batches of up to `room` rows."""
+
+    def __init__(self, room, micro_batch=8, error=WORDS["cpu"]):
+        self.room = room
+        self.error = error
+        self.device = torch.device("cpu")
+        self.model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3))
+        self.state = {"step": 4, "micro_batch": micro_batch}
+        self.folder = SimpleNamespace(event=self.event)
+        self.events = []
+        self.seen = []
+
+    def event(self, step, name, **fields):
+        self.events.append((step, name, fields))
+
+    def compute(self):
+        """A pass over 8 rows; what it draws and moves before memory runs out must not count."""
+        self.seen.append((self.model[1].running_mean.tolist(), torch.get_rng_state().sum().item()))
+        total = 0.0
+        for rows in torch.ones(8, 3, 2).split(self.state["micro_batch"]):
+            loss = self.model(rows).square().mean()
+            loss.backward()
+            total += loss.item()
+            if self.state["micro_batch"] > self.room:
+                raise self.error
+        return total
+
+
+@pytest.mark.parametrize("error", WORDS.values(), ids=WORDS)
+def test_a_retry_begins_where_the_first_try_began(error):
+    torch.manual_seed(3)
+    straight = Job(room=2, micro_batch=2)
+    expected = halving_on_oom(straight, snapshot(straight), straight.compute)
+    torch.manual_seed(3)
+    retried = Job(room=2, error=error)
+    assert halving_on_oom(retried, snapshot(retried), retried.compute) == expected
+    assert retried.state["micro_batch"] == 2
+    assert [fields for _, _, fields in retried.events] == [{"micro_batch": 4}, {"micro_batch": 2}]
+    assert {step for step, _, _ in retried.events} == {4}
+    assert len(retried.seen) == 3 and len(set(map(str, retried.seen))) == 1
+    for one, other in zip(straight.model.parameters(), retried.model.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    for name, buffer in straight.model.named_buffers():
+        assert torch.equal(buffer, retried.model.get_buffer(name)), name
+
+
+def test_an_evaluation_is_retried_as_well():
+    """It has no gradients, and in eval mode moves no buffers."""
+    job = Job(room=4)
+    job.model.eval().requires_grad_(False)
+
+    def evaluate():
+        if job.state["micro_batch"] > job.room:
+            raise MemoryError
+        return sum(job.model(x).sum() for x in torch.ones(8, 3).split(job.state["micro_batch"]))
+
+    assert halving_on_oom(job, snapshot(job), evaluate) == pytest.approx(24, abs=0.01)
+    assert [name for _, name, _ in job.events] == ["out_of_memory"]
+
+
+def test_a_single_row_that_does_not_fit_ends_the_run_with_what_helps():
+    job = Job(room=0)
+    with pytest.raises(RunFailed, match="a single sequence.*--grad_checkpoint=true"):
+        halving_on_oom(job, snapshot(job), job.compute)
+    assert job.state["micro_batch"] == 1
+
+
+def test_other_errors_are_not_retried():
+    job = Job(room=0, error=RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    with pytest.raises(RuntimeError, match="mat1"):
+        halving_on_oom(job, snapshot(job), job.compute)
+    assert len(job.seen) == 1 and not job.events
+
+
+def test_what_ended_a_run_is_explained_in_one_line():
+    assert all(map(out_of_memory, WORDS.values()))
+    assert not out_of_memory(ValueError("out of memory"))
+    failed = RunFailed("what helps: a lower --peak_lr")
+    assert explain(failed) is failed
+    assert "--n_embd" in str(explain(MemoryError()))
+    assert explain(TypeError("unsupported operand")) is None  # the program's own: a traceback
