@@ -686,6 +686,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         if trouble:
             saver.wait()
             roll_back(run, trouble, recent)
+            saver.save([checkpoint.file_name(state["step"])])  # so a replay can begin after it
             clock.lap("save")
             continue
 
@@ -725,7 +726,8 @@ def begin(run: Run, table, saver) -> None:
         measure_best_again(run)
     is_target = may_roll_back_to(state["step"], state) and run.path.stem.startswith("ckpt")
     if not is_target and not from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to):
-        saver.save([checkpoint.file_name(state["step"])], required=True)  # a kill left none
+        state["first_step"] = state["step"]  # there is no target: make one, here
+        saver.save([checkpoint.file_name(state["step"])], required=True)
 
 
 def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:

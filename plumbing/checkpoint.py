@@ -5,6 +5,7 @@ import copy
 import errno
 import io
 import os
+import random
 import re
 import shutil
 import threading
@@ -96,7 +97,7 @@ def check_schema(checkpoint: Any, path: Path, parts=PARTS) -> None:
     for part, kind in PARTS.items():
         if part in (*parts, *checkpoint) and not isinstance(checkpoint.get(part), kind):
             raise Damaged(f"its part {part!r} is missing or no {kind.__name__}")
-    for name, weight in (checkpoint["model"] | checkpoint.get("ema", {})).items():
+    for name, weight in [*checkpoint["model"].items(), *checkpoint.get("ema", {}).items()]:
         is_weight = isinstance(weight, torch.Tensor) or str(name).endswith("_extra_state")
         if not (is_weight and isinstance(name, str)):
             raise Damaged("wrong: its weights")
@@ -104,7 +105,10 @@ def check_schema(checkpoint: Any, path: Path, parts=PARTS) -> None:
         return
     state, run, rng = (checkpoint[part] for part in ("state", "run", "rng"))
     named = re.fullmatch(r"(ckpt|milestone)_(\d{8,})", path.stem)
-    counts = [state["step"], state.get("sequences", 0), state.get("tokens", 0)]
+    counts = [
+        state["step"],
+        *(state.get(key, 0) for key in ("sequences", "tokens", *MICRO_BATCHES)),
+    ]
     keys = {"state", "param_groups", "built"}
     sane = {
         "counters": all(type(n) is int and 0 <= n < 2**62 for n in counts),
@@ -119,8 +123,9 @@ def check_schema(checkpoint: Any, path: Path, parts=PARTS) -> None:
 
 
 def is_rng_state(rng: dict) -> bool:
-    sizes = [len(rng["python"]), len(rng["numpy"]), len(rng["numpy"][1]), len(rng["torch"])]
-    return sizes == [3, 5, 624, len(torch.get_rng_state())] and "device" in rng
+    random.Random().setstate(rng["python"])  # these two raise an error if it is none
+    torch.Generator().set_state(rng["torch"])
+    return [len(rng["numpy"]), len(rng["numpy"][1])] == [5, 624] and "device" in rng
 
 
 def is_valid(path: Path) -> bool:

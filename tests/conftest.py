@@ -355,6 +355,7 @@ def import_train(repo):
 
 def in_child(argv, files, env, cwd, before, timeout, repo):
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which `nohup pytest` ignores
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, path in enumerate(files, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)

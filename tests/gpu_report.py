@@ -28,13 +28,13 @@ def write_tokens(folder, vocab_size, count):
     folder = Path(folder)
     folder.mkdir(parents=True)
     random_state = np.random.RandomState(0)
-    meta = {"tokenizer": "byte", "vocab_size": vocab_size, "dtype": "uint16", "sha256": {}}
+    meta = {"vocab_size": vocab_size, "dtype": "uint16", "sha256": {}}
     for split, size in (("train", count), ("val", count // 8)):
         ids = (vocab_size ** random_state.random_sample(size) - 1).astype(np.uint16)
         (folder / f"{split}.bin").write_bytes(ids.tobytes())
         meta[f"{split}_tokens"] = size
         meta["sha256"][f"{split}.bin"] = sha256(ids.tobytes()).hexdigest()
-    meta |= {"val_bytes": 2 * (count // 8), "source": "generated"}
+    meta["source"] = "generated"
     (folder / "meta.json").write_text(json.dumps(meta))
 
 

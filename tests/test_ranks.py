@@ -111,6 +111,38 @@ def test_ranks_that_do_not_divide_the_batch_are_refused_with_the_numbers(run_tra
     assert refused.stderr.count("the 8 sequences of this run's batch do not divide by 3 ranks") == 1
 
 
+def test_a_typed_split_of_the_batch_is_used_or_refused_on_another_number_of_ranks(run_train):
+    run_train("run", "--batch_size=12", before=ranks(1, stop_at(5)))
+    refused = run_train("run", "--batch_size=12", "--accum_steps=3", before=ranks(2))
+    assert codes(refused) == "2 2" and "global_batch was 12" in refused.stderr
+    used = run_train("run", "--batch_size=2", "--accum_steps=3", before=ranks(2))
+    assert codes(used) == "0 0" and "2 x 3 x 2 = 12 sequences" in used.stdout, used.stderr
+
+
+def test_a_signal_to_a_rank_whose_batch_does_not_come_stops_all(run_train):
+    """The others have theirs: they must not take a step in which it is missing."""
+    hang = """
+import signal, threading, time
+def getitem(self, batch, inner=train.ShuffledWindows.__getitem__):
+    if batch[0] >= 5 * 8:
+        time.sleep(60)
+    return inner(self, batch)
+train.ShuffledWindows.__getitem__ = getitem
+def what_is_due(step, *rest, inner=train.what_is_due):
+    if step == 5:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    return inner(step, *rest)
+train.what_is_due = what_is_due
+"""
+    flags = ("--batch_size=4", "--num_workers=1", "--eval_interval=5", "--log_interval=5")
+    flags += ("--save_interval=5",)
+    done = run_train("run", *flags, before=ranks(2, only_on(1, hang)))
+    assert codes(done) == "143 143", done.stderr
+    assert "stopped by SIGTERM at step 5" in done.stdout and done.checkpoint(5).exists()
+    assert [row["step"] for row in done.rows("eval")] == [0, 5]
+    assert [row["step"] for row in done.rows("train")] == [1, 2, 3, 4, 5]
+
+
 def test_evaluation_is_the_same_number_at_any_number_of_ranks(run_train):
     losses = [
         run_train(f"of_{count}", "--max_steps=3", before=ranks(count)).rows("eval")[0]["val_loss"]

@@ -447,6 +447,31 @@ def test_raising_max_steps_keeps_the_planned_learning_rate(run_train):
     assert again.rows("train")[-1]["lr"] > 1e-5  # unless decay_steps is given
 
 
+def test_a_smoke_run_is_never_extended_past_the_end_of_its_schedule_in_silence(run_train, whole):
+    """`--max_steps=2` to try it, then the real command: not 28 steps at the lowest rate."""
+    smoke = run_train("run", *FLAGS, "--max_steps=2", "--warmup_steps=2")
+    flags = (*FLAGS, "--warmup_steps=2")
+    before = {path: path.read_bytes() for path in smoke.out_dir.iterdir()}
+    refused = run_train("run", *flags)
+    assert refused.returncode == 2 and "planned for 2 steps" in refused.stderr
+    for typed in ("--out_dir=run --decay_steps=30", "--out_dir=run --decay_steps=2", "restart"):
+        assert typed in refused.stderr
+    assert {path: path.read_bytes() for path in smoke.out_dir.iterdir()} == before
+    shutil.copytree(smoke.out_dir, smoke.out_dir.parent / "last")
+    last = run_train("last", *flags, "--decay_steps=2")
+    anew = run_train("run", *flags, "--decay_steps=30")
+    straight = run_train("straight", *flags)
+    rates = [[row["lr"] for row in done.rows("train")] for done in (last, anew, straight)]
+    assert rates[0][2:] == [1e-4] * 28
+    assert rates[1][2:] == rates[2][2:]
+    constant = [*flags, "--schedule=constant"]
+    run_train("constant", *constant, "--max_steps=2")
+    assert run_train("constant", *constant).returncode == 0
+    restarted = run_train("last", *flags, "--resume=restart")
+    assert restarted.fingerprint(STEPS) == straight.fingerprint(STEPS)
+    assert (smoke.out_dir.parent / "last.old_1/ckpt_00000030.pt").exists()
+
+
 @pytest.mark.parametrize("flag", ["--peak_lr=5e-4", "--weight_decay=10", "--grad_clip=0.01"])
 def test_what_may_change_on_resume_is_really_applied(run_train, whole, flag):
     done = run_train("run", *FLAGS, before=stop_at(13))
@@ -520,6 +545,70 @@ def test_a_checkpoint_of_another_run_seeds_an_empty_folder(run_train, whole, tmp
     for part in ("model", "optimizer", "rng"):
         assert ours[part] == expected[part]
     assert {path: path.read_bytes() for path in source.out_dir.iterdir()} == before
+
+
+def test_a_run_seeded_by_a_checkpoint_reports_a_best_that_it_holds(run_train):
+    """At a rate at which the loss only grows, the best of the run before is not among its weights."""
+    flags = ("--eval_interval=3", "--max_steps=14", "--peak_lr=3", "--min_lr=3")
+    source = run_train("source", *flags, before=stop_at(7))
+    done = run_train("run", *flags, f"--resume={source.checkpoint(7)}")
+    assert done.returncode == 0, done.stderr
+    rows = done.rows("eval")
+    assert [row["step"] for row in rows] == [7, 9, 12, 14]
+    best = min(rows, key=lambda row: row["val_loss"])
+    assert best["best_val_loss"] == best["val_loss"] == rows[-1]["best_val_loss"]
+    assert best["val_loss"] > source.rows("eval")[0]["val_loss"]  # the source's best
+    state = torch.load(done.out_dir / "best.pt", weights_only=True)["state"]
+    assert state["step"] == state["best_step"] == best["step"]
+
+
+ANOTHER_GROUP = """
+import torch
+def configure_optimizers(model, *rest, inner=train.configure_optimizers):
+    made = inner(model, *rest)
+    head = model.head.weight
+    for group in made[0].param_groups:
+        group["params"] = [weight for weight in group["params"] if weight is not head]
+    made[0].add_param_group({"params": [head], "weight_decay": 0.0})
+    return made
+train.configure_optimizers = configure_optimizers
+"""
+
+
+def test_another_grouping_of_weights_is_refused_by_name(run_train):
+    """At the resume; and at the save, where a group was added in mid-run, which no resume could read."""
+    stopped = run_train("run", *FLAGS, before=stop_at(13))
+    before = {path: path.read_bytes() for path in stopped.out_dir.iterdir()}
+    done = run_train("run", *FLAGS, before=ANOTHER_GROUP)
+    assert done.returncode == 2 and "groups" in done.stderr and "--out_dir=" in done.stderr
+    assert {path: path.read_bytes() for path in stopped.out_dir.iterdir()} == before
+    late = """
+def train_step(model, run, *rest, inner=train.train_step):
+    if run.state["step"] == 12:
+        own = train.torch.nn.Parameter(train.torch.ones(2))
+        run.optimizers[0].add_param_group({"params": [own]})
+    return inner(model, run, *rest)
+train.train_step = train_step
+"""
+    done = run_train("late", *FLAGS, before=late)
+    assert done.returncode == 1 and "AdamW has other param_groups" in done.stderr
+    assert "configure_optimizers" in done.stderr and "Traceback" not in done.stderr
+    assert done.checkpoint(10).exists() and not done.checkpoint(20).exists()
+
+
+def test_weights_that_are_frozen_in_mid_run_stay_frozen_after_a_resume(run_train, whole):
+    freeze = """
+def train_step(model, run, *rest, inner=train.train_step):
+    if run.state["step"] == 9:
+        run.model.embedding.requires_grad_(False)
+    return inner(model, run, *rest)
+train.train_step = train_step
+"""
+    straight = run_train("straight", *FLAGS, before=freeze)
+    assert straight.returncode == 0, straight.stderr
+    done = stop_and_resume(run_train, [13], before=freeze)
+    assert done.fingerprint(STEPS) == straight.fingerprint(STEPS)
+    assert done.fingerprint(STEPS)["model"] != whole().fingerprint(STEPS)["model"]  # control
 
 
 def test_another_split_into_micro_batches_is_said_and_resumes(run_train, whole):
