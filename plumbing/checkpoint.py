@@ -240,7 +240,7 @@ def refuse_what_is_lost(run) -> None:
 
 def not_restorable(value: Any, name: str) -> str | None:
     """What of `value`, called `name`, torch.load(weights_only=True) cannot read, or None."""
-    plain = (type(None), bool, int, float, str, torch.Tensor)
+    plain = (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter)
     file = io.BytesIO()
     try:
         torch.save(mapped(lambda leaf, _: isinstance(leaf, torch.Tensor) or leaf, value), file)
@@ -248,7 +248,7 @@ def not_restorable(value: Any, name: str) -> str | None:
         torch.load(file, weights_only=True)
         return None
     except Exception:  # pickle and torch raise half a dozen types
-        odd = [f"{list(at)} a {type(x)}" for at, x in leaves(value) if not isinstance(x, plain)]
+        odd = [f"{list(at)} a {type(x)}" for at, x in leaves(value) if type(x) not in plain]
         what = "; ".join(odd) or "a container or a key of an own type"
         return f"{name} has at {what}, which checkpoints cannot restore: expected plain values"
 
