@@ -24,7 +24,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -476,9 +476,8 @@ def count_evaluation(numbers: dict, state: dict) -> bool:
 
 def measure_best_again(run: Run) -> None:
     """Evaluate the weights of best.pt, which stay the best, after a change of what is measured."""
-    best = run.folder.path / "best.pt"
-    if from_rank0(checkpoint.is_valid, best):
-        checkpoint.restore(run, checkpoint.load(best, verify=False))
+    with suppress(checkpoint.Damaged, OSError):  # then of the newest
+        checkpoint.restore(run, checkpoint.load(run.folder.path / "best.pt"))
     step, numbers = run.state["step"], evaluate(run)
     checkpoint.restore(run, checkpoint.load(run.path, verify=False))
     forget_best(run.state)
