@@ -20,6 +20,7 @@ import runpy
 import sys
 import time
 import weakref
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -74,6 +75,14 @@ class Job:
     def fresh_run(self):
         config = {name: vars(train)[name] for name in read_knobs(train.__file__)}  # current values
         return train.build_run(config, RunFolder(self.scratch), self.device, self.datasets)
+
+    @property
+    def meta(self):
+        return self.datasets[-1]["meta"]
+
+    @property
+    def is_text(self):
+        return "tokenizer" in self.meta
 
     def batch(self):
         parts = self.datasets[0][0, train.rows_at(0)]
@@ -470,9 +479,10 @@ def imagine(job, run, micro_batch):
     rows = micro_batch * min(train.accum_steps, 2)  # from the second on, gradients are there
     try:
         with FakeTensorMode(), Tensors() as tensors, job.device:
-            model = train.build_model(vars(train), job.datasets[-1]["meta"]["vocab_size"])
+            model = train.build_model(vars(train), job.meta["vocab_size"])
             batch = [torch.empty(rows, *shape, dtype=dtype) for shape, dtype in shapes]
             optimizers = optimizers_of(model, train.optimizer, job.device.type)
+            ema = [torch.empty_like(weight) for weight in model.parameters() if train.ema_decay]
             state = run.state | {"micro_batch": micro_batch}
             run = replace(run, model=model, optimizers=optimizers, state=state)
             for _ in range(2):  # the first step creates the moments
@@ -482,7 +492,7 @@ def imagine(job, run, micro_batch):
                     optimizer.step()
     except Exception:  # of a model that needs content, or another optimizer
         return {}
-    weights = nbytes([*model.parameters(), *model.buffers()])
+    weights = nbytes([*model.parameters(), *model.buffers(), *ema])
     moments = nbytes(optimizer.state_dict() for optimizer in optimizers)
     row = {"weights": weights, "moments": moments, "passing": tensors.peak - weights - moments}
     return row | {"predicted": tensors.peak}
@@ -497,11 +507,11 @@ def predict(job, run, free):
     bytes. {} if the model cannot tell; without `fits` if the system does not say what is free."""
     row = imagine(job, run, train.batch_size)
     if row and free:
-        sizes = (2**power for power in range(30))
-        enough = itertools.takewhile(
-            lambda n: imagine(job, run, n)["predicted"] < 0.9 * free, sizes
-        )
-        row["fits"] = max(enough, default=0)
+
+        def is_too_much(power):
+            return imagine(job, run, 2**power).get("predicted", math.inf) > 0.9 * free
+
+        row["fits"] = 2 ** bisect_left(range(25), True, key=is_too_much) // 2
     return row
 
 
@@ -530,6 +540,8 @@ def measured_memory(job, run):
     take_step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
     take_step()  # creates the moments, and what libraries allocate once
     run.model.zero_grad(set_to_none=True)
+    for optimizer in run.optimizers:
+        optimizer.found_inf = None  # or the profiler warns about its memory
     if job.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(job.device)
         before = torch.cuda.memory_allocated(job.device)

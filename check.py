@@ -77,8 +77,8 @@ def sanity(job):
     faults = [name for name, check in checks.items() if not check["ok"]]
     warnings = [name for name, check in checks.items() if check["warning"]]
     result = {"checks": checks, "go": not faults}
-    if is_text(job):
-        result["example"] = [decode(t[0, :64].cpu(), meta_of(job)) for t in job.batch()]
+    if job.is_text:
+        result["example"] = [decode(t[0, :64].cpu(), job.meta) for t in job.batch()]
         say("    input  {!r}\n    target {!r}".format(*result["example"]))
     say(f"  NO-GO: {', '.join(faults)}" if faults else "  GO")
     if faults or warnings:
@@ -88,14 +88,6 @@ def sanity(job):
 
 def not_for(name, why):
     return Check(name, True, True, f"n/a, {why}", "")
-
-
-def meta_of(job):
-    return job.datasets[-1]["meta"]
-
-
-def is_text(job):
-    return "tokenizer" in meta_of(job)
 
 
 def learning_checks(job):
@@ -119,11 +111,11 @@ def learning_checks(job):
     learned = end < begin / 10
     found = f"{begin:.3f} to {end:.3f} in {took} steps on {few} sequences"
     yield Check("one batch overfits", learned and took <= 100, learned, found, "a tenth within 100")
-    vocab_size = meta_of(job)["vocab_size"]
+    vocab_size = job.meta["vocab_size"]
     uniform = math.log(vocab_size)
     found = f"{begin:.3f}; ln {vocab_size} is {uniform:.3f}"
     near = abs(begin - uniform) < 0.3
-    yield Check("loss at initialization", near, not is_text(job), found, "within 0.3 of it")
+    yield Check("loss at initialization", near, not job.is_text, found, "within 0.3 of it")
     missed = [name for name, _ in run.model.named_parameters() if name not in reached]
     found = f"none for {', '.join(missed)}" if missed else "every one, within 3 steps"
     yield Check("gradients reach every parameter", not missed, False, found, "every one")
@@ -143,12 +135,12 @@ def text_checks(job, model, inputs, targets):
     trained model: a new one may ignore past and future alike.
     """
     names = "no look into the future", "targets are the tokens one place on"
-    if not is_text(job):
+    if not job.is_text:
         yield from (not_for(name, "no text") for name in names)
         return
     middle = inputs.size(1) // 2
     other = inputs.clone()
-    other[:, middle:] = (other[:, middle:] + 1) % meta_of(job)["vocab_size"]
+    other[:, middle:] = (other[:, middle:] + 1) % job.meta["vocab_size"]
     model.eval()
     with torch.no_grad():
         change = (model(inputs) - model(other)).abs().amax(dim=(0, 2))
@@ -157,8 +149,9 @@ def text_checks(job, model, inputs, targets):
     found = f"other tokens from place {middle} on move the logits before it by {before:.1g}"
     causal = before < 1e-4 < after
     yield Check(names[0], causal, False, f"{found}, after it by {after:.1g}", "under 0.0001 before")
-    shifted = torch.equal(inputs[:, 1:], targets[:, :-1])
-    yield Check(names[1], shifted, False, f"{inputs.numel():,} compared", "every one")
+    counted = targets[:, :-1] != -100
+    shifted = torch.equal(inputs[:, 1:][counted], targets[:, :-1][counted])
+    yield Check(names[1], shifted, False, f"{counted.sum():,} compared", "every one")
 
 
 class Part:
@@ -209,7 +202,7 @@ def evaluation_checks(job, weights):
 @torch.no_grad()
 def loss_check(job, run, batch, reported):
     """Is the loss the mean of -log p, with probabilities of the vocabulary that sum to 1?"""
-    name, vocab_size = "probabilities sum to 1", meta_of(job)["vocab_size"]
+    name, vocab_size = "probabilities sum to 1", job.meta["vocab_size"]
     inputs, targets = (torch.as_tensor(part).to(job.device) for part in batch)
     run.model.eval()
     with train.autocast(job.device):
@@ -229,8 +222,8 @@ def loss_check(job, run, batch, reported):
 
 def bytes_check(job, val_data):
     """Bits per byte: is each target counted once, and is `val_bytes` the length of that text?"""
-    meta, name = meta_of(job), "each byte counts once"
-    if not is_text(job) or not {"val_tokens", "val_bytes"} <= meta.keys():
+    meta, name = job.meta, "each byte counts once"
+    if not job.is_text or not {"val_tokens", "val_bytes"} <= meta.keys():
         return not_for(name, "no text, or its length is not known")
     batches = [val_data[first, 1] for first in range(len(val_data))]
     counted = sum(int((torch.as_tensor(targets) != -100).sum()) for _, targets in batches)
@@ -251,11 +244,12 @@ def data_checks(job):
     finite = all(part.isfinite().all() for part in batch)
     yield Check("inputs are finite", finite, False, f"{batch[0].numel():,} numbers", "all")
     first, *others = (hashes(numbers(data, at, size)).tolist() for at in (0, size, len(data)))
-    same = [
-        name for name, each in zip(("next", "next epoch's"), others, strict=True) if each == first
-    ]
+    pairs = zip(("next", "next epoch's"), others, strict=True)
+    same = [name for name, each in pairs if each == first]
     found = (
-        f"the first is the {' and the '.join(same)}" if same else "the next and the next epoch's"
+        f"the first is the {' and the '.join(same)}"
+        if same
+        else "the next, and that of the next epoch"
     )
     yield Check("batches differ", not same, "next" not in same, found, "none like the first")
     width = batch[0][0].numel()
@@ -267,7 +261,7 @@ def data_checks(job):
     yield Check("no sequence twice in an epoch", twice == 0, twice < 0.01, found, "none")
     windows = numbers(val_data, 0, max(1, min(len(val_data), 2**20 // width)))
     held_out = len(windows)
-    if is_text(job):  # wherever in the text they begin
+    if job.is_text:  # wherever in the text they begin
         windows = np.lib.stride_tricks.sliding_window_view(windows.ravel(), width)
     shared = np.isin(seen, hashes(windows)).sum() * len(data) / count / held_out
     found = f"as much text as {shared:.2%} of the validation windows"
@@ -480,34 +474,33 @@ def trained(job, script, words, seed):
     words = for_train(words)
     with setting(**defaults), configured(vars(train), argv=words) as config:
         out_dir = Path(config.pop("out_dir"))
-    code = {
-        n: h
-        for n, h in identity.code_hashes().items()
-        if not re.search(r"report|^(bench|check|replay)\.py", n)
-    }
-    facts = [
-        Path(script).read_text(encoding="utf-8"),
-        code,
-        config | {"seed": 0},
-        torch.__version__,
-    ]
+    printing = re.compile(r"report|^(bench|check|replay)\.py")
+    code = [pair for pair in identity.code_hashes().items() if not printing.search(pair[0])]
+    knobs = config | {"seed": 0}
+    facts = [Path(script).read_text(encoding="utf-8"), code, knobs, torch.__version__]
     digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
     flags = ",".join(each[2:] for each in words if re.match("--(?!out_dir|seed=)", each))
     folder = out_dir / "seeds" / f"{re.sub('[^a-z0-9_.,=]', '_', flags)[:80] or 'plain'}-{digest}"
     folder = folder / f"seed_{seed}"
     if read_json(folder / "run.json").get("ended") != "finished":
         start(job, script, ["--report=false", *words], out_dir=folder, seed=seed)
-    info = read_json(folder / "run.json")
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    losses = [row["val_loss"] for row in map(json.loads, lines) if row["kind"] == "eval"]
-    return losses, sum(info["seconds"].values())
+    seconds = sum(read_json(folder / "run.json")["seconds"].values())
+    losses = [row["val_loss"] for (_, kind), row in rows_of(folder).items() if kind == "eval"]
+    if None in losses:
+        raise RunFailed(f"{folder}: a validation loss is not finite")
+    say(f"  seed {seed}: {losses[-1]:.4f} after {seconds:.1f} s")
+    return losses, seconds
+
+
+def rows_of(folder):
+    """{(step, kind): row} of a run, without events."""
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return {(row["step"], row["kind"]): row for row in rows if row["kind"] != "event"}
 
 
 def seeds_part(job):
     """Full runs of train.py that differ only in their seed: how much of a final loss is chance?"""
-    say(
-        f"\nseeds: {seeds} runs of {Path(job.script).name}; validation loss, seconds of the process"
-    )
+    say(f"\nseeds: {seeds} runs; the last validation loss and the best, seconds of the process")
     runs = {}
     for seed in range(train.seed, train.seed + seeds):
         losses, seconds = trained(job, job.script, job.argv, seed)
@@ -523,8 +516,7 @@ def seeds_part(job):
 def against_part(job):
     """This configuration and the one of --against, on the same seeds, so that batches are paired:
     is the first better (a lower last validation loss), or is it luck?"""
-    words = shlex.split(against)
-    other = bench.script_among(words)
+    other = bench.script_among(shlex.split(against))
     if equal:
         return same_bits(job, *other)
     say(f"\nagainst: {seeds} runs each, of the flags above (first) and of {against} (second)")
@@ -535,14 +527,12 @@ def against_part(job):
         rows[f"seed {seed}"] = row | {"difference": row["first"] - row["second"]}
     differences = [row["difference"] for row in rows.values()]
     middle, half = interval(differences)
-    verdict = verdict_on(differences)
+    low, high, verdict = middle - half, middle + half, verdict_on(differences)
     ratio = mean(row["time"] for row in rows.values())
     show(rows, first=".4f", second=".4f", difference="+.4f", time=".2f")
-    say(
-        f"  mean difference {middle:+.4f}, 95% interval {middle - half:+.4f} to {middle + half:+.4f}"
-    )
+    say(f"  mean difference {middle:+.4f}, 95% interval {low:+.4f} to {high:+.4f}")
     say(f"  time: first / second, on average {ratio:.2f}\nverdict: {verdict}")
-    found = {"difference": middle, "interval": [middle - half, middle + half], "time": ratio}
+    found = {"difference": middle, "interval": [low, high], "time": ratio}
     return {"runs": rows, **found, "verdict": verdict}
 
 
@@ -586,10 +576,7 @@ def same_bits(job, script, words):
         folders[1] = Path(against)
     else:
         start(job, script, words, out_dir=folders[1])
-    rows = []
-    for folder in folders:
-        lines = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-        rows.append({(row["step"], row["kind"]): row for row in lines if row["kind"] != "event"})
+    rows = [rows_of(folder) for folder in folders]
     models = [checkpoints.load(checkpoints.newest_first(each)[0])["model"] for each in folders]
     fields = "loss grad_norm skipped val_loss val_accuracy".split()
     for step, kind in sorted(rows[0].keys() | rows[1].keys()):

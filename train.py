@@ -24,7 +24,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -339,7 +339,7 @@ def forward_backward(model, run: Run, inputs, targets, n_targets: torch.Tensor) 
             loss = model(x, y)  # 3: forward, under autocast; the mean over the targets of x
         loss, others = loss if isinstance(loss, tuple) else (loss, {})
         share = n_targets / (n := (y.long() != -100).sum())
-        numbers = {"loss": loss, **others}
+        numbers = dict(loss=loss, **others)  # a second loss is refused
         for name in numbers:
             numbers[name] = (
                 torch.where(n > 0, numbers[name], 0) / share
@@ -476,9 +476,8 @@ def count_evaluation(numbers: dict, state: dict) -> bool:
 
 def measure_best_again(run: Run) -> None:
     """Evaluate the weights of best.pt, which stay the best, after a change of what is measured."""
-    best = run.folder.path / "best.pt"
-    if from_rank0(checkpoint.is_valid, best):
-        checkpoint.restore(run, checkpoint.load(best, verify=False))
+    with suppress(checkpoint.Damaged, OSError):  # then of the newest
+        checkpoint.restore(run, checkpoint.load(run.folder.path / "best.pt"))
     step, numbers = run.state["step"], evaluate(run)
     checkpoint.restore(run, checkpoint.load(run.path, verify=False))
     forget_best(run.state)
@@ -686,6 +685,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         if trouble:
             saver.wait()
             roll_back(run, trouble, recent)
+            saver.save([checkpoint.file_name(state["step"])])  # so a replay can begin after it
             clock.lap("save")
             continue
 

@@ -48,10 +48,6 @@ def file_name(step: int) -> str:
     return f"ckpt_{step:08}.pt"
 
 
-def step_of(path: Path) -> int:
-    return int(path.stem.split("_")[1])
-
-
 # ---- reading -------------------------------------------------------------------------------------
 
 
@@ -128,17 +124,14 @@ def is_rng_state(rng: dict) -> bool:
     return [len(rng["numpy"]), len(rng["numpy"][1])] == [5, 624] and "device" in rng
 
 
-def is_valid(path: Path) -> bool:
-    try:
-        return bool(load(path))
-    except (Damaged, OSError):
-        return False
-
-
 def numbered(folder: Path, kind: str) -> list[Path]:
     """Paths of all KIND_STEP.pt in `folder`, newest first. Others, such as ckpt_3.pt, are not ours."""
     paths = [p for p in folder.glob(f"{kind}_*.pt") if re.fullmatch(kind + r"_\d{8,}", p.stem)]
     return sorted(paths, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    return int(path.stem.split("_")[1])
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -190,10 +183,6 @@ def own_part(weights, leaf, path):
     return clone(leaf) if mine is leaf else mine
 
 
-def differs(one: Any, other: Any) -> bool:
-    return repr(one) != repr(other)  # not by !=, which tensors answer by a tensor
-
-
 def on_devices_of(now: Any, saved: Any) -> Any:
     """`saved`, each of its tensors on the device of the one at the same path in `now`."""
     devices = {path: leaf.device for path, leaf in leaves(now) if isinstance(leaf, torch.Tensor)}
@@ -217,7 +206,7 @@ def restore(run, checkpoint: dict) -> None:
         moments = mapped(partial(own_part, weights), saved["state"])
         own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
         groups = [  # as saved, except for the values that changed knobs now build differently
-            group | {k: v for k, v in now.items() if k not in group or differs(then.get(k, v), v)}
+            group | {k: v for k, v in now.items() if repr(then.get(k)) != repr(v)}
             for now, then, group in zip(built, saved["built"], saved["param_groups"], strict=True)
         ]
         own_keys = {key: clone(saved[key]) for key in saved if key not in ("state", "built")}
@@ -249,7 +238,7 @@ def refuse_what_is_lost(run) -> None:
 
 def not_restorable(value: Any, name: str) -> str | None:
     """What of `value`, called `name`, torch.load(weights_only=True) cannot read, or None."""
-    plain = (type(None), bool, int, float, str, torch.Tensor)
+    plain = (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter)
     file = io.BytesIO()
     try:
         torch.save(mapped(lambda leaf, _: isinstance(leaf, torch.Tensor) or leaf, value), file)

@@ -1,16 +1,10 @@
-"""
-The command line: a script's knobs, config files and flags onto its globals, and how it fails.
-
-    python train.py config/FILE.py --batch_size=32 --out_dir=out/mine     # later ones win
+"""The command line: a script's knobs, from its globals, config files and flags; how a script fails.
 
 A knob is a lower-case name that a script sets to a plain str, int, float or bool above its first
-function or class. Its default gives its type: int (12, 1_000, 1e3), float, bool (true, yes, 1, false,
-no, 0; AUTO_OR_BOOL knobs also take auto), str, or *_dir, a path: of a flag, relative to the working
-directory, else to the repository. The comment beside a knob is its help; it goes on in lines below
-that begin with `#` and two spaces. An interval in it, such as [1, inf) or (0, 1], and choices, such as
-cosine | linear, are enforced. Full-line comments above a group of knobs are its heading.
-A config file is executed as Python, and may compute with the knobs as set so far. Every name that it
-assigns must be a knob, unless it begins with _.
+function or class; its default gives its type. A *_dir is a path: of a flag, relative to the working
+directory, else to the repository. The comment beside it, which goes on in lines that begin with `#`
+and two spaces, is its help. An interval in it, such as [1, inf), and choices, a | b, are enforced.
+A config file is executed as Python, sees the knobs as set so far, and may assign knobs and _names.
 """
 
 import ast
@@ -20,13 +14,13 @@ import math
 import os
 import re
 import sys
-import sysconfig
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import glob
 from hashlib import sha256
+from itertools import groupby
 from pathlib import Path
 from symtable import symtable
 from typing import Any, NoReturn
@@ -50,12 +44,13 @@ NANOGPT = {  # nanoGPT's name: the name here, or what to type instead
     "max_iters": "max_steps",
     "warmup_iters": "warmup_steps",
 }
-PLUMBING = os.path.dirname(os.path.abspath(__file__)) + os.sep
-NOT_OWN = (PLUMBING, sysconfig.get_path("stdlib") + os.sep, "<frozen", "<eval_with_key")
-LIBRARIES = re.compile(r"[/\\](site|dist)-packages[/\\]|torchinductor")  # or made by the compiler
-
-
-# ---- errors --------------------------------------------------------------------------------------
+ARITHMETIC = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.unaryop, ast.operator)
+COMPILER = ("torch._dynamo", "torch._inductor")
+NOT_OWN = (  # in the path of a file that is not the user's own code
+    os.path.dirname(os.path.abspath(__file__)) + "/",
+    os.path.dirname(os.__file__) + "/",  # the standard library
+    *("-packages/", "<frozen", "<eval_with_key", "torchinductor"),
+)
 
 
 class BadInput(Exception):
@@ -71,8 +66,8 @@ def fail(message: object) -> NoReturn:
 
 
 def run_script(main: Callable[[], int | None]) -> int:
-    """Call main() and return the exit code of the script. An error of ours is one line on stderr; any
-    other is a traceback that ends in the innermost line of the user's own code."""
+    """Call main() and return the exit code. An error of ours is one line on stderr, any other a
+    traceback; a closed pipe, as by `| head`, or a full disk is none."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="backslashreplace")  # for a terminal that lacks a character
     code, words = 0, ""
@@ -80,84 +75,60 @@ def run_script(main: Callable[[], int | None]) -> int:
         code = main() or 0
     except KeyboardInterrupt:
         code, words = 130, "\n"
-    except BrokenPipeError:  # `| head` has read enough
+    except BrokenPipeError:
         pass
     except (BadInput, RunFailed) as error:
         code = 2 if isinstance(error, BadInput) else 1
         if not getattr(error, "said", False):  # by another rank
             words = f"{os.path.basename(sys.argv[0])}: {'failed: ' * (code == 1)}{error}\n"
     except Exception as error:
-        code, words = 1, "\n".join(folded_traceback(error)) + "\n"
+        error.__traceback__ = error.__traceback__.tb_next  # without this function
+        code, words = 1, folded_traceback(error)
     try:
         print(end=printable(words), file=sys.stderr, flush=True)
         print(end="", flush=True)
-    except (OSError, ValueError):  # a closed pipe or a full disk: Python would complain at its exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    except (OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at its exit
     return code
 
 
 def printable(text: str) -> str:
-    """`text` without control characters except newlines, tabs and colours: what comes from a model
-    or a file of someone else must not move the cursor or type into the terminal."""
+    """Without control characters, with which a model or a file could type into the terminal; newlines,
+    tabs and colours stay."""
     return re.sub(r"(\033\[\d*m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: match[1] or "", text)
 
 
-def folded_traceback(error: BaseException) -> list[str]:
-    """Lines of a traceback from the user's outermost line to the innermost one, without the frames of
-    plumbing/ and libraries. Of torch's compiler, only the error that it met in the user's code."""
+def folded_traceback(error: BaseException) -> str:
+    """A traceback with the user's own frames; what lies in plumbing/ and libraries between them is one
+    line. Of torch's compiler, the error that it met in the user's code."""
     frames = list(traceback.extract_tb(error.__traceback__))
     words = "".join(traceback.format_exception_only(error)).rstrip()
-    if of_compiler(error):  # it has that place, and quotes that error in a long explanation
+    if type(error).__module__.startswith(COMPILER):  # it knows that place, and quotes that error
         frames += getattr(error, "real_stack", None) or []
-        quoted = re.search(r"got (\w+)\((['\"])(.*?)\2\)", words)
-        words = f"{quoted[1]}: {quoted[3]}" if quoted else words.partition("\n\n")[0]
-    own = [number for number, frame in enumerate(frames) if is_own(frame.filename)] or [-1]
-    below = frames[own[-1] + 1 :]
-    place = f"{os.path.basename(below[-1].filename)}:{below[-1].lineno}" if below else ""
-    left_out = f"; {len(below)} below are left out, the last is {place}" if below else ""
-    lines = [f"Traceback (most recent call last{left_out}):"]
-    for before, number in zip([own[0] - 1, *own], own, strict=False):
-        if hidden := frames[before + 1 : number]:
-            ours = any(each.filename.startswith(PLUMBING) for each in hidden)
-            where = "plumbing/" if ours else "libraries"
-            lines.append(f"  ... {len(hidden)} frame{'s' * (len(hidden) > 1)} in {where} ...")
-        lines += "".join(traceback.format_list(frames[number : number + 1])).splitlines()
-    lines.append(words)
-    earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if earlier is None or of_compiler(earlier):  # its failure is why the eager step was tried
-        return lines
-    return [*folded_traceback(earlier), "", "which led to:", "", *lines]
-
-
-def of_compiler(error: BaseException) -> bool:
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
-
-
-def is_own(path: str) -> bool:
-    return not path.startswith(NOT_OWN) and not LIBRARIES.search(path)
-
-
-# ---- onto globals --------------------------------------------------------------------------------
+        met = re.search(r" got (\w+)\((['\"])(.*)\2\)$", words, re.MULTILINE)
+        words = f"{met[1]}: {met[3]}" if met else words.partition("\n\n")[0]
+    text = "Traceback (most recent call last):\n"
+    for own, group in groupby(frames, lambda f: not any(part in f.filename for part in NOT_OWN)):
+        *above, last = group
+        place = f"{os.path.basename(last.filename)}:{last.lineno}"
+        folded = f"  ... frames in plumbing/ and libraries: {len(above) + 1}, to {place} ...\n"
+        text += "".join(traceback.format_list([*above, last])) if own else folded
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if cause and not type(cause).__module__.startswith(COMPILER):  # then eager was tried
+        text = f"{folded_traceback(cause)}\nwhich led to:\n\n{text}"
+    return f"{text}{words}\n"
 
 
 class Config(dict):
     """Every knob and its value. flags: names that flags set. base: values without flags, as written."""
 
-    flags: set[str]
-    base: dict[str, Any]
-
 
 @contextmanager
-def configured(
-    *scopes: dict[str, Any], argv: list[str] | None = None, names: list[str] | None = None
-) -> Iterator[Config]:
-    """
-    Set the knobs of `scopes` from `argv` (default: the command line); if any of it is invalid, set
-    none and raise BadInput. Yields a Config. Restores the knobs on exit.
+def configured(*scopes: dict, argv: list | None = None, names: list | None = None) -> Iterator:
+    """Set the knobs of `scopes`, globals() of scripts, from `argv`, yield a Config, give them back.
 
-    scopes: globals() of a script or vars() of a module. Present values are the defaults, so that
-        `train.max_steps = 5` takes effect. A later scope may declare a knob of an earlier one again,
-        to change its default; both then hold the same value.
+    Raises BadInput, and sets none, if any argument is invalid. Present values are the defaults, so that
+    `train.max_steps = 5` takes effect. A later scope may restate a knob: both then hold one value.
     names: a list to which arguments other than flags and config files are added; None refuses them.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -169,12 +140,13 @@ def configured(
         raise SystemExit(0)
 
     config = Config({name: default for name, (default, _, _) in knobs.items()})
-    config.base = dict(config)
-    config.flags = set()
-    for i, argument in enumerate(argv):
+    config.flags, config.base = set(), dict(config)
+    for argument in argv:
         if argument.startswith("-"):
-            name, value = read_flag(argument, argv[i + 1 :], knobs)
-            config[name] = value
+            name, equals, value = argument.removeprefix("--").partition("=")
+            if name in knobs and not equals:
+                fail(f"{argument} has no value; write it as in --{name}={show(config[name])}")
+            config[name] = accept(name, value, argument, knobs)
             config.flags.add(name)
         elif argument.endswith(".py"):
             settings = read_config_file(argument, repository, config, knobs)
@@ -190,26 +162,24 @@ def configured(
             folder = os.getcwd() if name in config.flags else repository
             config[name] = os.path.normpath(os.path.join(folder, os.path.expanduser(path)))
 
-    before = [{name: scope[name] for name in own} for scope, own in owned]
+    before = [(scope, {name: scope[name] for name in own}) for scope, own in owned]
     try:
         for scope, own in owned:
             scope.update({name: config[name] for name in own})
         yield config
     finally:
-        for scope, values in zip(scopes, before, strict=True):
+        for scope, values in before:
             scope.update(values)
 
 
 def folder_name(config: Config, named: Collection[str]) -> str:
-    """The out_dir that was typed; else the config's, with the flags that make it another run, in the
-    order of the knobs: out/shakespeare,n_layer=2. These are flags in `named` that change the value
-    the config has anyway, and both batch_size and accum_steps if their product changes."""
+    """The out_dir that was typed; else the config's and, in the order of the knobs, those flags in
+    `named` that change a value (of a batch's two factors: their product): out/mine,n_layer=2."""
     if "out_dir" in config.flags:
         return config["out_dir"]
     factors = {"batch_size", "accum_steps"} & config.keys()
     typed = {key for key in config.flags & {*named} if config[key] != config.base[key]} - factors
-    products = [math.prod(values[key] for key in factors) for values in (config, config.base)]
-    if products[0] != products[1]:
+    if math.prod(config[key] for key in factors) != math.prod(config.base[key] for key in factors):
         typed |= factors
     parent, name = os.path.split(config["out_dir"])
     for key in filter(typed.__contains__, config):
@@ -220,76 +190,47 @@ def folder_name(config: Config, named: Collection[str]) -> str:
     return os.path.join(parent, name)
 
 
-# ---- knobs, from the source, so that --help cannot go stale --------------------------------------
-
-
 def read_knobs(path: str | Path) -> dict[str, tuple[Any, str, str]]:
-    """{name: (default, comment, heading)} of the knobs in the script at `path`, in order."""
+    """{name: (default, comment, heading)} of the knobs in the script at `path`, in order. The heading
+    is the full-line comments above a group of knobs."""
     source = Path(path).read_text(encoding="utf-8")
     lines = source.splitlines()
-    knobs = {}
-    heading = ""
+    knobs, heading = {}, ""
     end = 0  # the number of the last line that belongs to a knob or a statement
-    for statement in ast.parse(source).body:
-        above = [
-            line.strip("#-= ") for line in lines[end : statement.lineno - 1] if line[:1] == "#"
-        ]
-        end = statement.end_lineno
-        match statement:
-            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+    for node in ast.parse(source).body:
+        above = [line.strip("#-= ") for line in lines[end : node.lineno - 1] if line[:1] == "#"]
+        end, default = node.end_lineno, None
+        match node:
+            case ast.FunctionDef() | ast.ClassDef():
                 break
-            case (
-                ast.Assign(targets=[ast.Name(name)], value=value)
-                | ast.AnnAssign(target=ast.Name(name), value=value)
-            ) if NAME.fullmatch(name) and (default := constant(value)) is not None:
-                heading = " ".join(above) or heading
-            case _:
-                heading = ""
-                continue
-        comment = [lines[end - 1][statement.end_col_offset :]]
-        while end < len(lines) and lines[end].startswith("#  "):
-            comment.append(lines[end])
-            end += 1
-        knobs[name] = default, " ".join(line.strip("# ") for line in comment), heading
+            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, value):
+                parts = ast.walk(value or node)  # x: int has no value
+                if NAME.fullmatch(name) and all(isinstance(part, ARITHMETIC) for part in parts):
+                    default = eval(compile(ast.Expression(value), "", "eval"))  # such as 5 * 8
+        if isinstance(default, str | int | float):
+            heading = " ".join(above) or heading
+            comment = lines[end - 1][node.end_col_offset :].strip("# ")
+            while end < len(lines) and lines[end].startswith("#  "):
+                comment += " " + lines[end].strip("# ")
+                end += 1
+            knobs[name] = default, comment, heading
     return knobs
 
 
-def constant(expression: ast.expr | None) -> str | int | float | None:
-    """The str, number or bool that `expression`, such as 5 * 8, is without any name; else None."""
-    numbers_alone = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.unaryop, ast.operator)
-    if not expression or not all(isinstance(n, numbers_alone) for n in ast.walk(expression)):
-        return None
-    value = eval(compile(ast.Expression(expression), "", "eval"))
-    return value if isinstance(value, str | int | float) else None
-
-
 def knobs_of(scope: dict[str, Any]) -> dict[str, tuple[Any, str, str]]:
-    """read_knobs() with present values as defaults. Raises BadInput for a plain global that somebody
-    set but the source does not, such as train.max_step = 5: it would do nothing, in silence."""
+    """read_knobs() with present values as defaults. Raises BadInput for a plain global that is not in
+    the source, such as train.max_step = 5: it would do nothing, in silence."""
     path = Path(scope["__file__"])
     knobs = read_knobs(path)
     source = path.read_text(encoding="utf-8")
     defined = scope if "import *" in source else symtable(source, "", "exec").get_identifiers()
     for name in filter(NAME.fullmatch, scope.keys() - defined):
         if type(scope[name]) in (str, int, float, bool):
-            hint = hint_for(name, scope[name], knobs, is_flag=False)
-            fail(f"{path.stem}.{name} = {scope[name]!r}: {path.name} has no such name; {hint}")
+            accept(name, scope[name], f"{path.stem}.{name} = {scope[name]!r}", knobs)
     return {
         name: (accept(name, scope[name], f"{name} = {scope[name]!r}", knobs), *words)
         for name, (_, *words) in knobs.items()
     }
-
-
-def read_flag(argument: str, following: list[str], knobs: dict) -> tuple[str, Any]:
-    """(name, value) of a flag --name=value."""
-    name, equals, text = argument.removeprefix("--").partition("=")
-    if name in knobs and not equals:
-        default = knobs[name][0]
-        example = "true" if isinstance(default, bool) or name in AUTO_OR_BOOL else default
-        if following and not following[0].startswith("-") and not following[0].endswith(".py"):
-            example = following[0]
-        fail(f"{argument} has no value; write --{name}={show(example)}")
-    return name, accept(name, text, argument, knobs, is_flag=True)
 
 
 def read_config_file(argument: str, repository: str, config: dict, knobs: dict) -> dict[str, Any]:
@@ -297,15 +238,14 @@ def read_config_file(argument: str, repository: str, config: dict, knobs: dict) 
     path = next(filter(os.path.isfile, (argument, os.path.join(repository, argument))), None)
     if path is None:
         known = ", ".join(sorted(glob("config/*.py", root_dir=repository)))
-        looked = " or ".join(dict.fromkeys((os.getcwd(), repository)))
-        fail(f"no config file {argument} in {looked}; there are: {known or 'none'}")
+        fail(f"no config file {argument} here or in {repository}; there are: {known or 'none'}")
     assigned = {"__builtins__": vars(builtins) | config}  # knobs are visible as builtins
     try:
         exec(compile(Path(path).read_bytes(), argument, "exec"), assigned)
     except Exception as error:  # whatever the file does
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno for frame in frames if frame.filename == argument]
-        line = getattr(error, "lineno", None) or (lines or [1])[0]
+        line = getattr(error, "lineno", None) or [*lines, 1][0]
         fail(f"{argument}:{line}: {getattr(error, 'msg', error)}")
     return {
         name: accept(name, value, f"{argument}: {name} = {value!r}", knobs)
@@ -314,54 +254,41 @@ def read_config_file(argument: str, repository: str, config: dict, knobs: dict) 
     }
 
 
-def accept(name: str, value: Any, written: str, knobs: dict, is_flag: bool = False) -> Any:
-    """`value` as the knob's type. If that is impossible, raises BadInput and quotes `written`."""
+def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
+    """`value` as the knob's type; BadInput quotes `written`, the flag, or the file and assignment."""
+    is_flag = written.startswith("-")
     if name not in knobs:
         fail(f"unknown name {name!r} in {written}; {hint_for(name, value, knobs, is_flag)}")
     default, comment, _ = knobs[name]
-    if isinstance(default, bool) or name in AUTO_OR_BOOL:
-        allowed = BOOLEANS | ({"auto": "auto"} if name in AUTO_OR_BOOL else {})
-        expected = "auto, true or false" if name in AUTO_OR_BOOL else "true or false"
-        result = allowed.get(str(value).lower())
+    choices, interval = CHOICES.search(comment), INTERVAL.search(comment)
+    words = choices[0].split(" | ") if choices else ["true", "false"] * isinstance(default, bool)
+    words = ["auto", "true", "false"] if name in AUTO_OR_BOOL else words
+    if words:
+        expected = "one of " + ", ".join(words)
+        text = show(value).lower()
+        value = BOOLEANS.get(text, text) if "true" in words else value
+        fits = show(value) in words
     elif isinstance(default, str):
-        choices = CHOICES.search(comment)
-        is_folder = name.endswith("_dir") and default
+        is_folder = default and name.endswith("_dir")
         expected = "a folder" if is_folder else "a string in quotes"
-        if choices:
-            expected = "one of " + choices[0].replace(" | ", ", ")
         fits = isinstance(value, str) and (value or not is_folder)
-        result = value if fits and (not choices or value in choices[0].split(" | ")) else None
     else:
         expected = "an int" if isinstance(default, int) else "a number"
-        right_type = isinstance(value, str) == is_flag and not isinstance(value, bool)
-        result = to_number(value, type(default)) if right_type else None
-        interval = INTERVAL.search(comment)
-        if interval and not (result is not None and is_within(result, *interval.groups())):
+        number = math.nan
+        with suppress(ValueError):
+            number = float(show(value)) if isinstance(value, str) == is_flag else math.nan
+        fits = not math.isnan(number)
+        if isinstance(default, int):
+            fits = number.is_integer() and abs(number) < 2**63  # tensors and files hold no other
+        if interval:
             expected += f" in {interval[0]}"
-            result = None
-        if isinstance(result, int) and abs(result) >= 2**63:  # no tensor or file holds such an int
-            expected += " below 2**63"
-            result = None
-    if result is None:
+            low, high = float(interval[2]), float(interval[3])
+            edges = [low] * (interval[1] == "[") + [high] * (interval[4] == "]")
+            fits = fits and (low < number < high or number in edges)
+        value = type(default)(number) if fits else None
+    if not fits:
         fail(f"{written}: expected {expected} such as {to_type(name, default, is_flag)}")
-    return result
-
-
-def to_number(value: Any, kind: type) -> int | float | None:
-    try:
-        number = float(value)
-        return number if kind is float else int(number) if number.is_integer() else None
-    except (TypeError, ValueError, OverflowError):
-        return None
-
-
-def is_within(number: float, opening: str, low: str, high: str, closing: str) -> bool:
-    above = number >= float(low) if opening == "[" else number > float(low)
-    below = number <= float(high) if closing == "]" else number < float(high)
-    return above and below  # NaN is neither
-
-
-# ---- words ---------------------------------------------------------------------------------------
+    return value
 
 
 def show(value: Any) -> str:
@@ -370,7 +297,6 @@ def show(value: Any) -> str:
 
 
 def to_type(name: str, value: Any, is_flag: bool) -> str:
-    """How to write a knob and its value, on the command line or in a file."""
     return f"--{name}={show(value)}" if is_flag else f"{name} = {value!r}"
 
 
@@ -381,9 +307,8 @@ def hint_for(name: str, value: Any, knobs: dict, is_flag: bool) -> str:
         return f"here it is {to_type(there, value, is_flag)}"
     if " " in there and knobs.keys() >= set(re.findall(r"--(\w+)", there)):
         return there
-    near = difflib.get_close_matches(name.lower(), knobs, n=1)
-    if near:
-        return f"did you mean {to_type(near[0], value, is_flag)}?"
+    for near in difflib.get_close_matches(name.lower(), knobs, n=1):
+        return f"did you mean {to_type(near, value, is_flag)}?"
     return "--help lists every name"
 
 
@@ -393,13 +318,9 @@ def print_help(scope: dict[str, Any], knobs: dict, takes_names: bool) -> None:
     lines = [(scope.get("__doc__") or "").strip().split("\n\n")[0], ""]
     lines += [f"{usage} [config/FILE.py ...] [--key=value ...]"]
     lines += ["(a config file is Python, and is executed; later arguments win)"]
-    written = {name: f"  --{name}={show(default)}  " for name, (default, _, _) in knobs.items()}
-    width = min(40, max(map(len, written.values())))
-    last_heading = None
-    for name, (_, comment, heading) in knobs.items():
-        if heading != last_heading:
-            lines.append("\n" + textwrap.fill(heading or "More", 100))
-            last_heading = heading
-        looks = {"initial_indent": f"{written[name]:{width}}", "subsequent_indent": " " * width}
-        lines.append(textwrap.fill(comment, 100, **looks) or written[name].rstrip())
+    for heading, group in groupby(knobs.items(), lambda item: item[1][2]):
+        lines += ["\n" + textwrap.fill(heading or "More", 100)]
+        for name, (default, comment, _) in group:
+            line = f"{f'  --{name}={show(default)}':<30}  {comment}".rstrip()
+            lines += [textwrap.fill(line, 100, subsequent_indent=" " * 32)]
     print("\n".join(lines), flush=True)

@@ -1,7 +1,5 @@
 """The hardware: choose device, precision and compilation by its properties; its peak; describe it.
-
-Nothing here initializes CUDA unless the device is a GPU.
-"""
+Nothing here initializes CUDA unless the device is a GPU."""
 
 import atexit
 import contextlib
@@ -45,17 +43,13 @@ PEAKS = {
     ("Tesla T4",): (None, 65e12, 8.1e12),
 }
 
-# ---- choices -------------------------------------------------------------------------------------
-
 
 def choose_device(name: str) -> torch.device:
     """The torch.device of this rank for --device=name. Raises BadInput if it is not available."""
-    found = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    kind = next(kind for kind in found if found[kind]) if name == "auto" else name
+    kind = name
+    if name == "auto":
+        found = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+        kind = next((kind for kind in found if found[kind]), "cpu")
     one_gpu = kind == "mps" or kind.startswith("cuda:")
     if one_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         fail(f"--device={name}: all ranks would share one GPU; try --device=cuda, or --device=cpu")
@@ -99,9 +93,7 @@ def kernels_have_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def choose_compile(
-    setting: bool | str, device: torch.device, flops: float, steps: int
-) -> tuple[bool, str]:
+def choose_compile(setting: bool | str, device: torch.device, flops: float, steps: int) -> tuple:
     """(whether to compile, why) for --compile=setting. flops (may be NaN), steps: of the whole run."""
     if setting != "auto":
         return setting, "as given"
@@ -145,12 +137,11 @@ def keep_freed_memory() -> None:
         libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: grow by 64 MiB more than is needed
 
 
-# ---- copies, load and memory ---------------------------------------------------------------------
+# ---- copies and memory ---------------------------------------------------------------------------
 
 
 def copies_in_background(device: torch.device) -> bool:
-    """Whether the host may continue before a copy between it and `device` has ended. On MPS such a
-    copy does not keep the host's memory alive (pytorch#189690)."""
+    """Whether the host goes on during a copy. On MPS, its memory would not be kept (pytorch#189690)."""
     return device.type == "cuda"
 
 
@@ -169,8 +160,8 @@ def gpu_util(device: torch.device) -> float | None:
 
 
 def memory_gb(device: torch.device) -> float | None:
-    """Memory in 1e9 bytes: the peak of CUDA's allocator since reset_peak_memory(), else the memory
-    of this process at present, without the pages of files, such as the data, that it has mapped."""
+    """Memory in 1e9 bytes: the peak of CUDA's allocator since reset_peak_memory(), else what this
+    process has at present, without the pages of files, such as the data, that it has mapped."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     status = Path("/proc/self/status")
@@ -228,6 +219,13 @@ def describe_machine(device: torch.device) -> dict:
     """Versions and hardware, recorded because they could explain a difference between two runs."""
     cpu, flags = cpu_info()
     cuda = device.type == "cuda"
+    driver = None
+    if cuda:
+        with contextlib.suppress(Exception):  # nice to have, never a reason to stop
+            import pynvml
+
+            pynvml.nvmlInit()
+            driver = pynvml.nvmlSystemGetDriverVersion()
     about = [distribution.metadata for distribution in importlib.metadata.distributions()]
     packages = {each["Name"]: each["Version"] for each in about if each["Name"]}
     return {
@@ -247,17 +245,9 @@ def describe_machine(device: torch.device) -> dict:
             "device": device_name(device),
             "gpu_count": torch.cuda.device_count() if cuda else 0,
             "world_size": world_size(),
-            "driver": nvidia_driver() if cuda else None,
+            "driver": driver,
         },
     }
-
-
-def nvidia_driver() -> str | None:
-    with contextlib.suppress(Exception):  # nice to have, never a reason to stop
-        import pynvml
-
-        pynvml.nvmlInit()
-        return pynvml.nvmlSystemGetDriverVersion()
 
 
 # ---- the peak, for MFU ---------------------------------------------------------------------------
@@ -277,10 +267,9 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
 
 def datasheet_peak(gpu: str, dtype: str) -> float | None:
     """FLOP/s of the GPU with exactly this name, or None if PEAKS does not list it."""
-    for names, row in PEAKS.items():
-        if gpu.removeprefix("NVIDIA ") in names:
-            return dict(zip(("bfloat16", "float16", "float32"), row, strict=True))[dtype]
-    return None
+    column = ("bfloat16", "float16", "float32").index(dtype)
+    rows = (row for names, row in PEAKS.items() if gpu.removeprefix("NVIDIA ") in names)
+    return next(rows, (None, None, None))[column]
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, sizes: tuple = ()) -> tuple[float, int]:
@@ -317,12 +306,10 @@ def speed_up_start_and_exit() -> None:
 
 
 def avoid_dynamo_import() -> None:
-    """Keep torch.optim from importing torch._dynamo, which takes about half as long as torch.
-
-    Methods of its optimizers import it on their first call, only to tell the compiler not to trace
-    them (torch/_compile.py, torch/optim/optimizer.py). Nothing else that they do changes, unless
-    one is differentiable=True: optimizers are not compiled, even if the model is.
-    """
+    """Keep torch.optim from importing torch._dynamo, which takes about half as long as torch. Methods
+    of its optimizers import it on their first call, only to tell the compiler not to trace them
+    (torch/_compile.py). Nothing else that they do changes, unless one is differentiable=True:
+    optimizers are not compiled, even if the model is."""
     for owner in (torch.optim.Optimizer, *torch.optim.Optimizer.__subclasses__()):
         for name, method in list(vars(owner).items()):
             imports_dynamo = "_dynamo" in getattr(getattr(method, "__code__", None), "co_names", ())
@@ -332,13 +319,12 @@ def avoid_dynamo_import() -> None:
 
 
 def leave(code: int) -> None:
-    """Exit with `code`; after a run with ranks, without Python's finalization. While that runs, threads
-    of a process group that still wait for Python's lock abort the process, and torchrun with it.
-    """
-    if "WORLD_SIZE" in os.environ:
-        atexit._run_exitfuncs()
-        for stream in filter(None, (sys.stdout, sys.stderr)):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
-    sys.exit(code)
+    """Exit with `code`; after a run with ranks, without Python's finalization, in which threads of a
+    process group that still wait for Python's lock abort the process, and torchrun with it."""
+    if "WORLD_SIZE" not in os.environ:
+        sys.exit(code)
+    atexit._run_exitfuncs()
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)

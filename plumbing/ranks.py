@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plumbing.cli import BadInput, fail
+from plumbing.cli import BadInput, fail, printable
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def say(*words: object, file: Any = None) -> None:
     """Print on rank 0 only, so that all ranks have one log. What cannot be written is dropped."""
     if rank() == 0:
         with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe or terminal
-            print(*words, file=file, flush=True)
+            print(printable(" ".join(map(str, words))), file=file, flush=True)
 
 
 def agree(*flags: float) -> list:
@@ -94,8 +94,7 @@ def agree(*flags: float) -> list:
 
 
 def from_rank0(function: Callable, *args) -> Any:
-    """What function(*args) returns or raises on rank 0, on every rank. Only rank 0 calls it and prints
-    its error."""
+    """What function(*args) returns or raises, on every rank. Only rank 0 calls it and prints errors."""
     if world_size() == 1:
         return function(*args)
     result = None
@@ -168,8 +167,7 @@ def sum_over_ranks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def replicas_differ(tensors: dict) -> list[str]:
-    """The names in `tensors`, {name: tensor or value, not sharded}, that are not the same on every
-    rank. Waits for the device."""
+    """The names in `tensors`, {name: tensor (not sharded) or value}, that differ between ranks."""
     if world_size() == 1:
         return []
     everyone = from_all_ranks({name: checksum(tensor) for name, tensor in tensors.items()})

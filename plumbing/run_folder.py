@@ -110,10 +110,8 @@ class RunFolder(ExitStack):
         old_sizes = {stat.st_ino: stat.st_size for stat in old}  # a hard link counts only once
         free = shutil.disk_usage(exists).free + sum(old_sizes.values())
         if free < needed:
-            fail(
-                f"{self.path} has {free / 1e6:,.0f} MB free, and the checkpoints of this run need "
-                f"{needed / 1e6:,.0f}; free some, or write --keep_last=1 or --out_dir=FOLDER"
-            )
+            found = f"{self.path} has {free / 1e6:,.0f} MB free; a run needs {needed / 1e6:,.0f}"
+            fail(f"{found} for checkpoints; free some, or write --keep_last=1 or --out_dir=FOLDER")
 
     # ---- run.json, from the start to the end -----------------------------------------------------
 
@@ -212,8 +210,8 @@ class RunFolder(ExitStack):
             self.mine()
             with open(self.rows, "ab", buffering=0, opener=open_no_link) as file:
                 end = file.tell()
-                if file.write(content) < len(content):  # a full disk may take only a part
-                    file.truncate(end)
+                if file.write(content) < len(content):
+                    file.truncate(end)  # a full disk took only a part
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.waiting.clear()
 
@@ -275,8 +273,7 @@ class Wandb:
             self.call(self.run.finish, exit_code=exit_code)
 
     def call(self, function: Callable, *args, **options) -> Any:
-        """What the function returns, called in a thread. If it fails or hangs, that is one line, and
-        training continues without wandb."""
+        """What the function returns, called in a thread. If it fails or hangs, that is one line."""
         future = Future()
 
         def work():

@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Checks all claims about CUDA in under ten minutes on one GPU: bash tests/gpu.sh [--quick] [--cpu]
+# Checks all claims about CUDA in under nine minutes on one GPU: bash tests/gpu.sh [--quick] [--cpu]
 #   --quick  fewer steps, without the slower tests
 #   --cpu    the same parts on the CPU at toy sizes: shows that they work, nothing about CUDA
+#   --list   only prints the parts, most worth first, and the most seconds that each may take
 # Two or more GPUs also run the distributed tests. NANOGPT=DIR also times the nanoGPT in DIR, at the
 # same shapes. config/shakespeare.py trains on data/shakespeare if that exists, else on the text at
 # SHAKESPEARE_URL if that is set (file:// too), else on CPython's manual, without a download.
-# Writes results.md, results.json and the log of each part to $OUT, or to out/gpu.
+# Writes results.md, results.json and log.txt to $OUT, or to out/gpu, after each part: what is cut
+# off leaves what came before. NVML is not needed.
 # Exit code: 0 if all parts passed, 1 if one failed, 2 for a bad argument or without CUDA.
 set -uo pipefail
 repo=$(realpath "$(dirname "$0")/..")
@@ -13,26 +15,27 @@ out=$(realpath -m "${OUT:-$repo/out/gpu}")
 nanogpt_dir=${NANOGPT:+$(realpath "$NANOGPT")}
 cd "$repo" || exit 1
 
-device=cuda quick=false
+device=cuda quick=false list=false
 for argument in "$@"; do
   case $argument in
     --quick) quick=true ;;
     --cpu) device=cpu ;;
-    *) echo "gpu.sh: unknown argument $argument; expected --quick, --cpu" >&2; exit 2 ;;
+    --list) list=true ;;
+    *) echo "gpu.sh: unknown argument $argument; expected --quick, --cpu, --list" >&2; exit 2 ;;
   esac
 done
 gpus=0
-if [ $device = cuda ]; then
+if [ $device = cuda ] && ! $list; then
   gpus=$(python -c 'import torch; print(torch.cuda.device_count())') || exit 1
 fi
-if [ $device = cuda ] && [ "$gpus" = 0 ]; then
+if [ $device = cuda ] && [ "$gpus" = 0 ] && ! $list; then
   echo "gpu.sh: torch finds no CUDA GPU here; --cpu runs the parts on the CPU, at toy sizes" >&2
   exit 2
 fi
 
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-mkdir -p "$out"
+$list || mkdir -p "$out"
 export GPU_TESTS_ON=$device PYTHONDONTWRITEBYTECODE=1 TORCHINDUCTOR_CACHE_DIR=$work/inductor
 export TRITON_CACHE_DIR=$work/triton TMPDIR=$work PYTHONUNBUFFERED=1
 patience=1
@@ -42,19 +45,27 @@ if [ $device = cpu ]; then
 fi
 failed=0
 
+seconds=0
 part() { # part NAME SECONDS COMMAND ...: runs the command; its failure does not stop the others
   local name=$1 limit=$((patience * $2)) start=$SECONDS code=0
   shift 2
+  seconds=$((seconds + limit))
+  if $list; then
+    printf '%4s s  %s\n' "$limit" "$name"
+    return
+  fi
   timeout --signal=INT --kill-after=10 "$limit" "$@" >"$work/$name.log" 2>&1 || code=$?
-  cp "$work/$name.log" "$out/$name.log"
+  { echo "==== $name"; cat "$work/$name.log"; } >>"$work/log.txt"
+  cp "$work/log.txt" "$out/log.txt"
   printf '%s\t%s\t%s\n' "$name" "$code" "$((SECONDS - start))" >>"$work/parts.tsv"
   if [ $code = 0 ]; then
     echo "$name: passed in $((SECONDS - start)) s"
   else
     failed=1
     tail -n 30 "$work/$name.log"
-    echo "$name: exit code $code after $((SECONDS - start)) s (124: over its $limit s); $out/$name.log"
+    echo "$name: exit code $code after $((SECONDS - start)) s (124: over its $limit s); $out/log.txt"
   fi
+  python tests/gpu_report.py table "$work" "$out" $device >"$work/table.txt" || failed=1
 }
 
 # ---- what the parts share
@@ -67,7 +78,7 @@ elif [ -n "${SHAKESPEARE_URL:-}" ]; then
 fi
 vocabulary=50257
 if [ $device = cpu ]; then vocabulary=2000; fi
-python tests/gpu_report.py tokens "$work/data/tokens" $vocabulary 2000000
+$list || python tests/gpu_report.py tokens "$work/data/tokens" $vocabulary 2000000
 common=(--device=$device --data_dir="$work/data" --report=false)
 shakespeare=(config/shakespeare.py "${common[@]}" --dataset=$text)
 gpt2=(config/gpt2_124m.py "${common[@]}" --dataset=tokens --eval_interval=0 --save_interval=0)
@@ -97,29 +108,39 @@ fi
 
 pytest=(python -m pytest -p no:cacheprovider -m gpu)
 
-# ---- the parts: at most 535 seconds, 625 with two GPUs or more
+# ---- the parts, most worth first: at most 535 seconds, 625 with two GPUs or more
 
-part tests 180 "${pytest[@]}" --junitxml="$work/tests.xml" -k "$select" "${tests[@]}"
-if [ "$gpus" -gt 1 ]; then
-  part distributed 90 "${pytest[@]}" --junitxml="$work/distributed.xml" -k two_ranks
-fi
-part shakespeare 45 python train.py "${shakespeare[@]}" --out_dir="$work/shakespeare"
 part gpt2 95 python train.py "${gpt2[@]}" --out_dir="$work/gpt2"
-part gpt2_loose 70 python train.py "${gpt2[@]}" --deterministic=false --out_dir="$work/gpt2_loose"
-if [ -n "$nanogpt_dir" ]; then
+if [ -n "$nanogpt_dir" ] && ! $list; then
   mkdir "$work/nanogpt" && ln -s "$work/data" "$work/nanogpt/data"
   cp "$nanogpt_dir"/{train,model,configurator}.py "$work/nanogpt"
+fi
+if [ -n "$nanogpt_dir" ] || $list; then
+  part nanogpt 70 env -C "$work/nanogpt" python train.py "${nanogpt[@]}"
+fi
+part shakespeare 45 python train.py "${shakespeare[@]}" --out_dir="$work/shakespeare"
+if [ -n "$nanogpt_dir" ] && ! $list; then
   python - "$work/data/$text" <<'END' # where nanoGPT reads a vocabulary size other than GPT-2's
 import json, pickle, sys
 meta = json.load(open(f"{sys.argv[1]}/meta.json"))
 pickle.dump({"vocab_size": meta["vocab_size"]}, open(f"{sys.argv[1]}/meta.pkl", "wb"))
 END
-  part nanogpt 70 env -C "$work/nanogpt" python train.py "${nanogpt[@]}"
+fi
+if [ -n "$nanogpt_dir" ] || $list; then
   part nanogpt_one_layer 25 env -C "$work/nanogpt" python train.py "${nanogpt[@]}" \
     "${one_layer[@]}" --dataset=$text --max_iters=200
 fi
+part gpt2_loose 70 python train.py "${gpt2[@]}" --deterministic=false --out_dir="$work/gpt2_loose"
 part ladder 50 python bench.py "${shakespeare[@]}" "${ladder[@]}" --out_dir="$work/ladder"
+part tests 180 "${pytest[@]}" --junitxml="$work/tests.xml" -k "$select" "${tests[@]}"
+if [ "$gpus" -gt 1 ]; then
+  part distributed 90 "${pytest[@]}" --junitxml="$work/distributed.xml" -k two_ranks
+fi
 
-python tests/gpu_report.py table "$work" "$out" $device || failed=1
-echo "written to $out: results.md, results.json and a log of each part"
+if $list; then
+  echo "$seconds s in all; two GPUs or more: 90 s more"
+  exit 0
+fi
+cat "$work/table.txt"
+echo "written to $out: results.md, results.json and log.txt"
 exit $failed

@@ -28,13 +28,13 @@ def write_tokens(folder, vocab_size, count):
     folder = Path(folder)
     folder.mkdir(parents=True)
     random_state = np.random.RandomState(0)
-    meta = {"tokenizer": "byte", "vocab_size": vocab_size, "dtype": "uint16", "sha256": {}}
+    meta = {"vocab_size": vocab_size, "dtype": "uint16", "sha256": {}}
     for split, size in (("train", count), ("val", count // 8)):
         ids = (vocab_size ** random_state.random_sample(size) - 1).astype(np.uint16)
         (folder / f"{split}.bin").write_bytes(ids.tobytes())
         meta[f"{split}_tokens"] = size
         meta["sha256"][f"{split}.bin"] = sha256(ids.tobytes()).hexdigest()
-    meta |= {"val_bytes": 2 * (count // 8), "source": "generated"}
+    meta["source"] = "generated"
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
@@ -59,9 +59,11 @@ def of_tests(path):
 
 
 def of_run(folder):
-    """(facts, medians over the steps after the first third, last evaluation) of a run."""
+    """(facts, medians over the steps after the first third, last evaluation) of a run. facts["how"]:
+    "compiled" or "eager"."""
     facts = json.loads((folder / "run.json").read_text())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    facts["how"] = "compiled" if facts["run"]["compile"] else "eager"
     steps = [row for row in rows if row["kind"] == "train"]
     steps = steps[len(steps) // 3 :]
     keys = ("step_ms", "tokens_per_sec", "mfu", "mem_gb")
@@ -76,23 +78,25 @@ def of_shakespeare(work):
         f"config/shakespeare.py on {name}: validation loss": round(evaluation["val_loss"], 4),
         f"config/shakespeare.py on {name}: ended": facts["ended"],
         f"config/shakespeare.py on {name}: seconds, all": round(sum(facts["seconds"].values()), 1),
-        "steps/s, one layer": round(1000 / row["step_ms"], 1),
+        f"steps/s, one layer ({facts['how']})": round(1000 / row["step_ms"], 1),
     }
 
 
 def of_gpt2(work):
     facts, row, _ = of_run(work / "gpt2")
     return {
-        "tokens/s at GPT-2 124M": round(row["tokens_per_sec"]),
-        "MFU at GPT-2 124M": row["mfu"] and f"{row['mfu']:.1%}",
+        f"tokens/s at GPT-2 124M ({facts['how']})": round(row["tokens_per_sec"]),
+        f"MFU at GPT-2 124M ({facts['how']})": row["mfu"] and f"{row['mfu']:.1%}",
         "memory at GPT-2 124M, GB": round(row["mem_gb"], 1),
         "precision at GPT-2 124M": facts["run"]["dtype"],
     }
 
 
 def of_loose(work):
-    price = of_run(work / "gpt2")[1]["step_ms"] / of_run(work / "gpt2_loose")[1]["step_ms"] - 1
-    return {"price of deterministic mode": f"{price:.1%}"}
+    (facts, exact, _), (loose_facts, loose, _) = map(of_run, (work / "gpt2", work / "gpt2_loose"))
+    how = " / ".join(dict.fromkeys((facts["how"], loose_facts["how"])))
+    price = exact["step_ms"] / loose["step_ms"] - 1
+    return {f"price of deterministic mode ({how})": f"{price:.1%}"}
 
 
 def nanogpt_ms(log):
@@ -101,30 +105,40 @@ def nanogpt_ms(log):
     return median(times[len(times) // 3 :])
 
 
+def nanogpt_how(log):
+    return "compiled" if "compiling the model" in log.read_text() else "eager"
+
+
 def of_nanogpt(work):
-    _, row, _ = of_run(work / "gpt2")
+    facts, row, _ = of_run(work / "gpt2")
+    how = nanogpt_how(work / "nanogpt.log")
     ratio = nanogpt_ms(work / "nanogpt.log") / row["step_ms"]
     tokens = row["tokens_per_sec"] / ratio
     return {
-        "nanoGPT's tokens/s at GPT-2 124M": round(tokens),
-        "tokens/s over nanoGPT's": f"{ratio:.2f}",
+        f"nanoGPT's tokens/s at GPT-2 124M ({how})": round(tokens),
+        f"tokens/s over nanoGPT's ({facts['how']} / {how})": f"{ratio:.2f}",
     }
 
 
 def of_nanogpt_one_layer(work):
-    ms = nanogpt_ms(work / "nanogpt_one_layer.log")
+    ms, how = (read(work / "nanogpt_one_layer.log") for read in (nanogpt_ms, nanogpt_how))
+    facts, row, _ = of_run(work / "shakespeare")
+    both = f"({facts['how']} / {how})"
     return {
-        "nanoGPT's steps/s, one layer": round(1000 / ms, 1),
-        "steps/s over nanoGPT's, one layer": f"{ms / of_run(work / 'shakespeare')[1]['step_ms']:.2f}",
+        f"nanoGPT's steps/s, one layer ({how})": round(1000 / ms, 1),
+        f"steps/s over nanoGPT's, one layer {both}": f"{ms / row['step_ms']:.2f}",
     }
 
 
 def of_ladder(work):
     ladder = json.loads((work / "ladder" / "bench.json").read_text())["ladder"]
-    return {
-        f"ladder, one layer: {name}": rung.get("absent") or f"{rung['ms']:.3f} ms"
-        for name, rung in ladder["rungs"].items()
-    }
+    how, found = "eager", {}
+    for name, rung in ladder["rungs"].items():
+        if name == "compile" and "absent" not in rung:
+            how = "compiled"  # and so are the rungs on top of it
+        value = rung.get("absent") or f"{rung['ms']:.3f} ms"
+        found[f"ladder, one layer: {name} ({how})"] = value
+    return found
 
 
 PARTS = {
@@ -178,7 +192,8 @@ def table(work, out, device):
         rows += [("**toy sizes on a CPU**", "no figure below says anything about a GPU", "")]
     rows += [(name, value, "") for name, value in facts["machine"].items()]
     rows += [(f"part {n}", f"{ends[n]}, {p['seconds']} s", "") for n, p in facts["parts"].items()]
-    rows += [(name, value, GOALS.get(name, "")) for name, value in facts["measured"].items()]
+    goals = {name: GOALS.get(name.partition(" (")[0], "") for name in facts["measured"]}
+    rows += [(name, value, goals[name]) for name, value in facts["measured"].items()]
     text = "".join(f"| {' | '.join(map(str, row))} |\n" for row in rows)
     out.mkdir(parents=True, exist_ok=True)
     (out / "results.json").write_text(json.dumps(facts, indent=1) + "\n")

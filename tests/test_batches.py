@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from conftest import REPO
-from plumbing.windows import ShuffledWindows
 
 from plumbing.cli import RunFailed
 from plumbing.data import Batches, OrderedWindows, Split, as_arrays, read_rows
+from train import ShuffledWindows
 
 BLOCK = 8
 TOKENS = 8 * 50 + 5  # 49 windows: one less than fit, so that there is room for any shift

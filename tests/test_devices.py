@@ -270,3 +270,13 @@ def test_other_kernels_have_other_bits():
     assert len(here) == len(done.stdout.strip()) == 16
     assert here == machine.matmul_bits(torch.device("cpu"), torch.bfloat16)
     assert here != done.stdout.strip()
+
+
+def test_the_parts_of_gpu_sh_add_up_to_less_than_nine_minutes():
+    command = ["bash", REPO / "tests" / "gpu.sh", "--list"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    *parts, total = done.stdout.splitlines()
+    seconds = [int(line.split()[0]) for line in parts]
+    assert [line.split()[-1] for line in parts][:2] == ["gpt2", "nanogpt"], "most worth first"
+    assert sum(seconds) == int(total.split()[0]) < 540

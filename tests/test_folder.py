@@ -57,7 +57,7 @@ train.open_dataset = open_dataset
 
 
 def test_a_run_that_was_killed_before_its_first_save_starts_again(run_train):
-    kill = "import os; train.rehearse = lambda *_: os.kill(os.getpid(), 9)"
+    kill = "import os; train.safe_step.rehearse = lambda *_: os.kill(os.getpid(), 9)"
     killed = run_train("run", before=kill)
     assert killed.returncode == 137 and facts(killed.out_dir)["ended"] is None
     assert run_train("run").returncode == 0

@@ -200,6 +200,7 @@ def test_one_more_number_is_a_field_a_column_and_a_line_of_the_report(fork, run_
     assert all(row["weight_norm"] > 0 for row in done.rows("train"))
     (header,) = [line for line in done.stdout.splitlines() if line.startswith("step/total")]
     assert "weight_norm" in header
+    assert (done.out_dir / "report.md").exists(), done.stdout
     assert "weight_norm" in (done.out_dir / "report.md").read_text()
 
 

@@ -101,7 +101,8 @@ def copied_repository(tmp_path):
     (tmp_path / "image").mkdir()
     for file in [*REPO.glob("*.py"), REPO / "requirements.txt"]:
         shutil.copy(file, tmp_path / "image")
-    shutil.copytree(REPO / "plumbing", tmp_path / "image/plumbing")
+    for package in ("plumbing", "reporting"):
+        shutil.copytree(REPO / package, tmp_path / "image" / package)
     return tmp_path / "image"
 
 

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from plumbing.skipping import skips_on_device, step_unless
 from test_model import Recurrent, batch, build, build_trained
 from torch import nn
 
 from optim import Muon, configure_optimizers, orthogonal
+from plumbing.safe_step import skips_on_device, step_unless
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "muon")
 

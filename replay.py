@@ -1,0 +1,335 @@
+"""Ask a run: what happened at step N, where did two runs part, do its numbers come out again?
+
+    python replay.py out/shakespeare --step=812     # writes replay_00000812.md and .png into the folder
+    python replay.py out/shakespeare out/again      # the first step, and the first tensor, that differ
+    python replay.py out/shakespeare --verify=3     # three stretches again: all bits equal?
+
+It computes with train.py's own loop, in a scratch folder, from the newest checkpoint before that step
+or from the beginning. The run's folder is only read, so the run may be going on. For a run of several
+ranks write torchrun --standalone --nproc_per_node=2 replay.py in place of python replay.py.
+Exit code: 0 all equal; 1 not; 3 not, but machine or code are not those of the run either.
+"""
+
+import importlib.util
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout, suppress
+from functools import partial
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from unittest.mock import patch
+
+import torch
+
+import train
+from plumbing import cli
+from plumbing import resume as resuming
+from plumbing.audit import bits_that_differ
+from plumbing.checkpoint import file_name
+from plumbing.cli import RunFailed, fail
+from plumbing.files import replacing
+from reporting.logged import KINDS, Logged, first_difference, not_computed
+from reporting.step import first_in_traces, look_at, state_of, write_page
+
+# One step
+step = 0  # to show, [0, inf)
+before_rollback = (
+    0  # show it as it was before the first, second ... rollback, [0, inf); 0 = as logged
+)
+save = (
+    False  # also write the state before it, from which train.py --resume=PATH starts a new folder
+)
+
+# Stretches
+verify = 0  # how many stretches between saves to compute again, [0, inf)
+seed = 0  # that draws them, [0, inf); 0 = by the clock
+
+# For replay.py itself
+trace = ""  # file for all that the step computes, in order
+from_start = False  # compute from the beginning, whatever checkpoint there is
+
+OWN_FLAGS = (  # no bit of a step depends on these
+    "--resume=auto --report=false --wandb_log=false --audit_interval=0 --num_workers=0 "
+    "--sample_interval=0 --milestone_interval=0 --save_minutes=0"
+).split()
+groups = count()  # of ranks: each needs a name of its own
+
+
+def is_rank0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def say(*words, sep: str = " ") -> None:
+    if is_rank0():
+        print(*words, sep=sep, flush=True)
+
+
+# ---- computing again -----------------------------------------------------------------------------
+
+
+class Taken(Exception):
+    """The step is taken, and next the run would roll back."""
+
+
+def load_script(run: Logged) -> None:
+    """Import the script that started the run, if it is not train.py: it replaces functions there."""
+    name = Path(run.facts["command"][0]).name
+    loaded = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+    for path in (resuming.REPO / name for name in run.facts["run"]["code"]):
+        if path.name == name != "train.py" and str(path) not in loaded:
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+
+
+def flags_of(run: Logged, stop: int, scratch: str) -> list[str]:
+    """The knobs that held when the run came to step `stop`, and what it resolved them to."""
+    later = [checkpoint["config"] for at, _, checkpoint in run.checkpoints if at >= stop]
+    knobs = (later or [run.facts["config"]])[0]
+    resolved = {knob: run.facts["run"][knob] for knob in resuming.RESOLVED}
+    knobs = knobs | resolved | {"out_dir": scratch}
+    return [f"--{name}={cli.show(value)}" for name, value in knobs.items()] + OWN_FLAGS
+
+
+def start_before(run: Logged, stop: int, rollbacks: int | None = None) -> tuple | None:
+    """The newest of run.checkpoints before step `stop` on the way that the run took, or None."""
+    for start in reversed([] if from_start else run.checkpoints):
+        at, _, checkpoint = start
+        is_early = rollbacks is None or checkpoint["state"]["rollbacks"] <= rollbacks
+        if at < stop and is_early and run.is_as_logged(checkpoint):
+            return start
+    return None
+
+
+def compute(
+    run: Logged, start: tuple | None, stop: int, look: Callable | None = None, rollbacks=None
+) -> tuple[Logged, dict, dict | None]:
+    """Compute a run again, from `start` of its checkpoints or its beginning, to the end of a step.
+
+    look: takes that step in place of train_step, and returns its numbers and what it saw. rollbacks:
+    that had happened, if the run took this step more than once; None = as logged. Returns what was
+    logged here, {key: [then, now]} of what makes this machine or code inexact, and what look() saw.
+    """
+    say(f"computing {run.path} from {start[1].name if start else 'its beginning'} to step {stop}")
+    taken = []  # (differences, seen), once the step is taken
+    logged = run.row(stop, "train").get("sequences")
+
+    def train_step(model, here, *batch, own=train.train_step):
+        state = here.state
+        sequences = state["sequences"] + train.rows_at(state["step"])
+        is_path = sequences == logged or not logged
+        if rollbacks is not None:
+            is_path = state["rollbacks"] == rollbacks
+        if taken or state["step"] != stop - 1 or not is_path:
+            return own(model, here, *batch)
+        result = look(own, model, here, *batch) if look else (own(model, here, *batch), None)
+        taken.append((resuming.inexact(run.facts["run"], here.facts["run"]), result[1]))
+        return result[0]
+
+    def what_is_due(at, *rest, own=train.what_is_due):
+        due = own(at, *rest)
+        due.evaluation = due.evaluation or bool(run.row(at, "eval"))
+        due.save_now = due.save_now or bool(run.row(at, "saved"))
+        due.ending = due.ending or (("computed again", 1) if taken else None)
+        return due
+
+    def roll_back(*args, own=train.roll_back):
+        if taken:
+            raise Taken
+        own(*args)
+
+    def open_dataset(saved, own=train.open_dataset):
+        found = own(saved)
+        then, now = run.facts["run"]["data"], found[2]["fingerprint"]
+        if then != now:
+            raise RunFailed(f"{run.path} was trained on other data: {then}, and here is {now}")
+        return found
+
+    then = run.facts["run"]
+    if int(os.environ.get("WORLD_SIZE", 1)) != then["world_size"]:
+        how = f"torchrun --standalone --nproc_per_node={then['world_size']} replay.py ..."
+        fail(f"{run.path} has {then['world_size']} ranks; start as many: {how}")
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = f"{os.getppid()}{next(groups)}"
+    threads = torch.get_num_threads()
+    ours = {each.__name__: each for each in (train_step, what_is_due, roll_back, open_dataset)}
+    with TemporaryDirectory(prefix="replay_") as scratch, patch.multiple(train, **ours):
+        flags = flags_of(run, stop, scratch)
+        if start:
+            torch.save(start[2], Path(scratch) / file_name(start[0]))
+        elif then.get("began_from"):
+            flags.append(f"--resume={then['began_from']}")
+        try:
+            torch.set_num_threads(then["threads"])
+            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), suppress(Taken):
+                train.main(flags)
+        finally:
+            torch.set_num_threads(threads)
+        if not taken:
+            raise RunFailed(f"{run.path}: its step {stop} was not reached")
+        return Logged(scratch), *taken[0]
+
+
+def code_of(difference: tuple | None, identity: dict) -> int:
+    return (3 if identity else 1) if difference else 0
+
+
+# ---- one step ------------------------------------------------------------------------------------
+
+
+def at_step(run: Logged) -> int:
+    """Show a step: its page and picture, and whether the numbers on the way come out again."""
+    if before_rollback > len(run.rollbacks):
+        fail(f"--before_rollback={before_rollback}: {run.path} has {len(run.rollbacks)} rollbacks")
+    rollbacks = before_rollback - 1 if before_rollback else None
+    start = start_before(run, step, rollbacks)
+    look = partial(look_at, train, save, bool(trace))
+    computed, identity, seen = compute(run, start, step, look, rollbacks)
+    first = start[0] if start else run.first
+    last = min(step, run.rollbacks[rollbacks] if before_rollback else run.last)
+    difference = first_difference(run, computed, first, last)
+    if not is_rank0():
+        return code_of(difference, identity)
+    if trace:
+        torch.save({"traces": seen["traces"], "difference": difference}, trace)
+        return 0
+    verdict = f"steps {first + 1} to {last}: all logged numbers come out again here, bit for bit"
+    if difference:
+        verdict = not_computed(run, difference, identity)
+    say(*write_page(run.path, step, verdict, computed.row(step, "train"), seen), sep="\n")
+    if save:
+        path = run.path / f"replay_{step:08}.pt"
+        with replacing(path) as temporary:
+            torch.save(seen["saved"] | {"config": run.facts["config"]}, temporary)
+        say(f"wrote {path}, the state before it: python train.py ... --resume={path} --out_dir=NEW")
+    return code_of(difference, identity)
+
+
+# ---- two runs ------------------------------------------------------------------------------------
+
+
+def in_process_of_its_own(argv: list[str]) -> None:
+    subprocess.run([sys.executable, __file__, *argv], check=False, stdout=subprocess.DEVNULL)
+
+
+def traced(run: Logged, at: int, whole: bool = False) -> dict:
+    """What at_step() writes for --trace, in a process of its own: the run's script may replace what
+    another run's script does not. whole: compute from the beginning."""
+    say(f"computing step {at} of {run.path}{' from its beginning' * whole}")
+    with TemporaryDirectory(prefix="replay_") as folder:
+        file = Path(folder) / "trace.pt"
+        flags = [f"--step={at}", f"--trace={file}", f"--from_start={whole or from_start}"]
+        in_process_of_its_own([str(run.path), *flags])
+        if not file.exists():
+            raise RunFailed(f"step {at} of {run.path} could not be computed")
+        return torch.load(file)
+
+
+def where_they_part(*both: Logged) -> int:
+    """Say where two runs part, and which of them comes out again here."""
+    facts = [run.facts for run in both]
+    changed = resuming.changed_knobs(*(each["config"] for each in facts))
+    changed |= resuming.changes(*(each["run"] for each in facts))
+    for name, (one, other) in changed.items():
+        say(f"{name}: {', '.join(one)}" if name == "code" else f"{name}: {one}, {other}")
+    last = min(run.last for run in both)
+    difference = first_difference(*both, max(run.first for run in both), last)
+    if not difference:
+        say(
+            f"equal: all numbers of {last} steps" + "; one goes on" * (both[0].last != both[1].last)
+        )
+        return 0
+    at, fields, words = difference
+    say(f"the runs part at step {at}: {', '.join(fields)}", f"  {words}", sep="\n")
+    say(*in_computation(both, at), sep="\n")
+    return 1
+
+
+def in_computation(both: tuple, at: int) -> list[str]:
+    """In words: what is not computed here; or else the first thing that differs. If step `at` begins
+    with a difference, an earlier step made it, in numbers that no row has: look for it by halves."""
+    low, high, where, whole = max(run.first for run in both), at, "", False
+    while True:
+        results = [traced(run, at, whole) for run in both]
+        wrong = [each for each in zip(both, results, strict=True) if each[1]["difference"]]
+        if wrong:
+            return [line for each in wrong for line in in_next_checkpoint(*each)]
+        found = first_in_traces(*(each["traces"] for each in results))
+        if found and not found.startswith("at its start:"):
+            return [f"both come out again here; the first difference in step {at}: {found}"]
+        if not found and at == high:
+            return [f"both come out again here; step {at} is equal, but not its evaluation or save"]
+        low, high, where = (low, at, found) if found else (at, high, where)
+        if high - low <= 1 and whole:
+            place = f"between steps {low} and {high}" if low else "before the first step"
+            return [f"both come out again here; the first difference is {place}: {where}"]
+        at, whole = max(low + 1, (low + high) // 2), True
+
+
+def in_next_checkpoint(run: Logged, result: dict) -> list[str]:
+    """In words: what is not computed here, and what of the run's next checkpoint is not."""
+    lines = [not_computed(run, result["difference"], {})]
+    for at, path, checkpoint in run.checkpoints:
+        if at >= result["difference"][0] and run.is_as_logged(checkpoint) is not None:
+            computed = dict(traced(run, at)["traces"][0])
+            then = {
+                name: leaf for name, leaf in state_of(checkpoint).items() if "state/" != name[:6]
+            }
+            bits = bits_that_differ(then, {name: computed[f"after it: {name}"] for name in then})
+            some = [f"{name} ({bits[name]:,} bits)" for name in list(bits)[:5]]
+            some += [f"{len(bits) - 5} more"] * (len(bits) > 5)
+            lines.append(f"  {path.name} differs from what is computed in {', '.join(some)}")
+            break
+    return lines
+
+
+# ---- stretches -----------------------------------------------------------------------------------
+
+
+def verify_stretches(run: Logged) -> int:
+    """Compute stretches between saves again. Compares all logged numbers, and hashes of the saves."""
+    for at, path, checkpoint in run.checkpoints:
+        if run.is_as_logged(checkpoint) is False:
+            say(f"{path} is not what was saved at step {at}: its hash differs from the logged one")
+            return 1
+    drawn_by = seed or time.time_ns() % 2**32
+    ends = sorted(at for at, kind in run.rows if KINDS[kind] == "saved" and at > run.first)
+    drawn = sorted(random.Random(drawn_by).sample(ends, min(verify, len(ends))))
+    say(f"{len(drawn)} of {len(ends)} stretches, drawn by --seed={drawn_by}")
+    stretches = {}  # first step -> (start, last step): a longer one has the shorter ones in it
+    for end in drawn:
+        start = start_before(run, end)
+        stretches[start[0] if start else run.first] = start, end
+    for first, (start, end) in stretches.items():
+        computed, identity, _ = compute(run, start, end)
+        if difference := first_difference(run, computed, first, end):
+            say(not_computed(run, difference, identity))
+            return code_of(difference, identity)
+    steps = len({n for first, (_, end) in stretches.items() for n in range(first, end)})
+    say(f"{steps} of {run.last - run.first} steps computed again: all bits equal")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    names = []
+    with cli.configured(globals(), argv=argv, names=names):
+        runs = [Logged(name) for name in names]
+        for run in runs:
+            if not run.facts.get("run") or not run.rows:
+                fail(
+                    f"{run.path} holds no run with steps; type: python replay.py out/NAME --step=N"
+                )
+        if len(runs) == 2 and not step and not verify:
+            return where_they_part(*runs)
+        if len(runs) != 1 or bool(step) == bool(verify):
+            fail("expected RUN --step=N, RUN OTHER or RUN --verify=K")
+        load_script(runs[0])
+        return at_step(runs[0]) if step else verify_stretches(runs[0])
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run_script(main))

@@ -1,0 +1,105 @@
+"""What a run's folder says of it, read back to be compared bit for bit. Nothing is written or locked."""
+
+import json
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+
+from plumbing import checkpoint as checkpoints
+from plumbing.files import read_json
+
+KINDS = ("train", "eval", "saved", "rolled_back")  # the last: the save right after a rollback
+MEASURED = "finite step_ms data_ms tokens_per_sec mfu mem_gb gpu_util".split()  # never the same
+
+
+class Logged:
+    """rows: {(step, place in KINDS): row}. twice: keys that stand there twice. facts: run.json.
+    rollbacks: the step of each. first, last: steps are logged from first + 1 to last."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.facts = read_json(self.path / "run.json")
+        self.rows, self.twice, self.rollbacks = {}, set(), []
+        rows = self.path / "metrics.jsonl"
+        text = rows.read_text("utf-8", errors="replace") if rows.exists() else ""
+        self.after_rollback = None  # the step of a rollback whose save has not been read yet
+        for line in text.splitlines():
+            with suppress(ValueError, KeyError, TypeError):  # the last line may be half written
+                row = json.loads(line)
+                self.add(row, row["event"] if row["kind"] == "event" else row["kind"])
+        trained = [at for at, kind in self.rows if KINDS[kind] == "train"]
+        self.first, self.last = min(trained, default=1) - 1, max(trained, default=0)
+
+    def add(self, row: dict, kind: str) -> None:
+        at = row["step"]
+        if kind in ("rollback", "resume"):  # the steps after it were undone: so were their saves
+            self.rows = {key: self.rows[key] for key in self.rows if key[0] <= at}
+        if kind == "rollback":
+            self.rollbacks.append(at)
+            self.after_rollback = at
+        if kind == "saved" and at == self.after_rollback:
+            kind, self.after_rollback = "rolled_back", None
+        if kind in KINDS:
+            key = at, KINDS.index(kind)
+            if key in self.rows and kind in ("train", "eval"):
+                self.twice.add(key)
+            self.rows[key] = row
+
+    def row(self, step: int, kind: str) -> dict:
+        return self.rows.get((step, KINDS.index(kind)), {})
+
+    @cached_property
+    def checkpoints(self) -> list[tuple[int, Path, dict]]:
+        """(step, path, checkpoint) of each that can be read, oldest first."""
+        found = []
+        for path in checkpoints.newest_first(self.path):
+            with suppress(checkpoints.Damaged, OSError):  # or just deleted, by a run that goes on
+                checkpoint = checkpoints.load(path)
+                found.append((checkpoint["state"]["step"], path, checkpoint))
+        return sorted(found, key=lambda each: each[0])
+
+    def is_as_logged(self, checkpoint: dict) -> bool | None:
+        """Whether its hash was logged. None: it is of steps that a rollback has undone."""
+        at, sequences = (checkpoint["state"][key] for key in ("step", "sequences"))
+        hashes = [self.row(at, kind).get("sha256") for kind in ("saved", "rolled_back")]
+        if checkpoints.digest_of_state(checkpoint) in hashes:
+            return True
+        is_undone = self.row(at, "train").get("sequences", sequences) != sequences
+        return False if any(hashes) and not is_undone else None
+
+
+def first_difference(one: Logged, other: Logged, first: int, last: int) -> tuple | None:
+    """(step, fields, in words) of the first row of steps first + 1 to last that differs. A save that
+    only one of them has, at a signal or by the clock, is no difference."""
+    for key in sorted(key for key in one.rows | other.rows if first < key[0] <= last):
+        at, kind = key[0], KINDS[key[1]]
+        a, b = one.rows.get(key, {}), other.rows.get(key, {})
+        if not (a and b) and kind not in ("train", "eval"):
+            continue
+        if not (a and b) or key in one.twice | other.twice:
+            what = (
+                "stands there twice" if a and b else f"is missing in {(other if a else one).path}"
+            )
+            return at, [kind], f"its row of kind {kind} {what}"
+        names = [n for n in a | b if n not in MEASURED and repr(a.get(n)) != repr(b.get(n))]
+        if names:
+            words = (f"{n} {a.get(n)} and {b.get(n)}{size_of(a.get(n), b.get(n))}" for n in names)
+            return at, names, ", ".join(words)
+    return None
+
+
+def size_of(one, other) -> str:
+    is_size = isinstance(one, float | int) and isinstance(other, float | int)
+    return f" (by {abs(one - other):.1e})" if is_size else ""
+
+
+def not_computed(run: Logged, difference: tuple, identity: dict) -> str:
+    """In words: what of the log is not computed here, and why that may be."""
+    at, _, words = difference
+    words = f"step {at} of {run.path} is not what this code computes here: {words}"
+    for name, (then, now) in identity.items():
+        files = ", ".join(then) if name == "code" else ""
+        words += f"; {files} changed since" if files else f"; {name} was {then} and is {now} here"
+    resumed = {each["step"] for each in run.facts["resumes"] if each["step"] < at}
+    note = f"; a change of knobs or ranks when it resumed, at {sorted(resumed)}, is not followed"
+    return words + note * bool(resumed)

@@ -1,0 +1,230 @@
+"""The loop as a library: errors of one's own show where, numbers beside the loss, runs without main."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import REPO, arguments, digest, stop_at, tree
+from test_ranks import codes, ranks
+
+import train
+from plumbing import checkpoint
+
+# ---- errors in one's own code --------------------------------------------------------------------
+
+UNPACK = """
+import train
+from model import GPT
+class Own(GPT):
+    def forward(self, inputs, targets=None):
+        rows, columns, channels = inputs.shape  # here
+        return super().forward(inputs, targets)
+def build_model(*args, inner=train.build_model):
+    model = inner(*args)
+    model.__class__ = Own
+    return model
+train.build_model = build_model
+"""
+INDEX = """
+import torch
+import train
+class Short(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(5, 32))
+    def forward(self, tokens):
+        return torch.stack([self.weight[int(i)] for i in tokens.flatten()])  # here
+def build_model(*args, inner=train.build_model):
+    model = inner(*args)
+    model.embedding = Short()
+    return model
+train.build_model = build_model
+"""
+OS_ERROR = """
+import train
+def train_step(model, run, *rest, inner=train.train_step):
+    if run.state["step"] == 3:
+        open("/no/such/file")  # here
+    return inner(model, run, *rest)
+train.train_step = train_step
+"""
+BUILT = """
+import train
+def build_model(knobs, vocab_size):
+    one, two = (1, 2, 3)  # here
+train.build_model = build_model
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (UNPACK, "ValueError: not enough values to unpack (expected 3, got 2)"),
+        (INDEX, "IndexError: index"),
+        (OS_ERROR, "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/file'"),
+        (BUILT, "ValueError: too many values to unpack (expected 2)"),
+    ],
+    ids=["forward", "embedding", "train_step", "build_model"],
+)
+@pytest.mark.parametrize("compile", ["false", "true"])
+def test_an_error_in_own_code_ends_in_its_own_line(source, words, compile, run_train, tmp_path):
+    if compile == "true" and source not in (UNPACK, OS_ERROR):
+        pytest.skip("nothing of it is compiled")
+    (tmp_path / "own_code.py").write_text(source)
+    before = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import own_code"
+    if compile == "true":
+        before += "\nimport torch\ntorch.compile = lambda model, **_: torch._dynamo.optimize('eager')(model)"
+    done = run_train("run", f"--compile={compile}", before=before)
+    assert done.returncode == 1
+    number = source.splitlines().index(next(x for x in source.splitlines() if "# here" in x)) + 1
+    places = re.findall(r'File "(.*)", line (\d+)', done.stderr)
+    assert places[-1] == (str(tmp_path / "own_code.py"), str(number)), done.stderr
+    assert done.stderr.splitlines()[-1].startswith(words), done.stderr
+    assert f"{REPO}/plumbing/" not in done.stderr, "the frames of plumbing/ are folded"
+    assert len(done.stderr.splitlines()) < 40
+
+
+# ---- numbers beside the loss ---------------------------------------------------------------------
+
+TWICE = """
+import torch
+from torch import nn
+class More(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+    def forward(self, inputs, targets=None):
+        found = self.inner(inputs, targets)
+        return found if targets is None else (found, {"NAME": 2 * found})
+train.build_model = lambda *args, inner=train.build_model: More(inner(*args))
+def masked(self, batch, inner=train.ShuffledWindows.__getitem__):
+    inputs, targets = inner(self, batch)
+    for row in range(batch[1]):
+        targets[row, : (batch[0] + row) % 8 * 3] = -100  # of every eighth row all
+    return inputs, targets
+train.ShuffledWindows.__getitem__ = masked
+"""
+
+
+def test_a_number_beside_the_loss_is_weighted_as_the_loss_however_a_batch_is_split(run_train):
+    change = TWICE.replace("NAME", "twice")
+    whole = run_train("whole", before=change)
+    parts = run_train("parts", "--batch_size=1", "--accum_steps=8", before=change)
+    halves = run_train("halves", "--batch_size=2", "--accum_steps=2", before=ranks(2, change))
+    assert whole.returncode == parts.returncode == 0 and codes(halves) == "0 0", halves.stderr
+    expected = [row["loss"] for row in whole.rows("train")]
+    for done in (whole, parts, halves):
+        found = [(row["loss"], row["twice"]) for row in done.rows("train")]
+        assert [loss for loss, _ in found] == pytest.approx(expected, rel=1e-5)
+        assert [twice for _, twice in found] == pytest.approx([2 * x for x in expected], rel=1e-5)
+        assert "twice" in done.stdout, "a column too"
+
+
+@pytest.mark.parametrize("name", ["lr", "step", "grad_norm", "loss", "tokens"])
+def test_a_name_that_a_row_already_has_is_refused(name, run_train):
+    done = run_train("run", before=TWICE.replace("NAME", name))
+    assert done.returncode == 1 and name in done.stderr.splitlines()[-1]
+    assert not done.rows("train")
+
+
+def test_another_number_may_decide_what_is_best(run_train):
+    flags = ("--eval_interval=4", "--best_metric=-val_accuracy")
+    done = run_train("run", *flags)
+    rows = done.rows("eval")
+    best = max(row["val_accuracy"] for row in rows)
+    assert rows[-1]["best_val_accuracy"] == best
+    state = checkpoint.load(done.out_dir / "best.pt")["state"]
+    first = next(row for row in rows if row["val_accuracy"] == best)
+    assert (state["step"], -state["best_score"]) == (first["step"], best)
+    other = run_train("other", "--best_metric=val_bleu")
+    assert other.returncode in (1, 2) and "val_accuracy" in other.stderr.splitlines()[-1]
+
+
+# ---- what a fork sets by hand --------------------------------------------------------------------
+
+TOGGLED = """
+def train_step(model, run, *rest, inner=train.train_step):
+    if run.state["step"] == 3:
+        run.model.embedding.requires_grad_(False)
+    return inner(model, run, *rest)
+train.train_step = train_step
+"""
+
+
+def test_a_weight_that_was_frozen_once_stays_frozen_after_a_resume(run_train):
+    whole = run_train("whole", "--save_interval=4", "--keep_last=9", before=TOGGLED)
+    run_train("run", "--save_interval=4", before=TOGGLED + stop_at(7, "SIGKILL"))
+    resumed = run_train("run", "--save_interval=4", before=TOGGLED)
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.fingerprint(12) == whole.fingerprint(12)
+    weights = [checkpoint.load(whole.checkpoint(step))["model"] for step in (4, 12)]
+    name = "embedding.token.weight"
+    assert torch.equal(weights[0][name], weights[1][name])
+    assert not torch.equal(weights[0]["head.weight"], weights[1]["head.weight"])
+
+
+# ---- without the command -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flags(data_dir, tmp_path):
+    """flags(out_dir, *more): a list for train.main."""
+    return lambda out_dir, *more: arguments(tmp_path / out_dir, data_dir, more)[1:]
+
+
+def test_a_run_that_is_built_writes_nothing_and_takes_no_lock(flags, run_train, tmp_path):
+    with train.build(flags("new")) as run:
+        assert run.state["step"] == 0
+    assert not (tmp_path / "new").exists()
+
+    assert run_train("run", before=stop_at(6)).returncode == 143
+    before = tree(tmp_path / "run")
+    with train.build(flags("run")) as run:
+        assert run.state["step"] == 6 and train.n_embd == 32
+        assert tree(tmp_path / "run") == before
+        assert run_train("run").returncode == 0, "another process may train there meanwhile"
+    assert train.n_embd == 128, "the knobs held inside"
+
+
+def test_the_loop_in_the_docs_ends_on_the_bits_of_the_command(flags, run_train, tmp_path):
+    page = (REPO / "docs" / "questions.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("## A loop of your own\n")
+    source = section.partition("```python\n")[2].partition("```")[0]
+    assert len([line for line in source.splitlines() if line]) <= 24
+    argv = flags("unused", "--max_steps=20")
+    own, count = re.subn(r"^argv = .*$", f"argv = {argv}", source, flags=re.M)
+    assert count == 1
+    killed = own.replace("import train\n", f"import train\n{stop_at(13, 'SIGKILL')}\n")
+    for code, expected in ((killed, -9), (own, 0)):
+        command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(REPO)!r})\n{code}"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+        assert done.returncode == expected, done.stderr
+    command = run_train("run", "--max_steps=20")
+    one, other = (
+        torch.load(path, weights_only=True)
+        for path in (tmp_path / "out" / "own.pt", command.checkpoint(20))
+    )
+    for part in ("model", "optimizer", "rng"):
+        assert digest(one[part]) == digest(other[part]), part
+    assert not (tmp_path / "unused").exists()
+
+
+def test_a_bad_value_in_the_middle_of_a_sweep_can_be_caught(flags):
+    with pytest.raises(Exception, match=r"--peak_lr=nan: expected a number in \(0, inf\)"):
+        train.main(flags("run", "--peak_lr=nan"))
+    assert train.main(flags("run", "--max_steps=3", "--log_interval=0")) == 0
+    assert train.last_run.state["step"] == 3 and train.peak_lr == 1e-3
+
+
+def test_a_global_that_does_nothing_is_named(flags, monkeypatch):
+    monkeypatch.setattr(train, "max_step", 7, raising=False)
+    with pytest.raises(Exception, match=r"train\.max_step = 7.*max_steps"):
+        train.main(flags("run"))
+
+
+def test_a_rows_file_has_every_step_where_no_line_is_printed(run_train):
+    done = run_train("run", "--log_interval=0", "--max_steps=110", "--warmup_steps=0")
+    assert [row["step"] for row in done.rows("train")] == list(range(1, 111))
+    assert not re.search(r"^ *\d+/110 +\d\.\d{4} ", done.stdout, re.M)

@@ -1,0 +1,480 @@
+"""Replay: any step again, where two runs part, whether a log is what the code computes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import REPO, stop_at, tree
+
+SAVES = ("--save_interval=4", "--eval_interval=6", "--keep_last=9")
+# In the helper's child, replay.py runs in place of train.py, and forks where it starts a process
+REPLAY = """
+import os, sys
+import replay
+def apart(argv):
+    if (child := os.fork()) == 0:
+        try:
+            replay.main(argv)
+        except BaseException as error:
+            print(f"in its own process: {{error!r}}", file=sys.stderr, flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+def main(argv=None, own=train.main):
+    return replay.main({argv!r}) if argv is None else own(argv)
+replay.in_process_of_its_own = apart
+train.main = main
+"""
+FORK = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("fork", {path!r})
+sys.modules["fork"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(sys.modules["fork"])
+sys.argv[0] = {path!r}
+"""
+
+
+@pytest.fixture
+def replay(run_train):
+    """replay(*arguments, before) -> Done: replay.py with these arguments, as if typed."""
+
+    def run(*arguments, before=""):
+        script = before + REPLAY.format(argv=[str(each) for each in arguments])
+        return run_train("unused", before=script)
+
+    return run
+
+
+@pytest.fixture
+def run_fork(run_train, tmp_path):
+    """run_fork(name, *flags, source) -> Done: a run started by a script with this source."""
+
+    def run(name, *flags, source=""):
+        path = tmp_path / f"{name}_fork.py"
+        path.write_text("import torch\nimport train\n" + source)
+        return run_train(name, *flags, before=FORK.format(path=str(path)))
+
+    return run
+
+
+def edit(done, change):
+    """Replace each row of metrics.jsonl by change(row), or drop it where that is None."""
+    rows = [change(row) for row in done.rows()]
+    lines = [json.dumps(row) + "\n" for row in rows if row is not None]
+    (done.out_dir / "metrics.jsonl").write_text("".join(lines))
+
+
+def edited(step, **fields):
+    def change(row):
+        return row | fields if row["kind"] == "train" and row["step"] == step else row
+
+    return change
+
+
+# ---- one step ------------------------------------------------------------------------------------
+
+
+def test_a_step_comes_out_again_and_nothing_else_changes(run_train, replay):
+    done = run_train("run", *SAVES)
+    before = tree(done.out_dir)
+    again = replay(done.out_dir, "--step=7")
+    assert again.returncode == 0, again.stderr
+    assert "steps 5 to 7: all logged numbers come out again here, bit for bit" in again.stdout
+    new = tree(done.out_dir)
+    assert new.keys() - before.keys() == {"replay_00000007.md", "replay_00000007.png"}
+    assert {name: new[name] for name in before} == before
+    page = (done.out_dir / "replay_00000007.md").read_text()
+    row = done.rows("train")[6]
+    assert str(row["loss"]) in page and str(row["grad_norm"]) in page
+    for name in ("Sequence 48", "blocks.0.attention.qkv.weight", "| blocks.0 |", "All tensors are"):
+        assert name in page, name
+
+
+@pytest.mark.parametrize("flags", [(), ("--dropout=0.1", "--ema_decay=0.9", "--optimizer=muon")])
+def test_every_step_can_be_shown(run_train, replay, flags):
+    done = run_train("run", *SAVES, *flags, "--batch_size=4", "--accum_steps=2")
+    for step in (1, 5, 12):
+        again = replay(done.out_dir, f"--step={step}")
+        assert again.returncode == 0 and "bit for bit" in again.stdout, again.stderr
+
+
+def test_a_run_may_be_asked_while_it_goes_on(run_train, replay):
+    done = run_train("run", *SAVES, before=stop_at(10))
+    rows = done.out_dir / "metrics.jsonl"
+    rows.write_text(rows.read_text() + '{"step": 11, "lo')
+    again = replay(done.out_dir, "--step=9")
+    assert again.returncode == 0, again.stderr
+    assert rows.read_text().endswith('"lo')
+
+
+def test_the_saved_state_starts_a_new_folder_with_that_step(run_train, replay):
+    done = run_train("run", *SAVES)
+    again = replay(done.out_dir, "--step=7", "--save=true")
+    assert "--resume=" in again.stdout
+    new = run_train("new", f"--resume={done.out_dir}/replay_00000007.pt", *SAVES)
+    assert new.returncode == 0, new.stderr
+    losses = [row["loss"] for row in done.rows("train")]
+    assert [row["loss"] for row in new.rows("train")] == losses[6:]
+
+
+def test_a_step_before_a_rollback_and_the_same_one_after_it(run_train, replay):
+    bad = """
+real = train.forward_backward
+def forward_backward(model, run, inputs, *rest):
+    numbers = real(model, run, inputs, *rest)
+    bad = 8 * 8 <= run.state["sequences"] < 10 * 8
+    return {name: numbers[name] * (float("nan") if bad else 1) for name in numbers}
+train.forward_backward = forward_backward
+"""
+    done = run_train("run", "--save_interval=4", "--max_skipped=2", "--log_interval=1", before=bad)
+    (event,) = [row for row in done.rows("event") if row["event"] == "rollback"]
+    assert (event["step"], event["at_step"]) == (8, 10)
+    after = [row["step"] for row in done.rows("event") if row["event"] == "saved"]
+    assert after == [0, 4, 8, 8, 12], "it saves right after the rollback"
+    logged = replay(done.out_dir, "--step=10", before=bad)
+    assert logged.returncode == 0, logged.stderr
+    assert "ckpt_00000008.pt" in logged.stdout and "all tensors are finite" in logged.stdout
+    undone = replay(done.out_dir, "--step=10", "--before_rollback=1", before=bad)
+    assert undone.returncode == 0, undone.stderr
+    assert "not finite: forward pass: loss" in undone.stdout
+    verified = replay(done.out_dir, "--verify=9", before=bad)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert "12 of 12 steps" in verified.stdout
+
+
+def test_the_first_tensor_that_is_not_finite_is_named(run_fork, replay):
+    bad = """
+def at_8(own):
+    def build_model(*arguments):
+        model = own(*arguments)
+        def hook(module, inputs, output):
+            return output * float("nan") if train.last_run and train.last_run.state["step"] == 7 else None
+        model.blocks[0].register_forward_hook(hook)
+        return model
+    return build_model
+train.build_model = at_8(train.build_model)
+"""
+    done = run_fork("run", *SAVES, source=bad)
+    assert [row["step"] for row in done.rows("train") if row["skipped"]] == [8]
+    again = replay(done.out_dir, "--step=8")
+    assert again.returncode == 0, again.stderr
+    assert "not finite: output of blocks.0:" in again.stdout
+
+
+def test_images_have_no_text_but_everything_else(tmp_path, replay):
+    command = [sys.executable, REPO / "examples/images.py", "--device=cpu", "--compile=false"]
+    flags = "--max_steps=6 --save_interval=2 --batch_size=8 --report=false --n_embd=4"
+    out = tmp_path / "images"
+    subprocess.run([*command, *flags.split(), f"--out_dir={out}"], check=True, capture_output=True)
+    again = replay(out, "--step=4")
+    assert again.returncode == 0, again.stderr
+    page = (out / "replay_00000004.md").read_text()
+    assert "| layers.0.weight |" in page and "**Sequence 24**" in page
+
+
+def test_a_run_with_ranks_says_what_to_type(run_train, replay):
+    done = run_train("run", *SAVES)
+    facts = json.loads((done.out_dir / "run.json").read_text())
+    facts["run"]["world_size"] = 2
+    (done.out_dir / "run.json").write_text(json.dumps(facts))
+    again = replay(done.out_dir, "--step=7")
+    assert again.returncode == 2 and "torchrun --standalone --nproc_per_node=2" in again.stderr
+
+
+def test_a_run_with_two_ranks_comes_out_again(python_train, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    done = python_train("run", *SAVES, launcher=torchrun)
+    assert done.returncode == 0, done.stderr
+    for what in ("--step=7", "--verify=2"):
+        command = [*torchrun, REPO / "replay.py", done.out_dir, what]
+        again = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert again.returncode == 0, again.stderr
+    assert "all bits equal" in again.stdout
+    assert "Sequence 55" in (done.out_dir / "replay_00000007.md").read_text(), "of both ranks"
+
+
+def test_a_poisoned_text_is_named(run_train, replay, tmp_path):
+    from prepare_data import prepare
+
+    text = "the cat sat on the mat and the dog lay by the fire and all was well. " * 60
+    poison = "zqxj!zqxj!zqxj!zqxj!zqxj!zqxj!zqxj!zqxj!"
+    (tmp_path / "text.txt").write_text(text[:2000] + poison + text[2000:])
+    prepare("poisoned", tmp_path, input=str(tmp_path / "text.txt"), say=lambda *words: None)
+    flags = ("--dataset=poisoned", f"--data_dir={tmp_path}", "--max_steps=70", "--peak_lr=1e-2")
+    done = run_train("run", *flags, "--save_interval=10")
+    spike = max(done.rows("train")[35:], key=lambda row: row["loss"])["step"]
+    again = replay(done.out_dir, f"--step={spike}")
+    assert again.returncode == 0, again.stderr
+    assert "zqxj!" in again.stdout
+
+
+# ---- two runs ------------------------------------------------------------------------------------
+
+
+def test_equal_runs_are_equal(run_train, replay):
+    one = run_train("one", *SAVES)
+    other = run_train("other", *SAVES)
+    again = replay(one.out_dir, other.out_dir)
+    assert again.returncode == 0 and "equal: all numbers of 12 steps" in again.stdout
+
+
+RATE = """
+def lr_at(step, own=train.lr_at):
+    return own(step) * (1.5 if step >= 5 else 1)
+train.lr_at = lr_at
+"""
+FORWARD = """
+import model
+def forward(self, *inputs, own=model.Attention.forward):
+    return own(self, *inputs) * 1.001
+model.Attention.forward = forward
+"""
+GRADIENT = """
+def forward_backward(model, run, *batch, own=train.forward_backward):
+    numbers = own(model, run, *batch)
+    if run.state["step"] >= 5:
+        for weight in model.parameters():
+            weight.grad *= 1.01
+    return numbers
+train.forward_backward = forward_backward
+"""
+CLIP = """
+def clip(run, own=train.clip):
+    norm = own(run)
+    if run.state["step"] == 5:
+        for weight in run.model.parameters():
+            weight.grad *= 0.5
+    return norm
+train.clip = clip
+"""
+OPTIMIZER = """
+def update(run, *rest, own=train.update):
+    own(run, *rest)
+    with torch.no_grad():
+        if run.state["step"] == 5:
+            next(run.model.parameters()).mul_(1.01)
+train.update = update
+"""
+AVERAGE = """
+def update(run, *rest, own=train.update):
+    own(run, *rest)
+    if run.state["step"] == 2:
+        next(iter(run.ema.values())).mul_(1.01)
+train.update = update
+"""
+RANDOM = """
+def train_step(model, run, *batch, own=train.train_step):
+    if run.state["step"] == 5:
+        torch.manual_seed(1)
+    return own(model, run, *batch)
+train.train_step = train_step
+"""
+PLANTS = {  # name -> (flags of both, flags of the other, its source, step of the rows, first thing)
+    "knob": ((), ("--weight_decay=0.2",), "", 2, "in step 1: setting: weight_decay"),
+    "rate": ((), (), RATE, 6, "in step 6: learning rate"),
+    "forward": ((), (), FORWARD, 1, "in step 1: output of blocks.0.attention"),
+    "gradient": ((), (), GRADIENT, 6, "in step 6: gradient of head.weight"),
+    "clip": ((), (), CLIP, 7, "in step 6: clipped gradient of"),
+    "optimizer": ((), (), OPTIMIZER, 7, "in step 6: after it: model/embedding.token.weight"),
+    "average": (("--ema_decay=0.9",), (), AVERAGE, 4, "in step 3: after it: ema/"),
+    "random": (("--dropout=0.1",), (), RANDOM, 6, "in step 6: step: loss"),
+    "dropout": ((), ("--dropout=0.1",), "", 1, "in step 1: output of"),
+    "seed": ((), ("--seed=2",), "", 0, "before the first step"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_where_two_runs_part_and_the_first_thing_that_differs(run_fork, replay, name):
+    flags, other_flags, source, step, first = PLANTS[name]
+    one = run_fork("one", *SAVES, *flags)
+    other = run_fork("other", *SAVES, *flags, *other_flags, source=source)
+    again = replay(one.out_dir, other.out_dir)
+    assert again.returncode == 1, again.stderr
+    assert f"the runs part at step {step}: " in again.stdout
+    assert first in again.stdout
+    assert "both come out again here" in again.stdout
+
+
+def test_other_data_under_the_same_name(run_train, replay, data_dir, tmp_path):
+    from prepare_data import prepare
+
+    text = (data_dir / "small.txt").read_text()
+    (tmp_path / "text.txt").write_text(text[1500:] + text[:1500])
+    prepare("small", tmp_path, input=str(tmp_path / "text.txt"), say=lambda *words: None)
+    one = run_train("one", *SAVES)
+    other = run_train("other", *SAVES, f"--data_dir={tmp_path}")
+    again = replay(one.out_dir, other.out_dir)
+    assert again.returncode == 1
+    assert "data: " in again.stdout and "the runs part at step 0: val_loss" in again.stdout
+
+
+FLIP = """
+def flip(tensor):
+    tensor.view(-1).view(torch.int32)[5] ^= 1 << 20
+import torch
+"""
+FAULTS = {
+    "gradient": """
+def clip(run, own=train.clip):
+    if run.state["step"] == 5: flip(run.model.head.weight.grad)
+    return own(run)
+train.clip = clip
+""",
+    "weight": """
+def update(run, *rest, own=train.update):
+    own(run, *rest)
+    if run.state["step"] == 5: flip(run.model.head.weight.data)
+train.update = update
+""",
+    "moment": """
+def update(run, *rest, own=train.update):
+    own(run, *rest)
+    if run.state["step"] == 5: flip(run.optimizers[0].state[run.model.head.weight]["exp_avg"])
+train.update = update
+""",
+    "batch": """
+def train_step(model, run, inputs, *rest, own=train.train_step):
+    if run.state["step"] == 5: inputs[3, 3] ^= 1
+    return own(model, run, inputs, *rest)
+train.train_step = train_step
+""",
+    "random": RANDOM.replace("torch.manual_seed(1)", "torch.rand(1)"),
+    "saved": """
+def update(run, *rest, own=train.update):
+    own(run, *rest)
+    if run.state["step"] == 3: flip(run.optimizers[0].state[run.model.head.weight]["exp_avg"])
+train.update = update
+""",
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_transient_fault_is_found_in_the_run_that_had_it(run_train, replay, name):
+    one = run_train("one", *SAVES, "--dropout=0.1")
+    other = run_train("other", *SAVES, "--dropout=0.1", before=FLIP + FAULTS[name])
+    again = replay(one.out_dir, other.out_dir)
+    assert again.returncode == 1, again.stderr
+    step = {"gradient": 6, "batch": 6, "random": 6, "saved": 4}.get(name, 7)
+    assert f"step {step} of {other.out_dir} is not what this code computes here" in again.stdout
+    assert f"of {one.out_dir} is not" not in again.stdout
+    checkpoint = "ckpt_00000004.pt" if name == "saved" else "ckpt_00000008.pt"
+    assert f"{checkpoint} differs from what is computed" in again.stdout
+
+
+# ---- a stretch again -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def good(run_train):
+    return run_train("run", *SAVES)
+
+
+def test_a_good_run_is_verified(good, replay):
+    before = tree(good.out_dir)
+    again = replay(good.out_dir, "--verify=9")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "12 of 12 steps computed again: all bits equal" in again.stdout
+    assert tree(good.out_dir) == before
+    some = replay(good.out_dir, "--verify=1", "--seed=3")
+    assert some.returncode == 0 and "4 of 12 steps" in some.stdout and "--seed=3" in some.stdout
+
+
+def test_a_run_that_was_stopped_and_extended_is_verified(run_train, replay):
+    run_train("run", *SAVES, before=stop_at(7))
+    run_train("run", *SAVES)
+    done = run_train("run", *SAVES, "--max_steps=18", "--decay_steps=12")
+    assert done.returncode == 0, done.stderr
+    again = replay(done.out_dir, "--verify=9")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "18 of 18 steps" in again.stdout
+
+
+@pytest.mark.parametrize("field", ["loss", "lr"])
+def test_an_edited_number_is_found(good, replay, field):
+    value = good.rows("train")[5][field]
+    edit(good, edited(6, **{field: value * (1 + 2**-20)}))
+    again = replay(good.out_dir, "--verify=9")
+    assert again.returncode == 1
+    assert f"step 6 of {good.out_dir} is not what this code computes here: {field}" in again.stdout
+
+
+@pytest.mark.parametrize("kind", ["train", "eval"])
+def test_a_dropped_row_is_found(good, replay, kind):
+    edit(good, lambda row: None if (row["kind"], row["step"]) == (kind, 6) else row)
+    again = replay(good.out_dir, "--verify=9")
+    assert again.returncode == 1 and f"its row of kind {kind} is missing" in again.stdout
+
+
+@pytest.mark.parametrize("hash_too", [False, True])
+def test_a_changed_weight_that_was_saved_again_is_found(good, replay, hash_too):
+    from plumbing.checkpoint import digest_of_state
+
+    path = good.checkpoint(8)
+    checkpoint = torch.load(path, weights_only=True)
+    checkpoint["model"]["head.weight"][0, 0] += 1e-6
+    torch.save(checkpoint, path)
+    if hash_too:
+        new = digest_of_state(checkpoint)
+        saved = ("saved", 8)
+        edit(good, lambda r: r | {"sha256": new} if (r.get("event"), r["step"]) == saved else r)
+    again = replay(good.out_dir, "--verify=9")
+    assert again.returncode == 1
+    assert ("step 8 of" if hash_too else "ckpt_00000008.pt is not what was saved") in again.stdout
+
+
+def test_steps_that_were_never_trained_are_found(good, run_train, replay):
+    other = run_train("other", *SAVES, "--seed=5")
+    copied = {row["step"]: row for row in other.rows("train") if row["step"] > 8}
+    edit(good, lambda row: copied.get(row["step"], row) if row["kind"] == "train" else row)
+    again = replay(good.out_dir, "--verify=9")
+    assert again.returncode == 1 and f"step 9 of {good.out_dir} is not" in again.stdout
+
+
+def test_a_swapped_dataset_is_found(run_train, replay, data_dir, tmp_path):
+    from prepare_data import prepare
+
+    text = (data_dir / "small.txt").read_text()
+    flags = (*SAVES, f"--data_dir={tmp_path}")
+    for content in (text, text[::-1]):
+        (tmp_path / "text.txt").write_text(content)
+        prepare("small", tmp_path, input=str(tmp_path / "text.txt"), say=lambda *words: None)
+        if content == text:
+            done = run_train("run", *flags)
+    again = replay(done.out_dir, "--verify=9")
+    assert again.returncode == 1 and "was trained on other data" in again.stderr
+
+
+def test_another_machine_is_told_from_a_forgery(good, replay):
+    facts = json.loads((good.out_dir / "run.json").read_text())
+    facts["run"]["torch"] = "2.0.0"
+    (good.out_dir / "run.json").write_text(json.dumps(facts))
+    assert replay(good.out_dir, "--verify=9").returncode == 0, "another torch, and the same bits"
+    edit(good, edited(6, loss=1.0))
+    again = replay(good.out_dir, "--verify=9")
+    assert again.returncode == 3
+    assert "torch was 2.0.0" in again.stdout and "(by " in again.stdout
+
+
+# ---- what it refuses -----------------------------------------------------------------------------
+
+
+def test_bad_input_is_one_line(good, replay, tmp_path):
+    for arguments in (
+        (tmp_path / "none", "--step=3"),
+        (good.out_dir,),
+        (good.out_dir, "--step=99"),
+    ):
+        again = replay(*arguments)
+        assert again.returncode in (1, 2) and len(again.stderr.splitlines()) == 1, again.stderr
+
+
+def test_the_command_itself(python_train, tmp_path):
+    done = python_train("run", *SAVES)
+    other = python_train("other", *SAVES, "--peak_lr=2e-3")
+    command = [sys.executable, REPO / "replay.py", done.out_dir, other.out_dir]
+    again = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert again.returncode == 1, again.stderr
+    assert "peak_lr: 0.001, 0.002" in again.stdout
+    assert "the first difference in step 1: learning rate" in again.stdout
