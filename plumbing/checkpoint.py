@@ -249,7 +249,7 @@ def refuse_what_is_lost(run) -> None:
 
 def not_restorable(value: Any, name: str) -> str | None:
     """What of `value`, called `name`, torch.load(weights_only=True) cannot read, or None."""
-    plain = (type(None), bool, int, float, str, torch.Tensor)
+    plain = (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter)
     file = io.BytesIO()
     try:
         torch.save(mapped(lambda leaf, _: isinstance(leaf, torch.Tensor) or leaf, value), file)

@@ -276,7 +276,7 @@ def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
         expected = "an int" if isinstance(default, int) else "a number"
         number = math.nan
         with suppress(ValueError):
-            number = float(show(value))
+            number = float(show(value)) if isinstance(value, str) == is_flag else math.nan
         fits = not math.isnan(number)
         if isinstance(default, int):
             fits = number.is_integer() and abs(number) < 2**63  # tensors and files hold no other

@@ -12,14 +12,17 @@ REPO = Path(__file__).resolve().parent.parent
 STYLES = {"dim": 2, "red": 31, "green": 32}
 
 
-# ---- formatting ----------------------------------------------------------------------------------
-
-
 def paint(words: str, style: str, stream: TextIO | None = None) -> str:
     """`words` in colour, if `stream` is a terminal that shows colours (https://no-color.org)."""
     stream = stream or sys.stdout
     plain = not stream or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     return words if plain or not stream.isatty() else f"\033[{STYLES[style]}m{words}\033[0m"
+
+
+def say(*words: object) -> None:
+    from plumbing import ranks  # not above: what only formats, like report.py, needs no torch
+
+    ranks.say(*words)
 
 
 def shown(path: str | Path) -> str:
@@ -32,9 +35,8 @@ def shown(path: str | Path) -> str:
 
 def wrapped(words: str, indent: int) -> str:
     """`words` in lines of up to 80, all but the first indented; never splits a path or flag."""
-    blank = " " * indent
-    looks = {"initial_indent": blank, "subsequent_indent": blank, "break_long_words": False}
-    return textwrap.fill(words, 80, break_on_hyphens=False, **looks)[indent:]
+    blank, whole = " " * indent, {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(blank + words, 80, subsequent_indent=blank, **whole)[indent:]
 
 
 def fit(value: float, width: int, digits: int) -> str:
@@ -45,20 +47,12 @@ def fit(value: float, width: int, digits: int) -> str:
     return next((text for text in texts if len(text) <= width), f"{value:{width}.0e}")
 
 
-def rate(per_second: float) -> str:
-    """Tokens per second in 6 characters: 853 is 0.853k, 1234567 is 1.235M."""
-    sizes = {"k": 1e3, "M": 1e6, "G": 1e9}
-    letter = next((each for each in sizes if per_second < 999.95 * sizes[each]), "G")
-    return fit(per_second / sizes[letter], 5, 3) + letter
-
-
 def duration(seconds: float) -> str:
     """Time as 0:46, 12:04:05, 12d 4h."""
-    minutes, seconds = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
+    hours, rest = divmod(int(seconds), 3600)
     if hours >= 100:
         return f"{hours // 24}d {hours % 24}h"
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
 def best_words(best_metric: str, state: dict[str, Any]) -> str:
@@ -66,14 +60,8 @@ def best_words(best_metric: str, state: dict[str, Any]) -> str:
     name = "validation loss" if best_metric == "val_loss" else best_metric.removeprefix("-")
     if not math.isfinite(state["best_score"]):
         return f"no best {name} yet"
-    best = -state["best_score"] if best_metric.startswith("-") else state["best_score"]
-    return f"best {name} {best:.4f} at step {state['best_step']:,}"
-
-
-def say(*words: object, file: TextIO | None = None) -> None:
-    from plumbing import ranks  # not above: what only formats, like report.py, needs no torch
-
-    ranks.say(*words, file=file)
+    sign = -1 if best_metric.startswith("-") else 1
+    return f"best {name} {sign * state['best_score']:.4f} at step {state['best_step']:,}"
 
 
 # ---- lines of a run ------------------------------------------------------------------------------
@@ -84,7 +72,7 @@ COLUMNS = {  # field of a row -> (heading, width, function that formats its valu
     "lr": ("lr", 8, lambda value: f"{value:8.2e}"),
     "step_ms": ("ms", 6, lambda value: fit(value, 6, 1)),
     "data_ms": ("wait", 5, lambda value: fit(value, 5, 1)),
-    "tokens_per_sec": ("tok/s", 6, rate),
+    "tokens_per_sec": ("tok/s", 6, lambda value: fit(value / 1000, 5, 3) + "k"),
     "mfu": ("mfu", 6, lambda value: fit(100 * value, 5, 1) + "%"),
     "mem_gb": ("GB", 5, lambda value: fit(value, 5, 2)),
     "gpu_util": ("gpu%", 4, lambda value: fit(value, 4, 0)),  # only if NVML reports it
@@ -107,34 +95,29 @@ class Table:
 
     def print_row(self, row: dict[str, Any]) -> None:
         """Print a row of metrics.jsonl. A field that is not in COLUMNS gets a column of its own."""
-        columns = dict(COLUMNS)
-        if row.get("gpu_util") is None:
-            del columns["gpu_util"]
-        for name in row:
-            if name not in (*COLUMNS, *NOT_SHOWN):
-                width = max(7, len(name))
-                columns[name] = (name, width, lambda value, width=width: fit(value, width, 4))
+        columns = {n: COLUMNS[n] for n in COLUMNS if n != "gpu_util" or row.get(n) is not None}
+        for name in [name for name in row if name not in (*COLUMNS, *NOT_SHOWN)]:
+            width = max(7, len(name))
+            columns[name] = (name, width, lambda value, width=width: fit(value, width, 4))
+        columns["left"] = ("left", 8, duration)
+        row = row | {"left": (self.max_steps - row["step"]) * row["step_ms"] / 1000}
         if self.names != list(columns):
             self.names = list(columns)
+            heads = " ".join(f"{heading:>{width}}" for heading, width, _ in columns.values())
             start = f"{'step/total':<{len(progress(0, self.max_steps))}}"
-            headings = " ".join(f"{heading:>{width}}" for heading, width, _ in columns.values())
-            say(paint(f"{start} {headings} {'left':>8}", "dim"))
-        cells = (
-            f"{'n/a' if row[name] is None else write(row[name]):>{width}}"
-            for name, (_, width, write) in columns.items()
-        )
-        left = duration((self.max_steps - row["step"]) * row["step_ms"] / 1000)
-        say(progress(row["step"], self.max_steps), *cells, f"{left:>8}")
+            say(paint(f"{start} {heads}", "dim"))
+        cells = [progress(row["step"], self.max_steps)]
+        for name, (_, width, write) in columns.items():
+            text = "n/a" if row[name] is None else write(row[name])
+            cells.append(f"{text:>{width}}")
+        say(*cells)
 
     def print_evaluation(self, row: dict[str, Any], is_best: bool) -> None:
         """Print a row of an evaluation, with every further number that evaluate() returned."""
-        names = dict.fromkeys((*EVALUATION, *row))  # the known ones first
-        names = [name for name in names if name in row and name not in NOT_SHOWN]
-        words = "  ".join(
-            EVALUATION.get(name, name + " {:.4f}").format(row[name]) for name in names
-        )
+        names = [name for name in {**EVALUATION, **row} if name in row and name not in NOT_SHOWN]
+        words = [EVALUATION.get(name, name + " {:.4f}").format(row[name]) for name in names]
         best = paint("  best", "green") if is_best else ""
-        say(f"{progress(row['step'], self.max_steps)} {words}{best}")
+        say(f"{progress(row['step'], self.max_steps)} {'  '.join(words)}{best}")
 
 
 def progress(step: int, max_steps: int) -> str:
@@ -154,9 +137,9 @@ def in_short(value: Any, event: str) -> str:
     """A field of an event. Of [then, now] hashes of files, the names of those that differ."""
     if event == "inexact_resume":
         then, now = value
-        if isinstance(then, dict) and isinstance(now, dict):
-            return ", ".join(key for key in now if now[key] != then.get(key))
-        return f"{then} -> {now}"
+        if not isinstance(then, dict) or not isinstance(now, dict):
+            return f"{then} -> {now}"
+        value = [key for key in now if now[key] != then.get(key)]
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -164,38 +147,50 @@ def in_short(value: Any, event: str) -> str:
 
 def diagnosis(why: str, recent: list[dict[str, Any]], rollbacks: int) -> str:
     """Why a run cannot continue, with the numbers of its `recent` rows."""
-    last = {k: " ".join(f"{row[k]:.3g}" for row in recent) for k in ("lr", "grad_norm", "loss")}
+    rates, norms, losses = (
+        " ".join(f"{row[k]:.3g}" for row in recent) for k in ("lr", "grad_norm", "loss")
+    )
     return (
         f"{why}, at step {recent[-1]['step']} after {rollbacks} rollbacks. The last learning rates: "
-        f"{last['lr']}; gradient norms: {last['grad_norm']}; losses: {last['loss']}; the last sequence: "
-        f"{recent[-1]['sequences']:,}. Try a lower --peak_lr, more --warmup_steps, a smaller "
-        f"--grad_clip, --dtype=float32; then a new --out_dir"
+        f"{rates}; gradient norms: {norms}; losses: {losses}; sequence: {recent[-1]['sequences']:,}. "
+        "Try a lower --peak_lr, more --warmup_steps, a smaller --grad_clip, --dtype=float32; then "
+        "a new --out_dir"
     )
 
 
-# ---- before the first step -----------------------------------------------------------------------
+# ---- before the first step and after the last ----------------------------------------------------
 
 
 def print_plan(run: Any, peak: tuple, changed: dict) -> None:
-    """Print the plan of the run, in a few aligned lines.
-
-    peak: (FLOP/s or None, source). changed: {knob: [then, now]} since the checkpoint it resumes.
-    """
+    """Print the plan of the run. peak: (FLOP/s or None, source). changed: {knob: [then, now]} since the
+    checkpoint it resumes."""
     c = run.facts["config"] | run.facts["run"]
+    data = {"name": run.facts["data"]["name"], **run.facts["data"]["meta"]}
     model = run.model.describe() if hasattr(run.model, "describe") else type(run.model).__name__
     size = sum(weight.numel() for weight in run.model.parameters())
+    train, val = len(run.train_data), len(run.val_data)
+    batch = "{batch_size} x {accum_steps} x {world_size} = {global_batch}".format(**c)
+    sizes = f"{data['name']}: {train:,} to train on, {val:,} to validate"
+    if "train_tokens" in data:
+        batch += f" sequences of {c['block_size']} = {c['global_batch'] * c['block_size']:,} tokens"
+        sizes = (
+            "{name}, {tokenizer}: {train_tokens:,} tokens to train on, {val_tokens:,} to validate"
+        )
+        sizes = (sizes + "; vocabulary {vocab_size:,}").format(**data)
+    course = "{optimizer}, {schedule} {peak_lr:g} to {min_lr:g}".format(**c)
+    rate = f"{peak[0] / 1e12:.3g} TFLOP/s" if peak[0] else "n/a"
+    strict = f"deterministic {str(c['deterministic']).lower()}"
     lines = {
         "run": f"resumes from {shown(run.path)}" if run.path else f"new, in {shown(c['out_dir'])}",
         "changed": ", ".join(f"{key} {then} -> {now}" for key, (then, now) in changed.items()),
         "model": f"{model}; {size:,} parameters",
-        **describe_data(run, c),
-        "steps": f"{c['max_steps']:,}, {len(run.train_data) // c['global_batch']:,} to an epoch; "
-        f"{c['optimizer']}, {c['schedule']} {c['peak_lr']:g} to {c['min_lr']:g}",
+        "data": sizes,
+        "batch": f"{batch} a step",
+        "steps": f"{c['max_steps']:,}, {train // c['global_batch']:,} to an epoch; {course}",
         "device": f"{c['device']}, {c['threads']} threads",
         "dtype": f"{c['dtype']} ({run.reasons['dtype']})",
-        "compile": f"{str(c['compile']).lower()} ({run.reasons['compile']}); "
-        f"deterministic {str(c['deterministic']).lower()}",
-        "peak": (f"{peak[0] / 1e12:.3g} TFLOP/s" if peak[0] else "n/a") + f" ({peak[1]})",
+        "compile": f"{str(c['compile']).lower()} ({run.reasons['compile']}); {strict}",
+        "peak": f"{rate} ({peak[1]})",
     }
     for name, words in lines.items():
         print_line(name, words)
@@ -204,26 +199,6 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
 def print_line(name: str, words: str) -> None:
     if words:
         say(paint(f"{name:<8}", "dim"), wrapped(words, 9))
-
-
-def describe_data(run: Any, c: dict[str, Any]) -> dict[str, str]:
-    """The lines `data` and `batch`, in tokens if the data is text."""
-    data = run.facts["data"]
-    meta = data["meta"]
-    sizes = f"{len(run.train_data):,} to train on, {len(run.val_data):,} to validate"
-    words = f"{data['name']}: {sizes}"
-    batch = f"{c['batch_size']} x {c['accum_steps']} x {c['world_size']} = {c['global_batch']}"
-    if "tokenizer" in meta and "train_tokens" in meta:
-        words = (
-            f"{data['name']}, {meta['tokenizer']}: {meta['train_tokens']:,} tokens to train on, "
-            f"{meta['val_tokens']:,} to validate; vocabulary {meta['vocab_size']:,}"
-        )
-        tokens = f"{c['global_batch'] * c['block_size']:,}"
-        batch += f" sequences of {c['block_size']} = {tokens} tokens"
-    return {"data": words, "batch": f"{batch} a step"}
-
-
-# ---- after the last step -------------------------------------------------------------------------
 
 
 def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric: str) -> None:
@@ -240,20 +215,16 @@ def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric:
 def print_next(ended: str, folder: Path, command: list[str], writes_text: bool) -> None:
     """Print commands to paste next. command: the arguments that started this run. writes_text: whether
     sample.py can load its model and its data is text."""
-    sample, report = (
-        shlex.join(["python", shown(REPO / script), shown(folder)])
-        for script in ("sample.py", "report.py")
-    )
-    commands = {}
-    if ended.startswith(("finished", "stopped early")):
-        if writes_text:
-            commands[sample] = "text from its best weights"
-        commands[f"{report} OTHER"] = "beside another run"
-    else:
-        typed = command == sys.argv and "WORLD_SIZE" not in os.environ  # no notebook, no launcher
-        if typed and not ended.startswith("failed"):
-            commands[shlex.join(["python", *command])] = "resumes"
-        commands[report] = "what happened, as a picture and in words"
-    width = min(50, max(map(len, commands)))
-    for line, what in commands.items():
-        say(f"{line:<{width}}  {paint(f'# {what}', 'dim')}")
+    scripts = [shown(REPO / script) for script in ("sample.py", "report.py")]
+    sample, report = (shlex.join(["python", script, shown(folder)]) for script in scripts)
+    done = ended.startswith(("finished", "stopped early"))
+    typed = command == sys.argv and "WORLD_SIZE" not in os.environ  # no notebook, no launcher
+    resumes = typed and not done and not ended.startswith("failed")
+    for wanted, line, what in (
+        (done and writes_text, sample, "text from its best weights"),
+        (done, f"{report} OTHER", "beside another run"),
+        (resumes, shlex.join(["python", *command]), "resumes"),
+        (not done, report, "what happened, as a picture and in words"),
+    ):
+        if wanted:
+            say(f"{line:<50}  {paint(f'# {what}', 'dim')}")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plumbing.cli import BadInput, fail
+from plumbing.cli import BadInput, fail, printable
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def say(*words: object, file: Any = None) -> None:
     """Print on rank 0 only, so that all ranks have one log. What cannot be written is dropped."""
     if rank() == 0:
         with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe or terminal
-            print(*words, file=file, flush=True)
+            print(printable(" ".join(map(str, words))), file=file, flush=True)
 
 
 def agree(*flags: float) -> list:

@@ -226,7 +226,7 @@ def test_a_value_set_in_a_notebook_is_the_default(script, capsys, monkeypatch):
     with pytest.raises(SystemExit), configured(scope, argv=["--help"]):
         pass
     assert "--batch_size=5 " in capsys.readouterr().out
-    for bad in ("five", 1.5, None):
+    for bad in ("5", 1.5, None):
         with pytest.raises(cli.BadInput) as error:
             with configured(scope | {"batch_size": bad}, argv=[]):
                 pass
@@ -349,6 +349,7 @@ def test_a_bad_argument_gets_one_line_that_says_what_to_type(script, argv, words
         ),
         ("batch_size = 'abc'", ["bad.py: batch_size = 'abc'", "an int such as batch_size = 32"]),
         ("batch_size = True", ["bad.py: batch_size = True", "expected an int"]),
+        ("batch_size = '4'", ["bad.py: batch_size = '4'", "expected an int"]),
         ("peak_lr = False", ["bad.py: peak_lr = False", "expected a number"]),
         ("report = 2", ["bad.py: report = 2", "expected one of true, false"]),
         ("name = 3", ["bad.py: name = 3", "expected a string"]),
