@@ -373,9 +373,7 @@ def test_a_weight_that_is_not_in_the_model_is_refused_before_anything_is_written
     )
     done = run_train("run", before=change)
     assert done.returncode == 2 and not done.out_dir.exists()
-    assert (
-        "trains a weight that is not in model.parameters()" in done.stderr
-    )
+    assert "trains a weight that is not in model.parameters()" in done.stderr
 
 
 def test_a_buffer_that_the_first_forward_pass_makes_is_refused_before_a_step(run_train):
