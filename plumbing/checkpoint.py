@@ -51,7 +51,7 @@ def file_name(step: int) -> str:
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def load(path: Path, verify: bool = True, mmap: bool = True, parts=PARTS) -> dict:
+def load(path: Path, verify: bool = True, mmap: bool = True, parts: Iterable = PARTS) -> dict:
     """Load the checkpoint at `path` on the CPU, memory-mapped if `mmap`. No code in it can run.
 
     verify: first read the whole file and compare the zip's checksums, because torch.load loads a
