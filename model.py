@@ -6,10 +6,10 @@ Attention and MLP each add to one residual stream. Shapes use B (sequences), T (
 C (`n_embd`), H (`n_head`), D = C / H, V (`vocab_size`). Imports nothing but torch.
 """
 
-import inspect
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -76,9 +76,8 @@ def rotate(x, cos, sin):
 
 
 def causal_attention(q, k, v, dropout):
-    """q, k, v (B, H, T, D) to (B, H, T, D): each token sees itself and the past. On a CPU the
-    backward pass of the fused kernel is slow: in bfloat16, plain matrix products take 3 ms against
-    23 at T = 64 and 8 against 16 at T = 256; at T = 1,024 the two are even."""
+    """q, k, v (B, H, T, D) to (B, H, T, D): each token sees itself and the past. On a CPU the fused
+    kernel's backward pass is slow: in bfloat16 23 ms against 3 at T = 64, no difference at T = 1,024."""
     B, H, T, D = q.shape
     if q.device.type != "cpu" or T > PLAIN_ATTENTION_MAX:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
@@ -207,9 +206,8 @@ class GPT(nn.Module):
         if targets is None:
             return self.head(x)[..., : self.classes()]
         loss = self.loss(self.head, x, targets)
-        if self.training and len(self.extra_heads):
-            loss = add_future_losses(self, loss, x, targets)
-        return loss
+        learns_more = self.training and len(self.extra_heads)
+        return add_future_losses(self, loss, x, targets) if learns_more else loss
 
     def loss(self, head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
         """Mean cross entropy of head(x): x (B, T, C), targets (B, T)."""
@@ -271,9 +269,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing=0.0, reductio
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Summed cross entropy of the first `classes` logits of x (N, C) @ weight (V, C).T, held one
-    chunk at a time. The forward pass also computes the gradients, so that nothing is recomputed and
-    only the sum of the weight's gradients is kept (as in Liger Kernel, Hsu et al. 2024)."""
+    """Summed cross entropy of the first `classes` logits of x (N, C) @ weight (V, C).T, held one chunk
+    at a time. The forward pass also computes the gradients (as in Liger Kernel, Hsu et al. 2024)."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, label_smoothing, classes, chunks):
@@ -349,10 +346,9 @@ class ContextEmbedding(TokenEmbedding):
 
 
 def add_future_losses(model, loss, x, targets):
-    """n_future_tokens: `loss`, and the gradients of the extra heads' losses (multi-token prediction,
-    Gloeckle et al. 2024). Its value stays, so that runs with and without them compare. Each is a sum
-    divided by n * (T - ahead) / T, for n main targets, masked or not: so the gradient of a step does
-    not depend on its split into micro-batches."""
+    """n_future_tokens: `loss`, its value unchanged, with the gradients of the extra heads' losses too
+    (Gloeckle et al. 2024). Each is a sum divided by n * (T - ahead) / T, for n main targets, so that
+    a step's gradient does not depend on its split into micro-batches."""
     T, n = targets.size(1), (targets != -100).sum()
     for ahead, head in zip(range(1, T), model.extra_heads, strict=False):
         there = (targets[:, ahead:] != -100).sum()
@@ -367,17 +363,14 @@ def add_future_losses(model, loss, x, targets):
 def generate(
     model, tokens, max_new_tokens, block_size, vocab_size, temperature=1.0, top_k=0, generator=None
 ) -> Iterator[Tensor]:
-    """Continues tokens (B, T), yielding one (B, 1) tensor of new ids at a time. model: any module, in
-    eval mode, for which model(tokens) returns logits (B, T, vocab_size or more), or the last ones if
-    its forward has `last_only`; it sees the last `block_size` tokens. temperature=0 takes the
-    likeliest token; top_k=0 samples from all."""
-    has_last_only = "last_only" in inspect.signature(model.forward).parameters
-    options = {"last_only": True} if has_last_only else {}
+    """Continues tokens (B, T), yielding (B, 1) new ids at a time. model: any module, in eval mode, that
+    returns the logits (B, T, vocab_size or more) of the last `block_size` tokens, only the last ones if
+    its forward has `last_only`. temperature=0 takes the likeliest; top_k=0 samples from all."""
+    options = {"last_only": True} if "last_only" in signature(model.forward).parameters else {}
     for _ in range(max_new_tokens):
         logits = model(tokens[:, -block_size:], **options)[:, -1, :vocab_size].float()
         if 0 < top_k < logits.size(-1):
-            lowest_kept = logits.topk(top_k).values[:, -1:]
-            logits = logits.masked_fill(logits < lowest_kept, -math.inf)
+            logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
         if temperature == 0:
             new = logits.argmax(-1, keepdim=True)
         else:

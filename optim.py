@@ -47,11 +47,9 @@ def configure_optimizers(
         optimizers = [muon, torch.optim.AdamW(groups(outer), **adam)]
     else:
         raise ValueError(f"optimizer={optimizer!r}: expected adamw, adam, sgd, momentum or muon")
-    if device_type == "cpu":
-        # Adam looks whether a CUDA graph is being captured, which makes a CUDA context of some
-        # hundred MB where there is a GPU, even if the run is on the CPU.
-        for each in optimizers:
-            each._accelerator_graph_capture_health_check = lambda: None
+    for each in optimizers if device_type == "cpu" else ():
+        # Adam's look for a CUDA graph makes a CUDA context of some hundred MB where there is a GPU.
+        each._accelerator_graph_capture_health_check = lambda: None
     return optimizers
 
 
@@ -71,11 +69,8 @@ def sorted_by_role(model):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum with an orthogonalized update (Jordan 2024), as large as AdamW's (Liu et al. 2025).
-
-    Like torch.optim.Muon(adjust_lr_fn="match_rms_adamw"), but in float32 where a CPU only emulates
-    bfloat16, which takes a hundred times as long. weights: matrices.
-    """
+    """Momentum with an orthogonalized update (Jordan 2024), as large as AdamW's (Liu et al. 2025), like
+    torch.optim.Muon(adjust_lr_fn="match_rms_adamw"). weights: matrices."""
 
     moments = 1  # numbers kept per weight, for estimates of memory
     skips_on_device = True  # step() changes nothing if found_inf, a 0/1 tensor, is 1
@@ -109,7 +104,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """`matrix` with singular values near 1, by five Newton-Schulz steps (Jordan 2024)."""
+    """`matrix` with singular values near 1, by five Newton-Schulz steps (Jordan 2024); in float32 where
+    a CPU only emulates bfloat16, which takes a hundred times as long."""
     emulated = matrix.is_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     x = matrix if emulated else matrix.bfloat16()
     x = x.T if x.size(0) > x.size(1) else x

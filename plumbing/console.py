@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 REPO = Path(__file__).resolve().parent.parent
-STYLES = {"dim": 2, "red": 31, "green": 32}
 
 
 def paint(words: str, style: str, stream: TextIO | None = None) -> str:
     """`words` in colour, if `stream` is a terminal that shows colours (https://no-color.org)."""
     stream = stream or sys.stdout
     plain = not stream or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return words if plain or not stream.isatty() else f"\033[{STYLES[style]}m{words}\033[0m"
+    colour = {"dim": 2, "red": 31, "green": 32}[style]
+    return words if plain or not stream.isatty() else f"\033[{colour}m{words}\033[0m"
 
 
 def say(*words: object) -> None:
@@ -156,9 +156,6 @@ def diagnosis(why: str, recent: list[dict[str, Any]], rollbacks: int) -> str:
         "Try a lower --peak_lr, more --warmup_steps, a smaller --grad_clip, --dtype=float32; then "
         "a new --out_dir"
     )
-
-
-# ---- before the first step and after the last ----------------------------------------------------
 
 
 def print_plan(run: Any, peak: tuple, changed: dict) -> None:

@@ -10,12 +10,8 @@ _held = None  # the Signals of hold()
 
 
 class Signals:
-    """Handles signals within `with Signals() as signals:`, then restores the old handlers.
-
-    stop: the number of the first SIGINT, SIGTERM or SIGHUP (a closed terminal), or 0.
-    save: whether a SIGUSR1 asked for a checkpoint.
-    Outside the main thread, where Python cannot install handlers, it does nothing.
-    """
+    """Handles signals within `with Signals() as signals:`; outside the main thread, none. stop: the first
+    of SIGINT, SIGTERM and SIGHUP (a closed terminal), or 0. save: a SIGUSR1 asked for a checkpoint."""
 
     def __init__(self) -> None:
         self.stop = 0
@@ -39,17 +35,16 @@ class Signals:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self.before.items():
-            # None: not installed by Python, which cannot restore it
+        for number, handler in self.before.items():  # None: not Python's, which cannot restore it
             signal.signal(number, handler or signal.SIG_DFL)
 
     def handle(self, number: int, frame: FrameType | None = None) -> None:
-        if number == signal.SIGUSR1:
-            self.save = True
-            return
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # a second Ctrl-C ends the process
-        self.stop = self.stop or int(number)
+        if number == signal.SIGUSR1:
+            self.save = True
+        else:
+            self.stop = self.stop or int(number)
 
     def orphaned(self) -> bool:
         """Whether torchrun has died: its ranks run in their own sessions, and would survive it."""
@@ -57,7 +52,7 @@ class Signals:
 
 
 def hold() -> None:
-    """Remember the signals that come from now on for Signals(): `import torch` takes seconds, in which
-    Ctrl-C would end in a traceback, and SIGUSR1 in death. For a process that does nothing but train."""
+    """Keep the signals of the seconds of `import torch` for Signals(): Ctrl-C would end in a traceback,
+    SIGUSR1 in death. For a process that does nothing but train."""
     global _held
     _held = Signals().__enter__()

@@ -740,8 +740,8 @@ def test_generate_needs_no_more_than_logits_and_never_draws_a_row_that_pads_the_
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"n_embd": 30, "n_head": 4}, "n_embd=30 is no even multiple of n_head=4"),
-        ({"n_embd": 30, "n_head": 2}, "n_embd=30 is no even multiple of n_head=2"),
+        ({"n_embd": 30, "n_head": 4}, "--n_embd=30 is no even multiple of --n_head=4"),
+        ({"n_embd": 30, "n_head": 2}, "--n_embd=30 is no even multiple of --n_head=2"),
     ],
 )
 def test_bad_shapes_are_named(overrides, message):
@@ -760,7 +760,7 @@ def test_a_model_is_built_from_a_runs_config():
     assert model.config == GPTConfig(
         65, 32, 2, 32, 2, dropout=0.1, label_smoothing=0.2, grad_checkpoint=True
     )
-    with pytest.raises(ValueError, match="n_embd=32 is no even multiple of n_head=5"):
+    with pytest.raises(ValueError, match="--n_embd=32 is no even multiple of --n_head=5"):
         build_model(knobs | {"n_head": 5}, vocab_size=65)
     with pytest.raises(TypeError, match="block_size"):
         build_model({"n_head": 2, "n_embd": 32}, vocab_size=65)
