@@ -128,7 +128,8 @@ max_skipped = 10  # consecutive skipped (not finite) updates before a rollback, 
 max_rollbacks = 3  # rollbacks before the run gives up, [0, inf)
 audit_interval = 0  # steps between those computed twice and compared bitwise, [0, inf); 0 = off
 
-# Every variable of the loop, saved and restored together. A new one belongs here and nowhere else.
+# Every variable of the loop, saved and restored together. A new one belongs here, and in one of the
+# tuples below if a rollback must not put it back, or if a record of bests that begins afresh resets it.
 FRESH_STATE = {
     "step": 0,  # finished updates, including skipped ones
     "sequences": 0,  # index of the next training sequence; a rollback does not reset it
@@ -150,6 +151,8 @@ FRESH_STATE = {
     "high_in_row": 0,  # losses above the first one
     "first_loss": math.inf,
 }
+KEPT_IN_ROLLBACK = ("best_score", "best_val_loss", "best_step", "skipped", "rollbacks")
+RECORD_OF_BESTS = ("best_score", "best_val_loss", "score_to_beat", "evals_since_best")
 last_run = None  # the run of the newest main(), for a notebook
 
 
@@ -235,8 +238,8 @@ def open_dataset(saved: dict | None) -> tuple:
     facts: `name`, `fingerprint`, `meta`, and as `files` the paths of other files that a fork reads,
     such as a teacher's weights. saved: the checkpoint to resume from, or None.
     """
-    before = saved and saved["data"]["name"]
-    asked = (dataset, offline_dataset, before, data_dir, block_size, ranks.say)
+    so_far = saved and saved["data"]["name"]
+    asked = (dataset, offline_dataset, so_far, data_dir, block_size, ranks.say)
     name, folder, meta = from_rank0(prepare_data.dataset_of_run, *asked)
     train_data = ShuffledWindows(data.open_split(folder, meta, "train"), block_size, seed)
     val_data = data.OrderedWindows(data.open_split(folder, meta, "val"), block_size, eval_tokens)
@@ -301,20 +304,20 @@ def autocast(device: torch.device) -> torch.autocast:
 
 
 def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> dict:
-    """One update, in seven operations. The host waits only for an optimizer that is not fused.
+    """One update, in seven operations. All numbers stay on the device: the host waits for none, except
+    to skip the step of an optimizer that cannot skip there (neither Muon nor one of torch's fused).
 
     model: run.model or its compiled form. inputs, targets: this rank's sequences, on the device.
-    Returns scalars, of the global batch: what forward_backward adds up, the gradient norm before
-    clipping, whether one of them was not finite and the update was skipped. A key added here becomes
-    a field of every row of metrics.jsonl, a column of the console and a curve of the report.
+    Returns scalars of the global batch. A key added here becomes a field of every row of
+    metrics.jsonl, a column of the console and a curve of the report.
     """
     run.model.zero_grad(set_to_none=True)  # 1: zero the gradients
     set_lr(run.optimizers, lr)  # 2: set the learning rate
-    before = snapshot(run)  # what a retry or a skipped update puts back
-    n_targets = ranks.total((targets.long() != -100).sum())
-    batch = (model, run, inputs, targets, n_targets)
-    numbers = halving_on_oom(run, before, forward_backward, *batch)  # 3 to 5
-    ranks.sum_gradients(run.model, numbers)
+    before = snapshot(run)  # buffers and random state: what a retry or a skip puts back
+    n_targets = ranks.total((targets.long() != -100).sum())  # over all ranks
+    arguments = (model, run, inputs, targets, n_targets)
+    numbers = halving_on_oom(run, before, forward_backward, *arguments)  # 3 to 5
+    ranks.sum_gradients(run.model, numbers)  # and the numbers
     grad_norm = clip(run)  # 6: unscale, then clip
     skipped = ~(numbers["loss"].isfinite() & grad_norm.isfinite())
     if run.scaler.is_enabled():
@@ -338,12 +341,14 @@ def forward_backward(model, run: Run, inputs, targets, n_targets: torch.Tensor) 
         with autocast(x.device):
             loss = model(x, y)  # 3: forward, under autocast; the mean over the targets of x
         loss, others = loss if isinstance(loss, tuple) else (loss, {})
-        share = n_targets / (n := (y.long() != -100).sum())
-        numbers = dict(loss=loss, **others)  # a second loss is refused
-        for name in numbers:
-            numbers[name] = (
-                torch.where(n > 0, numbers[name], 0) / share
-            )  # 4: all sum up to the mean
+        n = (y.long() != -100).sum()
+        parts = (
+            n_targets / n
+        )  # micro-batches of this size in the global batch; infinite where n is 0
+        numbers = {
+            name: torch.where(n > 0, mean, 0) / parts  # 4: all sum up to the mean
+            for name, mean in dict(loss=loss, **others).items()  # two of a name are an error
+        }
         run.scaler.scale(numbers["loss"]).backward()  # 5: backward
         totals = {name: totals.get(name, 0.0) + numbers[name].detach() for name in numbers}
     return totals
@@ -360,7 +365,8 @@ def clip(run: Run) -> torch.Tensor:
 
 @torch.no_grad()
 def update(run: Run, before, skipped: torch.Tensor) -> None:
-    """Step, unless `skipped`: then weights, moments, buffers and averages stay as they were."""
+    """Step, unless `skipped`: then weights, moments, buffers and averages stay as they were, and the
+    scaler, which has seen the gradients that are not finite, lowers its scale."""
     for optimizer in run.optimizers:
         step_unless(skipped, optimizer)
     run.scaler.update()
@@ -368,8 +374,8 @@ def update(run: Run, before, skipped: torch.Tensor) -> None:
     before.put_back_buffers_if(skipped)
     for name, average in run.ema.items():  # Polyak & Juditsky 1992
         weight = ranks.local(run.model.get_parameter(name))
-        share = (1 - ema_decay) * (1 - skipped.float())
-        ranks.local(average).lerp_(weight, share.to(weight.device))
+        towards = (1 - ema_decay) * (1 - skipped.float())
+        ranks.local(average).lerp_(weight, towards.to(weight.device))
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
@@ -486,20 +492,19 @@ def measure_best_again(run: Run) -> None:
 
 
 def forget_best(state: dict) -> None:
-    keys = ("best_score", "best_val_loss", "score_to_beat", "evals_since_best")
-    state.update({key: FRESH_STATE[key] for key in keys})
+    state.update({key: FRESH_STATE[key] for key in RECORD_OF_BESTS})
 
 
 # ---- what is due, and what went wrong ------------------------------------------------------------
 
 
-def every(interval: int, step: float) -> bool:
-    return interval > 0 and step % interval == 0
+def every(interval: int, step: int | None) -> bool:
+    return step is not None and interval > 0 and step % interval == 0
 
 
-def what_is_due(step: float, signals: Signals, saver) -> SimpleNamespace:
+def what_is_due(step: int | None, signals: Signals, saver) -> SimpleNamespace:
     """What is due after a step, by its number, a signal or the clock: for all ranks if for one.
-    step: NaN if there was none, so that nothing is due by its number."""
+    step: None if a signal came in its place."""
     late = 0 < save_minutes < (time.monotonic() - saver.last_save) / 60
     stop, save_now, orphaned = ranks.agree(signals.stop, signals.save or late, signals.orphaned())
     last = step == max_steps
@@ -578,8 +583,7 @@ def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
     """
     state = run.state
     bad = recent[-1]
-    keys = ("best_score", "best_val_loss", "best_step", "skipped", "rollbacks")
-    kept = {key: state[key] for key in keys}
+    kept = {key: state[key] for key in KEPT_IN_ROLLBACK}
     path = from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)
     hopeless = state["zeros_in_row"] >= max_skipped or state["rollbacks"] == max_rollbacks
     if hopeless or path is None:
@@ -671,7 +675,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
             steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
 
         # ---- what is due? every rank gets the same answer ----------------------------------------
-        due = what_is_due(state["step"] if batch else math.nan, signals, saver)
+        due = what_is_due(state["step"] if batch else None, signals, saver)
         if not any(vars(due).values()):
             continue
 
