@@ -5,9 +5,8 @@
     python bench.py examples/images.py --only=memory    # a script that changes train.py
 
 Takes train.py's flags and those below. Prints the results of each part and writes them to
-bench.json in out_dir, which replaces an older one. A run in out_dir is not touched. Run nothing
-else on the machine meanwhile. Exit code 2: bad input; 130: Ctrl-C (bench.json then has the parts
-that finished). Whether a run is right is for check.py to say.
+bench.json in out_dir (after Ctrl-C those of the parts that finished). A run in out_dir is not
+touched. Run nothing else on the machine meanwhile. Whether a run is right is for check.py to say.
 """
 
 import contextlib
@@ -239,7 +238,6 @@ def ladder(job):
     say(f"\nladder: each technique on top of those before; medians of {rounds}, interleaved")
     ratios = {"to_before": ".2f", "to_first": ".2f"}
     print_table(result, ms=".2f", tokens_per_sec=",.0f", mfu=".1%", **ratios, absent="")
-    say(f"  mfu: of {cell(job.peak[0], '.3g T')} TFLOP/s ({job.peak[1]})")
     say(f"  deterministic mode costs {cell(price, '.1%')} of a step; compiling: {compiling:.1f} s")
     return {"rungs": result, "compile_seconds": compiling, "deterministic_price": price}
 
@@ -373,9 +371,7 @@ def bare_step(model, run, inputs, targets, clips):
         optimizer.zero_grad(set_to_none=True)
     train.forward_backward(model, run, inputs, targets, targets.numel())
     if clips:
-        for optimizer in run.optimizers:
-            run.scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(run.model.parameters(), train.grad_clip or math.inf)
+        train.clip(run)
     for optimizer in run.optimizers:
         run.scaler.step(optimizer)
     run.scaler.update()
@@ -451,8 +447,8 @@ def memory(job):
             row = imagine(job, train.batch_size)
             if row and free:
                 row["fits"] = 0
-                while imagine(job, size := 2 * row["fits"] or 1)["predicted"] < 0.9 * free:
-                    row["fits"] = size
+                while imagine(job, more := 2 * row["fits"] or 1)["predicted"] < 0.9 * free:
+                    row["fits"] = more
             if row.get("predicted", 0) < (free or math.inf):
                 row["measured"] = measured_memory(job)
         row["error"] = row.get("predicted", math.nan) / row.get("measured", math.nan) - 1
@@ -512,11 +508,10 @@ def job_of(words, script, *scopes):
     scopes = {id(scope): scope for scope in (vars(train), globals(), *scopes)}.values()
     try:
         with configured(*scopes, argv=words) as config, TemporaryDirectory() as scratch:
-            folder = Path(folder_name(config, NAMED))
             with train.build([f"--out_dir={scratch}", "--resume=auto"]) as run:
-                peak_flops = machine.peak_flops(run.device, train.dtype)
+                flops = machine.peak_flops(run.device, train.dtype)
                 with setting(max_steps=10**9):  # no part ends early; decay_steps has its value
-                    yield Job(run, config, words, script, folder, peak_flops)
+                    yield Job(run, config, words, script, Path(folder_name(config, NAMED)), flops)
     finally:
         torch.use_deterministic_algorithms(strict)
 
@@ -539,11 +534,7 @@ def measure(own, argv):
         with RunFolder(job.folder).refusing():
             job.folder.mkdir(parents=True, exist_ok=True)
             write_json(path, facts)
-        say(f"device   {machine.device_name(job.device)}, {torch.get_num_threads()} threads")
-        say(f"model    {sum(w.numel() for w in job.run.model.parameters()):,} parameters")
-        say(f"batch    {train.batch_size} x {train.accum_steps} sequences of {facts['dataset']}")
-        say(f"dtype    {train.dtype} ({job.run.reasons['dtype']})")
-        say(f"compile  {train.compile} ({job.run.reasons['compile']})")
+        console.print_plan(job.run, job.peak, changed={})
         say(f"results  {console.shown(path)}: {', '.join(parts)}")
         for part in parts:
             with contextlib.ExitStack() as job.stack:
