@@ -70,7 +70,7 @@ def sanity(job):
     say(f"  NO-GO: {', '.join(faults)}" if faults else "  GO")
     if faults or warnings:
         say(f"  docs/trouble.md says what to do about: {', '.join(faults + warnings)}")
-    return {"checks": checks, "go": not faults}
+    return {"checks": checks, "ok": not faults}
 
 
 @lru_cache(1)
@@ -103,7 +103,8 @@ def learning_checks(job):
     near = abs(losses[0] - uniform) < 0.3
     yield "loss at initialization", near, found, "tokenizer" not in job.meta
     missed = [name for name, _ in run.model.named_parameters() if name not in reached]
-    yield "gradients reach every parameter", not missed, f"all but {missed}" if missed else "yes"
+    found = f"all but {', '.join(missed)}" if missed else "every one"
+    yield "gradients reach every parameter", not missed, found
 
 
 def text_checks(job):
@@ -281,9 +282,9 @@ def execute(script, words, **knobs):
         )
 
 
-def rows_of(folder, kind):
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+def rows_of(folder, *kinds):
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    return [row for row in rows if row["kind"] in (kinds or ("train", "eval"))]
 
 
 def exact(job):
@@ -291,20 +292,19 @@ def exact(job):
     few = {"max_steps": exact_steps, "warmup_steps": 0, "eval_tokens": train.block_size}
     few |= {"compile": train.compile, "audit_interval": 0, "keep_last": 1, "report": False}
     rows = {}
-    for strict in (True, False):
-        hashes_of_runs = []
-        for _ in range(exact_runs):
-            folder = job.run.folder.path / f"exact_{len(hashes_of_runs)}_{strict}"
+    for name, strict in {"deterministic": True, "not deterministic": False}.items():
+        results = []
+        for n in range(exact_runs):
+            folder = job.run.folder.path / f"{name} {n}"
             execute(job.script, job.argv, **few, out_dir=folder, deterministic=strict)
             saved = [row for row in rows_of(folder, "event") if row["event"] == "saved"]
-            hashes_of_runs.append(saved[-1]["sha256"][:16])
-        name = "deterministic" if strict else "not deterministic"
-        rows[name] = {"distinct": len({*hashes_of_runs}), "hash": hashes_of_runs[0]}
+            results.append(saved[-1]["sha256"][:16])
+        rows[name] = {"distinct": len({*results}), "hash": results[0]}
     say(
         f"\nexact: {exact_runs} processes, {exact_steps} steps; distinct results, hash of the first"
     )
     print_table(rows, distinct=",.0f", hash="")
-    return {"rows": rows, "differ": rows["deterministic"]["distinct"] > 1}
+    return {"rows": rows, "ok": rows["deterministic"]["distinct"] == 1}
 
 
 def same_bits(job, script, words):
@@ -314,16 +314,16 @@ def same_bits(job, script, words):
     if not (folders[1] / "metrics.jsonl").is_file():
         folders[1] = job.run.folder.path / "second"
         execute(script, words, out_dir=folders[1])
+    names = ("loss", "grad_norm", "skipped", "val_loss", "val_accuracy")
+    one, other = (
+        {(row["step"], row["kind"]): [row.get(name) for name in names] for row in rows_of(folder)}
+        for folder in folders
+    )
+    steps = [key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)]
     models = [checkpoint.load(checkpoint.newest_first(each)[0])["model"] for each in folders]
-    where = [f"weight {name}" for name in audit.bits_that_differ(*models)]
-    for kind, fields in (("eval", "val_loss val_accuracy"), ("train", "loss grad_norm skipped")):
-        one, other = ({row["step"]: row for row in rows_of(each, kind)} for each in folders)
-        for step in sorted(one.keys() | other.keys(), reverse=True):
-            pair = one.get(step, {}), other.get(step, {})
-            differ = [name for name in fields.split() if pair[0].get(name) != pair[1].get(name)]
-            where = [f"step {step}: {', '.join(differ)}"] if differ else where
+    where = [f"step {step}" for step, _ in steps] + [*audit.bits_that_differ(*models)]
     say(f"\nequal: {f'no; the first difference: {where[0]}' if where else 'yes'}")
-    return {"equal": not where, "where": where[:1]}
+    return {"ok": not where, "where": where[:1]}
 
 
 def trained(script, words, seed):
@@ -332,8 +332,7 @@ def trained(script, words, seed):
     defaults = {name: default for name, (default, _, _) in read_knobs(train.__file__).items()}
     with setting(**defaults), configured(vars(train), vars(bench), globals(), argv=words) as config:
         knobs = {key: config[key] for key in defaults if key not in ("out_dir", "seed")}
-    tools = ("bench.py", "check.py")
-    code = {path: tree for path, (_, tree) in code_hashes().items() if path not in tools}
+    code = {path: tree for path, (_, tree) in code_hashes().items()}
     facts = [Path(script).read_text(encoding="utf-8"), knobs, code, torch.__version__]
     digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
     folder = Path(config["out_dir"], "seeds", digest, f"seed_{seed}")
@@ -343,54 +342,34 @@ def trained(script, words, seed):
     return rows_of(folder, "eval")[-1]["val_loss"], sum(seconds.values())
 
 
-# ---- of a result: is it better, or luck? ---------------------------------------------------------
-
-
 def seeds_part(job):
-    """Full runs that differ only in their seed: how much of a final loss is chance?"""
-    say(
-        f"\nseeds: {seeds} runs of {Path(job.script).name}; validation loss, seconds of the process"
-    )
-    rows = {}
-    for seed in range(train.seed, train.seed + seeds):
-        loss, seconds = trained(job.script, job.argv, seed)
-        rows[f"seed {seed}"] = {"final": loss, "seconds": seconds}
-    for name, function in {"mean": mean, "deviation": stdev}.items():
-        runs = [*rows.values()][:seeds]
-        rows[name] = {key: function([run[key] for run in runs]) for key in ("final", "seconds")}
-    print_table(rows, final=".4f", seconds=".1f")
-    return rows
-
-
-def against_part(job):
-    """This configuration and the one of --against, on the same seeds, so that batches are paired:
-    is the first better (a lower last validation loss), or is it luck?"""
-    other = bench.script_among(shlex.split(against))
+    """Full runs that differ only in their seed: how much of a final loss is chance? With --against
+    also of that configuration, on the same seeds, so that batches are paired: is the first better (a
+    lower last validation loss), or is it luck?"""
+    sides = {"": (job.script, job.argv)}
+    if against:
+        sides["other "] = bench.script_among(shlex.split(against))
     if equal:
-        return same_bits(job, *other)
-    say(f"\nagainst: {seeds} runs each, of the flags above (first) and of {against} (second)")
+        return same_bits(job, *sides["other "])
+    say(f"\nseeds: {seeds} runs each; validation loss at the end, seconds of the process")
     rows = {}
     for seed in range(train.seed, train.seed + seeds):
-        first, seconds = trained(job.script, job.argv, seed)
-        second, seconds_of_second = trained(*other, seed)
-        rows[f"seed {seed}"] = row = {"first": first, "second": second}
-        row |= {"difference": first - second, "time": seconds / seconds_of_second}
-    print_table(rows, first=".4f", second=".4f", difference="+.4f", time=".2f")
-    differences = [row["difference"] for row in rows.values()]
-    ratio = mean(row["time"] for row in rows.values())
-    middle, half = interval(differences)
-    low, high = middle - half, middle + half
-    verdict = verdict_on(differences)
-    say(f"  mean difference {middle:+.4f}, 95% interval {low:+.4f} to {high:+.4f}")
-    say(f"  time: first / second, on average {ratio:.2f}\nverdict: {verdict}")
-    found = {"difference": middle, "interval": [low, high], "time": ratio, "verdict": verdict}
-    return {"runs": rows, **found}
-
-
-def interval(differences):
-    """(mean, half the width of its 95% interval) by the paired t-test (Student 1908)."""
-    n = len(differences)
-    return mean(differences), t_quantile(n - 1) * stdev(differences) / math.sqrt(n)
+        row = rows[f"seed {seed}"] = {}
+        for name, side in sides.items():
+            row[f"{name}loss"], row[f"{name}seconds"] = trained(*side, seed)
+        if against:
+            row["difference"] = row["loss"] - row["other loss"]
+    runs = [*rows.values()]
+    for name, function in {"mean": mean, "deviation": stdev}.items():
+        rows[name] = {key: function([run[key] for run in runs]) for key in runs[0]}
+    print_table(rows, **{key: ".1f" if "seconds" in key else ".4f" for key in runs[0]})
+    if not against:
+        return {"runs": rows}
+    verdict, low, high = verdict_on([run["difference"] for run in runs])
+    say(f"  mean difference {(low + high) / 2:+.4f}, 95% interval {low:+.4f} to {high:+.4f}")
+    ratio = rows["mean"]["seconds"] / rows["mean"]["other seconds"]
+    say(f"  time: first / second {ratio:.2f}\nverdict: {verdict}")
+    return {"runs": rows, "interval": [low, high], "time": ratio, "verdict": verdict}
 
 
 def t_quantile(freedom):
@@ -403,18 +382,19 @@ def t_quantile(freedom):
 
 
 def verdict_on(differences):
-    """better | worse | identical | not shown, for losses minus those of another configuration."""
-    middle, half = interval(differences)
-    if not any(differences):
-        return "identical"
+    """(better | worse | identical | not shown, low, high) for losses minus those of another
+    configuration. low, high: the 95% interval of their mean, by the paired t-test (Student 1908)."""
+    n, middle, deviation = len(differences), mean(differences), stdev(differences)
+    half = t_quantile(n - 1) * deviation / math.sqrt(n)
+    # the quantile is about 1.96 + 2.4 / n, and so needed is about this
+    needed = (1.96 * deviation / middle) ** 2 + 2 if middle else math.inf
+    verdict = f"not shown (about {needed:,.0f} seeds would show a difference of this size)"
     if abs(middle) > half:
-        return "better" if middle < 0 else "worse"
-    # t's quantile is about 1.96 + 2.4 / n, and so n about this
-    needed = (1.96 * stdev(differences) / middle) ** 2 + 2 if middle else math.inf
-    return f"not shown (about {needed:,.0f} seeds would show a difference of this size)"
+        verdict = "better" if middle < 0 else "worse"
+    return verdict if any(differences) else "identical", middle - half, middle + half
 
 
-PARTS = {"sanity": sanity, "lr": lr, "exact": exact, "seeds": seeds_part, "against": against_part}
+PARTS = {"sanity": sanity, "lr": lr, "exact": exact, "seeds": seeds_part, "against": seeds_part}
 
 
 def main(argv=None):
@@ -428,8 +408,7 @@ def main(argv=None):
             raise
         print(f"check.py: {error}", file=sys.stderr)
         return 125
-    right = facts.get("sanity", {"go": True})["go"] and not facts.get("exact", {}).get("differ")
-    return int(not right or not facts.get("against", {}).get("equal", True))
+    return int(not all(facts[part].get("ok", True) for part in PARTS if part in facts))
 
 
 if __name__ == "__main__":
