@@ -447,7 +447,9 @@ def memory(job):
             row = imagine(job, train.batch_size)
             if row and free:
                 row["fits"] = 0
-                while imagine(job, more := 2 * row["fits"] or 1)["predicted"] < 0.9 * free:
+                while (
+                    imagine(job, more := 2 * row["fits"] or 1).get("predicted", free) < 0.9 * free
+                ):
                     row["fits"] = more
             if row.get("predicted", 0) < (free or math.inf):
                 row["measured"] = measured_memory(job)
@@ -525,8 +527,9 @@ def measure(own, argv):
     with job_of(words, script, own) as job:
         parts = own["only"].split(",")
         for part in set(parts) - set(own["PARTS"]):
-            known = ",".join(own["PARTS"])
-            fail(f"--only={own['only']}: unknown part {part!r}; expected some of {known}")
+            fail(
+                f"--only={own['only']}: unknown part {part!r}; there are {', '.join(own['PARTS'])}"
+            )
         path = job.folder / f"{Path(own['__file__']).stem}.json"
         facts = {"date": now(), "command": sys.argv, "dataset": job.run.facts["data"]["name"]}
         resolved = {key: getattr(train, key) for key in ("dtype", "compile", "deterministic")}

@@ -6,9 +6,9 @@ better than another, or is it luck?
     python check.py config/shakespeare.py --n_layer=2 --against="config/shakespeare.py" --seeds=5
     git bisect run python check.py config/shakespeare.py --against=out/golden --equal=true
 
-Takes train.py's flags, bench.py's and those below; prints the results and writes them to check.json
-in out_dir. docs/trouble.md explains the checks. Exit code 0: GO, or any verdict; 1: NO-GO, other
-bits, or a run failed; 2: bad input. --equal=true: 0 equal, 1 differ, 125 cannot tell.
+Takes train.py's flags, bench.py's and those below; writes what it finds to check.json in out_dir.
+docs/trouble.md explains the checks. Exit code 0: GO, or any verdict; 1: NO-GO, other bits, or a run
+failed; 2: bad input. --equal=true: 0 equal, 1 differ, 125 cannot tell.
 """
 
 import json
@@ -18,7 +18,6 @@ import re
 import shlex
 import subprocess
 import sys
-import traceback
 from dataclasses import replace
 from functools import lru_cache
 from hashlib import sha256
@@ -27,19 +26,17 @@ from statistics import mean, stdev
 
 import numpy as np
 import torch
-from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 if "--equal=true" in sys.argv:  # a commit that cannot even be imported: `git bisect run` skips it
-    sys.excepthook = lambda *error: (traceback.print_exception(*error), os._exit(125))
+    sys.excepthook = lambda *error: (sys.__excepthook__(*error), os._exit(125))
 
 import bench
 import train
-from bench import print_table, setting
+from bench import print_table, say, setting
 from plumbing import audit, checkpoint, data
 from plumbing.cli import RunFailed, configured, read_knobs, run_script
 from plumbing.files import read_json
-from plumbing.ranks import say
 from plumbing.resume import code_hashes
 
 # The checks
@@ -56,9 +53,8 @@ equal = False  # with --against: ask for the same bits, with one seed, as `git b
 
 
 def sanity(job):
-    """The checks before a long run: tuples of name, whether all is fine (None: does not apply), what
-    was found, and whether that is passable. A fault (✗) makes a run worthless: NO-GO. A warning (!)
-    is outside the bounds that courses and papers give; a good run may be, too."""
+    """Checks before a long run: (name, fine, found, passable) of each; fine is None if it does not
+    apply. A fault (✗) makes a run worthless: NO-GO. A good run may have a warning (!), too."""
     checks = {}
     say("\nsanity:")
     for part in (learning_checks, text_checks, evaluation_checks, data_checks, flops_check):
@@ -75,8 +71,8 @@ def sanity(job):
 
 @lru_cache(1)
 def memorize(job):
-    """Up to 200 steps on one small batch, which a loop that can learn memorizes: (run, batch, losses,
-    names of the weights that got a gradient)."""
+    """(run, batch, losses, names of the weights that got a gradient) of up to 200 steps on one small
+    batch, which a loop that can learn memorizes."""
     few = max(1, min(train.batch_size, 4096 // train.block_size))
     losses, reached = [], set()
     with setting(dropout=0.0, label_smoothing=0.0, batch_size=few, accum_steps=1):
@@ -92,10 +88,8 @@ def memorize(job):
 
 def learning_checks(job):
     """Can this loop learn at all?"""
-    run, batch, losses, reached = memorize(job)
-    found = (
-        f"{losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps on {len(batch[0])} sequences"
-    )
+    run, _, losses, reached = memorize(job)
+    found = f"{losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps"
     learned = losses[-1] < losses[0] / 10
     yield "one batch overfits", learned and len(losses) <= 100, found, learned
     uniform = math.log(job.meta["vocab_size"])
@@ -108,8 +102,8 @@ def learning_checks(job):
 
 
 def text_checks(job):
-    """Does each position predict the next token, from the past alone? Asked of a trained model: a new
-    one may ignore past and future alike. Is each byte of the validation text counted once?"""
+    """Does each position predict the next token, from the past alone? Of a trained model: a new one
+    may ignore past and future alike. Is each byte of the validation text counted once?"""
     names = (
         "no look into the future",
         "targets are the tokens one place on",
@@ -142,24 +136,18 @@ def text_checks(job):
     yield names[2], counted == expected and not abs(length / told - 1) > 0.05, found
 
 
-class Part:
-    """The sequences of a dataset that `order` numbers, in that order."""
-
-    def __init__(self, dataset, order):
-        self.dataset, self.order = dataset, order
-
-    def __len__(self):
-        return len(self.order)
+class Part(list):
+    """A dataset of these sequences, each a batch of one."""
 
     def __getitem__(self, batch):
         first, count = batch
-        rows = [self.dataset[number, 1] for number in self.order[first : first + count]]
+        rows = list(self)[first : first + count]
         return [torch.cat([*map(torch.as_tensor, parts)]) for parts in zip(*rows, strict=True)]
 
 
 def evaluation_checks(job):
-    """Is the validation loss what it says? With the weights of a model that knows one batch, because
-    what is wrong shows where losses differ; in a model with all of the run's knobs."""
+    """Is the validation loss what it says? Of a model with all of the run's knobs that knows one
+    batch: what is wrong shows where losses differ."""
     weights = memorize(job)[0].model.state_dict()
     run = replace(job.fresh_run(), ema={})
     run.model.load_state_dict(weights)
@@ -167,7 +155,7 @@ def evaluation_checks(job):
     modes, losses = [], []
     hook = run.model.register_forward_pre_hook(lambda model, _: modes.append(model.training))
     for order, micro_batch in ((1, count), (1, count - 1), (-1, count - 1), (1, 1)):
-        few = Part(run.val_data, range(count)[::order])
+        few = Part(run.val_data[n, 1] for n in range(count)[::order])
         state = run.state | {"eval_micro_batch": max(1, micro_batch)}
         losses.append(train.evaluate(replace(run, val_data=few, state=state))["val_loss"])
     evaluating = any(modes)
@@ -182,12 +170,12 @@ def evaluation_checks(job):
 
     run.model.load_state_dict(weights)
     run.model.eval()
-    inputs, targets = data.to_device(Part(run.val_data, range(count))[0, count], job.device)
+    inputs, targets = data.to_device(run.val_data[0, count], job.device)
     with torch.no_grad(), train.autocast(job.device):
         logits, trained = run.model(inputs).double(), run.model(inputs, targets)
     real = logits[..., : job.meta["vocab_size"]]  # without columns that only pad
     total = (real.logsumexp(-1) - logits.logsumexp(-1)).exp().mean().item()
-    own = cross_entropy(real.flatten(0, -2), targets.flatten()).item()
+    own = torch.nn.functional.cross_entropy(real.flatten(0, -2), targets.flatten()).item()
     told = losses[0], (trained[0] if isinstance(trained, tuple) else trained).item()
     right = all(math.isclose(own, each, rel_tol=0.01) for each in told)
     found = f"to {total:.4f}; -log p is {own:.4f}, evaluation {told[0]:.4f}, model {told[1]:.4f}"
@@ -201,9 +189,8 @@ def data_checks(job):
     finite = all(part.isfinite().all() for part in batch)
     yield "inputs are finite", finite, f"{batch[0].numel():,} numbers"
     first, following, later = (hashes(train_data[at, size][0]) for at in (0, size, len(train_data)))
-    same = ["the next"] * (first == following) + ["the next epoch's"] * (first == later)
-    found = f"the same as the first: {' and '.join(same) or 'none'}"
-    yield "batches differ", not same, found, first != following
+    found = f"next is the same: {first == following}; next epoch's: {first == later}"
+    yield "batches differ", first not in (following, later), found, first != following
     width = batch[0][0].numel()
     count = max(1, min(len(train_data), 2**24 // width))
     parts = (train_data[at, min(1000, count - at)][0] for at in range(0, count, 1000))
@@ -233,18 +220,13 @@ def flops_check(job):
         train.forward_backward(run.model, run, *batch, batch[1].numel())
     told, counted = train.flops_per_token(run.model), counter.get_total_flops() / batch[1].numel()
     found = f"flops_per_token() says {told:,.0f}, torch counts {counted:,.0f}"
-    yield (
-        "FLOPs of a token",
-        None if math.isnan(told) else abs(told / counted - 1) < 0.1,
-        found,
-        True,
-    )
+    fine = None if math.isnan(told) else abs(told / counted - 1) < 0.1
+    yield "FLOPs of a token", fine, found, True
 
 
 def lr(job):
-    """A range test (Smith 2017, section 3.3): raise the rate each step until the smoothed loss
-    is twice its minimum. Suggests a tenth of the rate at that minimum, as fastai's lr_find does: a
-    long run does not tolerate what a few steps do."""
+    """A range test (Smith 2017, section 3.3): raise the rate each step until the smoothed loss is
+    twice its minimum. Suggests a tenth of the rate there: a long run tolerates less than a few steps."""
     rates, losses, smooth = [], [], []
     average = 0.0
     step = job.step(job.fresh_run())
@@ -256,11 +238,9 @@ def lr(job):
         smooth.append(average / (1 - 0.8 ** len(losses)))
     best = smooth.index(min(smooth))
     suggested = float(f"{rates[best] / 10:.1g}")
-    rows = {
-        f"{rates[n]:.1e}": {"loss": losses[n], "smoothed": smooth[n]} for n in range(len(rates))
-    }
-    say(f"\nlr: {len(rates)} steps, each at a higher rate")
-    print_table(dict([*rows.items()][:: max(1, lr_steps // 20)]), loss=".3f", smoothed=".3f")
+    say(f"\nlr: {len(rates)} steps, each at a higher rate; every fifth")
+    table = {f"{rates[n]:.1e}": {"smoothed_loss": smooth[n]} for n in range(0, len(rates), 5)}
+    print_table(table, smoothed_loss=".3f")
     say(f"  lowest loss {smooth[best]:.3f} at {rates[best]:.2g}: suggested --peak_lr={suggested:g}")
     return {"lr": rates, "loss": losses, "smooth": smooth, "suggested_peak_lr": suggested}
 
@@ -269,17 +249,15 @@ def lr(job):
 
 
 def execute(script, words, **knobs):
-    """Run `script` with those flags and config files of `words` that train.py takes, and `knobs`. In
-    its own session: Ctrl-C reaches only check.py, which ends it. Raises RunFailed if it fails."""
+    """Run `script` with those flags and config files of `words` that train.py takes, and `knobs`.
+    In its own session: Ctrl-C reaches only check.py, which ends it. Raises RunFailed."""
     own = "|".join({**read_knobs(__file__), **read_knobs(bench.__file__)})
     flags = [word for word in words if not re.match(f"--({own})=", word)]
     command = [script, *flags, *(f"--{name}={value}" for name, value in knobs.items())]
-    pipe = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    pipe = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "check": False}
     done = subprocess.run([sys.executable, *command], **pipe)
     if done.returncode:
-        raise RunFailed(
-            f"{' '.join(command)} exited with {done.returncode}:\n{done.stdout[-2000:]}"
-        )
+        raise RunFailed(f"{' '.join(command)} ended with\n{done.stdout[-2000:]}")
 
 
 def rows_of(folder, *kinds):
@@ -297,8 +275,8 @@ def exact(job):
         for n in range(exact_runs):
             folder = job.run.folder.path / f"{name} {n}"
             execute(job.script, job.argv, **few, out_dir=folder, deterministic=strict)
-            saved = [row for row in rows_of(folder, "event") if row["event"] == "saved"]
-            results.append(saved[-1]["sha256"][:16])
+            saved = [row["sha256"][:16] for row in rows_of(folder, "event") if "sha256" in row]
+            results.append(saved[-1])
         rows[name] = {"distinct": len({*results}), "hash": results[0]}
     say(
         f"\nexact: {exact_runs} processes, {exact_steps} steps; distinct results, hash of the first"
@@ -327,8 +305,8 @@ def same_bits(job, script, words):
 
 
 def trained(script, words, seed):
-    """(last validation loss, seconds) of a whole run. It lies under the config's out_dir, and is not
-    trained again if it is finished and neither its knobs nor the code have changed."""
+    """(last validation loss, seconds) of a whole run. It lies under the config's out_dir, and is
+    not trained again if it is finished and neither its knobs nor the code have changed."""
     defaults = {name: default for name, (default, _, _) in read_knobs(train.__file__).items()}
     with setting(**defaults), configured(vars(train), vars(bench), globals(), argv=words) as config:
         knobs = {key: config[key] for key in defaults if key not in ("out_dir", "seed")}
@@ -343,29 +321,25 @@ def trained(script, words, seed):
 
 
 def seeds_part(job):
-    """Full runs that differ only in their seed: how much of a final loss is chance? With --against
-    also of that configuration, on the same seeds, so that batches are paired: is the first better (a
-    lower last validation loss), or is it luck?"""
-    sides = {"": (job.script, job.argv)}
-    if against:
-        sides["other "] = bench.script_among(shlex.split(against))
+    """Full runs that differ only in their seed: how much of a last loss is chance? With --against
+    also of that configuration, on the same seeds, so that batches are paired: is it better?"""
+    other = bench.script_among(shlex.split(against))
     if equal:
-        return same_bits(job, *sides["other "])
+        return same_bits(job, *other)
+    sides = {"": (job.script, job.argv)} | ({"other ": other} if against else {})
     say(f"\nseeds: {seeds} runs each; validation loss at the end, seconds of the process")
     rows = {}
     for seed in range(train.seed, train.seed + seeds):
         row = rows[f"seed {seed}"] = {}
         for name, side in sides.items():
             row[f"{name}loss"], row[f"{name}seconds"] = trained(*side, seed)
-        if against:
-            row["difference"] = row["loss"] - row["other loss"]
     runs = [*rows.values()]
     for name, function in {"mean": mean, "deviation": stdev}.items():
         rows[name] = {key: function([run[key] for run in runs]) for key in runs[0]}
     print_table(rows, **{key: ".1f" if "seconds" in key else ".4f" for key in runs[0]})
     if not against:
         return {"runs": rows}
-    verdict, low, high = verdict_on([run["difference"] for run in runs])
+    verdict, low, high = verdict_on([run["loss"] - run["other loss"] for run in runs])
     say(f"  mean difference {(low + high) / 2:+.4f}, 95% interval {low:+.4f} to {high:+.4f}")
     ratio = rows["mean"]["seconds"] / rows["mean"]["other seconds"]
     say(f"  time: first / second {ratio:.2f}\nverdict: {verdict}")
@@ -382,8 +356,8 @@ def t_quantile(freedom):
 
 
 def verdict_on(differences):
-    """(better | worse | identical | not shown, low, high) for losses minus those of another
-    configuration. low, high: the 95% interval of their mean, by the paired t-test (Student 1908)."""
+    """(better | worse | identical | not shown, low, high) for losses minus those of another config.
+    low, high: the 95% interval of their mean, by the paired t-test (Student 1908)."""
     n, middle, deviation = len(differences), mean(differences), stdev(differences)
     half = t_quantile(n - 1) * deviation / math.sqrt(n)
     # the quantile is about 1.96 + 2.4 / n, and so needed is about this
