@@ -4,9 +4,8 @@
     python bench.py config/shakespeare.py --n_layer=6 --n_embd=384 --only=ladder,profile
     python bench.py examples/images.py --only=memory    # a script that changes train.py
 
-Takes train.py's flags and those below. Prints the results of each part and writes them to
-bench.json in out_dir (after Ctrl-C those of the parts that finished). A run in out_dir is not
-touched. Run nothing else on the machine meanwhile. Whether a run is right is for check.py to say.
+Takes train.py's flags and those below. Writes the results to bench.json in out_dir (after Ctrl-C
+those of the parts that finished); a run that lies there is not touched. Run nothing else meanwhile.
 """
 
 import contextlib
@@ -227,13 +226,10 @@ def ladder(job):
     result = {name: {"absent": step} for name, step in rungs.items()}
     for before, name in zip([timed[0], *timed], timed, strict=False):
         rate = train.rows_at(0) * train.block_size / seconds[name]
-        result[name] = {
-            "ms": 1000 * seconds[name],
-            "tokens_per_sec": rate,
-            "mfu": train.flops_per_token(run.model) * rate / (job.peak[0] or math.nan),
-            "to_before": seconds[before] / seconds[name],
-            "to_first": seconds[timed[0]] / seconds[name],
-        }
+        mfu = train.flops_per_token(run.model) * rate / (job.peak[0] or math.nan)
+        result[name] = {"ms": 1000 * seconds[name], "tokens_per_sec": rate, "mfu": mfu}
+        result[name]["to_before"] = seconds[before] / seconds[name]
+        result[name]["to_first"] = seconds[timed[0]] / seconds[name]
     price = seconds["with"] / seconds["without"] - 1 if train.deterministic else None
     say(f"\nladder: each technique on top of those before; medians of {rounds}, interleaved")
     ratios = {"to_before": ".2f", "to_first": ".2f"}
@@ -316,16 +312,14 @@ def kernel_time(events, spans):
 
 def overhead(job):
     """The loop of train.train against bare steps on one fixed batch, with and without clipping.
-
-    One timed call of the loop takes the steps from one console line to the next, without
-    evaluations or saves.
-    """
+    A timed call of the loop takes the steps of one console line, without evaluations or saves."""
     step_seconds = seconds_of(job.step(job.fresh_run()), 2, job.device)
     every = min(train.log_interval or 100, max(1, round(timing_seconds / step_seconds)))
     intervals = "eval_interval sample_interval save_interval milestone_interval audit_interval"
     off = dict.fromkeys([*intervals.split(), "save_minutes", "warmup_steps"], 0)
     fixed = {"log_interval": every, "schedule": "constant", "peak_lr": 1e-6}
-    nothing = dict.fromkeys(("record_evaluation", "print_sample"), lambda *_: None)
+    calls = ("record_evaluation", "print_sample", "names_to_save")
+    nothing = dict.fromkeys(calls, lambda *_: [])
     with setting(**off, **fixed, **nothing), contextlib.redirect_stdout(io.StringIO()):
         run = job.fresh_run()
         model = job.rehearsed(run)
@@ -333,10 +327,9 @@ def overhead(job):
         *batch, _ = batches.next_batch()
         saver = checkpoint.Saver(run, train.keep_last, train.may_roll_back_to)
         others = console.Table(train.max_steps), saver, Signals(), Clock()
-        hooks = {"load_batches": lambda run: batches, "names_to_save": lambda *_: []}
 
         def loop():
-            with setting(max_steps=run.state["step"] + every, **hooks):
+            with setting(max_steps=run.state["step"] + every, load_batches=lambda run: batches):
                 train.train(run, model, *others)
 
         steps = {
@@ -456,8 +449,8 @@ def memory(job):
         row["error"] = row.get("predicted", math.nan) / row.get("measured", math.nan) - 1
         rows[name] = row
     say(f"\nmemory: MB of tensors at the peak of an eager step, micro-batch of {train.batch_size};")
-    say("  passing: activations, gradients and what else lives only within a step; fits: the")
-    say(f"  largest micro-batch, a power of two, in 90% of the {cell(free, '.1f G')} GB free")
+    say("  passing: activations, gradients and what else lives only within a step;")
+    say(f"  fits: the largest micro-batch, a power of two, in 90% of {cell(free, '.1f G')} GB free")
     columns = dict.fromkeys(("weights", "moments", "passing", "predicted", "measured"), ",.1f M")
     print_table(rows, **columns, error="+.1%", fits=",.0f")
     return {"here": rows, "available": free}
@@ -504,10 +497,9 @@ def script_among(words):
 
 @contextlib.contextmanager
 def job_of(words, script, *scopes):
-    """A context with the Job that the flags `words` describe. It writes nothing. scopes: vars() of
-    the modules, besides train.py, whose knobs may be among the flags."""
+    """A context with the Job that the flags `words` describe. scopes: of more scripts with knobs."""
     strict = torch.are_deterministic_algorithms_enabled()
-    scopes = {id(scope): scope for scope in (vars(train), globals(), *scopes)}.values()
+    scopes = vars(train), globals(), *scopes
     try:
         with configured(*scopes, argv=words) as config, TemporaryDirectory() as scratch:
             with train.build([f"--out_dir={scratch}", "--resume=auto"]) as run:

@@ -71,8 +71,8 @@ def sanity(job):
 
 @lru_cache(1)
 def memorize(job):
-    """(run, batch, losses, names of the weights that got a gradient) of up to 200 steps on one small
-    batch, which a loop that can learn memorizes."""
+    """(run, batch, losses, names of the weights that got a gradient) of up to 200 steps on one
+    small batch, which a loop that can learn memorizes."""
     few = max(1, min(train.batch_size, 4096 // train.block_size))
     losses, reached = [], set()
     with setting(dropout=0.0, label_smoothing=0.0, batch_size=few, accum_steps=1):
@@ -226,7 +226,7 @@ def flops_check(job):
 
 def lr(job):
     """A range test (Smith 2017, section 3.3): raise the rate each step until the smoothed loss is
-    twice its minimum. Suggests a tenth of the rate there: a long run tolerates less than a few steps."""
+    twice its minimum. Suggests a tenth of the rate there: a long run tolerates less than this."""
     rates, losses, smooth = [], [], []
     average = 0.0
     step = job.step(job.fresh_run())
@@ -268,7 +268,7 @@ def rows_of(folder, *kinds):
 def exact(job):
     """Do fresh processes take the same steps to the same bits of weights, moments and state?"""
     few = {"max_steps": exact_steps, "warmup_steps": 0, "eval_tokens": train.block_size}
-    few |= {"compile": train.compile, "audit_interval": 0, "keep_last": 1, "report": False}
+    few |= {"compile": train.compile, "audit_interval": 0, "resume": "auto", "report": False}
     rows = {}
     for name, strict in {"deterministic": True, "not deterministic": False}.items():
         results = []
@@ -278,9 +278,7 @@ def exact(job):
             saved = [row["sha256"][:16] for row in rows_of(folder, "event") if "sha256" in row]
             results.append(saved[-1])
         rows[name] = {"distinct": len({*results}), "hash": results[0]}
-    say(
-        f"\nexact: {exact_runs} processes, {exact_steps} steps; distinct results, hash of the first"
-    )
+    say(f"\nexact: {exact_runs} processes, {exact_steps} steps each; the hash is of the first")
     print_table(rows, distinct=",.0f", hash="")
     return {"rows": rows, "ok": rows["deterministic"]["distinct"] == 1}
 
