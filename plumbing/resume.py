@@ -172,7 +172,7 @@ def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
         fail(f"--resume={asked}: {reason}; expected auto, never, restart or a checkpoint's path")
     if newest:
         fail(
-            f"--resume={asked}: {folder.path} holds a run that began from {began_from or 'no file'}; "
+            f"--resume={asked}: {folder.path} holds a run that began from {began_from or 'no checkpoint'}; "
             f"to resume it leave out --resume, to start from that file write {folder.fresh_out_dir()}"
         )
     return asked
