@@ -318,8 +318,7 @@ def overhead(job):
     intervals = "eval_interval sample_interval save_interval milestone_interval audit_interval"
     off = dict.fromkeys([*intervals.split(), "save_minutes", "warmup_steps"], 0)
     fixed = {"log_interval": every, "schedule": "constant", "peak_lr": 1e-6}
-    calls = ("record_evaluation", "print_sample", "names_to_save")
-    nothing = dict.fromkeys(calls, lambda *_: [])
+    nothing = dict.fromkeys("record_evaluation print_sample names_to_save".split(), lambda *_: [])
     with setting(**off, **fixed, **nothing), contextlib.redirect_stdout(io.StringIO()):
         run = job.fresh_run()
         model = job.rehearsed(run)
@@ -497,7 +496,7 @@ def script_among(words):
 
 @contextlib.contextmanager
 def job_of(words, script, *scopes):
-    """A context with the Job that the flags `words` describe. scopes: of more scripts with knobs."""
+    """A context with the Job that the flags `words` describe. scopes: more globals with knobs."""
     strict = torch.are_deterministic_algorithms_enabled()
     scopes = vars(train), globals(), *scopes
     try:

@@ -18,6 +18,7 @@ import bench
 import model
 import train
 from plumbing import console
+from plumbing.cli import BadInput
 
 SHAPE = {"n_layer": 2, "n_embd": 64, "n_head": 2, "block_size": 32, "batch_size": 32}
 FLAGS = SHAPE | {
@@ -113,7 +114,6 @@ def test_rates_are_those_of_a_real_machine(whole):
 
 def test_ladder_ratios_follow_from_its_times(whole):
     rungs = whole[0]["ladder"]["rungs"]
-    assert "no CUDA" in rungs.pop("CUDA graph")["absent"]
     assert "absent" in rungs.pop("compile")
     timed = [rung for rung in rungs.values() if "absent" not in rung]
     assert len(timed) >= 4
@@ -132,9 +132,6 @@ def test_profile_accounts_for_the_whole_step(whole):
     assert all(share >= 0 for share in profile["shares"].values())
     assert profile["shares"]["backward"] > profile["shares"]["data"]
     assert profile["shares"]["idle"] < 0.2
-    costs = [operator["ms"] for operator in profile["operators"].values()]
-    assert len(costs) == 10 and costs == sorted(costs, reverse=True)
-    assert sum(costs) < 2 * profile["step_ms"] * profile["slowdown"]
 
 
 def test_memory_is_predicted_within_15_percent(whole):
@@ -164,7 +161,7 @@ def test_memory_is_predicted_whatever_the_shape_and_the_optimizer(flags, in_proc
 
 
 def test_what_does_not_fit_is_predicted_and_not_run(in_process, monkeypatch):
-    monkeypatch.setattr(bench.devices, "free_memory", lambda device: 10**6)
+    monkeypatch.setattr(bench.machine, "free_memory", lambda device: 10**6)
     _, facts = in_process(only="memory")
     for row in facts["memory"]["here"].values():
         assert row["predicted"] > 10**6 and "measured" not in row and row["fits"] == 0
@@ -198,8 +195,6 @@ def test_overhead_is_measured_over_the_real_loop(whole):
     assert overhead["over_bare"] > -1 and overhead["over_clipping"] > -1
     # one block: its ratio is that of its times
     assert overhead["loop_ms"] == pytest.approx(overhead["bare_ms"] * (1 + overhead["over_bare"]))
-    share = overhead["audit_ms"] / overhead["loop_ms"]
-    assert share / overhead["audit_interval"] <= 0.01 < share / (overhead["audit_interval"] - 1)
 
 
 def test_the_bare_step_clips_or_does_not(monkeypatch):
@@ -208,6 +203,7 @@ def test_the_bare_step_clips_or_does_not(monkeypatch):
         model=torch.nn.ParameterList([weight]),
         optimizers=[torch.optim.SGD([weight], lr=0.1)],
         scaler=torch.amp.GradScaler("cpu", enabled=False),
+        device=torch.device("cpu"),
     )
     backward = [torch.full((4,), 50.0)]
     monkeypatch.setattr(train, "forward_backward", lambda *_: setattr(weight, "grad", *backward))
@@ -253,7 +249,7 @@ def test_an_error_in_a_part_leaves_no_worker_behind(in_process, monkeypatch):
 
 
 @pytest.mark.parametrize("part", ["overhead", pytest.param("ladder", marks=pytest.mark.slow)])
-def test_ctrl_c_ends_it_in_one_line(part, data_dir, tmp_path):
+def test_ctrl_c_ends_it_without_a_traceback(part, data_dir, tmp_path):
     flags = arguments(tmp_path / "b", data_dir, only=part, rounds=1000)
     stopped_by_ctrl_c("bench.py", flags, tmp_path)
 
@@ -272,8 +268,7 @@ def stopped_by_ctrl_c(script, flags, tmp_path):
         assert process.wait(timeout=30) == 130
     finally:
         process.kill()
-    error = (tmp_path / "err").read_text()
-    assert error.startswith(f"{script}: stopped") and len(error.splitlines()) == 1
+    assert (tmp_path / "err").read_text().strip() == ""
     wait_for(lambda: not any(map(alive, started)))
     return started
 
@@ -306,10 +301,8 @@ def alive(pid):
         ({"rounds": 0}, "--rounds=0"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_2(flags, named, in_process, tmp_path, capsys):
-    with pytest.raises(SystemExit) as leaving:
+def test_bad_input_is_one_line_and_writes_nothing(flags, named, in_process, tmp_path):
+    with pytest.raises(BadInput) as error:
         in_process(**flags)
-    assert leaving.value.code == 2
-    error = capsys.readouterr().err
-    assert named in error and len(error.splitlines()) == 1
+    assert named in str(error.value) and len(str(error.value).splitlines()) == 1
     assert not (tmp_path / "b").exists()
