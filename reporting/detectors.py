@@ -20,14 +20,9 @@ def updates_fail(run):
 
 
 def float16_scale_collapses(run):
-    """GradScaler's rule: from 2^16, halved by each skipped update, doubled by 2,000 good ones."""
-    steps = np.array([row["step"] for row in happened(run, "skipped")], dtype=float)
-    good = np.maximum(0, np.diff(steps, prepend=0) - 1)
-    exponents = 16 + np.cumsum(good // 2000) - np.arange(1, len(steps) + 1)
-    if run.info["run"].get("dtype") != "float16" or not (exponents < 0).any():
-        return None
-    step = steps[np.argmax(exponents < 0)]
-    return f"{len(steps):,} skips took it from 65,536 below 1 at step {step:,.0f}"
+    scale = run.train.get("loss_scale", np.ones(0))
+    low = run.train["step"][: len(scale)][scale < 1]
+    return f"it is below 1 from step {low[0]:,.0f} on" if len(low) else None
 
 
 def clipped_always(run):
@@ -129,23 +124,6 @@ def loss_spikes(run):
     return f"{len(spikes):,} in all, the first at step {spikes[0]:,.0f}" if len(spikes) else None
 
 
-def norm_leads_spikes(run):
-    norms, spikes = run.train["grad_norm"], spikes_of(run)
-    leads = []  # (steps ahead, multiple of the usual norm) of each spike with a warning
-    for spike in spikes:
-        usual = norms[max(0, spike - 60) : max(0, spike - 10)]
-        ahead = norms[max(0, spike - 10) : spike]
-        deviation = 1.4826 * median(np.abs(usual - median(usual)))
-        high = np.flatnonzero(ahead > max(3 * median(usual), median(usual) + 8 * deviation))
-        if len(high):
-            leads.append((len(ahead) - high[0], np.nanmax(ahead) / median(usual)))
-    if not leads or len(leads) < len(spikes) / 2:
-        return None
-    steps, times = np.median(leads, axis=0)
-    usual = f"{times:.1f} times its usual value, {steps:.0f} steps earlier"
-    return f"ahead of {len(leads)} of {len(spikes)} spikes it rose to {usual}"
-
-
 def diverges_after_resume(run):
     loss, step, lr = (run.train[name] for name in ("loss", "step", "lr"))
     for at in sorted({row["step"] for row in happened(run, "resume")}):
@@ -189,12 +167,8 @@ def out_of_memory(run):
     rows = happened(run, "out_of_memory")
     if not rows:
         return ended(run) if "out of memory" in ended(run) else None
-    left = [
-        f"{name} {rows[-1][name]}"
-        for name in ("micro_batch", "eval_micro_batch")
-        if name in rows[-1]
-    ]
-    return f"first at step {rows[0]['step']:,}, last at {rows[-1]['step']:,}; now {', '.join(left)}"
+    left = ", ".join(f"{k} {v}" for k, v in rows[-1].items() if k.endswith("micro_batch"))
+    return f"first at step {rows[0]['step']:,}, last at {rows[-1]['step']:,}; now {left}"
 
 
 def memory_grows(run):
