@@ -74,8 +74,7 @@ def loss_stuck(run):
     guess, first, last = guessing(run), mean(loss[: max(3, n // 20)]), mean(loss[-(n // 4) :])
     if abs(first - last) > 0.02 * first or last < 0.9 * guess:
         return None
-    beside = f"; guessing is ln V = {guess:.3f}" if math.isfinite(guess) else ""
-    return f"{first:.3f} at the start, {last:.3f} in the last quarter{beside}"
+    return f"{first:.3f} at the start, {last:.3f} in the last quarter; a guess has {guess:.3f}"
 
 
 def underfitting(run):
@@ -86,8 +85,7 @@ def underfitting(run):
     last = mean(loss[-(len(loss) // 10) :])
     if not min(last, val[-1]) > 0.6 * guess or abs(val[-1] - last) > 0.1 * last:
         return None
-    share = f"more than 60% of ln V = {guess:.3f}, which is guessing"
-    return f"training ends at {last:.3f}, validation at {val[-1]:.3f}: {share}"
+    return f"training ends at {last:.3f}, validation at {val[-1]:.3f}; a guess has {guess:.3f}"
 
 
 def loss_rises(run):
@@ -115,8 +113,7 @@ def oscillation(run):
     rise = np.max(means - np.minimum.accumulate(means))  # a loss that falls in steps has none
     if deviation < max(2.5 * noise, 0.01 * mean(late)) or turns < 4 or rise < 2 * deviation:
         return None
-    times = deviation / noise
-    return f"late means of {size} steps swing by {deviation:.3f}, {times:.1f} times the noise of batches"
+    return f"late means of {size} steps swing by {deviation:.3f}, above the noise of batches"
 
 
 def loss_spikes(run):
@@ -136,10 +133,8 @@ def diverges_after_resume(run):
         error = math.hypot(before.std(), after.std()) / math.sqrt(size)
         if now - was > max(4 * error, 0.05 * was):
             rate = f"; the learning rate jumped from {lr[i - 1]:.3g} to {lr[i]:.3g}"
-            jumped = abs(np.log(lr[i] / lr[i - 1])) > 0.2
             words = f"resumed at step {at:,}: the loss was {was:.3f} before and is {now:.3f} after"
-            return words + (rate if jumped else "")
-    return None
+            return words + rate * bool(abs(np.log(lr[i] / lr[i - 1])) > 0.2)
 
 
 def plateau(run):
@@ -148,9 +143,9 @@ def plateau(run):
     if n < 200 or not len(third) or not len(fourth) or loss_rises(run) or loss_stuck(run):
         return None
     error = math.hypot(*(part.std() / math.sqrt(len(part)) for part in (third, fourth)))
-    found = mean(third) - mean(fourth) < max(2 * error, 0.002 * mean(fourth))
-    words = f"{mean(third):.4f} in the third quarter, {mean(fourth):.4f} in the last"
-    return words if found else None
+    if mean(third) - mean(fourth) >= max(2 * error, 0.002 * mean(fourth)):
+        return None
+    return f"{mean(third):.4f} in the third quarter, {mean(fourth):.4f} in the last"
 
 
 def overfitting(run):
