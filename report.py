@@ -5,7 +5,6 @@ Reports on a run from the metrics.jsonl and run.json in its folder:
     python report.py out/a out/b out/c              # writes compare.png and compare.md into out/a
     python report.py out/shakespeare --html=true    # also report.html (of several: compare.html)
     python report.py out/shakespeare --watch=true   # report.html, updated while the run continues
-    python report.py records/*                      # a table of recorded results
 
 Prints the troubles that it finds, and paths. A field that it does not know gets a panel and a row.
 """
@@ -23,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from plumbing.cli import configured, fail, read_knobs, run_script
-from plumbing.files import read_json, replacing
+from plumbing.files import replacing
 from reporting import record, results
 from reporting.page import page
 from reporting.record import half_window, known, last_step, read_run, short, smooth, thin
@@ -41,8 +40,7 @@ COLOURS |= {"purple": "#CC79A7", "sky": "#56B4E9", "black": "#000000"}
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK = COLOURS.values()
 PALE_GREEN = "#8FD4BF"
 LANES = {"best": "vermilion", "resume": "blue", "skipped": "orange", "rollback": "purple"}
-LANES |= {"diverging": "green", "audit": "vermilion", "out_of_memory": "black"}
-LANES |= {"save_failed": "orange", "failed": "black"}  # events to draw, with their colours
+LANES |= {"diverging": "green", "audit": "vermilion", "out_of_memory": "black", "failed": "black"}
 CROSSING = "resume rollback audit out_of_memory failed".split()  # those with a line in all panels
 STYLE = Path(record.__file__).with_name("picture.mplstyle")
 
@@ -61,10 +59,9 @@ def curve(ax, x, y, **looks):
 
 
 def dots(ax, x, loss, colour, **looks):
-    """Validation losses, joined by a line if there are more than three."""
-    joined, marks = "-" if len(x) > 3 else "", "o" if len(x) <= 60 else ""
+    """Validation losses, joined by a line; dots if they are few."""
     looks |= {"color": colour, "markeredgecolor": "white", "markeredgewidth": 0.7, "zorder": 4}
-    ax.plot(*thin(x, loss), joined + marks if len(x) else "", markersize=5.5, lw=1.6, **looks)
+    ax.plot(*thin(x, loss), "-o" if len(x) <= 60 else "-", markersize=5.5, lw=1.6, **looks)
 
 
 def raw_and_smooth(ax, run, column, pale, strong, what=""):
@@ -96,11 +93,10 @@ def scale_loss(ax, runs, *more):
         ax.annotate(words, (0.995, 0.94), xycoords="axes fraction", ha="right", fontsize=8)
 
 
-def legend(ax, **place):
+def legend(ax):
     """Above the panel, where it hides nothing."""
     if ax.get_legend_handles_labels()[0]:
-        place = {"loc": "lower right", "bbox_to_anchor": (1, 1)} | place
-        ax.legend(ncols=4, borderaxespad=0.2, **place)
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, borderaxespad=0.2)
 
 
 def draw_loss(ax, run):
@@ -146,9 +142,9 @@ def draw_events(ax, panels, lanes):
 
 def heading(run):
     c, identity = run.info["config"], run.info["run"]
-    model = f"{c['n_layer']} x {c.get('n_embd')} wide" if "n_layer" in c else None
-    facts = run.info["data"].get("name"), model, identity.get("device"), identity.get("dtype")
-    lines = f"{run.name}: {ended(run)}", ", ".join(str(fact) for fact in facts if fact)
+    names = run.info["data"].get("name"), identity.get("device"), identity.get("dtype")
+    names += (f"{c['n_layer']} x {c.get('n_embd')} wide",) if "n_layer" in c else ()
+    lines = f"{run.name}: {ended(run)}", ", ".join(str(name) for name in names if name)
     return "\n".join(textwrap.shorten(line, 110, placeholder=" ...") for line in lines).strip()
 
 
@@ -192,10 +188,9 @@ def picture(run):
 
 
 def compare_picture(runs, names):
-    """compare.png as a matplotlib Figure: losses by step, tokens and time; the rest by step."""
-    fig = new_figure(11, 7 + 0.2 * math.ceil(len(runs) / 3))
-    axes = fig.subplots(2, 3, height_ratios=[3, 2])
-    by_step, by_tokens, by_time, *others = axes.flat
+    """compare.png as a matplotlib Figure: losses by step, tokens and time. The page has the rest."""
+    fig = new_figure(11, 4.5 + 0.2 * math.ceil(len(runs) / 3))
+    axes = by_step, by_tokens, by_time = fig.subplots(1, 3)
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         t, e, half = run.train, run.evals, half_window(run)
         looks = {"color": list(COLOURS.values())[i % 7], "ls": ("-", "--", ":")[i // 7 % 3]}
@@ -203,22 +198,15 @@ def compare_picture(runs, names):
         for ax, x in (by_step, t["step"]), (by_tokens, t["tokens"]), (by_time, minutes):
             curve(ax, x, smooth(t["loss"], half), lw=1, alpha=0.55, **looks)
             dots(ax, np.interp(e["step"], [0, *t["step"]], [0, *x]), e["val_loss"], looks["color"])
-        for ax, (field, title, _, x, y) in zip(others, results.panels_of(run)[1:4], strict=True):
-            curve(ax, x, smooth(y, half) if field == "grad_norm" else y, lw=1.2, **looks)
-            ax.set_ylabel(title)
         by_step.plot([], [], lw=2.5, label=f"{name}: {best_words(run)}", **looks)
     scale_loss(by_step, runs)
+    labels = "step", f"{unit(*runs)} trained on", "training time (minutes)"
+    for ax, label in zip(axes, labels, strict=True):
+        ax.set_xlabel(label)
+        ax.xaxis.set_major_formatter(short)
     for ax in by_tokens, by_time:
         ax.sharey(by_step)
         ax.tick_params(labelleft=False)
-    for ax, log_from in zip(others, (30, math.inf, math.inf), strict=True):
-        values = np.concatenate([line.get_ydata() for line in ax.lines])
-        scale(ax, *record.limits_of(values, log_from))
-    for ax in axes.flat:
-        ax.set_xlabel("step")
-        ax.xaxis.set_major_formatter(short)
-    by_tokens.set_xlabel(f"{unit(*runs)} trained on")
-    by_time.set_xlabel("training time (minutes)")
     fig.suptitle("Thick: validation. Thin: training, smoothed.", x=0.01, ha="left", fontsize=10)
     fig.legend(loc="outside lower left", ncols=3)
     return fig
@@ -240,8 +228,8 @@ def unusual_knobs(run):
     defaults = {name: knobs[name][0] if name in knobs else "no longer a knob" for name in config}
     usual = defaults | {"decay_steps": config.get("max_steps")}  # as 0 is resolved
     names = [k for k, v in config.items() if v not in (defaults[k], usual[k])]
-    shown = [(f"`{k}`", f"`{config[k]}`", f"`{defaults[k]}`") for k in names]
-    return [row for row in shown if not row[0].endswith("_dir`")]
+    names = [name for name in names if not name.endswith("_dir")]
+    return [(f"`{k}`", f"`{config[k]}`", f"`{defaults[k]}`") for k in names]
 
 
 def facts(run):
@@ -249,20 +237,18 @@ def facts(run):
     parts = {part: run.info[part] for part in ("run", "hardware", "versions", "git")}
     parts["data"] = run.info["data"] | run.info["data"].get("meta", {})
     for part, told in parts.items():
-        single = {k: v for k, v in told.items() if not isinstance(v, dict | list)}
-        parts[part] = {name: textwrap.shorten(str(value), 80) for name, value in single.items()}
+        told = {k: str(v) for k, v in told.items() if not isinstance(v, dict | list)}
+        parts[part] = {name: textwrap.shorten(value, 80) for name, value in told.items()}
     return parts
 
 
 def about(run):
     """What was run, in Markdown."""
-    info, knobs = run.info, unusual_knobs(run)
-    out = [f"- **command** `{shlex.join(['python', *map(str, info['command'])])}`"]
-    out += [f"- **when** {info.get('start')} to {info.get('end')}"]
+    out = [f"- **command** `{shlex.join(['python', *map(str, run.info['command'])])}`"]
+    out += [f"- **when** {run.info.get('start')} to {run.info.get('end')}"]
     for part, told in facts(run).items():
         out += [f"- **{part}** " + ", ".join(f"{name} {value}" for name, value in told.items())]
-    out += ["", table(("knob", "here", "default today"), knobs)] if knobs else []
-    return "\n".join(out)
+    return "\n".join([*out, "", table(("knob", "here", "default today"), unusual_knobs(run))])
 
 
 def details(event):
@@ -270,12 +256,11 @@ def details(event):
     out = []
     for key, value in event.items():
         if isinstance(value, list) and len(value) == 2:
-            then, now = value
-            value = f"was {then}, is {now}"
-            if isinstance(now, dict):
-                value = f"changed in {', '.join(now)}"
-        if key not in ("kind", "step", "event", "finite"):
-            out.append(f"{key} {value}")
+            is_code = isinstance(value[1], dict)
+            value = (
+                f"changed in {', '.join(value[1])}" if is_code else "was {}, is {}".format(*value)
+            )
+        out += [f"{key} {value}"] * (key not in ("kind", "step", "event", "finite"))
     return textwrap.shorten("; ".join(out), 400)
 
 
@@ -283,14 +268,12 @@ def event_rows(run, most=200):
     """[(step, event, details)] in the order of the events; skips in a row share one."""
     rows = []
     for name, group in itertools.groupby(run.events, lambda event: event["event"]):
-        first, *more = group
-        if name == "skipped" and more:
-            words = f"{1 + len(more)} updates, the last at step {more[-1]['step']:,}"
-            rows.append((f"{first['step']:,}", name, words))
-        elif name not in ("sample", "saved"):
-            rows += [(f"{e['step']:,}", name.replace("_", " "), details(e)) for e in (first, *more)]
-    left = len(rows) - most
-    return rows[:most] + [("...", f"and {left:,} more", "")] * (left > 0)
+        found = [(f"{e['step']:,}", name.replace("_", " "), details(e)) for e in group]
+        if name == "skipped" and len(found) > 1:
+            words = f"{len(found)} updates, the last at step {found[-1][0]}"
+            found = [(*found[0][:2], words)]
+        rows += found if name not in ("sample", "saved") else []
+    return rows[:most] + [("...", f"and {len(rows) - most:,} more", "")] * (len(rows) > most)
 
 
 def not_exact(run):
@@ -298,12 +281,12 @@ def not_exact(run):
     names = {"inexact_resume": "resumed", "audit": "audited, and the odd result dropped"}
     found = [event for event in run.events if event["event"] in names]
     lines = [f"- step {e['step']:,}: {names[e['event']]}: {details(e)}" for e in found]
-    if run.info["run"].get("deterministic") is False:
-        lines += ["- `deterministic` was off: the same command may give different bits"]
-    if run.unreadable:
-        lines += [f"- {run.unreadable:,} damaged line(s) of metrics.jsonl are left out"]
-    if not run.info["run"]:
-        lines += ["- run.json is missing or damaged: the settings of this run are unknown"]
+    also = {
+        "`deterministic` was off": run.info["run"].get("deterministic") is False,
+        f"{run.unreadable:,} damaged line(s) of metrics.jsonl are left out": run.unreadable,
+        "run.json is missing or damaged": not run.info["run"],
+    }
+    lines += [f"- {words}" for words, is_so in also.items() if is_so]
     return lines or ["Nothing on record: any resume was bit for bit."]
 
 
@@ -344,46 +327,25 @@ def words(run, image):
 def compare_words(runs, names, image):
     """compare.md: one table of the settings and the results that differ, and what is wrong."""
     columns = []  # for each run, {what: value}
-    for i, run in enumerate(runs):
+    for run in runs:
         told = {name: value for part in facts(run).values() for name, value in part.items()}
         config = {f"`{k}`": v for k, v in run.info["config"].items() if k not in told}
         config = {knob: value for knob, value in config.items() if not knob.endswith("_dir`")}
-        found = {
-            f"**{what}**": words for what, (words, _) in outcome(run, dollars_per_hour).items()
-        }
-        apart = results.beside(run, runs[0]) if i else ""
-        columns.append(told | config | found | {"**training loss**": apart})
-    out = ["# " + ", ".join(names) + "\n"]
+        rows = outcome(run, dollars_per_hour)
+        found = {f"**{what}**": words for what, (words, _) in rows.items()}
+        columns.append(told | config | found)
+    out = [f"# {', '.join(names)}\n"]
     if len({str(column.get("fingerprint")) for column in columns}) > 1:
         out += ["> **These runs trained on different data: their losses cannot be compared.**\n"]
     if len({str(column.get("device")) for column in columns}) > 1:
         out += ["> These runs ran on different devices: compare their times with care.\n"]
     out += ["![Curves of these runs](compare.png)\n"] if image else []
-    rows = []
-    for what in dict.fromkeys(what for column in columns for what in column):
-        values = [str(column.get(what, "n/a")) for column in columns]
-        rows += [(what, *values)] * (len(set(values)) > 1)
-    out.append(table(("", *names), rows))
+    every = dict.fromkeys(what for column in columns for what in column)
+    rows = [(what, *(str(column.get(what, "n/a")) for column in columns)) for what in every]
+    out.append(table(("", *names), [row for row in rows if len(set(row[1:])) > 1]))
     for run, name in zip(runs, names, strict=True):
         out += found_in(run, f": {name}")
     return "\n".join(out)
-
-
-def records_table(folders):
-    """One line for each folder of records/: what was run, where, and what came out over its seeds."""
-    header = ("record", "model", "command", "commit", "machine", "mean ± spread (seeds)", "seconds")
-    rows = []
-    for folder in map(Path, folders):
-        about = record.tame(read_json(folder / "record.json"))
-        config = read_run(folder).info["config"]
-        extras = ("ngram_rows", 0), ("conv_width", 1), ("n_future_tokens", 1)  # and what is off
-        on = [f"{knob}={config[knob]}" for knob, off in extras if config.get(knob, off) != off]
-        model = ", ".join([f"{config.get('n_layer', '?')} x {config.get('n_embd', '?')}", *on])
-        mean, spread, seconds = (record.plain(about.get(k)) for k in ("mean", "spread", "seconds"))
-        result = f"{number(mean)} ± {number(spread)} ({len(list(about.get('losses') or []))})"
-        told = [about.get(key, "n/a") for key in ("command", "commit", "machine")]
-        rows.append((folder.name, model, *told, result, number(seconds, ",.0f")))
-    return table(header, rows)
 
 
 def write(path, text):
@@ -407,21 +369,22 @@ def write_picture(path, runs, names):
 
 def write_page(runs, path, refresh=0):
     """refresh: seconds until it is rewritten; 0 = never."""
-    names = names_of(runs)
-    text = compare_words(runs, names, []) if names else words(runs[0], [])
-    events = {} if names else event_steps(runs[0])
+    events = event_steps(runs[0]) if len(runs) == 1 else {}
     lanes = {event: (LANES[event], steps) for event, steps in events.items() if event != "best"}
-    names = names or [runs[0].name]
-    return write(path, page(runs, names, map(best_words, runs), text, lanes, refresh))
+    names = names_of(runs) or [runs[0].name]
+    return write(path, page(runs, names, map(best_words, runs), text_of(runs), lanes, refresh))
+
+
+def text_of(runs, image=()):
+    names = names_of(runs)
+    return compare_words(runs, names, image) if names else words(runs[0], image)
 
 
 def write_reports(runs, path):
     """Write the report of one run, or the comparison of several. Returns the paths."""
-    names = names_of(runs)
     pages = [write_page(runs, path.with_suffix(".html"))] if html or watch else []
-    image = write_picture(path.with_suffix(".png"), runs, names)
-    text = compare_words(runs, names, image) if names else words(runs[0], image)
-    return [*image, write(path.with_suffix(".md"), text), *pages]
+    image = write_picture(path.with_suffix(".png"), runs, names_of(runs))
+    return [*image, write(path.with_suffix(".md"), text_of(runs, image)), *pages]
 
 
 def names_of(runs):
@@ -432,8 +395,7 @@ def names_of(runs):
 
 
 def follow(runs, path, every=10):
-    """Write the page every `every` seconds, or less often if that would take over 1% of the time,
-    until no run is active. Returns the runs as they are then."""
+    """Write the page every `every` seconds, at most 1% of the time, until no run is active."""
     pause = every
     print(f"open {os.path.relpath(path)} in a browser; Ctrl-C stops it", flush=True)
     try:
@@ -445,7 +407,6 @@ def follow(runs, path, every=10):
             time.sleep(pause)
     except KeyboardInterrupt:
         pass
-    return [read_run(run.folder) for run in runs]
 
 
 def main(argv=None):
@@ -454,13 +415,12 @@ def main(argv=None):
         if not folders:
             fail("no run is named; type: python report.py out/NAME [out/OTHER ...]")
         try:
-            if all((Path(folder) / "record.json").is_file() for folder in folders):
-                return print(records_table(folders))
-            runs = [read_run(folder) for folder in folders]
+            runs = list(map(read_run, folders))
             path = Path(report_dir or folders[0]) / ("report" if len(runs) == 1 else "compare")
             path.parent.mkdir(parents=True, exist_ok=True)
             if watch:
-                runs = follow(runs, path.with_suffix(".html"))
+                follow(runs, path.with_suffix(".html"))
+                runs = list(map(read_run, folders))
             paths = write_reports(runs, path)
         except record.NoRecord as error:
             fail(error)

@@ -6,9 +6,7 @@ Generate text with a trained model, from a run's folder (its best.pt) or from on
     python sample.py out/shakespeare/ckpt_00001000.pt --start=FILE:prompt.txt
     python sample.py out/shakespeare --export=shakespeare.safetensors
 
-The checkpoint holds the vocabulary (gpt2's comes from tiktoken), so the dataset is not needed. Any file
-of torch.save will do that holds `model`, `config` and `data` as those of train.py do. Only the text
-goes to stdout; the checkpoint's name and its best, and the tokens per second, go to stderr.
+It needs no dataset, and takes any file of torch.save with `model`, `config`, `data` as train.py's.
 """
 
 import os
@@ -39,28 +37,19 @@ top_k = 0  # draw only from this many of the likeliest tokens, [0, inf); 0 = fro
 seed = 1337  # of the first sample, [0, 4294967295]; each further sample adds 1
 device = "auto"  # auto, cpu, cuda, cuda:1 or mps
 
-NEEDED = ("model", "config", "data")  # parts of a checkpoint
-
-
-# ---- reading a checkpoint ------------------------------------------------------------------------
-
 
 def open_checkpoint(name: str) -> tuple[Path, dict]:
-    """(path, checkpoint) of a file, or of a run's best.pt, else its newest. Raises BadInput if none.
-
-    Changes nothing in the folder, because a run may be using it.
-    """
+    """(path, checkpoint) of a file, or of a run's best.pt, else its newest. Changes nothing there."""
     paths = [Path(name)]
-    if paths[0].is_dir():
-        best_first = [*paths[0].glob("best.pt"), *checkpoint.newest_first(paths[0])]
-        paths = list(dict.fromkeys(best_first))
-        if not paths:
-            fail(f"{name} holds no checkpoint; expected the folder of a run that saved one")
-    elif not paths[0].exists():
-        fail(f"{name} is not there; type: python sample.py out/NAME, the out_dir of a run")
+    if not paths[0].is_file():
+        best = paths[0].glob("best.pt")
+        paths = list(dict.fromkeys([*best, *checkpoint.newest_first(paths[0])]))
+    if not paths:
+        found = "holds no checkpoint" if os.path.exists(name) else "is not there"
+        fail(f"{name} {found}; type: python sample.py out/NAME, the out_dir of a run")
     for path in paths:
         try:
-            return path, checkpoint.load(path, parts=NEEDED)
+            return path, checkpoint.load(path, parts=("model", "config", "data"))
         except checkpoint.Damaged as error:
             problem = f"{path} is damaged, or no checkpoint of train.py: {error}"
             if path == paths[-1]:
@@ -71,43 +60,37 @@ def open_checkpoint(name: str) -> tuple[Path, dict]:
 
 
 def rebuild(path: Path, saved: dict) -> tuple[torch.nn.Module, Any]:
-    """(model, tokenizer) of a checkpoint, with its averaged weights if it has any. What is wrong with
-    the file raises BadInput; an error in the model's own code is left as it is."""
+    """(model, tokenizer), with averaged weights if there are any. Only errors of the file are BadInput."""
     config, meta = saved["config"], saved["data"].get("meta")
     if not isinstance(meta, dict) or "tokenizer" not in meta:
         fail(f"{path} was not trained on text; expected a run of train.py on text")
     knobs = read_knobs(Path(__file__).with_name("train.py"))
     for name in config.keys() & knobs.keys():
         accept(name, config[name], f"{path}: {name} = {config[name]!r}", knobs)
+    foreign = f"{path} is no checkpoint of train.py"
+    if "block_size" not in config:
+        fail(f"{foreign}: its config lacks block_size")
     try:
         tokenizer = tokenizer_of(meta)
         tokenizer.decode([0])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        fail(f"{path} is no checkpoint of train.py: its tokenizer ({type(error).__name__} {error})")
-    if "block_size" not in config:
-        fail(f"{path} is no checkpoint of train.py: its config lacks block_size")
+        fail(f"{foreign}: its tokenizer ({type(error).__name__} {error})")
     try:
         model = build_model(config, tokenizer.vocab_size)
     except (InvalidShape, TypeError) as error:
         if isinstance(error, TypeError) and "GPTConfig" not in str(error):  # it lacks an argument
             raise
-        fail(f"{path} is no checkpoint of train.py: {error}")
+        fail(f"{foreign}: {error}")
     averages = saved.get("ema") or {}
-    weights = saved["model"] | averages
-    built = model.state_dict()
+    weights, built = saved["model"] | averages, model.state_dict()
     for name in built | weights:
         then, here = (list(w[name].shape) if name in w else "absent" for w in (weights, built))
         if then != here:
-            fail(
-                f"{path}: {name} is {then} in it, but {here} in model.py with its config and its "
-                f"vocabulary of {tokenizer.vocab_size:,}; expected the model.py of that run"
-            )
+            what = f"its config and vocabulary of {tokenizer.vocab_size:,}"
+            fail(f"{path}: {name} is {then} in it, but {here} in today's model.py with {what}")
     model.load_state_dict(saved["model"])
     model.load_state_dict(averages, strict=False)  # tied weights have one average
     return model.eval(), tokenizer
-
-
-# ---- writing text --------------------------------------------------------------------------------
 
 
 def encode_prompt(text: str, tokenizer: Any) -> torch.Tensor:
@@ -125,9 +108,8 @@ def write_samples(path: Path, saved: dict) -> None:
     where = choose_device(device)
     model, tokenizer = rebuild(path, saved)
     model.to(where)
-    block_size = saved["config"]["block_size"]
+    block_size, text = saved["config"]["block_size"], start
     try:
-        text = start
         if start.startswith("FILE:"):
             file = os.path.expanduser(start.removeprefix("FILE:"))
             text = decode_utf8(read_file(file), file)
@@ -147,22 +129,15 @@ def write_samples(path: Path, saved: dict) -> None:
         for piece in stream((i.item() for i in generate(model, prompt, *how)), tokenizer):
             print(printable(piece), end="", flush=True)
     print(flush=True)
-    count = num_samples * max_new_tokens
-    seconds = time.perf_counter() - began
-    rate = f"{count / seconds:,.0f} tokens/s"
-    print(f"{count:,} tokens in {seconds:.2f} s: {rate}", file=sys.stderr)
+    count, seconds = num_samples * max_new_tokens, time.perf_counter() - began
+    print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens/s", file=sys.stderr)
 
 
 def describe(path: Path, saved: dict) -> str:
     """The file, and the step and the best of its run where it has them."""
-    state = saved.get("state", {})
-    if not state.keys() >= {"step", "best_score", "best_step"}:
-        return str(path)
-    best = best_words(saved["config"].get("best_metric", "val_loss"), state)
-    return f"{path}, step {state['step']:,}, {best}"
-
-
-# ---- writing weights -----------------------------------------------------------------------------
+    state, metric = saved.get("state", {}), saved["config"].get("best_metric", "val_loss")
+    is_whole = state.keys() >= {"step", "best_score", "best_step"}
+    return f"{path}, step {state['step']:,}, {best_words(metric, state)}" if is_whole else str(path)
 
 
 def export_weights(path: Path, saved: dict) -> None:
@@ -170,14 +145,10 @@ def export_weights(path: Path, saved: dict) -> None:
     needed("safetensors", "--export")
     from safetensors.torch import save
 
-    weights = {name: weight.clone().contiguous() for name, weight in saved["model"].items()}
-    names = {}  # address in memory -> names: tied weights have one average
-    for name, weight in saved["model"].items():
-        names.setdefault(weight.data_ptr(), []).append(name)
-    averages = saved.get("ema") or {}
-    for name in averages.keys() & saved["model"].keys():
-        for tied in names[saved["model"][name].data_ptr()]:
-            weights[tied] = averages[name].clone().contiguous()
+    weights, averages = saved["model"], saved.get("ema") or {}
+    # by address in memory, as tied weights have one average
+    at = {weights[name].data_ptr(): averages[name] for name in averages.keys() & weights.keys()}
+    weights = {k: at.get(w.data_ptr(), w).clone().contiguous() for k, w in weights.items()}
     try:
         with replacing(export) as temporary:
             temporary.write_bytes(save(weights, {"format": "pt"}))
@@ -186,17 +157,13 @@ def export_weights(path: Path, saved: dict) -> None:
     print(f"{describe(path, saved)}: {len(weights)} tensors in {export}", file=sys.stderr)
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     names = []
     with configured(globals(), argv=argv, names=names):
         if len(names) != 1:
             fail(f"expected one run, found {len(names)}; type: python sample.py out/NAME")
-        path, saved = open_checkpoint(names[0])
-        if export:
-            export_weights(path, saved)
-        else:
-            write_samples(path, saved)
-    return 0
+        write = export_weights if export else write_samples
+        write(*open_checkpoint(names[0]))
 
 
 if __name__ == "__main__":

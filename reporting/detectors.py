@@ -20,14 +20,9 @@ def updates_fail(run):
 
 
 def float16_scale_collapses(run):
-    """GradScaler's rule: from 2^16, halved by each skipped update, doubled by 2,000 good ones."""
-    steps = np.array([row["step"] for row in happened(run, "skipped")], dtype=float)
-    good = np.maximum(0, np.diff(steps, prepend=0) - 1)
-    exponents = 16 + np.cumsum(good // 2000) - np.arange(1, len(steps) + 1)
-    if run.info["run"].get("dtype") != "float16" or not (exponents < 0).any():
-        return None
-    step = steps[np.argmax(exponents < 0)]
-    return f"{len(steps):,} skips took it from 65,536 below 1 at step {step:,.0f}"
+    scale = run.train.get("loss_scale", np.ones(0))
+    low = run.train["step"][: len(scale)][scale < 1]
+    return f"it is below 1 from step {low[0]:,.0f} on" if len(low) else None
 
 
 def clipped_always(run):
@@ -79,8 +74,7 @@ def loss_stuck(run):
     guess, first, last = guessing(run), mean(loss[: max(3, n // 20)]), mean(loss[-(n // 4) :])
     if abs(first - last) > 0.02 * first or last < 0.9 * guess:
         return None
-    beside = f"; guessing is ln V = {guess:.3f}" if math.isfinite(guess) else ""
-    return f"{first:.3f} at the start, {last:.3f} in the last quarter{beside}"
+    return f"{first:.3f} at the start, {last:.3f} in the last quarter; a guess has {guess:.3f}"
 
 
 def underfitting(run):
@@ -91,8 +85,7 @@ def underfitting(run):
     last = mean(loss[-(len(loss) // 10) :])
     if not min(last, val[-1]) > 0.6 * guess or abs(val[-1] - last) > 0.1 * last:
         return None
-    share = f"more than 60% of ln V = {guess:.3f}, which is guessing"
-    return f"training ends at {last:.3f}, validation at {val[-1]:.3f}: {share}"
+    return f"training ends at {last:.3f}, validation at {val[-1]:.3f}; a guess has {guess:.3f}"
 
 
 def loss_rises(run):
@@ -120,30 +113,12 @@ def oscillation(run):
     rise = np.max(means - np.minimum.accumulate(means))  # a loss that falls in steps has none
     if deviation < max(2.5 * noise, 0.01 * mean(late)) or turns < 4 or rise < 2 * deviation:
         return None
-    times = deviation / noise
-    return f"late means of {size} steps swing by {deviation:.3f}, {times:.1f} times the noise of batches"
+    return f"late means of {size} steps swing by {deviation:.3f}, above the noise of batches"
 
 
 def loss_spikes(run):
     spikes = run.train["step"][spikes_of(run)]
     return f"{len(spikes):,} in all, the first at step {spikes[0]:,.0f}" if len(spikes) else None
-
-
-def norm_leads_spikes(run):
-    norms, spikes = run.train["grad_norm"], spikes_of(run)
-    leads = []  # (steps ahead, multiple of the usual norm) of each spike with a warning
-    for spike in spikes:
-        usual = norms[max(0, spike - 60) : max(0, spike - 10)]
-        ahead = norms[max(0, spike - 10) : spike]
-        deviation = 1.4826 * median(np.abs(usual - median(usual)))
-        high = np.flatnonzero(ahead > max(3 * median(usual), median(usual) + 8 * deviation))
-        if len(high):
-            leads.append((len(ahead) - high[0], np.nanmax(ahead) / median(usual)))
-    if not leads or len(leads) < len(spikes) / 2:
-        return None
-    steps, times = np.median(leads, axis=0)
-    usual = f"{times:.1f} times its usual value, {steps:.0f} steps earlier"
-    return f"ahead of {len(leads)} of {len(spikes)} spikes it rose to {usual}"
 
 
 def diverges_after_resume(run):
@@ -158,10 +133,8 @@ def diverges_after_resume(run):
         error = math.hypot(before.std(), after.std()) / math.sqrt(size)
         if now - was > max(4 * error, 0.05 * was):
             rate = f"; the learning rate jumped from {lr[i - 1]:.3g} to {lr[i]:.3g}"
-            jumped = abs(np.log(lr[i] / lr[i - 1])) > 0.2
             words = f"resumed at step {at:,}: the loss was {was:.3f} before and is {now:.3f} after"
-            return words + (rate if jumped else "")
-    return None
+            return words + rate * bool(abs(np.log(lr[i] / lr[i - 1])) > 0.2)
 
 
 def plateau(run):
@@ -170,9 +143,9 @@ def plateau(run):
     if n < 200 or not len(third) or not len(fourth) or loss_rises(run) or loss_stuck(run):
         return None
     error = math.hypot(*(part.std() / math.sqrt(len(part)) for part in (third, fourth)))
-    found = mean(third) - mean(fourth) < max(2 * error, 0.002 * mean(fourth))
-    words = f"{mean(third):.4f} in the third quarter, {mean(fourth):.4f} in the last"
-    return words if found else None
+    if mean(third) - mean(fourth) >= max(2 * error, 0.002 * mean(fourth)):
+        return None
+    return f"{mean(third):.4f} in the third quarter, {mean(fourth):.4f} in the last"
 
 
 def overfitting(run):
@@ -189,12 +162,8 @@ def out_of_memory(run):
     rows = happened(run, "out_of_memory")
     if not rows:
         return ended(run) if "out of memory" in ended(run) else None
-    left = [
-        f"{name} {rows[-1][name]}"
-        for name in ("micro_batch", "eval_micro_batch")
-        if name in rows[-1]
-    ]
-    return f"first at step {rows[0]['step']:,}, last at {rows[-1]['step']:,}; now {', '.join(left)}"
+    left = ", ".join(f"{k} {v}" for k, v in rows[-1].items() if k.endswith("micro_batch"))
+    return f"first at step {rows[0]['step']:,}, last at {rows[-1]['step']:,}; now {left}"
 
 
 def memory_grows(run):

@@ -19,9 +19,8 @@ TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="ut
 
 
 def page(runs, names, bests, text, lanes, refresh):
-    """The page, a str. bests: the best of each run, in words. text: Markdown, for below the curves.
-    lanes: {event: (colour, steps)} of a single run. refresh: seconds after which an open page
-    reloads; 0 = never."""
+    """The page, a str. bests: in words. text: Markdown, for below the curves. lanes: {event:
+    (colour, steps)} of a single run. refresh: seconds until an open page reloads; 0 = never."""
     live = f"Running: this page reloads every {refresh:.0f} s. " if refresh else ""
     keys = {"raw": ("each step", "sky"), "training": ("training", "blue")}
     keys["validation"] = "validation", "vermilion"
@@ -53,9 +52,7 @@ def from_markdown(text):
         if line.startswith("## "):
             out.append(f"<h2>{safe[3:]}</h2>")
         elif line.startswith("|"):
-            cells = (
-                cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", safe)[1:-1]
-            )
+            cells = re.split(r" *\| *", safe.replace("\\|", "&#124;"))[1:-1]
             row = "".join(f"<td>{cell}</td>" for cell in cells)
             out += [f"<tr>{row}</tr>"] * (not line.startswith("| ---"))
         elif line:
@@ -65,7 +62,6 @@ def from_markdown(text):
 
 
 def panels(runs, names, lanes):
-    """The figures, as HTML."""
     alone = len(runs) == 1
     found = {}  # title: its curves
     for i, run in enumerate(runs):
@@ -84,8 +80,7 @@ def panels(runs, names, lanes):
 
 
 def curves_of(run, key, colour, name):
-    """(title of the panel, (key, colour, look, label, x, y)) of each curve of a run. key, colour,
-    name: of one run among several. The curves of a single run have their own (key: None)."""
+    """(title of the panel, (key, colour, look, label, x, y)) of each curve. key: None of a single run."""
     e, half = run.evals, record.half_window(run)
     for field, title, own, x, y in results.panels_of(run):
         label = title.partition(" (")[0]

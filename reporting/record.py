@@ -7,7 +7,6 @@ number is NaN, run.json lacks what is of the wrong type, and no control characte
 import fcntl
 import json
 import math
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,9 +56,7 @@ def read_run(folder):
     path = folder / "metrics.jsonl"
     if not path.is_file():
         found = "no metrics.jsonl in it" if folder.is_dir() else "no such folder"
-        near = sorted(path.parent for path in folder.absolute().parent.glob("*/metrics.jsonl"))
-        near = ", ".join(map(os.path.relpath, near[:8])) or "none; train.py makes one"
-        raise NoRecord(f"{folder}: {found}; expected the folder of a run; there are: {near}")
+        raise NoRecord(f"{folder}: {found}; expected the out_dir of a run of train.py")
     if not path.stat().st_size:
         raise NoRecord(f"{path} is empty: the run stopped before it had anything to write")
     tables, n_lines, unreadable = read_rows(path)
@@ -70,8 +67,8 @@ def read_run(folder):
         info = tame(read_json(folder / "run.json"))
     except RecursionError:
         info = {}
-    right = {key: info[key] for key, kind in INFO.items() if isinstance(info.get(key), kind)}
-    info |= {key: kind() for key, kind in INFO.items()} | right
+    for key, kind in INFO.items():
+        info[key] = info[key] if isinstance(info.get(key), kind) else kind()
     if not isinstance(info["data"].get("meta", {}), dict):
         del info["data"]["meta"]
     train, evals = (columns(tables[kind], fields) for kind, fields in FIELDS.items())
@@ -98,10 +95,7 @@ def plain(value):
 
 
 def read_rows(path):
-    """({kind: its rows, as from parse}, number of lines, number of those that are no rows).
-
-    Half a line at the end, which is being written or was when the run was killed, does not count.
-    """
+    """({kind: its rows, as from parse}, lines, those that are no rows), without half a line at the end."""
     tables = {"train": [], "eval": [], "event": []}
     n_lines = unreadable = 0
     with open(path, "rb") as file:
@@ -138,10 +132,8 @@ def parse(lines):
 
 
 def columns(parts, fields):
-    """{field: array} with increasing steps; of two rows of the same step the later one counts.
-
-    A field that is not in `fields` counts if two rows give it a number: damage may invent one.
-    """
+    """{field: array} with increasing steps; of two rows of the same step the later one counts, and a
+    field that is not in `fields` if two rows give it a number: damage may invent one."""
     table = {}
     for name in dict.fromkeys([*fields, *sorted(set().union(*parts))]):
         values = [part.get(name, np.full(len(part["step"]), np.nan)) for part in parts]
@@ -162,9 +154,6 @@ def is_running(run):
     return False
 
 
-# ---- statistics ----------------------------------------------------------------------------------
-
-
 def known(values):
     return values[np.isfinite(values)]
 
@@ -183,10 +172,7 @@ def half_window(run):
 
 
 def smooth(values, half):
-    """Mean over `half` neighbours on either side, or as many as there are.
-
-    At the start, where a curve falls fast, no more on the right than on the left.
-    """
+    """Mean over `half` neighbours on either side; at the start, as many on the right as on the left."""
     i, finite = np.arange(len(values)), np.isfinite(values)
     total = np.concatenate([[0], np.cumsum(np.where(finite, values, 0))])
     count = np.concatenate([[0], np.cumsum(finite)])
@@ -208,18 +194,16 @@ def last_step(run):
     return int(max(run.train["step"].max(initial=0), run.evals["step"].max(initial=0)))
 
 
-def late_losses(run):
-    """The losses after the first 2% of a run: single steps (all but the outermost 0.2%), their
-    smoothed curve, and evaluations."""
-    tables = (run.train, "loss"), (run.evals, "val_loss")
-    steps, val = (table[name][table["step"] >= 0.02 * last_step(run)] for table, name in tables)
-    edges = np.quantile(known(steps), [0.001, 0.999]) if len(known(steps)) else []
-    return known(np.concatenate([edges, smooth(steps, half_window(run)), val]))
-
-
 def loss_limits(runs, *more):
-    """limits_of the late losses and of `more`: the steep beginning would press the rest flat."""
-    return limits_of(np.concatenate([more, *map(late_losses, runs)]), 30, from_zero=False)
+    """limits_of `more` and of all losses but those of the first 2% of a run and the outermost 0.2%:
+    the steep beginning would press the rest flat."""
+    late = list(more)
+    for run in runs:
+        tables = (run.train, "loss"), (run.evals, "val_loss")
+        steps, val = (table[name][table["step"] >= 0.02 * last_step(run)] for table, name in tables)
+        edges = np.quantile(known(steps), [0.001, 0.999]) if len(known(steps)) else []
+        late += [*edges, *smooth(steps, half_window(run)), *val]
+    return limits_of(np.array(late), 30, from_zero=False)
 
 
 def limits_of(values, log_from=math.inf, from_zero=True):

@@ -15,8 +15,7 @@ def happened(run, event):
 def ended(run):
     ends = happened(run, "end")
     how = run.info["ended"] if "ended" in run.info else ends and ends[-1].get("ended")
-    how = " ".join(str(how or "no end on record (killed, or still running)").split())
-    how = how.split(". ")[0]
+    how = " ".join(str(how or "no end on record (killed, or still running)").split()).split(". ")[0]
     return how if "at step" in how else f"{how}, at step {last_step(run):,}"
 
 
@@ -34,12 +33,9 @@ def best_of(run):
     """
     field, sign, _ = metric_of(run)
     best, step = best_row(run, field, sign)
-    kept, kept_step = (
-        plain(run.info["state"].get(name)) for name in (f"best_{field}", "best_step")
-    )
-    if math.isfinite(kept + kept_step) and not sign * best <= sign * kept:
-        return kept, int(kept_step)
-    return best, step
+    kept, at = (run.fact("state", name) for name in (f"best_{field}", "best_step"))
+    keep = math.isfinite(kept + at) and not sign * best <= sign * kept
+    return (kept, int(at)) if keep else (best, step)
 
 
 def best_point(run):
@@ -171,14 +167,3 @@ def time_and_cost(run, dollars_per_hour):
         "wall-clock": (least + clock(seconds), f"all sessions, start to end{partly}"),
         "cost": (f"{least}{hours:,.3f} device-hours; {money}", f"of {devices} device(s)"),
     }
-
-
-def beside(run, first):
-    """How the training loss of a run differs from that of `first`, in words."""
-    steps, mine, other = np.intersect1d(run.train["step"], first.train["step"], return_indices=True)
-    apart = np.abs(run.train["loss"][mine] - first.train["loss"][other])
-    differ = np.flatnonzero(apart > 0)
-    if not len(differ):
-        return f"the same in every digit, for {len(known(apart)):,} steps"
-    words = [f"by {apart[i]:.0e} at step {steps[i]:,.0f}" for i in differ[[0, -1]]]
-    return "differs " + "; ".join(words)

@@ -59,7 +59,7 @@ def test_the_rehearsal_moves_no_buffer(run_train):
     done = run_train("run", *RUN, "--max_steps=1", "--warmup_steps=0", before=IMAGES)
     for name, value in buffers(done.checkpoint(0)).items():
         assert bool((value == (1 if name.endswith("var") else 0)).all()), name
-    assert int(buffers(done.checkpoint(1))["layers.1.num_batches_tracked"]) == 1
+    assert int(buffers(done.checkpoint(1))["1.num_batches_tracked"]) == 1
 
 
 def test_what_it_prints_is_about_images(run_train):

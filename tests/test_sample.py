@@ -141,7 +141,9 @@ def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp
 
     size = len(set(TEXT)) + 1
     refused(run_sample(edited(other_vocabulary)), f"vocabulary of {size}")
-    refused(run_sample(edited(lambda c: c["config"].update(n_embd=32))), "32", "in model.py")
+    refused(
+        run_sample(edited(lambda c: c["config"].update(n_embd=32))), "32", "in today's model.py"
+    )
     for name, value in {"n_head": 0, "n_embd": "16", "n_layer": -1, "dropout": math.nan}.items():
         wrong = edited(lambda c, change={name: value}: c["config"].update(change))
         refused(run_sample(wrong), "edited.pt", f"{name} = {value!r}", "expected")

@@ -68,7 +68,7 @@ REAL = {  # troubles: flags of the run, source that runs before it
     "underfitting": ("--peak_lr=3e-4 --min_lr=0 --max_steps=120", ""),
     "loss_rises": (f"{CONSTANT} --optimizer=momentum --momentum=0.99 --peak_lr=1", ""),
     "oscillation": (f"{CONSTANT} --optimizer=momentum --momentum=0.99 --peak_lr=0.1 --seed=4", ""),
-    "loss_spikes norm_leads_spikes": (f"{CONSTANT} --optimizer=sgd --peak_lr=0.5 --seed=4", ""),
+    "loss_spikes": (f"{CONSTANT} --optimizer=sgd --peak_lr=0.5 --seed=4", ""),
     "plateau": (
         "--schedule=step --step_size=60 --gamma=1e-6 --min_lr=0 --peak_lr=1e-2 --max_steps=240",
         "",
@@ -84,7 +84,7 @@ REAL = {  # troubles: flags of the run, source that runs before it
 }
 RECORDED = {  # what needs a GPU, or more steps than a test may take
     "float16_scale_collapses": (
-        [*falling(60), *(event(3 * i, "skipped", loss=None) for i in range(1, 19))],
+        [each | {"loss_scale": 2.0 ** (16 - each["step"] // 3)} for each in falling(60)],
         {"run": {"dtype": "float16"}},
     ),
     "gpu_idle": (falling(60, gpu_util=41), {}),
