@@ -37,8 +37,7 @@ watch = False  # rewrite that page every 10 s while the run continues, and write
 # Okabe & Ito's colours (2008): distinct for any colour vision, and in print
 COLOURS = {"blue": "#0072B2", "vermilion": "#D55E00", "green": "#009E73", "orange": "#E69F00"}
 COLOURS |= {"purple": "#CC79A7", "sky": "#56B4E9", "black": "#000000"}
-BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK = COLOURS.values()
-PALE_GREEN = "#8FD4BF"
+BLUE, VERMILION, GREEN, _, _, SKY, BLACK = COLOURS.values()
 LANES = {"best": "vermilion", "resume": "blue", "skipped": "orange", "rollback": "purple"}
 LANES |= {"diverging": "green", "audit": "vermilion", "out_of_memory": "black", "failed": "black"}
 CROSSING = "resume rollback audit out_of_memory failed".split()  # those with a line in all panels
@@ -165,7 +164,7 @@ def picture(run):
     for ax, (field, title, colour, step, values) in zip(axes, panels, strict=True):
         ax.set_ylabel(title if len(title) <= 24 else title[:22] + "...")
         if field == "grad_norm":
-            raw_and_smooth(ax, run, field, PALE_GREEN, GREEN)
+            raw_and_smooth(ax, run, field, "#8FD4BF", GREEN)
             if clip > 0:
                 label = f"clip at {clip:g} ({results.share_clipped(run):.0%} above)"
                 ax.axhline(clip, color=BLACK, lw=1.2, ls="--", label=label)
