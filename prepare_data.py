@@ -8,18 +8,14 @@
     python prepare_data.py NAME --input='web/*.jsonl.zst' --field=content
     python prepare_data.py openwebtext                       # or fineweb: downloads with `datasets`
 
-Of one text, the first 90% of its characters are to train on, and line ends stay as they are. A dataset
-that exists is never overwritten. SHAKESPEARE_URL in the environment gives another address (a mirror,
-or file://); its hash is checked all the same.
-
+Of one text, the first 90% of its characters are to train on. A dataset that exists is never overwritten.
 A corpus is streamed: a folder (its files in order of their paths, without hidden ones), a glob in
 quotes, a .jsonl (one object a line), a .gz or .zst of a text or .jsonl, or a long text.
 - A line of a .jsonl is a document, and so is a text file; one longer than WHOLE_DOCUMENT is split
   into documents of up to PART, at line ends if it has any. Each is followed by an end-of-text id:
-  50256 for gpt2, 0 for byte. val_bytes counts the text without these.
+  50256 for gpt2, 0 for byte. NUL, and half a surrogate pair, become U+FFFD.
 - A document goes to val if the hash of its content, as a fraction, is below val_fraction: copies of
   a document share a split, whatever the order of files. The same command writes the same bytes.
-- NUL, and half a surrogate pair, which JSON allows and UTF-8 does not, become U+FFFD.
 """
 
 import contextlib
@@ -72,7 +68,7 @@ CORPORA = {
     "openwebtext": ("Skylion007/openwebtext", None),
     "fineweb": ("HuggingFaceFW/fineweb", "sample-10BT"),
 }
-SHAKESPEARE_URL = (
+SHAKESPEARE_URL = (  # the environment variable of this name gives another, such as file://
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -85,8 +81,7 @@ DOWNLOAD_SECONDS = 60  # for all of the download; a server may send a byte a sec
 
 
 def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) -> tuple[str, dict]:
-    """Make the dataset data_dir/name. Returns (its folder, its meta). If it exists, it is verified
-    and left as it is.
+    """Make the dataset data_dir/name, or verify the one that exists. Returns (its folder, its meta).
 
     input: a text file or a corpus, or "" for what `name` stands for. of_corpus: values of the
     corpus knobs above. Raises DataError or Offline.
@@ -95,8 +90,11 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
     if tokenizer not in ("auto", *TOKENIZERS):
         known = "|".join(TOKENIZERS)
         raise DataError(f"unknown tokenizer {tokenizer!r}; write --tokenizer={known}")
-    old = data.read_meta(folder) if is_made(folder) else {}
-    streamed = is_corpus(name, input)
+    old = data.read_meta(folder) if os.path.exists(f"{folder}/meta.json") else {}
+    streamed = os.path.isdir(input) or glob.has_magic(input) if input else name in CORPORA
+    if os.path.isfile(input):
+        is_packed = input.endswith((".jsonl", ".gz", ".zst"))
+        streamed = is_packed or os.path.getsize(input) > WHOLE_TEXT
     if tokenizer == "auto":
         tokenizer = old.get("tokenizer") if old else "gpt2" if streamed else "char"
     if old and (not input or old.get("tokenizer") != tokenizer):
@@ -122,19 +120,6 @@ def folder_of(name: str, data_dir: str) -> str:
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise DataError(f"a NAME is made of letters, digits, '_', '-' and '.', not {name!r}")
     return os.path.join(data_dir, name)
-
-
-def is_made(folder: str) -> bool:
-    return os.path.exists(os.path.join(folder, "meta.json"))
-
-
-def is_corpus(name: str, input: str) -> bool:
-    """Whether to stream the input: all but a plain text file of up to WHOLE_TEXT bytes."""
-    if not input:
-        return name in CORPORA
-    if os.path.isfile(input):
-        return input.endswith((".jsonl", ".gz", ".zst")) or os.path.getsize(input) > WHOLE_TEXT
-    return os.path.isdir(input) or glob.has_magic(input)
 
 
 @contextlib.contextmanager
@@ -221,26 +206,23 @@ def find_corpus(name: str, input: str, options: dict) -> tuple[dict, Iterator]:
     if hasattr(TOKENIZERS[tokenizer], "learn"):
         found = f"{tokenizer} learns its vocabulary from one text, and cannot stream a corpus"
         raise DataError(f"{found}; write --tokenizer=gpt2, or byte")
-    digest = hashlib.sha256(json.dumps([CORPORA.get(name), options]).encode())
+    facts = [CORPORA.get(name), options]
     if input:
         files = input_files(input)
-        for path, status in files.items():
-            facts = f"{os.path.relpath(path, input)}\0{status.st_size}\0{status.st_mtime_ns}\0"
-            digest.update(facts.encode("utf-8", "replace"))
-        size = sum(status.st_size for status in files.values())
-        found = f"{len(files):,} files, {size:,} bytes"
-        if not size:
+        facts += [(os.path.relpath(p, input), s.st_size, s.st_mtime_ns) for p, s in files.items()]
+        found = f"{len(files):,} files, {sum(s.st_size for s in files.values()):,} bytes"
+        if not any(status.st_size for status in files.values()):
             raise DataError(f"{input}: {found}; expected text, .jsonl, .gz or .zst")
-        base = os.path.basename(os.path.normpath(input))
-        source = f"{base} ({found}, with their dates {digest.hexdigest()[:16]})"
+        source = f"{os.path.basename(os.path.normpath(input))}, {found}, with their dates"
         texts = chain.from_iterable(read_documents(path, options["field"]) for path in files)
     else:
         needed("datasets", name)
-        source = f"{name} of huggingface.co ({digest.hexdigest()[:16]})"
+        source = f"{name} of huggingface.co"
         texts = read_hub(*CORPORA[name])
     texts = (re.sub("[\0\ud800-\udfff]", "\ufffd", text) for text in texts)
     documents = ((split_of(text, options["val_fraction"]), text) for text in texts if text)
-    return {"tokenizer": tokenizer, "source": source}, documents
+    mark = sha256(json.dumps(facts).encode())[:16]
+    return {"tokenizer": tokenizer, "source": f"{source} ({mark})"}, documents
 
 
 def split_of(text: str, val_fraction: float) -> str:
@@ -249,20 +231,13 @@ def split_of(text: str, val_fraction: float) -> str:
 
 
 def input_files(input: str) -> dict[str, os.stat_result]:
-    """The files of a file, folder or glob, in the order of their paths."""
-
-    def refuse(error):  # os.walk would leave out what it cannot read
-        raise error
-
-    try:
-        found = [input] if os.path.isfile(input) else glob.glob(input, recursive=True)
-        if os.path.isdir(input):
-            walk = os.walk(input, onerror=refuse)
-            found = [os.path.join(folder, name) for folder, _, names in walk for name in names]
-            found = [path for path in found if "/." not in path.removeprefix(input)]
-        return {path: os.stat(path) for path in sorted(found) if not os.path.isdir(path)}
-    except OSError as error:
-        raise DataError(f"cannot read {error.filename}: {error.strerror}") from error
+    """The files of a file, folder or glob, in the order of their paths. glob leaves out hidden ones."""
+    pattern = f"{glob.escape(input)}/**" if os.path.isdir(input) else input
+    found = [input] if os.path.isfile(input) else sorted(glob.glob(pattern, recursive=True))
+    for path in found:
+        if not os.access(path, os.R_OK):
+            raise DataError(f"cannot read {path}: no permission, or a link to nothing")
+    return {path: os.stat(path) for path in found if not os.path.isdir(path)}
 
 
 def read_hub(path: str, subset: str | None) -> Iterator[str]:
@@ -382,22 +357,15 @@ def sha256(content: bytes) -> str:
 
 
 def read_shakespeare(folder: str, say: Callable) -> bytes:
-    """The bytes of TinyShakespeare, from input.txt in `folder` if it is there, else downloaded to it."""
+    """The bytes of TinyShakespeare, from input.txt in `folder` if it is there, else downloaded to it
+    in up to three tries. Raises Offline if no server gives it in time, DataError if it is not the text."""
     path = os.path.join(folder, "input.txt")
     if os.path.exists(path):
         raw = read_file(path)
         if sha256(raw) == SHAKESPEARE_SHA256:
             return raw
         say(f"{path} is not TinyShakespeare (its SHA-256 differs); downloading it again")
-    raw = download(os.environ.get("SHAKESPEARE_URL") or SHAKESPEARE_URL, say)
-    with making(folder) as unfinished:
-        Path(unfinished, "input.txt").write_bytes(raw)
-    return raw
-
-
-def download(url: str, say: Callable) -> bytes:
-    """TinyShakespeare from `url`, in up to three tries. Raises Offline if no server gives it in time,
-    DataError if what comes is something else."""
+    url = os.environ.get("SHAKESPEARE_URL") or SHAKESPEARE_URL
     say(f"downloading {url}")
     began = time.monotonic()
     for attempt in range(3):
@@ -414,17 +382,15 @@ def download(url: str, say: Callable) -> bytes:
             came = str(error)
         except OSError as error:
             if attempt:
-                hint = (
-                    "python prepare_data.py pydoc needs no network, and --input=FILE takes a copy"
-                )
+                hint = "python prepare_data.py pydoc needs no network; --input=FILE takes a copy"
                 raise Offline(f"cannot reach {url}: {error}; {hint}") from error
-            continue
         if sha256(raw) == SHAKESPEARE_SHA256:
+            with making(folder) as unfinished:
+                Path(unfinished, "input.txt").write_bytes(raw)
             return raw
     found = f"{url}: {came}, {len(raw):,} bytes with SHA-256 {sha256(raw)}"
     expected = f"{SHAKESPEARE_BYTES:,} bytes with SHA-256 {SHAKESPEARE_SHA256}"
-    hint = "try again later, or take a copy: python prepare_data.py shakespeare --input=FILE"
-    raise DataError(f"{found}; expected {expected}; {hint}")
+    raise DataError(f"{found}; expected {expected}; try again later, or take a copy: --input=FILE")
 
 
 # ---- what train.py asks for ----------------------------------------------------------------------
@@ -434,7 +400,7 @@ def open_dataset(name: str, data_dir: str, say: Callable = print) -> tuple[str, 
     """(folder, meta) of the dataset data_dir/name, after verifying every byte. If it is missing and
     one of TEXTS, it is made first. Raises DataError or Offline."""
     folder = folder_of(name, data_dir)
-    if is_made(folder):
+    if os.path.exists(f"{folder}/meta.json"):
         meta = data.read_meta(folder)
         data.verify(folder, meta)
         return folder, meta
