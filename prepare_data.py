@@ -22,7 +22,6 @@ import contextlib
 import glob
 import gzip
 import hashlib
-import http.client
 import json
 import os
 import re
@@ -178,21 +177,18 @@ def write(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Cal
         tokens = {split: os.path.getsize(path) // itemsize for split, path in paths.items()}
         if min(tokens.values()) < 2:
             found = f"too short: {tokens['train']} tokens to train on, {tokens['val']} to validate"
-            hint = f", or write --val_fraction={min(0.5, 10 / max(1, sum(counts.values()))):.2g}"
-            need = "expected 2 * block_size and block_size + 1; take more text"
-            raise DataError(f"the text is {found}; {need}{hint if streamed else ''}")
+            hint = ", or a larger --val_fraction" if streamed else ""
+            raise DataError(f"the text is {found}; take more text{hint}")
         meta |= {f"{split}_tokens": tokens[split] for split in SPLITS}
         meta["val_bytes"] = sizes["val"]
         meta["sha256"] = {f"{split}.bin": digest_of(path) for split, path in paths.items()}
         Path(unfinished, "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-    size = sum(sizes.values())
-    say(
-        f"made {folder} from {meta['source']}: {tokens['train']:,} {meta['tokenizer']} tokens to train"
-        f" on, {tokens['val']:,} to validate, of {counts['train']:,} and {counts['val']:,} documents,"
-        f" vocabulary {meta['vocab_size']:,} ({meta['dtype']}),"
-        f" {size / sum(tokens.values()):.2f} bytes/token,"
-        f" {size / (time.perf_counter() - began) / 1e6:.1f} MB/s"
+    rate = sum(sizes.values()) / 1e6 / (time.perf_counter() - began)
+    what = (
+        f"{tokens['train']:,} {meta['tokenizer']} tokens to train on, {tokens['val']:,} to validate"
     )
+    what += f", of {counts['train']:,} and {counts['val']:,} documents, {rate:.1f} MB/s"
+    say(f"made {folder} from {meta['source']}: {what}, vocabulary {meta['vocab_size']:,}")
     return meta
 
 
@@ -364,7 +360,6 @@ def read_shakespeare(folder: str, say: Callable) -> bytes:
         raw = read_file(path)
         if sha256(raw) == SHAKESPEARE_SHA256:
             return raw
-        say(f"{path} is not TinyShakespeare (its SHA-256 differs); downloading it again")
     url = os.environ.get("SHAKESPEARE_URL") or SHAKESPEARE_URL
     say(f"downloading {url}")
     began = time.monotonic()
@@ -378,7 +373,7 @@ def read_shakespeare(folder: str, say: Callable) -> bytes:
                     raw += chunk
                     if time.monotonic() - began > DOWNLOAD_SECONDS:
                         raise TimeoutError(f"timed out after {DOWNLOAD_SECONDS:g} s")
-        except (urllib.error.HTTPError, http.client.HTTPException, ValueError) as error:
+        except (urllib.error.HTTPError, ValueError) as error:
             came = str(error)
         except OSError as error:
             if attempt:

@@ -2,15 +2,10 @@
 The data of a run: a dataset on disk, its windows, batches that are read ahead, its tokenizer.
 
 A dataset is a folder, DATA_DIR/NAME, with train.bin and val.bin (flat token ids) and meta.json. That
-is written last, so a folder that has it is complete. `meta` is the dict in it:
-    vocab_size                ids are below it; data of your own (train.open_dataset) needs no more
-    dtype                     of the ids in the files: uint16 or uint32
-    train_tokens, val_tokens  in each file
-    sha256                    {file name: 64 hex digits}
-and of a text:
-    tokenizer                 a key of TOKENIZERS; what it has learned is here too, such as `chars`
-    val_bytes                 of the validation text in UTF-8, for bits per byte
-    source                    what the text is, in words
+is written last, so a folder that has it is complete. `meta` is the dict in it: vocab_size (data of
+your own, train.open_dataset, needs no more), dtype (of the ids: uint16 or uint32), train_tokens,
+val_tokens, sha256 ({file name: 64 hex digits}), and of a text: tokenizer (a key of TOKENIZERS) and
+what that has learned, val_bytes (of the validation text in UTF-8) and source (in words).
 """
 
 import atexit
@@ -40,7 +35,7 @@ warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 
 class DataError(BadInput):
-    """The data cannot be used. The message is one line: what was found, and what to type."""
+    """The data cannot be used."""
 
 
 class Offline(BadInput):
@@ -57,16 +52,16 @@ def read_meta(folder: str) -> dict:
     try:
         meta = json.loads(content)
         sizes = [meta["vocab_size"], meta["train_tokens"], meta["val_tokens"]]
-        if (
-            any(type(n) is not int or n <= 0 for n in [*sizes, meta.get("val_bytes", 1)])
-            or meta["dtype"] not in ("uint16", "uint32")
-            or set(meta["sha256"]) != {"train.bin", "val.bin"}
-            or ("tokenizer" in meta and tokenizer_of(meta).vocab_size != meta["vocab_size"])
-        ):
-            raise ValueError("a size, dtype, sha256 or tokenizer")
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, DataError) as error:
-        found = f"{path} does not describe a dataset ({type(error).__name__}: {error})"
-        raise DataError(f"{found}; {again(folder)}") from error
+        valid = (
+            all(type(n) is int and n > 0 for n in [*sizes, meta.get("val_bytes", 1)])
+            and meta["dtype"] in ("uint16", "uint32")
+            and set(meta["sha256"]) == {"train.bin", "val.bin"}
+            and ("tokenizer" not in meta or tokenizer_of(meta).vocab_size == sizes[0])
+        )
+    except Exception:  # whatever the file may hold in place of such a dict
+        valid = False
+    if not valid:
+        raise DataError(f"{path} does not describe a dataset; {again(folder)}")
     return meta
 
 
@@ -90,19 +85,19 @@ def verify(folder: str, meta: dict) -> None:
                 digest.update(chunk)
                 ids = np.frombuffer(chunk, dtype, len(chunk) // dtype.itemsize)
                 highest = max(highest, ids.max(initial=0))
-        expected = meta[f"{split}_tokens"] * dtype.itemsize
-        found = f"it has {size:,} bytes (meta.json says {expected:,}) and ids up to {highest}"
-        if size != expected or digest.hexdigest() != meta["sha256"][f"{split}.bin"]:
-            found += ", and not the SHA-256 of meta.json"
-        elif highest < meta["vocab_size"]:
-            continue
-        raise DataError(f"{path} was changed or damaged: {found}; {again(folder)}")
+        expected = (meta[f"{split}_tokens"] * dtype.itemsize, meta["sha256"][f"{split}.bin"])
+        if (size, digest.hexdigest()) != expected:
+            found = f"was changed or damaged: it has {size:,} bytes, SHA-256 {digest.hexdigest()}"
+            found += f", but meta.json says {expected[0]:,} and {expected[1]}"
+            raise DataError(f"{path} {found}; {again(folder)}")
+        if highest >= meta["vocab_size"]:
+            found = f"{path} holds token id {highest}, but vocab_size is {meta['vocab_size']}"
+            raise DataError(f"{found}; {again(folder)}")
 
 
 def again(folder: str) -> str:
-    data_dir, name = os.path.split(folder)
-    made = f"python prepare_data.py {name} --data_dir={data_dir} [--input=...] [--tokenizer=...]"
-    return f"delete {os.path.join(folder, 'meta.json')} and type: {made}"
+    made = f"python prepare_data.py {os.path.basename(folder)}"
+    return f"delete {folder}/meta.json and type the command that made it: {made} ..."
 
 
 class Split(np.memmap):
@@ -130,10 +125,8 @@ def read_rows(tokens: Split, starts: np.ndarray, length: int) -> np.ndarray:
 
 class OrderedWindows:
     """The first `n_targets` targets of `tokens` (0 = all), rounded up to whole windows, for validation.
-    `windows[first, count]` is a batch: inputs and targets, each int64 (count, block_size).
-
-    If the last window overlaps the one before, its repeated targets are -100.
-    """
+    `windows[first, count]` is a batch: inputs and targets, each int64 (count, block_size). If the
+    last window overlaps the one before, its repeated targets are -100."""
 
     def __init__(self, tokens: Split, block_size: int, n_targets: int = 0):
         self.tokens = tokens
@@ -158,15 +151,9 @@ class OrderedWindows:
 
 class Batches:
     """An iterator over (inputs, targets, milliseconds waited): dataset[place] for each of `places`,
-    as tensors on the device. `num_workers` processes read ahead; 0 = this one reads.
+    as tensors on the device. `num_workers` processes read ahead; 0 = this one reads."""
 
-    A thread reads the workers' pipe: one that dies or stops within a batch blocks whoever reads, and
-    the training must still hear signals.
-    """
-
-    def __init__(
-        self, dataset, places, device, num_workers=0, prefetch_factor=2, hang_minutes=30.0
-    ):
+    def __init__(self, dataset, places, device, num_workers=0, prefetch_factor=2, hang_minutes=30):
         import torch  # here, so that prepare_data.py, which needs none, starts at once
 
         self.device = device
@@ -181,13 +168,14 @@ class Batches:
             worker_init_fn=ignore_signals,
             generator=torch.Generator(),  # or it would draw a seed from the global generator
         )
-        # In a thread: its workers inherit that signals are blocked, until they ignore them; and torch
-        # installs no handler of SIGCHLD, which raises wherever the training is if a worker dies
+        # In a thread, whose mask the workers inherit: no signal comes before they ignore it. And torch
+        # installs no SIGCHLD handler, which raises wherever the training is when a worker dies
         blocked = {"initializer": signal.pthread_sigmask, "initargs": (signal.SIG_BLOCK, HANDLED)}
         with ThreadPoolExecutor(1, **blocked) as thread:
             self.iterator = thread.submit(iter, loader).result()
         self.workers = getattr(self.iterator, "_workers", [])
         self.ready = queue.Queue(1)  # a batch, or the error that took its place
+        # A worker that dies or stops within a batch blocks its reader, but signals must be heard
         self.reader = threading.Thread(target=self.read, daemon=True)
         if self.workers:
             atexit.register(self.kill)  # or Python would wait for them, without an end
@@ -212,22 +200,20 @@ class Batches:
         RunFailed if a worker has died, or if none gave a batch for hang_minutes."""
         began = time.perf_counter()
         batch = None if self.workers else next(self.iterator)
-        while not isinstance(batch, tuple):
+        while batch is None:
             with contextlib.suppress(queue.Empty):
                 batch = self.ready.get(timeout=0.5)
             if isinstance(batch, tuple):
                 break
-            resume = "the same command resumes from the newest checkpoint"
-            for worker in self.workers:
-                if worker.exitcode:  # then an error in `batch` is only what followed
-                    found = f"DataLoader worker {worker.pid} has died (exit code {worker.exitcode}"
-                    raise RunFailed(f"{found}; -9: perhaps memory ran out); {resume}") from batch
-            if batch:
+            if codes := [worker.exitcode for worker in self.workers if worker.exitcode]:
+                found = f"a DataLoader worker has died (exit code {codes[0]}; -9: out of memory?)"
+                raise RunFailed(f"{found}; the same command resumes") from batch
+            if batch:  # the dataset's own error
                 raise batch
             if time.perf_counter() - began > 60 * self.hang_minutes:
                 found = f"no DataLoader worker gave a batch for {self.hang_minutes:g} minutes"
-                hint = "does the disk of the data answer? --num_workers=0 shows where it hangs"
-                raise RunFailed(f"{found} (--hang_minutes); {hint}; {resume}")
+                hint = "the same command resumes, and --num_workers=0 shows where it hangs"
+                raise RunFailed(f"{found} (--hang_minutes); {hint}")
             if should_stop():
                 return None
         return *to_device(batch, self.device), 1000 * (time.perf_counter() - began)
@@ -252,14 +238,12 @@ class Batches:
 
 
 def as_arrays(batch: Iterable) -> tuple:
-    """Workers send arrays through a pipe, but tensors through /dev/shm: torch waits for ever where
-    that is full, as in small containers."""
+    """Arrays go through a pipe; tensors through /dev/shm, where torch waits for ever if it is full."""
     return tuple(np.asarray(each) for each in batch)
 
 
 def to_device(batch: Iterable, device: Any) -> tuple:
-    """Arrays or tensors of the host as tensors on the device. To a GPU they go from pinned memory,
-    while the host continues."""
+    """Arrays or tensors of the host as tensors on the device, to a GPU while the host continues."""
     import torch
 
     from plumbing.machine import upload
@@ -271,8 +255,7 @@ def to_device(batch: Iterable, device: Any) -> tuple:
 
 
 def ignore_signals(worker: int) -> None:
-    """In a worker: a scheduler signals the whole process group, but the training process decides
-    when its workers end."""
+    """In a worker: a scheduler signals all processes, but the training decides when workers end."""
     for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)
 
@@ -283,8 +266,9 @@ def ignore_signals(worker: int) -> None:
 def tokenizer_of(meta: dict) -> Any:
     """The tokenizer of a dataset: encode(text) -> int array, decode(ids) -> str, vocab_size."""
     if meta["tokenizer"] not in TOKENIZERS:
-        known = ", ".join(TOKENIZERS)
-        raise DataError(f"unknown tokenizer {meta['tokenizer']!r}; plumbing/data.py has {known}")
+        raise DataError(
+            f"{meta['tokenizer']!r} is none of {', '.join(TOKENIZERS)} (plumbing/data.py)"
+        )
     return TOKENIZERS[meta["tokenizer"]](meta)
 
 
@@ -347,13 +331,11 @@ class GPT2:
         return self.encoding().decode(np.asarray(ids, np.int64).tolist())
 
     def encoding(self) -> Any:
-        tiktoken = needed("tiktoken", "the gpt2 tokenizer")
         try:
-            return tiktoken.get_encoding("gpt2")
+            return needed("tiktoken", "gpt2").get_encoding("gpt2")
         except Exception as error:  # whatever tiktoken's HTTP library raises
-            why = f"is not cached and could not be fetched ({type(error).__name__})"
             hint = "TIKTOKEN_CACHE_DIR=FOLDER names a folder with it; --tokenizer=byte needs none"
-            raise DataError(f"the gpt2 vocabulary {why}; {hint}") from error
+            raise DataError(f"no gpt2 vocabulary: {str(error)[:200]}; {hint}") from error
 
 
 # A tokenizer of your own is a class and a name here, which --tokenizer takes. It is built from `meta`;
@@ -387,9 +369,11 @@ def read_file(path: str) -> bytes:
 
 def decode_utf8(raw: bytes, path: str, begin: int = 0) -> str:
     """The text of `raw`, bytes of the file `path` from offset `begin` on. Raises DataError."""
+    if not raw:
+        raise DataError(f"{path} is empty; expected UTF-8 text")
     try:
         if b"\0" in raw:
-            raise UnicodeDecodeError("utf-8", raw, raw.index(b"\0"), 0, "binary, or UTF-16")
+            raise UnicodeDecodeError("utf-8", raw, raw.index(b"\0"), 0, "binary or UTF-16")
         return raw.decode()
     except UnicodeDecodeError as error:
         byte = f"byte 0x{raw[error.start]:02x} at offset {begin + error.start} ({error.reason})"
