@@ -14,6 +14,7 @@ goes to stdout; the checkpoint's name and its best, and the tokens per second, g
 import os
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from model import InvalidShape, build_model, generate
 from plumbing import checkpoint
 from plumbing.cli import accept, configured, fail, printable, read_knobs, run_script
 from plumbing.console import best_words
-from plumbing.data import DataError, decode_utf8, needed, read_file, stream, tokenizer_of
+from plumbing.data import DataError, decode_utf8, needed, read_file, tokenizer_of
 from plumbing.files import replacing
 from plumbing.machine import choose_device
 
@@ -108,6 +109,18 @@ def rebuild(path: Path, saved: dict) -> tuple[torch.nn.Module, Any]:
 
 
 # ---- writing text --------------------------------------------------------------------------------
+
+
+def stream(ids: Iterable[int], tokenizer: Any) -> Iterator[str]:
+    """Yields the text of `ids` as its characters are complete: a token may end within one."""
+    waiting = []
+    for i in ids:
+        waiting.append(i)
+        text = tokenizer.decode(waiting)
+        if not text.endswith("\ufffd"):
+            yield text
+            waiting = []
+    yield tokenizer.decode(waiting)
 
 
 def encode_prompt(text: str, tokenizer: Any) -> torch.Tensor:

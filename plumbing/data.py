@@ -21,7 +21,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -168,11 +167,18 @@ class Batches:
             worker_init_fn=ignore_signals,
             generator=torch.Generator(),  # or it would draw a seed from the global generator
         )
-        # In a thread, whose mask the workers inherit: no signal comes before they ignore it. And torch
-        # installs no SIGCHLD handler, which raises wherever the training is when a worker dies
-        blocked = {"initializer": signal.pthread_sigmask, "initargs": (signal.SIG_BLOCK, HANDLED)}
-        with ThreadPoolExecutor(1, **blocked) as thread:
-            self.iterator = thread.submit(iter, loader).result()
+        handler = signal.getsignal(signal.SIGCHLD)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # until the workers ignore them
+        try:
+            self.iterator = iter(loader)
+        except OSError as error:
+            found = f"cannot start {num_workers} DataLoader workers ({error})"
+            raise RunFailed(f"{found}; is /dev/shm full? --num_workers=0 needs none") from error
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if threading.current_thread() is threading.main_thread():
+            # without torch's own, which raises wherever the training is when a worker dies
+            signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
         self.workers = getattr(self.iterator, "_workers", [])
         self.ready = queue.Queue(1)  # a batch, or the error that took its place
         # A worker that dies or stops within a batch blocks its reader, but signals must be heard
@@ -266,9 +272,7 @@ def ignore_signals(worker: int) -> None:
 def tokenizer_of(meta: dict) -> Any:
     """The tokenizer of a dataset: encode(text) -> int array, decode(ids) -> str, vocab_size."""
     if meta["tokenizer"] not in TOKENIZERS:
-        raise DataError(
-            f"{meta['tokenizer']!r} is none of {', '.join(TOKENIZERS)} (plumbing/data.py)"
-        )
+        raise DataError(f"no tokenizer {meta['tokenizer']!r} among {', '.join(TOKENIZERS)}")
     return TOKENIZERS[meta["tokenizer"]](meta)
 
 
