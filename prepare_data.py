@@ -8,51 +8,40 @@
     python prepare_data.py NAME --input='web/*.jsonl.zst' --field=content
     python prepare_data.py openwebtext                       # or fineweb: downloads with `datasets`
 
-train.bin and val.bin are flat token ids: of one text the first 90% of its characters, and the rest.
-meta.json says how to read them and holds their SHA-256. It is written last, so a folder with a
-meta.json is a complete dataset, which is never overwritten. Text is used as it is: line ends are
-not translated. The environment variable SHAKESPEARE_URL gives another address for TinyShakespeare
-(a mirror, or file://); its hash is checked all the same.
-
-A corpus is streamed: a folder (its files in order of their paths; hidden ones are skipped), a glob in
+Of one text, the first 90% of its characters are to train on. A dataset that exists is never overwritten.
+A corpus is streamed: a folder (its files in order of their paths, without hidden ones), a glob in
 quotes, a .jsonl (one object a line), a .gz or .zst of a text or .jsonl, or a long text.
 - A line of a .jsonl is a document, and so is a text file; one longer than WHOLE_DOCUMENT is split
-  into documents of up to PART, at line ends if it has any. Empty documents are skipped.
-- Each document is followed by an end-of-text id: 50256 for gpt2; 0 for byte, which has none of its
-  own (a text file may not contain NUL bytes). val_bytes counts the text without these.
+  into documents of up to PART, at line ends if it has any. Each is followed by an end-of-text id:
+  50256 for gpt2, 0 for byte. NUL, and half a surrogate pair, become U+FFFD.
 - A document goes to val if the hash of its content, as a fraction, is below val_fraction: copies of
   a document share a split, whatever the order of files. The same command writes the same bytes.
-- Half a surrogate pair, which JSON allows and UTF-8 does not, becomes U+FFFD. So does NUL.
 """
 
 import contextlib
-import fcntl
 import glob
 import gzip
 import hashlib
-import http.client
 import json
 import os
-import queue
 import re
+import shutil
 import sys
-import threading
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from plumbing import data
 from plumbing.cli import configured, fail, run_script
-from plumbing.data import CORPORA, SPLITS, TOKENIZERS, DataError, Offline, decode_utf8, needed
-from plumbing.files import fsync, replacing
+from plumbing.data import SPLITS, TOKENIZERS, DataError, Offline, decode_utf8, needed, read_file
+from plumbing.files import digest_of, fsync
 
 # What to make, and where
 data_dir = "data"  # the dataset's folder is made in this one
@@ -70,65 +59,55 @@ WHOLE_DOCUMENT = 4_000_000  # a text file up to this size is one document (a lon
 PART = 64_000  # largest document cut from a longer file; small, so that val gets enough of them
 LONGEST_LINE = 16_000_000  # of a .jsonl
 CHUNK = 1_000_000  # read at a time
-BATCH = 64  # documents that the threads tokenize together
+BATCH = 64  # documents that are tokenized together
 
-SHAKESPEARE_URL = (
+# Names that need no --input: texts, and corpora on huggingface.co (their path and subset there)
+TEXTS = ("shakespeare", "pydoc")
+CORPORA = {
+    "openwebtext": ("Skylion007/openwebtext", None),
+    "fineweb": ("HuggingFaceFW/fineweb", "sample-10BT"),
+}
+SHAKESPEARE_URL = (  # the environment variable of this name gives another, such as file://
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE_BYTES = 1_115_394
 TIMEOUT = 4  # seconds without an answer that count as no network
 DOWNLOAD_SECONDS = 60  # for all of the download; a server may send a byte a second
-NO_NETWORK = "; python prepare_data.py pydoc needs no network, and --input=FILE takes a copy"
 
 
 # ---- one dataset ---------------------------------------------------------------------------------
 
 
 def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) -> tuple[str, dict]:
-    """Make the dataset data_dir/name. Returns (its folder, its meta). If it exists, it is checked
-    and left as it is.
+    """Make the dataset data_dir/name, or verify the one that exists. Returns (its folder, its meta).
 
     input: a text file or a corpus, or "" for what `name` stands for. of_corpus: values of the
     corpus knobs above. Raises DataError or Offline.
     """
-    folder = data.dataset_folder(name, data_dir)
+    folder = folder_of(name, data_dir)
     if tokenizer not in ("auto", *TOKENIZERS):
         known = "|".join(TOKENIZERS)
         raise DataError(f"unknown tokenizer {tokenizer!r}; write --tokenizer={known}")
-    with making(folder, say):
-        old = data.read_meta(folder) if data.exists(folder) else {}
-        streamed = is_corpus(name, input)
-        if tokenizer == "auto":
-            usual = "gpt2" if streamed else "char"
-            tokenizer = old.get("tokenizer") if old else usual
-        if old and (old.get("tokenizer") != tokenizer or not input):
-            return keep(folder, old, old.get("tokenizer") == tokenizer, say)
-        options = {"tokenizer": tokenizer, "field": field, "val_fraction": val_fraction} | of_corpus
-        if streamed:
-            meta, documents = find_corpus(name, input, options)
-        else:
-            meta, documents = find_text(name, folder, input, tokenizer, say)
-        if old:
-            marks = [each.get("source", "").rpartition(" (")[2] for each in (old, meta)]
-            return keep(folder, old, marks[0] == marks[1], say)
-        return folder, write(folder, meta, documents, say)
-
-
-def is_corpus(name: str, input: str) -> bool:
-    """Whether to stream the input: all but a plain text file of up to WHOLE_TEXT bytes."""
-    if not input:
-        return name in CORPORA
+    old = data.read_meta(folder) if os.path.exists(f"{folder}/meta.json") else {}
+    streamed = os.path.isdir(input) or glob.has_magic(input) if input else name in CORPORA
     if os.path.isfile(input):
-        packed = input.endswith((".jsonl", ".gz", ".zst"))
-        return packed or os.path.getsize(input) > WHOLE_TEXT
-    return os.path.isdir(input) or glob.has_magic(input)
-
-
-def keep(folder: str, old: dict, same: bool, say: Callable) -> tuple[str, dict]:
-    """(folder, meta) of a dataset that exists, once verified. Raises DataError unless `same`."""
+        is_packed = input.endswith((".jsonl", ".gz", ".zst"))
+        streamed = is_packed or os.path.getsize(input) > WHOLE_TEXT
+    if tokenizer == "auto":
+        tokenizer = old.get("tokenizer") if old else "gpt2" if streamed else "char"
+    if old and (not input or old.get("tokenizer") != tokenizer):
+        meta = old | {"tokenizer": tokenizer}
+    elif streamed:
+        options = {"tokenizer": tokenizer, "field": field, "val_fraction": val_fraction}
+        meta, documents = find_corpus(name, input, options | of_corpus)
+    else:
+        meta, documents = find_text(name, folder, input, tokenizer, say)
+    if not old:
+        return folder, write(folder, meta, documents, streamed, say)
     what = f"{old.get('tokenizer')} tokens of {old.get('source')}"
-    if not same:
+    asked, made = ((m.get("tokenizer"), m.get("source", "").split(" (")[-1]) for m in (meta, old))
+    if asked != made:
         hint = "choose another NAME, or delete that folder if no run depends on it"
         raise DataError(f"{folder} holds another dataset: {what}; {hint}")
     data.verify(folder, old)
@@ -136,99 +115,80 @@ def keep(folder: str, old: dict, same: bool, say: Callable) -> tuple[str, dict]:
     return folder, old
 
 
+def folder_of(name: str, data_dir: str) -> str:
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise DataError(f"a NAME is made of letters, digits, '_', '-' and '.', not {name!r}")
+    return os.path.join(data_dir, name)
+
+
 @contextlib.contextmanager
-def making(folder: str, say: Callable) -> Iterator[None]:
-    """Only one process at a time makes a dataset. What a killed one left is removed, and so are
-    folders that are made here and stay empty."""
-    new = [path for path in (folder, os.path.dirname(folder)) if not os.path.exists(path)]
+def making(folder: str) -> Iterator[str]:
+    """Yields a new folder within `folder`. At the end its files move there, meta.json as the last; if
+    anything goes wrong before, none does. Processes that make one dataset do not meet."""
     try:
         os.makedirs(folder, exist_ok=True)
-        lock = os.open(folder, os.O_RDONLY)
-        try:
-            with contextlib.suppress(OSError):  # network disks that cannot lock a folder
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    say(f"another process is making {folder}; waiting for it")
-                    fcntl.flock(lock, fcntl.LOCK_EX)
-                    os.makedirs(folder, exist_ok=True)  # the other one failed, and removed it
-            for leftover in Path(folder).glob("*.tmp"):
-                leftover.unlink()
-            yield
-        finally:
-            os.close(lock)
+        for left in Path(folder).glob("unfinished_*"):  # by a process that was killed
+            if time.time() - left.stat().st_mtime > 3600:
+                shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="unfinished_", dir=folder) as unfinished:
+            yield unfinished
+            names = sorted(os.listdir(unfinished), reverse=True)
+            for name in names:  # a full disk raises before any file has its name
+                fsync(os.path.join(unfinished, name))
+            for name in names:
+                os.replace(os.path.join(unfinished, name), os.path.join(folder, name))
+        fsync(folder)
     except OSError as error:
         found = f"cannot write {folder}: {error.strerror or error}"
         raise DataError(f"{found}; write --data_dir=FOLDER") from error
     finally:
-        for empty in new:
+        for path in (folder, os.path.dirname(folder)):
             with contextlib.suppress(OSError):  # not empty
-                os.rmdir(empty)
+                os.rmdir(path)
 
 
-@contextlib.contextmanager
-def new_files(folder: str, *names: str) -> Iterator[dict]:
-    """Yields {name: open file}. At the end they get their names, the last one last; if anything goes
-    wrong before, none does."""
-    with contextlib.ExitStack() as renames, contextlib.ExitStack() as opened:
-        files = {}
-        for name in reversed(names):  # the stack exits in reverse
-            temporary = renames.enter_context(replacing(os.path.join(folder, name)))
-            files[name] = opened.enter_context(open(temporary, "wb"))
-        yield files
-        for file in files.values():
-            file.close()
-            fsync(file.name)  # a full disk raises before any file has its name
-
-
-def write(folder: str, meta: dict, documents: Iterable, say: Callable) -> dict:
+def write(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Callable) -> dict:
     """Write the dataset: `meta` as far as it is known, documents: (split, text). Returns its meta."""
     tokenizer = data.tokenizer_of(meta)
     meta["vocab_size"] = int(tokenizer.vocab_size)
     meta["dtype"] = "uint16" if meta["vocab_size"] <= 2**16 else "uint32"
-    streamed = not isinstance(documents, list)
-    documents = iter(documents)
+    encode_batch = getattr(tokenizer, "encode_batch", partial(map, tokenizer.encode))
     ends = [tokenizer.end_of_text] if streamed and hasattr(tokenizer, "end_of_text") else []
-    tokens, sizes, counts = (dict.fromkeys(SPLITS, 0) for _ in range(3))
-    digests = {split: hashlib.sha256() for split in SPLITS}
+    end = np.array(ends, meta["dtype"]).tobytes()
+    sizes, counts = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)  # bytes, documents
+    documents = iter(documents)
     began = said = time.perf_counter()
-    with (
-        new_files(folder, "train.bin", "val.bin", "meta.json") as files,
-        ThreadPoolExecutor() as pool,
-    ):
-        while batch := list(islice(documents, BATCH)):
-            encoded = pool.map(tokenizer.encode, [text for _, text in batch])
-            for (split, text), ids in zip(batch, encoded, strict=True):
-                content = b"".join(
-                    np.asarray(each, meta["dtype"]).tobytes() for each in (ids, ends)
-                )
-                files[f"{split}.bin"].write(content)
-                digests[split].update(content)
-                tokens[split] += len(ids) + len(ends)
-                sizes[split] += len(text.encode())
-                counts[split] += 1
-            if time.perf_counter() - said > 10:
-                said = time.perf_counter()
-                done = sum(sizes.values()) / 1e6
-                say(f"{done:,.0f} MB of text, {done / (said - began):.1f} MB/s")
+    with making(folder) as unfinished:
+        paths = {split: os.path.join(unfinished, f"{split}.bin") for split in SPLITS}
+        with open(paths["train"], "wb") as train, open(paths["val"], "wb") as val:
+            while batch := list(islice(documents, BATCH)):
+                encoded = encode_batch([text for _, text in batch])
+                for (split, text), ids in zip(batch, encoded, strict=True):
+                    file = train if split == "train" else val
+                    file.write(np.asarray(ids, meta["dtype"]).tobytes() + end)
+                    sizes[split] += len(text.encode())
+                    counts[split] += 1
+                if time.perf_counter() - said > 10:
+                    said = time.perf_counter()
+                    os.utime(unfinished)  # not left by a process that was killed
+                    size = sum(sizes.values()) / 1e6
+                    say(f"{size:,.0f} MB of text, {size / (said - began):.1f} MB/s")
+        itemsize = np.dtype(meta["dtype"]).itemsize
+        tokens = {split: os.path.getsize(path) // itemsize for split, path in paths.items()}
         if min(tokens.values()) < 2:
             found = f"too short: {tokens['train']} tokens to train on, {tokens['val']} to validate"
-            hint = f", or write --val_fraction={min(0.5, 10 / max(1, sum(counts.values()))):.2g}"
-            need = "expected 2 * block_size and block_size + 1; take more text"
-            raise DataError(f"the text is {found}; {need}{hint if streamed else ''}")
+            hint = ", or a larger --val_fraction" if streamed else ""
+            raise DataError(f"the text is {found}; take more text{hint}")
         meta |= {f"{split}_tokens": tokens[split] for split in SPLITS}
         meta["val_bytes"] = sizes["val"]
-        meta["sha256"] = {f"{split}.bin": digests[split].hexdigest() for split in SPLITS}
-        files["meta.json"].write(json.dumps(meta, indent=1).encode() + b"\n")
-    if streamed:
-        say(f"{counts['train']:,} documents to train on, {counts['val']:,} to validate")
-    size = sum(sizes.values())
-    say(
-        f"made {folder} from {meta['source']}: {tokens['train']:,} {meta['tokenizer']} tokens to train"
-        f" on, {tokens['val']:,} to validate, vocabulary {meta['vocab_size']:,} ({meta['dtype']}),"
-        f" {size / sum(tokens.values()):.2f} bytes/token,"
-        f" {size / (time.perf_counter() - began) / 1e6:.1f} MB/s"
+        meta["sha256"] = {f"{split}.bin": digest_of(path) for split, path in paths.items()}
+        Path(unfinished, "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    rate = sum(sizes.values()) / 1e6 / (time.perf_counter() - began)
+    what = (
+        f"{tokens['train']:,} {meta['tokenizer']} tokens to train on, {tokens['val']:,} to validate"
     )
+    what += f", of {counts['train']:,} and {counts['val']:,} documents, {rate:.1f} MB/s"
+    say(f"made {folder} from {meta['source']}: {what}, vocabulary {meta['vocab_size']:,}")
     return meta
 
 
@@ -242,49 +202,38 @@ def find_corpus(name: str, input: str, options: dict) -> tuple[dict, Iterator]:
     if hasattr(TOKENIZERS[tokenizer], "learn"):
         found = f"{tokenizer} learns its vocabulary from one text, and cannot stream a corpus"
         raise DataError(f"{found}; write --tokenizer=gpt2, or byte")
-    digest = hashlib.sha256(json.dumps([CORPORA.get(name), options]).encode())
+    facts = [CORPORA.get(name), options]
     if input:
         files = input_files(input)
-        for path, status in files.items():
-            facts = f"{os.path.relpath(path, input)}\0{status.st_size}\0{status.st_mtime_ns}\0"
-            digest.update(facts.encode("utf-8", "replace"))
-        size = sum(status.st_size for status in files.values())
-        found = f"{len(files):,} files, {size:,} bytes"
-        if not size:
+        facts += [(os.path.relpath(p, input), s.st_size, s.st_mtime_ns) for p, s in files.items()]
+        found = f"{len(files):,} files, {sum(s.st_size for s in files.values()):,} bytes"
+        if not any(status.st_size for status in files.values()):
             raise DataError(f"{input}: {found}; expected text, .jsonl, .gz or .zst")
-        base = os.path.basename(os.path.normpath(input))
-        source = f"{base} ({found}, with their dates {digest.hexdigest()[:16]})"
-        texts = read_documents(files, options["field"])
+        source = f"{os.path.basename(os.path.normpath(input))}, {found}, with their dates"
+        texts = chain.from_iterable(read_documents(path, options["field"]) for path in files)
     else:
         needed("datasets", name)
-        source = f"{name} of huggingface.co ({digest.hexdigest()[:16]})"
+        source = f"{name} of huggingface.co"
         texts = read_hub(*CORPORA[name])
-    split = partial(split_of, options["val_fraction"])
-    documents = ((split(text), text) for text in texts if text)
-    return {"tokenizer": tokenizer, "source": source}, documents
+    texts = (re.sub("[\0\ud800-\udfff]", "\ufffd", text) for text in texts)
+    documents = ((split_of(text, options["val_fraction"]), text) for text in texts if text)
+    mark = sha256(json.dumps(facts).encode())[:16]
+    return {"tokenizer": tokenizer, "source": f"{source} ({mark})"}, documents
 
 
-def split_of(val_fraction: float, text: str) -> str:
+def split_of(text: str, val_fraction: float) -> str:
     draw = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return "val" if int.from_bytes(draw, "big") < val_fraction * 2**64 else "train"
 
 
 def input_files(input: str) -> dict[str, os.stat_result]:
-    """The files of a file, folder or glob, in the order of their paths."""
-
-    def refuse(error):
-        raise error
-
-    try:
-        if os.path.isdir(input):
-            walk = os.walk(input, onerror=refuse)
-            found = [os.path.join(folder, name) for folder, _, names in walk for name in names]
-            found = [path for path in found if "/." not in path.removeprefix(input)]
-        else:
-            found = [input] if os.path.isfile(input) else glob.glob(input, recursive=True)
-        return {path: os.stat(path) for path in sorted(found) if not os.path.isdir(path)}
-    except OSError as error:
-        raise DataError(f"cannot read {error.filename}: {error.strerror}") from error
+    """The files of a file, folder or glob, in the order of their paths. glob leaves out hidden ones."""
+    pattern = f"{glob.escape(input)}/**" if os.path.isdir(input) else input
+    found = [input] if os.path.isfile(input) else sorted(glob.glob(pattern, recursive=True))
+    for path in found:
+        if not os.access(path, os.R_OK):
+            raise DataError(f"cannot read {path}: no permission, or a link to nothing")
+    return {path: os.stat(path) for path in found if not os.path.isdir(path)}
 
 
 def read_hub(path: str, subset: str | None) -> Iterator[str]:
@@ -293,59 +242,38 @@ def read_hub(path: str, subset: str | None) -> Iterator[str]:
 
     try:
         rows = datasets.load_dataset(path, subset, split="train", streaming=True)
-        yield from (without_nul(row["text"]) for row in rows)
+        yield from (row["text"] for row in rows)
     except Exception as error:  # whatever its HTTP library raises
         reason = " ".join(str(error).split())[:150]
         raise Offline(f"cannot read {path} of huggingface.co: {reason}") from error
 
 
-def read_documents(paths: Iterable[str], field: str) -> Iterator[str]:
-    for path in paths:
+def read_documents(path: str, field: str) -> Iterator[str]:
+    """The documents of one file."""
+    chunks = read_chunks(path)
+    if not path.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+        yield from (decode_utf8(raw, path, offset) for offset, raw in parts(chunks))
+        return
+    for number, line in enumerate(lines(chunks), 1):
         try:
-            with open(path, "rb") as file:
-                chunks = read_chunks(path, file)
-                if path.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
-                    for number, line in lines(path, chunks):
-                        yield text_of_line(f"{path}:{number}", line, field)
-                else:
-                    for offset, raw in parts(chunks):
-                        yield decode_utf8(raw, path, offset)
-        except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+            text = json.loads(line)[field] if line.strip() else ""
+            if type(text) is not str:
+                raise TypeError(f"{field!r} is no string")
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            found = f"{path}:{number}: {type(error).__name__}: {error}"
+            expected = f"a JSON object of up to {LONGEST_LINE:,} bytes a line"
+            raise DataError(f"{found}; expected {expected}, --field=NAME its text") from error
+        yield text
 
 
-def text_of_line(place: str, line: bytes, field: str) -> str:
-    """The text in a line of a .jsonl."""
-    text = decode_utf8(line, place)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{place} is not JSON ({error}); expected one object a line") from error
-    if not isinstance(value, dict) or not isinstance(value.get(field), str):
-        known = [k for k in value if isinstance(value[k], str)] if type(value) is dict else []
-        hint = f"; --field={'|'.join(known[:8])} would be one" if known else ""
-        raise DataError(f"{place} has no string in the field {field!r}{hint}")
-    return without_nul(value[field])
-
-
-def without_nul(text: str) -> str:
-    """NUL, which is byte's end of text, and half surrogate pairs, which UTF-8 lacks, as U+FFFD."""
-    return re.sub("[\0\ud800-\udfff]", "\ufffd", text)
-
-
-def lines(path: str, chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """(line number, line) of a .jsonl, without empty ones."""
+def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of a file; of one past LONGEST_LINE a part, which is no JSON."""
     rest = b""
-    number = 1
-    for chunk in chunks:
+    for chunk in chain(chunks, [b"\n"]):
         *whole, rest = (rest + chunk).split(b"\n")
-        yield from ((n, line) for n, line in enumerate(whole, number) if line.strip())
-        number += len(whole)
+        yield from whole
         if len(rest) > LONGEST_LINE:
-            found = f"{path}:{number}: a line of more than {LONGEST_LINE:,} bytes"
-            raise DataError(f"{found}; expected one JSON object a line")
-    if rest.strip():
-        yield number, rest
+            yield rest
 
 
 def parts(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -367,33 +295,28 @@ def parts(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
         yield offset, rest
 
 
-def read_chunks(path: str, file: Any) -> Iterator[bytes]:
+def read_chunks(path: str) -> Iterator[bytes]:
     """The content of a file, decompressed, in chunks."""
     try:
-        if path.endswith(".zst"):
-            yield from read_zst(path, file)
-        else:
-            plain = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
-            yield from iter(partial(plain.read, CHUNK), b"")
+        with open(path, "rb") as file:
+            if path.endswith(".zst"):
+                # Frame by frame: zstandard's stream_reader would accept half a file
+                start = needed("zstandard", path).ZstdDecompressor().decompressobj
+                frame, raw = start(), b""
+                while raw := raw or file.read(1 << 16):
+                    frame = start() if frame.eof else frame
+                    yield frame.decompress(raw)
+                    raw = frame.unused_data
+                if not frame.eof:
+                    raise EOFError("it ends inside a frame")
+            else:
+                plain = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
+                yield from iter(partial(plain.read, CHUNK), b"")
+    except DataError:
+        raise
     except Exception as error:  # gzip, zlib and zstandard each raise their own
-        if isinstance(error, DataError) or getattr(error, "errno", None):
-            raise
-        found = f"{path} is truncated or damaged ({error})"
-        raise DataError(f"{found}; fetch it again, or leave it out") from error
-
-
-def read_zst(path: str, file: Any) -> Iterator[bytes]:
-    """The content of a .zst, frame by frame: zstandard's stream_reader would accept half a file."""
-    decompressor = needed("zstandard", path).ZstdDecompressor()
-    frame = decompressor.decompressobj()
-    while raw := file.read(1 << 16):
-        while raw:
-            if frame.eof:
-                frame = decompressor.decompressobj()
-            yield frame.decompress(raw)
-            raw = frame.unused_data
-    if not frame.eof:
-        raise EOFError("it ends inside a frame")
+        found = f"cannot read {path} ({error})"
+        raise DataError(f"{found}; if it is damaged, fetch it again or leave it out") from error
 
 
 # ---- the named texts, or a file ------------------------------------------------------------------
@@ -402,12 +325,12 @@ def read_zst(path: str, file: Any) -> Iterator[bytes]:
 def find_text(name, folder, input, tokenizer, say) -> tuple[dict, list]:
     """(what is known of meta, [(split, text)]): the first 90% of a text's characters, and the rest."""
     if input:
-        raw = data.read_file(input)
+        raw = read_file(input)
         source = os.path.basename(input)
         if name == "pydoc" or (name == "shakespeare" and sha256(raw) != SHAKESPEARE_SHA256):
             raise DataError(f"{input} is not the text that {name} stands for; choose another NAME")
     elif name == "shakespeare":
-        raw = read_shakespeare(os.path.join(folder, "input.txt"), say)
+        raw = read_shakespeare(folder, say)
         source = "TinyShakespeare"
     elif name == "pydoc":
         from pydoc_data.topics import topics
@@ -415,12 +338,11 @@ def find_text(name, folder, input, tokenizer, say) -> tuple[dict, list]:
         raw = "".join(topics[topic] for topic in sorted(topics)).encode()
         source = f"pydoc_data.topics of CPython {sys.version.split()[0]}"
     else:
-        known = " and ".join(data.TEXTS)
-        how = f"make it from a text file: {data.command(folder)} ({known} need none)"
-        raise DataError(f"no dataset {name!r} in {os.path.dirname(folder)}; {how}")
+        how = f"python prepare_data.py {name} --input=FILE ({' and '.join(TEXTS)} need none)"
+        raise DataError(f"no dataset {name!r} in {os.path.dirname(folder)}; type: {how}")
     text = decode_utf8(raw, input or name)
     meta = {"tokenizer": tokenizer, "source": f"{source} (SHA-256 {sha256(raw)[:16]}...)"}
-    if hasattr(TOKENIZERS[tokenizer], "learn"):
+    if text and hasattr(TOKENIZERS[tokenizer], "learn"):
         meta |= TOKENIZERS[tokenizer].learn(text)
     cut = int(0.9 * len(text))
     return meta, [("train", text[:cut]), ("val", text[cut:])]
@@ -430,55 +352,40 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def read_shakespeare(path: str, say: Callable) -> bytes:
-    """The bytes of TinyShakespeare, from `path` if they are there, else downloaded to it."""
+def read_shakespeare(folder: str, say: Callable) -> bytes:
+    """The bytes of TinyShakespeare, from input.txt in `folder` if it is there, else downloaded to it
+    in up to three tries. Raises Offline if no server gives it in time, DataError if it is not the text."""
+    path = os.path.join(folder, "input.txt")
     if os.path.exists(path):
-        raw = data.read_file(path)
+        raw = read_file(path)
         if sha256(raw) == SHAKESPEARE_SHA256:
             return raw
-        say(f"{path} is not TinyShakespeare (its SHA-256 differs); downloading it again")
     url = os.environ.get("SHAKESPEARE_URL") or SHAKESPEARE_URL
     say(f"downloading {url}")
-    answers = queue.Queue()
-    # In a thread that may be left behind: no timeout of a socket bounds the time of all of it
-    threading.Thread(target=lambda: answers.put(download(url)), daemon=True).start()
-    try:
-        answer = answers.get(timeout=DOWNLOAD_SECONDS)
-    except queue.Empty:
-        answer = Offline(f"{url}: timed out after {DOWNLOAD_SECONDS:g} s{NO_NETWORK}")
-    if isinstance(answer, Exception):
-        raise answer
-    with new_files(*os.path.split(path)) as files:
-        files[os.path.basename(path)].write(answer)
-    return answer
-
-
-def download(url: str) -> bytes | Exception:
-    """TinyShakespeare from `url`, in up to three tries, or why there is none."""
-    for attempt, pause in enumerate((0, 0.3, 1)):  # seconds
-        time.sleep(pause)
+    began = time.monotonic()
+    for attempt in range(3):
+        time.sleep(attempt / 2)
         raw = b""
         try:
             with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
                 came = f"{response.headers.get_content_type()} from {response.url}"
-                with contextlib.suppress(OSError, http.client.HTTPException):  # cut off
-                    while len(raw) <= SHAKESPEARE_BYTES and (chunk := response.read(1 << 16)):
-                        raw += chunk
-        except urllib.error.HTTPError as error:
-            came = f"the answer {error.code} {error.reason}"
+                while len(raw) <= SHAKESPEARE_BYTES and (chunk := response.read1(1 << 16)):
+                    raw += chunk
+                    if time.monotonic() - began > DOWNLOAD_SECONDS:
+                        raise TimeoutError(f"timed out after {DOWNLOAD_SECONDS:g} s")
+        except (urllib.error.HTTPError, ValueError) as error:
+            came = str(error)
         except OSError as error:
-            if attempt:  # the second try: without a network, do not keep the user waiting
-                why = getattr(error, "reason", error)
-                return Offline(f"cannot reach {url}: {why}{NO_NETWORK}")
-            continue
-        except Exception as error:  # no URL, or no HTTP
-            came = f"{type(error).__name__} {error}"
+            if attempt:
+                hint = "python prepare_data.py pydoc needs no network; --input=FILE takes a copy"
+                raise Offline(f"cannot reach {url}: {error}; {hint}") from error
         if sha256(raw) == SHAKESPEARE_SHA256:
+            with making(folder) as unfinished:
+                Path(unfinished, "input.txt").write_bytes(raw)
             return raw
     found = f"{url}: {came}, {len(raw):,} bytes with SHA-256 {sha256(raw)}"
     expected = f"{SHAKESPEARE_BYTES:,} bytes with SHA-256 {SHAKESPEARE_SHA256}"
-    hint = "try again later, or take a copy: python prepare_data.py shakespeare --input=FILE"
-    return DataError(f"{found}; expected {expected}; {hint}")
+    raise DataError(f"{found}; expected {expected}; try again later, or take a copy: --input=FILE")
 
 
 # ---- what train.py asks for ----------------------------------------------------------------------
@@ -487,15 +394,15 @@ def download(url: str) -> bytes | Exception:
 def open_dataset(name: str, data_dir: str, say: Callable = print) -> tuple[str, dict]:
     """(folder, meta) of the dataset data_dir/name, after verifying every byte. If it is missing and
     one of TEXTS, it is made first. Raises DataError or Offline."""
-    folder = data.dataset_folder(name, data_dir)
-    if not data.exists(folder):
-        if name in CORPORA:
-            how = data.command(folder)
-            raise DataError(f"no dataset {name!r}; it takes hours, so make it first: {how}")
-        return prepare(name, data_dir, say=say)
-    meta = data.read_meta(folder)
-    data.verify(folder, meta)
-    return folder, meta
+    folder = folder_of(name, data_dir)
+    if os.path.exists(f"{folder}/meta.json"):
+        meta = data.read_meta(folder)
+        data.verify(folder, meta)
+        return folder, meta
+    if name in CORPORA:
+        how = f"it takes hours, so make it first: python prepare_data.py {name}"
+        raise DataError(f"no dataset {name!r} in {data_dir}; {how}")
+    return prepare(name, data_dir, say=say)
 
 
 def dataset_of_run(

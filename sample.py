@@ -12,6 +12,7 @@ It needs no dataset, and takes any file of torch.save with `model`, `config`, `d
 import os
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from model import InvalidShape, build_model, generate
 from plumbing import checkpoint
 from plumbing.cli import accept, configured, fail, printable, read_knobs, run_script
 from plumbing.console import best_words
-from plumbing.data import DataError, decode_utf8, needed, read_file, stream, tokenizer_of
+from plumbing.data import DataError, decode_utf8, needed, read_file, tokenizer_of
 from plumbing.files import replacing
 from plumbing.machine import choose_device
 
@@ -91,6 +92,18 @@ def rebuild(path: Path, saved: dict) -> tuple[torch.nn.Module, Any]:
     model.load_state_dict(saved["model"])
     model.load_state_dict(averages, strict=False)  # tied weights have one average
     return model.eval(), tokenizer
+
+
+def stream(ids: Iterable[int], tokenizer: Any) -> Iterator[str]:
+    """Yields the text of `ids` as its characters are complete: a token may end within one."""
+    waiting = []
+    for i in ids:
+        waiting.append(i)
+        text = tokenizer.decode(waiting)
+        if not text.endswith("\ufffd"):
+            yield text
+            waiting = []
+    yield tokenizer.decode(waiting)
 
 
 def encode_prompt(text: str, tokenizer: Any) -> torch.Tensor:

@@ -183,7 +183,7 @@ def test_a_split_stays_open_and_reading_it_opens_nothing(tmp_path, tokens, monke
 def test_a_file_that_gets_shorter_is_not_read_past_its_end(tmp_path, tokens, left):
     assert read_rows(tokens, np.array([90]), 10).tolist() == [list(range(90, 100))]
     os.truncate(tmp_path / "ids.bin", left)
-    with pytest.raises(OSError, match="ids.bin has changed its size since the start"):
+    with pytest.raises(RunFailed, match="ids.bin has changed its size since the start"):
         read_rows(tokens, np.array([20]), 10)
 
 
@@ -272,11 +272,6 @@ def test_batches_come_in_order_as_tensors_with_the_time_waited(batches_of, num_w
     assert all(0 < ms < 1000 * SLOW for *_, ms in got)
 
 
-def test_dtypes_that_numpy_lacks_arrive_too(batches_of):
-    (first, _, _), *_ = batches_of(Numbers(kind=lambda x: torch.tensor(x, dtype=torch.bfloat16)))
-    assert first.dtype == torch.bfloat16
-
-
 def test_reading_ahead_leaves_the_random_state_and_the_signals_alone(batches_of):
     handler, mask = signal.getsignal(signal.SIGCHLD), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     state = torch.get_rng_state()
@@ -324,9 +319,7 @@ def test_a_worker_that_is_stopped_in_the_middle_of_a_batch_blocks_nothing(batche
 def test_a_worker_that_dies_is_named_within_seconds(batches_of, size):
     batches = batches_of(Numbers(die, size))
     began = time.monotonic()
-    with pytest.raises(
-        RunFailed, match=r"DataLoader worker \d+ has died \(exit code -9; .* resumes"
-    ):
+    with pytest.raises(RunFailed, match=r"a DataLoader worker has died \(exit code -9; .* resumes"):
         for _ in range(5):
             batches.next_batch()
     batches.stop()
@@ -346,7 +339,7 @@ def test_a_worker_killed_in_the_middle_of_a_batch_is_noticed(batches_of):
 def test_workers_that_give_nothing_for_hang_minutes_end_the_run(batches_of):
     batches = batches_of(Numbers(hang), hang_minutes=0.01)
     with pytest.raises(
-        RunFailed, match="gave a batch for 0.01 minutes .--hang_minutes.; does the d"
+        RunFailed, match="gave a batch for 0.01 minutes .--hang_minutes.; the same command resumes"
     ):
         list(batches)
 

@@ -17,8 +17,8 @@ import pytest
 from conftest import REPO, pydoc_text, wait_for
 
 import prepare_data
-from plumbing.data import CORPORA, TOKENIZERS, DataError, Offline, tokenizer_of
-from prepare_data import making, open_dataset, parts, prepare, read_chunks
+from plumbing.data import TOKENIZERS, DataError, Offline, tokenizer_of
+from prepare_data import CORPORA, open_dataset, parts, prepare, read_chunks
 
 SCRIPT = REPO / "prepare_data.py"
 FOLDER = Path(os.environ.get("HONEST_DATA") or "/nonexistent")
@@ -111,7 +111,7 @@ def test_each_document_is_there_once_in_order_with_its_end_of_text(
     assert meta["val_bytes"] == sum(len(text.encode()) for text in made["val"])
     assert meta["vocab_size"] == {"byte": 256, "gpt2": 50257}[tokenizer]
     assert open_dataset("made", tmp_path) == (str(folder), meta)
-    assert f"{len(made['train'])} documents to train on, {len(made['val'])} to validate" in said[0]
+    assert f"of {len(made['train'])} and {len(made['val'])} documents" in said[0]
 
 
 def test_the_same_command_writes_the_same_bytes_however_much_is_read_at_once(
@@ -124,13 +124,6 @@ def test_the_same_command_writes_the_same_bytes_however_much_is_read_at_once(
     make(made[1], corpus, **MANY)
     assert snapshot(made[0]) == snapshot(made[1])
     assert sorted(snapshot(made[0])) == ["meta.json", "train.bin", "val.bin"]
-
-
-@needs_gpt2
-def test_a_thread_for_each_core_tokenizes_and_the_order_stays(tmp_path, corpus, texts):
-    make(tmp_path / "made", corpus, "gpt2", **MANY)
-    val = documents_of(tmp_path / "made", "val")
-    assert val == [text for text in texts if text in set(val)]
 
 
 def test_a_vocabulary_past_65536_is_written_in_32_bits(tmp_path, corpus, monkeypatch):
@@ -175,8 +168,7 @@ def test_a_long_text_is_cut_at_line_ends_and_loses_nothing(tmp_path, monkeypatch
 
     def parts_of(raw):
         (tmp_path / "long.txt").write_bytes(raw)
-        with open(tmp_path / "long.txt", "rb") as file:
-            return list(parts(read_chunks("long.txt", file)))
+        return list(parts(read_chunks(str(tmp_path / "long.txt"))))
 
     lines, spaces = pydoc_text()[:120_000], pydoc_text()[:120_000].replace("\n", " ")
     bare = "käse漢🐴" * 9_000  # no line ends, and characters of 1 to 4 bytes
@@ -217,7 +209,7 @@ def test_zst_is_read_frame_after_frame(tmp_path, texts):
     make(tmp_path / "made", tmp_path / "a.jsonl.zst", **MANY)
     assert all_of(tmp_path / "made") == sorted(texts)
     write(tmp_path / "a.jsonl.zst", b"".join(halves)[:-5])
-    with pytest.raises(DataError, match="a.jsonl.zst is truncated or damaged"):
+    with pytest.raises(DataError, match="cannot read .*a.jsonl.zst .it ends inside a frame"):
         make(tmp_path / "cut", tmp_path / "a.jsonl.zst", **MANY)
 
 
@@ -239,15 +231,17 @@ prepare_data.prepare("made", sys.argv[1], sys.argv[2], "byte", val_fraction=0.1)
     folder = tmp_path / "made"
     for signum, code in ((signal.SIGKILL, -9), (signal.SIGINT, -2)):
         process = subprocess.Popen(command, cwd=REPO, stderr=subprocess.DEVNULL)
-        growing = folder / "train.bin.tmp"
-        wait_for(lambda: growing.exists() and growing.stat().st_size > 100_000)  # noqa: B023
+        old = set(folder.glob("*/train.bin"))
+        new = lambda: set(folder.glob("*/train.bin")) - old  # noqa: B023, E731
+        wait_for(lambda: any(path.stat().st_size > 100_000 for path in new()))  # noqa: B023
         process.send_signal(signum)
         assert process.wait() == code or signum == signal.SIGINT
-        if signum == signal.SIGKILL:
-            assert growing.exists() and not (folder / "train.bin").exists()
-            with pytest.raises(DataError, match="no dataset 'made'"):
-                open_dataset("made", tmp_path)
-        assert not any(folder.iterdir())
+        left = list(folder.iterdir()) if folder.exists() else []
+        assert len(left) == (signum == signal.SIGKILL)
+        with pytest.raises(DataError, match="no dataset 'made'"):
+            open_dataset("made", tmp_path)
+        for each in left:
+            os.utime(each, (0, 0))
     make(folder, corpus, **MANY)
     assert snapshot(folder) == snapshot(tmp_path / "whole" / "made")
 
@@ -262,19 +256,6 @@ def test_a_full_disk_leaves_nothing(tmp_path, corpus, monkeypatch):
     assert not (tmp_path / "made").exists()
 
 
-def test_a_second_process_waits_and_then_finds_the_dataset(tmp_path, corpus):
-    with making(str(tmp_path / "made"), quiet):
-        flags = [f"--input={corpus}", "--tokenizer=byte", "--val_fraction=0.1"]
-        process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "made", *flags, f"--data_dir={tmp_path}"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert "another process is making" in process.stdout.readline()
-    assert "176 documents to train on" in process.communicate()[0] and process.returncode == 0
-    assert make(tmp_path / "made", corpus, **MANY)[0] == str(tmp_path / "made")
-
-
 # --- a corpus that is there already, or was damaged ---
 
 
@@ -283,7 +264,7 @@ def test_a_corpus_that_is_there_is_checked_and_left_as_it_is(tmp_path, corpus):
     first = make(tmp_path / "made", corpus, **MANY)
     before = snapshot(tmp_path / "made")
     assert make(tmp_path / "made", corpus, say=said.append, **MANY) == first
-    assert "is there already, byte tokens of corpus (83 files" in said[0]
+    assert "is there already, byte tokens of corpus, 83 files" in said[0]
     write(corpus / "z.txt", b"one more")
     with pytest.raises(DataError, match="holds another dataset"):
         make(tmp_path / "made", corpus, **MANY)
@@ -294,7 +275,7 @@ def test_a_corpus_that_is_there_is_checked_and_left_as_it_is(tmp_path, corpus):
 def test_a_damaged_corpus_is_named(tmp_path, corpus, damage):
     make(tmp_path / "made", corpus, **MANY)
     damage(tmp_path / "made" / "train.bin")
-    with pytest.raises(DataError, match="train.bin was changed or damaged: .*--tokenizer=byte"):
+    with pytest.raises(DataError, match="train.bin was changed or damaged: .*prepare_data.py made"):
         open_dataset("made", tmp_path)
 
 
@@ -318,36 +299,28 @@ GOOD = b'{"text": "good"}\n'
 @pytest.mark.parametrize(
     "files, source, words",
     [
-        ({"a.jsonl": GOOD + b"\n{oops\n"}, "", ["a.jsonl:3 is not JSON", "one object a line"]),
-        (
-            {"a.jsonl": GOOD + b'{"body": "x"}'},
-            "",
-            ["a.jsonl:2 has no string in the field 'text'", "--field=body"],
-        ),
-        ({"a.jsonl": b'{"text": 5}'}, "", ["a.jsonl:1 has no string in the field 'text'"]),
-        ({"a.jsonl": b'["text"]'}, "", ["a.jsonl:1 has no string in the field 'text'"]),
-        ({"a.jsonl": b"[" * 99_999}, "", ["a.jsonl:1 is not JSON"]),
-        (
-            {"a.jsonl": GOOD + b'{"text": "\xe4"}'},
-            "",
-            ["a.jsonl:2 is not UTF-8: byte 0xe4 at offset 10"],
-        ),
+        ({"a.jsonl": GOOD + b"\n{oops\n"}, "", ["a.jsonl:3: JSONDecodeError", "object of up to"]),
+        ({"a.jsonl": GOOD + b'{"body": "x"}'}, "", ["a.jsonl:2: KeyError: 'text'", "--field=NAME"]),
+        ({"a.jsonl": b'{"text": 5}'}, "", ["a.jsonl:1: TypeError: 'text' is no string"]),
+        ({"a.jsonl": b'["text"]'}, "", ["a.jsonl:1: TypeError"]),
+        ({"a.jsonl": b"[" * 99_999}, "", ["a.jsonl:1: RecursionError"]),
+        ({"a.jsonl": GOOD + b'{"text": "\xe4"}'}, "", ["a.jsonl:2: ", "0xe4 in position 10"]),
         (
             {"a.txt": b"good", "b.txt": b"K\xe4se"},
             "",
-            ["b.txt is not UTF-8: byte 0xe4 at offset 1"],
+            ["b.txt is not UTF-8 text: byte 0xe4 at offset 1"],
         ),
-        ({"a.txt": b"good", "b.png": b"x\0y"}, "", ["b.png is binary", "NUL byte at offset 1"]),
+        ({"a.txt": b"good", "b.png": b"x\0y"}, "", ["b.png", "byte 0x00 at offset 1", "binary"]),
         (
             {"a.txt.gz": gzip.compress(b"a text" * 99)[:-9]},
             "",
-            ["a.txt.gz is truncated or damaged"],
+            ["cannot read", "a.txt.gz", "if it is damaged"],
         ),
-        ({"a.txt.gz": b"no gzip at all"}, "", ["a.txt.gz is truncated or damaged"]),
+        ({"a.txt.gz": b"no gzip at all"}, "", ["cannot read", "a.txt.gz", "if it is damaged"]),
         ({"a.txt": b""}, "", ["1 files, 0 bytes"]),
         ({"a.txt": b"good"}, "/*.jsonl", ["0 files, 0 bytes", "expected text, .jsonl"]),
         ({"a.txt": b"good"}, "/b.jsonl", ["cannot read", "No such file"]),
-        ({"a.txt": b"one document"}, "", ["too short", "--val_fraction=0.5"]),
+        ({"a.txt": b"one document"}, "", ["too short", "larger --val_fraction"]),
     ],
 )
 def test_a_corpus_that_cannot_be_used_is_refused_by_name_and_leaves_nothing(
@@ -368,7 +341,7 @@ def test_the_command_says_it_in_one_line_and_exits_2(tmp_path, monkeypatch):
     argv = ["made", "--input=web", "--tokenizer=byte", "--val_fraction=0.5"]
     done = command(tmp_path, *argv)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "web/a.jsonl:90001 is not JSON" in done.stderr
+    assert "web/a.jsonl:90001: JSONDecodeError" in done.stderr
     assert os.listdir(tmp_path) == ["web"]
 
 
@@ -376,16 +349,17 @@ def test_an_offset_counts_from_the_beginning_of_a_long_text(tmp_path, monkeypatc
     monkeypatch.setattr(prepare_data, "WHOLE_DOCUMENT", 1_000)
     monkeypatch.setattr(prepare_data, "PART", 100)
     write(tmp_path / "web" / "a.txt", b"a line\n" * 1_000 + b"\xff\n" + b"a line\n" * 1_000)
-    with pytest.raises(DataError, match="a.txt is not UTF-8: byte 0xff at offset 7000 "):
+    with pytest.raises(DataError, match="a.txt is not UTF-8 text: byte 0xff at offset 7000 "):
         make(tmp_path / "made", tmp_path / "web")
 
 
-@pytest.mark.parametrize("line", [b'{"text": "' + b"x" * 200_000, b" " * 200_000])
-def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch, line):
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_data, "LONGEST_LINE", 100_000)
     monkeypatch.setattr(prepare_data, "CHUNK", 10_000)
-    write(tmp_path / "a.jsonl", GOOD + line)
-    with pytest.raises(DataError, match="a.jsonl:2: a line of more than 100,000 bytes"):
+    write(tmp_path / "a.jsonl", GOOD + b'{"text": "' + b"x" * 200_000)
+    with pytest.raises(
+        DataError, match="a.jsonl:2: JSONDecodeError.* of up to 100,000 bytes a line"
+    ):
         make(tmp_path / "made", tmp_path / "a.jsonl")
 
 

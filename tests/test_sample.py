@@ -15,7 +15,7 @@ import prepare_data
 import sample
 from plumbing import checkpoint
 from plumbing.cli import run_script
-from plumbing.data import stream, tokenizer_of
+from plumbing.data import tokenizer_of
 
 REPO = Path(sample.__file__).parent
 TEXT = (
@@ -211,15 +211,15 @@ def test_another_model_is_sampled_from_its_logits():
     tokenizer = tokenizer_of({"tokenizer": "char", "chars": "\nabc", "vocab_size": 4})
     prompt = sample.encode_prompt("ab", tokenizer)
     new = sample.generate(model, prompt, max_new_tokens=9, block_size=8, vocab_size=4)
-    assert "".join(stream((i.item() for i in new), tokenizer)) == 9 * "b"
+    assert "".join(sample.stream((i.item() for i in new), tokenizer)) == 9 * "b"
 
 
 def test_a_character_is_never_torn():
     text = "é€𝄞 honest ß"
     tokenizer = tokenizer_of({"tokenizer": "byte", "vocab_size": 256})
-    pieces = list(stream(text.encode(), tokenizer))
+    pieces = list(sample.stream(text.encode(), tokenizer))
     assert "".join(pieces) == text and set(text) <= set(pieces)
-    assert "".join(stream("é".encode()[:1], tokenizer)) == "\ufffd"
+    assert "".join(sample.stream("é".encode()[:1], tokenizer)) == "\ufffd"
 
 
 def test_a_sample_does_not_disturb_training(trained):
