@@ -405,35 +405,6 @@ def open_dataset(name: str, data_dir: str, say: Callable = print) -> tuple[str, 
     return prepare(name, data_dir, say=say)
 
 
-def dataset_of_run(
-    name, offline_name, begun_with, data_dir, block_size, say=print
-) -> tuple[str, str, dict]:
-    """(name, folder, meta) of the dataset that a run trains on. Raises DataError or Offline.
-
-    It is `name`, or, if that cannot be downloaded, `offline_name` with a loud warning ("": none).
-    begun_with: the dataset of the run so far, or None. block_size: tokens in a window; train needs
-    twice as many tokens, val one more than a window.
-    """
-    why = "This run started without a network."
-    candidates = [offline_name] if offline_name == begun_with else [name, offline_name]
-    for candidate in filter(None, candidates):
-        if candidate != name:
-            bar = "!" * 90
-            say(f"{bar}\n!! {why}\n!! This run trains on {candidate!r} INSTEAD OF {name!r}:")
-            say(f"!! its numbers say nothing about {name!r}.\n{bar}")
-        try:
-            folder, meta = open_dataset(candidate, data_dir, say)
-        except Offline as error:
-            why = error
-            continue
-        for split, least in (("train", 2 * block_size), ("val", block_size + 1)):
-            if (tokens := meta[f"{split}_tokens"]) < least:
-                found = f"--block_size={block_size}: {split}.bin has {tokens:,} tokens"
-                raise DataError(f"{found}; expected a smaller block_size, or a longer text")
-        return candidate, folder, meta
-    raise Offline(why)
-
-
 def main(argv: list[str] | None = None) -> None:
     names = []
     with configured(globals(), argv=argv, names=names):

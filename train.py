@@ -32,7 +32,6 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-import prepare_data
 from model import InvalidShape, build_model, cross_entropy, generate
 from optim import configure_optimizers
 from plumbing import audit, checkpoint, cli, console, data, fsdp, machine, ranks, safe_step
@@ -157,11 +156,9 @@ last_run = None  # the run of the newest main(), for a notebook
 
 
 def lr_at(step: int) -> float:
-    """Learning rate of update `step` (the first is 0): a pure function of the step.
-
-    Linear warmup, then `schedule` down to min_lr at decay_steps: cosine (Loshchilov & Hutter 2017),
-    linear, constant, step, onecycle (Smith & Topin 2018: cosine both ways), wsd (Hu et al. 2024).
-    """
+    """Learning rate of update `step` (the first is 0): a pure function of the step. Linear warmup, then
+    `schedule` down to min_lr at decay_steps: cosine (Loshchilov & Hutter 2017), linear, constant,
+    step, onecycle (Smith & Topin 2018: cosine both ways), wsd (Hu et al. 2024)."""
     total = decay_steps or max_steps
     # 1) up to the peak; onecycle starts at a 25th of it and rises along a cosine
     if step < warmup_steps:
@@ -190,7 +187,7 @@ def half_cosine(done: float) -> float:
 
 
 def rows_at(step: int) -> int:
-    """Sequences that update `step` sees, on all ranks together: a pure function of the step too."""
+    """Sequences that update `step` sees on all ranks together: here a batch grows; a pure function."""
     return batch_size * accum_steps * world_size()
 
 
@@ -232,15 +229,20 @@ class ShuffledWindows(torch.utils.data.Dataset):
         return rows[:, :-1].copy(), rows[:, 1:].copy()
 
 
-def open_dataset(saved: dict | None) -> tuple:
-    """(training data, validation data, facts): two datasets, and what a checkpoint keeps of them.
+def make_dataset(name: str, data_dir: str) -> tuple[str, dict]:
+    """(folder, meta) of a dataset that is missing. Where it is there, this code is not even loaded."""
+    from prepare_data import open_dataset
 
-    facts: `name`, `fingerprint`, `meta`, and as `files` the paths of other files that a fork reads,
-    such as a teacher's weights. saved: the checkpoint to resume from, or None.
-    """
+    return open_dataset(name, data_dir, ranks.say)
+
+
+def open_dataset(saved: dict | None) -> tuple:
+    """(training data, validation data, facts). facts, which a checkpoint keeps: `name`, `fingerprint`,
+    `meta`, and as `files` the paths of other files that a fork reads, such as a teacher's weights.
+    saved: the checkpoint to resume from, or None."""
     so_far = saved and saved["data"]["name"]
-    asked = (dataset, offline_dataset, so_far, data_dir, block_size, ranks.say)
-    name, folder, meta = from_rank0(prepare_data.dataset_of_run, *asked)
+    asked = (make_dataset, dataset, offline_dataset, so_far, data_dir, block_size)
+    name, folder, meta = from_rank0(data.dataset_of_run, *asked)
     train_data = ShuffledWindows(data.open_split(folder, meta, "train"), block_size, seed)
     val_data = data.OrderedWindows(data.open_split(folder, meta, "val"), block_size, eval_tokens)
     return train_data, val_data, {"name": name, "fingerprint": data.fingerprint(meta), "meta": meta}
@@ -456,10 +458,8 @@ def record_evaluation(run: Run, table) -> bool:
 
 def count_evaluation(numbers: dict, state: dict) -> bool:
     """Count for the best, early stopping and plateau_factor. Returns whether this is the best so far.
-
     The evaluation after the last step counts for the latter two only if eval_interval asks for it: a
-    run extended later must take the same course as one that was that long from the start.
-    """
+    run extended later must take the same course as one that was that long from the start."""
     name = best_metric.removeprefix("-")
     if name not in numbers:
         raise RunFailed(f"--best_metric={best_metric}: evaluate() returns {', '.join(numbers)}")
@@ -541,11 +541,8 @@ def may_roll_back_to(step: int, state: dict) -> bool:
 
 
 def judge(rows: list[dict], run: Run) -> tuple[list[dict], str | None]:
-    """(rows up to the first trouble, that trouble or None). Logs what goes wrong on the way.
-
-    Step by step, so that log_interval does not matter, and from numbers that are the same on every
-    rank, so that all come to the same verdict.
-    """
+    """(rows up to the first trouble, that trouble or None). Logs what goes wrong on the way: step by
+    step, so that log_interval does not matter, from numbers that are the same on every rank."""
     state = run.state
     for number, row in enumerate(rows, 1):
         trouble = count_trouble(row, state)
@@ -577,10 +574,8 @@ def count_trouble(row: dict, state: dict) -> str | None:
 
 
 def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
-    """Restore the newest suitable checkpoint, all but `kept`, the data position and the loss scale.
-
-    The data continues after the last of `recent`. Raises RunFailed if that is hopeless.
-    """
+    """Restore the newest suitable checkpoint, all but `kept` and the loss scale; the data continues
+    after the last of `recent`. Raises RunFailed if that is hopeless."""
     state = run.state
     bad = recent[-1]
     kept = {key: state[key] for key in KEPT_IN_ROLLBACK}
@@ -741,9 +736,7 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
     try:
         batch = run.train_data[ranks.share(0, rows_at(0))]
         batch = [torch.as_tensor(each).to(run.device) for each in batch]
-        model = safe_step.rehearse(
-            run, compile, forward_backward, *batch
-        )  # run.model, or its compiled form
+        model = safe_step.rehearse(run, compile, forward_backward, *batch)  # compiled if asked
         run.facts["run"]["compile"] = model is not run.model
         console.print_line("memory", f"{machine.memory_gb(run.device):.3f} GB after a rehearsal")
         machine.reset_peak_memory(run.device)

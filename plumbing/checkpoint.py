@@ -48,9 +48,6 @@ def file_name(step: int) -> str:
     return f"ckpt_{step:08}.pt"
 
 
-# ---- reading -------------------------------------------------------------------------------------
-
-
 def load(path: Path, verify: bool = True, mmap: bool = True, parts: Iterable = PARTS) -> dict:
     """Load the checkpoint at `path` on the CPU, memory-mapped if `mmap`. No code in it can run.
 
@@ -142,10 +139,8 @@ def newest_first(folder: Path) -> list[Path]:
 def newest_valid(
     folder: Path, usable: Callable = lambda step, state: True, set_aside: bool = True
 ) -> Path | None:
-    """Path of the newest undamaged checkpoint for which usable(step, state) is true, or None.
-
-    Damaged ones are renamed to NAME.pt.corrupt. A file that cannot be read raises OSError instead.
-    """
+    """Path of the newest undamaged checkpoint for which usable(step, state) is true, or None. Damaged
+    ones are renamed to NAME.pt.corrupt. A file that cannot be read raises OSError instead."""
     for path in newest_first(folder):
         try:
             state = load(path, verify=False)["state"]
@@ -172,9 +167,6 @@ def remove(paths: Iterable[Path]) -> None:
             path.unlink(missing_ok=True)
         except OSError as error:
             ranks.say(f"{path.name} cannot be removed ({error.strerror})")
-
-
-# ---- restoring -----------------------------------------------------------------------------------
 
 
 def own_part(weights, leaf, path):
@@ -279,9 +271,7 @@ def refuse_unequal_replicas(run) -> None:
 
 class Saver:
     """Writes checkpoints in a thread: the loop waits for the previous save and a copy in memory.
-
-    keep_last: number of checkpoints to keep for which may_roll_back_to(step, state) is true.
-    """
+    keep_last: number of checkpoints to keep for which may_roll_back_to(step, state) is true."""
 
     def __init__(self, run, keep_last: int, may_roll_back_to: Callable):
         self.run = run
@@ -295,11 +285,9 @@ class Saver:
         self.last_save = time.monotonic()
 
     def save(self, names: list[str], required: bool = False) -> None:
-        """Write one file under all of `names`, in this order. All ranks call it together.
-
-        required: wait until it is on the disk; after three failed tries, raise RunFailed. Otherwise
-        training continues at once, and the next call records an error as an event.
-        """
+        """Write one file under all of `names`, in this order. All ranks call it together. required:
+        wait until it is on the disk; after three failed tries, raise RunFailed. Otherwise training
+        continues at once, and the next call records an error as an event."""
         refuse_unequal_replicas(self.run)
         self.wait()
         self.retry_best("best.pt" in names)

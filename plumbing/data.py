@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from plumbing.cli import BadInput, RunFailed
+from plumbing.console import say
 from plumbing.signals import HANDLED
 
 SPLITS = ("train", "val")
@@ -39,9 +40,6 @@ class DataError(BadInput):
 
 class Offline(BadInput):
     """A download was needed, and no server gave it in time."""
-
-
-# ---- a dataset on disk ---------------------------------------------------------------------------
 
 
 def read_meta(folder: str) -> dict:
@@ -94,6 +92,39 @@ def verify(folder: str, meta: dict) -> None:
             raise DataError(f"{found}; {again(folder)}")
 
 
+def dataset_of_run(
+    make: Callable, name: str, offline_name: str, so_far: str | None, data_dir: str, block_size: int
+) -> tuple[str, str, dict]:
+    """(name, folder, meta) of the dataset that a run trains on. Raises DataError or Offline.
+
+    It is `name`, or, if that cannot be downloaded, `offline_name` with a loud warning ("": none).
+    make(name, data_dir) makes one that is missing. so_far: the dataset of the run until now, or None.
+    block_size: tokens in a window; train needs twice as many tokens, val one more than a window.
+    """
+    why = "This run started without a network."
+    candidates = [offline_name] if offline_name == so_far else [name, offline_name]
+    for candidate in filter(None, candidates):
+        if candidate != name:
+            bar = "!" * 90
+            say(f"{bar}\n!! {why}\n!! This run trains on {candidate!r} INSTEAD OF {name!r}:")
+            say(f"!! its numbers say nothing about {name!r}.\n{bar}")
+        folder = os.path.join(data_dir, candidate)
+        try:
+            if os.path.exists(f"{folder}/meta.json"):
+                verify(folder, meta := read_meta(folder))
+            else:
+                folder, meta = make(candidate, data_dir)
+        except Offline as error:
+            why = error
+            continue
+        for split, least in (("train", 2 * block_size), ("val", block_size + 1)):
+            if (tokens := meta[f"{split}_tokens"]) < least:
+                found = f"--block_size={block_size}: {split}.bin has {tokens:,} tokens"
+                raise DataError(f"{found}; expected a smaller block_size, or a longer text")
+        return candidate, folder, meta
+    raise Offline(why)
+
+
 def again(folder: str) -> str:
     made = f"python prepare_data.py {os.path.basename(folder)}"
     return f"delete {folder}/meta.json and type the command that made it: {made} ..."
@@ -143,9 +174,6 @@ class OrderedWindows:
         targets = rows[:, 1:].copy()
         targets[starts[:, None] + np.arange(self.block_size) < first_new[:, None]] = -100
         return rows[:, :-1].copy(), targets
-
-
-# ---- batches, read ahead -------------------------------------------------------------------------
 
 
 class Batches:
@@ -264,9 +292,6 @@ def ignore_signals(worker: int) -> None:
     """In a worker: a scheduler signals all processes, but the training decides when workers end."""
     for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)
-
-
-# ---- text to ids and back ------------------------------------------------------------------------
 
 
 def tokenizer_of(meta: dict) -> Any:

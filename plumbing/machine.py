@@ -137,9 +137,6 @@ def keep_freed_memory() -> None:
         libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: grow by 64 MiB more than is needed
 
 
-# ---- copies and memory ---------------------------------------------------------------------------
-
-
 def copies_in_background(device: torch.device) -> bool:
     """Whether the host goes on during a copy. On MPS, its memory would not be kept (pytorch#189690)."""
     return device.type == "cuda"
@@ -184,9 +181,6 @@ def free_memory(device: torch.device) -> int | None:
         return torch.mps.recommended_max_memory()
     with contextlib.suppress(OSError):  # no /proc
         return int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
-
-
-# ---- names and fingerprints ----------------------------------------------------------------------
 
 
 @functools.cache
@@ -250,9 +244,6 @@ def describe_machine(device: torch.device) -> dict:
     }
 
 
-# ---- the peak, for MFU ---------------------------------------------------------------------------
-
-
 def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     """(FLOP/s or None, source) for MFU: from the datasheet, or from a measured matrix product."""
     name = device_name(device)
@@ -294,9 +285,6 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, sizes: tuple = ()) -> 
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return best
-
-
-# ---- the start and the exit ----------------------------------------------------------------------
 
 
 def speed_up_start_and_exit() -> None:

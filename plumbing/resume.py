@@ -51,9 +51,6 @@ RESOLVED = "dtype compile warmup_steps decay_steps batch_size accum_steps".split
 ONLY_SHOWS = ("plumbing/console.py", "report.py", "reporting/")
 
 
-# ---- the identity of a run -----------------------------------------------------------------------
-
-
 def identity_of(knobs: dict, data: dict, device: torch.device) -> dict:
     """What a checkpoint keeps as `run`. knobs: globals of train.py. data: its facts["data"]."""
     known = {key: knobs[key] for key in (*REFUSED, *INEXACT, *RESOLVED) if key in knobs}
@@ -127,15 +124,10 @@ def changed_knobs(then: dict, now: dict) -> dict:
     }
 
 
-# ---- from where ----------------------------------------------------------------------------------
-
-
 def find_checkpoint(folder: RunFolder, resume: str, to_train: bool) -> Path | None:
-    """Path of the checkpoint to start from, or None for a new run. Rank 0 only.
-
-    folder: a RunFolder. resume: "auto", "never", "restart" or a path. to_train: lock the folder if it
-    holds a run, and set damaged files aside. Raises BadInput if `resume` contradicts the folder.
-    """
+    """Path of the checkpoint to start from, or None for a new run. Rank 0 only. resume: "auto", "never",
+    "restart" or a path. to_train: lock the folder if it holds a run, and set damaged files aside.
+    Raises BadInput if `resume` contradicts the folder."""
     path = None
     fresh = folder.fresh_out_dir()
     try:
@@ -223,9 +215,6 @@ def split_global_batch(then: dict, batch_size: int) -> tuple[int, int]:
     return micro, rows // micro
 
 
-# ---- may it continue? ----------------------------------------------------------------------------
-
-
 def continue_from(run, saved: dict) -> None:
     """Raises BadInput if `saved` is of another run. Keeps its micro-batches if batch_size is equal."""
     refuse_another_run(run, saved)
@@ -268,10 +257,8 @@ def parts_of(saved: dict) -> dict:
 
 def is_finished(run) -> bool:
     """Whether the run has no step left to take. If so, prints what to type to train longer, and
-    records its end if a kill came before that. Rank 0 only.
-
-    Raises BadInput if the command asks for anything other than the finished run.
-    """
+    records its end if a kill came before that. Rank 0 only. Raises BadInput if the command asks for
+    anything other than the finished run."""
     config, state = run.facts["config"], run.state
     step, name = state["step"], shown(run.folder.path)
     again = f"--resume=restart or {run.folder.fresh_out_dir()}"

@@ -22,8 +22,6 @@ RESERVED = set(
     "sequences epoch targets loss_scale finite".split()
 )
 
-# ---- nested dicts, lists and tuples of tensors and plain values ----------------------------------
-
 
 def leaves(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
     """Yields (path, leaf) for all that is not a dict, list or tuple. path: a tuple of its keys."""
@@ -61,9 +59,6 @@ def clone(value: Any) -> Any:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of this rank's part of `tensor`, uint8 (n,)."""
     return local(tensor).detach().contiguous().view(-1).view(torch.uint8)
-
-
-# ---- the state of every random number generator --------------------------------------------------
 
 
 def rng_state(device: torch.device) -> dict:
@@ -242,9 +237,6 @@ def rehearse(run, compile: bool, forward_backward: Callable, *batch: torch.Tenso
     return model
 
 
-# ---- a skipped update: weights and moments stay as they are --------------------------------------
-
-
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Whether step() reads `found_inf` on the device: our Muon, and torch's fused kernels for cpu
     and cuda (those for mps ignore it), if no subclass, hook or wrapper adds to it."""
@@ -274,9 +266,6 @@ def step_unless(skipped: torch.Tensor, optimizer: torch.optim.Optimizer) -> None
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     optimizer.found_inf = skipped.float().to(weights[0].device) if weights else skipped.float()
     optimizer.step()
-
-
-# ---- errors that end a run -----------------------------------------------------------------------
 
 
 def out_of_memory(error: BaseException) -> bool:
