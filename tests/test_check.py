@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -15,8 +14,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import REPO
-from plumbing.configurator import configured
-from plumbing.failures import RunFailed
 from test_bench import FLAGS as BENCH_FLAGS
 from test_bench import arguments as bench_arguments
 from test_bench import stopped_by_ctrl_c
@@ -25,28 +22,25 @@ import bench
 import check
 import model
 import train
+from plumbing.cli import BadInput, RunFailed
+from plumbing.data import OrderedWindows
 
 FLAGS = BENCH_FLAGS | {"lr_steps": 20}
 CHECKS = [
     "one batch overfits",
     "loss at initialization",
     "gradients reach every parameter",
-    "gradient norm in range",
     "no look into the future",
     "targets are the tokens one place on",
+    "each byte counts once",
     "the model is in train mode",
     "evaluation is the same",
     "probabilities sum to 1",
-    "each byte counts once",
     "inputs are finite",
     "batches differ",
     "no sequence twice in an epoch",
     "train and validation share no window",
     "FLOPs of a token",
-    "utilization",
-    "learning rate",
-    "memory of a step",
-    "hours and cost",
 ]
 
 
@@ -67,20 +61,17 @@ def in_process(data_dir, tmp_path):
 
 @pytest.fixture
 def checks(data_dir, tmp_path):
-    """checks(part, **flags): {name: Check} of one part of sanity, such as check.data_checks."""
+    """checks(part, **flags): {name: (mark, words)} of one part of sanity, such as check.data_checks.
+    mark: True, False, None for n/a, or "passable"."""
 
-    def run(part, *rest, **flags):
+    def run(part, **flags):
         words = arguments(tmp_path / "b", data_dir, **flags)
-        strict = torch.are_deterministic_algorithms_enabled()
-        with contextlib.ExitStack() as stack:
-            config = stack.enter_context(
-                configured(vars(train), vars(bench), vars(check), argv=words)
-            )
-            job, _ = bench.job_of(config, words, train.__file__, tmp_path)
-            job.stack = stack
-            found = {each.name: each for each in part(job, *rest)}
-        torch.use_deterministic_algorithms(strict)
-        return found
+        with bench.job_of(words, train.__file__, vars(check)) as job:
+            with contextlib.ExitStack() as job.stack:
+                return {
+                    name: ("passable" if fine is False and any(passable) else fine, found)
+                    for name, fine, found, *passable in part(job)
+                }
 
     return run
 
@@ -102,14 +93,11 @@ def whole(data_dir, tmp_path_factory):
 
 def test_a_healthy_model_is_go(whole):
     facts, stdout, _ = whole
-    inputs, targets = facts["sanity"]["example"]
-    assert inputs[1:] == targets[:-1] and len(targets) == 32
     assert list(facts["sanity"]["checks"]) == CHECKS
-    assert all(each["ok"] for each in facts["sanity"]["checks"].values())
-    assert facts["sanity"]["go"] and "\n  GO\n" in stdout and "✗" not in stdout
-    for name in CHECKS:  # a line each, with what was found and what is good
-        (line,) = [line for line in stdout.splitlines() if line[4:].startswith(f"{name}: ")]
-        assert "; good: " in line
+    assert all(each["mark"] in "✓!" for each in facts["sanity"]["checks"].values())
+    assert facts["sanity"]["ok"] and "\n  GO\n" in stdout and "✗" not in stdout
+    for name in CHECKS:  # a line each
+        assert [line for line in stdout.splitlines() if line[4:].startswith(f"{name}: ")]
 
 
 def test_any_model_and_data_can_be_checked(tmp_path):
@@ -121,14 +109,9 @@ def test_any_model_and_data_can_be_checked(tmp_path):
     assert done.returncode == 0 and "\n  GO\n" in done.stdout, done.stdout + done.stderr
     found = json.loads((tmp_path / "check.json").read_text())["sanity"]["checks"]
     assert list(found) == CHECKS
-    absent = {name for name, each in found.items() if each["found"].startswith("n/a")}
+    absent = {name for name, each in found.items() if each["mark"] == "–"}
     words = {"no look into the future", "targets are the tokens one place on"}
     assert absent == words | {"each byte counts once", "FLOPs of a token"}
-
-
-def test_the_range_test_of_both_parts_is_one(whole):
-    suggested = whole[0]["lr"]["suggested_peak_lr"]
-    assert f"suggests {suggested:g}" in whole[0]["sanity"]["checks"]["learning rate"]["found"]
 
 
 def test_lr_range_test_suggests_a_rate_that_learns(whole):
@@ -137,39 +120,16 @@ def test_lr_range_test_suggests_a_rate_that_learns(whole):
     assert lr["lr"] == sorted(lr["lr"])
     assert 1e-5 < lr["suggested_peak_lr"] < 1
     assert min(lr["smooth"]) < lr["loss"][0] - 0.3
-    assert (whole[2] / "lr.png").read_bytes().startswith(b"\x89PNG")
+    rows = re.findall(r"^  (\S+e-\d+) +[\d.]+$", whole[1], re.MULTILINE)
+    assert list(map(float, rows)) == pytest.approx(lr["lr"][::5], rel=0.05)
 
 
-@pytest.fixture
-def no_range_test(monkeypatch):
-    monkeypatch.setattr(check, "range_test", lambda job: {"suggested_peak_lr": 0.5})
-
-
-def test_hours_and_cost_follow_from_the_step_and_the_length(checks, no_range_test):
-    found = checks(check.run_checks, max_steps=10**6, dollars_per_hour=3)["hours and cost"].found
-    words = r"([\d.]+) hours \(1,000,000 steps of ([\d.]+) ms, .*; \$([\d.]+) at \$3 an hour"
-    hours, ms, money = map(float, re.match(words, found).groups())
-    assert 3600 * hours == pytest.approx(1000 * ms, rel=0.5)  # evaluations come on top
-    assert money == pytest.approx(3 * hours, abs=0.02)
-
-
-def test_a_warning_is_still_go(in_process, no_range_test, monkeypatch):
-    monkeypatch.setattr(check.devices, "gpu_util", lambda device: 50)
+def test_a_warning_is_still_go(in_process, monkeypatch):
+    real = model.GPT.flops_per_token
+    monkeypatch.setattr(model.GPT, "flops_per_token", lambda self: 0.6 * real(self))
     code, facts = in_process()
-    found = facts["sanity"]["checks"]
-    assert found["utilization"]["warning"] and "GPU busy 50%" in found["utilization"]["found"]
-    assert found["learning rate"]["warning"]
-    assert [name for name, each in found.items() if not each["ok"]] == []
-    assert code == 0 and facts["sanity"]["go"]
-
-
-def test_a_step_that_does_not_fit_is_no_go(in_process, no_range_test, monkeypatch, capsys):
-    monkeypatch.setattr(check.devices, "free_memory", lambda device: 1000)
-    code, facts = in_process()
-    found = facts["sanity"]["checks"]
-    faults = [name for name, each in found.items() if not each["ok"]]
-    assert faults == ["memory of a step"]
-    assert code == 1 and "NO-GO: memory of a step\n" in capsys.readouterr().out
+    assert facts["sanity"]["checks"]["FLOPs of a token"]["mark"] == "!"
+    assert code == 0 and facts["sanity"]["ok"]
 
 
 def see_the_future(monkeypatch):
@@ -210,16 +170,6 @@ def never_update(monkeypatch):
 def ask_for_the_input(monkeypatch):
     real = train.ShuffledWindows.__getitem__
     monkeypatch.setattr(train.ShuffledWindows, "__getitem__", lambda *args: (real(*args)[0],) * 2)
-
-
-def blow_up_the_gradient(monkeypatch):
-    real = model.GPT.forward
-
-    def forward(self, tokens, targets=None):
-        result = real(self, tokens, targets)
-        return result if targets is None else result + 1e4 * (result - result.detach())
-
-    monkeypatch.setattr(model.GPT, "forward", forward)
 
 
 def stay_in_eval_mode(monkeypatch):
@@ -265,12 +215,12 @@ def train_on_another_loss(monkeypatch):
 
 
 def count_targets_twice(monkeypatch):
-    def read(self, batch, inner=train.OrderedWindows.__getitem__):
+    def read(self, batch, inner=OrderedWindows.__getitem__):
         inputs, targets = inner(self, batch)
         seen = np.concatenate([inputs[:, 1:], inputs[:, -1:]], axis=1)
-        return inputs, torch.where(torch.as_tensor(targets) == -100, torch.as_tensor(seen), targets)
+        return inputs, np.where(targets == -100, seen, targets)
 
-    monkeypatch.setattr(train.OrderedWindows, "__getitem__", read)
+    monkeypatch.setattr(OrderedWindows, "__getitem__", read)
 
 
 def tell_other_bytes(monkeypatch):
@@ -283,33 +233,31 @@ def tell_other_bytes(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fault", "name"),
+    ("fault", "part", "name"),
     [
-        (see_the_future, "no look into the future"),
-        (begin_far_off, "loss at initialization"),
-        (cut_off_a_matrix, "gradients reach every parameter"),
-        (never_update, "one batch overfits"),
-        (ask_for_the_input, "targets are the tokens one place on"),
-        (blow_up_the_gradient, "gradient norm in range"),
-        (stay_in_eval_mode, "the model is in train mode"),
-        (evaluate_in_train_mode, "the model is in train mode"),
-        (average_the_averages, "evaluation is the same"),
-        (smooth_labels_in_evaluation, "probabilities sum to 1"),
-        (train_on_another_loss, "probabilities sum to 1"),
-        (count_targets_twice, "each byte counts once"),
-        (tell_other_bytes, "each byte counts once"),
+        (begin_far_off, check.learning_checks, "loss at initialization"),
+        (cut_off_a_matrix, check.learning_checks, "gradients reach every parameter"),
+        (never_update, check.learning_checks, "one batch overfits"),
+        (see_the_future, check.text_checks, "no look into the future"),
+        (ask_for_the_input, check.text_checks, "targets are the tokens one place on"),
+        (count_targets_twice, check.text_checks, "each byte counts once"),
+        (tell_other_bytes, check.text_checks, "each byte counts once"),
+        (stay_in_eval_mode, check.evaluation_checks, "the model is in train mode"),
+        (evaluate_in_train_mode, check.evaluation_checks, "the model is in train mode"),
+        (average_the_averages, check.evaluation_checks, "evaluation is the same"),
+        (smooth_labels_in_evaluation, check.evaluation_checks, "probabilities sum to 1"),
+        (train_on_another_loss, check.evaluation_checks, "probabilities sum to 1"),
     ],
 )
-def test_sanity_finds_the_fault_in_learning(fault, name, checks, monkeypatch):
+def test_sanity_finds_the_fault_in_learning(fault, part, name, checks, monkeypatch):
     fault(monkeypatch)
-    found = checks(check.learning_checks)[name]
-    assert not found.fine and not found.passable
+    assert checks(part)[name][0] is False
 
 
-def test_a_fault_is_no_go(in_process, no_range_test, monkeypatch, capsys):
+def test_a_fault_is_no_go(in_process, monkeypatch, capsys):
     smooth_labels_in_evaluation(monkeypatch)
     code, facts = in_process()
-    assert code == 1 and not facts["sanity"]["go"]
+    assert code == 1 and not facts["sanity"]["ok"]
     assert "NO-GO: probabilities sum to 1\n" in capsys.readouterr().out
 
 
@@ -343,8 +291,7 @@ def test_sanity_finds_the_fault_in_the_data(fault, name, checks, monkeypatch):
     monkeypatch.setattr(
         train.ShuffledWindows, "__getitem__", lambda data, batch: fault(data, batch, real)
     )
-    found = checks(check.data_checks)[name]
-    assert not found.fine and not found.passable
+    assert checks(check.data_checks)[name][0] is False
 
 
 def test_the_same_order_in_each_epoch_is_a_warning(checks, monkeypatch):
@@ -354,97 +301,69 @@ def test_the_same_order_in_each_epoch_is_a_warning(checks, monkeypatch):
         return real(data, (batch[0] % len(data), batch[1]))
 
     monkeypatch.setattr(train.ShuffledWindows, "__getitem__", read)
-    found = checks(check.data_checks)["batches differ"]
-    assert not found.fine and found.passable and "next epoch's" in found.found
+    mark, found = checks(check.data_checks)["batches differ"]
+    assert mark == "passable" and "next epoch's: True" in found
 
 
 @pytest.mark.parametrize("begin", [0, 7])
 def test_sanity_finds_validation_text_in_training_wherever_it_begins(begin, checks, monkeypatch):
-    class Shifted:
-        def __init__(self, tokens):
-            self.tokens = tokens
-
-        def __len__(self):
-            return len(self.tokens) - begin
-
-        def read(self, starts, length):
-            return self.tokens.read(np.asarray(starts) + begin, length)
+    class Shifted(OrderedWindows):
+        def __getitem__(self, batch):
+            first, count = batch
+            starts = begin + self.block_size * np.arange(first, first + count)
+            rows = self.text[starts[:, None] + np.arange(self.block_size)]
+            return rows.astype(np.int64), rows.astype(np.int64)
 
     def open_dataset(saved, inner=train.open_dataset):
         train_data, _, facts = inner(saved)
-        windows = train.OrderedWindows(Shifted(train_data.tokens), train.block_size)
+        windows = Shifted(train_data.tokens[:1500], train.block_size)
+        windows.text = np.array(train_data.tokens)
         return train_data, windows, facts
 
     monkeypatch.setattr(train, "open_dataset", open_dataset)
-    found = checks(check.data_checks)["train and validation share no window"]
-    assert not found.fine and not found.passable
+    assert checks(check.data_checks)["train and validation share no window"][0] is False
 
 
 def test_a_model_that_tells_other_flops_is_named_with_both_figures(checks, monkeypatch):
-    (fine,) = checks(check.flops_check).values()
-    told, counted = (float(each.replace(",", "")) for each in re.findall(r"[\d,]{4,}", fine.found))
-    assert fine.fine and told == pytest.approx(counted, rel=0.1)
+    ((fine, found),) = checks(check.flops_check).values()
+    told, counted = (float(each.replace(",", "")) for each in re.findall(r"[\d,]{4,}", found))
+    assert fine and told == pytest.approx(counted, rel=0.1)
     real = model.GPT.flops_per_token
     monkeypatch.setattr(model.GPT, "flops_per_token", lambda self: 0.6 * real(self))
-    (wrong,) = checks(check.flops_check).values()
-    assert not wrong.fine and wrong.passable  # a warning
-    assert f"says {0.6 * told:,.0f}, torch counts {counted:,.0f}" in wrong.found
+    ((mark, found),) = checks(check.flops_check).values()
+    assert mark == "passable"  # a warning
+    assert f"says {0.6 * told:,.0f}, torch counts {counted:,.0f}" in found
 
 
 def test_a_model_whose_flops_fail_is_no_error(checks, monkeypatch):
     monkeypatch.setattr(model.GPT, "flops_per_token", lambda self: 1 / 0)
-    (found,) = checks(check.flops_check).values()
-    assert found.found.startswith("n/a")
+    assert checks(check.flops_check)["FLOPs of a token"][0] is None
 
 
 # ---- exact ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow  # it starts eight processes, each of which imports torch
-def test_exact_hashes_the_gradients_of_each_setting_alone_and_under_load(in_process, monkeypatch):
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)  # one process of load
-    code, facts = in_process(only="exact", exact_seconds=1)
-    exact = facts["exact"]
-    names = ["eager", "eager, not deterministic", "eager, 1 thread", "eager, without AMX"]
-    assert list(exact["rows"]) == names + [f"{name}, under load" for name in names]
-    for row in exact["rows"].values():
-        assert row["tries"] >= 1 and row["distinct"] == 1 and row["where"] == ""
-    assert code == 0 and exact["differ"] == 0
-    # weights and batch are the same in all of them
-    assert len({row["bits"] for row in exact["rows"].values()}) == 1
+@pytest.mark.slow  # it starts four processes, each of which imports torch
+def test_exact_compares_what_fresh_processes_end_with(in_process):
+    code, facts = in_process(only="exact", exact_runs=2, exact_steps=3)
+    rows = facts["exact"]["rows"]
+    assert list(rows) == ["deterministic", "not deterministic"]
+    assert code == 0 and facts["exact"]["ok"]
+    assert rows["deterministic"]["distinct"] == 1 and len(rows["deterministic"]["hash"]) == 16
 
 
-def test_tries_find_a_bit_that_flips_and_name_its_tensor(in_process, monkeypatch):
-    real = train.forward_backward
-    calls = []
+@pytest.mark.parametrize("mode", ["deterministic", "not deterministic"])
+def test_only_a_deterministic_process_that_differs_is_exit_1(mode, in_process, monkeypatch):
+    def execute(script, words, *, out_dir, **knobs):
+        out_dir.mkdir()
+        digest = out_dir.name[-1] if out_dir.name.startswith(f"{mode} ") else "same"
+        row = {"kind": "event", "event": "saved", "step": 20, "sha256": digest}
+        (out_dir / "metrics.jsonl").write_text(json.dumps(row))
 
-    def faulty(model, run, *batch):
-        loss = real(model, run, *batch)
-        calls.append(loss)
-        if len(calls) == 3:  # the first one is the rehearsal
-            run.model.head.weight.grad.view(torch.int32)[5, 7] ^= 1
-        return loss
-
-    monkeypatch.setattr(train, "forward_backward", faulty)
-    _, facts = in_process(only="tries", exact_seconds=1, dropout=0.1)
-    tries = facts["tries"]
-    assert tries["tries"] == len(calls) - 1 >= 3
-    assert (tries["distinct"], tries["differ"]) == (2, 1)
-    assert tries["where"] == "head.weight"
-
-
-def test_a_deterministic_setting_that_differs_is_exit_1(in_process, monkeypatch):
-    row = {"tries": 5, "distinct": 2, "differ": 1, "bits": "0", "where": "head.weight"}
-
-    def start(job, script, words, environment=None, wait=True, *, out_dir, **knobs):
-        out_dir.mkdir(exist_ok=True)
-        (out_dir / "check.json").write_text(json.dumps({"tries": row}))
-
-    monkeypatch.setattr(check, "start", start)
+    monkeypatch.setattr(check, "execute", execute)
     code, facts = in_process(only="exact")
-    assert code == 1
-    strict = [row for row in facts["exact"]["rows"].values() if row["deterministic"]]
-    assert facts["exact"]["differ"] == len(strict) < len(facts["exact"]["rows"])
+    assert code == (mode == "deterministic")
+    assert facts["exact"]["rows"][mode]["distinct"] == 4
 
 
 # ---- seeds, and one configuration against another ------------------------------------------------
@@ -459,29 +378,32 @@ def test_the_t_quantile_is_that_of_the_tables(freedom):
 
 
 def test_verdicts_follow_from_the_interval():
-    assert check.verdict_on([0.0, 0.0, 0.0]) == "identical"
-    assert check.verdict_on([-0.3, -0.31, -0.29]) == "better"
-    assert check.verdict_on([0.3, 0.31, 0.29]) == "worse"
+    assert check.verdict_on([0.0, 0.0, 0.0])[0] == "identical"
+    assert check.verdict_on([-0.3, -0.31, -0.29])[0] == "better"
+    verdict, low, high = check.verdict_on([0.3, 0.31, 0.29])
+    assert verdict == "worse"
+    assert (low, high) == pytest.approx((0.3 - 0.024841, 0.3 + 0.024841), abs=1e-5)
     # 0.1 and a deviation of 0.2: with 18 seeds 2.110 * 0.2 / sqrt(18) is 0.0995, with 17 0.1028
-    verdict = check.verdict_on([0.3, -0.1, 0.1])
-    assert verdict == "not shown (about 18 seeds would show a difference of this size)"
-    assert check.verdict_on([0.1, -0.1]).startswith("not shown (no number of seeds")
+    verdict = check.verdict_on([0.3, -0.1, 0.1])[0]
+    assert re.fullmatch(r"not shown \(about 1[78] seeds would show a .*\)", verdict)
+    assert check.verdict_on([0.1, -0.1])[0].startswith("not shown (about inf seeds")
 
 
 @pytest.fixture
 def quick(train_in, tmp_path, monkeypatch):
-    """check.start() by a forked process, which begins at once. Yields the folders of the runs."""
+    """check.execute() by a forked process, which begins at once. The folders of its runs."""
     folders = []
 
-    def start(job, script, words, environment=None, wait=True, *, out_dir, **knobs):
+    def execute(script, words, *, out_dir, **knobs):
         folders.append(Path(out_dir))
-        flags = [*check.for_train(words), *(f"--{name}={value}" for name, value in knobs.items())]
-        flags = [flag for flag in flags if not flag.startswith("--out_dir")]
+        own = check.read_knobs(check.__file__) | check.read_knobs(bench.__file__)
+        flags = [flag for flag in words if flag[2:].partition("=")[0] not in {*own, "out_dir"}]
+        flags += [f"--{name}={value}" for name, value in knobs.items()]
         done = train_in(tmp_path, out_dir, *flags, f"--out_dir={out_dir}")
         if done.returncode:
             raise RunFailed(done.stderr)
 
-    monkeypatch.setattr(check, "start", start)
+    monkeypatch.setattr(check, "execute", execute)
     return folders
 
 
@@ -492,7 +414,7 @@ def compare(data_dir, tmp_path, quick, capsys):
     def run(flags, other, **knobs):
         common = {"max_steps": 30, "n_layer": 1, "n_embd": 32, "dtype": "float32", "seeds": 3}
         first = arguments(tmp_path / "b", data_dir, **common | flags)
-        second = check.for_train(arguments(tmp_path / "b", data_dir, **common | other))
+        second = arguments(tmp_path / "b", data_dir, **common | other)
         words = [*first, f"--against={' '.join(second)}"]
         code = check.main(words + [f"--{name}={value}" for name, value in knobs.items()])
         return code, capsys.readouterr().out.splitlines()
@@ -521,21 +443,21 @@ def test_a_rate_far_too_high_is_worse_and_runs_are_not_trained_again(compare, qu
 
 def test_another_code_is_another_run(compare, quick, monkeypatch):
     compare({}, {}, seeds=2)
-    monkeypatch.setattr(check.identity, "code_hashes", lambda: {"train.py": "edited"})
+    monkeypatch.setattr(check, "code_hashes", lambda: {"train.py": ["", "edited"]})
     compare({}, {}, seeds=2)
     assert len(set(quick)) == 4
 
 
-def test_a_run_that_fails_is_exit_1(compare, capsys):
-    code, _ = compare({}, {"dataset": "absent"})
-    assert code == 1
+def test_a_run_that_fails_ends_it(compare):
+    with pytest.raises(RunFailed):  # exit code 1
+        compare({}, {"dataset": "absent"})
 
 
 def test_equal_names_the_first_step_that_differs(compare, tmp_path, quick):
     code, lines = compare({}, {}, equal="true")
     assert (code, lines[-1]) == (0, "equal: yes")
     code, lines = compare({}, {"warmup_steps": 20, "max_steps": 29}, equal="true")
-    assert code == 1 and lines[-1].startswith("equal: no; the first step that differs: 2 (loss")
+    assert code == 1 and lines[-1] == "equal: no; the first difference: step 2"
     code, _ = compare({}, {"dataset": "absent"}, equal="true")
     assert code == 125
     assert check.main(["--against=x", "--equal=true", "--no_such_flag=1"]) == 125
@@ -565,38 +487,35 @@ def test_an_import_that_fails_cannot_tell(tmp_path):
 def test_other_seeds_of_one_configuration_show_no_difference(data_dir, tmp_path, quick):
     """Twenty times five seeds against five others: a test at 95% errs once in twenty on average."""
     words = arguments(tmp_path / "b", data_dir, max_steps=15, n_layer=1, n_embd=32, dtype="float32")
-    losses = [check.trained(None, train.__file__, words, seed)[0][-1] for seed in range(200)]
+    losses = [check.trained(train.__file__, words, seed)[0] for seed in range(200)]
     pairs = np.array(losses).reshape(20, 2, 5)
-    verdicts = [check.verdict_on((first - second).tolist()) for first, second in pairs]
+    verdicts = [check.verdict_on((first - second).tolist())[0] for first, second in pairs]
     assert sum(verdict.startswith("not shown") for verdict in verdicts) >= 17
 
 
 def test_seeds_are_runs_of_the_real_command(in_process, run_train, quick, capsys):
     knobs = {"max_steps": 8, "eval_interval": 4, "dtype": "float32", "report": "false"}
     _, facts = in_process(only="seeds", seeds=2, seed=5, **knobs)
-    seeds = facts["seeds"]
-    assert list(seeds["runs"]) == ["seed 5", "seed 6"]
-    first, second = seeds["runs"].values()
+    runs = facts["seeds"]["runs"]
+    assert list(runs) == ["seed 5", "seed 6", "mean", "deviation"]
+    first, second, middle, deviation = runs.values()
     flags = [f"--{key}={value}" for key, value in (FLAGS | knobs).items() if hasattr(train, key)]
     losses = [row["val_loss"] for row in run_train("own", *flags, "--seed=6").rows("eval")]
-    assert (second["final"], second["best"]) == (losses[-1], min(losses))
-    assert first["final"] != second["final"]
-    for column in ("final", "best", "seconds"):
+    assert second["loss"] == losses[-1] != first["loss"]
+    for column in ("loss", "seconds"):
         one, other = first[column], second[column]
-        assert seeds["mean"][column] == pytest.approx((one + other) / 2)
-        assert seeds["median"][column] == pytest.approx((one + other) / 2)
-        assert seeds["deviation"][column] == pytest.approx(abs(one - other) / math.sqrt(2))
-    assert f"{second['final']:.4f}  {second['best']:.4f}" in capsys.readouterr().out
+        assert middle[column] == pytest.approx((one + other) / 2)
+        assert deviation[column] == pytest.approx(abs(one - other) / math.sqrt(2))
+    assert f"{second['loss']:.4f}  " in capsys.readouterr().out
 
 
-def test_a_seed_that_fails_ends_it_with_what_it_said(data_dir, tmp_path, monkeypatch, capsys):
+def test_a_seed_that_fails_ends_it_with_what_it_said(data_dir, tmp_path, monkeypatch):
     (tmp_path / "failing.py").write_text("print('the disk is full'); raise SystemExit(1)")
     real = subprocess.Popen
     fails = [sys.executable, tmp_path / "failing.py"]
     monkeypatch.setattr(subprocess, "Popen", lambda flags, **how: real(fails + flags[2:], **how))
-    code = check.main(arguments(tmp_path / "b", data_dir, only="seeds"))
-    assert code == 1
-    assert "--seed=1337 exited with 1:\nthe disk is full" in capsys.readouterr().err
+    with pytest.raises(RunFailed, match="--seed=1337 ended with\nthe disk is full"):
+        check.main(arguments(tmp_path / "b", data_dir, only="seeds"))
 
 
 # ---- stopped, and bad input ----------------------------------------------------------------------
@@ -604,13 +523,11 @@ def test_a_seed_that_fails_ends_it_with_what_it_said(data_dir, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_ctrl_c_ends_the_processes_of_exact(data_dir, tmp_path):
-    flags = arguments(tmp_path / "b", data_dir, only="exact", exact_seconds=1000)
+    flags = arguments(tmp_path / "b", data_dir, only="exact", exact_runs=1000)
     assert stopped_by_ctrl_c("check.py", flags, tmp_path)
 
 
-def test_an_unknown_part_is_one_line_and_exit_2(in_process, tmp_path, capsys):
-    with pytest.raises(SystemExit) as leaving:
+def test_an_unknown_part_is_refused(in_process, tmp_path):
+    with pytest.raises(BadInput, match="'ladder'"):
         in_process(only="sanity,ladder")
-    error = capsys.readouterr().err
-    assert leaving.value.code == 2 and "'ladder'" in error and len(error.splitlines()) == 1
     assert not (tmp_path / "b").exists()
