@@ -13,6 +13,7 @@ Exit code: 0 all equal; 1 not; 3 not, but machine or code are not those of the r
 import importlib.util
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -21,13 +22,13 @@ from contextlib import redirect_stdout, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from unittest.mock import patch
 
 import torch
 
 import train
-from plumbing import cli
+from plumbing import cli, machine, ranks
 from plumbing import resume as resuming
 from plumbing.audit import bits_that_differ
 from plumbing.checkpoint import file_name
@@ -57,7 +58,8 @@ OWN_FLAGS = (  # no bit of a step depends on these
     "--resume=auto --report=false --wandb_log=false --audit_interval=0 --num_workers=0 "
     "--sample_interval=0 --milestone_interval=0 --save_minutes=0"
 ).split()
-groups = count()  # of ranks: each needs a name of its own
+FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+attempts = count()
 
 
 def is_rank0() -> bool:
@@ -67,6 +69,11 @@ def is_rank0() -> bool:
 def say(*words, sep: str = " ") -> None:
     if is_rank0():
         print(*words, sep=sep, flush=True)
+
+
+def new_attempt() -> str:
+    """A name for the next group of ranks in torchrun's store, where all before it left theirs."""
+    return f"{FIRST_ATTEMPT}_{next(attempts)}"
 
 
 # ---- computing again -----------------------------------------------------------------------------
@@ -87,7 +94,7 @@ def load_script(run: Logged) -> None:
             spec.loader.exec_module(module)
 
 
-def flags_of(run: Logged, stop: int, scratch: str) -> list[str]:
+def flags_of(run: Logged, stop: int, scratch: Path) -> list[str]:
     """The knobs that held when the run came to step `stop`, and what it resolved them to."""
     later = [checkpoint["config"] for at, _, checkpoint in run.checkpoints if at >= stop]
     knobs = (later or [run.facts["config"]])[0]
@@ -116,7 +123,8 @@ def compute(
     logged here, {key: [then, now]} of what makes this machine or code inexact, and what look() saw.
     """
     say(f"computing {run.path} from {start[1].name if start else 'its beginning'} to step {stop}")
-    taken = []  # (differences, seen), once the step is taken
+    taken = []  # (differences of identity, seen), once the step is taken
+    results = []  # what was logged
     logged = run.row(stop, "train").get("sequences")
 
     def train_step(model, here, *batch, own=train.train_step):
@@ -150,28 +158,42 @@ def compute(
             raise RunFailed(f"{run.path} was trained on other data: {then}, and here is {now}")
         return found
 
+    def run_to_the_end(*args, own=train.run_to_the_end):
+        with suppress(Taken):
+            own(*args)
+        results.append(ranks.from_rank0(Logged, scratch))
+        return 0
+
     then = run.facts["run"]
     if int(os.environ.get("WORLD_SIZE", 1)) != then["world_size"]:
         how = f"torchrun --standalone --nproc_per_node={then['world_size']} replay.py ..."
         fail(f"{run.path} has {then['world_size']} ranks; start as many: {how}")
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = f"{os.getppid()}{next(groups)}"
+    attempt = new_attempt()
+    port = os.environ.get("MASTER_PORT", os.getpid())  # all ranks need the same path
+    scratch = Path(gettempdir()) / f"replay_{port}_{attempt}"
+    flags = flags_of(run, stop, scratch)
+    if not start and then.get("began_from"):
+        flags.append(f"--resume={then['began_from']}")
     threads = torch.get_num_threads()
-    ours = {each.__name__: each for each in (train_step, what_is_due, roll_back, open_dataset)}
-    with TemporaryDirectory(prefix="replay_") as scratch, patch.multiple(train, **ours):
-        flags = flags_of(run, stop, scratch)
-        if start:
-            torch.save(start[2], Path(scratch) / file_name(start[0]))
-        elif then.get("began_from"):
-            flags.append(f"--resume={then['began_from']}")
-        try:
-            torch.set_num_threads(then["threads"])
-            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), suppress(Taken):
+    ours = (train_step, what_is_due, roll_back, open_dataset, run_to_the_end)
+    try:
+        if is_rank0():
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(0o700)
+            if start:
+                torch.save(start[2], scratch / file_name(start[0]))
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+        torch.set_num_threads(then["threads"])
+        with patch.multiple(train, **{each.__name__: each for each in ours}):
+            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
                 train.main(flags)
-        finally:
-            torch.set_num_threads(threads)
-        if not taken:
-            raise RunFailed(f"{run.path}: its step {stop} was not reached")
-        return Logged(scratch), *taken[0]
+    finally:
+        torch.set_num_threads(threads)
+        if is_rank0():
+            shutil.rmtree(scratch, ignore_errors=True)
+    if not taken:
+        raise RunFailed(f"{run.path}: its step {stop} was not reached")
+    return results[0], *taken[0]
 
 
 def code_of(difference: tuple | None, identity: dict) -> int:
@@ -189,7 +211,7 @@ def at_step(run: Logged) -> int:
     start = start_before(run, step, rollbacks)
     look = partial(look_at, train, save, bool(trace))
     computed, identity, seen = compute(run, start, step, look, rollbacks)
-    first = start[0] if start else run.first
+    first = start[0] if start else run.first - 1  # with the evaluation before the first step
     last = min(step, run.rollbacks[rollbacks] if before_rollback else run.last)
     difference = first_difference(run, computed, first, last)
     if not is_rank0():
@@ -197,7 +219,9 @@ def at_step(run: Logged) -> int:
     if trace:
         torch.save({"traces": seen["traces"], "difference": difference}, trace)
         return 0
-    verdict = f"steps {first + 1} to {last}: all logged numbers come out again here, bit for bit"
+    verdict = (
+        f"steps {max(1, first + 1)} to {last}: all logged numbers come out again here, bit for bit"
+    )
     if difference:
         verdict = not_computed(run, difference, identity)
     say(*write_page(run.path, step, verdict, computed.row(step, "train"), seen), sep="\n")
@@ -213,7 +237,9 @@ def at_step(run: Logged) -> int:
 
 
 def in_process_of_its_own(argv: list[str]) -> None:
-    subprocess.run([sys.executable, __file__, *argv], check=False, stdout=subprocess.DEVNULL)
+    env = os.environ | {"TORCHELASTIC_RESTART_COUNT": new_attempt()}
+    command = [sys.executable, __file__, *argv]
+    subprocess.run(command, env=env, check=False, stdout=subprocess.DEVNULL)
 
 
 def traced(run: Logged, at: int, whole: bool = False) -> dict:
@@ -237,7 +263,11 @@ def where_they_part(*both: Logged) -> int:
     for name, (one, other) in changed.items():
         say(f"{name}: {', '.join(one)}" if name == "code" else f"{name}: {one}, {other}")
     last = min(run.last for run in both)
-    difference = first_difference(*both, max(run.first for run in both), last)
+    first = max(run.first for run in both)
+    begin_alike = both[0].first == both[1].first  # then the evaluation before the first step counts
+    extent = (first - begin_alike, last)
+    # a hash is also of settings, so any other number tells more
+    difference = first_difference(*both, *extent, saves=False) or first_difference(*both, *extent)
     if not difference:
         say(
             f"equal: all numbers of {last} steps" + "; one goes on" * (both[0].last != both[1].last)
@@ -252,7 +282,9 @@ def where_they_part(*both: Logged) -> int:
 def in_computation(both: tuple, at: int) -> list[str]:
     """In words: what is not computed here; or else the first thing that differs. If step `at` begins
     with a difference, an earlier step made it, in numbers that no row has: look for it by halves."""
-    low, high, where, whole = max(run.first for run in both), at, "", False
+    low = max(run.first for run in both)
+    at = high = max(at, low + 1)
+    where, whole = "", False
     while True:
         results = [traced(run, at, whole) for run in both]
         wrong = [each for each in zip(both, results, strict=True) if each[1]["difference"]]
@@ -306,7 +338,7 @@ def verify_stretches(run: Logged) -> int:
         stretches[start[0] if start else run.first] = start, end
     for first, (start, end) in stretches.items():
         computed, identity, _ = compute(run, start, end)
-        if difference := first_difference(run, computed, first, end):
+        if difference := first_difference(run, computed, first - (start is None), end):
             say(not_computed(run, difference, identity))
             return code_of(difference, identity)
     steps = len({n for first, (_, end) in stretches.items() for n in range(first, end)})
@@ -332,4 +364,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_script(main))
+    machine.leave(cli.run_script(main))

@@ -68,13 +68,15 @@ class Logged:
         return False if any(hashes) and not is_undone else None
 
 
-def first_difference(one: Logged, other: Logged, first: int, last: int) -> tuple | None:
-    """(step, fields, in words) of the first row of steps first + 1 to last that differs. A save that
-    only one of them has, at a signal or by the clock, is no difference."""
+def first_difference(
+    one: Logged, other: Logged, first: int, last: int, saves: bool = True
+) -> tuple | None:
+    """(step, fields, in words) of the first row of steps first + 1 to last that differs. saves: also
+    compare hashes, where both saved: one may have saved at a signal, or by the clock."""
     for key in sorted(key for key in one.rows | other.rows if first < key[0] <= last):
         at, kind = key[0], KINDS[key[1]]
         a, b = one.rows.get(key, {}), other.rows.get(key, {})
-        if not (a and b) and kind not in ("train", "eval"):
+        if kind not in ("train", "eval") and not (saves and a and b):
             continue
         if not (a and b) or key in one.twice | other.twice:
             what = (
@@ -83,14 +85,14 @@ def first_difference(one: Logged, other: Logged, first: int, last: int) -> tuple
             return at, [kind], f"its row of kind {kind} {what}"
         names = [n for n in a | b if n not in MEASURED and repr(a.get(n)) != repr(b.get(n))]
         if names:
-            words = (f"{n} {a.get(n)} and {b.get(n)}{size_of(a.get(n), b.get(n))}" for n in names)
-            return at, names, ", ".join(words)
+            return at, names, ", ".join(in_words(n, a.get(n), b.get(n)) for n in names)
     return None
 
 
-def size_of(one, other) -> str:
-    is_size = isinstance(one, float | int) and isinstance(other, float | int)
-    return f" (by {abs(one - other):.1e})" if is_size else ""
+def in_words(name: str, one, other) -> str:
+    if isinstance(one, float | int) and isinstance(other, float | int):
+        return f"{name} {one} and {other} (by {abs(one - other):.1e})"
+    return f"{name} {str(one)[:12]} and {str(other)[:12]}"
 
 
 def not_computed(run: Logged, difference: tuple, identity: dict) -> str:
