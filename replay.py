@@ -24,6 +24,7 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from unittest.mock import patch
+from zlib import crc32
 
 import torch
 
@@ -48,7 +49,7 @@ save = (
 
 # Stretches
 verify = 0  # how many stretches between saves to compute again, [0, inf)
-seed = 0  # that draws them, [0, inf); 0 = by the clock
+seed = 0  # that draws them, [0, inf); 0 = another one each time
 
 # For replay.py itself
 trace = ""  # file for all that the step computes, in order
@@ -328,7 +329,8 @@ def verify_stretches(run: Logged) -> int:
         if run.is_as_logged(checkpoint) is False:
             say(f"{path} is not what was saved at step {at}: its hash differs from the logged one")
             return 1
-    drawn_by = seed or time.time_ns() % 2**32
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", str(time.time_ns()))  # the same on every rank
+    drawn_by = seed or crc32(launch.encode())
     ends = sorted(at for at, kind in run.rows if KINDS[kind] == "saved" and at > run.first)
     drawn = sorted(random.Random(drawn_by).sample(ends, min(verify, len(ends))))
     say(f"{len(drawn)} of {len(ends)} stretches, drawn by --seed={drawn_by}")
