@@ -10,7 +10,6 @@ ranks write torchrun --standalone --nproc_per_node=2 replay.py in place of pytho
 Exit code: 0 all equal; 1 not; 3 not, but machine or code are not those of the run either.
 """
 
-import importlib.util
 import os
 import random
 import shutil
@@ -40,12 +39,8 @@ from reporting.step import first_in_traces, look_at, state_of, write_page
 
 # One step
 step = 0  # to show, [0, inf)
-before_rollback = (
-    0  # show it as it was before the first, second ... rollback, [0, inf); 0 = as logged
-)
-save = (
-    False  # also write the state before it, from which train.py --resume=PATH starts a new folder
-)
+before_rollback = 0  # show it as before the first, second ... rollback, [0, inf); 0 = as logged
+save = False  # also write the state before it: train.py --resume=PATH starts a folder from that
 
 # Stretches
 verify = 0  # how many stretches between saves to compute again, [0, inf)
@@ -82,36 +77,6 @@ def new_attempt() -> str:
 
 class Taken(Exception):
     """The step is taken, and next the run would roll back."""
-
-
-def load_script(run: Logged) -> None:
-    """Import the script that started the run, if it is not train.py: it replaces functions there."""
-    name = Path(run.facts["command"][0]).name
-    loaded = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    for path in (resuming.REPO / name for name in run.facts["run"]["code"]):
-        if path.name == name != "train.py" and str(path) not in loaded:
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-
-
-def flags_of(run: Logged, stop: int, scratch: Path) -> list[str]:
-    """The knobs that held when the run came to step `stop`, and what it resolved them to."""
-    later = [checkpoint["config"] for at, _, checkpoint in run.checkpoints if at >= stop]
-    knobs = (later or [run.facts["config"]])[0]
-    resolved = {knob: run.facts["run"][knob] for knob in resuming.RESOLVED}
-    knobs = knobs | resolved | {"out_dir": scratch}
-    return [f"--{name}={cli.show(value)}" for name, value in knobs.items()] + OWN_FLAGS
-
-
-def start_before(run: Logged, stop: int, rollbacks: int | None = None) -> tuple | None:
-    """The newest of run.checkpoints before step `stop` on the way that the run took, or None."""
-    for start in reversed([] if from_start else run.checkpoints):
-        at, _, checkpoint = start
-        is_early = rollbacks is None or checkpoint["state"]["rollbacks"] <= rollbacks
-        if at < stop and is_early and run.is_as_logged(checkpoint):
-            return start
-    return None
 
 
 def compute(
@@ -172,7 +137,8 @@ def compute(
     attempt = new_attempt()
     port = os.environ.get("MASTER_PORT", os.getpid())  # all ranks need the same path
     scratch = Path(gettempdir()) / f"replay_{port}_{attempt}"
-    flags = flags_of(run, stop, scratch)
+    knobs = run.knobs_at(stop) | {"out_dir": scratch}
+    flags = [f"--{name}={cli.show(value)}" for name, value in knobs.items()] + OWN_FLAGS
     if not start and then.get("began_from"):
         flags.append(f"--resume={then['began_from']}")
     threads = torch.get_num_threads()
@@ -197,7 +163,7 @@ def compute(
     return results[0], *taken[0]
 
 
-def code_of(difference: tuple | None, identity: dict) -> int:
+def exit_code(difference: tuple | None, identity: dict) -> int:
     return (3 if identity else 1) if difference else 0
 
 
@@ -209,20 +175,17 @@ def at_step(run: Logged) -> int:
     if before_rollback > len(run.rollbacks):
         fail(f"--before_rollback={before_rollback}: {run.path} has {len(run.rollbacks)} rollbacks")
     rollbacks = before_rollback - 1 if before_rollback else None
-    start = start_before(run, step, rollbacks)
+    start = None if from_start else run.start_before(step, rollbacks)
     look = partial(look_at, train, save, bool(trace))
     computed, identity, seen = compute(run, start, step, look, rollbacks)
     first = start[0] if start else run.first - 1  # with the evaluation before the first step
     last = min(step, run.rollbacks[rollbacks] if before_rollback else run.last)
     difference = first_difference(run, computed, first, last)
-    if not is_rank0():
-        return code_of(difference, identity)
     if trace:
         torch.save({"traces": seen["traces"], "difference": difference}, trace)
-        return 0
-    verdict = (
-        f"steps {max(1, first + 1)} to {last}: all logged numbers come out again here, bit for bit"
-    )
+    if trace or not is_rank0():
+        return exit_code(difference, identity)
+    verdict = f"steps {max(1, first + 1)} to {last}: all logged numbers come out again, bit for bit"
     if difference:
         verdict = not_computed(run, difference, identity)
     say(*write_page(run.path, step, verdict, computed.row(step, "train"), seen), sep="\n")
@@ -231,7 +194,7 @@ def at_step(run: Logged) -> int:
         with replacing(path) as temporary:
             torch.save(seen["saved"] | {"config": run.facts["config"]}, temporary)
         say(f"wrote {path}, the state before it: python train.py ... --resume={path} --out_dir=NEW")
-    return code_of(difference, identity)
+    return exit_code(difference, identity)
 
 
 # ---- two runs ------------------------------------------------------------------------------------
@@ -336,13 +299,13 @@ def verify_stretches(run: Logged) -> int:
     say(f"{len(drawn)} of {len(ends)} stretches, drawn by --seed={drawn_by}")
     stretches = {}  # first step -> (start, last step): a longer one has the shorter ones in it
     for end in drawn:
-        start = start_before(run, end)
+        start = run.start_before(end)
         stretches[start[0] if start else run.first] = start, end
     for first, (start, end) in stretches.items():
         computed, identity, _ = compute(run, start, end)
         if difference := first_difference(run, computed, first - (start is None), end):
             say(not_computed(run, difference, identity))
-            return code_of(difference, identity)
+            return exit_code(difference, identity)
     steps = len({n for first, (_, end) in stretches.items() for n in range(first, end)})
     say(f"{steps} of {run.last - run.first} steps computed again: all bits equal")
     return 0
@@ -361,7 +324,7 @@ def main(argv: list[str] | None = None) -> int:
             return where_they_part(*runs)
         if len(runs) != 1 or bool(step) == bool(verify):
             fail("expected RUN --step=N, RUN OTHER or RUN --verify=K")
-        load_script(runs[0])
+        runs[0].load_script()
         return at_step(runs[0]) if step else verify_stretches(runs[0])
 
 

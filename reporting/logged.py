@@ -1,12 +1,15 @@
 """What a run's folder says of it, read back to be compared bit for bit. Nothing is written or locked."""
 
+import importlib.util
 import json
+import sys
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
 from plumbing import checkpoint as checkpoints
 from plumbing.files import read_json
+from plumbing.resume import REPO, RESOLVED
 
 KINDS = ("train", "eval", "saved", "rolled_back")  # the last: the save right after a rollback
 MEASURED = "finite step_ms data_ms tokens_per_sec mfu mem_gb gpu_util".split()  # never the same
@@ -66,6 +69,33 @@ class Logged:
             return True
         is_undone = self.row(at, "train").get("sequences", sequences) != sequences
         return False if any(hashes) and not is_undone else None
+
+    def start_before(self, stop: int, rollbacks: int | None = None) -> tuple | None:
+        """The newest of `checkpoints` before step `stop` on the way that the run took. None: begin as
+        the run did. rollbacks: the most that it may have had; None = any number."""
+        for start in reversed(self.checkpoints):
+            at, _, checkpoint = start
+            is_early = rollbacks is None or checkpoint["state"]["rollbacks"] <= rollbacks
+            is_later = at > self.first or self.facts["run"].get("began_from")
+            if at < stop and is_early and is_later and self.is_as_logged(checkpoint):
+                return start
+        return None
+
+    def knobs_at(self, stop: int) -> dict:
+        """The knobs that held when the run came to step `stop`, "auto" as the run resolved it."""
+        later = [checkpoint["config"] for at, _, checkpoint in self.checkpoints if at >= stop]
+        resolved = {knob: self.facts["run"][knob] for knob in RESOLVED}
+        return (later or [self.facts["config"]])[0] | resolved
+
+    def load_script(self) -> None:
+        """Import what started the run, if that is not train.py: it replaces functions of train.py."""
+        name = Path(self.facts["command"][0]).name
+        loaded = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+        for path in (REPO / name for name in self.facts["run"]["code"]):
+            if path.name == name != "train.py" and str(path) not in loaded:
+                spec = importlib.util.spec_from_file_location(path.stem, path)
+                sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
 
 
 def first_difference(

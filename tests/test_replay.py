@@ -83,7 +83,7 @@ def test_a_step_comes_out_again_and_nothing_else_changes(run_train, replay):
     before = tree(done.out_dir)
     again = replay(done.out_dir, "--step=7")
     assert again.returncode == 0, again.stderr
-    assert "steps 5 to 7: all logged numbers come out again here, bit for bit" in again.stdout
+    assert "steps 5 to 7: all logged numbers come out again, bit for bit" in again.stdout
     new = tree(done.out_dir)
     assert new.keys() - before.keys() == {"replay_00000007.md", "replay_00000007.png"}
     assert {name: new[name] for name in before} == before
@@ -381,7 +381,7 @@ def test_a_good_run_is_verified(good, replay):
     assert "12 of 12 steps computed again: all bits equal" in again.stdout
     assert tree(good.out_dir) == before
     some = replay(good.out_dir, "--verify=1", "--seed=3")
-    assert some.returncode == 0 and "4 of 12 steps" in some.stdout and "--seed=3" in some.stdout
+    assert some.returncode == 0 and "2 of 12 steps" in some.stdout and "--seed=3" in some.stdout
 
 
 def test_a_run_that_was_stopped_and_extended_is_verified(run_train, replay):
