@@ -37,6 +37,8 @@ from plumbing.files import replacing
 from reporting.logged import KINDS, Logged, first_difference, not_computed
 from reporting.step import first_in_traces, look_at, state_of, write_page
 
+data_dir = ""  # folder of the datasets; "" = where the run found its own
+
 # One step
 step = 0  # to show, [0, inf)
 before_rollback = 0  # show it as before the first, second ... rollback, [0, inf); 0 = as logged
@@ -138,6 +140,7 @@ def compute(
     port = os.environ.get("MASTER_PORT", os.getpid())  # all ranks need the same path
     scratch = Path(gettempdir()) / f"replay_{port}_{attempt}"
     knobs = run.knobs_at(stop) | {"out_dir": scratch}
+    knobs["data_dir"] = data_dir or run.facts["config"]["data_dir"]
     flags = [f"--{name}={cli.show(value)}" for name, value in knobs.items()] + OWN_FLAGS
     if not start and then.get("began_from"):
         flags.append(f"--resume={then['began_from']}")
@@ -213,6 +216,7 @@ def traced(run: Logged, at: int, whole: bool = False) -> dict:
     with TemporaryDirectory(prefix="replay_") as folder:
         file = Path(folder) / "trace.pt"
         flags = [f"--step={at}", f"--trace={file}", f"--from_start={whole or from_start}"]
+        flags += [f"--data_dir={data_dir}"] * bool(data_dir)
         in_process_of_its_own([str(run.path), *flags])
         if not file.exists():
             raise RunFailed(f"step {at} of {run.path} could not be computed")
