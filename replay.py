@@ -10,9 +10,9 @@ ranks write torchrun --standalone --nproc_per_node=2 replay.py in place of pytho
 Exit code: 0 all equal; 1 not; 3 not, but machine or code are not those of the run either.
 """
 
-import importlib.util
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -21,13 +21,14 @@ from contextlib import redirect_stdout, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from unittest.mock import patch
+from zlib import crc32
 
 import torch
 
 import train
-from plumbing import cli
+from plumbing import cli, machine, ranks
 from plumbing import resume as resuming
 from plumbing.audit import bits_that_differ
 from plumbing.checkpoint import file_name
@@ -36,18 +37,16 @@ from plumbing.files import replacing
 from reporting.logged import KINDS, Logged, first_difference, not_computed
 from reporting.step import first_in_traces, look_at, state_of, write_page
 
+data_dir = ""  # folder of the datasets; "" = where the run found its own
+
 # One step
 step = 0  # to show, [0, inf)
-before_rollback = (
-    0  # show it as it was before the first, second ... rollback, [0, inf); 0 = as logged
-)
-save = (
-    False  # also write the state before it, from which train.py --resume=PATH starts a new folder
-)
+before_rollback = 0  # show it as before the first, second ... rollback, [0, inf); 0 = as logged
+save = False  # also write the state before it: train.py --resume=PATH starts a folder from that
 
 # Stretches
 verify = 0  # how many stretches between saves to compute again, [0, inf)
-seed = 0  # that draws them, [0, inf); 0 = by the clock
+seed = 0  # that draws them, [0, inf); 0 = another one each time
 
 # For replay.py itself
 trace = ""  # file for all that the step computes, in order
@@ -57,7 +56,8 @@ OWN_FLAGS = (  # no bit of a step depends on these
     "--resume=auto --report=false --wandb_log=false --audit_interval=0 --num_workers=0 "
     "--sample_interval=0 --milestone_interval=0 --save_minutes=0"
 ).split()
-groups = count()  # of ranks: each needs a name of its own
+FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+attempts = count()
 
 
 def is_rank0() -> bool:
@@ -69,41 +69,16 @@ def say(*words, sep: str = " ") -> None:
         print(*words, sep=sep, flush=True)
 
 
+def new_attempt() -> str:
+    """A name for the next group of ranks in torchrun's store, where all before it left theirs."""
+    return f"{FIRST_ATTEMPT}_{next(attempts)}"
+
+
 # ---- computing again -----------------------------------------------------------------------------
 
 
 class Taken(Exception):
     """The step is taken, and next the run would roll back."""
-
-
-def load_script(run: Logged) -> None:
-    """Import the script that started the run, if it is not train.py: it replaces functions there."""
-    name = Path(run.facts["command"][0]).name
-    loaded = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
-    for path in (resuming.REPO / name for name in run.facts["run"]["code"]):
-        if path.name == name != "train.py" and str(path) not in loaded:
-            spec = importlib.util.spec_from_file_location(path.stem, path)
-            sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-
-
-def flags_of(run: Logged, stop: int, scratch: str) -> list[str]:
-    """The knobs that held when the run came to step `stop`, and what it resolved them to."""
-    later = [checkpoint["config"] for at, _, checkpoint in run.checkpoints if at >= stop]
-    knobs = (later or [run.facts["config"]])[0]
-    resolved = {knob: run.facts["run"][knob] for knob in resuming.RESOLVED}
-    knobs = knobs | resolved | {"out_dir": scratch}
-    return [f"--{name}={cli.show(value)}" for name, value in knobs.items()] + OWN_FLAGS
-
-
-def start_before(run: Logged, stop: int, rollbacks: int | None = None) -> tuple | None:
-    """The newest of run.checkpoints before step `stop` on the way that the run took, or None."""
-    for start in reversed([] if from_start else run.checkpoints):
-        at, _, checkpoint = start
-        is_early = rollbacks is None or checkpoint["state"]["rollbacks"] <= rollbacks
-        if at < stop and is_early and run.is_as_logged(checkpoint):
-            return start
-    return None
 
 
 def compute(
@@ -116,7 +91,8 @@ def compute(
     logged here, {key: [then, now]} of what makes this machine or code inexact, and what look() saw.
     """
     say(f"computing {run.path} from {start[1].name if start else 'its beginning'} to step {stop}")
-    taken = []  # (differences, seen), once the step is taken
+    taken = []  # (differences of identity, seen), once the step is taken
+    results = []  # what was logged
     logged = run.row(stop, "train").get("sequences")
 
     def train_step(model, here, *batch, own=train.train_step):
@@ -150,31 +126,47 @@ def compute(
             raise RunFailed(f"{run.path} was trained on other data: {then}, and here is {now}")
         return found
 
+    def run_to_the_end(*args, own=train.run_to_the_end):
+        with suppress(Taken):
+            own(*args)
+        results.append(ranks.from_rank0(Logged, scratch))
+        return 0
+
     then = run.facts["run"]
     if int(os.environ.get("WORLD_SIZE", 1)) != then["world_size"]:
         how = f"torchrun --standalone --nproc_per_node={then['world_size']} replay.py ..."
         fail(f"{run.path} has {then['world_size']} ranks; start as many: {how}")
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = f"{os.getppid()}{next(groups)}"
+    attempt = new_attempt()
+    port = os.environ.get("MASTER_PORT", os.getpid())  # all ranks need the same path
+    scratch = Path(gettempdir()) / f"replay_{port}_{attempt}"
+    knobs = run.knobs_at(stop) | {"out_dir": scratch}
+    knobs["data_dir"] = data_dir or run.facts["config"]["data_dir"]
+    flags = [f"--{name}={cli.show(value)}" for name, value in knobs.items()] + OWN_FLAGS
+    if not start and then.get("began_from"):
+        flags.append(f"--resume={then['began_from']}")
     threads = torch.get_num_threads()
-    ours = {each.__name__: each for each in (train_step, what_is_due, roll_back, open_dataset)}
-    with TemporaryDirectory(prefix="replay_") as scratch, patch.multiple(train, **ours):
-        flags = flags_of(run, stop, scratch)
-        if start:
-            torch.save(start[2], Path(scratch) / file_name(start[0]))
-        elif then.get("began_from"):
-            flags.append(f"--resume={then['began_from']}")
-        try:
-            torch.set_num_threads(then["threads"])
-            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), suppress(Taken):
+    ours = (train_step, what_is_due, roll_back, open_dataset, run_to_the_end)
+    try:
+        if is_rank0():
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(0o700)
+            if start:
+                torch.save(start[2], scratch / file_name(start[0]))
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
+        torch.set_num_threads(then["threads"])
+        with patch.multiple(train, **{each.__name__: each for each in ours}):
+            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
                 train.main(flags)
-        finally:
-            torch.set_num_threads(threads)
-        if not taken:
-            raise RunFailed(f"{run.path}: its step {stop} was not reached")
-        return Logged(scratch), *taken[0]
+    finally:
+        torch.set_num_threads(threads)
+        if is_rank0():
+            shutil.rmtree(scratch, ignore_errors=True)
+    if not taken:
+        raise RunFailed(f"{run.path}: its step {stop} was not reached")
+    return results[0], *taken[0]
 
 
-def code_of(difference: tuple | None, identity: dict) -> int:
+def exit_code(difference: tuple | None, identity: dict) -> int:
     return (3 if identity else 1) if difference else 0
 
 
@@ -186,18 +178,17 @@ def at_step(run: Logged) -> int:
     if before_rollback > len(run.rollbacks):
         fail(f"--before_rollback={before_rollback}: {run.path} has {len(run.rollbacks)} rollbacks")
     rollbacks = before_rollback - 1 if before_rollback else None
-    start = start_before(run, step, rollbacks)
+    start = None if from_start else run.start_before(step, rollbacks)
     look = partial(look_at, train, save, bool(trace))
     computed, identity, seen = compute(run, start, step, look, rollbacks)
-    first = start[0] if start else run.first
+    first = start[0] if start else run.first - 1  # with the evaluation before the first step
     last = min(step, run.rollbacks[rollbacks] if before_rollback else run.last)
     difference = first_difference(run, computed, first, last)
-    if not is_rank0():
-        return code_of(difference, identity)
     if trace:
         torch.save({"traces": seen["traces"], "difference": difference}, trace)
-        return 0
-    verdict = f"steps {first + 1} to {last}: all logged numbers come out again here, bit for bit"
+    if trace or not is_rank0():
+        return exit_code(difference, identity)
+    verdict = f"steps {max(1, first + 1)} to {last}: all logged numbers come out again, bit for bit"
     if difference:
         verdict = not_computed(run, difference, identity)
     say(*write_page(run.path, step, verdict, computed.row(step, "train"), seen), sep="\n")
@@ -206,14 +197,16 @@ def at_step(run: Logged) -> int:
         with replacing(path) as temporary:
             torch.save(seen["saved"] | {"config": run.facts["config"]}, temporary)
         say(f"wrote {path}, the state before it: python train.py ... --resume={path} --out_dir=NEW")
-    return code_of(difference, identity)
+    return exit_code(difference, identity)
 
 
 # ---- two runs ------------------------------------------------------------------------------------
 
 
 def in_process_of_its_own(argv: list[str]) -> None:
-    subprocess.run([sys.executable, __file__, *argv], check=False, stdout=subprocess.DEVNULL)
+    env = os.environ | {"TORCHELASTIC_RESTART_COUNT": new_attempt()}
+    command = [sys.executable, __file__, *argv]
+    subprocess.run(command, env=env, check=False, stdout=subprocess.DEVNULL)
 
 
 def traced(run: Logged, at: int, whole: bool = False) -> dict:
@@ -223,6 +216,7 @@ def traced(run: Logged, at: int, whole: bool = False) -> dict:
     with TemporaryDirectory(prefix="replay_") as folder:
         file = Path(folder) / "trace.pt"
         flags = [f"--step={at}", f"--trace={file}", f"--from_start={whole or from_start}"]
+        flags += [f"--data_dir={data_dir}"] * bool(data_dir)
         in_process_of_its_own([str(run.path), *flags])
         if not file.exists():
             raise RunFailed(f"step {at} of {run.path} could not be computed")
@@ -237,7 +231,11 @@ def where_they_part(*both: Logged) -> int:
     for name, (one, other) in changed.items():
         say(f"{name}: {', '.join(one)}" if name == "code" else f"{name}: {one}, {other}")
     last = min(run.last for run in both)
-    difference = first_difference(*both, max(run.first for run in both), last)
+    first = max(run.first for run in both)
+    begin_alike = both[0].first == both[1].first  # then the evaluation before the first step counts
+    extent = (first - begin_alike, last)
+    # a hash is also of settings, so any other number tells more
+    difference = first_difference(*both, *extent, saves=False) or first_difference(*both, *extent)
     if not difference:
         say(
             f"equal: all numbers of {last} steps" + "; one goes on" * (both[0].last != both[1].last)
@@ -252,7 +250,9 @@ def where_they_part(*both: Logged) -> int:
 def in_computation(both: tuple, at: int) -> list[str]:
     """In words: what is not computed here; or else the first thing that differs. If step `at` begins
     with a difference, an earlier step made it, in numbers that no row has: look for it by halves."""
-    low, high, where, whole = max(run.first for run in both), at, "", False
+    low = max(run.first for run in both)
+    at = high = max(at, low + 1)
+    where, whole = "", False
     while True:
         results = [traced(run, at, whole) for run in both]
         wrong = [each for each in zip(both, results, strict=True) if each[1]["difference"]]
@@ -296,19 +296,20 @@ def verify_stretches(run: Logged) -> int:
         if run.is_as_logged(checkpoint) is False:
             say(f"{path} is not what was saved at step {at}: its hash differs from the logged one")
             return 1
-    drawn_by = seed or time.time_ns() % 2**32
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", str(time.time_ns()))  # the same on every rank
+    drawn_by = seed or crc32(launch.encode())
     ends = sorted(at for at, kind in run.rows if KINDS[kind] == "saved" and at > run.first)
     drawn = sorted(random.Random(drawn_by).sample(ends, min(verify, len(ends))))
     say(f"{len(drawn)} of {len(ends)} stretches, drawn by --seed={drawn_by}")
     stretches = {}  # first step -> (start, last step): a longer one has the shorter ones in it
     for end in drawn:
-        start = start_before(run, end)
+        start = run.start_before(end)
         stretches[start[0] if start else run.first] = start, end
     for first, (start, end) in stretches.items():
         computed, identity, _ = compute(run, start, end)
-        if difference := first_difference(run, computed, first, end):
+        if difference := first_difference(run, computed, first - (start is None), end):
             say(not_computed(run, difference, identity))
-            return code_of(difference, identity)
+            return exit_code(difference, identity)
     steps = len({n for first, (_, end) in stretches.items() for n in range(first, end)})
     say(f"{steps} of {run.last - run.first} steps computed again: all bits equal")
     return 0
@@ -327,9 +328,9 @@ def main(argv: list[str] | None = None) -> int:
             return where_they_part(*runs)
         if len(runs) != 1 or bool(step) == bool(verify):
             fail("expected RUN --step=N, RUN OTHER or RUN --verify=K")
-        load_script(runs[0])
+        runs[0].load_script()
         return at_step(runs[0]) if step else verify_stretches(runs[0])
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run_script(main))
+    machine.leave(cli.run_script(main))

@@ -1,12 +1,15 @@
 """What a run's folder says of it, read back to be compared bit for bit. Nothing is written or locked."""
 
+import importlib.util
 import json
+import sys
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
 from plumbing import checkpoint as checkpoints
 from plumbing.files import read_json
+from plumbing.resume import REPO, RESOLVED
 
 KINDS = ("train", "eval", "saved", "rolled_back")  # the last: the save right after a rollback
 MEASURED = "finite step_ms data_ms tokens_per_sec mfu mem_gb gpu_util".split()  # never the same
@@ -67,14 +70,43 @@ class Logged:
         is_undone = self.row(at, "train").get("sequences", sequences) != sequences
         return False if any(hashes) and not is_undone else None
 
+    def start_before(self, stop: int, rollbacks: int | None = None) -> tuple | None:
+        """The newest of `checkpoints` before step `stop` on the way that the run took. None: begin as
+        the run did. rollbacks: the most that it may have had; None = any number."""
+        for start in reversed(self.checkpoints):
+            at, _, checkpoint = start
+            is_early = rollbacks is None or checkpoint["state"]["rollbacks"] <= rollbacks
+            is_later = at > self.first or self.facts["run"].get("began_from")
+            if at < stop and is_early and is_later and self.is_as_logged(checkpoint):
+                return start
+        return None
 
-def first_difference(one: Logged, other: Logged, first: int, last: int) -> tuple | None:
-    """(step, fields, in words) of the first row of steps first + 1 to last that differs. A save that
-    only one of them has, at a signal or by the clock, is no difference."""
+    def knobs_at(self, stop: int) -> dict:
+        """The knobs that held when the run came to step `stop`, "auto" as the run resolved it."""
+        later = [checkpoint["config"] for at, _, checkpoint in self.checkpoints if at >= stop]
+        resolved = {knob: self.facts["run"][knob] for knob in RESOLVED}
+        return (later or [self.facts["config"]])[0] | resolved
+
+    def load_script(self) -> None:
+        """Import what started the run, if that is not train.py: it replaces functions of train.py."""
+        name = Path(self.facts["command"][0]).name
+        loaded = {getattr(module, "__file__", None) for module in list(sys.modules.values())}
+        for path in (REPO / name for name in self.facts["run"]["code"]):
+            if path.name == name != "train.py" and str(path) not in loaded:
+                spec = importlib.util.spec_from_file_location(path.stem, path)
+                sys.modules[path.stem] = module = importlib.util.module_from_spec(spec)
+                spec.loader.exec_module(module)
+
+
+def first_difference(
+    one: Logged, other: Logged, first: int, last: int, saves: bool = True
+) -> tuple | None:
+    """(step, fields, in words) of the first row of steps first + 1 to last that differs. saves: also
+    compare hashes, where both saved: one may have saved at a signal, or by the clock."""
     for key in sorted(key for key in one.rows | other.rows if first < key[0] <= last):
         at, kind = key[0], KINDS[key[1]]
         a, b = one.rows.get(key, {}), other.rows.get(key, {})
-        if not (a and b) and kind not in ("train", "eval"):
+        if kind not in ("train", "eval") and not (saves and a and b):
             continue
         if not (a and b) or key in one.twice | other.twice:
             what = (
@@ -83,14 +115,14 @@ def first_difference(one: Logged, other: Logged, first: int, last: int) -> tuple
             return at, [kind], f"its row of kind {kind} {what}"
         names = [n for n in a | b if n not in MEASURED and repr(a.get(n)) != repr(b.get(n))]
         if names:
-            words = (f"{n} {a.get(n)} and {b.get(n)}{size_of(a.get(n), b.get(n))}" for n in names)
-            return at, names, ", ".join(words)
+            return at, names, ", ".join(in_words(n, a.get(n), b.get(n)) for n in names)
     return None
 
 
-def size_of(one, other) -> str:
-    is_size = isinstance(one, float | int) and isinstance(other, float | int)
-    return f" (by {abs(one - other):.1e})" if is_size else ""
+def in_words(name: str, one, other) -> str:
+    if isinstance(one, float | int) and isinstance(other, float | int):
+        return f"{name} {one} and {other} (by {abs(one - other):.1e})"
+    return f"{name} {str(one)[:12]} and {str(other)[:12]}"
 
 
 def not_computed(run: Logged, difference: tuple, identity: dict) -> str:

@@ -18,6 +18,9 @@ from plumbing.files import replacing
 from plumbing.safe_step import leaves, mapped, snapshot
 from reporting.logged import MEASURED
 
+# of the state: what evaluations keep there for each other
+EVALUATION = {"best_score", "best_val_loss", "best_step", "score_to_beat"}
+EVALUATION |= {"evals_since_best", "evals_on_plateau"}
 MOST_SEQUENCES = 64  # on the page and in the picture; those of the highest loss
 
 
@@ -34,9 +37,11 @@ def on_host(value) -> dict:
 
 
 def state_of(checkpoint: dict) -> dict:
-    """What the next steps depend on, apart from settings of optimizers."""
+    """What the next step depends on: not what only evaluations need, nor settings of optimizers."""
+    state = {key: checkpoint["state"][key] for key in checkpoint["state"].keys() - EVALUATION}
     moments = [each["state"] for each in checkpoint["optimizer"]]
-    return on_host({name: checkpoint[name] for name in HASHED} | {"optimizer": moments})
+    kept = {name: checkpoint[name] for name in HASHED}
+    return on_host(kept | {"state": dict(sorted(state.items())), "optimizer": moments})
 
 
 def look_at(
@@ -83,8 +88,8 @@ def look_at(
     add("gradient of", {name: weights[name].grad for name in order})
     before.put_back()
     numbers = own(model, run, inputs, targets, lr)
-    add("clipped gradient of", {n: w.grad for n, w in weights.items() if w.grad is not None})
     add("step:", numbers)
+    add("clipped gradient of", {n: w.grad for n, w in weights.items() if w.grad is not None})
     for group in (group for each in run.optimizers for group in each.param_groups):
         add("setting:", {key: group[key] for key in group if key != "params"})
     add("after it:", state_of(run.checkpoint()))
