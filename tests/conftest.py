@@ -48,7 +48,15 @@ TINY = {  # flags of every run, unless a test overrides them
     "log_interval": 5,
     "report": "false",
 }
+QUICK = "house files optim model config console signals safe_step batches resume".split()
 WINDOWS = 167  # windows of 16 tokens in an epoch of the small text: 20.9 batches of 8
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        slow = item.get_closest_marker("slow")
+        if not slow and item.path.stem.removeprefix("test_") in QUICK:
+            item.add_marker(pytest.mark.quick)
 
 
 @dataclasses.dataclass
