@@ -194,7 +194,7 @@ def test_a_run_with_two_ranks_comes_out_again(python_train, tmp_path):
         again = subprocess.run(command, capture_output=True, text=True, check=False)
         assert again.returncode == 0, again.stderr
     assert "all bits equal" in again.stdout
-    assert "Sequence 55" in (done.out_dir / "replay_00000007.md").read_text(), "of both ranks"
+    assert "Sequence 111" in (done.out_dir / "replay_00000007.md").read_text(), "of both ranks"
 
 
 def test_a_poisoned_text_is_named(run_train, replay, tmp_path):
