@@ -60,7 +60,7 @@ def sanity(job):
     for part in (learning_checks, text_checks, evaluation_checks, data_checks, flops_check):
         for name, fine, found, *passable in part(job):
             mark = "–" if fine is None else "✓" if fine else "!" if any(passable) else "✗"
-            say(f"  {mark} {name}: {found}")
+            say(f"  {mark} {name}: {'n/a, ' * (fine is None)}{found}")
             checks[name] = {"mark": mark, "found": found}
     faults, warnings = ([name for name in checks if checks[name]["mark"] == m] for m in "✗!")
     say(f"  NO-GO: {', '.join(faults)}" if faults else "  GO")
@@ -110,7 +110,7 @@ def text_checks(job):
         "each byte counts once",
     )
     if "tokenizer" not in job.meta:
-        yield from ((name, None, "n/a, no text") for name in names)
+        yield from ((name, None, "no text") for name in names)
         return
     run, (inputs, targets), *_ = memorize(job)
     middle = inputs.size(1) // 2

@@ -242,8 +242,8 @@ class Batches:
             if codes := [worker.exitcode for worker in self.workers if worker.exitcode]:
                 found = f"a DataLoader worker has died (exit code {codes[0]}; -9: out of memory?)"
                 raise RunFailed(f"{found}; the same command resumes") from batch
-            if batch:  # the dataset's own error
-                raise batch
+            if batch or not self.reader.is_alive() and self.ready.empty():
+                raise batch or StopIteration  # the dataset's own error, or the end
             if time.perf_counter() - began > 60 * self.hang_minutes:
                 found = f"no DataLoader worker gave a batch for {self.hang_minutes:g} minutes"
                 hint = "the same command resumes, and --num_workers=0 shows where it hangs"
@@ -307,6 +307,8 @@ class Char:
     def __init__(self, meta: dict):
         self.known = code_points(meta["chars"])
         self.vocab_size = len(self.known)
+        if not self.vocab_size or (np.diff(self.known.astype(np.int64)) <= 0).any():
+            raise ValueError("chars: expected distinct characters, sorted")
 
     @staticmethod
     def learn(text: str) -> dict:

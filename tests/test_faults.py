@@ -568,7 +568,11 @@ train.build_model = wrap(train.build_model)
 """
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     done = run_train("run", *EVERYTHING, before=other)
-    assert done.returncode == 2 and "extra" in done.stderr and "absent in the checkpoint" in done.stderr
+    assert (
+        done.returncode == 2
+        and "extra" in done.stderr
+        and "absent in the checkpoint" in done.stderr
+    )
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
 
 
