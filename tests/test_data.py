@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import hashlib
 import http.server
 import json
@@ -21,7 +22,7 @@ import pytest
 import prepare_data
 from plumbing import data
 from plumbing.cli import BadInput
-from plumbing.data import DataError, Offline, fingerprint, tokenizer_of
+from plumbing.data import DataError, Offline, dataset_of_run, fingerprint, tokenizer_of
 from prepare_data import open_dataset, prepare
 from sample import stream
 
@@ -655,20 +656,22 @@ def test_every_error_of_the_data_is_bad_input():
     assert not issubclass(Offline, DataError) and not issubclass(BadInput, SystemExit)
 
 
-def test_a_run_takes_the_offline_dataset_only_where_the_other_cannot_be_had(tmp_path):
-    said = []
-    ask = (tmp_path, 16, said.append)
-    name, _, meta = prepare_data.dataset_of_run("shakespeare", "pydoc", None, *ask)
+def test_a_run_takes_the_offline_dataset_only_where_the_other_cannot_be_had(tmp_path, capsys):
+    def ask(name, offline_name, so_far=None, block_size=16):
+        known = (name, offline_name, so_far, tmp_path, block_size)
+        return dataset_of_run(functools.partial(open_dataset, say=lambda *words: None), *known)
+
+    name, _, meta = ask("shakespeare", "pydoc")
     assert name == "pydoc" and "CPython" in meta["source"]
-    assert "This run trains on 'pydoc' INSTEAD OF 'shakespeare'" in "".join(said)
+    assert "This run trains on 'pydoc' INSTEAD OF 'shakespeare'" in capsys.readouterr().out
     with pytest.raises(Offline, match="cannot reach"):
-        prepare_data.dataset_of_run("shakespeare", "", None, *ask)
+        ask("shakespeare", "")
     with pytest.raises(DataError, match="no dataset 'own'"):
-        prepare_data.dataset_of_run("own", "pydoc", None, *ask)
+        ask("own", "pydoc")
     with pytest.raises(DataError, match="--block_size=99999: val.bin has 46,"):
-        prepare_data.dataset_of_run("pydoc", "", None, tmp_path, 99999, said.append)
-    said.clear()
-    assert prepare_data.dataset_of_run("pydoc", "pydoc", "pydoc", *ask)[0] == "pydoc" and not said
+        ask("pydoc", "", block_size=99999)
+    capsys.readouterr()
+    assert ask("pydoc", "pydoc", "pydoc")[0] == "pydoc" and not capsys.readouterr().out
 
 
 def test_no_network_is_noticed_quickly_and_told_apart(tmp_path, monkeypatch):
