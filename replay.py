@@ -15,8 +15,6 @@ import random
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from functools import partial
 from itertools import count
@@ -30,12 +28,11 @@ import torch
 import train
 from plumbing import cli, machine, ranks
 from plumbing import resume as resuming
-from plumbing.audit import bits_that_differ
 from plumbing.checkpoint import file_name
 from plumbing.cli import RunFailed, fail
 from plumbing.files import replacing
-from reporting.logged import KINDS, Logged, first_difference, not_computed
-from reporting.step import first_in_traces, look_at, state_of, write_page
+from reporting.logged import KINDS, Logged, changed, first_difference, not_computed, parting
+from reporting.step import differs_in, first_in_traces, look_at, write_page
 
 data_dir = ""  # folder of the datasets; "" = where the run found its own
 
@@ -52,26 +49,18 @@ seed = 0  # that draws them, [0, inf); 0 = another one each time
 trace = ""  # file for all that the step computes, in order
 from_start = False  # compute from the beginning, whatever checkpoint there is
 
-OWN_FLAGS = (  # no bit of a step depends on these
-    "--resume=auto --report=false --wandb_log=false --audit_interval=0 --num_workers=0 "
-    "--sample_interval=0 --milestone_interval=0 --save_minutes=0"
-).split()
-FIRST_ATTEMPT = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-attempts = count()
+# Names of groups of ranks in torchrun's store, where each group before has left its own
+attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+attempts = (f"{attempt}_{number}" for number in count())
 
 
 def is_rank0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def say(*words, sep: str = " ") -> None:
+def say(words: str) -> None:
     if is_rank0():
-        print(*words, sep=sep, flush=True)
-
-
-def new_attempt() -> str:
-    """A name for the next group of ranks in torchrun's store, where all before it left theirs."""
-    return f"{FIRST_ATTEMPT}_{next(attempts)}"
+        print(words, flush=True)
 
 
 # ---- computing again -----------------------------------------------------------------------------
@@ -81,31 +70,27 @@ class Taken(Exception):
     """The step is taken, and next the run would roll back."""
 
 
-def compute(
-    run: Logged, start: tuple | None, stop: int, look: Callable | None = None, rollbacks=None
-) -> tuple[Logged, dict, dict | None]:
+def compute(run: Logged, start: tuple | None, stop: int, look=None, rollbacks=None) -> tuple:
     """Compute a run again, from `start` of its checkpoints or its beginning, to the end of a step.
 
-    look: takes that step in place of train_step, and returns its numbers and what it saw. rollbacks:
-    that had happened, if the run took this step more than once; None = as logged. Returns what was
-    logged here, {key: [then, now]} of what makes this machine or code inexact, and what look() saw.
+    look: takes that step in place of train_step; returns its numbers, and what it saw. rollbacks: that
+    the run had had, of a step taken more than once; None = as logged. Returns what was logged here,
+    {key: [then, now]} of what makes this machine or code inexact, and what look() saw.
     """
     say(f"computing {run.path} from {start[1].name if start else 'its beginning'} to step {stop}")
-    taken = []  # (differences of identity, seen), once the step is taken
-    results = []  # what was logged
+    taken, results = [], []  # (what is inexact, what was seen) of that step; what was logged
     logged = run.row(stop, "train").get("sequences")
 
     def train_step(model, here, *batch, own=train.train_step):
         state = here.state
         sequences = state["sequences"] + train.rows_at(state["step"])
-        is_path = sequences == logged or not logged
-        if rollbacks is not None:
-            is_path = state["rollbacks"] == rollbacks
-        if taken or state["step"] != stop - 1 or not is_path:
+        same_data = sequences == logged or not logged
+        is_way = same_data if rollbacks is None else state["rollbacks"] == rollbacks
+        if taken or state["step"] != stop - 1 or not is_way:
             return own(model, here, *batch)
-        result = look(own, model, here, *batch) if look else (own(model, here, *batch), None)
-        taken.append((resuming.inexact(run.facts["run"], here.facts["run"]), result[1]))
-        return result[0]
+        numbers, seen = look(own, model, here, *batch) if look else (own(model, here, *batch), None)
+        taken.append((resuming.inexact(run.facts["run"], here.facts["run"]), seen))
+        return numbers
 
     def what_is_due(at, *rest, own=train.what_is_due):
         due = own(at, *rest)
@@ -136,16 +121,14 @@ def compute(
     if int(os.environ.get("WORLD_SIZE", 1)) != then["world_size"]:
         how = f"torchrun --standalone --nproc_per_node={then['world_size']} replay.py ..."
         fail(f"{run.path} has {then['world_size']} ranks; start as many: {how}")
-    attempt = new_attempt()
+    attempt = next(attempts)
     port = os.environ.get("MASTER_PORT", os.getpid())  # all ranks need the same path
     scratch = Path(gettempdir()) / f"replay_{port}_{attempt}"
-    knobs = run.knobs_at(stop) | {"out_dir": scratch}
-    knobs["data_dir"] = data_dir or run.facts["config"]["data_dir"]
-    flags = [f"--{name}={cli.show(value)}" for name, value in knobs.items()] + OWN_FLAGS
-    if not start and then.get("began_from"):
-        flags.append(f"--resume={then['began_from']}")
-    threads = torch.get_num_threads()
+    flags = run.flags_at(stop, scratch, data_dir)
+    flags += [f"--resume={then.get('began_from') or 'auto'}"] * (not start)
     ours = (train_step, what_is_due, roll_back, open_dataset, run_to_the_end)
+    patched = patch.multiple(train, **{each.__name__: each for each in ours})
+    threads = torch.get_num_threads()
     try:
         if is_rank0():
             shutil.rmtree(scratch, ignore_errors=True)
@@ -154,15 +137,14 @@ def compute(
                 torch.save(start[2], scratch / file_name(start[0]))
         os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt
         torch.set_num_threads(then["threads"])
-        with patch.multiple(train, **{each.__name__: each for each in ours}):
-            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-                train.main(flags)
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), patched:
+            train.main(flags)
     finally:
         torch.set_num_threads(threads)
         if is_rank0():
             shutil.rmtree(scratch, ignore_errors=True)
     if not taken:
-        raise RunFailed(f"{run.path}: its step {stop} was not reached")
+        raise RunFailed(f"{run.path}: its step {stop} was not reached; was it stopped?")
     return results[0], *taken[0]
 
 
@@ -191,7 +173,7 @@ def at_step(run: Logged) -> int:
     verdict = f"steps {max(1, first + 1)} to {last}: all logged numbers come out again, bit for bit"
     if difference:
         verdict = not_computed(run, difference, identity)
-    say(*write_page(run.path, step, verdict, computed.row(step, "train"), seen), sep="\n")
+    say("\n".join(write_page(run.path, step, verdict, computed.row(step, "train"), seen)))
     if save:
         path = run.path / f"replay_{step:08}.pt"
         with replacing(path) as temporary:
@@ -204,7 +186,7 @@ def at_step(run: Logged) -> int:
 
 
 def in_process_of_its_own(argv: list[str]) -> None:
-    env = os.environ | {"TORCHELASTIC_RESTART_COUNT": new_attempt()}
+    env = os.environ | {"TORCHELASTIC_RESTART_COUNT": next(attempts)}
     command = [sys.executable, __file__, *argv]
     subprocess.run(command, env=env, check=False, stdout=subprocess.DEVNULL)
 
@@ -225,25 +207,14 @@ def traced(run: Logged, at: int, whole: bool = False) -> dict:
 
 def where_they_part(*both: Logged) -> int:
     """Say where two runs part, and which of them comes out again here."""
-    facts = [run.facts for run in both]
-    changed = resuming.changed_knobs(*(each["config"] for each in facts))
-    changed |= resuming.changes(*(each["run"] for each in facts))
-    for name, (one, other) in changed.items():
-        say(f"{name}: {', '.join(one)}" if name == "code" else f"{name}: {one}, {other}")
-    last = min(run.last for run in both)
-    first = max(run.first for run in both)
-    begin_alike = both[0].first == both[1].first  # then the evaluation before the first step counts
-    extent = (first - begin_alike, last)
-    # a hash is also of settings, so any other number tells more
-    difference = first_difference(*both, *extent, saves=False) or first_difference(*both, *extent)
+    say("\n".join([f"{run.path}: {run.last} steps" for run in both] + changed(*both)))
+    difference = parting(*both)
     if not difference:
-        say(
-            f"equal: all numbers of {last} steps" + "; one goes on" * (both[0].last != both[1].last)
-        )
+        say(f"equal: all numbers of {min(run.last for run in both)} steps")
         return 0
     at, fields, words = difference
-    say(f"the runs part at step {at}: {', '.join(fields)}", f"  {words}", sep="\n")
-    say(*in_computation(both, at), sep="\n")
+    say(f"the runs part at step {at}: {', '.join(fields)}\n  {words}")
+    say("\n".join(in_computation(both, at)))
     return 1
 
 
@@ -275,15 +246,8 @@ def in_next_checkpoint(run: Logged, result: dict) -> list[str]:
     lines = [not_computed(run, result["difference"], {})]
     for at, path, checkpoint in run.checkpoints:
         if at >= result["difference"][0] and run.is_as_logged(checkpoint) is not None:
-            computed = dict(traced(run, at)["traces"][0])
-            then = {
-                name: leaf for name, leaf in state_of(checkpoint).items() if "state/" != name[:6]
-            }
-            bits = bits_that_differ(then, {name: computed[f"after it: {name}"] for name in then})
-            some = [f"{name} ({bits[name]:,} bits)" for name in list(bits)[:5]]
-            some += [f"{len(bits) - 5} more"] * (len(bits) > 5)
-            lines.append(f"  {path.name} differs from what is computed in {', '.join(some)}")
-            break
+            words = differs_in(checkpoint, traced(run, at)["traces"][0])
+            return [*lines, f"  {path.name} differs from what is computed in {words}"]
     return lines
 
 
@@ -296,15 +260,16 @@ def verify_stretches(run: Logged) -> int:
         if run.is_as_logged(checkpoint) is False:
             say(f"{path} is not what was saved at step {at}: its hash differs from the logged one")
             return 1
-    launch = os.environ.get("TORCHELASTIC_RUN_ID", str(time.time_ns()))  # the same on every rank
-    drawn_by = seed or crc32(launch.encode())
     ends = sorted(at for at, kind in run.rows if KINDS[kind] == "saved" and at > run.first)
+    if not ends:
+        raise RunFailed(f"{run.path} has no row of a save: there is no hash to compare with")
+    launch = os.environ.get("TORCHELASTIC_RUN_ID", os.urandom(8).hex())  # the same on every rank
+    drawn_by = seed or crc32(launch.encode())
     drawn = sorted(random.Random(drawn_by).sample(ends, min(verify, len(ends))))
     say(f"{len(drawn)} of {len(ends)} stretches, drawn by --seed={drawn_by}")
-    stretches = {}  # first step -> (start, last step): a longer one has the shorter ones in it
-    for end in drawn:
-        start = run.start_before(end)
-        stretches[start[0] if start else run.first] = start, end
+    starts = {end: run.start_before(end) for end in drawn}
+    # from one start, the longest stretch has the others in it
+    stretches = {start[0] if start else run.first: (start, end) for end, start in starts.items()}
     for first, (start, end) in stretches.items():
         computed, identity, _ = compute(run, start, end)
         if difference := first_difference(run, computed, first - (start is None), end):
@@ -322,7 +287,7 @@ def main(argv: list[str] | None = None) -> int:
         for run in runs:
             if not run.facts.get("run") or not run.rows:
                 fail(
-                    f"{run.path} holds no run with steps; type: python replay.py out/NAME --step=N"
+                    f"{run.path} holds no steps of a run; type: python replay.py out/NAME --step=N"
                 )
         if len(runs) == 2 and not step and not verify:
             return where_they_part(*runs)

@@ -8,11 +8,17 @@ from functools import cached_property
 from pathlib import Path
 
 from plumbing import checkpoint as checkpoints
+from plumbing.cli import show
 from plumbing.files import read_json
-from plumbing.resume import REPO, RESOLVED
+from plumbing.resume import REPO, RESOLVED, changed_knobs, changes
 
 KINDS = ("train", "eval", "saved", "rolled_back")  # the last: the save right after a rollback
 MEASURED = "finite step_ms data_ms tokens_per_sec mfu mem_gb gpu_util".split()  # never the same
+
+FREE_FLAGS = (  # no bit of a step depends on these
+    "--resume=auto --report=false --wandb_log=false --audit_interval=0 --num_workers=0 "
+    "--sample_interval=0 --milestone_interval=0 --save_minutes=0"
+).split()
 
 
 class Logged:
@@ -67,8 +73,8 @@ class Logged:
         hashes = [self.row(at, kind).get("sha256") for kind in ("saved", "rolled_back")]
         if checkpoints.digest_of_state(checkpoint) in hashes:
             return True
-        is_undone = self.row(at, "train").get("sequences", sequences) != sequences
-        return False if any(hashes) and not is_undone else None
+        is_undone = at > self.first and self.row(at, "train").get("sequences") != sequences
+        return None if is_undone else False
 
     def start_before(self, stop: int, rollbacks: int | None = None) -> tuple | None:
         """The newest of `checkpoints` before step `stop` on the way that the run took. None: begin as
@@ -81,11 +87,14 @@ class Logged:
                 return start
         return None
 
-    def knobs_at(self, stop: int) -> dict:
-        """The knobs that held when the run came to step `stop`, "auto" as the run resolved it."""
+    def flags_at(self, stop: int, out_dir: Path, data_dir: str) -> list[str]:
+        """Flags with the knobs that held when the run came to step `stop`, "auto" as it was resolved.
+        data_dir: "" = as it was."""
         later = [checkpoint["config"] for at, _, checkpoint in self.checkpoints if at >= stop]
-        resolved = {knob: self.facts["run"][knob] for knob in RESOLVED}
-        return (later or [self.facts["config"]])[0] | resolved
+        knobs = (later or [self.facts["config"]])[0]
+        knobs = knobs | {knob: self.facts["run"][knob] for knob in RESOLVED}
+        folders = {"out_dir": out_dir, "data_dir": data_dir or self.facts["config"]["data_dir"]}
+        return [f"--{name}={show(value)}" for name, value in (knobs | folders).items()] + FREE_FLAGS
 
     def load_script(self) -> None:
         """Import what started the run, if that is not train.py: it replaces functions of train.py."""
@@ -117,6 +126,24 @@ def first_difference(
         if names:
             return at, names, ", ".join(in_words(n, a.get(n), b.get(n)) for n in names)
     return None
+
+
+def parting(one: Logged, other: Logged) -> tuple | None:
+    """first_difference() of two runs. If both begin alike, the evaluation before the first step counts
+    too. Any number tells more than a hash, which depends also on settings."""
+    begin_alike = one.first == other.first
+    extent = max(one.first, other.first) - begin_alike, min(one.last, other.last)
+    found = first_difference(one, other, *extent, saves=False)
+    return found or first_difference(one, other, *extent)
+
+
+def changed(one: Logged, other: Logged) -> list[str]:
+    """A line for each knob, and each part of the identity, that differs."""
+    found = changed_knobs(one.facts["config"], other.facts["config"])
+    found |= changes(one.facts["run"], other.facts["run"])
+    code = ", ".join(found.pop("code", [{}])[0])
+    lines = [f"{name}: {a}, {b}" for name, (a, b) in found.items()]
+    return lines + [f"code: {code}"] * bool(code)
 
 
 def in_words(name: str, one, other) -> str:

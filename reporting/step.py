@@ -133,6 +133,16 @@ def first_in_traces(one: list, other: list) -> str | None:
     return min(found)[1] if found else None
 
 
+def differs_in(checkpoint: dict, trace: list) -> str:
+    """In words: what of a checkpoint differs from the trace of its step. Not the loop's state, which
+    an evaluation changes after the step."""
+    computed = dict(trace)
+    then = {n: leaf for n, leaf in state_of(checkpoint).items() if not n.startswith("state/")}
+    bits = bits_that_differ(then, {name: computed[f"after it: {name}"] for name in then})
+    some = [f"{name} ({bits[name]:,} bits)" for name in list(bits)[:5]]
+    return ", ".join(some + [f"{len(bits) - 5} more"] * (len(bits) > 5)) or "nothing"
+
+
 # ---- the page -----------------------------------------------------------------------------------
 
 

@@ -19,7 +19,15 @@ PAGES = ["docs/trouble.md", "docs/lessons.md", "docs/questions.md"]
 WITH_README = [*PAGES, "README.md"]
 EXAMPLES = sorted(path.relative_to(REPO).as_posix() for path in REPO.glob("examples/*.py"))
 NEEDS = ("needs a network", "needs a GPU", "needs several nodes")  # why a block is only shown
-SCRIPTS = ["train.py", "bench.py", "check.py", "report.py", "sample.py", "prepare_data.py"]
+SCRIPTS = [
+    "train.py",
+    "bench.py",
+    "check.py",
+    "report.py",
+    "replay.py",
+    "sample.py",
+    "prepare_data.py",
+]
 # of other programs, as the pages use them
 FOREIGN = set("standalone nproc_per_node signal shutdown max build gpus shm help".split())
 # made by a run, or by a page itself
@@ -29,6 +37,8 @@ MADE = re.compile(
 MADE_BY_PAGES = {
     "meta.json",
     "late.py",
+    "bad.py",
+    "penalty.py",
     "late.log",
     "short.txt",
     "compare.md",

@@ -450,6 +450,12 @@ def test_a_swapped_dataset_is_found(run_train, replay, data_dir, tmp_path):
     assert again.returncode == 1 and "was trained on other data" in again.stderr
 
 
+def test_dropped_hashes_are_found(good, replay):
+    edit(good, lambda row: None if row.get("event") == "saved" else row)
+    again = replay(good.out_dir, "--verify=9")
+    assert again.returncode == 1
+
+
 def test_another_machine_is_told_from_a_forgery(good, replay):
     facts = json.loads((good.out_dir / "run.json").read_text())
     facts["run"]["torch"] = "2.0.0"
