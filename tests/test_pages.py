@@ -32,7 +32,7 @@ SCRIPTS = [
 FOREIGN = set("standalone nproc_per_node signal shutdown max build gpus shm help".split())
 # made by a run, or by a page itself
 MADE = re.compile(
-    r"(out|data)/|\S*(run\.json|bench\.json|check\.json|metrics\.jsonl|report\.(md|png)|\.pt)$"
+    r"(out|data)/|\S*(run\.json|bench\.json|check\.json|metrics\.jsonl|report\.(md|png)|replay_\d+\.(md|png)|\.pt)$"
 )
 MADE_BY_PAGES = {
     "meta.json",
@@ -54,6 +54,8 @@ def text_of(page):
 def knobs_of(script):
     """The flags that a script takes: bench.py also takes train.py's, and check.py those of both."""
     others = {"bench.py": "train.py", "check.py": "bench.py"}
+    if script in MADE_BY_PAGES:  # a fork of train.py
+        script = "train.py"
     names = set(read_knobs(REPO / script))
     return names | knobs_of(others[script]) if script in others else names
 
