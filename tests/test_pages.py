@@ -32,7 +32,7 @@ SCRIPTS = [
 FOREIGN = set("standalone nproc_per_node signal shutdown max build gpus shm help".split())
 # made by a run, or by a page itself
 MADE = re.compile(
-    r"(out|data)/|\S*(run\.json|bench\.json|check\.json|metrics\.jsonl|report\.(md|png)|\.pt)$"
+    r"(out|data)/|\S*(run\.json|bench\.json|check\.json|metrics\.jsonl|re(port|play_\d+)\.(md|png)|\.pt)$"
 )
 MADE_BY_PAGES = {
     "meta.json",
