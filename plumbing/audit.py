@@ -54,7 +54,7 @@ def try_again_and_compare(run, take_step: Callable[[], dict]) -> dict | None:
         raise RunFailed(
             f"step {step} gave three different results from the same input ({where} ...): the step "
             "reads what no checkpoint holds, such as a counter or generator of its own, or this "
-            "machine does not compute reliably; python check.py --only=exact tells which part"
+            "machine does not compute reliably; python check.py --only=exact tries the machine alone"
         )
     found = from_all_ranks((odd, different))  # a rank without a fault has an empty list and dict
     odd = next(("first", "second")[numbers[0]] for numbers, _ in found if numbers)

@@ -43,6 +43,7 @@ MADE_BY_PAGES = {
     "short.txt",
     "compare.md",
     "compare.png",
+    "trace.json",
 }
 
 
