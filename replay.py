@@ -212,9 +212,8 @@ def where_they_part(*both: Logged) -> int:
     if not difference:
         say(f"equal: all numbers of {min(run.last for run in both)} steps")
         return 0
-    at, fields, words = difference
-    say(f"the runs part at step {at}: {', '.join(fields)}\n  {words}")
-    say("\n".join(in_computation(both, at)))
+    say(f"the runs part at step {difference[0]}: {', '.join(difference[1])}\n  {difference[2]}")
+    say("\n".join(in_computation(both, difference[0])))
     return 1
 
 

@@ -734,7 +734,7 @@ def test_run_json_says_what_ran(run_train):
     assert "--max_steps=3" in facts["command"] and facts["config"]["max_steps"] == 3
     assert facts["config"]["decay_steps"] == 0 and facts["run"]["decay_steps"] == 3
     code = facts["run"]["code"]
-    assert {"train.py", "model.py", "prepare_data.py", "plumbing/checkpoint.py"} <= set(code)
+    assert {"train.py", "model.py", "optim.py", "plumbing/checkpoint.py"} <= set(code)
     for name, found in code.items():
         assert found[0] == hashlib.sha256((REPO / name).read_bytes()).hexdigest()
     assert facts["versions"]["packages"]["torch"] == facts["versions"]["torch"]

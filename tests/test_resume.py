@@ -683,8 +683,8 @@ def test_every_file_that_the_run_has_loaded_belongs_to_it(run_train, tmp_path):
     (fork / "own.py").write_text("import os\nif 'MORE' in os.environ:\n    import more\n")
     (fork / "more.py").write_text("")
     source = (fork / "train.py").read_text()
-    assert source.count("\nimport prepare_data") == 1
-    source = source.replace("\nimport prepare_data", "\nimport own\nimport prepare_data")
+    assert source.count("\nfrom optim") == 1
+    source = source.replace("\nfrom optim", "\nimport own\nfrom optim")
     (fork / "train.py").write_text(source)
     for steps, env in ((2, {}), (3, {"MORE": "1"}), (4, {})):
         if steps == 4:
