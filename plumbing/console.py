@@ -170,10 +170,9 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
     sizes = f"{data['name']}: {train:,} to train on, {val:,} to validate"
     if "train_tokens" in data:
         batch += f" sequences of {c['block_size']} = {c['global_batch'] * c['block_size']:,} tokens"
-        sizes = (
-            "{name}, {tokenizer}: {train_tokens:,} tokens to train on, {val_tokens:,} to validate"
-        )
-        sizes = (sizes + "; vocabulary {vocab_size:,}").format(**data)
+        kind = data.get("tokenizer", "ids")
+        words = "{name}, {kind}: {train_tokens:,} tokens to train on, {val_tokens:,} to validate"
+        sizes = (words + "; vocabulary {vocab_size:,}").format(kind=kind, **data)
     course = "{optimizer}, {schedule} {peak_lr:g} to {min_lr:g}".format(**c)
     rate = f"{peak[0] / 1e12:.3g} TFLOP/s" if peak[0] else "n/a"
     strict = f"deterministic {str(c['deterministic']).lower()}"
