@@ -147,11 +147,25 @@ def test_memory_is_predicted_within_15_percent(whole):
 @pytest.mark.parametrize(
     "flags",
     [
-        {"accum_steps": 2, "batch_size": 64, "optimizer": "momentum"},
-        {"accum_steps": 2, "optimizer": "muon"},
-        {"n_layer": 4, "n_embd": 128, "batch_size": 12, "dtype": "float32"},
+        pytest.param(
+            {"accum_steps": 2, "batch_size": 64, "optimizer": "momentum"}, marks=pytest.mark.slow
+        ),
+        pytest.param({"accum_steps": 2, "optimizer": "muon"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"n_layer": 4, "n_embd": 128, "batch_size": 12, "dtype": "float32"},
+            marks=pytest.mark.slow,
+        ),
         {"n_layer": 3, "block_size": 128, "dropout": 0.1, "n_future_tokens": 3},
-        {"n_layer": 1, "block_size": 256, "batch_size": 4, "optimizer": "sgd", "ema_decay": 0.9},
+        pytest.param(
+            {
+                "n_layer": 1,
+                "block_size": 256,
+                "batch_size": 4,
+                "optimizer": "sgd",
+                "ema_decay": 0.9,
+            },
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_memory_is_predicted_whatever_the_shape_and_the_optimizer(flags, in_process):
