@@ -48,7 +48,7 @@ TINY = {  # flags of every run, unless a test overrides them
     "log_interval": 5,
     "report": "false",
 }
-QUICK = "house files optim model config console signals safe_step batches resume".split()
+QUICK = "house files optim config console signals safe_step".split()
 WINDOWS = 167  # windows of 16 tokens in an epoch of the small text: 20.9 batches of 8
 
 
