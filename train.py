@@ -106,9 +106,7 @@ eval_interval = 250  # steps, [0, inf); 0 = only before the first and after the 
 eval_tokens = 0  # tokens to evaluate, from the start of the validation split, [0, inf); 0 = all
 sample_interval = 0  # steps between text samples, [0, inf); 0 = only the one at the end
 report = True  # draw report.png and write report.md at the end
-best_metric = (
-    "val_loss"  # number of evaluate() that decides what is best; a minus: higher is better
-)
+best_metric = "val_loss"  # number of evaluate() that decides; with a minus, higher is better
 wandb_log = False  # copy the rows of metrics.jsonl to Weights & Biases
 wandb_project = "honest-loop"
 wandb_run_name = ""  # "" = the name of out_dir
@@ -316,7 +314,7 @@ def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr:
     run.model.zero_grad(set_to_none=True)  # 1: zero the gradients
     set_lr(run.optimizers, lr)  # 2: set the learning rate
     before = snapshot(run)  # buffers and random state: what a retry or a skip puts back
-    n_targets = ranks.total((targets.long() != -100).sum())  # over all ranks
+    n_targets = ranks.total(count_targets(targets))
     arguments = (model, run, inputs, targets, n_targets)
     numbers = halving_on_oom(run, before, forward_backward, *arguments)  # 3 to 5
     ranks.sum_gradients(run.model, numbers)  # and the numbers
@@ -328,6 +326,11 @@ def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr:
     return {**numbers, "grad_norm": grad_norm, "skipped": skipped, "targets": n_targets}
 
 
+def count_targets(targets: torch.Tensor) -> torch.Tensor:
+    """How many count: -100 marks those that do not."""
+    return (targets.long() != -100).sum()
+
+
 def set_lr(optimizers: list, lr: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -335,22 +338,19 @@ def set_lr(optimizers: list, lr: float) -> None:
 
 
 def forward_backward(model, run: Run, inputs, targets, n_targets: torch.Tensor) -> dict:
-    """Operations 3 to 5 for each micro-batch. Returns what this rank adds to the mean loss, and to
-    the mean of every other scalar that the model returns beside it."""
+    """Operations 3 to 5 for each micro-batch: forward; scale, so that all sum up to the mean of the
+    global batch; backward. Returns what this rank adds to the mean loss, and to the mean of every
+    other scalar that the model returns beside it."""
     totals = {}
     micro_batch = run.state["micro_batch"]
     for x, y in zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True):
         with autocast(x.device):
             loss = model(x, y)  # 3: forward, under autocast; the mean over the targets of x
         loss, others = loss if isinstance(loss, tuple) else (loss, {})
-        n = (y.long() != -100).sum()
-        parts = (
-            n_targets / n
-        )  # micro-batches of this size in the global batch; infinite where n is 0
-        numbers = {
-            name: torch.where(n > 0, mean, 0) / parts  # 4: all sum up to the mean
-            for name, mean in dict(loss=loss, **others).items()  # two of a name are an error
-        }
+        n = count_targets(y)
+        parts = n_targets / n  # so many of this size make the global batch; infinite if n is 0
+        means = dict(loss=loss, **others)  # two of a name are an error
+        numbers = {name: torch.where(n > 0, means[name], 0) / parts for name in means}  # 4
         run.scaler.scale(numbers["loss"]).backward()  # 5: backward
         totals = {name: totals.get(name, 0.0) + numbers[name].detach() for name in numbers}
     return totals
@@ -411,7 +411,7 @@ def sum_losses(run: Run) -> torch.Tensor:
         with autocast(run.device):
             logits = run.model(inputs)
             loss = cross_entropy(logits, targets, label_smoothing=0.0, reduction="sum")
-        counted = (targets.long() != -100).sum() * has_rows
+        counted = count_targets(targets) * has_rows
         right = (logits.argmax(-1) == targets).sum() * has_rows
         totals += torch.stack([loss * has_rows, right, counted]).to(where)
     return totals
