@@ -3,6 +3,7 @@
     python bench.py config/shakespeare.py
     python bench.py config/shakespeare.py --n_layer=6 --n_embd=384 --only=ladder,profile
     python bench.py examples/images.py --only=memory    # a script that changes train.py
+    NANOGPT=../nanoGPT python bench.py --only=from_nanogpt    # whole runs, one change at a time
 
 Takes train.py's flags and those below. Writes the results to bench.json in out_dir (after Ctrl-C
 those of the parts that finished); a run that lies there is not touched. Run nothing else meanwhile.
@@ -11,18 +12,22 @@ those of the parts that finished); a run that lies there is not touched. Run not
 import contextlib
 import io
 import itertools
+import json
 import math
 import os
 import re
 import runpy
+import subprocess
 import sys
 import time
 import weakref
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -32,18 +37,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from plumbing import checkpoint, console, data, machine, safe_step
-from plumbing.cli import configured, fail, folder_name, read_knobs, run_script
-from plumbing.files import write_json
+from plumbing.cli import RunFailed, configured, fail, folder_name, read_knobs, run_script
+from plumbing.files import read_json, write_json
 from plumbing.ranks import say
-from plumbing.resume import NAMED
+from plumbing.resume import NAMED, REPO, code_hashes
 from plumbing.run_folder import Clock, RunFolder, now
 from plumbing.signals import Signals
+from reporting.logged import Logged
 
 # The measurement
-only = "peak,ladder,profile,memory,overhead"  # parts to run, in this order
+only = "peak,ladder,profile,memory,overhead"  # parts to run, in this order; also from_nanogpt
 rounds = 5  # timings of each candidate, interleaved; the median counts, [1, inf)
 timing_seconds = 0.5  # approximate length of one timing, (0, inf)
 trace = False  # write trace.json from the profile part, for https://ui.perfetto.dev
+seeds = 5  # full runs, with consecutive seeds from --seed, of each configuration, [2, inf)
 
 LAUNCH_SECONDS = 3e-6  # of one kernel in a CUDA graph; without a graph the host needs longer
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # at level 5 the profiler prints "USDT:" lines
@@ -61,16 +68,10 @@ class Job:
     argv: list  # flags and config files as typed, for subprocesses
     script: str  # train.py, or the script that changes it
     folder: Path  # out_dir, which may hold a real run
+    device: torch.device
+    meta: dict  # of the dataset
     peak: tuple  # (FLOP/s or None, source of the figure)
     stack: contextlib.ExitStack = None  # closed after each part: ends its workers and subprocesses
-
-    @property
-    def device(self):
-        return self.run.device
-
-    @property
-    def meta(self):
-        return self.run.facts["data"]["meta"]
 
     def fresh_run(self):
         """A new run by the current values of train.py's knobs."""
@@ -107,15 +108,8 @@ class Job:
         return step
 
 
-@contextlib.contextmanager
-def setting(**values):
-    """Set globals of train.py to `values` within the block, or within the function it decorates."""
-    before = {name: getattr(train, name) for name in values}
-    vars(train).update(values)
-    try:
-        yield
-    finally:
-        vars(train).update(before)
+# setting(name=value): sets globals of train.py in a block, or in a function that it decorates
+setting = partial(patch.multiple, train)
 
 
 # ---- timings and tables --------------------------------------------------------------------------
@@ -133,14 +127,13 @@ def seconds_of(step, count, device):
 
 def interleaved(steps, device):
     """Time {name: function} in turn, A B C A B C ...: {name: [seconds per call, by round]}."""
-    counts = {}
-    for name, step in steps.items():
+    for step in steps.values():
         step()  # warms up
-        counts[name] = max(1, round(timing_seconds / seconds_of(step, 1, device)))
+    once = {name: seconds_of(step, 1, device) for name, step in steps.items()}
     times = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            times[name].append(seconds_of(step, counts[name], device))
+    for name in list(steps) * rounds:
+        count = max(1, round(timing_seconds / once[name]))
+        times[name].append(seconds_of(steps[name], count, device))
     return times
 
 
@@ -158,8 +151,8 @@ def print_table(rows, **formats):
 def cell(value, how):
     if isinstance(value, str):
         return value
-    if value is None or math.isnan(value):
-        return "n/a"
+    if value is None or not math.isfinite(value):
+        return "n/a" if value != math.inf else "never"
     how, _, unit = how.partition(" ")
     return format(value / {"": 1, "M": 1e6, "G": 1e9, "T": 1e12}[unit], how)
 
@@ -478,7 +471,149 @@ def measured_memory(job):
     return passing + nbytes([*run.model.parameters(), *run.model.buffers(), run.ema, moments])
 
 
-PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead)}
+# ---- whole runs, each in a process of its own ----------------------------------------------------
+
+
+def for_train(words):
+    """`words` without the flags of bench.py and check.py."""
+    own = {name for script in ("bench.py", "check.py") for name in read_knobs(REPO / script)}
+    return [word for word in words if word.partition("=")[0].removeprefix("--") not in own]
+
+
+def output_of(command, **how):
+    """What Python prints when it runs `command`, in a session of its own: Ctrl-C reaches only this
+    process, which ends the other. Raises RunFailed."""
+    how |= {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "check": False}
+    done = subprocess.run([sys.executable, *command], **how)
+    if done.returncode:
+        raise RunFailed(f"{' '.join(command)} ended with\n{done.stdout[-2000:]}")
+    return done.stdout
+
+
+def execute(script, words, **knobs):
+    """Run `script` with `words`, flags and config files, and `knobs`. Raises RunFailed."""
+    output_of([script, *for_train(words), *(f"--{name}={knobs[name]}" for name in knobs)])
+
+
+def trained(script, words, seed):
+    """The Logged folder of a whole run. It lies under the config's out_dir, and is not trained again if
+    it is finished and neither its knobs nor the code have changed."""
+    defaults = {name: default for name, (default, _, _) in read_knobs(train.__file__).items()}
+    with setting(**defaults), configured(vars(train), argv=for_train(words)) as config:
+        knobs = {key: config[key] for key in defaults if key not in ("out_dir", "seed")}
+    own = ("bench.py", "check.py")
+    code = {path: tree for path, (_, tree) in code_hashes().items() if path not in own}
+    folder = folder_of(config["out_dir"], seed, Path(script).read_text("utf-8"), knobs, code)
+    if read_json(folder / "run.json").get("ended") != "finished":
+        execute(script, ["--report=false", *words], out_dir=folder, seed=seed)
+    return Logged(folder)
+
+
+def folder_of(out_dir, seed, *facts):
+    """Where a run lies that depends on nothing but its seed and these facts."""
+    digest = sha256(json.dumps([*facts, torch.__version__], sort_keys=True).encode()).hexdigest()
+    return Path(out_dir, "seeds", digest[:8], f"seed_{seed}")
+
+
+# ---- from nanoGPT to here ------------------------------------------------------------------------
+
+TARGET = 1.898  # validation loss that nanoGPT reaches with its recipe for a CPU
+NANOGPT = (
+    "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 "
+    "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 "
+    "--lr_decay_iters=2000 --dropout=0.0"
+)
+SAME = "--n_layer=4 --batch_size=12 --beta2=0.99 --eval_interval=100"  # else train.py's defaults
+BATCHES = "--batch_size=32 --n_head=2 --max_steps=750 --eval_interval=25"  # as many tokens
+PLAIN = f"train.py config/shakespeare_plain.py {BATCHES}"
+CHANGES = {  # {what a row changes in the one above: its command}
+    "nanoGPT itself": f"$NANOGPT/train.py {NANOGPT}",
+    "its model and recipe on this loop": f"examples/nanogpt.py {SAME} --dtype=float32",
+    "bfloat16 (if fast), plain attention": f"examples/nanogpt.py {SAME}",
+    "one layer": f"examples/nanogpt.py {SAME} --n_layer=1",
+    "our block: SwiGLU, rotary, q/k norm": f"train.py {SAME} --n_layer=1",
+    "larger batches, 2 heads": f"train.py {SAME} --n_layer=1 {BATCHES}",
+    "AdamW's best rate, linear schedule": f"{PLAIN} --optimizer=adamw --peak_lr=6e-3 --min_lr=6e-5",
+    "Muon and its rate": PLAIN,
+    "convolution": f"{PLAIN} --conv_width=4",
+    "n-gram table": f"{PLAIN} --conv_width=4 --ngram_rows=8192",
+    "extra heads": f"{PLAIN} --conv_width=4 --ngram_rows=8192 --n_future_tokens=3",
+    "the plain config": "train.py config/shakespeare_plain.py",
+    "the fast config": "train.py config/shakespeare_fast.py",
+}
+SEEDED = (  # runs nanoGPT's train.py with a seed, for which it has no flag
+    "import runpy, sys, torch; seed, inner = int(sys.argv.pop()), torch.manual_seed; "
+    "torch.manual_seed = lambda _: inner(seed); runpy.run_path('train.py', run_name='__main__')"
+)
+
+
+def from_nanogpt(job):
+    """Whole runs, one change a row. All but the last two see as many tokens as nanoGPT. The flags that
+    were typed hold for each row of ours, and max_steps for nanoGPT, too."""
+    there = "NANOGPT" in os.environ
+    commands = {name: CHANGES[name] for name in CHANGES if there or CHANGES[name][:5] == "train"}
+    runs = {name: [] for name in commands}
+    for seed in range(train.seed, train.seed + seeds):  # each row in turn: machines have slow hours
+        for name, command in commands.items():
+            script, *words = [*command.split(), *job.argv]
+            is_theirs = script.startswith("$")
+            runs[name].append(nanogpt(job, seed) if is_theirs else race(script, words, seed))
+    rows = {}
+    for name, each in runs.items():
+        columns = {key: [run[key] for run in each] for key in each[0]}
+        rows[name] = {key: median(column) for key, column in columns.items()}
+        rows[name] |= {"loss": mean(columns["loss"]), "deviation": stdev(columns["loss"])}
+    say(
+        f"\nfrom_nanogpt: {seeds} seeds; median seconds of the process, of which evaluating, and until"
+    )
+    say(f"  {TARGET} was reached (start and training alone); last loss, mean and deviation; tokens")
+    seconds = dict.fromkeys(("process", "evaluating", "reached"), ".1f")
+    print_table(rows, **seconds, loss=".4f", deviation=".4f", tokens=".2f M")
+    for name, command in commands.items():
+        say(f"  {name}: python {command}")
+    say("  without NANOGPT=FOLDER, a copy of nanoGPT, there are no rows of it" * (not there))
+    return {"rows": rows, "runs": runs, "commands": commands}
+
+
+def race(script, words, seed):
+    """Seconds, loss and tokens of a run of ours, from its folder. reached: infinity if it never was."""
+    run = trained(REPO / script, words, seed)
+    seconds = run.facts["seconds"]
+    spent, reached = seconds["start"] + seconds["compile"], math.inf
+    for key in sorted(run.rows):
+        spent += run.rows[key].get("step_ms", 0) / 1000
+        reached = min(reached, spent if run.rows[key].get("val_loss", 9) <= TARGET else math.inf)
+    loss, tokens = run.row(run.last, "eval")["val_loss"], run.row(run.last, "train")["tokens"]
+    whole = {"process": sum(seconds.values()), "evaluating": seconds["evaluate"]}
+    return whole | {"reached": reached, "loss": loss, "tokens": tokens}
+
+
+def nanogpt(job, seed):
+    """The same of nanoGPT itself, from what it prints; its loss is that of 20 random batches."""
+    home = Path(os.environ["NANOGPT"])
+    steps = job.config["max_steps"] if "max_steps" in job.config.flags else 2000
+    words = [*NANOGPT.split(), f"--max_iters={steps}", f"--lr_decay_iters={steps}"]
+    sources = [(home / name).read_text("utf-8") for name in ("train.py", "model.py")]
+    folder = folder_of(job.folder, seed, words, sources)
+    if not (log := read_json(folder / "nanogpt.json")):
+        folder.mkdir(parents=True, exist_ok=True)
+        began = time.perf_counter()
+        printed = output_of(["-c", SEEDED, *words, f"--out_dir={folder}", str(seed)], cwd=home)
+        log = {"seconds": time.perf_counter() - began, "printed": printed}
+        write_json(folder / "nanogpt.json", log)
+    losses = dict(re.findall(r"^step (\d+): .*val loss ([\d.]+)", log["printed"], re.MULTILINE))
+    times = dict(re.findall(r"^iter (\d+): .*time ([\d.]+)ms", log["printed"], re.MULTILINE))
+    times = {step: float(ms) / 1000 for step, ms in times.items()}
+    usual = median(times.values())  # of an iteration without an evaluation
+    training = [usual if step in losses else times[step] for step in times]
+    start = log["seconds"] - sum(times.values())
+    reached = [sum(training[: int(step)]) for step in losses if float(losses[step]) <= TARGET]
+    whole = {"process": log["seconds"], "evaluating": sum(times.values()) - sum(training)}
+    whole["reached"] = start + min(reached, default=math.inf)
+    return whole | {"loss": float([*losses.values()][-1]), "tokens": 12 * 64 * steps}
+
+
+PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead, from_nanogpt)}
 
 
 # ---- which parts ---------------------------------------------------------------------------------
@@ -502,9 +637,10 @@ def job_of(words, script, *scopes):
     try:
         with configured(*scopes, argv=words) as config, TemporaryDirectory() as scratch:
             with train.build([f"--out_dir={scratch}", "--resume=auto"]) as run:
+                folder, meta = Path(folder_name(config, NAMED)), run.facts["data"]["meta"]
                 flops = machine.peak_flops(run.device, train.dtype)
                 with setting(max_steps=10**9):  # no part ends early; decay_steps has its value
-                    yield Job(run, config, words, script, Path(folder_name(config, NAMED)), flops)
+                    yield Job(run, config, words, script, folder, run.device, meta, flops)
     finally:
         torch.use_deterministic_algorithms(strict)
 
