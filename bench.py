@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 import weakref
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -426,16 +427,16 @@ def nbytes(values):
 def memory(job):
     """Tensor memory of an eager step, predicted and, if it fits, measured; the batch that fits."""
     free = machine.free_memory(job.device)  # None if the system does not say
+
+    def needed(power):  # for a micro-batch of 2**power sequences
+        return imagine(job, 2**power).get("predicted", free)
+
     rows = {}
     for name in ("without grad_checkpoint", "with grad_checkpoint"):
         with setting(grad_checkpoint=name.startswith("with ")):
             row = imagine(job, train.batch_size)
             if row and free:
-                row["fits"] = 0
-                while (
-                    imagine(job, more := 2 * row["fits"] or 1).get("predicted", free) < 0.9 * free
-                ):
-                    row["fits"] = more
+                row["fits"] = 2 ** bisect_left(range(40), 0.9 * free, key=needed) // 2
             if row.get("predicted", 0) < (free or math.inf):
                 row["measured"] = measured_memory(job)
         row["error"] = row.get("predicted", math.nan) / row.get("measured", math.nan) - 1
@@ -553,6 +554,8 @@ def from_nanogpt(job):
     there = "NANOGPT" in os.environ
     commands = {name: CHANGES[name] for name in CHANGES if there or CHANGES[name][:5] == "train"}
     runs = {name: [] for name in commands}
+    if job.run.facts["data"]["name"] != train.dataset:
+        fail(f"nanoGPT learns {train.dataset}, which is not here; prepare_data.py makes it")
     for seed in range(train.seed, train.seed + seeds):  # each row in turn: machines have slow hours
         for name, command in commands.items():
             script, *words = [*command.split(), *job.argv]
@@ -577,7 +580,7 @@ def from_nanogpt(job):
 
 def race(script, words, seed):
     """Seconds, loss and tokens of a run of ours, from its folder. reached: infinity if it never was."""
-    run = trained(REPO / script, words, seed)
+    run = trained(str(REPO / script), words, seed)
     seconds = run.facts["seconds"]
     spent, reached = seconds["start"] + seconds["compile"], math.inf
     for key in sorted(run.rows):
