@@ -334,20 +334,18 @@ def overhead(job):
         }
         times = interleaved(steps, job.device)
     times["loop"] = [seconds / every for seconds in times["loop"]]
-    ms = {f"{name}_ms": 1000 * median(each) for name, each in times.items()}
+    rows = {name: {"ms": 1000 * median(each)} for name, each in times.items()}
+    over = {}
     for kind in ("bare", "clipping"):
         pairs = zip(times["loop"], times[kind], strict=True)  # from the same round
-        ms[f"over_{kind}"] = median(loop / bare - 1 for loop, bare in pairs)
-    rows = {
-        "bare forward, backward, optimizer.step": {"ms": ms["bare_ms"]},
-        "the same with clipping": {"ms": ms["clipping_ms"]},
-        "train.py's loop": {"ms": ms["loop_ms"], **ms},
-        "  of which train_step": {"ms": ms["train_step_ms"]},
-        "  of which reading a batch": {"ms": ms["data_ms"]},
-    }
-    say(f"\noverhead: medians of {rounds}, interleaved; the loop at --log_interval={every}")
+        over[f"over_{kind}"] = median(loop / bare - 1 for loop, bare in pairs)
+    rows["loop"] |= over
+    say(
+        f"\noverhead: medians of {rounds}, interleaved; the loop at --log_interval={every}, of which"
+    )
+    say("  train_step and reading data; bare: forward, backward, optimizer.step; and with clipping")
     print_table(rows, ms=".3f", over_bare="+.2%", over_clipping="+.2%")
-    return ms
+    return {f"{name}_ms": row["ms"] for name, row in rows.items()} | over
 
 
 def bare_step(model, run, inputs, targets, clips):
@@ -516,9 +514,7 @@ def folder_of(out_dir, seed, *facts):
     return Path(out_dir, "seeds", digest[:8], f"seed_{seed}")
 
 
-# ---- from nanoGPT to here ------------------------------------------------------------------------
-
-TARGET = 1.898  # validation loss that nanoGPT reaches with its recipe for a CPU
+TARGET = 1.898  # validation loss that nanoGPT reaches with this recipe for a CPU
 NANOGPT = (
     "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 "
     "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 "
@@ -563,9 +559,9 @@ def from_nanogpt(job):
             runs[name].append(nanogpt(job, seed) if is_theirs else race(script, words, seed))
     rows = {}
     for name, each in runs.items():
-        columns = {key: [run[key] for run in each] for key in each[0]}
-        rows[name] = {key: median(column) for key, column in columns.items()}
-        rows[name] |= {"loss": mean(columns["loss"]), "deviation": stdev(columns["loss"])}
+        rows[name] = {key: median(run[key] for run in each) for key in each[0]}
+        losses = [run["loss"] for run in each]
+        rows[name] |= {"loss": mean(losses), "deviation": stdev(losses)}
     say(
         f"\nfrom_nanogpt: {seeds} seeds; median seconds of the process, of which evaluating, and until"
     )
@@ -583,11 +579,11 @@ def race(script, words, seed):
     run = trained(str(REPO / script), words, seed)
     seconds = run.facts["seconds"]
     spent, reached = seconds["start"] + seconds["compile"], math.inf
-    for key in sorted(run.rows):
-        spent += run.rows[key].get("step_ms", 0) / 1000
-        reached = min(reached, spent if run.rows[key].get("val_loss", 9) <= TARGET else math.inf)
-    loss, tokens = run.row(run.last, "eval")["val_loss"], run.row(run.last, "train")["tokens"]
+    for _, row in sorted(run.rows.items(), key=lambda item: item[0]):
+        spent += row.get("step_ms", 0) / 1000
+        reached = min(reached, spent) if row.get("val_loss", math.inf) <= TARGET else reached
     whole = {"process": sum(seconds.values()), "evaluating": seconds["evaluate"]}
+    loss, tokens = run.row(run.last, "eval")["val_loss"], run.row(run.last, "train")["tokens"]
     return whole | {"reached": reached, "loss": loss, "tokens": tokens}
 
 
@@ -595,9 +591,8 @@ def nanogpt(job, seed):
     """The same of nanoGPT itself, from what it prints; its loss is that of 20 random batches."""
     home = Path(os.environ["NANOGPT"])
     steps = job.config["max_steps"] if "max_steps" in job.config.flags else 2000
-    words = [*NANOGPT.split(), f"--max_iters={steps}", f"--lr_decay_iters={steps}"]
-    sources = [(home / name).read_text("utf-8") for name in ("train.py", "model.py")]
-    folder = folder_of(job.folder, seed, words, sources)
+    words = NANOGPT.replace("iters=2000", f"iters={steps}").split()
+    folder = folder_of(job.folder, seed, words, (home / "model.py").read_text("utf-8"))
     if not (log := read_json(folder / "nanogpt.json")):
         folder.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
@@ -605,15 +600,15 @@ def nanogpt(job, seed):
         log = {"seconds": time.perf_counter() - began, "printed": printed}
         write_json(folder / "nanogpt.json", log)
     losses = dict(re.findall(r"^step (\d+): .*val loss ([\d.]+)", log["printed"], re.MULTILINE))
-    times = dict(re.findall(r"^iter (\d+): .*time ([\d.]+)ms", log["printed"], re.MULTILINE))
-    times = {step: float(ms) / 1000 for step, ms in times.items()}
-    usual = median(times.values())  # of an iteration without an evaluation
-    training = [usual if step in losses else times[step] for step in times]
-    start = log["seconds"] - sum(times.values())
+    times = re.findall(r"^iter (\d+): .*time ([\d.]+)ms", log["printed"], re.MULTILINE)
+    usual = median(float(ms) for _, ms in times)  # of an iteration without an evaluation
+    training = [usual if step in losses else float(ms) for step, ms in times]
+    evaluating = (sum(float(ms) for _, ms in times) - sum(training)) / 1000
+    start = log["seconds"] - evaluating - sum(training) / 1000
     reached = [sum(training[: int(step)]) for step in losses if float(losses[step]) <= TARGET]
-    whole = {"process": log["seconds"], "evaluating": sum(times.values()) - sum(training)}
-    whole["reached"] = start + min(reached, default=math.inf)
-    return whole | {"loss": float([*losses.values()][-1]), "tokens": 12 * 64 * steps}
+    whole = {"process": log["seconds"], "evaluating": evaluating, "tokens": 12 * 64 * steps}
+    reached = start + min(reached, default=math.inf) / 1000
+    return whole | {"reached": reached, "loss": float([*losses.values()][-1])}
 
 
 PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead, from_nanogpt)}
@@ -657,9 +652,7 @@ def measure(own, argv):
     with job_of(words, script, own) as job:
         parts = own["only"].split(",")
         for part in set(parts) - set(own["PARTS"]):
-            fail(
-                f"--only={own['only']}: unknown part {part!r}; there are {', '.join(own['PARTS'])}"
-            )
+            fail(f"--only={own['only']}: no part {part!r}; there are {', '.join(own['PARTS'])}")
         path = job.folder / f"{Path(own['__file__']).stem}.json"
         facts = {"date": now(), "command": sys.argv, "dataset": job.run.facts["data"]["name"]}
         resolved = {key: getattr(train, key) for key in ("dtype", "compile", "deterministic")}

@@ -241,8 +241,6 @@ def lr(job):
 
 # ---- whole runs ----------------------------------------------------------------------------------
 
-BITS = ("loss", "grad_norm", "skipped", "val_loss", "val_accuracy")  # compared of each step
-
 
 def exact(job):
     """Do fresh processes take the same steps to the same bits of weights, moments and state?"""
@@ -269,8 +267,9 @@ def same_bits(job, script, words):
         folders[1] = job.run.folder.path / "second"
         bench.execute(script, words, out_dir=folders[1])
     runs = [Logged(folder) for folder in folders]
+    bits = ("loss", "grad_norm", "skipped", "val_loss", "val_accuracy")
     for run in runs:  # rows of another commit may have other fields
-        run.rows = {at: {name: row.get(name) for name in BITS} for at, row in run.rows.items()}
+        run.rows = {at: {name: row.get(name) for name in bits} for at, row in run.rows.items()}
     where = [f"step {step}" for step, *_ in filter(None, [first_difference(*runs, -1, math.inf)])]
     where += audit.bits_that_differ(*(run.checkpoints[-1][2]["model"] for run in runs))
     say(f"\nequal: {f'no; the first difference: {where[0]}' if where else 'yes'}")

@@ -1,18 +1,15 @@
 """nanoGPT's own model on the loop of train.py: what do the loop and the recipe do without our model?
 
-    NANOGPT=../nanoGPT python examples/nanogpt.py --n_layer=4 --batch_size=12 --dtype=float32
+    NANOGPT=../nanoGPT python examples/nanogpt.py --n_layer=4 --batch_size=12 --beta2=0.99
 
-NANOGPT is a copy of https://github.com/karpathy/nanoGPT; its class GPT is used as it is. In
-bfloat16 it takes its plain attention, whose backward pass on a CPU is faster than the fused one.
-`python bench.py --only=from_nanogpt` compares the two, and what comes after, one change at a time.
+NANOGPT is a copy of https://github.com/karpathy/nanoGPT, whose class GPT is used as it is. In
+bfloat16 it takes its plain attention: on a CPU the fused kernel's backward pass is slow.
 """
 
 import importlib.util
 import os
 import sys
 from pathlib import Path
-
-import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
@@ -22,9 +19,7 @@ from plumbing.cli import fail, run_script  # noqa: E402
 def build_model(config, vocab_size):
     path = Path(os.environ.get("NANOGPT", "/nonexistent"), "model.py")
     if not path.is_file():
-        fail(
-            "there is no nanoGPT; type NANOGPT=FOLDER, which holds its model.py, before the command"
-        )
+        fail("no nanoGPT; type NANOGPT=FOLDER, which holds its model.py, before the command")
     spec = importlib.util.spec_from_file_location("nanogpt_model", path)
     sys.modules["nanogpt_model"] = nanogpt = importlib.util.module_from_spec(spec)  # in run.json
     spec.loader.exec_module(nanogpt)
@@ -38,7 +33,7 @@ def build_model(config, vocab_size):
     model = NanoGPT(nanogpt.GPTConfig(vocab_size=vocab_size, bias=False, **shape))
     for block in model.transformer.h if train.dtype == "bfloat16" else ():
         block.attn.flash = False
-        mask = torch.ones(train.block_size, train.block_size).tril()[None, None]
+        mask = train.torch.ones(train.block_size, train.block_size).tril()[None, None]
         block.attn.register_buffer("bias", mask, persistent=False)
     return model
 
