@@ -404,12 +404,9 @@ def imagine(job, micro_batch):
             optimizers = optimizers_of(model, job.device.type)
             state = job.run.state | {"micro_batch": micro_batch}
             unscaled = torch.amp.GradScaler(enabled=False)  # a scaler would keep a fake scale
-            run = replace(job.run, model=model, state=state, scaler=unscaled)
+            parts = {"model": model, "optimizers": optimizers, "state": state, "scaler": unscaled}
             for _ in range(2):  # the first step creates the moments
-                model.zero_grad(set_to_none=True)
-                train.forward_backward(model, run, *batch, batch[1].numel())
-                for optimizer in optimizers:
-                    optimizer.step()
+                bare_step(model, replace(job.run, **parts), *batch, clips=False)
     except Exception:  # of a model that needs content, or another optimizer
         return {}
     weights = nbytes([*model.parameters(), *model.buffers()])

@@ -319,7 +319,7 @@ def verdict_on(differences):
     n, middle, deviation = len(differences), mean(differences), stdev(differences)
     half = t_quantile(n - 1) * deviation / math.sqrt(n)
     # the quantile is about 1.96 + 2.4 / n, and so needed is about this
-    needed = (1.96 * deviation / middle) ** 2 + 2 if middle else math.inf
+    needed = max(n + 1, (1.96 * deviation / middle) ** 2 + 2) if middle else math.inf
     verdict = f"not shown (about {needed:,.0f} seeds would show a difference of this size)"
     if abs(middle) > half:
         verdict = "better" if middle < 0 else "worse"
