@@ -544,7 +544,7 @@ SEEDED = (  # runs nanoGPT's train.py with a seed, for which it has no flag
 def from_nanogpt(job):
     """Whole runs, one change a row. All but the last two see as many tokens as nanoGPT. The flags that
     were typed hold for each row of ours, and max_steps for nanoGPT, too."""
-    there = "NANOGPT" in os.environ
+    there = bool(os.environ.get("NANOGPT"))
     commands = {name: CHANGES[name] for name in CHANGES if there or CHANGES[name][:5] == "train"}
     runs = {name: [] for name in commands}
     if job.run.facts["data"]["name"] != train.dataset:

@@ -479,7 +479,7 @@ def test_the_model_of_that_row_is_nanogpts_own(dtype, nano, train_as_it_was):
 
 
 def test_without_nanogpt_its_model_is_bad_input(train_as_it_was, monkeypatch):
-    monkeypatch.delenv("NANOGPT", raising=False)
+    monkeypatch.setenv("NANOGPT", "")
     example = runpy.run_path(str(REPO / "examples/nanogpt.py"), run_name="script")
     with pytest.raises(BadInput, match="NANOGPT=FOLDER"):
         example["build_model"]({}, 65)
