@@ -3,6 +3,7 @@
     python bench.py config/shakespeare.py
     python bench.py config/shakespeare.py --n_layer=6 --n_embd=384 --only=ladder,profile
     python bench.py examples/images.py --only=memory    # a script that changes train.py
+    NANOGPT=../nanoGPT python bench.py --only=from_nanogpt    # whole runs, one change at a time
 
 Takes train.py's flags and those below. Writes the results to bench.json in out_dir (after Ctrl-C
 those of the parts that finished); a run that lies there is not touched. Run nothing else meanwhile.
@@ -11,18 +12,23 @@ those of the parts that finished); a run that lies there is not touched. Run not
 import contextlib
 import io
 import itertools
+import json
 import math
 import os
 import re
 import runpy
+import subprocess
 import sys
 import time
 import weakref
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -32,18 +38,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from plumbing import checkpoint, console, data, machine, safe_step
-from plumbing.cli import configured, fail, folder_name, read_knobs, run_script
-from plumbing.files import write_json
+from plumbing.cli import RunFailed, configured, fail, folder_name, read_knobs, run_script
+from plumbing.files import read_json, write_json
 from plumbing.ranks import say
-from plumbing.resume import NAMED
+from plumbing.resume import NAMED, REPO, code_hashes
 from plumbing.run_folder import Clock, RunFolder, now
 from plumbing.signals import Signals
+from reporting.logged import Logged
 
 # The measurement
-only = "peak,ladder,profile,memory,overhead"  # parts to run, in this order
+only = "peak,ladder,profile,memory,overhead"  # parts to run, in this order; also from_nanogpt
 rounds = 5  # timings of each candidate, interleaved; the median counts, [1, inf)
 timing_seconds = 0.5  # approximate length of one timing, (0, inf)
 trace = False  # write trace.json from the profile part, for https://ui.perfetto.dev
+seeds = 5  # full runs, with consecutive seeds from --seed, of each configuration, [2, inf)
 
 LAUNCH_SECONDS = 3e-6  # of one kernel in a CUDA graph; without a graph the host needs longer
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # at level 5 the profiler prints "USDT:" lines
@@ -61,16 +69,10 @@ class Job:
     argv: list  # flags and config files as typed, for subprocesses
     script: str  # train.py, or the script that changes it
     folder: Path  # out_dir, which may hold a real run
+    device: torch.device
+    meta: dict  # of the dataset
     peak: tuple  # (FLOP/s or None, source of the figure)
     stack: contextlib.ExitStack = None  # closed after each part: ends its workers and subprocesses
-
-    @property
-    def device(self):
-        return self.run.device
-
-    @property
-    def meta(self):
-        return self.run.facts["data"]["meta"]
 
     def fresh_run(self):
         """A new run by the current values of train.py's knobs."""
@@ -107,15 +109,8 @@ class Job:
         return step
 
 
-@contextlib.contextmanager
-def setting(**values):
-    """Set globals of train.py to `values` within the block, or within the function it decorates."""
-    before = {name: getattr(train, name) for name in values}
-    vars(train).update(values)
-    try:
-        yield
-    finally:
-        vars(train).update(before)
+# setting(name=value): sets globals of train.py in a block, or in a function that it decorates
+setting = partial(patch.multiple, train)
 
 
 # ---- timings and tables --------------------------------------------------------------------------
@@ -133,14 +128,13 @@ def seconds_of(step, count, device):
 
 def interleaved(steps, device):
     """Time {name: function} in turn, A B C A B C ...: {name: [seconds per call, by round]}."""
-    counts = {}
-    for name, step in steps.items():
+    for step in steps.values():
         step()  # warms up
-        counts[name] = max(1, round(timing_seconds / seconds_of(step, 1, device)))
+    once = {name: seconds_of(step, 1, device) for name, step in steps.items()}
     times = {name: [] for name in steps}
-    for _ in range(rounds):
-        for name, step in steps.items():
-            times[name].append(seconds_of(step, counts[name], device))
+    for name in list(steps) * rounds:
+        count = max(1, round(timing_seconds / once[name]))
+        times[name].append(seconds_of(steps[name], count, device))
     return times
 
 
@@ -158,8 +152,8 @@ def print_table(rows, **formats):
 def cell(value, how):
     if isinstance(value, str):
         return value
-    if value is None or math.isnan(value):
-        return "n/a"
+    if value is None or not math.isfinite(value):
+        return "n/a" if value != math.inf else "never"
     how, _, unit = how.partition(" ")
     return format(value / {"": 1, "M": 1e6, "G": 1e9, "T": 1e12}[unit], how)
 
@@ -340,20 +334,18 @@ def overhead(job):
         }
         times = interleaved(steps, job.device)
     times["loop"] = [seconds / every for seconds in times["loop"]]
-    ms = {f"{name}_ms": 1000 * median(each) for name, each in times.items()}
+    rows = {name: {"ms": 1000 * median(each)} for name, each in times.items()}
+    over = {}
     for kind in ("bare", "clipping"):
         pairs = zip(times["loop"], times[kind], strict=True)  # from the same round
-        ms[f"over_{kind}"] = median(loop / bare - 1 for loop, bare in pairs)
-    rows = {
-        "bare forward, backward, optimizer.step": {"ms": ms["bare_ms"]},
-        "the same with clipping": {"ms": ms["clipping_ms"]},
-        "train.py's loop": {"ms": ms["loop_ms"], **ms},
-        "  of which train_step": {"ms": ms["train_step_ms"]},
-        "  of which reading a batch": {"ms": ms["data_ms"]},
-    }
-    say(f"\noverhead: medians of {rounds}, interleaved; the loop at --log_interval={every}")
+        over[f"over_{kind}"] = median(loop / bare - 1 for loop, bare in pairs)
+    rows["loop"] |= over
+    say(
+        f"\noverhead: medians of {rounds}, interleaved; the loop at --log_interval={every}, of which"
+    )
+    say("  train_step and reading data; bare: forward, backward, optimizer.step; and with clipping")
     print_table(rows, ms=".3f", over_bare="+.2%", over_clipping="+.2%")
-    return ms
+    return {f"{name}_ms": row["ms"] for name, row in rows.items()} | over
 
 
 def bare_step(model, run, inputs, targets, clips):
@@ -412,12 +404,9 @@ def imagine(job, micro_batch):
             optimizers = optimizers_of(model, job.device.type)
             state = job.run.state | {"micro_batch": micro_batch}
             unscaled = torch.amp.GradScaler(enabled=False)  # a scaler would keep a fake scale
-            run = replace(job.run, model=model, state=state, scaler=unscaled)
+            parts = {"model": model, "optimizers": optimizers, "state": state, "scaler": unscaled}
             for _ in range(2):  # the first step creates the moments
-                model.zero_grad(set_to_none=True)
-                train.forward_backward(model, run, *batch, batch[1].numel())
-                for optimizer in optimizers:
-                    optimizer.step()
+                bare_step(model, replace(job.run, **parts), *batch, clips=False)
     except Exception:  # of a model that needs content, or another optimizer
         return {}
     weights = nbytes([*model.parameters(), *model.buffers()])
@@ -433,16 +422,16 @@ def nbytes(values):
 def memory(job):
     """Tensor memory of an eager step, predicted and, if it fits, measured; the batch that fits."""
     free = machine.free_memory(job.device)  # None if the system does not say
+
+    def needed(power):  # for a micro-batch of 2**power sequences
+        return imagine(job, 2**power).get("predicted", free)
+
     rows = {}
     for name in ("without grad_checkpoint", "with grad_checkpoint"):
         with setting(grad_checkpoint=name.startswith("with ")):
             row = imagine(job, train.batch_size)
             if row and free:
-                row["fits"] = 0
-                while (
-                    imagine(job, more := 2 * row["fits"] or 1).get("predicted", free) < 0.9 * free
-                ):
-                    row["fits"] = more
+                row["fits"] = 2 ** bisect_left(range(40), 0.9 * free, key=needed) // 2
             if row.get("predicted", 0) < (free or math.inf):
                 row["measured"] = measured_memory(job)
         row["error"] = row.get("predicted", math.nan) / row.get("measured", math.nan) - 1
@@ -478,7 +467,148 @@ def measured_memory(job):
     return passing + nbytes([*run.model.parameters(), *run.model.buffers(), run.ema, moments])
 
 
-PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead)}
+# ---- whole runs, each in a process of its own ----------------------------------------------------
+
+
+def for_train(words):
+    """`words` without the flags of bench.py and check.py."""
+    own = {name for script in ("bench.py", "check.py") for name in read_knobs(REPO / script)}
+    return [word for word in words if word.partition("=")[0].removeprefix("--") not in own]
+
+
+def output_of(command, **how):
+    """What Python prints when it runs `command`, in a session of its own: Ctrl-C reaches only this
+    process, which ends the other. Raises RunFailed."""
+    how |= {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "check": False}
+    done = subprocess.run([sys.executable, *command], **how)
+    if done.returncode:
+        raise RunFailed(f"{' '.join(command)} ended with\n{done.stdout[-2000:]}")
+    return done.stdout
+
+
+def execute(script, words, **knobs):
+    """Run `script` with `words`, flags and config files, and `knobs`. Raises RunFailed."""
+    output_of([script, *for_train(words), *(f"--{name}={knobs[name]}" for name in knobs)])
+
+
+def trained(script, words, seed):
+    """The Logged folder of a whole run. It lies under the config's out_dir, and is not trained again if
+    it is finished and neither its knobs nor the code have changed."""
+    defaults = {name: default for name, (default, _, _) in read_knobs(train.__file__).items()}
+    with setting(**defaults), configured(vars(train), argv=for_train(words)) as config:
+        knobs = {key: config[key] for key in defaults if key not in ("out_dir", "seed")}
+    own = ("bench.py", "check.py")
+    code = {path: tree for path, (_, tree) in code_hashes().items() if path not in own}
+    folder = folder_of(config["out_dir"], seed, Path(script).read_text("utf-8"), knobs, code)
+    if read_json(folder / "run.json").get("ended") != "finished":
+        execute(script, ["--report=false", *words], out_dir=folder, seed=seed)
+    return Logged(folder)
+
+
+def folder_of(out_dir, seed, *facts):
+    """Where a run lies that depends on nothing but its seed and these facts."""
+    digest = sha256(json.dumps([*facts, torch.__version__], sort_keys=True).encode()).hexdigest()
+    return Path(out_dir, "seeds", digest[:8], f"seed_{seed}")
+
+
+TARGET = 1.898  # validation loss that nanoGPT reaches with this recipe for a CPU
+NANOGPT = (
+    "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 "
+    "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 "
+    "--lr_decay_iters=2000 --dropout=0.0"
+)
+SAME = "--n_layer=4 --batch_size=12 --beta2=0.99 --eval_interval=100"  # else train.py's defaults
+BATCHES = "--batch_size=32 --n_head=2 --max_steps=750 --eval_interval=25"  # as many tokens
+PLAIN = f"train.py config/shakespeare_plain.py {BATCHES}"
+CHANGES = {  # {what a row changes in the one above: its command}
+    "nanoGPT itself": f"$NANOGPT/train.py {NANOGPT}",
+    "its model and recipe on this loop": f"examples/nanogpt.py {SAME} --dtype=float32",
+    "bfloat16 (if fast), plain attention": f"examples/nanogpt.py {SAME}",
+    "one layer": f"examples/nanogpt.py {SAME} --n_layer=1",
+    "our block: SwiGLU, rotary, q/k norm": f"train.py {SAME} --n_layer=1",
+    "larger batches, 2 heads": f"train.py {SAME} --n_layer=1 {BATCHES}",
+    "AdamW's best rate, linear schedule": f"{PLAIN} --optimizer=adamw --peak_lr=6e-3 --min_lr=6e-5",
+    "Muon and its rate": PLAIN,
+    "convolution": f"{PLAIN} --conv_width=4",
+    "n-gram table": f"{PLAIN} --conv_width=4 --ngram_rows=8192",
+    "extra heads": f"{PLAIN} --conv_width=4 --ngram_rows=8192 --n_future_tokens=3",
+    "the plain config": "train.py config/shakespeare_plain.py",
+    "the fast config": "train.py config/shakespeare_fast.py",
+}
+SEEDED = (  # runs nanoGPT's train.py with a seed, for which it has no flag
+    "import runpy, sys, torch; seed, inner = int(sys.argv.pop()), torch.manual_seed; "
+    "torch.manual_seed = lambda _: inner(seed); runpy.run_path('train.py', run_name='__main__')"
+)
+
+
+def from_nanogpt(job):
+    """Whole runs, one change a row. All but the last two see as many tokens as nanoGPT. The flags that
+    were typed hold for each row of ours, and max_steps for nanoGPT, too."""
+    there = bool(os.environ.get("NANOGPT"))
+    commands = {name: CHANGES[name] for name in CHANGES if there or CHANGES[name][:5] == "train"}
+    runs = {name: [] for name in commands}
+    if job.run.facts["data"]["name"] != train.dataset:
+        fail(f"nanoGPT learns {train.dataset}, which is not here; prepare_data.py makes it")
+    for seed in range(train.seed, train.seed + seeds):  # each row in turn: machines have slow hours
+        for name, command in commands.items():
+            script, *words = [*command.split(), *job.argv]
+            is_theirs = script.startswith("$")
+            runs[name].append(nanogpt(job, seed) if is_theirs else race(script, words, seed))
+    rows = {}
+    for name, each in runs.items():
+        rows[name] = {key: median(run[key] for run in each) for key in each[0]}
+        losses = [run["loss"] for run in each]
+        rows[name] |= {"loss": mean(losses), "deviation": stdev(losses)}
+    say(
+        f"\nfrom_nanogpt: {seeds} seeds; median seconds of the process, of which evaluating, and until"
+    )
+    say(f"  {TARGET} was reached (start and training alone); last loss, mean and deviation; tokens")
+    seconds = dict.fromkeys(("process", "evaluating", "reached"), ".1f")
+    print_table(rows, **seconds, loss=".4f", deviation=".4f", tokens=".2f M")
+    for name, command in commands.items():
+        say(f"  {name}: python {command}")
+    say("  without NANOGPT=FOLDER, a copy of nanoGPT, there are no rows of it" * (not there))
+    return {"rows": rows, "runs": runs, "commands": commands}
+
+
+def race(script, words, seed):
+    """Seconds, loss and tokens of a run of ours, from its folder. reached: infinity if it never was."""
+    run = trained(str(REPO / script), words, seed)
+    seconds = run.facts["seconds"]
+    spent, reached = seconds["start"] + seconds["compile"], math.inf
+    for _, row in sorted(run.rows.items(), key=lambda item: item[0]):
+        spent += row.get("step_ms", 0) / 1000
+        reached = min(reached, spent) if row.get("val_loss", math.inf) <= TARGET else reached
+    whole = {"process": sum(seconds.values()), "evaluating": seconds["evaluate"]}
+    loss, tokens = run.row(run.last, "eval")["val_loss"], run.row(run.last, "train")["tokens"]
+    return whole | {"reached": reached, "loss": loss, "tokens": tokens}
+
+
+def nanogpt(job, seed):
+    """The same of nanoGPT itself, from what it prints; its loss is that of 20 random batches."""
+    home = Path(os.environ["NANOGPT"])
+    steps = job.config["max_steps"] if "max_steps" in job.config.flags else 2000
+    words = NANOGPT.replace("iters=2000", f"iters={steps}").split()
+    folder = folder_of(job.folder, seed, words, (home / "model.py").read_text("utf-8"))
+    if not (log := read_json(folder / "nanogpt.json")):
+        folder.mkdir(parents=True, exist_ok=True)
+        began = time.perf_counter()
+        printed = output_of(["-c", SEEDED, *words, f"--out_dir={folder}", str(seed)], cwd=home)
+        log = {"seconds": time.perf_counter() - began, "printed": printed}
+        write_json(folder / "nanogpt.json", log)
+    losses = dict(re.findall(r"^step (\d+): .*val loss ([\d.]+)", log["printed"], re.MULTILINE))
+    times = re.findall(r"^iter (\d+): .*time ([\d.]+)ms", log["printed"], re.MULTILINE)
+    usual = median(float(ms) for _, ms in times)  # of an iteration without an evaluation
+    training = [usual if step in losses else float(ms) for step, ms in times]
+    evaluating = (sum(float(ms) for _, ms in times) - sum(training)) / 1000
+    start = log["seconds"] - evaluating - sum(training) / 1000
+    reached = [sum(training[: int(step)]) for step in losses if float(losses[step]) <= TARGET]
+    whole = {"process": log["seconds"], "evaluating": evaluating, "tokens": 12 * 64 * steps}
+    reached = start + min(reached, default=math.inf) / 1000
+    return whole | {"reached": reached, "loss": float([*losses.values()][-1])}
+
+
+PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead, from_nanogpt)}
 
 
 # ---- which parts ---------------------------------------------------------------------------------
@@ -502,9 +632,10 @@ def job_of(words, script, *scopes):
     try:
         with configured(*scopes, argv=words) as config, TemporaryDirectory() as scratch:
             with train.build([f"--out_dir={scratch}", "--resume=auto"]) as run:
+                folder, meta = Path(folder_name(config, NAMED)), run.facts["data"]["meta"]
                 flops = machine.peak_flops(run.device, train.dtype)
                 with setting(max_steps=10**9):  # no part ends early; decay_steps has its value
-                    yield Job(run, config, words, script, Path(folder_name(config, NAMED)), flops)
+                    yield Job(run, config, words, script, folder, run.device, meta, flops)
     finally:
         torch.use_deterministic_algorithms(strict)
 
@@ -518,9 +649,7 @@ def measure(own, argv):
     with job_of(words, script, own) as job:
         parts = own["only"].split(",")
         for part in set(parts) - set(own["PARTS"]):
-            fail(
-                f"--only={own['only']}: unknown part {part!r}; there are {', '.join(own['PARTS'])}"
-            )
+            fail(f"--only={own['only']}: no part {part!r}; there are {', '.join(own['PARTS'])}")
         path = job.folder / f"{Path(own['__file__']).stem}.json"
         facts = {"date": now(), "command": sys.argv, "dataset": job.run.facts["data"]["name"]}
         resolved = {key: getattr(train, key) for key in ("dtype", "compile", "deterministic")}

@@ -11,16 +11,12 @@ docs/trouble.md explains the checks. Exit code 0: GO, or any verdict; 1: NO-GO, 
 failed; 2: bad input. --equal=true: 0 equal, 1 differ, 125 cannot tell.
 """
 
-import json
 import math
 import os
-import re
 import shlex
-import subprocess
 import sys
 from dataclasses import replace
 from functools import lru_cache
-from hashlib import sha256
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -34,17 +30,15 @@ if "--equal=true" in sys.argv:  # a commit that cannot even be imported: `git bi
 import bench
 import train
 from bench import print_table, say, setting
-from plumbing import audit, checkpoint, data
-from plumbing.cli import RunFailed, configured, read_knobs, run_script
-from plumbing.files import read_json
-from plumbing.resume import code_hashes
+from plumbing import audit, data
+from plumbing.cli import run_script
+from reporting.logged import Logged, first_difference
 
 # The checks
 only = "sanity"  # parts to run: sanity, lr, exact, seeds, against; --against=... runs that alone
 lr_steps = 100  # most steps of the learning-rate range test, [10, inf)
 exact_runs = 4  # processes that take the same steps, with deterministic mode and without, [2, inf)
 exact_steps = 20  # that each of them takes, [1, inf)
-seeds = 5  # full runs, with consecutive seeds from --seed, of each configuration, [2, inf)
 against = ""  # another configuration, "CONFIG [flags]"; with --equal=true also the folder of a run
 equal = False  # with --against: ask for the same bits, with one seed, as `git bisect run` wants it
 
@@ -245,24 +239,7 @@ def lr(job):
     return {"lr": rates, "loss": losses, "smooth": smooth, "suggested_peak_lr": suggested}
 
 
-# ---- whole runs, each in a process of its own ----------------------------------------------------
-
-
-def execute(script, words, **knobs):
-    """Run `script` with those flags and config files of `words` that train.py takes, and `knobs`.
-    In its own session: Ctrl-C reaches only check.py, which ends it. Raises RunFailed."""
-    own = "|".join({**read_knobs(__file__), **read_knobs(bench.__file__)})
-    flags = [word for word in words if not re.match(f"--({own})=", word)]
-    command = [script, *flags, *(f"--{name}={value}" for name, value in knobs.items())]
-    pipe = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "check": False}
-    done = subprocess.run([sys.executable, *command], **pipe)
-    if done.returncode:
-        raise RunFailed(f"{' '.join(command)} ended with\n{done.stdout[-2000:]}")
-
-
-def rows_of(folder, *kinds):
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [row for row in rows if row["kind"] in (kinds or ("train", "eval"))]
+# ---- whole runs ----------------------------------------------------------------------------------
 
 
 def exact(job):
@@ -274,9 +251,8 @@ def exact(job):
         results = []
         for n in range(exact_runs):
             folder = job.run.folder.path / f"{name} {n}"
-            execute(job.script, job.argv, **few, out_dir=folder, deterministic=strict)
-            saved = [row["sha256"][:16] for row in rows_of(folder, "event") if "sha256" in row]
-            results.append(saved[-1])
+            bench.execute(job.script, job.argv, **few, out_dir=folder, deterministic=strict)
+            results.append(Logged(folder).row(exact_steps, "saved")["sha256"][:16])
         rows[name] = {"distinct": len({*results}), "hash": results[0]}
     say(f"\nexact: {exact_runs} processes, {exact_steps} steps each; the hash is of the first")
     print_table(rows, distinct=",.0f", hash="")
@@ -286,36 +262,18 @@ def exact(job):
 def same_bits(job, script, words):
     """Does each step of both give the same bits? --against may also be the folder of a run."""
     folders = [job.run.folder.path / "first", Path(against)]
-    execute(job.script, job.argv, out_dir=folders[0])
+    bench.execute(job.script, job.argv, out_dir=folders[0])
     if not (folders[1] / "metrics.jsonl").is_file():
         folders[1] = job.run.folder.path / "second"
-        execute(script, words, out_dir=folders[1])
-    names = ("loss", "grad_norm", "skipped", "val_loss", "val_accuracy")
-    one, other = (
-        {(row["step"], row["kind"]): [row.get(name) for name in names] for row in rows_of(folder)}
-        for folder in folders
-    )
-    steps = [key for key in sorted(one.keys() | other.keys()) if one.get(key) != other.get(key)]
-    models = [checkpoint.load(checkpoint.newest_first(each)[0])["model"] for each in folders]
-    where = [f"step {step}" for step, _ in steps] + [*audit.bits_that_differ(*models)]
+        bench.execute(script, words, out_dir=folders[1])
+    runs = [Logged(folder) for folder in folders]
+    bits = ("loss", "grad_norm", "skipped", "val_loss", "val_accuracy")
+    for run in runs:  # rows of another commit may have other fields
+        run.rows = {at: {name: row.get(name) for name in bits} for at, row in run.rows.items()}
+    where = [f"step {step}" for step, *_ in filter(None, [first_difference(*runs, -1, math.inf)])]
+    where += audit.bits_that_differ(*(run.checkpoints[-1][2]["model"] for run in runs))
     say(f"\nequal: {f'no; the first difference: {where[0]}' if where else 'yes'}")
     return {"ok": not where, "where": where[:1]}
-
-
-def trained(script, words, seed):
-    """(last validation loss, seconds) of a whole run. It lies under the config's out_dir, and is
-    not trained again if it is finished and neither its knobs nor the code have changed."""
-    defaults = {name: default for name, (default, _, _) in read_knobs(train.__file__).items()}
-    with setting(**defaults), configured(vars(train), vars(bench), globals(), argv=words) as config:
-        knobs = {key: config[key] for key in defaults if key not in ("out_dir", "seed")}
-    code = {path: tree for path, (_, tree) in code_hashes().items()}
-    facts = [Path(script).read_text(encoding="utf-8"), knobs, code, torch.__version__]
-    digest = sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
-    folder = Path(config["out_dir"], "seeds", digest, f"seed_{seed}")
-    if read_json(folder / "run.json").get("ended") != "finished":
-        execute(script, ["--report=false", *words], out_dir=folder, seed=seed)
-    seconds = read_json(folder / "run.json")["seconds"]
-    return rows_of(folder, "eval")[-1]["val_loss"], sum(seconds.values())
 
 
 def seeds_part(job):
@@ -325,12 +283,14 @@ def seeds_part(job):
     if equal:
         return same_bits(job, *other)
     sides = {"": (job.script, job.argv)} | ({"other ": other} if against else {})
+    seeds = bench.seeds
     say(f"\nseeds: {seeds} runs each; validation loss at the end, seconds of the process")
     rows = {}
     for seed in range(train.seed, train.seed + seeds):
         row = rows[f"seed {seed}"] = {}
         for name, side in sides.items():
-            row[f"{name}loss"], row[f"{name}seconds"] = trained(*side, seed)
+            figures = bench.race(*side, seed)
+            row |= {f"{name}loss": figures["loss"], f"{name}seconds": figures["process"]}
     runs = [*rows.values()]
     for name, function in {"mean": mean, "deviation": stdev}.items():
         rows[name] = {key: function([run[key] for run in runs]) for key in runs[0]}
@@ -359,7 +319,7 @@ def verdict_on(differences):
     n, middle, deviation = len(differences), mean(differences), stdev(differences)
     half = t_quantile(n - 1) * deviation / math.sqrt(n)
     # the quantile is about 1.96 + 2.4 / n, and so needed is about this
-    needed = (1.96 * deviation / middle) ** 2 + 2 if middle else math.inf
+    needed = max(n + 1, (1.96 * deviation / middle) ** 2 + 2) if middle else math.inf
     verdict = f"not shown (about {needed:,.0f} seeds would show a difference of this size)"
     if abs(middle) > half:
         verdict = "better" if middle < 0 else "worse"

@@ -4,10 +4,12 @@ import json
 import math
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,8 +19,9 @@ from conftest import REPO, tree, wait_for
 import bench
 import model
 import train
-from plumbing import console
-from plumbing.cli import BadInput
+from plumbing import console, machine
+from plumbing.cli import BadInput, RunFailed, configured, read_knobs
+from reporting.logged import Logged
 
 SHAPE = {"n_layer": 2, "n_embd": 64, "n_head": 2, "block_size": 32, "batch_size": 32}
 FLAGS = SHAPE | {
@@ -54,15 +57,56 @@ def whole(data_dir, tmp_path_factory):
     return json.loads((out_dir / "bench.json").read_text()), output, before, tree(out_dir)
 
 
+@pytest.fixture(autouse=True)
+def small_products(monkeypatch):
+    """The peak that a job measures at its start, by a smaller matrix product."""
+
+    def matmul_rate(device, dtype, sizes=(64,), inner=machine.matmul_rate):
+        return inner(device, dtype, sizes)
+
+    monkeypatch.setattr(machine, "matmul_rate", matmul_rate)
+
+
 @pytest.fixture
 def in_process(data_dir, tmp_path):
     """bench.main() with the given flags, here: (exit code, bench.json)."""
 
     def run(**flags):
-        code = bench.main(arguments(tmp_path / "b", data_dir, **flags))
+        code = bench.main(arguments(tmp_path / "b", data_dir, **{"n_layer": 1} | flags))
         return code, json.loads((tmp_path / "b" / "bench.json").read_text())
 
     return run
+
+
+@pytest.fixture
+def train_as_it_was(monkeypatch):
+    """Undoes what a script that changes train.py did to it."""
+    monkeypatch.setattr(console, "COLUMNS", dict(console.COLUMNS))
+    before = dict(vars(train))
+    yield
+    for name in vars(train).keys() - before.keys():
+        delattr(train, name)
+    vars(train).update(before)
+
+
+@pytest.fixture
+def quick(train_in, tmp_path, monkeypatch):
+    """bench.execute() by a forked process, which begins at once. The folders of its runs."""
+    folders = []
+
+    def execute(script, words, *, out_dir, **knobs):
+        folders.append(Path(out_dir))
+        flags = bench.for_train(words) + [f"--{name}={value}" for name, value in knobs.items()]
+        change = f"import runpy; runpy.run_path({str(script)!r}, run_name='script')"
+        change = change if Path(script) != REPO / "train.py" else ""
+        env = {name: os.environ[name] for name in ("NANOGPT",) if name in os.environ}
+        flags = [flag for flag in flags if not flag.startswith("--out_dir=")]
+        done = train_in(tmp_path, out_dir, *flags, f"--out_dir={out_dir}", env=env, before=change)
+        if done.returncode:
+            raise RunFailed(done.stderr)
+
+    monkeypatch.setattr(bench, "execute", execute)
+    return folders
 
 
 def numbers(value):
@@ -155,7 +199,7 @@ def test_memory_is_predicted_within_15_percent(whole):
             {"n_layer": 4, "n_embd": 128, "batch_size": 12, "dtype": "float32"},
             marks=pytest.mark.slow,
         ),
-        {"n_layer": 3, "block_size": 128, "dropout": 0.1, "n_future_tokens": 3},
+        {"n_layer": 1, "block_size": 64, "batch_size": 8, "dropout": 0.1, "n_future_tokens": 2},
         pytest.param(
             {
                 "n_layer": 1,
@@ -181,13 +225,11 @@ def test_what_does_not_fit_is_predicted_and_not_run(in_process, monkeypatch):
         assert row["predicted"] > 10**6 and "measured" not in row and row["fits"] == 0
 
 
-def test_memory_is_predicted_for_any_model_and_optimizer(data_dir, tmp_path):
-    """Batch normalization, images, no answer of the model's own; and the second copy in Muon."""
-    out_dir = tmp_path / "b"
-    flags = ["--only=memory", f"--out_dir={out_dir}", "--rounds=1", "--batch_size=64"]
-    command = [sys.executable, REPO / "bench.py", REPO / "examples/images.py", *flags]
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
-    memory = json.loads((out_dir / "bench.json").read_text())["memory"]
+def test_memory_is_predicted_for_any_model(tmp_path, train_as_it_was):
+    """Batch normalization, images, no answer of the model's own."""
+    flags = ["--only=memory", f"--out_dir={tmp_path}", "--device=cpu", "--batch_size=64"]
+    assert not bench.main([str(REPO / "examples/images.py"), *flags])
+    memory = json.loads((tmp_path / "bench.json").read_text())["memory"]
     row = memory["here"]["without grad_checkpoint"]
     assert row["predicted"] == pytest.approx(row["measured"], rel=0.15)
 
@@ -257,6 +299,190 @@ def test_an_error_in_a_part_leaves_no_worker_behind(in_process, monkeypatch):
     with pytest.raises(RuntimeError, match="in the midst") as error:  # refers to the iterator
         in_process(only="ladder")
     assert error and multiprocessing.active_children() == []
+
+
+# ---- from nanoGPT to here ------------------------------------------------------------------------
+
+NANO_MODEL = """
+from dataclasses import dataclass
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.flash = True
+    def forward(self, x):
+        if self.flash:
+            return torch.cumsum(x, 1)
+        mask = self.bias[0, 0, : x.size(1), : x.size(1)]
+        return mask @ x
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attn = Attention()
+        self.mlp = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+    def forward(self, x):
+        return x + self.mlp(self.attn(x))
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024
+    vocab_size: int = 50304
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        parts = dict(wte=nn.Embedding(config.vocab_size, config.n_embd))
+        parts["h"] = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
+        self.transformer = nn.ModuleDict(parts)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+    def forward(self, idx, targets=None):
+        x = self.transformer.wte(idx)
+        for block in self.transformer.h:
+            x = block(x)
+        if targets is None:
+            return self.lm_head(x[:, [-1], :]), None
+        logits = self.lm_head(x)
+        flat = logits.view(-1, logits.size(-1)), targets.view(-1)
+        return logits, nn.functional.cross_entropy(*flat, ignore_index=-1)
+"""
+NANO_TRAIN = """
+import sys
+import torch
+assert open("model.py").read() and sys.argv[1] == "config/train_shakespeare_char.py"
+torch.manual_seed(1337)
+(last,) = [int(word.split("=")[1]) for word in sys.argv if word.startswith("--max_iters=")][-1:]
+for step in range(last + 1):
+    if step % 4 == 0:  # evaluations take 90 ms
+        print(f"step {step}: train loss 9.0000, val loss {4 - step // 4}.{torch.initial_seed()}")
+    print(f"iter {step}: loss 3.3, time {100 if step % 4 == 0 else 10}.00ms, mfu 1.00%")
+"""
+
+
+@pytest.fixture
+def nano(tmp_path, monkeypatch):
+    """A folder that looks like nanoGPT, in the environment."""
+    folder = tmp_path / "nano"
+    folder.mkdir()
+    (folder / "model.py").write_text(NANO_MODEL)
+    (folder / "train.py").write_text(NANO_TRAIN)
+    monkeypatch.setenv("NANOGPT", str(folder))
+    return folder
+
+
+def test_the_table_goes_from_nanogpt_to_here(nano, quick, in_process, monkeypatch, capsys):
+    names = [*bench.CHANGES][:2] + [*bench.CHANGES][-1:]
+    monkeypatch.setattr(bench, "CHANGES", {name: bench.CHANGES[name] for name in names})
+    monkeypatch.setattr(bench, "TARGET", 3.2)
+    flags = {"only": "from_nanogpt", "seeds": 2, "max_steps": 4, "n_embd": 16, "batch_size": 4}
+    _, facts = in_process(**flags)
+    rows, runs = (facts["from_nanogpt"][name] for name in ("rows", "runs"))
+    output = capsys.readouterr().out
+    assert list(rows) == list(runs) == names
+    for name, row in rows.items():
+        one, other = (run["loss"] for run in runs[name])
+        assert one != other  # another seed, also of nanoGPT itself
+        assert row["loss"] == pytest.approx((one + other) / 2)
+        assert row["deviation"] == pytest.approx(abs(one - other) / math.sqrt(2))
+        assert row["process"] > row["evaluating"] > 0
+        reached = f"{row['reached']:.1f}" if row["reached"] else "never"  # null
+        figures = f"  {reached}  {row['loss']:.4f}  "
+        assert [line for line in output.splitlines() if name in line and figures in line]
+        assert f"  {name}: python {bench.CHANGES[name]}\n" in output
+    assert rows[names[1]]["reached"] is None
+    assert len(set(quick)) == len(quick) == 4
+
+    run, other = runs["nanoGPT itself"]  # from what it prints
+    assert (run["loss"], other["loss"], run["tokens"]) == (3.1337, 3.1338, 4 * 12 * 64)
+    assert run["evaluating"] == pytest.approx(0.18)  # two iterations of 100 ms in place of 10
+    assert run["reached"] == pytest.approx(run["process"] - 0.23 + 0.04)
+
+    monkeypatch.delenv("NANOGPT")  # without it, its rows are left out, and no run is made again
+    _, facts = in_process(**flags)
+    assert list(facts["from_nanogpt"]["rows"]) == names[2:]
+    assert facts["from_nanogpt"]["runs"].items() <= runs.items()
+    assert len(quick) == 4
+    assert "without NANOGPT=FOLDER" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", [*bench.CHANGES][1:])
+def test_each_row_is_a_command_that_trains_on_as_many_tokens(name):
+    script, *words = bench.CHANGES[name].split()
+    assert (REPO / script).is_file()
+    with configured(vars(train), argv=words) as config:
+        tokens = config["max_steps"] * config["batch_size"] * config["block_size"]
+    assert tokens == 2000 * 12 * 64 or (tokens < 500_000 and name.startswith("the "))
+
+
+def test_reaching_the_target_takes_start_and_training_but_no_evaluation(tmp_path, monkeypatch):
+    seconds = {"start": 2.0, "compile": 0.5, "train": 9.0, "evaluate": 4.0, "save": 1.0}
+    (tmp_path / "run.json").write_text(json.dumps({"seconds": seconds}))
+    rows = [{"step": 0, "kind": "eval", "val_loss": 4.2}]
+    for step in (1, 2, 3):
+        rows.append({"step": step, "kind": "train", "step_ms": 1000.0 * step, "tokens": 100 * step})
+        rows.append({"step": step, "kind": "eval", "val_loss": bench.TARGET + 0.1 * (2 - step)})
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(bench, "trained", lambda *_: Logged(tmp_path))
+    found = bench.race("train.py", [], 1)
+    assert found == {
+        "process": 16.5,
+        "evaluating": 4.0,
+        "reached": 2.5 + 1 + 2,
+        "loss": bench.TARGET - 0.1,
+        "tokens": 300,
+    }
+    monkeypatch.setattr(bench, "TARGET", 1.0)
+    assert bench.race("train.py", [], 1)["reached"] == math.inf
+
+
+def test_the_recipe_on_this_loop_is_that_of_nanogpt():
+    """What its row does not say is a default of train.py."""
+    ours = {name: default for name, (default, _, _) in read_knobs(train.__file__).items()}
+    script, *words = bench.CHANGES["its model and recipe on this loop"].split()
+    ours |= dict(word[2:].split("=") for word in words)
+    theirs = dict(word[2:].split("=") for word in bench.NANOGPT.split() if "=" in word)
+    theirs |= {"lr": 1e-3, "min": 1e-4, "warmup": 100, "beta2": 0.99, "decay": 0.1, "clip": 1.0}
+    same = "block_size batch_size n_layer n_head n_embd dropout".split()
+    pairs = {name: name for name in same} | {"max_steps": "max_iters", "peak_lr": "lr"}
+    pairs |= {"min_lr": "min", "warmup_steps": "warmup", "beta2": "beta2", "weight_decay": "decay"}
+    for name, their_name in (pairs | {"grad_clip": "clip"}).items():
+        assert float(ours[name]) == float(theirs[their_name]), name
+    assert (ours["optimizer"], ours["schedule"], ours["beta1"]) == ("adamw", "cosine", 0.9)
+    assert script == "examples/nanogpt.py" and ours["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_model_of_that_row_is_nanogpts_own(dtype, nano, train_as_it_was):
+    example = runpy.run_path(str(REPO / "examples/nanogpt.py"), run_name="script")
+    own = runpy.run_path(str(Path(os.environ["NANOGPT"]) / "model.py"))
+    shape = {"block_size": 8, "n_layer": 2, "n_head": 2, "n_embd": 16, "dropout": 0.0}
+    vars(train).update(dtype=dtype, block_size=8)
+    wrapped = example["build_model"](shape, 65)
+    theirs = own["GPT"](own["GPTConfig"](vocab_size=65, bias=False, **shape))
+    theirs.load_state_dict(wrapped.state_dict())  # the same names, the same shapes
+    inputs, targets = torch.randint(65, (2, 3, 8))
+    logits, loss = theirs(inputs, targets)
+    tolerance = 0 if dtype == "float32" else 1e-5  # in bfloat16 attention takes another path
+    assert [block.attn.flash for block in wrapped.transformer.h] == [dtype == "float32"] * 2
+    torch.testing.assert_close(wrapped(inputs, targets), loss, rtol=tolerance, atol=0)
+    torch.testing.assert_close(wrapped(inputs), logits, rtol=tolerance, atol=tolerance)
+    targets[1:] = -100
+    assert wrapped(inputs, targets).item() == pytest.approx(wrapped(inputs[:1], targets[:1]).item())
+
+
+def test_without_nanogpt_its_model_is_bad_input(train_as_it_was, monkeypatch):
+    monkeypatch.setenv("NANOGPT", "")
+    example = runpy.run_path(str(REPO / "examples/nanogpt.py"), run_name="script")
+    with pytest.raises(BadInput, match="NANOGPT=FOLDER"):
+        example["build_model"]({}, 65)
 
 
 # ---- stopped -------------------------------------------------------------------------------------

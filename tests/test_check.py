@@ -1,5 +1,7 @@
 """check.py finds what it looks for, in the run, the machine and the result, and nothing else."""
 
+# ruff: noqa: F811 (fixtures that come from test_bench)
+
 import contextlib
 import json
 import math
@@ -7,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,12 @@ import torch.nn.functional as F
 from conftest import REPO
 from test_bench import FLAGS as BENCH_FLAGS
 from test_bench import arguments as bench_arguments
-from test_bench import stopped_by_ctrl_c
+from test_bench import (  # noqa: F401 (fixtures)
+    quick,
+    small_products,
+    stopped_by_ctrl_c,
+    train_as_it_was,
+)
 
 import bench
 import check
@@ -26,6 +32,7 @@ from plumbing.cli import BadInput, RunFailed
 from plumbing.data import OrderedWindows
 
 FLAGS = BENCH_FLAGS | {"lr_steps": 20}
+SMALL = {"n_layer": 1, "n_embd": 32, "batch_size": 8, "dtype": "float32"}
 CHECKS = [
     "one batch overfits",
     "loss at initialization",
@@ -53,7 +60,7 @@ def in_process(data_dir, tmp_path):
     """check.main() with the given flags, here: (exit code, check.json)."""
 
     def run(**flags):
-        code = check.main(arguments(tmp_path / "b", data_dir, **flags))
+        code = check.main(arguments(tmp_path / "b", data_dir, **SMALL | flags))
         return code, json.loads((tmp_path / "b" / "check.json").read_text())
 
     return run
@@ -65,7 +72,7 @@ def checks(data_dir, tmp_path):
     mark: True, False, None for n/a, or "passable"."""
 
     def run(part, **flags):
-        words = arguments(tmp_path / "b", data_dir, **flags)
+        words = arguments(tmp_path / "b", data_dir, **SMALL | flags)
         with bench.job_of(words, train.__file__, vars(check)) as job:
             with contextlib.ExitStack() as job.stack:
                 return {
@@ -100,13 +107,11 @@ def test_a_healthy_model_is_go(whole):
         assert [line for line in stdout.splitlines() if line[4:].startswith(f"{name}: ")]
 
 
-def test_any_model_and_data_can_be_checked(tmp_path):
+def test_any_model_and_data_can_be_checked(tmp_path, train_as_it_was, capsys):
     """Images: no text, no tokens, no FLOPs that the model tells. What does not apply is n/a."""
-    flags = ["--n_embd=4", "--batch_size=16", "--rounds=1", "--timing_seconds=0.05"]
-    command = [sys.executable, REPO / "check.py", REPO / "examples/images.py", *flags]
-    command += ["--lr_steps=20", f"--out_dir={tmp_path}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0 and "\n  GO\n" in done.stdout, done.stdout + done.stderr
+    flags = ["--n_embd=4", "--batch_size=16", "--device=cpu", f"--out_dir={tmp_path}"]
+    assert check.main([str(REPO / "examples/images.py"), *flags]) == 0
+    assert "\n  GO\n" in capsys.readouterr().out
     found = json.loads((tmp_path / "check.json").read_text())["sanity"]["checks"]
     assert list(found) == CHECKS
     absent = {name for name, each in found.items() if each["mark"] == "–"}
@@ -357,10 +362,10 @@ def test_only_a_deterministic_process_that_differs_is_exit_1(mode, in_process, m
     def execute(script, words, *, out_dir, **knobs):
         out_dir.mkdir()
         digest = out_dir.name[-1] if out_dir.name.startswith(f"{mode} ") else "same"
-        row = {"kind": "event", "event": "saved", "step": 20, "sha256": digest}
+        row = {"kind": "event", "event": "saved", "step": check.exact_steps, "sha256": digest}
         (out_dir / "metrics.jsonl").write_text(json.dumps(row))
 
-    monkeypatch.setattr(check, "execute", execute)
+    monkeypatch.setattr(bench, "execute", execute)
     code, facts = in_process(only="exact")
     assert code == (mode == "deterministic")
     assert facts["exact"]["rows"][mode]["distinct"] == 4
@@ -390,29 +395,11 @@ def test_verdicts_follow_from_the_interval():
 
 
 @pytest.fixture
-def quick(train_in, tmp_path, monkeypatch):
-    """check.execute() by a forked process, which begins at once. The folders of its runs."""
-    folders = []
-
-    def execute(script, words, *, out_dir, **knobs):
-        folders.append(Path(out_dir))
-        own = check.read_knobs(check.__file__) | check.read_knobs(bench.__file__)
-        flags = [flag for flag in words if flag[2:].partition("=")[0] not in {*own, "out_dir"}]
-        flags += [f"--{name}={value}" for name, value in knobs.items()]
-        done = train_in(tmp_path, out_dir, *flags, f"--out_dir={out_dir}")
-        if done.returncode:
-            raise RunFailed(done.stderr)
-
-    monkeypatch.setattr(check, "execute", execute)
-    return folders
-
-
-@pytest.fixture
 def compare(data_dir, tmp_path, quick, capsys):
     """compare(flags, of the other, **knobs of check.py): (exit code, lines of the output)."""
 
     def run(flags, other, **knobs):
-        common = {"max_steps": 30, "n_layer": 1, "n_embd": 32, "dtype": "float32", "seeds": 3}
+        common = SMALL | {"max_steps": 6, "block_size": 16, "seeds": 2}
         first = arguments(tmp_path / "b", data_dir, **common | flags)
         second = arguments(tmp_path / "b", data_dir, **common | other)
         words = [*first, f"--against={' '.join(second)}"]
@@ -422,30 +409,24 @@ def compare(data_dir, tmp_path, quick, capsys):
     return run
 
 
-def test_a_configuration_is_identical_to_itself(compare, quick):
+def test_a_configuration_is_identical_to_itself(compare, quick, monkeypatch):
     code, lines = compare({}, {})
     assert (code, lines[-1]) == (0, "verdict: identical")
-    assert [folder.name for folder in quick] == ["seed_1337", "seed_1338", "seed_1339"]
+    assert [folder.name for folder in quick] == ["seed_1337", "seed_1338"]
+    monkeypatch.setattr(bench, "code_hashes", lambda: {"train.py": ["", "edited"]})
+    compare({}, {})
+    assert len(set(quick)) == len(quick) == 4  # another code is another run
 
 
 def test_a_rate_far_too_high_is_worse_and_runs_are_not_trained_again(compare, quick):
-    code, lines = compare({"peak_lr": 0.3}, {"peak_lr": 0.03})
+    code, lines = compare({"peak_lr": 1.0}, {"peak_lr": 0.01}, seeds=3)
     assert (code, lines[-1]) == (0, "verdict: worse")
     assert len(set(quick)) == len(quick) == 6
-    code, lines = compare({"peak_lr": 0.03}, {"peak_lr": 0.3})
+    code, lines = compare({"peak_lr": 0.01}, {"peak_lr": 1.0}, seeds=3)
     assert (code, lines[-1]) == (0, "verdict: better")
     assert len(quick) == 6  # the same runs
     found = [line for line in lines if "95% interval" in line]
     assert len(found) == 1
-    compare({"max_steps": 31}, {"peak_lr": 0.03})
-    assert len(quick) == 9  # another run
-
-
-def test_another_code_is_another_run(compare, quick, monkeypatch):
-    compare({}, {}, seeds=2)
-    monkeypatch.setattr(check, "code_hashes", lambda: {"train.py": ["", "edited"]})
-    compare({}, {}, seeds=2)
-    assert len(set(quick)) == 4
 
 
 def test_a_run_that_fails_ends_it(compare):
@@ -453,10 +434,8 @@ def test_a_run_that_fails_ends_it(compare):
         compare({}, {"dataset": "absent"})
 
 
-def test_equal_names_the_first_step_that_differs(compare, tmp_path, quick):
-    code, lines = compare({}, {}, equal="true")
-    assert (code, lines[-1]) == (0, "equal: yes")
-    code, lines = compare({}, {"warmup_steps": 20, "max_steps": 29}, equal="true")
+def test_equal_names_the_first_step_that_differs(compare):
+    code, lines = compare({}, {"warmup_steps": 5, "max_steps": 5}, equal="true")
     assert code == 1 and lines[-1] == "equal: no; the first difference: step 2"
     code, _ = compare({}, {"dataset": "absent"}, equal="true")
     assert code == 125
@@ -464,13 +443,13 @@ def test_equal_names_the_first_step_that_differs(compare, tmp_path, quick):
 
 
 def test_equal_takes_the_folder_of_a_run(data_dir, tmp_path, run_train, quick, capsys):
-    golden = run_train("golden", "--max_steps=10", "--seed=3")
-    for seed, expected in ((3, 0), (4, 1)):
-        flags = [f"--max_steps=10 --seed={seed}", f"--out_dir={tmp_path}/b --data_dir={data_dir}"]
+    golden = run_train("golden", "--max_steps=4", "--seed=3")
+    for seed, expected, last in ((3, 0, "yes"), (4, 1, "no; the first difference: step 0")):
+        flags = [f"--max_steps=4 --seed={seed}", f"--out_dir={tmp_path}/b --data_dir={data_dir}"]
         words = " ".join([*flags, "--dataset=small --device=cpu --dtype=float32"]).split()
-        assert check.main([*words, f"--against={golden.out_dir}", "--equal=true"]) == expected, (
-            capsys.readouterr()
-        )
+        code = check.main([*words, f"--against={golden.out_dir}", "--equal=true"])
+        output = capsys.readouterr().out
+        assert (code, output.splitlines()[-1]) == (expected, f"equal: {last}"), output
 
 
 def test_an_import_that_fails_cannot_tell(tmp_path):
@@ -487,7 +466,7 @@ def test_an_import_that_fails_cannot_tell(tmp_path):
 def test_other_seeds_of_one_configuration_show_no_difference(data_dir, tmp_path, quick):
     """Twenty times five seeds against five others: a test at 95% errs once in twenty on average."""
     words = arguments(tmp_path / "b", data_dir, max_steps=15, n_layer=1, n_embd=32, dtype="float32")
-    losses = [check.trained(train.__file__, words, seed)[0] for seed in range(200)]
+    losses = [bench.race(train.__file__, words, seed)["loss"] for seed in range(200)]
     pairs = np.array(losses).reshape(20, 2, 5)
     verdicts = [check.verdict_on((first - second).tolist())[0] for first, second in pairs]
     assert sum(verdict.startswith("not shown") for verdict in verdicts) >= 17
@@ -499,7 +478,9 @@ def test_seeds_are_runs_of_the_real_command(in_process, run_train, quick, capsys
     runs = facts["seeds"]["runs"]
     assert list(runs) == ["seed 5", "seed 6", "mean", "deviation"]
     first, second, middle, deviation = runs.values()
-    flags = [f"--{key}={value}" for key, value in (FLAGS | knobs).items() if hasattr(train, key)]
+    flags = [
+        f"--{key}={value}" for key, value in (FLAGS | SMALL | knobs).items() if hasattr(train, key)
+    ]
     losses = [row["val_loss"] for row in run_train("own", *flags, "--seed=6").rows("eval")]
     assert second["loss"] == losses[-1] != first["loss"]
     for column in ("loss", "seconds"):
