@@ -168,7 +168,7 @@ class RunFolder(ExitStack):
             clock.lap("report")
             write_json(self.mine() / "run.json", self.facts)
         writes_text = "tokenizer" in self.facts["data"]["meta"]
-        console.print_next(ended, self.path, self.facts["command"], writes_text)
+        console.print_next(ended, self.path, writes_text)
 
     def record_end(self, ended: str, seconds: dict, state: dict, when: str) -> None:
         end = {"ended": ended, "seconds": seconds}
