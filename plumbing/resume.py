@@ -17,6 +17,7 @@ from plumbing.files import digest_of, read_json
 from plumbing.machine import choose_dtype, device_name, matmul_bits
 from plumbing.ranks import from_rank0, say, world_size
 from plumbing.run_folder import RunFolder
+from plumbing.safe_step import leaves
 
 REPO = Path(__file__).resolve().parent.parent
 
@@ -239,7 +240,8 @@ def refuse_another_run(run, saved: dict) -> None:
                 f"{key} was {was} in the run so far and is {here} now: that is another run; "
                 f"write {fresh_out_dir}{to_resume}"
             )
-    was, here = (parts_of(part) for part in (saved, run.checkpoint()))
+    now = run.checkpoint()
+    was, here = (parts_of(now | each) for each in (saved, now))
     for name in here | was:  # in the program's order
         if (one := was.get(name, "absent")) != (other := here.get(name, "absent")):
             fail(
@@ -249,10 +251,12 @@ def refuse_another_run(run, saved: dict) -> None:
 
 
 def parts_of(saved: dict) -> dict:
-    """{name: shape} of the weights, and the number of weights in each group of the optimizers."""
+    """{name: shape} of the weights, the number of weights in each group of the optimizers, and the
+    place of each weight there: (optimizer, group, number)."""
     groups = [[len(g["params"]) for g in each["param_groups"]] for each in saved["optimizer"]]
     shapes = {name: [*getattr(w, "shape", [])] for name, w in saved["model"].items()}
-    return shapes | {"the optimizers' groups": groups}
+    places = {f"the place of {name} in the groups": at for at, name in leaves(saved["groups"])}
+    return shapes | {"the optimizers' groups": groups} | places
 
 
 def is_finished(run) -> bool:
