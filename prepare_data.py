@@ -85,7 +85,7 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
     input: a text file or a corpus, or "" for what `name` stands for. of_corpus: values of the
     corpus knobs above. Raises DataError or Offline.
     """
-    folder = folder_of(name, data_dir)
+    folder = data.folder_of(name, data_dir)
     if tokenizer not in ("auto", *TOKENIZERS):
         known = "|".join(TOKENIZERS)
         raise DataError(f"unknown tokenizer {tokenizer!r}; write --tokenizer={known}")
@@ -113,12 +113,6 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
     data.verify(folder, old)
     say(f"{folder} is there already, {what}; nothing to do")
     return folder, old
-
-
-def folder_of(name: str, data_dir: str) -> str:
-    if not re.fullmatch(r"\w[\w.-]*", name):
-        raise DataError(f"a NAME is made of letters, digits, '_', '-' and '.', not {name!r}")
-    return os.path.join(data_dir, name)
 
 
 @contextlib.contextmanager
@@ -155,7 +149,7 @@ def write(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Cal
     encode_batch = getattr(tokenizer, "encode_batch", partial(map, tokenizer.encode))
     ends = [tokenizer.end_of_text] if streamed and hasattr(tokenizer, "end_of_text") else []
     end = np.array(ends, meta["dtype"]).tobytes()
-    sizes, counts = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)  # bytes, documents
+    sizes = dict.fromkeys(SPLITS, 0)  # bytes
     documents = iter(documents)
     began = said = time.perf_counter()
     with making(folder) as unfinished:
@@ -167,7 +161,6 @@ def write(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Cal
                     file = train if split == "train" else val
                     file.write(np.asarray(ids, meta["dtype"]).tobytes() + end)
                     sizes[split] += len(text.encode())
-                    counts[split] += 1
                 if time.perf_counter() - said > 10:
                     said = time.perf_counter()
                     os.utime(unfinished)  # not left by a process that was killed
@@ -183,12 +176,9 @@ def write(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Cal
         meta["val_bytes"] = sizes["val"]
         meta["sha256"] = {f"{split}.bin": digest_of(path) for split, path in paths.items()}
         Path(unfinished, "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-    rate = sum(sizes.values()) / 1e6 / (time.perf_counter() - began)
-    what = (
-        f"{tokens['train']:,} {meta['tokenizer']} tokens to train on, {tokens['val']:,} to validate"
-    )
-    what += f", of {counts['train']:,} and {counts['val']:,} documents, {rate:.1f} MB/s"
-    say(f"made {folder} from {meta['source']}: {what}, vocabulary {meta['vocab_size']:,}")
+    what = f"{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate"
+    kind = f"{meta['tokenizer']}, vocabulary {meta['vocab_size']:,}"
+    say(f"made {folder} from {meta['source']}: {what} ({kind})")
     return meta
 
 
@@ -392,14 +382,8 @@ def read_shakespeare(folder: str, say: Callable) -> bytes:
 
 
 def open_dataset(name: str, data_dir: str, say: Callable = print) -> tuple[str, dict]:
-    """(folder, meta) of the dataset data_dir/name, after verifying every byte. If it is missing and
-    one of TEXTS, it is made first. Raises DataError or Offline."""
-    folder = folder_of(name, data_dir)
-    if os.path.exists(f"{folder}/meta.json"):
-        meta = data.read_meta(folder)
-        data.verify(folder, meta)
-        return folder, meta
-    if name in CORPORA:
+    """prepare(), but for what takes hours."""
+    if name in CORPORA and not os.path.exists(f"{data.folder_of(name, data_dir)}/meta.json"):
         how = f"it takes hours, so make it first: python prepare_data.py {name}"
         raise DataError(f"no dataset {name!r} in {data_dir}; {how}")
     return prepare(name, data_dir, say=say)

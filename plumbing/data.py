@@ -16,6 +16,7 @@ import json
 import math
 import os
 import queue
+import re
 import signal
 import threading
 import time
@@ -40,6 +41,12 @@ class DataError(BadInput):
 
 class Offline(BadInput):
     """A download was needed, and no server gave it in time."""
+
+
+def folder_of(name: str, data_dir: str) -> str:
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise DataError(f"a NAME is made of letters, digits, '_', '-' and '.', not {name!r}")
+    return os.path.join(data_dir, name)
 
 
 def read_meta(folder: str) -> dict:
@@ -108,7 +115,7 @@ def dataset_of_run(
             bar = "!" * 90
             say(f"{bar}\n!! {why}\n!! This run trains on {candidate!r} INSTEAD OF {name!r}:")
             say(f"!! its numbers say nothing about {name!r}.\n{bar}")
-        folder = os.path.join(data_dir, candidate)
+        folder = folder_of(candidate, data_dir)
         try:
             if os.path.exists(f"{folder}/meta.json"):
                 verify(folder, meta := read_meta(folder))
@@ -176,9 +183,9 @@ class OrderedWindows:
         return rows[:, :-1].copy(), targets
 
 
-class Batches:
-    """An iterator over (inputs, targets, milliseconds waited): dataset[place] for each of `places`,
-    as tensors on the device. `num_workers` processes read ahead; 0 = this one reads."""
+class Batches(Iterator):
+    """An iterator over dataset[place] for each of `places`, which `num_workers` processes read ahead;
+    0 = this one reads."""
 
     def __init__(self, dataset, places, device, num_workers=0, prefetch_factor=2, hang_minutes=30):
         import torch  # here, so that prepare_data.py, which needs none, starts at once
@@ -223,15 +230,10 @@ class Batches:
         except Exception as error:
             self.ready.put(error)
 
-    def __iter__(self) -> Iterator:
-        return self
-
-    def __next__(self) -> tuple:
-        return self.next_batch()
-
     def next_batch(self, should_stop: Callable[[], bool] = lambda: False) -> tuple | None:
-        """The next batch, or None if should_stop() says so while the workers keep it waiting. Raises
-        RunFailed if a worker has died, or if none gave a batch for hang_minutes."""
+        """(inputs, targets, milliseconds waited), on the device; None if should_stop() says so while
+        the workers keep it waiting. Raises StopIteration at the end; RunFailed if a worker has died,
+        or if none gave a batch for hang_minutes."""
         began = time.perf_counter()
         batch = None if self.workers else next(self.iterator)
         while batch is None:
@@ -251,6 +253,8 @@ class Batches:
             if should_stop():
                 return None
         return *to_device(batch, self.device), 1000 * (time.perf_counter() - began)
+
+    __next__ = next_batch
 
     def stop(self) -> None:
         """End the workers. One that hangs is killed after a second: torch would send it SIGTERM,

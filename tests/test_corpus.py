@@ -111,7 +111,7 @@ def test_each_document_is_there_once_in_order_with_its_end_of_text(
     assert meta["val_bytes"] == sum(len(text.encode()) for text in made["val"])
     assert meta["vocab_size"] == {"byte": 256, "gpt2": 50257}[tokenizer]
     assert open_dataset("made", tmp_path) == (str(folder), meta)
-    assert f"of {len(made['train'])} and {len(made['val'])} documents" in said[0]
+    assert f"{meta['train_tokens']:,} tokens to train on" in said[0]
 
 
 def test_the_same_command_writes_the_same_bytes_however_much_is_read_at_once(

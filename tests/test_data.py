@@ -119,8 +119,7 @@ def test_a_dataset_is_the_whole_text_and_what_its_meta_says(tmp_path, text_file,
         assert meta[f"{split}_tokens"] == len(ids(folder, split))
         digest = hashlib.sha256((folder / f"{split}.bin").read_bytes()).hexdigest()
         assert meta["sha256"][f"{split}.bin"] == digest
-    assert f"{meta['train_tokens']:,} {tokenizer} tokens" in result.stdout
-    assert "MB/s" in result.stdout
+    assert f"{meta['train_tokens']:,} tokens" in result.stdout and tokenizer in result.stdout
 
 
 @needs_shakespeare
