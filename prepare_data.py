@@ -54,7 +54,7 @@ field = "text"  # the field of a .jsonl object that holds the text
 val_fraction = 0.0005  # share of the documents held out for validation, (0, 1)
 
 # Bytes
-WHOLE_TEXT = 32_000_000  # a plain text up to this size is read whole (char: 0.90 GB of memory)
+WHOLE_TEXT = 32_000_000  # a plain text up to this size is read whole (char: up to 0.5 GB of memory)
 WHOLE_DOCUMENT = 4_000_000  # a text file up to this size is one document (a long novel has 3 MB)
 PART = 64_000  # largest document cut from a longer file; small, so that val gets enough of them
 LONGEST_LINE = 16_000_000  # of a .jsonl
@@ -89,7 +89,7 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
     if tokenizer not in ("auto", *TOKENIZERS):
         known = "|".join(TOKENIZERS)
         raise DataError(f"unknown tokenizer {tokenizer!r}; write --tokenizer={known}")
-    old = data.read_meta(folder) if os.path.exists(f"{folder}/meta.json") else {}
+    old = data.verified_meta(folder) if os.path.exists(f"{folder}/meta.json") else {}
     streamed = os.path.isdir(input) or glob.has_magic(input) if input else name in CORPORA
     if os.path.isfile(input):
         is_packed = input.endswith((".jsonl", ".gz", ".zst"))
@@ -110,7 +110,6 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
     if asked != made:
         hint = "choose another NAME, or delete that folder if no run depends on it"
         raise DataError(f"{folder} holds another dataset: {what}; {hint}")
-    data.verify(folder, old)
     say(f"{folder} is there already, {what}; nothing to do")
     return folder, old
 

@@ -49,10 +49,14 @@ def folder_of(name: str, data_dir: str) -> str:
     return os.path.join(data_dir, name)
 
 
-def read_meta(folder: str) -> dict:
-    """The dict in meta.json. Raises DataError if it does not describe a dataset."""
+def verified_meta(folder: str) -> dict:
+    """The dict in meta.json. Raises DataError unless it describes a dataset, and both files have the
+    size, hash and range of ids that it says. They are read, not mapped: mapped pages would count as
+    memory of this process."""
     path = os.path.join(folder, "meta.json")
     content = read_file(path)
+    made = f"python prepare_data.py {os.path.basename(folder)}"
+    again = f"delete {path} and type the command that made it: {made} ..."
     try:
         meta = json.loads(content)
         sizes = [meta["vocab_size"], meta["train_tokens"], meta["val_tokens"]]
@@ -65,19 +69,7 @@ def read_meta(folder: str) -> dict:
     except Exception:  # whatever the file may hold in place of such a dict
         valid = False
     if not valid:
-        raise DataError(f"{path} does not describe a dataset; {again(folder)}")
-    return meta
-
-
-def fingerprint(meta: dict) -> str:
-    """16 hex digits that identify the tokens and their meaning, but not their source."""
-    content = {key: value for key, value in meta.items() if key != "source"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def verify(folder: str, meta: dict) -> None:
-    """Raises DataError unless both files have the size, hash and range of ids that `meta` says.
-    They are read, not mapped: mapped pages would count as memory of this process."""
+        raise DataError(f"{path} does not describe a dataset; {again}")
     dtype = np.dtype(meta["dtype"])
     for split in SPLITS:
         path = os.path.join(folder, f"{split}.bin")
@@ -91,12 +83,19 @@ def verify(folder: str, meta: dict) -> None:
                 highest = max(highest, ids.max(initial=0))
         expected = (meta[f"{split}_tokens"] * dtype.itemsize, meta["sha256"][f"{split}.bin"])
         if (size, digest.hexdigest()) != expected:
-            found = f"was changed or damaged: it has {size:,} bytes, SHA-256 {digest.hexdigest()}"
-            found += f", but meta.json says {expected[0]:,} and {expected[1]}"
-            raise DataError(f"{path} {found}; {again(folder)}")
+            found = f"it has {size:,} bytes, SHA-256 {digest.hexdigest()}"
+            says = f"meta.json says {expected[0]:,} and {expected[1]}"
+            raise DataError(f"{path} was changed or damaged: {found}, but {says}; {again}")
         if highest >= meta["vocab_size"]:
-            found = f"{path} holds token id {highest}, but vocab_size is {meta['vocab_size']}"
-            raise DataError(f"{found}; {again(folder)}")
+            found = f"holds token id {highest}, but vocab_size is {meta['vocab_size']}"
+            raise DataError(f"{path} {found}; {again}")
+    return meta
+
+
+def fingerprint(meta: dict) -> str:
+    """16 hex digits that identify the tokens and their meaning, but not their source."""
+    content = {key: value for key, value in meta.items() if key != "source"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def dataset_of_run(
@@ -118,7 +117,7 @@ def dataset_of_run(
         folder = folder_of(candidate, data_dir)
         try:
             if os.path.exists(f"{folder}/meta.json"):
-                verify(folder, meta := read_meta(folder))
+                meta = verified_meta(folder)
             else:
                 folder, meta = make(candidate, data_dir)
         except Offline as error:
@@ -130,11 +129,6 @@ def dataset_of_run(
                 raise DataError(f"{found}; expected a smaller block_size, or a longer text")
         return candidate, folder, meta
     raise Offline(why)
-
-
-def again(folder: str) -> str:
-    made = f"python prepare_data.py {os.path.basename(folder)}"
-    return f"delete {folder}/meta.json and type the command that made it: {made} ..."
 
 
 class Split(np.memmap):
@@ -309,26 +303,24 @@ class Char:
     """One id for each distinct character of the text, by code point."""
 
     def __init__(self, meta: dict):
-        self.known = code_points(meta["chars"])
-        self.vocab_size = len(self.known)
-        if not self.vocab_size or (np.diff(self.known.astype(np.int64)) <= 0).any():
+        self.chars = meta["chars"]
+        self.vocab_size = len(self.chars)
+        self.ids = {char: i for i, char in enumerate(self.chars)}
+        if not self.chars or self.chars != "".join(sorted(self.ids)):
             raise ValueError("chars: expected distinct characters, sorted")
 
     @staticmethod
     def learn(text: str) -> dict:
         """What `meta` needs for this tokenizer, from all of a text."""
-        return {"chars": np.unique(code_points(text)).tobytes().decode("utf-32-le")}
+        return {"chars": "".join(sorted(set(text)))}
 
     def encode(self, text: str) -> np.ndarray:
-        codes = code_points(text)
-        ids = np.searchsorted(self.known, codes).clip(max=len(self.known) - 1)
-        missing = np.unique(codes[self.known[ids] != codes])[:20]
-        if len(missing):
-            raise DataError(f"the vocabulary lacks {' '.join(repr(chr(c)) for c in missing)}")
-        return ids
+        if missing := sorted(set(text) - self.ids.keys())[:20]:
+            raise DataError(f"the vocabulary lacks {' '.join(map(repr, missing))}")
+        return np.fromiter(map(self.ids.__getitem__, text), np.uint32, len(text))
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.known[np.asarray(ids, np.int64)].tobytes().decode("utf-32-le")
+        return "".join(self.chars[i] for i in ids)
 
 
 class Byte:
@@ -378,11 +370,6 @@ class GPT2:
 # dict goes into `meta`; end_of_text is the id that follows each document of a corpus, if any;
 # encode_batch(texts) is a faster encode.
 TOKENIZERS = {"char": Char, "byte": Byte, "gpt2": GPT2}
-
-
-def code_points(text: str) -> np.ndarray:
-    """The Unicode code points of `text`, uint32 (n,)."""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
 
 
 def needed(package: str, what: str) -> Any:
