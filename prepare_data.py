@@ -87,8 +87,7 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
     """
     folder = data.folder_of(name, data_dir)
     if tokenizer not in ("auto", *TOKENIZERS):
-        known = "|".join(TOKENIZERS)
-        raise DataError(f"unknown tokenizer {tokenizer!r}; write --tokenizer={known}")
+        raise DataError(f"no tokenizer {tokenizer!r}; write --tokenizer={'|'.join(TOKENIZERS)}")
     old = data.verified_meta(folder) if os.path.exists(f"{folder}/meta.json") else {}
     streamed = os.path.isdir(input) or glob.has_magic(input) if input else name in CORPORA
     if os.path.isfile(input):
@@ -132,8 +131,7 @@ def making(folder: str) -> Iterator[str]:
                 os.replace(os.path.join(unfinished, name), os.path.join(folder, name))
         fsync(folder)
     except OSError as error:
-        found = f"cannot write {folder}: {error.strerror or error}"
-        raise DataError(f"{found}; write --data_dir=FOLDER") from error
+        raise DataError(f"cannot write {folder} ({error}); write --data_dir=FOLDER") from error
     finally:
         for path in (folder, os.path.dirname(folder)):
             with contextlib.suppress(OSError):  # not empty
@@ -189,8 +187,7 @@ def find_corpus(name: str, input: str, options: dict) -> tuple[dict, Iterator]:
     corpus `name`. meta["source"] differs if files, their dates or options differ."""
     tokenizer = options["tokenizer"]
     if hasattr(TOKENIZERS[tokenizer], "learn"):
-        found = f"{tokenizer} learns its vocabulary from one text, and cannot stream a corpus"
-        raise DataError(f"{found}; write --tokenizer=gpt2, or byte")
+        raise DataError(f"{tokenizer} learns its vocabulary from one text; write --tokenizer=gpt2")
     facts = [CORPORA.get(name), options]
     if input:
         files = input_files(input)
@@ -304,8 +301,7 @@ def read_chunks(path: str) -> Iterator[bytes]:
     except DataError:
         raise
     except Exception as error:  # gzip, zlib and zstandard each raise their own
-        found = f"cannot read {path} ({error})"
-        raise DataError(f"{found}; if it is damaged, fetch it again or leave it out") from error
+        raise DataError(f"cannot read {path} ({error}); fetch it again or leave it out") from error
 
 
 # ---- the named texts, or a file ------------------------------------------------------------------
@@ -383,8 +379,7 @@ def read_shakespeare(folder: str, say: Callable) -> bytes:
 def open_dataset(name: str, data_dir: str, say: Callable = print) -> tuple[str, dict]:
     """prepare(), but for what takes hours."""
     if name in CORPORA and not os.path.exists(f"{data.folder_of(name, data_dir)}/meta.json"):
-        how = f"it takes hours, so make it first: python prepare_data.py {name}"
-        raise DataError(f"no dataset {name!r} in {data_dir}; {how}")
+        raise DataError(f"no dataset {name!r}; make it first: python prepare_data.py {name}")
     return prepare(name, data_dir, say=say)
 
 

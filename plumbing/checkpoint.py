@@ -178,9 +178,8 @@ def restore(run, checkpoint: dict) -> None:
     """Restore `run` from a result of run.checkpoint(), sharded or not. These stay: micro-batches,
     optimizer settings whose knobs changed, and the RNG state if the number of ranks changed."""
     here = run.model.state_dict()
-    run.model.load_state_dict(
-        mapped(lambda w, path: shard_like(here.get(path[0]), w), checkpoint["model"])
-    )
+    weights = mapped(lambda w, path: shard_like(here.get(path[0]), w), checkpoint["model"])
+    run.model.load_state_dict(weights)
     if "frozen" in checkpoint:
         for name, weight in run.model.named_parameters():
             weight.requires_grad_(name not in checkpoint["frozen"])

@@ -93,9 +93,9 @@ def run_script(main: Callable[[], int | None]) -> int:
 
 
 def printable(text: str) -> str:
-    """Without control characters, with which a model or a file could type into the terminal; newlines,
-    tabs and colours stay."""
-    return re.sub(r"(\033\[\d*m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: match[1] or "", text)
+    """Without control characters, with which a model or a file could type into the terminal; newlines
+    and tabs stay."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
 
 
 def folded_traceback(error: BaseException) -> str:

@@ -3,7 +3,6 @@
 import math
 import os
 import shlex
-import sys
 import textwrap
 from contextlib import suppress
 from pathlib import Path
@@ -12,14 +11,6 @@ from typing import Any
 from plumbing.cli import printable, show
 
 REPO = Path(__file__).resolve().parent.parent
-
-
-def paint(words: str, style: str) -> str:
-    """`words` in colour, if they go to a terminal that shows colours (https://no-color.org)."""
-    plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    colour = {"dim": 2, "red": 31, "green": 32}[style]
-    in_colour = sys.stdout and sys.stdout.isatty() and not plain
-    return f"\033[{colour}m{words}\033[0m" if in_colour else words
 
 
 def say(*words: object) -> None:
@@ -109,7 +100,7 @@ class Table:
             self.names = list(columns)
             heads = " ".join(f"{heading:>{width}}" for heading, width, _ in columns.values())
             start = f"{'step/total':<{len(progress(0, self.max_steps))}}"
-            say(paint(f"{start} {heads}", "dim"))
+            say(f"{start} {heads}")
         cells = [progress(row["step"], self.max_steps)]
         for name, (_, width, write) in columns.items():
             text = "n/a" if row[name] is None else write(row[name])
@@ -120,8 +111,8 @@ class Table:
         """Print a row of an evaluation, with every further number that evaluate() returned."""
         names = [name for name in {**EVALUATION, **row} if name in row and name not in NOT_SHOWN]
         words = [EVALUATION.get(name, name + " {:.4f}").format(row[name]) for name in names]
-        best = paint("  best", "green") if is_best else ""
-        say(f"{progress(row['step'], self.max_steps)} {'  '.join(words)}{best}")
+        words += ["best"] * is_best
+        say(progress(row["step"], self.max_steps), "  ".join(words))
 
 
 def progress(step: int, max_steps: int) -> str:
@@ -130,20 +121,15 @@ def progress(step: int, max_steps: int) -> str:
 
 
 def print_event(step: int, event: str, fields: dict[str, Any]) -> None:
-    """In red, except for what a resume on other hardware or with other settings usually says."""
-    calm = event in ("resume", "inexact_resume") and "code" not in fields
     details = "  ".join(f"{key} {in_short(value, event)}" for key, value in fields.items())
-    words = wrapped(f"{event.replace('_', ' ')}: {details}", 8)
-    say(f"{step:>7} {words if calm else paint(words, 'red')}")
+    say(f"{step:>7}", wrapped(f"{event.replace('_', ' ')}: {details}", 8))
 
 
 def in_short(value: Any, event: str) -> str:
-    """A field of an event. Of [then, now] hashes of files, the names of those that differ."""
+    """A field of an event. Of the hashes of files that differ, their names."""
     if event == "inexact_resume":
         then, now = value
-        if not isinstance(then, dict) or not isinstance(now, dict):
-            return f"{then} -> {now}"
-        value = [key for key in now if now[key] != then.get(key)]
+        return ", ".join(now) if isinstance(now, dict) else f"{then} -> {now}"
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -195,7 +181,7 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
 
 def print_line(name: str, words: str) -> None:
     if words:
-        say(paint(f"{name:<8}", "dim"), wrapped(words, 9))
+        say(f"{name:<8}", wrapped(words, 9))
 
 
 def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric: str) -> None:
@@ -218,4 +204,4 @@ def print_next(ended: str, folder: Path, writes_text: bool) -> None:
         lines = {sample: "text from its best weights"} if writes_text else {}
         lines[f"{report} OTHER"] = "beside another run"
     for line, what in lines.items():
-        say(f"{line:<50}  {paint(f'# {what}', 'dim')}")
+        say(f"{line:<50}  # {what}")

@@ -87,8 +87,8 @@ def verified_meta(folder: str) -> dict:
             says = f"meta.json says {expected[0]:,} and {expected[1]}"
             raise DataError(f"{path} was changed or damaged: {found}, but {says}; {again}")
         if highest >= meta["vocab_size"]:
-            found = f"holds token id {highest}, but vocab_size is {meta['vocab_size']}"
-            raise DataError(f"{path} {found}; {again}")
+            found = f"token id {highest}, but vocab_size is {sizes[0]}"
+            raise DataError(f"{path} holds {found}; {again}")
     return meta
 
 
@@ -149,8 +149,7 @@ def read_rows(tokens: Split, starts: np.ndarray, length: int) -> np.ndarray:
     """The `length` tokens from each of `starts` on, int64 (len(starts), length). Raises RunFailed if
     the file has changed its size: to read past its end would kill the process."""
     if tokens.base.size() != tokens.nbytes:
-        hint = "make the dataset again, and repeat the command to resume"
-        raise RunFailed(f"{tokens.filename} has changed its size since the start; {hint}")
+        raise RunFailed(f"{tokens.filename} has changed its size since the start; make it again")
     return np.asarray(tokens)[starts[:, None] + np.arange(length)].astype(np.int64)
 
 
@@ -242,8 +241,7 @@ class Batches(Iterator):
                 raise batch or StopIteration  # the dataset's own error, or the end
             if time.perf_counter() - began > 60 * self.hang_minutes:
                 found = f"no DataLoader worker gave a batch for {self.hang_minutes:g} minutes"
-                hint = "the same command resumes, and --num_workers=0 shows where it hangs"
-                raise RunFailed(f"{found} (--hang_minutes); {hint}")
+                raise RunFailed(f"{found} (--hang_minutes); the same command resumes")
             if should_stop():
                 return None
         return *to_device(batch, self.device), 1000 * (time.perf_counter() - began)
@@ -399,5 +397,4 @@ def decode_utf8(raw: bytes, path: str, begin: int = 0) -> str:
         return raw.decode()
     except UnicodeDecodeError as error:
         byte = f"byte 0x{raw[error.start]:02x} at offset {begin + error.start} ({error.reason})"
-        hint = "convert it: iconv -f latin1 -t utf-8 FILE"
-        raise DataError(f"{path} is not UTF-8 text: {byte}; {hint}") from error
+        raise DataError(f"{path} is not UTF-8: {byte}; try iconv -f latin1 -t utf-8") from error

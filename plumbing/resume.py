@@ -41,11 +41,9 @@ FREE = (
 ).split()
 # Typed, these make another run, with a folder of its own: what a resume refuses, and the course.
 NAMED = (
-    "dataset block_size n_layer n_head n_embd ngram_rows conv_width dropout label_smoothing "
-    "n_future_tokens batch_size accum_steps seed optimizer momentum weight_decay beta1 beta2 grad_clip "
-    "ema_decay schedule peak_lr min_lr warmup_steps decay_steps cooldown_steps step_size gamma "
-    "plateau_factor plateau_patience max_skipped max_rollbacks dtype"
-).split()
+    "momentum weight_decay beta1 beta2 grad_clip ema_decay peak_lr min_lr warmup_steps decay_steps "
+    "cooldown_steps step_size gamma plateau_factor plateau_patience max_skipped max_rollbacks"
+).split() + REFUSED
 # Resolved from "auto", 0, max_steps or the ranks, and kept on a resume unless the command differs.
 RESOLVED = "dtype compile warmup_steps decay_steps batch_size accum_steps".split()
 # Code that only prints or draws, and so never makes a resume inexact.
@@ -73,9 +71,7 @@ def identity_of(knobs: dict, data: dict, device: torch.device) -> dict:
 def code_hashes() -> dict:
     """{path: [SHA-256 of the bytes, of the syntax tree]} of every source that this process has loaded,
     `__main__` too, but for the standard library, installed packages, and code that only shows."""
-    installed = [
-        Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")
-    ]
+    installed = [Path(sysconfig.get_path(of)).resolve() for of in ("stdlib", "purelib", "platlib")]
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     hashes = {}
     for path in sorted(Path(file).resolve() for file in files if file.endswith(".py")):
@@ -103,11 +99,9 @@ def changes(then: dict, now: dict) -> dict:
     changed = {key: [then.get(key), now[key]] for key in now if then.get(key) != now[key]}
     before, after = changed.pop("code", ({}, {}))
     decides = 1 if then.get("python") == now["python"] else 0  # the tree, or the bytes
-    differ = [
-        name for name in after if before.get(name, after[name])[decides] != after[name][decides]
-    ]
+    differ = [f for f in after if before.get(f, after[f])[decides] != after[f][decides]]
     if differ:
-        changed["code"] = [{name: files[name][0] for name in differ} for files in (before, after)]
+        changed["code"] = [{file: hashes[file][0] for file in differ} for hashes in (before, after)]
     return changed
 
 
@@ -142,7 +136,7 @@ def find_checkpoint(folder: RunFolder, resume: str, to_train: bool) -> Path | No
             path = checkpoint.newest_valid(folder.path, set_aside=to_train)
             # with neither of these, it stopped before its first save: nothing is lost
             if not path and (folder.holds_steps() or any(folder.path.glob("*.corrupt"))):
-                found = f"{folder.path} holds a run, but no checkpoint that can be read"
+                found = f"the run in {folder.path} has no checkpoint that can be read"
                 fail(f"{found}; to start again write --resume=restart or {fresh}")
         if resume not in ("auto", "never", "restart"):
             path = checkpoint_asked_for(folder, path, Path(resume))
@@ -266,11 +260,10 @@ def is_finished(run) -> bool:
     config, state = run.facts["config"], run.state
     step, name = state["step"], shown(run.folder.path)
     again = f"--resume=restart or {run.folder.fresh_out_dir()}"
-    more = "raise --max_steps"
-    if step < config["max_steps"]:
-        if not 0 < config["patience"] <= state["evals_since_best"]:
-            return False
-        more = "raise --patience"
+    out_of_patience = 0 < config["patience"] <= state["evals_since_best"]
+    more = "raise --patience" if step < config["max_steps"] else "raise --max_steps"
+    if step < config["max_steps"] and not out_of_patience:
+        return False
     if not run.folder.owns(run.path):
         fail(f"{shown(run.path)} is at step {step:,} of --max_steps={config['max_steps']}; {more}")
     others = [
@@ -296,11 +289,10 @@ def is_finished(run) -> bool:
 def mention_unfinished(config: dict, out_dir: str) -> None:
     """Where typed flags make another run, but the config's own folder holds one that could go on with
     them, such as a lower rate: say what to type."""
-    own = Path(config["out_dir"])
-    facts = read_json(own / "run.json")
-    if str(own) != out_dir and facts.get("config") and not facts.get("ended") == "finished":
+    own = config["out_dir"]
+    facts = read_json(f"{own}/run.json")
+    if own != out_dir and facts.get("config") and facts.get("ended") != "finished":
         changed = changed_knobs(facts["config"], config)
         if not changed.keys() & {*REFUSED, "batch_size", "accum_steps"}:
-            say(
-                f"{shown(own)} holds an unfinished run; to go on with it add --out_dir={shown(own)}"
-            )
+            own = shown(own)
+            say(f"{own} holds an unfinished run; to go on with it add --out_dir={own}")

@@ -1,8 +1,6 @@
-"""What is printed: columns that stay aligned, lines that fit, colour only for a terminal."""
+"""What is printed: columns that stay aligned, lines that fit."""
 
 import math
-import os
-import pty
 import re
 import shlex
 import subprocess
@@ -12,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO, arguments
+from conftest import REPO
 
 from plumbing import console
 
@@ -151,14 +149,12 @@ def test_every_line_on_the_best_names_the_metric_that_decides(capsys):
     assert console.best_words("val_loss", state) == "no best validation loss yet"
 
 
-def test_changed_code_is_printed_as_loudly_as_trouble(capsys, monkeypatch):
-    monkeypatch.setattr(console, "paint", lambda words, style: f"<{style}>{words}")
+def test_an_event_names_what_changed_and_the_files_that_differ(capsys):
     console.print_event(6, "inexact_resume", {"threads": [1, 2]})
     console.print_event(6, "inexact_resume", {"code": [{"a.py": "1"}, {"a.py": "2"}]})
     console.print_event(6, "rollback", {"why": "a reason"})
-    calm, *loud = capsys.readouterr().out.splitlines()
-    assert "<red>" not in calm and "threads 1 -> 2" in calm
-    assert [line.partition("<red>")[2] for line in loud] == [
+    assert [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()] == [
+        "inexact resume: threads 1 -> 2",
         "inexact resume: code a.py",
         "rollback: why a reason",
     ]
@@ -194,32 +190,3 @@ def test_the_end_names_commands_that_run(run_train, tmp_path):
         for command in ([*sample, "--max_new_tokens=5"], [*compare, str(done.out_dir)])
     ]
     assert [process.wait(60) for process in started] == [0, 0]
-
-
-def test_colour_is_for_terminals_only(data_dir, tmp_path, run_train, monkeypatch):
-    def in_terminal(name):
-        mine, theirs = pty.openpty()
-        command = [sys.executable, *arguments(tmp_path / name, data_dir, ("--max_steps=4",))]
-        environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"}
-        environment["TERM"] = "xterm"
-        process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
-        os.close(theirs)
-        shown = b""
-        while True:
-            try:
-                shown += os.read(mine, 1 << 16)
-            except OSError:  # Linux says so at the end
-                break
-        os.close(mine)
-        assert process.wait(60) == 0
-        return shown.decode()
-
-    shown = in_terminal("shown")
-    assert "\033[2mmodel   \033[0m" in shown and "\033[32m  best\033[0m" in shown
-    assert "\033[" not in run_train("file", "--max_steps=4", env={"TERM": "xterm"}).stdout
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
-    assert console.paint("a", "dim") == "\033[2ma\033[0m"
-    monkeypatch.setenv("NO_COLOR", "1")  # control for the line before
-    assert console.paint("a", "dim") == "a"
