@@ -243,9 +243,8 @@ def read_config_file(argument: str, repository: str, config: dict, knobs: dict) 
     try:
         exec(compile(Path(path).read_bytes(), argument, "exec"), assigned)
     except Exception as error:  # whatever the file does
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == argument]
-        line = getattr(error, "lineno", None) or [*lines, 1][0]
+        place = error.__traceback__.tb_next  # None if the file cannot be compiled
+        line = getattr(error, "lineno", None) or (place.tb_lineno if place else 1)
         fail(f"{argument}:{line}: {getattr(error, 'msg', error)}")
     return {
         name: accept(name, value, f"{argument}: {name} = {value!r}", knobs)

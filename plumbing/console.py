@@ -15,7 +15,7 @@ REPO = Path(__file__).resolve().parent.parent
 
 def say(*words: object) -> None:
     """Print on rank 0 only, so that all ranks have one log. What cannot be written is dropped."""
-    if os.environ.get("RANK", "0") == "0":  # of torchrun
+    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0":  # torchrun sets both
         with suppress(OSError, ValueError):  # a full disk, a closed pipe or terminal
             print(printable(" ".join(map(str, words))), flush=True)
 

@@ -12,14 +12,12 @@ import torch
 
 from plumbing import checkpoint
 from plumbing.cli import fail
-from plumbing.console import best_words, shown
+from plumbing.console import REPO, best_words, shown
 from plumbing.files import digest_of, read_json
 from plumbing.machine import choose_dtype, device_name, matmul_bits
 from plumbing.ranks import from_rank0, say, world_size
 from plumbing.run_folder import RunFolder
 from plumbing.safe_step import leaves
-
-REPO = Path(__file__).resolve().parent.parent
 
 # If one of these differs, it is another run: a resume is refused.
 REFUSED = (
@@ -212,36 +210,25 @@ def split_global_batch(then: dict, batch_size: int) -> tuple[int, int]:
 
 def continue_from(run, saved: dict) -> None:
     """Raises BadInput if `saved` is of another run. Keeps its micro-batches if batch_size is equal."""
-    refuse_another_run(run, saved)
-    then = saved["run"]
-    now = run.facts["run"]
+    fresh_out_dir = from_rank0(run.folder.fresh_out_dir)
+    then, now, built = saved["run"], run.facts["run"], run.checkpoint()
+    changed = changes(then, now)
+    refused = {key: changed[key] for key in REFUSED if key in changed}
+    parts, here = (parts_of(built | each) for each in (saved, built))
+    for name in here | parts:  # in the program's order
+        if parts.get(name) != here.get(name):
+            refused[name] = parts.get(name, "absent"), here.get(name, "absent")
+    for key, (was, new) in refused.items():
+        to_resume = f" or, to resume, --{key}={was}" if key in saved["config"] else ""
+        fail(
+            f"{key} was {was} in the run so far and is {new} now: that is another run; "
+            f"write {fresh_out_dir}{to_resume}"
+        )
     own = run.folder.owns(run.path)
     now["began_from"] = then.get("began_from") if own else str(run.path.resolve())
     if now["batch_size"] == then["batch_size"]:
         for key in checkpoint.MICRO_BATCHES:
             run.state[key] = saved["state"].get(key, run.state[key])
-
-
-def refuse_another_run(run, saved: dict) -> None:
-    fresh_out_dir = from_rank0(run.folder.fresh_out_dir)
-    then = saved["run"]
-    changed = changes(then, run.facts["run"])
-    for key in REFUSED:
-        if key in changed:
-            was, here = changed[key]
-            to_resume = f" or, to resume, --{key}={was}" if key in saved["config"] else ""
-            fail(
-                f"{key} was {was} in the run so far and is {here} now: that is another run; "
-                f"write {fresh_out_dir}{to_resume}"
-            )
-    now = run.checkpoint()
-    was, here = (parts_of(now | each) for each in (saved, now))
-    for name in here | was:  # in the program's order
-        if (one := was.get(name, "absent")) != (other := here.get(name, "absent")):
-            fail(
-                f"{name} is {one} in the checkpoint and {other} in the program: that is another model "
-                f"or optimizer; write {fresh_out_dir}"
-            )
 
 
 def parts_of(saved: dict) -> dict:

@@ -17,10 +17,9 @@ from typing import Any
 
 from plumbing import console, machine
 from plumbing.cli import fail
+from plumbing.console import REPO
 from plumbing.files import clean, lock_file, open_no_link, read_json, replacing, write_json
 from plumbing.ranks import rank, say
-
-REPO = Path(__file__).resolve().parent.parent
 
 
 class RunFolder(ExitStack):
