@@ -42,8 +42,7 @@ def open_checkpoint(name: str) -> tuple[Path, dict]:
     """(path, checkpoint) of a file, or of a run's best.pt, else its newest. Changes nothing there."""
     paths = [Path(name)]
     if not paths[0].is_file():
-        best = paths[0].glob("best.pt")
-        paths = list(dict.fromkeys([*best, *checkpoint.newest_first(paths[0])]))
+        paths = sorted(checkpoint.newest_first(paths[0]), key=lambda path: path.name != "best.pt")
     if not paths:
         found = "holds no checkpoint" if os.path.exists(name) else "is not there"
         fail(f"{name} {found}; type: python sample.py out/NAME, the out_dir of a run")

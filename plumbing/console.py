@@ -3,7 +3,6 @@
 import math
 import os
 import shlex
-import textwrap
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,6 @@ def shown(path: str | Path) -> str:
         return min(os.path.relpath(path), str(path), key=len)
     except OSError:  # the working directory is gone
         return str(path)
-
-
-def wrapped(words: str, indent: int) -> str:
-    """`words` in lines of up to 80, all but the first indented; never splits a path or flag."""
-    blank, whole = " " * indent, {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(blank + words, 80, subsequent_indent=blank, **whole)[indent:]
 
 
 def fit(value: float, width: int, digits: int) -> str:
@@ -111,7 +104,7 @@ class Table:
         """Print a row of an evaluation, with every further number that evaluate() returned."""
         names = [name for name in {**EVALUATION, **row} if name in row and name not in NOT_SHOWN]
         words = [EVALUATION.get(name, name + " {:.4f}").format(row[name]) for name in names]
-        words += ["best"] * is_best
+        words += ["best"] if is_best else []
         say(progress(row["step"], self.max_steps), "  ".join(words))
 
 
@@ -122,7 +115,7 @@ def progress(step: int, max_steps: int) -> str:
 
 def print_event(step: int, event: str, fields: dict[str, Any]) -> None:
     details = "  ".join(f"{key} {in_short(value, event)}" for key, value in fields.items())
-    say(f"{step:>7}", wrapped(f"{event.replace('_', ' ')}: {details}", 8))
+    say(f"{step:>7} {event.replace('_', ' ')}: {details}")
 
 
 def in_short(value: Any, event: str) -> str:
@@ -181,7 +174,7 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
 
 def print_line(name: str, words: str) -> None:
     if words:
-        say(f"{name:<8}", wrapped(words, 9))
+        say(f"{name:<8} {words}")
 
 
 def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric: str) -> None:

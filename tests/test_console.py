@@ -1,4 +1,4 @@
-"""What is printed: columns that stay aligned, lines that fit."""
+"""What is printed: columns that stay aligned, and what to type next."""
 
 import math
 import re
@@ -101,14 +101,12 @@ def test_rates_and_times_have_units():
     assert {seconds: console.duration(seconds) for seconds in times} == times
 
 
-def test_the_header_says_what_will_be_needed_in_lines_that_fit(run_train):
+def test_the_plan_says_what_the_run_does_before_its_first_step(run_train):
     done = run_train("run", "--max_steps=5")
     lines = done.stdout.splitlines()
     header = lines[: next(i for i, line in enumerate(lines) if "step/total" in line)]
     facts = dict(line.split(maxsplit=1) for line in header if line[0].isalpha())
     assert {"model", "data", "batch", "steps", "peak"} <= facts.keys()
-    outside = [line for line in header if len(line) > 80 and str(done.out_dir) not in line]
-    assert outside == []
 
 
 def plan(capsys, model=None, changed=None):
