@@ -571,7 +571,7 @@ train.build_model = wrap(train.build_model)
     assert (
         done.returncode == 2
         and "extra" in done.stderr
-        and "absent in the checkpoint" in done.stderr
+        and "was absent in the run so far" in done.stderr
     )
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
 
