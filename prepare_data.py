@@ -54,7 +54,7 @@ field = "text"  # the field of a .jsonl object that holds the text
 val_fraction = 0.0005  # share of the documents held out for validation, (0, 1)
 
 # Bytes
-WHOLE_TEXT = 32_000_000  # a plain text up to this size is read whole (char: 0.90 GB of memory)
+WHOLE_TEXT = 32_000_000  # a plain text up to this size is read whole (char: up to 0.5 GB of memory)
 WHOLE_DOCUMENT = 4_000_000  # a text file up to this size is one document (a long novel has 3 MB)
 PART = 64_000  # largest document cut from a longer file; small, so that val gets enough of them
 LONGEST_LINE = 16_000_000  # of a .jsonl
@@ -85,11 +85,10 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
     input: a text file or a corpus, or "" for what `name` stands for. of_corpus: values of the
     corpus knobs above. Raises DataError or Offline.
     """
-    folder = folder_of(name, data_dir)
+    folder = data.folder_of(name, data_dir)
     if tokenizer not in ("auto", *TOKENIZERS):
-        known = "|".join(TOKENIZERS)
-        raise DataError(f"unknown tokenizer {tokenizer!r}; write --tokenizer={known}")
-    old = data.read_meta(folder) if os.path.exists(f"{folder}/meta.json") else {}
+        raise DataError(f"no tokenizer {tokenizer!r}; write --tokenizer={'|'.join(TOKENIZERS)}")
+    old = data.verified_meta(folder) if os.path.exists(f"{folder}/meta.json") else {}
     streamed = os.path.isdir(input) or glob.has_magic(input) if input else name in CORPORA
     if os.path.isfile(input):
         is_packed = input.endswith((".jsonl", ".gz", ".zst"))
@@ -110,15 +109,8 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
     if asked != made:
         hint = "choose another NAME, or delete that folder if no run depends on it"
         raise DataError(f"{folder} holds another dataset: {what}; {hint}")
-    data.verify(folder, old)
     say(f"{folder} is there already, {what}; nothing to do")
     return folder, old
-
-
-def folder_of(name: str, data_dir: str) -> str:
-    if not re.fullmatch(r"\w[\w.-]*", name):
-        raise DataError(f"a NAME is made of letters, digits, '_', '-' and '.', not {name!r}")
-    return os.path.join(data_dir, name)
 
 
 @contextlib.contextmanager
@@ -139,8 +131,7 @@ def making(folder: str) -> Iterator[str]:
                 os.replace(os.path.join(unfinished, name), os.path.join(folder, name))
         fsync(folder)
     except OSError as error:
-        found = f"cannot write {folder}: {error.strerror or error}"
-        raise DataError(f"{found}; write --data_dir=FOLDER") from error
+        raise DataError(f"cannot write {folder} ({error}); write --data_dir=FOLDER") from error
     finally:
         for path in (folder, os.path.dirname(folder)):
             with contextlib.suppress(OSError):  # not empty
@@ -155,7 +146,7 @@ def write(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Cal
     encode_batch = getattr(tokenizer, "encode_batch", partial(map, tokenizer.encode))
     ends = [tokenizer.end_of_text] if streamed and hasattr(tokenizer, "end_of_text") else []
     end = np.array(ends, meta["dtype"]).tobytes()
-    sizes, counts = dict.fromkeys(SPLITS, 0), dict.fromkeys(SPLITS, 0)  # bytes, documents
+    sizes = dict.fromkeys(SPLITS, 0)  # bytes
     documents = iter(documents)
     began = said = time.perf_counter()
     with making(folder) as unfinished:
@@ -167,7 +158,6 @@ def write(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Cal
                     file = train if split == "train" else val
                     file.write(np.asarray(ids, meta["dtype"]).tobytes() + end)
                     sizes[split] += len(text.encode())
-                    counts[split] += 1
                 if time.perf_counter() - said > 10:
                     said = time.perf_counter()
                     os.utime(unfinished)  # not left by a process that was killed
@@ -183,12 +173,9 @@ def write(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Cal
         meta["val_bytes"] = sizes["val"]
         meta["sha256"] = {f"{split}.bin": digest_of(path) for split, path in paths.items()}
         Path(unfinished, "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-    rate = sum(sizes.values()) / 1e6 / (time.perf_counter() - began)
-    what = (
-        f"{tokens['train']:,} {meta['tokenizer']} tokens to train on, {tokens['val']:,} to validate"
-    )
-    what += f", of {counts['train']:,} and {counts['val']:,} documents, {rate:.1f} MB/s"
-    say(f"made {folder} from {meta['source']}: {what}, vocabulary {meta['vocab_size']:,}")
+    what = f"{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate"
+    kind = f"{meta['tokenizer']}, vocabulary {meta['vocab_size']:,}"
+    say(f"made {folder} from {meta['source']}: {what} ({kind})")
     return meta
 
 
@@ -200,8 +187,7 @@ def find_corpus(name: str, input: str, options: dict) -> tuple[dict, Iterator]:
     corpus `name`. meta["source"] differs if files, their dates or options differ."""
     tokenizer = options["tokenizer"]
     if hasattr(TOKENIZERS[tokenizer], "learn"):
-        found = f"{tokenizer} learns its vocabulary from one text, and cannot stream a corpus"
-        raise DataError(f"{found}; write --tokenizer=gpt2, or byte")
+        raise DataError(f"{tokenizer} learns its vocabulary from one text; write --tokenizer=gpt2")
     facts = [CORPORA.get(name), options]
     if input:
         files = input_files(input)
@@ -315,8 +301,7 @@ def read_chunks(path: str) -> Iterator[bytes]:
     except DataError:
         raise
     except Exception as error:  # gzip, zlib and zstandard each raise their own
-        found = f"cannot read {path} ({error})"
-        raise DataError(f"{found}; if it is damaged, fetch it again or leave it out") from error
+        raise DataError(f"cannot read {path} ({error}); fetch it again or leave it out") from error
 
 
 # ---- the named texts, or a file ------------------------------------------------------------------
@@ -392,16 +377,9 @@ def read_shakespeare(folder: str, say: Callable) -> bytes:
 
 
 def open_dataset(name: str, data_dir: str, say: Callable = print) -> tuple[str, dict]:
-    """(folder, meta) of the dataset data_dir/name, after verifying every byte. If it is missing and
-    one of TEXTS, it is made first. Raises DataError or Offline."""
-    folder = folder_of(name, data_dir)
-    if os.path.exists(f"{folder}/meta.json"):
-        meta = data.read_meta(folder)
-        data.verify(folder, meta)
-        return folder, meta
-    if name in CORPORA:
-        how = f"it takes hours, so make it first: python prepare_data.py {name}"
-        raise DataError(f"no dataset {name!r} in {data_dir}; {how}")
+    """prepare(), but for what takes hours."""
+    if name in CORPORA and not os.path.exists(f"{data.folder_of(name, data_dir)}/meta.json"):
+        raise DataError(f"no dataset {name!r}; make it first: python prepare_data.py {name}")
     return prepare(name, data_dir, say=say)
 
 

@@ -21,13 +21,12 @@ import torch
 from model import InvalidShape, build_model, generate
 from plumbing import checkpoint
 from plumbing.cli import accept, configured, fail, printable, read_knobs, run_script
-from plumbing.console import best_words
 from plumbing.data import DataError, decode_utf8, needed, read_file, tokenizer_of
 from plumbing.files import replacing
 from plumbing.machine import choose_device
 
 # What to write
-start = ""  # the text to continue, or FILE:path of it; "" = a line break
+start = ""  # the text to continue, or FILE:path of it; "" = begin after the end of a text
 num_samples = 1  # [1, inf)
 max_new_tokens = 500  # of each sample, [1, inf)
 export = ""  # write the weights, averaged if they are, to this .safetensors file instead; "" = off
@@ -43,8 +42,7 @@ def open_checkpoint(name: str) -> tuple[Path, dict]:
     """(path, checkpoint) of a file, or of a run's best.pt, else its newest. Changes nothing there."""
     paths = [Path(name)]
     if not paths[0].is_file():
-        best = paths[0].glob("best.pt")
-        paths = list(dict.fromkeys([*best, *checkpoint.newest_first(paths[0])]))
+        paths = sorted(checkpoint.newest_first(paths[0]), key=lambda path: path.name != "best.pt")
     if not paths:
         found = "holds no checkpoint" if os.path.exists(name) else "is not there"
         fail(f"{name} {found}; type: python sample.py out/NAME, the out_dir of a run")
@@ -83,14 +81,12 @@ def rebuild(path: Path, saved: dict) -> tuple[torch.nn.Module, Any]:
             raise
         fail(f"{foreign}: {error}")
     averages = saved.get("ema") or {}
-    weights, built = saved["model"] | averages, model.state_dict()
-    for name in built | weights:
-        then, here = (list(w[name].shape) if name in w else "absent" for w in (weights, built))
-        if then != here:
-            what = f"its config and vocabulary of {tokenizer.vocab_size:,}"
-            fail(f"{path}: {name} is {then} in it, but {here} in today's model.py with {what}")
-    model.load_state_dict(saved["model"])
-    model.load_state_dict(averages, strict=False)  # tied weights have one average
+    try:
+        model.load_state_dict(saved["model"])
+        model.load_state_dict(averages, strict=False)  # tied weights have one average
+    except RuntimeError as error:
+        what = f"today's model.py with its config and vocabulary of {tokenizer.vocab_size:,}"
+        fail(f"{path} does not fit {what}: {str(error).splitlines()[-1].strip()}")
     return model.eval(), tokenizer
 
 
@@ -106,17 +102,6 @@ def stream(ids: Iterable[int], tokenizer: Any) -> Iterator[str]:
     yield tokenizer.decode(waiting)
 
 
-def encode_prompt(text: str, tokenizer: Any) -> torch.Tensor:
-    """Token ids, int64 (1, T), T >= 1. Raises DataError if the vocabulary lacks a character."""
-    try:
-        ids = tokenizer.encode(text or "\n")
-    except DataError:
-        if text:
-            raise
-        ids = [0]  # a vocabulary without a line break
-    return torch.tensor([[int(i) for i in ids]])
-
-
 def write_samples(path: Path, saved: dict) -> None:
     where = choose_device(device)
     model, tokenizer = rebuild(path, saved)
@@ -126,7 +111,8 @@ def write_samples(path: Path, saved: dict) -> None:
         if start.startswith("FILE:"):
             file = os.path.expanduser(start.removeprefix("FILE:"))
             text = decode_utf8(read_file(file), file)
-        prompt = encode_prompt(text, tokenizer).to(where)
+        ids = tokenizer.encode(text) if text else [getattr(tokenizer, "end_of_text", 0)]
+        prompt = torch.tensor([list(map(int, ids))], device=where)  # (1, T), T >= 1
     except DataError as error:
         fail(f"--start={start[:40]}: {error}")
     print(printable(describe(path, saved)), file=sys.stderr)
@@ -147,10 +133,7 @@ def write_samples(path: Path, saved: dict) -> None:
 
 
 def describe(path: Path, saved: dict) -> str:
-    """The file, and the step and the best of its run where it has them."""
-    state, metric = saved.get("state", {}), saved["config"].get("best_metric", "val_loss")
-    is_whole = state.keys() >= {"step", "best_score", "best_step"}
-    return f"{path}, step {state['step']:,}, {best_words(metric, state)}" if is_whole else str(path)
+    return f"{path}, step {saved.get('state', {}).get('step', 'unknown')}"
 
 
 def export_weights(path: Path, saved: dict) -> None:

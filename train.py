@@ -291,6 +291,7 @@ class Run:
             "model": self.model.state_dict(),
             "frozen": [n for n, w in self.model.named_parameters() if not w.requires_grad],
             "optimizer": [each.state_dict() | {"built": groups} for each, groups in pairs],
+            "groups": checkpoint.groups_of(self),  # names of the weights in them
             "scaler": self.scaler.state_dict(),
             "ema": self.ema,
             "state": self.state,

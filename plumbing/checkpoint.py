@@ -90,29 +90,23 @@ def check_schema(checkpoint: Any, path: Path, parts=PARTS) -> None:
     for part, kind in PARTS.items():
         if part in (*parts, *checkpoint) and not isinstance(checkpoint.get(part), kind):
             raise Damaged(f"its part {part!r} is missing or no {kind.__name__}")
-    for name, weight in [*checkpoint["model"].items(), *checkpoint.get("ema", {}).items()]:
-        is_weight = isinstance(weight, torch.Tensor) or str(name).endswith("_extra_state")
-        if not (is_weight and isinstance(name, str)):
-            raise Damaged("wrong: its weights")
-    if parts is not PARTS:
-        return
-    state, run, rng = (checkpoint[part] for part in ("state", "run", "rng"))
-    named = re.fullmatch(r"(ckpt|milestone)_(\d{8,})", path.stem)
-    counts = [
-        state["step"],
-        *(state.get(key, 0) for key in ("sequences", "tokens", *MICRO_BATCHES)),
-    ]
-    keys = {"state", "param_groups", "built"}
-    sane = {
-        "counters": all(type(n) is int and 0 <= n < 2**62 for n in counts),
-        "step, which is not that of its name": not named or int(named[2]) == state["step"],
-        "random state": len(rng) == run["world_size"] > 0 and all(map(is_rng_state, rng)),
-        "optimizer": all(keys <= {*each} for each in checkpoint["optimizer"]),
-        "data": {"name", "fingerprint", "meta"} <= {*checkpoint["data"]},
-    }
-    for what, fine in sane.items():
-        if not fine:
-            raise Damaged(f"wrong: its {what}")
+    weights = [*checkpoint["model"].items(), *checkpoint.get("ema", {}).items()]
+    fine = {"weights": all(n.endswith("_extra_state") or torch.is_tensor(w) for n, w in weights)}
+    if parts is PARTS:
+        state, rng = checkpoint["state"], checkpoint["rng"]
+        named = re.fullmatch(r"(?:ckpt|milestone)_(\d{8,})", path.stem)
+        counts = [state.get(key, 0) for key in ("sequences", "tokens", *MICRO_BATCHES)]
+        keys = {"state", "param_groups", "built"}
+        fine |= {
+            "counters": all(type(n) is int and 0 <= n < 2**62 for n in [state["step"], *counts]),
+            "step, which its name denies": not named or int(named[1]) == state["step"],
+            "random state": 0 < len(rng) == checkpoint["run"]["world_size"],
+            "random numbers": all(map(is_rng_state, rng)),
+            "optimizer": all(keys <= {*each} for each in checkpoint["optimizer"]),
+            "data": {"name", "fingerprint", "meta"} <= {*checkpoint["data"]},
+        }
+    if wrong := [what for what in fine if not fine[what]]:
+        raise Damaged(f"wrong: its {wrong[0]}")
 
 
 def is_rng_state(rng: dict) -> bool:
@@ -147,12 +141,10 @@ def newest_valid(
             if usable(state["step"], state) and load(path):
                 return path
         except Damaged as error:
-            aside = path.with_name(path.name + ".corrupt")
-            what = f"set aside as {aside.name}; " if set_aside else ""
-            ranks.say(f"{path.name} is damaged ({error}): {what}trying older ones")
+            ranks.say(f"{path.name} is damaged ({error}): trying older ones")
             with contextlib.suppress(OSError):  # a folder that has become read-only
                 if set_aside:
-                    os.replace(path, aside)
+                    os.replace(path, path.with_name(path.name + ".corrupt"))
     return None
 
 
@@ -186,9 +178,8 @@ def restore(run, checkpoint: dict) -> None:
     """Restore `run` from a result of run.checkpoint(), sharded or not. These stay: micro-batches,
     optimizer settings whose knobs changed, and the RNG state if the number of ranks changed."""
     here = run.model.state_dict()
-    run.model.load_state_dict(
-        mapped(lambda w, path: shard_like(here.get(path[0]), w), checkpoint["model"])
-    )
+    weights = mapped(lambda w, path: shard_like(here.get(path[0]), w), checkpoint["model"])
+    run.model.load_state_dict(weights)
     if "frozen" in checkpoint:
         for name, weight in run.model.named_parameters():
             weight.requires_grad_(name not in checkpoint["frozen"])
@@ -222,9 +213,7 @@ def refuse_what_is_lost(run) -> None:
     """Raises BadInput if a resume could not restore the state of `run`, or a weight it trains."""
     if lost := not_restorable(run.state, "FRESH_STATE"):
         fail(lost)
-    known = {id(weight) for weight in run.model.parameters()}
-    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
-    if not known.issuperset(id(weight) for group in groups for weight in group["params"]):
+    if None in (name for _, name in leaves(groups_of(run))):
         fail("an optimizer trains a weight that is not in model.parameters(): it would be lost")
 
 
@@ -243,13 +232,13 @@ def not_restorable(value: Any, name: str) -> str | None:
         return f"{name} has at {what}, which checkpoints cannot restore: expected plain values"
 
 
-def other_groups(run) -> str | None:
-    for optimizer, built in zip(run.optimizers, run.groups, strict=True):
-        if len(optimizer.param_groups) != len(built):
-            return (
-                f"{type(optimizer).__name__} has other param_groups than configure_optimizers built"
-            )
-    return None
+def groups_of(run) -> list[list[list]]:
+    """The names of the weights in each group of each optimizer; None for one that the model lacks."""
+    names = {id(weight): name for name, weight in run.model.named_parameters()}
+    return [
+        [[names.get(id(weight)) for weight in group["params"]] for group in optimizer.param_groups]
+        for optimizer in run.optimizers
+    ]
 
 
 def refuse_unequal_replicas(run) -> None:
@@ -278,6 +267,7 @@ class Saver:
         self.folder = run.folder.path
         self.keep_last = keep_last
         self.may_roll_back_to = may_roll_back_to
+        self.groups = groups_of(run)  # with others, no resume could read a checkpoint
         self.buffers = {}  # path in a checkpoint -> CPU tensor, reused by the next save
         self.thread = None
         self.error = None  # of the newest save
@@ -292,7 +282,10 @@ class Saver:
         self.wait()
         self.retry_best("best.pt" in names)
         checkpoint = mapped(self.on_host, self.run.checkpoint())
-        if lost := not_restorable(checkpoint, "checkpoint") or other_groups(self.run):
+        lost = not_restorable(checkpoint, "checkpoint")
+        if checkpoint["groups"] != self.groups:
+            lost = "an optimizer has other param_groups than configure_optimizers built"
+        if lost:
             raise RunFailed(f"{lost}; once that is fixed, the same command resumes from the newest")
         self.last_save = time.monotonic()
         for seconds in (0, 1, 2) if required else (0,):
@@ -393,6 +386,7 @@ def digest_of_state(checkpoint: dict) -> str:
 
 
 def size(run) -> int:
-    """Bytes of a checkpoint, at most: weights, two moments of each, buffers, averages."""
-    kept = [run.model.state_dict(), run.ema, 2 * list(run.model.parameters())]
-    return sum(each.nbytes for each in tensors(kept))
+    """Bytes of a checkpoint: weights, buffers, averages, a moment of each weight, two of Adam's."""
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    moments = [(2 if "betas" in group else 1) * group["params"] for group in groups]
+    return sum(each.nbytes for each in tensors([run.model.state_dict(), run.ema, moments]))

@@ -93,9 +93,9 @@ def run_script(main: Callable[[], int | None]) -> int:
 
 
 def printable(text: str) -> str:
-    """Without control characters, with which a model or a file could type into the terminal; newlines,
-    tabs and colours stay."""
-    return re.sub(r"(\033\[\d*m)|[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: match[1] or "", text)
+    """Without control characters, with which a model or a file could type into the terminal; newlines
+    and tabs stay."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
 
 
 def folded_traceback(error: BaseException) -> str:
@@ -243,9 +243,8 @@ def read_config_file(argument: str, repository: str, config: dict, knobs: dict) 
     try:
         exec(compile(Path(path).read_bytes(), argument, "exec"), assigned)
     except Exception as error:  # whatever the file does
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == argument]
-        line = getattr(error, "lineno", None) or [*lines, 1][0]
+        place = error.__traceback__.tb_next  # None if the file cannot be compiled
+        line = getattr(error, "lineno", None) or (place.tb_lineno if place else 1)
         fail(f"{argument}:{line}: {getattr(error, 'msg', error)}")
     return {
         name: accept(name, value, f"{argument}: {name} = {value!r}", knobs)

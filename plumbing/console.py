@@ -3,26 +3,20 @@
 import math
 import os
 import shlex
-import sys
-import textwrap
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+from plumbing.cli import printable, show
 
 REPO = Path(__file__).resolve().parent.parent
 
 
-def paint(words: str, style: str, stream: TextIO | None = None) -> str:
-    """`words` in colour, if `stream` is a terminal that shows colours (https://no-color.org)."""
-    stream = stream or sys.stdout
-    plain = not stream or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    colour = {"dim": 2, "red": 31, "green": 32}[style]
-    return words if plain or not stream.isatty() else f"\033[{colour}m{words}\033[0m"
-
-
 def say(*words: object) -> None:
-    from plumbing import ranks  # not above: what only formats, like report.py, needs no torch
-
-    ranks.say(*words)
+    """Print on rank 0 only, so that all ranks have one log. What cannot be written is dropped."""
+    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0":  # torchrun sets both
+        with suppress(OSError, ValueError):  # a full disk, a closed pipe or terminal
+            print(printable(" ".join(map(str, words))), flush=True)
 
 
 def shown(path: str | Path) -> str:
@@ -31,12 +25,6 @@ def shown(path: str | Path) -> str:
         return min(os.path.relpath(path), str(path), key=len)
     except OSError:  # the working directory is gone
         return str(path)
-
-
-def wrapped(words: str, indent: int) -> str:
-    """`words` in lines of up to 80, all but the first indented; never splits a path or flag."""
-    blank, whole = " " * indent, {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(blank + words, 80, subsequent_indent=blank, **whole)[indent:]
 
 
 def fit(value: float, width: int, digits: int) -> str:
@@ -105,7 +93,7 @@ class Table:
             self.names = list(columns)
             heads = " ".join(f"{heading:>{width}}" for heading, width, _ in columns.values())
             start = f"{'step/total':<{len(progress(0, self.max_steps))}}"
-            say(paint(f"{start} {heads}", "dim"))
+            say(f"{start} {heads}")
         cells = [progress(row["step"], self.max_steps)]
         for name, (_, width, write) in columns.items():
             text = "n/a" if row[name] is None else write(row[name])
@@ -116,8 +104,8 @@ class Table:
         """Print a row of an evaluation, with every further number that evaluate() returned."""
         names = [name for name in {**EVALUATION, **row} if name in row and name not in NOT_SHOWN]
         words = [EVALUATION.get(name, name + " {:.4f}").format(row[name]) for name in names]
-        best = paint("  best", "green") if is_best else ""
-        say(f"{progress(row['step'], self.max_steps)} {'  '.join(words)}{best}")
+        words += ["best"] if is_best else []
+        say(progress(row["step"], self.max_steps), "  ".join(words))
 
 
 def progress(step: int, max_steps: int) -> str:
@@ -126,20 +114,15 @@ def progress(step: int, max_steps: int) -> str:
 
 
 def print_event(step: int, event: str, fields: dict[str, Any]) -> None:
-    """In red, except for what a resume on other hardware or with other settings usually says."""
-    calm = event in ("resume", "inexact_resume") and "code" not in fields
     details = "  ".join(f"{key} {in_short(value, event)}" for key, value in fields.items())
-    words = wrapped(f"{event.replace('_', ' ')}: {details}", 8)
-    say(f"{step:>7} {words if calm else paint(words, 'red')}")
+    say(f"{step:>7} {event.replace('_', ' ')}: {details}")
 
 
 def in_short(value: Any, event: str) -> str:
-    """A field of an event. Of [then, now] hashes of files, the names of those that differ."""
+    """A field of an event. Of the hashes of files that differ, their names."""
     if event == "inexact_resume":
         then, now = value
-        if not isinstance(then, dict) or not isinstance(now, dict):
-            return f"{then} -> {now}"
-        value = [key for key in now if now[key] != then.get(key)]
+        return ", ".join(now) if isinstance(now, dict) else f"{then} -> {now}"
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -162,30 +145,27 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
     """Print the plan of the run. peak: (FLOP/s or None, source). changed: {knob: [then, now]} since the
     checkpoint it resumes."""
     c = run.facts["config"] | run.facts["run"]
-    data = {"name": run.facts["data"]["name"], **run.facts["data"]["meta"]}
+    name, meta = run.facts["data"]["name"], run.facts["data"]["meta"]
     model = run.model.describe() if hasattr(run.model, "describe") else type(run.model).__name__
     size = sum(weight.numel() for weight in run.model.parameters())
-    train, val = len(run.train_data), len(run.val_data)
     batch = "{batch_size} x {accum_steps} x {world_size} = {global_batch}".format(**c)
-    sizes = f"{data['name']}: {train:,} to train on, {val:,} to validate"
-    if "train_tokens" in data:
+    train, val, unit = len(run.train_data), len(run.val_data), ""
+    if "train_tokens" in meta:
         batch += f" sequences of {c['block_size']} = {c['global_batch'] * c['block_size']:,} tokens"
-        kind = data.get("tokenizer", "ids")
-        words = "{name}, {kind}: {train_tokens:,} tokens to train on, {val_tokens:,} to validate"
-        sizes = (words + "; vocabulary {vocab_size:,}").format(kind=kind, **data)
+        train, val, unit = meta["train_tokens"], meta["val_tokens"], " tokens"
     course = "{optimizer}, {schedule} {peak_lr:g} to {min_lr:g}".format(**c)
     rate = f"{peak[0] / 1e12:.3g} TFLOP/s" if peak[0] else "n/a"
-    strict = f"deterministic {str(c['deterministic']).lower()}"
+    strict = f"deterministic {show(c['deterministic'])}"
     lines = {
         "run": f"resumes from {shown(run.path)}" if run.path else f"new, in {shown(c['out_dir'])}",
         "changed": ", ".join(f"{key} {then} -> {now}" for key, (then, now) in changed.items()),
         "model": f"{model}; {size:,} parameters",
-        "data": sizes,
+        "data": f"{name}: {train:,}{unit} to train on, {val:,} to validate",
         "batch": f"{batch} a step",
-        "steps": f"{c['max_steps']:,}, {train // c['global_batch']:,} to an epoch; {course}",
+        "steps": f"{c['max_steps']:,}, {len(run.train_data) // c['global_batch']:,} to an epoch; {course}",
         "device": f"{c['device']}, {c['threads']} threads",
         "dtype": f"{c['dtype']} ({run.reasons['dtype']})",
-        "compile": f"{str(c['compile']).lower()} ({run.reasons['compile']}); {strict}",
+        "compile": f"{show(c['compile'])} ({run.reasons['compile']}); {strict}",
         "peak": f"{rate} ({peak[1]})",
     }
     for name, words in lines.items():
@@ -194,11 +174,11 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
 
 def print_line(name: str, words: str) -> None:
     if words:
-        say(paint(f"{name:<8}", "dim"), wrapped(words, 9))
+        say(f"{name:<8} {words}")
 
 
 def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric: str) -> None:
-    """The last lines of a run; the error of a failed one follows them."""
+    """How a run ended, above its report; the error of a failed one is the very last line."""
     if not ended.startswith("failed"):
         say(f"{ended} at step {state['step']:,}; {best_words(best_metric, state)}")
     spent = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
@@ -208,19 +188,13 @@ def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric:
         say(f"{checkpoint} is kept; to resume, type the same command again")
 
 
-def print_next(ended: str, folder: Path, command: list[str], writes_text: bool) -> None:
-    """Print commands to paste next. command: the arguments that started this run. writes_text: whether
-    sample.py can load its model and its data is text."""
+def print_next(ended: str, folder: Path, writes_text: bool) -> None:
+    """Print commands to paste next. writes_text: whether sample.py can load the run's model and data."""
     scripts = [shown(REPO / script) for script in ("sample.py", "report.py")]
     sample, report = (shlex.join(["python", script, shown(folder)]) for script in scripts)
-    done = ended.startswith(("finished", "stopped early"))
-    typed = command == sys.argv and "WORLD_SIZE" not in os.environ  # no notebook, no launcher
-    resumes = typed and not done and not ended.startswith("failed")
-    for wanted, line, what in (
-        (done and writes_text, sample, "text from its best weights"),
-        (done, f"{report} OTHER", "beside another run"),
-        (resumes, shlex.join(["python", *command]), "resumes"),
-        (not done, report, "what happened, as a picture and in words"),
-    ):
-        if wanted:
-            say(f"{line:<50}  {paint(f'# {what}', 'dim')}")
+    lines = {report: "what happened, as a picture and in words"}
+    if ended.startswith(("finished", "stopped early")):
+        lines = {sample: "text from its best weights"} if writes_text else {}
+        lines[f"{report} OTHER"] = "beside another run"
+    for line, what in lines.items():
+        say(f"{line:<50}  # {what}")

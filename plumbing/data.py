@@ -16,6 +16,7 @@ import json
 import math
 import os
 import queue
+import re
 import signal
 import threading
 import time
@@ -42,10 +43,20 @@ class Offline(BadInput):
     """A download was needed, and no server gave it in time."""
 
 
-def read_meta(folder: str) -> dict:
-    """The dict in meta.json. Raises DataError if it does not describe a dataset."""
+def folder_of(name: str, data_dir: str) -> str:
+    if not re.fullmatch(r"\w[\w.-]*", name):
+        raise DataError(f"a NAME is made of letters, digits, '_', '-' and '.', not {name!r}")
+    return os.path.join(data_dir, name)
+
+
+def verified_meta(folder: str) -> dict:
+    """The dict in meta.json. Raises DataError unless it describes a dataset, and both files have the
+    size, hash and range of ids that it says. They are read, not mapped: mapped pages would count as
+    memory of this process."""
     path = os.path.join(folder, "meta.json")
     content = read_file(path)
+    made = f"python prepare_data.py {os.path.basename(folder)}"
+    again = f"delete {path} and type the command that made it: {made} ..."
     try:
         meta = json.loads(content)
         sizes = [meta["vocab_size"], meta["train_tokens"], meta["val_tokens"]]
@@ -58,19 +69,7 @@ def read_meta(folder: str) -> dict:
     except Exception:  # whatever the file may hold in place of such a dict
         valid = False
     if not valid:
-        raise DataError(f"{path} does not describe a dataset; {again(folder)}")
-    return meta
-
-
-def fingerprint(meta: dict) -> str:
-    """16 hex digits that identify the tokens and their meaning, but not their source."""
-    content = {key: value for key, value in meta.items() if key != "source"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def verify(folder: str, meta: dict) -> None:
-    """Raises DataError unless both files have the size, hash and range of ids that `meta` says.
-    They are read, not mapped: mapped pages would count as memory of this process."""
+        raise DataError(f"{path} does not describe a dataset; {again}")
     dtype = np.dtype(meta["dtype"])
     for split in SPLITS:
         path = os.path.join(folder, f"{split}.bin")
@@ -84,12 +83,19 @@ def verify(folder: str, meta: dict) -> None:
                 highest = max(highest, ids.max(initial=0))
         expected = (meta[f"{split}_tokens"] * dtype.itemsize, meta["sha256"][f"{split}.bin"])
         if (size, digest.hexdigest()) != expected:
-            found = f"was changed or damaged: it has {size:,} bytes, SHA-256 {digest.hexdigest()}"
-            found += f", but meta.json says {expected[0]:,} and {expected[1]}"
-            raise DataError(f"{path} {found}; {again(folder)}")
+            found = f"it has {size:,} bytes, SHA-256 {digest.hexdigest()}"
+            says = f"meta.json says {expected[0]:,} and {expected[1]}"
+            raise DataError(f"{path} was changed or damaged: {found}, but {says}; {again}")
         if highest >= meta["vocab_size"]:
-            found = f"{path} holds token id {highest}, but vocab_size is {meta['vocab_size']}"
-            raise DataError(f"{found}; {again(folder)}")
+            found = f"token id {highest}, but vocab_size is {sizes[0]}"
+            raise DataError(f"{path} holds {found}; {again}")
+    return meta
+
+
+def fingerprint(meta: dict) -> str:
+    """16 hex digits that identify the tokens and their meaning, but not their source."""
+    content = {key: value for key, value in meta.items() if key != "source"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def dataset_of_run(
@@ -108,10 +114,10 @@ def dataset_of_run(
             bar = "!" * 90
             say(f"{bar}\n!! {why}\n!! This run trains on {candidate!r} INSTEAD OF {name!r}:")
             say(f"!! its numbers say nothing about {name!r}.\n{bar}")
-        folder = os.path.join(data_dir, candidate)
+        folder = folder_of(candidate, data_dir)
         try:
             if os.path.exists(f"{folder}/meta.json"):
-                verify(folder, meta := read_meta(folder))
+                meta = verified_meta(folder)
             else:
                 folder, meta = make(candidate, data_dir)
         except Offline as error:
@@ -123,11 +129,6 @@ def dataset_of_run(
                 raise DataError(f"{found}; expected a smaller block_size, or a longer text")
         return candidate, folder, meta
     raise Offline(why)
-
-
-def again(folder: str) -> str:
-    made = f"python prepare_data.py {os.path.basename(folder)}"
-    return f"delete {folder}/meta.json and type the command that made it: {made} ..."
 
 
 class Split(np.memmap):
@@ -148,8 +149,7 @@ def read_rows(tokens: Split, starts: np.ndarray, length: int) -> np.ndarray:
     """The `length` tokens from each of `starts` on, int64 (len(starts), length). Raises RunFailed if
     the file has changed its size: to read past its end would kill the process."""
     if tokens.base.size() != tokens.nbytes:
-        hint = "make the dataset again, and repeat the command to resume"
-        raise RunFailed(f"{tokens.filename} has changed its size since the start; {hint}")
+        raise RunFailed(f"{tokens.filename} has changed its size since the start; make it again")
     return np.asarray(tokens)[starts[:, None] + np.arange(length)].astype(np.int64)
 
 
@@ -176,9 +176,9 @@ class OrderedWindows:
         return rows[:, :-1].copy(), targets
 
 
-class Batches:
-    """An iterator over (inputs, targets, milliseconds waited): dataset[place] for each of `places`,
-    as tensors on the device. `num_workers` processes read ahead; 0 = this one reads."""
+class Batches(Iterator):
+    """An iterator over dataset[place] for each of `places`, which `num_workers` processes read ahead;
+    0 = this one reads."""
 
     def __init__(self, dataset, places, device, num_workers=0, prefetch_factor=2, hang_minutes=30):
         import torch  # here, so that prepare_data.py, which needs none, starts at once
@@ -223,15 +223,10 @@ class Batches:
         except Exception as error:
             self.ready.put(error)
 
-    def __iter__(self) -> Iterator:
-        return self
-
-    def __next__(self) -> tuple:
-        return self.next_batch()
-
     def next_batch(self, should_stop: Callable[[], bool] = lambda: False) -> tuple | None:
-        """The next batch, or None if should_stop() says so while the workers keep it waiting. Raises
-        RunFailed if a worker has died, or if none gave a batch for hang_minutes."""
+        """(inputs, targets, milliseconds waited), on the device; None if should_stop() says so while
+        the workers keep it waiting. Raises StopIteration at the end; RunFailed if a worker has died,
+        or if none gave a batch for hang_minutes."""
         began = time.perf_counter()
         batch = None if self.workers else next(self.iterator)
         while batch is None:
@@ -246,11 +241,12 @@ class Batches:
                 raise batch or StopIteration  # the dataset's own error, or the end
             if time.perf_counter() - began > 60 * self.hang_minutes:
                 found = f"no DataLoader worker gave a batch for {self.hang_minutes:g} minutes"
-                hint = "the same command resumes, and --num_workers=0 shows where it hangs"
-                raise RunFailed(f"{found} (--hang_minutes); {hint}")
+                raise RunFailed(f"{found} (--hang_minutes); the same command resumes")
             if should_stop():
                 return None
         return *to_device(batch, self.device), 1000 * (time.perf_counter() - began)
+
+    __next__ = next_batch
 
     def stop(self) -> None:
         """End the workers. One that hangs is killed after a second: torch would send it SIGTERM,
@@ -305,26 +301,24 @@ class Char:
     """One id for each distinct character of the text, by code point."""
 
     def __init__(self, meta: dict):
-        self.known = code_points(meta["chars"])
-        self.vocab_size = len(self.known)
-        if not self.vocab_size or (np.diff(self.known.astype(np.int64)) <= 0).any():
+        self.chars = meta["chars"]
+        self.vocab_size = len(self.chars)
+        self.ids = {char: i for i, char in enumerate(self.chars)}
+        if not self.chars or self.chars != "".join(sorted(self.ids)):
             raise ValueError("chars: expected distinct characters, sorted")
 
     @staticmethod
     def learn(text: str) -> dict:
         """What `meta` needs for this tokenizer, from all of a text."""
-        return {"chars": np.unique(code_points(text)).tobytes().decode("utf-32-le")}
+        return {"chars": "".join(sorted(set(text)))}
 
     def encode(self, text: str) -> np.ndarray:
-        codes = code_points(text)
-        ids = np.searchsorted(self.known, codes).clip(max=len(self.known) - 1)
-        missing = np.unique(codes[self.known[ids] != codes])[:20]
-        if len(missing):
-            raise DataError(f"the vocabulary lacks {' '.join(repr(chr(c)) for c in missing)}")
-        return ids
+        if missing := sorted(set(text) - self.ids.keys())[:20]:
+            raise DataError(f"the vocabulary lacks {' '.join(map(repr, missing))}")
+        return np.fromiter(map(self.ids.__getitem__, text), np.uint32, len(text))
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.known[np.asarray(ids, np.int64)].tobytes().decode("utf-32-le")
+        return "".join(self.chars[i] for i in ids)
 
 
 class Byte:
@@ -376,11 +370,6 @@ class GPT2:
 TOKENIZERS = {"char": Char, "byte": Byte, "gpt2": GPT2}
 
 
-def code_points(text: str) -> np.ndarray:
-    """The Unicode code points of `text`, uint32 (n,)."""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-
-
 def needed(package: str, what: str) -> Any:
     """Import an optional package, which `what` needs. Raises DataError if it is not installed."""
     try:
@@ -408,5 +397,4 @@ def decode_utf8(raw: bytes, path: str, begin: int = 0) -> str:
         return raw.decode()
     except UnicodeDecodeError as error:
         byte = f"byte 0x{raw[error.start]:02x} at offset {begin + error.start} ({error.reason})"
-        hint = "convert it: iconv -f latin1 -t utf-8 FILE"
-        raise DataError(f"{path} is not UTF-8 text: {byte}; {hint}") from error
+        raise DataError(f"{path} is not UTF-8: {byte}; try iconv -f latin1 -t utf-8") from error

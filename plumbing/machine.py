@@ -213,13 +213,7 @@ def describe_machine(device: torch.device) -> dict:
     """Versions and hardware, recorded because they could explain a difference between two runs."""
     cpu, flags = cpu_info()
     cuda = device.type == "cuda"
-    driver = None
-    if cuda:
-        with contextlib.suppress(Exception):  # nice to have, never a reason to stop
-            import pynvml
-
-            pynvml.nvmlInit()
-            driver = pynvml.nvmlSystemGetDriverVersion()
+    driver = Path("/proc/driver/nvidia/version")
     about = [distribution.metadata for distribution in importlib.metadata.distributions()]
     packages = {each["Name"]: each["Version"] for each in about if each["Name"]}
     return {
@@ -239,7 +233,7 @@ def describe_machine(device: torch.device) -> dict:
             "device": device_name(device),
             "gpu_count": torch.cuda.device_count() if cuda else 0,
             "world_size": world_size(),
-            "driver": driver,
+            "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
         },
     }
 

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plumbing.cli import BadInput, fail, printable
+from plumbing.cli import BadInput, fail
+from plumbing.console import say as say  # on rank 0 only
 
 
 @contextlib.contextmanager
@@ -75,13 +76,6 @@ def share(first: int, count: int) -> tuple[int, int]:
     begin = count * rank() // world_size()
     end = count * (rank() + 1) // world_size()
     return first + begin, end - begin
-
-
-def say(*words: object, file: Any = None) -> None:
-    """Print on rank 0 only, so that all ranks have one log. What cannot be written is dropped."""
-    if rank() == 0:
-        with contextlib.suppress(OSError, ValueError):  # a full disk, a closed pipe or terminal
-            print(printable(" ".join(map(str, words))), file=file, flush=True)
 
 
 def agree(*flags: float) -> list:

@@ -12,13 +12,12 @@ import torch
 
 from plumbing import checkpoint
 from plumbing.cli import fail
-from plumbing.console import best_words, shown
+from plumbing.console import REPO, best_words, shown
 from plumbing.files import digest_of, read_json
 from plumbing.machine import choose_dtype, device_name, matmul_bits
 from plumbing.ranks import from_rank0, say, world_size
 from plumbing.run_folder import RunFolder
-
-REPO = Path(__file__).resolve().parent.parent
+from plumbing.safe_step import leaves
 
 # If one of these differs, it is another run: a resume is refused.
 REFUSED = (
@@ -40,11 +39,9 @@ FREE = (
 ).split()
 # Typed, these make another run, with a folder of its own: what a resume refuses, and the course.
 NAMED = (
-    "dataset block_size n_layer n_head n_embd ngram_rows conv_width dropout label_smoothing "
-    "n_future_tokens batch_size accum_steps seed optimizer momentum weight_decay beta1 beta2 grad_clip "
-    "ema_decay schedule peak_lr min_lr warmup_steps decay_steps cooldown_steps step_size gamma "
-    "plateau_factor plateau_patience max_skipped max_rollbacks dtype"
-).split()
+    "momentum weight_decay beta1 beta2 grad_clip ema_decay peak_lr min_lr warmup_steps decay_steps "
+    "cooldown_steps step_size gamma plateau_factor plateau_patience max_skipped max_rollbacks"
+).split() + REFUSED
 # Resolved from "auto", 0, max_steps or the ranks, and kept on a resume unless the command differs.
 RESOLVED = "dtype compile warmup_steps decay_steps batch_size accum_steps".split()
 # Code that only prints or draws, and so never makes a resume inexact.
@@ -72,9 +69,7 @@ def identity_of(knobs: dict, data: dict, device: torch.device) -> dict:
 def code_hashes() -> dict:
     """{path: [SHA-256 of the bytes, of the syntax tree]} of every source that this process has loaded,
     `__main__` too, but for the standard library, installed packages, and code that only shows."""
-    installed = [
-        Path(sysconfig.get_path(kind)).resolve() for kind in ("stdlib", "purelib", "platlib")
-    ]
+    installed = [Path(sysconfig.get_path(of)).resolve() for of in ("stdlib", "purelib", "platlib")]
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     hashes = {}
     for path in sorted(Path(file).resolve() for file in files if file.endswith(".py")):
@@ -102,11 +97,9 @@ def changes(then: dict, now: dict) -> dict:
     changed = {key: [then.get(key), now[key]] for key in now if then.get(key) != now[key]}
     before, after = changed.pop("code", ({}, {}))
     decides = 1 if then.get("python") == now["python"] else 0  # the tree, or the bytes
-    differ = [
-        name for name in after if before.get(name, after[name])[decides] != after[name][decides]
-    ]
+    differ = [f for f in after if before.get(f, after[f])[decides] != after[f][decides]]
     if differ:
-        changed["code"] = [{name: files[name][0] for name in differ} for files in (before, after)]
+        changed["code"] = [{file: hashes[file][0] for file in differ} for hashes in (before, after)]
     return changed
 
 
@@ -141,7 +134,7 @@ def find_checkpoint(folder: RunFolder, resume: str, to_train: bool) -> Path | No
             path = checkpoint.newest_valid(folder.path, set_aside=to_train)
             # with neither of these, it stopped before its first save: nothing is lost
             if not path and (folder.holds_steps() or any(folder.path.glob("*.corrupt"))):
-                found = f"{folder.path} holds a run, but no checkpoint that can be read"
+                found = f"the run in {folder.path} has no checkpoint that can be read"
                 fail(f"{found}; to start again write --resume=restart or {fresh}")
         if resume not in ("auto", "never", "restart"):
             path = checkpoint_asked_for(folder, path, Path(resume))
@@ -217,9 +210,20 @@ def split_global_batch(then: dict, batch_size: int) -> tuple[int, int]:
 
 def continue_from(run, saved: dict) -> None:
     """Raises BadInput if `saved` is of another run. Keeps its micro-batches if batch_size is equal."""
-    refuse_another_run(run, saved)
-    then = saved["run"]
-    now = run.facts["run"]
+    fresh_out_dir = from_rank0(run.folder.fresh_out_dir)
+    then, now, built = saved["run"], run.facts["run"], run.checkpoint()
+    changed = changes(then, now)
+    refused = {key: changed[key] for key in REFUSED if key in changed}
+    parts, here = (parts_of(built | each) for each in (saved, built))
+    for name in here | parts:  # in the program's order
+        if parts.get(name) != here.get(name):
+            refused[name] = parts.get(name, "absent"), here.get(name, "absent")
+    for key, (was, new) in refused.items():
+        to_resume = f" or, to resume, --{key}={was}" if key in saved["config"] else ""
+        fail(
+            f"{key} was {was} in the run so far and is {new} now: that is another run; "
+            f"write {fresh_out_dir}{to_resume}"
+        )
     own = run.folder.owns(run.path)
     now["began_from"] = then.get("began_from") if own else str(run.path.resolve())
     if now["batch_size"] == then["batch_size"]:
@@ -227,32 +231,13 @@ def continue_from(run, saved: dict) -> None:
             run.state[key] = saved["state"].get(key, run.state[key])
 
 
-def refuse_another_run(run, saved: dict) -> None:
-    fresh_out_dir = from_rank0(run.folder.fresh_out_dir)
-    then = saved["run"]
-    changed = changes(then, run.facts["run"])
-    for key in REFUSED:
-        if key in changed:
-            was, here = changed[key]
-            to_resume = f" or, to resume, --{key}={was}" if key in saved["config"] else ""
-            fail(
-                f"{key} was {was} in the run so far and is {here} now: that is another run; "
-                f"write {fresh_out_dir}{to_resume}"
-            )
-    was, here = (parts_of(part) for part in (saved, run.checkpoint()))
-    for name in here | was:  # in the program's order
-        if (one := was.get(name, "absent")) != (other := here.get(name, "absent")):
-            fail(
-                f"{name} is {one} in the checkpoint and {other} in the program: that is another model "
-                f"or optimizer; write {fresh_out_dir}"
-            )
-
-
 def parts_of(saved: dict) -> dict:
-    """{name: shape} of the weights, and the number of weights in each group of the optimizers."""
+    """{name: shape} of the weights, the number of weights in each group of the optimizers, and the
+    place of each weight there: (optimizer, group, number)."""
     groups = [[len(g["params"]) for g in each["param_groups"]] for each in saved["optimizer"]]
     shapes = {name: [*getattr(w, "shape", [])] for name, w in saved["model"].items()}
-    return shapes | {"the optimizers' groups": groups}
+    places = {f"the place of {name} in the groups": at for at, name in leaves(saved["groups"])}
+    return shapes | {"the optimizers' groups": groups} | places
 
 
 def is_finished(run) -> bool:
@@ -262,11 +247,10 @@ def is_finished(run) -> bool:
     config, state = run.facts["config"], run.state
     step, name = state["step"], shown(run.folder.path)
     again = f"--resume=restart or {run.folder.fresh_out_dir()}"
-    more = "raise --max_steps"
-    if step < config["max_steps"]:
-        if not 0 < config["patience"] <= state["evals_since_best"]:
-            return False
-        more = "raise --patience"
+    out_of_patience = 0 < config["patience"] <= state["evals_since_best"]
+    more = "raise --patience" if step < config["max_steps"] else "raise --max_steps"
+    if step < config["max_steps"] and not out_of_patience:
+        return False
     if not run.folder.owns(run.path):
         fail(f"{shown(run.path)} is at step {step:,} of --max_steps={config['max_steps']}; {more}")
     others = [
@@ -292,11 +276,10 @@ def is_finished(run) -> bool:
 def mention_unfinished(config: dict, out_dir: str) -> None:
     """Where typed flags make another run, but the config's own folder holds one that could go on with
     them, such as a lower rate: say what to type."""
-    own = Path(config["out_dir"])
-    facts = read_json(own / "run.json")
-    if str(own) != out_dir and facts.get("config") and not facts.get("ended") == "finished":
+    own = config["out_dir"]
+    facts = read_json(f"{own}/run.json")
+    if own != out_dir and facts.get("config") and facts.get("ended") != "finished":
         changed = changed_knobs(facts["config"], config)
         if not changed.keys() & {*REFUSED, "batch_size", "accum_steps"}:
-            say(
-                f"{shown(own)} holds an unfinished run; to go on with it add --out_dir={shown(own)}"
-            )
+            own = shown(own)
+            say(f"{own} holds an unfinished run; to go on with it add --out_dir={own}")

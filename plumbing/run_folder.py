@@ -17,10 +17,9 @@ from typing import Any
 
 from plumbing import console, machine
 from plumbing.cli import fail
+from plumbing.console import REPO
 from plumbing.files import clean, lock_file, open_no_link, read_json, replacing, write_json
 from plumbing.ranks import rank, say
-
-REPO = Path(__file__).resolve().parent.parent
 
 
 class RunFolder(ExitStack):
@@ -168,7 +167,7 @@ class RunFolder(ExitStack):
             clock.lap("report")
             write_json(self.mine() / "run.json", self.facts)
         writes_text = "tokenizer" in self.facts["data"]["meta"]
-        console.print_next(ended, self.path, self.facts["command"], writes_text)
+        console.print_next(ended, self.path, writes_text)
 
     def record_end(self, ended: str, seconds: dict, state: dict, when: str) -> None:
         end = {"ended": ended, "seconds": seconds}

@@ -95,13 +95,12 @@ class Snapshot:
 
     def __init__(self, run):
         self.device = run.device
-        self.places = [
-            (module, name)
+        self.buffers = {
+            (module, name): buffer.clone()
             for module in run.model.modules()
             for name, buffer in module._buffers.items()
             if buffer is not None and name not in module._non_persistent_buffers_set
-        ]
-        self.buffers = [buffer.clone() for buffer in self.live()]
+        }
         self.extra = {  # such as the state of a module's own random generator
             module: clone(module.get_extra_state())
             for module in run.model.modules()
@@ -109,13 +108,13 @@ class Snapshot:
         }
         self.rng = rng_state(run.device)
 
-    def live(self) -> list[torch.Tensor]:
-        """The buffers as they are now: a forward pass may replace one by another tensor."""
-        return [module._buffers[name] for module, name in self.places]
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each buffer now (a forward pass may have replaced it by another tensor) and before."""
+        return [(module._buffers[name], old) for (module, name), old in self.buffers.items()]
 
     @torch.no_grad()
     def put_back(self) -> None:
-        for buffer, before in zip(self.live(), self.buffers, strict=True):
+        for buffer, before in self.pairs():
             buffer.copy_(before)
         for module, extra in self.extra.items():
             module.set_extra_state(clone(extra))
@@ -124,7 +123,7 @@ class Snapshot:
     @torch.no_grad()
     def put_back_buffers_if(self, skipped: torch.Tensor) -> None:
         """Without a wait for the device. skipped: a bool scalar on it."""
-        for buffer, before in zip(self.live(), self.buffers, strict=True):
+        for buffer, before in self.pairs():
             buffer.copy_(torch.where(skipped, before, buffer))
 
 
@@ -180,8 +179,7 @@ def halving_on_oom(
             if not out_of_memory(error):
                 raise
             if is_sharded(run.model):  # the other ranks wait in mid-pass
-                hint = "--grad_checkpoint=true, --offload=true, a smaller --batch_size"
-                raise RunFailed(f"out of memory; with --shard=true try {hint}") from error
+                raise RunFailed("out of memory; try --offload=true, a smaller --n_embd") from error
         if not any(agree(result is None)):
             return result
         if state[key] == 1:
@@ -217,9 +215,7 @@ def rehearse(run, compile: bool, forward_backward: Callable, *batch: torch.Tenso
         step = (forward_backward, model, run, *batch, n_targets)
         numbers = halving_on_oom(run, before, *step)
         if taken := numbers.keys() & RESERVED:
-            raise RunFailed(
-                f"the model returns a number named {min(taken)}, which rows have already"
-            )
+            raise RunFailed(f"the model returns a number named {min(taken)}, which rows have, too")
     except Exception as error:
         if not compile or isinstance(error, RunFailed):
             raise
@@ -289,6 +285,5 @@ def explain(error: BaseException) -> RunFailed | None:
         detail = last_line.rpartition("] ")[2].partition(". ")[0]
         late = re.search("timed out|timeout", str(error), re.IGNORECASE)
         what = "kept this one waiting for more than --hang_minutes" if late else "is gone"
-        hint = "the same command resumes from the newest checkpoint"
-        return RunFailed(f"another rank {what} ({detail}); {hint}")
+        return RunFailed(f"another rank {what} ({detail}); the same command resumes the run")
     return None

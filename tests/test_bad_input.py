@@ -179,6 +179,12 @@ def test_a_text_shorter_than_a_window_is_refused(refused, tmp_path):
     refused("--dataset=short", f"--data_dir={tmp_path}/data", words=words)
 
 
+def test_a_dataset_outside_the_folder_of_datasets_is_refused(refused, tmp_path):
+    prepare("pydoc", tmp_path, say=lambda *words: None)
+    flag = f"--data_dir={tmp_path}/data"
+    refused("--dataset=../pydoc", flag, words=["NAME is made of letters", "'../pydoc'"])
+
+
 def test_a_text_of_exactly_one_validation_window_is_enough(run_train, tmp_path):
     """Control: 17 tokens to validate are a window of 16 and the target of its last."""
     (tmp_path / "small.txt").write_text("abcdefghij" * 17)

@@ -651,7 +651,7 @@ def test_the_cause_of_an_error_is_shown_before_it(tmp_path):
 def test_an_error_cannot_type_into_the_terminal(tmp_path):
     _, lines = fails(tmp_path, "escape")
     assert lines[-1] == "ValueError: ]0;title 31m"
-    assert cli.printable("\033[31mred\033[0m\ta\nb\r\033[2J") == "\033[31mred\033[0m\ta\nb[2J"
+    assert cli.printable("\033[31mred\033[0m\ta\nb\r\033[2J") == "[31mred[0m\ta\nb[2J"
 
 
 COMPILED = """

@@ -119,8 +119,7 @@ def test_a_dataset_is_the_whole_text_and_what_its_meta_says(tmp_path, text_file,
         assert meta[f"{split}_tokens"] == len(ids(folder, split))
         digest = hashlib.sha256((folder / f"{split}.bin").read_bytes()).hexdigest()
         assert meta["sha256"][f"{split}.bin"] == digest
-    assert f"{meta['train_tokens']:,} {tokenizer} tokens" in result.stdout
-    assert "MB/s" in result.stdout
+    assert f"{meta['train_tokens']:,} tokens" in result.stdout and tokenizer in result.stdout
 
 
 @needs_shakespeare
@@ -354,8 +353,8 @@ def test_two_processes_can_make_the_same_dataset_at_once(tmp_path):
         (b"", ["is empty", "expected UTF-8 text"]),
         (b"some text\0more", ["byte 0x00 at offset 9", "binary"]),
         ("Esel".encode("utf-16"), ["UTF-16"]),
-        (b"Ein K\xe4se", ["is not UTF-8 text: byte 0xe4 at offset 5", "iconv"]),
-        ("Ein Käse".encode()[:6], ["is not UTF-8 text: byte 0xc3 at offset 5"]),
+        (b"Ein K\xe4se", ["is not UTF-8: byte 0xe4 at offset 5", "iconv"]),
+        ("Ein Käse".encode()[:6], ["is not UTF-8: byte 0xc3 at offset 5"]),
         (b"a", ["too short: 0 tokens to train on, 1 to validate"]),
         (b"abcdefghij", ["too short: 9 tokens to train on, 1 to validate", "more text"]),
     ],

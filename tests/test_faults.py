@@ -571,7 +571,7 @@ train.build_model = wrap(train.build_model)
     assert (
         done.returncode == 2
         and "extra" in done.stderr
-        and "absent in the checkpoint" in done.stderr
+        and "was absent in the run so far" in done.stderr
     )
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
 
@@ -746,7 +746,7 @@ def test_the_disk_space_asked_for_is_enough_for_a_whole_checkpoint(run_train, fl
     assert done.returncode == 0, done.stderr
     predicted = int(re.search(r"SIZE (\d+)", done.stdout)[1])
     size = done.checkpoint(3).stat().st_size
-    assert size < 1.03 * predicted < 1.6 * size  # two moments are counted, whatever the optimizer
+    assert size < 1.03 * predicted < 1.1 * size
 
 
 @pytest.mark.parametrize("times", [1, 99], ids=["once", "always"])

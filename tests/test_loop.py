@@ -722,7 +722,7 @@ def test_milestones_stay_and_of_the_others_the_newest(run_train):
     for name, step in zip(names[1:], (10, 12, 5, 10), strict=True):
         checkpoint = torch.load(done.out_dir / name, weights_only=True)
         assert checkpoint["state"]["step"] == step
-        parts = "model frozen optimizer scaler ema state rng config data run".split()
+        parts = "model frozen optimizer groups scaler ema state rng config data run".split()
         assert set(checkpoint) == set(parts)
         assert not [key for key in checkpoint["model"] if key.startswith(("_orig_mod", "module"))]
 

@@ -141,9 +141,8 @@ def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp
 
     size = len(set(TEXT)) + 1
     refused(run_sample(edited(other_vocabulary)), f"vocabulary of {size}")
-    refused(
-        run_sample(edited(lambda c: c["config"].update(n_embd=32))), "32", "in today's model.py"
-    )
+    other_width = edited(lambda c: c["config"].update(n_embd=32))
+    refused(run_sample(other_width), "32", "today's model.py")
     for name, value in {"n_head": 0, "n_embd": "16", "n_layer": -1, "dropout": math.nan}.items():
         wrong = edited(lambda c, change={name: value}: c["config"].update(change))
         refused(run_sample(wrong), "edited.pt", f"{name} = {value!r}", "expected")
@@ -155,7 +154,7 @@ def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp
     no_text = edited(lambda c: c["data"]["meta"].pop("tokenizer"))
     refused(run_sample(no_text), "was not trained on text")
     headless = edited(lambda c: [c[part].pop("head.weight") for part in ("model", "ema")])
-    refused(run_sample(headless), "head.weight is absent in it")
+    refused(run_sample(headless), 'Missing key(s) in state_dict: "head.weight"')
     refused(run_sample(edited(lambda c: c["config"].pop("block_size"))), "block_size")
     refused(run_sample(trained, "--temperature=-1"), "--temperature=-1")
 
@@ -209,7 +208,7 @@ class Echo(torch.nn.Module):
 def test_another_model_is_sampled_from_its_logits():
     model = Echo().eval()
     tokenizer = tokenizer_of({"tokenizer": "char", "chars": "\nabc", "vocab_size": 4})
-    prompt = sample.encode_prompt("ab", tokenizer)
+    prompt = torch.tensor([tokenizer.encode("ab").tolist()])
     new = sample.generate(model, prompt, max_new_tokens=9, block_size=8, vocab_size=4)
     assert "".join(sample.stream((i.item() for i in new), tokenizer)) == 9 * "b"
 
@@ -227,7 +226,7 @@ def test_a_sample_does_not_disturb_training(trained):
     model, tokenizer = sample.rebuild(path, checkpoint)
     torch.manual_seed(7)
     before, weights = torch.get_rng_state(), {k: v.clone() for k, v in model.state_dict().items()}
-    prompt = sample.encode_prompt("", tokenizer)
+    prompt = torch.zeros(1, 1, dtype=torch.long)
     own = torch.Generator().manual_seed(1)
     assert (
         len(list(sample.generate(model, prompt, 50, 16, tokenizer.vocab_size, generator=own))) == 50
@@ -241,7 +240,7 @@ def test_a_file_with_model_config_and_data_is_enough(trained, run_sample, tmp_pa
     part = {name: saved[name] for name in ("model", "config", "data")}
     torch.save(part, tmp_path / "part.pt")
     code, out, err = run_sample(tmp_path / "part.pt", "--max_new_tokens=20")
-    assert code == 0 and len(out) == 20 + 1 and f"{tmp_path}/part.pt\n" in err
+    assert code == 0 and len(out) == 20 + 1 and f"{tmp_path}/part.pt, step unknown\n" in err
     averages = {"head.weight": -100 * saved["ema"]["head.weight"]}
     torch.save(part | {"ema": averages}, tmp_path / "part.pt")
     assert run_sample(tmp_path / "part.pt", "--max_new_tokens=20")[1] != out
@@ -257,14 +256,6 @@ def test_an_error_in_your_own_model_shows_its_line(trained, run_sample, monkeypa
     assert (code, out) == (1, "")
     assert lines[-1] == "ValueError: too many values to unpack (expected 2)"
     assert "first, second = range(3)  # the bug" in "".join(lines[-3:-1])
-
-
-def test_the_best_is_named_by_the_metric_that_decided(run_sample, edited):
-    def change(checkpoint):
-        checkpoint["config"]["best_metric"] = "-val_accuracy"
-        checkpoint["state"]["best_score"] = -0.5712  # lower is better
-
-    assert ", step 20, best val_accuracy 0.5712 at step 20\n" in run_sample(edited(change))[2]
 
 
 def test_no_sample_reaches_the_terminal_as_a_command(edited, run_sample):
