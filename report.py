@@ -26,7 +26,7 @@ from plumbing.files import replacing
 from reporting import record, results
 from reporting.page import page
 from reporting.record import half_window, known, last_step, read_run, short, smooth, thin
-from reporting.results import best_of, ended, happened, metric_of, number, outcome, unit
+from reporting.results import best_of, ended, happened, metric_of, number, outcome, table, unit
 from reporting.troubles import troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
@@ -213,12 +213,6 @@ def compare_picture(runs, names):
 
 def best_words(run):
     return f"best {metric_of(run)[2]} {number(best_of(run)[0])}"
-
-
-def table(header, rows):
-    lines = [header, ["---"] * len(header), *rows]
-    cells = [[" ".join(str(cell).replace("|", "\\|").split()) for cell in line] for line in lines]
-    return "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"
 
 
 def unusual_knobs(run):
