@@ -337,7 +337,8 @@ def test_every_event_is_in_the_report(tmp_path):
     }
     text = words_of(run)
     for words in (
-        "| 20 | skipped | 3 updates, the last at step 25 |",
+        "| 20 | skipped | 3 updates, the last at step 25; see `python replay.py",
+        "--step=52 --before_rollback=1` |",
         "batch_size 4; accum_steps 2",
         "stopped by SIGINT",
         "why a loss spike; at_step 52",
@@ -673,6 +674,20 @@ def test_a_comparison_says_what_else_may_be_why_losses_part(tmp_path):
     text = report.compare_words(runs, ["a", "b"], image=[])
     assert "| cpu | A | B |" in text and "| dtype | float32 | bfloat16 |" in text
     assert "threads" not in text and "compile" not in text
+
+
+def test_equal_knobs_and_other_numbers_lead_to_the_place_where_they_part(tmp_path):
+    rows = falling(40)
+    other = [each | {"loss": each["loss"] + 1e-7 * (each["step"] == 30)} for each in rows]
+    knobs = {"config": {"peak_lr": 1e-3, "out_dir": "out/a"}}
+    again = {"config": {"peak_lr": 1e-3, "out_dir": "out/b"}}
+    one, same = (read_run(write_run(tmp_path / n, rows, **again)) for n in ("one", "same"))
+    parts = read_run(write_run(tmp_path / "parts", other, **knobs))
+    command = f"`python replay.py {tmp_path}/one {tmp_path}/parts`"
+    assert command in report.compare_words([one, parts], ["one", "parts"], image=[])
+    assert "replay.py" not in report.compare_words([one, same], ["one", "same"], image=[])
+    parts.info["config"]["peak_lr"] = 2e-3
+    assert "replay.py" not in report.compare_words([one, parts], ["one", "parts"], image=[])
 
 
 @pytest.mark.slow
