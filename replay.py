@@ -12,6 +12,7 @@ Exit code: 0 all equal; 1 not; 3 not, but machine or code are not those of the r
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from contextlib import redirect_stdout
 from functools import partial
 from itertools import count, takewhile
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from unittest.mock import patch
 from zlib import crc32
 
@@ -55,8 +56,12 @@ attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 attempts = (f"{attempt}_{number}" for number in count())
 
 
+def is_rank0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 def say(words: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+    if is_rank0():
         print(words, flush=True)
 
 
@@ -116,16 +121,24 @@ def compute(run: Logged, start: tuple | None, stop: int) -> dict:
 
     ours = (train_step, what_is_due, run_to_the_end)
     patches = patch.multiple(train, **{each.__name__: each for each in ours})
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = next(attempts)
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt = next(attempts)
+    port = os.environ.get("MASTER_PORT", os.getpid())  # all ranks need the same folder
+    scratch = Path(gettempdir(), f"replay_{port}_{attempt}")
+    flags = run.flags_at(stop, scratch, data_dir)
+    flags += [f"--resume={then.get('began_from') or 'auto'}"] * (not start)
+    flags += [f"--max_rollbacks={before_rollback - 1}"] * bool(before_rollback)
     torch.set_num_threads(then["threads"])
-    with TemporaryDirectory(prefix="replay_") as scratch:
-        if start:
-            torch.save(start[2], Path(scratch, file_name(start[0])))
-        flags = run.flags_at(stop, scratch, data_dir)
-        flags += [f"--resume={then.get('began_from') or 'auto'}"] * (not start)
-        flags += [f"--max_rollbacks={before_rollback - 1}"] * bool(before_rollback)
+    try:
+        if is_rank0():
+            shutil.rmtree(scratch, ignore_errors=True)
+            scratch.mkdir(0o700)
+            if start:
+                torch.save(start[2], scratch / file_name(start[0]))
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), patches:
             train.main(flags)
+    finally:
+        if is_rank0():
+            shutil.rmtree(scratch, ignore_errors=True)
     if "taken" not in found:
         raise RunFailed(f"{run.path}: its step {stop} was not reached; was it stopped?")
     identity = resuming.inexact(then, found.pop("taken").facts["run"])
@@ -149,7 +162,7 @@ def at_step(run: Logged) -> int:
     found = compute(run, run.start_before(since + 1 if trace else step, *most), step)
     if trace:
         torch.save({key: found[key] for key in ("traces", "starts", "difference", "words")}, trace)
-    elif os.environ.get("RANK", "0") == "0":
+    elif is_rank0():
         row = found["rows"].row(step, "train")
         say("\n".join(steps.write_page(run.path, step, found["words"], row, found["seen"])))
         if save:
