@@ -116,7 +116,7 @@ def compute(run: Logged, start: tuple | None, stop: int) -> dict:
             if "taken" not in found:
                 raise
         found["rows"] = ranks.from_rank0(Logged, here.folder.path)
-        found["traces"] = ranks.from_all_ranks(found["seen"]["trace"]) if trace else []
+        found["traces"] = ranks.from_all_ranks(found.get("seen", {}).get("trace")) if trace else []
         return 0
 
     ours = (train_step, what_is_due, run_to_the_end)
@@ -156,8 +156,6 @@ def compute(run: Logged, start: tuple | None, stop: int) -> dict:
 
 def at_step(run: Logged) -> int:
     """Show a step: its page and picture, and whether the numbers on the way come out again."""
-    if before_rollback > len(run.rollbacks):
-        fail(f"--before_rollback={before_rollback}: {run.path} has {len(run.rollbacks)} rollbacks")
     most = [before_rollback - 1] if before_rollback else []
     found = compute(run, run.start_before(since + 1 if trace else step, *most), step)
     if trace:
@@ -277,8 +275,11 @@ def main(argv: list[str] | None = None) -> int:
             return where_they_part(*runs)
         if len(runs) != 1 or bool(step) == bool(verify):
             fail("expected RUN --step=N, RUN OTHER or RUN --verify=K")
-        runs[0].load_script()
-        return at_step(runs[0]) if step else verify_stretches(runs[0])
+        run = runs[0]
+        if before_rollback > (len(run.rollbacks) if step else 0):
+            fail(f"--before_rollback={before_rollback}: there were {len(run.rollbacks)} rollbacks")
+        run.load_script()
+        return at_step(run) if step else verify_stretches(run)
 
 
 if __name__ == "__main__":
