@@ -26,8 +26,8 @@ from plumbing.files import replacing
 from reporting import record, results
 from reporting.page import page
 from reporting.record import half_window, known, last_step, read_run, short, smooth, thin
-from reporting.results import best_of, ended, happened, metric_of, number, outcome, unit
-from reporting.troubles import troubles
+from reporting.results import best_of, ended, happened, metric_of, number, outcome, table, unit
+from reporting.troubles import replay, replay_of, troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
 dollars_per_hour = 0.0  # of one device, [0, inf); 0 = the run's --dollars_per_hour
@@ -215,12 +215,6 @@ def best_words(run):
     return f"best {metric_of(run)[2]} {number(best_of(run)[0])}"
 
 
-def table(header, rows):
-    lines = [header, ["---"] * len(header), *rows]
-    cells = [[" ".join(str(cell).replace("|", "\\|").split()) for cell in line] for line in lines]
-    return "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"
-
-
 def unusual_knobs(run):
     """[(knob, value in this run, default in train.py)] where the two differ, without folders."""
     knobs, config = read_knobs(Path(__file__).with_name("train.py")), run.info["config"]
@@ -267,10 +261,14 @@ def event_rows(run, most=200):
     """[(step, event, details)] in the order of the events; skips in a row share one."""
     rows = []
     for name, group in itertools.groupby(run.events, lambda event: event["event"]):
+        group = list(group)
         found = [(f"{e['step']:,}", name.replace("_", " "), details(e)) for e in group]
         if name == "skipped" and len(found) > 1:
             words = f"{len(found)} updates, the last at step {found[-1][0]}"
             found = [(*found[0][:2], words)]
+        if name in ("skipped", "rollback"):
+            at, what, words = found[0]
+            found[0] = at, what, f"{words}; see `{replay_of(run, group[0])}`"
         rows += found if name not in ("sample", "saved") else []
     return rows[:most] + [("...", f"and {len(rows) - most:,} more", "")] * (len(rows) > most)
 
@@ -295,6 +293,7 @@ def found_in(run, title):
     for each in (found := troubles(run)):
         out += [f"- **{each.title}** (`{each.name}`): {each.shows}. Likely causes: {each.causes}."]
         out += [f"  Tell them apart: `{each.tell}` ({each.reading})."] if each.tell else []
+        out += [f"  Look into that step: `{each.look}`."] if each.look else []
         out += [f"  Try: {each.cure}."] if each.cure else []
     out += ["\ndocs/trouble.md has more on each.\n" if found else "None that report.py knows.\n"]
     for sample in happened(run, "sample")[-1:]:
@@ -323,6 +322,16 @@ def words(run, image):
     return "\n".join([*out, "## What was not exact\n", *not_exact(run), ""])
 
 
+def should_be_equal(one, other):
+    """Whether two runs have the same knobs, and other numbers."""
+    knobs = [run.info["config"].items() for run in (one, other)]
+    same, again = ({k: v for k, v in each if k not in ("out_dir", "resume")} for each in knobs)
+    pairs = [(one.train[name], other.train[name]) for name in ("step", "loss", "grad_norm")]
+    pairs += [(one.evals["val_loss"], other.evals["val_loss"])]
+    pairs = [(a[: len(b)], b[: len(a)]) for a, b in pairs]
+    return same == again and not all(np.array_equal(*pair, equal_nan=True) for pair in pairs)
+
+
 def compare_words(runs, names, image):
     """compare.md: one table of the settings and the results that differ, and what is wrong."""
     columns = []  # for each run, {what: value}
@@ -338,6 +347,9 @@ def compare_words(runs, names, image):
         out += ["> **These runs trained on different data: their losses cannot be compared.**\n"]
     if len({str(column.get("device")) for column in columns}) > 1:
         out += ["> These runs ran on different devices: compare their times with care.\n"]
+    if len(runs) == 2 and should_be_equal(*runs):
+        command = replay(runs[0], str(runs[1].folder))
+        out += [f"> The same knobs, and other numbers: `{command}` says where they part.\n"]
     out += ["![Curves of these runs](compare.png)\n"] if image else []
     every = dict.fromkeys(what for column in columns for what in column)
     rows = [(what, *(str(column.get(what, "n/a")) for column in columns)) for what in every]

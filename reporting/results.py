@@ -103,6 +103,12 @@ def number(value, form=",.4f", unit=""):
     return f"{value:{form}}{unit}" if math.isfinite(value) else "n/a"
 
 
+def table(header, rows):
+    lines = [header, ["---"] * len(header), *rows]
+    cells = [[" ".join(str(cell).replace("|", "\\|").split()) for cell in line] for line in lines]
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"
+
+
 def clock(seconds):
     """1:02:03, or 2 days, 1:02:03."""
     return str(timedelta(seconds=round(seconds))) if seconds < 1e10 else "n/a"

@@ -14,7 +14,7 @@ import numpy as np
 from reporting import detectors
 
 TROUBLES = tomllib.loads(Path(__file__).with_name("troubles.toml").read_text(encoding="utf-8"))
-Finding = namedtuple("Finding", "name title shows causes tell reading cure")
+Finding = namedtuple("Finding", "name title shows causes tell reading cure look")
 
 
 def troubles(run):
@@ -30,7 +30,8 @@ def finding(run, name, shows):
     words = [f"--{knob}={value} (now {now})" for knob, value, now in tries]
     cure = ", ".join(filter(None, [*words, about.get("cure")]))
     tell = command(run, about["tell"], tries, name)
-    return Finding(name, about["title"], shows, about["causes"], tell, about["reading"], cure)
+    told = about["title"], shows, about["causes"], tell, about["reading"]
+    return Finding(name, *told, cure, look(run, name))
 
 
 def changes(knobs, wanted):
@@ -52,13 +53,12 @@ def changes(knobs, wanted):
 def command(run, tell, tries, name):
     """The command to paste; "" if this run has none."""
     script, *flags = [str(word) for word in run.info["command"] or ["train.py"]]
-    launcher, ranks = ["python"], run.fact("hardware", "world_size")
+    start = ["python"]
     if tell == "knob":
         tell = "".join(f"--{knob}={value}" for knob, value, _ in tries[:1])
     if tell.startswith("--"):
         flags += [tell, f"--out_dir=out/{run.name}_{name}"]
-        if ranks > 1:
-            launcher = ["torchrun", "--standalone", f"--nproc_per_node={ranks:.0f}"]
+        start = launcher(run)
     elif ".py " in tell and script.endswith("train.py"):
         tool, only = tell.split()
         script = script.removesuffix("train.py") + tool
@@ -71,4 +71,40 @@ def command(run, tell, tries, name):
         last[flag.partition("=")[0]] = flag
     if tell != "--resume=never":
         last.pop("--resume", None)
-    return shlex.join([*launcher, script, *last.values()])
+    return shlex.join([*start, script, *last.values()])
+
+
+def launcher(run):
+    ranks = run.fact("hardware", "world_size")
+    several = ["torchrun", "--standalone", f"--nproc_per_node={ranks:.0f}"]
+    return several if ranks > 1 else ["python"]
+
+
+def replay(run, *words):
+    """The command that computes a step of this run again, or asks where it parts from another."""
+    script = str((run.info["command"] or ["train.py"])[0])
+    place = script.removesuffix("train.py") if script.endswith("train.py") else ""
+    return shlex.join([*launcher(run), f"{place}replay.py", str(run.folder), *words])
+
+
+def replay_of(run, event):
+    """Of the step of a skipped update or a rollback, as it was before a later rollback undid it."""
+    i = run.events.index(event)
+    before, after = (
+        [e for e in part if e["event"] == "rollback"] for part in (run.events[:i], run.events[i:])
+    )
+    flags = [f"--step={event.get('at_step', event['step'])}"]
+    if event in after or any(each["step"] < event["step"] for each in after):
+        flags += [f"--before_rollback={len(before) + 1}"]
+    return replay(run, *flags)
+
+
+def look(run, name):
+    """The command that shows the step of a trouble; "" if there is no single one."""
+    if name == "loss_spikes":
+        loss, curve, _ = detectors.loss_curve(run)
+        return replay(run, f"--step={run.train['step'][np.nanargmax(loss - curve)]:.0f}")
+    bad = [event for event in run.events if event["event"] in ("skipped", "rollback")]
+    if not bad or name not in ("updates_fail", "float16_scale_collapses"):
+        return ""
+    return replay_of(run, bad[0 if name == "updates_fail" else -1])

@@ -1,5 +1,6 @@
 """Replay: any step again, where two runs part, whether a log is what the code computes."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -61,6 +62,27 @@ def run_fork(run_train, tmp_path):
     return run
 
 
+@pytest.fixture(scope="module")
+def finished(train_in, tmp_path_factory):
+    """finished(*flags) -> Done: a run that tests share, trained once; they only read it."""
+    runs = {}
+
+    def run(*flags):
+        if flags not in runs:
+            runs[flags] = train_in(tmp_path_factory.mktemp("finished"), "one", *flags)
+        return runs[flags]
+
+    return run
+
+
+@pytest.fixture
+def good(finished, tmp_path):
+    """A copy of a good run, to be edited."""
+    done = finished(*SAVES)
+    shutil.copytree(done.out_dir, tmp_path / "run")
+    return dataclasses.replace(done, out_dir=tmp_path / "run")
+
+
 def edit(done, change):
     """Replace each row of metrics.jsonl by change(row), or drop it where that is None."""
     rows = [change(row) for row in done.rows()]
@@ -78,8 +100,8 @@ def edited(step, **fields):
 # ---- one step ------------------------------------------------------------------------------------
 
 
-def test_a_step_comes_out_again_and_nothing_else_changes(run_train, replay):
-    done = run_train("run", *SAVES)
+def test_a_step_comes_out_again_and_nothing_else_changes(good, replay):
+    done = good
     before = tree(done.out_dir)
     again = replay(done.out_dir, "--step=7")
     assert again.returncode == 0, again.stderr
@@ -90,14 +112,14 @@ def test_a_step_comes_out_again_and_nothing_else_changes(run_train, replay):
     page = (done.out_dir / "replay_00000007.md").read_text()
     row = done.rows("train")[6]
     assert str(row["loss"]) in page and str(row["grad_norm"]) in page
-    for name in ("Sequence 48", "blocks.0.attention.qkv.weight", "| blocks.0 |", "All tensors are"):
+    for name in ("Sequence 48", "blocks.0.attention.qkv.weight", "| blocks.0 |", "all tensors are"):
         assert name in page, name
 
 
-@pytest.mark.parametrize("flags", [(), ("--dropout=0.1", "--ema_decay=0.9", "--optimizer=muon")])
-def test_every_step_can_be_shown(run_train, replay, flags):
+def test_every_step_can_be_shown(run_train, replay):
+    flags = ("--dropout=0.1", "--ema_decay=0.9", "--optimizer=muon")
     done = run_train("run", *SAVES, *flags, "--batch_size=4", "--accum_steps=2")
-    for step in (1, 5, 12):
+    for step in (1, 12):
         again = replay(done.out_dir, f"--step={step}")
         assert again.returncode == 0 and "bit for bit" in again.stdout, again.stderr
 
@@ -111,8 +133,8 @@ def test_a_run_may_be_asked_while_it_goes_on(run_train, replay):
     assert rows.read_text().endswith('"lo')
 
 
-def test_the_saved_state_starts_a_new_folder_with_that_step(run_train, replay):
-    done = run_train("run", *SAVES)
+def test_the_saved_state_starts_a_new_folder_with_that_step(good, run_train, replay):
+    done = good
     again = replay(done.out_dir, "--step=7", "--save=true")
     assert "--resume=" in again.stdout
     new = run_train("new", f"--resume={done.out_dir}/replay_00000007.pt", *SAVES)
@@ -148,15 +170,11 @@ train.forward_backward = forward_backward
 
 def test_the_first_tensor_that_is_not_finite_is_named(run_fork, replay):
     bad = """
-def at_8(own):
-    def build_model(*arguments):
-        model = own(*arguments)
-        def hook(module, inputs, output):
-            return output * float("nan") if train.last_run and train.last_run.state["step"] == 7 else None
-        model.blocks[0].register_forward_hook(hook)
-        return model
-    return build_model
-train.build_model = at_8(train.build_model)
+import model
+def forward(self, *rest, own=model.Block.forward):
+    y = own(self, *rest)
+    return y * float("nan") if train.last_run and train.last_run.state["step"] == 7 else y
+model.Block.forward = forward
 """
     done = run_fork("run", *SAVES, source=bad)
     assert [row["step"] for row in done.rows("train") if row["skipped"]] == [8]
@@ -176,8 +194,8 @@ def test_images_have_no_text_but_everything_else(tmp_path, replay):
     assert "| 0.weight |" in page and "**Sequence 24**" in page
 
 
-def test_a_run_with_ranks_says_what_to_type(run_train, replay):
-    done = run_train("run", *SAVES)
+def test_a_run_with_ranks_says_what_to_type(good, replay):
+    done = good
     facts = json.loads((done.out_dir / "run.json").read_text())
     facts["run"]["world_size"] = 2
     (done.out_dir / "run.json").write_text(json.dumps(facts))
@@ -185,16 +203,41 @@ def test_a_run_with_ranks_says_what_to_type(run_train, replay):
     assert again.returncode == 2 and "torchrun --standalone --nproc_per_node=2" in again.stderr
 
 
-def test_a_run_with_two_ranks_comes_out_again(python_train, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    done = python_train("run", *SAVES, launcher=torchrun)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+
+
+def typed(*words, launcher=(sys.executable,)):
+    command = [*launcher, REPO / "replay.py", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+
+
+@pytest.mark.slow  # a minute
+@pytest.mark.parametrize("shard", [False, True])
+def test_runs_with_two_ranks_come_out_again(python_train, shard):
+    flags = (*SAVES, f"--shard={shard}")
+    done = python_train("run", *flags, launcher=TORCHRUN)
     assert done.returncode == 0, done.stderr
     for what in ("--step=7", "--verify=2"):
-        command = [*torchrun, REPO / "replay.py", done.out_dir, what]
-        again = subprocess.run(command, capture_output=True, text=True, check=False)
+        again = typed(done.out_dir, what, launcher=TORCHRUN)
         assert again.returncode == 0, again.stderr
     assert "all bits equal" in again.stdout
-    assert "Sequence 111" in (done.out_dir / "replay_00000007.md").read_text(), "of both ranks"
+    page = (done.out_dir / "replay_00000007.md").read_text()
+    assert "Sequence 111" in page, "of both ranks"
+    assert "| blocks.0.attention.qkv.weight |" in page
+    other = python_train("other", *flags, "--beta2=0.9", launcher=TORCHRUN)
+    again = typed(done.out_dir, other.out_dir, launcher=TORCHRUN)
+    assert again.returncode == 1
+    assert "the first difference in step 1: setting: betas/1 (0.95 and 0.9)" in again.stdout
+
+
+@pytest.mark.slow  # torch.compile takes half a minute
+def test_a_compiled_run_comes_out_again(python_train):
+    done = python_train("run", *SAVES, "--compile=true")
+    assert done.returncode == 0, done.stderr
+    shown = typed(done.out_dir, "--step=7")
+    assert shown.returncode == 0 and "bit for bit" in shown.stdout, shown.stderr
+    verified = typed(done.out_dir, "--verify=2")
+    assert verified.returncode == 0 and "all bits equal" in verified.stdout, verified.stderr
 
 
 def test_a_poisoned_text_is_named(run_train, replay, tmp_path):
@@ -205,7 +248,7 @@ def test_a_poisoned_text_is_named(run_train, replay, tmp_path):
     (tmp_path / "text.txt").write_text(text[:2000] + poison + text[2000:])
     prepare("poisoned", tmp_path, input=str(tmp_path / "text.txt"), say=lambda *words: None)
     flags = ("--dataset=poisoned", f"--data_dir={tmp_path}", "--max_steps=70", "--peak_lr=1e-2")
-    done = run_train("run", *flags, "--save_interval=10")
+    done = run_train("run", *flags, "--save_interval=20")
     spike = max(done.rows("train")[35:], key=lambda row: row["loss"])["step"]
     again = replay(done.out_dir, f"--step={spike}")
     assert again.returncode == 0, again.stderr
@@ -215,8 +258,8 @@ def test_a_poisoned_text_is_named(run_train, replay, tmp_path):
 # ---- two runs ------------------------------------------------------------------------------------
 
 
-def test_equal_runs_are_equal(run_train, replay):
-    one = run_train("one", *PART)
+def test_equal_runs_are_equal(finished, run_train, replay):
+    one = finished(*PART)
     other = run_train("other", *PART)
     again = replay(one.out_dir, other.out_dir)
     assert again.returncode == 0 and "equal: all numbers of 12 steps" in again.stdout
@@ -284,14 +327,14 @@ PLANTS = {  # name -> (flags of both, flags of the other, its source, step of th
     "average": (("--ema_decay=0.9",), (), AVERAGE, 12, "in step 3: after it: ema/"),
     "random": (("--dropout=0.1",), (), RANDOM, 6, "in step 6: step: loss"),
     "dropout": ((), ("--dropout=0.1",), "", 1, "in step 1: output of"),
-    "seed": ((), ("--seed=2",), "", 0, "before the first step"),
+    "seed": ((), ("--seed=2",), "", 0, "before step 1"),
 }
 
 
 @pytest.mark.parametrize("name", PLANTS)
-def test_where_two_runs_part_and_the_first_thing_that_differs(run_fork, replay, name):
+def test_where_two_runs_part_and_the_first_thing_that_differs(finished, run_fork, replay, name):
     flags, other_flags, source, step, first = PLANTS[name]
-    one = run_fork("one", *PART, *flags)
+    one = finished(*PART, *flags)
     other = run_fork("other", *PART, *flags, *other_flags, source=source)
     again = replay(one.out_dir, other.out_dir)
     assert again.returncode == 1, again.stderr
@@ -300,13 +343,13 @@ def test_where_two_runs_part_and_the_first_thing_that_differs(run_fork, replay, 
     assert "both come out again here" in again.stdout
 
 
-def test_other_data_under_the_same_name(run_train, replay, data_dir, tmp_path):
+def test_other_data_under_the_same_name(finished, run_train, replay, data_dir, tmp_path):
     from prepare_data import prepare
 
     text = (data_dir / "small.txt").read_text()
     (tmp_path / "text.txt").write_text(text[1500:] + text[:1500])
     prepare("small", tmp_path, input=str(tmp_path / "text.txt"), say=lambda *words: None)
-    one = run_train("one", *PART)
+    one = finished(*PART)
     other = run_train("other", *PART, f"--data_dir={tmp_path}")
     again = replay(one.out_dir, other.out_dir)
     assert again.returncode == 1
@@ -354,8 +397,8 @@ train.update = update
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_transient_fault_is_found_in_the_run_that_had_it(run_train, replay, name):
-    one = run_train("one", *PART, "--dropout=0.1")
+def test_a_transient_fault_is_found_in_the_run_that_had_it(finished, run_train, replay, name):
+    one = finished(*PART, "--dropout=0.1")
     other = run_train("other", *PART, "--dropout=0.1", before=FLIP + FAULTS[name])
     again = replay(one.out_dir, other.out_dir)
     assert again.returncode == 1, again.stderr
@@ -367,11 +410,6 @@ def test_a_transient_fault_is_found_in_the_run_that_had_it(run_train, replay, na
 
 
 # ---- a stretch again -----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def good(run_train):
-    return run_train("run", *SAVES)
 
 
 def test_a_good_run_is_verified(good, replay):
@@ -403,11 +441,11 @@ def test_an_edited_number_is_found(good, replay, field):
     assert f"step 6 of {good.out_dir} is not what this code computes here: {field}" in again.stdout
 
 
-@pytest.mark.parametrize("kind", ["train", "eval"])
+@pytest.mark.parametrize("kind", ["train", pytest.param("eval", marks=pytest.mark.slow)])
 def test_a_dropped_row_is_found(good, replay, kind):
     edit(good, lambda row: None if (row["kind"], row["step"]) == (kind, 6) else row)
     again = replay(good.out_dir, "--verify=9")
-    assert again.returncode == 1 and f"its row of kind {kind} is missing" in again.stdout
+    assert again.returncode == 1 and f"0 and 1 rows of kind {kind}" in again.stdout
 
 
 @pytest.mark.parametrize("hash_too", [False, True])
@@ -480,11 +518,10 @@ def test_bad_input_is_one_line(good, replay, tmp_path):
         assert again.returncode in (1, 2) and len(again.stderr.splitlines()) == 1, again.stderr
 
 
-def test_the_command_itself(python_train, tmp_path):
-    done = python_train("run", *SAVES)
-    other = python_train("other", *SAVES, "--peak_lr=2e-3")
-    command = [sys.executable, REPO / "replay.py", done.out_dir, other.out_dir]
-    again = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+@pytest.mark.slow  # three processes that import torch
+def test_the_command_itself(finished, run_train):
+    other = run_train("other", *SAVES, "--peak_lr=2e-3")
+    again = typed(finished(*SAVES).out_dir, other.out_dir)
     assert again.returncode == 1, again.stderr
     assert "peak_lr: 0.001, 0.002" in again.stdout
     assert "the first difference in step 1: learning rate" in again.stdout

@@ -220,7 +220,8 @@ def replaced(value, path, wrong):
     return value | {head: replaced(value[head], rest, wrong) if rest else wrong}
 
 
-def test_anything_in_run_json_gives_a_report(real, tmp_path):
+@pytest.mark.parametrize("count", [1, pytest.param(len(WRONG), marks=pytest.mark.slow)])
+def test_anything_in_run_json_gives_a_report(real, tmp_path, count):
     info = json.loads((real / "run.json").read_text())
     info["config"]["best_metric"] = "val_loss"
     paths = [[key] for key in info]
@@ -229,12 +230,11 @@ def test_anything_in_run_json_gives_a_report(real, tmp_path):
     folder = write_run(tmp_path / "run", rows_of(real, "train") + rows_of(real, "eval"))
     rng = random.Random(0)
     for path in paths:
-        wrong = rng.sample(WRONG, 3)
-        for value in wrong:
+        for value in rng.sample(WRONG, count):
             (folder / "run.json").write_text(json.dumps(replaced(info, path, value)))
             run = read_run(folder)
-            assert words_of(run), (path, value)
-            assert "\x1b" not in words_of(run) and report.heading(run)
+            text = words_of(run)
+            assert text and "\x1b" not in text and report.heading(run), (path, value)
 
 
 @pytest.mark.parametrize("text", ["[" * 50_000, '{"config": ' * 900 + "1" + "}" * 900, "", "null"])
@@ -337,7 +337,8 @@ def test_every_event_is_in_the_report(tmp_path):
     }
     text = words_of(run)
     for words in (
-        "| 20 | skipped | 3 updates, the last at step 25 |",
+        "| 20 | skipped | 3 updates, the last at step 25; see `python replay.py",
+        "--step=52 --before_rollback=1` |",
         "batch_size 4; accum_steps 2",
         "stopped by SIGINT",
         "why a loss spike; at_step 52",
@@ -673,6 +674,20 @@ def test_a_comparison_says_what_else_may_be_why_losses_part(tmp_path):
     text = report.compare_words(runs, ["a", "b"], image=[])
     assert "| cpu | A | B |" in text and "| dtype | float32 | bfloat16 |" in text
     assert "threads" not in text and "compile" not in text
+
+
+def test_equal_knobs_and_other_numbers_lead_to_the_place_where_they_part(tmp_path):
+    rows = falling(40)
+    other = [each | {"loss": each["loss"] + 1e-7 * (each["step"] == 30)} for each in rows]
+    knobs = {"config": {"peak_lr": 1e-3, "out_dir": "out/a"}}
+    again = {"config": {"peak_lr": 1e-3, "out_dir": "out/b"}}
+    one, same = (read_run(write_run(tmp_path / n, rows, **again)) for n in ("one", "same"))
+    parts = read_run(write_run(tmp_path / "parts", other, **knobs))
+    command = f"`python replay.py {tmp_path}/one {tmp_path}/parts`"
+    assert command in report.compare_words([one, parts], ["one", "parts"], image=[])
+    assert "replay.py" not in report.compare_words([one, same], ["one", "same"], image=[])
+    parts.info["config"]["peak_lr"] = 2e-3
+    assert "replay.py" not in report.compare_words([one, parts], ["one", "parts"], image=[])
 
 
 @pytest.mark.slow

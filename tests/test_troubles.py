@@ -5,6 +5,9 @@ The runs are real and take about a second; what needs a GPU, or thousands of ste
 
 import math
 import re
+import shlex
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -298,3 +301,48 @@ def test_every_command_and_knob_of_the_table_exists():
 def test_every_detector_has_its_entry():
     defined = {name for name, each in vars(detectors).items() if callable(each)}
     assert set(TROUBLES) <= defined
+
+
+# ---- the command that shows the step -------------------------------------------------------------
+
+BAD_BATCHES = """
+def forward_backward(model, run, inputs, *rest, own=train.forward_backward):
+    numbers = own(model, run, inputs, *rest)
+    bad = 8 * 8 <= run.state["sequences"] < 10 * 8
+    return {name: numbers[name] * (float("nan") if bad else 1) for name in numbers}
+train.forward_backward = forward_backward
+"""
+
+
+def replays_in(folder):
+    """The commands for replay.py in report.md, each once, in its order."""
+    commands = re.findall("`([^`]*replay.py [^`]*)`", (folder / "report.md").read_text())
+    return [shlex.split(each) for each in dict.fromkeys(commands)]
+
+
+def pasted(command):
+    """A command line as printed, in the repository, by the Python that runs the tests."""
+    command = [sys.executable, *command[1:]]
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+
+
+def test_the_report_leads_to_the_batch_of_the_largest_spike(run_train, tmp_path):
+    text = "the cat sat on the mat and the dog lay by the fire and all was well. " * 200
+    (tmp_path / "text.txt").write_text(text[:5000] + "zqxj!" * 12 + text[5000:])
+    prepare("poisoned", tmp_path, input=str(tmp_path / "text.txt"), say=lambda *_: None)
+    flags = ("--dataset=poisoned", f"--data_dir={tmp_path}", "--max_steps=200", "--batch_size=4")
+    done = run_train("run", *flags, "--peak_lr=1e-2", "--report=true", "--save_interval=50")
+    spike = max(done.rows("train")[100:], key=lambda row: row["loss"])["step"]
+    (command,) = replays_in(done.out_dir)
+    assert command[2:] == [str(done.out_dir), f"--step={spike}"]
+    shown = pasted(command)
+    assert shown.returncode == 0, shown.stderr
+    assert "zqxj!" in shown.stdout
+
+
+def test_the_report_leads_to_skipped_updates_and_rollbacks(run_train):
+    flags = ("--save_interval=4", "--max_skipped=2", "--log_interval=1", "--report=true")
+    done = run_train("run", *flags, before=BAD_BATCHES)
+    first, last = ([f"--step={n}", "--before_rollback=1"] for n in (9, 10))
+    assert [command[3:] for command in replays_in(done.out_dir)] == [first, last]
+    assert "Look into that step" in (done.out_dir / "report.md").read_text()
