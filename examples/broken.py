@@ -1,9 +1,7 @@
-"""Find the bug: a copy of this repository with one of the bugs that real training loops have.
+"""Find the bug: docs/exercises.md. Makes out/broken_07, a copy of this repository with a bug.
 
-    python examples/broken.py 7
-    python examples/broken.py 7 --reveal=true
-
-The copy is out/broken_07. docs/exercises.md says how to look, and has the answers as well.
+python examples/broken.py 7
+python examples/broken.py 7 --reveal=true
 """
 
 import os
@@ -25,17 +23,13 @@ LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", "out", "data", "broken*
 def main(argv: list[str] | None = None) -> None:
     names = []
     with configured(globals(), argv=argv, names=names):
-        patches = sorted(REPO.glob("tests/broken/*.patch"))
-        numbers = [str(int(path.name[:2])) for path in patches]
-        if len(names) != 1 or names[0] not in numbers:
+        patches = {str(int(path.name[:2])): path for path in REPO.glob("tests/broken/*.patch")}
+        if len(names) != 1 or names[0] not in patches:
             fail(f"expected a number from 1 to {len(patches)}; type: python examples/broken.py 7")
-        patch = patches[int(names[0]) - 1].read_text(encoding="utf-8")
-        sees, _, diff = patch.partition("\n\n")
+        patch = patches[names[0]]
         if reveal:
-            page = (REPO / "docs/exercises.md").read_text(encoding="utf-8").splitlines()
-            row = next(line for line in page if line.startswith(f"| {names[0]} |"))
-            _, name, test, command, prints = (cell.strip() for cell in row.split("|")[1:-1])
-            print(f"{sees}\n\n{diff}\n{name}\ntest: {test}\ncommand: {command}\nprints: {prints}")
+            rows = (REPO / "docs" / "exercises.md").read_text(encoding="utf-8").splitlines()
+            print(patch.read_text(), *(row for row in rows if row.startswith(f"| {names[0]} |")))
             return
         folder = Path(out_dir, f"broken_{int(names[0]):02}")
         if folder.exists():
@@ -44,9 +38,8 @@ def main(argv: list[str] | None = None) -> None:
         (REPO / "data").mkdir(exist_ok=True)
         (folder / "data").symlink_to(REPO / "data")
         outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
-        subprocess.run(
-            ["git", "apply", "-"], input=patch.encode(), cwd=folder, env=outside, check=True
-        )
+        subprocess.run(["git", "apply", str(patch)], cwd=folder, env=outside, check=True)
+        sees = patch.read_text().partition("\n")[0]
         print(f"{sees}\n\ncd {folder}\npython train.py config/shakespeare_fast.py")
 
 
