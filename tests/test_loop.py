@@ -357,6 +357,7 @@ def test_evaluation_is_the_mean_over_every_token_of_the_split(knobs, val):
 
 
 def test_evaluation_draws_no_random_number_and_smooths_no_label(knobs, val):
+    knobs(label_smoothing=0.5)
     rng = torch.get_rng_state()
     plain = evaluate(build_run(), val)
     torch.set_rng_state(rng)
@@ -605,18 +606,18 @@ def test_the_time_of_a_step_has_neither_evaluations_nor_saves_in_it(run_train):
 import time
 def slowly(inner):
     def call(*args, **named):
-        time.sleep(1)
+        time.sleep(0.5)
         return inner(*args, **named)
     return call
 train.evaluate = slowly(train.evaluate)
 train.checkpoint.Saver.save = slowly(train.checkpoint.Saver.save)
 """
-    flags = ("--max_steps=4", "--log_interval=1", "--eval_interval=2", "--save_interval=2")
+    flags = ("--max_steps=2", "--log_interval=1", "--eval_interval=1", "--save_interval=1")
     done = run_train("run", *flags, before=slow)
     assert done.returncode == 0, done.stderr
     seconds = json.loads((done.out_dir / "run.json").read_text())["seconds"]
-    assert seconds["evaluate"] > 3 and seconds["save"] >= 2
-    assert max(row["step_ms"] for row in done.rows("train")) < 1000 and seconds["train"] < 1
+    assert seconds["evaluate"] > 1.5 and seconds["save"] > 1
+    assert max(row["step_ms"] for row in done.rows("train")) < 500
 
 
 def test_a_number_that_is_not_finite_is_null_in_the_record(run_train):
