@@ -260,7 +260,7 @@ def step_checks(job):
 
 def run_checks(job):
     """Does a run that is stopped and resumed come to the same bits? Has each step its own rate?"""
-    few = {"max_steps": 4, "warmup_steps": 2, "decay_steps": 4, "save_interval": 2, "keep_last": 9}
+    few = {"max_steps": 4, "warmup_steps": 2, "decay_steps": 4, "save_interval": 2, "keep_last": 2}
     few |= {"dropout": train.dropout or 0.1, "eval_interval": 0, "eval_tokens": train.block_size}
     few |= {"batch_size": max(1, min(train.batch_size, 4096 // train.block_size)), "accum_steps": 1}
     few |= {"resume": "auto", "report": False, "wandb_log": False, "compile": "false"}

@@ -357,9 +357,9 @@ def test_evaluation_is_the_mean_over_every_token_of_the_split(knobs, val):
 
 
 def test_evaluation_draws_no_random_number_and_smooths_no_label(knobs, val):
-    knobs(label_smoothing=0.5)
     rng = torch.get_rng_state()
     plain = evaluate(build_run(), val)
+    knobs(label_smoothing=0.5)
     torch.set_rng_state(rng)
     run = build_run(dropout=0.5, label_smoothing=0.5)
     rng = torch.get_rng_state()
@@ -612,7 +612,7 @@ def slowly(inner):
 train.evaluate = slowly(train.evaluate)
 train.checkpoint.Saver.save = slowly(train.checkpoint.Saver.save)
 """
-    flags = ("--max_steps=2", "--log_interval=1", "--eval_interval=1", "--save_interval=1")
+    flags = ("--max_steps=3", "--log_interval=1", "--eval_interval=1", "--save_interval=1")
     done = run_train("run", *flags, before=slow)
     assert done.returncode == 0, done.stderr
     seconds = json.loads((done.out_dir / "run.json").read_text())["seconds"]
