@@ -1460,7 +1460,7 @@ train.checkpoint.restore = wrap(train.checkpoint.restore)
     straight = run_train("straight", *flags, before=lively)
     assert straight.returncode == 0, straight.stderr
     skipped = [row["step"] for row in events(straight, "skipped")]
-    assert skipped[0] == 1 and len(skipped) < 50
+    assert skipped[:1] == [1] and len(skipped) < 50
     for name, before in (("same", lively), ("control", forget)):
         run_train(name, *flags, before=lively + stop_at(40))
         done = run_train(name, *flags, before=before)
