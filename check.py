@@ -231,7 +231,8 @@ def flops_check(job):
 def step_checks(job):
     """Does the optimizer get the clipped mean gradient of a batch that is cut into micro-batches?"""
     run, (inputs, _), *_ = memorize(job)
-    few = max(2, len(inputs))  # half of them it knows
+    run.model.eval()  # BatchNorm's statistics in training are those of a micro-batch
+    few = max(3, len(inputs))  # half of them it knows; micro-batches are of unequal size
     batch = data.to_device(job.run.train_data[len(inputs) // 2, few], job.device)
     run.state["micro_batch"] = few
     run.model.zero_grad()
@@ -248,6 +249,7 @@ def step_checks(job):
     with setting(grad_clip=norm / 2):
         for _ in range(40 if train.dtype == "float16" else 2):
             numbers = train.train_step(run.model, run, *batch, 0.0)
+    run.model.train()
     wrong = [got - right / 2 for got, right in zip(seen[-1], own, strict=True)]
     error = torch.nn.utils.get_total_norm(wrong).item() / (norm / 2)
     loss, scale = numbers["loss"].item(), numbers.get("loss_scale")

@@ -1,7 +1,9 @@
-"""Find the bug: docs/exercises.md. Makes out/broken_07, a copy of this repository with a bug.
+"""Find the bug: a copy of this repository with one of the bugs that real training loops have.
 
-python examples/broken.py 7
-python examples/broken.py 7 --reveal=true
+    python examples/broken.py 7
+    python examples/broken.py 7 --reveal=true
+
+The copy is out/broken_07; docs/exercises.md says how to look.
 """
 
 import os
