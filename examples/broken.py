@@ -31,7 +31,8 @@ def main(argv: list[str] | None = None) -> None:
         patch = patches[names[0]]
         if reveal:
             rows = (REPO / "docs" / "exercises.md").read_text(encoding="utf-8").splitlines()
-            print(patch.read_text(), *(row for row in rows if row.startswith(f"| {names[0]} |")))
+            row = next(row for row in rows if row.startswith(f"| {names[0]} |"))
+            print(f"{patch.read_text()}\n{row}")
             return
         folder = Path(out_dir, f"broken_{int(names[0]):02}")
         if folder.exists():
