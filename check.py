@@ -11,10 +11,12 @@ docs/trouble.md explains the checks. Exit code 0: GO, or any verdict; 1: NO-GO, 
 failed; 2: bad input. --equal=true: 0 equal, 1 differ, 125 cannot tell.
 """
 
+import io
 import math
 import os
 import shlex
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -28,10 +30,11 @@ if "--equal=true" in sys.argv:  # a commit that cannot even be imported: `git bi
     sys.excepthook = lambda *error: (sys.__excepthook__(*error), os._exit(125))
 
 import bench
+import replay
 import train
 from bench import print_table, say, setting
 from plumbing import audit, data
-from plumbing.cli import run_script
+from plumbing.cli import RunFailed, run_script
 from reporting.logged import Logged, first_difference
 
 # The checks
@@ -51,7 +54,8 @@ def sanity(job):
     apply. A fault (✗) makes a run worthless: NO-GO. A good run may have a warning (!), too."""
     checks = {}
     say("\nsanity:")
-    for part in (learning_checks, text_checks, evaluation_checks, data_checks, flops_check):
+    parts = learning_checks, text_checks, evaluation_checks, data_checks, flops_check
+    for part in (*parts, step_checks, run_checks):
         for name, fine, found, *passable in part(job):
             mark = "–" if fine is None else "✓" if fine else "!" if any(passable) else "✗"
             say(f"  {mark} {name}: {'n/a, ' * (fine is None)}{found}")
@@ -216,6 +220,57 @@ def flops_check(job):
     found = f"flops_per_token() says {told:,.0f}, torch counts {counted:,.0f}"
     fine = None if math.isnan(told) else abs(told / counted - 1) < 0.1
     yield "FLOPs of a token", fine, found, True
+
+
+def step_checks(job):
+    """Does the optimizer get the clipped mean gradient of a batch that is cut into micro-batches?"""
+    run, (inputs, _), *_ = memorize(job)
+    run.model.eval()  # BatchNorm's statistics in training are those of a micro-batch
+    few = max(3, len(inputs))  # half of them it knows; micro-batches are of unequal size
+    batch = data.to_device(job.run.train_data[len(inputs) // 2, few], job.device)
+    run.state["micro_batch"] = few
+    run.model.zero_grad()
+    whole = train.forward_backward(run.model, run, *batch, train.count_targets(batch[1]))["loss"]
+    weights = [weight for weight in run.model.parameters() if weight.grad is not None]
+    own = [weight.grad / run.scaler.get_scale() for weight in weights]
+    norm = torch.nn.utils.get_total_norm(own).item()
+    seen = [[0 * gradient for gradient in own]]
+    for optimizer in run.optimizers:
+        optimizer.register_step_pre_hook(lambda *_: seen.append([w.grad.clone() for w in weights]))
+    if run.scaler.is_enabled():  # it has to come down from a scale that overflows
+        run.scaler = torch.amp.GradScaler(job.device.type, init_scale=2.0**40)
+    run.state["micro_batch"] = 2 * few // 3
+    with setting(grad_clip=norm / 2):
+        for _ in range(40 if train.dtype == "float16" else 2):
+            numbers = train.train_step(run.model, run, *batch, 0.0)
+    run.model.train()
+    wrong = [got - right / 2 for got, right in zip(seen[-1], own, strict=True)]
+    error = torch.nn.utils.get_total_norm(wrong).item() / (norm / 2)
+    loss, scale = numbers["loss"].item(), numbers.get("loss_scale")
+    fine = error < 0.05 and math.isclose(loss, whole, rel_tol=0.01)
+    found = f"gradient {error:.2%} off, loss {loss:.4f} for {whole:.4f}"
+    if train.dtype == "float16":
+        fine, found = fine and scale is not None, f"{found}, scaled by {float(scale or 1):g}"
+    yield "a step is that of its batch", fine, found
+
+
+def run_checks(job):
+    """Does a run that is stopped and resumed come to the same bits? Has each step its own rate?"""
+    few = {"max_steps": 4, "warmup_steps": 2, "decay_steps": 4, "save_interval": 2, "keep_last": 2}
+    few |= {"dropout": train.dropout or 0.1, "eval_interval": 0, "eval_tokens": train.block_size}
+    few |= {"batch_size": max(1, min(train.batch_size, 4096 // train.block_size)), "accum_steps": 1}
+    few |= {"resume": "auto", "report": False, "wandb_log": False, "compile": "false"}
+    folder = job.run.folder.path / "few steps"
+    with setting(**few), redirect_stdout(io.StringIO()) as said:
+        try:
+            train.main([f"--out_dir={folder}"])
+            same = replay.main([str(folder), "--verify=2"]) == 0
+        except RunFailed as error:
+            same = bool(print(error))
+        rows = [row for row in Logged(folder).rows.values() if row["kind"] == "train"]
+        wrong = [row["step"] for row in rows if row["lr"] != train.lr_at(row["step"] - 1)]
+    yield "a resume is bit for bit", same, said.getvalue().strip().splitlines()[-1]
+    yield "the rate follows the schedule", not wrong, f"wrong in {len(wrong)} of {len(rows)} steps"
 
 
 def lr(job):

@@ -9,12 +9,14 @@ import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from conftest import REPO
 
+import train
 from plumbing.cli import RunFailed
 from plumbing.data import Batches, OrderedWindows, Split, as_arrays, read_rows
 from train import ShuffledWindows
@@ -159,6 +161,13 @@ def test_across_epochs_a_resume_and_other_ranks_each_token_comes_once_an_epoch(t
         tokens = inputs[epoch * len(windows) : (epoch + 1) * len(windows)]
         counts = Counter(tokens.flatten().tolist())
         assert set(counts.values()) == {1} and len(counts) == len(windows) * BLOCK
+
+
+def test_training_and_validation_each_read_the_file_of_their_name(data_dir):
+    flags = ["--dataset=small", f"--data_dir={data_dir}", "--device=cpu", "--compile=false"]
+    with train.build(flags) as run:
+        names = [Path(split.tokens.filename).name for split in (run.train_data, run.val_data)]
+    assert names == ["train.bin", "val.bin"]
 
 
 # ---- the file of a split -------------------------------------------------------------------------

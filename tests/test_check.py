@@ -48,6 +48,9 @@ CHECKS = [
     "no sequence twice in an epoch",
     "train and validation share no window",
     "FLOPs of a token",
+    "a step is that of its batch",
+    "a resume is bit for bit",
+    "the rate follows the schedule",
 ]
 
 
@@ -257,6 +260,58 @@ def tell_other_bytes(monkeypatch):
 def test_sanity_finds_the_fault_in_learning(fault, part, name, checks, monkeypatch):
     fault(monkeypatch)
     assert checks(part)[name][0] is False
+
+
+def sum_the_micro_batches(monkeypatch):
+    def forward_backward(model, run, inputs, targets, n, inner=train.forward_backward):
+        return inner(model, run, inputs, targets, run.state["micro_batch"] * targets.size(1))
+
+    monkeypatch.setattr(train, "forward_backward", forward_backward)
+
+
+def set_the_rate_too_late(monkeypatch):
+    def train_step(model, run, inputs, targets, lr, inner=train.train_step):
+        numbers = inner(model, run, inputs, targets, getattr(run, "late", train.peak_lr))
+        run.late = lr
+        return numbers
+
+    monkeypatch.setattr(train, "train_step", train_step)
+
+
+def never_clip(monkeypatch):
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda weights, most: torch.ones(()))
+
+
+def forget_the_moments(monkeypatch):
+    def restore(run, checkpoint, inner=train.checkpoint.restore):
+        inner(run, checkpoint)
+        for optimizer in run.optimizers:
+            optimizer.state.clear()
+
+    monkeypatch.setattr(train.checkpoint, "restore", restore)
+
+
+def hurry_the_schedule(monkeypatch):
+    def train_step(model, run, inputs, targets, lr, inner=train.train_step):
+        return inner(model, run, inputs, targets, lr) | {"lr": train.lr_at(run.state["step"] + 1)}
+
+    monkeypatch.setattr(train, "train_step", train_step)
+
+
+@pytest.mark.parametrize(
+    ("fault", "part", "name"),
+    [
+        (sum_the_micro_batches, check.step_checks, "a step is that of its batch"),
+        (set_the_rate_too_late, check.step_checks, "a step is that of its batch"),
+        (never_clip, check.step_checks, "a step is that of its batch"),
+        (forget_the_moments, check.run_checks, "a resume is bit for bit"),
+        (hurry_the_schedule, check.run_checks, "the rate follows the schedule"),
+    ],
+)
+def test_sanity_finds_the_fault_in_the_step_and_the_run(fault, part, name, checks, monkeypatch):
+    assert all(fine for fine, _ in checks(part, batch_size=6, warmup_steps=3).values())
+    fault(monkeypatch)
+    assert checks(part, batch_size=6, warmup_steps=3)[name][0] is False
 
 
 def test_a_fault_is_no_go(in_process, monkeypatch, capsys):

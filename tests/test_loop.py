@@ -359,6 +359,7 @@ def test_evaluation_is_the_mean_over_every_token_of_the_split(knobs, val):
 def test_evaluation_draws_no_random_number_and_smooths_no_label(knobs, val):
     rng = torch.get_rng_state()
     plain = evaluate(build_run(), val)
+    knobs(label_smoothing=0.5)
     torch.set_rng_state(rng)
     run = build_run(dropout=0.5, label_smoothing=0.5)
     rng = torch.get_rng_state()
@@ -490,6 +491,13 @@ def test_a_run_of_a_few_steps_has_a_rate_for_each(knobs, schedule, max_steps):
     assert all(0.01 <= train.lr_at(step) <= 1 for step in range(max_steps))
 
 
+def test_each_step_is_taken_at_its_own_rate(run_train, knobs):
+    done = run_train("run", "--warmup_steps=4", "--schedule=linear")
+    knobs(warmup_steps=4, schedule="linear", max_steps=STEPS)
+    assert [row["lr"] for row in done.rows("train")] == [train.lr_at(n) for n in range(STEPS)]
+    assert train.lr_at(0) == train.peak_lr / 4 and train.lr_at(3) == train.peak_lr
+
+
 # ---- looking changes nothing ---------------------------------------------------------------------
 
 
@@ -591,6 +599,25 @@ def test_the_rows_of_a_run_are_those_of_the_contract(run_train, data_dir):
     for row in done.rows("event"):
         assert {"kind", "step", "event"} <= set(row)
     assert done.rows("event")[-1]["event"] == "end"
+
+
+def test_the_time_of_a_step_has_neither_evaluations_nor_saves_in_it(run_train):
+    slow = """
+import time
+def slowly(inner):
+    def call(*args, **named):
+        time.sleep(0.5)
+        return inner(*args, **named)
+    return call
+train.evaluate = slowly(train.evaluate)
+train.checkpoint.Saver.save = slowly(train.checkpoint.Saver.save)
+"""
+    flags = ("--max_steps=3", "--log_interval=1", "--eval_interval=1", "--save_interval=1")
+    done = run_train("run", *flags, before=slow)
+    assert done.returncode == 0, done.stderr
+    seconds = json.loads((done.out_dir / "run.json").read_text())["seconds"]
+    assert seconds["evaluate"] > 1.5 and seconds["save"] > 1
+    assert max(row["step_ms"] for row in done.rows("train")) < 500
 
 
 def test_a_number_that_is_not_finite_is_null_in_the_record(run_train):

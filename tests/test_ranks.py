@@ -101,6 +101,23 @@ def test_from_1_to_2_to_1_ranks_the_batches_are_the_same_and_the_losses_agree(ru
         assert all(a[key] == b[key] for key in ("step", "sequences", "tokens", "lr", "epoch"))
 
 
+def test_two_ranks_take_the_steps_of_one_and_draw_dropout_of_their_own(run_train):
+    flags = ("--log_interval=1", "--max_steps=6")
+    note = """
+def train_step(model, run, inputs, *rest, inner=train.train_step):
+    os.write(1, f"DREW {run.state['step']} {torch.rand(1).item()}\\n".encode())
+    return inner(model, run, inputs, *rest)
+train.train_step = train_step
+"""
+    one = run_train("one", *flags)
+    two = run_train("two", *flags, "--batch_size=4", before=ranks(2, note))
+    assert codes(two) == "0 0", two.stderr
+    for key in ("loss", "grad_norm"):
+        rows = [[row[key] for row in done.rows("train")] for done in (one, two)]
+        assert rows[0] == pytest.approx(rows[1], rel=1e-4), key
+    assert len(set(re.findall(r"DREW \d (\S+)", two.stdout))) == 2 * 6
+
+
 def test_ranks_that_do_not_divide_the_batch_are_refused_with_the_numbers(run_train):
     run_train("run", *FLAGS, before=ranks(1, stop_at(6)))
     refused = run_train("run", *FLAGS, before=ranks(3))

@@ -1,0 +1,178 @@
+"""Broken loops: with each bug of tests/broken the test named in docs/exercises.md fails, and the command
+named there finds it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from conftest import REPO, TINY
+from test_hacks import apply_patch
+
+PATCHES = sorted((REPO / "tests" / "broken").glob("*.patch"))
+PAGE = (REPO / "docs" / "exercises.md").read_text(encoding="utf-8")
+ROW = re.compile(r"^\| (\d+) \| (.+?) \| `(.+?)` \| (.+?) \| ?(.*?) \|$", re.MULTILINE)
+BUGS = {int(number): rest for number, *rest in ROW.findall(PAGE)}
+FOUND_BY_COMMAND = [number for number in BUGS if "check.py" in BUGS[number][2]]
+CONFIG = TINY | {"peak_lr": 1e-2, "accum_steps": 2, "n_embd": 64}
+# What computes in float16 is a GPU, or one of few CPUs; torch emulates it elsewhere.
+COMMAND = """
+import runpy, sys
+from plumbing import machine
+name, flags = machine.cpu_info()
+machine.cpu_info = lambda: (name, flags | {"avx512_fp16"})
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of this repository, with its tests."""
+    names = shutil.ignore_patterns(".git", "out", "data", "wandb", "__pycache__", ".*_cache")
+    return shutil.copytree(REPO, tmp_path / "copy", ignore=names)
+
+
+@pytest.fixture
+def checked(copy, data_dir, tmp_path):
+    """checked(words): the exit code and the output of a command of the table, on a tiny model."""
+
+    def run(words):
+        script, *rest = words.strip("`").replace("python ", "").split()
+        settings = CONFIG | {"data_dir": data_dir, "out_dir": tmp_path / "run"}
+        flags = [f"--{key}={value}" for key, value in settings.items()]
+        command = [sys.executable, "-c", COMMAND, script, *flags, *rest[1:]]
+        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+def patch_of(number):
+    return PATCHES[number - 1].read_text(encoding="utf-8")
+
+
+# ---- the patches and the table -------------------------------------------------------------------
+
+
+def test_the_bugs_are_numbered_without_gaps_and_each_has_its_row():
+    assert [int(path.name[:2]) for path in PATCHES] == list(range(1, len(PATCHES) + 1))
+    assert list(BUGS) == list(range(1, len(PATCHES) + 1)) and len(BUGS) >= 30
+
+
+@pytest.mark.parametrize("number", BUGS)
+def test_a_bug_applies_to_the_present_code_and_is_short(number, tmp_path):
+    patch = patch_of(number)
+    for name in re.findall(r"^--- a/(.*)$", patch, re.MULTILINE):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPO / name, tmp_path / name)
+    apply_patch(patch, tmp_path)
+    sees, _, diff = patch.partition("\n\n")
+    assert sees.endswith(".") and diff.startswith("--- a/")
+    for sign in "+-":
+        changed = re.findall(rf"^[{sign}](?!{re.escape(sign * 2)} ).*", diff, re.MULTILINE)
+        assert len(changed) <= 6
+
+
+def test_each_bug_names_a_test_that_exists():
+    for number, (_, test, _, _) in BUGS.items():
+        file, _, name = test.partition("::")
+        source = (REPO / file).read_text(encoding="utf-8")
+        assert f"\ndef {name}(" in source, f"{number}: {test}"
+
+
+def test_most_bugs_are_found_by_a_command():
+    assert len(FOUND_BY_COMMAND) >= 20
+    for number in BUGS:
+        command, prints = BUGS[number][2:]
+        if number in FOUND_BY_COMMAND:
+            assert re.fullmatch(r"`python check.py CONFIG( --\w+=[\w.]+)*`", command)
+            assert prints[:2] in ("✗ ", "! ")
+        else:
+            assert (command, prints) == ("only the test", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", BUGS)
+def test_the_named_test_fails(number, copy):
+    apply_patch(patch_of(number), copy)
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", BUGS[number][1]]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr  # 1: a test failed; others: none was run
+    assert f"FAILED {BUGS[number][1]}" in done.stdout and "\nERROR " not in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", FOUND_BY_COMMAND)
+def test_the_named_command_finds_it(number, copy, checked):
+    _, _, command, prints = BUGS[number]
+    apply_patch(patch_of(number), copy)
+    code, output = checked(command)
+    assert f"  {prints}: " in output, output
+    assert code == (1 if prints.startswith("✗") else 0), output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", sorted({BUGS[number][2] for number in FOUND_BY_COMMAND}))
+def test_the_same_command_finds_nothing_in_the_code_as_it_is(command, checked):
+    code, output = checked(command)
+    assert code == 0 and "✗" not in output, output
+    marks = {BUGS[n][3] for n in FOUND_BY_COMMAND if BUGS[n][2] == command}
+    assert not [mark for mark in marks if f"  {mark}: " in output]
+
+
+# ---- the exercises -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(tmp_path):
+    def run(*words):
+        command = [sys.executable, REPO / "examples" / "broken.py", *words]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def test_an_exercise_is_a_copy_with_one_bug_that_trains(broken, data_dir, tmp_path):
+    done = broken("20", "--out_dir=here")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "here" / "broken_20"
+    sees, _, diff = patch_of(20).partition("\n\n")
+    assert done.stdout == f"{sees}\n\ncd {folder}\npython train.py config/shakespeare_fast.py\n"
+    assert not (folder / ".git").exists() and not (folder / "docs" / "exercises.md").exists()
+    assert not (folder / "tests" / "broken").exists() and (folder / "data").is_symlink()
+    changed = [
+        path.relative_to(REPO).as_posix()
+        for path in (*REPO.glob("*.py"), *REPO.glob("plumbing/*.py"))
+        if path.read_bytes() != (folder / path.relative_to(REPO)).read_bytes()
+    ]
+    assert changed == re.findall(r"^--- a/(.*)$", diff, re.MULTILINE)
+    flags = [f"--{key}={value}" for key, value in (TINY | {"data_dir": data_dir}).items()]
+    run = subprocess.run([sys.executable, "train.py", *flags], cwd=folder, capture_output=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_answer_shows_the_edit_and_what_finds_it(broken, tmp_path):
+    done = broken("20", "--reveal=true")
+    assert done.returncode == 0, done.stderr
+    assert patch_of(20) in done.stdout
+    name, test, command, prints = BUGS[20]
+    assert all(words in done.stdout for words in (name, test, command, prints))
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("words", [[], ["0"], ["99"], ["07x"], ["1", "2"], ["²"]])
+def test_another_number_is_refused_in_one_line(broken, words, tmp_path):
+    done = broken(*words)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.count("\n") == 1 and f"from 1 to {len(BUGS)}" in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_copy_that_is_there_is_left_alone(broken, tmp_path):
+    (tmp_path / "here" / "broken_07").mkdir(parents=True)
+    done = broken("7", "--out_dir=here")
+    assert done.returncode == 2 and "broken_07 is there already" in done.stderr
+    assert os.listdir(tmp_path / "here" / "broken_07") == []
