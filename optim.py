@@ -72,7 +72,6 @@ class Muon(torch.optim.Optimizer):
     """Momentum with an orthogonalized update (Jordan 2024), as large as AdamW's (Liu et al. 2025), like
     torch.optim.Muon(adjust_lr_fn="match_rms_adamw"). weights: matrices."""
 
-    moments = 1  # numbers kept per weight, for estimates of memory
     skips_on_device = True  # step() changes nothing if found_inf, a 0/1 tensor, is 1
 
     def __init__(self, weights, lr: float, momentum: float, weight_decay: float):

@@ -373,8 +373,7 @@ def update(run: Run, before, skipped: torch.Tensor) -> None:
     for optimizer in run.optimizers:
         step_unless(skipped, optimizer)
     run.scaler.update()
-    ranks.average_buffers(run.model)
-    before.put_back_buffers_if(skipped)
+    before.settle_buffers(skipped)
     for name, average in run.ema.items():  # Polyak & Juditsky 1992
         weight = ranks.local(run.model.get_parameter(name))
         towards = (1 - ema_decay) * (1 - skipped.float())

@@ -14,7 +14,7 @@ from torch import nn
 
 from plumbing import machine
 from plumbing.cli import RunFailed
-from plumbing.ranks import agree, is_sharded, local, rank, world_size
+from plumbing.ranks import agree, average_buffers, is_sharded, local, rank, world_size
 
 # Fields of a row that train.py writes: a model must not return a scalar of one of these names.
 RESERVED = set(
@@ -94,7 +94,7 @@ class Snapshot:
     statistics, its modules' extra states (GPT has neither), and every random number generator's."""
 
     def __init__(self, run):
-        self.device = run.device
+        self.model, self.device = run.model, run.device
         self.buffers = {
             (module, name): buffer.clone()
             for module in run.model.modules()
@@ -121,8 +121,10 @@ class Snapshot:
         set_rng_state(self.rng, self.device)
 
     @torch.no_grad()
-    def put_back_buffers_if(self, skipped: torch.Tensor) -> None:
-        """Without a wait for the device. skipped: a bool scalar on it."""
+    def settle_buffers(self, skipped: torch.Tensor) -> None:
+        """After a step: average them over the ranks, or put them back if it was skipped, without a
+        wait for the device. skipped: a bool scalar on it."""
+        average_buffers(self.model)
         for buffer, before in self.pairs():
             buffer.copy_(torch.where(skipped, before, buffer))
 
