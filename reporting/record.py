@@ -101,9 +101,7 @@ def read_rows(path):
     """([row, ...], number of damaged lines) of a metrics.jsonl. Half a line at its end is neither."""
     rows, damaged = [], 0
     with open(path, "rb") as file:
-        while lines := file.readlines(
-            1 << 16
-        ):  # 64 KiB at once parse fastest, and share their keys
+        while lines := file.readlines(1 << 16):  # together they parse faster, and share their keys
             found = rows_of(lines) or [row for line in lines for row in rows_of([line])]
             is_half = not lines[-1].endswith(b"\n") and not rows_of(lines[-1:])
             rows += found
@@ -171,45 +169,5 @@ def smooth(values, half):
         return (total[last] - total[first]) / (count[last] - count[first])
 
 
-def thin(x, y, bins=1000):
-    """(x, y), if long, with two points per bin, its lowest and its highest: no peak is lost."""
-    if len(x) <= 4 * bins:
-        return x, y
-    first = np.linspace(0, len(x), bins, endpoint=False).astype(int)
-    both = np.stack([np.fmin.reduceat(y, first), np.fmax.reduceat(y, first)], axis=1)
-    return np.repeat(x[first], 2), both.ravel()
-
-
 def last_step(run):
     return int(max(run.train["step"].max(initial=0), run.evals["step"].max(initial=0)))
-
-
-def loss_limits(runs, *more):
-    """limits_of `more` and of all losses but those of the first 2% of a run and the outermost 0.2%:
-    the steep beginning would press the rest flat."""
-    late = list(more)
-    for run in runs:
-        tables = (run.train, "loss"), (run.evals, "val_loss")
-        steps, val = (table[name][table["step"] >= 0.02 * last_step(run)] for table, name in tables)
-        edges = np.quantile(known(steps), [0.001, 0.999]) if len(known(steps)) else []
-        late += [*edges, *smooth(steps, half_window(run)), *val]
-    return limits_of(np.array(late), 30, from_zero=False)
-
-
-def limits_of(values, log_from=math.inf, from_zero=True):
-    """(low, high, whether logarithmic, as it is beyond a factor of `log_from`) of an axis."""
-    values = known(values)
-    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    if 0 < log_from * low < high:
-        return low / 1.2, high * 1.2, True
-    low = min(low, 0.0) if from_zero else low
-    pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - pad if low else 0.0, high + pad, False
-
-
-def short(value, _=None):
-    """12000 as 12k, for tick labels."""
-    for letter, size, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
-        if abs(value) >= least:
-            return f"{value / size:g}{letter}"
-    return f"{value:,.6g}"
