@@ -551,7 +551,7 @@ def assert_legible(figure):
     """Nothing written is cut off by the edge, or lies on anything else that is written."""
     boxes = texts_of(figure)
     width, height = figure.bbox.width, figure.bbox.height
-    assert len(boxes) > 20
+    assert len(boxes) > 10
     for ax in figure.axes:
         if legend := ax.get_legend():
             assert legend.get_window_extent().y0 >= ax.bbox.y1 - 1, "a legend hides a curve"
