@@ -23,10 +23,11 @@ import numpy as np
 
 from plumbing.cli import configured, fail, read_knobs, run_script
 from plumbing.files import replacing
-from reporting import record, results
+from reporting import curves, record, results
+from reporting.curves import COLOURS
 from reporting.page import page
-from reporting.record import half_window, known, last_step, read_run, short, smooth, thin
-from reporting.results import best_of, ended, happened, metric_of, number, outcome, table, unit
+from reporting.record import last_step, read_run
+from reporting.results import best_words, ended, happened, outcome, table, unit
 from reporting.troubles import replay, replay_of, troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
@@ -34,14 +35,15 @@ dollars_per_hour = 0.0  # of one device, [0, inf); 0 = the run's --dollars_per_h
 html = False  # also write a page: one file that needs no network and no server
 watch = False  # rewrite that page every 10 s while the run continues, and write all at its end
 
-# Okabe & Ito's colours (2008): distinct for any colour vision, and in print
-COLOURS = {"blue": "#0072B2", "vermilion": "#D55E00", "green": "#009E73", "orange": "#E69F00"}
-COLOURS |= {"purple": "#CC79A7", "sky": "#56B4E9", "black": "#000000"}
-BLUE, VERMILION, GREEN, _, _, SKY, BLACK = COLOURS.values()
-LANES = {"best": "vermilion", "resume": "blue", "skipped": "orange", "rollback": "purple"}
-LANES |= {"diverging": "green", "audit": "vermilion", "out_of_memory": "black", "failed": "black"}
 CROSSING = "resume rollback audit out_of_memory failed".split()  # those with a line in all panels
 STYLE = Path(record.__file__).with_name("picture.mplstyle")
+LOOKS = {
+    "thin": {"lw": 0.8, "alpha": 0.6},
+    "bold": {"lw": 1.7},
+    "dots": {"lw": 1.6, "markersize": 5.5, "markeredgecolor": "white", "zorder": 4},
+    "best": {"ls": "", "markersize": 13, "markeredgecolor": "white", "clip_on": False, "zorder": 5},
+    "dashed": {"lw": 1.2, "ls": "--"},
+}
 
 
 def new_figure(width, height):
@@ -52,85 +54,46 @@ def new_figure(width, height):
     return figure
 
 
-def curve(ax, x, y, **looks):
-    """A line. If it has few points, they get markers, so that a single one is visible."""
-    ax.plot(*thin(x, y), marker="o" if len(known(y)) < 15 else "", markersize=3.5, **looks)
+def draw(ax, curve, **looks):
+    """looks: other than those of LOOKS."""
+    own = {"color": COLOURS[curve.colour], "label": curve.label, "markersize": 3.5, "ls": "-"}
+    marker = "*" if curve.look == "best" else "o" * curves.is_dotted(curve)
+    ax.plot(*curves.thin(curve.x, curve.y), marker=marker, **own | LOOKS[curve.look] | looks)
 
 
-def dots(ax, x, loss, colour, **looks):
-    """Validation losses, joined by a line; dots if they are few."""
-    looks |= {"color": colour, "markeredgecolor": "white", "markeredgewidth": 0.7, "zorder": 4}
-    ax.plot(*thin(x, loss), "-o" if len(x) <= 60 else "-", markersize=5.5, lw=1.6, **looks)
-
-
-def raw_and_smooth(ax, run, column, pale, strong, what=""):
-    step, values, half = run.train["step"], run.train[column], half_window(run)
-    curve(ax, step, values, color=pale, lw=0.7, label=f"{what}each step")
-    label = f"{what}mean of {2 * half + 1:,}"
-    curve(ax, step, smooth(values, half), color=strong, lw=1.8, label=label)
-
-
-def scale(ax, low, high, is_log):
+def scale(ax, field, drawn):
+    """The vertical axis of some curves. If the loss begins above it, the axis says so."""
+    low, high, is_log = curves.limits(field, drawn)
     if is_log:
         from matplotlib.ticker import LogLocator, NullLocator
 
         ax.set_yscale("log")
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
         ax.yaxis.set_minor_locator(NullLocator())
-    ax.yaxis.set_major_formatter(short)
+    ax.yaxis.set_major_formatter(curves.short)
     ax.set_ylim(low, high)
-
-
-def scale_loss(ax, runs, *more):
-    """The axis of losses: their range after the beginning; if that lies above, the axis says so."""
-    low, high, is_log = record.loss_limits(runs, *more)
-    scale(ax, low, high, is_log)
-    ax.set_ylabel("loss (nats)" if unit(*runs) == "tokens" else "loss")
-    first = max(known(run.train["loss"])[:1].max(initial=low) for run in runs)
+    first = max((curve.y[0] for curve in drawn), default=low)
     if first > high:
         words = f"the beginning, at {first:.4g}, is above"
         ax.annotate(words, (0.995, 0.94), xycoords="axes fraction", ha="right", fontsize=8)
 
 
-def legend(ax):
-    """Above the panel, where it hides nothing."""
-    if ax.get_legend_handles_labels()[0]:
+def draw_panel(ax, panel):
+    for curve in panel.curves:
+        draw(ax, curve)
+    scale(ax, panel.field, panel.curves)
+    ax.set_ylabel(panel.title if len(panel.title) <= 24 else panel.title[:22] + "...")
+    if len(panel.curves) > 1:  # above the panel, where it hides nothing
         ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, borderaxespad=0.2)
 
 
-def draw_loss(ax, run):
-    e, (tokens, same) = run.evals, results.extent(run)
-    raw_and_smooth(ax, run, "loss", SKY, BLUE, "training, ")
-    on = f", first {short(tokens)} {unit(run)}" if tokens else ", last on all" * (not same.all())
-    dots(ax, e["step"], e["val_loss"], VERMILION, label=f"validation{on}")
-    loss, step = results.best_point(run)
-    if math.isfinite(loss):
-        looks = {"color": VERMILION, "markersize": 13, "markeredgecolor": "white", "zorder": 5}
-        ax.plot(step, loss, "*", clip_on=False, label=best_words(run), **looks)
-    scale_loss(ax, [run], loss)
-    legend(ax)
-
-
-def event_steps(run):
-    """{event: steps} of the events in LANES that this run had."""
-    steps = {lane: [row["step"] for row in happened(run, lane)] for lane in LANES}
-    field, sign, _ = metric_of(run)
-    values = sign * run.evals.get(field, run.evals["val_loss"])
-    better = values <= np.fmin.accumulate(values)
-    steps["best"] = run.evals["step"][better & (run.evals["step"] > 0)]
-    steps["skipped"] = np.union1d(steps["skipped"], run.train["step"][run.train["skipped"] > 0])
-    ends = happened(run, "end")
-    steps["failed"] = [row["step"] for row in ends if str(row.get("ended")).startswith("failed")]
-    return {lane: steps[lane] for lane in LANES if len(steps[lane])}
-
-
-def draw_events(ax, panels, lanes):
+def draw_events(ax, axes, lanes):
     """A lane for each kind of event. Those that change a run's course also cross all panels."""
     for lane, (event, steps) in enumerate(lanes.items()):
-        colour = COLOURS[LANES[event]]
+        colour = COLOURS[curves.EVENTS[event]]
         marks = {"best": "*", "skipped": "|"}.get(event, "D")
         ax.plot(steps, [lane] * len(steps), marks, color=colour, clip_on=False, markersize=5)
-        for panel in panels if event in CROSSING and len(steps) <= 40 else []:
+        for panel in axes if event in CROSSING and len(steps) <= 40 else []:
             for step in steps:
                 panel.axvline(step, color=colour, lw=0.9, ls=(0, (4, 3)), alpha=0.7, zorder=1)
     ax.set_yticks(range(len(lanes)), [event.replace("_", " ") for event in lanes])
@@ -149,9 +112,7 @@ def heading(run):
 
 def picture(run):
     """report.png as a matplotlib Figure."""
-    lanes, clip = event_steps(run), run.fact("config", "grad_clip")
-    _, *panels = results.panels_of(run)
-    panels = panels[:4] + [panel for panel in panels[5:] if len(known(panel[-1]))]  # [4] is MFU
+    lanes, (first, *panels) = curves.events_of(run), curves.panels_of(run)
     lanes_high = 0.17 * max(1, len(lanes))
     rows = (1 + len(panels)) // 2
     fig = new_figure(9, 4 + 2 * rows + lanes_high)
@@ -159,28 +120,14 @@ def picture(run):
     loss = fig.add_subplot(grid[0, :])
     events = fig.add_subplot(grid[1, :], sharex=loss)
     axes = [fig.add_subplot(grid[2 + i // 2, i % 2], sharex=loss) for i in range(len(panels))]
-    draw_loss(loss, run)
+    for ax, panel in zip([loss, *axes], [first, *panels], strict=True):
+        draw_panel(ax, panel)
     draw_events(events, [loss, *axes], lanes)
-    for ax, (field, title, colour, step, values) in zip(axes, panels, strict=True):
-        ax.set_ylabel(title if len(title) <= 24 else title[:22] + "...")
-        if field == "grad_norm":
-            raw_and_smooth(ax, run, field, "#8FD4BF", GREEN)
-            if clip > 0:
-                label = f"clip at {clip:g} ({results.share_clipped(run):.0%} above)"
-                ax.axhline(clip, color=BLACK, lw=1.2, ls="--", label=label)
-            legend(ax)
-            scale(ax, *record.limits_of(np.append(values, clip or math.nan), log_from=10))
-        else:
-            curve(ax, step, values, color=COLOURS[colour], lw=1.4)
-            scale(ax, *record.limits_of(values))
-        if field == "tokens_per_sec":
-            mfu = number(record.mean(run.train["mfu"]), ".1%", " on average")
-            ax.set_title(f"MFU {mfu}", loc="right", fontsize=8, pad=3)
     loss.tick_params(labelbottom=False)
     loss.set_xlim(-0.01 * max(1, last_step(run)), 1.01 * max(1, last_step(run)))
     for ax in [events, *axes]:
         ax.set_xlabel("step")
-        ax.xaxis.set_major_formatter(short)
+        ax.xaxis.set_major_formatter(curves.short)
         ax.xaxis.get_major_locator().set_params(integer=True)
     fig.suptitle(heading(run), x=0.01, ha="left", fontsize=10, linespacing=1.5)
     return fig
@@ -190,29 +137,29 @@ def compare_picture(runs, names):
     """compare.png as a matplotlib Figure: losses by step, tokens and time. The page has the rest."""
     fig = new_figure(11, 4.5 + 0.2 * math.ceil(len(runs) / 3))
     axes = by_step, by_tokens, by_time = fig.subplots(1, 3)
+    drawn = []
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
-        t, e, half = run.train, run.evals, half_window(run)
+        step, tokens = run.train["step"], run.train["tokens"]
+        minutes = np.cumsum(np.nan_to_num(run.train["step_ms"])) / 60_000
         looks = {"color": list(COLOURS.values())[i % 7], "ls": ("-", "--", ":")[i // 7 % 3]}
-        minutes = np.cumsum(np.nan_to_num(t["step_ms"])) / 60_000
-        for ax, x in (by_step, t["step"]), (by_tokens, t["tokens"]), (by_time, minutes):
-            curve(ax, x, smooth(t["loss"], half), lw=1, alpha=0.55, **looks)
-            dots(ax, np.interp(e["step"], [0, *t["step"]], [0, *x]), e["val_loss"], looks["color"])
+        for curve in curves.of_several(curves.panels_of(run)[0]):
+            drawn.append(curve)
+            for ax, x in (by_step, step), (by_tokens, tokens), (by_time, minutes):
+                places = np.interp(curve.x, [0, *step], [0, *x])
+                draw(ax, curve._replace(x=places, label=None), **looks)
         by_step.plot([], [], lw=2.5, label=f"{name}: {best_words(run)}", **looks)
-    scale_loss(by_step, runs)
+    scale(by_step, "loss", drawn)
+    by_step.set_ylabel("loss (nats)" if unit(*runs) == "tokens" else "loss")
     labels = "step", f"{unit(*runs)} trained on", "training time (minutes)"
     for ax, label in zip(axes, labels, strict=True):
         ax.set_xlabel(label)
-        ax.xaxis.set_major_formatter(short)
+        ax.xaxis.set_major_formatter(curves.short)
     for ax in by_tokens, by_time:
         ax.sharey(by_step)
         ax.tick_params(labelleft=False)
     fig.suptitle("Thick: validation. Thin: training, smoothed.", x=0.01, ha="left", fontsize=10)
     fig.legend(loc="outside lower left", ncols=3)
     return fig
-
-
-def best_words(run):
-    return f"best {metric_of(run)[2]} {number(best_of(run)[0])}"
 
 
 def unusual_knobs(run):
@@ -380,10 +327,7 @@ def write_picture(path, runs, names):
 
 def write_page(runs, path, refresh=0):
     """refresh: seconds until it is rewritten; 0 = never."""
-    events = event_steps(runs[0]) if len(runs) == 1 else {}
-    lanes = {event: (LANES[event], steps) for event, steps in events.items() if event != "best"}
-    names = names_of(runs) or [runs[0].name]
-    return write(path, page(runs, names, map(best_words, runs), text_of(runs), lanes, refresh))
+    return write(path, page(runs, names_of(runs) or [runs[0].name], text_of(runs), refresh))
 
 
 def text_of(runs, image=()):

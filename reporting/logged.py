@@ -1,7 +1,6 @@
 """What a run's folder says of it, read back to be compared bit for bit. Nothing is written or locked."""
 
 import importlib
-import json
 import math
 import sys
 from contextlib import suppress
@@ -12,6 +11,7 @@ from plumbing import checkpoint as checkpoints
 from plumbing.cli import show
 from plumbing.files import read_json
 from plumbing.resume import REPO, RESOLVED, changed_knobs, changes
+from reporting.record import read_rows
 
 KINDS = ("train", "eval", "saved")  # in the order in which a step writes them
 MEASURED = "finite step_ms data_ms tokens_per_sec mfu mem_gb gpu_util".split()  # never the same
@@ -32,10 +32,8 @@ class Logged:
         self.facts = read_json(self.path / "run.json")
         self.rows, self.hashes, self.rollbacks = {}, set(), []
         file = self.path / "metrics.jsonl"
-        text = file.read_text("utf-8", errors="replace") if file.exists() else ""
-        for line in text.splitlines():
-            with suppress(ValueError, KeyError, TypeError):  # the last line may be half written
-                self.add(json.loads(line))
+        for row in read_rows(file)[0] if file.exists() else ():
+            self.add(row)
         trained = [at for at, kind in self.rows if KINDS[kind] == "train"]
         self.first, self.last = min(trained, default=1) - 1, max(trained, default=0)
 
@@ -46,7 +44,7 @@ class Logged:
         if kind == "rollback":
             self.rollbacks.append(at)
         if kind == "saved":
-            self.hashes.add(row["sha256"])
+            self.hashes.add(str(row.get("sha256")))
         if kind in KINDS:
             self.rows.setdefault((at, KINDS.index(kind)), []).append(row)
 
@@ -65,7 +63,7 @@ class Logged:
 
     def is_on_its_way(self, checkpoint: dict) -> bool:
         saves = self.rows.get((checkpoint["state"]["step"], KINDS.index("saved")), [])
-        return checkpoints.digest_of_state(checkpoint) in [row["sha256"] for row in saves]
+        return checkpoints.digest_of_state(checkpoint) in [row.get("sha256") for row in saves]
 
     def start_before(self, stop: int, rollbacks: float = math.inf) -> tuple | None:
         """The newest of `checkpoints` before step `stop`, on the way that the run took, with at most so

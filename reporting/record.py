@@ -8,6 +8,7 @@ import fcntl
 import json
 import math
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,6 @@ FIELDS = {  # known fields; the first one is in every row
 }
 INFO = dict.fromkeys("config data run git versions hardware state".split(), dict)  # of run.json
 INFO |= {"command": list, "resumes": list}
-NO_ROW = (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError)
 LARGEST = 1e100  # float32 ends at 3e38: what is beyond is damage, and would overflow in statistics
 DEEPEST = 20  # levels of nesting
 # What terminals obey (also to write backwards), and halves of characters, which cannot be encoded
@@ -59,8 +59,8 @@ def read_run(folder):
         raise NoRecord(f"{folder}: {found}; expected the out_dir of a run of train.py")
     if not path.stat().st_size:
         raise NoRecord(f"{path} is empty: the run stopped before it had anything to write")
-    tables, n_lines, unreadable = read_rows(path)
-    if unreadable * 2 >= n_lines:
+    rows, unreadable = read_rows(path)
+    if unreadable >= len(rows):
         found = f"{path} is damaged, or not from train.py: most of its lines are not rows"
         raise NoRecord(found + '; expected JSON such as {"kind": "train", "step": 1, ...}')
     try:
@@ -71,9 +71,10 @@ def read_run(folder):
         info[key] = info[key] if isinstance(info.get(key), kind) else kind()
     if not isinstance(info["data"].get("meta", {}), dict):
         del info["data"]["meta"]
-    train, evals = (columns(tables[kind], fields) for kind, fields in FIELDS.items())
-    name = tame(folder.resolve().name)
-    return Record(name, folder, info, train, evals, tables["event"], unreadable)
+    of_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in (*FIELDS, "event")}
+    train, evals = (columns(of_kind[kind], fields) for kind, fields in FIELDS.items())
+    events = [tame(row) | {"event": tame(str(row["event"]))} for row in of_kind["event"]]
+    return Record(tame(folder.resolve().name), folder, info, train, evals, events, unreadable)
 
 
 def tame(value, depth=0):
@@ -91,56 +92,43 @@ def tame(value, depth=0):
 
 
 def plain(value):
-    return float(value) if isinstance(value, int | float) else math.nan
+    """A float; NaN for what is no number, or an enormous one."""
+    is_number = isinstance(value, int | float) and abs(value) <= LARGEST
+    return float(value) if is_number else math.nan
 
 
 def read_rows(path):
-    """({kind: its rows, as from parse}, lines, those that are no rows), without half a line at the end."""
-    tables = {"train": [], "eval": [], "event": []}
-    n_lines = unreadable = 0
+    """([row, ...], number of damaged lines) of a metrics.jsonl. Half a line at its end is neither."""
+    rows, damaged = [], 0
     with open(path, "rb") as file:
-        while lines := file.readlines(1 << 16):  # 64 KiB at once parse fastest
-            lines = lines if lines[-1].endswith(b"\n") else lines[:-1]
-            n_lines += len(lines)
-            whole = parse(lines)
-            for part in [whole] if whole else [parse([line]) for line in lines]:
-                unreadable += part is None
-                for kind, rows in (part or {}).items():
-                    tables[kind] += rows
-    return tables, n_lines, unreadable
+        while lines := file.readlines(1 << 16):  # together they parse faster, and share their keys
+            found = rows_of(lines) or [row for line in lines for row in rows_of([line])]
+            is_half = not lines[-1].endswith(b"\n") and not rows_of(lines[-1:])
+            rows += found
+            damaged += len(lines) - len(found) - is_half
+    return rows, damaged
 
 
-def parse(lines):
-    """{kind: [rows]}; train and eval rows as one {field: array}. None if one is not a row."""
-    parts = {"train": [], "eval": [], "event": []}
-    try:
+def rows_of(lines):
+    """The dicts in lines of metrics.jsonl; [] if one is damaged."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
         rows = json.loads(b"[" + b",".join(lines) + b"]")
         for row in rows:
-            parts[row["kind"]].append(row)
-            if not (isinstance(row["step"], int) and 0 <= row["step"] < 1 << 53):
-                return None
-        for kind, fields in FIELDS.items():
-            names = {*fields, *set().union(*parts[kind])} - {"kind", "finite"}
-            part = {tame(k): np.array([plain(row.get(k)) for row in parts[kind]]) for k in names}
-            for values in part.values():
-                values[np.abs(values) > LARGEST] = np.nan
-            parts[kind] = [part] if parts[kind] else []
-        parts["event"] = [tame(row) | {"event": tame(str(row["event"]))} for row in parts["event"]]
-    except NO_ROW:
-        return None
-    return parts if len(rows) == len(lines) else None
+            is_step = isinstance(row["step"], int) and 0 <= row["step"] < 1 << 53
+            is_known = row["kind"] in FIELDS or (row["kind"] == "event" and "event" in row)
+            if not (is_step and is_known):
+                return []
+        return rows if len(rows) == len(lines) else []
+    return []
 
 
-def columns(parts, fields):
-    """{field: array} with increasing steps; of two rows of the same step the later one counts, and a
-    field that is not in `fields` if two rows give it a number: damage may invent one."""
-    table = {}
-    for name in dict.fromkeys([*fields, *sorted(set().union(*parts))]):
-        values = [part.get(name, np.full(len(part["step"]), np.nan)) for part in parts]
-        table[name] = np.concatenate([[], *values])
-    if (np.diff(table["step"]) <= 0).any():
-        _, last = np.unique(table["step"][::-1], return_index=True)
-        table = {name: values[::-1][last] for name, values in table.items()}
+def columns(rows, fields):
+    """{field: array} by increasing step; of two rows of the same step the later one counts. A field
+    that is not in `fields` is one if two rows give it a number: damage may invent one."""
+    by_step = {row["step"]: row for row in rows}
+    rows = [by_step[step] for step in sorted(by_step)]
+    names = dict.fromkeys([*fields, *sorted(set().union(*rows) - {"finite"})])
+    table = {tame(name): np.array([plain(row.get(name)) for row in rows]) for name in names}
     return {k: values for k, values in table.items() if k in fields or len(known(values)) > 1}
 
 
@@ -181,45 +169,5 @@ def smooth(values, half):
         return (total[last] - total[first]) / (count[last] - count[first])
 
 
-def thin(x, y, bins=1000):
-    """(x, y), if long, with two points per bin, its lowest and its highest: no peak is lost."""
-    if len(x) <= 4 * bins:
-        return x, y
-    first = np.linspace(0, len(x), bins, endpoint=False).astype(int)
-    both = np.stack([np.fmin.reduceat(y, first), np.fmax.reduceat(y, first)], axis=1)
-    return np.repeat(x[first], 2), both.ravel()
-
-
 def last_step(run):
     return int(max(run.train["step"].max(initial=0), run.evals["step"].max(initial=0)))
-
-
-def loss_limits(runs, *more):
-    """limits_of `more` and of all losses but those of the first 2% of a run and the outermost 0.2%:
-    the steep beginning would press the rest flat."""
-    late = list(more)
-    for run in runs:
-        tables = (run.train, "loss"), (run.evals, "val_loss")
-        steps, val = (table[name][table["step"] >= 0.02 * last_step(run)] for table, name in tables)
-        edges = np.quantile(known(steps), [0.001, 0.999]) if len(known(steps)) else []
-        late += [*edges, *smooth(steps, half_window(run)), *val]
-    return limits_of(np.array(late), 30, from_zero=False)
-
-
-def limits_of(values, log_from=math.inf, from_zero=True):
-    """(low, high, whether logarithmic, as it is beyond a factor of `log_from`) of an axis."""
-    values = known(values)
-    low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    if 0 < log_from * low < high:
-        return low / 1.2, high * 1.2, True
-    low = min(low, 0.0) if from_zero else low
-    pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - pad if low else 0.0, high + pad, False
-
-
-def short(value, _=None):
-    """12000 as 12k, for tick labels."""
-    for letter, size, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
-        if abs(value) >= least:
-            return f"{value / size:g}{letter}"
-    return f"{value:,.6g}"

@@ -44,6 +44,10 @@ def best_point(run):
     return mean(run.evals["val_loss"][run.evals["step"] == step]), step
 
 
+def best_words(run):
+    return f"best {metric_of(run)[2]} {number(best_of(run)[0])}"
+
+
 def best_row(run, field="val_loss", sign=1):
     """best_of for a field of the evaluations, by their rows alone."""
     values = np.where(extent(run)[1], run.evals.get(field, math.nan), math.nan)
@@ -70,22 +74,6 @@ def new_fields(run):
     """[(name, steps, values)] of the fields that only a fork of train.py writes."""
     own = *FIELDS["train"], *FIELDS["eval"], f"best_{metric_of(run)[0]}"
     return [(k, t["step"], t[k]) for t in (run.train, run.evals) for k in t if k not in own]
-
-
-def panels_of(run):
-    """[(field, title, colour, steps, values)] of all that is drawn by step."""
-    t, per = run.train, unit(run)
-    own = {
-        "loss": ("loss", "blue"),
-        "grad_norm": ("gradient norm, unclipped", "green"),
-        "lr": ("learning rate", "purple"),
-        "tokens_per_sec": (f"throughput ({per}/s)", "blue"),
-        "mem_gb": ("peak memory (GB)", "orange"),
-        "mfu": ("MFU (share of the peak)", "vermilion"),
-        "gpu_util": ("GPU utilization (%)", "green"),
-    }
-    new = [(name, name, "blue", steps, values) for name, steps, values in new_fields(run)[:20]]
-    return [(field, *looks, t["step"], t[field]) for field, looks in own.items()] + new
 
 
 def seconds_by_kind(run):
