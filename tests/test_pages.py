@@ -37,6 +37,8 @@ MADE = re.compile(
 )
 MADE_BY_PAGES = {
     "meta.json",
+    "extras.py",
+    "lesson.py",
     "late.py",
     "bad.py",
     "penalty.py",
