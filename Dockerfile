@@ -1,8 +1,9 @@
-# The base provides only Python and pip. The libraries that compute are pinned in requirements.txt:
+# The base provides only Python and pip. Every library is pinned by its hash in requirements.lock:
 # torch's Linux wheel brings its own CUDA and cuDNN, so the host provides only the NVIDIA driver.
-# Any other base with python3 (3.11 or later) works too:
+# Any other base with python3 (3.11 or later) works too; it takes requirements.txt, because the lock
+# was made for Python 3.11 on x86-64:
 #   docker build --build-arg BASE_IMAGE=... --build-arg GIT_COMMIT=$(git rev-parse HEAD) -t train .
-ARG BASE_IMAGE=python:3.11.14-slim-bookworm
+ARG BASE_IMAGE=python:3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 FROM ${BASE_IMAGE}
 
 # torch.compile builds its code with g++ on a CPU and gcc on a GPU (Triton's launcher). Both need
@@ -13,8 +14,13 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 
 # Before the code, so that a change of the code does not reinstall them.
-COPY requirements.txt /train/
-RUN python3 -m pip install --no-cache-dir -r /train/requirements.txt
+COPY requirements.txt requirements.lock /train/
+ARG BASE_IMAGE
+RUN case "$BASE_IMAGE" in \
+        python:3.11.*) libraries="--require-hashes -r /train/requirements.lock" ;; \
+        *) libraries="-r /train/requirements.txt" ;; \
+    esac \
+    && python3 -m pip install --no-cache-dir $libraries
 
 # A run reads and writes two volumes, which belong to a user other than root. The caches of compiled
 # code and fonts are in /tmp, to which any user may write (docker run --user=...).

@@ -18,9 +18,9 @@ DOCKERFILE = (REPO / "Dockerfile").read_text()
 STEPS = re.findall(r"^([A-Z]+) ((?:.*\\\n)*.*)", DOCKERFILE, re.M)  # [(instruction, the rest)]
 
 
-def test_the_base_is_an_argument_with_a_pinned_default():
+def test_the_base_is_an_argument_whose_default_is_pinned_by_digest():
     assert [name for name, _ in STEPS[:2]] == ["ARG", "FROM"]
-    assert re.fullmatch(r"BASE_IMAGE=\S+:\d+\.\d+\.\d+\S*", STEPS[0][1])
+    assert re.fullmatch(r"BASE_IMAGE=\S+:\d+\.\d+\.\d+\S*@sha256:[0-9a-f]{64}", STEPS[0][1])
     assert STEPS[1][1] == "${BASE_IMAGE}"
 
 
@@ -32,12 +32,52 @@ def test_every_requirement_is_pinned_and_installed_before_the_code():
         next(number for number, step in enumerate(steps) if re.match(pattern, step))
         for pattern in (
             r"COPY requirements.txt",
-            r"RUN python3 -m pip install .*-r \S*requirements.txt",
+            r"RUN case (?s:.*)-m pip install",
             r"COPY \. ",
             r"ARG GIT_COMMIT",
         )
     )
     assert copy_pins < install < copy_code < commit  # each changes more often than those before
+
+
+def locked():
+    """{package: (version, [its hashes])} of requirements.lock."""
+    text = (REPO / "requirements.lock").read_text()
+    text = re.sub(r"^#.*\n", "", text, flags=re.M).replace("\\\n", "")
+    found = {}
+    for line in text.splitlines():
+        name, version, *hashes = re.split(r"==| +--hash=", line)
+        found[name] = version.strip(), hashes
+    return found
+
+
+def test_the_lock_has_every_requirement_at_its_version_and_hashes_for_all():
+    lock = locked()
+    for line in (REPO / "requirements.txt").read_text().splitlines():
+        name, _, version = line.partition("==")
+        assert lock[name.lower()][0] == version
+    for name, (version, hashes) in lock.items():
+        assert re.fullmatch(r"[a-z0-9-]+", name) and re.fullmatch(r"\d[\w.]*", version)
+        assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}", each) for each in hashes)
+    assert len(lock) > 50 and {"triton", "nvidia-cudnn-cu13", "pillow"} <= set(lock)
+
+
+def shell_of_the_install(base):
+    """The command of the Dockerfile that installs the libraries, with `echo` in the place of Python."""
+    (command,) = [rest for name, rest in STEPS if name == "RUN" and "-m pip install" in rest]
+    command = command.replace("\\\n", "").replace("python3 -m pip", "echo pip")
+    environment = {"BASE_IMAGE": base, "PATH": "/usr/bin:/bin"}
+    return subprocess.check_output(["sh", "-c", command], env=environment, text=True).split()
+
+
+def test_the_base_of_the_lock_installs_it_by_hash_and_another_base_what_fits_it():
+    default = STEPS[0][1].partition("=")[2]
+    locked = ["--require-hashes", "-r", "/train/requirements.lock"]
+    assert shell_of_the_install(default)[-3:] == locked
+    assert shell_of_the_install("nvcr.io/nvidia/pytorch:26.01")[-2:] == [
+        "-r",
+        "/train/requirements.txt",
+    ]
 
 
 def test_it_runs_train_as_a_user_who_may_write_both_volumes():

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -36,11 +37,12 @@ MADE = re.compile(
 )
 MADE_BY_PAGES = {
     "meta.json",
+    "extras.py",
+    "lesson.py",
     "late.py",
     "bad.py",
     "penalty.py",
     "late.log",
-    "short.txt",
     "compare.md",
     "compare.png",
     "trace.json",
@@ -79,24 +81,42 @@ def test_every_flag_is_a_knob(page):
         assert given - knobs_of(script) == set(), f"{page}: {script}{rest}"
 
 
+def function_of(name):
+    """What a page calls `train.Run.checkpoint` or `plumbing.files.replacing`."""
+    module, _, rest = name.removeprefix("plumbing.").partition(".")
+    package = "plumbing." if name.startswith("plumbing.") else ""
+    found = importlib.import_module(package + module)
+    for part in rest.split("."):
+        found = getattr(found, part)
+    return found
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_function_is_there(page):
     modules = {path.stem for path in REPO.glob("*.py")} | {"plumbing"}
     names = re.findall(r"`((?:\w+\.)+\w+)(?:\([^`]*\))?`", text_of(page))
     names = [n for n in names if n.split(".")[0] in modules and not n.endswith((".py", ".md"))]
     for name in names:
-        module, _, rest = name.removeprefix("plumbing.").partition(".")
-        package = "plumbing." if name.startswith("plumbing.") else ""
-        found = importlib.import_module(package + module)
-        for part in rest.split("."):
-            found = getattr(found, part)
+        function_of(name)
     assert len(names) >= {"docs/questions.md": 20, "docs/trouble.md": 1}.get(page, 0)
+
+
+def test_every_concern_has_its_line_in_the_code_and_a_test():
+    text = text_of("docs/questions.md").partition("## Fifteen concerns")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+) \| `(\S+)`: `(.+)` \| `(tests/\w+\.py)::(\w+)` \|$", text, re.M)
+    assert len(rows) == len(text[text.index("|---") :].splitlines()) - 1 == 15
+    for _, function, line, file, test in rows:
+        assert line in inspect.getsource(function_of(function)), function
+        tree = ast.parse(text_of(file))
+        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
+    assert len({test for *_, test in rows}) == 15
 
 
 @pytest.mark.parametrize("page", WITH_README)
 def test_every_file_and_link_is_there(page):
     text = text_of(page)
-    for link in re.findall(r"\]\(([^)\s]+)\)", run_page.FENCE.sub("", text)):
+    links = re.findall(r"\]\(([^)\s]+)\)", run_page.FENCE.sub("", text))
+    for link in (link for link in links if not link.startswith("https://")):
         path, _, anchor = link.partition("#")
         target = Path(page).parent.joinpath(path).as_posix() if path else page
         assert (REPO / target).is_file(), f"{page}: {link}"
