@@ -576,7 +576,7 @@ def race(script, words, seed):
     run = trained(str(REPO / script), words, seed)
     seconds = run.facts["seconds"]
     spent, reached = seconds["start"] + seconds["compile"], math.inf
-    for _, row in sorted(run.rows.items(), key=lambda item: item[0]):
+    for row in (rows[-1] for _, rows in sorted(run.rows.items(), key=lambda item: item[0])):
         spent += row.get("step_ms", 0) / 1000
         reached = min(reached, spent) if row.get("val_loss", math.inf) <= TARGET else reached
     whole = {"process": sum(seconds.values()), "evaluating": seconds["evaluate"]}

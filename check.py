@@ -267,7 +267,7 @@ def run_checks(job):
             same = replay.main([str(folder), "--verify=2"]) == 0
         except RunFailed as error:
             same = bool(print(error))
-        rows = [row for row in Logged(folder).rows.values() if row["kind"] == "train"]
+        rows = [row for rows in Logged(folder).rows.values() for row in rows if "lr" in row]
         wrong = [row["step"] for row in rows if row["lr"] != train.lr_at(row["step"] - 1)]
     yield "a resume is bit for bit", same, said.getvalue().strip().splitlines()[-1]
     yield "the rate follows the schedule", not wrong, f"wrong in {len(wrong)} of {len(rows)} steps"
@@ -324,8 +324,10 @@ def same_bits(job, script, words):
     runs = [Logged(folder) for folder in folders]
     bits = ("loss", "grad_norm", "skipped", "val_loss", "val_accuracy")
     for run in runs:  # rows of another commit may have other fields
-        run.rows = {at: {name: row.get(name) for name in bits} for at, row in run.rows.items()}
-    where = [f"step {step}" for step, *_ in filter(None, [first_difference(*runs, -1, math.inf)])]
+        for rows in run.rows.values():
+            rows[:] = [{name: row.get(name) for name in bits} for row in rows]
+    found = first_difference(*runs, -1, math.inf, kinds=("train", "eval"))
+    where = [f"step {found[0]}"] if found else []
     where += audit.bits_that_differ(*(run.checkpoints[-1][2]["model"] for run in runs))
     say(f"\nequal: {f'no; the first difference: {where[0]}' if where else 'yes'}")
     return {"ok": not where, "where": where[:1]}
