@@ -12,7 +12,7 @@ from reporting.results import happened
 # Okabe & Ito's colours (2008): distinct for any colour vision, and in print
 COLOURS = {"blue": "#0072B2", "vermilion": "#D55E00", "green": "#009E73", "orange": "#E69F00"}
 COLOURS |= {"purple": "#CC79A7", "sky": "#56B4E9", "black": "#000000"}
-EVENTS = {"best": "vermilion", "resume": "blue", "skipped": "orange", "rollback": "purple"}
+EVENTS = {"resume": "blue", "skipped": "orange", "rollback": "purple"}
 EVENTS |= {"diverging": "green", "audit": "vermilion", "out_of_memory": "black", "failed": "black"}
 
 Panel = namedtuple("Panel", "field title curves")
@@ -104,14 +104,15 @@ def limits(field, curves):
 def events_of(run):
     """{event: its steps} of the EVENTS that this run had."""
     steps = {name: [row["step"] for row in happened(run, name)] for name in EVENTS}
-    field, sign, _ = results.metric_of(run)
-    values = sign * run.evals.get(field, run.evals["val_loss"])
-    better = values <= np.fmin.accumulate(values)
-    steps["best"] = run.evals["step"][better & (run.evals["step"] > 0)]
     steps["skipped"] = np.union1d(steps["skipped"], run.train["step"][run.train["skipped"] > 0])
     ends = happened(run, "end")
     steps["failed"] = [row["step"] for row in ends if str(row.get("ended")).startswith("failed")]
     return {name: each for name, each in steps.items() if len(each)}
+
+
+def event_height(steps):
+    """Few events cross a panel; many are marks at its bottom. A share of the panel's height."""
+    return 1.0 if len(steps) <= 40 else 0.05
 
 
 def thin(x, y, bins=1000):

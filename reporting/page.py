@@ -23,7 +23,6 @@ def page(runs, names, text, refresh):
     live = f"Running: this page reloads every {refresh:.0f} s. " if refresh else ""
     if len(runs) == 1:
         panels, events = drawn.panels_of(runs[0]), drawn.events_of(runs[0])
-        events.pop("best", None)  # it is on its curve
         keys = {"raw": ("each step", "sky"), "training": ("training", "blue")}
         keys["validation"] = "validation", "vermilion"
         keys |= {name: (name.replace("_", " "), drawn.EVENTS[name]) for name in events}
@@ -93,8 +92,8 @@ def figure(panel, events):
         )  # 0 at the top, 1000 at the bottom
         shapes += shape(each._replace(x=1000 * each.x / right, y=y))
     for name, steps in events.items():
-        top = 0 if len(steps) <= 40 else 950  # many become marks at the bottom, few cross the panel
-        lines = "".join(f"M{1000 * step / right:.2f} {top}V1000" for step in steps)
+        top = 1000 * (1 - drawn.event_height(steps))
+        lines = "".join(f"M{1000 * step / right:.2f} {top:.0f}V1000" for step in steps)
         colour = drawn.EVENTS[name]
         shapes += f'<path class="event {name}" style="--c:var(--{colour})" d="{lines}"/>'
     title, wide = escape(panel.title), " wide" * (panel.field == "loss")

@@ -63,10 +63,7 @@ def read_run(folder):
     if unreadable >= len(rows):
         found = f"{path} is damaged, or not from train.py: most of its lines are not rows"
         raise NoRecord(found + '; expected JSON such as {"kind": "train", "step": 1, ...}')
-    try:
-        info = tame(read_json(folder / "run.json"))
-    except RecursionError:
-        info = {}
+    info = tame(read_json(folder / "run.json"))
     for key, kind in INFO.items():
         info[key] = info[key] if isinstance(info.get(key), kind) else kind()
     if not isinstance(info["data"].get("meta", {}), dict):
