@@ -13,7 +13,7 @@ from reporting.results import happened
 COLOURS = {"blue": "#0072B2", "vermilion": "#D55E00", "green": "#009E73", "orange": "#E69F00"}
 COLOURS |= {"purple": "#CC79A7", "sky": "#56B4E9", "black": "#000000"}
 EVENTS = {"resume": "blue", "skipped": "orange", "rollback": "purple"}
-EVENTS |= {"diverging": "green", "audit": "vermilion", "out_of_memory": "black", "failed": "black"}
+EVENTS |= {"diverging": "green", "audit": "vermilion", "out_of_memory": "sky", "failed": "black"}
 
 Panel = namedtuple("Panel", "field title curves")
 # key: what hides it on the page. look: thin, bold, dots (joined by a line), best or dashed

@@ -4,7 +4,6 @@ Curves stretch with the window; numbers keep their size. Everything drawn has a 
 (raw, training, resume ...; r0, r1 ... of several runs). A button hides it, also after a reload.
 """
 
-import re
 from html import escape
 from pathlib import Path
 from string import Template
@@ -18,7 +17,7 @@ TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="ut
 
 
 def page(runs, names, text, refresh):
-    """The page, a str. text: Markdown, for below the curves. refresh: seconds until an open page
+    """The page, a str. text: Markdown, which page.html shows below the curves. refresh: seconds until an open page
     reloads; 0 = never."""
     live = f"Running: this page reloads every {refresh:.0f} s. " if refresh else ""
     if len(runs) == 1:
@@ -39,7 +38,7 @@ def page(runs, names, text, refresh):
     hidden = "".join(f'[data-off~="{key}"] .{key} {{ display: none }}\n' for key in keys)
     head = {"TITLE": escape(", ".join(names)), "RELOAD": round(1000 * refresh), "LIVE": live}
     figures = "".join(figure(panel, events) for panel in panels)
-    body = {"PANELS": figures, "TEXT": from_markdown(text)}
+    body = {"PANELS": figures, "TEXT": escape(text)}
     return TEMPLATE.substitute(head, **body, HIDDEN=hidden, BUTTONS=buttons)
 
 
@@ -54,28 +53,6 @@ def together(runs, names, colours):
                     each._replace(key=f"r{i}", colour=colours[i], label=f"{name} {each.label}")
                 )
     return panels.values()
-
-
-def from_markdown(text):
-    """HTML of the Markdown that report.py writes: lines, tables, and samples between fences."""
-    out, fence = [], ""
-    for line in text.split("\n")[1:]:  # without its title
-        safe = escape(line)
-        if fence or line.startswith("~~~"):
-            out.append("<pre>" if not fence else "</pre>" if line == fence else safe)
-            fence = "" if line == fence else fence or line
-            continue
-        safe = re.sub("`(.*?)`", r"<code>\1</code>", re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", safe))
-        if line.startswith("## "):
-            out.append(f"<h2>{safe[3:]}</h2>")
-        elif line.startswith("|"):
-            cells = re.split(r" *\| *", safe.replace("\\|", "&#124;"))[1:-1]
-            row = "".join(f"<td>{cell}</td>" for cell in cells)
-            out += [f"<tr>{row}</tr>"] * (not line.startswith("| ---"))
-        elif line:
-            out.append(f"<p>{safe.removeprefix('&gt; ')}</p>")
-    rows = re.compile("((?:<tr>.*</tr>\n)+)")
-    return rows.sub(r'<div class="scroll"><table>\n\1</table></div>\n', "\n".join(out) + "\n")
 
 
 def figure(panel, events):
