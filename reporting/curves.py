@@ -59,9 +59,10 @@ def of_validation(run):
     e, (tokens, same) = run.evals, results.extent(run)
     on = f", first {short(tokens)} {results.unit(run)}" if tokens else ", last on all"
     label = "validation" + on * bool(tokens or not same.all())
-    best, step = (np.array([value]) for value in results.best_point(run))
+    best, is_best = results.best_words(run), e["step"] == results.best_of(run)[1]
     points = curve("validation", "dots", "vermilion", label, e["step"], e["val_loss"])
-    return points, curve("validation", "best", "vermilion", results.best_words(run), step, best)
+    x, y = e["step"][is_best], e["val_loss"][is_best]
+    return points, curve("validation", "best", "vermilion", best, x, y)
 
 
 def of_clip(run):
@@ -71,11 +72,10 @@ def of_clip(run):
 
 
 def of_several(panel):
-    """A run's curves beside those of other runs: training is thin where validation is bold."""
-    looks = {each.look for each in panel.curves}
+    """A run's curves beside those of other runs: the loss in training is thin, validation bold."""
     curves = [each for each in panel.curves if each.look in ("bold", "dots")]
-    thin = "thin" if "dots" in looks else "bold"
-    return [each._replace(look=thin) if each.look == "bold" else each for each in curves]
+    looks = {"bold": "thin" if panel.field == "loss" else "bold", "dots": "dots"}
+    return [each._replace(look=looks[each.look]) for each in curves]
 
 
 def is_dotted(each):

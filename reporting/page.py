@@ -17,7 +17,7 @@ TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="ut
 
 
 def page(runs, names, text, refresh):
-    """The page, a str. text: Markdown, which page.html shows below the curves. refresh: seconds until an open page
+    """The page, a str. text: Markdown, for below the curves. refresh: seconds until an open page
     reloads; 0 = never."""
     live = f"Running: this page reloads every {refresh:.0f} s. " if refresh else ""
     if len(runs) == 1:
@@ -49,9 +49,8 @@ def together(runs, names, colours):
         for panel in drawn.panels_of(run):
             own = panels.setdefault(panel.field, panel._replace(curves=[])).curves
             for each in drawn.of_several(panel):
-                own.append(
-                    each._replace(key=f"r{i}", colour=colours[i], label=f"{name} {each.label}")
-                )
+                label = f"{name} {each.label}"
+                own.append(each._replace(key=f"r{i}", colour=colours[i], label=label))
     return panels.values()
 
 

@@ -38,12 +38,6 @@ def best_of(run):
     return (kept, int(at)) if keep else (best, step)
 
 
-def best_point(run):
-    """(validation loss, step) of the best evaluation, whichever metric decides."""
-    step = best_of(run)[1]
-    return mean(run.evals["val_loss"][run.evals["step"] == step]), step
-
-
 def best_words(run):
     return f"best {metric_of(run)[2]} {number(best_of(run)[0])}"
 
