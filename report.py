@@ -45,14 +45,6 @@ LOOKS = {
 }
 
 
-def new_figure(width, height):
-    from matplotlib.figure import Figure  # not pyplot, which keeps state and may need a display
-
-    figure = Figure((width, height), dpi=160, facecolor="white", layout="constrained")
-    figure.get_layout_engine().set(wspace=0.04)
-    return figure
-
-
 def draw(ax, curve, **looks):
     """looks: other than those of LOOKS."""
     own = {"color": COLOURS[curve.colour], "label": curve.label, "markersize": 3.5, "ls": "-"}
@@ -103,9 +95,11 @@ def heading(run):
 
 def picture(run):
     """report.png as a matplotlib Figure."""
+    from matplotlib.figure import Figure  # not pyplot, which keeps state and may need a display
+
     events, panels = curves.events_of(run), curves.panels_of(run)
     rows = len(panels) // 2  # below the loss
-    fig = new_figure(9, 4 + 2 * rows)
+    fig = Figure((9, 4 + 2 * rows))
     grid = fig.add_gridspec(1 + rows, 2, height_ratios=[3.3] + [2] * rows)
     loss = fig.add_subplot(grid[0, :])
     others = [fig.add_subplot(grid[i // 2, i % 2], sharex=loss) for i in range(2, 1 + len(panels))]
@@ -118,8 +112,10 @@ def picture(run):
 
 def compare_picture(runs, names):
     """compare.png as a matplotlib Figure: losses by step, tokens and time. The page has the rest."""
-    fig = new_figure(11, 4.5 + 0.2 * math.ceil(len(runs) / 3))
-    axes = by_step, by_tokens, by_time = fig.subplots(1, 3)
+    from matplotlib.figure import Figure
+
+    fig = Figure((11, 4.5 + 0.2 * math.ceil(len(runs) / 3)))
+    by_step, by_tokens, by_time = fig.subplots(1, 3, sharey=True)
     drawn = []
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         step, tokens = run.train["step"], run.train["tokens"]
@@ -133,13 +129,11 @@ def compare_picture(runs, names):
         by_step.plot([], [], lw=2.5, label=f"{name}: {best_words(run)}", **looks)
     scale(by_step, "loss", drawn)
     by_step.set_ylabel("loss (nats)" if unit(*runs) == "tokens" else "loss")
-    labels = "step", f"{unit(*runs)} trained on", "training time (minutes)"
-    for ax, label in zip(axes, labels, strict=True):
-        ax.set_xlabel(label)
+    by_step.set_xlabel("step")
+    by_tokens.set_xlabel(f"{unit(*runs)} trained on")
+    by_time.set_xlabel("training time (minutes)")
+    for ax in fig.axes:
         ax.xaxis.set_major_formatter(curves.short)
-    for ax in by_tokens, by_time:
-        ax.sharey(by_step)
-        ax.tick_params(labelleft=False)
     fig.suptitle("Thick: validation. Thin: training, smoothed.", x=0.01, ha="left", fontsize=10)
     fig.legend(loc="outside lower left", ncols=3)
     return fig
@@ -160,8 +154,8 @@ def facts(run):
     parts = {part: run.info[part] for part in ("run", "hardware", "versions", "git")}
     parts["data"] = run.info["data"] | run.info["data"].get("meta", {})
     for part, told in parts.items():
-        told = {k: str(v) for k, v in told.items() if not isinstance(v, dict | list)}
-        parts[part] = {name: textwrap.shorten(value, 80) for name, value in told.items()}
+        told = {name: value for name, value in told.items() if not isinstance(value, dict | list)}
+        parts[part] = {name: textwrap.shorten(str(value), 80) for name, value in told.items()}
     return parts
 
 
@@ -315,13 +309,6 @@ def text_of(runs, image=()):
     return compare_words(runs, names, image) if names else words(runs[0], image)
 
 
-def write_reports(runs, path):
-    """Write the report of one run, or the comparison of several. Returns the paths."""
-    pages = [write_page(runs, path.with_suffix(".html"))] if html or watch else []
-    image = write_picture(path.with_suffix(".png"), runs, names_of(runs))
-    return [*image, write(path.with_suffix(".md"), text_of(runs, image)), *pages]
-
-
 def names_of(runs):
     """What tells several runs apart; [] of one."""
     names = [run.name for run in runs]
@@ -356,7 +343,10 @@ def main(argv=None):
             if watch:
                 follow(runs, path.with_suffix(".html"))
                 runs = list(map(read_run, folders))
-            paths = write_reports(runs, path)
+            paths = write_picture(path.with_suffix(".png"), runs, names_of(runs))
+            paths.append(write(path.with_suffix(".md"), text_of(runs, image=paths)))
+            if html or watch:
+                paths.append(write_page(runs, path.with_suffix(".html")))
         except record.NoRecord as error:
             fail(error)
         except OSError as error:

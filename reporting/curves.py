@@ -57,7 +57,7 @@ def panels_of(run):
 
 def of_validation(run):
     e, (tokens, same) = run.evals, results.extent(run)
-    on = f", first {short(tokens)} {results.unit(run)}" if tokens else ", last on all"
+    on = f", first {tokens:,.0f} {results.unit(run)}" if tokens else ", last on all"
     label = "validation" + on * bool(tokens or not same.all())
     best, is_best = results.best_words(run), e["step"] == results.best_of(run)[1]
     points = curve("validation", "dots", "vermilion", label, e["step"], e["val_loss"])

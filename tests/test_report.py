@@ -444,7 +444,7 @@ def test_evaluations_on_a_part_of_the_split_say_so(tmp_path):
     labels = [
         text.get_text() for text in drawn(report.picture, run).axes[0].get_legend().get_texts()
     ]
-    assert "validation, first 16.384k tokens" in labels
+    assert "validation, first 16,384 tokens" in labels
     # the best is one among evaluations of the last one's extent
     rows = [*part, *falling(40), evaluation(30, 2.6), evaluation(40, 2.5)]
     run = read_run(write_run(tmp_path / "whole", rows))
