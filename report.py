@@ -35,7 +35,6 @@ dollars_per_hour = 0.0  # of one device, [0, inf); 0 = the run's --dollars_per_h
 html = False  # also write a page: one file that needs no network and no server
 watch = False  # rewrite that page every 10 s while the run continues, and write all at its end
 
-CROSSING = "resume rollback audit out_of_memory failed".split()  # those with a line in all panels
 STYLE = Path(record.__file__).with_name("picture.mplstyle")
 LOOKS = {
     "thin": {"lw": 0.8, "alpha": 0.6},
@@ -44,14 +43,6 @@ LOOKS = {
     "best": {"ls": "", "markersize": 13, "markeredgecolor": "white", "clip_on": False, "zorder": 5},
     "dashed": {"lw": 1.2, "ls": "--"},
 }
-
-
-def new_figure(width, height):
-    from matplotlib.figure import Figure  # not pyplot, which keeps state and may need a display
-
-    figure = Figure((width, height), dpi=160, facecolor="white", layout="constrained")
-    figure.get_layout_engine().set(wspace=0.04)
-    return figure
 
 
 def draw(ax, curve, **looks):
@@ -78,28 +69,20 @@ def scale(ax, field, drawn):
         ax.annotate(words, (0.995, 0.94), xycoords="axes fraction", ha="right", fontsize=8)
 
 
-def draw_panel(ax, panel):
+def draw_panel(ax, panel, events):
     for curve in panel.curves:
         draw(ax, curve)
+    for name, steps in events.items():
+        looks = {"color": COLOURS[curves.EVENTS[name]], "lw": 0.9, "ls": (0, (4, 3)), "zorder": 1}
+        looks |= {"label": name.replace("_", " ")} if panel.field == "loss" else {}
+        ax.vlines(steps, 0, curves.event_height(steps), transform=ax.get_xaxis_transform(), **looks)
     scale(ax, panel.field, panel.curves)
     ax.set_ylabel(panel.title if len(panel.title) <= 24 else panel.title[:22] + "...")
-    if len(panel.curves) > 1:  # above the panel, where it hides nothing
-        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, borderaxespad=0.2)
-
-
-def draw_events(ax, axes, lanes):
-    """A lane for each kind of event. Those that change a run's course also cross all panels."""
-    for lane, (event, steps) in enumerate(lanes.items()):
-        colour = COLOURS[curves.EVENTS[event]]
-        marks = {"best": "*", "skipped": "|"}.get(event, "D")
-        ax.plot(steps, [lane] * len(steps), marks, color=colour, clip_on=False, markersize=5)
-        for panel in axes if event in CROSSING and len(steps) <= 40 else []:
-            for step in steps:
-                panel.axvline(step, color=colour, lw=0.9, ls=(0, (4, 3)), alpha=0.7, zorder=1)
-    ax.set_yticks(range(len(lanes)), [event.replace("_", " ") for event in lanes])
-    ax.set_ylim(max(1, len(lanes)) - 0.5, -0.5)
-    ax.tick_params(length=0)
-    ax.spines[:].set_visible(False)
+    ax.set_xlabel("step")
+    ax.xaxis.set_major_formatter(curves.short)
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    if len(panel.curves) > 1 or panel.field == "loss":  # above the panel, where it hides nothing
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=5, borderaxespad=0.2)
 
 
 def heading(run):
@@ -112,31 +95,27 @@ def heading(run):
 
 def picture(run):
     """report.png as a matplotlib Figure."""
-    lanes, (first, *panels) = curves.events_of(run), curves.panels_of(run)
-    lanes_high = 0.17 * max(1, len(lanes))
-    rows = (1 + len(panels)) // 2
-    fig = new_figure(9, 4 + 2 * rows + lanes_high)
-    grid = fig.add_gridspec(2 + rows, 2, height_ratios=[3.1, lanes_high] + [2] * rows)
+    from matplotlib.figure import Figure  # not pyplot, which keeps state and may need a display
+
+    events, panels = curves.events_of(run), curves.panels_of(run)
+    rows = len(panels) // 2  # below the loss
+    fig = Figure((9, 4 + 2 * rows))
+    grid = fig.add_gridspec(1 + rows, 2, height_ratios=[3.3] + [2] * rows)
     loss = fig.add_subplot(grid[0, :])
-    events = fig.add_subplot(grid[1, :], sharex=loss)
-    axes = [fig.add_subplot(grid[2 + i // 2, i % 2], sharex=loss) for i in range(len(panels))]
-    for ax, panel in zip([loss, *axes], [first, *panels], strict=True):
-        draw_panel(ax, panel)
-    draw_events(events, [loss, *axes], lanes)
-    loss.tick_params(labelbottom=False)
+    others = [fig.add_subplot(grid[i // 2, i % 2], sharex=loss) for i in range(2, 1 + len(panels))]
+    for ax, panel in zip([loss, *others], panels, strict=True):
+        draw_panel(ax, panel, events)
     loss.set_xlim(-0.01 * max(1, last_step(run)), 1.01 * max(1, last_step(run)))
-    for ax in [events, *axes]:
-        ax.set_xlabel("step")
-        ax.xaxis.set_major_formatter(curves.short)
-        ax.xaxis.get_major_locator().set_params(integer=True)
     fig.suptitle(heading(run), x=0.01, ha="left", fontsize=10, linespacing=1.5)
     return fig
 
 
 def compare_picture(runs, names):
     """compare.png as a matplotlib Figure: losses by step, tokens and time. The page has the rest."""
-    fig = new_figure(11, 4.5 + 0.2 * math.ceil(len(runs) / 3))
-    axes = by_step, by_tokens, by_time = fig.subplots(1, 3)
+    from matplotlib.figure import Figure
+
+    fig = Figure((11, 4.5 + 0.2 * math.ceil(len(runs) / 3)))
+    by_step, by_tokens, by_time = fig.subplots(1, 3, sharey=True)
     drawn = []
     for i, (run, name) in enumerate(zip(runs, names, strict=True)):
         step, tokens = run.train["step"], run.train["tokens"]
@@ -150,13 +129,11 @@ def compare_picture(runs, names):
         by_step.plot([], [], lw=2.5, label=f"{name}: {best_words(run)}", **looks)
     scale(by_step, "loss", drawn)
     by_step.set_ylabel("loss (nats)" if unit(*runs) == "tokens" else "loss")
-    labels = "step", f"{unit(*runs)} trained on", "training time (minutes)"
-    for ax, label in zip(axes, labels, strict=True):
-        ax.set_xlabel(label)
+    by_step.set_xlabel("step")
+    by_tokens.set_xlabel(f"{unit(*runs)} trained on")
+    by_time.set_xlabel("training time (minutes)")
+    for ax in fig.axes:
         ax.xaxis.set_major_formatter(curves.short)
-    for ax in by_tokens, by_time:
-        ax.sharey(by_step)
-        ax.tick_params(labelleft=False)
     fig.suptitle("Thick: validation. Thin: training, smoothed.", x=0.01, ha="left", fontsize=10)
     fig.legend(loc="outside lower left", ncols=3)
     return fig
@@ -177,8 +154,8 @@ def facts(run):
     parts = {part: run.info[part] for part in ("run", "hardware", "versions", "git")}
     parts["data"] = run.info["data"] | run.info["data"].get("meta", {})
     for part, told in parts.items():
-        told = {k: str(v) for k, v in told.items() if not isinstance(v, dict | list)}
-        parts[part] = {name: textwrap.shorten(value, 80) for name, value in told.items()}
+        told = {name: value for name, value in told.items() if not isinstance(value, dict | list)}
+        parts[part] = {name: textwrap.shorten(str(value), 80) for name, value in told.items()}
     return parts
 
 
@@ -195,11 +172,11 @@ def details(event):
     """The fields of an event, in words. A pair is what was and is; of hashes, names alone count."""
     out = []
     for key, value in event.items():
-        if isinstance(value, list) and len(value) == 2:
-            is_code = isinstance(value[1], dict)
-            value = (
-                f"changed in {', '.join(value[1])}" if is_code else "was {}, is {}".format(*value)
-            )
+        is_pair = isinstance(value, list) and len(value) == 2
+        if is_pair and isinstance(value[1], dict):
+            value = f"changed in {', '.join(value[1])}"
+        elif is_pair:
+            value = "was {}, is {}".format(*value)
         out += [f"{key} {value}"] * (key not in ("kind", "step", "event", "finite"))
     return textwrap.shorten("; ".join(out), 400)
 
@@ -208,15 +185,14 @@ def event_rows(run, most=200):
     """[(step, event, details)] in the order of the events; skips in a row share one."""
     rows = []
     for name, group in itertools.groupby(run.events, lambda event: event["event"]):
-        group = list(group)
-        found = [(f"{e['step']:,}", name.replace("_", " "), details(e)) for e in group]
-        if name == "skipped" and len(found) > 1:
-            words = f"{len(found)} updates, the last at step {found[-1][0]}"
-            found = [(*found[0][:2], words)]
+        group = [each for each in group if name not in ("sample", "saved")]
+        told = [details(each) for each in group]
+        if name == "skipped" and len(group) > 1:
+            told = [f"{len(group)} updates, the last at step {group[-1]['step']:,}"]
         if name in ("skipped", "rollback"):
-            at, what, words = found[0]
-            found[0] = at, what, f"{words}; see `{replay_of(run, group[0])}`"
-        rows += found if name not in ("sample", "saved") else []
+            told[0] += f"; see `{replay_of(run, group[0])}`"
+        for each, words in zip(group, told, strict=False):
+            rows.append((f"{each['step']:,}", name.replace("_", " "), words))
     return rows[:most] + [("...", f"and {len(rows) - most:,} more", "")] * (len(rows) > most)
 
 
@@ -225,12 +201,12 @@ def not_exact(run):
     names = {"inexact_resume": "resumed", "audit": "audited, and the odd result dropped"}
     found = [event for event in run.events if event["event"] in names]
     lines = [f"- step {e['step']:,}: {names[e['event']]}: {details(e)}" for e in found]
-    also = {
-        "`deterministic` was off": run.info["run"].get("deterministic") is False,
-        f"{run.unreadable:,} damaged line(s) of metrics.jsonl are left out": run.unreadable,
-        "run.json is missing or damaged": not run.info["run"],
-    }
-    lines += [f"- {words}" for words, is_so in also.items() if is_so]
+    if run.info["run"].get("deterministic") is False:
+        lines.append("- `deterministic` was off")
+    if run.unreadable:
+        lines.append(f"- {run.unreadable:,} damaged line(s) of metrics.jsonl are left out")
+    if not run.info["run"]:
+        lines.append("- run.json is missing or damaged")
     return lines or ["Nothing on record: any resume was bit for bit."]
 
 
@@ -273,10 +249,9 @@ def should_be_equal(one, other):
     """Whether two runs have the same knobs, and other numbers."""
     knobs = [run.info["config"].items() for run in (one, other)]
     same, again = ({k: v for k, v in each if k not in ("out_dir", "resume")} for each in knobs)
-    pairs = [(one.train[name], other.train[name]) for name in ("step", "loss", "grad_norm")]
-    pairs += [(one.evals["val_loss"], other.evals["val_loss"])]
-    pairs = [(a[: len(b)], b[: len(a)]) for a, b in pairs]
-    return same == again and not all(np.array_equal(*pair, equal_nan=True) for pair in pairs)
+    n_steps = min(len(one.train["loss"]), len(other.train["loss"]))
+    losses = [run.train["loss"][:n_steps] for run in (one, other)]
+    return same == again and not np.array_equal(*losses, equal_nan=True)
 
 
 def compare_words(runs, names, image):
@@ -284,11 +259,10 @@ def compare_words(runs, names, image):
     columns = []  # for each run, {what: value}
     for run in runs:
         told = {name: value for part in facts(run).values() for name, value in part.items()}
-        config = {f"`{k}`": v for k, v in run.info["config"].items() if k not in told}
-        config = {knob: value for knob, value in config.items() if not knob.endswith("_dir`")}
+        knobs = [k for k in run.info["config"] if k not in told and not k.endswith("_dir")]
+        config = {f"`{knob}`": run.info["config"][knob] for knob in knobs}
         rows = outcome(run, dollars_per_hour)
-        found = {f"**{what}**": words for what, (words, _) in rows.items()}
-        columns.append(told | config | found)
+        columns.append(told | config | {f"**{what}**": words for what, (words, _) in rows.items()})
     out = [f"# {', '.join(names)}\n"]
     if len({str(column.get("fingerprint")) for column in columns}) > 1:
         out += ["> **These runs trained on different data: their losses cannot be compared.**\n"]
@@ -335,13 +309,6 @@ def text_of(runs, image=()):
     return compare_words(runs, names, image) if names else words(runs[0], image)
 
 
-def write_reports(runs, path):
-    """Write the report of one run, or the comparison of several. Returns the paths."""
-    pages = [write_page(runs, path.with_suffix(".html"))] if html or watch else []
-    image = write_picture(path.with_suffix(".png"), runs, names_of(runs))
-    return [*image, write(path.with_suffix(".md"), text_of(runs, image)), *pages]
-
-
 def names_of(runs):
     """What tells several runs apart; [] of one."""
     names = [run.name for run in runs]
@@ -376,7 +343,10 @@ def main(argv=None):
             if watch:
                 follow(runs, path.with_suffix(".html"))
                 runs = list(map(read_run, folders))
-            paths = write_reports(runs, path)
+            paths = write_picture(path.with_suffix(".png"), runs, names_of(runs))
+            paths.append(write(path.with_suffix(".md"), text_of(runs, image=paths)))
+            if html or watch:
+                paths.append(write_page(runs, path.with_suffix(".html")))
         except record.NoRecord as error:
             fail(error)
         except OSError as error:

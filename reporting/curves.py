@@ -12,8 +12,8 @@ from reporting.results import happened
 # Okabe & Ito's colours (2008): distinct for any colour vision, and in print
 COLOURS = {"blue": "#0072B2", "vermilion": "#D55E00", "green": "#009E73", "orange": "#E69F00"}
 COLOURS |= {"purple": "#CC79A7", "sky": "#56B4E9", "black": "#000000"}
-EVENTS = {"best": "vermilion", "resume": "blue", "skipped": "orange", "rollback": "purple"}
-EVENTS |= {"diverging": "green", "audit": "vermilion", "out_of_memory": "black", "failed": "black"}
+EVENTS = {"resume": "blue", "skipped": "orange", "rollback": "purple"}
+EVENTS |= {"diverging": "green", "audit": "vermilion", "out_of_memory": "sky", "failed": "black"}
 
 Panel = namedtuple("Panel", "field title curves")
 # key: what hides it on the page. look: thin, bold, dots (joined by a line), best or dashed
@@ -57,11 +57,12 @@ def panels_of(run):
 
 def of_validation(run):
     e, (tokens, same) = run.evals, results.extent(run)
-    on = f", first {short(tokens)} {results.unit(run)}" if tokens else ", last on all"
+    on = f", first {tokens:,.0f} {results.unit(run)}" if tokens else ", last on all"
     label = "validation" + on * bool(tokens or not same.all())
-    best, step = (np.array([value]) for value in results.best_point(run))
+    best, is_best = results.best_words(run), e["step"] == results.best_of(run)[1]
     points = curve("validation", "dots", "vermilion", label, e["step"], e["val_loss"])
-    return points, curve("validation", "best", "vermilion", results.best_words(run), step, best)
+    x, y = e["step"][is_best], e["val_loss"][is_best]
+    return points, curve("validation", "best", "vermilion", best, x, y)
 
 
 def of_clip(run):
@@ -71,11 +72,10 @@ def of_clip(run):
 
 
 def of_several(panel):
-    """A run's curves beside those of other runs: training is thin where validation is bold."""
-    looks = {each.look for each in panel.curves}
+    """A run's curves beside those of other runs: the loss in training is thin, validation bold."""
     curves = [each for each in panel.curves if each.look in ("bold", "dots")]
-    thin = "thin" if "dots" in looks else "bold"
-    return [each._replace(look=thin) if each.look == "bold" else each for each in curves]
+    looks = {"bold": "thin" if panel.field == "loss" else "bold", "dots": "dots"}
+    return [each._replace(look=looks[each.look]) for each in curves]
 
 
 def is_dotted(each):
@@ -104,14 +104,15 @@ def limits(field, curves):
 def events_of(run):
     """{event: its steps} of the EVENTS that this run had."""
     steps = {name: [row["step"] for row in happened(run, name)] for name in EVENTS}
-    field, sign, _ = results.metric_of(run)
-    values = sign * run.evals.get(field, run.evals["val_loss"])
-    better = values <= np.fmin.accumulate(values)
-    steps["best"] = run.evals["step"][better & (run.evals["step"] > 0)]
     steps["skipped"] = np.union1d(steps["skipped"], run.train["step"][run.train["skipped"] > 0])
     ends = happened(run, "end")
     steps["failed"] = [row["step"] for row in ends if str(row.get("ended")).startswith("failed")]
     return {name: each for name, each in steps.items() if len(each)}
+
+
+def event_height(steps):
+    """Few events cross a panel; many are marks at its bottom. A share of the panel's height."""
+    return 1.0 if len(steps) <= 40 else 0.05
 
 
 def thin(x, y, bins=1000):

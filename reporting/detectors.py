@@ -60,13 +60,6 @@ def guessing(run):
     return math.log(classes) if classes > 1 else math.nan
 
 
-def spikes_of(run):
-    """Indices of the steps at which the loss begins to be far above its smoothed curve."""
-    loss, curve, noise = loss_curve(run)
-    high = np.append(False, loss - curve > np.maximum(8 * noise, 0.1))
-    return np.flatnonzero(high[1:] & ~high[:-1])
-
-
 def loss_stuck(run):
     loss, n = known(run.train["loss"]), len(run.train["step"])
     if len(loss) < 50 or n <= run.fact("config", "warmup_steps") or run.train["step"][0] > 1:
@@ -117,7 +110,9 @@ def oscillation(run):
 
 
 def loss_spikes(run):
-    spikes = run.train["step"][spikes_of(run)]
+    loss, curve, noise = loss_curve(run)
+    high = np.append(False, loss - curve > np.maximum(8 * noise, 0.1))
+    spikes = run.train["step"][high[1:] & ~high[:-1]]  # where it begins to be high
     return f"{len(spikes):,} in all, the first at step {spikes[0]:,.0f}" if len(spikes) else None
 
 

@@ -4,7 +4,6 @@ Curves stretch with the window; numbers keep their size. Everything drawn has a 
 (raw, training, resume ...; r0, r1 ... of several runs). A button hides it, also after a reload.
 """
 
-import re
 from html import escape
 from pathlib import Path
 from string import Template
@@ -23,7 +22,6 @@ def page(runs, names, text, refresh):
     live = f"Running: this page reloads every {refresh:.0f} s. " if refresh else ""
     if len(runs) == 1:
         panels, events = drawn.panels_of(runs[0]), drawn.events_of(runs[0])
-        events.pop("best", None)  # it is on its curve
         keys = {"raw": ("each step", "sky"), "training": ("training", "blue")}
         keys["validation"] = "validation", "vermilion"
         keys |= {name: (name.replace("_", " "), drawn.EVENTS[name]) for name in events}
@@ -40,7 +38,7 @@ def page(runs, names, text, refresh):
     hidden = "".join(f'[data-off~="{key}"] .{key} {{ display: none }}\n' for key in keys)
     head = {"TITLE": escape(", ".join(names)), "RELOAD": round(1000 * refresh), "LIVE": live}
     figures = "".join(figure(panel, events) for panel in panels)
-    body = {"PANELS": figures, "TEXT": from_markdown(text)}
+    body = {"PANELS": figures, "TEXT": escape(text)}
     return TEMPLATE.substitute(head, **body, HIDDEN=hidden, BUTTONS=buttons)
 
 
@@ -51,32 +49,9 @@ def together(runs, names, colours):
         for panel in drawn.panels_of(run):
             own = panels.setdefault(panel.field, panel._replace(curves=[])).curves
             for each in drawn.of_several(panel):
-                own.append(
-                    each._replace(key=f"r{i}", colour=colours[i], label=f"{name} {each.label}")
-                )
+                label = f"{name} {each.label}"
+                own.append(each._replace(key=f"r{i}", colour=colours[i], label=label))
     return panels.values()
-
-
-def from_markdown(text):
-    """HTML of the Markdown that report.py writes: lines, tables, and samples between fences."""
-    out, fence = [], ""
-    for line in text.split("\n")[1:]:  # without its title
-        safe = escape(line)
-        if fence or line.startswith("~~~"):
-            out.append("<pre>" if not fence else "</pre>" if line == fence else safe)
-            fence = "" if line == fence else fence or line
-            continue
-        safe = re.sub("`(.*?)`", r"<code>\1</code>", re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", safe))
-        if line.startswith("## "):
-            out.append(f"<h2>{safe[3:]}</h2>")
-        elif line.startswith("|"):
-            cells = re.split(r" *\| *", safe.replace("\\|", "&#124;"))[1:-1]
-            row = "".join(f"<td>{cell}</td>" for cell in cells)
-            out += [f"<tr>{row}</tr>"] * (not line.startswith("| ---"))
-        elif line:
-            out.append(f"<p>{safe.removeprefix('&gt; ')}</p>")
-    rows = re.compile("((?:<tr>.*</tr>\n)+)")
-    return rows.sub(r'<div class="scroll"><table>\n\1</table></div>\n', "\n".join(out) + "\n")
 
 
 def figure(panel, events):
@@ -93,8 +68,8 @@ def figure(panel, events):
         )  # 0 at the top, 1000 at the bottom
         shapes += shape(each._replace(x=1000 * each.x / right, y=y))
     for name, steps in events.items():
-        top = 0 if len(steps) <= 40 else 950  # many become marks at the bottom, few cross the panel
-        lines = "".join(f"M{1000 * step / right:.2f} {top}V1000" for step in steps)
+        top = 1000 * (1 - drawn.event_height(steps))
+        lines = "".join(f"M{1000 * step / right:.2f} {top:.0f}V1000" for step in steps)
         colour = drawn.EVENTS[name]
         shapes += f'<path class="event {name}" style="--c:var(--{colour})" d="{lines}"/>'
     title, wide = escape(panel.title), " wide" * (panel.field == "loss")

@@ -63,17 +63,14 @@ def read_run(folder):
     if unreadable >= len(rows):
         found = f"{path} is damaged, or not from train.py: most of its lines are not rows"
         raise NoRecord(found + '; expected JSON such as {"kind": "train", "step": 1, ...}')
-    try:
-        info = tame(read_json(folder / "run.json"))
-    except RecursionError:
-        info = {}
+    info = tame(read_json(folder / "run.json"))
     for key, kind in INFO.items():
         info[key] = info[key] if isinstance(info.get(key), kind) else kind()
     if not isinstance(info["data"].get("meta", {}), dict):
         del info["data"]["meta"]
-    of_kind = {kind: [row for row in rows if row["kind"] == kind] for kind in (*FIELDS, "event")}
-    train, evals = (columns(of_kind[kind], fields) for kind, fields in FIELDS.items())
-    events = [tame(row) | {"event": tame(str(row["event"]))} for row in of_kind["event"]]
+    train, evals = (columns(rows, kind) for kind in FIELDS)
+    events = [row for row in rows if row["kind"] == "event"]
+    events = [tame(row) | {"event": tame(str(row["event"]))} for row in events]
     return Record(tame(folder.resolve().name), folder, info, train, evals, events, unreadable)
 
 
@@ -122,10 +119,10 @@ def rows_of(lines):
     return []
 
 
-def columns(rows, fields):
+def columns(rows, kind):
     """{field: array} by increasing step; of two rows of the same step the later one counts. A field
-    that is not in `fields` is one if two rows give it a number: damage may invent one."""
-    by_step = {row["step"]: row for row in rows}
+    that is not in FIELDS is one if two rows give it a number: damage may invent one."""
+    fields, by_step = FIELDS[kind], {row["step"]: row for row in rows if row["kind"] == kind}
     rows = [by_step[step] for step in sorted(by_step)]
     names = dict.fromkeys([*fields, *sorted(set().union(*rows) - {"finite"})])
     table = {tame(name): np.array([plain(row.get(name)) for row in rows]) for name in names}

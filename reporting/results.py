@@ -38,12 +38,6 @@ def best_of(run):
     return (kept, int(at)) if keep else (best, step)
 
 
-def best_point(run):
-    """(validation loss, step) of the best evaluation, whichever metric decides."""
-    step = best_of(run)[1]
-    return mean(run.evals["val_loss"][run.evals["step"] == step]), step
-
-
 def best_words(run):
     return f"best {metric_of(run)[2]} {number(best_of(run)[0])}"
 
@@ -150,14 +144,14 @@ def time_and_cost(run, dollars_per_hour):
     """The last rows of the outcome. A session that recorded no times took at least its steps."""
     spent, missing = seconds_by_kind(run)
     seconds, least = sum(spent.values()), "at least " * bool(missing)
-    partly = f"; {missing} recorded no times, so at least those of all steps" * bool(missing)
-    seconds = max(seconds, known(run.train["step_ms"]).sum() / 1000 * bool(missing))
+    if missing:
+        seconds = max(seconds, known(run.train["step_ms"]).sum() / 1000)
     devices = max(1, int(np.nan_to_num(run.fact("hardware", "world_size"))))
     hours = devices * seconds / 3600
     price = dollars_per_hour or run.fact("config", "dollars_per_hour")
     ask = "report.py --dollars_per_hour=PRICE gives the cost in dollars"
     money = f"${price * hours:,.2f} at ${price:g} an hour" if price > 0 else ask
     return {
-        "wall-clock": (least + clock(seconds), f"all sessions, start to end{partly}"),
+        "wall-clock": (least + clock(seconds), "all sessions, start to end"),
         "cost": (f"{least}{hours:,.3f} device-hours; {money}", f"of {devices} device(s)"),
     }

@@ -53,25 +53,19 @@ def changes(knobs, wanted):
 def command(run, tell, tries, name):
     """The command to paste; "" if this run has none."""
     script, *flags = [str(word) for word in run.info["command"] or ["train.py"]]
-    start = ["python"]
     if tell == "knob":
         tell = "".join(f"--{knob}={value}" for knob, value, _ in tries[:1])
-    if tell.startswith("--"):
-        flags += [tell, f"--out_dir=out/{run.name}_{name}"]
-        start = launcher(run)
-    elif ".py " in tell and script.endswith("train.py"):
-        tool, only = tell.split()
-        script = script.removesuffix("train.py") + tool
-        flags = [flag for flag in flags if not flag.startswith("--out_dir=")] + [only]
-    else:  # bench.py and check.py know no other script
-        return "" if ".py " in tell else tell
-    last = {}  # flag -> its last occurrence, which wins
-    for flag in flags:
-        last.pop(flag.partition("=")[0], None)
-        last[flag.partition("=")[0]] = flag
-    if tell != "--resume=never":
-        last.pop("--resume", None)
-    return shlex.join([*start, script, *last.values()])
+    start, own = launcher(run), [tell, f"--out_dir=out/{run.name}_{name}"]
+    if not tell.startswith("--"):
+        if ".py " not in tell:
+            return tell
+        if not script.endswith("train.py"):  # bench.py and check.py know no other script
+            return ""
+        tool, *own = tell.split()
+        start, script = ["python"], script.removesuffix("train.py") + tool
+    replaced = {"--resume", "--out_dir", own[0].partition("=")[0]}
+    flags = [flag for flag in flags if flag.partition("=")[0] not in replaced]
+    return shlex.join([*start, script, *flags, *own])
 
 
 def launcher(run):
@@ -90,12 +84,11 @@ def replay(run, *words):
 def replay_of(run, event):
     """Of the step of a skipped update or a rollback, as it was before a later rollback undid it."""
     i = run.events.index(event)
-    before, after = (
-        [e for e in part if e["event"] == "rollback"] for part in (run.events[:i], run.events[i:])
-    )
+    rollbacks = [n for n, each in enumerate(run.events) if each["event"] == "rollback"]
+    undoes = [n for n in rollbacks if n == i or (n > i and run.events[n]["step"] < event["step"])]
     flags = [f"--step={event.get('at_step', event['step'])}"]
-    if event in after or any(each["step"] < event["step"] for each in after):
-        flags += [f"--before_rollback={len(before) + 1}"]
+    if undoes:
+        flags += [f"--before_rollback={1 + sum(n < i for n in rollbacks)}"]
     return replay(run, *flags)
 
 

@@ -62,9 +62,9 @@ def test_every_panel_table_trouble_and_the_last_sample_are_there(tmp_path):
     rows += [event(30, "sample", text="first"), event(60, "sample", text="<b>To be</b> & not")]
     html = page_of([write_run(tmp_path / "run", [*rows, evaluation(60, 1.7)])]).read_text()
     assert titles(html) == [*PANELS, "GPU utilization (%)", "weight_norm"]
-    assert "<td><b>best validation loss, nats</b></td><td>1.7000 at step 60</td>" in html
+    assert "| **best validation loss, nats** | 1.7000 at step 60 |" in html
     assert "The GPU is idle for much of the time" in html and "device-hours" in html
-    assert "<pre>\n&lt;b&gt;To be&lt;/b&gt; &amp; not\n</pre>" in html and ">first<" not in html
+    assert "~~~\n&lt;b&gt;To be&lt;/b&gt; &amp; not\n~~~" in html and "\nfirst\n" not in html
     assert "reload = 0;" in html, "it is at its end"
 
 
@@ -96,7 +96,7 @@ def test_a_curve_is_the_record(tmp_path):
 @pytest.mark.parametrize("name", RUNS)
 def test_any_run_has_a_page(name, tmp_path):
     html = page_of([write_run(tmp_path / "run", RUNS[name], config={"grad_clip": 1.0})]).read_text()
-    assert "loss (nats)" in titles(html) and "nan" not in re.sub("<code>.*?</code>", "", html)
+    assert "loss (nats)" in titles(html) and "nan" not in re.sub("`.*?`", "", html)
 
 
 # ---- while the run lives -------------------------------------------------------------------------
@@ -309,6 +309,22 @@ def test_the_legend_switches_curves_off_and_on_and_outlives_a_reload(browser, tm
     assert browser.run(DISPLAY.format("r1")) == "none"
     browser.run(PRESS.format("r1"))
     assert browser.run(DISPLAY.format("r1")) != "none" and browser.errors() == []
+
+
+def test_the_words_are_set_as_tables_headings_and_samples(browser, tmp_path):
+    sample = event(60, "sample", text="<b>To be</b> & `not` | ~~~\n\n| a | **b** |")
+    end = event(60, "end", ended="failed: a | b & <i>")
+    browser.open(
+        page_of([write_run(tmp_path / "run", [*falling(60), evaluation(60, 1.7), sample, end])])
+    )
+    rows = browser.run("[...document.querySelectorAll('tr')].map(row => row.innerText).join('\\n')")
+    assert "best validation loss, nats\t1.7000 at step 60" in rows.replace("\n", "")
+    assert "failed: a | b & <i>" in rows and "**" not in rows and "---" not in rows
+    assert browser.run("document.querySelector('pre').innerText").strip() == sample["text"]
+    headings = browser.run("[...document.querySelectorAll('h2')].map(h => h.innerText).join()")
+    assert headings.startswith("Result,Known troubles,A sample, from step 60,What was run")
+    assert browser.run("document.querySelectorAll('i, #text').length") == 0
+    assert browser.errors() == []
 
 
 def test_the_pointer_reads_off_the_numbers(browser, tmp_path):
