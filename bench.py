@@ -42,7 +42,7 @@ from plumbing.cli import RunFailed, configured, fail, folder_name, read_knobs, r
 from plumbing.files import read_json, write_json
 from plumbing.ranks import say
 from plumbing.resume import NAMED, REPO, code_hashes
-from plumbing.run_folder import Clock, RunFolder, now
+from plumbing.run_folder import Clock, RunFolder, git_state, now
 from plumbing.signals import Signals
 from reporting.logged import Logged
 
@@ -517,8 +517,8 @@ NANOGPT = (
     "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 "
     "--lr_decay_iters=2000 --dropout=0.0"
 )
-SAME = "--n_layer=4 --batch_size=12 --beta2=0.99 --eval_interval=100"  # else train.py's defaults
-BATCHES = "--batch_size=32 --n_head=2 --max_steps=750 --eval_interval=25"  # as many tokens
+SAME = "--n_layer=4 --batch_size=12 --beta2=0.99 --eval_interval=200"  # else train.py's defaults
+BATCHES = "--batch_size=32 --max_steps=750 --eval_interval=50"  # as many tokens
 PLAIN = f"train.py config/shakespeare_plain.py {BATCHES}"
 CHANGES = {  # {what a row changes in the one above: its command}
     "nanoGPT itself": f"$NANOGPT/train.py {NANOGPT}",
@@ -526,7 +526,7 @@ CHANGES = {  # {what a row changes in the one above: its command}
     "bfloat16 (if fast), plain attention": f"examples/nanogpt.py {SAME}",
     "one layer": f"examples/nanogpt.py {SAME} --n_layer=1",
     "our block: SwiGLU, rotary, q/k norm": f"train.py {SAME} --n_layer=1",
-    "larger batches, 2 heads": f"train.py {SAME} --n_layer=1 {BATCHES}",
+    "larger batches": f"train.py {SAME} --n_layer=1 {BATCHES}",
     "AdamW's best rate, linear schedule": f"{PLAIN} --optimizer=adamw --peak_lr=6e-3 --min_lr=6e-5",
     "Muon and its rate": PLAIN,
     "convolution": f"{PLAIN} --conv_width=4",
@@ -651,7 +651,8 @@ def measure(own, argv):
         for part in set(parts) - set(own["PARTS"]):
             fail(f"--only={own['only']}: no part {part!r}; there are {', '.join(own['PARTS'])}")
         path = job.folder / f"{Path(own['__file__']).stem}.json"
-        facts = {"date": now(), "command": sys.argv, "dataset": job.run.facts["data"]["name"]}
+        facts = {"date": now(), "command": sys.argv, "git": git_state()}
+        facts["dataset"] = job.run.facts["data"]["name"]
         resolved = {key: getattr(train, key) for key in ("dtype", "compile", "deterministic")}
         facts |= {"config": job.config | resolved, **machine.describe_machine(job.device)}
         with RunFolder(job.folder).refusing():

@@ -5,6 +5,7 @@ Reports on a run from the metrics.jsonl and run.json in its folder:
     python report.py out/a out/b out/c              # writes compare.png and compare.md into out/a
     python report.py out/shakespeare --html=true    # also report.html (of several: compare.html)
     python report.py out/shakespeare --watch=true   # report.html, updated while the run continues
+    python report.py records/*                      # the table of what check.py and bench.py measured
 
 Prints the troubles that it finds, and paths. A field that it does not know gets a panel and a row.
 """
@@ -27,6 +28,7 @@ from reporting import curves, record, results
 from reporting.curves import COLOURS
 from reporting.page import page
 from reporting.record import last_step, read_run
+from reporting.records import HEADER, record_rows
 from reporting.results import best_words, ended, happened, outcome, table, unit
 from reporting.troubles import replay, replay_of, troubles
 
@@ -336,6 +338,10 @@ def main(argv=None):
     with configured(globals(), argv=argv, names=folders), np.errstate(all="ignore"):
         if not folders:
             fail("no run is named; type: python report.py out/NAME [out/OTHER ...]")
+        found = [row for folder in folders for row in record_rows(folder)]
+        if found:
+            print(table(HEADER, found), end="")
+            return 0
         try:
             runs = list(map(read_run, folders))
             path = Path(report_dir or folders[0]) / ("report" if len(runs) == 1 else "compare")
