@@ -559,10 +559,10 @@ def from_nanogpt(job):
         rows[name] = {key: median(run[key] for run in each) for key in each[0]}
         losses = [run["loss"] for run in each]
         rows[name] |= {"loss": mean(losses), "deviation": stdev(losses)}
+    say(f"\nfrom_nanogpt: {seeds} seeds; median seconds of the process, of which evaluating, and")
     say(
-        f"\nfrom_nanogpt: {seeds} seeds; median seconds of the process, of which evaluating, and until"
+        f"  until {TARGET} was reached (start and training alone); last loss, its deviation; tokens"
     )
-    say(f"  {TARGET} was reached (start and training alone); last loss, mean and deviation; tokens")
     seconds = dict.fromkeys(("process", "evaluating", "reached"), ".1f")
     print_table(rows, **seconds, loss=".4f", deviation=".4f", tokens=".2f M")
     for name, command in commands.items():
@@ -651,8 +651,8 @@ def measure(own, argv):
         for part in set(parts) - set(own["PARTS"]):
             fail(f"--only={own['only']}: no part {part!r}; there are {', '.join(own['PARTS'])}")
         path = job.folder / f"{Path(own['__file__']).stem}.json"
-        facts = {"date": now(), "command": sys.argv, "git": git_state()}
-        facts["dataset"] = job.run.facts["data"]["name"]
+        name = job.run.facts["data"]["name"]
+        facts = {"date": now(), "command": sys.argv, "git": git_state(), "dataset": name}
         resolved = {key: getattr(train, key) for key in ("dtype", "compile", "deterministic")}
         facts |= {"config": job.config | resolved, **machine.describe_machine(job.device)}
         with RunFolder(job.folder).refusing():

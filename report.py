@@ -338,9 +338,8 @@ def main(argv=None):
     with configured(globals(), argv=argv, names=folders), np.errstate(all="ignore"):
         if not folders:
             fail("no run is named; type: python report.py out/NAME [out/OTHER ...]")
-        found = [row for folder in folders for row in record_rows(folder)]
-        if found:
-            print(table(HEADER, found), end="")
+        if records := [row for folder in folders for row in record_rows(folder)]:
+            print(table(HEADER, records), end="")
             return 0
         try:
             runs = list(map(read_run, folders))

@@ -9,7 +9,7 @@ On several (4 GPUs of one machine; with --device=cpu, 4 processes):
 The same command again resumes the run where it stopped, bit for bit; another command is another run,
 in a folder of its own. Every global above FRESH_STATE is a flag (`--help`); its comment gives the
 unit, the value for "off", and the allowed [range] or a | b. A config file is Python, and is executed.
-The file reads from top to bottom: the knobs, the data, the step, evaluation, what is due, the loop.
+The file reads from top to bottom: the knobs, the data, the step, evaluation, the loop, its start.
 """
 
 if __name__ == "__main__":  # before torch, whose import takes a second in which signals may come
@@ -55,8 +55,8 @@ block_size = 64  # context, tokens, [1, 10000000]
 n_layer = 1  # [1, 10000]
 n_head = 4  # [1, 10000]
 n_embd = 128  # width, an even multiple of n_head, [1, 65536]
-ngram_rows = 0  # of a table with a vector for each hashed 3-gram, [0, 1000000000]; 0 = off
-conv_width = 1  # tokens that a convolution of the input sees, [1, 64]; 1 = off
+ngram_rows = 0  # rows in the table of vectors for hashed 3-grams, [0, 1000000000]; 0 = off
+conv_width = 1  # tokens that the convolution of the input sees, [1, 64]; 1 = off
 dropout = 0.0  # share of activations, [0, 1); 0 = off
 label_smoothing = 0.0  # in training only, [0, 1); 0 = off
 n_future_tokens = 1  # that each position learns to predict, [1, 64]; 1 = only the next
@@ -106,7 +106,7 @@ eval_interval = 250  # steps, [0, inf); 0 = only before the first and after the 
 eval_tokens = 0  # tokens to evaluate, from the start of the validation split, [0, inf); 0 = all
 sample_interval = 0  # steps between text samples, [0, inf); 0 = only the one at the end
 report = True  # draw report.png and write report.md at the end
-best_metric = "val_loss"  # number of evaluate() that decides; with a minus, higher is better
+best_metric = "val_loss"  # key of evaluate()'s result that decides; -val_accuracy: higher is better
 wandb_log = False  # copy the rows of metrics.jsonl to Weights & Biases
 wandb_project = "honest-loop"
 wandb_run_name = ""  # "" = the name of out_dir
@@ -115,7 +115,7 @@ patience = 0  # evaluations without improvement before the run stops, [0, inf); 
 min_delta = 0.0  # by which best_metric must improve to count, [0, inf)
 
 # Checkpoints
-save_interval = 500  # steps, [0, inf); 0 = only before the first and after the last
+save_interval = 500  # steps, [0, inf); 0 = off (a run always saves its start, best and end)
 save_minutes = 0.0  # also save when the last save is this many minutes old, [0, inf); 0 = off
 keep_last = 2  # checkpoints kept, besides best.pt, [1, inf)
 milestone_interval = 0  # steps between checkpoints that are never deleted, [0, inf); 0 = off
@@ -137,7 +137,7 @@ FRESH_STATE = {
     "best_score": math.inf,  # of best_metric, its sign turned if higher is better
     "best_val_loss": math.inf,  # validation loss of the best weights
     "best_step": 0,
-    "score_to_beat": math.inf,  # by min_delta; an evaluation that does not increments the next two
+    "score_to_beat": math.inf,  # by min_delta; an evaluation that fails to adds 1 to the next two
     "evals_since_best": 0,
     "evals_on_plateau": 0,
     "lr_factor": 1.0,  # product of the plateau_factors so far
@@ -265,7 +265,8 @@ def load_batches(run: "Run") -> data.Batches:
 
 @dataclass
 class Run:
-    """What the next step depends on."""
+    """What the next step depends on. model(inputs) returns logits, and model(inputs, targets) the mean
+    loss over the targets, or (loss, {name: scalar})."""
 
     folder: RunFolder
     path: object  # of the checkpoint that this process starts from, or None
@@ -305,8 +306,8 @@ def autocast(device: torch.device) -> torch.autocast:
 
 
 def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> dict:
-    """One update, in seven operations. All numbers stay on the device: the host waits for none, except
-    to skip the step of an optimizer that cannot skip there (neither Muon nor one of torch's fused).
+    """One update, in seven operations. All numbers stay on the device, and the host waits for none, but
+    for optimizers other than Muon and torch's fused ones: to skip their step, it must read `skipped`.
 
     model: run.model or its compiled form. inputs, targets: this rank's sequences, on the device.
     Returns scalars of the global batch. A key added here becomes a field of every row of
@@ -318,11 +319,11 @@ def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr:
     n_targets = ranks.total(count_targets(targets))
     arguments = (model, run, inputs, targets, n_targets)
     numbers = halving_on_oom(run, before, forward_backward, *arguments)  # 3 to 5
-    ranks.sum_gradients(run.model, numbers)  # and the numbers
+    ranks.sum_gradients(run.model, numbers)  # each is divided by the global count
     grad_norm = clip(run)  # 6: unscale, then clip
     skipped = ~(numbers["loss"].isfinite() & grad_norm.isfinite())
     if run.scaler.is_enabled():
-        numbers["loss_scale"] = run.scaler.scale(torch.ones_like(grad_norm))  # of this step
+        numbers["loss_scale"] = run.scaler.scale(torch.ones_like(grad_norm))  # without a wait
     update(run, before, skipped)  # 7: weights, moments, scaler, buffers, average: all or nothing
     return {**numbers, "grad_norm": grad_norm, "skipped": skipped, "targets": n_targets}
 
@@ -368,8 +369,8 @@ def clip(run: Run) -> torch.Tensor:
 
 @torch.no_grad()
 def update(run: Run, before, skipped: torch.Tensor) -> None:
-    """Step, unless `skipped`: then weights, moments, buffers and averages stay as they were, and the
-    scaler, which has seen the gradients that are not finite, lowers its scale."""
+    """Step, unless `skipped`: then weights, moments, buffers and averages stay as they were. The scaler
+    lowers its scale if it has seen gradients that are not finite."""
     for optimizer in run.optimizers:
         step_unless(skipped, optimizer)
     run.scaler.update()
@@ -468,7 +469,8 @@ def count_evaluation(numbers: dict, state: dict) -> bool:
     if is_best:
         best_val_loss = numbers.get("val_loss", math.nan)
         state.update(best_score=score, best_val_loss=best_val_loss, best_step=state["step"])
-    if state["step"] != state["first_step"] and not every(eval_interval, state["step"]):
+    counts = state["step"] == state["first_step"] or every(eval_interval, state["step"])
+    if not counts:
         return is_best
     if score < state["score_to_beat"] - min_delta:
         state.update(score_to_beat=score, evals_since_best=0, evals_on_plateau=0)
@@ -516,7 +518,7 @@ def what_is_due(step: int | None, signals: Signals, saver) -> SimpleNamespace:
     return SimpleNamespace(
         ending=ending,
         save_now=save_now,
-        rows=last or every(log_interval or 100, step),
+        rows=last or every(log_interval or 100, step),  # also without lines, for metrics.jsonl
         evaluation=last or every(eval_interval, step),
         sample=every(sample_interval, step),
         milestone=every(milestone_interval, step),
@@ -558,7 +560,7 @@ def judge(rows: list[dict], run: Run) -> tuple[list[dict], str | None]:
 
 
 def count_trouble(row: dict, state: dict) -> str | None:
-    """Update the counters of trouble from one step. Returns why to roll back, or None."""
+    """Update the counters of trouble from one step. Returns what is wrong, or None."""
     state["skipped"] += row["skipped"]
     state["skips_in_row"] = state["skips_in_row"] + 1 if row["skipped"] else 0
     state["zeros_in_row"] = state["zeros_in_row"] + 1 if row["grad_norm"] == 0 else 0
@@ -618,10 +620,10 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     if not steps:
         return []
     kind = torch.float32 if run.device.type == "mps" else torch.float64
-    numbers = [number for _, named in steps for number in named.values()]
-    scalars = [torch.as_tensor(n, dtype=kind, device=run.device).detach() for n in numbers]
+    on_device = [number for _, named in steps for number in named.values()]
+    scalars = [torch.as_tensor(n, dtype=kind, device=run.device).detach() for n in on_device]
     values = iter(torch.stack([each.reshape(()) for each in scalars]).tolist())
-    rows = [fields | {name: next(values) for name in numbers} for fields, numbers in steps]
+    rows = [fields | {name: next(values) for name in named} for fields, named in steps]
     seconds = clock.lap("train")
     tokens_per_sec = sum(row.pop("batch_tokens") for row in rows) / seconds
     mfu = flops_per_token(run.model) * tokens_per_sec / run.max_flops
@@ -674,7 +676,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         if not any(vars(due).values()):
             continue
 
-        # ---- fetch the numbers: besides evaluations and saves, only here does the host wait ------
+        # ---- fetch the numbers: but for evaluation, samples and saves, only here the host waits --
         rows, trouble = judge(finish_rows(run, steps, clock), run)
         run.folder.write_rows(rows)
         recent = (recent + rows)[-max_skipped:]
@@ -684,7 +686,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         if trouble:
             saver.wait()
             roll_back(run, trouble, recent)
-            saver.save([checkpoint.file_name(state["step"])])  # so a replay can begin after it
+            saver.save([checkpoint.file_name(state["step"])])  # where replay.py can begin
             clock.lap("save")
             continue
 

@@ -1,7 +1,6 @@
 """TinyShakespeare by character with the plain transformer, no extras: below 1.9 in seconds.
 
-python train.py config/shakespeare_plain.py: validation loss 1.886 (mean of four seeds), that of nanoGPT's
-recipe for a CPU with four layers. config/shakespeare_fast.py has two extras and needs half the steps.
+python train.py config/shakespeare_plain.py: validation loss 1.886, as nanoGPT's four layers on a CPU.
 """
 
 out_dir = "out/shakespeare_plain"

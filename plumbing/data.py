@@ -20,7 +20,6 @@ import re
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -31,8 +30,6 @@ from plumbing.console import say
 from plumbing.signals import HANDLED
 
 SPLITS = ("train", "val")
-# torch's warning about more workers than CPUs: the column `wait` shows whether they help
-warnings.filterwarnings("ignore", message="This DataLoader will create")
 
 
 class DataError(BadInput):

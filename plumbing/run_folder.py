@@ -42,9 +42,6 @@ class RunFolder(ExitStack):
         files = (self.path / "run.json", self.rows, *self.path.glob("*.pt"))
         return any(file.exists() for file in files)
 
-    def holds_steps(self) -> bool:
-        return self.rows.exists() and '"kind": "train"' in self.rows.read_text("utf-8", "replace")
-
     def owns(self, path: Path) -> bool:
         """Whether the checkpoint at `path` is of this run, not of one that this run begins from."""
         return path.parent.resolve() == self.path.resolve()

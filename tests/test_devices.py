@@ -143,14 +143,6 @@ def test_compile_auto_on_a_gpu_is_decided_by_the_length_of_the_run(monkeypatch):
     assert machine.choose_compile("auto", GPU, math.nan, least)[0]
 
 
-def test_more_workers_than_cpus_are_no_warning():
-    """Whether workers pay is what the column `wait` says."""
-    code = "import os, torch; from torch.utils.data import DataLoader; {}"
-    code += "; DataLoader([0], num_workers=os.cpu_count() + 1)"
-    assert "This DataLoader will create" in python(code.format("pass"))  # control
-    assert python(code.format("import train")) == ""
-
-
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_compiler_chooses_no_kernel_by_timing_in_deterministic_mode(run_train, deterministic):
     probe = f"""
