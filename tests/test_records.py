@@ -1,0 +1,60 @@
+"""No figure drifts: what the README says with a spread stands in a record, made by its command."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from conftest import REPO
+
+from reporting.records import HEADER, record_rows
+
+FOLDERS = sorted(path for path in (REPO / "records").glob("*/"))
+SPREAD = re.compile(r"\d\.\d{3} ± \d\.\d{3}")
+README = (REPO / "README.md").read_text(encoding="utf-8")
+ROWS = {folder.name: list(record_rows(folder)) for folder in FOLDERS}
+
+
+def test_there_are_records():
+    assert {"from_nanogpt", "shakespeare_fast"} <= ROWS.keys()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_record_says_what_was_measured_by_which_command_on_what(name):
+    for row in ROWS[name]:
+        what, loss, seconds, runs, command, machine, when = row
+        assert SPREAD.fullmatch(loss) and float(seconds) > 0 and int(runs) >= 3, what
+        assert command.startswith("`python ") and "torch 2." in machine
+        commit = when.rpartition(", ")[2]
+        assert re.fullmatch(r"[0-9a-f]{7}", commit)
+    assert ROWS[name]
+
+
+def test_every_spread_in_the_readme_is_that_of_a_record():
+    recorded = {row[HEADER.index("loss")] for rows in ROWS.values() for row in rows}
+    claimed = set(SPREAD.findall(README))
+    assert len(claimed) >= 4
+    assert claimed - recorded == set()
+
+
+def test_the_seconds_of_the_first_table_are_those_of_the_record():
+    seconds = {row[0]: row[2] for row in ROWS["from_nanogpt"]}
+    first_table = README.split("\n\n|")[1].split("\n\n")[0]
+    claimed = re.findall(r"(\d+\.\d) s\b", first_table)
+    assert len(claimed) >= 3
+    assert set(claimed) <= set(seconds.values())
+
+
+def test_a_figure_that_no_record_has_is_found():
+    """The control."""
+    assert not {"1.234 ± 0.567"} <= {row[1] for rows in ROWS.values() for row in rows}
+    assert SPREAD.findall("five seeds: 1.234 ± 0.567 in a run") == ["1.234 ± 0.567"]
+
+
+def test_the_table_of_records_is_printed_by_a_command():
+    command = [sys.executable, "report.py", *map(str, FOLDERS)]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+    lines = done.stdout.strip().splitlines()
+    assert len(lines) == 2 + sum(map(len, ROWS.values()))
+    assert lines[0] == f"| {' | '.join(HEADER)} |"
+    assert done.stderr == ""
