@@ -132,8 +132,8 @@ def find_checkpoint(folder: RunFolder, resume: str, to_train: bool) -> Path | No
             if resume == "restart":
                 return None
             path = checkpoint.newest_valid(folder.path, set_aside=to_train)
-            rows = folder.rows.read_text("utf-8", "replace") if folder.rows.exists() else ""
-            # with neither of these, it stopped before its first save: nothing is lost
+            has_rows = not path and folder.rows.is_file()
+            rows = folder.rows.read_text(errors="replace") if has_rows else ""  # of a lost run
             if not path and ('"kind": "train"' in rows or any(folder.path.glob("*.corrupt"))):
                 found = f"the run in {folder.path} has no checkpoint that can be read"
                 fail(f"{found}; to start again write --resume=restart or {fresh}")

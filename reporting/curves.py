@@ -84,12 +84,12 @@ def is_dotted(each):
 
 
 def late_losses(each):
-    late = each.y[each.x >= 0.02 * each.x[-1]]
+    late = each.y[each.x >= 0.03 * each.x[-1]]  # the mean of steps reaches back by 1%
     return np.quantile(late, (0.001, 0.999)) if each.key == "raw" else late
 
 
 def limits(field, curves):
-    """(low, high, whether logarithmic) of the vertical axis. Of the loss, without the first 2% of a run
+    """(low, high, whether logarithmic) of the vertical axis. Of the loss, without the first 3% of a run
     and the outermost 0.2% of single steps: the steep beginning would press the rest flat."""
     values = [late_losses(each) if field == "loss" else each.y for each in curves]
     values = np.concatenate(values or [[0.0, 1.0]])
