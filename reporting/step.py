@@ -76,7 +76,7 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
     seen["batch"] = ranks.from_all_ranks((inputs.cpu(), targets.cpu(), losses.cpu()))
     before.put_back()
     run.model.zero_grad(set_to_none=True)
-    n_targets = ranks.total((targets.long() != -100).sum())
+    n_targets = ranks.total(train.count_targets(targets))
     with register_module_forward_hook(hook):
         numbers = train.forward_backward(run.model, run, inputs, targets, n_targets)
     add("forward pass:", numbers)
