@@ -102,13 +102,9 @@ def learning_checks(job):
 def text_checks(job):
     """Does each position predict the next token, from the past alone? Of a trained model: a new one
     may ignore past and future alike. Is each byte of the validation text counted once?"""
-    names = (
-        "no look into the future",
-        "targets are the tokens one place on",
-        "each byte counts once",
-    )
+    what = "no look into the future", "targets are the tokens one place on", "each byte counts once"
     if "tokenizer" not in job.meta:
-        yield from ((name, None, "no text") for name in names)
+        yield from ((name, None, "no text") for name in what)
         return
     run, (inputs, targets), *_ = memorize(job)
     middle = inputs.size(1) // 2
@@ -120,8 +116,8 @@ def text_checks(job):
     run.model.train()
     before, after = change[:middle].max().item(), change[middle:].max().item()
     found = f"other tokens from place {middle} on move logits before it by {before:.1g}"
-    yield names[0], before < 1e-4 < after, f"{found}, after it by {after:.1g}"
-    yield names[1], inputs[:, 1:].equal(targets[:, :-1]), f"{inputs.numel():,} compared"
+    yield what[0], before < 1e-4 < after, f"{found}, after it by {after:.1g}"
+    yield what[1], inputs[:, 1:].equal(targets[:, :-1]), f"{inputs.numel():,} compared"
 
     windows = [run.val_data[first, 1] for first in range(len(run.val_data))]
     counted = sum(int((torch.as_tensor(targets) != -100).sum()) for _, targets in windows)
@@ -131,7 +127,7 @@ def text_checks(job):
     length = len(data.tokenizer_of(job.meta).decode(ids).encode()) / len(ids)
     told = job.meta.get("val_bytes", math.nan) / job.meta["val_tokens"]
     found = f"{counted:,} targets of {expected:,}, {length:.3f} bytes each; meta.json: {told:.3f}"
-    yield names[2], counted == expected and not abs(length / told - 1) > 0.05, found
+    yield what[2], counted == expected and not abs(length / told - 1) > 0.05, found
 
 
 class Part(list):

@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import os
 import platform
 import sys
 import sysconfig
@@ -69,14 +70,15 @@ def identity_of(knobs: dict, data: dict, device: torch.device) -> dict:
 def code_hashes() -> dict:
     """{path: [SHA-256 of the bytes, of the syntax tree]} of every source that this process has loaded,
     `__main__` too, but for the standard library, installed packages, and code that only shows."""
-    installed = [Path(sysconfig.get_path(of)).resolve() for of in ("stdlib", "purelib", "platlib")]
+    places = [os.path.realpath(sysconfig.get_path(of)) for of in ("stdlib", "purelib", "platlib")]
+    installed = tuple(f"{place}/" for place in places)
     files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     hashes = {}
-    for path in sorted(Path(file).resolve() for file in files if file.endswith(".py")):
-        if path.is_file() and not any(path.is_relative_to(folder) for folder in installed):
-            name = path.as_posix().removeprefix(f"{REPO.as_posix()}/")
-            if not name.startswith(ONLY_SHOWS):
-                hashes[name] = hashes_of_source(path.read_bytes())
+    for path in sorted({os.path.realpath(file) for file in files if file.endswith(".py")}):
+        name = path.removeprefix(f"{REPO}/")
+        is_code = os.path.isfile(path) and not path.startswith(installed)
+        if is_code and not name.startswith(ONLY_SHOWS):
+            hashes[name] = hashes_of_source(Path(path).read_bytes())
     return hashes
 
 

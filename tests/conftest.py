@@ -326,6 +326,10 @@ def serve():
     import_train(REPO)
     import numpy.ma  # noqa: F401 (or numpy.unique imports it in each run)
 
+    from plumbing import resume
+
+    resume.code_hashes()  # parses each source once, not in each run
+
     gc.freeze()  # imported modules stay shared with the children
     for line in sys.stdin:
         request = json.loads(line)
