@@ -76,16 +76,16 @@ def rotate(x, cos, sin):
 
 
 def causal_attention(q, k, v, dropout):
-    """q, k, v (B, H, T, D) to (B, H, T, D): each token sees itself and the past. On a CPU the fused
-    kernel's backward pass is slow: in bfloat16 23 ms against 3 at T = 64, no difference at T = 1,024."""
-    B, H, T, D = q.shape
+    """q, k, v (B, H, T, D) to (B, H, T, D), or q and result of the last token alone: each sees itself and
+    the past. On a CPU the fused kernel's backward pass is slow: at T = 64, bfloat16, 23 ms against 3."""
+    (B, H, n, D), T = q.shape, k.size(2)
     if q.device.type != "cpu" or T > PLAIN_ATTENTION_MAX:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-    q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
-    future = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=n == T, dropout_p=dropout)
+    q, k, v = (x.reshape(B * H, -1, D) for x in (q, k, v))
+    future = torch.full((n, T), -math.inf, dtype=q.dtype, device=q.device).triu(1 + T - n)
     scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=1 / math.sqrt(D))
     weights = F.dropout(scores.softmax(dim=-1), dropout)
-    return torch.bmm(weights, v).view(B, H, T, D)
+    return torch.bmm(weights, v).view(B, H, n, D)
 
 
 class TokenEmbedding(nn.Module):
@@ -116,16 +116,17 @@ class Attention(nn.Module):
         nn.init.normal_(self.qkv.weight, std=1 / math.sqrt(self.qkv.in_features))
         nn.init.zeros_(self.out.weight)
 
-    def forward(self, x, cos, sin):
+    def forward(self, x, cos, sin, last_only=False):
         B, T, C = x.shape
         D = C // self.n_head
         qk, v = self.qkv(x).split((2 * C, C), dim=-1)
         # All queries and keys have one length (Henry et al. 2020), which bounds the scores.
         qk = rotate(norm(qk.reshape(B, T, 2 * self.n_head, D)), cos, sin)
         q, k = qk.transpose(1, 2).chunk(2, dim=1)
+        q = q[:, :, -1:] if last_only else q
         v = v.view(B, T, self.n_head, D).transpose(1, 2)
         y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
-        return self.out(y.transpose(1, 2).reshape(B, T, C))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -153,8 +154,9 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, cos, sin):
-        x = x + self.dropout(self.attention(norm(x), cos, sin))
+    def forward(self, x, cos, sin, last_only=False):
+        y = self.attention(norm(x), cos, sin, last_only)
+        x = (x[:, -1:] if last_only else x) + self.dropout(y)
         return x + self.dropout(self.mlp(norm(x)))
 
 
@@ -197,11 +199,11 @@ class GPT(nn.Module):
         if T > block_size:
             raise ValueError(f"{T} tokens do not fit into block_size={block_size}")
         x = self.dropout(self.embedding(inputs))
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks, 1):
             if self.config.grad_checkpoint and torch.is_grad_enabled():
                 x = checkpoint(block, x, self.cos, self.sin, use_reentrant=False)
             else:
-                x = block(x, self.cos, self.sin)
+                x = block(x, self.cos, self.sin, last_only and number == len(self.blocks))
         x = norm(x[:, -1:] if last_only else x)
         if targets is None:
             return self.head(x)[..., : self.classes()]

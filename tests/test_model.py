@@ -697,14 +697,25 @@ def test_generate_top_k_draws_only_from_the_k_likeliest():
     assert set(new.flatten().tolist()) == likeliest
 
 
-def test_generate_sends_only_the_last_position_through_the_head():
-    model = build_trained().eval()
+@pytest.mark.parametrize("plain", [512, 0])  # products of matrices, and the fused kernel
+@pytest.mark.parametrize("n_layer, shared", [(1, False), (2, False), (3, True)])
+def test_generate_computes_only_the_last_position_where_that_is_enough(
+    n_layer, shared, plain, monkeypatch
+):
+    monkeypatch.setattr(module, "PLAIN_ATTENTION_MAX", plain)
+    model = build_trained(n_layer=n_layer).eval()
+    if shared:
+        model.blocks = nn.ModuleList([model.blocks[0]] * n_layer)
     prompt, _ = batch(2, model.config)
-    torch.testing.assert_close(model(prompt, last_only=True), model(prompt)[:, -1:])
+    for length in (1, 5, 32):
+        tokens = prompt[:, :length]
+        torch.testing.assert_close(model(tokens, last_only=True), model(tokens)[:, -1:])
     seen = []
-    model.head.register_forward_hook(lambda head, args, output: seen.append(output.shape[1]))
+    for part in (model.blocks[0].mlp, model.head):
+        part.register_forward_hook(lambda part, args, output: seen.append(output.shape[1]))
     next(generate(model, prompt, 1, 32, 65))
-    assert seen == [1]
+    expected = [32, 32, 1, 1] if shared else [32, 1] if n_layer > 1 else [1, 1]
+    assert seen == expected
 
 
 def test_generate_asks_a_forward_that_was_replaced_for_all_its_logits():
