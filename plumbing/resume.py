@@ -70,15 +70,15 @@ def identity_of(knobs: dict, data: dict, device: torch.device) -> dict:
 def code_hashes() -> dict:
     """{path: [SHA-256 of the bytes, of the syntax tree]} of every source that this process has loaded,
     `__main__` too, but for the standard library, installed packages, and code that only shows."""
-    places = [os.path.realpath(sysconfig.get_path(of)) for of in ("stdlib", "purelib", "platlib")]
-    installed = tuple(f"{place}/" for place in places)
-    files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+    real = functools.cache(os.path.realpath)  # of folders: what they hold may be links to a cache
+    installed = tuple(real(sysconfig.get_path(of)) + "/" for of in ("stdlib", "purelib", "platlib"))
+    left_out = (*installed, *(f"{REPO}/{path}" for path in ONLY_SHOWS))
+    modules = list(sys.modules.values())
+    files = {os.path.split(getattr(each, "__file__", None) or "") for each in modules}
     hashes = {}
-    for path in sorted({os.path.realpath(file) for file in files if file.endswith(".py")}):
-        name = path.removeprefix(f"{REPO}/")
-        is_code = os.path.isfile(path) and not path.startswith(installed)
-        if is_code and not name.startswith(ONLY_SHOWS):
-            hashes[name] = hashes_of_source(Path(path).read_bytes())
+    for path in sorted(os.path.join(real(f), name) for f, name in files if name.endswith(".py")):
+        if os.path.isfile(path) and not path.startswith(left_out):
+            hashes[path.removeprefix(f"{REPO}/")] = hashes_of_source(Path(path).read_bytes())
     return hashes
 
 

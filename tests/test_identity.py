@@ -4,10 +4,14 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import types
 
 import pytest
 from conftest import arguments, read_rows, stop_at
 from test_hacks import copy_of_repository
+
+from plumbing import resume
 
 FLAGS = ("--save_interval=4",)
 
@@ -130,3 +134,21 @@ def test_another_file_that_a_fork_reads_is_part_of_the_run(run_train, tmp_path):
     assert done.returncode == 2 and "teacher.pt" in done.stderr
     teacher.write_bytes(b"one")
     assert changed_code(run_train("run", *FLAGS, before=change)) is None
+
+
+def test_an_installed_file_that_is_a_link_into_a_cache_is_no_code_of_ours(tmp_path, monkeypatch):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "cached.py").write_text("x = 1\n")
+    path = tmp_path / "site" / "installed.py"
+    path.symlink_to(tmp_path / "cached.py")
+    module = types.ModuleType("installed")
+    module.__file__ = str(path)
+    monkeypatch.setitem(sys.modules, "installed", module)
+    assert str(path) in resume.code_hashes()
+    place = sysconfig.get_path
+    folders = {"purelib": str(tmp_path / "site")}
+    monkeypatch.setattr(sysconfig, "get_path", lambda of: folders.get(of) or place(of))
+    (tmp_path / "link").symlink_to(tmp_path / "site")
+    for folder in ("site", "link"):
+        module.__file__ = str(tmp_path / folder / "installed.py")
+        assert not [name for name in resume.code_hashes() if name.startswith(str(tmp_path))]
