@@ -59,6 +59,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.quick)
 
 
+def first(count, cases):
+    """`cases` of a parametrize, of which those after the first `count` are slow."""
+    return [
+        c if n < count else pytest.param(c, marks=pytest.mark.slow) for n, c in enumerate(cases)
+    ]
+
+
 @dataclasses.dataclass
 class Done:
     """A run that has ended. returncode: as in a shell, 128 + n after signal n."""

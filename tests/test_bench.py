@@ -488,7 +488,8 @@ def test_without_nanogpt_its_model_is_bad_input(train_as_it_was, monkeypatch):
 # ---- stopped -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", ["overhead", pytest.param("ladder", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["overhead", "ladder"])
 def test_ctrl_c_ends_it_without_a_traceback(part, data_dir, tmp_path):
     flags = arguments(tmp_path / "b", data_dir, only=part, rounds=1000)
     stopped_by_ctrl_c("bench.py", flags, tmp_path)

@@ -637,7 +637,7 @@ def test_shakespeare_can_come_from_a_file_or_a_copy(tmp_path):
     [
         ("/cut", ["text/plain from http", "500,000 bytes with SHA-256"]),
         ("/portal", ["text/html from http", "/login"]),
-        ("/wrong", ["1,115,394 bytes with SHA-256"]),
+        pytest.param("/wrong", ["1,115,394 bytes with SHA-256"], marks=pytest.mark.slow),
         pytest.param("/longer", ["text/plain from http"], marks=pytest.mark.slow),
         pytest.param("/gone", ["404: Not Found"], marks=pytest.mark.slow),
     ],

@@ -34,7 +34,7 @@ def shell(command, data_dir, tmp_path, **more):
     "command",
     [
         "TRAIN >/dev/full 2>/dev/full",  # the log is on a disk that is full
-        "TRAIN >&- 2>&-",  # there is none
+        pytest.param("TRAIN >&- 2>&-", marks=pytest.mark.slow),  # there is none
         "TRAIN | head -n 2 >/dev/null; exit ${PIPESTATUS[0]}",  # a reader that leaves
     ],
 )

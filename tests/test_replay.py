@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, stop_at, tree
+from conftest import REPO, first, stop_at, tree
 
 SAVES = ("--save_interval=4", "--eval_interval=6", "--keep_last=9")
 PART = ("--save_interval=4", "--keep_last=9")
@@ -331,7 +331,7 @@ PLANTS = {  # name -> (flags of both, flags of the other, its source, step of th
 }
 
 
-@pytest.mark.parametrize("name", PLANTS)
+@pytest.mark.parametrize("name", first(4, PLANTS))
 def test_where_two_runs_part_and_the_first_thing_that_differs(finished, run_fork, replay, name):
     flags, other_flags, source, step, first = PLANTS[name]
     one = finished(*PART, *flags)
@@ -396,7 +396,7 @@ train.update = update
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", first(3, FAULTS))
 def test_a_transient_fault_is_found_in_the_run_that_had_it(finished, run_train, replay, name):
     one = finished(*PART, "--dropout=0.1")
     other = run_train("other", *PART, "--dropout=0.1", before=FLIP + FAULTS[name])

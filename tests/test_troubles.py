@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import HONEST_DATA, REPO, pydoc_text
+from conftest import HONEST_DATA, REPO, first, pydoc_text
 from test_report import evaluation, event, falling, write_run
 
 from plumbing.cli import read_knobs
@@ -157,7 +157,7 @@ def test_a_run_that_diverges_after_its_resume_is_told_so_with_the_jump_of_the_ra
     assert "resumed at step 90" in found.shows and "from 0.01 to 3" in found.shows
 
 
-@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("config", first(2, CONFIGS))
 def test_a_config_shortened_is_told_of_no_trouble(config, run_of):
     assert names_of(on_a_quiet_machine(run_of("run", f"config/{config}.py {SHORT}"))) == []
 
