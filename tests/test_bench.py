@@ -160,7 +160,8 @@ def test_ladder_ratios_follow_from_its_times(whole):
     rungs = whole[0]["ladder"]["rungs"]
     assert "absent" in rungs.pop("compile")
     timed = [rung for rung in rungs.values() if "absent" not in rung]
-    assert len(timed) >= 4
+    has_autocast = whole[0]["config"]["dtype"] != "float32"  # an older CPU has no smaller dtype
+    assert len(timed) == 3 + has_autocast
     assert timed[0]["to_before"] == timed[0]["to_first"] == 1
     for before, rung in zip(timed, timed[1:], strict=False):
         assert rung["to_before"] == pytest.approx(before["ms"] / rung["ms"])

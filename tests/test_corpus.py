@@ -222,7 +222,8 @@ def test_a_kill_leaves_no_half_dataset_and_the_same_command_makes_all_of_it(
     write_lines(corpus / "e.jsonl", [f"{n} {text}" for n in range(20) for text in texts])
     make(tmp_path / "whole" / "made", corpus, **MANY)
     slow = """
-import sys, time, prepare_data
+import signal, sys, time, prepare_data
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 prepare_data.BATCH = 10
 prepare_data.split_of = lambda *of, inner=prepare_data.split_of: time.sleep(0.001) or inner(*of)
 prepare_data.prepare("made", sys.argv[1], sys.argv[2], "byte", val_fraction=0.1)
