@@ -13,7 +13,7 @@ batch_size = 32
 
 max_steps = 170  # fewer do not reach nanoGPT's loss
 warmup_steps = 4
-optimizer = "muon"  # adamw needs more steps to this loss, each in about half the time
+optimizer = "muon"  # adamw ends 0.21 higher after as many steps (docs/measured.md)
 momentum = 0.85
 schedule = "linear"
 peak_lr = 4e-2
