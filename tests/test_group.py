@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from plumbing import fsdp, ranks
-from plumbing.cli import BadInput, RunFailed
+from plumbing import fsdp, machine, ranks
+from plumbing.cli import BadInput, RunFailed, run_script
 from plumbing.safe_step import explain, halving_on_oom, snapshot
 
 CPU = torch.device("cpu")
@@ -336,4 +336,5 @@ def test_a_single_process_needs_no_group(monkeypatch):
 
 
 if __name__ == "__main__":
-    print(json.dumps(globals()[sys.argv[1]]()))
+    # As train.py leaves: while Python ends, threads of the group that wait for its lock may abort it.
+    machine.leave(run_script(lambda: print(json.dumps(globals()[sys.argv[1]]()))))
