@@ -79,13 +79,13 @@ def causal_attention(q, k, v, dropout):
     """q (B, H, n, D), k and v (B, H, T, D) to (B, H, n, D): the last n tokens, all T or one, each see itself
     and the past. On a CPU the fused kernel's backward pass is slow: 23 ms against 3 at T = 64, bfloat16."""
     (B, H, n, D), T = q.shape, k.size(2)
-    if q.device.type != "cpu" or T > PLAIN_ATTENTION_MAX:
+    if q.device.type != "cpu" or T > PLAIN_ATTENTION_MAX or n < T:
         return F.scaled_dot_product_attention(q, k, v, is_causal=n == T, dropout_p=dropout)
-    q, k, v = (x.reshape(B * H, -1, D) for x in (q, k, v))
-    future = torch.full((n, T), -math.inf, dtype=q.dtype, device=q.device).triu(1 + T - n)
+    q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
+    future = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
     scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=1 / math.sqrt(D))
     weights = F.dropout(scores.softmax(dim=-1), dropout)
-    return torch.bmm(weights, v).view(B, H, n, D)
+    return torch.bmm(weights, v).view(B, H, T, D)
 
 
 class TokenEmbedding(nn.Module):
