@@ -77,7 +77,7 @@ def code_hashes() -> dict:
     files = {os.path.split(getattr(each, "__file__", None) or "") for each in modules}
     hashes = {}
     for path in sorted(os.path.join(real(f), name) for f, name in files if name.endswith(".py")):
-        if os.path.isfile(path) and not path.startswith(left_out):
+        if not path.startswith(left_out) and os.path.isfile(path):
             hashes[path.removeprefix(f"{REPO}/")] = hashes_of_source(Path(path).read_bytes())
     return hashes
 

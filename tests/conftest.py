@@ -7,6 +7,7 @@ random numbers, signals and exit code. `python_train` runs the real command line
 
 import contextlib
 import dataclasses
+import email
 import functools
 import gc
 import hashlib
@@ -333,9 +334,14 @@ def serve():
     import_train(REPO)
     import numpy.ma  # noqa: F401 (or numpy.unique imports it in each run)
 
-    from plumbing import resume
+    from plumbing import cli, machine, resume
 
-    resume.code_hashes()  # parses each source once, not in each run
+    # Each source is parsed once, not in each run, and so is what each installed package says of itself.
+    resume.code_hashes()
+    cli.read_knobs = functools.cache(cli.read_knobs)
+    cli.read_knobs(REPO / "train.py")
+    email.message_from_string = functools.cache(email.message_from_string)
+    machine.describe_machine(torch.device("cpu"))
 
     gc.freeze()  # imported modules stay shared with the children
     for line in sys.stdin:
