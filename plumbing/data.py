@@ -231,7 +231,8 @@ class Batches(Iterator):
                 batch = self.ready.get(timeout=0.5)
             if isinstance(batch, tuple):
                 break
-            if codes := [worker.exitcode for worker in self.workers if worker.exitcode]:
+            wait = 0.2 if batch else 0  # its connection ends a moment before a worker does
+            if codes := [w.exitcode for w in self.workers if w.join(wait) or w.exitcode]:
                 found = f"a DataLoader worker has died (exit code {codes[0]}; -9: out of memory?)"
                 raise RunFailed(f"{found}; the same command resumes") from batch
             if batch or not self.reader.is_alive() and self.ready.empty():
@@ -246,13 +247,12 @@ class Batches(Iterator):
     __next__ = next_batch
 
     def stop(self) -> None:
-        """End the workers. One that hangs is killed after a second: torch would send it SIGTERM,
-        which it ignores, and wait for ten."""
+        """End the workers. They hold nothing and are killed: torch would first tell them so, under a lock
+        that a worker which was killed may have held, and wait for ever."""
         if self.workers:
-            killer = threading.Timer(1.0, self.kill)
-            killer.start()
+            self.kill()
+            self.iterator._workers_done_event = threading.Event()  # has no such lock
             self.iterator._shutdown_workers()
-            killer.cancel()
             self.iterator._worker_result_queue._writer.close()  # ends a read of half a batch
         while self.reader.is_alive():
             with contextlib.suppress(queue.Empty):

@@ -345,6 +345,29 @@ def test_a_worker_killed_in_the_middle_of_a_batch_is_noticed(batches_of):
             batches.next_batch()
 
 
+def test_a_worker_killed_while_it_holds_a_lock_of_torchs_keeps_nothing_from_ending(batches_of):
+    batches = batches_of(Numbers())
+    batches.next_batch()
+    batches.iterator._workers_done_event._cond.acquire()  # as a worker does after each batch
+    ender = threading.Thread(target=batches.stop, daemon=True)
+    ender.start()
+    ender.join(20)
+    assert not ender.is_alive()
+    assert not any(worker.is_alive() for worker in batches.workers)
+
+
+def test_a_connection_that_ends_before_its_worker_does_is_a_worker_that_died(
+    batches_of, monkeypatch
+):
+    batches = batches_of(Numbers())
+    batches.next_batch()
+    with monkeypatch.context() as patch:
+        patch.setattr(batches.ready, "get", lambda timeout: ConnectionResetError())
+        threading.Timer(0.05, batches.kill).start()
+        with pytest.raises(RunFailed, match="a DataLoader worker has died .exit code -9"):
+            batches.next_batch()
+
+
 def test_workers_that_give_nothing_for_hang_minutes_end_the_run(batches_of):
     batches = batches_of(Numbers(hang), hang_minutes=0.01)
     with pytest.raises(
