@@ -231,7 +231,7 @@ class Batches(Iterator):
                 batch = self.ready.get(timeout=0.5)
             if isinstance(batch, tuple):
                 break
-            wait = 0.2 if batch else 0  # its connection ends a moment before a worker does
+            wait = 0.2 if batch else 0  # a dying worker closes its pipe before it has ended
             if codes := [w.exitcode for w in self.workers if w.join(wait) or w.exitcode]:
                 found = f"a DataLoader worker has died (exit code {codes[0]}; -9: out of memory?)"
                 raise RunFailed(f"{found}; the same command resumes") from batch
