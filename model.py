@@ -301,7 +301,6 @@ class ChunkedCrossEntropy(torch.autograd.Function):
 # ---- the three extras ----------------------------------------------------------------------------
 
 NGRAM = 3  # tokens that one vector of the n-gram table stands for
-NGRAM_GAIN = 2.0  # factor of its vectors; under Adam it doubles the table's learning rate
 EXTRA_HEAD_WEIGHT = 0.3  # of the loss of the token after the next; halved for each one after that
 
 
@@ -335,7 +334,7 @@ class ContextEmbedding(TokenEmbedding):
                 first = self.conv_width - 1 - lag
                 x = torch.addcmul(x, past[:, first : first + T], conv[lag])
         if self.ngram_rows:
-            x = torch.add(x, self.ngram(self.ngram_row(tokens)).to(x.dtype), alpha=NGRAM_GAIN)
+            x = x + self.ngram(self.ngram_row(tokens)).to(x.dtype)
         return x
 
     def ngram_row(self, tokens):

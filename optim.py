@@ -21,30 +21,30 @@ def configure_optimizers(
     optimizer: "adamw" (Loshchilov & Hutter 2019), "adam" (Kingma & Ba 2015; decays through the
     gradient), "sgd", "momentum" (SGD with momentum), or "muon" (Muon for hidden matrices, AdamW for
     the rest). Matrices and embeddings decay, vectors do not. Raises ValueError for another name.
+    A group's rate is that of the run times its `lr_scale`, if it has one.
     """
-    hidden, outer, vectors = sorted_by_role(model)
 
-    def groups(decayed):
-        return [
-            {"params": decayed, "weight_decay": weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
+    def group(weights, decay=weight_decay, **more):
+        return {"params": weights, "weight_decay": decay, **more}
 
+    hidden, embeddings, outer, vectors = sorted_by_role(model)
+    groups = [group(hidden + embeddings + outer), group(vectors, 0.0)]
     fused = device_type in ("cpu", "cuda")  # MPS's fused kernels ignore found_inf: no step skipped
     adam = {"lr": lr, "betas": (beta1, beta2), "fused": fused}
     if optimizer == "adamw":
-        optimizers = [torch.optim.AdamW(groups(hidden + outer), **adam)]
+        optimizers = [torch.optim.AdamW(groups, **adam)]
     elif optimizer == "adam":
-        optimizers = [torch.optim.Adam(groups(hidden + outer), **adam)]
+        optimizers = [torch.optim.Adam(groups, **adam)]
     elif optimizer in ("sgd", "momentum"):
-        momentum = momentum if optimizer == "momentum" else 0.0
         sharded = any(hasattr(weight, "to_local") for weight in model.parameters())
         fused = fused and not sharded  # there is none for FSDP2's DTensors (torch 2.13)
-        sgd = {"lr": lr, "momentum": momentum, "fused": fused}
-        optimizers = [torch.optim.SGD(groups(hidden + outer), **sgd)]
+        momentum = momentum if optimizer == "momentum" else 0.0
+        optimizers = [torch.optim.SGD(groups, lr=lr, momentum=momentum, fused=fused)]
     elif optimizer == "muon":
-        muon = Muon([{"params": hidden}], lr, momentum, weight_decay)
-        optimizers = [muon, torch.optim.AdamW(groups(outer), **adam)]
+        # an embedding's row learns only where its token stands; the loss is steep in the head
+        rest = group(embeddings, lr_scale=2.0), group(outer, lr_scale=0.5), groups[1]
+        muon = Muon([group(hidden)], lr, momentum, weight_decay)
+        optimizers = [muon, torch.optim.AdamW(rest, **adam)]
     else:
         raise ValueError(f"optimizer={optimizer!r}: expected adamw, adam, sgd, momentum or muon")
     for each in optimizers if device_type == "cpu" else ():
@@ -54,46 +54,48 @@ def configure_optimizers(
 
 
 def sorted_by_role(model):
-    """(hidden matrices, other matrices and embeddings, vectors) of any module."""
+    """(hidden matrices, embeddings, other matrices such as heads, vectors) of any module."""
     muon_prefix = getattr(model, "muon_prefix", "")
-    hidden, outer, vectors = [], [], []
+    hidden, embeddings, outer, vectors = [], [], [], []
     for name, weight in model.named_parameters():
         embeds = isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Embedding)
         if weight.ndim < 2 or name in getattr(model, "undecayed", ()):
             vectors.append(weight)
-        elif weight.ndim == 2 and not embeds and name.startswith(muon_prefix):
+        elif embeds:
+            embeddings.append(weight)
+        elif weight.ndim == 2 and name.startswith(muon_prefix):
             hidden.append(weight)
         else:
             outer.append(weight)
-    return hidden, outer, vectors
+    return hidden, embeddings, outer, vectors
 
 
 class Muon(torch.optim.Optimizer):
     """Momentum with an orthogonalized update (Jordan 2024), as large as AdamW's (Liu et al. 2025), like
-    torch.optim.Muon(adjust_lr_fn="match_rms_adamw"). weights: matrices."""
+    torch.optim.Muon(adjust_lr_fn="match_rms_adamw"). weights: matrices; one of several square parts,
+    such as attention's q, k and v, is orthogonalized part by part."""
 
     skips_on_device = True  # step() changes nothing if found_inf, a 0/1 tensor, is 1
 
     def __init__(self, weights, lr: float, momentum: float, weight_decay: float):
-        defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay}
-        super().__init__(weights, defaults)
+        super().__init__(weights, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
 
     @torch.no_grad()
     def step(self) -> None:
         """As torch's fused optimizers do, it obeys `self.found_inf` without waiting for it: both
         outcomes are there, and the device chooses."""
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
+            for weight in (each for each in group["params"] if each.grad is not None):
                 if not self.state[weight]:
                     self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
                 average = self.state[weight]["momentum_buffer"]
                 new_average = average.lerp(weight.grad, 1 - group["momentum"])
                 nesterov = weight.grad.lerp(new_average, group["momentum"])
+                rows, columns = weight.shape
+                parts = nesterov.split(columns if rows % columns == 0 else rows)
+                size = 0.2 * group["lr"] * math.sqrt(max(parts[0].shape))
                 new_weight = weight * (1 - group["lr"] * group["weight_decay"])
-                size = 0.2 * group["lr"] * math.sqrt(max(weight.shape))
-                new_weight.add_(orthogonal(nesterov), alpha=-size)
+                new_weight.add_(torch.cat([orthogonal(part) for part in parts]), alpha=-size)
                 self.keep_or_replace(average, new_average)
                 self.keep_or_replace(weight, new_weight)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from plumbing.cli import configured, fail, read_knobs, run_script
+from plumbing.console import duration
 from plumbing.files import replacing
 from reporting import curves, record, results
 from reporting.curves import COLOURS
@@ -240,7 +241,7 @@ def words(run, image):
     rows = [(f"**{what}**", *words) for what, words in outcome(run, dollars_per_hour).items()]
     out += ["## Result\n", table(("", "", "over"), rows), *found_in(run, "")]
     out += ["## What was run\n", about(run) if run.info["run"] else "Not on record.\n"]
-    rows = [(kind, results.clock(seconds)) for kind, seconds in spent.items()]
+    rows = [(kind, duration(seconds)) for kind, seconds in spent.items()]
     out += ["## Where the time went\n", table(("kind", "wall-clock"), rows)]
     out += [f"{missing} session(s) recorded no times (killed, or still running).\n"] * (missing > 0)
     out += ["## What happened\n", table(("step", "event", ""), event_rows(run))]

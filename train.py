@@ -336,7 +336,7 @@ def count_targets(targets: torch.Tensor) -> torch.Tensor:
 def set_lr(optimizers: list, lr: float) -> None:
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def forward_backward(model, run: Run, inputs, targets, n_targets: torch.Tensor) -> dict:

@@ -1,10 +1,10 @@
 """The results of a run, in numbers and words: its best, its speed, its cost, its means by epoch."""
 
 import math
-from datetime import timedelta
 
 import numpy as np
 
+from plumbing.console import duration
 from reporting.record import FIELDS, half_window, known, last_step, mean, median, plain
 
 
@@ -91,11 +91,6 @@ def table(header, rows):
     return "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"
 
 
-def clock(seconds):
-    """1:02:03, or 2 days, 1:02:03."""
-    return str(timedelta(seconds=round(seconds))) if seconds < 1e10 else "n/a"
-
-
 def share_clipped(run):
     clip = run.fact("config", "grad_clip")
     return mean((run.train["grad_norm"] > clip).astype(float)) if clip > 0 else math.nan
@@ -152,6 +147,6 @@ def time_and_cost(run, dollars_per_hour):
     ask = "report.py --dollars_per_hour=PRICE gives the cost in dollars"
     money = f"${price * hours:,.2f} at ${price:g} an hour" if price > 0 else ask
     return {
-        "wall-clock": (least + clock(seconds), "all sessions, start to end"),
+        "wall-clock": (least + duration(seconds), "all sessions, start to end"),
         "cost": (f"{least}{hours:,.3f} device-hours; {money}", f"of {devices} device(s)"),
     }

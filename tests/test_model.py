@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as module
-from model import GPT, MAX_CHUNKS, NGRAM_GAIN, GPTConfig, build_model, cross_entropy, generate
+from model import GPT, MAX_CHUNKS, GPTConfig, build_model, cross_entropy, generate
 from optim import configure_optimizers
 
 SMALL = {"vocab_size": 65, "block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 32}
@@ -154,10 +154,10 @@ def test_input_embedding_mixes_the_present_token_with_the_three_before():
     tokens = torch.tensor([[5, 1, 4, 1, 3]])
     e, conv = embedding.token(tokens)[0], embedding.conv
     last = e[4] * conv[0] + e[3] * conv[1] + e[2] * conv[2] + e[1] * conv[3]
-    last = last + NGRAM_GAIN * embedding.ngram.weight[embedding.ngram_row(tokens)[0, 4]]
+    last = last + embedding.ngram.weight[embedding.ngram_row(tokens)[0, 4]]
     torch.testing.assert_close(embedding(tokens)[0, 4], last)
     table = build_trained(ngram_rows=8192).embedding  # each without the other
-    vector = NGRAM_GAIN * table.ngram.weight[table.ngram_row(tokens)]
+    vector = table.ngram.weight[table.ngram_row(tokens)]
     torch.testing.assert_close(table(tokens), table.token(tokens) + vector)
     conv = build_trained(conv_width=2).embedding
     e = conv.token(tokens)[0]

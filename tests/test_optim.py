@@ -1,5 +1,7 @@
 """What optim.py promises: who owns which weight, what decays, and that Muon skips without waiting."""
 
+from functools import partial
+
 import pytest
 import torch
 from test_model import Recurrent, batch, build, build_trained
@@ -70,7 +72,7 @@ def test_muon_takes_the_steps_of_torchs_own(emulated, monkeypatch):
     """Where bfloat16 is only emulated, in float32: the same but for bfloat16's rounding."""
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: not emulated)
     torch.manual_seed(0)
-    shapes = ((24, 8), (8, 24), (8, 8))
+    shapes = ((20, 8), (8, 24), (8, 8))
     ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
     theirs = [nn.Parameter(weight.detach().clone()) for weight in ours]
     knobs = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.5}
@@ -88,6 +90,41 @@ def test_muon_takes_the_steps_of_torchs_own(emulated, monkeypatch):
     square = orthogonal(torch.randn(16, 16))
     assert square.dtype == (torch.float32 if emulated else torch.bfloat16)
     assert torch.linalg.svdvals(square.float()).sub(1).abs().median() < 0.3
+
+
+def test_muon_orthogonalizes_each_of_the_square_parts_of_one_matrix():
+    """Attention's q, k and v in one step as they would as three matrices; torch's Muon differs."""
+    torch.manual_seed(0)
+    weights, gradients = torch.randn(2, 3, 8, 8)
+
+    def stepped(make, weights, gradients):
+        weights = [nn.Parameter(weight.clone()) for weight in weights]
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient.clone()
+        make(weights, lr=0.1, momentum=0.9, weight_decay=0.5).step()
+        return torch.cat([weight.detach() for weight in weights])
+
+    whole = [weights.view(24, 8)], [gradients.view(24, 8)]
+    alone = stepped(Muon, weights, gradients)
+    assert torch.equal(stepped(Muon, *whole), alone)
+    torchs = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
+    assert torch.equal(stepped(torchs, weights, gradients), alone)
+    assert not torch.allclose(stepped(torchs, *whole), alone, atol=0.01)
+
+
+def test_with_muon_embeddings_learn_faster_and_heads_slower():
+    from train import set_lr
+
+    model = build(ngram_rows=64, n_future_tokens=2)
+    optimizers = configure_optimizers(model, "muon", 1e-3, 0.1, 0.9, 0.95, 0.9, "cpu")
+    set_lr(optimizers, 0.1)
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups = [group for each in optimizers for group in each.param_groups]
+    rates = {names[id(p)]: group["lr"] for group in groups for p in group["params"]}
+    embeddings = {"embedding.token.weight", "embedding.ngram.weight"}
+    assert {name for name in rates if rates[name] == 0.2} == embeddings
+    assert {n for n in rates if rates[n] == 0.05} == {"head.weight", "extra_heads.0.weight"}
+    assert all(rates[name] == 0.1 for name in rates if name.startswith("blocks."))
 
 
 def test_unknown_optimizer_is_named():
