@@ -340,9 +340,7 @@ def overhead(job):
         pairs = zip(times["loop"], times[kind], strict=True)  # from the same round
         over[f"over_{kind}"] = median(loop / bare - 1 for loop, bare in pairs)
     rows["loop"] |= over
-    say(
-        f"\noverhead: medians of {rounds}, interleaved; the loop at --log_interval={every}, of which"
-    )
+    say(f"\noverhead: medians of {rounds}, interleaved; the loop at --log_interval={every}, of it")
     say("  train_step and reading data; bare: forward, backward, optimizer.step; and with clipping")
     print_table(rows, ms=".3f", over_bare="+.2%", over_clipping="+.2%")
     return {f"{name}_ms": row["ms"] for name, row in rows.items()} | over
@@ -560,9 +558,7 @@ def from_nanogpt(job):
         losses = [run["loss"] for run in each]
         rows[name] |= {"loss": mean(losses), "deviation": stdev(losses)}
     say(f"\nfrom_nanogpt: {seeds} seeds; median seconds of the process, of which evaluating, and")
-    say(
-        f"  until {TARGET} was reached (start and training alone); last loss, its deviation; tokens"
-    )
+    say(f"  until {TARGET} was reached (start and training); last loss, its deviation; tokens")
     seconds = dict.fromkeys(("process", "evaluating", "reached"), ".1f")
     print_table(rows, **seconds, loss=".4f", deviation=".4f", tokens=".2f M")
     for name, command in commands.items():

@@ -23,7 +23,7 @@ from plumbing import checkpoint
 from plumbing.cli import accept, configured, fail, printable, read_knobs, run_script
 from plumbing.data import DataError, decode_utf8, needed, read_file, tokenizer_of
 from plumbing.files import replacing
-from plumbing.machine import choose_device
+from plumbing.machine import choose_device, choose_dtype
 
 # What to write
 start = ""  # the text to continue, or FILE:path of it; "" = begin after the end of a text
@@ -102,10 +102,14 @@ def stream(ids: Iterable[int], tokenizer: Any) -> Iterator[str]:
     yield tokenizer.decode(waiting)
 
 
+@torch.inference_mode()
 def write_samples(path: Path, saved: dict) -> None:
     where = choose_device(device)
     model, tokenizer = rebuild(path, saved)
     model.to(where)
+    # in 16 bits if the hardware computes in them, as in training; narrow layers gain nothing on a CPU
+    dtype = choose_dtype("auto", where)[0]
+    low = dtype != "float32" and (where.type != "cpu" or saved["config"].get("n_embd", 0) >= 256)
     block_size, text = saved["config"]["block_size"], start
     try:
         if start.startswith("FILE:"):
@@ -125,8 +129,9 @@ def write_samples(path: Path, saved: dict) -> None:
         print(printable(text), end="", flush=True)
         generator = torch.Generator(where).manual_seed((seed + number) % 2**32)
         how = (max_new_tokens, block_size, tokenizer.vocab_size, temperature, top_k, generator)
-        for piece in stream((i.item() for i in generate(model, prompt, *how)), tokenizer):
-            print(printable(piece), end="", flush=True)
+        with torch.autocast(where.type, getattr(torch, dtype), enabled=low):
+            for piece in stream((i.item() for i in generate(model, prompt, *how)), tokenizer):
+                print(printable(piece), end="", flush=True)
     print(flush=True)
     count, seconds = num_samples * max_new_tokens, time.perf_counter() - began
     print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens/s", file=sys.stderr)

@@ -63,9 +63,7 @@ def figure(panel, events):
     shapes = ""
     for each in panel.curves:
         y = np.log10(np.maximum(each.y, 1e-300)) if is_log else each.y
-        y = np.clip(
-            1000 * (high - y) / (high - low), -2000, 3000
-        )  # 0 at the top, 1000 at the bottom
+        y = np.clip(1000 * (high - y) / (high - low), -2000, 3000)  # 0 is the top, 1000 the bottom
         shapes += shape(each._replace(x=1000 * each.x / right, y=y))
     for name, steps in events.items():
         top = 1000 * (1 - drawn.event_height(steps))

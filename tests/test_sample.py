@@ -297,3 +297,21 @@ def test_an_export_names_the_library_that_it_lacks(trained, run_sample, monkeypa
     result = run_sample(trained, f"--export={tmp_path}/w.safetensors")
     refused(result, "safetensors", "pip install safetensors")
     assert not any(tmp_path.iterdir())
+
+
+def test_wide_layers_are_sampled_in_16_bits_if_the_hardware_has_them(trained, monkeypatch):
+    path, saved = sample.open_checkpoint(trained)
+    built, own, seen = sample.rebuild(path, saved), sample.generate, []
+    monkeypatch.setattr(sample, "rebuild", lambda *_: built)
+    monkeypatch.setattr(sample, "device", "cpu")
+
+    def generate(*how):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        return own(*how)
+
+    monkeypatch.setattr(sample, "generate", generate)
+    for dtype in ("bfloat16", "float32"):
+        monkeypatch.setattr(sample, "choose_dtype", lambda *_, dtype=dtype: (dtype, ""))
+        for saved["config"]["n_embd"] in (32, 256):
+            sample.write_samples(path, saved)
+    assert seen == [False, True, False, False]
