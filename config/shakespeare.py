@@ -1,6 +1,6 @@
 """TinyShakespeare by character with one layer and all extras: one to three minutes on two CPU cores.
 
-python train.py config/shakespeare.py: validation loss 1.461 ± 0.002 (five seeds). The loss
+python train.py config/shakespeare.py: validation loss 1.457 ± 0.004 (five seeds). The loss
 without an extra (seed 1337) stands beside it; the plain transformer comes to 1.604.
 """
 

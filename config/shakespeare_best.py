@@ -1,7 +1,7 @@
 """TinyShakespeare by character with one layer and all extras, for the lowest loss: minutes on two
 CPU cores.
 
-python train.py config/shakespeare_best.py: validation loss 1.443 ± 0.001 (three seeds).
+python train.py config/shakespeare_best.py: validation loss 1.436 ± 0.002 (three seeds).
 """
 
 out_dir = "out/shakespeare_best"
