@@ -108,7 +108,7 @@ def test_muon_orthogonalizes_each_of_the_square_parts_of_one_matrix():
     alone = stepped(Muon, weights, gradients)
     assert torch.equal(stepped(Muon, *whole), alone)
     torchs = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
-    assert torch.equal(stepped(torchs, weights, gradients), alone)
+    torch.testing.assert_close(stepped(torchs, weights, gradients), alone, rtol=0, atol=0.01)
     assert not torch.allclose(stepped(torchs, *whole), alone, atol=0.01)
 
 
