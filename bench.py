@@ -340,7 +340,7 @@ def overhead(job):
         pairs = zip(times["loop"], times[kind], strict=True)  # from the same round
         over[f"over_{kind}"] = median(loop / bare - 1 for loop, bare in pairs)
     rows["loop"] |= over
-    say(f"\noverhead: medians of {rounds}, interleaved; the loop at --log_interval={every}, of it")
+    say(f"\noverhead: medians of {rounds}, interleaved; the loop at --log_interval={every}: of it")
     say("  train_step and reading data; bare: forward, backward, optimizer.step; and with clipping")
     print_table(rows, ms=".3f", over_bare="+.2%", over_clipping="+.2%")
     return {f"{name}_ms": row["ms"] for name, row in rows.items()} | over
