@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from itertools import tee
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,18 @@ from plumbing.machine import choose_device, choose_dtype
 
 # What to write
 start = ""  # the text to continue, or FILE:path of it; "" = begin after the end of a text
-num_samples = 1  # [1, inf)
+num_samples = 1  # [1, inf); several take hardly longer than one
 max_new_tokens = 500  # of each sample, [1, inf)
 export = ""  # write the weights, averaged if they are, to this .safetensors file instead; "" = off
 
 # How to draw
 temperature = 0.8  # below 1 makes likely tokens likelier, [0, inf); 0 = always the likeliest
 top_k = 0  # draw only from this many of the likeliest tokens, [0, inf); 0 = from all
-seed = 1337  # of the first sample, [0, 4294967295]; each further sample adds 1
+seed = 1337  # of the draws, [0, 4294967295]
 device = "auto"  # auto, cpu, cuda, cuda:1 or mps
+
+LINE = "\n" + "-" * 80 + "\n"  # between two samples
+SIDE_BY_SIDE = 32  # most samples that are drawn at a time: they share each product, and the memory
 
 
 def open_checkpoint(name: str) -> tuple[Path, dict]:
@@ -67,8 +71,6 @@ def rebuild(path: Path, saved: dict) -> tuple[torch.nn.Module, Any]:
     for name in config.keys() & knobs.keys():
         accept(name, config[name], f"{path}: {name} = {config[name]!r}", knobs)
     foreign = f"{path} is no checkpoint of train.py"
-    if "block_size" not in config:
-        fail(f"{foreign}: its config lacks block_size")
     try:
         tokenizer = tokenizer_of(meta)
         tokenizer.decode([0])
@@ -119,26 +121,26 @@ def write_samples(path: Path, saved: dict) -> None:
         prompt = torch.tensor([list(map(int, ids))], device=where)  # (1, T), T >= 1
     except DataError as error:
         fail(f"--start={start[:40]}: {error}")
-    print(printable(describe(path, saved)), file=sys.stderr)
+    step = saved.get("state", {}).get("step", "unknown")
+    print(printable(f"{path}, step {step}"), file=sys.stderr)
     if prompt.size(1) > block_size:
         print(f"only the last {block_size} tokens of --start count", file=sys.stderr)
+    generator = torch.Generator(where).manual_seed(seed)
+    how = (max_new_tokens, block_size, tokenizer.vocab_size, temperature, top_k, generator)
     began = time.perf_counter()
-    for number in range(num_samples):
-        if number:
-            print("\n" + "-" * 80)
-        print(printable(text), end="", flush=True)
-        generator = torch.Generator(where).manual_seed((seed + number) % 2**32)
-        how = (max_new_tokens, block_size, tokenizer.vocab_size, temperature, top_k, generator)
+    for first in range(0, num_samples, SIDE_BY_SIDE):
+        prompts = prompt.repeat(min(SIDE_BY_SIDE, num_samples - first), 1)
+        print(LINE * (first > 0) + printable(text), end="", flush=True)
         with torch.autocast(where.type, getattr(torch, dtype), enabled=low):
-            for piece in stream((i.item() for i in generate(model, prompt, *how)), tokenizer):
+            drawn = (new.flatten().tolist() for new in generate(model, prompts, *how))
+            shown, kept = tee(drawn)  # the first is shown while it is made, the others after it
+            for piece in stream((ids[0] for ids in shown), tokenizer):
                 print(printable(piece), end="", flush=True)
+        for ids in list(zip(*kept, strict=True))[1:]:
+            print(LINE + printable(text + tokenizer.decode(list(ids))), end="")
     print(flush=True)
     count, seconds = num_samples * max_new_tokens, time.perf_counter() - began
     print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens/s", file=sys.stderr)
-
-
-def describe(path: Path, saved: dict) -> str:
-    return f"{path}, step {saved.get('state', {}).get('step', 'unknown')}"
 
 
 def export_weights(path: Path, saved: dict) -> None:
@@ -155,7 +157,7 @@ def export_weights(path: Path, saved: dict) -> None:
             temporary.write_bytes(save(weights, {"format": "pt"}))
     except OSError as error:
         fail(f"--export={export} cannot be written ({error.strerror})")
-    print(f"{describe(path, saved)}: {len(weights)} tensors in {export}", file=sys.stderr)
+    print(f"{path}: {len(weights)} tensors in {export}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> None:

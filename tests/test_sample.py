@@ -96,8 +96,20 @@ def test_the_seed_decides_the_text(trained, run_sample):
     other = run_sample(*arguments, "--seed=1338")
     assert once[:2] == again[:2] and once[0] == 0
     assert other[1] != once[1]
-    both = run_sample(*arguments, "--num_samples=2")[1]
-    assert both.startswith(once[1]) and both.endswith(other[1])
+
+
+def test_samples_drawn_side_by_side_are_apart_and_all_there(trained, run_sample, monkeypatch):
+    monkeypatch.setattr(sample, "SIDE_BY_SIDE", 2)
+    arguments = (trained, "--start=The", "--max_new_tokens=60", "--num_samples=5")
+    code, out, err = run_sample(*arguments)
+    texts = out.removesuffix("\n").split("\n" + "-" * 80 + "\n")
+    assert code == 0 and len(set(texts)) == 5
+    assert all(text.startswith("The") and len(text) == 63 for text in texts)
+    assert re.search(r"^300 tokens in ", err, re.MULTILINE)
+    assert run_sample(*arguments)[1] == out != run_sample(*arguments, "--seed=1338")[1]
+    likeliest = run_sample(*arguments, "--temperature=0")[1].removesuffix("\n")
+    alone = run_sample(*arguments, "--temperature=0", "--num_samples=1")[1].removesuffix("\n")
+    assert set(likeliest.split("\n" + "-" * 80 + "\n")) == {alone}
 
 
 def test_temperature_zero_takes_the_likeliest(trained, run_sample):
