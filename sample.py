@@ -112,6 +112,9 @@ def write_samples(path: Path, saved: dict) -> None:
     # in 16 bits if the hardware computes in them, as in training; narrow layers gain nothing on a CPU
     dtype = choose_dtype("auto", where)[0]
     low = dtype != "float32" and (where.type != "cpu" or saved["config"].get("n_embd", 0) >= 256)
+    for part in model.modules():
+        if low and isinstance(part, torch.nn.Linear):
+            part.to(getattr(torch, dtype))  # once; autocast would do it again for each token
     block_size, text = saved["config"]["block_size"], start
     try:
         if start.startswith("FILE:"):

@@ -200,8 +200,7 @@ def restore(run, checkpoint: dict) -> None:
     averages = checkpoint["model"] | checkpoint["ema"]
     for name, average in run.ema.items():
         average.copy_(shard_like(average, averages[name]))
-    micro_batches = {key: run.state[key] for key in MICRO_BATCHES}
-    run.state.update(clone(checkpoint["state"]) | micro_batches)
+    run.state.update(clone(checkpoint["state"]) | {key: run.state[key] for key in MICRO_BATCHES})
     if len(checkpoint["rng"]) == ranks.world_size():
         set_rng_state(checkpoint["rng"][ranks.rank()], run.device)
 

@@ -37,8 +37,7 @@ def page(runs, names, text, refresh):
     )
     hidden = "".join(f'[data-off~="{key}"] .{key} {{ display: none }}\n' for key in keys)
     head = {"TITLE": escape(", ".join(names)), "RELOAD": round(1000 * refresh), "LIVE": live}
-    figures = "".join(figure(panel, events) for panel in panels)
-    body = {"PANELS": figures, "TEXT": escape(text)}
+    body = {"PANELS": "".join(figure(panel, events) for panel in panels), "TEXT": escape(text)}
     return TEMPLATE.substitute(head, **body, HIDDEN=hidden, BUTTONS=buttons)
 
 

@@ -1,5 +1,6 @@
 """Text from a checkpoint: the same for the same seed, whole characters, and clear words where it fails."""
 
+import copy
 import errno
 import math
 import os
@@ -314,16 +315,17 @@ def test_an_export_names_the_library_that_it_lacks(trained, run_sample, monkeypa
 def test_wide_layers_are_sampled_in_16_bits_if_the_hardware_has_them(trained, monkeypatch):
     path, saved = sample.open_checkpoint(trained)
     built, own, seen = sample.rebuild(path, saved), sample.generate, []
-    monkeypatch.setattr(sample, "rebuild", lambda *_: built)
+    monkeypatch.setattr(sample, "rebuild", lambda *_: copy.deepcopy(built))
     monkeypatch.setattr(sample, "device", "cpu")
 
-    def generate(*how):
-        seen.append(torch.is_autocast_enabled("cpu"))
-        return own(*how)
+    def generate(model, *how):
+        seen.append((torch.is_autocast_enabled("cpu"), model.head.weight.dtype))
+        return own(model, *how)
 
     monkeypatch.setattr(sample, "generate", generate)
     for dtype in ("bfloat16", "float32"):
         monkeypatch.setattr(sample, "choose_dtype", lambda *_, dtype=dtype: (dtype, ""))
         for saved["config"]["n_embd"] in (32, 256):
             sample.write_samples(path, saved)
-    assert seen == [False, True, False, False]
+    whole, low = (False, torch.float32), (True, torch.bfloat16)
+    assert seen == [whole, low, whole, whole]
