@@ -45,7 +45,7 @@ HACKS = {
     "answers": Hack(29 + 5),
     "freeze": Hack(4 + 5),
     "window": Hack(7 + 5, ("--n_layer=2",)),
-    "distillation": Hack(11 + 5, ("--teacher={teacher}",)),
+    "distillation": Hack(11 + 5, ("--teachers={teacher},{teacher}",)),
     "norms": Hack(18 + 5, changes_weights=False),
     "lengths": Hack(4 + 5),
     "bpe": Hack(73 + 5, ("--dataset=pairs",)),
