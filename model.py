@@ -61,18 +61,17 @@ def norm(x):
 
 
 def rotary_tables(block_size, head_size):
-    """cos and sin of each position at each frequency, (T, D / 2) (Su et al. 2021, "RoFormer")."""
+    """cos and signed sin of each number's angle at each position, (T, D) (Su et al. 2021, "RoFormer")."""
     frequency = ROPE_BASE ** -(torch.arange(0, head_size, 2).float() / head_size)
     angle = torch.arange(block_size).float()[:, None] * frequency[None, :]
-    return angle.cos(), angle.sin()
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)
 
 
 def rotate(x, cos, sin):
-    """Rotates each pair of numbers in x (B, T, H, D) by its position's angle, so that the product
-    of a query and a key depends on their distance."""
-    cos, sin = (table[: x.size(1), None].to(x.dtype) for table in (cos, sin))
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+    """Rotates each pair of numbers in x (B, T, H, D), which lie D / 2 apart, by its position's angle, so
+    that the product of a query and a key depends on their distance."""
+    return x * cos.to(x.dtype) + x.roll(x.size(-1) // 2, -1) * sin.to(x.dtype)
 
 
 def causal_attention(q, k, v, dropout):
@@ -199,11 +198,12 @@ class GPT(nn.Module):
         if T > block_size:
             raise ValueError(f"{T} tokens do not fit into block_size={block_size}")
         x = self.dropout(self.embedding(inputs))
+        cos, sin = self.cos[:T, None], self.sin[:T, None]
         for number, block in enumerate(self.blocks, 1):
             if self.config.grad_checkpoint and torch.is_grad_enabled():
-                x = checkpoint(block, x, self.cos, self.sin, use_reentrant=False)
+                x = checkpoint(block, x, cos, sin, use_reentrant=False)
             else:
-                x = block(x, self.cos, self.sin, last_only and number == len(self.blocks))
+                x = block(x, cos, sin, last_only and number == len(self.blocks))
         x = norm(x[:, -1:] if last_only else x)
         if targets is None:
             return self.head(x)[..., : self.classes()]
