@@ -497,13 +497,13 @@ def trained(script, words, seed):
         knobs = {key: config[key] for key in defaults if key not in ("out_dir", "seed")}
     own = ("bench.py", "check.py")
     code = {path: tree for path, (_, tree) in code_hashes().items() if path not in own}
-    folder = folder_of(config["out_dir"], seed, Path(script).read_text("utf-8"), knobs, code)
+    folder = folder_by_hash(config["out_dir"], seed, Path(script).read_text("utf-8"), knobs, code)
     if read_json(folder / "run.json").get("ended") != "finished":
         execute(script, ["--report=false", *words], out_dir=folder, seed=seed)
     return Logged(folder)
 
 
-def folder_of(out_dir, seed, *facts):
+def folder_by_hash(out_dir, seed, *facts):
     """Where a run lies that depends on nothing but its seed and these facts."""
     digest = sha256(json.dumps([*facts, torch.__version__], sort_keys=True).encode()).hexdigest()
     return Path(out_dir, "seeds", digest[:8], f"seed_{seed}")
@@ -585,7 +585,7 @@ def nanogpt(job, seed):
     home = Path(os.environ["NANOGPT"])
     steps = job.config["max_steps"] if "max_steps" in job.config.flags else 2000
     words = NANOGPT.replace("iters=2000", f"iters={steps}").split()
-    folder = folder_of(job.folder, seed, words, (home / "model.py").read_text("utf-8"))
+    folder = folder_by_hash(job.folder, seed, words, (home / "model.py").read_text("utf-8"))
     if not (log := read_json(folder / "nanogpt.json")):
         folder.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()

@@ -102,7 +102,7 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
     else:
         meta, documents = find_text(name, folder, input, tokenizer, say)
     if not old:
-        return folder, write(folder, meta, documents, streamed, say)
+        return folder, write_dataset(folder, meta, documents, streamed, say)
     what = f"{old.get('tokenizer')} tokens of {old.get('source')}"
     asked, made = ((m.get("tokenizer"), m.get("source", "").split(" (")[-1]) for m in (meta, old))
     if asked != made:
@@ -137,7 +137,9 @@ def making(folder: str) -> Iterator[str]:
                 os.rmdir(path)
 
 
-def write(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Callable) -> dict:
+def write_dataset(
+    folder: str, meta: dict, documents: Iterable, streamed: bool, say: Callable
+) -> dict:
     """Write the dataset: `meta` as far as it is known, documents: (split, text). Returns its meta."""
     tokenizer = data.tokenizer_of(meta)
     meta["vocab_size"] = int(tokenizer.vocab_size)
@@ -375,7 +377,7 @@ def read_shakespeare(folder: str, say: Callable) -> bytes:
 # ---- what train.py asks for ----------------------------------------------------------------------
 
 
-def open_dataset(name: str, data_dir: str, say: Callable = print) -> tuple[str, dict]:
+def get_dataset(name: str, data_dir: str, say: Callable = print) -> tuple[str, dict]:
     """prepare(), but for what takes hours."""
     if name in CORPORA and not os.path.exists(f"{data.folder_of(name, data_dir)}/meta.json"):
         raise DataError(f"no dataset {name!r}; make it first: python prepare_data.py {name}")

@@ -31,6 +31,7 @@ from plumbing import cli, machine, ranks
 from plumbing import resume as resuming
 from plumbing.checkpoint import digest_of_state, file_name
 from plumbing.cli import RunFailed, fail
+from plumbing.console import say
 from plumbing.files import replacing
 from plumbing.safe_step import mapped
 from reporting import step as steps
@@ -58,11 +59,6 @@ attempts = (f"{attempt}_{number}" for number in count())
 
 def is_rank0() -> bool:
     return os.environ.get("RANK", "0") == "0"
-
-
-def say(words: str) -> None:
-    if is_rank0():
-        print(words, flush=True)
 
 
 # ---- computing again -----------------------------------------------------------------------------
@@ -162,7 +158,7 @@ def at_step(run: Logged) -> int:
         torch.save({key: found[key] for key in ("traces", "starts", "difference", "words")}, trace)
     elif is_rank0():
         row = found["rows"].row(step, "train")
-        say("\n".join(steps.write_page(run.path, step, found["words"], row, found["seen"])))
+        say("\n".join(steps.write_step(run.path, step, found["words"], row, found["seen"])))
         if save:
             path = run.path / f"replay_{step:08}.pt"
             with replacing(path) as temporary:

@@ -30,7 +30,7 @@ from reporting.curves import COLOURS
 from reporting.page import page
 from reporting.record import last_step, read_run
 from reporting.records import HEADER, record_rows
-from reporting.results import best_words, ended, happened, outcome, table, unit
+from reporting.results import best_in_words, ended, happened, outcome, table, unit
 from reporting.troubles import replay, replay_of, troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
@@ -129,7 +129,7 @@ def compare_picture(runs, names):
             for ax, x in (by_step, step), (by_tokens, tokens), (by_time, minutes):
                 places = np.interp(curve.x, [0, *step], [0, *x])
                 draw(ax, curve._replace(x=places, label=None), **looks)
-        by_step.plot([], [], lw=2.5, label=f"{name}: {best_words(run)}", **looks)
+        by_step.plot([], [], lw=2.5, label=f"{name}: {best_in_words(run)}", **looks)
     scale(by_step, "loss", drawn)
     by_step.set_ylabel("loss (nats)" if unit(*runs) == "tokens" else "loss")
     by_step.set_xlabel("step")

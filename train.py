@@ -229,9 +229,9 @@ class ShuffledWindows(torch.utils.data.Dataset):
 
 def make_dataset(name: str, data_dir: str) -> tuple[str, dict]:
     """(folder, meta) of a dataset that is missing. Where it is there, this code is not even loaded."""
-    from prepare_data import open_dataset
+    from prepare_data import get_dataset
 
-    return open_dataset(name, data_dir, ranks.say)
+    return get_dataset(name, data_dir, ranks.say)
 
 
 def open_dataset(saved: dict | None) -> tuple:

@@ -30,7 +30,7 @@ BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "
 NAME = re.compile("[a-z][a-z0-9_]*")  # of a knob
 INTERVAL = re.compile(r"([\[(])(-?[\d.e]+), (-?[\d.e]+|inf)([\])])")
 CHOICES = re.compile(r"\w+(?: \| \w+)+")
-NANOGPT = {  # nanoGPT's name: the name here, or what to type instead
+NANOGPT_NAMES = {  # nanoGPT's name: the name here, or what to type instead
     "always_save_checkpoint": "--save_interval=N saves whatever the loss is; best.pt is separate",
     "backend": "--device decides it: nccl for cuda, gloo for cpu",
     "bias": "no counterpart: none of the --n_layer layers has a bias",
@@ -301,7 +301,7 @@ def to_type(name: str, value: Any, is_flag: bool) -> str:
 
 def hint_for(name: str, value: Any, knobs: dict, is_flag: bool) -> str:
     """What to write instead of an unknown `name`."""
-    there = NANOGPT.get(name, "")
+    there = NANOGPT_NAMES.get(name, "")
     if there in knobs:
         return f"here it is {to_type(there, value, is_flag)}"
     if " " in there and knobs.keys() >= set(re.findall(r"--(\w+)", there)):

@@ -59,7 +59,7 @@ def of_validation(run):
     e, (tokens, same) = run.evals, results.extent(run)
     on = f", first {tokens:,.0f} {results.unit(run)}" if tokens else ", last on all"
     label = "validation" + on * bool(tokens or not same.all())
-    best, is_best = results.best_words(run), e["step"] == results.best_of(run)[1]
+    best, is_best = results.best_in_words(run), e["step"] == results.best_of(run)[1]
     points = curve("validation", "dots", "vermilion", label, e["step"], e["val_loss"])
     x, y = e["step"][is_best], e["val_loss"][is_best]
     return points, curve("validation", "best", "vermilion", best, x, y)

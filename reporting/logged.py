@@ -11,7 +11,7 @@ from plumbing import checkpoint as checkpoints
 from plumbing.cli import show
 from plumbing.files import read_json
 from plumbing.resume import REPO, RESOLVED, changed_knobs, changes
-from reporting.record import read_rows
+from reporting.record import read_metrics
 
 KINDS = ("train", "eval", "saved")  # in the order in which a step writes them
 MEASURED = "finite step_ms data_ms tokens_per_sec mfu mem_gb gpu_util".split()  # never the same
@@ -32,7 +32,7 @@ class Logged:
         self.facts = read_json(self.path / "run.json")
         self.rows, self.hashes, self.rollbacks = {}, set(), []
         file = self.path / "metrics.jsonl"
-        for row in read_rows(file)[0] if file.exists() else ():
+        for row in read_metrics(file)[0] if file.exists() else ():
             self.add(row)
         trained = [at for at, kind in self.rows if KINDS[kind] == "train"]
         self.first, self.last = min(trained, default=1) - 1, max(trained, default=0)
@@ -116,10 +116,10 @@ def changed(one: Logged, other: Logged) -> list[str]:
     """A line for each knob, and each part of the identity, that differs."""
     found = changed_knobs(one.facts["config"], other.facts["config"])
     found |= changes(one.facts["run"], other.facts["run"])
-    return [f"{name}: {in_short(name, a)}, {in_short(name, b)}" for name, (a, b) in found.items()]
+    return [f"{name}: {abridged(name, a)}, {abridged(name, b)}" for name, (a, b) in found.items()]
 
 
-def in_short(name: str, value) -> str:
+def abridged(name: str, value) -> str:
     is_code = name == "code"  # {file that changed: hash}
     return " ".join(f"{file} {value[file][:8]}" for file in value) if is_code else str(value)
 
@@ -136,7 +136,7 @@ def not_computed(run: Logged, difference: tuple, identity: dict) -> str:
     at, _, words = difference
     words = f"step {at} of {run.path} is not what this code computes here: {words}"
     for name, (then, now) in identity.items():
-        words += f"; {name} was {in_short(name, then)} and is {in_short(name, now)} here"
+        words += f"; {name} was {abridged(name, then)} and is {abridged(name, now)} here"
     resumed = sorted({each["step"] for each in run.facts["resumes"] if each["step"] < at})
     note = f"; a change of knobs or ranks when it resumed, at {resumed}, is not followed"
     return words + note * bool(resumed)

@@ -11,7 +11,7 @@ from string import Template
 import numpy as np
 
 from reporting import curves as drawn
-from reporting.results import best_words
+from reporting.results import best_in_words
 
 TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
 
@@ -28,7 +28,7 @@ def page(runs, names, text, refresh):
     else:
         live += "Bold loss curves are validation, thin ones training."
         colours = list(drawn.COLOURS) * len(runs)
-        labels = [f"{name}: {best_words(run)}" for run, name in zip(runs, names, strict=True)]
+        labels = [f"{name}: {best_in_words(run)}" for run, name in zip(runs, names, strict=True)]
         keys = {f"r{i}": (label, colours[i]) for i, label in enumerate(labels)}
         panels, events = together(runs, names, colours), {}
     buttons = "".join(

@@ -59,7 +59,7 @@ def read_run(folder):
         raise NoRecord(f"{folder}: {found}; expected the out_dir of a run of train.py")
     if not path.stat().st_size:
         raise NoRecord(f"{path} is empty: the run stopped before it had anything to write")
-    rows, unreadable = read_rows(path)
+    rows, unreadable = read_metrics(path)
     if unreadable >= len(rows):
         found = f"{path} is damaged, or not from train.py: most of its lines are not rows"
         raise NoRecord(found + '; expected JSON such as {"kind": "train", "step": 1, ...}')
@@ -94,7 +94,7 @@ def plain(value):
     return float(value) if is_number else math.nan
 
 
-def read_rows(path):
+def read_metrics(path):
     """([row, ...], number of damaged lines) of a metrics.jsonl. Half a line at its end is neither."""
     rows, damaged = [], 0
     with open(path, "rb") as file:

@@ -38,7 +38,7 @@ def best_of(run):
     return (kept, int(at)) if keep else (best, step)
 
 
-def best_words(run):
+def best_in_words(run):
     return f"best {metric_of(run)[2]} {number(best_of(run)[0])}"
 
 

@@ -131,7 +131,7 @@ def differs_in(checkpoint: dict, trace: list) -> str:
 # ---- the page -----------------------------------------------------------------------------------
 
 
-def write_page(folder: Path, step: int, verdict: str, row: dict, seen: dict) -> list[str]:
+def write_step(folder: Path, step: int, verdict: str, row: dict, seen: dict) -> list[str]:
     """Write replay_STEP.md and .png into `folder`. row: of metrics.jsonl, as computed here. seen: what
     look_at() returns. Returns lines for the console."""
     path = folder / f"replay_{step:08}.md"
@@ -169,7 +169,7 @@ def sequences(picture: Path, step: int, seen: dict) -> list[str]:
             text = "".join(f"    {line}\n" for line in decode(inputs[i].tolist()).splitlines())
             words += f"; worst: {', '.join(worst)}\n\n{text}"
         lines.append(words)
-    is_drawn = draw(picture, step, losses[order], order)
+    is_drawn = draw_step(picture, step, losses[order], order)
     return lines + [f"![The loss of each token]({picture.name})"] * is_drawn
 
 
@@ -198,7 +198,7 @@ def outputs(trace: list) -> list[list]:
     return [[name, f"{size:.4g}"] for name, size in sizes.items()]
 
 
-def draw(path: Path, step: int, losses: torch.Tensor, numbers: list) -> bool:
+def draw_step(path: Path, step: int, losses: torch.Tensor, numbers: list) -> bool:
     """The loss of each token as a shade, a line for each sequence. False: matplotlib is missing."""
     try:
         from matplotlib.figure import Figure

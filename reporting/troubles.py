@@ -26,7 +26,7 @@ def troubles(run):
 
 def finding(run, name, shows):
     about = TROUBLES[name]
-    tries = changes(run.info["config"] | run.info["run"], about.get("knobs", ""))
+    tries = to_try(run.info["config"] | run.info["run"], about.get("knobs", ""))
     words = [f"--{knob}={value} (now {now})" for knob, value, now in tries]
     cure = ", ".join(filter(None, [*words, about.get("cure")]))
     tell = command(run, about["tell"], tries, name)
@@ -34,7 +34,7 @@ def finding(run, name, shows):
     return Finding(name, *told, cure, look(run, name))
 
 
-def changes(knobs, wanted):
+def to_try(knobs, wanted):
     """[(knob, value to try, value now)] of the changes in `wanted` that would change something."""
     tries = []
     for change in wanted.split():

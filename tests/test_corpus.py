@@ -18,7 +18,7 @@ from conftest import REPO, pydoc_text, wait_for
 
 import prepare_data
 from plumbing.data import TOKENIZERS, DataError, Offline, tokenizer_of
-from prepare_data import CORPORA, open_dataset, parts, prepare, read_chunks
+from prepare_data import CORPORA, get_dataset, parts, prepare, read_chunks
 
 SCRIPT = REPO / "prepare_data.py"
 FOLDER = Path(os.environ.get("HONEST_DATA") or "/nonexistent")
@@ -110,7 +110,7 @@ def test_each_document_is_there_once_in_order_with_its_end_of_text(
     assert 5 < len(made["val"]) < 40  # a tenth
     assert meta["val_bytes"] == sum(len(text.encode()) for text in made["val"])
     assert meta["vocab_size"] == {"byte": 256, "gpt2": 50257}[tokenizer]
-    assert open_dataset("made", tmp_path) == (str(folder), meta)
+    assert get_dataset("made", tmp_path) == (str(folder), meta)
     assert f"{meta['train_tokens']:,} tokens to train on" in said[0]
 
 
@@ -240,7 +240,7 @@ prepare_data.prepare("made", sys.argv[1], sys.argv[2], "byte", val_fraction=0.1)
         left = list(folder.iterdir()) if folder.exists() else []
         assert len(left) == (signum == signal.SIGKILL)
         with pytest.raises(DataError, match="no dataset 'made'"):
-            open_dataset("made", tmp_path)
+            get_dataset("made", tmp_path)
         for each in left:
             os.utime(each, (0, 0))
     make(folder, corpus, **MANY)
@@ -277,7 +277,7 @@ def test_a_damaged_corpus_is_named(tmp_path, corpus, damage):
     make(tmp_path / "made", corpus, **MANY)
     damage(tmp_path / "made" / "train.bin")
     with pytest.raises(DataError, match="train.bin was changed or damaged: .*prepare_data.py made"):
-        open_dataset("made", tmp_path)
+        get_dataset("made", tmp_path)
 
 
 # --- bad input ---
@@ -388,7 +388,7 @@ def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
         with pytest.raises(DataError, match=f"{name} needs datasets; type: pip install datasets"):
             prepare(name, tmp_path, tokenizer="byte")
         with pytest.raises(DataError, match=f"make it first: python prepare_data.py {name}"):
-            open_dataset(name, tmp_path)
+            get_dataset(name, tmp_path)
     assert os.listdir(tmp_path) == ["a.txt.zst"]
 
 

@@ -23,7 +23,7 @@ import prepare_data
 from plumbing import data
 from plumbing.cli import BadInput
 from plumbing.data import DataError, Offline, dataset_of_run, fingerprint, tokenizer_of
-from prepare_data import open_dataset, prepare
+from prepare_data import get_dataset, prepare
 from sample import stream
 
 SCRIPT = Path(prepare_data.__file__)
@@ -147,7 +147,7 @@ def test_a_vocabulary_past_65536_is_stored_in_32_bits(tmp_path):
     folder, meta = prepare("wide", tmp_path, str(tmp_path / "wide.txt"))
     assert (meta["dtype"], meta["vocab_size"]) == ("uint32", 70_000)
     assert ids(folder, "val").max() == 69_999
-    assert open_dataset("wide", tmp_path) == (folder, meta)
+    assert get_dataset("wide", tmp_path) == (folder, meta)
     with pytest.raises(DataError, match="lacks '!'"):
         encode("!", meta)
 
@@ -179,7 +179,7 @@ def test_char_encoding_is_vectorised(tmp_path):
 def test_pydoc_needs_no_network(tmp_path):
     result = run(tmp_path, "pydoc")
     assert result.returncode == 0, result.stderr
-    folder, meta = open_dataset("pydoc", tmp_path / "data")
+    folder, meta = get_dataset("pydoc", tmp_path / "data")
     assert meta["train_tokens"] > 100_000 and "CPython" in meta["source"]
     assert "statement" in decode(ids(folder, "train"), meta)
 
@@ -227,13 +227,13 @@ def test_a_tokenizer_of_your_own_is_one_class_in_one_file(tmp_path, text_file, m
     monkeypatch.setitem(data.TOKENIZERS, "words", Words)
     folder, meta = prepare("w", tmp_path, str(text_file), "words")
     assert decode(ids(folder, "train"), meta) + decode(ids(folder, "val"), meta) == TEXT
-    assert open_dataset("w", tmp_path) == (folder, meta)
+    assert get_dataset("w", tmp_path) == (folder, meta)
     assert "".join(stream(ids(folder, "val"), tokenizer_of(meta))) == TEXT[int(0.9 * len(TEXT)) :]
     with pytest.raises(DataError, match="words learns its vocabulary from one text"):
         prepare("c", tmp_path, str(tmp_path / "*.txt"), "words")
     monkeypatch.delitem(data.TOKENIZERS, "words")  # a run of it is resumed without its code
     with pytest.raises(DataError, match="meta.json does not describe a dataset"):
-        open_dataset("w", tmp_path)
+        get_dataset("w", tmp_path)
 
 
 def test_a_tokenizer_of_your_own_streams_a_corpus(tmp_path, text_file, monkeypatch):
@@ -271,7 +271,7 @@ def test_a_folder_needs_no_more_than_how_to_read_its_ids(tmp_path):
         digests[f"{split}.bin"] = hashlib.sha256((folder / f"{split}.bin").read_bytes()).hexdigest()
     meta = {"vocab_size": 100, "dtype": "uint16", "train_tokens": 100, "val_tokens": 100}
     (folder / "meta.json").write_text(json.dumps(meta | {"sha256": digests}))
-    assert open_dataset("proteins", tmp_path) == (str(folder), meta | {"sha256": digests})
+    assert get_dataset("proteins", tmp_path) == (str(folder), meta | {"sha256": digests})
     assert prepare("proteins", tmp_path)[0] == str(folder)
     assert data.open_split(folder, meta, "val")[:3].tolist() == [0, 1, 2]
 
@@ -321,7 +321,7 @@ def test_an_unfinished_dataset_is_made_anew(tmp_path, text_file):
     os.remove(Path(folder) / "meta.json")
     (Path(folder) / "val.bin").write_bytes(b"torn")
     assert prepare("esel", tmp_path, str(text_file)) == (folder, meta)
-    assert open_dataset("esel", tmp_path) == (folder, meta)
+    assert get_dataset("esel", tmp_path) == (folder, meta)
 
 
 def test_what_a_killed_run_left_is_removed_once_it_is_old(tmp_path, text_file):
@@ -340,7 +340,7 @@ def test_two_processes_can_make_the_same_dataset_at_once(tmp_path):
     command = [sys.executable, str(SCRIPT), "pydoc", "--data_dir=data"]
     makers = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) for _ in range(3)]
     assert [maker.wait() for maker in makers if maker.communicate()] == [0, 0, 0]
-    folder, _ = open_dataset("pydoc", tmp_path / "data")
+    folder, _ = get_dataset("pydoc", tmp_path / "data")
     assert files(folder) == ["meta.json", "train.bin", "val.bin"]
 
 
@@ -516,10 +516,10 @@ def test_a_damaged_dataset_is_refused_and_how_to_make_it_again_is_said(
     tmp_path, text_file, damage, words
 ):
     folder, meta = prepare("esel", tmp_path, str(text_file))
-    assert open_dataset("esel", tmp_path)[1] == meta
+    assert get_dataset("esel", tmp_path)[1] == meta
     damage(Path(folder), copy.deepcopy(meta))
     before = snapshot(tmp_path)
-    for opener in (open_dataset, prepare):
+    for opener in (get_dataset, prepare):
         with pytest.raises(DataError) as error:
             opener("esel", tmp_path)
         message = str(error.value)
@@ -531,12 +531,12 @@ def test_a_damaged_dataset_is_refused_and_how_to_make_it_again_is_said(
 
 
 def test_open_dataset_makes_a_named_dataset_and_no_other(tmp_path):
-    folder, meta = open_dataset("pydoc", tmp_path)
-    assert open_dataset("pydoc", tmp_path) == (folder, meta)
+    folder, meta = get_dataset("pydoc", tmp_path)
+    assert get_dataset("pydoc", tmp_path) == (folder, meta)
     with pytest.raises(DataError, match="no dataset 'shakespear'"):
-        open_dataset("shakespear", tmp_path)
+        get_dataset("shakespear", tmp_path)
     with pytest.raises(DataError, match="NAME is made of"):
-        open_dataset("../x", tmp_path)
+        get_dataset("../x", tmp_path)
 
 
 # --- downloads ---
@@ -612,7 +612,7 @@ def test_shakespeare_is_downloaded_once_and_kept(tmp_path, server, path, request
 
     os.remove(folder / "meta.json")  # made again from the text that was kept
     assert run(tmp_path, "shakespeare").returncode == 0
-    assert open_dataset("shakespeare", tmp_path / "data")[1]["train_tokens"] == 1_003_854
+    assert get_dataset("shakespeare", tmp_path / "data")[1]["train_tokens"] == 1_003_854
 
     os.remove(folder / "meta.json")  # the text was changed: it comes anew
     (folder / "input.txt").write_bytes(b"?" + SHAKESPEARE.read_bytes()[1:])
@@ -625,10 +625,10 @@ def test_shakespeare_is_downloaded_once_and_kept(tmp_path, server, path, request
 @needs_shakespeare
 def test_shakespeare_can_come_from_a_file_or_a_copy(tmp_path):
     assert run(tmp_path, "shakespeare", SHAKESPEARE_URL=SHAKESPEARE.as_uri()).returncode == 0
-    one = open_dataset("shakespeare", tmp_path / "data")[1]
+    one = get_dataset("shakespeare", tmp_path / "data")[1]
     shutil.rmtree(tmp_path / "data")
     assert run(tmp_path, "shakespeare", f"--input={SHAKESPEARE}").returncode == 0
-    two = open_dataset("shakespeare", tmp_path / "data")[1]
+    two = get_dataset("shakespeare", tmp_path / "data")[1]
     assert fingerprint(one) == fingerprint(two)
 
 
@@ -658,7 +658,7 @@ def test_every_error_of_the_data_is_bad_input():
 def test_a_run_takes_the_offline_dataset_only_where_the_other_cannot_be_had(tmp_path, capsys):
     def ask(name, offline_name, so_far=None, block_size=16):
         known = (name, offline_name, so_far, tmp_path, block_size)
-        return dataset_of_run(functools.partial(open_dataset, say=lambda *words: None), *known)
+        return dataset_of_run(functools.partial(get_dataset, say=lambda *words: None), *known)
 
     name, _, meta = ask("shakespeare", "pydoc")
     assert name == "pydoc" and "CPython" in meta["source"]
@@ -680,10 +680,10 @@ def test_no_network_is_noticed_quickly_and_told_apart(tmp_path, monkeypatch):
     assert "pydoc needs no network" in err
     assert time.monotonic() - start < 5
     with pytest.raises(Offline, match="cannot reach"):
-        open_dataset("shakespeare", tmp_path)
+        get_dataset("shakespeare", tmp_path)
     monkeypatch.setenv("SHAKESPEARE_URL", "http://no-such-host.invalid/input.txt")
     with pytest.raises(Offline, match="cannot reach"):
-        open_dataset("shakespeare", tmp_path)
+        get_dataset("shakespeare", tmp_path)
     assert snapshot(tmp_path) == {}
 
 
@@ -695,7 +695,7 @@ def test_a_download_that_drips_counts_as_no_network_after_a_bounded_time(
     monkeypatch.setattr(prepare_data, "DOWNLOAD_SECONDS", 0.5)
     start = time.monotonic()
     with pytest.raises(Offline, match="timed out after 0.5 s; .* pydoc needs no network"):
-        open_dataset("shakespeare", tmp_path)
+        get_dataset("shakespeare", tmp_path)
     assert time.monotonic() - start < 5
     assert snapshot(tmp_path) == {}
 
@@ -705,5 +705,5 @@ def test_a_server_that_never_answers_counts_as_no_network(tmp_path, monkeypatch)
         monkeypatch.setenv("SHAKESPEARE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setattr(prepare_data, "TIMEOUT", 0.3)
         with pytest.raises(Offline, match="timed out"):
-            open_dataset("shakespeare", tmp_path)
+            get_dataset("shakespeare", tmp_path)
     assert snapshot(tmp_path) == {}
