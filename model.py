@@ -61,7 +61,7 @@ def norm(x):
 
 
 def rotary_tables(block_size, head_size):
-    """cos and signed sin of each number's angle at each position, (T, D) (Su et al. 2021, "RoFormer")."""
+    """cos, and sin with the signs that rotate() needs, (T, D) (Su et al. 2021, "RoFormer")."""
     frequency = ROPE_BASE ** -(torch.arange(0, head_size, 2).float() / head_size)
     angle = torch.arange(block_size).float()[:, None] * frequency[None, :]
     cos, sin = angle.cos(), angle.sin()
@@ -69,8 +69,8 @@ def rotary_tables(block_size, head_size):
 
 
 def rotate(x, cos, sin):
-    """Rotates each pair of numbers in x (B, T, H, D), which lie D / 2 apart, by its position's angle, so
-    that the product of a query and a key depends on their distance."""
+    """Rotates each pair of numbers in x (B, T, H, D), which lie D / 2 apart, by its position's angle: the
+    product of a query and a key then depends on their distance. cos, sin: (T, 1, D)."""
     return x * cos.to(x.dtype) + x.roll(x.size(-1) // 2, -1) * sin.to(x.dtype)
 
 

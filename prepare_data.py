@@ -102,7 +102,7 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
     else:
         meta, documents = find_text(name, folder, input, tokenizer, say)
     if not old:
-        return folder, write_dataset(folder, meta, documents, streamed, say)
+        return folder, store(folder, meta, documents, streamed, say)
     what = f"{old.get('tokenizer')} tokens of {old.get('source')}"
     asked, made = ((m.get("tokenizer"), m.get("source", "").split(" (")[-1]) for m in (meta, old))
     if asked != made:
@@ -137,9 +137,7 @@ def making(folder: str) -> Iterator[str]:
                 os.rmdir(path)
 
 
-def write_dataset(
-    folder: str, meta: dict, documents: Iterable, streamed: bool, say: Callable
-) -> dict:
+def store(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Callable) -> dict:
     """Write the dataset: `meta` as far as it is known, documents: (split, text). Returns its meta."""
     tokenizer = data.tokenizer_of(meta)
     meta["vocab_size"] = int(tokenizer.vocab_size)

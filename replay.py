@@ -158,7 +158,7 @@ def at_step(run: Logged) -> int:
         torch.save({key: found[key] for key in ("traces", "starts", "difference", "words")}, trace)
     elif is_rank0():
         row = found["rows"].row(step, "train")
-        say("\n".join(steps.write_step(run.path, step, found["words"], row, found["seen"])))
+        say("\n".join(steps.write_step_page(run.path, step, found["words"], row, found["seen"])))
         if save:
             path = run.path / f"replay_{step:08}.pt"
             with replacing(path) as temporary:

@@ -35,7 +35,7 @@ from plumbing.safe_step import (
 )
 
 HASHED = ("model", "optimizer", "scaler", "ema", "state", "rng")  # what the next steps depend on
-TYPES = dict.fromkeys((*HASHED, "config", "data", "run"), dict) | {"optimizer": list, "rng": list}
+SCHEMA = dict.fromkeys((*HASHED, "config", "data", "run"), dict) | {"optimizer": list, "rng": list}
 MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # keys of the state that a restore leaves alone
 MOST_VALUES = 10_000_000  # in a checkpoint, nested ones included; more is damage, or an attack
 
@@ -48,7 +48,7 @@ def file_name(step: int) -> str:
     return f"ckpt_{step:08}.pt"
 
 
-def load(path: Path, verify: bool = True, mmap: bool = True, parts: Iterable = TYPES) -> dict:
+def load(path: Path, verify: bool = True, mmap: bool = True, parts: Iterable = SCHEMA) -> dict:
     """Load the checkpoint at `path` on the CPU, memory-mapped if `mmap`. No code in it can run.
 
     verify: first read the whole file and compare the zip's checksums, because torch.load loads a
@@ -76,7 +76,7 @@ def load(path: Path, verify: bool = True, mmap: bool = True, parts: Iterable = T
         raise Damaged((str(error) or type(error).__name__).splitlines()[0][:120]) from error
 
 
-def check_schema(checkpoint: Any, path: Path, parts=TYPES) -> None:
+def check_schema(checkpoint: Any, path: Path, parts=SCHEMA) -> None:
     """Raises an error unless `checkpoint` has the parts, types and values that this code writes."""
     todo, count = [(checkpoint, 0)], 0
     while todo:  # not by recursion: nesting may be deep, or the same list many times over
@@ -87,12 +87,12 @@ def check_schema(checkpoint: Any, path: Path, parts=TYPES) -> None:
         if isinstance(value, dict | list | tuple):
             items = value.values() if isinstance(value, dict) else value
             todo += ((item, depth + 1) for item in items)
-    for part, kind in TYPES.items():
+    for part, kind in SCHEMA.items():
         if part in (*parts, *checkpoint) and not isinstance(checkpoint.get(part), kind):
             raise Damaged(f"its part {part!r} is missing or no {kind.__name__}")
     weights = [*checkpoint["model"].items(), *checkpoint.get("ema", {}).items()]
     fine = {"weights": all(n.endswith("_extra_state") or torch.is_tensor(w) for n, w in weights)}
-    if parts is TYPES:
+    if parts is SCHEMA:
         state, rng = checkpoint["state"], checkpoint["rng"]
         named = re.fullmatch(r"(?:ckpt|milestone)_(\d{8,})", path.stem)
         counts = [state.get(key, 0) for key in ("sequences", "tokens", *MICRO_BATCHES)]

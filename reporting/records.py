@@ -22,6 +22,7 @@ def record_rows(folder):
         for name, row, count, command in rows:
             loss = f"{row['loss']:.3f} ± {row['deviation']:.3f}"
             machine = f"{facts['hardware']['cpu']}, torch {facts['versions']['torch']}"
-            when = f"{facts['date'][:10]}, {facts['git']['commit'][:7]}"
+            patched = ", patched" * bool(facts["git"]["dirty"])
+            when = f"{facts['date'][:10]}, {facts['git']['commit'][:7]}{patched}"
             seconds = f"{row['process']:.1f}"
             yield name, loss, seconds, str(count), f"`python {command}`", machine, when

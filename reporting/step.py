@@ -131,7 +131,7 @@ def differs_in(checkpoint: dict, trace: list) -> str:
 # ---- the page -----------------------------------------------------------------------------------
 
 
-def write_step(folder: Path, step: int, verdict: str, row: dict, seen: dict) -> list[str]:
+def write_step_page(folder: Path, step: int, verdict: str, row: dict, seen: dict) -> list[str]:
     """Write replay_STEP.md and .png into `folder`. row: of metrics.jsonl, as computed here. seen: what
     look_at() returns. Returns lines for the console."""
     path = folder / f"replay_{step:08}.md"

@@ -196,29 +196,28 @@ def test_a_file_that_gets_shorter_is_not_read_past_its_end(tmp_path, tokens, lef
         read_rows(tokens, np.array([20]), 10)
 
 
-def test_a_pickle_holds_the_name_of_the_file_and_not_the_tokens(tmp_path, windows):
-    windows[9, 3]  # an epoch's order may lie in the cache
+def from_spawned_worker(dataset, wanted):
+    """What dataset[each of `wanted`] is in a process that has no override of a config global, and no
+    open file of this one."""
+    handler = signal.getsignal(signal.SIGCHLD)
+    spawned = {"num_workers": 1, "multiprocessing_context": "spawn", "collate_fn": as_arrays}
+    loader = torch.utils.data.DataLoader(dataset, sampler=wanted, batch_size=None, **spawned)
+    there = list(loader)
+    signal.signal(signal.SIGCHLD, handler)  # torch leaves its own
+    return there
+
+
+def test_token_ids_travel_by_the_name_of_their_file_and_a_part_as_itself(tmp_path):
     many = split_of(tmp_path, np.arange(60_000, dtype=np.uint16))
     assert len(pickle.dumps(many)) < 1000
-    assert np.array_equal(pickle.loads(pickle.dumps(many)), many)
-    assert np.array_equal(pickle.loads(pickle.dumps(many[5:9])), many[5:9])  # a part is itself
+    ((whole, part),) = from_spawned_worker([(many, many[5:9])], [0])
+    assert np.array_equal(whole, many) and np.array_equal(part, many[5:9])
 
 
 def test_batches_travel_to_workers_that_are_spawned(windows):
-    """A spawned worker has no override of a config global, and no open file of its parent."""
     wanted = [(44, 3), (47, 6), (53, 1)]
-    loader = torch.utils.data.DataLoader(
-        windows,
-        sampler=wanted,
-        batch_size=None,
-        collate_fn=as_arrays,
-        num_workers=1,
-        multiprocessing_context="spawn",
-    )
-    handler = signal.getsignal(signal.SIGCHLD)
-    for batch, pair in zip(wanted, loader, strict=True):
+    for batch, pair in zip(wanted, from_spawned_worker(windows, wanted), strict=True):
         assert all(map(np.array_equal, pair, windows[batch]))
-    signal.signal(signal.SIGCHLD, handler)  # torch leaves its own
 
 
 # ---- workers -------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from plumbing.cli import read_knobs
 
 MOST_LINES_LOADED = 4_500  # by `import train`; no commit raises these four
 MOST_FILES_LOADED = 22
-MOST_LINES_OF_ALL = 8_334  # of Python outside tests/; 7,700 is the aim, and this only goes down
+MOST_LINES_OF_ALL = 8_333  # of Python outside tests/; 7,700 is the aim, and this only goes down
 MOST_LINES_OF_A_FUNCTION = 60  # in train.py and model.py
 SCRIPTS = sorted(path.relative_to(REPO).as_posix() for path in REPO.glob("*.py"))
 MODULES = sorted(path.relative_to(REPO).as_posix() for path in REPO.glob("plumbing/*.py"))

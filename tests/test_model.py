@@ -175,6 +175,23 @@ def test_plain_attention_equals_the_fused_kernel():
         torch.testing.assert_close(causal_attention(q, k, v, 0.0), (q @ k.mT).softmax(-1) @ v)
 
 
+def test_queries_and_keys_are_rotated_so_that_their_product_depends_on_their_distance():
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64).expand(2, 1, 12, 1, 8)
+    cos, sin = (table.double()[:, None] for table in module.rotary_tables(12, 8))
+    a, b = module.rotate(q, cos, sin).chunk(2, dim=-1)
+    angle = torch.arange(12)[:, None] / module.ROPE_BASE ** (torch.arange(0, 8, 2) / 8)
+    turned = torch.polar(torch.ones_like(angle), angle) * torch.complex(
+        *q[0, :, 0].chunk(2, dim=-1)
+    )
+    torch.testing.assert_close(torch.complex(a, b)[0, :, 0].to(torch.complex64), turned.cfloat())
+    products = torch.einsum("qd,kd->qk", *(module.rotate(x, cos, sin)[0, :, 0] for x in (q, k)))
+    for distance in range(12):
+        along = products.diagonal(distance)
+        torch.testing.assert_close(along, along[:1].expand_as(along), rtol=0, atol=1e-5)
+    assert products[0].std() > 0.01  # control: it does depend on the distance
+
+
 @both
 def test_short_and_long_contexts_agree(extras):
     """The same text gives the same logits, whatever follows it and however long the model's context is."""

@@ -7,11 +7,15 @@ import sys
 import pytest
 from conftest import REPO
 
+from plumbing.cli import read_knobs
 from reporting.records import HEADER, record_rows
 
 FOLDERS = sorted(path for path in (REPO / "records").glob("*/"))
 SPREAD = re.compile(r"\d\.\d{3} ± \d\.\d{3}")
 README = (REPO / "README.md").read_text(encoding="utf-8")
+KNOBS = {
+    name for script in ("train", "check", "bench") for name in read_knobs(REPO / f"{script}.py")
+}
 ROWS = {folder.name: list(record_rows(folder)) for folder in FOLDERS}
 
 
@@ -25,9 +29,16 @@ def test_a_record_says_what_was_measured_by_which_command_on_what(name):
         what, loss, seconds, runs, command, machine, when = row
         assert SPREAD.fullmatch(loss) and float(seconds) > 0 and int(runs) >= 3, what
         assert command.startswith("`python ") and "torch 2." in machine
-        commit = when.rpartition(", ")[2]
-        assert re.fullmatch(r"[0-9a-f]{7}", commit)
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d, [0-9a-f]{7}(, patched)?", when)
+        if "$NANOGPT" not in command and not when.endswith("patched"):
+            assert {*re.findall(r"--(\w+)=", command)} <= KNOBS  # as it stands, it can be typed
     assert ROWS[name]
+
+
+def test_a_record_of_a_patched_tree_says_so():
+    patched = [row for rows in ROWS.values() for row in rows if row[-1].endswith("patched")]
+    assert any("--teachers=" in row[HEADER.index("command")] for row in patched)
+    assert "teachers" not in KNOBS
 
 
 def test_every_spread_in_the_readme_is_that_of_a_record():
