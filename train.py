@@ -23,7 +23,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -263,6 +263,24 @@ def load_batches(run: "Run") -> data.Batches:
 # ---- the step ------------------------------------------------------------------------------------
 
 
+class Watch:
+    """What main(argv, watch=...) calls on the way: another script, such as replay.py, overrides what
+    it wants to see or to add. Here they change nothing."""
+
+    def begin(self, run: "Run") -> None:
+        """All is checked, and nothing is written yet."""
+
+    def step(self, run: "Run", take: Callable[[], dict], inputs, targets, lr: float) -> dict:
+        """Take a step: returns what train_step returns."""
+        return take()
+
+    def due(self, run: "Run", due: SimpleNamespace) -> None:
+        """May add to what is due after a step, `run.state["step"]`: see what_is_due()."""
+
+    def end(self, run: "Run") -> None:
+        """The run has ended, or failed; its rows are on disk."""
+
+
 @dataclass
 class Run:
     """What the next step depends on. model(inputs) returns logits, and model(inputs, targets) the mean
@@ -284,6 +302,7 @@ class Run:
     batches: data.Batches | None = None  # the batches to come
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
     reasons: dict = field(default_factory=dict)  # knob that was auto -> why it has its value
+    watch: "Watch" = field(default_factory=lambda: Watch())
 
     def checkpoint(self) -> dict:
         """All that the next step depends on, and what the run is. A collective call."""
@@ -666,6 +685,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         if batch:
             inputs, targets, data_ms = batch
             take = partial(train_step, model, run, inputs, targets, lr)
+            take = partial(run.watch.step, run, take, inputs, targets, lr)
             audited = every(audit_interval, state["step"] + 1)
             numbers = audit.confirm(run, take) if audited else take()
             row = count_batch(run, targets)  # state["step"] is one more from here on
@@ -673,6 +693,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
 
         # ---- what is due? every rank gets the same answer ----------------------------------------
         due = what_is_due(state["step"] if batch else None, signals, saver)
+        run.watch.due(run, due)
         if not any(vars(due).values()):
             continue
 
@@ -757,6 +778,7 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
             run.batches.stop()
         saver.wait()
         run.folder.end(ending[0], clock, run.state, report)
+        run.watch.end(run)
     return ending[1]
 
 
@@ -848,9 +870,9 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         yield run
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
     """Run the flags in `argv` (None: those of the command line). Returns the exit code. Raises
-    BadInput, or what ended the run."""
+    BadInput, or what ended the run. watch: is called on the way."""
     global last_run
     clock = Clock(since_process_start=argv is None)
     machine.speed_up_start_and_exit()
@@ -858,6 +880,8 @@ def main(argv: list[str] | None = None) -> int:
         last_run = run
         if run.path and from_rank0(resuming.is_finished, run):
             return 0
+        run.watch = watch or run.watch
+        run.watch.begin(run)
 
         # ---- all is checked: from here on the run writes to out_dir
         milestones = max_steps // milestone_interval if milestone_interval else 0
