@@ -12,7 +12,6 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterable
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,21 +21,18 @@ import torch
 from plumbing import ranks
 from plumbing.cli import RunFailed, fail
 from plumbing.files import fsync, replacing
-from plumbing.fsdp import shard_like
 from plumbing.machine import copies_in_background, synchronize
 from plumbing.safe_step import (
+    MICRO_BATCHES,
     as_bytes,
-    clone,
     leaves,
     mapped,
     out_of_memory,
-    set_rng_state,
     tensors,
 )
 
 HASHED = ("model", "optimizer", "scaler", "ema", "state", "rng")  # what the next steps depend on
 SCHEMA = dict.fromkeys((*HASHED, "config", "data", "run"), dict) | {"optimizer": list, "rng": list}
-MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # keys of the state that a restore leaves alone
 MOST_VALUES = 10_000_000  # in a checkpoint, nested ones included; more is damage, or an attack
 
 
@@ -131,21 +127,27 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def newest_valid(
-    folder: Path, usable: Callable = lambda step, state: True, set_aside: bool = True
-) -> Path | None:
-    """Path of the newest undamaged checkpoint for which usable(step, state) is true, or None. Damaged
-    ones are renamed to NAME.pt.corrupt. A file that cannot be read raises OSError instead."""
+    folder: Path, usable: Callable = lambda step, state: True
+) -> tuple[Path | None, list[Path]]:
+    """(path of the newest undamaged checkpoint for which usable(step, state) is true, or None; the damaged
+    ones on the way to it). A file that cannot be read raises OSError instead."""
+    damaged = []
     for path in newest_first(folder):
         try:
             state = load(path, verify=False)["state"]
             if usable(state["step"], state) and load(path):
-                return path
+                return path, damaged
         except Damaged as error:
             ranks.say(f"{path.name} is damaged ({error}): trying older ones")
-            with contextlib.suppress(OSError):  # a folder that has become read-only
-                if set_aside:
-                    os.replace(path, path.with_name(path.name + ".corrupt"))
-    return None
+            damaged.append(path)
+    return None, damaged
+
+
+def set_aside(damaged: list[Path]) -> None:
+    """Rename damaged checkpoints to NAME.pt.corrupt."""
+    for path in damaged:
+        with contextlib.suppress(OSError):  # a folder that has become read-only
+            os.replace(path, path.with_name(path.name + ".corrupt"))
 
 
 def remove_after(folder: Path, step: int) -> None:
@@ -159,50 +161,6 @@ def remove(paths: Iterable[Path]) -> None:
             path.unlink(missing_ok=True)
         except OSError as error:
             ranks.say(f"{path.name} cannot be removed ({error.strerror})")
-
-
-def own_part(weights, leaf, path):
-    """A copy of `leaf`, at `path` in an optimizer's state; of a sharded weight's, this rank's rows."""
-    mine = shard_like(weights[path[0]], leaf) if isinstance(path[0], int) else leaf
-    return clone(leaf) if mine is leaf else mine
-
-
-def on_devices_of(now: Any, saved: Any) -> Any:
-    """`saved`, each of its tensors on the device of the one at the same path in `now`."""
-    devices = {path: leaf.device for path, leaf in leaves(now) if isinstance(leaf, torch.Tensor)}
-    return mapped(lambda leaf, path: leaf.to(devices[path]) if path in devices else leaf, saved)
-
-
-@torch.no_grad()
-def restore(run, checkpoint: dict) -> None:
-    """Restore `run` from a result of run.checkpoint(), sharded or not. These stay: micro-batches,
-    optimizer settings whose knobs changed, and the RNG state if the number of ranks changed."""
-    here = run.model.state_dict()
-    weights = mapped(lambda w, path: shard_like(here.get(path[0]), w), checkpoint["model"])
-    run.model.load_state_dict(weights)
-    if "frozen" in checkpoint:
-        for name, weight in run.model.named_parameters():
-            weight.requires_grad_(name not in checkpoint["frozen"])
-    optimizers = zip(run.optimizers, run.groups, checkpoint["optimizer"], strict=True)
-    for optimizer, built, saved in optimizers:
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        moments = mapped(partial(own_part, weights), saved["state"])
-        own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
-        groups = [  # as saved, except for the values that changed knobs now build differently
-            group | {k: v for k, v in now.items() if repr(then.get(k)) != repr(v)}
-            for now, then, group in zip(built, saved["built"], saved["param_groups"], strict=True)
-        ]
-        own_keys = {key: clone(saved[key]) for key in saved if key not in ("state", "built")}
-        optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
-        for weight, each in own:  # torch casts tensors to the weight's dtype, and garbles a str
-            optimizer.state[weight] = on_devices_of(optimizer.state[weight], each)
-    run.scaler.load_state_dict(checkpoint["scaler"])
-    averages = checkpoint["model"] | checkpoint["ema"]
-    for name, average in run.ema.items():
-        average.copy_(shard_like(average, averages[name]))
-    run.state.update(clone(checkpoint["state"]) | {key: run.state[key] for key in MICRO_BATCHES})
-    if len(checkpoint["rng"]) == ranks.world_size():
-        set_rng_state(checkpoint["rng"][ranks.rank()], run.device)
 
 
 # ---- what a checkpoint cannot restore is refused, not lost on a resume ---------------------------

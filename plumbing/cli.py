@@ -4,6 +4,7 @@ A knob is a lower-case name that a script sets to a plain str, int, float or boo
 function or class; its default gives its type. A *_dir is a path: of a flag, relative to the working
 directory, else to the repository. The comment beside it, which goes on in lines that begin with `#`
 and two spaces, is its help. An interval in it, such as [1, inf), and choices, a | b, are enforced.
+Its last words, after a semicolon, say what the knob may do: see POLICY. No word: the course of the run.
 A config file is executed as Python, sees the knobs as set so far, and may assign knobs and _names.
 """
 
@@ -18,6 +19,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from glob import glob
 from hashlib import sha256
 from itertools import groupby
@@ -26,8 +28,16 @@ from symtable import symtable
 from typing import Any, NoReturn
 
 AUTO_OR_BOOL = ("compile", "deterministic")
+POLICY = {  # the words in which a comment may end
+    "fixed": "another value is another run: it names the folder, and a resume with it is refused",
+    "kept": "resolved once and kept in the checkpoint, unless the command changes",
+    "bits": "the same mathematics, other bits: it names no folder, and such a resume is inexact",
+    "free": "changes no bit of any step",
+}
+NO_WORD = "the course of the run: it names the folder, and a change on a resume is recorded"
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 NAME = re.compile("[a-z][a-z0-9_]*")  # of a knob
+WORDS = re.compile(rf"; ((?:{'|'.join(POLICY)})(?:, (?:{'|'.join(POLICY)}))*)$")
 INTERVAL = re.compile(r"([\[(])(-?[\d.e]+), (-?[\d.e]+|inf)([\])])")
 CHOICES = re.compile(r"\w+(?: \| \w+)+")
 NANOGPT_NAMES = {  # nanoGPT's name: the name here, or what to type instead
@@ -119,8 +129,22 @@ def folded_traceback(error: BaseException) -> str:
     return f"{text}{words}\n"
 
 
+@dataclass
+class Knob:
+    """What a script's source says of a knob. policy: the words of POLICY in which the comment ends."""
+
+    default: Any
+    comment: str = ""
+    heading: str = ""  # the full-line comments above its group
+    policy: frozenset = frozenset()
+
+    def names_folder(self) -> bool:
+        return not self.policy & {"bits", "free"}
+
+
 class Config(dict):
-    """Every knob and its value. flags: names that flags set. base: values without flags, as written."""
+    """Every knob and its value. flags: names that flags set. typed: these, and what config files after
+    the first one set. base: values without what is typed, as written. knobs: name -> Knob."""
 
 
 @contextmanager
@@ -139,8 +163,10 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
         print_help(scopes[-1], knobs, takes_names=names is not None)
         raise SystemExit(0)
 
-    config = Config({name: default for name, (default, _, _) in knobs.items()})
-    config.flags, config.base = set(), dict(config)
+    config = Config({name: knob.default for name, knob in knobs.items()})
+    config.knobs, config.base = knobs, dict(config)
+    config.flags, config.typed = set(), set()
+    is_first_file = True
     for argument in argv:
         if argument.startswith("-"):
             name, equals, value = argument.removeprefix("--").partition("=")
@@ -148,11 +174,15 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
                 fail(f"{argument} has no value; write it as in --{name}={show(config[name])}")
             config[name] = accept(name, value, argument, knobs)
             config.flags.add(name)
+            config.typed.add(name)
         elif argument.endswith(".py"):
             settings = read_config_file(argument, repository, config, knobs)
             config |= settings
-            config.base |= settings
             config.flags -= settings.keys()
+            own = settings if is_first_file else settings.keys() & {"out_dir"}
+            config.base |= {name: settings[name] for name in own}
+            config.typed = (config.typed | settings.keys()) - {*own}
+            is_first_file = False
         elif names is None:
             fail(f"unexpected argument {argument!r}; write config/FILE.py or --key=value")
         else:
@@ -172,17 +202,26 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
             scope.update(values)
 
 
-def folder_name(config: Config, named: Collection[str]) -> str:
-    """The out_dir that was typed; else the config's and, in the order of the knobs, those flags in
-    `named` that change a value (of a batch's two factors: their product): out/mine,n_layer=2."""
+def folder_name(config: Config) -> str:
+    """The out_dir of a flag; else the config's and, in the order of the knobs, what was typed, changes
+    a value and makes another run: out/mine,n_layer=2. Of a batch's two factors their product counts."""
     if "out_dir" in config.flags:
         return config["out_dir"]
+    names = {name for name in config.typed if config.knobs[name].names_folder()} - {"out_dir"}
     factors = {"batch_size", "accum_steps"} & config.keys()
-    typed = {key for key in config.flags & {*named} if config[key] != config.base[key]} - factors
-    if math.prod(config[key] for key in factors) != math.prod(config.base[key] for key in factors):
-        typed |= factors
+    if product(config, factors) != product(config.base, factors):
+        names |= factors & config.typed
+    return named(config, [key for key in names if config[key] != config.base[key]])
+
+
+def product(values: dict, names: Collection[str]) -> int:
+    return math.prod(values[name] for name in names)
+
+
+def named(config: Config, names: Collection[str]) -> str:
+    """out_dir, with the values of these knobs in its name."""
     parent, name = os.path.split(config["out_dir"])
-    for key in filter(typed.__contains__, config):
+    for key in filter(names.__contains__, config):
         value = re.sub(r"[^\w.+-]", lambda match: f"%{ord(match[0]):02X}", show(config[key]))
         name += f",{key}={value}"
     if len(name) > 120:
@@ -190,9 +229,8 @@ def folder_name(config: Config, named: Collection[str]) -> str:
     return os.path.join(parent, name)
 
 
-def read_knobs(path: str | Path) -> dict[str, tuple[Any, str, str]]:
-    """{name: (default, comment, heading)} of the knobs in the script at `path`, in order. The heading
-    is the full-line comments above a group of knobs."""
+def read_knobs(path: str | Path) -> dict[str, Knob]:
+    """{name: Knob} of the knobs in the script at `path`, in order."""
     source = Path(path).read_text(encoding="utf-8")
     lines = source.splitlines()
     knobs, heading = {}, ""
@@ -213,11 +251,13 @@ def read_knobs(path: str | Path) -> dict[str, tuple[Any, str, str]]:
             while end < len(lines) and lines[end].startswith("#  "):
                 comment += " " + lines[end].strip("# ")
                 end += 1
-            knobs[name] = default, comment, heading
+            words = WORDS.search(comment)
+            policy = frozenset(words[1].split(", ")) if words else frozenset()
+            knobs[name] = Knob(default, comment, heading, policy)
     return knobs
 
 
-def knobs_of(scope: dict[str, Any]) -> dict[str, tuple[Any, str, str]]:
+def knobs_of(scope: dict[str, Any]) -> dict[str, Knob]:
     """read_knobs() with present values as defaults. Raises BadInput for a plain global that is not in
     the source, such as train.max_step = 5: it would do nothing, in silence."""
     path = Path(scope["__file__"])
@@ -228,8 +268,8 @@ def knobs_of(scope: dict[str, Any]) -> dict[str, tuple[Any, str, str]]:
         if type(scope[name]) in (str, int, float, bool):
             accept(name, scope[name], f"{path.stem}.{name} = {scope[name]!r}", knobs)
     return {
-        name: (accept(name, scope[name], f"{name} = {scope[name]!r}", knobs), *words)
-        for name, (_, *words) in knobs.items()
+        name: replace(knob, default=accept(name, scope[name], f"{name} = {scope[name]!r}", knobs))
+        for name, knob in knobs.items()
     }
 
 
@@ -258,7 +298,7 @@ def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
     is_flag = written.startswith("-")
     if name not in knobs:
         fail(f"unknown name {name!r} in {written}; {hint_for(name, value, knobs, is_flag)}")
-    default, comment, _ = knobs[name]
+    default, comment = knobs[name].default, knobs[name].comment
     choices, interval = CHOICES.search(comment), INTERVAL.search(comment)
     words = choices[0].split(" | ") if choices else ["true", "false"] * isinstance(default, bool)
     words = ["auto", "true", "false"] if name in AUTO_OR_BOOL else words
@@ -317,9 +357,13 @@ def print_help(scope: dict[str, Any], knobs: dict, takes_names: bool) -> None:
     lines = [(scope.get("__doc__") or "").strip().split("\n\n")[0], ""]
     lines += [f"{usage} [config/FILE.py ...] [--key=value ...]"]
     lines += ["(a config file is Python, and is executed; later arguments win)"]
-    for heading, group in groupby(knobs.items(), lambda item: item[1][2]):
+    for heading, group in groupby(knobs.items(), lambda item: item[1].heading):
         lines += ["\n" + textwrap.fill(heading or "More", 100)]
-        for name, (default, comment, _) in group:
-            line = f"{f'  --{name}={show(default)}':<30}  {comment}".rstrip()
+        for name, knob in group:
+            line = f"{f'  --{name}={show(knob.default)}':<30}  {knob.comment}".rstrip()
             lines += [textwrap.fill(line, 100, subsequent_indent=" " * 32)]
+    if any(knob.policy for knob in knobs.values()):
+        lines += ["\nThe last word of a line says what another value does:"]
+        lines += [f"  {word:<8}{meaning}" for word, meaning in POLICY.items()]
+        lines += [f"  none    {NO_WORD}"]
     print("\n".join(lines), flush=True)

@@ -192,7 +192,7 @@ def print_event(step: int, event: str, fields: dict[str, Any]) -> None:
 
 def in_short(value: Any, event: str) -> str:
     """A field of an event. Of the hashes of files that differ, their names."""
-    if event == "inexact_resume":
+    if event in ("inexact_resume", "changed"):
         then, now = value
         return ", ".join(now) if isinstance(now, dict) else f"{then} -> {now}"
     if isinstance(value, list):
@@ -256,8 +256,9 @@ def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric:
     spent = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
     say(f"{sum(seconds.values()):.1f} s: {spent}")
     if ended.startswith(("stopped by", "left")):
-        checkpoint = shown(folder / f"ckpt_{state['step']:08}.pt")
-        say(f"{checkpoint} is kept; to resume, type the same command again")
+        checkpoint = folder / f"ckpt_{state['step']:08}.pt"
+        kept = f"{shown(checkpoint)} is kept; " if checkpoint.exists() else ""
+        say(f"{kept}to resume, type the same command again")
 
 
 def print_next(ended: str, folder: Path, writes_text: bool) -> None:

@@ -130,12 +130,13 @@ def set_deterministic(setting: bool | str, device: torch.device) -> bool:
     return deterministic
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(keep: bool = True) -> None:
     """Make glibc's malloc keep freed memory for the next step, which allocates the same large blocks
-    again: returned to the system, they cost page faults, a fifth of a step or more."""
+    again: returned to the system, they cost page faults, a fifth of a step or more. keep=False: large
+    blocks that are allocated from here on are returned when they are freed."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
+        libc.mallopt(-4, 0 if keep else 65536)  # M_MMAP_MAX: how many get a mapping of their own
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: shrink only if 2 GiB at its end are free
         libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: grow by 64 MiB more than is needed
 

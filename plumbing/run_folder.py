@@ -63,6 +63,11 @@ class RunFolder(ExitStack):
                 self.locked = self.enter_context(lock_file(self.path / ".lock"))
                 self.mine()  # it may have been renamed between the two
 
+    def lock_run(self) -> None:
+        """Lock the folder if a run lies in it."""
+        if self.holds_run():
+            self.lock()
+
     def take(self) -> None:
         """Make and lock the folder. fail()s if another run began there since we found it empty."""
         if not self.locked:
@@ -87,7 +92,7 @@ class RunFolder(ExitStack):
         try:
             yield
         except BlockingIOError:
-            fail(f"another run is at work in {self.path}; write {self.fresh_out_dir()}")
+            fail(f"{self.path} is in use by another run; write {self.fresh_out_dir()}")
         except OSError as error:
             place = error.filename or self.path
             fail(f"{place} cannot be written ({error.strerror}); write --out_dir=FOLDER")
@@ -129,9 +134,9 @@ class RunFolder(ExitStack):
         if run.facts["config"].get("wandb_log"):
             self.wandb = Wandb(self.path, run.facts["config"], self.facts["wandb_id"])
 
-    def begin(self, run: Any, path: Path | None = None, inexact: dict | None = None) -> None:
+    def begin(self, run: Any, path: Path | None, inexact: dict, changed: dict) -> None:
         """Complete run.json after the rehearsal; cut metrics.jsonl back to where the run begins: at the
-        checkpoint in `path`, if any. inexact: {key: [then, now]}."""
+        checkpoint in `path`, if any. inexact, changed: {key: [then, now]}."""
         if rank() > 0:
             return
         step = run.state["step"]
@@ -141,11 +146,13 @@ class RunFolder(ExitStack):
                 self.wandb.send(json.loads(line))
         self.facts |= run.facts
         if path:
-            resume = {"time": now(), "from": str(path), "step": step, "inexact": inexact}
+            resume = {"time": now(), "from": str(path), "step": step, "inexact": inexact or None}
             self.facts["resumes"].append(resume)
             self.event(step, "resume", checkpoint=path.name)
         if inexact:
             self.event(step, "inexact_resume", **inexact)
+        if changed:
+            self.event(step, "changed", **changed)
         write_json(self.mine() / "run.json", self.facts)
 
     def end(self, ended: str, clock: "Clock", state: dict, report: bool) -> None:
@@ -322,6 +329,15 @@ class Clock:
         self.last += elapsed
         self.seconds[kind] = self.seconds.get(kind, 0.0) + elapsed
         return elapsed
+
+    @contextmanager
+    def apart(self, kind: str) -> Iterator[None]:
+        """A context whose time counts as `kind`, not for the lap around it."""
+        began = time.perf_counter()
+        yield
+        elapsed = time.perf_counter() - began
+        self.last += elapsed
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + elapsed
 
 
 def process_age() -> float:
