@@ -492,7 +492,7 @@ def execute(script, words, **knobs):
 def trained(script, words, seed):
     """The Logged folder of a whole run. It lies under the config's out_dir, and is not trained again if
     it is finished and neither its knobs nor the code have changed."""
-    defaults = {name: default for name, (default, _, _) in read_knobs(train.__file__).items()}
+    defaults = {name: knob.default for name, knob in read_knobs(train.__file__).items()}
     with setting(**defaults), configured(vars(train), argv=for_train(words)) as config:
         knobs = {key: config[key] for key in defaults if key not in ("out_dir", "seed")}
     own = ("bench.py", "check.py")

@@ -266,7 +266,7 @@ def halving_on_oom(before: Captured, size: str, compute: Callable[[], Any]) -> A
 def note_halving(run) -> None:
     """Record an event for each micro-batch that has become smaller since the last call."""
     for size in MICRO_BATCHES:
-        now = run.state[size]
+        now = run.state.get(size, 0)
         if now < run.noted_sizes.get(size, now):
             run.folder.event(run.state["step"], "out_of_memory", **{size: now})
         run.noted_sizes[size] = now
