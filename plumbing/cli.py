@@ -66,9 +66,13 @@ NOT_OWN = (  # in the path of a file that is not the user's own code
 class BadInput(Exception):
     """Bad input: one line on what was found, expected, and what to type. Exit code 2."""
 
+    said = False  # whether another rank prints it
+
 
 class RunFailed(Exception):
     """The run cannot continue: one line on what happened and what to do next. Exit code 1."""
+
+    said = False  # whether another rank prints it
 
 
 def fail(message: object) -> NoReturn:
@@ -89,7 +93,7 @@ def run_script(main: Callable[[], int | None]) -> int:
         pass
     except (BadInput, RunFailed) as error:
         code = 2 if isinstance(error, BadInput) else 1
-        if not getattr(error, "said", False):  # by another rank
+        if not error.said:
             words = f"{os.path.basename(sys.argv[0])}: {'failed: ' * (code == 1)}{error}\n"
     except Exception as error:
         error.__traceback__ = error.__traceback__.tb_next  # without this function

@@ -25,6 +25,11 @@ from torch.optim.sgd import sgd
 from plumbing.cli import fail
 from plumbing.ranks import world_size
 
+CUBLAS, FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+os.environ.setdefault(
+    CUBLAS, FIXED_WORKSPACES[0]
+)  # here: cuBLAS reads it once, at its first product
+
 WORTH_COMPILING = 5e13  # FLOPs of a run on a CPU from which compiling saves more time than it takes
 STEPS_WORTH_COMPILING = 1000  # the same on a GPU, where compiling takes most of a minute
 
@@ -125,7 +130,9 @@ def set_deterministic(setting: bool | str, device: torch.device) -> bool:
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and hides nothing
     if deterministic and device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # workspaces of fixed size
+        if os.environ[CUBLAS] not in FIXED_WORKSPACES:
+            allowed = " or ".join(FIXED_WORKSPACES)
+            fail(f"{CUBLAS}={os.environ[CUBLAS]}: expected {allowed}, or --deterministic=false")
         os.environ.setdefault("NCCL_ALGO", "Ring")  # NVLS adds in any order (nccl#1497)
     return deterministic
 

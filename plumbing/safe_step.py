@@ -12,14 +12,22 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from plumbing import machine
 from plumbing.cli import RunFailed
 from plumbing.console import FIELDS
 from plumbing.fsdp import shard_like
-from plumbing.ranks import agree, average_buffers, is_sharded, local, rank, total, world_size
+from plumbing.ranks import (
+    agree,
+    average_buffers,
+    is_sharded,
+    local,
+    lost_rank,
+    rank,
+    total,
+    world_size,
+)
 
 MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # of the state: what memory allows stays known
 
@@ -391,14 +399,7 @@ def out_of_memory(error: BaseException) -> bool:
 def explain(error: BaseException) -> RunFailed | None:
     """`error` as a RunFailed with one line on what to do next, or None if the program is at fault."""
     if isinstance(error, RunFailed):
-        error.said = error.__cause__ is None and rank() > 0  # all ranks raise it together
         return error
     if out_of_memory(error):
         return RunFailed("out of memory outside forward and backward pass; try a smaller --n_embd")
-    if dist.is_initialized() and re.search("gloo|NCCL", str(error)):
-        last_line = (str(error).strip().splitlines() or [""])[-1]
-        detail = last_line.rpartition("] ")[2].partition(". ")[0]
-        late = re.search("timed out|timeout", str(error), re.IGNORECASE)
-        what = "kept this one waiting for more than --hang_minutes" if late else "is gone"
-        return RunFailed(f"another rank {what} ({detail}); the same command resumes the run")
-    return None
+    return lost_rank(error)

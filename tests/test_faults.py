@@ -590,11 +590,7 @@ train.build_model = wrap(train.build_model)
 """
     before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
     done = run_train("run", *EVERYTHING, before=other)
-    assert (
-        done.returncode == 2
-        and "extra" in done.stderr
-        and "was absent in the run so far" in done.stderr
-    )
+    assert done.returncode == 2 and "extra" in done.stderr and "changed from absent" in done.stderr
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
 
 
