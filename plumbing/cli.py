@@ -17,7 +17,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from glob import glob
 from hashlib import sha256
 from itertools import groupby
@@ -162,14 +162,25 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
             folder = os.getcwd() if name in config.flags else repository
             config[name] = os.path.normpath(os.path.join(folder, os.path.expanduser(path)))
 
-    before = [(scope, {name: scope[name] for name in own}) for scope, own in owned]
-    try:
+    with ExitStack() as stack:
         for scope, own in owned:
-            scope.update({name: config[name] for name in own})
+            values = {name: config[name] for name in own}
+            stack.enter_context(setting(scope, **values))
         yield config
+
+
+@contextmanager
+def setting(scope: dict[str, Any], /, **values: Any) -> Iterator[None]:
+    """Set globals of a script in a block, or in a function that it decorates, then give them back.
+
+    scope: globals() of the script. Raises KeyError, and sets none, if it lacks one of the names.
+    """
+    old = {name: scope[name] for name in values}
+    scope.update(values)
+    try:
+        yield
     finally:
-        for scope, values in before:
-            scope.update(values)
+        scope.update(old)
 
 
 def folder_name(config: Config, named: Collection[str]) -> str:

@@ -107,6 +107,17 @@ def run(script, *argv, cwd=None):
     )
 
 
+def test_a_setting_holds_in_its_block_even_if_that_fails():
+    scope = {"steps": 1, "rate": 2}
+    with pytest.raises(ZeroDivisionError), cli.setting(scope, steps=5):
+        assert scope == {"steps": 5, "rate": 2}
+        raise ZeroDivisionError
+    assert scope == {"steps": 1, "rate": 2}
+    with pytest.raises(KeyError), cli.setting(scope, steps=5, step=6):
+        pass
+    assert scope == {"steps": 1, "rate": 2}
+
+
 def test_without_arguments_every_knob_has_its_default(script):
     config, flags = configure(script)
     assert config == {
