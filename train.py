@@ -767,6 +767,7 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
         begin(run, table, saver)
         clock.lap("evaluate")
         ending = train(run, model, table, saver, signals, clock)
+        run.batches.stop()  # after an error, workers end with the process
     except Exception as error:
         why = safe_step.explain(error)
         ending = f"failed: {why or f'{type(error).__name__}: {error}'}", 1
@@ -774,8 +775,6 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
             raise
         raise why from error
     finally:
-        if run.batches:
-            run.batches.stop()
         saver.wait()
         run.folder.end(ending[0], clock, run.state, report)
         run.watch.end(run)
