@@ -28,7 +28,6 @@ from hashlib import sha256
 from pathlib import Path
 from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
-from unittest.mock import patch
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -37,7 +36,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from plumbing import checkpoint, console, data, machine, safe_step
+from plumbing import checkpoint, cli, console, data, machine, safe_step
 from plumbing.cli import RunFailed, configured, fail, folder_name, read_knobs, run_script
 from plumbing.files import read_json, write_json
 from plumbing.ranks import say
@@ -110,7 +109,7 @@ class Job:
 
 
 # setting(name=value): sets globals of train.py in a block, or in a function that it decorates
-setting = partial(patch.multiple, train)
+setting = partial(cli.setting, vars(train))
 
 
 # ---- timings and tables --------------------------------------------------------------------------

@@ -5,12 +5,12 @@
     python prepare_data.py NAME --input=FILE                 # any UTF-8 text
     python prepare_data.py NAME --input=FILE --tokenizer=gpt2
     python prepare_data.py NAME --input=FOLDER               # a corpus of any size: gpt2 tokens
-    python prepare_data.py NAME --input='web/*.jsonl.zst' --field=content
+    python prepare_data.py NAME --input='web/*.jsonl.gz' --field=content
     python prepare_data.py openwebtext                       # or fineweb: downloads with `datasets`
 
 Of one text, the first 90% of its characters are to train on. A dataset that exists is never overwritten.
 A corpus is streamed: a folder (its files in order of their paths, without hidden ones), a glob in
-quotes, a .jsonl (one object a line), a .gz or .zst of a text or .jsonl, or a long text.
+quotes, a .jsonl (one object a line), a .gz of a text or .jsonl, or a long text.
 - A line of a .jsonl is a document, and so is a text file; one longer than WHOLE_DOCUMENT is split
   into documents of up to PART, at line ends if it has any. Each is followed by an end-of-text id:
   50256 for gpt2, 0 for byte. NUL, and half a surrogate pair, become U+FFFD.
@@ -193,7 +193,7 @@ def find_corpus(name: str, input: str, options: dict) -> tuple[dict, Iterator]:
         facts += [(os.path.relpath(p, input), s.st_size, s.st_mtime_ns) for p, s in files.items()]
         found = f"{len(files):,} files, {sum(s.st_size for s in files.values()):,} bytes"
         if not any(status.st_size for status in files.values()):
-            raise DataError(f"{input}: {found}; expected text, .jsonl, .gz or .zst")
+            raise DataError(f"{input}: {found}; expected text, .jsonl or .gz")
         source = f"{os.path.basename(os.path.normpath(input))}, {found}, with their dates"
         texts = chain.from_iterable(read_documents(path, options["field"]) for path in files)
     else:
@@ -236,7 +236,7 @@ def read_hub(path: str, subset: str | None) -> Iterator[str]:
 def read_documents(path: str, field: str) -> Iterator[str]:
     """The documents of one file."""
     chunks = read_chunks(path)
-    if not path.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+    if not path.removesuffix(".gz").endswith(".jsonl"):
         yield from (decode_utf8(raw, path, offset) for offset, raw in parts(chunks))
         return
     for number, line in enumerate(lines(chunks), 1):
@@ -282,24 +282,13 @@ def parts(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 def read_chunks(path: str) -> Iterator[bytes]:
     """The content of a file, decompressed, in chunks."""
+    if path.endswith(".zst"):
+        raise DataError(f"{path}: .zst is not read; unpack it first: zstd -d {path}")
     try:
         with open(path, "rb") as file:
-            if path.endswith(".zst"):
-                # Frame by frame: zstandard's stream_reader would accept half a file
-                start = needed("zstandard", path).ZstdDecompressor().decompressobj
-                frame, raw = start(), b""
-                while raw := raw or file.read(1 << 16):
-                    frame = start() if frame.eof else frame
-                    yield frame.decompress(raw)
-                    raw = frame.unused_data
-                if not frame.eof:
-                    raise EOFError("it ends inside a frame")
-            else:
-                plain = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
-                yield from iter(partial(plain.read, CHUNK), b"")
-    except DataError:
-        raise
-    except Exception as error:  # gzip, zlib and zstandard each raise their own
+            plain = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
+            yield from iter(partial(plain.read, CHUNK), b"")
+    except Exception as error:  # gzip and zlib raise their own
         raise DataError(f"cannot read {path} ({error}); fetch it again or leave it out") from error
 
 

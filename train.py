@@ -375,6 +375,7 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
         begin(run, table, saver)
         clock.lap("evaluate")
         ending = train(run, model, table, saver, signals, clock)
+        run.batches.stop()  # after an error, workers end with the process
     except safe_step.Stopped:
         ending = stopped_by(signals.stop)
     except Exception as error:
@@ -384,8 +385,6 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
             raise
         raise why from error
     finally:
-        if run.batches:
-            run.batches.stop()
         saver.wait()
         run.folder.end(ending[0], clock, run.state, report)
         run.watch.end(run)

@@ -18,7 +18,7 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from glob import glob
 from hashlib import sha256
@@ -55,12 +55,6 @@ NANOGPT_NAMES = {  # nanoGPT's name: the name here, or what to type instead
     "warmup_iters": "warmup_steps",
 }
 ARITHMETIC = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.unaryop, ast.operator)
-COMPILER = ("torch._dynamo", "torch._inductor")
-NOT_OWN = (  # in the path of a file that is not the user's own code
-    os.path.dirname(os.path.abspath(__file__)) + "/",
-    os.path.dirname(os.__file__) + "/",  # the standard library
-    *("-packages/", "<frozen", "<eval_with_key", "torchinductor"),
-)
 
 
 class BadInput(Exception):
@@ -80,57 +74,45 @@ def fail(message: object) -> NoReturn:
 
 
 def run_script(main: Callable[[], int | None]) -> int:
-    """Call main() and return the exit code. An error of ours is one line on stderr, any other a
-    traceback; a closed pipe, as by `| head`, or a full disk is none."""
+    """Call main() and return the exit code. An error of ours is one line on stderr, any other is
+    Python's traceback; a closed pipe, as by `| head`, or a full disk is none."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="backslashreplace")  # for a terminal that lacks a character
-    code, words = 0, ""
+    code = 0
+    message = ""
     try:
         code = main() or 0
     except KeyboardInterrupt:
-        code, words = 130, "\n"
+        code = 130
+        message = "\n"
     except BrokenPipeError:
         pass
     except (BadInput, RunFailed) as error:
         code = 2 if isinstance(error, BadInput) else 1
-        if not error.said:
-            words = f"{os.path.basename(sys.argv[0])}: {'failed: ' * (code == 1)}{error}\n"
+        message = one_line(error)
     except Exception as error:
-        error.__traceback__ = error.__traceback__.tb_next  # without this function
-        code, words = 1, folded_traceback(error)
+        code = 1
+        below = error.__traceback__.tb_next  # without the frame of this function
+        message = "".join(traceback.format_exception(type(error), error, below))
     try:
-        print(end=printable(words), file=sys.stderr, flush=True)
+        print(end=printable(message), file=sys.stderr, flush=True)
         print(end="", flush=True)
     except (OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at its exit
     return code
 
 
+def one_line(error: BadInput | RunFailed) -> str:
+    if error.said:
+        return ""
+    failed = "failed: " if isinstance(error, RunFailed) else ""
+    return f"{os.path.basename(sys.argv[0])}: {failed}{error}\n"
+
+
 def printable(text: str) -> str:
     """Without control characters, with which a model or a file could type into the terminal; newlines
     and tabs stay."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
-
-
-def folded_traceback(error: BaseException) -> str:
-    """A traceback with the user's own frames; what lies in plumbing/ and libraries between them is one
-    line. Of torch's compiler, the error that it met in the user's code."""
-    frames = list(traceback.extract_tb(error.__traceback__))
-    words = "".join(traceback.format_exception_only(error)).rstrip()
-    if type(error).__module__.startswith(COMPILER):  # it knows that place, and quotes that error
-        frames += getattr(error, "real_stack", None) or []
-        met = re.search(r" got (\w+)\((['\"])(.*)\2\)$", words, re.MULTILINE)
-        words = f"{met[1]}: {met[3]}" if met else words.partition("\n\n")[0]
-    text = "Traceback (most recent call last):\n"
-    for own, group in groupby(frames, lambda f: not any(part in f.filename for part in NOT_OWN)):
-        *above, last = group
-        place = f"{os.path.basename(last.filename)}:{last.lineno}"
-        folded = f"  ... frames in plumbing/ and libraries: {len(above) + 1}, to {place} ...\n"
-        text += "".join(traceback.format_list([*above, last])) if own else folded
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if cause and not type(cause).__module__.startswith(COMPILER):  # then eager was tried
-        text = f"{folded_traceback(cause)}\nwhich led to:\n\n{text}"
-    return f"{text}{words}\n"
 
 
 @dataclass
@@ -196,14 +178,25 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
             folder = os.getcwd() if name in config.flags else repository
             config[name] = os.path.normpath(os.path.join(folder, os.path.expanduser(path)))
 
-    before = [(scope, {name: scope[name] for name in own}) for scope, own in owned]
-    try:
+    with ExitStack() as stack:
         for scope, own in owned:
-            scope.update({name: config[name] for name in own})
+            values = {name: config[name] for name in own}
+            stack.enter_context(setting(scope, **values))
         yield config
+
+
+@contextmanager
+def setting(scope: dict[str, Any], /, **values: Any) -> Iterator[None]:
+    """Set globals of a script in a block, or in a function that it decorates, then give them back.
+
+    scope: globals() of the script. Raises KeyError, and sets none, if it lacks one of the names.
+    """
+    old = {name: scope[name] for name in values}
+    scope.update(values)
+    try:
+        yield
     finally:
-        for scope, values in before:
-            scope.update(values)
+        scope.update(old)
 
 
 def folder_name(config: Config) -> str:

@@ -9,16 +9,14 @@ what that has learned, val_bytes (of the validation text in UTF-8) and source (i
 """
 
 import atexit
-import contextlib
 import hashlib
 import importlib
 import json
 import math
+import multiprocessing
 import os
-import queue
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -175,24 +173,28 @@ class OrderedWindows:
 
 class Batches(Iterator):
     """An iterator over dataset[place] for each of `places`, which `num_workers` processes read ahead;
-    0 = this one reads."""
+    0 = this one reads. A worker that dies raises torch's RuntimeError in the main thread."""
 
     def __init__(self, dataset, places, device, num_workers=0, prefetch_factor=2, hang_minutes=30):
         import torch  # here, so that prepare_data.py, which needs none, starts at once
 
         self.device = device
         self.hang_minutes = hang_minutes
+        self.is_silent = False
+        options = {}
+        if num_workers:
+            options["prefetch_factor"] = prefetch_factor
+            options["worker_init_fn"] = ignore_signals
+            options["timeout"] = 1  # seconds, after which next_batch() looks around and waits again
         loader = torch.utils.data.DataLoader(
             dataset,
             sampler=places,
             batch_size=None,
             collate_fn=as_arrays,
             num_workers=num_workers,
-            prefetch_factor=prefetch_factor if num_workers else None,
-            worker_init_fn=ignore_signals,
             generator=torch.Generator(),  # or it would draw a seed from the global generator
+            **options,
         )
-        handler = signal.getsignal(signal.SIGCHLD)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # until the workers ignore them
         try:
             self.iterator = iter(loader)
@@ -201,67 +203,45 @@ class Batches(Iterator):
             raise RunFailed(f"{found}; is /dev/shm full? --num_workers=0 needs none") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if threading.current_thread() is threading.main_thread():
-            # without torch's own, which raises wherever the training is when a worker dies
-            signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
-        self.workers = getattr(self.iterator, "_workers", [])
-        self.ready = queue.Queue(1)  # a batch, or the error that took its place
-        # A worker that dies or stops within a batch blocks its reader, but signals must be heard
-        self.reader = threading.Thread(target=self.read, daemon=True)
-        if self.workers:
-            atexit.register(self.kill)  # or Python would wait for them, without an end
-            self.reader.start()
-
-    def read(self) -> None:
-        try:
-            for batch in self.iterator:
-                self.ready.put(batch)
-            self.ready.put(StopIteration())
-        except Exception as error:
-            self.ready.put(error)
+        if num_workers:
+            atexit.register(kill_workers)
 
     def next_batch(self, should_stop: Callable[[], bool] = lambda: False) -> tuple | None:
         """(inputs, targets, milliseconds waited), on the device; None if should_stop() says so while
-        the workers keep it waiting. Raises StopIteration at the end; RunFailed if a worker has died,
-        or if none gave a batch for hang_minutes."""
+        the workers keep it waiting. Raises StopIteration at the end, and RunFailed if no worker gave
+        a batch for hang_minutes."""
         began = time.perf_counter()
-        batch = None if self.workers else next(self.iterator)
-        while batch is None:
-            with contextlib.suppress(queue.Empty):
-                batch = self.ready.get(timeout=0.5)
-            if isinstance(batch, tuple):
+        while True:
+            try:
+                batch = next(self.iterator)
                 break
-            wait = 0.2 if batch else 0  # a dying worker closes its pipe before it has ended
-            if codes := [w.exitcode for w in self.workers if w.join(wait) or w.exitcode]:
-                found = f"a DataLoader worker has died (exit code {codes[0]}; -9: out of memory?)"
-                raise RunFailed(f"{found}; the same command resumes") from batch
-            if batch or not self.reader.is_alive() and self.ready.empty():
-                raise batch or StopIteration  # the dataset's own error, or the end
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader timed out"):
+                    raise
+            self.is_silent = True
             if time.perf_counter() - began > 60 * self.hang_minutes:
                 found = f"no DataLoader worker gave a batch for {self.hang_minutes:g} minutes"
                 raise RunFailed(f"{found} (--hang_minutes); the same command resumes")
             if should_stop():
                 return None
+        self.is_silent = False
         return *to_device(batch, self.device), 1000 * (time.perf_counter() - began)
 
     __next__ = next_batch
 
     def stop(self) -> None:
-        """End the workers. They hold nothing and are killed: torch would first tell them so, under a lock
-        that a worker which was killed may have held, and wait for ever."""
-        if self.workers:
-            self.kill()
-            self.iterator._workers_done_event = threading.Event()  # has no such lock
-            self.iterator._shutdown_workers()
-            self.iterator._worker_result_queue._writer.close()  # ends a read of half a batch
-        while self.reader.is_alive():
-            with contextlib.suppress(queue.Empty):
-                self.ready.get(timeout=0.01)
-        atexit.unregister(self.kill)
+        """End the workers: torch does so when its iterator is gone. It would wait for one that is
+        silent; that one ends with this process."""
+        if not self.is_silent:
+            self.iterator = iter(())
 
-    def kill(self) -> None:
-        for worker in self.workers:
-            worker.kill()
+
+def kill_workers() -> None:
+    """At the exit: Python would end daemons by SIGTERM, which workers ignore, and wait for them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 def as_arrays(batch: Iterable) -> tuple:

@@ -8,8 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +19,8 @@ from plumbing.cli import fail
 from plumbing.console import REPO
 from plumbing.files import clean, lock_file, open_no_link, read_json, replacing, write_json
 from plumbing.ranks import rank, say
+
+WANDB_SECONDS = 30.0  # longest wait for Weights & Biases at the start, and at the end
 
 
 class RunFolder(ExitStack):
@@ -261,42 +262,34 @@ class Wandb:
     """Sends rows to Weights & Biases. Its step can only grow, so it is `sequences`, which a rollback
     does not reset. A killed wandb loses rows, so every session sends all that the server lacks."""
 
-    def __init__(self, folder: Path, config: dict, run_id: str, patience: float = 30):
-        self.patience = patience  # seconds
+    def __init__(self, folder: Path, config: dict, run_id: str):
         self.sequences = 0  # of the latest row that has them: an eval row is of the same step
-        self.run = self.call(start_wandb, folder, config, run_id)  # None: without it
+        self.run = None  # None: without it
+        with self.giving_up():
+            self.run = start_wandb(folder, config, run_id)
 
     def send(self, row: dict) -> None:
         self.sequences = row.get("sequences", self.sequences)
-        if self.run and row["kind"] != "event" and self.sequences >= self.run.starting_step:
-            self.call(self.run.log, {k: row[k] for k in row if k != "kind"}, step=self.sequences)
+        if not self.run or row["kind"] == "event" or self.sequences < self.run.starting_step:
+            return
+        values = {key: row[key] for key in row if key != "kind"}
+        with self.giving_up():
+            self.run.log(values, step=self.sequences)
 
     def finish(self, exit_code: int) -> None:
         if self.run:
-            self.call(self.run.finish, exit_code=exit_code)
+            with self.giving_up():
+                self.run.finish(exit_code=exit_code)
 
-    def call(self, function: Callable, *args, **options) -> Any:
-        """What the function returns, called in a thread. If it fails or hangs, that is one line."""
-        future = Future()
-
-        def work():
-            try:
-                future.set_result(function(*args, **options))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=work, daemon=True).start()
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """A context that prints an error, and goes on without wandb from there."""
         try:
-            return future.result(self.patience)
-        except BaseException as error:
+            yield
+        except Exception as error:  # whatever it raises must not end a run
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            what = f"failed ({reason})" if future.done() else "does not answer"
-            say(f"wandb    {what}; training continues without it")
-        self.run = None
-        with suppress(Exception):  # kill its process, or Python's exit would wait for it
-            service = sys.modules["wandb"].setup()._connection
-            service._cleanup()  # its part of Python's exit
-            service._proc._process.kill()
+            say(f"wandb    failed ({reason}); training continues without it")
+            self.run = None
 
 
 def start_wandb(folder: Path, config: dict, run_id: str) -> Any:
@@ -305,13 +298,27 @@ def start_wandb(folder: Path, config: dict, run_id: str) -> Any:
 
     for session in folder.glob("wandb/offline-run-*"):  # the new one will hold all rows
         session.rename(session.with_name(f"replaced-{session.name}"))
-    settings = wandb.Settings(silent=True, console="off", disable_git=True)
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        disable_git=True,
+        login_timeout=WANDB_SECONDS,
+        init_timeout=WANDB_SECONDS,
+        finish_timeout=WANDB_SECONDS,
+        finish_timeout_raises=True,
+    )
     if wandb.setup(settings).settings.mode == "online" and not wandb.login(prompt=False):
         raise PermissionError("no key; type: wandb login, or set WANDB_MODE=offline")
-    name = config.get("wandb_run_name") or folder.resolve().name
-    about = {"project": config.get("wandb_project"), "name": name, "dir": str(folder)}
-    about |= {"config": config, "allow_val_change": True, "settings": settings}
-    run = wandb.init(id=run_id, resume="allow", **about)
+    run = wandb.init(
+        project=config.get("wandb_project"),
+        name=config.get("wandb_run_name") or folder.resolve().name,
+        id=run_id,
+        resume="allow",
+        dir=str(folder),
+        config=config,
+        allow_val_change=True,
+        settings=settings,
+    )
     run.define_metric("*", step_metric="step")
     say(f"wandb    {run.url or run.settings.sync_dir}")
     return run

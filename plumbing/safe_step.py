@@ -402,4 +402,7 @@ def explain(error: BaseException) -> RunFailed | None:
         return error
     if out_of_memory(error):
         return RunFailed("out of memory outside forward and backward pass; try a smaller --n_embd")
+    if str(error).startswith("DataLoader worker (pid"):  # the rest is advice to programmers
+        found = str(error).partition(". ")[0]
+        return RunFailed(f"{found} (out of memory?); the same command resumes")
     return lost_rank(error)
