@@ -14,7 +14,7 @@ import torch
 from plumbing import checkpoint
 from plumbing.cli import fail
 from plumbing.console import REPO, best_words, shown
-from plumbing.files import digest_of, read_json
+from plumbing.files import digests_by_name, read_json
 from plumbing.machine import choose_dtype, device_name, matmul_bits
 from plumbing.ranks import from_rank0, say, world_size
 from plumbing.run_folder import RunFolder
@@ -56,7 +56,7 @@ def identity_of(knobs: dict, data: dict, device: torch.device) -> dict:
         "global_batch": knobs["batch_size"] * knobs["accum_steps"] * world_size(),
         "dataset": data["name"],
         "data": data["fingerprint"],
-        "files": {str(path): digest_of(path) for path in data.get("files", ())},
+        "files": digests_by_name(data.get("files", ())),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "device": device_name(device),
@@ -95,7 +95,10 @@ def hashes_of_source(source: bytes) -> list[str]:
 def changes(then: dict, now: dict) -> dict:
     """{key: [then, now]} where two identities differ. Code: only files that both have loaded, and a
     file whose bytes alone differ has not changed, unless another Python read it."""
-    then = {"files": {}} | then
+    files = then.get("files", [])
+    if isinstance(files, dict):  # {path: SHA-256}, of an older version
+        files = sorted([os.path.basename(path), digest] for path, digest in files.items())
+    then = then | {"files": files}
     changed = {key: [then.get(key), now[key]] for key in now if then.get(key) != now[key]}
     before, after = changed.pop("code", ({}, {}))
     decides = 1 if then.get("python") == now["python"] else 0  # the tree, or the bytes
