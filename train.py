@@ -422,10 +422,10 @@ def begin(run: Run, table, saver) -> None:
     if any(then["config"].get(key) != run.facts["config"][key] for key in measures):
         measure_best_again(run)
     is_target = may_roll_back_to(state["step"], state) and run.path.stem.startswith("ckpt")
-    if (
-        not is_target
-        and not from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)[0]
-    ):
+    target = run.path
+    if not is_target:
+        target, _ = from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)
+    if not target or target.name == "best.pt":  # which the next best will replace
         state["first_step"] = state["step"]  # there is no target: make one, here
         saver.save([checkpoint.file_name(state["step"])], required=True)
 
@@ -613,12 +613,10 @@ def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr:
 
 
 def count_targets(targets: torch.Tensor) -> torch.Tensor:
-    """How many count: -100 marks integers that do not. A float dataset has a mask of its own."""
-    return (
-        (targets != -100).sum()
-        if not targets.is_floating_point()
-        else targets.new_tensor(targets.numel(), dtype=torch.long)
-    )
+    """How many count: -100 marks integers, class labels, that do not, and NaN numbers that do not."""
+    if targets.is_floating_point():
+        return (~targets.isnan()).sum()
+    return (targets.long() != -100).sum()
 
 
 def set_lr(optimizers: list, lr: float) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from plumbing import ranks
 from plumbing.cli import RunFailed, fail
-from plumbing.files import fsync, replacing
+from plumbing.files import fsync, is_odd, replacing
 from plumbing.machine import copies_in_background, synchronize
 from plumbing.safe_step import (
     MICRO_BATCHES,
@@ -51,6 +51,8 @@ def load(path: Path, verify: bool = True, mmap: bool = True, parts: Iterable = S
     flipped bit without an error. parts: names of those that it must have.
     Raises Damaged, or OSError if the file cannot be read.
     """
+    if is_odd(path):
+        raise Damaged("it is no regular file")
     try:
         if verify:
             with zipfile.ZipFile(path) as archive:
@@ -83,6 +85,9 @@ def check_schema(checkpoint: Any, path: Path, parts=SCHEMA) -> None:
         if isinstance(value, dict | list | tuple):
             items = value.values() if isinstance(value, dict) else value
             todo += ((item, depth + 1) for item in items)
+        if torch.is_tensor(value) and value.layout == torch.strided:
+            if value.nbytes > value.untyped_storage().nbytes():  # a copy would allocate all of it
+                raise Damaged(f"a shape that its values do not fill: {tuple(value.shape)}")
     for part, kind in SCHEMA.items():
         if part in (*parts, *checkpoint) and not isinstance(checkpoint.get(part), kind):
             raise Damaged(f"its part {part!r} is missing or no {kind.__name__}")
@@ -91,10 +96,11 @@ def check_schema(checkpoint: Any, path: Path, parts=SCHEMA) -> None:
     if parts is SCHEMA:
         state, rng = checkpoint["state"], checkpoint["rng"]
         named = re.fullmatch(r"(?:ckpt|milestone)_(\d{8,})", path.stem)
-        counts = [state.get(key, 0) for key in ("sequences", "tokens", *MICRO_BATCHES)]
+        counts = [state.get(key, 0) for key in ("step", "sequences", "tokens")]
+        counts += [state.get(key, 1) - 1 for key in MICRO_BATCHES]
         keys = {"state", "param_groups", "built"}
         fine |= {
-            "counters": all(type(n) is int and 0 <= n < 2**62 for n in [state["step"], *counts]),
+            "counters": all(type(n) is int and 0 <= n < 2**62 for n in counts),
             "step, which its name denies": not named or int(named[1]) == state["step"],
             "random state": 0 < len(rng) == checkpoint["run"]["world_size"],
             "random numbers": all(map(is_rng_state, rng)),
@@ -168,7 +174,9 @@ def remove(paths: Iterable[Path]) -> None:
 
 def refuse_what_is_lost(run) -> None:
     """Raises BadInput if a resume could not restore the state of `run`, or a weight it trains."""
-    if lost := not_restorable(run.state, "FRESH_STATE"):
+    lost = not_restorable(run.state, "FRESH_STATE")
+    lost = lost or not_restorable(run.facts["data"], "what open_dataset() returns as facts")
+    if lost:
         fail(lost)
     if None in (name for _, name in leaves(groups_of(run))):
         fail("an optimizer trains a weight that is not in model.parameters(): it would be lost")
@@ -232,9 +240,11 @@ class Saver:
         self.last_save = time.monotonic()
 
     def save(self, names: list[str], required: bool = False) -> None:
-        """Write one file under all of `names`, in this order. All ranks call it together. required:
+        """Write one file under all of `names`, ckpt_STEP.pt last: so a save that a kill interrupts is
+        taken again, with the others, by the process that resumes. All ranks call it together. required:
         wait until it is on the disk; after three failed tries, raise RunFailed. Otherwise training
         continues at once, and the next call records an error as an event."""
+        names = sorted(names, key=lambda name: name.startswith("ckpt_"))
         refuse_unequal_replicas(self.run)
         self.wait()
         self.retry_best("best.pt" in names)
@@ -258,17 +268,29 @@ class Saver:
                 return
             error = self.wait()
             if not any(ranks.agree(error is not None)):
+                self.mention_best()
                 return
         hint = f"the same command resumes from the newest checkpoint in {self.folder}"
-        raise RunFailed(f"{names[0]} could not be saved: {error}; once that is fixed, {hint}")
+        raise RunFailed(f"{names[-1]} could not be saved: {error}; once that is fixed, {hint}")
 
     def retry_best(self, has_successor: bool) -> None:
-        """Write a best.pt that failed, from the copy in memory, which the next save overwrites."""
-        if self.unsaved_best and not has_successor:
-            self.write(self.unsaved_best, ["best.pt"])
-            if error := self.wait():
-                self.run.folder.event(self.run.state["step"], "best_not_saved", error=error)
-        self.unsaved_best = None
+        """Write a best.pt that failed, from the copy in memory, unless a better one is to come."""
+        if not self.unsaved_best or has_successor:
+            return
+        self.write(self.unsaved_best, ["best.pt"])
+        if self.wait():
+            self.buffers = {}  # the next save makes its own: these are kept for the next try
+
+    def mention_best(self) -> None:
+        """Record which step best.pt holds, if its newest save has failed."""
+        if not self.unsaved_best:
+            return
+        state = self.run.state
+        held = None
+        with contextlib.suppress(Damaged, OSError):
+            held = load(self.folder / "best.pt", verify=False)["state"]["step"]
+        best = {"best_step": self.unsaved_best["state"]["step"], "best_pt_holds_step": held}
+        self.run.folder.event(state["step"], "best_not_saved", **best)
 
     def on_host(self, leaf, path):
         """A copy of a leaf of a checkpoint, in a buffer that the next save reuses; on rank 0 alone.
@@ -294,14 +316,23 @@ class Saver:
         return error
 
     def write(self, checkpoint: dict, names: list[str]) -> None:
+        if "best.pt" in names:
+            self.unsaved_best = checkpoint
         try:
             weights = [checkpoint["model"].get(n) for n, _ in self.run.model.named_parameters()]
             for tensor in tensors([weights, checkpoint["optimizer"], checkpoint["ema"]]):
                 if not tensor.isfinite().all():
                     raise ValueError("a weight or moment is not finite")
             folder = self.run.folder.mine()
-            saved = {"kind": "event", "event": "saved", "step": checkpoint["state"]["step"]}
-            self.run.folder.write_rows([saved | {"sha256": digest_of_state(checkpoint)}])
+            step, sha256 = checkpoint["state"]["step"], digest_of_state(checkpoint)
+            row = {
+                "kind": "event",
+                "event": "saved",
+                "step": step,
+                "sha256": sha256,
+                "files": names,
+            }
+            self.run.folder.write_rows([row])
             with contextlib.suppress(OSError):
                 fsync(folder / "metrics.jsonl")  # rows reach the disk before the checkpoint
             with replacing(folder / names[0]) as temporary:
@@ -313,15 +344,15 @@ class Saver:
                         os.link(folder / names[0], temporary)
                     except OSError:  # a file system without hard links
                         shutil.copyfile(folder / names[0], temporary)
-            self.unsaved_best = None
+            if "best.pt" in names:
+                self.unsaved_best = None
             self.prune(checkpoint["state"])
         except Exception as error:  # whatever it is, it must not end the run here
             self.error = (str(error) or type(error).__name__).splitlines()[0][:160]
             if re.search("inline_container|iostream", self.error):  # torch's for a failed write
                 free = shutil.disk_usage(self.folder).free / 1e6
                 self.error = f"a write failed, with {free:,.0f} MB of the disk free"
-            self.unsaved_best = checkpoint if "best.pt" in names else self.unsaved_best
-            ranks.say(f"could not save {names[0]} ({self.error})")
+            ranks.say(f"could not save {names[-1]} ({self.error})")
 
     def prune(self, state: dict) -> None:
         """Keep the newest ckpt_STEP.pt, and the newest `keep_last` that a rollback may use."""

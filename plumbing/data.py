@@ -141,17 +141,20 @@ def open_split(folder: str, meta: dict, split: str) -> Split:
 
 
 def read_rows(tokens: Split, starts: np.ndarray, length: int) -> np.ndarray:
-    """The `length` tokens from each of `starts` on, int64 (len(starts), length). Raises RunFailed if
-    the file has changed its size: to read past its end would kill the process."""
+    """The `length` tokens from each of `starts` on, (len(starts), length): token ids as int64, other
+    numbers in their own dtype. Raises RunFailed if the file has changed its size: to read past its
+    end would kill the process."""
     if tokens.base.size() != tokens.nbytes:
         raise RunFailed(f"{tokens.filename} has changed its size since the start; make it again")
-    return np.asarray(tokens)[starts[:, None] + np.arange(length)].astype(np.int64)
+    rows = np.asarray(tokens)[starts[:, None] + np.arange(length)]
+    return rows.astype(np.int64) if np.issubdtype(rows.dtype, np.integer) else rows
 
 
 class OrderedWindows:
     """The first `n_targets` targets of `tokens` (0 = all), rounded up to whole windows, for validation.
-    `windows[first, count]` is a batch: inputs and targets, each int64 (count, block_size). If the
-    last window overlaps the one before, its repeated targets are -100."""
+    `windows[first, count]` is a batch: inputs and targets, each (count, block_size), as read_rows()
+    reads them. If the last window overlaps the one before, its repeated targets do not count: they
+    are -100, or NaN where targets are no token ids but floats."""
 
     def __init__(self, tokens: Split, block_size: int, n_targets: int = 0):
         self.tokens = tokens
@@ -167,7 +170,8 @@ class OrderedWindows:
         starts = np.minimum(first_new, len(self.tokens) - 1 - self.block_size)
         rows = read_rows(self.tokens, starts, self.block_size + 1)
         targets = rows[:, 1:].copy()
-        targets[starts[:, None] + np.arange(self.block_size) < first_new[:, None]] = -100
+        is_repeated = starts[:, None] + np.arange(self.block_size) < first_new[:, None]
+        targets[is_repeated] = -100 if np.issubdtype(targets.dtype, np.integer) else np.nan
         return rows[:, :-1].copy(), targets
 
 

@@ -16,7 +16,7 @@ import torch
 from plumbing import checkpoint
 from plumbing.cli import Config, Knob, fail, named, product
 from plumbing.console import REPO, best_words, shown
-from plumbing.files import digest_of, read_json
+from plumbing.files import digests_by_name, read_json
 from plumbing.machine import choose_dtype, device_name
 from plumbing.ranks import from_all_ranks, from_rank0, say, world_size
 from plumbing.run_folder import RunFolder
@@ -50,7 +50,7 @@ def identity_of(config: Config, knobs: dict, data: dict, device: torch.device) -
         "global_batch": product(knobs, ("batch_size", "accum_steps")) * world_size(),
         "dataset": data["name"],
         "data": data["fingerprint"],
-        "files": digests(data.get("files", ())),
+        "files": digests_by_name(data.get("files", ())),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "device": device_name(device),
@@ -75,14 +75,6 @@ def inductor_on_cpu() -> str:
 
     compiler = cpp_builder.get_cpp_compiler()
     return f"{cpu_vec_isa.pick_vec_isa()}, {cpp_builder.get_compiler_version_info(compiler)}"
-
-
-def digests(files: list) -> list[list[str]]:
-    """[[name, SHA-256], ...] of the files that a fork reads: the content counts, not the folder."""
-    try:
-        return sorted([Path(path).name, digest_of(path)] for path in files)
-    except (OSError, TypeError) as error:
-        fail(f'facts["files"] of open_dataset(): {error}; expected paths of files')
 
 
 seen = {}  # (path, id of the module's spec) -> (spec, name, hashes): as the module was first seen
@@ -252,6 +244,13 @@ def changed_knobs(then: dict, now: dict) -> dict:
     }
 
 
+def kept_in(identity: dict, knobs: dict[str, Knob]) -> dict:
+    """{knob: value} of those that a checkpoint keeps as resolved; an older version mixed them with facts."""
+    names = [name for name, knob in knobs.items() if "kept" in knob.policy]
+    old = {name: identity[name] for name in names if name in identity}
+    return identity.get("kept", old)
+
+
 def changed_course(run) -> dict:
     """{knob: [then, now]} of changes that a resume records: of knobs without a word, and of those that
     say when to evaluate if the evaluations steer the rate."""
@@ -328,7 +327,7 @@ def resolve_auto_knobs(
     kept = {name: config[name] for name, knob in config.knobs.items() if "kept" in knob.policy}
     reasons = {}
     if saved:
-        then = saved["run"].get("kept", saved["run"])
+        then = kept_in(saved["run"], config.knobs)
         for name in kept:
             if name in then and config[name] == saved["config"].get(name):
                 kept[name] = then[name]

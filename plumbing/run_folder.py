@@ -229,7 +229,10 @@ class RunFolder(ExitStack):
 
         with self.writing, self.warning("metrics.jsonl"), suppress(FileNotFoundError):
             self.waiting = list(filter(stays, self.waiting))
-            with open(self.rows, errors="replace") as old, replacing(self.rows) as temporary:
+            with (
+                open(self.rows, errors="replace", opener=open_no_link) as old,
+                replacing(self.rows) as temporary,
+            ):
                 with open(temporary, "w") as new:
                     new.writelines(filter(stays, old))
 
