@@ -18,6 +18,9 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from plumbing.cli import fail
 from plumbing.ranks import world_size
@@ -201,12 +204,66 @@ def device_name(device: torch.device) -> str:
     return cpu_info()[0] if device.type == "cpu" else f"{platform.processor()} {device.type}"
 
 
-def matmul_bits(device: torch.device, dtype: torch.dtype) -> str:
-    """Hash of a fixed matrix product: with other kernels, such as those without AMX, it is another."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(shape, generator=generator) for shape in ((256, 1024), (1024, 256)))
-    product = a.to(device, dtype) @ b.to(device, dtype)
-    return sha256(product.cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+def kernel_bits(device: torch.device, dtype: str, optimizer: str) -> str:
+    """16 hex digits: the hash of one small, fixed training step in eager mode, in `dtype` on `device`.
+
+    With other kernels, such as those without AVX512 or AMX, it is another. It depends on neither
+    model.py nor optim.py, which a fork may change, and leaves the global random state alone.
+    optimizer: the run's; one that is not torch's or Muon counts as adamw.
+    """
+    own = torch.Generator().manual_seed(0)
+    on_device = torch.Generator(device).manual_seed(0)
+    T, C, H, V = 64, 128, 4, 256  # tokens, width, heads, vocabulary
+    shapes = [(V, C), (3 * C, C), (C, C), (16 * C, C), (C, 8 * C), (V, C)]
+    weights = [torch.randn(shape, generator=own) / shape[1] ** 0.5 for shape in shapes]
+    weights = [weight.to(device).requires_grad_() for weight in weights]
+    table, qkv, out, up, down, head = weights
+    tokens = torch.randperm(V, generator=own)[:T].to(device)  # each once: no order of a sum is open
+
+    with torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32"):
+        x = F.embedding(tokens, table)[None]
+        q, k, v = F.linear(F.layer_norm(x, (C,)), qkv).view(1, T, 3, H, C // H).unbind(2)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        scores = (q @ k.transpose(2, 3)).softmax(dim=-1)
+        seen = (scores @ v).transpose(1, 2).flatten(2)
+        kept = torch.empty_like(seen).bernoulli_(0.9, generator=on_device)
+        x = x + F.linear(seen * kept, out)
+        gate, value = F.linear(F.layer_norm(x, (C,)), up).chunk(2, dim=-1)
+        x = x + F.linear(F.silu(gate) * value, down)
+        logits = F.linear(F.layer_norm(x, (C,)), head)
+    loss = F.cross_entropy(logits[0].float(), tokens.flip(0))
+    loss.backward()
+    grad_norm = torch.nn.utils.clip_grad_norm_(weights, 0.1)
+    moments = small_update(weights, optimizer)
+
+    digest = sha256()
+    for tensor in (loss, grad_norm, *weights, *moments):
+        digest.update(tensor.detach().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+@torch.no_grad()
+def small_update(weights: list[torch.Tensor], optimizer: str) -> list[torch.Tensor]:
+    """Update `weights` once with the kernels of `optimizer`. Returns its moments."""
+    gradients = [weight.grad for weight in weights]
+    means, squares = ([0.1 * g for g in gradients], [g * g for g in gradients])
+    steps = [torch.ones((), device=weight.device) for weight in weights]
+    how = {"lr": 0.1, "weight_decay": 0.1, "maximize": False}
+    how["fused"] = weights[0].device.type in ("cpu", "cuda")
+    if optimizer in ("sgd", "momentum"):
+        rate = 0.9 if optimizer == "momentum" else 0.0
+        sgd(weights, gradients, means, momentum=rate, dampening=0.0, nesterov=False, **how)
+        return means
+    how |= {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "amsgrad": False}
+    how["decoupled_weight_decay"] = optimizer != "adam"
+    adam(weights, gradients, means, squares, [], steps, **how)
+    if optimizer == "muon":  # a Newton-Schulz step, in the precision that optim.py chooses
+        emulated = weights[0].is_cpu and not kernels_have_bfloat16()
+        matrix = gradients[1] if emulated else gradients[1].bfloat16()
+        matrix = matrix / matrix.norm()
+        gram = matrix.T @ matrix
+        means.append(torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315).float())
+    return means + squares
 
 
 def describe_machine(device: torch.device) -> dict:

@@ -241,29 +241,6 @@ def test_a_product_is_measured_at_the_sizes_that_are_asked_for():
     assert time.perf_counter() - start < 10  # a busy machine has time
 
 
-# ---- other kernels ----------------------------------------------------------------
-
-
-@pytest.mark.skipif(
-    "ONEDNN_MAX_CPU_ISA" in os.environ or "avx512_bf16" not in machine.cpu_info()[1],
-    reason="needs a CPU with AVX512-BF16, whose kernels are not restricted",
-)
-def test_other_kernels_have_other_bits():
-    """So that a run whose CPU hides its matrix units from oneDNN is not taken for the same run."""
-    command = (
-        "import torch; from plumbing.machine import matmul_bits;"
-        "print(matmul_bits(torch.device('cpu'), torch.bfloat16))"
-    )
-    older = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
-    done = subprocess.run(
-        [sys.executable, "-c", command], cwd=REPO, env=older, capture_output=True, text=True
-    )
-    here = machine.matmul_bits(torch.device("cpu"), torch.bfloat16)
-    assert len(here) == len(done.stdout.strip()) == 16
-    assert here == machine.matmul_bits(torch.device("cpu"), torch.bfloat16)
-    assert here != done.stdout.strip()
-
-
 def test_the_parts_of_gpu_sh_add_up_to_less_than_nine_minutes():
     command = ["bash", REPO / "tests" / "gpu.sh", "--list"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
