@@ -15,7 +15,7 @@ from plumbing import checkpoint
 from plumbing.cli import fail
 from plumbing.console import REPO, best_words, shown
 from plumbing.files import digest_of, read_json
-from plumbing.machine import choose_dtype, device_name, matmul_bits
+from plumbing.machine import choose_dtype, device_name, kernel_bits
 from plumbing.ranks import from_rank0, say, world_size
 from plumbing.run_folder import RunFolder
 from plumbing.safe_step import leaves
@@ -27,7 +27,7 @@ REFUSED = (
 ).split()
 # If one of these differs, the run resumes with an `inexact_resume` event.
 INEXACT = (
-    "torch device matmul_bits compile deterministic threads world_size batch_size accum_steps shard "
+    "torch device kernel_bits compile deterministic threads world_size batch_size accum_steps shard "
     "offload code"
 ).split()
 # These change no bit of a step, except through plateau_factor or a rollback: a finished run stays
@@ -60,7 +60,7 @@ def identity_of(knobs: dict, data: dict, device: torch.device) -> dict:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "device": device_name(device),
-        "matmul_bits": matmul_bits(device, getattr(torch, knobs["dtype"])),
+        "kernel_bits": kernel_bits(device, knobs["dtype"], knobs["optimizer"]),
         "threads": torch.get_num_threads(),
         "world_size": world_size(),
         "code": code_hashes(),
