@@ -25,7 +25,10 @@ from pathlib import Path
 from symtable import symtable
 from typing import Any, NoReturn
 
-AUTO_OR_BOOL = ("compile", "deterministic")
+AUTO_OR_BOOL = {
+    "compile": ["auto", "true", "false"],
+    "deterministic": ["auto", "true", "false", "portable"],
+}
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 NAME = re.compile("[a-z][a-z0-9_]*")  # of a knob
 INTERVAL = re.compile(r"([\[(])(-?[\d.e]+), (-?[\d.e]+|inf)([\])])")
@@ -261,7 +264,7 @@ def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
     default, comment, _ = knobs[name]
     choices, interval = CHOICES.search(comment), INTERVAL.search(comment)
     words = choices[0].split(" | ") if choices else ["true", "false"] * isinstance(default, bool)
-    words = ["auto", "true", "false"] if name in AUTO_OR_BOOL else words
+    words = AUTO_OR_BOOL.get(name, words)
     if words:
         expected = "one of " + ", ".join(words)
         text = show(value).lower()
