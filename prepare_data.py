@@ -312,7 +312,8 @@ def find_text(name, folder, input, tokenizer, say) -> tuple[dict, list]:
     if input:
         raw = read_file(input)
         source = os.path.basename(input)
-        if name in ("pydoc", "formula") or (name == "shakespeare" and sha256(raw) != SHAKESPEARE_SHA256):
+        is_other = name == "shakespeare" and sha256(raw) != SHAKESPEARE_SHA256
+        if name in ("pydoc", "formula") or is_other:
             raise DataError(f"{input} is not the text that {name} stands for; choose another NAME")
     elif name == "shakespeare":
         raw = read_shakespeare(folder, say)
