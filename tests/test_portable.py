@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO
+from conftest import REPO, read_rows
 
 from plumbing import machine
 
@@ -178,3 +178,63 @@ def test_the_mode_proves_itself(tmp_path, before, found):
     assert line.endswith("an operation ran before train.main; start a new process")
     assert "these bits are those of torch 2.11.0" in of_release
     assert not out_dir.exists()
+
+
+# ---- records/portable ----------------------------------------------------------------------------
+
+
+FOUND = {
+    "a digit of a loss": ("rows", lambda rows: rows[40].update(loss=rows[40]["loss"] + 1e-7)),
+    "a digit of a norm": ("rows", lambda rows: rows[40].update(grad_norm=0.123)),
+    "a rate": ("rows", lambda rows: rows[40].update(lr=0.06)),
+    "tokens": ("rows", lambda rows: rows[40].update(tokens=1)),
+    "the sequence": ("rows", lambda rows: rows[40].update(sequences=48)),
+    "a skipped step": ("rows", lambda rows: rows[40].update(skipped=1)),
+    "a number of a step": ("rows", lambda rows: rows[40].update(step=1)),
+    "another field": ("rows", lambda rows: rows[40].update(accuracy=0.9)),
+    "a row less": ("rows", lambda rows: rows.pop(40)),
+    "the last rows less": ("rows", lambda rows: rows.__delitem__(slice(80, None))),
+    "a row twice": ("rows", lambda rows: rows.insert(40, rows[40])),
+    "two rows swapped": ("rows", lambda rows: rows.insert(40, rows.pop(41))),
+    "a digit of a hash": ("rows", lambda rows: rows[1].update(sha256="0" * 64)),
+    "a hash less": ("rows", lambda rows: rows.pop(1)),
+    "the validation loss": ("rows", lambda rows: rows[-4].update(val_loss=1.4)),
+    "the sample": ("rows", lambda rows: rows[-3].update(text="To be, or not to be")),
+    "the seed": ("facts", lambda facts: facts["config"].update(seed=1)),
+    "a flag": ("facts", lambda facts: facts["config"].update(n_layer=2)),
+    "the data": ("facts", lambda facts: facts["run"].update(data="0" * 64)),
+    "the release of torch": ("facts", lambda facts: facts["run"].update(torch="2.12.0")),
+}
+NOT_FOUND = {
+    "a time": ("rows", lambda rows: rows[40].update(step_ms=1.0)),
+    "memory": ("rows", lambda rows: rows[40].update(mem_gb=0.1)),
+    "the end": ("rows", lambda rows: rows[-1].update(ended="finished in a second")),
+    "the date": ("facts", lambda facts: facts.update(start="2020-01-01T00:00:00+00:00")),
+    "the machine": ("facts", lambda facts: facts["hardware"].update(cpu="an older CPU")),
+    "the commit": ("facts", lambda facts: facts["git"].update(commit="0" * 40)),
+    "the command": ("facts", lambda facts: facts.update(command=["train.py"])),
+}
+
+
+@pytest.mark.parametrize("forgery", [None, *FOUND, *NOT_FOUND])
+def test_a_forged_record_is_found_but_for_what_computing_does_not_give(tmp_path, forgery):
+    import check
+
+    record = REPO / "records" / "portable"
+    rows, facts = read_rows(record), json.loads((record / "run.json").read_text())
+    if forgery:
+        file, edit = {**FOUND, **NOT_FOUND}[forgery]
+        edit({"rows": rows, "facts": facts}[file])
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert bool(check.what_differs(tmp_path, record)) == (forgery in FOUND)
+
+
+@pytest.mark.slow
+def test_this_cpu_computes_the_record(tmp_path):
+    flags = ["--only=portable", "--dataset=formula", f"--data_dir={tmp_path}"]
+    command = [sys.executable, "check.py", *flags, f"--out_dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=900)
+    last = done.stdout.splitlines()[-1]
+    assert done.returncode == 0, last + done.stderr
+    assert last.startswith("portable: the bits of records/portable_formula (SHA-256 ")
