@@ -3,6 +3,7 @@ better than another, or is it luck?
 
     python check.py config/shakespeare.py                           # before a long run: GO or NO-GO
     python check.py config/shakespeare.py --only=lr,exact,seeds
+    python check.py --only=portable                                 # the bits of records/portable?
     python check.py config/shakespeare.py --n_layer=2 --against="config/shakespeare.py" --seeds=5
     git bisect run python check.py config/shakespeare.py --against=out/golden --equal=true
 
@@ -16,9 +17,11 @@ import math
 import os
 import shlex
 import sys
+import time
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -33,12 +36,16 @@ import bench
 import replay
 import train
 from bench import print_table, say, setting
-from plumbing import audit, data
+from plumbing import audit, data, machine
 from plumbing.cli import RunFailed, run_script
-from reporting.logged import Logged, first_difference
+from plumbing.console import REPO
+from plumbing.files import read_json
+from reporting.logged import MEASURED, Logged, first_difference
+from reporting.record import read_metrics
 
 # The checks
-only = "sanity"  # parts to run: sanity, lr, exact, seeds, against; --against=... runs that alone
+only = "sanity"  # parts to run: sanity, lr, exact, portable, seeds, against; --against=... runs
+#  that alone
 lr_steps = 100  # most steps of the learning-rate range test, [10, inf)
 exact_runs = 4  # processes that take the same steps, with deterministic mode and without, [2, inf)
 exact_steps = 20  # that each of them takes, [1, inf)
@@ -310,6 +317,58 @@ def exact(job):
     return {"rows": rows, "ok": rows["deterministic"]["distinct"] == 1}
 
 
+def portable(job):
+    """Does this machine compute the bits of records/portable? Trains it again. Without the text of
+    TinyShakespeare that of records/portable_formula, on a text that a formula makes."""
+    has_text = job.run.facts["data"]["name"] == "shakespeare"
+    record = Path(REPO, "records", "portable" if has_text else "portable_formula")
+    folder = job.run.folder.path / record.name
+    flags = ["config/shakespeare_plain.py", "--deterministic=portable", "--save_interval=10"]
+    flags += [f"--data_dir={job.config['data_dir']}"]
+    flags += [] if has_text else ["--dataset=formula"]
+    start = time.perf_counter()
+    bench.execute(train.__file__, flags, out_dir=folder)
+    seconds = time.perf_counter() - start
+    found = what_differs(record, folder)
+    if found:
+        say(f"portable: not the bits of records/{record.name}: {found}")
+        return {"ok": False, "found": found}
+    *_, last = (row for row in computed_rows(folder) if "sha256" in row)
+    run = f"SHA-256 {last['sha256'][:8]}..., {last['step']} steps, {seconds:.0f} s"
+    say(f"portable: the bits of records/{record.name} ({run}, {machine.cpu_info()[0]})")
+    return {"ok": True, "sha256": last["sha256"], "seconds": seconds}
+
+
+def what_differs(record, folder):
+    """In words, the first thing in `record`, a run, that is not so in `folder`, the same run computed
+    here: a knob, the data, or a number of a row; "" if there is none."""
+    then, now = (read_json(path / "run.json") for path in (record, folder))
+    for name, value in now["config"].items():
+        known = then["config"].get(name, value)
+        if value != known and not name.endswith("_dir"):
+            return f"--{name}={known} there, {value} here"
+    for name in ("data", "kernel_bits", "torch"):
+        if then["run"].get(name) != now["run"][name]:
+            return f"{name} is {then['run'].get(name)} there, {now['run'][name]} here"
+    rows = zip_longest(computed_rows(record), computed_rows(folder), fillvalue={})
+    for one, other in rows:
+        for name in one | other:
+            pair = one.get(name), other.get(name)
+            if repr(pair[0]) != repr(pair[1]):
+                step = (one or other).get("step")
+                return f"step {step}: {name} is {pair[0]} there, {pair[1]} here"
+    return ""
+
+
+def computed_rows(folder):
+    """The rows of a run, with what computing gives back: not times and memory, nor its end."""
+    rows = []
+    for row in read_metrics(folder / "metrics.jsonl")[0]:
+        if row.get("event", "saved") in ("saved", "sample"):
+            rows.append({name: row[name] for name in row if name not in MEASURED})
+    return rows
+
+
 def same_bits(job, script, words):
     """Does each step of both give the same bits? --against may also be the folder of a run."""
     folders = [job.run.folder.path / "first", Path(against)]
@@ -380,6 +439,7 @@ def verdict_on(differences):
 
 
 PARTS = {"sanity": sanity, "lr": lr, "exact": exact, "seeds": seeds_part, "against": seeds_part}
+PARTS["portable"] = portable
 
 
 def main(argv=None):

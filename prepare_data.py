@@ -2,6 +2,7 @@
 
     python prepare_data.py shakespeare                       # TinyShakespeare, downloaded once
     python prepare_data.py pydoc                             # CPython's own manual: no network
+    python prepare_data.py formula                           # products, the same text everywhere
     python prepare_data.py NAME --input=FILE                 # any UTF-8 text
     python prepare_data.py NAME --input=FILE --tokenizer=gpt2
     python prepare_data.py NAME --input=FOLDER               # a corpus of any size: gpt2 tokens
@@ -62,7 +63,7 @@ CHUNK = 1_000_000  # read at a time
 BATCH = 64  # documents that are tokenized together
 
 # Names that need no --input: texts, and corpora on huggingface.co (their path and subset there)
-TEXTS = ("shakespeare", "pydoc")
+TEXTS = ("shakespeare", "pydoc", "formula")
 CORPORA = {
     "openwebtext": ("Skylion007/openwebtext", None),
     "fineweb": ("HuggingFaceFW/fineweb", "sample-10BT"),
@@ -300,7 +301,8 @@ def find_text(name, folder, input, tokenizer, say) -> tuple[dict, list]:
     if input:
         raw = read_file(input)
         source = os.path.basename(input)
-        if name == "pydoc" or (name == "shakespeare" and sha256(raw) != SHAKESPEARE_SHA256):
+        is_other = name == "shakespeare" and sha256(raw) != SHAKESPEARE_SHA256
+        if name in ("pydoc", "formula") or is_other:
             raise DataError(f"{input} is not the text that {name} stands for; choose another NAME")
     elif name == "shakespeare":
         raw = read_shakespeare(folder, say)
@@ -310,6 +312,9 @@ def find_text(name, folder, input, tokenizer, say) -> tuple[dict, list]:
 
         raw = "".join(topics[topic] for topic in sorted(topics)).encode()
         source = f"pydoc_data.topics of CPython {sys.version.split()[0]}"
+    elif name == "formula":
+        raw = products().encode()
+        source = "products() in prepare_data.py"
     else:
         how = f"python prepare_data.py {name} --input=FILE ({' and '.join(TEXTS)} need none)"
         raise DataError(f"no dataset {name!r} in {os.path.dirname(folder)}; type: {how}")
@@ -319,6 +324,15 @@ def find_text(name, folder, input, tokenizer, say) -> tuple[dict, list]:
         meta |= TOKENIZERS[tokenizer].learn(text)
     cut = int(0.9 * len(text))
     return meta, [("train", text[:cut]), ("val", text[cut:])]
+
+
+def products() -> str:
+    """16,000 lines such as 940 x 519 = 487860, no two alike: a text that needs no file."""
+    lines = []
+    for n in range(16_000):
+        a, b = n * 7919 % 997, n * 104729 % 613
+        lines.append(f"{a} x {b} = {a * b}\n")
+    return "".join(lines)
 
 
 def sha256(content: bytes) -> str:

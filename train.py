@@ -98,7 +98,8 @@ plateau_patience = 3  # evaluations without improvement before plateau_factor ap
 device = "auto"  # auto, cpu, cuda, cuda:1 or mps; bits
 dtype = "auto"  # auto | float32 | bfloat16 | float16; fixed, kept
 compile = "auto"  # torch.compile; auto = where the run is long enough to gain from it; bits, kept
-deterministic = "auto"  # deterministic algorithms; auto = on, except on mps; bits
+deterministic = "auto"  # deterministic algorithms; auto = on, except on mps; portable = in float32,
+#  the same bits on every x86-64 CPU with AVX2 (docs/exactness.md); bits
 shard = False  # with several ranks, each keeps a share of weights, gradients, moments (FSDP2); bits
 offload = False  # with shard: keep them in host memory instead of GPU memory; bits
 hang_minutes = 30.0  # longest wait for another rank, or for a worker's batch, (0, inf); free
@@ -203,6 +204,11 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
     with cli.configured(globals(), argv=argv) as config, ExitStack() as stack:
         check_knobs(config)
         out_dir = cli.folder_name(config)
+        pinned = machine.pin_kernels(
+            config
+        )  # for deterministic=portable: before the first operation
+        config.update(pinned)
+        globals().update(pinned)
         run_device = machine.choose_device(device)
         deterministic = machine.set_deterministic(deterministic, run_device)
         if audit_interval > 0 and not deterministic:

@@ -27,7 +27,10 @@ from pathlib import Path
 from symtable import symtable
 from typing import Any, NoReturn
 
-AUTO_OR_BOOL = ("compile", "deterministic")
+AUTO_OR_BOOL = {
+    "compile": ["auto", "true", "false"],
+    "deterministic": ["auto", "true", "false", "portable"],
+}
 POLICY = {  # the words in which a comment may end
     "fixed": "another value is another run: it names the folder, and a resume with it is refused",
     "kept": "resolved once and kept in the checkpoint, unless the command changes",
@@ -298,7 +301,7 @@ def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
     default, comment = knobs[name].default, knobs[name].comment
     choices, interval = CHOICES.search(comment), INTERVAL.search(comment)
     words = choices[0].split(" | ") if choices else ["true", "false"] * isinstance(default, bool)
-    words = ["auto", "true", "false"] if name in AUTO_OR_BOOL else words
+    words = AUTO_OR_BOOL.get(name, words)
     if words:
         expected = "one of " + ", ".join(words)
         text = show(value).lower()

@@ -228,6 +228,8 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
     course = "{optimizer}, {schedule} {peak_lr:g} to {min_lr:g}".format(**c)
     rate = f"{peak[0] / 1e12:.3g} TFLOP/s" if peak[0] else "n/a"
     strict = f"deterministic {show(c['deterministic'])}"
+    if c["deterministic"] == "portable":
+        strict += ": the same bits on every x86-64 CPU with AVX2; slower, on one thread"
     lines = {
         "run": f"resumes from {shown(run.path)}" if run.path else f"new, in {shown(c['out_dir'])}",
         "changed": ", ".join(f"{key} {then} -> {now}" for key, (then, now) in changed.items()),

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from plumbing.cli import fail
+from plumbing.cli import fail, show
 from plumbing.ranks import world_size
 
 CUBLAS, FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
@@ -50,6 +50,16 @@ PEAKS = {
     ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"): (None, 125e12, 15.7e12),
     ("Tesla T4",): (None, 65e12, 8.1e12),
 }
+
+# For --deterministic=portable: what all x86-64 CPUs with AVX2 have, and what they compute with it.
+PORTABLE_KERNELS = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_CBWR": "COMPATIBLE",  # for MKL, AVX2 is not the same on Intel and AMD
+}
+PORTABLE_KNOBS = {"device": "cpu", "dtype": "float32", "compile": False}
+PORTABLE_BITS = "f4deb579ee7e346f"  # kernel_bits() of float32 and Muon
+PORTABLE_RELEASE = "2.13.0"  # of torch, whose bits these are
 
 
 def choose_device(name: str) -> torch.device:
@@ -121,9 +131,42 @@ def choose_compile(setting: bool | str, device: torch.device, flops: float, step
     return flops >= WORTH_COMPILING, f"{flops:.1e} FLOPs; worth it from {WORTH_COMPILING:.0e}"
 
 
-def set_deterministic(setting: bool | str, device: torch.device) -> bool:
-    """Set deterministic mode for --deterministic=setting; returns it as a bool. auto: on, except on
-    MPS. Call it before the process group is built and before the first matrix product."""
+def pin_kernels(config: dict) -> dict:
+    """For --deterministic=portable, make this process compute the bits that every x86-64 CPU with AVX2
+    computes, until it ends: in float32, eager, on one thread. Else do nothing.
+
+    config: the knobs of train.py. Returns those that the mode sets. Call it before the first operation:
+    each library chooses its kernels once. Raises BadInput if a knob contradicts the mode, or if the
+    kernels are not those: it compares kernel_bits().
+    """
+    if config["deterministic"] != "portable":
+        return {}
+    for name, value in PORTABLE_KNOBS.items():
+        if config[name] not in ("auto", value):
+            found = f"found --{name}={show(config[name])}"
+            fail(f"--deterministic=portable: expected --{name}={show(value)}, {found}")
+    cpu, flags = cpu_info()
+    if "avx2" not in flags:
+        fail(f"--deterministic=portable: expected Linux on an x86-64 CPU with AVX2, found {cpu}")
+    os.environ.update(PORTABLE_KERNELS)
+    torch.set_num_threads(1)  # MKL divides some sums by the number of threads
+    capability = torch.backends.cpu.get_cpu_capability()
+    bits = kernel_bits(torch.device("cpu"), "float32", "muon")
+    if (capability, bits) != ("AVX2", PORTABLE_BITS):
+        why = "an operation ran before train.main; start a new process"
+        release = torch.__version__.partition("+")[0]
+        if release != PORTABLE_RELEASE:
+            why = f"these bits are those of torch {PORTABLE_RELEASE}, and this is {release}"
+        fail(
+            f"--deterministic=portable: expected AVX2 kernels with the bits {PORTABLE_BITS}, "
+            f"found {capability} and {bits}: {why}"
+        )
+    return PORTABLE_KNOBS
+
+
+def set_deterministic(setting: bool | str, device: torch.device) -> bool | str:
+    """Set deterministic mode for --deterministic=setting. auto: on, except on MPS. Returns the setting,
+    never auto. Call it before the process group is built and before the first matrix product."""
     deterministic = device.type != "mps" if setting == "auto" else setting
     # Like torch.use_deterministic_algorithms(), but without importing Inductor, which takes most of
     # a second: if a model is compiled, rehearse() in safe_step.py sets Inductor's option.

@@ -184,6 +184,12 @@ def test_pydoc_needs_no_network(tmp_path):
     assert "statement" in decode(ids(folder, "train"), meta)
 
 
+def test_formula_is_the_same_text_everywhere(tmp_path):
+    folder, meta = get_dataset("formula", tmp_path)
+    assert meta["source"] == "products() in prepare_data.py (SHA-256 ad3d84f72e7e1417...)"
+    assert "\n940 x 519 = 487860\n" in decode(ids(folder, "train"), meta)
+
+
 # --- a tokenizer of your own ---
 
 
@@ -383,6 +389,7 @@ def test_a_text_that_cannot_be_used_is_refused(tmp_path, content, words):
         (["x", "--inputs=esel.txt"], ["did you mean --input=esel.txt?"]),
         (["shakespeare", "--input=esel.txt"], ["not the text that shakespeare", "another NAME"]),
         (["pydoc", "--input=esel.txt"], ["not the text that pydoc", "another NAME"]),
+        (["formula", "--input=esel.txt"], ["not the text that formula", "another NAME"]),
     ],
 )
 def test_a_bad_command_gets_one_line_that_says_what_to_type(tmp_path, text_file, argv, words):

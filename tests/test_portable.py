@@ -1,12 +1,13 @@
 """Which kernels computed, and the mode in which all x86-64 CPUs compute the same bits."""
 
+import json
 import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import REPO
+from conftest import REPO, read_rows
 
 from plumbing import machine
 
@@ -70,3 +71,170 @@ def test_kernel_bits_do_not_depend_on_the_users_code():
     """A fork's model or optimizer is other code, which the identity tells apart from other kernels."""
     loaded = "import sys; print({'model', 'optim', 'train'} & sys.modules.keys())"
     assert python(PRINT_BITS.format(how=["float32 muon"]) + loaded).endswith("set()")
+
+
+# ---- --deterministic=portable --------------------------------------------------------------------
+
+PORTABLE = "--deterministic=portable"
+ALL = (  # every extra, and what the loop adds
+    "--optimizer=muon --dropout=0.1 --accum_steps=2 --ngram_rows=64 --conv_width=3 --n_layer=2 "
+    "--n_future_tokens=2 --ema_decay=0.9 --label_smoothing=0.1 --grad_checkpoint=true --max_steps=4"
+).split()
+OTHERS = {  # of a variable that the mode sets itself, the mode's value holds
+    "OMP_NUM_THREADS": "4",
+    "ATEN_CPU_CAPABILITY": "avx512",
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
+    "MKL_CBWR": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX512F,-AVX2,-FMA",
+}
+
+
+def test_a_portable_run_has_the_same_bits_whatever_the_process_may_use(python_train):
+    ours, theirs = (
+        python_train(name, *ALL, PORTABLE, env=env) for name, env in (("a", {}), ("b", OTHERS))
+    )
+    assert ours.returncode == theirs.returncode == 0, theirs.stderr
+    assert ours.fingerprint(4) == theirs.fingerprint(4)
+    control = python_train("c", *ALL, env={"ATEN_CPU_CAPABILITY": "default"})
+    assert control.fingerprint(4)["model"] != ours.fingerprint(4)["model"]
+
+
+def test_a_portable_run_resolves_auto_resumes_and_says_what_it_is(python_train):
+    """Its last steps with two ranks, each of which has the kernels: an inexact resume."""
+    flags = (PORTABLE, "--device=auto", "--dtype=auto", "--compile=auto", "--save_interval=6")
+    done = python_train("run", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "deterministic portable: the same bits" in done.stdout
+    facts = json.loads((done.out_dir / "run.json").read_text())
+    assert facts["hardware"]["instruction_set"] == "AVX2" and facts["hardware"]["threads"] == 1
+    resolved = {"dtype": "float32", "compile": False, "deterministic": "portable"}
+    assert facts["run"].items() >= resolved.items()
+    done.checkpoint(12).unlink()
+    resumed = python_train("run", *flags)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "inexact" not in resumed.stdout
+    saved = [row["sha256"] for row in resumed.rows() if row.get("event") == "saved"]
+    assert len(saved) == 4 and saved[-1] == saved[-2]  # steps 0, 6, 12, and 12 again
+
+
+def test_each_rank_has_the_kernels(python_train):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    env = {"OMP_NUM_THREADS": "1"}
+    ours, theirs = (
+        python_train(name, *ALL, PORTABLE, launcher=torchrun, env=env | more)
+        for name, more in (("a", {}), ("b", OTHERS))
+    )
+    assert ours.returncode == theirs.returncode == 0, theirs.stderr
+    assert ours.fingerprint(4) == theirs.fingerprint(4)
+
+
+REFUSED = """
+import torch
+import train
+from plumbing.cli import BadInput
+def refused(*flags):
+    try:
+        train.main([f"--deterministic=portable", "--out_dir={out_dir}", *flags])
+    except BadInput as error:
+        print(error)
+"""
+
+
+def test_what_contradicts_the_mode_is_refused(tmp_path):
+    out_dir = tmp_path / "run"
+    source = """
+refused("--dtype=bfloat16")
+refused("--compile=true")
+refused("--device=cuda")
+train.machine.cpu_info = lambda: ("an old CPU", frozenset())
+refused()
+"""
+    lines = python(REFUSED.format(out_dir=out_dir) + source).splitlines()
+    assert [line.partition("found ")[2] for line in lines] == [
+        "--dtype=bfloat16",
+        "--compile=true",
+        "--device=cuda",
+        "an old CPU",
+    ]
+    assert not out_dir.exists()
+
+
+@pytest.mark.parametrize(
+    "before, found",
+    [
+        ("torch.ones(2) + 1", "found AVX512 and "),
+        ("train.machine.PORTABLE_KERNELS.pop('MKL_CBWR')", "found AVX2 and "),
+        ("train.machine.PORTABLE_KERNELS.pop('ONEDNN_MAX_CPU_ISA')", "found AVX2 and "),
+    ],
+)
+@needs_avx512_bf16
+def test_the_mode_proves_itself(tmp_path, before, found):
+    out_dir = tmp_path / "run"
+    later = "train.machine.PORTABLE_RELEASE = '2.11.0'"
+    source = "\n".join([before, "refused()", later, "refused()"])
+    line, of_release = python(REFUSED.format(out_dir=out_dir) + source).splitlines()
+    assert found in line
+    assert line.endswith("an operation ran before train.main; start a new process")
+    assert "these bits are those of torch 2.11.0" in of_release
+    assert not out_dir.exists()
+
+
+# ---- records/portable ----------------------------------------------------------------------------
+
+
+FOUND = {
+    "a digit of a loss": ("rows", lambda rows: rows[40].update(loss=rows[40]["loss"] + 1e-7)),
+    "a digit of a norm": ("rows", lambda rows: rows[40].update(grad_norm=0.123)),
+    "a rate": ("rows", lambda rows: rows[40].update(lr=0.06)),
+    "tokens": ("rows", lambda rows: rows[40].update(tokens=1)),
+    "the sequence": ("rows", lambda rows: rows[40].update(sequences=48)),
+    "a skipped step": ("rows", lambda rows: rows[40].update(skipped=1)),
+    "a number of a step": ("rows", lambda rows: rows[40].update(step=1)),
+    "another field": ("rows", lambda rows: rows[40].update(accuracy=0.9)),
+    "a row less": ("rows", lambda rows: rows.pop(40)),
+    "the last rows less": ("rows", lambda rows: rows.__delitem__(slice(80, None))),
+    "a row twice": ("rows", lambda rows: rows.insert(40, rows[40])),
+    "two rows swapped": ("rows", lambda rows: rows.insert(40, rows.pop(41))),
+    "a digit of a hash": ("rows", lambda rows: rows[1].update(sha256="0" * 64)),
+    "a hash less": ("rows", lambda rows: rows.pop(1)),
+    "the validation loss": ("rows", lambda rows: rows[-4].update(val_loss=1.4)),
+    "the sample": ("rows", lambda rows: rows[-3].update(text="To be, or not to be")),
+    "the seed": ("facts", lambda facts: facts["config"].update(seed=1)),
+    "a flag": ("facts", lambda facts: facts["config"].update(n_layer=2)),
+    "the data": ("facts", lambda facts: facts["run"].update(data="0" * 64)),
+    "the release of torch": ("facts", lambda facts: facts["run"].update(torch="2.12.0")),
+}
+NOT_FOUND = {
+    "a time": ("rows", lambda rows: rows[40].update(step_ms=1.0)),
+    "memory": ("rows", lambda rows: rows[40].update(mem_gb=0.1)),
+    "the end": ("rows", lambda rows: rows[-1].update(ended="finished in a second")),
+    "the date": ("facts", lambda facts: facts.update(start="2020-01-01T00:00:00+00:00")),
+    "the machine": ("facts", lambda facts: facts["hardware"].update(cpu="an older CPU")),
+    "the commit": ("facts", lambda facts: facts["git"].update(commit="0" * 40)),
+    "the command": ("facts", lambda facts: facts.update(command=["train.py"])),
+}
+
+
+@pytest.mark.parametrize("forgery", [None, *FOUND, *NOT_FOUND])
+def test_a_forged_record_is_found_but_for_what_computing_does_not_give(tmp_path, forgery):
+    import check
+
+    record = REPO / "records" / "portable"
+    rows, facts = read_rows(record), json.loads((record / "run.json").read_text())
+    if forgery:
+        file, edit = {**FOUND, **NOT_FOUND}[forgery]
+        edit({"rows": rows, "facts": facts}[file])
+    (tmp_path / "run.json").write_text(json.dumps(facts))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert bool(check.what_differs(tmp_path, record)) == (forgery in FOUND)
+
+
+@pytest.mark.slow
+def test_this_cpu_computes_the_record(tmp_path):
+    flags = ["--only=portable", "--dataset=formula", f"--data_dir={tmp_path}"]
+    command = [sys.executable, "check.py", *flags, f"--out_dir={tmp_path / 'run'}"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=900)
+    last = done.stdout.splitlines()[-1]
+    assert done.returncode == 0, last + done.stderr
+    assert last.startswith("portable: the bits of records/portable_formula (SHA-256 ")

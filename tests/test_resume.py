@@ -639,10 +639,10 @@ def test_another_thread_count_is_said_and_resumes(run_train):
 def test_other_kernels_are_said_and_resume(run_train):
     """As of a CPU whose matrix units oneDNN does not use: the name of the CPU does not tell."""
     run_train("run", before=stop_at(5))
-    done = run_train("run", before="train.resuming.matmul_bits = lambda *_: 'of other kernels'")
+    done = run_train("run", before="train.resuming.kernel_bits = lambda *_: 'of other kernels'")
     assert done.returncode == 0, done.stderr
     (event,) = events(done, "inexact_resume")
-    then, now = event["matmul_bits"]
+    then, now = event["kernel_bits"]
     assert len(then) == 16 and now == "of other kernels"
 
 
