@@ -2,8 +2,10 @@
 
 import math
 import os
+import re
 import shlex
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,26 +54,95 @@ def best_words(best_metric: str, state: dict[str, Any]) -> str:
     return f"best {name} {sign * state['best_score']:.4f} at step {state['best_step']:,}"
 
 
-# ---- lines of a run ------------------------------------------------------------------------------
+# ---- the fields of a row: one table --------------------------------------------------------------
 
-COLUMNS = {  # field of a row -> (heading, width, function that formats its value)
-    "loss": ("loss", 6, lambda value: fit(value, 6, 4)),
-    "grad_norm": ("norm", 6, lambda value: fit(value, 6, 3)),
-    "lr": ("lr", 8, lambda value: f"{value:8.2e}"),
-    "step_ms": ("ms", 6, lambda value: fit(value, 6, 1)),
-    "data_ms": ("wait", 5, lambda value: fit(value, 5, 1)),
-    "tokens_per_sec": ("tok/s", 6, lambda value: fit(value / 1000, 5, 3) + "k"),
-    "mfu": ("mfu", 6, lambda value: fit(100 * value, 5, 1) + "%"),
-    "mem_gb": ("GB", 5, lambda value: fit(value, 5, 2)),
-    "gpu_util": ("gpu%", 4, lambda value: fit(value, 4, 0)),  # only if NVML reports it
-}
-EVALUATION = {
-    "val_loss": "val loss {:.4f}",
-    "val_bpb": "bits/byte {:.4f}",
-    "val_accuracy": "accuracy {:.1%}",
-    "val_tokens": "(first {:,} tokens)",
-}
-NOT_SHOWN = "kind step tokens sequences epoch skipped best_val_loss".split()
+
+@dataclass
+class Field:
+    """A field of the rows of metrics.jsonl: what writes it, and how it is shown."""
+
+    name: str
+    kind: str  # of its rows: train, eval, both; mark: of all, and no number; none: in no row
+    writer: str = "loop"  # or step (train_step), model, eval (evaluate), clock (what is measured)
+    heading: str = ""  # of its column, or its name in the line of an evaluation; "" = not printed
+    # A format of Python's, but 6.4 has up to 4 decimals, as many as 6 characters take: 6.1%, 6.3k
+    form: str = ""
+    unit: str = ""  # of what is shown
+    plot: str = ""  # the panel of the report in which it is drawn; "" = none
+    optional: bool = False  # has a column only if the row has a number
+
+    @property
+    def reserved(self) -> bool:
+        """Whether a number that a model returns beside its loss must have another name."""
+        return self.writer != "model"
+
+    @property
+    def measured(self) -> bool:
+        """Whether it differs between two runs that compute the same."""
+        return self.writer == "clock"
+
+    @property
+    def width(self) -> int:
+        """Of its column, in characters."""
+        return int(re.search(r"\d+", self.form)[0])
+
+    @property
+    def scale(self) -> float:
+        """The number in a row, times this, is shown in plots."""
+        return 100.0 if self.form.endswith("%") else 1.0
+
+    def write(self, value: float | None) -> str:
+        """The number of a row as it is printed."""
+        if value is None:
+            return "n/a"
+        adaptive = re.fullmatch(r"(\d+)\.(\d)([%k]?)", self.form)
+        if not adaptive:
+            return f"{value:{self.form}}"
+        width, digits, suffix = adaptive.groups()
+        thousands = 1000 if suffix == "k" else 1
+        text = fit(value * self.scale / thousands, int(width) - len(suffix), int(digits))
+        return text + suffix
+
+
+# fmt: off
+ALL_FIELDS = (  # in the order of columns and panels
+    #     name              kind     writer   heading      form     unit        plot
+    Field("kind",           "mark"),  # train, eval or event
+    Field("finite",         "mark",  "clock"),  # false: a null of the row was not finite
+    Field("step",           "both"),  # finished updates, skipped ones too
+    Field("loss",           "train", "model", "loss",      "6.4",   "nats",     "loss"),
+    Field("grad_norm",      "train", "step",  "norm",      "6.3",   "",         "gradient norm"),
+    Field("lr",             "train", "loop",  "lr",        "8.2e",  "",         "learning rate"),
+    Field("step_ms",        "train", "clock", "ms",        "6.1",   "ms"),
+    Field("data_ms",        "train", "clock", "wait",      "5.1",   "ms"),
+    Field("tokens_per_sec", "train", "clock", "tok/s",     "6.3k",  "tokens/s", "throughput"),
+    Field("mfu",            "train", "clock", "mfu",       "6.1%",  "%",        "MFU"),
+    Field("mem_gb",         "train", "clock", "GB",        "5.2",   "GB",       "peak memory"),
+    Field("gpu_util",       "train", "clock", "gpu%",      "4.0",   "%",        "GPU busy", True),
+    Field("loss_scale",     "train", "step",  "scale",     "6.0",   "",         "loss scale", True),
+    Field("skipped",        "train", "step"),  # 1 if the update changed nothing
+    Field("tokens",         "train"),  # targets trained on so far
+    Field("sequences",      "train"),  # index of the next one
+    Field("epoch",          "train"),
+    Field("targets",        "none",  "step"),  # of one step
+    Field("batch_tokens",   "none"),
+    Field("val_loss",       "eval",  "eval",  "val loss",  ".4f",   "nats",     "loss"),
+    Field("val_bpb",        "eval",  "loop",  "bits/byte", ".4f",   "bits"),
+    Field("val_accuracy",   "eval",  "eval",  "accuracy",  ".1%",   "%"),
+    Field("val_tokens",     "eval",  "eval",  "first tokens", ","),  # of a part of the split
+    Field("best_val_loss",  "eval"),
+)
+# fmt: on
+FIELDS = {field.name: field for field in ALL_FIELDS}
+
+
+def own_field(name: str, kind: str) -> Field:
+    """Of a number that is not in FIELDS: a model, train_step or evaluate of a fork returned it."""
+    form = ".4f" if kind == "eval" else f"{max(7, len(name))}.4"
+    return Field(name, kind, "model", name, form)
+
+
+# ---- lines of a run ------------------------------------------------------------------------------
 
 
 class Table:
@@ -82,30 +153,31 @@ class Table:
         self.names = []  # of the columns
 
     def print_row(self, row: dict[str, Any]) -> None:
-        """Print a row of metrics.jsonl. A field that is not in COLUMNS gets a column of its own."""
-        columns = {n: COLUMNS[n] for n in COLUMNS if n != "gpu_util" or row.get(n) is not None}
-        for name in [name for name in row if name not in (*COLUMNS, *NOT_SHOWN)]:
-            width = max(7, len(name))
-            columns[name] = (name, width, lambda value, width=width: fit(value, width, 4))
-        columns["left"] = ("left", 8, duration)
-        row = row | {"left": (self.max_steps - row["step"]) * row["step_ms"] / 1000}
-        if self.names != list(columns):
-            self.names = list(columns)
-            heads = " ".join(f"{heading:>{width}}" for heading, width, _ in columns.values())
-            start = f"{'step/total':<{len(progress(0, self.max_steps))}}"
-            say(f"{start} {heads}")
-        cells = [progress(row["step"], self.max_steps)]
-        for name, (_, width, write) in columns.items():
-            text = "n/a" if row[name] is None else write(row[name])
-            cells.append(f"{text:>{width}}")
-        say(*cells)
+        """Print a row of metrics.jsonl. A field that is not in FIELDS gets a column of its own."""
+        fields = shown_fields(row, "train")
+        names = [field.name for field in fields]
+        if self.names != names:
+            self.names = names
+            heads = [f"{field.heading:>{field.width}}" for field in fields]
+            say(f"{'step/total':<{len(progress(0, self.max_steps))}}", *heads, "    left")
+        cells = [f"{field.write(row[field.name]):>{field.width}}" for field in fields]
+        left = duration((self.max_steps - row["step"]) * row["step_ms"] / 1000)
+        say(progress(row["step"], self.max_steps), *cells, f"{left:>8}")
 
     def print_evaluation(self, row: dict[str, Any], is_best: bool) -> None:
         """Print a row of an evaluation, with every further number that evaluate() returned."""
-        names = [name for name in {**EVALUATION, **row} if name in row and name not in NOT_SHOWN]
-        words = [EVALUATION.get(name, name + " {:.4f}").format(row[name]) for name in names]
-        words += ["best"] if is_best else []
+        fields = [field for field in shown_fields(row, "eval") if field.name in row]
+        words = [f"{field.heading} {field.write(row[field.name])}" for field in fields]
+        if is_best:
+            words.append("best")
         say(progress(row["step"], self.max_steps), "  ".join(words))
+
+
+def shown_fields(row: dict[str, Any], kind: str) -> list[Field]:
+    """What a line says of a row, in order: the fields of the table, then those of a fork."""
+    own = [own_field(name, kind) for name in row if name not in FIELDS]
+    known = [field for field in FIELDS.values() if field.kind == kind and field.heading]
+    return [f for f in known + own if not f.optional or row.get(f.name) is not None]
 
 
 def progress(step: int, max_steps: int) -> str:

@@ -14,13 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from plumbing.console import FIELDS
 from plumbing.files import read_json
 
-FIELDS = {  # known fields; the first one is in every row
-    "train": "step loss grad_norm skipped lr tokens sequences epoch step_ms data_ms tokens_per_sec "
-    "mfu mem_gb gpu_util".split(),
-    "eval": "step val_loss val_bpb val_accuracy val_tokens best_val_loss".split(),
-}
+KINDS_OF_NUMBERS = ("train", "eval")  # of rows
 INFO = dict.fromkeys("config data run git versions hardware state".split(), dict)  # of run.json
 INFO |= {"command": list, "resumes": list}
 LARGEST = 1e100  # float32 ends at 3e38: what is beyond is damage, and would overflow in statistics
@@ -68,7 +65,7 @@ def read_run(folder):
         info[key] = info[key] if isinstance(info.get(key), kind) else kind()
     if not isinstance(info["data"].get("meta", {}), dict):
         del info["data"]["meta"]
-    train, evals = (columns(rows, kind) for kind in FIELDS)
+    train, evals = (columns(rows, kind) for kind in KINDS_OF_NUMBERS)
     events = [row for row in rows if row["kind"] == "event"]
     events = [tame(row) | {"event": tame(str(row["event"]))} for row in events]
     return Record(tame(folder.resolve().name), folder, info, train, evals, events, unreadable)
@@ -112,17 +109,25 @@ def rows_of(lines):
         rows = json.loads(b"[" + b",".join(lines) + b"]")
         for row in rows:
             is_step = isinstance(row["step"], int) and 0 <= row["step"] < 1 << 53
-            is_known = row["kind"] in FIELDS or (row["kind"] == "event" and "event" in row)
+            is_known = row["kind"] in KINDS_OF_NUMBERS or (
+                row["kind"] == "event" and "event" in row
+            )
             if not (is_step and is_known):
                 return []
         return rows if len(rows) == len(lines) else []
     return []
 
 
+def numbers_of(kind):
+    """The names of the numbers in a row of kind "train" or "eval"; `step` is the first."""
+    return [field.name for field in FIELDS.values() if field.kind in (kind, "both")]
+
+
 def columns(rows, kind):
     """{field: array} by increasing step; of two rows of the same step the later one counts. A field
     that is not in FIELDS is one if two rows give it a number: damage may invent one."""
-    fields, by_step = FIELDS[kind], {row["step"]: row for row in rows if row["kind"] == kind}
+    fields = numbers_of(kind)
+    by_step = {row["step"]: row for row in rows if row["kind"] == kind}
     rows = [by_step[step] for step in sorted(by_step)]
     names = dict.fromkeys([*fields, *sorted(set().union(*rows) - {"finite"})])
     table = {tame(name): np.array([plain(row.get(name)) for row in rows]) for name in names}
