@@ -13,6 +13,7 @@ import difflib
 import math
 import os
 import re
+import shutil
 import sys
 import textwrap
 import traceback
@@ -120,7 +121,8 @@ def folded_traceback(error: BaseException) -> str:
 
 
 class Config(dict):
-    """Every knob and its value. flags: names that flags set. base: values without flags, as written."""
+    """Every knob and its value. flags: names that flags set. base: values without flags, as written.
+    origins: name -> "flag", or the config file that set it."""
 
 
 @contextmanager
@@ -135,33 +137,36 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     repository = os.path.dirname(os.path.abspath(scopes[0]["__file__"]))
     owned = [(scope, knobs_of(scope)) for scope in scopes]
     knobs = {name: knob for _, own in owned for name, knob in own.items()}
-    if "-h" in argv or "--help" in argv:
-        print_help(scopes[-1], knobs, takes_names=names is not None)
-        raise SystemExit(0)
-
     config = Config({name: default for name, (default, _, _) in knobs.items()})
     config.flags, config.base = set(), dict(config)
+    config.origins = {}
     for argument in argv:
+        if argument in ("-h", "--help"):
+            continue
         if argument.startswith("-"):
             name, equals, value = argument.removeprefix("--").partition("=")
             if name in knobs and not equals:
                 fail(f"{argument} has no value; write it as in --{name}={show(config[name])}")
             config[name] = accept(name, value, argument, knobs)
             config.flags.add(name)
+            config.origins[name] = "flag"
         elif argument.endswith(".py"):
             settings = read_config_file(argument, repository, config, knobs)
             config |= settings
             config.base |= settings
             config.flags -= settings.keys()
+            config.origins |= dict.fromkeys(settings, argument)
         elif names is None:
             fail(f"unexpected argument {argument!r}; write config/FILE.py or --key=value")
         else:
             names.append(argument)
+    if "-h" in argv or "--help" in argv:
+        print_help(scopes[-1], config, knobs, takes_names=names is not None)
+        raise SystemExit(0)
     for name, path in config.items():
         if name.endswith("_dir") and path:
             folder = os.getcwd() if name in config.flags else repository
             config[name] = os.path.normpath(os.path.join(folder, os.path.expanduser(path)))
-
     before = [(scope, {name: scope[name] for name in own}) for scope, own in owned]
     try:
         for scope, own in owned:
@@ -172,11 +177,13 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
             scope.update(values)
 
 
-def folder_name(config: Config, named: Collection[str]) -> str:
+def folder_name(config: Config, named: Collection[str] | None = None) -> str:
     """The out_dir that was typed; else the config's and, in the order of the knobs, those flags in
-    `named` that change a value (of a batch's two factors: their product): out/mine,n_layer=2."""
+    `named` (None: all) that change a value (of a batch's two factors: their product):
+    out/mine,n_layer=2."""
     if "out_dir" in config.flags:
         return config["out_dir"]
+    named = config if named is None else named
     factors = {"batch_size", "accum_steps"} & config.keys()
     typed = {key for key in config.flags & {*named} if config[key] != config.base[key]} - factors
     if math.prod(config[key] for key in factors) != math.prod(config.base[key] for key in factors):
@@ -311,15 +318,24 @@ def hint_for(name: str, value: Any, knobs: dict, is_flag: bool) -> str:
     return "--help lists every name"
 
 
-def print_help(scope: dict[str, Any], knobs: dict, takes_names: bool) -> None:
-    """Print the start of a script's docstring, its usage and its knobs."""
-    usage = f"usage: python {os.path.basename(scope['__file__'])}" + " NAME ..." * takes_names
+def print_help(scope: dict[str, Any], config: Config, knobs: dict, takes_names: bool) -> None:
+    """Print the start of a script's docstring, its usage, and its knobs with the values that the other
+    arguments give them. Wraps at the width of the terminal."""
+    width = min(100, max(40, shutil.get_terminal_size((100, 24)).columns))
+    indent = 32 if width >= 80 else 8
+    usage = f"usage: python {os.path.basename(scope['__file__'])}"
+    if takes_names:
+        usage += " NAME ..."
     lines = [(scope.get("__doc__") or "").strip().split("\n\n")[0], ""]
     lines += [f"{usage} [config/FILE.py ...] [--key=value ...]"]
     lines += ["(a config file is Python, and is executed; later arguments win)"]
+    if config.origins and "out_dir" in config:
+        lines += ["", f"With these arguments the folder is {folder_name(config)}"]
     for heading, group in groupby(knobs.items(), lambda item: item[1][2]):
-        lines += ["\n" + textwrap.fill(heading or "More", 100)]
+        lines += ["\n" + textwrap.fill(heading or "More", width)]
         for name, (default, comment, _) in group:
-            line = f"{f'  --{name}={show(default)}':<30}  {comment}".rstrip()
-            lines += [textwrap.fill(line, 100, subsequent_indent=" " * 32)]
+            if name in config.origins:
+                comment = f"({config.origins[name]}; default {show(default)}) {comment}"
+            line = f"{f'  --{name}={show(config[name])}':<{indent - 2}}  {comment}".rstrip()
+            lines += [textwrap.fill(line, width, subsequent_indent=" " * indent)]
     print("\n".join(lines), flush=True)
