@@ -690,6 +690,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
             numbers = audit.confirm(run, take) if audited else take()
             row = count_batch(run, targets)  # state["step"] is one more from here on
             steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
+            table.live(state["step"])  # on a terminal
 
         # ---- what is due? every rank gets the same answer ----------------------------------------
         due = what_is_due(state["step"] if batch else None, signals, saver)
