@@ -257,13 +257,12 @@ def in_short(value: Any, event: str) -> str:
 def diagnosis(why: str, recent: list[dict[str, Any]], rollbacks: int) -> str:
     """Why a run cannot continue, with the numbers of its `recent` rows."""
     last = recent[-1]
-    numbers = []
-    for name in ("lr", "grad_norm", "loss"):
-        values = " ".join(f"{row[name]:.3g}" for row in recent)
-        numbers.append(f"{name} {values}")
+    rates, norms, losses = (
+        " ".join(f"{row[name]:.3g}" for row in recent) for name in ("lr", "grad_norm", "loss")
+    )
     return (
-        f"{why}, at step {last['step']} after {rollbacks} rollbacks. "
-        f"The last rows: {'; '.join(numbers)}; sequence: {last['sequences']:,}. "
+        f"{why}, at step {last['step']} after {rollbacks} rollbacks. The last learning rates: "
+        f"{rates}; gradient norms: {norms}; losses: {losses}; sequence: {last['sequences']:,}. "
         "Try a lower --peak_lr, more --warmup_steps, a smaller --grad_clip, --dtype=float32; "
         "then a new --out_dir"
     )

@@ -17,6 +17,7 @@ import math
 import os
 import queue
 import re
+import shlex
 import signal
 import threading
 import time
@@ -388,10 +389,31 @@ def decode_utf8(raw: bytes, path: str, begin: int = 0) -> str:
     """The text of `raw`, bytes of the file `path` from offset `begin` on. Raises DataError."""
     if not raw:
         raise DataError(f"{path} is empty; expected UTF-8 text")
+    if b"\0" in raw or raw.startswith(UTF_16_MARKS):
+        raise DataError(f"{path} is {what_is_no_utf8(raw, path, begin)}")
     try:
-        if b"\0" in raw:
-            raise UnicodeDecodeError("utf-8", raw, raw.index(b"\0"), 0, "binary or UTF-16")
         return raw.decode()
     except UnicodeDecodeError as error:
         byte = f"byte 0x{raw[error.start]:02x} at offset {begin + error.start} ({error.reason})"
         raise DataError(f"{path} is not UTF-8: {byte}; try iconv -f latin1 -t utf-8") from error
+
+
+UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
+
+
+def what_is_no_utf8(raw: bytes, path: str, begin: int) -> str:
+    """What bytes with NUL or the mark of UTF-16 are, in words, with the command that converts them."""
+    even = raw[0::2].count(0) / len(raw)  # 0.5 if every second byte is NUL
+    odd = raw[1::2].count(0) / len(raw)
+    encoding = ""
+    if raw.startswith(UTF_16_MARKS):
+        encoding = "UTF-16"
+    elif odd > 0.3 and even < 0.05:
+        encoding = "UTF-16LE"
+    elif even > 0.3 and odd < 0.05:
+        encoding = "UTF-16BE"
+    if encoding:
+        command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(path)} > NEW.txt"
+        return f"{encoding}, not UTF-8; type: {command}"
+    offset = begin + raw.index(0)
+    return f"binary, not UTF-8 text: byte 0x00 at offset {offset}; leave it out"
