@@ -52,16 +52,20 @@ def verified_meta(folder: str) -> dict:
     size, hash and range of ids that it says. They are read, not mapped: mapped pages would count as
     memory of this process."""
     path = os.path.join(folder, "meta.json")
-    content = read_file(path)
     made = f"python prepare_data.py {os.path.basename(folder)}"
     again = f"delete {path} and type the command that made it: {made} ..."
+    if not os.path.isfile(path):  # a pipe would be read for ever
+        raise DataError(f"{path} is no regular file; {again}")
+    content = read_file(path)
     try:
         meta = json.loads(content)
         sizes = [meta["vocab_size"], meta["train_tokens"], meta["val_tokens"]]
         valid = (
             all(type(n) is int and n > 0 for n in [*sizes, meta.get("val_bytes", 1)])
             and meta["dtype"] in ("uint16", "uint32")
-            and set(meta["sha256"]) == {"train.bin", "val.bin"}
+            and meta["sha256"].keys() == {"train.bin", "val.bin"}
+            and isinstance(meta.get("source", ""), str)
+            and is_shallow(meta)
             and ("tokenizer" not in meta or tokenizer_of(meta).vocab_size == sizes[0])
         )
     except Exception:  # whatever the file may hold in place of such a dict
@@ -88,6 +92,15 @@ def verified_meta(folder: str) -> dict:
             found = f"token id {highest}, but vocab_size is {sizes[0]}"
             raise DataError(f"{path} holds {found}; {again}")
     return meta
+
+
+def is_shallow(value: Any, levels: int = 20) -> bool:
+    """Whether what a JSON file holds is nested in at most so many levels."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return True
+    return levels > 0 and all(is_shallow(item, levels - 1) for item in value)
 
 
 def fingerprint(meta: dict) -> str:

@@ -501,6 +501,11 @@ def torn_meta(folder, meta):
     os.truncate(folder / "meta.json", 30)
 
 
+def pipe_as_meta(folder, meta):
+    (folder / "meta.json").unlink()
+    os.mkfifo(folder / "meta.json")
+
+
 def meta_without_dtype(folder, meta):
     del meta["dtype"]
     (folder / "meta.json").write_text(json.dumps(meta))
@@ -522,6 +527,10 @@ def meta_without_dtype(folder, meta):
         (change_meta(val_tokens=-5), "does not describe a dataset"),
         (change_meta(chars=""), "does not describe a dataset"),
         (change_meta(sha256="none"), "does not describe a dataset"),
+        (change_meta(sha256=["train.bin", "val.bin"]), "does not describe a dataset"),
+        (change_meta(source=5), "does not describe a dataset"),
+        (change_meta(more=json.loads("[" * 900 + "]" * 900)), "does not describe a dataset"),
+        (pipe_as_meta, "meta.json is no regular file"),
         (change_meta(tokenizer="bpe"), "does not describe a dataset"),
         (change_meta(chars=[1, 2]), "does not describe a dataset"),
         (change_meta(sha256={"train.bin": None, "val.bin": 5}), "was changed or damaged"),
