@@ -94,9 +94,9 @@ def run_script(main: Callable[[], int | None]) -> int:
 
 
 def printable(text: str) -> str:
-    """Without control characters, with which a model or a file could type into the terminal; newlines
-    and tabs stay."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
+    """Without control characters, with which a model or a file could type into the terminal, or write
+    backwards; newlines and tabs stay."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", "", text)
 
 
 def folded_traceback(error: BaseException) -> str:

@@ -92,7 +92,7 @@ class Field:
     name: str
     kind: str  # of its rows: train, eval, both; mark: of all, and no number; none: in no row
     writer: str = "loop"  # or step (train_step), model, eval (evaluate), clock (what is measured)
-    heading: str = ""  # of its column, or its name in the line of an evaluation; "" = not printed
+    heading: str = ""  # of its column, or the words of an evaluation; "" = not printed
     # A format of Python's, but 6.4 has up to 4 decimals, as many as 6 characters take: 6.1%, 6.3k
     form: str = ""
     unit: str = ""  # of what is shown
@@ -154,10 +154,10 @@ ALL_FIELDS = (  # in the order of columns and panels
     Field("epoch",          "train"),
     Field("targets",        "none",  "step"),  # of one step
     Field("batch_tokens",   "none"),
-    Field("val_loss",       "eval",  "eval",  "val loss",  ".4f",   "nats",     "loss"),
-    Field("val_bpb",        "eval",  "loop",  "bits/byte", ".4f",   "bits"),
-    Field("val_accuracy",   "eval",  "eval",  "accuracy",  ".1%",   "%"),
-    Field("val_tokens",     "eval",  "eval",  "first tokens", ","),  # of a part of the split
+    Field("val_loss",       "eval",  "eval",  "val loss {}", ".4f", "nats",     "loss"),
+    Field("val_bpb",        "eval",  "loop",  "bits/byte {}", ".4f", "bits"),
+    Field("val_accuracy",   "eval",  "eval",  "accuracy {}", ".1%", "%"),
+    Field("val_tokens",     "eval",  "eval",  "(first {} tokens)", ","),
     Field("best_val_loss",  "eval"),
 )
 # fmt: on
@@ -166,8 +166,9 @@ FIELDS = {field.name: field for field in ALL_FIELDS}
 
 def own_field(name: str, kind: str) -> Field:
     """Of a number that is not in FIELDS: a model, train_step or evaluate of a fork returned it."""
-    form = ".4f" if kind == "eval" else f"{max(7, len(name))}.4"
-    return Field(name, kind, "model", name, form)
+    if kind == "eval":
+        return Field(name, kind, "model", name + " {}", ".4f")
+    return Field(name, kind, "model", name, f"{max(7, len(name))}.4")
 
 
 # ---- lines of a run ------------------------------------------------------------------------------
@@ -219,7 +220,7 @@ class Table:
     def print_evaluation(self, row: dict[str, Any], is_best: bool) -> None:
         """Print a row of an evaluation, with every further number that evaluate() returned."""
         fields = [field for field in shown_fields(row, "eval") if field.name in row]
-        words = [f"{field.heading} {field.write(row[field.name])}" for field in fields]
+        words = [field.heading.format(field.write(row[field.name])) for field in fields]
         if is_best:
             words.append("best")
         text = "  ".join(words)

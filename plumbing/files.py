@@ -79,8 +79,11 @@ def clean(value: Any) -> Any:
 
 def read_json(path: str | Path) -> dict:
     """The dict in the JSON file `path`, or {} if there is none that can be read."""
+    path = Path(path)
+    if not path.is_file():  # a pipe would be read for ever
+        return {}
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
