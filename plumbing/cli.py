@@ -14,6 +14,7 @@ import difflib
 import math
 import os
 import re
+import shutil
 import sys
 import textwrap
 import traceback
@@ -113,9 +114,9 @@ def one_line(error: BadInput | RunFailed) -> str:
 
 
 def printable(text: str) -> str:
-    """Without control characters, with which a model or a file could type into the terminal; newlines
-    and tabs stay."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
+    """Without control characters, with which a model or a file could type into the terminal, or write
+    backwards; newlines and tabs stay."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", "", text)
 
 
 @dataclass
@@ -133,7 +134,8 @@ class Knob:
 
 class Config(dict):
     """Every knob and its value. flags: names that flags set. typed: these, and what config files after
-    the first one set. base: values without what is typed, as written. knobs: name -> Knob."""
+    the first one set. base: values without what is typed, as written. knobs: name -> Knob. origins:
+    name -> "flag", or the config file that set it."""
 
 
 @contextmanager
@@ -148,15 +150,13 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     repository = os.path.dirname(os.path.abspath(scopes[0]["__file__"]))
     owned = [(scope, knobs_of(scope)) for scope in scopes]
     knobs = {name: knob for _, own in owned for name, knob in own.items()}
-    if "-h" in argv or "--help" in argv:
-        print_help(scopes[-1], knobs, takes_names=names is not None)
-        raise SystemExit(0)
-
     config = Config({name: knob.default for name, knob in knobs.items()})
     config.knobs, config.base = knobs, dict(config)
-    config.flags, config.typed = set(), set()
+    config.flags, config.typed, config.origins = set(), set(), {}
     is_first_file = True
     for argument in argv:
+        if argument in ("-h", "--help"):
+            continue
         if argument.startswith("-"):
             name, equals, value = argument.removeprefix("--").partition("=")
             if name in knobs and not equals:
@@ -164,6 +164,7 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
             config[name] = accept(name, value, argument, knobs)
             config.flags.add(name)
             config.typed.add(name)
+            config.origins[name] = "flag"
         elif argument.endswith(".py"):
             settings = read_config_file(argument, repository, config, knobs)
             config |= settings
@@ -171,16 +172,19 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
             own = settings if is_first_file else settings.keys() & {"out_dir"}
             config.base |= {name: settings[name] for name in own}
             config.typed = (config.typed | settings.keys()) - {*own}
+            config.origins |= dict.fromkeys(settings, argument)
             is_first_file = False
         elif names is None:
             fail(f"unexpected argument {argument!r}; write config/FILE.py or --key=value")
         else:
             names.append(argument)
+    if "-h" in argv or "--help" in argv:
+        print_help(scopes[-1], config, knobs, takes_names=names is not None)
+        raise SystemExit(0)
     for name, path in config.items():
         if name.endswith("_dir") and path:
             folder = os.getcwd() if name in config.flags else repository
             config[name] = os.path.normpath(os.path.join(folder, os.path.expanduser(path)))
-
     with ExitStack() as stack:
         for scope, own in owned:
             values = {name: config[name] for name in own}
@@ -351,19 +355,29 @@ def hint_for(name: str, value: Any, knobs: dict, is_flag: bool) -> str:
     return "--help lists every name"
 
 
-def print_help(scope: dict[str, Any], knobs: dict, takes_names: bool) -> None:
-    """Print the start of a script's docstring, its usage and its knobs."""
-    usage = f"usage: python {os.path.basename(scope['__file__'])}" + " NAME ..." * takes_names
+def print_help(scope: dict[str, Any], config: Config, knobs: dict, takes_names: bool) -> None:
+    """Print the start of a script's docstring, its usage, and its knobs with the values that the other
+    arguments give them. Wraps at the width of the terminal."""
+    width = min(100, max(40, shutil.get_terminal_size((100, 24)).columns))
+    indent = 32 if width >= 80 else 8
+    usage = f"usage: python {os.path.basename(scope['__file__'])}"
+    if takes_names:
+        usage += " NAME ..."
     lines = [(scope.get("__doc__") or "").strip().split("\n\n")[0], ""]
     lines += [f"{usage} [config/FILE.py ...] [--key=value ...]"]
     lines += ["(a config file is Python, and is executed; later arguments win)"]
+    if config.origins and "out_dir" in config:
+        lines += ["", f"With these arguments the folder is {folder_name(config)}"]
     for heading, group in groupby(knobs.items(), lambda item: item[1].heading):
-        lines += ["\n" + textwrap.fill(heading or "More", 100)]
+        lines += ["\n" + textwrap.fill(heading or "More", width)]
         for name, knob in group:
-            line = f"{f'  --{name}={show(knob.default)}':<30}  {knob.comment}".rstrip()
-            lines += [textwrap.fill(line, 100, subsequent_indent=" " * 32)]
+            comment = knob.comment
+            if name in config.origins:
+                comment = f"({config.origins[name]}; default {show(knob.default)}) {comment}"
+            line = f"{f'  --{name}={show(config[name])}':<{indent - 2}}  {comment}".rstrip()
+            lines += [textwrap.fill(line, width, subsequent_indent=" " * indent)]
     if any(knob.policy for knob in knobs.values()):
-        lines += ["\nThe last word of a line says what another value does:"]
-        lines += [f"  {word:<8}{meaning}" for word, meaning in POLICY.items()]
-        lines += [f"  none    {NO_WORD}"]
+        lines += ["\nThe last word of a comment says what another value does:"]
+        for word, meaning in {**POLICY, "none": NO_WORD}.items():
+            lines += [textwrap.fill(f"  {word:<8}{meaning}", width, subsequent_indent=" " * 10)]
     print("\n".join(lines), flush=True)

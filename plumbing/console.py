@@ -4,6 +4,9 @@ import math
 import os
 import re
 import shlex
+import shutil
+import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +15,32 @@ from typing import Any
 from plumbing.cli import printable, show
 
 REPO = Path(__file__).resolve().parent.parent
+CLEAR = "\x1b[K"  # from the cursor to the end of the line
+GREEN = "\x1b[32m"
+PLAIN = "\x1b[0m"
+LIVE_SECONDS = 0.25  # between two updates of the live line
 
 
-def say(*words: object) -> None:
-    """Print on rank 0 only, so that all ranks have one log. What cannot be written is dropped."""
-    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0":  # torchrun sets both
-        with suppress(OSError, ValueError):  # a full disk, a closed pipe or terminal
-            print(printable(" ".join(map(str, words))), flush=True)
+def say(*words: object, colour: str = "") -> None:
+    """Print on rank 0 only, so that all ranks have one log. What cannot be written is dropped.
+    colour: of the text on a terminal, such as GREEN."""
+    if not is_first_rank():
+        return
+    text = printable(" ".join(map(str, words)))
+    with suppress(OSError, ValueError):  # a full disk, a closed pipe or terminal
+        if takes_colour():
+            text = f"{CLEAR}{colour}{text}{PLAIN if colour else ''}"
+        print(text, flush=True)
+
+
+def is_first_rank() -> bool:
+    return "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0"  # torchrun sets both
+
+
+def takes_colour() -> bool:
+    """Whether stdout is a terminal that obeys the escape sequences above (https://no-color.org)."""
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
+    return not is_plain and sys.stdout.isatty()
 
 
 def shown(path: str | Path) -> str:
@@ -33,8 +55,11 @@ def fit(value: float, width: int, digits: int) -> str:
     """`value` in `width` characters: up to `digits` decimals, as many as fit; else as 1e-05."""
     if 0 < abs(value) < 0.5 * 10**-digits:
         return f"{value:{width}.0e}"
-    texts = (f"{value:{width}.{places}f}" for places in range(digits, -1, -1))
-    return next((text for text in texts if len(text) <= width), f"{value:{width}.0e}")
+    for places in range(digits, -1, -1):
+        text = f"{value:{width}.{places}f}"
+        if len(text) <= width:
+            return text
+    return f"{value:{width}.0e}"
 
 
 def duration(seconds: float) -> str:
@@ -42,7 +67,10 @@ def duration(seconds: float) -> str:
     hours, rest = divmod(int(seconds), 3600)
     if hours >= 100:
         return f"{hours // 24}d {hours % 24}h"
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+    minutes, seconds = divmod(rest, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"
 
 
 def best_words(best_metric: str, state: dict[str, Any]) -> str:
@@ -64,7 +92,7 @@ class Field:
     name: str
     kind: str  # of its rows: train, eval, both; mark: of all, and no number; none: in no row
     writer: str = "loop"  # or step (train_step), model, eval (evaluate), clock (what is measured)
-    heading: str = ""  # of its column, or its name in the line of an evaluation; "" = not printed
+    heading: str = ""  # of its column, or the words of an evaluation; "" = not printed
     # A format of Python's, but 6.4 has up to 4 decimals, as many as 6 characters take: 6.1%, 6.3k
     form: str = ""
     unit: str = ""  # of what is shown
@@ -126,10 +154,10 @@ ALL_FIELDS = (  # in the order of columns and panels
     Field("epoch",          "train"),
     Field("targets",        "none",  "step"),  # of one step
     Field("batch_tokens",   "none"),
-    Field("val_loss",       "eval",  "eval",  "val loss",  ".4f",   "nats",     "loss"),
-    Field("val_bpb",        "eval",  "loop",  "bits/byte", ".4f",   "bits"),
-    Field("val_accuracy",   "eval",  "eval",  "accuracy",  ".1%",   "%"),
-    Field("val_tokens",     "eval",  "eval",  "first tokens", ","),  # of a part of the split
+    Field("val_loss",       "eval",  "eval",  "val loss {}", ".4f", "nats",     "loss"),
+    Field("val_bpb",        "eval",  "loop",  "bits/byte {}", ".4f", "bits"),
+    Field("val_accuracy",   "eval",  "eval",  "accuracy {}", ".1%", "%"),
+    Field("val_tokens",     "eval",  "eval",  "(first {} tokens)", ","),
     Field("best_val_loss",  "eval"),
 )
 # fmt: on
@@ -138,8 +166,9 @@ FIELDS = {field.name: field for field in ALL_FIELDS}
 
 def own_field(name: str, kind: str) -> Field:
     """Of a number that is not in FIELDS: a model, train_step or evaluate of a fork returned it."""
-    form = ".4f" if kind == "eval" else f"{max(7, len(name))}.4"
-    return Field(name, kind, "model", name, form)
+    if kind == "eval":
+        return Field(name, kind, "model", name + " {}", ".4f")
+    return Field(name, kind, "model", name, f"{max(7, len(name))}.4")
 
 
 # ---- lines of a run ------------------------------------------------------------------------------
@@ -151,9 +180,12 @@ class Table:
     def __init__(self, max_steps: int):
         self.max_steps = max_steps
         self.names = []  # of the columns
+        self.row = {}  # the one printed last
+        self.live_again = 0.0  # when the live line may be written again, time.monotonic()
 
     def print_row(self, row: dict[str, Any]) -> None:
         """Print a row of metrics.jsonl. A field that is not in FIELDS gets a column of its own."""
+        self.row = row
         fields = shown_fields(row, "train")
         names = [field.name for field in fields]
         if self.names != names:
@@ -161,16 +193,38 @@ class Table:
             heads = [f"{field.heading:>{field.width}}" for field in fields]
             say(f"{'step/total':<{len(progress(0, self.max_steps))}}", *heads, "    left")
         cells = [f"{field.write(row[field.name]):>{field.width}}" for field in fields]
-        left = duration((self.max_steps - row["step"]) * row["step_ms"] / 1000)
-        say(progress(row["step"], self.max_steps), *cells, f"{left:>8}")
+        say(progress(row["step"], self.max_steps), *cells, f"{self.time_left(row['step']):>8}")
+
+    def time_left(self, step: int) -> str:
+        """At the speed of the row printed last."""
+        return duration((self.max_steps - step) * self.row["step_ms"] / 1000)
+
+    def live(self, step: int) -> None:
+        """On a terminal, show the step below the last line, which the next line overwrites; a few times
+        a second. All other numbers are of the row printed last: nothing is asked of the device."""
+        now = time.monotonic()
+        if now < self.live_again:
+            return
+        self.live_again = now + LIVE_SECONDS
+        with suppress(OSError, ValueError):
+            if not (is_first_rank() and takes_colour()):
+                return
+            words = progress(step, self.max_steps)
+            if self.row:
+                loss, rate = (FIELDS[n].write(self.row[n]) for n in ("loss", "tokens_per_sec"))
+                words += f"  loss {loss.strip()}  {rate.strip()} tok/s  {self.time_left(step)} left"
+            columns = shutil.get_terminal_size().columns
+            # The cursor returns to the start of the line, for whatever prints next
+            print(f"{CLEAR}{words[: columns - 1]}\r", end="", flush=True)
 
     def print_evaluation(self, row: dict[str, Any], is_best: bool) -> None:
         """Print a row of an evaluation, with every further number that evaluate() returned."""
         fields = [field for field in shown_fields(row, "eval") if field.name in row]
-        words = [f"{field.heading} {field.write(row[field.name])}" for field in fields]
+        words = [field.heading.format(field.write(row[field.name])) for field in fields]
         if is_best:
             words.append("best")
-        say(progress(row["step"], self.max_steps), "  ".join(words))
+        text = "  ".join(words)
+        say(progress(row["step"], self.max_steps), text, colour=GREEN if is_best else "")
 
 
 def shown_fields(row: dict[str, Any], kind: str) -> list[Field]:
@@ -186,8 +240,9 @@ def progress(step: int, max_steps: int) -> str:
 
 
 def print_event(step: int, event: str, fields: dict[str, Any]) -> None:
-    details = "  ".join(f"{key} {in_short(value, event)}" for key, value in fields.items())
-    say(f"{step:>7} {event.replace('_', ' ')}: {details}")
+    details = [f"{key} {in_short(value, event)}" for key, value in fields.items()]
+    name = event.replace("_", " ")
+    say(f"{step:>7} {name}: {'  '.join(details)}")
 
 
 def in_short(value: Any, event: str) -> str:
@@ -202,48 +257,57 @@ def in_short(value: Any, event: str) -> str:
 
 def diagnosis(why: str, recent: list[dict[str, Any]], rollbacks: int) -> str:
     """Why a run cannot continue, with the numbers of its `recent` rows."""
+    last = recent[-1]
     rates, norms, losses = (
-        " ".join(f"{row[k]:.3g}" for row in recent) for k in ("lr", "grad_norm", "loss")
+        " ".join(f"{row[name]:.3g}" for row in recent) for name in ("lr", "grad_norm", "loss")
     )
     return (
-        f"{why}, at step {recent[-1]['step']} after {rollbacks} rollbacks. The last learning rates: "
-        f"{rates}; gradient norms: {norms}; losses: {losses}; sequence: {recent[-1]['sequences']:,}. "
-        "Try a lower --peak_lr, more --warmup_steps, a smaller --grad_clip, --dtype=float32; then "
-        "a new --out_dir"
+        f"{why}, at step {last['step']} after {rollbacks} rollbacks. The last learning rates: "
+        f"{rates}; gradient norms: {norms}; losses: {losses}; sequence: {last['sequences']:,}. "
+        "Try a lower --peak_lr, more --warmup_steps, a smaller --grad_clip, --dtype=float32; "
+        "then a new --out_dir"
     )
 
 
 def print_plan(run: Any, peak: tuple, changed: dict) -> None:
-    """Print the plan of the run. peak: (FLOP/s or None, source). changed: {knob: [then, now]} since the
-    checkpoint it resumes."""
+    """Print the plan of the run. peak: (FLOP/s or None, source). changed: {knob: [then, now]} since
+    the checkpoint it resumes."""
     c = run.facts["config"] | run.facts["run"]
-    name, meta = run.facts["data"]["name"], run.facts["data"]["meta"]
-    model = run.model.describe() if hasattr(run.model, "describe") else type(run.model).__name__
-    size = sum(weight.numel() for weight in run.model.parameters())
+    data = run.facts["data"]
+    train = len(run.train_data)
+    val = len(run.val_data)
+    unit = ""
     batch = "{batch_size} x {accum_steps} x {world_size} = {global_batch}".format(**c)
-    train, val, unit = len(run.train_data), len(run.val_data), ""
-    if "train_tokens" in meta:
-        batch += f" sequences of {c['block_size']} = {c['global_batch'] * c['block_size']:,} tokens"
-        train, val, unit = meta["train_tokens"], meta["val_tokens"], " tokens"
+    if "train_tokens" in data["meta"]:
+        train = data["meta"]["train_tokens"]
+        val = data["meta"]["val_tokens"]
+        unit = " tokens"
+        tokens = c["global_batch"] * c["block_size"]
+        batch += f" sequences of {c['block_size']} = {tokens:,} tokens"
+    model = type(run.model).__name__
+    if hasattr(run.model, "describe"):
+        model = run.model.describe()
+    size = sum(weight.numel() for weight in run.model.parameters())
+    per_epoch = len(run.train_data) // c["global_batch"]
     course = "{optimizer}, {schedule} {peak_lr:g} to {min_lr:g}".format(**c)
-    rate = f"{peak[0] / 1e12:.3g} TFLOP/s" if peak[0] else "n/a"
+    start = f"new, in {shown(c['out_dir'])}"
+    if run.path:
+        start = f"resumes from {shown(run.path)}"
     strict = f"deterministic {show(c['deterministic'])}"
     if c["deterministic"] == "portable":
         strict += ": the same bits on every x86-64 CPU with AVX2; slower, on one thread"
-    lines = {
-        "run": f"resumes from {shown(run.path)}" if run.path else f"new, in {shown(c['out_dir'])}",
-        "changed": ", ".join(f"{key} {then} -> {now}" for key, (then, now) in changed.items()),
-        "model": f"{model}; {size:,} parameters",
-        "data": f"{name}: {train:,}{unit} to train on, {val:,} to validate",
-        "batch": f"{batch} a step",
-        "steps": f"{c['max_steps']:,}, {len(run.train_data) // c['global_batch']:,} to an epoch; {course}",
-        "device": f"{c['device']}, {c['threads']} threads",
-        "dtype": f"{c['dtype']} ({run.reasons['dtype']})",
-        "compile": f"{show(c['compile'])} ({run.reasons['compile']}); {strict}",
-        "peak": f"{rate} ({peak[1]})",
-    }
-    for name, words in lines.items():
-        print_line(name, words)
+    rate = f"{peak[0] / 1e12:.3g} TFLOP/s" if peak[0] else "n/a"
+    changes = [f"{key} {then} -> {now}" for key, (then, now) in changed.items()]
+    print_line("run", start)
+    print_line("changed", ", ".join(changes))
+    print_line("model", f"{model}; {size:,} parameters")
+    print_line("data", f"{data['name']}: {train:,}{unit} to train on, {val:,} to validate")
+    print_line("batch", f"{batch} a step")
+    print_line("steps", f"{c['max_steps']:,}, {per_epoch:,} to an epoch; {course}")
+    print_line("device", f"{c['device']}, {c['threads']} threads")
+    print_line("dtype", f"{c['dtype']} ({run.reasons['dtype']})")
+    print_line("compile", f"{show(c['compile'])} ({run.reasons['compile']}); {strict}")
+    print_line("peak", f"{rate} ({peak[1]})")
 
 
 def print_line(name: str, words: str) -> None:
@@ -265,11 +329,18 @@ def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric:
 
 def print_next(ended: str, folder: Path, writes_text: bool) -> None:
     """Print commands to paste next. writes_text: whether sample.py can load the run's model and data."""
-    scripts = [shown(REPO / script) for script in ("sample.py", "report.py")]
-    sample, report = (shlex.join(["python", script, shown(folder)]) for script in scripts)
-    lines = {report: "what happened, as a picture and in words"}
-    if ended.startswith(("finished", "stopped early")):
-        lines = {sample: "text from its best weights"} if writes_text else {}
-        lines[f"{report} OTHER"] = "beside another run"
-    for line, what in lines.items():
-        say(f"{line:<50}  # {what}")
+    report = to_paste("report.py", folder)
+    if not ended.startswith(("finished", "stopped early")):
+        print_command(report, "what happened, as a picture and in words")
+        return
+    if writes_text:
+        print_command(to_paste("sample.py", folder), "text from its best weights")
+    print_command(f"{report} OTHER", "beside another run")
+
+
+def to_paste(script: str, folder: Path) -> str:
+    return shlex.join(["python", shown(REPO / script), shown(folder)])
+
+
+def print_command(command: str, purpose: str) -> None:
+    say(f"{command:<50}  # {purpose}")

@@ -16,6 +16,7 @@ import math
 import multiprocessing
 import os
 import re
+import shlex
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -49,16 +50,20 @@ def verified_meta(folder: str) -> dict:
     size, hash and range of ids that it says. They are read, not mapped: mapped pages would count as
     memory of this process."""
     path = os.path.join(folder, "meta.json")
-    content = read_file(path)
     made = f"python prepare_data.py {os.path.basename(folder)}"
     again = f"delete {path} and type the command that made it: {made} ..."
+    if not os.path.isfile(path):  # a pipe would be read for ever
+        raise DataError(f"{path} is no regular file; {again}")
+    content = read_file(path)
     try:
         meta = json.loads(content)
         sizes = [meta["vocab_size"], meta["train_tokens"], meta["val_tokens"]]
         valid = (
             all(type(n) is int and n > 0 for n in [*sizes, meta.get("val_bytes", 1)])
             and meta["dtype"] in ("uint16", "uint32")
-            and set(meta["sha256"]) == {"train.bin", "val.bin"}
+            and meta["sha256"].keys() == {"train.bin", "val.bin"}
+            and isinstance(meta.get("source", ""), str)
+            and is_shallow(meta)
             and ("tokenizer" not in meta or tokenizer_of(meta).vocab_size == sizes[0])
         )
     except Exception:  # whatever the file may hold in place of such a dict
@@ -85,6 +90,15 @@ def verified_meta(folder: str) -> dict:
             found = f"token id {highest}, but vocab_size is {sizes[0]}"
             raise DataError(f"{path} holds {found}; {again}")
     return meta
+
+
+def is_shallow(value: Any, levels: int = 20) -> bool:
+    """Whether what a JSON file holds is nested in at most so many levels."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return True
+    return levels > 0 and all(is_shallow(item, levels - 1) for item in value)
 
 
 def fingerprint(meta: dict) -> str:
@@ -372,10 +386,31 @@ def decode_utf8(raw: bytes, path: str, begin: int = 0) -> str:
     """The text of `raw`, bytes of the file `path` from offset `begin` on. Raises DataError."""
     if not raw:
         raise DataError(f"{path} is empty; expected UTF-8 text")
+    if b"\0" in raw or raw.startswith(UTF_16_MARKS):
+        raise DataError(f"{path} is {what_is_no_utf8(raw, path, begin)}")
     try:
-        if b"\0" in raw:
-            raise UnicodeDecodeError("utf-8", raw, raw.index(b"\0"), 0, "binary or UTF-16")
         return raw.decode()
     except UnicodeDecodeError as error:
         byte = f"byte 0x{raw[error.start]:02x} at offset {begin + error.start} ({error.reason})"
         raise DataError(f"{path} is not UTF-8: {byte}; try iconv -f latin1 -t utf-8") from error
+
+
+UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
+
+
+def what_is_no_utf8(raw: bytes, path: str, begin: int) -> str:
+    """What bytes with NUL or the mark of UTF-16 are, in words, with the command that converts them."""
+    even = raw[0::2].count(0) / len(raw)  # 0.5 if every second byte is NUL
+    odd = raw[1::2].count(0) / len(raw)
+    encoding = ""
+    if raw.startswith(UTF_16_MARKS):
+        encoding = "UTF-16"
+    elif odd > 0.3 and even < 0.05:
+        encoding = "UTF-16LE"
+    elif even > 0.3 and odd < 0.05:
+        encoding = "UTF-16BE"
+    if encoding:
+        command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(path)} > NEW.txt"
+        return f"{encoding}, not UTF-8; type: {command}"
+    offset = begin + raw.index(0)
+    return f"binary, not UTF-8 text: byte 0x00 at offset {offset}; leave it out"

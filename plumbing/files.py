@@ -110,10 +110,11 @@ def clean(value: Any) -> Any:
 def read_json(path: str | Path) -> dict:
     """The dict in the JSON file `path`, or {} if there is none that can be read. Raises BadInput if it is
     no regular file."""
+    path = Path(path)
     if is_odd(path):
         fail(f"{path} is no regular file; expected one that train.py wrote: remove it")
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -421,10 +421,31 @@ def test_help_lists_every_knob_by_group_with_default_and_comment(script):
           --deterministic=false
         """
     for flag in ("--help", "-h"):
-        result = run(script, "--no_such=thing", flag)
+        result = run(script, flag)
         assert (result.returncode, result.stderr) == (0, "")
         assert result.stdout == textwrap.dedent(expected)
     assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_help_shows_the_values_of_the_other_arguments_where_they_come_from_and_the_folder(script):
+    (script.parent / "small.py").write_text("batch_size = 8\nname = 'a b'\n")
+    result = run(script, "small.py", "--name=c", "--help", "--shift=3")
+    lines = {line.strip(): line for line in result.stdout.splitlines()}
+    assert "With these arguments the folder is out/run,shift=3,name=c" in lines
+    assert "--batch_size=8                (small.py; default 32) sequences, and a comment" in str(
+        lines
+    )
+    assert "--shift=3                     (flag; default -1) steps back" in lines
+    assert "--peak_lr=0.001               at the top" in lines
+    refused = run(script, "--help", "--batch_size=x")
+    assert refused.returncode == 2 and "--batch_size=x: expected" in refused.stderr
+
+
+@pytest.mark.parametrize("columns", [50, 80, 200])
+def test_help_wraps_at_the_width_of_the_terminal(script, columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    widest = max(map(len, run(script, "--help").stdout.splitlines()[2:]))
+    assert min(columns, 100) - 25 < widest <= max(min(columns, 100), 66)  # the usage is not wrapped
 
 
 def test_help_may_be_cut_short(script):

@@ -1,16 +1,22 @@
 """What is printed: columns that stay aligned, and what to type next."""
 
+import contextlib
+import fcntl
 import math
+import os
+import pty
 import re
 import shlex
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO
+from conftest import REPO, arguments
 
 from plumbing import console
 
@@ -139,6 +145,69 @@ def plan(capsys, model=None, changed=None):
     )
     console.print_plan(run, (1e12, "measured"), changed or {})
     return capsys.readouterr().out
+
+
+LOOP = f"""
+import time
+from plumbing import console
+table = console.Table(1000)
+table.print_evaluation({{"step": 0, "val_loss": 1.0}}, is_best=True)
+table.print_evaluation({{"step": 0, "val_loss": 2.0}}, is_best=False)
+table.print_row({USUAL})
+end = time.monotonic() + 1
+while time.monotonic() < end:
+    table.live(60)
+console.say("the end")
+"""
+
+
+def on_a_terminal(code, columns=80, **environment):
+    """What a terminal gets from Python code, and what a pipe gets."""
+    environment = {"TERM": "xterm", "NO_COLOR": ""} | environment
+    how = {"cwd": REPO, "env": os.environ | environment}
+    mine, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, **how)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # at its end
+        while part := os.read(mine, 1 << 16):
+            shown += part
+    os.close(mine)
+    assert process.wait() == 0
+    piped = subprocess.run([sys.executable, "-c", code], **how, capture_output=True, check=True)
+    return shown.decode().replace("\r\n", "\n"), piped.stdout.decode()
+
+
+def test_a_terminal_gets_colour_and_a_live_line_and_a_pipe_neither():
+    shown, piped = on_a_terminal(LOOP)
+    best, other, _, row, last = shown.strip("\n").split("\n")
+    assert "val loss 1.0000" in best and console.GREEN in best and console.GREEN not in other
+    *live, end = last.split("\r")
+    assert 2 <= len(live) <= 6, "a few times a second"
+    assert live[0] == console.CLEAR + "     60/1000     loss 1.8762  91.91k tok/s  0:41 left"
+    assert end == console.CLEAR + "the end" and "1.8762" in row
+    assert "\x1b" not in piped and "\r" not in piped and len(piped.splitlines()) == 5
+
+
+def test_a_run_has_a_live_line_on_a_terminal(data_dir, tmp_path):
+    flags = arguments(tmp_path / "run", data_dir, ["--max_steps=40"])[1:]
+    shown, piped = on_a_terminal(f"import train; train.main({flags})")
+    live = [part for part in re.split(r"[\r\n]", shown) if re.search(r"tok/s  \d:\d\d left$", part)]
+    assert live and console.GREEN in shown
+    assert "finished" in piped and "\x1b" not in piped
+
+
+def test_a_live_line_fits_into_a_narrow_terminal():
+    shown, _ = on_a_terminal(LOOP, columns=30)
+    live = shown.split("\n")[4].split("\r")[0]
+    assert live.startswith(console.CLEAR) and len(live) - len(console.CLEAR) == 29
+
+
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_a_terminal_that_should_have_no_colour_gets_what_a_pipe_gets(environment):
+    shown, piped = on_a_terminal(LOOP, **environment)
+    assert shown == piped
 
 
 def test_the_plan_names_what_differs_from_the_run_so_far(capsys):
