@@ -34,7 +34,7 @@ def panels_of(run):
     drawn = []
     plotted = [field for field in FIELDS.values() if field.plot and field.kind == "train"]
     for field, colour in zip(plotted, itertools.cycle(COLOURS), strict=False):
-        y = t[field.name] * field.scale
+        y = t[field.name] * field.plot_factor
         drawn.append((field.name, title_of(field, per), colour, t["step"], y))
     drawn += [(name, name, "blue", x, y) for name, x, y in results.new_fields(run)[:20]]
     more = {"loss": of_validation(run), "grad_norm": of_clip(run)}  # both are noisy

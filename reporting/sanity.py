@@ -778,7 +778,7 @@ def run_checks(job):
     saved = checkpoint.load(folder / "best.pt")
     with setting(**few):
         other = job.fresh_run()
-        checkpoint.restore(other, saved)
+        checkpoint.WholeState(other, saved).put_back()
         loss = train.evaluate(replace(other, val_data=run.val_data))["val_loss"]
     fine = saved["state"]["step"] == best and math.isclose(loss, losses[best], rel_tol=1e-3)
     found = f"of step {saved['state']['step']}, with a loss of {loss:.4f}; the log's best is "
