@@ -1,6 +1,6 @@
 """Detectors of trouble: each returns what in the rows of a run shows it, in words, or None.
 
-A detector's name is that of its trouble. reporting/troubles.py has causes and cures.
+A detector's name is that of its trouble, in reporting/troubles.py and docs/trouble.md.
 """
 
 import math
@@ -17,12 +17,6 @@ def updates_fail(run):
     found = rollbacks or len(skips) > max(2, 0.01 * len(run.train["step"]))
     first = f", the first at step {skips[0]:,}" if skips else ""
     return f"{len(skips):,} not finite and skipped{first}; {rollbacks} rollbacks" if found else None
-
-
-def float16_scale_collapses(run):
-    scale = run.train.get("loss_scale", np.ones(0))
-    low = run.train["step"][: len(scale)][scale < 1]
-    return f"it is below 1 from step {low[0]:,.0f} on" if len(low) else None
 
 
 def clipped_always(run):
@@ -182,9 +176,3 @@ def waits_for_data(run):
     waiting = mean(run.train["data_ms"]) / mean(run.train["step_ms"])
     found = len(known(run.train["loss"])) >= 20 and waiting > 0.1
     return f"{waiting:.0%} of the time of all steps" if found else None
-
-
-def gpu_idle(run):
-    busy = known(run.train["gpu_util"])
-    found = len(busy) >= 20 and median(busy) < 85
-    return f"{median(busy):.0f}% busy in the median of samples; 85% is good" if found else None

@@ -719,7 +719,7 @@ def few_steps(job, name, watch=None, **knobs):
     }
     few |= {"eval_tokens": 4 * train.block_size, "save_interval": 3, "keep_last": 2, "patience": 0}
     few |= {"resume": "auto", "report": False, "wandb_log": False, "compile": "false"}
-    few |= {"audit_interval": 0} | knobs
+    few |= {"audit_interval": -1} | knobs
     folder = job.run.folder.path / name
     with setting(**few):
         train.main([f"--out_dir={folder}"], watch=watch)

@@ -71,8 +71,9 @@ def imports_of(name):
 
 # ---- one thing, one name -------------------------------------------------------------------------
 
-# of the start of each script, of what bench.py and check.py measure, of a trouble
-SHARED = {"main", "PARTS", "out_of_memory"}
+# of the start of each script, of what bench.py and check.py measure, of a trouble, and of a block
+# in which globals are set: of any script, and of train.py
+SHARED = {"main", "PARTS", "out_of_memory", "setting"}
 
 
 def names_in(name):

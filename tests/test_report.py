@@ -400,7 +400,8 @@ def test_troubles_come_with_causes_a_command_and_what_to_try(tmp_path):
     text = words_of(read_run(write_run(tmp_path / "x", rows, config=config, command=command)))
     assert "- **Training waits for data** (`waits_for_data`): 60% of the time of all steps." in text
     assert "`python train.py --num_workers=8 --out_dir=out/x_waits_for_data`" in text
-    assert "Try: --num_workers=8 (now 4), a dataset on a local" in text
+    assert "Try: --num_workers=8 (now 4)." in text
+    assert "Likely causes: batches that take too long to prepare; a slow disk." in text
 
 
 def test_a_new_field_gets_a_panel_and_a_row(tmp_path):

@@ -58,12 +58,12 @@ def test_it_needs_nothing_from_elsewhere(tmp_path):
 
 
 def test_every_panel_table_trouble_and_the_last_sample_are_there(tmp_path):
-    rows = [each | {"weight_norm": 3.5} for each in falling(60, gpu_util=40)]
+    rows = [each | {"weight_norm": 3.5} for each in falling(60, gpu_util=40, data_ms=3.0)]
     rows += [event(30, "sample", text="first"), event(60, "sample", text="<b>To be</b> & not")]
     html = page_of([write_run(tmp_path / "run", [*rows, evaluation(60, 1.7)])]).read_text()
     assert titles(html) == [*PANELS, "GPU busy (%)", "weight_norm"]
     assert "| **best validation loss, nats** | 1.7000 at step 60 |" in html
-    assert "The GPU is idle for much of the time" in html and "device-hours" in html
+    assert "Training waits for data" in html and "device-hours" in html
     assert "~~~\n&lt;b&gt;To be&lt;/b&gt; &amp; not\n~~~" in html and "\nfirst\n" not in html
     assert "reload = 0;" in html, "it is at its end"
 
