@@ -115,9 +115,10 @@ class Again:
     """Watches train.main() compute a run again, as a train.Watch, up to the end of step `stop`; of a
     step taken more than once, as logged, or as --before_rollback says."""
 
-    def __init__(self, run: Logged, loop: ModuleType, stop: int):
+    def __init__(self, run: Logged, loop: ModuleType, start: Checkpoint | None, stop: int):
         self.logged = run
         self.loop = loop
+        self.start = start
         self.stop = stop
         self.run = None  # train.py's, as soon as it takes the step
         self.saved = {}  # with --save, the state before it
@@ -138,6 +139,8 @@ class Again:
 
     def step(self, run: Any, take: Callable[[], dict], inputs, targets, lr: float) -> dict:
         state = run.state
+        if self.start:  # it is alone in its folder, and so train.py makes it a target of rollbacks
+            state["first_step"] = self.start.content["state"]["first_step"]
         if trace and state["step"] >= since:
             now = mapped(steps.copied, steps.essence(run.checkpoint()))
             self.starts.append((state["step"] + 1, digest_of_state(now)))
@@ -213,7 +216,7 @@ def compute(run: Logged, loop: ModuleType, start: Checkpoint | None, stop: int) 
     if before_rollback:
         flags.append(f"--max_rollbacks={before_rollback - 1}")
     torch.set_num_threads(then["threads"])
-    again = Again(run, loop, stop)
+    again = Again(run, loop, start, stop)
     try:
         if is_rank0():
             shutil.rmtree(scratch, ignore_errors=True)
