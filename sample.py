@@ -56,8 +56,9 @@ SIDE_BY_SIDE = 32  # most samples that are drawn at a time: they share each prod
 
 def open_checkpoint(name: str) -> tuple[Path, dict]:
     """(path, checkpoint) of a file, or of a run's folder: see `checkpoint`. Changes nothing there."""
-    is_path = checkpoint not in ("", "best", "last")
-    paths = files_to_try(Path(checkpoint if is_path else name))
+    if checkpoint not in ("", "best", "last"):
+        name = checkpoint
+    paths = files_to_try(Path(name))
     if not paths:
         found = "holds no checkpoint" if os.path.exists(name) else "is not there"
         fail(f"{name} {found}; type: python sample.py out/NAME, the out_dir of a run")
