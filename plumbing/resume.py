@@ -220,6 +220,13 @@ def continue_from(run, saved: dict) -> None:
     then, now, built = saved["run"], run.facts["run"], run.checkpoint()
     changed = changes(then, now)
     refused = {key: changed[key] for key in REFUSED if key in changed}
+    own = run.folder.owns(run.path)
+    new = [name for name in built["model"] if name not in saved["model"]]
+    if new and not own:
+        fail(
+            f"{shown(run.path)} lacks {len(new)} weights of this model, such as {new[0]}; to begin with "
+            "the others, leave out --resume and load them in build_model (docs/questions.md, LoRA)"
+        )
     parts, here = (parts_of(built | each) for each in (saved, built))
     for name in here | parts:  # in the program's order
         if parts.get(name) != here.get(name):
@@ -230,7 +237,6 @@ def continue_from(run, saved: dict) -> None:
             f"{key} was {was} in the run so far and is {new} now: that is another run; "
             f"write {fresh_out_dir}{to_resume}"
         )
-    own = run.folder.owns(run.path)
     now["began_from"] = then.get("began_from") if own else str(run.path.resolve())
     if now["batch_size"] == then["batch_size"]:
         for key in checkpoint.MICRO_BATCHES:
