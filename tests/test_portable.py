@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -178,6 +179,38 @@ def test_the_mode_proves_itself(tmp_path, before, found):
     assert line.endswith("an operation ran before train.main; start a new process")
     assert "these bits are those of torch 2.11.0" in of_release
     assert not out_dir.exists()
+
+
+QEMU = shutil.which("qemu-x86_64-static")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not QEMU, reason="needs qemu-x86_64-static: apt-get install qemu-user-static")
+@pytest.mark.parametrize("cpu", ["Haswell", "EPYC-Rome"])
+def test_another_cpu_computes_the_same_bits(python_train, cpu):
+    """Emulated, in two to ten minutes: weights, moments, losses, evaluation and sampled text."""
+    emulated = {"launcher": (QEMU, "-cpu", cpu, sys.executable), "timeout": 1800}
+    flags = (*ALL, "--dataset=formula", "--eval_tokens=512", "--n_embd=64", "--block_size=32")
+    here = python_train("here", *flags, PORTABLE)
+    there = python_train("there", *flags, PORTABLE, **emulated)
+    assert here.returncode == there.returncode == 0, there.stderr
+    assert here.fingerprint(4) == there.fingerprint(4)
+    assert computed(here) == computed(there)
+
+    here, there = (python_train(n, *flags, **how) for n, how in (("a", {}), ("b", emulated)))
+    kernels = [
+        json.loads((run.out_dir / "run.json").read_text())["hardware"]["instruction_set"]
+        for run in (here, there)
+    ]
+    assert kernels[1] == "AVX2"  # so it is emulated
+    if kernels[0] != "AVX2":
+        assert here.fingerprint(4)["model"] != there.fingerprint(4)["model"]
+
+
+def computed(run):
+    import check
+
+    return check.computed_rows(run.out_dir)
 
 
 # ---- records/portable ----------------------------------------------------------------------------
