@@ -28,7 +28,6 @@ from hashlib import sha256
 from pathlib import Path
 from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
-from unittest.mock import patch
 
 import torch
 from torch._subclasses import FakeTensorMode
@@ -37,7 +36,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from plumbing import checkpoint, console, data, machine, safe_step
+from plumbing import checkpoint, cli, console, data, machine, safe_step
 from plumbing.cli import RunFailed, configured, fail, folder_name, read_knobs, run_script
 from plumbing.files import read_json, write_json
 from plumbing.ranks import say
@@ -110,7 +109,7 @@ class Job:
 
 
 # setting(name=value): sets globals of train.py in a block, or in a function that it decorates
-setting = partial(patch.multiple, train)
+setting = partial(cli.setting, vars(train))
 
 
 # ---- timings and tables --------------------------------------------------------------------------
@@ -492,7 +491,7 @@ def execute(script, words, **knobs):
 def trained(script, words, seed):
     """The Logged folder of a whole run. It lies under the config's out_dir, and is not trained again if
     it is finished and neither its knobs nor the code have changed."""
-    defaults = {name: default for name, (default, _, _) in read_knobs(train.__file__).items()}
+    defaults = {name: knob.default for name, knob in read_knobs(train.__file__).items()}
     with setting(**defaults), configured(vars(train), argv=for_train(words)) as config:
         knobs = {key: config[key] for key in defaults if key not in ("out_dir", "seed")}
     own = ("bench.py", "check.py")

@@ -9,6 +9,7 @@ C (`n_embd`), H (`n_head`), D = C / H, V (`vocab_size`). Imports nothing but tor
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import partial
 from inspect import signature
 
 import torch
@@ -74,14 +75,25 @@ def rotate(x, cos, sin):
     return x * cos.to(x.dtype) + x.roll(x.size(-1) // 2, -1) * sin.to(x.dtype)
 
 
+def visible(n, T, device):
+    """Which of T keys the last n queries see, bool (n, T): None = themselves and the past. Another mask,
+    such as a window, belongs here: every path asks, in training, evaluation and sampling."""
+    return None
+
+
 def causal_attention(q, k, v, dropout):
     """q (B, H, n, D), k and v (B, H, T, D) to (B, H, n, D): the last n tokens, all T or one, each see itself
     and the past. On a CPU the fused kernel's backward pass is slow: 23 ms against 3 at T = 64, bfloat16."""
     (B, H, n, D), T = q.shape, k.size(2)
+    mask = visible(n, T, q.device)
     if q.device.type != "cpu" or T > PLAIN_ATTENTION_MAX or n < T:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=n == T, dropout_p=dropout)
+        is_causal = mask is None and n == T  # a single query sees all
+        how = {"attn_mask": mask, "is_causal": is_causal, "dropout_p": dropout}
+        return F.scaled_dot_product_attention(q, k, v, **how)
     q, k, v = (x.reshape(B * H, T, D) for x in (q, k, v))
     future = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
+    if mask is not None:
+        future = torch.zeros_like(future).masked_fill(~mask, -math.inf)
     scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=1 / math.sqrt(D))
     weights = F.dropout(scores.softmax(dim=-1), dropout)
     return torch.bmm(weights, v).view(B, H, T, D)
@@ -206,7 +218,7 @@ class GPT(nn.Module):
                 x = block(x, cos, sin, last_only and number == len(self.blocks))
         x = norm(x[:, -1:] if last_only else x)
         if targets is None:
-            return self.head(x)[..., : self.classes()]
+            return logits_of(self.head, x, self.classes())
         loss = self.loss(self.head, x, targets)
         learns_more = self.training and len(self.extra_heads)
         return add_future_losses(self, loss, x, targets) if learns_more else loss
@@ -216,7 +228,7 @@ class GPT(nn.Module):
         smoothing = self.config.label_smoothing if self.training else 0.0
         classes, chunks = self.classes(), self.loss_chunks(targets.numel())
         if chunks == 1 or not torch.is_grad_enabled():
-            return cross_entropy(head(x)[..., :classes], targets, smoothing)
+            return head_loss(head, x, targets, smoothing, classes)
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         arguments = (x.flatten(0, 1), head.weight, targets.flatten(), smoothing, classes, chunks)
@@ -270,6 +282,17 @@ def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing=0.0, reductio
     return F.cross_entropy(*flat, reduction=reduction, label_smoothing=label_smoothing)
 
 
+def logits_of(head, x: Tensor, classes: int | None) -> Tensor:
+    """The first `classes` logits of x (..., C); None = all. The one place for what changes them, such as a
+    soft cap: training, also in chunks, evaluation and sampling come here."""
+    return head(x)[..., :classes]
+
+
+def head_loss(head, x, targets, smoothing, classes, reduction="mean") -> Tensor:
+    """Cross entropy of the logits of x. The one place for what is added to it, such as a z-loss."""
+    return cross_entropy(logits_of(head, x, classes), targets, smoothing, reduction)
+
+
 class ChunkedCrossEntropy(torch.autograd.Function):
     """Summed cross entropy of the first `classes` logits of x (N, C) @ weight (V, C).T, held one chunk
     at a time. The forward pass also computes the gradients (as in Liger Kernel, Hsu et al. 2024)."""
@@ -277,7 +300,8 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, label_smoothing, classes, chunks):
         def chunk_loss(x, weight, targets):
-            return cross_entropy(F.linear(x, weight)[:, :classes], targets, label_smoothing, "sum")
+            head = partial(F.linear, weight=weight)
+            return head_loss(head, x, targets, label_smoothing, classes, "sum")
 
         low = weight.to(x.dtype)
         loss = torch.zeros((), device=x.device)

@@ -6,26 +6,32 @@
     python prepare_data.py NAME --input=FILE                 # any UTF-8 text
     python prepare_data.py NAME --input=FILE --tokenizer=gpt2
     python prepare_data.py NAME --input=FOLDER               # a corpus of any size: gpt2 tokens
-    python prepare_data.py NAME --input='web/*.jsonl.zst' --field=content
+    python prepare_data.py NAME --input='web/*.jsonl.gz' --field=content
     python prepare_data.py openwebtext                       # or fineweb: downloads with `datasets`
 
 Of one text, the first 90% of its characters are to train on. A dataset that exists is never overwritten.
 A corpus is streamed: a folder (its files in order of their paths, without hidden ones), a glob in
-quotes, a .jsonl (one object a line), a .gz or .zst of a text or .jsonl, or a long text.
+quotes, a .jsonl (one object a line), a .gz of a text or .jsonl, or a long text.
 - A line of a .jsonl is a document, and so is a text file; one longer than WHOLE_DOCUMENT is split
   into documents of up to PART, at line ends if it has any. Each is followed by an end-of-text id:
   50256 for gpt2, 0 for byte. NUL, and half a surrogate pair, become U+FFFD.
 - A document goes to val if the hash of its content, as a fraction, is below val_fraction: copies of
-  a document share a split, whatever the order of files. The same command writes the same bytes.
+  a document share a split, whatever the order of files. The same command writes the same bytes. If
+  that holds out too little, val_fraction is raised until it does; of one or two documents, their
+  last tenths are held out.
+- A byte order mark is removed, and CRLF is one newline. Rows of a .jsonl that cannot be read are
+  skipped, up to 0.1% of them. All of that is printed.
 """
 
 import contextlib
 import glob
 import gzip
 import hashlib
+import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -33,6 +39,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -47,8 +54,8 @@ from plumbing.files import digest_of, fsync
 # What to make, and where
 data_dir = "data"  # the dataset's folder is made in this one
 input = ""  # a UTF-8 text file, .jsonl, folder or glob; "" = what NAME stands for
-tokenizer = "auto"  # char (one id for each distinct character), byte, or gpt2 (needs tiktoken)
-#  auto = char for one small text, gpt2 for a corpus
+tokenizer = "auto"  # byte, gpt2 (needs tiktoken), or char (one id for each distinct character, for
+#  one text of up to 32 MB); auto = char for one such text, gpt2 for a corpus
 
 # Of a corpus
 field = "text"  # the field of a .jsonl object that holds the text
@@ -59,8 +66,10 @@ WHOLE_TEXT = 32_000_000  # a plain text up to this size is read whole (char: up 
 WHOLE_DOCUMENT = 4_000_000  # a text file up to this size is one document (a long novel has 3 MB)
 PART = 64_000  # largest document cut from a longer file; small, so that val gets enough of them
 LONGEST_LINE = 16_000_000  # of a .jsonl
+LEAST_VAL = 16_000  # to hold out at least, or a twentieth of the text if that is less
 CHUNK = 1_000_000  # read at a time
 BATCH = 64  # documents that are tokenized together
+MOST_BAD_ROWS = 0.001  # share of the rows of .jsonl files that may be unreadable
 
 # Names that need no --input: texts, and corpora on huggingface.co (their path and subset there)
 TEXTS = ("shakespeare", "pydoc", "formula")
@@ -92,25 +101,83 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
     old = data.verified_meta(folder) if os.path.exists(f"{folder}/meta.json") else {}
     streamed = os.path.isdir(input) or glob.has_magic(input) if input else name in CORPORA
     if os.path.isfile(input):
-        streamed = input.endswith((".jsonl", ".gz", ".zst")) or os.path.getsize(input) > WHOLE_TEXT
+        streamed = input.endswith((".jsonl", ".gz")) or os.path.getsize(input) > WHOLE_TEXT
     if tokenizer == "auto":
         tokenizer = old.get("tokenizer") if old else "gpt2" if streamed else "char"
+    cleaned = Cleaned()
     if old and (not input or old.get("tokenizer") != tokenizer):
         meta = old | {"tokenizer": tokenizer}
     elif streamed:
         options = {"tokenizer": tokenizer, "field": field, "val_fraction": val_fraction}
-        meta, documents = find_corpus(name, input, options | of_corpus)
+        meta, documents = find_corpus(name, input, options | of_corpus, cleaned, say)
     else:
-        meta, documents = find_text(name, folder, input, tokenizer, say)
+        meta, documents = find_text(name, folder, input, tokenizer, cleaned, say)
     if not old:
-        return folder, store(folder, meta, documents, streamed, say)
+        meta = store(folder, meta, documents, streamed, say)
+        for line in cleaned.in_words():
+            say(line)
+        return folder, meta
     what = f"{old.get('tokenizer')} tokens of {old.get('source')}"
-    asked, made = ((m.get("tokenizer"), m.get("source", "").split(" (")[-1]) for m in (meta, old))
-    if asked != made:
+    if differ := differences(meta, old):
         hint = "choose another NAME, or delete that folder if no run depends on it"
-        raise DataError(f"{folder} holds another dataset: {what}; {hint}")
+        raise DataError(f"{folder} holds another dataset: {what}; it has {differ}; {hint}")
     say(f"{folder} is there already, {what}; nothing to do")
     return folder, old
+
+
+def differences(asked: dict, made: dict) -> str:
+    """What a dataset has other than asked for, in words; "" if the two come from the same content."""
+    facts = []
+    for meta in (made, asked):
+        in_brackets = meta.get("source", "").rpartition(" (")[2].rstrip(")")
+        facts.append([f"tokenizer {meta.get('tokenizer')}", *in_brackets.split(", ")])
+    pairs = itertools.zip_longest(*facts, fillvalue="nothing")
+    return ", ".join(f"{one}, not {other}" for one, other in pairs if one != other)
+
+
+@dataclass
+class Cleaned:
+    """What reading has changed and left out."""
+
+    marks: int = 0  # byte order marks
+    line_ends: int = 0  # CRLF
+    rows: int = 0  # of .jsonl files
+    bad_rows: int = 0
+    first_bad: str = ""
+
+    def text(self, text: str) -> str:
+        """`text` without a byte order mark, with newlines instead of CRLF."""
+        if text.startswith("\ufeff"):
+            text = text[1:]
+            self.marks += 1
+        self.line_ends += text.count("\r\n")
+        return text.replace("\r\n", "\n")
+
+    def count_bad_row(self, what: str) -> None:
+        self.bad_rows += 1
+        self.first_bad = self.first_bad or what
+        self.refuse_bad_rows(allowed=1)
+
+    def refuse_bad_rows(self, allowed: int = 0) -> None:
+        """Raises DataError if more rows are bad than allowed and MOST_BAD_ROWS together."""
+        if self.bad_rows <= allowed + MOST_BAD_ROWS * self.rows:
+            return
+        expected = f"a JSON object of up to {LONGEST_LINE:,} bytes a line, --field=NAME its text"
+        found = (
+            f"{self.bad_rows:,} of {self.rows:,} rows cannot be read, the first: {self.first_bad}"
+        )
+        raise DataError(f"{found}; expected {expected}")
+
+    def in_words(self) -> list[str]:
+        lines = []
+        if self.marks:
+            lines.append(f"removed {self.marks:,} byte order marks")
+        if self.line_ends:
+            lines.append(f"{self.line_ends:,} line ends were CRLF and are newlines now")
+        if self.bad_rows:
+            found = f"skipped {self.bad_rows:,} of {self.rows:,} rows that cannot be read"
+            lines.append(f"{found}, the first: {self.first_bad}")
+        return lines
 
 
 @contextlib.contextmanager
@@ -167,8 +234,7 @@ def store(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Cal
         tokens = {split: os.path.getsize(path) // itemsize for split, path in paths.items()}
         if min(tokens.values()) < 2:
             found = f"too short: {tokens['train']} tokens to train on, {tokens['val']} to validate"
-            hint = ", or a larger --val_fraction" if streamed else ""
-            raise DataError(f"the text is {found}; take more text{hint}")
+            raise DataError(f"the text is {found}; take more text")
         meta |= {f"{split}_tokens": tokens[split] for split in SPLITS}
         meta["val_bytes"] = sizes["val"]
         meta["sha256"] = {f"{split}.bin": digest_of(path) for split, path in paths.items()}
@@ -182,44 +248,110 @@ def store(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Cal
 # ---- a corpus ------------------------------------------------------------------------------------
 
 
-def find_corpus(name: str, input: str, options: dict) -> tuple[dict, Iterator]:
+def find_corpus(
+    name: str, input: str, options: dict, cleaned: Cleaned, say: Callable
+) -> tuple[dict, Iterator]:
     """(what is known of meta, an iterator over (split, text)) of the files of `input`, or of the
-    corpus `name`. meta["source"] differs if files, their dates or options differ."""
+    corpus `name`. In brackets, meta["source"] says what decides about the content."""
     tokenizer = options["tokenizer"]
+    val_fraction = options["val_fraction"]
     if hasattr(TOKENIZERS[tokenizer], "learn"):
-        raise DataError(f"{tokenizer} learns its vocabulary from one text; write --tokenizer=gpt2")
-    facts = [CORPORA.get(name), options]
-    if input:
-        files = input_files(input)
-        facts += [(os.path.relpath(p, input), s.st_size, s.st_mtime_ns) for p, s in files.items()]
-        found = f"{len(files):,} files, {sum(s.st_size for s in files.values()):,} bytes"
-        if not any(status.st_size for status in files.values()):
-            raise DataError(f"{input}: {found}; expected text, .jsonl, .gz or .zst")
-        source = f"{os.path.basename(os.path.normpath(input))}, {found}, with their dates"
-        texts = chain.from_iterable(read_documents(path, options["field"]) for path in files)
-    else:
+        found = f"{tokenizer} learns its vocabulary from one text of up to {WHOLE_TEXT // 10**6} MB"
+        raise DataError(f"{found}; write --tokenizer=gpt2 or --tokenizer=byte")
+    rules = f"field {options['field']}, val_fraction {val_fraction:g}"
+    if not input:
         needed("datasets", name)
-        source = f"{name} of huggingface.co"
-        texts = read_hub(*CORPORA[name])
-    texts = (re.sub("[\0\ud800-\udfff]", "\ufffd", text) for text in texts)
-    documents = ((split_of(text, options["val_fraction"]), text) for text in texts if text)
-    mark = sha256(json.dumps(facts).encode())[:16]
-    return {"tokenizer": tokenizer, "source": f"{source} ({mark})"}, documents
+        source = f"{name} of huggingface.co ({rules})"
+        documents = split_by_hash(whole(read_hub(*CORPORA[name]), cleaned), val_fraction)
+        return {"tokenizer": tokenizer, "source": source}, documents
+    files = input_files(input)
+    size = sum(files.values())
+    found = f"{len(files):,} files, {size:,} bytes"
+    if not size:
+        raise DataError(f"{input}: {found}; expected text, .jsonl or .gz")
+    content = sha256("".join(digest_of(path) for path in files).encode())[:16]
+    source = f"{os.path.basename(os.path.normpath(input))}, {found} (content {content}, {rules})"
+
+    def read(cleaned: Cleaned) -> Iterator[str]:
+        texts = (read_documents(path, options["field"], cleaned) for path in files)
+        return whole(chain.from_iterable(texts), cleaned)
+
+    documents = split_corpus(read, val_fraction, cleaned, say)
+    return {"tokenizer": tokenizer, "source": source}, documents
+
+
+def whole(texts: Iterable[str], cleaned: Cleaned) -> Iterator[str]:
+    """Those texts that are not empty, cleaned. Raises DataError at the end if too many rows were bad."""
+    for text in texts:
+        text = re.sub("[\0\ud800-\udfff]", "\ufffd", cleaned.text(text))
+        if text:
+            yield text
+    cleaned.refuse_bad_rows()
+
+
+def split_corpus(read: Callable, val_fraction: float, cleaned: Cleaned, say: Callable) -> Iterator:
+    """Yields (split, text) of read(cleaned), with a val_fraction that holds out enough."""
+    enough = fraction_to_hold_out(read(Cleaned()), val_fraction)
+    if enough == val_fraction:
+        yield from split_by_hash(read(cleaned), val_fraction)
+        return
+    too_little = f"--val_fraction={val_fraction:g} does not fit this text"
+    if enough < 1:
+        say(f"{too_little}; {enough:g} is used instead")
+        yield from split_by_hash(read(cleaned), enough)
+        return
+    say(f"{too_little}; the last tenth of each document is held out instead")
+    for text in read(cleaned):
+        cut = int(0.9 * len(text))
+        yield "train", text[:cut]
+        yield "val", text[cut:]
+
+
+def split_by_hash(texts: Iterable[str], val_fraction: float) -> Iterator[tuple[str, str]]:
+    return ((split_of(text, val_fraction), text) for text in texts)
 
 
 def split_of(text: str, val_fraction: float) -> str:
-    draw = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return "val" if int.from_bytes(draw, "big") < val_fraction * 2**64 else "train"
+    return "val" if draw_of(text) < val_fraction else "train"
 
 
-def input_files(input: str) -> dict[str, os.stat_result]:
-    """The files of a file, folder or glob, in the order of their paths. glob leaves out hidden ones."""
+def draw_of(text: str) -> float:
+    """In [0, 1), by the hash of the content."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def fraction_to_hold_out(texts: Iterable[str], val_fraction: float) -> float:
+    """val_fraction, doubled until it holds out enough of the texts; 1.0 if that is more than half of
+    them. Reads no more than it needs to."""
+    drawn = []  # (draw, bytes) of each document
+    total = 0
+    held_out = 0
+    for text in texts:
+        drawn.append((draw_of(text), len(text.encode())))
+        draw, size = drawn[-1]
+        total += size
+        if draw < val_fraction:
+            held_out += size
+        if min(held_out, total - held_out) >= LEAST_VAL:
+            return val_fraction
+    enough = min(LEAST_VAL, total / 20)
+    if enough <= held_out < total:
+        return val_fraction
+    while held_out < enough:
+        val_fraction *= 2
+        held_out = sum(size for draw, size in drawn if draw < val_fraction)
+    return val_fraction if held_out <= total / 2 else 1.0
+
+
+def input_files(input: str) -> dict[str, int]:
+    """{path: bytes} of a file, folder or glob, in the order of the paths. glob leaves out hidden ones."""
     pattern = f"{glob.escape(input)}/**" if os.path.isdir(input) else input
     found = [input] if os.path.isfile(input) else sorted(glob.glob(pattern, recursive=True))
     for path in found:
         if not os.access(path, os.R_OK):
             raise DataError(f"cannot read {path}: no permission, or a link to nothing")
-    return {path: os.stat(path) for path in found if not os.path.isdir(path)}
+    return {path: os.path.getsize(path) for path in found if not os.path.isdir(path)}
 
 
 def read_hub(path: str, subset: str | None) -> Iterator[str]:
@@ -234,32 +366,38 @@ def read_hub(path: str, subset: str | None) -> Iterator[str]:
         raise Offline(f"cannot read {path} of huggingface.co: {reason}") from error
 
 
-def read_documents(path: str, field: str) -> Iterator[str]:
+def read_documents(path: str, field: str, cleaned: Cleaned) -> Iterator[str]:
     """The documents of one file."""
     chunks = read_chunks(path)
-    if not path.removesuffix(".gz").removesuffix(".zst").endswith(".jsonl"):
+    if not path.removesuffix(".gz").endswith(".jsonl"):
         yield from (decode_utf8(raw, path, offset) for offset, raw in parts(chunks))
         return
     for number, line in enumerate(lines(chunks), 1):
+        if not line.strip():
+            continue
+        cleaned.rows += 1
+        if number == 1 and line.lstrip().startswith(b"["):
+            command = f"jq -c '.[]' {shlex.quote(path)} > NEW.jsonl"
+            raise DataError(f"{path} is a JSON array; expected one object a line; type: {command}")
         try:
-            text = json.loads(line)[field] if line.strip() else ""
+            text = json.loads(line)[field]
             if type(text) is not str:
                 raise TypeError(f"{field!r} is no string")
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            found = f"{path}:{number}: {type(error).__name__}: {error}"
-            expected = f"a JSON object of up to {LONGEST_LINE:,} bytes a line"
-            raise DataError(f"{found}; expected {expected}, --field=NAME its text") from error
-        yield text
+            cleaned.count_bad_row(f"{path}:{number}: {type(error).__name__}: {error}")
+        else:
+            yield text
 
 
 def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a file; of one past LONGEST_LINE a part, which is no JSON."""
+    """The lines of a file; of one past LONGEST_LINE parts, which are no JSON."""
     rest = b""
     for chunk in chain(chunks, [b"\n"]):
-        *whole, rest = (rest + chunk).split(b"\n")
-        yield from whole
+        *complete, rest = (rest + chunk).split(b"\n")
+        yield from complete
         if len(rest) > LONGEST_LINE:
             yield rest
+            rest = b""
 
 
 def parts(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -283,31 +421,20 @@ def parts(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 def read_chunks(path: str) -> Iterator[bytes]:
     """The content of a file, decompressed, in chunks."""
+    if path.endswith(".zst"):
+        raise DataError(f"{path}: .zst is not read; unpack it first: zstd -d {path}")
     try:
         with open(path, "rb") as file:
-            if path.endswith(".zst"):
-                # Frame by frame: zstandard's stream_reader would accept half a file
-                start = needed("zstandard", path).ZstdDecompressor().decompressobj
-                frame, raw = start(), b""
-                while raw := raw or file.read(1 << 16):
-                    frame = start() if frame.eof else frame
-                    yield frame.decompress(raw)
-                    raw = frame.unused_data
-                if not frame.eof:
-                    raise EOFError("it ends inside a frame")
-            else:
-                plain = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
-                yield from iter(partial(plain.read, CHUNK), b"")
-    except DataError:
-        raise
-    except Exception as error:  # gzip, zlib and zstandard each raise their own
+            plain = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
+            yield from iter(partial(plain.read, CHUNK), b"")
+    except Exception as error:  # gzip and zlib raise their own
         raise DataError(f"cannot read {path} ({error}); fetch it again or leave it out") from error
 
 
 # ---- the named texts, or a file ------------------------------------------------------------------
 
 
-def find_text(name, folder, input, tokenizer, say) -> tuple[dict, list]:
+def find_text(name, folder, input, tokenizer, cleaned, say) -> tuple[dict, list]:
     """(what is known of meta, [(split, text)]): the first 90% of a text's characters, and the rest."""
     if input:
         raw = read_file(input)
@@ -329,7 +456,7 @@ def find_text(name, folder, input, tokenizer, say) -> tuple[dict, list]:
     else:
         how = f"python prepare_data.py {name} --input=FILE ({' and '.join(TEXTS)} need none)"
         raise DataError(f"no dataset {name!r} in {os.path.dirname(folder)}; type: {how}")
-    text = decode_utf8(raw, input or name)
+    text = cleaned.text(decode_utf8(raw, input or name))
     meta = {"tokenizer": tokenizer, "source": f"{source} (SHA-256 {sha256(raw)[:16]}...)"}
     if text and hasattr(TOKENIZERS[tokenizer], "learn"):
         meta |= TOKENIZERS[tokenizer].learn(text)

@@ -1,43 +1,53 @@
-"""Ask a run: what happened at step N, where did two runs part, do its numbers come out again?
+"""Ask a run: what happened at step N, where did two runs part, is it reproducible?
 
     python replay.py out/shakespeare --step=812     # writes replay_00000812.md and .png into the folder
     python replay.py out/shakespeare out/again      # the first step, and the first tensor, that differ
     python replay.py out/shakespeare --verify=3     # three stretches again: all bits equal?
 
 It computes with train.py's own loop, in a scratch folder, from the newest checkpoint before that step
-or from the beginning. The run's folder is only read, so the run may be going on. For a run of several
-ranks write torchrun --standalone --nproc_per_node=2 replay.py in place of python replay.py.
+or from the beginning. The run's folder is only read, so the run may be going on, and no file is
+executed because the run names it: for a run of another script add --script=my_fork.py. For a run
+of several ranks write torchrun --standalone --nproc_per_node=2 replay.py in place of python replay.py.
 Exit code: 0 all equal; 1 not; 3 not, but machine or code are not those of the run either.
 """
 
+import importlib.util
 import os
 import random
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import redirect_stdout
-from functools import partial
-from itertools import count, takewhile
+from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from unittest.mock import patch
+from types import ModuleType, SimpleNamespace
+from typing import Any
 from zlib import crc32
 
 import torch
 
-import train
 from plumbing import cli, machine, ranks
-from plumbing import resume as resuming
 from plumbing.checkpoint import digest_of_state, file_name
-from plumbing.cli import RunFailed, fail
+from plumbing.cli import BadInput, RunFailed, fail
 from plumbing.console import say
 from plumbing.files import replacing
 from plumbing.safe_step import mapped
 from reporting import step as steps
-from reporting.logged import Logged, changed, first_difference, not_computed
+from reporting.logged import (
+    MEASURED,
+    RECOMPUTED,
+    Checkpoint,
+    Logged,
+    changed,
+    first_difference,
+    not_computed,
+)
 
 data_dir = ""  # folder of the datasets; "" = where the run found its own
+script = ""  # that trained the run, if not train.py; of two runs with two scripts: one,other
 
 # One step
 step = 0  # to show, [0, inf)
@@ -52,127 +62,229 @@ seed = 0  # that draws them, [0, inf); 0 = another one each time
 trace = ""  # file for all that the step computes, in order
 since = 0  # begin after this step, from a checkpoint there or before it, [0, inf)
 
-# Names of groups of ranks in torchrun's store, where each group before has left its own
-attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-attempts = (f"{attempt}_{number}" for number in count())
-
 
 def is_rank0() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+# ---- the script that trained a run: only what the user typed is executed -------------------------
+
+
+def script_of(run: Logged, is_alone: bool) -> Path:
+    """Of one run alone it is what was typed, of two runs the one with the name in its run.json. Raises
+    BadInput if there is none: then says what to type."""
+    name = Path(run.facts["command"][0]).name
+    typed = [Path(file) for file in script.split(",") if file]
+    own = Path(__file__).with_name("train.py")
+    is_own = name == own.name and own.is_file()
+    fitting = [path for path in typed if path.name == name]
+    if not fitting and len(typed) == 1 and (is_alone or not is_own):
+        fitting = typed
+    if not fitting and is_own:
+        fitting = [own]
+    if not fitting:
+        fail(
+            f"{run.path} was trained by {name}; if that is your code, add its path: --script={name}"
+        )
+    if not fitting[0].is_file():
+        fail(f"--script={fitting[0]}: there is no such file")
+    return fitting[0]
+
+
+def loop_of(path: Path) -> ModuleType:
+    """The module with the loop of the script at `path`: train, where the script replaces functions of
+    it, or the script itself, where it is a copy of train.py."""
+    if path.name == "train.py":
+        return importlib.import_module("train")
+    sys.path.insert(0, str(path.resolve().parent))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    if hasattr(module, "Watch"):
+        return sys.modules[module.Watch.__module__]
+    if "train" not in sys.modules:
+        fail(f"--script={path}: expected train.py, a copy of it, or a script that imports train")
+    return sys.modules["train"]
+
+
 # ---- computing again -----------------------------------------------------------------------------
 
 
-def compute(run: Logged, start: tuple | None, stop: int) -> dict:
+class Again:
+    """Watches train.main() compute a run again, as a train.Watch, up to the end of step `stop`; of a
+    step taken more than once, as logged, or as --before_rollback says."""
+
+    def __init__(self, run: Logged, loop: ModuleType, stop: int):
+        self.logged = run
+        self.loop = loop
+        self.stop = stop
+        self.run = None  # train.py's, as soon as it takes the step
+        self.saved = {}  # with --save, the state before it
+        self.seen = {}  # in it, with --step
+        self.starts = []  # with --trace: (step, the digest of all with which it begins)
+        self.parts = {}  # step -> {part of its checkpoint that no hash covers}
+        self.rows = None  # Logged
+        self.traces = []  # of all ranks
+        self.ended = ""
+        self.difference = None  # first_difference()
+        self.words = ""
+        self.code = 0
+
+    def begin(self, run: Any) -> None:
+        then, now = (r["run"]["data"] for r in (self.logged.facts_at(self.stop), run.facts))
+        if now != then:
+            raise RunFailed(f"it was trained on other data: {then} is now {now}")
+
+    def step(self, run: Any, take: Callable[[], dict], inputs, targets, lr: float) -> dict:
+        state = run.state
+        if trace and state["step"] >= since:
+            now = mapped(steps.copied, steps.essence(run.checkpoint()))
+            self.starts.append((state["step"] + 1, digest_of_state(now)))
+        if self.run or state["step"] != self.stop - 1 or not self.is_on_the_way(state):
+            return take()
+        self.run = run
+        if save:
+            self.saved = mapped(steps.copied, run.checkpoint())
+        if not step:
+            return take()
+        numbers, self.seen = steps.look_at(self.loop, take, run, inputs, targets, lr)
+        return numbers
+
+    def is_on_the_way(self, state: dict) -> bool:
+        if before_rollback:
+            return state["rollbacks"] == before_rollback - 1
+        sequences = state["sequences"] + self.loop.rows_at(state["step"])
+        return sequences == self.logged.row(self.stop, "train").get("sequences", sequences)
+
+    def due(self, run: Any, due: SimpleNamespace) -> None:
+        at = run.state["step"]
+        due.evaluation = due.evaluation or bool(self.logged.row(at, "eval"))
+        due.save_now = due.save_now or bool(self.logged.row(at, "saved"))
+        if self.run and not due.ending:
+            due.ending = "computed again", 1
+        self.ended = f"{due.ending[0]} at step {at}" if due.ending else ""
+        if at in [checkpoint.step for checkpoint in self.logged.checkpoints]:
+            saved = run.checkpoint()
+            self.parts[at] = {part: saved[part] for part in RECOMPUTED}
+
+    def end(self, run: Any) -> None:
+        if self.run:
+            self.rows = ranks.from_rank0(Logged, run.folder.path)
+        if self.run and trace:
+            self.traces = ranks.from_all_ranks(self.seen.get("trace"))
+
+    def judge(self, first: int, last: int) -> None:
+        """Compare steps first + 1 to last: sets `difference`, `words` and `code`."""
+        run = self.logged
+        self.difference = first_difference(run, self.rows, first, last) or self.other_part(first)
+        if not self.difference:
+            steps_of = f"steps {max(1, first + 1)} to {last}"
+            self.words = f"{steps_of}: all logged numbers are computed again, bit for bit"
+            return
+        at = self.difference[0]
+        identity = run.differences(min(first, at - 1), at, self.run.facts["run"])
+        self.words = not_computed(run, self.difference, identity)
+        self.code = 3 if identity else 1
+
+    def other_part(self, first: int) -> tuple | None:
+        """The first part of a checkpoint that differs, though its hash is the logged one."""
+        for at, path, content, _ in self.logged.checkpoints:
+            for part, now in self.parts.get(at, {}).items() if at > first else ():
+                if content.get(part) != now:
+                    return at, [part], f"{part} in {path.name} is {content.get(part)}, not {now}"
+        return None
+
+
+def compute(run: Logged, loop: ModuleType, start: Checkpoint | None, stop: int) -> Again:
     """Compute a run again with train.main, from `start` of its checkpoints or its beginning, to the
-    end of a step; of one taken more than once, as logged or as --before_rollback says. Returns what was
-    "seen" at --step, what was logged as "rows", and of the steps on the way the first "difference" and
-    "words" on it; with --trace also how each begins, as "starts"."""
-    then = run.facts["run"]
+    end of step `stop`, and compare it with the log. Raises RunFailed if that step is not reached."""
+    then = run.facts_at(stop)["run"]
     if int(os.environ.get("WORLD_SIZE", 1)) != then["world_size"]:
         how = f"torchrun --standalone --nproc_per_node={then['world_size']} replay.py ..."
         fail(f"{run.path} has {then['world_size']} ranks; start as many: {how}")
-    say(f"computing {run.path} from {start[1].name if start else 'its beginning'} to step {stop}")
-    found = {"starts": []}
-
-    def train_step(model, here, *batch, own=train.train_step):
-        state = here.state
-        if trace and state["step"] >= since:
-            now = mapped(steps.copied, steps.essence(here.checkpoint()))
-            found["starts"].append((state["step"] + 1, digest_of_state(now)))
-        after = state["sequences"] + train.rows_at(state["step"])
-        is_way = after == run.row(stop, "train").get("sequences", after)
-        if before_rollback:
-            is_way = state["rollbacks"] == before_rollback - 1
-        take = partial(own, model, here, *batch)
-        if "taken" in found or state["step"] != stop - 1 or not is_way:
-            return take()
-        found["taken"] = here
-        found["saved"] = mapped(steps.copied, here.checkpoint()) if save else {}
-        numbers, found["seen"] = steps.look_at(train, take, here, *batch) if step else (take(), {})
-        return numbers
-
-    def what_is_due(at, *rest, own=train.what_is_due):
-        due = own(at, *rest)
-        due.evaluation = due.evaluation or bool(run.row(at, "eval"))
-        due.save_now = due.save_now or bool(run.row(at, "saved"))
-        due.ending = due.ending or (("computed again", 1) if "taken" in found else None)
-        return due
-
-    def run_to_the_end(here, *rest, own=train.run_to_the_end):
-        now = here.facts["run"]
-        if now["data"] != then["data"]:
-            raise RunFailed(
-                f"{run.path} was trained on other data: {then['data']} is now {now['data']}"
-            )
-        try:
-            own(here, *rest)
-        except RunFailed:  # at a rollback that came after the step
-            if "taken" not in found:
-                raise
-        found["rows"] = ranks.from_rank0(Logged, here.folder.path)
-        found["traces"] = ranks.from_all_ranks(found.get("seen", {}).get("trace")) if trace else []
-        return 0
-
-    ours = (train_step, what_is_due, run_to_the_end)
-    patches = patch.multiple(train, **{each.__name__: each for each in ours})
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = attempt = next(attempts)
+    say(f"computing {run.path} from {start.path.name if start else 'its beginning'} to step {stop}")
+    new_group()
     port = os.environ.get("MASTER_PORT", os.getpid())  # all ranks need the same folder
-    scratch = Path(gettempdir(), f"replay_{port}_{attempt}")
+    scratch = Path(gettempdir(), f"replay_{port}_{os.environ[ATTEMPT]}")
     flags = run.flags_at(stop, scratch, data_dir)
-    flags += [f"--resume={then.get('began_from') or 'auto'}"] * (not start)
-    flags += [f"--max_rollbacks={before_rollback - 1}"] * bool(before_rollback)
+    if not start:
+        flags.append(f"--resume={then.get('began_from') or 'auto'}")
+    if before_rollback:
+        flags.append(f"--max_rollbacks={before_rollback - 1}")
     torch.set_num_threads(then["threads"])
+    again = Again(run, loop, stop)
     try:
         if is_rank0():
             shutil.rmtree(scratch, ignore_errors=True)
             scratch.mkdir(0o700)
             if start:
-                torch.save(start[2], scratch / file_name(start[0]))
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), patches:
-            train.main(flags)
+                torch.save(start.content, scratch / file_name(start.step))
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            loop.main(flags, watch=again)
+    except (BadInput, RunFailed) as error:
+        if not again.rows:  # else it is a rollback that came after the step
+            reason, *_ = str(error).replace(str(scratch), str(run.path)).partition(";")
+            raise type(error)(f"{run.path}: {reason}") from error
     finally:
         if is_rank0():
             shutil.rmtree(scratch, ignore_errors=True)
-    if "taken" not in found:
-        raise RunFailed(f"{run.path}: its step {stop} was not reached; was it stopped?")
-    identity = resuming.inexact(then, found.pop("taken").facts["run"])
-    first = start[0] if start else run.first - 1  # with the evaluation before the first step
-    last = min(stop, run.rollbacks[before_rollback - 1]) if before_rollback else stop
-    found["difference"] = difference = first_difference(run, found["rows"], first, last)
-    words = f"steps {max(1, first + 1)} to {last}: all logged numbers come out again, bit for bit"
-    found["words"] = not_computed(run, difference, identity) if difference else words
-    found["code"] = (3 if identity else 1) if difference else 0
-    return found
+    if not again.rows:
+        raise RunFailed(f"{run.path}: this code {again.ended}, and does not reach step {stop}")
+    first = start.step if start else run.first - 1  # with the evaluation before the first step
+    last = min(stop, run.rollbacks[before_rollback - 1][0]) if before_rollback else stop
+    again.judge(first, last)
+    return again
+
+
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # names a group of ranks in torchrun's store
+
+
+def new_group() -> None:
+    """Each group of ranks needs a name of its own, as the one before has left its keys there."""
+    launch, _, number = os.environ.get(ATTEMPT, "0").partition("_")
+    os.environ[ATTEMPT] = f"{launch}_{int(number or 0) + 1}"
 
 
 # ---- one step ------------------------------------------------------------------------------------
 
 
-def at_step(run: Logged) -> int:
-    """Show a step: its page and picture, and whether the numbers on the way come out again."""
-    most = [before_rollback - 1] if before_rollback else []
-    found = compute(run, run.start_before(since + 1 if trace else step, *most), step)
+def at_step(run: Logged, loop: ModuleType) -> int:
+    """Show a step: its page and picture, and whether the numbers on the way are computed again."""
+    last = run.rollbacks[before_rollback - 1][1] if before_rollback else run.last
+    if not run.first < step <= last:
+        fail(f"--step={step}: {run.path} has {counted(run, last)}")
+    stop_before = since + 1 if trace else step
+    if before_rollback:
+        start = run.start_before(stop_before, before_rollback - 1)
+    else:
+        start = run.start_before(stop_before)
+    again = compute(run, loop, start, step)
     if trace:
-        torch.save({key: found[key] for key in ("traces", "starts", "difference", "words")}, trace)
+        results = ("traces", "starts", "difference", "words")
+        torch.save({name: getattr(again, name) for name in results}, trace)
     elif is_rank0():
-        row = found["rows"].row(step, "train")
-        say("\n".join(steps.write_step_page(run.path, step, found["words"], row, found["seen"])))
+        row = again.rows.row(step, "train")
+        lines = steps.write_step_page(run.path, step, again.words, row, again.seen)
+        say("\n".join(lines))
         if save:
             path = run.path / f"replay_{step:08}.pt"
             with replacing(path) as temporary:
-                torch.save(found["saved"] | {"config": run.facts["config"]}, temporary)
+                torch.save(again.saved | {"config": run.facts["config"]}, temporary)
             say(f"the state before it: python train.py ... --resume={path} --out_dir=NEW")
-    return found["code"]
+    return again.code
+
+
+def counted(run: Logged, last: int) -> str:
+    return f"{last} steps" if run.first == 0 else f"the steps {run.first + 1} to {last}"
 
 
 # ---- two runs ------------------------------------------------------------------------------------
 
 
 def in_process_of_its_own(argv: list[str]) -> None:
-    env = os.environ | {"TORCHELASTIC_RESTART_COUNT": next(attempts)}
-    subprocess.run([sys.executable, __file__, *argv], env=env, stdout=subprocess.DEVNULL)
+    new_group()
+    subprocess.run([sys.executable, __file__, *argv], stdout=subprocess.DEVNULL, check=False)
 
 
 def traced(run: Logged, at: int, since: int) -> dict:
@@ -182,6 +294,7 @@ def traced(run: Logged, at: int, since: int) -> dict:
     with TemporaryDirectory(prefix="replay_") as folder:
         file = Path(folder) / "trace.pt"
         flags = [f"--step={at}", f"--trace={file}", f"--since={since}", f"--data_dir={data_dir}"]
+        flags.append(f"--script={script_of(run, is_alone=False)}")
         in_process_of_its_own([str(run.path), *flags])
         if not file.exists():
             raise RunFailed(f"step {at} of {run.path} could not be computed")
@@ -189,13 +302,15 @@ def traced(run: Logged, at: int, since: int) -> dict:
 
 
 def where_they_part(*both: Logged) -> int:
-    """Say where two runs part, and which of them comes out again here. If both begin alike, the
+    """Say where two runs part, and which of them is computed again here. If both begin alike, the
     evaluation before the first step counts too. Hashes depend on settings too: numbers tell more."""
-    say("\n".join([f"{run.path}: {run.last} steps" for run in both] + changed(*both)))
-    first, last = max(run.first for run in both), min(run.last for run in both)
-    extent = first - (both[0].first == both[1].first), last
-    difference = first_difference(*both, *extent, kinds=("train", "eval"))
-    difference = difference or first_difference(*both, *extent)
+    lines = [f"{run.path}: {counted(run, run.last)}" for run in both]
+    say("\n".join(lines + changed(*both)))
+    first = max(run.first for run in both)
+    last = min(run.last for run in both)
+    before = first - 1 if both[0].first == both[1].first else first
+    difference = first_difference(*both, before, last, kinds=("train", "eval"))
+    difference = difference or first_difference(*both, before, last)
     if not difference:
         say(f"equal: all numbers of {last} steps")
         return 0
@@ -209,54 +324,69 @@ def in_computation(both: tuple, at: int, first: int) -> str:
     """In words: what is not computed here; or else the first thing that differs. An earlier step than
     `at` may have made it, in numbers that no row has: so compare how each step begins, since the
     newest checkpoint that is the same in both, or since step `first`."""
-    saved = [{digest_of_state(each): n for n, _, each in run.checkpoints if n < at} for run in both]
-    since = max((n for digest, n in saved[0].items() if digest in saved[1]), default=first)
+    here, there = ({c.sha256: c.step for c in run.checkpoints if c.step < at} for run in both)
+    since = max((here[sha256] for sha256 in here.keys() & there.keys()), default=first)
     results = [traced(run, at, since) for run in both]
-    if wrong := [pair for pair in zip(both, results, strict=True) if pair[1]["difference"]]:
-        return "\n".join(in_next_checkpoint(*pair) for pair in wrong)
-    pairs = zip(*(result["starts"] for result in results), strict=False)
-    alike = [pair[0][0] for pair in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    pairs = zip(both, results, strict=True)
+    wrong = [in_next_checkpoint(run, result) for run, result in pairs if result["difference"]]
+    if wrong:
+        return "\n".join(wrong)
+    starts = zip(*(result["starts"] for result in results), strict=False)
+    alike = [one[0] for one, other in takewhile(lambda pair: pair[0] == pair[1], starts)]
     if alike and alike[-1] < at:
         results = [traced(run, alike[-1], since) for run in both]
     found = steps.first_in_traces(*(result["traces"] for result in results))
     place = f"in step {alike[-1]}" if alike else f"before step {since + 1}"
-    return f"both come out again here; the first difference {place}: {found or 'what follows it'}"
+    return f"both are computed again; the first difference {place}: {found or 'what follows it'}"
 
 
 def in_next_checkpoint(run: Logged, result: dict) -> str:
     """In words: what is not computed here, and what of the run's next checkpoint is not."""
-    for at, path, checkpoint in run.checkpoints:
-        if at >= result["difference"][0] and run.is_on_its_way(checkpoint):
-            words = steps.differs_in(checkpoint, traced(run, at, at - 1)["traces"][0])
-            return f"{result['words']}\n  {path.name} differs from what is computed in {words}"
+    for saved in run.checkpoints:
+        if saved.step >= result["difference"][0] and run.is_on_its_way(saved):
+            now = traced(run, saved.step, saved.step - 1)["traces"][0]
+            words = steps.differs_in(saved.content, now)
+            return (
+                f"{result['words']}\n  {saved.path.name} differs from what is computed in {words}"
+            )
     return result["words"]
 
 
 # ---- stretches -----------------------------------------------------------------------------------
 
 
-def verify_stretches(run: Logged) -> int:
-    """Compute stretches between saves again. Compares all logged numbers, and hashes of the saves."""
-    for at, path, checkpoint in run.checkpoints:
-        if digest_of_state(checkpoint) not in run.hashes:
-            say(f"{path} is not what was saved at step {at}: its hash differs from the logged one")
-            return 1
+def verify_stretches(run: Logged, loop: ModuleType) -> int:
+    """Compute stretches between saves again, and after the last save. Compares the files with the log,
+    all logged numbers, the hashes of the saves, and what they do not cover."""
+    faults = run.faults()
+    if faults:
+        say("\n".join(faults))
+        return 1
     ends = [at for at in range(run.first + 1, run.last + 1) if run.row(at, "saved")]
     if not ends:
         raise RunFailed(f"{run.path} has no row of a save: there is no hash to compare with")
+    if run.last not in ends:
+        ends.append(run.last)
     launch = os.environ.get("TORCHELASTIC_RUN_ID", str(time.time()))  # the same on every rank
     drawn_by = seed or crc32(launch.encode())
     drawn = sorted(random.Random(drawn_by).sample(ends, min(verify, len(ends))))
     say(f"{len(drawn)} of {len(ends)} stretches, drawn by --seed={drawn_by}")
     starts = {end: run.start_before(end) for end in drawn}
     # from one start, the longest stretch has the others in it
-    stretches = {start[0] if start else run.first: (start, end) for end, start in starts.items()}
+    stretches = {start.step if start else run.first: (start, end) for end, start in starts.items()}
+    done = set()
     for start, end in stretches.values():
-        if code := (found := compute(run, start, end))["code"]:
-            say(found["words"])
-            return code
-    done = {n for first, (_, end) in stretches.items() for n in range(first, end)}
+        again = compute(run, loop, start, end)
+        if again.code:
+            say(again.words)
+            return again.code
+        done |= {*range(start.step if start else run.first, end)}
     say(f"{len(done)} of {run.last - run.first} steps computed again: all bits equal")
+    files = ", ".join(sorted(path.name for path in run.files))
+    say(f"covered: the numbers in their rows, the hash of each save, {files}")
+    say(
+        f"not covered: {' '.join(MEASURED)}, the text of samples, all events but saves, other steps"
+    )
     return 0
 
 
@@ -265,8 +395,7 @@ def main(argv: list[str] | None = None) -> int:
     with cli.configured(globals(), argv=argv, names=names):
         runs = [Logged(name) for name in names]
         for run in runs:
-            if not run.facts.get("run") or not run.rows:
-                fail(f"{run.path} holds no run; type: python replay.py out/NAME --step=N")
+            run.check()
         if len(runs) == 2 and not step and not verify:
             return where_they_part(*runs)
         if len(runs) != 1 or bool(step) == bool(verify):
@@ -274,8 +403,8 @@ def main(argv: list[str] | None = None) -> int:
         run = runs[0]
         if before_rollback > (len(run.rollbacks) if step else 0):
             fail(f"--before_rollback={before_rollback}: there were {len(run.rollbacks)} rollbacks")
-        run.load_script()
-        return at_step(run) if step else verify_stretches(run)
+        loop = loop_of(script_of(run, is_alone=True))
+        return at_step(run, loop) if step else verify_stretches(run, loop)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,9 @@ def compare_picture(runs, names):
 def unusual_knobs(run):
     """[(knob, value in this run, default in train.py)] where the two differ, without folders."""
     knobs, config = read_knobs(Path(__file__).with_name("train.py")), run.info["config"]
-    defaults = {name: knobs[name][0] if name in knobs else "no longer a knob" for name in config}
+    defaults = {
+        name: knobs[name].default if name in knobs else "no longer a knob" for name in config
+    }
     usual = defaults | {"decay_steps": config.get("max_steps")}  # as 0 is resolved
     names = [k for k, v in config.items() if v not in (defaults[k], usual[k])]
     names = [name for name in names if not name.endswith("_dir")]

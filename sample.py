@@ -1,18 +1,21 @@
 """
-Generate text with a trained model, from a run's folder (its best.pt) or from one checkpoint:
+Generate text with a trained model, from a run's folder or from one checkpoint:
 
     python sample.py out/shakespeare
     python sample.py out/shakespeare --start="ROMEO:" --num_samples=3 --temperature=0.8
     python sample.py out/shakespeare/ckpt_00001000.pt --start=FILE:prompt.txt
     python sample.py out/shakespeare --export=shakespeare.safetensors
 
-It needs no dataset, and takes any file of torch.save with `model`, `config`, `data` as train.py's.
+Of a run's folder it takes best.pt, or the newest checkpoint if best.pt is that of the run's first step,
+before which nothing was trained; the file and its step are printed above the text. It needs no dataset,
+and takes any file of torch.save with `model`, `config`, `data` as train.py's.
 """
 
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from itertools import tee
 from pathlib import Path
 from typing import Any
@@ -20,11 +23,18 @@ from typing import Any
 import torch
 
 from model import InvalidShape, build_model, generate
-from plumbing import checkpoint
+from plumbing import checkpoint as checkpoints
+from plumbing.checkpoint import Damaged
 from plumbing.cli import accept, configured, fail, printable, read_knobs, run_script
 from plumbing.data import DataError, decode_utf8, needed, read_file, tokenizer_of
 from plumbing.files import replacing
 from plumbing.machine import choose_device, choose_dtype
+
+# Which weights
+checkpoint = ""  # best, last, or a file's path; "" = best, or last if best.pt is of the first step
+script = (
+    ""  # that trained the run, if train.py is not there: its knobs are read, nothing is executed
+)
 
 # What to write
 start = ""  # the text to continue, or FILE:path of it; "" = begin after the end of a text
@@ -39,21 +49,22 @@ seed = 1337  # of the draws, [0, 4294967295]
 device = "auto"  # auto, cpu, cuda, cuda:1 or mps
 
 LINE = "\n" + "-" * 80 + "\n"  # between two samples
+MOST_PER_BYTE = 4  # bytes of a model for each byte of its file: it may hold 8 bits of each 32
+MOST_TABLES = 2**30  # bytes of what is not saved, such as rotary tables
 SIDE_BY_SIDE = 32  # most samples that are drawn at a time: they share each product, and the memory
 
 
 def open_checkpoint(name: str) -> tuple[Path, dict]:
-    """(path, checkpoint) of a file, or of a run's best.pt, else its newest. Changes nothing there."""
-    paths = [Path(name)]
-    if not paths[0].is_file():
-        paths = sorted(checkpoint.newest_first(paths[0]), key=lambda path: path.name != "best.pt")
+    """(path, checkpoint) of a file, or of a run's folder: see `checkpoint`. Changes nothing there."""
+    is_path = checkpoint not in ("", "best", "last")
+    paths = files_to_try(Path(checkpoint if is_path else name))
     if not paths:
         found = "holds no checkpoint" if os.path.exists(name) else "is not there"
         fail(f"{name} {found}; type: python sample.py out/NAME, the out_dir of a run")
     for path in paths:
         try:
-            return path, checkpoint.load(path, parts=("model", "config", "data"))
-        except checkpoint.Damaged as error:
+            return path, checkpoints.load(path, parts=("model", "config", "data"))
+        except Damaged as error:
             problem = f"{path} is damaged, or no checkpoint of train.py: {error}"
             if path == paths[-1]:
                 fail(problem)
@@ -62,12 +73,60 @@ def open_checkpoint(name: str) -> tuple[Path, dict]:
             fail(f"cannot read {path}: {error.strerror}")
 
 
+def files_to_try(path: Path) -> list[Path]:
+    """`path` itself, or the checkpoints of the folder `path`, in the order in which to try them."""
+    if not path.is_dir():
+        return [path] if path.exists() else []
+    paths = checkpoints.newest_first(path)
+    best = path / "best.pt"
+    if checkpoint == "best":
+        return [best]
+    if checkpoint == "last" or best not in paths or is_untrained(best):
+        return paths
+    paths.remove(best)
+    return [best, *paths]
+
+
+def loop_state(path: Path | None) -> dict:
+    """The `state` in a checkpoint of train.py; {} if it cannot be read."""
+    if path:
+        with suppress(Damaged, OSError):
+            return checkpoints.load(path, verify=False)["state"]
+    return {}
+
+
+def newest(folder: Path) -> Path | None:
+    return next(iter(checkpoints.numbered(folder, "ckpt")), None)
+
+
+def is_untrained(best: Path) -> bool:
+    """Whether best.pt is of the run's first step: a run evaluates first, and then at intervals."""
+    state = loop_state(best)
+    return "step" in state and state["step"] == state.get("first_step", 0)
+
+
+def heading(path: Path, saved: dict) -> str:
+    """What to print above the text: the file, its step, and why it is not the run's best."""
+    step = saved.get("state", {}).get("step", "unknown")
+    best = path.with_name("best.pt")
+    remark = ""
+    if path.name != "best.pt" and not checkpoint and best.exists() and is_untrained(best):
+        remark = f" (best.pt is of step {loop_state(best)['step']}, before training)"
+    best_step = loop_state(newest(path.parent)).get("best_step", -1)
+    if path.name == "best.pt" and step != "unknown" and best_step > step:
+        remark = f" (the weights of step {best_step} were better; they could not be saved)"
+    return printable(f"{path}, step {step}{remark}")
+
+
 def rebuild(path: Path, saved: dict) -> tuple[torch.nn.Module, Any]:
     """(model, tokenizer), with averaged weights if there are any. Only errors of the file are BadInput."""
     config, meta = saved["config"], saved["data"].get("meta")
     if not isinstance(meta, dict) or "tokenizer" not in meta:
         fail(f"{path} was not trained on text; expected a run of train.py on text")
-    knobs = read_knobs(Path(__file__).with_name("train.py"))
+    trained_by = Path(script) if script else Path(__file__).with_name("train.py")
+    if not trained_by.is_file():
+        fail(f"{trained_by} is not there; type --script=FILE, the script that trained {path}")
+    knobs = read_knobs(trained_by)
     for name in config.keys() & knobs.keys():
         accept(name, config[name], f"{path}: {name} = {config[name]!r}", knobs)
     foreign = f"{path} is no checkpoint of train.py"
@@ -77,11 +136,16 @@ def rebuild(path: Path, saved: dict) -> tuple[torch.nn.Module, Any]:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         fail(f"{foreign}: its tokenizer ({type(error).__name__} {error})")
     try:
+        require_its_size(path, config, tokenizer.vocab_size)
         model = build_model(config, tokenizer.vocab_size)
     except (InvalidShape, TypeError) as error:
         if isinstance(error, TypeError) and "GPTConfig" not in str(error):  # it lacks an argument
             raise
         fail(f"{foreign}: {error}")
+    except (OSError, Damaged) as error:
+        reason = getattr(error, "strerror", None) or error
+        file = getattr(error, "filename", None) or "a file"
+        fail(f"the model of {path} reads {file}: {reason}; put that file back")
     averages = saved.get("ema") or {}
     try:
         model.load_state_dict(saved["model"])
@@ -89,7 +153,27 @@ def rebuild(path: Path, saved: dict) -> tuple[torch.nn.Module, Any]:
     except RuntimeError as error:
         what = f"today's model.py with its config and vocabulary of {tokenizer.vocab_size:,}"
         fail(f"{path} does not fit {what}: {str(error).splitlines()[-1].strip()}")
+    for name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            fail(
+                f"{path}: its weights {name} are not finite; type --checkpoint=PATH of an older one"
+            )
     return model.eval(), tokenizer
+
+
+def require_its_size(path: Path, config: dict, vocab_size: int) -> None:
+    """fail()s if `config` declares a model too large for the file at `path`, before it is allocated:
+    on the meta device tensors have no memory."""
+    try:
+        with torch.device("meta"):
+            model = build_model(config, vocab_size)
+    except NotImplementedError:  # a model of another kind may need values to be built
+        return
+    declared = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    size = path.stat().st_size
+    if declared > MOST_PER_BYTE * size + MOST_TABLES:
+        found = f"declares a model of {declared / 1e6:,.0f} MB and has {size / 1e6:,.1f} MB"
+        fail(f"{path} {found}; expected a checkpoint of train.py")
 
 
 def stream(ids: Iterable[int], tokenizer: Any) -> Iterator[str]:
@@ -124,8 +208,7 @@ def write_samples(path: Path, saved: dict) -> None:
         prompt = torch.tensor([list(map(int, ids))], device=where)  # (1, T), T >= 1
     except DataError as error:
         fail(f"--start={start[:40]}: {error}")
-    step = saved.get("state", {}).get("step", "unknown")
-    print(printable(f"{path}, step {step}"), file=sys.stderr)
+    print(heading(path, saved), file=sys.stderr)
     if prompt.size(1) > block_size:
         print(f"only the last {block_size} tokens of --start count", file=sys.stderr)
     generator = torch.Generator(where).manual_seed(seed)
@@ -160,7 +243,7 @@ def export_weights(path: Path, saved: dict) -> None:
             temporary.write_bytes(save(weights, {"format": "pt"}))
     except OSError as error:
         fail(f"--export={export} cannot be written ({error.strerror})")
-    print(f"{path}: {len(weights)} tensors in {export}", file=sys.stderr)
+    print(f"{heading(path, saved)}: {len(weights)} tensors in {export}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -168,8 +251,11 @@ def main(argv: list[str] | None = None) -> None:
     with configured(globals(), argv=argv, names=names):
         if len(names) != 1:
             fail(f"expected one run, found {len(names)}; type: python sample.py out/NAME")
-        write = export_weights if export else write_samples
-        write(*open_checkpoint(names[0]))
+        path, saved = open_checkpoint(names[0])
+        if export:
+            export_weights(path, saved)
+        else:
+            write_samples(path, saved)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,11 @@ On several (4 GPUs of one machine; with --device=cpu, 4 processes):
 The same command again resumes the run where it stopped, bit for bit; another command is another run,
 in a folder of its own. Every global above FRESH_STATE is a flag (`--help`); its comment gives the
 unit, the value for "off", and the allowed [range] or a | b. A config file is Python, and is executed.
-The file reads from top to bottom: the knobs, the data, the step, evaluation, the loop, its start.
+The file reads from top to bottom, the caller above the called: the knobs, main, the start of a run,
+the loop, the batch, the step, evaluation, the decisions, the rows.
 """
+
+from __future__ import annotations
 
 if __name__ == "__main__":  # before torch, whose import takes a second in which signals may come
     from plumbing.signals import hold
@@ -39,52 +42,52 @@ from plumbing import resume as resuming
 from plumbing.cli import RunFailed, fail
 from plumbing.ranks import from_rank0, rank, world_size
 from plumbing.run_folder import Clock, RunFolder
-from plumbing.safe_step import evaluating, halving_on_oom, snapshot, step_unless
+from plumbing.safe_step import Captured, evaluating, halving_on_oom, step_unless
 from plumbing.signals import Signals
 
 # The run, and the text it learns
-out_dir = "out/run"  # run.json, metrics.jsonl, checkpoints; typed flags are added to its name
+out_dir = "out/run"  # run.json, metrics.jsonl, checkpoints; typed flags are added to its name; free
 resume = "auto"  # auto: resume what is in out_dir, or start; never; the path of a checkpoint;
-#  restart: keep what is there as NAME.old_1 and start (each time: not for jobs that are requeued)
-dataset = "shakespeare"  # data/NAME; prepare_data.py makes it where it is missing
-data_dir = "data"  # folder of the datasets
-offline_dataset = "pydoc"  # used where there is no network to download from; "" = stop instead
+#  restart: keep what is there as NAME.old_1 and start (each time: not for requeued jobs); free
+dataset = "shakespeare"  # data/NAME; prepare_data.py makes it where it is missing; fixed
+data_dir = "data"  # folder of the datasets; free
+offline_dataset = "pydoc"  # used where nothing can be downloaded; "" = stop instead; free
 
 # The model
-block_size = 64  # context, tokens, [1, 10000000]
-n_layer = 1  # [1, 10000]
-n_head = 4  # [1, 10000]
-n_embd = 128  # width, an even multiple of n_head, [1, 65536]
-ngram_rows = 0  # rows in the table of vectors for hashed 3-grams, [0, 1000000000]; 0 = off
-conv_width = 1  # tokens that the convolution of the input sees, [1, 64]; 1 = off
-dropout = 0.0  # share of activations, [0, 1); 0 = off
-label_smoothing = 0.0  # in training only, [0, 1); 0 = off
-n_future_tokens = 1  # that each position learns to predict, [1, 64]; 1 = only the next
-grad_checkpoint = False  # recompute activations in the backward pass: less memory, more time
+block_size = 64  # context, tokens, [1, 10000000]; fixed
+n_layer = 1  # [1, 10000]; fixed
+n_head = 4  # [1, 10000]; fixed
+n_embd = 128  # width, an even multiple of n_head, [1, 65536]; fixed
+ngram_rows = 0  # rows in the table of vectors for hashed 3-grams, [0, 1000000000]; 0 = off; fixed
+conv_width = 1  # tokens that the convolution of the input sees, [1, 64]; 1 = off; fixed
+dropout = 0.0  # share of activations, [0, 1); 0 = off; fixed
+label_smoothing = 0.0  # in training only, [0, 1); 0 = off; fixed
+n_future_tokens = 1  # that each position learns to predict, [1, 64]; 1 = only the next; fixed
+grad_checkpoint = False  # recompute activations in the backward pass: less memory, more time; bits
 
 # The batch: a step sees batch_size * accum_steps * ranks sequences
-batch_size = 32  # sequences in a micro-batch, [1, 10000000]
-accum_steps = 1  # micro-batches in a step, [1, 10000000]
-seed = 1337  # of weights, batches and dropout, [0, 4294967295]
-num_workers = 0  # processes that read batches ahead, [0, 1000]; 0 = the training process reads
-prefetch_factor = 2  # batches that each worker keeps ready, [1, inf)
+batch_size = 32  # sequences in a micro-batch, [1, 10000000]; bits, kept
+accum_steps = 1  # micro-batches in a step, [1, 10000000]; bits, kept
+seed = 1337  # of weights, batches and dropout, [0, 4294967295]; fixed
+num_workers = 0  # processes that read batches ahead, [0, 1000]; 0 = this process reads; free
+prefetch_factor = 2  # batches that each worker keeps ready, [1, inf); free
 
 # The optimizer
-optimizer = "adamw"  # adamw | adam | sgd | momentum | muon
+optimizer = "adamw"  # adamw | adam | sgd | momentum | muon; fixed
 momentum = 0.95  # of momentum and muon, [0, 1)
 weight_decay = 0.1  # of matrices and embeddings, not of vectors, [0, inf)
 beta1 = 0.9  # of adamw and adam, [0, 1)
 beta2 = 0.95  # of adamw and adam, [0, 1)
 grad_clip = 1.0  # largest norm of the gradient, [0, inf); 0 = off
-ema_decay = 0.0  # average the weights and evaluate the average, [0, 1); 0 = off
+ema_decay = 0.0  # average the weights and evaluate the average, [0, 1); 0 = off; fixed
 
 # The learning rate: warmup, then by schedule
-schedule = "cosine"  # cosine | linear | constant | step | onecycle | wsd
+schedule = "cosine"  # cosine | linear | constant | step | onecycle | wsd; fixed
 peak_lr = 1e-3  # (0, inf)
 min_lr = 1e-4  # where cosine, linear, onecycle and wsd end, and the floor of step, [0, inf)
-warmup_steps = 100  # [0, inf)
-max_steps = 2000  # [1, 1000000000000]
-decay_steps = 0  # steps the schedule spans, [0, inf); 0 = max_steps as of the run's first start
+warmup_steps = 100  # [0, inf); kept
+max_steps = 2000  # [1, 1000000000000]; free
+decay_steps = 0  # steps the schedule spans, [0, inf); 0 = max_steps as of the first start; kept
 cooldown_steps = 0  # schedule=wsd: length of the final decay, [0, inf); 0 = a fifth of decay_steps
 step_size = 500  # schedule=step: steps between drops, [1, inf)
 gamma = 0.5  # schedule=step: factor applied at each drop, (0, 1]
@@ -92,42 +95,45 @@ plateau_factor = 1.0  # multiplies the rate when the validation loss stalls, (0,
 plateau_patience = 3  # evaluations without improvement before plateau_factor applies, [1, inf)
 
 # How it is computed
-device = "auto"  # auto, cpu, cuda, cuda:1 or mps
-dtype = "auto"  # auto | float32 | bfloat16 | float16
-compile = "auto"  # torch.compile; auto = where the run is long enough to gain from it
-deterministic = "auto"  # deterministic algorithms; auto = on, except on mps;
-#  portable = in float32, the same bits on every x86-64 CPU with AVX2 (docs/exactness.md)
-shard = False  # with several ranks, each keeps a share of weights, gradients, moments (FSDP2)
-offload = False  # with shard: keep them in host memory instead of GPU memory
-hang_minutes = 30.0  # longest wait for another rank, or for a worker's batch, (0, inf)
+device = "auto"  # auto, cpu, cuda, cuda:1 or mps; bits
+dtype = "auto"  # auto | float32 | bfloat16 | float16; fixed, kept
+compile = "auto"  # torch.compile; auto = where the run is long enough to gain from it; bits, kept
+deterministic = "auto"  # deterministic algorithms; auto = on, except on mps; portable = in float32,
+#  the same bits on every x86-64 CPU with AVX2 (docs/exactness.md); bits
+shard = False  # with several ranks, each keeps a share of weights, gradients, moments (FSDP2); bits
+offload = False  # with shard: keep them in host memory instead of GPU memory; bits
+hang_minutes = 30.0  # longest wait for another rank, or for a worker's batch, (0, inf); free
 
 # Logging, evaluation, early stopping
-log_interval = 10  # steps between console lines, [0, inf); 0 = none; metrics.jsonl has every step
-eval_interval = 250  # steps, [0, inf); 0 = only before the first and after the last
-eval_tokens = 0  # tokens to evaluate, from the start of the validation split, [0, inf); 0 = all
-sample_interval = 0  # steps between text samples, [0, inf); 0 = only the one at the end
-report = True  # draw report.png and write report.md at the end
-best_metric = "val_loss"  # key of evaluate()'s result that decides; -val_accuracy: higher is better
-wandb_log = False  # copy the rows of metrics.jsonl to Weights & Biases
-wandb_project = "honest-loop"
-wandb_run_name = ""  # "" = the name of out_dir
-dollars_per_hour = 0.0  # of one device, for the report, [0, inf); 0 = device-hours alone
-patience = 0  # evaluations without improvement before the run stops, [0, inf); 0 = off
-min_delta = 0.0  # by which best_metric must improve to count, [0, inf)
+log_interval = 10  # steps between console lines, [0, inf); 0 = none; metrics.jsonl has all; free
+eval_interval = 250  # steps, [0, inf); 0 = only before the first and after the last; free
+eval_tokens = 0  # tokens to evaluate, from the start of the split, [0, inf); 0 = all; free
+sample_interval = 0  # steps between text samples, [0, inf); 0 = only the one at the end; free
+report = True  # draw report.png and write report.md at the end; free
+best_metric = "val_loss"  # key of evaluate()'s result; -val_accuracy: higher is better; free
+wandb_log = False  # copy the rows of metrics.jsonl to Weights & Biases; free
+wandb_project = "honest-loop"  # of the run on Weights & Biases; free
+wandb_run_name = ""  # "" = the name of out_dir; free
+dollars_per_hour = 0.0  # of one device, for the report, [0, inf); 0 = device-hours alone; free
+patience = 0  # evaluations without improvement before the run stops, [0, inf); 0 = off; free
+min_delta = 0.0  # by which best_metric must improve to count, [0, inf); free
 
 # Checkpoints
-save_interval = 500  # steps, [0, inf); 0 = off (a run always saves its start, best and end)
-save_minutes = 0.0  # also save when the last save is this many minutes old, [0, inf); 0 = off
-keep_last = 2  # checkpoints kept, besides best.pt, [1, inf)
-milestone_interval = 0  # steps between checkpoints that are never deleted, [0, inf); 0 = off
+save_interval = 500  # steps, [0, inf); 0 = off (a run always saves its start, best and end); free
+save_minutes = 0.0  # also save when the last save is this many minutes old, [0, inf); 0 = off; free
+keep_last = 2  # checkpoints kept, besides best.pt, [1, inf); free
+milestone_interval = 0  # steps between checkpoints that are never deleted, [0, inf); 0 = off; free
 
 # When numbers go wrong
 max_skipped = 10  # consecutive skipped (not finite) updates before a rollback, [1, inf)
 max_rollbacks = 3  # rollbacks before the run gives up, [0, inf)
-audit_interval = 0  # steps between those computed twice and compared bitwise, [0, inf); 0 = off
+audit_interval = (
+    0  # steps between those computed twice and compared bitwise, [-1, inf); 0 = only the
+)
+#  second step of each process, -1 = none; free
 
 # Every variable of the loop, saved and restored together. A new one belongs here, and in one of the
-# tuples below if a rollback must not put it back, or if a record of bests that begins afresh resets it.
+# tuples below if a rollback must not put it back, or if a record or a run that begins afresh resets it.
 FRESH_STATE = {
     "step": 0,  # finished updates, including skipped ones
     "sequences": 0,  # index of the next training sequence; a rollback does not reset it
@@ -151,7 +157,355 @@ FRESH_STATE = {
 }
 KEPT_IN_ROLLBACK = ("best_score", "best_val_loss", "best_step", "skipped", "rollbacks")
 RECORD_OF_BESTS = ("best_score", "best_val_loss", "score_to_beat", "evals_since_best")
+# What another run's checkpoint does not bring along: its weights go on, its course does not.
+OWN_COURSE = (
+    "evals_on_plateau lr_factor rollbacks skipped skips_in_row zeros_in_row high_in_row first_loss"
+).split()
 last_run = None  # the run of the newest main(), for a notebook
+
+
+# ---- the start of a run --------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
+    """Run the flags in `argv` (None: those of the command line). Returns the exit code. Raises
+    BadInput, or what ended the run. watch: is called on the way."""
+    global last_run
+    clock = Clock(since_process_start=argv is None)
+    machine.speed_up_start_and_exit()
+    with Signals() as signals, build(argv, to_train=True) as run:
+        last_run = run
+        if run.path and resuming.is_finished(run):
+            from_rank0(resuming.close_finished, run)
+            return 0
+        run.watch = watch or run.watch
+        run.watch.begin(run)
+
+        # ---- all is checked: from here on the run writes to out_dir
+        milestones = max_steps // milestone_interval if milestone_interval else 0
+        files = keep_last + milestones + 3  # also best.pt, the newest, and the one being written
+        if resume == "restart":
+            from_rank0(run.folder.set_aside)
+        command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
+        from_rank0(run.folder.open, run, files * checkpoint.size(run), command, run.path)
+        peak = from_rank0(machine.peak_flops, run.device, dtype)
+        run.max_flops = (peak[0] or math.nan) * world_size()
+        then, config = run.before.get("config", {}), run.facts["config"]
+        console.print_plan(run, peak, resuming.changed_knobs(then, config))
+        clock.lap("start")
+        return run_to_the_end(run, signals, clock)
+
+
+@contextmanager
+def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run]:
+    """A context with a run that is ready to step: data, model, optimizers, and the checkpoint if there
+    is one. Inside it the knobs hold. It writes nothing and takes no lock, unless `to_train`."""
+    global deterministic, compile, out_dir
+    with cli.configured(globals(), argv=argv) as config, ExitStack() as stack:
+        check_knobs(config)
+        out_dir = cli.folder_name(config)
+        pinned = machine.pin_kernels(
+            config
+        )  # for deterministic=portable: before the first operation
+        config.update(pinned)
+        globals().update(pinned)
+        run_device = machine.choose_device(device)
+        deterministic = machine.set_deterministic(deterministic, run_device)
+        if audit_interval > 0 and not deterministic:
+            fail(f"--audit_interval={audit_interval}: expected deterministic mode, which is off")
+        stack.enter_context(ranks.joined(run_device, hang_minutes, shard, offload))
+        resuming.mention_unfinished(config, out_dir)
+        config["out_dir"] = out_dir
+        folder = stack.enter_context(RunFolder(out_dir))
+        if to_train:
+            from_rank0(folder.lock_run)
+        path, damaged = from_rank0(resuming.find_checkpoint, folder, resume)
+        if to_train:
+            from_rank0(checkpoint.set_aside, damaged)
+        saved = checkpoint.load(path, verify=False) if path else None  # it is verified by now
+        datasets = open_dataset(saved)
+        kept, reasons = resuming.resolve_auto_knobs(config, saved, run_device)
+        globals().update(kept)
+        run = build_run(config, folder, path, saved, run_device, datasets)
+        checkpoint.refuse_what_is_lost(run)
+        tokens = batch_size * accum_steps * block_size * max_steps
+        flops = tokens * flops_per_token(run.model)
+        compile, reason = machine.choose_compile(compile, run_device, flops, max_steps)
+        run.facts["run"] = resuming.identity_of(config, globals(), run.facts["data"], run_device)
+        run.reasons = {"compile": reason} | reasons
+        if saved:
+            resuming.continue_from(run, saved, config)  # refuses another run
+            Captured(run, saved).put_back()
+            saved = None  # unmaps the file, so that its disk space is free once it is pruned
+        yield run
+
+
+def check_knobs(config: cli.Config) -> None:
+    """Raises BadInput if two knobs contradict each other. The comment of each gives its own range."""
+    if warmup_steps > max_steps and "warmup_steps" in config.typed:
+        fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
+    if min_lr > peak_lr:
+        fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
+    if shard and offload and dtype == "float16":
+        fail("--dtype=float16: its loss scale races with --offload=true; try --dtype=bfloat16")
+
+
+def open_dataset(saved: dict | None) -> tuple:
+    """(training data, validation data, facts). facts, which a checkpoint keeps: `name`, `fingerprint`,
+    `meta`, and as `files` the paths of other files that a fork reads, such as a teacher's weights.
+    saved: the checkpoint to resume from, or None."""
+    so_far = saved and saved["data"]["name"]
+    asked = (make_dataset, dataset, offline_dataset, so_far, data_dir, block_size)
+    name, folder, meta = from_rank0(data.dataset_of_run, *asked)
+    train_data = ShuffledWindows(data.open_split(folder, meta, "train"), block_size, seed)
+    val_data = data.OrderedWindows(data.open_split(folder, meta, "val"), block_size, eval_tokens)
+    return train_data, val_data, {"name": name, "fingerprint": data.fingerprint(meta), "meta": meta}
+
+
+def make_dataset(name: str, data_dir: str) -> tuple[str, dict]:
+    """(folder, meta) of a dataset that is missing: only then is prepare_data.py imported."""
+    from prepare_data import get_dataset
+
+    return get_dataset(name, data_dir, ranks.say)
+
+
+def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, datasets) -> Run:
+    """A run before its first step. path, saved: of the checkpoint to start from, or None."""
+    train_data, val_data, about = datasets
+    seed_everything(seed)
+    try:
+        model = build_model(config, about["meta"]["vocab_size"])
+        model = model.to(run_device) if not shard else fsdp.shard(model, run_device, dtype, offload)
+    except InvalidShape as error:
+        fail(error)
+    except (RuntimeError, MemoryError) as error:
+        if not safe_step.out_of_memory(error):
+            raise
+        fail("the model does not fit into memory; try a smaller --n_embd or --n_layer")
+    optimizers = configure_optimizers(
+        model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, run_device.type
+    )
+    seed_everything(seed + rank())  # dropout differs between the ranks
+    return Run(
+        folder=folder,
+        path=path,
+        before={key: saved[key] for key in ("config", "run")} if saved else {},
+        device=run_device,
+        train_data=train_data,
+        val_data=val_data,
+        facts={"config": dict(config), "data": about},
+        knobs=getattr(config, "knobs", {}),
+        model=model,
+        optimizers=optimizers,
+        groups=copy.deepcopy([part.state_dict()["param_groups"] for part in optimizers]),
+        scaler=torch.amp.GradScaler(run_device.type, enabled=dtype == "float16"),
+        ema={name: w.detach().clone() for name, w in model.named_parameters() if ema_decay},
+        state=copy.deepcopy(FRESH_STATE) | dict.fromkeys(checkpoint.MICRO_BATCHES, batch_size),
+    )
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy, and torch on every device (CUDA as soon as it is initialized)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+@dataclass
+class Run:
+    """What the next step depends on. model(inputs) returns logits, and model(inputs, targets) the mean
+    loss over the targets, or (loss, {name: scalar})."""
+
+    folder: RunFolder
+    path: object  # of the checkpoint that this process starts from, or None
+    before: dict  # "config" and "run" of that checkpoint; empty for a new run
+    device: torch.device
+    train_data: torch.utils.data.Dataset
+    val_data: torch.utils.data.Dataset
+    facts: dict  # what every checkpoint says of the run: "config", "data", "run" (its identity)
+    model: torch.nn.Module
+    optimizers: list
+    groups: list  # param_groups as built; a resume applies only what changed in them since
+    scaler: torch.amp.GradScaler
+    ema: dict  # name -> averaged weight; empty when off
+    state: dict
+    knobs: dict = field(default_factory=dict)  # name -> cli.Knob: what a knob may do
+    noted_sizes: dict = field(default_factory=dict)  # of micro-batches, in the newest event
+    batches: data.Batches | None = None  # the batches to come
+    max_flops: float = math.nan  # peak of all devices together, FLOP/s
+    reasons: dict = field(default_factory=dict)  # knob that was auto -> why it has its value
+    watch: Watch = field(default_factory=lambda: Watch())
+
+    def checkpoint(self) -> dict:
+        """All that the next step depends on, and what the run is. A collective call."""
+        pairs = zip(self.optimizers, self.groups, strict=True)
+        return {
+            "model": self.model.state_dict(),
+            "frozen": [n for n, w in self.model.named_parameters() if not w.requires_grad],
+            "optimizer": [part.state_dict() | {"built": groups} for part, groups in pairs],
+            "groups": checkpoint.groups_of(self),  # names of the weights in them
+            "scaler": self.scaler.state_dict(),
+            "ema": self.ema,
+            "state": self.state,
+            "rng": ranks.from_all_ranks(safe_step.rng_state(self.device)),
+            **self.facts,
+        }
+
+
+class Watch:
+    """What main(argv, watch=...) calls on the way: another script, such as replay.py, overrides what
+    it wants to see or to add. Here they change nothing."""
+
+    def begin(self, run: Run) -> None:
+        """All is checked, and nothing is written yet."""
+
+    def step(self, run: Run, take: Callable[[], dict], inputs, targets, lr: float) -> dict:
+        """Take a step: returns what train_step returns."""
+        return take()
+
+    def due(self, run: Run, due: SimpleNamespace) -> None:
+        """May add to what is due after a step, `run.state["step"]`: see what_is_due()."""
+
+    def end(self, run: Run) -> None:
+        """The run has ended, or failed; its rows are on disk."""
+
+
+def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
+    """Rehearse, start or resume, train. Records how the run ended. Returns the exit code."""
+    table = console.Table(max_steps)
+    saver = checkpoint.Saver(run, keep_last, may_roll_back_to)
+    ending = "failed: an error in the program", 1
+    try:
+        model = rehearse(run, signals)
+        clock.lap("compile")
+        begin(run, table, saver)
+        clock.lap("evaluate")
+        ending = train(run, model, table, saver, signals, clock)
+        run.batches.stop()  # after an error, workers end with the process
+    except safe_step.Stopped:
+        ending = stopped_by(signals.stop)
+    except Exception as error:
+        why = safe_step.explain(error)
+        ending = f"failed: {why or f'{type(error).__name__}: {error}'}", 1
+        if why in (None, error):
+            raise
+        raise why from error
+    finally:
+        saver.wait()
+        run.folder.end(ending[0], clock, run.state, report)
+        run.watch.end(run)
+    return ending[1]
+
+
+def rehearse(run: Run, signals: Signals) -> torch.nn.Module:
+    """Compute the first batch once, to compile and to find out what fits into memory; nothing moves.
+    Returns the model, compiled if asked, and completes the run's identity."""
+    batch = run.train_data[ranks.share(0, rows_at(0))]
+    batch = [torch.as_tensor(part).to(run.device) for part in batch]
+    stops = {"should_stop": lambda: bool(signals.stop)}
+    model = safe_step.rehearse(run, compile, forward_backward, *batch, **stops)
+    bits = machine.kernel_bits(run.device, dtype, optimizer)
+    resuming.rehearsed(run.facts["run"], model is not run.model, bits)
+    console.print_line("memory", f"{machine.memory_gb(run.device):.3f} GB after a rehearsal")
+    machine.reset_peak_memory(run.device)
+    return model
+
+
+def begin(run: Run, table, saver) -> None:
+    """Open the record, of a new run by an evaluation. Make sure that there is a target for rollbacks."""
+    state, then = run.state, run.before
+    safe_step.note_halving(run)
+    inexact = resuming.inexact(then["run"], run.facts["run"], run.knobs) if run.path else {}
+    changed = resuming.changed_course(run) if run.path else {}
+    run.folder.begin(run, run.path, inexact, changed)
+    if run.path is None or not run.folder.owns(run.path):
+        state.update({key: FRESH_STATE[key] for key in (*RECORD_OF_BESTS, *OWN_COURSE)})
+        state["first_step"] = state["step"]  # not 0 if it starts from another run's checkpoint
+        record_evaluation(run, table)
+        saver.save([checkpoint.file_name(state["step"]), "best.pt"], required=True)
+        return
+    measures = resuming.MEASURES
+    if any(then["config"].get(key) != run.facts["config"][key] for key in measures):
+        measure_best_again(run)
+    is_target = may_roll_back_to(state["step"], state) and run.path.stem.startswith("ckpt")
+    target = run.path
+    if not is_target:
+        target, _ = from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)
+    if not target or target.name == "best.pt":  # which the next best will replace
+        state["first_step"] = state["step"]  # there is no target: make one, here
+        saver.save([checkpoint.file_name(state["step"])], required=True)
+
+
+# ---- the loop ------------------------------------------------------------------------------------
+
+
+def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tuple[str, int]:
+    """Take steps until the run ends. Returns (how it ended, exit code)."""
+    state = run.state
+    run.batches = load_batches(run)
+    n_taken = 0  # steps of this process
+    steps = []  # (row so far, numbers still on the device) of the steps since the last fetch
+    recent = []  # the last max_skipped rows
+    while True:
+        # ---- training: only these lines, and roll_back, change the weights -----------------------
+        lr = float(lr_at(state["step"]) * state["lr_factor"])
+        batch = run.batches.next_batch(should_stop=lambda: signals.stop)
+        if num_workers and any(ranks.agree(batch is None)):
+            batch = None  # a signal came, on some rank, and no batch
+        if batch:
+            inputs, targets, data_ms = batch
+            take = partial(train_step, model, run, inputs, targets, lr)
+            take = partial(run.watch.step, run, take, inputs, targets, lr)
+            n_taken += 1
+            confirm = audit_due(state["step"] + 1, n_taken)
+            numbers = confirm(run, take, clock) if confirm else take()
+            row = count_batch(run, targets)  # state["step"] is one more from here on
+            steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
+            table.live(state["step"])  # on a terminal
+
+        # ---- what is due? every rank gets the same answer ----------------------------------------
+        due = what_is_due(state["step"] if batch else None, signals, saver)
+        run.watch.due(run, due)
+        if not any(vars(due).values()):
+            continue
+
+        # ---- fetch the numbers: but for evaluation, samples and saves, only here the host waits --
+        safe_step.note_halving(run)
+        rows, trouble = judge(finish_rows(run, steps, clock), run)
+        run.folder.write_rows(rows)
+        recent = (recent + rows)[-max_skipped:]
+        steps = []
+
+        # ---- trouble: restore a checkpoint, and skip the data that led here ----------------------
+        if trouble:
+            saver.wait()
+            roll_back(run, trouble, recent)
+            saver.save([checkpoint.file_name(state["step"])])  # where replay.py can begin
+            clock.lap("save")
+            continue
+
+        # ---- log, evaluate, sample ---------------------------------------------------------------
+        if due.rows and log_interval:
+            table.print_row(rows[-1])
+        is_best = due.evaluation and record_evaluation(run, table)
+        if patience and state["evals_since_best"] >= patience and not due.ending:
+            due.ending = f"stopped early: {patience} evaluations without improvement", 0
+        if due.sample or (due.ending and due.ending[1] == 0):
+            print_sample(run)
+        clock.lap("evaluate")
+
+        # ---- save, stop --------------------------------------------------------------------------
+        names = names_to_save(due, is_best, state)
+        if names:
+            resuming.note_new_code(run)
+            saver.save(names, required=bool(due.ending))
+            signals.save = signals.save and not due.save_now
+        clock.lap("save")
+        if due.ending:
+            return due.ending
+
+
+# ---- the batch -----------------------------------------------------------------------------------
 
 
 def lr_at(step: int) -> float:
@@ -190,7 +544,18 @@ def rows_at(step: int) -> int:
     return batch_size * accum_steps * world_size()
 
 
-# ---- the batch -----------------------------------------------------------------------------------
+def load_batches(run: Run) -> data.Batches:
+    """The batches to come, read ahead by num_workers processes."""
+    what = (run.train_data, batches_to_come(run.state), run.device)
+    return data.Batches(*what, num_workers, prefetch_factor, hang_minutes)
+
+
+def batches_to_come(state: dict) -> Iterator[tuple[int, int]]:
+    """(first sequence, count) of this rank's part of each batch from here on."""
+    first = state["sequences"]
+    for step in range(state["step"], max_steps):
+        yield ranks.share(first, rows_at(step))
+        first += rows_at(step)
 
 
 class ShuffledWindows(torch.utils.data.Dataset):
@@ -228,101 +593,7 @@ class ShuffledWindows(torch.utils.data.Dataset):
         return rows[:, :-1].copy(), rows[:, 1:].copy()
 
 
-def make_dataset(name: str, data_dir: str) -> tuple[str, dict]:
-    """(folder, meta) of a dataset that is missing. Where it is there, this code is not even loaded."""
-    from prepare_data import get_dataset
-
-    return get_dataset(name, data_dir, ranks.say)
-
-
-def open_dataset(saved: dict | None) -> tuple:
-    """(training data, validation data, facts). facts, which a checkpoint keeps: `name`, `fingerprint`,
-    `meta`, and as `files` the paths of other files that a fork reads, such as a teacher's weights.
-    saved: the checkpoint to resume from, or None."""
-    so_far = saved and saved["data"]["name"]
-    asked = (make_dataset, dataset, offline_dataset, so_far, data_dir, block_size)
-    name, folder, meta = from_rank0(data.dataset_of_run, *asked)
-    train_data = ShuffledWindows(data.open_split(folder, meta, "train"), block_size, seed)
-    val_data = data.OrderedWindows(data.open_split(folder, meta, "val"), block_size, eval_tokens)
-    return train_data, val_data, {"name": name, "fingerprint": data.fingerprint(meta), "meta": meta}
-
-
-def batches_to_come(state: dict) -> Iterator[tuple[int, int]]:
-    """(first sequence, count) of this rank's part of each batch from here on."""
-    first = state["sequences"]
-    for step in range(state["step"], max_steps):
-        yield ranks.share(first, rows_at(step))
-        first += rows_at(step)
-
-
-def load_batches(run: "Run") -> data.Batches:
-    """The batches to come, read ahead by num_workers processes."""
-    what = (run.train_data, batches_to_come(run.state), run.device)
-    return data.Batches(*what, num_workers, prefetch_factor, hang_minutes)
-
-
 # ---- the step ------------------------------------------------------------------------------------
-
-
-class Watch:
-    """What main(argv, watch=...) calls on the way: another script, such as replay.py, overrides what
-    it wants to see or to add. Here they change nothing."""
-
-    def begin(self, run: "Run") -> None:
-        """All is checked, and nothing is written yet."""
-
-    def step(self, run: "Run", take: Callable[[], dict], inputs, targets, lr: float) -> dict:
-        """Take a step: returns what train_step returns."""
-        return take()
-
-    def due(self, run: "Run", due: SimpleNamespace) -> None:
-        """May add to what is due after a step, `run.state["step"]`: see what_is_due()."""
-
-    def end(self, run: "Run") -> None:
-        """The run has ended, or failed; its rows are on disk."""
-
-
-@dataclass
-class Run:
-    """What the next step depends on. model(inputs) returns logits, and model(inputs, targets) the mean
-    loss over the targets, or (loss, {name: scalar})."""
-
-    folder: RunFolder
-    path: object  # of the checkpoint that this process starts from, or None
-    before: dict  # "config" and "run" of that checkpoint; empty for a new run
-    device: torch.device
-    train_data: torch.utils.data.Dataset
-    val_data: torch.utils.data.Dataset
-    facts: dict  # what every checkpoint says of the run: "config", "data", "run" (its identity)
-    model: torch.nn.Module
-    optimizers: list
-    groups: list  # param_groups as built; a resume applies only what changed in them since
-    scaler: torch.amp.GradScaler
-    ema: dict  # name -> averaged weight; empty when off
-    state: dict
-    batches: data.Batches | None = None  # the batches to come
-    max_flops: float = math.nan  # peak of all devices together, FLOP/s
-    reasons: dict = field(default_factory=dict)  # knob that was auto -> why it has its value
-    watch: "Watch" = field(default_factory=lambda: Watch())
-
-    def checkpoint(self) -> dict:
-        """All that the next step depends on, and what the run is. A collective call."""
-        pairs = zip(self.optimizers, self.groups, strict=True)
-        return {
-            "model": self.model.state_dict(),
-            "frozen": [n for n, w in self.model.named_parameters() if not w.requires_grad],
-            "optimizer": [each.state_dict() | {"built": groups} for each, groups in pairs],
-            "groups": checkpoint.groups_of(self),  # names of the weights in them
-            "scaler": self.scaler.state_dict(),
-            "ema": self.ema,
-            "state": self.state,
-            "rng": ranks.from_all_ranks(safe_step.rng_state(self.device)),
-            **self.facts,
-        }
-
-
-def autocast(device: torch.device) -> torch.autocast:
-    return torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32")
 
 
 def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> dict:
@@ -335,10 +606,10 @@ def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr:
     """
     run.model.zero_grad(set_to_none=True)  # 1: zero the gradients
     set_lr(run.optimizers, lr)  # 2: set the learning rate
-    before = snapshot(run)  # buffers and random state: what a retry or a skip puts back
+    before = Captured(run)  # buffers and random state: what a retry or a skip puts back
     n_targets = ranks.total(count_targets(targets))
-    arguments = (model, run, inputs, targets, n_targets)
-    numbers = halving_on_oom(run, before, forward_backward, *arguments)  # 3 to 5
+    take = partial(forward_backward, model, run, inputs, targets, n_targets)
+    numbers = halving_on_oom(before, "micro_batch", take)  # 3 to 5
     ranks.sum_gradients(run.model, numbers)  # each is divided by the global count
     grad_norm = clip(run)  # 6: unscale, then clip
     skipped = ~(numbers["loss"].isfinite() & grad_norm.isfinite())
@@ -349,7 +620,9 @@ def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr:
 
 
 def count_targets(targets: torch.Tensor) -> torch.Tensor:
-    """How many count: -100 marks those that do not."""
+    """How many count: -100 marks integers, class labels, that do not, and NaN numbers that do not."""
+    if targets.is_floating_point():
+        return (~targets.isnan()).sum()
     return (targets.long() != -100).sum()
 
 
@@ -378,6 +651,10 @@ def forward_backward(model, run: Run, inputs, targets, n_targets: torch.Tensor) 
     return totals
 
 
+def autocast(device: torch.device) -> torch.autocast:
+    return torch.autocast(device.type, getattr(torch, dtype), enabled=dtype != "float32")
+
+
 def clip(run: Run) -> torch.Tensor:
     """Unscale the gradients, then clip them. Returns their norm before that."""
     for optimizer in run.optimizers:
@@ -388,7 +665,7 @@ def clip(run: Run) -> torch.Tensor:
 
 
 @torch.no_grad()
-def update(run: Run, before, skipped: torch.Tensor) -> None:
+def update(run: Run, before: Captured, skipped: torch.Tensor) -> None:
     """Step, unless `skipped`: then weights, moments, buffers and averages stay as they were. The scaler
     lowers its scale if it has seen gradients that are not finite."""
     for optimizer in run.optimizers:
@@ -404,6 +681,38 @@ def update(run: Run, before, skipped: torch.Tensor) -> None:
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
+def record_evaluation(run: Run, table) -> bool:
+    """Evaluate and log the result. Returns whether it is the best so far."""
+    state = run.state
+    meta = run.facts["data"]["meta"]
+    numbers = evaluated(run)
+    is_best = count_evaluation(numbers, state)
+    row = {"kind": "eval", "step": state["step"], **numbers}
+    row["best_val_loss"] = state["best_val_loss"]
+    if best_metric != "val_loss":
+        sign = -1 if best_metric.startswith("-") else 1
+        row[f"best_{best_metric.removeprefix('-')}"] = sign * state["best_score"]
+    is_whole = row.get("val_tokens", 0) + 1 == meta.get("val_tokens")  # of the validation split
+    if is_whole or not (eval_tokens or "val_tokens" in meta):
+        row.pop("val_tokens", None)
+    if is_whole and "val_bytes" in meta:
+        row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
+    run.folder.write_rows([row])
+    table.print_evaluation(row, is_best)
+    return is_best
+
+
+def evaluated(run: Run) -> dict:
+    """evaluate()'s numbers, as plain ones. Raises RunFailed if a row cannot hold one."""
+    numbers = evaluate(run)
+    safe_step.note_halving(run)
+    safe_step.check_names(numbers, "evaluate()", ("eval",))
+    if "val_loss" not in numbers:
+        raise RunFailed(f"evaluate() returns {', '.join(numbers)}; expected val_loss among them")
+    tensors = {name: n for name, n in numbers.items() if isinstance(n, torch.Tensor)}
+    return numbers | {name: tensor.item() for name, tensor in tensors.items()}
+
+
 @torch.no_grad()
 def evaluate(run: Run) -> dict:
     """{"val_loss": nats, "val_accuracy": share of right predictions, "val_tokens": how many}. More
@@ -413,7 +722,7 @@ def evaluate(run: Run) -> dict:
     the result does not depend on --compile. Training is unaffected: all that it moves is put back.
     """
     with evaluating(run) as before:
-        totals = halving_on_oom(run, before, sum_losses, run, key="eval_micro_batch")
+        totals = halving_on_oom(before, "eval_micro_batch", partial(sum_losses, run))
     loss, right, counted = ranks.total(totals).tolist()
     return {"val_loss": loss / counted, "val_accuracy": right / counted, "val_tokens": int(counted)}
 
@@ -436,45 +745,6 @@ def sum_losses(run: Run) -> torch.Tensor:
         right = (logits.argmax(-1) == targets).sum() * has_rows
         totals += torch.stack([loss * has_rows, right, counted]).to(where)
     return totals
-
-
-def print_sample(run: Run) -> None:
-    """Print and log 200 tokens, if the data is text. An error is printed: it must not end a run."""
-    meta = run.facts["data"]["meta"]
-    if "tokenizer" not in meta:
-        return
-    try:
-        with evaluating(run), autocast(run.device):
-            start = torch.zeros(1, 1, dtype=torch.long, device=run.device)
-            own = torch.Generator(run.device).manual_seed(1337)
-            how = (200, block_size, meta["vocab_size"], 0.8)
-            new = torch.cat(list(generate(run.model, start, *how, generator=own)), dim=1)
-        text = data.tokenizer_of(meta).decode(new[0].cpu())
-        ranks.say(f"\n{text.strip()}\n")
-        row = {"kind": "event", "step": run.state["step"], "event": "sample", "text": text}
-        run.folder.write_rows([row])
-    except Exception as error:
-        ranks.say(f"no sample ({error})")
-
-
-def record_evaluation(run: Run, table) -> bool:
-    """Evaluate and log the result. Returns whether it is the best so far."""
-    state = run.state
-    meta = run.facts["data"]["meta"]
-    numbers = evaluate(run)
-    is_best = count_evaluation(numbers, state)
-    row = {"kind": "eval", "step": state["step"], **numbers}
-    row["best_val_loss"] = state["best_val_loss"]
-    if best_metric != "val_loss":
-        sign = -1 if best_metric.startswith("-") else 1
-        row[f"best_{best_metric.removeprefix('-')}"] = sign * state["best_score"]
-    if not eval_tokens or row.get("val_tokens", 0) + 1 == meta.get("val_tokens"):  # the whole split
-        row.pop("val_tokens", None)
-        if "val_bytes" in meta:
-            row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
-    run.folder.write_rows([row])
-    table.print_evaluation(row, is_best)
-    return is_best
 
 
 def count_evaluation(numbers: dict, state: dict) -> bool:
@@ -505,23 +775,43 @@ def count_evaluation(numbers: dict, state: dict) -> bool:
 def measure_best_again(run: Run) -> None:
     """Evaluate the weights of best.pt, which stay the best, after a change of what is measured."""
     with suppress(checkpoint.Damaged, OSError):  # then of the newest
-        checkpoint.restore(run, checkpoint.load(run.folder.path / "best.pt"))
-    step, numbers = run.state["step"], evaluate(run)
-    checkpoint.restore(run, checkpoint.load(run.path, verify=False))
-    forget_best(run.state)
+        Captured(run, checkpoint.load(run.folder.path / "best.pt")).put_back()
+    step, numbers = run.state["step"], evaluated(run)
+    Captured(run, checkpoint.load(run.path, verify=False)).put_back()
+    run.state.update({key: FRESH_STATE[key] for key in RECORD_OF_BESTS})
     count_evaluation(numbers, run.state)
-    run.state["best_step"] = step
+    run.state.update(best_step=step, score_to_beat=run.state["best_score"])
 
 
-def forget_best(state: dict) -> None:
-    state.update({key: FRESH_STATE[key] for key in RECORD_OF_BESTS})
+def print_sample(run: Run) -> None:
+    """Print and log 200 tokens, if the data is text. An error is printed: it must not end a run."""
+    meta = run.facts["data"]["meta"]
+    if "tokenizer" not in meta:
+        return
+    try:
+        with evaluating(run), autocast(run.device):
+            start = torch.zeros(1, 1, dtype=torch.long, device=run.device)
+            own = torch.Generator(run.device).manual_seed(1337)
+            how = (200, block_size, meta["vocab_size"], 0.8)
+            new = torch.cat(list(generate(run.model, start, *how, generator=own)), dim=1)
+        text = data.tokenizer_of(meta).decode(new[0].cpu())
+        ranks.say(f"\n{text.strip()}\n")
+        row = {"kind": "event", "step": run.state["step"], "event": "sample", "text": text}
+        run.folder.write_rows([row])
+    except Exception as error:
+        ranks.say(f"no sample ({error})")
 
 
 # ---- what is due, and what went wrong ------------------------------------------------------------
 
 
-def every(interval: int, step: int | None) -> bool:
-    return step is not None and interval > 0 and step % interval == 0
+def audit_due(step: int, n_taken: int) -> Callable | None:
+    """What repeats and compares a step that has number `step` in the run and `n_taken` in this process:
+    every audit_interval steps, and the second of each process; else None."""
+    if every(audit_interval, step):
+        return audit.confirm
+    is_second = n_taken == 2 and deterministic and audit_interval >= 0
+    return audit.find_hidden_state if is_second else None
 
 
 def what_is_due(step: int | None, signals: Signals, saver) -> SimpleNamespace:
@@ -532,7 +822,7 @@ def what_is_due(step: int | None, signals: Signals, saver) -> SimpleNamespace:
     last = step == max_steps
     ending = ("left alone by its launcher", 1) if orphaned else None  # (how, exit code)
     if stop:
-        ending = f"stopped by {signal.Signals(stop).name}", 128 + stop
+        ending = stopped_by(stop)
     if last:
         ending = "finished", 0
     return SimpleNamespace(
@@ -544,6 +834,15 @@ def what_is_due(step: int | None, signals: Signals, saver) -> SimpleNamespace:
         milestone=every(milestone_interval, step),
         checkpoint=every(save_interval, step),
     )
+
+
+def every(interval: int, step: int | None) -> bool:
+    return step is not None and interval > 0 and step % interval == 0
+
+
+def stopped_by(number: int) -> tuple[str, int]:
+    """(how the run ended, exit code) after a signal."""
+    return f"stopped by {signal.Signals(number).name}", 128 + number
 
 
 def names_to_save(due: SimpleNamespace, is_best: bool, state: dict) -> list[str]:
@@ -601,11 +900,12 @@ def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
     state = run.state
     bad = recent[-1]
     kept = {key: state[key] for key in KEPT_IN_ROLLBACK}
-    path = from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)
+    path, damaged = from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)
+    from_rank0(checkpoint.set_aside, damaged)
     hopeless = state["zeros_in_row"] >= max_skipped or state["rollbacks"] == max_rollbacks
     if hopeless or path is None:
         raise RunFailed(console.diagnosis(trouble, recent, state["rollbacks"]))
-    checkpoint.restore(run, checkpoint.load(path, verify=False))
+    Captured(run, checkpoint.load(path, verify=False)).put_back()
     if "loss_scale" in bad:  # lower than it was; of judged steps, whatever was executed since
         scale = max(1.0, (bad["loss_scale"] or 1.0) * run.scaler.get_backoff_factor())
         run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": 0})
@@ -642,7 +942,7 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     kind = torch.float32 if run.device.type == "mps" else torch.float64
     on_device = [number for _, named in steps for number in named.values()]
     scalars = [torch.as_tensor(n, dtype=kind, device=run.device).detach() for n in on_device]
-    values = iter(torch.stack([each.reshape(()) for each in scalars]).tolist())
+    values = iter(torch.stack([scalar.reshape(()) for scalar in scalars]).tolist())
     rows = [fields | {name: next(values) for name in named} for fields, named in steps]
     seconds = clock.lap("train")
     tokens_per_sec = sum(row.pop("batch_tokens") for row in rows) / seconds
@@ -666,238 +966,6 @@ def flops_per_token(model: torch.nn.Module) -> float:
         return float(model.flops_per_token())
     except Exception:  # an estimate must not end a run
         return math.nan
-
-
-# ---- the run -------------------------------------------------------------------------------------
-
-
-def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tuple[str, int]:
-    """Take steps until the run ends. Returns (how it ended, exit code)."""
-    state = run.state
-    run.batches = load_batches(run)
-    steps = []  # (row so far, numbers still on the device) of each step since the last fetch
-    recent = []  # the last max_skipped rows
-    while True:
-        # ---- training: only these lines, and roll_back, change the weights -----------------------
-        lr = float(lr_at(state["step"]) * state["lr_factor"])
-        batch = run.batches.next_batch(should_stop=lambda: signals.stop)
-        if num_workers and any(ranks.agree(batch is None)):
-            batch = None  # a signal came, on some rank, and no batch
-        if batch:
-            inputs, targets, data_ms = batch
-            take = partial(train_step, model, run, inputs, targets, lr)
-            take = partial(run.watch.step, run, take, inputs, targets, lr)
-            audited = every(audit_interval, state["step"] + 1)
-            numbers = audit.confirm(run, take) if audited else take()
-            row = count_batch(run, targets)  # state["step"] is one more from here on
-            steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
-
-        # ---- what is due? every rank gets the same answer ----------------------------------------
-        due = what_is_due(state["step"] if batch else None, signals, saver)
-        run.watch.due(run, due)
-        if not any(vars(due).values()):
-            continue
-
-        # ---- fetch the numbers: but for evaluation, samples and saves, only here the host waits --
-        rows, trouble = judge(finish_rows(run, steps, clock), run)
-        run.folder.write_rows(rows)
-        recent = (recent + rows)[-max_skipped:]
-        steps = []
-
-        # ---- trouble: restore a checkpoint, and skip the data that led here ----------------------
-        if trouble:
-            saver.wait()
-            roll_back(run, trouble, recent)
-            saver.save([checkpoint.file_name(state["step"])])  # where replay.py can begin
-            clock.lap("save")
-            continue
-
-        # ---- log, evaluate, sample ---------------------------------------------------------------
-        if due.rows and log_interval:
-            table.print_row(rows[-1])
-        is_best = due.evaluation and record_evaluation(run, table)
-        if patience and state["evals_since_best"] >= patience and not due.ending:
-            due.ending = f"stopped early: {patience} evaluations without improvement", 0
-        if due.sample or (due.ending and due.ending[1] == 0):
-            print_sample(run)
-        clock.lap("evaluate")
-
-        # ---- save, stop --------------------------------------------------------------------------
-        names = names_to_save(due, is_best, state)
-        if names:
-            saver.save(names, required=bool(due.ending))
-            signals.save = signals.save and not due.save_now
-        clock.lap("save")
-        if due.ending:
-            return due.ending
-
-
-def begin(run: Run, table, saver) -> None:
-    """Open the record, of a new run by an evaluation. Make sure that there is a target for rollbacks."""
-    state = run.state
-    inexact = resuming.inexact(run.before["run"], run.facts["run"]) if run.path else {}
-    run.folder.begin(run, run.path, inexact)
-    if run.path is None or not run.folder.owns(run.path):
-        forget_best(state)
-        state["first_step"] = state["step"]  # not 0 if it starts from another run's checkpoint
-        record_evaluation(run, table)
-        saver.save([checkpoint.file_name(state["step"]), "best.pt"], required=True)
-        return
-    measures = ("eval_tokens", "best_metric")
-    if any(run.before["config"].get(key) != run.facts["config"][key] for key in measures):
-        measure_best_again(run)
-    is_target = may_roll_back_to(state["step"], state) and run.path.stem.startswith("ckpt")
-    if not is_target and not from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to):
-        state["first_step"] = state["step"]  # there is no target: make one, here
-        saver.save([checkpoint.file_name(state["step"])], required=True)
-
-
-def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
-    """Rehearse, start or resume, train. Records how the run ended. Returns the exit code."""
-    table = console.Table(max_steps)
-    saver = checkpoint.Saver(run, keep_last, may_roll_back_to)
-    ending = "failed: an error in the program", 1
-    try:
-        batch = run.train_data[ranks.share(0, rows_at(0))]
-        batch = [torch.as_tensor(each).to(run.device) for each in batch]
-        model = safe_step.rehearse(run, compile, forward_backward, *batch)  # compiled if asked
-        run.facts["run"]["compile"] = model is not run.model
-        console.print_line("memory", f"{machine.memory_gb(run.device):.3f} GB after a rehearsal")
-        machine.reset_peak_memory(run.device)
-        clock.lap("compile")
-        begin(run, table, saver)
-        clock.lap("evaluate")
-        ending = train(run, model, table, saver, signals, clock)
-    except Exception as error:
-        why = safe_step.explain(error)
-        ending = f"failed: {why or f'{type(error).__name__}: {error}'}", 1
-        if why in (None, error):
-            raise
-        raise why from error
-    finally:
-        if run.batches:
-            run.batches.stop()
-        saver.wait()
-        run.folder.end(ending[0], clock, run.state, report)
-        run.watch.end(run)
-    return ending[1]
-
-
-# ---- before the first step -----------------------------------------------------------------------
-
-
-def check_knobs(config: cli.Config) -> None:
-    """Raises BadInput if two knobs contradict each other. The comment of each gives its own range."""
-    if warmup_steps > max_steps and "warmup_steps" in config.flags:
-        fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
-    if min_lr > peak_lr:
-        fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
-    if shard and offload and dtype == "float16":
-        fail("--dtype=float16: its loss scale races with --offload=true; try --dtype=bfloat16")
-
-
-def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy, and torch on every device (CUDA as soon as it is initialized)."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
-def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, datasets) -> Run:
-    """A run before its first step. path, saved: of the checkpoint to start from, or None."""
-    train_data, val_data, about = datasets
-    seed_everything(seed)
-    try:
-        model = build_model(config, about["meta"]["vocab_size"])
-        model = model.to(run_device) if not shard else fsdp.shard(model, run_device, dtype, offload)
-    except InvalidShape as error:
-        fail(error)
-    except (RuntimeError, MemoryError) as error:
-        if not safe_step.out_of_memory(error):
-            raise
-        fail("the model does not fit into memory; try a smaller --n_embd or --n_layer")
-    optimizers = configure_optimizers(
-        model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, run_device.type
-    )
-    seed_everything(seed + rank())  # dropout differs between the ranks
-    return Run(
-        folder=folder,
-        path=path,
-        before={key: saved[key] for key in ("config", "run")} if saved else {},
-        device=run_device,
-        train_data=train_data,
-        val_data=val_data,
-        facts={"config": dict(config), "data": about},
-        model=model,
-        optimizers=optimizers,
-        groups=copy.deepcopy([each.state_dict()["param_groups"] for each in optimizers]),
-        scaler=torch.amp.GradScaler(run_device.type, enabled=dtype == "float16"),
-        ema={name: w.detach().clone() for name, w in model.named_parameters() if ema_decay},
-        state=copy.deepcopy(FRESH_STATE) | dict.fromkeys(checkpoint.MICRO_BATCHES, batch_size),
-    )
-
-
-@contextmanager
-def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run]:
-    """A context with a run that is ready to step: data, model, optimizers, and the checkpoint if there
-    is one. Inside it the knobs hold. It writes nothing and takes no lock, unless `to_train`."""
-    global compile, deterministic, out_dir
-    with cli.configured(globals(), argv=argv) as config, ExitStack() as stack:
-        check_knobs(config)
-        out_dir = cli.folder_name(config, resuming.NAMED)
-        machine.pin_kernels(globals())  # for deterministic=portable: before the first operation
-        run_device = machine.choose_device(device)
-        deterministic = machine.set_deterministic(deterministic, run_device)
-        if audit_interval and not deterministic:
-            fail(f"--audit_interval={audit_interval}: expected deterministic mode, which is off")
-        stack.enter_context(ranks.joined(run_device, hang_minutes, shard, offload))
-        resuming.mention_unfinished(config, out_dir)
-        config["out_dir"] = out_dir
-        folder = stack.enter_context(RunFolder(out_dir))
-        path = from_rank0(resuming.find_checkpoint, folder, resume, to_train)
-        saved = checkpoint.load(path, verify=False) if path else None  # it is verified by now
-        datasets = open_dataset(saved)
-        reasons = resuming.resolve_auto_knobs(globals(), config, saved, run_device)
-        run = build_run(config, folder, path, saved, run_device, datasets)
-        checkpoint.refuse_what_is_lost(run)
-        tokens = batch_size * accum_steps * block_size * max_steps
-        flops = tokens * flops_per_token(run.model)
-        compile, reason = machine.choose_compile(compile, run_device, flops, max_steps)
-        run.facts["run"] = resuming.identity_of(globals(), run.facts["data"], run_device)
-        run.reasons = {"compile": reason} | reasons
-        if saved:
-            resuming.continue_from(run, saved)  # refuses another run
-            checkpoint.restore(run, saved)
-            saved = None  # unmaps the file, so that its disk space is free once it is pruned
-        yield run
-
-
-def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
-    """Run the flags in `argv` (None: those of the command line). Returns the exit code. Raises
-    BadInput, or what ended the run. watch: is called on the way."""
-    global last_run
-    clock = Clock(since_process_start=argv is None)
-    machine.speed_up_start_and_exit()
-    with Signals() as signals, build(argv, to_train=True) as run:
-        last_run = run
-        if run.path and from_rank0(resuming.is_finished, run):
-            return 0
-        run.watch = watch or run.watch
-        run.watch.begin(run)
-
-        # ---- all is checked: from here on the run writes to out_dir
-        milestones = max_steps // milestone_interval if milestone_interval else 0
-        files = keep_last + milestones + 3  # also best.pt, the newest, and the one being written
-        if resume == "restart":
-            from_rank0(run.folder.set_aside)
-        command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
-        from_rank0(run.folder.open, run, files * checkpoint.size(run), command, run.path)
-        peak = from_rank0(machine.peak_flops, run.device, dtype)
-        run.max_flops = (peak[0] or math.nan) * world_size()
-        then = run.before.get("config", {})
-        console.print_plan(run, peak, resuming.changed_knobs(then, run.facts["config"]))
-        clock.lap("start")
-        return run_to_the_end(run, signals, clock)
 
 
 if __name__ == "__main__":

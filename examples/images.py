@@ -98,8 +98,7 @@ train.n_embd = 16  # channels of the first convolution
 vars(train).update(out_dir="out/images", dataset="images", dropout=0.1, batch_size=64)
 vars(train).update(max_steps=300, warmup_steps=20, peak_lr=3e-3)
 vars(train).update(eval_interval=100, save_interval=100)
-COLUMNS = train.console.COLUMNS
-COLUMNS["tokens_per_sec"] = ("img/s", *COLUMNS["tokens_per_sec"][1:])
+train.console.FIELDS["tokens_per_sec"].heading = "img/s"
 
 if __name__ == "__main__":
     sys.exit(train.main())

@@ -12,7 +12,6 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterable
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,22 +20,19 @@ import torch
 
 from plumbing import ranks
 from plumbing.cli import RunFailed, fail
-from plumbing.files import fsync, replacing
-from plumbing.fsdp import shard_like
+from plumbing.files import fsync, is_odd, replacing
 from plumbing.machine import copies_in_background, synchronize
 from plumbing.safe_step import (
+    MICRO_BATCHES,
     as_bytes,
-    clone,
     leaves,
     mapped,
     out_of_memory,
-    set_rng_state,
     tensors,
 )
 
 HASHED = ("model", "optimizer", "scaler", "ema", "state", "rng")  # what the next steps depend on
 SCHEMA = dict.fromkeys((*HASHED, "config", "data", "run"), dict) | {"optimizer": list, "rng": list}
-MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # keys of the state that a restore leaves alone
 MOST_VALUES = 10_000_000  # in a checkpoint, nested ones included; more is damage, or an attack
 
 
@@ -55,6 +51,8 @@ def load(path: Path, verify: bool = True, mmap: bool = True, parts: Iterable = S
     flipped bit without an error. parts: names of those that it must have.
     Raises Damaged, or OSError if the file cannot be read.
     """
+    if is_odd(path):
+        raise Damaged("it is no regular file")
     try:
         if verify:
             with zipfile.ZipFile(path) as archive:
@@ -87,6 +85,9 @@ def check_schema(checkpoint: Any, path: Path, parts=SCHEMA) -> None:
         if isinstance(value, dict | list | tuple):
             items = value.values() if isinstance(value, dict) else value
             todo += ((item, depth + 1) for item in items)
+        if torch.is_tensor(value) and value.layout == torch.strided:
+            if value.nbytes > value.untyped_storage().nbytes():  # a copy would allocate all of it
+                raise Damaged(f"a shape that its values do not fill: {tuple(value.shape)}")
     for part, kind in SCHEMA.items():
         if part in (*parts, *checkpoint) and not isinstance(checkpoint.get(part), kind):
             raise Damaged(f"its part {part!r} is missing or no {kind.__name__}")
@@ -95,10 +96,11 @@ def check_schema(checkpoint: Any, path: Path, parts=SCHEMA) -> None:
     if parts is SCHEMA:
         state, rng = checkpoint["state"], checkpoint["rng"]
         named = re.fullmatch(r"(?:ckpt|milestone)_(\d{8,})", path.stem)
-        counts = [state.get(key, 0) for key in ("sequences", "tokens", *MICRO_BATCHES)]
+        counts = [state.get(key, 0) for key in ("step", "sequences", "tokens")]
+        counts += [state.get(key, 1) - 1 for key in MICRO_BATCHES]
         keys = {"state", "param_groups", "built"}
         fine |= {
-            "counters": all(type(n) is int and 0 <= n < 2**62 for n in [state["step"], *counts]),
+            "counters": all(type(n) is int and 0 <= n < 2**62 for n in counts),
             "step, which its name denies": not named or int(named[1]) == state["step"],
             "random state": 0 < len(rng) == checkpoint["run"]["world_size"],
             "random numbers": all(map(is_rng_state, rng)),
@@ -131,21 +133,27 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def newest_valid(
-    folder: Path, usable: Callable = lambda step, state: True, set_aside: bool = True
-) -> Path | None:
-    """Path of the newest undamaged checkpoint for which usable(step, state) is true, or None. Damaged
-    ones are renamed to NAME.pt.corrupt. A file that cannot be read raises OSError instead."""
+    folder: Path, usable: Callable = lambda step, state: True
+) -> tuple[Path | None, list[Path]]:
+    """(path of the newest undamaged checkpoint for which usable(step, state) is true, or None; the damaged
+    ones on the way to it). A file that cannot be read raises OSError instead."""
+    damaged = []
     for path in newest_first(folder):
         try:
             state = load(path, verify=False)["state"]
             if usable(state["step"], state) and load(path):
-                return path
+                return path, damaged
         except Damaged as error:
             ranks.say(f"{path.name} is damaged ({error}): trying older ones")
-            with contextlib.suppress(OSError):  # a folder that has become read-only
-                if set_aside:
-                    os.replace(path, path.with_name(path.name + ".corrupt"))
-    return None
+            damaged.append(path)
+    return None, damaged
+
+
+def set_aside(damaged: list[Path]) -> None:
+    """Rename damaged checkpoints to NAME.pt.corrupt."""
+    for path in damaged:
+        with contextlib.suppress(OSError):  # a folder that has become read-only
+            os.replace(path, path.with_name(path.name + ".corrupt"))
 
 
 def remove_after(folder: Path, step: int) -> None:
@@ -161,56 +169,14 @@ def remove(paths: Iterable[Path]) -> None:
             ranks.say(f"{path.name} cannot be removed ({error.strerror})")
 
 
-def own_part(weights, leaf, path):
-    """A copy of `leaf`, at `path` in an optimizer's state; of a sharded weight's, this rank's rows."""
-    mine = shard_like(weights[path[0]], leaf) if isinstance(path[0], int) else leaf
-    return clone(leaf) if mine is leaf else mine
-
-
-def on_devices_of(now: Any, saved: Any) -> Any:
-    """`saved`, each of its tensors on the device of the one at the same path in `now`."""
-    devices = {path: leaf.device for path, leaf in leaves(now) if isinstance(leaf, torch.Tensor)}
-    return mapped(lambda leaf, path: leaf.to(devices[path]) if path in devices else leaf, saved)
-
-
-@torch.no_grad()
-def restore(run, checkpoint: dict) -> None:
-    """Restore `run` from a result of run.checkpoint(), sharded or not. These stay: micro-batches,
-    optimizer settings whose knobs changed, and the RNG state if the number of ranks changed."""
-    here = run.model.state_dict()
-    weights = mapped(lambda w, path: shard_like(here.get(path[0]), w), checkpoint["model"])
-    run.model.load_state_dict(weights)
-    if "frozen" in checkpoint:
-        for name, weight in run.model.named_parameters():
-            weight.requires_grad_(name not in checkpoint["frozen"])
-    optimizers = zip(run.optimizers, run.groups, checkpoint["optimizer"], strict=True)
-    for optimizer, built, saved in optimizers:
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        moments = mapped(partial(own_part, weights), saved["state"])
-        own = [(weights[i], each) for i, each in moments.items() if isinstance(i, int)]
-        groups = [  # as saved, except for the values that changed knobs now build differently
-            group | {k: v for k, v in now.items() if repr(then.get(k)) != repr(v)}
-            for now, then, group in zip(built, saved["built"], saved["param_groups"], strict=True)
-        ]
-        own_keys = {key: clone(saved[key]) for key in saved if key not in ("state", "built")}
-        optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
-        for weight, each in own:  # torch casts tensors to the weight's dtype, and garbles a str
-            optimizer.state[weight] = on_devices_of(optimizer.state[weight], each)
-    run.scaler.load_state_dict(checkpoint["scaler"])
-    averages = checkpoint["model"] | checkpoint["ema"]
-    for name, average in run.ema.items():
-        average.copy_(shard_like(average, averages[name]))
-    run.state.update(clone(checkpoint["state"]) | {key: run.state[key] for key in MICRO_BATCHES})
-    if len(checkpoint["rng"]) == ranks.world_size():
-        set_rng_state(checkpoint["rng"][ranks.rank()], run.device)
-
-
 # ---- what a checkpoint cannot restore is refused, not lost on a resume ---------------------------
 
 
 def refuse_what_is_lost(run) -> None:
     """Raises BadInput if a resume could not restore the state of `run`, or a weight it trains."""
-    if lost := not_restorable(run.state, "FRESH_STATE"):
+    lost = not_restorable(run.state, "FRESH_STATE")
+    lost = lost or not_restorable(run.facts["data"], "what open_dataset() returns as facts")
+    if lost:
         fail(lost)
     if None in (name for _, name in leaves(groups_of(run))):
         fail("an optimizer trains a weight that is not in model.parameters(): it would be lost")
@@ -274,9 +240,11 @@ class Saver:
         self.last_save = time.monotonic()
 
     def save(self, names: list[str], required: bool = False) -> None:
-        """Write one file under all of `names`, in this order. All ranks call it together. required:
+        """Write one file under all of `names`, ckpt_STEP.pt last: so a save that a kill interrupts is
+        taken again, with the others, by the process that resumes. All ranks call it together. required:
         wait until it is on the disk; after three failed tries, raise RunFailed. Otherwise training
         continues at once, and the next call records an error as an event."""
+        names = sorted(names, key=lambda name: name.startswith("ckpt_"))
         refuse_unequal_replicas(self.run)
         self.wait()
         self.retry_best("best.pt" in names)
@@ -300,17 +268,29 @@ class Saver:
                 return
             error = self.wait()
             if not any(ranks.agree(error is not None)):
+                self.mention_best()
                 return
         hint = f"the same command resumes from the newest checkpoint in {self.folder}"
-        raise RunFailed(f"{names[0]} could not be saved: {error}; once that is fixed, {hint}")
+        raise RunFailed(f"{names[-1]} could not be saved: {error}; once that is fixed, {hint}")
 
     def retry_best(self, has_successor: bool) -> None:
-        """Write a best.pt that failed, from the copy in memory, which the next save overwrites."""
-        if self.unsaved_best and not has_successor:
-            self.write(self.unsaved_best, ["best.pt"])
-            if error := self.wait():
-                self.run.folder.event(self.run.state["step"], "best_not_saved", error=error)
-        self.unsaved_best = None
+        """Write a best.pt that failed, from the copy in memory, unless a better one is to come."""
+        if not self.unsaved_best or has_successor:
+            return
+        self.write(self.unsaved_best, ["best.pt"])
+        if self.wait():
+            self.buffers = {}  # the next save makes its own: these are kept for the next try
+
+    def mention_best(self) -> None:
+        """Record which step best.pt holds, if its newest save has failed."""
+        if not self.unsaved_best:
+            return
+        state = self.run.state
+        held = None
+        with contextlib.suppress(Damaged, OSError):
+            held = load(self.folder / "best.pt", verify=False)["state"]["step"]
+        best = {"best_step": self.unsaved_best["state"]["step"], "best_pt_holds_step": held}
+        self.run.folder.event(state["step"], "best_not_saved", **best)
 
     def on_host(self, leaf, path):
         """A copy of a leaf of a checkpoint, in a buffer that the next save reuses; on rank 0 alone.
@@ -336,14 +316,23 @@ class Saver:
         return error
 
     def write(self, checkpoint: dict, names: list[str]) -> None:
+        if "best.pt" in names:
+            self.unsaved_best = checkpoint
         try:
             weights = [checkpoint["model"].get(n) for n, _ in self.run.model.named_parameters()]
             for tensor in tensors([weights, checkpoint["optimizer"], checkpoint["ema"]]):
                 if not tensor.isfinite().all():
                     raise ValueError("a weight or moment is not finite")
             folder = self.run.folder.mine()
-            saved = {"kind": "event", "event": "saved", "step": checkpoint["state"]["step"]}
-            self.run.folder.write_rows([saved | {"sha256": digest_of_state(checkpoint)}])
+            step, sha256 = checkpoint["state"]["step"], digest_of_state(checkpoint)
+            row = {
+                "kind": "event",
+                "event": "saved",
+                "step": step,
+                "sha256": sha256,
+                "files": names,
+            }
+            self.run.folder.write_rows([row])
             with contextlib.suppress(OSError):
                 fsync(folder / "metrics.jsonl")  # rows reach the disk before the checkpoint
             with replacing(folder / names[0]) as temporary:
@@ -355,15 +344,15 @@ class Saver:
                         os.link(folder / names[0], temporary)
                     except OSError:  # a file system without hard links
                         shutil.copyfile(folder / names[0], temporary)
-            self.unsaved_best = None
+            if "best.pt" in names:
+                self.unsaved_best = None
             self.prune(checkpoint["state"])
         except Exception as error:  # whatever it is, it must not end the run here
             self.error = (str(error) or type(error).__name__).splitlines()[0][:160]
             if re.search("inline_container|iostream", self.error):  # torch's for a failed write
                 free = shutil.disk_usage(self.folder).free / 1e6
                 self.error = f"a write failed, with {free:,.0f} MB of the disk free"
-            self.unsaved_best = checkpoint if "best.pt" in names else self.unsaved_best
-            ranks.say(f"could not save {names[0]} ({self.error})")
+            ranks.say(f"could not save {names[-1]} ({self.error})")
 
     def prune(self, state: dict) -> None:
         """Keep the newest ckpt_STEP.pt, and the newest `keep_last` that a rollback may use."""

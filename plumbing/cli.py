@@ -4,6 +4,7 @@ A knob is a lower-case name that a script sets to a plain str, int, float or boo
 function or class; its default gives its type. A *_dir is a path: of a flag, relative to the working
 directory, else to the repository. The comment beside it, which goes on in lines that begin with `#`
 and two spaces, is its help. An interval in it, such as [1, inf), and choices, a | b, are enforced.
+Its last words, after a semicolon, say what the knob may do: see POLICY. No word: the course of the run.
 A config file is executed as Python, sees the knobs as set so far, and may assign knobs and _names.
 """
 
@@ -13,11 +14,13 @@ import difflib
 import math
 import os
 import re
+import shutil
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from glob import glob
 from hashlib import sha256
 from itertools import groupby
@@ -29,8 +32,16 @@ AUTO_OR_BOOL = {
     "compile": ["auto", "true", "false"],
     "deterministic": ["auto", "true", "false", "portable"],
 }
+POLICY = {  # the words in which a comment may end
+    "fixed": "another value is another run: it names the folder, and a resume with it is refused",
+    "kept": "resolved once and kept in the checkpoint, unless the command changes",
+    "bits": "the same mathematics, other bits: it names no folder, and such a resume is inexact",
+    "free": "changes no bit of any step",
+}
+NO_WORD = "the course of the run: it names the folder, and a change on a resume is recorded"
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 NAME = re.compile("[a-z][a-z0-9_]*")  # of a knob
+WORDS = re.compile(rf"; ((?:{'|'.join(POLICY)})(?:, (?:{'|'.join(POLICY)}))*)$")
 INTERVAL = re.compile(r"([\[(])(-?[\d.e]+), (-?[\d.e]+|inf)([\])])")
 CHOICES = re.compile(r"\w+(?: \| \w+)+")
 NANOGPT_NAMES = {  # nanoGPT's name: the name here, or what to type instead
@@ -48,20 +59,18 @@ NANOGPT_NAMES = {  # nanoGPT's name: the name here, or what to type instead
     "warmup_iters": "warmup_steps",
 }
 ARITHMETIC = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.unaryop, ast.operator)
-COMPILER = ("torch._dynamo", "torch._inductor")
-NOT_OWN = (  # in the path of a file that is not the user's own code
-    os.path.dirname(os.path.abspath(__file__)) + "/",
-    os.path.dirname(os.__file__) + "/",  # the standard library
-    *("-packages/", "<frozen", "<eval_with_key", "torchinductor"),
-)
 
 
 class BadInput(Exception):
     """Bad input: one line on what was found, expected, and what to type. Exit code 2."""
 
+    said = False  # whether another rank prints it
+
 
 class RunFailed(Exception):
     """The run cannot continue: one line on what happened and what to do next. Exit code 1."""
+
+    said = False  # whether another rank prints it
 
 
 def fail(message: object) -> NoReturn:
@@ -69,61 +78,64 @@ def fail(message: object) -> NoReturn:
 
 
 def run_script(main: Callable[[], int | None]) -> int:
-    """Call main() and return the exit code. An error of ours is one line on stderr, any other a
-    traceback; a closed pipe, as by `| head`, or a full disk is none."""
+    """Call main() and return the exit code. An error of ours is one line on stderr, any other is
+    Python's traceback; a closed pipe, as by `| head`, or a full disk is none."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="backslashreplace")  # for a terminal that lacks a character
-    code, words = 0, ""
+    code = 0
+    message = ""
     try:
         code = main() or 0
     except KeyboardInterrupt:
-        code, words = 130, "\n"
+        code = 130
+        message = "\n"
     except BrokenPipeError:
         pass
     except (BadInput, RunFailed) as error:
         code = 2 if isinstance(error, BadInput) else 1
-        if not getattr(error, "said", False):  # by another rank
-            words = f"{os.path.basename(sys.argv[0])}: {'failed: ' * (code == 1)}{error}\n"
+        message = one_line(error)
     except Exception as error:
-        error.__traceback__ = error.__traceback__.tb_next  # without this function
-        code, words = 1, folded_traceback(error)
+        code = 1
+        below = error.__traceback__.tb_next  # without the frame of this function
+        message = "".join(traceback.format_exception(type(error), error, below))
     try:
-        print(end=printable(words), file=sys.stderr, flush=True)
+        print(end=printable(message), file=sys.stderr, flush=True)
         print(end="", flush=True)
     except (OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at its exit
     return code
 
 
+def one_line(error: BadInput | RunFailed) -> str:
+    if error.said:
+        return ""
+    failed = "failed: " if isinstance(error, RunFailed) else ""
+    return f"{os.path.basename(sys.argv[0])}: {failed}{error}\n"
+
+
 def printable(text: str) -> str:
-    """Without control characters, with which a model or a file could type into the terminal; newlines
-    and tabs stay."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text)
+    """Without control characters, with which a model or a file could type into the terminal, or write
+    backwards; newlines and tabs stay."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", "", text)
 
 
-def folded_traceback(error: BaseException) -> str:
-    """A traceback with the user's own frames; what lies in plumbing/ and libraries between them is one
-    line. Of torch's compiler, the error that it met in the user's code."""
-    frames = list(traceback.extract_tb(error.__traceback__))
-    words = "".join(traceback.format_exception_only(error)).rstrip()
-    if type(error).__module__.startswith(COMPILER):  # it knows that place, and quotes that error
-        frames += getattr(error, "real_stack", None) or []
-        met = re.search(r" got (\w+)\((['\"])(.*)\2\)$", words, re.MULTILINE)
-        words = f"{met[1]}: {met[3]}" if met else words.partition("\n\n")[0]
-    text = "Traceback (most recent call last):\n"
-    for own, group in groupby(frames, lambda f: not any(part in f.filename for part in NOT_OWN)):
-        *above, last = group
-        place = f"{os.path.basename(last.filename)}:{last.lineno}"
-        folded = f"  ... frames in plumbing/ and libraries: {len(above) + 1}, to {place} ...\n"
-        text += "".join(traceback.format_list([*above, last])) if own else folded
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    if cause and not type(cause).__module__.startswith(COMPILER):  # then eager was tried
-        text = f"{folded_traceback(cause)}\nwhich led to:\n\n{text}"
-    return f"{text}{words}\n"
+@dataclass
+class Knob:
+    """What a script's source says of a knob. policy: the words of POLICY in which the comment ends."""
+
+    default: Any
+    comment: str = ""
+    heading: str = ""  # the full-line comments above its group
+    policy: frozenset = frozenset()
+
+    def names_folder(self) -> bool:
+        return not self.policy & {"bits", "free"}
 
 
 class Config(dict):
-    """Every knob and its value. flags: names that flags set. base: values without flags, as written."""
+    """Every knob and its value. flags: names that flags set. typed: these, and what config files after
+    the first one set. base: values without what is typed, as written. knobs: name -> Knob. origins:
+    name -> "flag", or the config file that set it."""
 
 
 @contextmanager
@@ -138,54 +150,82 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     repository = os.path.dirname(os.path.abspath(scopes[0]["__file__"]))
     owned = [(scope, knobs_of(scope)) for scope in scopes]
     knobs = {name: knob for _, own in owned for name, knob in own.items()}
-    if "-h" in argv or "--help" in argv:
-        print_help(scopes[-1], knobs, takes_names=names is not None)
-        raise SystemExit(0)
-
-    config = Config({name: default for name, (default, _, _) in knobs.items()})
-    config.flags, config.base = set(), dict(config)
+    config = Config({name: knob.default for name, knob in knobs.items()})
+    config.knobs, config.base = knobs, dict(config)
+    config.flags, config.typed, config.origins = set(), set(), {}
+    is_first_file = True
     for argument in argv:
+        if argument in ("-h", "--help"):
+            continue
         if argument.startswith("-"):
             name, equals, value = argument.removeprefix("--").partition("=")
             if name in knobs and not equals:
                 fail(f"{argument} has no value; write it as in --{name}={show(config[name])}")
             config[name] = accept(name, value, argument, knobs)
             config.flags.add(name)
+            config.typed.add(name)
+            config.origins[name] = "flag"
         elif argument.endswith(".py"):
             settings = read_config_file(argument, repository, config, knobs)
             config |= settings
-            config.base |= settings
             config.flags -= settings.keys()
+            own = settings if is_first_file else settings.keys() & {"out_dir"}
+            config.base |= {name: settings[name] for name in own}
+            config.typed = (config.typed | settings.keys()) - {*own}
+            config.origins |= dict.fromkeys(settings, argument)
+            is_first_file = False
         elif names is None:
             fail(f"unexpected argument {argument!r}; write config/FILE.py or --key=value")
         else:
             names.append(argument)
+    if "-h" in argv or "--help" in argv:
+        print_help(scopes[-1], config, knobs, takes_names=names is not None)
+        raise SystemExit(0)
     for name, path in config.items():
         if name.endswith("_dir") and path:
             folder = os.getcwd() if name in config.flags else repository
             config[name] = os.path.normpath(os.path.join(folder, os.path.expanduser(path)))
-
-    before = [(scope, {name: scope[name] for name in own}) for scope, own in owned]
-    try:
+    with ExitStack() as stack:
         for scope, own in owned:
-            scope.update({name: config[name] for name in own})
+            values = {name: config[name] for name in own}
+            stack.enter_context(setting(scope, **values))
         yield config
+
+
+@contextmanager
+def setting(scope: dict[str, Any], /, **values: Any) -> Iterator[None]:
+    """Set globals of a script in a block, or in a function that it decorates, then give them back.
+
+    scope: globals() of the script. Raises KeyError, and sets none, if it lacks one of the names.
+    """
+    old = {name: scope[name] for name in values}
+    scope.update(values)
+    try:
+        yield
     finally:
-        for scope, values in before:
-            scope.update(values)
+        scope.update(old)
 
 
-def folder_name(config: Config, named: Collection[str]) -> str:
-    """The out_dir that was typed; else the config's and, in the order of the knobs, those flags in
-    `named` that change a value (of a batch's two factors: their product): out/mine,n_layer=2."""
+def folder_name(config: Config) -> str:
+    """The out_dir of a flag; else the config's and, in the order of the knobs, what was typed, changes
+    a value and makes another run: out/mine,n_layer=2. Of a batch's two factors their product counts."""
     if "out_dir" in config.flags:
         return config["out_dir"]
+    names = {name for name in config.typed if config.knobs[name].names_folder()} - {"out_dir"}
     factors = {"batch_size", "accum_steps"} & config.keys()
-    typed = {key for key in config.flags & {*named} if config[key] != config.base[key]} - factors
-    if math.prod(config[key] for key in factors) != math.prod(config.base[key] for key in factors):
-        typed |= factors
+    if product(config, factors) != product(config.base, factors):
+        names |= factors & config.typed
+    return named(config, [key for key in names if config[key] != config.base[key]])
+
+
+def product(values: dict, names: Collection[str]) -> int:
+    return math.prod(values[name] for name in names)
+
+
+def named(config: Config, names: Collection[str]) -> str:
+    """out_dir, with the values of these knobs in its name."""
     parent, name = os.path.split(config["out_dir"])
-    for key in filter(typed.__contains__, config):
+    for key in filter(names.__contains__, config):
         value = re.sub(r"[^\w.+-]", lambda match: f"%{ord(match[0]):02X}", show(config[key]))
         name += f",{key}={value}"
     if len(name) > 120:
@@ -193,9 +233,8 @@ def folder_name(config: Config, named: Collection[str]) -> str:
     return os.path.join(parent, name)
 
 
-def read_knobs(path: str | Path) -> dict[str, tuple[Any, str, str]]:
-    """{name: (default, comment, heading)} of the knobs in the script at `path`, in order. The heading
-    is the full-line comments above a group of knobs."""
+def read_knobs(path: str | Path) -> dict[str, Knob]:
+    """{name: Knob} of the knobs in the script at `path`, in order."""
     source = Path(path).read_text(encoding="utf-8")
     lines = source.splitlines()
     knobs, heading = {}, ""
@@ -216,11 +255,13 @@ def read_knobs(path: str | Path) -> dict[str, tuple[Any, str, str]]:
             while end < len(lines) and lines[end].startswith("#  "):
                 comment += " " + lines[end].strip("# ")
                 end += 1
-            knobs[name] = default, comment, heading
+            words = WORDS.search(comment)
+            policy = frozenset(words[1].split(", ")) if words else frozenset()
+            knobs[name] = Knob(default, comment, heading, policy)
     return knobs
 
 
-def knobs_of(scope: dict[str, Any]) -> dict[str, tuple[Any, str, str]]:
+def knobs_of(scope: dict[str, Any]) -> dict[str, Knob]:
     """read_knobs() with present values as defaults. Raises BadInput for a plain global that is not in
     the source, such as train.max_step = 5: it would do nothing, in silence."""
     path = Path(scope["__file__"])
@@ -231,8 +272,8 @@ def knobs_of(scope: dict[str, Any]) -> dict[str, tuple[Any, str, str]]:
         if type(scope[name]) in (str, int, float, bool):
             accept(name, scope[name], f"{path.stem}.{name} = {scope[name]!r}", knobs)
     return {
-        name: (accept(name, scope[name], f"{name} = {scope[name]!r}", knobs), *words)
-        for name, (_, *words) in knobs.items()
+        name: replace(knob, default=accept(name, scope[name], f"{name} = {scope[name]!r}", knobs))
+        for name, knob in knobs.items()
     }
 
 
@@ -261,7 +302,7 @@ def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
     is_flag = written.startswith("-")
     if name not in knobs:
         fail(f"unknown name {name!r} in {written}; {hint_for(name, value, knobs, is_flag)}")
-    default, comment, _ = knobs[name]
+    default, comment = knobs[name].default, knobs[name].comment
     choices, interval = CHOICES.search(comment), INTERVAL.search(comment)
     words = choices[0].split(" | ") if choices else ["true", "false"] * isinstance(default, bool)
     words = AUTO_OR_BOOL.get(name, words)
@@ -314,15 +355,29 @@ def hint_for(name: str, value: Any, knobs: dict, is_flag: bool) -> str:
     return "--help lists every name"
 
 
-def print_help(scope: dict[str, Any], knobs: dict, takes_names: bool) -> None:
-    """Print the start of a script's docstring, its usage and its knobs."""
-    usage = f"usage: python {os.path.basename(scope['__file__'])}" + " NAME ..." * takes_names
+def print_help(scope: dict[str, Any], config: Config, knobs: dict, takes_names: bool) -> None:
+    """Print the start of a script's docstring, its usage, and its knobs with the values that the other
+    arguments give them. Wraps at the width of the terminal."""
+    width = min(100, max(40, shutil.get_terminal_size((100, 24)).columns))
+    indent = 32 if width >= 80 else 8
+    usage = f"usage: python {os.path.basename(scope['__file__'])}"
+    if takes_names:
+        usage += " NAME ..."
     lines = [(scope.get("__doc__") or "").strip().split("\n\n")[0], ""]
     lines += [f"{usage} [config/FILE.py ...] [--key=value ...]"]
     lines += ["(a config file is Python, and is executed; later arguments win)"]
-    for heading, group in groupby(knobs.items(), lambda item: item[1][2]):
-        lines += ["\n" + textwrap.fill(heading or "More", 100)]
-        for name, (default, comment, _) in group:
-            line = f"{f'  --{name}={show(default)}':<30}  {comment}".rstrip()
-            lines += [textwrap.fill(line, 100, subsequent_indent=" " * 32)]
+    if config.origins and "out_dir" in config:
+        lines += ["", f"With these arguments the folder is {folder_name(config)}"]
+    for heading, group in groupby(knobs.items(), lambda item: item[1].heading):
+        lines += ["\n" + textwrap.fill(heading or "More", width)]
+        for name, knob in group:
+            comment = knob.comment
+            if name in config.origins:
+                comment = f"({config.origins[name]}; default {show(knob.default)}) {comment}"
+            line = f"{f'  --{name}={show(config[name])}':<{indent - 2}}  {comment}".rstrip()
+            lines += [textwrap.fill(line, width, subsequent_indent=" " * indent)]
+    if any(knob.policy for knob in knobs.values()):
+        lines += ["\nThe last word of a comment says what another value does:"]
+        for word, meaning in {**POLICY, "none": NO_WORD}.items():
+            lines += [textwrap.fill(f"  {word:<8}{meaning}", width, subsequent_indent=" " * 10)]
     print("\n".join(lines), flush=True)

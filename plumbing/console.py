@@ -2,21 +2,45 @@
 
 import math
 import os
+import re
 import shlex
+import shutil
+import sys
+import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plumbing.cli import printable, show
 
 REPO = Path(__file__).resolve().parent.parent
+CLEAR = "\x1b[K"  # from the cursor to the end of the line
+GREEN = "\x1b[32m"
+PLAIN = "\x1b[0m"
+LIVE_SECONDS = 0.25  # between two updates of the live line
 
 
-def say(*words: object) -> None:
-    """Print on rank 0 only, so that all ranks have one log. What cannot be written is dropped."""
-    if "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0":  # torchrun sets both
-        with suppress(OSError, ValueError):  # a full disk, a closed pipe or terminal
-            print(printable(" ".join(map(str, words))), flush=True)
+def say(*words: object, colour: str = "") -> None:
+    """Print on rank 0 only, so that all ranks have one log. What cannot be written is dropped.
+    colour: of the text on a terminal, such as GREEN."""
+    if not is_first_rank():
+        return
+    text = printable(" ".join(map(str, words)))
+    with suppress(OSError, ValueError):  # a full disk, a closed pipe or terminal
+        if takes_colour():
+            text = f"{CLEAR}{colour}{text}{PLAIN if colour else ''}"
+        print(text, flush=True)
+
+
+def is_first_rank() -> bool:
+    return "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0"  # torchrun sets both
+
+
+def takes_colour() -> bool:
+    """Whether stdout is a terminal that obeys the escape sequences above (https://no-color.org)."""
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
+    return not is_plain and sys.stdout.isatty()
 
 
 def shown(path: str | Path) -> str:
@@ -31,8 +55,11 @@ def fit(value: float, width: int, digits: int) -> str:
     """`value` in `width` characters: up to `digits` decimals, as many as fit; else as 1e-05."""
     if 0 < abs(value) < 0.5 * 10**-digits:
         return f"{value:{width}.0e}"
-    texts = (f"{value:{width}.{places}f}" for places in range(digits, -1, -1))
-    return next((text for text in texts if len(text) <= width), f"{value:{width}.0e}")
+    for places in range(digits, -1, -1):
+        text = f"{value:{width}.{places}f}"
+        if len(text) <= width:
+            return text
+    return f"{value:{width}.0e}"
 
 
 def duration(seconds: float) -> str:
@@ -40,7 +67,10 @@ def duration(seconds: float) -> str:
     hours, rest = divmod(int(seconds), 3600)
     if hours >= 100:
         return f"{hours // 24}d {hours % 24}h"
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+    minutes, seconds = divmod(rest, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{seconds:02}"
+    return f"{minutes}:{seconds:02}"
 
 
 def best_words(best_metric: str, state: dict[str, Any]) -> str:
@@ -52,26 +82,96 @@ def best_words(best_metric: str, state: dict[str, Any]) -> str:
     return f"best {name} {sign * state['best_score']:.4f} at step {state['best_step']:,}"
 
 
-# ---- lines of a run ------------------------------------------------------------------------------
+# ---- the fields of a row: one table --------------------------------------------------------------
 
-COLUMNS = {  # field of a row -> (heading, width, function that formats its value)
-    "loss": ("loss", 6, lambda value: fit(value, 6, 4)),
-    "grad_norm": ("norm", 6, lambda value: fit(value, 6, 3)),
-    "lr": ("lr", 8, lambda value: f"{value:8.2e}"),
-    "step_ms": ("ms", 6, lambda value: fit(value, 6, 1)),
-    "data_ms": ("wait", 5, lambda value: fit(value, 5, 1)),
-    "tokens_per_sec": ("tok/s", 6, lambda value: fit(value / 1000, 5, 3) + "k"),
-    "mfu": ("mfu", 6, lambda value: fit(100 * value, 5, 1) + "%"),
-    "mem_gb": ("GB", 5, lambda value: fit(value, 5, 2)),
-    "gpu_util": ("gpu%", 4, lambda value: fit(value, 4, 0)),  # only if NVML reports it
-}
-EVALUATION = {
-    "val_loss": "val loss {:.4f}",
-    "val_bpb": "bits/byte {:.4f}",
-    "val_accuracy": "accuracy {:.1%}",
-    "val_tokens": "(first {:,} tokens)",
-}
-NOT_SHOWN = "kind step tokens sequences epoch skipped best_val_loss".split()
+
+@dataclass
+class Field:
+    """A field of the rows of metrics.jsonl: what writes it, and how it is shown."""
+
+    name: str
+    kind: str  # of its rows: train, eval, both; mark: of all, and no number; none: in no row
+    writer: str = "loop"  # or step (train_step), model, eval (evaluate), clock (what is measured)
+    heading: str = ""  # of its column, or the words of an evaluation; "" = not printed
+    # A format of Python's, but 6.4 has up to 4 decimals, as many as 6 characters take: 6.1%, 6.3k
+    form: str = ""
+    unit: str = ""  # of what is shown
+    plot: str = ""  # the panel of the report in which it is drawn; "" = none
+    optional: bool = False  # has a column only if the row has a number
+
+    @property
+    def reserved(self) -> bool:
+        """Whether a number that a model returns beside its loss must have another name."""
+        return self.writer != "model"
+
+    @property
+    def measured(self) -> bool:
+        """Whether it differs between two runs that compute the same."""
+        return self.writer == "clock"
+
+    @property
+    def width(self) -> int:
+        """Of its column, in characters."""
+        return int(re.search(r"\d+", self.form)[0])
+
+    @property
+    def scale(self) -> float:
+        """The number in a row, times this, is shown in plots."""
+        return 100.0 if self.form.endswith("%") else 1.0
+
+    def write(self, value: float | None) -> str:
+        """The number of a row as it is printed."""
+        if value is None:
+            return "n/a"
+        adaptive = re.fullmatch(r"(\d+)\.(\d)([%k]?)", self.form)
+        if not adaptive:
+            return f"{value:{self.form}}"
+        width, digits, suffix = adaptive.groups()
+        thousands = 1000 if suffix == "k" else 1
+        text = fit(value * self.scale / thousands, int(width) - len(suffix), int(digits))
+        return text + suffix
+
+
+# fmt: off
+ALL_FIELDS = (  # in the order of columns and panels
+    #     name              kind     writer   heading      form     unit        plot
+    Field("kind",           "mark"),  # train, eval or event
+    Field("finite",         "mark",  "clock"),  # false: a null of the row was not finite
+    Field("step",           "both"),  # finished updates, skipped ones too
+    Field("loss",           "train", "model", "loss",      "6.4",   "nats",     "loss"),
+    Field("grad_norm",      "train", "step",  "norm",      "6.3",   "",         "gradient norm"),
+    Field("lr",             "train", "loop",  "lr",        "8.2e",  "",         "learning rate"),
+    Field("step_ms",        "train", "clock", "ms",        "6.1",   "ms"),
+    Field("data_ms",        "train", "clock", "wait",      "5.1",   "ms"),
+    Field("tokens_per_sec", "train", "clock", "tok/s",     "6.3k",  "tokens/s", "throughput"),
+    Field("mfu",            "train", "clock", "mfu",       "6.1%",  "%",        "MFU"),
+    Field("mem_gb",         "train", "clock", "GB",        "5.2",   "GB",       "peak memory"),
+    Field("gpu_util",       "train", "clock", "gpu%",      "4.0",   "%",        "GPU busy", True),
+    Field("loss_scale",     "train", "step",  "scale",     "6.0",   "",         "loss scale", True),
+    Field("skipped",        "train", "step"),  # 1 if the update changed nothing
+    Field("tokens",         "train"),  # targets trained on so far
+    Field("sequences",      "train"),  # index of the next one
+    Field("epoch",          "train"),
+    Field("targets",        "none",  "step"),  # of one step
+    Field("batch_tokens",   "none"),
+    Field("val_loss",       "eval",  "eval",  "val loss {}", ".4f", "nats",     "loss"),
+    Field("val_bpb",        "eval",  "loop",  "bits/byte {}", ".4f", "bits"),
+    Field("val_accuracy",   "eval",  "eval",  "accuracy {}", ".1%", "%"),
+    Field("val_tokens",     "eval",  "eval",  "(first {} tokens)", ","),
+    Field("best_val_loss",  "eval"),
+)
+# fmt: on
+FIELDS = {field.name: field for field in ALL_FIELDS}
+
+
+def own_field(name: str, kind: str) -> Field:
+    """Of a number that is not in FIELDS: a model, train_step or evaluate of a fork returned it."""
+    if kind == "eval":
+        return Field(name, kind, "model", name + " {}", ".4f")
+    return Field(name, kind, "model", name, f"{max(7, len(name))}.4")
+
+
+# ---- lines of a run ------------------------------------------------------------------------------
 
 
 class Table:
@@ -80,32 +180,58 @@ class Table:
     def __init__(self, max_steps: int):
         self.max_steps = max_steps
         self.names = []  # of the columns
+        self.row = {}  # the one printed last
+        self.live_again = 0.0  # when the live line may be written again, time.monotonic()
 
     def print_row(self, row: dict[str, Any]) -> None:
-        """Print a row of metrics.jsonl. A field that is not in COLUMNS gets a column of its own."""
-        columns = {n: COLUMNS[n] for n in COLUMNS if n != "gpu_util" or row.get(n) is not None}
-        for name in [name for name in row if name not in (*COLUMNS, *NOT_SHOWN)]:
-            width = max(7, len(name))
-            columns[name] = (name, width, lambda value, width=width: fit(value, width, 4))
-        columns["left"] = ("left", 8, duration)
-        row = row | {"left": (self.max_steps - row["step"]) * row["step_ms"] / 1000}
-        if self.names != list(columns):
-            self.names = list(columns)
-            heads = " ".join(f"{heading:>{width}}" for heading, width, _ in columns.values())
-            start = f"{'step/total':<{len(progress(0, self.max_steps))}}"
-            say(f"{start} {heads}")
-        cells = [progress(row["step"], self.max_steps)]
-        for name, (_, width, write) in columns.items():
-            text = "n/a" if row[name] is None else write(row[name])
-            cells.append(f"{text:>{width}}")
-        say(*cells)
+        """Print a row of metrics.jsonl. A field that is not in FIELDS gets a column of its own."""
+        self.row = row
+        fields = shown_fields(row, "train")
+        names = [field.name for field in fields]
+        if self.names != names:
+            self.names = names
+            heads = [f"{field.heading:>{field.width}}" for field in fields]
+            say(f"{'step/total':<{len(progress(0, self.max_steps))}}", *heads, "    left")
+        cells = [f"{field.write(row[field.name]):>{field.width}}" for field in fields]
+        say(progress(row["step"], self.max_steps), *cells, f"{self.time_left(row['step']):>8}")
+
+    def time_left(self, step: int) -> str:
+        """At the speed of the row printed last."""
+        return duration((self.max_steps - step) * self.row["step_ms"] / 1000)
+
+    def live(self, step: int) -> None:
+        """On a terminal, show the step below the last line, which the next line overwrites; a few times
+        a second. All other numbers are of the row printed last: nothing is asked of the device."""
+        now = time.monotonic()
+        if now < self.live_again:
+            return
+        self.live_again = now + LIVE_SECONDS
+        with suppress(OSError, ValueError):
+            if not (is_first_rank() and takes_colour()):
+                return
+            words = progress(step, self.max_steps)
+            if self.row:
+                loss, rate = (FIELDS[n].write(self.row[n]) for n in ("loss", "tokens_per_sec"))
+                words += f"  loss {loss.strip()}  {rate.strip()} tok/s  {self.time_left(step)} left"
+            columns = shutil.get_terminal_size().columns
+            # The cursor returns to the start of the line, for whatever prints next
+            print(f"{CLEAR}{words[: columns - 1]}\r", end="", flush=True)
 
     def print_evaluation(self, row: dict[str, Any], is_best: bool) -> None:
         """Print a row of an evaluation, with every further number that evaluate() returned."""
-        names = [name for name in {**EVALUATION, **row} if name in row and name not in NOT_SHOWN]
-        words = [EVALUATION.get(name, name + " {:.4f}").format(row[name]) for name in names]
-        words += ["best"] if is_best else []
-        say(progress(row["step"], self.max_steps), "  ".join(words))
+        fields = [field for field in shown_fields(row, "eval") if field.name in row]
+        words = [field.heading.format(field.write(row[field.name])) for field in fields]
+        if is_best:
+            words.append("best")
+        text = "  ".join(words)
+        say(progress(row["step"], self.max_steps), text, colour=GREEN if is_best else "")
+
+
+def shown_fields(row: dict[str, Any], kind: str) -> list[Field]:
+    """What a line says of a row, in order: the fields of the table, then those of a fork."""
+    own = [own_field(name, kind) for name in row if name not in FIELDS]
+    known = [field for field in FIELDS.values() if field.kind == kind and field.heading]
+    return [f for f in known + own if not f.optional or row.get(f.name) is not None]
 
 
 def progress(step: int, max_steps: int) -> str:
@@ -114,13 +240,14 @@ def progress(step: int, max_steps: int) -> str:
 
 
 def print_event(step: int, event: str, fields: dict[str, Any]) -> None:
-    details = "  ".join(f"{key} {in_short(value, event)}" for key, value in fields.items())
-    say(f"{step:>7} {event.replace('_', ' ')}: {details}")
+    details = [f"{key} {in_short(value, event)}" for key, value in fields.items()]
+    name = event.replace("_", " ")
+    say(f"{step:>7} {name}: {'  '.join(details)}")
 
 
 def in_short(value: Any, event: str) -> str:
     """A field of an event. Of the hashes of files that differ, their names."""
-    if event == "inexact_resume":
+    if event in ("inexact_resume", "changed"):
         then, now = value
         return ", ".join(now) if isinstance(now, dict) else f"{then} -> {now}"
     if isinstance(value, list):
@@ -130,48 +257,57 @@ def in_short(value: Any, event: str) -> str:
 
 def diagnosis(why: str, recent: list[dict[str, Any]], rollbacks: int) -> str:
     """Why a run cannot continue, with the numbers of its `recent` rows."""
+    last = recent[-1]
     rates, norms, losses = (
-        " ".join(f"{row[k]:.3g}" for row in recent) for k in ("lr", "grad_norm", "loss")
+        " ".join(f"{row[name]:.3g}" for row in recent) for name in ("lr", "grad_norm", "loss")
     )
     return (
-        f"{why}, at step {recent[-1]['step']} after {rollbacks} rollbacks. The last learning rates: "
-        f"{rates}; gradient norms: {norms}; losses: {losses}; sequence: {recent[-1]['sequences']:,}. "
-        "Try a lower --peak_lr, more --warmup_steps, a smaller --grad_clip, --dtype=float32; then "
-        "a new --out_dir"
+        f"{why}, at step {last['step']} after {rollbacks} rollbacks. The last learning rates: "
+        f"{rates}; gradient norms: {norms}; losses: {losses}; sequence: {last['sequences']:,}. "
+        "Try a lower --peak_lr, more --warmup_steps, a smaller --grad_clip, --dtype=float32; "
+        "then a new --out_dir"
     )
 
 
 def print_plan(run: Any, peak: tuple, changed: dict) -> None:
-    """Print the plan of the run. peak: (FLOP/s or None, source). changed: {knob: [then, now]} since the
-    checkpoint it resumes."""
+    """Print the plan of the run. peak: (FLOP/s or None, source). changed: {knob: [then, now]} since
+    the checkpoint it resumes."""
     c = run.facts["config"] | run.facts["run"]
-    name, meta = run.facts["data"]["name"], run.facts["data"]["meta"]
-    model = run.model.describe() if hasattr(run.model, "describe") else type(run.model).__name__
-    size = sum(weight.numel() for weight in run.model.parameters())
+    data = run.facts["data"]
+    train = len(run.train_data)
+    val = len(run.val_data)
+    unit = ""
     batch = "{batch_size} x {accum_steps} x {world_size} = {global_batch}".format(**c)
-    train, val, unit = len(run.train_data), len(run.val_data), ""
-    if "train_tokens" in meta:
-        batch += f" sequences of {c['block_size']} = {c['global_batch'] * c['block_size']:,} tokens"
-        train, val, unit = meta["train_tokens"], meta["val_tokens"], " tokens"
+    if "train_tokens" in data["meta"]:
+        train = data["meta"]["train_tokens"]
+        val = data["meta"]["val_tokens"]
+        unit = " tokens"
+        tokens = c["global_batch"] * c["block_size"]
+        batch += f" sequences of {c['block_size']} = {tokens:,} tokens"
+    model = type(run.model).__name__
+    if hasattr(run.model, "describe"):
+        model = run.model.describe()
+    size = sum(weight.numel() for weight in run.model.parameters())
+    per_epoch = len(run.train_data) // c["global_batch"]
     course = "{optimizer}, {schedule} {peak_lr:g} to {min_lr:g}".format(**c)
-    rate = f"{peak[0] / 1e12:.3g} TFLOP/s" if peak[0] else "n/a"
+    start = f"new, in {shown(c['out_dir'])}"
+    if run.path:
+        start = f"resumes from {shown(run.path)}"
     strict = f"deterministic {show(c['deterministic'])}"
     if c["deterministic"] == "portable":
         strict += ": the same bits on every x86-64 CPU with AVX2; slower, on one thread"
-    lines = {
-        "run": f"resumes from {shown(run.path)}" if run.path else f"new, in {shown(c['out_dir'])}",
-        "changed": ", ".join(f"{key} {then} -> {now}" for key, (then, now) in changed.items()),
-        "model": f"{model}; {size:,} parameters",
-        "data": f"{name}: {train:,}{unit} to train on, {val:,} to validate",
-        "batch": f"{batch} a step",
-        "steps": f"{c['max_steps']:,}, {len(run.train_data) // c['global_batch']:,} to an epoch; {course}",
-        "device": f"{c['device']}, {c['threads']} threads",
-        "dtype": f"{c['dtype']} ({run.reasons['dtype']})",
-        "compile": f"{show(c['compile'])} ({run.reasons['compile']}); {strict}",
-        "peak": f"{rate} ({peak[1]})",
-    }
-    for name, words in lines.items():
-        print_line(name, words)
+    rate = f"{peak[0] / 1e12:.3g} TFLOP/s" if peak[0] else "n/a"
+    changes = [f"{key} {then} -> {now}" for key, (then, now) in changed.items()]
+    print_line("run", start)
+    print_line("changed", ", ".join(changes))
+    print_line("model", f"{model}; {size:,} parameters")
+    print_line("data", f"{data['name']}: {train:,}{unit} to train on, {val:,} to validate")
+    print_line("batch", f"{batch} a step")
+    print_line("steps", f"{c['max_steps']:,}, {per_epoch:,} to an epoch; {course}")
+    print_line("device", f"{c['device']}, {c['threads']} threads")
+    print_line("dtype", f"{c['dtype']} ({run.reasons['dtype']})")
+    print_line("compile", f"{show(c['compile'])} ({run.reasons['compile']}); {strict}")
+    print_line("peak", f"{rate} ({peak[1]})")
 
 
 def print_line(name: str, words: str) -> None:
@@ -186,17 +322,25 @@ def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric:
     spent = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
     say(f"{sum(seconds.values()):.1f} s: {spent}")
     if ended.startswith(("stopped by", "left")):
-        checkpoint = shown(folder / f"ckpt_{state['step']:08}.pt")
-        say(f"{checkpoint} is kept; to resume, type the same command again")
+        checkpoint = folder / f"ckpt_{state['step']:08}.pt"
+        kept = f"{shown(checkpoint)} is kept; " if checkpoint.exists() else ""
+        say(f"{kept}to resume, type the same command again")
 
 
 def print_next(ended: str, folder: Path, writes_text: bool) -> None:
     """Print commands to paste next. writes_text: whether sample.py can load the run's model and data."""
-    scripts = [shown(REPO / script) for script in ("sample.py", "report.py")]
-    sample, report = (shlex.join(["python", script, shown(folder)]) for script in scripts)
-    lines = {report: "what happened, as a picture and in words"}
-    if ended.startswith(("finished", "stopped early")):
-        lines = {sample: "text from its best weights"} if writes_text else {}
-        lines[f"{report} OTHER"] = "beside another run"
-    for line, what in lines.items():
-        say(f"{line:<50}  # {what}")
+    report = to_paste("report.py", folder)
+    if not ended.startswith(("finished", "stopped early")):
+        print_command(report, "what happened, as a picture and in words")
+        return
+    if writes_text:
+        print_command(to_paste("sample.py", folder), "text from its best weights")
+    print_command(f"{report} OTHER", "beside another run")
+
+
+def to_paste(script: str, folder: Path) -> str:
+    return shlex.join(["python", shown(REPO / script), shown(folder)])
+
+
+def print_command(command: str, purpose: str) -> None:
+    say(f"{command:<50}  # {purpose}")

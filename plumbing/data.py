@@ -9,16 +9,15 @@ what that has learned, val_bytes (of the validation text in UTF-8) and source (i
 """
 
 import atexit
-import contextlib
 import hashlib
 import importlib
 import json
 import math
+import multiprocessing
 import os
-import queue
 import re
+import shlex
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -51,16 +50,20 @@ def verified_meta(folder: str) -> dict:
     size, hash and range of ids that it says. They are read, not mapped: mapped pages would count as
     memory of this process."""
     path = os.path.join(folder, "meta.json")
-    content = read_file(path)
     made = f"python prepare_data.py {os.path.basename(folder)}"
     again = f"delete {path} and type the command that made it: {made} ..."
+    if not os.path.isfile(path):  # a pipe would be read for ever
+        raise DataError(f"{path} is no regular file; {again}")
+    content = read_file(path)
     try:
         meta = json.loads(content)
         sizes = [meta["vocab_size"], meta["train_tokens"], meta["val_tokens"]]
         valid = (
             all(type(n) is int and n > 0 for n in [*sizes, meta.get("val_bytes", 1)])
             and meta["dtype"] in ("uint16", "uint32")
-            and set(meta["sha256"]) == {"train.bin", "val.bin"}
+            and meta["sha256"].keys() == {"train.bin", "val.bin"}
+            and isinstance(meta.get("source", ""), str)
+            and is_shallow(meta)
             and ("tokenizer" not in meta or tokenizer_of(meta).vocab_size == sizes[0])
         )
     except Exception:  # whatever the file may hold in place of such a dict
@@ -87,6 +90,15 @@ def verified_meta(folder: str) -> dict:
             found = f"token id {highest}, but vocab_size is {sizes[0]}"
             raise DataError(f"{path} holds {found}; {again}")
     return meta
+
+
+def is_shallow(value: Any, levels: int = 20) -> bool:
+    """Whether what a JSON file holds is nested in at most so many levels."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return True
+    return levels > 0 and all(is_shallow(item, levels - 1) for item in value)
 
 
 def fingerprint(meta: dict) -> str:
@@ -143,17 +155,20 @@ def open_split(folder: str, meta: dict, split: str) -> Split:
 
 
 def read_rows(tokens: Split, starts: np.ndarray, length: int) -> np.ndarray:
-    """The `length` tokens from each of `starts` on, int64 (len(starts), length). Raises RunFailed if
-    the file has changed its size: to read past its end would kill the process."""
+    """The `length` tokens from each of `starts` on, (len(starts), length): token ids as int64, other
+    numbers in their own dtype. Raises RunFailed if the file has changed its size: to read past its
+    end would kill the process."""
     if tokens.base.size() != tokens.nbytes:
         raise RunFailed(f"{tokens.filename} has changed its size since the start; make it again")
-    return np.asarray(tokens)[starts[:, None] + np.arange(length)].astype(np.int64)
+    rows = np.asarray(tokens)[starts[:, None] + np.arange(length)]
+    return rows.astype(np.int64) if np.issubdtype(rows.dtype, np.integer) else rows
 
 
 class OrderedWindows:
     """The first `n_targets` targets of `tokens` (0 = all), rounded up to whole windows, for validation.
-    `windows[first, count]` is a batch: inputs and targets, each int64 (count, block_size). If the
-    last window overlaps the one before, its repeated targets are -100."""
+    `windows[first, count]` is a batch: inputs and targets, each (count, block_size), as read_rows()
+    reads them. If the last window overlaps the one before, its repeated targets do not count: they
+    are -100, or NaN where targets are no token ids but floats."""
 
     def __init__(self, tokens: Split, block_size: int, n_targets: int = 0):
         self.tokens = tokens
@@ -169,30 +184,35 @@ class OrderedWindows:
         starts = np.minimum(first_new, len(self.tokens) - 1 - self.block_size)
         rows = read_rows(self.tokens, starts, self.block_size + 1)
         targets = rows[:, 1:].copy()
-        targets[starts[:, None] + np.arange(self.block_size) < first_new[:, None]] = -100
+        is_repeated = starts[:, None] + np.arange(self.block_size) < first_new[:, None]
+        targets[is_repeated] = -100 if np.issubdtype(targets.dtype, np.integer) else np.nan
         return rows[:, :-1].copy(), targets
 
 
 class Batches(Iterator):
     """An iterator over dataset[place] for each of `places`, which `num_workers` processes read ahead;
-    0 = this one reads."""
+    0 = this one reads. A worker that dies raises torch's RuntimeError in the main thread."""
 
     def __init__(self, dataset, places, device, num_workers=0, prefetch_factor=2, hang_minutes=30):
         import torch  # here, so that prepare_data.py, which needs none, starts at once
 
         self.device = device
         self.hang_minutes = hang_minutes
+        self.is_silent = False
+        options = {}
+        if num_workers:
+            options["prefetch_factor"] = prefetch_factor
+            options["worker_init_fn"] = ignore_signals
+            options["timeout"] = 1  # seconds, after which next_batch() looks around and waits again
         loader = torch.utils.data.DataLoader(
             dataset,
             sampler=places,
             batch_size=None,
             collate_fn=as_arrays,
             num_workers=num_workers,
-            prefetch_factor=prefetch_factor if num_workers else None,
-            worker_init_fn=ignore_signals,
             generator=torch.Generator(),  # or it would draw a seed from the global generator
+            **options,
         )
-        handler = signal.getsignal(signal.SIGCHLD)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # until the workers ignore them
         try:
             self.iterator = iter(loader)
@@ -201,67 +221,45 @@ class Batches(Iterator):
             raise RunFailed(f"{found}; is /dev/shm full? --num_workers=0 needs none") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if threading.current_thread() is threading.main_thread():
-            # without torch's own, which raises wherever the training is when a worker dies
-            signal.signal(signal.SIGCHLD, handler or signal.SIG_DFL)
-        self.workers = getattr(self.iterator, "_workers", [])
-        self.ready = queue.Queue(1)  # a batch, or the error that took its place
-        # A worker that dies or stops within a batch blocks its reader, but signals must be heard
-        self.reader = threading.Thread(target=self.read, daemon=True)
-        if self.workers:
-            atexit.register(self.kill)  # or Python would wait for them, without an end
-            self.reader.start()
-
-    def read(self) -> None:
-        try:
-            for batch in self.iterator:
-                self.ready.put(batch)
-            self.ready.put(StopIteration())
-        except Exception as error:
-            self.ready.put(error)
+        if num_workers:
+            atexit.register(kill_workers)
 
     def next_batch(self, should_stop: Callable[[], bool] = lambda: False) -> tuple | None:
         """(inputs, targets, milliseconds waited), on the device; None if should_stop() says so while
-        the workers keep it waiting. Raises StopIteration at the end; RunFailed if a worker has died,
-        or if none gave a batch for hang_minutes."""
+        the workers keep it waiting. Raises StopIteration at the end, and RunFailed if no worker gave
+        a batch for hang_minutes."""
         began = time.perf_counter()
-        batch = None if self.workers else next(self.iterator)
-        while batch is None:
-            with contextlib.suppress(queue.Empty):
-                batch = self.ready.get(timeout=0.5)
-            if isinstance(batch, tuple):
+        while True:
+            try:
+                batch = next(self.iterator)
                 break
-            wait = 0.2 if batch else 0  # a dying worker closes its pipe before it has ended
-            if codes := [w.exitcode for w in self.workers if w.join(wait) or w.exitcode]:
-                found = f"a DataLoader worker has died (exit code {codes[0]}; -9: out of memory?)"
-                raise RunFailed(f"{found}; the same command resumes") from batch
-            if batch or not self.reader.is_alive() and self.ready.empty():
-                raise batch or StopIteration  # the dataset's own error, or the end
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader timed out"):
+                    raise
+            self.is_silent = True
             if time.perf_counter() - began > 60 * self.hang_minutes:
                 found = f"no DataLoader worker gave a batch for {self.hang_minutes:g} minutes"
                 raise RunFailed(f"{found} (--hang_minutes); the same command resumes")
             if should_stop():
                 return None
+        self.is_silent = False
         return *to_device(batch, self.device), 1000 * (time.perf_counter() - began)
 
     __next__ = next_batch
 
     def stop(self) -> None:
-        """End the workers. They hold nothing and are killed: torch would first tell them so, under a lock
-        that a worker which was killed may have held, and wait for ever."""
-        if self.workers:
-            self.kill()
-            self.iterator._workers_done_event = threading.Event()  # has no such lock
-            self.iterator._shutdown_workers()
-            self.iterator._worker_result_queue._writer.close()  # ends a read of half a batch
-        while self.reader.is_alive():
-            with contextlib.suppress(queue.Empty):
-                self.ready.get(timeout=0.01)
-        atexit.unregister(self.kill)
+        """End the workers: torch does so when its iterator is gone. It would wait for one that is
+        silent; that one ends with this process."""
+        if not self.is_silent:
+            self.iterator = iter(())
 
-    def kill(self) -> None:
-        for worker in self.workers:
-            worker.kill()
+
+def kill_workers() -> None:
+    """At the exit: Python would end daemons by SIGTERM, which workers ignore, and wait for them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 def as_arrays(batch: Iterable) -> tuple:
@@ -388,10 +386,31 @@ def decode_utf8(raw: bytes, path: str, begin: int = 0) -> str:
     """The text of `raw`, bytes of the file `path` from offset `begin` on. Raises DataError."""
     if not raw:
         raise DataError(f"{path} is empty; expected UTF-8 text")
+    if b"\0" in raw or raw.startswith(UTF_16_MARKS):
+        raise DataError(f"{path} is {what_is_no_utf8(raw, path, begin)}")
     try:
-        if b"\0" in raw:
-            raise UnicodeDecodeError("utf-8", raw, raw.index(b"\0"), 0, "binary or UTF-16")
         return raw.decode()
     except UnicodeDecodeError as error:
         byte = f"byte 0x{raw[error.start]:02x} at offset {begin + error.start} ({error.reason})"
         raise DataError(f"{path} is not UTF-8: {byte}; try iconv -f latin1 -t utf-8") from error
+
+
+UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
+
+
+def what_is_no_utf8(raw: bytes, path: str, begin: int) -> str:
+    """What bytes with NUL or the mark of UTF-16 are, in words, with the command that converts them."""
+    even = raw[0::2].count(0) / len(raw)  # 0.5 if every second byte is NUL
+    odd = raw[1::2].count(0) / len(raw)
+    encoding = ""
+    if raw.startswith(UTF_16_MARKS):
+        encoding = "UTF-16"
+    elif odd > 0.3 and even < 0.05:
+        encoding = "UTF-16LE"
+    elif even > 0.3 and odd < 0.05:
+        encoding = "UTF-16BE"
+    if encoding:
+        command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(path)} > NEW.txt"
+        return f"{encoding}, not UTF-8; type: {command}"
+    offset = begin + raw.index(0)
+    return f"binary, not UTF-8 text: byte 0x00 at offset {offset}; leave it out"

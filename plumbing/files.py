@@ -6,10 +6,13 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
+
+from plumbing.cli import fail
 
 NO_FOLDER_FSYNC = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # of network disks
 
@@ -46,8 +49,19 @@ def fsync(path: str | Path) -> None:
 
 
 def open_no_link(path: str | Path, flags: int) -> int:
-    """os.open(), also as `opener` of open(). Raises OSError for a link: its target may be precious."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    """os.open(), also as `opener` of open(). Raises OSError for a link: its target may be precious; and
+    for a named pipe, which would block, or whatever else is no file."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return descriptor
+
+
+def is_odd(path: str | Path) -> bool:
+    """Whether `path` is something that cannot be read as a file: a named pipe would block."""
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def lock_file(path: str | Path) -> TextIO:
@@ -60,6 +74,22 @@ def lock_file(path: str | Path) -> TextIO:
 def digest_of(path: str | Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def digests_by_name(paths: Iterable[str]) -> list[list[str]]:
+    """[[name, SHA-256], ...] of files, sorted: the same wherever they are. Raises BadInput if one cannot
+    be read."""
+    found = []
+    for path in paths:
+        if not os.path.isfile(path):
+            fail(f"{path} is no file; open_dataset() names it in facts['files']")
+        try:
+            found.append([os.path.basename(path), digest_of(path)])
+        except OSError as error:
+            fail(
+                f"{path} cannot be read ({error.strerror}); open_dataset() names it in facts['files']"
+            )
+    return sorted(found)
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -78,9 +108,13 @@ def clean(value: Any) -> Any:
 
 
 def read_json(path: str | Path) -> dict:
-    """The dict in the JSON file `path`, or {} if there is none that can be read."""
+    """The dict in the JSON file `path`, or {} if there is none that can be read. Raises BadInput if it is
+    no regular file."""
+    path = Path(path)
+    if is_odd(path):
+        fail(f"{path} is no regular file; expected one that train.py wrote: remove it")
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

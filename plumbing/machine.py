@@ -25,6 +25,11 @@ from torch.optim.sgd import sgd
 from plumbing.cli import fail, show
 from plumbing.ranks import world_size
 
+CUBLAS, FIXED_WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
+os.environ.setdefault(
+    CUBLAS, FIXED_WORKSPACES[0]
+)  # here: cuBLAS reads it once, at its first product
+
 WORTH_COMPILING = 5e13  # FLOPs of a run on a CPU from which compiling saves more time than it takes
 STEPS_WORTH_COMPILING = 1000  # the same on a GPU, where compiling takes most of a minute
 
@@ -126,21 +131,20 @@ def choose_compile(setting: bool | str, device: torch.device, flops: float, step
     return flops >= WORTH_COMPILING, f"{flops:.1e} FLOPs; worth it from {WORTH_COMPILING:.0e}"
 
 
-def pin_kernels(knobs: dict) -> None:
+def pin_kernels(config: dict) -> dict:
     """For --deterministic=portable, make this process compute the bits that every x86-64 CPU with AVX2
     computes, until it ends: in float32, eager, on one thread. Else do nothing.
 
-    knobs: globals of train.py; sets those that are "auto". Call it before the first operation: each
-    library chooses its kernels once. Raises BadInput if a knob contradicts the mode, or if the
+    config: the knobs of train.py. Returns those that the mode sets. Call it before the first operation:
+    each library chooses its kernels once. Raises BadInput if a knob contradicts the mode, or if the
     kernels are not those: it compares kernel_bits().
     """
-    if knobs["deterministic"] != "portable":
-        return
+    if config["deterministic"] != "portable":
+        return {}
     for name, value in PORTABLE_KNOBS.items():
-        if knobs[name] not in ("auto", value):
-            found = f"found --{name}={show(knobs[name])}"
+        if config[name] not in ("auto", value):
+            found = f"found --{name}={show(config[name])}"
             fail(f"--deterministic=portable: expected --{name}={show(value)}, {found}")
-        knobs[name] = value
     cpu, flags = cpu_info()
     if "avx2" not in flags:
         fail(f"--deterministic=portable: expected Linux on an x86-64 CPU with AVX2, found {cpu}")
@@ -157,6 +161,7 @@ def pin_kernels(knobs: dict) -> None:
             f"--deterministic=portable: expected AVX2 kernels with the bits {PORTABLE_BITS}, "
             f"found {capability} and {bits}: {why}"
         )
+    return PORTABLE_KNOBS
 
 
 def set_deterministic(setting: bool | str, device: torch.device) -> bool | str:
@@ -168,17 +173,20 @@ def set_deterministic(setting: bool | str, device: torch.device) -> bool | str:
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and hides nothing
     if deterministic and device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # workspaces of fixed size
+        if os.environ[CUBLAS] not in FIXED_WORKSPACES:
+            allowed = " or ".join(FIXED_WORKSPACES)
+            fail(f"{CUBLAS}={os.environ[CUBLAS]}: expected {allowed}, or --deterministic=false")
         os.environ.setdefault("NCCL_ALGO", "Ring")  # NVLS adds in any order (nccl#1497)
     return deterministic
 
 
-def keep_freed_memory() -> None:
+def keep_freed_memory(keep: bool = True) -> None:
     """Make glibc's malloc keep freed memory for the next step, which allocates the same large blocks
-    again: returned to the system, they cost page faults, a fifth of a step or more."""
+    again: returned to the system, they cost page faults, a fifth of a step or more. keep=False: large
+    blocks that are allocated from here on are returned when they are freed."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(-4, 0)  # M_MMAP_MAX: no block gets a mapping of its own
+        libc.mallopt(-4, 0 if keep else 65536)  # M_MMAP_MAX: how many get a mapping of their own
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: shrink only if 2 GiB at its end are free
         libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: grow by 64 MiB more than is needed
 

@@ -4,6 +4,7 @@ process these functions do not communicate, so callers need no special case for 
 import contextlib
 import datetime
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plumbing.cli import BadInput, fail
+from plumbing.cli import BadInput, RunFailed, fail
 from plumbing.console import say as say  # on rank 0 only
+from plumbing.signals import ending_at_once
 
 
 @contextlib.contextmanager
@@ -30,12 +32,18 @@ def joined(
         return
     backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     patience = datetime.timedelta(minutes=hang_minutes)
-    dist.init_process_group(backends, timeout=patience, **rendezvous())
-    try:
+    with ending_at_once():  # a rank that waits for another in torch's code hears no signal
+        where = rendezvous(patience)
+        dist.init_process_group(backends, timeout=patience, **where)
         total(torch.ones(1, device=device)).item()  # NCCL connects now: its errors are of the start
+    try:
         yield
-    except BadInput as error:
-        error.said = rank() > 0  # all ranks raise it together
+    except (BadInput, RunFailed) as error:
+        error.said = error.said or is_printed_elsewhere(where["store"], str(error))
+        raise
+    except Exception as error:
+        if lost := lost_rank(error):
+            raise lost from error
         raise
     finally:
         # After a failure the GPU may wait in a sum for a rank that is gone, and destroying the group
@@ -45,7 +53,28 @@ def joined(
                 dist.destroy_process_group()
 
 
-def rendezvous() -> dict:
+def is_printed_elsewhere(store: dist.Store, message: str) -> bool:
+    """Whether another rank has failed with the same message before, and so prints it."""
+    try:
+        return store.add(f"failed: {message[:200]}", 1) > 1
+    except RuntimeError:  # the store went with its process
+        return False
+
+
+def lost_rank(error: BaseException) -> RunFailed | None:
+    """`error` as a RunFailed if it is torch's for a rank that has left, or does not answer."""
+    if not (dist.is_initialized() and re.search("gloo|NCCL", str(error))):
+        return None
+    last_line = (str(error).strip().splitlines() or [""])[-1]
+    detail = last_line.rpartition("] ")[2].partition(". ")[0]
+    if re.search("timed out|timeout", str(error), re.IGNORECASE):
+        found = "timed out waiting for another rank for more than --hang_minutes"
+    else:
+        found = "another rank failed or is gone"
+    return RunFailed(f"{found} ({detail}); the same command resumes the run")
+
+
+def rendezvous(patience: datetime.timedelta) -> dict:
     """{store, rank, world_size}, from torchrun's environment variables."""
     one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
     shared_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -53,7 +82,7 @@ def rendezvous() -> dict:
     if shared_store and restarts and not one_node:
         own_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend=c10d ..."
         fail(f"--max-restarts: new ranks would look for dead ones; on each node write {own_store}")
-    store, number, count = next(dist.rendezvous("env://"))
+    store, number, count = next(dist.rendezvous("env://", timeout=patience))
     if one_node:
         # torchrun's store outlives a restart: without a prefix for each attempt, new ranks would
         # find the addresses of dead ones in it. On several nodes no prefix helps: each agent counts

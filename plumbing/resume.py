@@ -1,4 +1,4 @@
-"""May this run continue? From where, with what changed, and is it finished already?"""
+"""May this run continue? What really computed so far, what has changed since, and is it finished?"""
 
 import ast
 import functools
@@ -6,108 +6,233 @@ import os
 import platform
 import sys
 import sysconfig
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
 
 import torch
 
 from plumbing import checkpoint
-from plumbing.cli import fail
+from plumbing.cli import Config, Knob, fail, named, product
 from plumbing.console import REPO, best_words, shown
-from plumbing.files import digest_of, read_json
-from plumbing.machine import choose_dtype, device_name, kernel_bits
-from plumbing.ranks import from_rank0, say, world_size
+from plumbing.files import digests_by_name, read_json
+from plumbing.machine import choose_dtype, device_name
+from plumbing.ranks import from_all_ranks, from_rank0, say, world_size
 from plumbing.run_folder import RunFolder
 from plumbing.safe_step import leaves
 
-# If one of these differs, it is another run: a resume is refused.
-REFUSED = (
-    "n_layer n_head n_embd ngram_rows conv_width block_size dropout label_smoothing n_future_tokens "
-    "seed optimizer schedule dtype global_batch dataset data files"
-).split()
-# If one of these differs, the run resumes with an `inexact_resume` event.
-INEXACT = (
-    "torch device kernel_bits compile deterministic threads world_size batch_size accum_steps shard "
-    "offload code"
-).split()
-# These change no bit of a step, except through plateau_factor or a rollback: a finished run stays
-# finished if they differ. All other knobs (peak_lr, weight_decay, ...) may change on a resume too.
-FREE = (
-    "out_dir data_dir max_steps patience min_delta num_workers prefetch_factor hang_minutes "
-    "log_interval eval_interval eval_tokens best_metric sample_interval save_interval save_minutes "
-    "keep_last milestone_interval report audit_interval wandb_log wandb_project wandb_run_name "
-    "dollars_per_hour resume offline_dataset"
-).split()
-# Typed, these make another run, with a folder of its own: what a resume refuses, and the course.
-NAMED = (
-    "momentum weight_decay beta1 beta2 grad_clip ema_decay peak_lr min_lr warmup_steps decay_steps "
-    "cooldown_steps step_size gamma plateau_factor plateau_patience max_skipped max_rollbacks"
-).split() + REFUSED
-# Resolved from "auto", 0, max_steps or the ranks, and kept on a resume unless the command differs.
-RESOLVED = "dtype compile warmup_steps decay_steps batch_size accum_steps".split()
-# Code that only prints or draws, and so never makes a resume inexact.
-ONLY_SHOWS = ("plumbing/console.py", "report.py", "reporting/")
+# What an identity holds besides knobs, under the policy of plumbing/cli.py that decides a difference.
+FACTS = {
+    "fixed": ("global_batch", "data", "files"),
+    "bits": (
+        "torch device kernel_bits capability inductor threads world_size code made_by".split()
+    ),
+}
+ANY_MACHINE = ("device", "threads")  # do not count where --deterministic=portable
+MEASURES = ("eval_tokens", "best_metric")  # other values ask for another result of a finished run
+STEERING = ("eval_interval", "eval_tokens", "best_metric", "min_delta")  # of plateau_factor
+# What only prints or draws, and what makes a dataset, which has a fingerprint of its own.
+NO_IDENTITY = ("plumbing/console.py", "report.py", "reporting/", "prepare_data.py")
+FORKED = ("train", "model", "optim")  # modules whose functions a notebook may replace
 
 
-def identity_of(knobs: dict, data: dict, device: torch.device) -> dict:
-    """What a checkpoint keeps as `run`. knobs: globals of train.py. data: its facts["data"]."""
-    known = {key: knobs[key] for key in (*REFUSED, *INEXACT, *RESOLVED) if key in knobs}
-    return known | {
-        "global_batch": knobs["batch_size"] * knobs["accum_steps"] * world_size(),
+# ---- identity: what really computed --------------------------------------------------------------
+
+
+def identity_of(config: Config, knobs: dict, data: dict, device: torch.device) -> dict:
+    """What a checkpoint keeps as `run`; rehearsed() completes it. knobs: globals of train.py, resolved.
+    data: its facts["data"]."""
+    decisive = [name for name, knob in config.knobs.items() if knob.policy - {"free"}]
+    kept = [name for name, knob in config.knobs.items() if "kept" in knob.policy]
+    return {name: knobs[name] for name in decisive} | {
+        "kept": {name: knobs[name] for name in kept},
+        "global_batch": product(knobs, ("batch_size", "accum_steps")) * world_size(),
         "dataset": data["name"],
         "data": data["fingerprint"],
-        "files": {str(path): digest_of(path) for path in data.get("files", ())},
+        "files": digests_by_name(data.get("files", ())),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "device": device_name(device),
-        "kernel_bits": kernel_bits(device, knobs["dtype"], knobs["optimizer"]),
+        "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "world_size": world_size(),
-        "code": code_hashes(),
+        "main": source_of(sys.modules["__main__"])[0],
+        "code": code_of_process(),
     }
 
 
-def code_hashes() -> dict:
-    """{path: [SHA-256 of the bytes, of the syntax tree]} of every source that this process has loaded,
-    `__main__` too, but for the standard library, installed packages, and code that only shows."""
-    real = functools.cache(os.path.realpath)  # of folders: what they hold may be links to a cache
-    installed = tuple(real(sysconfig.get_path(of)) + "/" for of in ("stdlib", "purelib", "platlib"))
-    left_out = (*installed, *(f"{REPO}/{path}" for path in ONLY_SHOWS))
-    modules = list(sys.modules.values())
-    files = {os.path.split(getattr(each, "__file__", None) or "") for each in modules}
-    hashes = {}
-    for path in sorted(os.path.join(real(f), name) for f, name in files if name.endswith(".py")):
-        if not path.startswith(left_out) and os.path.isfile(path):
-            hashes[path.removeprefix(f"{REPO}/")] = hashes_of_source(Path(path).read_bytes())
-    return hashes
+def rehearsed(identity: dict, is_compiled: bool, kernel_bits: str) -> None:
+    """Complete an identity by what only a rehearsal tells. All ranks call it together."""
+    identity["compile"] = is_compiled
+    identity["kernel_bits"] = " ".join(dict.fromkeys(from_all_ranks(kernel_bits)))
+    identity["inductor"] = inductor_on_cpu() if is_compiled else None
+
+
+def inductor_on_cpu() -> str:
+    """The vector instructions and the compiler of torch.compile's code for this CPU."""
+    from torch._inductor import cpp_builder, cpu_vec_isa  # no public way tells
+
+    compiler = cpp_builder.get_cpp_compiler()
+    return f"{cpu_vec_isa.pick_vec_isa()}, {cpp_builder.get_compiler_version_info(compiler)}"
+
+
+seen = {}  # (path, id of the module's spec) -> (spec, name, hashes): as the module was first seen
+
+
+def code_of_process() -> dict[str, list[str]]:
+    """{name: [SHA-256 of the bytes, of the syntax tree]} of the user's sources that are loaded, and of
+    functions that a notebook has replaced. Each source is read once: a later edit is not what ran."""
+    sources = (source_of(module) for module in list(sys.modules.values()))
+    return {name: hashes for name, hashes in sources if name} | dict(replaced_functions())
+
+
+def source_of(module: ModuleType) -> tuple[str | None, list[str]]:
+    """(name, hashes) of a module's source: its path, relative to the repository if it lies there. The
+    name is None if the source is none of the user's, or does not compute."""
+    path, spec = getattr(module, "__file__", None), getattr(module, "__spec__", None)
+    key = path, id(spec)  # importlib.reload() makes a new spec
+    if key not in seen:
+        name = name_of_source(path)
+        hashes = hashes_of_source((REPO / name).read_bytes()) if name else []
+        seen[key] = spec, name, hashes
+    return seen[key][1:]
+
+
+def name_of_source(path: object) -> str | None:
+    if not isinstance(path, str) or not path.endswith(".py"):
+        return None
+    folder, name = os.path.split(path)
+    folder = real(folder)  # not of the file, which may be a link into an installer's cache
+    path = os.path.join(folder, name)
+    own = path.removeprefix(f"{REPO}/")
+    if own.startswith(NO_IDENTITY) or is_installed(folder) or not os.path.isfile(path):
+        return None
+    return own
+
+
+real = functools.cache(os.path.realpath)
+
+
+@functools.cache
+def is_installed(folder: str) -> bool:
+    """Whether `folder` belongs to a Python installation, this one or another."""
+    standard_library = real(sysconfig.get_path("stdlib"))
+    if folder == standard_library or folder.startswith(f"{standard_library}/"):
+        return True
+    if {"site-packages", "dist-packages"} & set(Path(folder).parts):
+        return True
+    return any(os.path.exists(f"{folder}/{name}") for name in ("python3", "python.exe"))  # scripts
 
 
 @functools.cache
 def hashes_of_source(source: bytes) -> list[str]:
     """[SHA-256 of the bytes, of the tree]: a comment or a docstring changes only the first."""
-    tree = ast.parse(source)
+    own = sha256(source).hexdigest()
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return [own, own]
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             node.value.value = ""  # a docstring, or another constant that nothing uses
-    return [sha256(each).hexdigest() for each in (source, ast.dump(tree).encode())]
+    return [own, sha256(ast.dump(tree).encode()).hexdigest()]
 
 
-def changes(then: dict, now: dict) -> dict:
-    """{key: [then, now]} where two identities differ. Code: only files that both have loaded, and a
-    file whose bytes alone differ has not changed, unless another Python read it."""
-    then = {"files": {}} | then
-    changed = {key: [then.get(key), now[key]] for key in now if then.get(key) != now[key]}
-    before, after = changed.pop("code", ({}, {}))
-    decides = 1 if then.get("python") == now["python"] else 0  # the tree, or the bytes
-    differ = [f for f in after if before.get(f, after[f])[decides] != after[f][decides]]
-    if differ:
-        changed["code"] = [{file: hashes[file][0] for file in differ} for hashes in (before, after)]
-    return changed
+def replaced_functions() -> Iterator[tuple[str, list[str]]]:
+    """(name, hashes) of functions of train, model and optim that were replaced from a place without a
+    file, such as a cell of a notebook."""
+    for module_name in FORKED:
+        module = sys.modules.get(module_name)
+        for name, function in functions_of(module) if module else ():
+            if not is_file(function.__code__.co_filename):
+                digest = sha256(repr(content_of(function.__code__)).encode()).hexdigest()
+                yield f"{module_name}.{name}", [digest, digest]
 
 
-def inexact(then: dict, now: dict) -> dict:
+is_file = functools.cache(os.path.isfile)
+
+
+def functions_of(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
+    for name, value in list(vars(module).items()):
+        if isinstance(value, FunctionType):
+            yield name, value
+        elif isinstance(value, type):
+            for own_name, own in list(vars(value).items()):
+                is_generated = own_name.startswith("__")  # such as a dataclass's __init__
+                if isinstance(own, FunctionType) and not is_generated:
+                    yield f"{name}.{own_name}", own
+
+
+def content_of(code: CodeType) -> list:
+    """What decides what `code` computes, without its place in a file."""
+    constants = [content_of(c) if isinstance(c, CodeType) else c for c in code.co_consts]
+    return [code.co_code, code.co_names, code.co_varnames, constants]
+
+
+def note_new_code(run) -> None:
+    """Add modules imported since the last save to the run's identity. One that the resumed run had
+    loaded, too, and that has changed since then, makes the resume inexact."""
+    known = run.facts["run"]["code"]
+    new = {name: hashes for name, hashes in code_of_process().items() if name not in known}
+    known |= new
+    then = run.before.get("run", {})
+    late = {name: hashes for name, hashes in new.items() if name in then.get("code", {})}
+    changed = changed_code(then | {"main": None}, run.facts["run"] | {"code": late})
+    if changed:
+        run.folder.event(run.state["step"], "inexact_resume", code=changed)
+
+
+# ---- what differs between two identities ---------------------------------------------------------
+
+
+def inexact(then: dict, now: dict, knobs: dict[str, Knob]) -> dict:
     """{key: [then, now]} of the differences that make a resume inexact."""
-    return {key: pair for key, pair in changes(then, now).items() if key in INEXACT}
+    if "kernel_bits" not in then:
+        then = then | {"made_by": "an older version"}
+        now = now | {"made_by": "this version"}
+    return differences(then, now, knobs, "bits")
+
+
+def differences(then: dict, now: dict, knobs: dict[str, Knob], policy: str) -> dict:
+    """{key: [then, now]} of the knobs and facts under `policy` where two identities differ."""
+    names = [name for name, knob in knobs.items() if policy in knob.policy and name != "device"]
+    portable = "portable" in (then.get("deterministic"), now.get("deterministic"))
+    if isinstance(then.get("files"), dict):  # by path, in an older version
+        then = then | {"files": sorted([Path(p).name, then["files"][p]] for p in then["files"])}
+    found = {}
+    for name in dict.fromkeys((*names, *FACTS[policy])):
+        counts = name in then and name in now and not (portable and name in ANY_MACHINE)
+        if counts and name != "code" and then[name] != now[name]:
+            found[name] = [then[name], now[name]]
+    if policy == "fixed" and portable and then.get("deterministic") != now.get("deterministic"):
+        found["deterministic"] = [then.get("deterministic"), now.get("deterministic")]
+    changed = changed_code(then, now) if policy == "bits" else None
+    return found | ({"code": changed} if changed else {})
+
+
+def changed_code(then: dict, now: dict) -> list[dict] | None:
+    """[{name: its hash then}, {name: its hash now}] of the sources that differ between two identities, or
+    None. By their syntax trees, or by their bytes if another Python read them. Only a new name may be
+    that of a source which has no longer its old one: a script was renamed, or its folder moved."""
+    before, after = then.get("code", {}), now["code"]
+    decides = 1 if then.get("python", now["python"]) == now["python"] else 0
+    gone = [before[name][decides] for name in before if name not in after]
+    differ = []
+    for name, hashes in after.items():
+        same = (
+            before[name][decides] == hashes[decides] if name in before else hashes[decides] in gone
+        )
+        if not same:
+            differ.append(name)
+    main = then.get("main")
+    if main in before and main not in after and main != "train.py":
+        loaded = [hashes[decides] for hashes in after.values()]
+        if before[main][decides] not in loaded:
+            differ.append(main)
+    if not differ:
+        return None
+    return [{name: code.get(name, [""])[0] for name in differ} for code in (before, after)]
 
 
 def changed_knobs(then: dict, now: dict) -> dict:
@@ -119,32 +244,59 @@ def changed_knobs(then: dict, now: dict) -> dict:
     }
 
 
-def find_checkpoint(folder: RunFolder, resume: str, to_train: bool) -> Path | None:
-    """Path of the checkpoint to start from, or None for a new run. Rank 0 only. resume: "auto", "never",
-    "restart" or a path. to_train: lock the folder if it holds a run, and set damaged files aside.
-    Raises BadInput if `resume` contradicts the folder."""
-    path = None
-    fresh = folder.fresh_out_dir()
+def kept_in(identity: dict, knobs: dict[str, Knob]) -> dict:
+    """{knob: value} of those that a checkpoint keeps as resolved; an older version mixed them with facts."""
+    names = [name for name, knob in knobs.items() if "kept" in knob.policy]
+    old = {name: identity[name] for name in names if name in identity}
+    return identity.get("kept", old)
+
+
+def changed_course(run) -> dict:
+    """{knob: [then, now]} of changes that a resume records: of knobs without a word, and of those that
+    say when to evaluate if the evaluations steer the rate."""
+    config = run.facts["config"]
+    names = {name for name, knob in run.knobs.items() if not knob.policy - {"kept"}}
+    if config.get("plateau_factor", 1.0) < 1:
+        names |= set(STEERING)
+    changed = changed_knobs(run.before["config"], config)
+    return {name: pair for name, pair in changed.items() if name in names}
+
+
+# ---- may this run continue? ----------------------------------------------------------------------
+
+
+def refuse_present_run(folder: RunFolder, resume: str) -> None:
+    """Raises BadInput for --resume=never where a run lies."""
+    if resume == "never" and folder.holds_run():
+        fail(f"--resume=never, and {folder.path} holds a run; write {folder.fresh_out_dir()}")
+
+
+def find_checkpoint(folder: RunFolder, resume: str) -> tuple[Path | None, list[Path]]:
+    """(path of the checkpoint to start from or None for a new run, damaged files that are newer). Rank 0
+    only. resume: "auto", "never", "restart" or a path. Raises BadInput if it contradicts the folder."""
+    path, damaged = None, []
     try:
         if folder.holds_run():
-            if to_train:
-                folder.lock()
-            if resume == "never":
-                fail(f"--resume=never, and {folder.path} holds a run; write {fresh}")
+            refuse_present_run(folder, resume)
             if resume == "restart":
-                return None
-            path = checkpoint.newest_valid(folder.path, set_aside=to_train)
-            has_rows = not path and folder.rows.is_file()
-            rows = folder.rows.read_text(errors="replace") if has_rows else ""  # of a lost run
-            if not path and ('"kind": "train"' in rows or any(folder.path.glob("*.corrupt"))):
-                found = f"the run in {folder.path} has no checkpoint that can be read"
-                fail(f"{found}; to start again write --resume=restart or {fresh}")
+                return None, []
+            path, damaged = checkpoint.newest_valid(folder.path)
+            if not path:
+                refuse_lost_run(folder, damaged)
         if resume not in ("auto", "never", "restart"):
             path = checkpoint_asked_for(folder, path, Path(resume))
     except OSError as error:  # of a read: not damage, so nothing is renamed
         place = shown(error.filename or folder.path)
         fail(f"{place} cannot be read ({error.strerror}); it may be undamaged: it stays as it is")
-    return path
+    return path, damaged
+
+
+def refuse_lost_run(folder: RunFolder, damaged: list[Path]) -> None:
+    """Raises BadInput if the folder's run has trained, and has no checkpoint that can be read."""
+    rows = folder.rows.read_text(errors="replace") if folder.rows.is_file() else ""
+    if '"kind": "train"' in rows or damaged or any(folder.path.glob("*.corrupt")):
+        found = f"the run in {folder.path} has no checkpoint that can be read"
+        fail(f"{found}; to start again write --resume=restart or {folder.fresh_out_dir()}")
 
 
 def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
@@ -166,33 +318,36 @@ def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
     return asked
 
 
-def resolve_auto_knobs(knobs: dict, config: dict, saved: dict | None, device: torch.device) -> dict:
-    """Set the RESOLVED knobs: on a resume as in the checkpoint `saved`, else by hardware and knobs.
-
-    A new run's `compile` is left to choose_compile(). knobs: globals of train.py. Returns reasons.
-    """
+def resolve_auto_knobs(
+    config: Config, saved: dict | None, device: torch.device
+) -> tuple[dict, dict]:
+    """({knob: value}, {knob: why}) of the knobs that are resolved once and `kept`: on a resume as in the
+    checkpoint `saved`, unless the command changes them; else by the hardware and other knobs. A new
+    run's `compile` is left to choose_compile()."""
+    kept = {name: config[name] for name, knob in config.knobs.items() if "kept" in knob.policy}
     reasons = {}
     if saved:
-        for knob in RESOLVED:
-            if config[knob] == saved["config"].get(knob):
-                knobs[knob] = saved["run"][knob]
-                reasons[knob] = "as in the run so far"
+        then = kept_in(saved["run"], config.knobs)
+        for name in kept:
+            if name in then and config[name] == saved["config"].get(name):
+                kept[name] = then[name]
+                reasons[name] = "as in the run so far"
         split_as_before = {"batch_size", "accum_steps"} <= reasons.keys()
         if saved["run"]["world_size"] != world_size() and split_as_before:
-            split = split_global_batch(saved["run"], knobs["batch_size"])
-            knobs["batch_size"], knobs["accum_steps"] = split
-        refuse_ended_schedule(knobs, config, saved["run"]["decay_steps"])
+            split = split_global_batch(saved["run"], kept["batch_size"])
+            kept["batch_size"], kept["accum_steps"] = split
+        refuse_ended_schedule(config, then["decay_steps"])
     if "warmup_steps" not in reasons:
-        knobs["warmup_steps"] = min(knobs["warmup_steps"], knobs["max_steps"])
-    knobs["decay_steps"] = knobs["decay_steps"] or knobs["max_steps"]
-    knobs["dtype"], reason = choose_dtype(knobs["dtype"], device)
-    return {"dtype": reason} | reasons
+        kept["warmup_steps"] = min(kept["warmup_steps"], config["max_steps"])
+    kept["decay_steps"] = kept["decay_steps"] or config["max_steps"]
+    kept["dtype"], reason = choose_dtype(kept["dtype"], device)
+    return kept, {"dtype": reason} | reasons
 
 
-def refuse_ended_schedule(knobs: dict, config: dict, planned: int) -> None:
+def refuse_ended_schedule(config: Config, planned: int) -> None:
     """Raises BadInput if max_steps was raised past the end of a schedule as first planned."""
     more, here = config["max_steps"], f"--out_dir={shown(config['out_dir'])}"
-    if knobs["schedule"] in ("constant", "step") or config["decay_steps"] or more <= planned:
+    if config["schedule"] in ("constant", "step") or config["decay_steps"] or more <= planned:
         return
     fail(
         f"this run was planned for {planned:,} steps, where its learning rate ends; for --max_steps="
@@ -211,23 +366,26 @@ def split_global_batch(then: dict, batch_size: int) -> tuple[int, int]:
     return micro, rows // micro
 
 
-def continue_from(run, saved: dict) -> None:
+def continue_from(run, saved: dict, config: Config) -> None:
     """Raises BadInput if `saved` is of another run. Keeps its micro-batches if batch_size is equal."""
     fresh_out_dir = from_rank0(run.folder.fresh_out_dir)
     then, now, built = saved["run"], run.facts["run"], run.checkpoint()
-    changed = changes(then, now)
-    refused = {key: changed[key] for key in REFUSED if key in changed}
-    parts, here = (parts_of(built | each) for each in (saved, built))
+    refused = differences(then, now, config.knobs, "fixed")
+    parts, here = (parts_of(built | checkpoint) for checkpoint in (saved, built))
     for name in here | parts:  # in the program's order
         if parts.get(name) != here.get(name):
             refused[name] = parts.get(name, "absent"), here.get(name, "absent")
     for key, (was, new) in refused.items():
         to_resume = f" or, to resume, --{key}={was}" if key in saved["config"] else ""
         fail(
-            f"{key} was {was} in the run so far and is {new} now: that is another run; "
+            f"{key} changed from {was} to {new}: this run cannot be resumed with that; "
             f"write {fresh_out_dir}{to_resume}"
         )
     own = run.folder.owns(run.path)
+    step = saved["state"]["step"]
+    if own and "max_steps" in config.typed and config["max_steps"] < step:
+        found = f"--max_steps={config['max_steps']}: the run in {shown(run.folder.path)} is at step"
+        fail(f"{found} {step:,}; expected more steps, or {fresh_out_dir} for a run of so many")
     now["began_from"] = then.get("began_from") if own else str(run.path.resolve())
     if now["batch_size"] == then["batch_size"]:
         for key in checkpoint.MICRO_BATCHES:
@@ -244,28 +402,31 @@ def parts_of(saved: dict) -> dict:
 
 
 def is_finished(run) -> bool:
-    """Whether the run has no step left to take. If so, prints what to type to train longer, and
-    records its end if a kill came before that. Rank 0 only. Raises BadInput if the command asks for
-    anything other than the finished run."""
+    """Whether the run has no step left to take: by max_steps, or by its own patience."""
+    config, state = run.facts["config"], run.state
+    out_of_patience = 0 < config["patience"] <= state["evals_since_best"]
+    return state["step"] >= config["max_steps"] or out_of_patience
+
+
+def close_finished(run) -> None:
+    """Say that a run is finished and what to type to train longer, and record its end if a kill came
+    before that. Rank 0 only. Raises BadInput if the command asks for anything else than that run."""
     config, state = run.facts["config"], run.state
     step, name = state["step"], shown(run.folder.path)
     again = f"--resume=restart or {run.folder.fresh_out_dir()}"
-    out_of_patience = 0 < config["patience"] <= state["evals_since_best"]
     more = "raise --patience" if step < config["max_steps"] else "raise --max_steps"
-    if step < config["max_steps"] and not out_of_patience:
-        return False
     if not run.folder.owns(run.path):
         fail(f"{shown(run.path)} is at step {step:,} of --max_steps={config['max_steps']}; {more}")
     others = [
-        f"{knob} was {then} and is {now} now"
+        f"{knob} changed from {then} to {now}"
         for knob, (then, now) in changed_knobs(run.before["config"], config).items()
-        if knob not in FREE
+        if "free" not in run.knobs[knob].policy or knob in MEASURES
     ]
-    code = changes(run.before["run"], run.facts["run"]).get("code", [{}])[0]
-    others += [f"{file} has changed" for file in code]
+    code = changed_code(run.before["run"], run.facts["run"]) or [{}]
+    others += [f"{file} has changed" for file in code[0]]
     if others:
         fail(
-            f"{name} holds a finished run: {', '.join(others)} since; for a run with that write {again}, "
+            f"{name} holds a finished run: {', '.join(others)}; for a run with that write {again}, "
             f"to train this one longer {more} with --out_dir={name}"
         )
     say(
@@ -273,16 +434,23 @@ def is_finished(run) -> bool:
         f"longer, {more} with --out_dir={name}; to start again, write {again}"
     )
     run.folder.complete_end("finished", state, config["report"])
-    return True
 
 
-def mention_unfinished(config: dict, out_dir: str) -> None:
-    """Where typed flags make another run, but the config's own folder holds one that could go on with
-    them, such as a lower rate: say what to type."""
-    own = config["out_dir"]
-    facts = read_json(f"{own}/run.json")
-    if own != out_dir and facts.get("config") and facts.get("ended") != "finished":
-        changed = changed_knobs(facts["config"], config)
-        if not changed.keys() & {*REFUSED, "batch_size", "accum_steps"}:
-            own = shown(own)
-            say(f"{own} holds an unfinished run; to go on with it add --out_dir={own}")
+def mention_unfinished(config: Config, out_dir: str) -> None:
+    """Where typed flags make another run, but a run could go on with them, such as at a lower rate, in
+    the config's own folder or in one as an older version named it: print what to type."""
+    typed = {name for name in config.flags if config[name] != config.base[name]}
+    factors = {"batch_size", "accum_steps"} & config.keys()
+    by_old_rules = {name for name in typed if config.knobs[name].names_folder()}
+    if product(config, factors) != product(config.base, factors):
+        by_old_rules |= factors
+    for place in (config["out_dir"], named(config, by_old_rules)):
+        facts = read_json(f"{place}/run.json")
+        changed = changed_knobs(facts.get("config") or {}, config)
+        fixed = {name for name in changed if "fixed" in config.knobs[name].policy}
+        if place == out_dir or not facts.get("config") or facts.get("ended") == "finished":
+            continue
+        if not (fixed | (factors & changed.keys())):
+            place = shown(place)
+            say(f"{place} holds an unfinished run; to go on with it add --out_dir={place}")
+            return

@@ -8,8 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +19,8 @@ from plumbing.cli import fail
 from plumbing.console import REPO
 from plumbing.files import clean, lock_file, open_no_link, read_json, replacing, write_json
 from plumbing.ranks import rank, say
+
+WANDB_SECONDS = 30.0  # longest wait for Weights & Biases at the start, and at the end
 
 
 class RunFolder(ExitStack):
@@ -63,6 +64,11 @@ class RunFolder(ExitStack):
                 self.locked = self.enter_context(lock_file(self.path / ".lock"))
                 self.mine()  # it may have been renamed between the two
 
+    def lock_run(self) -> None:
+        """Lock the folder if a run lies in it."""
+        if self.holds_run():
+            self.lock()
+
     def take(self) -> None:
         """Make and lock the folder. fail()s if another run began there since we found it empty."""
         if not self.locked:
@@ -87,7 +93,7 @@ class RunFolder(ExitStack):
         try:
             yield
         except BlockingIOError:
-            fail(f"another run is at work in {self.path}; write {self.fresh_out_dir()}")
+            fail(f"{self.path} is in use by another run; write {self.fresh_out_dir()}")
         except OSError as error:
             place = error.filename or self.path
             fail(f"{place} cannot be written ({error.strerror}); write --out_dir=FOLDER")
@@ -129,9 +135,9 @@ class RunFolder(ExitStack):
         if run.facts["config"].get("wandb_log"):
             self.wandb = Wandb(self.path, run.facts["config"], self.facts["wandb_id"])
 
-    def begin(self, run: Any, path: Path | None = None, inexact: dict | None = None) -> None:
+    def begin(self, run: Any, path: Path | None, inexact: dict, changed: dict) -> None:
         """Complete run.json after the rehearsal; cut metrics.jsonl back to where the run begins: at the
-        checkpoint in `path`, if any. inexact: {key: [then, now]}."""
+        checkpoint in `path`, if any. inexact, changed: {key: [then, now]}."""
         if rank() > 0:
             return
         step = run.state["step"]
@@ -141,11 +147,13 @@ class RunFolder(ExitStack):
                 self.wandb.send(json.loads(line))
         self.facts |= run.facts
         if path:
-            resume = {"time": now(), "from": str(path), "step": step, "inexact": inexact}
+            resume = {"time": now(), "from": str(path), "step": step, "inexact": inexact or None}
             self.facts["resumes"].append(resume)
             self.event(step, "resume", checkpoint=path.name)
         if inexact:
             self.event(step, "inexact_resume", **inexact)
+        if changed:
+            self.event(step, "changed", **changed)
         write_json(self.mine() / "run.json", self.facts)
 
     def end(self, ended: str, clock: "Clock", state: dict, report: bool) -> None:
@@ -221,7 +229,10 @@ class RunFolder(ExitStack):
 
         with self.writing, self.warning("metrics.jsonl"), suppress(FileNotFoundError):
             self.waiting = list(filter(stays, self.waiting))
-            with open(self.rows, errors="replace") as old, replacing(self.rows) as temporary:
+            with (
+                open(self.rows, errors="replace", opener=open_no_link) as old,
+                replacing(self.rows) as temporary,
+            ):
                 with open(temporary, "w") as new:
                     new.writelines(filter(stays, old))
 
@@ -254,42 +265,34 @@ class Wandb:
     """Sends rows to Weights & Biases. Its step can only grow, so it is `sequences`, which a rollback
     does not reset. A killed wandb loses rows, so every session sends all that the server lacks."""
 
-    def __init__(self, folder: Path, config: dict, run_id: str, patience: float = 30):
-        self.patience = patience  # seconds
+    def __init__(self, folder: Path, config: dict, run_id: str):
         self.sequences = 0  # of the latest row that has them: an eval row is of the same step
-        self.run = self.call(start_wandb, folder, config, run_id)  # None: without it
+        self.run = None  # None: without it
+        with self.giving_up():
+            self.run = start_wandb(folder, config, run_id)
 
     def send(self, row: dict) -> None:
         self.sequences = row.get("sequences", self.sequences)
-        if self.run and row["kind"] != "event" and self.sequences >= self.run.starting_step:
-            self.call(self.run.log, {k: row[k] for k in row if k != "kind"}, step=self.sequences)
+        if not self.run or row["kind"] == "event" or self.sequences < self.run.starting_step:
+            return
+        values = {key: row[key] for key in row if key != "kind"}
+        with self.giving_up():
+            self.run.log(values, step=self.sequences)
 
     def finish(self, exit_code: int) -> None:
         if self.run:
-            self.call(self.run.finish, exit_code=exit_code)
+            with self.giving_up():
+                self.run.finish(exit_code=exit_code)
 
-    def call(self, function: Callable, *args, **options) -> Any:
-        """What the function returns, called in a thread. If it fails or hangs, that is one line."""
-        future = Future()
-
-        def work():
-            try:
-                future.set_result(function(*args, **options))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=work, daemon=True).start()
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """A context that prints an error, and goes on without wandb from there."""
         try:
-            return future.result(self.patience)
-        except BaseException as error:
+            yield
+        except Exception as error:  # whatever it raises must not end a run
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            what = f"failed ({reason})" if future.done() else "does not answer"
-            say(f"wandb    {what}; training continues without it")
-        self.run = None
-        with suppress(Exception):  # kill its process, or Python's exit would wait for it
-            service = sys.modules["wandb"].setup()._connection
-            service._cleanup()  # its part of Python's exit
-            service._proc._process.kill()
+            say(f"wandb    failed ({reason}); training continues without it")
+            self.run = None
 
 
 def start_wandb(folder: Path, config: dict, run_id: str) -> Any:
@@ -298,13 +301,27 @@ def start_wandb(folder: Path, config: dict, run_id: str) -> Any:
 
     for session in folder.glob("wandb/offline-run-*"):  # the new one will hold all rows
         session.rename(session.with_name(f"replaced-{session.name}"))
-    settings = wandb.Settings(silent=True, console="off", disable_git=True)
+    settings = wandb.Settings(
+        silent=True,
+        console="off",
+        disable_git=True,
+        login_timeout=WANDB_SECONDS,
+        init_timeout=WANDB_SECONDS,
+        finish_timeout=WANDB_SECONDS,
+        finish_timeout_raises=True,
+    )
     if wandb.setup(settings).settings.mode == "online" and not wandb.login(prompt=False):
         raise PermissionError("no key; type: wandb login, or set WANDB_MODE=offline")
-    name = config.get("wandb_run_name") or folder.resolve().name
-    about = {"project": config.get("wandb_project"), "name": name, "dir": str(folder)}
-    about |= {"config": config, "allow_val_change": True, "settings": settings}
-    run = wandb.init(id=run_id, resume="allow", **about)
+    run = wandb.init(
+        project=config.get("wandb_project"),
+        name=config.get("wandb_run_name") or folder.resolve().name,
+        id=run_id,
+        resume="allow",
+        dir=str(folder),
+        config=config,
+        allow_val_change=True,
+        settings=settings,
+    )
     run.define_metric("*", step_metric="step")
     say(f"wandb    {run.url or run.settings.sync_dir}")
     return run
@@ -322,6 +339,15 @@ class Clock:
         self.last += elapsed
         self.seconds[kind] = self.seconds.get(kind, 0.0) + elapsed
         return elapsed
+
+    @contextmanager
+    def apart(self, kind: str) -> Iterator[None]:
+        """A context whose time counts as `kind`, not for the lap around it."""
+        began = time.perf_counter()
+        yield
+        elapsed = time.perf_counter() - began
+        self.last += elapsed
+        self.seconds[kind] = self.seconds.get(kind, 0.0) + elapsed
 
 
 def process_age() -> float:

@@ -1,26 +1,39 @@
-"""One snapshot: what a retry, a skipped update, a rehearsal, an evaluation or an audit puts back."""
+"""A run's state, captured and put back: by a retry, a skipped update, a rehearsal, an evaluation, an
+audit, a rollback and a resume."""
 
 import copy
+import math
 import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from plumbing import machine
 from plumbing.cli import RunFailed
-from plumbing.ranks import agree, average_buffers, is_sharded, local, rank, world_size
-
-# Fields of a row that train.py writes: a model must not return a scalar of one of these names.
-RESERVED = set(
-    "kind step lr grad_norm skipped step_ms data_ms tokens_per_sec mfu mem_gb gpu_util tokens "
-    "sequences epoch targets loss_scale finite".split()
+from plumbing.console import FIELDS
+from plumbing.fsdp import shard_like
+from plumbing.ranks import (
+    agree,
+    average_buffers,
+    is_sharded,
+    local,
+    lost_rank,
+    rank,
+    total,
+    world_size,
 )
+
+MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # of the state: what memory allows stays known
+
+
+class Stopped(Exception):
+    """A signal came during a rehearsal, which therefore failed."""
 
 
 def leaves(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
@@ -86,59 +99,124 @@ def set_rng_state(rng: dict, device: torch.device) -> None:
             module.set_rng_state(rng["device"])
 
 
-# ---- the snapshot --------------------------------------------------------------------------------
+# ---- capture and put back ------------------------------------------------------------------------
 
 
-class Snapshot:
-    """What forward and backward passes may move: a model's persistent buffers, such as BatchNorm's
-    statistics, its modules' extra states (GPT has neither), and every random number generator's."""
+class Captured:
+    """Parts of a run's state, by name, in the form that a checkpoint has:
 
-    def __init__(self, run):
-        self.model, self.device = run.model, run.device
-        self.buffers = {
-            (module, name): buffer.clone()
-            for module in run.model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None and name not in module._non_persistent_buffers_set
+    buffers        persistent buffers, such as BatchNorm's statistics, and modules' extra states
+    rng_here       the random state of this rank; `rng` is that of all ranks
+    everything     Captured.all_of(run): weights, buffers, moments, scaler, averages, random and loop state
+    """
+
+    def __init__(self, run, parts: dict | None = None):
+        """parts: of a checkpoint, to put them back; None captures what a forward pass may move."""
+        self.run = run
+        self.parts = parts or {
+            "buffers": clone(buffers_of(run.model)),
+            "rng_here": rng_state(run.device),
         }
-        self.extra = {  # such as the state of a module's own random generator
-            module: clone(module.get_extra_state())
-            for module in run.model.modules()
-            if type(module).get_extra_state is not nn.Module.get_extra_state
-        }
-        self.rng = rng_state(run.device)
 
-    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Each buffer now (a forward pass may have replaced it by another tensor) and before."""
-        return [(module._buffers[name], old) for (module, name), old in self.buffers.items()]
+    @classmethod
+    def all_of(cls, run) -> "Captured":
+        """A collective call."""
+        return cls(run, clone(run.checkpoint()))
 
     @torch.no_grad()
     def put_back(self) -> None:
-        for buffer, before in self.pairs():
-            buffer.copy_(before)
-        for module, extra in self.extra.items():
-            module.set_extra_state(clone(extra))
-        set_rng_state(self.rng, self.device)
+        """Restore the captured parts. Of the loop's state, MICRO_BATCHES stay as they are; of the random
+        state, all if it is of another number of ranks; of an optimizer, settings whose knobs changed."""
+        run, parts = self.run, self.parts
+        if "model" in parts:
+            self.put_back_weights()
+            self.put_back_moments()
+            self.put_back_averages()
+            run.scaler.load_state_dict(parts["scaler"])
+            kept = {key: run.state[key] for key in MICRO_BATCHES}
+            run.state.update(clone(parts["state"]) | kept)
+            if len(parts["rng"]) == world_size():
+                set_rng_state(parts["rng"][rank()], run.device)
+        else:
+            self.put_back_buffers()
+            set_rng_state(parts["rng_here"], run.device)
+
+    def put_back_weights(self) -> None:
+        model = self.run.model
+        here = model.state_dict()
+        saved = self.parts["model"]
+        model.load_state_dict(mapped(lambda w, path: shard_like(here.get(path[0]), w), saved))
+        if "frozen" in self.parts:
+            for name, weight in model.named_parameters():
+                weight.requires_grad_(name not in self.parts["frozen"])
+
+    def put_back_moments(self) -> None:
+        run = self.run
+        optimizers = zip(run.optimizers, run.groups, self.parts["optimizer"], strict=True)
+        for optimizer, built, saved in optimizers:
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            moments = mapped(partial(own_part, weights), saved["state"])
+            own = [(weights[i], state) for i, state in moments.items() if isinstance(i, int)]
+            groups = [  # as saved, except for the values that changed knobs now build differently
+                group | {k: v for k, v in now.items() if repr(then.get(k)) != repr(v)}
+                for now, then, group in zip(
+                    built, saved["built"], saved["param_groups"], strict=True
+                )
+            ]
+            own_keys = {key: clone(saved[key]) for key in saved if key not in ("state", "built")}
+            optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
+            for weight, state in own:  # torch casts tensors to the weight's dtype, garbles a str
+                optimizer.state[weight] = on_devices_of(optimizer.state[weight], state)
+
+    def put_back_averages(self) -> None:
+        averages = self.parts["model"] | self.parts["ema"]
+        for name, average in self.run.ema.items():
+            average.copy_(shard_like(average, averages[name]))
+
+    def put_back_buffers(self) -> None:
+        for name, saved in self.parts["buffers"].items():
+            owner, _, own_name = name.rpartition(".")
+            if own_name == "_extra_state":
+                self.run.model.get_submodule(owner).set_extra_state(clone(saved))
+            else:
+                self.run.model.get_buffer(name).copy_(saved)
 
     @torch.no_grad()
     def settle_buffers(self, skipped: torch.Tensor) -> None:
-        """After a step: average them over the ranks, or put them back if it was skipped, without a
-        wait for the device. skipped: a bool scalar on it."""
-        average_buffers(self.model)
-        for buffer, before in self.pairs():
-            buffer.copy_(torch.where(skipped, before, buffer))
+        """After a step: average the buffers over the ranks, or put them back if it was skipped, without
+        a wait for the device. skipped: a bool scalar on it."""
+        average_buffers(self.run.model)
+        for name, saved in self.parts["buffers"].items():
+            if isinstance(saved, torch.Tensor) and not name.endswith("_extra_state"):
+                buffer = self.run.model.get_buffer(name)
+                buffer.copy_(torch.where(skipped, saved, buffer))
 
 
-snapshot = Snapshot
+def buffers_of(model: nn.Module) -> dict:
+    """What state_dict() has beside the weights."""
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in model.state_dict().items() if name not in weights}
+
+
+def own_part(weights: list, leaf: Any, path: tuple) -> Any:
+    """A copy of `leaf`, at `path` in an optimizer's state; of a sharded weight's, this rank's rows."""
+    mine = shard_like(weights[path[0]], leaf) if isinstance(path[0], int) else leaf
+    return clone(leaf) if mine is leaf else mine
+
+
+def on_devices_of(now: Any, saved: Any) -> Any:
+    """`saved`, with its tensors on the devices of those at the same paths in `now`."""
+    devices = {path: leaf.device for path, leaf in leaves(now) if isinstance(leaf, torch.Tensor)}
+    return mapped(lambda leaf, path: leaf.to(devices[path]) if path in devices else leaf, saved)
 
 
 @contextmanager
-def evaluating(run, averaged: bool = True) -> Iterator[Snapshot]:
+def evaluating(run, averaged: bool = True) -> Iterator[Captured]:
     """A context in which the model is in eval mode, and has its averaged weights, if there are any.
 
     On exit, weights, buffers, the mode of each module and the random state are as before.
     """
-    before = snapshot(run)
+    before = Captured(run)
     modes = {module: module.training for module in run.model.modules()}
     averages = run.ema if averaged else {}
     run.model.eval()
@@ -166,17 +244,15 @@ def swap(model: nn.Module, averages: dict) -> None:
 # ---- out of memory: try again in smaller micro-batches, on all ranks if on one -------------------
 
 
-def halving_on_oom(
-    run, before: Snapshot, compute: Callable, *args, key: str = "micro_batch"
-) -> Any:
-    """Return compute(*args). If memory runs out on any rank, put `before` back, halve run.state[key],
-    which compute reads, and try again. compute has no collective operation, except for a sharded
-    model, which is not tried again. Raises RunFailed if a smaller micro-batch cannot help."""
-    state = run.state
+def halving_on_oom(before: Captured, size: str, compute: Callable[[], Any]) -> Any:
+    """Return compute(). If memory runs out on any rank, put `before` back, halve run.state[size], which
+    compute reads, and try again. compute has no collective operation, except for a sharded model, which
+    is not tried again. Raises RunFailed if a smaller micro-batch cannot help."""
+    run = before.run
     while True:
         result = None
         try:
-            result = compute(*args)
+            result = compute()
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise
@@ -184,7 +260,7 @@ def halving_on_oom(
                 raise RunFailed("out of memory; try --offload=true, a smaller --n_embd") from error
         if not any(agree(result is None)):
             return result
-        if state[key] == 1:
+        if run.state[size] == 1:
             hint = "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
             raise RunFailed(f"out of memory with a single sequence in a micro-batch; try {hint}")
         result = None  # frees that of a rank that had enough memory
@@ -192,36 +268,47 @@ def halving_on_oom(
         before.put_back()
         if run.device.type != "cpu":
             torch.get_device_module(run.device).empty_cache()
-        state[key] //= 2
-        run.folder.event(state["step"], "out_of_memory", **{key: state[key]})
+        run.state[size] //= 2
 
 
-def rehearse(run, compile: bool, forward_backward: Callable, *batch: torch.Tensor) -> nn.Module:
+def note_halving(run) -> None:
+    """Record an event for each micro-batch that has become smaller since the last call."""
+    for size in MICRO_BATCHES:
+        now = run.state.get(size, 0)
+        if now < run.noted_sizes.get(size, now):
+            run.folder.event(run.state["step"], "out_of_memory", **{size: now})
+        run.noted_sizes[size] = now
+
+
+def rehearse(
+    run,
+    compile: bool,
+    forward_backward: Callable,
+    *batch: torch.Tensor,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> nn.Module:
     """Call forward_backward once before the first step, to compile and to find a micro-batch that
     fits. Nothing else changes. Returns the model, compiled or not.
 
-    If torch.compile fails, a single process records `compile_failed` and runs eager; ranks fail.
-    Raises RunFailed if the forward pass makes a buffer, which a resumed model would not have.
+    If torch.compile fails, a single process records `compile_failed` and runs eager; ranks fail, and so
+    does a run that should_stop(): a signal may have ended the compiler. Raises RunFailed also if the
+    forward pass makes a buffer, which a resumed model would not have.
     """
     names = run.model.state_dict().keys()
     state = clone(run.state)
-    before = snapshot(run)
-    model = run.model
-    if compile:
-        from torch._inductor import config as inductor  # only here: it takes most of a second
-
-        inductor.deterministic = torch.are_deterministic_algorithms_enabled()  # no choice by timing
-        model = torch.compile(model, dynamic=False)
+    before = Captured(run)
+    model = compiled(run.model) if compile else run.model
+    numbers = {}
     try:
         n_targets = torch.tensor(batch[1].numel(), device=run.device)
-        step = (forward_backward, model, run, *batch, n_targets)
-        numbers = halving_on_oom(run, before, *step)
-        if taken := numbers.keys() & RESERVED:
-            raise RunFailed(f"the model returns a number named {min(taken)}, which rows have, too")
+        take = partial(forward_backward, model, run, *batch, n_targets)
+        numbers = halving_on_oom(before, "micro_batch", take)
     except Exception as error:
         if not compile or isinstance(error, RunFailed):
             raise
-        reason = " ".join(str(error).split())[:200]  # its first line says too little
+        reason = " ".join(str(error).split())[:200]  # its first line is not enough
+        if should_stop():
+            raise Stopped from error
         if world_size() > 1:  # others may have compiled, and all must do the same
             raise RunFailed(f"torch.compile failed ({reason}); write --compile=false") from error
         before.put_back()
@@ -229,10 +316,44 @@ def rehearse(run, compile: bool, forward_backward: Callable, *batch: torch.Tenso
         run.folder.event(run.state["step"], "compile_failed", error=reason)
     if late := run.model.state_dict().keys() - names:
         raise RunFailed(f"the first forward pass makes {min(late)}; expected it from __init__")
+    check_names(numbers, "the model", ("model",))
+    if run.state["step"] == 0 and numbers:
+        refuse_bad_start(numbers["loss"])
     run.model.zero_grad(set_to_none=True)
     run.state.update(state | {"micro_batch": run.state["micro_batch"]})
     before.put_back()
     return model
+
+
+def refuse_bad_start(loss: torch.Tensor) -> None:
+    """Raises RunFailed if the loss is not finite before the first update. loss: this rank's share."""
+    value = total(loss.detach().clone()).item()
+    if not math.isfinite(value):
+        name = "NaN" if math.isnan(value) else str(value)
+        hint = "python check.py says whether data or model are at fault"
+        raise RunFailed(f"the loss is {name} at step 0, before any update; {hint}")
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    from torch._dynamo import config as dynamo  # only here: they take most of a second
+    from torch._inductor import config as inductor
+
+    inductor.deterministic = torch.are_deterministic_algorithms_enabled()  # no choice by timing
+    # Every shape is compiled: past torch's limit, later shapes would compute in eager mode, and in a
+    # resumed process, which counts anew, other ones.
+    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 10**6
+    return torch.compile(model, dynamic=False)
+
+
+def check_names(numbers: dict, whose: str, writers: tuple) -> None:
+    """Raises RunFailed if a number is no scalar, or has the name of a field of the rows which others
+    than `writers` write: see Field in plumbing/console.py. whose: what returns the numbers."""
+    for name, value in numbers.items():
+        if name in FIELDS and FIELDS[name].writer not in writers:
+            raise RunFailed(f"{whose} returns a number named {name}, which rows have, too")
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            shape = tuple(value.shape)
+            raise RunFailed(f"{whose} returns {name} of shape {shape}; expected a scalar")
 
 
 def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
@@ -278,14 +399,10 @@ def out_of_memory(error: BaseException) -> bool:
 def explain(error: BaseException) -> RunFailed | None:
     """`error` as a RunFailed with one line on what to do next, or None if the program is at fault."""
     if isinstance(error, RunFailed):
-        error.said = error.__cause__ is None and rank() > 0  # all ranks raise it together
         return error
     if out_of_memory(error):
         return RunFailed("out of memory outside forward and backward pass; try a smaller --n_embd")
-    if dist.is_initialized() and re.search("gloo|NCCL", str(error)):
-        last_line = (str(error).strip().splitlines() or [""])[-1]
-        detail = last_line.rpartition("] ")[2].partition(". ")[0]
-        late = re.search("timed out|timeout", str(error), re.IGNORECASE)
-        what = "kept this one waiting for more than --hang_minutes" if late else "is gone"
-        return RunFailed(f"another rank {what} ({detail}); the same command resumes the run")
-    return None
+    if str(error).startswith("DataLoader worker (pid"):  # the rest is advice to programmers
+        found = str(error).partition(". ")[0]
+        return RunFailed(f"{found} (out of memory?); the same command resumes")
+    return lost_rank(error)

@@ -3,6 +3,8 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -49,6 +51,32 @@ class Signals:
     def orphaned(self) -> bool:
         """Whether torchrun has died: its ranks run in their own sessions, and would survive it."""
         return "WORLD_SIZE" in os.environ and os.getppid() != self.parent
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """A context in which a signal, or the death of torchrun, ends the process at once. For a wait in
+    code that is not Python's, before the run has written anything."""
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    is_main = threading.current_thread() is threading.main_thread()
+    over = threading.Event()
+    parent = os.getppid()
+
+    def watch():
+        while not over.wait(0.5):
+            if os.getppid() != parent:
+                os._exit(1)
+
+    for number, handler in before.items() if is_main else ():
+        if callable(handler):  # not one that nohup ignores
+            signal.signal(number, signal.SIG_DFL)
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        for number, handler in before.items() if is_main else ():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def hold() -> None:

@@ -1,10 +1,12 @@
 """What is drawn of a run, step by step: the same curves, limits and events in picture and page."""
 
+import itertools
 import math
 from collections import namedtuple
 
 import numpy as np
 
+from plumbing.console import FIELDS
 from reporting import results
 from reporting.record import half_window, last_step, smooth
 from reporting.results import happened
@@ -29,16 +31,11 @@ def curve(key, look, colour, label, x, y):
 def panels_of(run):
     """The Panels of a run, the loss first; others, and curves, only if they have data."""
     t, per = run.train, results.unit(run)
-    fields = {
-        "loss": ("loss (nats)" if per == "tokens" else "loss", "blue"),
-        "grad_norm": ("gradient norm, unclipped", "green"),
-        "lr": ("learning rate", "purple"),
-        "tokens_per_sec": (f"throughput ({per}/s)", "blue"),
-        "mem_gb": ("peak memory (GB)", "orange"),
-        "mfu": ("MFU (share of the peak)", "vermilion"),
-        "gpu_util": ("GPU utilization (%)", "green"),
-    }
-    drawn = [(field, *looks, t["step"], t[field]) for field, looks in fields.items()]
+    drawn = []
+    plotted = [field for field in FIELDS.values() if field.plot and field.kind == "train"]
+    for field, colour in zip(plotted, itertools.cycle(COLOURS), strict=False):
+        y = t[field.name] * field.scale
+        drawn.append((field.name, title_of(field, per), colour, t["step"], y))
     drawn += [(name, name, "blue", x, y) for name, x, y in results.new_fields(run)[:20]]
     more = {"loss": of_validation(run), "grad_norm": of_clip(run)}  # both are noisy
     panels = []
@@ -53,6 +50,14 @@ def panels_of(run):
         if field == "loss" or len(curves[0].x):
             panels.append(Panel(field, title, [each for each in curves if len(each.x)]))
     return panels
+
+
+def title_of(field, per):
+    """Of the panel of a field. per: what its "tokens" are."""
+    unit = field.unit.replace("tokens", per)
+    if unit == "nats" and per != "tokens":
+        unit = ""
+    return f"{field.plot} ({unit})" if unit else field.plot
 
 
 def of_validation(run):

@@ -1,96 +1,311 @@
 """What a run's folder says of it, read back to be compared bit for bit. Nothing is written or locked."""
 
-import importlib
+import json
 import math
-import sys
-from contextlib import suppress
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from plumbing import checkpoint as checkpoints
-from plumbing.cli import show
-from plumbing.files import read_json
-from plumbing.resume import REPO, RESOLVED, changed_knobs, changes
+from plumbing.cli import Knob, fail, read_knobs, show
+from plumbing.console import FIELDS, REPO
+from plumbing.files import clean, read_json
+from plumbing.resume import changed_knobs, differences, inexact, kept_in
 from reporting.record import read_metrics
 
 KINDS = ("train", "eval", "saved")  # in the order in which a step writes them
-MEASURED = "finite step_ms data_ms tokens_per_sec mfu mem_gb gpu_util".split()  # never the same
+MEASURED = [name for name, field in FIELDS.items() if field.measured]  # never the same
+NOT_COMPARED = {*MEASURED, "files"}  # a save may have been due by the clock
+RECOMPUTED = ("frozen", "groups")  # parts of a checkpoint that its hash does not cover
 
 FREE_FLAGS = (  # no bit of a step depends on these
-    "--resume=auto --report=false --wandb_log=false --audit_interval=0 --num_workers=0 "
+    "--resume=auto --report=false --wandb_log=false --audit_interval=-1 --num_workers=0 "
     "--sample_interval=0 --milestone_interval=0 --save_minutes=0"
 ).split()
+
+# Types in run.json and in the parts of a checkpoint with these names
+FACTS = {"config": dict, "run": dict, "data": dict}
+IDENTITY = {"code": dict, "threads": int, "world_size": int, "data": str, "dtype": str}
+IDENTITY |= dict.fromkeys(("warmup_steps", "decay_steps", "batch_size", "accum_steps"), int)
+
+
+@dataclass
+class Save:
+    """An event `saved` of the log."""
+
+    step: int
+    sha256: str
+    files: list  # names that the file was to have; empty in a log of an older version
+    process: int  # that saved: 0, or 1 after the first resume ...
+    is_certain: bool = True  # False: it failed, or a kill came before all of its names were there
+
+
+class Checkpoint(NamedTuple):
+    step: int
+    path: Path
+    content: dict
+    sha256: str  # as in a Save
 
 
 class Logged:
     """rows: {(step, place in KINDS): [row, ...]}, of which there are two where a save follows a
-    rollback, or a log was edited. hashes: of all saves, also of steps that a rollback has undone.
-    rollbacks: the step of each. first, last: steps are logged from first + 1 to last."""
+    rollback, or a log was edited. saves: all, also of steps that a rollback has undone. resumes: the
+    steps at which other processes went on. inexact: number of a process -> {key: [then, now]} of what
+    was not as in the one before. rollbacks: of each, the step after which the run went on, and the
+    step that it came after. first, last: the step before the first one, and the last."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.facts = read_json(self.path / "run.json")
-        self.rows, self.hashes, self.rollbacks = {}, set(), []
+        self.rows = {}
+        self.saves = []
+        self.resumes = []
+        self.inexact = {}
+        self.rollbacks = []
         file = self.path / "metrics.jsonl"
-        for row in read_metrics(file)[0] if file.exists() else ():
+        for row in read_metrics(file)[0] if file.is_file() else ():
             self.add(row)
-        trained = [at for at, kind in self.rows if KINDS[kind] == "train"]
-        self.first, self.last = min(trained, default=1) - 1, max(trained, default=0)
+        if self.saves and not self.facts.get("ended"):  # it goes on, or was killed
+            self.saves[-1].is_certain = False
+        steps = [at for at, kind in self.rows if KINDS[kind] != "eval"]
+        run = self.facts.get("run")
+        began_from = run.get("began_from") if isinstance(run, dict) else None
+        self.first = min(steps, default=0) if began_from else 0
+        self.last = max(steps, default=0)
 
     def add(self, row: dict) -> None:
-        at, kind = row["step"], row["event"] if row["kind"] == "event" else row["kind"]
+        at = row["step"]
+        kind = row["event"] if row["kind"] == "event" else row["kind"]
         if kind in ("rollback", "resume"):  # the steps after it were undone: so were their saves
-            self.rows = {key: self.rows[key] for key in self.rows if key[0] <= at}
+            self.rows = {key: rows for key, rows in self.rows.items() if key[0] <= at}
         if kind == "rollback":
-            self.rollbacks.append(at)
+            self.rollbacks.append((at, row.get("at_step", at)))
+        if kind == "resume":
+            self.resumes.append(at)
+            for save in self.saves:
+                save.is_certain = save.is_certain and save.step <= at
+        if kind == "inexact_resume":
+            pairs = {key: pair for key, pair in row.items() if isinstance(pair, list)}
+            self.inexact[len(self.resumes)] = {
+                k: pair for k, pair in pairs.items() if len(pair) == 2
+            }
+        if kind == "save_failed" and self.saves:
+            self.saves[-1].is_certain = False
         if kind == "saved":
-            self.hashes.add(str(row.get("sha256")))
+            files = row.get("files")
+            files = files if isinstance(files, list) else []
+            self.saves.append(Save(at, str(row.get("sha256")), files, len(self.resumes)))
         if kind in KINDS:
             self.rows.setdefault((at, KINDS.index(kind)), []).append(row)
+
+    @property
+    def end(self) -> dict:
+        """The loop's state at the end, if the run has reached one in good order; else empty."""
+        ended = str(
+            self.facts.get("ended") or "failed"
+        )  # which may have been before its first step
+        state = self.facts.get("state")
+        is_known = isinstance(state, dict) and not ended.startswith("failed")
+        return state if is_known else {}
 
     def row(self, step: int, kind: str) -> dict:
         return self.rows.get((step, KINDS.index(kind)), [{}])[-1]
 
+    # ---- its checkpoints -------------------------------------------------------------------------
+
     @cached_property
-    def checkpoints(self) -> list[tuple[int, Path, dict]]:
-        """(step, path, checkpoint) of each that can be read, oldest first."""
-        found = []
+    def files(self) -> dict[Path, Checkpoint | str]:
+        """Each checkpoint in the folder, or why it cannot be read."""
+        found = {}
         for path in checkpoints.newest_first(self.path):
-            with suppress(checkpoints.Damaged, OSError):  # or just deleted, by a run that goes on
-                checkpoint = checkpoints.load(path)
-                found.append((checkpoint["state"]["step"], path, checkpoint))
-        return sorted(found, key=lambda each: each[0])
+            try:
+                content = checkpoints.load(path)
+                sha256 = checkpoints.digest_of_state(content)
+                found[path] = Checkpoint(content["state"]["step"], path, content, sha256)
+            except checkpoints.Damaged as error:
+                found[path] = f"is damaged: {error}"
+            except FileNotFoundError:  # just deleted, by a run that goes on
+                continue
+            except OSError as error:
+                found[path] = f"cannot be read ({error.strerror})"
+        return found
 
-    def is_on_its_way(self, checkpoint: dict) -> bool:
-        saves = self.rows.get((checkpoint["state"]["step"], KINDS.index("saved")), [])
-        return checkpoints.digest_of_state(checkpoint) in [row.get("sha256") for row in saves]
+    @cached_property
+    def checkpoints(self) -> list[Checkpoint]:
+        """Those that can be read, oldest first."""
+        readable = [file for file in self.files.values() if isinstance(file, Checkpoint)]
+        return sorted(readable, key=lambda checkpoint: checkpoint.step)
 
-    def start_before(self, stop: int, rollbacks: float = math.inf) -> tuple | None:
+    def is_on_its_way(self, checkpoint: Checkpoint) -> bool:
+        rows = self.rows.get((checkpoint.step, KINDS.index("saved")), [])
+        return checkpoint.sha256 in [row.get("sha256") for row in rows]
+
+    def start_before(self, stop: int, rollbacks: float = math.inf) -> Checkpoint | None:
         """The newest of `checkpoints` before step `stop`, on the way that the run took, with at most so
         many rollbacks. None: begin as the run did."""
-        first = self.first - bool(self.facts["run"].get("began_from"))
+        began_from = self.facts["run"].get("began_from")
         for start in reversed(self.checkpoints):
-            is_early = start[0] < stop and start[2]["state"]["rollbacks"] <= rollbacks
-            if is_early and start[0] > first and self.is_on_its_way(start[2]):
+            is_early = start.step < stop and start.content["state"]["rollbacks"] <= rollbacks
+            is_its_own = start.step > self.first or began_from
+            if is_early and is_its_own and self.is_on_its_way(start):
                 return start
         return None
 
-    def flags_at(self, stop: int, out_dir: str, data_dir: str) -> list[str]:
+    # ---- its processes: a run may have been resumed by other code, on another machine ------------
+
+    def process_at(self, step: int) -> int:
+        """Number of the process that took this step."""
+        later = [number for number, at in enumerate(self.resumes, 1) if at < step]
+        return max(later, default=0)
+
+    def facts_of(self, process: int) -> dict | None:
+        """run.json, or a checkpoint, with the "config" and "run" of a process. None: there is none."""
+        is_last = process == len(self.resumes)
+        if is_last and self.end:
+            return self.facts
+        saved = {save.sha256 for save in self.saves if save.process == process}
+        for checkpoint in reversed(self.checkpoints):
+            if checkpoint.sha256 in saved:
+                return checkpoint.content
+        return self.facts if is_last else None
+
+    def facts_at(self, step: int) -> dict:
+        """The same of the process that took a step, or of the next one that is known."""
+        process = self.process_at(step)
+        while (facts := self.facts_of(process)) is None:
+            process += 1
+        return facts
+
+    def differences(self, first: int, last: int, here: dict) -> dict:
+        """{key: [then, here]} of what makes `here`, an identity, inexact for steps first + 1 to last."""
+        found = {}
+        for process in sorted({self.process_at(step) for step in range(first + 1, last + 1)}):
+            facts = self.facts_of(process)
+            while facts is None:  # known only by what changed when the next one resumed
+                process += 1
+                found |= self.inexact.get(process, {})
+                facts = self.facts_of(process)
+            found |= inexact(facts["run"], here, knobs_of_train())
+        return found
+
+    def flags_at(self, stop: int, out_dir: Path, data_dir: str) -> list[str]:
         """Flags with the knobs that held when the run came to step `stop`, "auto" as it was resolved.
         data_dir: "" = as it was."""
-        later = [checkpoint["config"] for at, _, checkpoint in self.checkpoints if at >= stop]
-        knobs = (later or [self.facts["config"]])[0]
-        knobs = knobs | {knob: self.facts["run"][knob] for knob in RESOLVED}
-        knobs |= {"out_dir": out_dir, "data_dir": data_dir or self.facts["config"]["data_dir"]}
+        facts = self.facts_at(stop)
+        knobs = facts["config"] | kept_in(facts["run"], knobs_of_train())
+        knobs["out_dir"] = out_dir
+        knobs["data_dir"] = data_dir or facts["config"].get("data_dir", "data")
         return [f"--{name}={show(value)}" for name, value in knobs.items()] + FREE_FLAGS
 
-    def load_script(self) -> None:
-        """Import what started the run, if that is not train.py: it replaces functions of train.py."""
-        script = Path(self.facts["command"][0]).name
-        for path in (REPO / name for name in self.facts["run"]["code"]):
-            if path.name == script != "train.py":
-                sys.path.insert(0, str(path.parent))
-                importlib.import_module(path.stem)
+    # ---- are its files what train.py writes, and what the log says? ------------------------------
+
+    def check(self) -> None:
+        """Raises BadInput unless it holds a run, described as train.py does."""
+        path = self.path / "run.json"
+        if not self.facts or not self.rows:
+            fail(f"{self.path} holds no run; type: python replay.py out/NAME --step=N")
+        check_types(self.facts, FACTS | {"command": list}, path)
+        script = {"command": (self.facts["command"] or [None])[0]}
+        check_types(script, {"command": str}, path)
+        check_facts(self.facts, path)
+        for checkpoint in self.checkpoints:
+            check_facts(checkpoint.content, checkpoint.path)
+
+    def faults(self) -> list[str]:
+        """In words: what of its files is damaged, missing, or not what the log says."""
+        found = [f"{path} {file}" for path, file in self.files.items() if isinstance(file, str)]
+        known = {save.sha256 for save in self.saves}
+        for step, path, content, sha256 in self.checkpoints:
+            if sha256 not in known:
+                words = "its hash differs from the logged one"
+                found.append(f"{path} is not what was saved at step {step}: {words}")
+            else:
+                found += self.contradictions(path, content, sha256)
+        names = dict.fromkeys(place_of(name) for save in self.saves for name in save.files)
+        for name in names:
+            found += self.fault_of(name)
+        if self.end and self.end.get("step") != self.last:
+            by_facts = f"by its run.json it ended at step {self.end.get('step')}"
+            found.append(f"{self.path} has {self.last} steps in its log; {by_facts}")
+        return found
+
+    def fault_of(self, name: str) -> list[str]:
+        """What is wrong with the newest ckpt_STEP.pt, or with best.pt or a milestone."""
+        saves = [save for save in self.saves if name in map(place_of, save.files)]
+        certain = [number for number, save in enumerate(saves) if save.is_certain]
+        if not certain:
+            return []
+        saves = saves[certain[-1] :]  # those after it may be on the disk, too
+        expected = {save.sha256 for save in saves}
+        there = [path for path in self.files if place_of(path.name) == name]
+        read = [self.files[path] for path in there if isinstance(self.files[path], Checkpoint)]
+        if not there:
+            return [f"{self.path / name} is missing: it was saved at step {saves[0].step}"]
+        if len(read) < len(there) or expected & {checkpoint.sha256 for checkpoint in read}:
+            return []
+        newest = max(checkpoint.step for checkpoint in read)
+        return [f"{self.path / name} holds step {newest}; by the log it is of step {saves[0].step}"]
+
+    def contradictions(self, path: Path, content: dict, sha256: str) -> list[str]:
+        """In words: what its knobs, schedule and data say against those of the same process."""
+        process = next(save.process for save in reversed(self.saves) if save.sha256 == sha256)
+        other = self.facts_of(process)
+        for part in FACTS:
+            parts = [told_of(facts, part) for facts in (content, other)]
+            for key in parts[0] | parts[1]:
+                mine, theirs = (as_json(told.get(key)) for told in parts)
+                if mine != theirs:
+                    return [f"{path}: its {part}/{key} contradicts the run's: {mine}, {theirs}"]
+        return []
+
+
+def place_of(name: Any) -> str:
+    """The name of a file of checkpoints, without the step of a ckpt_STEP.pt."""
+    return "ckpt_*.pt" if str(name).startswith("ckpt_") else str(name)
+
+
+def told_of(facts: dict, part: str) -> dict:
+    return kept_in(facts["run"], knobs_of_train()) if part == "run" else facts[part]
+
+
+@cache
+def knobs_of_train() -> dict[str, Knob]:
+    return read_knobs(REPO / "train.py")
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(clean(value), default=repr)
+
+
+def check_types(facts: dict, types: dict, path: Path) -> None:
+    """Raises BadInput unless `facts`, from the file `path`, has values of these types."""
+    for name, kind in types.items():
+        if type(facts.get(name)) is not kind:
+            found = repr(facts.get(name))[:40]
+            fail(f"{path}: its {name!r} is {found}; expected {kind.__name__} as train.py writes it")
+
+
+def check_facts(facts: dict, path: Path) -> None:
+    """The same for the facts of a process: "config" and "run"."""
+    run = facts["run"]
+    check_types(run, IDENTITY, path)
+    for name in ("threads", "world_size"):
+        if run[name] < 1:
+            fail(f"{path}: its {name!r} is {run[name]}; expected a number of them")
+    for file, hashes in run["code"].items():
+        is_pair = isinstance(hashes, list | tuple) and len(hashes) == 2
+        if not is_pair or not all(isinstance(digest, str) for digest in hashes):
+            fail(f"{path}: its 'code' has {hashes!r:.40} for {file}; expected two hashes")
+    for name, value in facts["config"].items():
+        if not isinstance(value, str | int | float):
+            fail(f"{path}: its 'config' has {value!r:.40} for {name}; expected a knob's value")
+    kept = [name for name, knob in knobs_of_train().items() if "kept" in knob.policy]
+    if missing := set(kept) - kept_in(run, knobs_of_train()).keys():
+        fail(f"{path}: its 'run' lacks {min(missing)!r}; expected it as train.py writes it")
+
+
+# ---- what differs --------------------------------------------------------------------------------
 
 
 def first_difference(
@@ -98,33 +313,41 @@ def first_difference(
 ) -> tuple | None:
     """(step, fields, in words) of the first row of steps first + 1 to last that differs. Hashes count
     where both saved: one may have saved at a signal, or by the clock."""
-    for at, place in sorted(key for key in one.rows | other.rows if first < key[0] <= last):
-        kind = KINDS[place]
-        a, b = (run.rows.get((at, place), []) for run in (one, other))
+    for key in sorted(one.rows | other.rows):
+        at, kind = key[0], KINDS[key[1]]
+        if kind not in kinds or not first < at <= last:
+            continue
+        here, there = one.rows.get(key, []), other.rows.get(key, [])
         if kind == "saved":
-            a, b = (a[:1], b[:1]) if a and b else ([], [])
-        if kind in kinds and len(a) != len(b):
-            return at, [kind], f"{len(a)} and {len(b)} rows of kind {kind}"
-        for then, now in zip(a, b, strict=True) if kind in kinds else ():
+            if not here or not there:
+                continue
+            here, there = here[:1], there[:1]
+        if len(here) != len(there):
+            return at, [kind], f"{len(here)} and {len(there)} rows of kind {kind}"
+        for then, now in zip(here, there, strict=True):
             names = [name for name in then | now if repr(then.get(name)) != repr(now.get(name))]
-            if names := [name for name in names if name not in MEASURED]:
-                return at, names, ", ".join(in_words(n, then.get(n), now.get(n)) for n in names)
+            names = [name for name in names if name not in NOT_COMPARED]
+            if names:
+                words = [in_words(name, then.get(name), now.get(name)) for name in names]
+                return at, names, ", ".join(words)
     return None
 
 
 def changed(one: Logged, other: Logged) -> list[str]:
     """A line for each knob, and each part of the identity, that differs."""
     found = changed_knobs(one.facts["config"], other.facts["config"])
-    found |= changes(one.facts["run"], other.facts["run"])
+    for policy in ("fixed", "bits"):
+        found |= differences(one.facts["run"], other.facts["run"], knobs_of_train(), policy)
     return [f"{name}: {abridged(name, a)}, {abridged(name, b)}" for name, (a, b) in found.items()]
 
 
-def abridged(name: str, value) -> str:
-    is_code = name == "code"  # {file that changed: hash}
-    return " ".join(f"{file} {value[file][:8]}" for file in value) if is_code else str(value)
+def abridged(name: str, value: Any) -> str:
+    if name == "code" and isinstance(value, dict):  # {file that changed: hash}
+        return " ".join(f"{file} {str(digest)[:8]}" for file, digest in value.items())
+    return str(value)
 
 
-def in_words(name: str, one, other) -> str:
+def in_words(name: str, one: Any, other: Any) -> str:
     if isinstance(one, float | int) and isinstance(other, float | int):
         return f"{name} {one} and {other} (by {abs(one - other):.1e})"
     return f"{name} {str(one)[:12]} and {str(other)[:12]}"
@@ -137,6 +360,7 @@ def not_computed(run: Logged, difference: tuple, identity: dict) -> str:
     words = f"step {at} of {run.path} is not what this code computes here: {words}"
     for name, (then, now) in identity.items():
         words += f"; {name} was {abridged(name, then)} and is {abridged(name, now)} here"
-    resumed = sorted({each["step"] for each in run.facts["resumes"] if each["step"] < at})
-    note = f"; a change of knobs or ranks when it resumed, at {resumed}, is not followed"
-    return words + note * bool(resumed)
+    resumed = sorted({step for step in run.resumes if step < at})
+    if resumed:
+        words += f"; a change of knobs or ranks when it resumed, at {resumed}, is not followed"
+    return words

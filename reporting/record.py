@@ -14,17 +14,15 @@ from pathlib import Path
 
 import numpy as np
 
+from plumbing.console import FIELDS
 from plumbing.files import read_json
 
-FIELDS = {  # known fields; the first one is in every row
-    "train": "step loss grad_norm skipped lr tokens sequences epoch step_ms data_ms tokens_per_sec "
-    "mfu mem_gb gpu_util".split(),
-    "eval": "step val_loss val_bpb val_accuracy val_tokens best_val_loss".split(),
-}
+KINDS_OF_NUMBERS = ("train", "eval")  # of rows
 INFO = dict.fromkeys("config data run git versions hardware state".split(), dict)  # of run.json
 INFO |= {"command": list, "resumes": list}
 LARGEST = 1e100  # float32 ends at 3e38: what is beyond is damage, and would overflow in statistics
 DEEPEST = 20  # levels of nesting
+LONGEST_LINE = 1 << 24  # bytes of a row
 # What terminals obey (also to write backwards), and halves of characters, which cannot be encoded
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -65,13 +63,23 @@ def read_run(folder):
         raise NoRecord(found + '; expected JSON such as {"kind": "train", "step": 1, ...}')
     info = tame(read_json(folder / "run.json"))
     for key, kind in INFO.items():
-        info[key] = info[key] if isinstance(info.get(key), kind) else kind()
+        if not isinstance(info.get(key), kind):
+            info[key] = kind()
     if not isinstance(info["data"].get("meta", {}), dict):
         del info["data"]["meta"]
-    train, evals = (columns(rows, kind) for kind in FIELDS)
-    events = [row for row in rows if row["kind"] == "event"]
-    events = [tame(row) | {"event": tame(str(row["event"]))} for row in events]
-    return Record(tame(folder.resolve().name), folder, info, train, evals, events, unreadable)
+    events = []
+    for row in rows:
+        if row["kind"] == "event":
+            events.append(tame(row) | {"event": tame(str(row["event"]))})
+    return Record(
+        name=tame(folder.resolve().name),
+        folder=folder,
+        info=info,
+        train=columns(rows, "train"),
+        evals=columns(rows, "eval"),
+        events=events,
+        unreadable=unreadable,
+    )
 
 
 def tame(value, depth=0):
@@ -96,43 +104,66 @@ def plain(value):
 
 def read_metrics(path):
     """([row, ...], number of damaged lines) of a metrics.jsonl. Half a line at its end is neither."""
-    rows, damaged = [], 0
+    rows = []
+    damaged = 0
+    rest = b""
     with open(path, "rb") as file:
-        while lines := file.readlines(1 << 16):  # together they parse faster, and share their keys
-            found = rows_of(lines) or [row for line in lines for row in rows_of([line])]
-            is_half = not lines[-1].endswith(b"\n") and not rows_of(lines[-1:])
+        while chunk := file.read(1 << 18):
+            *lines, rest = (rest + chunk).split(b"\n")
+            if len(rest) > LONGEST_LINE:
+                rest = b"too long"
+            found = rows_of(lines)  # together they parse faster, and share their keys
+            if not found:
+                found = [row for line in lines for row in rows_of([line])]
             rows += found
-            damaged += len(lines) - len(found) - is_half
-    return rows, damaged
+            damaged += len(lines) - len(found)
+    return rows + rows_of([rest]), damaged
 
 
 def rows_of(lines):
     """The dicts in lines of metrics.jsonl; [] if one is damaged."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         rows = json.loads(b"[" + b",".join(lines) + b"]")
-        for row in rows:
-            is_step = isinstance(row["step"], int) and 0 <= row["step"] < 1 << 53
-            is_known = row["kind"] in FIELDS or (row["kind"] == "event" and "event" in row)
-            if not (is_step and is_known):
-                return []
-        return rows if len(rows) == len(lines) else []
+        if len(rows) == len(lines) and all(map(is_row, rows)):
+            return rows
     return []
+
+
+def is_row(row):
+    """Raises KeyError or TypeError if it is nothing of the kind."""
+    is_step = isinstance(row["step"], int) and 0 <= row["step"] < 1 << 53
+    if row["kind"] == "event":
+        return is_step and "event" in row
+    return is_step and row["kind"] in KINDS_OF_NUMBERS
+
+
+def numbers_of(kind):
+    """The names of the numbers in a row of kind "train" or "eval"; `step` is the first."""
+    return [field.name for field in FIELDS.values() if field.kind in (kind, "both")]
 
 
 def columns(rows, kind):
     """{field: array} by increasing step; of two rows of the same step the later one counts. A field
     that is not in FIELDS is one if two rows give it a number: damage may invent one."""
-    fields, by_step = FIELDS[kind], {row["step"]: row for row in rows if row["kind"] == kind}
+    by_step = {row["step"]: row for row in rows if row["kind"] == kind}
     rows = [by_step[step] for step in sorted(by_step)]
-    names = dict.fromkeys([*fields, *sorted(set().union(*rows) - {"finite"})])
-    table = {tame(name): np.array([plain(row.get(name)) for row in rows]) for name in names}
-    return {k: values for k, values in table.items() if k in fields or len(known(values)) > 1}
+    fields = numbers_of(kind)
+    others = set().union(*rows) - {*fields, "kind", "finite"}
+    table = {}
+    for name in [*fields, *sorted(others)]:
+        values = np.array([plain(row.get(name)) for row in rows])
+        if name in fields or len(known(values)) > 1:
+            table[tame(name)] = values
+    return table
 
 
 def is_running(run):
     """Whether a process holds the lock of the run's folder. That one would lose it by asking."""
+    path = run.folder / ".lock"
+    if not path.is_file():  # a pipe would be opened for ever
+        return False
     try:
-        with open(run.folder / ".lock") as lock:
+        with open(path) as lock:
             fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return not isinstance(error, FileNotFoundError)
@@ -158,10 +189,13 @@ def half_window(run):
 
 def smooth(values, half):
     """Mean over `half` neighbours on either side; at the start, as many on the right as on the left."""
-    i, finite = np.arange(len(values)), np.isfinite(values)
+    finite = np.isfinite(values)
     total = np.concatenate([[0], np.cumsum(np.where(finite, values, 0))])
     count = np.concatenate([[0], np.cumsum(finite)])
-    first, last = i - np.minimum(half, i), np.minimum(i + np.minimum(half, i) + 1, len(values))
+    i = np.arange(len(values))
+    reach = np.minimum(half, i)
+    first = i - reach
+    last = np.minimum(i + reach + 1, len(values))
     with np.errstate(invalid="ignore", divide="ignore"):
         return (total[last] - total[first]) / (count[last] - count[first])
 

@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from plumbing.console import duration
-from reporting.record import FIELDS, half_window, known, last_step, mean, median, plain
+from plumbing.console import FIELDS, duration
+from reporting.record import half_window, known, last_step, mean, median, plain
 
 
 def happened(run, event):
@@ -66,7 +66,7 @@ def unit(*runs):
 
 def new_fields(run):
     """[(name, steps, values)] of the fields that only a fork of train.py writes."""
-    own = *FIELDS["train"], *FIELDS["eval"], f"best_{metric_of(run)[0]}"
+    own = *FIELDS, f"best_{metric_of(run)[0]}"
     return [(k, t["step"], t[k]) for t in (run.train, run.evals) for k in t if k not in own]
 
 

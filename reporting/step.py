@@ -16,7 +16,7 @@ from plumbing.checkpoint import HASHED
 from plumbing.cli import printable
 from plumbing.data import DataError, tokenizer_of
 from plumbing.files import replacing
-from plumbing.safe_step import leaves, snapshot
+from plumbing.safe_step import Captured, leaves
 from reporting.logged import MEASURED
 from reporting.results import table
 
@@ -69,7 +69,7 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
     add("at its start:", essence(run.checkpoint()))
     add("batch:", {"inputs": inputs, "targets": targets})
     trace.append(("learning rate", lr))
-    before = snapshot(run)
+    before = Captured(run)
     losses = inputs.new_zeros(0)
     with suppress(TypeError, ValueError, RuntimeError):  # the model may return no logits
         losses = torch.cat([*token_losses(train.autocast, run, inputs, targets)])

@@ -337,7 +337,7 @@ def serve():
     from plumbing import cli, machine, resume
 
     # Each source is parsed once, not in each run, and so is what each installed package says of itself.
-    resume.code_hashes()
+    resume.code_of_process()
     cli.read_knobs = functools.cache(cli.read_knobs)
     cli.read_knobs(REPO / "train.py")
     email.message_from_string = functools.cache(email.message_from_string)
@@ -394,7 +394,7 @@ def in_child(argv, files, env, cwd, before, timeout, repo):
     if "--dtype=float16" in argv:  # where a CPU lacks it, torch emulates it
         name, flags = machine.cpu_info()
         machine.cpu_info = lambda: (name, flags | {"avx512_fp16"})
-    exec(before, {"train": train})
+    exec(compile(before, __file__, "exec"), {"train": train})
     try:
         code = run_script(train.main)
     except SystemExit as leaving:  # --help

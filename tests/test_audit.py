@@ -13,7 +13,8 @@ from test_loop import Lion, Moving, batch, build_run, knobs  # noqa: F401
 from test_ranks import codes, only_on, ranks
 
 import train
-from plumbing import audit
+from plumbing import audit, machine
+from plumbing.run_folder import Clock
 
 FLAGS = ("--dropout=0.1", "--ema_decay=0.9", "--grad_clip=0", "--log_interval=1")
 AUDIT = "--audit_interval=3"
@@ -153,7 +154,7 @@ def take_steps(run, audited, bad_step=None):
         if seed == bad_step:
             model = lambda x, y: run.model(x, y) * math.nan  # noqa: E731
         take = functools.partial(train.train_step, model, run, *batch(seed=seed), 1e-3)
-        numbers = audit.confirm(run, take) if audited else take()
+        numbers = audit.confirm(run, take, Clock()) if audited else take()
         assert numbers["skipped"] == (seed == bad_step)
     optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
     return digest([run.model.state_dict(), run.ema, optimizers, torch.get_rng_state(), run.state])
@@ -180,7 +181,8 @@ def test_the_audit_changes_no_bit_of_buffers_or_of_any_optimizer(knobs, optimize
 def test_what_only_one_try_has_made_is_found_and_healed(knobs, number, odd):  # noqa: F811
     """A fault that skips the first step leaves no moments, where the other tries make them."""
     good, bad = build_run("muon"), build_run("muon")
-    audit.confirm(good, functools.partial(train.train_step, good.model, good, *batch(), 1e-3))
+    take = functools.partial(train.train_step, good.model, good, *batch(), 1e-3)
+    audit.confirm(good, take, Clock())
     events = []
     bad.folder = SimpleNamespace(event=lambda step, name, **fields: events.append(fields))
     tries = []
@@ -189,7 +191,8 @@ def test_what_only_one_try_has_made_is_found_and_healed(knobs, number, odd):  # 
         tries.append(1)
         return bad.model(inputs, targets) * (math.inf if len(tries) == number else 1)
 
-    numbers = audit.confirm(bad, functools.partial(train.train_step, model, bad, *batch(), 1e-3))
+    take = functools.partial(train.train_step, model, bad, *batch(), 1e-3)
+    numbers = audit.confirm(bad, take, Clock())
     assert numbers["skipped"] == 0 and events[0]["odd"] == odd and len(tries) == 3
     assert digest(bad.model.state_dict()) == digest(good.model.state_dict())
 
@@ -209,8 +212,8 @@ def test_memory_that_runs_out_in_the_repeat_halves_nothing_for_good(knobs):  # n
 
     for audited, step_of in ((run, model), (plain, plain.model)):
         take = functools.partial(train.train_step, step_of, audited, *batch(), 1e-3)
-        _ = audit.confirm(run, take) if audited is run else take()
-    assert events == ["out_of_memory", "audit_skipped"] and tries == [32, 32, 16, 16, 32]
+        _ = audit.confirm(run, take, Clock()) if audited is run else take()
+    assert events == ["audit_skipped"] and tries == [32, 32, 16, 16, 32]
     for part in ("model", "optimizer", "state", "rng"):
         assert digest(run.checkpoint()[part]) == digest(plain.checkpoint()[part]), part
 
@@ -218,7 +221,7 @@ def test_memory_that_runs_out_in_the_repeat_halves_nothing_for_good(knobs):  # n
 def test_where_memory_has_no_room_for_copies_the_step_is_taken_once(knobs, monkeypatch):  # noqa: F811
     events = []
     for free in (1e9, 0):
-        monkeypatch.setattr(audit, "free_memory", lambda device, free=free: free)
+        monkeypatch.setattr(machine, "free_memory", lambda device, free=free: free)
         run = build_run()
         run.folder = SimpleNamespace(event=lambda step, name, **fields: events.append((step, name)))
         tries = []
@@ -227,9 +230,76 @@ def test_where_memory_has_no_room_for_copies_the_step_is_taken_once(knobs, monke
             tries.append(1)
             return run.model(*batch)
 
-        audit.confirm(run, functools.partial(train.train_step, model, run, *batch(), 1e-3))
+        take = functools.partial(train.train_step, model, run, *batch(), 1e-3)
+        audit.confirm(run, take, Clock())
         assert len(tries) == (2 if free else 1)
     assert events == [(1, "audit_skipped")]
+
+
+# ---- the second step: state that no checkpoint holds ---------------------------------------------
+
+HIDDEN = {
+    "a counter of a module": """
+def forward(self, x, inner=train.build_model.__globals__["MLP"].forward):
+    self.calls = getattr(self, "calls", 0) + 1
+    return inner(self, x) * (1 + 1e-3 * self.calls)
+train.build_model.__globals__["MLP"].forward = forward
+""",
+    "a toggle": """
+def forward(self, x, inner=train.build_model.__globals__["MLP"].forward):
+    self.odd = not getattr(self, "odd", False)
+    return inner(self, x) * (1.1 if self.odd else 1.0)
+train.build_model.__globals__["MLP"].forward = forward
+""",
+    "an optimizer's own counter": """
+import torch
+class Own(torch.optim.SGD):
+    t = 0
+    def step(self):
+        self.t += 1
+        for group in self.param_groups:
+            group["lr"] /= self.t
+        super().step()
+train.configure_optimizers = lambda model, name, lr, *rest: [Own(model.parameters(), lr)]
+""",
+    "a mean in a global": """
+means = {"loss": None}
+def forward_backward(model, run, *rest, inner=train.forward_backward):
+    totals = inner(model, run, *rest)
+    loss = totals["loss"].detach()
+    means["loss"] = loss if means["loss"] is None else 0.9 * means["loss"] + 0.1 * loss
+    return totals | {"smooth": means["loss"]}
+train.forward_backward = forward_backward
+""",
+}
+
+
+@pytest.mark.parametrize("before", HIDDEN.values(), ids=HIDDEN)
+def test_state_that_no_checkpoint_holds_ends_the_run_at_its_second_step(run_train, before):
+    done = run_train("run", before=before)
+    assert done.returncode == 1 and "step 2 gave other results" in done.stderr
+    assert "--audit_interval=-1" in done.stderr and len(done.stderr.splitlines()) == 1
+    without = run_train("without", "--audit_interval=-1", before=before)
+    assert without.returncode == 0  # the control
+
+
+def test_one_odd_try_of_four_is_the_machine_and_is_healed(run_train, plain):
+    done = run_train("run", *FLAGS, before=flip_gradient([2], step=2))
+    assert done.returncode == 0 and done.fingerprint(STEPS) == plain.fingerprint(STEPS)
+    (event,) = audit_events(done)
+    assert (event["step"], event["odd"]) == (2, "second")
+    assert "gradient/head.weight" in event["tensors"]
+    first = run_train("first", *FLAGS, before=flip_gradient([1], step=2))
+    assert first.returncode == 1 and "gradient/head.weight" in first.stderr
+
+
+def test_the_second_step_changes_no_bit_and_no_figure(run_train, plain):
+    without = run_train("run", *FLAGS, "--audit_interval=-1")
+    assert without.fingerprint(STEPS) == plain.fingerprint(STEPS)
+    seconds = json.loads((plain.out_dir / "run.json").read_text())["seconds"]
+    assert seconds["audit"] > 0
+    memory = [run.rows("train")[-1]["mem_gb"] for run in (plain, without)]
+    assert memory[0] == pytest.approx(memory[1], rel=0.05)
 
 
 # ---- what it costs -------------------------------------------------------------------------------
@@ -243,5 +313,4 @@ def test_an_audit_that_could_prove_nothing_is_refused(run_train):
 
 def test_off_it_costs_the_loop_two_lines():
     loop = inspect.getsource(train.train).splitlines()
-    assert len([line for line in loop if "audit" in line]) == 2
-    assert len([line for line in loop if "train_step" in line or "take" in line]) == 2
+    assert len([line for line in loop if "confirm" in line]) == 2

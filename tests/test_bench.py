@@ -1,5 +1,6 @@
 """bench.py measures what train.py runs, in every part, and changes nothing that it does not own."""
 
+import copy
 import json
 import math
 import multiprocessing
@@ -81,7 +82,7 @@ def in_process(data_dir, tmp_path):
 @pytest.fixture
 def train_as_it_was(monkeypatch):
     """Undoes what a script that changes train.py did to it."""
-    monkeypatch.setattr(console, "COLUMNS", dict(console.COLUMNS))
+    monkeypatch.setattr(console, "FIELDS", copy.deepcopy(console.FIELDS))
     before = dict(vars(train))
     yield
     for name in vars(train).keys() - before.keys():
@@ -446,7 +447,7 @@ def test_reaching_the_target_takes_start_and_training_but_no_evaluation(tmp_path
 
 def test_the_recipe_on_this_loop_is_that_of_nanogpt():
     """What its row does not say is a default of train.py."""
-    ours = {name: default for name, (default, _, _) in read_knobs(train.__file__).items()}
+    ours = {name: knob.default for name, knob in read_knobs(train.__file__).items()}
     script, *words = bench.CHANGES["its model and recipe on this loop"].split()
     ours |= dict(word[2:].split("=") for word in words)
     theirs = dict(word[2:].split("=") for word in bench.NANOGPT.split() if "=" in word)

@@ -1,16 +1,22 @@
 """What is printed: columns that stay aligned, and what to type next."""
 
+import contextlib
+import fcntl
 import math
+import os
+import pty
 import re
 import shlex
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import REPO
+from conftest import REPO, arguments
 
 from plumbing import console
 
@@ -94,11 +100,25 @@ def test_a_number_keeps_the_digits_there_is_room_for(value, width, digits, text)
 
 def test_rates_and_times_have_units():
     values = (853, 91_912.3, 999_949, 1_234_567, 98_765_432)
-    write = console.COLUMNS["tokens_per_sec"][2]
+    write = console.FIELDS["tokens_per_sec"].write
     assert [write(value).strip() for value in values] == "0.853k 91.91k 999.9k 1235k 98765k".split()
     times = {0: "0:00", 46.9: "0:46", 725: "12:05", 3600: "1:00:00", 86399: "23:59:59"}
     times |= {360_000: "4d 4h", 1e9: "11574d 1h"}
     assert {seconds: console.duration(seconds) for seconds in times} == times
+
+
+def test_every_field_of_a_row_is_in_the_table_with_what_may_be_said_of_it(run_train):
+    done = run_train("run", "--max_steps=5", "--eval_tokens=32")
+    fields = console.FIELDS
+    for kind in ("train", "eval"):
+        names = set().union(*done.rows(kind))
+        assert names <= fields.keys() and "step" in names
+        wrong = [name for name in names if fields[name].kind not in (kind, "both", "mark")]
+        assert wrong == []
+    assert [name for name, field in fields.items() if not field.reserved] == ["loss"]
+    measured = [name for name, field in fields.items() if field.measured]
+    speed = ["tokens_per_sec", "mfu", "mem_gb", "gpu_util"]
+    assert measured == ["finite", "step_ms", "data_ms", *speed]
 
 
 def test_the_plan_says_what_the_run_does_before_its_first_step(run_train):
@@ -125,6 +145,69 @@ def plan(capsys, model=None, changed=None):
     )
     console.print_plan(run, (1e12, "measured"), changed or {})
     return capsys.readouterr().out
+
+
+LOOP = f"""
+import time
+from plumbing import console
+table = console.Table(1000)
+table.print_evaluation({{"step": 0, "val_loss": 1.0}}, is_best=True)
+table.print_evaluation({{"step": 0, "val_loss": 2.0}}, is_best=False)
+table.print_row({USUAL})
+end = time.monotonic() + 1
+while time.monotonic() < end:
+    table.live(60)
+console.say("the end")
+"""
+
+
+def on_a_terminal(code, columns=80, **environment):
+    """What a terminal gets from Python code, and what a pipe gets."""
+    environment = {"TERM": "xterm", "NO_COLOR": ""} | environment
+    how = {"cwd": REPO, "env": os.environ | environment}
+    mine, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, **how)
+    os.close(theirs)
+    shown = b""
+    with contextlib.suppress(OSError):  # at its end
+        while part := os.read(mine, 1 << 16):
+            shown += part
+    os.close(mine)
+    assert process.wait() == 0
+    piped = subprocess.run([sys.executable, "-c", code], **how, capture_output=True, check=True)
+    return shown.decode().replace("\r\n", "\n"), piped.stdout.decode()
+
+
+def test_a_terminal_gets_colour_and_a_live_line_and_a_pipe_neither():
+    shown, piped = on_a_terminal(LOOP)
+    best, other, _, row, last = shown.strip("\n").split("\n")
+    assert "val loss 1.0000" in best and console.GREEN in best and console.GREEN not in other
+    *live, end = last.split("\r")
+    assert 2 <= len(live) <= 6, "a few times a second"
+    assert live[0] == console.CLEAR + "     60/1000     loss 1.8762  91.91k tok/s  0:41 left"
+    assert end == console.CLEAR + "the end" and "1.8762" in row
+    assert "\x1b" not in piped and "\r" not in piped and len(piped.splitlines()) == 5
+
+
+def test_a_run_has_a_live_line_on_a_terminal(data_dir, tmp_path):
+    flags = arguments(tmp_path / "run", data_dir, ["--max_steps=40"])[1:]
+    shown, piped = on_a_terminal(f"import train; train.main({flags})")
+    live = [part for part in re.split(r"[\r\n]", shown) if re.search(r"tok/s  \d:\d\d left$", part)]
+    assert live and console.GREEN in shown
+    assert "finished" in piped and "\x1b" not in piped
+
+
+def test_a_live_line_fits_into_a_narrow_terminal():
+    shown, _ = on_a_terminal(LOOP, columns=30)
+    live = shown.split("\n")[4].split("\r")[0]
+    assert live.startswith(console.CLEAR) and len(live) - len(console.CLEAR) == 29
+
+
+@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+def test_a_terminal_that_should_have_no_colour_gets_what_a_pipe_gets(environment):
+    shown, piped = on_a_terminal(LOOP, **environment)
+    assert shown == piped
 
 
 def test_the_plan_names_what_differs_from_the_run_so_far(capsys):

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -201,16 +202,10 @@ def test_a_glob_takes_the_files_that_it_matches_and_field_names_the_text(tmp_pat
     assert all_of(tmp_path / "made") == sorted(texts[:100])
 
 
-def test_zst_is_read_frame_after_frame(tmp_path, texts):
-    zstandard = pytest.importorskip("zstandard")
-    lines = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
-    halves = [zstandard.compress(b"".join(half)) for half in (lines[:100], lines[100:])]
-    write(tmp_path / "a.jsonl.zst", b"".join(halves))
-    make(tmp_path / "made", tmp_path / "a.jsonl.zst", **MANY)
-    assert all_of(tmp_path / "made") == sorted(texts)
-    write(tmp_path / "a.jsonl.zst", b"".join(halves)[:-5])
-    with pytest.raises(DataError, match="cannot read .*a.jsonl.zst .it ends inside a frame"):
-        make(tmp_path / "cut", tmp_path / "a.jsonl.zst", **MANY)
+def test_zst_is_refused_with_what_to_type(tmp_path):
+    write(tmp_path / "a.jsonl.zst", b"whatever")
+    with pytest.raises(DataError, match="a.jsonl.zst: .zst is not read; unpack it first: zstd -d"):
+        make(tmp_path / "made", tmp_path / "a.jsonl.zst", **MANY)
 
 
 # --- killed, and started again ---
@@ -264,12 +259,44 @@ def test_a_corpus_that_is_there_is_checked_and_left_as_it_is(tmp_path, corpus):
     said = []
     first = make(tmp_path / "made", corpus, **MANY)
     before = snapshot(tmp_path / "made")
+    os.utime(corpus / "a.jsonl")  # touched: the content decides
     assert make(tmp_path / "made", corpus, say=said.append, **MANY) == first
     assert "is there already, byte tokens of corpus, 83 files" in said[0]
-    write(corpus / "z.txt", b"one more")
-    with pytest.raises(DataError, match="holds another dataset"):
+    with pytest.raises(DataError, match="it has val_fraction 0.1, not val_fraction 0.2; choose"):
+        make(tmp_path / "made", corpus, val_fraction=0.2)
+    (corpus / "c120.txt").write_bytes((corpus / "c120.txt").read_bytes()[::-1])
+    with pytest.raises(
+        DataError, match="holds another dataset: .*; it has content .*, not content"
+    ):
         make(tmp_path / "made", corpus, **MANY)
     assert snapshot(tmp_path / "made") == before
+
+
+# --- a small corpus ---
+
+
+def test_a_small_corpus_has_validation_text_too(tmp_path, texts, capsys):
+    """Forty books, with the default val_fraction: expected are 0.02 documents."""
+    for i in range(40):
+        write(tmp_path / "books" / f"{i}.txt", texts[i].encode() * 20)
+    done = command(tmp_path, "made", "--input=books", "--tokenizer=byte")
+    assert done.returncode == 0, done.stderr
+    fraction = re.search("=0.0005 does not fit this text; ([0-9.]+) is used instead", done.stdout)[
+        1
+    ]
+    val = documents_of(tmp_path / "made", "val")
+    assert 1 <= len(val) <= 4 and all_of(tmp_path / "made") == sorted(t * 20 for t in texts[:40])
+    again = command(
+        tmp_path, "again", "--input=books", "--tokenizer=byte", f"--val_fraction={fraction}"
+    )
+    assert documents_of(tmp_path / "again", "val") == val and "instead" not in again.stdout
+
+
+def test_of_a_single_document_the_last_tenth_is_held_out(tmp_path, texts):
+    write(tmp_path / "web" / "a.txt", texts[0].encode())
+    make(tmp_path / "made", tmp_path / "web")
+    (train,), (val,) = (documents_of(tmp_path / "made", split) for split in ("train", "val"))
+    assert train + val == texts[0] and len(train) == int(0.9 * len(texts[0]))
 
 
 @pytest.mark.parametrize("damage", [os.remove, lambda path: os.truncate(path, 100)])
@@ -303,15 +330,20 @@ GOOD = b'{"text": "good"}\n'
         ({"a.jsonl": GOOD + b"\n{oops\n"}, "", ["a.jsonl:3: JSONDecodeError", "object of up to"]),
         ({"a.jsonl": GOOD + b'{"body": "x"}'}, "", ["a.jsonl:2: KeyError: 'text'", "--field=NAME"]),
         ({"a.jsonl": b'{"text": 5}'}, "", ["a.jsonl:1: TypeError: 'text' is no string"]),
-        ({"a.jsonl": b'["text"]'}, "", ["a.jsonl:1: TypeError"]),
-        ({"a.jsonl": b"[" * 99_999}, "", ["a.jsonl:1: RecursionError"]),
+        ({"a.jsonl": b'"text"'}, "", ["a.jsonl:1: TypeError"]),
+        ({"a.jsonl": b'{"text":' + b"[" * 99_999}, "", ["a.jsonl:1: RecursionError"]),
+        ({"a.jsonl": b'[{"text": "x"}]'}, "", ["is a JSON array", "one object a line", "jq"]),
         ({"a.jsonl": GOOD + b'{"text": "\xe4"}'}, "", ["a.jsonl:2: ", "0xe4 in position 10"]),
         (
             {"a.txt": b"good", "b.txt": b"K\xe4se"},
             "",
             ["b.txt is not UTF-8: byte 0xe4 at offset 1"],
         ),
-        ({"a.txt": b"good", "b.png": b"x\0y"}, "", ["b.png", "byte 0x00 at offset 1", "binary"]),
+        (
+            {"a.txt": b"good", "b.png": b"\x89PNG\0x"},
+            "",
+            ["b.png is binary", "byte 0x00 at offset 4", "leave it out"],
+        ),
         (
             {"a.txt.gz": gzip.compress(b"a text" * 99)[:-9]},
             "",
@@ -325,7 +357,7 @@ GOOD = b'{"text": "good"}\n'
         ({"a.txt": b""}, "", ["1 files, 0 bytes"]),
         ({"a.txt": b"good"}, "/*.jsonl", ["0 files, 0 bytes", "expected text, .jsonl"]),
         ({"a.txt": b"good"}, "/b.jsonl", ["cannot read", "No such file"]),
-        ({"a.txt": b"one document"}, "", ["too short", "larger --val_fraction"]),
+        ({"a.txt": b"1"}, "", ["too short"]),
     ],
 )
 def test_a_corpus_that_cannot_be_used_is_refused_by_name_and_leaves_nothing(
@@ -340,14 +372,29 @@ def test_a_corpus_that_cannot_be_used_is_refused_by_name_and_leaves_nothing(
     assert not (tmp_path / "data").exists()
 
 
-def test_the_command_says_it_in_one_line_and_exits_2(tmp_path, monkeypatch):
+def test_the_command_says_it_in_one_line_and_exits_2(tmp_path):
     """Also where the error comes long after the first batch was written."""
-    write(tmp_path / "web" / "a.jsonl", GOOD * 90_000 + b"{oops\n")
+    write(tmp_path / "web" / "a.jsonl", GOOD * 90_000 + b"{oops\n" * 200)
     argv = ["made", "--input=web", "--tokenizer=byte", "--val_fraction=0.5"]
     done = command(tmp_path, *argv)
     assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "web/a.jsonl:90001: JSONDecodeError" in done.stderr
+    assert "rows cannot be read, the first: web/a.jsonl:90001: JSONDecodeError" in done.stderr
     assert os.listdir(tmp_path) == ["web"]
+
+
+def test_a_few_bad_rows_are_skipped_and_counted_and_more_are_refused(tmp_path, texts):
+    lines = [json.dumps({"text": f"{i} {text}"}) for i in range(10) for text in texts]
+    said = []
+    lines[3] = lines[1_500] = '{"body": 1}'
+    write(tmp_path / "a.jsonl", "\n".join(lines).encode())
+    make(tmp_path / "made", tmp_path / "a.jsonl", say=said.append, **MANY)
+    assert "skipped 2 of 2,000 rows" in said[1] and "a.jsonl:4: KeyError: 'text'" in said[1]
+    assert len(all_of(tmp_path / "made")) == 1_998
+    lines[1_999] = "{oops"  # the third, past a thousandth: found at the end
+    write(tmp_path / "a.jsonl", "\n".join(lines).encode())
+    with pytest.raises(DataError, match="3 of 2,000 rows cannot be read, the first: .*a.jsonl:4"):
+        make(tmp_path / "more", tmp_path / "a.jsonl", **MANY)
+    assert not (tmp_path / "more").exists()
 
 
 def test_an_offset_counts_from_the_beginning_of_a_long_text(tmp_path, monkeypatch):
@@ -379,17 +426,13 @@ def test_tokenizers_that_a_corpus_cannot_have_are_refused(tmp_path, corpus):
 
 
 def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
-    for name in ("datasets", "zstandard", "compression.zstd"):
-        monkeypatch.setitem(sys.modules, name, None)
-    write(tmp_path / "a.txt.zst", b"whatever")
-    with pytest.raises(DataError, match="needs zstandard; type: pip install zstandard"):
-        make(tmp_path / "made", tmp_path / "a.txt.zst")
+    monkeypatch.setitem(sys.modules, "datasets", None)
     for name in CORPORA:
         with pytest.raises(DataError, match=f"{name} needs datasets; type: pip install datasets"):
             prepare(name, tmp_path, tokenizer="byte")
         with pytest.raises(DataError, match=f"make it first: python prepare_data.py {name}"):
             get_dataset(name, tmp_path)
-    assert os.listdir(tmp_path) == ["a.txt.zst"]
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_corpus_of_the_hub_is_streamed_and_a_network_that_breaks_leaves_nothing(

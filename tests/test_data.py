@@ -35,7 +35,7 @@ needs_shakespeare = pytest.mark.skipif(
 needs_gpt2 = pytest.mark.skipif(
     not (FOLDER / "tiktoken_cache").is_dir(), reason="HONEST_DATA names no folder tiktoken_cache"
 )
-TEXT = "Ein Esel, ein Käse & ein 🐴:\r\nsie reisen nach Bremen.\n" * 20
+TEXT = "Ein Esel, ein Käse & ein 🐴: \nsie reisen nach Bremen.\n" * 20
 NOWHERE = "http://127.0.0.1:9"  # the port where nothing listens
 
 
@@ -155,8 +155,8 @@ def test_a_vocabulary_past_65536_is_stored_in_32_bits(tmp_path):
 @pytest.mark.parametrize("tokenizer", ["char", "byte", pytest.param("gpt2", marks=needs_gpt2)])
 def test_ids_survive_decode_and_encode(tmp_path, text_file, tokenizer):
     _, meta = prepare("esel", tmp_path, str(text_file), tokenizer)
-    first = encode("Käse reisen\r\n🐴", meta)
-    assert decode(first, meta) == "Käse reisen\r\n🐴" == decode(first.tolist(), meta)
+    first = encode("Käse reisen\n🐴", meta)
+    assert decode(first, meta) == "Käse reisen\n🐴" == decode(first.tolist(), meta)
     assert np.array_equal(encode(decode(first, meta), meta), first)
     assert decode([], meta) == "" and len(encode("", meta)) == 0
 
@@ -358,7 +358,7 @@ def test_two_processes_can_make_the_same_dataset_at_once(tmp_path):
     [
         (b"", ["is empty", "expected UTF-8 text"]),
         (b"some text\0more", ["byte 0x00 at offset 9", "binary"]),
-        ("Esel".encode("utf-16"), ["UTF-16"]),
+        (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", ["binary", "byte 0x00 at offset 8", "leave it out"]),
         (b"Ein K\xe4se", ["is not UTF-8: byte 0xe4 at offset 5", "iconv"]),
         ("Ein Käse".encode()[:6], ["is not UTF-8: byte 0xc3 at offset 5"]),
         (b"a", ["too short: 0 tokens to train on, 1 to validate"]),
@@ -371,14 +371,35 @@ def test_a_text_that_cannot_be_used_is_refused(tmp_path, content, words):
     assert all(word in err for word in words), err
 
 
+@pytest.mark.parametrize("encoding", ["UTF-16", "UTF-16LE", "UTF-16BE"])
+def test_utf_16_is_named_with_the_command_that_converts_it(tmp_path, encoding):
+    (tmp_path / "wide text.txt").write_bytes(TEXT.encode(encoding))
+    err = refusal(tmp_path, "esel", "--input=wide text.txt")
+    assert f"is {encoding}, not UTF-8" in err and "latin1" not in err
+    advice = err.partition("type: ")[2].strip()
+    subprocess.run(advice, shell=True, cwd=tmp_path, check=True)
+    done = run(tmp_path, "esel", "--input=NEW.txt")
+    assert done.returncode == 0, done.stderr
+    assert decode(ids(tmp_path / "data/esel", "train"), data.verified_meta(tmp_path / "data/esel"))
+
+
+def test_a_byte_order_mark_is_removed_and_crlf_is_one_newline_and_that_is_said(tmp_path):
+    (tmp_path / "esel.txt").write_bytes(("\ufeff" + TEXT.replace("\n", "\r\n")).encode())
+    done = run(tmp_path, "esel", "--input=esel.txt")
+    assert "removed 1 byte order marks" in done.stdout
+    assert "40 line ends were CRLF and are newlines now" in done.stdout
+    folder = tmp_path / "data/esel"
+    meta = data.verified_meta(folder)
+    text = "".join(decode(ids(folder, split), meta) for split in ("train", "val"))
+    assert text == TEXT and "\r" not in meta["chars"]
+    assert meta["val_bytes"] == len(decode(ids(folder, "val"), meta).encode())
+
+
 @pytest.mark.parametrize(
     "argv, words",
     [
         (["x", "--input=none.txt"], ["cannot read none.txt", "No such file"]),
-        (
-            ["x", "--input=.", "--tokenizer=byte"],
-            ["too short", "0 to validate", "larger --val_fraction"],
-        ),
+        (["x", "--input=.", "--tokenizer=char"], ["one text of up to 32 MB", "--tokenizer=gpt2"]),
         (["x", "--input=esel.txt", "--tokenizer=bpe"], ["'bpe'", "--tokenizer=char|byte|gpt2"]),
         (["x"], ["no dataset 'x'", "prepare_data.py x --input=FILE", "shakespeare and pydoc"]),
         (["a/b", "--input=esel.txt"], ["NAME is made of letters", "'a/b'"]),
@@ -487,6 +508,11 @@ def torn_meta(folder, meta):
     os.truncate(folder / "meta.json", 30)
 
 
+def pipe_as_meta(folder, meta):
+    (folder / "meta.json").unlink()
+    os.mkfifo(folder / "meta.json")
+
+
 def meta_without_dtype(folder, meta):
     del meta["dtype"]
     (folder / "meta.json").write_text(json.dumps(meta))
@@ -508,6 +534,10 @@ def meta_without_dtype(folder, meta):
         (change_meta(val_tokens=-5), "does not describe a dataset"),
         (change_meta(chars=""), "does not describe a dataset"),
         (change_meta(sha256="none"), "does not describe a dataset"),
+        (change_meta(sha256=["train.bin", "val.bin"]), "does not describe a dataset"),
+        (change_meta(source=5), "does not describe a dataset"),
+        (change_meta(more=json.loads("[" * 900 + "]" * 900)), "does not describe a dataset"),
+        (pipe_as_meta, "meta.json is no regular file"),
         (change_meta(tokenizer="bpe"), "does not describe a dataset"),
         (change_meta(chars=[1, 2]), "does not describe a dataset"),
         (change_meta(sha256={"train.bin": None, "val.bin": 5}), "was changed or damaged"),

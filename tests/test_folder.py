@@ -57,7 +57,7 @@ train.open_dataset = open_dataset
 
 
 def test_a_run_that_was_killed_before_its_first_save_starts_again(run_train):
-    kill = "import os; train.safe_step.rehearse = lambda *_: os.kill(os.getpid(), 9)"
+    kill = "import os; train.safe_step.rehearse = lambda *_, **__: os.kill(os.getpid(), 9)"
     killed = run_train("run", before=kill)
     assert killed.returncode == 137 and facts(killed.out_dir)["ended"] is None
     assert run_train("run").returncode == 0
@@ -69,13 +69,13 @@ def test_restart_moves_the_old_run_aside_and_locks_the_new_place(folder, tmp_pat
         folder.set_aside()
         assert (tmp_path / f"run.old_{number}" / "run.json").read_text() == str(number)
         assert [path.name for path in folder.path.iterdir()] == [".lock"]
-        assert folder.mine() and "another run is at work" in in_another_process(
+        assert folder.mine() and "in use by another run" in in_another_process(
             tmp_path, "folder.lock()"
         )
     folder.set_aside()  # nothing to move
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.old_1", "run.old_2"]
     (folder.path / "run.json").write_text("3")
-    assert "another run is at work" in in_another_process(tmp_path, "folder.set_aside()")
+    assert "in use by another run" in in_another_process(tmp_path, "folder.set_aside()")
     assert (folder.path / "run.json").read_text() == "3"
 
 

@@ -485,7 +485,7 @@ def test_a_knob_may_be_an_expression_of_constants_and_may_have_a_type(tmp_path):
     script.write_text(
         "n = 5 * 8  # [1, inf)\nrate: float = -1e-3 / 2\nsize = len('ab')\ntwice = n * 2\n"
     )
-    found = {name: default for name, (default, _, _) in read_knobs(script).items()}
+    found = {name: knob.default for name, knob in read_knobs(script).items()}
     assert found == {"n": 40, "rate": -0.0005}
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from plumbing import fsdp, machine, ranks
 from plumbing.cli import BadInput, RunFailed, run_script
-from plumbing.safe_step import explain, halving_on_oom, snapshot
+from plumbing.safe_step import Captured, explain, halving_on_oom
 
 CPU = torch.device("cpu")
 
@@ -130,7 +130,7 @@ def raise_(error):
 
 def buffers_after_a_step(skipped):
     norm = nn.BatchNorm1d(2)
-    before = snapshot(SimpleNamespace(model=norm, device=CPU))
+    before = Captured(SimpleNamespace(model=norm, device=CPU))
     norm.running_mean += 1 + ranks.rank()
     norm.num_batches_tracked += 5 + ranks.rank()
     before.settle_buffers(torch.tensor(skipped))
@@ -193,7 +193,7 @@ def memory_runs_out_on_rank_1():
             raise MemoryError
         return run.state["micro_batch"]
 
-    rows = halving_on_oom(run, snapshot(run), compute)
+    rows = halving_on_oom(Captured(run), "micro_batch", compute)
     return {"rows": rows, "tries": tries, "events": events}
 
 

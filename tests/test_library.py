@@ -82,8 +82,6 @@ def test_an_error_in_own_code_ends_in_its_own_line(source, words, compile, run_t
     places = re.findall(r'File "(.*)", line (\d+)', done.stderr)
     assert places[-1] == (str(tmp_path / "own_code.py"), str(number)), done.stderr
     assert done.stderr.splitlines()[-1].startswith(words), done.stderr
-    assert f"{REPO}/plumbing/" not in done.stderr, "the frames of plumbing/ are folded"
-    assert len(done.stderr.splitlines()) < 40
 
 
 # ---- numbers beside the loss ---------------------------------------------------------------------

@@ -25,8 +25,8 @@ def apart(argv):
             print(f"in its own process: {{error!r}}", file=sys.stderr, flush=True)
         os._exit(0)
     os.waitpid(child, 0)
-def main(argv=None, own=train.main):
-    return replay.main({argv!r}) if argv is None else own(argv)
+def main(argv=None, watch=None, own=train.main):
+    return replay.main({argv!r}) if argv is None else own(argv, watch)
 replay.in_process_of_its_own = apart
 train.main = main
 """
@@ -105,7 +105,7 @@ def test_a_step_comes_out_again_and_nothing_else_changes(good, replay):
     before = tree(done.out_dir)
     again = replay(done.out_dir, "--step=7")
     assert again.returncode == 0, again.stderr
-    assert "steps 5 to 7: all logged numbers come out again, bit for bit" in again.stdout
+    assert "steps 5 to 7: all logged numbers are computed again, bit for bit" in again.stdout
     new = tree(done.out_dir)
     assert new.keys() - before.keys() == {"replay_00000007.md", "replay_00000007.png"}
     assert {name: new[name] for name in before} == before
@@ -168,7 +168,7 @@ train.forward_backward = forward_backward
     assert "12 of 12 steps" in verified.stdout
 
 
-def test_the_first_tensor_that_is_not_finite_is_named(run_fork, replay):
+def test_the_first_tensor_that_is_not_finite_is_named(run_fork, replay, tmp_path):
     bad = """
 import model
 def forward(self, *rest, own=model.Block.forward):
@@ -178,7 +178,7 @@ model.Block.forward = forward
 """
     done = run_fork("run", *SAVES, source=bad)
     assert [row["step"] for row in done.rows("train") if row["skipped"]] == [8]
-    again = replay(done.out_dir, "--step=8")
+    again = replay(done.out_dir, "--step=8", f"--script={tmp_path}/run_fork.py")
     assert again.returncode == 0, again.stderr
     assert "not finite: output of blocks.0:" in again.stdout
 
@@ -188,7 +188,7 @@ def test_images_have_no_text_but_everything_else(tmp_path, replay):
     flags = "--max_steps=6 --save_interval=2 --batch_size=8 --report=false --n_embd=4"
     out = tmp_path / "images"
     subprocess.run([*command, *flags.split(), f"--out_dir={out}"], check=True, capture_output=True)
-    again = replay(out, "--step=4")
+    again = replay(out, "--step=4", f"--script={REPO}/examples/images.py")
     assert again.returncode == 0, again.stderr
     page = (out / "replay_00000004.md").read_text()
     assert "| 0.weight |" in page and "**Sequence 24**" in page
@@ -332,15 +332,17 @@ PLANTS = {  # name -> (flags of both, flags of the other, its source, step of th
 
 
 @pytest.mark.parametrize("name", first(4, PLANTS))
-def test_where_two_runs_part_and_the_first_thing_that_differs(finished, run_fork, replay, name):
+def test_where_two_runs_part_and_the_first_thing_that_differs(
+    finished, run_fork, replay, name, tmp_path
+):
     flags, other_flags, source, step, first = PLANTS[name]
     one = finished(*PART, *flags)
     other = run_fork("other", *PART, *flags, *other_flags, source=source)
-    again = replay(one.out_dir, other.out_dir)
+    again = replay(one.out_dir, other.out_dir, f"--script={tmp_path}/other_fork.py")
     assert again.returncode == 1, again.stderr
     assert f"the runs part at step {step}: " in again.stdout
     assert first in again.stdout
-    assert "both come out again here" in again.stdout
+    assert "both are computed again" in again.stdout
 
 
 def test_other_data_under_the_same_name(finished, run_train, replay, data_dir, tmp_path):

@@ -18,8 +18,8 @@ import report
 from reporting.record import is_running, read_run
 
 BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
-PANELS = ["loss (nats)", "gradient norm, unclipped", "learning rate", "throughput (tokens/s)"]
-PANELS += ["peak memory (GB)", "MFU (share of the peak)"]
+PANELS = ["loss (nats)", "gradient norm", "learning rate", "throughput (tokens/s)"]
+PANELS += ["MFU (%)", "peak memory (GB)"]
 
 
 def page_of(folders, refresh=0):
@@ -61,7 +61,7 @@ def test_every_panel_table_trouble_and_the_last_sample_are_there(tmp_path):
     rows = [each | {"weight_norm": 3.5} for each in falling(60, gpu_util=40)]
     rows += [event(30, "sample", text="first"), event(60, "sample", text="<b>To be</b> & not")]
     html = page_of([write_run(tmp_path / "run", [*rows, evaluation(60, 1.7)])]).read_text()
-    assert titles(html) == [*PANELS, "GPU utilization (%)", "weight_norm"]
+    assert titles(html) == [*PANELS, "GPU busy (%)", "weight_norm"]
     assert "| **best validation loss, nats** | 1.7000 at step 60 |" in html
     assert "The GPU is idle for much of the time" in html and "device-hours" in html
     assert "~~~\n&lt;b&gt;To be&lt;/b&gt; &amp; not\n~~~" in html and "\nfirst\n" not in html

@@ -585,7 +585,7 @@ def test_another_grouping_of_weights_is_refused_by_name(run_train):
     assert done.returncode == 2 and "groups" in done.stderr and "--out_dir=" in done.stderr
     done = run_train("run", *FLAGS, before=ANOTHER_ORDER)
     assert done.returncode == 2 and "--out_dir=" in done.stderr
-    assert "in the groups was (0, 0, 5) in the run so far and is (0, 0, 0) now" in done.stderr
+    assert "in the groups changed from (0, 0, 5) to (0, 0, 0)" in done.stderr
     assert {path: path.read_bytes() for path in stopped.out_dir.iterdir()} == before
     late = """
 def train_step(model, run, *rest, inner=train.train_step):

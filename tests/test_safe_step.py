@@ -12,16 +12,17 @@ from torch import nn
 import train
 from plumbing.cli import RunFailed
 from plumbing.safe_step import (
+    Captured,
     clone,
     evaluating,
     explain,
     halving_on_oom,
     leaves,
     mapped,
+    note_halving,
     out_of_memory,
     rng_state,
     set_rng_state,
-    snapshot,
     step_unless,
     tensors,
 )
@@ -169,7 +170,8 @@ class Job:
         self.error = error
         self.device = torch.device("cpu")
         self.model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3))
-        self.state = {"step": 4, "micro_batch": micro_batch}
+        self.state = {"step": 4, "micro_batch": micro_batch, "eval_micro_batch": 8}
+        self.noted_sizes = dict(self.state)
         self.folder = SimpleNamespace(event=self.event)
         self.events = []
         self.seen = []
@@ -194,13 +196,14 @@ class Job:
 def test_a_retry_begins_where_the_first_try_began(error):
     torch.manual_seed(3)
     straight = Job(room=2, micro_batch=2)
-    expected = halving_on_oom(straight, snapshot(straight), straight.compute)
+    expected = halving_on_oom(Captured(straight), "micro_batch", straight.compute)
     torch.manual_seed(3)
     retried = Job(room=2, error=error)
-    assert halving_on_oom(retried, snapshot(retried), retried.compute) == expected
+    assert halving_on_oom(Captured(retried), "micro_batch", retried.compute) == expected
     assert retried.state["micro_batch"] == 2
-    assert [fields for _, _, fields in retried.events] == [{"micro_batch": 4}, {"micro_batch": 2}]
-    assert {step for step, _, _ in retried.events} == {4}
+    note_halving(retried)
+    note_halving(retried)
+    assert retried.events == [(4, "out_of_memory", {"micro_batch": 2})]
     assert len(retried.seen) == 3 and len(set(map(str, retried.seen))) == 1
     for one, other in zip(straight.model.parameters(), retried.model.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)
@@ -218,21 +221,21 @@ def test_an_evaluation_is_retried_as_well():
             raise MemoryError
         return sum(job.model(x).sum() for x in torch.ones(8, 3).split(job.state["micro_batch"]))
 
-    assert halving_on_oom(job, snapshot(job), evaluate) == pytest.approx(24, abs=0.01)
-    assert [name for _, name, _ in job.events] == ["out_of_memory"]
+    assert halving_on_oom(Captured(job), "micro_batch", evaluate) == pytest.approx(24, abs=0.01)
+    assert job.state["micro_batch"] == 4
 
 
 def test_a_single_row_that_does_not_fit_ends_the_run_with_what_helps():
     job = Job(room=0)
     with pytest.raises(RunFailed, match="a single sequence.*--grad_checkpoint=true"):
-        halving_on_oom(job, snapshot(job), job.compute)
+        halving_on_oom(Captured(job), "micro_batch", job.compute)
     assert job.state["micro_batch"] == 1
 
 
 def test_other_errors_are_not_retried():
     job = Job(room=0, error=RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
     with pytest.raises(RuntimeError, match="mat1"):
-        halving_on_oom(job, snapshot(job), job.compute)
+        halving_on_oom(Captured(job), "micro_batch", job.compute)
     assert len(job.seen) == 1 and not job.events
 
 

@@ -284,11 +284,12 @@ def test_weights_alone_are_exported_averaged_and_tied_ones_twice(
     trained, run_sample, edited, tmp_path
 ):
     """Of any model: nothing is rebuilt."""
-    safetensors = pytest.importorskip("safetensors.torch")
+    from safetensors.torch import load_file
+
     code, out, err = run_sample(trained, f"--export={tmp_path}/w.safetensors")
     assert (code, out) == (0, "") and "w.safetensors" in err
     best = torch.load(trained / "best.pt", weights_only=True)
-    written = safetensors.load_file(tmp_path / "w.safetensors")
+    written = load_file(tmp_path / "w.safetensors")
     expected = best["model"] | best["ema"]
     assert written.keys() == expected.keys() and best["ema"]
     assert all(torch.equal(written[name], expected[name]) for name in expected)
@@ -299,7 +300,7 @@ def test_weights_alone_are_exported_averaged_and_tied_ones_twice(
         checkpoint["ema"] = {"in": 2 * weight}
 
     assert run_sample(edited(own), f"--export={tmp_path}/w.safetensors")[0] == 0
-    written = safetensors.load_file(tmp_path / "w.safetensors")
+    written = load_file(tmp_path / "w.safetensors")
     assert [written[name].sum() for name in ("in", "out", "other")] == [6, 6, 0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["edited.pt", "w.safetensors"]
     refused(run_sample(trained, f"--export={tmp_path}/no/w"), "no/w", "cannot be written")

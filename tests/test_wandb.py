@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import struct
 import subprocess
 import sys
@@ -161,22 +162,13 @@ class Run:
     def finish(self, exit_code): pass
 def init(**_): return Run()
 """
-HANG = "time.sleep(600)"
 BROKEN = {
     "is missing": ("raise ImportError('No module named wandb')", "No module named wandb"),
     "breaks when it is imported": ("raise OSError('no home')", "no home"),
-    "breaks when it starts": (FAKE + "def init(**_): raise SystemExit(3)", "SystemExit: 3"),
+    "breaks when it starts": (FAKE + "def init(**_): raise OSError('quota')", "quota"),
     "breaks in mid-run": (FAKE + "def log(*_, **__): 1 / 0\nRun.log = log", "division by zero"),
     "breaks at the end": (FAKE + "def f(*_, **__): 1 / 0\nRun.finish = f", "division by zero"),
-    "hangs when it is imported": (f"import time\n{HANG}", "does not answer"),
-    "hangs when it starts": (FAKE + f"def init(**_): {HANG}", "does not answer"),
-    "hangs in mid-run": (FAKE + f"def log(*_, **__): {HANG}\nRun.log = log", "does not answer"),
-    "hangs at the end": (FAKE + f"def f(*_, **__): {HANG}\nRun.finish = f", "does not answer"),
 }
-IMPATIENT = """
-from plumbing import run_folder
-run_folder.Wandb.__init__.__defaults__ = (0.5,)
-"""
 
 
 def fake(tmp_path, source):
@@ -187,35 +179,29 @@ def fake(tmp_path, source):
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_wandb_that_fails_or_hangs_is_one_line_and_training_continues(how, run_train, tmp_path):
+def test_a_wandb_that_fails_is_one_line_and_training_continues(how, run_train, tmp_path):
     source, words = BROKEN[how]
-    start = time.monotonic()
-    done = run_train("run", *ON, before=fake(tmp_path, source) + IMPATIENT)
+    done = run_train("run", *ON, before=fake(tmp_path, source))
     assert done.returncode == 0 and done.stderr == "", done.stderr
     said = [line for line in done.stdout.splitlines() if line.startswith("wandb ")]
     said = [line for line in said if line != "wandb    somewhere"]
     assert len(said) == 1 and words in said[0] and "training continues without it" in said[0]
-    assert len(read_rows(done.out_dir, "train")) == 30 and time.monotonic() - start < 30
+    assert len(read_rows(done.out_dir, "train")) == 30
 
 
-def test_a_process_of_wandb_that_hangs_does_not_keep_python_from_its_exit(tmp_path):
-    source = f"""
-import signal, sys
-from pathlib import Path
-from plumbing.run_folder import Wandb
-sender = Wandb(Path({str(tmp_path)!r}), {{}}, "abcd")
-service = sys.modules["wandb"].setup()._connection._proc._process
-service.send_signal(signal.SIGSTOP)
-sender.send({{"kind": "train", "step": 1, "sequences": 8}})
-sender.patience = 1
-sender.finish(0)
-"""
-    command = [sys.executable, "-c", source]
-    done = subprocess.run(
-        command, cwd=REPO, env=os.environ | OFFLINE, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0 and done.stderr == "", done.stderr
-    assert done.stdout.count("does not answer") == 1
+@pytest.mark.slow  # twenty seconds, most of them of wandb at its own exit
+def test_a_server_that_does_not_answer_is_one_line(run_train):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        where = {"WANDB_BASE_URL": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        online = where | {"WANDB_MODE": "online", "WANDB_API_KEY": 40 * "a"}
+        impatient = "from plumbing import run_folder\nrun_folder.WANDB_SECONDS = 2\n"
+        start = time.monotonic()
+        done = run_train("run", *ON, env=online, before=impatient)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("training continues without it") == 1
+    assert len(read_rows(done.out_dir, "train")) == 30 and time.monotonic() - start < 60
 
 
 def test_nobody_is_asked_for_a_key(run_train, tmp_path):

@@ -1,0 +1,835 @@
+"""GO or NO-GO: what check.py asks of a loop before a long run. docs/trouble.md explains each check.
+
+A check is a generator of (name, fine, found) or (name, fine, found, passable), for a bench.Job. fine:
+None if it does not apply. It asks for behaviour, of the functions that the run itself calls, so
+that it finds what nobody thought of: it knows no bug by name.
+"""
+
+import io
+import math
+import time
+from collections import Counter
+from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import lru_cache
+from inspect import signature
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
+
+import replay
+import train
+from bench import setting
+from plumbing import checkpoint, data
+from plumbing.cli import RunFailed, read_knobs
+from reporting.logged import Logged
+
+FEW = 64  # tokens in the vocabulary of a probe
+PROBED = 8192  # tokens that one probe of causality may compute
+LOOK_BACK = 4  # places, in the task that shows whether positions matter
+PLAIN = {"dropout": 0.0, "label_smoothing": 0.0, "n_future_tokens": 1, "grad_checkpoint": False}
+# Rates at steps 0, 49, 99, 350, 600, 850, 1,100 and 1,200 of 1,100 with a warmup of 100, a peak of 1
+# and a minimum of 0.1.
+RISE = [0.01, 0.5, 1.0]
+COSINE = [0.1 + 0.45 * (1 + math.cos(math.pi * done)) for done in (0.25, 0.5, 0.75, 1.0, 1.0)]
+RATES = {
+    "cosine": [*RISE, *COSINE],
+    "onecycle": [0.04, 0.5084, 0.9998, *COSINE],
+    "linear": [*RISE, 0.775, 0.55, 0.325, 0.1, 0.1],
+    "wsd": [*RISE, 1.0, 1.0, 1.0, 0.1, 0.1],
+    "constant": [*RISE, 1.0, 1.0, 1.0, 1.0, 1.0],
+    "step": [*RISE, 0.5, 0.25, 0.125, 0.1, 0.1],
+}
+
+
+def on_text(*names):
+    """Decorates a check that says n/a, under these names, of data that is no text."""
+
+    def decorate(check):
+        def checked(job):
+            if "tokenizer" in job.meta:
+                yield from check(job)
+            else:
+                yield from ((name, None, "no text") for name in names)
+
+        return checked
+
+    return decorate
+
+
+def apart(ours, expected):
+    """The norm of the difference of two lists of tensors, over the norm of the second."""
+    ours, expected = (torch.cat([t.double().flatten() for t in each]) for each in (ours, expected))
+    return ((ours - expected).norm() / expected.norm().clamp(min=1e-12)).item()
+
+
+def loss_of(model, inputs, targets):
+    out = model(inputs, targets)
+    return out[0] if isinstance(out, tuple) else out
+
+
+def gradients(model):
+    return [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+
+# ---- can it learn? -------------------------------------------------------------------------------
+
+
+@lru_cache(1)
+def memorize(job):
+    """(run, batch, losses, gradient norms, names of the weights that got a gradient) of up to 200 steps
+    on one small batch, which a loop that can learn memorizes."""
+    few = max(1, min(train.batch_size, 256 // train.block_size))
+    losses, norms, reached = [], [], set()
+    with setting(dropout=0.0, label_smoothing=0.0, batch_size=few, accum_steps=1):
+        run = job.fresh_run()
+        batch = job.batch()
+        while not losses or len(losses) < 200 and losses[-1] > losses[0] / 10:  # NaN ends it
+            lr = train.peak_lr * min(1, (len(losses) + 1) / 20)
+            numbers = train.train_step(run.model, run, *batch, lr)
+            losses.append(numbers["loss"].item())
+            norms.append(numbers["grad_norm"].item())
+            for name, weight in run.model.named_parameters():
+                if weight.grad is not None and weight.grad.any():
+                    reached.add(name)
+    return run, batch, losses, norms, reached
+
+
+def learning_checks(job):
+    run, _, losses, norms, reached = memorize(job)
+    found = f"{losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps"
+    learned = losses[-1] < losses[0] / 10
+    falls = losses[-1] < 0.998 * losses[0]  # a small model, or a small rate, takes its time
+    yield "one batch overfits", learned, found, falls
+    uniform = math.log(job.meta["vocab_size"])
+    found = f"{losses[0]:.3f}; ln {job.meta['vocab_size']} is {uniform:.3f}"
+    near = abs(losses[0] - uniform) < 0.3
+    yield "loss at initialization", near, found, "tokenizer" not in job.meta
+    found = f"{norms[0]:.2g} at first, at most {max(norms[:10]):.2g} in ten steps"
+    yield "gradient norm", 0.1 < norms[0] and max(norms[:10]) < 2, found, True
+    missed = [name for name, _ in run.model.named_parameters() if name not in reached]
+    found = f"all but {', '.join(missed)}" if missed else "every one"
+    yield "gradients reach every parameter", not missed, found
+
+
+# ---- the model -----------------------------------------------------------------------------------
+
+
+def build(job, vocab_size, **knobs):
+    """A new model by the run's knobs and these, without dropout, in train mode."""
+    shape = {name: vars(train)[name] for name in read_knobs(train.__file__)}
+    train.seed_everything(1)
+    return train.build_model(shape | PLAIN | knobs, vocab_size).to(job.device).train()
+
+
+def probe(job, vocab_size=FEW, **knobs):
+    """The same with noise on each weight: one that starts at zero would hide what its layer does."""
+    model = build(job, vocab_size, **knobs)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += torch.randn_like(weight) / math.sqrt(weight.size(-1))
+    return model
+
+
+def random_tokens(job, rows, length, vocab_size=FEW):
+    return torch.randint(vocab_size, (rows, length)).to(job.device)
+
+
+@torch.no_grad()
+def moved_logits(model, tokens):
+    """(places, moved): places in tokens (1, T), all or some, and how far another token there moves the
+    logits of each position, (places, T)."""
+    length = tokens.size(1)
+    places = torch.randperm(length)[: max(8, PROBED // length)].sort().values
+    rows = torch.arange(len(places))
+    others = tokens.repeat(len(places), 1)
+    others[rows, places] = (others[rows, places] + 1) % FEW
+    return places, (model(others) - model(tokens)).abs().amax(-1).cpu()
+
+
+@on_text("no look into the future", "each position sees its token and the one before it")
+def causality_checks(job):
+    """At any offset, in training, in evaluation, and in a context where other kernels compute."""
+    leaks, seen = [], []
+    for length, training in ((0, True), (0, False), (544, False)):
+        length = max(length, train.block_size)
+        model = probe(job, block_size=length).train(training)
+        places, moved = moved_logits(model, random_tokens(job, 1, length))
+        rows = torch.arange(len(places))
+        is_before = torch.arange(length) < places[:, None]
+        leaks.append(moved[is_before].amax().item())
+        seen.append(moved[rows, places].amin().item())
+        inner = places < length - 1
+        seen.append(moved[rows[inner], places[inner] + 1].amin().item())
+    found = f"another token moves logits before it by {max(leaks):.1g}"
+    yield "no look into the future", max(leaks) < 1e-4, found
+    found = f"another token moves its own logits and the next by {min(seen):.1g}"
+    yield "each position sees its token and the one before it", min(seen) > 1e-4, found
+
+
+@on_text("sequences do not mix", "sampling draws from the model", "positions matter")
+def sequence_checks(job):
+    model = probe(job).eval()
+    length = train.block_size
+    tokens = random_tokens(job, 4, length)
+    with torch.no_grad():
+        alone = model(tokens[:1])
+        mixed = apart([model(tokens)[:1]], [alone])
+    found = f"others in the batch move the logits of a sequence by {mixed:.1g}"
+    yield "sequences do not mix", mixed < 1e-3, found
+    worst, share = sampling_error(model, tokens[:1], alone)
+    found = f"logits move by {worst:.1g} if only the last are computed; {share:.1%} of draws differ"
+    yield "sampling draws from the model", worst < 1e-3 and share < 0.15, found
+    loss, steps = look_back(job)
+    found = f"a loss of {loss:.2f} in {steps} steps, on: repeat the token {LOOK_BACK} places before"
+    yield "positions matter", loss < 0.7 and steps <= 120, found, loss < 1.3
+
+
+@torch.no_grad()
+def sampling_error(model, tokens, logits):
+    """(how far logits move where only the last are computed; the share of generated tokens that the
+    model's own probabilities do not explain). tokens: (1, T). logits: the model's, of all of them."""
+    length = tokens.size(1)
+    takes_last = "last_only" in signature(model.forward).parameters
+    options = {"last_only": True} if takes_last else {}
+    moved = []
+    for n in {1, 2, length // 2, length}:
+        last = model(tokens[:, :n], **options)[:, -1:]
+        moved.append(apart([last], [logits[:, n - 1 : n]]))
+    prompt = tokens[:, : max(1, length - 2)]  # continued past the end of the context
+    greedy = prompt
+    for _ in range(5):
+        likeliest = model(greedy[:, -length:])[:, -1:, :FEW].argmax(-1)
+        greedy = torch.cat([greedy, likeliest], dim=1)
+    shares = []
+    for how in ({"temperature": 0}, {"top_k": 1}, {"temperature": 1e-5}):
+        drawn = torch.cat(list(train.generate(model, prompt, 5, length, FEW, **how)), dim=1)
+        shares.append((drawn != greedy[:, -5:]).double().mean().item())
+    prompts = tokens[:, :2].repeat(4096, 1)
+    (drawn,) = train.generate(model, prompts, 1, length, FEW, temperature=0.5)
+    expected = (logits[0, 1, :FEW].float() / 0.5).softmax(-1)
+    seen = torch.bincount(drawn.flatten(), minlength=FEW) / len(prompts)
+    shares.append((seen - expected).abs().sum().item() / 2)
+    return max(moved), max(shares)
+
+
+def look_back(job):
+    """(loss, steps) of a small model of one layer that learns to repeat the token of LOOK_BACK places
+    before. A bag of tokens cannot, nor can attention whose queries or keys have no position."""
+    shape = {"n_layer": 1, "n_head": 4, "n_embd": 64, "block_size": 32}
+    model = build(job, 16, **shape, conv_width=1, ngram_rows=0)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    loss, steps = math.inf, 0
+    while steps < 200 and not loss < 0.7:
+        tokens = random_tokens(job, 16, 32, 16)
+        targets = tokens.roll(LOOK_BACK, 1)
+        targets[:, :LOOK_BACK] = -100
+        optimizer.zero_grad()
+        out = loss_of(model, tokens, targets)
+        out.backward()
+        optimizer.step()
+        loss, steps = out.item(), steps + 1
+    return loss, steps
+
+
+# ---- the loss, its gradient, dropout -------------------------------------------------------------
+
+
+@on_text("the loss is the mean of -log p", "gradients are those of the loss")
+def loss_checks(job):
+    """Of random weights: for a small vocabulary, and for one whose loss is computed in chunks."""
+    losses, errors = [], []
+    length = train.block_size
+    for vocab_size, rows in ((FEW, 4), (1100, -(-20_000 // length))):
+        model = probe(job, vocab_size, n_layer=1)
+        inputs, targets = (random_tokens(job, rows, length, vocab_size) for _ in "xy")
+        targets[0, : length // 2] = -100
+        for training in (True, False):
+            model.train(training).zero_grad()
+            loss = loss_of(model, inputs, targets)
+            loss.backward()
+            told = gradients(model)
+            model.zero_grad()
+            logits = model(inputs).float()
+            own = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+            own.backward()
+            losses.append(abs(loss.item() / own.item() - 1))
+            errors.append(apart(told, gradients(model)))
+    found = f"{max(losses):.2%} off, its gradient {max(errors):.2%}"
+    yield "the loss is the mean of -log p", max(losses) < 0.02 and max(errors) < 0.05, found
+    error, name = slope_error(job)
+    found = f"along random directions in {name}, {error:.1%} of its slope is missing"
+    yield "gradients are those of the loss", error < 0.2, found
+
+
+def slope_error(job):
+    """(error, name) of the weight where the loss, along random directions, changes least as its gradient
+    says; relative to what such a direction usually sees."""
+    length = min(16, train.block_size)
+    model = probe(job, block_size=length).double()
+    inputs, targets = (random_tokens(job, 2, length) for _ in "xy")
+    loss_of(model, inputs, targets).backward()
+    errors = {}
+    for name, weight in model.named_parameters():
+        gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+        usual = gradient.norm() / math.sqrt(weight.numel())
+        for _ in range(3):
+            step = torch.randn_like(weight)
+            step *= 0.03 * weight.detach().norm() / step.norm()
+            losses = []
+            with torch.no_grad():
+                for move in (step, -2 * step, step):  # up, down, and back
+                    weight += move
+                    losses.append(loss_of(model, inputs, targets).item())
+            change = (losses[0] - losses[1]) / 2
+            told = (gradient * step).sum().item()
+            scale = max((usual * step.norm()).item(), 1e-5)
+            errors[name] = max(errors.get(name, 0.0), abs(change - told) / scale)
+    name = max(errors, key=errors.get)
+    return errors[name], name
+
+
+def dropout_checks(job):
+    """Does dropout draw anew in each step, and the same again where activations are recomputed?"""
+    names = "dropout draws anew", "grad_checkpoint changes no gradient"
+    memorized, batch, *_ = memorize(job)
+    count = train.count_targets(batch[1])
+    results = []
+    for again in (False, True):
+        with setting(dropout=0.2, label_smoothing=0.0, grad_checkpoint=again):
+            run = job.fresh_run()
+            run.model.load_state_dict(memorized.model.state_dict())
+            steps = [train.train_step(run.model, run, *batch, 0.0)["loss"].item() for _ in "123"]
+            train.seed_everything(2)
+            run.model.zero_grad()
+            train.forward_backward(run.model, run, *batch, count)
+            results.append(gradients(run.model))
+            run.model.eval()
+            quiet = train.forward_backward(run.model, run, *batch, count)["loss"].item()
+    if len({*steps, quiet}) == 1:
+        yield from ((name, None, "a model without dropout") for name in names)
+        return
+    found = f"three steps on one batch: {', '.join(f'{loss:.4f}' for loss in steps)}"
+    yield names[0], len(set(steps)) == 3, found
+    error = apart(*results)
+    yield names[1], error < 0.05, f"{error:.2%} off, with dropout"
+
+
+# ---- the optimizer, and a step -------------------------------------------------------------------
+
+
+class EachKind(torch.nn.Module):
+    """A weight of each kind that configure_optimizers() tells apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = torch.nn.Embedding(8, 4)
+        self.norm = torch.nn.LayerNorm(4)
+        self.head = torch.nn.Linear(4, 8)
+
+
+def groups_of(optimizers):
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
+
+
+def optimizer_checks(job):
+    """Is each weight in one group? Does it decay as it should? Is the update the one of its name?"""
+    run = job.fresh_run()
+    weights = {name: w for name, w in run.model.named_parameters() if w.requires_grad}
+    held = Counter(id(w) for group in groups_of(run.optimizers) for w in group["params"])
+    wrong = [name for name, weight in weights.items() if held[id(weight)] != 1]
+    found = f"all but {', '.join(wrong)}" if wrong else f"{len(weights)} weights"
+    yield "each weight is in one group", not wrong, found
+
+    knobs = train.peak_lr, 0.1, train.beta1, train.beta2, train.momentum
+    small = train.configure_optimizers(EachKind(), train.optimizer, *knobs, job.device.type)
+    decays = {1: set(), 2: set()}
+    for group in groups_of(small):
+        for weight in group["params"]:
+            decays[weight.ndim].add(group["weight_decay"])
+    found = f"{decays[2]} of matrices, {decays[1]} of vectors, where --weight_decay=0.1"
+    yield "matrices decay, vectors do not", decays == {1: {0.0}, 2: {0.1}}, found
+
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    errors = update_errors(run)
+    still = [name for name in weights if weights[name].equal(before[name])]
+    found = f"all but {', '.join(still)}" if still else "every one"
+    yield "a step moves every weight", not still, found
+    error = max(errors, default=None)
+    found = "an optimizer of your own" if error is None else f"{error:.2%} off in three steps"
+    fine = None if error is None else error < 0.03
+    yield "the update is that of its optimizer", fine, f"--optimizer={train.optimizer}: {found}"
+
+
+@torch.no_grad()
+def update_errors(run):
+    """How far three steps on random gradients end from those of torch's optimizer of that name, for each
+    weight; of a tall one for Muon also from those of its square parts. Empty if torch has none."""
+    groups = [
+        (optimizer, group) for optimizer in run.optimizers for group in optimizer.param_groups
+    ]
+    begin, ways = [], []  # of each weight, and the ways in which it may move
+    for optimizer, group in groups:
+        group["lr"] = 0.1
+        group["weight_decay"] = 0.5 if group["weight_decay"] else 0.0
+        for weight in group["params"]:
+            weight.normal_()
+            begin.append((weight, weight.clone()))
+            ways.append([])
+            square = weight.ndim == 2 and weight.size(0) % weight.size(1) == 0
+            for rows in {weight.size(0), weight.size(1) if square else weight.size(0)}:
+                parts = [torch.nn.Parameter(part.clone()) for part in weight.split(rows)]
+                ways[-1].append((parts, reference(optimizer, parts, group)))
+    for _ in range(3):
+        for (weight, _), each in zip(begin, ways, strict=True):
+            weight.grad = torch.randn_like(weight)
+            for parts, own in each:
+                for part, gradient in zip(parts, weight.grad.split(parts[0].size(0)), strict=True):
+                    part.grad = gradient.clone()
+                if own:
+                    own.step()
+        for optimizer in run.optimizers:
+            optimizer.step()
+    errors = []
+    for (weight, old), each in zip(begin, ways, strict=True):
+        moves = [torch.cat(list(parts)) - old for parts, own in each if own]
+        if moves:
+            errors.append(min(apart([weight - old], [move]) for move in moves))
+    return errors
+
+
+def reference(optimizer, weights, group):
+    """torch's own optimizer for `weights` with the group's rate and decay, or None."""
+    own = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
+    betas = train.beta1, train.beta2
+    if train.optimizer == "muon" and type(optimizer) is not torch.optim.AdamW:
+        how = {"momentum": train.momentum, "adjust_lr_fn": "match_rms_adamw"}
+        return torch.optim.Muon(weights, **own, **how)
+    if train.optimizer in ("adamw", "muon"):
+        return torch.optim.AdamW(weights, betas=betas, **own)
+    if train.optimizer == "adam":
+        return torch.optim.Adam(weights, betas=betas, **own)
+    if train.optimizer in ("sgd", "momentum"):
+        momentum = train.momentum if train.optimizer == "momentum" else 0.0
+        return torch.optim.SGD(weights, momentum=momentum, **own)
+    return None
+
+
+def step_checks(job):
+    """Does the optimizer get the clipped mean gradient of a batch that is cut into micro-batches?"""
+    run, (inputs, _), *_ = memorize(job)
+    run.model.eval()  # BatchNorm's statistics in training are those of a micro-batch
+    few = max(3, len(inputs))  # half of them it knows; micro-batches are of unequal size
+    batch = data.to_device(job.run.train_data[len(inputs) // 2, few], job.device)
+    run.state["micro_batch"] = few
+    run.model.zero_grad()
+    whole = train.forward_backward(run.model, run, *batch, train.count_targets(batch[1]))["loss"]
+    weights = [weight for weight in run.model.parameters() if weight.grad is not None]
+    own = [weight.grad / run.scaler.get_scale() for weight in weights]
+    norm = torch.nn.utils.get_total_norm(own).item()
+    seen = [[0 * gradient for gradient in own]]
+    rates = []
+
+    def look(optimizer, *_):
+        seen.append([weight.grad.clone() for weight in weights])
+        rates.extend(group["lr"] / group.get("lr_scale", 1.0) for group in optimizer.param_groups)
+
+    for optimizer in run.optimizers:
+        optimizer.register_step_pre_hook(look)
+    if run.scaler.is_enabled():  # it has to come down from a scale that overflows
+        run.scaler = torch.amp.GradScaler(job.device.type, init_scale=2.0**40)
+    run.state["micro_batch"] = 2 * few // 3
+    with setting(grad_clip=norm / 2):
+        for _ in range(40 if train.dtype == "float16" else 2):
+            rates.clear()
+            numbers = train.train_step(run.model, run, *batch, 1e-9)
+    error = apart(seen[-1], [right / 2 for right in own])
+    loss, told, scale = (numbers.get(n) for n in ("loss", "grad_norm", "loss_scale"))
+    fine = error < 0.05 and math.isclose(loss.item(), whole, rel_tol=0.01)
+    fine = fine and math.isclose(told.item(), norm, rel_tol=0.05)
+    fine = fine and all(math.isclose(rate, 1e-9, rel_tol=1e-6) for rate in rates)
+    found = (
+        f"gradient {error:.2%} off, loss {loss:.4f} for {whole:.4f}, norm {told:.4f} for {norm:.4f}"
+    )
+    if train.dtype == "float16":
+        fine = fine and scale is not None
+        found += f", scaled by {float(scale or 1):g}"
+    yield "a step is that of its batch", fine, found
+
+    before = [tensor.clone() for tensor in state_tensors(run)]
+    hook = weights[0].register_hook(lambda gradient: gradient * math.nan)
+    skipped = train.train_step(run.model, run, *batch, train.peak_lr)["skipped"]
+    hook.remove()
+    run.model.train()
+    kept = all(map(torch.equal, before, state_tensors(run)))
+    found = f"skipped {bool(skipped)}; weights and moments as before: {kept}"
+    yield "an update that is not finite changes nothing", bool(skipped) and kept, found
+
+
+def state_tensors(run):
+    """Weights and moments."""
+    states = [state for optimizer in run.optimizers for state in optimizer.state.values()]
+    moments = [value for state in states for value in state.values() if torch.is_tensor(value)]
+    return [*run.model.state_dict().values(), *moments]
+
+
+# ---- the data ------------------------------------------------------------------------------------
+
+
+def text_of(job, split):
+    """The tokens of the split's file, or None if this run's data is not one dataset on disk."""
+    path = Path(train.data_dir, job.run.facts["data"]["name"], f"{split}.bin")
+    return np.memmap(path, job.meta["dtype"], "r") if path.is_file() else None
+
+
+def hashes(sequences):
+    return [hash(sequence.tobytes()) for sequence in np.asarray(sequences)]
+
+
+def data_checks(job):
+    """Does each sequence come once in an epoch, from the training text alone?"""
+    train_data, val_data = job.run.train_data, job.run.val_data
+    (inputs, _), size = job.batch(), train.rows_at(0)
+    yield "inputs are finite", bool(inputs.isfinite().all()), f"{inputs.numel():,} numbers"
+    first, following, later = (hashes(train_data[at, size][0]) for at in (0, size, len(train_data)))
+    found = f"next is the same: {first == following}; next epoch's: {first == later}"
+    yield "batches differ", first not in (following, later), found, first != following
+    width = inputs[0].numel()
+    count = max(1, min(len(train_data), 2**24 // width))
+    parts = (train_data[at, min(1000, count - at)][0] for at in range(0, count, 1000))
+    seen = {each for part in parts for each in hashes(part)}
+    twice = 1 - len(seen) / count
+    found = f"{twice:.2%} of {count:,} sequences"
+    yield "no sequence twice in an epoch", twice == 0, found, twice < 0.01
+    held_out = max(1, min(len(val_data), 2**20 // width))
+    windows = np.asarray(val_data[0, held_out][0])
+    if "tokenizer" in job.meta:  # wherever in the text they begin
+        windows = np.lib.stride_tricks.sliding_window_view(windows.ravel(), width)
+    shared = len(seen & {*hashes(windows)}) * len(train_data) / count / held_out
+    found = f"as much text as {shared:.2%} of the validation windows"
+    yield "train and validation share no window", shared == 0, found, shared < 0.1
+
+
+@on_text("the first sequence", "windows are those of the text", "another seed, another order")
+def text_checks(job):
+    """Are the windows those of the files, all of each, targets one place on?"""
+    train_data = job.run.train_data
+    inputs, targets = map(np.asarray, train_data[0, 64])
+    shifted = np.array_equal(inputs[:, 1:], targets[:, :-1])
+    words = data.tokenizer_of(job.meta).decode(inputs[0].tolist())
+    yield "the first sequence", True, repr(words[:70])
+    text = text_of(job, "train")
+    if text is None:
+        yield "windows are those of the text", shifted, "more than one text: targets alone"
+    else:
+        content = text[
+            : 2**24
+        ].tobytes()  # in a longer text those that lie further on are not sought
+        rows = np.concatenate([inputs, targets[:, -1:]], axis=1).astype(text.dtype)
+        strange = sum(content.find(row.tobytes()) < 0 for row in rows) if len(text) < 2**24 else 0
+        missing = len(text) // inputs.shape[1] - len(train_data)
+        found = (
+            f"{strange} of {len(rows)} are not in train.bin; an epoch leaves out {missing} windows"
+        )
+        fine = shifted and not strange and missing <= 1
+        yield "windows are those of the text", fine, f"targets one place on: {shifted}; {found}"
+    if text is None or len(text) > 1e8:  # to open it again takes long
+        yield "another seed, another order", None, "not asked of such data"
+        return
+    with setting(seed=train.seed + 1):
+        other, *_ = train.open_dataset(None)
+        other_weights = job.fresh_run().model.state_dict().values()
+    weights = job.fresh_run().model.state_dict().values()
+    differ = hashes(other[0, 64][0]) != hashes(inputs)
+    others = not all(map(torch.equal, weights, other_weights))
+    found = f"other sequences: {differ}; other weights: {others}"
+    yield "another seed, another order", differ and others, found
+
+
+@on_text("evaluation sees each token once")
+def coverage_checks(job):
+    """By content: the targets of the validation windows that count are the validation text."""
+    val_data = job.run.val_data
+    if not hasattr(val_data, "__len__") or text_of(job, "val") is None:
+        yield "evaluation sees each token once", None, "more than one text"
+        return
+    windows = [val_data[first, 1] for first in range(len(val_data))]
+    inputs = np.concatenate([np.asarray(inputs)[0] for inputs, _ in windows])
+    targets = np.concatenate([np.asarray(targets)[0] for _, targets in windows])
+    counted = targets != -100
+    text = text_of(job, "val")
+    extent = train.block_size * -(-train.eval_tokens // train.block_size) or math.inf
+    expected = min(len(text) - 1, extent)
+    same = np.array_equal(targets[counted], text[1 : expected + 1])
+    same = same and np.array_equal(inputs[counted], text[:expected])
+    length = len(data.tokenizer_of(job.meta).decode(inputs[: 2**20]).encode()) / len(
+        inputs[: 2**20]
+    )
+    told = job.meta.get("val_bytes", math.nan) / job.meta["val_tokens"]
+    fine = same and not abs(length / told - 1) > 0.05
+    found = f"{counted.sum():,} targets of {expected:,}, the text's: {same}"
+    found += f"; {length:.3f} bytes each, meta.json: {told:.3f}"
+    yield "evaluation sees each token once", fine, found
+
+
+# ---- evaluation ----------------------------------------------------------------------------------
+
+
+class Part(list):
+    """A dataset of these sequences, each a batch of one."""
+
+    def __getitem__(self, batch):
+        first, count = batch
+        rows = list(self)[first : first + count]
+        return [torch.cat([*map(torch.as_tensor, parts)]) for parts in zip(*rows, strict=True)]
+
+
+def evaluation_checks(job):
+    """Is the validation loss what it says? Of a model with all of the run's knobs that knows one
+    batch: what is wrong shows where losses differ."""
+    weights = memorize(job)[0].model.state_dict()
+    run = replace(job.fresh_run(), ema={})
+    run.model.load_state_dict(weights)
+    count = min(len(run.val_data), 11)
+    places = [*range(count - 1), len(run.val_data) - 1]  # the last may count in part
+    modes, fed = [], []
+
+    def look(model, arguments):
+        modes.append(model.training)
+        fed.append(arguments[0].cpu())
+
+    hook = run.model.register_forward_pre_hook(look)
+    random_state = torch.get_rng_state()
+    numbers = []
+    for order, micro_batch in ((1, count), (1, count - 1), (-1, count - 1), (1, 1)):
+        few = Part([run.val_data[place, 1] for place in places][::order])
+        state = run.state | {"eval_micro_batch": max(1, micro_batch)}
+        fed.clear()
+        numbers.append(train.evaluate(replace(run, val_data=few, state=state)))
+    evaluating = any(modes)
+    modes.clear()
+    untouched = torch.equal(random_state, torch.get_rng_state())
+    untouched = untouched and all(
+        map(torch.equal, weights.values(), run.model.state_dict().values())
+    )
+    inputs, targets = few[0, count]
+    complete = torch.equal(torch.cat(fed), torch.as_tensor(inputs))
+    train.train_step(run.model, run, *job.batch(), 0.0)
+    hook.remove()
+    found = f"in training {all(modes)}, in evaluation {evaluating}"
+    yield "the model is in train mode", all(modes) and not evaluating, found
+    losses = [each["val_loss"] for each in numbers]
+    spread = (max(losses) - min(losses)) / abs(losses[0])
+    right = (targets != -100).sum().item()
+    told = {int(each.get("val_tokens", right)) for each in numbers}
+    fine = spread < 0.005 and complete and untouched and told == {right}
+    found = (
+        f"{count} sequences in other orders and micro-batches: {spread:.2%} apart; the model saw "
+    )
+    found += f"all of them: {complete and told == {right}}; training is as before: {untouched}"
+    yield "evaluation is the same", fine, found
+
+    run.model.load_state_dict(weights)
+    run.model.eval()
+    inputs, targets = data.to_device((inputs, targets), job.device)
+    with torch.no_grad(), train.autocast(job.device):
+        logits, own_loss = run.model(inputs).double(), loss_of(run.model, inputs, targets)
+    run.model.train()
+    real = logits[..., : job.meta["vocab_size"]]  # without columns that only pad
+    total = (real.logsumexp(-1) - logits.logsumexp(-1)).exp().mean().item()
+    own = cross_entropy(real.flatten(0, -2), targets.flatten()).item()
+    share = (real.argmax(-1) == targets).sum().item() / right
+    accuracy = numbers[0].get("val_accuracy", share)
+    told = losses[0], own_loss.item()
+    fine = all(math.isclose(own, each, rel_tol=0.01) for each in told)
+    fine = fine and 0.99 < total < 1.0001 and abs(accuracy - share) < 0.02
+    found = f"to {total:.4f}; -log p is {own:.4f}, evaluation {told[0]:.4f}, model {told[1]:.4f}"
+    yield "probabilities sum to 1", fine, f"{found}; {accuracy:.1%} right, of {share:.1%}"
+
+    fresh = job.fresh_run()  # as if the average were the weights of a new run
+    few = Part([run.val_data[place, 1] for place in places])
+    plain = train.evaluate(replace(fresh, val_data=few, ema={}))["val_loss"]
+    averages = {name: weight.detach().clone() for name, weight in fresh.model.named_parameters()}
+    averaged = replace(run, val_data=few, ema=averages)
+    with setting(ema_decay=0.9):
+        told = train.evaluate(averaged)["val_loss"]
+    found = f"{told:.4f} with the average, {plain:.4f} with the same weights in the model"
+    has_buffers = "tokenizer" not in job.meta and any(True for _ in run.model.buffers())
+    fine = math.isclose(told, plain, rel_tol=0.01)  # buffers are not averaged
+    yield "the average is what is evaluated", fine, found, has_buffers
+
+
+def flops_check(job):
+    """Is MFU true? The model's own figure against torch's count of one step."""
+    with setting(grad_checkpoint=False):  # what is computed twice does not count, by convention
+        run = job.fresh_run()
+    batch = [part[: train.batch_size] for part in job.batch()]
+    with FlopCounterMode(display=False) as counter:
+        train.forward_backward(run.model, run, *batch, batch[1].numel())
+    told, counted = train.flops_per_token(run.model), counter.get_total_flops() / batch[1].numel()
+    found = f"flops_per_token() says {told:,.0f}, torch counts {counted:,.0f}"
+    fine = None if math.isnan(told) else abs(told / counted - 1) < 0.1
+    yield "FLOPs of a token", fine, found, True
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+
+class Witness(train.Watch):
+    """Watches a run: what each step saw, at which rate, and what the average should be. At one step it
+    spoils the weights, so that neither the first evaluation nor the last is the best."""
+
+    spoiled_at = 4
+
+    def begin(self, run):
+        self.rates, self.counts, self.inputs, self.targets = [], [], [], 0
+        self.average = {n: w.detach().clone() for n, w in run.model.named_parameters()}
+
+    def step(self, run, take, inputs, targets, lr):
+        if run.state["step"] == self.spoiled_at:
+            with torch.no_grad():
+                for weight in run.model.parameters():
+                    weight += torch.randn_like(weight)
+        numbers = take()
+        groups = groups_of(run.optimizers)
+        self.rates.append({round(g["lr"] / g.get("lr_scale", 1.0), 12) for g in groups})
+        self.counts.append(len(inputs))
+        self.inputs.append(inputs.cpu())
+        self.targets += (targets != -100).sum().item()
+        with torch.no_grad():
+            for name, weight in run.model.named_parameters():
+                self.average[name].lerp_(weight, 1 - train.ema_decay)
+        return numbers
+
+    def end(self, run):
+        self.run = run
+
+
+def few_steps(job, name, watch=None, **knobs):
+    """(folder, knobs) of a run of 6 short steps with accumulation, dropout and an average."""
+    few = {"max_steps": 6, "warmup_steps": 3, "decay_steps": 6, "plateau_factor": 1.0}
+    few |= {"batch_size": max(1, min(train.batch_size, 1024 // train.block_size)), "accum_steps": 2}
+    few |= {
+        "dropout": train.dropout or 0.1,
+        "ema_decay": train.ema_decay or 0.8,
+        "eval_interval": 1,
+    }
+    few |= {"eval_tokens": 4 * train.block_size, "save_interval": 3, "keep_last": 2, "patience": 0}
+    few |= {"resume": "auto", "report": False, "wandb_log": False, "compile": "false"}
+    few |= {"audit_interval": 0} | knobs
+    folder = job.run.folder.path / name
+    with setting(**few):
+        train.main([f"--out_dir={folder}"], watch=watch)
+    return folder, few
+
+
+def run_checks(job):
+    """Does a run that is stopped and resumed come to the same bits? Does each of its steps see the next
+    sequences at its own rate? Is the average one, and best.pt the best?"""
+    with redirect_stdout(io.StringIO()) as said:
+        try:
+            folder, _ = few_steps(job, "resumed")
+            same = replay.main([str(folder), "--verify=2"]) == 0
+        except RunFailed as error:
+            same = False
+            print(error)
+    yield "a resume is bit for bit", same, said.getvalue().strip().splitlines()[-1]
+    watch = Witness()
+    with redirect_stdout(io.StringIO()):
+        folder, few = few_steps(job, "watched", watch, best_metric="val_loss")
+    rows = Logged(folder)
+    steps = range(1, rows.last + 1)
+    with setting(**few):
+        right = [train.lr_at(step - 1) for step in steps]
+        expected = [train.rows_at(step - 1) for step in steps]
+        whole = torch.as_tensor(job.run.train_data[0, sum(expected)][0])
+    logged = [rows.row(step, "train").get("lr") for step in steps]
+    wrong = [n for n in steps if logged[n - 1] != right[n - 1]]
+    wrong += [n for n in steps if watch.rates[n - 1] != {round(right[n - 1], 12)}]
+    yield (
+        "the rate follows the schedule",
+        not wrong,
+        f"wrong in {len({*wrong})} of {len(steps)} steps",
+    )
+    found, fine = schedule_found()
+    yield "the schedule is the one named", fine, found
+
+    seen = torch.cat(
+        [inputs[:, : min(each.size(1) for each in watch.inputs)] for inputs in watch.inputs]
+    )
+    next_ones = seen.equal(whole[:, : seen.size(1)]) if len(seen) == len(whole) else False
+    usual = few["batch_size"] * few["accum_steps"]
+    fine = next_ones and watch.counts == expected
+    tokens = rows.row(rows.last, "train").get("tokens")
+    fine = fine and tokens == watch.targets
+    found = f"{watch.counts[0]} a step, of {usual}; in order: {next_ones}; {tokens} tokens of "
+    yield "each step sees the next sequences", fine, f"{found}{watch.targets}"
+
+    run = watch.run
+    error = apart(run.ema.values(), [watch.average[name] for name in run.ema]) if run.ema else 1.0
+    found = f"{error:.2%} off after {len(steps)} steps, of {len(run.ema)} weights"
+    yield "the average is that of the weights", error < 0.01 and len(run.ema) > 0, found
+
+    losses = {step: rows.row(step, "eval").get("val_loss", math.nan) for step in (0, *steps)}
+    best = min(losses, key=losses.get)
+    saved = checkpoint.load(folder / "best.pt")
+    with setting(**few):
+        other = job.fresh_run()
+        checkpoint.restore(other, saved)
+        loss = train.evaluate(replace(other, val_data=run.val_data))["val_loss"]
+    fine = saved["state"]["step"] == best and math.isclose(loss, losses[best], rel_tol=1e-3)
+    found = f"of step {saved['state']['step']}, with a loss of {loss:.4f}; the log's best is "
+    yield "best.pt is the best", fine, f"{found}{losses[best]:.4f} at step {best}"
+
+
+def schedule_found():
+    """(in words, whether lr_at() has the rates that its schedule's name promises, or None)."""
+    if train.schedule not in RATES:
+        return f"--schedule={train.schedule}: one of your own", None
+    knobs = {
+        "peak_lr": 1.0,
+        "min_lr": 0.1,
+        "warmup_steps": 100,
+        "max_steps": 1100,
+        "accum_steps": 4,
+    }
+    knobs |= {"decay_steps": 0, "cooldown_steps": 0, "step_size": 250, "gamma": 0.5}
+    with setting(**knobs):
+        rates = [train.lr_at(step) for step in (0, 49, 99, 350, 600, 850, 1100, 1200)]
+    wrong = max(abs(rate - right) for rate, right in zip(rates, RATES[train.schedule], strict=True))
+    return f"--schedule={train.schedule}: at most {wrong:.2g} off, of a peak of 1", wrong < 0.01
+
+
+def price_check(job):
+    """What the whole run will take, by a few eager steps. Never a fault."""
+    step = job.step(job.fresh_run(), job.run.model)
+    step()
+    began = time.perf_counter()
+    for _ in range(2):
+        step()
+    hours = (time.perf_counter() - began) / 2 * job.config["max_steps"] / 3600
+    found = f"{hours:.2g} hours of eager steps"
+    if train.dollars_per_hour:
+        found += f", {hours * train.dollars_per_hour:.2f} dollars"
+    yield "the whole run", True, found
+
+
+CHECKS = (
+    learning_checks,
+    causality_checks,
+    sequence_checks,
+    loss_checks,
+    dropout_checks,
+    text_checks,
+    data_checks,
+    coverage_checks,
+    evaluation_checks,
+    flops_check,
+    optimizer_checks,
+    step_checks,
+    run_checks,
+    price_check,
+)

@@ -1,0 +1,212 @@
+"""What a knob may do is written in its comment, and true: one test for all knobs of train.py."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import REPO, digest, stop_at
+from test_hacks import copy_of_repository
+from test_ranks import ranks
+
+from plumbing.cli import POLICY, read_knobs
+
+KNOBS = read_knobs(REPO / "train.py")
+FLAGS = ("--save_interval=4", "--decay_steps=12", "--eval_interval=4")
+# For each knob another value, after flags that give it something to do.
+OTHER = {
+    "out_dir": "elsewhere",
+    "resume": "never",
+    "dataset": "other",
+    "data_dir": "copy",
+    "offline_dataset": "",
+    "block_size": 8,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_embd": 64,
+    "ngram_rows": 8,
+    "conv_width": 2,
+    "dropout": 0.1,
+    "label_smoothing": 0.1,
+    "n_future_tokens": 2,
+    "grad_checkpoint": "true",
+    "batch_size": ("--accum_steps=2", 4),
+    "accum_steps": ("--batch_size=4", 2),
+    "seed": 1,
+    "num_workers": 1,
+    "prefetch_factor": ("--num_workers=1", 3),
+    "optimizer": "adam",
+    "momentum": 0.5,
+    "weight_decay": 0.2,
+    "beta1": 0.8,
+    "beta2": 0.9,
+    "grad_clip": 0.5,
+    "ema_decay": 0.5,
+    "schedule": "linear",
+    "peak_lr": 2e-3,
+    "min_lr": 2e-4,
+    "warmup_steps": 2,
+    "max_steps": 16,
+    "decay_steps": 11,
+    "cooldown_steps": 3,
+    "step_size": 4,
+    "gamma": 0.4,
+    "plateau_factor": 0.5,
+    "plateau_patience": 1,
+    "device": "cpu",
+    "dtype": "bfloat16",
+    "compile": "true",
+    "deterministic": "false",
+    "shard": "true",
+    "offload": ("--shard=true", "true"),
+    "hang_minutes": 5.0,
+    "log_interval": 1,
+    "eval_interval": 3,
+    "eval_tokens": 32,
+    "sample_interval": 5,
+    "report": "true",
+    "best_metric": "-val_accuracy",
+    "wandb_log": "true",
+    "wandb_project": "mine",
+    "wandb_run_name": "mine",
+    "dollars_per_hour": 2.0,
+    "patience": 100,
+    "min_delta": 0.1,
+    "save_interval": 3,
+    "save_minutes": 1e-9,
+    "keep_last": 1,
+    "milestone_interval": 5,
+    "max_skipped": 2,
+    "max_rollbacks": 1,
+    "audit_interval": 1,
+}
+NEEDS_RANKS = ("shard", "offload")
+
+
+def of_policy(word):
+    """[(knob, flags of both runs, flag of the second)], slow ones marked."""
+    names = [name for name, knob in KNOBS.items() if word in (knob.policy or {"course"})]
+    cases = []
+    for name in names:
+        value = OTHER[name]
+        *flags, value = value if isinstance(value, tuple) else (value,)
+        is_slow = name in ("compile", "wandb_log", "offload")
+        marks = [pytest.mark.slow] if is_slow else []
+        cases.append(pytest.param(name, flags, f"--{name}={value}", id=name, marks=marks))
+    return cases
+
+
+def test_every_knob_has_a_case_and_every_word_is_known():
+    assert OTHER.keys() == KNOBS.keys()
+    assert set().union(*(knob.policy for knob in KNOBS.values())) == POLICY.keys()
+
+
+@pytest.fixture(scope="module")
+def base(train_in, tmp_path_factory):
+    """base(*flags) -> the straight run with these flags; each is made once."""
+    made = {}
+
+    def run(*flags):
+        if flags not in made:
+            folder = tmp_path_factory.mktemp("base")
+            made[flags] = train_in(folder, "run", *FLAGS, *flags)
+            assert made[flags].returncode == 0, made[flags].stderr
+        return made[flags]
+
+    return run
+
+
+def essence(done):
+    """Hash of all that the next steps depend on, but for what only evaluations need."""
+    saved = torch.load(done.checkpoint(12), weights_only=True)
+    kept = {name: saved[name] for name in ("model", "optimizer", "scaler", "ema", "rng")}
+    state = {name: saved["state"][name] for name in ("step", "sequences", "tokens", "lr_factor")}
+    return digest([kept, state])
+
+
+@pytest.mark.parametrize("name, flags, flag", of_policy("free"))
+def test_a_free_knob_changes_no_bit(name, flags, flag, base, run_train, data_dir):
+    if name == "data_dir":
+        (data_dir.parent / "copy").mkdir(exist_ok=True)
+        link = data_dir.parent / "copy" / "small"
+        if not link.exists():
+            link.symlink_to(data_dir / "small")
+        flag = f"--data_dir={link.parent}"
+    env = {"WANDB_MODE": "offline"}
+    other = run_train("run", *FLAGS, *flags, "--keep_last=9", flag, env=env)
+    assert other.returncode == 0, other.stderr
+    assert essence(other) == essence(base(*flags))
+
+
+@pytest.mark.parametrize("name, flags, flag", of_policy("bits"))
+def test_a_knob_that_changes_bits_leaves_an_inexact_resume(name, flags, flag, run_train):
+    before = ranks(2) if name in NEEDS_RANKS else ""
+    done = run_train("run", *FLAGS, *flags, "--max_steps=6", before=before)
+    assert done.returncode == 0, done.stderr
+    if name == "device":  # this machine has only one
+        before = "train.resuming.device_name = lambda _: 'another'"
+    done = run_train("run", *FLAGS, *flags, flag, before=before)
+    assert done.returncode == 0, done.stderr
+    (event,) = [row for row in done.rows("event") if row["event"] == "inexact_resume"]
+    assert name in event
+
+
+@pytest.mark.parametrize("name, flags, flag", of_policy("fixed"))
+def test_a_fixed_knob_is_refused_on_a_resume_and_names_the_folder(
+    name, flags, flag, base, run_train, data_dir
+):
+    if name == "dataset" and not (data_dir / "other").exists():
+        (data_dir / "other").symlink_to(data_dir / "small")
+    done = run_train(base(*flags).out_dir, *FLAGS, "--max_steps=14", *flags, flag)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"{name} changed from" in done.stderr or "dimension" in done.stderr
+    assert KNOBS[name].names_folder()
+
+
+@pytest.mark.parametrize(
+    "name, flags, flag", [*of_policy("course"), *of_policy("kept")], ids=lambda value: None
+)
+def test_a_change_of_the_course_is_recorded_and_names_the_folder(name, flags, flag, run_train):
+    if KNOBS[name].policy & {"fixed", "bits"}:
+        pytest.skip("another word says what it does")
+    stopped = run_train("run", "--save_interval=4", *flags, before=stop_at(6))
+    assert stopped.returncode == 143, stopped.stderr
+    done = run_train("run", "--save_interval=4", *flags, flag)
+    assert done.returncode == 0, done.stderr
+    (event,) = [row for row in done.rows("event") if row["event"] == "changed"]
+    then, now = event[name]
+    assert then != now
+    assert f"{name} {then} -> {now}" in done.stdout
+    assert KNOBS[name].names_folder()
+
+
+def test_where_evaluations_steer_the_rate_a_change_of_them_is_recorded(run_train):
+    steered = ("--plateau_factor=0.5", "--eval_interval=4")
+    assert run_train("run", *steered, before=stop_at(6)).returncode == 143
+    done = run_train("run", *steered, "--eval_interval=2")
+    assert [row["eval_interval"] for row in done.rows("event") if row["event"] == "changed"] == [
+        [4, 2]
+    ]
+
+
+def test_a_knob_of_a_fork_names_the_folder_and_a_change_of_it_is_recorded(run_train, tmp_path):
+    """A knob without a word, in a copy of train.py: nothing else has to know of it."""
+    copy = copy_of_repository(tmp_path / "copy")
+    source = (copy / "train.py").read_text(encoding="utf-8")
+    knob = "window = 8  # tokens, [1, inf)\nn_head = 4"
+    (copy / "train.py").write_text(source.replace("n_head = 4", knob), encoding="utf-8")
+    flags = ("--save_interval=4",)
+    assert run_train("run", *flags, before=stop_at(6), repo=copy).returncode == 143
+    done = run_train("run", *flags, "--window=16", "--report=true", repo=copy)
+    assert done.returncode == 0, done.stderr
+    (event,) = [row for row in done.rows("event") if row["event"] == "changed"]
+    assert event["window"] == [8, 16]
+    assert "window was 8, is 16" in (done.out_dir / "report.md").read_text(encoding="utf-8")
+    show_folder = (
+        "from plumbing import cli\n"
+        "with cli.configured(vars(train), argv=['--window=16']) as config:\n"
+        "    print(cli.folder_name(config))\nraise SystemExit"
+    )
+    command = [sys.executable, "-c", f"import train\n{show_folder}"]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, check=False)
+    assert done.stdout.strip().endswith("out/run,window=16"), done.stderr
