@@ -17,7 +17,6 @@ import os
 import shlex
 import sys
 import time
-from itertools import zip_longest
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -30,9 +29,8 @@ from bench import print_table, say
 from plumbing import audit, machine
 from plumbing.cli import fail, run_script
 from plumbing.console import REPO
-from plumbing.files import read_json
-from reporting.logged import MEASURED, Logged, first_difference
-from reporting.record import read_metrics
+from reporting.logged import Logged, first_difference
+from reporting.records import computed_rows, what_differs
 from reporting.sanity import CHECKS
 from reporting.verdicts import verdict_on
 
@@ -135,36 +133,6 @@ def portable(job):
     run = f"SHA-256 {last['sha256'][:8]}..., {last['step']} steps, {seconds:.0f} s"
     say(f"portable: the bits of records/{record.name} ({run}, {machine.cpu_info()[0]})")
     return {"ok": True, "sha256": last["sha256"], "seconds": seconds}
-
-
-def what_differs(record, folder):
-    """In words, the first thing in `record`, a run, that is not so in `folder`, the same run computed
-    here: a knob, the data, or a number of a row; "" if there is none."""
-    then, now = (read_json(path / "run.json") for path in (record, folder))
-    for name, value in now["config"].items():
-        known = then["config"].get(name, value)
-        if value != known and not name.endswith("_dir"):
-            return f"--{name}={known} there, {value} here"
-    for name in ("data", "kernel_bits", "torch"):
-        if then["run"].get(name) != now["run"][name]:
-            return f"{name} is {then['run'].get(name)} there, {now['run'][name]} here"
-    rows = zip_longest(computed_rows(record), computed_rows(folder), fillvalue={})
-    for one, other in rows:
-        for name in one | other:
-            pair = one.get(name), other.get(name)
-            if repr(pair[0]) != repr(pair[1]):
-                step = (one or other).get("step")
-                return f"step {step}: {name} is {pair[0]} there, {pair[1]} here"
-    return ""
-
-
-def computed_rows(folder):
-    """The rows of a run, with what computing gives back: not times and memory, nor its end."""
-    rows = []
-    for row in read_metrics(folder / "metrics.jsonl")[0]:
-        if row.get("event", "saved") in ("saved", "sample"):
-            rows.append({name: row[name] for name in row if name not in MEASURED})
-    return rows
 
 
 def same_bits(job, script, words):

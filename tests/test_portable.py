@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import torch
 from conftest import REPO, read_rows
 
 from plumbing import machine
+from reporting.records import computed_rows, what_differs
 
 CPU = torch.device("cpu")
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "muon")
@@ -180,6 +182,32 @@ def test_the_mode_proves_itself(tmp_path, before, found):
     assert not out_dir.exists()
 
 
+QEMU = shutil.which("qemu-x86_64-static")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not QEMU, reason="needs qemu-x86_64-static: apt-get install qemu-user-static")
+@pytest.mark.parametrize("cpu", ["Haswell", "EPYC-Rome"])
+def test_another_cpu_computes_the_same_bits(python_train, cpu):
+    """Emulated, in two to ten minutes: weights, moments, losses, evaluation and sampled text."""
+    emulated = {"launcher": (QEMU, "-cpu", cpu, sys.executable), "timeout": 1800}
+    flags = (*ALL, "--dataset=formula", "--eval_tokens=512", "--n_embd=64", "--block_size=32")
+    here = python_train("here", *flags, PORTABLE)
+    there = python_train("there", *flags, PORTABLE, **emulated)
+    assert here.returncode == there.returncode == 0, there.stderr
+    assert here.fingerprint(4) == there.fingerprint(4)
+    assert computed_rows(here.out_dir) == computed_rows(there.out_dir)
+
+    here, there = (python_train(n, *flags, **how) for n, how in (("a", {}), ("b", emulated)))
+    kernels = [
+        json.loads((run.out_dir / "run.json").read_text())["hardware"]["instruction_set"]
+        for run in (here, there)
+    ]
+    assert kernels[1] == "AVX2"  # so it is emulated
+    if kernels[0] != "AVX2":
+        assert here.fingerprint(4)["model"] != there.fingerprint(4)["model"]
+
+
 # ---- records/portable ----------------------------------------------------------------------------
 
 
@@ -218,8 +246,6 @@ NOT_FOUND = {
 
 @pytest.mark.parametrize("forgery", [None, *FOUND, *NOT_FOUND])
 def test_a_forged_record_is_found_but_for_what_computing_does_not_give(tmp_path, forgery):
-    import check
-
     record = REPO / "records" / "portable"
     rows, facts = read_rows(record), json.loads((record / "run.json").read_text())
     if forgery:
@@ -227,7 +253,7 @@ def test_a_forged_record_is_found_but_for_what_computing_does_not_give(tmp_path,
         edit({"rows": rows, "facts": facts}[file])
     (tmp_path / "run.json").write_text(json.dumps(facts))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert bool(check.what_differs(tmp_path, record)) == (forgery in FOUND)
+    assert bool(what_differs(tmp_path, record)) == (forgery in FOUND)
 
 
 @pytest.mark.slow
