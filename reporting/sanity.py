@@ -368,53 +368,54 @@ def optimizer_checks(job):
 def update_errors(run):
     """How far three steps on random gradients end from those of torch's optimizer of that name, for each
     weight; of a tall one for Muon also from those of its square parts. Empty if torch has none."""
-    groups = [
-        (optimizer, group) for optimizer in run.optimizers for group in optimizer.param_groups
-    ]
-    begin, ways = [], []  # of each weight, and the ways in which it may move
-    for optimizer, group in groups:
+    begin, ways = {}, {}  # of each weight, and how it may move: [(its parts, their optimizer)]
+    for group in groups_of(run.optimizers):
         group["lr"] = 0.1
         group["weight_decay"] = 0.5 if group["weight_decay"] else 0.0
         for weight in group["params"]:
             weight.normal_()
-            begin.append((weight, weight.clone()))
-            ways.append([])
-            square = weight.ndim == 2 and weight.size(0) % weight.size(1) == 0
-            for rows in {weight.size(0), weight.size(1) if square else weight.size(0)}:
-                parts = [torch.nn.Parameter(part.clone()) for part in weight.split(rows)]
-                ways[-1].append((parts, reference(optimizer, parts, group)))
+            begin[weight] = weight.clone()
+            heights = {weight.size(0)}
+            if weight.ndim == 2 and weight.size(0) % weight.size(1) == 0:
+                heights.add(weight.size(1))
+            copies = [[torch.nn.Parameter(p.clone()) for p in weight.split(h)] for h in heights]
+            ways[weight] = [(parts, reference(run.model, weight, parts, group)) for parts in copies]
     for _ in range(3):
-        for (weight, _), each in zip(begin, ways, strict=True):
+        for weight, each in ways.items():
             weight.grad = torch.randn_like(weight)
             for parts, own in each:
-                for part, gradient in zip(parts, weight.grad.split(parts[0].size(0)), strict=True):
-                    part.grad = gradient.clone()
+                pieces = weight.grad.split(parts[0].size(0))
+                for part, piece in zip(parts, pieces, strict=True):
+                    part.grad = piece.clone()
                 if own:
                     own.step()
         for optimizer in run.optimizers:
             optimizer.step()
     errors = []
-    for (weight, old), each in zip(begin, ways, strict=True):
-        moves = [torch.cat(list(parts)) - old for parts, own in each if own]
+    for weight, each in ways.items():
+        moves = [torch.cat(parts) - begin[weight] for parts, own in each if own]
         if moves:
-            errors.append(min(apart([weight - old], [move]) for move in moves))
+            errors.append(min(apart([weight - begin[weight]], [move]) for move in moves))
     return errors
 
 
-def reference(optimizer, weights, group):
-    """torch's own optimizer for `weights` with the group's rate and decay, or None."""
+def reference(model, weight, parts, group):
+    """torch's own optimizer for the parts of a weight, with its group's rate and decay, or None."""
     own = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
     betas = train.beta1, train.beta2
-    if train.optimizer == "muon" and type(optimizer) is not torch.optim.AdamW:
+    name = next(name for name, each in model.named_parameters() if each is weight)
+    embeds = isinstance(model.get_submodule(name.rpartition(".")[0]), torch.nn.Embedding)
+    is_hidden = weight.ndim == 2 and name.startswith(getattr(model, "muon_prefix", ""))
+    if train.optimizer == "muon" and is_hidden and not embeds:
         how = {"momentum": train.momentum, "adjust_lr_fn": "match_rms_adamw"}
-        return torch.optim.Muon(weights, **own, **how)
+        return torch.optim.Muon(parts, **own, **how)
     if train.optimizer in ("adamw", "muon"):
-        return torch.optim.AdamW(weights, betas=betas, **own)
+        return torch.optim.AdamW(parts, betas=betas, **own)
     if train.optimizer == "adam":
-        return torch.optim.Adam(weights, betas=betas, **own)
+        return torch.optim.Adam(parts, betas=betas, **own)
     if train.optimizer in ("sgd", "momentum"):
         momentum = train.momentum if train.optimizer == "momentum" else 0.0
-        return torch.optim.SGD(weights, momentum=momentum, **own)
+        return torch.optim.SGD(parts, momentum=momentum, **own)
     return None
 
 
