@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from inspect import signature
 from pathlib import Path
 
@@ -49,6 +49,7 @@ def on_text(*names):
     """Decorates a check that says n/a, under these names, of data that is no text."""
 
     def decorate(check):
+        @wraps(check)
         def checked(job):
             if "tokenizer" in job.meta:
                 yield from check(job)
