@@ -2,6 +2,7 @@
 
     python tests/mutants.py --data_dir=DIR --count=220 --out=mutants.jsonl     # under an hour
     python tests/mutants.py --table=mutants.jsonl
+    python tests/mutants.py --data_dir=DIR --sound=sound.jsonl                 # 52 loops without a bug
 
 A mutant is one small edit, by an operator, in a function that computes: of the model, the optimizer,
 the data, the step, the evaluation, what is saved. The rule that says what it is:
@@ -21,6 +22,7 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -62,6 +64,71 @@ CONFIG = {
     "report": "false",
 }
 TIMEOUT = 90  # seconds
+SOUND = """\
+--n_embd=64 --n_head=4 --max_steps=200 --peak_lr=1e-3 --min_lr=1e-4
+--n_embd=64 --n_head=4 --peak_lr=1e-4 --min_lr=1e-5
+--n_embd=32 --n_head=2 --peak_lr=3e-4
+--n_embd=16 --n_head=2
+--n_embd=128 --n_head=2
+--n_embd=192 --n_head=3
+--n_embd=96 --n_head=6 --n_layer=3
+--n_layer=4
+--n_layer=2 --grad_checkpoint=true
+--n_layer=2 --dropout=0.2
+--dropout=0.5
+--label_smoothing=0.1
+--block_size=16 --batch_size=32
+--block_size=128 --batch_size=4
+--block_size=100 --batch_size=5
+--batch_size=1
+--batch_size=64
+--batch_size=3 --accum_steps=5
+--accum_steps=4
+--optimizer=adamw --peak_lr=1e-3
+--optimizer=adamw --peak_lr=1e-2
+--optimizer=adam --peak_lr=3e-3
+--optimizer=sgd --peak_lr=0.1
+--optimizer=sgd --peak_lr=0.5 --grad_clip=0
+--optimizer=momentum --peak_lr=0.02
+--optimizer=muon --peak_lr=6e-2
+--schedule=linear
+--schedule=constant
+--schedule=step
+--schedule=onecycle
+--schedule=wsd --cooldown_steps=10
+--warmup_steps=0
+--grad_clip=0
+--grad_clip=0.1
+--weight_decay=0
+--weight_decay=1.2
+--beta1=0.8 --beta2=0.99 --optimizer=adamw
+--ema_decay=0.9
+--ema_decay=0.999 --eval_tokens=500
+--ngram_rows=512
+--conv_width=4
+--n_future_tokens=3
+--ngram_rows=4096 --conv_width=4 --n_future_tokens=3 --n_layer=2
+--dtype=bfloat16
+--dtype=bfloat16 --n_layer=2 --optimizer=adamw
+--seed=7
+--plateau_factor=0.5
+--deterministic=false
+--dataset=bytes
+--dataset=numbers
+z_loss
+experts
+gru
+learned_positions
+norms
+growing_batch
+ema_and_raw
+metric
+schedule
+lion
+window
+weight_norm
+freeze
+"""  # flags beside a plain model, or one of tests/hacks
 
 
 # ---- the edits -----------------------------------------------------------------------------------
@@ -485,27 +552,54 @@ def copy_of_repository(folder):
     shutil.copytree(REPO, folder, ignore=ignored)
 
 
-def run_check(data_dir, folder):
+def run_check(data_dir, folder, *more, config=CONFIG):
     import check
 
-    flags = CONFIG | {"data_dir": data_dir, "out_dir": f"{folder}/out"}
+    flags = config | {"data_dir": data_dir, "out_dir": f"{folder}/out"}
     began = time.process_time()
-    code = check.main([f"--{name}={value}" for name, value in flags.items()])
+    code = check.main([*(f"--{name}={value}" for name, value in flags.items()), *more])
     marks = json.loads(Path(folder, "out", "check.json").read_text())["sanity"]["checks"]
     faults = [name for name, each in marks.items() if each["mark"] == "✗"]
     return {"code": code, "faults": faults, "cpu": time.process_time() - began}
+
+
+def run_sound(data_dir, out):
+    """check.py on loops without a bug, each in a copy of its own."""
+    plain = {"n_embd": 64, "n_head": 4, "ngram_rows": 0, "conv_width": 1, "n_future_tokens": 1}
+    done = out.read_text().splitlines() if out.exists() else []
+    for words in SOUND.splitlines()[len(done) :]:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch, "copy")
+            copy_of_repository(folder)
+            if not words.startswith("--"):
+                patch = REPO / "tests" / "hacks" / f"{words}.patch"
+                subprocess.run(["patch", "-sp1", "-i", patch], cwd=folder, check=True)
+            flags = words.split() if words.startswith("--") else []
+
+            def work(folder=folder, flags=flags):
+                return run_check(data_dir, folder, *flags, config=CONFIG | plain)
+
+            result, seconds, error = in_child(folder, work)
+            row = {"what": words, "seconds": seconds, "error": error} | (result or {"code": 1})
+            with out.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(words, row["code"], row.get("faults"), error, f"{seconds:.0f} s", flush=True)
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    print(f"NO-GO: {sum(row['code'] != 0 for row in rows)} of {len(rows)} sound loops")
 
 
 def main():
     options = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
     if "table" in options:
         return print_table(options["table"])
-    data_dir, out = options["data_dir"], Path(options["out"])
+    data_dir, out = options["data_dir"], Path(options.get("out") or options["sound"])
     import torch  # before the forks
     import torch._dynamo
     import torch.utils.flop_counter  # noqa: F401
 
     torch.set_num_threads(1)
+    if "sound" in options:
+        return run_sound(data_dir, out)
     done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
     with tempfile.TemporaryDirectory() as scratch:
         sound_folder = Path(scratch, "sound")

@@ -277,8 +277,8 @@ def tell_other_bytes(monkeypatch):
         (stay_in_eval_mode, sanity.evaluation_checks, "the model is in train mode"),
         (evaluate_in_train_mode, sanity.evaluation_checks, "the model is in train mode"),
         (average_the_averages, sanity.evaluation_checks, "evaluation is the same"),
-        (smooth_labels_in_evaluation, sanity.evaluation_checks, "probabilities sum to 1"),
-        (train_on_another_loss, sanity.evaluation_checks, "probabilities sum to 1"),
+        (smooth_labels_in_evaluation, sanity.probability_checks, "probabilities sum to 1"),
+        (train_on_another_loss, sanity.probability_checks, "probabilities sum to 1"),
     ],
 )
 def test_sanity_finds_the_fault_in_learning(fault, part, name, checks, monkeypatch):
@@ -328,7 +328,7 @@ def hurry_the_schedule(monkeypatch):
         (sum_the_micro_batches, sanity.step_checks, "a step is that of its batch"),
         (set_the_rate_too_late, sanity.step_checks, "a step is that of its batch"),
         (never_clip, sanity.step_checks, "a step is that of its batch"),
-        (forget_the_moments, sanity.run_checks, "a resume is bit for bit"),
+        (forget_the_moments, sanity.resume_check, "a resume is bit for bit"),
         (hurry_the_schedule, sanity.run_checks, "the rate follows the schedule"),
     ],
 )
