@@ -754,10 +754,13 @@ def measure(own, argv):
         console.print_plan(job.run, job.peak, changed={})
         say(f"results  {console.shown(path)}: {', '.join(parts)}")
         needed = seconds_needed(job, parts) if own["PARTS"] is PARTS else {}
+        began = time.perf_counter()
         for number, part in enumerate(parts):
+            done = sum(needed.get(part, 0) for part in parts[:number])
             left = sum(needed.get(part, 0) for part in parts[number:])
+            pace = (time.perf_counter() - began) / done if done else 1.0
             if left:
-                say(f"time     about {console.duration(left)} left")
+                say(f"time     about {console.duration(pace * left)} left")
             with contextlib.ExitStack() as job.stack:
                 facts[part] = own["PARTS"][part](job)
             write_json(path, facts)

@@ -139,9 +139,6 @@ def test_it_says_first_what_it_does_and_makes_no_other_noise(whole):
     assert ", ".join(PARTS) in lines[said]
     left = [line for line in lines if re.fullmatch(r"time     about \d+:\d\d left", line)]
     assert len(left) == len(PARTS) and left[0] == lines[said + 1]  # before each part
-    times = [line.split()[2].split(":") for line in left]
-    seconds = [60 * int(minutes) + int(rest) for minutes, rest in times]
-    assert seconds == sorted(seconds, reverse=True) and seconds[-1] > 0
     assert "USDT" not in whole[1] and "CPUAllocator" not in whole[1]
 
 
