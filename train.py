@@ -939,6 +939,7 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     lap of the clock, so times exclude evaluation and saving. The host waits for the device here."""
     if not steps:
         return []
+    safe_step.check_names(steps[0][1], "train_step()", ("model", "step"))
     kind = torch.float32 if run.device.type == "mps" else torch.float64
     on_device = [number for _, named in steps for number in named.values()]
     scalars = [torch.as_tensor(n, dtype=kind, device=run.device).detach() for n in on_device]

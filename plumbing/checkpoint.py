@@ -253,8 +253,14 @@ def refuse_what_is_lost(run) -> None:
     lost = lost or not_restorable(run.facts["data"], "what open_dataset() returns as facts")
     if lost:
         fail(lost)
-    if None in (name for _, name in leaves(groups_of(run))):
+    trained = [name for _, name in leaves(groups_of(run))]
+    if None in trained:
         fail("an optimizer trains a weight that is not in model.parameters(): it would be lost")
+    for name, weight in run.model.named_parameters():
+        times = trained.count(name)
+        if times > 1 or times == 0 and weight.requires_grad:
+            hint = "expected it in one, or frozen: requires_grad_(False)"
+            fail(f"the weight {name} is in {times} groups of the optimizers; {hint}")
 
 
 def not_restorable(value: Any, name: str) -> str | None:
