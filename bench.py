@@ -40,7 +40,7 @@ from plumbing import checkpoint, cli, console, data, machine, safe_step
 from plumbing.cli import RunFailed, configured, fail, folder_name, read_knobs, run_script
 from plumbing.files import read_json, write_json
 from plumbing.ranks import say
-from plumbing.resume import NAMED, REPO, code_hashes
+from plumbing.resume import REPO, code_of_process
 from plumbing.run_folder import Clock, RunFolder, git_state, now
 from plumbing.signals import Signals
 from reporting.logged import Logged
@@ -244,99 +244,156 @@ def profile(job):
     "optimizer" is train_step without forward and backward. CUDA: time of the kernels that a region
     launched, as shares of an unprofiled step; the rest is idle, or data if the host waited for it.
     """
-    cuda = job.device.type == "cuda"
     run = job.fresh_run()
     model = job.rehearsed(run)
     batches = job.load_batches(run)
     measured = median(interleaved({"": job.step(run, model, batches)}, job.device)[""])
     count = max(3, min(50, round(timing_seconds / measured)))
     step = job.step(run, record_function("forward")(model), batches)
-    both = record_function("forward_backward")(train.forward_backward)
-    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
-    with setting(forward_backward=both), torch.profiler.profile(activities=activities) as profiler:
+    activities = [ProfilerActivity.CPU]
+    if job.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(count):
             with record_function("step"):
                 step()
                 machine.synchronize(job.device)
     if trace:
         profiler.export_chrome_trace(str(job.folder / "trace.json"))
-    names = ("step", "data", "train_step", "forward_backward", "forward")
-    events = [e for e in profiler.events() if e.device_type == DeviceType.CPU]
-    spans = {name: [e.time_range for e in events if e.name == name] for name in names}
-    host = {name: sum(span.elapsed_us() for span in each) for name, each in spans.items()}
+    events = [event for event in profiler.events() if event.device_type == DeviceType.CPU]
+    host = host_time(events)
     slowdown = host["step"] / (1e6 * measured * count)
-    if cuda:
-        spent = kernel_time(events, spans)
+    result = {"step_ms": 1000 * measured, "slowdown": slowdown}
+    if job.device.type == "cuda":
+        spent = kernel_time(events)
         whole = 1e6 * measured * count
-        spent["data"] += min(host["data"], max(0.0, whole - sum(spent.values())))
+        waited = max(0.0, whole - sum(spent.values()))
+        spent["data"] += min(host["data"], waited)
         whole = max(whole, sum(spent.values()))  # kernels that overlap may sum to more
+        result["kernels"] = sum(len(event.kernels) for event in events) / count
+        result["launch_ms"] = 1000 * result["kernels"] * LAUNCH_SECONDS
     else:
-        both = host["forward_backward"]
-        parts = host["forward"], both - host["forward"], host["train_step"] - both, host["data"]
-        spent = dict(zip(("forward", "backward", "optimizer", "data"), parts, strict=True))
+        spent = {name: host[name] for name in ("forward", "backward")}
+        spent["optimizer"] = host["train_step"] - host["forward"] - host["backward"]
+        spent["data"] = host["data"]
         whole = host["step"]
-    shares = {name: each / whole for name, each in spent.items()}
+    shares = {name: microseconds / whole for name, microseconds in spent.items()}
     shares["idle"] = 1 - sum(shares.values())
-    ms = 1000 * measured
+    print_profile(result, shares)
+    return result | {"shares": shares}
+
+
+def print_profile(result, shares):
+    ms = result["step_ms"]
+    slowdown = result["slowdown"]
     say(f"\nprofile: {ms:.2f} ms a step; under the profiler {slowdown:.2f} times that")
     rows = {name: {"ms": share * ms, "share": share} for name, share in shares.items()}
-    print_table(rows | {"sum": {"ms": ms * sum(shares.values())}}, ms=".2f", share=".1%")
-    found = {"step_ms": ms, "shares": shares, "slowdown": slowdown}
-    if cuda:
-        kernels = sum(len(event.kernels) for event in events) / count
-        limit = 1000 * kernels * LAUNCH_SECONDS
-        say(f"  {kernels:,.0f} kernels a step; to launch them takes {limit:.2f} ms in a CUDA graph")
-        found |= {"kernels": kernels, "launch_ms": limit}
-    return found
+    rows["sum"] = {"ms": ms * sum(shares.values())}
+    print_table(rows, ms=".2f", share=".1%")
+    if "kernels" in result:
+        count = f"{result['kernels']:,.0f} kernels a step"
+        say(f"  {count}; to launch them takes {result['launch_ms']:.2f} ms in a CUDA graph")
 
 
-def kernel_time(events, spans):
-    """{region: microseconds of its kernels}. Autograd's own thread launches the backward pass."""
-    spent = dict.fromkeys(("forward", "backward", "optimizer", "data"), 0.0)
-    main_thread = next(event.thread for event in events if event.name == "train_step")
+def host_time(events):
+    """{region: microseconds of the host in it}. Autograd's engine names what it executes."""
+    spent = dict.fromkeys(("step", "data", "train_step", "forward", "backward"), 0.0)
     for event in events:
-        region = "optimizer" if event.thread == main_thread else "backward"
-        for name in ("forward", "data"):
-            if any(span.start <= event.time_range.start < span.end for span in spans[name]):
-                region = name
-        spent[region] += sum(k.duration for k in event.kernels if k.name not in spans)
+        is_backward = event.name.startswith("autograd::engine::evaluate_function")
+        name = "backward" if is_backward else event.name
+        if name in spent:
+            spent[name] += event.time_range.elapsed_us()
     return spent
 
 
+def kernel_time(events):
+    """{region: microseconds of its kernels}. Autograd's own thread launches the backward pass."""
+    spent = dict.fromkeys(("forward", "backward", "optimizer", "data"), 0.0)
+    spans = {}
+    for name in ("forward", "data"):
+        spans[name] = [event.time_range for event in events if event.name == name]
+    main_thread = next(event.thread for event in events if event.name == "train_step")
+    for event in events:
+        region = "optimizer" if event.thread == main_thread else "backward"
+        for name in spans:
+            if any(span.start <= event.time_range.start < span.end for span in spans[name]):
+                region = name
+        regions = ("step", "train_step", *spans)  # which the profiler also shows on the device
+        spent[region] += sum(k.duration for k in event.kernels if k.name not in regions)
+    return spent
+
+
+class Measured(Exception):
+    """Ends the loop when all is timed."""
+
+
+class Laps(train.Watch):
+    """Times the loop of train.train by laps of one console line, without evaluations and saves, and
+    after each lap the functions in `steps`."""
+
+    def __init__(self, steps, every):
+        self.steps = steps
+        self.every = every  # steps in a lap
+        self.calls = 0
+        self.began = 0.0
+        self.times = {name: [] for name in ("loop", *steps)}  # seconds of a step, by round
+
+    def step(self, run, take, inputs, targets, lr):
+        if self.calls % self.every == 0:
+            self.end_lap(run.device)
+        self.calls += 1
+        return take()
+
+    def end_lap(self, device):
+        machine.synchronize(device)
+        seconds = (time.perf_counter() - self.began) / self.every
+        if self.calls > self.every:  # else the first lap, which warms up
+            self.times["loop"].append(seconds)
+        for name, step in self.steps.items():
+            once = seconds_of(step, 1, device)
+            count = max(1, round(timing_seconds / once))
+            average = seconds_of(step, count, device)
+            if self.calls > self.every:
+                self.times[name].append(average)
+        if len(self.times["loop"]) == rounds:
+            raise Measured
+        machine.synchronize(device)
+        self.began = time.perf_counter()
+
+
 def overhead(job):
-    """The loop of train.train against bare steps on one fixed batch, with and without clipping.
-    A timed call of the loop takes the steps of one console line, without evaluations or saves."""
+    """The loop of train.train against bare steps on one fixed batch, with and without clipping."""
     step_seconds = seconds_of(job.step(job.fresh_run()), 2, job.device)
     every = min(train.log_interval or 100, max(1, round(timing_seconds / step_seconds)))
-    intervals = "eval_interval sample_interval save_interval milestone_interval audit_interval"
-    off = dict.fromkeys([*intervals.split(), "save_minutes", "warmup_steps"], 0)
-    fixed = {"log_interval": every, "schedule": "constant", "peak_lr": 1e-6}
-    nothing = dict.fromkeys("record_evaluation print_sample names_to_save".split(), lambda *_: [])
-    with setting(**off, **fixed, **nothing), contextlib.redirect_stdout(io.StringIO()):
+    off = {"eval_interval": 0, "sample_interval": 0, "audit_interval": -1}
+    off |= {"save_interval": 0, "milestone_interval": 0, "save_minutes": 0.0}
+    rate = {"schedule": "constant", "peak_lr": 1e-6, "warmup_steps": 0}
+    with setting(log_interval=every, **off, **rate), contextlib.redirect_stdout(io.StringIO()):
         run = job.fresh_run()
         model = job.rehearsed(run)
-        batches = job.load_batches(run)
-        *batch, _ = batches.next_batch()
+        batches = job.load_batches(job.fresh_run())
+        inputs, targets, _ = batches.next_batch()
+        step = partial(bare_step, model, run, inputs, targets)
+        train_step = partial(train.train_step, model, run, inputs, targets, train.peak_lr)
+        laps = Laps(
+            {
+                "bare": partial(step, clips=False),
+                "clipping": partial(step, clips=True),
+                "train_step": train_step,
+                "data": batches.next_batch,
+            },
+            every,
+        )
+        run.watch = laps
+        table = console.Table(train.max_steps)
         saver = checkpoint.Saver(run, train.keep_last, train.may_roll_back_to)
-        others = console.Table(train.max_steps), saver, Signals(), Clock()
-
-        def loop():
-            with setting(max_steps=run.state["step"] + every, load_batches=lambda run: batches):
-                train.train(run, model, *others)
-
-        steps = {
-            "bare": partial(bare_step, model, run, *batch, clips=False),
-            "clipping": partial(bare_step, model, run, *batch, clips=True),
-            "loop": loop,
-            "train_step": partial(train.train_step, model, run, *batch, train.peak_lr),
-            "data": job.load_batches(job.fresh_run()).next_batch,
-        }
-        times = interleaved(steps, job.device)
-    times["loop"] = [seconds / every for seconds in times["loop"]]
-    rows = {name: {"ms": 1000 * median(each)} for name, each in times.items()}
+        with contextlib.suppress(Measured):
+            train.train(run, model, table, saver, Signals(), Clock())
+        run.batches.stop()
+    rows = {name: {"ms": 1000 * median(seconds)} for name, seconds in laps.times.items()}
     over = {}
     for kind in ("bare", "clipping"):
-        pairs = zip(times["loop"], times[kind], strict=True)  # from the same round
+        pairs = zip(laps.times["loop"], laps.times[kind], strict=True)  # from the same round
         over[f"over_{kind}"] = median(loop / bare - 1 for loop, bare in pairs)
     rows["loop"] |= over
     say(f"\noverhead: medians of {rounds}, interleaved; the loop at --log_interval={every}: of it")
@@ -485,6 +542,7 @@ def output_of(command, **how):
 
 def execute(script, words, **knobs):
     """Run `script` with `words`, flags and config files, and `knobs`. Raises RunFailed."""
+    knobs = {"audit_interval": -1} | knobs
     output_of([script, *for_train(words), *(f"--{name}={knobs[name]}" for name in knobs)])
 
 
@@ -495,7 +553,7 @@ def trained(script, words, seed):
     with setting(**defaults), configured(vars(train), argv=for_train(words)) as config:
         knobs = {key: config[key] for key in defaults if key not in ("out_dir", "seed")}
     own = ("bench.py", "check.py")
-    code = {path: tree for path, (_, tree) in code_hashes().items() if path not in own}
+    code = {path: tree for path, (_, tree) in code_of_process().items() if path not in own}
     folder = folder_by_hash(config["out_dir"], seed, Path(script).read_text("utf-8"), knobs, code)
     if read_json(folder / "run.json").get("ended") != "finished":
         execute(script, ["--report=false", *words], out_dir=folder, seed=seed)
@@ -508,99 +566,121 @@ def folder_by_hash(out_dir, seed, *facts):
     return Path(out_dir, "seeds", digest[:8], f"seed_{seed}")
 
 
-TARGET = 1.898  # validation loss that nanoGPT reaches with this recipe for a CPU
-NANOGPT = (
+RECIPE = (
     "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 "
     "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 "
     "--lr_decay_iters=2000 --dropout=0.0"
 )
 SAME = "--n_layer=4 --batch_size=12 --beta2=0.99 --eval_interval=200"  # else train.py's defaults
-BATCHES = "--batch_size=32 --max_steps=750 --eval_interval=50"  # as many tokens
-PLAIN = f"train.py config/shakespeare_plain.py {BATCHES}"
-CHANGES = {  # {what a row changes in the one above: its command}
-    "nanoGPT itself": f"$NANOGPT/train.py {NANOGPT}",
+CHANGES = {  # row: its command, or the flags that it adds to the command of the row above
+    "nanoGPT itself": f"$NANOGPT/train.py {RECIPE}",
+    "nanoGPT, twice its rate": "--learning_rate=2e-3 --min_lr=2e-4",
+    "nanoGPT, four times its rate": "--learning_rate=4e-3 --min_lr=4e-4",
+    "nanoGPT, eight times its rate": "--learning_rate=8e-3 --min_lr=8e-4",
+    "nanoGPT in bfloat16, one line added": f"$NANOGPT/train.py {RECIPE} --dtype=bfloat16",
     "its model and recipe on this loop": f"examples/nanogpt.py {SAME} --dtype=float32",
-    "bfloat16 (if fast), plain attention": f"examples/nanogpt.py {SAME}",
-    "one layer": f"examples/nanogpt.py {SAME} --n_layer=1",
+    "bfloat16 (if fast), plain attention": "--dtype=auto",
+    "one layer": "--n_layer=1",
     "our block: SwiGLU, rotary, q/k norm": f"train.py {SAME} --n_layer=1",
-    "larger batches": f"train.py {SAME} --n_layer=1 {BATCHES}",
-    "AdamW's best rate, linear schedule": f"{PLAIN} --optimizer=adamw --peak_lr=6e-3 --min_lr=6e-5",
-    "Muon and its rate": PLAIN,
-    "convolution": f"{PLAIN} --conv_width=4",
-    "n-gram table": f"{PLAIN} --conv_width=4 --ngram_rows=8192",
-    "extra heads": f"{PLAIN} --conv_width=4 --ngram_rows=8192 --n_future_tokens=3",
+    "larger batches": "--batch_size=32 --max_steps=750 --eval_interval=50",  # as many tokens
+    "linear schedule": "--schedule=linear",
+    "six times the rate": "--peak_lr=6e-3 --min_lr=6e-5",
+    "a warmup of 2 steps": "--warmup_steps=2",
+    "weight decay 0.3": "--weight_decay=0.3",
+    "beta2 0.95": "--beta2=0.95",
+    "Muon and its rate": "--optimizer=muon --momentum=0.8 --peak_lr=6e-2 --min_lr=6e-4",
+    "convolution": "--conv_width=4",
+    "n-gram table": "--ngram_rows=8192",
+    "extra heads": "--n_future_tokens=3",
     "the plain config": "train.py config/shakespeare_plain.py",
     "the fast config": "train.py config/shakespeare_fast.py",
 }
-SEEDED = (  # runs nanoGPT's train.py with a seed, for which it has no flag
-    "import runpy, sys, torch; seed, inner = int(sys.argv.pop()), torch.manual_seed; "
-    "torch.manual_seed = lambda _: inner(seed); runpy.run_path('train.py', run_name='__main__')"
-)
+RECIPE_TOKENS = 2000 * 12 * 64
+SEED_LINE = "torch.manual_seed(1337"  # in nanoGPT's train.py, which has no flag for a seed
+FLOAT32_LINE = "nullcontext() if device_type == 'cpu' else "  # no autocast on a CPU
+
+
+def commands():
+    """{row: its whole command}."""
+    whole = {}
+    command = ""
+    for name, words in CHANGES.items():
+        begins_anew = words.split()[0].endswith(".py")
+        command = words if begins_anew else f"{command} {words}"
+        whole[name] = command
+    return whole
 
 
 def from_nanogpt(job):
-    """Whole runs, one change a row. All but the last two see as many tokens as nanoGPT. The flags that
-    were typed hold for each row of ours, and max_steps for nanoGPT, too."""
-    there = bool(os.environ.get("NANOGPT"))
-    commands = {name: CHANGES[name] for name in CHANGES if there or CHANGES[name][:5] == "train"}
-    runs = {name: [] for name in commands}
+    """Whole runs, one change a row. All but the last two see as many tokens as nanoGPT. The flags
+    that were typed hold for each row of ours. Rows of nanoGPT need NANOGPT=FOLDER, a copy of it."""
     if job.run.facts["data"]["name"] != train.dataset:
         fail(f"nanoGPT learns {train.dataset}, which is not here; prepare_data.py makes it")
-    for seed in range(train.seed, train.seed + seeds):  # each row in turn: machines have slow hours
-        for name, command in commands.items():
-            script, *words = [*command.split(), *job.argv]
-            is_theirs = script.startswith("$")
-            runs[name].append(nanogpt(job, seed) if is_theirs else race(script, words, seed))
-    rows = {}
-    for name, each in runs.items():
-        rows[name] = {key: median(run[key] for run in each) for key in each[0]}
-        losses = [run["loss"] for run in each]
-        rows[name] |= {"loss": mean(losses), "deviation": stdev(losses)}
-    say(f"\nfrom_nanogpt: {seeds} seeds; median seconds of the process, of which evaluating, and")
-    say(f"  until {TARGET} was reached (start and training); last loss, its deviation; tokens")
-    seconds = dict.fromkeys(("process", "evaluating", "reached"), ".1f")
-    print_table(rows, **seconds, loss=".4f", deviation=".4f", tokens=".2f M")
-    for name, command in commands.items():
+    rows = commands()
+    if not os.environ.get("NANOGPT"):
+        rows = {name: command for name, command in rows.items() if command.startswith("train.py")}
+        say("\nwithout NANOGPT=FOLDER, a copy of nanoGPT, there are no rows of it")
+    runs = {name: [] for name in rows}
+    began = time.perf_counter()
+    for n in range(seeds):  # each row in turn: machines have slow hours
+        seed = train.seed + n
+        for name, command in rows.items():
+            script, *words = command.split()
+            if script.startswith("$"):
+                runs[name].append(nanogpt(job, words, seed))
+            else:
+                runs[name].append(race(script, [*words, *job.argv], seed))
+        to_come = (seeds - n - 1) * (time.perf_counter() - began) / (n + 1)
+        say(f"  seed {seed} done; about {console.duration(to_come)} left")
+    table = {name: summary(results) for name, results in runs.items()}
+    say(f"\nfrom_nanogpt: {seeds} seeds; median seconds of the process; last loss, its deviation")
+    print_table(table, process=".1f", loss=".4f", deviation=".4f", tokens=".2f M")
+    for name, command in rows.items():
         say(f"  {name}: python {command}")
-    say("  without NANOGPT=FOLDER, a copy of nanoGPT, there are no rows of it" * (not there))
-    return {"rows": rows, "runs": runs, "commands": commands}
+    return {"rows": table, "runs": runs, "commands": rows}
+
+
+def summary(results):
+    """The row of a table for the runs of one command with several seeds."""
+    losses = [run["loss"] for run in results]
+    return {
+        "process": median(run["process"] for run in results),
+        "loss": mean(losses),
+        "deviation": stdev(losses),
+        "tokens": results[0]["tokens"],
+    }
 
 
 def race(script, words, seed):
-    """Seconds, loss and tokens of a run of ours, from its folder. reached: infinity if it never was."""
+    """{seconds of the process, last validation loss, tokens} of a run of ours, from its folder."""
     run = trained(str(REPO / script), words, seed)
-    seconds = run.facts["seconds"]
-    spent, reached = seconds["start"] + seconds["compile"], math.inf
-    for row in (rows[-1] for _, rows in sorted(run.rows.items(), key=lambda item: item[0])):
-        spent += row.get("step_ms", 0) / 1000
-        reached = min(reached, spent) if row.get("val_loss", math.inf) <= TARGET else reached
-    whole = {"process": sum(seconds.values()), "evaluating": seconds["evaluate"]}
-    loss, tokens = run.row(run.last, "eval")["val_loss"], run.row(run.last, "train")["tokens"]
-    return whole | {"reached": reached, "loss": loss, "tokens": tokens}
+    return {
+        "process": sum(run.facts["seconds"].values()),
+        "loss": run.row(run.last, "eval")["val_loss"],
+        "tokens": run.row(run.last, "train")["tokens"],
+    }
 
 
-def nanogpt(job, seed):
+def nanogpt(job, words, seed):
     """The same of nanoGPT itself, from what it prints; its loss is that of 20 random batches."""
     home = Path(os.environ["NANOGPT"])
-    steps = job.config["max_steps"] if "max_steps" in job.config.flags else 2000
-    words = NANOGPT.replace("iters=2000", f"iters={steps}").split()
-    folder = folder_by_hash(job.folder, seed, words, (home / "model.py").read_text("utf-8"))
-    if not (log := read_json(folder / "nanogpt.json")):
+    source = (home / "train.py").read_text("utf-8")
+    model = (home / "model.py").read_text("utf-8")
+    source = source.replace(SEED_LINE, f"torch.manual_seed({seed}")
+    if "--dtype=bfloat16" in words:
+        if FLOAT32_LINE not in source:
+            fail(f"{home}/train.py has no {FLOAT32_LINE!r}; expected nanoGPT's own")
+        source = source.replace(FLOAT32_LINE, "")
+    folder = folder_by_hash(job.folder, seed, words, source, model)
+    log = read_json(folder / "nanogpt.json")
+    if not log:
         folder.mkdir(parents=True, exist_ok=True)
         began = time.perf_counter()
-        printed = output_of(["-c", SEEDED, *words, f"--out_dir={folder}", str(seed)], cwd=home)
+        printed = output_of(["-c", source, *words, f"--out_dir={folder}"], cwd=home)
         log = {"seconds": time.perf_counter() - began, "printed": printed}
         write_json(folder / "nanogpt.json", log)
-    losses = dict(re.findall(r"^step (\d+): .*val loss ([\d.]+)", log["printed"], re.MULTILINE))
-    times = re.findall(r"^iter (\d+): .*time ([\d.]+)ms", log["printed"], re.MULTILINE)
-    usual = median(float(ms) for _, ms in times)  # of an iteration without an evaluation
-    training = [usual if step in losses else float(ms) for step, ms in times]
-    evaluating = (sum(float(ms) for _, ms in times) - sum(training)) / 1000
-    start = log["seconds"] - evaluating - sum(training) / 1000
-    reached = [sum(training[: int(step)]) for step in losses if float(losses[step]) <= TARGET]
-    whole = {"process": log["seconds"], "evaluating": evaluating, "tokens": 12 * 64 * steps}
-    reached = start + min(reached, default=math.inf) / 1000
-    return whole | {"reached": reached, "loss": float([*losses.values()][-1])}
+    losses = re.findall(r"^step \d+: .*val loss ([\d.]+)", log["printed"], re.MULTILINE)
+    return {"process": log["seconds"], "loss": float(losses[-1]), "tokens": RECIPE_TOKENS}
 
 
 PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead, from_nanogpt)}
@@ -627,12 +707,29 @@ def job_of(words, script, *scopes):
     try:
         with configured(*scopes, argv=words) as config, TemporaryDirectory() as scratch:
             with train.build([f"--out_dir={scratch}", "--resume=auto"]) as run:
-                folder, meta = Path(folder_name(config, NAMED)), run.facts["data"]["meta"]
+                folder, meta = Path(folder_name(config)), run.facts["data"]["meta"]
                 flops = machine.peak_flops(run.device, train.dtype)
                 with setting(max_steps=10**9):  # no part ends early; decay_steps has its value
                     yield Job(run, config, words, script, folder, run.device, meta, flops)
     finally:
         torch.use_deterministic_algorithms(strict)
+
+
+def seconds_needed(job, parts):
+    """{part: about how many seconds it takes}, from one eager step; only of the parts above."""
+    run = job.fresh_run()
+    step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
+    step()  # warms up
+    step_seconds = seconds_of(step, 1, job.device)
+    timing = (rounds + 2) * max(timing_seconds, step_seconds)  # of one candidate in all rounds
+    seconds = {
+        "peak": 15,
+        "ladder": 30 + 7 * timing,  # 30: to compile
+        "profile": 15 + 3 * timing,
+        "memory": 25 + 10 * step_seconds,
+        "overhead": 5 + 5 * timing,
+    }
+    return {part: seconds.get(part, 0) for part in parts}
 
 
 def measure(own, argv):
@@ -649,13 +746,21 @@ def measure(own, argv):
         name = job.run.facts["data"]["name"]
         facts = {"date": now(), "command": sys.argv, "git": git_state(), "dataset": name}
         resolved = {key: getattr(train, key) for key in ("dtype", "compile", "deterministic")}
-        facts |= {"config": job.config | resolved, **machine.describe_machine(job.device)}
+        facts["config"] = job.config | resolved
+        facts |= machine.describe_machine(job.device)
         with RunFolder(job.folder).refusing():
             job.folder.mkdir(parents=True, exist_ok=True)
             write_json(path, facts)
         console.print_plan(job.run, job.peak, changed={})
         say(f"results  {console.shown(path)}: {', '.join(parts)}")
-        for part in parts:
+        needed = seconds_needed(job, parts) if own["PARTS"] is PARTS else {}
+        began = time.perf_counter()
+        for number, part in enumerate(parts):
+            done = sum(needed.get(part, 0) for part in parts[:number])
+            left = sum(needed.get(part, 0) for part in parts[number:])
+            pace = (time.perf_counter() - began) / done if done else 1.0
+            if left:
+                say(f"time     about {console.duration(pace * left)} left")
             with contextlib.ExitStack() as job.stack:
                 facts[part] = own["PARTS"][part](job)
             write_json(path, facts)

@@ -17,6 +17,7 @@ import os
 import shlex
 import sys
 import time
+import traceback
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -53,7 +54,7 @@ def sanity(job):
     checks = {}
     say("\nsanity:")
     for check in CHECKS:
-        for name, fine, found, *passable in check(job):
+        for name, fine, found, *passable in asked(check, job):
             mark = "✗"
             if fine is None:
                 mark, found = "–", f"n/a, {found}"
@@ -67,6 +68,15 @@ def sanity(job):
     if faults or warnings:
         say(f"  docs/trouble.md says what to do about: {', '.join(faults + warnings)}")
     return {"checks": checks, "ok": not faults}
+
+
+def asked(check, job):
+    """The answers of a check; an error in it is one more, a fault: the others are still asked."""
+    try:
+        yield from check(job)
+    except Exception as error:
+        traceback.print_exc()
+        yield check.__name__, False, f"{type(error).__name__}: {error}"
 
 
 def lr(job):
@@ -99,7 +109,7 @@ def lr(job):
 def exact(job):
     """Do fresh processes take the same steps to the same bits of weights, moments and state?"""
     few = {"max_steps": exact_steps, "warmup_steps": 0, "eval_tokens": train.block_size}
-    few |= {"compile": train.compile, "audit_interval": 0, "resume": "auto", "report": False}
+    few |= {"compile": train.compile, "audit_interval": -1, "resume": "auto", "report": False}
     rows = {}
     for name, strict in {"deterministic": True, "not deterministic": False}.items():
         results = []

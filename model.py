@@ -121,6 +121,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout
         self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd, bias=False)
+        self.qkv.muon_parts = 3  # q, k and v: Muon orthogonalizes each alone
         self.out = nn.Linear(config.n_embd, config.n_embd, bias=False)
 
     def reset_parameters(self):

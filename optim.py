@@ -43,7 +43,7 @@ def configure_optimizers(
     elif optimizer == "muon":
         # an embedding's row learns only where its token stands; the loss is steep in the head
         rest = group(embeddings, lr_scale=2.0), group(outer, lr_scale=0.5), groups[1]
-        muon = Muon([group(hidden)], lr, momentum, weight_decay)
+        muon = Muon([group(hidden)], lr, momentum, weight_decay, parts_of(model))
         optimizers = [muon, torch.optim.AdamW(rest, **adam)]
     else:
         raise ValueError(f"optimizer={optimizer!r}: expected adamw, adam, sgd, momentum or muon")
@@ -70,15 +70,23 @@ def sorted_by_role(model):
     return hidden, embeddings, outer, vectors
 
 
+def parts_of(model: nn.Module) -> dict[Tensor, int]:
+    """{weight: number of matrices that are stacked in it} of modules that say so by an attribute `muon_parts`,
+    such as the layer of attention's queries, keys and values."""
+    stacked = [module for module in model.modules() if hasattr(module, "muon_parts")]
+    return {module.weight: module.muon_parts for module in stacked}
+
+
 class Muon(torch.optim.Optimizer):
     """Momentum with an orthogonalized update (Jordan 2024), as large as AdamW's (Liu et al. 2025), like
-    torch.optim.Muon(adjust_lr_fn="match_rms_adamw"). weights: matrices; one of several square parts,
-    such as attention's q, k and v, is orthogonalized part by part."""
+    torch.optim.Muon(adjust_lr_fn="match_rms_adamw"). weights: matrices. parts: {weight: number of
+    matrices that are stacked in its rows}, each of which is orthogonalized alone; others are one."""
 
     skips_on_device = True  # step() changes nothing if found_inf, a 0/1 tensor, is 1
 
-    def __init__(self, weights, lr: float, momentum: float, weight_decay: float):
+    def __init__(self, weights, lr: float, momentum: float, weight_decay: float, parts=None):
         super().__init__(weights, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
+        self.parts = parts or {}
 
     @torch.no_grad()
     def step(self) -> None:
@@ -91,8 +99,8 @@ class Muon(torch.optim.Optimizer):
                 average = self.state[weight]["momentum_buffer"]
                 new_average = average.lerp(weight.grad, 1 - group["momentum"])
                 nesterov = weight.grad.lerp(new_average, group["momentum"])
-                rows, columns = weight.shape
-                parts = nesterov.split(columns if rows % columns == 0 else rows)
+                rows = weight.size(0) // self.parts.get(weight, 1)
+                parts = nesterov.split(rows)
                 size = 0.2 * group["lr"] * math.sqrt(max(parts[0].shape))
                 new_weight = weight * (1 - group["lr"] * group["weight_decay"])
                 new_weight.add_(torch.cat([orthogonal(part) for part in parts]), alpha=-size)

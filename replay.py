@@ -115,18 +115,19 @@ class Again:
     """Watches train.main() compute a run again, as a train.Watch, up to the end of step `stop`; of a
     step taken more than once, as logged, or as --before_rollback says."""
 
-    def __init__(self, run: Logged, loop: ModuleType, stop: int):
+    def __init__(self, run: Logged, loop: ModuleType, start: Checkpoint | None, stop: int):
         self.logged = run
         self.loop = loop
+        self.start = start
         self.stop = stop
         self.run = None  # train.py's, as soon as it takes the step
         self.saved = {}  # with --save, the state before it
         self.seen = {}  # in it, with --step
         self.starts = []  # with --trace: (step, the digest of all with which it begins)
-        self.parts = {}  # step -> {part of its checkpoint that no hash covers}
+        self.odd_part = None  # of a checkpoint whose hash is the logged one: as `difference`
         self.rows = None  # Logged
         self.traces = []  # of all ranks
-        self.ended = ""
+        self.ended = "has no step left to take"
         self.difference = None  # first_difference()
         self.words = ""
         self.code = 0
@@ -138,6 +139,8 @@ class Again:
 
     def step(self, run: Any, take: Callable[[], dict], inputs, targets, lr: float) -> dict:
         state = run.state
+        if self.start:  # it is alone in its folder, and so train.py makes it a target of rollbacks
+            state["first_step"] = self.start.content["state"]["first_step"]
         if trace and state["step"] >= since:
             now = mapped(steps.copied, steps.essence(run.checkpoint()))
             self.starts.append((state["step"] + 1, digest_of_state(now)))
@@ -163,10 +166,18 @@ class Again:
         due.save_now = due.save_now or bool(self.logged.row(at, "saved"))
         if self.run and not due.ending:
             due.ending = "computed again", 1
-        self.ended = f"{due.ending[0]} at step {at}" if due.ending else ""
-        if at in [checkpoint.step for checkpoint in self.logged.checkpoints]:
-            saved = run.checkpoint()
-            self.parts[at] = {part: saved[part] for part in RECOMPUTED}
+        if due.ending:
+            self.ended = f"{due.ending[0]} at step {at}"
+        for saved in self.logged.checkpoints:
+            if saved.step == at and not self.odd_part:
+                self.odd_part = self.compare_parts(saved, run.checkpoint())
+
+    def compare_parts(self, saved: Checkpoint, now: dict) -> tuple | None:
+        for part in RECOMPUTED:
+            then = saved.content.get(part, now[part])  # an older version has no such part
+            if then != now[part]:
+                return saved.step, [part], f"{part} in {saved.path.name} is {then}, not {now[part]}"
+        return None
 
     def end(self, run: Any) -> None:
         if self.run:
@@ -177,7 +188,7 @@ class Again:
     def judge(self, first: int, last: int) -> None:
         """Compare steps first + 1 to last: sets `difference`, `words` and `code`."""
         run = self.logged
-        self.difference = first_difference(run, self.rows, first, last) or self.other_part(first)
+        self.difference = first_difference(run, self.rows, first, last) or self.odd_part
         if not self.difference:
             steps_of = f"steps {max(1, first + 1)} to {last}"
             self.words = f"{steps_of}: all logged numbers are computed again, bit for bit"
@@ -186,14 +197,6 @@ class Again:
         identity = run.differences(min(first, at - 1), at, self.run.facts["run"])
         self.words = not_computed(run, self.difference, identity)
         self.code = 3 if identity else 1
-
-    def other_part(self, first: int) -> tuple | None:
-        """The first part of a checkpoint that differs, though its hash is the logged one."""
-        for at, path, content, _ in self.logged.checkpoints:
-            for part, now in self.parts.get(at, {}).items() if at > first else ():
-                if content.get(part) != now:
-                    return at, [part], f"{part} in {path.name} is {content.get(part)}, not {now}"
-        return None
 
 
 def compute(run: Logged, loop: ModuleType, start: Checkpoint | None, stop: int) -> Again:
@@ -213,7 +216,7 @@ def compute(run: Logged, loop: ModuleType, start: Checkpoint | None, stop: int) 
     if before_rollback:
         flags.append(f"--max_rollbacks={before_rollback - 1}")
     torch.set_num_threads(then["threads"])
-    again = Again(run, loop, stop)
+    again = Again(run, loop, start, stop)
     try:
         if is_rank0():
             shutil.rmtree(scratch, ignore_errors=True)
@@ -362,11 +365,10 @@ def verify_stretches(run: Logged, loop: ModuleType) -> int:
     if faults:
         say("\n".join(faults))
         return 1
-    ends = [at for at in range(run.first + 1, run.last + 1) if run.row(at, "saved")]
-    if not ends:
-        raise RunFailed(f"{run.path} has no row of a save: there is no hash to compare with")
-    if run.last not in ends:
-        ends.append(run.last)
+    if not run.saves or run.first == run.last:
+        raise RunFailed(f"{run.path} has no step, or no row of a save: there is nothing to compare")
+    ends = [at for at in range(run.first + 1, run.last) if run.row(at, "saved")]
+    ends.append(run.last)
     launch = os.environ.get("TORCHELASTIC_RUN_ID", str(time.time()))  # the same on every rank
     drawn_by = seed or crc32(launch.encode())
     drawn = sorted(random.Random(drawn_by).sample(ends, min(verify, len(ends))))

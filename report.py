@@ -1,13 +1,15 @@
 """
 Reports on a run from the metrics.jsonl and run.json in its folder:
 
+    python report.py                                # a table of the runs in out/; or name a folder
     python report.py out/shakespeare                # writes report.png and report.md there
     python report.py out/a out/b out/c              # writes compare.png and compare.md into out/a
     python report.py out/shakespeare --html=true    # also report.html (of several: compare.html)
     python report.py out/shakespeare --watch=true   # report.html, updated while the run continues
     python report.py records/*                      # the table of what check.py and bench.py measured
 
-Prints the troubles that it finds, and paths. A field that it does not know gets a panel and a row.
+Prints the troubles that it finds, what differs between several runs, and paths. A folder that holds
+no run is left out with a line. A field that it does not know gets a panel and a row.
 """
 
 import itertools
@@ -23,14 +25,14 @@ from pathlib import Path
 import numpy as np
 
 from plumbing.cli import configured, fail, read_knobs, run_script
-from plumbing.console import duration
+from plumbing.console import FIELDS, duration
 from plumbing.files import replacing
 from reporting import curves, record, results
 from reporting.curves import COLOURS
 from reporting.page import page
 from reporting.record import last_step, read_run
 from reporting.records import HEADER, record_rows
-from reporting.results import best_in_words, ended, happened, outcome, table, unit
+from reporting.results import aligned, best_in_words, ended, happened, outcome, table, unit
 from reporting.troubles import replay, replay_of, troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
@@ -46,13 +48,22 @@ LOOKS = {
     "best": {"ls": "", "markersize": 13, "markeredgecolor": "white", "clip_on": False, "zorder": 5},
     "dashed": {"lw": 1.2, "ls": "--"},
 }
+MOST_COLUMNS = 4  # runs beside each other on the console; of more, a row each
+
+
+# ---- pictures ------------------------------------------------------------------------------------
 
 
 def draw(ax, curve, **looks):
     """looks: other than those of LOOKS."""
+    marker = ""
+    if curve.look == "best":
+        marker = "*"
+    elif curves.is_dotted(curve):
+        marker = "o"
     own = {"color": COLOURS[curve.colour], "label": curve.label, "markersize": 3.5, "ls": "-"}
-    marker = "*" if curve.look == "best" else "o" * curves.is_dotted(curve)
-    ax.plot(*curves.thin(curve.x, curve.y), marker=marker, **own | LOOKS[curve.look] | looks)
+    x, y = curves.thin(curve.x, curve.y)
+    ax.plot(x, y, marker=marker, **own | LOOKS[curve.look] | looks)
 
 
 def scale(ax, field, drawn):
@@ -61,8 +72,9 @@ def scale(ax, field, drawn):
     if is_log:
         from matplotlib.ticker import LogLocator, NullLocator
 
+        fine = high < 200 * low
         ax.set_yscale("log")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if fine else (1,)))
         ax.yaxis.set_minor_locator(NullLocator())
     ax.yaxis.set_major_formatter(curves.short)
     ax.set_ylim(low, high)
@@ -72,27 +84,37 @@ def scale(ax, field, drawn):
         ax.annotate(words, (0.995, 0.94), xycoords="axes fraction", ha="right", fontsize=8)
 
 
+def label_axes(ax, title):
+    ax.set_ylabel(title if len(title) <= 24 else title[:22] + "...")
+    ax.set_xlabel("step")
+    ax.xaxis.set_major_formatter(curves.short)
+    ax.xaxis.get_major_locator().set_params(integer=True)
+
+
 def draw_panel(ax, panel, events):
+    is_loss = panel.field == "loss"
     for curve in panel.curves:
         draw(ax, curve)
     for name, steps in events.items():
         looks = {"color": COLOURS[curves.EVENTS[name]], "lw": 0.9, "ls": (0, (4, 3)), "zorder": 1}
-        looks |= {"label": name.replace("_", " ")} if panel.field == "loss" else {}
+        if is_loss:
+            looks["label"] = name.replace("_", " ")
         ax.vlines(steps, 0, curves.event_height(steps), transform=ax.get_xaxis_transform(), **looks)
     scale(ax, panel.field, panel.curves)
-    ax.set_ylabel(panel.title if len(panel.title) <= 24 else panel.title[:22] + "...")
-    ax.set_xlabel("step")
-    ax.xaxis.set_major_formatter(curves.short)
-    ax.xaxis.get_major_locator().set_params(integer=True)
-    if len(panel.curves) > 1 or panel.field == "loss":  # above the panel, where it hides nothing
+    label_axes(ax, panel.title)
+    if len(panel.curves) > 1 or is_loss:  # above the panel, where it hides nothing
         ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=5, borderaxespad=0.2)
 
 
 def heading(run):
-    c, identity = run.info["config"], run.info["run"]
-    names = run.info["data"].get("name"), identity.get("device"), identity.get("dtype")
-    names += (f"{c['n_layer']} x {c.get('n_embd')} wide",) if "n_layer" in c else ()
-    lines = f"{run.name}: {ended(run)}", ", ".join(str(name) for name in names if name)
+    """Two lines above the picture: the run and how it ended; its data, device and size."""
+    config = run.info["config"]
+    identity = run.info["run"]
+    facts = [run.info["data"].get("name"), identity.get("device"), identity.get("dtype")]
+    if "n_layer" in config:
+        facts.append(f"{config['n_layer']} x {config.get('n_embd')} wide")
+    told = ", ".join(str(fact) for fact in facts if fact)
+    lines = [f"{run.name}: {ended(run)}", told]
     return "\n".join(textwrap.shorten(line, 110, placeholder=" ...") for line in lines).strip()
 
 
@@ -100,58 +122,87 @@ def picture(run):
     """report.png as a matplotlib Figure."""
     from matplotlib.figure import Figure  # not pyplot, which keeps state and may need a display
 
-    events, panels = curves.events_of(run), curves.panels_of(run)
-    rows = len(panels) // 2  # below the loss
+    events = curves.events_of(run)
+    loss_panel, *panels = curves.panels_of(run)
+    rows = math.ceil(len(panels) / 2)  # below the loss
     fig = Figure((9, 4 + 2 * rows))
     grid = fig.add_gridspec(1 + rows, 2, height_ratios=[3.3] + [2] * rows)
     loss = fig.add_subplot(grid[0, :])
-    others = [fig.add_subplot(grid[i // 2, i % 2], sharex=loss) for i in range(2, 1 + len(panels))]
-    for ax, panel in zip([loss, *others], panels, strict=True):
+    draw_panel(loss, loss_panel, events)
+    for i, panel in enumerate(panels):
+        ax = fig.add_subplot(grid[1 + i // 2, i % 2], sharex=loss)
         draw_panel(ax, panel, events)
-    loss.set_xlim(-0.01 * max(1, last_step(run)), 1.01 * max(1, last_step(run)))
+    end = max(1, last_step(run))
+    loss.set_xlim(-0.01 * end, 1.01 * end)
     fig.suptitle(heading(run), x=0.01, ha="left", fontsize=10, linespacing=1.5)
     return fig
 
 
+def looks_of(i):
+    """Of the curves of the i-th of several runs."""
+    styles = ("-", "--", ":")
+    colours = list(COLOURS.values())
+    return {"color": colours[i % 7], "ls": styles[i // 7 % 3]}
+
+
 def compare_picture(runs, names):
-    """compare.png as a matplotlib Figure: losses by step, tokens and time. The page has the rest."""
+    """compare.png as a matplotlib Figure: losses by step, tokens and time; then rate and throughput."""
     from matplotlib.figure import Figure
 
-    fig = Figure((11, 4.5 + 0.2 * math.ceil(len(runs) / 3)))
-    by_step, by_tokens, by_time = fig.subplots(1, 3, sharey=True)
-    drawn = []
-    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
-        step, tokens = run.train["step"], run.train["tokens"]
+    fig = Figure((11, 7 + 0.2 * math.ceil(len(runs) / 3)))
+    grid = fig.add_gridspec(2, 6, height_ratios=[3, 2])
+    by_step = fig.add_subplot(grid[0, 0:2])
+    by_tokens = fig.add_subplot(grid[0, 2:4], sharey=by_step)
+    by_time = fig.add_subplot(grid[0, 4:6], sharey=by_step)
+    below = {"lr": fig.add_subplot(grid[1, 0:3]), "tokens_per_sec": fig.add_subplot(grid[1, 3:6])}
+    losses = []
+    others = {field: [] for field in below}
+    for i, run in enumerate(runs):
+        step = run.train["step"]
         minutes = np.cumsum(np.nan_to_num(run.train["step_ms"])) / 60_000
-        looks = {"color": list(COLOURS.values())[i % 7], "ls": ("-", "--", ":")[i // 7 % 3]}
-        for curve in curves.of_several(curves.panels_of(run)[0]):
-            drawn.append(curve)
-            for ax, x in (by_step, step), (by_tokens, tokens), (by_time, minutes):
+        axes = {by_step: step, by_tokens: run.train["tokens"], by_time: minutes}
+        panels = {panel.field: panel for panel in curves.panels_of(run)}
+        for curve in curves.of_several(panels["loss"]):
+            losses.append(curve)
+            for ax, x in axes.items():
                 places = np.interp(curve.x, [0, *step], [0, *x])
-                draw(ax, curve._replace(x=places, label=None), **looks)
-        by_step.plot([], [], lw=2.5, label=f"{name}: {best_in_words(run)}", **looks)
-    scale(by_step, "loss", drawn)
-    by_step.set_ylabel("loss (nats)" if unit(*runs) == "tokens" else "loss")
-    by_step.set_xlabel("step")
+                draw(ax, curve._replace(x=places, label=None), **looks_of(i))
+        for field, ax in below.items():
+            for curve in curves.of_several(panels[field]) if field in panels else ():
+                others[field].append(curve)
+                draw(ax, curve._replace(label=None), **looks_of(i))
+        label = f"{names[i]}: {best_in_words(run)}"
+        by_step.plot([], [], lw=2.5, label=label, **looks_of(i))
+    scale(by_step, "loss", losses)
+    label_axes(by_step, "loss (nats)" if unit(*runs) == "tokens" else "loss")
+    for field, ax in below.items():
+        scale(ax, field, others[field])
+        label_axes(ax, curves.title_of(FIELDS[field], runs[0]))
     by_tokens.set_xlabel(f"{unit(*runs)} trained on")
+    by_tokens.xaxis.set_major_formatter(curves.short)
     by_time.set_xlabel("training time (minutes)")
-    for ax in fig.axes:
-        ax.xaxis.set_major_formatter(curves.short)
+    by_time.xaxis.set_major_formatter(curves.short)
     fig.suptitle("Thick: validation. Thin: training, smoothed.", x=0.01, ha="left", fontsize=10)
     fig.legend(loc="outside lower left", ncols=3)
     return fig
 
 
+# ---- words ---------------------------------------------------------------------------------------
+
+
 def unusual_knobs(run):
     """[(knob, value in this run, default in train.py)] where the two differ, without folders."""
-    knobs, config = read_knobs(Path(__file__).with_name("train.py")), run.info["config"]
-    defaults = {
-        name: knobs[name].default if name in knobs else "no longer a knob" for name in config
-    }
-    usual = defaults | {"decay_steps": config.get("max_steps")}  # as 0 is resolved
-    names = [k for k, v in config.items() if v not in (defaults[k], usual[k])]
-    names = [name for name in names if not name.endswith("_dir")]
-    return [(f"`{k}`", f"`{config[k]}`", f"`{defaults[k]}`") for k in names]
+    knobs = read_knobs(Path(__file__).with_name("train.py"))
+    config = run.info["config"]
+    rows = []
+    for name, value in config.items():
+        default = knobs[name].default if name in knobs else "no longer a knob"
+        usual = [default]
+        if name == "decay_steps":
+            usual.append(config.get("max_steps"))  # as 0 is resolved
+        if value not in usual and not name.endswith("_dir"):
+            rows.append((f"`{name}`", f"`{value}`", f"`{default}`"))
+    return rows
 
 
 def facts(run):
@@ -159,53 +210,67 @@ def facts(run):
     parts = {part: run.info[part] for part in ("run", "hardware", "versions", "git")}
     parts["data"] = run.info["data"] | run.info["data"].get("meta", {})
     for part, told in parts.items():
-        told = {name: value for name, value in told.items() if not isinstance(value, dict | list)}
-        parts[part] = {name: textwrap.shorten(str(value), 80) for name, value in told.items()}
+        single = {}
+        for name, value in told.items():
+            if not isinstance(value, dict | list):
+                single[name] = textwrap.shorten(str(value), 80)
+        parts[part] = single
     return parts
 
 
 def about(run):
     """What was run, in Markdown."""
-    out = [f"- **command** `{shlex.join(['python', *map(str, run.info['command'])])}`"]
-    out += [f"- **when** {run.info.get('start')} to {run.info.get('end')}"]
+    command = shlex.join(["python", *map(str, run.info["command"])])
+    lines = [f"- **command** `{command}`"]
+    lines.append(f"- **when** {run.info.get('start')} to {run.info.get('end')}")
     for part, told in facts(run).items():
-        out += [f"- **{part}** " + ", ".join(f"{name} {value}" for name, value in told.items())]
-    return "\n".join([*out, "", table(("knob", "here", "default today"), unusual_knobs(run))])
+        words = ", ".join(f"{name} {value}" for name, value in told.items())
+        lines.append(f"- **{part}** {words}")
+    knobs = table(("knob", "here", "default today"), unusual_knobs(run))
+    return "\n".join([*lines, "", knobs])
 
 
 def details(event):
     """The fields of an event, in words. A pair is what was and is; of hashes, names alone count."""
-    out = []
+    words = []
     for key, value in event.items():
-        is_pair = isinstance(value, list) and len(value) == 2
-        if is_pair and isinstance(value[1], dict):
-            value = f"changed in {', '.join(value[1])}"
-        elif is_pair:
-            value = "was {}, is {}".format(*value)
-        out += [f"{key} {value}"] * (key not in ("kind", "step", "event", "finite"))
-    return textwrap.shorten("; ".join(out), 400)
+        if key in ("kind", "step", "event", "finite"):
+            continue
+        if isinstance(value, list) and len(value) == 2:
+            was, now = value
+            value = f"was {was}, is {now}"
+            if isinstance(now, dict):
+                value = f"changed in {', '.join(now)}"
+        words.append(f"{key} {value}")
+    return textwrap.shorten("; ".join(words), 400)
 
 
 def event_rows(run, most=200):
     """[(step, event, details)] in the order of the events; skips in a row share one."""
     rows = []
-    for name, group in itertools.groupby(run.events, lambda event: event["event"]):
-        group = [each for each in group if name not in ("sample", "saved")]
-        told = [details(each) for each in group]
+    shown = [event for event in run.events if event["event"] not in ("sample", "saved")]
+    for name, group in itertools.groupby(shown, lambda event: event["event"]):
+        group = list(group)
+        told = [details(event) for event in group]
         if name == "skipped" and len(group) > 1:
             told = [f"{len(group)} updates, the last at step {group[-1]['step']:,}"]
         if name in ("skipped", "rollback"):
             told[0] += f"; see `{replay_of(run, group[0])}`"
-        for each, words in zip(group, told, strict=False):
-            rows.append((f"{each['step']:,}", name.replace("_", " "), words))
-    return rows[:most] + [("...", f"and {len(rows) - most:,} more", "")] * (len(rows) > most)
+        for event, words in zip(group, told, strict=False):
+            rows.append((f"{event['step']:,}", name.replace("_", " "), words))
+    if len(rows) > most:
+        rows[most:] = [("...", f"and {len(rows) - most:,} more", "")]
+    return rows
 
 
 def not_exact(run):
     """Lines on what may set this run apart from an uninterrupted one on one machine."""
     names = {"inexact_resume": "resumed", "audit": "audited, and the odd result dropped"}
-    found = [event for event in run.events if event["event"] in names]
-    lines = [f"- step {e['step']:,}: {names[e['event']]}: {details(e)}" for e in found]
+    lines = []
+    for event in run.events:
+        if event["event"] in names:
+            what = names[event["event"]]
+            lines.append(f"- step {event['step']:,}: {what}: {details(event)}")
     if run.info["run"].get("deterministic") is False:
         lines.append("- `deterministic` was off")
     if run.unreadable:
@@ -217,72 +282,149 @@ def not_exact(run):
 
 def found_in(run, title):
     """The troubles of a run, and its last sample, as paragraphs of Markdown."""
-    out = [f"## Known troubles{title}\n"]
-    for each in (found := troubles(run)):
-        out += [f"- **{each.title}** (`{each.name}`): {each.shows}. Likely causes: {each.causes}."]
-        out += [f"  Tell them apart: `{each.tell}` ({each.reading})."] if each.tell else []
-        out += [f"  Look into that step: `{each.look}`."] if each.look else []
-        out += [f"  Try: {each.cure}."] if each.cure else []
-    out += ["\ndocs/trouble.md has more on each.\n" if found else "None that report.py knows.\n"]
-    for sample in happened(run, "sample")[-1:]:
-        text = str(sample.get("text"))
-        fence = max(re.findall("~+", text), key=len, default="") + "~~~"
-        out += [f"## A sample, from step {sample['step']:,}{title}\n", fence, text, fence, ""]
-    return out
+    found = troubles(run)
+    lines = [f"## Known troubles{title}\n"]
+    for each in found:
+        shows = f"{each.shows}. Likely causes: {each.causes}."
+        lines.append(f"- **{each.title}** (`{each.name}`): {shows}")
+        if each.tell:
+            lines.append(f"  Tell them apart: `{each.tell}` ({each.reading}).")
+        if each.look:
+            lines.append(f"  Look into that step: `{each.look}`.")
+        if each.cure:
+            lines.append(f"  Try: {each.cure}.")
+    if found:
+        lines.append("\ndocs/trouble.md has more on each.\n")
+    else:
+        lines.append("None that report.py knows.\n")
+    samples = happened(run, "sample")
+    if samples:
+        step = samples[-1]["step"]
+        text = str(samples[-1].get("text"))
+        tildes = max(re.findall("~+", text), key=len, default="") + "~~~"
+        lines += [f"## A sample, from step {step:,}{title}\n", tildes, text, tildes, ""]
+    return lines
 
 
 def words(run, image):
     """The text of report.md. image: whether there is a report.png."""
-    config, learned = run.info["config"], run.info["data"].get("name")
-    asked, (spent, missing) = config.get("dataset"), results.seconds_by_kind(run)
-    out = [f"# {run.name}: {ended(run)}\n"]
+    config = run.info["config"]
+    asked = config.get("dataset")
+    learned = run.info["data"].get("name")
+    lines = [f"# {run.name}: {ended(run)}\n"]
     if learned and learned != asked and learned == config.get("offline_dataset"):
-        out += [f"> **This run trained on {learned!r} INSTEAD OF {asked!r}, which was unavailable:"]
-        out += [f"> its numbers say nothing about {asked!r}.**\n"]
-    out += ["![Curves of this run](report.png)\n"] if image else []
-    rows = [(f"**{what}**", *words) for what, words in outcome(run, dollars_per_hour).items()]
-    out += ["## Result\n", table(("", "", "over"), rows), *found_in(run, "")]
-    out += ["## What was run\n", about(run) if run.info["run"] else "Not on record.\n"]
+        what = f"INSTEAD OF {asked!r}, which was unavailable:"
+        lines.append(f"> **This run trained on {learned!r} {what}")
+        lines.append(f"> its numbers say nothing about {asked!r}.**\n")
+    if image:
+        lines.append("![Curves of this run](report.png)\n")
+    results_of_run = outcome(run, dollars_per_hour).items()
+    rows = [(f"**{what}**", value, window) for what, (value, window) in results_of_run]
+    lines += ["## Result\n", table(("", "", "over"), rows), *found_in(run, "")]
+    lines += ["## What was run\n", about(run) if run.info["run"] else "Not on record.\n"]
+    spent, missing = results.seconds_by_kind(run)
     rows = [(kind, duration(seconds)) for kind, seconds in spent.items()]
-    out += ["## Where the time went\n", table(("kind", "wall-clock"), rows)]
-    out += [f"{missing} session(s) recorded no times (killed, or still running).\n"] * (missing > 0)
-    out += ["## What happened\n", table(("step", "event", ""), event_rows(run))]
-    return "\n".join([*out, "## What was not exact\n", *not_exact(run), ""])
+    lines += ["## Where the time went\n", table(("kind", "wall-clock"), rows)]
+    if missing:
+        lines.append(f"{missing} session(s) recorded no times (killed, or still running).\n")
+    lines += ["## What happened\n", table(("step", "event", ""), event_rows(run))]
+    return "\n".join([*lines, "## What was not exact\n", *not_exact(run), ""])
 
 
 def should_be_equal(one, other):
     """Whether two runs have the same knobs, and other numbers."""
-    knobs = [run.info["config"].items() for run in (one, other)]
-    same, again = ({k: v for k, v in each if k not in ("out_dir", "resume")} for each in knobs)
+    configs = []
+    for run in (one, other):
+        config = run.info["config"].items()
+        configs.append({k: v for k, v in config if k not in ("out_dir", "resume")})
+    if configs[0] != configs[1]:
+        return False
     n_steps = min(len(one.train["loss"]), len(other.train["loss"]))
     losses = [run.train["loss"][:n_steps] for run in (one, other)]
-    return same == again and not np.array_equal(*losses, equal_nan=True)
+    return not np.array_equal(*losses, equal_nan=True)
+
+
+def column_of(run):
+    """{what: words}: a run's column in a comparison, its settings first."""
+    column = {}
+    for part in facts(run).values():
+        column |= part
+    for knob, value in run.info["config"].items():
+        if knob not in column and not knob.endswith("_dir"):
+            column[f"`{knob}`"] = value
+    for what, (value, _) in outcome(run, dollars_per_hour).items():
+        column[f"**{what}**"] = value
+    return column
+
+
+def differing_rows(columns):
+    """The rows of a comparison, [(what, value of the first run, ...)]: those that are not all equal."""
+    rows = []
+    for what in dict.fromkeys(itertools.chain.from_iterable(columns)):
+        values = [str(column.get(what, "n/a")) for column in columns]
+        if len(set(values)) > 1:
+            rows.append((what, *values))
+    return rows
 
 
 def compare_words(runs, names, image):
     """compare.md: one table of the settings and the results that differ, and what is wrong."""
-    columns = []  # for each run, {what: value}
-    for run in runs:
-        told = {name: value for part in facts(run).values() for name, value in part.items()}
-        knobs = [k for k in run.info["config"] if k not in told and not k.endswith("_dir")]
-        config = {f"`{knob}`": run.info["config"][knob] for knob in knobs}
-        rows = outcome(run, dollars_per_hour)
-        columns.append(told | config | {f"**{what}**": words for what, (words, _) in rows.items()})
-    out = [f"# {', '.join(names)}\n"]
+    columns = [column_of(run) for run in runs]
+    lines = [f"# {', '.join(names)}\n"]
     if len({str(column.get("fingerprint")) for column in columns}) > 1:
-        out += ["> **These runs trained on different data: their losses cannot be compared.**\n"]
+        lines.append(
+            "> **These runs trained on different data: their losses cannot be compared.**\n"
+        )
     if len({str(column.get("device")) for column in columns}) > 1:
-        out += ["> These runs ran on different devices: compare their times with care.\n"]
+        lines.append("> These runs ran on different devices: compare their times with care.\n")
     if len(runs) == 2 and should_be_equal(*runs):
         command = replay(runs[0], str(runs[1].folder))
-        out += [f"> The same knobs, and other numbers: `{command}` says where they part.\n"]
-    out += ["![Curves of these runs](compare.png)\n"] if image else []
-    every = dict.fromkeys(what for column in columns for what in column)
-    rows = [(what, *(str(column.get(what, "n/a")) for column in columns)) for what in every]
-    out.append(table(("", *names), [row for row in rows if len(set(row[1:])) > 1]))
+        lines.append(f"> The same knobs, and other numbers: `{command}` says where they part.\n")
+    if image:
+        lines.append("![Curves of these runs](compare.png)\n")
+    lines.append(table(("", *names), differing_rows(columns)))
     for run, name in zip(runs, names, strict=True):
-        out += found_in(run, f": {name}")
-    return "\n".join(out)
+        lines += found_in(run, f": {name}")
+    return "\n".join(lines)
+
+
+def listing(runs):
+    """Lines of a table with a row for each run. The best of those on the same data is marked."""
+    rows = [("run", "steps", "last loss", "best loss", "tokens/s", "how it ended", "when", "")]
+    best = {}  # data and metric -> the best run on it
+    for run in runs:
+        value, _ = results.best_of(run)
+        _, sign, _ = results.metric_of(run)
+        key = same_judge(run)
+        if math.isfinite(value) and (key not in best or sign * value < best[key][0]):
+            best[key] = sign * value, run
+    for run in sorted(runs, key=lambda run: str(run.info.get("start"))):
+        last = record.mean(run.evals["val_loss"][-1:])
+        speed = 1 / record.mean(1 / run.train["tokens_per_sec"])
+        when = str(run.info.get("end") or run.info.get("start") or "")[:16].replace("T", " ")
+        is_best = best.get(same_judge(run), (0, None))[1] is run
+        rows.append(
+            (
+                run.name,
+                f"{last_step(run):,}",
+                results.number(last),
+                results.number(results.best_of(run)[0]),
+                results.number(speed, ",.0f"),
+                results.how_it_ended(run),
+                when,
+                "best" if is_best else "",
+            )
+        )
+    return aligned(rows, widest=48)
+
+
+def same_judge(run):
+    """What two runs must share for their losses to be compared."""
+    field, sign, _ = results.metric_of(run)
+    return str(run.info["data"].get("fingerprint")), field, sign, float(results.extent(run)[0])
+
+
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def write(path, text):
@@ -316,15 +458,18 @@ def text_of(runs, image=()):
 
 def names_of(runs):
     """What tells several runs apart; [] of one."""
+    if len(runs) == 1:
+        return []
     names = [run.name for run in runs]
-    names = names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
-    return list(map(record.tame, names)) if len(runs) > 1 else []
+    if len(set(names)) < len(names):
+        names = [record.tame(str(run.folder)) for run in runs]
+    return names
 
 
 def follow(runs, path, every=10):
     """Write the page every `every` seconds, at most 1% of the time, until no run is active."""
     pause = every
-    print(f"open {os.path.relpath(path)} in a browser; Ctrl-C stops it", flush=True)
+    show(f"open {os.path.relpath(path)} in a browser; Ctrl-C stops it")
     try:
         while any(map(record.is_running, runs)):
             start = time.perf_counter()
@@ -336,34 +481,97 @@ def follow(runs, path, every=10):
         pass
 
 
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def show(line, file=None):
+    """Print a line without what a terminal would obey."""
+    print(record.tame(str(line)), file=file, flush=True)
+
+
+def is_run(folder):
+    return (Path(folder) / "metrics.jsonl").exists()
+
+
+def read_folders(folders):
+    """(runs, rows of records, [what is wrong with a folder, ...])."""
+    runs = []
+    records = []
+    wrong = []
+    for folder in folders:
+        rows = [] if is_run(folder) else record_rows(folder)
+        records += rows
+        if not rows:
+            try:
+                runs.append(read_run(folder))
+            except record.NoRecord as error:
+                wrong.append(error)
+    return runs, records, wrong
+
+
+def list_runs(folder):
+    """Print the table of the runs in `folder`. Returns whether there are any."""
+    inside = [path.parent for path in sorted(Path(folder).glob("*/metrics.jsonl"))]
+    runs, _, wrong = read_folders(inside)
+    for error in wrong:
+        show(f"report.py: left out: {error}", sys.stderr)
+    if runs:
+        show("\n".join(listing(runs)))
+    return bool(runs)
+
+
+def compare_on_console(runs):
+    names = names_of(runs)
+    if len(runs) > MOST_COLUMNS:
+        show("\n".join(listing(runs)))
+    elif names:
+        rows = differing_rows([column_of(run) for run in runs])
+        show("\n".join(aligned([("", *names), *rows])))
+
+
+def write_reports(runs):
+    """Write what is asked for. Returns the paths."""
+    path = Path(report_dir or runs[0].folder) / ("report" if len(runs) == 1 else "compare")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if watch:
+        follow(runs, path.with_suffix(".html"))
+        runs = [read_run(run.folder) for run in runs]
+    paths = write_picture(path.with_suffix(".png"), runs, names_of(runs))
+    paths.append(write(path.with_suffix(".md"), text_of(runs, image=paths)))
+    if html or watch:
+        paths.append(write_page(runs, path.with_suffix(".html")))
+    return paths
+
+
 def main(argv=None):
     folders = []
     with configured(globals(), argv=argv, names=folders), np.errstate(all="ignore"):
         if not folders:
-            fail("no run is named; type: python report.py out/NAME [out/OTHER ...]")
-        if records := [row for folder in folders for row in record_rows(folder)]:
-            print(table(HEADER, records), end="")
+            folders.append("out" if Path("out").is_dir() else str(Path(__file__).with_name("out")))
+        if len(folders) == 1 and not is_run(folders[0]) and list_runs(folders[0]):
+            return 0
+        runs, records, wrong = read_folders(folders)
+        if wrong and not (runs or records):
+            fail(wrong[0])
+        for error in wrong:
+            show(f"report.py: left out: {error}", sys.stderr)
+        if records:
+            show(table(HEADER, records).rstrip())
+        if not runs:
             return 0
         try:
-            runs = list(map(read_run, folders))
-            path = Path(report_dir or folders[0]) / ("report" if len(runs) == 1 else "compare")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if watch:
-                follow(runs, path.with_suffix(".html"))
-                runs = list(map(read_run, folders))
-            paths = write_picture(path.with_suffix(".png"), runs, names_of(runs))
-            paths.append(write(path.with_suffix(".md"), text_of(runs, image=paths)))
-            if html or watch:
-                paths.append(write_page(runs, path.with_suffix(".html")))
+            paths = write_reports(runs)
         except record.NoRecord as error:
             fail(error)
         except OSError as error:
             fail(f"{error.filename}: {error.strerror}; --report_dir=FOLDER writes elsewhere")
+        compare_on_console(runs)
     for run, name in zip(runs, names_of(runs) or [""], strict=True):
+        before = f"{name}: " if name else ""
         for trouble in troubles(run):
-            print(f"{name}: " * bool(name) + f"{trouble.title}: {trouble.shows}")
+            show(f"{before}{trouble.title}: {trouble.shows}")
     for path in paths:
-        print(min(os.path.relpath(path), str(path), key=len))
+        show(min(os.path.relpath(path), str(path), key=len))
     return 0 if any(path.suffix == ".png" for path in paths) else 1
 
 

@@ -56,8 +56,9 @@ SIDE_BY_SIDE = 32  # most samples that are drawn at a time: they share each prod
 
 def open_checkpoint(name: str) -> tuple[Path, dict]:
     """(path, checkpoint) of a file, or of a run's folder: see `checkpoint`. Changes nothing there."""
-    is_path = checkpoint not in ("", "best", "last")
-    paths = files_to_try(Path(checkpoint if is_path else name))
+    if checkpoint not in ("", "best", "last"):
+        name = checkpoint
+    paths = files_to_try(Path(name))
     if not paths:
         found = "holds no checkpoint" if os.path.exists(name) else "is not there"
         fail(f"{name} {found}; type: python sample.py out/NAME, the out_dir of a run")
@@ -87,16 +88,11 @@ def files_to_try(path: Path) -> list[Path]:
     return [best, *paths]
 
 
-def loop_state(path: Path | None) -> dict:
+def loop_state(path: Path) -> dict:
     """The `state` in a checkpoint of train.py; {} if it cannot be read."""
-    if path:
-        with suppress(Damaged, OSError):
-            return checkpoints.load(path, verify=False)["state"]
+    with suppress(Damaged, OSError):
+        return checkpoints.load(path, verify=False)["state"]
     return {}
-
-
-def newest(folder: Path) -> Path | None:
-    return next(iter(checkpoints.numbered(folder, "ckpt")), None)
 
 
 def is_untrained(best: Path) -> bool:
@@ -110,11 +106,13 @@ def heading(path: Path, saved: dict) -> str:
     step = saved.get("state", {}).get("step", "unknown")
     best = path.with_name("best.pt")
     remark = ""
-    if path.name != "best.pt" and not checkpoint and best.exists() and is_untrained(best):
+    if path.name == "best.pt":
+        newest = next(iter(checkpoints.numbered(path.parent, "ckpt")), path)
+        best_step = loop_state(newest).get("best_step")
+        if isinstance(best_step, int) and isinstance(step, int) and best_step > step:
+            remark = f" (the weights of step {best_step} were better; they could not be saved)"
+    elif not checkpoint and is_untrained(best):
         remark = f" (best.pt is of step {loop_state(best)['step']}, before training)"
-    best_step = loop_state(newest(path.parent)).get("best_step", -1)
-    if path.name == "best.pt" and step != "unknown" and best_step > step:
-        remark = f" (the weights of step {best_step} were better; they could not be saved)"
     return printable(f"{path}, step {step}{remark}")
 
 
@@ -142,10 +140,8 @@ def rebuild(path: Path, saved: dict) -> tuple[torch.nn.Module, Any]:
         if isinstance(error, TypeError) and "GPTConfig" not in str(error):  # it lacks an argument
             raise
         fail(f"{foreign}: {error}")
-    except (OSError, Damaged) as error:
-        reason = getattr(error, "strerror", None) or error
-        file = getattr(error, "filename", None) or "a file"
-        fail(f"the model of {path} reads {file}: {reason}; put that file back")
+    except OSError as error:
+        fail(f"the model of {path} reads {error.filename}: {error.strerror}; put that file back")
     averages = saved.get("ema") or {}
     try:
         model.load_state_dict(saved["model"])
@@ -155,9 +151,7 @@ def rebuild(path: Path, saved: dict) -> tuple[torch.nn.Module, Any]:
         fail(f"{path} does not fit {what}: {str(error).splitlines()[-1].strip()}")
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
-            fail(
-                f"{path}: its weights {name} are not finite; type --checkpoint=PATH of an older one"
-            )
+            fail(f"{path}: its weights {name} are not finite; --checkpoint=PATH names an older one")
     return model.eval(), tokenizer
 
 
@@ -167,7 +161,7 @@ def require_its_size(path: Path, config: dict, vocab_size: int) -> None:
     try:
         with torch.device("meta"):
             model = build_model(config, vocab_size)
-    except NotImplementedError:  # a model of another kind may need values to be built
+    except (NotImplementedError, RuntimeError):  # another kind of model may need values
         return
     declared = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     size = path.stat().st_size

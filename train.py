@@ -235,7 +235,7 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         run.reasons = {"compile": reason} | reasons
         if saved:
             resuming.continue_from(run, saved, config)  # refuses another run
-            Captured(run, saved).put_back()
+            checkpoint.WholeState(run, saved).put_back()
             saved = None  # unmaps the file, so that its disk space is free once it is pruned
         yield run
 
@@ -775,9 +775,9 @@ def count_evaluation(numbers: dict, state: dict) -> bool:
 def measure_best_again(run: Run) -> None:
     """Evaluate the weights of best.pt, which stay the best, after a change of what is measured."""
     with suppress(checkpoint.Damaged, OSError):  # then of the newest
-        Captured(run, checkpoint.load(run.folder.path / "best.pt")).put_back()
+        checkpoint.WholeState(run, checkpoint.load(run.folder.path / "best.pt")).put_back()
     step, numbers = run.state["step"], evaluated(run)
-    Captured(run, checkpoint.load(run.path, verify=False)).put_back()
+    checkpoint.WholeState(run, checkpoint.load(run.path, verify=False)).put_back()
     run.state.update({key: FRESH_STATE[key] for key in RECORD_OF_BESTS})
     count_evaluation(numbers, run.state)
     run.state.update(best_step=step, score_to_beat=run.state["best_score"])
@@ -905,7 +905,7 @@ def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
     hopeless = state["zeros_in_row"] >= max_skipped or state["rollbacks"] == max_rollbacks
     if hopeless or path is None:
         raise RunFailed(console.diagnosis(trouble, recent, state["rollbacks"]))
-    Captured(run, checkpoint.load(path, verify=False)).put_back()
+    checkpoint.WholeState(run, checkpoint.load(path, verify=False)).put_back()
     if "loss_scale" in bad:  # lower than it was; of judged steps, whatever was executed since
         scale = max(1.0, (bad["loss_scale"] or 1.0) * run.scaler.get_backoff_factor())
         run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": 0})
@@ -939,6 +939,7 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     lap of the clock, so times exclude evaluation and saving. The host waits for the device here."""
     if not steps:
         return []
+    safe_step.check_names(steps[0][1], "train_step()", ("model", "step"))
     kind = torch.float32 if run.device.type == "mps" else torch.float64
     on_device = [number for _, named in steps for number in named.values()]
     scalars = [torch.as_tensor(n, dtype=kind, device=run.device).detach() for n in on_device]

@@ -8,13 +8,14 @@ Rows have the loss on each text, too: val_code, val_words; val_loss is their mea
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
-from plumbing.cli import fail, run_script  # noqa: E402
+from plumbing.cli import fail, run_script, setting  # noqa: E402
 
 SHARES = {"code": 700, "words": 300}  # dataset -> sequences of each block of 1,000
 BLOCK = np.repeat(np.arange(len(SHARES)), list(SHARES.values()))
@@ -33,38 +34,58 @@ class Mixture:
 
     def window(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         block, place = divmod(index, len(BLOCK))
-        order = np.random.RandomState([self.texts[0].seed, block, 1]).permutation(BLOCK)
+        random_state = np.random.RandomState([self.texts[0].seed, block, 1])
+        order = random_state.permutation(BLOCK)
         same = order == order[place]  # windows of the same text
-        return self.texts[order[place]][int(block * same.sum() + same[:place].sum()), 1]
+        before = int(block * same.sum() + same[:place].sum())
+        return self.texts[order[place]][before, 1]
 
     def __getitem__(self, batch: tuple[int, int]) -> list[np.ndarray]:
-        windows = map(self.window, range(batch[0], sum(batch)))  # (first, count)
-        return [np.concatenate(each) for each in zip(*windows, strict=True)]
+        first, count = batch
+        windows = [self.window(index) for index in range(first, first + count)]
+        inputs, targets = zip(*windows, strict=True)
+        return [np.concatenate(inputs), np.concatenate(targets)]
 
 
 def open_dataset(saved, open_one=train.open_dataset):
-    name = train.dataset
-    opened = [open_one(None) for train.dataset in SHARES]  # sets the knob that open_one reads
-    train.dataset = name
-    texts, windows, facts = zip(*opened, strict=True)
-    metas = [each["meta"] for each in facts]
-    same, *others = ({k: m.get(k) for k in ("tokenizer", "vocab_size", "chars")} for m in metas)
-    if others != [same] * len(others):
-        fail(f"{name}: different vocabularies; make all with --tokenizer=gpt2, or all with byte")
-    counts = {k: sum(m[k] for m in metas) for k in ("train_tokens", "val_tokens", "val_bytes")}
-    counts["val_tokens"] -= len(others)  # the first of each text is no target
-    mark = f"{SHARES} {[each['fingerprint'] for each in facts]}"
-    return Mixture(texts), windows, {"name": name, "fingerprint": mark, "meta": same | counts}
+    """The texts of SHARES, opened one by one by train.py's own function, which reads its knob."""
+    texts, windows, metas, fingerprints = [], [], [], []
+    for name in SHARES:
+        with setting(vars(train), dataset=name):
+            text, window, facts = open_one(None)
+        texts.append(text)
+        windows.append(window)
+        metas.append(facts["meta"])
+        fingerprints.append(facts["fingerprint"])
+    vocabularies = [vocabulary_of(meta) for meta in metas]
+    if any(vocabulary != vocabularies[0] for vocabulary in vocabularies):
+        found = f"{train.dataset}: different vocabularies"
+        fail(f"{found}; make all with --tokenizer=gpt2, or all with byte")
+    meta = vocabularies[0]
+    for name in ("train_tokens", "val_tokens", "val_bytes"):
+        meta[name] = sum(own[name] for own in metas)
+    meta["val_tokens"] -= len(metas) - 1  # the first token of a text is no target
+    facts = {"name": train.dataset, "fingerprint": f"{SHARES} {fingerprints}", "meta": meta}
+    return Mixture(texts), windows, facts
+
+
+def vocabulary_of(meta: dict) -> dict:
+    return {name: meta.get(name) for name in ("tokenizer", "vocab_size", "chars")}
 
 
 def evaluate(run, evaluate_one=train.evaluate):
-    windows = run.val_data
-    each = [evaluate_one(run) for run.val_data in windows]
-    run.val_data = windows
-    tokens = [numbers["val_tokens"] for numbers in each]
-    means = {k: float(np.average([n[k] for n in each], weights=tokens)) for k in each[0]}
-    losses = {f"val_{name}": n["val_loss"] for name, n in zip(SHARES, each, strict=True)}
-    return means | {"val_tokens": sum(tokens)} | losses
+    """The means over all texts, by their tokens, and the loss on each."""
+    results = []
+    for windows in run.val_data:
+        results.append(evaluate_one(replace(run, val_data=windows)))
+    tokens = [result["val_tokens"] for result in results]
+    numbers = {"val_tokens": sum(tokens)}
+    for name in ("val_loss", "val_accuracy"):
+        values = [result[name] for result in results]
+        numbers[name] = float(np.average(values, weights=tokens))
+    for name, result in zip(SHARES, results, strict=True):
+        numbers[f"val_{name}"] = result["val_loss"]
+    return numbers
 
 
 vars(train).update(__doc__=__doc__, open_dataset=open_dataset, evaluate=evaluate)

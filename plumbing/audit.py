@@ -6,10 +6,11 @@ import numpy as np
 import torch
 
 from plumbing import machine
+from plumbing.checkpoint import WholeState
 from plumbing.cli import RunFailed
 from plumbing.ranks import agree, checksum, from_all_ranks, local
 from plumbing.run_folder import Clock
-from plumbing.safe_step import MICRO_BATCHES, Captured, as_bytes, clone, leaves, tensors
+from plumbing.safe_step import MICRO_BATCHES, as_bytes, clone, leaves, tensors
 
 
 class NotEnoughMemory(Exception):
@@ -31,7 +32,7 @@ class Tries:
             on_cpu = run.device.type == "cpu"
             if on_cpu:
                 machine.keep_freed_memory(False)  # or the copy would count as memory of the run
-            self.before = Captured.all_of(run)
+            self.before = WholeState(run)
             if on_cpu:
                 machine.keep_freed_memory()
 

@@ -12,6 +12,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,17 @@ import torch
 from plumbing import ranks
 from plumbing.cli import RunFailed, fail
 from plumbing.files import fsync, is_odd, replacing
+from plumbing.fsdp import shard_like
 from plumbing.machine import copies_in_background, synchronize
 from plumbing.safe_step import (
     MICRO_BATCHES,
+    Captured,
     as_bytes,
+    clone,
     leaves,
     mapped,
     out_of_memory,
+    set_rng_state,
     tensors,
 )
 
@@ -169,6 +174,76 @@ def remove(paths: Iterable[Path]) -> None:
             ranks.say(f"{path.name} cannot be removed ({error.strerror})")
 
 
+# ---- put back ------------------------------------------------------------------------------------
+
+
+class WholeState(Captured):
+    """All that a checkpoint holds: weights, buffers, moments, scaler, averages, random and loop state."""
+
+    def __init__(self, run, parts: dict | None = None):
+        """parts: a checkpoint, to put it back; None captures the run. A collective call."""
+        self.run = run
+        self.parts = parts or clone(run.checkpoint())
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Of the loop's state, MICRO_BATCHES stay as they are; so do the random state if it is of another
+        number of ranks, and those settings of an optimizer whose knobs have changed."""
+        run, parts = self.run, self.parts
+        self.put_back_weights()
+        self.put_back_moments()
+        self.put_back_averages()
+        run.scaler.load_state_dict(parts["scaler"])
+        kept = {key: run.state[key] for key in MICRO_BATCHES}
+        run.state.update(clone(parts["state"]) | kept)
+        if len(parts["rng"]) == ranks.world_size():
+            set_rng_state(parts["rng"][ranks.rank()], run.device)
+
+    def put_back_weights(self) -> None:
+        model = self.run.model
+        here = model.state_dict()
+        saved = self.parts["model"]
+        model.load_state_dict(mapped(lambda w, path: shard_like(here.get(path[0]), w), saved))
+        if "frozen" in self.parts:
+            for name, weight in model.named_parameters():
+                weight.requires_grad_(name not in self.parts["frozen"])
+
+    def put_back_moments(self) -> None:
+        run = self.run
+        optimizers = zip(run.optimizers, run.groups, self.parts["optimizer"], strict=True)
+        for optimizer, built, saved in optimizers:
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            moments = mapped(partial(own_part, weights), saved["state"])
+            own = [(weights[i], state) for i, state in moments.items() if isinstance(i, int)]
+            groups = [  # as saved, except for the values that changed knobs now build differently
+                group | {k: v for k, v in now.items() if repr(then.get(k)) != repr(v)}
+                for now, then, group in zip(
+                    built, saved["built"], saved["param_groups"], strict=True
+                )
+            ]
+            own_keys = {key: clone(saved[key]) for key in saved if key not in ("state", "built")}
+            optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
+            for weight, state in own:  # torch casts tensors to the weight's dtype, garbles a str
+                optimizer.state[weight] = on_devices_of(optimizer.state[weight], state)
+
+    def put_back_averages(self) -> None:
+        averages = self.parts["model"] | self.parts["ema"]
+        for name, average in self.run.ema.items():
+            average.copy_(shard_like(average, averages[name]))
+
+
+def own_part(weights: list, leaf: Any, path: tuple) -> Any:
+    """A copy of `leaf`, at `path` in an optimizer's state; of a sharded weight's, this rank's rows."""
+    mine = shard_like(weights[path[0]], leaf) if isinstance(path[0], int) else leaf
+    return clone(leaf) if mine is leaf else mine
+
+
+def on_devices_of(now: Any, saved: Any) -> Any:
+    """`saved`, with its tensors on the devices of those at the same paths in `now`."""
+    devices = {path: leaf.device for path, leaf in leaves(now) if isinstance(leaf, torch.Tensor)}
+    return mapped(lambda leaf, path: leaf.to(devices[path]) if path in devices else leaf, saved)
+
+
 # ---- what a checkpoint cannot restore is refused, not lost on a resume ---------------------------
 
 
@@ -178,8 +253,14 @@ def refuse_what_is_lost(run) -> None:
     lost = lost or not_restorable(run.facts["data"], "what open_dataset() returns as facts")
     if lost:
         fail(lost)
-    if None in (name for _, name in leaves(groups_of(run))):
+    trained = [name for _, name in leaves(groups_of(run))]
+    if None in trained:
         fail("an optimizer trains a weight that is not in model.parameters(): it would be lost")
+    for name, weight in run.model.named_parameters():
+        times = trained.count(name)
+        if times > 1 or times == 0 and weight.requires_grad:
+            hint = "expected it in one, or frozen: requires_grad_(False)"
+            fail(f"the weight {name} is in {times} groups of the optimizers; {hint}")
 
 
 def not_restorable(value: Any, name: str) -> str | None:

@@ -115,7 +115,7 @@ class Field:
         return int(re.search(r"\d+", self.form)[0])
 
     @property
-    def scale(self) -> float:
+    def plot_factor(self) -> float:
         """The number in a row, times this, is shown in plots."""
         return 100.0 if self.form.endswith("%") else 1.0
 
@@ -128,7 +128,7 @@ class Field:
             return f"{value:{self.form}}"
         width, digits, suffix = adaptive.groups()
         thousands = 1000 if suffix == "k" else 1
-        text = fit(value * self.scale / thousands, int(width) - len(suffix), int(digits))
+        text = fit(value * self.plot_factor / thousands, int(width) - len(suffix), int(digits))
         return text + suffix
 
 

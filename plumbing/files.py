@@ -77,18 +77,13 @@ def digest_of(path: str | Path) -> str:
 
 
 def digests_by_name(paths: Iterable[str]) -> list[list[str]]:
-    """[[name, SHA-256], ...] of files, sorted: the same wherever they are. Raises BadInput if one cannot
-    be read."""
+    """[[name, SHA-256], ...] of files, sorted: the same wherever they are. Raises BadInput if one is
+    missing."""
     found = []
     for path in paths:
         if not os.path.isfile(path):
             fail(f"{path} is no file; open_dataset() names it in facts['files']")
-        try:
-            found.append([os.path.basename(path), digest_of(path)])
-        except OSError as error:
-            fail(
-                f"{path} cannot be read ({error.strerror}); open_dataset() names it in facts['files']"
-            )
+        found.append([os.path.basename(path), digest_of(path)])
     return sorted(found)
 
 

@@ -371,6 +371,14 @@ def continue_from(run, saved: dict, config: Config) -> None:
     fresh_out_dir = from_rank0(run.folder.fresh_out_dir)
     then, now, built = saved["run"], run.facts["run"], run.checkpoint()
     refused = differences(then, now, config.knobs, "fixed")
+    own = run.folder.owns(run.path)
+    lacking = [name for name in built["model"] if name not in saved["model"]]
+    if lacking and not own:
+        fail(
+            f"{shown(run.path)} lacks {len(lacking)} weights of this model, such as {lacking[0]}; to "
+            "begin with the others, leave out --resume and load them in build_model "
+            "(docs/questions.md, LoRA)"
+        )
     parts, here = (parts_of(built | checkpoint) for checkpoint in (saved, built))
     for name in here | parts:  # in the program's order
         if parts.get(name) != here.get(name):
@@ -381,7 +389,6 @@ def continue_from(run, saved: dict, config: Config) -> None:
             f"{key} changed from {was} to {new}: this run cannot be resumed with that; "
             f"write {fresh_out_dir}{to_resume}"
         )
-    own = run.folder.owns(run.path)
     step = saved["state"]["step"]
     if own and "max_steps" in config.typed and config["max_steps"] < step:
         found = f"--max_steps={config['max_steps']}: the run in {shown(run.folder.path)} is at step"

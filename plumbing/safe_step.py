@@ -17,14 +17,12 @@ from torch import nn
 from plumbing import machine
 from plumbing.cli import RunFailed
 from plumbing.console import FIELDS
-from plumbing.fsdp import shard_like
 from plumbing.ranks import (
     agree,
     average_buffers,
     is_sharded,
     local,
     lost_rank,
-    rank,
     total,
     world_size,
 )
@@ -103,91 +101,32 @@ def set_rng_state(rng: dict, device: torch.device) -> None:
 
 
 class Captured:
-    """Parts of a run's state, by name, in the form that a checkpoint has:
+    """What a forward and backward pass may move: persistent buffers, such as BatchNorm's statistics,
+    modules' extra states, and the random state of this rank. checkpoint.WholeState has the rest."""
 
-    buffers        persistent buffers, such as BatchNorm's statistics, and modules' extra states
-    rng_here       the random state of this rank; `rng` is that of all ranks
-    everything     Captured.all_of(run): weights, buffers, moments, scaler, averages, random and loop state
-    """
-
-    def __init__(self, run, parts: dict | None = None):
-        """parts: of a checkpoint, to put them back; None captures what a forward pass may move."""
+    def __init__(self, run):
         self.run = run
-        self.parts = parts or {
-            "buffers": clone(buffers_of(run.model)),
-            "rng_here": rng_state(run.device),
-        }
-
-    @classmethod
-    def all_of(cls, run) -> "Captured":
-        """A collective call."""
-        return cls(run, clone(run.checkpoint()))
+        self.buffers = copy.deepcopy(buffers_of(run.model))
+        self.rng = rng_state(run.device)
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restore the captured parts. Of the loop's state, MICRO_BATCHES stay as they are; of the random
-        state, all if it is of another number of ranks; of an optimizer, settings whose knobs changed."""
-        run, parts = self.run, self.parts
-        if "model" in parts:
-            self.put_back_weights()
-            self.put_back_moments()
-            self.put_back_averages()
-            run.scaler.load_state_dict(parts["scaler"])
-            kept = {key: run.state[key] for key in MICRO_BATCHES}
-            run.state.update(clone(parts["state"]) | kept)
-            if len(parts["rng"]) == world_size():
-                set_rng_state(parts["rng"][rank()], run.device)
-        else:
-            self.put_back_buffers()
-            set_rng_state(parts["rng_here"], run.device)
-
-    def put_back_weights(self) -> None:
-        model = self.run.model
-        here = model.state_dict()
-        saved = self.parts["model"]
-        model.load_state_dict(mapped(lambda w, path: shard_like(here.get(path[0]), w), saved))
-        if "frozen" in self.parts:
-            for name, weight in model.named_parameters():
-                weight.requires_grad_(name not in self.parts["frozen"])
-
-    def put_back_moments(self) -> None:
-        run = self.run
-        optimizers = zip(run.optimizers, run.groups, self.parts["optimizer"], strict=True)
-        for optimizer, built, saved in optimizers:
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            moments = mapped(partial(own_part, weights), saved["state"])
-            own = [(weights[i], state) for i, state in moments.items() if isinstance(i, int)]
-            groups = [  # as saved, except for the values that changed knobs now build differently
-                group | {k: v for k, v in now.items() if repr(then.get(k)) != repr(v)}
-                for now, then, group in zip(
-                    built, saved["built"], saved["param_groups"], strict=True
-                )
-            ]
-            own_keys = {key: clone(saved[key]) for key in saved if key not in ("state", "built")}
-            optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
-            for weight, state in own:  # torch casts tensors to the weight's dtype, garbles a str
-                optimizer.state[weight] = on_devices_of(optimizer.state[weight], state)
-
-    def put_back_averages(self) -> None:
-        averages = self.parts["model"] | self.parts["ema"]
-        for name, average in self.run.ema.items():
-            average.copy_(shard_like(average, averages[name]))
-
-    def put_back_buffers(self) -> None:
-        for name, saved in self.parts["buffers"].items():
+        for name, saved in self.buffers.items():
             owner, _, own_name = name.rpartition(".")
             if own_name == "_extra_state":
-                self.run.model.get_submodule(owner).set_extra_state(clone(saved))
+                module = self.run.model.get_submodule(owner)
+                module.set_extra_state(copy.deepcopy(saved))
             else:
                 self.run.model.get_buffer(name).copy_(saved)
+        set_rng_state(self.rng, self.run.device)
 
     @torch.no_grad()
     def settle_buffers(self, skipped: torch.Tensor) -> None:
         """After a step: average the buffers over the ranks, or put them back if it was skipped, without
         a wait for the device. skipped: a bool scalar on it."""
         average_buffers(self.run.model)
-        for name, saved in self.parts["buffers"].items():
-            if isinstance(saved, torch.Tensor) and not name.endswith("_extra_state"):
+        for name, saved in self.buffers.items():
+            if not name.endswith("_extra_state"):
                 buffer = self.run.model.get_buffer(name)
                 buffer.copy_(torch.where(skipped, saved, buffer))
 
@@ -196,18 +135,6 @@ def buffers_of(model: nn.Module) -> dict:
     """What state_dict() has beside the weights."""
     weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: value for name, value in model.state_dict().items() if name not in weights}
-
-
-def own_part(weights: list, leaf: Any, path: tuple) -> Any:
-    """A copy of `leaf`, at `path` in an optimizer's state; of a sharded weight's, this rank's rows."""
-    mine = shard_like(weights[path[0]], leaf) if isinstance(path[0], int) else leaf
-    return clone(leaf) if mine is leaf else mine
-
-
-def on_devices_of(now: Any, saved: Any) -> Any:
-    """`saved`, with its tensors on the devices of those at the same paths in `now`."""
-    devices = {path: leaf.device for path, leaf in leaves(now) if isinstance(leaf, torch.Tensor)}
-    return mapped(lambda leaf, path: leaf.to(devices[path]) if path in devices else leaf, saved)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ EVENTS |= {"diverging": "green", "audit": "vermilion", "out_of_memory": "sky", "
 Panel = namedtuple("Panel", "field title curves")
 # key: what hides it on the page. look: thin, bold, dots (joined by a line), best or dashed
 Curve = namedtuple("Curve", "key look colour label x y")
+MOST_NEW_FIELDS = 20
 
 
 def curve(key, look, colour, label, x, y):
@@ -30,30 +31,47 @@ def curve(key, look, colour, label, x, y):
 
 def panels_of(run):
     """The Panels of a run, the loss first; others, and curves, only if they have data."""
-    t, per = run.train, results.unit(run)
-    drawn = []
-    plotted = [field for field in FIELDS.values() if field.plot and field.kind == "train"]
-    for field, colour in zip(plotted, itertools.cycle(COLOURS), strict=False):
-        y = t[field.name] * field.scale
-        drawn.append((field.name, title_of(field, per), colour, t["step"], y))
-    drawn += [(name, name, "blue", x, y) for name, x, y in results.new_fields(run)[:20]]
-    more = {"loss": of_validation(run), "grad_norm": of_clip(run)}  # both are noisy
+    steps = run.train["step"]
+    found = [Panel("loss", title_of(FIELDS["loss"], run), curves_of_loss(run))]
+    colours = itertools.cycle(COLOURS)
+    for field in FIELDS.values():
+        if field.kind != "train" or not field.plot or field.name == "loss":
+            continue
+        title = title_of(field, run)
+        y = run.train[field.name] * field.plot_factor
+        if field.name == "grad_norm":
+            curves = [*raw_and_mean(run, field.name, ""), *of_clip(run)]
+        else:
+            curves = [curve("training", "bold", next(colours), field.plot, steps, y)]
+        found.append(Panel(field.name, title, curves))
+    for name, x, y in results.new_fields(run)[:MOST_NEW_FIELDS]:
+        found.append(Panel(name, name, [curve("training", "bold", "blue", name, x, y)]))
     panels = []
-    for field, title, colour, x, y in drawn:
-        label = title.partition(" (")[0]
-        curves = [curve("training", "bold", colour, label, x, y)]
-        if field in more:
-            half, what = half_window(run), "training, " * (field == "loss")
-            label = f"{what}mean of {2 * half + 1:,}"
-            curves = [curve("raw", "thin", "sky", f"{what}each step", x, y)]
-            curves += [curve("training", "bold", colour, label, x, smooth(y, half)), *more[field]]
-        if field == "loss" or len(curves[0].x):
-            panels.append(Panel(field, title, [each for each in curves if len(each.x)]))
+    for panel in found:
+        if panel.field == "loss" or len(panel.curves[0].x):
+            panels.append(panel._replace(curves=[each for each in panel.curves if len(each.x)]))
     return panels
 
 
-def title_of(field, per):
-    """Of the panel of a field. per: what its "tokens" are."""
+def curves_of_loss(run):
+    return [*raw_and_mean(run, "loss", "training, "), *of_validation(run)]
+
+
+def raw_and_mean(run, field, before):
+    """The curves of a noisy field."""
+    steps = run.train["step"]
+    values = run.train[field]
+    half = half_window(run)
+    mean = f"{before}mean of {2 * half + 1:,}"
+    return [
+        curve("raw", "thin", "sky", f"{before}each step", steps, values),
+        curve("training", "bold", "blue", mean, steps, smooth(values, half)),
+    ]
+
+
+def title_of(field, run):
+    """Of the panel of a field."""
+    per = results.unit(run)
     unit = field.unit.replace("tokens", per)
     if unit == "nats" and per != "tokens":
         unit = ""
@@ -61,19 +79,33 @@ def title_of(field, per):
 
 
 def of_validation(run):
-    e, (tokens, same) = run.evals, results.extent(run)
-    on = f", first {tokens:,.0f} {results.unit(run)}" if tokens else ", last on all"
-    label = "validation" + on * bool(tokens or not same.all())
-    best, is_best = results.best_in_words(run), e["step"] == results.best_of(run)[1]
-    points = curve("validation", "dots", "vermilion", label, e["step"], e["val_loss"])
-    x, y = e["step"][is_best], e["val_loss"][is_best]
-    return points, curve("validation", "best", "vermilion", best, x, y)
+    """Points of the evaluations, and a star at the best. That of untrained weights is left out: a line
+    from it to the next one would tell of losses that nobody has measured."""
+    steps = run.evals["step"]
+    losses = run.evals["val_loss"]
+    tokens, same = results.extent(run)
+    label = "validation"
+    if tokens:
+        label += f", first {tokens:,.0f} {results.unit(run)}"
+    elif not same.all():
+        label += ", last on all"
+    drawn = (steps > 0) | (len(steps) == 1)
+    is_best = drawn & (steps == results.best_of(run)[1])
+    best = results.best_in_words(run)
+    return [
+        curve("validation", "dots", "vermilion", label, steps[drawn], losses[drawn]),
+        curve("validation", "best", "vermilion", best, steps[is_best], losses[is_best]),
+    ]
 
 
 def of_clip(run):
-    clip, ends = run.fact("config", "grad_clip"), np.array([0.0, last_step(run)])
-    label = f"clip at {clip:g} ({results.number(results.share_clipped(run), '.0%')} above)"
-    return [curve("clip", "dashed", "black", label, ends, np.full(2, clip))] * bool(clip > 0)
+    clip = run.fact("config", "grad_clip")
+    if not clip > 0:
+        return []
+    above = results.number(results.share_clipped(run), ".0%")
+    ends = np.array([0.0, last_step(run)])
+    label = f"clip at {clip:g} ({above} above)"
+    return [curve("clip", "dashed", "black", label, ends, np.full(2, clip))]
 
 
 def of_several(panel):
@@ -85,7 +117,10 @@ def of_several(panel):
 
 def is_dotted(each):
     """Whether its points get dots: a single one would be invisible as a line."""
-    return each.look != "dashed" and len(each.x) <= (60 if each.look == "dots" else 15)
+    if each.look == "dashed":
+        return False
+    most = 60 if each.look == "dots" else 15
+    return len(each.x) <= most
 
 
 def late_losses(each):
@@ -98,20 +133,28 @@ def limits(field, curves):
     and the outermost 0.2% of single steps: the steep beginning would press the rest flat."""
     values = [late_losses(each) if field == "loss" else each.y for each in curves]
     values = np.concatenate(values or [[0.0, 1.0]])
-    low, high = float(values.min()), float(values.max())
-    if 0 < {"loss": 30, "grad_norm": 10}.get(field, math.inf) * low < high:
+    low = float(values.min())
+    high = float(values.max())
+    widest = {"loss": 30, "grad_norm": 10}.get(field, math.inf)  # high / low on a linear axis
+    if 0 < widest * low < high:
         return low / 1.2, high * 1.2, True
-    low = low if field == "loss" else min(low, 0.0)
+    if field != "loss":
+        low = min(low, 0.0)
     pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - pad if low else 0.0, high + pad, False
+    bottom = low - pad if low else 0.0
+    return bottom, high + pad, False
 
 
 def events_of(run):
     """{event: its steps} of the EVENTS that this run had."""
-    steps = {name: [row["step"] for row in happened(run, name)] for name in EVENTS}
-    steps["skipped"] = np.union1d(steps["skipped"], run.train["step"][run.train["skipped"] > 0])
-    ends = happened(run, "end")
-    steps["failed"] = [row["step"] for row in ends if str(row.get("ended")).startswith("failed")]
+    steps = {}
+    for name in EVENTS:
+        steps[name] = [row["step"] for row in happened(run, name)]
+    skipped = run.train["step"][run.train["skipped"] > 0]
+    steps["skipped"] = np.union1d(steps["skipped"], skipped)
+    for row in happened(run, "end"):
+        if str(row.get("ended")).startswith("failed"):
+            steps["failed"].append(row["step"])
     return {name: each for name, each in steps.items() if len(each)}
 
 

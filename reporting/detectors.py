@@ -1,6 +1,6 @@
 """Detectors of trouble: each returns what in the rows of a run shows it, in words, or None.
 
-A detector's name is that of its trouble. reporting/troubles.py has causes and cures.
+A detector's name is that of its trouble, in reporting/troubles.py and docs/trouble.md.
 """
 
 import math
@@ -13,142 +13,233 @@ from reporting.results import best_row, ended, happened, unit
 
 def updates_fail(run):
     skips = [row["step"] for row in happened(run, "skipped")]
-    rollbacks = sum("not finite" in str(row.get("why")) for row in happened(run, "rollback"))
-    found = rollbacks or len(skips) > max(2, 0.01 * len(run.train["step"]))
+    rollbacks = 0
+    for row in happened(run, "rollback"):
+        rollbacks += "not finite" in str(row.get("why"))
+    n = len(run.train["step"])
+    few = max(2, 0.01 * n)
+    if not rollbacks and len(skips) <= few:
+        return None
     first = f", the first at step {skips[0]:,}" if skips else ""
-    return f"{len(skips):,} not finite and skipped{first}; {rollbacks} rollbacks" if found else None
-
-
-def float16_scale_collapses(run):
-    scale = run.train.get("loss_scale", np.ones(0))
-    low = run.train["step"][: len(scale)][scale < 1]
-    return f"it is below 1 from step {low[0]:,.0f} on" if len(low) else None
+    return f"{len(skips):,} not finite and skipped{first}; {rollbacks} rollbacks"
 
 
 def clipped_always(run):
     clip = run.fact("config", "grad_clip")
-    late = known(run.train["grad_norm"][len(run.train["step"]) // 5 :])
-    share = np.mean(late > clip) if len(late) >= 16 else 0
-    if not clip > 0 or share <= 0.9:
+    norms = run.train["grad_norm"]
+    begin = len(norms) // 5
+    late = known(norms[begin:])
+    if not clip > 0 or len(late) < 16:
         return None
-    return f"its norm is above {clip:g} in {share:.0%} of the late steps, and {median(late):.3g} in the median"
+    share = np.mean(late > clip)
+    if share <= 0.9:
+        return None
+    typical = f"{median(late):.3g} in the median"
+    return f"its norm is above {clip:g} in {share:.0%} of the late steps, and {typical}"
 
 
 def norm_vanishes(run):
-    norms, losses = known(run.train["grad_norm"]), known(run.train["loss"])
+    norms = known(run.train["grad_norm"])
+    losses = known(run.train["loss"])
     if len(norms) >= 5 and not norms[-5:].any():
-        zeros = np.argmax(np.append(norms[::-1], 1) != 0)
+        backwards = np.append(norms[::-1], 1)
+        zeros = np.argmax(backwards != 0)
         return f"its norm is exactly 0 in the last {zeros:,} steps"
-    if min(len(norms), len(losses)) < 50 or losses[-1] < 0.1 * losses[0]:
+    if min(len(norms), len(losses)) < 50:
         return None
-    first, late = (median(part) for part in np.array_split(norms, 10)[::9])
-    return f"its norm falls from {first:.3g} to {late:.3g}" if late < 1e-3 * first else None
+    if losses[-1] < 0.1 * losses[0]:
+        return None
+    tenths = np.array_split(norms, 10)
+    first = median(tenths[0])
+    last = median(tenths[-1])
+    if last < 1e-3 * first:
+        return f"its norm falls from {first:.3g} to {last:.3g}"
+    return None
 
 
 def loss_curve(run):
     """(loss, smoothed, standard deviation of the noise); all NaN if the run is too short."""
     loss = run.train["loss"]
     if len(known(loss)) < 20:
-        return loss, np.full(len(loss), math.nan), math.nan
+        unknown = np.full(len(loss), math.nan)
+        return loss, unknown, math.nan
     curve = smooth(loss, half_window(run))
-    return loss, curve, 1.4826 * median(np.abs(loss - curve))  # from MAD to standard deviation
+    deviation = median(np.abs(loss - curve))
+    noise = 1.4826 * deviation  # from the median deviation to the standard one
+    return loss, curve, noise
 
 
 def guessing(run):
     """ln V, the loss of a uniform guess; NaN if V is not on record."""
-    classes = plain(run.info["data"].get("meta", {}).get("vocab_size"))
+    meta = run.info["data"].get("meta", {})
+    classes = plain(meta.get("vocab_size"))
     return math.log(classes) if classes > 1 else math.nan
 
 
 def loss_stuck(run):
-    loss, n = known(run.train["loss"]), len(run.train["step"])
-    if len(loss) < 50 or n <= run.fact("config", "warmup_steps") or run.train["step"][0] > 1:
+    loss = known(run.train["loss"])
+    steps = run.train["step"]
+    n = len(steps)
+    if len(loss) < 50 or n <= run.fact("config", "warmup_steps"):
         return None
-    guess, first, last = guessing(run), mean(loss[: max(3, n // 20)]), mean(loss[-(n // 4) :])
-    if abs(first - last) > 0.02 * first or last < 0.9 * guess:
+    if steps[0] > 1:
+        return None
+    guess = guessing(run)
+    few = max(3, n // 20)
+    first = mean(loss[:few])
+    quarter = n // 4
+    last = mean(loss[-quarter:])
+    change = abs(first - last)
+    if change > 0.02 * first or last < 0.9 * guess:
         return None
     return f"{first:.3f} at the start, {last:.3f} in the last quarter; a guess has {guess:.3f}"
 
 
 def underfitting(run):
-    loss, val, guess = known(run.train["loss"]), known(run.evals["val_loss"]), guessing(run)
-    unstable = loss_rises(run) or oscillation(run) or loss_spikes(run)  # that is why it is high
-    if len(loss) < 100 or not len(val) or loss_stuck(run) or unstable:
+    loss = known(run.train["loss"])
+    val_losses = known(run.evals["val_loss"])
+    if len(loss) < 100 or not len(val_losses):
         return None
-    last = mean(loss[-(len(loss) // 10) :])
-    if not min(last, val[-1]) > 0.6 * guess or abs(val[-1] - last) > 0.1 * last:
+    for other in (loss_stuck, loss_rises, oscillation, loss_spikes):
+        if other(run):  # that is why it is high
+            return None
+    guess = guessing(run)
+    tenth = len(loss) // 10
+    last = mean(loss[-tenth:])
+    val_loss = val_losses[-1]
+    is_high = min(last, val_loss) > 0.6 * guess
+    is_near = abs(val_loss - last) <= 0.1 * last
+    if not is_high or not is_near:
         return None
-    return f"training ends at {last:.3f}, validation at {val[-1]:.3f}; a guess has {guess:.3f}"
+    return f"training ends at {last:.3f}, validation at {val_loss:.3f}; a guess has {guess:.3f}"
 
 
 def loss_rises(run):
     _, curve, noise = loss_curve(run)
     lowest = known(curve).min(initial=math.inf)
-    rise = mean(curve[-1:]) - lowest
-    least = max(6 * noise / math.sqrt(half_window(run)), 0.05 * lowest)
-    return f"it ends {rise:.3f} above {lowest:.3f}" if rise > least else None
+    at_end = mean(curve[-1:])
+    rise = at_end - lowest
+    error = noise / math.sqrt(half_window(run))
+    least = max(6 * error, 0.05 * lowest)
+    if rise > least:
+        return f"it ends {rise:.3f} above {lowest:.3f}"
+    return None
 
 
 def oscillation(run):
     """Swings of the loss, after it has fallen, that outlast the noise of single batches."""
     loss = known(run.train["loss"])
-    late = loss[len(loss) // 2 :]
-    if len(late) < 40 or mean(late) > 0.9 * mean(loss[: max(3, len(loss) // 20)]):
+    half = len(loss) // 2
+    late = loss[half:]
+    if len(late) < 40:
+        return None
+    few = max(3, len(loss) // 20)
+    early = mean(loss[:few])
+    if mean(late) > 0.9 * early:
         return None
     size = max(4, len(late) // 24)  # steps in a block
-    late = late[: len(late) // size * size]
-    noise = math.sqrt(np.mean(np.diff(late) ** 2) / 2 / size)  # standard error of a block's mean
+    blocks = len(late) // size
+    late = late[: blocks * size]
+    variance = np.mean(np.diff(late) ** 2) / 2
+    noise = math.sqrt(variance / size)  # standard error of a block's mean
     means = late.reshape(-1, size).mean(axis=1)
-    place = np.arange(len(means))
-    swings = means - np.polyval(np.polyfit(place, means, 2), place)
+    place = np.arange(blocks)
+    parabola = np.polyfit(place, means, 2)
+    trend = np.polyval(parabola, place)
+    swings = means - trend
     deviation = swings.std(ddof=3)
-    turns = np.count_nonzero(np.diff(np.sign(swings)))
-    rise = np.max(means - np.minimum.accumulate(means))  # a loss that falls in steps has none
-    if deviation < max(2.5 * noise, 0.01 * mean(late)) or turns < 4 or rise < 2 * deviation:
+    least = max(2.5 * noise, 0.01 * mean(late))
+    if deviation < least:
+        return None
+    signs = np.sign(swings)
+    turns = np.count_nonzero(np.diff(signs))
+    lowest_so_far = np.minimum.accumulate(means)
+    rise = np.max(means - lowest_so_far)  # a loss that falls in steps has none
+    if turns < 4 or rise < 2 * deviation:
         return None
     return f"late means of {size} steps swing by {deviation:.3f}, above the noise of batches"
 
 
 def loss_spikes(run):
     loss, curve, noise = loss_curve(run)
-    high = np.append(False, loss - curve > np.maximum(8 * noise, 0.1))
-    spikes = run.train["step"][high[1:] & ~high[:-1]]  # where it begins to be high
-    return f"{len(spikes):,} in all, the first at step {spikes[0]:,.0f}" if len(spikes) else None
+    threshold = np.maximum(8 * noise, 0.1)
+    excess = loss - curve
+    is_high = excess > threshold
+    was_high = np.append(False, is_high[:-1])
+    spikes = run.train["step"][is_high & ~was_high]
+    if not len(spikes):
+        return None
+    first = spikes[0]
+    return f"{len(spikes):,} in all, the first at step {first:,.0f}"
 
 
 def diverges_after_resume(run):
-    loss, step, lr = (run.train[name] for name in ("loss", "step", "lr"))
-    for at in sorted({row["step"] for row in happened(run, "resume")}):
-        i = int(np.searchsorted(step, at, side="right"))
-        size = min(50, i, len(step) - i)
-        before, after = known(loss[i - size : i]), known(loss[i : i + size])
-        if min(len(before), len(after)) < 10:
-            continue
-        was, now = median(before), median(after)
-        error = math.hypot(before.std(), after.std()) / math.sqrt(size)
-        if now - was > max(4 * error, 0.05 * was):
-            rate = f"; the learning rate jumped from {lr[i - 1]:.3g} to {lr[i]:.3g}"
-            words = f"resumed at step {at:,}: the loss was {was:.3f} before and is {now:.3f} after"
-            return words + rate * bool(abs(np.log(lr[i] / lr[i - 1])) > 0.2)
+    steps = {row["step"] for row in happened(run, "resume")}
+    for step in sorted(steps):
+        shows = jump_at(run, step)
+        if shows:
+            return shows
+    return None
+
+
+def jump_at(run, step):
+    """What shows that the loss is higher after a resume at `step`, or None."""
+    loss = run.train["loss"]
+    lr = run.train["lr"]
+    i = int(np.searchsorted(run.train["step"], step, side="right"))
+    size = min(50, i, len(loss) - i)
+    before = known(loss[i - size : i])
+    after = known(loss[i : i + size])
+    if min(len(before), len(after)) < 10:
+        return None
+    was = median(before)
+    now = median(after)
+    error = math.hypot(before.std(), after.std()) / math.sqrt(size)
+    least = max(4 * error, 0.05 * was)
+    if now - was <= least:
+        return None
+    shows = f"resumed at step {step:,}: the loss was {was:.3f} before and is {now:.3f} after"
+    lr_before = lr[i - 1]
+    jump = np.log(lr[i] / lr_before)
+    if abs(jump) > 0.2:
+        shows += f"; the learning rate jumped from {lr_before:.3g} to {lr[i]:.3g}"
+    return shows
 
 
 def plateau(run):
-    loss, n = run.train["loss"], len(run.train["step"])
-    third, fourth = known(loss[n // 2 : 3 * n // 4]), known(loss[3 * n // 4 :])
-    if n < 200 or not len(third) or not len(fourth) or loss_rises(run) or loss_stuck(run):
+    loss = run.train["loss"]
+    n = len(loss)
+    third = known(loss[n // 2 : 3 * n // 4])
+    fourth = known(loss[3 * n // 4 :])
+    if n < 200 or not len(third) or not len(fourth):
         return None
-    error = math.hypot(*(part.std() / math.sqrt(len(part)) for part in (third, fourth)))
-    if mean(third) - mean(fourth) >= max(2 * error, 0.002 * mean(fourth)):
+    if loss_rises(run) or loss_stuck(run):
         return None
-    return f"{mean(third):.4f} in the third quarter, {mean(fourth):.4f} in the last"
+    was = mean(third)
+    now = mean(fourth)
+    error = math.hypot(standard_error(third), standard_error(fourth))
+    least = max(2 * error, 0.002 * now)
+    if was - now >= least:
+        return None
+    return f"{was:.4f} in the third quarter, {now:.4f} in the last"
+
+
+def standard_error(values):
+    """Of their mean."""
+    return values.std() / math.sqrt(len(values))
 
 
 def overfitting(run):
-    curve, (best, step) = loss_curve(run)[1], best_row(run)
-    then, at_end = np.searchsorted(run.train["step"], step), mean(run.evals["val_loss"][-1:])
-    if not at_end > 1.005 * best or then >= len(curve) or not curve[-1] < curve[then]:
+    _, curve, _ = loss_curve(run)
+    best, step = best_row(run)
+    val_loss = run.evals["val_loss"]
+    at_end = mean(val_loss[-1:])
+    i = np.searchsorted(run.train["step"], step)
+    if not at_end > 1.005 * best or i >= len(curve):
         return None
-    fell = f"training from {curve[then]:.4f} to {curve[-1]:.4f}"
+    if not curve[-1] < curve[i]:
+        return None
+    fell = f"training from {curve[i]:.4f} to {curve[-1]:.4f}"
     return f"validation from {best:.4f} at step {step:,} to {at_end:.4f}, {fell}"
 
 
@@ -156,35 +247,44 @@ def out_of_memory(run):
     """The events say which micro-batch fits now. If none did, the way the run ended says so."""
     rows = happened(run, "out_of_memory")
     if not rows:
-        return ended(run) if "out of memory" in ended(run) else None
-    left = ", ".join(f"{k} {v}" for k, v in rows[-1].items() if k.endswith("micro_batch"))
-    return f"first at step {rows[0]['step']:,}, last at {rows[-1]['step']:,}; now {left}"
+        ending = ended(run)
+        return ending if "out of memory" in ending else None
+    sizes = {key: size for key, size in rows[-1].items() if key.endswith("micro_batch")}
+    left = ", ".join(f"{key} {size}" for key, size in sizes.items())
+    first = rows[0]["step"]
+    last = rows[-1]["step"]
+    return f"first at step {first:,}, last at {last:,}; now {left}"
 
 
 def memory_grows(run):
     """A staircase: a peak that keeps rising long after all that a step needs was allocated."""
-    parts = np.array_split(run.train["mem_gb"], 6)
-    peaks = np.array([known(part).max(initial=-math.inf) for part in parts[1:]])
-    rises = np.count_nonzero(np.diff(peaks) > 0.01 * peaks[0])
-    found = len(run.train["step"]) >= 40 and rises >= 3 and peaks[-1] > 1.15 * peaks[0]
-    words = f"the peak is {peaks[0]:.2f} GB after a third of the run, {peaks[-1]:.2f} GB at its end"
-    return words if found else None
+    if len(run.train["step"]) < 40:
+        return None
+    parts = np.array_split(run.train["mem_gb"], 6)[1:]
+    peaks = np.array([known(part).max(initial=-math.inf) for part in parts])
+    first = peaks[0]
+    last = peaks[-1]
+    is_rise = np.diff(peaks) > 0.01 * first
+    rises = np.count_nonzero(is_rise)
+    if rises < 3 or not last > 1.15 * first:
+        return None
+    return f"the peak is {first:.2f} GB after a third of the run, {last:.2f} GB at its end"
 
 
 def throughput_falls(run):
-    first, last = (median(part) for part in np.array_split(run.train["tokens_per_sec"], 4)[::3])
-    found = len(run.train["step"]) >= 40 and last < 0.85 * first
-    words = f"{first:,.0f} {unit(run)}/s in the first quarter of the run, {last:,.0f} in the last"
-    return words if found else None
+    if len(run.train["step"]) < 40:
+        return None
+    quarters = np.array_split(run.train["tokens_per_sec"], 4)
+    first = median(quarters[0])
+    last = median(quarters[-1])
+    if not last < 0.85 * first:
+        return None
+    return f"{first:,.0f} {unit(run)}/s in the first quarter of the run, {last:,.0f} in the last"
 
 
 def waits_for_data(run):
-    waiting = mean(run.train["data_ms"]) / mean(run.train["step_ms"])
-    found = len(known(run.train["loss"])) >= 20 and waiting > 0.1
-    return f"{waiting:.0%} of the time of all steps" if found else None
-
-
-def gpu_idle(run):
-    busy = known(run.train["gpu_util"])
-    found = len(busy) >= 20 and median(busy) < 85
-    return f"{median(busy):.0f}% busy in the median of samples; 85% is good" if found else None
+    if len(known(run.train["loss"])) < 20:
+        return None
+    waited = mean(run.train["data_ms"])
+    share = waited / mean(run.train["step_ms"])
+    return f"{share:.0%} of the time of all steps" if share > 0.1 else None

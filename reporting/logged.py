@@ -24,10 +24,45 @@ FREE_FLAGS = (  # no bit of a step depends on these
     "--sample_interval=0 --milestone_interval=0 --save_minutes=0"
 ).split()
 
-# Types in run.json and in the parts of a checkpoint with these names
-FACTS = {"config": dict, "run": dict, "data": dict}
-IDENTITY = {"code": dict, "threads": int, "world_size": int, "data": str, "dtype": str}
-IDENTITY |= dict.fromkeys(("warmup_steps", "decay_steps", "batch_size", "accum_steps"), int)
+
+def is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float)
+
+
+def is_count(value: Any) -> bool:
+    return type(value) is int and value > 0
+
+
+def is_pair(value: Any) -> bool:
+    return isinstance(value, list | tuple) and [type(digest) for digest in value] == [str, str]
+
+
+def is_command(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and isinstance(value[0], str)
+
+
+# What is read here of run.json, and of the same parts of a checkpoint. {str: ...}: of each key
+IDENTITY = {"code": {str: is_pair}, "threads": is_count, "world_size": is_count, "data": is_plain}
+FACTS = {"config": {str: is_plain}, "run": IDENTITY, "data": {}}
+
+
+def wrong_part(value: Any, form: Any, name: str) -> str:
+    """The name of the first part of `value` that does not have its form; "" if there is none."""
+    if not isinstance(form, dict):
+        return "" if form(value) else name
+    if not isinstance(value, dict):
+        return name
+    for key, inner in form.items():
+        for known in value if key is str else [key]:
+            if wrong := wrong_part(value.get(known), inner, f"{name}/{known}"):
+                return wrong
+    return ""
+
+
+def check_form(facts: dict, form: dict, path: Path) -> None:
+    """Raises BadInput unless `facts`, from the file `path`, has this form."""
+    if wrong := wrong_part(facts, form, str(path)):
+        fail(f"{wrong} is missing, or not of the form that train.py writes")
 
 
 @dataclass
@@ -102,9 +137,7 @@ class Logged:
     @property
     def end(self) -> dict:
         """The loop's state at the end, if the run has reached one in good order; else empty."""
-        ended = str(
-            self.facts.get("ended") or "failed"
-        )  # which may have been before its first step
+        ended = str(self.facts.get("ended") or "failed")  # maybe before its first step
         state = self.facts.get("state")
         is_known = isinstance(state, dict) and not ended.startswith("failed")
         return state if is_known else {}
@@ -167,6 +200,7 @@ class Logged:
         saved = {save.sha256 for save in self.saves if save.process == process}
         for checkpoint in reversed(self.checkpoints):
             if checkpoint.sha256 in saved:
+                check_form(checkpoint.content, FACTS, checkpoint.path)
                 return checkpoint.content
         return self.facts if is_last else None
 
@@ -202,15 +236,9 @@ class Logged:
 
     def check(self) -> None:
         """Raises BadInput unless it holds a run, described as train.py does."""
-        path = self.path / "run.json"
         if not self.facts or not self.rows:
             fail(f"{self.path} holds no run; type: python replay.py out/NAME --step=N")
-        check_types(self.facts, FACTS | {"command": list}, path)
-        script = {"command": (self.facts["command"] or [None])[0]}
-        check_types(script, {"command": str}, path)
-        check_facts(self.facts, path)
-        for checkpoint in self.checkpoints:
-            check_facts(checkpoint.content, checkpoint.path)
+        check_form(self.facts, FACTS | {"command": is_command}, self.path / "run.json")
 
     def faults(self) -> list[str]:
         """In words: what of its files is damaged, missing, or not what the log says."""
@@ -276,33 +304,6 @@ def knobs_of_train() -> dict[str, Knob]:
 
 def as_json(value: Any) -> str:
     return json.dumps(clean(value), default=repr)
-
-
-def check_types(facts: dict, types: dict, path: Path) -> None:
-    """Raises BadInput unless `facts`, from the file `path`, has values of these types."""
-    for name, kind in types.items():
-        if type(facts.get(name)) is not kind:
-            found = repr(facts.get(name))[:40]
-            fail(f"{path}: its {name!r} is {found}; expected {kind.__name__} as train.py writes it")
-
-
-def check_facts(facts: dict, path: Path) -> None:
-    """The same for the facts of a process: "config" and "run"."""
-    run = facts["run"]
-    check_types(run, IDENTITY, path)
-    for name in ("threads", "world_size"):
-        if run[name] < 1:
-            fail(f"{path}: its {name!r} is {run[name]}; expected a number of them")
-    for file, hashes in run["code"].items():
-        is_pair = isinstance(hashes, list | tuple) and len(hashes) == 2
-        if not is_pair or not all(isinstance(digest, str) for digest in hashes):
-            fail(f"{path}: its 'code' has {hashes!r:.40} for {file}; expected two hashes")
-    for name, value in facts["config"].items():
-        if not isinstance(value, str | int | float):
-            fail(f"{path}: its 'config' has {value!r:.40} for {name}; expected a knob's value")
-    kept = [name for name, knob in knobs_of_train().items() if "kept" in knob.policy]
-    if missing := set(kept) - kept_in(run, knobs_of_train()).keys():
-        fail(f"{path}: its 'run' lacks {min(missing)!r}; expected it as train.py writes it")
 
 
 # ---- what differs --------------------------------------------------------------------------------

@@ -19,26 +19,46 @@ TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="ut
 def page(runs, names, text, refresh):
     """The page, a str. text: Markdown, for below the curves. refresh: seconds until an open page
     reloads; 0 = never."""
-    live = f"Running: this page reloads every {refresh:.0f} s. " if refresh else ""
+    live = ""
+    if refresh:
+        live = f"Running: this page reloads every {refresh:.0f} s. "
     if len(runs) == 1:
-        panels, events = drawn.panels_of(runs[0]), drawn.events_of(runs[0])
-        keys = {"raw": ("each step", "sky"), "training": ("training", "blue")}
-        keys["validation"] = "validation", "vermilion"
-        keys |= {name: (name.replace("_", " "), drawn.EVENTS[name]) for name in events}
+        events = drawn.events_of(runs[0])
+        panels = drawn.panels_of(runs[0])
+        keys = keys_of_one(events)
     else:
         live += "Bold loss curves are validation, thin ones training."
         colours = list(drawn.COLOURS) * len(runs)
-        labels = [f"{name}: {best_in_words(run)}" for run, name in zip(runs, names, strict=True)]
-        keys = {f"r{i}": (label, colours[i]) for i, label in enumerate(labels)}
-        panels, events = together(runs, names, colours), {}
-    buttons = "".join(
-        f'<button data-key="{key}" style="--c:var(--{colour})">{escape(label)}</button>'
-        for key, (label, colour) in keys.items()
+        events = {}
+        panels = together(runs, names, colours)
+        keys = {}
+        for i, (run, name) in enumerate(zip(runs, names, strict=True)):
+            keys[f"r{i}"] = f"{name}: {best_in_words(run)}", colours[i]
+    buttons = [button(key, label, colour) for key, (label, colour) in keys.items()]
+    hidden = [f'[data-off~="{key}"] .{key} {{ display: none }}\n' for key in keys]
+    figures = [figure(panel, events) for panel in panels]
+    return TEMPLATE.substitute(
+        TITLE=escape(", ".join(names)),
+        RELOAD=round(1000 * refresh),
+        LIVE=live,
+        HIDDEN="".join(hidden),
+        BUTTONS="".join(buttons),
+        PANELS="".join(figures),
+        TEXT=escape(text),
     )
-    hidden = "".join(f'[data-off~="{key}"] .{key} {{ display: none }}\n' for key in keys)
-    head = {"TITLE": escape(", ".join(names)), "RELOAD": round(1000 * refresh), "LIVE": live}
-    body = {"PANELS": "".join(figure(panel, events) for panel in panels), "TEXT": escape(text)}
-    return TEMPLATE.substitute(head, **body, HIDDEN=hidden, BUTTONS=buttons)
+
+
+def keys_of_one(events):
+    """{key: (label, colour)} of what the buttons of a single run hide."""
+    keys = {"raw": ("each step", "sky"), "training": ("training", "blue")}
+    keys["validation"] = "validation", "vermilion"
+    for name in events:
+        keys[name] = name.replace("_", " "), drawn.EVENTS[name]
+    return keys
+
+
+def button(key, label, colour):
+    return f'<button data-key="{key}" style="--c:var(--{colour})">{escape(label)}</button>'
 
 
 def together(runs, names, colours):
@@ -55,34 +75,55 @@ def together(runs, names, colours):
 
 def figure(panel, events):
     """A panel in HTML; page.html adds the grid and its labels."""
-    right = max((each.x[-1] for each in panel.curves), default=0) or 1
+    last = max((each.x[-1] for each in panel.curves), default=0) or 1
+    right = 1.01 * last  # room for the last marker
     low, high, is_log = drawn.limits(panel.field, panel.curves)
     if is_log:
         low, high = np.log10([low, high])
-    shapes = ""
+    shapes = []
     for each in panel.curves:
         y = np.log10(np.maximum(each.y, 1e-300)) if is_log else each.y
         y = np.clip(1000 * (high - y) / (high - low), -2000, 3000)  # 0 is the top, 1000 the bottom
-        shapes += shape(each._replace(x=1000 * each.x / right, y=y))
+        shapes.append(shape(each._replace(x=1000 * each.x / right, y=y)))
     for name, steps in events.items():
-        top = 1000 * (1 - drawn.event_height(steps))
-        lines = "".join(f"M{1000 * step / right:.2f} {top:.0f}V1000" for step in steps)
-        colour = drawn.EVENTS[name]
-        shapes += f'<path class="event {name}" style="--c:var(--{colour})" d="{lines}"/>'
-    title, wide = escape(panel.title), " wide" * (panel.field == "loss")
-    data = f'data-x1="{right}" data-y0="{low}" data-y1="{high}" data-log="{"1" * is_log}"'
-    return f"""<figure class="panel{wide}"><figcaption>{title}</figcaption>
-<div class="plot" {data}><svg role="img" aria-label="{title}">
-<svg class="curves" viewBox="0 0 1000 1000" preserveAspectRatio="none">{shapes}</svg>
+        shapes.append(lines_of(name, 1000 * np.asarray(steps) / right, drawn.event_height(steps)))
+    wide = " wide" if panel.field == "loss" else ""
+    log = "1" if is_log else ""
+    data = f'data-x1="{right}" data-y0="{low}" data-y1="{high}" data-log="{log}"'
+    label = escape(described(panel))
+    return f"""<figure class="panel{wide}"><figcaption>{escape(panel.title)}</figcaption>
+<div class="plot" {data}><svg role="img" aria-label="{label}">
+<svg class="curves" viewBox="0 0 1000 1000" preserveAspectRatio="none">{"".join(shapes)}</svg>
 <line class="axis" x2="100%" y1="100%" y2="100%"/><line class="cross" y2="100%" hidden/></svg>
 <div class="tip" hidden></div></div></figure>
 """
 
 
+def described(panel):
+    """The panel in words, for who cannot see it: where each curve begins and ends."""
+    told = []
+    for each in panel.curves:
+        first = f"{each.y[0]:.4g} at step {each.x[0]:,.0f}"
+        last = f"{each.y[-1]:.4g} at step {each.x[-1]:,.0f}"
+        told.append(f"{each.label}: {first}" + (f" to {last}" if len(each.x) > 1 else ""))
+    return f"{panel.title} by step. {'; '.join(told)}"
+
+
+def lines_of(event, places, height):
+    """Vertical lines at some places on the x axis, 0 to 1000."""
+    top = 1000 * (1 - height)
+    path = "".join(f"M{x:.2f} {top:.0f}V1000" for x in places)
+    colour = drawn.EVENTS[event]
+    return f'<path class="event {event}" style="--c:var(--{colour})" d="{path}"/>'
+
+
 def shape(curve):
     """A thinned polyline, and dots if points are few."""
-    points = [f"{x:.2f} {y:.2f}" for x, y in zip(*drawn.thin(curve.x, curve.y), strict=True)]
-    end = f'style="--c:var(--{curve.colour})" data-label="{escape(curve.label)}"'
-    line = f'<polyline class="{curve.key} {curve.look}" {end} points="{" ".join(points)}"/>'
-    dots = f'<path class="{curve.key} dot {curve.look}" {end} d="M{"h0M".join(points)}h0"/>'
-    return line + dots * drawn.is_dotted(curve)
+    x, y = drawn.thin(curve.x, curve.y)
+    points = [f"{a:.2f} {b:.2f}" for a, b in zip(x, y, strict=True)]
+    looks = f'style="--c:var(--{curve.colour})" data-label="{escape(curve.label)}"'
+    line = f'<polyline class="{curve.key} {curve.look}" {looks} points="{" ".join(points)}"/>'
+    if not drawn.is_dotted(curve):
+        return line
+    path = "h0M".join(points)
+    return f'{line}<path class="{curve.key} dot {curve.look}" {looks} d="M{path}h0"/>'

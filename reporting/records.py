@@ -1,34 +1,59 @@
 """Records: the table of what was measured, by which command, on what; whether a run is as recorded."""
 
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
 from plumbing.files import read_json
 from reporting.logged import MEASURED
-from reporting.record import read_metrics
+from reporting.record import read_metrics, tame
 
 HEADER = ("what", "loss", "seconds", "runs", "command", "machine", "date, commit")
 
 
 def record_rows(folder):
-    """Rows of the table, as tuples of str in the order of HEADER, from the files of check.py and
-    bench.py in `folder`. Seconds are of whole processes: their mean, or median for bench.py."""
-    for facts in map(read_json, sorted(Path(folder).glob("*.json"))):
-        rows, part = [], facts.get("from_nanogpt", {"rows": {}})
-        if "seeds" in facts:
-            runs = facts["seeds"]["runs"]
-            row = {"loss": runs["mean"]["loss"], "deviation": runs["deviation"]["loss"]}
-            row |= {"process": runs["mean"]["seconds"]}
-            rows = [(Path(folder).name, row, len(runs) - 2, " ".join(facts["command"]))]
-        for name, row in part["rows"].items():
-            rows.append((name, row, len(part["runs"][name]), part["commands"][name]))
-        for name, row, count, command in rows:
-            loss = f"{row['loss']:.3f} ± {row['deviation']:.3f}"
-            machine = f"{facts['hardware']['cpu']}, torch {facts['versions']['torch']}"
-            patched = ", patched" * bool(facts["git"]["dirty"])
-            when = f"{facts['date'][:10]}, {facts['git']['commit'][:7]}{patched}"
-            seconds = f"{row['process']:.1f}"
-            yield name, loss, seconds, str(count), f"`python {command}`", machine, when
+    """Rows of the table, tuples of str in the order of HEADER, from the files of check.py and bench.py
+    in `folder`. What a file holds decides whether it is a record."""
+    rows = []
+    for path in sorted(Path(folder).glob("*.json")):
+        with suppress(LookupError, TypeError, ValueError, AttributeError):  # it is no record
+            facts = tame(read_json(path))
+            rows += rows_of_seeds(path, facts) if "seeds" in facts else rows_of_ladder(facts)
+    return rows
+
+
+def rows_of_seeds(path, facts):
+    """Of check.py --only=seeds: one row. Seconds are the mean of whole processes."""
+    runs = facts["seeds"]["runs"]
+    mean = runs["mean"]
+    loss = in_words(mean["loss"], runs["deviation"]["loss"])
+    count = len(runs) - 2  # but for mean and deviation
+    command = " ".join(facts["command"])
+    return [row(facts, path.parent.name, loss, mean["seconds"], count, command)]
+
+
+def rows_of_ladder(facts):
+    """Of bench.py --only=from_nanogpt: a row for each step of it. Seconds are medians."""
+    ladder = facts["from_nanogpt"]
+    rows = []
+    for name, numbers in ladder["rows"].items():
+        loss = in_words(numbers["loss"], numbers["deviation"])
+        count = len(ladder["runs"][name])
+        rows.append(row(facts, name, loss, numbers["process"], count, ladder["commands"][name]))
+    return rows
+
+
+def in_words(loss, deviation):
+    return f"{loss:.3f} ± {deviation:.3f}"
+
+
+def row(facts, name, loss, seconds, count, command):
+    machine = f"{facts['hardware']['cpu']}, torch {facts['versions']['torch']}"
+    commit = facts["git"]["commit"][:7]
+    when = f"{facts['date'][:10]}, {commit}"
+    if facts["git"]["dirty"]:
+        when += ", patched"
+    return name, loss, f"{seconds:.1f}", str(count), f"`python {command}`", machine, when
 
 
 def what_differs(record: Path, folder: Path) -> str:

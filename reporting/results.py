@@ -1,21 +1,31 @@
 """The results of a run, in numbers and words: its best, its speed, its cost, its means by epoch."""
 
 import math
+import re
 
 import numpy as np
 
 from plumbing.console import FIELDS, duration
-from reporting.record import half_window, known, last_step, mean, median, plain
+from reporting.record import half_window, is_running, known, last_step, mean, median, plain
 
 
 def happened(run, event):
     return [row for row in run.events if row["event"] == event]
 
 
-def ended(run):
+def how_it_ended(run):
+    """In a few words, without the step."""
     ends = happened(run, "end")
-    how = run.info["ended"] if "ended" in run.info else ends and ends[-1].get("ended")
-    how = " ".join(str(how or "no end on record (killed, or still running)").split()).split(". ")[0]
+    how = ends[-1].get("ended") if ends else None
+    if "ended" in run.info:
+        how = run.info["ended"]
+    if not how:
+        return "running" if is_running(run) else "no end on record (killed)"
+    return " ".join(str(how).split()).split(". ")[0]
+
+
+def ended(run):
+    how = how_it_ended(run)
     return how if "at step" in how else f"{how}, at step {last_step(run):,}"
 
 
@@ -33,9 +43,11 @@ def best_of(run):
     """
     field, sign, _ = metric_of(run)
     best, step = best_row(run, field, sign)
-    kept, at = (run.fact("state", name) for name in (f"best_{field}", "best_step"))
-    keep = math.isfinite(kept + at) and not sign * best <= sign * kept
-    return (kept, int(at)) if keep else (best, step)
+    kept = run.fact("state", f"best_{field}")
+    kept_step = run.fact("state", "best_step")
+    if math.isfinite(kept + kept_step) and not sign * best <= sign * kept:
+        return kept, int(kept_step)
+    return best, step
 
 
 def best_in_words(run):
@@ -52,10 +64,20 @@ def best_row(run, field="val_loss", sign=1):
 
 
 def extent(run):
-    """(tokens of the last evaluation, 0 = the whole split; mask of the evaluations on as many)."""
+    """(tokens of the last evaluation, 0 = not a part; mask of the evaluations on as many)."""
     tokens = np.nan_to_num(run.evals["val_tokens"])
     last = tokens[-1] if len(tokens) else 0
     return last, tokens == last
+
+
+def extent_in_words(run):
+    """What the last evaluation was on. Only of the whole split train.py writes bits per byte."""
+    tokens, _ = extent(run)
+    if tokens:
+        return f"the first {tokens:,.0f} {unit(run)}"
+    if len(known(run.evals["val_bpb"][-1:])):
+        return "the whole validation split"
+    return "the validation data that evaluate() takes"
 
 
 def unit(*runs):
@@ -66,17 +88,24 @@ def unit(*runs):
 
 def new_fields(run):
     """[(name, steps, values)] of the fields that only a fork of train.py writes."""
-    own = *FIELDS, f"best_{metric_of(run)[0]}"
-    return [(k, t["step"], t[k]) for t in (run.train, run.evals) for k in t if k not in own]
+    best = f"best_{metric_of(run)[0]}"
+    found = []
+    for table in (run.train, run.evals):
+        for name, values in table.items():
+            if name not in FIELDS and name != best:
+                found.append((name, table["step"], values))
+    return found
 
 
 def seconds_by_kind(run):
     """({kind: seconds} over all sessions, number of sessions that recorded no times)."""
-    total, ends = {}, happened(run, "end")
+    total = {}
+    ends = happened(run, "end")
     for row in ends:
         seconds = row.get("seconds")
-        for kind, each in seconds.items() if isinstance(seconds, dict) else ():
-            total[kind] = total.get(kind, 0.0) + max(0.0, np.nan_to_num(plain(each)))
+        if isinstance(seconds, dict):
+            for kind, each in seconds.items():
+                total[kind] = total.get(kind, 0.0) + max(0.0, np.nan_to_num(plain(each)))
     sessions = 1 + max(len(happened(run, "resume")), len(run.info["resumes"]))
     return total, max(0, sessions - len(ends))
 
@@ -86,66 +115,109 @@ def number(value, form=",.4f", unit=""):
 
 
 def table(header, rows):
-    lines = [header, ["---"] * len(header), *rows]
-    cells = [[" ".join(str(cell).replace("|", "\\|").split()) for cell in line] for line in lines]
-    return "\n".join("| " + " | ".join(line) + " |" for line in cells) + "\n"
+    """A table in Markdown."""
+    lines = []
+    for row in [header, ["---"] * len(header), *rows]:
+        cells = [" ".join(str(cell).replace("|", "\\|").split()) for cell in row]
+        lines.append("| " + " | ".join(cells) + " |\n")
+    return "".join(lines)
+
+
+def aligned(rows, widest=32):
+    """Lines of a table for a terminal, without Markdown. A longer cell is cut to `widest`."""
+    rows = [[in_plain(cell, widest) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
+
+
+def in_plain(cell, widest):
+    text = re.sub(r"\*\*|`", "", str(cell))
+    return text if len(text) <= widest else text[: widest - 3] + "..."
 
 
 def share_clipped(run):
     clip = run.fact("config", "grad_clip")
-    return mean((run.train["grad_norm"] > clip).astype(float)) if clip > 0 else math.nan
+    if not clip > 0:
+        return math.nan
+    return mean((run.train["grad_norm"] > clip).astype(float))
 
 
 def outcome(run, dollars_per_hour):
     """{what: (words, window)}. dollars_per_hour: of one device; 0 = the run's own."""
-    t, e, per = run.train, run.evals, unit(run)
-    gpu = run.fact("hardware", "gpu_count") > 0 or len(known(t["gpu_util"])) > 0
-    last, steps = 2 * half_window(run) + 1, f"all {len(t['step']):,} steps"
-    field, _, metric = metric_of(run)
-    (best, best_step), (tokens, _) = best_of(run), extent(run)
-    nats = ", nats" * (per == "tokens")
-    split = f"the first {tokens:,.0f} {per}" if tokens else "the whole validation split"
-    bpb, accuracy = (e[name][e["step"] == best_step] for name in ("val_bpb", "val_accuracy"))
-    memory = known(t["mem_gb"]).max(initial=-math.inf)
-    measured = "allocated by PyTorch on the GPU" if gpu else "the whole process"
-    speed = 1 / mean(1 / t["tokens_per_sec"])
-    numbers = [
-        (f"last validation loss{nats}", mean(e["val_loss"][-1:]), ",.4f", split),
-        *[("bits per byte at the best", mean(bpb), ".4f", split)] * (per == "tokens"),
-        ("accuracy at the best", mean(accuracy), ".2%", split),
-        (f"mean training loss{nats}", mean(t["loss"][-last:]), ",.4f", f"the last {last:,} steps"),
-        (f"{per} trained on", mean(t["tokens"][-1:]), ",.0f", steps),
-        ("epochs", mean(t["epoch"][-1:]), ",.2f", steps),
-        (f"throughput, {per}/s", speed, ",.0f", f"{steps}; without evaluation and saving"),
-        ("median step, ms", median(t["step_ms"]), ",.1f", f"{steps}; means of log windows"),
-        ("waiting for data", mean(t["data_ms"]) / mean(t["step_ms"]), ".1%", steps),
-        ("MFU", mean(t["mfu"]), ".1%", steps),
-        ("peak memory, GB", memory, ".2f", measured),
-        *[("GPU utilization", mean(t["gpu_util"]) / 100, ".0%", "samples at log lines")] * gpu,
-        ("steps whose gradient was clipped", share_clipped(run), ".0%", steps),
-        ("updates skipped", len(happened(run, "skipped")), ",", "all sessions"),
-        ("rollbacks", len(happened(run, "rollback")), ",", "all sessions"),
-        ("resumes", len(happened(run, "resume")), ",", "all sessions"),
-        *((f"last {name}", known(y)[-1], ",.4g", steps) for name, _, y in new_fields(run)),
-    ]
     rows = {"how it ended": (ended(run), "")}
-    name = f"best {metric}" + nats * (field == "val_loss")
-    rows[name] = number(best, ",.4f", f" at step {best_step:,}"), split
-    rows |= {what: (number(value, form), window) for what, value, form, window in numbers}
+    rows |= outcome_of_training(run) | outcome_of_events(run)
+    for name, _, values in new_fields(run):
+        last = known(values)[-1]
+        rows[f"last {name}"] = number(last, ",.4g"), f"all {len(run.train['step']):,} steps"
     return rows | time_and_cost(run, dollars_per_hour)
+
+
+def outcome_of_training(run):
+    """The losses, and what the steps cost: {what: (words, window)}."""
+    t = run.train
+    e = run.evals
+    per = unit(run)
+    is_text = per == "tokens"
+    nats = ", nats" if is_text else ""
+    field, _, metric = metric_of(run)
+    best, best_step = best_of(run)
+    at_best = e["step"] == best_step
+    split = extent_in_words(run)
+    last = 2 * half_window(run) + 1
+    steps = f"all {len(t['step']):,} steps"
+    uses_gpu = run.fact("hardware", "gpu_count") > 0 or len(known(t["gpu_util"])) > 0
+    memory = known(t["mem_gb"]).max(initial=-math.inf)
+    measured = "allocated by PyTorch on the GPU" if uses_gpu else "the whole process"
+    speed = 1 / mean(1 / t["tokens_per_sec"])
+    wait = mean(t["data_ms"]) / mean(t["step_ms"])
+    rows = {}
+
+    def add(what, value, form, window, after=""):
+        rows[what] = number(value, form, after), window
+
+    best_name = f"best {metric}" + (nats if field == "val_loss" else "")
+    add(best_name, best, ",.4f", split, f" at step {best_step:,}")
+    add(f"last validation loss{nats}", mean(e["val_loss"][-1:]), ",.4f", split)
+    if is_text:
+        add("bits per byte at the best", mean(e["val_bpb"][at_best]), ".4f", split)
+    add("accuracy at the best", mean(e["val_accuracy"][at_best]), ".2%", split)
+    add(f"mean training loss{nats}", mean(t["loss"][-last:]), ",.4f", f"the last {last:,} steps")
+    add(f"{per} trained on", mean(t["tokens"][-1:]), ",.0f", steps)
+    add("epochs", mean(t["epoch"][-1:]), ",.2f", steps)
+    add(f"throughput, {per}/s", speed, ",.0f", f"{steps}; without evaluation and saving")
+    add("median step, ms", median(t["step_ms"]), ",.1f", f"{steps}; means of log windows")
+    add("waiting for data", wait, ".1%", steps)
+    add("MFU", mean(t["mfu"]), ".1%", steps)
+    add("peak memory, GB", memory, ".2f", measured)
+    if uses_gpu:
+        add("GPU utilization", mean(t["gpu_util"]) / 100, ".0%", "samples at log lines")
+    add("steps whose gradient was clipped", share_clipped(run), ".0%", steps)
+    return rows
+
+
+def outcome_of_events(run):
+    counted = {"updates skipped": "skipped", "rollbacks": "rollback", "resumes": "resume"}
+    return {w: (f"{len(happened(run, e)):,}", "all sessions") for w, e in counted.items()}
 
 
 def time_and_cost(run, dollars_per_hour):
     """The last rows of the outcome. A session that recorded no times took at least its steps."""
     spent, missing = seconds_by_kind(run)
-    seconds, least = sum(spent.values()), "at least " * bool(missing)
+    seconds = sum(spent.values())
+    least = ""
     if missing:
+        least = "at least "
         seconds = max(seconds, known(run.train["step_ms"]).sum() / 1000)
     devices = max(1, int(np.nan_to_num(run.fact("hardware", "world_size"))))
     hours = devices * seconds / 3600
     price = dollars_per_hour or run.fact("config", "dollars_per_hour")
-    ask = "report.py --dollars_per_hour=PRICE gives the cost in dollars"
-    money = f"${price * hours:,.2f} at ${price:g} an hour" if price > 0 else ask
+    money = "report.py --dollars_per_hour=PRICE gives the cost in dollars"
+    if price > 0:
+        money = f"${price * hours:,.2f} at ${price:g} an hour"
     return {
         "wall-clock": (least + duration(seconds), "all sessions, start to end"),
         "cost": (f"{least}{hours:,.3f} device-hours; {money}", f"of {devices} device(s)"),

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from contextlib import redirect_stdout
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, wraps
 from inspect import signature
 from pathlib import Path
 
@@ -30,7 +30,12 @@ from reporting.logged import Logged
 FEW = 64  # tokens in the vocabulary of a probe
 PROBED = 8192  # tokens that one probe of causality may compute
 LOOK_BACK = 4  # places, in the task that shows whether positions matter
-PLAIN = {"dropout": 0.0, "label_smoothing": 0.0, "n_future_tokens": 1, "grad_checkpoint": False}
+PLAIN = {
+    "dropout": 0.0,
+    "label_smoothing": 0.0,
+    "n_future_tokens": 1,
+    "grad_checkpoint": False,
+}
 # Rates at steps 0, 49, 99, 350, 600, 850, 1,100 and 1,200 of 1,100 with a warmup of 100, a peak of 1
 # and a minimum of 0.1.
 RISE = [0.01, 0.5, 1.0]
@@ -49,6 +54,7 @@ def on_text(*names):
     """Decorates a check that says n/a, under these names, of data that is no text."""
 
     def decorate(check):
+        @wraps(check)
         def checked(job):
             if "tokenizer" in job.meta:
                 yield from check(job)
@@ -358,63 +364,69 @@ def optimizer_checks(job):
     still = [name for name in weights if weights[name].equal(before[name])]
     found = f"all but {', '.join(still)}" if still else "every one"
     yield "a step moves every weight", not still, found
-    error = max(errors, default=None)
-    found = "an optimizer of your own" if error is None else f"{error:.2%} off in three steps"
-    fine = None if error is None else error < 0.03
-    yield "the update is that of its optimizer", fine, f"--optimizer={train.optimizer}: {found}"
+    fine = None
+    found = f"--optimizer={train.optimizer} is one of your own"
+    if errors:
+        fine = all(error < (0.03 if name == "Muon" else 0.003) for name, error in errors.items())
+        off = [f"{error:.2%} from torch's {name}" for name, error in errors.items()]
+        found = f"three steps end {', '.join(off)}"
+    yield "the update is that of its optimizer", fine, found
 
 
 @torch.no_grad()
 def update_errors(run):
-    """How far three steps on random gradients end from those of torch's optimizer of that name, for each
-    weight; of a tall one for Muon also from those of its square parts. Empty if torch has none."""
-    groups = [
-        (optimizer, group) for optimizer in run.optimizers for group in optimizer.param_groups
-    ]
-    begin, ways = [], []  # of each weight, and the ways in which it may move
-    for optimizer, group in groups:
+    """{torch's optimizer: how far three steps on random gradients end from its own}, of the worst weight;
+    of a tall one for Muon also by its square parts. Empty if torch has none of that name."""
+    begin, ways = {}, {}  # of each weight, and how it may move: [(its parts, their optimizer)]
+    for group in groups_of(run.optimizers):
         group["lr"] = 0.1
         group["weight_decay"] = 0.5 if group["weight_decay"] else 0.0
         for weight in group["params"]:
             weight.normal_()
-            begin.append((weight, weight.clone()))
-            ways.append([])
-            square = weight.ndim == 2 and weight.size(0) % weight.size(1) == 0
-            for rows in {weight.size(0), weight.size(1) if square else weight.size(0)}:
-                parts = [torch.nn.Parameter(part.clone()) for part in weight.split(rows)]
-                ways[-1].append((parts, reference(optimizer, parts, group)))
+            begin[weight] = weight.clone()
+            heights = {weight.size(0)}
+            if weight.ndim == 2 and weight.size(0) % weight.size(1) == 0:
+                heights.add(weight.size(1))
+            copies = [[torch.nn.Parameter(p.clone()) for p in weight.split(h)] for h in heights]
+            ways[weight] = [(parts, reference(run.model, weight, parts, group)) for parts in copies]
     for _ in range(3):
-        for (weight, _), each in zip(begin, ways, strict=True):
+        for weight, each in ways.items():
             weight.grad = torch.randn_like(weight)
             for parts, own in each:
-                for part, gradient in zip(parts, weight.grad.split(parts[0].size(0)), strict=True):
-                    part.grad = gradient.clone()
+                pieces = weight.grad.split(parts[0].size(0))
+                for part, piece in zip(parts, pieces, strict=True):
+                    part.grad = piece.clone()
                 if own:
                     own.step()
         for optimizer in run.optimizers:
             optimizer.step()
-    errors = []
-    for (weight, old), each in zip(begin, ways, strict=True):
-        moves = [torch.cat(list(parts)) - old for parts, own in each if own]
-        if moves:
-            errors.append(min(apart([weight - old], [move]) for move in moves))
+    errors = {}
+    for weight, each in ways.items():
+        moved = weight - begin[weight]
+        own = each[0][1]
+        if own:
+            error = min(apart([moved], [torch.cat(parts) - begin[weight]]) for parts, _ in each)
+            errors[type(own).__name__] = max(error, errors.get(type(own).__name__, 0.0))
     return errors
 
 
-def reference(optimizer, weights, group):
-    """torch's own optimizer for `weights` with the group's rate and decay, or None."""
+def reference(model, weight, parts, group):
+    """torch's own optimizer for the parts of a weight, with its group's rate and decay, or None."""
     own = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
     betas = train.beta1, train.beta2
-    if train.optimizer == "muon" and type(optimizer) is not torch.optim.AdamW:
+    name = next(name for name, each in model.named_parameters() if each is weight)
+    embeds = isinstance(model.get_submodule(name.rpartition(".")[0]), torch.nn.Embedding)
+    is_hidden = weight.ndim == 2 and name.startswith(getattr(model, "muon_prefix", ""))
+    if train.optimizer == "muon" and is_hidden and not embeds:
         how = {"momentum": train.momentum, "adjust_lr_fn": "match_rms_adamw"}
-        return torch.optim.Muon(weights, **own, **how)
+        return torch.optim.Muon(parts, **own, **how)
     if train.optimizer in ("adamw", "muon"):
-        return torch.optim.AdamW(weights, betas=betas, **own)
+        return torch.optim.AdamW(parts, betas=betas, **own)
     if train.optimizer == "adam":
-        return torch.optim.Adam(weights, betas=betas, **own)
+        return torch.optim.Adam(parts, betas=betas, **own)
     if train.optimizer in ("sgd", "momentum"):
         momentum = train.momentum if train.optimizer == "momentum" else 0.0
-        return torch.optim.SGD(weights, momentum=momentum, **own)
+        return torch.optim.SGD(parts, momentum=momentum, **own)
     return None
 
 
@@ -430,43 +442,48 @@ def step_checks(job):
     weights = [weight for weight in run.model.parameters() if weight.grad is not None]
     own = [weight.grad / run.scaler.get_scale() for weight in weights]
     norm = torch.nn.utils.get_total_norm(own).item()
-    seen = [[0 * gradient for gradient in own]]
-    rates = []
+    seen, rates = [], []
 
     def look(optimizer, *_):
         seen.append([weight.grad.clone() for weight in weights])
-        rates.extend(group["lr"] / group.get("lr_scale", 1.0) for group in optimizer.param_groups)
+        for group in optimizer.param_groups:
+            rates.append(group["lr"] / group.get("lr_scale", 1.0))
 
     for optimizer in run.optimizers:
         optimizer.register_step_pre_hook(look)
+    steps = 2
     if run.scaler.is_enabled():  # it has to come down from a scale that overflows
         run.scaler = torch.amp.GradScaler(job.device.type, init_scale=2.0**40)
+    if train.dtype == "float16":
+        steps = 40
     run.state["micro_batch"] = 2 * few // 3
     with setting(grad_clip=norm / 2):
-        for _ in range(40 if train.dtype == "float16" else 2):
-            rates.clear()
+        for _ in range(steps):
             numbers = train.train_step(run.model, run, *batch, 1e-9)
-    error = apart(seen[-1], [right / 2 for right in own])
-    loss, told, scale = (numbers.get(n) for n in ("loss", "grad_norm", "loss_scale"))
-    fine = error < 0.05 and math.isclose(loss.item(), whole, rel_tol=0.01)
-    fine = fine and math.isclose(told.item(), norm, rel_tol=0.05)
-    fine = fine and all(math.isclose(rate, 1e-9, rel_tol=1e-6) for rate in rates)
+    right = [gradient / 2 for gradient in own]
+    error = apart(seen[-1], right) if seen else 1.0
+    loss, told = numbers["loss"].item(), numbers["grad_norm"].item()
+    wrong_rates = [rate for rate in rates if not math.isclose(rate, 1e-9, rel_tol=1e-6)]
+    fine = error < 0.05 and not wrong_rates
+    fine = fine and math.isclose(loss, whole, rel_tol=0.01)
+    fine = fine and math.isclose(told, norm, rel_tol=0.05)
     found = (
         f"gradient {error:.2%} off, loss {loss:.4f} for {whole:.4f}, norm {told:.4f} for {norm:.4f}"
     )
     if train.dtype == "float16":
+        scale = numbers.get("loss_scale")
         fine = fine and scale is not None
         found += f", scaled by {float(scale or 1):g}"
     yield "a step is that of its batch", fine, found
 
     before = [tensor.clone() for tensor in state_tensors(run)]
     hook = weights[0].register_hook(lambda gradient: gradient * math.nan)
-    skipped = train.train_step(run.model, run, *batch, train.peak_lr)["skipped"]
+    skipped = bool(train.train_step(run.model, run, *batch, train.peak_lr)["skipped"])
     hook.remove()
     run.model.train()
     kept = all(map(torch.equal, before, state_tensors(run)))
-    found = f"skipped {bool(skipped)}; weights and moments as before: {kept}"
-    yield "an update that is not finite changes nothing", bool(skipped) and kept, found
+    found = f"skipped: {skipped}; weights and moments as before: {kept}"
+    yield "an update that is not finite changes nothing", skipped and kept, found
 
 
 def state_tensors(run):
@@ -522,20 +539,20 @@ def text_checks(job):
     words = data.tokenizer_of(job.meta).decode(inputs[0].tolist())
     yield "the first sequence", True, repr(words[:70])
     text = text_of(job, "train")
-    if text is None:
-        yield "windows are those of the text", shifted, "more than one text: targets alone"
+    if text is None or len(text) > 2**24:  # to look for windows in a longer text takes long
+        yield "windows are those of the text", shifted, f"targets one place on: {shifted}"
     else:
-        content = text[
-            : 2**24
-        ].tobytes()  # in a longer text those that lie further on are not sought
+        content, width = text.tobytes(), inputs.shape[1]
         rows = np.concatenate([inputs, targets[:, -1:]], axis=1).astype(text.dtype)
-        strange = sum(content.find(row.tobytes()) < 0 for row in rows) if len(text) < 2**24 else 0
-        missing = len(text) // inputs.shape[1] - len(train_data)
-        found = (
-            f"{strange} of {len(rows)} are not in train.bin; an epoch leaves out {missing} windows"
-        )
-        fine = shifted and not strange and missing <= 1
-        yield "windows are those of the text", fine, f"targets one place on: {shifted}; {found}"
+        places = [content.find(row.tobytes()) for row in rows]
+        strange = sum(place < 0 for place in places)
+        steps = Counter(place // text.itemsize % width for place in places)
+        usual = steps.most_common(1)[0][1] / len(rows)  # some stand twice in the text
+        missing = len(text) // width - len(train_data)
+        fine = shifted and not strange and usual > 0.5 and missing <= 1
+        found = f"targets one place on: {shifted}; {strange} of {len(rows)} are not in train.bin, "
+        found += f"{usual:.0%} lie side by side; an epoch leaves out {missing}"
+        yield "windows are those of the text", fine, found
     if text is None or len(text) > 1e8:  # to open it again takes long
         yield "another seed, another order", None, "not asked of such data"
         return
@@ -587,79 +604,91 @@ class Part(list):
         return [torch.cat([*map(torch.as_tensor, parts)]) for parts in zip(*rows, strict=True)]
 
 
+def some_windows(job):
+    """The first validation windows and the last, of which only a part may count."""
+    val_data = job.run.val_data
+    count = min(len(val_data), 11)
+    places = [*range(count - 1), len(val_data) - 1]
+    return Part(val_data[place, 1] for place in places)
+
+
 def evaluation_checks(job):
-    """Is the validation loss what it says? Of a model with all of the run's knobs that knows one
-    batch: what is wrong shows where losses differ."""
-    weights = memorize(job)[0].model.state_dict()
+    """Does evaluation use all that it is given, however it is cut, and leave the training alone? Of a
+    model with all of the run's knobs that knows one batch: losses differ between sequences."""
     run = replace(job.fresh_run(), ema={})
+    weights = memorize(job)[0].model.state_dict()
     run.model.load_state_dict(weights)
-    count = min(len(run.val_data), 11)
-    places = [*range(count - 1), len(run.val_data) - 1]  # the last may count in part
-    modes, fed = [], []
+    windows = some_windows(job)
+    count = len(windows)
+    inputs, targets = windows[0, count]
+    counted = (targets != -100).sum().item()
+    modes, seen, numbers = [], [], []
 
     def look(model, arguments):
         modes.append(model.training)
-        fed.append(arguments[0].cpu())
+        seen.append(arguments[0].cpu())
 
     hook = run.model.register_forward_pre_hook(look)
     random_state = torch.get_rng_state()
-    numbers = []
-    for order, micro_batch in ((1, count), (1, count - 1), (-1, count - 1), (1, 1)):
-        few = Part([run.val_data[place, 1] for place in places][::order])
+    for order, micro_batch in ((1, count), (-1, count - 1), (1, 1), (1, count - 1)):
         state = run.state | {"eval_micro_batch": max(1, micro_batch)}
-        fed.clear()
-        numbers.append(train.evaluate(replace(run, val_data=few, state=state)))
+        seen.clear()
+        part = replace(run, val_data=Part(list(windows)[::order]), state=state)
+        numbers.append(train.evaluate(part))
     evaluating = any(modes)
+    complete = torch.equal(torch.cat(seen), inputs)
+    same_state = torch.equal(random_state, torch.get_rng_state())
+    same_weights = all(map(torch.equal, weights.values(), run.model.state_dict().values()))
     modes.clear()
-    untouched = torch.equal(random_state, torch.get_rng_state())
-    untouched = untouched and all(
-        map(torch.equal, weights.values(), run.model.state_dict().values())
-    )
-    inputs, targets = few[0, count]
-    complete = torch.equal(torch.cat(fed), torch.as_tensor(inputs))
     train.train_step(run.model, run, *job.batch(), 0.0)
     hook.remove()
     found = f"in training {all(modes)}, in evaluation {evaluating}"
     yield "the model is in train mode", all(modes) and not evaluating, found
+
     losses = [each["val_loss"] for each in numbers]
     spread = (max(losses) - min(losses)) / abs(losses[0])
-    right = (targets != -100).sum().item()
-    told = {int(each.get("val_tokens", right)) for each in numbers}
-    fine = spread < 0.005 and complete and untouched and told == {right}
-    found = (
-        f"{count} sequences in other orders and micro-batches: {spread:.2%} apart; the model saw "
-    )
-    found += f"all of them: {complete and told == {right}}; training is as before: {untouched}"
-    yield "evaluation is the same", fine, found
+    complete = complete and all(each.get("val_tokens", counted) == counted for each in numbers)
+    untouched = same_state and same_weights
+    found = f"{count} sequences in other orders and micro-batches: {spread:.2%} apart"
+    found += f"; all are counted: {complete}; training is as before: {untouched}"
+    yield "evaluation is the same", spread < 0.005 and complete and untouched, found
 
-    run.model.load_state_dict(weights)
+
+def probability_checks(job):
+    """Is the validation loss the mean of -log p of the weights that it speaks of?"""
+    run = replace(job.fresh_run(), ema={}, val_data=some_windows(job))
+    run.model.load_state_dict(memorize(job)[0].model.state_dict())
+    numbers = train.evaluate(run)
     run.model.eval()
-    inputs, targets = data.to_device((inputs, targets), job.device)
+    inputs, targets = data.to_device(run.val_data[0, len(run.val_data)], job.device)
     with torch.no_grad(), train.autocast(job.device):
-        logits, own_loss = run.model(inputs).double(), loss_of(run.model, inputs, targets)
+        logits = run.model(inputs).double()
+        told = loss_of(run.model, inputs, targets).item()
     run.model.train()
     real = logits[..., : job.meta["vocab_size"]]  # without columns that only pad
     total = (real.logsumexp(-1) - logits.logsumexp(-1)).exp().mean().item()
     own = cross_entropy(real.flatten(0, -2), targets.flatten()).item()
-    share = (real.argmax(-1) == targets).sum().item() / right
-    accuracy = numbers[0].get("val_accuracy", share)
-    told = losses[0], own_loss.item()
-    fine = all(math.isclose(own, each, rel_tol=0.01) for each in told)
-    fine = fine and 0.99 < total < 1.0001 and abs(accuracy - share) < 0.02
-    found = f"to {total:.4f}; -log p is {own:.4f}, evaluation {told[0]:.4f}, model {told[1]:.4f}"
-    yield "probabilities sum to 1", fine, f"{found}; {accuracy:.1%} right, of {share:.1%}"
+    right = (real.argmax(-1) == targets).sum() / (targets != -100).sum()
+    accuracy = numbers.get("val_accuracy", right)
+    fine = all(math.isclose(own, loss, rel_tol=0.01) for loss in (told, numbers["val_loss"]))
+    fine = fine and 0.99 < total < 1.0001 and abs(accuracy - right) < 0.02
+    found = f"to {total:.4f}; -log p is {own:.4f}, evaluation {numbers['val_loss']:.4f}, "
+    yield "probabilities sum to 1", fine, f"{found}model {told:.4f}; {accuracy:.1%} are right"
 
-    fresh = job.fresh_run()  # as if the average were the weights of a new run
-    few = Part([run.val_data[place, 1] for place in places])
-    plain = train.evaluate(replace(fresh, val_data=few, ema={}))["val_loss"]
+    fresh = replace(job.fresh_run(), ema={}, val_data=run.val_data)
+    plain = train.evaluate(fresh)["val_loss"]
     averages = {name: weight.detach().clone() for name, weight in fresh.model.named_parameters()}
-    averaged = replace(run, val_data=few, ema=averages)
     with setting(ema_decay=0.9):
-        told = train.evaluate(averaged)["val_loss"]
-    found = f"{told:.4f} with the average, {plain:.4f} with the same weights in the model"
-    has_buffers = "tokenizer" not in job.meta and any(True for _ in run.model.buffers())
-    fine = math.isclose(told, plain, rel_tol=0.01)  # buffers are not averaged
-    yield "the average is what is evaluated", fine, found, has_buffers
+        told = train.evaluate(replace(run, ema=averages))["val_loss"]
+    found = f"{told:.4f} with an average, {plain:.4f} with the same numbers as weights"
+    fine = math.isclose(told, plain, rel_tol=0.01)
+    has_buffers = any(True for _ in run.model.buffers())  # such as BatchNorm's: not averaged
+    yield (
+        "the average is what is evaluated",
+        fine,
+        found,
+        "tokenizer" not in job.meta and has_buffers,
+    )
 
 
 def flops_check(job):
@@ -710,25 +739,35 @@ class Witness(train.Watch):
 
 def few_steps(job, name, watch=None, **knobs):
     """(folder, knobs) of a run of 6 short steps with accumulation, dropout and an average."""
-    few = {"max_steps": 6, "warmup_steps": 3, "decay_steps": 6, "plateau_factor": 1.0}
-    few |= {"batch_size": max(1, min(train.batch_size, 1024 // train.block_size)), "accum_steps": 2}
-    few |= {
+    few = {
+        "max_steps": 6,
+        "warmup_steps": 3,
+        "decay_steps": 6,
+        "plateau_factor": 1.0,
+        "batch_size": max(1, min(train.batch_size, 1024 // train.block_size)),
+        "accum_steps": 2,
         "dropout": train.dropout or 0.1,
         "ema_decay": train.ema_decay or 0.8,
         "eval_interval": 1,
+        "eval_tokens": 4 * train.block_size,
+        "patience": 0,
+        "save_interval": 3,
+        "keep_last": 2,
+        "audit_interval": -1,
+        "resume": "auto",
+        "compile": "false",
+        "report": False,
+        "wandb_log": False,
     }
-    few |= {"eval_tokens": 4 * train.block_size, "save_interval": 3, "keep_last": 2, "patience": 0}
-    few |= {"resume": "auto", "report": False, "wandb_log": False, "compile": "false"}
-    few |= {"audit_interval": 0} | knobs
+    few |= knobs
     folder = job.run.folder.path / name
     with setting(**few):
         train.main([f"--out_dir={folder}"], watch=watch)
     return folder, few
 
 
-def run_checks(job):
-    """Does a run that is stopped and resumed come to the same bits? Does each of its steps see the next
-    sequences at its own rate? Is the average one, and best.pt the best?"""
+def resume_check(job):
+    """Does a run that is stopped and resumed come to the same bits?"""
     with redirect_stdout(io.StringIO()) as said:
         try:
             folder, _ = few_steps(job, "resumed")
@@ -737,52 +776,56 @@ def run_checks(job):
             same = False
             print(error)
     yield "a resume is bit for bit", same, said.getvalue().strip().splitlines()[-1]
+
+
+def run_checks(job):
+    """Does each step of a run see the next sequences, at its own rate? Is the average one, and best.pt
+    the best?"""
     watch = Witness()
     with redirect_stdout(io.StringIO()):
         folder, few = few_steps(job, "watched", watch, best_metric="val_loss")
-    rows = Logged(folder)
-    steps = range(1, rows.last + 1)
+    log = Logged(folder)
+    steps = range(1, log.last + 1)
+    wrong = set()
     with setting(**few):
-        right = [train.lr_at(step - 1) for step in steps]
-        expected = [train.rows_at(step - 1) for step in steps]
-        whole = torch.as_tensor(job.run.train_data[0, sum(expected)][0])
-    logged = [rows.row(step, "train").get("lr") for step in steps]
-    wrong = [n for n in steps if logged[n - 1] != right[n - 1]]
-    wrong += [n for n in steps if watch.rates[n - 1] != {round(right[n - 1], 12)}]
-    yield (
-        "the rate follows the schedule",
-        not wrong,
-        f"wrong in {len({*wrong})} of {len(steps)} steps",
-    )
+        counts = [train.rows_at(step - 1) for step in steps]
+        for step in steps:
+            rate = train.lr_at(step - 1)
+            if log.row(step, "train").get("lr") != rate or watch.rates[step - 1] != {
+                round(rate, 12)
+            }:
+                wrong.add(step)
+    yield "the rate follows the schedule", not wrong, f"wrong in {len(wrong)} of {len(steps)} steps"
     found, fine = schedule_found()
     yield "the schedule is the one named", fine, found
 
-    seen = torch.cat(
-        [inputs[:, : min(each.size(1) for each in watch.inputs)] for inputs in watch.inputs]
-    )
-    next_ones = seen.equal(whole[:, : seen.size(1)]) if len(seen) == len(whole) else False
-    usual = few["batch_size"] * few["accum_steps"]
-    fine = next_ones and watch.counts == expected
-    tokens = rows.row(rows.last, "train").get("tokens")
-    fine = fine and tokens == watch.targets
-    found = f"{watch.counts[0]} a step, of {usual}; in order: {next_ones}; {tokens} tokens of "
-    yield "each step sees the next sequences", fine, f"{found}{watch.targets}"
+    width = min(inputs.size(1) for inputs in watch.inputs)  # a fork may begin with short sequences
+    seen = torch.cat([inputs[:, :width] for inputs in watch.inputs])
+    expected = torch.as_tensor(job.run.train_data[0, sum(counts)][0])[:, :width]
+    in_order = torch.equal(seen, expected)
+    tokens = log.row(log.last, "train").get("tokens")
+    fine = in_order and watch.counts == counts and tokens == watch.targets
+    found = f"{watch.counts} sequences, in order: {in_order}; {tokens} tokens of {watch.targets}"
+    yield "each step sees the next sequences", fine, found
 
-    run = watch.run
-    error = apart(run.ema.values(), [watch.average[name] for name in run.ema]) if run.ema else 1.0
-    found = f"{error:.2%} off after {len(steps)} steps, of {len(run.ema)} weights"
-    yield "the average is that of the weights", error < 0.01 and len(run.ema) > 0, found
+    names = list(watch.run.ema)
+    error = 1.0
+    if names:
+        error = apart(watch.run.ema.values(), [watch.average[name] for name in names])
+    found = f"{error:.2%} off after {len(steps)} steps, of {len(names)} weights"
+    yield "the average is that of the weights", error < 0.01, found
 
-    losses = {step: rows.row(step, "eval").get("val_loss", math.nan) for step in (0, *steps)}
+    losses = {step: log.row(step, "eval").get("val_loss", math.nan) for step in (0, *steps)}
     best = min(losses, key=losses.get)
     saved = checkpoint.load(folder / "best.pt")
     with setting(**few):
-        other = job.fresh_run()
-        checkpoint.restore(other, saved)
-        loss = train.evaluate(replace(other, val_data=run.val_data))["val_loss"]
-    fine = saved["state"]["step"] == best and math.isclose(loss, losses[best], rel_tol=1e-3)
-    found = f"of step {saved['state']['step']}, with a loss of {loss:.4f}; the log's best is "
-    yield "best.pt is the best", fine, f"{found}{losses[best]:.4f} at step {best}"
+        run = replace(job.fresh_run(), val_data=watch.run.val_data)
+        checkpoint.WholeState(run, saved).put_back()
+        loss = train.evaluate(run)["val_loss"]
+    step = saved["state"]["step"]
+    fine = step == best and math.isclose(loss, losses[best], rel_tol=1e-3)
+    found = f"of step {step}, loss {loss:.4f}; in the log {losses[best]:.4f} at step {best}"
+    yield "best.pt is the best", fine, found
 
 
 def schedule_found():
@@ -794,9 +837,12 @@ def schedule_found():
         "min_lr": 0.1,
         "warmup_steps": 100,
         "max_steps": 1100,
+        "decay_steps": 0,
         "accum_steps": 4,
+        "cooldown_steps": 0,
+        "step_size": 250,
+        "gamma": 0.5,
     }
-    knobs |= {"decay_steps": 0, "cooldown_steps": 0, "step_size": 250, "gamma": 0.5}
     with setting(**knobs):
         rates = [train.lr_at(step) for step in (0, 49, 99, 350, 600, 850, 1100, 1200)]
     wrong = max(abs(rate - right) for rate, right in zip(rates, RATES[train.schedule], strict=True))
@@ -827,9 +873,11 @@ CHECKS = (
     data_checks,
     coverage_checks,
     evaluation_checks,
+    probability_checks,
     flops_check,
     optimizer_checks,
     step_checks,
+    resume_check,
     run_checks,
     price_check,
 )

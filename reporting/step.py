@@ -2,6 +2,7 @@
 
 import math
 import re
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -28,8 +29,9 @@ MOST_SEQUENCES = 64  # on the page and in the picture; those of the highest loss
 
 def copied(leaf, path: tuple = ()):
     """A copy on the CPU of a tensor, whole if it is sharded; any other value as it is."""
-    is_tensor = isinstance(leaf, torch.Tensor)
-    return ranks.whole(leaf.detach()).cpu().clone() if is_tensor else leaf
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return ranks.whole(leaf.detach()).cpu().clone()
 
 
 def named(words: str, value) -> list[tuple]:
@@ -39,9 +41,11 @@ def named(words: str, value) -> list[tuple]:
 
 def essence(checkpoint: dict) -> dict:
     """What the next step depends on: not what only evaluations need, nor settings of optimizers."""
-    names = [name for name in sorted(checkpoint["state"]) if not re.search("best|eval|score", name)]
-    state = {name: checkpoint["state"][name] for name in names}
-    moments = [each["state"] for each in checkpoint["optimizer"]]
+    state = {}
+    for name in sorted(checkpoint["state"]):
+        if not re.search("best|eval|score", name):
+            state[name] = checkpoint["state"][name]
+    moments = [saved["state"] for saved in checkpoint["optimizer"]]
     return {name: checkpoint[name] for name in HASHED} | {"state": state, "optimizer": moments}
 
 
@@ -60,8 +64,10 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
     def add(words: str, value) -> None:
         trace.extend((name, copied(leaf)) for name, leaf in named(words, value))
 
-    def add_gradients(words: str) -> None:  # the last part's first, as a backward pass has them
-        add(words, {n: w.grad for n, w in reversed(weights.items()) if w.grad is not None})
+    def add_gradients(words: str) -> None:
+        for name, weight in reversed(weights.items()):  # as a backward pass has them
+            if weight.grad is not None:
+                add(words, {name: weight.grad})
 
     def hook(module, inputs, output) -> None:
         add(f"output of {names[module]}:", [output])
@@ -83,8 +89,9 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
     add_gradients("gradient of")
     before.put_back()
     numbers = take()
-    for group in (group for each in run.optimizers for group in each.param_groups):
-        add("setting:", {key: group[key] for key in group if key != "params"})
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            add("setting:", {key: group[key] for key in group if key != "params"})
     add("step:", numbers)
     add_gradients("clipped gradient of")
     add("after it:", essence(run.checkpoint()))
@@ -110,22 +117,27 @@ def first_in_traces(one: list, other: list) -> str:
     bits = bits_that_differ(one, other)  # {"rank/place/0": of a name, "rank/place/1": of its leaf}
     if not bits:
         return ""
-    key = min(bits, key=lambda key: int(key.split("/")[1]))
-    rank, place, is_leaf = map(int, key.split("/"))
-    (name, a), (name_there, b) = (trace[rank][place] for trace in (one, other))
+    first = min(bits, key=lambda key: int(key.split("/")[1]))
+    rank, place, is_leaf = map(int, first.split("/"))
+    name, here = one[rank][place]
+    name_there, there = other[rank][place]
     if not is_leaf:
         return f"{name} here, {name_there} there"
-    what = f"{bits[key]:,} of {8 * a.nbytes:,} bits" if torch.is_tensor(a) else f"{a} and {b}"
-    return f"{name} ({what})"
+    if torch.is_tensor(here):
+        return f"{name} ({bits[first]:,} of {8 * here.nbytes:,} bits)"
+    return f"{name} ({here} and {there})"
 
 
 def differs_in(checkpoint: dict, trace: list) -> str:
     """In words: what of a checkpoint differs from the trace of its step. Not the loop's state, which
     an evaluation changes after the step."""
     then = dict(named("after it:", essence(checkpoint) | {"state": {}}))
-    bits = bits_that_differ(then, {name: leaf for name, leaf in trace if name in then})
-    some = [f"{name.removeprefix('after it: ')} ({bits[name]:,} bits)" for name in list(bits)[:5]]
-    return ", ".join(some + [f"{len(bits) - 5} more"] * (len(bits) > 5)) or "nothing"
+    now = {name: leaf for name, leaf in trace if name in then}
+    bits = bits_that_differ(then, now)
+    words = [f"{name.removeprefix('after it: ')} ({count:,} bits)" for name, count in bits.items()]
+    if len(words) > 5:
+        words[5:] = [f"{len(words) - 5} more"]
+    return ", ".join(words) or "nothing"
 
 
 # ---- the page -----------------------------------------------------------------------------------
@@ -140,12 +152,17 @@ def write_step_page(folder: Path, step: int, verdict: str, row: dict, seen: dict
     finite = f"the first tensor that is not finite: {odd[0]}" if odd else "all tensors are finite"
     numbers = [(name, row[name]) for name in row if name not in (*MEASURED, "kind")]
     lines = sequences(path.with_suffix(".png"), step, seen)
-    out = [f"# Step {step} of {folder.name}", f"- {verdict}\n- {finite}", table(("", ""), numbers)]
-    out += ["## Its sequences, those of the highest loss first", *lines]
-    out += ["## Norms of weights, of gradients after clipping, and of updates"]
-    out += [table(("tensor", "weight", "gradient", "update", "update / weight"), norms(trace))]
-    out += ["## Outputs of the model's parts and blocks, from an eager pass"]
-    out += [table(("module", "root mean square"), outputs(trace))]
+    out = [
+        f"# Step {step} of {folder.name}",
+        f"- {verdict}\n- {finite}",
+        table(("", ""), numbers),
+        "## Its sequences, those of the highest loss first",
+        *lines,
+        "## Norms of weights, of gradients after clipping, and of updates",
+        table(("tensor", "weight", "gradient", "update", "update / weight"), norms(trace)),
+        "## Outputs of the model's parts and blocks, from an eager pass",
+        table(("module", "root mean square"), outputs(trace)),
+    ]
     with replacing(path) as temporary:
         temporary.write_text(printable("\n\n".join(out)), encoding="utf-8")
     return [verdict, finite, lines[0], f"wrote {path}"]
@@ -160,17 +177,26 @@ def sequences(picture: Path, step: int, seen: dict) -> list[str]:
     order = mean.argsort(descending=True)[:MOST_SEQUENCES].tolist()
     lines = []
     for i in order:
-        words = f"**Sequence {seen['first'] + i}**: loss {mean[i]:.4f}"
+        line = f"**Sequence {seen['first'] + i}**: loss {mean[i]:.4f}"
         with suppress(DataError, KeyError):  # there is no tokenizer, or it is not installed
             decode = tokenizer_of(seen["meta"]).decode
-            worst = losses[i].nan_to_num(nan=-1).argsort(descending=True)[:3].tolist()
-            worst = [(targets[i, n].item(), losses[i, n]) for n in worst if targets[i, n] >= 0]
-            worst = [f"`{decode([token])!r}` {loss:.2f}" for token, loss in worst]
-            text = "".join(f"    {line}\n" for line in decode(inputs[i].tolist()).splitlines())
-            words += f"; worst: {', '.join(worst)}\n\n{text}"
-        lines.append(words)
-    is_drawn = draw_step(picture, step, losses[order], order)
-    return lines + [f"![The loss of each token]({picture.name})"] * is_drawn
+            worst = worst_tokens(targets[i], losses[i], decode)
+            text = decode(inputs[i].tolist())
+            line += f"; worst: {worst}\n\n{textwrap.indent(text, '    ')}"
+        lines.append(line)
+    if draw_step(picture, step, losses[order], order):
+        lines.append(f"![The loss of each token]({picture.name})")
+    return lines
+
+
+def worst_tokens(targets: torch.Tensor, losses: torch.Tensor, decode: Callable) -> str:
+    """The targets of a sequence with the highest losses, in words."""
+    order = losses.nan_to_num(nan=-1).argsort(descending=True)
+    words = []
+    for place in order[:3].tolist():
+        if targets[place] >= 0:
+            words.append(f"`{decode([targets[place].item()])!r}` {losses[place]:.2f}")
+    return ", ".join(words)
 
 
 def is_float(leaf) -> bool:
@@ -178,24 +204,29 @@ def is_float(leaf) -> bool:
 
 
 def norms(trace: list) -> list[list]:
-    found, rows = dict(trace), []
+    found = dict(trace)
+    rows = []
     for name, after in found.items():
-        place, _, name = name.partition(" model/")
-        if place == "after it:" and is_float(after):
-            before = found[f"at its start: model/{name}"].double()
-            gradient = found.get(f"clipped gradient of {name}")
-            size = "" if gradient is None else f"{gradient.double().norm():.3g}"
-            weight, update = before.norm(), (after.double() - before).norm()
-            rows.append([name, f"{weight:.4g}", size, f"{update:.3g}", f"{update / weight:.2e}"])
+        place, _, weight = name.partition(" model/")
+        if place != "after it:" or not is_float(after):
+            continue
+        before = found[f"at its start: model/{weight}"].double()
+        gradient = found.get(f"clipped gradient of {weight}")
+        size = before.norm()
+        update = (after.double() - before).norm()
+        cell = "" if gradient is None else f"{gradient.double().norm():.3g}"
+        rows.append([weight, f"{size:.4g}", cell, f"{update:.3g}", f"{update / size:.2e}"])
     return rows
 
 
 def outputs(trace: list) -> list[list]:
     """Of the first micro-batch, and of one level of modules, or those with a number."""
-    found = [(re.match(r"output of ([\w ]+|[\w.]+\.\d+): ", name), leaf) for name, leaf in trace]
-    sizes = {name[1]: leaf for name, leaf in reversed(found) if name and is_float(leaf)}
-    sizes = {name: leaf.float().square().mean().sqrt() for name, leaf in reversed(sizes.items())}
-    return [[name, f"{size:.4g}"] for name, size in sizes.items()]
+    first = {}
+    for name, leaf in trace:
+        module = re.match(r"output of ([\w ]+|[\w.]+\.\d+): ", name)
+        if module and is_float(leaf):
+            first.setdefault(module[1], leaf)
+    return [[name, f"{leaf.float().square().mean().sqrt():.4g}"] for name, leaf in first.items()]
 
 
 def draw_step(path: Path, step: int, losses: torch.Tensor, numbers: list) -> bool:

@@ -1,37 +1,95 @@
 """What to do about a trouble: its likely causes, a command that tells them apart, what to try.
 
-Advice depends on the knobs of the run: none proposes a change that the run has already made.
+The texts are those of docs/trouble.md. Advice depends on the knobs of the run: none proposes a
+change that the run has already made.
 """
 
 import re
 import shlex
-import tomllib
 from collections import namedtuple
-from pathlib import Path
+from functools import cache
 
 import numpy as np
 
+from plumbing.console import REPO
 from reporting import detectors
 
-TROUBLES = tomllib.loads(Path(__file__).with_name("troubles.toml").read_text(encoding="utf-8"))
 Finding = namedtuple("Finding", "name title shows causes tell reading cure look")
+# The troubles that report.py knows, in the order in which it names them. The name is that of the
+# detector, and stands in the heading of a section of docs/trouble.md. Then what tells the causes
+# apart: a flag to add to the run's own command ("knob": the first of the knobs), a script with the
+# flags of the run, or a whole command. Then knobs to change, by a factor (peak_lr*0.5) or to a value
+# (schedule:constant=cosine: only if it is constant).
+TROUBLES = {
+    "updates_fail": (
+        "--dtype=float32",
+        "peak_lr*0.5 warmup_steps*2 grad_clip*0.5 grad_clip:0=1 dtype=float32",
+    ),
+    "clipped_always": ("--grad_clip=0", "grad_clip*4 peak_lr*0.5"),
+    "norm_vanishes": ("check.py --only=sanity", "peak_lr*0.1 warmup_steps*2 dtype:float16=float32"),
+    "loss_stuck": ("check.py --only=sanity", "peak_lr*10"),
+    "underfitting": (
+        "check.py --only=sanity",
+        "max_steps*4 peak_lr*3 n_embd*2 n_layer*2 dropout*0.5",
+    ),
+    "loss_rises": ("check.py --only=lr", "peak_lr*0.5 warmup_steps*2 schedule:constant=cosine"),
+    "oscillation": ("knob", "peak_lr*0.3 schedule:constant=cosine batch_size*2"),
+    "loss_spikes": ("--seed=2", "peak_lr*0.5 grad_clip*0.5 grad_clip:0=1"),
+    "diverges_after_resume": ("--resume=never", "peak_lr*0.5"),
+    "plateau": ("check.py --only=lr", "min_lr*10 n_embd*2"),
+    "overfitting": ("knob", "dropout*2 dropout:0=0.1 weight_decay*2 patience:0=3 max_steps*0.5"),
+    "out_of_memory": (
+        "bench.py --only=memory",
+        "batch_size*0.5 accum_steps*2 grad_checkpoint:false=true",
+    ),
+    "memory_grows": ("bench.py --only=memory", ""),
+    "throughput_falls": ("vmstat 1 5", ""),
+    "waits_for_data": ("knob", "num_workers*2 num_workers:0=2"),
+}
+
+
+@cache
+def texts():
+    """{name of a trouble: {"title", "Symptoms", "Causes", "Diagnosis", "Cure"}} of docs/trouble.md."""
+    page = (REPO / "docs" / "trouble.md").read_text(encoding="utf-8")
+    found = {}
+    for section in page.split("\n## "):
+        heading = re.match(r"(.*) \((\w+)\)\n", section)
+        if heading:
+            parts = re.findall(r"\*\*(\w+)\*\*: (.*?)(?=\*\*\w+\*\*:|\n\n|\Z)", section, re.DOTALL)
+            about = {key: plain_text(text) for key, text in parts}
+            found[heading[2]] = about | {"title": heading[1]}
+    return found
+
+
+def plain_text(markdown):
+    """On one line, without links and the last full stop."""
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", markdown)
+    return " ".join(text.split()).removesuffix(".")
 
 
 def troubles(run):
-    """The Findings of a run, in the order of troubles.toml."""
+    """The Findings of a run, in the order of TROUBLES."""
     with np.errstate(all="ignore"):  # unknown values are NaN, and show nothing
         found = {name: getattr(detectors, name)(run) for name in TROUBLES}
     return [finding(run, name, shows) for name, shows in found.items() if shows]
 
 
 def finding(run, name, shows):
-    about = TROUBLES[name]
-    tries = to_try(run.info["config"] | run.info["run"], about.get("knobs", ""))
-    words = [f"--{knob}={value} (now {now})" for knob, value, now in tries]
-    cure = ", ".join(filter(None, [*words, about.get("cure")]))
-    tell = command(run, about["tell"], tries, name)
-    told = about["title"], shows, about["causes"], tell, about["reading"]
-    return Finding(name, *told, cure, look(run, name))
+    tell, knobs = TROUBLES[name]
+    tries = to_try(run.info["config"] | run.info["run"], knobs)
+    changes = [f"--{knob}={value} (now {now})" for knob, value, now in tries]
+    about = texts()[name]
+    return Finding(
+        name=name,
+        title=about["title"],
+        shows=shows,
+        causes=about["Causes"],
+        tell=command(run, tell, tries, name),
+        reading=about["Diagnosis"],
+        cure=", ".join(changes) or about["Cure"],
+        look=look(run, name),
+    )
 
 
 def to_try(knobs, wanted):
@@ -98,6 +156,4 @@ def look(run, name):
         loss, curve, _ = detectors.loss_curve(run)
         return replay(run, f"--step={run.train['step'][np.nanargmax(loss - curve)]:.0f}")
     bad = [event for event in run.events if event["event"] in ("skipped", "rollback")]
-    if not bad or name not in ("updates_fail", "float16_scale_collapses"):
-        return ""
-    return replay_of(run, bad[0 if name == "updates_fail" else -1])
+    return replay_of(run, bad[0]) if bad and name == "updates_fail" else ""

@@ -37,8 +37,8 @@ def e_value(differences: list) -> float:
     """Evidence against "the mean is 0": over all looks together, it exceeds 20 with a probability of at
     most 5% if that is true. A Bayes factor is such a number where the prior of the unknown deviation
     is the right Haar measure, under which the t statistic's distribution knows no deviation; the
-    difference in deviations is N(0, PRIOR). (Wang & Ramdas 2025, "Anytime-valid t-tests and
-    confidence sequences for Gaussian means with unknown variance", theorem 4.7; Lai 1976.)
+    difference in deviations is N(0, PRIOR). (Wang & Ramdas 2023, "Anytime-valid t-tests and
+    confidence sequences for Gaussian means with unknown variance"; Perez-Ortiz et al. 2024.)
     With v = n - 1 and k = 1 + n * PRIOR:  E = k ** -1/2 * ((1 + t*t/v) / (1 + t*t/(v*k))) ** (n/2)."""
     n = len(differences)
     if n < 2 or not any(differences):
@@ -124,15 +124,3 @@ def kept_by_e_bh(e_values: list, share: float = SHARE) -> list[int]:
         if e_values[place] * k * share >= len(e_values):
             kept = k
     return sorted(order[:kept])
-
-
-def holm(p_values: list, share: float = SHARE) -> list[int]:
-    """Places of those that hold together, with a probability of at most `share` of any false one among
-    them (Holm 1979)."""
-    order = sorted(range(len(p_values)), key=lambda place: p_values[place])
-    held = []
-    for rank, place in enumerate(order):
-        if p_values[place] > share / (len(p_values) - rank):
-            break
-        held.append(place)
-    return sorted(held)

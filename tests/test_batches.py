@@ -182,6 +182,21 @@ def test_a_row_outside_the_split_is_refused(tokens, start):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_numbers_keep_their_dtype_and_have_a_mask_of_their_own(tmp_path, dtype):
+    values = np.array([0.9, -0.9, 1.7, -100, -100.7, 3, 4, 5, 6, 7], dtype)
+    tokens = split_of(tmp_path, values)
+    rows = read_rows(tokens, np.array([0, 4]), 3)
+    assert rows.dtype == dtype and np.array_equal(rows, [values[:3], values[4:7]])
+    windows = OrderedWindows(tokens, 4)
+    inputs, targets = (torch.as_tensor(each) for each in windows[0, len(windows)])
+    assert train.count_targets(targets) == len(values) - 1, "-100 is a number like any other"
+    assert np.array_equal(targets[~targets.isnan()].numpy(), values[1:])
+    assert not inputs.isnan().any()
+    assert train.count_targets(torch.tensor([3, -100, 4])) == 2
+    assert train.count_targets(torch.tensor([156, 4], dtype=torch.uint8)) == 2
+
+
 def test_a_split_stays_open_and_reading_it_opens_nothing(tmp_path, tokens, monkeypatch):
     before = len(os.listdir("/proc/self/fd"))
     (tmp_path / "ids.bin").rename(tmp_path / "elsewhere")  # nobody looks for it by name

@@ -1,10 +1,10 @@
 """bench.py measures what train.py runs, in every part, and changes nothing that it does not own."""
 
-import copy
 import json
 import math
 import multiprocessing
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -22,7 +22,6 @@ import model
 import train
 from plumbing import console, machine
 from plumbing.cli import BadInput, RunFailed, configured, read_knobs
-from reporting.logged import Logged
 
 SHAPE = {"n_layer": 2, "n_embd": 64, "n_head": 2, "block_size": 32, "batch_size": 32}
 FLAGS = SHAPE | {
@@ -82,7 +81,7 @@ def in_process(data_dir, tmp_path):
 @pytest.fixture
 def train_as_it_was(monkeypatch):
     """Undoes what a script that changes train.py did to it."""
-    monkeypatch.setattr(console, "FIELDS", copy.deepcopy(console.FIELDS))
+    monkeypatch.setattr(console, "COLUMNS", dict(console.COLUMNS))
     before = dict(vars(train))
     yield
     for name in vars(train).keys() - before.keys():
@@ -138,6 +137,8 @@ def test_it_says_first_what_it_does_and_makes_no_other_noise(whole):
     (said,) = [number for number, line in enumerate(lines) if line.startswith("results  ")]
     assert said < lines.index(next(line for line in lines if line.startswith("peak:")))
     assert ", ".join(PARTS) in lines[said]
+    left = [line for line in lines if re.fullmatch(r"time     about \d+:\d\d left", line)]
+    assert len(left) == len(PARTS) and left[0] == lines[said + 1]  # before each part
     assert "USDT" not in whole[1] and "CPUAllocator" not in whole[1]
 
 
@@ -146,7 +147,7 @@ def test_a_run_that_lies_in_out_dir_is_left_alone(whole):
     assert {name: after[name] for name in before} == before
     assert set(after) - set(before) == {"bench.json", "trace.json"}
     names = {event.get("name") for event in json.loads(after["trace.json"])["traceEvents"]}
-    assert {"forward", "forward_backward", "train_step", "data", "aten::mm"} <= names
+    assert {"forward", "train_step", "data", "aten::mm"} <= names
 
 
 def test_rates_are_those_of_a_real_machine(whole):
@@ -359,13 +360,15 @@ class GPT(nn.Module):
 NANO_TRAIN = """
 import sys
 import torch
+from contextlib import nullcontext
 assert open("model.py").read() and sys.argv[1] == "config/train_shakespeare_char.py"
-torch.manual_seed(1337)
-(last,) = [int(word.split("=")[1]) for word in sys.argv if word.startswith("--max_iters=")][-1:]
-for step in range(last + 1):
-    if step % 4 == 0:  # evaluations take 90 ms
-        print(f"step {step}: train loss 9.0000, val loss {4 - step // 4}.{torch.initial_seed()}")
-    print(f"iter {step}: loss 3.3, time {100 if step % 4 == 0 else 10}.00ms, mfu 1.00%")
+seed_offset, device_type = 0, "cpu"
+torch.manual_seed(1337 + seed_offset)
+ctx = nullcontext() if device_type == 'cpu' else torch.autocast("cpu", torch.bfloat16)
+in_float32 = isinstance(ctx, nullcontext)
+for step, loss in enumerate((4, 3)):
+    tenth = 0 if in_float32 else 1
+    print(f"step {step}: train loss 9.0000, val loss {loss}.{tenth}{torch.initial_seed()}")
 """
 
 
@@ -381,9 +384,9 @@ def nano(tmp_path, monkeypatch):
 
 
 def test_the_table_goes_from_nanogpt_to_here(nano, quick, in_process, monkeypatch, capsys):
-    names = [*bench.CHANGES][:2] + [*bench.CHANGES][-1:]
+    names = ["nanoGPT itself", "nanoGPT in bfloat16, one line added"]
+    names += ["its model and recipe on this loop", "the fast config"]
     monkeypatch.setattr(bench, "CHANGES", {name: bench.CHANGES[name] for name in names})
-    monkeypatch.setattr(bench, "TARGET", 3.2)
     flags = {"only": "from_nanogpt", "seeds": 2, "max_steps": 4, "n_embd": 16, "batch_size": 4}
     _, facts = in_process(**flags)
     rows, runs = (facts["from_nanogpt"][name] for name in ("rows", "runs"))
@@ -394,63 +397,78 @@ def test_the_table_goes_from_nanogpt_to_here(nano, quick, in_process, monkeypatc
         assert one != other  # another seed, also of nanoGPT itself
         assert row["loss"] == pytest.approx((one + other) / 2)
         assert row["deviation"] == pytest.approx(abs(one - other) / math.sqrt(2))
-        assert row["process"] > row["evaluating"] > 0
-        reached = f"{row['reached']:.1f}" if row["reached"] else "never"  # null
-        figures = f"  {reached}  {row['loss']:.4f}  "
+        assert row["process"] > 0
+        figures = f"  {row['process']:.1f}  {row['loss']:.4f}  "
         assert [line for line in output.splitlines() if name in line and figures in line]
         assert f"  {name}: python {bench.CHANGES[name]}\n" in output
-    assert rows[names[1]]["reached"] is None
     assert len(set(quick)) == len(quick) == 4
+    assert re.search(r"seed 1338 done; about 0:00 left", output)
 
-    run, other = runs["nanoGPT itself"]  # from what it prints
-    assert (run["loss"], other["loss"], run["tokens"]) == (3.1337, 3.1338, 4 * 12 * 64)
-    assert run["evaluating"] == pytest.approx(0.18)  # two iterations of 100 ms in place of 10
-    assert run["reached"] == pytest.approx(run["process"] - 0.23 + 0.04)
+    losses = [[run["loss"] for run in runs[name]] for name in names[:2]]  # from what it prints
+    assert losses == [[3.01337, 3.01338], [3.11337, 3.11338]]  # with autocast, and without
+    assert runs["nanoGPT itself"][0]["tokens"] == 2000 * 12 * 64
 
     monkeypatch.delenv("NANOGPT")  # without it, its rows are left out, and no run is made again
     _, facts = in_process(**flags)
-    assert list(facts["from_nanogpt"]["rows"]) == names[2:]
+    assert list(facts["from_nanogpt"]["rows"]) == names[3:]
     assert facts["from_nanogpt"]["runs"].items() <= runs.items()
     assert len(quick) == 4
     assert "without NANOGPT=FOLDER" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", [*bench.CHANGES][1:])
-def test_each_row_is_a_command_that_trains_on_as_many_tokens(name):
-    script, *words = bench.CHANGES[name].split()
-    assert (REPO / script).is_file()
+def test_a_nanogpt_without_the_line_that_turns_autocast_off_is_bad_input(
+    nano, in_process, monkeypatch
+):
+    (nano / "train.py").write_text("torch.manual_seed(1337)")
+    row = "nanoGPT in bfloat16, one line added"
+    monkeypatch.setattr(bench, "CHANGES", {row: bench.CHANGES[row]})
+    with pytest.raises(BadInput, match="train.py has no"):
+        in_process(only="from_nanogpt", seeds=2)
+
+
+def knobs_of(command):
+    _, *words = command.split()
     with configured(vars(train), argv=words) as config:
-        tokens = config["max_steps"] * config["batch_size"] * config["block_size"]
-    assert tokens == 2000 * 12 * 64 or (tokens < 500_000 and name.startswith("the "))
+        return {name: value for name, value in config.items() if name != "eval_interval"}
 
 
-def test_reaching_the_target_takes_start_and_training_but_no_evaluation(tmp_path, monkeypatch):
-    seconds = {"start": 2.0, "compile": 0.5, "train": 9.0, "evaluate": 4.0, "save": 1.0}
-    (tmp_path / "run.json").write_text(json.dumps({"seconds": seconds}))
-    rows = [{"step": 0, "kind": "eval", "val_loss": 4.2}]
-    for step in (1, 2, 3):
-        rows.append({"step": step, "kind": "train", "step_ms": 1000.0 * step, "tokens": 100 * step})
-        rows.append({"step": step, "kind": "eval", "val_loss": bench.TARGET + 0.1 * (2 - step)})
-    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    monkeypatch.setattr(bench, "trained", lambda *_: Logged(tmp_path))
-    found = bench.race("train.py", [], 1)
-    assert found == {
-        "process": 16.5,
-        "evaluating": 4.0,
-        "reached": 2.5 + 1 + 2,
-        "loss": bench.TARGET - 0.1,
-        "tokens": 300,
+def test_each_row_of_ours_changes_one_thing_and_sees_as_many_tokens():
+    """Or the two or three that must change together."""
+    ours = {name: command for name, command in bench.commands().items() if "$" not in command}
+    rates = {"peak_lr", "min_lr"}
+    together = {
+        "larger batches": {"batch_size", "max_steps"},
+        "six times the rate": rates,
+        "Muon and its rate": {"optimizer", "momentum", *rates},
     }
-    monkeypatch.setattr(bench, "TARGET", 1.0)
-    assert bench.race("train.py", [], 1)["reached"] == math.inf
+    before = knobs_of(ours["its model and recipe on this loop"])
+    for name, command in list(ours.items())[1:]:
+        assert (REPO / command.split()[0]).is_file()
+        knobs = knobs_of(command)
+        tokens = knobs["max_steps"] * knobs["batch_size"] * knobs["block_size"]
+        if name.startswith("the "):
+            assert tokens < 500_000
+            continue
+        assert tokens == bench.RECIPE_TOKENS
+        changed = {key for key in knobs if knobs[key] != before[key]}
+        if name in together:
+            assert changed == together[name]
+        else:
+            assert len(changed) == (not name.startswith("our block")), name  # another script
+        before = knobs
+    plain = knobs_of(ours["Muon and its rate"]) | {"batch_size": 48, "max_steps": 90}
+    differ = {
+        key for key, value in knobs_of(ours["the plain config"]).items() if value != plain[key]
+    }
+    assert differ <= {"out_dir", "report"}
 
 
 def test_the_recipe_on_this_loop_is_that_of_nanogpt():
     """What its row does not say is a default of train.py."""
     ours = {name: knob.default for name, knob in read_knobs(train.__file__).items()}
-    script, *words = bench.CHANGES["its model and recipe on this loop"].split()
+    script, *words = bench.commands()["its model and recipe on this loop"].split()
     ours |= dict(word[2:].split("=") for word in words)
-    theirs = dict(word[2:].split("=") for word in bench.NANOGPT.split() if "=" in word)
+    theirs = dict(word[2:].split("=") for word in bench.RECIPE.split() if "=" in word)
     theirs |= {"lr": 1e-3, "min": 1e-4, "warmup": 100, "beta2": 0.99, "decay": 0.1, "clip": 1.0}
     same = "block_size batch_size n_layer n_head n_embd dropout".split()
     pairs = {name: name for name in same} | {"max_steps": "max_iters", "peak_lr": "lr"}

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 
+import luck
 import numpy as np
 import pytest
 import torch
@@ -30,28 +31,52 @@ import model
 import train
 from plumbing.cli import BadInput, RunFailed
 from plumbing.data import OrderedWindows
+from reporting import sanity, verdicts
 
 FLAGS = BENCH_FLAGS | {"lr_steps": 20}
 SMALL = {"n_layer": 1, "n_embd": 32, "batch_size": 8, "dtype": "float32"}
 CHECKS = [
     "one batch overfits",
     "loss at initialization",
+    "gradient norm",
     "gradients reach every parameter",
     "no look into the future",
-    "targets are the tokens one place on",
-    "each byte counts once",
-    "the model is in train mode",
-    "evaluation is the same",
-    "probabilities sum to 1",
+    "each position sees its token and the one before it",
+    "sequences do not mix",
+    "sampling draws from the model",
+    "positions matter",
+    "the loss is the mean of -log p",
+    "gradients are those of the loss",
+    "dropout draws anew",
+    "grad_checkpoint changes no gradient",
+    "the first sequence",
+    "windows are those of the text",
+    "another seed, another order",
     "inputs are finite",
     "batches differ",
     "no sequence twice in an epoch",
     "train and validation share no window",
+    "evaluation sees each token once",
+    "the model is in train mode",
+    "evaluation is the same",
+    "probabilities sum to 1",
+    "the average is what is evaluated",
     "FLOPs of a token",
+    "each weight is in one group",
+    "matrices decay, vectors do not",
+    "a step moves every weight",
+    "the update is that of its optimizer",
     "a step is that of its batch",
+    "an update that is not finite changes nothing",
     "a resume is bit for bit",
     "the rate follows the schedule",
+    "the schedule is the one named",
+    "each step sees the next sequences",
+    "the average is that of the weights",
+    "best.pt is the best",
+    "the whole run",
 ]
+OF_TEXT = {*CHECKS[4:11], *CHECKS[13:16], "evaluation sees each token once"}
 
 
 def arguments(out_dir, data_dir, **flags):
@@ -71,7 +96,7 @@ def in_process(data_dir, tmp_path):
 
 @pytest.fixture
 def checks(data_dir, tmp_path):
-    """checks(part, **flags): {name: (mark, words)} of one part of sanity, such as check.data_checks.
+    """checks(part, **flags): {name: (mark, words)} of one part of sanity, such as sanity.data_checks.
     mark: True, False, None for n/a, or "passable"."""
 
     def run(part, **flags):
@@ -118,8 +143,7 @@ def test_any_model_and_data_can_be_checked(tmp_path, train_as_it_was, capsys):
     found = json.loads((tmp_path / "check.json").read_text())["sanity"]["checks"]
     assert list(found) == CHECKS
     absent = {name for name, each in found.items() if each["mark"] == "–"}
-    words = {"no look into the future", "targets are the tokens one place on"}
-    assert absent == words | {"each byte counts once", "FLOPs of a token"}
+    assert absent == OF_TEXT | {"FLOPs of a token"}
 
 
 def test_lr_range_test_suggests_a_rate_that_learns(whole):
@@ -243,18 +267,18 @@ def tell_other_bytes(monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "part", "name"),
     [
-        (begin_far_off, check.learning_checks, "loss at initialization"),
-        (cut_off_a_matrix, check.learning_checks, "gradients reach every parameter"),
-        (never_update, check.learning_checks, "one batch overfits"),
-        (see_the_future, check.text_checks, "no look into the future"),
-        (ask_for_the_input, check.text_checks, "targets are the tokens one place on"),
-        (count_targets_twice, check.text_checks, "each byte counts once"),
-        (tell_other_bytes, check.text_checks, "each byte counts once"),
-        (stay_in_eval_mode, check.evaluation_checks, "the model is in train mode"),
-        (evaluate_in_train_mode, check.evaluation_checks, "the model is in train mode"),
-        (average_the_averages, check.evaluation_checks, "evaluation is the same"),
-        (smooth_labels_in_evaluation, check.evaluation_checks, "probabilities sum to 1"),
-        (train_on_another_loss, check.evaluation_checks, "probabilities sum to 1"),
+        (begin_far_off, sanity.learning_checks, "loss at initialization"),
+        (cut_off_a_matrix, sanity.learning_checks, "gradients reach every parameter"),
+        (never_update, sanity.learning_checks, "one batch overfits"),
+        (see_the_future, sanity.causality_checks, "no look into the future"),
+        (ask_for_the_input, sanity.text_checks, "windows are those of the text"),
+        (count_targets_twice, sanity.coverage_checks, "evaluation sees each token once"),
+        (tell_other_bytes, sanity.coverage_checks, "evaluation sees each token once"),
+        (stay_in_eval_mode, sanity.evaluation_checks, "the model is in train mode"),
+        (evaluate_in_train_mode, sanity.evaluation_checks, "the model is in train mode"),
+        (average_the_averages, sanity.evaluation_checks, "evaluation is the same"),
+        (smooth_labels_in_evaluation, sanity.probability_checks, "probabilities sum to 1"),
+        (train_on_another_loss, sanity.probability_checks, "probabilities sum to 1"),
     ],
 )
 def test_sanity_finds_the_fault_in_learning(fault, part, name, checks, monkeypatch):
@@ -301,11 +325,11 @@ def hurry_the_schedule(monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "part", "name"),
     [
-        (sum_the_micro_batches, check.step_checks, "a step is that of its batch"),
-        (set_the_rate_too_late, check.step_checks, "a step is that of its batch"),
-        (never_clip, check.step_checks, "a step is that of its batch"),
-        (forget_the_moments, check.run_checks, "a resume is bit for bit"),
-        (hurry_the_schedule, check.run_checks, "the rate follows the schedule"),
+        (sum_the_micro_batches, sanity.step_checks, "a step is that of its batch"),
+        (set_the_rate_too_late, sanity.step_checks, "a step is that of its batch"),
+        (never_clip, sanity.step_checks, "a step is that of its batch"),
+        (forget_the_moments, sanity.resume_check, "a resume is bit for bit"),
+        (hurry_the_schedule, sanity.run_checks, "the rate follows the schedule"),
     ],
 )
 def test_sanity_finds_the_fault_in_the_step_and_the_run(fault, part, name, checks, monkeypatch):
@@ -351,7 +375,7 @@ def test_sanity_finds_the_fault_in_the_data(fault, name, checks, monkeypatch):
     monkeypatch.setattr(
         train.ShuffledWindows, "__getitem__", lambda data, batch: fault(data, batch, real)
     )
-    assert checks(check.data_checks)[name][0] is False
+    assert checks(sanity.data_checks)[name][0] is False
 
 
 def test_the_same_order_in_each_epoch_is_a_warning(checks, monkeypatch):
@@ -361,7 +385,7 @@ def test_the_same_order_in_each_epoch_is_a_warning(checks, monkeypatch):
         return real(data, (batch[0] % len(data), batch[1]))
 
     monkeypatch.setattr(train.ShuffledWindows, "__getitem__", read)
-    mark, found = checks(check.data_checks)["batches differ"]
+    mark, found = checks(sanity.data_checks)["batches differ"]
     assert mark == "passable" and "next epoch's: True" in found
 
 
@@ -381,23 +405,23 @@ def test_sanity_finds_validation_text_in_training_wherever_it_begins(begin, chec
         return train_data, windows, facts
 
     monkeypatch.setattr(train, "open_dataset", open_dataset)
-    assert checks(check.data_checks)["train and validation share no window"][0] is False
+    assert checks(sanity.data_checks)["train and validation share no window"][0] is False
 
 
 def test_a_model_that_tells_other_flops_is_named_with_both_figures(checks, monkeypatch):
-    ((fine, found),) = checks(check.flops_check).values()
+    ((fine, found),) = checks(sanity.flops_check).values()
     told, counted = (float(each.replace(",", "")) for each in re.findall(r"[\d,]{4,}", found))
     assert fine and told == pytest.approx(counted, rel=0.1)
     real = model.GPT.flops_per_token
     monkeypatch.setattr(model.GPT, "flops_per_token", lambda self: 0.6 * real(self))
-    ((mark, found),) = checks(check.flops_check).values()
+    ((mark, found),) = checks(sanity.flops_check).values()
     assert mark == "passable"  # a warning
     assert f"says {0.6 * told:,.0f}, torch counts {counted:,.0f}" in found
 
 
 def test_a_model_whose_flops_fail_is_no_error(checks, monkeypatch):
     monkeypatch.setattr(model.GPT, "flops_per_token", lambda self: 1 / 0)
-    assert checks(check.flops_check)["FLOPs of a token"][0] is None
+    assert checks(sanity.flops_check)["FLOPs of a token"][0] is None
 
 
 # ---- exact ---------------------------------------------------------------------------------------
@@ -434,19 +458,77 @@ QUANTILES = {1: 12.7062, 2: 4.30265, 4: 2.77645, 9: 2.26216, 29: 2.04523, 1000: 
 
 @pytest.mark.parametrize("freedom", QUANTILES)
 def test_the_t_quantile_is_that_of_the_tables(freedom):
-    assert check.t_quantile(freedom) == pytest.approx(QUANTILES[freedom], abs=1e-4)
+    assert verdicts.t_quantile(freedom) == pytest.approx(QUANTILES[freedom], abs=1e-4)
 
 
-def test_verdicts_follow_from_the_interval():
-    assert check.verdict_on([0.0, 0.0, 0.0])[0] == "identical"
-    assert check.verdict_on([-0.3, -0.31, -0.29])[0] == "better"
-    verdict, low, high = check.verdict_on([0.3, 0.31, 0.29])
-    assert verdict == "worse"
-    assert (low, high) == pytest.approx((0.3 - 0.024841, 0.3 + 0.024841), abs=1e-5)
-    # 0.1 and a deviation of 0.2: with 18 seeds 2.110 * 0.2 / sqrt(18) is 0.0995, with 17 0.1028
-    verdict = check.verdict_on([0.3, -0.1, 0.1])[0]
-    assert re.fullmatch(r"not shown \(about 1[78] seeds would show a .*\)", verdict)
-    assert check.verdict_on([0.1, -0.1])[0].startswith("not shown (about inf seeds")
+def one_look(differences):
+    return verdicts.verdict_on(differences, every_look=False)
+
+
+def test_verdicts_of_one_look_follow_from_the_interval():
+    assert one_look([0.0, 0.0, 0.0]).word == "identical"
+    assert one_look([-0.3, -0.31, -0.29]).word == "better"
+    verdict = one_look([0.3, 0.31, 0.29])
+    expected = 0.3 - 0.024841, 0.3 + 0.024841
+    assert verdict.word == "worse" and (verdict.low, verdict.high) == pytest.approx(
+        expected, abs=1e-5
+    )
+    # half a deviation: the noncentral t has a power of 0.8 at 34 pairs (Cohen 1988, table 2.3)
+    verdict = one_look([0.3, -0.1, 0.1])
+    assert verdict.word == "not shown" and verdict.needed == 34
+    assert str(verdict).startswith(
+        "not shown (excludes differences outside -0.3968 to +0.5968; about"
+    )
+    assert "more than 10,000 seeds" in str(one_look([0.1, -0.1]))
+
+
+def test_the_e_value_is_the_integral_over_its_priors():
+    """Of the likelihood ratio of t: a normal prior of the effect, by sampling it."""
+    values = [0.5, 1.4, 0.2, 0.9]
+    n, effects = len(values), np.random.default_rng(0).normal(0, 2, 400_000)
+    scales = np.exp(np.linspace(-6, 6, 4001))  # 1 / scale is the right Haar measure
+    weights = np.gradient(scales) / scales
+
+    def likelihood(effect):
+        z = (np.array(values)[:, None] - effect * scales) / scales
+        return (np.exp(-(z**2).sum(0) / 2) / scales**n * weights).sum()
+
+    chosen = effects[:3000]
+    ratio = np.mean([likelihood(effect) for effect in chosen]) / likelihood(0.0)
+    assert verdicts.e_value(values) == pytest.approx(ratio, rel=0.1)
+
+
+def test_a_verdict_of_many_looks_holds_where_the_e_value_does():
+    rng = np.random.default_rng(3)
+    for n, effect in ((3, 9.0), (4, 9.0), (7, 1.0), (20, 0.7)):
+        for comparisons in (1, 10):
+            values = list(rng.normal(effect, 1, n))
+            shown = verdicts.verdict_on(values, comparisons).word != "not shown"
+            assert shown == (verdicts.e_value(values) >= 20 * comparisons)
+    assert (
+        verdicts.verdict_on([-5.0, -5.1, -5.2]).low == -math.inf
+    )  # three seeds never show anything
+    assert verdicts.verdict_on([-5.0, -5.1, -5.2, -5.1]).word == "better"
+    assert verdicts.verdict_on([0.0, 0.0]).word == "identical"
+
+
+def test_looking_after_each_seed_is_rarely_wrong_and_finds_large_differences():
+    rows = luck.power(trials=300)
+    false, used, _ = rows[0]
+    assert false <= 0.05 and used > 19
+    assert rows[1][0] > 0.75 and rows[2][0] > 0.98 and rows[2][1] < 8
+
+
+def test_a_ledger_keeps_gains_and_hardly_any_luck():
+    false, right, runs = luck.ledger(trials=3)[2]
+    assert false <= 0.05 and right > 18 and runs < 120 * 15
+    assert verdicts.kept_by_e_bh([50.0, 1.0, 39.0, 0.2]) == []  # 4 / 0.05 for one, half for two
+    assert verdicts.kept_by_e_bh([50.0, 1.0, 41.0, 0.2]) == [0, 2]
+
+
+def test_holms_correction_is_that_of_his_paper():
+    assert luck.holm([0.01, 0.04, 0.03, 0.005]) == [0, 3]
+    assert len(luck.comparisons()) == 38
 
 
 @pytest.fixture
@@ -468,7 +550,7 @@ def test_a_configuration_is_identical_to_itself(compare, quick, monkeypatch):
     code, lines = compare({}, {})
     assert (code, lines[-1]) == (0, "verdict: identical")
     assert [folder.name for folder in quick] == ["seed_1337", "seed_1338"]
-    monkeypatch.setattr(bench, "code_hashes", lambda: {"train.py": ["", "edited"]})
+    monkeypatch.setattr(bench, "code_of_process", lambda: {"train.py": ["", "edited"]})
     compare({}, {})
     assert len(set(quick)) == len(quick) == 4  # another code is another run
 
@@ -481,7 +563,20 @@ def test_a_rate_far_too_high_is_worse_and_runs_are_not_trained_again(compare, qu
     assert (code, lines[-1]) == (0, "verdict: better")
     assert len(quick) == 6  # the same runs
     found = [line for line in lines if "95% interval" in line]
-    assert len(found) == 1
+    assert len(found) == 1 and "for one look" in found[0]
+
+
+def test_seeds_are_added_until_a_verdict_holds(compare, quick):
+    code, lines = compare({"peak_lr": 1.0}, {"peak_lr": 0.01}, seeds=0)
+    assert (code, lines[-1]) == (0, "verdict: worse")
+    assert 8 <= len(quick) <= 20  # two runs for each seed, from the fourth on
+    n = len(quick)
+    code, lines = compare({"peak_lr": 1.0}, {"peak_lr": 0.01}, seeds=0, comparisons=10**9)
+    assert lines[-1] == "verdict: worse" and len(quick) > n  # more evidence takes more seeds
+    code, lines = compare({"peak_lr": 0.01}, {"peak_lr": 0.0101}, seeds=0, max_seeds=3)
+    assert lines[-1].startswith("verdict: not shown (excludes no difference yet; ")
+    with pytest.raises(BadInput, match="--seeds=1: expected"):
+        compare({}, {}, seeds=1)
 
 
 def test_a_run_that_fails_ends_it(compare):
@@ -523,8 +618,8 @@ def test_other_seeds_of_one_configuration_show_no_difference(data_dir, tmp_path,
     words = arguments(tmp_path / "b", data_dir, max_steps=15, n_layer=1, n_embd=32, dtype="float32")
     losses = [bench.race(train.__file__, words, seed)["loss"] for seed in range(200)]
     pairs = np.array(losses).reshape(20, 2, 5)
-    verdicts = [check.verdict_on((first - second).tolist())[0] for first, second in pairs]
-    assert sum(verdict.startswith("not shown") for verdict in verdicts) >= 17
+    words = [one_look((first - second).tolist()).word for first, second in pairs]
+    assert words.count("not shown") >= 17
 
 
 def test_seeds_are_runs_of_the_real_command(in_process, run_train, quick, capsys):

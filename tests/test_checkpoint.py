@@ -176,3 +176,29 @@ def test_other_files_that_cannot_be_kept_are_refused_before_a_step(run_train, fi
     done = run_train("run", before=FILES.format(file=file))
     assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
     assert not done.out_dir.exists()
+
+
+LORA = """
+import torch
+def build_model(config, vocab_size, inner=train.build_model):
+    model = inner(config, vocab_size)
+    {load}
+    model.requires_grad_(False)
+    model.adapter = torch.nn.Parameter(torch.zeros(3))
+    model.head.requires_grad_(True)
+    return model
+train.build_model = build_model
+"""
+
+
+def test_weights_that_a_checkpoint_lacks_are_named_with_what_to_do(run_train):
+    base = run_train("base", "--peak_lr=1e-2")
+    best = base.out_dir / "best.pt"
+    refused = run_train("new", f"--resume={best}", before=LORA.format(load="pass"))
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
+    assert "best.pt lacks 1 weights of this model, such as adapter" in refused.stderr
+    assert "load them in build_model" in refused.stderr and not refused.out_dir.exists()
+    load = f"model.load_state_dict(torch.load({str(best)!r}, weights_only=True)['model'])"
+    done = run_train("new", before=LORA.format(load=load))
+    assert done.returncode == 0, done.stderr
+    assert done.rows("eval")[0]["val_loss"] == base.rows("eval")[-1]["val_loss"]

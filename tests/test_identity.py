@@ -4,11 +4,9 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
-import types
 
 import pytest
-from conftest import arguments, read_rows, stop_at
+from conftest import REPO, arguments, read_rows, stop_at
 from test_hacks import copy_of_repository
 
 from plumbing import resume
@@ -136,19 +134,136 @@ def test_another_file_that_a_fork_reads_is_part_of_the_run(run_train, tmp_path):
     assert changed_code(run_train("run", *FLAGS, before=change)) is None
 
 
-def test_an_installed_file_that_is_a_link_into_a_cache_is_no_code_of_ours(tmp_path, monkeypatch):
-    (tmp_path / "site").mkdir()
+def test_an_installed_file_that_is_a_link_into_a_cache_is_no_code_of_ours(tmp_path):
+    (tmp_path / "site-packages").mkdir()
     (tmp_path / "cached.py").write_text("x = 1\n")
-    path = tmp_path / "site" / "installed.py"
-    path.symlink_to(tmp_path / "cached.py")
-    module = types.ModuleType("installed")
-    module.__file__ = str(path)
-    monkeypatch.setitem(sys.modules, "installed", module)
-    assert str(path) in resume.code_hashes()
-    place = sysconfig.get_path
-    folders = {"purelib": str(tmp_path / "site")}
-    monkeypatch.setattr(sysconfig, "get_path", lambda of: folders.get(of) or place(of))
-    (tmp_path / "link").symlink_to(tmp_path / "site")
-    for folder in ("site", "link"):
-        module.__file__ = str(tmp_path / folder / "installed.py")
-        assert not [name for name in resume.code_hashes() if name.startswith(str(tmp_path))]
+    (tmp_path / "site-packages" / "installed.py").symlink_to(tmp_path / "cached.py")
+    (tmp_path / "link").symlink_to(tmp_path / "site-packages")
+    for folder in ("site-packages", "link"):
+        assert resume.name_of_source(str(tmp_path / folder / "installed.py")) is None
+    assert resume.name_of_source(str(tmp_path / "cached.py")) == str(tmp_path / "cached.py")
+
+
+# ---- everyday edits and moves between stop and resume --------------------------------------------
+
+
+@pytest.fixture
+def fork(tmp_path, data_dir):
+    """fork(script, *more flags) -> changed_code() of a run of that script, beside a copy of this
+    repository; STOP_AT=6 in its environment stops it."""
+
+    def start(script, *more, repo, stop=False, code=0):
+        _, *flags = arguments(tmp_path / "run", data_dir, (*FLAGS, *more))
+        environment = os.environ | {"PYTHONPATH": str(repo), "STOP_AT": "6" if stop else "0"}
+        command = [sys.executable, str(script), *flags]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == (143 if stop else code), done.stderr
+        if not stop:
+            events = read_rows(tmp_path / "run", "event")
+            found = [row for row in events if row["event"] == "inexact_resume"]
+            return [sorted(row["code"][0]) for row in found]
+
+    return start
+
+
+FORK = """
+import os, signal, sys
+import train
+def train_step(model, run, *rest, inner=train.train_step):
+    if run.state["step"] == int(os.environ["STOP_AT"]) - 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    LAZY
+    return inner(model, run, *rest)
+train.train_step = train_step
+sys.exit(train.main())
+"""
+PLAIN_FORK = FORK.replace("    LAZY\n", "")
+
+
+def test_a_renamed_script_is_no_change_and_another_one_is(fork, tmp_path, copy):
+    (tmp_path / "one.py").write_text(PLAIN_FORK)
+    fork(tmp_path / "one.py", repo=copy, stop=True)
+    os.rename(tmp_path / "one.py", tmp_path / "two.py")
+    fork(tmp_path / "two.py", repo=copy, stop=False)
+    assert fork(tmp_path / "two.py", "--max_steps=14", "--decay_steps=14", repo=copy) == []
+    (tmp_path / "three.py").write_text(PLAIN_FORK.replace("train.main()", "train.main(None)"))
+    found = fork(tmp_path / "three.py", "--max_steps=16", "--decay_steps=14", repo=copy)
+    assert found == [[str(tmp_path / "three.py"), str(tmp_path / "two.py")]]
+
+
+def test_a_moved_repository_is_no_change(fork, tmp_path, copy):
+    (tmp_path / "one.py").write_text(PLAIN_FORK)
+    fork(tmp_path / "one.py", repo=copy, stop=True)
+    os.rename(copy, tmp_path / "moved")
+    assert fork(tmp_path / "one.py", repo=tmp_path / "moved") == []
+
+
+def test_two_files_that_are_swapped_are_a_change(fork, tmp_path, copy):
+    for name, factor in (("a_part", 1.0), ("b_part", 2.0)):
+        (tmp_path / f"{name}.py").write_text(f"factor = {factor}\n")
+    (tmp_path / "one.py").write_text("import a_part, b_part\n" + PLAIN_FORK)
+    fork(tmp_path / "one.py", repo=copy, stop=True)
+    os.rename(tmp_path / "a_part.py", tmp_path / "c_part.py")
+    os.rename(tmp_path / "b_part.py", tmp_path / "a_part.py")
+    os.rename(tmp_path / "c_part.py", tmp_path / "b_part.py")
+    (changed,) = fork(tmp_path / "one.py", repo=copy)
+    assert changed == [str(tmp_path / f"{name}.py") for name in ("a_part", "b_part")]
+
+
+@pytest.mark.parametrize("edit", ["between", "during", "none"])
+def test_a_module_that_a_step_imports_counts_as_it_was_first_seen(fork, tmp_path, copy, edit):
+    lazy = tmp_path / "lazy_part.py"
+    lazy.write_text("factor = 1.0\n")
+    load = "if run.state['step'] == 2:\n        import lazy_part"
+    if edit == "during":  # what ran is what was first read, not what stands there at a later save
+        load += (
+            "\n    if run.state['step'] == 4:\n        open(lazy_part_file, 'w').write('x = 2\\n')"
+        )
+    source = FORK.replace("LAZY", load).replace("lazy_part_file", repr(str(lazy)))
+    (tmp_path / "one.py").write_text(source)
+    fork(tmp_path / "one.py", repo=copy, stop=True)
+    if edit == "between":
+        lazy.write_text("factor = 2.0\n")
+        source = source.replace("== 2", "in (2, 7)")
+    if edit == "during":
+        lazy.write_text("factor = 1.0\n")
+    again = FORK.replace("LAZY", "if run.state['step'] in (2, 7):\n        import lazy_part")
+    both = source if edit == "during" else again
+    (tmp_path / "one.py").write_text(both)
+    found = fork(tmp_path / "one.py", repo=copy)
+    late = [names for names in found if names == [str(lazy)]]
+    assert len(late) == (edit == "between")
+
+
+def test_a_function_replaced_in_a_notebook_counts_by_its_code(data_dir, tmp_path):
+    """A cell has no file, as `python -c` has none."""
+
+    def start(rate):
+        _, *flags = arguments(tmp_path / "run", data_dir, FLAGS)
+        source = f"import sys, train\n{stop_at(6)}\ntrain.lr_at = lambda step: {rate}\n"
+        source += f"try: train.main({flags!r})\nexcept SystemExit: pass\n"
+        command = [sys.executable, "-c", source]
+        done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        events = read_rows(tmp_path / "run", "event")
+        return [row["code"][0] for row in events if row["event"] == "inexact_resume"]
+
+    start(1e-3)
+    shutil.copytree(tmp_path / "run", tmp_path / "kept")
+    assert start(1e-3) == []  # the same cell again
+    shutil.rmtree(tmp_path / "run")
+    os.rename(tmp_path / "kept", tmp_path / "run")
+    (changed,) = start(2e-3)
+    assert list(changed) == ["train.lr_at"]
+
+
+def test_installed_code_of_any_interpreter_is_not_counted(monkeypatch, tmp_path):
+    for folder in ("lib/python3.12/site-packages", "dist-packages", "bin", "own"):
+        path = tmp_path / folder / "part.py"
+        path.parent.mkdir(parents=True)
+        path.write_text("x = 1\n")
+        if folder == "bin":
+            (path.parent / "python3").touch()
+        assert bool(resume.name_of_source(str(path))) == (folder == "own"), folder

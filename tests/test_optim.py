@@ -92,24 +92,40 @@ def test_muon_takes_the_steps_of_torchs_own(emulated, monkeypatch):
     assert torch.linalg.svdvals(square.float()).sub(1).abs().median() < 0.3
 
 
-def test_muon_orthogonalizes_each_of_the_square_parts_of_one_matrix():
+def test_muon_orthogonalizes_each_part_that_the_model_names():
     """Attention's q, k and v in one step as they would as three matrices; torch's Muon differs."""
     torch.manual_seed(0)
     weights, gradients = torch.randn(2, 3, 8, 8)
 
-    def stepped(make, weights, gradients):
+    def stepped(make, weights, gradients, n_parts=0):
         weights = [nn.Parameter(weight.clone()) for weight in weights]
         for weight, gradient in zip(weights, gradients, strict=True):
             weight.grad = gradient.clone()
-        make(weights, lr=0.1, momentum=0.9, weight_decay=0.5).step()
+        parts = {"parts": {weights[0]: n_parts}} if n_parts else {}
+        make(weights, lr=0.1, momentum=0.9, weight_decay=0.5, **parts).step()
         return torch.cat([weight.detach() for weight in weights])
 
     whole = [weights.view(24, 8)], [gradients.view(24, 8)]
     alone = stepped(Muon, weights, gradients)
-    assert torch.equal(stepped(Muon, *whole), alone)
+    assert torch.equal(stepped(Muon, *whole, n_parts=3), alone)
     torchs = partial(torch.optim.Muon, adjust_lr_fn="match_rms_adamw")
     torch.testing.assert_close(stepped(torchs, weights, gradients), alone, rtol=0, atol=0.01)
     assert not torch.allclose(stepped(torchs, *whole), alone, atol=0.01)
+    torch.testing.assert_close(stepped(torchs, *whole), stepped(Muon, *whole), rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("width", [16, 32, 64, 128, 192])
+def test_of_our_model_only_attention_is_split_whatever_its_width(width):
+    model = build(n_embd=width, n_head=2)
+    muon, _ = configure_optimizers(model, "muon", 1e-3, 0.1, 0.9, 0.95, 0.9, "cpu")
+    names = {id(p): name for name, p in model.named_parameters()}
+    split = {names[id(weight)]: parts for weight, parts in muon.parts.items()}
+    blocks = range(len(model.blocks))
+    assert split == {f"blocks.{n}.attention.qkv.weight": 3 for n in blocks}
+    own = configure_optimizers(
+        nn.Sequential(nn.Linear(8, 32)), "muon", 0.1, 0.1, 0.9, 0.9, 0.9, "cpu"
+    )
+    assert own[0].parts == {}, "a matrix of a fork's own model is one matrix"
 
 
 def test_with_muon_embeddings_learn_faster_and_heads_slower():

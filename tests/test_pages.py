@@ -112,7 +112,7 @@ def test_every_concern_has_its_line_in_the_code_and_a_test():
     assert len({test for *_, test in rows}) == 15
 
 
-@pytest.mark.parametrize("page", WITH_README)
+@pytest.mark.parametrize("page", [*WITH_README, "docs/forks.md"])
 def test_every_file_and_link_is_there(page):
     text = text_of(page)
     links = re.findall(r"\]\(([^)\s]+)\)", run_page.FENCE.sub("", text))
@@ -252,7 +252,7 @@ def test_a_block_that_fails_ends_it(tmp_path, capfd):
 
 
 @pytest.mark.slow  # an hour, on one core
-@pytest.mark.parametrize("page", [*WITH_README, *EXAMPLES])
+@pytest.mark.parametrize("page", [*WITH_README, "docs/forks.md", *EXAMPLES])
 def test_the_page_runs(page, monkeypatch, tmp_path):
     text = HONEST_DATA / "tinyshakespeare/input.txt"
     if text.exists():  # elsewhere the page downloads it

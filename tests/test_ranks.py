@@ -25,7 +25,6 @@ def ranks(count, code=""):
     """Source for run_train's `before`: `count` ranks, of which each runs `code`, knowing its `rank`."""
     return f"""
 import os, socket, torch
-torch.set_num_threads(1)
 def spread(main):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -45,6 +44,7 @@ def spread(main):
         return code
     return 0, and_wait
 rank, train.main = spread(train.main)
+torch.set_num_threads(1)  # after the fork: docs/scaling.md, "Invalid thread pool!"
 def weights_and_moments(run):
     states = (state for optimizer in run.optimizers for state in optimizer.state.values())
     return [*run.model.parameters(), *(moment for state in states for moment in state.values())]

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, first, stop_at, tree
+from conftest import REPO, arguments, first, stop_at, tree
 
 SAVES = ("--save_interval=4", "--eval_interval=6", "--keep_last=9")
 PART = ("--save_interval=4", "--keep_last=9")
@@ -507,17 +507,188 @@ def test_another_machine_is_told_from_a_forgery(good, replay):
     assert "torch was 2.0.0" in again.stdout and "(by " in again.stdout
 
 
+def edit_facts(done, change):
+    path = done.out_dir / "run.json"
+    facts = json.loads(path.read_text())
+    change(facts)
+    path.write_text(json.dumps(facts))
+
+
+def edit_checkpoint(done, change):
+    checkpoint = torch.load(done.checkpoint(12))
+    change(checkpoint)
+    torch.save(checkpoint, done.checkpoint(12))
+
+
+def damage_all(done):
+    for path in done.out_dir.glob("*.pt"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+
+def invent_rows(done):
+    rows = done.rows("train")
+    with open(done.out_dir / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(rows[-1] | {"step": 13}) + "\n")
+
+
+def drop_last_rows(done):
+    edit(done, lambda row: None if row["step"] > 10 else row)
+    for path in (done.checkpoint(12), done.out_dir / "best.pt"):
+        path.unlink()
+    shutil.copy(done.checkpoint(8), done.out_dir / "best.pt")
+
+
+FORGERIES = {  # name -> (what was done to a good run, what --verify says)
+    "damaged": (damage_all, "ckpt_00000012.pt is damaged: "),
+    "older best": (
+        lambda done: shutil.copy(done.checkpoint(4), done.out_dir / "best.pt"),
+        "best.pt holds step 4; by the log it is of step 12",
+    ),
+    "no best": (lambda done: (done.out_dir / "best.pt").unlink(), "best.pt is missing"),
+    "no newest": (lambda done: done.checkpoint(12).unlink(), "ckpt_*.pt holds step 8"),
+    "no milestone": (
+        lambda done: (done.out_dir / "milestone_00000006.pt").unlink(),
+        "milestone_00000006.pt is missing: it was saved at step 6",
+    ),
+    "invented": (invent_rows, "has 13 steps in its log; by its run.json it ended at step 12"),
+    "dropped": (drop_last_rows, "has 10 steps in its log; by its run.json it ended at step 12"),
+    "frozen": (
+        lambda done: edit_checkpoint(done, lambda c: c["frozen"].append("head.weight")),
+        "frozen in ckpt_00000012.pt is ['head.weight'], not []",
+    ),
+    "schedule": (
+        lambda done: edit_checkpoint(done, lambda c: c["run"].update(decay_steps=99)),
+        "ckpt_00000012.pt: its run/decay_steps contradicts the run's: 99, 12",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forgery_is_found_and_named(finished, replay, tmp_path, name):
+    forge, words = FORGERIES[name]
+    one = finished(*SAVES, "--milestone_interval=6")
+    shutil.copytree(one.out_dir, tmp_path / "run")
+    done = dataclasses.replace(one, out_dir=tmp_path / "run")
+    forge(done)
+    again = replay(done.out_dir, "--verify=9")
+    assert again.returncode == 1 and words in again.stdout, again.stdout + again.stderr
+
+
+def test_steps_after_the_last_save_of_a_killed_run_are_computed_again(run_train, replay):
+    done = run_train("run", *SAVES, "--log_interval=1", before=stop_at(11, "SIGKILL"))
+    assert done.rows("train")[-1]["step"] == 10
+    again = replay(done.out_dir, "--verify=9")
+    assert again.returncode == 0 and "10 of 10 steps" in again.stdout, again.stdout + again.stderr
+    assert "not covered: finite step_ms" in again.stdout
+    edit(done, edited(10, loss=1.0))
+    again = replay(done.out_dir, "--verify=9")
+    assert again.returncode == 1 and f"step 10 of {done.out_dir} is not what" in again.stdout
+    edit(done, lambda row: row | {"step": 16} if row["step"] == 10 else row)
+    again = replay(done.out_dir, "--verify=9")
+    assert (
+        again.returncode == 1 and "finished at step 12, and does not reach step 16" in again.stderr
+    )
+
+
+def test_each_stretch_is_judged_by_the_code_that_took_it(run_fork, replay, tmp_path):
+    """Code that was edited between a stop and a resume is no forgery, whichever of both is here."""
+    older = RATE.replace("step >= 5", "step >= 2")
+    stopped = run_fork("run", *SAVES, source=older + stop_at(7))
+    assert stopped.returncode == 143
+    done = run_fork("run", *SAVES)
+    assert done.returncode == 0 and "inexact resume: code" in done.stdout
+    fork = tmp_path / "run_fork.py"
+    for source, step in (("", 3), (older, 8)):
+        fork.write_text("import torch\nimport train\n" + source)
+        again = replay(done.out_dir, "--verify=9", f"--script={fork}")
+        assert again.returncode == 3, again.stdout + again.stderr
+        assert f"step {step} of {done.out_dir} is not what" in again.stdout
+        assert f"code was {fork}" in again.stdout
+    edit(done, edited(10, loss=1.0))
+    fork.write_text("import torch\nimport train\n")
+    again = replay(done.out_dir, "--step=10", f"--script={fork}")
+    assert again.returncode == 1, "that stretch was computed by the code that is here"
+
+
 # ---- what it refuses -----------------------------------------------------------------------------
 
 
 def test_bad_input_is_one_line(good, replay, tmp_path):
-    for arguments in (
-        (tmp_path / "none", "--step=3"),
-        (good.out_dir,),
-        (good.out_dir, "--step=99"),
+    for typed_words, words in (
+        ((tmp_path / "none", "--step=3"), "holds no run"),
+        ((good.out_dir,), "expected RUN"),
+        ((good.out_dir, "--step=99"), f"--step=99: {good.out_dir} has 12 steps"),
+        ((good.out_dir, "--step=3", "--before_rollback=1"), "there were 0 rollbacks"),
+        ((good.out_dir, "--step=3", "--script=/nowhere.py"), "there is no such file"),
     ):
-        again = replay(*arguments)
-        assert again.returncode in (1, 2) and len(again.stderr.splitlines()) == 1, again.stderr
+        again = replay(*typed_words)
+        assert again.returncode == 2 and len(again.stderr.splitlines()) == 1, again.stderr
+        assert words in again.stderr and "computing" not in again.stdout
+
+
+def test_nothing_is_executed_because_the_run_names_it(good, replay, tmp_path):
+    evil = good.out_dir / "evil.py"
+    evil.write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+
+    def change(facts):
+        facts["command"] = [str(evil)]
+        facts["run"]["code"][str(evil)] = ["0", "0"]
+
+    edit_facts(good, change)
+    for what in ("--step=7", "--verify=1"):
+        again = replay(good.out_dir, what)
+        assert again.returncode == 2 and "--script=evil.py" in again.stderr, again.stdout
+        assert len(again.stderr.splitlines()) == 1
+    assert not (tmp_path / "executed").exists()
+
+
+FORMS = [
+    lambda facts: facts.update(config=None),
+    lambda facts: facts.update(command=[]),
+    lambda facts: facts.update(command=[3]),
+    lambda facts: facts["run"].update(code=["train.py"]),
+    lambda facts: facts["run"].update(code={"train.py": 3}),
+    lambda facts: facts["run"].update(threads="x"),
+    lambda facts: facts["run"].update(threads=0),
+    lambda facts: facts["run"].pop("compile"),
+    lambda facts: facts.update(run=[]),
+    lambda facts: facts["config"].update(n_embd=[]),
+    lambda facts: facts["config"].update(n_embd="x"),
+    lambda facts: facts["config"].update(unknown=1),
+]
+
+
+def test_a_run_json_of_another_form_is_one_line(good, replay):
+    kept = (good.out_dir / "run.json").read_text()
+    for number, change in enumerate(FORMS):
+        edit_facts(good, change)
+        again = replay(good.out_dir, "--step=7")
+        assert again.returncode == 2 and len(again.stderr.splitlines()) == 1, (number, again.stderr)
+        assert str(good.out_dir) in again.stderr
+        (good.out_dir / "run.json").write_text(kept)
+
+
+@pytest.mark.slow  # five processes that import torch
+def test_a_renamed_train_py_is_named_by_the_user(data_dir, tmp_path):
+    repository = tmp_path / "repository"
+    ignore = shutil.ignore_patterns(".git", "out", "data", "tests", "records", "docs")
+    shutil.copytree(REPO, repository, ignore=ignore)
+    (repository / "train.py").rename(repository / "my_train.py")
+
+    def call(*words):
+        command = [sys.executable, *words]
+        return subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+
+    flags = arguments(tmp_path / "run", data_dir, PART)[1:]
+    assert call("my_train.py", *flags).returncode == 0
+    for words in (["replay.py", tmp_path / "run", "--step=7"], ["sample.py", tmp_path / "run"]):
+        refused = call(*words)
+        assert refused.returncode == 2 and "--script=" in refused.stderr
+        assert len(refused.stderr.splitlines()) == 1
+        done = call(*words, "--script=my_train.py")
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow  # three processes that import torch

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -400,7 +401,8 @@ def test_troubles_come_with_causes_a_command_and_what_to_try(tmp_path):
     text = words_of(read_run(write_run(tmp_path / "x", rows, config=config, command=command)))
     assert "- **Training waits for data** (`waits_for_data`): 60% of the time of all steps." in text
     assert "`python train.py --num_workers=8 --out_dir=out/x_waits_for_data`" in text
-    assert "Try: --num_workers=8 (now 4), a dataset on a local" in text
+    assert "Try: --num_workers=8 (now 4)." in text
+    assert "Likely causes: batches that take too long to prepare; a slow disk." in text
 
 
 def test_a_new_field_gets_a_panel_and_a_row(tmp_path):
@@ -615,7 +617,7 @@ def test_the_axis_of_losses_is_that_of_what_follows_the_beginning(tmp_path):
     ):
         low, high = ax.get_ylim()
         assert 0.9 < low < 1.0 and 1.5 < high < 2
-        assert "the beginning, at 42, is above" in [text.get_text() for text in ax.texts]
+        assert "the beginning, at 41.5, is above" in [text.get_text() for text in ax.texts]
     spiking = [each | {"loss": 3.0} if each["step"] % 100 == 50 else each for each in rows]
     run = read_run(write_run(tmp_path / "spikes", spiking))
     assert drawn(report.picture, run).axes[0].get_ylim()[1] > 3, "a spike is seen"
@@ -686,6 +688,171 @@ def test_equal_knobs_and_other_numbers_lead_to_the_place_where_they_part(tmp_pat
     assert "replay.py" not in report.compare_words([one, same], ["one", "same"], image=[])
     parts.info["config"]["peak_lr"] = 2e-3
     assert "replay.py" not in report.compare_words([one, parts], ["one", "parts"], image=[])
+
+
+def three_runs(folder):
+    """Two runs on one text, and one on another."""
+    folder.mkdir()
+    ends = [event(40, "end", ended="finished", seconds={"train": 2.0})]
+    for name, loss, data in (("a", 2.0, "x"), ("b", 1.5, "x"), ("c", 1.0, "y")):
+        rows = [evaluation(0, 4.2), *falling(40), evaluation(40, loss), *ends]
+        about = {"data": {"fingerprint": data}, "config": {"peak_lr": 1e-3}, "ended": "finished"}
+        info = about | {"start": f"2026-01-0{ord(name) - 96}T10:00:00", "end": None}
+        write_run(folder / name, rows, **info)
+    return folder
+
+
+def test_a_folder_of_runs_is_listed_with_the_best_on_each_text_marked(tmp_path):
+    out = three_runs(tmp_path / "out")
+    (out / "notes.txt").write_text("no run")
+    write_run(out / "killed", falling(3))
+    for arguments in ([], ["out"], ["out/"]):
+        script = [sys.executable, REPO / "report.py", *arguments]
+        done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        header, *lines = done.stdout.splitlines()
+        assert done.returncode == 0 and done.stderr == ""
+        assert header.split("  ")[0] == "run" and "best loss" in header
+        rows = {line.split()[0]: line for line in lines}
+        assert list(rows) == ["a", "b", "c", "killed"]
+        assert [name for name, line in rows.items() if line.endswith("best")] == ["b", "c"]
+        assert "40" in rows["a"] and "2.0000" in rows["a"] and "finished" in rows["a"]
+        assert "2026-01-02 10:00" in rows["b"] and "no end on record" in rows["killed"]
+    assert not list(out.glob("*/report.*"))
+
+
+def test_what_is_no_run_is_left_out_with_a_line(tmp_path):
+    out = three_runs(tmp_path / "out")
+    (out / "notes.txt").write_text("no run")
+    (out / "empty").mkdir()
+    done = command(*sorted(out.iterdir()))
+    assert done.returncode == 0
+    left_out = done.stderr.splitlines()
+    assert [line.split(":")[1].strip() for line in left_out] == ["left out", "left out"]
+    assert "empty" in left_out[0] and "notes.txt" in left_out[1]
+    assert (out / "a" / "compare.png").is_file()
+
+
+def test_a_comparison_prints_its_table(tmp_path):
+    out = three_runs(tmp_path / "out")
+    done = command(out / "a", out / "b")
+    lines = [line.split("  ") for line in done.stdout.splitlines()]
+    rows = {cells[0]: [cell.strip() for cell in cells[1:] if cell.strip()] for cells in lines}
+    assert rows[""] == ["a", "b"]
+    assert rows["best validation loss, nats"] == ["2.0000 at step 40", "1.5000 at step 40"]
+    assert "epochs" not in rows, "what is equal is left out"
+    for i in range(4):
+        write_run(out / f"more{i}", falling(20))
+    many = command(*sorted(out.iterdir()))
+    assert many.stdout.splitlines()[0].startswith("run ") and "more3" in many.stdout
+
+
+def test_short_runs_are_compared_on_what_follows_the_beginning(tmp_path):
+    runs = []
+    for name in "ab":
+        rows = [evaluation(0, 4.2), *falling(40), evaluation(40, 1.7)]
+        runs.append(read_run(write_run(tmp_path / name, rows)))
+    figure = drawn(report.compare_picture, runs, ["a", "b"])
+    labels = [ax.get_ylabel() for ax in figure.axes]
+    assert "learning rate" in labels and "throughput (tokens/s)" in labels
+    for ax in (figure.axes[0], drawn(report.picture, runs[0]).axes[0]):
+        points = [line for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
+        assert points and all(list(line.get_xdata()) == [40] for line in points)
+
+
+def test_a_share_of_the_peak_is_a_percentage_everywhere(tmp_path):
+    run = read_run(write_run(tmp_path / "run", falling(40)))
+    (mfu,) = (ax for ax in drawn(report.picture, run).axes if ax.get_ylabel() == "MFU (%)")
+    assert set(mfu.lines[0].get_ydata()) == {5.0} and values_of(run)["MFU"] == "5.0%"
+
+
+def test_a_run_that_goes_on_is_said_to_be_running(tmp_path):
+    folder = write_run(tmp_path / "run", falling(40))
+    assert results.ended(read_run(folder)) == "no end on record (killed), at step 40"
+    hold = (
+        "import fcntl, sys, time; lock = open(sys.argv[1], 'a'); fcntl.lockf(lock, fcntl.LOCK_EX)"
+    )
+    hold += "; print(flush=True); time.sleep(60)"
+    other = [sys.executable, "-c", hold, folder / ".lock"]
+    with subprocess.Popen(other, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        assert results.ended(read_run(folder)) == "running, at step 40"
+        process.kill()
+
+
+def test_the_whole_split_is_only_what_the_record_says_it_is(tmp_path):
+    """train.py writes bits per byte only of the whole split, whatever a fork's evaluate takes."""
+    part = {k: v for k, v in evaluation(20, 2.0).items() if k != "val_bpb"}
+    for row, words in (
+        (evaluation(20, 2.0), "the whole validation split"),
+        (part, "the validation data that evaluate() takes"),
+        (part | {"val_tokens": 4096}, "the first 4,096 tokens"),
+    ):
+        run = read_run(write_run(tmp_path / "run", [row, *falling(20)]))
+        assert results.outcome(run, 0.0)["best validation loss, nats"][1] == words
+
+
+def test_a_fork_that_evaluates_a_part_is_not_said_to_see_the_whole(run_train):
+    fork = """
+def evaluate(run, inner=train.evaluate):
+    return inner(run) | {"val_tokens": 64}
+train.evaluate = evaluate
+"""
+    assert "val_bpb" in run_train("whole", "--max_steps=3").rows("eval")[0]
+    row = run_train("part", "--max_steps=3", before=fork).rows("eval")[0]
+    assert row["val_tokens"] == 64 and "val_bpb" not in row
+    silent = fork.replace('{"val_tokens": 64}', "{}").replace("inner(run)", "{'val_loss': 1.0}")
+    row = run_train("silent", "--max_steps=3", before=silent).rows("eval")[0]
+    assert "val_tokens" not in row and "val_bpb" not in row
+
+
+def test_other_json_in_a_run_and_what_is_no_file_do_not_matter(tmp_path):
+    folder = write_run(tmp_path / "run", falling(40))
+    record = json.loads((REPO / "records/shakespeare/check.json").read_text())
+    (folder / "seeds.json").write_text(json.dumps(record))  # by check.py: the run is still a run
+    done = command(folder)
+    assert done.returncode == 0 and "report.png" in done.stdout, done.stderr
+    other = tmp_path / "other"
+    other.mkdir()
+    for name, text in {"a": '{"seeds": 5}', "b": "[1]", "c": "{}"}.items():
+        (other / f"{name}.json").write_text(text)
+    os.mkfifo(other / "pipe.json")
+    refused = command(other)
+    assert refused.returncode == 2 and "no metrics.jsonl in it" in refused.stderr
+    (other / "seeds.json").write_text(
+        json.dumps(record | {"command": ["check.py", "\x1b[2J\u202e"]})
+    )
+    table = command(other)
+    assert table.returncode == 0 and table.stdout.startswith("| what |")
+    assert "\x1b" not in table.stdout and "\u202e" not in table.stdout
+    os.mkfifo(folder / "run.json")
+    os.mkfifo(folder / ".lock")
+    assert command(folder).returncode == 0
+
+
+def test_the_name_of_a_folder_cannot_type_into_the_terminal(tmp_path):
+    folder = write_run(tmp_path / "a\x1b[2Jb\u202ec", falling(40))
+    for arguments in (
+        [folder],
+        [folder, write_run(tmp_path / "d", falling(40))],
+        [tmp_path / "\u202ee"],
+    ):
+        done = command(*arguments)
+        assert done.stdout or done.stderr
+        assert not re.search("[\x1b\u202e]", done.stdout + done.stderr)
+
+
+def test_a_line_without_end_is_damage_and_takes_no_memory(tmp_path):
+    folder = write_run(tmp_path / "run", falling(40))
+    with open(folder / "metrics.jsonl", "ab") as file:
+        file.truncate(file.tell() + 400_000_000)
+    limit = "import resource as r; r.setrlimit(r.RLIMIT_AS, (7 << 27, 7 << 27)); import sys\n"
+    code = (
+        limit
+        + "from reporting.record import read_run; print(len(read_run(sys.argv[1]).train['step']))"
+    )
+    script = [sys.executable, "-c", code, folder]
+    done = subprocess.run(script, cwd=REPO, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "40\n", done.stderr
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import stop_at
 
 import prepare_data
 import sample
@@ -79,6 +80,60 @@ def test_the_command_line_writes_only_text_to_stdout(trained):
     assert set(done.stdout) <= set(TEXT)
     assert "best.pt" in done.stderr
     assert re.search(r"^40 tokens in \d\.\d\d s: [\d,]+ tokens/s$", done.stderr, re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def stopped(trained, train_in):
+    """The folder of a run that was stopped before its first evaluation."""
+    flags = f"--dataset=tortoise --n_embd=16 --n_head=2 --data_dir={trained.parent}/data"
+    done = train_in(trained.parent, "stopped", *flags.split(), before=stop_at(7))
+    assert done.returncode == 143, done.stderr
+    return done.out_dir
+
+
+def test_an_early_stop_gives_no_text_from_untrained_weights(stopped, run_sample, tmp_path):
+    pytest.importorskip("safetensors")
+    remark = "ckpt_00000007.pt, step 7 (best.pt is of step 0, before training)"
+    command = [sys.executable, REPO / "sample.py", stopped, "--max_new_tokens=5"]
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    lines = subprocess.run(command, **both, timeout=300, check=True).stdout.splitlines()
+    assert lines[0].endswith(remark), "above the text"
+    export = f"--export={tmp_path}/w.safetensors"
+    assert remark in run_sample(stopped, export)[2]
+    assert "best.pt, step 0:" in run_sample(stopped, export, "--checkpoint=best")[2]
+    assert "best.pt, step 0\n" in run_sample(stopped, "--checkpoint=best")[2]
+    assert "ckpt_00000007.pt, step 7\n" in run_sample(stopped, "--checkpoint=last")[2]
+    path = f"--checkpoint={stopped}/best.pt"
+    assert "best.pt, step 0\n" in run_sample(stopped, path)[2]
+    refused(run_sample(stopped, "--checkpoint=first"), "first is not there")
+
+
+def test_the_newest_is_asked_for_by_name(trained, run_sample):
+    err = run_sample(trained, "--checkpoint=last", "--max_new_tokens=5")[2]
+    assert "ckpt_00000020.pt, step 20\n" in err
+    assert "best.pt, step" in run_sample(trained, "--max_new_tokens=5")[2]
+
+
+def test_weights_that_are_not_finite_are_refused(run_sample, edited):
+    path = edited(lambda c: c["ema"]["head.weight"].fill_(math.nan))
+    refused(run_sample(path), "edited.pt", "head.weight are not finite")
+
+
+def test_no_more_is_allocated_than_a_file_can_hold(run_sample, edited):
+    wide = edited(lambda c: c["config"].update(n_embd=65536))
+    refused(run_sample(wide), "declares a model of", "MB and has 0.")
+    long = edited(lambda c: c["config"].update(block_size=10_000_000, n_head=1))
+    refused(run_sample(long), "declares a model of")
+    stretched = edited(lambda c: c["ema"].update({"head.weight": torch.zeros(1).expand(2**30)}))
+    refused(run_sample(stretched), "a shape that its values do not fill")
+
+
+def test_a_file_that_the_model_reads_and_that_has_moved_is_named(trained, run_sample, monkeypatch):
+    def build(config, vocab_size):
+        return torch.load("/nowhere/base.pt")
+
+    monkeypatch.setattr(sample, "build_model", build)
+    refused(run_sample(trained), "reads /nowhere/base.pt: No such file", "put that file back")
 
 
 def test_text_comes_while_it_is_made(trained):

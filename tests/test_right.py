@@ -1,0 +1,299 @@
+"""Where a user would lose work, or be told something false: one test for each, by a real run."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import REPO, arguments, stop_at, wait_for
+from test_ranks import codes, only_on, ranks
+
+import model
+from model import GPT, GPTConfig
+from plumbing import machine
+from plumbing.cli import BadInput
+from plumbing.safe_step import compiled
+
+
+def facts(done):
+    return json.loads((done.out_dir / "run.json").read_text())
+
+
+def events(done, name):
+    return [row for row in done.rows("event") if row["event"] == name]
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
+
+BROKEN = """
+import os, signal, torch
+def broken(model, **options):
+    def call(*batch):
+        SIGNAL
+        raise RuntimeError("g++ ended with code 1")
+    return call
+torch.compile = broken
+"""
+WORKING = """
+import torch
+torch.compile = lambda model, **options: lambda *batch: model(*batch)
+"""
+
+
+def test_a_signal_during_compilation_is_no_failed_compilation(run_train):
+    """Ctrl-C reaches the compiler, too, which then fails."""
+    interrupted = BROKEN.replace("SIGNAL", "os.kill(os.getpid(), signal.SIGINT)")
+    done = run_train("run", "--compile=true", before=interrupted)
+    assert done.returncode == 130, done.stderr
+    assert facts(done)["ended"] == "stopped by SIGINT" and not done.checkpoint(0).exists()
+    assert events(done, "compile_failed") == []
+    done = run_train("run", "--compile=true", before=WORKING)
+    assert done.returncode == 0 and facts(done)["run"]["compile"] is True
+    assert events(done, "inexact_resume") == []
+
+
+def test_a_fallback_to_eager_mode_is_not_kept(run_train):
+    flags = ("--compile=true", "--save_interval=4")
+    stopping = BROKEN.replace("SIGNAL", "pass") + stop_at(6)
+    first = run_train("run", *flags, before=stopping)
+    assert first.returncode == 143 and len(events(first, "compile_failed")) == 1
+    assert facts(first)["run"]["compile"] is False
+    done = run_train("run", *flags, before=WORKING)
+    (event,) = events(done, "inexact_resume")
+    assert event["compile"] == [False, True]
+
+
+def test_no_shape_is_left_to_eager_mode():
+    """Past its limit of 8, torch would compute later shapes in eager mode without an error."""
+    compiled(torch.nn.Linear(2, 2))
+    assert torch._dynamo.config.recompile_limit > 1000
+
+
+# ---- the best, the schedule ----------------------------------------------------------------------
+
+
+def test_another_metric_for_a_finished_run_is_refused(run_train):
+    assert run_train("run").returncode == 0
+    for flag in ("--best_metric=-val_accuracy", "--best_metric=nonsense", "--eval_tokens=32"):
+        done = run_train("run", flag)
+        assert done.returncode == 2 and flag[2:].split("=")[0] in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+STALLED = ("--peak_lr=1e-12", "--min_lr=0", "--eval_interval=2")  # no evaluation improves
+
+
+def test_a_plateau_of_another_run_does_not_lower_the_rate(run_train):
+    plateau = ("--plateau_factor=0.5", "--plateau_patience=1")
+    old = run_train("old", *STALLED, *plateau, "--save_interval=6")
+    factor = torch.load(old.checkpoint(12), weights_only=True)["state"]["lr_factor"]
+    assert factor < 1
+    flags = (f"--resume={old.checkpoint(12)}", "--max_steps=18", "--schedule=cosine")
+    new = run_train("new", *flags, "--decay_steps=30", "--peak_lr=1e-3", "--warmup_steps=1")
+    assert new.returncode == 0, new.stderr
+    rate = new.rows("train")[0]["lr"]
+    assert rate == pytest.approx(1e-4 + 0.45e-3 * (1 + math.cos(math.pi * 11 / 29)))
+
+
+def test_a_best_that_is_measured_again_is_the_one_to_beat(run_train):
+    """Also where the run was stopped between two evaluations."""
+    assert run_train("run", *STALLED, before=stop_at(5)).returncode == 143
+    done = run_train("run", *STALLED, "--eval_tokens=64")
+    state = torch.load(done.checkpoint(12), weights_only=True)["state"]
+    assert state["evals_since_best"] == 4  # at steps 6, 8, 10, 12
+
+
+# ---- what a fork returns -------------------------------------------------------------------------
+
+RETURNS = """
+def NAME(*batch, inner=train.NAME):
+    return inner(*batch) | {"FIELD": VALUE}
+train.NAME = NAME
+import torch
+"""
+
+
+@pytest.mark.parametrize(
+    "name, field, value, words",
+    [
+        ("train_step", "lr", "torch.ones(())", "train_step() returns a number named lr"),
+        ("train_step", "mfu", "torch.ones(())", "train_step() returns a number named mfu"),
+        ("train_step", "own", "torch.ones(3)", "returns own of shape (3,); expected a scalar"),
+        ("forward_backward", "epoch", "torch.ones(())", "the model returns a number named epoch"),
+        ("forward_backward", "targets", "torch.ones(())", "the model returns a number named targ"),
+        ("evaluate", "step", "1", "evaluate() returns a number named step"),
+        ("evaluate", "own", "torch.ones(2)", "evaluate() returns own of shape (2,)"),
+    ],
+)
+def test_a_name_that_rows_have_and_what_is_no_scalar_is_refused(
+    run_train, name, field, value, words
+):
+    before = RETURNS.replace("NAME", name).replace("FIELD", field).replace("VALUE", value)
+    done = run_train("run", before=before)
+    assert done.returncode == 1 and words in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and not done.rows("train")
+
+
+def test_a_tensor_from_evaluate_becomes_a_number(run_train):
+    before = RETURNS.replace("NAME", "evaluate").replace("FIELD", "own")
+    done = run_train("run", before=before.replace("VALUE", "torch.tensor(2.5)"))
+    assert done.returncode == 0 and done.rows("eval")[0]["own"] == 2.5
+
+
+def test_an_evaluation_without_a_loss_is_one_line(run_train):
+    before = "train.evaluate = lambda run: {'val_tokens': 3}"
+    done = run_train("run", before=before)
+    assert done.returncode == 1 and "expected val_loss" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_loss_that_is_not_finite_before_the_first_update_is_no_matter_of_the_rate(run_train):
+    before = RETURNS.replace("NAME", "forward_backward").replace("FIELD", "loss")
+    done = run_train("run", before=before.replace("VALUE", "torch.tensor(float('nan'))"))
+    assert done.returncode == 1 and "the loss is NaN at step 0" in done.stderr
+    assert "--peak_lr" not in done.stderr
+
+
+GROUPS = """
+import torch
+def configure_optimizers(model, name, lr, *rest):
+    weights = list(model.parameters())
+    return [torch.optim.AdamW(weights[1:], lr), *OTHERS]
+train.configure_optimizers = configure_optimizers
+"""
+
+
+@pytest.mark.parametrize("others, words", [("[]", "is in 0 groups"), ("TWICE", "is in 2 groups")])
+def test_a_weight_that_is_in_no_group_or_in_two_is_refused(run_train, others, words):
+    twice = "[torch.optim.SGD(weights[:2], lr)]"
+    done = run_train("run", before=GROUPS.replace("OTHERS", others.replace("TWICE", twice)))
+    assert done.returncode == 2 and words in done.stderr, done.stderr
+    assert not done.out_dir.exists()
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def waiting_rank(data_dir, tmp_path, wrapped=False):
+    """A rank whose partner never comes."""
+    environment = os.environ | {
+        "WORLD_SIZE": "2",
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29417",
+    }
+    command = [sys.executable, *arguments(tmp_path / "run", data_dir, ())]
+    if wrapped:  # by a launcher that can die
+        program = "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:])"
+        program += "; print(p.pid, flush=True); time.sleep(100)"
+        command = [sys.executable, "-c", program, *command]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def waits(pid):
+    """Whether the process is in the rendezvous: it has torch's store, and sleeps."""
+    with open(f"/proc/{pid}/status") as status:
+        threads = int(status.read().split("Threads:")[1].split()[0])
+    return threads > 2
+
+
+def test_a_rank_that_waits_for_another_can_be_ended(data_dir, tmp_path):
+    process = waiting_rank(data_dir, tmp_path)
+    wait_for(lambda: waits(process.pid), 60)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == -signal.SIGTERM
+
+
+def test_a_rank_whose_launcher_dies_while_it_waits_ends_by_itself(data_dir, tmp_path):
+    launcher = waiting_rank(data_dir, tmp_path, wrapped=True)
+    pid = int(launcher.stdout.readline())
+    wait_for(lambda: waits(pid), 60)
+    time.sleep(1)
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: not os.path.exists(f"/proc/{pid}"), 10)
+
+
+FAILS = """
+from plumbing.cli import fail
+def configure_optimizers(*rest):
+    fail("the model does not fit into this memory")
+train.configure_optimizers = configure_optimizers
+"""
+
+
+def test_the_rank_that_has_the_cause_prints_it(run_train):
+    done = run_train("run", "--hang_minutes=0.2", before=ranks(2, only_on(1, FAILS)))
+    assert codes(done).endswith("2"), done.stderr
+    assert done.stderr.count("the model does not fit into this memory") == 1
+    assert "another rank" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_what_all_ranks_refuse_is_printed_once(run_train):
+    done = run_train("run", before=ranks(2, FAILS))
+    assert codes(done) == "2 2"
+    assert done.stderr.count("the model does not fit into this memory") == 1
+
+
+# ---- one place for what a fork edits once --------------------------------------------------------
+
+
+def small_model(**shape):
+    torch.manual_seed(0)
+    config = {"vocab_size": 65, "block_size": 16, "n_head": 2, "n_embd": 32} | shape
+    made = GPT(GPTConfig(**config))
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+    return made.eval()
+
+
+def test_a_window_holds_in_every_path_of_attention(monkeypatch):
+    def window(n, T, device):
+        place = torch.arange(T)
+        distance = place[T - n :, None] - place[None, :]
+        return (distance >= 0) & (distance < 4)
+
+    gpt = small_model()
+    tokens = torch.randint(65, (2, 16))
+    causal = gpt(tokens)
+    monkeypatch.setattr(model, "visible", window)
+    plain = gpt(tokens)
+    assert (plain - causal).abs().max() > 1e-3  # the control
+    assert torch.allclose(gpt(tokens, last_only=True), plain[:, -1:], atol=1e-5)
+    monkeypatch.setattr(model, "PLAIN_ATTENTION_MAX", 0)
+    assert torch.allclose(gpt(tokens), plain, atol=1e-5)
+
+
+def test_a_soft_cap_holds_in_every_path_to_the_loss(monkeypatch):
+    gpt = small_model(vocab_size=1100).train()
+    batch = torch.randint(1100, (2, 2, 16))
+    inner = model.logits_of
+    monkeypatch.setattr(model, "logits_of", lambda *args: 3 * torch.tanh(inner(*args) / 3))
+    whole = gpt(*batch)
+    monkeypatch.setattr(model, "CHUNK_LOGITS", 4000)
+    chunked = gpt(*batch)
+    assert gpt.loss_chunks(32) > 1 and torch.allclose(whole, chunked, atol=1e-5)
+    assert gpt(batch[0]).abs().max() <= 3
+
+
+# ---- the environment -----------------------------------------------------------------------------
+
+
+def test_cublas_finds_its_setting_when_train_is_imported(monkeypatch):
+    source = "import train, os; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
+    environment = {k: v for k, v in os.environ.items() if k != "CUBLAS_WORKSPACE_CONFIG"}
+    done = subprocess.run(
+        [sys.executable, "-c", source], env=environment, cwd=REPO, capture_output=True, text=True
+    )
+    assert done.stdout == ":4096:8\n", done.stderr
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(BadInput, match="expected :4096:8 or :16:8"):
+        machine.set_deterministic(True, torch.device("cuda"))
