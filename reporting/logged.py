@@ -135,6 +135,11 @@ class Logged:
             self.rows.setdefault((at, KINDS.index(kind)), []).append(row)
 
     @property
+    def is_record(self) -> bool:
+        """Whether it lies in records/, which hold no checkpoints: it is computed from its beginning."""
+        return self.path.resolve().parent == REPO / "records"
+
+    @property
     def end(self) -> dict:
         """The loop's state at the end, if the run has reached one in good order; else empty."""
         ended = str(self.facts.get("ended") or "failed")  # maybe before its first step
@@ -229,7 +234,7 @@ class Logged:
         facts = self.facts_at(stop)
         knobs = facts["config"] | kept_in(facts["run"], knobs_of_train())
         knobs["out_dir"] = out_dir
-        knobs["data_dir"] = data_dir or facts["config"].get("data_dir", "data")
+        knobs["data_dir"] = data_dir or str(REPO / facts["config"].get("data_dir", "data"))
         return [f"--{name}={show(value)}" for name, value in knobs.items()] + FREE_FLAGS
 
     # ---- are its files what train.py writes, and what the log says? ------------------------------
@@ -268,6 +273,8 @@ class Logged:
         expected = {save.sha256 for save in saves}
         there = [path for path in self.files if place_of(path.name) == name]
         read = [self.files[path] for path in there if isinstance(self.files[path], Checkpoint)]
+        if not there and self.is_record:
+            return []
         if not there:
             return [f"{self.path / name} is missing: it was saved at step {saves[0].step}"]
         if len(read) < len(there) or expected & {checkpoint.sha256 for checkpoint in read}:

@@ -84,3 +84,11 @@ def computed_rows(folder: Path) -> list[dict]:
         if row.get("event", "saved") in ("saved", "sample"):
             rows.append({name: row[name] for name in row if name not in MEASURED})
     return rows
+
+
+def what_it_needs(folder: Path) -> str:
+    """In words, on which machine the figures of a record were measured, and by which command."""
+    facts = read_json(sorted(folder.glob("*.json"))[0])
+    cpu, torch = facts["hardware"]["cpu"], facts["versions"]["torch"]
+    command = f"python {' '.join(facts['command'])}"
+    return f"{folder} holds figures of {cpu} with torch {torch}, and no run; there, type: {command}"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 from conftest import REPO, read_rows
 
 from plumbing import machine
-from reporting.records import computed_rows, what_differs
+from reporting.records import computed_rows, what_differs, what_it_needs
 
 CPU = torch.device("cpu")
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "muon")
@@ -254,6 +255,23 @@ def test_a_forged_record_is_found_but_for_what_computing_does_not_give(tmp_path,
     (tmp_path / "run.json").write_text(json.dumps(facts))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert bool(what_differs(tmp_path, record)) == (forgery in FOUND)
+
+
+def test_a_record_without_a_run_says_which_machine_it_needs():
+    command = [sys.executable, "replay.py", "records/shakespeare_fast", "--verify=1"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert re.search("figures of .* with torch 2.* type: python check.py config/", done.stderr)
+    for folder in (REPO / "records").glob("*/"):
+        assert "with torch 2." in what_it_needs(folder)
+
+
+@pytest.mark.slow
+def test_a_record_verifies_itself():
+    command = [sys.executable, "replay.py", "records/portable_formula", "--verify=99"]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr
+    assert "90 of 90 steps computed again: all bits equal" in done.stdout
 
 
 @pytest.mark.slow
