@@ -275,7 +275,7 @@ def loss_checks(job):
     for vocab_size, rows in ((FEW, 4), (1100, -(-20_000 // length))):
         model = probe(job, vocab_size, n_layer=1)
         inputs, targets = (random_tokens(job, rows, length, vocab_size) for _ in "xy")
-        targets[0, : length // 2] = -100
+        targets[:, : length // 4] = -100
         for training in (True, False):
             model.train(training).zero_grad()
             loss = loss_of(model, inputs, targets)
@@ -558,7 +558,8 @@ def data_checks(job):
     same = first == hashes(train_data[size, size][0])
     same_later = first == hashes(train_data[len(train_data), size][0])
     found = f"next is the same: {same}; next epoch's: {same_later}"
-    yield "batches differ", not same and not same_later, found, not same
+    passable = not same and "tokenizer" not in job.meta  # a text has another order in each epoch
+    yield "batches differ", not same and not same_later, found, passable
 
     width = inputs[0].numel()
     count = max(1, min(len(train_data), 2**24 // width))
