@@ -654,7 +654,7 @@ def print_table(path):
             group = [row for row in bugs if row[key] == name]
             print(f"| {name} | {len(group)} | {sum(row['check']['code'] == 1 for row in group)} |")
     found = sum(row["check"]["code"] == 1 for row in bugs)
-    seconds = sorted(row["seconds"] for row in bugs)
+    seconds = sorted(row["seconds"] for row in bugs) or [0.0]
     print(f"\n{found} of {len(bugs)} found: {found / max(1, len(bugs)):.0%}", end="; ")
     print(f"{seconds[len(seconds) // 2]:.0f} s in the median, {seconds[-1]:.0f} at most")
     for row in bugs:
