@@ -88,6 +88,9 @@ class Muon(torch.optim.Optimizer):
         super().__init__(weights, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))
         self.parts = parts or {}
 
+    def __getstate__(self) -> dict:  # for a copy of an optimizer
+        return super().__getstate__() | {"parts": self.parts}
+
     @torch.no_grad()
     def step(self) -> None:
         """As torch's fused optimizers do, it obeys `self.found_inf` without waiting for it: both

@@ -373,7 +373,7 @@ def continue_from(run, saved: dict, config: Config) -> None:
     refused = differences(then, now, config.knobs, "fixed")
     own = run.folder.owns(run.path)
     lacking = [name for name in built["model"] if name not in saved["model"]]
-    if lacking and not own:
+    if lacking and not own and not refused:
         fail(
             f"{shown(run.path)} lacks {len(lacking)} weights of this model, such as {lacking[0]}; to "
             "begin with the others, leave out --resume and load them in build_model "

@@ -147,7 +147,7 @@ class RunFolder(ExitStack):
                 self.wandb.send(json.loads(line))
         self.facts |= run.facts
         if path:
-            resume = {"time": now(), "from": str(path), "step": step, "inexact": inexact or None}
+            resume = {"time": now(), "from": str(path), "step": step, "inexact": inexact}
             self.facts["resumes"].append(resume)
             self.event(step, "resume", checkpoint=path.name)
         if inexact:

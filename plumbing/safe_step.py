@@ -132,9 +132,10 @@ class Captured:
 
 
 def buffers_of(model: nn.Module) -> dict:
-    """What state_dict() has beside the weights."""
-    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    return {name: value for name, value in model.state_dict().items() if name not in weights}
+    """The persistent buffers and the extra states in state_dict()."""
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    saved = model.state_dict().items()
+    return {n: v for n, v in saved if n in buffers or n.endswith("_extra_state")}
 
 
 @contextmanager
