@@ -157,9 +157,10 @@ def test_help_lists_every_knob_with_its_default(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == ""
     assert len(KNOBS) > 40
-    for name, (default, comment, _) in KNOBS.items():
-        assert f"--{name}={show(default)}" in done.stdout
-        assert " ".join(comment.split()[:2]) in " ".join(done.stdout.split())
+    for name, knob in KNOBS.items():
+        assert f"--{name}={show(knob.default)}" in done.stdout
+        assert " ".join(knob.comment.split()[:2]) in " ".join(done.stdout.split())
+    assert "fixed   another value is another run" in done.stdout
     assert tree(tmp_path) == {}
 
 
@@ -430,7 +431,6 @@ def test_a_finished_run_asked_for_another_one_is_refused(train_in, finished):
     before = tree(finished.out_dir)
     for flag, words in (
         ("--peak_lr=0.5", "peak_lr changed from 0.001 to 0.5"),
-        ("--ema_decay=0.5", "ema_decay changed from 0.0 to 0.5"),
         ("--max_skipped=3", "max_skipped changed from 10 to 3"),
         ("--deterministic=false", "deterministic changed from auto to False"),
     ):
@@ -477,9 +477,7 @@ def test_everything_else_may_change_freely(train_in, stopped, tmp_path):
     shutil.copytree(stopped.out_dir, tmp_path / "run")
     free = "--max_steps=14 --decay_steps=12 --log_interval=1 --eval_interval=3 --save_interval=3 --keep_last=1"
     free += " --num_workers=1 --patience=9 --min_delta=0.1 --milestone_interval=7 --max_skipped=3"
-    free += (
-        " --peak_lr=2e-3 --min_lr=2e-4 --weight_decay=0 --grad_clip=0 --ema_decay=0.5 --beta2=0.9"
-    )
+    free += " --peak_lr=2e-3 --min_lr=2e-4 --weight_decay=0 --grad_clip=0 --beta2=0.9"
     free += " --save_minutes=9 --plateau_factor=0.9 --max_rollbacks=1"
     done = train_in(tmp_path, "run", *free.split())
     assert done.returncode == 0, done.stderr
@@ -537,7 +535,7 @@ train.evaluate = evaluate
 
 @pytest.mark.parametrize("fork", WRONG_FORKS)
 def test_an_error_in_a_fork_shows_the_forks_own_line(run_train, tmp_path, fork):
-    """Not one line that calls it bad input, and no frame of plumbing/ or torch but their place."""
+    """Python's own traceback, not one line that calls it bad input."""
     (tmp_path / "fork.py").write_text("import torch\nimport train\n" + WRONG_FORKS[fork])
     done = run_train(
         "run", before=f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import fork"
@@ -545,9 +543,7 @@ def test_an_error_in_a_fork_shows_the_forks_own_line(run_train, tmp_path, fork):
     lines = done.stderr.splitlines()
     assert done.returncode == 1
     assert lines[0].startswith("Traceback")
-    own = [number for number, line in enumerate(lines) if line.startswith("  File")][-1]
-    assert f"{tmp_path}/fork.py" in lines[own] and "# my own line" in lines[own + 1]
-    assert len(lines) - own <= 5, done.stderr
+    own = [number for number, line in enumerate(lines) if f"{tmp_path}/fork.py" in line][-1]
+    assert "# my own line" in lines[own + 1]
     names = {"built": "ValueError", "embedding": "IndexError", "loop": "FileNotFoundError"}
     assert lines[-1].startswith(names[fork])
-    assert not any("/plumbing/" in line or "site-packages" in line for line in lines)

@@ -30,8 +30,8 @@ OTHER = {
     "label_smoothing": 0.1,
     "n_future_tokens": 2,
     "grad_checkpoint": "true",
-    "batch_size": ("--accum_steps=2", 4),
-    "accum_steps": ("--batch_size=4", 2),
+    "batch_size": "4 --accum_steps=2",  # another split of the same product
+    "accum_steps": "2 --batch_size=4",
     "seed": 1,
     "num_workers": 1,
     "prefetch_factor": ("--num_workers=1", 3),
@@ -84,7 +84,7 @@ NEEDS_RANKS = ("shard", "offload")
 
 
 def of_policy(word):
-    """[(knob, flags of both runs, flag of the second)], slow ones marked."""
+    """[(knob, flags of both runs, flags of the second)], slow ones marked."""
     names = [name for name, knob in KNOBS.items() if word in (knob.policy or {"course"})]
     cases = []
     for name in names:
@@ -92,7 +92,9 @@ def of_policy(word):
         *flags, value = value if isinstance(value, tuple) else (value,)
         is_slow = name in ("compile", "wandb_log", "offload")
         marks = [pytest.mark.slow] if is_slow else []
-        cases.append(pytest.param(name, flags, f"--{name}={value}", id=name, marks=marks))
+        first, *others = f"--{name}={value}".split(" --")  # and what must change with it
+        changed = [first, *(f"--{other}" for other in others)]
+        cases.append(pytest.param(name, flags, changed, id=name, marks=marks))
     return cases
 
 
@@ -124,54 +126,56 @@ def essence(done):
     return digest([kept, state])
 
 
-@pytest.mark.parametrize("name, flags, flag", of_policy("free"))
-def test_a_free_knob_changes_no_bit(name, flags, flag, base, run_train, data_dir):
+@pytest.mark.parametrize("name, flags, changed", of_policy("free"))
+def test_a_free_knob_changes_no_bit(name, flags, changed, base, run_train, data_dir, tmp_path):
     if name == "data_dir":
         (data_dir.parent / "copy").mkdir(exist_ok=True)
         link = data_dir.parent / "copy" / "small"
         if not link.exists():
             link.symlink_to(data_dir / "small")
-        flag = f"--data_dir={link.parent}"
+        changed = [f"--data_dir={link.parent}"]
     env = {"WANDB_MODE": "offline"}
-    other = run_train("run", *FLAGS, *flags, "--keep_last=9", flag, env=env)
+    other = run_train("run", *FLAGS, *flags, "--keep_last=9", *changed, env=env)
+    if name == "out_dir":
+        other.out_dir = tmp_path / "elsewhere"
     assert other.returncode == 0, other.stderr
     assert essence(other) == essence(base(*flags))
 
 
-@pytest.mark.parametrize("name, flags, flag", of_policy("bits"))
-def test_a_knob_that_changes_bits_leaves_an_inexact_resume(name, flags, flag, run_train):
+@pytest.mark.parametrize("name, flags, changed", of_policy("bits"))
+def test_a_knob_that_changes_bits_leaves_an_inexact_resume(name, flags, changed, run_train):
     before = ranks(2) if name in NEEDS_RANKS else ""
     done = run_train("run", *FLAGS, *flags, "--max_steps=6", before=before)
     assert done.returncode == 0, done.stderr
     if name == "device":  # this machine has only one
         before = "train.resuming.device_name = lambda _: 'another'"
-    done = run_train("run", *FLAGS, *flags, flag, before=before)
+    done = run_train("run", *FLAGS, *flags, *changed, before=before)
     assert done.returncode == 0, done.stderr
     (event,) = [row for row in done.rows("event") if row["event"] == "inexact_resume"]
     assert name in event
 
 
-@pytest.mark.parametrize("name, flags, flag", of_policy("fixed"))
+@pytest.mark.parametrize("name, flags, changed", of_policy("fixed"))
 def test_a_fixed_knob_is_refused_on_a_resume_and_names_the_folder(
-    name, flags, flag, base, run_train, data_dir
+    name, flags, changed, base, run_train, data_dir
 ):
     if name == "dataset" and not (data_dir / "other").exists():
         (data_dir / "other").symlink_to(data_dir / "small")
-    done = run_train(base(*flags).out_dir, *FLAGS, "--max_steps=14", *flags, flag)
+    done = run_train(base(*flags).out_dir, *FLAGS, "--max_steps=14", *flags, *changed)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert f"{name} changed from" in done.stderr or "dimension" in done.stderr
     assert KNOBS[name].names_folder()
 
 
 @pytest.mark.parametrize(
-    "name, flags, flag", [*of_policy("course"), *of_policy("kept")], ids=lambda value: None
+    "name, flags, changed", [*of_policy("course"), *of_policy("kept")], ids=lambda value: None
 )
-def test_a_change_of_the_course_is_recorded_and_names_the_folder(name, flags, flag, run_train):
+def test_a_change_of_the_course_is_recorded_and_names_the_folder(name, flags, changed, run_train):
     if KNOBS[name].policy & {"fixed", "bits"}:
         pytest.skip("another word says what it does")
     stopped = run_train("run", "--save_interval=4", *flags, before=stop_at(6))
     assert stopped.returncode == 143, stopped.stderr
-    done = run_train("run", "--save_interval=4", *flags, flag)
+    done = run_train("run", "--save_interval=4", *flags, *changed)
     assert done.returncode == 0, done.stderr
     (event,) = [row for row in done.rows("event") if row["event"] == "changed"]
     then, now = event[name]

@@ -9,7 +9,6 @@ import math
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -382,8 +381,6 @@ def test_evaluation_does_not_depend_on_how_it_is_cut(knobs, val, micro_batch):
 def test_evaluation_that_runs_out_of_memory_goes_through_in_smaller_micro_batches(knobs, val):
     run = build_run()
     expected = evaluate(run, val)
-    events = []
-    run.folder = SimpleNamespace(event=lambda step, event, **fields: events.append(fields))
     forward = run.model.forward
 
     def forward_of_few(inputs):
@@ -393,7 +390,7 @@ def test_evaluation_that_runs_out_of_memory_goes_through_in_smaller_micro_batche
 
     run.model.forward = forward_of_few
     assert evaluate(run, val, micro_batch=12) == pytest.approx(expected, rel=1e-6)
-    assert events == [{"eval_micro_batch": 6}, {"eval_micro_batch": 3}]
+    assert run.state["eval_micro_batch"] == 3
 
 
 def test_the_average_is_what_is_evaluated_where_there_is_one(knobs, val):
@@ -562,7 +559,7 @@ def train_step(*arguments, inner=train.train_step, calls=[]):
     return inner(*arguments)
 train.train_step = train_step
 """
-    done = run_train("run", f"--max_steps={steps}", before=count)
+    done = run_train("run", f"--max_steps={steps}", "--audit_interval=-1", before=count)
     assert done.returncode == 0, done.stderr
     assert [int(n) for n in re.findall(r"UPDATE (\d+)", done.stdout)] == [*range(1, steps + 1)]
     assert [row["step"] for row in done.rows("train")] == list(range(1, steps + 1))
@@ -790,6 +787,7 @@ def test_a_batch_of_one_sequence_trains(run_train):
 
 # ---- what a fork adds ----------------------------------------------------------------------------
 
+ONCE = "--audit_interval=-1"  # or the second step would be taken twice
 NOTE = """
 import hashlib
 def train_step(model, run, inputs, targets, lr, inner=train.train_step):
@@ -821,7 +819,7 @@ def windows(data_dir):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_update_sees_the_batch_of_its_own_step(run_train, windows, workers):
     """Whole and in order, with and without workers."""
-    flags = ["--batch_size=4", "--accum_steps=2", f"--num_workers={workers}"]
+    flags = ["--batch_size=4", "--accum_steps=2", f"--num_workers={workers}", ONCE]
     done = run_train("run", *flags, before=NOTE)
     expected = [sha_of(windows, 8 * step, 8) for step in range(STEPS)]
     assert [sha for sha, _ in batches_of(done)] == expected
@@ -833,7 +831,7 @@ GROWS = "train.rows_at = lambda step: 8 if step < 5 else 16\n"
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_batch_that_doubles_in_mid_run_keeps_order_mean_and_counts(run_train, windows, workers):
     flags = [f"--num_workers={workers}", "--max_steps=15", "--log_interval=1", "--warmup_steps=0"]
-    done = run_train("run", *flags, before=GROWS + NOTE)
+    done = run_train("run", *flags, ONCE, before=GROWS + NOTE)
     assert done.returncode == 0, done.stderr
     rows = done.rows("train")
     batches = batches_of(done)
