@@ -4,7 +4,7 @@ better than another, or is it luck?
     python check.py config/shakespeare.py                           # before a long run: GO or NO-GO
     python check.py config/shakespeare.py --only=lr,exact,seeds
     python check.py --only=portable                                 # the bits of records/portable?
-    python check.py config/shakespeare.py --n_layer=2 --against="config/shakespeare.py" --seeds=5
+    python check.py config/shakespeare.py --n_layer=2 --against="config/shakespeare.py"
     git bisect run python check.py config/shakespeare.py --against=out/golden --equal=true
 
 Takes train.py's flags, bench.py's and those below; writes what it finds to check.json in out_dir.
@@ -174,19 +174,20 @@ def compare(job):
     other = bench.script_among(shlex.split(against))
     if equal:
         return same_bits(job, *other)
-    if seeds == 1:
-        fail("--seeds=1: expected 0, for as many as it takes, or 2 and more")
     sides = {"": (job.script, job.argv)}
     if against:
         sides["other "] = other
     planned = seeds or (max_seeds if against else 5)
     number = str(planned) if seeds or not against else f"up to {planned}"
     say(f"\nseeds: {number} runs each; validation loss at the end, seconds of the process")
-    runs, verdict = [], None
-    while len(runs) < planned and (verdict is None or seeds or verdict.word == "not shown"):
+    runs = []
+    verdict = None
+    for seed in range(train.seed, train.seed + planned):
+        if verdict and verdict.word != "not shown" and not seeds:
+            break
         run = {}
         for name, side in sides.items():
-            figures = bench.race(*side, train.seed + len(runs))
+            figures = bench.race(*side, seed)
             run[f"{name}loss"] = figures["loss"]
             run[f"{name}seconds"] = figures["process"]
         runs.append(run)
@@ -199,17 +200,15 @@ def compare(job):
     print_table(rows, **{key: ".1f" if "seconds" in key else ".4f" for key in runs[0]})
     if not against:
         return {"runs": rows}
-    interval = [verdict.low, verdict.high]
     look = "for one look at so many seeds" if seeds else "however often one looks"
-    say(f"  mean difference {mean(differences):+.4f}, 95% interval, {look}: ")
-    say(f"  {verdict.low:+.4f} to {verdict.high:+.4f}{of_several()}")
+    if comparisons > 1:
+        look += f", for one of {comparisons} comparisons"
+    low, high = verdict.low, verdict.high
+    say(f"  mean difference {mean(differences):+.4f}, 95% interval {low:+.4f} to {high:+.4f}")
+    say(f"  (the interval holds {look})")
     ratio = rows["mean"]["seconds"] / rows["mean"]["other seconds"]
     say(f"  time: first / second {ratio:.2f}\nverdict: {verdict}")
-    return {"runs": rows, "interval": interval, "time": ratio, "verdict": str(verdict)}
-
-
-def of_several():
-    return f"; the interval of one of {comparisons} comparisons" if comparisons > 1 else ""
+    return {"runs": rows, "interval": [low, high], "time": ratio, "verdict": str(verdict)}
 
 
 PARTS = {"sanity": sanity, "lr": lr, "exact": exact, "portable": portable}
@@ -220,6 +219,8 @@ def main(argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
     if any(word.startswith("--against=") for word in argv):
         argv = ["--only=against", *argv]
+    if "--seeds=1" in argv:
+        fail("--seeds=1: expected 0, for as many as it takes, or 2 and more")
     try:
         facts = bench.measure(globals(), argv)
     except Exception as error:

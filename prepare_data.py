@@ -262,7 +262,7 @@ def find_corpus(
     if not input:
         needed("datasets", name)
         source = f"{name} of huggingface.co ({rules})"
-        documents = split_by_hash(whole(read_hub(*CORPORA[name]), cleaned), val_fraction)
+        documents = split_by_hash(cleaned_texts(read_hub(*CORPORA[name]), cleaned), val_fraction)
         return {"tokenizer": tokenizer, "source": source}, documents
     files = input_files(input)
     size = sum(files.values())
@@ -274,13 +274,13 @@ def find_corpus(
 
     def read(cleaned: Cleaned) -> Iterator[str]:
         texts = (read_documents(path, options["field"], cleaned) for path in files)
-        return whole(chain.from_iterable(texts), cleaned)
+        return cleaned_texts(chain.from_iterable(texts), cleaned)
 
     documents = split_corpus(read, val_fraction, cleaned, say)
     return {"tokenizer": tokenizer, "source": source}, documents
 
 
-def whole(texts: Iterable[str], cleaned: Cleaned) -> Iterator[str]:
+def cleaned_texts(texts: Iterable[str], cleaned: Cleaned) -> Iterator[str]:
     """Those texts that are not empty, cleaned. Raises DataError at the end if too many rows were bad."""
     for text in texts:
         text = re.sub("[\0\ud800-\udfff]", "\ufffd", cleaned.text(text))

@@ -469,7 +469,7 @@ def names_of(runs):
 def follow(runs, path, every=10):
     """Write the page every `every` seconds, at most 1% of the time, until no run is active."""
     pause = every
-    show(f"open {os.path.relpath(path)} in a browser; Ctrl-C stops it")
+    tell(f"open {os.path.relpath(path)} in a browser; Ctrl-C stops it")
     try:
         while any(map(record.is_running, runs)):
             start = time.perf_counter()
@@ -484,7 +484,7 @@ def follow(runs, path, every=10):
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def show(line, file=None):
+def tell(line, file=None):
     """Print a line without what a terminal would obey."""
     print(record.tame(str(line)), file=file, flush=True)
 
@@ -514,19 +514,19 @@ def list_runs(folder):
     inside = [path.parent for path in sorted(Path(folder).glob("*/metrics.jsonl"))]
     runs, _, wrong = read_folders(inside)
     for error in wrong:
-        show(f"report.py: left out: {error}", sys.stderr)
+        tell(f"report.py: left out: {error}", sys.stderr)
     if runs:
-        show("\n".join(listing(runs)))
+        tell("\n".join(listing(runs)))
     return bool(runs)
 
 
 def compare_on_console(runs):
     names = names_of(runs)
     if len(runs) > MOST_COLUMNS:
-        show("\n".join(listing(runs)))
+        tell("\n".join(listing(runs)))
     elif names:
         rows = differing_rows([column_of(run) for run in runs])
-        show("\n".join(aligned([("", *names), *rows])))
+        tell("\n".join(aligned([("", *names), *rows])))
 
 
 def write_reports(runs):
@@ -554,9 +554,9 @@ def main(argv=None):
         if wrong and not (runs or records):
             fail(wrong[0])
         for error in wrong:
-            show(f"report.py: left out: {error}", sys.stderr)
+            tell(f"report.py: left out: {error}", sys.stderr)
         if records:
-            show(table(HEADER, records).rstrip())
+            tell(table(HEADER, records).rstrip())
         if not runs:
             return 0
         try:
@@ -569,9 +569,9 @@ def main(argv=None):
     for run, name in zip(runs, names_of(runs) or [""], strict=True):
         before = f"{name}: " if name else ""
         for trouble in troubles(run):
-            show(f"{before}{trouble.title}: {trouble.shows}")
+            tell(f"{before}{trouble.title}: {trouble.shows}")
     for path in paths:
-        show(min(os.path.relpath(path), str(path), key=len))
+        tell(min(os.path.relpath(path), str(path), key=len))
     return 0 if any(path.suffix == ".png" for path in paths) else 1
 
 

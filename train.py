@@ -127,9 +127,7 @@ milestone_interval = 0  # steps between checkpoints that are never deleted, [0, 
 # When numbers go wrong
 max_skipped = 10  # consecutive skipped (not finite) updates before a rollback, [1, inf)
 max_rollbacks = 3  # rollbacks before the run gives up, [0, inf)
-audit_interval = (
-    0  # steps between those computed twice and compared bitwise, [-1, inf); 0 = only the
-)
+audit_interval = 0  # steps between those taken twice and compared bitwise, [-1, inf); 0 = only the
 #  second step of each process, -1 = none; free
 
 # Every variable of the loop, saved and restored together. A new one belongs here, and in one of the
@@ -204,9 +202,7 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
     with cli.configured(globals(), argv=argv) as config, ExitStack() as stack:
         check_knobs(config)
         out_dir = cli.folder_name(config)
-        pinned = machine.pin_kernels(
-            config
-        )  # for deterministic=portable: before the first operation
+        pinned = machine.pin_kernels(config)  # if portable: before the first operation
         config.update(pinned)
         globals().update(pinned)
         run_device = machine.choose_device(device)
@@ -257,8 +253,11 @@ def open_dataset(saved: dict | None) -> tuple:
     so_far = saved and saved["data"]["name"]
     asked = (make_dataset, dataset, offline_dataset, so_far, data_dir, block_size)
     name, folder, meta = from_rank0(data.dataset_of_run, *asked)
-    train_data = ShuffledWindows(data.open_split(folder, meta, "train"), block_size, seed)
-    val_data = data.OrderedWindows(data.open_split(folder, meta, "val"), block_size, eval_tokens)
+    tokens, val_tokens = (
+        np.memmap(f"{folder}/{split}.bin", meta["dtype"], "r") for split in ("train", "val")
+    )
+    train_data = ShuffledWindows(tokens, block_size, seed)
+    val_data = data.OrderedWindows(val_tokens, block_size, eval_tokens)
     return train_data, val_data, {"name": name, "fingerprint": data.fingerprint(meta), "meta": meta}
 
 

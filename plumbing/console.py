@@ -17,7 +17,7 @@ from plumbing.cli import printable, show
 REPO = Path(__file__).resolve().parent.parent
 CLEAR = "\x1b[K"  # from the cursor to the end of the line
 GREEN = "\x1b[32m"
-PLAIN = "\x1b[0m"
+RESET = "\x1b[0m"
 LIVE_SECONDS = 0.25  # between two updates of the live line
 
 
@@ -29,7 +29,7 @@ def say(*words: object, colour: str = "") -> None:
     text = printable(" ".join(map(str, words)))
     with suppress(OSError, ValueError):  # a full disk, a closed pipe or terminal
         if takes_colour():
-            text = f"{CLEAR}{colour}{text}{PLAIN if colour else ''}"
+            text = f"{CLEAR}{colour}{text}{RESET if colour else ''}"
         print(text, flush=True)
 
 

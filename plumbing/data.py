@@ -9,6 +9,7 @@ what that has learned, val_bytes (of the validation text in UTF-8) and source (i
 """
 
 import atexit
+import copyreg
 import hashlib
 import importlib
 import json
@@ -140,21 +141,18 @@ def dataset_of_run(
     raise Offline(why)
 
 
-class Split(np.memmap):
-    """The token ids of a split, mapped into memory once. A pickle, for a worker that is spawned,
-    holds the file's name and not the tokens."""
-
-    def __reduce__(self):
-        if isinstance(self.base, np.ndarray):  # a part, such as split[:100]
-            return np.array(self).__reduce__()
-        return Split, (self.filename, self.dtype, "r")
+def reduce_memmap(tokens: np.memmap) -> tuple:
+    """For pickle: a whole file goes to a worker that is spawned by its name, not by its tokens."""
+    is_part = isinstance(tokens.base, np.ndarray)  # such as tokens[:100]
+    if is_part or tokens.offset or tokens.mode != "r":
+        return np.array(tokens).__reduce__()
+    return np.memmap, (tokens.filename, tokens.dtype, "r")
 
 
-def open_split(folder: str, meta: dict, split: str) -> Split:
-    return Split(os.path.join(folder, f"{split}.bin"), meta["dtype"], "r")
+copyreg.pickle(np.memmap, reduce_memmap)
 
 
-def read_rows(tokens: Split, starts: np.ndarray, length: int) -> np.ndarray:
+def read_rows(tokens: np.memmap, starts: np.ndarray, length: int) -> np.ndarray:
     """The `length` tokens from each of `starts` on, (len(starts), length): token ids as int64, other
     numbers in their own dtype. Raises RunFailed if the file has changed its size: to read past its
     end would kill the process."""
@@ -170,7 +168,7 @@ class OrderedWindows:
     reads them. If the last window overlaps the one before, its repeated targets do not count: they
     are -100, or NaN where targets are no token ids but floats."""
 
-    def __init__(self, tokens: Split, block_size: int, n_targets: int = 0):
+    def __init__(self, tokens: np.memmap, block_size: int, n_targets: int = 0):
         self.tokens = tokens
         self.block_size = block_size
         self.windows = math.ceil(min(n_targets or math.inf, len(tokens) - 1) / block_size)

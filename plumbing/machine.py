@@ -168,15 +168,15 @@ def set_deterministic(setting: bool | str, device: torch.device) -> bool | str:
     """Set deterministic mode for --deterministic=setting. auto: on, except on MPS. Returns the setting,
     never auto. Call it before the process group is built and before the first matrix product."""
     deterministic = device.type != "mps" if setting == "auto" else setting
-    # Like torch.use_deterministic_algorithms(), but without importing Inductor, which takes most of
-    # a second: if a model is compiled, rehearse() in safe_step.py sets Inductor's option.
-    torch.set_deterministic_debug_mode("error" if deterministic else "default")
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and hides nothing
     if deterministic and device.type == "cuda":
         if os.environ[CUBLAS] not in FIXED_WORKSPACES:
             allowed = " or ".join(FIXED_WORKSPACES)
             fail(f"{CUBLAS}={os.environ[CUBLAS]}: expected {allowed}, or --deterministic=false")
         os.environ.setdefault("NCCL_ALGO", "Ring")  # NVLS adds in any order (nccl#1497)
+    # Like torch.use_deterministic_algorithms(), but without importing Inductor, which takes most of
+    # a second: if a model is compiled, rehearse() in safe_step.py sets Inductor's option.
+    torch.set_deterministic_debug_mode("error" if deterministic else "default")
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and hides nothing
     return deterministic
 
 

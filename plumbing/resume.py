@@ -377,7 +377,7 @@ def continue_from(run, saved: dict, config: Config) -> None:
         fail(
             f"{shown(run.path)} lacks {len(lacking)} weights of this model, such as {lacking[0]}; to "
             "begin with the others, leave out --resume and load them in build_model "
-            "(docs/questions.md, LoRA)"
+            "(docs/forks.md)"
         )
     parts, here = (parts_of(built | checkpoint) for checkpoint in (saved, built))
     for name in here | parts:  # in the program's order

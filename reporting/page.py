@@ -105,7 +105,7 @@ def described(panel):
     for each in panel.curves:
         first = f"{each.y[0]:.4g} at step {each.x[0]:,.0f}"
         last = f"{each.y[-1]:.4g} at step {each.x[-1]:,.0f}"
-        told.append(f"{each.label}: {first}" + (f" to {last}" if len(each.x) > 1 else ""))
+        told.append(f"{each.label}: {first} to {last}")
     return f"{panel.title} by step. {'; '.join(told)}"
 
 

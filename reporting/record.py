@@ -22,7 +22,7 @@ INFO = dict.fromkeys("config data run git versions hardware state".split(), dict
 INFO |= {"command": list, "resumes": list}
 LARGEST = 1e100  # float32 ends at 3e38: what is beyond is damage, and would overflow in statistics
 DEEPEST = 20  # levels of nesting
-LONGEST_LINE = 1 << 20  # bytes of a row
+LONGEST_ROW = 1 << 20  # bytes of a row
 # What terminals obey (also to write backwards), and halves of characters, which cannot be encoded
 CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -110,7 +110,7 @@ def read_metrics(path):
     with open(path, "rb") as file:
         while chunk := file.read(1 << 18):
             *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > LONGEST_LINE:
+            if len(rest) > LONGEST_ROW:
                 rest = b"too long"
             found = rows_of(lines)  # together they parse faster, and share their keys
             if not found:

@@ -26,7 +26,7 @@ def rows_of_seeds(path, facts):
     """Of check.py --only=seeds: one row. Seconds are the mean of whole processes."""
     runs = facts["seeds"]["runs"]
     mean = runs["mean"]
-    loss = in_words(mean["loss"], runs["deviation"]["loss"])
+    loss = with_spread(mean["loss"], runs["deviation"]["loss"])
     count = len(runs) - 2  # but for mean and deviation
     command = " ".join(facts["command"])
     return [row(facts, path.parent.name, loss, mean["seconds"], count, command)]
@@ -37,13 +37,13 @@ def rows_of_ladder(facts):
     ladder = facts["from_nanogpt"]
     rows = []
     for name, numbers in ladder["rows"].items():
-        loss = in_words(numbers["loss"], numbers["deviation"])
+        loss = with_spread(numbers["loss"], numbers["deviation"])
         count = len(ladder["runs"][name])
         rows.append(row(facts, name, loss, numbers["process"], count, ladder["commands"][name]))
     return rows
 
 
-def in_words(loss, deviation):
+def with_spread(loss, deviation):
     return f"{loss:.3f} ± {deviation:.3f}"
 
 

@@ -82,8 +82,10 @@ def extent_in_words(run):
 
 def unit(*runs):
     """What the "tokens" of the rows are: tokens of text (or of who knows what); else targets."""
-    is_text = any("tokenizer" in run.info["data"].get("meta", ["tokenizer"]) for run in runs)
-    return "tokens" if is_text else "targets"
+    for run in runs:
+        if "tokenizer" in run.info["data"].get("meta", ["tokenizer"]):
+            return "tokens"
+    return "targets"
 
 
 def new_fields(run):
@@ -179,29 +181,44 @@ def outcome_of_training(run):
     def add(what, value, form, window, after=""):
         rows[what] = number(value, form, after), window
 
-    best_name = f"best {metric}" + (nats if field == "val_loss" else "")
+    best_name = f"best {metric}"
+    if field == "val_loss":
+        best_name += nats
+    last_loss = mean(e["val_loss"][-1:])
+    training_loss = mean(t["loss"][-last:])
+    epochs = mean(t["epoch"][-1:])
+    tokens = mean(t["tokens"][-1:])
     add(best_name, best, ",.4f", split, f" at step {best_step:,}")
-    add(f"last validation loss{nats}", mean(e["val_loss"][-1:]), ",.4f", split)
+    add(f"last validation loss{nats}", last_loss, ",.4f", split)
     if is_text:
-        add("bits per byte at the best", mean(e["val_bpb"][at_best]), ".4f", split)
-    add("accuracy at the best", mean(e["val_accuracy"][at_best]), ".2%", split)
-    add(f"mean training loss{nats}", mean(t["loss"][-last:]), ",.4f", f"the last {last:,} steps")
-    add(f"{per} trained on", mean(t["tokens"][-1:]), ",.0f", steps)
-    add("epochs", mean(t["epoch"][-1:]), ",.2f", steps)
+        bits = mean(e["val_bpb"][at_best])
+        add("bits per byte at the best", bits, ".4f", split)
+    accuracy = mean(e["val_accuracy"][at_best])
+    add("accuracy at the best", accuracy, ".2%", split)
+    add(f"mean training loss{nats}", training_loss, ",.4f", f"the last {last:,} steps")
+    add(f"{per} trained on", tokens, ",.0f", steps)
+    add("epochs", epochs, ",.2f", steps)
     add(f"throughput, {per}/s", speed, ",.0f", f"{steps}; without evaluation and saving")
     add("median step, ms", median(t["step_ms"]), ",.1f", f"{steps}; means of log windows")
     add("waiting for data", wait, ".1%", steps)
     add("MFU", mean(t["mfu"]), ".1%", steps)
     add("peak memory, GB", memory, ".2f", measured)
     if uses_gpu:
-        add("GPU utilization", mean(t["gpu_util"]) / 100, ".0%", "samples at log lines")
+        busy = mean(t["gpu_util"]) / 100
+        add("GPU utilization", busy, ".0%", "samples at log lines")
     add("steps whose gradient was clipped", share_clipped(run), ".0%", steps)
     return rows
 
 
 def outcome_of_events(run):
-    counted = {"updates skipped": "skipped", "rollbacks": "rollback", "resumes": "resume"}
-    return {w: (f"{len(happened(run, e)):,}", "all sessions") for w, e in counted.items()}
+    rows = {}
+    for what, event in (
+        ("updates skipped", "skipped"),
+        ("rollbacks", "rollback"),
+        ("resumes", "resume"),
+    ):
+        rows[what] = f"{len(happened(run, event)):,}", "all sessions"
+    return rows
 
 
 def time_and_cost(run, dollars_per_hour):

@@ -47,8 +47,9 @@ def e_value(differences: list) -> float:
     deviation = stdev(differences)
     if deviation == 0:
         return k ** ((n - 1) / 2)
-    t_squared = n * (mean(differences) / deviation) ** 2
-    ratio = (1 + t_squared / (n - 1)) / (1 + t_squared / (n - 1) / k)
+    effect = mean(differences) / deviation
+    signal = n * effect * effect / (n - 1)
+    ratio = (1 + signal) / (1 + signal / k)
     return ratio ** (n / 2) / math.sqrt(k)
 
 
@@ -62,12 +63,13 @@ def t_for_e_value(n: int, evidence: float) -> float:
 
 
 def t_tail(freedom: int) -> tuple[np.ndarray, np.ndarray]:
-    """(t, share of Student's t beyond -t and t), both increasing in t. With t = sqrt(freedom) *
+    """(t, share of Student's t beyond -t and t), for increasing t. With t = sqrt(freedom) *
     tan(angle), its density is that of the angle, cos(angle) ** (freedom - 1)."""
     angle = np.linspace(0, np.pi / 2, 200_001)
     density = np.cos(angle) ** (freedom - 1)
     mass = np.cumsum(density[1:] + density[:-1])
-    return math.sqrt(freedom) * np.tan(angle[1:]), 1 - mass / mass[-1]
+    t = math.sqrt(freedom) * np.tan(angle[1:])
+    return t, 1 - mass / mass[-1]
 
 
 def t_quantile(freedom: int, share: float = SHARE) -> float:
@@ -79,7 +81,8 @@ def t_quantile(freedom: int, share: float = SHARE) -> float:
 def verdict_on(differences: list, comparisons: int = 1, every_look: bool = True) -> Verdict:
     """every_look: valid however often one looks, by e_value(); else the paired t-test (Student 1908),
     for one look. comparisons: how many are made in all (Bonferroni)."""
-    n, middle = len(differences), mean(differences)
+    n = len(differences)
+    middle = mean(differences)
     share = SHARE / comparisons
 
     def critical_t(n):

@@ -19,7 +19,7 @@ from conftest import REPO
 
 import train
 from plumbing.cli import RunFailed
-from plumbing.data import Batches, OrderedWindows, Split, as_arrays, kill_workers, read_rows
+from plumbing.data import Batches, OrderedWindows, as_arrays, kill_workers, read_rows
 from plumbing.safe_step import explain
 from train import ShuffledWindows
 
@@ -35,7 +35,7 @@ def tokens(tmp_path):
 
 def split_of(folder, ids):
     ids.tofile(folder / "ids.bin")
-    return Split(folder / "ids.bin", ids.dtype, "r")
+    return np.memmap(folder / "ids.bin", ids.dtype, "r")
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ def test_across_epochs_a_resume_and_other_ranks_each_token_comes_once_an_epoch(t
     """12 sequences a step: 3 epochs begun on 2 ranks, resumed on 3 at step 5 and on 1 at step 8."""
 
     def resumed():  # in a new process
-        return ShuffledWindows(Split(tmp_path / "ids.bin", "uint16", "r"), BLOCK, seed=1337)
+        return ShuffledWindows(np.memmap(tmp_path / "ids.bin", "uint16", "r"), BLOCK, seed=1337)
 
     windows = resumed()
     steps = math.ceil(3 * len(windows) / 12)

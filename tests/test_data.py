@@ -279,7 +279,7 @@ def test_a_folder_needs_no_more_than_how_to_read_its_ids(tmp_path):
     (folder / "meta.json").write_text(json.dumps(meta | {"sha256": digests}))
     assert get_dataset("proteins", tmp_path) == (str(folder), meta | {"sha256": digests})
     assert prepare("proteins", tmp_path)[0] == str(folder)
-    assert data.open_split(folder, meta, "val")[:3].tolist() == [0, 1, 2]
+    assert np.memmap(f"{folder}/val.bin", meta["dtype"], "r")[:3].tolist() == [0, 1, 2]
 
 
 # --- a dataset that is there already ---

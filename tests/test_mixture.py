@@ -8,7 +8,6 @@ import pytest
 from conftest import REPO, fingerprint, pydoc_text, read_rows
 
 import train
-from plumbing.data import Split
 from prepare_data import prepare
 
 before = dict(vars(train))
@@ -33,7 +32,9 @@ def mixture(tmp_path):
     texts = []
     for begin in (0, 30_000):
         np.arange(begin, begin + 8000, dtype=np.uint16).tofile(tmp_path / str(begin))
-        texts.append(train.ShuffledWindows(Split(tmp_path / str(begin), "uint16", "r"), 8, seed=1))
+        texts.append(
+            train.ShuffledWindows(np.memmap(tmp_path / str(begin), "uint16", "r"), 8, seed=1)
+        )
     return Mixture(texts)
 
 

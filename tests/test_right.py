@@ -1,12 +1,13 @@
 """Where a user would lose work, or be told something false: one test for each, by a real run."""
 
+import contextlib
 import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -180,45 +181,47 @@ def test_a_weight_that_is_in_no_group_or_in_two_is_refused(run_train, others, wo
 
 
 def waiting_rank(data_dir, tmp_path, wrapped=False):
-    """A rank whose partner never comes."""
-    environment = os.environ | {
-        "WORLD_SIZE": "2",
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29417",
-    }
+    """(process, port) of a rank 0 whose partner never comes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, *arguments(tmp_path / "run", data_dir, ())]
     if wrapped:  # by a launcher that can die
         program = "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:])"
         program += "; print(p.pid, flush=True); time.sleep(100)"
         command = [sys.executable, "-c", program, *command]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True), port
 
 
-def waits(pid):
-    """Whether the process is in the rendezvous: it has torch's store, and sleeps."""
-    with open(f"/proc/{pid}/status") as status:
-        threads = int(status.read().split("Threads:")[1].split()[0])
-    return threads > 2
+def listens(port):
+    """Whether the rank is in the rendezvous."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def is_alive(pid):
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat:
+        return stat.read().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 def test_a_rank_that_waits_for_another_can_be_ended(data_dir, tmp_path):
-    process = waiting_rank(data_dir, tmp_path)
-    wait_for(lambda: waits(process.pid), 60)
-    time.sleep(1)
+    process, port = waiting_rank(data_dir, tmp_path)
+    wait_for(lambda: listens(port), 60)
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == -signal.SIGTERM
 
 
 def test_a_rank_whose_launcher_dies_while_it_waits_ends_by_itself(data_dir, tmp_path):
-    launcher = waiting_rank(data_dir, tmp_path, wrapped=True)
+    launcher, port = waiting_rank(data_dir, tmp_path, wrapped=True)
     pid = int(launcher.stdout.readline())
-    wait_for(lambda: waits(pid), 60)
-    time.sleep(1)
+    wait_for(lambda: listens(port), 60)
+    assert is_alive(pid)
     launcher.kill()
     launcher.wait()
-    wait_for(lambda: not os.path.exists(f"/proc/{pid}"), 10)
+    wait_for(lambda: not is_alive(pid), 10)
 
 
 FAILS = """
