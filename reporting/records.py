@@ -5,7 +5,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from plumbing.files import read_json
-from reporting.logged import MEASURED
+from reporting.logged import MEASURED, knobs_of_train
 from reporting.record import read_metrics, tame
 
 HEADER = ("what", "loss", "seconds", "runs", "command", "machine", "date, commit")
@@ -61,10 +61,10 @@ def what_differs(record: Path, folder: Path) -> str:
     here: a knob, the data, or a number of a row; "" if there is none."""
     then = read_json(record / "run.json")
     now = read_json(folder / "run.json")
-    for name in now["config"]:
-        here = now["config"][name]
+    for name, knob in knobs_of_train().items():
+        here = now["config"].get(name)
         there = then["config"].get(name, here)
-        if there != here and not name.endswith("_dir"):
+        if there != here and "free" not in knob.policy:
             return f"--{name} is {there} there, {here} here"
     for name in ("data", "kernel_bits", "torch"):
         here = now["run"][name]
