@@ -33,7 +33,7 @@ def needs_a_look(gains: list, patches: int) -> bool:
 
 
 def last_loss(code: Path, folder: Path, seed: int) -> float:
-    """Validation loss at the end of a run. A run that is finished is not trained again."""
+    """At the end of a run, which is not trained again if it is finished."""
     flags = [f"--seed={seed}", f"--out_dir={folder}", f"--data_dir={REPO}/data", "--report=false"]
     subprocess.run([sys.executable, "train.py", *shlex.split(run), *flags], cwd=code, check=True)
     rows = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())

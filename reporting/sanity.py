@@ -539,7 +539,7 @@ def state_tensors(run):
 # ---- the data ------------------------------------------------------------------------------------
 
 
-def split_of(job, split):
+def tokens_on_disk(job, split):
     """The tokens of the split's file, or None if this run's data is not one dataset on disk."""
     path = Path(train.data_dir, job.run.facts["data"]["name"], f"{split}.bin")
     return np.memmap(path, job.meta["dtype"], "r") if path.is_file() else None
@@ -572,7 +572,7 @@ def data_checks(job):
         seen.update(hashes(part))
     twice = 1 - len(seen) / count
     found = f"{twice:.2%} of {count:,} sequences"
-    text = split_of(job, "train")
+    text = tokens_on_disk(job, "train")
     usual = 0.0  # windows that stand twice in the text itself
     if text is not None and "tokenizer" in job.meta:
         rows = text[: count * width].reshape(-1, width)
@@ -598,7 +598,7 @@ def text_checks(job):
     yield "the first sequence", True, repr(words[:70])
     shifted = np.array_equal(inputs[:, 1:], targets[:, :-1])
     found = f"targets one place on: {shifted}"
-    text = split_of(job, "train")
+    text = tokens_on_disk(job, "train")
     if text is None or len(text) > 2**24:  # to look for windows in a longer text takes long
         yield "windows are those of the text", shifted, found
         return
@@ -620,7 +620,7 @@ def text_checks(job):
 @on_text("another seed, another order")
 def seed_check(job):
     name = "another seed, another order"
-    text = split_of(job, "train")
+    text = tokens_on_disk(job, "train")
     if text is None or len(text) > 1e8:  # to open it again takes long
         yield name, None, "not asked of such data"
         return
@@ -638,7 +638,7 @@ def seed_check(job):
 def coverage_checks(job):
     """By content: the validation targets that count are the validation text."""
     val_data = job.run.val_data
-    text = split_of(job, "val")
+    text = tokens_on_disk(job, "val")
     if text is None:
         yield "evaluation sees each token once", None, "more than one text"
         return
