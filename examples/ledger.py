@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from statistics import mean
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
@@ -26,7 +25,7 @@ LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", "out", "data", "tests",
 def needs_a_look(gains: list, patches: int) -> bool:
     """May another seed change what becomes of a patch? gains: its losses minus the code's."""
     is_shown = e_value(gains) >= patches / SHARE  # kept, even if no other is
-    return len(gains) < 4 or not is_shown and mean(gains) < 0 and len(gains) < max_seeds
+    return len(gains) < 4 or not is_shown and sum(gains) < 0 and len(gains) < max_seeds
 
 
 def last_loss(code: Path, folder: Path, seed: int) -> float:
@@ -53,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
                 with open(home / "ledger.jsonl", "a", encoding="utf-8") as ledger:
                     ledger.write(json.dumps(row) + "\n")
         places = kept_by_e_bh([e_value(each) for each in gains.values()])
-        kept = [name for n, name in enumerate(gains) if n in places and mean(gains[name]) < 0]
+        kept = [name for n, name in enumerate(gains) if n in places and sum(gains[name]) < 0]
         print(f"kept {len(kept)} of {len(gains)}: {', '.join(kept)}")
 
 
