@@ -6,9 +6,12 @@ On one device:
 On several (4 GPUs of one machine; with --device=cpu, 4 processes):
     torchrun --standalone --nproc_per_node=4 train.py config/shakespeare.py
 
-The same command again resumes the run where it stopped, bit for bit; another command is another run,
-in a folder of its own. Every global above FRESH_STATE is a flag (`--help`); its comment gives the
-unit, the value for "off", and the allowed [range] or a | b. A config file is Python, and is executed.
+The same command again resumes the run where it stopped, bit for bit. A flag that makes another run
+names another folder. Every global above FRESH_STATE is a flag (`--help`); its comment gives the unit,
+the value for "off", and the allowed [range] or a | b. Its last word says what a resume does with
+another value: `fixed` refuses it; `bits` goes on and logs that it is inexact; `free` changes no bit;
+no word goes on and logs the change; `kept`: unless typed, the checkpoint's value holds. A config file
+is Python, and is executed.
 The file reads from top to bottom, the caller above the called: the knobs, main, the start of a run,
 the loop, the batch, the step, evaluation, the decisions, the rows.
 """
@@ -134,17 +137,17 @@ audit_interval = 0  # steps between those taken twice and compared bitwise, [-1,
 # tuples below if a rollback must not put it back, or if a record or a run that begins afresh resets it.
 FRESH_STATE = {
     "step": 0,  # finished updates, including skipped ones
-    "sequences": 0,  # index of the next training sequence; a rollback does not reset it
+    "sequences": 0,  # index of the next training sequence; roll_back sets it past the bad data
     "tokens": 0,  # targets trained on so far
     "micro_batch": 0,  # sequences per forward pass: batch_size, halved whenever memory runs out
     "eval_micro_batch": 0,  # the same for evaluation
-    "first_step": 0,  # where this run began; not 0 if it began from another run's checkpoint
+    "first_step": 0,  # where this run began, or was resumed without a target for rollbacks
     "best_score": math.inf,  # of best_metric, its sign turned if higher is better
     "best_val_loss": math.inf,  # validation loss of the best weights
     "best_step": 0,
-    "score_to_beat": math.inf,  # by min_delta; an evaluation that fails to adds 1 to the next two
-    "evals_since_best": 0,
-    "evals_on_plateau": 0,
+    "score_to_beat": math.inf,  # by min_delta
+    "evals_since_best": 0,  # evaluations that did not beat it, for patience
+    "evals_on_plateau": 0,  # the same, for plateau_patience
     "lr_factor": 1.0,  # product of the plateau_factors so far
     "rollbacks": 0,
     "skipped": 0,
@@ -159,6 +162,9 @@ RECORD_OF_BESTS = ("best_score", "best_val_loss", "score_to_beat", "evals_since_
 OWN_COURSE = (
     "evals_on_plateau lr_factor rollbacks skipped skips_in_row zeros_in_row high_in_row first_loss"
 ).split()
+MOST_ZEROS = 10  # gradient norms of exactly 0 in a row, from which no rollback helps
+MOST_HIGH = 10  # losses above the first one in a row, before a warning
+MOST_RECENT = 10  # rows that a diagnosis quotes
 last_run = None  # the run of the newest main(), for a notebook
 
 
@@ -412,27 +418,40 @@ def first_pass(run: Run, signals: Signals) -> torch.nn.Module:
 
 
 def begin(run: Run, table, saver) -> None:
-    """Open the record, of a new run by an evaluation. Make sure that there is a target for rollbacks."""
-    state, then = run.state, run.before
+    """Open the record, and make sure that there is a target for rollbacks."""
     safe_step.note_halving(run)
-    inexact = resuming.inexact(then["run"], run.facts["run"], run.knobs) if run.path else {}
-    changed = resuming.changed_course(run) if run.path else {}
-    run.folder.begin(run, run.path, inexact, changed)
-    if run.path is None or not run.folder.owns(run.path):
-        state.update({key: FRESH_STATE[key] for key in (*RECORD_OF_BESTS, *OWN_COURSE)})
-        state["first_step"] = state["step"]  # not 0 if it starts from another run's checkpoint
-        record_evaluation(run, table)
-        saver.save([checkpoint.file_name(state["step"]), "best.pt"], required=True)
-        return
-    measures = resuming.MEASURES
-    if any(then["config"].get(key) != run.facts["config"][key] for key in measures):
+    is_new = run.path is None or not run.folder.owns(run.path)
+    if run.path:
+        inexact = resuming.inexact(run.before["run"], run.facts["run"], run.knobs)
+        run.folder.begin(run, run.path, inexact, resuming.changed_course(run))
+    else:
+        run.folder.begin(run, None, {}, {})
+    if is_new:
+        begin_new(run, table, saver)
+    else:
+        begin_again(run, saver)
+
+
+def begin_new(run: Run, table, saver) -> None:
+    """Evaluate and save before the first step, also if it starts from another run's checkpoint."""
+    state = run.state
+    state.update({key: FRESH_STATE[key] for key in (*RECORD_OF_BESTS, *OWN_COURSE)})
+    state["first_step"] = state["step"]
+    record_evaluation(run, table)
+    saver.save([checkpoint.file_name(state["step"]), "best.pt"], required=True)
+
+
+def begin_again(run: Run, saver) -> None:
+    """Resume: measure the best again if what is measured has changed; save if nothing on disk is a
+    target for rollbacks."""
+    state, config = run.state, run.facts["config"]
+    if any(run.before["config"].get(knob) != config[knob] for knob in resuming.MEASURES):
         measure_best_again(run)
-    is_target = may_roll_back_to(state["step"], state) and run.path.stem.startswith("ckpt")
     target = run.path
-    if not is_target:
+    if not (may_roll_back_to(state["step"], state) and target.stem.startswith("ckpt")):
         target, _ = from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)
     if not target or target.name == "best.pt":  # which the next best will replace
-        state["first_step"] = state["step"]  # there is no target: make one, here
+        state["first_step"] = state["step"]
         saver.save([checkpoint.file_name(state["step"])], required=True)
 
 
@@ -444,7 +463,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
     state = run.state
     run.batches = load_batches(run)
     steps = []  # (row so far, numbers still on the device) of the steps since the last fetch
-    recent = []  # the last max_skipped rows
+    recent = []  # the last rows, for a diagnosis
     while True:
         # ---- training: only these lines, and roll_back, change the weights -----------------------
         lr = float(lr_at(state["step"]) * state["lr_factor"])
@@ -456,7 +475,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
             run.steps_here += 1
             confirm = audit_due(state["step"] + 1, run.steps_here)
             numbers = confirm(run, take, clock) if confirm else take()
-            row = count_batch(run, targets)  # state["step"] is one more from here on
+            row = count_batch(run, targets)  # and step += 1
             steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
             table.live(state["step"])  # on a terminal
 
@@ -469,7 +488,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         # ---- fetch the numbers: but for evaluation, samples and saves, only here the host waits --
         rows, trouble = judge(finish_rows(run, steps, clock), run)
         run.folder.write_rows(rows)
-        recent = (recent + rows)[-max_skipped:]
+        recent = (recent + rows)[-MOST_RECENT:]
         steps = []
 
         # ---- trouble: restore a checkpoint, and skip the data that led here ----------------------
@@ -873,8 +892,8 @@ def judge(rows: list[dict], run: Run) -> tuple[list[dict], str | None]:
         trouble = count_trouble(row, state)
         if row["skipped"]:
             run.folder.event(row["step"], "skipped", loss=row["loss"], grad_norm=row["grad_norm"])
-        elif state["high_in_row"] == max_skipped:
-            warning = f"above its first value for {max_skipped} steps; lower --peak_lr?"
+        elif state["high_in_row"] == MOST_HIGH:
+            warning = f"above its first value for {MOST_HIGH} steps; lower --peak_lr?"
             loss = {"loss": row["loss"], "first": state["first_loss"]}
             run.folder.event(row["step"], "diverging", **loss, warning=warning)
         if trouble:
@@ -890,7 +909,7 @@ def count_trouble(row: dict, state: dict) -> str | None:
     if row["skipped"]:
         bad = state["skips_in_row"] >= max_skipped
         return "loss or gradient not finite, update after update" if bad else None
-    if state["zeros_in_row"] >= max_skipped:
+    if state["zeros_in_row"] >= MOST_ZEROS:
         return "a gradient norm of exactly 0, update after update"
     if state["first_loss"] == math.inf:
         state["first_loss"] = row["loss"]
@@ -906,7 +925,7 @@ def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
     kept = {key: state[key] for key in KEPT_IN_ROLLBACK}
     path, damaged = from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)
     from_rank0(checkpoint.set_aside, damaged)
-    hopeless = state["zeros_in_row"] >= max_skipped or state["rollbacks"] == max_rollbacks
+    hopeless = state["zeros_in_row"] >= MOST_ZEROS or state["rollbacks"] == max_rollbacks
     if hopeless or path is None:
         raise RunFailed(console.diagnosis(trouble, recent, state["rollbacks"]))
     checkpoint.WholeState(run, checkpoint.load(path, verify=False)).put_back()
@@ -928,7 +947,7 @@ def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
 
 
 def count_batch(run: Run, targets: torch.Tensor) -> dict:
-    """Count the batch of a finished update. Returns the first fields of its row."""
+    """Count a finished update and its batch. Returns the first fields of its row."""
     state = run.state
     sequences = rows_at(state["step"])
     tokens = sequences * targets.numel() // ranks.share(0, sequences)[1]
