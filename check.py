@@ -126,23 +126,27 @@ def exact(job):
 def portable(job):
     """Does this machine compute the bits of records/portable? Trains it again. Without the text of
     TinyShakespeare that of records/portable_formula, on a text that a formula makes."""
-    has_text = job.run.facts["data"]["name"] == "shakespeare"
-    record = Path(REPO, "records", "portable" if has_text else "portable_formula")
-    folder = job.run.folder.path / record.name
+    name = "portable"
     flags = ["config/shakespeare_plain.py", "--deterministic=portable", "--save_interval=10"]
-    flags += [f"--data_dir={job.config['data_dir']}"]
-    flags += [] if has_text else ["--dataset=formula"]
+    flags.append(f"--data_dir={job.config['data_dir']}")
+    if job.run.facts["data"]["name"] != "shakespeare":
+        name = "portable_formula"
+        flags.append("--dataset=formula")
+    folder = job.run.folder.path / name
     start = time.perf_counter()
     bench.execute(train.__file__, flags, out_dir=folder)
     seconds = time.perf_counter() - start
-    found = what_differs(record, folder)
+    found = what_differs(Path(REPO, "records", name), folder)
     if found:
-        say(f"portable: not the bits of records/{record.name}: {found}")
+        say(f"portable: not the bits of records/{name}: {found}")
         return {"ok": False, "found": found}
-    *_, last = (row for row in computed_rows(folder) if "sha256" in row)
-    run = f"SHA-256 {last['sha256'][:8]}..., {last['step']} steps, {seconds:.0f} s"
-    say(f"portable: the bits of records/{record.name} ({run}, {machine.cpu_info()[0]})")
-    return {"ok": True, "sha256": last["sha256"], "seconds": seconds}
+    saves = [row for row in computed_rows(folder) if "sha256" in row]
+    sha256 = saves[-1]["sha256"]
+    steps = saves[-1]["step"]
+    cpu = machine.cpu_info()[0]
+    how = f"SHA-256 {sha256[:8]}..., {steps} steps, {seconds:.0f} s, {cpu}"
+    say(f"portable: the bits of records/{name} ({how})")
+    return {"ok": True, "sha256": sha256, "seconds": seconds}
 
 
 def same_bits(job, script, words):

@@ -43,7 +43,7 @@ def configure_optimizers(
     elif optimizer == "muon":
         # an embedding's row learns only where its token stands; the loss is steep in the head
         rest = group(embeddings, lr_scale=2.0), group(outer, lr_scale=0.5), groups[1]
-        muon = Muon([group(hidden)], lr, momentum, weight_decay, parts_of(model))
+        muon = Muon([group(hidden)], lr, momentum, weight_decay, stacked_parts(model))
         optimizers = [muon, torch.optim.AdamW(rest, **adam)]
     else:
         raise ValueError(f"optimizer={optimizer!r}: expected adamw, adam, sgd, momentum or muon")
@@ -70,7 +70,7 @@ def sorted_by_role(model):
     return hidden, embeddings, outer, vectors
 
 
-def parts_of(model: nn.Module) -> dict[Tensor, int]:
+def stacked_parts(model: nn.Module) -> dict[Tensor, int]:
     """{weight: number of matrices that are stacked in it} of modules that say so by an attribute `muon_parts`,
     such as the layer of attention's queries, keys and values."""
     stacked = [module for module in model.modules() if hasattr(module, "muon_parts")]

@@ -118,14 +118,14 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
             say(line)
         return folder, meta
     what = f"{old.get('tokenizer')} tokens of {old.get('source')}"
-    if differ := differences(meta, old):
+    if differ := how_they_differ(meta, old):
         hint = "choose another NAME, or delete that folder if no run depends on it"
         raise DataError(f"{folder} holds another dataset: {what}; it has {differ}; {hint}")
     say(f"{folder} is there already, {what}; nothing to do")
     return folder, old
 
 
-def differences(asked: dict, made: dict) -> str:
+def how_they_differ(asked: dict, made: dict) -> str:
     """What a dataset has other than asked for, in words; "" if the two come from the same content."""
     facts = []
     for meta in (made, asked):

@@ -101,7 +101,7 @@ def is_untrained(best: Path) -> bool:
     return "step" in state and state["step"] == state.get("first_step", 0)
 
 
-def heading(path: Path, saved: dict) -> str:
+def title(path: Path, saved: dict) -> str:
     """What to print above the text: the file, its step, and why it is not the run's best."""
     step = saved.get("state", {}).get("step", "unknown")
     best = path.with_name("best.pt")
@@ -202,7 +202,7 @@ def write_samples(path: Path, saved: dict) -> None:
         prompt = torch.tensor([list(map(int, ids))], device=where)  # (1, T), T >= 1
     except DataError as error:
         fail(f"--start={start[:40]}: {error}")
-    print(heading(path, saved), file=sys.stderr)
+    print(title(path, saved), file=sys.stderr)
     if prompt.size(1) > block_size:
         print(f"only the last {block_size} tokens of --start count", file=sys.stderr)
     generator = torch.Generator(where).manual_seed(seed)
@@ -237,7 +237,7 @@ def export_weights(path: Path, saved: dict) -> None:
             temporary.write_bytes(save(weights, {"format": "pt"}))
     except OSError as error:
         fail(f"--export={export} cannot be written ({error.strerror})")
-    print(f"{heading(path, saved)}: {len(weights)} tensors in {export}", file=sys.stderr)
+    print(f"{title(path, saved)}: {len(weights)} tensors in {export}", file=sys.stderr)
 
 
 def main(argv: list[str] | None = None) -> None:

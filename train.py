@@ -332,6 +332,7 @@ class Run:
     noted_sizes: dict = field(default_factory=dict)  # of micro-batches, in the newest event
     batches: data.Batches | None = None  # the batches to come
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
+    steps_here: int = 0  # that this process has taken
     reasons: dict = field(default_factory=dict)  # knob that was auto -> why it has its value
     watch: Watch = field(default_factory=lambda: Watch())
 
@@ -375,7 +376,7 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
     saver = checkpoint.Saver(run, keep_last, may_roll_back_to)
     ending = "failed: an error in the program", 1
     try:
-        model = rehearse(run, signals)
+        model = first_pass(run, signals)
         clock.lap("compile")
         begin(run, table, saver)
         clock.lap("evaluate")
@@ -396,7 +397,7 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
     return ending[1]
 
 
-def rehearse(run: Run, signals: Signals) -> torch.nn.Module:
+def first_pass(run: Run, signals: Signals) -> torch.nn.Module:
     """Compute the first batch once, to compile and to find out what fits into memory; nothing moves.
     Returns the model, compiled if asked, and completes the run's identity."""
     batch = run.train_data[ranks.share(0, rows_at(0))]
@@ -442,21 +443,18 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
     """Take steps until the run ends. Returns (how it ended, exit code)."""
     state = run.state
     run.batches = load_batches(run)
-    n_taken = 0  # steps of this process
     steps = []  # (row so far, numbers still on the device) of the steps since the last fetch
     recent = []  # the last max_skipped rows
     while True:
         # ---- training: only these lines, and roll_back, change the weights -----------------------
         lr = float(lr_at(state["step"]) * state["lr_factor"])
-        batch = run.batches.next_batch(should_stop=lambda: signals.stop)
-        if num_workers and any(ranks.agree(batch is None)):
-            batch = None  # a signal came, on some rank, and no batch
+        batch = next_batch(run, signals)  # None: a signal came first
         if batch:
             inputs, targets, data_ms = batch
             take = partial(train_step, model, run, inputs, targets, lr)
             take = partial(run.watch.step, run, take, inputs, targets, lr)
-            n_taken += 1
-            confirm = audit_due(state["step"] + 1, n_taken)
+            run.steps_here += 1
+            confirm = audit_due(state["step"] + 1, run.steps_here)
             numbers = confirm(run, take, clock) if confirm else take()
             row = count_batch(run, targets)  # state["step"] is one more from here on
             steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
@@ -469,7 +467,6 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
             continue
 
         # ---- fetch the numbers: but for evaluation, samples and saves, only here the host waits --
-        safe_step.note_halving(run)
         rows, trouble = judge(finish_rows(run, steps, clock), run)
         run.folder.write_rows(rows)
         recent = (recent + rows)[-max_skipped:]
@@ -547,6 +544,14 @@ def load_batches(run: Run) -> data.Batches:
     """The batches to come, read ahead by num_workers processes."""
     what = (run.train_data, batches_to_come(run.state), run.device)
     return data.Batches(*what, num_workers, prefetch_factor, hang_minutes)
+
+
+def next_batch(run: Run, signals: Signals) -> tuple | None:
+    """(inputs, targets, milliseconds waited), on the device; None if a signal came first, on any rank."""
+    batch = run.batches.next_batch(should_stop=lambda: signals.stop)
+    if num_workers and any(ranks.agree(batch is None)):
+        return None
+    return batch
 
 
 def batches_to_come(state: dict) -> Iterator[tuple[int, int]]:
@@ -804,12 +809,12 @@ def print_sample(run: Run) -> None:
 # ---- what is due, and what went wrong ------------------------------------------------------------
 
 
-def audit_due(step: int, n_taken: int) -> Callable | None:
-    """What repeats and compares a step that has number `step` in the run and `n_taken` in this process:
+def audit_due(step: int, steps_here: int) -> Callable | None:
+    """What repeats and compares a step that has number `step` in the run and `steps_here` in this process:
     every audit_interval steps, and the second of each process; else None."""
     if every(audit_interval, step):
         return audit.confirm
-    is_second = n_taken == 2 and deterministic and audit_interval >= 0
+    is_second = steps_here == 2 and deterministic and audit_interval >= 0
     return audit.find_hidden_state if is_second else None
 
 
@@ -936,6 +941,7 @@ def count_batch(run: Run, targets: torch.Tensor) -> dict:
 def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     """Rows of kind "train" for `steps`, [(fields, {name: device scalar}), ...]: all since the last
     lap of the clock, so times exclude evaluation and saving. The host waits for the device here."""
+    safe_step.note_halving(run)
     if not steps:
         return []
     safe_step.check_names(steps[0][1], "train_step()", ("model", "step"))

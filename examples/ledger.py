@@ -2,8 +2,6 @@
 by e-BH: of what it keeps, at most 5% are luck on average.
 
     python examples/ledger.py ideas/*.patch --run="config/shakespeare_fast.py --max_steps=40"
-
-Each look is a row of ledger.jsonl in out_dir. The same command continues, also with more patches.
 """
 
 import json
@@ -12,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from statistics import mean
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
@@ -21,21 +18,19 @@ from reporting.verdicts import SHARE, e_value, kept_by_e_bh  # noqa: E402
 
 out_dir = "../out/ledger"  # of the ledger, a copy of the code for each patch, and all runs
 run = "config/shakespeare_fast.py"  # config file and flags of every run
-max_seeds = 20  # for each patch, [4, inf)
-
+max_seeds = 20  # for each patch, [4, inf); looks are rows of ledger.jsonl, and are not repeated
 LEFT_OUT = shutil.ignore_patterns(".git", "__pycache__", "out", "data", "tests", "records")
 
 
 def needs_a_look(gains: list, patches: int) -> bool:
     """May another seed change what becomes of a patch? gains: its losses minus the code's."""
     is_shown = e_value(gains) >= patches / SHARE  # kept, even if no other is
-    return len(gains) < 4 or not is_shown and mean(gains) < 0 and len(gains) < max_seeds
+    return len(gains) < 4 or not is_shown and sum(gains) < 0 and len(gains) < max_seeds
 
 
 def last_loss(code: Path, folder: Path, seed: int) -> float:
-    """Validation loss at the end of a run. A run that is finished is not trained again."""
     flags = [f"--seed={seed}", f"--out_dir={folder}", f"--data_dir={REPO}/data", "--report=false"]
-    subprocess.run([sys.executable, "train.py", *shlex.split(run), *flags], cwd=code, check=True)
+    subprocess.run([sys.executable, "train.py", *flags, *shlex.split(run)], cwd=code, check=True)
     rows = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [row["val_loss"] for row in rows if row["kind"] == "eval"][-1]
 
@@ -57,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
                 with open(home / "ledger.jsonl", "a", encoding="utf-8") as ledger:
                     ledger.write(json.dumps(row) + "\n")
         places = kept_by_e_bh([e_value(each) for each in gains.values()])
-        kept = [name for name in [[*gains][place] for place in places] if mean(gains[name]) < 0]
+        kept = [name for n, name in enumerate(gains) if n in places and sum(gains[name]) < 0]
         print(f"kept {len(kept)} of {len(gains)}: {', '.join(kept)}")
 
 

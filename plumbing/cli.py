@@ -215,14 +215,14 @@ def folder_name(config: Config) -> str:
     factors = {"batch_size", "accum_steps"} & config.keys()
     if product(config, factors) != product(config.base, factors):
         names |= factors & config.typed
-    return named(config, [key for key in names if config[key] != config.base[key]])
+    return folder_with(config, [key for key in names if config[key] != config.base[key]])
 
 
 def product(values: dict, names: Collection[str]) -> int:
     return math.prod(values[name] for name in names)
 
 
-def named(config: Config, names: Collection[str]) -> str:
+def folder_with(config: Config, names: Collection[str]) -> str:
     """out_dir, with the values of these knobs in its name."""
     parent, name = os.path.split(config["out_dir"])
     for key in filter(names.__contains__, config):

@@ -14,7 +14,7 @@ from types import CodeType, FunctionType, ModuleType
 import torch
 
 from plumbing import checkpoint
-from plumbing.cli import Config, Knob, fail, named, product
+from plumbing.cli import Config, Knob, fail, folder_with, product
 from plumbing.console import REPO, best_words, shown
 from plumbing.files import digests_by_name, read_json
 from plumbing.machine import choose_dtype, device_name
@@ -23,7 +23,7 @@ from plumbing.run_folder import RunFolder
 from plumbing.safe_step import leaves
 
 # What an identity holds besides knobs, under the policy of plumbing/cli.py that decides a difference.
-FACTS = {
+DECISIVE = {
     "fixed": ("global_batch", "data", "files"),
     "bits": (
         "torch device kernel_bits capability inductor threads world_size code made_by".split()
@@ -43,10 +43,14 @@ FORKED = ("train", "model", "optim")  # modules whose functions a notebook may r
 def identity_of(config: Config, knobs: dict, data: dict, device: torch.device) -> dict:
     """What a checkpoint keeps as `run`; rehearsed() completes it. knobs: globals of train.py, resolved.
     data: its facts["data"]."""
-    decisive = [name for name, knob in config.knobs.items() if knob.policy - {"free"}]
-    kept = [name for name, knob in config.knobs.items() if "kept" in knob.policy]
-    return {name: knobs[name] for name in decisive} | {
-        "kept": {name: knobs[name] for name in kept},
+    decisive, kept = {}, {}
+    for name, knob in config.knobs.items():
+        if knob.policy - {"free"}:
+            decisive[name] = knobs[name]
+        if "kept" in knob.policy:
+            kept[name] = knobs[name]
+    return decisive | {
+        "kept": kept,
         "global_batch": product(knobs, ("batch_size", "accum_steps")) * world_size(),
         "dataset": data["name"],
         "data": data["fingerprint"],
@@ -201,7 +205,7 @@ def differences(then: dict, now: dict, knobs: dict[str, Knob], policy: str) -> d
     if isinstance(then.get("files"), dict):  # by path, in an older version
         then = then | {"files": sorted([Path(p).name, then["files"][p]] for p in then["files"])}
     found = {}
-    for name in dict.fromkeys((*names, *FACTS[policy])):
+    for name in dict.fromkeys((*names, *DECISIVE[policy])):
         counts = name in then and name in now and not (portable and name in ANY_MACHINE)
         if counts and name != "code" and then[name] != now[name]:
             found[name] = [then[name], now[name]]
@@ -451,7 +455,7 @@ def mention_unfinished(config: Config, out_dir: str) -> None:
     by_old_rules = {name for name in typed if config.knobs[name].names_folder()}
     if product(config, factors) != product(config.base, factors):
         by_old_rules |= factors
-    for place in (config["out_dir"], named(config, by_old_rules)):
+    for place in (config["out_dir"], folder_with(config, by_old_rules)):
         facts = read_json(f"{place}/run.json")
         changed = changed_knobs(facts.get("config") or {}, config)
         fixed = {name for name in changed if "fixed" in config.knobs[name].policy}

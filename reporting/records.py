@@ -5,7 +5,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from plumbing.files import read_json
-from reporting.logged import MEASURED
+from reporting.logged import MEASURED, knobs_of_train
 from reporting.record import read_metrics, tame
 
 HEADER = ("what", "loss", "seconds", "runs", "command", "machine", "date, commit")
@@ -59,21 +59,26 @@ def row(facts, name, loss, seconds, count, command):
 def what_differs(record: Path, folder: Path) -> str:
     """In words, the first thing in `record`, a run, that is not so in `folder`, the same run computed
     here: a knob, the data, or a number of a row; "" if there is none."""
-    then, now = (read_json(path / "run.json") for path in (record, folder))
-    for name, value in now["config"].items():
-        known = then["config"].get(name, value)
-        if value != known and not name.endswith("_dir"):
-            return f"--{name}={known} there, {value} here"
+    then = read_json(record / "run.json")
+    now = read_json(folder / "run.json")
+    for name, knob in knobs_of_train().items():
+        here = now["config"].get(name)
+        there = then["config"].get(name, here)
+        if there != here and "free" not in knob.policy:
+            return f"--{name} is {there} there, {here} here"
     for name in ("data", "kernel_bits", "torch"):
-        if then["run"].get(name) != now["run"][name]:
-            return f"{name} is {then['run'].get(name)} there, {now['run'][name]} here"
+        here = now["run"][name]
+        there = then["run"].get(name)
+        if there != here:
+            return f"{name} is {there} there, {here} here"
     rows = zip_longest(computed_rows(record), computed_rows(folder), fillvalue={})
     for one, other in rows:
         for name in one | other:
-            pair = one.get(name), other.get(name)
-            if repr(pair[0]) != repr(pair[1]):
-                step = (one or other).get("step")
-                return f"step {step}: {name} is {pair[0]} there, {pair[1]} here"
+            there = one.get(name)
+            here = other.get(name)
+            if repr(there) != repr(here):
+                step = one.get("step", other.get("step"))
+                return f"step {step}: {name} is {there} there, {here} here"
     return ""
 
 
@@ -81,14 +86,20 @@ def computed_rows(folder: Path) -> list[dict]:
     """The rows of a run, with what computing gives back: not times and memory, nor its end."""
     rows = []
     for row in read_metrics(folder / "metrics.jsonl")[0]:
-        if row.get("event", "saved") in ("saved", "sample"):
-            rows.append({name: row[name] for name in row if name not in MEASURED})
+        event = row.get("event", "saved")
+        if event not in ("saved", "sample"):
+            continue
+        for name in MEASURED:
+            row.pop(name, None)
+        rows.append(row)
     return rows
 
 
 def what_it_needs(folder: Path) -> str:
     """In words, on which machine the figures of a record were measured, and by which command."""
     facts = read_json(sorted(folder.glob("*.json"))[0])
-    cpu, torch = facts["hardware"]["cpu"], facts["versions"]["torch"]
-    command = f"python {' '.join(facts['command'])}"
-    return f"{folder} holds figures of {cpu} with torch {torch}, and no run; there, type: {command}"
+    cpu = facts["hardware"]["cpu"]
+    torch = facts["versions"]["torch"]
+    words = " ".join(facts["command"])
+    found = f"{folder} holds figures of {cpu} with torch {torch}, and no run"
+    return f"{found}; there, type: python {words}"

@@ -95,11 +95,11 @@ def refusal(script, *argv):
     return str(error.value)
 
 
-def run(script, *argv, cwd=None):
+def run(script, *argv, cwd=None, columns=100):
     return subprocess.run(
         [sys.executable, str(script), *argv],
         cwd=cwd or script.parent,
-        env=os.environ | {"PYTHONPATH": str(REPO)},
+        env=os.environ | {"PYTHONPATH": str(REPO), "COLUMNS": str(columns)},
         capture_output=True,
         text=True,
         check=False,
@@ -272,7 +272,7 @@ def test_every_name_of_nanogpt_is_a_knob_of_train_or_gets_a_hint(name, tmp_path)
         return
     (tmp_path / "theirs.py").write_text(f"{name} = 1\n")
     for argument in (f"--{name}=1", str(tmp_path / "theirs.py")):
-        scope = {key: knob[0] for key, knob in knobs.items()} | {"__file__": REPO / "train.py"}
+        scope = {key: knob.default for key, knob in knobs.items()} | {"__file__": REPO / "train.py"}
         with pytest.raises(cli.BadInput) as error, configured(scope, argv=[argument]):
             pass
         err = str(error.value)
@@ -442,9 +442,8 @@ def test_help_shows_the_values_of_the_other_arguments_where_they_come_from_and_t
 
 
 @pytest.mark.parametrize("columns", [50, 80, 200])
-def test_help_wraps_at_the_width_of_the_terminal(script, columns, monkeypatch):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    widest = max(map(len, run(script, "--help").stdout.splitlines()[2:]))
+def test_help_wraps_at_the_width_of_the_terminal(script, columns):
+    widest = max(map(len, run(script, "--help", columns=columns).stdout.splitlines()[2:]))
     assert min(columns, 100) - 25 < widest <= max(min(columns, 100), 66)  # the usage is not wrapped
 
 
