@@ -83,9 +83,9 @@ READING = """
 from pathlib import Path
 def read_so_far():
     return int(Path("/proc/self/io").read_text().split()[1])
-def restore(*args, inner=train.checkpoint.restore):
-    os.write(1, f"TOOK {rank} {peak_of(lambda: inner(*args))[0]}\\n".encode())
-train.checkpoint.restore = restore
+def put_back(self, inner=train.checkpoint.WholeState.put_back):
+    os.write(1, f"TOOK {rank} {peak_of(lambda: inner(self))[0]}\\n".encode())
+train.checkpoint.WholeState.put_back = put_back
 def loop(*args, inner=train.train):
     os.write(1, f"READ {rank} {read_so_far() - began}\\n".encode())
     return inner(*args)

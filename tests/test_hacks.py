@@ -45,7 +45,7 @@ HACKS = {
     "answers": Hack(29 + 5),
     "freeze": Hack(4 + 5),
     "window": Hack(7 + 5, ("--n_layer=2",)),
-    "distillation": Hack(11 + 5, ("--teachers={teacher},{teacher}",)),
+    "distillation": Hack(11 + 5, ("--teachers={teacher} {teacher}",)),
     "norms": Hack(18 + 5, changes_weights=False),
     "lengths": Hack(4 + 5),
     "bpe": Hack(73 + 5, ("--dataset=pairs",)),
@@ -57,7 +57,8 @@ BAD_FIRST_LOSS = """
 import math
 def forward_backward(model, run, *batch, inner=train.forward_backward):
     numbers = inner(model, run, *batch)
-    return numbers | {"loss": numbers["loss"] * (math.nan if run.state["step"] == 0 else 1)}
+    is_first = run.state["step"] == 0 and run.batches  # it is None in the rehearsal
+    return numbers | {"loss": numbers["loss"] * (math.nan if is_first else 1)}
 train.forward_backward = forward_backward
 """
 IN_EVERY_RUN = ("lion", "experts")  # the others take minutes together
@@ -270,6 +271,13 @@ def test_a_loss_beside_the_loss_is_a_field(fork, run_train):
     done = run_train("run", repo=fork("experts"))
     assert all(1 <= row["balance"] < 4 for row in done.rows("train")), "1: each equally often"
     assert "balance" in done.stdout
+
+
+@pytest.mark.slow
+def test_without_teachers_it_is_the_run_of_the_repository(fork, run_train, plain_run):
+    done = run_train("run", *RUN, repo=fork("distillation"))
+    assert done.returncode == 0, done.stderr
+    assert done.fingerprint(STEPS)["model"] == plain_run().fingerprint(STEPS)["model"]
 
 
 def test_norms_and_histograms_of_every_weight_are_rows(fork, run_train):

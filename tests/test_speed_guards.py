@@ -200,7 +200,7 @@ train.evaluate = counted(train.evaluate, "EVALUATES")
 
 
 def test_the_loop_saves_writes_and_evaluates_when_it_should_and_no_more(run_train):
-    flags = "--save_interval=10", "--log_interval=4", "--eval_interval=6"
+    flags = "--save_interval=10", "--log_interval=4", "--eval_interval=6", "--audit_interval=-1"
     done = run_train("run", *flags, before=COUNT_CALLS)
     assert done.returncode == 0, done.stderr
     calls = {name: done.stdout.count(name) for name in ("STEPS", "SAVES", "EVALUATES", "WRITES")}
