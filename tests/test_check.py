@@ -307,12 +307,12 @@ def never_clip(monkeypatch):
 
 
 def forget_the_moments(monkeypatch):
-    def restore(run, checkpoint, inner=train.checkpoint.restore):
-        inner(run, checkpoint)
-        for optimizer in run.optimizers:
+    def put_back(self, inner=train.checkpoint.WholeState.put_back):
+        inner(self)
+        for optimizer in self.run.optimizers:
             optimizer.state.clear()
 
-    monkeypatch.setattr(train.checkpoint, "restore", restore)
+    monkeypatch.setattr(train.checkpoint.WholeState, "put_back", put_back)
 
 
 def hurry_the_schedule(monkeypatch):

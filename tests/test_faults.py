@@ -790,42 +790,6 @@ def test_the_disk_space_asked_for_is_enough_for_a_whole_checkpoint(run_train, fl
     assert size < 1.03 * predicted < 1.1 * size
 
 
-@pytest.mark.parametrize("times", [1, 99], ids=["once", "always"])
-def test_a_best_that_could_not_be_written_is_tried_again_or_said_to_be_lost(run_train, times):
-    fail = f"""
-import os, torch
-from pathlib import Path
-failures = []
-def replacing(path, *rest, inner=train.checkpoint.replacing):
-    if Path(path).name == "best.pt" and len(failures) < {times} and last != [0]:
-        failures.append(1)
-        raise OSError(28, "No space left on device")
-    return inner(path, *rest)
-last = []
-def record_evaluation(run, table, inner=train.record_evaluation):
-    last[:] = [run.state["step"]]
-    return inner(run, table)
-train.checkpoint.replacing, train.record_evaluation = replacing, record_evaluation
-"""
-    worse = bad_batches(list(range(3, 99)), "-loss")
-    flags = ("--eval_interval=3", "--max_steps=6", "--peak_lr=1e-2", "--min_lr=1e-2")
-    worse += """
-def forward_backward(model, run, *rest, inner=train.forward_backward):
-    numbers = inner(model, run, *rest)
-    if run.state["step"] >= 3:  # uphill from here on
-        for weight in run.model.parameters():
-            weight.grad.neg_()
-    return numbers
-train.forward_backward = forward_backward
-"""
-    done = run_train("run", *flags, before=fail + worse)
-    assert done.returncode == 0, done.stderr
-    assert "could not save best.pt (" in done.stdout and events(done, "save_failed")
-    assert "at step 3" in done.stdout.split("finished at")[1]
-    assert torch.load(done.out_dir / "best.pt")["state"]["step"] == (3 if times == 1 else 0)
-    assert len(events(done, "best_not_saved")) == (times > 1)
-
-
 def test_where_no_thread_can_start_a_save_is_made_without(run_train, straight):
     none = """
 import threading
@@ -866,24 +830,6 @@ def test_a_resume_from_the_best_alone_makes_a_checkpoint_to_roll_back_to(run_tra
     done = run_train("run", *flags, "--save_interval=50", before=bad_batches([6, 7]))
     assert done.returncode == 0, done.stderr
     assert [(row["step"], row["at_step"]) for row in events(done, "rollback")] == [(3, 8)]
-
-
-def test_a_kill_before_the_end_is_recorded_is_completed_by_the_same_command(run_train):
-    kill = """
-import os
-def end(*args):
-    os.kill(os.getpid(), 9)
-train.RunFolder.end = end
-"""
-    assert run_train("run", "--report=true", before=kill).returncode == 137
-    for _ in range(2):
-        done = run_train("run", "--report=true")
-        assert done.returncode == 0 and "is finished: 12 steps" in done.stdout, done.stderr
-        facts = json.loads((done.out_dir / "run.json").read_text())
-        assert facts["ended"] == "finished" and facts["end"] >= facts["start"]
-        assert (done.out_dir / "report.md").exists()
-        (end,) = events(done, "end")
-    assert end["step"] == 12
 
 
 # ---- what belongs to the run ---------------------------------------------------------------------
