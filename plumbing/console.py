@@ -162,6 +162,7 @@ ALL_FIELDS = (  # in the order of columns and panels
 )
 # fmt: on
 FIELDS = {field.name: field for field in ALL_FIELDS}
+MEASURED = [field.name for field in ALL_FIELDS if field.measured]  # never the same
 
 
 def own_field(name: str, kind: str) -> Field:

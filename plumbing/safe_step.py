@@ -222,6 +222,7 @@ def rehearse(
     does a run that should_stop(): a signal may have ended the compiler. Raises RunFailed also if the
     forward pass makes a buffer, which a resumed model would not have.
     """
+    note_halving(run)  # the sizes to compare later ones with
     names = run.model.state_dict().keys()
     state = clone(run.state)
     before = Captured(run)

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple
 
 from plumbing import checkpoint as checkpoints
 from plumbing.cli import Knob, fail, read_knobs, show
-from plumbing.console import FIELDS, REPO
+from plumbing.console import MEASURED, REPO
 from plumbing.files import clean, read_json
 from plumbing.resume import changed_knobs, differences, inexact, kept_in
 from reporting.record import read_metrics
 
 KINDS = ("train", "eval", "saved")  # in the order in which a step writes them
-MEASURED = [name for name, field in FIELDS.items() if field.measured]  # never the same
 NOT_COMPARED = {*MEASURED, "files"}  # a save may have been due by the clock
 RECOMPUTED = ("frozen", "groups")  # parts of a checkpoint that its hash does not cover
 

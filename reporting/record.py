@@ -61,7 +61,8 @@ def read_run(folder):
     if unreadable >= len(rows):
         found = f"{path} is damaged, or not from train.py: most of its lines are not rows"
         raise NoRecord(found + '; expected JSON such as {"kind": "train", "step": 1, ...}')
-    info = tame(read_json(folder / "run.json"))
+    about = folder / "run.json"
+    info = tame(read_json(about)) if about.is_file() else {}
     for key, kind in INFO.items():
         if not isinstance(info.get(key), kind):
             info[key] = kind()

@@ -4,8 +4,9 @@ from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
+from plumbing.console import MEASURED
 from plumbing.files import read_json
-from reporting.logged import MEASURED, knobs_of_train
+from reporting.logged import knobs_of_train
 from reporting.record import read_metrics, tame
 
 HEADER = ("what", "loss", "seconds", "runs", "command", "machine", "date, commit")
@@ -15,7 +16,8 @@ def record_rows(folder):
     """Rows of the table, tuples of str in the order of HEADER, from the files of check.py and bench.py
     in `folder`. What a file holds decides whether it is a record."""
     rows = []
-    for path in sorted(Path(folder).glob("*.json")):
+    files = [path for path in Path(folder).glob("*.json") if path.is_file()]
+    for path in sorted(files):
         with suppress(LookupError, TypeError, ValueError, AttributeError):  # it is no record
             facts = tame(read_json(path))
             rows += rows_of_seeds(path, facts) if "seeds" in facts else rows_of_ladder(facts)

@@ -60,6 +60,8 @@ def test_a_best_that_could_not_be_saved_is_tried_again_at_every_save(run_train, 
     flags = ("--save_interval=2", "--eval_interval=6", "--peak_lr=1e-2", "--min_lr=1e-2")
     done = run_train("run", *flags, before=FULL_DISK.format(times=times))
     assert done.returncode == 0, done.stderr
+    assert "could not save best.pt (" in done.stdout
+    assert any(row["event"] == "save_failed" for row in done.rows("event"))
     held = torch.load(done.out_dir / "best.pt")["state"]
     last = torch.load(done.checkpoint(12))["state"]
     assert last["best_step"] == 6

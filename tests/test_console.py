@@ -192,7 +192,8 @@ def test_a_terminal_gets_colour_and_a_live_line_and_a_pipe_neither():
 
 def test_a_run_has_a_live_line_on_a_terminal(data_dir, tmp_path):
     flags = arguments(tmp_path / "run", data_dir, ["--max_steps=40"])[1:]
-    shown, piped = on_a_terminal(f"import train; train.main({flags})")
+    at_each_step = "train.console.LIVE_SECONDS = 0"
+    shown, piped = on_a_terminal(f"import train; {at_each_step}; train.main({flags})")
     live = [part for part in re.split(r"[\r\n]", shown) if re.search(r"tok/s  \d:\d\d left$", part)]
     assert live and console.GREEN in shown
     assert "finished" in piped and "\x1b" not in piped

@@ -44,17 +44,20 @@ train.train_step = wrap(train.train_step)
 
 
 def bad_batches(indices, how="loss * float('nan')"):
-    """Source: on the batches of these indices the loss, or with how="grad = ..." the gradient, is bad."""
+    """Source: on the batches of these indices the loss, or with how="grad = ..." the gradient, is bad.
+    Not in the rehearsal, the first call: a run whose first loss is NaN does not start."""
     change = f"numbers['loss'] = {how}"
     if how.startswith("grad"):
         change = f"for w in run.model.parameters(): w.{how}"
     return f"""
 import math
 def wrap(inner):
+    calls = []
     def forward_backward(model, run, *rest):
         numbers = inner(model, run, *rest)
         loss = numbers["loss"]
-        if run.state["sequences"] // train.rows_at(0) in {indices}:
+        calls.append(1)
+        if len(calls) > 1 and run.state["sequences"] // train.rows_at(0) in {indices}:
             {change}
         return numbers
     return forward_backward
@@ -569,8 +572,7 @@ def test_with_no_good_checkpoint_left_it_says_so_and_stops(run_train, interrupte
         assert done.returncode == 2 and "no checkpoint that can be read" in done.stderr
         assert "--out_dir=run_2" in done.stderr
     for path in damaged:
-        assert path.with_name(path.name + ".corrupt").stat().st_size == 1000
-    for path in (tmp_path / "run").glob("*.corrupt"):
+        assert path.stat().st_size == 1000  # a refusal renames nothing
         path.unlink()
     done = run_train("run", *EVERYTHING)  # no checkpoint at all, but the rows of a run
     assert done.returncode == 2 and "no checkpoint that can be read" in done.stderr
@@ -788,42 +790,6 @@ def test_the_disk_space_asked_for_is_enough_for_a_whole_checkpoint(run_train, fl
     assert size < 1.03 * predicted < 1.1 * size
 
 
-@pytest.mark.parametrize("times", [1, 99], ids=["once", "always"])
-def test_a_best_that_could_not_be_written_is_tried_again_or_said_to_be_lost(run_train, times):
-    fail = f"""
-import os, torch
-from pathlib import Path
-failures = []
-def replacing(path, *rest, inner=train.checkpoint.replacing):
-    if Path(path).name == "best.pt" and len(failures) < {times} and last != [0]:
-        failures.append(1)
-        raise OSError(28, "No space left on device")
-    return inner(path, *rest)
-last = []
-def record_evaluation(run, table, inner=train.record_evaluation):
-    last[:] = [run.state["step"]]
-    return inner(run, table)
-train.checkpoint.replacing, train.record_evaluation = replacing, record_evaluation
-"""
-    worse = bad_batches(list(range(3, 99)), "-loss")
-    flags = ("--eval_interval=3", "--max_steps=6", "--peak_lr=1e-2", "--min_lr=1e-2")
-    worse += """
-def forward_backward(model, run, *rest, inner=train.forward_backward):
-    numbers = inner(model, run, *rest)
-    if run.state["step"] >= 3:  # uphill from here on
-        for weight in run.model.parameters():
-            weight.grad.neg_()
-    return numbers
-train.forward_backward = forward_backward
-"""
-    done = run_train("run", *flags, before=fail + worse)
-    assert done.returncode == 0, done.stderr
-    assert "could not save best.pt (" in done.stdout and events(done, "save_failed")
-    assert "at step 3" in done.stdout.split("finished at")[1]
-    assert torch.load(done.out_dir / "best.pt")["state"]["step"] == (3 if times == 1 else 0)
-    assert len(events(done, "best_not_saved")) == (times > 1)
-
-
 def test_where_no_thread_can_start_a_save_is_made_without(run_train, straight):
     none = """
 import threading
@@ -866,24 +832,6 @@ def test_a_resume_from_the_best_alone_makes_a_checkpoint_to_roll_back_to(run_tra
     assert [(row["step"], row["at_step"]) for row in events(done, "rollback")] == [(3, 8)]
 
 
-def test_a_kill_before_the_end_is_recorded_is_completed_by_the_same_command(run_train):
-    kill = """
-import os
-def end(*args):
-    os.kill(os.getpid(), 9)
-train.RunFolder.end = end
-"""
-    assert run_train("run", "--report=true", before=kill).returncode == 137
-    for _ in range(2):
-        done = run_train("run", "--report=true")
-        assert done.returncode == 0 and "is finished: 12 steps" in done.stdout, done.stderr
-        facts = json.loads((done.out_dir / "run.json").read_text())
-        assert facts["ended"] == "finished" and facts["end"] >= facts["start"]
-        assert (done.out_dir / "report.md").exists()
-        (end,) = events(done, "end")
-    assert end["step"] == 12
-
-
 # ---- what belongs to the run ---------------------------------------------------------------------
 
 
@@ -900,7 +848,7 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_is_at_work(
     )
     done = run_train("run", *EVERYTHING, before=second)
     line = done.stdout.split("SECOND ")[1].splitlines()[0]
-    assert line.startswith("2 ") and "another run is at work in" in line and "--out_dir=" in line
+    assert line.startswith("2 ") and "is in use by another run" in line and "--out_dir=" in line
     assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
 
 
@@ -982,7 +930,7 @@ train.train_step = wrap(train.train_step)
 @pytest.mark.parametrize("how", ["loss * math.nan", "grad.view(-1)[0] = math.inf"])
 def test_a_bad_step_touches_neither_weights_nor_moments_nor_average(run_train, optimizer, how):
     by_hand = optimizer == "Lion by hand"
-    flags = ("--ema_decay=0.9", "--max_steps=6", "--log_interval=1")
+    flags = ("--ema_decay=0.9", "--max_steps=6", "--log_interval=1", "--audit_interval=-1")
     flags += () if by_hand else (f"--optimizer={optimizer}",)
     source = LION * by_hand + LOOK + bad_batches([0, 3], how)
     done = run_train("run", *flags, before=source)
@@ -1031,13 +979,17 @@ def test_a_bad_step_leaves_the_buffers_as_they_were(run_train):
     """Its NaN is in the forward pass, and so in BatchNorm's running mean. The rehearsal counts neither."""
     nan_inside = """
 def wrap(inner):
+    calls = []
     def forward_backward(model, run, *rest):
-        run.model.factor = float("nan") if run.state["sequences"] // 8 in (0, 3) else 1.0
+        calls.append(1)
+        is_bad = len(calls) > 1 and run.state["sequences"] // 8 in (0, 3)
+        run.model.factor = float("nan") if is_bad else 1.0
         return inner(model, run, *rest)
     return forward_backward
 train.forward_backward = wrap(train.forward_backward)
 """
     flags = ("--max_steps=6", "--log_interval=1", "--save_interval=1", "--keep_last=9")
+    flags += ("--audit_interval=-1",)
     done = run_train("run", *flags, before=NORMED + LOOK + nan_inside)
     assert done.returncode == 0, done.stderr
     looks = [line.split()[2] for line in done.stdout.splitlines() if line.startswith("LOOK")]
@@ -1266,17 +1218,18 @@ def test_a_rehearsal_finds_out_before_the_first_step_what_fits(run_train):
     done = run_train("run", "--dropout=0.1", before=out_of_memory(2))
     assert done.returncode == 0, done.stderr
     found = [(row["step"], row["micro_batch"]) for row in events(done, "out_of_memory")]
-    assert found == [(0, 4), (0, 2)]
+    assert found == [(0, 2)]
     asked = run_train("asked", "--dropout=0.1", "--batch_size=2", "--accum_steps=4")
     assert states_equal(done.fingerprint(12), asked.fingerprint(12), "state")
 
 
 def test_memory_that_runs_out_in_mid_run_halves_the_micro_batch_and_does_the_step_again(run_train):
     """The gradients and random numbers of the attempt that failed leave no trace."""
-    done = run_train("run", "--dropout=0.1", before=out_of_memory(4, from_step=5))
+    small = out_of_memory(4, from_step=5)
+    done = run_train("run", "--dropout=0.1", "--log_interval=1", before=small)
     assert done.returncode == 0, done.stderr
     (event,) = events(done, "out_of_memory")
-    assert (event["step"], event["micro_batch"]) == (5, 4)
+    assert (event["step"], event["micro_batch"]) == (6, 4)
     run_train("asked", "--dropout=0.1", before=stop_at(5))
     asked = run_train("asked", "--dropout=0.1", "--batch_size=4", "--accum_steps=2")
     assert states_equal(done.fingerprint(12), asked.fingerprint(12), "state")
@@ -1313,7 +1266,7 @@ train.sum_losses = wrap(train.sum_losses)
     done = run_train("run", *flags, before=small)
     assert done.returncode == 0, done.stderr
     found = [(row["step"], row["eval_micro_batch"]) for row in events(done, "out_of_memory")]
-    assert found == [(0, 4), (0, 2)]
+    assert found == [(0, 2)]
     enough = run_train("enough", *flags)
     assert states_equal(done.fingerprint(12), enough.fingerprint(12), "state")
     for one, other in zip(done.rows("eval"), enough.rows("eval"), strict=True):
@@ -1446,13 +1399,16 @@ torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**4
         lively
         + """
 def wrap(inner):
-    def restore(run, checkpoint):
-        return inner(run, checkpoint | {"scaler": run.scaler.state_dict()})
-    return restore
-train.checkpoint.restore = wrap(train.checkpoint.restore)
+    def put_back(state):
+        now = state.run.scaler.state_dict()
+        inner(state)
+        state.run.scaler.load_state_dict(now)
+    return put_back
+train.checkpoint.WholeState.put_back = wrap(train.checkpoint.WholeState.put_back)
 """
     )
     flags = ("--dtype=float16", "--max_skipped=50", "--max_steps=60", "--dropout=0.1")
+    flags += ("--audit_interval=-1",)  # it puts back the state, too
     straight = run_train("straight", *flags, before=lively)
     assert straight.returncode == 0, straight.stderr
     skipped = [row["step"] for row in events(straight, "skipped")]
