@@ -101,7 +101,7 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
     old = data.verified_meta(folder) if os.path.exists(f"{folder}/meta.json") else {}
     streamed = os.path.isdir(input) or glob.has_magic(input) if input else name in CORPORA
     if os.path.isfile(input):
-        streamed = input.endswith((".jsonl", ".gz")) or os.path.getsize(input) > WHOLE_TEXT
+        streamed = input.endswith((".jsonl", ".gz", ".zst")) or os.path.getsize(input) > WHOLE_TEXT
     if tokenizer == "auto":
         tokenizer = old.get("tokenizer") if old else "gpt2" if streamed else "char"
     cleaned = Cleaned()

@@ -32,8 +32,9 @@ DECISIVE = {
 ANY_MACHINE = ("device", "threads")  # do not count where --deterministic=portable
 MEASURES = ("eval_tokens", "best_metric")  # other values ask for another result of a finished run
 STEERING = ("eval_interval", "eval_tokens", "best_metric", "min_delta")  # of plateau_factor
-# What only prints or draws, and what makes a dataset, which has a fingerprint of its own.
+# What only prints, draws or drives train.py, and what makes a dataset, which has a fingerprint.
 NO_IDENTITY = ("plumbing/console.py", "report.py", "reporting/", "prepare_data.py")
+NO_IDENTITY += ("replay.py", "check.py", "bench.py")
 FORKED = ("train", "model", "optim")  # modules whose functions a notebook may replace
 
 

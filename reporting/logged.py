@@ -40,8 +40,13 @@ def is_command(value: Any) -> bool:
     return isinstance(value, list) and len(value) > 0 and isinstance(value[0], str)
 
 
+def is_kept(value: Any) -> bool:
+    return value is None or isinstance(value, dict)  # None: in an older version
+
+
 # What is read here of run.json, and of the same parts of a checkpoint. {str: ...}: of each key
 IDENTITY = {"code": {str: is_pair}, "threads": is_count, "world_size": is_count, "data": is_plain}
+IDENTITY |= {"kept": is_kept}
 FACTS = {"config": {str: is_plain}, "run": IDENTITY, "data": {}}
 
 

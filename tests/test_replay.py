@@ -559,7 +559,7 @@ FORGERIES = {  # name -> (what was done to a good run, what --verify says)
         "frozen in ckpt_00000012.pt is ['head.weight'], not []",
     ),
     "schedule": (
-        lambda done: edit_checkpoint(done, lambda c: c["run"].update(decay_steps=99)),
+        lambda done: edit_checkpoint(done, lambda c: c["run"]["kept"].update(decay_steps=99)),
         "ckpt_00000012.pt: its run/decay_steps contradicts the run's: 99, 12",
     ),
 }
@@ -652,7 +652,7 @@ FORMS = [
     lambda facts: facts["run"].update(code={"train.py": 3}),
     lambda facts: facts["run"].update(threads="x"),
     lambda facts: facts["run"].update(threads=0),
-    lambda facts: facts["run"].pop("compile"),
+    lambda facts: facts["run"].update(kept=[]),
     lambda facts: facts.update(run=[]),
     lambda facts: facts["config"].update(n_embd=[]),
     lambda facts: facts["config"].update(n_embd="x"),
