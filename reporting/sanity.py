@@ -851,8 +851,9 @@ def resume_check(job):
     """Does a run that is stopped and resumed come to the same bits?"""
     with redirect_stdout(io.StringIO()) as said:
         try:
-            folder, _ = few_steps(job, "resumed")
-            same = replay.main([str(folder), "--verify=2"]) == 0
+            folder, few = few_steps(job, "resumed")
+            all_of_it = f"--verify={few['max_steps']}"
+            same = replay.main([str(folder), all_of_it]) == 0
         except RunFailed as error:
             same = False
             print(error)
