@@ -547,8 +547,8 @@ def execute(script, words, **knobs):
 
 
 def trained(script, words, seed):
-    """The Logged folder of a whole run. It lies under the config's out_dir, and is not trained again if
-    it is finished and neither its knobs nor the code have changed."""
+    """The Logged folder of a whole run. It lies under the config's out_dir, and is not trained
+    again if it is finished and neither its knobs nor the code have changed."""
     defaults = {name: knob.default for name, knob in read_knobs(train.__file__).items()}
     with setting(**defaults), configured(vars(train), argv=for_train(words)) as config:
         knobs = {key: config[key] for key in defaults if key not in ("out_dir", "seed")}
@@ -567,7 +567,8 @@ def folder_by_hash(out_dir, seed, *facts):
 
 
 RECIPE = (
-    "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 "
+    "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 "
+    "--log_interval=1 "
     "--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 "
     "--lr_decay_iters=2000 --dropout=0.0"
 )

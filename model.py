@@ -70,20 +70,21 @@ def rotary_tables(block_size, head_size):
 
 
 def rotate(x, cos, sin):
-    """Rotates each pair of numbers in x (B, T, H, D), which lie D / 2 apart, by its position's angle: the
-    product of a query and a key then depends on their distance. cos, sin: (T, 1, D)."""
+    """Rotates each pair of numbers in x (B, T, H, D), which lie D / 2 apart, by its position's
+    angle: the product of a query and a key then depends on their distance. cos, sin: (T, 1, D)."""
     return x * cos.to(x.dtype) + x.roll(x.size(-1) // 2, -1) * sin.to(x.dtype)
 
 
 def visible(n, T, device):
-    """Which of T keys the last n queries see, bool (n, T): None = themselves and the past. Another mask,
-    such as a window, belongs here: every path asks, in training, evaluation and sampling."""
+    """Which of T keys the last n queries see, bool (n, T): None = themselves and the past. Another
+    mask, such as a window, belongs here: every path asks, in training, evaluation and sampling."""
     return None
 
 
 def causal_attention(q, k, v, dropout):
-    """q (B, H, n, D), k and v (B, H, T, D) to (B, H, n, D): the last n tokens, all T or one, each see itself
-    and the past. On a CPU the fused kernel's backward pass is slow: 23 ms against 3 at T = 64, bfloat16."""
+    """q (B, H, n, D), k and v (B, H, T, D) to (B, H, n, D): the last n tokens, all T or one, each
+    see itself and the past. On a CPU the fused kernel's backward pass is slow: 23 ms against 3 at T
+    = 64, bfloat16."""
     (B, H, n, D), T = q.shape, k.size(2)
     mask = visible(n, T, q.device)
     if q.device.type != "cpu" or T > PLAIN_ATTENTION_MAX or n < T:
@@ -194,8 +195,9 @@ class GPT(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Each part starts its own weights; what adds to the residual stream starts at zero, so that
-        a block begins as the identity (Goyal et al. 2017). Small heads: a first loss of ln V."""
+        """Each part starts its own weights; what adds to the residual stream starts at zero, so
+        that a block begins as the identity (Goyal et al. 2017). Small heads: a first loss of ln
+        V."""
         self.embedding.reset_parameters()
         for head in (self.head, *self.extra_heads):
             nn.init.normal_(head.weight, std=0.1 / math.sqrt(head.in_features))
@@ -251,9 +253,9 @@ class GPT(nn.Module):
         return "{n_layer} x {n_embd} wide, {n_head} heads".format(**vars(self.config))
 
     def flops_per_token(self) -> int:
-        """FLOPs to train on one token at full context: 6 per weight of a matrix product, and 12 * C *
-        block_size per attention (Chowdhery et al. 2022, "PaLM", appendix B), in each place where a
-        block stands. The masked half counts, and what `grad_checkpoint` recomputes does not."""
+        """FLOPs to train on one token at full context: 6 per weight of a matrix product, and 12 * C
+        * block_size per attention (Chowdhery et al. 2022, "PaLM", appendix B), in each place where
+        a block stands. The masked half counts, and what `grad_checkpoint` recomputes does not."""
         parts = [part for _, part in self.named_modules(remove_duplicate=False)]
         weights = sum(part.weight.numel() for part in parts if isinstance(part, nn.Linear))
         attentions = sum(isinstance(part, Attention) for part in parts)
@@ -268,8 +270,8 @@ def build_model(knobs: dict, vocab_size: int) -> nn.Module:
 
 def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing=0.0, reduction="mean") -> Tensor:
     """In nats and float32, over the targets that are not -100. logits: (..., V), targets: (...).
-    reduction: "mean" or "sum". Without a gradient, the float32 logits of a large vocabulary are held
-    a chunk of rows at a time: all those of 32 x 1,024 tokens of GPT-2 take 6.6 GB."""
+    reduction: "mean" or "sum". Without a gradient, the float32 logits of a large vocabulary are
+    held a chunk of rows at a time: all those of 32 x 1,024 tokens of GPT-2 take 6.6 GB."""
     if logits.shape[:-1] != targets.shape:
         shapes = f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}"
         raise ValueError(f"{shapes}: expected (..., classes) and (...); else write an evaluate()")
@@ -284,8 +286,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing=0.0, reductio
 
 
 def logits_of(head, x: Tensor, classes: int | None) -> Tensor:
-    """The first `classes` logits of x (..., C); None = all. The one place for what changes them, such as a
-    soft cap: training, also in chunks, evaluation and sampling come here."""
+    """The first `classes` logits of x (..., C); None = all. The one place for what changes them,
+    such as a soft cap: training, also in chunks, evaluation and sampling come here."""
     return head(x)[..., :classes]
 
 
@@ -295,8 +297,9 @@ def head_loss(head, x, targets, smoothing, classes, reduction="mean") -> Tensor:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """Summed cross entropy of the first `classes` logits of x (N, C) @ weight (V, C).T, held one chunk
-    at a time. The forward pass also computes the gradients (as in Liger Kernel, Hsu et al. 2024)."""
+    """Summed cross entropy of the first `classes` logits of x (N, C) @ weight (V, C).T, held one
+    chunk at a time. The forward pass also computes the gradients (as in Liger Kernel, Hsu et al.
+    2024)."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, label_smoothing, classes, chunks):
@@ -331,9 +334,9 @@ EXTRA_HEAD_WEIGHT = 0.3  # of the loss of the token after the next; halved for e
 
 class ContextEmbedding(TokenEmbedding):
     """Includes the few tokens before each one, so that even one attention layer can look up what
-    followed the same letters earlier. conv_width: a causal depthwise convolution of that many (So et
-    al. 2021, "Primer"); its random start tells "ab" from "ba". ngram_rows: a table has a vector for
-    the last NGRAM tokens, by their hash (Huang et al. 2025, "Over-Tokenized Transformer")."""
+    followed the same letters earlier. conv_width: a causal depthwise convolution of that many (So
+    et al. 2021, "Primer"); its random start tells "ab" from "ba". ngram_rows: a table has a vector
+    for the last NGRAM tokens, by their hash (Huang et al. 2025, "Over-Tokenized Transformer")."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -372,9 +375,9 @@ class ContextEmbedding(TokenEmbedding):
 
 
 def add_future_losses(model, loss, x, targets):
-    """n_future_tokens: `loss`, its value unchanged, with the gradients of the extra heads' losses too
-    (Gloeckle et al. 2024). Each is a sum divided by n * (T - ahead) / T, for n main targets, so that
-    a step's gradient does not depend on its split into micro-batches."""
+    """n_future_tokens: `loss`, its value unchanged, with the gradients of the extra heads' losses
+    too (Gloeckle et al. 2024). Each is a sum divided by n * (T - ahead) / T, for n main targets, so
+    that a step's gradient does not depend on its split into micro-batches."""
     T, n = targets.size(1), (targets != -100).sum()
     for ahead, head in zip(range(1, T), model.extra_heads, strict=False):
         there = (targets[:, ahead:] != -100).sum()
@@ -389,9 +392,10 @@ def add_future_losses(model, loss, x, targets):
 def generate(
     model, tokens, max_new_tokens, block_size, vocab_size, temperature=1.0, top_k=0, generator=None
 ) -> Iterator[Tensor]:
-    """Continues tokens (B, T), yielding (B, 1) new ids at a time. model: any module, in eval mode, that
-    returns the logits (B, T, vocab_size or more) of the last `block_size` tokens, only the last ones if
-    its forward has `last_only`. temperature=0 takes the likeliest; top_k=0 samples from all."""
+    """Continues tokens (B, T), yielding (B, 1) new ids at a time. model: any module, in eval mode,
+    that returns the logits (B, T, vocab_size or more) of the last `block_size` tokens, only the
+    last ones if its forward has `last_only`. temperature=0 takes the likeliest; top_k=0 samples
+    from all."""
     options = {"last_only": True} if "last_only" in signature(model.forward).parameters else {}
     for _ in range(max_new_tokens):
         logits = model(tokens[:, -block_size:], **options)[:, -1, :vocab_size].float()

@@ -71,16 +71,17 @@ def sorted_by_role(model):
 
 
 def stacked_parts(model: nn.Module) -> dict[Tensor, int]:
-    """{weight: number of matrices that are stacked in it} of modules that say so by an attribute `muon_parts`,
-    such as the layer of attention's queries, keys and values."""
+    """{weight: number of matrices that are stacked in it} of modules that say so by an attribute
+    `muon_parts`, such as the layer of attention's queries, keys and values."""
     stacked = [module for module in model.modules() if hasattr(module, "muon_parts")]
     return {module.weight: module.muon_parts for module in stacked}
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum with an orthogonalized update (Jordan 2024), as large as AdamW's (Liu et al. 2025), like
-    torch.optim.Muon(adjust_lr_fn="match_rms_adamw"). weights: matrices. parts: {weight: number of
-    matrices that are stacked in its rows}, each of which is orthogonalized alone; others are one."""
+    """Momentum with an orthogonalized update (Jordan 2024), as large as AdamW's (Liu et al. 2025),
+    like torch.optim.Muon(adjust_lr_fn="match_rms_adamw"). weights: matrices. parts: {weight: number
+    of matrices that are stacked in its rows}, each of which is orthogonalized alone; others are
+    one."""
 
     skips_on_device = True  # step() changes nothing if found_inf, a 0/1 tensor, is 1
 
@@ -116,8 +117,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """`matrix` with singular values near 1, by five Newton-Schulz steps (Jordan 2024); in float32 where
-    a CPU only emulates bfloat16, which takes a hundred times as long."""
+    """`matrix` with singular values near 1, by five Newton-Schulz steps (Jordan 2024); in float32
+    where a CPU only emulates bfloat16, which takes a hundred times as long."""
     emulated = matrix.is_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     x = matrix if emulated else matrix.bfloat16()
     x = x.T if x.size(0) > x.size(1) else x

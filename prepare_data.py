@@ -9,9 +9,9 @@
     python prepare_data.py NAME --input='web/*.jsonl.gz' --field=content
     python prepare_data.py openwebtext                       # or fineweb: downloads with `datasets`
 
-Of one text, the first 90% of its characters are to train on. A dataset that exists is never overwritten.
-A corpus is streamed: a folder (its files in order of their paths, without hidden ones), a glob in
-quotes, a .jsonl (one object a line), a .gz of a text or .jsonl, or a long text.
+Of one text, the first 90% of its characters are to train on. A dataset that exists is never
+overwritten. A corpus is streamed: a folder (its files in order of their paths, without hidden
+ones), a glob in quotes, a .jsonl (one object a line), a .gz of a text or .jsonl, or a long text.
 - A line of a .jsonl is a document, and so is a text file; one longer than WHOLE_DOCUMENT is split
   into documents of up to PART, at line ends if it has any. Each is followed by an end-of-text id:
   50256 for gpt2, 0 for byte. NUL, and half a surrogate pair, become U+FFFD.
@@ -90,7 +90,8 @@ DOWNLOAD_SECONDS = 60  # for all of the download; a server may send a byte a sec
 
 
 def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) -> tuple[str, dict]:
-    """Make the dataset data_dir/name, or verify the one that exists. Returns (its folder, its meta).
+    """Make the dataset data_dir/name, or verify the one that exists. Returns (its folder, its
+    meta).
 
     input: a text file or a corpus, or "" for what `name` stands for. of_corpus: values of the
     corpus knobs above. Raises DataError or Offline.
@@ -126,7 +127,8 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
 
 
 def how_they_differ(asked: dict, made: dict) -> str:
-    """What a dataset has other than asked for, in words; "" if the two come from the same content."""
+    """What a dataset has other than asked for, in words; "" if the two come from the same
+    content."""
     facts = []
     for meta in (made, asked):
         in_brackets = meta.get("source", "").rpartition(" (")[2].rstrip(")")
@@ -182,8 +184,8 @@ class Cleaned:
 
 @contextlib.contextmanager
 def making(folder: str) -> Iterator[str]:
-    """Yields a new folder within `folder`. At the end its files move there, meta.json as the last; if
-    anything goes wrong before, none does. Processes that make one dataset do not meet."""
+    """Yields a new folder within `folder`. At the end its files move there, meta.json as the last;
+    if anything goes wrong before, none does. Processes that make one dataset do not meet."""
     try:
         os.makedirs(folder, exist_ok=True)
         for left in Path(folder).glob("unfinished_*"):  # by a process that was killed
@@ -206,7 +208,8 @@ def making(folder: str) -> Iterator[str]:
 
 
 def store(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Callable) -> dict:
-    """Write the dataset: `meta` as far as it is known, documents: (split, text). Returns its meta."""
+    """Write the dataset: `meta` as far as it is known, documents: (split, text). Returns its
+    meta."""
     tokenizer = data.tokenizer_of(meta)
     meta["vocab_size"] = int(tokenizer.vocab_size)
     meta["dtype"] = "uint16" if meta["vocab_size"] <= 2**16 else "uint32"
@@ -281,7 +284,8 @@ def find_corpus(
 
 
 def cleaned_texts(texts: Iterable[str], cleaned: Cleaned) -> Iterator[str]:
-    """Those texts that are not empty, cleaned. Raises DataError at the end if too many rows were bad."""
+    """Those texts that are not empty, cleaned. Raises DataError at the end if too many rows were
+    bad."""
     for text in texts:
         text = re.sub("[\0\ud800-\udfff]", "\ufffd", cleaned.text(text))
         if text:
@@ -322,8 +326,8 @@ def draw_of(text: str) -> float:
 
 
 def fraction_to_hold_out(texts: Iterable[str], val_fraction: float) -> float:
-    """val_fraction, doubled until it holds out enough of the texts; 1.0 if that is more than half of
-    them. Reads no more than it needs to."""
+    """val_fraction, doubled until it holds out enough of the texts; 1.0 if that is more than half
+    of them. Reads no more than it needs to."""
     drawn = []  # (draw, bytes) of each document
     total = 0
     held_out = 0
@@ -345,7 +349,8 @@ def fraction_to_hold_out(texts: Iterable[str], val_fraction: float) -> float:
 
 
 def input_files(input: str) -> dict[str, int]:
-    """{path: bytes} of a file, folder or glob, in the order of the paths. glob leaves out hidden ones."""
+    """{path: bytes} of a file, folder or glob, in the order of the paths. glob leaves out hidden
+    ones."""
     pattern = f"{glob.escape(input)}/**" if os.path.isdir(input) else input
     found = [input] if os.path.isfile(input) else sorted(glob.glob(pattern, recursive=True))
     for path in found:
@@ -435,7 +440,8 @@ def read_chunks(path: str) -> Iterator[bytes]:
 
 
 def find_text(name, folder, input, tokenizer, cleaned, say) -> tuple[dict, list]:
-    """(what is known of meta, [(split, text)]): the first 90% of a text's characters, and the rest."""
+    """(what is known of meta, [(split, text)]): the first 90% of a text's characters, and the
+    rest."""
     if input:
         raw = read_file(input)
         source = os.path.basename(input)
@@ -478,8 +484,9 @@ def sha256(content: bytes) -> str:
 
 
 def read_shakespeare(folder: str, say: Callable) -> bytes:
-    """The bytes of TinyShakespeare, from input.txt in `folder` if it is there, else downloaded to it
-    in up to three tries. Raises Offline if no server gives it in time, DataError if it is not the text."""
+    """The bytes of TinyShakespeare, from input.txt in `folder` if it is there, else downloaded to
+    it in up to three tries. Raises Offline if no server gives it in time, DataError if it is not
+    the text."""
     path = os.path.join(folder, "input.txt")
     if os.path.exists(path):
         raw = read_file(path)

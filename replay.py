@@ -1,15 +1,15 @@
 """Ask a run: what happened at step N, where did two runs part, is it reproducible?
 
-    python replay.py out/shakespeare --step=812     # writes replay_00000812.md and .png into the folder
-    python replay.py out/shakespeare out/again      # the first step, and the first tensor, that differ
+    python replay.py out/shakespeare --step=812     # writes replay_00000812.md and .png
+    python replay.py out/shakespeare out/again      # the first step and tensor that differ
     python replay.py out/shakespeare --verify=3     # three stretches again: all bits equal?
 
-It computes with train.py's own loop, in a scratch folder, from the newest checkpoint before that step
-or from the beginning. The run's folder is only read, so the run may be going on, and no file is
-executed because the run names it: for a run of another script add --script=my_fork.py. For a run
-of several ranks write torchrun --standalone --nproc_per_node=2 replay.py in place of python replay.py.
-Exit code: 0 all equal; 1 not; 3 not, but machine or code are not those of the run either.
-"""
+It computes with train.py's own loop, in a scratch folder, from the newest checkpoint before that
+step or from the beginning. The run's folder is only read, so the run may be going on, and no file
+is executed because the run names it: for a run of another script add --script=my_fork.py. For a run
+of several ranks write torchrun --standalone --nproc_per_node=2 replay.py in place of python
+replay.py. Exit code: 0 all equal; 1 not; 3 not, but machine or code are not those of the run
+either."""
 
 import importlib.util
 import os
@@ -72,8 +72,8 @@ def is_rank0() -> bool:
 
 
 def script_of(run: Logged, is_alone: bool) -> Path:
-    """Of one run alone it is what was typed, of two runs the one with the name in its run.json. Raises
-    BadInput if there is none: then says what to type."""
+    """Of one run alone it is what was typed, of two runs the one with the name in its run.json.
+    Raises BadInput if there is none: then says what to type."""
     name = Path(run.facts["command"][0]).name
     typed = [Path(file) for file in script.split(",") if file]
     own = Path(__file__).with_name("train.py")
@@ -93,8 +93,8 @@ def script_of(run: Logged, is_alone: bool) -> Path:
 
 
 def loop_of(path: Path) -> ModuleType:
-    """The module with the loop of the script at `path`: train, where the script replaces functions of
-    it, or the script itself, where it is a copy of train.py."""
+    """The module with the loop of the script at `path`: train, where the script replaces functions
+    of it, or the script itself, where it is a copy of train.py."""
     if path.name == "train.py":
         return importlib.import_module("train")
     sys.path.insert(0, str(path.resolve().parent))
@@ -113,8 +113,8 @@ def loop_of(path: Path) -> ModuleType:
 
 
 class Again:
-    """Watches train.main() compute a run again, as a train.Watch, up to the end of step `stop`; of a
-    step taken more than once, as logged, or as --before_rollback says."""
+    """Watches train.main() compute a run again, as a train.Watch, up to the end of step `stop`; of
+    a step taken more than once, as logged, or as --before_rollback says."""
 
     def __init__(self, run: Logged, loop: ModuleType, start: Checkpoint | None, stop: int):
         self.logged = run
@@ -202,7 +202,8 @@ class Again:
 
 def compute(run: Logged, loop: ModuleType, start: Checkpoint | None, stop: int) -> Again:
     """Compute a run again with train.main, from `start` of its checkpoints or its beginning, to the
-    end of step `stop`, and compare it with the log. Raises RunFailed if that step is not reached."""
+    end of step `stop`, and compare it with the log. Raises RunFailed if that step is not
+    reached."""
     then = run.facts_at(stop)["run"]
     if int(os.environ.get("WORLD_SIZE", 1)) != then["world_size"]:
         how = f"torchrun --standalone --nproc_per_node={then['world_size']} replay.py ..."
@@ -307,7 +308,8 @@ def traced(run: Logged, at: int, since: int) -> dict:
 
 def where_they_part(*both: Logged) -> int:
     """Say where two runs part, and which of them is computed again here. If both begin alike, the
-    evaluation before the first step counts too. Hashes depend on settings too: numbers tell more."""
+    evaluation before the first step counts too. Hashes depend on settings too: numbers tell
+    more."""
     lines = [f"{run.path}: {counted(run, run.last)}" for run in both]
     say("\n".join(lines + changed(*both)))
     first = max(run.first for run in both)
@@ -325,9 +327,9 @@ def where_they_part(*both: Logged) -> int:
 
 
 def in_computation(both: tuple, at: int, first: int) -> str:
-    """In words: what is not computed here; or else the first thing that differs. An earlier step than
-    `at` may have made it, in numbers that no row has: so compare how each step begins, since the
-    newest checkpoint that is the same in both, or since step `first`."""
+    """In words: what is not computed here; or else the first thing that differs. An earlier step
+    than `at` may have made it, in numbers that no row has: so compare how each step begins, since
+    the newest checkpoint that is the same in both, or since step `first`."""
     here, there = ({c.sha256: c.step for c in run.checkpoints if c.step < at} for run in both)
     since = max((here[sha256] for sha256 in here.keys() & there.keys()), default=first)
     results = [traced(run, at, since) for run in both]
@@ -360,8 +362,8 @@ def in_next_checkpoint(run: Logged, result: dict) -> str:
 
 
 def verify_stretches(run: Logged, loop: ModuleType) -> int:
-    """Compute stretches between saves again, and after the last save. Compares the files with the log,
-    all logged numbers, the hashes of the saves, and what they do not cover."""
+    """Compute stretches between saves again, and after the last save. Compares the files with the
+    log, all logged numbers, the hashes of the saves, and what they do not cover."""
     faults = run.faults()
     if faults:
         say("\n".join(faults))

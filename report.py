@@ -6,7 +6,7 @@ Reports on a run from the metrics.jsonl and run.json in its folder:
     python report.py out/a out/b out/c              # writes compare.png and compare.md into out/a
     python report.py out/shakespeare --html=true    # also report.html (of several: compare.html)
     python report.py out/shakespeare --watch=true   # report.html, updated while the run continues
-    python report.py records/*                      # the table of what check.py and bench.py measured
+    python report.py records/*                      # the table of what was measured
 
 Prints the troubles that it finds, what differs between several runs, and paths. A folder that holds
 no run is left out with a line. A field that it does not know gets a panel and a row.
@@ -146,7 +146,8 @@ def looks_of(i):
 
 
 def compare_picture(runs, names):
-    """compare.png as a matplotlib Figure: losses by step, tokens and time; then rate and throughput."""
+    """compare.png as a matplotlib Figure: losses by step, tokens and time; then rate and
+    throughput."""
     from matplotlib.figure import Figure
 
     fig = Figure((11, 7 + 0.2 * math.ceil(len(runs) / 3)))
@@ -358,7 +359,8 @@ def column_of(run):
 
 
 def differing_rows(columns):
-    """The rows of a comparison, [(what, value of the first run, ...)]: those that are not all equal."""
+    """The rows of a comparison, [(what, value of the first run, ...)]: those that are not all
+    equal."""
     rows = []
     for what in dict.fromkeys(itertools.chain.from_iterable(columns)):
         values = [str(column.get(what, "n/a")) for column in columns]

@@ -6,10 +6,9 @@ Generate text with a trained model, from a run's folder or from one checkpoint:
     python sample.py out/shakespeare/ckpt_00001000.pt --start=FILE:prompt.txt
     python sample.py out/shakespeare --export=shakespeare.safetensors
 
-Of a run's folder it takes best.pt, or the newest checkpoint if best.pt is that of the run's first step,
-before which nothing was trained; the file and its step are printed above the text. It needs no dataset,
-and takes any file of torch.save with `model`, `config`, `data` as train.py's.
-"""
+Of a run's folder it takes best.pt, or the newest checkpoint if best.pt is that of the run's first
+step, before which nothing was trained; the file and its step are printed above the text. It needs
+no dataset, and takes any file of torch.save with `model`, `config`, `data` as train.py's."""
 
 import os
 import sys
@@ -55,7 +54,8 @@ SIDE_BY_SIDE = 32  # most samples that are drawn at a time: they share each prod
 
 
 def open_checkpoint(name: str) -> tuple[Path, dict]:
-    """(path, checkpoint) of a file, or of a run's folder: see `checkpoint`. Changes nothing there."""
+    """(path, checkpoint) of a file, or of a run's folder: see `checkpoint`. Changes nothing
+    there."""
     if checkpoint not in ("", "best", "last"):
         name = checkpoint
     paths = files_to_try(Path(name))
@@ -117,7 +117,8 @@ def title(path: Path, saved: dict) -> str:
 
 
 def rebuild(path: Path, saved: dict) -> tuple[torch.nn.Module, Any]:
-    """(model, tokenizer), with averaged weights if there are any. Only errors of the file are BadInput."""
+    """(model, tokenizer), with averaged weights if there are any. Only errors of the file are
+    BadInput."""
     config, meta = saved["config"], saved["data"].get("meta")
     if not isinstance(meta, dict) or "tokenizer" not in meta:
         fail(f"{path} was not trained on text; expected a run of train.py on text")
@@ -156,8 +157,8 @@ def rebuild(path: Path, saved: dict) -> tuple[torch.nn.Module, Any]:
 
 
 def require_its_size(path: Path, config: dict, vocab_size: int) -> None:
-    """fail()s if `config` declares a model too large for the file at `path`, before it is allocated:
-    on the meta device tensors have no memory."""
+    """fail()s if `config` declares a model too large for the file at `path`, before it is
+    allocated: on the meta device tensors have no memory."""
     try:
         with torch.device("meta"):
             model = build_model(config, vocab_size)
@@ -187,7 +188,8 @@ def write_samples(path: Path, saved: dict) -> None:
     where = choose_device(device)
     model, tokenizer = rebuild(path, saved)
     model.to(where)
-    # in 16 bits if the hardware computes in them, as in training; narrow layers gain nothing on a CPU
+    # in 16 bits if the hardware computes in them, as in training; narrow layers gain nothing on a
+    # CPU
     dtype = choose_dtype("auto", where)[0]
     low = dtype != "float32" and (where.type != "cpu" or saved["config"].get("n_embd", 0) >= 256)
     for part in model.modules():

@@ -7,14 +7,13 @@ On several (4 GPUs of one machine; with --device=cpu, 4 processes):
     torchrun --standalone --nproc_per_node=4 train.py config/shakespeare.py
 
 The same command again resumes the run where it stopped, bit for bit. A flag that makes another run
-names another folder. Every global above FRESH_STATE is a flag (`--help`); its comment gives the unit,
-the value for "off", and the allowed [range] or a | b. Its last word says what a resume does with
-another value: `fixed` refuses it; `bits` goes on and logs that it is inexact; `free` changes no bit;
-no word goes on and logs the change; `kept`: unless typed, the checkpoint's value holds. A config file
-is Python, and is executed.
-The file reads from top to bottom, the caller above the called: the knobs, main, the start of a run,
-the loop, the batch, the step, evaluation, the decisions, the rows.
-"""
+names another folder. Every global above FRESH_STATE is a flag (`--help`); its comment gives the
+unit, the value for "off", and the allowed [range] or a | b. Its last word says what a resume does
+with another value: `fixed` refuses it; `bits` goes on and logs that it is inexact; `free` changes
+no bit; no word goes on and logs the change; `kept`: unless typed, the checkpoint's value holds. A
+config file is Python, and is executed. The file reads from top to bottom, the caller above the
+called: the knobs, main, the start of a run, the loop, the batch, the step, evaluation, the
+decisions, the rows."""
 
 from __future__ import annotations
 
@@ -134,7 +133,8 @@ audit_interval = 0  # steps between those taken twice and compared bitwise, [-1,
 #  second step of each process, -1 = none; free
 
 # Every variable of the loop, saved and restored together. A new one belongs here, and in one of the
-# tuples below if a rollback must not put it back, or if a record or a run that begins afresh resets it.
+# tuples below if a rollback must not put it back, or if a record or a run that begins afresh resets
+# it.
 FRESH_STATE = {
     "step": 0,  # finished updates, including skipped ones
     "sequences": 0,  # index of the next training sequence; roll_back sets it past the bad data
@@ -202,8 +202,9 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
 
 @contextmanager
 def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run]:
-    """A context with a run that is ready to step: data, model, optimizers, and the checkpoint if there
-    is one. Inside it the knobs hold. It writes nothing and takes no lock, unless `to_train`."""
+    """A context with a run that is ready to step: data, model, optimizers, and the checkpoint if
+    there is one. Inside it the knobs hold. It writes nothing and takes no lock, unless
+    `to_train`."""
     global deterministic, compile, out_dir
     with cli.configured(globals(), argv=argv) as config, ExitStack() as stack:
         check_knobs(config)
@@ -243,7 +244,8 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
 
 
 def check_knobs(config: cli.Config) -> None:
-    """Raises BadInput if two knobs contradict each other. The comment of each gives its own range."""
+    """Raises BadInput if two knobs contradict each other. The comment of each gives its own
+    range."""
     if warmup_steps > max_steps and "warmup_steps" in config.typed:
         fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
     if min_lr > peak_lr:
@@ -253,9 +255,9 @@ def check_knobs(config: cli.Config) -> None:
 
 
 def open_dataset(saved: dict | None) -> tuple:
-    """(training data, validation data, facts). facts, which a checkpoint keeps: `name`, `fingerprint`,
-    `meta`, and as `files` the paths of other files that a fork reads, such as a teacher's weights.
-    saved: the checkpoint to resume from, or None."""
+    """(training data, validation data, facts). facts, which a checkpoint keeps: `name`,
+    `fingerprint`, `meta`, and as `files` the paths of other files that a fork reads, such as a
+    teacher's weights. saved: the checkpoint to resume from, or None."""
     so_far = saved and saved["data"]["name"]
     asked = (make_dataset, dataset, offline_dataset, so_far, data_dir, block_size)
     name, folder, meta = from_rank0(data.dataset_of_run, *asked)
@@ -318,8 +320,8 @@ def seed_everything(seed: int) -> None:
 
 @dataclass
 class Run:
-    """What the next step depends on. model(inputs) returns logits, and model(inputs, targets) the mean
-    loss over the targets, or (loss, {name: scalar})."""
+    """What the next step depends on. model(inputs) returns logits, and model(inputs, targets) the
+    mean loss over the targets, or (loss, {name: scalar})."""
 
     folder: RunFolder
     path: object  # of the checkpoint that this process starts from, or None
@@ -359,8 +361,8 @@ class Run:
 
 
 class Watch:
-    """What main(argv, watch=...) calls on the way: another script, such as replay.py, overrides what
-    it wants to see or to add. Here they change nothing."""
+    """What main(argv, watch=...) calls on the way: another script, such as replay.py, overrides
+    what it wants to see or to add. Here they change nothing."""
 
     def begin(self, run: Run) -> None:
         """All is checked, and nothing is written yet."""
@@ -404,8 +406,8 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
 
 
 def first_pass(run: Run, signals: Signals) -> torch.nn.Module:
-    """Compute the first batch once, to compile and to find out what fits into memory; nothing moves.
-    Returns the model, compiled if asked, and completes the run's identity."""
+    """Compute the first batch once, to compile and to find out what fits into memory; nothing
+    moves. Returns the model, compiled if asked, and completes the run's identity."""
     batch = run.train_data[ranks.share(0, rows_at(0))]
     batch = [torch.as_tensor(part).to(run.device) for part in batch]
     stops = {"should_stop": lambda: bool(signals.stop)}
@@ -524,9 +526,9 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
 
 
 def lr_at(step: int) -> float:
-    """Learning rate of update `step` (the first is 0): a pure function of the step. Linear warmup, then
-    `schedule` down to min_lr at decay_steps: cosine (Loshchilov & Hutter 2017), linear, constant,
-    step, onecycle (Smith & Topin 2018: cosine both ways), wsd (Hu et al. 2024)."""
+    """Learning rate of update `step` (the first is 0): a pure function of the step. Linear warmup,
+    then `schedule` down to min_lr at decay_steps: cosine (Loshchilov & Hutter 2017), linear,
+    constant, step, onecycle (Smith & Topin 2018: cosine both ways), wsd (Hu et al. 2024)."""
     total = decay_steps or max_steps
     # 1) up to the peak; onecycle starts at a 25th of it and rises along a cosine
     if step < warmup_steps:
@@ -555,7 +557,8 @@ def half_cosine(done: float) -> float:
 
 
 def rows_at(step: int) -> int:
-    """Sequences that update `step` sees on all ranks together: here a batch grows; a pure function."""
+    """Sequences that update `step` sees on all ranks together: here a batch grows; a pure
+    function."""
     return batch_size * accum_steps * world_size()
 
 
@@ -566,7 +569,8 @@ def load_batches(run: Run) -> data.Batches:
 
 
 def next_batch(run: Run, signals: Signals) -> tuple | None:
-    """(inputs, targets, milliseconds waited), on the device; None if a signal came first, on any rank."""
+    """(inputs, targets, milliseconds waited), on the device; None if a signal came first, on any
+    rank."""
     batch = run.batches.next_batch(should_stop=lambda: signals.stop)
     if num_workers and any(ranks.agree(batch is None)):
         return None
@@ -585,9 +589,9 @@ class ShuffledWindows(torch.utils.data.Dataset):
     """`tokens`, a split in an np.memmap that stays open, as an endless sequence of windows.
 
     An epoch cuts the tokens into windows of block_size and has each window once. Where it cuts, and
-    the order of the windows, are drawn from (seed, epoch). `dataset[first, count]` is a batch, a pure
-    function, so there is no loader state to save: inputs and targets, int64 (count, block_size).
-    """
+    the order of the windows, are drawn from (seed, epoch). `dataset[first, count]` is a batch, a
+    pure function, so there is no loader state to save: inputs and targets, int64 (count,
+    block_size)."""
 
     def __init__(self, tokens: np.ndarray, block_size: int, seed: int):
         self.tokens = tokens
@@ -620,8 +624,9 @@ class ShuffledWindows(torch.utils.data.Dataset):
 
 
 def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr: float) -> dict:
-    """One update, in seven operations. All numbers stay on the device, and the host waits for none, but
-    for optimizers other than Muon and torch's fused ones: to skip their step, it must read `skipped`.
+    """One update, in seven operations. All numbers stay on the device, and the host waits for none,
+    but for optimizers other than Muon and torch's fused ones: to skip their step, it must read
+    `skipped`.
 
     model: run.model or its compiled form. inputs, targets: this rank's sequences, on the device.
     Returns scalars of the global batch. A key added here becomes a field of every row of
@@ -643,7 +648,8 @@ def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr:
 
 
 def count_targets(targets: torch.Tensor) -> torch.Tensor:
-    """How many count: -100 marks integers, class labels, that do not, and NaN numbers that do not."""
+    """How many count: -100 marks integers, class labels, that do not, and NaN numbers that do
+    not."""
     if targets.is_floating_point():
         return (~targets.isnan()).sum()
     return (targets.long() != -100).sum()
@@ -689,8 +695,8 @@ def clip(run: Run) -> torch.Tensor:
 
 @torch.no_grad()
 def update(run: Run, before: Captured, skipped: torch.Tensor) -> None:
-    """Step, unless `skipped`: then weights, moments, buffers and averages stay as they were. The scaler
-    lowers its scale if it has seen gradients that are not finite."""
+    """Step, unless `skipped`: then weights, moments, buffers and averages stay as they were. The
+    scaler lowers its scale if it has seen gradients that are not finite."""
     for optimizer in run.optimizers:
         step_unless(skipped, optimizer)
     run.scaler.update()
@@ -771,9 +777,9 @@ def sum_losses(run: Run) -> torch.Tensor:
 
 
 def count_evaluation(numbers: dict, state: dict) -> bool:
-    """Count for the best, early stopping and plateau_factor. Returns whether this is the best so far.
-    The evaluation after the last step counts for the latter two only if eval_interval asks for it: a
-    run extended later must take the same course as one that was that long from the start."""
+    """Count for the best, early stopping and plateau_factor. Returns whether this is the best so
+    far. The evaluation after the last step counts for the latter two only if eval_interval asks for
+    it: a run extended later must take the same course as one that was that long from the start."""
     name = best_metric.removeprefix("-")
     if name not in numbers:
         raise RunFailed(f"--best_metric={best_metric}: evaluate() returns {', '.join(numbers)}")
@@ -829,8 +835,8 @@ def print_sample(run: Run) -> None:
 
 
 def audit_due(step: int, steps_here: int) -> Callable | None:
-    """What repeats and compares a step that has number `step` in the run and `steps_here` in this process:
-    every audit_interval steps, and the second of each process; else None."""
+    """What repeats and compares a step that has number `step` in the run and `steps_here` in this
+    process: every audit_interval steps, and the second of each process; else None."""
     if every(audit_interval, step):
         return audit.confirm
     is_second = steps_here == 2 and deterministic and audit_interval >= 0
@@ -885,8 +891,8 @@ def may_roll_back_to(step: int, state: dict) -> bool:
 
 
 def judge(rows: list[dict], run: Run) -> tuple[list[dict], str | None]:
-    """(rows up to the first trouble, that trouble or None). Logs what goes wrong on the way: step by
-    step, so that log_interval does not matter, from numbers that are the same on every rank."""
+    """(rows up to the first trouble, that trouble or None). Logs what goes wrong on the way: step
+    by step, so that log_interval does not matter, from numbers that are the same on every rank."""
     state = run.state
     for number, row in enumerate(rows, 1):
         trouble = count_trouble(row, state)

@@ -1,5 +1,5 @@
-"""Many edits: which are no luck? Trains each patch beside the code as it is, on the same seeds, and keeps
-by e-BH: of what it keeps, at most 5% are luck on average.
+"""Many edits: which are no luck? Trains each patch beside the code as it is, on the same seeds, and
+keeps by e-BH: of what it keeps, at most 5% are luck on average.
 
     python examples/ledger.py ideas/*.patch --run="config/shakespeare_fast.py --max_steps=40"
 """

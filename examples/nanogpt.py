@@ -1,4 +1,5 @@
-"""nanoGPT's own model on the loop of train.py: what do the loop and the recipe do without our model?
+"""nanoGPT's own model on the loop of train.py: what do the loop and the recipe do without our
+model?
 
     NANOGPT=../nanoGPT python examples/nanogpt.py --n_layer=4 --batch_size=12 --beta2=0.99
 

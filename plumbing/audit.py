@@ -66,10 +66,10 @@ class Tries:
 
 def find_hidden_state(run, take_step: Callable[[], dict], clock: Clock) -> dict:
     """Take a step twice and compare hashes of its numbers, the gradients and all that a checkpoint
-    holds. Returns the numbers. If they differ, two more tries follow. If the second alone was odd, the
-    machine is at fault: an `audit` event. Else the step depends on what no checkpoint holds, and a
-    resume would not be exact: raises RunFailed, which names the tensors. Where memory is too small for
-    a copy, the step is taken once."""
+    holds. Returns the numbers. If they differ, two more tries follow. If the second alone was odd,
+    the machine is at fault: an `audit` event. Else the step depends on what no checkpoint holds,
+    and a resume would not be exact: raises RunFailed, which names the tensors. Where memory is too
+    small for a copy, the step is taken once."""
     if lacks_memory(run, copies=1):
         return take_step()
     tries = Tries(run, take_step, clock)
@@ -93,9 +93,9 @@ def find_hidden_state(run, take_step: Callable[[], dict], clock: Clock) -> dict:
         raise RunFailed(
             f"step {step} gave other results when it was repeated from the same state, in "
             f"{', '.join(names[:5]) or 'tensors of another rank'}: it depends on something that no "
-            "checkpoint holds, such as a plain attribute of a module, a counter of an optimizer or a "
-            "global variable, so a resume would not be exact; keep that in a buffer, in the optimizer's "
-            "state or in FRESH_STATE (docs/trouble.md), or train without this check: --audit_interval=-1"
+            "checkpoint holds, such as a plain attribute of a module, a counter of an optimizer or "
+            "a global variable, so a resume would not be exact; keep that in a buffer, in the "
+            "optimizer's state or in FRESH_STATE, or train without this check: --audit_interval=-1"
         )
     run.folder.event(
         step, "audit", odd="second", tensors=sorted(set(sum(from_all_ranks(names), [])))
@@ -104,10 +104,10 @@ def find_hidden_state(run, take_step: Callable[[], dict], clock: Clock) -> dict:
 
 
 def confirm(run, take_step: Callable[[], dict], clock: Clock) -> dict:
-    """Take a step twice and compare all bits. Returns the numbers. Where two tries differ, `run` keeps
-    what two of three share, and an `audit` event says how they differed; if all three do, raises
-    RunFailed. If memory is too small for the copies, the step is taken once, with an `audit_skipped`
-    event."""
+    """Take a step twice and compare all bits. Returns the numbers. Where two tries differ, `run`
+    keeps what two of three share, and an `audit` event says how they differed; if all three do,
+    raises RunFailed. If memory is too small for the copies, the step is taken once, with an
+    `audit_skipped` event."""
     step = run.state["step"] + 1
     if not lacks_memory(run, copies=4):  # of before, and after three tries
         tries = Tries(run, take_step, clock)
@@ -139,7 +139,7 @@ def two_of_three(run, tries: Tries) -> dict:
         raise RunFailed(
             f"step {step} gave three different results from the same input ({where} ...): the step "
             "reads what no checkpoint holds, such as a counter or generator of its own, or this "
-            "machine does not compute reliably; python check.py --only=exact tries the machine alone"
+            "machine does not compute reliably: python check.py --only=exact tries the machine"
         )
     found = from_all_ranks((odd, different))  # a rank without a fault has an empty list and dict
     odd = next(("first", "second")[numbers[0]] for numbers, _ in found if numbers)
@@ -149,8 +149,8 @@ def two_of_three(run, tries: Tries) -> dict:
 
 
 def lacks_memory(run, copies: int) -> bool:
-    """Whether memory is too small, on any rank, for copies of all that a checkpoint holds and of as much
-    for the gradients."""
+    """Whether memory is too small, on any rank, for copies of all that a checkpoint holds and of as
+    much for the gradients."""
     copied = tensors([run.checkpoint(), list(run.model.parameters())])
     needed = copies * sum(local(tensor).nbytes for tensor in copied)
     free = machine.free_memory(run.device)
@@ -174,8 +174,8 @@ def different_names(one: dict, other: dict) -> list[str]:
 
 
 def bits_that_differ(one: dict, other: dict) -> dict[str, int]:
-    """{name of a tensor or value: number of bits that differ} between two results. A plain value counts
-    as one bit, as does a tensor without one of its size in the other result."""
+    """{name of a tensor or value: number of bits that differ} between two results. A plain value
+    counts as one bit, as does a tensor without one of its size in the other result."""
     first, second = (dict(leaves(result)) for result in (one, other))
     found = {}
     for path in first | second:

@@ -1,4 +1,5 @@
-"""Checkpoint files: load, verify, fall back to an older one, restore, write in the background, prune."""
+"""Checkpoint files: load, verify, fall back to an older one, restore, write in the background,
+prune."""
 
 import contextlib
 import copy
@@ -123,7 +124,8 @@ def is_rng_state(rng: dict) -> bool:
 
 
 def numbered(folder: Path, kind: str) -> list[Path]:
-    """Paths of all KIND_STEP.pt in `folder`, newest first. Others, such as ckpt_3.pt, are not ours."""
+    """Paths of all KIND_STEP.pt in `folder`, newest first. Others, such as ckpt_3.pt, are not
+    ours."""
     paths = [p for p in folder.glob(f"{kind}_*.pt") if re.fullmatch(kind + r"_\d{8,}", p.stem)]
     return sorted(paths, key=step_of, reverse=True)
 
@@ -140,8 +142,8 @@ def newest_first(folder: Path) -> list[Path]:
 def newest_valid(
     folder: Path, usable: Callable = lambda step, state: True
 ) -> tuple[Path | None, list[Path]]:
-    """(path of the newest undamaged checkpoint for which usable(step, state) is true, or None; the damaged
-    ones on the way to it). A file that cannot be read raises OSError instead."""
+    """(path of the newest undamaged checkpoint for which usable(step, state) is true, or None; the
+    damaged ones on the way to it). A file that cannot be read raises OSError instead."""
     damaged = []
     for path in newest_first(folder):
         try:
@@ -178,7 +180,8 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 class WholeState(Captured):
-    """All that a checkpoint holds: weights, buffers, moments, scaler, averages, random and loop state."""
+    """All that a checkpoint holds: weights, buffers, moments, scaler, averages, random and loop
+    state."""
 
     def __init__(self, run, parts: dict | None = None):
         """parts: a checkpoint, to put it back; None captures the run. A collective call."""
@@ -187,8 +190,8 @@ class WholeState(Captured):
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Of the loop's state, MICRO_BATCHES stay as they are; so do the random state if it is of another
-        number of ranks, and those settings of an optimizer whose knobs have changed."""
+        """Of the loop's state, MICRO_BATCHES stay as they are; so do the random state if it is of
+        another number of ranks, and those settings of an optimizer whose knobs have changed."""
         run, parts = self.run, self.parts
         self.put_back_weights()
         self.put_back_moments()
@@ -233,7 +236,8 @@ class WholeState(Captured):
 
 
 def own_part(weights: list, leaf: Any, path: tuple) -> Any:
-    """A copy of `leaf`, at `path` in an optimizer's state; of a sharded weight's, this rank's rows."""
+    """A copy of `leaf`, at `path` in an optimizer's state; of a sharded weight's, this rank's
+    rows."""
     mine = shard_like(weights[path[0]], leaf) if isinstance(path[0], int) else leaf
     return clone(leaf) if mine is leaf else mine
 
@@ -279,7 +283,8 @@ def not_restorable(value: Any, name: str) -> str | None:
 
 
 def groups_of(run) -> list[list[list]]:
-    """The names of the weights in each group of each optimizer; None for one that the model lacks."""
+    """The names of the weights in each group of each optimizer; None for one that the model
+    lacks."""
     names = {id(weight): name for name, weight in run.model.named_parameters()}
     return [
         [[names.get(id(weight)) for weight in group["params"]] for group in optimizer.param_groups]
@@ -288,16 +293,17 @@ def groups_of(run) -> list[list[list]]:
 
 
 def refuse_unequal_replicas(run) -> None:
-    """Raises RunFailed if ranks differ in what a checkpoint keeps of rank 0 alone: weights and buffers
-    that are not sharded, and the loop's state."""
+    """Raises RunFailed if ranks differ in what a checkpoint keeps of rank 0 alone: weights and
+    buffers that are not sharded, and the loop's state."""
     state = {**run.model.state_dict(), "FRESH_STATE": run.state}
     kept = {".".join(map(str, path)): leaf for path, leaf in leaves(state)}
     counters = "num_batches_tracked"  # BatchNorm's: ranks may have more or fewer micro-batches
     alike = {n: kept[n] for n in kept if not hasattr(kept[n], "to_local") and counters not in n}
     if names := ranks.replicas_differ(alike):
         raise RunFailed(
-            f"at step {run.state['step']} the ranks hold different bits in {', '.join(names)}: a step "
-            "must draw and add the same numbers on every rank; the newest checkpoint is from before"
+            f"at step {run.state['step']} the ranks hold different bits in {', '.join(names)}: a "
+            "step must draw and add the same numbers on every rank; the newest checkpoint is "
+            "from before"
         )
 
 
@@ -321,10 +327,10 @@ class Saver:
         self.last_save = time.monotonic()
 
     def save(self, names: list[str], required: bool = False) -> None:
-        """Write one file under all of `names`, ckpt_STEP.pt last: so a save that a kill interrupts is
-        taken again, with the others, by the process that resumes. All ranks call it together. required:
-        wait until it is on the disk; after three failed tries, raise RunFailed. Otherwise training
-        continues at once, and the next call records an error as an event."""
+        """Write one file under all of `names`, ckpt_STEP.pt last: so a save that a kill interrupts
+        is taken again, with the others, by the process that resumes. All ranks call it together.
+        required: wait until it is on the disk; after three failed tries, raise RunFailed. Otherwise
+        training continues at once, and the next call records an error as an event."""
         names = sorted(names, key=lambda name: name.startswith("ckpt_"))
         refuse_unequal_replicas(self.run)
         self.wait()

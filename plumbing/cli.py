@@ -4,9 +4,9 @@ A knob is a lower-case name that a script sets to a plain str, int, float or boo
 function or class; its default gives its type. A *_dir is a path: of a flag, relative to the working
 directory, else to the repository. The comment beside it, which goes on in lines that begin with `#`
 and two spaces, is its help. An interval in it, such as [1, inf), and choices, a | b, are enforced.
-Its last words, after a semicolon, say what the knob may do: see POLICY. No word: the course of the run.
-A config file is executed as Python, sees the knobs as set so far, and may assign knobs and _names.
-"""
+Its last words, after a semicolon, say what the knob may do: see POLICY. No word: the course of the
+run. A config file is executed as Python, sees the knobs as set so far, and may assign knobs and
+_names."""
 
 import ast
 import builtins
@@ -114,14 +114,15 @@ def one_line(error: BadInput | RunFailed) -> str:
 
 
 def printable(text: str) -> str:
-    """Without control characters, with which a model or a file could type into the terminal, or write
-    backwards; newlines and tabs stay."""
+    """Without control characters, with which a model or a file could type into the terminal, or
+    write backwards; newlines and tabs stay."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", "", text)
 
 
 @dataclass
 class Knob:
-    """What a script's source says of a knob. policy: the words of POLICY in which the comment ends."""
+    """What a script's source says of a knob. policy: the words of POLICY in which the comment
+    ends."""
 
     default: Any
     comment: str = ""
@@ -133,19 +134,19 @@ class Knob:
 
 
 class Config(dict):
-    """Every knob and its value. flags: names that flags set. typed: these, and what config files after
-    the first one set. base: values without what is typed, as written. knobs: name -> Knob. origins:
-    name -> "flag", or the config file that set it."""
+    """Every knob and its value. flags: names that flags set. typed: these, and what config files
+    after the first one set. base: values without what is typed, as written. knobs: name -> Knob.
+    origins: name -> "flag", or the config file that set it."""
 
 
 @contextmanager
 def configured(*scopes: dict, argv: list | None = None, names: list | None = None) -> Iterator:
     """Set the knobs of `scopes`, globals() of scripts, from `argv`, yield a Config, give them back.
 
-    Raises BadInput, and sets none, if any argument is invalid. Present values are the defaults, so that
-    `train.max_steps = 5` takes effect. A later scope may restate a knob: both then hold one value.
-    names: a list to which arguments other than flags and config files are added; None refuses them.
-    """
+    Raises BadInput, and sets none, if any argument is invalid. Present values are the defaults, so
+    that `train.max_steps = 5` takes effect. A later scope may restate a knob: both then hold one
+    value. names: a list to which arguments other than flags and config files are added; None
+    refuses them."""
     argv = sys.argv[1:] if argv is None else argv
     repository = os.path.dirname(os.path.abspath(scopes[0]["__file__"]))
     owned = [(scope, knobs_of(scope)) for scope in scopes]
@@ -207,8 +208,9 @@ def setting(scope: dict[str, Any], /, **values: Any) -> Iterator[None]:
 
 
 def folder_name(config: Config) -> str:
-    """The out_dir of a flag; else the config's and, in the order of the knobs, what was typed, changes
-    a value and makes another run: out/mine,n_layer=2. Of a batch's two factors their product counts."""
+    """The out_dir of a flag; else the config's and, in the order of the knobs, what was typed,
+    changes a value and makes another run: out/mine,n_layer=2. Of a batch's two factors their
+    product counts."""
     if "out_dir" in config.flags:
         return config["out_dir"]
     names = {name for name in config.typed if config.knobs[name].names_folder()} - {"out_dir"}
@@ -262,8 +264,8 @@ def read_knobs(path: str | Path) -> dict[str, Knob]:
 
 
 def knobs_of(scope: dict[str, Any]) -> dict[str, Knob]:
-    """read_knobs() with present values as defaults. Raises BadInput for a plain global that is not in
-    the source, such as train.max_step = 5: it would do nothing, in silence."""
+    """read_knobs() with present values as defaults. Raises BadInput for a plain global that is not
+    in the source, such as train.max_step = 5: it would do nothing, in silence."""
     path = Path(scope["__file__"])
     knobs = read_knobs(path)
     source = path.read_text(encoding="utf-8")
@@ -298,7 +300,8 @@ def read_config_file(argument: str, repository: str, config: dict, knobs: dict) 
 
 
 def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
-    """`value` as the knob's type; BadInput quotes `written`, the flag, or the file and assignment."""
+    """`value` as the knob's type; BadInput quotes `written`, the flag, or the file and
+    assignment."""
     is_flag = written.startswith("-")
     if name not in knobs:
         fail(f"unknown name {name!r} in {written}; {hint_for(name, value, knobs, is_flag)}")
@@ -356,8 +359,8 @@ def hint_for(name: str, value: Any, knobs: dict, is_flag: bool) -> str:
 
 
 def print_help(scope: dict[str, Any], config: Config, knobs: dict, takes_names: bool) -> None:
-    """Print the start of a script's docstring, its usage, and its knobs with the values that the other
-    arguments give them. Wraps at the width of the terminal."""
+    """Print the start of a script's docstring, its usage, and its knobs with the values that the
+    other arguments give them. Wraps at the width of the terminal."""
     width = min(100, max(40, shutil.get_terminal_size((100, 24)).columns))
     indent = 32 if width >= 80 else 8
     usage = f"usage: python {os.path.basename(scope['__file__'])}"

@@ -201,8 +201,9 @@ class Table:
         return duration((self.max_steps - step) * self.row["step_ms"] / 1000)
 
     def live(self, step: int) -> None:
-        """On a terminal, show the step below the last line, which the next line overwrites; a few times
-        a second. All other numbers are of the row printed last: nothing is asked of the device."""
+        """On a terminal, show the step below the last line, which the next line overwrites; a few
+        times a second. All other numbers are of the row printed last: nothing is asked of the
+        device."""
         now = time.monotonic()
         if now < self.live_again:
             return
@@ -329,7 +330,8 @@ def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric:
 
 
 def print_next(ended: str, folder: Path, writes_text: bool) -> None:
-    """Print commands to paste next. writes_text: whether sample.py can load the run's model and data."""
+    """Print commands to paste next. writes_text: whether sample.py can load the run's model and
+    data."""
     report = to_paste("report.py", folder)
     if not ended.startswith(("finished", "stopped early")):
         print_command(report, "what happened, as a picture and in words")

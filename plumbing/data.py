@@ -1,12 +1,12 @@
 """
 The data of a run: a dataset on disk, its windows, batches that are read ahead, its tokenizer.
 
-A dataset is a folder, DATA_DIR/NAME, with train.bin and val.bin (flat token ids) and meta.json. That
-is written last, so a folder that has it is complete. `meta` is the dict in it: vocab_size (data of
-your own, train.open_dataset, needs no more), dtype (of the ids: uint16 or uint32), train_tokens,
-val_tokens, sha256 ({file name: 64 hex digits}), and of a text: tokenizer (a key of TOKENIZERS) and
-what that has learned, val_bytes (of the validation text in UTF-8) and source (in words).
-"""
+A dataset is a folder, DATA_DIR/NAME, with train.bin and val.bin (flat token ids) and meta.json.
+That is written last, so a folder that has it is complete. `meta` is the dict in it: vocab_size
+(data of your own, train.open_dataset, needs no more), dtype (of the ids: uint16 or uint32),
+train_tokens, val_tokens, sha256 ({file name: 64 hex digits}), and of a text: tokenizer (a key of
+TOKENIZERS) and what that has learned, val_bytes (of the validation text in UTF-8) and source (in
+words)."""
 
 import atexit
 import copyreg
@@ -47,9 +47,9 @@ def folder_of(name: str, data_dir: str) -> str:
 
 
 def verified_meta(folder: str) -> dict:
-    """The dict in meta.json. Raises DataError unless it describes a dataset, and both files have the
-    size, hash and range of ids that it says. They are read, not mapped: mapped pages would count as
-    memory of this process."""
+    """The dict in meta.json. Raises DataError unless it describes a dataset, and both files have
+    the size, hash and range of ids that it says. They are read, not mapped: mapped pages would
+    count as memory of this process."""
     path = os.path.join(folder, "meta.json")
     made = f"python prepare_data.py {os.path.basename(folder)}"
     again = f"delete {path} and type the command that made it: {made} ..."
@@ -114,9 +114,9 @@ def dataset_of_run(
     """(name, folder, meta) of the dataset that a run trains on. Raises DataError or Offline.
 
     It is `name`, or, if that cannot be downloaded, `offline_name` with a loud warning ("": none).
-    make(name, data_dir) makes one that is missing. so_far: the dataset of the run until now, or None.
-    block_size: tokens in a window; train needs twice as many tokens, val one more than a window.
-    """
+    make(name, data_dir) makes one that is missing. so_far: the dataset of the run until now, or
+    None. block_size: tokens in a window; train needs twice as many tokens, val one more than a
+    window."""
     why = "This run started without a network."
     candidates = [offline_name] if offline_name == so_far else [name, offline_name]
     for candidate in filter(None, candidates):
@@ -153,9 +153,9 @@ copyreg.pickle(np.memmap, reduce_memmap)
 
 
 def read_rows(tokens: np.memmap, starts: np.ndarray, length: int) -> np.ndarray:
-    """The `length` tokens from each of `starts` on, (len(starts), length): token ids as int64, other
-    numbers in their own dtype. Raises RunFailed if the file has changed its size: to read past its
-    end would kill the process."""
+    """The `length` tokens from each of `starts` on, (len(starts), length): token ids as int64,
+    other numbers in their own dtype. Raises RunFailed if the file has changed its size: to read
+    past its end would kill the process."""
     if tokens.base.size() != tokens.nbytes:
         raise RunFailed(f"{tokens.filename} has changed its size since the start; make it again")
     rows = np.asarray(tokens)[starts[:, None] + np.arange(length)]
@@ -163,10 +163,10 @@ def read_rows(tokens: np.memmap, starts: np.ndarray, length: int) -> np.ndarray:
 
 
 class OrderedWindows:
-    """The first `n_targets` targets of `tokens` (0 = all), rounded up to whole windows, for validation.
-    `windows[first, count]` is a batch: inputs and targets, each (count, block_size), as read_rows()
-    reads them. If the last window overlaps the one before, its repeated targets do not count: they
-    are -100, or NaN where targets are no token ids but floats."""
+    """The first `n_targets` targets of `tokens` (0 = all), rounded up to whole windows, for
+    validation. `windows[first, count]` is a batch: inputs and targets, each (count, block_size), as
+    read_rows() reads them. If the last window overlaps the one before, its repeated targets do not
+    count: they are -100, or NaN where targets are no token ids but floats."""
 
     def __init__(self, tokens: np.memmap, block_size: int, n_targets: int = 0):
         self.tokens = tokens
@@ -188,8 +188,8 @@ class OrderedWindows:
 
 
 class Batches(Iterator):
-    """An iterator over dataset[place] for each of `places`, which `num_workers` processes read ahead;
-    0 = this one reads. A worker that dies raises torch's RuntimeError in the main thread."""
+    """An iterator over dataset[place] for each of `places`, which `num_workers` processes read
+    ahead; 0 = this one reads. A worker that dies raises torch's RuntimeError in the main thread."""
 
     def __init__(self, dataset, places, device, num_workers=0, prefetch_factor=2, hang_minutes=30):
         import torch  # here, so that prepare_data.py, which needs none, starts at once
@@ -223,9 +223,9 @@ class Batches(Iterator):
             atexit.register(kill_workers)
 
     def next_batch(self, should_stop: Callable[[], bool] = lambda: False) -> tuple | None:
-        """(inputs, targets, milliseconds waited), on the device; None if should_stop() says so while
-        the workers keep it waiting. Raises StopIteration at the end, and RunFailed if no worker gave
-        a batch for hang_minutes."""
+        """(inputs, targets, milliseconds waited), on the device; None if should_stop() says so
+        while the workers keep it waiting. Raises StopIteration at the end, and RunFailed if no
+        worker gave a batch for hang_minutes."""
         began = time.perf_counter()
         while True:
             try:
@@ -261,7 +261,8 @@ def kill_workers() -> None:
 
 
 def as_arrays(batch: Iterable) -> tuple:
-    """Arrays go through a pipe; tensors through /dev/shm, where torch waits for ever if it is full."""
+    """Arrays go through a pipe; tensors through /dev/shm, where torch waits for ever if it is
+    full."""
     return tuple(np.asarray(each) for each in batch)
 
 
@@ -356,10 +357,10 @@ class GPT2:
             raise DataError(f"no gpt2 vocabulary: {str(error)[:200]}; {hint}") from error
 
 
-# A tokenizer of your own is a class and a name here, which --tokenizer takes. It is built from `meta`;
-# it needs encode, decode and vocab_size. If it learns its vocabulary, it also has learn(text), whose
-# dict goes into `meta`; end_of_text is the id that follows each document of a corpus, if any;
-# encode_batch(texts) is a faster encode.
+# A tokenizer of your own is a class and a name here, which --tokenizer takes. It is built from
+# `meta`; it needs encode, decode and vocab_size. If it learns its vocabulary, it also has
+# learn(text), whose dict goes into `meta`; end_of_text is the id that follows each document of a
+# corpus, if any; encode_batch(texts) is a faster encode.
 TOKENIZERS = {"char": Char, "byte": Byte, "gpt2": GPT2}
 
 
@@ -397,7 +398,8 @@ UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
 
 
 def what_is_no_utf8(raw: bytes, path: str, begin: int) -> str:
-    """What bytes with NUL or the mark of UTF-16 are, in words, with the command that converts them."""
+    """What bytes with NUL or the mark of UTF-16 are, in words, with the command that converts
+    them."""
     even = raw[0::2].count(0) / len(raw)  # 0.5 if every second byte is NUL
     odd = raw[1::2].count(0) / len(raw)
     encoding = ""

@@ -1,4 +1,5 @@
-"""Atomic writes: after a crash or power cut, a file is the old or the new one, never a part of it."""
+"""Atomic writes: after a crash or power cut, a file is the old or the new one, never a part of
+it."""
 
 import errno
 import fcntl
@@ -19,8 +20,9 @@ NO_FOLDER_FSYNC = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # of 
 
 @contextmanager
 def replacing(path: str | Path, suffix: str = ".tmp") -> Iterator[Path]:
-    """Yields a new, empty file for the caller to write: `path` + suffix, one for each process that may
-    write. It is then fsynced and takes the place of `path`; on an error, `path` stays as it was."""
+    """Yields a new, empty file for the caller to write: `path` + suffix, one for each process that
+    may write. It is then fsynced and takes the place of `path`; on an error, `path` stays as it
+    was."""
     path = Path(path)
     temporary = path.with_name(path.name + suffix)
     temporary.unlink(missing_ok=True)  # left behind by a kill, or a planted link
@@ -49,8 +51,8 @@ def fsync(path: str | Path) -> None:
 
 
 def open_no_link(path: str | Path, flags: int) -> int:
-    """os.open(), also as `opener` of open(). Raises OSError for a link: its target may be precious; and
-    for a named pipe, which would block, or whatever else is no file."""
+    """os.open(), also as `opener` of open(). Raises OSError for a link: its target may be precious;
+    and for a named pipe, which would block, or whatever else is no file."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -77,8 +79,8 @@ def digest_of(path: str | Path) -> str:
 
 
 def digests_by_name(paths: Iterable[str]) -> list[list[str]]:
-    """[[name, SHA-256], ...] of files, sorted: the same wherever they are. Raises BadInput if one is
-    missing."""
+    """[[name, SHA-256], ...] of files, sorted: the same wherever they are. Raises BadInput if one
+    is missing."""
     found = []
     for path in paths:
         if not os.path.isfile(path):
@@ -103,8 +105,8 @@ def clean(value: Any) -> Any:
 
 
 def read_json(path: str | Path) -> dict:
-    """The dict in the JSON file `path`, or {} if there is none that can be read. Raises BadInput if it is
-    no regular file."""
+    """The dict in the JSON file `path`, or {} if there is none that can be read. Raises BadInput if
+    it is no regular file."""
     path = Path(path)
     if is_odd(path):
         fail(f"{path} is no regular file; expected one that train.py wrote: remove it")

@@ -112,7 +112,8 @@ def kernels_have_bfloat16() -> bool:
 
 
 def choose_compile(setting: bool | str, device: torch.device, flops: float, steps: int) -> tuple:
-    """(whether to compile, why) for --compile=setting. flops (may be NaN), steps: of the whole run."""
+    """(whether to compile, why) for --compile=setting. flops (may be NaN), steps: of the whole
+    run."""
     if setting != "auto":
         return setting, "as given"
     if device.type == "cuda":
@@ -132,13 +133,12 @@ def choose_compile(setting: bool | str, device: torch.device, flops: float, step
 
 
 def pin_kernels(config: dict) -> dict:
-    """For --deterministic=portable, make this process compute the bits that every x86-64 CPU with AVX2
-    computes, until it ends: in float32, eager, on one thread. Else do nothing.
+    """For --deterministic=portable, make this process compute the bits that every x86-64 CPU with
+    AVX2 computes, until it ends: in float32, eager, on one thread. Else do nothing.
 
-    config: the knobs of train.py. Returns those that the mode sets. Call it before the first operation:
-    each library chooses its kernels once. Raises BadInput if a knob contradicts the mode, or if the
-    kernels are not those: it compares kernel_bits().
-    """
+    config: the knobs of train.py. Returns those that the mode sets. Call it before the first
+    operation: each library chooses its kernels once. Raises BadInput if a knob contradicts the
+    mode, or if the kernels are not those: it compares kernel_bits()."""
     if config["deterministic"] != "portable":
         return {}
     for name, value in PORTABLE_KNOBS.items():
@@ -165,8 +165,9 @@ def pin_kernels(config: dict) -> dict:
 
 
 def set_deterministic(setting: bool | str, device: torch.device) -> bool | str:
-    """Set deterministic mode for --deterministic=setting. auto: on, except on MPS. Returns the setting,
-    never auto. Call it before the process group is built and before the first matrix product."""
+    """Set deterministic mode for --deterministic=setting. auto: on, except on MPS. Returns the
+    setting, never auto. Call it before the process group is built and before the first matrix
+    product."""
     deterministic = device.type != "mps" if setting == "auto" else setting
     if deterministic and device.type == "cuda":
         if os.environ[CUBLAS] not in FIXED_WORKSPACES:
@@ -181,9 +182,9 @@ def set_deterministic(setting: bool | str, device: torch.device) -> bool | str:
 
 
 def keep_freed_memory(keep: bool = True) -> None:
-    """Make glibc's malloc keep freed memory for the next step, which allocates the same large blocks
-    again: returned to the system, they cost page faults, a fifth of a step or more. keep=False: large
-    blocks that are allocated from here on are returned when they are freed."""
+    """Make glibc's malloc keep freed memory for the next step, which allocates the same large
+    blocks again: returned to the system, they cost page faults, a fifth of a step or more.
+    keep=False: large blocks that are allocated from here on are returned when they are freed."""
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0 if keep else 65536)  # M_MMAP_MAX: how many get a mapping of their own
@@ -192,7 +193,8 @@ def keep_freed_memory(keep: bool = True) -> None:
 
 
 def copies_in_background(device: torch.device) -> bool:
-    """Whether the host goes on during a copy. On MPS, its memory would not be kept (pytorch#189690)."""
+    """Whether the host goes on during a copy. On MPS, its memory would not be kept
+    (pytorch#189690)."""
     return device.type == "cuda"
 
 
@@ -256,7 +258,8 @@ def device_name(device: torch.device) -> str:
 
 
 def kernel_bits(device: torch.device, dtype: str, optimizer: str) -> str:
-    """16 hex digits: the hash of one small, fixed training step in eager mode, in `dtype` on `device`.
+    """16 hex digits: the hash of one small, fixed training step in eager mode, in `dtype` on
+    `device`.
 
     With other kernels, such as those without AVX512 or AMX, it is another. It depends on neither
     model.py nor optim.py, which a fork may change, and leaves the global random state alone.
@@ -366,9 +369,9 @@ def datasheet_peak(gpu: str, dtype: str) -> float | None:
 
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, sizes: tuple = ()) -> tuple[float, int]:
-    """(FLOP/s, size) of the fastest square matrix product of these sizes. By default they double from
-    256 up to 2048 on a CPU and 8192 elsewhere, while the next product should take less than 0.03 s:
-    this ends within a second even if dtype is emulated."""
+    """(FLOP/s, size) of the fastest square matrix product of these sizes. By default they double
+    from 256 up to 2048 on a CPU and 8192 elsewhere, while the next product should take less than
+    0.03 s: this ends within a second even if dtype is emulated."""
     best = (0.0, 0)
     for size in sizes or (256, 512, 1024, 2048, 4096, 8192)[: 4 if device.type == "cpu" else 6]:
         a = torch.ones(size, size, device=device, dtype=dtype)
@@ -396,9 +399,9 @@ def speed_up_start_and_exit() -> None:
 
 
 def avoid_dynamo_import() -> None:
-    """Keep torch.optim from importing torch._dynamo, which takes about half as long as torch. Methods
-    of its optimizers import it on their first call, only to tell the compiler not to trace them
-    (torch/_compile.py). Nothing else that they do changes, unless one is differentiable=True:
+    """Keep torch.optim from importing torch._dynamo, which takes about half as long as torch.
+    Methods of its optimizers import it on their first call, only to tell the compiler not to trace
+    them (torch/_compile.py). Nothing else that they do changes, unless one is differentiable=True:
     optimizers are not compiled, even if the model is."""
     for owner in (torch.optim.Optimizer, *torch.optim.Optimizer.__subclasses__()):
         for name, method in list(vars(owner).items()):
@@ -409,8 +412,8 @@ def avoid_dynamo_import() -> None:
 
 
 def leave(code: int) -> None:
-    """Exit with `code`; after a run with ranks, without Python's finalization, in which threads of a
-    process group that still wait for Python's lock abort the process, and torchrun with it."""
+    """Exit with `code`; after a run with ranks, without Python's finalization, in which threads of
+    a process group that still wait for Python's lock abort the process, and torchrun with it."""
     if "WORLD_SIZE" not in os.environ:
         sys.exit(code)
     atexit._run_exitfuncs()

@@ -46,8 +46,8 @@ def joined(
             raise lost from error
         raise
     finally:
-        # After a failure the GPU may wait in a sum for a rank that is gone, and destroying the group
-        # would wait for that sum. Python's exit aborts the group instead (~ProcessGroupNCCL).
+        # After a failure the GPU may wait in a sum for a rank that is gone, and destroying the
+        # group would wait for that sum. Python's exit aborts the group instead (~ProcessGroupNCCL).
         with contextlib.suppress(RuntimeError):  # a GPU error, already reported
             if device.type != "cuda" or torch.cuda.current_stream(device).query():
                 dist.destroy_process_group()
@@ -117,7 +117,8 @@ def agree(*flags: float) -> list:
 
 
 def from_rank0(function: Callable, *args) -> Any:
-    """What function(*args) returns or raises, on every rank. Only rank 0 calls it and prints errors."""
+    """What function(*args) returns or raises, on every rank. Only rank 0 calls it and prints
+    errors."""
     if world_size() == 1:
         return function(*args)
     result = None
@@ -149,8 +150,8 @@ def total(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def sum_gradients(model: torch.nn.Module, numbers: dict) -> None:
     """Sum the gradients of `model`, and the scalars `numbers`, over the ranks, in place. FSDP2 has
-    summed those of a sharded model in its backward pass. A weight that only rows of other ranks used
-    gets a gradient of zeros, because all ranks must sum the same tensors."""
+    summed those of a sharded model in its backward pass. A weight that only rows of other ranks
+    used gets a gradient of zeros, because all ranks must sum the same tensors."""
     if world_size() == 1:
         return
     weights = [] if is_sharded(model) else list(model.parameters())
@@ -164,7 +165,8 @@ def sum_gradients(model: torch.nn.Module, numbers: dict) -> None:
 
 @torch.no_grad()
 def average_buffers(model: torch.nn.Module) -> None:
-    """Average the floating-point buffers that are saved over the ranks, which saw other sequences."""
+    """Average the floating-point buffers that are saved over the ranks, which saw other
+    sequences."""
     if world_size() == 1:
         return
     saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
@@ -175,9 +177,9 @@ def average_buffers(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def sum_over_ranks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Sum each tensor over the ranks, in place, by one all-reduce per dtype and device; return them.
-    One flat buffer in a fixed order keeps a resumed run bit-exact. DDP's buckets, which it rebuilds
-    after its first step, do not with three ranks or more."""
+    """Sum each tensor over the ranks, in place, by one all-reduce per dtype and device; return
+    them. One flat buffer in a fixed order keeps a resumed run bit-exact. DDP's buckets, which it
+    rebuilds after its first step, do not with three ranks or more."""
     if world_size() == 1:
         return tensors
     for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):

@@ -1,4 +1,5 @@
-"""May this run continue? What really computed so far, what has changed since, and is it finished?"""
+"""May this run continue? What really computed so far, what has changed since, and is it
+finished?"""
 
 import ast
 import functools
@@ -22,7 +23,8 @@ from plumbing.ranks import from_all_ranks, from_rank0, say, world_size
 from plumbing.run_folder import RunFolder
 from plumbing.safe_step import leaves
 
-# What an identity holds besides knobs, under the policy of plumbing/cli.py that decides a difference.
+# What an identity holds besides knobs, under the policy of plumbing/cli.py that decides a
+# difference.
 DECISIVE = {
     "fixed": ("global_batch", "data", "files"),
     "bits": (
@@ -42,8 +44,8 @@ FORKED = ("train", "model", "optim")  # modules whose functions a notebook may r
 
 
 def identity_of(config: Config, knobs: dict, data: dict, device: torch.device) -> dict:
-    """What a checkpoint keeps as `run`; rehearsed() completes it. knobs: globals of train.py, resolved.
-    data: its facts["data"]."""
+    """What a checkpoint keeps as `run`; rehearsed() completes it. knobs: globals of train.py,
+    resolved. data: its facts["data"]."""
     decisive, kept = {}, {}
     for name, knob in config.knobs.items():
         if knob.policy - {"free"}:
@@ -86,15 +88,16 @@ seen = {}  # (path, id of the module's spec) -> (spec, name, hashes): as the mod
 
 
 def code_of_process() -> dict[str, list[str]]:
-    """{name: [SHA-256 of the bytes, of the syntax tree]} of the user's sources that are loaded, and of
-    functions that a notebook has replaced. Each source is read once: a later edit is not what ran."""
+    """{name: [SHA-256 of the bytes, of the syntax tree]} of the user's sources that are loaded, and
+    of functions that a notebook has replaced. Each source is read once: a later edit is not what
+    ran."""
     sources = (source_of(module) for module in list(sys.modules.values()))
     return {name: hashes for name, hashes in sources if name} | dict(replaced_functions())
 
 
 def source_of(module: ModuleType) -> tuple[str | None, list[str]]:
-    """(name, hashes) of a module's source: its path, relative to the repository if it lies there. The
-    name is None if the source is none of the user's, or does not compute."""
+    """(name, hashes) of a module's source: its path, relative to the repository if it lies there.
+    The name is None if the source is none of the user's, or does not compute."""
     path, spec = getattr(module, "__file__", None), getattr(module, "__spec__", None)
     key = path, id(spec)  # importlib.reload() makes a new spec
     if key not in seen:
@@ -145,8 +148,8 @@ def hashes_of_source(source: bytes) -> list[str]:
 
 
 def replaced_functions() -> Iterator[tuple[str, list[str]]]:
-    """(name, hashes) of functions of train, model and optim that were replaced from a place without a
-    file, such as a cell of a notebook."""
+    """(name, hashes) of functions of train, model and optim that were replaced from a place without
+    a file, such as a cell of a notebook."""
     for module_name in FORKED:
         module = sys.modules.get(module_name)
         for name, function in functions_of(module) if module else ():
@@ -217,9 +220,10 @@ def differences(then: dict, now: dict, knobs: dict[str, Knob], policy: str) -> d
 
 
 def changed_code(then: dict, now: dict) -> list[dict] | None:
-    """[{name: its hash then}, {name: its hash now}] of the sources that differ between two identities, or
-    None. By their syntax trees, or by their bytes if another Python read them. Only a new name may be
-    that of a source which has no longer its old one: a script was renamed, or its folder moved."""
+    """[{name: its hash then}, {name: its hash now}] of the sources that differ between two
+    identities, or None. By their syntax trees, or by their bytes if another Python read them. Only
+    a new name may be that of a source which has no longer its old one: a script was renamed, or its
+    folder moved."""
     before, after = then.get("code", {}), now["code"]
     decides = 1 if then.get("python", now["python"]) == now["python"] else 0
     gone = [before[name][decides] for name in before if name not in after]
@@ -250,15 +254,16 @@ def changed_knobs(then: dict, now: dict) -> dict:
 
 
 def kept_in(identity: dict, knobs: dict[str, Knob]) -> dict:
-    """{knob: value} of those that a checkpoint keeps as resolved; an older version mixed them with facts."""
+    """{knob: value} of those that a checkpoint keeps as resolved; an older version mixed them with
+    facts."""
     names = [name for name, knob in knobs.items() if "kept" in knob.policy]
     old = {name: identity[name] for name in names if name in identity}
     return identity.get("kept", old)
 
 
 def changed_course(run) -> dict:
-    """{knob: [then, now]} of changes that a resume records: of knobs without a word, and of those that
-    say when to evaluate if the evaluations steer the rate."""
+    """{knob: [then, now]} of changes that a resume records: of knobs without a word, and of those
+    that say when to evaluate if the evaluations steer the rate."""
     config = run.facts["config"]
     names = {name for name, knob in run.knobs.items() if not knob.policy - {"kept"}}
     if config.get("plateau_factor", 1.0) < 1:
@@ -277,8 +282,9 @@ def refuse_present_run(folder: RunFolder, resume: str) -> None:
 
 
 def find_checkpoint(folder: RunFolder, resume: str) -> tuple[Path | None, list[Path]]:
-    """(path of the checkpoint to start from or None for a new run, damaged files that are newer). Rank 0
-    only. resume: "auto", "never", "restart" or a path. Raises BadInput if it contradicts the folder."""
+    """(path of the checkpoint to start from or None for a new run, damaged files that are newer).
+    Rank 0 only. resume: "auto", "never", "restart" or a path. Raises BadInput if it contradicts the
+    folder."""
     path, damaged = None, []
     try:
         if folder.holds_run():
@@ -305,8 +311,8 @@ def refuse_lost_run(folder: RunFolder, damaged: list[Path]) -> None:
 
 
 def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
-    """The path for --resume=asked: `asked`, or `newest`, the newest in `folder`, if the run there began
-    from `asked`. Raises BadInput if neither applies."""
+    """The path for --resume=asked: `asked`, or `newest`, the newest in `folder`, if the run there
+    began from `asked`. Raises BadInput if neither applies."""
     began_from = newest and checkpoint.load(newest, verify=False)["run"].get("began_from")
     if began_from == str(asked.resolve()):
         return newest
@@ -317,8 +323,9 @@ def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
         fail(f"--resume={asked}: {reason}; expected auto, never, restart or a checkpoint's path")
     if newest:
         fail(
-            f"--resume={asked}: {folder.path} holds a run that began from {began_from or 'no checkpoint'}; "
-            f"to resume it leave out --resume, to start from that file write {folder.fresh_out_dir()}"
+            f"--resume={asked}: {folder.path} holds a run that began from "
+            f"{began_from or 'no checkpoint'}; to resume it leave out --resume, "
+            f"to start from that file write {folder.fresh_out_dir()}"
         )
     return asked
 
@@ -326,9 +333,9 @@ def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
 def resolve_auto_knobs(
     config: Config, saved: dict | None, device: torch.device
 ) -> tuple[dict, dict]:
-    """({knob: value}, {knob: why}) of the knobs that are resolved once and `kept`: on a resume as in the
-    checkpoint `saved`, unless the command changes them; else by the hardware and other knobs. A new
-    run's `compile` is left to choose_compile()."""
+    """({knob: value}, {knob: why}) of the knobs that are resolved once and `kept`: on a resume as
+    in the checkpoint `saved`, unless the command changes them; else by the hardware and other
+    knobs. A new run's `compile` is left to choose_compile()."""
     kept = {name: config[name] for name, knob in config.knobs.items() if "kept" in knob.policy}
     reasons = {}
     if saved:
@@ -355,9 +362,10 @@ def refuse_ended_schedule(config: Config, planned: int) -> None:
     if config["schedule"] in ("constant", "step") or config["decay_steps"] or more <= planned:
         return
     fail(
-        f"this run was planned for {planned:,} steps, where its learning rate ends; for --max_steps="
-        f"{more} write {here} --decay_steps={more} (plan anew from here), {here} --decay_steps="
-        f"{planned} (train on at the last rate), or --resume=restart (this one is kept as NAME.old_1)"
+        f"this run was planned for {planned:,} steps, where its learning rate ends; "
+        f"for --max_steps={more} write {here} --decay_steps={more} (plan anew from here), "
+        f"{here} --decay_steps={planned} (train on at the last rate), or --resume=restart "
+        "(this one is kept as NAME.old_1)"
     )
 
 
@@ -372,7 +380,8 @@ def split_global_batch(then: dict, batch_size: int) -> tuple[int, int]:
 
 
 def continue_from(run, saved: dict, config: Config) -> None:
-    """Raises BadInput if `saved` is of another run. Keeps its micro-batches if batch_size is equal."""
+    """Raises BadInput if `saved` is of another run. Keeps its micro-batches if batch_size is
+    equal."""
     fresh_out_dir = from_rank0(run.folder.fresh_out_dir)
     then, now, built = saved["run"], run.facts["run"], run.checkpoint()
     refused = differences(then, now, config.knobs, "fixed")
@@ -380,9 +389,9 @@ def continue_from(run, saved: dict, config: Config) -> None:
     lacking = [name for name in built["model"] if name not in saved["model"]]
     if lacking and not own and not refused:
         fail(
-            f"{shown(run.path)} lacks {len(lacking)} weights of this model, such as {lacking[0]}; to "
-            "begin with the others, leave out --resume and load them in build_model "
-            "(docs/forks.md)"
+            f"{shown(run.path)} lacks {len(lacking)} weights of this model, such as "
+            f"{lacking[0]}; to begin with the others, leave out --resume and load them in "
+            "build_model (docs/forks.md)"
         )
     parts, here = (parts_of(built | checkpoint) for checkpoint in (saved, built))
     for name in here | parts:  # in the program's order
@@ -421,8 +430,9 @@ def is_finished(run) -> bool:
 
 
 def close_finished(run) -> None:
-    """Say that a run is finished and what to type to train longer, and record its end if a kill came
-    before that. Rank 0 only. Raises BadInput if the command asks for anything else than that run."""
+    """Say that a run is finished and what to type to train longer, and record its end if a kill
+    came before that. Rank 0 only. Raises BadInput if the command asks for anything else than that
+    run."""
     config, state = run.facts["config"], run.state
     step, name = state["step"], shown(run.folder.path)
     again = f"--resume=restart or {run.folder.fresh_out_dir()}"
@@ -449,8 +459,8 @@ def close_finished(run) -> None:
 
 
 def mention_unfinished(config: Config, out_dir: str) -> None:
-    """Where typed flags make another run, but a run could go on with them, such as at a lower rate, in
-    the config's own folder or in one as an older version named it: print what to type."""
+    """Where typed flags make another run, but a run could go on with them, such as at a lower rate,
+    in the config's own folder or in one as an older version named it: print what to type."""
     typed = {name for name in config.flags if config[name] != config.base[name]}
     factors = {"batch_size", "accum_steps"} & config.keys()
     by_old_rules = {name for name in typed if config.knobs[name].names_folder()}

@@ -78,7 +78,8 @@ class RunFolder(ExitStack):
                 fail(f"another run has begun in {self.path}; write {self.fresh_out_dir()}")
 
     def set_aside(self) -> None:
-        """For --resume=restart: rename the folder of a run, to NAME.old_1 say, and take a new one."""
+        """For --resume=restart: rename the folder of a run, to NAME.old_1 say, and take a new
+        one."""
         if self.holds_run():
             self.lock()
             with self.refusing():
@@ -118,8 +119,9 @@ class RunFolder(ExitStack):
     # ---- run.json, from the start to the end -----------------------------------------------------
 
     def open(self, run: Any, bytes_to_keep: int, command: list[str], path: Path | None) -> None:
-        """Create or reopen the folder. bytes_to_keep: of all checkpoints that exist at once. path: of
-        the one that the run starts from. fail()s if the folder cannot be written, or is too small."""
+        """Create or reopen the folder. bytes_to_keep: of all checkpoints that exist at once. path:
+        of the one that the run starts from. fail()s if the folder cannot be written, or is too
+        small."""
         with self.refusing():
             self.require_free(bytes_to_keep)
             self.take()
@@ -136,8 +138,8 @@ class RunFolder(ExitStack):
             self.wandb = Wandb(self.path, run.facts["config"], self.facts["wandb_id"])
 
     def begin(self, run: Any, path: Path | None, inexact: dict, changed: dict) -> None:
-        """Complete run.json after the rehearsal; cut metrics.jsonl back to where the run begins: at the
-        checkpoint in `path`, if any. inexact, changed: {key: [then, now]}."""
+        """Complete run.json after the rehearsal; cut metrics.jsonl back to where the run begins: at
+        the checkpoint in `path`, if any. inexact, changed: {key: [then, now]}."""
         if rank() > 0:
             return
         step = run.state["step"]
@@ -199,7 +201,8 @@ class RunFolder(ExitStack):
 
     def write_rows(self, rows: list[dict]) -> None:
         """Append to metrics.jsonl: one JSON object per line, with null for non-finite numbers. Any
-        thread may call it. If it fails, training continues: that is said once, and the rows wait."""
+        thread may call it. If it fails, training continues: that is said once, and the rows
+        wait."""
         if rank() > 0:
             return
         with self.writing, self.warning("metrics.jsonl"):
@@ -262,8 +265,9 @@ def write_report(folder: Path, patience: float = 60) -> None:
 
 
 class Wandb:
-    """Sends rows to Weights & Biases. Its step can only grow, so it is `sequences`, which a rollback
-    does not reset. A killed wandb loses rows, so every session sends all that the server lacks."""
+    """Sends rows to Weights & Biases. Its step can only grow, so it is `sequences`, which a
+    rollback does not reset. A killed wandb loses rows, so every session sends all that the server
+    lacks."""
 
     def __init__(self, folder: Path, config: dict, run_id: str):
         self.sequences = 0  # of the latest row that has them: an eval row is of the same step

@@ -1,5 +1,5 @@
-"""A run's state, captured and put back: by a retry, a skipped update, a rehearsal, an evaluation, an
-audit, a rollback and a resume."""
+"""A run's state, captured and put back: by a retry, a skipped update, a rehearsal, an evaluation,
+an audit, a rollback and a resume."""
 
 import copy
 import math
@@ -101,8 +101,9 @@ def set_rng_state(rng: dict, device: torch.device) -> None:
 
 
 class Captured:
-    """What a forward and backward pass may move: persistent buffers, such as BatchNorm's statistics,
-    modules' extra states, and the random state of this rank. checkpoint.WholeState has the rest."""
+    """What a forward and backward pass may move: persistent buffers, such as BatchNorm's
+    statistics, modules' extra states, and the random state of this rank. checkpoint.WholeState has
+    the rest."""
 
     def __init__(self, run):
         self.run = run
@@ -122,8 +123,8 @@ class Captured:
 
     @torch.no_grad()
     def settle_buffers(self, skipped: torch.Tensor) -> None:
-        """After a step: average the buffers over the ranks, or put them back if it was skipped, without
-        a wait for the device. skipped: a bool scalar on it."""
+        """After a step: average the buffers over the ranks, or put them back if it was skipped,
+        without a wait for the device. skipped: a bool scalar on it."""
         average_buffers(self.run.model)
         for name, saved in self.buffers.items():
             if not name.endswith("_extra_state"):
@@ -173,9 +174,9 @@ def swap(model: nn.Module, averages: dict) -> None:
 
 
 def halving_on_oom(before: Captured, size: str, compute: Callable[[], Any]) -> Any:
-    """Return compute(). If memory runs out on any rank, put `before` back, halve run.state[size], which
-    compute reads, and try again. compute has no collective operation, except for a sharded model, which
-    is not tried again. Raises RunFailed if a smaller micro-batch cannot help."""
+    """Return compute(). If memory runs out on any rank, put `before` back, halve run.state[size],
+    which compute reads, and try again. compute has no collective operation, except for a sharded
+    model, which is not tried again. Raises RunFailed if a smaller micro-batch cannot help."""
     run = before.run
     while True:
         result = None
@@ -218,10 +219,9 @@ def rehearse(
     """Call forward_backward once before the first step, to compile and to find a micro-batch that
     fits. Nothing else changes. Returns the model, compiled or not.
 
-    If torch.compile fails, a single process records `compile_failed` and runs eager; ranks fail, and so
-    does a run that should_stop(): a signal may have ended the compiler. Raises RunFailed also if the
-    forward pass makes a buffer, which a resumed model would not have.
-    """
+    If torch.compile fails, a single process records `compile_failed` and runs eager; ranks fail,
+    and so does a run that should_stop(): a signal may have ended the compiler. Raises RunFailed
+    also if the forward pass makes a buffer, which a resumed model would not have."""
     note_halving(run)  # the sizes to compare later ones with
     names = run.model.state_dict().keys()
     state = clone(run.state)
@@ -255,7 +255,8 @@ def rehearse(
 
 
 def refuse_bad_start(loss: torch.Tensor) -> None:
-    """Raises RunFailed if the loss is not finite before the first update. loss: this rank's share."""
+    """Raises RunFailed if the loss is not finite before the first update. loss: this rank's
+    share."""
     value = total(loss.detach().clone()).item()
     if not math.isfinite(value):
         name = "NaN" if math.isnan(value) else str(value)
@@ -268,15 +269,16 @@ def compiled(model: nn.Module) -> nn.Module:
     from torch._inductor import config as inductor
 
     inductor.deterministic = torch.are_deterministic_algorithms_enabled()  # no choice by timing
-    # Every shape is compiled: past torch's limit, later shapes would compute in eager mode, and in a
-    # resumed process, which counts anew, other ones.
+    # Every shape is compiled: past torch's limit, later shapes would compute in eager mode, and in
+    # a resumed process, which counts anew, other ones.
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 10**6
     return torch.compile(model, dynamic=False)
 
 
 def check_names(numbers: dict, whose: str, writers: tuple) -> None:
-    """Raises RunFailed if a number is no scalar, or has the name of a field of the rows which others
-    than `writers` write: see Field in plumbing/console.py. whose: what returns the numbers."""
+    """Raises RunFailed if a number is no scalar, or has the name of a field of the rows which
+    others than `writers` write: see Field in plumbing/console.py. whose: what returns the
+    numbers."""
     for name, value in numbers.items():
         if name in FIELDS and FIELDS[name].writer not in writers:
             raise RunFailed(f"{whose} returns a number named {name}, which rows have, too")
@@ -300,8 +302,9 @@ def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 @torch.no_grad()
 def step_unless(skipped: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Call optimizer.step() unless `skipped`, a bool scalar on the device, is true: then weights and
-    moments stay as they are. Where step() does not read the flag on the device, the host waits."""
+    """Call optimizer.step() unless `skipped`, a bool scalar on the device, is true: then weights
+    and moments stay as they are. Where step() does not read the flag on the device, the host
+    waits."""
     if not skips_on_device(optimizer):
         if not skipped.item():
             optimizer.step()
@@ -326,7 +329,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def explain(error: BaseException) -> RunFailed | None:
-    """`error` as a RunFailed with one line on what to do next, or None if the program is at fault."""
+    """`error` as a RunFailed with one line on what to do next, or None if the program is at
+    fault."""
     if isinstance(error, RunFailed):
         return error
     if out_of_memory(error):

@@ -12,8 +12,9 @@ _held = None  # the Signals of hold()
 
 
 class Signals:
-    """Handles signals within `with Signals() as signals:`; outside the main thread, none. stop: the first
-    of SIGINT, SIGTERM and SIGHUP (a closed terminal), or 0. save: a SIGUSR1 asked for a checkpoint."""
+    """Handles signals within `with Signals() as signals:`; outside the main thread, none. stop: the
+    first of SIGINT, SIGTERM and SIGHUP (a closed terminal), or 0. save: a SIGUSR1 asked for a
+    checkpoint."""
 
     def __init__(self) -> None:
         self.stop = 0
@@ -55,8 +56,8 @@ class Signals:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """A context in which a signal, or the death of torchrun, ends the process at once. For a wait in
-    code that is not Python's, before the run has written anything."""
+    """A context in which a signal, or the death of torchrun, ends the process at once. For a wait
+    in code that is not Python's, before the run has written anything."""
     before = {number: signal.getsignal(number) for number in HANDLED}
     is_main = threading.current_thread() is threading.main_thread()
     over = threading.Event()
@@ -80,7 +81,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def hold() -> None:
-    """Keep the signals of the seconds of `import torch` for Signals(): Ctrl-C would end in a traceback,
-    SIGUSR1 in death. For a process that does nothing but train."""
+    """Keep the signals of the seconds of `import torch` for Signals(): Ctrl-C would end in a
+    traceback, SIGUSR1 in death. For a process that does nothing but train."""
     global _held
     _held = Signals().__enter__()

@@ -79,8 +79,8 @@ def title_of(field, run):
 
 
 def of_validation(run):
-    """Points of the evaluations, and a star at the best. That of untrained weights is left out: a line
-    from it to the next one would tell of losses that nobody has measured."""
+    """Points of the evaluations, and a star at the best. That of untrained weights is left out: a
+    line from it to the next one would tell of losses that nobody has measured."""
     steps = run.evals["step"]
     losses = run.evals["val_loss"]
     tokens, same = results.extent(run)
@@ -129,8 +129,8 @@ def late_losses(each):
 
 
 def limits(field, curves):
-    """(low, high, whether logarithmic) of the vertical axis. Of the loss, without the first 3% of a run
-    and the outermost 0.2% of single steps: the steep beginning would press the rest flat."""
+    """(low, high, whether logarithmic) of the vertical axis. Of the loss, without the first 3% of a
+    run and the outermost 0.2% of single steps: the steep beginning would press the rest flat."""
     values = [late_losses(each) if field == "loss" else each.y for each in curves]
     values = np.concatenate(values or [[0.0, 1.0]])
     low = float(values.min())

@@ -1,4 +1,5 @@
-"""What a run's folder says of it, read back to be compared bit for bit. Nothing is written or locked."""
+"""What a run's folder says of it, read back to be compared bit for bit. Nothing is written or
+locked."""
 
 import json
 import math
@@ -89,10 +90,10 @@ class Checkpoint(NamedTuple):
 
 class Logged:
     """rows: {(step, place in KINDS): [row, ...]}, of which there are two where a save follows a
-    rollback, or a log was edited. saves: all, also of steps that a rollback has undone. resumes: the
-    steps at which other processes went on. inexact: number of a process -> {key: [then, now]} of what
-    was not as in the one before. rollbacks: of each, the step after which the run went on, and the
-    step that it came after. first, last: the step before the first one, and the last."""
+    rollback, or a log was edited. saves: all, also of steps that a rollback has undone. resumes:
+    the steps at which other processes went on. inexact: number of a process -> {key: [then, now]}
+    of what was not as in the one before. rollbacks: of each, the step after which the run went on,
+    and the step that it came after. first, last: the step before the first one, and the last."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -140,7 +141,8 @@ class Logged:
 
     @property
     def is_record(self) -> bool:
-        """Whether it lies in records/, which hold no checkpoints: it is computed from its beginning."""
+        """Whether it lies in records/, which hold no checkpoints: it is computed from its
+        beginning."""
         return self.path.resolve().parent == REPO / "records"
 
     @property
@@ -184,8 +186,8 @@ class Logged:
         return checkpoint.sha256 in [row.get("sha256") for row in rows]
 
     def start_before(self, stop: int, rollbacks: float = math.inf) -> Checkpoint | None:
-        """The newest of `checkpoints` before step `stop`, on the way that the run took, with at most so
-        many rollbacks. None: begin as the run did."""
+        """The newest of `checkpoints` before step `stop`, on the way that the run took, with at
+        most so many rollbacks. None: begin as the run did."""
         began_from = self.facts["run"].get("began_from")
         for start in reversed(self.checkpoints):
             is_early = start.step < stop and start.content["state"]["rollbacks"] <= rollbacks
@@ -202,7 +204,8 @@ class Logged:
         return max(later, default=0)
 
     def facts_of(self, process: int) -> dict | None:
-        """run.json, or a checkpoint, with the "config" and "run" of a process. None: there is none."""
+        """run.json, or a checkpoint, with the "config" and "run" of a process. None: there is
+        none."""
         is_last = process == len(self.resumes)
         if is_last and self.end:
             return self.facts
@@ -221,7 +224,8 @@ class Logged:
         return facts
 
     def differences(self, first: int, last: int, here: dict) -> dict:
-        """{key: [then, here]} of what makes `here`, an identity, inexact for steps first + 1 to last."""
+        """{key: [then, here]} of what makes `here`, an identity, inexact for steps first + 1 to
+        last."""
         found = {}
         for process in sorted({self.process_at(step) for step in range(first + 1, last + 1)}):
             facts = self.facts_of(process)
@@ -233,8 +237,8 @@ class Logged:
         return found
 
     def flags_at(self, stop: int, out_dir: Path, data_dir: str) -> list[str]:
-        """Flags with the knobs that held when the run came to step `stop`, "auto" as it was resolved.
-        data_dir: "" = as it was."""
+        """Flags with the knobs that held when the run came to step `stop`, "auto" as it was
+        resolved. data_dir: "" = as it was."""
         facts = self.facts_at(stop)
         knobs = facts["config"] | kept_in(facts["run"], knobs_of_train())
         knobs["out_dir"] = out_dir
@@ -323,8 +327,8 @@ def as_json(value: Any) -> str:
 def first_difference(
     one: Logged, other: Logged, first: int, last: int, kinds=KINDS
 ) -> tuple | None:
-    """(step, fields, in words) of the first row of steps first + 1 to last that differs. Hashes count
-    where both saved: one may have saved at a signal, or by the clock."""
+    """(step, fields, in words) of the first row of steps first + 1 to last that differs. Hashes
+    count where both saved: one may have saved at a signal, or by the clock."""
     for key in sorted(one.rows | other.rows):
         at, kind = key[0], KINDS[key[1]]
         if kind not in kinds or not first < at <= last:
@@ -366,8 +370,8 @@ def in_words(name: str, one: Any, other: Any) -> str:
 
 
 def not_computed(run: Logged, difference: tuple, identity: dict) -> str:
-    """In words: what of the log is not computed here, and why that may be. identity: {key: [then, now]}
-    of what makes this machine or code inexact."""
+    """In words: what of the log is not computed here, and why that may be. identity: {key: [then,
+    now]} of what makes this machine or code inexact."""
     at, _, words = difference
     words = f"step {at} of {run.path} is not what this code computes here: {words}"
     for name, (then, now) in identity.items():

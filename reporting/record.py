@@ -104,7 +104,8 @@ def plain(value):
 
 
 def read_metrics(path):
-    """([row, ...], number of damaged lines) of a metrics.jsonl. Half a line at its end is neither."""
+    """([row, ...], number of damaged lines) of a metrics.jsonl. Half a line at its end is
+    neither."""
     rows = []
     damaged = 0
     rest = b""
@@ -189,7 +190,8 @@ def half_window(run):
 
 
 def smooth(values, half):
-    """Mean over `half` neighbours on either side; at the start, as many on the right as on the left."""
+    """Mean over `half` neighbours on either side; at the start, as many on the right as on the
+    left."""
     finite = np.isfinite(values)
     total = np.concatenate([[0], np.cumsum(np.where(finite, values, 0))])
     count = np.concatenate([[0], np.cumsum(finite)])

@@ -1,20 +1,21 @@
-"""Records: the table of what was measured, by which command, on what; whether a run is as recorded."""
+"""Records: the table of what was measured, by which command, on what; whether a run is as
+recorded."""
 
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
-from plumbing.console import MEASURED
+from plumbing.cli import read_knobs
+from plumbing.console import MEASURED, REPO
 from plumbing.files import read_json
-from reporting.logged import knobs_of_train
 from reporting.record import read_metrics, tame
 
 HEADER = ("what", "loss", "seconds", "runs", "command", "machine", "date, commit")
 
 
 def record_rows(folder):
-    """Rows of the table, tuples of str in the order of HEADER, from the files of check.py and bench.py
-    in `folder`. What a file holds decides whether it is a record."""
+    """Rows of the table, tuples of str in the order of HEADER, from the files of check.py and
+    bench.py in `folder`. What a file holds decides whether it is a record."""
     rows = []
     files = [path for path in Path(folder).glob("*.json") if path.is_file()]
     for path in sorted(files):
@@ -59,11 +60,11 @@ def row(facts, name, loss, seconds, count, command):
 
 
 def what_differs(record: Path, folder: Path) -> str:
-    """In words, the first thing in `record`, a run, that is not so in `folder`, the same run computed
-    here: a knob, the data, or a number of a row; "" if there is none."""
+    """In words, the first thing in `record`, a run, that is not so in `folder`, the same run
+    computed here: a knob, the data, or a number of a row; "" if there is none."""
     then = read_json(record / "run.json")
     now = read_json(folder / "run.json")
-    for name, knob in knobs_of_train().items():
+    for name, knob in read_knobs(REPO / "train.py").items():
         here = now["config"].get(name)
         there = then["config"].get(name, here)
         if there != here and "free" not in knob.policy:

@@ -37,7 +37,8 @@ def metric_of(run):
 
 
 def best_of(run):
-    """(value, step) of the best evaluation on as many tokens as the last; (NaN, 0) if there is none.
+    """(value, step) of the best evaluation on as many tokens as the last; (NaN, 0) if there is
+    none.
 
     A rollback removes the rows that it undoes; the state in run.json still has their best.
     """

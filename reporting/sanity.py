@@ -1,9 +1,8 @@
 """GO or NO-GO: what check.py asks of a loop before a long run. docs/trouble.md explains each check.
 
-A check is a generator of (name, fine, found) or (name, fine, found, passable), for a bench.Job. fine:
-None if it does not apply. It asks for behaviour, of the functions that the run itself calls, so
-that it finds what nobody thought of: it knows no bug by name.
-"""
+A check is a generator of (name, fine, found) or (name, fine, found, passable), for a bench.Job.
+fine: None if it does not apply. It asks for behaviour, of the functions that the run itself calls,
+so that it finds what nobody thought of: it knows no bug by name."""
 
 import io
 import math
@@ -36,8 +35,8 @@ QUIET = {
     "n_future_tokens": 1,
     "grad_checkpoint": False,
 }
-# Rates at steps 0, 49, 99, 350, 600, 850, 1,100 and 1,200 of 1,100 with a warmup of 100, a peak of 1
-# and a minimum of 0.1.
+# Rates at steps 0, 49, 99, 350, 600, 850, 1,100 and 1,200 of 1,100 with a warmup of 100, a peak of
+# 1 and a minimum of 0.1.
 RISE = [0.01, 0.5, 1.0]
 COSINE = [0.1 + 0.45 * (1 + math.cos(math.pi * done)) for done in (0.25, 0.5, 0.75, 1.0, 1.0)]
 RATES = {
@@ -88,8 +87,8 @@ def gradients(model):
 
 @lru_cache(1)
 def memorize(job):
-    """(run, batch, losses, gradient norms, names of the weights that got a gradient) of up to 200 steps
-    on one small batch, which a loop that can learn memorizes."""
+    """(run, batch, losses, gradient norms, names of the weights that got a gradient) of up to 200
+    steps on one small batch, which a loop that can learn memorizes."""
     few = max(1, min(train.batch_size, 256 // train.block_size))
     losses = []
     norms = []
@@ -145,7 +144,8 @@ def new_model(job, vocab_size, **knobs):
 
 
 def probe(job, vocab_size=FEW, **knobs):
-    """The same with noise on each weight: one that starts at zero would hide what its layer does."""
+    """The same with noise on each weight: one that starts at zero would hide what its layer
+    does."""
     model = new_model(job, vocab_size, **knobs)
     with torch.no_grad():
         for weight in model.parameters():
@@ -159,8 +159,8 @@ def random_tokens(job, rows, length, vocab_size=FEW):
 
 @torch.no_grad()
 def moved_logits(model, tokens):
-    """(places, moved): places in tokens (1, T), all or some, and how far another token there moves the
-    logits of each position, (places, T)."""
+    """(places, moved): places in tokens (1, T), all or some, and how far another token there moves
+    the logits of each position, (places, T)."""
     length = tokens.size(1)
     count = max(8, PROBED // length)
     places = torch.randperm(length)[:count].sort().values
@@ -215,7 +215,8 @@ def sequence_checks(job):
 @torch.no_grad()
 def sampling_error(model, tokens, logits):
     """(how far logits move where only the last are computed; the share of generated tokens that the
-    model's own probabilities do not explain). tokens: (1, T). logits: the model's, of all of them."""
+    model's own probabilities do not explain). tokens: (1, T). logits: the model's, of all of
+    them."""
     length = tokens.size(1)
     options = {}
     if "last_only" in signature(model.forward).parameters:
@@ -246,8 +247,9 @@ def sampling_error(model, tokens, logits):
 
 
 def look_back(job):
-    """(loss, steps) of a small model of one layer that learns to repeat the token of LOOK_BACK places
-    before. A bag of tokens cannot, nor can attention whose queries or keys have no position."""
+    """(loss, steps) of a small model of one layer that learns to repeat the token of LOOK_BACK
+    places before. A bag of tokens cannot, nor can attention whose queries or keys have no
+    position."""
     shape = {"n_layer": 1, "n_head": 4, "n_embd": 64, "block_size": 32}
     model = new_model(job, 16, **shape, conv_width=1, ngram_rows=0)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -296,8 +298,8 @@ def loss_checks(job):
 
 
 def slope_error(job):
-    """(error, name) of the weight where the loss, along random directions, changes least as its gradient
-    says; relative to what such a direction usually sees."""
+    """(error, name) of the weight where the loss, along random directions, changes least as its
+    gradient says; relative to what such a direction usually sees."""
     length = min(16, train.block_size)
     model = probe(job, block_size=length).double()
     inputs, targets = (random_tokens(job, 2, length) for _ in "xy")
@@ -368,7 +370,8 @@ def all_groups(optimizers):
 
 
 def optimizer_checks(job):
-    """Is each weight in one group? Does it decay as it should? Is the update the one of its name?"""
+    """Is each weight in one group? Does it decay as it should? Is the update the one of its
+    name?"""
     run = job.fresh_run()
     weights = {name: w for name, w in run.model.named_parameters() if w.requires_grad}
     held = Counter()
@@ -403,8 +406,9 @@ def optimizer_checks(job):
 
 @torch.no_grad()
 def update_errors(run):
-    """{torch's optimizer: how far three steps on random gradients end from its own}, of the worst weight;
-    of a tall one for Muon also by its square parts. Empty if torch has none of that name."""
+    """{torch's optimizer: how far three steps on random gradients end from its own}, of the worst
+    weight; of a tall one for Muon also by its square parts. Empty if torch has none of that
+    name."""
     begin, ways = {}, {}  # of each weight, and how it may move: [(its parts, their optimizer)]
     for group in all_groups(run.optimizers):
         group["lr"] = 0.1
@@ -467,7 +471,8 @@ def is_hidden(model, weight):
 
 
 def step_checks(job):
-    """Does the optimizer get the clipped mean gradient of a batch that is cut into micro-batches?"""
+    """Does the optimizer get the clipped mean gradient of a batch that is cut into
+    micro-batches?"""
     run, (inputs, _), *_ = memorize(job)
     run.model.eval()  # BatchNorm's statistics in training are those of a micro-batch
     few = max(3, len(inputs))  # half of them it knows; micro-batches are of unequal size
@@ -686,8 +691,8 @@ def some_windows(job):
 
 
 def evaluation_checks(job):
-    """Does evaluation use all that it is given, however it is cut, and leave the training alone? Of a
-    model with all of the run's knobs that knows one batch: losses differ between sequences."""
+    """Does evaluation use all that it is given, however it is cut, and leave the training alone? Of
+    a model with all of the run's knobs that knows one batch: losses differ between sequences."""
     run = replace(job.fresh_run(), ema={})
     weights = memorize(job)[0].model.state_dict()
     run.model.load_state_dict(weights)
@@ -786,8 +791,8 @@ def flops_check(job):
 
 
 class Witness(train.Watch):
-    """Watches a run: what each step saw, at which rate, and what the average should be. At one step it
-    spoils the weights, so that neither the first evaluation nor the last is the best."""
+    """Watches a run: what each step saw, at which rate, and what the average should be. At one step
+    it spoils the weights, so that neither the first evaluation nor the last is the best."""
 
     spoiled_at = 4
 
@@ -861,8 +866,8 @@ def resume_check(job):
 
 
 def run_checks(job):
-    """Does each step of a run see the next sequences, at its own rate? Is the average one, and best.pt
-    the best?"""
+    """Does each step of a run see the next sequences, at its own rate? Is the average one, and
+    best.pt the best?"""
     watch = Witness()
     with redirect_stdout(io.StringIO()):
         folder, few = few_steps(job, "watched", watch, best_metric="val_loss")

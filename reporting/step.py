@@ -50,12 +50,11 @@ def essence(checkpoint: dict) -> dict:
 
 
 def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dict, dict]:
-    """Take a step by take(), which is train_step of the module `train`. Returns its numbers, and what
-    was to be seen: "trace" has [(name, leaf), ...] in the order of computation.
+    """Take a step by take(), which is train_step of the module `train`. Returns its numbers, and
+    what was to be seen: "trace" has [(name, leaf), ...] in the order of computation.
 
-    Hooks would change what torch.compile does, so outputs of modules, and gradients before clipping,
-    are those of an eager pass before the step; all that it moves is put back.
-    """
+    Hooks would change what torch.compile does, so outputs of modules, and gradients before
+    clipping, are those of an eager pass before the step; all that it moves is put back."""
     trace = []
     seen = {"trace": trace, "meta": run.facts["data"]["meta"], "first": run.state["sequences"]}
     weights = dict(run.model.named_parameters())
@@ -113,7 +112,8 @@ def token_losses(autocast: Callable, run, inputs, targets) -> Iterator[torch.Ten
 
 
 def first_in_traces(one: list, other: list) -> str:
-    """In words: the first leaf that differs between the traces of a step, on any rank; "" if none."""
+    """In words: the first leaf that differs between the traces of a step, on any rank; "" if
+    none."""
     bits = bits_that_differ(one, other)  # {"rank/place/0": of a name, "rank/place/1": of its leaf}
     if not bits:
         return ""
@@ -129,8 +129,8 @@ def first_in_traces(one: list, other: list) -> str:
 
 
 def differs_in(checkpoint: dict, trace: list) -> str:
-    """In words: what of a checkpoint differs from the trace of its step. Not the loop's state, which
-    an evaluation changes after the step."""
+    """In words: what of a checkpoint differs from the trace of its step. Not the loop's state,
+    which an evaluation changes after the step."""
     then = dict(named("after it:", essence(checkpoint) | {"state": {}}))
     now = {name: leaf for name, leaf in trace if name in then}
     bits = bits_that_differ(then, now)
@@ -144,8 +144,8 @@ def differs_in(checkpoint: dict, trace: list) -> str:
 
 
 def write_step_page(folder: Path, step: int, verdict: str, row: dict, seen: dict) -> list[str]:
-    """Write replay_STEP.md and .png into `folder`. row: of metrics.jsonl, as computed here. seen: what
-    look_at() returns. Returns lines for the console."""
+    """Write replay_STEP.md and .png into `folder`. row: of metrics.jsonl, as computed here. seen:
+    what look_at() returns. Returns lines for the console."""
     path = folder / f"replay_{step:08}.md"
     trace = seen["trace"]
     odd = [name for name, leaf in trace if is_float(leaf) and not leaf.isfinite().all()]
@@ -169,7 +169,8 @@ def write_step_page(folder: Path, step: int, verdict: str, row: dict, seen: dict
 
 
 def sequences(picture: Path, step: int, seen: dict) -> list[str]:
-    """The loss of each sequence of a step, its worst tokens and its text, and a link to the picture."""
+    """The loss of each sequence of a step, its worst tokens and its text, and a link to the
+    picture."""
     inputs, targets, losses = map(torch.cat, zip(*seen["batch"], strict=True))
     if not len(losses):
         return ["The model does not return logits."]

@@ -18,8 +18,8 @@ Finding = namedtuple("Finding", "name title shows causes tell reading cure look"
 # The troubles that report.py knows, in the order in which it names them. The name is that of the
 # detector, and stands in the heading of a section of docs/trouble.md. Then what tells the causes
 # apart: a flag to add to the run's own command ("knob": the first of the knobs), a script with the
-# flags of the run, or a whole command. Then knobs to change, by a factor (peak_lr*0.5) or to a value
-# (schedule:constant=cosine: only if it is constant).
+# flags of the run, or a whole command. Then knobs to change, by a factor (peak_lr*0.5) or to a
+# value (schedule:constant=cosine: only if it is constant).
 TROUBLES = {
     "updates_fail": (
         "--dtype=float32",
@@ -50,7 +50,8 @@ TROUBLES = {
 
 @cache
 def texts():
-    """{name of a trouble: {"title", "Symptoms", "Causes", "Diagnosis", "Cure"}} of docs/trouble.md."""
+    """{name of a trouble: {"title", "Symptoms", "Causes", "Diagnosis", "Cure"}} of
+    docs/trouble.md."""
     page = (REPO / "docs" / "trouble.md").read_text(encoding="utf-8")
     found = {}
     for section in page.split("\n## "):

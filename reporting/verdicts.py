@@ -1,4 +1,5 @@
-"""Better, or luck? Verdicts on paired losses: by one planned look, or after each seed; or on many edits.
+"""Better, or luck? Verdicts on paired losses: by one planned look, or after each seed; or on many
+edits.
 
 Differences are losses of one configuration minus those of another on the same seeds: below 0 is
 better. Nothing here knows of a run.
@@ -34,12 +35,13 @@ class Verdict:
 
 
 def e_value(differences: list) -> float:
-    """Evidence against "the mean is 0": over all looks together, it exceeds 20 with a probability of at
-    most 5% if that is true. A Bayes factor is such a number where the prior of the unknown deviation
-    is the right Haar measure, under which the t statistic's distribution knows no deviation; the
-    difference in deviations is N(0, PRIOR). (Wang & Ramdas 2023, "Anytime-valid t-tests and
-    confidence sequences for Gaussian means with unknown variance"; Perez-Ortiz et al. 2024.)
-    With v = n - 1 and k = 1 + n * PRIOR:  E = k ** -1/2 * ((1 + t*t/v) / (1 + t*t/(v*k))) ** (n/2)."""
+    """Evidence against "the mean is 0": over all looks together, it exceeds 20 with a probability
+    of at most 5% if that is true. A Bayes factor is such a number where the prior of the unknown
+    deviation is the right Haar measure, under which the t statistic's distribution knows no
+    deviation; the difference in deviations is N(0, PRIOR). (Wang & Ramdas 2023, "Anytime-valid
+    t-tests and confidence sequences for Gaussian means with unknown variance"; Perez-Ortiz et al.
+    2024.) With v = n - 1 and k = 1 + n * PRIOR:  E = k ** -1/2 * ((1 + t*t/v) / (1 + t*t/(v*k))) **
+    (n/2)."""
     n = len(differences)
     if n < 2 or not any(differences):
         return 1.0
@@ -79,8 +81,8 @@ def t_quantile(freedom: int, share: float = SHARE) -> float:
 
 
 def verdict_on(differences: list, comparisons: int = 1, every_look: bool = True) -> Verdict:
-    """every_look: valid however often one looks, by e_value(); else the paired t-test (Student 1908),
-    for one look. comparisons: how many are made in all (Bonferroni)."""
+    """every_look: valid however often one looks, by e_value(); else the paired t-test (Student
+    1908), for one look. comparisons: how many are made in all (Bonferroni)."""
     n = len(differences)
     middle = mean(differences)
     share = SHARE / comparisons
@@ -103,8 +105,9 @@ def verdict_on(differences: list, comparisons: int = 1, every_look: bool = True)
 
 
 def seeds_needed(effect: float, critical_t) -> int:
-    """The smallest n at which a mean of `effect` deviations is shown with a power of 80%, by the normal
-    approximation of the noncentral t (Johnson & Kotz 1970). critical_t(n): what t must exceed."""
+    """The smallest n at which a mean of `effect` deviations is shown with a power of 80%, by the
+    normal approximation of the noncentral t (Johnson & Kotz 1970). critical_t(n): what t must
+    exceed."""
     low, high = 2, MOST_SEEDS + 1
     while low < high:
         n = (low + high) // 2
@@ -118,9 +121,9 @@ def seeds_needed(effect: float, critical_t) -> int:
 
 
 def kept_by_e_bh(e_values: list, share: float = SHARE) -> list[int]:
-    """Places of those to keep, of which at most `share` are false on average, however dependent they are
-    and whenever each stopped: the largest k of which each is at least count / (k * share) (Wang &
-    Ramdas 2022, "False discovery rate control with e-values", e-BH)."""
+    """Places of those to keep, of which at most `share` are false on average, however dependent
+    they are and whenever each stopped: the largest k of which each is at least count / (k * share)
+    (Wang & Ramdas 2022, "False discovery rate control with e-values", e-BH)."""
     order = sorted(range(len(e_values)), key=lambda place: -e_values[place])
     kept = 0
     for k, place in enumerate(order, 1):

@@ -236,8 +236,9 @@ train.train_step = train_step
 LION = """
 import torch
 class Lion(torch.optim.Optimizer):
-    # Chen et al. 2023, by hand. It keeps what torch's own optimizers do not: a counter in param_groups,
-    # an int, a str and another dtype in the state of a weight, and something under no weight at all.
+    # Chen et al. 2023, by hand. It keeps what torch's own optimizers do not: a counter in
+    # param_groups, an int, a str and another dtype in the state of a weight, and something under no
+    # weight at all.
     def __init__(self, groups, lr):
         super().__init__(groups, {"lr": lr, "count": 0})
     @torch.no_grad()
@@ -336,7 +337,8 @@ def serve():
 
     from plumbing import cli, machine, resume
 
-    # Each source is parsed once, not in each run, and so is what each installed package says of itself.
+    # Each source is parsed once, not in each run, and so is what each installed package says of
+    # itself.
     resume.code_of_process()
     cli.read_knobs = functools.cache(cli.read_knobs)
     cli.read_knobs(REPO / "train.py")

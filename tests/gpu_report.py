@@ -59,8 +59,8 @@ def of_tests(path):
 
 
 def of_run(folder):
-    """(facts, medians over the steps after the first third, last evaluation) of a run. facts["how"]:
-    "compiled" or "eager"."""
+    """(facts, medians over the steps after the first third, last evaluation) of a run.
+    facts["how"]: "compiled" or "eager"."""
     facts = json.loads((folder / "run.json").read_text())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     facts["how"] = "compiled" if facts["run"]["compile"] else "eager"

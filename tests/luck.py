@@ -1,4 +1,5 @@
-"""The verdicts of reporting/verdicts.py, tried on recorded losses; what it prints stands in the docs.
+"""The verdicts of reporting/verdicts.py, tried on recorded losses; what it prints stands in the
+docs.
 
 python tests/luck.py record DATA_DIR   # 400 losses of one loop, seeds 0 to 399: tests/luck.csv
 python tests/luck.py power             # false verdicts, power, seeds used; beside the t-test
@@ -128,8 +129,8 @@ def p_value(middle, low, high, seeds):
 
 
 def holm(p_values, share=SHARE):
-    """Places of those that hold together, with a probability of at most `share` of any false one among
-    them (Holm 1979)."""
+    """Places of those that hold together, with a probability of at most `share` of any false one
+    among them (Holm 1979)."""
     order = sorted(range(len(p_values)), key=lambda place: p_values[place])
     held = []
     for rank, place in enumerate(order):

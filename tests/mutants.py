@@ -4,8 +4,8 @@
     python tests/mutants.py --table=mutants.jsonl
     python tests/mutants.py --data_dir=DIR --sound=sound.jsonl                 # 52 loops without a bug
 
-A mutant is one small edit, by an operator, in a function that computes: of the model, the optimizer,
-the data, the step, the evaluation, what is saved. The rule that says what it is:
+A mutant is one small edit, by an operator, in a function that computes: of the model, the
+optimizer, the data, the step, the evaluation, what is saved. The rule that says what it is:
 
 - silent: it imports and trains. One that raises is no bug that anybody would miss, and is left out.
 - broken: one of the contracts below does not hold. Each compares the mutant with itself (the logits
@@ -278,8 +278,9 @@ def drawn(count, seed):
 
 
 def observe(data_dir, seeds=(1337,)):
-    """{name: numbers} of a repository in the working directory: "own ..." are True where a contract with
-    itself holds; the others are compared with those of the sound code. loss: after the short run."""
+    """{name: numbers} of a repository in the working directory: "own ..." are True where a contract
+    with itself holds; the others are compared with those of the sound code. loss: after the short
+    run."""
     import numpy as np
     import torch
     import torch.nn.functional as F

@@ -1,4 +1,5 @@
-"""The audit: a step that was not computed exactly is found, named and healed; and it disturbs nothing."""
+"""The audit: a step that was not computed exactly is found, named and healed; and it disturbs
+nothing."""
 
 import functools
 import inspect
@@ -22,7 +23,8 @@ STEPS = 12
 
 
 def flip_gradient(tries, step=6):
-    """Source for run_train's `before`: in these tries of that step one bit of one gradient is wrong."""
+    """Source for run_train's `before`: in these tries of that step one bit of one gradient is
+    wrong."""
     return f"""
 import torch
 tries = []
@@ -110,8 +112,8 @@ def test_three_different_results_end_the_run_with_a_diagnosis(run_train):
     ids=["gradient", "weight", "gradient, sharded"],
 )
 def test_a_fault_on_one_rank_is_healed_on_all(run_train, fault, shard):
-    """A gradient reaches all ranks in its sum. A weight, or a share of a sharded gradient, stays where
-    it is, and only that rank knows."""
+    """A gradient reaches all ranks in its sum. A weight, or a share of a sharded gradient, stays
+    where it is, and only that rank knows."""
     flags = (*FLAGS, f"--shard={shard}")
     straight = run_train("straight", *flags, before=ranks(2))
     done = run_train("run", *flags, AUDIT, before=ranks(2, only_on(1, fault([1]))))
@@ -198,7 +200,8 @@ def test_what_only_one_try_has_made_is_found_and_healed(knobs, number, odd):  # 
 
 
 def test_memory_that_runs_out_in_the_repeat_halves_nothing_for_good(knobs):  # noqa: F811
-    """It may be the copies that were too much. Without them the step is taken once, as without audit."""
+    """It may be the copies that were too much. Without them the step is taken once, as without
+    audit."""
     run, plain = build_run(), build_run()
     events = []
     run.folder = SimpleNamespace(event=lambda step, name, **fields: events.append(name))

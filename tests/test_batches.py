@@ -214,8 +214,8 @@ def test_a_file_that_gets_shorter_is_not_read_past_its_end(tmp_path, tokens, lef
 
 
 def from_spawned_worker(dataset, wanted):
-    """What dataset[each of `wanted`] is in a process that has no override of a config global, and no
-    open file of this one."""
+    """What dataset[each of `wanted`] is in a process that has no override of a config global, and
+    no open file of this one."""
     spawned = {"num_workers": 1, "multiprocessing_context": "spawn", "collate_fn": as_arrays}
     loader = torch.utils.data.DataLoader(dataset, sampler=wanted, batch_size=None, **spawned)
     return list(loader)
@@ -255,7 +255,8 @@ class Numbers:
 
 @pytest.fixture
 def batches_of():
-    """batches_of(dataset, ...) -> Batches of five places, whose workers are ended after the test."""
+    """batches_of(dataset, ...) -> Batches of five places, whose workers are ended after the
+    test."""
     made = []
 
     def make(dataset, num_workers=2, **how):

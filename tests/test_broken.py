@@ -1,5 +1,5 @@
-"""Broken loops: with each bug of tests/broken the test named in docs/exercises.md fails, and the command
-named there finds it."""
+"""Broken loops: with each bug of tests/broken the test named in docs/exercises.md fails, and the
+command named there finds it."""
 
 import os
 import re

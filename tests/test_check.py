@@ -96,8 +96,8 @@ def in_process(data_dir, tmp_path):
 
 @pytest.fixture
 def checks(data_dir, tmp_path):
-    """checks(part, **flags): {name: (mark, words)} of one part of sanity, such as sanity.data_checks.
-    mark: True, False, None for n/a, or "passable"."""
+    """checks(part, **flags): {name: (mark, words)} of one part of sanity, such as
+    sanity.data_checks. mark: True, False, None for n/a, or "passable"."""
 
     def run(part, **flags):
         words = arguments(tmp_path / "b", data_dir, **SMALL | flags)
@@ -603,7 +603,8 @@ def test_equal_takes_the_folder_of_a_run(data_dir, tmp_path, run_train, quick, c
 
 
 def test_an_import_that_fails_cannot_tell(tmp_path):
-    """For git bisect, which would take 1 for "bad": a commit whose train.py is broken is skipped."""
+    """For git bisect, which would take 1 for "bad": a commit whose train.py is broken is
+    skipped."""
     copy = tmp_path / "repo"
     shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".*", "out", "data", "tests"))
     (copy / "train.py").write_text("def broken(:")

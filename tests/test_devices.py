@@ -1,4 +1,5 @@
-"""The device, its precision and its peak are chosen by what it is: the same way every time, and fast."""
+"""The device, its precision and its peak are chosen by what it is: the same way every time, and
+fast."""
 
 import math
 import os

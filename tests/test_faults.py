@@ -1,8 +1,7 @@
 """Whatever happens to a run, the same command resumes it, and the person is told the truth.
 
-One process in nearly all; several ranks in test_ranks.py. Nothing is simulated but the two things that cannot
-be had to order: a number that is not finite, and a GPU that has no memory left.
-"""
+One process in nearly all; several ranks in test_ranks.py. Nothing is simulated but the two things
+that cannot be had to order: a number that is not finite, and a GPU that has no memory left."""
 
 import contextlib
 import copy
@@ -31,7 +30,8 @@ EVERYTHING = ("--num_workers=2", "--ema_decay=0.9", "--dropout=0.1", "--save_int
 
 
 def at_step(step, code):
-    """Source for run_train's `before`: `code` runs just before the step of that number is computed."""
+    """Source for run_train's `before`: `code` runs just before the step of that number is
+    computed."""
     return f"""
 def wrap(inner):
     def train_step(model, run, *rest):
@@ -44,8 +44,8 @@ train.train_step = wrap(train.train_step)
 
 
 def bad_batches(indices, how="loss * float('nan')"):
-    """Source: on the batches of these indices the loss, or with how="grad = ..." the gradient, is bad.
-    Not in the rehearsal, the first call: a run whose first loss is NaN does not start."""
+    """Source: on the batches of these indices the loss, or with how="grad = ..." the gradient, is
+    bad. Not in the rehearsal, the first call: a run whose first loss is NaN does not start."""
     change = f"numbers['loss'] = {how}"
     if how.startswith("grad"):
         change = f"for w in run.model.parameters(): w.{how}"
@@ -124,7 +124,8 @@ def test_a_signal_from_outside_reaches_a_run_that_python_started(start_train, tm
 
 
 def test_a_signal_while_workers_start_stops_the_run_and_kills_none_of_them(run_train):
-    """Until worker_init_fn has run, a worker has torch's own handler of SIGTERM, by which it dies."""
+    """Until worker_init_fn has run, a worker has torch's own handler of SIGTERM, by which it
+    dies."""
     slow_start = """
 import os, signal, threading, time
 def ignore_signals(worker, inner=train.data.ignore_signals):
@@ -189,7 +190,8 @@ STORM = (
 
 
 def killer(folder, chance, in_save):
-    """Source: a process that sends this one SIGKILL after up to 4 more checkpoints, or in a save then."""
+    """Source: a process that sends this one SIGKILL after up to 4 more checkpoints, or in a save
+    then."""
     return f"""
 import os, pathlib, random, signal, time
 def newest():
@@ -403,8 +405,8 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
 
 @pytest.mark.parametrize("place", ["open", "_EndRecData", "ZipFile.testzip"])
 def test_an_error_in_reading_a_checkpoint_is_no_damage(run_train, interrupted, tmp_path, place):
-    """A disk that answers EIO: to the opening, in the zip's directory (where zipfile reports a bad file
-    instead), or in the data."""
+    """A disk that answers EIO: to the opening, in the zip's directory (where zipfile reports a bad
+    file instead), or in the data."""
     shutil.copytree(interrupted, tmp_path / "run")
     before = tree(tmp_path / "run")
     fail = f"""
@@ -552,7 +554,8 @@ def test_a_whole_file_with_wrong_content_is_damaged(interrupted, tmp_path):
 
 @pytest.mark.parametrize("plant", [plant_a_pickle_bomb, plant_a_bomb_in_a_zip])
 def test_the_bombs_are_real(tmp_path, plant):
-    """The control of those above: read without weights_only, each goes off. It makes an empty folder."""
+    """The control of those above: read without weights_only, each goes off. It makes an empty
+    folder."""
     path = tmp_path / "ckpt_1.pt"
     for weights_only in (True, False):
         torch.save({"state": {}}, path)
@@ -976,7 +979,8 @@ train.build_model = lambda knobs, vocab_size: Normed(vocab_size)
 
 
 def test_a_bad_step_leaves_the_buffers_as_they_were(run_train):
-    """Its NaN is in the forward pass, and so in BatchNorm's running mean. The rehearsal counts neither."""
+    """Its NaN is in the forward pass, and so in BatchNorm's running mean. The rehearsal counts
+    neither."""
     nan_inside = """
 def wrap(inner):
     calls = []
@@ -1006,7 +1010,8 @@ ROLLBACK = (*EVERYTHING, "--max_skipped=2", "--max_steps=20")
 
 @pytest.fixture(scope="session")
 def rolled_back(train_in, tmp_path_factory):
-    """Batches 9 and 10 (steps 10 and 11) are bad; the run goes back to step 8, and on with batch 11."""
+    """Batches 9 and 10 (steps 10 and 11) are bad; the run goes back to step 8, and on with batch
+    11."""
     folder = tmp_path_factory.mktemp("rolled_back")
     return train_in(folder, "run", *ROLLBACK, before=bad_batches([9, 10]))
 
@@ -1069,7 +1074,8 @@ def test_a_run_begun_from_a_path_can_go_back_to_where_it_began(run_train, straig
 
 
 def test_a_rollback_after_a_change_of_ranks_leaves_the_loss_unaffected(run_train):
-    """From 2 ranks to 1: the checkpoint to go back to is from when half a batch was all of a rank's."""
+    """From 2 ranks to 1: the checkpoint to go back to is from when half a batch was all of a
+    rank's."""
     flags = ("--max_skipped=2", "--save_interval=4", "--log_interval=1", "--dropout=0")
     bad = bad_batches([6, 7])
     straight = run_train("straight", *flags, before=bad)
@@ -1086,7 +1092,8 @@ def test_a_rollback_after_a_change_of_ranks_leaves_the_loss_unaffected(run_train
 
 
 def test_back_offs_of_the_loss_scale_survive_their_rollback(run_train):
-    """Otherwise each rollback would meet the same scale, and the same overflow, until the last one."""
+    """Otherwise each rollback would meet the same scale, and the same overflow, until the last
+    one."""
     scaled = """
 import functools, torch
 def scaler(device, enabled):
@@ -1101,7 +1108,8 @@ torch.amp.GradScaler = scaler
 
 @pytest.mark.parametrize("init, log_interval", [(2.0**16, 1), (2.0**16, 60), (4.0, 60)])
 def test_the_loss_scale_after_a_rollback_is_that_of_judged_steps(run_train, init, log_interval):
-    """Whatever was executed since, up to log_interval steps, halved it too. It never falls below 1."""
+    """Whatever was executed since, up to log_interval steps, halved it too. It never falls below
+    1."""
     scaled = f"""
 import torch
 torch.amp.GradScaler = lambda device, enabled: torch.amp.grad_scaler.GradScaler(device, init_scale={init})
@@ -1174,9 +1182,8 @@ train.train_step = wrap(train.train_step)
 
 def test_a_gradient_of_exactly_zero_stops_the_run(run_train):
     """It stays finite, so nothing is skipped; it learns nothing, so to continue would be waste."""
-    done = run_train(
-        "run", "--max_skipped=3", before=bad_batches(list(range(5, 99)), "grad.zero_()")
-    )
+    before = "train.MOST_ZEROS = 3\n" + bad_batches(list(range(5, 99)), "grad.zero_()")
+    done = run_train("run", before=before)
     assert done.returncode == 1 and "a gradient norm of exactly 0" in done.stderr
     assert "at step 8 " in done.stderr and "--peak_lr" in done.stderr
     assert (
@@ -1188,7 +1195,8 @@ def test_a_gradient_of_exactly_zero_stops_the_run(run_train):
 def test_a_loss_above_its_first_value_is_an_event_and_training_continues(run_train):
     high = bad_batches(list(range(1, 99)), "loss + 5")
     skipped_too = bad_batches([8], "loss * math.nan")
-    done = run_train("run", "--max_skipped=4", "--log_interval=1", before=high + skipped_too)
+    before = "train.MOST_HIGH = 4\n" + high + skipped_too
+    done = run_train("run", "--log_interval=1", before=before)
     assert done.returncode == 0, done.stderr
     (event,) = events(done, "diverging")
     assert event["step"] == 5 and event["loss"] > event["first"]
@@ -1344,7 +1352,8 @@ train.train_step, train.main = wrap(train.train_step, train.main)
     assert not list(done.out_dir.glob("*.tmp"))
 
 
-# ---- buffers that a fork moves at any time --------------------------------------------------------
+# ---- buffers that a fork moves at any time
+# --------------------------------------------------------
 
 RESTLESS = """
 import torch
@@ -1391,7 +1400,8 @@ def test_ranks_whose_weights_differ_stop_with_the_names_of_the_tensors(run_train
 
 
 def test_the_loss_scale_of_float16_is_part_of_the_state(run_train):
-    """A scale that starts too high, and grows every 3 steps: without it, a resumed run skips anew."""
+    """A scale that starts too high, and grows every 3 steps: without it, a resumed run skips
+    anew."""
     lively = """
 import functools, torch
 torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**40, growth_interval=3)
@@ -1428,7 +1438,8 @@ train.checkpoint.WholeState.put_back = wrap(train.checkpoint.WholeState.put_back
 
 @pytest.mark.slow
 def test_a_save_of_100_million_parameters_stalls_the_loop_a_quarter_of_torch_save(run_train):
-    """In one run: the loop's stall for each save, torch.save of the same thing, and the steps meanwhile."""
+    """In one run: the loop's stall for each save, torch.save of the same thing, and the steps
+    meanwhile."""
     measure = """
 import threading, time, torch
 def timed(name, inner):

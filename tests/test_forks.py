@@ -1,7 +1,7 @@
 """What a fork does to the loop: small changes, each of which keeps every promise or is refused.
 
-A change is the source that a test runs before train.main(). The tests in test_hacks.py apply patches.
-"""
+A change is the source that a test runs before train.main(). The tests in test_hacks.py apply
+patches."""
 
 import re
 from types import SimpleNamespace

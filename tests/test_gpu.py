@@ -1,7 +1,8 @@
-"""What is claimed of CUDA: `python -m pytest -m gpu`; tests/gpu.sh runs this file and measures the rest.
+"""What is claimed of CUDA: `python -m pytest -m gpu`; tests/gpu.sh runs this file and measures the
+rest.
 
-GPU_TESTS_ON=cpu runs on the CPU what can run there: that shows that the tests work, and nothing of CUDA.
-"""
+GPU_TESTS_ON=cpu runs on the CPU what can run there: that shows that the tests work, and nothing of
+CUDA."""
 
 import contextlib
 import dataclasses
@@ -30,11 +31,11 @@ LAST = 12  # steps of every run here
 
 @pytest.fixture
 def run(run_train, data_dir, tmp_path):
-    """run(out_dir, *flags, ok=0, before="", fresh=False, env=None) -> Done, which must exit with `ok`.
+    """run(out_dir, *flags, ok=0, before="", fresh=False, env=None) -> Done, which must exit with
+    `ok`.
 
-    In this process, since each new one takes three seconds to reach the GPU; with `fresh` or `env` in
-    one of its own.
-    """
+    In this process, since each new one takes three seconds to reach the GPU; with `fresh` or `env`
+    in one of its own."""
 
     def run(out_dir, *flags, ok=0, before="", fresh=False, env=None):
         if ON == "cpu" and "--dtype=float16" in flags:
@@ -182,7 +183,8 @@ train.train_step = train_step
 
 
 def profiled(done):
-    """(waits of the host, weights that moved, kernels launched) in the step that was to be skipped."""
+    """(waits of the host, weights that moved, kernels launched) in the step that was to be
+    skipped."""
     found = re.search(r"WAITS (\d+) .* MOVED (\d+) LAUNCHED (\d+)", done.stdout)
     return tuple(map(int, found.groups()))
 

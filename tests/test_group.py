@@ -1,8 +1,7 @@
 """What several ranks do together, on two processes: sums, agreements, leaving, sharded modules.
 
-The tests of whole runs on several ranks are in test_ranks.py. This file is also the script that each
-of the two processes runs.
-"""
+The tests of whole runs on several ranks are in test_ranks.py. This file is also the script that
+each of the two processes runs."""
 
 import functools
 import json
@@ -25,7 +24,8 @@ CPU = torch.device("cpu")
 
 @functools.cache
 def run_ranks(function, count=2):
-    """[(exit code, what it printed as JSON, stderr)] of `count` processes that each run `function`."""
+    """[(exit code, what it printed as JSON, stderr)] of `count` processes that each run
+    `function`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
@@ -138,7 +138,8 @@ def buffers_after_a_step(skipped):
 
 
 def sharded_model(block):
-    """One backward pass of a sharded model, and whether shard_like(weight, value) is torch's own."""
+    """One backward pass of a sharded model, and whether shard_like(weight, value) is torch's
+    own."""
     from torch.distributed.tensor import distribute_tensor
 
     torch.manual_seed(1)
@@ -202,7 +203,8 @@ def lose_a_rank():
 
 
 def resume_offloaded():
-    """Where shard_like keeps a moment of offloaded weights, and the bytes that it takes on the GPU."""
+    """Where shard_like keeps a moment of offloaded weights, and the bytes that it takes on the
+    GPU."""
     gpu = torch.device("cuda", 0)
     with ranks.joined(gpu, hang_minutes=1):
         model = fsdp.shard(nn.Linear(1024, 1024), gpu, "float32", offload=True)
@@ -328,5 +330,6 @@ def test_a_single_process_needs_no_group(monkeypatch):
 
 
 if __name__ == "__main__":
-    # As train.py leaves: while Python ends, threads of the group that wait for its lock may abort it.
+    # As train.py leaves: while Python ends, threads of the group that wait for its lock may abort
+    # it.
     machine.leave(run_script(lambda: print(json.dumps(globals()[sys.argv[1]]()))))

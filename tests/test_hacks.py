@@ -1,5 +1,5 @@
-"""Safe to fork: hacks of a Friday evening, each a patch about as long as nanoGPT needs for the same,
-and each run, killed and resumed, comes to the bits of one that was never stopped."""
+"""Safe to fork: hacks of a Friday evening, each a patch about as long as nanoGPT needs for the
+same, and each run, killed and resumed, comes to the bits of one that was never stopped."""
 
 import dataclasses
 import functools
@@ -22,7 +22,8 @@ RUN += ("--audit_interval=7",)
 
 @dataclasses.dataclass
 class Hack:
-    """tests/hacks/NAME.patch. lines: what the same hack adds to nanoGPT, with what is granted here."""
+    """tests/hacks/NAME.patch. lines: what the same hack adds to nanoGPT, with what is granted
+    here."""
 
     lines: int
     flags: tuple = ()
@@ -353,7 +354,8 @@ def test_another_module_is_sampled_by_sample_py_too(fork, run_train):
 @pytest.mark.slow
 @pytest.mark.parametrize("same", [True, False])
 def test_gradient_noise_must_be_the_same_on_all_ranks(same, fork, data_dir, tmp_path):
-    """Noise that every rank draws for itself makes replicas that differ: the run stops and says so."""
+    """Noise that every rank draws for itself makes replicas that differ: the run stops and says
+    so."""
     folder = fork("gradient_noise")
     if not same:
         script = folder / "train.py"

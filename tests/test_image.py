@@ -63,7 +63,8 @@ def test_the_lock_has_every_requirement_at_its_version_and_hashes_for_all():
 
 
 def shell_of_the_install(base):
-    """The command of the Dockerfile that installs the libraries, with `echo` in the place of Python."""
+    """The command of the Dockerfile that installs the libraries, with `echo` in the place of
+    Python."""
     (command,) = [rest for name, rest in STEPS if name == "RUN" and "-m pip install" in rest]
     command = command.replace("\\\n", "").replace("python3 -m pip", "echo pip")
     environment = {"BASE_IMAGE": base, "PATH": "/usr/bin:/bin"}

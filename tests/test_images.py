@@ -1,5 +1,5 @@
-"""examples/images.py: the loop does not know what it trains, and buffers such as BatchNorm's are as safe
-as weights."""
+"""examples/images.py: the loop does not know what it trains, and buffers such as BatchNorm's are as
+safe as weights."""
 
 import subprocess
 import sys

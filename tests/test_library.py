@@ -1,4 +1,5 @@
-"""The loop as a library: errors of one's own show where, numbers beside the loss, runs without main."""
+"""The loop as a library: errors of one's own show where, numbers beside the loss, runs without
+main."""
 
 import re
 import subprocess

@@ -119,7 +119,8 @@ def test_four_micro_batches_of_8_make_the_update_of_one_of_32(knobs):
 
 
 def test_micro_batches_of_unequal_size_make_the_same_update(knobs):
-    """5 does not divide 32: the last micro-batch has 2 sequences, which count no more than others."""
+    """5 does not divide 32: the last micro-batch has 2 sequences, which count no more than
+    others."""
     whole = build_run()
     parts = build_run()
     parts.state["micro_batch"] = 5
@@ -211,7 +212,8 @@ def test_the_average_follows_its_formula(knobs):
 @pytest.mark.parametrize("bad", ["loss", "gradient"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "momentum", "muon"])
 def test_an_update_that_is_not_finite_leaves_everything_as_it_was(knobs, optimizer, bad, when):
-    """Weights, moments and average; and the updates after it are those of a run that never saw it."""
+    """Weights, moments and average; and the updates after it are those of a run that never saw
+    it."""
     knobs(ema_decay=0.9)
     run = build_run(optimizer, ema=True)
     for seed in range(when):
@@ -238,7 +240,8 @@ def test_an_update_that_is_not_finite_leaves_everything_as_it_was(knobs, optimiz
 
 
 class Moving(torch.nn.Module):
-    """A GPT whose forward pass moves buffers: in place, as BatchNorm does, and by assigning new ones."""
+    """A GPT whose forward pass moves buffers: in place, as BatchNorm does, and by assigning new
+    ones."""
 
     def __init__(self, gpt):
         super().__init__()
@@ -551,7 +554,8 @@ def test_the_same_command_twice_gives_the_same_bits(run_train, python_train, pla
 
 @pytest.mark.parametrize("steps", [3, 5, 7])
 def test_max_steps_is_the_exact_number_of_updates(run_train, steps):
-    """Also where nothing is due at the last step: log_interval is 5, eval and save intervals are 0."""
+    """Also where nothing is due at the last step: log_interval is 5, eval and save intervals are
+    0."""
     count = """
 def train_step(*arguments, inner=train.train_step, calls=[]):
     calls.append(1)
@@ -801,7 +805,8 @@ train.train_step = train_step
 
 
 def batches_of(done):
-    """[(SHA-256 of the inputs, mean loss)] of each step of a run with NOTE, as the step saw them."""
+    """[(SHA-256 of the inputs, mean loss)] of each step of a run with NOTE, as the step saw
+    them."""
     return [(sha, float(loss)) for sha, loss in re.findall(r"BATCH (\w+) (\S+)", done.stdout)]
 
 

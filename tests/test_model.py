@@ -194,7 +194,8 @@ def test_queries_and_keys_are_rotated_so_that_their_product_depends_on_their_dis
 
 @both
 def test_short_and_long_contexts_agree(extras):
-    """The same text gives the same logits, whatever follows it and however long the model's context is."""
+    """The same text gives the same logits, whatever follows it and however long the model's context
+    is."""
     model = build_trained(**extras).eval()
     tokens, _ = batch(2, model.config)
     whole = model(tokens)
@@ -404,7 +405,8 @@ def test_all_the_logits_of_a_large_vocabulary_never_stand_at_once(dtype, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize("rows, tokens", [(8, 256), (16, 512)])
 def test_what_the_loss_costs_at_gpt2s_vocabulary(rows, tokens, monkeypatch):
-    """With -s it prints memory and time of a forward and backward pass, in chunks and in one piece."""
+    """With -s it prints memory and time of a forward and backward pass, in chunks and in one
+    piece."""
     model = build(n_layer=1, n_head=4, n_embd=256, vocab_size=50257, block_size=tokens)
     inputs, targets = batch(rows, model.config)
 

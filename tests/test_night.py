@@ -1,4 +1,5 @@
-"""What happens to a run while nobody looks: terminals close, pipes break, folders and files change."""
+"""What happens to a run while nobody looks: terminals close, pipes break, folders and files
+change."""
 
 import os
 import re

@@ -1,4 +1,5 @@
-"""What optim.py promises: who owns which weight, what decays, and that Muon skips without waiting."""
+"""What optim.py promises: who owns which weight, what decays, and that Muon skips without
+waiting."""
 
 from functools import partial
 

@@ -128,7 +128,8 @@ def test_every_file_and_link_is_there(page):
 
 
 def neither_run_nor_explained(page):
-    """[(line, language)] of the blocks of commands that run_page.py passes over without a reason."""
+    """[(line, language)] of the blocks of commands that run_page.py passes over without a
+    reason."""
     found = []
     for _, line, language, needs, code in run_page.blocks(page):
         runs = language in ("bash", "python") and not needs

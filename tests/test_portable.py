@@ -71,7 +71,8 @@ def test_kernel_bits_are_the_same_twice_and_leave_the_random_state_alone():
 
 
 def test_kernel_bits_do_not_depend_on_the_users_code():
-    """A fork's model or optimizer is other code, which the identity tells apart from other kernels."""
+    """A fork's model or optimizer is other code, which the identity tells apart from other
+    kernels."""
     loaded = "import sys; print({'model', 'optim', 'train'} & sys.modules.keys())"
     assert python(PRINT_BITS.format(how=["float32 muon"]) + loaded).endswith("set()")
 

@@ -22,7 +22,8 @@ FLAGS = ("--dropout=0.1", "--ema_decay=0.9", "--save_interval=4", "--log_interva
 
 
 def ranks(count, code=""):
-    """Source for run_train's `before`: `count` ranks, of which each runs `code`, knowing its `rank`."""
+    """Source for run_train's `before`: `count` ranks, of which each runs `code`, knowing its
+    `rank`."""
     return f"""
 import os, socket, torch
 def spread(main):

@@ -1,4 +1,5 @@
-"""The report: true to metrics.jsonl, whole for every kind of run, legible, and clear where it cannot be."""
+"""The report: true to metrics.jsonl, whole for every kind of run, legible, and clear where it
+cannot be."""
 
 import json
 import math
@@ -299,7 +300,8 @@ def test_a_run_ends_with_the_paths_of_its_report(train_in, tmp_path):
 
 
 def eventful():
-    """Rows of a run that was resumed, rolled back, out of memory, and failed; one session was killed."""
+    """Rows of a run that was resumed, rolled back, out of memory, and failed; one session was
+    killed."""
     rows = falling(60)
     for step in (20, 21):
         rows[step - 1].update(loss=None, skipped=1, finite=False)

@@ -118,7 +118,8 @@ for line in sys.stdin:
 
 @pytest.fixture
 def living(tmp_path):
-    """(folder, process): a run that is going on, to which a line on the process's stdin adds a row."""
+    """(folder, process): a run that is going on, to which a line on the process's stdin adds a
+    row."""
     folder = write_run(tmp_path / "run", falling(20))
     process = subprocess.Popen(
         [sys.executable, "-c", LIVING, folder],
@@ -378,7 +379,8 @@ def test_the_pointer_reads_off_the_numbers(browser, tmp_path):
 def test_an_open_page_of_a_living_run_loads_itself_again_where_it_was(browser, tmp_path):
     folder = write_run(tmp_path / "run", falling(30))
     browser.open(page_of([folder], refresh=2), width=360)
-    # when it is whole, as half of a page cannot be scrolled so far, and not as it loads itself again
+    # when it is whole, as half of a page cannot be scrolled so far, and not as it loads itself
+    # again
     ready = "document.readyState == 'complete' && performance.now() < 1500"
     act = f"window.mark = 1, scrollTo(0, 700), {PRESS.format('validation')}, scrollY == 700"
     wait_for(lambda: browser.run(f"{ready} && ({act})"))

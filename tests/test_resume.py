@@ -1,8 +1,8 @@
 """A run that is stopped anywhere, by any means, resumes bit for bit under the same command.
 
-What is compared is SHA-256 over weights, moments, scaler, average, state and random numbers after the
-last step. A check that cannot fail is no check: each of these, left out of a checkpoint, must show.
-"""
+What is compared is SHA-256 over weights, moments, scaler, average, state and random numbers after
+the last step. A check that cannot fail is no check: each of these, left out of a checkpoint, must
+show."""
 
 import json
 import os
@@ -50,7 +50,8 @@ def events(done, name):
 
 
 def stop_and_resume(run_train, stops, *flags, before="", timeout=100):
-    """A run that gets a SIGTERM during each of the steps in `stops`, and is started again each time.
+    """A run that gets a SIGTERM during each of the steps in `stops`, and is started again each
+    time.
 
     before: source that each start runs first.
     """
@@ -282,7 +283,8 @@ def test_a_save_on_demand_changes_nothing(run_train, whole):
 
 
 def test_the_real_command_stopped_by_a_real_signal(start_train, run_train, tmp_path):
-    """The way a person does it: `python train.py`, Ctrl-C to all of its processes, `python train.py`."""
+    """The way a person does it: `python train.py`, Ctrl-C to all of its processes, `python
+    train.py`."""
     flags = ["--max_steps=200", "--dropout=0.1", "--num_workers=2", "--log_interval=1"]
     process = start_train("run", *flags)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -301,7 +303,8 @@ def test_the_real_command_stopped_by_a_real_signal(start_train, run_train, tmp_p
 
 
 def assert_whole_metrics(done, uninterrupted):
-    """Each step and each evaluation stands there once, with the numbers of the uninterrupted run."""
+    """Each step and each evaluation stands there once, with the numbers of the uninterrupted
+    run."""
     same = {"train": ("step", "loss", "lr", "grad_norm", "skipped", "tokens", "epoch")}
     same["eval"] = ("step", "val_loss", "val_bpb", "val_accuracy", "best_val_loss")
     for kind, keys in same.items():
@@ -496,7 +499,8 @@ def test_a_default_warmup_shrinks_to_fit_and_changes_no_past_rate(run_train, tmp
 
 @pytest.mark.parametrize("extents", [(0, 40), (40, 0)], ids=["fewer", "more"])
 def test_the_best_is_a_best_among_evaluations_of_the_same_extent(run_train, extents):
-    """At a rate at which the loss only grows, that of step 0 stays the best, measured anew each time."""
+    """At a rate at which the loss only grows, that of step 0 stays the best, measured anew each
+    time."""
     flags = ("--eval_interval=3", "--max_steps=14", "--peak_lr=3", "--min_lr=3")
     run_train("run", *flags, f"--eval_tokens={extents[0]}", before=stop_at(7))
     done = run_train("run", *flags, f"--eval_tokens={extents[1]}", before=stop_at(8))
@@ -541,7 +545,8 @@ def test_a_checkpoint_of_another_run_seeds_an_empty_folder(run_train, whole, tmp
 
 
 def test_a_run_seeded_by_a_checkpoint_reports_a_best_that_it_holds(run_train):
-    """At a rate at which the loss only grows, the best of the run before is not among its weights."""
+    """At a rate at which the loss only grows, the best of the run before is not among its
+    weights."""
     flags = ("--eval_interval=3", "--max_steps=14", "--peak_lr=3", "--min_lr=3")
     source = run_train("source", *flags, before=stop_at(7))
     done = run_train("run", *flags, f"--resume={source.checkpoint(7)}")
@@ -578,7 +583,8 @@ train.configure_optimizers = configure_optimizers
 
 
 def test_another_grouping_of_weights_is_refused_by_name(run_train):
-    """At the resume; and at the save, where a group was added in mid-run, which no resume could read."""
+    """At the resume; and at the save, where a group was added in mid-run, which no resume could
+    read."""
     stopped = run_train("run", *FLAGS, before=stop_at(13))
     before = {path: path.read_bytes() for path in stopped.out_dir.iterdir()}
     done = run_train("run", *FLAGS, before=ANOTHER_GROUP)
@@ -653,7 +659,8 @@ def test_an_extent_beyond_the_split_is_the_whole_split(run_train):
 
 
 def test_whether_to_compile_depends_on_no_timing(run_train):
-    """By the FLOPs of the run: however slow the machine seems now, the same command is the same run."""
+    """By the FLOPs of the run: however slow the machine seems now, the same command is the same
+    run."""
     slow = "train.machine.peak_flops = lambda *arguments: (1.0, 'a very slow machine')"
     done = run_train("run", "--compile=auto", before=slow)
     assert done.returncode == 0, done.stderr
@@ -688,7 +695,8 @@ torch.compile = functools.partial(torch.compile, backend=no_compiler)
 
 
 def test_every_file_that_the_run_has_loaded_belongs_to_it(run_train, tmp_path):
-    """A changed file of plumbing/, or of a fork's own, is named, and so is one that is newly loaded."""
+    """A changed file of plumbing/, or of a fork's own, is named, and so is one that is newly
+    loaded."""
     fork = tmp_path / "fork"
     shutil.copytree(REPO / "plumbing", fork / "plumbing")
     for path in REPO.glob("*.py"):

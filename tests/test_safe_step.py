@@ -1,4 +1,5 @@
-"""What a failed or repeated computation moved is put back whole: gradients, buffers, random numbers."""
+"""What a failed or repeated computation moved is put back whole: gradients, buffers, random
+numbers."""
 
 import random
 from collections import OrderedDict, defaultdict
@@ -64,7 +65,8 @@ def test_a_clone_is_equal_in_value_and_type_and_shares_nothing():
 
 
 def draw():
-    """Some random numbers of every kind. Normal ones: their generators keep a second one for later."""
+    """Some random numbers of every kind. Normal ones: their generators keep a second one for
+    later."""
     normal = [random.gauss(0, 1), float(np.random.normal()), torch.randn(1).item()]
     return [random.random(), float(np.random.rand()), torch.rand(1).item(), *normal]
 
@@ -95,7 +97,8 @@ def test_a_state_from_a_gpu_can_be_set_on_a_cpu():
 
 
 class Restless(nn.Module):
-    """Its forward pass draws, and moves a buffer also in eval mode; one child stays in eval mode."""
+    """Its forward pass draws, and moves a buffer also in eval mode; one child stays in eval
+    mode."""
 
     def __init__(self):
         super().__init__()
@@ -163,7 +166,8 @@ WORDS = {  # of torch's allocators
 
 
 class Job:
-    """A run whose forward pass (dropout, batch norm) fits only micro-batches of up to `room` rows."""
+    """A run whose forward pass (dropout, batch norm) fits only micro-batches of up to `room`
+    rows."""
 
     def __init__(self, room, micro_batch=8, error=WORDS["cpu"]):
         self.room = room

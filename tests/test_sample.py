@@ -1,4 +1,5 @@
-"""Text from a checkpoint: the same for the same seed, whole characters, and clear words where it fails."""
+"""Text from a checkpoint: the same for the same seed, whole characters, and clear words where it
+fails."""
 
 import copy
 import errno
@@ -262,7 +263,8 @@ def test_sampling_imports_no_training():
 
 
 class Echo(torch.nn.Module):
-    """Another model than GPT: whatever was the last token, it comes again. With dropout it would not."""
+    """Another model than GPT: whatever was the last token, it comes again. With dropout it would
+    not."""
 
     def __init__(self):
         super().__init__()

@@ -46,8 +46,8 @@ def knobs(data_dir, tmp_path):
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that Python and autograd call. Not those that a kernel calls in turn, which
-    depend on the CPU: without bfloat16 a product in it is made of twenty others."""
+    """Counts the operators that Python and autograd call. Not those that a kernel calls in turn,
+    which depend on the CPU: without bfloat16 a product in it is made of twenty others."""
 
     def __init__(self):
         super().__init__()
@@ -147,7 +147,8 @@ def test_an_optimizer_that_is_not_fused_costs_one_wait(counts_of, monkeypatch):
 
 @pytest.fixture
 def take_steps(knobs, monkeypatch):
-    """take_steps(name=value, ...): three steps on tensors without data, whose numbers nobody can read."""
+    """take_steps(name=value, ...): three steps on tensors without data, whose numbers nobody can
+    read."""
     monkeypatch.setattr(model.GPT, "to", lambda self, device: self)  # tensors without data stay
 
     def take(**values):

@@ -1,7 +1,7 @@
 """Each detector finds its trouble in a run that has it, and says nothing of a good run.
 
-The runs are real and take about a second; what needs a GPU, or thousands of steps, is recorded rows.
-"""
+The runs are real and take about a second; what needs a GPU, or thousands of steps, is recorded
+rows."""
 
 import math
 import os
@@ -95,7 +95,8 @@ RECORDED = {  # what needs more steps than a test may take
 
 
 CONFIGS = sorted(path.stem for path in REPO.glob("config/*.py"))
-# A config as far as a test has time for: its rates, its optimizer and its schedule, a model that is small.
+# A config as far as a test has time for: its rates, its optimizer and its schedule, a model that is
+# small.
 SHORT = "--dataset=manual --n_layer=1 --n_embd=64 --n_head=2 --block_size=32 --batch_size=16 --max_steps=80"
 SHORT += " --accum_steps=1 --num_workers=0 --eval_interval=40 --audit_interval=0 --compile=false"
 
@@ -186,7 +187,8 @@ def test_recorded_rows_that_have_the_trouble_are_told_so_and_only_that(name, tmp
 
 
 def test_a_loss_that_falls_in_stairs_does_not_oscillate(tmp_path):
-    """As config/shakespeare_best.py does: each time the text begins again, it is known a little better."""
+    """As config/shakespeare_best.py does: each time the text begins again, it is known a little
+    better."""
     rows = falling(1200)
     for each in rows:
         each["loss"] -= 0.1 * (each["step"] // 200)
@@ -197,7 +199,8 @@ def test_a_loss_that_falls_in_stairs_does_not_oscillate(tmp_path):
 
 
 def test_memory_that_rises_with_an_evaluation_or_two_does_not_grow(tmp_path):
-    """The peak of the main job, as its rows have it; and one of the same size that goes on rising."""
+    """The peak of the main job, as its rows have it; and one of the same size that goes on
+    rising."""
     steps = [(183, 0.53), (350, 0.57), (550, 0.61), (1100, 0.61)]
     rows = falling(1100)
     for each in rows:

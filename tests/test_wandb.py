@@ -1,4 +1,5 @@
-"""wandb gets every row at most once, under one id, across kills; whatever it does, training goes on."""
+"""wandb gets every row at most once, under one id, across kills; whatever it does, training goes
+on."""
 
 import json
 import os
@@ -25,12 +26,12 @@ train.train_step = train_step
 
 
 def history(out_dir):
-    """[rows] of each offline run below out_dir, oldest first, read from the .wandb files themselves.
+    """[rows] of each offline run below out_dir, oldest first, read from the .wandb files
+    themselves.
 
-    Such a file is a log as LevelDB writes it: 7 bytes of header, then blocks of 32 KiB that hold parts
-    of records, each after a checksum (4 bytes), its length (2) and its type (1: whole, 2: first part,
-    3: a middle one, 4: the last). A record is a protobuf.
-    """
+    Such a file is a log as LevelDB writes it: 7 bytes of header, then blocks of 32 KiB that hold
+    parts of records, each after a checksum (4 bytes), its length (2) and its type (1: whole, 2:
+    first part, 3: a middle one, 4: the last). A record is a protobuf."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     folders = []
@@ -91,7 +92,8 @@ def test_every_row_arrives_and_no_bit_of_the_run_changes(run_train):
 
 
 def test_after_kills_every_row_arrives_once_and_the_run_stays_one(run_train):
-    """The second kill comes before the first one's last row: metrics.jsonl no longer has it then."""
+    """The second kill comes before the first one's last row: metrics.jsonl no longer has it
+    then."""
     kill = "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)"
     for step in (19, 14):
         killed = run_train("run", *ON, env=OFFLINE, before=at_step(step, kill))
