@@ -200,7 +200,7 @@ def test_a_run_has_a_live_line_on_a_terminal(data_dir, tmp_path):
 
 
 def test_a_live_line_fits_into_a_narrow_terminal():
-    shown, _ = on_a_terminal(LOOP, columns=30)
+    shown, _ = on_a_terminal(LOOP, columns=30, COLUMNS="")  # the terminal decides
     live = shown.split("\n")[4].split("\r")[0]
     assert live.startswith(console.CLEAR) and len(live) - len(console.CLEAR) == 29
 
