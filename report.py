@@ -444,7 +444,7 @@ def write_picture(path, runs, names):
         return []
     with matplotlib.rc_context(fname=STYLE), replacing(path) as temporary:
         figure = compare_picture(runs, names) if names else picture(runs[0])
-        figure.savefig(temporary, format="png")
+        figure.savefig(temporary, format="png", metadata=curves.origin())
     return [path]
 
 
