@@ -8,6 +8,7 @@ random numbers, signals and exit code. `python_train` runs the real command line
 import contextlib
 import dataclasses
 import email
+import fcntl
 import functools
 import gc
 import hashlib
@@ -15,8 +16,11 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -27,6 +31,8 @@ import pytest
 # machine, threads that spin while they wait make a run take ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# What one test has compiled, the others load: also those of another worker, and of the next session.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_tests_{os.getuid()}")
 
 import torch
 
@@ -51,6 +57,35 @@ TINY = {  # flags of every run, unless a test overrides them
 }
 QUICK = "house files optim config console signals safe_step".split()
 WINDOWS = 167  # windows of 16 tokens in an epoch of the small text: 20.9 batches of 8
+
+
+# ---- the session ---------------------------------------------------------------------------------
+
+
+def pytest_xdist_auto_num_workers(config):
+    """-n auto: a worker for each core. On one core, on a GPU, or within a test: no workers."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count()
+    within_a_test = "PYTEST_XDIST_WORKER" in os.environ
+    if cores == 1 or within_a_test or config.option.markexpr == "gpu":
+        return 0
+    return cores
+
+
+@pytest.fixture(autouse=True)
+def share_the_cores(request, tmp_path_factory, worker_id):
+    """A test marked `alone` runs while the other workers wait: it times something."""
+    if worker_id == "master":
+        yield
+        return
+    folder = tmp_path_factory.getbasetemp().parent
+    alone = request.node.get_closest_marker("alone")
+    with open(folder / "turn", "a") as turn, open(folder / "cores", "a") as cores:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # so that who waits for all cores is next
+        fcntl.flock(cores, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        yield
+        fcntl.flock(cores, fcntl.LOCK_UN)  # a process that the test left may hold the file
 
 
 def pytest_collection_modifyitems(items):
