@@ -99,9 +99,8 @@ def pytest_collection_modifyitems(items):
 
 def first(count, cases):
     """`cases` of a parametrize, of which those after the first `count` are slow."""
-    return [
-        c if n < count else pytest.param(c, marks=pytest.mark.slow) for n, c in enumerate(cases)
-    ]
+    rest = [case if isinstance(case, tuple) else (case,) for case in cases[count:]]
+    return [*cases[:count], *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
 
 
 @dataclasses.dataclass

@@ -233,6 +233,7 @@ def test_a_loss_spike_rolls_back_and_the_run_goes_on(fork, run_train):
     assert done.rows("train")[-1]["step"] == STEPS
 
 
+@pytest.mark.slow
 def test_generation_with_a_cache_continues_as_without(fork, plain_run):
     folder = fork("kv_cache")
     command = [plain_run().out_dir, "--max_new_tokens=40", "--temperature=0", "--device=cpu"]
