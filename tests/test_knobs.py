@@ -83,19 +83,34 @@ OTHER = {
 NEEDS_RANKS = ("shard", "offload")
 
 
-def of_policy(word):
-    """[(knob, flags of both runs, flags of the second)], slow ones marked."""
-    names = [name for name, knob in KNOBS.items() if word in (knob.policy or {"course"})]
+def of_policy(word, at_once=False):
+    """[(names, flags of both runs, flags of the second)] of the knobs with this word.
+
+    at_once: first those that need no flags of their own, all in one run; then each alone, slow.
+    """
     cases = []
+    names = [name for name, knob in KNOBS.items() if word in (knob.policy or {"course"})]
     for name in names:
         value = OTHER[name]
         *flags, value = value if isinstance(value, tuple) else (value,)
-        is_slow = name in ("compile", "wandb_log", "offload")
-        marks = [pytest.mark.slow] if is_slow else []
         first, *others = f"--{name}={value}".split(" --")  # and what must change with it
         changed = [first, *(f"--{other}" for other in others)]
-        cases.append(pytest.param(name, flags, changed, id=name, marks=marks))
+        is_slow = at_once or name in ("compile", "wandb_log", "offload")
+        marks = [pytest.mark.slow] if is_slow else []
+        cases.append(pytest.param([name], flags, changed, id=name, marks=marks))
+    if at_once:
+        cases.insert(0, together([case.values for case in cases]))
     return cases
+
+
+ALONE = {"out_dir", "data_dir", "wandb_log"}  # they need more than a flag
+
+
+def together(cases):
+    cases = [(names[0], changed) for names, flags, changed in cases if not flags]
+    cases = [case for case in cases if case[0] not in ALONE]
+    changed = [flag for _, flags in cases for flag in flags]
+    return pytest.param([name for name, _ in cases], [], changed, id="all at once")
 
 
 def test_every_knob_has_a_case_and_every_word_is_known():
@@ -126,9 +141,9 @@ def essence(done):
     return digest([kept, state])
 
 
-@pytest.mark.parametrize("name, flags, changed", of_policy("free"))
-def test_a_free_knob_changes_no_bit(name, flags, changed, base, run_train, data_dir, tmp_path):
-    if name == "data_dir":
+@pytest.mark.parametrize("names, flags, changed", of_policy("free", at_once=True))
+def test_a_free_knob_changes_no_bit(names, flags, changed, base, run_train, data_dir, tmp_path):
+    if names == ["data_dir"]:
         (data_dir.parent / "copy").mkdir(exist_ok=True)
         link = data_dir.parent / "copy" / "small"
         if not link.exists():
@@ -136,14 +151,15 @@ def test_a_free_knob_changes_no_bit(name, flags, changed, base, run_train, data_
         changed = [f"--data_dir={link.parent}"]
     env = {"WANDB_MODE": "offline"}
     other = run_train("run", *FLAGS, *flags, "--keep_last=9", *changed, env=env)
-    if name == "out_dir":
+    if names == ["out_dir"]:
         other.out_dir = tmp_path / "elsewhere"
     assert other.returncode == 0, other.stderr
     assert essence(other) == essence(base(*flags))
 
 
-@pytest.mark.parametrize("name, flags, changed", of_policy("bits"))
-def test_a_knob_that_changes_bits_leaves_an_inexact_resume(name, flags, changed, run_train):
+@pytest.mark.parametrize("names, flags, changed", of_policy("bits"))
+def test_a_knob_that_changes_bits_leaves_an_inexact_resume(names, flags, changed, run_train):
+    (name,) = names
     before = ranks(2) if name in NEEDS_RANKS else ""
     done = run_train("run", *FLAGS, *flags, "--max_steps=6", before=before)
     assert done.returncode == 0, done.stderr
@@ -155,10 +171,11 @@ def test_a_knob_that_changes_bits_leaves_an_inexact_resume(name, flags, changed,
     assert name in event
 
 
-@pytest.mark.parametrize("name, flags, changed", of_policy("fixed"))
+@pytest.mark.parametrize("names, flags, changed", of_policy("fixed"))
 def test_a_fixed_knob_is_refused_on_a_resume_and_names_the_folder(
-    name, flags, changed, base, run_train, data_dir
+    names, flags, changed, base, run_train, data_dir
 ):
+    (name,) = names
     if name == "dataset" and not (data_dir / "other").exists():
         (data_dir / "other").symlink_to(data_dir / "small")
     done = run_train(base(*flags).out_dir, *FLAGS, "--max_steps=14", *flags, *changed)
@@ -168,20 +185,21 @@ def test_a_fixed_knob_is_refused_on_a_resume_and_names_the_folder(
 
 
 @pytest.mark.parametrize(
-    "name, flags, changed", [*of_policy("course"), *of_policy("kept")], ids=lambda value: None
+    "names, flags, changed", [*of_policy("course", at_once=True), *of_policy("kept")]
 )
-def test_a_change_of_the_course_is_recorded_and_names_the_folder(name, flags, changed, run_train):
-    if KNOBS[name].policy & {"fixed", "bits"}:
+def test_a_change_of_the_course_is_recorded_and_names_the_folder(names, flags, changed, run_train):
+    if KNOBS[names[0]].policy & {"fixed", "bits"}:
         pytest.skip("another word says what it does")
     stopped = run_train("run", "--save_interval=4", *flags, before=stop_at(6))
     assert stopped.returncode == 143, stopped.stderr
     done = run_train("run", "--save_interval=4", *flags, *changed)
     assert done.returncode == 0, done.stderr
     (event,) = [row for row in done.rows("event") if row["event"] == "changed"]
-    then, now = event[name]
-    assert then != now
-    assert f"{name} {then} -> {now}" in done.stdout
-    assert KNOBS[name].names_folder()
+    for name in names:
+        then, now = event[name]
+        assert then != now
+        assert f"{name} {then} -> {now}" in done.stdout
+        assert KNOBS[name].names_folder()
 
 
 def test_where_evaluations_steer_the_rate_a_change_of_them_is_recorded(run_train):

@@ -115,7 +115,7 @@ def test_muon_orthogonalizes_each_part_that_the_model_names():
     torch.testing.assert_close(stepped(torchs, *whole), stepped(Muon, *whole), rtol=0, atol=0.01)
 
 
-@pytest.mark.parametrize("width", [16, 32, 64, 128, 192])
+@pytest.mark.parametrize("width", [16, 192])
 def test_of_our_model_only_attention_is_split_whatever_its_width(width):
     model = build(n_embd=width, n_head=2)
     muon, _ = configure_optimizers(model, "muon", 1e-3, 0.1, 0.9, 0.95, 0.9, "cpu")
@@ -182,37 +182,14 @@ def test_a_skipped_step_of_muon_leaves_weights_and_moments():
     after, same_moments = step(weights, muon, skipped=True, bad=True)
     assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
     assert all(torch.equal(*pair) for pair in zip(moments, same_moments, strict=True))
-    control, _ = step(weights, muon, skipped=False)
-    assert not any(torch.equal(*pair) for pair in zip(before, control, strict=True))
-
-
-def test_the_flag_changes_no_bit_of_a_good_step_of_muon():
-    results = []
-    for skipped in (None, False):
-        weights, muon = muon_of(SHAPES)
-        for _ in range(3):
-            result = step(weights, muon, skipped)
-        results.append(result)
-    for found, expected in zip(*results, strict=True):
-        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd", "momentum", "muon"])
-def test_no_optimizer_of_ours_waits_for_the_device(optimizer):
-    """On the meta device there is nothing to read: whoever asks for a number fails."""
-    for each in configure_optimizers(build(), optimizer, 0.1, 0.1, 0.9, 0.95, 0.9, "cpu"):
-        assert skips_on_device(each)
-    model = build().to("meta")
-    optimizers = configure_optimizers(model, optimizer, 0.1, 0.1, 0.9, 0.95, 0.9, "cuda")
-    for weight in model.parameters():
-        weight.grad = torch.zeros_like(weight)
-    flag = torch.zeros((), device="meta")
-    with pytest.raises(RuntimeError):
-        flag.item()  # control
-    for each in optimizers:
-        if isinstance(each, Muon):  # torch's fused kernels have none for the meta device
-            step_unless(flag, each)
-            assert len(each.state) == 8
+    for weight, value in zip(weights, before, strict=True):
+        weight.data.copy_(value)
+    found, _ = step(weights, muon, skipped=False)  # control
+    assert not any(torch.equal(*pair) for pair in zip(before, found, strict=True))
+    other, muon = muon_of(SHAPES)
+    step(other, muon)
+    expected, _ = step(other, muon)  # and the flag changes no bit of a good step
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 class Hurried(Muon):
@@ -241,17 +218,3 @@ def test_only_kernels_that_honour_the_flag_are_fused(optimizer, device_type, fus
     torchs = [each for each in made if not isinstance(each, Muon)]
     assert [each.defaults["fused"] for each in torchs] == [fused]
     assert [skips_on_device(each) for each in torchs] == [fused]
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "adam", "momentum", "muon"])
-def test_a_run_on_the_cpu_asks_nothing_of_a_gpu(optimizer, monkeypatch):
-    def asked(*args, **kwargs):
-        raise AssertionError("asked for the accelerator")
-
-    model = build()
-    made = configure_optimizers(model, optimizer, 0.1, 0.1, 0.9, 0.95, 0.9, "cpu")
-    model(*batch(2, model.config)).backward()
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", asked)
-    monkeypatch.setattr(torch.accelerator, "current_stream", asked)
-    for each in made:
-        each.step()

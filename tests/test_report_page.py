@@ -16,6 +16,7 @@ from conftest import wait_for
 from test_report import RUNS, evaluation, event, eventful, falling, write_run
 
 import report
+from reporting import results
 from reporting.record import is_running, read_run
 
 BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
@@ -184,11 +185,13 @@ def test_watching_takes_less_than_a_hundredth_of_the_time(living, monkeypatch):
 def test_asking_whether_a_run_lives_disturbs_no_run(living):
     folder, process = living
     assert is_running(read_run(folder))
+    assert results.ended(read_run(folder)) == "running, at step 20"
     with open(folder / ".lock", "a") as lock, pytest.raises(BlockingIOError):
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     process.kill()
     process.wait()
     assert not is_running(read_run(folder))
+    assert results.ended(read_run(folder)) == "no end on record (killed), at step 20"
 
 
 # ---- in a browser --------------------------------------------------------------------------------

@@ -215,32 +215,19 @@ def test_a_retry_begins_where_the_first_try_began(error):
         assert torch.equal(buffer, retried.model.get_buffer(name)), name
 
 
-def test_an_evaluation_is_retried_as_well():
-    """It has no gradients, and in eval mode moves no buffers."""
-    job = Job(room=4)
-    job.model.eval().requires_grad_(False)
-
-    def evaluate():
-        if job.state["micro_batch"] > job.room:
-            raise MemoryError
-        return sum(job.model(x).sum() for x in torch.ones(8, 3).split(job.state["micro_batch"]))
-
-    assert halving_on_oom(Captured(job), "micro_batch", evaluate) == pytest.approx(24, abs=0.01)
-    assert job.state["micro_batch"] == 4
-
-
-def test_a_single_row_that_does_not_fit_ends_the_run_with_what_helps():
-    job = Job(room=0)
-    with pytest.raises(RunFailed, match="a single sequence.*--grad_checkpoint=true"):
+@pytest.mark.parametrize(
+    "error, raised, words, tries",
+    [
+        (WORDS["cpu"], RunFailed, "a single sequence.*--grad_checkpoint=true", 4),
+        (RuntimeError("mat1 and mat2 shapes cannot be"), RuntimeError, "mat1", 1),
+    ],
+    ids=["a single row does not fit", "another error"],
+)
+def test_what_no_retry_helps_ends_the_run(error, raised, words, tries):
+    job = Job(room=0, error=error)
+    with pytest.raises(raised, match=words):
         halving_on_oom(Captured(job), "micro_batch", job.compute)
-    assert job.state["micro_batch"] == 1
-
-
-def test_other_errors_are_not_retried():
-    job = Job(room=0, error=RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    with pytest.raises(RuntimeError, match="mat1"):
-        halving_on_oom(Captured(job), "micro_batch", job.compute)
-    assert len(job.seen) == 1 and not job.events
+    assert len(job.seen) == tries and job.state["micro_batch"] == 8 // 2 ** (tries - 1)
 
 
 def test_what_ended_a_run_is_explained_in_one_line():
