@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, TINY, arguments, stop_at, tree
+from conftest import REPO, TINY, WITHOUT_OVERRIDE, arguments, stop_at, tree
 
 import train
 from plumbing.cli import INTERVAL, BadInput, configured, read_knobs, show
@@ -19,15 +19,6 @@ from prepare_data import prepare
 
 KNOBS = read_knobs(train.__file__)
 NUMBERS = {name: knob for name, knob in KNOBS.items() if type(knob.default) in (int, float)}
-WITHOUT_OVERRIDE = """
-import ctypes, os
-# root may write (1) and read (2) anywhere, unless it gives these capabilities up
-libc = ctypes.CDLL(None)
-header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-assert libc.capget(header, data) == 0
-data[0] &= ~(1 << 1 | 1 << 2)
-assert libc.capset(header, data) == 0
-"""
 
 
 def assert_refused(done, *words):

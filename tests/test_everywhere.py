@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO
-from test_ranks import SHARD, codes, ranks
+from conftest import REPO, SHARD, codes, ranks
 from torch.distributed.fsdp import FSDPModule
 
 from plumbing import machine

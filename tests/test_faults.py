@@ -13,69 +13,31 @@ import shutil
 import signal
 import statistics
 import subprocess
-import textwrap
 import time
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import LION, fingerprint, stop_at, tree, wait_for
-from test_ranks import codes, only_on, ranks
+from conftest import (
+    LION,
+    SHORT_PAUSES,
+    at_step,
+    bad_batches,
+    codes,
+    events,
+    fingerprint,
+    only_on,
+    ranks,
+    stop_at,
+    tree,
+    wait_for,
+)
 
 from plumbing import checkpoint
 from plumbing.safe_step import tensors
 
 EVERYTHING = ("--num_workers=2", "--ema_decay=0.9", "--dropout=0.1", "--save_interval=4")
-
-
-def at_step(step, code):
-    """Source for run_train's `before`: `code` runs just before the step of that number is
-    computed."""
-    return f"""
-def wrap(inner):
-    def train_step(model, run, *rest):
-        if run.state["step"] == {step} - 1:
-{textwrap.indent(textwrap.dedent(code), " " * 12)}
-        return inner(model, run, *rest)
-    return train_step
-train.train_step = wrap(train.train_step)
-"""
-
-
-def bad_batches(indices, how="loss * float('nan')"):
-    """Source: on the batches of these indices the loss, or with how="grad = ..." the gradient, is
-    bad. Not in the rehearsal, the first call: a run whose first loss is NaN does not start."""
-    change = f"numbers['loss'] = {how}"
-    if how.startswith("grad"):
-        change = f"for w in run.model.parameters(): w.{how}"
-    return f"""
-import math
-def wrap(inner):
-    calls = []
-    def forward_backward(model, run, *rest):
-        numbers = inner(model, run, *rest)
-        loss = numbers["loss"]
-        calls.append(1)
-        if len(calls) > 1 and run.state["sequences"] // train.rows_at(0) in {indices}:
-            {change}
-        return numbers
-    return forward_backward
-train.forward_backward = wrap(train.forward_backward)
-"""
-
-
-# What is between the three tries of a save that must succeed: 3 s.
-SHORT_PAUSES = """
-import time, types
-def pause(seconds):
-    time.sleep(seconds / 20)
-train.checkpoint.time = types.SimpleNamespace(**vars(time) | {"sleep": pause})
-"""
-
-
-def events(done, name):
-    return [row for row in done.rows("event") if row["event"] == name]
 
 
 def all_finite(saved):

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import REPO, read_rows, stop_at
-from test_faults import at_step
+from conftest import REPO, at_step, read_rows, stop_at
 
 from plumbing import run_folder
 from plumbing.cli import BadInput

@@ -8,9 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import LION, stop_at
-from test_loop import batch, build_run, distance, gradient, knobs, update  # noqa: F401
-from test_ranks import codes, ranks
+from conftest import LION, batch, build_run, codes, distance, gradient, ranks, stop_at, update
 from torch import nn
 
 import sample
@@ -29,7 +27,6 @@ def build(change):
     lines = "\n    ".join(change.strip().splitlines())
     return f"""
 import torch
-from test_ranks import codes, ranks
 from torch import nn
 def build_model(*args, inner=train.build_model):
     model = inner(*args)
@@ -205,7 +202,7 @@ def test_a_module_is_told_when_evaluation_ends(run_train):
     assert head.abs().max() > 0, "it learns, though an evaluation came first"
 
 
-def test_evaluating_gives_every_module_its_mode_back_also_after_an_error(knobs):  # noqa: F811
+def test_evaluating_gives_every_module_its_mode_back_also_after_an_error(knobs):
     run = build_run(ema=True)
     run.model.blocks[0].eval()
     modes = [module.training for module in run.model.modules()]
@@ -235,7 +232,7 @@ def masked_batch(rows=8):
 def test_the_loss_is_the_mean_over_all_targets_however_they_are_split(
     micro_batch,
     chunk_logits,
-    knobs,  # noqa: F811
+    knobs,
     monkeypatch,
 ):
     monkeypatch.setattr("model.LARGE_VOCAB", 1)
@@ -252,7 +249,7 @@ def test_the_loss_is_the_mean_over_all_targets_however_they_are_split(
     assert distance(gradient(parts), gradient(whole)) < 1e-5
 
 
-def test_a_validation_batch_without_targets_counts_for_nothing(knobs):  # noqa: F811
+def test_a_validation_batch_without_targets_counts_for_nothing(knobs):
     run = build_run(rows=8)
     run.val_data = Pairs(*masked_batch())
     found = []
@@ -263,7 +260,7 @@ def test_a_validation_batch_without_targets_counts_for_nothing(knobs):  # noqa: 
         assert each == pytest.approx(found[0], rel=1e-6)
 
 
-def test_targets_of_bytes_count_as_those_of_int64(knobs):  # noqa: F811
+def test_targets_of_bytes_count_as_those_of_int64(knobs):
     """-100 is 156 in a uint8, which is a class like any other."""
     targets = torch.tensor([[156, 1, 2, 156], [3, 156, 4, 5]])
     logits = torch.randn(2, 4, 256, generator=torch.Generator().manual_seed(0))
@@ -307,7 +304,7 @@ def test_logits_that_do_not_fit_the_targets_are_refused_by_their_shapes():
         cross_entropy(torch.zeros(2, 5, 4), torch.zeros(2, 4, dtype=torch.int64), 0.0)
 
 
-def test_tokens_are_those_that_a_dataset_really_returns(knobs):  # noqa: F811
+def test_tokens_are_those_that_a_dataset_really_returns(knobs):
     run = build_run()
     run.train_data = range(100)
     knobs(batch_size=32)

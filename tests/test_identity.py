@@ -6,8 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import REPO, arguments, read_rows, stop_at
-from test_hacks import copy_of_repository
+from conftest import REPO, arguments, copy_of_repository, read_rows, stop_at
 
 from plumbing import resume
 
