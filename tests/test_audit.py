@@ -8,9 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import digest, first
-from test_loop import batch, build_run, knobs, moving_run  # noqa: F401
-from test_ranks import codes, only_on, ranks
+from conftest import batch, build_run, codes, digest, events, first, only_on, ranks
+from helpers import moving_run
 
 import train
 from plumbing import audit
@@ -55,10 +54,6 @@ train.train_step = train_step
 """
 
 
-def audit_events(done):
-    return [row for row in done.rows("event") if row["event"] == "audit"]
-
-
 @pytest.fixture(scope="module")
 def plain(train_in, tmp_path_factory):
     """The run without a fault, and without the audit."""
@@ -74,7 +69,7 @@ def test_one_flipped_bit_is_found_at_its_step_named_and_healed(run_train, plain,
     done = run_train("run", *FLAGS, AUDIT, before=flip_gradient([number]))
     assert done.returncode == 0, done.stderr
     assert done.fingerprint(STEPS) == plain.fingerprint(STEPS)
-    (event,) = audit_events(done)
+    (event,) = events(done, "audit")
     assert (event["step"], event["odd"]) == (6, odd) and event["bits"] > 0
     named = {name for name in event["tensors"] if name.startswith("gradient/")}
     assert named == {"gradient/head.weight"} and "weights/head.weight" in event["tensors"]
@@ -84,7 +79,7 @@ def test_one_flipped_bit_is_found_at_its_step_named_and_healed(run_train, plain,
     assert losses[0] == losses[1]
     # control: an audit that is due at other steps does not see it
     other = run_train("other", *FLAGS, "--audit_interval=4", before=flip_gradient([1]))
-    assert other.returncode == 0 and audit_events(other) == []
+    assert other.returncode == 0 and events(other, "audit") == []
     assert other.fingerprint(STEPS)["model"] != plain.fingerprint(STEPS)["model"]
 
 
@@ -110,7 +105,7 @@ def test_a_fault_on_one_rank_is_healed_on_all(run_train, fault, shard):
     done = run_train("run", *flags, AUDIT, before=ranks(2, only_on(1, fault([1]))))
     assert codes(done) == "0 0", done.stderr
     assert done.fingerprint(STEPS) == straight.fingerprint(STEPS)
-    (event,) = audit_events(done)
+    (event,) = events(done, "audit")
     assert (event["step"], event["odd"]) == (6, "first")
     assert "weights/head.weight" in event["tensors"]
 
@@ -133,7 +128,7 @@ def take_steps(run, audited, bad_step=None):
 
 @pytest.mark.parametrize("bad_step", [None, 0, 2])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "momentum", "by hand"])
-def test_the_audit_changes_no_bit_of_buffers_or_of_any_optimizer(knobs, optimizer, bad_step):  # noqa: F811
+def test_the_audit_changes_no_bit_of_buffers_or_of_any_optimizer(knobs, optimizer, bad_step):
     """With what a step makes lazily: moments, counters in param_groups; skipped steps, too."""
     knobs(ema_decay=0.9)
     plain, audited = (take_steps(moving_run(optimizer), on, bad_step) for on in (False, True))
@@ -141,7 +136,7 @@ def test_the_audit_changes_no_bit_of_buffers_or_of_any_optimizer(knobs, optimize
 
 
 @pytest.mark.parametrize("number, odd", [(1, "first"), (2, "second")])
-def test_what_only_one_try_has_made_is_found_and_healed(knobs, number, odd):  # noqa: F811
+def test_what_only_one_try_has_made_is_found_and_healed(knobs, number, odd):
     """A fault that skips the first step leaves no moments, where the other tries make them."""
     good, bad = build_run("muon"), build_run("muon")
     take = functools.partial(train.train_step, good.model, good, *batch(), 1e-3)
@@ -160,7 +155,7 @@ def test_what_only_one_try_has_made_is_found_and_healed(knobs, number, odd):  # 
     assert digest(bad.model.state_dict()) == digest(good.model.state_dict())
 
 
-def test_memory_that_runs_out_in_the_repeat_halves_nothing_for_good(knobs):  # noqa: F811
+def test_memory_that_runs_out_in_the_repeat_halves_nothing_for_good(knobs):
     """It may be the copies that were too much. Without them the step is taken once, as without
     audit."""
     run, plain = build_run(), build_run()
@@ -226,7 +221,7 @@ def test_state_that_no_checkpoint_holds_ends_the_run_at_its_second_step(run_trai
 def test_one_odd_try_of_four_is_the_machine_and_is_healed(run_train, plain):
     done = run_train("run", *FLAGS, before=flip_gradient([2], step=2))
     assert done.returncode == 0 and done.fingerprint(STEPS) == plain.fingerprint(STEPS)
-    (event,) = audit_events(done)
+    (event,) = events(done, "audit")
     assert (event["step"], event["odd"]) == (2, "second")
     assert "gradient/head.weight" in event["tensors"]
     first = run_train("first", *FLAGS, before=flip_gradient([1], step=2))

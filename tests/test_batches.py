@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import pickle
-import re
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from conftest import REPO
 import train
 from plumbing.cli import RunFailed
 from plumbing.data import Batches, OrderedWindows, as_arrays, kill_workers, read_rows
-from plumbing.safe_step import explain
 from train import ShuffledWindows
 
 BLOCK = 8
@@ -181,7 +179,8 @@ def test_a_file_that_gets_shorter_is_not_read_past_its_end(tmp_path, tokens, lef
 
 def test_batches_travel_to_spawned_workers_by_the_name_of_their_file(tmp_path, windows):
     """To a process that has no override of a config global, and no open file of this one."""
-    many = split_of(tmp_path, np.arange(60_000, dtype=np.uint16))
+    (tmp_path / "many").mkdir()
+    many = split_of(tmp_path / "many", np.arange(60_000, dtype=np.uint16))
     assert len(pickle.dumps(many)) < 1000
     assert np.array_equal(pickle.loads(pickle.dumps(many[5:9])), many[5:9])
     wanted = [(44, 3), (47, 6), (53, 1)]
@@ -235,11 +234,6 @@ def hang(i):
         time.sleep(1000)
 
 
-def die(i):
-    if i == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def raise_own(i):
     if i == 2:
         raise KeyError("of the dataset")
@@ -257,26 +251,6 @@ def test_batches_come_in_order_as_tensors_with_the_time_waited(batches_of, num_w
     assert all(0 < ms < 1000 * SLOW for *_, ms in got)
 
 
-def test_reading_ahead_leaves_the_random_state_and_the_signals_alone(batches_of):
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    state = torch.get_rng_state()
-    assert len(list(batches_of(Numbers()))) == 5
-    assert torch.equal(torch.get_rng_state(), state)
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
-
-
-def test_workers_ignore_what_the_whole_process_group_gets(batches_of):
-    batches = batches_of(Numbers(lambda i: time.sleep(0.3)))
-    workers = multiprocessing.active_children()
-    assert len(workers) == 2
-    for worker in workers:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            os.kill(worker.pid, number)  # even now, when they have hardly started
-    assert len(list(batches)) == 5
-    batches.stop()
-    assert not multiprocessing.active_children()
-
-
 def test_a_worker_that_hangs_does_not_keep_the_run_from_stopping(batches_of):
     batches = batches_of(Numbers(hang))
     began = time.monotonic()
@@ -285,18 +259,6 @@ def test_a_worker_that_hangs_does_not_keep_the_run_from_stopping(batches_of):
     assert batches.next_batch(lambda: True) is None
     batches.stop()
     assert time.monotonic() - began < 4
-
-
-@pytest.mark.parametrize("size", [10, 3_000_000])  # within a pipe, and more than it holds
-def test_a_worker_that_dies_is_noticed_within_seconds(batches_of, size):
-    batches = batches_of(Numbers(die, size))
-    began = time.monotonic()
-    with pytest.raises(RuntimeError, match="DataLoader worker") as error:
-        for _ in range(5):
-            batches.next_batch()
-    assert time.monotonic() - began < SLOW
-    said = str(explain(error.value))
-    assert re.fullmatch(r"DataLoader worker (.*) \(out of memory\?\); .* resumes", said)
 
 
 def test_workers_that_give_nothing_for_hang_minutes_end_the_run(batches_of):
@@ -327,17 +289,11 @@ def fill(name):
             file.write(bytes(4096))
 class Big:
     def __getitem__(self, i):
-        return np.full(300_000, i), np.zeros(3)
-class Tensors(Big):
-    def __getitem__(self, i):
-        return tuple(map(torch.from_numpy, super().__getitem__(i)))
-for dataset in (Big(), Tensors()):
-    batches = Batches(dataset, iter(range(8)), torch.device("cpu"), num_workers=2)
-    fill("full")
-    print([int(first[0]) for first, _, _ in batches])
-    batches.stop()
-    if type(dataset) is Big:
-        os.remove("/dev/shm/full")
+        return torch.full((300_000,), i), np.zeros(3)
+batches = Batches(Big(), iter(range(8)), torch.device("cpu"), num_workers=2)
+fill("full")
+print([int(first[0]) for first, _, _ in batches])
+batches.stop()
 del batches
 fill("more")
 try:
@@ -359,7 +315,7 @@ def test_a_full_dev_shm_stalls_nothing(tmp_path):
         [*unshare, command], capture_output=True, text=True, timeout=60, check=False
     )
     *lines, last = done.stdout.splitlines()
-    assert lines == ["[0, 1, 2, 3, 4, 5, 6, 7]"] * 2, done.stderr
+    assert lines == ["[0, 1, 2, 3, 4, 5, 6, 7]"], done.stderr
     assert last.startswith("RunFailed cannot start 2 DataLoader workers ([Errno 28] No space left")
     assert "is /dev/shm full? --num_workers=0 needs none" in last
 
@@ -378,6 +334,6 @@ batches = Batches(Slow(), iter(range(4)), torch.device("cpu"), num_workers=2)
 print(next(batches))
 """
     (tmp_path / "own.py").write_text(code)
-    command = [sys.executable, tmp_path / "own.py"]
+    command = [sys.executable, "-W", "ignore", tmp_path / "own.py"]
     done = subprocess.run(command, timeout=SLOW, check=True, capture_output=True, text=True)
     assert not done.stderr

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import REPO, tree, wait_for
-from test_ranks import alive, children
+from helpers import alive, children
 
 import bench
 import model

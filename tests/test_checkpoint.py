@@ -7,8 +7,7 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, wait_for
-from test_faults import SHORT_PAUSES
+from conftest import REPO, SHORT_PAUSES, wait_for
 
 from plumbing.checkpoint import Damaged, load
 

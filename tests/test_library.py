@@ -7,11 +7,9 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, arguments, digest, stop_at, tree
-from test_ranks import codes, ranks
+from conftest import REPO, arguments, codes, digest, ranks, stop_at, tree
 
 import train
-from plumbing import checkpoint
 
 # ---- errors in one's own code --------------------------------------------------------------------
 
@@ -105,19 +103,6 @@ def test_a_number_beside_the_loss_is_weighted_as_the_loss_however_a_batch_is_spl
         assert "twice" in done.stdout, "a column too"
 
 
-def test_another_number_may_decide_what_is_best(run_train):
-    flags = ("--eval_interval=4", "--best_metric=-val_accuracy")
-    done = run_train("run", *flags)
-    rows = done.rows("eval")
-    best = max(row["val_accuracy"] for row in rows)
-    assert rows[-1]["best_val_accuracy"] == best
-    state = checkpoint.load(done.out_dir / "best.pt")["state"]
-    first = next(row for row in rows if row["val_accuracy"] == best)
-    assert (state["step"], -state["best_score"]) == (first["step"], best)
-    other = run_train("other", "--best_metric=val_bleu")
-    assert other.returncode in (1, 2) and "val_accuracy" in other.stderr.splitlines()[-1]
-
-
 # ---- what a fork sets by hand --------------------------------------------------------------------
 
 # ---- without the command -------------------------------------------------------------------------
@@ -143,6 +128,7 @@ def test_a_run_that_is_built_writes_nothing_and_takes_no_lock(flags, run_train, 
     assert train.n_embd == 128, "the knobs held inside"
 
 
+@pytest.mark.slow  # three processes that import torch
 def test_the_loop_in_the_docs_ends_on_the_bits_of_the_command(flags, run_train, tmp_path):
     page = (REPO / "docs" / "questions.md").read_text(encoding="utf-8")
     _, _, section = page.partition("## A loop of your own\n")
@@ -171,12 +157,6 @@ def test_a_bad_value_in_the_middle_of_a_sweep_can_be_caught(flags):
         train.main(flags("run", "--peak_lr=nan"))
     assert train.main(flags("run", "--max_steps=3", "--log_interval=0")) == 0
     assert train.last_run.state["step"] == 3 and train.peak_lr == 1e-3
-
-
-def test_a_global_that_does_nothing_is_named(flags, monkeypatch):
-    monkeypatch.setattr(train, "max_step", 7, raising=False)
-    with pytest.raises(Exception, match=r"train\.max_step = 7.*max_steps"):
-        train.main(flags("run"))
 
 
 def test_a_rows_file_has_every_step_where_no_line_is_printed(run_train):

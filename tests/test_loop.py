@@ -13,88 +13,36 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import HONEST_DATA, REPO, TINY, WINDOWS, digest, read_rows, stop_at, tree
+from conftest import (
+    HONEST_DATA,
+    REPO,
+    TINY,
+    WINDOWS,
+    batch,
+    build_run,
+    digest,
+    distance,
+    gradient,
+    read_rows,
+    stop_at,
+    tree,
+    update,
+)
+from helpers import moving_run
 
 import train
-from model import GPT, GPTConfig
-from optim import configure_optimizers
-from plumbing.checkpoint import MICRO_BATCHES
 from plumbing.data import OrderedWindows
 from plumbing.resume import split_global_batch
 
 STEPS = 12
-CPU = torch.device("cpu")
 TRAIN = (
     "step loss lr grad_norm skipped step_ms data_ms tokens_per_sec mfu mem_gb gpu_util tokens epoch"
 )
 EVAL = "step val_loss val_bpb val_accuracy best_val_loss"
 
 
-@pytest.fixture
-def knobs(monkeypatch):
-    """knobs(name=value, ...) sets config globals of train.py for this test."""
-
-    def set_knobs(**values):
-        for name, value in values.items():
-            assert name in vars(train)
-            monkeypatch.setattr(train, name, value)
-
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    set_knobs(dtype="float32", max_steps=100, warmup_steps=0, decay_steps=0)
-    return set_knobs
-
-
-def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
-    """A run before its first step, on a model in which every path is open."""
-    torch.manual_seed(0)
-    shape = {"vocab_size": 65, "block_size": 16, "n_head": 2, "n_embd": 32} | shape
-    model = GPT(GPTConfig(**shape))
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.1)
-    optimizers = configure_optimizers(model, optimizer, 1e-3, 0.1, 0.9, 0.95, 0.95, "cpu")
-    return train.Run(
-        folder=None,
-        path=None,
-        before={},
-        device=CPU,
-        train_data=None,
-        val_data=None,
-        facts={},
-        model=model,
-        optimizers=optimizers,
-        groups=[each.state_dict()["param_groups"] for each in optimizers],
-        scaler=torch.amp.GradScaler("cpu", enabled=train.dtype == "float16"),
-        ema={n: w.detach().clone() for n, w in model.named_parameters()} if ema else {},
-        state=train.FRESH_STATE | dict.fromkeys(MICRO_BATCHES, rows // accum),
-    )
-
-
-def batch(rows=32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    window = torch.randint(65, (rows, 17), generator=generator)
-    return window[:, :-1].clone(), window[:, 1:].clone()
-
-
-def gradient(run):
-    return torch.cat([weight.grad.flatten() for weight in run.model.parameters()])
-
-
-def distance(one, other):
-    """Relative to `other`."""
-    return ((one - other).norm() / other.norm()).item()
-
-
 def moments(run):
     return [optimizer.state_dict()["state"] for optimizer in run.optimizers]
-
-
-def update(run, inputs=None, targets=None, lr=1e-3):
-    """The numbers of one step, as plain floats."""
-    if inputs is None:
-        inputs, targets = batch()
-    numbers = train.train_step(run.model, run, inputs, targets, lr)
-    return {name: value.item() for name, value in numbers.items()}
 
 
 # ---- one update ----------------------------------------------------------------------------------
@@ -183,51 +131,6 @@ def test_the_average_follows_its_formula(knobs):
         assert not torch.equal(value, run.model.get_parameter(name))
 
 
-class Moving(torch.nn.Module):
-    """A GPT whose forward pass moves buffers: in place, as BatchNorm does, and by assigning new
-    ones."""
-
-    def __init__(self, gpt):
-        super().__init__()
-        self.gpt = gpt
-        self.norm = torch.nn.BatchNorm1d(1)
-        self.register_buffer("mean", torch.zeros(()))
-
-    def forward(self, inputs, targets):
-        loss = self.gpt(inputs, targets)
-        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
-        return loss + self.norm(inputs.float().view(-1, 1)).mean() + 0 * self.norm.running_var.sum()
-
-
-class Lion(torch.optim.Optimizer):
-    """By hand: an int in its state, a counter in param_groups, all of it made in the first step."""
-
-    def __init__(self, weights):
-        super().__init__(weights, {"lr": 0.0})
-
-    def step(self):
-        for group in self.param_groups:
-            group["taken"] = group.get("taken", 0) + 1
-            for weight in group["params"]:
-                state = self.state[weight]
-                state["count"] = state.get("count", 0) + 1
-                average = state.setdefault("average", torch.zeros_like(weight))
-                update = (0.9 * average + 0.1 * weight.grad).sign() / state["count"]
-                weight.sub_(group["lr"] / group["taken"] * update)
-                average.lerp_(weight.grad, 0.01)
-
-
-def moving_run(optimizer):
-    """A run whose forward pass moves buffers, under one of our optimizers or one "by hand"."""
-    run = build_run("adamw" if optimizer == "by hand" else optimizer, ema=True, dropout=0.1)
-    run.model = Moving(run.model)
-    run.ema = {f"gpt.{name}": average for name, average in run.ema.items()}
-    if optimizer == "by hand":
-        run.optimizers = [Lion(run.model.parameters())]
-        run.groups = [run.optimizers[0].state_dict()["param_groups"]]
-    return run
-
-
 @pytest.mark.parametrize("when", [0, 2], ids=["first step", "third step"])
 @pytest.mark.parametrize("bad", ["loss", "gradient"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "momentum", "muon", "by hand"])
@@ -262,8 +165,7 @@ def test_an_update_that_is_not_finite_leaves_everything_as_it_was(knobs, optimiz
 
 def test_the_gradient_of_a_weight_that_no_optimizer_has_is_zeroed_too(knobs):
     knobs(grad_clip=0.0)
-    run = build_run()
-    run.model = Moving(run.model)  # the optimizer has the weights of the GPT in it
+    run = moving_run("adamw")  # the optimizer has the weights of the GPT in it
     poisoned = lambda x, y: run.model(x, y) * math.nan  # noqa: E731
     assert train.train_step(poisoned, run, *batch(), 1e-3)["skipped"] == 1
     for _ in range(2):
@@ -739,11 +641,6 @@ def test_a_batch_that_doubles_in_mid_run_keeps_order_mean_and_counts(run_train, 
         assert (row["sequences"], row["tokens"]) == (first, 16 * first)
         assert row["epoch"] == first / WINDOWS
     assert rows[-1]["epoch"] > 1  # an epoch ends within a batch
-    for step in (3, 5, 8):  # before, at and after the change
-        stopped = run_train("stopped", *flags, before=GROWS + stop_at(step))
-        assert stopped.returncode == 143
-    resumed = run_train("stopped", *flags, before=GROWS)
-    assert resumed.fingerprint(15) == done.fingerprint(15)
 
 
 # ---- in a notebook -------------------------------------------------------------------------------

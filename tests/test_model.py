@@ -6,6 +6,8 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import SMALL, Recurrent, build, build_trained
+from helpers import model_batch as batch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -14,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import model as module
 from model import GPT, MAX_CHUNKS, GPTConfig, build_model, cross_entropy, generate
 
-SMALL = {"vocab_size": 65, "block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 32}
 EXTRAS = {"ngram_rows": 8192, "conv_width": 4, "n_future_tokens": 3}
 LARGE = {"n_layer": 2, "n_embd": 64, "block_size": 128, "vocab_size": 6000}  # a loss in chunks
 PLAIN = (
@@ -22,47 +23,6 @@ PLAIN = (
     "blocks.0.mlp.up.weight blocks.0.mlp.down.weight head.weight"
 ).split()
 both = pytest.mark.parametrize("extras", [{}, EXTRAS], ids=["plain", "extras"])
-
-
-def build(**overrides):
-    torch.manual_seed(0)
-    return GPT(GPTConfig(**{**SMALL, **overrides}))
-
-
-def build_trained(**overrides):
-    """A model whose zero-initialised matrices are no longer zero, so that every path is open."""
-    model = build(**overrides)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    return model
-
-
-class Recurrent(nn.Module):
-    """Not a GPT: a model that has forward() and nothing else, with parameters of every kind."""
-
-    def __init__(self, vocab_size=65, width=16):
-        super().__init__()
-        self.token = nn.Embedding(vocab_size, width)
-        self.conv = nn.Conv1d(width, width, 1)
-        self.gru = nn.GRU(width, width, batch_first=True)
-        self.dropout = nn.Dropout(0.5)
-        self.head = nn.Linear(width, vocab_size)
-        self.hidden = width  # a name that forks like
-
-    def forward(self, inputs, targets=None):
-        x = self.conv(self.token(inputs).mT).mT
-        logits = self.head(self.dropout(self.gru(x)[0]))
-        return (
-            logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        )
-
-
-def batch(rows, config, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shape = (rows, config.block_size + 1)
-    window = torch.randint(config.vocab_size, shape, generator=generator)
-    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 def flat_gradient(model):
@@ -339,21 +299,6 @@ def test_extra_heads_add_their_gradients_and_nothing_to_the_loss(vocab_size, mon
     third = mean_loss(model.extra_heads[1], x[:, :-2], targets[:, 2:])
     (first + 0.3 * second + 0.15 * third).backward()
     torch.testing.assert_close(found, flat_gradient(model), rtol=1e-4, atol=1e-6)
-
-
-def test_extra_heads_are_for_training_only():
-    model = build_trained(n_future_tokens=3)
-    tokens, targets = batch(2, model.config)
-    for rows in (tokens[:, :1], tokens[:, :2]):  # shorter than what lies ahead
-        assert model(rows, targets[:, : rows.size(1)]).isfinite()
-    with torch.no_grad():
-        model.extra_heads.requires_grad_(False)
-        for head in model.extra_heads:
-            head.weight.fill_(math.nan)
-        assert model(tokens, targets).isnan()  # control: in training they are used
-        model.eval()
-        assert model(tokens, targets).isfinite()
-        assert model(tokens).isfinite().all()
 
 
 def test_smoothed_labels_leave_out_the_padding_of_the_head(monkeypatch):

@@ -7,8 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import REPO, arguments, first, stop_at
-from test_faults import at_step
+from conftest import REPO, arguments, at_step, first, stop_at
 
 FLAGS = ("--save_interval=4", "--keep_last=2")
 

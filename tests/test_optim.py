@@ -5,11 +5,12 @@ from functools import partial
 
 import pytest
 import torch
-from test_model import Recurrent, batch, build, build_trained
+from helpers import Recurrent, build, build_trained
+from helpers import model_batch as batch
 from torch import nn
 
 from optim import Muon, configure_optimizers, orthogonal
-from plumbing.safe_step import skips_on_device, step_unless
+from plumbing.safe_step import skips_on_device
 
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "muon")
 
@@ -147,67 +148,6 @@ def test_with_muon_embeddings_learn_faster_and_heads_slower():
 def test_unknown_optimizer_is_named():
     with pytest.raises(ValueError, match="'lion': expected adamw, adam, sgd, momentum or muon"):
         configure_optimizers(build(), "lion", 1e-3, 0.0, 0.9, 0.95, 0.9, "cpu")
-
-
-def muon_of(shapes, device="cpu"):
-    torch.manual_seed(0)
-    weights = [nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
-    return weights, Muon(weights, lr=0.1, momentum=0.9, weight_decay=0.5)
-
-
-def step(weights, muon, skipped=None, bad=False):
-    """One step on the same gradients each time; found_inf as train.py sets it."""
-    generator = torch.Generator().manual_seed(1)
-    for weight in weights:
-        weight.grad = torch.randn(weight.shape, generator=generator)
-        weight.grad[0, 0] = torch.nan if bad else weight.grad[0, 0]
-    muon.found_inf = None if skipped is None else torch.tensor(float(skipped))
-    muon.step()
-    return [w.detach().clone() for w in weights], [
-        s["momentum_buffer"] for s in muon.state.values()
-    ]
-
-
-SHAPES = ((24, 8), (8, 24), (8, 8))
-
-
-def test_a_skipped_step_of_muon_leaves_weights_and_moments():
-    weights, muon = muon_of(SHAPES)
-    before = [w.detach().clone() for w in weights]
-    after, moments = step(weights, muon, skipped=True, bad=True)  # the first: no moments yet
-    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-    assert len(moments) == 3 and not any(moment.any() for moment in moments)
-    before, moments = step(weights, muon)
-    moments = [moment.clone() for moment in moments]
-    after, same_moments = step(weights, muon, skipped=True, bad=True)
-    assert all(torch.equal(*pair) for pair in zip(before, after, strict=True))
-    assert all(torch.equal(*pair) for pair in zip(moments, same_moments, strict=True))
-    for weight, value in zip(weights, before, strict=True):
-        weight.data.copy_(value)
-    found, _ = step(weights, muon, skipped=False)  # control
-    assert not any(torch.equal(*pair) for pair in zip(before, found, strict=True))
-    other, muon = muon_of(SHAPES)
-    step(other, muon)
-    expected, _ = step(other, muon)  # and the flag changes no bit of a good step
-    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-
-
-class Hurried(Muon):
-    """A fork's own step, which knows nothing of found_inf."""
-
-    def step(self):
-        for group in self.param_groups:
-            for weight in group["params"]:
-                weight.data.sub_(weight.grad)
-
-
-def test_a_fork_of_muon_with_a_step_of_its_own_is_skipped_by_the_host():
-    weight = nn.Parameter(torch.ones(2, 2))
-    weight.grad = torch.full((2, 2), torch.nan)
-    fork = Hurried([weight], 0.1, 0.9, 0.0)
-    assert not skips_on_device(fork)
-    step_unless(torch.tensor(1.0), fork)
-    assert weight.eq(1).all()
 
 
 @pytest.mark.parametrize(("device_type", "fused"), [("cpu", True), ("cuda", True), ("mps", False)])

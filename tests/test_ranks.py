@@ -9,53 +9,16 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
-from conftest import first, stop_at, wait_for
+from conftest import SHARD, bad_batches, codes, first, only_on, ranks, stop_at, wait_for
+from helpers import ONE_THREAD, alive, children
 
 from plumbing import checkpoint
 
 FLAGS = ("--dropout=0.1", "--ema_decay=0.9", "--save_interval=4", "--log_interval=1")
-
-
-def ranks(count, code=""):
-    """Source for run_train's `before`: `count` ranks, of which each runs `code`, knowing its
-    `rank`."""
-    return f"""
-import os, socket, torch
-def spread(main):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="{count}")
-    others = []
-    for rank in reversed(range({count})):
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        if rank:
-            others.append(os.fork())
-            if others[-1] == 0:
-                return rank, main
-    def and_wait():
-        code = train.cli.run_script(main)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) for other in reversed(others)]
-        print("CODES", code, *codes, flush=True)
-        return code
-    return 0, and_wait
-rank, train.main = spread(train.main)
-torch.set_num_threads(1)  # after the fork: docs/scaling.md, "Invalid thread pool!"
-def weights_and_moments(run):
-    states = (state for optimizer in run.optimizers for state in optimizer.state.values())
-    return [*run.model.parameters(), *(moment for state in states for moment in state.values())]
-{code}
-"""
-
-
-def only_on(rank, source):
-    return f"if rank == {rank}:\n{textwrap.indent(source, '    ')}"
 
 
 # The random numbers of a checkpoint are lost; the repeated second step of a process would notice.
@@ -63,10 +26,6 @@ FORGET = """
 train.checkpoint.set_rng_state = lambda rng, device: None
 train.audit_interval = -1
 """
-
-
-def codes(done):
-    return done.stdout.split("CODES ")[1].splitlines()[0]
 
 
 # ---- exactness -----------------------------------------------------------------------------------
@@ -218,18 +177,6 @@ def test_buffers_that_a_forward_pass_moves_are_averaged_over_the_ranks(run_train
 # ---- what one rank meets, all agree on -----------------------------------------------------------
 
 
-def bad_batches(indices):
-    return f"""
-def wrap(inner):
-    def forward_backward(model, run, *rest):
-        numbers = inner(model, run, *rest)
-        numbers["loss"] *= float("nan") if run.state["sequences"] // 8 in {indices} else 1
-        return numbers
-    return forward_backward
-train.forward_backward = wrap(train.forward_backward)
-"""
-
-
 def test_a_bad_loss_on_one_rank_is_skipped_and_rolled_back_by_all(run_train):
     flags = (*FLAGS, "--max_skipped=2", "--max_steps=20", "--batch_size=4")
     source = bad_batches([3, 9, 10])
@@ -282,7 +229,6 @@ def test_a_rank_that_is_killed_ends_the_others_with_a_message(run_train):
 
 # ---- torchrun ------------------------------------------------------------------------------------
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 LONG = ("--max_steps=160", "--save_interval=20", "--log_interval=20", "--dropout=0.1")
 
 
@@ -294,19 +240,6 @@ def torchrun(count, *flags):
     module = [sys.executable, "-m", "torch.distributed.run"]
     here = "--local-addr=127.0.0.1"  # a container's own name may lead nowhere
     return [*module, "--standalone", here, f"--nproc_per_node={count}", *flags]
-
-
-def children(process):
-    done = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
-    return [int(pid) for pid in done.stdout.split()]
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture(scope="session")
@@ -371,8 +304,6 @@ def test_ranks_whose_launcher_was_killed_leave_and_the_next_start_is_not_refused
 
 
 # ---- sharded -------------------------------------------------------------------------------------
-
-SHARD = "--shard=true"
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])

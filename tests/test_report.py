@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import RUNS, evaluation, event, eventful, falling, row, write_run  # noqa: F401
 
 import prepare_data
 import report
@@ -42,38 +43,6 @@ def real(tmp_path_factory, train_in):
 def rows_of(folder, kind):
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [row for row in rows if row["kind"] == kind]
-
-
-def row(step, loss, **changes):
-    """A train row as train.py writes it."""
-    common = {"lr": 1e-3, "data_ms": 0.1, "tokens": 512 * step, "grad_norm": 0.5, "skipped": 0}
-    common |= {"sequences": 8 * step, "epoch": step / 20}
-    speed = {"step_ms": 5.0, "tokens_per_sec": 1e5, "mfu": 0.05, "mem_gb": 0.4, "gpu_util": None}
-    return {"kind": "train", "step": step, "loss": loss, **common, **speed, **changes}
-
-
-def evaluation(step, loss):
-    values = {"val_loss": loss, "val_bpb": loss / math.log(2), "val_accuracy": 0.3}
-    return {"kind": "eval", "step": step, **values, "best_val_loss": loss}
-
-
-def event(step, name, **fields):
-    return {"kind": "event", "step": step, "event": name, **fields}
-
-
-def write_run(folder, rows, **info):
-    folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if info:
-        (folder / "run.json").write_text(json.dumps(info))
-    return folder
-
-
-def falling(n, noise=0.03, **changes):
-    """Train rows of a healthy run."""
-    rng = np.random.RandomState(0)
-    losses = 1.5 + 2.7 * np.exp(-3 * np.arange(n) / n) + noise * rng.randn(n)
-    return [row(i + 1, loss, **changes) for i, loss in enumerate(losses)]
 
 
 def words_of(run):
@@ -114,6 +83,10 @@ def test_every_number_is_that_of_the_record(real):
     throughput = float(outcome["throughput, tokens/s"].replace(",", ""))
     assert throughput == pytest.approx(rows[-1]["tokens"] / seconds, rel=1e-3)
     assert outcome["tokens trained on"] == f"{rows[-1]['tokens']:,}"
+    over = {what: window for what, (_, window) in results.outcome(run, 0.0).items()}
+    assert over["throughput, tokens/s"] == f"all {STEPS} steps; without evaluation and saving"
+    assert over["mean training loss, nats"] == "the last 3 steps"
+    assert {what for what, window in over.items() if not window} == {"how it ended"}
     spent, missing = results.seconds_by_kind(run)
     assert spent == rows_of(real, "event")[-1]["seconds"] and not missing
 
@@ -253,8 +226,9 @@ def test_events_with_anything_in_them_give_a_report(tmp_path):
 
 
 @pytest.fixture
-def command(capsys):
+def command(capsys, monkeypatch):
     """command(*arguments) -> report.py with these arguments, in this process."""
+    monkeypatch.setattr(sys, "argv", ["report.py"])
 
     def run(*arguments):
         capsys.readouterr()
@@ -281,33 +255,6 @@ def test_a_report_that_fails_says_so_in_a_line_and_in_its_exit_code(command, rea
 
 
 # ---- what happened -------------------------------------------------------------------------------
-
-
-def eventful():
-    """Rows of a run that was resumed, rolled back, out of memory, and failed; one session was
-    killed."""
-    rows = falling(60)
-    for step in (20, 21):
-        rows[step - 1].update(loss=None, skipped=1, finite=False)
-    seconds = {"start": 1.0, "train": 2.0}
-    return [
-        evaluation(0, 4.2),
-        *rows,
-        evaluation(30, 2.5),
-        evaluation(60, 2.6),
-        event(20, "skipped", loss=None),
-        event(21, "skipped", loss=None),
-        event(25, "skipped", loss=None),
-        event(30, "out_of_memory", batch_size=4, accum_steps=2),
-        event(31, "end", ended="stopped by SIGINT", seconds=seconds),
-        event(31, "resume", checkpoint="ckpt_00000031.pt"),
-        event(31, "inexact_resume", threads=[2, 1], code=[{"train.py": "a"}, {"train.py": "b"}]),
-        event(40, "resume", checkpoint="ckpt_00000040.pt"),
-        event(40, "rollback", why="a loss spike", at_step=52),
-        event(45, "audit", odd="first", bits=3, tensors=["gradient/head.weight"]),
-        event(60, "sample", text="To be\n~~~ or not"),
-        event(60, "end", ended="failed: no more. And so on", seconds=seconds),
-    ]
 
 
 def test_every_event_is_in_the_report(tmp_path):
@@ -516,23 +463,6 @@ def drawn(picture, *args):
     return figure
 
 
-RUNS = {
-    "healthy": [evaluation(0, 4.2), *falling(300), evaluation(300, 1.7)],
-    "eventful": eventful(),
-    "failed at step 3": [
-        evaluation(0, 4.2),
-        row(1, 4.2),
-        row(2, 3.4e8, grad_norm=30.0),
-        row(3, None, grad_norm=None, skipped=1, finite=False),
-        event(3, "end", ended="failed: loss or gradient not finite " + "and so on " * 30),
-    ],
-    "failed before its first step": [evaluation(0, 4.2), event(0, "end", ended="failed: why")],
-    "never evaluated": falling(2),
-    "many steps": [*falling(5000, mfu=None), *(evaluation(i, 2.0) for i in range(0, 5000, 20))],
-    "large numbers": falling(200, lr=2.5, tokens_per_sec=9.87e6, mem_gb=1234.5, grad_norm=1e-7),
-}
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_overlaps_and_nothing_is_cut(name, tmp_path):
     config = {"grad_clip": 1.0, "n_layer": 1, "n_embd": 128}
@@ -589,7 +519,6 @@ def test_smoothing_is_the_mean_of_the_neighbours_that_are_known():
 def test_a_comparison_says_what_differs_and_only_that(real, tmp_path, capsys):
     info = json.loads((real / "run.json").read_text())
     info["config"]["peak_lr"], info["data"]["fingerprint"] = 0.5, "another"
-    info["hardware"]["cpu"], info["run"]["dtype"] = "B", "bfloat16"
     rows = [*rows_of(real, "eval"), *rows_of(real, "train")]
     other = write_run(tmp_path / "other", rows, **info)
     report.main([str(real), str(other), f"--report_dir={tmp_path}/both"])
@@ -599,8 +528,18 @@ def test_a_comparison_says_what_differs_and_only_that(real, tmp_path, capsys):
     text = (tmp_path / "both" / "compare.md").read_text()
     assert "trained on different data" in text
     assert "| `peak_lr` | 0.001 | 0.5 |" in text
-    assert "| B |" in text and "| dtype | float32 | bfloat16 |" in text
-    assert "`n_embd`" not in text and "threads" not in text and "different devices" not in text
+    assert "`n_embd`" not in text and "different devices" not in text
+
+
+def test_a_comparison_says_what_else_may_be_why_losses_part(tmp_path):
+    rows = falling(40)
+    runs = []
+    for name, cpu, dtype in (("a", "A", "float32"), ("b", "B", "bfloat16")):
+        facts = {"hardware": {"cpu": cpu}, "run": {"dtype": dtype, "compile": False, "threads": 2}}
+        runs.append(read_run(write_run(tmp_path / name, rows, **facts)))
+    text = report.compare_words(runs, ["a", "b"], image=[])
+    assert "| cpu | A | B |" in text and "| dtype | float32 | bfloat16 |" in text
+    assert "threads" not in text and "compile" not in text
 
 
 def test_equal_knobs_and_other_numbers_lead_to_the_place_where_they_part(tmp_path):
@@ -666,21 +605,32 @@ def test_a_comparison_prints_its_table_and_leaves_out_what_is_no_run(command, tm
     assert "left out" in empty and "empty" in empty and "left out" in notes and "notes" in notes
 
 
+def test_short_runs_are_compared_on_what_follows_the_beginning(tmp_path):
+    rows = [evaluation(0, 4.2), *falling(40), evaluation(40, 1.7)]
+    runs = [read_run(write_run(tmp_path / name, rows)) for name in "ab"]
+    figure = drawn(report.compare_picture, runs, ["a", "b"])
+    labels = [ax.get_ylabel() for ax in figure.axes]
+    assert "learning rate" in labels and "throughput (tokens/s)" in labels
+    for ax in (figure.axes[0], drawn(report.picture, runs[0]).axes[0]):
+        points = [line for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
+        assert points and all(list(line.get_xdata()) == [40] for line in points)
+
+
 def test_the_whole_split_is_only_what_the_record_says_it_is(tmp_path):
     """train.py writes bits per byte only of the whole split, whatever a fork's evaluate takes."""
     part = {k: v for k, v in evaluation(20, 2.0).items() if k != "val_bpb"}
-    for row, words in (
+    for each, words in (
         (evaluation(20, 2.0), "the whole validation split"),
         (part, "the validation data that evaluate() takes"),
         (part | {"val_tokens": 4096}, "the first 4,096 tokens"),
     ):
-        run = read_run(write_run(tmp_path / "run", [row, *falling(20)]))
+        run = read_run(write_run(tmp_path / "run", [each, *falling(20)]))
         best = results.outcome(run, 0.0)["best validation loss, nats"]
         assert best == ("2.0000 at step 20", words)
     labels = [each.get_text() for each in drawn(report.picture, run).axes[0].get_legend().texts]
     assert "validation, first 4,096 tokens" in labels
     # the best is one among evaluations of the last one's extent
-    rows = [row, *falling(40), evaluation(30, 2.6), evaluation(40, 2.5)]
+    rows = [each, *falling(40), evaluation(30, 2.6), evaluation(40, 2.5)]
     run = read_run(write_run(tmp_path / "whole", rows))
     assert results.best_of(run) == (2.5, 40)
     assert "first 4,096" not in words_of(run)

@@ -11,7 +11,7 @@ import signal
 
 import pytest
 import torch
-from conftest import LION, WINDOWS, fingerprint, read_rows, stop_at, wait_for
+from conftest import LION, WINDOWS, events, fingerprint, read_rows, stop_at, wait_for
 
 STEPS = 30
 FLAGS = (  # two micro-batches of 4 a step, dropout on; evaluations and saves fall on different steps
@@ -49,10 +49,6 @@ def whole(train_in, tmp_path_factory):
         return made[flags]
 
     return run
-
-
-def events(done, name):
-    return [row for row in done.rows("event") if row["event"] == name]
 
 
 def stop_and_resume(run_train, stops, *flags, before="", timeout=100):

@@ -16,7 +16,6 @@ from conftest import stop_at
 import prepare_data
 import sample
 from plumbing.cli import run_script
-from plumbing.data import tokenizer_of
 
 REPO = Path(sample.__file__).parent
 TEXT = (
@@ -229,35 +228,6 @@ def test_sampling_imports_no_training():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=300)
     assert done.stdout == "set()\n", done.stderr
-
-
-class Echo(torch.nn.Module):
-    """Another model than GPT: whatever was the last token, it comes again. With dropout it would
-    not."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(20 * torch.eye(4))
-        self.dropout = torch.nn.Dropout(0.9)
-
-    def forward(self, inputs):
-        return self.dropout(self.weight[inputs])
-
-
-def test_another_model_is_sampled_from_its_logits():
-    model = Echo().eval()
-    tokenizer = tokenizer_of({"tokenizer": "char", "chars": "\nabc", "vocab_size": 4})
-    prompt = torch.tensor([tokenizer.encode("ab").tolist()])
-    new = sample.generate(model, prompt, max_new_tokens=9, block_size=8, vocab_size=4)
-    assert "".join(sample.stream((i.item() for i in new), tokenizer)) == 9 * "b"
-
-
-def test_a_character_is_never_torn():
-    text = "é€𝄞 honest ß"
-    tokenizer = tokenizer_of({"tokenizer": "byte", "vocab_size": 256})
-    pieces = list(sample.stream(text.encode(), tokenizer))
-    assert "".join(pieces) == text and set(text) <= set(pieces)
-    assert "".join(sample.stream("é".encode()[:1], tokenizer)) == "\ufffd"
 
 
 def test_a_file_with_model_config_and_data_is_enough(trained, run_sample, tmp_path):
