@@ -635,10 +635,10 @@ def in_child(argv, files, env, cwd, before, timeout, repo):
     if "--dtype=float16" in argv:  # where a CPU lacks it, torch emulates it
         name, flags = machine.cpu_info()
         machine.cpu_info = lambda: (name, flags | {"avx512_fp16"})
-    exec(compile(before, __file__, "exec"), {"train": train})
     try:
+        exec(compile(before, __file__, "exec"), {"train": train})
         code = run_script(train.main)
-    except SystemExit as leaving:  # --help
+    except SystemExit as leaving:  # of --help, or of a script that `before` has run
         code = leaving.code
     sys.stdout.flush()
     sys.stderr.flush()
