@@ -58,7 +58,10 @@ def test_an_error_in_own_code_ends_in_its_own_line(source, words, compile, run_t
     (tmp_path / "own_code.py").write_text(source)
     before = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import own_code"
     if compile == "true":
-        before += "\nimport torch\ntorch.compile = lambda model, **_: torch._dynamo.optimize('eager')(model)"
+        before += """
+import torch
+torch.compile = lambda model, **_: torch._dynamo.optimize("eager")(model)
+"""
     done = run_train("run", f"--compile={compile}", before=before)
     assert done.returncode == 1
     number = source.splitlines().index(next(x for x in source.splitlines() if "# here" in x)) + 1

@@ -386,7 +386,8 @@ def wrap(inner):
         bad = run.state["step"] == 3
         if bad and rank == 1:
             train.ranks.local(list(run.model.parameters())[-1].grad)[0, 0] = float("inf")
-        held = [train.ranks.local(t).clone() for t in (*weights_and_moments(run), *run.ema.values())]
+        kept = [*weights_and_moments(run), *run.ema.values()]
+        held = [train.ranks.local(t).clone() for t in kept]
         run.held = held if bad else None
         return loss
     return forward_backward

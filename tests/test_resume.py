@@ -14,7 +14,8 @@ import torch
 from conftest import LION, WINDOWS, events, fingerprint, read_rows, stop_at, wait_for
 
 STEPS = 30
-FLAGS = (  # two micro-batches of 4 a step, dropout on; evaluations and saves fall on different steps
+# Two micro-batches of 4 a step, dropout on; evaluations and saves fall on different steps.
+FLAGS = (
     f"--max_steps={STEPS}",
     "--batch_size=4",
     "--accum_steps=2",
@@ -127,7 +128,9 @@ class Small(torch.nn.Module):
         self.head = torch.nn.Linear(32, vocab_size)
     def forward(self, inputs, targets=None):
         logits = self.head(self.dropout(F.gelu(self.embedding(inputs))))
-        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 train.build_model = lambda knobs, vocab_size: Small(vocab_size)
 """
 

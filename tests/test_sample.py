@@ -30,8 +30,8 @@ def trained(tmp_path_factory, train_in):
     (folder / "text.txt").write_text(TEXT)
     prepare_data.prepare("tortoise", folder / "data", str(folder / "text.txt"), say=lambda *_: None)
     flags = (
-        "--dataset=tortoise --max_steps=20 --warmup_steps=2 --eval_interval=10 --n_embd=16 --n_head=2 "
-        f"--ema_decay=0.5 --dropout=0.1 --data_dir={folder}/data"
+        "--dataset=tortoise --max_steps=20 --warmup_steps=2 --eval_interval=10 --n_embd=16 "
+        f"--n_head=2 --ema_decay=0.5 --dropout=0.1 --data_dir={folder}/data"
     )
     done = train_in(folder, "run", *flags.split())
     assert done.returncode == 0, done.stderr
