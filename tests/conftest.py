@@ -99,8 +99,9 @@ def pytest_collection_modifyitems(items):
 
 def first(count, cases):
     """`cases` of a parametrize, of which those after the first `count` are slow."""
-    rest = [case if isinstance(case, tuple) else (case,) for case in cases[count:]]
-    return [*cases[:count], *(pytest.param(*case, marks=pytest.mark.slow) for case in rest)]
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
+    slow = pytest.mark.slow
+    return [pytest.param(*case, marks=slow if n >= count else ()) for n, case in enumerate(cases)]
 
 
 @dataclasses.dataclass
