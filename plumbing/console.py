@@ -40,7 +40,8 @@ def is_first_rank() -> bool:
 def takes_colour() -> bool:
     """Whether stdout is a terminal that obeys the escape sequences above (https://no-color.org)."""
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
-    return not is_plain and sys.stdout.isatty()
+    is_closed = sys.stdout is None
+    return not is_plain and not is_closed and sys.stdout.isatty()
 
 
 def shown(path: str | Path) -> str:
