@@ -131,11 +131,12 @@ def neither_run_nor_explained(page):
     """[(line, language)] of the blocks of commands that run_page.py passes over without a
     reason."""
     found = []
+    printed = {line for line, _, _ in run_page.outputs(page).values()}
     for _, line, language, needs, code in run_page.blocks(page):
         runs = language in ("bash", "python") and not needs
         shown = language == "sh" and needs in NEEDS
-        output = not language and not re.search(r"^(\$ |python |bash )", code, re.MULTILINE)
-        if not (runs or shown or output):
+        other = not language and not re.search(r"^(\$ |python |bash )", code, re.MULTILINE)
+        if not (runs or shown or other or line in printed):
             found.append((line, language))
     return found
 
@@ -162,6 +163,8 @@ def test_a_block_without_a_reason_would_be_found(tmp_path):
         assert neither_run_nor_explained(path) == [(3, fence.partition(" ")[0])]
     path.write_text("# A page\n\n```sh needs a GPU\npython train.py\n```\n")
     assert neither_run_nor_explained(path) == []
+    path.write_text("# A page\n\nWords.\n\n```output\nstep 1\n```\n")  # of no block
+    assert neither_run_nor_explained(path) == [(5, "output")]
 
 
 def test_every_trouble_that_report_knows_has_its_place():
@@ -218,7 +221,7 @@ python -c "import train; print(train.__file__)"
 def ran(tmp_path, capfd, text, sections=()):
     path = tmp_path / "page.md"
     path.write_text(text)
-    code = run_page.run(path, sections)
+    code, _ = run_page.run(path, sections)
     lines = capfd.readouterr().out.splitlines()
     return code, [line for line in lines if line.startswith(("bash ", "python ", "never", "/"))]
 
@@ -235,7 +238,7 @@ def test_blocks_run_in_order_in_a_copy(tmp_path, capfd):
 def test_the_commands_of_a_script_are_those_in_its_docstring(tmp_path, capfd):
     path = tmp_path / "example.py"
     path.write_text('"""What it is:\n\n    echo bash 1\n\nOr also:\n\n    echo bash 2\n"""\n')
-    code = run_page.run(path)
+    code, _ = run_page.run(path)
     lines = capfd.readouterr().out.splitlines()
     assert code == 0 and [line for line in lines if line.startswith("bash")] == ["bash 1", "bash 2"]
 
@@ -252,6 +255,64 @@ def test_a_block_that_fails_ends_it(tmp_path, capfd):
     assert code == 1 and lines[0] == "bash 1" and lines[-1].startswith("python -")
 
 
+FIGURES = """# A page
+
+```bash
+echo "loss 1.2345"
+echo "left out 1"
+echo "left out 2"
+echo "step/total loss ms GB left"
+echo "10/20 1.5000 12.3 0.24 0:46"
+echo "it took 12 ms, 40% of the peak; 3 of 4 runs"
+```
+
+```output
+loss 1.2350
+...
+10/20  1.5000  99.9  0.99  9:99
+it took 99 ms, 99% of the peak; 3 of ... runs
+```
+"""
+
+
+@pytest.fixture
+def figures(tmp_path):
+    """A function: (figures compared, what moved) of FIGURES with some text of its output changed"""
+    path = tmp_path / "page.md"
+    path.write_text(FIGURES)
+    _, printed = run_page.run(path)
+
+    def compared(old="", new="", words=""):
+        block, output = FIGURES.split("```output")
+        path.write_text(f"{block}```output{words}{output.replace(old, new)}")
+        return run_page.compare(path, (), printed)
+
+    return compared
+
+
+def test_a_figure_that_is_printed_again_is_equal(figures):
+    assert figures() == (5, [])
+
+
+def test_a_figure_that_moved_is_found(figures, tmp_path):
+    last = "10/20 1.5000 99.9 0.99 9:99"
+    for old, new, line, what in [
+        ("1.2350", "1.2375", 13, "shown 1.2375, printed now 1.2345"),
+        ("  1.5000", "  1.6000", 15, "shown 1.6000, printed now 1.5000"),
+        ("; 3 of", "; 2 of", 16, "shown 2, printed now 3"),
+        ("loss", "lost", 13, "shown `lost 1.2350`, not printed now"),
+        ("...\n10", "10", 14, f"shown `{last}`, not printed now"),
+        ("...\n10/20 ", "... 10/20 ", 14, f"shown `... {last}`, not printed now"),
+    ]:
+        _, moved = figures(old, new)
+        assert moved[0] == f"{tmp_path}/page.md:{line}: {what}"
+
+
+def test_a_block_may_state_its_tolerance(figures):
+    assert figures("1.2350", "1.2375", " within 0.01") == (5, [])
+    assert figures("1.2350", "1.9", " timings") == (0, [])
+
+
 @pytest.mark.slow  # an hour, on one core
 @pytest.mark.parametrize("page", [*WITH_README, "docs/forks.md", *EXAMPLES])
 def test_the_page_runs(page, monkeypatch, tmp_path):
@@ -260,4 +321,8 @@ def test_the_page_runs(page, monkeypatch, tmp_path):
         prepare("shakespeare", tmp_path, input=str(text), say=print)
         monkeypatch.setenv("PAGE_DATA", str(tmp_path))
     monkeypatch.chdir(REPO)
-    assert run_page.run(page) == 0
+    code, printed = run_page.run(page)
+    assert code == 0
+    if page.endswith(".md"):
+        compared, moved = run_page.compare(page, (), printed)
+        assert moved == [], f"{compared} figures compared"
