@@ -202,12 +202,6 @@ def test_a_glob_takes_the_files_that_it_matches_and_field_names_the_text(tmp_pat
     assert all_of(tmp_path / "made") == sorted(texts[:100])
 
 
-def test_zst_is_refused_with_what_to_type(tmp_path):
-    write(tmp_path / "a.jsonl.zst", b"whatever")
-    with pytest.raises(DataError, match="a.jsonl.zst: .zst is not read; unpack it first: zstd -d"):
-        make(tmp_path / "made", tmp_path / "a.jsonl.zst", **MANY)
-
-
 # --- killed, and started again ---
 
 
