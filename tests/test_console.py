@@ -251,7 +251,7 @@ def test_a_folder_that_vanished_is_still_named(tmp_path, monkeypatch):
 
 def test_what_cannot_be_sampled_from_is_not_suggested(capsys):
     for writes_text in (True, False):
-        console.print_next("finished", Path("out/a"), writes_text)
+        console.print_next("finished", Path("out/a"), writes_text, None)
         assert ("sample.py" in capsys.readouterr().out) == writes_text
 
 
