@@ -259,6 +259,12 @@ def test_a_function_replaced_in_a_notebook_counts_by_its_code(data_dir, tmp_path
     assert list(changed) == ["train.lr_at"]
 
 
+def test_what_only_reads_a_run_is_no_code_of_it():
+    for name in ("report.py", "replay.py", "check.py", "bench.py", "sample.py"):
+        assert resume.name_of_source(f"{REPO}/{name}") is None
+    assert resume.name_of_source(f"{REPO}/model.py") == "model.py"
+
+
 def test_installed_code_of_any_interpreter_is_not_counted(monkeypatch, tmp_path):
     for folder in ("lib/python3.12/site-packages", "dist-packages", "bin", "own"):
         path = tmp_path / folder / "part.py"
