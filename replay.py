@@ -174,10 +174,13 @@ class Again:
                 self.odd_part = self.compare_parts(saved, run.checkpoint())
 
     def compare_parts(self, saved: Checkpoint, now: dict) -> tuple | None:
-        for part in RECOMPUTED:
-            then = saved.content.get(part, now[part])  # an older version has no such part
-            if then != now[part]:
-                return saved.step, [part], f"{part} in {saved.path.name} is {then}, not {now[part]}"
+        pairs = {part: (saved.content.get(part, now[part]), now[part]) for part in RECOMPUTED}
+        if saved.step == self.stop:  # the knobs are those of the process that took this step
+            for knob, value in now["run"]["kept"].items():
+                pairs[knob] = saved.content["run"].get("kept", {}).get(knob, value), value
+        for name, (then, here) in pairs.items():
+            if then != here:
+                return saved.step, [name], f"{name} in {saved.path.name} is {then}, not {here}"
         return None
 
     def end(self, run: Any) -> None:

@@ -1,7 +1,6 @@
 """What a run's folder says of it, read back to be compared bit for bit. Nothing is written or
 locked."""
 
-import json
 import math
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 from plumbing import checkpoint as checkpoints
 from plumbing.cli import Knob, fail, read_knobs, show
 from plumbing.console import MEASURED, REPO
-from plumbing.files import clean, read_json
+from plumbing.files import read_json
 from plumbing.resume import changed_knobs, differences, inexact, kept_in
 from reporting.record import read_metrics
 
@@ -257,12 +256,10 @@ class Logged:
         """In words: what of its files is damaged, missing, or not what the log says."""
         found = [f"{path} {file}" for path, file in self.files.items() if isinstance(file, str)]
         known = {save.sha256 for save in self.saves}
-        for step, path, content, sha256 in self.checkpoints:
+        for step, path, _, sha256 in self.checkpoints:
             if sha256 not in known:
                 words = "its hash differs from the logged one"
                 found.append(f"{path} is not what was saved at step {step}: {words}")
-            else:
-                found += self.contradictions(path, content, sha256)
         names = dict.fromkeys(place_of(name) for save in self.saves for name in save.files)
         for name in names:
             found += self.fault_of(name)
@@ -290,35 +287,15 @@ class Logged:
         newest = max(checkpoint.step for checkpoint in read)
         return [f"{self.path / name} holds step {newest}; by the log it is of step {saves[0].step}"]
 
-    def contradictions(self, path: Path, content: dict, sha256: str) -> list[str]:
-        """In words: what its knobs, schedule and data say against those of the same process."""
-        process = next(save.process for save in reversed(self.saves) if save.sha256 == sha256)
-        other = self.facts_of(process)
-        for part in FACTS:
-            parts = [told_of(facts, part) for facts in (content, other)]
-            for key in parts[0] | parts[1]:
-                mine, theirs = (as_json(told.get(key)) for told in parts)
-                if mine != theirs:
-                    return [f"{path}: its {part}/{key} contradicts the run's: {mine}, {theirs}"]
-        return []
-
 
 def place_of(name: Any) -> str:
     """The name of a file of checkpoints, without the step of a ckpt_STEP.pt."""
     return "ckpt_*.pt" if str(name).startswith("ckpt_") else str(name)
 
 
-def told_of(facts: dict, part: str) -> dict:
-    return kept_in(facts["run"], knobs_of_train()) if part == "run" else facts[part]
-
-
 @cache
 def knobs_of_train() -> dict[str, Knob]:
     return read_knobs(REPO / "train.py")
-
-
-def as_json(value: Any) -> str:
-    return json.dumps(clean(value), default=repr)
 
 
 # ---- what differs --------------------------------------------------------------------------------
