@@ -100,16 +100,6 @@ class Field:
     optional: bool = False  # has a column only if the row has a number
 
     @property
-    def reserved(self) -> bool:
-        """Whether a number that a model returns beside its loss must have another name."""
-        return self.writer != "model"
-
-    @property
-    def measured(self) -> bool:
-        """Whether it differs between two runs that compute the same."""
-        return self.writer == "clock"
-
-    @property
     def width(self) -> int:
         """Of its column, in characters."""
         return int(re.search(r"\d+", self.form)[0])
@@ -162,7 +152,8 @@ ALL_FIELDS = (  # in the order of columns and panels
 )
 # fmt: on
 FIELDS = {field.name: field for field in ALL_FIELDS}
-MEASURED = [field.name for field in ALL_FIELDS if field.measured]  # never the same
+# What differs between two runs that compute the same
+MEASURED = [field.name for field in ALL_FIELDS if field.writer == "clock"]
 
 
 def own_field(name: str, kind: str) -> Field:

@@ -24,49 +24,26 @@ FREE_FLAGS = (  # no bit of a step depends on these
 ).split()
 
 
-def is_plain(value: Any) -> bool:
-    return isinstance(value, str | int | float)
-
-
-def is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-def is_pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and [type(digest) for digest in value] == [str, str]
-
-
-def is_command(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and isinstance(value[0], str)
-
-
-def is_kept(value: Any) -> bool:
-    return value is None or isinstance(value, dict)  # None: in an older version
-
-
-# What is read here of run.json, and of the same parts of a checkpoint. {str: ...}: of each key
-IDENTITY = {"code": {str: is_pair}, "threads": is_count, "world_size": is_count, "data": is_plain}
-IDENTITY |= {"kept": is_kept}
-FACTS = {"config": {str: is_plain}, "run": IDENTITY, "data": {}}
-
-
-def wrong_part(value: Any, form: Any, name: str) -> str:
-    """The name of the first part of `value` that does not have its form; "" if there is none."""
-    if not isinstance(form, dict):
-        return "" if form(value) else name
-    if not isinstance(value, dict):
-        return name
-    for key, inner in form.items():
-        for known in value if key is str else [key]:
-            if wrong := wrong_part(value.get(known), inner, f"{name}/{known}"):
-                return wrong
-    return ""
-
-
-def check_form(facts: dict, form: dict, path: Path) -> None:
-    """Raises BadInput unless `facts`, from the file `path`, has this form."""
-    if wrong := wrong_part(facts, form, str(path)):
-        fail(f"{wrong} is missing, or not of the form that train.py writes")
+def check_form(facts: dict, path: Path) -> None:
+    """Raises BadInput unless `facts`, of run.json or a checkpoint in the file `path`, has the parts
+    that are read here, in the form that train.py writes."""
+    try:
+        run = facts["run"]
+        digests = [digest for pair in run["code"].values() for digest in pair]
+        counts = [run["threads"], run["world_size"]]
+        is_fine = (
+            all(isinstance(value, str | int | float) for value in facts["config"].values())
+            and all(isinstance(digest, str) for digest in digests)
+            and len(digests) == 2 * len(run["code"])
+            and all(type(count) is int and count > 0 for count in counts)
+            and isinstance(run["data"], str)
+            and isinstance(run.get("kept", {}), dict)  # an older version has none
+            and isinstance(facts["data"], dict)
+        )
+    except (AttributeError, LookupError, TypeError):
+        is_fine = False
+    if not is_fine:
+        fail(f"{path} is not of the form that train.py writes")
 
 
 @dataclass
@@ -211,7 +188,7 @@ class Logged:
         saved = {save.sha256 for save in self.saves if save.process == process}
         for checkpoint in reversed(self.checkpoints):
             if checkpoint.sha256 in saved:
-                check_form(checkpoint.content, FACTS, checkpoint.path)
+                check_form(checkpoint.content, checkpoint.path)
                 return checkpoint.content
         return self.facts if is_last else None
 
@@ -250,7 +227,11 @@ class Logged:
         """Raises BadInput unless it holds a run, described as train.py does."""
         if not self.facts or not self.rows:
             fail(f"{self.path} holds no run; type: python replay.py out/NAME --step=N")
-        check_form(self.facts, FACTS | {"command": is_command}, self.path / "run.json")
+        path = self.path / "run.json"
+        check_form(self.facts, path)
+        command = self.facts.get("command")
+        if not isinstance(command, list) or not command or not isinstance(command[0], str):
+            fail(f"{path}: its command is not of the form that train.py writes")
 
     def faults(self) -> list[str]:
         """In words: what of its files is damaged, missing, or not what the log says."""

@@ -134,7 +134,7 @@ def launcher(run):
 
 
 def replay(run, *words):
-    """The command that computes a step of this run again, or asks where it parts from another."""
+    """The command that computes a step of this run again."""
     script = str((run.info["command"] or ["train.py"])[0])
     place = ""
     if script.endswith("train.py"):

@@ -115,8 +115,8 @@ def test_every_field_of_a_row_is_in_the_table_with_what_may_be_said_of_it(run_tr
         assert names <= fields.keys() and "step" in names
         wrong = [name for name in names if fields[name].kind not in (kind, "both", "mark")]
         assert wrong == []
-    assert [name for name, field in fields.items() if not field.reserved] == ["loss"]
-    measured = [name for name, field in fields.items() if field.measured]
+    assert [name for name, field in fields.items() if field.writer == "model"] == ["loss"]
+    measured = [name for name, field in fields.items() if field.writer == "clock"]
     speed = ["tokens_per_sec", "mfu", "mem_gb", "gpu_util"]
     assert measured == ["finite", "step_ms", "data_ms", *speed]
 
