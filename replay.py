@@ -407,6 +407,9 @@ def main(argv: list[str] | None = None) -> int:
                 fail(what_it_needs(run.path))
             run.check()
         if len(runs) == 2 and not step and not verify:
+            for run in runs:
+                if not run.script.is_file():  # it was renamed
+                    run.script = script_of(run, is_alone=False)
             return where_they_part(*runs)
         if len(runs) != 1 or bool(step) == bool(verify):
             fail("expected RUN --step=N, RUN OTHER or RUN --verify=K")
@@ -414,6 +417,7 @@ def main(argv: list[str] | None = None) -> int:
         if before_rollback > (len(run.rollbacks) if step else 0):
             fail(f"--before_rollback={before_rollback}: there were {len(run.rollbacks)} rollbacks")
         loop = loop_of(script_of(run, is_alone=True))
+        run.script = Path(loop.__file__)
         return at_step(run, loop) if step else verify_stretches(run, loop)
 
 

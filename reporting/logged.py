@@ -3,7 +3,7 @@ locked."""
 
 import math
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +73,7 @@ class Logged:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.script = REPO / "train.py"  # with the knobs; the user may name another one
         self.facts = read_json(self.path / "run.json")
         self.rows = {}
         self.saves = []
@@ -114,6 +115,10 @@ class Logged:
             self.saves.append(Save(at, str(row.get("sha256")), files, len(self.resumes)))
         if kind in KINDS:
             self.rows.setdefault((at, KINDS.index(kind)), []).append(row)
+
+    @cached_property
+    def knobs(self) -> dict[str, Knob]:
+        return read_knobs(self.script)
 
     @property
     def is_record(self) -> bool:
@@ -209,14 +214,14 @@ class Logged:
                 process += 1
                 found |= self.inexact.get(process, {})
                 facts = self.facts_of(process)
-            found |= inexact(facts["run"], here, knobs_of_train())
+            found |= inexact(facts["run"], here, self.knobs)
         return found
 
     def flags_at(self, stop: int, out_dir: Path, data_dir: str) -> list[str]:
         """Flags with the knobs that held when the run came to step `stop`, "auto" as it was
         resolved. data_dir: "" = as it was."""
         facts = self.facts_at(stop)
-        knobs = facts["config"] | kept_in(facts["run"], knobs_of_train())
+        knobs = facts["config"] | kept_in(facts["run"], self.knobs)
         knobs["out_dir"] = out_dir
         knobs["data_dir"] = data_dir or str(REPO / facts["config"].get("data_dir", "data"))
         return [f"--{name}={show(value)}" for name, value in knobs.items()] + FREE_FLAGS
@@ -274,11 +279,6 @@ def place_of(name: Any) -> str:
     return "ckpt_*.pt" if str(name).startswith("ckpt_") else str(name)
 
 
-@cache
-def knobs_of_train() -> dict[str, Knob]:
-    return read_knobs(REPO / "train.py")
-
-
 # ---- what differs --------------------------------------------------------------------------------
 
 
@@ -311,7 +311,7 @@ def changed(one: Logged, other: Logged) -> list[str]:
     """A line for each knob, and each part of the identity, that differs."""
     found = changed_knobs(one.facts["config"], other.facts["config"])
     for policy in ("fixed", "bits"):
-        found |= differences(one.facts["run"], other.facts["run"], knobs_of_train(), policy)
+        found |= differences(one.facts["run"], other.facts["run"], one.knobs, policy)
     return [f"{name}: {abridged(name, a)}, {abridged(name, b)}" for name, (a, b) in found.items()]
 
 
