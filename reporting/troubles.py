@@ -133,9 +133,13 @@ def launcher(run):
 
 
 def replay(run, *words):
-    """The command that computes a step of this run again, or asks where it parts from another."""
+    """The command that computes a step of this run again."""
     script = str((run.info["command"] or ["train.py"])[0])
-    place = script.removesuffix("train.py") if script.endswith("train.py") else ""
+    place = ""
+    if script.endswith("train.py"):
+        place = script.removesuffix("train.py")
+    else:
+        words = *words, f"--script={script}"
     return shlex.join([*launcher(run), f"{place}replay.py", str(run.folder), *words])
 
 
