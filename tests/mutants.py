@@ -406,7 +406,7 @@ def classify(file, found, sound):
         numeric = ["decays"]
         for one, other in zip(found["moves"], sound["moves"], strict=True):
             size = math.hypot(*one) * math.hypot(*other)
-            if not math.sumprod(one, other) > 0.98 * size:
+            if not float(np.dot(one, other)) > 0.98 * size:
                 broken.append("direction of the update")
     if file == "model.py":  # its numbers are its own
         shared = ("rates", "rows", "windows", "validation", "bests", "tokens", "decays")
