@@ -8,15 +8,19 @@ random numbers, signals and exit code. `python_train` runs the real command line
 import contextlib
 import dataclasses
 import email
+import fcntl
 import functools
 import gc
 import hashlib
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -27,6 +31,10 @@ import pytest
 # machine, threads that spin while they wait make a run take ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# What one test has compiled, the others load: also those of another worker, and of the next session.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_tests_{os.getuid()}"
+)
 
 import torch
 
@@ -53,6 +61,35 @@ QUICK = "house files optim config console signals safe_step".split()
 WINDOWS = 167  # windows of 16 tokens in an epoch of the small text: 20.9 batches of 8
 
 
+# ---- the session ---------------------------------------------------------------------------------
+
+
+def pytest_xdist_auto_num_workers(config):
+    """-n auto: a worker for each core. On one core, on a GPU, or within a test: no workers."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    cores = len(affinity(0)) if affinity else os.cpu_count()
+    within_a_test = "PYTEST_XDIST_WORKER" in os.environ
+    if cores == 1 or within_a_test or config.option.markexpr == "gpu":
+        return 0
+    return cores
+
+
+@pytest.fixture(autouse=True)
+def share_the_cores(request, tmp_path_factory, worker_id):
+    """A test marked `alone` runs while the other workers wait: it times something."""
+    if worker_id == "master":
+        yield
+        return
+    folder = tmp_path_factory.getbasetemp().parent
+    alone = request.node.get_closest_marker("alone")
+    with open(folder / "turn", "a") as turn, open(folder / "cores", "a") as cores:
+        fcntl.flock(turn, fcntl.LOCK_EX)  # so that who waits for all cores is next
+        fcntl.flock(cores, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.flock(turn, fcntl.LOCK_UN)
+        yield
+        fcntl.flock(cores, fcntl.LOCK_UN)  # a process that the test left may hold the file
+
+
 def pytest_collection_modifyitems(items):
     for item in items:
         slow = item.get_closest_marker("slow")
@@ -62,9 +99,9 @@ def pytest_collection_modifyitems(items):
 
 def first(count, cases):
     """`cases` of a parametrize, of which those after the first `count` are slow."""
-    return [
-        c if n < count else pytest.param(c, marks=pytest.mark.slow) for n, c in enumerate(cases)
-    ]
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
+    slow = pytest.mark.slow
+    return [pytest.param(*case, marks=slow if n >= count else ()) for n, case in enumerate(cases)]
 
 
 @dataclasses.dataclass
@@ -221,6 +258,17 @@ def arguments(out_dir, data_dir, flags):
     ]
 
 
+def wait_for(condition, seconds=60):
+    """Waits until condition() is true; fails after `seconds`."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+# ---- source for run_train's `before` -------------------------------------------------------------
+
+
 def stop_at(step, name="SIGTERM"):
     """Source for run_train's `before`: the process sends itself the signal as that step begins."""
     return f"""
@@ -232,6 +280,103 @@ def train_step(model, run, *rest, inner=train.train_step):
 train.train_step = train_step
 """
 
+
+def at_step(step, code):
+    """Source for run_train's `before`: `code` runs just before the step of that number is
+    computed."""
+    return f"""
+def wrap(inner):
+    def train_step(model, run, *rest):
+        if run.state["step"] == {step} - 1:
+{textwrap.indent(textwrap.dedent(code), " " * 12)}
+        return inner(model, run, *rest)
+    return train_step
+train.train_step = wrap(train.train_step)
+"""
+
+
+def bad_batches(indices, how="loss * float('nan')"):
+    """Source: on the batches of these indices the loss, or with how="grad = ..." the gradient, is
+    bad. Not in the rehearsal, the first call: a run whose first loss is NaN does not start."""
+    change = f"numbers['loss'] = {how}"
+    if how.startswith("grad"):
+        change = f"for w in run.model.parameters(): w.{how}"
+    return f"""
+import math
+def wrap(inner):
+    calls = []
+    def forward_backward(model, run, *rest):
+        numbers = inner(model, run, *rest)
+        loss = numbers["loss"]
+        calls.append(1)
+        if len(calls) > 1 and run.state["sequences"] // train.rows_at(0) in {indices}:
+            {change}
+        return numbers
+    return forward_backward
+train.forward_backward = wrap(train.forward_backward)
+"""
+
+
+# What is between the three tries of a save that must succeed: 3 s.
+SHORT_PAUSES = """
+import time, types
+def pause(seconds):
+    time.sleep(seconds / 20)
+train.checkpoint.time = types.SimpleNamespace(**vars(time) | {"sleep": pause})
+"""
+
+
+def ranks(count, code=""):
+    """Source for run_train's `before`: `count` ranks, of which each runs `code`, knowing its
+    `rank`."""
+    return f"""
+import os, socket, torch
+def spread(main):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="{count}")
+    others = []
+    for rank in reversed(range({count})):
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        if rank:
+            others.append(os.fork())
+            if others[-1] == 0:
+                return rank, main
+    def and_wait():
+        code = train.cli.run_script(main)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) for other in reversed(others)]
+        print("CODES", code, *codes, flush=True)
+        return code
+    return 0, and_wait
+rank, train.main = spread(train.main)
+torch.set_num_threads(1)  # after the fork: docs/scaling.md, "Invalid thread pool!"
+def weights_and_moments(run):
+    states = (state for optimizer in run.optimizers for state in optimizer.state.values())
+    return [*run.model.parameters(), *(moment for state in states for moment in state.values())]
+{code}
+"""
+
+
+def only_on(rank, source):
+    return f"if rank == {rank}:\n{textwrap.indent(source, '    ')}"
+
+
+def codes(done):
+    return done.stdout.split("CODES ")[1].splitlines()[0]
+
+
+SHARD = "--shard=true"
+
+# Root may write (1) and read (2) anywhere, unless it gives these capabilities up.
+WITHOUT_OVERRIDE = """
+import ctypes, os
+libc = ctypes.CDLL(None)
+header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+assert libc.capget(header, data) == 0
+data[0] &= ~(1 << 1 | 1 << 2)
+assert libc.capset(header, data) == 0
+"""
 
 LION = """
 import torch
@@ -262,12 +407,102 @@ train.configure_optimizers = configure_optimizers
 """
 
 
-def wait_for(condition, seconds=60):
-    """Waits until condition() is true; fails after `seconds`."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
+# ---- one update, without a run -------------------------------------------------------------------
+
+
+@pytest.fixture
+def knobs(monkeypatch):
+    """knobs(name=value, ...) sets config globals of train.py for this test."""
+
+    import train
+
+    def set_knobs(**values):
+        for name, value in values.items():
+            assert name in vars(train)
+            monkeypatch.setattr(train, name, value)
+
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    set_knobs(dtype="float32", max_steps=100, warmup_steps=0, decay_steps=0)
+    return set_knobs
+
+
+def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
+    """A run before its first step, on a model in which every path is open."""
+    import train
+    from model import GPT, GPTConfig
+    from optim import configure_optimizers
+    from plumbing.checkpoint import MICRO_BATCHES
+
+    torch.manual_seed(0)
+    shape = {"vocab_size": 65, "block_size": 16, "n_head": 2, "n_embd": 32} | shape
+    model = GPT(GPTConfig(**shape))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+    optimizers = configure_optimizers(model, optimizer, 1e-3, 0.1, 0.9, 0.95, 0.95, "cpu")
+    return train.Run(
+        folder=None,
+        path=None,
+        before={},
+        device=torch.device("cpu"),
+        train_data=None,
+        val_data=None,
+        facts={},
+        model=model,
+        optimizers=optimizers,
+        groups=[each.state_dict()["param_groups"] for each in optimizers],
+        scaler=torch.amp.GradScaler("cpu", enabled=train.dtype == "float16"),
+        ema={n: w.detach().clone() for n, w in model.named_parameters()} if ema else {},
+        state=train.FRESH_STATE | dict.fromkeys(MICRO_BATCHES, rows // accum),
+    )
+
+
+def batch(rows=32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    window = torch.randint(65, (rows, 17), generator=generator)
+    return window[:, :-1].clone(), window[:, 1:].clone()
+
+
+def gradient(run):
+    return torch.cat([weight.grad.flatten() for weight in run.model.parameters()])
+
+
+def distance(one, other):
+    """Relative to `other`."""
+    return ((one - other).norm() / other.norm()).item()
+
+
+def update(run, inputs=None, targets=None, lr=1e-3):
+    """The numbers of one step, as plain floats."""
+    import train
+
+    if inputs is None:
+        inputs, targets = batch()
+    numbers = train.train_step(run.model, run, inputs, targets, lr)
+    return {name: value.item() for name, value in numbers.items()}
+
+
+# ---- a copy of the repository --------------------------------------------------------------------
+
+
+def copy_of_repository(folder):
+    folder.mkdir()
+    for file in REPO.glob("*.py"):
+        shutil.copy(file, folder)
+    caches = shutil.ignore_patterns("__pycache__")
+    for package in [REPO / "plumbing", *REPO.glob("reporting")]:
+        shutil.copytree(package, folder / package.name, ignore=caches)
+    return folder
+
+
+def apply_patch(patch, folder):
+    """Applies a unified diff: git finds each hunk by its lines, wherever they stand by now."""
+    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    for command in (["git", "apply", "--check"], ["git", "apply"]):
+        done = subprocess.run(
+            command, input=patch, cwd=folder, env=outside, text=True, capture_output=True
+        )
+        assert done.returncode == 0, done.stderr
 
 
 # ---- what a run left -----------------------------------------------------------------------------
@@ -282,6 +517,10 @@ def read_rows(out_dir, kind=None):
     lines = (out_dir / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line, parse_constant=refuse) for line in lines]
     return [row for row in rows if kind in (None, row["kind"])]
+
+
+def events(done, name):
+    return [row for row in done.rows("event") if row["event"] == name]
 
 
 def fingerprint(path):
@@ -396,10 +635,10 @@ def in_child(argv, files, env, cwd, before, timeout, repo):
     if "--dtype=float16" in argv:  # where a CPU lacks it, torch emulates it
         name, flags = machine.cpu_info()
         machine.cpu_info = lambda: (name, flags | {"avx512_fp16"})
-    exec(compile(before, __file__, "exec"), {"train": train})
     try:
+        exec(compile(before, __file__, "exec"), {"train": train})
         code = run_script(train.main)
-    except SystemExit as leaving:  # --help
+    except SystemExit as leaving:  # of --help, or of a script that `before` has run
         code = leaving.code
     sys.stdout.flush()
     sys.stderr.flush()

@@ -15,16 +15,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import REPO, pydoc_text, wait_for
+from conftest import HONEST_DATA, REPO, pydoc_text, wait_for
 
 import prepare_data
 from plumbing.data import TOKENIZERS, DataError, Offline, tokenizer_of
 from prepare_data import CORPORA, get_dataset, parts, prepare, read_chunks
 
 SCRIPT = REPO / "prepare_data.py"
-FOLDER = Path(os.environ.get("HONEST_DATA") or "/nonexistent")
 needs_gpt2 = pytest.mark.skipif(
-    not (FOLDER / "tiktoken_cache").is_dir(), reason="HONEST_DATA names no folder tiktoken_cache"
+    not (HONEST_DATA / "tiktoken_cache").is_dir(),
+    reason="HONEST_DATA names no folder tiktoken_cache",
 )
 BOTH = ["byte", pytest.param("gpt2", marks=needs_gpt2)]
 MANY = {"val_fraction": 0.1}  # so that a small corpus has some to validate
@@ -32,8 +32,8 @@ MANY = {"val_fraction": 0.1}  # so that a small corpus has some to validate
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    if (FOLDER / "tiktoken_cache").is_dir():
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(FOLDER / "tiktoken_cache"))
+    if (HONEST_DATA / "tiktoken_cache").is_dir():
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(HONEST_DATA / "tiktoken_cache"))
 
 
 @pytest.fixture(scope="module")
@@ -127,23 +127,6 @@ def test_the_same_command_writes_the_same_bytes_however_much_is_read_at_once(
     assert sorted(snapshot(made[0])) == ["meta.json", "train.bin", "val.bin"]
 
 
-def test_a_vocabulary_past_65536_is_written_in_32_bits(tmp_path, corpus, monkeypatch):
-    class Wide:
-        vocab_size = 70_000
-        end_of_text = 69_999
-
-        def __init__(self, meta):
-            pass
-
-        def encode(self, text):
-            return np.frombuffer(text.encode("utf-32-le"), np.uint32)
-
-    monkeypatch.setitem(TOKENIZERS, "wide", Wide)
-    _, meta = make(tmp_path / "made", corpus, "wide", **MANY)
-    assert meta["dtype"] == "uint32"
-    assert np.fromfile(tmp_path / "made" / "train.bin", "uint32").max() == 69_999
-
-
 def test_a_validation_document_never_occurs_in_training(tmp_path, texts):
     """Every document is planted three times, in files whose order differs between two corpora."""
     sides = []
@@ -202,12 +185,6 @@ def test_a_glob_takes_the_files_that_it_matches_and_field_names_the_text(tmp_pat
     assert all_of(tmp_path / "made") == sorted(texts[:100])
 
 
-def test_zst_is_refused_with_what_to_type(tmp_path):
-    write(tmp_path / "a.jsonl.zst", b"whatever")
-    with pytest.raises(DataError, match="a.jsonl.zst: .zst is not read; unpack it first: zstd -d"):
-        make(tmp_path / "made", tmp_path / "a.jsonl.zst", **MANY)
-
-
 # --- killed, and started again ---
 
 
@@ -240,16 +217,6 @@ prepare_data.prepare("made", sys.argv[1], sys.argv[2], "byte", val_fraction=0.1)
             os.utime(each, (0, 0))
     make(folder, corpus, **MANY)
     assert snapshot(folder) == snapshot(tmp_path / "whole" / "made")
-
-
-def test_a_full_disk_leaves_nothing(tmp_path, corpus, monkeypatch):
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(prepare_data, "fsync", full)
-    with pytest.raises(DataError, match="cannot write .*made .*No space left.*--data_dir=FOLDER"):
-        make(tmp_path / "made", corpus, **MANY)
-    assert not (tmp_path / "made").exists()
 
 
 # --- a corpus that is there already, or was damaged ---
@@ -299,14 +266,6 @@ def test_of_a_single_document_the_last_tenth_is_held_out(tmp_path, texts):
     assert train + val == texts[0] and len(train) == int(0.9 * len(texts[0]))
 
 
-@pytest.mark.parametrize("damage", [os.remove, lambda path: os.truncate(path, 100)])
-def test_a_damaged_corpus_is_named(tmp_path, corpus, damage):
-    make(tmp_path / "made", corpus, **MANY)
-    damage(tmp_path / "made" / "train.bin")
-    with pytest.raises(DataError, match="train.bin was changed or damaged: .*prepare_data.py made"):
-        get_dataset("made", tmp_path)
-
-
 # --- bad input ---
 
 
@@ -324,52 +283,50 @@ def command(tmp_path, *argv, **environment):
 GOOD = b'{"text": "good"}\n'
 
 
+BAD_FILES = [  # (name, content, the message)
+    ("a.jsonl", GOOD + b"\n{oops\n", "a.jsonl:3: JSONDecodeError"),
+    ("a.jsonl", GOOD + b'{"body": "x"}', "a.jsonl:2: KeyError: 'text'"),
+    ("a.jsonl", b'{"text": 5}', "a.jsonl:1: TypeError: 'text' is no string"),
+    ("a.jsonl", b'"text"', "a.jsonl:1: TypeError"),
+    ("a.jsonl", b'{"text":' + b"[" * 99_999, "a.jsonl:1: RecursionError"),
+    ("a.jsonl", b'[{"text": "x"}]', "is a JSON array"),
+    ("a.jsonl", GOOD + b'{"text": "\xe4"}', "0xe4 in position 10"),
+    ("b.txt", b"K\xe4se", "b.txt is not UTF-8: byte 0xe4 at offset 1"),
+    ("b.png", b"\x89PNG\0x", "b.png is binary"),
+    ("a.txt.gz", gzip.compress(b"a text" * 99)[:-9], "fetch it again or leave it out"),
+    ("a.txt.gz", b"no gzip at all", "fetch it again or leave it out"),
+    ("a.jsonl.zst", b"whatever", "a.jsonl.zst: .zst is not read; unpack it first: zstd -d"),
+]
+
+
+@pytest.mark.parametrize("name, content, words", BAD_FILES)
+def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path, name, content, words):
+    write(tmp_path / "web" / "a.txt", b"good")
+    write(tmp_path / "web" / name, content)
+    assert words in refusal(tmp_path, "")
+
+
 @pytest.mark.parametrize(
-    "files, source, words",
+    "source, how, words",
     [
-        ({"a.jsonl": GOOD + b"\n{oops\n"}, "", ["a.jsonl:3: JSONDecodeError", "object of up to"]),
-        ({"a.jsonl": GOOD + b'{"body": "x"}'}, "", ["a.jsonl:2: KeyError: 'text'", "--field=NAME"]),
-        ({"a.jsonl": b'{"text": 5}'}, "", ["a.jsonl:1: TypeError: 'text' is no string"]),
-        ({"a.jsonl": b'"text"'}, "", ["a.jsonl:1: TypeError"]),
-        ({"a.jsonl": b'{"text":' + b"[" * 99_999}, "", ["a.jsonl:1: RecursionError"]),
-        ({"a.jsonl": b'[{"text": "x"}]'}, "", ["is a JSON array", "one object a line", "jq"]),
-        ({"a.jsonl": GOOD + b'{"text": "\xe4"}'}, "", ["a.jsonl:2: ", "0xe4 in position 10"]),
-        (
-            {"a.txt": b"good", "b.txt": b"K\xe4se"},
-            "",
-            ["b.txt is not UTF-8: byte 0xe4 at offset 1"],
-        ),
-        (
-            {"a.txt": b"good", "b.png": b"\x89PNG\0x"},
-            "",
-            ["b.png is binary", "byte 0x00 at offset 4", "leave it out"],
-        ),
-        (
-            {"a.txt.gz": gzip.compress(b"a text" * 99)[:-9]},
-            "",
-            ["cannot read", "a.txt.gz", "fetch it again or leave it out"],
-        ),
-        (
-            {"a.txt.gz": b"no gzip at all"},
-            "",
-            ["cannot read", "a.txt.gz", "fetch it again or leave it out"],
-        ),
-        ({"a.txt": b""}, "", ["1 files, 0 bytes"]),
-        ({"a.txt": b"good"}, "/*.jsonl", ["0 files, 0 bytes", "expected text, .jsonl"]),
-        ({"a.txt": b"good"}, "/b.jsonl", ["cannot read", "No such file"]),
-        ({"a.txt": b"1"}, "", ["too short"]),
+        ("", {}, "too short"),
+        ("/*.jsonl", {}, "0 files, 0 bytes"),
+        ("/b.jsonl", {}, "No such file"),
+        ("", {"tokenizer": "char"}, "char learns its vocab"),
+        ("", {"tokenizer": "bpe"}, "no tokenizer"),
     ],
 )
-def test_a_corpus_that_cannot_be_used_is_refused_by_name_and_leaves_nothing(
-    tmp_path, files, source, words
-):
-    for name, content in files.items():
-        write(tmp_path / "web" / name, content)
+def test_a_corpus_that_cannot_be_used_is_refused(tmp_path, source, how, words):
+    write(tmp_path / "web" / "a.txt", b"1")
+    assert words in refusal(tmp_path, source, **how)
+
+
+def refusal(tmp_path, source, **how):
+    """The one line for the corpus tmp_path/web. Nothing may have been written."""
     with pytest.raises(DataError) as error:
-        make(tmp_path / "data" / "made", f"{tmp_path}/web{source}")
-    message = str(error.value)
-    assert all(word in message for word in words) and "\n" not in message, message
-    assert not (tmp_path / "data").exists()
+        make(tmp_path / "data" / "made", f"{tmp_path}/web{source}", **how)
+    assert "\n" not in str(error.value) and not (tmp_path / "data").exists()
+    return str(error.value)
 
 
 def test_the_command_says_it_in_one_line_and_exits_2(tmp_path):
@@ -415,16 +372,6 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monk
         make(tmp_path / "made", tmp_path / "a.jsonl")
 
 
-def test_tokenizers_that_a_corpus_cannot_have_are_refused(tmp_path, corpus):
-    for tokenizer, words in (
-        ("char", "char learns its vocab.*--tokenizer=gpt2"),
-        ("bpe", "no tokenizer"),
-    ):
-        with pytest.raises(DataError, match=words):
-            make(tmp_path / "made", corpus, tokenizer)
-    assert not (tmp_path / "made").exists()
-
-
 def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     for name in CORPORA:
@@ -462,15 +409,13 @@ def test_a_corpus_of_the_hub_is_streamed_and_a_network_that_breaks_leaves_nothin
 # --- what reads it ---
 
 
-@needs_gpt2
 def test_train_learns_a_corpus_and_sample_decodes_from_it(tmp_path, corpus, run_train):
-    made = command(tmp_path, "web", "--input=corpus", "--val_fraction=0.02")
-    assert made.returncode == 0, made.stderr
+    make(tmp_path / "web", corpus, val_fraction=0.02)
     flags = ["--dataset=web", f"--data_dir={tmp_path}", "--max_steps=4", "--warmup_steps=1"]
     flags += ["--peak_lr=1e-2"]  # else 4 steps learn less than two batches differ
     done = run_train("out", *flags)
     assert done.returncode == 0, done.stderr
     losses = [row["loss"] for row in done.rows("train")]
-    assert len(losses) == 4 and 10 < losses[0] < 12 and losses[-1] < losses[0]
+    assert len(losses) == 4 and 5 < losses[0] < 6 and losses[-1] < losses[0]
     (sample,) = [row["text"] for row in done.rows("event") if row["event"] == "sample"]
-    assert len(sample) > 20
+    assert len(sample) > 5

@@ -67,30 +67,6 @@ def test_the_gpu_is_found_by_default():
     assert "cuda:0" in python("from plumbing.machine import *; print(choose_device('auto'))")
 
 
-@pytest.mark.gpu
-@needs_gpu
-def test_a_run_on_the_cpu_creates_no_cuda_context():
-    code = """
-import ctypes, torch
-import train
-from plumbing import machine, safe_step
-device = machine.choose_device("cpu")
-machine.set_deterministic("auto", device)
-train.seed_everything(1)
-safe_step.set_rng_state(safe_step.rng_state(device), device)
-machine.choose_dtype("auto", device), machine.choose_compile("auto", device, 1e20, 1000)
-machine.memory_gb(device), machine.free_memory(device), machine.gpu_util(device)
-machine.describe_machine(device), machine.synchronize(device), machine.peak_flops(device, "float32")
-torch.compile(torch.nn.Linear(8, 8))(torch.ones(2, 8)).sum().backward()
-flags, active = ctypes.c_uint(), ctypes.c_int()
-driver = ctypes.CDLL("libcuda.so.1")
-driver.cuInit(0)
-driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active))
-print("context", active.value)
-"""
-    assert "context 0" in python(code)
-
-
 # ---- precision, compilation, determinism ---------------------------------------------------------
 
 
@@ -107,11 +83,6 @@ def test_bfloat16_is_the_default_only_where_the_cpu_computes_in_it(monkeypatch):
     monkeypatch.setattr(machine, "cpu_info", lambda: ("a CPU", {"amx_bf16"}))
     monkeypatch.setattr(machine, "kernels_have_bfloat16", lambda: False)
     assert machine.choose_dtype("auto", CPU)[0] == "float32"
-
-
-def test_kernels_that_a_variable_restricts_have_no_bfloat16():
-    code = "from plumbing.machine import *; print(kernels_have_bfloat16())"
-    assert "False" in python(code, ONEDNN_MAX_CPU_ISA="AVX2")
 
 
 def test_compile_auto_on_a_cpu_is_decided_by_flops_alone(monkeypatch):
@@ -221,13 +192,18 @@ def test_a_dtype_that_a_gpu_emulates_has_no_datasheet():
     assert machine.datasheet_peak("Tesla T4", "bfloat16") is None
 
 
-def test_measuring_the_peak_takes_no_unexplained_seconds_where_bfloat16_is_emulated():
-    """In seconds of this process, since other processes may keep the machine busy."""
-    code = "import time, torch; torch.set_num_threads(1); from plumbing.machine import *; "
-    code += "start = time.process_time(); found = peak_flops(torch.device('cpu'), 'bfloat16'); "
-    code += "print(time.process_time() - start, *found)"
-    seconds, rate, *why = python(code, **OLD_CPU).split()
-    assert float(seconds) < 2
+def test_where_bfloat16_is_emulated_it_is_found_out_and_measured_within_two_seconds():
+    """In seconds of that process, since other processes may keep the machine busy."""
+    code = """
+import time, torch
+from plumbing import machine
+torch.set_num_threads(1)
+start = time.process_time()
+found = machine.peak_flops(torch.device("cpu"), "bfloat16")
+print(time.process_time() - start, machine.kernels_have_bfloat16(), *found)
+"""
+    seconds, native, rate, *why = python(code, **OLD_CPU).split()
+    assert float(seconds) < 2 and native == "False"
     assert 1e8 < float(rate) < 1e14 and why[0] == "measured,"
 
 

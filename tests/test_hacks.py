@@ -3,14 +3,21 @@ same, and each run, killed and resumed, comes to the bits of one that was never 
 
 import dataclasses
 import functools
-import os
 import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import REPO, arguments, digest, fingerprint, stop_at
+from conftest import (
+    REPO,
+    apply_patch,
+    arguments,
+    copy_of_repository,
+    digest,
+    fingerprint,
+    stop_at,
+)
 
 from prepare_data import prepare
 
@@ -76,26 +83,6 @@ def fork(tmp_path):
         return folder
 
     return make
-
-
-def copy_of_repository(folder):
-    folder.mkdir()
-    for file in REPO.glob("*.py"):
-        shutil.copy(file, folder)
-    caches = shutil.ignore_patterns("__pycache__")
-    for package in [REPO / "plumbing", *REPO.glob("reporting")]:
-        shutil.copytree(package, folder / package.name, ignore=caches)
-    return folder
-
-
-def apply_patch(patch, folder):
-    """Applies a unified diff: git finds each hunk by its lines, wherever they stand by now."""
-    outside = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)}
-    for command in (["git", "apply", "--check"], ["git", "apply"]):
-        done = subprocess.run(
-            command, input=patch, cwd=folder, env=outside, text=True, capture_output=True
-        )
-        assert done.returncode == 0, done.stderr
 
 
 def added_lines(patch):
@@ -246,6 +233,7 @@ def test_a_loss_spike_rolls_back_and_the_run_goes_on(fork, run_train):
     assert done.rows("train")[-1]["step"] == STEPS
 
 
+@pytest.mark.slow
 def test_generation_with_a_cache_continues_as_without(fork, plain_run):
     folder = fork("kv_cache")
     command = [plain_run().out_dir, "--max_new_tokens=40", "--temperature=0", "--device=cpu"]

@@ -13,98 +13,49 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import HONEST_DATA, REPO, TINY, WINDOWS, digest, read_rows, stop_at, tree
+from conftest import (
+    HONEST_DATA,
+    REPO,
+    TINY,
+    WINDOWS,
+    batch,
+    build_run,
+    digest,
+    distance,
+    gradient,
+    read_rows,
+    stop_at,
+    tree,
+    update,
+)
+from helpers import moving_run
 
 import train
-from model import GPT, GPTConfig
-from optim import configure_optimizers
-from plumbing.checkpoint import MICRO_BATCHES
 from plumbing.data import OrderedWindows
 from plumbing.resume import split_global_batch
 
 STEPS = 12
-CPU = torch.device("cpu")
 TRAIN = (
     "step loss lr grad_norm skipped step_ms data_ms tokens_per_sec mfu mem_gb gpu_util tokens epoch"
 )
 EVAL = "step val_loss val_bpb val_accuracy best_val_loss"
 
 
-@pytest.fixture
-def knobs(monkeypatch):
-    """knobs(name=value, ...) sets config globals of train.py for this test."""
-
-    def set_knobs(**values):
-        for name, value in values.items():
-            assert name in vars(train)
-            monkeypatch.setattr(train, name, value)
-
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    set_knobs(dtype="float32", max_steps=100, warmup_steps=0, decay_steps=0)
-    return set_knobs
-
-
-def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
-    """A run before its first step, on a model in which every path is open."""
-    torch.manual_seed(0)
-    shape = {"vocab_size": 65, "block_size": 16, "n_head": 2, "n_embd": 32} | shape
-    model = GPT(GPTConfig(**shape))
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.1)
-    optimizers = configure_optimizers(model, optimizer, 1e-3, 0.1, 0.9, 0.95, 0.95, "cpu")
-    return train.Run(
-        folder=None,
-        path=None,
-        before={},
-        device=CPU,
-        train_data=None,
-        val_data=None,
-        facts={},
-        model=model,
-        optimizers=optimizers,
-        groups=[each.state_dict()["param_groups"] for each in optimizers],
-        scaler=torch.amp.GradScaler("cpu", enabled=train.dtype == "float16"),
-        ema={n: w.detach().clone() for n, w in model.named_parameters()} if ema else {},
-        state=train.FRESH_STATE | dict.fromkeys(MICRO_BATCHES, rows // accum),
-    )
-
-
-def batch(rows=32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    window = torch.randint(65, (rows, 17), generator=generator)
-    return window[:, :-1].clone(), window[:, 1:].clone()
-
-
-def gradient(run):
-    return torch.cat([weight.grad.flatten() for weight in run.model.parameters()])
-
-
-def distance(one, other):
-    """Relative to `other`."""
-    return ((one - other).norm() / other.norm()).item()
-
-
 def moments(run):
     return [optimizer.state_dict()["state"] for optimizer in run.optimizers]
-
-
-def update(run, inputs=None, targets=None, lr=1e-3):
-    """The numbers of one step, as plain floats."""
-    if inputs is None:
-        inputs, targets = batch()
-    numbers = train.train_step(run.model, run, inputs, targets, lr)
-    return {name: value.item() for name, value in numbers.items()}
 
 
 # ---- one update ----------------------------------------------------------------------------------
 
 
-def test_four_micro_batches_of_8_make_the_update_of_one_of_32(knobs):
-    whole = build_run(accum=1)
-    parts = build_run(accum=4)
+@pytest.mark.parametrize("micro_batch", [8, 5])  # of 5, the last one has 2 sequences
+def test_micro_batches_make_the_update_of_the_whole_batch(knobs, micro_batch):
+    whole = build_run()
+    parts = build_run()
+    parts.state["micro_batch"] = micro_batch
+    mean = whole.model(*batch()).item()
     expected = update(whole)
-    assert parts.state["micro_batch"] == 8
+    assert expected["loss"] == pytest.approx(mean, rel=1e-6)
     assert update(parts) == pytest.approx(expected, rel=1e-6)
     assert distance(gradient(parts), gradient(whole)) < 1e-6
 
@@ -118,41 +69,14 @@ def test_four_micro_batches_of_8_make_the_update_of_one_of_32(knobs):
     assert distance(gradient(undivided), gradient(whole)) > 1
 
 
-def test_micro_batches_of_unequal_size_make_the_same_update(knobs):
-    """5 does not divide 32: the last micro-batch has 2 sequences, which count no more than
-    others."""
-    whole = build_run()
-    parts = build_run()
-    parts.state["micro_batch"] = 5
-    expected = update(whole)
-    assert update(parts) == pytest.approx(expected, rel=1e-6)
-    assert distance(gradient(parts), gradient(whole)) < 1e-6
-
-
-def test_the_reported_loss_is_the_mean_over_the_global_batch(knobs):
-    run = build_run(accum=4)
-    expected = run.model(*batch()).item()
-    assert update(run)["loss"] == pytest.approx(expected, rel=1e-6)
-
-
-def test_the_norm_is_that_before_clipping_and_clipping_keeps_the_direction(knobs):
-    knobs(grad_clip=0.0)
-    free = build_run()
-    norm = update(free)["grad_norm"]
-    assert norm == pytest.approx(gradient(free).norm().item(), rel=1e-6)
-    knobs(grad_clip=norm / 10)
-    clipped = build_run()
-    assert update(clipped)["grad_norm"] == pytest.approx(norm, rel=1e-6)
-    assert torch.allclose(gradient(clipped), gradient(free) / 10, rtol=1e-4, atol=1e-9)
-    knobs(grad_clip=norm * 2)
-    loose = build_run()
-    update(loose)
-    assert torch.equal(gradient(loose), gradient(free))
-
-
-def test_clipping_of_100_200_50_at_norm_1(knobs):
-    """The step's own clipping, on a model whose gradient is known."""
-    knobs(grad_clip=1.0, batch_size=1)
+@pytest.mark.parametrize(
+    "grad_clip, clipped",
+    [(1.0, [0.436, 0.873, 0.218]), (0.0, [100, 200, 50]), (300.0, [100, 200, 50])],
+    ids=["clipped", "off", "below the limit"],
+)
+def test_clipping_of_100_200_50(knobs, grad_clip, clipped):
+    """Of a model whose gradient is known. The norm on record is that before clipping."""
+    knobs(grad_clip=grad_clip, batch_size=1)
 
     class Three(torch.nn.Module):
         def __init__(self):
@@ -162,14 +86,13 @@ def test_clipping_of_100_200_50_at_norm_1(knobs):
         def forward(self, inputs, targets):
             return (self.w * torch.tensor([100.0, 200.0, 50.0])).sum()
 
-    model = Three()
     run = build_run(rows=1)
-    run.model = model
+    run.model = model = Three()
     run.optimizers = [torch.optim.SGD(model.parameters(), lr=1.0, fused=True)]
     numbers = update(run, *batch(1), lr=1.0)
     assert (numbers["loss"], numbers["skipped"]) == (0, 0)
     assert numbers["grad_norm"] == pytest.approx(229.13, abs=0.005)
-    assert [round(g, 3) for g in model.w.grad.tolist()] == [0.436, 0.873, 0.218]
+    assert [round(g, 3) for g in model.w.grad.tolist()] == clipped
     assert torch.allclose(model.w, -model.w.grad)
 
 
@@ -210,93 +133,39 @@ def test_the_average_follows_its_formula(knobs):
 
 @pytest.mark.parametrize("when", [0, 2], ids=["first step", "third step"])
 @pytest.mark.parametrize("bad", ["loss", "gradient"])
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "momentum", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "momentum", "muon", "by hand"])
 def test_an_update_that_is_not_finite_leaves_everything_as_it_was(knobs, optimizer, bad, when):
-    """Weights, moments and average; and the updates after it are those of a run that never saw
-    it."""
+    """Weights, buffers, moments and average; and the updates after it are those of a run that
+    never saw it."""
     knobs(ema_decay=0.9)
-    run = build_run(optimizer, ema=True)
+    run = moving_run(optimizer)
     for seed in range(when):
         update(run, *batch(seed=seed))
     spared = copy.deepcopy(run)
-    before = [digest(part) for part in (run.model.state_dict(), run.ema)]
+    before = digest([run.model.state_dict(), run.ema])
+    rng = torch.get_rng_state()
     if bad == "loss":
         poisoned = lambda x, y: run.model(x, y) * math.nan  # noqa: E731
         numbers = train.train_step(poisoned, run, *batch(), 1e-3)
     else:
-        poison = run.model.head.weight.register_hook(lambda gradient: gradient * math.inf)
+        poison = run.model.gpt.head.weight.register_hook(lambda gradient: gradient * math.inf)
         numbers = update(run)
         poison.remove()
     assert numbers["skipped"] == 1 and not math.isfinite(numbers["grad_norm"])
     assert math.isnan(numbers["loss"]) == (bad == "loss")
-    assert [digest(part) for part in (run.model.state_dict(), run.ema)] == before
-    for seed in range(5, 8):
-        update(run, *batch(seed=seed))
-        update(spared, *batch(seed=seed))
-    assert digest(run.model.state_dict()) == digest(spared.model.state_dict())
-    assert digest(moments(run)) == digest(moments(spared))
-    assert digest(run.ema) == digest(spared.ema)
-    assert digest(run.model.state_dict()) != before[0]
-
-
-class Moving(torch.nn.Module):
-    """A GPT whose forward pass moves buffers: in place, as BatchNorm does, and by assigning new
-    ones."""
-
-    def __init__(self, gpt):
-        super().__init__()
-        self.gpt = gpt
-        self.norm = torch.nn.BatchNorm1d(1)
-        self.register_buffer("mean", torch.zeros(()))
-
-    def forward(self, inputs, targets):
-        loss = self.gpt(inputs, targets)
-        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
-        return loss + self.norm(inputs.float().view(-1, 1)).mean() + 0 * self.norm.running_var.sum()
-
-
-class Lion(torch.optim.Optimizer):
-    """By hand: an int in its state, a counter in param_groups, all of it made in the first step."""
-
-    def __init__(self, weights):
-        super().__init__(weights, {"lr": 0.0})
-
-    def step(self):
-        for group in self.param_groups:
-            group["taken"] = group.get("taken", 0) + 1
-            for weight in group["params"]:
-                state = self.state[weight]
-                state["count"] = state.get("count", 0) + 1
-                average = state.setdefault("average", torch.zeros_like(weight))
-                update = (0.9 * average + 0.1 * weight.grad).sign() / state["count"]
-                weight.sub_(group["lr"] / group["taken"] * update)
-                average.lerp_(weight.grad, 0.01)
-
-
-@pytest.mark.parametrize("when", [0, 2], ids=["first step", "third step"])
-def test_an_update_that_is_not_finite_leaves_buffers_and_any_optimizer_as_they_were(knobs, when):
-    run = build_run()
-    run.model = Moving(run.model)
-    run.optimizers = [Lion(run.model.parameters())]
-    for seed in range(when):
-        update(run, *batch(seed=seed))
-    spared = copy.deepcopy(run)
-    whole = lambda run: digest([run.model.state_dict(), run.optimizers[0].state_dict()])  # noqa: E731
-    before = digest(run.model.state_dict())
-    poisoned = lambda x, y: run.model(x, y) * math.nan  # noqa: E731
-    assert train.train_step(poisoned, run, *batch(), 1e-3)["skipped"] == 1
-    assert digest(run.model.state_dict()) == before
-    for seed in range(5, 8):
-        update(run, *batch(seed=seed))
-        update(spared, *batch(seed=seed))
-    assert whole(run) == whole(spared)
-    assert digest(run.model.state_dict()) != before
+    assert digest([run.model.state_dict(), run.ema]) == before
+    ends = []
+    for each in (run, spared):
+        torch.set_rng_state(rng)
+        for seed in range(5, 8):
+            update(each, *batch(seed=seed))
+        ends.append(digest([each.model.state_dict(), moments(each), each.ema]))
+    assert ends[0] == ends[1] != before
 
 
 def test_the_gradient_of_a_weight_that_no_optimizer_has_is_zeroed_too(knobs):
     knobs(grad_clip=0.0)
-    run = build_run()
-    run.model = Moving(run.model)  # the optimizer has the weights of the GPT in it
+    run = moving_run("adamw")  # the optimizer has the weights of the GPT in it
     poisoned = lambda x, y: run.model(x, y) * math.nan  # noqa: E731
     assert train.train_step(poisoned, run, *batch(), 1e-3)["skipped"] == 1
     for _ in range(2):
@@ -360,18 +229,6 @@ def test_evaluation_is_the_mean_over_every_token_of_the_split(knobs, val):
     assert run.model.training
 
 
-def test_evaluation_draws_no_random_number_and_smooths_no_label(knobs, val):
-    rng = torch.get_rng_state()
-    plain = evaluate(build_run(), val)
-    knobs(label_smoothing=0.5)
-    torch.set_rng_state(rng)
-    run = build_run(dropout=0.5, label_smoothing=0.5)
-    rng = torch.get_rng_state()
-    assert evaluate(run, val) == plain
-    assert torch.equal(torch.get_rng_state(), rng)
-    assert update(run)["loss"] != update(build_run())["loss"]  # control: in training they are on
-
-
 @pytest.mark.parametrize("micro_batch", [1, 4, 13])
 def test_evaluation_does_not_depend_on_how_it_is_cut(knobs, val, micro_batch):
     run = build_run()
@@ -379,21 +236,6 @@ def test_evaluation_does_not_depend_on_how_it_is_cut(knobs, val, micro_batch):
     found = evaluate(run, val, micro_batch)
     assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
     assert found["val_accuracy"] == expected["val_accuracy"]
-
-
-def test_evaluation_that_runs_out_of_memory_goes_through_in_smaller_micro_batches(knobs, val):
-    run = build_run()
-    expected = evaluate(run, val)
-    forward = run.model.forward
-
-    def forward_of_few(inputs):
-        if len(inputs) > 3:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return forward(inputs)
-
-    run.model.forward = forward_of_few
-    assert evaluate(run, val, micro_batch=12) == pytest.approx(expected, rel=1e-6)
-    assert run.state["eval_micro_batch"] == 3
 
 
 def test_the_average_is_what_is_evaluated_where_there_is_one(knobs, val):
@@ -434,10 +276,6 @@ def test_warmup_and_cosine_of_gpt2(knobs):
         ("constant", lambda step: 1.0),
         ("step", lambda step: max(0.1, 0.5 ** ((step - 20) // 30))),
         ("wsd", lambda step: min(1.0, max(0.1, 1 - 0.9 * (step - 75) / 25))),
-        (
-            "cosine",
-            lambda step: 0.1 + 0.45 * (1 + math.cos(math.pi * min(1, (step - 20) / 80))),
-        ),
     ],
 )
 def test_schedules_follow_their_formula(knobs, schedule, expected):
@@ -447,6 +285,8 @@ def test_schedules_follow_their_formula(knobs, schedule, expected):
         assert train.lr_at(step) == pytest.approx((step + 1) / 20)
     for step in range(20, 300):
         assert train.lr_at(step) == pytest.approx(expected(step)), step
+    knobs(cooldown_steps=0)  # wsd: a fifth of the steps
+    assert schedule != "wsd" or train.lr_at(90) == pytest.approx(0.55)
 
 
 def test_onecycle_is_that_of_torch(knobs):
@@ -468,29 +308,20 @@ def test_onecycle_is_that_of_torch(knobs):
             reference.step()
 
 
-def test_wsd_descends_over_a_fifth_where_nothing_is_said(knobs):
-    knobs(schedule="wsd", peak_lr=1.0, min_lr=0.0, warmup_steps=10, max_steps=1000)
-    assert {train.lr_at(step) for step in range(10, 801)} == {1.0}
-    assert train.lr_at(900) == pytest.approx(0.5) and train.lr_at(1000) == 0
-
-
 @pytest.mark.parametrize("schedule", "cosine linear constant step onecycle wsd".split())
-@pytest.mark.parametrize("warmup_steps", [0, 1, 50, 100])
-def test_no_schedule_leaves_its_bounds(knobs, schedule, warmup_steps):
-    knobs(schedule=schedule, peak_lr=1.0, min_lr=0.01, warmup_steps=warmup_steps, max_steps=100)
-    rates = [train.lr_at(step) for step in range(200)]
-    assert all(0 < rate <= 1 for rate in rates) and max(rates) > 0.999
-    if schedule not in ("constant", "step"):
-        assert rates[100:] == [0.01] * 100
-    knobs(decay_steps=30)  # shorter than a warmup may be
-    assert all(0 < train.lr_at(step) <= 1 for step in range(200))
-
-
-@pytest.mark.parametrize("schedule", "cosine linear constant step onecycle wsd".split())
-@pytest.mark.parametrize("max_steps", [1, 2, 4])
-def test_a_run_of_a_few_steps_has_a_rate_for_each(knobs, schedule, max_steps):
-    knobs(schedule=schedule, peak_lr=1.0, min_lr=0.01, max_steps=max_steps)
-    assert all(0.01 <= train.lr_at(step) <= 1 for step in range(max_steps))
+def test_no_schedule_leaves_its_bounds(knobs, schedule):
+    knobs(schedule=schedule, peak_lr=1.0, min_lr=0.01)
+    for warmup_steps in (0, 1, 50, 100):
+        knobs(warmup_steps=warmup_steps, max_steps=100, decay_steps=0)
+        rates = [train.lr_at(step) for step in range(200)]
+        assert all(0 < rate <= 1 for rate in rates) and max(rates) > 0.999
+        if schedule not in ("constant", "step"):
+            assert rates[100:] == [0.01] * 100
+        knobs(decay_steps=30)  # shorter than a warmup may be
+        assert all(0 < train.lr_at(step) <= 1 for step in range(200))
+    for max_steps in (1, 2, 4):
+        knobs(warmup_steps=0, max_steps=max_steps, decay_steps=0)
+        assert all(0.01 <= train.lr_at(step) <= 1 for step in range(max_steps))
 
 
 def test_each_step_is_taken_at_its_own_rate(run_train, knobs):
@@ -512,14 +343,10 @@ def plain(train_in, tmp_path_factory):
     "flags",
     [
         ["--eval_interval=1"],
-        ["--log_interval=1"],
-        ["--log_interval=100"],
-        ["--num_workers=2"],
-        ["--num_workers=1", "--prefetch_factor=7"],
-        ["--save_interval=1"],
-        ["--save_minutes=0.0001", "--keep_last=1"],
-        ["--milestone_interval=5"],
-        ["--sample_interval=1"],
+        ["--log_interval=1", "--num_workers=2"],
+        ["--log_interval=100", "--num_workers=1", "--prefetch_factor=7"],
+        ["--save_interval=1", "--sample_interval=1"],
+        ["--save_minutes=0.0001", "--keep_last=1", "--milestone_interval=5"],
         ["--eval_interval=3", "--log_interval=2", "--num_workers=1", "--save_interval=4"],
     ],
     ids=" ".join,
@@ -534,12 +361,6 @@ def test_looking_does_not_disturb_training(run_train, plain, flags):
     for key in ("loss", "lr", "grad_norm"):
         rows = [[row[key] for row in run.rows("train")] for run in (done, plain)]
         assert rows[0] == rows[1]
-
-
-@pytest.mark.parametrize("flag", ["--seed=1338", "--dropout=0.2", "--batch_size=9", "--beta2=0.9"])
-def test_what_belongs_to_training_does_show(run_train, plain, flag):
-    ours = run_train("run", "--dropout=0.1", flag).fingerprint(STEPS)
-    assert ours["model"] != plain.fingerprint(STEPS)["model"]
 
 
 @pytest.mark.slow
@@ -609,7 +430,7 @@ def test_the_time_of_a_step_has_neither_evaluations_nor_saves_in_it(run_train):
 import time
 def slowly(inner):
     def call(*args, **named):
-        time.sleep(0.5)
+        time.sleep(0.2)
         return inner(*args, **named)
     return call
 train.evaluate = slowly(train.evaluate)
@@ -619,8 +440,8 @@ train.checkpoint.Saver.save = slowly(train.checkpoint.Saver.save)
     done = run_train("run", *flags, before=slow)
     assert done.returncode == 0, done.stderr
     seconds = json.loads((done.out_dir / "run.json").read_text())["seconds"]
-    assert seconds["evaluate"] > 1.5 and seconds["save"] > 1
-    assert max(row["step_ms"] for row in done.rows("train")) < 500
+    assert seconds["evaluate"] > 0.6 and seconds["save"] > 0.4
+    assert max(row["step_ms"] for row in done.rows("train")) < 200
 
 
 def test_a_number_that_is_not_finite_is_null_in_the_record(run_train):
@@ -652,15 +473,6 @@ train.train_step = train_step
     assert done.returncode == 0, done.stderr
     assert [row["tokens"] for row in done.rows("train")] == [96 * n for n in range(1, STEPS + 1)]
     assert torch.load(done.checkpoint(STEPS))["state"]["tokens"] == 96 * STEPS
-
-
-def test_the_first_loss_is_ln_of_the_vocabulary(run_train, data_dir):
-    vocabulary = json.loads((data_dir / "small" / "meta.json").read_text())["vocab_size"]
-    done = run_train("run")
-    (first, last) = done.rows("eval")
-    assert first["val_loss"] == pytest.approx(math.log(vocabulary), rel=0.01)
-    assert last["val_loss"] < first["val_loss"]
-    assert done.rows("train")[0]["loss"] == pytest.approx(math.log(vocabulary), rel=0.02)
 
 
 @pytest.mark.skipif(
@@ -710,18 +522,12 @@ def test_early_stopping_ends_the_run_and_the_rerun_says_finished(run_train):
     before = tree(done.out_dir)
     again = run_train("run", *flags)
     assert (again.returncode, again.stderr) == (0, "") and "finished: 6 steps" in again.stdout
+    assert "--out_dir=run_2" in again.stdout and not (done.out_dir.parent / "run_2").exists()
     assert tree(done.out_dir) == before
     on = run_train("run", *flags, "--patience=3")
     assert on.returncode == 0 and on.rows("train")[-1]["step"] == 9
     off = run_train("off", *flags, "--patience=0")
     assert off.rows("train")[-1]["step"] == STEPS  # control
-
-
-def test_the_plateau_rule_lowers_the_rate(run_train):
-    flags = ["--schedule=constant", "--warmup_steps=0", "--eval_interval=2", "--min_delta=9"]
-    done = run_train("run", *flags, "--plateau_factor=0.5", "--plateau_patience=2")
-    rates = [row["lr"] for row in done.rows("train")]
-    assert rates == [1e-3] * 4 + [5e-4] * 4 + [2.5e-4] * 4
 
 
 def test_the_last_evaluation_of_a_run_made_longer_counts_for_nothing(run_train):
@@ -778,15 +584,11 @@ def test_run_json_says_what_ran(run_train):
     assert sum(facts["seconds"].values()) > 0
 
 
-def test_the_console_states_the_tokens_of_a_step(run_train):
-    done = run_train("run", "--accum_steps=3", "--max_steps=3")
-    assert "8 x 3 x 1 = 24 sequences of 16 = 384 tokens a step" in done.stdout
-    assert "float32 (as given)" in done.stdout
-
-
-def test_a_batch_of_one_sequence_trains(run_train):
-    done = run_train("run", "--batch_size=1", "--max_steps=3")
+def test_a_batch_of_one_sequence_trains_and_the_plan_states_its_tokens(run_train):
+    done = run_train("run", "--batch_size=1", "--accum_steps=3", "--max_steps=3")
     assert done.returncode == 0, done.stderr
+    assert "1 x 3 x 1 = 3 sequences of 16 = 48 tokens a step" in done.stdout
+    assert "float32 (as given)" in done.stdout
 
 
 # ---- what a fork adds ----------------------------------------------------------------------------
@@ -810,10 +612,6 @@ def batches_of(done):
     return [(sha, float(loss)) for sha, loss in re.findall(r"BATCH (\w+) (\S+)", done.stdout)]
 
 
-def sha_of(dataset, first, count):
-    return hashlib.sha256(dataset[first, count][0]).hexdigest()
-
-
 @pytest.fixture(scope="module")
 def windows(data_dir):
     return train.ShuffledWindows(
@@ -821,22 +619,15 @@ def windows(data_dir):
     )
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_update_sees_the_batch_of_its_own_step(run_train, windows, workers):
-    """Whole and in order, with and without workers."""
-    flags = ["--batch_size=4", "--accum_steps=2", f"--num_workers={workers}", ONCE]
-    done = run_train("run", *flags, before=NOTE)
-    expected = [sha_of(windows, 8 * step, 8) for step in range(STEPS)]
-    assert [sha for sha, _ in batches_of(done)] == expected
-
-
 GROWS = "train.rows_at = lambda step: 8 if step < 5 else 16\n"
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_batch_that_doubles_in_mid_run_keeps_order_mean_and_counts(run_train, windows, workers):
-    flags = [f"--num_workers={workers}", "--max_steps=15", "--log_interval=1", "--warmup_steps=0"]
-    done = run_train("run", *flags, ONCE, before=GROWS + NOTE)
+    """Each update sees the sequences of its own step, with and without workers."""
+    flags = ["--batch_size=4", "--accum_steps=2", "--max_steps=15", "--warmup_steps=0"]
+    flags += [f"--num_workers={workers}", "--log_interval=1", ONCE]
+    done = run_train("run", *flags, before=GROWS + NOTE)
     assert done.returncode == 0, done.stderr
     rows = done.rows("train")
     batches = batches_of(done)
@@ -844,47 +635,12 @@ def test_a_batch_that_doubles_in_mid_run_keeps_order_mean_and_counts(run_train, 
     first = 0
     for step, (row, (sha, loss)) in enumerate(zip(rows, batches, strict=True)):
         count = 8 if step < 5 else 16
-        assert sha == sha_of(windows, first, count)
+        assert sha == hashlib.sha256(windows[first, count][0]).hexdigest()
         assert row["loss"] == pytest.approx(loss, rel=1e-5)
         first += count
         assert (row["sequences"], row["tokens"]) == (first, 16 * first)
         assert row["epoch"] == first / WINDOWS
     assert rows[-1]["epoch"] > 1  # an epoch ends within a batch
-
-
-def test_a_run_whose_batch_doubles_resumes_bit_for_bit(run_train, plain):
-    flags = ["--dropout=0.1", "--num_workers=1"]
-    straight = run_train("straight", *flags, before=GROWS)
-    for step in (3, 5, 8):  # before, at and after the change
-        stopped = run_train("run", *flags, before=GROWS + stop_at(step))
-        assert stopped.returncode == 143
-    done = run_train("run", *flags, before=GROWS)
-    assert done.returncode == 0, done.stderr
-    assert done.fingerprint(STEPS) == straight.fingerprint(STEPS)
-    losses = [[row["loss"] for row in each.rows("train")] for each in (done, straight)]
-    assert losses[0] == losses[1]
-    assert straight.fingerprint(STEPS)["model"] != plain.fingerprint(STEPS)["model"]  # control
-
-
-def test_one_more_number_a_step_is_a_field_and_a_column_with_no_other_line(run_train):
-    measure = """
-def train_step(model, run, *rest, inner=train.train_step):
-    numbers = inner(model, run, *rest)
-    return numbers | {"head_norm": run.model.head.weight.norm()}
-train.train_step = train_step
-"""
-    done = run_train("run", before=measure)
-    assert done.returncode == 0, done.stderr
-    norms = [row["head_norm"] for row in done.rows("train")]
-    assert len(norms) == STEPS and len(set(norms)) == STEPS  # of each step its own
-    weights = torch.load(done.checkpoint(STEPS), weights_only=True)["model"]
-    assert norms[-1] == pytest.approx(weights["head.weight"].norm().item())
-    header, *lines = done.stdout[done.stdout.index("step/total") :].splitlines()
-    place = header.split().index("head_norm")
-    shown = [line for line in lines if re.match(r" +\d+/12 ", line) and "val" not in line]
-    assert [float(line.split()[place]) for line in shown] == pytest.approx(
-        [norms[step - 1] for step in (5, 10, 12)], abs=1e-3
-    )
 
 
 # ---- in a notebook -------------------------------------------------------------------------------
@@ -893,6 +649,7 @@ NOTEBOOK = """
 import os, signal, sys
 sys.argv = ["/x/ipykernel_launcher.py", "-f", "/tmp/kernel.json"]
 import train
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 FIRST CELL
 names = [name for name in vars(train) if name.islower() and name != "last_run"]
 numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

@@ -1,11 +1,8 @@
 """examples/mixture.py: exact shares, a pure function of the place, and vocabularies that agree."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
-from conftest import REPO, fingerprint, pydoc_text, read_rows
+from conftest import REPO, pydoc_text, stop_at
 
 import train
 from prepare_data import prepare
@@ -15,15 +12,7 @@ from examples.mixture import BLOCK, SHARES, Mixture  # noqa: E402
 
 vars(train).update(before)  # the other tests of this process have the plain train.py
 
-FLAGS = {
-    "block_size": 16,
-    "batch_size": 8,
-    "n_layer": 1,
-    "n_head": 2,
-    "n_embd": 32,
-    "report": "false",
-}
-FLAGS |= {"warmup_steps": 2, "decay_steps": 12, "device": "cpu", "compile": "false"}
+MIXTURE = f"import runpy; runpy.run_path({str(REPO / 'examples/mixture.py')!r})\n"
 
 
 @pytest.fixture
@@ -59,37 +48,28 @@ def test_a_batch_is_the_same_in_any_parts(mixture, first):
             assert np.array_equal(one, np.concatenate(several))
 
 
-def run(tmp_path, out_dir, **flags):
-    flags = FLAGS | {"out_dir": tmp_path / out_dir, "data_dir": tmp_path} | flags
-    command = [
-        sys.executable,
-        REPO / "examples/mixture.py",
-        *(f"--{k}={v}" for k, v in flags.items()),
-    ]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 @pytest.fixture
 def texts(tmp_path):
     for name, text in (("code", pydoc_text()[:20_000]), ("words", pydoc_text()[-9000:])):
         (tmp_path / f"{name}.txt").write_text(text)
         prepare(name, tmp_path, str(tmp_path / f"{name}.txt"), "byte", say=lambda *words: None)
+    return ("--dataset=code+words", f"--data_dir={tmp_path}")
 
 
-def test_a_run_resumes_bit_for_bit_and_is_validated_on_each_text(tmp_path, texts):
-    for out_dir, steps in (("straight", 12), ("stopped", 5), ("stopped", 12)):
-        done = run(tmp_path, out_dir, max_steps=steps)
-        assert done.returncode == 0, done.stderr
-    checkpoints = [tmp_path / name / "ckpt_00000012.pt" for name in ("straight", "stopped")]
-    assert fingerprint(checkpoints[0]) == fingerprint(checkpoints[1])
-    first, *_, last = read_rows(tmp_path / "straight", "eval")
+def test_a_run_resumes_bit_for_bit_and_is_validated_on_each_text(run_train, texts):
+    straight = run_train("straight", *texts, before=MIXTURE)
+    assert straight.returncode == 0, straight.stderr
+    run_train("stopped", *texts, before=MIXTURE + stop_at(5))
+    done = run_train("stopped", *texts, before=MIXTURE)
+    assert done.fingerprint(12) == straight.fingerprint(12)
+    first, *_, last = straight.rows("eval")
     assert last["val_code"] < first["val_code"] and last["val_words"] < first["val_words"]
     assert min(last["val_code"], last["val_words"]) < last["val_loss"] and "val_bpb" in last
 
 
-def test_vocabularies_that_differ_are_refused(tmp_path, texts):
+def test_vocabularies_that_differ_are_refused(run_train, texts, tmp_path):
     (tmp_path / "words" / "meta.json").unlink()
     prepare("words", tmp_path, str(tmp_path / "words.txt"), "char", say=lambda *words: None)
-    done = run(tmp_path, "out")
-    assert done.returncode == 2 and not (tmp_path / "out").exists()
+    done = run_train("run", *texts, before=MIXTURE)
+    assert done.returncode == 2 and not done.out_dir.exists()
     assert "code+words: different vocabularies; make all with --tok" in done.stderr

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPO, arguments, fingerprint, wait_for
-from test_ranks import ONE_THREAD, children, ranks
+from conftest import REPO, arguments, fingerprint, ranks, wait_for
+from helpers import ONE_THREAD, children
 
 FLAGS = ("--save_interval=20", "--log_interval=20", "--dropout=0.1")
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}

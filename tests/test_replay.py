@@ -9,9 +9,9 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, arguments, first, stop_at, tree
+from conftest import REPO, arguments, copy_of_repository, first, stop_at, tree
 
-SAVES = ("--save_interval=4", "--eval_interval=6", "--keep_last=9")
+SAVES = ("--save_interval=4", "--eval_interval=6", "--keep_last=9", "--milestone_interval=6")
 PART = ("--save_interval=4", "--keep_last=9")
 # In the helper's child, replay.py runs in place of train.py, and forks where it starts a process
 REPLAY = """
@@ -105,7 +105,8 @@ def test_a_step_comes_out_again_and_nothing_else_changes(good, replay):
     before = tree(done.out_dir)
     again = replay(done.out_dir, "--step=7")
     assert again.returncode == 0, again.stderr
-    assert "steps 5 to 7: all logged numbers are computed again, bit for bit" in again.stdout
+    assert "milestone_00000006.pt to step 7" in again.stdout
+    assert "all logged numbers are computed again, bit for bit" in again.stdout
     new = tree(done.out_dir)
     assert new.keys() - before.keys() == {"replay_00000007.md", "replay_00000007.png"}
     assert {name: new[name] for name in before} == before
@@ -116,20 +117,14 @@ def test_a_step_comes_out_again_and_nothing_else_changes(good, replay):
         assert name in page, name
 
 
-def test_every_step_can_be_shown(run_train, replay):
-    flags = ("--dropout=0.1", "--ema_decay=0.9", "--optimizer=muon")
-    done = run_train("run", *SAVES, *flags, "--batch_size=4", "--accum_steps=2")
-    for step in (1, 12):
-        again = replay(done.out_dir, f"--step={step}")
-        assert again.returncode == 0 and "bit for bit" in again.stdout, again.stderr
-
-
-def test_a_run_may_be_asked_while_it_goes_on(run_train, replay):
-    done = run_train("run", *SAVES, before=stop_at(10))
+def test_a_run_may_be_asked_while_it_goes_on_at_its_first_step_too(run_train, replay):
+    flags = ("--dropout=0.1", "--ema_decay=0.9", "--optimizer=muon", "--accum_steps=2")
+    done = run_train("run", *SAVES, *flags, before=stop_at(10))
     rows = done.out_dir / "metrics.jsonl"
     rows.write_text(rows.read_text() + '{"step": 11, "lo')
-    again = replay(done.out_dir, "--step=9")
-    assert again.returncode == 0, again.stderr
+    for step in (1, 9):
+        again = replay(done.out_dir, f"--step={step}")
+        assert again.returncode == 0 and "bit for bit" in again.stdout, again.stderr
     assert rows.read_text().endswith('"lo')
 
 
@@ -183,6 +178,7 @@ model.Block.forward = forward
     assert "not finite: output of blocks.0:" in again.stdout
 
 
+@pytest.mark.slow
 def test_images_have_no_text_but_everything_else(tmp_path, replay):
     command = [sys.executable, REPO / "examples/images.py", "--device=cpu", "--compile=false"]
     flags = "--max_steps=6 --save_interval=2 --batch_size=8 --report=false --n_embd=4"
@@ -195,11 +191,8 @@ def test_images_have_no_text_but_everything_else(tmp_path, replay):
 
 
 def test_a_run_with_ranks_says_what_to_type(good, replay):
-    done = good
-    facts = json.loads((done.out_dir / "run.json").read_text())
-    facts["run"]["world_size"] = 2
-    (done.out_dir / "run.json").write_text(json.dumps(facts))
-    again = replay(done.out_dir, "--step=7")
+    edit_facts(good, lambda facts: facts["run"].update(world_size=2))
+    again = replay(good.out_dir, "--step=7")
     assert again.returncode == 2 and "torchrun --standalone --nproc_per_node=2" in again.stderr
 
 
@@ -240,21 +233,6 @@ def test_a_compiled_run_comes_out_again(python_train):
     assert verified.returncode == 0 and "all bits equal" in verified.stdout, verified.stderr
 
 
-def test_a_poisoned_text_is_named(run_train, replay, tmp_path):
-    from prepare_data import prepare
-
-    text = "the cat sat on the mat and the dog lay by the fire and all was well. " * 60
-    poison = "zqxj!zqxj!zqxj!zqxj!zqxj!zqxj!zqxj!zqxj!"
-    (tmp_path / "text.txt").write_text(text[:2000] + poison + text[2000:])
-    prepare("poisoned", tmp_path, input=str(tmp_path / "text.txt"), say=lambda *words: None)
-    flags = ("--dataset=poisoned", f"--data_dir={tmp_path}", "--max_steps=70", "--peak_lr=1e-2")
-    done = run_train("run", *flags, "--save_interval=20")
-    spike = max(done.rows("train")[35:], key=lambda row: row["loss"])["step"]
-    again = replay(done.out_dir, f"--step={spike}")
-    assert again.returncode == 0, again.stderr
-    assert "zqxj!" in again.stdout
-
-
 # ---- two runs ------------------------------------------------------------------------------------
 
 
@@ -277,24 +255,6 @@ def forward(self, x, *rest, own=model.MLP.forward):
     return y * 1.001 if train.last_run and train.last_run.state["step"] == 5 else y
 model.MLP.forward = forward
 """
-GRADIENT = """
-def forward_backward(model, run, *batch, own=train.forward_backward):
-    numbers = own(model, run, *batch)
-    if run.state["step"] >= 5:
-        for weight in model.parameters():
-            weight.grad *= 1.01
-    return numbers
-train.forward_backward = forward_backward
-"""
-CLIP = """
-def clip(run, own=train.clip):
-    norm = own(run)
-    if run.state["step"] == 5:
-        for weight in run.model.parameters():
-            weight.grad *= 0.5
-    return norm
-train.clip = clip
-"""
 OPTIMIZER = """
 def update(run, *rest, own=train.update):
     own(run, *rest)
@@ -303,35 +263,16 @@ def update(run, *rest, own=train.update):
             next(run.model.parameters()).mul_(1.01)
 train.update = update
 """
-AVERAGE = """
-def update(run, *rest, own=train.update):
-    own(run, *rest)
-    if run.state["step"] == 2:
-        next(iter(run.ema.values())).mul_(1.01)
-train.update = update
-"""
-RANDOM = """
-def train_step(model, run, *batch, own=train.train_step):
-    if run.state["step"] == 5:
-        torch.manual_seed(1)
-    return own(model, run, *batch)
-train.train_step = train_step
-"""
 PLANTS = {  # name -> (flags of both, flags of the other, its source, step of the rows, first thing)
     "knob": ((), ("--weight_decay=0.2",), "", 2, "in step 1: setting: weight_decay"),
     "rate": ((), (), RATE, 6, "in step 6: learning rate"),
     "forward": ((), (), FORWARD, 6, "in step 6: output of blocks.0.mlp:"),
-    "gradient": ((), (), GRADIENT, 6, "in step 6: gradient of head.weight"),
-    "clip": ((), (), CLIP, 7, "in step 6: clipped gradient of"),
     "optimizer": ((), (), OPTIMIZER, 7, "in step 6: after it: model/embedding.token.weight"),
-    "average": (("--ema_decay=0.9",), (), AVERAGE, 12, "in step 3: after it: ema/"),
-    "random": (("--dropout=0.1",), (), RANDOM, 6, "in step 6: step: loss"),
-    "dropout": ((), ("--dropout=0.1",), "", 1, "in step 1: output of"),
     "seed": ((), ("--seed=2",), "", 0, "before step 1"),
 }
 
 
-@pytest.mark.parametrize("name", first(4, PLANTS))
+@pytest.mark.parametrize("name", first(3, PLANTS))
 def test_where_two_runs_part_and_the_first_thing_that_differs(
     finished, run_fork, replay, name, tmp_path
 ):
@@ -343,19 +284,6 @@ def test_where_two_runs_part_and_the_first_thing_that_differs(
     assert f"the runs part at step {step}: " in again.stdout
     assert first in again.stdout
     assert "both are computed again" in again.stdout
-
-
-def test_other_data_under_the_same_name(finished, run_train, replay, data_dir, tmp_path):
-    from prepare_data import prepare
-
-    text = (data_dir / "small.txt").read_text()
-    (tmp_path / "text.txt").write_text(text[1500:] + text[:1500])
-    prepare("small", tmp_path, input=str(tmp_path / "text.txt"), say=lambda *words: None)
-    one = finished(*PART)
-    other = run_train("other", *PART, f"--data_dir={tmp_path}")
-    again = replay(one.out_dir, other.out_dir)
-    assert again.returncode == 1
-    assert "data: " in again.stdout and "the runs part at step 0: val_loss" in again.stdout
 
 
 FLIP = """
@@ -370,25 +298,6 @@ def clip(run, own=train.clip):
     return own(run)
 train.clip = clip
 """,
-    "weight": """
-def update(run, *rest, own=train.update):
-    own(run, *rest)
-    if run.state["step"] == 5: flip(run.model.head.weight.data)
-train.update = update
-""",
-    "moment": """
-def update(run, *rest, own=train.update):
-    own(run, *rest)
-    if run.state["step"] == 5: flip(run.optimizers[0].state[run.model.head.weight]["exp_avg"])
-train.update = update
-""",
-    "batch": """
-def train_step(model, run, inputs, *rest, own=train.train_step):
-    if run.state["step"] == 5: inputs[3, 3] ^= 1
-    return own(model, run, inputs, *rest)
-train.train_step = train_step
-""",
-    "random": RANDOM.replace("torch.manual_seed(1)", "torch.rand(1)"),
     "saved": """
 def update(run, *rest, own=train.update):
     own(run, *rest)
@@ -398,13 +307,13 @@ train.update = update
 }
 
 
-@pytest.mark.parametrize("name", first(3, FAULTS))
+@pytest.mark.parametrize("name", first(1, FAULTS))
 def test_a_transient_fault_is_found_in_the_run_that_had_it(finished, run_train, replay, name):
     one = finished(*PART, "--dropout=0.1")
     other = run_train("other", *PART, "--dropout=0.1", before=FLIP + FAULTS[name])
     again = replay(one.out_dir, other.out_dir)
     assert again.returncode == 1, again.stderr
-    step = {"gradient": 6, "batch": 6, "random": 6, "saved": 4, "weight": 7}.get(name, 8)
+    step = 4 if name == "saved" else 6
     assert f"step {step} of {other.out_dir} is not what this code computes here" in again.stdout
     assert f"of {one.out_dir} is not" not in again.stdout
     checkpoint = "ckpt_00000004.pt" if name == "saved" else "ckpt_00000008.pt"
@@ -434,22 +343,6 @@ def test_a_run_that_was_stopped_and_extended_is_verified(run_train, replay):
     assert "18 of 18 steps" in again.stdout
 
 
-@pytest.mark.parametrize("field", ["loss", "lr"])
-def test_an_edited_number_is_found(good, replay, field):
-    value = good.rows("train")[5][field]
-    edit(good, edited(6, **{field: value * (1 + 2**-20)}))
-    again = replay(good.out_dir, "--verify=9")
-    assert again.returncode == 1
-    assert f"step 6 of {good.out_dir} is not what this code computes here: {field}" in again.stdout
-
-
-@pytest.mark.parametrize("kind", ["train", pytest.param("eval", marks=pytest.mark.slow)])
-def test_a_dropped_row_is_found(good, replay, kind):
-    edit(good, lambda row: None if (row["kind"], row["step"]) == (kind, 6) else row)
-    again = replay(good.out_dir, "--verify=9")
-    assert again.returncode == 1 and f"0 and 1 rows of kind {kind}" in again.stdout
-
-
 @pytest.mark.parametrize("hash_too", [False, True])
 def test_a_changed_weight_that_was_saved_again_is_found(good, replay, hash_too):
     from plumbing.checkpoint import digest_of_state
@@ -467,14 +360,6 @@ def test_a_changed_weight_that_was_saved_again_is_found(good, replay, hash_too):
     assert ("step 8 of" if hash_too else "ckpt_00000008.pt is not what was saved") in again.stdout
 
 
-def test_steps_that_were_never_trained_are_found(good, run_train, replay):
-    other = run_train("other", *SAVES, "--seed=5")
-    copied = {row["step"]: row for row in other.rows("train") if row["step"] > 8}
-    edit(good, lambda row: copied.get(row["step"], row) if row["kind"] == "train" else row)
-    again = replay(good.out_dir, "--verify=9")
-    assert again.returncode == 1 and f"step 9 of {good.out_dir} is not" in again.stdout
-
-
 def test_a_swapped_dataset_is_found(run_train, replay, data_dir, tmp_path):
     from prepare_data import prepare
 
@@ -490,16 +375,8 @@ def test_a_swapped_dataset_is_found(run_train, replay, data_dir, tmp_path):
     assert again.returncode == 1 and "was trained on other data" in again.stderr
 
 
-def test_dropped_hashes_are_found(good, replay):
-    edit(good, lambda row: None if row.get("event") == "saved" else row)
-    again = replay(good.out_dir, "--verify=9")
-    assert again.returncode == 1
-
-
 def test_another_machine_is_told_from_a_forgery(good, replay):
-    facts = json.loads((good.out_dir / "run.json").read_text())
-    facts["run"]["torch"] = "2.0.0"
-    (good.out_dir / "run.json").write_text(json.dumps(facts))
+    edit_facts(good, lambda facts: facts["run"].update(torch="2.0.0"))
     assert replay(good.out_dir, "--verify=9").returncode == 0, "another torch, and the same bits"
     edit(good, edited(6, loss=1.0))
     again = replay(good.out_dir, "--verify=9")
@@ -512,6 +389,16 @@ def edit_facts(done, change):
     facts = json.loads(path.read_text())
     change(facts)
     path.write_text(json.dumps(facts))
+
+
+def edit_step_6(name):
+    """A change to a run: one number of a row, by the smallest part of it."""
+
+    def change(done):
+        value = done.rows("train")[5][name]
+        edit(done, edited(6, **{name: value * (1 + 2**-20)}))
+
+    return change
 
 
 def edit_checkpoint(done, change):
@@ -541,6 +428,16 @@ def drop_last_rows(done):
 
 
 FORGERIES = {  # name -> (what was done to a good run, what --verify says)
+    "loss": (edit_step_6("loss"), "step 6 of {} is not what this code computes here: loss"),
+    "lr": (edit_step_6("lr"), "step 6 of {} is not what this code computes here: lr"),
+    "a row": (
+        lambda done: edit(done, lambda row: None if row == done.rows("train")[5] else row),
+        "0 and 1 rows of kind train",
+    ),
+    "hashes": (
+        lambda done: edit(done, lambda row: None if row.get("event") == "saved" else row),
+        "ckpt_00000012.pt",
+    ),
     "damaged": (damage_all, "ckpt_00000012.pt is damaged: "),
     "older best": (
         lambda done: shutil.copy(done.checkpoint(4), done.out_dir / "best.pt"),
@@ -560,20 +457,18 @@ FORGERIES = {  # name -> (what was done to a good run, what --verify says)
     ),
     "schedule": (
         lambda done: edit_checkpoint(done, lambda c: c["run"]["kept"].update(decay_steps=99)),
-        "ckpt_00000012.pt: its run/decay_steps contradicts the run's: 99, 12",
+        "decay_steps in ckpt_00000012.pt is 99, not 12",
     ),
 }
 
 
 @pytest.mark.parametrize("name", FORGERIES)
-def test_a_forgery_is_found_and_named(finished, replay, tmp_path, name):
+def test_a_forgery_is_found_and_named(good, replay, name):
     forge, words = FORGERIES[name]
-    one = finished(*SAVES, "--milestone_interval=6")
-    shutil.copytree(one.out_dir, tmp_path / "run")
-    done = dataclasses.replace(one, out_dir=tmp_path / "run")
-    forge(done)
-    again = replay(done.out_dir, "--verify=9")
-    assert again.returncode == 1 and words in again.stdout, again.stdout + again.stderr
+    forge(good)
+    again = replay(good.out_dir, "--verify=9")
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert words.format(good.out_dir) in again.stdout
 
 
 def test_steps_after_the_last_save_of_a_killed_run_are_computed_again(run_train, replay):
@@ -646,15 +541,12 @@ def test_nothing_is_executed_because_the_run_names_it(good, replay, tmp_path):
 
 FORMS = [
     lambda facts: facts.update(config=None),
-    lambda facts: facts.update(command=[]),
     lambda facts: facts.update(command=[3]),
     lambda facts: facts["run"].update(code=["train.py"]),
     lambda facts: facts["run"].update(code={"train.py": 3}),
-    lambda facts: facts["run"].update(threads="x"),
     lambda facts: facts["run"].update(threads=0),
     lambda facts: facts["run"].update(kept=[]),
     lambda facts: facts.update(run=[]),
-    lambda facts: facts["config"].update(n_embd=[]),
     lambda facts: facts["config"].update(n_embd="x"),
     lambda facts: facts["config"].update(unknown=1),
 ]
@@ -672,9 +564,7 @@ def test_a_run_json_of_another_form_is_one_line(good, replay):
 
 @pytest.mark.slow  # five processes that import torch
 def test_a_renamed_train_py_is_named_by_the_user(data_dir, tmp_path):
-    repository = tmp_path / "repository"
-    ignore = shutil.ignore_patterns(".git", "out", "data", "tests", "records", "docs")
-    shutil.copytree(REPO, repository, ignore=ignore)
+    repository = copy_of_repository(tmp_path / "repository")
     (repository / "train.py").rename(repository / "my_train.py")
 
     def call(*words):
@@ -689,12 +579,3 @@ def test_a_renamed_train_py_is_named_by_the_user(data_dir, tmp_path):
         assert len(refused.stderr.splitlines()) == 1
         done = call(*words, "--script=my_train.py")
         assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow  # three processes that import torch
-def test_the_command_itself(finished, run_train):
-    other = run_train("other", *SAVES, "--peak_lr=2e-3")
-    again = typed(finished(*SAVES).out_dir, other.out_dir)
-    assert again.returncode == 1, again.stderr
-    assert "peak_lr: 0.001, 0.002" in again.stdout
-    assert "the first difference in step 1: learning rate" in again.stdout

@@ -8,11 +8,11 @@ import random
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import RUNS, evaluation, event, eventful, falling, row, write_run  # noqa: F401
 
 import prepare_data
 import report
@@ -32,8 +32,8 @@ def real(tmp_path_factory, train_in):
     (folder / "text.txt").write_text(text)
     prepare_data.prepare("tortoise", folder / "data", str(folder / "text.txt"), say=lambda *_: None)
     flags = (
-        f"--dataset=tortoise --max_steps={STEPS} --warmup_steps=2 --eval_interval=8 --log_interval=4 "
-        f"--n_embd=16 --save_interval=500 --data_dir={folder}/data"
+        f"--dataset=tortoise --max_steps={STEPS} --warmup_steps=2 --eval_interval=8 "
+        f"--log_interval=4 --n_embd=16 --save_interval=500 --data_dir={folder}/data"
     )
     done = train_in(folder, "run", *flags.split())
     assert done.returncode == 0, done.stderr
@@ -43,38 +43,6 @@ def real(tmp_path_factory, train_in):
 def rows_of(folder, kind):
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     return [row for row in rows if row["kind"] == kind]
-
-
-def row(step, loss, **changes):
-    """A train row as train.py writes it."""
-    common = {"lr": 1e-3, "data_ms": 0.1, "tokens": 512 * step, "grad_norm": 0.5, "skipped": 0}
-    common |= {"sequences": 8 * step, "epoch": step / 20}
-    speed = {"step_ms": 5.0, "tokens_per_sec": 1e5, "mfu": 0.05, "mem_gb": 0.4, "gpu_util": None}
-    return {"kind": "train", "step": step, "loss": loss, **common, **speed, **changes}
-
-
-def evaluation(step, loss):
-    values = {"val_loss": loss, "val_bpb": loss / math.log(2), "val_accuracy": 0.3}
-    return {"kind": "eval", "step": step, **values, "best_val_loss": loss}
-
-
-def event(step, name, **fields):
-    return {"kind": "event", "step": step, "event": name, **fields}
-
-
-def write_run(folder, rows, **info):
-    folder.mkdir(exist_ok=True)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    if info:
-        (folder / "run.json").write_text(json.dumps(info))
-    return folder
-
-
-def falling(n, noise=0.03, **changes):
-    """Train rows of a healthy run."""
-    rng = np.random.RandomState(0)
-    losses = 1.5 + 2.7 * np.exp(-3 * np.arange(n) / n) + noise * rng.randn(n)
-    return [row(i + 1, loss, **changes) for i, loss in enumerate(losses)]
 
 
 def words_of(run):
@@ -115,6 +83,10 @@ def test_every_number_is_that_of_the_record(real):
     throughput = float(outcome["throughput, tokens/s"].replace(",", ""))
     assert throughput == pytest.approx(rows[-1]["tokens"] / seconds, rel=1e-3)
     assert outcome["tokens trained on"] == f"{rows[-1]['tokens']:,}"
+    over = {what: window for what, (_, window) in results.outcome(run, 0.0).items()}
+    assert over["throughput, tokens/s"] == f"all {STEPS} steps; without evaluation and saving"
+    assert over["mean training loss, nats"] == "the last 3 steps"
+    assert {what for what, window in over.items() if not window} == {"how it ended"}
     spent, missing = results.seconds_by_kind(run)
     assert spent == rows_of(real, "event")[-1]["seconds"] and not missing
 
@@ -140,16 +112,6 @@ def test_a_run_on_another_text_than_asked_for_says_so_first(real, tmp_path):
 # ---- records that are not whole ------------------------------------------------------------------
 
 
-def test_a_half_written_last_line_does_not_matter(real, tmp_path):
-    whole = (real / "metrics.jsonl").read_bytes()
-    write_run(tmp_path, [])
-    (tmp_path / "metrics.jsonl").write_bytes(whole + b'{"kind": "train", "step": 25, "lo')
-    run, expected = read_run(tmp_path), read_run(real)
-    assert run.unreadable == 0
-    assert run.events == expected.events
-    np.testing.assert_equal((run.train, run.evals), (expected.train, expected.evals))
-
-
 def test_of_two_rows_of_a_step_the_later_one_counts(tmp_path):
     rows = [row(1, 4.0), row(2, 3.0), row(3, 2.0), row(2, 3.5), row(3, 2.5)]
     run = read_run(write_run(tmp_path, rows))
@@ -158,14 +120,19 @@ def test_of_two_rows_of_a_step_the_later_one_counts(tmp_path):
 
 
 def test_damaged_lines_are_left_out_and_counted(real, tmp_path):
-    lines = (real / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    whole = (real / "metrics.jsonl").read_bytes()
+    lines = whole.splitlines(keepends=True)
     bad = [b"\0\0\0\n", b"1,2\n", b'{"kind": "train", "step": "x"}\n', b"[[[\n", b"\xff\n"]
+    bad += [b'{"kind": "train", "step": 3, "gr!d_norm": 1.5}\n']
     lines[5:5] = bad
+    lines.append(b'{"kind": "train", "step": 25, "lo')  # a last line that is half written
     write_run(tmp_path, [])
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
-    run = read_run(tmp_path)
-    assert run.unreadable == len(bad)
-    np.testing.assert_equal(run.train, read_run(real).train)
+    run, expected = read_run(tmp_path), read_run(real)
+    assert run.unreadable == len(bad) - 1 and results.new_fields(run) == []
+    assert run.events == expected.events
+    np.testing.assert_equal(run.evals, expected.evals)
+    np.testing.assert_equal(run.train["step"], expected.train["step"])
     assert "5 damaged line(s)" in words_of(run)
 
 
@@ -222,10 +189,13 @@ def replaced(value, path, wrong):
     return value | {head: replaced(value[head], rest, wrong) if rest else wrong}
 
 
+ENDLESS = ["[" * 50_000, '{"config": ' * 900 + "1" + "}" * 900, "", "null"]
+
+
 @pytest.mark.parametrize("count", [1, pytest.param(len(WRONG), marks=pytest.mark.slow)])
 def test_anything_in_run_json_gives_a_report(real, tmp_path, count):
     info = json.loads((real / "run.json").read_text())
-    info["config"]["best_metric"] = "val_loss"
+    info["config"] = {"best_metric": "val_loss", "grad_clip": 1.0, "dataset": "tortoise"}
     paths = [[key] for key in info]
     paths += [[key, name] for key in info if isinstance(info[key], dict) for name in info[key]]
     paths += [["data", "meta", name] for name in info["data"]["meta"]]
@@ -237,13 +207,9 @@ def test_anything_in_run_json_gives_a_report(real, tmp_path, count):
             run = read_run(folder)
             text = words_of(run)
             assert text and "\x1b" not in text and report.heading(run), (path, value)
-
-
-@pytest.mark.parametrize("text", ["[" * 50_000, '{"config": ' * 900 + "1" + "}" * 900, "", "null"])
-def test_a_run_json_without_end_or_meaning_is_taken_as_missing(real, tmp_path, text):
-    folder = write_run(tmp_path / "run", rows_of(real, "train"))
-    (folder / "run.json").write_text(text)
-    assert "run.json is missing or damaged" in words_of(read_run(folder))
+    for text in ENDLESS:
+        (folder / "run.json").write_text(text)
+        assert "run.json is missing or damaged" in words_of(read_run(folder))
 
 
 def test_events_with_anything_in_them_give_a_report(tmp_path):
@@ -259,21 +225,20 @@ def test_events_with_anything_in_them_give_a_report(tmp_path):
     drawn(report.picture, run)
 
 
-def command(*arguments):
-    script = [sys.executable, REPO / "report.py", *arguments]
-    return subprocess.run(script, capture_output=True, text=True, timeout=60)
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """command(*arguments) -> report.py with these arguments, in this process."""
+    monkeypatch.setattr(sys, "argv", ["report.py"])
+
+    def run(*arguments):
+        capsys.readouterr()
+        code = run_script(lambda: report.main([str(each) for each in arguments]))
+        return subprocess.CompletedProcess(arguments, code, *capsys.readouterr())
+
+    return run
 
 
-def test_what_a_terminal_obeys_does_not_reach_it(tmp_path):
-    rows = [*falling(60, data_ms=3.0), event(60, "sample", text="\x1b]0;title\x07\x9b2J")]
-    rows += [event(60, "end", ended="failed: \x1b[31m out of memory\nline")]
-    done = command(write_run(tmp_path / "run", rows))
-    assert done.returncode == 0 and "Training waits for data" in done.stdout
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", done.stdout + done.stderr)
-    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", (tmp_path / "run/report.md").read_text())
-
-
-def test_a_report_that_fails_says_so_in_a_line_and_in_its_exit_code(real, tmp_path):
+def test_a_report_that_fails_says_so_in_a_line_and_in_its_exit_code(command, real, tmp_path):
     rows = rows_of(real, "train")
     taken = write_run(tmp_path / "taken", rows)
     (taken / "report.png").mkdir()
@@ -289,41 +254,7 @@ def test_a_report_that_fails_says_so_in_a_line_and_in_its_exit_code(real, tmp_pa
     assert "pip install matplotlib" in done.stderr and (folder / "report.md").is_file()
 
 
-def test_a_run_ends_with_the_paths_of_its_report(train_in, tmp_path):
-    done = train_in(tmp_path, "run", "--report=true")
-    assert done.returncode == 0
-    assert {"run/report.png", "run/report.md"} <= set(done.stdout.split())
-    assert (done.out_dir / "report.png").is_file()
-
-
 # ---- what happened -------------------------------------------------------------------------------
-
-
-def eventful():
-    """Rows of a run that was resumed, rolled back, out of memory, and failed; one session was
-    killed."""
-    rows = falling(60)
-    for step in (20, 21):
-        rows[step - 1].update(loss=None, skipped=1, finite=False)
-    seconds = {"start": 1.0, "train": 2.0}
-    return [
-        evaluation(0, 4.2),
-        *rows,
-        evaluation(30, 2.5),
-        evaluation(60, 2.6),
-        event(20, "skipped", loss=None),
-        event(21, "skipped", loss=None),
-        event(25, "skipped", loss=None),
-        event(30, "out_of_memory", batch_size=4, accum_steps=2),
-        event(31, "end", ended="stopped by SIGINT", seconds=seconds),
-        event(31, "resume", checkpoint="ckpt_00000031.pt"),
-        event(31, "inexact_resume", threads=[2, 1], code=[{"train.py": "a"}, {"train.py": "b"}]),
-        event(40, "resume", checkpoint="ckpt_00000040.pt"),
-        event(40, "rollback", why="a loss spike", at_step=52),
-        event(45, "audit", odd="first", bits=3, tensors=["gradient/head.weight"]),
-        event(60, "sample", text="To be\n~~~ or not"),
-        event(60, "end", ended="failed: no more. And so on", seconds=seconds),
-    ]
 
 
 def test_every_event_is_in_the_report(tmp_path):
@@ -346,7 +277,8 @@ def test_every_event_is_in_the_report(tmp_path):
         "why a loss spike; at_step 52",
         "threads was 2, is 1",
         "code changed in train.py",
-        "step 45: audited, and the odd result dropped: odd first; bits 3; tensors ['gradient/head.weight']",
+        "step 45: audited, and the odd result dropped: odd first; bits 3; "
+        "tensors ['gradient/head.weight']",
         "failed: no more. And so on",
         "1 session(s) recorded no times",
         "\n~~~~~~\nTo be\n~~~ or not\n~~~~~~\n",
@@ -366,12 +298,9 @@ def test_the_report_always_says_the_cost_or_how_to_ask_for_it(tmp_path, capsys):
     assert values_of(paid)["cost"].startswith("2.000 device-hours; $5.00 at $2.5 an hour")
     report.main([str(tmp_path / "a"), "--dollars_per_hour=3"])
     assert "2.000 device-hours; $6.00" in (tmp_path / "a" / "report.md").read_text()
-
-
-def test_a_session_without_an_account_costs_at_least_its_steps(tmp_path):
     rows = falling(30, step_ms=120_000.0)  # an hour, of which half was accounted for
     rows += [event(15, "end", ended="stopped by SIGINT", seconds={"train": 1800.0})]
-    killed = read_run(write_run(tmp_path, [*rows, event(15, "resume")]))
+    killed = read_run(write_run(tmp_path / "c", [*rows, event(15, "resume")]))
     assert values_of(killed)["cost"].startswith("at least 1.000 device-hours")
     assert values_of(killed)["wall-clock"] == "at least 1:00:00"
 
@@ -381,19 +310,11 @@ def test_a_gpu_has_its_row_and_its_panel(tmp_path):
     run = read_run(write_run(tmp_path / "gpu", falling(50, gpu_util=93), **on_gpu))
     words, over = results.outcome(run, 0.0)["GPU utilization"]
     assert words == "93%" and over == "samples at log lines"
-    labels = [ax.get_ylabel() for ax in drawn(report.picture, run).axes]
-    assert labels.count("GPU busy (%)") == 1
+    panels = {ax.get_ylabel(): ax for ax in drawn(report.picture, run).axes}
+    assert "GPU busy (%)" in panels
+    assert set(panels["MFU (%)"].lines[0].get_ydata()) == {5.0} and values_of(run)["MFU"] == "5.0%"
     cpu = read_run(write_run(tmp_path / "cpu", falling(50)))
     assert "GPU" not in words_of(cpu)
-
-
-def test_a_figure_says_over_which_window_it_is(real):
-    outcome = results.outcome(read_run(real), 0.0)
-    assert outcome["throughput, tokens/s"][1] == f"all {STEPS} steps; without evaluation and saving"
-    assert outcome["mean training loss, nats"][1] == "the last 3 steps"
-    assert outcome["best validation loss, nats"][1] == "the whole validation split"
-    silent = {what for what, (_, over) in outcome.items() if not over}
-    assert silent == {"how it ended"}
 
 
 def test_troubles_come_with_causes_a_command_and_what_to_try(tmp_path):
@@ -427,43 +348,6 @@ def test_a_new_field_gets_a_panel_and_a_row(tmp_path):
     assert results.new_fields(plain) == []
 
 
-def test_many_new_fields_stay_legible(tmp_path):
-    rows = falling(40)
-    for each in rows:
-        each |= {f"a_norm_of_layer_{i}_which_is_called_so": -i * each["loss"] for i in range(5)}
-    drawn(report.picture, read_run(write_run(tmp_path / "fork", rows)))
-
-
-def test_a_damaged_line_makes_no_field(tmp_path):
-    rows = falling(30)
-    rows[7]["gr!d_norm"] = rows[7].pop("grad_norm")
-    assert results.new_fields(read_run(write_run(tmp_path, rows))) == []
-
-
-def test_evaluations_on_a_part_of_the_split_say_so(tmp_path):
-    part = [evaluation(step, loss) | {"val_tokens": 16384} for step, loss in ((0, 4.2), (20, 2.2))]
-    run = read_run(write_run(tmp_path / "part", [*part, *falling(20)]))
-    best = results.outcome(run, 0.0)["best validation loss, nats"]
-    assert best == ("2.2000 at step 20", "the first 16,384 tokens")
-    labels = [
-        text.get_text() for text in drawn(report.picture, run).axes[0].get_legend().get_texts()
-    ]
-    assert "validation, first 16,384 tokens" in labels
-    # the best is one among evaluations of the last one's extent
-    rows = [*part, *falling(40), evaluation(30, 2.6), evaluation(40, 2.5)]
-    run = read_run(write_run(tmp_path / "whole", rows))
-    assert results.best_of(run) == (2.5, 40)
-    assert "first 16,384" not in words_of(run)
-
-
-def test_data_that_is_no_text_is_not_described_as_text(real, tmp_path):
-    info = json.loads((real / "run.json").read_text())
-    assert "tokenizer char, " in report.about(read_run(real))
-    info["data"]["meta"] = {"vocab_size": 10}  # classes of images
-    run = read_run(write_run(tmp_path / "images", rows_of(real, "train"), **info))
-    assert "- **data** name tortoise" in report.about(run) and "tokenizer" not in report.about(run)
-
-
 def images(tmp_path):
     """A recorded run of examples/images.py: one target to an image, and no tokenizer."""
     rows = [each | {"tokens": each["sequences"], "mfu": None} for each in falling(60)]
@@ -476,6 +360,7 @@ def images(tmp_path):
 
 def test_a_run_on_images_is_told_in_words_of_images(tmp_path):
     run = images(tmp_path)
+    assert "- **data** name images" in report.about(run)
     labels = [ax.get_ylabel() for ax in drawn(report.picture, run).axes]
     both = drawn(report.compare_picture, [run, run], ["a", "b"]).axes
     labels += [label for ax in both for label in (ax.get_xlabel(), ax.get_ylabel())]
@@ -493,12 +378,6 @@ def test_a_report_needs_no_torch(tmp_path):
     folder = write_run(tmp_path / "run", falling(40))
     code = "import sys, report; report.main(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, folder], cwd=REPO).returncode == 0
-
-
-def test_a_rollback_does_not_hide_the_best(tmp_path):
-    rows = [evaluation(0, 4.2), *falling(30), evaluation(30, 2.0)]
-    run = read_run(write_run(tmp_path, rows, state={"best_val_loss": 1.9, "best_step": 40}))
-    assert results.best_of(run) == (1.9, 40)
 
 
 def test_another_metric_that_decides_is_named_wherever_the_best_is_told(tmp_path):
@@ -582,23 +461,6 @@ def drawn(picture, *args):
     return figure
 
 
-RUNS = {
-    "healthy": [evaluation(0, 4.2), *falling(300), evaluation(300, 1.7)],
-    "eventful": eventful(),
-    "failed at step 3": [
-        evaluation(0, 4.2),
-        row(1, 4.2),
-        row(2, 3.4e8, grad_norm=30.0),
-        row(3, None, grad_norm=None, skipped=1, finite=False),
-        event(3, "end", ended="failed: loss or gradient not finite " + "and so on " * 30),
-    ],
-    "failed before its first step": [evaluation(0, 4.2), event(0, "end", ended="failed: why")],
-    "never evaluated": falling(2),
-    "many steps": [*falling(5000, mfu=None), *(evaluation(i, 2.0) for i in range(0, 5000, 20))],
-    "large numbers": falling(200, lr=2.5, tokens_per_sec=9.87e6, mem_gb=1234.5, grad_norm=1e-7),
-}
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_overlaps_and_nothing_is_cut(name, tmp_path):
     config = {"grad_clip": 1.0, "n_layer": 1, "n_embd": 128}
@@ -678,18 +540,10 @@ def test_a_comparison_says_what_else_may_be_why_losses_part(tmp_path):
     assert "threads" not in text and "compile" not in text
 
 
-def test_equal_knobs_and_other_numbers_lead_to_the_place_where_they_part(tmp_path):
-    rows = falling(40)
-    other = [each | {"loss": each["loss"] + 1e-7 * (each["step"] == 30)} for each in rows]
-    knobs = {"config": {"peak_lr": 1e-3, "out_dir": "out/a"}}
-    again = {"config": {"peak_lr": 1e-3, "out_dir": "out/b"}}
-    one, same = (read_run(write_run(tmp_path / n, rows, **again)) for n in ("one", "same"))
-    parts = read_run(write_run(tmp_path / "parts", other, **knobs))
-    command = f"`python replay.py {tmp_path}/one {tmp_path}/parts`"
-    assert command in report.compare_words([one, parts], ["one", "parts"], image=[])
-    assert "replay.py" not in report.compare_words([one, same], ["one", "same"], image=[])
-    parts.info["config"]["peak_lr"] = 2e-3
-    assert "replay.py" not in report.compare_words([one, parts], ["one", "parts"], image=[])
+def test_the_command_that_shows_a_step_names_the_script(tmp_path):
+    for number, script in enumerate(("my_fork.py", "train.py")):
+        folder = write_run(tmp_path / str(number), eventful(), command=[script, "--seed=2"])
+        assert ("--script=my_fork.py`" in words_of(read_run(folder))) == (script == "my_fork.py")
 
 
 def three_runs(folder):
@@ -708,7 +562,7 @@ def test_a_folder_of_runs_is_listed_with_the_best_on_each_text_marked(tmp_path):
     out = three_runs(tmp_path / "out")
     (out / "notes.txt").write_text("no run")
     write_run(out / "killed", falling(3))
-    for arguments in ([], ["out"], ["out/"]):
+    for arguments in ([], ["out/"]):
         script = [sys.executable, REPO / "report.py", *arguments]
         done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         header, *lines = done.stdout.splitlines()
@@ -722,19 +576,7 @@ def test_a_folder_of_runs_is_listed_with_the_best_on_each_text_marked(tmp_path):
     assert not list(out.glob("*/report.*"))
 
 
-def test_what_is_no_run_is_left_out_with_a_line(tmp_path):
-    out = three_runs(tmp_path / "out")
-    (out / "notes.txt").write_text("no run")
-    (out / "empty").mkdir()
-    done = command(*sorted(out.iterdir()))
-    assert done.returncode == 0
-    left_out = done.stderr.splitlines()
-    assert [line.split(":")[1].strip() for line in left_out] == ["left out", "left out"]
-    assert "empty" in left_out[0] and "notes.txt" in left_out[1]
-    assert (out / "a" / "compare.png").is_file()
-
-
-def test_a_comparison_prints_its_table(tmp_path):
+def test_a_comparison_prints_its_table_and_leaves_out_what_is_no_run(command, tmp_path):
     out = three_runs(tmp_path / "out")
     done = command(out / "a", out / "b")
     lines = [line.split("  ") for line in done.stdout.splitlines()]
@@ -744,15 +586,18 @@ def test_a_comparison_prints_its_table(tmp_path):
     assert "epochs" not in rows, "what is equal is left out"
     for i in range(4):
         write_run(out / f"more{i}", falling(20))
+    (out / "empty").mkdir()
+    (out / "notes.txt").write_text("no run")
     many = command(*sorted(out.iterdir()))
+    assert many.returncode == 0 and (out / "a" / "compare.png").is_file()
     assert many.stdout.splitlines()[0].startswith("run ") and "more3" in many.stdout
+    empty, notes = many.stderr.splitlines()
+    assert "left out" in empty and "empty" in empty and "left out" in notes and "notes" in notes
 
 
 def test_short_runs_are_compared_on_what_follows_the_beginning(tmp_path):
-    runs = []
-    for name in "ab":
-        rows = [evaluation(0, 4.2), *falling(40), evaluation(40, 1.7)]
-        runs.append(read_run(write_run(tmp_path / name, rows)))
+    rows = [evaluation(0, 4.2), *falling(40), evaluation(40, 1.7)]
+    runs = [read_run(write_run(tmp_path / name, rows)) for name in "ab"]
     figure = drawn(report.compare_picture, runs, ["a", "b"])
     labels = [ax.get_ylabel() for ax in figure.axes]
     assert "learning rate" in labels and "throughput (tokens/s)" in labels
@@ -761,36 +606,24 @@ def test_short_runs_are_compared_on_what_follows_the_beginning(tmp_path):
         assert points and all(list(line.get_xdata()) == [40] for line in points)
 
 
-def test_a_share_of_the_peak_is_a_percentage_everywhere(tmp_path):
-    run = read_run(write_run(tmp_path / "run", falling(40)))
-    (mfu,) = (ax for ax in drawn(report.picture, run).axes if ax.get_ylabel() == "MFU (%)")
-    assert set(mfu.lines[0].get_ydata()) == {5.0} and values_of(run)["MFU"] == "5.0%"
-
-
-def test_a_run_that_goes_on_is_said_to_be_running(tmp_path):
-    folder = write_run(tmp_path / "run", falling(40))
-    assert results.ended(read_run(folder)) == "no end on record (killed), at step 40"
-    hold = (
-        "import fcntl, sys, time; lock = open(sys.argv[1], 'a'); fcntl.lockf(lock, fcntl.LOCK_EX)"
-    )
-    hold += "; print(flush=True); time.sleep(60)"
-    other = [sys.executable, "-c", hold, folder / ".lock"]
-    with subprocess.Popen(other, stdout=subprocess.PIPE) as process:
-        process.stdout.readline()
-        assert results.ended(read_run(folder)) == "running, at step 40"
-        process.kill()
-
-
 def test_the_whole_split_is_only_what_the_record_says_it_is(tmp_path):
     """train.py writes bits per byte only of the whole split, whatever a fork's evaluate takes."""
     part = {k: v for k, v in evaluation(20, 2.0).items() if k != "val_bpb"}
-    for row, words in (
+    for each, words in (
         (evaluation(20, 2.0), "the whole validation split"),
         (part, "the validation data that evaluate() takes"),
         (part | {"val_tokens": 4096}, "the first 4,096 tokens"),
     ):
-        run = read_run(write_run(tmp_path / "run", [row, *falling(20)]))
-        assert results.outcome(run, 0.0)["best validation loss, nats"][1] == words
+        run = read_run(write_run(tmp_path / "run", [each, *falling(20)]))
+        best = results.outcome(run, 0.0)["best validation loss, nats"]
+        assert best == ("2.0000 at step 20", words)
+    labels = [each.get_text() for each in drawn(report.picture, run).axes[0].get_legend().texts]
+    assert "validation, first 4,096 tokens" in labels
+    # the best is one among evaluations of the last one's extent
+    rows = [each, *falling(40), evaluation(30, 2.6), evaluation(40, 2.5)]
+    run = read_run(write_run(tmp_path / "whole", rows))
+    assert results.best_of(run) == (2.5, 40)
+    assert "first 4,096" not in words_of(run)
 
 
 def test_a_fork_that_evaluates_a_part_is_not_said_to_see_the_whole(run_train):
@@ -807,7 +640,7 @@ train.evaluate = evaluate
     assert "val_tokens" not in row and "val_bpb" not in row
 
 
-def test_other_json_in_a_run_and_what_is_no_file_do_not_matter(tmp_path):
+def test_other_json_in_a_run_and_what_is_no_file_do_not_matter(command, tmp_path):
     folder = write_run(tmp_path / "run", falling(40))
     record = json.loads((REPO / "records/shakespeare/check.json").read_text())
     (folder / "seeds.json").write_text(json.dumps(record))  # by check.py: the run is still a run
@@ -831,16 +664,16 @@ def test_other_json_in_a_run_and_what_is_no_file_do_not_matter(tmp_path):
     assert command(folder).returncode == 0
 
 
-def test_the_name_of_a_folder_cannot_type_into_the_terminal(tmp_path):
-    folder = write_run(tmp_path / "a\x1b[2Jb\u202ec", falling(40))
-    for arguments in (
-        [folder],
-        [folder, write_run(tmp_path / "d", falling(40))],
-        [tmp_path / "\u202ee"],
-    ):
+def test_what_a_terminal_obeys_does_not_reach_it(command, tmp_path):
+    rows = [*falling(60, data_ms=3.0), event(60, "sample", text="\x1b]0;title\x07\x9b2J")]
+    rows += [event(60, "end", ended="failed: \x1b[31m out of memory\nline")]
+    folder = write_run(tmp_path / "a\x1b[2Jb\u202ec", rows)
+    plain = write_run(tmp_path / "d", falling(40))
+    for arguments in ([folder], [folder, plain], [tmp_path / "\u202ee"]):
         done = command(*arguments)
         assert done.stdout or done.stderr
-        assert not re.search("[\x1b\u202e]", done.stdout + done.stderr)
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", done.stdout + done.stderr)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", (folder / "report.md").read_text())
 
 
 def test_a_line_without_end_is_damage_and_takes_no_memory(tmp_path):
@@ -855,14 +688,3 @@ def test_a_line_without_end_is_damage_and_takes_no_memory(tmp_path):
     script = [sys.executable, "-c", code, folder]
     done = subprocess.run(script, cwd=REPO, capture_output=True, text=True, timeout=60)
     assert done.stdout == "40\n", done.stderr
-
-
-@pytest.mark.slow
-def test_a_million_lines_take_seconds(tmp_path):
-    with open(tmp_path / "metrics.jsonl", "w") as file:
-        for i in range(1, 1_000_001):
-            loss = 2 + random.random()
-            file.write(json.dumps(row(i, loss, grad_norm=random.random(), data_ms=loss)) + "\n")
-    start = time.process_time()
-    report.main([str(tmp_path)])
-    assert time.process_time() - start < 20

@@ -8,19 +8,17 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import wait_for
-from test_report import RUNS, evaluation, event, eventful, falling, write_run
+from helpers import RUNS, evaluation, event, eventful, falling, write_run
 
 import report
+from reporting import results
 from reporting.record import is_running, read_run
 
 BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
-# npm install --prefix FOLDER axe-core; AXE=FOLDER/node_modules/axe-core/axe.min.js
-AXE = Path(os.environ.get("AXE") or "/nonexistent")
 PANELS = ["loss (nats)", "gradient norm", "learning rate", "throughput (tokens/s)"]
 PANELS += ["MFU (%)", "peak memory (GB)"]
 
@@ -184,11 +182,13 @@ def test_watching_takes_less_than_a_hundredth_of_the_time(living, monkeypatch):
 def test_asking_whether_a_run_lives_disturbs_no_run(living):
     folder, process = living
     assert is_running(read_run(folder))
+    assert results.ended(read_run(folder)) == "running, at step 20"
     with open(folder / ".lock", "a") as lock, pytest.raises(BlockingIOError):
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     process.kill()
     process.wait()
     assert not is_running(read_run(folder))
+    assert results.ended(read_run(folder)) == "no end on record (killed), at step 20"
 
 
 # ---- in a browser --------------------------------------------------------------------------------
@@ -317,12 +317,6 @@ def test_it_can_be_read_by_everybody_and_does_not_scroll_sideways(browser, tmp_p
         assert steps == browser.run("document.querySelectorAll('.plot').length")
         told = browser.run("document.querySelector('[role=img]').ariaLabel")
         assert told.startswith("loss (nats) by step. ") and "at step 1 to " in told
-        if AXE.is_file():
-            browser.run(AXE.read_text() + ";1")
-            found = "r => { window.found = JSON.stringify(r.violations.map(v => [v.id, v.nodes[0].html])) }"
-            browser.run(f"axe.run().then({found}); 1")
-            wait_for(lambda: browser.run("window.found"))
-            assert browser.run("window.found") == "[]"
     browser.open(page_of([one]), width)
     heads = browser.run("[...document.querySelectorAll('th')].map(h => h.innerText).join()")
     assert heads.startswith("over,knob,here,default today,kind,wall-clock,step,event")
@@ -342,22 +336,6 @@ def test_the_legend_switches_curves_off_and_on_and_outlives_a_reload(browser, tm
     assert browser.run(DISPLAY.format("r1")) == "none"
     browser.run(PRESS.format("r1"))
     assert browser.run(DISPLAY.format("r1")) != "none" and browser.errors() == []
-
-
-def test_the_words_are_set_as_tables_headings_and_samples(browser, tmp_path):
-    sample = event(60, "sample", text="<b>To be</b> & `not` | ~~~\n\n| a | **b** |")
-    end = event(60, "end", ended="failed: a | b & <i>")
-    browser.open(
-        page_of([write_run(tmp_path / "run", [*falling(60), evaluation(60, 1.7), sample, end])])
-    )
-    rows = browser.run("[...document.querySelectorAll('tr')].map(row => row.innerText).join('\\n')")
-    assert "best validation loss, nats\t1.7000 at step 60" in rows.replace("\n", "")
-    assert "failed: a | b & <i>" in rows and "**" not in rows and "---" not in rows
-    assert browser.run("document.querySelector('pre').innerText").strip() == sample["text"]
-    headings = browser.run("[...document.querySelectorAll('h2')].map(h => h.innerText).join()")
-    assert headings.startswith("Result,Known troubles,A sample, from step 60,What was run")
-    assert browser.run("document.querySelectorAll('i, #text').length") == 0
-    assert browser.errors() == []
 
 
 def test_the_pointer_reads_off_the_numbers(browser, tmp_path):

@@ -101,40 +101,21 @@ def counts_of(knobs):
     return count
 
 
-def test_a_step_takes_no_more_operators_than_it_did(counts_of):
+def test_a_step_takes_no_more_operators_and_tensors_than_it_did(counts_of):
+    """Tensors in float32: how often a product in bfloat16 allocates depends on the CPU."""
     one, two = counts_of(), counts_of(n_layer=2)
-    print(
-        "OPS",
-        one,
-        two,
-        counts_of(dtype="bfloat16").operators - one.operators,
-        counts_of(ema_decay=0.9).operators - one.operators,
-        counts_of(dtype="bfloat16", ngram_rows=8192).copied,
-        counts_of(ngram_rows=8192).copied,
-        counts_of(ngram_rows=8192).parameters,
-    )
     assert 150 < one.operators < 292  # 265 when this was written
     assert two.operators - one.operators < 148  # 134
-    assert counts_of(dtype="bfloat16").operators - one.operators < 24  # 20
-    assert counts_of(ema_decay=0.9).operators - one.operators < 28  # 24
-
-
-def test_a_step_allocates_no_more_tensors_than_it_did(counts_of):
-    """In float32: how often a product in bfloat16 allocates depends on the CPU."""
-    one, two = counts_of(), counts_of(n_layer=2)
     assert 50 < one.allocations < 236  # 210
     assert two.allocations - one.allocations < 88  # 79
+    assert counts_of(dtype="bfloat16").operators - one.operators < 24  # 20
+    assert counts_of(ema_decay=0.9).operators - one.operators < 28  # 24
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_never_copies_all_the_weights(dtype, counts_of):
     counts = counts_of(dtype=dtype, ngram_rows=8192)
     assert 0 < counts.copied < counts.parameters  # 65,817 and 128,089 of 278,720
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
-def test_no_optimizer_of_ours_costs_a_wait(optimizer, counts_of):
-    assert counts_of(optimizer=optimizer, accum_steps=2).waits == 0
 
 
 def test_an_optimizer_that_is_not_fused_costs_one_wait(counts_of, monkeypatch):
@@ -169,9 +150,7 @@ def test_the_host_never_waits_for_the_device_within_a_step(values, take_steps):
     assert {value.shape for value in take_steps(**values).values()} == {()}
 
 
-@pytest.mark.parametrize(
-    "look", [float, bool, lambda skipped: skipped.item(), lambda skipped: skipped.tolist()]
-)
+@pytest.mark.parametrize("look", [float, bool, torch.Tensor.item])
 def test_a_step_that_waited_would_be_found(look, take_steps, monkeypatch):
     real = train.step_unless
 
@@ -215,29 +194,6 @@ def test_the_loop_saves_writes_and_evaluates_when_it_should_and_no_more(run_trai
 # ---- the start -----------------------------------------------------------------------------------
 
 COMPILER = "[name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules]"
-OPTIMIZERS = """
-import hashlib, sys, torch
-torch.manual_seed(0)
-weights = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
-start = [weight.detach().clone() for weight in weights]
-digest = hashlib.sha256()
-for make in (
-    lambda: torch.optim.AdamW(weights, lr=0.1, fused=True),
-    lambda: torch.optim.Adam(weights, lr=0.1, weight_decay=0.1),
-    lambda: torch.optim.SGD(weights, lr=0.1, momentum=0.9),
-    lambda: torch.optim.Muon(weights, lr=0.1),
-    lambda: torch.optim.RMSprop(weights, lr=0.1),
-):
-    optimizer = make()
-    for _ in range(3):
-        optimizer.zero_grad()
-        sum((weight**3).sum() for weight in weights).backward()
-        optimizer.step(lambda: digest.update(b"the closure has run"))
-    saved = optimizer.state_dict()
-    optimizer.load_state_dict(saved)
-    for weight in weights:
-        digest.update(weight.detach().numpy().tobytes())
-"""
 
 
 def python(code):
@@ -256,15 +212,3 @@ def test_a_run_that_compiles_nothing_starts_and_ends_quickly(data_dir, tmp_path)
     *_, compiler, frozen = python(run).splitlines()
     assert compiler == "[]"
     assert frozen == "True"  # Python searches nothing of torch for garbage when it exits
-    alone = "import sys, torch; torch.optim.AdamW([torch.ones(2, requires_grad=True)])"
-    assert "_dynamo" in python(f"{alone}; print({COMPILER})")  # control: torch does import it
-
-
-def test_optimizers_without_the_compiler_take_the_same_steps():
-    without = "from plumbing.machine import avoid_dynamo_import as avoid; avoid()\n"
-    found = f"\nprint(digest.hexdigest(), {COMPILER})"
-    digest, compiler = python(without + OPTIMIZERS + found).split(maxsplit=1)
-    assert compiler == "[]"
-    assert python(OPTIMIZERS + found).split(maxsplit=1)[0] == digest
-    other = OPTIMIZERS.replace("lr=0.1", "lr=0.2")  # control
-    assert python(other + found).split(maxsplit=1)[0] != digest

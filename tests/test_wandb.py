@@ -2,16 +2,16 @@
 on."""
 
 import json
-import os
 import socket
 import struct
-import subprocess
 import sys
 import time
+import types
 
 import pytest
-from conftest import REPO, read_rows, stop_at
-from test_faults import at_step
+from conftest import at_step, read_rows, stop_at
+
+from plumbing.run_folder import Wandb
 
 ON = ("--wandb_log=true", "--max_steps=30", "--eval_interval=10", "--save_interval=10")
 ON += ("--log_interval=1",)
@@ -98,8 +98,9 @@ def test_after_kills_every_row_arrives_once_and_the_run_stays_one(run_train):
     for step in (19, 14):
         killed = run_train("run", *ON, env=OFFLINE, before=at_step(step, kill))
         assert killed.returncode == 137, killed.stdout + killed.stderr
-    stopped = run_train("run", *ON, env=OFFLINE, before=stop_at(22))
-    assert stopped.returncode == 143 and len(history(stopped.out_dir)[0]) == 23
+    stopped = run_train("run", *ON, env=OFFLINE, before=stop_at(22, "SIGINT"))
+    assert stopped.returncode == 130 and stopped.stderr == ""  # Ctrl-C stays ours
+    assert len(history(stopped.out_dir)[0]) == 23
     done = run_train("run", *ON, env=OFFLINE)
     assert done.returncode == 0, done.stderr
     (rows,) = history(done.out_dir)
@@ -108,31 +109,19 @@ def test_after_kills_every_row_arrives_once_and_the_run_stays_one(run_train):
     assert ids(done.out_dir) == {wandb_id(done.out_dir)}
 
 
-def test_what_the_server_has_is_not_sent_again(tmp_path):
+def test_what_the_server_has_is_not_sent_again(tmp_path, monkeypatch):
     """Online, a killed run has sent what it has sent: the server names its next step."""
-    (tmp_path / "fake").mkdir()
-    server = FAKE.replace("Settings(), 0", "Settings(), 80")
-    (tmp_path / "fake" / "wandb.py").write_text(
-        server + "Run.log = lambda _, row, step: print(step)"
-    )
-    source = f"""
-from pathlib import Path
-from plumbing.run_folder import Wandb
-sender = Wandb(Path({str(tmp_path)!r}), {{}}, "abcd")
-for i in range(13):
-    sender.send({{"kind": "train", "loss": 1.0, "sequences": 8 * i}})
-sender.finish(0)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", source],
-        cwd=REPO,
-        env=os.environ | {"PYTHONPATH": str(tmp_path / "fake")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[1:] == ["80", "88", "96"]
+    server = types.ModuleType("wandb")
+    exec(FAKE, vars(server))
+    server.Run.starting_step = 80
+    sent = []
+    server.Run.log = lambda self, row, step: sent.append(step)
+    monkeypatch.setitem(sys.modules, "wandb", server)
+    sender = Wandb(tmp_path, {}, "abcd")
+    for i in range(13):
+        sender.send({"kind": "train", "loss": 1.0, "sequences": 8 * i})
+    sender.finish(0)
+    assert sent == [80, 88, 96]
 
 
 def test_a_rollback_does_not_turn_wandb_back(run_train):
@@ -216,10 +205,3 @@ def test_nobody_is_asked_for_a_key(run_train, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "no key; type: wandb login, or set WANDB_MODE=offline" in done.stdout
     assert "API key" not in done.stdout + done.stderr
-
-
-def test_ctrl_c_stays_ours(run_train):
-    done = run_train("run", *ON, env=OFFLINE, before=stop_at(6, "SIGINT"))
-    assert done.returncode == 130 and done.checkpoint(6).exists() and done.stderr == ""
-    (rows,) = history(done.out_dir)
-    assert rows[-1]["step"] == 6  # and what was trained until then has arrived

@@ -1,0 +1,203 @@
+"""What several test files share beside conftest.py: processes, models, optimizers, rows of runs.
+
+Nothing here starts anything when it is imported.
+"""
+
+import json
+import math
+import subprocess
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from conftest import build_run
+from torch import nn
+
+from model import GPT, GPTConfig
+
+# ---- processes -----------------------------------------------------------------------------------
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def children(process):
+    done = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+    return [int(pid) for pid in done.stdout.split()]
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# ---- models --------------------------------------------------------------------------------------
+
+SMALL = {"vocab_size": 65, "block_size": 32, "n_layer": 2, "n_head": 2, "n_embd": 32}
+
+
+def build(**overrides):
+    torch.manual_seed(0)
+    return GPT(GPTConfig(**{**SMALL, **overrides}))
+
+
+def build_trained(**overrides):
+    """A model whose zero-initialised matrices are no longer zero, so that every path is open."""
+    model = build(**overrides)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model
+
+
+class Recurrent(nn.Module):
+    """Not a GPT: a model that has forward() and nothing else, with parameters of every kind."""
+
+    def __init__(self, vocab_size=65, width=16):
+        super().__init__()
+        self.token = nn.Embedding(vocab_size, width)
+        self.conv = nn.Conv1d(width, width, 1)
+        self.gru = nn.GRU(width, width, batch_first=True)
+        self.dropout = nn.Dropout(0.5)
+        self.head = nn.Linear(width, vocab_size)
+        self.hidden = width  # a name that forks like
+
+    def forward(self, inputs, targets=None):
+        x = self.conv(self.token(inputs).mT).mT
+        logits = self.head(self.dropout(self.gru(x)[0]))
+        return (
+            logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        )
+
+
+def model_batch(rows, config, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, config.block_size + 1)
+    window = torch.randint(config.vocab_size, shape, generator=generator)
+    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+
+class Moving(torch.nn.Module):
+    """A GPT whose forward pass moves buffers: in place, as BatchNorm does, and by assigning new
+    ones."""
+
+    def __init__(self, gpt):
+        super().__init__()
+        self.gpt = gpt
+        self.norm = torch.nn.BatchNorm1d(1)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, inputs, targets):
+        loss = self.gpt(inputs, targets)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        return loss + self.norm(inputs.float().view(-1, 1)).mean() + 0 * self.norm.running_var.sum()
+
+
+class Lion(torch.optim.Optimizer):
+    """By hand: an int in its state, a counter in param_groups, all of it made in the first step."""
+
+    def __init__(self, weights):
+        super().__init__(weights, {"lr": 0.0})
+
+    def step(self):
+        for group in self.param_groups:
+            group["taken"] = group.get("taken", 0) + 1
+            for weight in group["params"]:
+                state = self.state[weight]
+                state["count"] = state.get("count", 0) + 1
+                average = state.setdefault("average", torch.zeros_like(weight))
+                update = (0.9 * average + 0.1 * weight.grad).sign() / state["count"]
+                weight.sub_(group["lr"] / group["taken"] * update)
+                average.lerp_(weight.grad, 0.01)
+
+
+def moving_run(optimizer):
+    """A run whose forward pass moves buffers, under one of our optimizers or one "by hand"."""
+    run = build_run("adamw" if optimizer == "by hand" else optimizer, ema=True, dropout=0.1)
+    run.model = Moving(run.model)
+    run.ema = {f"gpt.{name}": average for name, average in run.ema.items()}
+    if optimizer == "by hand":
+        run.optimizers = [Lion(run.model.parameters())]
+        run.groups = [run.optimizers[0].state_dict()["param_groups"]]
+    return run
+
+
+# ---- rows of runs that were never trained --------------------------------------------------------
+
+
+def row(step, loss, **changes):
+    """A train row as train.py writes it."""
+    common = {"lr": 1e-3, "data_ms": 0.1, "tokens": 512 * step, "grad_norm": 0.5, "skipped": 0}
+    common |= {"sequences": 8 * step, "epoch": step / 20}
+    speed = {"step_ms": 5.0, "tokens_per_sec": 1e5, "mfu": 0.05, "mem_gb": 0.4, "gpu_util": None}
+    return {"kind": "train", "step": step, "loss": loss, **common, **speed, **changes}
+
+
+def evaluation(step, loss):
+    values = {"val_loss": loss, "val_bpb": loss / math.log(2), "val_accuracy": 0.3}
+    return {"kind": "eval", "step": step, **values, "best_val_loss": loss}
+
+
+def event(step, name, **fields):
+    return {"kind": "event", "step": step, "event": name, **fields}
+
+
+def write_run(folder, rows, **info):
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if info:
+        (folder / "run.json").write_text(json.dumps(info))
+    return folder
+
+
+def falling(n, noise=0.03, **changes):
+    """Train rows of a healthy run."""
+    rng = np.random.RandomState(0)
+    losses = 1.5 + 2.7 * np.exp(-3 * np.arange(n) / n) + noise * rng.randn(n)
+    return [row(i + 1, loss, **changes) for i, loss in enumerate(losses)]
+
+
+def eventful():
+    """Rows of a run that was resumed, rolled back, out of memory, and failed; one session was
+    killed."""
+    rows = falling(60)
+    for step in (20, 21):
+        rows[step - 1].update(loss=None, skipped=1, finite=False)
+    seconds = {"start": 1.0, "train": 2.0}
+    return [
+        evaluation(0, 4.2),
+        *rows,
+        evaluation(30, 2.5),
+        evaluation(60, 2.6),
+        event(20, "skipped", loss=None),
+        event(21, "skipped", loss=None),
+        event(25, "skipped", loss=None),
+        event(30, "out_of_memory", batch_size=4, accum_steps=2),
+        event(31, "end", ended="stopped by SIGINT", seconds=seconds),
+        event(31, "resume", checkpoint="ckpt_00000031.pt"),
+        event(31, "inexact_resume", threads=[2, 1], code=[{"train.py": "a"}, {"train.py": "b"}]),
+        event(40, "resume", checkpoint="ckpt_00000040.pt"),
+        event(40, "rollback", why="a loss spike", at_step=52),
+        event(45, "audit", odd="first", bits=3, tensors=["gradient/head.weight"]),
+        event(60, "sample", text="To be\n~~~ or not"),
+        event(60, "end", ended="failed: no more. And so on", seconds=seconds),
+    ]
+
+
+RUNS = {
+    "healthy": [evaluation(0, 4.2), *falling(300), evaluation(300, 1.7)],
+    "eventful": eventful(),
+    "failed at step 3": [
+        evaluation(0, 4.2),
+        row(1, 4.2),
+        row(2, 3.4e8, grad_norm=30.0),
+        row(3, None, grad_norm=None, skipped=1, finite=False),
+        event(3, "end", ended="failed: loss or gradient not finite " + "and so on " * 30),
+    ],
+    "failed before its first step": [evaluation(0, 4.2), event(0, "end", ended="failed: why")],
+    "never evaluated": falling(2),
+    "many steps": [*falling(5000, mfu=None), *(evaluation(i, 2.0) for i in range(0, 5000, 20))],
+    "large numbers": falling(200, lr=2.5, tokens_per_sec=9.87e6, mem_gb=1234.5, grad_norm=1e-7),
+}
