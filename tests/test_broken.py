@@ -1,4 +1,4 @@
-"""Broken loops: with each bug of tests/broken the test named in docs/exercises.md fails, and the
+"""Broken loops: with each bug of tests/broken the test named in answers.md there fails, and the
 command named there finds it."""
 
 import os
@@ -12,7 +12,7 @@ from conftest import REPO, TINY
 from test_hacks import apply_patch
 
 PATCHES = sorted((REPO / "tests" / "broken").glob("*.patch"))
-PAGE = (REPO / "docs" / "exercises.md").read_text(encoding="utf-8")
+PAGE = (REPO / "tests" / "broken" / "answers.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| (\d+) \| (.+?) \| `(.+?)` \| (.+?) \| ?(.*?) \|$", re.MULTILINE)
 BUGS = {int(number): rest for number, *rest in ROW.findall(PAGE)}
 FOUND_BY_COMMAND = [number for number in BUGS if "check.py" in BUGS[number][2]]
