@@ -12,10 +12,8 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import REPO, arguments
 
 from plumbing import console
@@ -47,9 +45,8 @@ def test_columns_stay_aligned_whatever_the_numbers(max_steps, capsys):
     assert len(lines) == 1 + 2 * (1 + len(UNUSUAL))
     assert len(set(map(len, lines))) == 1
     assert len(lines[0]) == (80 if max_steps < 1e7 else 82)
-    ends = [
-        columns(line.replace("d ", "d_"), len(console.progress(0, max_steps))) for line in lines
-    ]
+    start = len(console.progress(0, max_steps))
+    ends = [columns(line.replace("d ", "d_"), start) for line in lines]
     assert len(ends[0]) == 9 and all(each == ends[0] for each in ends)
 
 
@@ -121,30 +118,13 @@ def test_every_field_of_a_row_is_in_the_table_with_what_may_be_said_of_it(run_tr
     assert measured == ["finite", "step_ms", "data_ms", *speed]
 
 
-def test_the_plan_says_what_the_run_does_before_its_first_step(run_train):
+def test_the_plan_says_what_the_run_does_and_what_differs_from_the_run_so_far(run_train):
     done = run_train("run", "--max_steps=5")
-    lines = done.stdout.splitlines()
-    header = lines[: next(i for i, line in enumerate(lines) if "step/total" in line)]
+    header = done.stdout[: done.stdout.index("step/total")].splitlines()
     facts = dict(line.split(maxsplit=1) for line in header if line[0].isalpha())
     assert {"model", "data", "batch", "steps", "peak"} <= facts.keys()
-
-
-def plan(capsys, model=None, changed=None):
-    """The printed plan of a run that consists of no more than the plan needs."""
-    config = {"out_dir": "out/a", "max_steps": 9, "optimizer": "sgd", "schedule": "cosine"}
-    config |= {"peak_lr": 0.1, "min_lr": 0.0, "batch_size": 4, "accum_steps": 1, "block_size": 8}
-    facts = {"device": "cpu", "threads": 1, "dtype": "float32", "compile": False}
-    facts |= {"deterministic": True, "world_size": 1, "global_batch": 4}
-    run = SimpleNamespace(
-        path=None,
-        reasons=dict.fromkeys(("dtype", "compile"), "as asked for"),
-        model=model or torch.nn.Linear(2, 2),
-        train_data=range(12),
-        val_data=range(3),
-        facts={"config": config, "run": facts, "data": {"name": "own", "meta": {}}},
-    )
-    console.print_plan(run, (1e12, "measured"), changed or {})
-    return capsys.readouterr().out
+    again = run_train("run", "--max_steps=6", "--decay_steps=6", "--peak_lr=2e-3")
+    assert "changed  peak_lr 0.001 -> 0.002" in again.stdout
 
 
 LOOP = f"""
@@ -213,10 +193,6 @@ def test_a_terminal_that_should_have_no_colour_gets_what_a_pipe_gets(environment
     assert shown == piped
 
 
-def test_the_plan_names_what_differs_from_the_run_so_far(capsys):
-    assert "changed  peak_lr 0.2 -> 0.1" in plan(capsys, changed={"peak_lr": [0.2, 0.1]})
-
-
 def test_the_words_of_the_console_need_no_torch():
     code = "import sys, plumbing.console, plumbing.cli; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=REPO, check=True)
@@ -262,12 +238,15 @@ def test_a_path_is_shown_as_it_would_be_typed(tmp_path, monkeypatch):
     assert console.shown("/data/out/a") == "/data/out/a"
 
 
-def test_the_end_names_commands_that_run(run_train, tmp_path):
+def test_the_end_names_commands_that_run(run_train, tmp_path, capsys):
     done = run_train("a run", "--max_steps=5", "--log_interval=1")
     ends = done.stdout.splitlines()[-2:]
     assert all(line.startswith("python ") for line in ends)
     sample, compare = (shlex.split(line, comments=True) for line in ends)
     assert compare.pop() == "OTHER"
+    assert "sample.py" in sample[1]
+    console.print_next("finished", Path("out/a"), writes_text=False)
+    assert "sample.py" not in capsys.readouterr().out
     started = [
         subprocess.Popen([sys.executable, *command[1:]], cwd=tmp_path, stdout=subprocess.DEVNULL)
         for command in ([*sample, "--max_new_tokens=5"], [*compare, str(done.out_dir)])

@@ -443,8 +443,9 @@ VARIANTS = [
 ]
 
 
-def test_a_whole_file_with_wrong_content_is_damaged(interrupted, tmp_path):
+def test_a_whole_file_with_wrong_content_is_damaged(interrupted, tmp_path, monkeypatch):
     """Quickly, by name, and without being taken for anything else: no hang, no other error."""
+    monkeypatch.setattr(checkpoint, "MOST_VALUES", 100_000)  # it counts to 10 million in 6 s
     path = tmp_path / "ckpt_00000008.pt"
     good = torch.load(interrupted / path.name, weights_only=True)
     accepted = []
@@ -1110,14 +1111,15 @@ def test_where_memory_runs_out_the_micro_batch_is_halved_and_the_step_is_done_ag
     run_train, most, from_step
 ):
     """The gradients and random numbers of the attempt that failed leave no trace."""
-    done = run_train("run", "--dropout=0.1", before=out_of_memory(most, from_step))
+    flags = ("--dropout=0.1", "--log_interval=1")
+    done = run_train("run", *flags, before=out_of_memory(most, from_step))
     assert done.returncode == 0, done.stderr
     (event,) = events(done, "out_of_memory")
     assert (event["step"], event["micro_batch"]) == (from_step and 6, most)
     if from_step:
-        run_train("asked", "--dropout=0.1", before=stop_at(5))
+        run_train("asked", *flags, before=stop_at(5))
     split = (f"--batch_size={most}", f"--accum_steps={8 // most}")
-    asked = run_train("asked", "--dropout=0.1", *split)
+    asked = run_train("asked", *flags, *split)
     assert states_equal(done.fingerprint(12), asked.fingerprint(12), "state")
 
 

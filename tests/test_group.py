@@ -218,17 +218,15 @@ def resume_offloaded():
 # ---- what they must find -------------------------------------------------------------------------
 
 
-def test_ranks_agree_and_hear_of_each_other(found):
+def test_ranks_agree_hear_of_each_other_and_leave(found):
+    """What rank 0 raises every rank raises: else the others would wait for hang_minutes."""
+    raised = ["ValueError('bad')", "OSError(5, 'no such disk')", "BadInput('no')"]
     for each in found:
         assert each["agreed"] == [1, 1, 3]
         assert each["everyone"] == ["rank 0", "rank 1"]
         assert each["from rank 0"] == "rank 0"
-
-
-def test_what_rank_0_raises_every_rank_raises(found):
-    """Otherwise the others would wait for it until hang_minutes have passed."""
-    raised = ["ValueError('bad')", "OSError(5, 'no such disk')", "BadInput('no')"]
-    assert [each["raised"] for each in found] == [raised, raised]
+        assert each["raised"] == raised
+        assert each["left"]
 
 
 def test_the_shares_of_all_ranks_are_the_batch(found):
@@ -242,11 +240,8 @@ def test_tensors_of_any_dtype_are_summed_in_place(found):
     assert [each["sums"] for each in found] == [sums, sums]
 
 
-def test_floating_point_buffers_are_averaged_and_counters_are_not(found):
+def test_buffers_are_averaged_but_for_counters_and_in_a_skipped_step(found):
     assert [each["buffers"][0] for each in found] == [[[1.5, 1.5], 5], [[1.5, 1.5], 6]]
-
-
-def test_a_skipped_step_leaves_buffers_as_they_were(found):
     assert [each["buffers"][1] for each in found] == [[[0.0, 0.0], 0]] * 2
 
 
@@ -266,23 +261,19 @@ def test_any_changed_bit_changes_the_checksum():
     assert ranks.checksum(-tensor) != before  # an even number of equal changes
     assert ranks.checksum(tensor.flip(0)) != before
     assert ranks.checksum(tensor.clone()) == before
-    assert (
-        ranks.checksum(tensor.view(10, 100).t().contiguous().t()) == before
-    )  # strides are no bits
+    transposed = tensor.view(10, 100).t().contiguous().t()
+    assert ranks.checksum(transposed) == before  # strides are no bits
 
 
-def test_a_sharded_model_gets_its_own_rows_of_what_is_restored(found):
+def test_any_module_can_be_sharded_and_gets_its_own_rows_of_what_is_restored(found):
+    """What comes into a block keeps its precision: rotary tables, say, or a LayerNorm's gain."""
     for each, rows in zip(found, (3, 2), strict=True):
         for model in each["sharded"].values():
             assert model["exact"] and model["sharded"] and model["rows"] == rows
             assert model["keeps its dtype"] == "torch.float16" and model["other shape"] == 0
-
-
-def test_what_comes_into_a_sharded_block_keeps_its_precision(found):
-    """Rotary tables, say; and a LayerNorm's gain, which no CPU kernel mixes with another dtype."""
-    for each in found:
         assert each["sharded"]["Block"]["dtypes"] == ["torch.float32"] * 2 + ["torch.bfloat16"]
         assert each["sharded"]["Gain"]["dtypes"] == ["torch.float32"] * 3
+        assert each["plain"]
 
 
 @pytest.mark.gpu
@@ -293,20 +284,12 @@ def test_resuming_offloaded_moments_takes_no_memory_of_the_gpu():
     assert "destroy_process_group" not in stderr  # which torch asks for where a group is not left
 
 
-def test_any_module_can_be_sharded(found):
-    assert found[0]["plain"] and found[1]["plain"]
-
-
 def test_where_memory_runs_out_on_one_rank_all_repeat_the_same_batch_in_halves(found):
     for each in found:
         memory = each["memory"]
         assert memory["rows"] == 2
         first, second = memory["tries"]
         assert first == second and second[1:] == [[0.0, 0.0], True]
-
-
-def test_the_group_is_left_at_the_end(found):
-    assert found[0]["left"] and found[1]["left"]
 
 
 def test_a_rank_that_fails_ends_the_others_at_once():

@@ -16,6 +16,7 @@ from conftest import (
     copy_of_repository,
     digest,
     fingerprint,
+    first,
     stop_at,
 )
 
@@ -89,12 +90,6 @@ def added_lines(patch):
     return sum(line[:1] == "+" and line[:4] != "+++ " for line in patch.splitlines())
 
 
-def every(names):
-    """The names, all but two of them marked as slow."""
-    slow = pytest.mark.slow
-    return [name if name in IN_EVERY_RUN else pytest.param(name, marks=slow) for name in names]
-
-
 @pytest.fixture(autouse=True)
 def second_text(data_dir):
     """A dataset `second` of the same characters as `small`, in another order."""
@@ -133,19 +128,15 @@ def flags_of(fork, plain_run, data_dir):
 # ---- all of them ---------------------------------------------------------------------------------
 
 
-def test_every_patch_is_known():
-    there = {path.stem for path in (REPO / "tests" / "hacks").glob("*.patch")}
-    assert there == {*HACKS, *SCRIPTS}
+def test_every_hack_applies_and_is_about_as_short_as_in_nanogpt(tmp_path):
+    patches = {path.stem: path.read_text() for path in (REPO / "tests" / "hacks").glob("*.patch")}
+    assert patches.keys() == HACKS.keys() | SCRIPTS.keys()
+    for name, patch in patches.items():
+        apply_patch(patch, copy_of_repository(tmp_path / name))
+        assert 0 < added_lines(patch) <= (HACKS | SCRIPTS)[name].lines, name
 
 
-@pytest.mark.parametrize("name", [*HACKS, *SCRIPTS])
-def test_a_hack_applies_and_is_about_as_short_as_in_nanogpt(name, fork):
-    fork(name)
-    patch = (REPO / "tests" / "hacks" / f"{name}.patch").read_text()
-    assert 0 < added_lines(patch) <= (HACKS | SCRIPTS)[name].lines
-
-
-@pytest.mark.parametrize("name", every(HACKS))
+@pytest.mark.parametrize("name", first(2, sorted(HACKS, key=lambda name: name not in IN_EVERY_RUN)))
 def test_a_hacked_run_is_killed_and_resumes_bit_for_bit(name, fork, flags_of, run_train, plain_run):
     run_fork = functools.partial(run_train, repo=fork(name))
     flags = flags_of(name)

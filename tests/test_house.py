@@ -20,6 +20,9 @@ MOST_NODES = 67_060
 MOST_NODES_OF_A_LINE = 8.5  # in a file of more than 60 lines of code
 MOST_NODES_OF_A_LINE_OF_THE_MODEL = 9.4
 MOST_FILES_LOADED = 22
+# Of the tests (tests/*.py), and of README.md and docs/*.md. The aims are 14,000 and 19,000.
+MOST_LINES_OF_TESTS = 18_000
+MOST_WORDS = 29_400
 MOST_LINES_OF_A_FUNCTION = 60  # in train.py and model.py
 SCRIPTS = sorted(path.relative_to(REPO).as_posix() for path in REPO.glob("*.py"))
 MODULES = sorted(path.relative_to(REPO).as_posix() for path in REPO.glob("plumbing/*.py"))
@@ -143,6 +146,15 @@ def test_a_line_holds_one_idea():
         if count > 60 and nodes(name) > (most + 0.05) * count:
             dense[name] = round(nodes(name) / count, 1)
     assert dense == {}
+
+
+def test_tests_and_pages_stay_within_their_budget():
+    tests = {path.name: path.read_text().count("\n") for path in REPO.glob("tests/*.py")}
+    pages = [REPO / "README.md", *REPO.glob("docs/*.md")]
+    words = {page.name: len(page.read_text().split()) for page in pages}
+    assert tests["conftest.py"] and words["README.md"]
+    assert sum(tests.values()) <= MOST_LINES_OF_TESTS, tests
+    assert sum(words.values()) <= MOST_WORDS, words
 
 
 NOT_COUNTED = ("tests", "out", "data", "wandb", ".venv", "venv")

@@ -6,11 +6,9 @@ Building it takes an engine and minutes; what can be told without one is told he
 import ast
 import fnmatch
 import re
-import shutil
 import subprocess
 
-import pytest
-from conftest import REPO
+from conftest import REPO, copy_of_repository
 
 from plumbing import files
 
@@ -75,10 +73,8 @@ def test_the_base_of_the_lock_installs_it_by_hash_and_another_base_what_fits_it(
     default = STEPS[0][1].partition("=")[2]
     locked = ["--require-hashes", "-r", "/train/requirements.lock"]
     assert shell_of_the_install(default)[-3:] == locked
-    assert shell_of_the_install("nvcr.io/nvidia/pytorch:26.01")[-2:] == [
-        "-r",
-        "/train/requirements.txt",
-    ]
+    other = shell_of_the_install("nvcr.io/nvidia/pytorch:26.01")
+    assert other[-2:] == ["-r", "/train/requirements.txt"]
 
 
 def test_it_runs_train_as_a_user_who_may_write_both_volumes():
@@ -136,21 +132,11 @@ def imports_of(path, found=()):
     return found
 
 
-@pytest.fixture
-def copied_repository(tmp_path):
-    """The code without .git, as it lies in the image."""
-    (tmp_path / "image").mkdir()
-    for file in [*REPO.glob("*.py"), REPO / "requirements.txt"]:
-        shutil.copy(file, tmp_path / "image")
-    for package in ("plumbing", "reporting"):
-        shutil.copytree(REPO / package, tmp_path / "image" / package)
-    return tmp_path / "image"
-
-
-def test_run_json_names_the_commit_where_there_is_no_git(copied_repository, run_train, tmp_path):
+def test_run_json_names_the_commit_where_there_is_no_git(run_train, tmp_path):
     commit = "0123456789abcdef0123456789abcdef01234567"
     environment = {"GIT_COMMIT": commit, "GIT_CEILING_DIRECTORIES": str(tmp_path)}
-    done = run_train("run", "--max_steps=3", env=environment, repo=copied_repository)
+    copy = copy_of_repository(tmp_path / "image")
+    done = run_train("run", "--max_steps=3", env=environment, repo=copy)
     assert done.returncode == 0, done.stderr
     run = files.read_json(done.out_dir / "run.json")
     assert run["git"] == {"commit": commit, "dirty": None, "diff_sha256": None}
