@@ -501,3 +501,32 @@ def test_the_loss_is_computed_in_float32_and_close(how):
     assert loss.dtype == torch.float32
     assert logits.shape == (4, 32, 65)
     assert loss.item() == pytest.approx(exact.item(), rel=0.02)
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_dropout_keeps_the_mean_and_drops_independently(seed):
+    torch.manual_seed(seed)
+    kept = (module.dropped(torch.ones(10_000_000), 0.2) > 0).double()
+    again = (module.dropped(torch.ones(10_000_000), 0.2) > 0).double()
+    assert abs(kept.mean() - 0.8) < 5 * math.sqrt(0.8 * 0.2 / len(kept))
+    for other in (kept.roll(1), kept.roll(2), kept.roll(64), kept.roll(2**16), again):
+        both = ((kept - 0.8) * (other - 0.8)).mean() / (0.8 * 0.2)
+        assert abs(both) < 5 / math.sqrt(len(kept))
+    assert abs(module.dropped(torch.ones(1_000_000), 0.05).mean() - 1) < 0.002
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_dropout_has_a_mask_of_its_own_in_each_call_and_one_in_both_passes(compiled):
+    def twice(x):
+        return module.dropped(x, 0.5), module.dropped(x, 0.5)
+
+    x = torch.ones(4096, requires_grad=True)
+    torch.manual_seed(1)
+    for y in (torch.compile(twice) if compiled else twice)(x):
+        (grad,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        assert torch.equal(grad, y.detach())
+    first, second = twice(x) if not compiled else torch.compile(twice)(x)
+    assert 0.4 < (first == second).double().mean() < 0.6
