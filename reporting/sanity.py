@@ -78,10 +78,10 @@ def require_text(job):
 
 def said(**numbers):
     """Words for what was found: its names and numbers."""
-    return ", ".join(f"{name.replace('_', ' ')} {short(n)}" for name, n in numbers.items())
+    return ", ".join(f"{name.replace('_', ' ')} {four_digits(n)}" for name, n in numbers.items())
 
 
-def short(number):
+def four_digits(number):
     if isinstance(number, list | tuple | set):
         return " ".join(map(short, number)) or "none"
     return f"{number:.4g}" if isinstance(number, float) else str(number)
@@ -624,9 +624,9 @@ def evaluation_checks(job):
     with setting(dropout=train.dropout or 0.2):
         run = replace(job.fresh_run(), ema={})
     average = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
-    of_average, *_ = numbers_of(job, run, windows)
+    of_average, *_ = evaluated_numbers(job, run, windows)
     run.model.load_state_dict(memorize(job)[0].model.state_dict())
-    own, right, total = numbers_of(job, run, windows)
+    own, right, total = evaluated_numbers(job, run, windows)
     expected = {"val_loss": own, "val_accuracy": right}
     expected["val_tokens"] = (windows[1] != -100).sum().item()
 
@@ -656,7 +656,7 @@ def evaluation_checks(job):
     yield "the average is what is evaluated", fine, found, passable
 
 
-def numbers_of(job, run, windows):
+def evaluated_numbers(job, run, windows):
     """(mean -log p in float64, share of right predictions, sum of the probabilities of all classes)
     by the model's logits. Columns that only pad a head must have none."""
     inputs, targets = data.to_device(windows, job.device)
