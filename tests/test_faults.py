@@ -1107,7 +1107,7 @@ train.forward_backward = wrap(train.forward_backward)
 
 
 @pytest.mark.parametrize("most, from_step", [(2, 0), (4, 5)], ids=["rehearsal", "step 6"])
-def test_where_memory_runs_out_the_micro_batch_is_halved_and_the_step_is_done_again(
+def test_memory_that_runs_out_in_mid_run_halves_the_micro_batch_and_does_the_step_again(
     run_train, most, from_step
 ):
     """The gradients and random numbers of the attempt that failed leave no trace."""
