@@ -552,8 +552,7 @@ def trained(script, words, seed):
     defaults = {name: knob.default for name, knob in read_knobs(train.__file__).items()}
     with setting(**defaults), configured(vars(train), argv=for_train(words)) as config:
         knobs = {key: config[key] for key in defaults if key not in ("out_dir", "seed")}
-    own = ("bench.py", "check.py")
-    code = {path: tree for path, (_, tree) in code_of_process().items() if path not in own}
+    code = {path: tree for path, (_, tree) in code_of_process().items()}
     folder = folder_by_hash(config["out_dir"], seed, Path(script).read_text("utf-8"), knobs, code)
     if read_json(folder / "run.json").get("ended") != "finished":
         execute(script, ["--report=false", *words], out_dir=folder, seed=seed)

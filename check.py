@@ -32,7 +32,7 @@ from plumbing.cli import fail, run_script
 from plumbing.console import REPO
 from reporting.logged import Logged, first_difference
 from reporting.records import computed_rows, what_differs
-from reporting.sanity import CHECKS
+from reporting.sanity import CHECKS, NotAsked
 from reporting.verdicts import verdict_on
 
 # The checks
@@ -74,6 +74,8 @@ def asked(check, job):
     """The answers of a check; an error in it is one more, a fault: the others are still asked."""
     try:
         yield from check(job)
+    except NotAsked as reason:
+        yield check.__name__.replace("_", " "), None, reason
     except Exception as error:
         traceback.print_exc()
         yield check.__name__, False, f"{type(error).__name__}: {error}"

@@ -102,7 +102,7 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
     old = data.verified_meta(folder) if os.path.exists(f"{folder}/meta.json") else {}
     streamed = os.path.isdir(input) or glob.has_magic(input) if input else name in CORPORA
     if os.path.isfile(input):
-        streamed = input.endswith((".jsonl", ".gz", ".zst")) or os.path.getsize(input) > WHOLE_TEXT
+        streamed = input.endswith((".jsonl", ".gz")) or os.path.getsize(input) > WHOLE_TEXT
     if tokenizer == "auto":
         tokenizer = old.get("tokenizer") if old else "gpt2" if streamed else "char"
     cleaned = Cleaned()
@@ -426,8 +426,6 @@ def parts(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 def read_chunks(path: str) -> Iterator[bytes]:
     """The content of a file, decompressed, in chunks."""
-    if path.endswith(".zst"):
-        raise DataError(f"{path}: .zst is not read; unpack it first: zstd -d {path}")
     try:
         with open(path, "rb") as file:
             plain = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file

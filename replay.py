@@ -174,10 +174,13 @@ class Again:
                 self.odd_part = self.compare_parts(saved, run.checkpoint())
 
     def compare_parts(self, saved: Checkpoint, now: dict) -> tuple | None:
-        for part in RECOMPUTED:
-            then = saved.content.get(part, now[part])  # an older version has no such part
-            if then != now[part]:
-                return saved.step, [part], f"{part} in {saved.path.name} is {then}, not {now[part]}"
+        pairs = {part: (saved.content.get(part, now[part]), now[part]) for part in RECOMPUTED}
+        if saved.step == self.stop:  # the knobs are those of the process that took this step
+            for knob, value in now["run"]["kept"].items():
+                pairs[knob] = saved.content["run"].get("kept", {}).get(knob, value), value
+        for name, (then, here) in pairs.items():
+            if then != here:
+                return saved.step, [name], f"{name} in {saved.path.name} is {then}, not {here}"
         return None
 
     def end(self, run: Any) -> None:
@@ -404,6 +407,9 @@ def main(argv: list[str] | None = None) -> int:
                 fail(what_it_needs(run.path))
             run.check()
         if len(runs) == 2 and not step and not verify:
+            for run in runs:
+                if not run.script.is_file():  # it was renamed
+                    run.script = script_of(run, is_alone=False)
             return where_they_part(*runs)
         if len(runs) != 1 or bool(step) == bool(verify):
             fail("expected RUN --step=N, RUN OTHER or RUN --verify=K")
@@ -411,6 +417,7 @@ def main(argv: list[str] | None = None) -> int:
         if before_rollback > (len(run.rollbacks) if step else 0):
             fail(f"--before_rollback={before_rollback}: there were {len(run.rollbacks)} rollbacks")
         loop = loop_of(script_of(run, is_alone=True))
+        run.script = Path(loop.__file__)
         return at_step(run, loop) if step else verify_stretches(run, loop)
 
 

@@ -33,7 +33,7 @@ from reporting.page import page
 from reporting.record import last_step, read_run
 from reporting.records import HEADER, record_rows
 from reporting.results import aligned, best_in_words, ended, happened, outcome, table, unit
-from reporting.troubles import replay, replay_of, troubles
+from reporting.troubles import replay_of, troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
 dollars_per_hour = 0.0  # of one device, [0, inf); 0 = the run's --dollars_per_hour
@@ -332,19 +332,6 @@ def words(run, image):
     return "\n".join([*lines, "## What was not exact\n", *not_exact(run), ""])
 
 
-def should_be_equal(one, other):
-    """Whether two runs have the same knobs, and other numbers."""
-    configs = []
-    for run in (one, other):
-        config = run.info["config"].items()
-        configs.append({k: v for k, v in config if k not in ("out_dir", "resume")})
-    if configs[0] != configs[1]:
-        return False
-    n_steps = min(len(one.train["loss"]), len(other.train["loss"]))
-    losses = [run.train["loss"][:n_steps] for run in (one, other)]
-    return not np.array_equal(*losses, equal_nan=True)
-
-
 def column_of(run):
     """{what: words}: a run's column in a comparison, its settings first."""
     column = {}
@@ -379,9 +366,6 @@ def compare_words(runs, names, image):
         )
     if len({str(column.get("device")) for column in columns}) > 1:
         lines.append("> These runs ran on different devices: compare their times with care.\n")
-    if len(runs) == 2 and should_be_equal(*runs):
-        command = replay(runs[0], str(runs[1].folder))
-        lines.append(f"> The same knobs, and other numbers: `{command}` says where they part.\n")
     if image:
         lines.append("![Curves of these runs](compare.png)\n")
     lines.append(table(("", *names), differing_rows(columns)))
@@ -444,7 +428,7 @@ def write_picture(path, runs, names):
         return []
     with matplotlib.rc_context(fname=STYLE), replacing(path) as temporary:
         figure = compare_picture(runs, names) if names else picture(runs[0])
-        figure.savefig(temporary, format="png")
+        figure.savefig(temporary, format="png", metadata=curves.origin())
     return [path]
 
 

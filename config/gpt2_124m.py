@@ -19,7 +19,9 @@ num_workers = 2
 
 peak_lr = 6e-4
 min_lr = 6e-5
-warmup_steps = 715
+warmup_steps = 715  # 375 million tokens, as GPT-3 (Brown et al. 2020, appendix B)
+# 75 billion tokens, 8 epochs: a quarter of nanoGPT's 600,000 steps. Pythia (Biderman et al. 2023)
+# takes 143,000 steps, too, on four times as many tokens in each.
 max_steps = 143_000
 weight_decay = 0.1
 

@@ -376,6 +376,7 @@ class Saver:
         held = None
         with contextlib.suppress(Damaged, OSError):
             held = load(self.folder / "best.pt", verify=False)["state"]["step"]
+        self.run.folder.lagging_best = held
         best = {"best_step": self.unsaved_best["state"]["step"], "best_pt_holds_step": held}
         self.run.folder.event(state["step"], "best_not_saved", **best)
 

@@ -217,22 +217,18 @@ def folder_name(config: Config) -> str:
     factors = {"batch_size", "accum_steps"} & config.keys()
     if product(config, factors) != product(config.base, factors):
         names |= factors & config.typed
-    return folder_with(config, [key for key in names if config[key] != config.base[key]])
+    parent, name = os.path.split(config["out_dir"])
+    for key in config:
+        if key in names and config[key] != config.base[key]:
+            value = re.sub(r"[^\w.+-]", lambda match: f"%{ord(match[0]):02X}", show(config[key]))
+            name += f",{key}={value}"
+    if len(name) > 120:
+        name = f"{name[:107]},{sha256(name.encode()).hexdigest()[:12]}"
+    return os.path.join(parent, name)
 
 
 def product(values: dict, names: Collection[str]) -> int:
     return math.prod(values[name] for name in names)
-
-
-def folder_with(config: Config, names: Collection[str]) -> str:
-    """out_dir, with the values of these knobs in its name."""
-    parent, name = os.path.split(config["out_dir"])
-    for key in filter(names.__contains__, config):
-        value = re.sub(r"[^\w.+-]", lambda match: f"%{ord(match[0]):02X}", show(config[key]))
-        name += f",{key}={value}"
-    if len(name) > 120:
-        name = f"{name[:107]},{sha256(name.encode()).hexdigest()[:12]}"
-    return os.path.join(parent, name)
 
 
 def read_knobs(path: str | Path) -> dict[str, Knob]:

@@ -40,7 +40,8 @@ def is_first_rank() -> bool:
 def takes_colour() -> bool:
     """Whether stdout is a terminal that obeys the escape sequences above (https://no-color.org)."""
     is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
-    return not is_plain and sys.stdout.isatty()
+    is_closed = sys.stdout is None
+    return not is_plain and not is_closed and sys.stdout.isatty()
 
 
 def shown(path: str | Path) -> str:
@@ -100,16 +101,6 @@ class Field:
     optional: bool = False  # has a column only if the row has a number
 
     @property
-    def reserved(self) -> bool:
-        """Whether a number that a model returns beside its loss must have another name."""
-        return self.writer != "model"
-
-    @property
-    def measured(self) -> bool:
-        """Whether it differs between two runs that compute the same."""
-        return self.writer == "clock"
-
-    @property
     def width(self) -> int:
         """Of its column, in characters."""
         return int(re.search(r"\d+", self.form)[0])
@@ -162,7 +153,8 @@ ALL_FIELDS = (  # in the order of columns and panels
 )
 # fmt: on
 FIELDS = {field.name: field for field in ALL_FIELDS}
-MEASURED = [field.name for field in ALL_FIELDS if field.measured]  # never the same
+# What differs between two runs that compute the same
+MEASURED = [field.name for field in ALL_FIELDS if field.writer == "clock"]
 
 
 def own_field(name: str, kind: str) -> Field:
@@ -329,15 +321,18 @@ def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric:
         say(f"{kept}to resume, type the same command again")
 
 
-def print_next(ended: str, folder: Path, writes_text: bool) -> None:
+def print_next(ended: str, folder: Path, writes_text: bool, lagging_best: int | None) -> None:
     """Print commands to paste next. writes_text: whether sample.py can load the run's model and
-    data."""
+    data. lagging_best: the step of best.pt if a better one could not be saved, else None."""
     report = to_paste("report.py", folder)
     if not ended.startswith(("finished", "stopped early")):
         print_command(report, "what happened, as a picture and in words")
         return
     if writes_text:
-        print_command(to_paste("sample.py", folder), "text from its best weights")
+        purpose = "text from its best weights"
+        if lagging_best is not None:
+            purpose = f"text; best.pt is of step {lagging_best}, a better one could not be saved"
+        print_command(to_paste("sample.py", folder), purpose)
     print_command(f"{report} OTHER", "beside another run")
 
 

@@ -48,8 +48,8 @@ def folder_of(name: str, data_dir: str) -> str:
 
 def verified_meta(folder: str) -> dict:
     """The dict in meta.json. Raises DataError unless it describes a dataset, and both files have
-    the size, hash and range of ids that it says. They are read, not mapped: mapped pages would
-    count as memory of this process."""
+    the size, hash and range of ids that it says, and val.bin its bytes of text if the tokenizer
+    counts them. They are read, not mapped: mapped pages would count as memory of this process."""
     path = os.path.join(folder, "meta.json")
     made = f"python prepare_data.py {os.path.basename(folder)}"
     again = f"delete {path} and type the command that made it: {made} ..."
@@ -72,16 +72,21 @@ def verified_meta(folder: str) -> dict:
     if not valid:
         raise DataError(f"{path} does not describe a dataset; {again}")
     dtype = np.dtype(meta["dtype"])
+    tokenizer = tokenizer_of(meta) if "tokenizer" in meta else None
+    count_bytes = getattr(tokenizer, "count_bytes", None)
     for split in SPLITS:
         path = os.path.join(folder, f"{split}.bin")
         digest = hashlib.sha256()
         size = highest = 0
+        n_bytes = 0  # of text
         with open(path if os.path.isfile(path) else os.devnull, "rb") as file:
             while chunk := file.read(1 << 24):
                 size += len(chunk)
                 digest.update(chunk)
                 ids = np.frombuffer(chunk, dtype, len(chunk) // dtype.itemsize)
                 highest = max(highest, ids.max(initial=0))
+                if count_bytes and highest < meta["vocab_size"]:
+                    n_bytes += count_bytes(ids)
         expected = (meta[f"{split}_tokens"] * dtype.itemsize, meta["sha256"][f"{split}.bin"])
         if (size, digest.hexdigest()) != expected:
             found = f"it has {size:,} bytes, SHA-256 {digest.hexdigest()}"
@@ -89,6 +94,10 @@ def verified_meta(folder: str) -> dict:
             raise DataError(f"{path} was changed or damaged: {found}, but {says}; {again}")
         if highest >= meta["vocab_size"]:
             found = f"token id {highest}, but vocab_size is {sizes[0]}"
+            raise DataError(f"{path} holds {found}; {again}")
+        told = meta.get("val_bytes", n_bytes)
+        if split == "val" and count_bytes and n_bytes != told:
+            found = f"{n_bytes:,} bytes of text, but meta.json says {told:,}"
             raise DataError(f"{path} holds {found}; {again}")
     return meta
 
@@ -300,6 +309,7 @@ class Char:
         self.ids = {char: i for i, char in enumerate(self.chars)}
         if not self.chars or self.chars != "".join(sorted(self.ids)):
             raise ValueError("chars: expected distinct characters, sorted")
+        self.sizes = np.array([len(char.encode()) for char in self.chars])
 
     @staticmethod
     def learn(text: str) -> dict:
@@ -313,6 +323,9 @@ class Char:
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.chars[i] for i in ids)
+
+    def count_bytes(self, ids: np.ndarray) -> int:
+        return int(self.sizes[ids].sum())
 
 
 class Byte:
@@ -329,6 +342,9 @@ class Byte:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(np.asarray(ids, np.int64).tolist()).decode(errors="replace")
+
+    def count_bytes(self, ids: np.ndarray) -> int:
+        return int(np.count_nonzero(ids))  # all but end_of_text
 
 
 class GPT2:
@@ -360,7 +376,8 @@ class GPT2:
 # A tokenizer of your own is a class and a name here, which --tokenizer takes. It is built from
 # `meta`; it needs encode, decode and vocab_size. If it learns its vocabulary, it also has
 # learn(text), whose dict goes into `meta`; end_of_text is the id that follows each document of a
-# corpus, if any; encode_batch(texts) is a faster encode.
+# corpus, if any; encode_batch(texts) is a faster encode; count_bytes(ids) counts the bytes of text,
+# so that a wrong val_bytes is found.
 TOKENIZERS = {"char": Char, "byte": Byte, "gpt2": GPT2}
 
 
@@ -385,32 +402,14 @@ def decode_utf8(raw: bytes, path: str, begin: int = 0) -> str:
     """The text of `raw`, bytes of the file `path` from offset `begin` on. Raises DataError."""
     if not raw:
         raise DataError(f"{path} is empty; expected UTF-8 text")
-    if b"\0" in raw or raw.startswith(UTF_16_MARKS):
-        raise DataError(f"{path} is {what_is_no_utf8(raw, path, begin)}")
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):  # the byte order marks of UTF-16
+        command = f"iconv -f UTF-16 -t UTF-8 {shlex.quote(path)} > NEW.txt"
+        raise DataError(f"{path} is UTF-16, not UTF-8; type: {command}")
+    if b"\0" in raw:
+        offset = begin + raw.index(0)
+        raise DataError(f"{path} is binary, not UTF-8: byte 0x00 at offset {offset}; leave it out")
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
         byte = f"byte 0x{raw[error.start]:02x} at offset {begin + error.start} ({error.reason})"
         raise DataError(f"{path} is not UTF-8: {byte}; try iconv -f latin1 -t utf-8") from error
-
-
-UTF_16_MARKS = (b"\xff\xfe", b"\xfe\xff")  # byte order marks
-
-
-def what_is_no_utf8(raw: bytes, path: str, begin: int) -> str:
-    """What bytes with NUL or the mark of UTF-16 are, in words, with the command that converts
-    them."""
-    even = raw[0::2].count(0) / len(raw)  # 0.5 if every second byte is NUL
-    odd = raw[1::2].count(0) / len(raw)
-    encoding = ""
-    if raw.startswith(UTF_16_MARKS):
-        encoding = "UTF-16"
-    elif odd > 0.3 and even < 0.05:
-        encoding = "UTF-16LE"
-    elif even > 0.3 and odd < 0.05:
-        encoding = "UTF-16BE"
-    if encoding:
-        command = f"iconv -f {encoding} -t UTF-8 {shlex.quote(path)} > NEW.txt"
-        return f"{encoding}, not UTF-8; type: {command}"
-    offset = begin + raw.index(0)
-    return f"binary, not UTF-8 text: byte 0x00 at offset {offset}; leave it out"

@@ -15,11 +15,11 @@ from types import CodeType, FunctionType, ModuleType
 import torch
 
 from plumbing import checkpoint
-from plumbing.cli import Config, Knob, fail, folder_with, product
+from plumbing.cli import Config, Knob, fail, product
 from plumbing.console import REPO, best_words, shown
 from plumbing.files import digests_by_name, read_json
 from plumbing.machine import choose_dtype, device_name
-from plumbing.ranks import from_all_ranks, from_rank0, say, world_size
+from plumbing.ranks import from_all_ranks, say, world_size
 from plumbing.run_folder import RunFolder
 from plumbing.safe_step import leaves
 
@@ -36,7 +36,7 @@ MEASURES = ("eval_tokens", "best_metric")  # other values ask for another result
 STEERING = ("eval_interval", "eval_tokens", "best_metric", "min_delta")  # of plateau_factor
 # What only prints, draws or drives train.py, and what makes a dataset, which has a fingerprint.
 NO_IDENTITY = ("plumbing/console.py", "report.py", "reporting/", "prepare_data.py")
-NO_IDENTITY += ("replay.py", "check.py", "bench.py")
+NO_IDENTITY += ("replay.py", "check.py", "bench.py", "sample.py")
 FORKED = ("train", "model", "optim")  # modules whose functions a notebook may replace
 
 
@@ -275,12 +275,6 @@ def changed_course(run) -> dict:
 # ---- may this run continue? ----------------------------------------------------------------------
 
 
-def refuse_present_run(folder: RunFolder, resume: str) -> None:
-    """Raises BadInput for --resume=never where a run lies."""
-    if resume == "never" and folder.holds_run():
-        fail(f"--resume=never, and {folder.path} holds a run; write {folder.fresh_out_dir()}")
-
-
 def find_checkpoint(folder: RunFolder, resume: str) -> tuple[Path | None, list[Path]]:
     """(path of the checkpoint to start from or None for a new run, damaged files that are newer).
     Rank 0 only. resume: "auto", "never", "restart" or a path. Raises BadInput if it contradicts the
@@ -288,7 +282,9 @@ def find_checkpoint(folder: RunFolder, resume: str) -> tuple[Path | None, list[P
     path, damaged = None, []
     try:
         if folder.holds_run():
-            refuse_present_run(folder, resume)
+            if resume == "never":
+                again = folder.fresh_out_dir()
+                fail(f"--resume=never, and {folder.path} holds a run; write {again}")
             if resume == "restart":
                 return None, []
             path, damaged = checkpoint.newest_valid(folder.path)
@@ -382,18 +378,22 @@ def split_global_batch(then: dict, batch_size: int) -> tuple[int, int]:
 def continue_from(run, saved: dict, config: Config) -> None:
     """Raises BadInput if `saved` is of another run. Keeps its micro-batches if batch_size is
     equal."""
-    fresh_out_dir = from_rank0(run.folder.fresh_out_dir)
-    then, now, built = saved["run"], run.facts["run"], run.checkpoint()
+    fresh_out_dir = run.folder.fresh_out_dir()
+    then, now = saved["run"], run.facts["run"]
+    weights = run.model.state_dict()
+    names = checkpoint.groups_of(run)
     refused = differences(then, now, config.knobs, "fixed")
     own = run.folder.owns(run.path)
-    lacking = [name for name in built["model"] if name not in saved["model"]]
+    lacking = [name for name in weights if name not in saved["model"]]
     if lacking and not own and not refused:
         fail(
             f"{shown(run.path)} lacks {len(lacking)} weights of this model, such as "
             f"{lacking[0]}; to begin with the others, leave out --resume and load them in "
             "build_model (docs/forks.md)"
         )
-    parts, here = (parts_of(built | checkpoint) for checkpoint in (saved, built))
+    here = parts_of(weights, run.groups, names)
+    saved_groups = [optimizer["param_groups"] for optimizer in saved["optimizer"]]
+    parts = parts_of(saved["model"], saved_groups, saved.get("groups", names))
     for name in here | parts:  # in the program's order
         if parts.get(name) != here.get(name):
             refused[name] = parts.get(name, "absent"), here.get(name, "absent")
@@ -413,13 +413,13 @@ def continue_from(run, saved: dict, config: Config) -> None:
             run.state[key] = saved["state"].get(key, run.state[key])
 
 
-def parts_of(saved: dict) -> dict:
+def parts_of(weights: dict, optimizers: list, names: list) -> dict:
     """{name: shape} of the weights, the number of weights in each group of the optimizers, and the
-    place of each weight there: (optimizer, group, number)."""
-    groups = [[len(g["params"]) for g in each["param_groups"]] for each in saved["optimizer"]]
-    shapes = {name: [*getattr(w, "shape", [])] for name, w in saved["model"].items()}
-    places = {f"the place of {name} in the groups": at for at, name in leaves(saved["groups"])}
-    return shapes | {"the optimizers' groups": groups} | places
+    place of each weight there: (optimizer, group, number). names: of the weights in each group."""
+    sizes = [[len(group["params"]) for group in groups] for groups in optimizers]
+    shapes = {name: [*getattr(w, "shape", [])] for name, w in weights.items()}
+    places = {f"the place of {name} in the groups": at for at, name in leaves(names)}
+    return shapes | {"the optimizers' groups": sizes} | places
 
 
 def is_finished(run) -> bool:
@@ -459,20 +459,15 @@ def close_finished(run) -> None:
 
 
 def mention_unfinished(config: Config, out_dir: str) -> None:
-    """Where typed flags make another run, but a run could go on with them, such as at a lower rate,
-    in the config's own folder or in one as an older version named it: print what to type."""
-    typed = {name for name in config.flags if config[name] != config.base[name]}
-    factors = {"batch_size", "accum_steps"} & config.keys()
-    by_old_rules = {name for name in typed if config.knobs[name].names_folder()}
-    if product(config, factors) != product(config.base, factors):
-        by_old_rules |= factors
-    for place in (config["out_dir"], folder_with(config, by_old_rules)):
-        facts = read_json(f"{place}/run.json")
-        changed = changed_knobs(facts.get("config") or {}, config)
-        fixed = {name for name in changed if "fixed" in config.knobs[name].policy}
-        if place == out_dir or not facts.get("config") or facts.get("ended") == "finished":
-            continue
-        if not (fixed | (factors & changed.keys())):
-            place = shown(place)
-            say(f"{place} holds an unfinished run; to go on with it add --out_dir={place}")
-            return
+    """Where typed flags make another run, but the run in the config's own folder could go on with
+    them, such as at a lower rate: print what to type."""
+    place = config["out_dir"]
+    facts = read_json(f"{place}/run.json")
+    if place == out_dir or not facts.get("config") or facts.get("ended") == "finished":
+        return
+    changed = changed_knobs(facts["config"], config)
+    is_same_batch = not changed.keys() & {"batch_size", "accum_steps"}
+    is_same_run = not any("fixed" in config.knobs[name].policy for name in changed)
+    if is_same_run and is_same_batch:
+        place = shown(place)
+        say(f"{place} holds an unfinished run; to go on with it add --out_dir={place}")

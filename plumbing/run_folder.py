@@ -36,6 +36,7 @@ class RunFolder(ExitStack):
         self.warned = set()  # failures of writing that were printed
         self.locked = None  # the open lock file
         self.wandb = None
+        self.lagging_best = None  # the step of best.pt if a better one could not be saved
 
     # ---- one run at a time -----------------------------------------------------------------------
 
@@ -174,7 +175,7 @@ class RunFolder(ExitStack):
             clock.lap("report")
             write_json(self.mine() / "run.json", self.facts)
         writes_text = "tokenizer" in self.facts["data"]["meta"]
-        console.print_next(ended, self.path, writes_text)
+        console.print_next(ended, self.path, writes_text, self.lagging_best)
 
     def record_end(self, ended: str, seconds: dict, state: dict, when: str) -> None:
         end = {"ended": ended, "seconds": seconds}

@@ -100,7 +100,7 @@ def underfitting(run):
     val_losses = known(run.evals["val_loss"])
     if len(loss) < 100 or not len(val_losses):
         return None
-    for other in (loss_stuck, loss_rises, oscillation, loss_spikes):
+    for other in (loss_stuck, loss_rises, loss_spikes):
         if other(run):  # that is why it is high
             return None
     guess = guessing(run)
@@ -124,40 +124,6 @@ def loss_rises(run):
     if rise > least:
         return f"it ends {rise:.3f} above {lowest:.3f}"
     return None
-
-
-def oscillation(run):
-    """Swings of the loss, after it has fallen, that outlast the noise of single batches."""
-    loss = known(run.train["loss"])
-    half = len(loss) // 2
-    late = loss[half:]
-    if len(late) < 40:
-        return None
-    few = max(3, len(loss) // 20)
-    early = mean(loss[:few])
-    if mean(late) > 0.9 * early:
-        return None
-    size = max(4, len(late) // 24)  # steps in a block
-    blocks = len(late) // size
-    late = late[: blocks * size]
-    variance = np.mean(np.diff(late) ** 2) / 2
-    noise = math.sqrt(variance / size)  # standard error of a block's mean
-    means = late.reshape(-1, size).mean(axis=1)
-    place = np.arange(blocks)
-    parabola = np.polyfit(place, means, 2)
-    trend = np.polyval(parabola, place)
-    swings = means - trend
-    deviation = swings.std(ddof=3)
-    least = max(2.5 * noise, 0.01 * mean(late))
-    if deviation < least:
-        return None
-    signs = np.sign(swings)
-    turns = np.count_nonzero(np.diff(signs))
-    lowest_so_far = np.minimum.accumulate(means)
-    rise = np.max(means - lowest_so_far)  # a loss that falls in steps has none
-    if turns < 4 or rise < 2 * deviation:
-        return None
-    return f"late means of {size} steps swing by {deviation:.3f}, above the noise of batches"
 
 
 def loss_spikes(run):

@@ -1,17 +1,16 @@
 """What a run's folder says of it, read back to be compared bit for bit. Nothing is written or
 locked."""
 
-import json
 import math
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from plumbing import checkpoint as checkpoints
 from plumbing.cli import Knob, fail, read_knobs, show
 from plumbing.console import MEASURED, REPO
-from plumbing.files import clean, read_json
+from plumbing.files import read_json
 from plumbing.resume import changed_knobs, differences, inexact, kept_in
 from reporting.record import read_metrics
 
@@ -25,49 +24,26 @@ FREE_FLAGS = (  # no bit of a step depends on these
 ).split()
 
 
-def is_plain(value: Any) -> bool:
-    return isinstance(value, str | int | float)
-
-
-def is_count(value: Any) -> bool:
-    return type(value) is int and value > 0
-
-
-def is_pair(value: Any) -> bool:
-    return isinstance(value, list | tuple) and [type(digest) for digest in value] == [str, str]
-
-
-def is_command(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 0 and isinstance(value[0], str)
-
-
-def is_kept(value: Any) -> bool:
-    return value is None or isinstance(value, dict)  # None: in an older version
-
-
-# What is read here of run.json, and of the same parts of a checkpoint. {str: ...}: of each key
-IDENTITY = {"code": {str: is_pair}, "threads": is_count, "world_size": is_count, "data": is_plain}
-IDENTITY |= {"kept": is_kept}
-FACTS = {"config": {str: is_plain}, "run": IDENTITY, "data": {}}
-
-
-def wrong_part(value: Any, form: Any, name: str) -> str:
-    """The name of the first part of `value` that does not have its form; "" if there is none."""
-    if not isinstance(form, dict):
-        return "" if form(value) else name
-    if not isinstance(value, dict):
-        return name
-    for key, inner in form.items():
-        for known in value if key is str else [key]:
-            if wrong := wrong_part(value.get(known), inner, f"{name}/{known}"):
-                return wrong
-    return ""
-
-
-def check_form(facts: dict, form: dict, path: Path) -> None:
-    """Raises BadInput unless `facts`, from the file `path`, has this form."""
-    if wrong := wrong_part(facts, form, str(path)):
-        fail(f"{wrong} is missing, or not of the form that train.py writes")
+def check_form(facts: dict, path: Path) -> None:
+    """Raises BadInput unless `facts`, of run.json or a checkpoint in the file `path`, has the parts
+    that are read here, in the form that train.py writes."""
+    try:
+        run = facts["run"]
+        digests = [digest for pair in run["code"].values() for digest in pair]
+        counts = [run["threads"], run["world_size"]]
+        is_fine = (
+            all(isinstance(value, str | int | float) for value in facts["config"].values())
+            and all(isinstance(digest, str) for digest in digests)
+            and len(digests) == 2 * len(run["code"])
+            and all(type(count) is int and count > 0 for count in counts)
+            and isinstance(run["data"], str)
+            and isinstance(run.get("kept", {}), dict)  # an older version has none
+            and isinstance(facts["data"], dict)
+        )
+    except (AttributeError, LookupError, TypeError):
+        is_fine = False
+    if not is_fine:
+        fail(f"{path} is not of the form that train.py writes")
 
 
 @dataclass
@@ -97,6 +73,7 @@ class Logged:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
+        self.script = REPO / "train.py"  # with the knobs; the user may name another one
         self.facts = read_json(self.path / "run.json")
         self.rows = {}
         self.saves = []
@@ -138,6 +115,10 @@ class Logged:
             self.saves.append(Save(at, str(row.get("sha256")), files, len(self.resumes)))
         if kind in KINDS:
             self.rows.setdefault((at, KINDS.index(kind)), []).append(row)
+
+    @cached_property
+    def knobs(self) -> dict[str, Knob]:
+        return read_knobs(self.script)
 
     @property
     def is_record(self) -> bool:
@@ -212,7 +193,7 @@ class Logged:
         saved = {save.sha256 for save in self.saves if save.process == process}
         for checkpoint in reversed(self.checkpoints):
             if checkpoint.sha256 in saved:
-                check_form(checkpoint.content, FACTS, checkpoint.path)
+                check_form(checkpoint.content, checkpoint.path)
                 return checkpoint.content
         return self.facts if is_last else None
 
@@ -233,14 +214,14 @@ class Logged:
                 process += 1
                 found |= self.inexact.get(process, {})
                 facts = self.facts_of(process)
-            found |= inexact(facts["run"], here, knobs_of_train())
+            found |= inexact(facts["run"], here, self.knobs)
         return found
 
     def flags_at(self, stop: int, out_dir: Path, data_dir: str) -> list[str]:
         """Flags with the knobs that held when the run came to step `stop`, "auto" as it was
         resolved. data_dir: "" = as it was."""
         facts = self.facts_at(stop)
-        knobs = facts["config"] | kept_in(facts["run"], knobs_of_train())
+        knobs = facts["config"] | kept_in(facts["run"], self.knobs)
         knobs["out_dir"] = out_dir
         knobs["data_dir"] = data_dir or str(REPO / facts["config"].get("data_dir", "data"))
         return [f"--{name}={show(value)}" for name, value in knobs.items()] + FREE_FLAGS
@@ -251,18 +232,20 @@ class Logged:
         """Raises BadInput unless it holds a run, described as train.py does."""
         if not self.facts or not self.rows:
             fail(f"{self.path} holds no run; type: python replay.py out/NAME --step=N")
-        check_form(self.facts, FACTS | {"command": is_command}, self.path / "run.json")
+        path = self.path / "run.json"
+        check_form(self.facts, path)
+        command = self.facts.get("command")
+        if not isinstance(command, list) or not command or not isinstance(command[0], str):
+            fail(f"{path}: its command is not of the form that train.py writes")
 
     def faults(self) -> list[str]:
         """In words: what of its files is damaged, missing, or not what the log says."""
         found = [f"{path} {file}" for path, file in self.files.items() if isinstance(file, str)]
         known = {save.sha256 for save in self.saves}
-        for step, path, content, sha256 in self.checkpoints:
+        for step, path, _, sha256 in self.checkpoints:
             if sha256 not in known:
                 words = "its hash differs from the logged one"
                 found.append(f"{path} is not what was saved at step {step}: {words}")
-            else:
-                found += self.contradictions(path, content, sha256)
         names = dict.fromkeys(place_of(name) for save in self.saves for name in save.files)
         for name in names:
             found += self.fault_of(name)
@@ -290,35 +273,10 @@ class Logged:
         newest = max(checkpoint.step for checkpoint in read)
         return [f"{self.path / name} holds step {newest}; by the log it is of step {saves[0].step}"]
 
-    def contradictions(self, path: Path, content: dict, sha256: str) -> list[str]:
-        """In words: what its knobs, schedule and data say against those of the same process."""
-        process = next(save.process for save in reversed(self.saves) if save.sha256 == sha256)
-        other = self.facts_of(process)
-        for part in FACTS:
-            parts = [told_of(facts, part) for facts in (content, other)]
-            for key in parts[0] | parts[1]:
-                mine, theirs = (as_json(told.get(key)) for told in parts)
-                if mine != theirs:
-                    return [f"{path}: its {part}/{key} contradicts the run's: {mine}, {theirs}"]
-        return []
-
 
 def place_of(name: Any) -> str:
     """The name of a file of checkpoints, without the step of a ckpt_STEP.pt."""
     return "ckpt_*.pt" if str(name).startswith("ckpt_") else str(name)
-
-
-def told_of(facts: dict, part: str) -> dict:
-    return kept_in(facts["run"], knobs_of_train()) if part == "run" else facts[part]
-
-
-@cache
-def knobs_of_train() -> dict[str, Knob]:
-    return read_knobs(REPO / "train.py")
-
-
-def as_json(value: Any) -> str:
-    return json.dumps(clean(value), default=repr)
 
 
 # ---- what differs --------------------------------------------------------------------------------
@@ -353,7 +311,7 @@ def changed(one: Logged, other: Logged) -> list[str]:
     """A line for each knob, and each part of the identity, that differs."""
     found = changed_knobs(one.facts["config"], other.facts["config"])
     for policy in ("fixed", "bits"):
-        found |= differences(one.facts["run"], other.facts["run"], knobs_of_train(), policy)
+        found |= differences(one.facts["run"], other.facts["run"], one.knobs, policy)
     return [f"{name}: {abridged(name, a)}, {abridged(name, b)}" for name, (a, b) in found.items()]
 
 

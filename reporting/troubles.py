@@ -33,7 +33,6 @@ TROUBLES = {
         "max_steps*4 peak_lr*3 n_embd*2 n_layer*2 dropout*0.5",
     ),
     "loss_rises": ("check.py --only=lr", "peak_lr*0.5 warmup_steps*2 schedule:constant=cosine"),
-    "oscillation": ("knob", "peak_lr*0.3 schedule:constant=cosine batch_size*2"),
     "loss_spikes": ("--seed=2", "peak_lr*0.5 grad_clip*0.5 grad_clip:0=1"),
     "diverges_after_resume": ("--resume=never", "peak_lr*0.5"),
     "plateau": ("check.py --only=lr", "min_lr*10 n_embd*2"),
@@ -134,9 +133,13 @@ def launcher(run):
 
 
 def replay(run, *words):
-    """The command that computes a step of this run again, or asks where it parts from another."""
+    """The command that computes a step of this run again."""
     script = str((run.info["command"] or ["train.py"])[0])
-    place = script.removesuffix("train.py") if script.endswith("train.py") else ""
+    place = ""
+    if script.endswith("train.py"):
+        place = script.removesuffix("train.py")
+    else:
+        words = *words, f"--script={script}"
     return shlex.join([*launcher(run), f"{place}replay.py", str(run.folder), *words])
 
 

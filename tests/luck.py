@@ -4,10 +4,10 @@ docs.
 python tests/luck.py record DATA_DIR   # 400 losses of one loop, seeds 0 to 399: tests/luck.csv
 python tests/luck.py power             # false verdicts, power, seeds used; beside the t-test
 python tests/luck.py ledger            # 100 edits that change nothing, and 20 gains
-python tests/luck.py holm              # the paired t-tests of docs/measured.md, all together
+python tests/luck.py holm              # the paired t-tests of records/paired_tests.csv, all together
 """
 
-import re
+import csv
 import sys
 import tempfile
 from pathlib import Path
@@ -21,9 +21,7 @@ from reporting.verdicts import SHARE, e_value, kept_by_e_bh, t_quantile, t_tail,
 
 LOSSES = REPO / "tests" / "luck.csv"
 SHAPE = "--n_embd=32 --n_head=2 --block_size=16 --batch_size=8 --max_steps=60 --warmup_steps=6"
-TABLE = re.compile(
-    r"^\| `(--.*?)` \| ([+-][\d.]+) \| ([+-][\d.]+) to ([+-][\d.]+) \|", re.MULTILINE
-)
+PAIRED = REPO / "records" / "paired_tests.csv"
 
 
 def record(data_dir):
@@ -110,15 +108,13 @@ def ledger(trials=50):
 
 
 def comparisons():
-    """(flags, mean, low, high, seeds) of each paired t-test in docs/measured.md."""
-    page = (REPO / "docs" / "measured.md").read_text(encoding="utf-8")
-    section = page.split("## What survives a paired test")[1].split("\n## ")[0]
-    *fives, last = section.split("And for `config/shakespeare.py`")
+    """(config and flags, mean, low, high, seeds) of each paired t-test in records/paired_tests.csv."""
+    lines = PAIRED.read_text(encoding="utf-8").splitlines()
     found = []
-    for part, seeds in [*((each, 5) for each in fives), (last, 3)]:
-        for flags, *numbers in TABLE.findall(part):
-            extra_heads = part is last and flags == "--n_future_tokens=1"
-            found.append((flags, *map(float, numbers), 4 if extra_heads else seeds))
+    for row in csv.DictReader(line for line in lines if not line.startswith("#")):
+        name = f"{row['config']} {row['flags']}"
+        numbers = float(row["difference"]), float(row["low"]), float(row["high"])
+        found.append((name, *numbers, int(row["seeds"])))
     return found
 
 

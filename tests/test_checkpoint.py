@@ -72,6 +72,7 @@ def test_a_best_that_could_not_be_saved_is_tried_again_at_every_save(run_train, 
     assert held["step"] == 0
     assert [(row["best_step"], row["best_pt_holds_step"]) for row in late] == [(6, 0)]
     assert "best not saved: best_step 6  best_pt_holds_step 0" in done.stdout
+    assert "# text; best.pt is of step 0, a better one could not be saved" in done.stdout
     sample = [sys.executable, REPO / "sample.py", done.out_dir, "--checkpoint=best"]
     words = subprocess.run(sample, capture_output=True, text=True).stderr
     assert "best.pt, step 0 (the weights of step 6 were better; they could not be saved)" in words

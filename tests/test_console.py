@@ -112,8 +112,8 @@ def test_every_field_of_a_row_is_in_the_table_with_what_may_be_said_of_it(run_tr
         assert names <= fields.keys() and "step" in names
         wrong = [name for name in names if fields[name].kind not in (kind, "both", "mark")]
         assert wrong == []
-    assert [name for name, field in fields.items() if not field.reserved] == ["loss"]
-    measured = [name for name, field in fields.items() if field.measured]
+    assert [name for name, field in fields.items() if field.writer == "model"] == ["loss"]
+    measured = [name for name, field in fields.items() if field.writer == "clock"]
     speed = ["tokens_per_sec", "mfu", "mem_gb", "gpu_util"]
     assert measured == ["finite", "step_ms", "data_ms", *speed]
 
@@ -220,6 +220,12 @@ def test_an_event_names_what_changed_and_the_files_that_differ(capsys):
         "rollback: why a reason",
         "audit: tensors gradient/a, weights/a",
     ]
+
+
+def test_what_cannot_be_sampled_from_is_not_suggested(capsys):
+    for writes_text in (True, False):
+        console.print_next("finished", Path("out/a"), writes_text, None)
+        assert ("sample.py" in capsys.readouterr().out) == writes_text
 
 
 def test_a_path_is_shown_as_it_would_be_typed(tmp_path, monkeypatch):

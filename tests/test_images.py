@@ -60,7 +60,8 @@ def test_what_it_prints_is_about_images(run_train):
     for words in ("images: 8,192 to train on, 100 to validate", "8 x 1 x 1 = 8 a step", "img/s"):
         assert words in done.stdout
     for words in ("tokens", "sample.py", "characters"):
-        assert words not in done.stdout.replace("(first 100 tokens)", "")
+        assert words not in done.stdout
+    assert "(first 100 images)" in done.stdout
     assert done.rows("train")[-1]["mfu"] is None and "finite" not in done.rows("train")[-1]
 
 

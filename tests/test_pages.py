@@ -15,38 +15,24 @@ from test_check import CHECKS
 
 from plumbing.cli import read_knobs
 from prepare_data import prepare
+from reporting import curves
 
 PAGES = ["docs/trouble.md", "docs/lessons.md", "docs/questions.md"]
 WITH_README = [*PAGES, "README.md"]
+RUN = [*WITH_README, "docs/forks.md", "docs/errata.md"]  # with --compare
+PICTURES = sorted(path.name for path in REPO.glob("docs/*.png"))
 EXAMPLES = sorted(path.relative_to(REPO).as_posix() for path in REPO.glob("examples/*.py"))
 NEEDS = ("needs a network", "needs a GPU", "needs several nodes")  # why a block is only shown
-SCRIPTS = [
-    "train.py",
-    "bench.py",
-    "check.py",
-    "report.py",
-    "replay.py",
-    "sample.py",
-    "prepare_data.py",
-]
+SCRIPTS = [f"{name}.py" for name in "train bench check report replay sample prepare_data".split()]
 # of other programs, as the pages use them
 FOREIGN = set("standalone nproc_per_node signal shutdown max build gpus shm help index".split())
+FOREIGN |= {"compare"}
 # made by a run, or by a page itself
 MADE = re.compile(
     r"(out|data)/|\S*(run\.json|bench\.json|check\.json|metrics\.jsonl|report\.(md|png)|replay_\d+\.(md|png)|\.pt)$"
 )
-MADE_BY_PAGES = {
-    "meta.json",
-    "extras.py",
-    "lesson.py",
-    "late.py",
-    "bad.py",
-    "penalty.py",
-    "late.log",
-    "compare.md",
-    "compare.png",
-    "trace.json",
-}
+MADE_BY_PAGES = set("meta.json extras.py lesson.py late.py bad.py penalty.py late.log".split())
+MADE_BY_PAGES |= set("compare.md compare.png trace.json".split())
 
 
 def text_of(page):
@@ -112,7 +98,7 @@ def test_every_concern_has_its_line_in_the_code_and_a_test():
     assert len({test for *_, test in rows}) == 15
 
 
-@pytest.mark.parametrize("page", [*WITH_README, "docs/forks.md"])
+@pytest.mark.parametrize("page", [*RUN, "docs/exercises.md"])
 def test_every_file_and_link_is_there(page):
     text = text_of(page)
     links = re.findall(r"\]\(([^)\s]+)\)", run_page.FENCE.sub("", text))
@@ -131,21 +117,23 @@ def neither_run_nor_explained(page):
     """[(line, language)] of the blocks of commands that run_page.py passes over without a
     reason."""
     found = []
+    printed = {line for line, _, _ in run_page.outputs(page).values()}
     for _, line, language, needs, code in run_page.blocks(page):
         runs = language in ("bash", "python") and not needs
         shown = language == "sh" and needs in NEEDS
-        output = not language and not re.search(r"^(\$ |python |bash )", code, re.MULTILINE)
-        if not (runs or shown or output):
+        other = not language and not re.search(r"^(\$ |python |bash )", code, re.MULTILINE)
+        if not (runs or shown or other or line in printed):
             found.append((line, language))
     return found
 
 
-@pytest.mark.parametrize("page", [*WITH_README, *EXAMPLES])
+@pytest.mark.parametrize("page", [*RUN, *EXAMPLES])
 def test_every_block_runs_or_says_what_it_needs(page):
     assert neither_run_nor_explained(REPO / page) == []
     found = run_page.blocks(REPO / page)
-    assert sum(language == "bash" for _, _, language, _, _ in found) >= (3 if ".md" in page else 1)
-    assert sum(language == "sh" for _, _, language, _, _ in found) <= 1, "there are to be few"
+    languages = [language for _, _, language, _, _ in found]
+    assert set(languages) & set(run_page.RUNS)
+    assert languages.count("sh") <= 1, "there are to be few"
     for _, _, language, _, code in found:
         assert code.strip()
         if language == "python":
@@ -162,6 +150,8 @@ def test_a_block_without_a_reason_would_be_found(tmp_path):
         assert neither_run_nor_explained(path) == [(3, fence.partition(" ")[0])]
     path.write_text("# A page\n\n```sh needs a GPU\npython train.py\n```\n")
     assert neither_run_nor_explained(path) == []
+    path.write_text("# A page\n\nWords.\n\n```output\nstep 1\n```\n")  # of no block
+    assert neither_run_nor_explained(path) == [(5, "output")]
 
 
 def test_every_trouble_that_report_knows_has_its_place():
@@ -215,49 +205,133 @@ python -c "import train; print(train.__file__)"
 """
 
 
-def ran(tmp_path, capfd, text, sections=()):
+@pytest.fixture
+def ran(tmp_path):
+    """A function: (the exit code of a page's blocks, the lines that they print)"""
+
+    def run(text, sections=(), name="page.md"):
+        (tmp_path / name).write_text(text)
+        code, printed = run_page.run(tmp_path / name, sections)
+        outputs = re.findall(r"prints\n(.*?)(?:====|$)", printed, re.DOTALL)
+        return code, "".join(outputs).splitlines()
+
+    return run
+
+
+def test_blocks_run_in_order_in_a_copy(ran):
+    code, (one, two, path) = ran(PAGE)
+    assert (code, one, two) == (0, "bash 1", "python 2")
+    assert path.endswith("/repo/train.py") and not path.startswith(str(REPO))
+    assert ran(PAGE, [1]) == (0, ["bash 1"])  # with what stands before the first section
+
+
+def test_the_commands_of_a_script_are_those_in_its_docstring(ran):
+    script = '"""What it is:\n\n    echo bash 1\n\nOr also:\n\n    echo bash 2\n"""\n'
+    assert ran(script, name="example.py") == (0, ["bash 1", "bash 2"])
+
+
+def test_a_block_that_fails_ends_it(ran):
+    assert ran(PAGE.replace("X=1", "exit 3")) == (3, [])
+    code, lines = ran(PAGE.replace("1 + 1", "1 / 0"))
+    assert code == 1 and lines[0] == "bash 1" and lines[-1].startswith("ZeroDivisionError")
+
+
+FIGURES = """# A page
+
+```bash
+echo "loss 1.2345"
+echo "left out 1"
+echo "left out 2"
+echo "step/total loss ms GB left"
+echo "10/20 1.5000 12.3 0.24 0:46"
+echo "it took 12 ms, 40% of the peak; 3 of 4 runs"
+```
+
+```output
+loss 1.2350
+...
+10/20  1.5000  99.9  0.99  9:99
+it took 99 ms, 99% of the peak; 3 of ... runs
+```
+"""
+
+
+@pytest.fixture
+def figures(tmp_path):
+    """A function: (figures compared, what moved) of FIGURES with some text of its output changed"""
     path = tmp_path / "page.md"
-    path.write_text(text)
-    code = run_page.run(path, sections)
-    lines = capfd.readouterr().out.splitlines()
-    return code, [line for line in lines if line.startswith(("bash ", "python ", "never", "/"))]
+    path.write_text(FIGURES)
+    _, printed = run_page.run(path)
+
+    def compared(old="", new="", words=""):
+        block, output = FIGURES.split("```output")
+        path.write_text(f"{block}```output{words}{output.replace(old, new)}")
+        return run_page.compare(path, (), printed)
+
+    return compared
 
 
-def test_blocks_run_in_order_in_a_copy(tmp_path, capfd):
-    code, lines = ran(tmp_path, capfd, PAGE)
-    assert code == 0
-    shown = 'python -c "import train; print(train.__file__)"'
-    assert lines[:2] == ["bash 1", "python - <<'END_OF_BLOCK'"]
-    assert lines[2] == "python 2" and shown in lines
-    assert lines[-1].endswith("/repo/train.py") and not lines[-1].startswith(str(REPO))
+def test_a_figure_that_is_printed_again_is_equal(figures):
+    assert figures() == (5, [])
 
 
-def test_the_commands_of_a_script_are_those_in_its_docstring(tmp_path, capfd):
-    path = tmp_path / "example.py"
-    path.write_text('"""What it is:\n\n    echo bash 1\n\nOr also:\n\n    echo bash 2\n"""\n')
-    code = run_page.run(path)
-    lines = capfd.readouterr().out.splitlines()
-    assert code == 0 and [line for line in lines if line.startswith("bash")] == ["bash 1", "bash 2"]
+def test_a_figure_that_moved_is_found(figures, tmp_path):
+    last = "10/20 1.5000 99.9 0.99 9:99"
+    for old, new, line, what in [
+        ("1.2350", "1.2375", 13, "shown 1.2375, printed now 1.2345"),
+        ("  1.5000", "  1.6000", 15, "shown 1.6000, printed now 1.5000"),
+        ("; 3 of", "; 2 of", 16, "shown 2, printed now 3"),
+        ("loss", "lost", 13, "shown `lost 1.2350`, not printed now"),
+        ("...\n10", "10", 14, f"shown `{last}`, not printed now"),
+        ("...\n10/20 ", "... 10/20 ", 14, f"shown `... {last}`, not printed now"),
+    ]:
+        _, moved = figures(old, new)
+        assert moved[0] == f"{tmp_path}/page.md:{line}: {what}"
 
 
-def test_a_section_runs_with_what_stands_before_the_first(tmp_path, capfd):
-    code, lines = ran(tmp_path, capfd, PAGE, [1])
-    assert (code, lines) == (0, ["bash 1"])
+def test_a_block_may_state_its_tolerance(figures):
+    assert figures("1.2350", "1.2375", " within 0.01") == (5, [])
+    assert figures("1.2350", "1.9", " timings") == (0, [])
 
 
-def test_a_block_that_fails_ends_it(tmp_path, capfd):
-    code, lines = ran(tmp_path, capfd, PAGE.replace("X=1", "exit 3"))
-    assert (code, lines) == (3, [])
-    code, lines = ran(tmp_path, capfd, PAGE.replace("1 + 1", "1 / 0"), [1, 2])
-    assert code == 1 and lines[0] == "bash 1" and lines[-1].startswith("python -")
+# ---- slow: what the pages show ------------------------------------------------------------------
 
 
-@pytest.mark.slow  # an hour, on one core
-@pytest.mark.parametrize("page", [*WITH_README, "docs/forks.md", *EXAMPLES])
-def test_the_page_runs(page, monkeypatch, tmp_path):
+@pytest.fixture
+def page_data(monkeypatch, tmp_path):
     text = HONEST_DATA / "tinyshakespeare/input.txt"
     if text.exists():  # elsewhere the page downloads it
         prepare("shakespeare", tmp_path, input=str(text), say=print)
         monkeypatch.setenv("PAGE_DATA", str(tmp_path))
     monkeypatch.chdir(REPO)
-    assert run_page.run(page) == 0
+
+
+def sections_of(page):
+    """Those that run alone; of other pages all at once."""
+    if page != "docs/lessons.md":
+        return [()]
+    return [(number,) for number in range(1, 1 + len(re.findall("(?m)^## ", text_of(page))))]
+
+
+@pytest.mark.slow  # an hour, on one core
+@pytest.mark.parametrize(
+    ("page", "sections"), [(page, each) for page in [*RUN, *EXAMPLES] for each in sections_of(page)]
+)
+def test_the_page_runs_and_its_figures_are_printed_again(page, sections, page_data):
+    code, printed = run_page.run(page, sections)
+    assert code == 0
+    if page.endswith(".md"):
+        compared, moved = run_page.compare(page, sections, printed)
+        assert moved == [], f"{compared} figures compared"
+
+
+@pytest.mark.slow  # after a change to the drawing, until the pictures are drawn again
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_drawn_by_the_code_that_is_here(name):
+    image = pytest.importorskip("PIL.Image")
+    with image.open(REPO / "docs" / name) as picture:
+        drawn = picture.text
+    now = curves.origin()["Code"]
+    assert drawn.get("Command", "").startswith("python report.py ")
+    if drawn["Code"].split()[-1] == now.split()[-1]:  # the same Python
+        assert drawn["Code"] == now, f"run again: {drawn['Command']}"

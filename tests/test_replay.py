@@ -457,7 +457,7 @@ FORGERIES = {  # name -> (what was done to a good run, what --verify says)
     ),
     "schedule": (
         lambda done: edit_checkpoint(done, lambda c: c["run"]["kept"].update(decay_steps=99)),
-        "ckpt_00000012.pt: its run/decay_steps contradicts the run's: 99, 12",
+        "decay_steps in ckpt_00000012.pt is 99, not 12",
     ),
 }
 

@@ -540,18 +540,10 @@ def test_a_comparison_says_what_else_may_be_why_losses_part(tmp_path):
     assert "threads" not in text and "compile" not in text
 
 
-def test_equal_knobs_and_other_numbers_lead_to_the_place_where_they_part(tmp_path):
-    rows = falling(40)
-    other = [each | {"loss": each["loss"] + 1e-7 * (each["step"] == 30)} for each in rows]
-    knobs = {"config": {"peak_lr": 1e-3, "out_dir": "out/a"}}
-    again = {"config": {"peak_lr": 1e-3, "out_dir": "out/b"}}
-    one, same = (read_run(write_run(tmp_path / n, rows, **again)) for n in ("one", "same"))
-    parts = read_run(write_run(tmp_path / "parts", other, **knobs))
-    command = f"`python replay.py {tmp_path}/one {tmp_path}/parts`"
-    assert command in report.compare_words([one, parts], ["one", "parts"], image=[])
-    assert "replay.py" not in report.compare_words([one, same], ["one", "same"], image=[])
-    parts.info["config"]["peak_lr"] = 2e-3
-    assert "replay.py" not in report.compare_words([one, parts], ["one", "parts"], image=[])
+def test_the_command_that_shows_a_step_names_the_script(tmp_path):
+    for number, script in enumerate(("my_fork.py", "train.py")):
+        folder = write_run(tmp_path / str(number), eventful(), command=[script, "--seed=2"])
+        assert ("--script=my_fork.py`" in words_of(read_run(folder))) == (script == "my_fork.py")
 
 
 def three_runs(folder):

@@ -1,0 +1,58 @@
+"""Many runs in one process: each line `NAME FLAGS` of the input is
+python train.py $BASE FLAGS --out_dir=out/NAME"""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+import train
+
+warnings.filterwarnings("ignore", "This DataLoader")  # of more workers than cores
+
+
+def rows(name, kind):
+    lines = open(f"out/{name}/metrics.jsonl")
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def last_loss(name, *flags):
+    with contextlib.redirect_stdout(io.StringIO()):
+        train.main([*os.environ["BASE"].split(), *flags, f"--out_dir=out/{name}"])
+    return rows(name, "eval")[-1]["val_loss"]
+
+
+def milliseconds(functions, rounds=9):
+    """{name: median}, timed in turn"""
+    times = {name: [] for name in functions}
+    for name in list(functions) * rounds:
+        began = time.perf_counter()
+        functions[name]()
+        times[name].append(1000 * (time.perf_counter() - began))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def make_dataset(name, count, change=lambda tokens: None):
+    """data/NAME: the first `count` characters to train on, changed; the whole validation split"""
+    whole, new = Path("data", os.environ["DATASET"]), Path("data", name)
+    new.mkdir()
+    tokens = np.fromfile(whole / "train.bin", np.uint16)[:count]
+    change(tokens)
+    meta = json.loads((whole / "meta.json").read_text()) | {"train_tokens": count}
+    meta["sha256"]["train.bin"] = hashlib.sha256(tokens.tobytes()).hexdigest()
+    (new / "train.bin").write_bytes(tokens.tobytes())
+    (new / "val.bin").write_bytes((whole / "val.bin").read_bytes())
+    (new / "meta.json").write_text(json.dumps(meta))
+
+
+if __name__ == "__main__":
+    for name, *flags in map(str.split, sys.stdin):
+        print(f"{name:<14} {last_loss(name, *flags):.4f}", flush=True)
