@@ -30,7 +30,9 @@ def main(argv: list[str] | None = None) -> None:
             fail(f"expected a number from 1 to {len(patches)}; type: python examples/broken.py 7")
         patch = patches[names[0]]
         if reveal:
-            rows = (REPO / "tests" / "broken" / "answers.md").read_text(encoding="utf-8").splitlines()
+            rows = (
+                (REPO / "tests" / "broken" / "answers.md").read_text(encoding="utf-8").splitlines()
+            )
             row = next(row for row in rows if row.startswith(f"| {names[0]} |"))
             print(f"{patch.read_text()}\n{row}")
             return

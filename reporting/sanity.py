@@ -83,7 +83,7 @@ def said(**numbers):
 
 def four_digits(number):
     if isinstance(number, list | tuple | set):
-        return " ".join(map(short, number)) or "none"
+        return " ".join(map(four_digits, number)) or "none"
     return f"{number:.4g}" if isinstance(number, float) else str(number)
 
 

@@ -324,12 +324,13 @@ def test_resume_never_refuses_a_folder_that_holds_a_run(refused_there, run_train
 
 
 @pytest.mark.parametrize("content", [None, b"", b"PK\x03\x04 not really"])
-def test_a_path_that_is_no_checkpoint_is_refused(refused, tmp_path, content):
+def test_a_path_that_is_no_checkpoint_is_refused(refused, stopped, tmp_path, content):
     if content is not None:
         (tmp_path / "seed.pt").write_bytes(content)
-    refused(
-        f"--resume={tmp_path}/seed.pt", words=["--resume=", "seed.pt", "auto, never, restart or"]
-    )
+    words = ["--resume=", "seed.pt", "auto, never, restart or"]
+    refused(f"--resume={tmp_path}/seed.pt", words=words)
+    seed = f"--resume={stopped.checkpoint(5)}"  # of another model
+    refused(seed, "--n_layer=2", words=["n_layer changed from 1 to 2"])
 
 
 def test_a_path_is_never_ignored_where_a_run_is(refused_there, stopped):
@@ -382,10 +383,9 @@ def test_a_finished_run_asked_for_another_one_is_refused(train_in, finished):
 
 def test_a_finished_run_may_be_asked_again_with_free_knobs(train_in, finished, data_dir):
     before = tree(finished.out_dir)
-    other = {"wandb_project": "other", "wandb_run_name": "other", "offline_dataset": ""}
-    free = {name: knob for name, knob in KNOBS.items() if "free" in knob.policy}
-    values = {name: knob.default for name, knob in free.items() if name != "eval_tokens"}
-    free = {n: other.get(n, 1 if type(v) in (int, float) else v) for n, v in values.items()}
+    free = {n: k.default for n, k in KNOBS.items() if "free" in k.policy and n != "eval_tokens"}
+    free = {name: 1 if name in NUMBERS else value for name, value in free.items()}
+    free |= {"wandb_project": "other", "wandb_run_name": "other", "offline_dataset": ""}
     free |= {"out_dir": finished.out_dir, "data_dir": data_dir, "max_steps": 3, "resume": "auto"}
     assert len(free) > 20
     flags = [f"--{name}={show(value)}" for name, value in free.items()]
@@ -393,11 +393,6 @@ def test_a_finished_run_may_be_asked_again_with_free_knobs(train_in, finished, d
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     assert "is finished: 3 steps" in done.stdout and "--out_dir=run_2" in done.stdout
     assert tree(finished.out_dir) == before
-
-
-def test_a_checkpoint_of_another_model_is_refused_as_a_seed(refused, stopped):
-    seed = f"--resume={stopped.checkpoint(5)}"
-    refused(seed, "--n_layer=2", words=["n_layer changed from 1 to 2"])
 
 
 def test_a_run_folder_that_became_read_only_is_refused(refused_there, stopped):
@@ -415,7 +410,8 @@ def test_a_run_folder_that_became_read_only_is_refused(refused_there, stopped):
 def test_everything_else_may_change_freely(train_in, stopped, tmp_path):
     shutil.copytree(stopped.out_dir, tmp_path / "run")
     free = "--max_steps=14 --decay_steps=12 --log_interval=1 --eval_interval=3"
-    free += " --save_interval=3 --keep_last=1 --num_workers=1 --patience=9 --min_delta=0.1 --milestone_interval=7 --max_skipped=3"
+    free += " --save_interval=3 --keep_last=1 --num_workers=1 --patience=9 --min_delta=0.1"
+    free += " --milestone_interval=7 --max_skipped=3"
     free += " --peak_lr=2e-3 --min_lr=2e-4 --weight_decay=0 --grad_clip=0 --beta2=0.9"
     free += " --save_minutes=9 --plateau_factor=0.9 --max_rollbacks=1"
     done = train_in(tmp_path, "run", *free.split())

@@ -184,30 +184,6 @@ def test_one_more_number_is_a_field_a_column_and_a_line_of_the_report(fork, run_
     assert "weight_norm" in (done.out_dir / "report.md").read_text()
 
 
-def test_the_averaged_and_the_raw_weights_are_both_evaluated(fork, run_train):
-    done = run_train("run", "--ema_decay=0.9", repo=fork("ema_and_raw"))
-    first, last = done.rows("eval")
-    assert first["val_loss"] == first["raw_val_loss"] and last["val_loss"] != last["raw_val_loss"]
-    assert f"raw_val_loss {last['raw_val_loss']:.4f}" in done.stdout
-
-
-def test_a_wrong_second_text_gets_a_clear_line(fork, run_train, data_dir, tmp_path):
-    folder = fork("two_texts")
-    alone = tmp_path / "data"
-    shutil.copytree(data_dir / "small", alone / "small")
-    missing = run_train("missing", f"--data_dir={alone}", repo=folder)
-    assert missing.returncode == 2 and not missing.out_dir.exists()
-    (line,) = missing.stderr.splitlines()
-    assert "second" in line
-
-    text = str(data_dir / "second.txt")
-    prepare("second", alone, input=text, tokenizer="byte", say=lambda *words: None)
-    other = run_train("other", f"--data_dir={alone}", repo=folder)
-    assert other.returncode == 2 and not other.out_dir.exists()
-    (line,) = other.stderr.splitlines()
-    assert "vocabulary" in line
-
-
 JUMP = """
 def forward_backward(model, run, *batch, inner=train.forward_backward):
     numbers = inner(model, run, *batch)
@@ -224,19 +200,6 @@ def test_a_loss_spike_rolls_back_and_the_run_goes_on(fork, run_train):
     assert done.rows("train")[-1]["step"] == STEPS
 
 
-@pytest.mark.slow
-def test_generation_with_a_cache_continues_as_without(fork, plain_run):
-    folder = fork("kv_cache")
-    command = [plain_run().out_dir, "--max_new_tokens=40", "--temperature=0", "--device=cpu"]
-    texts = [
-        subprocess.run(
-            [sys.executable, script, *command], capture_output=True, text=True, check=True
-        ).stdout
-        for script in (folder / "sample.py", REPO / "sample.py")
-    ]
-    assert texts[0] == texts[1] and len(texts[0]) > 40, "also past the block of 16"
-
-
 def test_another_number_decides_what_is_best(fork, run_train):
     flags = (*RUN, "--best_metric=-val_top5")
     done = run_train("run", *flags, repo=fork("metric"))
@@ -251,20 +214,6 @@ def test_a_loss_beside_the_loss_is_a_field(fork, run_train):
     done = run_train("run", repo=fork("experts"))
     assert all(1 <= row["balance"] < 4 for row in done.rows("train")), "1: each equally often"
     assert "balance" in done.stdout
-
-
-@pytest.mark.slow
-def test_without_teachers_it_is_the_run_of_the_repository(fork, run_train, plain_run):
-    done = run_train("run", *RUN, repo=fork("distillation"))
-    assert done.returncode == 0, done.stderr
-    assert done.fingerprint(STEPS)["model"] == plain_run().fingerprint(STEPS)["model"]
-
-
-def test_norms_and_histograms_of_every_weight_are_rows(fork, run_train):
-    done = run_train("run", repo=fork("norms"))
-    assert {"norm.head.weight", "grad_norm.head.weight"} <= done.rows("train")[-1].keys()
-    counts = [row["counts"] for row in done.rows("event") if row["event"] == "histograms"]
-    assert len(counts) == 2 and sum(counts[0]["blocks.0.attention.qkv.weight"]) == 3 * 32 * 32
 
 
 # ---- scripts of one's own ------------------------------------------------------------------------
