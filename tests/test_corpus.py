@@ -295,7 +295,6 @@ BAD_FILES = [  # (name, content, the message)
     ("b.png", b"\x89PNG\0x", "b.png is binary"),
     ("a.txt.gz", gzip.compress(b"a text" * 99, mtime=0)[:-9], "fetch it again or leave it out"),
     ("a.txt.gz", b"no gzip at all", "fetch it again or leave it out"),
-    ("a.jsonl.zst", b"whatever", "a.jsonl.zst: .zst is not read; unpack it first: zstd -d"),
 ]
 
 
