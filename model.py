@@ -105,8 +105,8 @@ def dropped(x, share):
     else:
         width, bits = 16, random_bits((x.numel() + 1) // 2).view(torch.int16)[: x.numel()]
     dropped_below = round(share * 2**width)
-    kept = bits.view(x.shape) >= dropped_below - 2 ** (width - 1)
-    return x * kept.to(x.dtype) / (1 - dropped_below / 2**width)
+    kept = torch.ge(bits.view(x.shape), dropped_below - 2 ** (width - 1), out=torch.empty_like(x))
+    return x * kept / (1 - dropped_below / 2**width)
 
 
 class Dropout(nn.Dropout):
