@@ -51,6 +51,7 @@ rounds = 5  # timings of each candidate, interleaved; the median counts, [1, inf
 timing_seconds = 0.5  # approximate length of one timing, (0, inf)
 trace = False  # write trace.json from the profile part, for https://ui.perfetto.dev
 seeds = 5  # full runs, with consecutive seeds from --seed, of each configuration, [2, inf)
+rows = ""  # of from_nanogpt: a regular expression that their names contain; "" = all
 
 LAUNCH_SECONDS = 3e-6  # of one kernel in a CUDA graph; without a graph the host needs longer
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # at level 5 the profiler prints "USDT:" lines
@@ -362,7 +363,7 @@ class Laps(train.Watch):
 
 
 def overhead(job):
-    """The loop of train.train against bare steps on one fixed batch, with and without clipping."""
+    """The loop of train.train against bare steps on one fixed batch."""
     step_seconds = seconds_of(job.step(job.fresh_run()), 2, job.device)
     every = min(train.log_interval or 100, max(1, round(timing_seconds / step_seconds)))
     off = {"eval_interval": 0, "sample_interval": 0, "audit_interval": -1}
@@ -373,12 +374,10 @@ def overhead(job):
         model = job.rehearsed(run)
         batches = job.load_batches(job.fresh_run())
         inputs, targets, _ = batches.next_batch()
-        step = partial(bare_step, model, run, inputs, targets)
         train_step = partial(train.train_step, model, run, inputs, targets, train.peak_lr)
         laps = Laps(
             {
-                "bare": partial(step, clips=False),
-                "clipping": partial(step, clips=True),
+                "bare": partial(bare_step, model, run, inputs, targets),
                 "train_step": train_step,
                 "data": batches.next_batch,
             },
@@ -391,25 +390,22 @@ def overhead(job):
             train.train(run, model, table, saver, Signals(), Clock())
         run.batches.stop()
     rows = {name: {"ms": 1000 * median(seconds)} for name, seconds in laps.times.items()}
-    over = {}
-    for kind in ("bare", "clipping"):
-        pairs = zip(laps.times["loop"], laps.times[kind], strict=True)  # from the same round
-        over[f"over_{kind}"] = median(loop / bare - 1 for loop, bare in pairs)
+    pairs = zip(laps.times["loop"], laps.times["bare"], strict=True)  # from the same round
+    over = {"over_bare": median(loop / bare - 1 for loop, bare in pairs)}
     rows["loop"] |= over
     say(f"\noverhead: medians of {rounds}, interleaved; the loop at --log_interval={every}: of it")
-    say("  train_step and reading data; bare: forward, backward, optimizer.step; and with clipping")
-    print_table(rows, ms=".3f", over_bare="+.2%", over_clipping="+.2%")
+    say("  train_step and reading data; bare: forward, backward, clipping, optimizer.step")
+    print_table(rows, ms=".3f", over_bare="+.2%")
     return {f"{name}_ms": row["ms"] for name, row in rows.items()} | over
 
 
-def bare_step(model, run, inputs, targets, clips):
+def bare_step(model, run, inputs, targets):
     """What every training step must do, and nothing else."""
     for optimizer in run.optimizers:
         optimizer.found_inf = None  # set by train_step
         optimizer.zero_grad(set_to_none=True)
     train.forward_backward(model, run, inputs, targets, targets.numel())
-    if clips:
-        train.clip(run)
+    train.clip(run)
     for optimizer in run.optimizers:
         run.scaler.step(optimizer)
     run.scaler.update()
@@ -597,16 +593,15 @@ CHANGES = {  # row: its command, or the flags that it adds to the command of the
 }
 RECIPE_TOKENS = 2000 * 12 * 64
 SEED_LINE = "torch.manual_seed(1337"  # in nanoGPT's train.py, which has no flag for a seed
+VOCABULARY_LINE = "meta_vocab_size = None\n"  # nor for the vocabulary of the dataset
 FLOAT32_LINE = "nullcontext() if device_type == 'cpu' else "  # no autocast on a CPU
 
 
 def commands():
     """{row: its whole command}."""
-    whole = {}
-    command = ""
+    whole, command = {}, ""
     for name, words in CHANGES.items():
-        begins_anew = words.split()[0].endswith(".py")
-        command = words if begins_anew else f"{command} {words}"
+        command = words if words.split()[0].endswith(".py") else f"{command} {words}"
         whole[name] = command
     return whole
 
@@ -614,17 +609,16 @@ def commands():
 def from_nanogpt(job):
     """Whole runs, one change a row. All but the last two see as many tokens as nanoGPT. The flags
     that were typed hold for each row of ours. Rows of nanoGPT need NANOGPT=FOLDER, a copy of it."""
-    if job.run.facts["data"]["name"] != train.dataset:
-        fail(f"nanoGPT learns {train.dataset}, which is not here; prepare_data.py makes it")
-    rows = commands()
-    if not os.environ.get("NANOGPT"):
-        rows = {name: command for name, command in rows.items() if command.startswith("train.py")}
-        say("\nwithout NANOGPT=FOLDER, a copy of nanoGPT, there are no rows of it")
-    runs = {name: [] for name in rows}
+    wanted = {name: command for name, command in commands().items() if re.search(rows, name)}
+    if not wanted:
+        fail(f"--rows={rows}: expected a part of one of these: {', '.join(CHANGES)}")
+    if "nanogpt" in str(wanted).lower() and not os.environ.get("NANOGPT"):
+        fail("these rows need NANOGPT=FOLDER, a copy of nanoGPT; --rows=config needs none")
+    runs = {name: [] for name in wanted}
     began = time.perf_counter()
     for n in range(seeds):  # each row in turn: machines have slow hours
         seed = train.seed + n
-        for name, command in rows.items():
+        for name, command in wanted.items():
             script, *words = command.split()
             if script.startswith("$"):
                 runs[name].append(nanogpt(job, words, seed))
@@ -635,9 +629,9 @@ def from_nanogpt(job):
     table = {name: summary(results) for name, results in runs.items()}
     say(f"\nfrom_nanogpt: {seeds} seeds; median seconds of the process; last loss, its deviation")
     print_table(table, process=".1f", loss=".4f", deviation=".4f", tokens=".2f M")
-    for name, command in rows.items():
+    for name, command in wanted.items():
         say(f"  {name}: python {command}")
-    return {"rows": table, "runs": runs, "commands": rows}
+    return {"rows": table, "runs": runs, "commands": wanted}
 
 
 def summary(results):
@@ -663,20 +657,25 @@ def race(script, words, seed):
 
 def nanogpt(job, words, seed):
     """The same of nanoGPT itself, from what it prints; its loss is that of 20 random batches."""
-    home = Path(os.environ["NANOGPT"])
+    home, dataset = Path(os.environ["NANOGPT"]), job.run.facts["data"]
     source = (home / "train.py").read_text("utf-8")
     model = (home / "model.py").read_text("utf-8")
-    source = source.replace(SEED_LINE, f"torch.manual_seed({seed}")
+    edits = {SEED_LINE: f"torch.manual_seed({seed}"}
+    edits[VOCABULARY_LINE] = f"meta_vocab_size = {dataset['meta']['vocab_size']}\n"
     if "--dtype=bfloat16" in words:
-        if FLOAT32_LINE not in source:
-            fail(f"{home}/train.py has no {FLOAT32_LINE!r}; expected nanoGPT's own")
-        source = source.replace(FLOAT32_LINE, "")
-    folder = folder_by_hash(job.folder, seed, words, source, model)
+        edits[FLOAT32_LINE] = ""
+    for line, edited in edits.items():
+        if line not in source:
+            fail(f"{home}/train.py has no {line!r}; expected nanoGPT's own")
+        source = source.replace(line, edited)
+    folder = folder_by_hash(job.folder, seed, words, source, model, dataset["name"])
     log = read_json(folder / "nanogpt.json")
     if not log:
         folder.mkdir(parents=True, exist_ok=True)
+        text = Path(train.data_dir, dataset["name"]).resolve()
         began = time.perf_counter()
-        printed = output_of(["-c", source, *words, f"--out_dir={folder}"], cwd=home)
+        own = [f"--out_dir={folder}", f"--dataset={text}"]
+        printed = output_of(["-c", source, *words, *own], cwd=home)
         log = {"seconds": time.perf_counter() - began, "printed": printed}
         write_json(folder / "nanogpt.json", log)
     losses = re.findall(r"^step \d+: .*val loss ([\d.]+)", log["printed"], re.MULTILINE)
