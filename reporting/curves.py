@@ -1,13 +1,8 @@
 """What is drawn of a run, step by step: the same curves, limits and events in picture and page."""
 
-import ast
 import itertools
 import math
-import shlex
-import sys
 from collections import namedtuple
-from hashlib import sha256
-from pathlib import Path
 
 import numpy as np
 
@@ -183,11 +178,3 @@ def short(value, _=None):
         if abs(value) >= least:
             return f"{value / size:g}{letter}"
     return f"{value:,.6g}"
-
-
-def origin():
-    """{key: words} for the text of a PNG: the command that drew it, and the code that did."""
-    tree = ast.parse(Path(__file__).read_bytes())
-    code = sha256(ast.dump(tree).encode()).hexdigest()
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"  # a tree is that of its Python
-    return {"Command": shlex.join(["python", *sys.argv]), "Code": f"{code[:16]}, Python {version}"}

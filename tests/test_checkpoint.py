@@ -147,7 +147,7 @@ train.open_dataset = open_dataset
 
 @pytest.mark.parametrize(
     ("file", "words"),
-    [("'/nowhere/teacher.bin'", "is no file"), ("pathlib.Path('/etc/hostname')", "PosixPath")],
+    [("'none/teacher.bin'", "is no file"), ("pathlib.Path('/etc/hostname')", "PosixPath")],
 )
 def test_other_files_that_cannot_be_kept_are_refused_before_a_step(run_train, file, words):
     done = run_train("run", before=FILES.format(file=file))

@@ -30,7 +30,7 @@ OS_ERROR = """
 import train
 def train_step(model, run, *rest, inner=train.train_step):
     if run.state["step"] == 3:
-        open("/no/such/file")  # here
+        open("no/such/file")  # here
     return inner(model, run, *rest)
 train.train_step = train_step
 """
@@ -46,7 +46,7 @@ train.build_model = build_model
     ("source", "words"),
     [
         (UNPACK, "ValueError: not enough values to unpack (expected 3, got 2)"),
-        (OS_ERROR, "FileNotFoundError: [Errno 2] No such file or directory: '/no/such/file'"),
+        (OS_ERROR, "FileNotFoundError: [Errno 2] No such file or directory: 'no/such/file'"),
         (BUILT, "ValueError: too many values to unpack (expected 2)"),
     ],
     ids=["forward", "train_step", "build_model"],

@@ -15,7 +15,7 @@ from test_check import CHECKS
 
 from plumbing.cli import read_knobs
 from prepare_data import prepare
-from reporting import curves
+from reporting import pictures
 
 PAGES = ["docs/trouble.md", "docs/lessons.md", "docs/questions.md"]
 WITH_README = [*PAGES, "README.md"]
@@ -304,7 +304,7 @@ def test_a_picture_is_drawn_by_the_code_that_is_here(name):
     image = pytest.importorskip("PIL.Image")
     with image.open(REPO / "docs" / name) as picture:
         drawn = picture.text
-    now = curves.origin()["Code"]
+    now = pictures.origin()["Code"]
     assert drawn.get("Command", "").startswith("python report.py ")
     if drawn["Code"].split()[-1] == now.split()[-1]:  # the same Python
         assert drawn["Code"] == now, f"run again: {drawn['Command']}"

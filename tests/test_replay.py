@@ -516,7 +516,7 @@ def test_bad_input_is_one_line(good, replay, tmp_path):
         ((good.out_dir,), "expected RUN"),
         ((good.out_dir, "--step=99"), f"--step=99: {good.out_dir} has 12 steps"),
         ((good.out_dir, "--step=3", "--before_rollback=1"), "there were 0 rollbacks"),
-        ((good.out_dir, "--step=3", "--script=/nowhere.py"), "there is no such file"),
+        ((good.out_dir, "--step=3", f"--script={tmp_path}/none.py"), "there is no such file"),
     ):
         again = replay(*typed_words)
         assert again.returncode == 2 and len(again.stderr.splitlines()) == 1, again.stderr

@@ -17,7 +17,7 @@ from helpers import RUNS, evaluation, event, eventful, falling, row, write_run  
 import prepare_data
 import report
 from plumbing.cli import run_script
-from reporting import curves, record, results
+from reporting import curves, pictures, record, results
 from reporting.record import read_run
 
 REPO = Path(report.__file__).parent
@@ -206,7 +206,7 @@ def test_anything_in_run_json_gives_a_report(real, tmp_path, count):
             (folder / "run.json").write_text(json.dumps(replaced(info, path, value)))
             run = read_run(folder)
             text = words_of(run)
-            assert text and "\x1b" not in text and report.heading(run), (path, value)
+            assert text and "\x1b" not in text and pictures.heading(run), (path, value)
     for text in ENDLESS:
         (folder / "run.json").write_text(text)
         assert "run.json is missing or damaged" in words_of(read_run(folder))
@@ -222,7 +222,7 @@ def test_events_with_anything_in_them_give_a_report(tmp_path):
             rows.append(falling(3)[2] | {name: wrong})
     run = read_run(write_run(tmp_path / "run", rows))
     assert "\x1b" not in words_of(run)
-    drawn(report.picture, run)
+    drawn(pictures.picture, run)
 
 
 @pytest.fixture
@@ -310,7 +310,7 @@ def test_a_gpu_has_its_row_and_its_panel(tmp_path):
     run = read_run(write_run(tmp_path / "gpu", falling(50, gpu_util=93), **on_gpu))
     words, over = results.outcome(run, 0.0)["GPU utilization"]
     assert words == "93%" and over == "samples at log lines"
-    panels = {ax.get_ylabel(): ax for ax in drawn(report.picture, run).axes}
+    panels = {ax.get_ylabel(): ax for ax in drawn(pictures.picture, run).axes}
     assert "GPU busy (%)" in panels
     assert set(panels["MFU (%)"].lines[0].get_ydata()) == {5.0} and values_of(run)["MFU"] == "5.0%"
     cpu = read_run(write_run(tmp_path / "cpu", falling(50)))
@@ -340,7 +340,7 @@ def test_a_new_field_gets_a_panel_and_a_row(tmp_path):
     assert values_of(run)["last weight_norm"] == "1.4"
     assert values_of(run)["last raw_val_loss"] == "2.1"
     assert "| **last weight_norm** | 1.4 |" in words_of(run)
-    labels = [ax.get_ylabel() for ax in drawn(report.picture, run).axes]
+    labels = [ax.get_ylabel() for ax in drawn(pictures.picture, run).axes]
     assert (
         labels.count("weight_norm") == labels.count("raw_val_loss") == 1 and "words" not in labels
     )
@@ -361,8 +361,8 @@ def images(tmp_path):
 def test_a_run_on_images_is_told_in_words_of_images(tmp_path):
     run = images(tmp_path)
     assert "- **data** name images" in report.about(run)
-    labels = [ax.get_ylabel() for ax in drawn(report.picture, run).axes]
-    both = drawn(report.compare_picture, [run, run], ["a", "b"]).axes
+    labels = [ax.get_ylabel() for ax in drawn(pictures.picture, run).axes]
+    both = drawn(pictures.compare_picture, [run, run], ["a", "b"]).axes
     labels += [label for ax in both for label in (ax.get_xlabel(), ax.get_ylabel())]
     text = words_of(run) + " ".join(labels)
     for word in ("token", "nats", "bits per byte", "sequences"):
@@ -390,7 +390,7 @@ def test_another_metric_that_decides_is_named_wherever_the_best_is_told(tmp_path
     assert results.best_of(run) == (0.4, 10)
     assert values_of(run)["best val_accuracy"] == "0.4000 at step 10"
     assert "best validation loss" not in words_of(run)
-    figure = drawn(report.picture, run)
+    figure = drawn(pictures.picture, run)
     labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
     assert "best val_accuracy 0.4000" in labels
     # the best of a row that a rollback removed is in the state
@@ -454,7 +454,7 @@ def drawn(picture, *args):
 
     with (
         np.errstate(all="ignore"),
-        matplotlib.rc_context(fname=report.STYLE),
+        matplotlib.rc_context(fname=pictures.STYLE),
     ):
         figure = picture(*args)
         assert_legible(figure)
@@ -465,7 +465,7 @@ def drawn(picture, *args):
 def test_nothing_overlaps_and_nothing_is_cut(name, tmp_path):
     config = {"grad_clip": 1.0, "n_layer": 1, "n_embd": 128}
     run = read_run(write_run(tmp_path, RUNS[name], config=config))
-    figure = drawn(report.picture, run)
+    figure = drawn(pictures.picture, run)
     for ax in figure.axes:
         assert ax.get_ylabel() and ax.get_facecolor() == (1, 1, 1, 1)
     assert figure.get_facecolor() == (1, 1, 1, 1)  # not transparent: dark pages stay legible
@@ -476,20 +476,20 @@ def test_the_axis_of_losses_is_that_of_what_follows_the_beginning(tmp_path):
     rows = [row(i + 1, loss) for i, loss in enumerate(losses)]
     run = read_run(write_run(tmp_path / "run", [evaluation(0, 42.0), *rows, evaluation(1000, 1.1)]))
     for ax in (
-        drawn(report.picture, run).axes[0],
-        drawn(report.compare_picture, [run, run], ["a", "b"]).axes[0],
+        drawn(pictures.picture, run).axes[0],
+        drawn(pictures.compare_picture, [run, run], ["a", "b"]).axes[0],
     ):
         low, high = ax.get_ylim()
         assert 0.9 < low < 1.0 and 1.5 < high < 2
         assert "the beginning, at 41.5, is above" in [text.get_text() for text in ax.texts]
     spiking = [each | {"loss": 3.0} if each["step"] % 100 == 50 else each for each in rows]
     run = read_run(write_run(tmp_path / "spikes", spiking))
-    assert drawn(report.picture, run).axes[0].get_ylim()[1] > 3, "a spike is seen"
+    assert drawn(pictures.picture, run).axes[0].get_ylim()[1] > 3, "a spike is seen"
 
 
 def test_five_runs_are_legible_together(tmp_path):
     runs = [read_run(write_run(tmp_path / name, rows)) for name, rows in list(RUNS.items())[:5]]
-    figure = drawn(report.compare_picture, runs, [run.name for run in runs])
+    figure = drawn(pictures.compare_picture, runs, [run.name for run in runs])
     assert figure.axes[0].get_ylabel() == "loss (nats)"
     labels = " ".join(ax.get_xlabel() for ax in figure.axes)
     assert "step" in labels and "tokens" in labels and "training time (minutes)" in labels
@@ -598,10 +598,10 @@ def test_a_comparison_prints_its_table_and_leaves_out_what_is_no_run(command, tm
 def test_short_runs_are_compared_on_what_follows_the_beginning(tmp_path):
     rows = [evaluation(0, 4.2), *falling(40), evaluation(40, 1.7)]
     runs = [read_run(write_run(tmp_path / name, rows)) for name in "ab"]
-    figure = drawn(report.compare_picture, runs, ["a", "b"])
+    figure = drawn(pictures.compare_picture, runs, ["a", "b"])
     labels = [ax.get_ylabel() for ax in figure.axes]
     assert "learning rate" in labels and "throughput (tokens/s)" in labels
-    for ax in (figure.axes[0], drawn(report.picture, runs[0]).axes[0]):
+    for ax in (figure.axes[0], drawn(pictures.picture, runs[0]).axes[0]):
         points = [line for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
         assert points and all(list(line.get_xdata()) == [40] for line in points)
 
@@ -617,7 +617,7 @@ def test_the_whole_split_is_only_what_the_record_says_it_is(tmp_path):
         run = read_run(write_run(tmp_path / "run", [each, *falling(20)]))
         best = results.outcome(run, 0.0)["best validation loss, nats"]
         assert best == ("2.0000 at step 20", words)
-    labels = [each.get_text() for each in drawn(report.picture, run).axes[0].get_legend().texts]
+    labels = [each.get_text() for each in drawn(pictures.picture, run).axes[0].get_legend().texts]
     assert "validation, first 4,096 tokens" in labels
     # the best is one among evaluations of the last one's extent
     rows = [each, *falling(40), evaluation(30, 2.6), evaluation(40, 2.5)]

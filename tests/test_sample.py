@@ -108,12 +108,16 @@ def test_no_more_is_allocated_than_a_file_can_hold(run_sample, edited):
     refused(run_sample(stretched), "a shape that its values do not fill")
 
 
-def test_a_file_that_the_model_reads_and_that_has_moved_is_named(trained, run_sample, monkeypatch):
+def test_a_file_that_the_model_reads_and_that_has_moved_is_named(
+    trained, run_sample, monkeypatch, tmp_path
+):
+    missing = tmp_path / "base.pt"
+
     def build(config, vocab_size):
-        return torch.load("/nowhere/base.pt")
+        return torch.load(missing)
 
     monkeypatch.setattr(sample, "build_model", build)
-    refused(run_sample(trained), "reads /nowhere/base.pt: No such file", "put that file back")
+    refused(run_sample(trained), f"reads {missing}: No such file", "put that file back")
 
 
 def test_the_command_writes_only_text_to_stdout_while_it_is_made(trained):
@@ -160,9 +164,10 @@ def test_a_prompt_can_come_from_a_file(trained, run_sample, tmp_path):
     assert from_file[1].startswith("slow;\nbut")
 
 
-def test_a_prompt_with_unknown_characters_is_refused_by_name(trained, run_sample):
+def test_a_prompt_with_unknown_characters_is_refused_by_name(trained, run_sample, tmp_path):
     refused(run_sample(trained, "--start=Thé €"), "'é'", "'€'")
-    refused(run_sample(trained, "--start=FILE:/nonexistent"), "/nonexistent")
+    missing = f"{tmp_path}/none"
+    refused(run_sample(trained, f"--start=FILE:{missing}"), missing)
 
 
 def test_the_averaged_weights_are_used(trained):

@@ -198,10 +198,12 @@ def test_a_server_that_does_not_answer_is_one_line(run_train):
 def test_nobody_is_asked_for_a_key(run_train, tmp_path):
     nowhere = {
         "HOME": str(tmp_path),
+        "NETRC": f"{tmp_path}/none",
+        "WANDB_API_KEY": "",
         "WANDB_BASE_URL": "http://127.0.0.1:1",
         "WANDB_MODE": "online",
     }
-    done = run_train("run", *ON, env=nowhere | {"WANDB_API_KEY": "", "NETRC": "/nonexistent"})
+    done = run_train("run", *ON, env=nowhere)
     assert done.returncode == 0, done.stderr
     assert "no key; type: wandb login, or set WANDB_MODE=offline" in done.stdout
     assert "API key" not in done.stdout + done.stderr
