@@ -14,7 +14,7 @@ PAGE_DATA=FOLDER it uses the datasets in that folder, not those in data/.
 A block fenced as output, directly below a block that runs, holds what that one printed. With
 --compare each of its lines must be printed again, with numbers within 0.002, or as it says:
 
-    output within 0.01    numbers may differ by this much
+    output within 0.01    numbers may differ by this much; one such as 3.9e-07 by this share of it
     output timings        numbers are not compared, only the words
 
 A line of `...` stands for lines left out, and `...` in a line for some text. Not compared: numbers
@@ -227,7 +227,8 @@ def differences(shown, printed, tolerance):
     found = []
     for old, new in zip(shown, printed, strict=True):
         difference = abs(value_of(old) - value_of(new))
-        if difference > tolerance * (1 + 1e-9):
+        scale = abs(value_of(old)) if "e" in old else 1
+        if difference > tolerance * scale * (1 + 1e-9):
             found.append(f"shown {old}, printed now {new}")
     return found
 

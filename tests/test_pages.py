@@ -267,6 +267,11 @@ def test_a_figure_that_is_printed_again_is_equal_within_the_tolerance(figures):
     assert figures("1.2350", "1.9", " timings") == (0, [])
 
 
+def test_a_small_figure_moves_by_a_share_of_itself():
+    for now, moved in (("3.9e-07", []), ("4.2e-07", ["shown 3.9e-07, printed now 4.2e-07"])):
+        assert run_page.differences(["3.9e-07"], [now], 0.002) == moved
+
+
 # ---- slow: what the pages show ------------------------------------------------------------------
 
 
