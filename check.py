@@ -213,8 +213,14 @@ def compare(job):
     return {"runs": rows, "interval": [low, high], "time": ratio, "verdict": str(verdict)}
 
 
-PARTS = {"sanity": sanity, "lr": lr, "exact": exact, "portable": portable}
-PARTS |= {"seeds": compare, "against": compare}
+PARTS = {
+    "sanity": sanity,
+    "lr": lr,
+    "exact": exact,
+    "portable": portable,
+    "seeds": compare,
+    "against": compare,
+}
 
 
 def main(argv=None):

@@ -8,8 +8,9 @@ Reports on a run from the metrics.jsonl and run.json in its folder:
     python report.py out/shakespeare --watch=true   # report.html, updated while the run continues
     python report.py records/*/                     # the table of what was measured
 
-Prints the troubles that it finds, what differs between several runs, and paths. A folder that holds
-no run is left out with a line. A field that it does not know gets a panel and a row.
+Prints the troubles that it finds, what differs between several runs, and paths. Where there are
+records, it prints their table alone. A folder that holds no run is left out with a line. A field
+that it does not know gets a panel and a row.
 """
 
 import itertools
@@ -214,12 +215,13 @@ def compare_words(runs, names, image):
     """compare.md: one table of the settings and the results that differ, and what is wrong."""
     columns = [column_of(run) for run in runs]
     lines = [f"# {', '.join(names)}\n"]
-    if len({str(column.get("fingerprint")) for column in columns}) > 1:
-        lines.append(
-            "> **These runs trained on different data: their losses cannot be compared.**\n"
-        )
-    if len({str(column.get("device")) for column in columns}) > 1:
-        lines.append("> These runs ran on different devices: compare their times with care.\n")
+    warnings = {
+        "fingerprint": "> **These runs trained on different data: their losses cannot be compared.**\n",
+        "device": "> These runs ran on different devices: compare their times with care.\n",
+    }
+    for what, warning in warnings.items():
+        if len({str(column.get(what)) for column in columns}) > 1:
+            lines.append(warning)
     if image:
         lines.append("![Curves of these runs](compare.png)\n")
     lines.append(table(("", *names), differing_rows(columns)))
@@ -349,12 +351,16 @@ def read_folders(folders):
     return runs, records, wrong
 
 
+def leave_out(wrong):
+    for error in wrong:
+        tell(f"report.py: left out: {error}", sys.stderr)
+
+
 def list_runs(folder):
     """Print the table of the runs in `folder`. Returns whether there are any."""
     inside = [path.parent for path in sorted(Path(folder).glob("*/metrics.jsonl"))]
     runs, _, wrong = read_folders(inside)
-    for error in wrong:
-        tell(f"report.py: left out: {error}", sys.stderr)
+    leave_out(wrong)
     if runs:
         tell("\n".join(listing(runs)))
     return bool(runs)
@@ -393,16 +399,13 @@ def main(argv=None):
         runs, records, wrong = read_folders(folders)
         if wrong and not (runs or records):
             fail(wrong[0])
-        for error in wrong:
-            tell(f"report.py: left out: {error}", sys.stderr)
+        leave_out(wrong)
         if records:
             tell(table(HEADER, records).rstrip())
-        if not runs:
+        if records or not runs:
             return 0
-        paths = []
         try:
-            if not records:
-                paths = write_reports(runs)
+            paths = write_reports(runs)
         except record.NoRecord as error:
             fail(error)
         except OSError as error:
@@ -414,7 +417,7 @@ def main(argv=None):
             tell(f"{before}{trouble.title}: {trouble.shows}")
     for path in paths:
         tell(min(os.path.relpath(path), str(path), key=len))
-    return 0 if records or any(path.suffix == ".png" for path in paths) else 1
+    return 0 if any(path.suffix == ".png" for path in paths) else 1
 
 
 if __name__ == "__main__":

@@ -12,10 +12,24 @@ from reporting.record import half_window, last_step, smooth
 from reporting.results import happened
 
 # Okabe & Ito's colours (2008): distinct for any colour vision, and in print
-COLOURS = {"blue": "#0072B2", "vermilion": "#D55E00", "green": "#009E73", "orange": "#E69F00"}
-COLOURS |= {"purple": "#CC79A7", "sky": "#56B4E9", "black": "#000000"}
-EVENTS = {"resume": "blue", "skipped": "orange", "rollback": "purple"}
-EVENTS |= {"diverging": "green", "audit": "vermilion", "out_of_memory": "sky", "failed": "black"}
+COLOURS = {
+    "blue": "#0072B2",
+    "vermilion": "#D55E00",
+    "green": "#009E73",
+    "orange": "#E69F00",
+    "purple": "#CC79A7",
+    "sky": "#56B4E9",
+    "black": "#000000",
+}
+EVENTS = {
+    "resume": "blue",
+    "skipped": "orange",
+    "rollback": "purple",
+    "diverging": "green",
+    "audit": "vermilion",
+    "out_of_memory": "sky",
+    "failed": "black",
+}
 
 Panel = namedtuple("Panel", "field title curves")
 # key: what hides it on the page. look: thin, bold, dots (joined by a line), best or dashed

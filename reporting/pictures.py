@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from plumbing.console import FIELDS
 from reporting import curves
 from reporting.curves import COLOURS
 from reporting.record import last_step
@@ -153,7 +152,7 @@ def compare_picture(runs, names):
     label_axes(by_step, "loss (nats)" if unit(*runs) == "tokens" else "loss")
     for field, ax in below.items():
         scale(ax, field, others[field])
-        label_axes(ax, curves.title_of(FIELDS[field], runs[0]))
+        label_axes(ax, curves.title_of(curves.FIELDS[field], runs[0]))
     by_tokens.set_xlabel(f"{unit(*runs)} trained on")
     by_tokens.xaxis.set_major_formatter(curves.short)
     by_time.set_xlabel("training time (minutes)")

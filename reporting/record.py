@@ -18,8 +18,11 @@ from plumbing.console import FIELDS
 from plumbing.files import read_json
 
 KINDS_OF_NUMBERS = ("train", "eval")  # of rows
-INFO = dict.fromkeys("config data run git versions hardware state".split(), dict)  # of run.json
-INFO |= {"command": list, "resumes": list}
+INFO = {  # of run.json
+    **dict.fromkeys("config data run git versions hardware state".split(), dict),
+    "command": list,
+    "resumes": list,
+}
 LARGEST = 1e100  # float32 ends at 3e38: what is beyond is damage, and would overflow in statistics
 DEEPEST = 20  # levels of nesting
 LONGEST_ROW = 1 << 20  # bytes of a row
