@@ -18,7 +18,7 @@ from plumbing.cli import fail, run_script  # noqa: E402
 
 
 def build_model(config, vocab_size):
-    path = Path(os.environ.get("NANOGPT") or "/nonexistent", "model.py")
+    path = Path(os.environ.get("NANOGPT") or os.devnull, "model.py")
     if not path.is_file():
         fail("no nanoGPT; type NANOGPT=FOLDER, which holds its model.py, before the command")
     spec = importlib.util.spec_from_file_location("nanogpt_model", path)
