@@ -532,7 +532,7 @@ def output_of(command, **how):
     how |= {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "check": False}
     done = subprocess.run([sys.executable, *command], **how)
     if done.returncode:
-        raise RunFailed(f"{' '.join(command)} ended with\n{done.stdout[-2000:]}")
+        raise RunFailed(f"{' '.join(command)[-400:]} ended with\n{done.stdout[-2000:]}")
     return done.stdout
 
 
@@ -660,8 +660,10 @@ def nanogpt(job, words, seed):
     home, dataset = Path(os.environ["NANOGPT"]), job.run.facts["data"]
     source = (home / "train.py").read_text("utf-8")
     model = (home / "model.py").read_text("utf-8")
-    edits = {SEED_LINE: f"torch.manual_seed({seed}"}
-    edits[VOCABULARY_LINE] = f"meta_vocab_size = {dataset['meta']['vocab_size']}\n"
+    edits = {
+        SEED_LINE: f"torch.manual_seed({seed}",
+        VOCABULARY_LINE: f"meta_vocab_size = {dataset['meta']['vocab_size']}\n",
+    }
     if "--dtype=bfloat16" in words:
         edits[FLOAT32_LINE] = ""
     for line, edited in edits.items():
@@ -674,8 +676,9 @@ def nanogpt(job, words, seed):
         folder.mkdir(parents=True, exist_ok=True)
         text = Path(train.data_dir, dataset["name"]).resolve()
         began = time.perf_counter()
-        own = [f"--out_dir={folder}", f"--dataset={text}"]
-        printed = output_of(["-c", source, *words, *own], cwd=home)
+        with TemporaryDirectory() as scratch:  # it takes no path with a "="
+            own = [f"--out_dir={scratch}", f"--dataset={text}"]
+            printed = output_of(["-c", source, *words, *own], cwd=home)
         log = {"seconds": time.perf_counter() - began, "printed": printed}
         write_json(folder / "nanogpt.json", log)
     losses = re.findall(r"^step \d+: .*val loss ([\d.]+)", log["printed"], re.MULTILINE)

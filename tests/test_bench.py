@@ -344,6 +344,7 @@ from contextlib import nullcontext
 folder = sys.argv[-1].removeprefix("--dataset=")
 meta_vocab_size = None
 assert meta_vocab_size > 1
+key, value = sys.argv[-2].split("=")  # as nanoGPT does it
 assert open(folder + "/train.bin", "rb").read() and open(folder + "/val.bin", "rb").read()
 assert open("model.py").read() and sys.argv[1] == "config/train_shakespeare_char.py"
 seed_offset, device_type = 0, "cpu"
