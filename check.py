@@ -129,8 +129,13 @@ def portable(job):
     """Does this machine compute the bits of records/portable? Trains it again. Without the text of
     TinyShakespeare that of records/portable_formula, on a text that a formula makes."""
     name = "portable"
-    flags = ["config/shakespeare_plain.py", "--deterministic=portable", "--save_interval=10"]
-    flags.append(f"--data_dir={job.config['data_dir']}")
+    flags = [
+        "config/shakespeare_plain.py",
+        "--deterministic=portable",
+        "--max_steps=90",
+        "--save_interval=10",
+        f"--data_dir={job.config['data_dir']}",
+    ]
     if job.run.facts["data"]["name"] != "shakespeare":
         name = "portable_formula"
         flags.append("--dataset=formula")
@@ -142,11 +147,10 @@ def portable(job):
     if found:
         say(f"portable: not the bits of records/{name}: {found}")
         return {"ok": False, "found": found}
-    saves = [row for row in computed_rows(folder) if "sha256" in row]
-    sha256 = saves[-1]["sha256"]
-    steps = saves[-1]["step"]
+    last = [row for row in computed_rows(folder) if "sha256" in row][-1]
+    sha256 = last["sha256"]
     cpu = machine.cpu_info()[0]
-    how = f"SHA-256 {sha256[:8]}..., {steps} steps, {seconds:.0f} s, {cpu}"
+    how = f"SHA-256 {sha256[:8]}..., {last['step']} steps, {seconds:.0f} s, {cpu}"
     say(f"portable: the bits of records/{name} ({how})")
     return {"ok": True, "sha256": sha256, "seconds": seconds}
 
