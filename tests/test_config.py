@@ -185,16 +185,6 @@ def test_a_flags_folder_is_against_the_working_directory(script, tmp_path, monke
     assert configure(script, "--data_dir=/abs")[0]["data_dir"] == "/abs"
 
 
-def test_flags_are_told_from_files_and_the_later_one_counts(script):
-    def told(*argv):
-        return configure(script, *argv)[1]
-
-    assert told() == set()
-    assert told("config/small.py", "--shift=2") == {"shift"}
-    assert told("config/small.py", "--batch_size=2") == {"batch_size"}
-    assert told("--batch_size=2", "config/small.py") == set()
-
-
 def test_a_value_set_in_a_notebook_is_the_default(script, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "/run/kernel-7.json"])
     scope = scope_of(script)
@@ -221,16 +211,6 @@ def test_a_value_set_in_a_notebook_is_the_default(script, capsys, monkeypatch):
         assert str(error.value).startswith(f"batch_size = {bad!r}: expected an int such as")
 
 
-def test_knobs_are_given_back_also_after_an_exception(script):
-    scope = scope_of(script)
-    before = dict(scope)
-    for error in (RuntimeError, KeyboardInterrupt, SystemExit):
-        with pytest.raises(error), configured(scope, argv=["--batch_size=7"]):
-            scope["compile"] = True  # a script resolves "auto"
-            raise error
-        assert scope == before
-
-
 NANOGPT = """out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from
     wandb_log wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size block_size
     n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip
@@ -246,17 +226,6 @@ def test_every_name_of_nanogpt_is_a_knob_of_train_or_gets_a_hint(name, tmp_path)
         assert "did you mean" not in err and "lists every name" not in err
 
 
-def test_a_hint_names_only_knobs_of_the_script_at_hand(script):
-    learning_rate = refusal(script, "--learning_rate=1")
-    assert learning_rate.endswith(
-        "unknown name 'learning_rate' in --learning_rate=1; here it is --peak_lr=1"
-    )
-    (script.parent / "config" / "theirs.py").write_text("learning_rate = 1 / 2\n")
-    assert refusal(script, "config/theirs.py").endswith("here it is peak_lr = 0.5")
-    for name in ("max_iters", "init_from", "bias", "backend"):
-        assert refusal(script, f"--{name}=1").endswith("--help lists every name")
-
-
 def test_a_script_can_take_another_modules_knobs_and_restate_a_default(script, tmp_path):
     bench = tmp_path / "bench.py"
     bench.write_text("batch_size = 1  # small\nrounds = 10  # timed\n")
@@ -269,13 +238,6 @@ def test_a_script_can_take_another_modules_knobs_and_restate_a_default(script, t
         assert theirs["after"] == "no knob of theirs" and "shift" not in ours
     assert (theirs["batch_size"], ours["batch_size"]) == (32, 1)
     assert (ours["rounds"], theirs["shift"]) == (10, -1)
-
-
-def test_positionals_are_collected_only_for_a_script_that_asks_for_them(script):
-    names = []
-    argv = ["a", "config/small.py", "b/c", "--shift=1"]
-    with configured(scope_of(script), argv=argv, names=names):
-        assert names == ["a", "b/c"]
 
 
 def table(text):
@@ -386,24 +348,6 @@ def test_help_lists_every_knob_by_group_with_default_and_comment(script):
     assert max(map(len, result.stdout.splitlines())) <= 100
 
 
-def test_help_shows_the_values_of_the_other_arguments_where_they_come_from_and_the_folder(script):
-    (script.parent / "small.py").write_text("batch_size = 8\nname = 'a b'\n")
-    result = run(script, "small.py", "--name=c", "--help", "--shift=3")
-    words = " ".join(result.stdout.split())
-    assert "With these arguments the folder is out/run,shift=3,name=c" in words
-    assert "--batch_size=8 (small.py; default 32) sequences, and a comment" in words
-    assert "--shift=3 (flag; default -1) steps back" in words
-    assert "--peak_lr=0.001 at the top" in words
-    refused = run(script, "--help", "--batch_size=x")
-    assert refused.returncode == 2 and "--batch_size=x: expected" in refused.stderr
-
-
-@pytest.mark.parametrize("columns", [50, 200])
-def test_help_wraps_at_the_width_of_the_terminal(script, columns):
-    widest = max(map(len, run(script, "--help", columns=columns).stdout.splitlines()[2:]))
-    assert min(columns, 100) - 25 < widest <= max(min(columns, 100), 66)  # the usage is not wrapped
-
-
 def test_every_knob_and_config_file_of_this_repository_is_right():
     for path in REPO.glob("*.py"):
         for name, knob in cli.read_knobs(path).items():
@@ -434,15 +378,6 @@ def test_a_global_that_the_source_does_not_define_is_named(script, name, value, 
         pass
     assert f"sheep.{name} = {value!r}" in str(error.value)
     assert f"did you mean {near} = {value!r}?" in str(error.value)
-
-
-def test_globals_that_are_no_typing_mistakes_are_let_be(script):
-    fine = {"after": 2, "computed": 3, "CONSTANT": 4, "_own": 5, "last_run": object(), "main": min}
-    with configured(scope_of(script) | fine, argv=[]):
-        pass
-    script.write_text("from math import *\n" + script.read_text())
-    with configured(scope_of(script) | {"pi": 3.14}, argv=[]):
-        pass
 
 
 # ---- another command is another run --------------------------------------------------------------

@@ -259,13 +259,6 @@ def test_a_small_corpus_has_validation_text_too(tmp_path, texts, capsys):
     assert documents_of(tmp_path / "again", "val") == val and "instead" not in again.stdout
 
 
-def test_of_a_single_document_the_last_tenth_is_held_out(tmp_path, texts):
-    write(tmp_path / "web" / "a.txt", texts[0].encode())
-    make(tmp_path / "made", tmp_path / "web")
-    (train,), (val,) = (documents_of(tmp_path / "made", split) for split in ("train", "val"))
-    assert train + val == texts[0] and len(train) == int(0.9 * len(texts[0]))
-
-
 # --- bad input ---
 
 
@@ -353,14 +346,6 @@ def test_a_few_bad_rows_are_skipped_and_counted_and_more_are_refused(tmp_path, t
     assert not (tmp_path / "more").exists()
 
 
-def test_an_offset_counts_from_the_beginning_of_a_long_text(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_data, "WHOLE_DOCUMENT", 1_000)
-    monkeypatch.setattr(prepare_data, "PART", 100)
-    write(tmp_path / "web" / "a.txt", b"a line\n" * 1_000 + b"\xff\n" + b"a line\n" * 1_000)
-    with pytest.raises(DataError, match="a.txt is not UTF-8: byte 0xff at offset 7000 "):
-        make(tmp_path / "made", tmp_path / "web")
-
-
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(prepare_data, "LONGEST_LINE", 100_000)
     monkeypatch.setattr(prepare_data, "CHUNK", 10_000)
@@ -369,16 +354,6 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monk
         DataError, match="a.jsonl:2: JSONDecodeError.* of up to 100,000 bytes a line"
     ):
         make(tmp_path / "made", tmp_path / "a.jsonl")
-
-
-def test_packages_that_are_missing_are_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    for name in CORPORA:
-        with pytest.raises(DataError, match=f"{name} needs datasets; type: pip install datasets"):
-            prepare(name, tmp_path, tokenizer="byte")
-        with pytest.raises(DataError, match=f"make it first: python prepare_data.py {name}"):
-            get_dataset(name, tmp_path)
-    assert os.listdir(tmp_path) == []
 
 
 def test_a_corpus_of_the_hub_is_streamed_and_a_network_that_breaks_leaves_nothing(
@@ -406,15 +381,3 @@ def test_a_corpus_of_the_hub_is_streamed_and_a_network_that_breaks_leaves_nothin
 
 
 # --- what reads it ---
-
-
-def test_train_learns_a_corpus_and_sample_decodes_from_it(tmp_path, corpus, run_train):
-    make(tmp_path / "web", corpus, val_fraction=0.02)
-    flags = ["--dataset=web", f"--data_dir={tmp_path}", "--max_steps=4", "--warmup_steps=1"]
-    flags += ["--peak_lr=1e-2"]  # else 4 steps learn less than two batches differ
-    done = run_train("out", *flags)
-    assert done.returncode == 0, done.stderr
-    losses = [row["loss"] for row in done.rows("train")]
-    assert len(losses) == 4 and 5 < losses[0] < 6 and losses[-1] < losses[0]
-    (sample,) = [row["text"] for row in done.rows("event") if row["event"] == "sample"]
-    assert len(sample) > 5

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 import torch
@@ -49,15 +48,6 @@ def test_several_ranks_never_share_one_gpu(name, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     line = refusal(machine.choose_device, name)
     assert f"--device={name}" in line and "share one GPU" in line and "--device=cuda," in line
-
-
-def test_one_rank_on_each_node_may_name_its_gpu(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    if torch.cuda.is_available():
-        assert machine.choose_device("cuda:0") == GPU
-    else:
-        assert "share one GPU" not in refusal(machine.choose_device, "cuda:0")
 
 
 @pytest.mark.gpu
@@ -188,10 +178,6 @@ def test_no_gpu_gets_the_peak_of_another_one(gpu):
     assert all(machine.datasheet_peak(gpu, d) is None for d in ("bfloat16", "float16", "float32"))
 
 
-def test_a_dtype_that_a_gpu_emulates_has_no_datasheet():
-    assert machine.datasheet_peak("Tesla T4", "bfloat16") is None
-
-
 def test_where_bfloat16_is_emulated_it_is_found_out_and_measured_within_two_seconds():
     """In seconds of that process, since other processes may keep the machine busy."""
     code = """
@@ -205,15 +191,6 @@ print(time.process_time() - start, machine.kernels_have_bfloat16(), *found)
     seconds, native, rate, *why = python(code, **OLD_CPU).split()
     assert float(seconds) < 2 and native == "False"
     assert 1e8 < float(rate) < 1e14 and why[0] == "measured,"
-
-
-def test_a_product_is_measured_at_the_sizes_that_are_asked_for():
-    rate, size = machine.matmul_rate(CPU, torch.float32, sizes=[64])
-    assert size == 64 and rate > 0
-    start = time.perf_counter()
-    rate, size = machine.matmul_rate(CPU, torch.float32)
-    assert size in (256, 512, 1024, 2048)
-    assert time.perf_counter() - start < 10  # a busy machine has time
 
 
 def test_the_parts_of_gpu_sh_add_up_to_less_than_nine_minutes():

@@ -11,7 +11,6 @@ import pytest
 from conftest import SHORT_PAUSES, at_step, read_rows, stop_at
 
 from plumbing import run_folder
-from plumbing.cli import BadInput
 from plumbing.run_folder import Clock, RunFolder
 
 
@@ -97,15 +96,6 @@ run_folder.lock_file = renamed_meanwhile
 folder.lock()
 """
     assert "has taken the place of this folder" in in_another_process(source)
-
-
-def test_a_lock_that_is_a_link_is_refused_and_its_target_stays(tmp_path):
-    (tmp_path / "target").write_text("precious")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / ".lock").symlink_to(tmp_path / "target")
-    with RunFolder(tmp_path / "run") as folder, pytest.raises(BadInput, match="cannot be written"):
-        folder.lock()
-    assert (tmp_path / "target").read_text() == "precious"
 
 
 # ---- rows ----------------------------------------------------------------------------------------

@@ -202,19 +202,6 @@ def lose_a_rank():
             return {"why": str(explain(error))}
 
 
-def resume_offloaded():
-    """Where shard_like keeps a moment of offloaded weights, and the bytes that it takes on the
-    GPU."""
-    gpu = torch.device("cuda", 0)
-    with ranks.joined(gpu, hang_minutes=1):
-        model = fsdp.shard(nn.Linear(1024, 1024), gpu, "float32", offload=True)
-        torch.cuda.reset_peak_memory_stats(gpu)
-        before = torch.cuda.max_memory_allocated(gpu)
-        moment = fsdp.shard_like(model.weight, torch.ones(1024, 1024))
-        taken = torch.cuda.max_memory_allocated(gpu) - before
-        return [ranks.local(moment).device.type, ranks.local(moment).sum().item(), taken]
-
-
 # ---- what they must find -------------------------------------------------------------------------
 
 
@@ -276,14 +263,6 @@ def test_any_module_can_be_sharded_and_gets_its_own_rows_of_what_is_restored(fou
         assert each["plain"]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_resuming_offloaded_moments_takes_no_memory_of_the_gpu():
-    [(code, found, stderr)] = run_ranks("resume_offloaded", count=1)
-    assert code == 0 and found == ["cpu", 1024 * 1024, 0], stderr
-    assert "destroy_process_group" not in stderr  # which torch asks for where a group is not left
-
-
 def test_where_memory_runs_out_on_one_rank_all_repeat_the_same_batch_in_halves(found):
     for each in found:
         memory = each["memory"]
@@ -296,20 +275,6 @@ def test_a_rank_that_fails_ends_the_others_at_once():
     (code0, found0, _), (code1, _, err1) = run_ranks("lose_a_rank")
     assert code0 == 0 and "another rank failed or is gone" in found0["why"]
     assert code1 == 1 and "rank 1 leaves" in err1
-
-
-def test_a_single_process_needs_no_group(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with ranks.joined(CPU, hang_minutes=1):
-        assert (ranks.rank(), ranks.world_size()) == (0, 1)
-        assert ranks.agree(2, False) == [2, False]
-        assert ranks.from_all_ranks("me") == ["me"]
-        assert ranks.replicas_differ({"a": torch.ones(2)}) == []
-        tensor = torch.tensor([2.0])
-        ranks.sum_over_ranks([tensor])
-        assert tensor.tolist() == [2.0]
-        with pytest.raises(ValueError, match="bad"):
-            ranks.from_rank0(raise_, ValueError("bad"))
 
 
 if __name__ == "__main__":

@@ -266,36 +266,3 @@ def test_an_own_loop_is_killed_and_resumes_and_ends_on_the_bits_of_the_command(
     for part in ("model", "optimizer", "rng"):
         assert len({digest(each[part]) for each in parts}) == 1, part
     assert not (tmp_path / "unused").exists()
-
-
-@pytest.mark.slow
-def test_another_module_is_sampled_by_sample_py_too(fork, run_train):
-    folder = fork("gru")
-    done = run_train("run", repo=folder)
-    assert [row for row in done.rows("event") if row["event"] == "sample"]
-    command = [sys.executable, folder / "sample.py", done.out_dir, "--max_new_tokens=20"]
-    sampled = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert sampled.returncode == 0, sampled.stderr
-    assert len(sampled.stdout.strip("\n")) > 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("same", [True, False])
-def test_gradient_noise_must_be_the_same_on_all_ranks(same, fork, data_dir, tmp_path):
-    """Noise that every rank draws for itself makes replicas that differ: the run stops and says
-    so."""
-    folder = fork("gradient_noise")
-    if not same:
-        script = folder / "train.py"
-        drawn = "torch.randn(weight.shape, generator=generator, device=run.device)"
-        assert drawn in script.read_text()
-        script.write_text(script.read_text().replace(drawn, "torch.randn_like(weight)"))
-    _, *flags = arguments(tmp_path / "out", data_dir, ["--save_interval=5"])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launcher, folder / "train.py", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    if same:
-        assert done.returncode == 0, done.stderr
-    else:
-        assert done.returncode == 1
-        assert "embedding.token.weight" in done.stderr

@@ -214,13 +214,3 @@ def test_installed_code_of_any_interpreter_is_not_counted(tmp_path):
         if folder == "bin":
             (path.parent / "python3").touch()
         assert bool(resume.name_of_source(str(path))) == (folder == "own"), folder
-
-
-def test_an_installed_file_that_is_a_link_into_a_cache_is_no_code_of_ours(tmp_path):
-    (tmp_path / "site-packages").mkdir()
-    (tmp_path / "cached.py").write_text("x = 1\n")
-    (tmp_path / "site-packages" / "installed.py").symlink_to(tmp_path / "cached.py")
-    (tmp_path / "link").symlink_to(tmp_path / "site-packages")
-    for folder in ("site-packages", "link"):
-        assert resume.name_of_source(str(tmp_path / folder / "installed.py")) is None
-    assert resume.name_of_source(str(tmp_path / "cached.py")) == str(tmp_path / "cached.py")

@@ -32,7 +32,6 @@ from helpers import moving_run
 
 import train
 from plumbing.data import OrderedWindows
-from plumbing.resume import split_global_batch
 
 STEPS = 12
 TRAIN = (
@@ -184,13 +183,6 @@ def test_the_learning_rate_reaches_every_weight(knobs, optimizer):
         assert not torch.equal(weight, old)
 
 
-@pytest.mark.parametrize("micro, most", [(8, 8), (7, 7), (12, 11), (12, 5), (1, 4)])
-def test_rows_split_into_the_largest_micro_batch_that_divides_them(micro, most):
-    size, count = split_global_batch({"global_batch": micro}, most)
-    assert size * count == micro and size <= most
-    assert not [n for n in range(size + 1, most + 1) if micro % n == 0 and n <= micro]
-
-
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
@@ -229,15 +221,6 @@ def test_evaluation_is_the_mean_over_every_token_of_the_split(knobs, val):
     assert run.model.training
 
 
-@pytest.mark.parametrize("micro_batch", [1, 4, 13])
-def test_evaluation_does_not_depend_on_how_it_is_cut(knobs, val, micro_batch):
-    run = build_run()
-    expected = evaluate(run, val)
-    found = evaluate(run, val, micro_batch)
-    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
-    assert found["val_accuracy"] == expected["val_accuracy"]
-
-
 def test_the_average_is_what_is_evaluated_where_there_is_one(knobs, val):
     knobs(ema_decay=0.9)
     run = build_run(ema=True)
@@ -251,12 +234,6 @@ def test_the_average_is_what_is_evaluated_where_there_is_one(knobs, val):
 
 
 # ---- the learning rate ---------------------------------------------------------------------------
-
-
-def test_cosine_has_the_reference_values(knobs):
-    knobs(peak_lr=0.1, min_lr=0.01, max_steps=100)
-    lr = [round(train.lr_at(step), 3) for step in (0, 25, 50, 75, 100)]
-    assert lr == [0.100, 0.087, 0.055, 0.023, 0.010]
 
 
 def test_warmup_and_cosine_of_gpt2(knobs):
@@ -363,13 +340,6 @@ def test_looking_does_not_disturb_training(run_train, plain, flags):
         assert rows[0] == rows[1]
 
 
-@pytest.mark.slow
-def test_the_same_command_twice_gives_the_same_bits(run_train, python_train, plain):
-    assert run_train("run", "--dropout=0.1").fingerprint(STEPS) == plain.fingerprint(STEPS)
-    real = python_train("real", "--dropout=0.1")  # and so does a process that is not forked
-    assert real.fingerprint(STEPS) == plain.fingerprint(STEPS)
-
-
 # ---- counts, rows, ends --------------------------------------------------------------------------
 
 
@@ -442,23 +412,6 @@ train.checkpoint.Saver.save = slowly(train.checkpoint.Saver.save)
     seconds = json.loads((done.out_dir / "run.json").read_text())["seconds"]
     assert seconds["evaluate"] > 0.6 and seconds["save"] > 0.4
     assert max(row["step_ms"] for row in done.rows("train")) < 200
-
-
-def test_a_number_that_is_not_finite_is_null_in_the_record(run_train):
-    poison = """
-def forward_backward(model, run, *rest, inner=train.forward_backward):
-    numbers = inner(model, run, *rest)
-    return {"loss": numbers["loss"] * (float("nan") if run.state["step"] in (3, 4) else 1)}
-train.forward_backward = forward_backward
-"""
-    done = run_train("run", before=poison)
-    assert done.returncode == 0, done.stderr
-    rows = done.rows("train")  # read strictly: NaN is no JSON
-    bad = [row for row in rows if "finite" in row]
-    assert [row["step"] for row in bad] == [4, 5]
-    assert all(row["loss"] is None and row["finite"] is False for row in bad)
-    assert [row["step"] for row in rows if row["skipped"]] == [4, 5]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
 
 
 def test_tokens_counts_the_targets_that_are_trained_on(run_train):
@@ -582,13 +535,6 @@ def test_run_json_says_what_ran(run_train):
     facts = json.loads((done.out_dir / "run.json").read_text())
     assert facts["ended"] == "finished" and [r["step"] for r in facts["resumes"]] == [2]
     assert sum(facts["seconds"].values()) > 0
-
-
-def test_a_batch_of_one_sequence_trains_and_the_plan_states_its_tokens(run_train):
-    done = run_train("run", "--batch_size=1", "--accum_steps=3", "--max_steps=3")
-    assert done.returncode == 0, done.stderr
-    assert "1 x 3 x 1 = 3 sequences of 16 = 48 tokens a step" in done.stdout
-    assert "float32 (as given)" in done.stdout
 
 
 # ---- what a fork adds ----------------------------------------------------------------------------

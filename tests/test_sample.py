@@ -1,7 +1,6 @@
 """Text from a checkpoint: the same for the same seed, whole characters, and clear words where it
 fails."""
 
-import copy
 import math
 import os
 import re
@@ -108,14 +107,6 @@ def test_no_more_is_allocated_than_a_file_can_hold(run_sample, edited):
     refused(run_sample(stretched), "a shape that its values do not fill")
 
 
-def test_a_file_that_the_model_reads_and_that_has_moved_is_named(trained, run_sample, monkeypatch):
-    def build(config, vocab_size):
-        return torch.load("/nowhere/base.pt")
-
-    monkeypatch.setattr(sample, "build_model", build)
-    refused(run_sample(trained), "reads /nowhere/base.pt: No such file", "put that file back")
-
-
 def test_the_command_writes_only_text_to_stdout_while_it_is_made(trained):
     command = [sys.executable, REPO / "sample.py", trained, "--start=The"]
     command.append("--max_new_tokens=100000000")  # it would take an hour to end
@@ -163,15 +154,6 @@ def test_a_prompt_can_come_from_a_file(trained, run_sample, tmp_path):
 def test_a_prompt_with_unknown_characters_is_refused_by_name(trained, run_sample):
     refused(run_sample(trained, "--start=Thé €"), "'é'", "'€'")
     refused(run_sample(trained, "--start=FILE:/nonexistent"), "/nonexistent")
-
-
-def test_the_averaged_weights_are_used(trained):
-    path, checkpoint = sample.open_checkpoint(trained)
-    model, _ = sample.rebuild(path, checkpoint)
-    assert checkpoint["ema"]
-    for name, average in checkpoint["ema"].items():
-        assert torch.equal(model.get_parameter(name), average)
-    assert any(not torch.equal(w, checkpoint["model"][n]) for n, w in checkpoint["ema"].items())
 
 
 def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp_path):
@@ -274,29 +256,3 @@ def test_weights_alone_are_exported_averaged_and_tied_ones_twice(
     assert [written[name].sum() for name in ("in", "out", "other")] == [6, 6, 0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["edited.pt", "w.safetensors"]
     refused(run_sample(trained, f"--export={tmp_path}/no/w"), "no/w", "cannot be written")
-
-
-def test_an_export_names_the_library_that_it_lacks(trained, run_sample, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "safetensors", None)
-    result = run_sample(trained, f"--export={tmp_path}/w.safetensors")
-    refused(result, "safetensors", "pip install safetensors")
-    assert not any(tmp_path.iterdir())
-
-
-def test_wide_layers_are_sampled_in_16_bits_if_the_hardware_has_them(trained, monkeypatch):
-    path, saved = sample.open_checkpoint(trained)
-    built, own, seen = sample.rebuild(path, saved), sample.generate, []
-    monkeypatch.setattr(sample, "rebuild", lambda *_: copy.deepcopy(built))
-    monkeypatch.setattr(sample, "device", "cpu")
-
-    def generate(model, *how):
-        seen.append((torch.is_autocast_enabled("cpu"), model.head.weight.dtype))
-        return own(model, *how)
-
-    monkeypatch.setattr(sample, "generate", generate)
-    for dtype in ("bfloat16", "float32"):
-        monkeypatch.setattr(sample, "choose_dtype", lambda *_, dtype=dtype: (dtype, ""))
-        for saved["config"]["n_embd"] in (32, 256):
-            sample.write_samples(path, saved)
-    whole, low = (False, torch.float32), (True, torch.bfloat16)
-    assert seen == [whole, low, whole, whole]
