@@ -168,16 +168,6 @@ def test_a_long_text_is_cut_at_line_ends_and_loses_nothing(tmp_path, monkeypatch
     assert len(parts_of(lines.encode()[:50_000])) == 1  # no longer: one document
 
 
-def test_half_a_surrogate_pair_and_nul_become_replacement_characters(tmp_path):
-    lines = (
-        '{"text": "a\\ud83db\\u0000c"}\n{"text": ""}\n',
-        *(f'{{"text": "{x}"}}\n' for x in "bcdefghi"),
-    )
-    (tmp_path / "a.jsonl").write_text("".join(lines))
-    make(tmp_path / "made", tmp_path / "a.jsonl", val_fraction=0.5)
-    assert all_of(tmp_path / "made") == ["a\ufffdb\ufffdc", *"bcdefghi"]
-
-
 def test_a_glob_takes_the_files_that_it_matches_and_field_names_the_text(tmp_path, texts):
     for i, name in enumerate(("x1.jsonl", "x2.jsonl", "y.jsonl")):
         write_lines(tmp_path / "web" / name, texts[50 * i : 50 * i + 50], field="content")
@@ -319,16 +309,6 @@ def refusal(tmp_path, source, **how):
         make(tmp_path / "data" / "made", f"{tmp_path}/web{source}", **how)
     assert "\n" not in str(error.value) and not (tmp_path / "data").exists()
     return str(error.value)
-
-
-def test_the_command_says_it_in_one_line_and_exits_2(tmp_path):
-    """Also where the error comes long after the first batch was written."""
-    write(tmp_path / "web" / "a.jsonl", GOOD * 90_000 + b"{oops\n" * 200)
-    argv = ["made", "--input=web", "--tokenizer=byte", "--val_fraction=0.5"]
-    done = command(tmp_path, *argv)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "rows cannot be read, the first: web/a.jsonl:90001: JSONDecodeError" in done.stderr
-    assert os.listdir(tmp_path) == ["web"]
 
 
 def test_a_few_bad_rows_are_skipped_and_counted_and_more_are_refused(tmp_path, texts):

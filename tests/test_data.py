@@ -183,21 +183,6 @@ def test_ids_are_decoded_as_a_whole_and_as_a_stream(tmp_path, text_file, tokeniz
 # --- data of your own, without prepare_data.py ---
 
 
-def test_a_folder_needs_no_more_than_how_to_read_its_ids(tmp_path):
-    """Anything that is a sequence of ids: no text, no tokenizer."""
-    folder = tmp_path / "proteins"
-    folder.mkdir()
-    digests = {}
-    for split in data.SPLITS:
-        np.arange(100, dtype=np.uint16).tofile(folder / f"{split}.bin")
-        digests[f"{split}.bin"] = hashlib.sha256((folder / f"{split}.bin").read_bytes()).hexdigest()
-    meta = {"vocab_size": 100, "dtype": "uint16", "train_tokens": 100, "val_tokens": 100}
-    (folder / "meta.json").write_text(json.dumps(meta | {"sha256": digests}))
-    assert get_dataset("proteins", tmp_path) == (str(folder), meta | {"sha256": digests})
-    assert prepare("proteins", tmp_path)[0] == str(folder)
-    assert np.memmap(f"{folder}/val.bin", meta["dtype"], "r")[:3].tolist() == [0, 1, 2]
-
-
 # --- a dataset that is there already ---
 
 
@@ -307,12 +292,6 @@ pydoc --input=esel.txt              not the text that pydoc
 def test_a_bad_command_gets_one_line_that_says_what_to_type(tmp_path, text_file, line):
     argv, words = re.split("   *", line)
     assert words in refusal(tmp_path, *argv.split())
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path, text_file):
-    (tmp_path / "data").write_text("in the way")
-    err = refusal(tmp_path, "esel", f"--input={text_file}")
-    assert "cannot write" in err and "--data_dir=FOLDER" in err
 
 
 @pytest.mark.parametrize("fits", [0, 1, 2])

@@ -94,17 +94,6 @@ def test_compile_auto_on_a_gpu_asks_for_triton():
     assert re.search("False, 'Triton is not installed'|True, 'worth it from", python(code))
 
 
-def test_compile_auto_on_a_gpu_is_decided_by_the_length_of_the_run(monkeypatch):
-    """Compiling takes longer than a short run, however large its steps are."""
-    from torch.utils import _triton
-
-    monkeypatch.setattr(_triton, "has_triton", lambda: True)
-    least = machine.STEPS_WORTH_COMPILING
-    assert machine.choose_compile("auto", GPU, 1e20, least)[0]
-    assert not machine.choose_compile("auto", GPU, 1e20, least - 1)[0]
-    assert machine.choose_compile("auto", GPU, math.nan, least)[0]
-
-
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_compiler_chooses_no_kernel_by_timing_in_deterministic_mode(run_train, deterministic):
     probe = f"""

@@ -1,17 +1,14 @@
 """The folder of a run: one run at a time, its record true however the run ends, its rows whole."""
 
 import json
-import os
 import sys
 import threading
-import time
-from pathlib import Path
 
 import pytest
 from conftest import SHORT_PAUSES, at_step, read_rows, stop_at
 
 from plumbing import run_folder
-from plumbing.run_folder import Clock, RunFolder
+from plumbing.run_folder import RunFolder
 
 
 def facts(out_dir):
@@ -78,24 +75,6 @@ def test_restart_moves_the_old_run_aside_and_locks_the_new_place(
     (folder.path / "run.json").write_text("3")
     assert "in use by another run" in in_another_process("folder.set_aside()")
     assert (folder.path / "run.json").read_text() == "3"
-
-
-def test_a_run_that_got_the_lock_of_a_folder_moved_aside_does_not_start(
-    in_another_process, tmp_path
-):
-    (tmp_path / "run").mkdir()
-    source = """
-from plumbing import run_folder
-def renamed_meanwhile(path, inner=run_folder.lock_file):
-    file = inner(path)
-    folder.path.rename(str(folder.path) + ".old_1")
-    folder.path.mkdir()
-    (folder.path / ".lock").touch()
-    return file
-run_folder.lock_file = renamed_meanwhile
-folder.lock()
-"""
-    assert "has taken the place of this folder" in in_another_process(source)
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -223,13 +202,3 @@ def test_a_run_folder_that_vanishes_ends_in_one_line(run_train):
 
 
 # ---- the clock -----------------------------------------------------------------------------------
-
-
-def test_the_seconds_of_a_run_add_up_to_the_life_of_its_process():
-    clock = Clock()
-    time.sleep(0.05)
-    assert clock.lap("train") > 0.05 and clock.lap("report") < 0.01
-    assert clock.seconds["train"] == pytest.approx(run_folder.process_age(), abs=0.1)
-    assert Clock(since_process_start=False).lap("start") < 0.01
-    assert Path("/proc/self/stat").exists() or run_folder.process_age() == 0
-    assert os.getpid() and set(clock.seconds) >= {"start", "compile", "evaluate", "save"}

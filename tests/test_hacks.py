@@ -3,7 +3,6 @@ same, and each run, killed and resumed, comes to the bits of one that was never 
 
 import dataclasses
 import functools
-import shutil
 import subprocess
 import sys
 
@@ -15,7 +14,6 @@ from conftest import (
     arguments,
     copy_of_repository,
     digest,
-    fingerprint,
     first,
     stop_at,
 )
@@ -227,27 +225,6 @@ def run_script(folder, script, argv, before=""):
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
     assert done.returncode in (0, -9), done.stderr
     return done.returncode
-
-
-@pytest.mark.slow
-def test_a_killed_sweep_goes_on_where_it_stopped(fork, data_dir, tmp_path):
-    folder = fork("sweep")
-    _, *flags = arguments("", data_dir, RUN)
-    flags = [flag for flag in flags if "--out_dir" not in flag]
-
-    def prints():
-        found = {path: fingerprint(path) for path in folder.glob(f"out/*/ckpt_{STEPS:08}.pt")}
-        return {path.parent.name: each for path, each in found.items()}
-
-    assert run_script(folder, "sweep.py", flags) == 0
-    whole = prints()
-    assert len(whole) == 2 and len({str(each) for each in whole.values()}) == 2
-    shutil.rmtree(folder / "out")
-    assert run_script(folder, "sweep.py", flags, stop_at(18, "SIGKILL")) == -9
-    assert prints() == {}
-    assert run_script(folder, "sweep.py", flags) == 0
-    assert prints() == whole
-    assert run_script(folder, "sweep.py", flags) == 0, "both are finished"
 
 
 @pytest.mark.slow

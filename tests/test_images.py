@@ -54,16 +54,6 @@ def test_a_skipped_batch_leaves_weights_moments_and_buffers_as_they_were(run_tra
     assert healthy.fingerprint(10)["model"] == before["model"] != healthy.fingerprint(11)["model"]
 
 
-def test_what_it_prints_is_about_images(run_train):
-    done = run_train("run", *RUN, "--max_steps=5", before=IMAGES)
-    for words in ("images: 8,192 to train on, 100 to validate", "8 x 1 x 1 = 8 a step", "img/s"):
-        assert words in done.stdout
-    for words in ("tokens", "sample.py", "characters"):
-        assert words not in done.stdout
-    assert "(first 100 images)" in done.stdout
-    assert done.rows("train")[-1]["mfu"] is None and "finite" not in done.rows("train")[-1]
-
-
 def test_it_learns_from_any_directory_and_writes_a_report(tmp_path):
     flags = ["--max_steps=120", "--device=cpu", "--dtype=float32", f"--out_dir={tmp_path}/out"]
     done = subprocess.run(

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    HONEST_DATA,
     REPO,
     TINY,
     WINDOWS,
@@ -426,24 +425,6 @@ train.train_step = train_step
     assert done.returncode == 0, done.stderr
     assert [row["tokens"] for row in done.rows("train")] == [96 * n for n in range(1, STEPS + 1)]
     assert torch.load(done.checkpoint(STEPS))["state"]["tokens"] == 96 * STEPS
-
-
-@pytest.mark.skipif(
-    not (HONEST_DATA / "tinyshakespeare" / "input.txt").is_file(),
-    reason="HONEST_DATA names no folder with tinyshakespeare/input.txt",
-)
-def test_the_reference_values_of_shakespeare(run_train, tmp_path):
-    from prepare_data import prepare
-
-    text = HONEST_DATA / "tinyshakespeare" / "input.txt"
-    _, meta = prepare("shakespeare", tmp_path / "data", input=str(text), say=lambda *words: None)
-    assert (meta["vocab_size"], meta["train_tokens"], meta["val_tokens"]) == (65, 1003854, 111540)
-    flags = ["--dataset=shakespeare", f"--data_dir={tmp_path}/data", "--block_size=64"]
-    done = run_train("run", *flags, "--n_embd=64", "--batch_size=64", "--max_steps=30")
-    first, last = done.rows("eval")
-    assert first["val_loss"] == pytest.approx(4.174, rel=0.01)
-    assert last["val_loss"] < 3.7
-    assert done.rows("train")[0]["epoch"] == pytest.approx(64 / (1_003_854 // 64 - 1), rel=1e-3)
 
 
 def test_the_best_checkpoint_is_that_of_the_best_evaluation(run_train):

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SMALL, Recurrent, build, build_trained
+from helpers import Recurrent, build, build_trained
 from helpers import model_batch as batch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as module
-from model import GPT, MAX_CHUNKS, GPTConfig, build_model, generate
+from model import GPT, MAX_CHUNKS, generate
 
 EXTRAS = {"ngram_rows": 8192, "conv_width": 4, "n_future_tokens": 3}
 PLAIN = (
@@ -181,24 +181,6 @@ def test_a_loss_in_chunks_has_the_gradients_of_the_whole(overrides, monkeypatch)
     assert (chunked_gradient - gradient).norm() / gradient.norm() < 1e-6
 
 
-def test_without_a_gradient_a_loss_in_chunks_is_the_same_and_computes_none(monkeypatch):
-    monkeypatch.setattr("model.CHUNK_LOGITS", 2**14)
-    model = build_trained(vocab_size=1000, label_smoothing=0.1)
-    tokens, targets = batch(4, model.config)
-
-    def counted():
-        with FlopCounterMode(display=False) as counter:
-            loss = model(tokens, targets)
-        return loss.item(), counter.get_total_flops()
-
-    loss, flops = counted()
-    with torch.no_grad():
-        same_loss, fewer_flops = counted()
-        assert model.eval()(tokens, targets) != same_loss  # no smoothing in evaluation
-    assert same_loss == pytest.approx(loss, rel=1e-6)
-    assert flops > fewer_flops + 2 * targets.numel() * model.head.weight.numel()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_the_logits_of_a_large_vocabulary_never_stand_at_once(dtype, monkeypatch):
     monkeypatch.setattr("model.CHUNK_LOGITS", 2**20)
@@ -357,27 +339,6 @@ def test_generate_needs_no_more_than_logits_and_never_draws_a_row_that_pads_the_
     drawn = torch.cat(list(generate(model, prompt, 5, 2, vocab_size=60)), dim=1)
     assert drawn.shape == (50, 5) and drawn.max() < 60
     assert torch.cat(list(generate(model, prompt, 5, 2, vocab_size=64)), dim=1).min() >= 60
-
-
-def test_a_model_is_built_from_a_runs_config():
-    knobs = SMALL | {
-        "dropout": 0.1,
-        "label_smoothing": 0.2,
-        "grad_checkpoint": True,
-        "peak_lr": 1.0,
-    }
-    model = build_model(knobs | {"vocab_size": 9}, vocab_size=65)
-    assert model.config == GPTConfig(
-        65, 32, 2, 32, 2, dropout=0.1, label_smoothing=0.2, grad_checkpoint=True
-    )
-    with pytest.raises(ValueError, match="--n_embd=32 is no even multiple of --n_head=5"):
-        build_model(knobs | {"n_head": 5}, vocab_size=65)
-    with pytest.raises(TypeError, match="block_size"):
-        build_model({"n_head": 2, "n_embd": 32}, vocab_size=65)
-    with pytest.raises(ValueError, match="--n_embd=30 is no even multiple of --n_head=2"):
-        build(n_embd=30)
-    with pytest.raises(ValueError, match="33 tokens do not fit into block_size=32"):
-        build()(torch.zeros(1, 33, dtype=torch.long))
 
 
 @pytest.mark.parametrize("how", ["autocast", "a bfloat16 model"])

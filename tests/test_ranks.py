@@ -5,7 +5,6 @@ torchrun would give them; the tests of torchrun itself run its real command.
 """
 
 import functools
-import os
 import re
 import shutil
 import signal
@@ -15,8 +14,6 @@ import pytest
 import torch
 from conftest import SHARD, bad_batches, codes, first, only_on, ranks, stop_at, wait_for
 from helpers import ONE_THREAD, alive, children
-
-from plumbing import checkpoint
 
 FLAGS = ("--dropout=0.1", "--ema_decay=0.9", "--save_interval=4", "--log_interval=1")
 
@@ -275,17 +272,6 @@ def test_torchrun_passes_a_signal_on_and_the_same_command_resumes(
     done = python_train("run", *long(count), launcher=torchrun(count), env=ONE_THREAD)
     assert done.returncode == 0, done.stderr
     assert done.fingerprint(160) == straight(count).fingerprint(160)
-
-
-@pytest.mark.slow
-def test_torchrun_restarts_a_run_whose_rank_was_killed(start_train, straight, tmp_path):
-    process = started(start_train, "--max-restarts=1")
-    os.kill(children(process)[1], signal.SIGKILL)
-    assert process.wait(120) == 0, process.log.read_text()
-    assert "resume: checkpoint" in process.log.read_text()
-    done = checkpoint.load(tmp_path / "run/ckpt_00000160.pt")
-    expected = torch.load(straight(2).checkpoint(160), weights_only=True)
-    assert all(torch.equal(done["model"][k], expected["model"][k]) for k in expected["model"])
 
 
 @pytest.mark.slow

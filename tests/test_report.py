@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import RUNS, evaluation, event, eventful, falling, row, write_run  # noqa: F401
+from helpers import RUNS, evaluation, event, eventful, falling, write_run
 
 import prepare_data
 import report
@@ -291,16 +291,6 @@ def test_the_report_always_says_the_cost_or_how_to_ask_for_it(tmp_path, capsys):
     assert values_of(killed)["wall-clock"] == "at least 1:00:00"
 
 
-def images(tmp_path):
-    """A recorded run of examples/images.py: one target to an image, and no tokenizer."""
-    rows = [each | {"tokens": each["sequences"], "mfu": None} for each in falling(60)]
-    evaluations = [{k: v for k, v in evaluation(60, 0.4).items() if k != "val_bpb"}]
-    meta = {"name": "images", "fingerprint": "16 10", "meta": {"vocab_size": 10}}
-    run = {"global_batch": 64, "block_size": 1, "batch_size": 64, "device": "cpu"}
-    info = {"data": meta, "run": run, "config": {"dataset": "images", "grad_clip": 1.0}}
-    return read_run(write_run(tmp_path, rows + evaluations, **info))
-
-
 def test_a_report_needs_no_torch(tmp_path):
     folder = write_run(tmp_path / "run", falling(40))
     code = "import sys, report; report.main(); sys.exit('torch' in sys.modules)"
@@ -396,24 +386,6 @@ def test_nothing_overlaps_and_nothing_is_cut(name, tmp_path):
     for ax in figure.axes:
         assert ax.get_ylabel() and ax.get_facecolor() == (1, 1, 1, 1)
     assert figure.get_facecolor() == (1, 1, 1, 1)  # not transparent: dark pages stay legible
-
-
-def test_five_runs_are_legible_together(tmp_path):
-    runs = [read_run(write_run(tmp_path / name, rows)) for name, rows in list(RUNS.items())[:5]]
-    figure = drawn(report.compare_picture, runs, [run.name for run in runs])
-    assert figure.axes[0].get_ylabel() == "loss (nats)"
-    labels = " ".join(ax.get_xlabel() for ax in figure.axes)
-    assert "step" in labels and "tokens" in labels and "training time (minutes)" in labels
-
-
-def test_thinning_keeps_every_peak():
-    y = np.sin(np.arange(50_000.0))
-    y[[12_345, 40_001]] = 9, -9
-    y[777] = math.nan
-    x, thinned = curves.thin(np.arange(50_000.0), y)
-    assert len(x) == 2000 and thinned.max() == 9 and thinned.min() == -9
-    assert abs(x[thinned.argmax()] - 12_345) <= 50
-    assert curves.thin(np.arange(9.0), np.arange(9.0))[0].tolist() == list(range(9))
 
 
 # ---- several runs --------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 numbers."""
 
 import random
-from collections import OrderedDict, defaultdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,45 +13,16 @@ import train
 from plumbing.cli import RunFailed
 from plumbing.safe_step import (
     Captured,
-    clone,
     explain,
     halving_on_oom,
-    leaves,
-    mapped,
-    note_halving,
     out_of_memory,
     rng_state,
     set_rng_state,
-    tensors,
 )
 
 CPU = torch.device("cpu")
 
 # ---- nested containers ---------------------------------------------------------------------------
-
-VALUE = {
-    "weights": OrderedDict(a=torch.ones(2), b=[torch.zeros(1), (3, "x")]),
-    "lists": defaultdict(list, {1: [1.5], "1": [None]}),
-    (1, 2): {4},
-    "empty": {},
-}
-
-
-def test_a_clone_is_equal_in_value_and_type_and_shares_nothing():
-    before = repr(VALUE)
-    one = clone(VALUE)
-    assert repr(one) == before  # with the types of all containers
-    one["weights"]["a"] += 1
-    one["weights"]["b"][0] += 1
-    one["lists"][1].append(2)
-    one["lists"]["new"].append(2)
-    one[1, 2].add(5)
-    assert repr(VALUE) == before
-    found = dict(leaves(VALUE))
-    assert found["lists", 1, 0] == 1.5 and found["lists", "1", 0] is None  # two keys, not one
-    assert len(found) == 7 and len(tensors(VALUE)) == 2
-    shapes = mapped(lambda leaf, path: (len(path), type(leaf).__name__), VALUE)
-    assert shapes["weights"]["b"] == [(3, "Tensor"), ((4, "int"), (4, "str"))]
 
 
 # ---- random numbers ------------------------------------------------------------------------------
@@ -136,25 +106,6 @@ class Job:
             if self.state["micro_batch"] > self.room:
                 raise self.error
         return total
-
-
-@pytest.mark.parametrize("error", WORDS.values(), ids=WORDS)
-def test_a_retry_begins_where_the_first_try_began(error):
-    torch.manual_seed(3)
-    straight = Job(room=2, micro_batch=2)
-    expected = halving_on_oom(Captured(straight), "micro_batch", straight.compute)
-    torch.manual_seed(3)
-    retried = Job(room=2, error=error)
-    assert halving_on_oom(Captured(retried), "micro_batch", retried.compute) == expected
-    assert retried.state["micro_batch"] == 2
-    note_halving(retried)
-    note_halving(retried)
-    assert retried.events == [(4, "out_of_memory", {"micro_batch": 2})]
-    assert len(retried.seen) == 3 and len(set(map(str, retried.seen))) == 1
-    for one, other in zip(straight.model.parameters(), retried.model.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
-    for name, buffer in straight.model.named_buffers():
-        assert torch.equal(buffer, retried.model.get_buffer(name)), name
 
 
 @pytest.mark.parametrize(

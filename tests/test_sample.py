@@ -144,13 +144,6 @@ def test_samples_drawn_side_by_side_are_apart_and_all_there(trained, run_sample,
     assert set(likeliest.split("\n" + "-" * 80 + "\n")) == {alone}
 
 
-def test_a_prompt_can_come_from_a_file(trained, run_sample, tmp_path):
-    (tmp_path / "prompt.txt").write_text("slow;\nbut")
-    from_file = run_sample(trained, f"--start=FILE:{tmp_path}/prompt.txt")
-    assert from_file[:2] == run_sample(trained, "--start=slow;\nbut")[:2]
-    assert from_file[1].startswith("slow;\nbut")
-
-
 def test_a_prompt_with_unknown_characters_is_refused_by_name(trained, run_sample):
     refused(run_sample(trained, "--start=Thé €"), "'é'", "'€'")
     refused(run_sample(trained, "--start=FILE:/nonexistent"), "/nonexistent")
@@ -203,13 +196,6 @@ def test_a_damaged_checkpoint_gives_way_to_the_next_and_is_left_alone(
     assert code == 0 and out
     assert "best.pt is damaged" in err and "ckpt_00000020.pt, step 20" in err
     assert sorted(os.listdir(tmp_path)) == ["best.pt", "ckpt_00000010.pt", "ckpt_00000020.pt"]
-
-
-def test_sampling_imports_no_training():
-    code = "import sys, sample; print({'train', 'prepare_data', 'report'} & set(sys.modules))"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=300)
-    assert done.stdout == "set()\n", done.stderr
 
 
 def test_a_file_with_model_config_and_data_is_enough(trained, run_sample, tmp_path):

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import HONEST_DATA, REPO, first, pydoc_text
-from test_report import event, falling, write_run
+from helpers import event, falling, write_run
 
 from plumbing.cli import read_knobs
 from prepare_data import prepare
