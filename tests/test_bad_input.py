@@ -291,16 +291,6 @@ def test_a_run_begun_from_a_path_refuses_any_other(run_train, stopped, tmp_path)
     assert run_train("run", f"--resume={first}").returncode == 0  # control: the same command
 
 
-def test_a_checkpoint_that_may_not_be_read_is_no_damage(train_in, stopped, tmp_path):
-    shutil.copytree(stopped.out_dir, tmp_path / "run")
-    (tmp_path / "run" / "ckpt_00000005.pt").chmod(0)
-    names = sorted(path.name for path in (tmp_path / "run").iterdir())
-    before = WITHOUT_OVERRIDE if sys.platform == "linux" else ""
-    done = train_in(tmp_path, "run", before=before)
-    assert_refused(done, "ckpt_00000005.pt", "Permission denied", "stays as it is")
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == names
-
-
 @pytest.fixture(scope="module")
 def finished(train_in, tmp_path_factory):
     return train_in(tmp_path_factory.mktemp("finished"), "run", "--max_steps=3")

@@ -185,32 +185,6 @@ def test_a_flags_folder_is_against_the_working_directory(script, tmp_path, monke
     assert configure(script, "--data_dir=/abs")[0]["data_dir"] == "/abs"
 
 
-def test_a_value_set_in_a_notebook_is_the_default(script, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "/run/kernel-7.json"])
-    scope = scope_of(script)
-    scope.update(batch_size=5, peak_lr=1, compile=False, out_dir="mine")
-    for _ in range(2):  # twice in one process
-        with configured(scope, argv=[]) as config:
-            assert (config["batch_size"], scope["batch_size"]) == (5, 5)
-            assert config["out_dir"] == str(script.parent / "mine")
-            assert type(config["peak_lr"]) is float and config["compile"] is False
-            assert config.flags == set()
-        assert (scope["batch_size"], scope["out_dir"]) == (5, "mine")
-    with configured(scope, argv=["config/small.py"]) as config:
-        assert config["batch_size"] == 4
-    monkeypatch.setattr(sys, "argv", ["sheep.py", "--batch_size=7"])
-    with configured(scope) as config:  # without argv the command line counts
-        assert config["batch_size"] == 7
-    with pytest.raises(SystemExit), configured(scope, argv=["--help"]):
-        pass
-    assert "--batch_size=5 " in capsys.readouterr().out
-    for bad in ("5", 1.5, None):
-        with pytest.raises(cli.BadInput) as error:
-            with configured(scope | {"batch_size": bad}, argv=[]):
-                pass
-        assert str(error.value).startswith(f"batch_size = {bad!r}: expected an int such as")
-
-
 NANOGPT = """out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from
     wandb_log wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size block_size
     n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip
@@ -461,15 +435,6 @@ def test_output_that_cannot_be_written_changes_no_exit_code(tmp_path, code):
         done = subprocess.run(command, env=os.environ | buffered, text=True, **pipes)
         os.close(stdout)
         assert (done.returncode, done.stderr) == (code, "")
-
-
-def test_an_error_in_your_own_code_is_pythons_traceback_without_run_script(tmp_path):
-    code, lines = fails(tmp_path, "through_plumbing")
-    assert code == 1 and lines[0] == "Traceback (most recent call last):"
-    places = [line for line in lines if line.startswith("  File")]
-    assert len(places) == 1 and "own.py" in places[0] and "in through_plumbing" in places[0]
-    assert "# my own line" in lines[2]
-    assert lines[-1] == "ValueError: invalid literal for int() with base 10: 'x'"
 
 
 def test_an_error_cannot_type_into_the_terminal(tmp_path):

@@ -209,19 +209,6 @@ def test_a_dataset_is_never_overwritten_by_another(tmp_path, text_file):
         assert "choose another NAME" in err
 
 
-def test_the_fingerprint_tells_tokens_apart_and_not_where_they_came_from(tmp_path, text_file):
-    (tmp_path / "copy.txt").write_text(TEXT, newline="")
-    (tmp_path / "other.txt").write_text(TEXT + "!", newline="")
-    marks = {}
-    for name, tokenizer in [("esel", "char"), ("copy", "char"), ("other", "char")]:
-        meta = prepare(name, tmp_path, str(tmp_path / f"{name}.txt"), tokenizer)[1]
-        marks[name] = fingerprint(meta)
-    marks["byte"] = fingerprint(prepare("b", tmp_path, str(text_file), "byte")[1])
-    assert marks["esel"] == marks["copy"]
-    assert len(set(marks.values())) == 3
-    assert all(len(mark) == 16 for mark in marks.values())
-
-
 def test_two_processes_can_make_the_same_dataset_at_once(tmp_path):
     command = [sys.executable, str(SCRIPT), "pydoc", "--data_dir=data"]
     makers = [subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) for _ in range(3)]

@@ -198,22 +198,6 @@ def test_an_early_stop_and_a_failure_end_all_ranks(run_train):
     assert codes(failed) == "1 1" and "not finite" in failed.stderr
 
 
-def test_sigusr1_to_one_rank_keeps_a_checkpoint_of_all(run_train):
-    flags = (*FLAGS, "--save_interval=0")
-    straight = run_train("straight", *flags, before=ranks(2))
-    die = stop_at(9, "SIGKILL").replace(
-        "    if run", "    import time; time.sleep(0.1)\n    if run"
-    )
-    run_train(
-        "run",
-        *flags,
-        before=ranks(2, only_on(1, stop_at(6, "SIGUSR1")).replace("inner", "inner_1") + die),
-    )
-    done = run_train("run", *flags, before=ranks(2))
-    assert "resume: checkpoint ckpt_00000006.pt" in done.stdout
-    assert done.fingerprint(12) == straight.fingerprint(12)
-
-
 def test_a_rank_that_is_killed_ends_the_others_with_a_message(run_train):
     straight = run_train("straight", *FLAGS, before=ranks(3))
     killed = run_train("run", *FLAGS, before=ranks(3, only_on(1, stop_at(6, "SIGKILL"))))

@@ -2,28 +2,20 @@
 numbers."""
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
-from torch import nn
 
 import train
 from plumbing.cli import RunFailed
 from plumbing.safe_step import (
-    Captured,
     explain,
-    halving_on_oom,
     out_of_memory,
     rng_state,
     set_rng_state,
 )
 
 CPU = torch.device("cpu")
-
-# ---- nested containers ---------------------------------------------------------------------------
-
 
 # ---- random numbers ------------------------------------------------------------------------------
 
@@ -57,12 +49,6 @@ def test_a_state_from_a_gpu_can_be_set_on_a_cpu():
     assert draw() == expected
 
 
-# ---- evaluation ----------------------------------------------------------------------------------
-
-
-# ---- a skipped update ----------------------------------------------------------------------------
-
-
 # ---- out of memory -------------------------------------------------------------------------------
 
 WORDS = {  # of torch's allocators
@@ -75,52 +61,6 @@ WORDS = {  # of torch's allocators
     "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
     "cudnn": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
 }
-
-
-class Job:
-    """A run whose forward pass (dropout, batch norm) fits only micro-batches of up to `room`
-    rows."""
-
-    def __init__(self, room, micro_batch=8, error=WORDS["cpu"]):
-        self.room = room
-        self.error = error
-        self.device = torch.device("cpu")
-        self.model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3))
-        self.state = {"step": 4, "micro_batch": micro_batch, "eval_micro_batch": 8}
-        self.noted_sizes = dict(self.state)
-        self.folder = SimpleNamespace(event=self.event)
-        self.events = []
-        self.seen = []
-
-    def event(self, step, name, **fields):
-        self.events.append((step, name, fields))
-
-    def compute(self):
-        """A pass over 8 rows; what it draws and moves before memory runs out must not count."""
-        self.seen.append((self.model[1].running_mean.tolist(), torch.get_rng_state().sum().item()))
-        total = 0.0
-        for rows in torch.ones(8, 3, 2).split(self.state["micro_batch"]):
-            loss = self.model(rows).square().mean()
-            loss.backward()
-            total += loss.item()
-            if self.state["micro_batch"] > self.room:
-                raise self.error
-        return total
-
-
-@pytest.mark.parametrize(
-    "error, raised, words, tries",
-    [
-        (WORDS["cpu"], RunFailed, "a single sequence.*--grad_checkpoint=true", 4),
-        (RuntimeError("mat1 and mat2 shapes cannot be"), RuntimeError, "mat1", 1),
-    ],
-    ids=["a single row does not fit", "another error"],
-)
-def test_what_no_retry_helps_ends_the_run(error, raised, words, tries):
-    job = Job(room=0, error=error)
-    with pytest.raises(raised, match=words):
-        halving_on_oom(Captured(job), "micro_batch", job.compute)
-    assert len(job.seen) == tries and job.state["micro_batch"] == 8 // 2 ** (tries - 1)
 
 
 def test_what_ended_a_run_is_explained_in_one_line():

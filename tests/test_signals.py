@@ -10,13 +10,6 @@ from pathlib import Path
 import pytest
 from conftest import REPO, first, wait_for
 
-ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-def handlers():
-    return [signal.getsignal(number) for number in ALL]
-
-
 HOLD = """
 import os, signal, sys
 from plumbing.signals import Signals, hold

@@ -10,7 +10,7 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import HONEST_DATA, REPO, first, pydoc_text
+from conftest import REPO, first, pydoc_text
 from helpers import event, falling, write_run
 
 from plumbing.cli import read_knobs
@@ -154,20 +154,6 @@ def test_a_run_that_diverges_after_its_resume_is_told_so_with_the_jump_of_the_ra
 @pytest.mark.parametrize("config", first(2, CONFIGS))
 def test_a_config_shortened_is_told_of_no_trouble(config, run_of):
     assert names_of(on_a_quiet_machine(run_of("run", f"config/{config}.py {SHORT}"))) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [name for name in CONFIGS if name.startswith("shakespeare")])
-def test_the_whole_of_a_config_is_told_of_no_trouble(config, run_train, tmp_path):
-    """The real thing, on its own text: some minutes."""
-    text = HONEST_DATA / "tinyshakespeare" / "input.txt"
-    if not text.is_file():
-        pytest.skip("HONEST_DATA names no folder with tinyshakespeare/input.txt")
-    prepare("bard", tmp_path, input=str(text), say=lambda *words: None)
-    flags = f"config/{config}.py --dataset=bard --data_dir={tmp_path} --out_dir={tmp_path}/run"
-    done = run_train("run", *flags.split(), "--log_interval=10", timeout=1500)
-    assert done.returncode == 0, done.stderr
-    assert names_of(on_a_quiet_machine(tmp_path / "run")) == []
 
 
 @pytest.mark.parametrize("name", RECORDED)
