@@ -149,14 +149,6 @@ def test_the_real_command_exits_with_2(python_train, tmp_path):
 # ---- data ----------------------------------------------------------------------------------------
 
 
-def test_a_text_shorter_than_a_window_is_refused(refused, tmp_path):
-    (tmp_path / "short.txt").write_text("to be or not to be, that is the question")
-    input = str(tmp_path / "short.txt")
-    prepare("short", tmp_path / "data", input=input, say=lambda *words: None)
-    words = ["--block_size=16", "has 4 tokens", "longer text"]
-    refused("--dataset=short", f"--data_dir={tmp_path}/data", words=words)
-
-
 NOWHERE = {"SHAKESPEARE_URL": "http://127.0.0.1:9", "no_proxy": "*"}
 
 

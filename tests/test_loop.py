@@ -518,58 +518,6 @@ def test_run_json_says_what_ran(run_train):
     assert sum(facts["seconds"].values()) > 0
 
 
-# ---- what a fork adds ----------------------------------------------------------------------------
-
-ONCE = "--audit_interval=-1"  # or the second step would be taken twice
-NOTE = """
-import hashlib
-def train_step(model, run, inputs, targets, lr, inner=train.train_step):
-    with torch.no_grad():
-        loss = run.model(inputs, targets).item()
-    print("BATCH", hashlib.sha256(inputs.numpy()).hexdigest(), loss)
-    return inner(model, run, inputs, targets, lr)
-import torch
-train.train_step = train_step
-"""
-
-
-def batches_of(done):
-    """[(SHA-256 of the inputs, mean loss)] of each step of a run with NOTE, as the step saw
-    them."""
-    return [(sha, float(loss)) for sha, loss in re.findall(r"BATCH (\w+) (\S+)", done.stdout)]
-
-
-@pytest.fixture(scope="module")
-def windows(data_dir):
-    return train.ShuffledWindows(
-        np.memmap(data_dir / "small" / "train.bin", "uint16", "r"), 16, seed=1337
-    )
-
-
-GROWS = "train.rows_at = lambda step: 8 if step < 5 else 16\n"
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_that_doubles_in_mid_run_keeps_order_mean_and_counts(run_train, windows, workers):
-    """Each update sees the sequences of its own step, with and without workers."""
-    flags = ["--batch_size=4", "--accum_steps=2", "--max_steps=15", "--warmup_steps=0"]
-    flags += [f"--num_workers={workers}", "--log_interval=1", ONCE]
-    done = run_train("run", *flags, before=GROWS + NOTE)
-    assert done.returncode == 0, done.stderr
-    rows = done.rows("train")
-    batches = batches_of(done)
-    assert len(rows) == len(batches) == 15
-    first = 0
-    for step, (row, (sha, loss)) in enumerate(zip(rows, batches, strict=True)):
-        count = 8 if step < 5 else 16
-        assert sha == hashlib.sha256(windows[first, count][0]).hexdigest()
-        assert row["loss"] == pytest.approx(loss, rel=1e-5)
-        first += count
-        assert (row["sequences"], row["tokens"]) == (first, 16 * first)
-        assert row["epoch"] == first / WINDOWS
-    assert rows[-1]["epoch"] > 1  # an epoch ends within a batch
-
-
 # ---- in a notebook -------------------------------------------------------------------------------
 
 NOTEBOOK = """

@@ -310,27 +310,6 @@ def test_generate_is_reproducible_and_crops():
     assert flat_gradient(model).abs().sum() > 0
 
 
-@pytest.mark.parametrize("plain", [512, 0])  # products of matrices, and the fused kernel
-@pytest.mark.parametrize("n_layer, shared", [(1, False), (2, False), (3, True)])
-def test_generate_computes_only_the_last_position_where_that_is_enough(
-    n_layer, shared, plain, monkeypatch
-):
-    monkeypatch.setattr(module, "PLAIN_ATTENTION_MAX", plain)
-    model = build_trained(n_layer=n_layer).eval()
-    if shared:
-        model.blocks = nn.ModuleList([model.blocks[0]] * n_layer)
-    prompt, _ = batch(2, model.config)
-    for length in (1, 5, 32):
-        tokens = prompt[:, :length]
-        torch.testing.assert_close(model(tokens, last_only=True), model(tokens)[:, -1:])
-    seen = []
-    for part in (model.blocks[0].mlp, model.head):
-        part.register_forward_hook(lambda part, args, output: seen.append(output.shape[1]))
-    next(generate(model, prompt, 1, 32, 65))
-    expected = [32, 32, 1, 1] if shared else [32, 1] if n_layer > 1 else [1, 1]
-    assert seen == expected
-
-
 def test_generate_needs_no_more_than_logits_and_never_draws_a_row_that_pads_the_head():
     model = Recurrent(vocab_size=64)
     with torch.no_grad():

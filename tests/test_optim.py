@@ -116,20 +116,6 @@ def test_muon_orthogonalizes_each_part_that_the_model_names():
     torch.testing.assert_close(stepped(torchs, *whole), stepped(Muon, *whole), rtol=0, atol=0.01)
 
 
-@pytest.mark.parametrize("width", [16, 192])
-def test_of_our_model_only_attention_is_split_whatever_its_width(width):
-    model = build(n_embd=width, n_head=2)
-    muon, _ = configure_optimizers(model, "muon", 1e-3, 0.1, 0.9, 0.95, 0.9, "cpu")
-    names = {id(p): name for name, p in model.named_parameters()}
-    split = {names[id(weight)]: parts for weight, parts in muon.parts.items()}
-    blocks = range(len(model.blocks))
-    assert split == {f"blocks.{n}.attention.qkv.weight": 3 for n in blocks}
-    own = configure_optimizers(
-        nn.Sequential(nn.Linear(8, 32)), "muon", 0.1, 0.1, 0.9, 0.9, 0.9, "cpu"
-    )
-    assert own[0].parts == {}, "a matrix of a fork's own model is one matrix"
-
-
 def test_with_muon_embeddings_learn_faster_and_heads_slower():
     from train import set_lr
 

@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import REPO, first, pydoc_text
-from helpers import event, falling, write_run
+from helpers import falling, write_run
 
 from plumbing.cli import read_knobs
 from prepare_data import prepare
@@ -180,21 +180,6 @@ def finding(tmp_path, rows, name, **info):
     with np.errstate(all="ignore"):
         found = troubles(read_run(write_run(tmp_path, rows, **info)))
     return next(each for each in found if each.name == name)
-
-
-def test_advice_names_no_change_that_was_made_or_has_no_effect(tmp_path):
-    skips = [*falling(60), *(event(i, "skipped", loss=None) for i in range(9))]
-    config = {"peak_lr": 1e-3, "dtype": "auto", "grad_clip": 0.0}
-    in_float32 = {"config": config, "run": {"dtype": "float32"}}
-    cure = finding(tmp_path, skips, "updates_fail", **in_float32).cure
-    assert cure == "--peak_lr=0.0005 (now 0.001), --grad_clip=1 (now 0)"
-    in_bfloat16 = {"config": config, "run": {"dtype": "bfloat16"}}
-    cure = finding(tmp_path, skips, "updates_fail", **in_bfloat16).cure
-    assert "--dtype=float32 (now bfloat16)" in cure
-
-    decaying = {"peak_lr": 1e-3, "schedule": "cosine"}
-    cure = finding(tmp_path, rising(), "loss_rises", config=decaying).cure
-    assert cure == "--peak_lr=0.0005 (now 0.001)"
 
 
 def test_the_command_is_that_of_the_run_with_one_change(tmp_path):
