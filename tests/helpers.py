@@ -124,6 +124,64 @@ def moving_run(optimizer):
     return run
 
 
+# ---- bench.py and check.py ----------------------------------------------------------------------
+
+BENCH_FLAGS = {
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 2,
+    "block_size": 32,
+    "batch_size": 32,
+    "dataset": "small",
+    "device": "cpu",
+    "compile": "false",
+    "warmup_steps": 0,
+    "peak_lr": 1e-2,
+    "save_interval": 50,
+    "rounds": 1,
+    "timing_seconds": 0.05,
+}
+
+CHECKS = [  # of check.py, in their order
+    "one batch overfits",
+    "loss at initialization",
+    "gradient norm",
+    "no look into the future",
+    "sampling draws from the model",
+    "positions matter",
+    "the loss is the mean of -log p",
+    "gradients are those of the loss",
+    "dropout draws anew",
+    "grad_checkpoint changes no gradient",
+    "the first sequence",
+    "targets are the next tokens",
+    "batches differ",
+    "an epoch has each sequence once",
+    "train and validation share no window",
+    "evaluation sees each token once",
+    "evaluation is the mean of -log p",
+    "training is as before an evaluation",
+    "the average is what is evaluated",
+    "FLOPs of a token",
+    "matrices decay, vectors do not",
+    "each weight moves as its optimizer says",
+    "an update that is not finite changes nothing",
+    "a step is that of its batch",
+    "the schedule is the one named",
+    "a resume is bit for bit",
+    "each row is that of its step",
+    "each step sees the next sequences",
+    "the average is that of the weights",
+    "best.pt is the best",
+    "the whole run",
+]
+
+
+def bench_arguments(out_dir, data_dir, **flags):
+    flags = BENCH_FLAGS | {"out_dir": out_dir, "data_dir": data_dir} | flags
+    return [f"--{key}={value}" for key, value in flags.items()]
+
+
 # ---- rows of runs that were never trained --------------------------------------------------------
 
 

@@ -16,29 +16,14 @@ import pytest
 import torch
 from conftest import REPO, tree, wait_for
 from helpers import alive, children
+from helpers import bench_arguments as arguments
 
 import bench
 import train
-from plumbing import console, machine
-from plumbing.cli import BadInput, RunFailed, configured, read_knobs
+from plumbing.cli import BadInput, configured, read_knobs
 
-SHAPE = {"n_layer": 2, "n_embd": 64, "n_head": 2, "block_size": 32, "batch_size": 32}
-FLAGS = SHAPE | {
-    "dataset": "small",
-    "device": "cpu",
-    "compile": "false",
-    "warmup_steps": 0,
-    "peak_lr": 1e-2,
-    "save_interval": 50,
-    "rounds": 1,
-    "timing_seconds": 0.05,
-}
+pytestmark = pytest.mark.usefixtures("small_products")
 PARTS = ["peak", "ladder", "profile", "memory", "overhead"]
-
-
-def arguments(out_dir, data_dir, **flags):
-    flags = FLAGS | {"out_dir": out_dir, "data_dir": data_dir} | flags
-    return [f"--{key}={value}" for key, value in flags.items()]
 
 
 @pytest.fixture(scope="module")
@@ -57,16 +42,6 @@ def whole(data_dir, tmp_path_factory):
     return json.loads((out_dir / "bench.json").read_text()), output, before, tree(out_dir)
 
 
-@pytest.fixture(autouse=True)
-def small_products(monkeypatch):
-    """The peak that a job measures at its start, by a smaller matrix product."""
-
-    def matmul_rate(device, dtype, sizes=(64,), inner=machine.matmul_rate):
-        return inner(device, dtype, sizes)
-
-    monkeypatch.setattr(machine, "matmul_rate", matmul_rate)
-
-
 @pytest.fixture
 def in_process(data_dir, tmp_path):
     """bench.main() with the given flags, here: (exit code, bench.json)."""
@@ -76,38 +51,6 @@ def in_process(data_dir, tmp_path):
         return code, json.loads((tmp_path / "b" / "bench.json").read_text())
 
     return run
-
-
-@pytest.fixture
-def train_as_it_was(monkeypatch):
-    """Undoes what a script that changes train.py did to it."""
-    field = console.FIELDS["tokens_per_sec"]
-    monkeypatch.setattr(field, "heading", field.heading)
-    before = dict(vars(train))
-    yield
-    for name in vars(train).keys() - before.keys():
-        delattr(train, name)
-    vars(train).update(before)
-
-
-@pytest.fixture
-def quick(train_in, tmp_path, monkeypatch):
-    """bench.execute() by a forked process, which begins at once. The folders of its runs."""
-    folders = []
-
-    def execute(script, words, *, out_dir, **knobs):
-        folders.append(Path(out_dir))
-        flags = bench.for_train(words) + [f"--{name}={value}" for name, value in knobs.items()]
-        change = f"import runpy; runpy.run_path({str(script)!r}, run_name='script')"
-        change = change if Path(script) != REPO / "train.py" else ""
-        env = {name: os.environ[name] for name in ("NANOGPT",) if name in os.environ}
-        flags = [flag for flag in flags if not flag.startswith("--out_dir=")]
-        done = train_in(tmp_path, out_dir, *flags, f"--out_dir={out_dir}", env=env, before=change)
-        if done.returncode:
-            raise RunFailed(done.stderr)
-
-    monkeypatch.setattr(bench, "execute", execute)
-    return folders
 
 
 def numbers(value):

@@ -1,7 +1,5 @@
 """check.py finds what it looks for, in the run, the machine and the result, and nothing else."""
 
-# ruff: noqa: F811 (fixtures that come from test_bench)
-
 import contextlib
 import json
 import math
@@ -17,14 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import REPO
-from test_bench import FLAGS as BENCH_FLAGS
-from test_bench import arguments as bench_arguments
-from test_bench import (  # noqa: F401 (fixtures)
-    quick,
-    small_products,
-    stopped_by_ctrl_c,
-    train_as_it_was,
-)
+from helpers import BENCH_FLAGS, CHECKS, bench_arguments
 
 import bench
 import check
@@ -34,41 +25,9 @@ from plumbing.cli import BadInput, RunFailed
 from plumbing.data import OrderedWindows
 from reporting import sanity, verdicts
 
+pytestmark = pytest.mark.usefixtures("small_products")
 FLAGS = BENCH_FLAGS | {"lr_steps": 20}
 SMALL = {"n_layer": 1, "n_embd": 32, "batch_size": 8, "dtype": "float32"}
-CHECKS = [
-    "one batch overfits",
-    "loss at initialization",
-    "gradient norm",
-    "no look into the future",
-    "sampling draws from the model",
-    "positions matter",
-    "the loss is the mean of -log p",
-    "gradients are those of the loss",
-    "dropout draws anew",
-    "grad_checkpoint changes no gradient",
-    "the first sequence",
-    "targets are the next tokens",
-    "batches differ",
-    "an epoch has each sequence once",
-    "train and validation share no window",
-    "evaluation sees each token once",
-    "evaluation is the mean of -log p",
-    "training is as before an evaluation",
-    "the average is what is evaluated",
-    "FLOPs of a token",
-    "matrices decay, vectors do not",
-    "each weight moves as its optimizer says",
-    "an update that is not finite changes nothing",
-    "a step is that of its batch",
-    "the schedule is the one named",
-    "a resume is bit for bit",
-    "each row is that of its step",
-    "each step sees the next sequences",
-    "the average is that of the weights",
-    "best.pt is the best",
-    "the whole run",
-]
 OF_TEXT = {*CHECKS[3:8], *CHECKS[10:12], *CHECKS[14:16]}
 
 
