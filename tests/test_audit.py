@@ -237,9 +237,6 @@ def test_the_second_step_changes_no_bit_and_no_figure(run_train, plain):
     assert memory[0] == pytest.approx(memory[1], rel=0.05)
 
 
-# ---- what it costs -------------------------------------------------------------------------------
-
-
 def test_an_audit_that_could_prove_nothing_is_refused(run_train):
     refused = run_train("run", AUDIT, "--deterministic=false")
     assert refused.returncode == 2 and not refused.out_dir.exists()

@@ -146,9 +146,6 @@ def test_the_real_command_exits_with_2(python_train, tmp_path):
     assert tree(tmp_path) == {}
 
 
-# ---- data ----------------------------------------------------------------------------------------
-
-
 NOWHERE = {"SHAKESPEARE_URL": "http://127.0.0.1:9", "no_proxy": "*"}
 
 

@@ -321,9 +321,6 @@ def test_the_model_of_that_row_is_nanogpts_own(dtype, nano, train_as_it_was):
     assert wrapped(inputs, targets).item() == pytest.approx(wrapped(inputs[:1], targets[:1]).item())
 
 
-# ---- stopped -------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["overhead", "ladder"])
 def test_ctrl_c_ends_it_without_a_traceback(part, data_dir, tmp_path):
@@ -352,9 +349,6 @@ def stopped_by_ctrl_c(script, flags, tmp_path):
 
 def restore_sigint():
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-# ---- bad input -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

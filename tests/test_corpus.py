@@ -98,9 +98,7 @@ def snapshot(folder):
 
 
 @pytest.mark.parametrize("tokenizer", BOTH)
-def test_each_document_is_there_once_in_order_with_its_end_of_text(
-    tmp_path, corpus, texts, tokenizer
-):
+def test_each_document_is_there_once_with_its_end_of_text(tmp_path, corpus, texts, tokenizer):
     said = []
     folder = tmp_path / "made"
     _, meta = make(folder, corpus, tokenizer, say=said.append, **MANY)
@@ -115,9 +113,7 @@ def test_each_document_is_there_once_in_order_with_its_end_of_text(
     assert f"{meta['train_tokens']:,} tokens to train on" in said[0]
 
 
-def test_the_same_command_writes_the_same_bytes_however_much_is_read_at_once(
-    tmp_path, corpus, monkeypatch
-):
+def test_the_same_command_writes_the_same_bytes(tmp_path, corpus, monkeypatch):
     made = tmp_path / "whole" / "made", tmp_path / "small" / "made"
     make(made[0], corpus, **MANY)
     monkeypatch.setattr(prepare_data, "CHUNK", 1000)
@@ -175,12 +171,7 @@ def test_a_glob_takes_the_files_that_it_matches_and_field_names_the_text(tmp_pat
     assert all_of(tmp_path / "made") == sorted(texts[:100])
 
 
-# --- killed, and started again ---
-
-
-def test_a_kill_leaves_no_half_dataset_and_the_same_command_makes_all_of_it(
-    tmp_path, corpus, texts
-):
+def test_a_kill_leaves_no_half_dataset_and_a_rerun_makes_it_all(tmp_path, corpus, texts):
     write_lines(corpus / "e.jsonl", [f"{n} {text}" for n in range(20) for text in texts])
     make(tmp_path / "whole" / "made", corpus, **MANY)
     slow = """
@@ -209,9 +200,6 @@ prepare_data.prepare("made", sys.argv[1], sys.argv[2], "byte", val_fraction=0.1)
     assert snapshot(folder) == snapshot(tmp_path / "whole" / "made")
 
 
-# --- a corpus that is there already, or was damaged ---
-
-
 def test_a_corpus_that_is_there_is_checked_and_left_as_it_is(tmp_path, corpus):
     said = []
     first = make(tmp_path / "made", corpus, **MANY)
@@ -227,9 +215,6 @@ def test_a_corpus_that_is_there_is_checked_and_left_as_it_is(tmp_path, corpus):
     ):
         make(tmp_path / "made", corpus, **MANY)
     assert snapshot(tmp_path / "made") == before
-
-
-# --- a small corpus ---
 
 
 def test_a_small_corpus_has_validation_text_too(tmp_path, texts, capsys):
@@ -336,9 +321,7 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monk
         make(tmp_path / "made", tmp_path / "a.jsonl")
 
 
-def test_a_corpus_of_the_hub_is_streamed_and_a_network_that_breaks_leaves_nothing(
-    tmp_path, monkeypatch, texts
-):
+def test_a_hub_corpus_is_streamed_and_a_broken_network_leaves_nothing(tmp_path, monkeypatch, texts):
     """By a stand-in for the package `datasets`."""
     asked = []
 

@@ -129,9 +129,7 @@ def test_a_dataset_is_the_whole_text_and_what_its_meta_says(tmp_path, text_file,
         pytest.param("gpt2", 301_966, 36_059, 50257, "502a2bdc8210d1ac", marks=needs_gpt2),
     ],
 )
-def test_tinyshakespeare_has_the_published_sizes(
-    tmp_path, tokenizer, train, val, vocab_size, sha256
-):
+def test_shakespeare_has_the_published_sizes(tmp_path, tokenizer, train, val, vocab_size, sha256):
     _, meta = prepare("shakespeare", tmp_path, str(SHAKESPEARE), tokenizer)
     assert (meta["train_tokens"], meta["val_tokens"]) == (train, val)
     assert meta["vocab_size"] == vocab_size
@@ -159,9 +157,6 @@ def test_pydoc_and_formula_need_no_network(tmp_path):
     folder, meta = get_dataset("formula", tmp_path)
     assert meta["source"] == "products() in prepare_data.py (SHA-256 ad3d84f72e7e1417...)"
     assert "\n940 x 519 = 487860\n" in decode(ids(folder, "train"), meta)
-
-
-# --- a tokenizer of your own ---
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
@@ -367,9 +362,7 @@ DAMAGES = [
 
 
 @pytest.mark.parametrize("damage, words", DAMAGES + CHANGED_META)
-def test_a_damaged_dataset_is_refused_and_how_to_make_it_again_is_said(
-    tmp_path, text_file, damage, words
-):
+def test_a_damaged_dataset_is_refused_with_what_to_type(tmp_path, text_file, damage, words):
     folder, meta = prepare("esel", tmp_path, str(text_file))
     if callable(damage):
         damage(Path(folder))
@@ -501,9 +494,7 @@ def test_no_network_is_noticed_quickly_and_told_apart(tmp_path, monkeypatch):
     assert snapshot(tmp_path) == {}
 
 
-def test_a_download_that_drips_counts_as_no_network_after_a_bounded_time(
-    tmp_path, server, monkeypatch
-):
+def test_a_download_that_drips_is_no_network_after_a_bounded_time(tmp_path, server, monkeypatch):
     """A byte every 0.1 s: each of them comes long before any timeout of the socket."""
     monkeypatch.setenv("SHAKESPEARE_URL", server.url + "/drip")
     monkeypatch.setattr(prepare_data, "DOWNLOAD_SECONDS", 0.5)

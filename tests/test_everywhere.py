@@ -116,9 +116,6 @@ def test_a_checkpoint_is_read_once_by_rank_0_and_mapped_by_all(run_train, shard)
     assert max(took) < (0.45 if shard == SHARD else 0.8), took
 
 
-# ---- devices that nobody had ---------------------------------------------------------------------
-
-
 def test_only_cuda_copies_in_the_background():
     """On MPS it would copy from memory that is free, or read what has not arrived
     (pytorch#189690)."""

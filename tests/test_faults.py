@@ -330,7 +330,7 @@ def test_no_checkpoint_is_written_that_could_not_be_read(run_train, straight):
     assert "damaged" not in done.stdout and done.fingerprint(12) == straight.fingerprint(12)
 
 
-def test_other_files_in_the_folder_are_neither_resumed_from_nor_pruned(
+def test_other_files_are_neither_resumed_from_nor_pruned(
     run_train, straight, interrupted, tmp_path
 ):
     """Names that we do not give; and ckpt_00000099.pt, which says a step that it does not hold."""
@@ -505,9 +505,7 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing_but_saves(run_train, stra
     assert not list(done.out_dir.glob("*.tmp"))
 
 
-def test_a_disk_that_stays_full_ends_in_exit_1_with_the_last_good_checkpoint(
-    run_train, straight, small_disk
-):
+def test_a_disk_that_stays_full_is_exit_1_with_a_good_checkpoint(run_train, straight, small_disk):
     flags = (*EVERYTHING, "--log_interval=1")
     done = run_train(small_disk / "run", *flags, before=SHORT_PAUSES + at_step(6, FILL))
     assert done.returncode == 1 and "ckpt_00000012.pt could not be saved" in done.stderr
@@ -661,9 +659,7 @@ def test_a_resume_from_the_best_alone_makes_a_checkpoint_to_roll_back_to(run_tra
 # ---- what belongs to the run ---------------------------------------------------------------------
 
 
-def test_a_second_run_in_the_folder_is_refused_while_the_first_is_at_work(
-    run_train, straight, data_dir
-):
+def test_a_second_run_in_the_folder_is_refused_meanwhile(run_train, straight, data_dir):
     second = at_step(
         6,
         """
@@ -679,9 +675,7 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_is_at_work(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_data_that_changes_its_size_under_the_run_is_named(
-    run_train, straight, data_dir, tmp_path, workers
-):
+def test_data_that_changes_its_size_is_named(run_train, straight, data_dir, tmp_path, workers):
     """To read past the end of a mapped file would kill the process."""
     shutil.copytree(data_dir / "small", tmp_path / "own/small")
     path = tmp_path / "own/small/train.bin"
@@ -808,9 +802,7 @@ def test_a_rollback_is_the_same_after_a_stop(run_train, rolled_back, step, keep_
 
 
 @pytest.mark.parametrize("keep_last", first(1, [1, 2]))
-def test_a_stop_among_skips_where_a_save_is_due_hides_no_checkpoint_to_go_back_to(
-    run_train, keep_last
-):
+def test_a_stop_among_skips_hides_no_checkpoint_to_go_back_to(run_train, keep_last):
     flags, bad = [*ROLLBACK, f"--keep_last={keep_last}"], bad_batches([7, 8])
     straight = run_train("straight", *flags, before=bad)
     assert events(straight, "rollback")[0]["step"] == 4
@@ -1073,9 +1065,6 @@ train.train_step, train.main = wrap(train.train_step, train.main)
 # --------------------------------------------------------
 
 
-# ---- replicas ------------------------------------------------------------------------------------
-
-
 def test_ranks_whose_weights_differ_stop_with_the_names_of_the_tensors(run_train):
     """Noise that one rank alone adds to a weight, say. Nothing of it reaches a checkpoint."""
     noise = at_step(6, "run.model.head.weight.data[0, 0] += 1e-6")
@@ -1084,9 +1073,6 @@ def test_ranks_whose_weights_differ_stop_with_the_names_of_the_tensors(run_train
     assert codes(done) == "1 1" and "Traceback" not in done.stderr
     assert "at step 8 the ranks hold different bits in head.weight" in done.stderr
     assert done.checkpoint(4).exists() and not done.checkpoint(8).exists()
-
-
-# ---- float16 -------------------------------------------------------------------------------------
 
 
 def test_the_loss_scale_of_float16_is_part_of_the_state(run_train):

@@ -74,9 +74,7 @@ def test_the_content_is_fsynced_before_the_name_changes_and_the_folder_after(tmp
 
 @pytest.mark.parametrize("call", ["open", "fsync"])
 @pytest.mark.parametrize("code", [errno.ENOTSUP, errno.EINVAL])
-def test_a_system_that_cannot_fsync_a_folder_keeps_files_all_the_same(
-    tmp_path, monkeypatch, call, code
-):
+def test_where_a_folder_cannot_be_fsynced_files_are_kept(tmp_path, monkeypatch, call, code):
     """Some network file systems cannot open or fsync one."""
     real = getattr(os, call)
 

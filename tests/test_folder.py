@@ -61,9 +61,7 @@ def test_a_run_that_was_killed_before_its_first_save_starts_again(run_train):
     assert run_train("run").returncode == 0
 
 
-def test_restart_moves_the_old_run_aside_and_locks_the_new_place(
-    folder, in_another_process, tmp_path
-):
+def test_restart_moves_the_old_run_and_locks_the_place(folder, in_another_process, tmp_path):
     for number in (1, 2):
         (folder.path / "run.json").write_text(str(number))
         folder.set_aside()

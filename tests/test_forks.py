@@ -207,12 +207,7 @@ def masked_batch(rows=8):
 
 @pytest.mark.parametrize("chunk_logits", [2**24, 512])  # in one piece, and in chunks
 @pytest.mark.parametrize("micro_batch", [4, 3, 2, 1])
-def test_the_loss_is_the_mean_over_all_targets_however_they_are_split(
-    micro_batch,
-    chunk_logits,
-    knobs,
-    monkeypatch,
-):
+def test_the_loss_is_the_mean_however_it_is_split(micro_batch, chunk_logits, knobs, monkeypatch):
     monkeypatch.setattr("model.LARGE_VOCAB", 1)
     monkeypatch.setattr("model.CHUNK_LOGITS", chunk_logits)
     whole = build_run(rows=8)
@@ -286,9 +281,6 @@ train.forward_backward = forward_backward
 """
     done = run_train("run", before=change)
     assert checkpoint.load(done.checkpoint(12))["state"]["seen"] == 12 * 8
-
-
-# ---- numbers of a step ---------------------------------------------------------------------------
 
 
 def test_train_step_may_return_plain_numbers_and_large_counts(run_train):
@@ -367,9 +359,7 @@ DIFFERING = [
 
 
 @pytest.mark.parametrize("change, name, flags", first(2, DIFFERING))
-def test_what_differs_between_ranks_and_is_saved_from_one_ends_the_run(
-    change, name, flags, run_train
-):
+def test_what_differs_between_ranks_ends_the_run(change, name, flags, run_train):
     done = run_train("run", "--save_interval=4", *flags, before=ranks(2, change))
     assert codes(done) == "1 1"
     assert re.search(f"the ranks hold different bits in [^ ]*{name}", done.stderr)

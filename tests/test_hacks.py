@@ -214,9 +214,6 @@ def test_a_loss_beside_the_loss_is_a_field(fork, run_train):
     assert "balance" in done.stdout
 
 
-# ---- scripts of one's own ------------------------------------------------------------------------
-
-
 def run_script(folder, script, argv, before=""):
     """The exit code of a script, in a process that runs the source `before` first."""
     code = f"import runpy, sys, train\n{before}\nsys.argv[1:] = {argv}\n"
@@ -228,9 +225,7 @@ def run_script(folder, script, argv, before=""):
 
 
 @pytest.mark.slow
-def test_an_own_loop_is_killed_and_resumes_and_ends_on_the_bits_of_the_command(
-    fork, data_dir, tmp_path, plain_run
-):
+def test_an_own_loop_ends_on_the_bits_of_the_command(fork, data_dir, tmp_path, plain_run):
     folder = fork("own_script")
     _, *flags = arguments(tmp_path / "unused", data_dir, RUN)
     assert run_script(folder, "own.py", [str(tmp_path / "a.pt"), *flags]) == 0

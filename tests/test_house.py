@@ -74,8 +74,6 @@ def imports_of(name):
     return files & {*SCRIPTS, *MODULES, *REPORTING}
 
 
-# ---- one thing, one name -------------------------------------------------------------------------
-
 # of the start of each script, of what bench.py and check.py measure, of a trouble, and of a block
 # in which globals are set: of any script, and of train.py
 SHARED = {"main", "PARTS", "out_of_memory", "setting"}
@@ -260,9 +258,6 @@ def test_what_train_calls_has_type_hints():
             if function.name == name and (bare or not function.returns):
                 without.append(f"{module}: {name}({', '.join(bare)})")
     assert without == []
-
-
-# ---- globals -------------------------------------------------------------------------------------
 
 
 def test_no_global_of_train_changes_once_training_has_begun():

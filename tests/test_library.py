@@ -67,8 +67,6 @@ torch.compile = lambda model, **_: torch._dynamo.optimize("eager")(model)
     assert done.stderr.splitlines()[-1].startswith(words), done.stderr
 
 
-# ---- numbers beside the loss ---------------------------------------------------------------------
-
 TWICE = """
 import torch
 from torch import nn

@@ -307,9 +307,6 @@ def test_each_step_is_taken_at_its_own_rate(run_train, knobs):
     assert train.lr_at(0) == train.peak_lr / 4 and train.lr_at(3) == train.peak_lr
 
 
-# ---- looking changes nothing ---------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def plain(train_in, tmp_path_factory):
     return train_in(tmp_path_factory.mktemp("plain"), "run", "--dropout=0.1")
@@ -517,8 +514,6 @@ def test_run_json_says_what_ran(run_train):
     assert facts["ended"] == "finished" and [r["step"] for r in facts["resumes"]] == [2]
     assert sum(facts["seconds"].values()) > 0
 
-
-# ---- in a notebook -------------------------------------------------------------------------------
 
 NOTEBOOK = """
 import os, signal, sys

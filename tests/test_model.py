@@ -273,9 +273,7 @@ def masked_batch(config):
 
 @pytest.mark.parametrize("vocab_size", [65, 1000])  # 1,000: in chunks, from a padded head
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_masked_targets_give_one_gradient_however_the_batch_is_split(
-    vocab_size, label_smoothing, monkeypatch
-):
+def test_masked_targets_give_one_gradient_in_any_split(vocab_size, label_smoothing, monkeypatch):
     monkeypatch.setattr("model.CHUNK_LOGITS", 2**14)
     shape = {"vocab_size": vocab_size, "n_future_tokens": 3, "label_smoothing": label_smoothing}
     model = build_trained(**shape, n_layer=1)

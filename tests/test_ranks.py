@@ -246,9 +246,7 @@ def started(start_train, *flags, count=2):
 @pytest.mark.parametrize(
     "count, name", first(1, [(2, "SIGTERM"), (1, "SIGINT"), (3, "SIGINT"), (4, "SIGTERM")])
 )
-def test_torchrun_passes_a_signal_on_and_the_same_command_resumes(
-    start_train, python_train, straight, count, name
-):
+def test_torchrun_passes_a_signal_on(start_train, python_train, straight, count, name):
     process = started(start_train, count=count)
     process.send_signal(getattr(signal, name))
     assert process.wait(90) == 1  # the launcher's own code
@@ -259,9 +257,7 @@ def test_torchrun_passes_a_signal_on_and_the_same_command_resumes(
 
 
 @pytest.mark.slow
-def test_ranks_whose_launcher_was_killed_leave_and_the_next_start_is_not_refused(
-    start_train, run_train, straight
-):
+def test_ranks_whose_launcher_was_killed_leave(start_train, run_train, straight):
     process = started(start_train)
     pids = children(process)
     assert len(pids) == 2

@@ -235,9 +235,7 @@ PLANTS = {  # name -> (flags of both, flags of the other, its source, step of th
 
 
 @pytest.mark.parametrize("name", first(3, PLANTS))
-def test_where_two_runs_part_and_the_first_thing_that_differs(
-    finished, run_fork, replay, name, tmp_path
-):
+def test_where_two_runs_part_is_found(finished, run_fork, replay, name, tmp_path):
     flags, other_flags, source, step, first = PLANTS[name]
     one = finished(*PART, *flags)
     other = run_fork("other", *PART, *flags, *other_flags, source=source)

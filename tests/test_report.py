@@ -318,9 +318,6 @@ def test_another_metric_that_decides_is_named_wherever_the_best_is_told(tmp_path
     assert "best validation loss" not in text
 
 
-# ---- pictures ------------------------------------------------------------------------------------
-
-
 def drawn(picture, *args):
     import matplotlib
 

@@ -258,9 +258,7 @@ PRESS = 'document.querySelector("button[data-key={}]").click()'
 
 
 @pytest.mark.parametrize("width, dark", [(1200, False), (1200, True), (360, False), (360, True)])
-def test_it_opens_without_an_error_on_a_desk_and_a_phone_in_light_and_dark(
-    browser, tmp_path, width, dark
-):
+def test_it_opens_on_a_desk_and_a_phone_in_light_and_dark(browser, tmp_path, width, dark):
     rows = [evaluation(0, 4.2), *falling(300), evaluation(300, 1.7), event(9, "resume")]
     path = page_of([write_run(tmp_path / "run", rows, config={"grad_clip": 1.0})])
     browser.open(path, width, dark)

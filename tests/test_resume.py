@@ -232,9 +232,7 @@ def test_any_state_of_the_loop_and_of_an_optimizer_survives_a_resume(run_train):
 # ---- by any means --------------------------------------------------------------------------------
 
 
-def test_a_run_that_was_killed_and_moved_resumes_from_its_last_checkpoint(
-    run_train, whole, tmp_path
-):
+def test_a_run_that_was_killed_and_moved_resumes(run_train, whole, tmp_path):
     done = run_train("run", *FLAGS, "--log_interval=1", before=stop_at(17, "SIGKILL"))
     assert done.returncode == 137 and not done.checkpoint(17).exists()
     assert max(row["step"] for row in done.rows("train")) == 16  # to be cut back

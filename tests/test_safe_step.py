@@ -49,8 +49,6 @@ def test_a_state_from_a_gpu_can_be_set_on_a_cpu():
     assert draw() == expected
 
 
-# ---- out of memory -------------------------------------------------------------------------------
-
 WORDS = {  # of torch's allocators
     "cpu": RuntimeError(
         "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"

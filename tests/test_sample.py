@@ -176,9 +176,7 @@ def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp
     refused(run_sample(trained, "--temperature=-1"), "--temperature=-1")
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_next_and_is_left_alone(
-    trained, run_sample, tmp_path
-):
+def test_a_damaged_checkpoint_gives_way_to_the_next(trained, run_sample, tmp_path):
     whole = (trained / "best.pt").read_bytes()
     damaged = bytearray(whole)
     damaged[len(whole) // 2] ^= 1
@@ -213,9 +211,7 @@ def test_no_sample_reaches_the_terminal_as_a_command(edited, run_sample):
     assert code == 0 and not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", out + err)
 
 
-def test_weights_alone_are_exported_averaged_and_tied_ones_twice(
-    trained, run_sample, edited, tmp_path
-):
+def test_weights_alone_are_exported(trained, run_sample, edited, tmp_path):
     """Of any model: nothing is rebuilt."""
     from safetensors.torch import load_file
 

@@ -191,8 +191,6 @@ def test_the_loop_saves_writes_and_evaluates_when_it_should_and_no_more(run_trai
     assert calls["WRITES"] <= 5 + 3 + 2 + calls["SAVES"]
 
 
-# ---- the start -----------------------------------------------------------------------------------
-
 COMPILER = "[name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules]"
 
 
