@@ -287,8 +287,7 @@ train.train_step = train_step
 
 
 def at_step(step, code):
-    """Source for run_train's `before`: `code` runs just before the step of that number is
-    computed."""
+    """Source for run_train's `before`: `code` runs just before that step is computed."""
     return f"""
 def wrap(inner):
     def train_step(model, run, *rest):
@@ -332,8 +331,7 @@ train.checkpoint.time = types.SimpleNamespace(**vars(time) | {"sleep": pause})
 
 
 def ranks(count, code=""):
-    """Source for run_train's `before`: `count` ranks, of which each runs `code`, knowing its
-    `rank`."""
+    """Source for run_train's `before`: `count` ranks; each runs `code`, knowing its `rank`."""
     return f"""
 import os, socket, torch
 def spread(main):

@@ -80,8 +80,7 @@ def model_batch(rows, config, seed=0):
 
 
 class Moving(torch.nn.Module):
-    """A GPT whose forward pass moves buffers: in place, as BatchNorm does, and by assigning new
-    ones."""
+    """A GPT whose forward pass moves buffers in place, as BatchNorm does, or by new ones."""
 
     def __init__(self, gpt):
         super().__init__()
@@ -218,8 +217,7 @@ def falling(n, noise=0.03, **changes):
 
 
 def eventful():
-    """Rows of a run that was resumed, rolled back, out of memory, and failed; one session was
-    killed."""
+    """Rows of a run that was resumed, rolled back, out of memory, killed once, and failed."""
     rows = falling(60)
     for step in (20, 21):
         rows[step - 1].update(loss=None, skipped=1, finite=False)

@@ -190,8 +190,7 @@ def test_too_little_free_disk_is_refused_before_the_first_step(refused):
 
 @pytest.mark.parametrize("megabytes", [10, 24])
 def test_a_run_that_fits_on_its_disk_can_also_resume_there(run_train, tmp_path, megabytes):
-    """Five files of 3.4 MB fit on the larger disk. What the run itself has written is not in its
-    way."""
+    """Five files of 3.4 MB fit on the larger disk; what the run has written is not in its way."""
     flags = ("--save_interval=2", "--ngram_rows=8192")
     disk = tmp_path / "disk"
     disk.mkdir()

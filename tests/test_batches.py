@@ -203,8 +203,7 @@ class Numbers:
 
 @pytest.fixture
 def batches_of():
-    """batches_of(dataset, ...) -> Batches of five places, whose workers are ended after the
-    test."""
+    """batches_of(dataset, ...) -> Batches of five places; their workers end with the test."""
     made = []
 
     def make(dataset, num_workers=2, **how):

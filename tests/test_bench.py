@@ -28,8 +28,7 @@ PARTS = ["peak", "ladder", "profile", "memory", "overhead"]
 
 @pytest.fixture(scope="module")
 def whole(data_dir, tmp_path_factory):
-    """All parts in one process, with an out_dir that holds a run: (bench.json, output, before,
-    after)."""
+    """All parts in one process, in the folder of a run: (bench.json, output, before, after)."""
     out_dir = tmp_path_factory.mktemp("bench") / "run"
     out_dir.mkdir()
     for name in ("run.json", "metrics.jsonl", "ckpt_00000005.pt"):

@@ -398,8 +398,7 @@ def test_equal_takes_the_folder_of_a_run(data_dir, tmp_path, run_train, quick, c
 
 
 def test_an_import_that_fails_cannot_tell(tmp_path):
-    """For git bisect, which would take 1 for "bad": a commit whose train.py is broken is
-    skipped."""
+    """For git bisect, which would take 1 for "bad": it skips a broken train.py."""
     copy = tmp_path / "repo"
     shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".*", "out", "data", "tests"))
     (copy / "train.py").write_text("def broken(:")

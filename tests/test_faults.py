@@ -76,8 +76,7 @@ def test_a_signal_to_the_whole_group_stops_after_a_checkpoint(run_train, straigh
 
 
 def test_a_signal_while_workers_start_stops_the_run_and_kills_none_of_them(run_train):
-    """Until worker_init_fn has run, a worker has torch's own handler of SIGTERM, by which it
-    dies."""
+    """Until worker_init_fn has run, a worker has torch's handler of SIGTERM, by which it dies."""
     slow_start = """
 import os, signal, threading, time
 def ignore_signals(worker, inner=train.data.ignore_signals):
@@ -142,8 +141,7 @@ STORM = (
 
 
 def killer(folder, chance, in_save):
-    """Source: a process that sends this one SIGKILL after up to 4 more checkpoints, or in a save
-    then."""
+    """Source: a process that kills this one after up to 4 more checkpoints, or in a save then."""
     return f"""
 import os, pathlib, random, signal, time
 def newest():
@@ -299,8 +297,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
 
 @pytest.mark.parametrize("place", ["open", "_EndRecData", "ZipFile.testzip"])
 def test_an_error_in_reading_a_checkpoint_is_no_damage(run_train, interrupted, tmp_path, place):
-    """A disk that answers EIO: to the opening, in the zip's directory (where zipfile reports a bad
-    file instead), or in the data."""
+    """A disk that answers EIO: to the opening, in the zip's directory, or in the data."""
     shutil.copytree(interrupted, tmp_path / "run")
     before = tree(tmp_path / "run")
     fail = f"""
@@ -762,8 +759,7 @@ ROLLBACK = (*EVERYTHING, "--max_skipped=2", "--max_steps=20")
 
 @pytest.fixture(scope="session")
 def rolled_back(train_in, tmp_path_factory):
-    """Batches 9 and 10 (steps 10 and 11) are bad; the run goes back to step 8, and on with batch
-    11."""
+    """Batches 9 and 10 (steps 10 and 11) are bad: back to step 8, and on with batch 11."""
     folder = tmp_path_factory.mktemp("rolled_back")
     return train_in(folder, "run", *ROLLBACK, before=bad_batches([9, 10]))
 
@@ -824,8 +820,7 @@ def test_a_run_begun_from_a_path_can_go_back_to_where_it_began(run_train, straig
 
 
 def test_a_rollback_after_a_change_of_ranks_leaves_the_loss_unaffected(run_train):
-    """From 2 ranks to 1: the checkpoint to go back to is from when half a batch was all of a
-    rank's."""
+    """From 2 ranks to 1: half a batch was all of a rank's at the checkpoint to go back to."""
     flags = ("--max_skipped=2", "--save_interval=4", "--log_interval=1", "--dropout=0")
     bad = bad_batches([6, 7])
     straight = run_train("straight", *flags, before=bad)
@@ -843,8 +838,7 @@ def test_a_rollback_after_a_change_of_ranks_leaves_the_loss_unaffected(run_train
 
 @pytest.mark.parametrize("init, log_interval", [(2.0**16, 1), (4.0, 60)])
 def test_the_loss_scale_after_a_rollback_is_that_of_judged_steps(run_train, init, log_interval):
-    """Whatever was executed since, up to log_interval steps, halved it too. It never falls below
-    1."""
+    """Whatever was executed since, up to log_interval steps, halved it too. At least 1."""
     scaled = f"""
 import torch
 def scaler(device, enabled):
@@ -1076,8 +1070,7 @@ def test_ranks_whose_weights_differ_stop_with_the_names_of_the_tensors(run_train
 
 
 def test_the_loss_scale_of_float16_is_part_of_the_state(run_train):
-    """A scale that starts too high, and grows every 3 steps: without it, a resumed run skips
-    anew."""
+    """A scale that starts too high, and grows every 3 steps: without it, a resume skips anew."""
     lively = """
 import functools, torch
 lively = {"init_scale": 2.0**40, "growth_interval": 3}

@@ -181,8 +181,7 @@ train.train_step = train_step
 
 
 def profiled(done):
-    """(waits of the host, weights that moved, kernels launched) in the step that was to be
-    skipped."""
+    """(waits of the host, weights that moved, kernels launched) in the step to be skipped."""
     found = re.search(r"WAITS (\d+) .* MOVED (\d+) LAUNCHED (\d+)", done.stdout)
     return tuple(map(int, found.groups()))
 

@@ -92,8 +92,7 @@ def work_together():
 
 
 def sharded_model(block):
-    """One backward pass of a sharded model, and whether shard_like(weight, value) is torch's
-    own."""
+    """One backward pass of a sharded model; is shard_like(weight, value) torch's own?"""
     from torch.distributed.tensor import distribute_tensor
 
     torch.manual_seed(1)

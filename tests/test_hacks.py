@@ -28,8 +28,7 @@ RUN += ("--audit_interval=7",)
 
 @dataclasses.dataclass
 class Hack:
-    """tests/hacks/NAME.patch. lines: what the same hack adds to nanoGPT, with what is granted
-    here."""
+    """tests/hacks/NAME.patch. lines: what the same hack adds to nanoGPT, and what is granted."""
 
     lines: int
     flags: tuple = ()

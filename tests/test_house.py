@@ -105,8 +105,7 @@ def test_a_name_is_defined_in_one_file_alone():
 
 @pytest.fixture(scope="module")
 def loaded():
-    """(the repository's files, names of all modules) that a fresh process has after `import
-    train`."""
+    """(the repository's files, all modules) of a fresh process after `import train`."""
     command = [sys.executable, "-c", LOADED]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
     files, modules = json.loads(done.stdout)
@@ -224,8 +223,7 @@ TRAINS_OWN = ("run", "saver")  # their types are train.py's, which plumbing does
 
 
 def called_by_train():
-    """{(module of plumbing, its function)}: all that train.py calls, directly or as
-    module.function."""
+    """{(module of plumbing, its function)} that train.py calls, also as module.function."""
     files, functions_of = {}, {}
     for node in ast.walk(parsed("train.py")):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("plumbing"):

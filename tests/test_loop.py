@@ -133,8 +133,7 @@ def test_the_average_follows_its_formula(knobs):
 @pytest.mark.parametrize("bad", ["loss", "gradient"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "momentum", "muon", "by hand"])
 def test_an_update_that_is_not_finite_leaves_everything_as_it_was(knobs, optimizer, bad, when):
-    """Weights, buffers, moments and average; and the updates after it are those of a run that
-    never saw it."""
+    """Weights, buffers, moments, average; and the next updates are those of a spared run."""
     knobs(ema_decay=0.9)
     run = moving_run(optimizer)
     for seed in range(when):
@@ -341,8 +340,7 @@ def test_looking_does_not_disturb_training(run_train, plain, flags):
 
 @pytest.mark.parametrize("steps", [3, 5, 7])
 def test_max_steps_is_the_exact_number_of_updates(run_train, steps):
-    """Also where nothing is due at the last step: log_interval is 5, eval and save intervals are
-    0."""
+    """Also where nothing is due at the last step."""
     count = """
 def train_step(*arguments, inner=train.train_step, calls=[]):
     calls.append(1)

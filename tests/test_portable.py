@@ -55,8 +55,7 @@ print({{"model", "optim", "train"}} & sys.modules.keys())
     ),
 )
 def test_other_kernels_have_other_bits(variable, value, differ):
-    """So that a run whose CPU has other units than its name tells is not taken for the same run. Of
-    these three, the hash of one matrix product tells only the second."""
+    """So that a run is not taken for the same one on a CPU whose name hides other units."""
     here = [machine.kernel_bits(CPU, *how.split()) for how in differ]
     print_bits = PRINT_BITS.format(how=differ)
     *there, loaded = python(print_bits, **{variable: value}).split()

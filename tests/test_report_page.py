@@ -115,8 +115,7 @@ for line in sys.stdin:
 
 @pytest.fixture
 def living(tmp_path):
-    """(folder, process): a run that is going on, to which a line on the process's stdin adds a
-    row."""
+    """(folder, process): a living run, to which a line on the process's stdin adds a row."""
     folder = write_run(tmp_path / "run", falling(20))
     process = subprocess.Popen(
         [sys.executable, "-c", LIVING, folder],

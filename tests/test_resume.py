@@ -244,8 +244,7 @@ def test_a_run_that_was_killed_and_moved_resumes(run_train, whole, tmp_path):
 
 
 def test_the_real_command_stopped_by_a_real_signal(start_train, run_train, tmp_path):
-    """The way a person does it: `python train.py`, Ctrl-C to all of its processes, `python
-    train.py`."""
+    """The way a person does it: `python train.py`, Ctrl-C to all processes, the same again."""
     flags = ["--max_steps=200", "--dropout=0.1", "--num_workers=2", "--log_interval=1"]
     process = start_train("run", *flags)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -264,8 +263,7 @@ def test_the_real_command_stopped_by_a_real_signal(start_train, run_train, tmp_p
 
 
 def assert_whole_metrics(done, uninterrupted):
-    """Each step and each evaluation stands there once, with the numbers of the uninterrupted
-    run."""
+    """Each step and evaluation stands there once, with the uninterrupted run's numbers."""
     same = {"train": ("step", "loss", "lr", "grad_norm", "skipped", "tokens", "epoch")}
     same["eval"] = ("step", "val_loss", "val_bpb", "val_accuracy", "best_val_loss")
     for kind, keys in same.items():
@@ -389,8 +387,7 @@ def test_a_smoke_run_is_never_extended_past_the_end_of_its_schedule_in_silence(r
 
 @pytest.mark.parametrize("extents", [(0, 40), (40, 0)], ids=["fewer", "more"])
 def test_the_best_is_a_best_among_evaluations_of_the_same_extent(run_train, extents):
-    """At a rate at which the loss only grows, that of step 0 stays the best, measured anew each
-    time."""
+    """At a rate at which the loss only grows, the best is of step 0, measured anew each time."""
     flags = ("--eval_interval=3", "--max_steps=14", "--peak_lr=3", "--min_lr=3")
     run_train("run", *flags, f"--eval_tokens={extents[0]}", before=stop_at(7))
     done = run_train("run", *flags, f"--eval_tokens={extents[1]}", before=stop_at(8))
@@ -450,8 +447,7 @@ train.configure_optimizers = configure_optimizers
 
 
 def test_another_grouping_of_weights_is_refused_by_name(run_train):
-    """At the resume; and at the save, where a group was added in mid-run, which no resume could
-    read."""
+    """At the resume; and at the save, where a group was added in mid-run."""
     stopped = run_train("run", *FLAGS, before=stop_at(13))
     before = {path: path.read_bytes() for path in stopped.out_dir.iterdir()}
     done = run_train("run", *FLAGS, before=ANOTHER_GROUP)

@@ -21,8 +21,7 @@ CPU = torch.device("cpu")
 
 
 def draw():
-    """Some random numbers of every kind. Normal ones: their generators keep a second one for
-    later."""
+    """Random numbers of every kind. Generators of normal ones keep a second one for later."""
     normal = [random.gauss(0, 1), float(np.random.normal()), torch.randn(1).item()]
     return [random.random(), float(np.random.rand()), torch.rand(1).item(), *normal]
 

@@ -128,8 +128,7 @@ def test_an_optimizer_that_is_not_fused_costs_one_wait(counts_of, monkeypatch):
 
 @pytest.fixture
 def take_steps(knobs, monkeypatch):
-    """take_steps(name=value, ...): three steps on tensors without data, whose numbers nobody can
-    read."""
+    """take_steps(name=value, ...): three steps on tensors whose numbers nobody can read."""
     monkeypatch.setattr(model.GPT, "to", lambda self, device: self)  # tensors without data stay
 
     def take(**values):
