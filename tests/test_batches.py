@@ -242,6 +242,7 @@ def test_batches_come_in_order_as_tensors_with_the_time_waited(batches_of, num_w
     assert all(0 < ms < 1000 * SLOW for *_, ms in got)
 
 
+@pytest.mark.alone
 def test_a_worker_that_hangs_does_not_keep_the_run_from_stopping(batches_of):
     batches = batches_of(Numbers(hang))
     began = time.monotonic()

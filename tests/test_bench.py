@@ -2,7 +2,6 @@
 
 import json
 import math
-import multiprocessing
 import os
 import re
 import runpy
@@ -112,17 +111,6 @@ def test_all_is_as_before_afterwards(in_process):
     assert handlers == [
         signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     ]
-
-
-def test_an_error_in_a_part_leaves_no_worker_behind(in_process, monkeypatch):
-    def fail(steps, device):
-        assert len(multiprocessing.active_children()) == 2  # those of the rung with workers
-        raise RuntimeError("in the midst of it")
-
-    monkeypatch.setattr(bench, "interleaved", fail)
-    with pytest.raises(RuntimeError, match="in the midst") as error:  # refers to the iterator
-        in_process(only="ladder")
-    assert error and multiprocessing.active_children() == []
 
 
 # ---- from nanoGPT to here ------------------------------------------------------------------------

@@ -160,11 +160,3 @@ def test_the_answer_shows_the_edit_and_what_finds_it(broken, tmp_path):
     name, test, command, prints = BUGS[20]
     assert all(words in done.stdout for words in (name, test, command, prints))
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("words", [[], ["0"], ["99"], ["07x"], ["1", "2"], ["²"]])
-def test_another_number_is_refused_in_one_line(broken, words, tmp_path):
-    done = broken(*words)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and f"from 1 to {len(BUGS)}" in done.stderr
-    assert os.listdir(tmp_path) == []

@@ -319,9 +319,7 @@ def test_looking_after_each_seed_is_rarely_wrong_and_finds_large_differences():
     assert rows[1][0] > 0.75 and rows[2][0] > 0.98 and rows[2][1] < 8
 
 
-def test_a_ledger_keeps_gains_and_hardly_any_luck():
-    false, right, runs = luck.ledger(trials=3)[2]
-    assert false <= 0.05 and right > 18 and runs < 120 * 15
+def test_of_many_comparisons_few_are_kept():
     assert verdicts.kept_by_e_bh([50.0, 1.0, 39.0, 0.2]) == []  # 4 / 0.05 for one, half for two
     assert verdicts.kept_by_e_bh([50.0, 1.0, 41.0, 0.2]) == [0, 2]
 

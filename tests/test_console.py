@@ -64,29 +64,6 @@ def test_a_field_of_its_own_gets_a_column_of_its_own_from_the_row_that_has_it_fi
     assert all(each == ends[0] for each in ends)
 
 
-def test_rates_and_times_have_units():
-    values = (853, 91_912.3, 999_949, 1_234_567, 98_765_432)
-    write = console.FIELDS["tokens_per_sec"].write
-    assert [write(value).strip() for value in values] == "0.853k 91.91k 999.9k 1235k 98765k".split()
-    times = {0: "0:00", 46.9: "0:46", 725: "12:05", 3600: "1:00:00", 86399: "23:59:59"}
-    times |= {360_000: "4d 4h", 1e9: "11574d 1h"}
-    assert {seconds: console.duration(seconds) for seconds in times} == times
-
-
-def test_every_field_of_a_row_is_in_the_table_with_what_may_be_said_of_it(run_train):
-    done = run_train("run", "--max_steps=5", "--eval_tokens=32")
-    fields = console.FIELDS
-    for kind in ("train", "eval"):
-        names = set().union(*done.rows(kind))
-        assert names <= fields.keys() and "step" in names
-        wrong = [name for name in names if fields[name].kind not in (kind, "both", "mark")]
-        assert wrong == []
-    assert [name for name, field in fields.items() if field.writer == "model"] == ["loss"]
-    measured = [name for name, field in fields.items() if field.writer == "clock"]
-    speed = ["tokens_per_sec", "mfu", "mem_gb", "gpu_util"]
-    assert measured == ["finite", "step_ms", "data_ms", *speed]
-
-
 LOOP = f"""
 import time
 from plumbing import console
@@ -121,6 +98,7 @@ def on_a_terminal(code, columns=80, piped=True, **environment):
     return shown.decode().replace("\r\n", "\n"), to_pipe
 
 
+@pytest.mark.alone
 def test_a_terminal_gets_colour_and_a_live_line_and_a_pipe_neither():
     shown, piped = on_a_terminal(LOOP)
     best, other, _, row, last = shown.strip("\n").split("\n")

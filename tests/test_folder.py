@@ -94,16 +94,6 @@ def test_rows_of_two_threads_do_not_mix(folder):
         assert [row["step"] for row in read_rows(folder.path, kind)] == list(range(200))
 
 
-def test_rows_wait_while_they_cannot_be_written(folder, capsys):
-    (folder.path / "metrics.jsonl").mkdir()
-    for step in range(3):
-        folder.write_rows([{"kind": "train", "step": step}])
-    (folder.path / "metrics.jsonl").rmdir()
-    folder.write_rows([{"kind": "train", "step": step} for step in range(3, 3000)])
-    assert [row["step"] for row in read_rows(folder.path)] == list(range(3000))
-    assert capsys.readouterr().out.count("cannot be written") == 1
-
-
 def test_rows_are_not_appended_to_the_target_of_a_planted_link(folder, tmp_path, capsys):
     (tmp_path / "target").write_text("precious")
     (folder.path / "metrics.jsonl").symlink_to(tmp_path / "target")

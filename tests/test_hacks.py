@@ -207,12 +207,6 @@ def test_another_number_decides_what_is_best(fork, run_train):
     assert "val_top5" in done.stdout
 
 
-def test_a_loss_beside_the_loss_is_a_field(fork, run_train):
-    done = run_train("run", repo=fork("experts"))
-    assert all(1 <= row["balance"] < 4 for row in done.rows("train")), "1: each equally often"
-    assert "balance" in done.stdout
-
-
 def run_script(folder, script, argv, before=""):
     """The exit code of a script, in a process that runs the source `before` first."""
     code = f"import runpy, sys, train\n{before}\nsys.argv[1:] = {argv}\n"

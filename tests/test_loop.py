@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import re
 import subprocess
 import sys
 
@@ -338,27 +337,6 @@ def test_looking_does_not_disturb_training(run_train, plain, flags):
 # ---- counts, rows, ends --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("steps", [3, 5, 7])
-def test_max_steps_is_the_exact_number_of_updates(run_train, steps):
-    """Also where nothing is due at the last step."""
-    count = """
-def train_step(*arguments, inner=train.train_step, calls=[]):
-    calls.append(1)
-    print("UPDATE", len(calls))
-    return inner(*arguments)
-train.train_step = train_step
-"""
-    done = run_train("run", f"--max_steps={steps}", "--audit_interval=-1", before=count)
-    assert done.returncode == 0, done.stderr
-    assert [int(n) for n in re.findall(r"UPDATE (\d+)", done.stdout)] == [*range(1, steps + 1)]
-    assert [row["step"] for row in done.rows("train")] == list(range(1, steps + 1))
-    assert [row["step"] for row in done.rows("eval")] == [0, steps]
-    checkpoint = torch.load(done.checkpoint(steps), weights_only=True)
-    assert checkpoint["state"]["step"] == steps
-    counters = {int(s["step"]) for s in checkpoint["optimizer"][0]["state"].values()}
-    assert counters == {steps}
-
-
 def test_the_rows_of_a_run_are_those_of_the_contract(run_train, data_dir):
     meta = json.loads((data_dir / "small" / "meta.json").read_text())
     done = run_train("run", "--eval_interval=5", "--ema_decay=0.5")
@@ -389,6 +367,7 @@ def test_the_rows_of_a_run_are_those_of_the_contract(run_train, data_dir):
     assert done.rows("event")[-1]["event"] == "end"
 
 
+@pytest.mark.alone
 def test_the_time_of_a_step_has_neither_evaluations_nor_saves_in_it(run_train):
     slow = """
 import time
@@ -420,25 +399,6 @@ train.train_step = train_step
     assert done.returncode == 0, done.stderr
     assert [row["tokens"] for row in done.rows("train")] == [96 * n for n in range(1, STEPS + 1)]
     assert torch.load(done.checkpoint(STEPS))["state"]["tokens"] == 96 * STEPS
-
-
-def test_the_best_checkpoint_is_that_of_the_best_evaluation(run_train):
-    """The rate is so high that the loss gets worse in the end."""
-    done = run_train(
-        "run",
-        "--eval_interval=2",
-        "--peak_lr=10",
-        "--min_lr=10",
-        "--grad_clip=0",
-        "--warmup_steps=6",
-    )
-    assert done.returncode == 0, done.stderr
-    rows = done.rows("eval")
-    best = min(rows, key=lambda row: row["val_loss"])
-    assert best != rows[-1]
-    state = torch.load(done.out_dir / "best.pt", weights_only=True)["state"]
-    assert state["step"] == best["step"] == state["best_step"]
-    assert state["best_val_loss"] == best["val_loss"] == rows[-1]["best_val_loss"]
 
 
 def test_early_stopping_ends_the_run_and_the_rerun_says_finished(run_train):
