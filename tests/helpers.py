@@ -6,11 +6,12 @@ Nothing here starts anything when it is imported.
 import json
 import math
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from conftest import build_run
+from conftest import LION, build_run
 from torch import nn
 
 from model import GPT, GPTConfig
@@ -94,31 +95,15 @@ class Moving(torch.nn.Module):
         return loss + self.norm(inputs.float().view(-1, 1)).mean() + 0 * self.norm.running_var.sum()
 
 
-class Lion(torch.optim.Optimizer):
-    """By hand: an int in its state, a counter in param_groups, all of it made in the first step."""
-
-    def __init__(self, weights):
-        super().__init__(weights, {"lr": 0.0})
-
-    def step(self):
-        for group in self.param_groups:
-            group["taken"] = group.get("taken", 0) + 1
-            for weight in group["params"]:
-                state = self.state[weight]
-                state["count"] = state.get("count", 0) + 1
-                average = state.setdefault("average", torch.zeros_like(weight))
-                update = (0.9 * average + 0.1 * weight.grad).sign() / state["count"]
-                weight.sub_(group["lr"] / group["taken"] * update)
-                average.lerp_(weight.grad, 0.01)
-
-
 def moving_run(optimizer):
     """A run whose forward pass moves buffers, under one of our optimizers or one "by hand"."""
     run = build_run("adamw" if optimizer == "by hand" else optimizer, ema=True, dropout=0.1)
     run.model = Moving(run.model)
     run.ema = {f"gpt.{name}": average for name, average in run.ema.items()}
     if optimizer == "by hand":
-        run.optimizers = [Lion(run.model.parameters())]
+        by_hand = {"train": SimpleNamespace()}
+        exec(LION, by_hand)
+        run.optimizers = by_hand["configure_optimizers"](run.model, "lion", 1e-3, 0.0)
         run.groups = [run.optimizers[0].state_dict()["param_groups"]]
     return run
 

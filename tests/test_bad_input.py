@@ -297,6 +297,3 @@ def test_a_finished_run_asked_for_another_one_is_refused(train_in, finished):
         assert_refused(done, words, "finished run", "--out_dir=run_2")
         assert "log_interval" not in done.stderr
     assert tree(finished.out_dir) == before
-
-
-# ---- errors in the user's own code ---------------------------------------------------------------

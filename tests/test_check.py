@@ -421,6 +421,3 @@ def test_seeds_are_runs_of_the_real_command(in_process, run_train, quick, capsys
         assert middle[column] == pytest.approx((one + other) / 2)
         assert deviation[column] == pytest.approx(abs(one - other) / math.sqrt(2))
     assert f"{second['loss']:.4f}  " in capsys.readouterr().out
-
-
-# ---- stopped, and bad input ----------------------------------------------------------------------

@@ -287,9 +287,6 @@ def test_every_knob_and_config_file_of_this_repository_is_right():
         assert cli.read_config_file(str(path), str(REPO), dict(config), knobs)
 
 
-# ---- numbers and names that no run can have ------------------------------------------------------
-
-
 # ---- another command is another run --------------------------------------------------------------
 
 
@@ -365,10 +362,6 @@ def interrupted():
 
 def escape():
     raise ValueError("\x1b]0;title\x07 \x9b31m")
-
-def through_plumbing():
-    with cli.configured(globals(), argv=[]):
-        int("x")  # my own line
 
 if __name__ == "__main__":
     sys.exit(run_script(globals()[sys.argv[1]]))

@@ -341,6 +341,3 @@ def test_a_hub_corpus_is_streamed_and_a_broken_network_leaves_nothing(tmp_path, 
     with pytest.raises(Offline, match="cannot read Skylion007/openwebtext .*: the hub is gone"):
         prepare("openwebtext", tmp_path, tokenizer="byte", say=quiet, **MANY)
     assert os.listdir(tmp_path) == ["fineweb"]
-
-
-# --- what reads it ---

@@ -175,9 +175,6 @@ def test_ids_are_decoded_as_a_whole_and_as_a_stream(tmp_path, text_file, tokeniz
         assert "".join(stream(broken, tokenizer_of(meta))) == whole
 
 
-# --- data of your own, without prepare_data.py ---
-
-
 # --- a dataset that is there already ---
 
 

@@ -1096,6 +1096,3 @@ train.checkpoint.WholeState.put_back = put_back
         same = done.fingerprint(60) == straight.fingerprint(60)
         assert same == (name == "same")
         assert (done.fingerprint(60)["model"] == straight.fingerprint(60)["model"]) == same
-
-
-# ---- what a save costs ---------------------------------------------------------------------------

@@ -187,6 +187,3 @@ def test_a_run_folder_that_vanishes_ends_in_one_line(run_train):
     done = run_train("run", "--log_interval=1", before=before)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
     assert "run.json cannot be written (No such file or directory)" in done.stdout
-
-
-# ---- the clock -----------------------------------------------------------------------------------

@@ -245,9 +245,6 @@ class Pairs(torch.utils.data.Dataset):
         return tuple(tensor[first : first + count] for tensor in self.tensors)
 
 
-# ---- a skipped step ------------------------------------------------------------------------------
-
-
 # ---- what cannot be kept is refused --------------------------------------------------------------
 
 

@@ -101,8 +101,6 @@ def test_a_number_beside_the_loss_is_weighted_as_the_loss_however_a_batch_is_spl
         assert "twice" in done.stdout, "a column too"
 
 
-# ---- what a fork sets by hand --------------------------------------------------------------------
-
 # ---- without the command -------------------------------------------------------------------------
 
 
