@@ -197,10 +197,13 @@ def test_a_module_is_told_when_evaluation_ends(run_train):
 
 
 def masked_batch(rows=8):
-    """Inputs, and targets of which each row has another number; the last two rows have none."""
+    """Inputs, and targets of which each row has another number: the first one has none for an extra
+    head, the last two have none at all."""
     inputs, targets = batch(rows)
     for row in range(rows):
         targets[row, : 2 * row + 1] = -100
+    targets[0] = -100
+    targets[0, 0] = 7
     targets[-2:] = -100
     return inputs, targets
 
@@ -210,8 +213,8 @@ def masked_batch(rows=8):
 def test_the_loss_is_the_mean_however_it_is_split(micro_batch, chunk_logits, knobs, monkeypatch):
     monkeypatch.setattr("model.LARGE_VOCAB", 1)
     monkeypatch.setattr("model.CHUNK_LOGITS", chunk_logits)
-    whole = build_run(rows=8)
-    parts = build_run(rows=8)
+    whole = build_run(rows=8, n_future_tokens=3)
+    parts = build_run(rows=8, n_future_tokens=3)
     parts.state["micro_batch"] = micro_batch
     inputs, targets = masked_batch()
     logits = whole.model(inputs).detach()[targets != -100]
