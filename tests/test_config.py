@@ -287,6 +287,18 @@ def test_every_knob_and_config_file_of_this_repository_is_right():
         assert cli.read_config_file(str(path), str(REPO), dict(config), knobs)
 
 
+NEAR = [("batchsize", 4, "batch_size"), ("reprot", True, "report"), ("peak_lrs", 0.1, "peak_lr")]
+
+
+@pytest.mark.parametrize("name, value, near", NEAR)
+def test_a_global_that_the_source_does_not_define_is_named(script, name, value, near):
+    scope = scope_of(script) | {name: value}
+    with pytest.raises(cli.BadInput) as error, configured(scope, argv=[]):
+        pass
+    assert f"sheep.{name} = {value!r}" in str(error.value)
+    assert f"did you mean {near} = {value!r}?" in str(error.value)
+
+
 # ---- another command is another run --------------------------------------------------------------
 
 

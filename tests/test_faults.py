@@ -212,6 +212,18 @@ torch.save = save
     assert [row["step"] for row in done.rows("eval")] == [0, 12]
 
 
+def test_a_run_begun_from_a_path_survives_a_kill_before_its_first_save(run_train, straight):
+    seed = f"--resume={straight.checkpoint(8)}"
+    kill = at_step(10, "import os; os.kill(os.getpid(), 9)")
+    killed = run_train(
+        "run", *EVERYTHING, "--log_interval=1", "--save_interval=0", seed, before=kill
+    )
+    assert killed.returncode == 137
+    done = run_train("run", *EVERYTHING, seed)
+    assert done.returncode == 0, done.stderr
+    assert states_equal(done.fingerprint(12), straight.fingerprint(12), "state")
+
+
 # ---- checkpoints that are no good ----------------------------------------------------------------
 
 

@@ -75,6 +75,24 @@ def test_restart_moves_the_old_run_and_locks_the_place(folder, in_another_proces
     assert (folder.path / "run.json").read_text() == "3"
 
 
+def test_a_run_that_got_the_lock_of_a_folder_moved_aside_does_not_start(
+    in_another_process, tmp_path
+):
+    (tmp_path / "run").mkdir()
+    source = """
+from plumbing import run_folder
+def renamed_meanwhile(path, inner=run_folder.lock_file):
+    file = inner(path)
+    folder.path.rename(str(folder.path) + ".old_1")
+    folder.path.mkdir()
+    (folder.path / ".lock").touch()
+    return file
+run_folder.lock_file = renamed_meanwhile
+folder.lock()
+"""
+    assert "has taken the place of this folder" in in_another_process(source)
+
+
 # ---- rows ----------------------------------------------------------------------------------------
 
 

@@ -25,6 +25,7 @@ from torch import nn
 import sample
 import train
 from plumbing import checkpoint
+from plumbing.safe_step import step_unless
 
 FLAGS = ("--save_interval=4", "--eval_interval=3", "--keep_last=9")
 
@@ -236,6 +237,43 @@ def test_a_validation_batch_without_targets_counts_for_nothing(knobs):
         assert each == pytest.approx(found[0], rel=1e-6)
 
 
+def subclass(weights):
+    class Noisy(torch.optim.AdamW):
+        def step(self):
+            super().step()
+            with torch.no_grad():
+                for group in self.param_groups:
+                    for weight in group["params"]:
+                        weight.add_(0.01)
+
+    return Noisy(weights, fused=True)
+
+
+def with_hook(weights):
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    optimizer.register_step_post_hook(lambda *_: weights[0].data.add_(0.01))
+    return optimizer
+
+
+def with_a_step_around_it(weights):
+    optimizer = torch.optim.AdamW(weights, fused=True)
+    inner = optimizer.step
+    optimizer.step = lambda: (inner(), weights[0].data.add_(0.01))
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [subclass, with_hook, with_a_step_around_it])
+def test_a_skipped_step_changes_nothing_whatever_is_added_to_a_fused_optimizer(make):
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = make([weight])
+    weight.grad = torch.full((4,), torch.nan)
+    step_unless(torch.tensor(1.0), optimizer)
+    assert torch.equal(weight, torch.ones(4)) and not optimizer.state[weight]
+    weight.grad = torch.ones(4)
+    step_unless(torch.tensor(0.0), optimizer)
+    assert not torch.equal(weight, torch.ones(4))
+
+
 class Pairs(torch.utils.data.Dataset):
     def __init__(self, *tensors):
         self.tensors = tensors
@@ -300,7 +338,7 @@ train.train_step = train_step
 # ---- the rest ------------------------------------------------------------------------------------
 
 
-def test_a_head_with_a_forward_of_its_own_is_used_in_training_too(monkeypatch):
+def test_a_head_with_a_forward_or_a_bias_of_its_own_is_used_in_training_too(monkeypatch):
     class Capped(nn.Linear):
         def forward(self, x):
             return 2 * torch.tanh(super().forward(x) / 2)
@@ -309,10 +347,13 @@ def test_a_head_with_a_forward_of_its_own_is_used_in_training_too(monkeypatch):
     run = build_run(vocab_size=1000)
     inputs, targets = batch(4)
     assert run.model.loss_chunks(64) > 1
-    run.model.head.__class__ = Capped
-    logits = run.model(inputs)
-    expected = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-    assert run.model(inputs, targets).item() == pytest.approx(expected.item(), rel=1e-6)
+    bias = nn.Parameter(torch.randn(run.model.head.out_features))
+    for kind, own_bias in ((Capped, None), (nn.Linear, bias)):
+        run.model.head.__class__ = kind
+        run.model.head.bias = own_bias
+        logits = run.model(inputs)
+        expected = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        assert run.model(inputs, targets).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_a_tied_weight_is_sampled_from_with_its_average(monkeypatch, run_train):

@@ -142,6 +142,18 @@ def test_a_module_counts_by_what_it_computes(start, tmp_path):
     assert start(*again, script=tmp_path / "one.py") == [[str(own)]]
 
 
+def test_two_files_that_are_swapped_are_a_change(start, tmp_path):
+    a, b, c = (tmp_path / f"{name}_part.py" for name in "abc")
+    a.write_text("factor = 1.0\n")
+    b.write_text("factor = 2.0\n")
+    (tmp_path / "one.py").write_text("import a_part, b_part\n" + FORK)
+    start(script=tmp_path / "one.py")
+    os.rename(a, c)
+    os.rename(b, a)
+    os.rename(c, b)
+    assert start(script=tmp_path / "one.py") == [[str(a), str(b)]]
+
+
 @pytest.mark.parametrize("edit", ["between", "during", "none"])
 def test_a_module_that_a_step_imports_counts_as_it_was_first_seen(start, tmp_path, edit):
     one, lazy = tmp_path / "one.py", tmp_path / "lazy_part.py"
@@ -202,3 +214,13 @@ def test_installed_code_of_any_interpreter_is_not_counted(tmp_path):
         if folder == "bin":
             (path.parent / "python3").touch()
         assert bool(resume.name_of_source(str(path))) == (folder == "own"), folder
+
+
+def test_an_installed_file_that_is_a_link_into_a_cache_is_no_code_of_ours(tmp_path):
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "cached.py").write_text("x = 1\n")
+    (tmp_path / "site-packages" / "installed.py").symlink_to(tmp_path / "cached.py")
+    (tmp_path / "link").symlink_to(tmp_path / "site-packages")
+    for folder in ("site-packages", "link"):
+        assert resume.name_of_source(str(tmp_path / folder / "installed.py")) is None
+    assert resume.name_of_source(str(tmp_path / "cached.py")) == str(tmp_path / "cached.py")

@@ -269,6 +269,19 @@ def test_generate_is_reproducible_and_crops():
     assert flat_gradient(model).abs().sum() > 0
 
 
+def test_generate_asks_a_forward_that_was_replaced_for_all_its_logits():
+    class Fork(GPT):
+        def forward(self, inputs, targets=None):
+            return super().forward(inputs, targets).roll(1, dims=-1)
+
+    model = build_trained().eval()
+    prompt, _ = batch(1, model.config)
+    (before,) = generate(model, prompt, 1, 32, 65, temperature=0)
+    model.__class__ = Fork
+    (after,) = generate(model, prompt, 1, 32, 65, temperature=0)
+    assert after == (before + 1) % 65
+
+
 def test_generate_needs_no_more_than_logits_and_never_draws_a_row_that_pads_the_head():
     model = Recurrent(vocab_size=64)
     with torch.no_grad():

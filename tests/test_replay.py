@@ -128,6 +128,16 @@ def test_a_run_may_be_asked_while_it_goes_on_at_its_first_step_too(run_train, re
     assert rows.read_text().endswith('"lo')
 
 
+def test_the_saved_state_starts_a_new_folder_with_that_step(good, run_train, replay):
+    done = good
+    again = replay(done.out_dir, "--step=7", "--save=true")
+    assert "--resume=" in again.stdout
+    new = run_train("new", f"--resume={done.out_dir}/replay_00000007.pt", *SAVES)
+    assert new.returncode == 0, new.stderr
+    losses = [row["loss"] for row in done.rows("train")]
+    assert [row["loss"] for row in new.rows("train")] == losses[6:]
+
+
 def test_a_step_before_a_rollback_and_the_same_one_after_it(run_train, replay):
     bad = """
 real = train.forward_backward

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import helpers
 import numpy as np
 import pytest
 from helpers import RUNS, evaluation, event, eventful, falling, write_run
@@ -120,6 +121,28 @@ def test_damaged_lines_are_left_out_and_counted(real, tmp_path):
     np.testing.assert_equal(run.evals, expected.evals)
     np.testing.assert_equal(run.train["step"], expected.train["step"])
     assert "5 damaged line(s)" in words_of(run)
+
+
+def test_of_two_rows_of_a_step_the_later_one_counts(tmp_path):
+    losses = [(1, 4.0), (2, 3.0), (3, 2.0), (2, 3.5), (3, 2.5)]
+    rows = [helpers.row(step, loss) for step, loss in losses]
+    run = read_run(write_run(tmp_path, rows))
+    assert run.train["step"].tolist() == [1, 2, 3]
+    assert run.train["loss"].tolist() == [4.0, 3.5, 2.5]
+
+
+def test_a_fork_that_evaluates_a_part_is_not_said_to_see_the_whole(run_train):
+    fork = """
+def evaluate(run, inner=train.evaluate):
+    return inner(run) | {"val_tokens": 64}
+train.evaluate = evaluate
+"""
+    assert "val_bpb" in run_train("whole", "--max_steps=3").rows("eval")[0]
+    row = run_train("part", "--max_steps=3", before=fork).rows("eval")[0]
+    assert row["val_tokens"] == 64 and "val_bpb" not in row
+    silent = fork.replace('{"val_tokens": 64}', "{}").replace("inner(run)", "{'val_loss': 1.0}")
+    row = run_train("silent", "--max_steps=3", before=silent).rows("eval")[0]
+    assert "val_tokens" not in row and "val_bpb" not in row
 
 
 @pytest.mark.parametrize(

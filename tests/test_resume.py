@@ -385,6 +385,19 @@ def test_a_smoke_run_is_never_extended_past_the_end_of_its_schedule_in_silence(r
     assert (smoke.out_dir.parent / "last.old_1/ckpt_00000030.pt").exists()
 
 
+def test_a_default_warmup_shrinks_to_fit_and_changes_no_past_rate(run_train, tmp_path):
+    (tmp_path / "long.py").write_text("warmup_steps = 100\n")
+    config = str(tmp_path / "long.py")
+    assert run_train("run", config, "--max_steps=4").returncode == 0
+    done = run_train("run", config, "--max_steps=8", "--decay_steps=4")
+    assert done.returncode == 0, done.stderr
+    rates = [row["lr"] for row in done.rows("train")]
+    assert rates[:4] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
+    assert rates[4:] == [1e-4] * 4  # and warmup_steps is kept: 4
+    refused = run_train("other", config, "--max_steps=4", "--warmup_steps=100")
+    assert refused.returncode == 2 and "--warmup_steps=100: expected no more" in refused.stderr
+
+
 @pytest.mark.parametrize("extents", [(0, 40), (40, 0)], ids=["fewer", "more"])
 def test_the_best_is_a_best_among_evaluations_of_the_same_extent(run_train, extents):
     """At a rate at which the loss only grows, the best is of step 0, measured anew each time."""
@@ -422,6 +435,22 @@ def test_a_checkpoint_of_another_run_seeds_an_empty_folder(run_train, whole, tmp
     for part in ("model", "optimizer", "rng"):
         assert ours[part] == expected[part]
     assert {path: path.read_bytes() for path in source.out_dir.iterdir()} == before
+
+
+def test_a_run_seeded_by_a_checkpoint_reports_a_best_that_it_holds(run_train):
+    """At a rate at which the loss only grows, the best of the run before is not among its
+    weights."""
+    flags = ("--eval_interval=3", "--max_steps=14", "--peak_lr=3", "--min_lr=3")
+    source = run_train("source", *flags, before=stop_at(7))
+    done = run_train("run", *flags, f"--resume={source.checkpoint(7)}")
+    assert done.returncode == 0, done.stderr
+    rows = done.rows("eval")
+    assert [row["step"] for row in rows] == [7, 9, 12, 14]
+    best = min(rows, key=lambda row: row["val_loss"])
+    assert best["best_val_loss"] == best["val_loss"] == rows[-1]["best_val_loss"]
+    assert best["val_loss"] > source.rows("eval")[0]["val_loss"]  # the source's best
+    state = torch.load(done.out_dir / "best.pt", weights_only=True)["state"]
+    assert state["step"] == state["best_step"] == best["step"]
 
 
 ANOTHER_GROUP = """

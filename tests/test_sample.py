@@ -211,4 +211,12 @@ def test_weights_alone_are_exported(trained, run_sample, edited, tmp_path):
     assert written.keys() == expected.keys() and best["ema"]
     assert all(torch.equal(written[name], expected[name]) for name in expected)
 
+    def own(checkpoint):
+        weight = torch.ones(3)
+        checkpoint["model"] = {"in": weight, "out": weight, "other": torch.zeros(2)}
+        checkpoint["ema"] = {"in": 2 * weight}
+
+    assert run_sample(edited(own), f"--export={tmp_path}/w.safetensors")[0] == 0
+    written = load_file(tmp_path / "w.safetensors")
+    assert [written[name].sum() for name in ("in", "out", "other")] == [6, 6, 0]
     refused(run_sample(trained, f"--export={tmp_path}/no/w"), "no/w", "cannot be written")

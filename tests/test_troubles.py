@@ -163,6 +163,19 @@ def test_recorded_rows_that_have_the_trouble_are_told_so_and_only_that(name, tmp
     assert name in found and set(found) <= {name, "updates_fail"}
 
 
+def test_memory_that_rises_with_an_evaluation_or_two_does_not_grow(tmp_path):
+    """The peak of the main job, as its rows have it; and one of the same size that goes on
+    rising."""
+    steps = [(183, 0.53), (350, 0.57), (550, 0.61), (1100, 0.61)]
+    rows = falling(1100)
+    for each in rows:
+        each["mem_gb"] = next(size for last, size in steps if each["step"] <= last)
+    assert names_of(read_run(write_run(tmp_path / "main", rows))) == []
+    for each in rows:
+        each["mem_gb"] = 0.53 + 2e-4 * (each["step"] // 100 * 100)
+    assert names_of(read_run(write_run(tmp_path / "grows", rows))) == ["memory_grows"]
+
+
 def test_every_trouble_is_tried_on_a_run_that_has_it():
     assert set(TROUBLES) == {*" ".join(REAL).split(), *RECORDED, "diverges_after_resume"}
 

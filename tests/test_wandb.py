@@ -2,8 +2,10 @@
 on."""
 
 import json
+import socket
 import struct
 import sys
+import time
 import types
 
 import pytest
@@ -175,6 +177,21 @@ def test_a_wandb_that_fails_is_one_line_and_training_continues(how, run_train, t
     said = [line for line in said if line != "wandb    somewhere"]
     assert len(said) == 1 and words in said[0] and "training continues without it" in said[0]
     assert len(read_rows(done.out_dir, "train")) == 30
+
+
+@pytest.mark.slow  # twenty seconds, most of them of wandb at its own exit
+def test_a_server_that_does_not_answer_is_one_line(run_train):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        where = {"WANDB_BASE_URL": f"http://127.0.0.1:{silent.getsockname()[1]}"}
+        online = where | {"WANDB_MODE": "online", "WANDB_API_KEY": 40 * "a"}
+        impatient = "from plumbing import run_folder\nrun_folder.WANDB_SECONDS = 2\n"
+        start = time.monotonic()
+        done = run_train("run", *ON, env=online, before=impatient)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("training continues without it") == 1
+    assert len(read_rows(done.out_dir, "train")) == 30 and time.monotonic() - start < 60
 
 
 def test_nobody_is_asked_for_a_key(run_train, tmp_path):
