@@ -101,18 +101,6 @@ def test_memory_is_predicted_for_any_model(tmp_path, train_as_it_was):
     assert row["predicted"] == pytest.approx(row["measured"], rel=0.15)
 
 
-def test_all_is_as_before_afterwards(in_process):
-    before = dict(vars(train)), list(sys.path), torch.are_deterministic_algorithms_enabled()
-    handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-    code, facts = in_process(only="overhead,memory")
-    assert not code and set(facts) & set(PARTS) == {"overhead", "memory"}
-    assert (dict(vars(train)), list(sys.path)) == before[:2]
-    assert torch.are_deterministic_algorithms_enabled() == before[2]
-    assert handlers == [
-        signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    ]
-
-
 # ---- from nanoGPT to here ------------------------------------------------------------------------
 
 NANO_MODEL = """
