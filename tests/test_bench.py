@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -99,6 +100,29 @@ def test_memory_is_predicted_for_any_model(tmp_path, train_as_it_was):
     memory = json.loads((tmp_path / "bench.json").read_text())["memory"]
     row = memory["here"]["without grad_checkpoint"]
     assert row["predicted"] == pytest.approx(row["measured"], rel=0.15)
+
+
+def test_overhead_is_measured_over_the_real_loop(whole):
+    overhead = whole[0]["overhead"]
+    assert all(overhead[key] > 0 for key in overhead if key.endswith("_ms"))
+    assert overhead["over_bare"] > -1
+    # one block: its ratio is that of its times
+    assert overhead["loop_ms"] == pytest.approx(overhead["bare_ms"] * (1 + overhead["over_bare"]))
+
+
+def test_the_bare_step_clips(monkeypatch):
+    weight = torch.nn.Parameter(torch.zeros(4))
+    run = SimpleNamespace(
+        model=torch.nn.ParameterList([weight]),
+        optimizers=[torch.optim.SGD([weight], lr=0.1)],
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        device=torch.device("cpu"),
+    )
+    large = torch.full((4,), 50.0)
+    monkeypatch.setattr(train, "forward_backward", lambda *_: setattr(weight, "grad", large))
+    bench.bare_step(None, run, None, weight)
+    assert weight.grad.norm().item() == pytest.approx(train.grad_clip, rel=1e-4)
+    assert weight.detach().sum() == pytest.approx(-0.1 * 2, rel=1e-4)
 
 
 # ---- from nanoGPT to here ------------------------------------------------------------------------
