@@ -287,8 +287,7 @@ train.train_step = train_step
 
 
 def at_step(step, code):
-    """Source for run_train's `before`: `code` runs just before the step of that number is
-    computed."""
+    """Source for run_train's `before`: `code` runs just before that step is computed."""
     return f"""
 def wrap(inner):
     def train_step(model, run, *rest):
@@ -332,8 +331,7 @@ train.checkpoint.time = types.SimpleNamespace(**vars(time) | {"sleep": pause})
 
 
 def ranks(count, code=""):
-    """Source for run_train's `before`: `count` ranks, of which each runs `code`, knowing its
-    `rank`."""
+    """Source for run_train's `before`: `count` ranks; each runs `code`, knowing its `rank`."""
     return f"""
 import os, socket, torch
 def spread(main):
@@ -485,6 +483,58 @@ def update(run, inputs=None, targets=None, lr=1e-3):
         inputs, targets = batch()
     numbers = train.train_step(run.model, run, inputs, targets, lr)
     return {name: value.item() for name, value in numbers.items()}
+
+
+# ---- bench.py and check.py ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_products(monkeypatch):
+    """The peak that a job measures at its start, by a smaller matrix product."""
+    from plumbing import machine
+
+    def matmul_rate(device, dtype, sizes=(64,), inner=machine.matmul_rate):
+        return inner(device, dtype, sizes)
+
+    monkeypatch.setattr(machine, "matmul_rate", matmul_rate)
+
+
+@pytest.fixture
+def train_as_it_was(monkeypatch):
+    """Undoes what a script that changes train.py did to it."""
+    import train
+    from plumbing import console
+
+    field = console.FIELDS["tokens_per_sec"]
+    monkeypatch.setattr(field, "heading", field.heading)
+    before = dict(vars(train))
+    yield
+    for name in vars(train).keys() - before.keys():
+        delattr(train, name)
+    vars(train).update(before)
+
+
+@pytest.fixture
+def quick(train_in, tmp_path, monkeypatch):
+    """bench.execute() by a forked process, which begins at once. The folders of its runs."""
+    import bench
+    from plumbing.cli import RunFailed
+
+    folders = []
+
+    def execute(script, words, *, out_dir, **knobs):
+        folders.append(Path(out_dir))
+        flags = bench.for_train(words) + [f"--{name}={value}" for name, value in knobs.items()]
+        change = f"import runpy; runpy.run_path({str(script)!r}, run_name='script')"
+        change = change if Path(script) != REPO / "train.py" else ""
+        env = {name: os.environ[name] for name in ("NANOGPT",) if name in os.environ}
+        flags = [flag for flag in flags if not flag.startswith("--out_dir=")]
+        done = train_in(tmp_path, out_dir, *flags, f"--out_dir={out_dir}", env=env, before=change)
+        if done.returncode:
+            raise RunFailed(done.stderr)
+
+    monkeypatch.setattr(bench, "execute", execute)
+    return folders
 
 
 # ---- a copy of the repository --------------------------------------------------------------------

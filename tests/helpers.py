@@ -6,11 +6,12 @@ Nothing here starts anything when it is imported.
 import json
 import math
 import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from conftest import build_run
+from conftest import LION, build_run
 from torch import nn
 
 from model import GPT, GPTConfig
@@ -80,8 +81,7 @@ def model_batch(rows, config, seed=0):
 
 
 class Moving(torch.nn.Module):
-    """A GPT whose forward pass moves buffers: in place, as BatchNorm does, and by assigning new
-    ones."""
+    """A GPT whose forward pass moves buffers in place, as BatchNorm does, or by new ones."""
 
     def __init__(self, gpt):
         super().__init__()
@@ -95,33 +95,75 @@ class Moving(torch.nn.Module):
         return loss + self.norm(inputs.float().view(-1, 1)).mean() + 0 * self.norm.running_var.sum()
 
 
-class Lion(torch.optim.Optimizer):
-    """By hand: an int in its state, a counter in param_groups, all of it made in the first step."""
-
-    def __init__(self, weights):
-        super().__init__(weights, {"lr": 0.0})
-
-    def step(self):
-        for group in self.param_groups:
-            group["taken"] = group.get("taken", 0) + 1
-            for weight in group["params"]:
-                state = self.state[weight]
-                state["count"] = state.get("count", 0) + 1
-                average = state.setdefault("average", torch.zeros_like(weight))
-                update = (0.9 * average + 0.1 * weight.grad).sign() / state["count"]
-                weight.sub_(group["lr"] / group["taken"] * update)
-                average.lerp_(weight.grad, 0.01)
-
-
 def moving_run(optimizer):
     """A run whose forward pass moves buffers, under one of our optimizers or one "by hand"."""
     run = build_run("adamw" if optimizer == "by hand" else optimizer, ema=True, dropout=0.1)
     run.model = Moving(run.model)
     run.ema = {f"gpt.{name}": average for name, average in run.ema.items()}
     if optimizer == "by hand":
-        run.optimizers = [Lion(run.model.parameters())]
+        by_hand = {"train": SimpleNamespace()}
+        exec(LION, by_hand)
+        run.optimizers = by_hand["configure_optimizers"](run.model, "lion", 1e-3, 0.0)
         run.groups = [run.optimizers[0].state_dict()["param_groups"]]
     return run
+
+
+# ---- bench.py and check.py ----------------------------------------------------------------------
+
+BENCH_FLAGS = {
+    "n_layer": 2,
+    "n_embd": 64,
+    "n_head": 2,
+    "block_size": 32,
+    "batch_size": 32,
+    "dataset": "small",
+    "device": "cpu",
+    "compile": "false",
+    "warmup_steps": 0,
+    "peak_lr": 1e-2,
+    "save_interval": 50,
+    "rounds": 1,
+    "timing_seconds": 0.05,
+}
+
+CHECKS = [  # of check.py, in their order
+    "one batch overfits",
+    "loss at initialization",
+    "gradient norm",
+    "no look into the future",
+    "sampling draws from the model",
+    "positions matter",
+    "the loss is the mean of -log p",
+    "gradients are those of the loss",
+    "dropout draws anew",
+    "grad_checkpoint changes no gradient",
+    "the first sequence",
+    "targets are the next tokens",
+    "batches differ",
+    "an epoch has each sequence once",
+    "train and validation share no window",
+    "evaluation sees each token once",
+    "evaluation is the mean of -log p",
+    "training is as before an evaluation",
+    "the average is what is evaluated",
+    "FLOPs of a token",
+    "matrices decay, vectors do not",
+    "each weight moves as its optimizer says",
+    "an update that is not finite changes nothing",
+    "a step is that of its batch",
+    "the schedule is the one named",
+    "a resume is bit for bit",
+    "each row is that of its step",
+    "each step sees the next sequences",
+    "the average is that of the weights",
+    "best.pt is the best",
+    "the whole run",
+]
+
+
+def bench_arguments(out_dir, data_dir, **flags):
+    flags = BENCH_FLAGS | {"out_dir": out_dir, "data_dir": data_dir} | flags
+    return [f"--{key}={value}" for key, value in flags.items()]
 
 
 # ---- rows of runs that were never trained --------------------------------------------------------
@@ -160,8 +202,7 @@ def falling(n, noise=0.03, **changes):
 
 
 def eventful():
-    """Rows of a run that was resumed, rolled back, out of memory, and failed; one session was
-    killed."""
+    """Rows of a run that was resumed, rolled back, out of memory, killed once, and failed."""
     rows = falling(60)
     for step in (20, 21):
         rows[step - 1].update(loss=None, skipped=1, finite=False)

@@ -21,8 +21,7 @@ STEPS = 12
 
 
 def flip_gradient(tries, step=6):
-    """Source for run_train's `before`: in these tries of that step one bit of one gradient is
-    wrong."""
+    """Source for run_train's `before`: in these tries of that step a gradient has a wrong bit."""
     return f"""
 import torch
 tries = []
@@ -156,8 +155,7 @@ def test_what_only_one_try_has_made_is_found_and_healed(knobs, number, odd):
 
 
 def test_memory_that_runs_out_in_the_repeat_halves_nothing_for_good(knobs):
-    """It may be the copies that were too much. Without them the step is taken once, as without
-    audit."""
+    """It may be the copies that were too much: the step is taken once without them."""
     run, plain = build_run(), build_run()
     events = []
     run.folder = SimpleNamespace(event=lambda step, name, **fields: events.append(name))
@@ -235,9 +233,6 @@ def test_the_second_step_changes_no_bit_and_no_figure(run_train, plain):
     assert seconds["audit"] > 0
     memory = [run.rows("train")[-1]["mem_gb"] for run in (plain, without)]
     assert memory[0] == pytest.approx(memory[1], rel=0.05)
-
-
-# ---- what it costs -------------------------------------------------------------------------------
 
 
 def test_an_audit_that_could_prove_nothing_is_refused(run_train):

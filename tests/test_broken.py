@@ -8,8 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import REPO, TINY
-from test_hacks import apply_patch
+from conftest import REPO, TINY, apply_patch
 
 PATCHES = sorted((REPO / "tests" / "broken").glob("*.patch"))
 PAGE = (REPO / "tests" / "broken" / "answers.md").read_text(encoding="utf-8")
@@ -161,18 +160,3 @@ def test_the_answer_shows_the_edit_and_what_finds_it(broken, tmp_path):
     name, test, command, prints = BUGS[20]
     assert all(words in done.stdout for words in (name, test, command, prints))
     assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("words", [[], ["0"], ["99"], ["07x"], ["1", "2"], ["²"]])
-def test_another_number_is_refused_in_one_line(broken, words, tmp_path):
-    done = broken(*words)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.count("\n") == 1 and f"from 1 to {len(BUGS)}" in done.stderr
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_copy_that_is_there_is_left_alone(broken, tmp_path):
-    (tmp_path / "here" / "broken_07").mkdir(parents=True)
-    done = broken("7", "--out_dir=here")
-    assert done.returncode == 2 and "broken_07 is there already" in done.stderr
-    assert os.listdir(tmp_path / "here" / "broken_07") == []

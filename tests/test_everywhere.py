@@ -97,8 +97,7 @@ began = read_so_far()
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("shard", first(1, [SHARD, "--shard=false"]))
 def test_a_checkpoint_is_read_once_by_rank_0_and_mapped_by_all(run_train, shard):
-    """Rank 0 reads it to compare checksums. From the mapping, a rank takes what it keeps, and no
-    more."""
+    """Rank 0 reads it to compare checksums. Of the mapping a rank takes what it keeps."""
     flags = ("--n_embd=384", "--n_head=4", "--batch_size=4", "--warmup_steps=0", shard)
     begun = run_train("run", *flags, "--max_steps=2", before=ranks(2))
     assert codes(begun) == "0 0", begun.stderr
@@ -116,12 +115,8 @@ def test_a_checkpoint_is_read_once_by_rank_0_and_mapped_by_all(run_train, shard)
     assert max(took) < (0.45 if shard == SHARD else 0.8), took
 
 
-# ---- devices that nobody had ---------------------------------------------------------------------
-
-
 def test_only_cuda_copies_in_the_background():
-    """On MPS it would copy from memory that is free, or read what has not arrived
-    (pytorch#189690)."""
+    """On MPS it would copy from memory that is free (pytorch#189690)."""
     kinds = {
         kind: machine.copies_in_background(torch.device(kind)) for kind in ("cuda", "mps", "cpu")
     }

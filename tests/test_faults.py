@@ -12,7 +12,6 @@ import pickle
 import re
 import shutil
 import signal
-import statistics
 import subprocess
 import time
 import zipfile
@@ -76,20 +75,8 @@ def test_a_signal_to_the_whole_group_stops_after_a_checkpoint(run_train, straigh
     assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
 
 
-def test_a_signal_from_outside_reaches_a_run_that_python_started(start_train, tmp_path):
-    process = start_train("run", "--max_steps=100000", "--num_workers=2", "--log_interval=1")
-    wait_for(lambda: "100000 " in process.log.read_text())
-    os.killpg(process.pid, signal.SIGTERM)
-    assert process.wait(20) == 128 + signal.SIGTERM
-    (line,) = [x for x in process.log.read_text().splitlines() if "stopped by SIGTERM" in x]
-    step = int(line.split(" at step ")[1].split(";")[0].replace(",", ""))
-    assert checkpoint.load(tmp_path / f"run/ckpt_{step:08}.pt")["state"]["step"] == step
-    assert json.loads((tmp_path / "run/run.json").read_text())["ended"] == "stopped by SIGTERM"
-
-
 def test_a_signal_while_workers_start_stops_the_run_and_kills_none_of_them(run_train):
-    """Until worker_init_fn has run, a worker has torch's own handler of SIGTERM, by which it
-    dies."""
+    """Until worker_init_fn has run, a worker has torch's handler of SIGTERM, by which it dies."""
     slow_start = """
 import os, signal, threading, time
 def ignore_signals(worker, inner=train.data.ignore_signals):
@@ -154,8 +141,7 @@ STORM = (
 
 
 def killer(folder, chance, in_save):
-    """Source: a process that sends this one SIGKILL after up to 4 more checkpoints, or in a save
-    then."""
+    """Source: a process that kills this one after up to 4 more checkpoints, or in a save then."""
     return f"""
 import os, pathlib, random, signal, time
 def newest():
@@ -323,8 +309,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
 
 @pytest.mark.parametrize("place", ["open", "_EndRecData", "ZipFile.testzip"])
 def test_an_error_in_reading_a_checkpoint_is_no_damage(run_train, interrupted, tmp_path, place):
-    """A disk that answers EIO: to the opening, in the zip's directory (where zipfile reports a bad
-    file instead), or in the data."""
+    """A disk that answers EIO: to the opening, in the zip's directory, or in the data."""
     shutil.copytree(interrupted, tmp_path / "run")
     before = tree(tmp_path / "run")
     fail = f"""
@@ -354,7 +339,7 @@ def test_no_checkpoint_is_written_that_could_not_be_read(run_train, straight):
     assert "damaged" not in done.stdout and done.fingerprint(12) == straight.fingerprint(12)
 
 
-def test_other_files_in_the_folder_are_neither_resumed_from_nor_pruned(
+def test_other_files_are_neither_resumed_from_nor_pruned(
     run_train, straight, interrupted, tmp_path
 ):
     """Names that we do not give; and ckpt_00000099.pt, which says a step that it does not hold."""
@@ -386,7 +371,7 @@ def same_list_many_times(doublings):
     return value
 
 
-WRONG = {  # part -> what it might hold in a file whose checksums are right
+WRONG = {  # part, or part and key -> what it might hold in a file whose checksums are right
     "model": [None, {1: torch.ones(2)}, {"head.weight": 3.0}],
     "optimizer": [None, [{}], [{"state": {}}], [[]]],
     "scaler": [None, 1.0],
@@ -396,30 +381,15 @@ WRONG = {  # part -> what it might hold in a file whose checksums are right
     "data": [None, {"name": "small"}],
     "run": [None, {"world_size": 3}],
     "state": [None, {}, nested(300), same_list_many_times(30)],
+    "state step": [None, -1, 2**60, 1.5, "8", True, torch.tensor(8)],
+    "state sequences": [-8, 1.5],
+    "state tokens": ["many"],
+    "state micro_batch": [-1, 0, None],
+    "state more": [nested(60)],
+    "rng python": [None, (3, (1, 2), None)],
+    "rng numpy": [None, ["MT19937", torch.zeros(3), 0, 0, 0.0]],
+    "rng torch": [None, torch.zeros(5), torch.zeros(5056)],
 }
-
-
-WRONG_STATE = {
-    "step": [None, -1, 2**60, 1.5, "8", True, torch.tensor(8)],
-    "sequences": [-8, 1.5],
-    "tokens": ["many"],
-    "micro_batch": [-1, None],
-    "more": [nested(60)],
-}
-
-
-WRONG_RNG = {
-    "python": [None, (3, (1, 2), None)],
-    "numpy": [None, ["MT19937", torch.zeros(3), 0, 0, 0.0]],
-    "torch": [None, torch.zeros(5), torch.zeros(5056)],
-}
-
-
-VARIANTS = [
-    *((part, value) for part, values in WRONG.items() for value in values),
-    *((f"state {key}", value) for key, values in WRONG_STATE.items() for value in values),
-    *((f"rng {key}", value) for key, values in WRONG_RNG.items() for value in values),
-]
 
 
 def test_a_whole_file_with_wrong_content_is_damaged(interrupted, tmp_path, monkeypatch):
@@ -428,7 +398,7 @@ def test_a_whole_file_with_wrong_content_is_damaged(interrupted, tmp_path, monke
     path = tmp_path / "ckpt_00000008.pt"
     good = torch.load(interrupted / path.name, weights_only=True)
     accepted = []
-    for place, value in VARIANTS:
+    for place, value in ((place, value) for place, values in WRONG.items() for value in values):
         part, _, key = place.partition(" ")
         wrong = copy.copy(good)
         if not key:
@@ -473,22 +443,6 @@ def test_with_no_good_checkpoint_left_it_says_so_and_stops(run_train, interrupte
         path.unlink()
     done = run_train("run", *EVERYTHING)  # no checkpoint at all, but the rows of a run
     assert done.returncode == 2 and "no checkpoint that can be read" in done.stderr
-
-
-def test_a_checkpoint_of_another_model_py_is_refused(run_train, interrupted, tmp_path):
-    shutil.copytree(interrupted, tmp_path / "run")
-    other = """
-import torch
-def build_model(*arguments, inner=train.build_model):
-    model = inner(*arguments)
-    model.extra = torch.nn.Parameter(torch.zeros(3))
-    return model
-train.build_model = build_model
-"""
-    before = tree(tmp_path / "run")
-    done = run_train("run", *EVERYTHING, before=other)
-    assert done.returncode == 2 and "extra" in done.stderr and "changed from absent" in done.stderr
-    assert tree(tmp_path / "run") == before
 
 
 # ---- the disk ------------------------------------------------------------------------------------
@@ -560,9 +514,7 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing_but_saves(run_train, stra
     assert not list(done.out_dir.glob("*.tmp"))
 
 
-def test_a_disk_that_stays_full_ends_in_exit_1_with_the_last_good_checkpoint(
-    run_train, straight, small_disk
-):
+def test_a_disk_that_stays_full_is_exit_1_with_a_good_checkpoint(run_train, straight, small_disk):
     flags = (*EVERYTHING, "--log_interval=1")
     done = run_train(small_disk / "run", *flags, before=SHORT_PAUSES + at_step(6, FILL))
     assert done.returncode == 1 and "ckpt_00000012.pt could not be saved" in done.stderr
@@ -591,20 +543,6 @@ def test_a_folder_that_becomes_read_only_stops_no_training(run_train, straight, 
     assert refused.returncode == 2 and "cannot be written (Read-only file system)" in refused.stderr
     subprocess.run(["umount", small_disk / "run"], check=True)
     done = run_train(small_disk / "run", *EVERYTHING)
-    assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
-
-
-def test_a_limit_on_file_sizes_is_a_failed_save(run_train, straight):
-    limit = """
-        import resource, time
-        time.sleep(0.5)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        """
-    done = run_train("run", *EVERYTHING, before=SHORT_PAUSES + at_step(6, limit))
-    assert done.returncode == 1 and "could not be saved" in done.stderr
-    assert "could not save ckpt_00000008.pt" in done.stdout and "Traceback" not in done.stderr
-    assert checkpoint.load(done.checkpoint(4))["state"]["step"] == 4
-    done = run_train("run", *EVERYTHING)
     assert done.returncode == 0 and done.fingerprint(12) == straight.fingerprint(12)
 
 
@@ -687,11 +625,9 @@ train.checkpoint.size = size
     "flags, count",
     [
         (["--ema_decay=0.9"], 1),
-        pytest.param(["--optimizer=momentum", "--shard=true"], 2, marks=pytest.mark.slow),
         (["--optimizer=muon", "--shard=true", "--ema_decay=0.9"], 2),
-        pytest.param(["--shard=true", "--offload=true"], 2, marks=pytest.mark.slow),
     ],
-    ids=["plain", "sharded", "sharded muon", "offloaded"],
+    ids=["plain", "sharded"],
 )
 def test_the_disk_space_asked_for_is_enough_for_a_whole_checkpoint(run_train, flags, count):
     done = run_train("run", *flags, "--max_steps=3", "--n_embd=256", before=ranks(count, SIZE))
@@ -732,9 +668,7 @@ def test_a_resume_from_the_best_alone_makes_a_checkpoint_to_roll_back_to(run_tra
 # ---- what belongs to the run ---------------------------------------------------------------------
 
 
-def test_a_second_run_in_the_folder_is_refused_while_the_first_is_at_work(
-    run_train, straight, data_dir
-):
+def test_a_second_run_in_the_folder_is_refused_meanwhile(run_train, straight, data_dir):
     second = at_step(
         6,
         """
@@ -750,9 +684,7 @@ def test_a_second_run_in_the_folder_is_refused_while_the_first_is_at_work(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_data_that_changes_its_size_under_the_run_is_named(
-    run_train, straight, data_dir, tmp_path, workers
-):
+def test_data_that_changes_its_size_is_named(run_train, straight, data_dir, tmp_path, workers):
     """To read past the end of a mapped file would kill the process."""
     shutil.copytree(data_dir / "small", tmp_path / "own/small")
     path = tmp_path / "own/small/train.bin"
@@ -834,64 +766,12 @@ def test_a_bad_step_touches_neither_weights_nor_moments_nor_average(run_train, o
         assert checkpoint["optimizer"][0]["state"][0]["n"] == 4
 
 
-NORMED = """
-import torch
-import torch.nn.functional as F
-class Normed(torch.nn.Module):
-    # with buffers that move in place (BatchNorm's), and one that each forward pass replaces
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.embedding = torch.nn.Embedding(vocab_size, 16)
-        self.norm = torch.nn.BatchNorm1d(16)
-        self.head = torch.nn.Linear(16, vocab_size, bias=False)
-        self.register_buffer("passes", torch.zeros(1))
-        self.factor = 1.0
-    def forward(self, inputs, targets=None):
-        x = self.embedding(inputs) * self.factor
-        if self.training:
-            self.passes = self.passes + x.detach().mean().exp()
-        logits = self.head(self.norm(x.transpose(1, 2)).transpose(1, 2))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-train.build_model = lambda knobs, vocab_size: Normed(vocab_size)
-"""
-
-
-def test_a_bad_step_leaves_the_buffers_as_they_were(run_train):
-    """Its NaN is in the forward pass, and so in BatchNorm's running mean. The rehearsal counts
-    neither."""
-    nan_inside = """
-def wrap(inner):
-    calls = []
-    def forward_backward(model, run, *rest):
-        calls.append(1)
-        is_bad = len(calls) > 1 and run.state["sequences"] // 8 in (0, 3)
-        run.model.factor = float("nan") if is_bad else 1.0
-        return inner(model, run, *rest)
-    return forward_backward
-train.forward_backward = wrap(train.forward_backward)
-"""
-    flags = ("--max_steps=6", "--log_interval=1", "--save_interval=1", "--keep_last=9")
-    flags += ("--audit_interval=-1",)
-    done = run_train("run", *flags, before=NORMED + LOOK + nan_inside)
-    assert done.returncode == 0, done.stderr
-    looks = [line.split()[2] for line in done.stdout.splitlines() if line.startswith("LOOK")]
-    assert looks == list("100100")  # state_dict() is the same after steps 1 and 4
-    first, last = (torch.load(done.checkpoint(n), weights_only=True)["model"] for n in (0, 6))
-    assert first["norm.num_batches_tracked"] == first["passes"] == 0
-    assert not first["norm.running_mean"].any()
-    assert last["norm.num_batches_tracked"] == 4 and last["norm.running_mean"].isfinite().all()
-    assert [row["skipped"] for row in done.rows("train")] == [1, 0, 0, 1, 0, 0]
-
-
 ROLLBACK = (*EVERYTHING, "--max_skipped=2", "--max_steps=20")
 
 
 @pytest.fixture(scope="session")
 def rolled_back(train_in, tmp_path_factory):
-    """Batches 9 and 10 (steps 10 and 11) are bad; the run goes back to step 8, and on with batch
-    11."""
+    """Batches 9 and 10 (steps 10 and 11) are bad: back to step 8, and on with batch 11."""
     folder = tmp_path_factory.mktemp("rolled_back")
     return train_in(folder, "run", *ROLLBACK, before=bad_batches([9, 10]))
 
@@ -930,9 +810,7 @@ def test_a_rollback_is_the_same_after_a_stop(run_train, rolled_back, step, keep_
 
 
 @pytest.mark.parametrize("keep_last", first(1, [1, 2]))
-def test_a_stop_among_skips_where_a_save_is_due_hides_no_checkpoint_to_go_back_to(
-    run_train, keep_last
-):
+def test_a_stop_among_skips_hides_no_checkpoint_to_go_back_to(run_train, keep_last):
     flags, bad = [*ROLLBACK, f"--keep_last={keep_last}"], bad_batches([7, 8])
     straight = run_train("straight", *flags, before=bad)
     assert events(straight, "rollback")[0]["step"] == 4
@@ -954,8 +832,7 @@ def test_a_run_begun_from_a_path_can_go_back_to_where_it_began(run_train, straig
 
 
 def test_a_rollback_after_a_change_of_ranks_leaves_the_loss_unaffected(run_train):
-    """From 2 ranks to 1: the checkpoint to go back to is from when half a batch was all of a
-    rank's."""
+    """From 2 ranks to 1: half a batch was all of a rank's at the checkpoint to go back to."""
     flags = ("--max_skipped=2", "--save_interval=4", "--log_interval=1", "--dropout=0")
     bad = bad_batches([6, 7])
     straight = run_train("straight", *flags, before=bad)
@@ -973,8 +850,7 @@ def test_a_rollback_after_a_change_of_ranks_leaves_the_loss_unaffected(run_train
 
 @pytest.mark.parametrize("init, log_interval", [(2.0**16, 1), (4.0, 60)])
 def test_the_loss_scale_after_a_rollback_is_that_of_judged_steps(run_train, init, log_interval):
-    """Whatever was executed since, up to log_interval steps, halved it too. It never falls below
-    1."""
+    """Whatever was executed since, up to log_interval steps, halved it too. At least 1."""
     scaled = f"""
 import torch
 def scaler(device, enabled):
@@ -997,17 +873,6 @@ def test_a_save_asked_for_in_a_step_that_ends_in_a_rollback_is_made_after_it(run
     (rollback,) = events(done, "rollback")
     assert (rollback["step"], rollback["at_step"]) == (8, 11)
     assert 9 in [row["step"] for row in events(done, "saved")]
-
-
-def test_a_best_that_the_record_no_longer_has_stands_in_the_rollback(run_train):
-    flags = (*ROLLBACK, "--eval_interval=9", "--peak_lr=1e-2")
-    done = run_train("run", *flags, before=bad_batches([9, 10]))
-    assert done.returncode == 0, done.stderr
-    (rollback,) = events(done, "rollback")
-    assert (rollback["step"], rollback["best_step"]) == (8, 9)
-    assert 3 < rollback["best_val_loss"] < 4.1
-    calm = run_train("calm", *ROLLBACK, before=bad_batches([9, 10]))
-    assert "best_step" not in events(calm, "rollback")[0]  # control: the best is of step 0
 
 
 def test_after_max_rollbacks_it_stops_with_a_diagnosis_and_saves_nothing_poisoned(run_train):
@@ -1205,36 +1070,6 @@ train.train_step, train.main = wrap(train.train_step, train.main)
 # ---- buffers that a fork moves at any time
 # --------------------------------------------------------
 
-RESTLESS = """
-import torch
-def build_model(*args, inner=train.build_model):
-    model = inner(*args)
-    model.register_buffer("passes", torch.zeros(()))
-    forward = model.forward
-    def moving(inputs, targets=None):
-        model.passes += 1
-        result = forward(inputs, targets)
-        return result if targets is None else result * (1 + 0.1 * model.passes)
-    model.forward = moving
-    return model
-train.build_model = build_model
-"""
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_neither_an_evaluation_nor_a_sample_moves_a_buffer(run_train, count):
-    """Also one that is not gated by self.training, on which the loss depends."""
-    seen = []
-    for flags in ((), ("--eval_interval=2", "--sample_interval=3")):
-        done = run_train(f"of_{len(flags)}", *flags, before=ranks(count, RESTLESS))
-        assert codes(done) == " ".join(["0"] * count), done.stderr
-        seen.append(done.fingerprint(12)["model"])
-        assert torch.load(done.checkpoint(12))["model"]["passes"] == 12
-    assert seen[0] == seen[1]
-
-
-# ---- replicas ------------------------------------------------------------------------------------
-
 
 def test_ranks_whose_weights_differ_stop_with_the_names_of_the_tensors(run_train):
     """Noise that one rank alone adds to a weight, say. Nothing of it reaches a checkpoint."""
@@ -1246,12 +1081,8 @@ def test_ranks_whose_weights_differ_stop_with_the_names_of_the_tensors(run_train
     assert done.checkpoint(4).exists() and not done.checkpoint(8).exists()
 
 
-# ---- float16 -------------------------------------------------------------------------------------
-
-
 def test_the_loss_scale_of_float16_is_part_of_the_state(run_train):
-    """A scale that starts too high, and grows every 3 steps: without it, a resumed run skips
-    anew."""
+    """A scale that starts too high, and grows every 3 steps: without it, a resume skips anew."""
     lively = """
 import functools, torch
 lively = {"init_scale": 2.0**40, "growth_interval": 3}
@@ -1277,54 +1108,3 @@ train.checkpoint.WholeState.put_back = put_back
         same = done.fingerprint(60) == straight.fingerprint(60)
         assert same == (name == "same")
         assert (done.fingerprint(60)["model"] == straight.fingerprint(60)["model"]) == same
-
-
-# ---- what a save costs ---------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_save_of_100_million_parameters_stalls_the_loop_a_quarter_of_torch_save(run_train):
-    """In one run: the loop's stall for each save, torch.save of the same thing, and the steps
-    meanwhile."""
-    measure = """
-import threading, time, torch
-def timed(name, inner):
-    def call(*arguments, required=None):  # True: of the first and the last save, which wait
-        start = time.perf_counter()
-        result = inner(*arguments) if required is None else inner(*arguments, required=required)
-        print("WAIT" if required else name, time.perf_counter() - start, flush=True)
-        return result
-    return call
-def wrap(inner):
-    def train_step(model, run, *rest):
-        step = run.state["step"]
-        if step % 12 == 11:  # the writer of step 12 * n + 0 has long been done
-            file = run.folder.path / "plain"
-            checkpoint = run.checkpoint()
-            timed("PLAIN", torch.save)(checkpoint, file)
-            file.unlink()
-        writing = any(thread.name == "writer" for thread in threading.enumerate())
-        return timed("WHILE_WRITING" if writing else "STEP", inner)(model, run, *rest)
-    return train_step
-train.train_step = wrap(train.train_step)
-train.checkpoint.Saver.save = timed("STALL", train.checkpoint.Saver.save)
-train.checkpoint.Saver.write = timed("WRITE", train.checkpoint.Saver.write)
-"""
-    flags = ("--n_embd=1024", "--n_head=8", "--n_layer=8", "--block_size=64", "--batch_size=2")
-    steps = ("--max_steps=48", "--save_interval=12", "--log_interval=1", "--keep_last=1")
-    done = run_train("run", *flags, *steps, before=measure, timeout=280)
-    assert done.returncode == 0, done.stderr
-    times = {}
-    for line in done.stdout.splitlines():
-        name, _, seconds = line.partition(" ")
-        if name in ("STALL", "WRITE", "PLAIN", "STEP", "WHILE_WRITING"):
-            times.setdefault(name, []).append(float(seconds))
-    median = {name: statistics.median(values) for name, values in times.items()}
-    stall = statistics.median(times["STALL"][1:])
-    parameters = sum(w.numel() for w in torch.load(done.checkpoint(48))["model"].values())
-    print(f"{parameters:,} parameters; stalls {times['STALL']}; plain {times['PLAIN']}")
-    print(f"after the first: stall {stall:.2f} s, torch.save {median['PLAIN']:.2f} s; writer "
-          f"{median['WRITE']:.2f} s; step {median['STEP']:.2f} s, {median['WHILE_WRITING']:.2f} s "
-          f"while it writes")  # fmt: skip
-    assert parameters >= 100e6
-    assert stall <= median["PLAIN"] / 4

@@ -101,9 +101,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_deterministic_mode_no_operator_raises_and_a_step_done_again_has_the_same_bits(
-    kind, run
-):
+def test_in_deterministic_mode_a_step_done_again_has_the_same_bits(kind, run):
     done = run("run", *KINDS[kind].split(), "--deterministic=true", "--audit_interval=3")
     assert "deterministic true" in done.stdout
     assert not events(done, "audit") and not events(done, "compile_failed")
@@ -183,8 +181,7 @@ train.train_step = train_step
 
 
 def profiled(done):
-    """(waits of the host, weights that moved, kernels launched) in the step that was to be
-    skipped."""
+    """(waits of the host, weights that moved, kernels launched) in the step to be skipped."""
     found = re.search(r"WAITS (\d+) .* MOVED (\d+) LAUNCHED (\d+)", done.stdout)
     return tuple(map(int, found.groups()))
 

@@ -3,7 +3,6 @@
 The tests of whole runs on several ranks are in test_ranks.py. This file is also the script that
 each of the two processes runs."""
 
-import functools
 import json
 import os
 import socket
@@ -16,43 +15,31 @@ import torch
 from torch import nn
 
 from plumbing import fsdp, machine, ranks
-from plumbing.cli import BadInput, RunFailed, run_script
-from plumbing.safe_step import Captured, explain, halving_on_oom
+from plumbing.cli import run_script
+from plumbing.safe_step import Captured, halving_on_oom
 
 CPU = torch.device("cpu")
 
 
-@functools.cache
-def run_ranks(function, count=2):
-    """[(exit code, what it printed as JSON, stderr)] of `count` processes that each run
-    `function`."""
+@pytest.fixture(scope="module")
+def found():
+    """What rank 0 and rank 1 found out in work_together(), each a process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    path = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    path = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
     processes = [
         subprocess.Popen(
-            [sys.executable, __file__, function],
-            env=os.environ | address | path | {"RANK": str(number), "WORLD_SIZE": str(count)},
+            [sys.executable, __file__],
+            env=os.environ | address | path | {"RANK": str(number)},
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             text=True,
         )
-        for number in range(count)
+        for number in range(2)
     ]
-    done = []
-    for process in processes:
-        out, err = process.communicate(timeout=100)
-        done.append((process.returncode, json.loads(out or "null"), err))
-    return done
-
-
-@pytest.fixture
-def found():
-    """What rank 0 and rank 1 found out in work_together()."""
-    done = run_ranks("work_together")
-    assert [code for code, _, _ in done] == [0, 0], done
-    return [result for _, result, _ in done]
+    done = [process.communicate(timeout=100)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    return list(map(json.loads, done))
 
 
 # ---- what each rank runs -------------------------------------------------------------------------
@@ -94,52 +81,18 @@ def work_together():
     found = {}
     with ranks.joined(CPU, hang_minutes=1):
         me = ranks.rank()
-        found["agreed"] = ranks.agree(me, me == 0, 3)
-        found["everyone"] = ranks.from_all_ranks(f"rank {me}")
-        found["from rank 0"] = ranks.from_rank0(lambda: f"rank {ranks.rank()}")
-        found["shares"] = [ranks.share(10, 8), ranks.share(0, 3)]
-        found["raised"] = []
-        for error in (ValueError("bad"), OSError(5, "no such disk"), BadInput("no")):
-            try:
-                ranks.from_rank0(raise_, error)
-            except Exception as raised:
-                found["raised"].append(repr(raised))
-
         mixed = [torch.full((3,), 1.5 + me), torch.tensor([me + 1]), torch.tensor(0.25).double()]
         ranks.sum_over_ranks(mixed)
         found["sums"] = [[str(t.dtype), t.tolist()] for t in mixed]
 
-        found["buffers"] = [buffers_after_a_step(skipped) for skipped in (False, True)]
-
-        same = {"a": torch.arange(1e6), "b": torch.arange(6.0), "c": torch.zeros(3).bfloat16()}
-        found["no difference"] = ranks.replicas_differ(same)
-        same["b"].view(torch.int32)[4] ^= me  # one bit
-        same["c"] *= 1 - 2 * me  # the sign of zero
-        found["differ"] = ranks.replicas_differ(same)
-
         found["sharded"] = {each.__name__: sharded_model(each) for each in (Block, Gain)}
         found["plain"] = plain_module()
         found["memory"] = memory_runs_out_on_rank_1()
-    found["left"] = not torch.distributed.is_initialized()
     return found
 
 
-def raise_(error):
-    raise error
-
-
-def buffers_after_a_step(skipped):
-    norm = nn.BatchNorm1d(2)
-    before = Captured(SimpleNamespace(model=norm, device=CPU))
-    norm.running_mean += 1 + ranks.rank()
-    norm.num_batches_tracked += 5 + ranks.rank()
-    before.settle_buffers(torch.tensor(skipped))
-    return [norm.running_mean.tolist(), norm.num_batches_tracked.item()]
-
-
 def sharded_model(block):
-    """One backward pass of a sharded model, and whether shard_like(weight, value) is torch's
-    own."""
+    """One backward pass of a sharded model; is shard_like(weight, value) torch's own?"""
     from torch.distributed.tensor import distribute_tensor
 
     torch.manual_seed(1)
@@ -191,64 +144,12 @@ def memory_runs_out_on_rank_1():
     return {"rows": rows, "tries": tries}
 
 
-def lose_a_rank():
-    """Rank 1 raises while rank 0 waits for it."""
-    with ranks.joined(CPU, hang_minutes=1):
-        if ranks.rank() == 1:
-            raise RunFailed("rank 1 leaves")
-        try:
-            ranks.agree(1)
-        except RuntimeError as error:
-            return {"why": str(explain(error))}
-
-
-def resume_offloaded():
-    """Where shard_like keeps a moment of offloaded weights, and the bytes that it takes on the
-    GPU."""
-    gpu = torch.device("cuda", 0)
-    with ranks.joined(gpu, hang_minutes=1):
-        model = fsdp.shard(nn.Linear(1024, 1024), gpu, "float32", offload=True)
-        torch.cuda.reset_peak_memory_stats(gpu)
-        before = torch.cuda.max_memory_allocated(gpu)
-        moment = fsdp.shard_like(model.weight, torch.ones(1024, 1024))
-        taken = torch.cuda.max_memory_allocated(gpu) - before
-        return [ranks.local(moment).device.type, ranks.local(moment).sum().item(), taken]
-
-
 # ---- what they must find -------------------------------------------------------------------------
-
-
-def test_ranks_agree_hear_of_each_other_and_leave(found):
-    """What rank 0 raises every rank raises: else the others would wait for hang_minutes."""
-    raised = ["ValueError('bad')", "OSError(5, 'no such disk')", "BadInput('no')"]
-    for each in found:
-        assert each["agreed"] == [1, 1, 3]
-        assert each["everyone"] == ["rank 0", "rank 1"]
-        assert each["from rank 0"] == "rank 0"
-        assert each["raised"] == raised
-        assert each["left"]
-
-
-def test_the_shares_of_all_ranks_are_the_batch(found):
-    assert found[0]["shares"] == [[10, 4], [0, 1]]
-    assert found[1]["shares"] == [[14, 4], [1, 2]]
-    assert ranks.share(10, 7) == (10, 7)  # of a single process
 
 
 def test_tensors_of_any_dtype_are_summed_in_place(found):
     sums = [["torch.float32", [4.0] * 3], ["torch.int64", [3]], ["torch.float64", 0.5]]
     assert [each["sums"] for each in found] == [sums, sums]
-
-
-def test_buffers_are_averaged_but_for_counters_and_in_a_skipped_step(found):
-    assert [each["buffers"][0] for each in found] == [[[1.5, 1.5], 5], [[1.5, 1.5], 6]]
-    assert [each["buffers"][1] for each in found] == [[[0.0, 0.0], 0]] * 2
-
-
-def test_one_bit_that_differs_between_replicas_is_found_by_name(found):
-    for each in found:
-        assert each["no difference"] == []
-        assert each["differ"] == ["b", "c"]
 
 
 def test_any_changed_bit_changes_the_checksum():
@@ -276,14 +177,6 @@ def test_any_module_can_be_sharded_and_gets_its_own_rows_of_what_is_restored(fou
         assert each["plain"]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-def test_resuming_offloaded_moments_takes_no_memory_of_the_gpu():
-    [(code, found, stderr)] = run_ranks("resume_offloaded", count=1)
-    assert code == 0 and found == ["cpu", 1024 * 1024, 0], stderr
-    assert "destroy_process_group" not in stderr  # which torch asks for where a group is not left
-
-
 def test_where_memory_runs_out_on_one_rank_all_repeat_the_same_batch_in_halves(found):
     for each in found:
         memory = each["memory"]
@@ -292,27 +185,7 @@ def test_where_memory_runs_out_on_one_rank_all_repeat_the_same_batch_in_halves(f
         assert first == second and second[1:] == [[0.0, 0.0], True]
 
 
-def test_a_rank_that_fails_ends_the_others_at_once():
-    (code0, found0, _), (code1, _, err1) = run_ranks("lose_a_rank")
-    assert code0 == 0 and "another rank failed or is gone" in found0["why"]
-    assert code1 == 1 and "rank 1 leaves" in err1
-
-
-def test_a_single_process_needs_no_group(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    with ranks.joined(CPU, hang_minutes=1):
-        assert (ranks.rank(), ranks.world_size()) == (0, 1)
-        assert ranks.agree(2, False) == [2, False]
-        assert ranks.from_all_ranks("me") == ["me"]
-        assert ranks.replicas_differ({"a": torch.ones(2)}) == []
-        tensor = torch.tensor([2.0])
-        ranks.sum_over_ranks([tensor])
-        assert tensor.tolist() == [2.0]
-        with pytest.raises(ValueError, match="bad"):
-            ranks.from_rank0(raise_, ValueError("bad"))
-
-
 if __name__ == "__main__":
     # As train.py leaves: while Python ends, threads of the group that wait for its lock may abort
     # it.
-    machine.leave(run_script(lambda: print(json.dumps(globals()[sys.argv[1]]()))))
+    machine.leave(run_script(lambda: print(json.dumps(work_together()))))

@@ -3,7 +3,6 @@ same, and each run, killed and resumed, comes to the bits of one that was never 
 
 import dataclasses
 import functools
-import shutil
 import subprocess
 import sys
 
@@ -15,7 +14,6 @@ from conftest import (
     arguments,
     copy_of_repository,
     digest,
-    fingerprint,
     first,
     stop_at,
 )
@@ -30,8 +28,7 @@ RUN += ("--audit_interval=7",)
 
 @dataclasses.dataclass
 class Hack:
-    """tests/hacks/NAME.patch. lines: what the same hack adds to nanoGPT, with what is granted
-    here."""
+    """tests/hacks/NAME.patch. lines: what the same hack adds to nanoGPT, and what is granted."""
 
     lines: int
     flags: tuple = ()
@@ -210,15 +207,6 @@ def test_another_number_decides_what_is_best(fork, run_train):
     assert "val_top5" in done.stdout
 
 
-def test_a_loss_beside_the_loss_is_a_field(fork, run_train):
-    done = run_train("run", repo=fork("experts"))
-    assert all(1 <= row["balance"] < 4 for row in done.rows("train")), "1: each equally often"
-    assert "balance" in done.stdout
-
-
-# ---- scripts of one's own ------------------------------------------------------------------------
-
-
 def run_script(folder, script, argv, before=""):
     """The exit code of a script, in a process that runs the source `before` first."""
     code = f"import runpy, sys, train\n{before}\nsys.argv[1:] = {argv}\n"
@@ -230,30 +218,7 @@ def run_script(folder, script, argv, before=""):
 
 
 @pytest.mark.slow
-def test_a_killed_sweep_goes_on_where_it_stopped(fork, data_dir, tmp_path):
-    folder = fork("sweep")
-    _, *flags = arguments("", data_dir, RUN)
-    flags = [flag for flag in flags if "--out_dir" not in flag]
-
-    def prints():
-        found = {path: fingerprint(path) for path in folder.glob(f"out/*/ckpt_{STEPS:08}.pt")}
-        return {path.parent.name: each for path, each in found.items()}
-
-    assert run_script(folder, "sweep.py", flags) == 0
-    whole = prints()
-    assert len(whole) == 2 and len({str(each) for each in whole.values()}) == 2
-    shutil.rmtree(folder / "out")
-    assert run_script(folder, "sweep.py", flags, stop_at(18, "SIGKILL")) == -9
-    assert prints() == {}
-    assert run_script(folder, "sweep.py", flags) == 0
-    assert prints() == whole
-    assert run_script(folder, "sweep.py", flags) == 0, "both are finished"
-
-
-@pytest.mark.slow
-def test_an_own_loop_is_killed_and_resumes_and_ends_on_the_bits_of_the_command(
-    fork, data_dir, tmp_path, plain_run
-):
+def test_an_own_loop_ends_on_the_bits_of_the_command(fork, data_dir, tmp_path, plain_run):
     folder = fork("own_script")
     _, *flags = arguments(tmp_path / "unused", data_dir, RUN)
     assert run_script(folder, "own.py", [str(tmp_path / "a.pt"), *flags]) == 0
@@ -266,36 +231,3 @@ def test_an_own_loop_is_killed_and_resumes_and_ends_on_the_bits_of_the_command(
     for part in ("model", "optimizer", "rng"):
         assert len({digest(each[part]) for each in parts}) == 1, part
     assert not (tmp_path / "unused").exists()
-
-
-@pytest.mark.slow
-def test_another_module_is_sampled_by_sample_py_too(fork, run_train):
-    folder = fork("gru")
-    done = run_train("run", repo=folder)
-    assert [row for row in done.rows("event") if row["event"] == "sample"]
-    command = [sys.executable, folder / "sample.py", done.out_dir, "--max_new_tokens=20"]
-    sampled = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert sampled.returncode == 0, sampled.stderr
-    assert len(sampled.stdout.strip("\n")) > 10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("same", [True, False])
-def test_gradient_noise_must_be_the_same_on_all_ranks(same, fork, data_dir, tmp_path):
-    """Noise that every rank draws for itself makes replicas that differ: the run stops and says
-    so."""
-    folder = fork("gradient_noise")
-    if not same:
-        script = folder / "train.py"
-        drawn = "torch.randn(weight.shape, generator=generator, device=run.device)"
-        assert drawn in script.read_text()
-        script.write_text(script.read_text().replace(drawn, "torch.randn_like(weight)"))
-    _, *flags = arguments(tmp_path / "out", data_dir, ["--save_interval=5"])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launcher, folder / "train.py", *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    if same:
-        assert done.returncode == 0, done.stderr
-    else:
-        assert done.returncode == 1
-        assert "embedding.token.weight" in done.stderr

@@ -200,12 +200,6 @@ def test_another_file_that_a_fork_reads_is_part_of_the_run(run_train, tmp_path):
 # ---- installed code ------------------------------------------------------------------------------
 
 
-def test_what_only_reads_a_run_is_no_code_of_it():
-    for name in ("report.py", "replay.py", "check.py", "bench.py", "sample.py"):
-        assert resume.name_of_source(f"{REPO}/{name}") is None
-    assert resume.name_of_source(f"{REPO}/model.py") == "model.py"
-
-
 def test_installed_code_of_any_interpreter_is_not_counted(tmp_path):
     for folder in ("lib/python3.12/site-packages", "dist-packages", "bin", "own"):
         path = tmp_path / folder / "part.py"

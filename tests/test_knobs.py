@@ -143,9 +143,7 @@ def test_a_knob_that_changes_bits_leaves_an_inexact_resume(names, flags, changed
 
 
 @pytest.mark.parametrize("names, flags, changed", of_policy("fixed"))
-def test_a_fixed_knob_is_refused_on_a_resume_and_names_the_folder(
-    names, flags, changed, base, run_train, data_dir
-):
+def test_a_fixed_knob_is_refused_on_a_resume(names, flags, changed, base, run_train, data_dir):
     (name,) = names
     if name == "dataset" and not (data_dir / "other").exists():
         (data_dir / "other").symlink_to(data_dir / "small")

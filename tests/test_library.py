@@ -2,12 +2,9 @@
 main."""
 
 import re
-import subprocess
-import sys
 
 import pytest
-import torch
-from conftest import REPO, arguments, codes, digest, ranks, stop_at, tree
+from conftest import arguments, codes, ranks, stop_at, tree
 
 import train
 
@@ -70,8 +67,6 @@ torch.compile = lambda model, **_: torch._dynamo.optimize("eager")(model)
     assert done.stderr.splitlines()[-1].startswith(words), done.stderr
 
 
-# ---- numbers beside the loss ---------------------------------------------------------------------
-
 TWICE = """
 import torch
 from torch import nn
@@ -106,8 +101,6 @@ def test_a_number_beside_the_loss_is_weighted_as_the_loss_however_a_batch_is_spl
         assert "twice" in done.stdout, "a column too"
 
 
-# ---- what a fork sets by hand --------------------------------------------------------------------
-
 # ---- without the command -------------------------------------------------------------------------
 
 
@@ -129,30 +122,6 @@ def test_a_run_that_is_built_writes_nothing_and_takes_no_lock(flags, run_train, 
         assert tree(tmp_path / "run") == before
         assert run_train("run").returncode == 0, "another process may train there meanwhile"
     assert train.n_embd == 128, "the knobs held inside"
-
-
-@pytest.mark.slow  # three processes that import torch
-def test_the_loop_in_the_docs_ends_on_the_bits_of_the_command(flags, run_train, tmp_path):
-    page = (REPO / "docs" / "questions.md").read_text(encoding="utf-8")
-    _, _, section = page.partition("## A loop of your own\n")
-    source = section.partition("```python\n")[2].partition("```")[0]
-    assert len([line for line in source.splitlines() if line]) <= 24
-    argv = flags("unused", "--max_steps=20")
-    own, count = re.subn(r"^argv = .*$", f"argv = {argv}", source, flags=re.M)
-    assert count == 1
-    killed = own.replace("import train\n", f"import train\n{stop_at(13, 'SIGKILL')}\n")
-    for code, expected in ((killed, -9), (own, 0)):
-        command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(REPO)!r})\n{code}"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-        assert done.returncode == expected, done.stderr
-    command = run_train("run", "--max_steps=20")
-    one, other = (
-        torch.load(path, weights_only=True)
-        for path in (tmp_path / "out" / "own.pt", command.checkpoint(20))
-    )
-    for part in ("model", "optimizer", "rng"):
-        assert digest(one[part]) == digest(other[part]), part
-    assert not (tmp_path / "unused").exists()
 
 
 def test_a_bad_value_in_the_middle_of_a_sweep_can_be_caught(flags):

@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import re
 import subprocess
 import sys
 
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    HONEST_DATA,
     REPO,
     TINY,
     WINDOWS,
@@ -32,7 +30,6 @@ from helpers import moving_run
 
 import train
 from plumbing.data import OrderedWindows
-from plumbing.resume import split_global_batch
 
 STEPS = 12
 TRAIN = (
@@ -135,8 +132,7 @@ def test_the_average_follows_its_formula(knobs):
 @pytest.mark.parametrize("bad", ["loss", "gradient"])
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "momentum", "muon", "by hand"])
 def test_an_update_that_is_not_finite_leaves_everything_as_it_was(knobs, optimizer, bad, when):
-    """Weights, buffers, moments and average; and the updates after it are those of a run that
-    never saw it."""
+    """Weights, buffers, moments, average; and the next updates are those of a spared run."""
     knobs(ema_decay=0.9)
     run = moving_run(optimizer)
     for seed in range(when):
@@ -184,13 +180,6 @@ def test_the_learning_rate_reaches_every_weight(knobs, optimizer):
         assert not torch.equal(weight, old)
 
 
-@pytest.mark.parametrize("micro, most", [(8, 8), (7, 7), (12, 11), (12, 5), (1, 4)])
-def test_rows_split_into_the_largest_micro_batch_that_divides_them(micro, most):
-    size, count = split_global_batch({"global_batch": micro}, most)
-    assert size * count == micro and size <= most
-    assert not [n for n in range(size + 1, most + 1) if micro % n == 0 and n <= micro]
-
-
 # ---- evaluation ----------------------------------------------------------------------------------
 
 
@@ -229,15 +218,6 @@ def test_evaluation_is_the_mean_over_every_token_of_the_split(knobs, val):
     assert run.model.training
 
 
-@pytest.mark.parametrize("micro_batch", [1, 4, 13])
-def test_evaluation_does_not_depend_on_how_it_is_cut(knobs, val, micro_batch):
-    run = build_run()
-    expected = evaluate(run, val)
-    found = evaluate(run, val, micro_batch)
-    assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
-    assert found["val_accuracy"] == expected["val_accuracy"]
-
-
 def test_the_average_is_what_is_evaluated_where_there_is_one(knobs, val):
     knobs(ema_decay=0.9)
     run = build_run(ema=True)
@@ -251,12 +231,6 @@ def test_the_average_is_what_is_evaluated_where_there_is_one(knobs, val):
 
 
 # ---- the learning rate ---------------------------------------------------------------------------
-
-
-def test_cosine_has_the_reference_values(knobs):
-    knobs(peak_lr=0.1, min_lr=0.01, max_steps=100)
-    lr = [round(train.lr_at(step), 3) for step in (0, 25, 50, 75, 100)]
-    assert lr == [0.100, 0.087, 0.055, 0.023, 0.010]
 
 
 def test_warmup_and_cosine_of_gpt2(knobs):
@@ -331,9 +305,6 @@ def test_each_step_is_taken_at_its_own_rate(run_train, knobs):
     assert train.lr_at(0) == train.peak_lr / 4 and train.lr_at(3) == train.peak_lr
 
 
-# ---- looking changes nothing ---------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def plain(train_in, tmp_path_factory):
     return train_in(tmp_path_factory.mktemp("plain"), "run", "--dropout=0.1")
@@ -363,36 +334,7 @@ def test_looking_does_not_disturb_training(run_train, plain, flags):
         assert rows[0] == rows[1]
 
 
-@pytest.mark.slow
-def test_the_same_command_twice_gives_the_same_bits(run_train, python_train, plain):
-    assert run_train("run", "--dropout=0.1").fingerprint(STEPS) == plain.fingerprint(STEPS)
-    real = python_train("real", "--dropout=0.1")  # and so does a process that is not forked
-    assert real.fingerprint(STEPS) == plain.fingerprint(STEPS)
-
-
 # ---- counts, rows, ends --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("steps", [3, 5, 7])
-def test_max_steps_is_the_exact_number_of_updates(run_train, steps):
-    """Also where nothing is due at the last step: log_interval is 5, eval and save intervals are
-    0."""
-    count = """
-def train_step(*arguments, inner=train.train_step, calls=[]):
-    calls.append(1)
-    print("UPDATE", len(calls))
-    return inner(*arguments)
-train.train_step = train_step
-"""
-    done = run_train("run", f"--max_steps={steps}", "--audit_interval=-1", before=count)
-    assert done.returncode == 0, done.stderr
-    assert [int(n) for n in re.findall(r"UPDATE (\d+)", done.stdout)] == [*range(1, steps + 1)]
-    assert [row["step"] for row in done.rows("train")] == list(range(1, steps + 1))
-    assert [row["step"] for row in done.rows("eval")] == [0, steps]
-    checkpoint = torch.load(done.checkpoint(steps), weights_only=True)
-    assert checkpoint["state"]["step"] == steps
-    counters = {int(s["step"]) for s in checkpoint["optimizer"][0]["state"].values()}
-    assert counters == {steps}
 
 
 def test_the_rows_of_a_run_are_those_of_the_contract(run_train, data_dir):
@@ -425,6 +367,7 @@ def test_the_rows_of_a_run_are_those_of_the_contract(run_train, data_dir):
     assert done.rows("event")[-1]["event"] == "end"
 
 
+@pytest.mark.alone
 def test_the_time_of_a_step_has_neither_evaluations_nor_saves_in_it(run_train):
     slow = """
 import time
@@ -444,23 +387,6 @@ train.checkpoint.Saver.save = slowly(train.checkpoint.Saver.save)
     assert max(row["step_ms"] for row in done.rows("train")) < 200
 
 
-def test_a_number_that_is_not_finite_is_null_in_the_record(run_train):
-    poison = """
-def forward_backward(model, run, *rest, inner=train.forward_backward):
-    numbers = inner(model, run, *rest)
-    return {"loss": numbers["loss"] * (float("nan") if run.state["step"] in (3, 4) else 1)}
-train.forward_backward = forward_backward
-"""
-    done = run_train("run", before=poison)
-    assert done.returncode == 0, done.stderr
-    rows = done.rows("train")  # read strictly: NaN is no JSON
-    bad = [row for row in rows if "finite" in row]
-    assert [row["step"] for row in bad] == [4, 5]
-    assert all(row["loss"] is None and row["finite"] is False for row in bad)
-    assert [row["step"] for row in rows if row["skipped"]] == [4, 5]
-    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
-
-
 def test_tokens_counts_the_targets_that_are_trained_on(run_train):
     """Not padding, nor a masked prompt: here every fourth position."""
     mask = """
@@ -473,43 +399,6 @@ train.train_step = train_step
     assert done.returncode == 0, done.stderr
     assert [row["tokens"] for row in done.rows("train")] == [96 * n for n in range(1, STEPS + 1)]
     assert torch.load(done.checkpoint(STEPS))["state"]["tokens"] == 96 * STEPS
-
-
-@pytest.mark.skipif(
-    not (HONEST_DATA / "tinyshakespeare" / "input.txt").is_file(),
-    reason="HONEST_DATA names no folder with tinyshakespeare/input.txt",
-)
-def test_the_reference_values_of_shakespeare(run_train, tmp_path):
-    from prepare_data import prepare
-
-    text = HONEST_DATA / "tinyshakespeare" / "input.txt"
-    _, meta = prepare("shakespeare", tmp_path / "data", input=str(text), say=lambda *words: None)
-    assert (meta["vocab_size"], meta["train_tokens"], meta["val_tokens"]) == (65, 1003854, 111540)
-    flags = ["--dataset=shakespeare", f"--data_dir={tmp_path}/data", "--block_size=64"]
-    done = run_train("run", *flags, "--n_embd=64", "--batch_size=64", "--max_steps=30")
-    first, last = done.rows("eval")
-    assert first["val_loss"] == pytest.approx(4.174, rel=0.01)
-    assert last["val_loss"] < 3.7
-    assert done.rows("train")[0]["epoch"] == pytest.approx(64 / (1_003_854 // 64 - 1), rel=1e-3)
-
-
-def test_the_best_checkpoint_is_that_of_the_best_evaluation(run_train):
-    """The rate is so high that the loss gets worse in the end."""
-    done = run_train(
-        "run",
-        "--eval_interval=2",
-        "--peak_lr=10",
-        "--min_lr=10",
-        "--grad_clip=0",
-        "--warmup_steps=6",
-    )
-    assert done.returncode == 0, done.stderr
-    rows = done.rows("eval")
-    best = min(rows, key=lambda row: row["val_loss"])
-    assert best != rows[-1]
-    state = torch.load(done.out_dir / "best.pt", weights_only=True)["state"]
-    assert state["step"] == best["step"] == state["best_step"]
-    assert state["best_val_loss"] == best["val_loss"] == rows[-1]["best_val_loss"]
 
 
 def test_early_stopping_ends_the_run_and_the_rerun_says_finished(run_train):
@@ -583,67 +472,6 @@ def test_run_json_says_what_ran(run_train):
     assert facts["ended"] == "finished" and [r["step"] for r in facts["resumes"]] == [2]
     assert sum(facts["seconds"].values()) > 0
 
-
-def test_a_batch_of_one_sequence_trains_and_the_plan_states_its_tokens(run_train):
-    done = run_train("run", "--batch_size=1", "--accum_steps=3", "--max_steps=3")
-    assert done.returncode == 0, done.stderr
-    assert "1 x 3 x 1 = 3 sequences of 16 = 48 tokens a step" in done.stdout
-    assert "float32 (as given)" in done.stdout
-
-
-# ---- what a fork adds ----------------------------------------------------------------------------
-
-ONCE = "--audit_interval=-1"  # or the second step would be taken twice
-NOTE = """
-import hashlib
-def train_step(model, run, inputs, targets, lr, inner=train.train_step):
-    with torch.no_grad():
-        loss = run.model(inputs, targets).item()
-    print("BATCH", hashlib.sha256(inputs.numpy()).hexdigest(), loss)
-    return inner(model, run, inputs, targets, lr)
-import torch
-train.train_step = train_step
-"""
-
-
-def batches_of(done):
-    """[(SHA-256 of the inputs, mean loss)] of each step of a run with NOTE, as the step saw
-    them."""
-    return [(sha, float(loss)) for sha, loss in re.findall(r"BATCH (\w+) (\S+)", done.stdout)]
-
-
-@pytest.fixture(scope="module")
-def windows(data_dir):
-    return train.ShuffledWindows(
-        np.memmap(data_dir / "small" / "train.bin", "uint16", "r"), 16, seed=1337
-    )
-
-
-GROWS = "train.rows_at = lambda step: 8 if step < 5 else 16\n"
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_that_doubles_in_mid_run_keeps_order_mean_and_counts(run_train, windows, workers):
-    """Each update sees the sequences of its own step, with and without workers."""
-    flags = ["--batch_size=4", "--accum_steps=2", "--max_steps=15", "--warmup_steps=0"]
-    flags += [f"--num_workers={workers}", "--log_interval=1", ONCE]
-    done = run_train("run", *flags, before=GROWS + NOTE)
-    assert done.returncode == 0, done.stderr
-    rows = done.rows("train")
-    batches = batches_of(done)
-    assert len(rows) == len(batches) == 15
-    first = 0
-    for step, (row, (sha, loss)) in enumerate(zip(rows, batches, strict=True)):
-        count = 8 if step < 5 else 16
-        assert sha == hashlib.sha256(windows[first, count][0]).hexdigest()
-        assert row["loss"] == pytest.approx(loss, rel=1e-5)
-        first += count
-        assert (row["sequences"], row["tokens"]) == (first, 16 * first)
-        assert row["epoch"] == first / WINDOWS
-    assert rows[-1]["epoch"] > 1  # an epoch ends within a batch
-
-
-# ---- in a notebook -------------------------------------------------------------------------------
 
 NOTEBOOK = """
 import os, signal, sys

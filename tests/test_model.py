@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import SMALL, Recurrent, build, build_trained
+from helpers import Recurrent, build, build_trained
 from helpers import model_batch as batch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,10 +14,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as module
-from model import GPT, MAX_CHUNKS, GPTConfig, build_model, cross_entropy, generate
+from model import GPT, MAX_CHUNKS, generate
 
 EXTRAS = {"ngram_rows": 8192, "conv_width": 4, "n_future_tokens": 3}
-LARGE = {"n_layer": 2, "n_embd": 64, "block_size": 128, "vocab_size": 6000}  # a loss in chunks
 PLAIN = (
     "embedding.token.weight blocks.0.attention.qkv.weight blocks.0.attention.out.weight "
     "blocks.0.mlp.up.weight blocks.0.mlp.down.weight head.weight"
@@ -59,22 +58,6 @@ def test_the_default_is_the_plain_transformer_and_each_extra_adds_its_own_parame
     assert set(names(conv_width=2)) - set(PLAIN) == {"embedding.conv"}
     assert set(names(n_future_tokens=2)) - set(PLAIN) == {"extra_heads.0.weight"}
     assert set(PLAIN) < set(names(**EXTRAS)) == set(build(n_layer=1, **EXTRAS).state_dict())
-
-
-def test_a_part_of_a_fork_starts_its_own_weights():
-    class Gate(nn.Module):  # has weights, but neither `up` nor `down`
-        def __init__(self):
-            super().__init__()
-            self.gate = nn.Linear(32, 32)
-            self.started = 0
-
-        def reset_parameters(self):
-            self.started += 1
-
-    model = build()
-    model.blocks[0].mlp, model.blocks[1].mlp = Gate(), nn.Identity()
-    model.reset_parameters()
-    assert model.blocks[0].mlp.started == 1
 
 
 def test_input_embedding_mixes_the_present_token_with_the_three_before():
@@ -198,44 +181,6 @@ def test_a_loss_in_chunks_has_the_gradients_of_the_whole(overrides, monkeypatch)
     assert (chunked_gradient - gradient).norm() / gradient.norm() < 1e-6
 
 
-def test_under_autocast_a_loss_in_chunks_is_as_exact_as_the_whole(monkeypatch):
-    _, exact = loss_and_gradient(monkeypatch, 1)
-    _, whole = loss_and_gradient(monkeypatch, 1, torch.bfloat16)
-    _, chunked = loss_and_gradient(monkeypatch, MAX_CHUNKS, torch.bfloat16)
-    assert (chunked - exact).norm() < 1.05 * (whole - exact).norm() < 0.1 * exact.norm()
-
-
-def test_without_a_gradient_a_loss_in_chunks_is_the_same_and_computes_none(monkeypatch):
-    monkeypatch.setattr("model.CHUNK_LOGITS", 2**14)
-    model = build_trained(vocab_size=1000, label_smoothing=0.1)
-    tokens, targets = batch(4, model.config)
-
-    def counted():
-        with FlopCounterMode(display=False) as counter:
-            loss = model(tokens, targets)
-        return loss.item(), counter.get_total_flops()
-
-    loss, flops = counted()
-    with torch.no_grad():
-        same_loss, fewer_flops = counted()
-        assert model.eval()(tokens, targets) != same_loss  # no smoothing in evaluation
-    assert same_loss == pytest.approx(loss, rel=1e-6)
-    assert flops > fewer_flops + 2 * targets.numel() * model.head.weight.numel()
-
-
-def test_a_head_with_a_bias_learns_it_whatever_the_vocabulary(monkeypatch):
-    monkeypatch.setattr("model.CHUNK_LOGITS", 2**14)
-    model = build_trained(vocab_size=1024)
-    model.head.bias = torch.nn.Parameter(torch.randn(model.head.out_features))
-    tokens, targets = batch(4, model.config)
-    loss = model(tokens, targets)
-    assert loss.item() == pytest.approx(
-        module.cross_entropy(model(tokens), targets, 0.0).item(), rel=1e-6
-    )
-    loss.backward()
-    assert model.head.bias.grad.abs().sum() > 0
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_the_logits_of_a_large_vocabulary_never_stand_at_once(dtype, monkeypatch):
     monkeypatch.setattr("model.CHUNK_LOGITS", 2**20)
@@ -251,27 +196,6 @@ def test_all_the_logits_of_a_large_vocabulary_never_stand_at_once(dtype, monkeyp
     assert peak() < logits
     monkeypatch.setattr("model.MAX_CHUNKS", 1)
     assert peak() > 2 * logits  # control
-
-
-@pytest.mark.slow
-def test_a_loss_in_chunks_compiles_in_deterministic_mode(monkeypatch):
-    monkeypatch.setattr("model.MAX_CHUNKS", 3)
-    monkeypatch.setattr("model.CHUNK_LOGITS", 2**14)
-    model = build_trained(n_layer=1, vocab_size=1000, label_smoothing=0.1)
-    tokens, targets = batch(4, model.config)
-    model(tokens, targets).backward()
-    eager = flat_gradient(model)
-    torch.use_deterministic_algorithms(True)
-    try:
-        compiled, gradients = torch.compile(model), []
-        for _ in range(2):
-            model.zero_grad()
-            compiled(tokens, targets).backward()
-            gradients.append(flat_gradient(model))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert torch.equal(*gradients)
-    assert (gradients[0] - eager).norm() / eager.norm() < 1e-5
 
 
 @pytest.mark.parametrize("vocab_size", [65, 1000])  # 1,000: the loss is computed in chunks
@@ -323,77 +247,6 @@ def test_smoothed_labels_leave_out_the_padding_of_the_head(monkeypatch):
         assert model.head.weight.grad[1000:].abs().sum() == 0
 
 
-def test_the_padding_of_the_head_learns_to_have_no_probability():
-    model = build(vocab_size=1001)
-    tokens, targets = batch(4, model.config)
-    model(tokens, targets).backward()
-    assert model.head.weight.grad[1001:].abs().sum() > 0
-    for training, classes in ((True, 1024), (False, 1001)):  # no evaluation ever sees it
-        logits = model.train(training)(tokens)
-        assert logits.size(-1) == classes
-        expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        assert model(tokens, targets).item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def by_the_rule(model, tokens, targets, micro_batch):
-    """Gradients as train.py adds them up: each micro-batch's mean, by its share of the targets."""
-    model.zero_grad()
-    n_targets, losses = (targets != -100).sum(), []
-    for x, y in zip(tokens.split(micro_batch), targets.split(micro_batch), strict=True):
-        loss, n = model(x, y), (y != -100).sum()
-        loss = torch.where(n > 0, loss, 0) / (n_targets / n)
-        loss.backward()
-        losses.append(loss.detach())
-    return flat_gradient(model), sum(losses)
-
-
-def masked_batch(config):
-    """Eight rows: some without any target, some with none for an extra head, some with all."""
-    tokens, targets = batch(8, config)
-    targets[0] = -100
-    targets[1, 1:] = -100
-    targets[2, :-1] = -100
-    targets[3, 5:20] = -100
-    targets[4:6] = -100
-    targets[5, 0] = 7  # in micro-batches of 2, one that has a target and none for a head
-    return tokens, targets
-
-
-@pytest.mark.parametrize("vocab_size", [65, 1000])  # 1,000: in chunks, from a padded head
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_masked_targets_give_one_gradient_however_the_batch_is_split(
-    vocab_size, label_smoothing, monkeypatch
-):
-    monkeypatch.setattr("model.CHUNK_LOGITS", 2**14)
-    shape = {"vocab_size": vocab_size, "n_future_tokens": 3, "label_smoothing": label_smoothing}
-    model = build_trained(**shape, n_layer=1)
-    tokens, targets = masked_batch(model.config)
-    whole, loss = by_the_rule(model, tokens, targets, 8)
-    assert whole.isfinite().all() and loss.isfinite()
-    for micro_batch in (4, 2, 1):
-        gradient, same_loss = by_the_rule(model, tokens, targets, micro_batch)
-        assert (gradient - whole).norm() / whole.norm() < 1e-5
-        assert same_loss.item() == pytest.approx(loss.item(), rel=1e-5)
-
-
-@torch.no_grad()
-def test_evaluation_never_holds_the_float32_logits_of_a_large_vocabulary(monkeypatch):
-    monkeypatch.setattr("model.CHUNK_LOGITS", 2**16)
-    model = build(**LARGE).eval()
-    tokens, targets = batch(8, model.config)
-    targets[0, 7:] = -100
-    with torch.autocast("cpu", torch.bfloat16):
-        logits = model(tokens)
-    whole = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
-    with PeakMemory() as memory:
-        found = cross_entropy(logits, targets, reduction="sum")
-    assert found.item() == pytest.approx(whole.item(), rel=1e-6)
-    assert memory.peak < logits.numel()  # bytes: a quarter of the float32 logits
-    small, targets = logits[..., :999], targets % 999  # below LARGE_VOCAB: not a bit differs
-    whole = F.cross_entropy(small.float().flatten(0, 1), targets.flatten(), reduction="sum")
-    assert torch.equal(cross_entropy(small, targets, reduction="sum"), whole)
-
-
 def test_generate_is_reproducible_and_crops():
     model = build_trained().eval()
     prompt, _ = batch(2, model.config)
@@ -414,35 +267,6 @@ def test_generate_is_reproducible_and_crops():
     assert torch.equal(greedy[:, :1], model(prompt)[:, -1].argmax(-1, keepdim=True))
     model(greedy[:, :-1], greedy[:, 1:]).backward()  # what was drawn may be trained on
     assert flat_gradient(model).abs().sum() > 0
-
-
-def test_generate_top_k_draws_only_from_the_k_likeliest():
-    model = build_trained().eval()
-    prompt = batch(1, model.config)[0].expand(500, -1)
-    likeliest = set(model(prompt[:1])[0, -1].topk(3).indices.tolist())
-    new = next(generate(model, prompt, 1, 32, 65, temperature=50.0, top_k=3))
-    assert set(new.flatten().tolist()) == likeliest
-
-
-@pytest.mark.parametrize("plain", [512, 0])  # products of matrices, and the fused kernel
-@pytest.mark.parametrize("n_layer, shared", [(1, False), (2, False), (3, True)])
-def test_generate_computes_only_the_last_position_where_that_is_enough(
-    n_layer, shared, plain, monkeypatch
-):
-    monkeypatch.setattr(module, "PLAIN_ATTENTION_MAX", plain)
-    model = build_trained(n_layer=n_layer).eval()
-    if shared:
-        model.blocks = nn.ModuleList([model.blocks[0]] * n_layer)
-    prompt, _ = batch(2, model.config)
-    for length in (1, 5, 32):
-        tokens = prompt[:, :length]
-        torch.testing.assert_close(model(tokens, last_only=True), model(tokens)[:, -1:])
-    seen = []
-    for part in (model.blocks[0].mlp, model.head):
-        part.register_forward_hook(lambda part, args, output: seen.append(output.shape[1]))
-    next(generate(model, prompt, 1, 32, 65))
-    expected = [32, 32, 1, 1] if shared else [32, 1] if n_layer > 1 else [1, 1]
-    assert seen == expected
 
 
 def test_generate_asks_a_forward_that_was_replaced_for_all_its_logits():
@@ -466,27 +290,6 @@ def test_generate_needs_no_more_than_logits_and_never_draws_a_row_that_pads_the_
     drawn = torch.cat(list(generate(model, prompt, 5, 2, vocab_size=60)), dim=1)
     assert drawn.shape == (50, 5) and drawn.max() < 60
     assert torch.cat(list(generate(model, prompt, 5, 2, vocab_size=64)), dim=1).min() >= 60
-
-
-def test_a_model_is_built_from_a_runs_config():
-    knobs = SMALL | {
-        "dropout": 0.1,
-        "label_smoothing": 0.2,
-        "grad_checkpoint": True,
-        "peak_lr": 1.0,
-    }
-    model = build_model(knobs | {"vocab_size": 9}, vocab_size=65)
-    assert model.config == GPTConfig(
-        65, 32, 2, 32, 2, dropout=0.1, label_smoothing=0.2, grad_checkpoint=True
-    )
-    with pytest.raises(ValueError, match="--n_embd=32 is no even multiple of --n_head=5"):
-        build_model(knobs | {"n_head": 5}, vocab_size=65)
-    with pytest.raises(TypeError, match="block_size"):
-        build_model({"n_head": 2, "n_embd": 32}, vocab_size=65)
-    with pytest.raises(ValueError, match="--n_embd=30 is no even multiple of --n_head=2"):
-        build(n_embd=30)
-    with pytest.raises(ValueError, match="33 tokens do not fit into block_size=32"):
-        build()(torch.zeros(1, 33, dtype=torch.long))
 
 
 @pytest.mark.parametrize("how", ["autocast", "a bfloat16 model"])

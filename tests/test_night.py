@@ -2,7 +2,6 @@
 change."""
 
 import os
-import re
 import subprocess
 import sys
 
@@ -136,10 +135,3 @@ Path.unlink = unlink
     assert "ckpt_00000002.pt cannot be removed (Operation not permitted)" in done.stdout
     assert "could not save" not in done.stdout
     assert done.fingerprint(12)["model"] == straight.fingerprint(12)["model"]
-
-
-def test_what_cannot_be_written_is_named(run_train, tmp_path):
-    (tmp_path / "run" / ".lock").mkdir(parents=True)
-    done = run_train("run")
-    assert done.returncode == 2
-    assert re.search(r"\.lock cannot be written \(Is a directory\)", done.stderr)

@@ -97,9 +97,7 @@ for pid in $(cat "$JOB/step"); do kill -TERM "$pid" $(pgrep -P "$pid"); done
 
 @pytest.mark.slow
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_the_slurm_script_stops_in_time_queues_itself_and_resumes(
-    run_train, data_dir, tmp_path, nodes
-):
+def test_the_slurm_script_requeues_and_resumes(run_train, data_dir, tmp_path, nodes):
     flags = (*FLAGS, "--max_steps=60")
     straight = run_train("straight", *flags, before=ranks(2))
     for name, source in SLURM.items():

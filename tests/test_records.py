@@ -65,11 +65,6 @@ def test_no_record_names_a_folder_of_the_machine_that_made_it():
         assert not re.search(r'["=]/\w', path.read_text(encoding="utf-8")), path
 
 
-def test_no_registry_is_named_where_the_default_one_will_do():
-    for name in ("requirements.lock", "docs/scaling.md"):
-        assert "pypi.org" not in (REPO / name).read_text(encoding="utf-8")
-
-
 def test_a_figure_that_no_record_has_is_found():
     """The control."""
     assert not {"1.234 ± 0.567"} <= {row[1] for rows in ROWS.values() for row in rows}

@@ -229,21 +229,10 @@ def test_any_state_of_the_loop_and_of_an_optimizer_survives_a_resume(run_train):
     assert optimizer["state"][0]["m"].dtype == torch.float64 and optimizer["state"][0]["n"] == STEPS
 
 
-def test_a_variable_that_is_newer_than_the_checkpoint_starts_fresh(run_train, whole):
-    done = run_train("run", *FLAGS, before=stop_at(13))
-    edited(done, 13, lambda checkpoint: checkpoint["state"].pop("eval_micro_batch"))
-    done = run_train("run", *FLAGS)
-    assert done.returncode == 0, done.stderr
-    ours, expected = done.fingerprint(STEPS), whole().fingerprint(STEPS)
-    assert ours["model"] == expected["model"] and ours["optimizer"] == expected["optimizer"]
-
-
 # ---- by any means --------------------------------------------------------------------------------
 
 
-def test_a_run_that_was_killed_and_moved_resumes_from_its_last_checkpoint(
-    run_train, whole, tmp_path
-):
+def test_a_run_that_was_killed_and_moved_resumes(run_train, whole, tmp_path):
     done = run_train("run", *FLAGS, "--log_interval=1", before=stop_at(17, "SIGKILL"))
     assert done.returncode == 137 and not done.checkpoint(17).exists()
     assert max(row["step"] for row in done.rows("train")) == 16  # to be cut back
@@ -255,8 +244,7 @@ def test_a_run_that_was_killed_and_moved_resumes_from_its_last_checkpoint(
 
 
 def test_the_real_command_stopped_by_a_real_signal(start_train, run_train, tmp_path):
-    """The way a person does it: `python train.py`, Ctrl-C to all of its processes, `python
-    train.py`."""
+    """The way a person does it: `python train.py`, Ctrl-C to all processes, the same again."""
     flags = ["--max_steps=200", "--dropout=0.1", "--num_workers=2", "--log_interval=1"]
     process = start_train("run", *flags)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -275,8 +263,7 @@ def test_the_real_command_stopped_by_a_real_signal(start_train, run_train, tmp_p
 
 
 def assert_whole_metrics(done, uninterrupted):
-    """Each step and each evaluation stands there once, with the numbers of the uninterrupted
-    run."""
+    """Each step and evaluation stands there once, with the uninterrupted run's numbers."""
     same = {"train": ("step", "loss", "lr", "grad_norm", "skipped", "tokens", "epoch")}
     same["eval"] = ("step", "val_loss", "val_bpb", "val_accuracy", "best_val_loss")
     for kind, keys in same.items():
@@ -398,23 +385,6 @@ def test_a_smoke_run_is_never_extended_past_the_end_of_its_schedule_in_silence(r
     assert (smoke.out_dir.parent / "last.old_1/ckpt_00000030.pt").exists()
 
 
-def test_what_may_change_on_resume_is_really_applied(run_train, whole):
-    run_train("run", *FLAGS, before=stop_at(13))
-    done = run_train("run", *FLAGS, "--peak_lr=5e-4", "--weight_decay=10", "--grad_clip=0.01")
-    assert done.returncode == 0, done.stderr
-    ours, before = (run.rows("train") for run in (done, whole()))
-    for key in ("loss", "lr", "grad_norm"):
-        assert [row[key] for row in ours[:13]] == [row[key] for row in before[:13]]
-    assert ours[-1]["loss"] != before[-1]["loss"]
-    ratios = [a["lr"] / b["lr"] for a, b in zip(ours[13:20], before[13:20], strict=True)]
-    assert all(0.5 <= ratio < 0.7 for ratio in ratios)
-    optimizer = torch.load(done.checkpoint(STEPS), weights_only=True)["optimizer"][0]
-    assert optimizer["param_groups"][0]["weight_decay"] == 10
-    moments = optimizer["state"][0]["exp_avg"].norm()
-    (unclipped,) = torch.load(whole().checkpoint(STEPS), weights_only=True)["optimizer"]
-    assert moments < 0.5 * unclipped["state"][0]["exp_avg"].norm()
-
-
 def test_a_default_warmup_shrinks_to_fit_and_changes_no_past_rate(run_train, tmp_path):
     (tmp_path / "long.py").write_text("warmup_steps = 100\n")
     config = str(tmp_path / "long.py")
@@ -430,8 +400,7 @@ def test_a_default_warmup_shrinks_to_fit_and_changes_no_past_rate(run_train, tmp
 
 @pytest.mark.parametrize("extents", [(0, 40), (40, 0)], ids=["fewer", "more"])
 def test_the_best_is_a_best_among_evaluations_of_the_same_extent(run_train, extents):
-    """At a rate at which the loss only grows, that of step 0 stays the best, measured anew each
-    time."""
+    """At a rate at which the loss only grows, the best is of step 0, measured anew each time."""
     flags = ("--eval_interval=3", "--max_steps=14", "--peak_lr=3", "--min_lr=3")
     run_train("run", *flags, f"--eval_tokens={extents[0]}", before=stop_at(7))
     done = run_train("run", *flags, f"--eval_tokens={extents[1]}", before=stop_at(8))
@@ -507,8 +476,7 @@ train.configure_optimizers = configure_optimizers
 
 
 def test_another_grouping_of_weights_is_refused_by_name(run_train):
-    """At the resume; and at the save, where a group was added in mid-run, which no resume could
-    read."""
+    """At the resume; and at the save, where a group was added in mid-run."""
     stopped = run_train("run", *FLAGS, before=stop_at(13))
     before = {path: path.read_bytes() for path in stopped.out_dir.iterdir()}
     done = run_train("run", *FLAGS, before=ANOTHER_GROUP)

@@ -119,9 +119,7 @@ import torch
         ("evaluate", "own", "torch.ones(2)", "evaluate() returns own of shape (2,)"),
     ],
 )
-def test_a_name_that_rows_have_and_what_is_no_scalar_is_refused(
-    run_train, name, field, value, words
-):
+def test_a_taken_name_and_what_is_no_scalar_are_refused(run_train, name, field, value, words):
     before = RETURNS.replace("NAME", name).replace("FIELD", field).replace("VALUE", value)
     done = run_train("run", before=before)
     assert done.returncode == 1 and words in done.stderr, done.stderr
@@ -217,9 +215,6 @@ def test_the_rank_that_has_the_cause_prints_it(run_train):
     assert "another rank" in done.stderr and "Traceback" not in done.stderr
 
 
-# ---- one place for what a fork edits once --------------------------------------------------------
-
-
 def test_a_window_holds_in_every_path_of_attention(monkeypatch):
     def window(n, T, device):
         place = torch.arange(T)
@@ -235,21 +230,6 @@ def test_a_window_holds_in_every_path_of_attention(monkeypatch):
     assert torch.allclose(gpt(tokens, last_only=True), plain[:, -1:], atol=1e-5)
     monkeypatch.setattr(model, "PLAIN_ATTENTION_MAX", 0)
     assert torch.allclose(gpt(tokens), plain, atol=1e-5)
-
-
-def test_a_soft_cap_holds_in_every_path_to_the_loss(monkeypatch):
-    gpt = build_trained(vocab_size=1100, block_size=16)
-    batch = torch.randint(1100, (2, 2, 16))
-    inner = model.logits_of
-    monkeypatch.setattr(model, "logits_of", lambda *args: 3 * torch.tanh(inner(*args) / 3))
-    whole = gpt(*batch)
-    monkeypatch.setattr(model, "CHUNK_LOGITS", 4000)
-    chunked = gpt(*batch)
-    assert gpt.loss_chunks(32) > 1 and torch.allclose(whole, chunked, atol=1e-5)
-    assert gpt(batch[0]).abs().max() <= 3
-
-
-# ---- the environment -----------------------------------------------------------------------------
 
 
 def test_cublas_finds_its_setting_when_train_is_imported(monkeypatch):

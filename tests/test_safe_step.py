@@ -2,65 +2,26 @@
 numbers."""
 
 import random
-from collections import OrderedDict, defaultdict
-from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
-from torch import nn
 
 import train
 from plumbing.cli import RunFailed
 from plumbing.safe_step import (
-    Captured,
-    clone,
     explain,
-    halving_on_oom,
-    leaves,
-    mapped,
-    note_halving,
     out_of_memory,
     rng_state,
     set_rng_state,
-    tensors,
 )
 
 CPU = torch.device("cpu")
-
-# ---- nested containers ---------------------------------------------------------------------------
-
-VALUE = {
-    "weights": OrderedDict(a=torch.ones(2), b=[torch.zeros(1), (3, "x")]),
-    "lists": defaultdict(list, {1: [1.5], "1": [None]}),
-    (1, 2): {4},
-    "empty": {},
-}
-
-
-def test_a_clone_is_equal_in_value_and_type_and_shares_nothing():
-    before = repr(VALUE)
-    one = clone(VALUE)
-    assert repr(one) == before  # with the types of all containers
-    one["weights"]["a"] += 1
-    one["weights"]["b"][0] += 1
-    one["lists"][1].append(2)
-    one["lists"]["new"].append(2)
-    one[1, 2].add(5)
-    assert repr(VALUE) == before
-    found = dict(leaves(VALUE))
-    assert found["lists", 1, 0] == 1.5 and found["lists", "1", 0] is None  # two keys, not one
-    assert len(found) == 7 and len(tensors(VALUE)) == 2
-    shapes = mapped(lambda leaf, path: (len(path), type(leaf).__name__), VALUE)
-    assert shapes["weights"]["b"] == [(3, "Tensor"), ((4, "int"), (4, "str"))]
-
 
 # ---- random numbers ------------------------------------------------------------------------------
 
 
 def draw():
-    """Some random numbers of every kind. Normal ones: their generators keep a second one for
-    later."""
+    """Random numbers of every kind. Generators of normal ones keep a second one for later."""
     normal = [random.gauss(0, 1), float(np.random.normal()), torch.randn(1).item()]
     return [random.random(), float(np.random.rand()), torch.rand(1).item(), *normal]
 
@@ -87,14 +48,6 @@ def test_a_state_from_a_gpu_can_be_set_on_a_cpu():
     assert draw() == expected
 
 
-# ---- evaluation ----------------------------------------------------------------------------------
-
-
-# ---- a skipped update ----------------------------------------------------------------------------
-
-
-# ---- out of memory -------------------------------------------------------------------------------
-
 WORDS = {  # of torch's allocators
     "cpu": RuntimeError(
         "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
@@ -105,71 +58,6 @@ WORDS = {  # of torch's allocators
     "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
     "cudnn": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
 }
-
-
-class Job:
-    """A run whose forward pass (dropout, batch norm) fits only micro-batches of up to `room`
-    rows."""
-
-    def __init__(self, room, micro_batch=8, error=WORDS["cpu"]):
-        self.room = room
-        self.error = error
-        self.device = torch.device("cpu")
-        self.model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(3))
-        self.state = {"step": 4, "micro_batch": micro_batch, "eval_micro_batch": 8}
-        self.noted_sizes = dict(self.state)
-        self.folder = SimpleNamespace(event=self.event)
-        self.events = []
-        self.seen = []
-
-    def event(self, step, name, **fields):
-        self.events.append((step, name, fields))
-
-    def compute(self):
-        """A pass over 8 rows; what it draws and moves before memory runs out must not count."""
-        self.seen.append((self.model[1].running_mean.tolist(), torch.get_rng_state().sum().item()))
-        total = 0.0
-        for rows in torch.ones(8, 3, 2).split(self.state["micro_batch"]):
-            loss = self.model(rows).square().mean()
-            loss.backward()
-            total += loss.item()
-            if self.state["micro_batch"] > self.room:
-                raise self.error
-        return total
-
-
-@pytest.mark.parametrize("error", WORDS.values(), ids=WORDS)
-def test_a_retry_begins_where_the_first_try_began(error):
-    torch.manual_seed(3)
-    straight = Job(room=2, micro_batch=2)
-    expected = halving_on_oom(Captured(straight), "micro_batch", straight.compute)
-    torch.manual_seed(3)
-    retried = Job(room=2, error=error)
-    assert halving_on_oom(Captured(retried), "micro_batch", retried.compute) == expected
-    assert retried.state["micro_batch"] == 2
-    note_halving(retried)
-    note_halving(retried)
-    assert retried.events == [(4, "out_of_memory", {"micro_batch": 2})]
-    assert len(retried.seen) == 3 and len(set(map(str, retried.seen))) == 1
-    for one, other in zip(straight.model.parameters(), retried.model.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
-    for name, buffer in straight.model.named_buffers():
-        assert torch.equal(buffer, retried.model.get_buffer(name)), name
-
-
-@pytest.mark.parametrize(
-    "error, raised, words, tries",
-    [
-        (WORDS["cpu"], RunFailed, "a single sequence.*--grad_checkpoint=true", 4),
-        (RuntimeError("mat1 and mat2 shapes cannot be"), RuntimeError, "mat1", 1),
-    ],
-    ids=["a single row does not fit", "another error"],
-)
-def test_what_no_retry_helps_ends_the_run(error, raised, words, tries):
-    job = Job(room=0, error=error)
-    with pytest.raises(raised, match=words):
-        halving_on_oom(Captured(job), "micro_batch", job.compute)
-    assert len(job.seen) == tries and job.state["micro_batch"] == 8 // 2 ** (tries - 1)
 
 
 def test_what_ended_a_run_is_explained_in_one_line():

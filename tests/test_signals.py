@@ -1,67 +1,14 @@
 """Signals are heard while a run lasts, and handled as before once it is over."""
 
-import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 from conftest import REPO, first, wait_for
-
-from plumbing.signals import Signals
-
-ALL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-def handlers():
-    return [signal.getsignal(number) for number in ALL]
-
-
-def test_a_run_hears_signals_and_gives_the_handlers_back_also_after_an_error():
-    before = handlers()
-    with contextlib.suppress(ValueError), Signals() as asked:
-        assert (asked.stop, asked.save) == (0, False)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert asked.save
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert asked.stop == signal.SIGTERM  # the first one counts
-        assert handlers() != before
-        raise ValueError
-    assert handlers() == before
-
-
-def test_in_another_thread_nothing_is_installed():
-    """Such as a notebook's: Python lets only the main thread install handlers."""
-    before, inside = handlers(), []
-
-    def run():
-        with Signals() as asked:
-            inside.append((handlers() == before, asked.stop))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert inside == [(True, 0)]
-
-
-def test_a_second_ctrl_c_ends_the_process_at_once():
-    code = """
-import os, signal
-from plumbing.signals import Signals
-with Signals() as asked:
-    os.kill(os.getpid(), signal.SIGINT)
-    print("heard", int(asked.stop), flush=True)
-    os.kill(os.getpid(), signal.SIGINT)
-    print("still here")
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
-    assert done.stdout == "heard 2\n" and done.returncode == -signal.SIGINT, done.stderr
-
 
 HOLD = """
 import os, signal, sys

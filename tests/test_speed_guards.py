@@ -128,8 +128,7 @@ def test_an_optimizer_that_is_not_fused_costs_one_wait(counts_of, monkeypatch):
 
 @pytest.fixture
 def take_steps(knobs, monkeypatch):
-    """take_steps(name=value, ...): three steps on tensors without data, whose numbers nobody can
-    read."""
+    """take_steps(name=value, ...): three steps on tensors whose numbers nobody can read."""
     monkeypatch.setattr(model.GPT, "to", lambda self, device: self)  # tensors without data stay
 
     def take(**values):
@@ -190,8 +189,6 @@ def test_the_loop_saves_writes_and_evaluates_when_it_should_and_no_more(run_trai
     # rows of 4, 6, 8, 10, 12; evaluations; sample and end; a line for each save
     assert calls["WRITES"] <= 5 + 3 + 2 + calls["SAVES"]
 
-
-# ---- the start -----------------------------------------------------------------------------------
 
 COMPILER = "[name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules]"
 

@@ -46,8 +46,7 @@ def same(weights, name, weight):
 
 
 def test_best_holds_the_weights_that_were_judged(run_train):
-    """The plain loop evaluates the averages of best.pt, as its weights, to the very loss on
-    record."""
+    """The plain loop evaluates the averages of best.pt to the very loss on record."""
     done = run_train("run", *FLAGS, *MORE[SCHEDULE_FREE], before=SCHEDULE_FREE)
     best = min(done.rows("eval"), key=lambda row: row["val_loss"])
     saved = loaded(done.out_dir / "best.pt")

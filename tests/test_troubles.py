@@ -3,7 +3,6 @@
 The runs are real and take about a second; what needs a GPU, or thousands of steps, is recorded
 rows."""
 
-import os
 import re
 import shlex
 import subprocess
@@ -11,8 +10,8 @@ import sys
 
 import numpy as np
 import pytest
-from conftest import HONEST_DATA, REPO, first, pydoc_text
-from test_report import evaluation, event, falling, write_run
+from conftest import REPO, first, pydoc_text
+from helpers import falling, write_run
 
 from plumbing.cli import read_knobs
 from prepare_data import prepare
@@ -157,26 +156,6 @@ def test_a_config_shortened_is_told_of_no_trouble(config, run_of):
     assert names_of(on_a_quiet_machine(run_of("run", f"config/{config}.py {SHORT}"))) == []
 
 
-@pytest.mark.slow
-def test_a_good_run_is_told_of_no_trouble(run_of):
-    flags = "--peak_lr=1e-2 --min_lr=1e-3 --warmup_steps=20 --max_steps=300"
-    assert names_of(on_a_quiet_machine(run_of("run", flags))) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", [name for name in CONFIGS if name.startswith("shakespeare")])
-def test_the_whole_of_a_config_is_told_of_no_trouble(config, run_train, tmp_path):
-    """The real thing, on its own text: some minutes."""
-    text = HONEST_DATA / "tinyshakespeare" / "input.txt"
-    if not text.is_file():
-        pytest.skip("HONEST_DATA names no folder with tinyshakespeare/input.txt")
-    prepare("bard", tmp_path, input=str(text), say=lambda *words: None)
-    flags = f"config/{config}.py --dataset=bard --data_dir={tmp_path} --out_dir={tmp_path}/run"
-    done = run_train("run", *flags.split(), "--log_interval=10", timeout=1500)
-    assert done.returncode == 0, done.stderr
-    assert names_of(on_a_quiet_machine(tmp_path / "run")) == []
-
-
 @pytest.mark.parametrize("name", RECORDED)
 def test_recorded_rows_that_have_the_trouble_are_told_so_and_only_that(name, tmp_path):
     rows, info = RECORDED[name]
@@ -197,14 +176,6 @@ def test_memory_that_rises_with_an_evaluation_or_two_does_not_grow(tmp_path):
     assert names_of(read_run(write_run(tmp_path / "grows", rows))) == ["memory_grows"]
 
 
-def test_a_good_recorded_run_is_told_of_no_trouble(tmp_path):
-    rows = falling(400, gpu_util=97) + [evaluation(0, 4.2), evaluation(400, 1.7)]
-    info = {"config": {"grad_clip": 1.0, "warmup_steps": 20}, "run": {"dtype": "float16"}}
-    info["data"] = {"meta": {"vocab_size": 65, "tokenizer": "char"}}
-    skips = [event(step, "skipped", loss=None) for step in (1, 2, 350)]  # float16 finds its scale
-    assert names_of(read_run(write_run(tmp_path, rows + skips, **info))) == []
-
-
 def test_every_trouble_is_tried_on_a_run_that_has_it():
     assert set(TROUBLES) == {*" ".join(REAL).split(), *RECORDED, "diverges_after_resume"}
 
@@ -222,30 +193,6 @@ def finding(tmp_path, rows, name, **info):
     with np.errstate(all="ignore"):
         found = troubles(read_run(write_run(tmp_path, rows, **info)))
     return next(each for each in found if each.name == name)
-
-
-def test_advice_begins_where_the_run_stands(tmp_path):
-    waiting = falling(60, data_ms=3.0)
-    few = finding(tmp_path, waiting, "waits_for_data", config={"num_workers": 0})
-    assert few.cure.startswith("--num_workers=2 (now 0)")
-    many = {"num_workers": 4}
-    more = finding(tmp_path, waiting, "waits_for_data", config=many)
-    assert more.cure == "--num_workers=8 (now 4)"
-
-
-def test_advice_names_no_change_that_was_made_or_has_no_effect(tmp_path):
-    skips = [*falling(60), *(event(i, "skipped", loss=None) for i in range(9))]
-    config = {"peak_lr": 1e-3, "dtype": "auto", "grad_clip": 0.0}
-    in_float32 = {"config": config, "run": {"dtype": "float32"}}
-    cure = finding(tmp_path, skips, "updates_fail", **in_float32).cure
-    assert cure == "--peak_lr=0.0005 (now 0.001), --grad_clip=1 (now 0)"
-    in_bfloat16 = {"config": config, "run": {"dtype": "bfloat16"}}
-    cure = finding(tmp_path, skips, "updates_fail", **in_bfloat16).cure
-    assert "--dtype=float32 (now bfloat16)" in cure
-
-    decaying = {"peak_lr": 1e-3, "schedule": "cosine"}
-    cure = finding(tmp_path, rising(), "loss_rises", config=decaying).cure
-    assert cure == "--peak_lr=0.0005 (now 0.001)"
 
 
 def test_the_command_is_that_of_the_run_with_one_change(tmp_path):
@@ -284,21 +231,6 @@ def test_every_trouble_has_a_detector_and_a_section_that_says_all_of_it():
     for about in texts().values():
         assert {"title", "Symptoms", "Causes", "Diagnosis", "Cure"} == about.keys()
         assert all("\n" not in text and "](" not in text for text in about.values())
-
-
-@pytest.mark.slow  # some minutes: the page's own commands
-@pytest.mark.parametrize("name", TROUBLES)
-def test_the_commands_of_its_section_show_the_trouble(name, tmp_path):
-    page = (REPO / "docs/trouble.md").read_text()
-    sections = re.findall(r"^## (.*)", page, re.MULTILINE)
-    number = next(n for n, title in enumerate(sections, 1) if title.endswith(f"({name})"))
-    text = HONEST_DATA / "tinyshakespeare/input.txt"
-    if text.exists():
-        prepare("shakespeare", tmp_path, input=str(text), say=print)
-    command = [sys.executable, "tests/run_page.py", "docs/trouble.md", str(number)]
-    env = os.environ | {"PAGE_DATA": str(tmp_path)}
-    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True, check=True)
-    assert f"{texts()[name]['title']}: " in done.stdout
 
 
 # ---- the command that shows the step -------------------------------------------------------------

@@ -92,8 +92,7 @@ def test_every_row_arrives_and_no_bit_of_the_run_changes(run_train):
 
 
 def test_after_kills_every_row_arrives_once_and_the_run_stays_one(run_train):
-    """The second kill comes before the first one's last row: metrics.jsonl no longer has it
-    then."""
+    """The second kill comes before the first one's last row, which metrics.jsonl then lacks."""
     kill = "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)"
     for step in (19, 14):
         killed = run_train("run", *ON, env=OFFLINE, before=at_step(step, kill))
