@@ -42,7 +42,8 @@ def rows_of_ladder(facts):
     for name, numbers in ladder["rows"].items():
         loss = with_spread(numbers["loss"], numbers["deviation"])
         count = len(ladder["runs"][name])
-        rows.append(row(facts, name, loss, numbers["process"], count, ladder["commands"][name]))
+        command = f"{ladder['commands'][name]} --dataset={facts['dataset']}"
+        rows.append(row(facts, name, loss, numbers["process"], count, command))
     return rows
 
 
@@ -52,8 +53,7 @@ def with_spread(loss, deviation):
 
 def row(facts, name, loss, seconds, count, command):
     machine = f"{facts['hardware']['cpu']}, torch {facts['versions']['torch']}"
-    commit = facts["git"]["commit"][:7]
-    when = f"{facts['date'][:10]}, {commit}"
+    when = f"{facts['date'][:10]}, {facts['git']['commit'][:7]}"
     if facts["git"]["dirty"]:
         when += ", patched"
     return name, loss, f"{seconds:.1f}", str(count), f"`python {command}`", machine, when
@@ -89,12 +89,8 @@ def computed_rows(folder: Path) -> list[dict]:
     """The rows of a run, with what computing gives back: not times and memory, nor its end."""
     rows = []
     for row in read_metrics(folder / "metrics.jsonl")[0]:
-        event = row.get("event", "saved")
-        if event not in ("saved", "sample"):
-            continue
-        for name in MEASURED:
-            row.pop(name, None)
-        rows.append(row)
+        if row.get("event", "saved") in ("saved", "sample"):
+            rows.append({name: row[name] for name in row if name not in MEASURED})
     return rows
 
 
