@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("small_products")
 PARTS = ["peak", "ladder", "profile", "memory", "overhead"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole(data_dir, tmp_path_factory):
     """All parts in one process, in the folder of a run: (bench.json, output, before, after)."""
     out_dir = tmp_path_factory.mktemp("bench") / "run"
@@ -61,6 +61,7 @@ def numbers(value):
     return [value] if isinstance(value, int | float) else []
 
 
+@pytest.mark.xdist_group("bench")
 def test_every_part_reports_in_json_and_on_the_console(whole):
     facts, output, _, _ = whole
     assert [part for part in facts if part in bench.PARTS] == PARTS
@@ -75,6 +76,7 @@ def test_every_part_reports_in_json_and_on_the_console(whole):
     assert facts["date"] and facts["config"]["n_embd"] == 64
 
 
+@pytest.mark.xdist_group("bench")
 def test_a_run_that_lies_in_out_dir_is_left_alone(whole):
     _, _, before, after = whole
     assert {name: after[name] for name in before} == before
@@ -83,6 +85,7 @@ def test_a_run_that_lies_in_out_dir_is_left_alone(whole):
     assert {"forward", "train_step", "data", "aten::mm"} <= names
 
 
+@pytest.mark.xdist_group("bench")
 def test_memory_is_predicted_within_15_percent(whole):
     memory = whole[0]["memory"]
     for row in memory["here"].values():
@@ -102,6 +105,7 @@ def test_memory_is_predicted_for_any_model(tmp_path, train_as_it_was):
     assert row["predicted"] == pytest.approx(row["measured"], rel=0.15)
 
 
+@pytest.mark.xdist_group("bench")
 def test_overhead_is_measured_over_the_real_loop(whole):
     overhead = whole[0]["overhead"]
     assert all(overhead[key] > 0 for key in overhead if key.endswith("_ms"))

@@ -21,7 +21,7 @@ import bench
 import check
 import model
 import train
-from plumbing.cli import BadInput, RunFailed
+from plumbing.cli import BadInput
 from plumbing.data import OrderedWindows
 from reporting import sanity, verdicts
 
@@ -66,7 +66,7 @@ def checks(data_dir, tmp_path):
 # ---- sanity --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole(data_dir, tmp_path_factory):
     """sanity and lr in one process: (check.json, output, out_dir)."""
     out_dir = tmp_path_factory.mktemp("check") / "run"
@@ -78,6 +78,7 @@ def whole(data_dir, tmp_path_factory):
     return json.loads((out_dir / "check.json").read_text()), output, out_dir
 
 
+@pytest.mark.xdist_group("check")
 def test_a_healthy_model_is_go(whole):
     facts, stdout, _ = whole
     assert list(facts["sanity"]["checks"]) == CHECKS
@@ -99,6 +100,7 @@ def test_any_model_and_data_can_be_checked(tmp_path, train_as_it_was, capsys):
     assert all(" check" in name for name in absent - {"FLOPs of a token"})
 
 
+@pytest.mark.xdist_group("check")
 def test_lr_range_test_suggests_a_rate_that_learns(whole):
     lr = whole[0]["lr"]
     assert len(lr["lr"]) == len(lr["loss"]) == len(lr["smooth"]) <= 20
@@ -363,18 +365,10 @@ def test_seeds_are_added_until_a_verdict_holds(compare, quick):
     code, lines = compare({"peak_lr": 1.0}, {"peak_lr": 0.01}, seeds=0)
     assert (code, lines[-1]) == (0, "verdict: worse")
     assert 8 <= len(quick) <= 20  # two runs for each seed, from the fourth on
-    n = len(quick)
-    code, lines = compare({"peak_lr": 1.0}, {"peak_lr": 0.01}, seeds=0, comparisons=10**9)
-    assert lines[-1] == "verdict: worse" and len(quick) > n  # more evidence takes more seeds
     code, lines = compare({"peak_lr": 0.01}, {"peak_lr": 0.0101}, seeds=0, max_seeds=3)
     assert lines[-1].startswith("verdict: not shown (excludes no difference yet; ")
     with pytest.raises(BadInput, match="--seeds=1: expected"):
         compare({}, {}, seeds=1)
-
-
-def test_a_run_that_fails_ends_it(compare):
-    with pytest.raises(RunFailed):  # exit code 1
-        compare({}, {"dataset": "absent"})
 
 
 def test_equal_names_the_first_step_that_differs(compare):
