@@ -456,7 +456,7 @@ def imagine(job, micro_batch):
             unscaled = torch.amp.GradScaler(enabled=False)  # a scaler would keep a fake scale
             parts = {"model": model, "optimizers": optimizers, "state": state, "scaler": unscaled}
             for _ in range(2):  # the first step creates the moments
-                bare_step(model, replace(job.run, **parts), *batch, clips=False)
+                bare_step(model, replace(job.run, **parts), *batch)
     except Exception:  # of a model that needs content, or another optimizer
         return {}
     weights = nbytes([*model.parameters(), *model.buffers()])
