@@ -283,7 +283,7 @@ def test_each_row_of_ours_changes_one_thing_and_sees_as_many_tokens():
         else:
             assert len(changed) == (not name.startswith("our block")), name  # another script
         before = knobs
-    plain = knobs_of(ours["Muon and its rate"]) | {"batch_size": 48, "max_steps": 140}
+    plain = knobs_of(ours["Muon and its rate"]) | {"batch_size": 48, "max_steps": 120}
     differ = {
         key for key, value in knobs_of(ours["the plain config"]).items() if value != plain[key]
     }
