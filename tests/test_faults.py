@@ -861,17 +861,13 @@ def test_memory_that_really_runs_out_is_the_same(run_train):
     """A limit on the process's address space stands in for a small machine."""
     limit = """
 import resource
-def rehearse(*arguments, inner=train.rehearse):
-    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (size + 200_000_000, before[1]))
-    model = inner(*arguments)
-    resource.setrlimit(resource.RLIMIT_AS, before)  # the saver needs some of its own
-    return model
-train.rehearse = rehearse
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+before = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (size + 200_000_000, before[1]))
 """
+    lift = "resource.setrlimit(resource.RLIMIT_AS, before)"  # the saver needs some of its own
     flags = ("--batch_size=512", "--max_steps=4", "--block_size=64", "--n_embd=64")
-    done = run_train("run", *flags, before=limit)
+    done = run_train("run", *flags, before=around("safe_step.rehearse", limit, lift))
     assert 0 < events(done, "out_of_memory")[-1]["micro_batch"] < 512
 
 

@@ -188,7 +188,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_a_message(run_train):
 
 # ---- torchrun ------------------------------------------------------------------------------------
 
-LONG = ("--max_steps=160", "--save_interval=20", "--log_interval=20", "--dropout=0.1")
+LONG = ("--max_steps=100", "--save_interval=20", "--log_interval=20", "--dropout=0.1")
 
 
 LAUNCHED = [(2, "SIGTERM"), (2, "SIGKILL"), (1, "SIGINT"), (3, "SIGINT"), (4, "SIGTERM")]
@@ -199,7 +199,7 @@ def test_torchrun_passes_a_signal_on(start_train, run_train, once, count, name):
     """But for SIGKILL, of which nobody can tell the ranks: they see that their launcher is gone."""
     flags = (*LONG, f"--batch_size={12 // count}")
     process = start_train("run", *flags, launcher=torchrun(count), env=ONE_THREAD)
-    wait_for(lambda: re.search(r"\b20/160 ", process.log.read_text()))
+    wait_for(lambda: re.search(r"\b20/100 ", process.log.read_text()))
     pids = children(process)
     assert len(pids) == count
     process.send_signal(getattr(signal, name))
@@ -211,7 +211,7 @@ def test_torchrun_passes_a_signal_on(start_train, run_train, once, count, name):
         run_train("run", *flags, before=ranks(count)),
         once(*flags, before=ranks(count)),
     )
-    assert done.fingerprint(160) == straight.fingerprint(160)
+    assert done.fingerprint(100) == straight.fingerprint(100)
 
 
 # ---- sharded -------------------------------------------------------------------------------------
