@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from pathlib import Path
 
@@ -37,9 +36,15 @@ os.environ.setdefault(
 )
 
 import torch
+from sources import scope_of, stop_at
 
 REPO = Path(__file__).resolve().parent.parent
 HONEST_DATA = Path(os.environ.get("HONEST_DATA") or os.devnull)  # which holds no file
+if (HONEST_DATA / "tiktoken_cache").is_dir():
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(HONEST_DATA / "tiktoken_cache")
+needs_gpt2 = pytest.mark.skipif(
+    not (HONEST_DATA / "tiktoken_cache").is_dir(), reason="HONEST_DATA has no folder tiktoken_cache"
+)
 TINY = {  # flags of every run, unless a test overrides them
     "dataset": "small",
     "device": "cpu",
@@ -118,6 +123,14 @@ class Done:
     stdout: str
     stderr: str
 
+    @classmethod
+    def of(cls, out_dir, number, *output):
+        return cls(out_dir, number if number >= 0 else 128 - number, *output)
+
+    @property
+    def facts(self):
+        return json.loads((self.out_dir / "run.json").read_text())
+
     def checkpoint(self, step):
         return self.out_dir / f"ckpt_{step:08}.pt"
 
@@ -134,11 +147,15 @@ class Done:
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory):
     """A folder that holds the dataset `small`: 3,000 characters of Python's own documentation."""
+    return make_dataset(tmp_path_factory.mktemp("data"), "small", pydoc_text()[:3000])
+
+
+def make_dataset(folder, name, text, tokenizer="char"):
+    """Makes folder/NAME of a text, which is left in folder/NAME.txt. Returns the folder."""
     from prepare_data import prepare
 
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "small.txt").write_text(pydoc_text()[:3000])
-    prepare("small", folder, input=str(folder / "small.txt"), say=lambda *words: None)
+    (folder / f"{name}.txt").write_text(text)
+    prepare(name, folder, str(folder / f"{name}.txt"), tokenizer, say=lambda *words: None)
     return folder
 
 
@@ -163,17 +180,29 @@ def zygote():
     server.wait()
 
 
+def codes(done):
+    return done.stdout.split("CODES ")[1].splitlines()[0]
+
+
+def expect(code, done):
+    """done, if that is the exit code of the run, and of each of its ranks; code=None: any."""
+    found = {done.returncode, *map(int, codes(done).split() if "CODES " in done.stdout else ())}
+    assert code is None or found == {code}, f"exit codes {found}\n{done.stdout}{done.stderr}"
+    return done
+
+
 @pytest.fixture(scope="session")
 def train_in(zygote, data_dir):
-    """train_in(folder, out_dir, *flags, env, before, timeout, cwd=folder, repo=REPO) -> Done.
+    """train_in(folder, out_dir, *flags, code=0, env, before, timeout, cwd=folder, repo=REPO)
+    -> Done.
 
     Runs train.main() in a forked process. out_dir: a name in `folder`, or a path. flags:
-    "--key=value", which override TINY. before: Python source that runs in that process first
-    (`train` is imported there), such as `stop_at(5)`. cwd: its working directory. repo: a folder
-    whose train.py replaces this repository's.
+    "--key=value", which override TINY. code: the exit code that it must have, None = any. before:
+    Python source that runs in that process first, in scope_of(train), such as `stop_at(5)`. cwd:
+    its working directory. repo: a folder whose train.py replaces this repository's.
     """
 
-    def run(folder, out_dir, *flags, env=None, before="", timeout=100, cwd=None, repo=REPO):
+    def run(folder, out_dir, *flags, code=0, env=None, before="", timeout=100, cwd=None, repo=REPO):
         out_dir = folder / out_dir
         files = [folder / f".{name}" for name in ("stdout", "stderr")]
         request = {
@@ -187,11 +216,17 @@ def train_in(zygote, data_dir):
         }
         zygote.stdin.write(json.dumps(request) + "\n")
         zygote.stdin.flush()
-        code = int(zygote.stdout.readline())
-        output = [file.read_text() for file in files]
-        return Done(out_dir, code if code >= 0 else 128 - code, *output)
+        number = int(zygote.stdout.readline())
+        return expect(code, Done.of(out_dir, number, *(file.read_text() for file in files)))
 
     return run
+
+
+@pytest.fixture(scope="session")
+def once(train_in, tmp_path_factory):
+    """once(*flags, before="") -> Done: a run that tests share, made once; they only read it."""
+    folder = functools.partial(tmp_path_factory.mktemp, "once")
+    return functools.cache(lambda *flags, **how: train_in(folder(), "run", *flags, **how))
 
 
 @pytest.fixture
@@ -201,25 +236,36 @@ def run_train(train_in, tmp_path):
 
 
 @pytest.fixture
+def straight_and_resumed(run_train):
+    """straight_and_resumed(*flags, step, name="SIGKILL", last=12, ...) -> the run that nothing
+    interrupts, and one that the signal `name` ends in `step` and that is started again. After the
+    `last` step they have the same bits."""
+
+    def run(*flags, step, name="SIGKILL", last=12, before="", **how):
+        straight = run_train("straight", *flags, before=before, **how)
+        code = 128 + getattr(signal, name)
+        run_train("run", *flags, before=before + stop_at(step, name), code=code, **how)
+        resumed = run_train("run", *flags, before=before, **how)
+        assert events(resumed, "resume") and not events(resumed, "inexact_resume")
+        assert resumed.fingerprint(last) == straight.fingerprint(last)
+        return straight, resumed
+
+    return run
+
+
+@pytest.fixture
 def python_train(data_dir, tmp_path):
-    """python_train(out_dir, *flags, env, timeout=100, launcher) -> Done: the real command.
+    """python_train(out_dir, *flags, code=0, env, timeout=100, launcher) -> Done: the real command.
 
     launcher: replaces `python`, for example by [python, "-m", "torch.distributed.run", ...].
     """
 
-    def run(out_dir, *flags, env=None, timeout=100, launcher=(sys.executable,)):
+    def run(out_dir, *flags, code=0, env=None, timeout=100, launcher=(sys.executable,)):
         out_dir = tmp_path / out_dir
-        done = subprocess.run(
-            [*launcher, *arguments(out_dir, data_dir, flags)],
-            cwd=tmp_path,
-            env=os.environ | (env or {}),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-        code = done.returncode
-        return Done(out_dir, code if code >= 0 else 128 - code, done.stdout, done.stderr)
+        command = [*launcher, *arguments(out_dir, data_dir, flags)]
+        how = {"cwd": tmp_path, "env": os.environ | (env or {}), "timeout": timeout}
+        done = subprocess.run(command, capture_output=True, text=True, **how)
+        return expect(code, Done.of(out_dir, done.returncode, done.stdout, done.stderr))
 
     return run
 
@@ -253,6 +299,24 @@ def start_train(data_dir, tmp_path):
         process.wait()
 
 
+@pytest.fixture
+def small_disk(tmp_path):
+    """small_disk(megabytes) -> a file system of that size; what is mounted there goes with the
+    test."""
+    folder = tmp_path / "disk"
+
+    def mount(megabytes):
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", folder]
+        if shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
+            pytest.skip("mounting a small disk needs root")
+        return folder
+
+    yield mount
+    while not subprocess.run(["umount", "-l", folder], capture_output=True).returncode:
+        pass
+
+
 def arguments(out_dir, data_dir, flags):
     settings = TINY | {"out_dir": out_dir, "data_dir": data_dir}
     known = (REPO / "train.py").read_text()
@@ -269,145 +333,6 @@ def wait_for(condition, seconds=60):
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)
-
-
-# ---- source for run_train's `before` -------------------------------------------------------------
-
-
-def stop_at(step, name="SIGTERM"):
-    """Source for run_train's `before`: the process sends itself the signal as that step begins."""
-    return f"""
-import os, signal
-def train_step(model, run, *rest, inner=train.train_step):
-    if run.state["step"] == {step} - 1:
-        os.kill(os.getpid(), signal.{name})
-    return inner(model, run, *rest)
-train.train_step = train_step
-"""
-
-
-def at_step(step, code):
-    """Source for run_train's `before`: `code` runs just before that step is computed."""
-    return f"""
-def wrap(inner):
-    def train_step(model, run, *rest):
-        if run.state["step"] == {step} - 1:
-{textwrap.indent(textwrap.dedent(code), " " * 12)}
-        return inner(model, run, *rest)
-    return train_step
-train.train_step = wrap(train.train_step)
-"""
-
-
-def bad_batches(indices, how="loss * float('nan')"):
-    """Source: on the batches of these indices the loss, or with how="grad = ..." the gradient, is
-    bad. Not in the rehearsal, the first call: a run whose first loss is NaN does not start."""
-    change = f"numbers['loss'] = {how}"
-    if how.startswith("grad"):
-        change = f"for w in run.model.parameters(): w.{how}"
-    return f"""
-import math
-def wrap(inner):
-    calls = []
-    def forward_backward(model, run, *rest):
-        numbers = inner(model, run, *rest)
-        loss = numbers["loss"]
-        calls.append(1)
-        if len(calls) > 1 and run.state["sequences"] // train.rows_at(0) in {indices}:
-            {change}
-        return numbers
-    return forward_backward
-train.forward_backward = wrap(train.forward_backward)
-"""
-
-
-# What is between the three tries of a save that must succeed: 3 s.
-SHORT_PAUSES = """
-import time, types
-def pause(seconds):
-    time.sleep(seconds / 20)
-train.checkpoint.time = types.SimpleNamespace(**vars(time) | {"sleep": pause})
-"""
-
-
-def ranks(count, code=""):
-    """Source for run_train's `before`: `count` ranks; each runs `code`, knowing its `rank`."""
-    return f"""
-import os, socket, torch
-def spread(main):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="{count}")
-    others = []
-    for rank in reversed(range({count})):
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
-        if rank:
-            others.append(os.fork())
-            if others[-1] == 0:
-                return rank, main
-    def and_wait():
-        code = train.cli.run_script(main)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(other, 0)[1]) for other in reversed(others)]
-        print("CODES", code, *codes, flush=True)
-        return code
-    return 0, and_wait
-rank, train.main = spread(train.main)
-torch.set_num_threads(1)  # after the fork: docs/scaling.md, "Invalid thread pool!"
-def weights_and_moments(run):
-    states = (state for optimizer in run.optimizers for state in optimizer.state.values())
-    return [*run.model.parameters(), *(moment for state in states for moment in state.values())]
-{code}
-"""
-
-
-def only_on(rank, source):
-    return f"if rank == {rank}:\n{textwrap.indent(source, '    ')}"
-
-
-def codes(done):
-    return done.stdout.split("CODES ")[1].splitlines()[0]
-
-
-SHARD = "--shard=true"
-
-# Root may write (1) and read (2) anywhere, unless it gives these capabilities up.
-WITHOUT_OVERRIDE = """
-import ctypes, os
-libc = ctypes.CDLL(None)
-header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-assert libc.capget(header, data) == 0
-data[0] &= ~(1 << 1 | 1 << 2)
-assert libc.capset(header, data) == 0
-"""
-
-LION = """
-import torch
-class Lion(torch.optim.Optimizer):
-    # Chen et al. 2023, by hand. It keeps what torch's own optimizers do not: a counter in
-    # param_groups, an int, a str and another dtype in the state of a weight, and something under no
-    # weight at all.
-    def __init__(self, groups, lr):
-        super().__init__(groups, {"lr": lr, "count": 0})
-    @torch.no_grad()
-    def step(self):
-        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
-        for group in self.param_groups:
-            group["count"] += 1
-            for weight in group["params"]:
-                state = self.state[weight]
-                if not state:
-                    state.update(n=0, word="a", m=torch.zeros_like(weight, dtype=torch.float64))
-                state["n"] += 1
-                state["word"] = chr(97 + (ord(state["word"]) - 96) % 26)
-                update = torch.lerp(state["m"], weight.grad.double(), 0.1).sign().float()
-                rate = group["lr"] / group["count"] / state["n"] * ord(state["word"]) / 97
-                weight.mul_(1 - rate * group["weight_decay"]).sub_(update, alpha=rate)
-                state["m"].lerp_(weight.grad.double(), 1 / (1 + self.state["all"]["steps"]))
-def configure_optimizers(model, name, lr, weight_decay, *rest):
-    return [Lion([{"params": list(model.parameters()), "weight_decay": weight_decay}], lr)]
-train.configure_optimizers = configure_optimizers
-"""
 
 
 # ---- one update, without a run -------------------------------------------------------------------
@@ -429,74 +354,20 @@ def knobs(monkeypatch):
     return set_knobs
 
 
-def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
-    """A run before its first step, on a model in which every path is open."""
-    import train
-    from model import GPT, GPTConfig
-    from optim import configure_optimizers
-    from plumbing.checkpoint import MICRO_BATCHES
-
-    torch.manual_seed(0)
-    shape = {"vocab_size": 65, "block_size": 16, "n_head": 2, "n_embd": 32} | shape
-    model = GPT(GPTConfig(**shape))
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.1)
-    optimizers = configure_optimizers(model, optimizer, 1e-3, 0.1, 0.9, 0.95, 0.95, "cpu")
-    return train.Run(
-        folder=None,
-        path=None,
-        before={},
-        device=torch.device("cpu"),
-        train_data=None,
-        val_data=None,
-        facts={},
-        model=model,
-        optimizers=optimizers,
-        groups=[each.state_dict()["param_groups"] for each in optimizers],
-        scaler=torch.amp.GradScaler("cpu", enabled=train.dtype == "float16"),
-        ema={n: w.detach().clone() for n, w in model.named_parameters()} if ema else {},
-        state=train.FRESH_STATE | dict.fromkeys(MICRO_BATCHES, rows // accum),
-    )
-
-
-def batch(rows=32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    window = torch.randint(65, (rows, 17), generator=generator)
-    return window[:, :-1].clone(), window[:, 1:].clone()
-
-
-def gradient(run):
-    return torch.cat([weight.grad.flatten() for weight in run.model.parameters()])
-
-
-def distance(one, other):
-    """Relative to `other`."""
-    return ((one - other).norm() / other.norm()).item()
-
-
-def update(run, inputs=None, targets=None, lr=1e-3):
-    """The numbers of one step, as plain floats."""
-    import train
-
-    if inputs is None:
-        inputs, targets = batch()
-    numbers = train.train_step(run.model, run, inputs, targets, lr)
-    return {name: value.item() for name, value in numbers.items()}
-
-
 # ---- bench.py and check.py ----------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_products(monkeypatch):
-    """The peak that a job measures at its start, by a smaller matrix product."""
+@pytest.fixture(scope="module")
+def small_products():
+    """The peaks that a job and bench.py measure, by smaller matrix products."""
     from plumbing import machine
 
     def matmul_rate(device, dtype, sizes=(64,), inner=machine.matmul_rate):
-        return inner(device, dtype, sizes)
+        return inner(device, dtype, [min(size, 128) for size in sizes])
 
-    monkeypatch.setattr(machine, "matmul_rate", matmul_rate)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "matmul_rate", matmul_rate)
+        yield
 
 
 @pytest.fixture
@@ -529,7 +400,8 @@ def quick(train_in, tmp_path, monkeypatch):
         change = change if Path(script) != REPO / "train.py" else ""
         env = {name: os.environ[name] for name in ("NANOGPT",) if name in os.environ}
         flags = [flag for flag in flags if not flag.startswith("--out_dir=")]
-        done = train_in(tmp_path, out_dir, *flags, f"--out_dir={out_dir}", env=env, before=change)
+        flags.append(f"--out_dir={out_dir}")
+        done = train_in(tmp_path, out_dir, *flags, env=env, before=change, code=None)
         if done.returncode:
             raise RunFailed(done.stderr)
 
@@ -636,6 +508,7 @@ def serve():
     resume.code_of_process()
     cli.read_knobs = functools.cache(cli.read_knobs)
     cli.read_knobs(REPO / "train.py")
+    cli.symtable = functools.cache(cli.symtable)
     email.message_from_string = functools.cache(email.message_from_string)
     machine.describe_machine(torch.device("cpu"))
 
@@ -691,7 +564,7 @@ def in_child(argv, files, env, cwd, before, timeout, repo):
         name, flags = machine.cpu_info()
         machine.cpu_info = lambda: (name, flags | {"avx512_fp16"})
     try:
-        exec(compile(before, __file__, "exec"), {"train": train})
+        exec(compile(before, __file__, "exec"), scope_of(train))
         code = run_script(train.main)
     except SystemExit as leaving:  # of --help, or of a script that `before` has run
         code = leaving.code

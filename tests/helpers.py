@@ -5,20 +5,43 @@ Nothing here starts anything when it is imported.
 
 import json
 import math
+import os
+import re
+import socket
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from conftest import LION, build_run
+from conftest import REPO
+from sources import LION, scope_of
 from torch import nn
 
+import train
 from model import GPT, GPTConfig
+from optim import configure_optimizers
+from plumbing.checkpoint import MICRO_BATCHES
 
 # ---- processes -----------------------------------------------------------------------------------
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def python(source, **environment):
+    """What a new process that runs this source prints."""
+    command = [sys.executable, "-c", source]
+    environment = os.environ | environment
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def torchrun(count):
+    module = [sys.executable, "-m", "torch.distributed.run"]
+    here = "--local-addr=127.0.0.1"  # a container's own name may lead nowhere
+    return [*module, "--standalone", here, f"--nproc_per_node={count}"]
 
 
 def children(process):
@@ -32,6 +55,18 @@ def alive(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def listens(port):
+    """Whether a process listens there: a rank in the rendezvous, say."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -101,7 +136,7 @@ def moving_run(optimizer):
     run.model = Moving(run.model)
     run.ema = {f"gpt.{name}": average for name, average in run.ema.items()}
     if optimizer == "by hand":
-        by_hand = {"train": SimpleNamespace()}
+        by_hand = scope_of(SimpleNamespace())
         exec(LION, by_hand)
         run.optimizers = by_hand["configure_optimizers"](run.model, "lion", 1e-3, 0.0)
         run.groups = [run.optimizers[0].state_dict()["param_groups"]]
@@ -126,44 +161,69 @@ BENCH_FLAGS = {
     "timing_seconds": 0.05,
 }
 
-CHECKS = [  # of check.py, in their order
-    "one batch overfits",
-    "loss at initialization",
-    "gradient norm",
-    "no look into the future",
-    "sampling draws from the model",
-    "positions matter",
-    "the loss is the mean of -log p",
-    "gradients are those of the loss",
-    "dropout draws anew",
-    "grad_checkpoint changes no gradient",
-    "the first sequence",
-    "targets are the next tokens",
-    "batches differ",
-    "an epoch has each sequence once",
-    "train and validation share no window",
-    "evaluation sees each token once",
-    "evaluation is the mean of -log p",
-    "training is as before an evaluation",
-    "the average is what is evaluated",
-    "FLOPs of a token",
-    "matrices decay, vectors do not",
-    "each weight moves as its optimizer says",
-    "an update that is not finite changes nothing",
-    "a step is that of its batch",
-    "the schedule is the one named",
-    "a resume is bit for bit",
-    "each row is that of its step",
-    "each step sees the next sequences",
-    "the average is that of the weights",
-    "best.pt is the best",
-    "the whole run",
-]
+
+def checks_of_the_page():
+    """The checks of check.py, as docs/trouble.md names and explains them."""
+    page = (REPO / "docs" / "trouble.md").read_text(encoding="utf-8")
+    table = page.partition("| check | what it tests")[2].partition("\n## ")[0]
+    return set("; ".join(re.findall(r"^\| ([^|]*) \|", table, re.MULTILINE)).split("; "))
 
 
 def bench_arguments(out_dir, data_dir, **flags):
     flags = BENCH_FLAGS | {"out_dir": out_dir, "data_dir": data_dir} | flags
     return [f"--{key}={value}" for key, value in flags.items()]
+
+
+# ---- one update, without a run -------------------------------------------------------------------
+
+
+def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
+    """A run before its first step, on a model in which every path is open."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 65, "block_size": 16, "n_head": 2, "n_embd": 32} | shape
+    model = GPT(GPTConfig(**shape))
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+    optimizers = configure_optimizers(model, optimizer, 1e-3, 0.1, 0.9, 0.95, 0.95, "cpu")
+    return train.Run(
+        folder=None,
+        path=None,
+        before={},
+        device=torch.device("cpu"),
+        train_data=None,
+        val_data=None,
+        facts={},
+        model=model,
+        optimizers=optimizers,
+        groups=[each.state_dict()["param_groups"] for each in optimizers],
+        scaler=torch.amp.GradScaler("cpu", enabled=train.dtype == "float16"),
+        ema={n: w.detach().clone() for n, w in model.named_parameters()} if ema else {},
+        state=train.FRESH_STATE | dict.fromkeys(MICRO_BATCHES, rows // accum),
+    )
+
+
+def batch(rows=32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    window = torch.randint(65, (rows, 17), generator=generator)
+    return window[:, :-1].clone(), window[:, 1:].clone()
+
+
+def gradient(run):
+    return torch.cat([weight.grad.flatten() for weight in run.model.parameters()])
+
+
+def distance(one, other):
+    """Relative to `other`."""
+    return ((one - other).norm() / other.norm()).item()
+
+
+def update(run, inputs=None, targets=None, lr=1e-3):
+    """The numbers of one step, as plain floats."""
+    if inputs is None:
+        inputs, targets = batch()
+    numbers = train.train_step(run.model, run, inputs, targets, lr)
+    return {name: value.item() for name, value in numbers.items()}
 
 
 # ---- rows of runs that were never trained --------------------------------------------------------

@@ -2,14 +2,14 @@
 nothing."""
 
 import functools
-import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import batch, build_run, codes, digest, events, first, only_on, ranks
-from helpers import moving_run
+from conftest import digest, events, first
+from helpers import batch, build_run, moving_run
+from sources import around, only_on, ranks
 
 import train
 from plumbing import audit
@@ -22,41 +22,29 @@ STEPS = 12
 
 def flip_gradient(tries, step=6):
     """Source for run_train's `before`: in these tries of that step a gradient has a wrong bit."""
-    return f"""
-import torch
-tries = []
-def forward_backward(model, run, *rest, inner=train.forward_backward):
-    loss = inner(model, run, *rest)
-    if run.state["step"] + 1 == {step}:
-        tries.append(1)
-        if len(tries) in {tries}:
-            gradient = train.ranks.local(run.model.head.weight.grad)
-            gradient.view(torch.int32)[3, 4] ^= 1 << (20 + len(tries))
-    return loss
-train.forward_backward = forward_backward
-"""
+    tensor = "train.ranks.local(run.model.head.weight.grad)"
+    return flip("forward_backward", tensor, tries, step)
 
 
 def flip_weight(tries, step=6):
     """The same with a weight, after the step: what other ranks do not see."""
-    return f"""
-import torch
-tries = []
-def train_step(model, run, *rest, inner=train.train_step):
-    numbers = inner(model, run, *rest)
-    if run.state["step"] + 1 == {step}:
-        tries.append(1)
-        if len(tries) in {tries}:
-            run.model.head.weight.data.view(torch.int32)[3, 4] ^= 1
-    return numbers
-train.train_step = train_step
+    return flip("train_step", "run.model.head.weight.data", tries, step)
+
+
+def flip(name, tensor, tries, step):
+    bad = f"""
+if run.state["step"] + 1 == {step}:
+    tries.append(1)
+    if len(tries) in {tries}:
+        {tensor}.view(torch.int32)[3, 4] ^= 1 << (20 + len(tries))
 """
+    return "tries = []\n" + around(name, then=bad)
 
 
-@pytest.fixture(scope="module")
-def plain(train_in, tmp_path_factory):
+@pytest.fixture
+def plain(once):
     """The run without a fault, and without the audit."""
-    return train_in(tmp_path_factory.mktemp("plain"), "run", *FLAGS)
+    return once(*FLAGS)
 
 
 # ---- a fault -------------------------------------------------------------------------------------
@@ -66,7 +54,6 @@ def plain(train_in, tmp_path_factory):
 def test_one_flipped_bit_is_found_at_its_step_named_and_healed(run_train, plain, number, odd):
     """Also where it is the repeat that is wrong."""
     done = run_train("run", *FLAGS, AUDIT, before=flip_gradient([number]))
-    assert done.returncode == 0, done.stderr
     assert done.fingerprint(STEPS) == plain.fingerprint(STEPS)
     (event,) = events(done, "audit")
     assert (event["step"], event["odd"]) == (6, odd) and event["bits"] > 0
@@ -78,16 +65,16 @@ def test_one_flipped_bit_is_found_at_its_step_named_and_healed(run_train, plain,
     assert losses[0] == losses[1]
     # control: an audit that is due at other steps does not see it
     other = run_train("other", *FLAGS, "--audit_interval=4", before=flip_gradient([1]))
-    assert other.returncode == 0 and events(other, "audit") == []
+    assert events(other, "audit") == []
     assert other.fingerprint(STEPS)["model"] != plain.fingerprint(STEPS)["model"]
 
 
 def test_three_different_results_end_the_run_with_a_diagnosis(run_train):
-    done = run_train("run", *FLAGS, AUDIT, before=flip_gradient([1, 2]))
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    done = run_train("run", *FLAGS, AUDIT, before=flip_gradient([1, 2]), code=1)
+    assert "Traceback" not in done.stderr
     assert "step 6 gave three different results from the same input" in done.stderr
     assert "check.py --only=exact" in done.stderr
-    ended = json.loads((done.out_dir / "run.json").read_text())["ended"]
+    ended = done.facts["ended"]
     assert ended.startswith("failed: step 6 gave three")
 
 
@@ -102,7 +89,6 @@ def test_a_fault_on_one_rank_is_healed_on_all(run_train, fault, shard):
     flags = (*FLAGS, f"--shard={shard}")
     straight = run_train("straight", *flags, before=ranks(2))
     done = run_train("run", *flags, AUDIT, before=ranks(2, only_on(1, fault([1]))))
-    assert codes(done) == "0 0", done.stderr
     assert done.fingerprint(STEPS) == straight.fingerprint(STEPS)
     (event,) = events(done, "audit")
     assert (event["step"], event["odd"]) == (6, "first")
@@ -185,7 +171,6 @@ def forward(self, x, inner=train.build_model.__globals__["MLP"].forward):
 train.build_model.__globals__["MLP"].forward = forward
 """,
     "an optimizer's own counter": """
-import torch
 class Own(torch.optim.SGD):
     t = 0
     def step(self):
@@ -195,47 +180,45 @@ class Own(torch.optim.SGD):
         super().step()
 train.configure_optimizers = lambda model, name, lr, *rest: [Own(model.parameters(), lr)]
 """,
-    "a mean in a global": """
-means = {"loss": None}
-def forward_backward(model, run, *rest, inner=train.forward_backward):
-    totals = inner(model, run, *rest)
-    loss = totals["loss"].detach()
-    means["loss"] = loss if means["loss"] is None else 0.9 * means["loss"] + 0.1 * loss
-    return totals | {"smooth": means["loss"]}
-train.forward_backward = forward_backward
-""",
+    "a mean in a global": "means = [torch.zeros(())]\n"
+    + around(
+        "forward_backward",
+        then="""
+        means.append(0.9 * means[-1] + 0.1 * result["loss"].detach())
+        result["smooth"] = means[-1]
+        """,
+    ),
 }
 
 
 @pytest.mark.parametrize("before", HIDDEN.values(), ids=HIDDEN)
 def test_state_that_no_checkpoint_holds_ends_the_run_at_its_second_step(run_train, before):
-    done = run_train("run", before=before)
-    assert done.returncode == 1 and "step 2 gave other results" in done.stderr
+    done = run_train("run", before=before, code=1)
+    assert "step 2 gave other results" in done.stderr
     assert "--audit_interval=-1" in done.stderr and len(done.stderr.splitlines()) == 1
-    without = run_train("without", "--audit_interval=-1", before=before)
-    assert without.returncode == 0  # the control
+    run_train("without", "--audit_interval=-1", before=before)
 
 
 def test_one_odd_try_of_four_is_the_machine_and_is_healed(run_train, plain):
     done = run_train("run", *FLAGS, before=flip_gradient([2], step=2))
-    assert done.returncode == 0 and done.fingerprint(STEPS) == plain.fingerprint(STEPS)
+    assert done.fingerprint(STEPS) == plain.fingerprint(STEPS)
     (event,) = events(done, "audit")
     assert (event["step"], event["odd"]) == (2, "second")
     assert "gradient/head.weight" in event["tensors"]
-    first = run_train("first", *FLAGS, before=flip_gradient([1], step=2))
-    assert first.returncode == 1 and "gradient/head.weight" in first.stderr
+    first = run_train("first", *FLAGS, before=flip_gradient([1], step=2), code=1)
+    assert "gradient/head.weight" in first.stderr
 
 
 def test_the_second_step_changes_no_bit_and_no_figure(run_train, plain):
     without = run_train("run", *FLAGS, "--audit_interval=-1")
     assert without.fingerprint(STEPS) == plain.fingerprint(STEPS)
-    seconds = json.loads((plain.out_dir / "run.json").read_text())["seconds"]
+    seconds = plain.facts["seconds"]
     assert seconds["audit"] > 0
     memory = [run.rows("train")[-1]["mem_gb"] for run in (plain, without)]
     assert memory[0] == pytest.approx(memory[1], rel=0.05)
 
 
 def test_an_audit_that_could_prove_nothing_is_refused(run_train):
-    refused = run_train("run", AUDIT, "--deterministic=false")
-    assert refused.returncode == 2 and not refused.out_dir.exists()
+    refused = run_train("run", AUDIT, "--deterministic=false", code=2)
+    assert not refused.out_dir.exists()
     assert "--audit_interval=3: expected deterministic mode" in refused.stderr

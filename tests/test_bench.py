@@ -1,5 +1,7 @@
 """bench.py measures what train.py runs, in every part, and changes nothing that it does not own."""
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -26,19 +28,18 @@ pytestmark = pytest.mark.usefixtures("small_products")
 PARTS = ["peak", "ladder", "profile", "memory", "overhead"]
 
 
-@pytest.fixture(scope="session")
-def whole(data_dir, tmp_path_factory):
-    """All parts in one process, in the folder of a run: (bench.json, output, before, after)."""
+@pytest.fixture(scope="module")
+def whole(small_products, data_dir, tmp_path_factory):
+    """All parts, in the folder of a run: (bench.json, output, before, after)."""
     out_dir = tmp_path_factory.mktemp("bench") / "run"
     out_dir.mkdir()
     for name in ("run.json", "metrics.jsonl", "ckpt_00000005.pt"):
         (out_dir / name).write_text("not to be touched")
-    before = tree(out_dir)
-    command = [sys.executable, str(REPO / "bench.py"), *arguments(out_dir, data_dir, trace="true")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output
-    return json.loads((out_dir / "bench.json").read_text()), output, before, tree(out_dir)
+    before, output = tree(out_dir), io.StringIO()
+    with contextlib.redirect_stdout(output):
+        bench.main(arguments(out_dir, data_dir, trace="true"))
+    facts = json.loads((out_dir / "bench.json").read_text())
+    return facts, output.getvalue(), before, tree(out_dir)
 
 
 @pytest.fixture
@@ -52,27 +53,15 @@ def in_process(data_dir, tmp_path):
     return run
 
 
-def numbers(value):
-    """Every number in nested dicts and lists."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        return [number for item in value for number in numbers(item)]
-    return [value] if isinstance(value, int | float) else []
-
-
 @pytest.mark.xdist_group("bench")
 def test_every_part_reports_in_json_and_on_the_console(whole):
     facts, output, _, _ = whole
     assert [part for part in facts if part in bench.PARTS] == PARTS
     for part in PARTS:
         assert f"\n{part}:" in output
-        assert numbers(facts[part])
-        assert all(map(math.isfinite, numbers(facts[part])))
+        assert re.search(r"\d", json.dumps(facts[part]))  # null stands for what is not finite
     assert facts["versions"]["torch"] == torch.__version__
-    count = [sys.executable, "-c", "import torch; print(torch.get_num_threads())"]  # not in here:
-    # other tests change it in this process
-    assert facts["hardware"]["threads"] == int(subprocess.check_output(count))
+    assert facts["hardware"]["threads"] == torch.get_num_threads()
     assert facts["date"] and facts["config"]["n_embd"] == 64
 
 
@@ -335,44 +324,32 @@ def test_the_model_of_that_row_is_nanogpts_own(dtype, nano, train_as_it_was):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", ["overhead", "ladder"])
-def test_ctrl_c_ends_it_without_a_traceback(part, data_dir, tmp_path):
+def test_ctrl_c_ends_it_and_what_it_started_without_a_traceback(part, data_dir, tmp_path):
     flags = arguments(tmp_path / "b", data_dir, only=part, rounds=1000)
-    stopped_by_ctrl_c("bench.py", flags, tmp_path)
-
-
-def stopped_by_ctrl_c(script, flags, tmp_path):
-    """The processes that the script had started when it got Ctrl-C, which ends it and them."""
-    command = [sys.executable, str(REPO / script), *flags]
-    streams = {"stdout": (tmp_path / "out").open("w"), "stderr": (tmp_path / "err").open("w")}
-    streams["preexec_fn"] = restore_sigint  # a test suite in the background ignores it
-    process = subprocess.Popen(command, **streams, start_new_session=True)
+    out, err = tmp_path / "out", tmp_path / "err"
+    process = subprocess.Popen(
+        [sys.executable, REPO / "bench.py", *flags],
+        stdout=out.open("w"),
+        stderr=err.open("w"),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # nohup ignores it
+        start_new_session=True,
+    )
     try:
-        wait_for(lambda: "results  " in (tmp_path / "out").read_text())
+        wait_for(lambda: "results  " in out.read_text())
         time.sleep(2)  # into the part
         started = children(process)
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(timeout=30) == 130
     finally:
         process.kill()
-    assert (tmp_path / "err").read_text().strip() == ""
+    assert err.read_text().strip() == ""
     wait_for(lambda: not any(map(alive, started)))
-    return started
 
 
-def restore_sigint():
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ({"only": "peak,laddr"}, "'laddr'"),
-        ({"n_head": 5}, "n_head=5"),
-        ({"rounds": 0}, "--rounds=0"),
-    ],
-)
-def test_bad_input_is_one_line_and_writes_nothing(flags, named, in_process, tmp_path):
+@pytest.mark.parametrize("flag, value", [("only", "peak,laddr"), ("n_head", 5), ("rounds", 0)])
+def test_bad_input_is_one_line_and_writes_nothing(flag, value, in_process, tmp_path):
     with pytest.raises(BadInput) as error:
-        in_process(**flags)
+        in_process(**{flag: value})
+    named = "'laddr'" if flag == "only" else f"{flag}={value}"
     assert named in str(error.value) and len(str(error.value).splitlines()) == 1
     assert not (tmp_path / "b").exists()

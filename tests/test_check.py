@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import REPO
-from helpers import BENCH_FLAGS, CHECKS, bench_arguments
+from helpers import BENCH_FLAGS, bench_arguments, checks_of_the_page
 
 import bench
 import check
@@ -28,7 +28,13 @@ from reporting import sanity, verdicts
 pytestmark = pytest.mark.usefixtures("small_products")
 FLAGS = BENCH_FLAGS | {"lr_steps": 20}
 SMALL = {"n_layer": 1, "n_embd": 32, "batch_size": 8, "dtype": "float32"}
-OF_TEXT = {*CHECKS[3:8], *CHECKS[10:12], *CHECKS[14:16]}
+PAGE = checks_of_the_page()
+OF_TEXT = {
+    *("no look into the future", "sampling draws from the model", "positions matter"),
+    *("the loss is the mean of -log p", "gradients are those of the loss", "the first sequence"),
+    *("targets are the next tokens", "train and validation share no window"),
+    "evaluation sees each token once",
+}
 
 
 def arguments(out_dir, data_dir, **flags):
@@ -66,26 +72,22 @@ def checks(data_dir, tmp_path):
 # ---- sanity --------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def whole(data_dir, tmp_path_factory):
-    """sanity and lr in one process: (check.json, output, out_dir)."""
-    out_dir = tmp_path_factory.mktemp("check") / "run"
-    words = arguments(out_dir, data_dir, only="sanity,lr")
-    command = [sys.executable, str(REPO / "check.py"), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    output = done.stdout + done.stderr
-    assert done.returncode == 0, output
-    return json.loads((out_dir / "check.json").read_text()), output, out_dir
-
-
-@pytest.mark.xdist_group("check")
-def test_a_healthy_model_is_go(whole):
-    facts, stdout, _ = whole
-    assert list(facts["sanity"]["checks"]) == CHECKS
+def test_a_healthy_model_is_go(in_process, capsys):
+    code, facts = in_process(only="sanity,lr")
+    stdout = capsys.readouterr().out
+    assert code == 0
+    assert set(facts["sanity"]["checks"]) == PAGE and len(PAGE) > 30
     assert all(each["mark"] in "✓!" for each in facts["sanity"]["checks"].values())
     assert facts["sanity"]["ok"] and "\n  GO\n" in stdout and "✗" not in stdout
-    for name in CHECKS:  # a line each
+    for name in PAGE:  # a line each
         assert [line for line in stdout.splitlines() if line[4:].startswith(f"{name}: ")]
+    lr = facts["lr"]
+    assert len(lr["lr"]) == len(lr["loss"]) == len(lr["smooth"]) <= 20
+    assert lr["lr"] == sorted(lr["lr"])
+    assert 1e-5 < lr["suggested_peak_lr"] < 1, "a rate that learns"
+    assert min(lr["smooth"]) < lr["loss"][0] - 0.3
+    rows = re.findall(r"^  (\S+e-\d+) +[\d.]+$", stdout, re.MULTILINE)
+    assert list(map(float, rows)) == pytest.approx(lr["lr"][::5], rel=0.05)
 
 
 def test_any_model_and_data_can_be_checked(tmp_path, train_as_it_was, capsys):
@@ -95,27 +97,14 @@ def test_any_model_and_data_can_be_checked(tmp_path, train_as_it_was, capsys):
     assert "\n  GO\n" in capsys.readouterr().out
     found = json.loads((tmp_path / "check.json").read_text())["sanity"]["checks"]
     absent = {name for name, each in found.items() if each["mark"] == "–"}
-    assert set(CHECKS) - found.keys() == OF_TEXT
-    assert found.keys() - set(CHECKS) == absent - {"FLOPs of a token"}
+    assert PAGE - found.keys() == OF_TEXT
+    assert found.keys() - PAGE == absent - {"FLOPs of a token"}
     assert all(" check" in name for name in absent - {"FLOPs of a token"})
 
 
-@pytest.mark.xdist_group("check")
-def test_lr_range_test_suggests_a_rate_that_learns(whole):
-    lr = whole[0]["lr"]
-    assert len(lr["lr"]) == len(lr["loss"]) == len(lr["smooth"]) <= 20
-    assert lr["lr"] == sorted(lr["lr"])
-    assert 1e-5 < lr["suggested_peak_lr"] < 1
-    assert min(lr["smooth"]) < lr["loss"][0] - 0.3
-    rows = re.findall(r"^  (\S+e-\d+) +[\d.]+$", whole[1], re.MULTILINE)
-    assert list(map(float, rows)) == pytest.approx(lr["lr"][::5], rel=0.05)
-
-
 def see_the_future(monkeypatch):
-    def attention(q, k, v, dropout):
-        return F.scaled_dot_product_attention(q, k, v)
-
-    monkeypatch.setattr(model, "causal_attention", attention)
+    everything = lambda q, k, v, dropout: F.scaled_dot_product_attention(q, k, v)  # noqa: E731
+    monkeypatch.setattr(model, "causal_attention", everything)
 
 
 def begin_far_off(monkeypatch):
@@ -207,6 +196,7 @@ def test_sanity_finds_the_fault(fault, part, name, checks, monkeypatch):
 
 def test_a_fault_is_no_go(in_process, monkeypatch, capsys):
     smooth_labels_in_evaluation(monkeypatch)
+    monkeypatch.setattr(check, "CHECKS", [sanity.causality_check, sanity.evaluation_checks])
     code, facts = in_process()
     assert code == 1 and not facts["sanity"]["ok"]
     assert "NO-GO: evaluation is the mean of -log p\n" in capsys.readouterr().out
@@ -359,9 +349,7 @@ def test_a_rate_far_too_high_is_worse_and_runs_are_not_trained_again(compare, qu
     assert len(quick) == 6  # the same runs
     found = [line for line in lines if "95% interval" in line]
     assert len(found) == 1 and any("holds for one look" in line for line in lines)
-
-
-def test_seeds_are_added_until_a_verdict_holds(compare, quick):
+    # seeds are added until a verdict holds
     code, lines = compare({"peak_lr": 1.0}, {"peak_lr": 0.01}, seeds=0)
     assert (code, lines[-1]) == (0, "verdict: worse")
     assert 8 <= len(quick) <= 20  # two runs for each seed, from the fourth on

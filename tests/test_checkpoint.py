@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, SHORT_PAUSES, wait_for
+from conftest import REPO, events, wait_for
+from sources import SHORT_PAUSES, around
 
 SAVES = ("--save_interval=2", "--eval_interval=2", "--milestone_interval=4")
 KILL_AT_4 = """
-import os
 def link(source, name, inner=os.link):
     if source.name.endswith("_00000004.pt"):
         os.kill(os.getpid(), 9)
@@ -22,10 +22,9 @@ os.link = link
 
 def test_a_kill_between_the_names_of_a_save_loses_none_of_them(run_train):
     straight = run_train("straight", *SAVES)
-    killed = run_train("run", *SAVES, before=KILL_AT_4)
-    assert killed.returncode == 137 and not killed.checkpoint(4).exists()
+    killed = run_train("run", *SAVES, before=KILL_AT_4, code=137)
+    assert not killed.checkpoint(4).exists()
     done = run_train("run", *SAVES)
-    assert done.returncode == 0, done.stderr
     names = {path.name for path in straight.out_dir.glob("*.pt")}
     assert {path.name for path in done.out_dir.glob("*.pt")} == names
     assert "milestone_00000004.pt" in names
@@ -34,36 +33,30 @@ def test_a_kill_between_the_names_of_a_save_loses_none_of_them(run_train):
 
 
 FULL_DISK = """
-from pathlib import Path
-failures = []
-def replacing(path, *rest, inner=train.checkpoint.replacing):
-    step = train.last_run.state["step"]
-    if Path(path).name == "best.pt" and step and len(failures) < {times}:
-        failures.append(step)
-        raise OSError(28, "No space left on device")
-    return inner(path, *rest)
-train.checkpoint.replacing = replacing
-def forward_backward(model, run, *rest, inner=train.forward_backward):
-    numbers = inner(model, run, *rest)
-    if run.state["step"] >= 6:  # uphill from here on
-        for weight in run.model.parameters():
-            weight.grad.neg_()
-    return numbers
-train.forward_backward = forward_backward
+step = train.last_run.state["step"]
+if str(args[0]).endswith("best.pt") and step and len(failures) < TIMES:
+    failures.append(step)
+    raise OSError(28, "No space left on device")
+"""
+UPHILL = """
+if run.state["step"] >= 6:  # from here on
+    for weight in run.model.parameters():
+        weight.grad.neg_()
 """
 
 
 @pytest.mark.parametrize("times", [2, 99])
 def test_a_best_that_could_not_be_saved_is_tried_again_at_every_save(run_train, times):
     flags = ("--save_interval=2", "--eval_interval=6", "--peak_lr=1e-2", "--min_lr=1e-2")
-    done = run_train("run", *flags, before=SHORT_PAUSES + FULL_DISK.format(times=times))
-    assert done.returncode == 0, done.stderr
+    full = around("checkpoint.replacing", FULL_DISK.replace("TIMES", str(times)))
+    before = SHORT_PAUSES + "failures = []" + full + around("forward_backward", then=UPHILL)
+    done = run_train("run", *flags, before=before)
     assert "could not save best.pt (" in done.stdout
     assert any(row["event"] == "save_failed" for row in done.rows("event"))
     held = torch.load(done.out_dir / "best.pt")["state"]
     last = torch.load(done.checkpoint(12))["state"]
     assert last["best_step"] == 6
-    late = [row for row in done.rows("event") if row["event"] == "best_not_saved"]
+    late = events(done, "best_not_saved")
     if times == 2:
         assert held["step"] == 6 and not late
         return
@@ -83,14 +76,14 @@ def test_what_is_no_regular_file_is_refused_in_one_line(run_train):
         kept = done.out_dir / f"{name}.kept"
         os.rename(done.out_dir / name, kept)
         os.mkfifo(done.out_dir / name)
-        refused = run_train("run", *flags)
-        assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
+        refused = run_train("run", *flags, code=2)
+        assert len(refused.stderr.splitlines()) == 1, refused.stderr
         os.replace(kept, done.out_dir / name)
     for name in ("ckpt_00000012.pt", "best.pt"):
         os.remove(done.out_dir / name)
         os.mkfifo(done.out_dir / name)
     resumed = run_train("run", *flags)
-    assert resumed.returncode == 0 and "it is no regular file" in resumed.stdout, resumed.stderr
+    assert "it is no regular file" in resumed.stdout, resumed.stderr
     assert (done.out_dir / "ckpt_00000012.pt.corrupt").exists()
     assert (done.out_dir / "ckpt_00000012.pt").is_file()
 
@@ -105,46 +98,20 @@ def test_a_signal_is_heard_where_a_pipe_lies_in_place_of_a_file(run_train, start
     assert process.wait(30) == 143, process.log.read_text()
 
 
-FILES = """
-import pathlib
-def open_dataset(saved, inner=train.open_dataset):
-    *both, facts = inner(saved)
-    return *both, facts | {{"files": [{file}]}}
-train.open_dataset = open_dataset
-"""
-
-
-@pytest.mark.parametrize(
-    ("file", "words"),
-    [("'none/teacher.bin'", "is no file"), ("pathlib.Path('/etc/hostname')", "PosixPath")],
-)
-def test_other_files_that_cannot_be_kept_are_refused_before_a_step(run_train, file, words):
-    done = run_train("run", before=FILES.format(file=file))
-    assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
-    assert not done.out_dir.exists()
-
-
 LORA = """
-import torch
-def build_model(config, vocab_size, inner=train.build_model):
-    model = inner(config, vocab_size)
-    {load}
-    model.requires_grad_(False)
-    model.adapter = torch.nn.Parameter(torch.zeros(3))
-    model.head.requires_grad_(True)
-    return model
-train.build_model = build_model
+result.requires_grad_(False)
+result.adapter = torch.nn.Parameter(torch.zeros(3))
+result.head.requires_grad_(True)
 """
 
 
 def test_weights_that_a_checkpoint_lacks_are_named_with_what_to_do(run_train):
     base = run_train("base", "--peak_lr=1e-2")
     best = base.out_dir / "best.pt"
-    refused = run_train("new", f"--resume={best}", before=LORA.format(load="pass"))
-    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1, refused.stderr
+    refused = run_train("new", f"--resume={best}", before=around("build_model", then=LORA), code=2)
+    assert len(refused.stderr.splitlines()) == 1, refused.stderr
     assert "best.pt lacks 1 weights of this model, such as adapter" in refused.stderr
     assert "load them in build_model" in refused.stderr and not refused.out_dir.exists()
-    load = f"model.load_state_dict(torch.load({str(best)!r}, weights_only=True)['model'])"
-    done = run_train("new", before=LORA.format(load=load))
-    assert done.returncode == 0, done.stderr
+    load = f"result.load_state_dict(torch.load({str(best)!r}, weights_only=True)['model'])"
+    done = run_train("new", before=around("build_model", then=load + LORA))
     assert done.rows("eval")[0]["val_loss"] == base.rows("eval")[-1]["val_loss"]

@@ -190,7 +190,7 @@ NANOGPT = """out_dir eval_interval log_interval eval_iters eval_only always_save
     decay_lr warmup_iters lr_decay_iters min_lr backend device dtype compile""".split()
 
 
-@pytest.mark.parametrize("name", [n for n in NANOGPT if n not in cli.read_knobs(TRAIN)])
+@pytest.mark.parametrize("name", sorted(set(NANOGPT) - cli.read_knobs(TRAIN).keys()))
 def test_every_name_of_nanogpt_is_a_knob_of_train_or_gets_a_hint(name, tmp_path):
     (tmp_path / "theirs.py").write_text(f"{name} = 1\n")
     for argument in (f"--{name}=1", str(tmp_path / "theirs.py")):
@@ -352,50 +352,35 @@ def test_what_is_not_free_names_the_folder_in_the_order_of_the_knobs(name_of, ar
 
 # ---- errors --------------------------------------------------------------------------------------
 
-FAILING = r"""
-import sys
-sys.path.insert(0, {repo!r})
-from plumbing import cli
-from plumbing.cli import BadInput, RunFailed, fail, run_script
 
-def bad_input():
-    fail("it is\nbad")
+@pytest.fixture
+def fails(monkeypatch, capsys):
+    """fails(error) -> (exit code, lines on stderr) of a script in which it is raised."""
 
-def failed():
-    raise RunFailed("it has failed")
+    def run(error):
+        def main():
+            raise error
 
-def said():
-    error = BadInput("once")
-    error.said = True
-    raise error
+        monkeypatch.setattr(sys, "argv", ["own.py"])
+        code = cli.run_script(main)
+        out, err = capsys.readouterr()
+        assert out == ""
+        return code, err.splitlines()
 
-def interrupted():
-    raise KeyboardInterrupt
-
-def escape():
-    raise ValueError("\x1b]0;title\x07 \x9b31m")
-
-if __name__ == "__main__":
-    sys.exit(run_script(globals()[sys.argv[1]]))
-"""
+    return run
 
 
-def fails(tmp_path, function):
-    """(exit code, lines on stderr) of a script that fails in `function`."""
-    (tmp_path / "own.py").write_text(FAILING.format(repo=str(REPO)))
-    done = run(tmp_path / "own.py", function)
-    assert done.stdout == ""
-    return done.returncode, done.stderr.splitlines()
+def test_an_error_of_ours_is_one_line(fails):
+    with pytest.raises(cli.BadInput) as refused:
+        cli.fail("it is\nbad")
+    assert fails(refused.value) == (2, ["own.py: it is bad"])
+    assert fails(cli.RunFailed("it has failed")) == (1, ["own.py: failed: it has failed"])
+    refused.value.said = True  # by another rank
+    assert fails(refused.value) == (2, [])
+    assert fails(KeyboardInterrupt()) == (130, [""])
 
 
-def test_an_error_of_ours_is_one_line(tmp_path):
-    assert fails(tmp_path, "bad_input") == (2, ["own.py: it is bad"])
-    assert fails(tmp_path, "failed") == (1, ["own.py: failed: it has failed"])
-    assert fails(tmp_path, "said") == (2, [])  # by another rank
-    assert fails(tmp_path, "interrupted") == (130, [""])
-
-
-def test_an_error_cannot_type_into_the_terminal(tmp_path):
-    _, lines = fails(tmp_path, "escape")
+def test_an_error_cannot_type_into_the_terminal(fails):
+    _, lines = fails(ValueError("\x1b]0;title\x07 \x9b31m"))
     assert lines[-1] == "ValueError: ]0;title 31m"
     assert cli.printable("\033[31mred\033[0m\ta\nb\r\033[2J") == "[31mred[0m\ta\nb[2J"

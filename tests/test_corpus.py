@@ -1,7 +1,6 @@
 """A corpus: what becomes which token, the same at every try, and nothing half made after a kill."""
 
 import gzip
-import hashlib
 import json
 import os
 import random
@@ -15,25 +14,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import HONEST_DATA, REPO, pydoc_text, wait_for
+from conftest import REPO, needs_gpt2, pydoc_text, tree, wait_for
 
 import prepare_data
 from plumbing.data import TOKENIZERS, DataError, Offline, tokenizer_of
 from prepare_data import CORPORA, get_dataset, parts, prepare, read_chunks
 
 SCRIPT = REPO / "prepare_data.py"
-needs_gpt2 = pytest.mark.skipif(
-    not (HONEST_DATA / "tiktoken_cache").is_dir(),
-    reason="HONEST_DATA names no folder tiktoken_cache",
-)
 BOTH = ["byte", pytest.param("gpt2", marks=needs_gpt2)]
 MANY = {"val_fraction": 0.1}  # so that a small corpus has some to validate
-
-
-@pytest.fixture(autouse=True)
-def environment(monkeypatch):
-    if (HONEST_DATA / "tiktoken_cache").is_dir():
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(HONEST_DATA / "tiktoken_cache"))
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +79,6 @@ def all_of(folder):
     return sorted(documents_of(folder, "train") + documents_of(folder, "val"))
 
 
-def snapshot(folder):
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in Path(folder).iterdir()}
-
-
 # --- what becomes of a document ---
 
 
@@ -119,8 +104,8 @@ def test_the_same_command_writes_the_same_bytes(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(prepare_data, "CHUNK", 1000)
     monkeypatch.setattr(prepare_data, "BATCH", 3)
     make(made[1], corpus, **MANY)
-    assert snapshot(made[0]) == snapshot(made[1])
-    assert sorted(snapshot(made[0])) == ["meta.json", "train.bin", "val.bin"]
+    assert tree(made[0]) == tree(made[1])
+    assert sorted(tree(made[0])) == ["meta.json", "train.bin", "val.bin"]
 
 
 def test_a_validation_document_never_occurs_in_training(tmp_path, texts):
@@ -197,13 +182,13 @@ prepare_data.prepare("made", sys.argv[1], sys.argv[2], "byte", val_fraction=0.1)
         for each in left:
             os.utime(each, (0, 0))
     make(folder, corpus, **MANY)
-    assert snapshot(folder) == snapshot(tmp_path / "whole" / "made")
+    assert tree(folder) == tree(tmp_path / "whole" / "made")
 
 
 def test_a_corpus_that_is_there_is_checked_and_left_as_it_is(tmp_path, corpus):
     said = []
     first = make(tmp_path / "made", corpus, **MANY)
-    before = snapshot(tmp_path / "made")
+    before = tree(tmp_path / "made")
     os.utime(corpus / "a.jsonl")  # touched: the content decides
     assert make(tmp_path / "made", corpus, say=said.append, **MANY) == first
     assert "is there already, byte tokens of corpus, 83 files" in said[0]
@@ -214,7 +199,7 @@ def test_a_corpus_that_is_there_is_checked_and_left_as_it_is(tmp_path, corpus):
         DataError, match="holds another dataset: .*; it has content .*, not content"
     ):
         make(tmp_path / "made", corpus, **MANY)
-    assert snapshot(tmp_path / "made") == before
+    assert tree(tmp_path / "made") == before
 
 
 def test_a_small_corpus_has_validation_text_too(tmp_path, texts, capsys):
@@ -273,19 +258,15 @@ def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path, name, content, 
     assert words in refusal(tmp_path, "")
 
 
-@pytest.mark.parametrize(
-    "source, how, words",
-    [
-        ("", {}, "too short"),
-        ("/*.jsonl", {}, "0 files, 0 bytes"),
-        ("/b.jsonl", {}, "No such file"),
-        ("", {"tokenizer": "char"}, "char learns its vocab"),
-        ("", {"tokenizer": "bpe"}, "no tokenizer"),
-    ],
-)
-def test_a_corpus_that_cannot_be_used_is_refused(tmp_path, source, how, words):
+NONE = {"": "too short", "/*.jsonl": "0 files, 0 bytes", "/b.jsonl": "No such file"}
+
+
+def test_a_corpus_that_cannot_be_used_is_refused(tmp_path):
     write(tmp_path / "web" / "a.txt", b"1")
-    assert words in refusal(tmp_path, source, **how)
+    for source, words in NONE.items():
+        assert words in refusal(tmp_path, source)
+    for tokenizer, words in (("char", "char learns its vocab"), ("bpe", "no tokenizer")):
+        assert words in refusal(tmp_path, "", tokenizer=tokenizer)
 
 
 def refusal(tmp_path, source, **how):

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from conftest import REPO
+from helpers import python
 
 from plumbing import machine
 from plumbing.cli import BadInput
@@ -24,30 +25,14 @@ OLD_CPU = {  # a CPU without bfloat16, as far as the libraries of a newer one ca
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
-def python(code, **environment):
-    """What a fresh Python that runs `code` prints."""
-    command = [sys.executable, "-c", code]
-    environment = os.environ | {"PYTHONPATH": str(REPO)} | environment
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
-
-
-def refusal(function, *args):
-    """The line with which function(*args) is refused."""
-    with pytest.raises(BadInput) as refused:
-        function(*args)
-    return str(refused.value)
-
-
 # ---- the device ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["cuda:0", "mps"])
 def test_several_ranks_never_share_one_gpu(name, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    line = refusal(machine.choose_device, name)
-    assert f"--device={name}" in line and "share one GPU" in line and "--device=cuda," in line
+    with pytest.raises(BadInput, match=f"--device={name}.* share one GPU.*--device=cuda,"):
+        machine.choose_device(name)
 
 
 @pytest.mark.gpu
@@ -87,13 +72,6 @@ def test_compile_auto_on_a_cpu_is_decided_by_flops_alone(monkeypatch):
     assert not machine.choose_compile(False, CPU, 5e13, 1000)[0]
 
 
-def test_compile_auto_on_a_gpu_asks_for_triton():
-    """torch.utils._triton is no attribute until something imports it."""
-    code = "import torch; from plumbing.machine import *; "
-    code += "print(choose_compile('auto', torch.device('cuda', 0), 1e20, 10_000))"
-    assert re.search("False, 'Triton is not installed'|True, 'worth it from", python(code))
-
-
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_compiler_chooses_no_kernel_by_timing_in_deterministic_mode(run_train, deterministic):
     probe = f"""
@@ -126,54 +104,58 @@ def test_deterministic_mode_pins_the_order_of_sums_before_nccl_starts(monkeypatc
         machine.set_deterministic(False, CPU)
 
 
+def test_only_cuda_copies_in_the_background():
+    """On MPS it would copy from memory that is free (pytorch#189690)."""
+    kinds = {
+        kind: machine.copies_in_background(torch.device(kind)) for kind in ("cuda", "mps", "cpu")
+    }
+    assert kinds == {"cuda": True, "mps": False, "cpu": False}
+    for path in [*REPO.glob("*.py"), *REPO.glob("*/*.py")]:
+        if path.parent.name != "tests":
+            for asked in re.findall(r"non_blocking=(.*)", path.read_text()):
+                assert "copies_in_background(" in asked or "only CUDA" in asked, path
+
+
 # ---- the peak ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "gpu, dtype, peak",
-    [
-        ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
-        ("A100-SXM4-40GB", "float32", 19.5e12),  # by an older driver
-        ("NVIDIA H100 80GB HBM3", "float16", 989e12),
-        ("NVIDIA H100 PCIe", "bfloat16", 756e12),
-        ("NVIDIA L4", "bfloat16", 121e12),
-        ("NVIDIA L40S", "bfloat16", 362e12),
-        ("NVIDIA GeForce RTX 4090", "float32", 82.6e12),
-        ("Tesla T4", "float16", 65e12),
-    ],
-)
-def test_a_known_gpu_has_the_peak_of_its_datasheet(gpu, dtype, peak):
-    assert machine.datasheet_peak(gpu, dtype) == peak
+PEAKS = [
+    ("NVIDIA A100-SXM4-80GB", "bfloat16", 312e12),
+    ("A100-SXM4-40GB", "float32", 19.5e12),  # by an older driver
+    ("NVIDIA H100 80GB HBM3", "float16", 989e12),
+    ("NVIDIA H100 PCIe", "bfloat16", 756e12),
+    ("NVIDIA L4", "bfloat16", 121e12),
+    ("NVIDIA L40S", "bfloat16", 362e12),
+    ("NVIDIA GeForce RTX 4090", "float32", 82.6e12),
+    ("Tesla T4", "float16", 65e12),
+]
+UNKNOWN = ["NVIDIA L40", "NVIDIA T400 4GB", "NVIDIA H100 NVL", "NVIDIA GB200", "NVIDIA GH200 480GB"]
+UNKNOWN += ["NVIDIA A100-SXM4-80GB MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU", ""]
 
 
-@pytest.mark.parametrize(
-    "gpu",
-    [
-        "NVIDIA L40",
-        "NVIDIA T400 4GB",
-        "NVIDIA H100 NVL",
-        "NVIDIA GB200",
-        "NVIDIA GH200 480GB",
-        "NVIDIA A100-SXM4-80GB MIG 1g.10gb",
-        "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "",
-    ],
-)
-def test_no_gpu_gets_the_peak_of_another_one(gpu):
-    assert all(machine.datasheet_peak(gpu, d) is None for d in ("bfloat16", "float16", "float32"))
+def test_a_known_gpu_has_the_peak_of_its_datasheet_and_no_other_gpu_has():
+    for gpu, dtype, peak in PEAKS:
+        assert machine.datasheet_peak(gpu, dtype) == peak, gpu
+    for gpu in UNKNOWN:
+        peaks = [machine.datasheet_peak(gpu, d) for d in ("bfloat16", "float16", "float32")]
+        assert peaks == [None] * 3, gpu
 
 
 def test_where_bfloat16_is_emulated_it_is_found_out_and_measured_within_two_seconds():
-    """In seconds of that process, since other processes may keep the machine busy."""
+    """In seconds of that process, since other processes may keep the machine busy. There, nothing
+    has imported torch.utils._triton, for which a run on a GPU asks."""
     code = """
 import time, torch
 from plumbing import machine
 torch.set_num_threads(1)
+print(machine.choose_compile("auto", torch.device("cuda", 0), 1e20, 10_000))
 start = time.process_time()
 found = machine.peak_flops(torch.device("cpu"), "bfloat16")
 print(time.process_time() - start, machine.kernels_have_bfloat16(), *found)
 """
-    seconds, native, rate, *why = python(code, **OLD_CPU).split()
+    gpu, cpu = python(code, **OLD_CPU).splitlines()
+    assert re.search("False, 'Triton is not installed'|True, 'worth it from", gpu)
+    seconds, native, rate, *why = cpu.split()
     assert float(seconds) < 2 and native == "False"
     assert 1e8 < float(rate) < 1e14 and why[0] == "measured,"
 

@@ -7,19 +7,9 @@ import re
 
 import pytest
 import torch
-from conftest import (
-    LION,
-    SHARD,
-    batch,
-    build_run,
-    codes,
-    distance,
-    first,
-    gradient,
-    ranks,
-    stop_at,
-    update,
-)
+from conftest import first
+from helpers import batch, build_run, distance, gradient, update
+from sources import LION, SHARD, around, ranks
 from torch import nn
 
 import sample
@@ -32,29 +22,12 @@ FLAGS = ("--save_interval=4", "--eval_interval=3", "--keep_last=9")
 
 def build(change):
     """Source that changes the model that build_model returns."""
-    lines = "\n    ".join(change.strip().splitlines())
-    return f"""
-import torch
-from torch import nn
-def build_model(*args, inner=train.build_model):
-    model = inner(*args)
-    {lines}
-    return model
-train.build_model = build_model
-"""
+    return "from torch import nn" + around("build_model", then="model = result\n" + change)
 
 
 def optimize(change):
     """Source that changes the optimizers that configure_optimizers returns."""
-    lines = "\n    ".join(change.strip().splitlines())
-    return f"""
-import torch
-def configure_optimizers(model, *args, inner=train.configure_optimizers):
-    optimizers = inner(model, *args)
-    {lines}
-    return optimizers
-train.configure_optimizers = configure_optimizers
-"""
+    return around("configure_optimizers", then="optimizers = result\n" + change)
 
 
 # Half of the model is frozen, and in eval mode: its dropout is off.
@@ -83,7 +56,6 @@ model.dropout = OwnDropout()
 
 # A count that is a tensor, and a list of them, in param_groups.
 TENSORS_IN_GROUP = """
-import torch
 class Counting(torch.optim.SGD):
     def __init__(self, *args, **more):
         super().__init__(*args, **more)
@@ -169,16 +141,11 @@ CHANGES = {  # several at once, where they do not replace each other
 
 
 @pytest.mark.parametrize("names", CHANGES)
-def test_stopped_and_resumed_it_ends_with_the_same_bits(names, run_train):
+def test_stopped_and_resumed_it_ends_with_the_same_bits(names, straight_and_resumed):
     change, flags = CHANGES[names]
     flags = (*FLAGS, "--audit_interval=3", *flags)
-    straight = run_train("straight", *flags, before=change)
-    assert straight.returncode == 0, straight.stderr
+    straight, _ = straight_and_resumed(*flags, step=7, before=change)
     assert not [row for row in straight.rows("event") if row["event"] in ("audit", "skipped")]
-    assert run_train("run", *flags, before=change + stop_at(7, "SIGKILL")).returncode == 137
-    resumed = run_train("run", *flags, before=change)
-    assert resumed.returncode == 0, resumed.stderr
-    assert resumed.fingerprint(12) == straight.fingerprint(12)
 
 
 def test_evaluations_change_no_bit(run_train):
@@ -289,48 +256,58 @@ class Pairs(torch.utils.data.Dataset):
 # ---- what cannot be kept is refused --------------------------------------------------------------
 
 
-def test_a_weight_that_is_not_in_the_model_is_refused_before_anything_is_written(run_train):
-    other = "torch.zeros(2, requires_grad=True)"
-    change = optimize(f'optimizers[0].add_param_group({{"params": [{other}]}})')
-    done = run_train("run", before=change)
-    assert done.returncode == 2 and not done.out_dir.exists()
-    assert "trains a weight that is not in model.parameters()" in done.stderr
+def returns(name, field, value):
+    return around(name, then=f"result['{field}'] = {value}")
 
 
-def test_a_buffer_that_the_first_forward_pass_makes_is_refused_before_a_step(run_train):
-    change = build("""
+def groups(*optimizers):
+    made = "[torch.optim.AdamW([*model.parameters()][1:], lr), *OTHERS]"
+    made = made.replace("*OTHERS", "".join(optimizers))
+    return f"train.configure_optimizers = lambda model, name, lr, *rest: {made}"
+
+
+OTHER_WEIGHT = "{'params': [torch.zeros(2, requires_grad=True)]}"
+TWICE = "torch.optim.SGD([*model.parameters()][:2], lr)"
+MAKES_A_BUFFER = build("""
 model.register_buffer("mean", None)
 def make(module, args):
     module.mean = args[0].float().mean()
 model.register_forward_pre_hook(make)
 """)
-    done = run_train("run", before=change)
-    assert done.returncode == 1 and not done.rows("train")
-    assert "the first forward pass makes mean; expected it from __init__" in done.stderr
+NUMPYS = "import numpy; train.FRESH_STATE['best'] = numpy.float64(1)"
+REFUSED = [  # (change, exit code, words of the one line); 2: before anything is written
+    (returns("train_step", "lr", "torch.ones(())"), 1, "train_step() returns a number named lr"),
+    (returns("train_step", "own", "torch.ones(3)"), 1, "own of shape (3,); expected a scalar"),
+    (returns("forward_backward", "epoch", "torch.ones(())"), 1, "model returns a number named epo"),
+    (returns("evaluate", "step", "1"), 1, "evaluate() returns a number named step"),
+    (returns("evaluate", "own", "torch.ones(2)"), 1, "evaluate() returns own of shape (2,)"),
+    (MAKES_A_BUFFER, 1, "the first forward pass makes mean; expected it from __init__"),
+    (optimize(f"optimizers[0].add_param_group({OTHER_WEIGHT})"), 2, "is not in model.parameters()"),
+    (groups(), 2, "is in 0 groups"),
+    (groups(TWICE), 2, "is in 2 groups"),
+    (around("open_dataset", then="result[-1]['files'] = ['none/teacher.bin']"), 2, "is no file"),
+    (around("open_dataset", then="result[-1]['files'] = [train.cli.Path('f')]"), 2, "PosixPath"),
+    (NUMPYS, 2, "at ['best'] a <class 'numpy.float64'>, which checkpoints cannot restore"),
+    ("train.FRESH_STATE['best'] = [{'x': range(3)}]", 2, "range"),
+]
+
+
+@pytest.mark.parametrize("change, code, words", REFUSED)
+def test_what_cannot_be_kept_is_refused_in_one_line(change, code, words, run_train):
+    done = run_train("run", before=change, code=code)
+    assert words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert not done.rows("train") if code == 1 else not done.out_dir.exists()
 
 
 def test_the_rehearsal_counts_for_nothing(run_train):
-    change = """
-train.FRESH_STATE["seen"] = 0
-def forward_backward(model, run, inputs, *rest, inner=train.forward_backward):
-    run.state["seen"] += len(inputs)
-    return inner(model, run, inputs, *rest)
-train.forward_backward = forward_backward
-"""
-    done = run_train("run", before=change)
+    count = around("forward_backward", "run.state['seen'] += len(args[2])")
+    done = run_train("run", before="train.FRESH_STATE['seen'] = 0\n" + count)
     assert checkpoint.load(done.checkpoint(12))["state"]["seen"] == 12 * 8
 
 
 def test_train_step_may_return_plain_numbers_and_large_counts(run_train):
-    change = """
-import torch
-def train_step(*args, inner=train.train_step):
-    more = {"plain": 0.1, "whole": 3, "one": torch.ones(1), "large": torch.tensor(2**24 + 1)}
-    return inner(*args) | more
-train.train_step = train_step
-"""
-    done = run_train("run", before=change)
-    assert done.returncode == 0, done.stderr
+    more = "{'plain': 0.1, 'whole': 3, 'one': torch.ones(1), 'large': torch.tensor(2**24 + 1)}"
+    done = run_train("run", before=around("train_step", then=f"result |= {more}"))
     row = done.rows("train")[-1]
     assert [row[name] for name in ("plain", "whole", "one", "large")] == [0.1, 3, 1, 2**24 + 1]
 
@@ -359,7 +336,6 @@ def test_a_head_with_a_forward_or_a_bias_of_its_own_is_used_in_training_too(monk
 def test_a_tied_weight_is_sampled_from_with_its_average(monkeypatch, run_train):
     tie = "model.head.weight = model.embedding.token.weight"
     done = run_train("run", "--ema_decay=0.9", before=build(tie))
-    assert done.returncode == 0, done.stderr
     inner = sample.build_model
 
     def tied(*args):
@@ -382,14 +358,8 @@ def count(module, args):
     module.seen += args[0].sum()
 model.register_forward_pre_hook(count)
 """)
-RANKS_COUNT = """
-def count_batch(run, targets, inner=train.count_batch):
-    run.state["mine"] = run.state.get("mine", 0) + int(targets.sum())
-    return inner(run, targets)
-train.count_batch = count_batch
-"""
-
-
+MINE = "run.state['mine'] = run.state.get('mine', 0) + int(args[1].sum())"
+RANKS_COUNT = around("count_batch", MINE)
 OF_RANK = OWN_GENERATOR.replace("manual_seed(1)", "manual_seed(train.rank())")
 DIFFERING = [
     (INT_BUFFER, "seen", (SHARD,)),
@@ -401,6 +371,5 @@ DIFFERING = [
 
 @pytest.mark.parametrize("change, name, flags", first(2, DIFFERING))
 def test_what_differs_between_ranks_ends_the_run(change, name, flags, run_train):
-    done = run_train("run", "--save_interval=4", *flags, before=ranks(2, change))
-    assert codes(done) == "1 1"
+    done = run_train("run", "--save_interval=4", *flags, before=ranks(2, change), code=1)
     assert re.search(f"the ranks hold different bits in [^ ]*{name}", done.stderr)

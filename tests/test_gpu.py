@@ -9,13 +9,14 @@ import dataclasses
 import io
 import os
 import re
-import socket
-import sys
 
 import pytest
 import torch
-from conftest import LION, Done, arguments, digest, stop_at
+from conftest import Done, arguments, digest, events
 from gpu_report import write_tokens
+from helpers import free_port, torchrun
+from sources import LION, around, scope_of, stop_at
+from test_audit import flip_gradient
 
 import train
 
@@ -42,7 +43,7 @@ def run(run_train, data_dir, tmp_path):
             pytest.skip("float16 is refused on a CPU")
         flags = (f"--device={ON}", "--n_layer=2", *flags)
         if fresh or env:  # compiling for the first time may take minutes
-            done = run_train(out_dir, *flags, before=before, env=env, timeout=200)
+            done = run_train(out_dir, *flags, before=before, env=env, timeout=200, code=ok)
         else:
             _, *argv = arguments(tmp_path / out_dir, data_dir, flags)
             done = dataclasses.replace(here(argv, before), out_dir=tmp_path / out_dir)
@@ -57,17 +58,13 @@ def here(argv, before):
     torch._dynamo.reset()  # or it would soon refuse to compile yet another model
     kept, printed = dict(vars(train)), io.StringIO()
     try:
-        exec(before, {"train": train})
+        exec(before, scope_of(train))
         with contextlib.redirect_stdout(printed):
             code = train.main(argv)
     finally:
         vars(train).clear()
         vars(train).update(kept)
     return Done(None, code, printed.getvalue(), "")
-
-
-def events(done, name):
-    return [row for row in done.rows("event") if row["event"] == name]
 
 
 def losses(done):
@@ -116,24 +113,9 @@ def test_the_loss_over_gpt2s_vocabulary_has_the_same_bits_when_done_again(run, t
     assert not events(done, "audit")
 
 
-FLIP = """
-import torch
-tries = 0
-def forward_backward(model, run, *batch, inner=train.forward_backward):
-    global tries
-    loss = inner(model, run, *batch)
-    if run.state["step"] == 5:
-        tries += 1
-        if tries == 1:
-            run.model.head.weight.grad.view(torch.int32)[0, 0] ^= 1 << 20
-    return loss
-train.forward_backward = forward_backward
-"""
-
-
 def test_the_audit_finds_a_flipped_bit_and_heals_it(run):
     clean = run("clean")
-    healed = run("healed", "--audit_interval=3", before=FLIP)
+    healed = run("healed", "--audit_interval=3", before=flip_gradient([1]))
     (event,) = events(healed, "audit")
     assert event["step"] == 6 and event["odd"] == "first" and event["bits"] > 0
     assert "gradient/head.weight" in event["tensors"]
@@ -143,19 +125,12 @@ def test_the_audit_finds_a_flipped_bit_and_heals_it(run):
 # ---- a step --------------------------------------------------------------------------------------
 
 PROFILED = """
-import torch
 from torch.autograd import DeviceType
 from torch.profiler import record_function
 
 BAD = 5  # finished steps before the one that is profiled, whose gradient is not finite
 WAITS = "cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize"
 READS = "Memcpy DtoH", "aten::_local_scalar_dense"
-
-def forward_backward(model, run, *batch, inner=train.forward_backward):
-    loss = inner(model, run, *batch)
-    if run.state["step"] == BAD:
-        run.model.head.weight.grad.mul_(float("nan"))
-    return loss
 
 def train_step(model, run, *rest, inner=train.train_step):
     if run.state["step"] != BAD:
@@ -175,9 +150,10 @@ def train_step(model, run, *rest, inner=train.train_step):
     print(f"WAITS {len(found)} {sorted(set(found))} MOVED {moved} LAUNCHED {kernels}")
     return numbers
 
-train.forward_backward = forward_backward
 train.train_step = train_step
 """
+BAD = 'if run.state["step"] == BAD:\n    run.model.head.weight.grad.mul_(math.nan)'
+PROFILED += around("forward_backward", then=BAD)
 
 
 def profiled(done):
@@ -212,7 +188,6 @@ def test_a_wait_would_be_counted(run):
 
 
 LIMIT = """
-import torch
 total = torch.cuda.get_device_properties(0).total_memory
 torch.cuda.set_per_process_memory_fraction(600e6 / total)
 """
@@ -240,7 +215,6 @@ def test_the_gpu_computes_what_the_cpu_does(run, run_train):
 # ---- around the steps ----------------------------------------------------------------------------
 
 TIMED = """
-import time
 from plumbing.checkpoint import Saver
 def timed(name):
     inner = getattr(Saver, name)
@@ -269,7 +243,6 @@ def test_a_checkpoint_holds_the_loop_up_for_less_than_it_takes_to_write(run, rec
 
 
 NO_CONTEXT = """
-import torch
 def main(inner=train.main):
     code = inner()
     count = torch._C._cuda_getDeviceCount()  # initializes the driver, without which nothing can be asked
@@ -290,11 +263,8 @@ def test_a_run_on_the_cpu_creates_no_cuda_context(run_train):
 
 def one_rank():
     """The environment that torchrun gives to a single rank."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
 @pytest.mark.parametrize(
@@ -314,12 +284,12 @@ def test_a_sharded_run_of_one_rank_resumes_bit_for_bit_and_learns_as_a_plain_one
 @needs_two
 @pytest.mark.parametrize("flags", ["--shard=false", "--shard=true"], ids=["plain", "sharded"])
 def test_two_ranks_resume_bit_for_bit(flags, python_train, tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-
     def ranks(out_dir, max_steps):
         steps = (f"--max_steps={max_steps}", f"--decay_steps={LAST}")
         same = ("--device=cuda", "--n_layer=2", "--dropout=0.1", flags)
-        done = python_train(out_dir, *same, *steps, launcher=torchrun, env={"OMP_NUM_THREADS": "1"})
+        done = python_train(
+            out_dir, *same, *steps, launcher=torchrun(2), env={"OMP_NUM_THREADS": "1"}
+        )
         assert done.returncode == 0, done.stderr
         return done
 

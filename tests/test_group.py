@@ -1,45 +1,33 @@
 """What several ranks do together, on two processes: sums, agreements, leaving, sharded modules.
 
-The tests of whole runs on several ranks are in test_ranks.py. This file is also the script that
-each of the two processes runs."""
+The tests of whole runs on several ranks are in test_ranks.py. The two processes import this
+file."""
 
 import json
 import os
-import socket
-import subprocess
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import sources
 import torch
 from torch import nn
 
-from plumbing import fsdp, machine, ranks
-from plumbing.cli import run_script
+from plumbing import fsdp, ranks
 from plumbing.safe_step import Captured, halving_on_oom
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(once):
     """What rank 0 and rank 1 found out in work_together(), each a process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    path = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__],
-            env=os.environ | address | path | {"RANK": str(number)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    done = [process.communicate(timeout=100)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0]
-    return list(map(json.loads, done))
+    tests = str(Path(__file__).parent)
+    work = f"import sys; sys.path.insert(0, {tests!r})\n"
+    work += "import test_group; train.main = test_group.main\n"
+    lines = once(before=work + sources.ranks(2)).stdout.splitlines()
+    lines = sorted(line for line in lines if line.startswith("FOUND "))
+    return [json.loads(line.split(" ", 2)[2]) for line in lines]
 
 
 # ---- what each rank runs -------------------------------------------------------------------------
@@ -75,6 +63,12 @@ class Model(nn.Module):
 
     def forward(self, x):
         return self.head(self.blocks[0](x, self.table))
+
+
+def main():
+    found = json.dumps(work_together())
+    os.write(1, f"FOUND {os.environ['RANK']} {found}\n".encode())
+    return 0
 
 
 def work_together():
@@ -183,9 +177,3 @@ def test_where_memory_runs_out_on_one_rank_all_repeat_the_same_batch_in_halves(f
         assert memory["rows"] == 2
         first, second = memory["tries"]
         assert first == second and second[1:] == [[0.0, 0.0], True]
-
-
-if __name__ == "__main__":
-    # As train.py leaves: while Python ends, threads of the group that wait for its lock may abort
-    # it.
-    machine.leave(run_script(lambda: print(json.dumps(work_together()))))

@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from conftest import REPO, arguments, copy_of_repository, events, read_rows, stop_at
+from conftest import REPO, arguments, copy_of_repository, events, read_rows
+from sources import around, stop_at
 
 from plumbing import resume
 
@@ -34,8 +35,9 @@ def start(run_train, tmp_path):
         if script:
             before += f"import runpy, sys; sys.path.insert(0, {str(script.parent)!r})\n"
             before += f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
-        done = run_train("run", *FLAGS, *flags, repo=repo, before=before)
-        assert done.returncode == (143 if is_first else 0), done.stderr
+        done = run_train(
+            "run", *FLAGS, *flags, repo=repo, before=before, code=143 if is_first else 0
+        )
         return [sorted(row["code"][0]) for row in events(done, "inexact_resume")]
 
     return run
@@ -44,40 +46,36 @@ def start(run_train, tmp_path):
 # ---- an edit of this repository ------------------------------------------------------------------
 
 
-def test_edited_comments_docstrings_and_reports_leave_a_resume_exact(start, copy):
+WORDS = [  # (file, old, new)
+    ("train.py", "# 1: zero the gradients", "# the first of seven"),
+    ("train.py", '"""One update, in seven operations.', '"""One update.\n'),
+    ("plumbing/ranks.py", "  # ", "  # here "),
+    ("plumbing/console.py", '"""', '"""Words. '),
+    ("report.py", "import", "import this\nimport"),
+    ("reporting/results.py", "import", "import this\nimport"),
+]
+STEP = [
+    ("train.py", "grad_clip or math.inf)", "0.5 * grad_clip or math.inf)"),
+    ("optim.py", "alpha=2.0315", "alpha=2.0316"),
+]
+
+
+@pytest.mark.parametrize("edits, changed", [(WORDS, []), (STEP, [["optim.py", "train.py"]])])
+def test_only_an_edit_of_the_step_makes_a_resume_inexact(start, copy, edits, changed):
+    """Not one of comments, docstrings and reports."""
     start(repo=copy)
-    for name, old, new in (
-        ("train.py", "# 1: zero the gradients", "# the first of seven"),
-        ("train.py", '"""One update, in seven operations.', '"""One update.\n'),
-        ("plumbing/ranks.py", "  # ", "  # here "),
-        ("plumbing/console.py", '"""', '"""Words. '),
-        ("report.py", "import", "import this\nimport"),
-        ("reporting/results.py", "import", "import this\nimport"),
-    ):
+    for name, old, new in edits:
         text = (copy / name).read_text(encoding="utf-8")
         assert old in text, (name, old)
         (copy / name).write_text(text.replace(old, new, 1), encoding="utf-8")
-    assert start(repo=copy) == []
-
-
-def test_an_edited_line_of_the_step_makes_it_inexact(start, copy):
-    start(repo=copy)
-    for name, old, new in (
-        ("train.py", "grad_clip or math.inf)", "0.5 * grad_clip or math.inf)"),
-        ("optim.py", "alpha=2.0315", "alpha=2.0316"),
-    ):
-        text = (copy / name).read_text(encoding="utf-8")
-        assert text.count(old) == 1, (name, old)
-        (copy / name).write_text(text.replace(old, new), encoding="utf-8")
-    assert start(repo=copy) == [["optim.py", "train.py"]]
+    assert start(repo=copy) == changed
 
 
 def test_an_edit_of_a_finished_run_is_named(copy, run_train):
-    assert run_train("run", repo=copy).returncode == 0
+    run_train("run", repo=copy)
     with open(copy / "optim.py", "a") as file:
         file.write("\nONE_MORE = 1\n")
-    again = run_train("run", repo=copy)
-    assert again.returncode == 2
+    again = run_train("run", repo=copy, code=2)
     (line,) = again.stderr.splitlines()
     assert "optim.py" in line and "--resume=restart" in line and "--out_dir=" in line
 
@@ -101,6 +99,7 @@ sys.exit(train.main())
 """
 
 
+@pytest.mark.slow  # two real processes; in forked ones: the tests below
 def test_the_script_that_is_run_counts(data_dir, tmp_path):
     """In real processes."""
     own = tmp_path / "own.py"
@@ -176,25 +175,17 @@ def test_a_function_replaced_in_a_notebook_counts_by_its_code(start):
     assert start(*again, cell=cell.format(2e-3)) == [["train.lr_at"]]
 
 
-TEACHER = """
-def open_dataset(saved, inner=train.open_dataset):
-    *both, facts = inner(saved)
-    return *both, facts | {"files": [FILE]}
-train.open_dataset = open_dataset
-"""
-
-
 def test_another_file_that_a_fork_reads_is_part_of_the_run(run_train, tmp_path):
     teacher = tmp_path / "teacher.pt"
     teacher.write_bytes(b"one")
-    change = TEACHER.replace("FILE", repr(str(teacher)))
-    assert run_train("run", *FLAGS, before=change + stop_at(4)).returncode == 143
+    change = around("open_dataset", then=f"result[-1]['files'] = [{str(teacher)!r}]")
+    run_train("run", *FLAGS, before=change + stop_at(4), code=143)
     teacher.write_bytes(b"two")
-    done = run_train("run", *FLAGS, before=change)
-    assert done.returncode == 2 and "teacher.pt" in done.stderr
+    done = run_train("run", *FLAGS, before=change, code=2)
+    assert "teacher.pt" in done.stderr
     teacher.write_bytes(b"one")
     done = run_train("run", *FLAGS, before=change)
-    assert done.returncode == 0 and not events(done, "inexact_resume")
+    assert not events(done, "inexact_resume")
 
 
 # ---- installed code ------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from conftest import REPO, copy_of_repository, digest, ranks, stop_at
+from conftest import REPO, copy_of_repository, digest, events
+from sources import ranks, stop_at
 
 from plumbing.cli import POLICY, read_knobs
 
@@ -89,21 +90,6 @@ def test_every_case_is_of_a_knob_and_every_word_is_known():
     assert set().union(*(knob.policy for knob in KNOBS.values())) == POLICY.keys()
 
 
-@pytest.fixture(scope="module")
-def base(train_in, tmp_path_factory):
-    """base(*flags) -> the straight run with these flags; each is made once."""
-    made = {}
-
-    def run(*flags):
-        if flags not in made:
-            folder = tmp_path_factory.mktemp("base")
-            made[flags] = train_in(folder, "run", *FLAGS, *flags)
-            assert made[flags].returncode == 0, made[flags].stderr
-        return made[flags]
-
-    return run
-
-
 def essence(done):
     """Hash of all that the next steps depend on, but for what only evaluations need."""
     saved = torch.load(done.checkpoint(12), weights_only=True)
@@ -113,7 +99,7 @@ def essence(done):
 
 
 @pytest.mark.parametrize("names, flags, changed", of_policy("free", at_once=True))
-def test_a_free_knob_changes_no_bit(names, flags, changed, base, run_train, data_dir, tmp_path):
+def test_a_free_knob_changes_no_bit(names, flags, changed, once, run_train, data_dir, tmp_path):
     if names == ["data_dir"]:
         (data_dir.parent / "copy").mkdir(exist_ok=True)
         link = data_dir.parent / "copy" / "small"
@@ -124,8 +110,7 @@ def test_a_free_knob_changes_no_bit(names, flags, changed, base, run_train, data
     other = run_train("run", *FLAGS, *flags, "--keep_last=9", *changed, env=env)
     if names == ["out_dir"]:
         other.out_dir = tmp_path / "elsewhere"
-    assert other.returncode == 0, other.stderr
-    assert essence(other) == essence(base(*flags))
+    assert essence(other) == essence(once(*FLAGS, *flags))
 
 
 @pytest.mark.parametrize("names, flags, changed", of_policy("bits"))
@@ -133,37 +118,36 @@ def test_a_knob_that_changes_bits_leaves_an_inexact_resume(names, flags, changed
     (name,) = names
     before = ranks(2) if name in NEEDS_RANKS else ""
     done = run_train("run", *FLAGS, *flags, "--max_steps=6", before=before)
-    assert done.returncode == 0, done.stderr
     if name == "device":  # this machine has only one
         before = "train.resuming.device_name = lambda _: 'another'"
     done = run_train("run", *FLAGS, *flags, *changed, before=before)
-    assert done.returncode == 0, done.stderr
-    (event,) = [row for row in done.rows("event") if row["event"] == "inexact_resume"]
+    (event,) = events(done, "inexact_resume")
     assert name in event
 
 
 @pytest.mark.parametrize("names, flags, changed", of_policy("fixed"))
-def test_a_fixed_knob_is_refused_on_a_resume(names, flags, changed, base, run_train, data_dir):
+def test_a_fixed_knob_is_refused_on_a_resume(names, flags, changed, once, run_train, data_dir):
     (name,) = names
     if name == "dataset" and not (data_dir / "other").exists():
         (data_dir / "other").symlink_to(data_dir / "small")
-    done = run_train(base(*flags).out_dir, *FLAGS, "--max_steps=14", *flags, *changed)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    done = run_train(
+        once(*FLAGS, *flags).out_dir, *FLAGS, "--max_steps=14", *flags, *changed, code=2
+    )
+    assert len(done.stderr.splitlines()) == 1, done.stderr
     assert f"{name} changed from" in done.stderr or "dimension" in done.stderr
     assert KNOBS[name].names_folder()
 
 
-@pytest.mark.parametrize(
-    "names, flags, changed", [*of_policy("course", at_once=True), *of_policy("kept")]
-)
+CHANGES = [*of_policy("course", at_once=True), *of_policy("kept")]
+
+
+@pytest.mark.parametrize("names, flags, changed", CHANGES)
 def test_a_change_of_the_course_is_recorded_and_names_the_folder(names, flags, changed, run_train):
     if KNOBS[names[0]].policy & {"fixed", "bits"}:
         pytest.skip("another word says what it does")
-    stopped = run_train("run", "--save_interval=4", *flags, before=stop_at(6))
-    assert stopped.returncode == 143, stopped.stderr
+    run_train("run", "--save_interval=4", *flags, before=stop_at(6), code=143)
     done = run_train("run", "--save_interval=4", *flags, *changed)
-    assert done.returncode == 0, done.stderr
-    (event,) = [row for row in done.rows("event") if row["event"] == "changed"]
+    (event,) = events(done, "changed")
     for name in names:
         then, now = event[name]
         assert then != now
@@ -173,11 +157,9 @@ def test_a_change_of_the_course_is_recorded_and_names_the_folder(names, flags, c
 
 def test_where_evaluations_steer_the_rate_a_change_of_them_is_recorded(run_train):
     steered = ("--plateau_factor=0.5", "--eval_interval=4")
-    assert run_train("run", *steered, before=stop_at(6)).returncode == 143
+    run_train("run", *steered, before=stop_at(6), code=143)
     done = run_train("run", *steered, "--eval_interval=2")
-    assert [row["eval_interval"] for row in done.rows("event") if row["event"] == "changed"] == [
-        [4, 2]
-    ]
+    assert [row["eval_interval"] for row in events(done, "changed")] == [[4, 2]]
 
 
 def test_a_knob_of_a_fork_names_the_folder_and_a_change_of_it_is_recorded(run_train, tmp_path):
@@ -187,10 +169,9 @@ def test_a_knob_of_a_fork_names_the_folder_and_a_change_of_it_is_recorded(run_tr
     knob = "window = 8  # tokens, [1, inf)\nn_head = 4"
     (copy / "train.py").write_text(source.replace("n_head = 4", knob), encoding="utf-8")
     flags = ("--save_interval=4",)
-    assert run_train("run", *flags, before=stop_at(6), repo=copy).returncode == 143
+    run_train("run", *flags, before=stop_at(6), repo=copy, code=143)
     done = run_train("run", *flags, "--window=16", "--report=true", repo=copy)
-    assert done.returncode == 0, done.stderr
-    (event,) = [row for row in done.rows("event") if row["event"] == "changed"]
+    (event,) = events(done, "changed")
     assert event["window"] == [8, 16]
     assert "window was 8, is 16" in (done.out_dir / "report.md").read_text(encoding="utf-8")
     assert read_knobs(copy / "train.py")["window"].names_folder()

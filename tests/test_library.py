@@ -4,7 +4,8 @@ main."""
 import re
 
 import pytest
-from conftest import arguments, codes, ranks, stop_at, tree
+from conftest import arguments, tree
+from sources import around, ranks, stop_at
 
 import train
 
@@ -39,28 +40,24 @@ train.build_model = build_model
 """
 
 
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        (UNPACK, "ValueError: not enough values to unpack (expected 3, got 2)"),
-        (OS_ERROR, "FileNotFoundError: [Errno 2] No such file or directory: 'no/such/file'"),
-        (BUILT, "ValueError: too many values to unpack (expected 2)"),
-    ],
-    ids=["forward", "train_step", "build_model"],
-)
-@pytest.mark.parametrize("compile", ["false", "true"])
-def test_an_error_in_own_code_ends_in_its_own_line(source, words, compile, run_train, tmp_path):
-    if compile == "true" and source not in (UNPACK, OS_ERROR):
-        pytest.skip("nothing of it is compiled")
+ERRORS = {  # where it happens: (source, the last line)
+    "forward": (UNPACK, "ValueError: not enough values to unpack (expected 3, got 2)"),
+    "train_step": (OS_ERROR, "FileNotFoundError: [Errno 2] No such file or directory: 'no/such/fi"),
+    "build_model": (BUILT, "ValueError: too many values to unpack (expected 2)"),
+}
+COMPILED = [*((where, "false") for where in ERRORS), ("forward", "true"), ("train_step", "true")]
+
+
+@pytest.mark.parametrize("where, compile", COMPILED)
+def test_an_error_in_own_code_ends_in_its_own_line(where, compile, run_train, tmp_path):
+    source, words = ERRORS[where]
     (tmp_path / "own_code.py").write_text(source)
     before = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import own_code"
     if compile == "true":
         before += """
-import torch
 torch.compile = lambda model, **_: torch._dynamo.optimize("eager")(model)
 """
-    done = run_train("run", f"--compile={compile}", before=before)
-    assert done.returncode == 1
+    done = run_train("run", f"--compile={compile}", before=before, code=1)
     number = source.splitlines().index(next(x for x in source.splitlines() if "# here" in x)) + 1
     places = re.findall(r'File "(.*)", line (\d+)', done.stderr)
     assert places[-1] == (str(tmp_path / "own_code.py"), str(number)), done.stderr
@@ -68,7 +65,6 @@ torch.compile = lambda model, **_: torch._dynamo.optimize("eager")(model)
 
 
 TWICE = """
-import torch
 from torch import nn
 class More(nn.Module):
     def __init__(self, inner):
@@ -76,23 +72,22 @@ class More(nn.Module):
         self.inner = inner
     def forward(self, inputs, targets=None):
         found = self.inner(inputs, targets)
-        return found if targets is None else (found, {"NAME": 2 * found})
+        return found if targets is None else (found, {"twice": 2 * found})
 train.build_model = lambda *args, inner=train.build_model: More(inner(*args))
-def masked(self, batch, inner=train.ShuffledWindows.__getitem__):
-    inputs, targets = inner(self, batch)
-    for row in range(batch[1]):
-        targets[row, : (batch[0] + row) % 8 * 3] = -100  # of every eighth row all
-    return inputs, targets
-train.ShuffledWindows.__getitem__ = masked
+"""
+MASK = """
+first, count = args[1]
+for row in range(count):
+    result[1][row, : (first + row) % 8 * 3] = -100  # of every eighth row all
 """
 
 
 def test_a_number_beside_the_loss_is_weighted_as_the_loss_however_a_batch_is_split(run_train):
-    change = TWICE.replace("NAME", "twice")
-    whole = run_train("whole", before=change)
+    change = TWICE + around("ShuffledWindows.__getitem__", then=MASK)
+    whole = run_train("whole", "--report=true", before=change)
+    assert "twice" in (whole.out_dir / "report.md").read_text()
     parts = run_train("parts", "--batch_size=1", "--accum_steps=8", before=change)
     halves = run_train("halves", "--batch_size=2", "--accum_steps=2", before=ranks(2, change))
-    assert whole.returncode == parts.returncode == 0 and codes(halves) == "0 0", halves.stderr
     expected = [row["loss"] for row in whole.rows("train")]
     for done in (whole, parts, halves):
         found = [(row["loss"], row["twice"]) for row in done.rows("train")]
@@ -115,12 +110,12 @@ def test_a_run_that_is_built_writes_nothing_and_takes_no_lock(flags, run_train, 
         assert run.state["step"] == 0
     assert not (tmp_path / "new").exists()
 
-    assert run_train("run", before=stop_at(6)).returncode == 143
+    run_train("run", before=stop_at(6), code=143)
     before = tree(tmp_path / "run")
     with train.build(flags("run")) as run:
         assert run.state["step"] == 6 and train.n_embd == 32
         assert tree(tmp_path / "run") == before
-        assert run_train("run").returncode == 0, "another process may train there meanwhile"
+        run_train("run")
     assert train.n_embd == 128, "the knobs held inside"
 
 

@@ -1,7 +1,6 @@
 """What model.py promises. Small, real, on the CPU in float32 unless a test says otherwise."""
 
 import math
-import weakref
 
 import pytest
 import torch
@@ -9,11 +8,10 @@ import torch.nn.functional as F
 from helpers import Recurrent, build, build_trained
 from helpers import model_batch as batch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as module
+from bench import Tensors
 from model import GPT, MAX_CHUNKS, generate
 
 EXTRAS = {"ngram_rows": 8192, "conv_width": 4, "n_future_tokens": 3}
@@ -114,39 +112,12 @@ def test_gradient_checkpointing_changes_no_gradient_and_keeps_less(dropout):
         shape = {"n_layer": 6, "n_embd": 64, "block_size": 128}
         model = build_trained(grad_checkpoint=on, dropout=dropout, **shape)
         torch.manual_seed(1)
-        with PeakMemory() as memory:
+        with Tensors() as memory:
             model(*batch(16, model.config)).backward()
         gradients[on] = flat_gradient(model)
         peak[on] = memory.peak
     assert torch.equal(gradients[False], gradients[True])
     assert peak[True] < 0.5 * peak[False]
-
-
-class PeakMemory(TorchDispatchMode):
-    """Bytes in tensors that live at once, at most, of those made inside the block; each storage
-    counted once."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.now, self.peak = {}, 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        old = {storage._cdata for storage in storages((args, kwargs))}
-        for storage in storages(result):
-            if storage._cdata not in old | self.live.keys():  # not a view, not in place
-                self.live[storage._cdata] = storage.nbytes()
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self.freed, storage._cdata)
-        return result
-
-    def freed(self, key):
-        self.now -= self.live.pop(key)
-
-
-def storages(tree):
-    return [x.untyped_storage() for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
 
 
 def test_the_loss_of_a_small_vocabulary_is_that_of_its_logits_bit_for_bit():
@@ -188,7 +159,7 @@ def test_all_the_logits_of_a_large_vocabulary_never_stand_at_once(dtype, monkeyp
     tokens, targets = batch(16, model.config)
 
     def peak():
-        with PeakMemory() as memory, torch.autocast("cpu", torch.bfloat16, dtype == "bfloat16"):
+        with Tensors() as memory, torch.autocast("cpu", torch.bfloat16, dtype == "bfloat16"):
             model(tokens, targets).backward()
         return memory.peak
 

@@ -3,23 +3,17 @@
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import REPO, arguments, fingerprint, ranks, wait_for
-from helpers import ONE_THREAD, children
+from conftest import REPO, arguments, fingerprint, wait_for
+from helpers import ONE_THREAD, children, free_port, listens
+from sources import ranks
 
 FLAGS = ("--save_interval=20", "--log_interval=20", "--dropout=0.1")
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 # ---- a node that dies ----------------------------------------------------------------------------
@@ -46,7 +40,7 @@ def test_a_node_that_dies_and_comes_back_changes_no_bit(start_train, run_train, 
         return start_train("run", *flags, launcher=launcher, env=ONE_THREAD | FRESH_STORE)
 
     stays = start(1 - number)  # its node keeps the rendezvous too, and must not die
-    wait_for(lambda: connects(port))
+    wait_for(lambda: listens(port))
     dies = start(number)
     log = (stays if number else dies).log  # rank 0 writes the one log
     wait_for(lambda: re.search(r"\b60/400 ", log.read_text()))
@@ -60,16 +54,10 @@ def test_a_node_that_dies_and_comes_back_changes_no_bit(start_train, run_train, 
     assert fingerprint(tmp_path / "run/ckpt_00000400.pt") == straight.fingerprint(400)
 
 
-def connects(port):
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
 def test_restarts_that_could_not_work_are_refused_with_what_to_type(run_train):
     told = {"WORLD_SIZE": "2", "RANK": "0", "GROUP_WORLD_SIZE": "2"}
     told |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
-    refused = run_train("run", env=told)
-    assert refused.returncode == 2
+    refused = run_train("run", env=told, code=2)
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in refused.stderr
     assert not refused.out_dir.exists()
 

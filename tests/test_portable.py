@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from conftest import REPO, first, read_rows
+from helpers import python, torchrun
 
 from plumbing import machine
 from reporting.records import computed_rows, what_differs, what_it_needs
@@ -20,15 +21,6 @@ needs_avx512_bf16 = pytest.mark.skipif(
     "ONEDNN_MAX_CPU_ISA" in os.environ or "avx512_bf16" not in machine.cpu_info()[1],
     reason="needs a CPU with AVX512-BF16, whose kernels are not restricted",
 )
-
-
-def python(source, **env):
-    """What a new process prints."""
-    command = [sys.executable, "-c", source]
-    env = os.environ | env
-    done = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
 
 
 # ---- kernel_bits ---------------------------------------------------------------------------------
@@ -94,19 +86,17 @@ OTHERS = {  # of a variable that the mode sets itself, the mode's value holds
 
 
 ONE = [sys.executable]
-TORCHRUN = [*ONE, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-@pytest.mark.parametrize("launcher", first(1, [ONE, TORCHRUN]), ids=["one", "ranks"])
+@pytest.mark.parametrize("launcher", first(1, [ONE, torchrun(2)]), ids=["one", "ranks"])
 def test_a_portable_run_has_the_same_bits_whatever_the_process_may_use(python_train, launcher):
     ours, theirs = (
         python_train(name, *ALL, PORTABLE, env={"OMP_NUM_THREADS": "1"} | env, launcher=launcher)
         for name, env in (("a", {}), ("b", OTHERS))
     )
-    assert ours.returncode == theirs.returncode == 0, theirs.stderr
     assert ours.fingerprint(4) == theirs.fingerprint(4)
     assert "deterministic portable: the same bits" in ours.stdout
-    facts = json.loads((ours.out_dir / "run.json").read_text())
+    facts = ours.facts
     assert facts["hardware"]["instruction_set"] == "AVX2" and facts["hardware"]["threads"] == 1
 
 
@@ -173,15 +163,11 @@ def test_another_cpu_computes_the_same_bits(python_train, cpu):
     flags = (*ALL, "--dataset=formula", "--eval_tokens=512", "--n_embd=64", "--block_size=32")
     here = python_train("here", *flags, PORTABLE)
     there = python_train("there", *flags, PORTABLE, **emulated)
-    assert here.returncode == there.returncode == 0, there.stderr
     assert here.fingerprint(4) == there.fingerprint(4)
     assert computed_rows(here.out_dir) == computed_rows(there.out_dir)
 
     here, there = (python_train(n, *flags, **how) for n, how in (("a", {}), ("b", emulated)))
-    kernels = [
-        json.loads((run.out_dir / "run.json").read_text())["hardware"]["instruction_set"]
-        for run in (here, there)
-    ]
+    kernels = [run.facts["hardware"]["instruction_set"] for run in (here, there)]
     assert kernels[1] == "AVX2"  # so it is emulated
     if kernels[0] != "AVX2":
         assert here.fingerprint(4)["model"] != there.fingerprint(4)["model"]

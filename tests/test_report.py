@@ -12,9 +12,10 @@ from pathlib import Path
 import helpers
 import numpy as np
 import pytest
+from conftest import make_dataset
 from helpers import RUNS, evaluation, event, eventful, falling, write_run
+from sources import around
 
-import prepare_data
 import report
 from plumbing.cli import run_script
 from reporting import curves, pictures, record, results
@@ -29,14 +30,12 @@ def real(tmp_path_factory, train_in):
     """The folder of a real run of STEPS steps."""
     folder = tmp_path_factory.mktemp("report")
     text = "The tortoise, as you know, was slow;\nbut it was honest: every step was written.\n" * 40
-    (folder / "text.txt").write_text(text)
-    prepare_data.prepare("tortoise", folder / "data", str(folder / "text.txt"), say=lambda *_: None)
+    make_dataset(folder, "tortoise", text)
     flags = (
         f"--dataset=tortoise --max_steps={STEPS} --warmup_steps=2 --eval_interval=8 "
-        f"--log_interval=4 --n_embd=16 --save_interval=500 --data_dir={folder}/data"
+        f"--log_interval=4 --n_embd=16 --save_interval=500 --data_dir={folder}"
     )
     done = train_in(folder, "run", *flags.split())
-    assert done.returncode == 0, done.stderr
     return done.out_dir
 
 
@@ -132,15 +131,11 @@ def test_of_two_rows_of_a_step_the_later_one_counts(tmp_path):
 
 
 def test_a_fork_that_evaluates_a_part_is_not_said_to_see_the_whole(run_train):
-    fork = """
-def evaluate(run, inner=train.evaluate):
-    return inner(run) | {"val_tokens": 64}
-train.evaluate = evaluate
-"""
+    fork = around("evaluate", then="result['val_tokens'] = 64")
     assert "val_bpb" in run_train("whole", "--max_steps=3").rows("eval")[0]
     row = run_train("part", "--max_steps=3", before=fork).rows("eval")[0]
     assert row["val_tokens"] == 64 and "val_bpb" not in row
-    silent = fork.replace('{"val_tokens": 64}', "{}").replace("inner(run)", "{'val_loss': 1.0}")
+    silent = "train.evaluate = lambda run: {'val_loss': 1.0}"
     row = run_train("silent", "--max_steps=3", before=silent).rows("eval")[0]
     assert "val_tokens" not in row and "val_bpb" not in row
 

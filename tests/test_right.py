@@ -1,32 +1,25 @@
 """Where a user would lose work, or be told something false: one test for each, by a real run."""
 
-import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import REPO, arguments, codes, events, only_on, ranks, stop_at, wait_for
-from helpers import alive, build_trained
+from conftest import arguments, codes, events, wait_for
+from helpers import alive, build_trained, free_port, listens, python
+from sources import around, only_on, ranks, stop_at
 
 import model
 from plumbing import machine
 from plumbing.cli import BadInput
 from plumbing.safe_step import compiled
 
-
-def facts(done):
-    return json.loads((done.out_dir / "run.json").read_text())
-
-
 # ---- torch.compile -------------------------------------------------------------------------------
 
 BROKEN = """
-import os, signal, torch
 def broken(model, **options):
     def call(*batch):
         SIGNAL
@@ -35,7 +28,6 @@ def broken(model, **options):
 torch.compile = broken
 """
 WORKING = """
-import torch
 torch.compile = lambda model, **options: lambda *batch: model(*batch)
 """
 
@@ -43,26 +35,24 @@ torch.compile = lambda model, **options: lambda *batch: model(*batch)
 def test_a_signal_during_compilation_is_no_failed_compilation(run_train):
     """Ctrl-C reaches the compiler, too, which then fails."""
     interrupted = BROKEN.replace("SIGNAL", "os.kill(os.getpid(), signal.SIGINT)")
-    done = run_train("run", "--compile=true", before=interrupted)
-    assert done.returncode == 130, done.stderr
-    assert facts(done)["ended"] == "stopped by SIGINT" and not done.checkpoint(0).exists()
+    done = run_train("run", "--compile=true", before=interrupted, code=130)
+    assert done.facts["ended"] == "stopped by SIGINT" and not done.checkpoint(0).exists()
     assert events(done, "compile_failed") == []
     done = run_train("run", "--compile=true", before=WORKING)
-    assert done.returncode == 0 and facts(done)["run"]["compile"] is True
+    assert done.facts["run"]["compile"] is True
     assert events(done, "inexact_resume") == []
 
 
 def test_a_fallback_to_eager_mode_is_logged_and_not_kept(run_train):
     flags = ("--compile=true", "--save_interval=4")
-    assert run_train("run", *flags, before=WORKING + stop_at(3)).returncode == 143
+    run_train("run", *flags, before=WORKING + stop_at(3), code=143)
     fails = BROKEN.replace("SIGNAL", "pass") + stop_at(6)
-    done = run_train("run", *flags, before=fails)
-    assert done.returncode == 143 and "compile failed: error" in done.stdout
+    done = run_train("run", *flags, before=fails, code=143)
+    assert "compile failed: error" in done.stdout
     (failed,) = events(done, "compile_failed")
     assert "g++ ended with code 1" in failed["error"]
-    assert facts(done)["run"]["compile"] is False
+    assert done.facts["run"]["compile"] is False
     done = run_train("run", *flags, before=WORKING)  # it tries again
-    assert done.returncode == 0, done.stderr
     changes = [event["compile"] for event in events(done, "inexact_resume")]
     assert changes == [[True, False], [False, True]]
 
@@ -86,14 +76,13 @@ def test_a_plateau_of_another_run_does_not_lower_the_rate(run_train):
     assert factor < 1
     flags = (f"--resume={old.checkpoint(12)}", "--max_steps=18", "--schedule=cosine")
     new = run_train("new", *flags, "--decay_steps=30", "--peak_lr=1e-3", "--warmup_steps=1")
-    assert new.returncode == 0, new.stderr
     rate = new.rows("train")[0]["lr"]
     assert rate == pytest.approx(1e-4 + 0.45e-3 * (1 + math.cos(math.pi * 11 / 29)))
 
 
 def test_a_best_that_is_measured_again_is_the_one_to_beat(run_train):
     """Also where the run was stopped between two evaluations."""
-    assert run_train("run", *STALLED, before=stop_at(5)).returncode == 143
+    run_train("run", *STALLED, before=stop_at(5), code=143)
     done = run_train("run", *STALLED, "--eval_tokens=64")
     state = torch.load(done.checkpoint(12), weights_only=True)["state"]
     assert state["evals_since_best"] == 4  # at steps 6, 8, 10, 12
@@ -101,62 +90,20 @@ def test_a_best_that_is_measured_again_is_the_one_to_beat(run_train):
 
 # ---- what a fork returns -------------------------------------------------------------------------
 
-RETURNS = """
-def NAME(*batch, inner=train.NAME):
-    return inner(*batch) | {"FIELD": VALUE}
-train.NAME = NAME
-import torch
-"""
-
-
-@pytest.mark.parametrize(
-    "name, field, value, words",
-    [
-        ("train_step", "lr", "torch.ones(())", "train_step() returns a number named lr"),
-        ("train_step", "own", "torch.ones(3)", "returns own of shape (3,); expected a scalar"),
-        ("forward_backward", "epoch", "torch.ones(())", "the model returns a number named epoch"),
-        ("evaluate", "step", "1", "evaluate() returns a number named step"),
-        ("evaluate", "own", "torch.ones(2)", "evaluate() returns own of shape (2,)"),
-    ],
-)
-def test_a_taken_name_and_what_is_no_scalar_are_refused(run_train, name, field, value, words):
-    before = RETURNS.replace("NAME", name).replace("FIELD", field).replace("VALUE", value)
-    done = run_train("run", before=before)
-    assert done.returncode == 1 and words in done.stderr, done.stderr
-    assert len(done.stderr.splitlines()) == 1 and not done.rows("train")
-
 
 def test_what_evaluate_returns_is_a_number_with_a_loss(run_train):
-    before = RETURNS.replace("NAME", "evaluate").replace("FIELD", "own")
-    done = run_train("run", before=before.replace("VALUE", "torch.tensor(2.5)"))
-    assert done.returncode == 0 and done.rows("eval")[0]["own"] == 2.5
-    done = run_train("without", before="train.evaluate = lambda run: {'val_tokens': 3}")
-    assert done.returncode == 1 and "expected val_loss" in done.stderr
+    done = run_train("run", before=around("evaluate", then="result['own'] = torch.tensor(2.5)"))
+    assert done.rows("eval")[0]["own"] == 2.5
+    done = run_train("without", before="train.evaluate = lambda run: {'val_tokens': 3}", code=1)
+    assert "expected val_loss" in done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_loss_that_is_not_finite_before_the_first_update_is_no_matter_of_the_rate(run_train):
-    before = RETURNS.replace("NAME", "forward_backward").replace("FIELD", "loss")
-    done = run_train("run", before=before.replace("VALUE", "torch.tensor(float('nan'))"))
-    assert done.returncode == 1 and "the loss is NaN at step 0" in done.stderr
+    nan = around("forward_backward", then="result['loss'] = torch.tensor(math.nan)")
+    done = run_train("run", before=nan, code=1)
+    assert "the loss is NaN at step 0" in done.stderr
     assert "--peak_lr" not in done.stderr
-
-
-GROUPS = """
-import torch
-def configure_optimizers(model, name, lr, *rest):
-    weights = list(model.parameters())
-    return [torch.optim.AdamW(weights[1:], lr), *OTHERS]
-train.configure_optimizers = configure_optimizers
-"""
-
-
-@pytest.mark.parametrize("others, words", [("[]", "is in 0 groups"), ("TWICE", "is in 2 groups")])
-def test_a_weight_that_is_in_no_group_or_in_two_is_refused(run_train, others, words):
-    twice = "[torch.optim.SGD(weights[:2], lr)]"
-    done = run_train("run", before=GROUPS.replace("OTHERS", others.replace("TWICE", twice)))
-    assert done.returncode == 2 and words in done.stderr, done.stderr
-    assert not done.out_dir.exists()
 
 
 # ---- ranks ---------------------------------------------------------------------------------------
@@ -164,9 +111,7 @@ def test_a_weight_that_is_in_no_group_or_in_two_is_refused(run_train, others, wo
 
 def waiting_rank(data_dir, tmp_path, wrapped=False):
     """(process, port) of a rank 0 whose partner never comes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = os.environ | {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = [sys.executable, *arguments(tmp_path / "run", data_dir, ())]
@@ -175,12 +120,6 @@ def waiting_rank(data_dir, tmp_path, wrapped=False):
         program += "; print(p.pid, flush=True); time.sleep(100)"
         command = [sys.executable, "-c", program, *command]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True), port
-
-
-def listens(port):
-    """Whether the rank is in the rendezvous."""
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_rank_that_waits_for_another_can_be_ended(data_dir, tmp_path):
@@ -200,16 +139,9 @@ def test_a_rank_whose_launcher_dies_while_it_waits_ends_by_itself(data_dir, tmp_
     wait_for(lambda: not alive(pid), 10)
 
 
-FAILS = """
-from plumbing.cli import fail
-def configure_optimizers(*rest):
-    fail("the model does not fit into this memory")
-train.configure_optimizers = configure_optimizers
-"""
-
-
 def test_the_rank_that_has_the_cause_prints_it(run_train):
-    done = run_train("run", "--hang_minutes=0.2", before=ranks(2, only_on(1, FAILS)))
+    fails = around("configure_optimizers", "train.fail('the model does not fit into this memory')")
+    done = run_train("run", "--hang_minutes=0.2", before=ranks(2, only_on(1, fails)), code=None)
     assert codes(done).endswith("2"), done.stderr
     assert done.stderr.count("the model does not fit into this memory") == 1
     assert "another rank" in done.stderr and "Traceback" not in done.stderr
@@ -233,12 +165,9 @@ def test_a_window_holds_in_every_path_of_attention(monkeypatch):
 
 
 def test_cublas_finds_its_setting_when_train_is_imported(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     source = "import train, os; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
-    environment = {k: v for k, v in os.environ.items() if k != "CUBLAS_WORKSPACE_CONFIG"}
-    done = subprocess.run(
-        [sys.executable, "-c", source], env=environment, cwd=REPO, capture_output=True, text=True
-    )
-    assert done.stdout == ":4096:8\n", done.stderr
+    assert python(source) == ":4096:8"
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     with pytest.raises(BadInput, match="expected :4096:8 or :16:8"):
         machine.set_deterministic(True, torch.device("cuda"))

@@ -8,12 +8,7 @@ import torch
 
 import train
 from plumbing.cli import RunFailed
-from plumbing.safe_step import (
-    explain,
-    out_of_memory,
-    rng_state,
-    set_rng_state,
-)
+from plumbing.safe_step import explain, out_of_memory, rng_state, set_rng_state
 
 CPU = torch.device("cpu")
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import stop_at
+from conftest import make_dataset
+from sources import stop_at
 
-import prepare_data
 import sample
 from plumbing.cli import run_script
 
@@ -26,14 +26,12 @@ TEXT = (
 def trained(tmp_path_factory, train_in):
     """The folder of a run of 20 steps, with averaged weights, on a text of 32 characters."""
     folder = tmp_path_factory.mktemp("sample")
-    (folder / "text.txt").write_text(TEXT)
-    prepare_data.prepare("tortoise", folder / "data", str(folder / "text.txt"), say=lambda *_: None)
+    make_dataset(folder, "tortoise", TEXT)
     flags = (
         "--dataset=tortoise --max_steps=20 --warmup_steps=2 --eval_interval=10 --n_embd=16 "
-        f"--n_head=2 --ema_decay=0.5 --dropout=0.1 --data_dir={folder}/data"
+        f"--n_head=2 --ema_decay=0.5 --dropout=0.1 --data_dir={folder}"
     )
-    done = train_in(folder, "run", *flags.split())
-    assert done.returncode == 0, done.stderr
+    train_in(folder, "run", *flags.split())
     return folder / "run"
 
 
@@ -72,9 +70,8 @@ def refused(result, *words):
 @pytest.fixture(scope="module")
 def stopped(trained, train_in):
     """The folder of a run that was stopped before its first evaluation."""
-    flags = f"--dataset=tortoise --n_embd=16 --n_head=2 --data_dir={trained.parent}/data"
-    done = train_in(trained.parent, "stopped", *flags.split(), before=stop_at(7))
-    assert done.returncode == 143, done.stderr
+    flags = f"--dataset=tortoise --n_embd=16 --n_head=2 --data_dir={trained.parent}"
+    done = train_in(trained.parent, "stopped", *flags.split(), before=stop_at(7), code=143)
     return done.out_dir
 
 

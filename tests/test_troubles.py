@@ -5,16 +5,15 @@ rows."""
 
 import re
 import shlex
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from conftest import REPO, first, pydoc_text
+from conftest import REPO, first, make_dataset, pydoc_text
 from helpers import falling, write_run
+from sources import around, bad_batches
+from test_replay import REPLAY
 
 from plumbing.cli import read_knobs
-from prepare_data import prepare
 from reporting import detectors
 from reporting.record import read_run
 from reporting.troubles import TROUBLES, texts, troubles
@@ -25,40 +24,14 @@ CONSTANT = "--schedule=constant --warmup_steps=5 --grad_clip=0 --batch_size=64 -
 
 def slow(what, milliseconds):
     """Source for run_train's `before`: from step 30 on `what` of train.py takes longer."""
-    return f"""
-import time
-taken = 0
-def {what.rpartition(".")[2]}(*args, inner=train.{what}):
-    global taken
-    taken += 1
-    time.sleep({milliseconds / 1000} * (taken > 30))
-    return inner(*args)
-train.{what} = {what.rpartition(".")[2]}
-"""
+    wait = f"taken.append(1)\ntime.sleep({milliseconds / 1000} * (len(taken) > 30))"
+    return "taken = []\n" + around(what, wait)
 
 
-DEAD = """
-def build_model(*args, inner=train.build_model):
-    model = inner(*args)
-    model.head.register_forward_pre_hook(lambda head, x: (x[0] - 1e4).relu())
-    return model
-train.build_model = build_model
-"""
-KEEPS = """
-import torch
-kept = []
-def train_step(*args, inner=train.train_step):
-    kept.append(torch.ones(2_000_000))
-    return inner(*args)
-train.train_step = train_step
-"""
-FULL = """
-def forward_backward(model, run, *batch, inner=train.forward_backward):
-    if run.state["micro_batch"] > 2:
-        raise MemoryError
-    return inner(model, run, *batch)
-train.forward_backward = forward_backward
-"""
+HOOK = "result.head.register_forward_pre_hook(lambda head, x: (x[0] - 1e4).relu())"
+DEAD = around("build_model", then=HOOK)
+KEEPS = "kept = []\n" + around("train_step", "kept.append(torch.ones(2_000_000))")
+FULL = around("forward_backward", 'if run.state["micro_batch"] > 2:\n    raise MemoryError')
 REAL = {  # troubles: flags of the run, source that runs before it
     "updates_fail": (
         "--optimizer=sgd --peak_lr=1e30 --grad_clip=0 --max_steps=40 --max_rollbacks=0",
@@ -106,8 +79,7 @@ def names_of(run):
 @pytest.fixture(scope="session")
 def manual(data_dir):
     """The dataset `manual`: 200,000 characters of Python's own documentation."""
-    (data_dir / "manual.txt").write_text(pydoc_text()[:200_000])
-    prepare("manual", data_dir, input=str(data_dir / "manual.txt"), say=lambda *words: None)
+    make_dataset(data_dir, "manual", pydoc_text()[:200_000])
 
 
 @pytest.fixture
@@ -117,8 +89,7 @@ def run_of(manual, run_train, tmp_path):
     def run(name, flags, before=""):
         common = "--dataset=manual --log_interval=5 --eval_tokens=2000 --eval_interval=60"
         folder = f"--out_dir={tmp_path / name}"  # last, as a config file has one of its own
-        done = run_train(name, *common.split(), *flags.split(), folder, before=before)
-        assert done.returncode in (0, 1), done.stderr
+        done = run_train(name, *common.split(), *flags.split(), folder, before=before, code=None)
         return done.out_dir
 
     return run
@@ -235,14 +206,6 @@ def test_every_trouble_has_a_detector_and_a_section_that_says_all_of_it():
 
 # ---- the command that shows the step -------------------------------------------------------------
 
-BAD_BATCHES = """
-def forward_backward(model, run, inputs, *rest, own=train.forward_backward):
-    numbers = own(model, run, inputs, *rest)
-    bad = 8 * 8 <= run.state["sequences"] < 10 * 8
-    return {name: numbers[name] * (float("nan") if bad else 1) for name in numbers}
-train.forward_backward = forward_backward
-"""
-
 
 def replays_in(folder):
     """The commands for replay.py in report.md, each once, in its order."""
@@ -250,29 +213,21 @@ def replays_in(folder):
     return [shlex.split(each) for each in dict.fromkeys(commands)]
 
 
-def pasted(command):
-    """A command line as printed, in the repository, by the Python that runs the tests."""
-    command = [sys.executable, *command[1:]]
-    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=False)
-
-
 def test_the_report_leads_to_the_batch_of_the_largest_spike(run_train, tmp_path):
     text = "the cat sat on the mat and the dog lay by the fire and all was well. " * 200
-    (tmp_path / "text.txt").write_text(text[:5000] + "zqxj!" * 12 + text[5000:])
-    prepare("poisoned", tmp_path, input=str(tmp_path / "text.txt"), say=lambda *_: None)
+    make_dataset(tmp_path, "poisoned", text[:5000] + "zqxj!" * 12 + text[5000:])
     flags = ("--dataset=poisoned", f"--data_dir={tmp_path}", "--max_steps=200", "--batch_size=4")
     done = run_train("run", *flags, "--peak_lr=1e-2", "--report=true", "--save_interval=50")
     spike = max(done.rows("train")[100:], key=lambda row: row["loss"])["step"]
     (command,) = replays_in(done.out_dir)
     assert command[2:] == [str(done.out_dir), f"--step={spike}"]
-    shown = pasted(command)
-    assert shown.returncode == 0, shown.stderr
+    shown = run_train("unused", before=REPLAY.format(argv=command[2:]))  # as if it were pasted
     assert "zqxj!" in shown.stdout
 
 
 def test_the_report_leads_to_skipped_updates_and_rollbacks(run_train):
     flags = ("--save_interval=4", "--max_skipped=2", "--log_interval=1", "--report=true")
-    done = run_train("run", *flags, before=BAD_BATCHES)
+    done = run_train("run", *flags, before=bad_batches([8, 9]))
     first, last = ([f"--step={n}", "--before_rollback=1"] for n in (9, 10))
     assert [command[3:] for command in replays_in(done.out_dir)] == [first, last]
     assert "Look into that step" in (done.out_dir / "report.md").read_text()

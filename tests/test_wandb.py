@@ -9,7 +9,8 @@ import time
 import types
 
 import pytest
-from conftest import at_step, read_rows, stop_at
+from conftest import read_rows
+from sources import around, at_step, stop_at
 
 from plumbing.run_folder import Wandb
 
@@ -17,11 +18,8 @@ ON = ("--wandb_log=true", "--max_steps=30", "--eval_interval=10", "--save_interv
 ON += ("--log_interval=1",)
 OFFLINE = {"WANDB_MODE": "offline"}
 POISON = """
-def train_step(model, run, *rest, inner=train.train_step):
-    if 12 * 8 <= run.state["sequences"] < 15 * 8:
-        run.model.head.weight.data.mul_(float("nan"))
-    return inner(model, run, *rest)
-train.train_step = train_step
+if 12 * 8 <= run.state["sequences"] < 15 * 8:
+    run.model.head.weight.data.mul_(float("nan"))
 """
 
 
@@ -68,21 +66,12 @@ def without(row, *more):
     return {k: v for k, v in row.items() if k not in {"_step", "_runtime", "_timestamp", *more}}
 
 
-def ids(out_dir):
-    """offline-run-DATE_TIME-ID, and "-1" behind it for a second session within one second."""
-    return {path.name.split("-")[3] for path in out_dir.glob("wandb/offline-run-*")}
-
-
-def wandb_id(out_dir):
-    return json.loads((out_dir / "run.json").read_text())["wandb_id"]
-
-
 # ---- what arrives --------------------------------------------------------------------------------
 
 
 def test_every_row_arrives_and_no_bit_of_the_run_changes(run_train):
     done = run_train("run", *ON, env=OFFLINE)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stderr == "", done.stderr
     (rows,) = history(done.out_dir)
     assert {row["step"]: without(row) for row in rows} == merged(done.out_dir)
     assert [row["_step"] for row in rows] == [8 * step for step in range(31)]
@@ -93,19 +82,19 @@ def test_every_row_arrives_and_no_bit_of_the_run_changes(run_train):
 
 def test_after_kills_every_row_arrives_once_and_the_run_stays_one(run_train):
     """The second kill comes before the first one's last row, which metrics.jsonl then lacks."""
-    kill = "import os, time; time.sleep(0.5); os.kill(os.getpid(), 9)"
+    kill = "time.sleep(0.5); os.kill(os.getpid(), 9)"
     for step in (19, 14):
-        killed = run_train("run", *ON, env=OFFLINE, before=at_step(step, kill))
-        assert killed.returncode == 137, killed.stdout + killed.stderr
-    stopped = run_train("run", *ON, env=OFFLINE, before=stop_at(22, "SIGINT"))
-    assert stopped.returncode == 130 and stopped.stderr == ""  # Ctrl-C stays ours
+        run_train("run", *ON, env=OFFLINE, before=at_step(step, kill), code=137)
+    stopped = run_train("run", *ON, env=OFFLINE, before=stop_at(22, "SIGINT"), code=130)
+    assert stopped.stderr == ""  # Ctrl-C stays ours
     assert len(history(stopped.out_dir)[0]) == 23
     done = run_train("run", *ON, env=OFFLINE)
-    assert done.returncode == 0, done.stderr
     (rows,) = history(done.out_dir)
     assert [row["_step"] for row in rows] == [8 * step for step in range(31)]
     assert {row["step"]: without(row) for row in rows} == merged(done.out_dir)
-    assert ids(done.out_dir) == {wandb_id(done.out_dir)}
+    # offline-run-DATE_TIME-ID, and "-1" behind it for a second session within one second
+    folders = done.out_dir.glob("wandb/offline-run-*")
+    assert {path.name.split("-")[3] for path in folders} == {done.facts["wandb_id"]}
 
 
 def test_what_the_server_has_is_not_sent_again(tmp_path, monkeypatch):
@@ -124,8 +113,9 @@ def test_what_the_server_has_is_not_sent_again(tmp_path, monkeypatch):
 
 
 def test_a_rollback_does_not_turn_wandb_back(run_train):
-    done = run_train("run", *ON, "--max_skipped=3", env=OFFLINE, before=POISON)
-    assert done.returncode == 0, done.stderr
+    done = run_train(
+        "run", *ON, "--max_skipped=3", env=OFFLINE, before=around("train_step", POISON)
+    )
     (rows,) = history(done.out_dir)
     counter = [row["_step"] for row in rows]
     assert counter == sorted(set(counter)) and counter[-1] == 35 * 8  # five batches were given up
@@ -172,7 +162,7 @@ def fake(tmp_path, source):
 def test_a_wandb_that_fails_is_one_line_and_training_continues(how, run_train, tmp_path):
     source, words = BROKEN[how]
     done = run_train("run", *ON, before=fake(tmp_path, source))
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stderr == "", done.stderr
     said = [line for line in done.stdout.splitlines() if line.startswith("wandb ")]
     said = [line for line in said if line != "wandb    somewhere"]
     assert len(said) == 1 and words in said[0] and "training continues without it" in said[0]
@@ -203,6 +193,5 @@ def test_nobody_is_asked_for_a_key(run_train, tmp_path):
         "WANDB_MODE": "online",
     }
     done = run_train("run", *ON, env=nowhere)
-    assert done.returncode == 0, done.stderr
     assert "no key; type: wandb login, or set WANDB_MODE=offline" in done.stdout
     assert "API key" not in done.stdout + done.stderr
