@@ -45,7 +45,6 @@ from reporting.logged import (
     first_difference,
     not_computed,
 )
-from reporting.records import what_it_needs
 
 data_dir = ""  # folder of the datasets; "" = where the run found its own
 script = ""  # that trained the run, if not train.py; of two runs with two scripts: one,other
@@ -74,15 +73,14 @@ def is_rank0() -> bool:
 def script_of(run: Logged, is_alone: bool) -> Path:
     """Of one run alone it is what was typed, of two runs the one with the name in its run.json.
     Raises BadInput if there is none: then says what to type."""
-    name = Path(run.facts["command"][0]).name
+    name = Path(str(run.facts["command"][0])).name
     typed = [Path(file) for file in script.split(",") if file]
     own = Path(__file__).with_name("train.py")
-    is_own = name == own.name and own.is_file()
     fitting = [path for path in typed if path.name == name]
-    if not fitting and len(typed) == 1 and (is_alone or not is_own):
-        fitting = typed
-    if not fitting and is_own:
-        fitting = [own]
+    if name == own.name:
+        fitting.append(own)
+    if is_alone or not fitting:
+        fitting = typed or fitting
     if not fitting:
         fail(
             f"{run.path} was trained by {name}; if that is your code, add its path: --script={name}"
@@ -403,8 +401,6 @@ def main(argv: list[str] | None = None) -> int:
     with cli.configured(globals(), argv=argv, names=names):
         runs = [Logged(name) for name in names]
         for run in runs:
-            if run.is_record and not run.rows:
-                fail(what_it_needs(run.path))
             run.check()
         if len(runs) == 2 and not step and not verify:
             for run in runs:

@@ -143,12 +143,10 @@ def found_in(run, title):
     for each in found:
         shows = f"{each.shows}. Likely causes: {each.causes}."
         lines.append(f"- **{each.title}** (`{each.name}`): {shows}")
-        if each.tell:
-            lines.append(f"  Tell them apart: `{each.tell}` ({each.reading}).")
+        lines.append(f"  Diagnosis: {each.diagnosis}.")
         if each.look:
             lines.append(f"  Look into that step: `{each.look}`.")
-        if each.cure:
-            lines.append(f"  Try: {each.cure}.")
+        lines.append(f"  Cure: {each.cure}.")
     if found:
         lines.append("\ndocs/trouble.md has more on each.\n")
     else:

@@ -1,8 +1,5 @@
-"""What to do about a trouble: its likely causes, a command that tells them apart, what to try.
-
-The texts are those of docs/trouble.md. Advice depends on the knobs of the run: none proposes a
-change that the run has already made.
-"""
+"""What to do about a trouble: its likely causes, what tells them apart, its cure, as docs/trouble.md
+says; and the command that shows the step in which it was."""
 
 import re
 import shlex
@@ -14,37 +11,7 @@ import numpy as np
 from plumbing.console import REPO
 from reporting import detectors
 
-Finding = namedtuple("Finding", "name title shows causes tell reading cure look")
-# The troubles that report.py knows, in the order in which it names them. The name is that of the
-# detector, and stands in the heading of a section of docs/trouble.md. Then what tells the causes
-# apart: a flag to add to the run's own command ("knob": the first of the knobs), a script with the
-# flags of the run, or a whole command. Then knobs to change, by a factor (peak_lr*0.5) or to a
-# value (schedule:constant=cosine: only if it is constant).
-TROUBLES = {
-    "updates_fail": (
-        "--dtype=float32",
-        "peak_lr*0.5 warmup_steps*2 grad_clip*0.5 grad_clip:0=1 dtype=float32",
-    ),
-    "clipped_always": ("--grad_clip=0", "grad_clip*4 peak_lr*0.5"),
-    "norm_vanishes": ("check.py --only=sanity", "peak_lr*0.1 warmup_steps*2 dtype:float16=float32"),
-    "loss_stuck": ("check.py --only=sanity", "peak_lr*10"),
-    "underfitting": (
-        "check.py --only=sanity",
-        "max_steps*4 peak_lr*3 n_embd*2 n_layer*2 dropout*0.5",
-    ),
-    "loss_rises": ("check.py --only=lr", "peak_lr*0.5 warmup_steps*2 schedule:constant=cosine"),
-    "loss_spikes": ("--seed=2", "peak_lr*0.5 grad_clip*0.5 grad_clip:0=1"),
-    "diverges_after_resume": ("--resume=never", "peak_lr*0.5"),
-    "plateau": ("check.py --only=lr", "min_lr*10 n_embd*2"),
-    "overfitting": ("knob", "dropout*2 dropout:0=0.1 weight_decay*2 patience:0=3 max_steps*0.5"),
-    "out_of_memory": (
-        "bench.py --only=memory",
-        "batch_size*0.5 accum_steps*2 grad_checkpoint:false=true",
-    ),
-    "memory_grows": ("bench.py --only=memory", ""),
-    "throughput_falls": ("vmstat 1 5", ""),
-    "waits_for_data": ("knob", "num_workers*2 num_workers:0=2"),
-}
+Finding = namedtuple("Finding", "name title shows causes diagnosis cure look")
 
 
 @cache
@@ -69,78 +36,31 @@ def plain_text(markdown):
 
 
 def troubles(run):
-    """The Findings of a run, in the order of TROUBLES."""
+    """The Findings of a run, in the order of docs/trouble.md. A trouble has the name of its
+    detector."""
+    found = []
     with np.errstate(all="ignore"):  # unknown values are NaN, and show nothing
-        found = {name: getattr(detectors, name)(run) for name in TROUBLES}
-    return [finding(run, name, shows) for name, shows in found.items() if shows]
-
-
-def finding(run, name, shows):
-    tell, knobs = TROUBLES[name]
-    tries = to_try(run.info["config"] | run.info["run"], knobs)
-    changes = [f"--{knob}={value} (now {now})" for knob, value, now in tries]
-    about = texts()[name]
-    return Finding(
-        name=name,
-        title=about["title"],
-        shows=shows,
-        causes=about["Causes"],
-        tell=command(run, tell, tries, name),
-        reading=about["Diagnosis"],
-        cure=", ".join(changes) or about["Cure"],
-        look=look(run, name),
-    )
-
-
-def to_try(knobs, wanted):
-    """[(knob, value to try, value now)] of the changes in `wanted` that would change something."""
-    tries = []
-    for change in wanted.split():
-        name, only, how, by = re.fullmatch(r"(\w+):?(\w*)([*=])(\S+)", change).groups()
-        now = knobs.get(name)
-        is_number = type(now) in (int, float)
-        shown = f"{now:g}" if is_number else str(now).lower()
-        if how == "=" and now is not None and only in ("", shown) and shown != by:
-            tries.append((name, by, shown))
-        elif how == "*" and is_number and now:
-            value = max(1, round(now * float(by))) if isinstance(now, int) else now * float(by)
-            tries.append((name, f"{value:.4g}", shown))
-    return tries
-
-
-def command(run, tell, tries, name):
-    """The command to paste; "" if this run has none."""
-    script, *flags = [str(word) for word in run.info["command"] or ["train.py"]]
-    if tell == "knob":
-        tell = "".join(f"--{knob}={value}" for knob, value, _ in tries[:1])
-    start, own = launcher(run), [tell, f"--out_dir=out/{run.name}_{name}"]
-    if not tell.startswith("--"):
-        if ".py " not in tell:
-            return tell
-        if not script.endswith("train.py"):  # bench.py and check.py know no other script
-            return ""
-        tool, *own = tell.split()
-        start, script = ["python"], script.removesuffix("train.py") + tool
-    replaced = {"--resume", "--out_dir", own[0].partition("=")[0]}
-    flags = [flag for flag in flags if flag.partition("=")[0] not in replaced]
-    return shlex.join([*start, script, *flags, *own])
-
-
-def launcher(run):
-    ranks = run.fact("hardware", "world_size")
-    several = ["torchrun", "--standalone", f"--nproc_per_node={ranks:.0f}"]
-    return several if ranks > 1 else ["python"]
+        for name, about in texts().items():
+            shows = getattr(detectors, name)(run)
+            if shows:
+                words = about["title"], shows, about["Causes"], about["Diagnosis"], about["Cure"]
+                found.append(Finding(name, *words, look(run, name)))
+    return found
 
 
 def replay(run, *words):
     """The command that computes a step of this run again."""
+    ranks = run.fact("hardware", "world_size")
+    start = ["python"]
+    if ranks > 1:
+        start = ["torchrun", "--standalone", f"--nproc_per_node={ranks:.0f}"]
     script = str((run.info["command"] or ["train.py"])[0])
     place = ""
     if script.endswith("train.py"):
         place = script.removesuffix("train.py")
     else:
         words = *words, f"--script={script}"
-    return shlex.join([*launcher(run), f"{place}replay.py", str(run.folder), *words])
+    return shlex.join([*start, f"{place}replay.py", str(run.folder), *words])
 
 
 def replay_of(run, event):

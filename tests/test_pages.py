@@ -142,7 +142,7 @@ def test_a_block_without_a_reason_would_be_found(tmp_path):
 
 def test_every_trouble_that_report_knows_has_its_place():
     troubles = pytest.importorskip("reporting.troubles")
-    assert set(troubles.TROUBLES) <= headings("docs/trouble.md")
+    assert set(troubles.texts()) <= headings("docs/trouble.md")
 
 
 def test_the_readme_and_help_lead_to_the_pages():
