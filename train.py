@@ -99,9 +99,9 @@ plateau_patience = 3  # evaluations without improvement before plateau_factor ap
 # How it is computed
 device = "auto"  # auto, cpu, cuda, cuda:1 or mps; bits
 dtype = "auto"  # auto | float32 | bfloat16 | float16; fixed, kept
-compile = "auto"  # torch.compile; auto = where the run is long enough to gain from it; bits, kept
-deterministic = "auto"  # deterministic algorithms; auto = on, except on mps; portable = in float32,
-#  the same bits on every x86-64 CPU with AVX2 (docs/exactness.md); bits
+compile = "auto"  # auto | true | false; auto = where the run is long enough to gain; bits, kept
+deterministic = "auto"  # auto | true | false | portable; auto = on, except on mps; portable = in
+#  float32, the same bits on every x86-64 CPU with AVX2 (docs/exactness.md); bits
 shard = False  # with several ranks, each keeps a share of weights, gradients, moments (FSDP2); bits
 offload = False  # with shard: keep them in host memory instead of GPU memory; bits
 hang_minutes = 30.0  # longest wait for another rank, or for a worker's batch, (0, inf); free
