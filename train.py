@@ -191,11 +191,11 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
         if resume == "restart":
             from_rank0(run.folder.set_aside)
         command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
-        from_rank0(run.folder.open, run, files * checkpoint.size(run), command, run.path)
+        from_rank0(run.folder.open, run, files * checkpoint.size(run), command)
         peak = from_rank0(machine.peak_flops, run.device, dtype)
         run.max_flops = (peak[0] or math.nan) * world_size()
-        then, config = run.before.get("config", {}), run.facts["config"]
-        console.print_plan(run, peak, resuming.changed_knobs(then, config))
+        changed = resuming.changed_knobs(run.before["config"], run.facts["config"])
+        console.print_plan(run, peak, changed)
         clock.lap("start")
         return run_to_the_end(run, signals, clock)
 
@@ -296,7 +296,7 @@ def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, da
     return Run(
         folder=folder,
         path=path,
-        before={key: saved[key] for key in ("config", "run")} if saved else {},
+        before={key: saved[key] if saved else {} for key in ("config", "run")},
         device=run_device,
         train_data=train_data,
         val_data=val_data,
@@ -325,7 +325,7 @@ class Run:
 
     folder: RunFolder
     path: object  # of the checkpoint that this process starts from, or None
-    before: dict  # "config" and "run" of that checkpoint; empty for a new run
+    before: dict  # "config" and "run" of that checkpoint, both empty for a new run
     device: torch.device
     train_data: torch.utils.data.Dataset
     val_data: torch.utils.data.Dataset
@@ -423,11 +423,10 @@ def begin(run: Run, table, saver) -> None:
     """Open the record, and make sure that there is a target for rollbacks."""
     safe_step.note_halving(run)
     is_new = run.path is None or not run.folder.owns(run.path)
+    inexact = {}
     if run.path:
         inexact = resuming.inexact(run.before["run"], run.facts["run"], run.knobs)
-        run.folder.begin(run, run.path, inexact, resuming.changed_course(run))
-    else:
-        run.folder.begin(run, None, {}, {})
+    run.folder.begin(run, inexact, resuming.changed_course(run))
     if is_new:
         begin_new(run, table, saver)
     else:
