@@ -147,8 +147,8 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     knobs = {name: knob for _, own in owned for name, knob in own.items()}
     config = Config({name: knob.default for name, knob in knobs.items()})
     config.knobs, config.base = knobs, dict(config)
-    config.typed, config.origins = set(), {}
-    is_first_file = True
+    config.origins = {}
+    first_file = None
     for argument in argv:
         if argument in ("-h", "--help"):
             continue
@@ -156,21 +156,26 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
             name, equals, value = argument.removeprefix("--").partition("=")
             if name in knobs and not equals:
                 fail(f"{argument} has no value; write it as in --{name}={show(config[name])}")
-            config[name] = accept(name, value, argument, knobs)
-            config.typed.add(name)
-            config.origins[name] = "flag"
+            settings = {name: accept(name, value, argument, knobs)}
+            origin = "flag"
         elif argument.endswith(".py"):
             settings = read_config_file(argument, repository, config, knobs)
-            config |= settings
-            own = settings if is_first_file else settings.keys() & {"out_dir"}
+            origin = argument
+            first_file = first_file or argument
+            own = settings if argument == first_file else settings.keys() & {"out_dir"}
             config.base |= {name: settings[name] for name in own}
-            config.typed = (config.typed | settings.keys()) - {*own}
-            config.origins |= dict.fromkeys(settings, argument)
-            is_first_file = False
         elif names is None:
             fail(f"unexpected argument {argument!r}; write config/FILE.py or --key=value")
         else:
             names.append(argument)
+            continue
+        config |= settings
+        config.origins |= dict.fromkeys(settings, origin)
+    config.typed = {
+        name
+        for name, origin in config.origins.items()
+        if origin == "flag" or (origin != first_file and name != "out_dir")
+    }
     if "-h" in argv or "--help" in argv:
         print_help(scopes[-1], config, knobs, takes_names=names is not None)
         raise SystemExit(0)
