@@ -45,7 +45,7 @@ from plumbing.cli import RunFailed, fail
 from plumbing.ranks import from_rank0, rank, world_size
 from plumbing.run_folder import Clock, RunFolder
 from plumbing.safe_step import Captured, evaluating, halving_on_oom, step_unless
-from plumbing.signals import Signals
+from plumbing.signals import Signals, held
 
 # The run, and the text it learns
 out_dir = "out/run"  # run.json, metrics.jsonl, checkpoints; typed flags are added to its name; free
@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
     global last_run
     clock = Clock(since_process_start=argv is None)
     machine.speed_up_start_and_exit()
-    with Signals() as signals, build(argv, to_train=True) as run:
+    with held() as signals, build(argv, to_train=True) as run:
         last_run = run
         if run.path and resuming.is_finished(run):
             from_rank0(resuming.close_finished, run)
@@ -408,10 +408,8 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
 def first_pass(run: Run, signals: Signals) -> torch.nn.Module:
     """Compute the first batch once, to compile and to find out what fits into memory; nothing
     moves. Returns the model, compiled if asked, and completes the run's identity."""
-    batch = run.train_data[ranks.share(0, rows_at(0))]
-    batch = [torch.as_tensor(part).to(run.device) for part in batch]
-    stops = {"should_stop": lambda: bool(signals.stop)}
-    model = safe_step.rehearse(run, compile, forward_backward, *batch, **stops)
+    batch = data.to_device(run.train_data[ranks.share(0, rows_at(0))], run.device)
+    model = safe_step.rehearse(run, compile, forward_backward, batch, signals)
     bits = machine.kernel_bits(run.device, dtype, optimizer)
     resuming.rehearsed(run.facts["run"], model is not run.model, bits)
     console.print_line("memory", f"{machine.memory_gb(run.device):.3f} GB after a rehearsal")
@@ -765,7 +763,7 @@ def sum_losses(run: Run) -> torch.Tensor:
         has_rows = mine < len(run.val_data)  # if not, only take part: FSDP needs every rank
         mine = mine if has_rows else first
         batch = run.val_data[mine, min(size, len(run.val_data) - mine)]
-        inputs, targets = (machine.upload(torch.as_tensor(t), run.device) for t in batch)
+        inputs, targets = data.to_device(batch, run.device)
         with autocast(run.device):
             logits = run.model(inputs)
             loss = cross_entropy(logits, targets, label_smoothing=0.0, reduction="sum")

@@ -263,12 +263,12 @@ def to_device(batch: Iterable, device: Any) -> tuple:
     """Arrays or tensors of the host as tensors on the device, to a GPU while the host continues."""
     import torch
 
-    from plumbing.machine import upload
+    from plumbing.machine import copies_in_background
 
     tensors = map(torch.as_tensor, batch)
     if device.type == "cuda":
         tensors = (tensor.pin_memory() for tensor in tensors)
-    return tuple(upload(tensor, device) for tensor in tensors)
+    return tuple(t.to(device, non_blocking=copies_in_background(device)) for t in tensors)
 
 
 def ignore_signals(worker: int) -> None:
