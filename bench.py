@@ -84,7 +84,7 @@ class Job:
 
     def rehearsed(self, run):
         """The model with which train.py trains `run`, compiled or not."""
-        return safe_step.rehearse(run, train.compile, train.forward_backward, *self.batch())
+        return safe_step.rehearse(run, train.compile, train.forward_backward, self.batch())
 
     def load_batches(self, run):
         batches = train.load_batches(run)

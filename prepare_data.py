@@ -48,7 +48,7 @@ import numpy as np
 
 from plumbing import data
 from plumbing.cli import configured, fail, run_script
-from plumbing.data import SPLITS, TOKENIZERS, DataError, Offline, decode_utf8, needed, read_file
+from plumbing.data import SPLITS, TOKENIZERS, DataError, Offline, needed, read_file
 from plumbing.files import digest_of, fsync
 
 # What to make, and where
@@ -458,6 +458,23 @@ def products() -> str:
         a, b = n * 7919 % 997, n * 104729 % 613
         lines.append(f"{a} x {b} = {a * b}\n")
     return "".join(lines)
+
+
+def decode_utf8(raw: bytes, path: str, begin: int = 0) -> str:
+    """The text of `raw`, bytes of the file `path` from offset `begin` on. Raises DataError."""
+    if not raw:
+        raise DataError(f"{path} is empty; expected UTF-8 text")
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):  # the byte order marks of UTF-16
+        command = f"iconv -f UTF-16 -t UTF-8 {shlex.quote(path)} > NEW.txt"
+        raise DataError(f"{path} is UTF-16, not UTF-8; type: {command}")
+    if b"\0" in raw:
+        offset = begin + raw.index(0)
+        raise DataError(f"{path} is binary, not UTF-8: byte 0x00 at offset {offset}; leave it out")
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        byte = f"byte 0x{raw[error.start]:02x} at offset {begin + error.start} ({error.reason})"
+        raise DataError(f"{path} is not UTF-8: {byte}; try iconv -f latin1 -t utf-8") from error
 
 
 def sha256(content: bytes) -> str:

@@ -25,9 +25,10 @@ from model import InvalidShape, build_model, generate
 from plumbing import checkpoint as checkpoints
 from plumbing.checkpoint import Damaged
 from plumbing.cli import accept, configured, fail, printable, read_knobs, run_script
-from plumbing.data import DataError, decode_utf8, needed, read_file, tokenizer_of
+from plumbing.data import DataError, needed, read_file, tokenizer_of
 from plumbing.files import replacing
 from plumbing.machine import choose_device, choose_dtype
+from prepare_data import decode_utf8
 
 # Which weights
 checkpoint = ""  # best, last, or a file's path; "" = best, or last if best.pt is of the first step

@@ -45,7 +45,7 @@ from plumbing.cli import RunFailed, fail
 from plumbing.ranks import from_rank0, rank, world_size
 from plumbing.run_folder import Clock, RunFolder
 from plumbing.safe_step import Captured, evaluating, halving_on_oom, step_unless
-from plumbing.signals import Signals
+from plumbing.signals import Signals, held
 
 # The run, and the text it learns
 out_dir = "out/run"  # run.json, metrics.jsonl, checkpoints; typed flags are added to its name; free
@@ -99,9 +99,9 @@ plateau_patience = 3  # evaluations without improvement before plateau_factor ap
 # How it is computed
 device = "auto"  # auto, cpu, cuda, cuda:1 or mps; bits
 dtype = "auto"  # auto | float32 | bfloat16 | float16; fixed, kept
-compile = "auto"  # torch.compile; auto = where the run is long enough to gain from it; bits, kept
-deterministic = "auto"  # deterministic algorithms; auto = on, except on mps; portable = in float32,
-#  the same bits on every x86-64 CPU with AVX2 (docs/exactness.md); bits
+compile = "auto"  # auto | true | false; auto = where the run is long enough to gain; bits, kept
+deterministic = "auto"  # auto | true | false | portable; auto = on, except on mps; portable = in
+#  float32, the same bits on every x86-64 CPU with AVX2 (docs/exactness.md); bits
 shard = False  # with several ranks, each keeps a share of weights, gradients, moments (FSDP2); bits
 offload = False  # with shard: keep them in host memory instead of GPU memory; bits
 hang_minutes = 30.0  # longest wait for another rank, or for a worker's batch, (0, inf); free
@@ -177,7 +177,7 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
     global last_run
     clock = Clock(since_process_start=argv is None)
     machine.speed_up_start_and_exit()
-    with Signals() as signals, build(argv, to_train=True) as run:
+    with held() as signals, build(argv, to_train=True) as run:
         last_run = run
         if run.path and resuming.is_finished(run):
             from_rank0(resuming.close_finished, run)
@@ -191,11 +191,11 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
         if resume == "restart":
             from_rank0(run.folder.set_aside)
         command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
-        from_rank0(run.folder.open, run, files * checkpoint.size(run), command, run.path)
+        from_rank0(run.folder.open, run, files * checkpoint.size(run), command)
         peak = from_rank0(machine.peak_flops, run.device, dtype)
         run.max_flops = (peak[0] or math.nan) * world_size()
-        then, config = run.before.get("config", {}), run.facts["config"]
-        console.print_plan(run, peak, resuming.changed_knobs(then, config))
+        changed = resuming.changed_knobs(run.before["config"], run.facts["config"])
+        console.print_plan(run, peak, changed)
         clock.lap("start")
         return run_to_the_end(run, signals, clock)
 
@@ -296,7 +296,7 @@ def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, da
     return Run(
         folder=folder,
         path=path,
-        before={key: saved[key] for key in ("config", "run")} if saved else {},
+        before={key: saved[key] if saved else {} for key in ("config", "run")},
         device=run_device,
         train_data=train_data,
         val_data=val_data,
@@ -325,7 +325,7 @@ class Run:
 
     folder: RunFolder
     path: object  # of the checkpoint that this process starts from, or None
-    before: dict  # "config" and "run" of that checkpoint; empty for a new run
+    before: dict  # "config" and "run" of that checkpoint, both empty for a new run
     device: torch.device
     train_data: torch.utils.data.Dataset
     val_data: torch.utils.data.Dataset
@@ -408,10 +408,8 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
 def first_pass(run: Run, signals: Signals) -> torch.nn.Module:
     """Compute the first batch once, to compile and to find out what fits into memory; nothing
     moves. Returns the model, compiled if asked, and completes the run's identity."""
-    batch = run.train_data[ranks.share(0, rows_at(0))]
-    batch = [torch.as_tensor(part).to(run.device) for part in batch]
-    stops = {"should_stop": lambda: bool(signals.stop)}
-    model = safe_step.rehearse(run, compile, forward_backward, *batch, **stops)
+    batch = data.to_device(run.train_data[ranks.share(0, rows_at(0))], run.device)
+    model = safe_step.rehearse(run, compile, forward_backward, batch, signals)
     bits = machine.kernel_bits(run.device, dtype, optimizer)
     resuming.rehearsed(run.facts["run"], model is not run.model, bits)
     console.print_line("memory", f"{machine.memory_gb(run.device):.3f} GB after a rehearsal")
@@ -423,11 +421,10 @@ def begin(run: Run, table, saver) -> None:
     """Open the record, and make sure that there is a target for rollbacks."""
     safe_step.note_halving(run)
     is_new = run.path is None or not run.folder.owns(run.path)
+    inexact = {}
     if run.path:
         inexact = resuming.inexact(run.before["run"], run.facts["run"], run.knobs)
-        run.folder.begin(run, run.path, inexact, resuming.changed_course(run))
-    else:
-        run.folder.begin(run, None, {}, {})
+    run.folder.begin(run, inexact, resuming.changed_course(run))
     if is_new:
         begin_new(run, table, saver)
     else:
@@ -766,7 +763,7 @@ def sum_losses(run: Run) -> torch.Tensor:
         has_rows = mine < len(run.val_data)  # if not, only take part: FSDP needs every rank
         mine = mine if has_rows else first
         batch = run.val_data[mine, min(size, len(run.val_data) - mine)]
-        inputs, targets = (machine.upload(torch.as_tensor(t), run.device) for t in batch)
+        inputs, targets = data.to_device(batch, run.device)
         with autocast(run.device):
             logits = run.model(inputs)
             loss = cross_entropy(logits, targets, label_smoothing=0.0, reduction="sum")

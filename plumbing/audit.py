@@ -40,17 +40,16 @@ class Tries:
         """The numbers of one more try. Raises NotEnoughMemory if memory ran out on any rank."""
         if self.count:
             with self.clock.apart("audit"):
-                numbers = self.take_again()
+                self.before.put_back()
+                numbers = self.take_in_full()
         else:
-            numbers = self.take_step()
-            machine.synchronize(self.run.device)
+            numbers = self.take_in_full()
         self.count += 1
         if any(agree(any(self.run.state[key] != size for key, size in self.sizes.items()))):
             raise NotEnoughMemory
         return numbers
 
-    def take_again(self) -> dict:
-        self.before.put_back()
+    def take_in_full(self) -> dict:
         numbers = self.take_step()
         machine.synchronize(self.run.device)
         return numbers
@@ -68,25 +67,43 @@ def find_hidden_state(run, take_step: Callable[[], dict], clock: Clock) -> dict:
     """Take a step twice and compare hashes of its numbers, the gradients and all that a checkpoint
     holds. Returns the numbers. If they differ, two more tries follow. If the second alone was odd,
     the machine is at fault: an `audit` event. Else the step depends on what no checkpoint holds,
-    and a resume would not be exact: raises RunFailed, which names the tensors. Where memory is too
-    small for a copy, the step is taken once."""
-    if lacks_memory(run, copies=1):
-        return take_step()
-    tries = Tries(run, take_step, clock)
-    found = []
-    try:
-        for _ in range(4):
-            numbers = tries.take()
-            with clock.apart("audit"):
-                result = result_of(run, numbers)
-                found.append({path: checksum(local(leaf)) for path, leaf in leaves(result)})
-            if len(found) == 2 and not any(agree(found[0] != found[1])):
-                return numbers
-    except NotEnoughMemory:
-        return tries.take_once()
-    finally:
-        machine.reset_peak_memory(run.device)
+    and a resume would not be exact: raises RunFailed, which names the tensors."""
+    return repeated(run, take_step, clock, compare_hashes, copies=1)
+
+
+def confirm(run, take_step: Callable[[], dict], clock: Clock) -> dict:
+    """Take a step twice and compare all bits. Returns the numbers. Where two tries differ, `run`
+    keeps what two of three share, and an `audit` event says how they differed; if all three do,
+    raises RunFailed."""
+    return repeated(run, take_step, clock, two_of_three, copies=4)  # of before and of three tries
+
+
+def repeated(run, take_step, clock, compare: Callable, copies: int) -> dict:
+    """The numbers that compare(run, tries) returns. If memory is too small for so many copies, the
+    step is taken once, with an `audit_skipped` event."""
+    if not lacks_memory(run, copies):
+        tries = Tries(run, take_step, clock)
+        try:
+            return compare(run, tries)
+        except NotEnoughMemory:
+            take_step = tries.take_once
+        finally:
+            machine.reset_peak_memory(run.device)
     step = run.state["step"] + 1
+    run.folder.event(step, "audit_skipped", why="too little memory for the copies")
+    return take_step()
+
+
+def compare_hashes(run, tries: Tries) -> dict:
+    step = run.state["step"] + 1
+    found = []
+    for _ in range(4):
+        numbers = tries.take()
+        with tries.clock.apart("audit"):
+            result = result_of(run, numbers)
+            found.append({path: checksum(local(leaf)) for path, leaf in leaves(result)})
+        if len(found) == 2 and not any(agree(found[0] != found[1])):
+            return numbers
     names = different_names(*found[:2])
     others_agree = found[0] == found[2] == found[3]
     if any(agree(not others_agree)):
@@ -97,29 +114,9 @@ def find_hidden_state(run, take_step: Callable[[], dict], clock: Clock) -> dict:
             "a global variable, so a resume would not be exact; keep that in a buffer, in the "
             "optimizer's state or in FRESH_STATE, or train without this check: --audit_interval=-1"
         )
-    run.folder.event(
-        step, "audit", odd="second", tensors=sorted(set(sum(from_all_ranks(names), [])))
-    )
+    everywhere = sorted(set(sum(from_all_ranks(names), [])))
+    run.folder.event(step, "audit", odd="second", tensors=everywhere)
     return numbers
-
-
-def confirm(run, take_step: Callable[[], dict], clock: Clock) -> dict:
-    """Take a step twice and compare all bits. Returns the numbers. Where two tries differ, `run`
-    keeps what two of three share, and an `audit` event says how they differed; if all three do,
-    raises RunFailed. If memory is too small for the copies, the step is taken once, with an
-    `audit_skipped` event."""
-    step = run.state["step"] + 1
-    if not lacks_memory(run, copies=4):  # of before, and after three tries
-        tries = Tries(run, take_step, clock)
-        try:
-            return two_of_three(run, tries)
-        except NotEnoughMemory:
-            run.folder.event(step, "audit_skipped", why="too little memory for the copies")
-            return tries.take_once()
-        finally:
-            machine.reset_peak_memory(run.device)
-    run.folder.event(step, "audit_skipped", why="too little memory for the copies")
-    return take_step()
 
 
 def two_of_three(run, tries: Tries) -> dict:

@@ -195,7 +195,9 @@ class WholeState(Captured):
         run, parts = self.run, self.parts
         self.put_back_weights()
         self.put_back_moments()
-        self.put_back_averages()
+        averages = parts["model"] | parts["ema"]
+        for name, average in run.ema.items():
+            average.copy_(shard_like(average, averages[name]))
         run.scaler.load_state_dict(parts["scaler"])
         kept = {key: run.state[key] for key in MICRO_BATCHES}
         run.state.update(clone(parts["state"]) | kept)
@@ -228,11 +230,6 @@ class WholeState(Captured):
             optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
             for weight, state in own:  # torch casts tensors to the weight's dtype, garbles a str
                 optimizer.state[weight] = on_devices_of(optimizer.state[weight], state)
-
-    def put_back_averages(self) -> None:
-        averages = self.parts["model"] | self.parts["ema"]
-        for name, average in self.run.ema.items():
-            average.copy_(shard_like(average, averages[name]))
 
 
 def own_part(weights: list, leaf: Any, path: tuple) -> Any:

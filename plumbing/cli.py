@@ -28,10 +28,6 @@ from pathlib import Path
 from symtable import symtable
 from typing import Any, NoReturn
 
-AUTO_OR_BOOL = {
-    "compile": ["auto", "true", "false"],
-    "deterministic": ["auto", "true", "false", "portable"],
-}
 POLICY = {  # the words in which a comment may end
     "fixed": "another value is another run: it names the folder, and a resume with it is refused",
     "kept": "resolved once and kept in the checkpoint, unless the command changes",
@@ -62,14 +58,18 @@ ARITHMETIC = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.unaryop, ast.operator)
 
 
 class BadInput(Exception):
-    """Bad input: one line on what was found, expected, and what to type. Exit code 2."""
+    """Bad input: one line on what was found, expected, and what to type."""
 
+    exit_code = 2
+    prefix = ""
     said = False  # whether another rank prints it
 
 
 class RunFailed(Exception):
-    """The run cannot continue: one line on what happened and what to do next. Exit code 1."""
+    """The run cannot continue: one line on what happened and what to do next."""
 
+    exit_code = 1
+    prefix = "failed: "
     said = False  # whether another rank prints it
 
 
@@ -92,8 +92,9 @@ def run_script(main: Callable[[], int | None]) -> int:
     except BrokenPipeError:
         pass
     except (BadInput, RunFailed) as error:
-        code = 2 if isinstance(error, BadInput) else 1
-        message = one_line(error)
+        code = error.exit_code
+        if not error.said:
+            message = f"{os.path.basename(sys.argv[0])}: {error.prefix}{error}\n"
     except Exception as error:
         code = 1
         below = error.__traceback__.tb_next  # without the frame of this function
@@ -104,13 +105,6 @@ def run_script(main: Callable[[], int | None]) -> int:
     except (OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at its exit
     return code
-
-
-def one_line(error: BadInput | RunFailed) -> str:
-    if error.said:
-        return ""
-    failed = "failed: " if isinstance(error, RunFailed) else ""
-    return f"{os.path.basename(sys.argv[0])}: {failed}{error}\n"
 
 
 def printable(text: str) -> str:
@@ -134,9 +128,9 @@ class Knob:
 
 
 class Config(dict):
-    """Every knob and its value. flags: names that flags set. typed: these, and what config files
-    after the first one set. base: values without what is typed, as written. knobs: name -> Knob.
-    origins: name -> "flag", or the config file that set it."""
+    """Every knob and its value. origins: name -> "flag", or the config file that set it. typed:
+    names that flags set, and config files after the first one. base: values without what is typed,
+    as written. knobs: name -> Knob."""
 
 
 @contextmanager
@@ -153,8 +147,8 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     knobs = {name: knob for _, own in owned for name, knob in own.items()}
     config = Config({name: knob.default for name, knob in knobs.items()})
     config.knobs, config.base = knobs, dict(config)
-    config.flags, config.typed, config.origins = set(), set(), {}
-    is_first_file = True
+    config.origins = {}
+    first_file = None
     for argument in argv:
         if argument in ("-h", "--help"):
             continue
@@ -162,29 +156,32 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
             name, equals, value = argument.removeprefix("--").partition("=")
             if name in knobs and not equals:
                 fail(f"{argument} has no value; write it as in --{name}={show(config[name])}")
-            config[name] = accept(name, value, argument, knobs)
-            config.flags.add(name)
-            config.typed.add(name)
-            config.origins[name] = "flag"
+            settings = {name: accept(name, value, argument, knobs)}
+            origin = "flag"
         elif argument.endswith(".py"):
             settings = read_config_file(argument, repository, config, knobs)
-            config |= settings
-            config.flags -= settings.keys()
-            own = settings if is_first_file else settings.keys() & {"out_dir"}
+            origin = argument
+            first_file = first_file or argument
+            own = settings if argument == first_file else settings.keys() & {"out_dir"}
             config.base |= {name: settings[name] for name in own}
-            config.typed = (config.typed | settings.keys()) - {*own}
-            config.origins |= dict.fromkeys(settings, argument)
-            is_first_file = False
         elif names is None:
             fail(f"unexpected argument {argument!r}; write config/FILE.py or --key=value")
         else:
             names.append(argument)
+            continue
+        config |= settings
+        config.origins |= dict.fromkeys(settings, origin)
+    config.typed = {
+        name
+        for name, origin in config.origins.items()
+        if origin == "flag" or (origin != first_file and name != "out_dir")
+    }
     if "-h" in argv or "--help" in argv:
         print_help(scopes[-1], config, knobs, takes_names=names is not None)
         raise SystemExit(0)
     for name, path in config.items():
         if name.endswith("_dir") and path:
-            folder = os.getcwd() if name in config.flags else repository
+            folder = os.getcwd() if config.origins.get(name) == "flag" else repository
             config[name] = os.path.normpath(os.path.join(folder, os.path.expanduser(path)))
     with ExitStack() as stack:
         for scope, own in owned:
@@ -211,7 +208,7 @@ def folder_name(config: Config) -> str:
     """The out_dir of a flag; else the config's and, in the order of the knobs, what was typed,
     changes a value and makes another run: out/mine,n_layer=2. Of a batch's two factors their
     product counts."""
-    if "out_dir" in config.flags:
+    if config.origins.get("out_dir") == "flag":
         return config["out_dir"]
     names = {name for name in config.typed if config.knobs[name].names_folder()} - {"out_dir"}
     factors = {"batch_size", "accum_steps"} & config.keys()
@@ -264,8 +261,7 @@ def knobs_of(scope: dict[str, Any]) -> dict[str, Knob]:
     in the source, such as train.max_step = 5: it would do nothing, in silence."""
     path = Path(scope["__file__"])
     knobs = read_knobs(path)
-    source = path.read_text(encoding="utf-8")
-    defined = scope if "import *" in source else symtable(source, "", "exec").get_identifiers()
+    defined = symtable(path.read_text(encoding="utf-8"), "", "exec").get_identifiers()
     for name in filter(NAME.fullmatch, scope.keys() - defined):
         if type(scope[name]) in (str, int, float, bool):
             accept(name, scope[name], f"{path.stem}.{name} = {scope[name]!r}", knobs)
@@ -303,8 +299,11 @@ def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
         fail(f"unknown name {name!r} in {written}; {hint_for(name, value, knobs, is_flag)}")
     default, comment = knobs[name].default, knobs[name].comment
     choices, interval = CHOICES.search(comment), INTERVAL.search(comment)
-    words = choices[0].split(" | ") if choices else ["true", "false"] * isinstance(default, bool)
-    words = AUTO_OR_BOOL.get(name, words)
+    words = []
+    if choices:
+        words = choices[0].split(" | ")
+    elif isinstance(default, bool):
+        words = ["true", "false"]
     if words:
         expected = "one of " + ", ".join(words)
         text = show(value).lower()
@@ -357,8 +356,7 @@ def hint_for(name: str, value: Any, knobs: dict, is_flag: bool) -> str:
 def print_help(scope: dict[str, Any], config: Config, knobs: dict, takes_names: bool) -> None:
     """Print the start of a script's docstring, its usage, and its knobs with the values that the
     other arguments give them. Wraps at the width of the terminal."""
-    width = min(100, max(40, shutil.get_terminal_size((100, 24)).columns))
-    indent = 32 if width >= 80 else 8
+    width = min(100, shutil.get_terminal_size((100, 24)).columns)
     usage = f"usage: python {os.path.basename(scope['__file__'])}"
     if takes_names:
         usage += " NAME ..."
@@ -373,8 +371,9 @@ def print_help(scope: dict[str, Any], config: Config, knobs: dict, takes_names: 
             comment = knob.comment
             if name in config.origins:
                 comment = f"({config.origins[name]}; default {show(knob.default)}) {comment}"
-            line = f"{f'  --{name}={show(config[name])}':<{indent - 2}}  {comment}".rstrip()
-            lines += [textwrap.fill(line, width, subsequent_indent=" " * indent)]
+            flag = f"  --{name}={show(config[name])}"
+            line = f"{flag:<30}  {comment}".rstrip()
+            lines += [textwrap.fill(line, width, subsequent_indent=" " * 32)]
     if any(knob.policy for knob in knobs.values()):
         lines += ["\nThe last word of a comment says what another value does:"]
         for word, meaning in {**POLICY, "none": NO_WORD}.items():

@@ -17,7 +17,6 @@ import math
 import multiprocessing
 import os
 import re
-import shlex
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -27,6 +26,7 @@ import numpy as np
 
 from plumbing.cli import BadInput, RunFailed
 from plumbing.console import say
+from plumbing.files import digest_of
 from plumbing.signals import HANDLED
 
 SPLITS = ("train", "val")
@@ -49,7 +49,7 @@ def folder_of(name: str, data_dir: str) -> str:
 def verified_meta(folder: str) -> dict:
     """The dict in meta.json. Raises DataError unless it describes a dataset, and both files have
     the size, hash and range of ids that it says, and val.bin its bytes of text if the tokenizer
-    counts them. They are read, not mapped: mapped pages would count as memory of this process."""
+    counts them."""
     path = os.path.join(folder, "meta.json")
     made = f"python prepare_data.py {os.path.basename(folder)}"
     again = f"delete {path} and type the command that made it: {made} ..."
@@ -58,57 +58,41 @@ def verified_meta(folder: str) -> dict:
     content = read_file(path)
     try:
         meta = json.loads(content)
-        sizes = [meta["vocab_size"], meta["train_tokens"], meta["val_tokens"]]
+        dtype = np.dtype(meta["dtype"])
+        tokenizer = tokenizer_of(meta) if "tokenizer" in meta else None
+        vocab_size = meta["vocab_size"]
+        sizes = [vocab_size, meta["train_tokens"], meta["val_tokens"], meta.get("val_bytes", 1)]
         valid = (
-            all(type(n) is int and n > 0 for n in [*sizes, meta.get("val_bytes", 1)])
-            and meta["dtype"] in ("uint16", "uint32")
+            all(type(n) is int and n > 0 for n in sizes)
+            and dtype in (np.uint16, np.uint32)
             and meta["sha256"].keys() == {"train.bin", "val.bin"}
             and isinstance(meta.get("source", ""), str)
-            and is_shallow(meta)
-            and ("tokenizer" not in meta or tokenizer_of(meta).vocab_size == sizes[0])
+            and getattr(tokenizer, "vocab_size", vocab_size) == vocab_size
         )
     except Exception:  # whatever the file may hold in place of such a dict
         valid = False
     if not valid:
         raise DataError(f"{path} does not describe a dataset; {again}")
-    dtype = np.dtype(meta["dtype"])
-    tokenizer = tokenizer_of(meta) if "tokenizer" in meta else None
-    count_bytes = getattr(tokenizer, "count_bytes", None)
     for split in SPLITS:
         path = os.path.join(folder, f"{split}.bin")
-        digest = hashlib.sha256()
-        size = highest = 0
-        n_bytes = 0  # of text
-        with open(path if os.path.isfile(path) else os.devnull, "rb") as file:
-            while chunk := file.read(1 << 24):
-                size += len(chunk)
-                digest.update(chunk)
-                ids = np.frombuffer(chunk, dtype, len(chunk) // dtype.itemsize)
-                highest = max(highest, ids.max(initial=0))
-                if count_bytes and highest < meta["vocab_size"]:
-                    n_bytes += count_bytes(ids)
+        file = path if os.path.isfile(path) else os.devnull
+        size, digest = os.path.getsize(file), digest_of(file)
         expected = (meta[f"{split}_tokens"] * dtype.itemsize, meta["sha256"][f"{split}.bin"])
-        if (size, digest.hexdigest()) != expected:
-            found = f"it has {size:,} bytes, SHA-256 {digest.hexdigest()}"
+        if (size, digest) != expected:
+            found = f"it has {size:,} bytes, SHA-256 {digest}"
             says = f"meta.json says {expected[0]:,} and {expected[1]}"
             raise DataError(f"{path} was changed or damaged: {found}, but {says}; {again}")
-        if highest >= meta["vocab_size"]:
-            found = f"token id {highest}, but vocab_size is {sizes[0]}"
+        ids = np.memmap(path, dtype, "r")
+        if ids.max() >= vocab_size:
+            found = f"token id {ids.max()}, but vocab_size is {vocab_size}"
             raise DataError(f"{path} holds {found}; {again}")
-        told = meta.get("val_bytes", n_bytes)
-        if split == "val" and count_bytes and n_bytes != told:
-            found = f"{n_bytes:,} bytes of text, but meta.json says {told:,}"
+    if "val_bytes" in meta and hasattr(tokenizer, "count_bytes"):
+        parts = np.array_split(ids, 1 + len(ids) // 10**7)  # of val.bin: to hold little memory
+        n_bytes = sum(tokenizer.count_bytes(part) for part in parts)
+        if n_bytes != meta["val_bytes"]:
+            found = f"{n_bytes:,} bytes of text, but meta.json says {meta['val_bytes']:,}"
             raise DataError(f"{path} holds {found}; {again}")
     return meta
-
-
-def is_shallow(value: Any, levels: int = 20) -> bool:
-    """Whether what a JSON file holds is nested in at most so many levels."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if not isinstance(value, list):
-        return True
-    return levels > 0 and all(is_shallow(item, levels - 1) for item in value)
 
 
 def fingerprint(meta: dict) -> str:
@@ -279,12 +263,12 @@ def to_device(batch: Iterable, device: Any) -> tuple:
     """Arrays or tensors of the host as tensors on the device, to a GPU while the host continues."""
     import torch
 
-    from plumbing.machine import upload
+    from plumbing.machine import copies_in_background
 
     tensors = map(torch.as_tensor, batch)
     if device.type == "cuda":
         tensors = (tensor.pin_memory() for tensor in tensors)
-    return tuple(upload(tensor, device) for tensor in tensors)
+    return tuple(t.to(device, non_blocking=copies_in_background(device)) for t in tensors)
 
 
 def ignore_signals(worker: int) -> None:
@@ -396,20 +380,3 @@ def read_file(path: str) -> bytes:
             return file.read()
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}; expected a file") from error
-
-
-def decode_utf8(raw: bytes, path: str, begin: int = 0) -> str:
-    """The text of `raw`, bytes of the file `path` from offset `begin` on. Raises DataError."""
-    if not raw:
-        raise DataError(f"{path} is empty; expected UTF-8 text")
-    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):  # the byte order marks of UTF-16
-        command = f"iconv -f UTF-16 -t UTF-8 {shlex.quote(path)} > NEW.txt"
-        raise DataError(f"{path} is UTF-16, not UTF-8; type: {command}")
-    if b"\0" in raw:
-        offset = begin + raw.index(0)
-        raise DataError(f"{path} is binary, not UTF-8: byte 0x00 at offset {offset}; leave it out")
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        byte = f"byte 0x{raw[error.start]:02x} at offset {begin + error.start} ({error.reason})"
-        raise DataError(f"{path} is not UTF-8: {byte}; try iconv -f latin1 -t utf-8") from error

@@ -54,8 +54,7 @@ def open_no_link(path: str | Path, flags: int) -> int:
     """os.open(), also as `opener` of open(). Raises OSError for a link: its target may be precious;
     and for a named pipe, which would block, or whatever else is no file."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return descriptor

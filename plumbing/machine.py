@@ -198,10 +198,6 @@ def copies_in_background(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.to(device, non_blocking=copies_in_background(device))
-
-
 def synchronize(device: torch.device) -> None:
     torch.get_device_module(device).synchronize()
 
@@ -393,15 +389,11 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, sizes: tuple = ()) -> 
 
 
 def speed_up_start_and_exit() -> None:
-    """Call this after torch is imported and before the first optimizer is made."""
-    avoid_dynamo_import()
-    atexit.register(gc.freeze)  # else Python searches all of torch for garbage at exit
+    """Call this after torch is imported and before the first optimizer is made.
 
-
-def avoid_dynamo_import() -> None:
-    """Keep torch.optim from importing torch._dynamo, which takes about half as long as torch.
-    Methods of its optimizers import it on their first call, only to tell the compiler not to trace
-    them (torch/_compile.py). Nothing else that they do changes, unless one is differentiable=True:
+    Keeps torch.optim from importing torch._dynamo, which takes about half as long as torch. Methods
+    of its optimizers import it on their first call, only to tell the compiler not to trace them
+    (torch/_compile.py). Nothing else that they do changes, unless one is differentiable=True:
     optimizers are not compiled, even if the model is."""
     for owner in (torch.optim.Optimizer, *torch.optim.Optimizer.__subclasses__()):
         for name, method in list(vars(owner).items()):
@@ -409,6 +401,7 @@ def avoid_dynamo_import() -> None:
             plain = getattr(method, "__wrapped__", None)
             if imports_dynamo and plain:
                 setattr(owner, name, torch.no_grad()(plain) if name == "step" else plain)
+    atexit.register(gc.freeze)  # else Python searches all of torch for garbage at exit
 
 
 def leave(code: int) -> None:

@@ -3,6 +3,7 @@ finished?"""
 
 import ast
 import functools
+import inspect
 import os
 import platform
 import sys
@@ -10,7 +11,7 @@ import sysconfig
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, ModuleType
 
 import torch
 
@@ -150,26 +151,20 @@ def hashes_of_source(source: bytes) -> list[str]:
 def replaced_functions() -> Iterator[tuple[str, list[str]]]:
     """(name, hashes) of functions of train, model and optim that were replaced from a place without
     a file, such as a cell of a notebook."""
-    for module_name in FORKED:
-        module = sys.modules.get(module_name)
-        for name, function in functions_of(module) if module else ():
-            if not is_file(function.__code__.co_filename):
-                digest = sha256(repr(content_of(function.__code__)).encode()).hexdigest()
-                yield f"{module_name}.{name}", [digest, digest]
+    for module in filter(None, map(sys.modules.get, FORKED)):
+        owners = {module.__name__: module}
+        for name, own in inspect.getmembers(module, inspect.isclass):
+            owners[f"{module.__name__}.{name}"] = own
+        for owner_name, owner in owners.items():
+            for name, function in list(vars(owner).items()):
+                if not inspect.isfunction(function) or name.startswith("__"):  # by a dataclass
+                    continue
+                if not is_file(function.__code__.co_filename):
+                    digest = sha256(repr(content_of(function.__code__)).encode()).hexdigest()
+                    yield f"{owner_name}.{name}", [digest, digest]
 
 
 is_file = functools.cache(os.path.isfile)
-
-
-def functions_of(module: ModuleType) -> Iterator[tuple[str, FunctionType]]:
-    for name, value in list(vars(module).items()):
-        if isinstance(value, FunctionType):
-            yield name, value
-        elif isinstance(value, type):
-            for own_name, own in list(vars(value).items()):
-                is_generated = own_name.startswith("__")  # such as a dataclass's __init__
-                if isinstance(own, FunctionType) and not is_generated:
-                    yield f"{name}.{own_name}", own
 
 
 def content_of(code: CodeType) -> list:
@@ -184,7 +179,7 @@ def note_new_code(run) -> None:
     known = run.facts["run"]["code"]
     new = {name: hashes for name, hashes in code_of_process().items() if name not in known}
     known |= new
-    then = run.before.get("run", {})
+    then = run.before["run"]
     late = {name: hashes for name, hashes in new.items() if name in then.get("code", {})}
     changed = changed_code(then | {"main": None}, run.facts["run"] | {"code": late})
     if changed:

@@ -119,16 +119,15 @@ class RunFolder(ExitStack):
 
     # ---- run.json, from the start to the end -----------------------------------------------------
 
-    def open(self, run: Any, bytes_to_keep: int, command: list[str], path: Path | None) -> None:
-        """Create or reopen the folder. bytes_to_keep: of all checkpoints that exist at once. path:
-        of the one that the run starts from. fail()s if the folder cannot be written, or is too
-        small."""
+    def open(self, run: Any, bytes_to_keep: int, command: list[str]) -> None:
+        """Create or reopen the folder. bytes_to_keep: of all checkpoints that exist at once. fail()s
+        if the folder cannot be written, or is too small."""
         with self.refusing():
             self.require_free(bytes_to_keep)
             self.take()
             for leftover in self.path.glob("*.pt.tmp"):  # of a killed run
                 leftover.unlink(missing_ok=True)
-            before = read_json(self.path / "run.json") if path else {}
+            before = read_json(self.path / "run.json") if run.path else {}
             kept = {"start": now(), "wandb_id": os.urandom(4).hex(), "resumes": []}
             kept |= {k: before[k] for k in kept if isinstance(before.get(k), type(kept[k]))}
             end = {"end": None, "ended": None}  # stays so if the process is killed
@@ -138,21 +137,21 @@ class RunFolder(ExitStack):
         if run.facts["config"].get("wandb_log"):
             self.wandb = Wandb(self.path, run.facts["config"], self.facts["wandb_id"])
 
-    def begin(self, run: Any, path: Path | None, inexact: dict, changed: dict) -> None:
+    def begin(self, run: Any, inexact: dict, changed: dict) -> None:
         """Complete run.json after the rehearsal; cut metrics.jsonl back to where the run begins: at
-        the checkpoint in `path`, if any. inexact, changed: {key: [then, now]}."""
+        its checkpoint, if any. inexact, changed: {key: [then, now]}."""
         if rank() > 0:
             return
         step = run.state["step"]
-        self.cut_rows(step if path else -1)
+        self.cut_rows(step if run.path else -1)
         if self.wandb and self.rows.exists():
             for line in self.rows.read_text().splitlines():  # of earlier sessions
                 self.wandb.send(json.loads(line))
         self.facts |= run.facts
-        if path:
-            resume = {"time": now(), "from": str(path), "step": step, "inexact": inexact}
+        if run.path:
+            resume = {"time": now(), "from": str(run.path), "step": step, "inexact": inexact}
             self.facts["resumes"].append(resume)
-            self.event(step, "resume", checkpoint=path.name)
+            self.event(step, "resume", checkpoint=run.path.name)
         if inexact:
             self.event(step, "inexact_resume", **inexact)
         if changed:
@@ -348,11 +347,11 @@ class Clock:
     @contextmanager
     def apart(self, kind: str) -> Iterator[None]:
         """A context whose time counts as `kind`, not for the lap around it."""
-        began = time.perf_counter()
+        before = time.perf_counter() - self.last
+        self.last += before
         yield
-        elapsed = time.perf_counter() - began
-        self.last += elapsed
-        self.seconds[kind] = self.seconds.get(kind, 0.0) + elapsed
+        self.lap(kind)
+        self.last -= before
 
 
 def process_age() -> float:

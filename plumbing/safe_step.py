@@ -26,6 +26,7 @@ from plumbing.ranks import (
     total,
     world_size,
 )
+from plumbing.signals import Signals
 
 MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # of the state: what memory allows stays known
 
@@ -213,15 +214,15 @@ def rehearse(
     run,
     compile: bool,
     forward_backward: Callable,
-    *batch: torch.Tensor,
-    should_stop: Callable[[], bool] = lambda: False,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    signals: Signals | None = None,
 ) -> nn.Module:
     """Call forward_backward once before the first step, to compile and to find a micro-batch that
     fits. Nothing else changes. Returns the model, compiled or not.
 
     If torch.compile fails, a single process records `compile_failed` and runs eager; ranks fail,
-    and so does a run that should_stop(): a signal may have ended the compiler. Raises RunFailed
-    also if the forward pass makes a buffer, which a resumed model would not have."""
+    and so does a run that `signals` stop: one may have ended the compiler. Raises RunFailed also if
+    the forward pass makes a buffer, which a resumed model would not have."""
     note_halving(run)  # the sizes to compare later ones with
     names = run.model.state_dict().keys()
     state = clone(run.state)
@@ -236,12 +237,12 @@ def rehearse(
         if not compile or isinstance(error, RunFailed):
             raise
         reason = " ".join(str(error).split())[:200]  # its first line is not enough
-        if should_stop():
+        if signals and signals.stop:
             raise Stopped from error
         if world_size() > 1:  # others may have compiled, and all must do the same
             raise RunFailed(f"torch.compile failed ({reason}); write --compile=false") from error
         before.put_back()
-        model = rehearse(run, False, forward_backward, *batch)  # shows the eager error
+        model = rehearse(run, False, forward_backward, batch)  # shows the eager error
         run.folder.event(run.state["step"], "compile_failed", error=reason)
     if late := run.model.state_dict().keys() - names:
         raise RunFailed(f"the first forward pass makes {min(late)}; expected it from __init__")

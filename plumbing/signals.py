@@ -23,18 +23,10 @@ class Signals:
         self.before = {}  # signal -> handler
 
     def __enter__(self) -> "Signals":
-        global _held
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread() and not self.before:
             for number in HANDLED:
                 if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                     self.before[number] = signal.signal(number, self.handle)
-        if _held:  # what came before counts, and its handlers are not those to go back to
-            self.before |= _held.before
-            self.parent = _held.parent
-            self.save |= _held.save
-            if _held.stop:
-                self.handle(_held.stop)
-            _held = None
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -81,7 +73,15 @@ def ending_at_once() -> Iterator[None]:
 
 
 def hold() -> None:
-    """Keep the signals of the seconds of `import torch` for Signals(): Ctrl-C would end in a
+    """Keep the signals of the seconds of `import torch` for held(): Ctrl-C would end in a
     traceback, SIGUSR1 in death. For a process that does nothing but train."""
     global _held
     _held = Signals().__enter__()
+
+
+def held() -> Signals:
+    """The Signals of hold(), which have heard what came since, once; else new ones."""
+    global _held
+    signals = _held or Signals()
+    _held = None
+    return signals

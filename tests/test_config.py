@@ -40,7 +40,7 @@ name = "none"
 # switches
 report = True  # write one
 compile = "auto"  # auto | true | false
-deterministic = False
+deterministic = False  # auto | true | false
 computed = len("not a knob")
 _private = 1
 
@@ -49,7 +49,7 @@ def main():
     with configured(globals(), names=NAMES) as config:
         for key, value in config.items():
             assert globals()[key] is value
-        print(json.dumps([config, sorted(config.flags), NAMES]))
+        print(json.dumps([config, sorted(config.typed), NAMES]))
 
 
 NAMES = None
@@ -82,7 +82,7 @@ def configure(script, *argv):
     with configured(scope, argv=list(argv)) as config:
         assert all(scope[name] is value for name, value in config.items())
     assert scope == before
-    return config, config.flags
+    return config, {name for name, by in config.origins.items() if by == "flag"}
 
 
 def refusal(script, *argv):

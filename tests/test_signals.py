@@ -12,18 +12,18 @@ from conftest import REPO, first, wait_for
 
 HOLD = """
 import os, signal, sys
-from plumbing.signals import Signals, hold
+from plumbing.signals import held, hold
 hold()
 assert "torch" not in sys.modules
 os.kill(os.getpid(), signal.SIGUSR1)
 os.kill(os.getpid(), signal.SIGTERM)
 os.kill(os.getpid(), signal.SIGINT)
-with Signals() as asked:
+with held() as asked:
     print(int(asked.stop), asked.save, flush=True)
     os.kill(os.getpid(), signal.SIGHUP)
     print(int(asked.stop), flush=True)
 assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "given back as it was before hold()"
-with Signals() as again:
+with held() as again:
     assert not again.stop and not again.save, "told once"
 """
 
@@ -35,7 +35,7 @@ def test_signals_that_come_while_torch_is_imported_are_not_lost():
 
 def test_a_second_ctrl_c_ends_a_process_that_still_imports_torch():
     code = "import os, signal; from plumbing.signals import hold; hold()"
-    for before_it in ("", "from plumbing.signals import Signals; Signals().__enter__();"):
+    for before_it in ("", "from plumbing.signals import held; held().__enter__();"):
         kill = f"os.kill(os.getpid(), signal.SIGINT); {before_it}"
         command = [sys.executable, "-c", f"{code}; {kill} os.kill(os.getpid(), signal.SIGINT)"]
         assert subprocess.run(command, cwd=REPO).returncode == -signal.SIGINT
