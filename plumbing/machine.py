@@ -350,6 +350,8 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float | None, str]:
     name = device_name(device)
     if known := datasheet_peak(name, dtype):
         return known, f"datasheet of the {name}"
+    if device.type == "cpu" and dtype == "bfloat16" and not kernels_have_bfloat16():
+        dtype = "float32"  # emulated products are far slower than the rest of a step
     try:
         rate, size = matmul_rate(device, getattr(torch, dtype))
     except RuntimeError:
