@@ -53,7 +53,6 @@ trace = False  # write trace.json from the profile part, for https://ui.perfetto
 seeds = 5  # full runs, with consecutive seeds from --seed, of each configuration, [2, inf)
 rows = ""  # of from_nanogpt: a regular expression that their names contain; "" = all
 
-LAUNCH_SECONDS = 3e-6  # of one kernel in a CUDA graph; without a graph the host needs longer
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # at level 5 the profiler prints "USDT:" lines
 
 
@@ -153,7 +152,7 @@ def cell(value, how):
     if isinstance(value, str):
         return value
     if value is None or not math.isfinite(value):
-        return "n/a" if value != math.inf else "never"
+        return "n/a"
     how, _, unit = how.partition(" ")
     return format(value / {"": 1, "M": 1e6, "G": 1e9, "T": 1e12}[unit], how)
 
@@ -162,23 +161,20 @@ def cell(value, how):
 
 
 def peak(job):
-    """Matrix-product rates by dtype and size, beside the datasheet's, and memory bandwidth."""
+    """The fastest matrix product of each dtype, beside the datasheet's, and memory bandwidth."""
     device = job.device
-    sizes = (512, 1024, 2048) if device.type == "cpu" else (1024, 2048, 4096, 8192)
-    rates = {dtype: {} for dtype in ("float32", "bfloat16", "float16")}
-    for dtype, rate in rates.items():
-        for size in sizes:
-            if rate and 6 * size**3 / min(rate.values()) > 2:
-                break  # three products would take over two seconds: an emulated dtype
-            with contextlib.suppress(RuntimeError):  # a dtype that this device does not support
-                rate[f"n = {size}"], _ = machine.matmul_rate(device, getattr(torch, dtype), [size])
-        rate["datasheet"] = machine.datasheet_peak(machine.device_name(device), dtype)
+    rows = {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        row = {"datasheet": machine.datasheet_peak(machine.device_name(device), dtype)}
+        with contextlib.suppress(RuntimeError):  # a dtype that this device does not support
+            row["measured"], row["n"] = machine.matmul_rate(device, getattr(torch, dtype))
+        rows[dtype] = row
     source = torch.ones(2**26 if device.type == "cpu" else 2**28, device=device)
     bandwidth = 2 * source.nbytes / min(seconds_of(source.clone, 1, device) for _ in range(6))
     say(f"\npeak: TFLOP/s of an n-cubed matrix product, {torch.get_num_threads()} threads")
-    print_table(rates, **{f"n = {size}": ".2f T" for size in sizes}, datasheet="g T")
+    print_table(rows, measured=".2f T", n=",.0f", datasheet="g T")
     say(f"  memory: {bandwidth / 1e9:.1f} GB/s, reads plus writes, copying {source.nbytes:,} bytes")
-    return {"flops_per_sec": rates, "bytes_per_sec": bandwidth}
+    return {"flops_per_sec": rows, "bytes_per_sec": bandwidth}
 
 
 def ladder(job):
@@ -271,8 +267,6 @@ def profile(job):
         waited = max(0.0, whole - sum(spent.values()))
         spent["data"] += min(host["data"], waited)
         whole = max(whole, sum(spent.values()))  # kernels that overlap may sum to more
-        result["kernels"] = sum(len(event.kernels) for event in events) / count
-        result["launch_ms"] = 1000 * result["kernels"] * LAUNCH_SECONDS
     else:
         spent = {name: host[name] for name in ("forward", "backward")}
         spent["optimizer"] = host["train_step"] - host["forward"] - host["backward"]
@@ -291,9 +285,6 @@ def print_profile(result, shares):
     rows = {name: {"ms": share * ms, "share": share} for name, share in shares.items()}
     rows["sum"] = {"ms": ms * sum(shares.values())}
     print_table(rows, ms=".2f", share=".1%")
-    if "kernels" in result:
-        count = f"{result['kernels']:,.0f} kernels a step"
-        say(f"  {count}; to launch them takes {result['launch_ms']:.2f} ms in a CUDA graph")
 
 
 def host_time(events):
@@ -717,23 +708,6 @@ def job_of(words, script, *scopes):
         torch.use_deterministic_algorithms(strict)
 
 
-def seconds_needed(job, parts):
-    """{part: about how many seconds it takes}, from one eager step; only of the parts above."""
-    run = job.fresh_run()
-    step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
-    step()  # warms up
-    step_seconds = seconds_of(step, 1, job.device)
-    timing = (rounds + 2) * max(timing_seconds, step_seconds)  # of one candidate in all rounds
-    seconds = {
-        "peak": 15,
-        "ladder": 30 + 7 * timing,  # 30: to compile
-        "profile": 15 + 3 * timing,
-        "memory": 25 + 10 * step_seconds,
-        "overhead": 5 + 5 * timing,
-    }
-    return {part: seconds.get(part, 0) for part in parts}
-
-
 def measure(own, argv):
     """Run the parts that --only names. own: globals() of the script, with its PARTS. Returns what
     its JSON file holds: {part: result}, and facts."""
@@ -755,14 +729,7 @@ def measure(own, argv):
             write_json(path, facts)
         console.print_plan(job.run, job.peak, changed={})
         say(f"results  {console.shown(path)}: {', '.join(parts)}")
-        needed = seconds_needed(job, parts) if own["PARTS"] is PARTS else {}
-        began = time.perf_counter()
-        for number, part in enumerate(parts):
-            done = sum(needed.get(part, 0) for part in parts[:number])
-            left = sum(needed.get(part, 0) for part in parts[number:])
-            pace = (time.perf_counter() - began) / done if done else 1.0
-            if left:
-                say(f"time     about {console.duration(pace * left)} left")
+        for part in parts:
             with contextlib.ExitStack() as job.stack:
                 facts[part] = own["PARTS"][part](job)
             write_json(path, facts)
