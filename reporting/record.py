@@ -111,35 +111,25 @@ def read_metrics(path):
     neither."""
     rows = []
     damaged = 0
-    rest = b""
     with open(path, "rb") as file:
-        while chunk := file.read(1 << 18):
-            *lines, rest = (rest + chunk).split(b"\n")
-            if len(rest) > LONGEST_ROW:
-                rest = b"too long"
-            found = rows_of(lines)  # together they parse faster, and share their keys
-            if not found:
-                found = [row for line in lines for row in rows_of([line])]
-            rows += found
-            damaged += len(lines) - len(found)
-    return rows + rows_of([rest]), damaged
+        while line := file.readline(LONGEST_ROW):
+            row = row_of(line)
+            if row:
+                rows.append(row)
+            else:
+                damaged += line.endswith(b"\n")
+    return rows, damaged
 
 
-def rows_of(lines):
-    """The dicts in lines of metrics.jsonl; [] if one is damaged."""
+def row_of(line):
+    """The dict in a line of metrics.jsonl; None if it is damaged."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
-        rows = json.loads(b"[" + b",".join(lines) + b"]")
-        if len(rows) == len(lines) and all(map(is_row, rows)):
-            return rows
-    return []
-
-
-def is_row(row):
-    """Raises KeyError or TypeError if it is nothing of the kind."""
-    is_step = isinstance(row["step"], int) and 0 <= row["step"] < 1 << 53
-    if row["kind"] == "event":
-        return is_step and "event" in row
-    return is_step and row["kind"] in KINDS_OF_NUMBERS
+        row = json.loads(line)
+        is_step = isinstance(row["step"], int) and 0 <= row["step"] < 1 << 53
+        is_event = row["kind"] == "event" and "event" in row
+        if is_step and (is_event or row["kind"] in KINDS_OF_NUMBERS):
+            return row
+    return None
 
 
 def numbers_of(kind):
