@@ -89,12 +89,11 @@ DOWNLOAD_SECONDS = 60  # for all of the download; a server may send a byte a sec
 # ---- one dataset ---------------------------------------------------------------------------------
 
 
-def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) -> tuple[str, dict]:
+def prepare(name, data_dir, input="", tokenizer="auto", say=print) -> tuple[str, dict]:
     """Make the dataset data_dir/name, or verify the one that exists. Returns (its folder, its
     meta).
 
-    input: a text file or a corpus, or "" for what `name` stands for. of_corpus: values of the
-    corpus knobs above. Raises DataError or Offline.
+    input: a text file or a corpus, or "" for what `name` stands for. Raises DataError or Offline.
     """
     folder = data.folder_of(name, data_dir)
     if tokenizer not in ("auto", *TOKENIZERS):
@@ -109,8 +108,7 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print, **of_corpus) 
     if old and (not input or old.get("tokenizer") != tokenizer):
         meta = old | {"tokenizer": tokenizer}
     elif streamed:
-        options = {"tokenizer": tokenizer, "field": field, "val_fraction": val_fraction}
-        meta, documents = find_corpus(name, input, options | of_corpus, cleaned, say)
+        meta, documents = find_corpus(name, input, tokenizer, cleaned, say)
     else:
         meta, documents = find_text(name, folder, input, tokenizer, cleaned, say)
     if not old:
@@ -252,20 +250,19 @@ def store(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Cal
 
 
 def find_corpus(
-    name: str, input: str, options: dict, cleaned: Cleaned, say: Callable
+    name: str, input: str, tokenizer: str, cleaned: Cleaned, say: Callable
 ) -> tuple[dict, Iterator]:
     """(what is known of meta, an iterator over (split, text)) of the files of `input`, or of the
     corpus `name`. In brackets, meta["source"] says what decides about the content."""
-    tokenizer = options["tokenizer"]
-    val_fraction = options["val_fraction"]
     if hasattr(TOKENIZERS[tokenizer], "learn"):
         found = f"{tokenizer} learns its vocabulary from one text of up to {WHOLE_TEXT // 10**6} MB"
         raise DataError(f"{found}; write --tokenizer=gpt2 or --tokenizer=byte")
-    rules = f"field {options['field']}, val_fraction {val_fraction:g}"
+    rules = f"field {field}, val_fraction {val_fraction:g}"
     if not input:
         needed("datasets", name)
         source = f"{name} of huggingface.co ({rules})"
-        documents = split_by_hash(cleaned_texts(read_hub(*CORPORA[name]), cleaned), val_fraction)
+        texts = cleaned_texts(read_hub(*CORPORA[name]), cleaned)
+        documents = ((split_of(text, val_fraction), text) for text in texts)
         return {"tokenizer": tokenizer, "source": source}, documents
     files = input_files(input)
     size = sum(files.values())
@@ -276,10 +273,10 @@ def find_corpus(
     source = f"{os.path.basename(os.path.normpath(input))}, {found} (content {content}, {rules})"
 
     def read(cleaned: Cleaned) -> Iterator[str]:
-        texts = (read_documents(path, options["field"], cleaned) for path in files)
+        texts = (read_documents(path, cleaned) for path in files)
         return cleaned_texts(chain.from_iterable(texts), cleaned)
 
-    documents = split_corpus(read, val_fraction, cleaned, say)
+    documents = split_corpus(read, cleaned, say)
     return {"tokenizer": tokenizer, "source": source}, documents
 
 
@@ -293,26 +290,24 @@ def cleaned_texts(texts: Iterable[str], cleaned: Cleaned) -> Iterator[str]:
     cleaned.refuse_bad_rows()
 
 
-def split_corpus(read: Callable, val_fraction: float, cleaned: Cleaned, say: Callable) -> Iterator:
+def split_corpus(read: Callable, cleaned: Cleaned, say: Callable) -> Iterator:
     """Yields (split, text) of read(cleaned), with a val_fraction that holds out enough."""
     enough = fraction_to_hold_out(read(Cleaned()), val_fraction)
-    if enough == val_fraction:
-        yield from split_by_hash(read(cleaned), val_fraction)
-        return
-    too_little = f"--val_fraction={val_fraction:g} does not fit this text"
-    if enough < 1:
-        say(f"{too_little}; {enough:g} is used instead")
-        yield from split_by_hash(read(cleaned), enough)
-        return
-    say(f"{too_little}; the last tenth of each document is held out instead")
+    instead = f"{enough:g} is used"
+    if enough == 1:
+        instead = "the last tenth of each document is held out"
+    if enough != val_fraction:
+        say(f"--val_fraction={val_fraction:g} does not fit this text; {instead} instead")
     for text in read(cleaned):
-        cut = int(0.9 * len(text))
-        yield "train", text[:cut]
-        yield "val", text[cut:]
+        if enough < 1:
+            yield split_of(text, enough), text
+        else:
+            yield from last_tenth_apart(text)
 
 
-def split_by_hash(texts: Iterable[str], val_fraction: float) -> Iterator[tuple[str, str]]:
-    return ((split_of(text, val_fraction), text) for text in texts)
+def last_tenth_apart(text: str) -> list[tuple[str, str]]:
+    cut = int(0.9 * len(text))
+    return [("train", text[:cut]), ("val", text[cut:])]
 
 
 def split_of(text: str, val_fraction: float) -> str:
@@ -371,13 +366,12 @@ def read_hub(path: str, subset: str | None) -> Iterator[str]:
         raise Offline(f"cannot read {path} of huggingface.co: {reason}") from error
 
 
-def read_documents(path: str, field: str, cleaned: Cleaned) -> Iterator[str]:
+def read_documents(path: str, cleaned: Cleaned) -> Iterator[str]:
     """The documents of one file."""
-    chunks = read_chunks(path)
     if not path.removesuffix(".gz").endswith(".jsonl"):
-        yield from (decode_utf8(raw, path, offset) for offset, raw in parts(chunks))
+        yield from (decode_utf8(raw, path, offset) for offset, raw in parts(read_chunks(path)))
         return
-    for number, line in enumerate(lines(chunks), 1):
+    for number, line in enumerate(read_chunks(path, by_line=True), 1):
         if not line.strip():
             continue
         cleaned.rows += 1
@@ -392,17 +386,6 @@ def read_documents(path: str, field: str, cleaned: Cleaned) -> Iterator[str]:
             cleaned.count_bad_row(f"{path}:{number}: {type(error).__name__}: {error}")
         else:
             yield text
-
-
-def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of a file; of one past LONGEST_LINE parts, which are no JSON."""
-    rest = b""
-    for chunk in chain(chunks, [b"\n"]):
-        *complete, rest = (rest + chunk).split(b"\n")
-        yield from complete
-        if len(rest) > LONGEST_LINE:
-            yield rest
-            rest = b""
 
 
 def parts(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -424,12 +407,13 @@ def parts(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
         yield offset, rest
 
 
-def read_chunks(path: str) -> Iterator[bytes]:
-    """The content of a file, decompressed, in chunks."""
+def read_chunks(path: str, by_line: bool = False) -> Iterator[bytes]:
+    """The content of a file, decompressed, in chunks, or in lines; of a line past LONGEST_LINE in
+    parts, which are no JSON."""
     try:
-        with open(path, "rb") as file:
-            plain = gzip.GzipFile(fileobj=file) if path.endswith(".gz") else file
-            yield from iter(partial(plain.read, CHUNK), b"")
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+            read = partial(file.readline, LONGEST_LINE) if by_line else partial(file.read, CHUNK)
+            yield from iter(read, b"")
     except Exception as error:  # gzip and zlib raise their own
         raise DataError(f"cannot read {path} ({error}); fetch it again or leave it out") from error
 
@@ -464,8 +448,7 @@ def find_text(name, folder, input, tokenizer, cleaned, say) -> tuple[dict, list]
     meta = {"tokenizer": tokenizer, "source": f"{source} (SHA-256 {sha256(raw)[:16]}...)"}
     if text and hasattr(TOKENIZERS[tokenizer], "learn"):
         meta |= TOKENIZERS[tokenizer].learn(text)
-    cut = int(0.9 * len(text))
-    return meta, [("train", text[:cut]), ("val", text[cut:])]
+    return meta, last_tenth_apart(text)
 
 
 def products() -> str:

@@ -18,6 +18,7 @@ import pytest
 from conftest import HONEST_DATA, REPO, pydoc_text, wait_for
 
 import prepare_data
+from plumbing.cli import setting
 from plumbing.data import TOKENIZERS, DataError, Offline, tokenizer_of
 from prepare_data import CORPORA, get_dataset, parts, prepare, read_chunks
 
@@ -73,7 +74,8 @@ def quiet(*words):
 
 
 def make(folder, source, tokenizer="byte", say=quiet, **how):
-    return prepare(folder.name, folder.parent, str(source), tokenizer, say, **how)
+    with setting(vars(prepare_data), **how):
+        return prepare(folder.name, folder.parent, str(source), tokenizer, say)
 
 
 def documents_of(folder, split):
@@ -179,7 +181,8 @@ import signal, sys, time, prepare_data
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 prepare_data.BATCH = 10
 prepare_data.split_of = lambda *of, inner=prepare_data.split_of: time.sleep(0.001) or inner(*of)
-prepare_data.prepare("made", sys.argv[1], sys.argv[2], "byte", val_fraction=0.1)
+prepare_data.val_fraction = 0.1
+prepare_data.prepare("made", sys.argv[1], sys.argv[2], "byte")
 """
     command = [sys.executable, "-c", slow, str(tmp_path), str(corpus)]
     folder = tmp_path / "made"
@@ -332,12 +335,12 @@ def test_a_hub_corpus_is_streamed_and_a_broken_network_leaves_nothing(tmp_path, 
             raise ConnectionError("the hub\nis gone")
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
-    folder, meta = prepare("fineweb", tmp_path, tokenizer="byte", say=quiet, **MANY)
+    folder, meta = make(tmp_path / "fineweb", "", **MANY)
     assert asked == [(CORPORA["fineweb"], {"split": "train", "streaming": True})]
     assert all_of(Path(folder)) == sorted([*texts, "a\ufffdb\ufffd"])
     assert "huggingface.co" in meta["source"]
     broken = partial(load_dataset, fail=True)
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=broken))
     with pytest.raises(Offline, match="cannot read Skylion007/openwebtext .*: the hub is gone"):
-        prepare("openwebtext", tmp_path, tokenizer="byte", say=quiet, **MANY)
+        make(tmp_path / "openwebtext", "", **MANY)
     assert os.listdir(tmp_path) == ["fineweb"]
