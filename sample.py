@@ -31,9 +31,6 @@ from plumbing.machine import choose_device, choose_dtype
 
 # Which weights
 checkpoint = ""  # best, last, or a file's path; "" = best, or last if best.pt is of the first step
-script = (
-    ""  # that trained the run, if train.py is not there: its knobs are read, nothing is executed
-)
 
 # What to write
 start = ""  # the text to continue, or FILE:path of it; "" = begin after the end of a text
@@ -122,10 +119,7 @@ def rebuild(path: Path, saved: dict) -> tuple[torch.nn.Module, Any]:
     config, meta = saved["config"], saved["data"].get("meta")
     if not isinstance(meta, dict) or "tokenizer" not in meta:
         fail(f"{path} was not trained on text; expected a run of train.py on text")
-    trained_by = Path(script) if script else Path(__file__).with_name("train.py")
-    if not trained_by.is_file():
-        fail(f"{trained_by} is not there; type --script=FILE, the script that trained {path}")
-    knobs = read_knobs(trained_by)
+    knobs = read_knobs(Path(__file__).with_name("train.py"))
     for name in config.keys() & knobs.keys():
         accept(name, config[name], f"{path}: {name} = {config[name]!r}", knobs)
     foreign = f"{path} is no checkpoint of train.py"
@@ -137,12 +131,8 @@ def rebuild(path: Path, saved: dict) -> tuple[torch.nn.Module, Any]:
     try:
         require_its_size(path, config, tokenizer.vocab_size)
         model = build_model(config, tokenizer.vocab_size)
-    except (InvalidShape, TypeError) as error:
-        if isinstance(error, TypeError) and "GPTConfig" not in str(error):  # it lacks an argument
-            raise
+    except InvalidShape as error:
         fail(f"{foreign}: {error}")
-    except OSError as error:
-        fail(f"the model of {path} reads {error.filename}: {error.strerror}; put that file back")
     averages = saved.get("ema") or {}
     try:
         model.load_state_dict(saved["model"])
