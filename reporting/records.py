@@ -1,6 +1,7 @@
 """Records: the table of what was measured, by which command, on what; whether a run is as
 recorded."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -64,25 +65,22 @@ def what_differs(record: Path, folder: Path) -> str:
     computed here: a knob, the data, or a number of a row; "" if there is none."""
     then = read_json(record / "run.json")
     now = read_json(folder / "run.json")
-    for name, knob in read_knobs(REPO / "train.py").items():
-        here = now["config"].get(name)
-        there = then["config"].get(name, here)
-        if there != here and "free" not in knob.policy:
-            return f"--{name} is {there} there, {here} here"
-    for name in ("data", "kernel_bits", "torch"):
-        here = now["run"][name]
-        there = then["run"].get(name)
-        if there != here:
-            return f"{name} is {there} there, {here} here"
-    rows = zip_longest(computed_rows(record), computed_rows(folder), fillvalue={})
-    for one, other in rows:
-        for name in one | other:
-            there = one.get(name)
-            here = other.get(name)
-            if repr(there) != repr(here):
-                step = one.get("step", other.get("step"))
-                return f"step {step}: {name} is {there} there, {here} here"
+    knobs = then["config"].keys() & now["config"].keys()
+    pairs = [(settings(then, knobs), settings(now, knobs))]
+    pairs += zip_longest(computed_rows(record), computed_rows(folder), fillvalue={})
+    for there, here in pairs:
+        for name in there | here:
+            if repr(there.get(name)) != repr(here.get(name)):
+                at = there.get("step", here.get("step", 0))
+                return f"step {at}: {name} is {there.get(name)} there, {here.get(name)} here"
     return ""
+
+
+def settings(facts: dict, knobs: Iterable[str]) -> dict:
+    """What decides, by run.json, about the numbers of a run."""
+    free = {name for name, knob in read_knobs(REPO / "train.py").items() if "free" in knob.policy}
+    found = {name: facts["config"][name] for name in sorted(knobs) if name not in free}
+    return found | {name: facts["run"].get(name) for name in ("data", "kernel_bits", "torch")}
 
 
 def computed_rows(folder: Path) -> list[dict]:
@@ -92,13 +90,3 @@ def computed_rows(folder: Path) -> list[dict]:
         if row.get("event", "saved") in ("saved", "sample"):
             rows.append({name: row[name] for name in row if name not in MEASURED})
     return rows
-
-
-def what_it_needs(folder: Path) -> str:
-    """In words, on which machine the figures of a record were measured, and by which command."""
-    facts = read_json(sorted(folder.glob("*.json"))[0])
-    cpu = facts["hardware"]["cpu"]
-    torch = facts["versions"]["torch"]
-    words = " ".join(facts["command"])
-    found = f"{folder} holds figures of {cpu} with torch {torch}, and no run"
-    return f"{found}; there, type: python {words}"

@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import torch
 from conftest import REPO, first, read_rows
 
 from plumbing import machine
-from reporting.records import computed_rows, what_differs, what_it_needs
+from reporting.records import computed_rows, what_differs
 
 CPU = torch.device("cpu")
 OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "muon")
@@ -225,15 +224,6 @@ def test_a_forged_record_is_found_but_for_what_computing_does_not_give(tmp_path,
     (tmp_path / "run.json").write_text(json.dumps(facts))
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert bool(what_differs(tmp_path, record)) == (forgery in FOUND)
-
-
-def test_a_record_without_a_run_says_which_machine_it_needs():
-    command = [sys.executable, "replay.py", "records/shakespeare_fast", "--verify=1"]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert re.search("figures of .* with torch 2.* type: python check.py config/", done.stderr)
-    for folder in (REPO / "records").glob("*/"):
-        assert "with torch 2." in what_it_needs(folder)
 
 
 @pytest.mark.slow
