@@ -1,7 +1,6 @@
 """Each detector finds its trouble in a run that has it, and says nothing of a good run.
 
-The runs are real and take about a second; what needs a GPU, or thousands of steps, is recorded
-rows."""
+The runs are real and take about a second; memory over a long run is recorded rows."""
 
 import re
 import shlex
@@ -64,7 +63,7 @@ REAL = {  # troubles: flags of the run, source that runs before it
         "",
     ),
     "clipped_always": ("--grad_clip=0.01 --max_steps=60", ""),
-    "norm_vanishes": ("--max_steps=40", DEAD),
+    "norm_is_zero": ("--max_steps=40", DEAD),
     "loss_stuck": ("--peak_lr=1e-6 --min_lr=0 --max_steps=80", ""),
     "underfitting": ("--peak_lr=3e-4 --min_lr=0 --max_steps=120", ""),
     "loss_rises": (f"{CONSTANT} --optimizer=momentum --momentum=0.99 --peak_lr=1", ""),
@@ -82,14 +81,6 @@ REAL = {  # troubles: flags of the run, source that runs before it
     "throughput_falls": ("--max_steps=60", slow("train_step", 10)),
     "waits_for_data": ("--max_steps=60", slow("ShuffledWindows.__getitem__", 10)),
 }
-RECORDED = {  # what needs more steps than a test may take
-    "norm_vanishes": (
-        [each | {"grad_norm": 10 ** (-each["step"] / 10)} for each in falling(60)],
-        {},
-    ),
-}
-
-
 CONFIGS = sorted(path.stem for path in REPO.glob("config/*.py"))
 # A config as far as a test has time for: its rates, its optimizer and its schedule, a model that is
 # small.
@@ -131,11 +122,10 @@ def on_a_quiet_machine(folder):
     return run
 
 
-@pytest.mark.parametrize("names", REAL)
-def test_a_real_run_that_has_the_trouble_is_told_so(names, run_of):
-    flags, before = REAL[names]
-    found = names_of(read_run(run_of("run", flags, before)))
-    assert set(names.split()) <= set(found)
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_run_that_has_the_trouble_is_told_so(name, run_of):
+    flags, before = REAL[name]
+    assert name in names_of(read_run(run_of("run", flags, before)))
 
 
 def test_a_run_that_diverges_after_its_resume_is_told_so_with_the_jump_of_the_rate(run_of):
@@ -155,13 +145,6 @@ def test_a_config_shortened_is_told_of_no_trouble(config, run_of):
     assert names_of(on_a_quiet_machine(run_of("run", f"config/{config}.py {SHORT}"))) == []
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_recorded_rows_that_have_the_trouble_are_told_so_and_only_that(name, tmp_path):
-    rows, info = RECORDED[name]
-    found = names_of(read_run(write_run(tmp_path, rows, **info)))
-    assert name in found and set(found) <= {name, "updates_fail"}
-
-
 def test_memory_that_rises_with_an_evaluation_or_two_does_not_grow(tmp_path):
     """The peak of the main job, as its rows have it; and one of the same size that goes on
     rising."""
@@ -176,7 +159,7 @@ def test_memory_that_rises_with_an_evaluation_or_two_does_not_grow(tmp_path):
 
 
 def test_every_trouble_is_tried_on_a_run_that_has_it():
-    assert set(texts()) == {*" ".join(REAL).split(), *RECORDED, "diverges_after_resume"}
+    assert set(texts()) == {*REAL, "diverges_after_resume"}
 
 
 # ---- advice --------------------------------------------------------------------------------------
