@@ -73,15 +73,14 @@ def is_rank0() -> bool:
 def script_of(run: Logged, is_alone: bool) -> Path:
     """Of one run alone it is what was typed, of two runs the one with the name in its run.json.
     Raises BadInput if there is none: then says what to type."""
-    name = Path(run.facts["command"][0]).name
+    name = Path(str(run.facts["command"][0])).name
     typed = [Path(file) for file in script.split(",") if file]
     own = Path(__file__).with_name("train.py")
-    is_own = name == own.name and own.is_file()
     fitting = [path for path in typed if path.name == name]
-    if not fitting and len(typed) == 1 and (is_alone or not is_own):
-        fitting = typed
-    if not fitting and is_own:
-        fitting = [own]
+    if name == own.name:
+        fitting.append(own)
+    if is_alone or not fitting:
+        fitting = typed or fitting
     if not fitting:
         fail(
             f"{run.path} was trained by {name}; if that is your code, add its path: --script={name}"

@@ -24,26 +24,19 @@ FREE_FLAGS = (  # no bit of a step depends on these
 ).split()
 
 
-def check_form(facts: dict, path: Path) -> None:
+# What is read of run.json and of a checkpoint, and of "run" in them
+FORM = {"config": dict, "data": dict, "run": dict}
+FORM_OF_RUN = {"code": dict, "data": str, "threads": int, "world_size": int}
+
+
+def check_form(facts: dict, path: Path, form: dict = FORM) -> None:
     """Raises BadInput unless `facts`, of run.json or a checkpoint in the file `path`, has the parts
     that are read here, in the form that train.py writes."""
-    try:
-        run = facts["run"]
-        digests = [digest for pair in run["code"].values() for digest in pair]
-        counts = [run["threads"], run["world_size"]]
-        is_fine = (
-            all(isinstance(value, str | int | float) for value in facts["config"].values())
-            and all(isinstance(digest, str) for digest in digests)
-            and len(digests) == 2 * len(run["code"])
-            and all(type(count) is int and count > 0 for count in counts)
-            and isinstance(run["data"], str)
-            and isinstance(run.get("kept", {}), dict)  # an older version has none
-            and isinstance(facts["data"], dict)
-        )
-    except (AttributeError, LookupError, TypeError):
-        is_fine = False
-    if not is_fine:
-        fail(f"{path} is not of the form that train.py writes")
+    for name, kind in form.items():
+        if not isinstance(facts.get(name), kind):
+            fail(f"{path} is not of the form that train.py writes: {name}")
+    if form is FORM:
+        check_form(facts["run"], path, FORM_OF_RUN)
 
 
 @dataclass
@@ -104,15 +97,12 @@ class Logged:
                 save.is_certain = save.is_certain and save.step <= at
         if kind == "inexact_resume":
             pairs = {key: pair for key, pair in row.items() if isinstance(pair, list)}
-            self.inexact[len(self.resumes)] = {
-                k: pair for k, pair in pairs.items() if len(pair) == 2
-            }
+            self.inexact[len(self.resumes)] = pairs
         if kind == "save_failed" and self.saves:
             self.saves[-1].is_certain = False
         if kind == "saved":
-            files = row.get("files")
-            files = files if isinstance(files, list) else []
-            self.saves.append(Save(at, str(row.get("sha256")), files, len(self.resumes)))
+            files = row.get("files", [])
+            self.saves.append(Save(at, row.get("sha256"), files, len(self.resumes)))
         if kind in KINDS:
             self.rows.setdefault((at, KINDS.index(kind)), []).append(row)
 
@@ -232,11 +222,8 @@ class Logged:
         """Raises BadInput unless it holds a run, described as train.py does."""
         if not self.facts or not self.rows:
             fail(f"{self.path} holds no run; type: python replay.py out/NAME --step=N")
-        path = self.path / "run.json"
-        check_form(self.facts, path)
-        command = self.facts.get("command")
-        if not isinstance(command, list) or not command or not isinstance(command[0], str):
-            fail(f"{path}: its command is not of the form that train.py writes")
+        check_form(self.facts, self.path / "run.json", FORM | {"command": list})
+        check_form(self.facts, self.path / "run.json")
 
     def faults(self) -> list[str]:
         """In words: what of its files is damaged, missing, or not what the log says."""
