@@ -16,12 +16,12 @@ from plumbing.cli import read_knobs
 # How much there is to read, in nodes of the syntax tree. The aims are 24,000 loaded by `import train`
 # and 48,000 in all Python outside tests/. Until they are met, these limits only go down.
 MOST_NODES_LOADED = 29_860
-MOST_NODES = 65_950
+MOST_NODES = 64_643
 MOST_NODES_OF_A_LINE = 8.5  # in a file of more than 60 lines of code
 MOST_NODES_OF_A_LINE_OF_THE_MODEL = 9.4
 MOST_FILES_LOADED = 22
 # Of the tests (tests/*.py), and of README.md and docs/*.md. The aims are 14,000 and 19,000.
-MOST_LINES_OF_TESTS = 15_017
+MOST_LINES_OF_TESTS = 14_971
 MOST_WORDS = 18_300
 MOST_LINES_OF_A_FUNCTION = 60  # in train.py and model.py
 SCRIPTS = sorted(path.relative_to(REPO).as_posix() for path in REPO.glob("*.py"))
