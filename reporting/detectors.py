@@ -42,7 +42,9 @@ def norm_is_zero(run):
     norms = known(run.train["grad_norm"])
     last_other = np.flatnonzero(norms).max(initial=-1)
     zeros = len(norms) - 1 - last_other
-    return f"its norm is exactly 0 in the last {zeros:,} steps" if zeros >= 5 else None
+    if zeros < 5:
+        return None
+    return f"its norm is exactly 0 in the last {zeros:,} steps"
 
 
 def loss_curve(run):

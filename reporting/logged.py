@@ -96,8 +96,9 @@ class Logged:
             for save in self.saves:
                 save.is_certain = save.is_certain and save.step <= at
         if kind == "inexact_resume":
-            pairs = {key: pair for key, pair in row.items() if isinstance(pair, list)}
-            self.inexact[len(self.resumes)] = pairs
+            self.inexact[len(self.resumes)] = {
+                key: pair for key, pair in row.items() if isinstance(pair, list)
+            }
         if kind == "save_failed" and self.saves:
             self.saves[-1].is_certain = False
         if kind == "saved":

@@ -70,17 +70,23 @@ def what_differs(record: Path, folder: Path) -> str:
     pairs += zip_longest(computed_rows(record), computed_rows(folder), fillvalue={})
     for there, here in pairs:
         for name in there | here:
-            if repr(there.get(name)) != repr(here.get(name)):
-                at = there.get("step", here.get("step", 0))
-                return f"step {at}: {name} is {there.get(name)} there, {here.get(name)} here"
+            one = there.get(name)
+            other = here.get(name)
+            if repr(one) != repr(other):
+                step = there.get("step", here.get("step", 0))
+                return f"step {step}: {name} is {one} there, {other} here"
     return ""
 
 
 def settings(facts: dict, knobs: Iterable[str]) -> dict:
     """What decides, by run.json, about the numbers of a run."""
-    free = {name for name, knob in read_knobs(REPO / "train.py").items() if "free" in knob.policy}
-    found = {name: facts["config"][name] for name in sorted(knobs) if name not in free}
-    return found | {name: facts["run"].get(name) for name in ("data", "kernel_bits", "torch")}
+    found = {}
+    for name, knob in read_knobs(REPO / "train.py").items():
+        if name in knobs and "free" not in knob.policy:
+            found[name] = facts["config"][name]
+    for name in ("data", "kernel_bits", "torch"):
+        found[name] = facts["run"].get(name)
+    return found
 
 
 def computed_rows(folder: Path) -> list[dict]:
