@@ -32,6 +32,9 @@ from prepare_data import decode_utf8
 
 # Which weights
 checkpoint = ""  # best, last, or a file's path; "" = best, or last if best.pt is of the first step
+script = (
+    ""  # that trained the run, if train.py is not there: its knobs are read, nothing is executed
+)
 
 # What to write
 start = ""  # the text to continue, or FILE:path of it; "" = begin after the end of a text
@@ -120,7 +123,10 @@ def rebuild(path: Path, saved: dict) -> tuple[torch.nn.Module, Any]:
     config, meta = saved["config"], saved["data"].get("meta")
     if not isinstance(meta, dict) or "tokenizer" not in meta:
         fail(f"{path} was not trained on text; expected a run of train.py on text")
-    knobs = read_knobs(Path(__file__).with_name("train.py"))
+    trained_by = Path(script) if script else Path(__file__).with_name("train.py")
+    if not trained_by.is_file():
+        fail(f"{trained_by} is not there; type --script=FILE, the script that trained {path}")
+    knobs = read_knobs(trained_by)
     for name in config.keys() & knobs.keys():
         accept(name, config[name], f"{path}: {name} = {config[name]!r}", knobs)
     foreign = f"{path} is no checkpoint of train.py"
@@ -132,8 +138,12 @@ def rebuild(path: Path, saved: dict) -> tuple[torch.nn.Module, Any]:
     try:
         require_its_size(path, config, tokenizer.vocab_size)
         model = build_model(config, tokenizer.vocab_size)
-    except InvalidShape as error:
+    except (InvalidShape, TypeError) as error:
+        if isinstance(error, TypeError) and "GPTConfig" not in str(error):  # it lacks an argument
+            raise
         fail(f"{foreign}: {error}")
+    except OSError as error:
+        fail(f"the model of {path} reads {error.filename}: {error.strerror}; put that file back")
     averages = saved.get("ema") or {}
     try:
         model.load_state_dict(saved["model"])
