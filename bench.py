@@ -726,6 +726,23 @@ def job_of(words, script, *scopes):
         torch.use_deterministic_algorithms(strict)
 
 
+def seconds_needed(job, parts):
+    """{part: about how many seconds it takes}, from one eager step; 0 for those of whole runs."""
+    run = job.fresh_run()
+    step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
+    step()  # warms up
+    step_seconds = seconds_of(step, 1, job.device)
+    timing = (rounds + 2) * max(timing_seconds, step_seconds)  # of one candidate in all rounds
+    seconds = {
+        "peak": 15,
+        "ladder": 30 + 7 * timing,  # 30: to compile
+        "profile": 15 + 3 * timing,
+        "memory": 25 + 10 * step_seconds,
+        "overhead": 5 + 5 * timing,
+    }
+    return {part: seconds.get(part, 0) for part in parts}
+
+
 def measure(own, argv):
     """Run the parts that --only names. own: globals() of the script, with its PARTS. Returns what
     its JSON file holds: {part: result}, and facts."""
@@ -747,7 +764,11 @@ def measure(own, argv):
             write_json(path, facts)
         console.print_plan(job.run, job.peak, changed={})
         say(f"results  {console.shown(path)}: {', '.join(parts)}")
+        needed = seconds_needed(job, parts) if own["PARTS"] is PARTS else {}
         for part in parts:
+            if needed:
+                say(f"time     about {console.duration(sum(needed.values()))} left")
+                needed.pop(part)
             with contextlib.ExitStack() as job.stack:
                 facts[part] = own["PARTS"][part](job)
             write_json(path, facts)

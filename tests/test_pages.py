@@ -5,6 +5,7 @@ import inspect
 import pkgutil
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
