@@ -17,8 +17,9 @@ Finding = namedtuple("Finding", "name title shows causes diagnosis cure look")
 @cache
 def texts():
     """{name of a trouble: {"title", "Symptoms", "Causes", "Diagnosis", "Cure"}} of
-    docs/trouble.md."""
-    page = (REPO / "docs" / "trouble.md").read_text(encoding="utf-8")
+    docs/trouble.md. Empty in a fork that has no such page."""
+    path = REPO / "docs" / "trouble.md"
+    page = path.read_text(encoding="utf-8") if path.is_file() else ""
     found = {}
     for section in page.split("\n## "):
         heading = re.match(r"(.*) \((\w+)\)\n", section)
