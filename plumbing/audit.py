@@ -59,6 +59,7 @@ class Tries:
         """Without copies, as if nothing had been tried."""
         if self.count:
             self.before.put_back()
+        record_skip(self.run)
         self.run.state.update(self.sizes)
         self.before = None
         return self.take_step()
@@ -68,8 +69,8 @@ def find_hidden_state(run, take_step: Callable[[], dict], clock: Clock) -> dict:
     """Take a step twice and compare hashes of its numbers, the gradients and all that a checkpoint
     holds. Returns the numbers. If they differ, two more tries follow. If the second alone was odd,
     the machine is at fault: an `audit` event. Else the step depends on what no checkpoint holds,
-    and a resume would not be exact: raises RunFailed, which names the tensors. Where memory is too
-    small for a copy, the step is taken once."""
+    and a resume would not be exact: raises RunFailed, which names the tensors. If memory is too
+    small for a copy, the step is taken once, with an `audit_skipped` event."""
     if lacks_memory(run, copies=1):
         return take_step()
     tries = Tries(run, take_step, clock)
@@ -108,17 +109,14 @@ def confirm(run, take_step: Callable[[], dict], clock: Clock) -> dict:
     keeps what two of three share, and an `audit` event says how they differed; if all three do,
     raises RunFailed. If memory is too small for the copies, the step is taken once, with an
     `audit_skipped` event."""
-    step = run.state["step"] + 1
     if not lacks_memory(run, copies=4):  # of before, and after three tries
         tries = Tries(run, take_step, clock)
         try:
             return two_of_three(run, tries)
         except NotEnoughMemory:
-            run.folder.event(step, "audit_skipped", why="too little memory for the copies")
             return tries.take_once()
         finally:
             machine.reset_peak_memory(run.device)
-    run.folder.event(step, "audit_skipped", why="too little memory for the copies")
     return take_step()
 
 
@@ -150,11 +148,19 @@ def two_of_three(run, tries: Tries) -> dict:
 
 def lacks_memory(run, copies: int) -> bool:
     """Whether memory is too small, on any rank, for copies of all that a checkpoint holds and of as
-    much for the gradients."""
+    much for the gradients. Records it."""
     copied = tensors([run.checkpoint(), list(run.model.parameters())])
     needed = copies * sum(local(tensor).nbytes for tensor in copied)
     free = machine.free_memory(run.device)
-    return any(agree(free is not None and needed > free))
+    lacks = any(agree(free is not None and needed > free))
+    if lacks:
+        record_skip(run)
+    return lacks
+
+
+def record_skip(run) -> None:
+    why = "too little memory for the copies"
+    run.folder.event(run.state["step"] + 1, "audit_skipped", why=why)
 
 
 def result_of(run, numbers: dict) -> dict:

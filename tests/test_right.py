@@ -190,14 +190,22 @@ def test_a_rank_that_waits_for_another_can_be_ended(data_dir, tmp_path):
     assert process.wait(10) == -signal.SIGTERM
 
 
-def test_a_rank_whose_launcher_dies_while_it_waits_ends_by_itself(data_dir, tmp_path):
+@pytest.mark.parametrize("where", ["the import of torch", "the rendezvous"])
+def test_a_rank_whose_launcher_dies_while_it_waits_ends_by_itself(data_dir, tmp_path, where):
     launcher, port = waiting_rank(data_dir, tmp_path, wrapped=True)
     pid = int(launcher.stdout.readline())
-    wait_for(lambda: listens(port), 60)
+    wait_for(lambda: listens(port) if where == "the rendezvous" else holds_signals(pid), 60)
     assert alive(pid)
     launcher.kill()
     launcher.wait()
-    wait_for(lambda: not alive(pid), 10)
+    wait_for(lambda: not alive(pid), 10 if where == "the rendezvous" else 60)
+
+
+def holds_signals(pid):
+    """Whether hold() was called: Python itself has no handler for SIGUSR1."""
+    with open(f"/proc/{pid}/status") as status:
+        caught = next(line for line in status if line.startswith("SigCgt:"))
+    return int(caught.split()[1], 16) & 1 << signal.SIGUSR1 - 1
 
 
 FAILS = """
