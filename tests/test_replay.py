@@ -300,7 +300,7 @@ def test_a_good_run_is_verified(good, replay):
     assert "12 of 12 steps computed again: all bits equal" in again.stdout
     assert tree(good.out_dir) == before
     some = replay(good.out_dir, "--verify=1", "--seed=3")
-    assert some.returncode == 0 and "2 of 12 steps" in some.stdout and "--seed=3" in some.stdout
+    assert some.returncode == 0 and "4 of 12 steps" in some.stdout and "--seed=3" in some.stdout
 
 
 def test_a_run_that_was_stopped_and_extended_is_verified(run_train, replay):
@@ -448,7 +448,7 @@ def test_steps_after_the_last_save_of_a_killed_run_are_computed_again(run_train,
     assert again.returncode == 0 and "10 of 10 steps" in again.stdout, again.stdout + again.stderr
     assert "not covered: finite step_ms" in again.stdout
     edit(done, edited(10, loss=1.0))
-    again = replay(done.out_dir, "--verify=9")
+    again = replay(done.out_dir, "--verify=1", "--seed=1")  # whichever stretches are drawn
     assert again.returncode == 1 and f"step 10 of {done.out_dir} is not what" in again.stdout
     edit(done, lambda row: row | {"step": 16} if row["step"] == 10 else row)
     again = replay(done.out_dir, "--verify=9")

@@ -67,6 +67,47 @@ def test_a_fallback_to_eager_mode_is_logged_and_not_kept(run_train):
     assert changes == [[True, False], [False, True]]
 
 
+LATER = """
+import os, signal, torch
+from torch._inductor.exc import CppCompileError
+def late(model, **options):
+    calls = []
+    def call(*batch):
+        calls.append(1)
+        if len(calls) == 6:  # a new shape
+            SIGNAL
+            raise CppCompileError(["g++"], "it ended")
+        return model(*batch)
+    return call
+torch.compile = late
+"""
+
+
+@pytest.mark.parametrize("sent, code", [("os.kill(os.getpid(), signal.SIGINT)", 130), ("pass", 1)])
+def test_a_signal_during_a_later_compilation_is_a_stop(run_train, sent, code):
+    flags = ("--compile=true", "--audit_interval=-1")
+    done = run_train("run", *flags, before=LATER.replace("SIGNAL", sent))
+    assert done.returncode == code and ("Traceback" in done.stderr) == (code == 1), done.stderr
+    assert facts(done)["ended"].startswith("stopped by SIGINT") == (code == 130)
+
+
+@pytest.mark.slow
+def test_nine_shapes_of_a_compiled_run_are_all_compiled_and_resume(run_train):
+    grow = """
+import torch
+def getitem(self, batch, inner=train.ShuffledWindows.__getitem__):
+    width = min(16, 4 + batch[0] // 8)  # another one in each of twelve steps
+    return [part[:, :width] for part in inner(self, batch)]
+train.ShuffledWindows.__getitem__ = getitem
+"""
+    flags = ("--compile=true", "--save_interval=4")
+    straight = run_train("straight", *flags, before=grow)
+    assert straight.returncode == 0, straight.stderr
+    assert run_train("run", *flags, before=grow + stop_at(10)).returncode == 143
+    done = run_train("run", *flags, before=grow)
+    assert done.fingerprint(12) == straight.fingerprint(12), done.stderr
+
+
 def test_no_shape_is_left_to_eager_mode():
     """Past its limit of 8, torch would compute later shapes in eager mode without an error."""
     compiled(torch.nn.Linear(2, 2))
@@ -221,6 +262,21 @@ def test_the_rank_that_has_the_cause_prints_it(run_train):
     assert codes(done).endswith("2"), done.stderr
     assert done.stderr.count("the model does not fit into this memory") == 1
     assert "another rank" in done.stderr and "Traceback" not in done.stderr
+
+
+DEAD_WORKER = """
+def getitem(self, batch, inner=train.ShuffledWindows.__getitem__):
+    if batch[0] >= 5 * 8:
+        os._exit(9)
+    return inner(self, batch)
+train.ShuffledWindows.__getitem__ = getitem
+"""
+
+
+def test_a_dead_worker_is_told_by_its_rank(run_train):
+    flags = ("--batch_size=4", "--num_workers=1", "--hang_minutes=0.2")
+    done = run_train("run", *flags, before=ranks(2, only_on(1, DEAD_WORKER)))
+    assert codes(done) == "1 1" and done.stderr.count("DataLoader worker (pid") == 1, done.stderr
 
 
 def test_a_window_holds_in_every_path_of_attention(monkeypatch):
