@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from conftest import REPO
 from helpers import BENCH_FLAGS, CHECKS, bench_arguments
+from test_three_forks import REGRESSION
 
 import bench
 import check
@@ -98,6 +99,15 @@ def test_any_model_and_data_can_be_checked(tmp_path, train_as_it_was, capsys):
     assert set(CHECKS) - found.keys() == OF_TEXT
     assert found.keys() - set(CHECKS) == absent - {"FLOPs of a token"}
     assert all(" check" in name for name in absent - {"FLOPs of a token"})
+
+
+def test_a_regression_is_go(tmp_path, train_as_it_was, capsys):
+    script = tmp_path / "regression.py"
+    script.write_text(REGRESSION)
+    assert (
+        check.main([str(script), "--device=cpu", "--dtype=float32", f"--out_dir={tmp_path}"]) == 0
+    )
+    assert "\n  GO\n" in capsys.readouterr().out
 
 
 @pytest.mark.xdist_group("check")

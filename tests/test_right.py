@@ -91,23 +91,6 @@ def test_a_signal_during_a_later_compilation_is_a_stop(run_train, sent, code):
     assert facts(done)["ended"].startswith("stopped by SIGINT") == (code == 130)
 
 
-@pytest.mark.slow
-def test_nine_shapes_of_a_compiled_run_are_all_compiled_and_resume(run_train):
-    grow = """
-import torch
-def getitem(self, batch, inner=train.ShuffledWindows.__getitem__):
-    width = min(16, 4 + batch[0] // 8)  # another one in each of twelve steps
-    return [part[:, :width] for part in inner(self, batch)]
-train.ShuffledWindows.__getitem__ = getitem
-"""
-    flags = ("--compile=true", "--save_interval=4")
-    straight = run_train("straight", *flags, before=grow)
-    assert straight.returncode == 0, straight.stderr
-    assert run_train("run", *flags, before=grow + stop_at(10)).returncode == 143
-    done = run_train("run", *flags, before=grow)
-    assert done.fingerprint(12) == straight.fingerprint(12), done.stderr
-
-
 def test_no_shape_is_left_to_eager_mode():
     """Past its limit of 8, torch would compute later shapes in eager mode without an error."""
     compiled(torch.nn.Linear(2, 2))
