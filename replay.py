@@ -55,7 +55,7 @@ before_rollback = 0  # show it as before the first, second ... rollback, [0, inf
 save = False  # also write the state before it: train.py --resume=PATH starts a folder from that
 
 # Stretches
-verify = 0  # how many stretches between saves to compute again, [0, inf)
+verify = 0  # how many stretches between saves to compute again, with the last one, [0, inf)
 seed = 0  # that draws them, [0, inf); 0 = another one each time
 
 # For replay.py itself
@@ -375,7 +375,9 @@ def verify_stretches(run: Logged, loop: ModuleType) -> int:
     ends.append(run.last)
     launch = os.environ.get("TORCHELASTIC_RUN_ID", str(time.time()))  # the same on every rank
     drawn_by = seed or crc32(launch.encode())
-    drawn = sorted(random.Random(drawn_by).sample(ends, min(verify, len(ends))))
+    *others, last = ends  # what follows the last save is in no checkpoint: that is always computed
+    drawn = random.Random(drawn_by).sample(others, min(verify - 1, len(others)))
+    drawn = [*sorted(drawn), last]
     say(f"{len(drawn)} of {len(ends)} stretches, drawn by --seed={drawn_by}")
     starts = {end: run.start_before(end) for end in drawn}
     # from one start, the longest stretch has the others in it

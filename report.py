@@ -48,7 +48,9 @@ MOST_COLUMNS = 4  # runs beside each other on the console; of more, a row each
 
 def unusual_knobs(run):
     """[(knob, value in this run, default in train.py)] where the two differ, without folders."""
-    knobs = read_knobs(Path(__file__).with_name("train.py"))
+    names = ["train.py", os.path.basename(" ".join(map(str, run.info["command"][:1])))]
+    scripts = [Path(__file__).parent / name for name in names]  # it may have been renamed
+    knobs = next((read_knobs(path) for path in scripts if path.is_file()), {})
     config = run.info["config"]
     rows = []
     for name, value in config.items():

@@ -393,6 +393,9 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
     except safe_step.Stopped:
         ending = stopped_by(signals.stop)
     except Exception as error:
+        if signals.stop and safe_step.is_of_compiler(error):  # which got the signal, too
+            ending = stopped_by(signals.stop)
+            return ending[1]
         why = safe_step.explain(error)
         ending = f"failed: {why or f'{type(error).__name__}: {error}'}", 1
         if why in (None, error):

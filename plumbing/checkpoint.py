@@ -366,15 +366,16 @@ class Saver:
             self.buffers = {}  # the next save makes its own: these are kept for the next try
 
     def mention_best(self) -> None:
-        """Record which step best.pt holds, if its newest save has failed."""
-        if not self.unsaved_best:
-            return
+        """Record which step best.pt holds, if a better one could not be saved, also by a process
+        before this one."""
         state = self.run.state
         held = None
         with contextlib.suppress(Damaged, OSError):
             held = load(self.folder / "best.pt", verify=False)["state"]["step"]
+        if held == state["best_step"]:
+            return
         self.run.folder.lagging_best = held
-        best = {"best_step": self.unsaved_best["state"]["step"], "best_pt_holds_step": held}
+        best = {"best_step": state["best_step"], "best_pt_holds_step": held}
         self.run.folder.event(state["step"], "best_not_saved", **best)
 
     def on_host(self, leaf, path):

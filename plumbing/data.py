@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -88,9 +89,9 @@ def verified_meta(folder: str) -> dict:
             raise DataError(f"{path} holds {found}; {again}")
     if "val_bytes" in meta and hasattr(tokenizer, "count_bytes"):
         parts = np.array_split(ids, 1 + len(ids) // 10**7)  # of val.bin: to hold little memory
-        n_bytes = sum(tokenizer.count_bytes(part) for part in parts)
-        if n_bytes != meta["val_bytes"]:
-            found = f"{n_bytes:,} bytes of text, but meta.json says {meta['val_bytes']:,}"
+        counts = [tokenizer.count_bytes(part) for part in parts]
+        if None not in counts and sum(counts) != meta["val_bytes"]:
+            found = f"{sum(counts):,} bytes of text, but meta.json says {meta['val_bytes']:,}"
             raise DataError(f"{path} holds {found}; {again}")
     return meta
 
@@ -331,6 +332,12 @@ class Byte:
         return int(np.count_nonzero(ids))  # all but end_of_text
 
 
+GPT2_FILES = (  # the names that tiktoken gives to what it has downloaded
+    "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
+    "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
+)
+
+
 class GPT2:
     """GPT-2's vocabulary, from tiktoken. Nothing is loaded before the first use."""
 
@@ -338,7 +345,7 @@ class GPT2:
     end_of_text = 50256
 
     def __init__(self, meta: dict):
-        pass
+        self.sizes = []  # bytes of each token
 
     def encode(self, text: str) -> np.ndarray:
         return self.encoding().encode_to_numpy(text, disallowed_special=())
@@ -348,6 +355,16 @@ class GPT2:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.encoding().decode(np.asarray(ids, np.int64).tolist())
+
+    def count_bytes(self, ids: np.ndarray) -> int | None:
+        """None where the vocabulary is not on this machine: a check downloads nothing."""
+        cache = os.environ.get("TIKTOKEN_CACHE_DIR") or f"{tempfile.gettempdir()}/data-gym-cache"
+        if not all(os.path.isfile(f"{cache}/{name}") for name in GPT2_FILES):
+            return None
+        if not len(self.sizes):
+            tokens = self.encoding().decode_tokens_bytes(range(self.end_of_text))
+            self.sizes = np.array([*map(len, tokens), 0])  # end_of_text is no text
+        return int(self.sizes[ids].sum())
 
     def encoding(self) -> Any:
         try:
@@ -361,7 +378,7 @@ class GPT2:
 # `meta`; it needs encode, decode and vocab_size. If it learns its vocabulary, it also has
 # learn(text), whose dict goes into `meta`; end_of_text is the id that follows each document of a
 # corpus, if any; encode_batch(texts) is a faster encode; count_bytes(ids) counts the bytes of text,
-# so that a wrong val_bytes is found.
+# so that a wrong val_bytes is found, or returns None if it cannot.
 TOKENIZERS = {"char": Char, "byte": Byte, "gpt2": GPT2}
 
 

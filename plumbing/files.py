@@ -60,6 +60,11 @@ def open_no_link(path: str | Path, flags: int) -> int:
     return descriptor
 
 
+def pieces(file: TextIO, longest: int = 1 << 20) -> Iterator[str]:
+    """The lines of a file; one that is longer than any of ours, which is damage, in pieces."""
+    return iter(lambda: file.readline(longest), "")
+
+
 def is_odd(path: str | Path) -> bool:
     """Whether `path` is something that cannot be read as a file: a named pipe would block."""
     return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)

@@ -3,7 +3,6 @@ finished?"""
 
 import ast
 import functools
-import inspect
 import os
 import platform
 import sys
@@ -11,14 +10,14 @@ import sysconfig
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 
 import torch
 
 from plumbing import checkpoint
 from plumbing.cli import Config, Knob, fail, product
 from plumbing.console import REPO, best_words, shown
-from plumbing.files import digests_by_name, read_json
+from plumbing.files import digests_by_name, pieces, read_json
 from plumbing.machine import choose_dtype, device_name
 from plumbing.ranks import from_all_ranks, say, world_size
 from plumbing.run_folder import RunFolder
@@ -38,6 +37,7 @@ STEERING = ("eval_interval", "eval_tokens", "best_metric", "min_delta")  # of pl
 # What only prints, draws or drives train.py, and what makes a dataset, which has a fingerprint.
 NO_IDENTITY = ("plumbing/console.py", "report.py", "reporting/", "prepare_data.py")
 NO_IDENTITY += ("replay.py", "check.py", "bench.py", "sample.py")
+MOST_DEPTH = 9  # of functions that hold functions
 FORKED = ("train", "model", "optim")  # modules whose functions a notebook may replace
 
 
@@ -151,26 +151,49 @@ def hashes_of_source(source: bytes) -> list[str]:
 def replaced_functions() -> Iterator[tuple[str, list[str]]]:
     """(name, hashes) of functions of train, model and optim that were replaced from a place without
     a file, such as a cell of a notebook."""
-    for module in filter(None, map(sys.modules.get, FORKED)):
-        owners = {module.__name__: module}
-        for name, own in inspect.getmembers(module, inspect.isclass):
-            owners[f"{module.__name__}.{name}"] = own
-        for owner_name, owner in owners.items():
-            for name, function in list(vars(owner).items()):
-                if not inspect.isfunction(function) or name.startswith("__"):  # by a dataclass
-                    continue
-                if not is_file(function.__code__.co_filename):
-                    digest = sha256(repr(content_of(function.__code__)).encode()).hexdigest()
-                    yield f"{owner_name}.{name}", [digest, digest]
+    for module_name in FORKED:
+        module = sys.modules.get(module_name)
+        for name, function in functions_of(module) if module else ():
+            if not is_of_file(function):
+                digest = sha256(repr(content_of(function)).encode()).hexdigest()
+                yield f"{module_name}.{name}", [digest, digest]
 
 
 is_file = functools.cache(os.path.isfile)
 
 
-def content_of(code: CodeType) -> list:
-    """What decides what `code` computes, without its place in a file."""
-    constants = [content_of(c) if isinstance(c, CodeType) else c for c in code.co_consts]
-    return [code.co_code, code.co_names, code.co_varnames, constants]
+def is_of_file(value: object) -> bool:
+    return isinstance(value, FunctionType) and is_file(value.__code__.co_filename)
+
+
+def functions_of(module: ModuleType) -> Iterator[tuple[str, FunctionType | functools.partial]]:
+    for name, value in list(vars(module).items()):
+        if isinstance(value, FunctionType | functools.partial):
+            yield name, value
+        elif isinstance(value, type):
+            for own_name, own in list(vars(value).items()):
+                is_generated = own_name.startswith("__")  # such as a dataclass's __init__
+                if isinstance(own, FunctionType) and not is_generated:
+                    yield f"{name}.{own_name}", own
+
+
+def content_of(value: object, depth: int = 0) -> object:
+    """What decides what `value`, a function without a file or what it holds, computes: code,
+    constants, defaults, closure, arguments of a partial. Of another object, its name."""
+    if isinstance(value, CodeType):
+        value = [value.co_code, value.co_names, value.co_varnames, value.co_consts]
+    elif isinstance(value, FunctionType) and not is_of_file(value):
+        empty = CellType()
+        closure = [c.cell_contents for c in value.__closure__ or () if c != empty]
+        value = [value.__code__, value.__defaults__, value.__kwdefaults__, closure]
+    elif isinstance(value, functools.partial):
+        value = [value.func, value.args, value.keywords]
+    elif isinstance(value, frozenset):
+        value = sorted(map(repr, value))  # whose order is another one in each process
+    if isinstance(value, list | tuple | dict) and depth < MOST_DEPTH:  # a closure may hold itself
+        return [(path, content_of(leaf, depth + 1)) for path, leaf in leaves(value)]
+    is_plain = isinstance(value, int | float | str | bytes | None)
+    return value if is_plain else getattr(value, "__qualname__", type(value).__qualname__)
 
 
 def note_new_code(run) -> None:
@@ -295,8 +318,11 @@ def find_checkpoint(folder: RunFolder, resume: str) -> tuple[Path | None, list[P
 
 def refuse_lost_run(folder: RunFolder, damaged: list[Path]) -> None:
     """Raises BadInput if the folder's run has trained, and has no checkpoint that can be read."""
-    rows = folder.rows.read_text(errors="replace") if folder.rows.is_file() else ""
-    if '"kind": "train"' in rows or damaged or any(folder.path.glob("*.corrupt")):
+    has_trained = damaged or any(folder.path.glob("*.corrupt"))
+    if folder.rows.is_file():
+        with open(folder.rows, errors="replace") as rows:
+            has_trained = has_trained or any('"kind": "train"' in row for row in pieces(rows))
+    if has_trained:
         found = f"the run in {folder.path} has no checkpoint that can be read"
         fail(f"{found}; to start again write --resume=restart or {folder.fresh_out_dir()}")
 

@@ -17,7 +17,15 @@ from typing import Any
 from plumbing import console, machine
 from plumbing.cli import fail
 from plumbing.console import REPO
-from plumbing.files import clean, lock_file, open_no_link, read_json, replacing, write_json
+from plumbing.files import (
+    clean,
+    lock_file,
+    open_no_link,
+    pieces,
+    read_json,
+    replacing,
+    write_json,
+)
 from plumbing.ranks import rank, say
 
 WANDB_SECONDS = 30.0  # longest wait for Weights & Biases at the start, and at the end
@@ -156,7 +164,8 @@ class RunFolder(ExitStack):
             self.event(step, "inexact_resume", **inexact)
         if changed:
             self.event(step, "changed", **changed)
-        write_json(self.mine() / "run.json", self.facts)
+        with self.warning("run.json"):
+            write_json(self.mine() / "run.json", self.facts)
 
     def end(self, ended: str, clock: "Clock", state: dict, report: bool) -> None:
         """Record how the run ended, finish wandb, make the report, print what to type next."""
@@ -237,7 +246,7 @@ class RunFolder(ExitStack):
                 replacing(self.rows) as temporary,
             ):
                 with open(temporary, "w") as new:
-                    new.writelines(filter(stays, old))
+                    new.writelines(filter(stays, pieces(old)))
 
     @contextmanager
     def warning(self, name: str) -> Iterator[None]:

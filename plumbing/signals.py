@@ -9,6 +9,7 @@ from types import FrameType
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _held = None  # the Signals of hold()
+_launcher = None  # the parent of the process when hold() was called
 
 
 class Signals:
@@ -19,7 +20,7 @@ class Signals:
     def __init__(self) -> None:
         self.stop = 0
         self.save = False
-        self.parent = os.getppid()
+        self.parent = _launcher or os.getppid()
         self.before = {}  # signal -> handler
 
     def __enter__(self) -> "Signals":
@@ -53,7 +54,7 @@ def ending_at_once() -> Iterator[None]:
     before = {number: signal.getsignal(number) for number in HANDLED}
     is_main = threading.current_thread() is threading.main_thread()
     over = threading.Event()
-    parent = os.getppid()
+    parent = _launcher or os.getppid()  # it may have died while torch was imported
 
     def watch():
         while not over.wait(0.5):
@@ -75,7 +76,8 @@ def ending_at_once() -> Iterator[None]:
 def hold() -> None:
     """Keep the signals of the seconds of `import torch` for held(): Ctrl-C would end in a
     traceback, SIGUSR1 in death. For a process that does nothing but train."""
-    global _held
+    global _held, _launcher
+    _launcher = os.getppid()
     _held = Signals().__enter__()
 
 

@@ -190,6 +190,10 @@ def outcome_of_training(run):
     epochs = mean(t["epoch"][-1:])
     tokens = mean(t["tokens"][-1:])
     add(best_name, best, ",.4f", split, f" at step {best_step:,}")
+    for row in happened(run, "best_not_saved"):
+        if row["step"] == last_step(run):  # else it was saved later, or the run went on
+            held = row.get("best_pt_holds_step")
+            rows["best.pt"] = f"of step {held}", "a better one could not be saved"
     add(f"last validation loss{nats}", last_loss, ",.4f", split)
     if is_text:
         bits = mean(e["val_bpb"][at_best])

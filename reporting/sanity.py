@@ -621,6 +621,8 @@ def evaluation_checks(job):
         raise NotAsked("validation data of one's own")
     windows = [val_data[place, 1] for place in (*range(count - 1), len(val_data) - 1)]
     windows = [torch.cat([*map(torch.as_tensor, part)]) for part in zip(*windows, strict=True)]
+    if windows[1].is_floating_point():
+        raise NotAsked("targets that are no classes")
     with setting(dropout=train.dropout or 0.2):
         run = replace(job.fresh_run(), ema={})
     average = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
@@ -705,7 +707,7 @@ class Witness(train.Watch):
                 weight.data += torch.randn_like(weight)
         numbers = take()
         self.inputs.append(inputs.cpu())
-        self.targets += (targets != -100).sum().item()
+        self.targets += train.count_targets(targets).item()
         self.rows.append((lr, numbers["loss"].item(), self.targets, len(inputs)))
         for name, weight in run.model.named_parameters():
             self.average[name].lerp_(weight.detach(), 1 - train.ema_decay)

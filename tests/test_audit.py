@@ -140,7 +140,10 @@ def test_what_only_one_try_has_made_is_found_and_healed(knobs, number, odd):
     assert digest(bad.model.state_dict()) == digest(good.model.state_dict())
 
 
-def test_memory_that_runs_out_in_the_repeat_halves_nothing_for_good(knobs):
+@pytest.mark.parametrize("take_audited", [audit.confirm, audit.find_hidden_state])
+def test_memory_that_runs_out_in_the_repeat_halves_nothing_for_good(
+    knobs, take_audited, monkeypatch
+):
     """It may be the copies that were too much: the step is taken once without them."""
     run, plain = build_run(), build_run()
     events = []
@@ -155,10 +158,13 @@ def test_memory_that_runs_out_in_the_repeat_halves_nothing_for_good(knobs):
 
     for audited, step_of in ((run, model), (plain, plain.model)):
         take = functools.partial(train.train_step, step_of, audited, *batch(), 1e-3)
-        _ = audit.confirm(run, take, Clock()) if audited is run else take()
+        _ = take_audited(run, take, Clock()) if audited is run else take()
     assert events == ["audit_skipped"] and tries == [32, 32, 16, 16, 32]
     for part in ("model", "optimizer", "state", "rng"):
         assert digest(run.checkpoint()[part]) == digest(plain.checkpoint()[part]), part
+    monkeypatch.setattr(audit.machine, "free_memory", lambda device: 0)
+    take_audited(run, take, Clock())
+    assert events == ["audit_skipped"] * 2
 
 
 # ---- the second step: state that no checkpoint holds ---------------------------------------------

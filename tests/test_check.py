@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from conftest import REPO
 from helpers import BENCH_FLAGS, bench_arguments, checks_of_the_page
+from test_examples import REGRESSION
 
 import bench
 import check
@@ -100,6 +101,14 @@ def test_any_model_and_data_can_be_checked(tmp_path, train_as_it_was, capsys):
     assert PAGE - found.keys() == OF_TEXT
     assert found.keys() - PAGE == absent - {"FLOPs of a token"}
     assert all(" check" in name for name in absent - {"FLOPs of a token"})
+
+
+def test_a_regression_is_go(tmp_path, train_as_it_was, capsys):
+    script = tmp_path / "regression.py"
+    script.write_text(REGRESSION)
+    flags = ["--device=cpu", "--dtype=float32", f"--out_dir={tmp_path}"]
+    assert check.main([str(script), *flags]) == 0
+    assert "\n  GO\n" in capsys.readouterr().out
 
 
 def see_the_future(monkeypatch):

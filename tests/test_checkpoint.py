@@ -7,8 +7,11 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, events, wait_for
+from conftest import REPO, events, stop_at, wait_for
 from sources import SHORT_PAUSES, around
+
+from reporting.record import read_run
+from reporting.results import outcome
 
 SAVES = ("--save_interval=2", "--eval_interval=2", "--milestone_interval=4")
 KILL_AT_4 = """
@@ -67,6 +70,16 @@ def test_a_best_that_could_not_be_saved_is_tried_again_at_every_save(run_train, 
     sample = [sys.executable, REPO / "sample.py", done.out_dir, "--checkpoint=best"]
     words = subprocess.run(sample, capture_output=True, text=True).stderr
     assert "best.pt, step 0 (the weights of step 6 were better; they could not be saved)" in words
+
+
+def test_a_best_that_a_killed_process_could_not_save_is_told_by_the_next(run_train):
+    flags = ("--save_interval=2", "--eval_interval=6", "--peak_lr=1e-2", "--min_lr=1e-2")
+    source = FULL_DISK.format(times=99) + stop_at(11, "SIGKILL")
+    run_train("run", *flags, before=source, code=137)
+    done = run_train("run", *flags, before=FULL_DISK.format(times=0))
+    assert torch.load(done.out_dir / "best.pt")["state"]["step"] == 0
+    assert "# text; best.pt is of step 0, a better one could not be saved" in done.stdout
+    assert outcome(read_run(done.out_dir), 0)["best.pt"][0] == "of step 0"
 
 
 def test_what_is_no_regular_file_is_refused_in_one_line(run_train):

@@ -308,6 +308,17 @@ def other_bytes(folder):
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
+@needs_gpt2
+def test_bytes_are_counted_where_the_vocabulary_of_gpt2_is(tmp_path, text_file, monkeypatch):
+    folder, _ = prepare("esel", tmp_path, str(text_file), "gpt2")
+    data.verified_meta(folder)
+    other_bytes(Path(folder))
+    with pytest.raises(DataError, match="bytes of text, but meta.json says"):
+        data.verified_meta(folder)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    data.verified_meta(folder)  # nothing is downloaded to check it
+
+
 def pipe_as_meta(folder):
     (folder / "meta.json").unlink()
     os.mkfifo(folder / "meta.json")

@@ -2,12 +2,13 @@
 
 import sys
 import threading
+import tracemalloc
 
 import pytest
 from conftest import read_rows
 from sources import SHORT_PAUSES, around, at_step, stop_at
 
-from plumbing import run_folder
+from plumbing import resume, run_folder
 from plumbing.run_folder import RunFolder
 
 
@@ -198,3 +199,32 @@ def test_a_run_folder_that_vanishes_ends_in_one_line(run_train):
     done = run_train("run", "--log_interval=1", before=before, code=1)
     assert "Traceback" not in done.stderr, done.stderr
     assert "run.json cannot be written (No such file or directory)" in done.stdout
+
+
+@pytest.mark.parametrize("number, code", [(1, 2), (2, 0)])
+def test_a_full_disk_at_a_write_of_run_json_is_one_line(run_train, number, code):
+    """The second one ends no run: it is written again at the end."""
+    source = f"""
+import plumbing.run_folder as folder
+calls = []
+def write_json(*rest, inner=folder.write_json):
+    calls.append(1)
+    if len(calls) == {number}:
+        raise OSError(28, "No space left on device")
+    inner(*rest)
+folder.write_json = write_json
+"""
+    done = run_train("run", before=source, code=code)
+    assert "Traceback" not in done.stderr
+    assert (done.stdout + done.stderr).count("cannot be written (No space left on device)") == 1
+
+
+def test_a_line_without_end_takes_no_memory_on_a_resume(folder):
+    with open(folder.rows, "ab") as file:
+        file.truncate(100_000_000)
+    tracemalloc.start()
+    resume.refuse_lost_run(folder, [])
+    folder.cut_rows(0)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 20_000_000 and folder.rows.stat().st_size == 0

@@ -166,9 +166,18 @@ def test_a_module_that_a_step_imports_counts_as_it_was_first_seen(start, tmp_pat
     assert start(script=one) == ([[str(lazy)]] if edit == "between" else [])
 
 
-def test_a_function_replaced_in_a_notebook_counts_by_its_code(start):
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "train.lr_at = lambda step: {}",
+        "train.lr_at = lambda step, rate={}: rate",
+        "train.lr_at = (lambda rate: lambda step: rate)({})",
+        "import functools; train.lr_at = functools.partial(lambda rate, step: rate, {})",
+    ],
+    ids=["constant", "default", "closure", "partial"],
+)
+def test_a_function_replaced_in_a_notebook_counts_by_what_it_computes(start, cell):
     """A cell has no file."""
-    cell = "train.lr_at = lambda step: {}"
     start(cell=cell.format(1e-3))
     assert start(cell=cell.format(1e-3)) == []  # the same cell again
     again = ("--max_steps=14", "--decay_steps=14")
@@ -183,8 +192,9 @@ def test_another_file_that_a_fork_reads_is_part_of_the_run(run_train, tmp_path):
     teacher.write_bytes(b"two")
     done = run_train("run", *FLAGS, before=change, code=2)
     assert "teacher.pt" in done.stderr
-    teacher.write_bytes(b"one")
-    done = run_train("run", *FLAGS, before=change)
+    (tmp_path / "moved").mkdir()  # the same name and bytes elsewhere are no change
+    (tmp_path / "moved" / "teacher.pt").write_bytes(b"one")
+    done = run_train("run", *FLAGS, before=change.replace("/teacher.pt", "/moved/teacher.pt"))
     assert not events(done, "inexact_resume")
 
 

@@ -152,6 +152,25 @@ def test_a_loss_in_chunks_has_the_gradients_of_the_whole(overrides, monkeypatch)
     assert (chunked_gradient - gradient).norm() / gradient.norm() < 1e-6
 
 
+@pytest.mark.parametrize("change", ["cap", "z-loss"])
+def test_what_changes_logits_or_loss_in_one_place_holds_in_chunks_too(change, monkeypatch):
+    def capped(head, x, classes, inner=module.logits_of):
+        return inner(head, x, classes).div(2).tanh().mul(2)
+
+    def with_z_loss(head, x, targets, *rest, inner=module.head_loss):
+        z = module.logits_of(head, x, None).logsumexp(-1)[targets != -100].square()
+        return inner(head, x, targets, *rest) + (z.sum() if "sum" in rest else z.mean())
+
+    plain, _ = loss_and_gradient(monkeypatch, 1)
+    name, new = ("logits_of", capped) if change == "cap" else ("head_loss", with_z_loss)
+    monkeypatch.setattr(module, name, new)
+    whole, gradient = loss_and_gradient(monkeypatch, 1)
+    chunked, chunked_gradient = loss_and_gradient(monkeypatch, MAX_CHUNKS)
+    assert abs(whole - plain) > 0.1
+    assert chunked.item() == pytest.approx(whole.item(), rel=1e-5)
+    assert (chunked_gradient - gradient).norm() / gradient.norm() < 1e-5
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_the_logits_of_a_large_vocabulary_never_stand_at_once(dtype, monkeypatch):
     monkeypatch.setattr("model.CHUNK_LOGITS", 2**20)

@@ -262,7 +262,7 @@ def test_a_good_run_is_verified(good, replay):
     assert "12 of 12 steps computed again: all bits equal" in again.stdout
     assert tree(good.out_dir) == before
     some = replay(good.out_dir, "--verify=1", "--seed=3")
-    assert "2 of 12 steps" in some.stdout and "--seed=3" in some.stdout
+    assert "4 of 12 steps" in some.stdout and "--seed=3" in some.stdout
 
 
 def test_a_run_that_was_stopped_and_extended_is_verified(run_train, replay):
@@ -400,7 +400,7 @@ def test_steps_after_the_last_save_of_a_killed_run_are_computed_again(run_train,
     assert "10 of 10 steps" in again.stdout, again.stdout + again.stderr
     assert "not covered: finite step_ms" in again.stdout
     edit(done, edited(10, loss=1.0))
-    again = replay(done.out_dir, "--verify=9", code=1)
+    again = replay(done.out_dir, "--verify=1", "--seed=1", code=1)  # whichever are drawn
     assert f"step 10 of {done.out_dir} is not what" in again.stdout
     edit(done, lambda row: row | {"step": 16} if row["step"] == 10 else row)
     again = replay(done.out_dir, "--verify=9", code=1)

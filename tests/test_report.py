@@ -3,8 +3,10 @@ cannot be."""
 
 import json
 import math
+import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ from pathlib import Path
 import helpers
 import numpy as np
 import pytest
-from conftest import make_dataset
+from conftest import copy_of_repository, make_dataset
 from helpers import RUNS, evaluation, event, eventful, falling, write_run
 from sources import around
 
@@ -256,6 +258,18 @@ def test_a_report_that_fails_says_so_in_a_line_and_in_its_exit_code(command, rea
     done = subprocess.run(python, cwd=REPO, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert "pip install matplotlib" in done.stderr and (folder / "report.md").is_file()
+
+
+def test_where_train_has_another_name_each_script_works_or_says_what_to_type(real, tmp_path):
+    copy = copy_of_repository(tmp_path / "copy")
+    shutil.copytree(REPO / "reporting", copy / "reporting", dirs_exist_ok=True)
+    os.rename(copy / "train.py", copy / "mine.py")
+    folder = write_run(tmp_path / "run", rows_of(real, "train"))
+    for script, code in (("report.py", 0), ("bench.py", 2), ("check.py", 2)):
+        command = [sys.executable, copy / script, folder]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == code and done.stderr.count("\n") == bool(code), done.stderr
+        assert not code or "ln -s NAME.py train.py" in done.stderr
 
 
 # ---- what happened -------------------------------------------------------------------------------

@@ -437,3 +437,9 @@ def test_an_extent_beyond_the_split_is_the_whole_split(run_train):
     whole, beyond = (run_train(str(n), f"--eval_tokens={n}").rows("eval") for n in (0, 10**9))
     assert whole == beyond and "val_bpb" in whole[0] and "val_tokens" not in whole[0]
     assert "val_tokens" in run_train("part", "--eval_tokens=16").rows("eval")[0]  # control
+
+
+def test_another_best_metric_asks_a_finished_run_for_another_result(run_train):
+    run_train("run")
+    refused = run_train("run", "--best_metric=-val_accuracy", code=2)
+    assert "best_metric changed from val_loss" in refused.stderr

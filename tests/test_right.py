@@ -57,6 +57,30 @@ def test_a_fallback_to_eager_mode_is_logged_and_not_kept(run_train):
     assert changes == [[True, False], [False, True]]
 
 
+LATER = """
+import os, signal, torch
+from torch._inductor.exc import CppCompileError
+def late(model, **options):
+    calls = []
+    def call(*batch):
+        calls.append(1)
+        if len(calls) == 6:  # a new shape
+            SIGNAL
+            raise CppCompileError(["g++"], "it ended")
+        return model(*batch)
+    return call
+torch.compile = late
+"""
+
+
+@pytest.mark.parametrize("sent, code", [("os.kill(os.getpid(), signal.SIGINT)", 130), ("pass", 1)])
+def test_a_signal_during_a_later_compilation_is_a_stop(run_train, sent, code):
+    flags = ("--compile=true", "--audit_interval=-1")
+    done = run_train("run", *flags, before=LATER.replace("SIGNAL", sent), code=code)
+    assert ("Traceback" in done.stderr) == (code == 1), done.stderr
+    assert done.facts["ended"].startswith("stopped by SIGINT") == (code == 130)
+
+
 def test_no_shape_is_left_to_eager_mode():
     """Past its limit of 8, torch would compute later shapes in eager mode without an error."""
     compiled(torch.nn.Linear(2, 2))
@@ -129,14 +153,22 @@ def test_a_rank_that_waits_for_another_can_be_ended(data_dir, tmp_path):
     assert process.wait(10) == -signal.SIGTERM
 
 
-def test_a_rank_whose_launcher_dies_while_it_waits_ends_by_itself(data_dir, tmp_path):
+@pytest.mark.parametrize("where", ["the import of torch", "the rendezvous"])
+def test_a_rank_whose_launcher_dies_while_it_waits_ends_by_itself(data_dir, tmp_path, where):
     launcher, port = waiting_rank(data_dir, tmp_path, wrapped=True)
     pid = int(launcher.stdout.readline())
-    wait_for(lambda: listens(port), 60)
+    wait_for(lambda: listens(port) if where == "the rendezvous" else holds_signals(pid), 60)
     assert alive(pid)
     launcher.kill()
     launcher.wait()
-    wait_for(lambda: not alive(pid), 10)
+    wait_for(lambda: not alive(pid), 10 if where == "the rendezvous" else 60)
+
+
+def holds_signals(pid):
+    """Whether hold() was called: Python itself has no handler for SIGUSR1."""
+    with open(f"/proc/{pid}/status") as status:
+        caught = next(line for line in status if line.startswith("SigCgt:"))
+    return int(caught.split()[1], 16) & 1 << signal.SIGUSR1 - 1
 
 
 def test_the_rank_that_has_the_cause_prints_it(run_train):
@@ -145,6 +177,21 @@ def test_the_rank_that_has_the_cause_prints_it(run_train):
     assert codes(done).endswith("2"), done.stderr
     assert done.stderr.count("the model does not fit into this memory") == 1
     assert "another rank" in done.stderr and "Traceback" not in done.stderr
+
+
+DEAD_WORKER = """
+def getitem(self, batch, inner=train.ShuffledWindows.__getitem__):
+    if batch[0] >= 5 * 8:
+        os._exit(9)
+    return inner(self, batch)
+train.ShuffledWindows.__getitem__ = getitem
+"""
+
+
+def test_a_dead_worker_is_told_by_its_rank(run_train):
+    flags = ("--batch_size=4", "--num_workers=1", "--hang_minutes=0.2")
+    done = run_train("run", *flags, before=ranks(2, only_on(1, DEAD_WORKER)), code=1)
+    assert codes(done) == "1 1" and done.stderr.count("DataLoader worker (pid") == 1, done.stderr
 
 
 def test_a_window_holds_in_every_path_of_attention(monkeypatch):
