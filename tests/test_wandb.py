@@ -12,7 +12,7 @@ import pytest
 from conftest import read_rows
 from sources import around, at_step, stop_at
 
-from plumbing.run_folder import Wandb
+from reporting.wandb_log import Wandb
 
 ON = ("--wandb_log=true", "--max_steps=30", "--eval_interval=10", "--save_interval=10")
 ON += ("--log_interval=1",)
@@ -176,7 +176,7 @@ def test_a_server_that_does_not_answer_is_one_line(run_train):
         silent.listen()
         where = {"WANDB_BASE_URL": f"http://127.0.0.1:{silent.getsockname()[1]}"}
         online = where | {"WANDB_MODE": "online", "WANDB_API_KEY": 40 * "a"}
-        impatient = "from plumbing import run_folder\nrun_folder.WANDB_SECONDS = 2\n"
+        impatient = "from reporting import wandb_log\nwandb_log.WANDB_SECONDS = 2\n"
         start = time.monotonic()
         done = run_train("run", *ON, env=online, before=impatient)
     assert done.returncode == 0, done.stderr
