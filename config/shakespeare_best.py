@@ -23,5 +23,5 @@ peak_lr = 1e-2
 min_lr = peak_lr / 100
 weight_decay = 1.2
 
-compile = True  # dropout is slow in eager mode on a CPU
+compile = True  # dropout then is a part of the product's kernel
 log_interval = 50
