@@ -74,9 +74,11 @@ def test_a_best_that_could_not_be_saved_is_tried_again_at_every_save(run_train, 
 
 def test_a_best_that_a_killed_process_could_not_save_is_told_by_the_next(run_train):
     flags = ("--save_interval=2", "--eval_interval=6", "--peak_lr=1e-2", "--min_lr=1e-2")
-    source = FULL_DISK.format(times=99) + stop_at(11, "SIGKILL")
-    run_train("run", *flags, before=source, code=137)
-    done = run_train("run", *flags, before=FULL_DISK.format(times=0))
+    uphill = around("forward_backward", then=UPHILL)
+    full = "failures = []" + around("checkpoint.replacing", FULL_DISK.replace("TIMES", "99"))
+    killed = uphill + full + stop_at(11, "SIGKILL")
+    run_train("run", *flags, before=SHORT_PAUSES + killed, code=137)
+    done = run_train("run", *flags, before=uphill)
     assert torch.load(done.out_dir / "best.pt")["state"]["step"] == 0
     assert "# text; best.pt is of step 0, a better one could not be saved" in done.stdout
     assert outcome(read_run(done.out_dir), 0)["best.pt"][0] == "of step 0"
