@@ -3,10 +3,12 @@
 Nothing here starts anything when it is imported.
 """
 
+import dataclasses
 import json
 import math
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -55,6 +57,13 @@ def alive(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def catches(pid, name):
+    """Whether a process has a handler of this signal. Python itself has one of SIGINT alone."""
+    with open(f"/proc/{pid}/status") as file:
+        handled = int(re.search(r"SigCgt:\s*(\w+)", file.read())[1], 16)
+    return bool(handled >> signal.Signals[name] - 1 & 1)
 
 
 def free_port():
@@ -108,13 +117,6 @@ class Recurrent(nn.Module):
         )
 
 
-def model_batch(rows, config, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    shape = (rows, config.block_size + 1)
-    window = torch.randint(config.vocab_size, shape, generator=generator)
-    return window[:, :-1].contiguous(), window[:, 1:].contiguous()
-
-
 class Moving(torch.nn.Module):
     """A GPT whose forward pass moves buffers in place, as BatchNorm does, or by new ones."""
 
@@ -162,13 +164,6 @@ BENCH_FLAGS = {
 }
 
 
-def checks_of_the_page():
-    """The checks of check.py, as docs/trouble.md names and explains them."""
-    page = (REPO / "docs" / "trouble.md").read_text(encoding="utf-8")
-    table = page.partition("| check | what it tests")[2].partition("\n## ")[0]
-    return set("; ".join(re.findall(r"^\| ([^|]*) \|", table, re.MULTILINE)).split("; "))
-
-
 def bench_arguments(out_dir, data_dir, **flags):
     flags = BENCH_FLAGS | {"out_dir": out_dir, "data_dir": data_dir} | flags
     return [f"--{key}={value}" for key, value in flags.items()]
@@ -177,11 +172,13 @@ def bench_arguments(out_dir, data_dir, **flags):
 # ---- one update, without a run -------------------------------------------------------------------
 
 
+OF_RUN = GPTConfig(vocab_size=65, block_size=16, n_head=2, n_embd=32)
+
+
 def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
     """A run before its first step, on a model in which every path is open."""
     torch.manual_seed(0)
-    shape = {"vocab_size": 65, "block_size": 16, "n_head": 2, "n_embd": 32} | shape
-    model = GPT(GPTConfig(**shape))
+    model = GPT(dataclasses.replace(OF_RUN, **shape))
     with torch.no_grad():
         for weight in model.parameters():
             weight.add_(torch.randn_like(weight), alpha=0.1)
@@ -203,9 +200,10 @@ def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
     )
 
 
-def batch(rows=32, seed=0):
+def batch(rows=32, config=OF_RUN, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    window = torch.randint(65, (rows, 17), generator=generator)
+    shape = (rows, config.block_size + 1)
+    window = torch.randint(config.vocab_size, shape, generator=generator)
     return window[:, :-1].clone(), window[:, 1:].clone()
 
 

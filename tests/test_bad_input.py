@@ -251,6 +251,7 @@ def test_a_finished_run_asked_for_another_one_is_refused(train_in, finished):
         ("--peak_lr=0.5", "peak_lr changed from 0.001 to 0.5"),
         ("--max_skipped=3", "max_skipped changed from 10 to 3"),
         ("--deterministic=false", "deterministic changed from auto to False"),
+        ("--best_metric=-val_accuracy", "best_metric changed from val_loss"),
     ):
         flags = ("--max_steps=3", flag, "--log_interval=1")
         done = train_in(finished.out_dir.parent, "run", *flags, code=2)

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, events, stop_at, wait_for
-from sources import SHORT_PAUSES, around
+from conftest import REPO, events, wait_for
+from sources import SHORT_PAUSES, around, stop_at
 
 from reporting.record import read_run
 from reporting.results import outcome
@@ -46,14 +46,18 @@ if run.state["step"] >= 6:  # from here on
     for weight in run.model.parameters():
         weight.grad.neg_()
 """
+BEST = ("--save_interval=2", "--eval_interval=6", "--peak_lr=1e-2", "--min_lr=1e-2")
+
+
+def best_at_6(times):
+    """Source: the best is of step 6, and so many of its saves fail."""
+    full = around("checkpoint.replacing", FULL_DISK.replace("TIMES", str(times)))
+    return SHORT_PAUSES + "failures = []" + full + around("forward_backward", then=UPHILL)
 
 
 @pytest.mark.parametrize("times", [2, 99])
 def test_a_best_that_could_not_be_saved_is_tried_again_at_every_save(run_train, times):
-    flags = ("--save_interval=2", "--eval_interval=6", "--peak_lr=1e-2", "--min_lr=1e-2")
-    full = around("checkpoint.replacing", FULL_DISK.replace("TIMES", str(times)))
-    before = SHORT_PAUSES + "failures = []" + full + around("forward_backward", then=UPHILL)
-    done = run_train("run", *flags, before=before)
+    done = run_train("run", *BEST, before=best_at_6(times))
     assert "could not save best.pt (" in done.stdout
     assert any(row["event"] == "save_failed" for row in done.rows("event"))
     held = torch.load(done.out_dir / "best.pt")["state"]
@@ -73,12 +77,8 @@ def test_a_best_that_could_not_be_saved_is_tried_again_at_every_save(run_train, 
 
 
 def test_a_best_that_a_killed_process_could_not_save_is_told_by_the_next(run_train):
-    flags = ("--save_interval=2", "--eval_interval=6", "--peak_lr=1e-2", "--min_lr=1e-2")
-    uphill = around("forward_backward", then=UPHILL)
-    full = "failures = []" + around("checkpoint.replacing", FULL_DISK.replace("TIMES", "99"))
-    killed = uphill + full + stop_at(11, "SIGKILL")
-    run_train("run", *flags, before=SHORT_PAUSES + killed, code=137)
-    done = run_train("run", *flags, before=uphill)
+    run_train("run", *BEST, before=best_at_6(99) + stop_at(11, "SIGKILL"), code=137)
+    done = run_train("run", *BEST, before=best_at_6(0))
     assert torch.load(done.out_dir / "best.pt")["state"]["step"] == 0
     assert "# text; best.pt is of step 0, a better one could not be saved" in done.stdout
     assert outcome(read_run(done.out_dir), 0)["best.pt"][0] == "of step 0"

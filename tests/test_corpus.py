@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from conftest import REPO, needs_gpt2, pydoc_text, tree, wait_for
+from test_data import run
 
 import prepare_data
 from plumbing.cli import setting
 from plumbing.data import TOKENIZERS, DataError, Offline, tokenizer_of
 from prepare_data import CORPORA, get_dataset, parts, prepare, read_chunks
 
-SCRIPT = REPO / "prepare_data.py"
 BOTH = ["byte", pytest.param("gpt2", marks=needs_gpt2)]
 MANY = {"val_fraction": 0.1}  # so that a small corpus has some to validate
 
@@ -205,35 +205,21 @@ def test_a_corpus_that_is_there_is_checked_and_left_as_it_is(tmp_path, corpus):
     assert tree(tmp_path / "made") == before
 
 
-def test_a_small_corpus_has_validation_text_too(tmp_path, texts, capsys):
+def test_a_small_corpus_has_validation_text_too(tmp_path, texts):
     """Forty books, with the default val_fraction: expected are 0.02 documents."""
     for i in range(40):
         write(tmp_path / "books" / f"{i}.txt", texts[i].encode() * 20)
-    done = command(tmp_path, "made", "--input=books", "--tokenizer=byte")
+    flags, data = ("--input=books", "--tokenizer=byte"), tmp_path / "data"
+    done = run(tmp_path, "made", *flags)
     assert done.returncode == 0, done.stderr
-    fraction = re.search("=0.0005 does not fit this text; ([0-9.]+) is used instead", done.stdout)[
-        1
-    ]
-    val = documents_of(tmp_path / "made", "val")
-    assert 1 <= len(val) <= 4 and all_of(tmp_path / "made") == sorted(t * 20 for t in texts[:40])
-    again = command(
-        tmp_path, "again", "--input=books", "--tokenizer=byte", f"--val_fraction={fraction}"
-    )
-    assert documents_of(tmp_path / "again", "val") == val and "instead" not in again.stdout
+    (fraction,) = re.findall("=0.0005 does not fit this text; (.+) is used instead", done.stdout)
+    val = documents_of(data / "made", "val")
+    assert 1 <= len(val) <= 4 and all_of(data / "made") == sorted(t * 20 for t in texts[:40])
+    again = run(tmp_path, "again", *flags, f"--val_fraction={fraction}")
+    assert documents_of(data / "again", "val") == val and "instead" not in again.stdout
 
 
 # --- bad input ---
-
-
-def command(tmp_path, *argv, **environment):
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *argv, f"--data_dir={tmp_path}"],
-        env=os.environ | environment,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 GOOD = b'{"text": "good"}\n'

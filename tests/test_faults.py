@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import events, fingerprint, first, tree, wait_for
-from sources import LION, SHARD, SHORT_PAUSES, around, at_step, bad_batches, only_on, ranks, stop_at
+from sources import SHARD, SHORT_PAUSES, around, at_step, bad_batches, ranks, stop_at
 
 from plumbing import checkpoint
 from plumbing.safe_step import tensors
@@ -53,7 +53,6 @@ def test_a_signal_to_the_whole_group_stops_after_a_checkpoint(run_train, straigh
     assert f"stopped by {name} at step 6" in stopped.stdout
     assert "ckpt_00000006.pt" in stopped.stdout
     assert "type the same command" in stopped.stdout and "Traceback" not in stopped.stderr
-    assert fingerprint(stopped.checkpoint(6))
     done = run_train("run", *EVERYTHING)
     assert done.fingerprint(12) == straight.fingerprint(12)
 
@@ -633,30 +632,6 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_message(run_train, straight
 
 # ---- numbers that are not finite -----------------------------------------------------------------
 
-BAD = [("adamw", "loss * math.nan"), ("Lion by hand", "grad.view(-1)[0] = math.inf")]
-BAD += [("muon", "grad.view(-1)[0] = math.inf"), ("sgd", "loss * math.nan")]
-
-
-@pytest.mark.parametrize("optimizer, how", BAD)
-def test_a_bad_step_touches_neither_weights_nor_moments_nor_average(run_train, optimizer, how):
-    """The first one, where the moments come to be, and the last one. More of it in test_loop.py."""
-    by_hand = optimizer == "Lion by hand"
-    flags = "--ema_decay=0.9 --max_steps=4 --schedule=constant --warmup_steps=0 --save_interval=3"
-    flags += "" if by_hand else f" --optimizer={optimizer}"
-    source = LION * by_hand + bad_batches([0, 3], how)
-    done = run_train("run", *flags.split(), "--keep_last=9", before=source)
-    first, before, after = (done.fingerprint(step) for step in (0, 3, 4))
-    assert all(before[part] == after[part] for part in ("model", "optimizer", "ema"))
-    assert first["model"] != before["model"] and first["ema"] != before["ema"]
-    assert [row["step"] for row in events(done, "skipped")] == [1, 4]
-    assert [row["skipped"] for row in done.rows("train")] == [1, 0, 0, 1]
-    saved = torch.load(done.checkpoint(4), weights_only=True)
-    assert (saved["state"]["skipped"], saved["state"]["skips_in_row"]) == (2, 1)
-    if by_hand:
-        assert saved["optimizer"][0]["param_groups"][0]["count"] == 2
-        assert saved["optimizer"][0]["state"][0]["n"] == 2
-
-
 ROLLBACK = (*EVERYTHING, "--max_skipped=2", "--max_steps=20")
 
 
@@ -906,43 +881,3 @@ train.main = look_after(train.main)
     assert late < 1.05 * early
     assert "LEFT 0 0 0" in done.stdout
     assert not list(done.out_dir.glob("*.tmp"))
-
-
-# ---- buffers that a fork moves at any time
-# --------------------------------------------------------
-
-
-def test_ranks_whose_weights_differ_stop_with_the_names_of_the_tensors(run_train):
-    """Noise that one rank alone adds to a weight, say. Nothing of it reaches a checkpoint."""
-    noise = at_step(6, "run.model.head.weight.data[0, 0] += 1e-6")
-    flags = ("--save_interval=4", "--log_interval=1")
-    done = run_train("run", *flags, "--batch_size=4", before=ranks(2, only_on(1, noise)), code=1)
-    assert "Traceback" not in done.stderr
-    assert "at step 8 the ranks hold different bits in head.weight" in done.stderr
-    assert done.checkpoint(4).exists() and not done.checkpoint(8).exists()
-
-
-def test_the_loss_scale_of_float16_is_part_of_the_state(run_train):
-    """A scale that starts too high, and grows every 3 steps: without it, a resume skips anew."""
-    lively = """
-import functools
-lively = {"init_scale": 2.0**26, "growth_interval": 3}
-torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, **lively)
-"""
-    scaler = "args[0].run.scaler"
-    forget = around(
-        "checkpoint.WholeState.put_back",
-        first=f"now = {scaler}.state_dict()",
-        then=f"{scaler}.load_state_dict(now)",
-    )
-    flags = ("--dtype=float16", "--max_skipped=50", "--max_steps=30", "--dropout=0.1")
-    flags += ("--audit_interval=-1",)  # it puts back the state, too
-    straight = run_train("straight", *flags, before=lively)
-    skipped = [row["step"] for row in events(straight, "skipped")]
-    assert skipped[:1] == [1] and len(skipped) < 25
-    for name, before in (("same", lively), ("control", lively + forget)):
-        run_train(name, *flags, before=lively + stop_at(20), code=143)
-        done = run_train(name, *flags, before=before)
-        same = done.fingerprint(30) == straight.fingerprint(30)
-        assert same == (name == "same")
-        assert (done.fingerprint(30)["model"] == straight.fingerprint(30)["model"]) == same

@@ -6,10 +6,12 @@ import tracemalloc
 
 import pytest
 from conftest import read_rows
+from helpers import evaluation, write_run
 from sources import SHORT_PAUSES, around, at_step, stop_at
 
 from plumbing import resume, run_folder
 from plumbing.run_folder import RunFolder
+from reporting.record import read_run
 
 
 @pytest.fixture
@@ -219,12 +221,14 @@ folder.write_json = write_json
     assert (done.stdout + done.stderr).count("cannot be written (No space left on device)") == 1
 
 
-def test_a_line_without_end_takes_no_memory_on_a_resume(folder):
+def test_a_line_without_end_takes_no_memory_in_a_report_or_a_resume(folder):
+    write_run(folder.path, [evaluation(0, 4.2)])
     with open(folder.rows, "ab") as file:
         file.truncate(100_000_000)
     tracemalloc.start()
+    assert len(read_run(folder.path).evals["step"]) == 1
     resume.refuse_lost_run(folder, [])
     folder.cut_rows(0)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert peak < 20_000_000 and folder.rows.stat().st_size == 0
+    assert peak < 20_000_000 and len(read_rows(folder.path)) == 1

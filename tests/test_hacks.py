@@ -2,7 +2,6 @@
 same, and each run, killed and resumed, comes to the bits of one that was never stopped."""
 
 import dataclasses
-import functools
 import subprocess
 import sys
 
@@ -130,20 +129,6 @@ def test_a_hacked_run_is_killed_and_resumes_bit_for_bit(
 
 
 # ---- what they are for ---------------------------------------------------------------------------
-
-
-def test_a_skipped_first_step_makes_no_state_in_an_optimizer_written_by_hand(fork, run_train):
-    run_fork = functools.partial(run_train, repo=fork("lion"), before=bad_batches([0]))
-    flags = ("--optimizer=lion", "--warmup_steps=0", "--schedule=constant")
-    states = []
-    for steps in (1, 2):
-        done = run_fork("run", *flags, f"--max_steps={steps}")
-        states += torch.load(done.checkpoint(steps), weights_only=True)["optimizer"]
-    assert [row["skipped"] for row in done.rows("train")] == [1, 0]
-    skipped, taken = states
-    assert skipped["state"] == {} and taken["state"][0]["updates"] == 1
-    assert [group["updates"] for group in skipped["param_groups"]] == [0, 0]
-    assert [group["updates"] for group in taken["param_groups"]] == [1, 1]
 
 
 def test_a_loss_spike_rolls_back_and_the_run_goes_on(fork, run_train):

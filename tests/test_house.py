@@ -3,13 +3,12 @@ functions."""
 
 import ast
 import json
-import subprocess
-import sys
 from collections import defaultdict
 from functools import cache
 
 import pytest
 from conftest import REPO
+from helpers import python
 
 from plumbing.cli import read_knobs
 
@@ -106,9 +105,7 @@ def test_a_name_is_defined_in_one_file_alone():
 @pytest.fixture(scope="module")
 def loaded():
     """(the repository's files, all modules) of a fresh process after `import train`."""
-    command = [sys.executable, "-c", LOADED]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
-    files, modules = json.loads(done.stdout)
+    files, modules = json.loads(python(LOADED))
     installed = ("site-packages", "dist-packages")  # of a virtual environment in the repository
     files = [file for file in files if file.startswith(f"{REPO}/")]
     names = [file.removeprefix(f"{REPO}/") for file in files]

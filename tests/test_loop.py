@@ -6,14 +6,12 @@ import hashlib
 import importlib.metadata
 import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from conftest import REPO, TINY, WINDOWS, digest, read_rows, tree
-from helpers import batch, build_run, distance, gradient, moving_run, update
+from helpers import batch, build_run, distance, gradient, moving_run, python, update
 from sources import around, stop_at
 
 import train
@@ -467,11 +465,9 @@ def test_in_a_notebook_a_run_can_be_started_twice_in_one_process(data_dir, tmp_p
     knobs = {**TINY, "data_dir": str(data_dir), "out_dir": str(tmp_path / "run"), "max_steps": 5}
     knobs |= {"compile": False, "report": False}
     first = "".join(f"train.{name} = {value!r}\n" for name, value in knobs.items())
-    command = [sys.executable, "-c", NOTEBOOK.replace("FIRST CELL", first)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
+    printed = python(NOTEBOOK.replace("FIRST CELL", first))
     assert [row["step"] for row in read_rows(tmp_path / "run", "train")] == [1, 2, 3, 4, 5]
-    assert done.stdout.count("RETURNED 0 True") == 2  # knobs, handlers and locks as before
-    second = done.stdout.split("RETURNED 0")[1]
+    assert printed.count("RETURNED 0 True") == 2  # knobs, handlers and locks as before
+    second = printed.split("RETURNED 0")[1]
     assert "run is finished: 5 steps" in second and "step/total" not in second
-    assert "ipykernel" not in done.stdout + done.stderr
+    assert "ipykernel" not in printed

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import Recurrent, build, build_trained
-from helpers import model_batch as batch
+from helpers import Recurrent, batch, build, build_trained
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -129,7 +128,7 @@ def test_the_loss_of_a_small_vocabulary_is_that_of_its_logits_bit_for_bit():
     assert torch.equal(model(tokens, targets), expected)
 
 
-def loss_and_gradient(monkeypatch, chunks, dtype=torch.float32, **overrides):
+def loss_and_gradient(monkeypatch, chunks, **overrides):
     """Of 7 x 64 tokens of a vocabulary of 1,000, padded to 1,024; some targets do not count."""
     monkeypatch.setattr("model.CHUNK_LOGITS", 2**14 if chunks > 1 else 2**40)
     model = build_trained(vocab_size=1000, block_size=64, **overrides)
@@ -137,8 +136,7 @@ def loss_and_gradient(monkeypatch, chunks, dtype=torch.float32, **overrides):
     targets[0] = -100
     targets[4, 10:40] = -100
     assert model.loss_chunks(targets.numel()) == chunks
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-        loss = model(tokens, targets)
+    loss = model(tokens, targets)
     (3 * loss).backward()
     return loss, flat_gradient(model)
 

@@ -207,10 +207,8 @@ def test_torchrun_passes_a_signal_on(start_train, run_train, once, count, name):
     wait_for(lambda: not any(map(alive, pids)), 10)
     how = "left alone by its launcher" if name == "SIGKILL" else f"stopped by {name}"
     assert f"{how} at step" in process.log.read_text()
-    done, straight = (
-        run_train("run", *flags, before=ranks(count)),
-        once(*flags, before=ranks(count)),
-    )
+    done = run_train("run", *flags, before=ranks(count))
+    straight = once(*flags, before=ranks(count))
     assert done.fingerprint(100) == straight.fingerprint(100)
 
 

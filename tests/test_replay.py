@@ -2,10 +2,8 @@
 
 import dataclasses
 import json
-import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -154,25 +152,24 @@ model.Block.forward = forward
     assert "not finite: output of blocks.0:" in again.stdout
 
 
-def typed(*words, launcher=(sys.executable,)):
-    command = [*launcher, REPO / "replay.py", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
-
-
 @pytest.mark.slow  # a minute
 @pytest.mark.parametrize("shard", [False, True])
 def test_runs_with_two_ranks_come_out_again(python_train, shard):
+    def typed(*words):
+        command = [*torchrun(2), REPO / "replay.py", *words]
+        return subprocess.run(command, capture_output=True, text=True)
+
     flags = (*SAVES, f"--shard={shard}")
     done = python_train("run", *flags, launcher=torchrun(2))
     for what in ("--step=7", "--verify=2"):
-        again = typed(done.out_dir, what, launcher=torchrun(2))
+        again = typed(done.out_dir, what)
         assert again.returncode == 0, again.stderr
     assert "all bits equal" in again.stdout
     page = (done.out_dir / "replay_00000007.md").read_text()
     assert "Sequence 111" in page, "of both ranks"
     assert "| blocks.0.attention.qkv.weight |" in page
     other = python_train("other", *flags, "--beta2=0.9", launcher=torchrun(2))
-    again = typed(done.out_dir, other.out_dir, launcher=torchrun(2))
+    again = typed(done.out_dir, other.out_dir)
     assert again.returncode == 1
     assert "the first difference in step 1: setting: betas/1 (0.95 and 0.9)" in again.stdout
 

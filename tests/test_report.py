@@ -6,15 +6,13 @@ import math
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import helpers
 import numpy as np
 import pytest
-from conftest import copy_of_repository, make_dataset
+from conftest import REPO, copy_of_repository, make_dataset, read_rows
 from helpers import RUNS, evaluation, event, eventful, falling, write_run
 from sources import around
 
@@ -23,7 +21,6 @@ from plumbing.cli import run_script
 from reporting import curves, pictures, record, results
 from reporting.record import read_run
 
-REPO = Path(report.__file__).parent
 STEPS = 24
 
 
@@ -39,11 +36,6 @@ def real(tmp_path_factory, train_in):
     )
     done = train_in(folder, "run", *flags.split())
     return done.out_dir
-
-
-def rows_of(folder, kind):
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if row["kind"] == kind]
 
 
 def words_of(run):
@@ -68,14 +60,14 @@ def test_the_command_writes_a_picture_and_words(real):
     assert (real / "report.png").read_bytes().startswith(b"\x89PNG")
     assert not list(real.glob("*.tmp"))
     text = (real / "report.md").read_text()
-    best = min(rows_of(real, "eval"), key=lambda row: row["val_loss"])
+    best = min(read_rows(real, "eval"), key=lambda row: row["val_loss"])
     assert f"{best['val_loss']:.4f} at step {best['step']}" in text
     assert f"{best['val_bpb']:.4f}" in text and f"{best['val_accuracy']:.2%}" in text
     assert f"finished, at step {STEPS}" in text
 
 
 def test_every_number_is_that_of_the_record(real):
-    run, rows = read_run(real), rows_of(real, "train")
+    run, rows = read_run(real), read_rows(real, "train")
     for name in set(record.numbers_of("train")) - {"loss_scale"}:  # in float16 only
         recorded = [math.nan if row[name] is None else row[name] for row in rows]
         np.testing.assert_array_equal(run.train[name], np.array(recorded, float))
@@ -89,18 +81,18 @@ def test_every_number_is_that_of_the_record(real):
     assert over["mean training loss, nats"] == "the last 3 steps"
     assert {what for what, window in over.items() if not window} == {"how it ended"}
     spent, missing = results.seconds_by_kind(run)
-    assert spent == rows_of(real, "event")[-1]["seconds"] and not missing
+    assert spent == read_rows(real, "event")[-1]["seconds"] and not missing
 
 
 def test_a_run_on_another_text_than_asked_for_says_so_first(real, tmp_path):
     assert "INSTEAD" not in words_of(read_run(real))
     info = json.loads((real / "run.json").read_text())
     info["config"] |= {"dataset": "shakespeare", "offline_dataset": "tortoise"}
-    run = read_run(write_run(tmp_path / "run", rows_of(real, "train"), **info))
+    run = read_run(write_run(tmp_path / "run", read_rows(real, "train"), **info))
     text = words_of(run)
     assert "'tortoise' INSTEAD OF 'shakespeare'" in text[: text.index("## Result")]
     info["config"]["offline_dataset"] = "pydoc"  # a fork that names its data otherwise
-    run = read_run(write_run(tmp_path / "run", rows_of(real, "train"), **info))
+    run = read_run(write_run(tmp_path / "run", read_rows(real, "train"), **info))
     assert "INSTEAD" not in words_of(run)
 
 
@@ -205,7 +197,7 @@ def test_anything_in_run_json_gives_a_report(real, tmp_path, count):
     paths = [[key] for key in info]
     paths += [[key, name] for key in info if isinstance(info[key], dict) for name in info[key]]
     paths += [["data", "meta", name] for name in info["data"]["meta"]]
-    folder = write_run(tmp_path / "run", rows_of(real, "train") + rows_of(real, "eval"))
+    folder = write_run(tmp_path / "run", read_rows(real, "train") + read_rows(real, "eval"))
     rng = random.Random(0)
     for path in paths:
         for value in rng.sample(WRONG, count):
@@ -245,7 +237,7 @@ def command(capsys, monkeypatch):
 
 
 def test_a_report_that_fails_says_so_in_a_line_and_in_its_exit_code(command, real, tmp_path):
-    rows = rows_of(real, "train")
+    rows = read_rows(real, "train")
     taken = write_run(tmp_path / "taken", rows)
     (taken / "report.png").mkdir()
     for folder in (tmp_path / "nowhere", taken):
@@ -262,9 +254,8 @@ def test_a_report_that_fails_says_so_in_a_line_and_in_its_exit_code(command, rea
 
 def test_where_train_has_another_name_each_script_works_or_says_what_to_type(real, tmp_path):
     copy = copy_of_repository(tmp_path / "copy")
-    shutil.copytree(REPO / "reporting", copy / "reporting", dirs_exist_ok=True)
     os.rename(copy / "train.py", copy / "mine.py")
-    folder = write_run(tmp_path / "run", rows_of(real, "train"))
+    folder = write_run(tmp_path / "run", read_rows(real, "train"))
     for script, code in (("report.py", 0), ("bench.py", 2), ("check.py", 2)):
         command = [sys.executable, copy / script, folder]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -364,7 +355,7 @@ def test_every_kind_of_run_is_drawn_on_white(name, tmp_path):
 def test_a_comparison_says_what_differs_and_only_that(real, tmp_path, capsys):
     info = json.loads((real / "run.json").read_text())
     info["config"]["peak_lr"], info["data"]["fingerprint"] = 0.5, "another"
-    rows = [*rows_of(real, "eval"), *rows_of(real, "train")]
+    rows = [*read_rows(real, "eval"), *read_rows(real, "train")]
     other = write_run(tmp_path / "other", rows, **info)
     report.main([str(real), str(other), f"--report_dir={tmp_path}/both"])
     assert report.report_dir == ""  # given back
@@ -435,17 +426,3 @@ def test_what_a_terminal_obeys_does_not_reach_it(command, tmp_path):
         assert done.stdout or done.stderr
         assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", done.stdout + done.stderr)
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", (folder / "report.md").read_text())
-
-
-def test_a_line_without_end_is_damage_and_takes_no_memory(tmp_path):
-    folder = write_run(tmp_path / "run", falling(40))
-    with open(folder / "metrics.jsonl", "ab") as file:
-        file.truncate(file.tell() + 400_000_000)
-    limit = "import resource as r; r.setrlimit(r.RLIMIT_AS, (7 << 27, 7 << 27)); import sys\n"
-    code = (
-        limit
-        + "from reporting.record import read_run; print(len(read_run(sys.argv[1]).train['step']))"
-    )
-    script = [sys.executable, "-c", code, folder]
-    done = subprocess.run(script, cwd=REPO, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "40\n", done.stderr

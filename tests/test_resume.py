@@ -32,18 +32,13 @@ def whole(once):
 
 
 def stop_and_resume(run_train, stops, *flags, before="", timeout=100):
-    """A run that gets a SIGTERM during each of the steps in `stops`, and is started again each
-    time.
-
-    before: source that each start runs first.
-    """
+    """A run that gets a SIGTERM in each of the steps in `stops`, and is started again each time."""
     for stop in stops:
         signalled = before + stop_at(stop)
         done = run_train("run", *FLAGS, *flags, before=signalled, timeout=timeout, code=143)
         assert done.checkpoint(stop).exists()
         assert [row["step"] for row in done.rows("train")] == list(range(1, stop + 1))
-    done = run_train("run", *FLAGS, *flags, before=before, timeout=timeout)
-    return done
+    return run_train("run", *FLAGS, *flags, before=before, timeout=timeout)
 
 
 # ---- it is the same run --------------------------------------------------------------------------
@@ -437,9 +432,3 @@ def test_an_extent_beyond_the_split_is_the_whole_split(run_train):
     whole, beyond = (run_train(str(n), f"--eval_tokens={n}").rows("eval") for n in (0, 10**9))
     assert whole == beyond and "val_bpb" in whole[0] and "val_tokens" not in whole[0]
     assert "val_tokens" in run_train("part", "--eval_tokens=16").rows("eval")[0]  # control
-
-
-def test_another_best_metric_asks_a_finished_run_for_another_result(run_train):
-    run_train("run")
-    refused = run_train("run", "--best_metric=-val_accuracy", code=2)
-    assert "best_metric changed from val_loss" in refused.stderr

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from conftest import arguments, codes, events, wait_for
-from helpers import alive, build_trained, free_port, listens, python
+from helpers import alive, build_trained, catches, free_port, listens, python
 from sources import around, only_on, ranks, stop_at
 
 import model
@@ -19,23 +19,32 @@ from plumbing.safe_step import compiled
 
 # ---- torch.compile -------------------------------------------------------------------------------
 
-BROKEN = """
-def broken(model, **options):
-    def call(*batch):
-        SIGNAL
-        raise RuntimeError("g++ ended with code 1")
-    return call
-torch.compile = broken
-"""
 WORKING = """
 torch.compile = lambda model, **options: lambda *batch: model(*batch)
+"""
+SIGNAL = "os.kill(os.getpid(), signal.SIGINT)"
+
+
+def broken(sent="pass", call=1):
+    """Source: the compiler fails in that call of the model, after `sent`."""
+    return f"""
+from torch._inductor.exc import CppCompileError
+def broken(model, **options):
+    calls = []
+    def call(*batch):
+        calls.append(1)
+        if len(calls) == {call}:
+            {sent}
+            raise CppCompileError(["g++"], "it ended")
+        return model(*batch)
+    return call
+torch.compile = broken
 """
 
 
 def test_a_signal_during_compilation_is_no_failed_compilation(run_train):
     """Ctrl-C reaches the compiler, too, which then fails."""
-    interrupted = BROKEN.replace("SIGNAL", "os.kill(os.getpid(), signal.SIGINT)")
-    done = run_train("run", "--compile=true", before=interrupted, code=130)
+    done = run_train("run", "--compile=true", before=broken(SIGNAL), code=130)
     assert done.facts["ended"] == "stopped by SIGINT" and not done.checkpoint(0).exists()
     assert events(done, "compile_failed") == []
     done = run_train("run", "--compile=true", before=WORKING)
@@ -46,37 +55,20 @@ def test_a_signal_during_compilation_is_no_failed_compilation(run_train):
 def test_a_fallback_to_eager_mode_is_logged_and_not_kept(run_train):
     flags = ("--compile=true", "--save_interval=4")
     run_train("run", *flags, before=WORKING + stop_at(3), code=143)
-    fails = BROKEN.replace("SIGNAL", "pass") + stop_at(6)
-    done = run_train("run", *flags, before=fails, code=143)
+    done = run_train("run", *flags, before=broken() + stop_at(6), code=143)
     assert "compile failed: error" in done.stdout
     (failed,) = events(done, "compile_failed")
-    assert "g++ ended with code 1" in failed["error"]
+    assert failed["error"].endswith("Command: g++ Output: it ended")
     assert done.facts["run"]["compile"] is False
     done = run_train("run", *flags, before=WORKING)  # it tries again
     changes = [event["compile"] for event in events(done, "inexact_resume")]
     assert changes == [[True, False], [False, True]]
 
 
-LATER = """
-import os, signal, torch
-from torch._inductor.exc import CppCompileError
-def late(model, **options):
-    calls = []
-    def call(*batch):
-        calls.append(1)
-        if len(calls) == 6:  # a new shape
-            SIGNAL
-            raise CppCompileError(["g++"], "it ended")
-        return model(*batch)
-    return call
-torch.compile = late
-"""
-
-
-@pytest.mark.parametrize("sent, code", [("os.kill(os.getpid(), signal.SIGINT)", 130), ("pass", 1)])
+@pytest.mark.parametrize("sent, code", [(SIGNAL, 130), ("pass", 1)])
 def test_a_signal_during_a_later_compilation_is_a_stop(run_train, sent, code):
     flags = ("--compile=true", "--audit_interval=-1")
-    done = run_train("run", *flags, before=LATER.replace("SIGNAL", sent), code=code)
+    done = run_train("run", *flags, before=broken(sent, call=6), code=code)
     assert ("Traceback" in done.stderr) == (code == 1), done.stderr
     assert done.facts["ended"].startswith("stopped by SIGINT") == (code == 130)
 
@@ -157,18 +149,11 @@ def test_a_rank_that_waits_for_another_can_be_ended(data_dir, tmp_path):
 def test_a_rank_whose_launcher_dies_while_it_waits_ends_by_itself(data_dir, tmp_path, where):
     launcher, port = waiting_rank(data_dir, tmp_path, wrapped=True)
     pid = int(launcher.stdout.readline())
-    wait_for(lambda: listens(port) if where == "the rendezvous" else holds_signals(pid), 60)
+    wait_for(lambda: listens(port) if where == "the rendezvous" else catches(pid, "SIGUSR1"), 60)
     assert alive(pid)
     launcher.kill()
     launcher.wait()
     wait_for(lambda: not alive(pid), 10 if where == "the rendezvous" else 60)
-
-
-def holds_signals(pid):
-    """Whether hold() was called: Python itself has no handler for SIGUSR1."""
-    with open(f"/proc/{pid}/status") as status:
-        caught = next(line for line in status if line.startswith("SigCgt:"))
-    return int(caught.split()[1], 16) & 1 << signal.SIGUSR1 - 1
 
 
 def test_the_rank_that_has_the_cause_prints_it(run_train):
@@ -179,18 +164,10 @@ def test_the_rank_that_has_the_cause_prints_it(run_train):
     assert "another rank" in done.stderr and "Traceback" not in done.stderr
 
 
-DEAD_WORKER = """
-def getitem(self, batch, inner=train.ShuffledWindows.__getitem__):
-    if batch[0] >= 5 * 8:
-        os._exit(9)
-    return inner(self, batch)
-train.ShuffledWindows.__getitem__ = getitem
-"""
-
-
 def test_a_dead_worker_is_told_by_its_rank(run_train):
+    die = around("ShuffledWindows.__getitem__", "if args[1][0] >= 5 * 8: os._exit(9)")
     flags = ("--batch_size=4", "--num_workers=1", "--hang_minutes=0.2")
-    done = run_train("run", *flags, before=ranks(2, only_on(1, DEAD_WORKER)), code=1)
+    done = run_train("run", *flags, before=ranks(2, only_on(1, die)), code=1)
     assert codes(done) == "1 1" and done.stderr.count("DataLoader worker (pid") == 1, done.stderr
 
 

@@ -1,7 +1,6 @@
 """Signals are heard while a run lasts, and handled as before once it is over."""
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from conftest import REPO, first, wait_for
+from helpers import catches, python
 
 HOLD = """
 import os, signal, sys
@@ -29,8 +29,7 @@ with held() as again:
 
 
 def test_signals_that_come_while_torch_is_imported_are_not_lost():
-    done = subprocess.run([sys.executable, "-c", HOLD], cwd=REPO, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "15 True\n15\n"), done.stderr
+    assert python(HOLD) == "15 True\n15"
 
 
 def test_a_second_ctrl_c_ends_a_process_that_still_imports_torch():
@@ -41,19 +40,11 @@ def test_a_second_ctrl_c_ends_a_process_that_still_imports_torch():
         assert subprocess.run(command, cwd=REPO).returncode == -signal.SIGINT
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 @pytest.mark.parametrize("name", first(1, ["SIGINT", "SIGUSR1"]))
 def test_a_signal_in_the_first_second_stops_or_saves_a_run(start_train, tmp_path, name):
     process = start_train("run", "--save_interval=100")
-    status = Path(f"/proc/{process.pid}/status")
-    if not status.exists():
-        pytest.skip("needs /proc to see when the handlers are there")
-    bit = 1 << signal.Signals[name] - 1
-
-    def is_caught():
-        caught = re.search(r"SigCgt:\s*(\w+)", status.read_text())[1]
-        return int(caught, 16) & bit and (name != "SIGINT" or int(caught, 16) & 1 << 9)
-
-    wait_for(is_caught)  # SIGUSR1 has no handler before ours; Python installs one for SIGINT
+    wait_for(lambda: catches(process.pid, name) and catches(process.pid, "SIGUSR1"))
     os.kill(process.pid, signal.Signals[name])
     code = process.wait(60)
     log = process.log.read_text()
