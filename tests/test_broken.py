@@ -97,7 +97,8 @@ def test_most_bugs_are_found_by_a_command():
 @pytest.mark.parametrize("number", BUGS)
 def test_the_named_test_fails(number, copy):
     apply_patch(patch_of(number), copy)
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", BUGS[number][1]]
+    command = [sys.executable, "-m", "pytest", "-x", "-n0", "-p", "no:cacheprovider"]
+    command.append(BUGS[number][1])
     done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stdout + done.stderr  # 1: a test failed; others: none was run
     assert f"FAILED {BUGS[number][1]}" in done.stdout and "\nERROR " not in done.stdout
