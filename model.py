@@ -98,7 +98,9 @@ def dropped(x, share):
     """x with that share of its numbers set to 0, at random, and the others scaled up to keep the
     mean (Srivastava et al. 2014). On a CPU, torch's generator takes ten times as long as the
     product. The share is exact to 2**-16 in eager mode, to 2**-32 compiled."""
-    if share == 0 or x.device.type != "cpu":
+    if share == 0:
+        return x
+    if x.device.type != "cpu":
         return F.dropout(x, share)
     if torch.compiler.is_compiling():  # then the hash is a part of the kernel of the product
         width, bits = 32, random_bits(x.numel())
@@ -106,7 +108,10 @@ def dropped(x, share):
         width, bits = 16, random_bits((x.numel() + 1) // 2).view(torch.int16)[: x.numel()]
     dropped_below = round(share * 2**width)
     kept = torch.ge(bits.view(x.shape), dropped_below - 2 ** (width - 1), out=torch.empty_like(x))
-    return x * kept / (1 - dropped_below / 2**width)
+    scale = 1 / (1 - dropped_below / 2**width)
+    if x.dtype == torch.float32:
+        return x * kept.mul_(scale)
+    return x * kept * scale  # of `kept` in 16 bits, the scale would be rounded
 
 
 class Dropout(nn.Dropout):
