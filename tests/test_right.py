@@ -79,6 +79,26 @@ def test_no_shape_is_left_to_eager_mode():
     assert torch._dynamo.config.recompile_limit > 1000
 
 
+GROWING = around(
+    "train_step",
+    """
+length = 5 + run.state["step"]
+args = (*args[:2], *(part[:, :length] for part in args[2:4]), *args[4:])
+""",
+)
+TORCHS_LIMIT = around("first_pass", then="torch._dynamo.config.recompile_limit = 8")
+
+
+@pytest.mark.slow  # compiles eleven shapes four times
+@pytest.mark.parametrize("before, same", [(GROWING, True), (GROWING + TORCHS_LIMIT, False)])
+def test_a_context_that_grows_resumes_exactly(run_train, before, same):
+    flags = ("--compile=true", "--max_steps=11")
+    whole = run_train("whole", *flags, before=before, timeout=400)
+    run_train("run", *flags, before=before + stop_at(6), code=143, timeout=400)
+    resumed = run_train("run", *flags, before=before, timeout=400)
+    assert (resumed.fingerprint(11) == whole.fingerprint(11)) == same
+
+
 # ---- the best, the schedule ----------------------------------------------------------------------
 
 
