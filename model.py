@@ -106,7 +106,7 @@ def dropped(x, share):
         width, bits = 32, random_bits(x.numel())
     else:
         width, bits = 16, random_bits((x.numel() + 1) // 2).view(torch.int16)[: x.numel()]
-    dropped_below = round(share * 2**width)
+    dropped_below = int(share * 2**width)
     kept = torch.ge(bits.view(x.shape), dropped_below - 2 ** (width - 1), out=torch.empty_like(x))
     scale = 1 / (1 - dropped_below / 2**width)
     if x.dtype == torch.float32:

@@ -307,6 +307,7 @@ def test_dropout_keeps_the_mean_and_drops_independently(seed):
         both = ((kept - 0.8) * (other - 0.8)).mean() / (0.8 * 0.2)
         assert abs(both) < 5 / math.sqrt(len(kept))
     assert abs(module.dropped(torch.ones(1_000_000), 0.05).mean() - 1) < 0.002
+    assert module.dropped(torch.ones(100), 1 - 2**-30).isfinite().all()  # a share below 1
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
