@@ -322,7 +322,7 @@ class Slow:
     def __getitem__(self, i):
         time.sleep(i * 1000)
         return [i], [i]
-batches = Batches(Slow(), iter(range(4)), torch.device("cpu"), num_workers=2)
+batches = Batches(Slow(), iter(range(4)), torch.device("cpu"), num_workers=1)
 print(next(batches))
 """
     began = time.monotonic()
