@@ -143,7 +143,9 @@ def test_pydoc_and_formula_need_no_network(tmp_path):
     assert result.returncode == 0, result.stderr
     folder, meta = get_dataset("pydoc", tmp_path / "data")
     assert meta["train_tokens"] > 100_000 and "CPython" in meta["source"]
-    assert "statement" in decode(ids(folder, "train"), meta)
+    train, val = (decode(ids(folder, split), meta) for split in ("train", "val"))
+    assert "statement" in train
+    assert not any(val[at : at + 200] in train for at in range(0, len(val) - 200, 50))
     folder, meta = get_dataset("formula", tmp_path)
     assert meta["source"] == "products() in prepare_data.py (SHA-256 ad3d84f72e7e1417...)"
     assert "\n940 x 519 = 487860\n" in decode(ids(folder, "train"), meta)
