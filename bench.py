@@ -89,7 +89,7 @@ class Job:
 
     def rehearsed(self, run):
         """The model with which train.py trains `run`, compiled or not."""
-        return safe_step.rehearse(run, train.compile, train.forward_backward, self.batch())
+        return safe_step.rehearse(run, train.compile, train.forward_backward, self.batch)
 
     def load_batches(self, run):
         batches = train.load_batches(run)
@@ -662,6 +662,7 @@ def race(script, words, seed):
     return {
         "process": sum(run.facts["seconds"].values()),
         "loss": run.row(run.last, "eval")["val_loss"],
+        "dataset": run.facts["data"]["name"],
         "tokens": run.row(run.last, "train")["tokens"],
     }
 
@@ -710,7 +711,9 @@ def script_among(words):
     train.py and calls its main() under `if __name__ == "__main__"`, such as examples/images.py."""
     for word in words:
         if word.endswith(".py") and os.path.isfile(word):
-            if re.search(r"^import train\b", Path(word).read_text(encoding="utf-8"), re.MULTILINE):
+            if re.search(
+                r"^(import|from)\b.*\btrain\b", Path(word).read_text(encoding="utf-8"), re.MULTILINE
+            ):
                 return os.path.abspath(word), [each for each in words if each != word]
     return train.__file__, list(words)
 

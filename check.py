@@ -192,10 +192,14 @@ def compare(job):
         if verdict and verdict.word != "not shown" and not seeds:
             break
         run = {}
+        datasets = set()
         for name, side in sides.items():
             figures = bench.race(*side, seed)
             run[f"{name}loss"] = figures["loss"]
             run[f"{name}seconds"] = figures["process"]
+            datasets.add(figures["dataset"])
+        if len(datasets) > 1:
+            fail(f"losses on {' and '.join(sorted(datasets))} cannot be compared")
         runs.append(run)
         if against and len(runs) > 1:
             differences = [run["loss"] - run["other loss"] for run in runs]

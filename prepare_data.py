@@ -456,8 +456,7 @@ def manual() -> str:
 
     texts = dict.fromkeys(topics[topic] for topic in sorted(topics))
     everything = "".join(texts)
-    # The same section has a heading of its own in each topic: two lines.
-    bodies = {text: text.strip().split("\n", 2)[-1].strip() for text in texts}
+    bodies = {text: text.partition("*\n\n")[2].strip() for text in texts}  # without the heading
     return "".join(text for text in texts if everything.count(bodies[text]) == 1)
 
 

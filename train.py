@@ -411,8 +411,11 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
 def first_pass(run: Run, signals: Signals) -> torch.nn.Module:
     """Compute the first batch once, to compile and to find out what fits into memory; nothing
     moves. Returns the model, compiled if asked, and completes the run's identity."""
-    batch = data.to_device(run.train_data[ranks.share(0, rows_at(0))], run.device)
-    model = safe_step.rehearse(run, compile, forward_backward, batch, signals)
+
+    def read():  # a fork may draw its batches from the random state
+        return data.to_device(run.train_data[ranks.share(0, rows_at(0))], run.device)
+
+    model = safe_step.rehearse(run, compile, forward_backward, read, signals)
     bits = machine.kernel_bits(run.device, dtype, optimizer)
     resuming.rehearsed(run.facts["run"], model is not run.model, bits)
     console.print_line("memory", f"{machine.memory_gb(run.device):.3f} GB after a rehearsal")
@@ -738,8 +741,7 @@ def evaluated(run: Run) -> dict:
     safe_step.check_names(numbers, "evaluate()", ("eval",))
     if "val_loss" not in numbers:
         raise RunFailed(f"evaluate() returns {', '.join(numbers)}; expected val_loss among them")
-    tensors = {name: n for name, n in numbers.items() if isinstance(n, torch.Tensor)}
-    return numbers | {name: tensor.item() for name, tensor in tensors.items()}
+    return {name: n.item() if isinstance(n, torch.Tensor) else n for name, n in numbers.items()}
 
 
 @torch.no_grad()

@@ -9,11 +9,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPO))
-from plumbing.cli import configured, run_script  # noqa: E402
+from plumbing.cli import configured, fail, run_script  # noqa: E402
 from reporting.verdicts import SHARE, e_value, kept_by_e_bh  # noqa: E402
 
 out_dir = "../out/ledger"  # of the ledger, a copy of the code for each patch, and all runs
@@ -30,9 +31,22 @@ def needs_a_look(gains: list, patches: int) -> bool:
 
 def last_loss(code: Path, folder: Path, seed: int) -> float:
     flags = [f"--seed={seed}", f"--out_dir={folder}", f"--data_dir={REPO}/data", "--report=false"]
-    subprocess.run([sys.executable, "train.py", *flags, *shlex.split(run)], cwd=code, check=True)
+    subprocess.run([sys.executable, "train.py", *shlex.split(run), *flags], cwd=code, check=True)
     rows = map(json.loads, (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     return [row["val_loss"] for row in rows if row["kind"] == "eval"][-1]
+
+
+def patched(patch: Path, home: Path) -> Path:
+    """A copy of the code with that patch; another one if the patch is edited."""
+    code = home / f"{patch.stem}_{sha256(patch.read_bytes()).hexdigest()[:8]}" / "code"
+    if not code.exists():
+        copy = code.with_name("copy")
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(REPO, copy, ignore=LEFT_OUT)
+        if subprocess.run(["patch", "-sp1", "-i", patch], cwd=copy).returncode:
+            fail(f"{patch} does not apply to the code as it is")
+        copy.rename(code)
+    return code
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -40,10 +54,7 @@ def main(argv: list[str] | None = None) -> None:
     with configured(globals(), argv=argv, names=names):
         home = Path(out_dir)
         for name in dict.fromkeys(names):
-            code, gains[name] = home / Path(name).stem / "code", []
-            if not code.exists():
-                shutil.copytree(REPO, code, ignore=LEFT_OUT)
-                subprocess.run(["patch", "-sp1", "-i", Path(name).resolve()], cwd=code, check=True)
+            code, gains[name] = patched(Path(name).resolve(), home), []
             while needs_a_look(gains[name], len(names)):
                 seed = len(gains[name])
                 before = last_loss(REPO, home / "code as it is" / str(seed), seed)

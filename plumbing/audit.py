@@ -1,6 +1,7 @@
 """Take a training step again from the same state, and compare all bits of the results."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from plumbing.checkpoint import WholeState
 from plumbing.cli import RunFailed
 from plumbing.ranks import agree, checksum, from_all_ranks, local
 from plumbing.run_folder import Clock
-from plumbing.safe_step import MICRO_BATCHES, as_bytes, clone, leaves, tensors
+from plumbing.safe_step import MICRO_BATCHES, as_bytes, by_path, clone, tensors
 
 
 class NotEnoughMemory(Exception):
@@ -63,21 +64,6 @@ class Tries:
         return self.take_step()
 
 
-def find_hidden_state(run, take_step: Callable[[], dict], clock: Clock) -> dict:
-    """Take a step twice and compare hashes of its numbers, the gradients and all that a checkpoint
-    holds. Returns the numbers. If they differ, two more tries follow. If the second alone was odd,
-    the machine is at fault: an `audit` event. Else the step depends on what no checkpoint holds,
-    and a resume would not be exact: raises RunFailed, which names the tensors."""
-    return repeated(run, take_step, clock, compare_hashes, copies=1)
-
-
-def confirm(run, take_step: Callable[[], dict], clock: Clock) -> dict:
-    """Take a step twice and compare all bits. Returns the numbers. Where two tries differ, `run`
-    keeps what two of three share, and an `audit` event says how they differed; if all three do,
-    raises RunFailed."""
-    return repeated(run, take_step, clock, two_of_three, copies=4)  # of before and of three tries
-
-
 def repeated(run, take_step, clock, compare: Callable, copies: int) -> dict:
     """The numbers that compare(run, tries) returns. If memory is too small for so many copies, the
     step is taken once, with an `audit_skipped` event."""
@@ -95,16 +81,20 @@ def repeated(run, take_step, clock, compare: Callable, copies: int) -> dict:
 
 
 def compare_hashes(run, tries: Tries) -> dict:
+    """Take a step twice and compare hashes of its numbers, the gradients, all that a checkpoint
+    holds and plain attributes. Returns the numbers. If they differ, two more tries follow. If the
+    second alone was odd, the machine is at fault: an `audit` event. Else the step depends on what
+    no checkpoint holds, and a resume would not be exact: raises RunFailed, which names it."""
     step = run.state["step"] + 1
     found = []
     for _ in range(4):
         numbers = tries.take()
         with tries.clock.apart("audit"):
-            result = result_of(run, numbers)
-            found.append({path: checksum(local(leaf)) for path, leaf in leaves(result)})
+            result = by_path(result_of(run, numbers) | plain_attributes(run))
+            found.append({name: checksum(local(leaf)) for name, leaf in result.items()})
         if len(found) == 2 and not any(agree(found[0] != found[1])):
             return numbers
-    names = different_names(*found[:2])
+    names = list(bits_that_differ(*found[:2]))
     others_agree = found[0] == found[2] == found[3]
     if any(agree(not others_agree)):
         raise RunFailed(
@@ -120,6 +110,9 @@ def compare_hashes(run, tries: Tries) -> dict:
 
 
 def two_of_three(run, tries: Tries) -> dict:
+    """Take a step twice and compare all bits. Returns the numbers. Where two tries differ, `run`
+    keeps what two of three share, and an `audit` event says how they differed; if all three do,
+    raises RunFailed."""
     step = run.state["step"] + 1
     results = []
     for _ in range(3):
@@ -145,6 +138,11 @@ def two_of_three(run, tries: Tries) -> dict:
     return numbers
 
 
+# Of a run, take_step and a Clock, a Callable; it returns the numbers of the step
+find_hidden_state = partial(repeated, compare=compare_hashes, copies=1)
+confirm = partial(repeated, compare=two_of_three, copies=4)  # of before and of three tries
+
+
 def lacks_memory(run, copies: int) -> bool:
     """Whether memory is too small, on any rank, for copies of all that a checkpoint holds and of as
     much for the gradients."""
@@ -164,24 +162,30 @@ def result_of(run, numbers: dict) -> dict:
     return {"numbers": numbers, "gradient": gradients, "weights": changed.pop("model"), **changed}
 
 
-def different_names(one: dict, other: dict) -> list[str]:
-    """The paths at which two nested results differ, by {path: checksum}."""
-    paths = [path for path in one | other if one.get(path) != other.get(path)]
-    return ["/".join(map(str, path)) for path in paths]
+def plain_attributes(run):
+    """Those of modules and optimizers, such as a counter, that are not torch's own."""
+    owners = dict(run.model.named_modules())
+    owners |= {type(optimizer).__name__: optimizer for optimizer in run.optimizers}
+    return {
+        f"attribute {name}.{key}": value
+        for name, owner in owners.items()
+        for key, value in vars(owner).items()
+        if not key.startswith("_") and key not in ("state", "param_groups", "defaults")
+    }
 
 
 def bits_that_differ(one: dict, other: dict) -> dict[str, int]:
     """{name of a tensor or value: number of bits that differ} between two results. A plain value
     counts as one bit, as does a tensor without one of its size in the other result."""
-    first, second = (dict(leaves(result)) for result in (one, other))
+    first, second = by_path(one), by_path(other)
     found = {}
-    for path in first | second:
-        a, b = (local(result.get(path)) for result in (first, second))
+    for name in first | second:
+        a, b = (local(result.get(name)) for result in (first, second))
         if torch.is_tensor(a) and torch.is_tensor(b) and a.nbytes == b.nbytes:
             a, b = (as_bytes(tensor) for tensor in (a, b))
             bits = 0 if torch.equal(a, b) else int(np.unpackbits((a ^ b).cpu().numpy()).sum())
         else:
             bits = int(repr(a) != repr(b))  # not by ==: nan != nan, and 0.0 == -0.0
         if bits:
-            found["/".join(map(str, path))] = bits
+            found[name] = bits
     return found

@@ -29,6 +29,7 @@ from plumbing.safe_step import (
     MICRO_BATCHES,
     Captured,
     as_bytes,
+    by_path,
     clone,
     leaves,
     mapped,
@@ -293,7 +294,7 @@ def refuse_unequal_replicas(run) -> None:
     """Raises RunFailed if ranks differ in what a checkpoint keeps of rank 0 alone: weights and
     buffers that are not sharded, and the loop's state."""
     state = {**run.model.state_dict(), "FRESH_STATE": run.state}
-    kept = {".".join(map(str, path)): leaf for path, leaf in leaves(state)}
+    kept = by_path(state)
     counters = "num_batches_tracked"  # BatchNorm's: ranks may have more or fewer micro-batches
     alike = {n: kept[n] for n in kept if not hasattr(kept[n], "to_local") and counters not in n}
     if names := ranks.replicas_differ(alike):

@@ -38,7 +38,7 @@ NO_WORD = "the course of the run: it names the folder, and a change on a resume 
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 NAME = re.compile("[a-z][a-z0-9_]*")  # of a knob
 WORDS = re.compile(rf"; ((?:{'|'.join(POLICY)})(?:, (?:{'|'.join(POLICY)}))*)$")
-INTERVAL = re.compile(r"([\[(])(-?[\d.e]+), (-?[\d.e]+|inf)([\])])")
+INTERVAL = re.compile(r"([\[(])(-?[\d.e]+), ?(-?[\d.e]+|inf)([\])])")
 CHOICES = re.compile(r"\w+(?: \| \w+)+")
 NANOGPT_NAMES = {  # nanoGPT's name: the name here, or what to type instead
     "always_save_checkpoint": "--save_interval=N saves whatever the loss is; best.pt is separate",
@@ -280,7 +280,7 @@ def read_config_file(argument: str, repository: str, config: dict, knobs: dict) 
     assigned = {"__builtins__": vars(builtins) | config}  # knobs are visible as builtins
     try:
         exec(compile(Path(path).read_bytes(), argument, "exec"), assigned)
-    except Exception as error:  # whatever the file does
+    except (Exception, SystemExit) as error:  # whatever the file does
         place = error.__traceback__.tb_next  # None if the file cannot be compiled
         line = getattr(error, "lineno", None) or (place.tb_lineno if place else 1)
         fail(f"{argument}:{line}: {getattr(error, 'msg', error)}")
@@ -346,11 +346,11 @@ def hint_for(name: str, value: Any, knobs: dict, is_flag: bool) -> str:
     there = NANOGPT_NAMES.get(name, "")
     if there in knobs:
         return f"here it is {to_type(there, value, is_flag)}"
-    if " " in there and knobs.keys() >= set(re.findall(r"--(\w+)", there)):
+    if " " in there:
         return there
     for near in difflib.get_close_matches(name.lower(), knobs, n=1):
         return f"did you mean {to_type(near, value, is_flag)}?"
-    return "--help lists every name"
+    return "--help lists every name; one of your own, in a file, begins with _"
 
 
 def print_help(scope: dict[str, Any], config: Config, knobs: dict, takes_names: bool) -> None:

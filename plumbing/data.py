@@ -80,9 +80,8 @@ def verified_meta(folder: str) -> dict:
         size, digest = os.path.getsize(file), digest_of(file)
         expected = (meta[f"{split}_tokens"] * dtype.itemsize, meta["sha256"][f"{split}.bin"])
         if (size, digest) != expected:
-            found = f"it has {size:,} bytes, SHA-256 {digest}"
-            says = f"meta.json says {expected[0]:,} and {expected[1]}"
-            raise DataError(f"{path} was changed or damaged: {found}, but {says}; {again}")
+            found = f"it has {size:,} bytes, SHA-256 {digest}, but meta.json says {expected}"
+            raise DataError(f"{path} was changed or damaged: {found}; {again}")
         ids = np.memmap(path, dtype, "r")
         if ids.max() >= vocab_size:
             found = f"token id {ids.max()}, but vocab_size is {vocab_size}"
@@ -150,8 +149,9 @@ def read_rows(tokens: np.memmap, starts: np.ndarray, length: int) -> np.ndarray:
     """The `length` tokens from each of `starts` on, (len(starts), length): token ids as int64,
     other numbers in their own dtype. Raises RunFailed if the file has changed its size: to read
     past its end would kill the process."""
-    if tokens.base.size() != tokens.nbytes:
-        raise RunFailed(f"{tokens.filename} has changed its size since the start; make it again")
+    whole = tokens.base if isinstance(tokens.base, np.memmap) else tokens  # of which it is a slice
+    if isinstance(whole, np.memmap) and whole.base.size() != whole.nbytes:
+        raise RunFailed(f"{whole.filename} has changed its size since the start; make it again")
     rows = np.asarray(tokens)[starts[:, None] + np.arange(length)]
     return rows.astype(np.int64) if np.issubdtype(rows.dtype, np.integer) else rows
 

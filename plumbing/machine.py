@@ -366,12 +366,13 @@ def datasheet_peak(gpu: str, dtype: str) -> float | None:
     return next(rows, (None, None, None))[column]
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype, sizes: tuple = ()) -> tuple[float, int]:
-    """(FLOP/s, size) of the fastest square matrix product of these sizes. By default they double
-    from 256 up to 2048 on a CPU and 8192 elsewhere, while the next product should take less than
-    0.03 s: this ends within a second even if dtype is emulated."""
+def matmul_rate(
+    device: torch.device, dtype: torch.dtype, sizes: tuple = (256, 512, 1024, 2048, 4096, 8192)
+) -> tuple[float, int]:
+    """(FLOP/s, size) of the fastest square matrix product of these sizes, as long as the next
+    one should take less than 0.03 s: this ends within a second even if dtype is emulated."""
     best = (0.0, 0)
-    for size in sizes or (256, 512, 1024, 2048, 4096, 8192)[: 4 if device.type == "cpu" else 6]:
+    for size in sizes:
         a = torch.ones(size, size, device=device, dtype=dtype)
         out = torch.empty_like(a)
         times = []
@@ -381,7 +382,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, sizes: tuple = ()) -> 
             out[0, 0].item()  # waits for the device
             times.append(time.perf_counter() - start)
         best = max(best, (2 * size**3 / min(times), size))
-        if not sizes and 8 * min(times) > 0.03:  # twice the size is eight times the work
+        if 8 * min(times) > 0.03:  # twice the size is eight times the work
             break
     if device.type == "cuda":  # the run's memory must not include the matrices
         del a, out

@@ -151,7 +151,7 @@ class RunFolder(ExitStack):
         if rank() > 0:
             return
         step = run.state["step"]
-        self.cut_rows(step if run.path else -1)
+        self.cut_rows(step if run.path and self.owns(run.path) else -1)
         if self.wandb and self.rows.exists():
             for line in self.rows.read_text().splitlines():  # of earlier sessions
                 self.wandb.send(json.loads(line))

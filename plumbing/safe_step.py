@@ -44,6 +44,11 @@ def leaves(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
         yield path, value
 
 
+def by_path(value: Any) -> dict:
+    """The leaves by their paths, as text."""
+    return {"/".join(map(str, path)): leaf for path, leaf in leaves(value)}
+
+
 def tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for _, leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
@@ -214,11 +219,11 @@ def rehearse(
     run,
     compile: bool,
     forward_backward: Callable,
-    batch: tuple[torch.Tensor, torch.Tensor],
+    read: Callable[[], tuple],
     signals: Signals | None = None,
 ) -> nn.Module:
-    """Call forward_backward once before the first step, to compile and to find a micro-batch that
-    fits. Nothing else changes. Returns the model, compiled or not.
+    """Call forward_backward on the batch that read() returns, to compile and to find a micro-batch
+    that fits. Nothing else changes. Returns the model, compiled or not.
 
     If torch.compile fails, a single process records `compile_failed` and runs eager; ranks fail,
     and so does a run that `signals` stop: one may have ended the compiler. Raises RunFailed also if
@@ -229,6 +234,7 @@ def rehearse(
     before = Captured(run)
     model = compiled(run.model) if compile else run.model
     numbers = {}
+    batch = read()
     try:
         n_targets = torch.tensor(batch[1].numel(), device=run.device)
         take = partial(forward_backward, model, run, *batch, n_targets)
@@ -242,7 +248,7 @@ def rehearse(
         if world_size() > 1:  # others may have compiled, and all must do the same
             raise RunFailed(f"torch.compile failed ({reason}); write --compile=false") from error
         before.put_back()
-        model = rehearse(run, False, forward_backward, batch)  # shows the eager error
+        model = rehearse(run, False, forward_backward, read)  # shows the eager error
         run.folder.event(run.state["step"], "compile_failed", error=reason)
     if late := run.model.state_dict().keys() - names:
         raise RunFailed(f"the first forward pass makes {min(late)}; expected it from __init__")
@@ -336,7 +342,8 @@ def out_of_memory(error: BaseException) -> bool:
 def explain(error: BaseException) -> RunFailed | None:
     """`error` as a RunFailed with one line on what to do next, or None if the program is at
     fault."""
-    if isinstance(error, RunFailed):
+    if isinstance(error, RunFailed):  # of a worker: after its whole traceback
+        error.args = (str(error).strip().rpartition("RunFailed: ")[2],)
         return error
     if out_of_memory(error):
         return RunFailed("out of memory outside forward and backward pass; try a smaller --n_embd")

@@ -173,7 +173,7 @@ HIDDEN = {
     "a counter of a module": """
 def forward(self, x, inner=train.build_model.__globals__["MLP"].forward):
     self.calls = getattr(self, "calls", 0) + 1
-    return inner(self, x) * (1 + 1e-3 * self.calls)
+    return inner(self, x) * (1 + 1e-3 * (self.calls > 9))
 train.build_model.__globals__["MLP"].forward = forward
 """,
     "an optimizer's own counter": """

@@ -371,6 +371,12 @@ def test_a_rate_far_too_high_is_worse_and_runs_are_not_trained_again(compare, qu
         compare({}, {}, seeds=1)
 
 
+def test_losses_on_two_texts_are_not_compared(compare, data_dir):
+    shutil.copytree(data_dir / "small", data_dir / "again", dirs_exist_ok=True)
+    with pytest.raises(BadInput, match="losses on again and small cannot be compared"):
+        compare({}, {"dataset": "again"})
+
+
 def test_equal_names_the_first_step_that_differs(compare):
     code, lines = compare({}, {"warmup_steps": 5, "max_steps": 5}, equal="true")
     assert code == 1 and lines[-1] == "equal: no; the first difference: step 2"

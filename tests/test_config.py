@@ -252,6 +252,8 @@ batch_size = shifted     name 'shifted' is not defined
 batch_size = 1 / 0       bad.py:2
 batch_size = = 3         bad.py:2
 import os                unknown name 'os'
+import math              one of your own, in a file, begins with _
+exit(0)                  bad.py:2
 name = '\\udcff'           bad.py:
 name = '\\0'              bad.py:
 """

@@ -1,6 +1,7 @@
 """The examples, and the forks of docs/forks.md: each does what it is for, and what the loop promises
 holds for it, too."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -14,7 +15,9 @@ from sources import around
 import train
 
 before = dict(vars(train))
+from examples import ledger  # noqa: E402
 from examples.mixture import BLOCK, SHARES, Mixture  # noqa: E402
+from plumbing.cli import BadInput  # noqa: E402
 
 vars(train).update(before)  # the other tests of this process have the plain train.py
 
@@ -119,6 +122,23 @@ def test_a_mixture_resumes_bit_for_bit_and_is_validated_on_each_text(straight_an
     first, *_, last = straight.rows("eval")
     assert last["val_code"] < first["val_code"] and last["val_words"] < first["val_words"]
     assert min(last["val_code"], last["val_words"]) < last["val_loss"] and "val_bpb" in last
+
+
+def test_a_ledger_has_a_copy_of_the_code_for_each_patch_that_applies(tmp_path, monkeypatch):
+    patch = tmp_path / "idea.patch"
+    for line in ("no line", "no line", (REPO / "LICENSE").read_text().splitlines()[0]):
+        patch.write_text(f"--- a/LICENSE\n+++ b/LICENSE\n@@ -1 +1 @@\n-{line}\n+another\n")
+        with (
+            pytest.raises(BadInput, match="apply")
+            if line == "no line"
+            else contextlib.nullcontext()
+        ):
+            assert (ledger.patched(patch, tmp_path) / "LICENSE").read_text()[:8] == "another\n"
+    words = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: words.extend(command))
+    with contextlib.suppress(FileNotFoundError):
+        ledger.last_loss(tmp_path, tmp_path / "0", 0)
+    assert words.index("config/shakespeare_fast.py") < words.index(f"--out_dir={tmp_path / '0'}")
 
 
 def test_vocabularies_that_differ_are_refused(run_train, texts, tmp_path):

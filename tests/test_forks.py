@@ -132,10 +132,19 @@ model.blocks[0] = checkpoint_wrapper(model.blocks[0])
 """)
 
 
+RANDOM_BATCHES = """
+def random_rows(self, batch):  # of a part of the text, as nanoGPT draws them
+    starts = torch.randint(1000 - self.block_size, (batch[1],)).numpy()
+    rows = train.data.read_rows(self.tokens[:1000], starts, self.block_size + 1)
+    return rows[:, :-1].copy(), rows[:, 1:].copy()
+train.ShuffledWindows.__getitem__ = random_rows
+"""
+
 CHANGES = {  # several at once, where they do not replace each other
     "frozen, noisy, own key": (FROZEN + NOISY + OWN_KEY, ("--n_layer=2", "--dropout=0.3")),
     "own generator, nested moments": (OWN_GENERATOR + NESTED_MOMENTS, ()),
     "versioned, wrapped, counting": (VERSIONED + WRAPPED + TENSORS_IN_GROUP, ()),
+    "random batches": (RANDOM_BATCHES, ()),
     "merging": (MERGING, ("--weight_decay=0",)),
 }
 
