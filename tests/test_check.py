@@ -352,7 +352,7 @@ def test_a_configuration_is_identical_to_itself(compare, quick, monkeypatch):
     assert len(set(quick)) == len(quick) == 4  # another code is another run
 
 
-def test_a_rate_far_too_high_is_worse_and_runs_are_not_trained_again(compare, quick):
+def test_a_rate_far_too_high_is_worse_and_runs_are_not_trained_again(compare, quick, data_dir):
     code, lines = compare({"peak_lr": 1.0}, {"peak_lr": 0.01}, seeds=3)
     assert (code, lines[-1]) == (0, "verdict: worse")
     assert len(set(quick)) == len(quick) == 6
@@ -369,9 +369,6 @@ def test_a_rate_far_too_high_is_worse_and_runs_are_not_trained_again(compare, qu
     assert lines[-1].startswith("verdict: not shown (excludes no difference yet; ")
     with pytest.raises(BadInput, match="--seeds=1: expected"):
         compare({}, {}, seeds=1)
-
-
-def test_losses_on_two_texts_are_not_compared(compare, data_dir):
     shutil.copytree(data_dir / "small", data_dir / "again", dirs_exist_ok=True)
     with pytest.raises(BadInput, match="losses on again and small cannot be compared"):
         compare({}, {"dataset": "again"})
