@@ -43,7 +43,7 @@ class Record:
     info: dict  # run.json, with the keys of INFO even if they are missing there
     train: dict  # field -> float array with one number per step; NaN if null or missing
     evals: dict  # the same, with one number per evaluation
-    events: list  # rows as they are, in the order of the file
+    events: list  # rows as they are, in the order of the file; only those that stand
     unreadable: int  # damaged lines of metrics.jsonl
 
     def fact(self, part, name):
@@ -81,9 +81,27 @@ def read_run(folder):
         info=info,
         train=columns(rows, "train"),
         evals=columns(rows, "eval"),
-        events=events,
+        events=standing(events),
         unreadable=unreadable,
     )
+
+
+def standing(events):
+    """The events without the skipped updates and the changes that a later resume has undone."""
+    found = []
+    start = math.inf  # the step from which the next session went on
+    for event in reversed(events):
+        step = event["step"]
+        name = event["event"]
+        if name == "resume":
+            start = min(start, step)
+        if name == "saved" and step <= start:
+            start = math.inf
+        is_change = name in ("inexact_resume", "changed") and step >= start
+        is_skip = name == "skipped" and step > start
+        if not is_change and not is_skip:
+            found.append(event)
+    return found[::-1]
 
 
 def tame(value, depth=0):
