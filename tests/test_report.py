@@ -301,10 +301,13 @@ def test_what_a_later_resume_undid_is_no_part_of_the_run(tmp_path):
     undone = [event(6, "resume"), event(6, "inexact_resume", code=[{}, {"train.py": "a"}])]
     undone += [event(6, "changed", peak_lr=[1e-3, 5e-4]), event(6, "resume")]
     rows = [*falling(9), event(6, "saved"), event(8, "skipped"), *undone, event(8, "skipped")]
-    run = read_run(write_run(tmp_path, rows, run={"world_size": 1}))
+    rows += [event(9, "end", ended="finished", seconds={})]
+    run = read_run(write_run(tmp_path, rows, run={"began_from": "best.pt"}))
     text = words_of(run)
     assert "Nothing on record" in text and "changed" not in text and "| 8 | skipped |" in text
-    assert values_of(run)["updates skipped"] == "1"
+    numbers = values_of(run)
+    assert (numbers["updates skipped"], numbers["resumes"]) == ("1", "1")
+    assert results.seconds_by_kind(run) == ({}, 2)
 
 
 def test_the_report_always_says_the_cost_or_how_to_ask_for_it(tmp_path, capsys):
