@@ -182,6 +182,7 @@ def outcome_of_training(run):
     memory = known(t["mem_gb"]).max(initial=-math.inf)
     measured = "allocated by PyTorch on the GPU" if uses_gpu else "the whole process"
     speed = 1 / mean(1 / t["tokens_per_sec"])
+    mfu = 1 / mean(1 / t["mfu"])
     wait = mean(t["data_ms"]) / mean(t["step_ms"])
     rows = {}
 
@@ -212,7 +213,7 @@ def outcome_of_training(run):
     add(f"throughput, {per}/s", speed, ",.0f", f"{steps}; without evaluation and saving")
     add("median step, ms", median(t["step_ms"]), ",.1f", f"{steps}; means of log windows")
     add("waiting for data", wait, ".1%", steps)
-    add("MFU", mean(t["mfu"]), ".1%", steps)
+    add("MFU", mfu, ".1%", steps)
     add("peak memory, GB", memory, ".2f", measured)
     if uses_gpu:
         busy = mean(t["gpu_util"]) / 100
