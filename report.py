@@ -70,7 +70,7 @@ def facts(run):
     for part, told in parts.items():
         single = {}
         for name, value in told.items():
-            if not isinstance(value, dict | list):
+            if not isinstance(value, dict | list | None):
                 single[name] = textwrap.shorten(str(value), 80)
         parts[part] = single
     return parts
@@ -83,7 +83,7 @@ def about(run):
     lines.append(f"- **when** {run.info.get('start')} to {run.info.get('end')}")
     for part, told in facts(run).items():
         words = ", ".join(f"{name} {value}" for name, value in told.items())
-        lines.append(f"- **{part}** {words}")
+        lines.append(f"- **{part}** {words or 'n/a'}")
     knobs = table(("knob", "here", "default today"), unusual_knobs(run))
     return "\n".join([*lines, "", knobs])
 
@@ -211,17 +211,21 @@ def differing_rows(columns):
     return rows
 
 
+def warnings(columns):
+    """Lines on what cannot be compared between runs."""
+    lines = {
+        "fingerprint": "These runs trained on different data: their losses cannot be compared.",
+        "device": "These runs ran on different devices: compare their times with care.",
+    }
+    differing = [what for what, *_ in differing_rows(columns)]
+    return [line for what, line in lines.items() if what in differing]
+
+
 def compare_words(runs, names, image):
     """compare.md: one table of the settings and the results that differ, and what is wrong."""
     columns = [column_of(run) for run in runs]
     lines = [f"# {', '.join(names)}\n"]
-    warnings = {
-        "fingerprint": "> **These runs trained on different data: their losses cannot be compared.**\n",
-        "device": "> These runs ran on different devices: compare their times with care.\n",
-    }
-    for what, warning in warnings.items():
-        if len({str(column.get(what)) for column in columns}) > 1:
-            lines.append(warning)
+    lines += [f"> **{warning}**\n" for warning in warnings(columns)]
     if image:
         lines.append("![Curves of these runs](compare.png)\n")
     lines.append(table(("", *names), differing_rows(columns)))
@@ -368,11 +372,13 @@ def list_runs(folder):
 
 def compare_on_console(runs):
     names = names_of(runs)
+    columns = [column_of(run) for run in runs]
     if len(runs) > MOST_COLUMNS:
         tell("\n".join(listing(runs)))
     elif names:
-        rows = differing_rows([column_of(run) for run in runs])
-        tell("\n".join(aligned([("", *names), *rows])))
+        tell("\n".join(aligned([("", *names), *differing_rows(columns)])))
+    for warning in warnings(columns):
+        tell(warning)
 
 
 def write_reports(runs):
