@@ -51,14 +51,10 @@ def unusual_knobs(run):
     names = ["train.py", os.path.basename(" ".join(map(str, run.info["command"][:1])))]
     scripts = [Path(__file__).parent / name for name in names]  # it may have been renamed
     knobs = next((read_knobs(path) for path in scripts if path.is_file()), {})
-    config = run.info["config"]
     rows = []
-    for name, value in config.items():
+    for name, value in run.info["config"].items():
         default = knobs[name].default if name in knobs else "no longer a knob"
-        usual = [default]
-        if name == "decay_steps":
-            usual.append(config.get("max_steps"))  # as 0 is resolved
-        if value not in usual and not name.endswith("_dir"):
+        if value != default and not name.endswith("_dir"):
             rows.append((f"`{name}`", f"`{value}`", f"`{default}`"))
     return rows
 
@@ -238,17 +234,14 @@ def listing(runs):
     """Lines of a table with a row for each run. The best of those on the same data is marked."""
     rows = [("run", "steps", "last loss", "best loss", "tokens/s", "how it ended", "when", "")]
     best = {}  # data and metric -> the best run on it
-    for run in runs:
-        value, _ = results.best_of(run)
-        _, sign, _ = results.metric_of(run)
-        key = same_judge(run)
-        if math.isfinite(value) and (key not in best or sign * value < best[key][0]):
-            best[key] = sign * value, run
+    for run in sorted(runs, key=score):
+        if math.isfinite(score(run)):
+            best.setdefault(same_judge(run), run)
     for run in sorted(runs, key=lambda run: str(run.info.get("start"))):
         last = record.mean(run.evals["val_loss"][-1:])
         speed = 1 / record.mean(1 / run.train["tokens_per_sec"])
         when = str(run.info.get("end") or run.info.get("start") or "")[:16].replace("T", " ")
-        is_best = best.get(same_judge(run), (0, None))[1] is run
+        is_best = best.get(same_judge(run)) is run
         rows.append(
             (
                 run.name,
@@ -262,6 +255,13 @@ def listing(runs):
             )
         )
     return aligned(rows, widest=48)
+
+
+def score(run):
+    """The best of its metric, or its negative if higher is better; infinite if there is none."""
+    _, sign, _ = results.metric_of(run)
+    best = sign * results.best_of(run)[0]
+    return best if math.isfinite(best) else math.inf
 
 
 def same_judge(run):

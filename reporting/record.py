@@ -21,7 +21,6 @@ KINDS_OF_NUMBERS = ("train", "eval")  # of rows
 INFO = {  # of run.json
     **dict.fromkeys("config data run git versions hardware state".split(), dict),
     "command": list,
-    "resumes": list,
 }
 LARGEST = 1e100  # float32 ends at 3e38: what is beyond is damage, and would overflow in statistics
 DEEPEST = 20  # levels of nesting
@@ -95,11 +94,9 @@ def standing(events):
         name = event["event"]
         if name == "resume":
             start = min(start, step)
-        if name == "saved" and step <= start:
+        if name == "saved" and step <= start:  # what came before that is in it
             start = math.inf
-        is_change = name in ("inexact_resume", "changed") and step >= start
-        is_skip = name == "skipped" and step > start
-        if not is_change and not is_skip:
+        if step < start or name not in ("skipped", "inexact_resume", "changed"):
             found.append(event)
     return found[::-1]
 

@@ -102,7 +102,7 @@ def new_fields(run):
 
 def resumes(run):
     """How often it was resumed. A run that began from another one has logged that as a resume."""
-    logged = max(len(happened(run, "resume")), len(run.info["resumes"]))
+    logged = len(happened(run, "resume"))
     return max(0, logged - bool(run.info["run"].get("began_from")))
 
 
