@@ -164,6 +164,8 @@ def events_of(run):
     steps = {}
     for name in EVENTS:
         steps[name] = [row["step"] for row in happened(run, name)]
+    skipped = run.train["step"][run.train["skipped"] > 0]
+    steps["skipped"] = np.union1d(steps["skipped"], skipped)
     for row in happened(run, "end"):
         if str(row.get("ended")).startswith("failed"):
             steps["failed"].append(row["step"])

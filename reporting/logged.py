@@ -60,9 +60,9 @@ class Checkpoint(NamedTuple):
 class Logged:
     """rows: {(step, place in KINDS): [row, ...]}, of which there are two where a save follows a
     rollback, or a log was edited. saves: all, also of steps that a rollback has undone. resumes:
-    the steps at which other processes went on. changed: (number of a process, step, names of
-    what was not as in the one before). rollbacks: of each, the step after which the run went on,
-    and the step that it came after. first, last: the step before the first one, and the last."""
+    the steps at which other processes went on. changed: (number of a process, in words: what
+    was not as in the one before). rollbacks: of each, the step after which the run went on, and the
+    step that it came after. first, last: the step before the first one, and the last."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -96,8 +96,9 @@ class Logged:
             for save in self.saves:
                 save.is_certain = save.is_certain and save.step <= at
         if kind in ("inexact_resume", "changed"):
-            names = [name for name, pair in row.items() if isinstance(pair, list)]
-            self.changed.append((len(self.resumes), at, names))
+            names = ", ".join(name for name, pair in row.items() if isinstance(pair, list))
+            words = f"{names} changed when it resumed at step {at}, which is not followed"
+            self.changed.append((len(self.resumes), words))
         if kind == "save_failed" and self.saves:
             self.saves[-1].is_certain = False
         if kind == "saved":
@@ -206,12 +207,12 @@ class Logged:
             found |= inexact(facts["run"], here, self.knobs)
         return found
 
-    def changes(self, first: int, stop: int) -> list[tuple[int, list[str]]]:
-        """(step of a resume, what changed there) after step `first`, up to the process whose flags
-        are used to compute step `stop`."""
+    def changes(self, first: int, stop: int) -> list[str]:
+        """In words, what changed at each resume after step `first`, up to that of the process whose
+        flags are used to compute step `stop`."""
         start = self.process_at(first + 1)
         end = self.known(self.process_at(stop))
-        return [(at, names) for number, at, names in self.changed if start < number <= end]
+        return [words for number, words in self.changed if start < number <= end]
 
     def flags_at(self, stop: int, out_dir: Path, data_dir: str) -> list[str]:
         """Flags with the knobs that held when the run came to step `stop`, "auto" as it was
@@ -327,7 +328,4 @@ def not_computed(run: Logged, difference: tuple, identity: dict, changes: list) 
     words = f"step {at} of {run.path} is not what this code computes here: {words}"
     for name, (then, now) in identity.items():
         words += f"; {name} was {abridged(name, then)} and is {abridged(name, now)} here"
-    for step, names in changes:
-        what = ", ".join(names)
-        words += f"; {what} changed when it resumed at step {step}, which is not followed"
-    return words
+    return "; ".join([words, *changes])
