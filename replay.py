@@ -8,8 +8,8 @@ It computes with train.py's own loop, in a scratch folder, from the newest check
 step or from the beginning. The run's folder is only read, so the run may be going on, and no file
 is executed because the run names it: for a run of another script add --script=my_fork.py. For a run
 of several ranks write torchrun --standalone --nproc_per_node=2 replay.py in place of python
-replay.py. Exit code: 0 all equal; 1 not; 3 not, but machine or code are not those of the run
-either."""
+replay.py. Exit code: 0 all equal; 1 not; 3 not, but machine, code or flags here are not those of
+all the steps either."""
 
 import importlib.util
 import os
@@ -196,9 +196,11 @@ class Again:
             self.words = f"{steps_of}: all logged numbers are computed again, bit for bit"
             return
         at = self.difference[0]
-        identity = run.differences(min(first, at - 1), at, self.run.facts["run"])
-        self.words = not_computed(run, self.difference, identity)
-        self.code = 3 if identity else 1
+        before = min(first, at - 1)
+        identity = run.differences(before, at, self.run.facts["run"])
+        changes = run.changes(before, self.stop)
+        self.words = not_computed(run, self.difference, identity, changes)
+        self.code = 3 if identity or changes else 1
 
 
 def compute(run: Logged, loop: ModuleType, start: Checkpoint | None, stop: int) -> Again:

@@ -51,14 +51,10 @@ def unusual_knobs(run):
     names = ["train.py", os.path.basename(" ".join(map(str, run.info["command"][:1])))]
     scripts = [Path(__file__).parent / name for name in names]  # it may have been renamed
     knobs = next((read_knobs(path) for path in scripts if path.is_file()), {})
-    config = run.info["config"]
     rows = []
-    for name, value in config.items():
+    for name, value in run.info["config"].items():
         default = knobs[name].default if name in knobs else "no longer a knob"
-        usual = [default]
-        if name == "decay_steps":
-            usual.append(config.get("max_steps"))  # as 0 is resolved
-        if value not in usual and not name.endswith("_dir"):
+        if value != default and not name.endswith("_dir"):
             rows.append((f"`{name}`", f"`{value}`", f"`{default}`"))
     return rows
 
@@ -70,7 +66,7 @@ def facts(run):
     for part, told in parts.items():
         single = {}
         for name, value in told.items():
-            if not isinstance(value, dict | list):
+            if not isinstance(value, dict | list | None):
                 single[name] = textwrap.shorten(str(value), 80)
         parts[part] = single
     return parts
@@ -83,7 +79,7 @@ def about(run):
     lines.append(f"- **when** {run.info.get('start')} to {run.info.get('end')}")
     for part, told in facts(run).items():
         words = ", ".join(f"{name} {value}" for name, value in told.items())
-        lines.append(f"- **{part}** {words}")
+        lines.append(f"- **{part}** {words or 'n/a'}")
     knobs = table(("knob", "here", "default today"), unusual_knobs(run))
     return "\n".join([*lines, "", knobs])
 
@@ -211,17 +207,21 @@ def differing_rows(columns):
     return rows
 
 
+def warnings(columns):
+    """Lines on what cannot be compared between runs."""
+    lines = {
+        "fingerprint": "These runs trained on different data: their losses cannot be compared.",
+        "device": "These runs ran on different devices: compare their times with care.",
+    }
+    differing = [what for what, *_ in differing_rows(columns)]
+    return [line for what, line in lines.items() if what in differing]
+
+
 def compare_words(runs, names, image):
     """compare.md: one table of the settings and the results that differ, and what is wrong."""
     columns = [column_of(run) for run in runs]
     lines = [f"# {', '.join(names)}\n"]
-    warnings = {
-        "fingerprint": "> **These runs trained on different data: their losses cannot be compared.**\n",
-        "device": "> These runs ran on different devices: compare their times with care.\n",
-    }
-    for what, warning in warnings.items():
-        if len({str(column.get(what)) for column in columns}) > 1:
-            lines.append(warning)
+    lines += [f"> **{warning}**\n" for warning in warnings(columns)]
     if image:
         lines.append("![Curves of these runs](compare.png)\n")
     lines.append(table(("", *names), differing_rows(columns)))
@@ -234,17 +234,14 @@ def listing(runs):
     """Lines of a table with a row for each run. The best of those on the same data is marked."""
     rows = [("run", "steps", "last loss", "best loss", "tokens/s", "how it ended", "when", "")]
     best = {}  # data and metric -> the best run on it
-    for run in runs:
-        value, _ = results.best_of(run)
-        _, sign, _ = results.metric_of(run)
-        key = same_judge(run)
-        if math.isfinite(value) and (key not in best or sign * value < best[key][0]):
-            best[key] = sign * value, run
+    for run in sorted(runs, key=score):
+        if math.isfinite(score(run)):
+            best.setdefault(same_judge(run), run)
     for run in sorted(runs, key=lambda run: str(run.info.get("start"))):
         last = record.mean(run.evals["val_loss"][-1:])
         speed = 1 / record.mean(1 / run.train["tokens_per_sec"])
         when = str(run.info.get("end") or run.info.get("start") or "")[:16].replace("T", " ")
-        is_best = best.get(same_judge(run), (0, None))[1] is run
+        is_best = best.get(same_judge(run)) is run
         rows.append(
             (
                 run.name,
@@ -258,6 +255,13 @@ def listing(runs):
             )
         )
     return aligned(rows, widest=48)
+
+
+def score(run):
+    """The best of its metric, or its negative if higher is better; infinite if there is none."""
+    _, sign, _ = results.metric_of(run)
+    best = sign * results.best_of(run)[0]
+    return best if math.isfinite(best) else math.inf
 
 
 def same_judge(run):
@@ -368,11 +372,13 @@ def list_runs(folder):
 
 def compare_on_console(runs):
     names = names_of(runs)
+    columns = [column_of(run) for run in runs]
     if len(runs) > MOST_COLUMNS:
         tell("\n".join(listing(runs)))
     elif names:
-        rows = differing_rows([column_of(run) for run in runs])
-        tell("\n".join(aligned([("", *names), *rows])))
+        tell("\n".join(aligned([("", *names), *differing_rows(columns)])))
+    for warning in warnings(columns):
+        tell(warning)
 
 
 def write_reports(runs):

@@ -33,7 +33,7 @@ DECISIVE = {
 }
 ANY_MACHINE = ("device", "threads")  # do not count where --deterministic=portable
 MEASURES = ("eval_tokens", "best_metric")  # other values ask for another result of a finished run
-STEERING = ("eval_interval", "eval_tokens", "best_metric", "min_delta")  # of plateau_factor
+JUDGING = ("eval_interval", "eval_tokens", "best_metric", "min_delta")  # of what is the best
 # What only prints, draws or drives train.py, and what makes a dataset, which has a fingerprint.
 NO_IDENTITY = ("plumbing/console.py", "report.py", "reporting/", "prepare_data.py")
 NO_IDENTITY += ("replay.py", "check.py", "bench.py", "sample.py")
@@ -281,12 +281,10 @@ def kept_in(identity: dict, knobs: dict[str, Knob]) -> dict:
 
 def changed_course(run) -> dict:
     """{knob: [then, now]} of changes that a resume records: of knobs without a word, and of those
-    that say when to evaluate if the evaluations steer the rate."""
-    config = run.facts["config"]
+    that decide which weights are the best, and when plateau_factor applies."""
     names = {name for name, knob in run.knobs.items() if not knob.policy - {"kept"}}
-    if config.get("plateau_factor", 1.0) < 1:
-        names |= set(STEERING)
-    changed = changed_knobs(run.before["config"], config)
+    names |= set(JUDGING)
+    changed = changed_knobs(run.before["config"], run.facts["config"])
     return {name: pair for name, pair in changed.items() if name in names}
 
 

@@ -60,9 +60,9 @@ class Checkpoint(NamedTuple):
 class Logged:
     """rows: {(step, place in KINDS): [row, ...]}, of which there are two where a save follows a
     rollback, or a log was edited. saves: all, also of steps that a rollback has undone. resumes:
-    the steps at which other processes went on. inexact: number of a process -> {key: [then, now]}
-    of what was not as in the one before. rollbacks: of each, the step after which the run went on,
-    and the step that it came after. first, last: the step before the first one, and the last."""
+    the steps at which other processes went on. changed: (number of a process, in words: what
+    was not as in the one before). rollbacks: of each, the step after which the run went on, and the
+    step that it came after. first, last: the step before the first one, and the last."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -71,7 +71,7 @@ class Logged:
         self.rows = {}
         self.saves = []
         self.resumes = []
-        self.inexact = {}
+        self.changed = []
         self.rollbacks = []
         file = self.path / "metrics.jsonl"
         for row in read_metrics(file)[0] if file.is_file() else ():
@@ -91,14 +91,14 @@ class Logged:
             self.rows = {key: rows for key, rows in self.rows.items() if key[0] <= at}
         if kind == "rollback":
             self.rollbacks.append((at, row.get("at_step", at)))
-        if kind == "resume":
+        if kind == "resume" and self.rows:  # else it begins from another run
             self.resumes.append(at)
             for save in self.saves:
                 save.is_certain = save.is_certain and save.step <= at
-        if kind == "inexact_resume":
-            self.inexact[len(self.resumes)] = {
-                key: pair for key, pair in row.items() if isinstance(pair, list)
-            }
+        if kind in ("inexact_resume", "changed"):
+            names = ", ".join(name for name, pair in row.items() if isinstance(pair, list))
+            words = f"{names} changed when it resumed at step {at}, which is not followed"
+            self.changed.append((len(self.resumes), words))
         if kind == "save_failed" and self.saves:
             self.saves[-1].is_certain = False
         if kind == "saved":
@@ -188,25 +188,31 @@ class Logged:
                 return checkpoint.content
         return self.facts if is_last else None
 
-    def facts_at(self, step: int) -> dict:
-        """The same of the process that took a step, or of the next one that is known."""
-        process = self.process_at(step)
-        while (facts := self.facts_of(process)) is None:
+    def known(self, process: int) -> int:
+        """Number of this process, or of the next one that has facts."""
+        while self.facts_of(process) is None:
             process += 1
-        return facts
+        return process
+
+    def facts_at(self, step: int) -> dict:
+        """Of the process that took a step, or of the next one that has facts."""
+        return self.facts_of(self.known(self.process_at(step)))
 
     def differences(self, first: int, last: int, here: dict) -> dict:
         """{key: [then, here]} of what makes `here`, an identity, inexact for steps first + 1 to
         last."""
         found = {}
-        for process in sorted({self.process_at(step) for step in range(first + 1, last + 1)}):
-            facts = self.facts_of(process)
-            while facts is None:  # known only by what changed when the next one resumed
-                process += 1
-                found |= self.inexact.get(process, {})
-                facts = self.facts_of(process)
+        for process in range(self.process_at(first + 1), self.process_at(last) + 1):
+            facts = self.facts_of(self.known(process))
             found |= inexact(facts["run"], here, self.knobs)
         return found
+
+    def changes(self, first: int, stop: int) -> list[str]:
+        """In words, what changed at each resume after step `first`, up to that of the process whose
+        flags are used to compute step `stop`."""
+        start = self.process_at(first + 1)
+        end = self.known(self.process_at(stop))
+        return [words for number, words in self.changed if start < number <= end]
 
     def flags_at(self, stop: int, out_dir: Path, data_dir: str) -> list[str]:
         """Flags with the knobs that held when the run came to step `stop`, "auto" as it was
@@ -315,14 +321,11 @@ def in_words(name: str, one: Any, other: Any) -> str:
     return f"{name} {str(one)[:12]} and {str(other)[:12]}"
 
 
-def not_computed(run: Logged, difference: tuple, identity: dict) -> str:
+def not_computed(run: Logged, difference: tuple, identity: dict, changes: list) -> str:
     """In words: what of the log is not computed here, and why that may be. identity: {key: [then,
-    now]} of what makes this machine or code inexact."""
+    now]} of what makes this machine or code inexact. changes: as of Logged."""
     at, _, words = difference
     words = f"step {at} of {run.path} is not what this code computes here: {words}"
     for name, (then, now) in identity.items():
         words += f"; {name} was {abridged(name, then)} and is {abridged(name, now)} here"
-    resumed = sorted({step for step in run.resumes if step < at})
-    if resumed:
-        words += f"; a change of knobs or ranks when it resumed, at {resumed}, is not followed"
-    return words
+    return "; ".join([words, *changes])

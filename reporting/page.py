@@ -90,23 +90,13 @@ def figure(panel, events):
     wide = " wide" if panel.field == "loss" else ""
     log = "1" if is_log else ""
     data = f'data-x1="{right}" data-y0="{low}" data-y1="{high}" data-log="{log}"'
-    label = escape(described(panel))
-    return f"""<figure class="panel{wide}"><figcaption>{escape(panel.title)}</figcaption>
-<div class="plot" {data}><svg role="img" aria-label="{label}">
+    title = escape(panel.title)
+    return f"""<figure class="panel{wide}"><figcaption>{title}</figcaption>
+<div class="plot" {data}><svg role="img" aria-label="{title} by step">
 <svg class="curves" viewBox="0 0 1000 1000" preserveAspectRatio="none">{"".join(shapes)}</svg>
 <line class="axis" x2="100%" y1="100%" y2="100%"/><line class="cross" y2="100%" hidden/></svg>
 <div class="tip" hidden></div></div></figure>
 """
-
-
-def described(panel):
-    """The panel in words, for who cannot see it: where each curve begins and ends."""
-    told = []
-    for each in panel.curves:
-        first = f"{each.y[0]:.4g} at step {each.x[0]:,.0f}"
-        last = f"{each.y[-1]:.4g} at step {each.x[-1]:,.0f}"
-        told.append(f"{each.label}: {first} to {last}")
-    return f"{panel.title} by step. {'; '.join(told)}"
 
 
 def lines_of(event, places, height):

@@ -21,7 +21,6 @@ KINDS_OF_NUMBERS = ("train", "eval")  # of rows
 INFO = {  # of run.json
     **dict.fromkeys("config data run git versions hardware state".split(), dict),
     "command": list,
-    "resumes": list,
 }
 LARGEST = 1e100  # float32 ends at 3e38: what is beyond is damage, and would overflow in statistics
 DEEPEST = 20  # levels of nesting
@@ -43,7 +42,7 @@ class Record:
     info: dict  # run.json, with the keys of INFO even if they are missing there
     train: dict  # field -> float array with one number per step; NaN if null or missing
     evals: dict  # the same, with one number per evaluation
-    events: list  # rows as they are, in the order of the file
+    events: list  # rows as they are, in the order of the file; only those that stand
     unreadable: int  # damaged lines of metrics.jsonl
 
     def fact(self, part, name):
@@ -81,9 +80,25 @@ def read_run(folder):
         info=info,
         train=columns(rows, "train"),
         evals=columns(rows, "eval"),
-        events=events,
+        events=standing(events),
         unreadable=unreadable,
     )
+
+
+def standing(events):
+    """The events without the skipped updates and the changes that a later resume has undone."""
+    found = []
+    start = math.inf  # the step from which the next session went on
+    for event in reversed(events):
+        step = event["step"]
+        name = event["event"]
+        if name == "resume":
+            start = min(start, step)
+        if name == "saved" and step <= start:  # what came before that is in it
+            start = math.inf
+        if step < start or name not in ("skipped", "inexact_resume", "changed"):
+            found.append(event)
+    return found[::-1]
 
 
 def tame(value, depth=0):

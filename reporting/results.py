@@ -100,17 +100,23 @@ def new_fields(run):
     return found
 
 
+def resumes(run):
+    """How often it was resumed. A run that began from another one has logged that as a resume."""
+    logged = len(happened(run, "resume"))
+    return max(0, logged - bool(run.info["run"].get("began_from")))
+
+
 def seconds_by_kind(run):
     """({kind: seconds} over all sessions, number of sessions that recorded no times)."""
     total = {}
-    ends = happened(run, "end")
-    for row in ends:
+    missing = 1 + resumes(run)
+    for row in happened(run, "end"):
         seconds = row.get("seconds")
-        if isinstance(seconds, dict):
+        if isinstance(seconds, dict) and seconds:
+            missing -= 1
             for kind, each in seconds.items():
                 total[kind] = total.get(kind, 0.0) + max(0.0, np.nan_to_num(plain(each)))
-    sessions = 1 + max(len(happened(run, "resume")), len(run.info["resumes"]))
-    return total, max(0, sessions - len(ends))
+    return total, max(0, missing)
 
 
 def number(value, form=",.4f", unit=""):
@@ -176,6 +182,7 @@ def outcome_of_training(run):
     memory = known(t["mem_gb"]).max(initial=-math.inf)
     measured = "allocated by PyTorch on the GPU" if uses_gpu else "the whole process"
     speed = 1 / mean(1 / t["tokens_per_sec"])
+    mfu = 1 / mean(1 / t["mfu"])
     wait = mean(t["data_ms"]) / mean(t["step_ms"])
     rows = {}
 
@@ -206,7 +213,7 @@ def outcome_of_training(run):
     add(f"throughput, {per}/s", speed, ",.0f", f"{steps}; without evaluation and saving")
     add("median step, ms", median(t["step_ms"]), ",.1f", f"{steps}; means of log windows")
     add("waiting for data", wait, ".1%", steps)
-    add("MFU", mean(t["mfu"]), ".1%", steps)
+    add("MFU", mfu, ".1%", steps)
     add("peak memory, GB", memory, ".2f", measured)
     if uses_gpu:
         busy = mean(t["gpu_util"]) / 100
@@ -216,14 +223,12 @@ def outcome_of_training(run):
 
 
 def outcome_of_events(run):
-    rows = {}
-    for what, event in (
-        ("updates skipped", "skipped"),
-        ("rollbacks", "rollback"),
-        ("resumes", "resume"),
-    ):
-        rows[what] = f"{len(happened(run, event)):,}", "all sessions"
-    return rows
+    numbers = {
+        "updates skipped": len(happened(run, "skipped")),
+        "rollbacks": len(happened(run, "rollback")),
+        "resumes": resumes(run),
+    }
+    return {what: (f"{number:,}", "all sessions") for what, number in numbers.items()}
 
 
 def time_and_cost(run, dollars_per_hour):

@@ -277,6 +277,7 @@ def eventful():
         event(31, "end", ended="stopped by SIGINT", seconds=seconds),
         event(31, "resume", checkpoint="ckpt_00000031.pt"),
         event(31, "inexact_resume", threads=[2, 1], code=[{"train.py": "a"}, {"train.py": "b"}]),
+        *(event(40, "changed", peak_lr=[1, 2]), event(44, "skipped")),  # undone by a kill
         event(40, "resume", checkpoint="ckpt_00000040.pt"),
         event(40, "rollback", why="a loss spike", at_step=52),
         event(45, "audit", odd="first", bits=3, tensors=["gradient/head.weight"]),

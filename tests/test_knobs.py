@@ -155,13 +155,6 @@ def test_a_change_of_the_course_is_recorded_and_names_the_folder(names, flags, c
         assert KNOBS[name].names_folder()
 
 
-def test_where_evaluations_steer_the_rate_a_change_of_them_is_recorded(run_train):
-    steered = ("--plateau_factor=0.5", "--eval_interval=4")
-    run_train("run", *steered, before=stop_at(6), code=143)
-    done = run_train("run", *steered, "--eval_interval=2")
-    assert [row["eval_interval"] for row in events(done, "changed")] == [[4, 2]]
-
-
 def test_a_knob_of_a_fork_names_the_folder_and_a_change_of_it_is_recorded(run_train, tmp_path):
     """A knob without a word, in a copy of train.py: nothing else has to know of it."""
     copy = copy_of_repository(tmp_path / "copy")

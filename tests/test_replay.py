@@ -263,11 +263,24 @@ def test_a_good_run_is_verified(good, replay):
 
 
 def test_a_run_that_was_stopped_and_extended_is_verified(run_train, replay):
-    run_train("run", *SAVES, before=stop_at(7), code=143)
-    run_train("run", *SAVES)
-    done = run_train("run", *SAVES, "--max_steps=18", "--decay_steps=12")
+    flags = (*SAVES, "--keep_last=1")
+    run_train("run", *flags, before=stop_at(7), code=143)
+    run_train("run", *flags)
+    done = run_train("run", *flags, "--max_steps=18", "--decay_steps=12")
     again = replay(done.out_dir, "--verify=9")
-    assert "18 of 18 steps" in again.stdout
+    assert "milestone_00000006.pt to step 12" in again.stdout and "18 of 18 steps" in again.stdout
+    edit(done, edited(9, loss=1.0))
+    again = replay(done.out_dir, "--verify=9", code=1)
+    assert "step 9 of" in again.stdout and "resumed" not in again.stdout
+
+
+@pytest.mark.parametrize("flag", ["peak_lr=5e-4", "eval_interval=3", "eval_tokens=64"])
+def test_a_flag_changed_at_a_resume_is_no_forgery(flag, run_train, replay):
+    flags = ("--save_interval=4", "--keep_last=1", "--eval_interval=2")
+    run_train("run", *flags, before=stop_at(7), code=143)
+    done = run_train("run", *flags, f"--{flag}")
+    again = replay(done.out_dir, "--verify=9", code=3)
+    assert f"{flag.partition('=')[0]} changed when it resumed at step 7, which" in again.stdout
 
 
 @pytest.mark.parametrize("hash_too", [False, True])

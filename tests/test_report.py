@@ -75,6 +75,8 @@ def test_every_number_is_that_of_the_record(real):
     seconds = sum(row["step_ms"] for row in rows) / 1000
     throughput = float(outcome["throughput, tokens/s"].replace(",", ""))
     assert throughput == pytest.approx(rows[-1]["tokens"] / seconds, rel=1e-3)
+    run.train["mfu"] = run.train["tokens_per_sec"] / 1e6
+    assert values_of(run)["MFU"] == f"{throughput / 1e6:.1%}"
     assert outcome["tokens trained on"] == f"{rows[-1]['tokens']:,}"
     over = {what: window for what, (_, window) in results.outcome(run, 0.0).items()}
     assert over["throughput, tokens/s"] == f"all {STEPS} steps; without evaluation and saving"
@@ -293,8 +295,12 @@ def test_every_event_is_in_the_report(tmp_path):
         "\n~~~~~~\nTo be\n~~~ or not\n~~~~~~\n",
     ):
         assert words in text, words
+    assert "| changed |" not in text and values_of(run)["updates skipped"] == "3"
     assert results.seconds_by_kind(run) == ({"start": 2.0, "train": 4.0}, 1)
     assert results.ended(run) == "failed: no more, at step 60"
+    rows = [event(0, "resume"), *falling(9), event(9, "end", seconds={})]
+    fork = read_run(write_run(tmp_path, rows, run={"began_from": "best.pt"}))
+    assert values_of(fork)["resumes"] == "0" and results.seconds_by_kind(fork) == ({}, 1)
 
 
 def test_the_report_always_says_the_cost_or_how_to_ask_for_it(tmp_path, capsys):
@@ -355,16 +361,18 @@ def test_every_kind_of_run_is_drawn_on_white(name, tmp_path):
 def test_a_comparison_says_what_differs_and_only_that(real, tmp_path, capsys):
     info = json.loads((real / "run.json").read_text())
     info["config"]["peak_lr"], info["data"]["fingerprint"] = 0.5, "another"
+    info["run"]["began_from"] = None
     rows = [*read_rows(real, "eval"), *read_rows(real, "train")]
     other = write_run(tmp_path / "other", rows, **info)
     report.main([str(real), str(other), f"--report_dir={tmp_path}/both"])
     assert report.report_dir == ""  # given back
-    assert f"{tmp_path.name}/both" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{tmp_path.name}/both" in printed and "trained on different data" in printed
     assert (tmp_path / "both" / "compare.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "both" / "compare.md").read_text()
     assert "trained on different data" in text
     assert "| `peak_lr` | 0.001 | 0.5 |" in text
-    assert "`n_embd`" not in text and "different devices" not in text
+    assert not {"`n_embd`", "began_from"} & set(text.split()) and "different devices" not in text
 
 
 def three_runs(folder):
