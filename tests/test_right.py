@@ -79,13 +79,11 @@ def test_no_shape_is_left_to_eager_mode():
     assert torch._dynamo.config.recompile_limit > 1000
 
 
-GROWING = around(
-    "train_step",
-    """
+CUT_SHORT = """
 length = 5 + run.state["step"]
 args = (*args[:2], *(part[:, :length] for part in args[2:4]), *args[4:])
-""",
-)
+"""
+GROWING = around("train_step", CUT_SHORT)
 TORCHS_LIMIT = around("first_pass", then="torch._dynamo.config.recompile_limit = 8")
 
 
