@@ -159,12 +159,12 @@ def test_a_knob_of_a_fork_names_the_folder_and_a_change_of_it_is_recorded(run_tr
     """A knob without a word, in a copy of train.py: nothing else has to know of it."""
     copy = copy_of_repository(tmp_path / "copy")
     source = (copy / "train.py").read_text(encoding="utf-8")
-    knob = "window = 8  # tokens, [1, inf)\nn_head = 4"
+    knob = "window = 8  # tokens, [1,inf)\nn_head = 4"
     (copy / "train.py").write_text(source.replace("n_head = 4", knob), encoding="utf-8")
     flags = ("--save_interval=4",)
     run_train("run", *flags, before=stop_at(6), repo=copy, code=143)
     done = run_train("run", *flags, "--window=16", "--report=true", repo=copy)
-    (event,) = events(done, "changed")
-    assert event["window"] == [8, 16]
+    assert [event["window"] for event in events(done, "changed")] == [[8, 16]]
+    run_train("none", "--window=0", repo=copy, code=2)
     assert "window was 8, is 16" in (done.out_dir / "report.md").read_text(encoding="utf-8")
     assert read_knobs(copy / "train.py")["window"].names_folder()
