@@ -138,7 +138,7 @@ def two_of_three(run, tries: Tries) -> dict:
     return numbers
 
 
-# Of a run, take_step and a Clock, a Callable; it returns the numbers of the step
+# Both take (run, take_step, clock), and return the numbers of the step
 find_hidden_state = partial(repeated, compare=compare_hashes, copies=1)
 confirm = partial(repeated, compare=two_of_three, copies=4)  # of before and of three tries
 

@@ -347,17 +347,17 @@ def test_a_checkpoint_of_another_run_seeds_an_empty_folder(run_train, whole, tmp
     done = run_train("run", *FLAGS, seed)  # the same command: it resumes the run that is here
     assert [row["step"] for row in events(done, "resume")] == [13, ACROSS]
     ours, expected = done.fingerprint(STEPS), whole().fingerprint(STEPS)
-    for part in ("model", "optimizer", "rng"):
-        assert ours[part] == expected[part]
+    assert all(ours[part] == expected[part] for part in ("model", "optimizer", "rng"))
     assert {path: path.read_bytes() for path in source.out_dir.iterdir()} == before
 
 
 def test_a_run_seeded_by_a_checkpoint_reports_a_best_that_it_holds(run_train):
-    """At a rate at which the loss only grows, the best of the run before is not among its
-    weights."""
+    """At a rate at which the loss only grows, that of the run before is none; a kill comes first."""
     flags = ("--eval_interval=3", "--max_steps=14", "--peak_lr=3", "--min_lr=3")
     source = run_train("source", *flags, before=stop_at(7), code=143)
-    done = run_train("run", *flags, f"--resume={source.checkpoint(7)}")
+    seed = f"--resume={source.checkpoint(7)}"
+    run_train("run", *flags, seed, before=around("checkpoint.Saver.save", "os._exit(9)"), code=9)
+    done = run_train("run", *flags, seed)
     rows = done.rows("eval")
     assert [row["step"] for row in rows] == [7, 9, 12, 14]
     best = min(rows, key=lambda row: row["val_loss"])
