@@ -1,0 +1,51 @@
+"""The log as the witness: rows that a log already holds, compared with the same rows computed
+again."""
+
+import json
+from collections.abc import Iterable
+
+from plumbing.console import MEASURED
+
+NOT_COMPARED = (*MEASURED, "files")  # a save may have been due by a signal
+
+
+class Witness:
+    """Compares rows as they are written with those that a log already holds of the same steps. The
+    only place where rows are compared: a resume, replay.py and check.py all use it.
+
+    old_rows: dicts as json.loads reads them, of any kind that is to be compared. Of two rows of
+    one kind and step, such as two saves around a rollback, the first counts.
+    """
+
+    def __init__(self, old_rows: Iterable[dict]):
+        self.old_rows = {}  # (step, kind) -> row, until it is compared
+        for row in old_rows:
+            self.old_rows.setdefault(key_of(row), row)
+        self.compared = 0  # rows
+        self.equal = 0
+        self.first_difference = None  # {"step", "field", "then", "now"}
+
+    def see(self, row: dict) -> None:
+        """Compare `row` with the old one of its step and kind, if there is one. Rows with other
+        `sequences` are of other data, after a rollback, and are not compared."""
+        then = self.old_rows.pop(key_of(row), None)
+        if then is None or then.get("sequences") != row.get("sequences"):
+            return
+        self.compared += 1
+        for name in differing_fields(then, row):
+            found = {"step": row["step"], "field": name, "then": then[name], "now": row[name]}
+            self.first_difference = self.first_difference or found
+            return
+        self.equal += 1
+
+
+def key_of(row: dict) -> tuple[int, str]:
+    """(step, kind) of a row; an event's kind is its name."""
+    return row["step"], row.get("event", row["kind"])
+
+
+def differing_fields(then: dict, now: dict) -> list[str]:
+    """Names of the fields that both rows have and whose JSON differs: so every bit of a number
+    counts, and null equals null. Times, memory and throughput are not compared."""
+    names = [name for name in then if name in now and name not in NOT_COMPARED]
+    return [name for name in names if json.dumps(then[name]) != json.dumps(now[name])]
