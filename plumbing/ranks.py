@@ -16,7 +16,6 @@ from plumbing.cli import BadInput, RunFailed, fail
 from plumbing.console import say as say  # on rank 0 only
 from plumbing.signals import ending_at_once
 
-
 HANG_MINUTES = 30  # longest wait for another rank, or for a worker's batch
 
 
