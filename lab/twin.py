@@ -1,0 +1,415 @@
+"""Is this run the run that a plain loop would have made? Beside a run in which happens what happens
+to long runs stands a loop of plain torch, and every number of the one must be that of the other.
+
+Both begin with the same weights and the same random state, and so draw the same random numbers:
+dropout that repeats its masks, an evaluation that moves the random state or a resume that loses it
+all show in a loss. A fork that changes the step on purpose changes PlainLoop likewise.
+"""
+
+import io
+import math
+import os
+import signal
+from contextlib import contextmanager, redirect_stdout
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import train
+from bench import setting
+from lab.words import gradients_of, loss_in, said
+from plumbing import checkpoint, data
+from plumbing.safe_step import clone, rng_state, set_rng_state
+from reporting.record import read_metrics
+
+STEPS = 7
+MASKED = 1  # the step in which the first sequence has no targets
+NOT_FINITE = 2  # the step whose gradients are NaN
+STOPPED = 3  # finished steps when a signal comes, after which another process goes on
+SPOILED = 5  # the step that finds other averages, so that the last evaluation is not the best
+EVALUATED = 5  # sequences
+
+KNOBS = {
+    "max_steps": STEPS,
+    "decay_steps": STEPS,
+    "warmup_steps": 3,
+    "plateau_factor": 1.0,
+    "accum_steps": 2,
+    "weight_decay": 1.0,  # so large that it shows in a few steps
+    "grad_checkpoint": True,  # the plain loop computes nothing again
+    "best_metric": "val_loss",
+    "eval_interval": 1,
+    "patience": 0,
+    "save_interval": 3,
+    "keep_last": 2,
+    "milestone_interval": 0,
+    "audit_interval": -1,
+    "resume": "auto",
+    "compile": "false",
+    "report": False,
+    "wandb_log": False,
+}
+TOLERANCE = 0.002
+TOLERANCE_OF_MUON = 0.03  # which computes in bfloat16
+
+
+def twin_checks(job):
+    """The steps, the evaluations and the end of an eventful run, and its resume."""
+    few = {
+        "batch_size": max(2, min(train.batch_size, 1024 // train.block_size)),
+        "dropout": train.dropout or 0.1,
+        "ema_decay": train.ema_decay or 0.8,
+    }
+    with setting(**KNOBS | few), setting(grad_clip=train.grad_clip):
+        train.grad_clip = half_a_norm(job)
+        watch, rows, folder = eventful_run(job)
+        with setting(grad_checkpoint=False):
+            plain = PlainLoop(job.fresh_run(), job.fresh_run().model, watch)
+        plain.train()
+    for kind, name in (("train", "each step"), ("eval", "each evaluation")):
+        expected = {key: row for key, row in plain.rows.items() if key[1] == kind}
+        fine, found = compared(expected, rows)
+        yield f"{name} is that of a plain loop", fine, found
+    last = checkpoint.load(folder / f"ckpt_{STEPS:08}.pt")
+    error, name = max(plain.errors(last))
+    found = said(off_by=error, weight=name, optimizer=train.optimizer)
+    yield "the weights and averages are those of a plain loop", error < TOLERANCE, found
+    step = checkpoint.load(folder / "best.pt")["state"]["step"]
+    files = sorted(path.stem for path in folder.glob("*.pt"))
+    found = said(step=step, expected=plain.best_step, files=files)
+    yield "best.pt is the best", step == plain.best_step, found
+    checked = rows.get((STOPPED, "resume_checked"), {})
+    numbers = {name: checked.get(name, 0) for name in ("compared", "equal")}
+    if not checked:
+        return
+    yield "a resume is bit for bit", 0 < numbers["compared"] == numbers["equal"], said(**numbers)
+
+
+def half_a_norm(job):
+    """Half the norm of a first gradient: as grad_clip it matters."""
+    run = job.fresh_run()
+    add_noise(run.model.parameters(), 0)
+    inputs, targets = job.batch()
+    with train.autocast(job.device):
+        loss_in(run.model(inputs, targets)).backward()
+    return torch.nn.utils.get_total_norm(gradients_of(run.model)).item() / 2
+
+
+def compared(expected, rows):
+    """(whether all numbers are the expected ones, in words the first that is not)."""
+    for (step, kind), row in sorted(expected.items()):
+        for name, number in row.items():
+            told = rows.get((step, kind), {}).get(name)
+            if not same(told, number, 0.01 if name == "val_accuracy" else 0.0):
+                return False, said(step=step, number=name, logged=told, expected=number)
+    return True, said(rows=len(expected), numbers=list(row))
+
+
+def same(told, number, absolute):
+    """Whether a number of a row is the expected one; null stands for what is not finite."""
+    if told is None or not math.isfinite(told):
+        return not math.isfinite(number)
+    return math.isclose(told, number, rel_tol=TOLERANCE, abs_tol=absolute)
+
+
+# ---- what happens in the run ---------------------------------------------------------------------
+
+
+class Eventful(train.Watch):
+    """Makes things happen in a run, and records what a plain loop needs to take the same steps."""
+
+    def __init__(self):
+        self.seen = {}  # step -> what cannot be known beforehand
+
+    def begin(self, run):
+        self.run = run
+        run.val_data = some_of(run.val_data)
+        if run.path:
+            self.meta = made_whole(run)
+            return
+        add_noise(run.model.parameters(), 0)  # a weight that starts at zero would hide its layer
+        for name, average in run.ema.items():
+            average.copy_(run.model.get_parameter(name).detach())
+        run.state["micro_batch"] = uneven_micro_batch()  # as after running out of memory
+        run.state["eval_micro_batch"] = 2
+        self.weights = clone(run.model.state_dict())
+        self.rng = rng_state(run.device)
+
+    def step(self, run, take, inputs, targets, lr):
+        step = run.state["step"]
+        if step == STOPPED - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if step == SPOILED:
+            add_noise(run.ema.values(), step, 0.5)
+        with masked(step, targets), not_finite(step, run.model):
+            numbers = take()
+        gradients = gradients_of(run.model)
+        self.seen[step] = {
+            "shapes": (inputs.shape, targets.shape),  # a fork may begin with short sequences
+            "requires_grad": [weight.requires_grad for weight in run.model.parameters()],
+            "clipped_norm": torch.nn.utils.get_total_norm(gradients).item(),
+        }
+        return numbers
+
+
+class Few:
+    """A dataset of the sequences in these tensors."""
+
+    def __init__(self, inputs, targets):
+        self.inputs = inputs
+        self.targets = targets
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, batch):
+        first, count = batch
+        return self.inputs[first : first + count], self.targets[first : first + count]
+
+
+def some_of(val_data):
+    """Its first sequences, in the first of which half of the targets do not count. Data that is no
+    such dataset, or has other targets than classes, stays as it is."""
+    if isinstance(val_data, list):
+        return val_data
+    count = min(EVALUATED, len(val_data))
+    inputs, targets = (torch.as_tensor(part).clone() for part in val_data[0, count])
+    if targets.is_floating_point():
+        return val_data
+    targets[0].view(-1)[: targets[0].numel() // 2] = -100
+    return Few(inputs, targets)
+
+
+def made_whole(run):
+    """Change the facts of the data so that `run` evaluates the whole validation text. Returns
+    them."""
+    meta = dict(run.facts["data"]["meta"])
+    if isinstance(run.val_data, Few) and "val_bytes" in meta:
+        meta["val_tokens"] = 1 + train.count_targets(run.val_data.targets).item()
+        meta["val_bytes"] = 3 * meta["val_tokens"]
+        run.facts["data"] = run.facts["data"] | {"meta": meta}
+    return meta
+
+
+def uneven_micro_batch():
+    return max(2, 2 * train.rows_at(0) // 5)
+
+
+@torch.no_grad()
+def add_noise(tensors, seed, size=0.05):
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors:
+        tensor += size * torch.randn(tensor.shape, generator=generator).to(tensor)
+
+
+@contextmanager
+def masked(step, targets):
+    """A context in which, in that one step, the targets of the first sequence do not count."""
+    before = targets.clone()
+    if step == MASKED and not targets.is_floating_point():
+        targets[0] = -100
+    yield
+    targets.copy_(before)
+
+
+@contextmanager
+def not_finite(step, model):
+    """A context in which, in that one step, each gradient is NaN."""
+    weights = [w for w in model.parameters() if w.requires_grad and step == NOT_FINITE]
+    hooks = [weight.register_hook(lambda gradient: gradient * math.nan) for weight in weights]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def eventful_run(job):
+    """(its Eventful, {(step, kind): row} of its log, its folder)."""
+    watch = Eventful()
+    folder = job.run.folder.path / "twin"
+    with redirect_stdout(io.StringIO()):
+        for _ in ("until the signal", "to the end"):
+            train.main([f"--out_dir={folder}"], watch=watch)
+    rows = {}
+    for row in read_metrics(folder / "metrics.jsonl")[0]:
+        rows[row["step"], row.get("event", row["kind"])] = row
+    for step, seen in watch.seen.items():
+        rows[step + 1, "train"]["clipped_norm"] = seen["clipped_norm"]
+    return watch, rows, folder
+
+
+# ---- the plain loop ------------------------------------------------------------------------------
+
+
+class PlainLoop:
+    """A loop of plain torch that takes the steps of an eventful run.
+
+    run: a new one with its knobs, of which the model, the groups of the optimizers and the device
+    are used. judge: a model to evaluate with. The learning rate, the number of sequences in a batch
+    and the data are those of the code under test, which other checks test."""
+
+    def __init__(self, run, judge, watch):
+        self.watch = watch
+        self.device = run.device
+        self.model = run.model
+        self.model.load_state_dict(watch.weights)
+        self.judge = judge.eval()
+        self.average = {n: w.detach().clone() for n, w in run.model.named_parameters()}
+        self.optimizers = plain_optimizers(run)
+        self.scale = 2.0**16 if train.dtype == "float16" else 1.0
+        self.sequences = self.tokens = 0
+        self.best_loss = math.inf
+        self.best_step = 0
+        self.rows = {}  # (step, kind): the row that the run must have logged
+
+    def train(self):
+        self.evaluate(0)
+        set_rng_state(self.watch.rng, self.device)
+        for step in range(STEPS):
+            self.step(step)
+            self.evaluate(step + 1)
+
+    def step(self, step):
+        seen = self.watch.seen[step]
+        for weight, needed in zip(self.model.parameters(), seen["requires_grad"], strict=True):
+            weight.requires_grad_(needed)
+        buffers = clone(list(self.model.buffers()))
+        inputs, targets = self.next_batch(step, seen["shapes"])
+        with masked(step, targets), not_finite(step, self.model):
+            n_targets = train.count_targets(targets)
+            loss = self.forward_backward(inputs, targets, n_targets)
+        norm = torch.nn.utils.get_total_norm(gradients_of(self.model)).item()
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        self.tokens += n_targets.item()
+        row = {
+            "lr": train.lr_at(step),
+            "sequences": self.sequences,
+            "tokens": self.tokens,
+            "epoch": self.sequences / len(self.watch.run.train_data),
+            "loss": loss,
+            "grad_norm": norm,
+            "clipped_norm": min(norm, train.grad_clip),
+            "skipped": int(not is_finite),
+        }
+        if train.dtype == "float16":
+            row["loss_scale"] = self.scale
+        self.rows[step + 1, "train"] = row
+        if step == SPOILED:
+            add_noise(self.average.values(), step, 0.5)
+        if is_finite:
+            self.update(row["lr"], norm)
+        else:
+            self.scale /= 2
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+
+    def next_batch(self, step, shapes):
+        """Inputs and targets, cut to the shapes that the run has seen."""
+        count = train.rows_at(step)
+        batch = data.to_device(self.watch.run.train_data[self.sequences, count], self.device)
+        self.sequences += count
+        return [part[tuple(map(slice, shape))] for part, shape in zip(batch, shapes, strict=True)]
+
+    def forward_backward(self, inputs, targets, n_targets):
+        """The mean loss over all targets, and its gradient in the weights."""
+        self.model.zero_grad()
+        loss = 0.0
+        parts = inputs.split(uneven_micro_batch()), targets.split(uneven_micro_batch())
+        for x, y in zip(*parts, strict=True):
+            with train.autocast(self.device):
+                mean = loss_in(self.model(x, y))
+            part = mean * (train.count_targets(y) / n_targets)
+            (self.scale * part).backward()
+            loss += part.item()
+        for gradient in gradients_of(self.model):
+            gradient /= self.scale
+        return loss
+
+    @torch.no_grad()
+    def update(self, lr, norm):
+        """Clip, step torch's optimizers, average."""
+        for gradient in gradients_of(self.model):
+            gradient *= min(1.0, train.grad_clip / (norm + 1e-6))
+        for optimizer, copies in self.optimizers:
+            for weight, parts in copies.items():
+                for number, part in enumerate(parts if weight.grad is not None else ()):
+                    part.grad = weight.grad.chunk(len(parts))[number]
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group.get("lr_scale", 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, weight in self.model.named_parameters():
+            self.average[name].lerp_(weight, 1 - train.ema_decay)
+
+    @torch.no_grad()
+    def evaluate(self, step):
+        """The mean of -log p of the averaged weights, in float64, by classes that exist."""
+        val_data = self.watch.run.val_data
+        if not isinstance(val_data, Few):
+            return
+        self.judge.load_state_dict(self.model.state_dict())
+        for name, weight in self.judge.named_parameters():
+            weight.copy_(self.average[name])
+        meta = self.watch.meta
+        losses, right = [], []
+        for first in range(0, len(val_data), 2):
+            inputs, targets = data.to_device(val_data[first, 2], self.device)
+            with torch.random.fork_rng(devices=[]), train.autocast(self.device):
+                torch.manual_seed(step)
+                logits = self.judge(inputs)[..., : meta["vocab_size"]].double()
+            counted = targets != -100
+            losses.append(cross_entropy(logits[counted], targets[counted], reduction="none"))
+            right.append(logits[counted].argmax(-1) == targets[counted])
+        loss = torch.cat(losses).mean().item()
+        if loss < self.best_loss:
+            self.best_loss = loss
+            self.best_step = step
+        row = {"val_loss": loss, "best_val_loss": self.best_loss}
+        row["val_accuracy"] = torch.cat(right).double().mean().item()
+        if step > STOPPED and "val_bytes" in meta:
+            row["val_bpb"] = loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
+        elif "val_bytes" in meta:
+            row["val_tokens"] = len(torch.cat(right))
+        self.rows[step, "eval"] = row
+
+    def errors(self, last):
+        """Yields (how far each tensor of a checkpoint is off, over how far the weight has moved, its
+        name)."""
+        by_muon = {p for o, parts in self.optimizers for p in parts if type(o).__name__ == "Muon"}
+        loose = {name for name, w in self.model.named_parameters() if w in by_muon}
+        for whose, expected in (("", self.model.state_dict()), ("average of ", self.average)):
+            for name, tensor in expected.items():
+                saved = last["ema" if whose else "model"][name]
+                way = (self.model.state_dict()[name] - self.watch.weights[name]).double().norm()
+                error = ((saved - tensor).double().norm() / way.clamp(min=1e-12)).item()
+                yield error * (TOLERANCE / TOLERANCE_OF_MUON if name in loose else 1), whose + name
+
+
+def plain_optimizers(run):
+    """[(torch's optimizer, {weight: parts of it, as parameters that share its memory})]. What torch
+    does not have is the fork's own."""
+    betas = {"betas": (train.beta1, train.beta2)}
+    torchs = {
+        "muon": (torch.optim.Muon, {"momentum": train.momentum, "adjust_lr_fn": "match_rms_adamw"}),
+        "adamw": (torch.optim.AdamW, betas),
+        "adam": (torch.optim.Adam, betas),
+        "sgd": (torch.optim.SGD, {}),
+        "momentum": (torch.optim.SGD, {"momentum": train.momentum}),
+    }
+    if train.optimizer not in torchs:
+        return [(optimizer, {}) for optimizer in run.optimizers]
+    stacked = {m.weight: m.muon_parts for m in run.model.modules() if hasattr(m, "muon_parts")}
+    optimizers = []
+    for optimizer in run.optimizers:
+        is_rest = train.optimizer == "muon" and isinstance(optimizer, torch.optim.AdamW)
+        kind, how = torchs["adamw" if is_rest else train.optimizer]
+        copies = {}
+        groups = []
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                count = stacked.get(weight, 1) if kind is torch.optim.Muon else 1
+                copies[weight] = [torch.nn.Parameter(p) for p in weight.data.chunk(count)]
+            parts = [part for weight in group["params"] for part in copies[weight]]
+            kept = {name: group[name] for name in ("weight_decay", "lr_scale") if name in group}
+            groups.append({"params": parts, **kept})
+        optimizers.append((kind(groups, **how), copies))
+    return optimizers
