@@ -289,18 +289,6 @@ def test_every_knob_and_config_file_of_this_repository_is_right():
         assert cli.read_config_file(str(path), str(REPO), dict(config), knobs)
 
 
-NEAR = [("batchsize", 4, "batch_size"), ("reprot", True, "report"), ("peak_lrs", 0.1, "peak_lr")]
-
-
-@pytest.mark.parametrize("name, value, near", NEAR)
-def test_a_global_that_the_source_does_not_define_is_named(script, name, value, near):
-    scope = scope_of(script) | {name: value}
-    with pytest.raises(cli.BadInput) as error, configured(scope, argv=[]):
-        pass
-    assert f"sheep.{name} = {value!r}" in str(error.value)
-    assert f"did you mean {near} = {value!r}?" in str(error.value)
-
-
 # ---- another command is another run --------------------------------------------------------------
 
 
@@ -380,9 +368,3 @@ def test_an_error_of_ours_is_one_line(fails):
     refused.value.said = True  # by another rank
     assert fails(refused.value) == (2, [])
     assert fails(KeyboardInterrupt()) == (130, [""])
-
-
-def test_an_error_cannot_type_into_the_terminal(fails):
-    _, lines = fails(ValueError("\x1b]0;title\x07 \x9b31m"))
-    assert lines[-1] == "ValueError: ]0;title 31m"
-    assert cli.printable("\033[31mred\033[0m\ta\nb\r\033[2J") == "[31mred[0m\ta\nb[2J"

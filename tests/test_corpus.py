@@ -281,16 +281,6 @@ def test_a_few_bad_rows_are_skipped_and_counted_and_more_are_refused(tmp_path, t
     assert not (tmp_path / "more").exists()
 
 
-def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr(prepare_data, "LONGEST_LINE", 100_000)
-    monkeypatch.setattr(prepare_data, "CHUNK", 10_000)
-    write(tmp_path / "a.jsonl", GOOD + b'{"text": "' + b"x" * 200_000)
-    with pytest.raises(
-        DataError, match="a.jsonl:2: JSONDecodeError.* of up to 100,000 bytes a line"
-    ):
-        make(tmp_path / "made", tmp_path / "a.jsonl")
-
-
 def test_a_hub_corpus_is_streamed_and_a_broken_network_leaves_nothing(tmp_path, monkeypatch, texts):
     """By a stand-in for the package `datasets`."""
     asked = []

@@ -1,17 +1,12 @@
 """The folder of a run: one run at a time, its record true however the run ends, its rows whole."""
 
-import sys
 import threading
-import tracemalloc
 
 import pytest
 from conftest import read_rows
-from helpers import evaluation, write_run
 from sources import SHORT_PAUSES, around, at_step, stop_at
 
-from plumbing import resume, run_folder
 from plumbing.run_folder import RunFolder
-from reporting.record import read_run
 
 
 @pytest.fixture
@@ -74,24 +69,6 @@ def test_restart_moves_the_old_run_and_locks_the_place(folder, in_another_proces
     assert (folder.path / "run.json").read_text() == "3"
 
 
-def test_a_run_that_got_the_lock_of_a_folder_moved_aside_does_not_start(
-    in_another_process, tmp_path
-):
-    (tmp_path / "run").mkdir()
-    source = """
-from plumbing import run_folder
-def renamed_meanwhile(path, inner=run_folder.lock_file):
-    file = inner(path)
-    folder.path.rename(str(folder.path) + ".old_1")
-    folder.path.mkdir()
-    (folder.path / ".lock").touch()
-    return file
-run_folder.lock_file = renamed_meanwhile
-folder.lock()
-"""
-    assert "has taken the place of this folder" in in_another_process(source)
-
-
 # ---- rows ----------------------------------------------------------------------------------------
 
 
@@ -111,14 +88,6 @@ def test_rows_of_two_threads_do_not_mix(folder):
         assert [row["step"] for row in read_rows(folder.path, kind)] == list(range(200))
 
 
-def test_rows_are_not_appended_to_the_target_of_a_planted_link(folder, tmp_path, capsys):
-    (tmp_path / "target").write_text("precious")
-    (folder.path / "metrics.jsonl").symlink_to(tmp_path / "target")
-    folder.write_rows([{"kind": "train", "step": 1}])
-    assert (tmp_path / "target").read_text() == "precious"
-    assert "metrics.jsonl cannot be written" in capsys.readouterr().out
-
-
 def test_a_resume_drops_lines_that_are_no_rows(folder):
     bad = ["null", "[" * 100_000, '{"kind": "train", "step": "x"}', '{"kind": "train"', "[1]"]
     good, later = '{"kind": "train", "step": 1}', '{"kind": "train", "step": 2}'
@@ -126,14 +95,6 @@ def test_a_resume_drops_lines_that_are_no_rows(folder):
     path.write_text("\n".join([good, *bad, good, later]) + "\n")
     folder.cut_rows(1)
     assert path.read_text().splitlines() == [good, good]
-
-
-@pytest.mark.parametrize("content", ['{"resumes": {"a": 1}, "wandb_id": 1}', "[" * 100_000])
-def test_a_run_json_with_other_content_does_not_stop_a_resume(run_train, content):
-    stopped = run_train("run", before=stop_at(6), code=143)
-    (stopped.out_dir / "run.json").write_text(content)
-    done = run_train("run")
-    assert len(done.facts["resumes"]) == 1 and done.facts["start"]
 
 
 # ---- the end -------------------------------------------------------------------------------------
@@ -169,32 +130,6 @@ def test_the_report_is_a_process_of_its_own_whose_time_counts(run_train):
     assert not (stopped.out_dir / "report.md").exists()
 
 
-@pytest.mark.parametrize(
-    "source, words",
-    [
-        ("raise ValueError('no ink')", "ValueError: no ink"),
-        ("import os; os.kill(os.getpid(), 9)", "exit code -9"),
-        ("import sys, time; print('x', file=sys.stderr, flush=True); time.sleep(60)", "more than"),
-    ],
-)
-def test_a_report_that_fails_is_one_line(source, words, tmp_path, monkeypatch, capsys):
-    (tmp_path / "report.py").write_text(source)
-    monkeypatch.setattr(run_folder, "REPO", tmp_path)
-    run_folder.write_report(tmp_path / "run", patience=0.5 if "sleep" in source else 30)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("report   failed (") and words in line
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
-    run_folder.write_report(tmp_path / "run")
-    assert "No such file" in capsys.readouterr().out
-
-
-def test_a_working_folder_that_vanishes_costs_no_record(run_train):
-    vanish = "import tempfile; os.chdir(tempfile.mkdtemp()); os.rmdir(os.getcwd())"
-    done = run_train("run", "--report=true", before=at_step(6, vanish))
-    assert "Traceback" not in done.stderr, done.stderr
-    assert done.facts["ended"] == "finished" and done.checkpoint(12).exists()
-
-
 def test_a_run_folder_that_vanishes_ends_in_one_line(run_train):
     vanish = "import shutil; shutil.rmtree(run.folder.path)"
     before = SHORT_PAUSES + at_step(6, vanish)
@@ -219,16 +154,3 @@ folder.write_json = write_json
     done = run_train("run", before=source, code=code)
     assert "Traceback" not in done.stderr
     assert (done.stdout + done.stderr).count("cannot be written (No space left on device)") == 1
-
-
-def test_a_line_without_end_takes_no_memory_in_a_report_or_a_resume(folder):
-    write_run(folder.path, [evaluation(0, 4.2)])
-    with open(folder.rows, "ab") as file:
-        file.truncate(100_000_000)
-    tracemalloc.start()
-    assert len(read_run(folder.path).evals["step"]) == 1
-    resume.refuse_lost_run(folder, [])
-    folder.cut_rows(0)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 20_000_000 and len(read_rows(folder.path)) == 1

@@ -3,14 +3,11 @@ functions."""
 
 import ast
 import json
-from collections import defaultdict
 from functools import cache
 
 import pytest
 from conftest import REPO
 from helpers import python
-
-from plumbing.cli import read_knobs
 
 # How much there is to read, in nodes of the syntax tree. The aims are 24,000 loaded by `import train`
 # and 48,000 in all Python outside tests/. Until they are met, these limits only go down.
@@ -73,32 +70,6 @@ def imports_of(name):
     return files & {*SCRIPTS, *MODULES, *REPORTING}
 
 
-# of the start of each script, of what bench.py and check.py measure, of a trouble, and of a block
-# in which globals are set: of any script, and of train.py
-SHARED = {"main", "PARTS", "out_of_memory", "setting"}
-
-
-def names_in(name):
-    """The public functions, classes and constants that a file defines, but for knobs."""
-    knobs = read_knobs(REPO / name) if name in SCRIPTS else {}
-    for node in parsed(name).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        for target in getattr(node, "targets", ()):
-            if isinstance(target, ast.Name) and target.id not in knobs:
-                yield target.id
-
-
-def test_a_name_is_defined_in_one_file_alone():
-    places = defaultdict(set)
-    for file in (*SCRIPTS, *MODULES, *REPORTING):
-        for name in names_in(file):
-            places[name].add(file)
-    several = {name for name, files in places.items() if len(files) > 1}
-    assert several <= SHARED, {name: places[name] for name in several - SHARED}
-    assert places["main"] > {"train.py", "bench.py"} and places["GPT"] == {"model.py"}
-
-
 # ---- the budget ----------------------------------------------------------------------------------
 
 
@@ -158,12 +129,6 @@ NOT_COUNTED = ("tests", "out", "data", "wandb", ".venv", "venv")
 # ---- imports -------------------------------------------------------------------------------------
 
 
-def test_the_files_are_found():
-    assert {"train.py", "model.py", "bench.py", "report.py"} <= set(SCRIPTS)
-    assert {"plumbing/audit.py", "plumbing/files.py"} <= set(MODULES) and REPORTING
-    assert {"model.py", "plumbing/ranks.py", "plumbing/audit.py"} <= imports_of("train.py")
-
-
 @pytest.mark.parametrize("name", [*MODULES, *REPORTING])
 def test_nothing_in_plumbing_or_reporting_imports_a_script(name):
     allowed = set(SCRIPTS) if name == "reporting/sanity.py" else set()  # a part of check.py
@@ -182,17 +147,6 @@ def test_imports_have_no_circle():
 
     for name in [*SCRIPTS, *MODULES, *REPORTING]:
         visit(name, [])
-
-
-def test_a_circle_would_be_found(monkeypatch):
-    """The control: two files that import each other, one of them within a function."""
-    made_up = {
-        "train.py": ast.parse("import model"),
-        "model.py": ast.parse("def f():\n    from train import g"),
-    }
-    monkeypatch.setitem(globals(), "parsed", lambda name: made_up.get(name) or ast.Module([], []))
-    with pytest.raises(AssertionError, match=r"a circle: \w+.py -> \w+.py -> "):
-        test_imports_have_no_circle()
 
 
 # ---- functions and modules -----------------------------------------------------------------------
@@ -222,16 +176,3 @@ def test_what_train_calls_has_type_hints():
                     without.append(f"{module}: {function.name}({', '.join(bare)})")
     assert {"total", "step_unless"} <= seen
     assert without == []
-
-
-def test_no_global_of_train_changes_once_training_has_begun():
-    """Knobs are resolved before: by build, and by resume.resolve_auto_knobs, which it calls. main
-    keeps the newest run, for a notebook."""
-    changing = {
-        (f.name, name)
-        for f in functions("train.py")
-        for n in ast.walk(f)
-        if isinstance(n, ast.Global)
-        for name in n.names
-    }
-    assert {function for function, _ in changing - {("main", "last_run")}} <= {"build"}

@@ -3,9 +3,7 @@
 Building it takes an engine and minutes; what can be told without one is told here.
 """
 
-import fnmatch
 import re
-import subprocess
 
 from conftest import REPO, copy_of_repository
 
@@ -57,34 +55,6 @@ def test_the_lock_has_every_requirement_at_its_version_and_hashes_for_all():
         assert re.fullmatch(r"[a-z0-9-]+", name) and re.fullmatch(r"\d[\w.]*", version)
         assert hashes and all(re.fullmatch(r"sha256:[0-9a-f]{64}", each) for each in hashes)
     assert len(lock) > 50 and {"triton", "nvidia-cudnn-cu13", "pillow"} <= set(lock)
-
-
-def ignored(path):
-    """Does .dockerignore keep `path` (of a file, relative to the repository) out of the image?"""
-    parts = path.split("/")
-    heads = ["/".join(parts[: n + 1]) for n in range(len(parts))]
-    for line in (REPO / ".dockerignore").read_text().splitlines():
-        if not line or line.startswith("#"):
-            continue
-        assert not line.startswith("!")  # not read here
-        anywhere = line.startswith("**/")
-        names = parts if anywhere else heads
-        if any(fnmatch.fnmatch(name, line.removeprefix("**/")) for name in names):
-            return True
-    return False
-
-
-def test_nothing_that_git_tracks_is_left_out_and_nothing_else_is_let_in():
-    tracked = ["train.py", "model.py", "plumbing/ranks.py"]
-    if (REPO / ".git").exists():  # not in the image, nor in an unpacked archive
-        listing = subprocess.check_output(["git", "-C", REPO, "ls-files"], text=True)
-        assert set(tracked) <= set(listing.splitlines())
-        tracked = listing.splitlines()
-    assert [file for file in tracked if ignored(file)] == []
-    for line in (REPO / ".gitignore").read_text().split():
-        example = line.replace("*", "x").rstrip("/")
-        assert ignored(example), f"{line} of .gitignore is not in .dockerignore"
-    assert ignored(".git/config") and ignored("out/a/ckpt_00000001.pt") and ignored(".venv/bin/x")
 
 
 def test_run_json_names_the_commit_where_there_is_no_git(run_train, tmp_path):

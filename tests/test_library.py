@@ -5,7 +5,7 @@ import re
 
 import pytest
 from conftest import arguments, tree
-from sources import around, ranks, stop_at
+from sources import stop_at
 
 import train
 
@@ -64,38 +64,6 @@ torch.compile = lambda model, **_: torch._dynamo.optimize("eager")(model)
     assert done.stderr.splitlines()[-1].startswith(words), done.stderr
 
 
-TWICE = """
-from torch import nn
-class More(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-    def forward(self, inputs, targets=None):
-        found = self.inner(inputs, targets)
-        return found if targets is None else (found, {"twice": 2 * found})
-train.build_model = lambda *args, inner=train.build_model: More(inner(*args))
-"""
-MASK = """
-first, count = args[1]
-for row in range(count):
-    result[1][row, : (first + row) % 8 * 3] = -100  # of every eighth row all
-"""
-
-
-def test_a_number_beside_the_loss_is_weighted_as_the_loss_however_a_batch_is_split(run_train):
-    change = TWICE + around("ShuffledWindows.__getitem__", then=MASK)
-    whole = run_train("whole", "--report=true", before=change)
-    assert "twice" in (whole.out_dir / "report.md").read_text()
-    parts = run_train("parts", "--batch_size=1", "--accum_steps=8", before=change)
-    halves = run_train("halves", "--batch_size=2", "--accum_steps=2", before=ranks(2, change))
-    expected = [row["loss"] for row in whole.rows("train")]
-    for done in (whole, parts, halves):
-        found = [(row["loss"], row["twice"]) for row in done.rows("train")]
-        assert [loss for loss, _ in found] == pytest.approx(expected, rel=1e-5)
-        assert [twice for _, twice in found] == pytest.approx([2 * x for x in expected], rel=1e-5)
-        assert "twice" in done.stdout, "a column too"
-
-
 # ---- without the command -------------------------------------------------------------------------
 
 
@@ -124,9 +92,3 @@ def test_a_bad_value_in_the_middle_of_a_sweep_can_be_caught(flags):
         train.main(flags("run", "--peak_lr=nan"))
     assert train.main(flags("run", "--max_steps=3", "--log_interval=0")) == 0
     assert train.last_run.state["step"] == 3 and train.peak_lr == 1e-3
-
-
-def test_a_rows_file_has_every_step_where_no_line_is_printed(run_train):
-    done = run_train("run", "--log_interval=0", "--max_steps=110", "--warmup_steps=0")
-    assert [row["step"] for row in done.rows("train")] == list(range(1, 111))
-    assert not re.search(r"^ *\d+/110 +\d\.\d{4} ", done.stdout, re.M)

@@ -91,34 +91,3 @@ for name in (".lock", "metrics.jsonl", "run.json", "ckpt_00000008.pt"):
     )
     there = {path.name: path.read_text() for path in done.out_dir.iterdir()}
     assert set(there.values()) == {"of another run"} and len(there) == 4
-
-
-def test_a_lock_that_somebody_removed_is_no_other_run(run_train, straight):
-    remove = at_step(6, "(run.folder.path / '.lock').unlink()")
-    done = run_train("run", *FLAGS, before=remove)
-    assert done.fingerprint(12) == straight.fingerprint(12)
-
-
-def test_a_folder_whose_name_is_not_utf_8_resumes(run_train, straight, tmp_path):
-    name = os.fsdecode(b"caf\xe9")
-    run_train(name, *FLAGS, before=stop_at(6), code=143)
-    done = run_train(name, *FLAGS)
-    assert "set aside" not in done.stdout
-    (tmp_path / name).rename(tmp_path / "run")  # torch reads no file under that name
-    done.out_dir = tmp_path / "run"
-    assert done.fingerprint(12) == straight.fingerprint(12)
-
-
-def test_a_checkpoint_that_cannot_be_removed_is_no_failed_save(run_train, straight):
-    keep = """
-from pathlib import Path
-def unlink(path, missing_ok=False, inner=Path.unlink):
-    if path.suffix == ".pt":
-        raise PermissionError(1, "Operation not permitted")
-    inner(path, missing_ok)
-Path.unlink = unlink
-"""
-    done = run_train("run", "--save_interval=2", "--keep_last=1", before=keep)
-    assert "ckpt_00000002.pt cannot be removed (Operation not permitted)" in done.stdout
-    assert "could not save" not in done.stdout
-    assert done.fingerprint(12)["model"] == straight.fingerprint(12)["model"]

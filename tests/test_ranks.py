@@ -90,20 +90,6 @@ def test_another_number_of_ranks_divides_the_batch_or_is_refused_with_the_number
     assert "2 x 2 x 2 = 8 sequences" in used.stdout, used.stderr
 
 
-def test_a_signal_to_a_rank_whose_batch_does_not_come_stops_all(run_train):
-    """The others have theirs: they must not take a step in which it is missing."""
-    kill = "if args[0] == 5: threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()"
-    hang = "if args[1][0] >= 5 * 8: time.sleep(60)"
-    hang = around("ShuffledWindows.__getitem__", hang) + around("what_is_due", kill)
-    hang = "import threading\n" + hang
-    flags = ("--batch_size=4", "--num_workers=1", "--eval_interval=5", "--log_interval=5")
-    flags += ("--save_interval=5",)
-    done = run_train("run", *flags, before=ranks(2, only_on(1, hang)), code=143)
-    assert "stopped by SIGTERM at step 5" in done.stdout and done.checkpoint(5).exists()
-    assert [row["step"] for row in done.rows("eval")] == [0, 5]
-    assert [row["step"] for row in done.rows("train")] == [1, 2, 3, 4, 5]
-
-
 @pytest.mark.parametrize("rows", ["16 if step >= 5 else 8", "9"], ids=["doubles", "uneven"])
 def test_a_fork_may_choose_the_rows_of_a_batch_on_any_number_of_ranks(run_train, rows):
     """Also so many that the ranks get unequal shares of them: each sequence counts the same."""
@@ -246,26 +232,6 @@ def assert_close(one, other, relative):
     assert losses[0] == pytest.approx(losses[1], rel=relative)
 
 
-CHUNKS = "import model\nmodel.LARGE_VOCAB, model.CHUNK_LOGITS = 1, 2**8\n"  # of the loss
-
-
-SHARDED = [
-    (["--offload=true"], ""),
-    (["--optimizer=muon"], ""),
-    (["--optimizer=momentum", "--peak_lr=0.1", "--dtype=bfloat16"], ""),
-    (["--optimizer=sgd", "--peak_lr=0.1", "--dtype=float16"], ""),
-    (["--grad_checkpoint=true", "--n_layer=2", "--accum_steps=2"], CHUNKS),
-]
-
-
-@pytest.mark.parametrize("flags, source", first(1, SHARDED))
-def test_sharded_and_not_the_losses_agree_with(run_train, flags, source):
-    plain = [flag for flag in flags if "offload" not in flag]
-    plain = run_train("plain", *plain, before=source + ranks(2))
-    sharded = run_train("sharded", *flags, SHARD, before=source + ranks(2))
-    assert_close(plain, sharded, 2e-3 if "16" in flags[-1] else 1e-5)
-
-
 @pytest.mark.parametrize("optimizer", first(1, ["adamw", "momentum", "muon"]))
 def test_a_bad_gradient_of_one_rank_touches_no_share_of_any(run_train, optimizer):
     flags = (f"--optimizer={optimizer}", "--ema_decay=0.9", SHARD, "--max_steps=5")
@@ -312,54 +278,6 @@ os.write(1, f"HELD {rank} {held}\n".encode())
 
 
 # ---- a weight that a rank's own rows do not use --------------------------------------------------
-
-# A vector that is added to sequences which begin with one letter, and one that is added to none.
-# The rows of a rank, or all rows of a step, may lack that letter: then the vector has no gradient
-# there.
-ADD = """
-result.expert = torch.nn.Parameter(torch.zeros(result.config.n_embd))
-result.never = torch.nn.Parameter(torch.ones(result.config.n_embd))
-def add(module, inputs, x):
-    chosen = inputs[0][:, :1, None] == 46
-    if not chosen.any():
-        return x
-    if torch.is_grad_enabled():
-        os.write(1, f"USED {int(os.environ.get('RANK', 0))}\\n".encode())
-    return x + result.expert * chosen
-result.embedding.register_forward_hook(add)
-"""
-EXPERT = around("build_model", then=ADD)
-
-
-def test_a_weight_that_only_some_ranks_use_learns_as_with_one_process(run_train):
-    flags = ("--log_interval=1", "--max_steps=30")
-    alone = run_train("alone", *flags, "--batch_size=8", before=EXPERT)
-    two = run_train("two", *flags, "--batch_size=4", before=ranks(2, EXPERT))
-    used = [re.findall(f"USED {rank}", two.stdout) for rank in (0, 1)]
-    assert 0 < len(used[0]) < 30 and 0 < len(used[1]) < 30, used
-    losses = [[row["loss"] for row in done.rows("train")] for done in (alone, two)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    saved = [torch.load(done.checkpoint(30), weights_only=True) for done in (alone, two)]
-
-    a, b = (each["model"] for each in saved)
-    assert a["expert"].abs().max() > 1e-3
-    assert torch.allclose(a["expert"], b["expert"], atol=1e-5)
-    assert torch.equal(b["never"], torch.ones_like(b["never"]))
-
-
-needs_zeros = "torch 2.11: FSDP2 needs a gradient of each weight on every rank"
-
-
-@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason=needs_zeros)
-def test_a_sharded_model_may_leave_weights_unused_on_some_ranks(run_train):
-    """Without zeros in their place the ranks would exchange shares of different lengths."""
-    flags = ("--log_interval=1", "--batch_size=4", "--max_steps=6")
-    plain = run_train("plain", *flags, before=ranks(2, EXPERT))
-    sharded = run_train("sharded", *flags, SHARD, before=ranks(2, EXPERT))
-    used = [len(re.findall(f"USED {rank}", sharded.stdout)) for rank in (0, 1)]
-    assert 0 < sum(used) < 12, used
-    losses = [[row["loss"] for row in done.rows("train")] for done in (plain, sharded)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
 
 
 # ---- how much a rank reads and holds -------------------------------------------------------------

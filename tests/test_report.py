@@ -3,8 +3,6 @@ cannot be."""
 
 import json
 import math
-import os
-import random
 import re
 import subprocess
 import sys
@@ -12,9 +10,8 @@ import sys
 import helpers
 import numpy as np
 import pytest
-from conftest import REPO, copy_of_repository, make_dataset, read_rows
+from conftest import REPO, make_dataset, read_rows
 from helpers import RUNS, evaluation, event, eventful, falling, write_run
-from sources import around
 
 import report
 from plumbing.cli import run_script
@@ -126,16 +123,6 @@ def test_of_two_rows_of_a_step_the_later_one_counts(tmp_path):
     assert run.train["loss"].tolist() == [4.0, 3.5, 2.5]
 
 
-def test_a_fork_that_evaluates_a_part_is_not_said_to_see_the_whole(run_train):
-    fork = around("evaluate", then="result['val_tokens'] = 64")
-    assert "val_bpb" in run_train("whole", "--max_steps=3").rows("eval")[0]
-    row = run_train("part", "--max_steps=3", before=fork).rows("eval")[0]
-    assert row["val_tokens"] == 64 and "val_bpb" not in row
-    silent = "train.evaluate = lambda run: {'val_loss': 1.0}"
-    row = run_train("silent", "--max_steps=3", before=silent).rows("eval")[0]
-    assert "val_tokens" not in row and "val_bpb" not in row
-
-
 @pytest.mark.parametrize(
     "content, word",
     [
@@ -160,69 +147,6 @@ def test_what_is_no_record_is_refused_in_one_line(tmp_path, content, word, capsy
     assert out == ""
     assert err.count("\n") == 1 and word in err and str(folder) in err
     assert not list(tmp_path.rglob("report.*"))
-
-
-def test_any_damage_gives_a_report_or_one_clear_line(real, tmp_path):
-    whole = (real / "metrics.jsonl").read_bytes()
-    rng, read = random.Random(0), 0
-    for _ in range(150):
-        damaged = bytearray(whole)
-        for _ in range(rng.choice((1, 10, 1000))):
-            damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-        (tmp_path / "metrics.jsonl").write_bytes(damaged[: rng.randrange(len(damaged))])
-        try:
-            run = read_run(tmp_path)
-        except ValueError as error:
-            assert "\n" not in str(error)
-        else:
-            assert words_of(run)
-            read += 1
-    assert 20 < read < 150
-
-
-WRONG = [None, 7, -1.5, 1e300, math.nan, True, "text\x1b[2J", [], [[]], {}, {"a": {"b": None}}]
-
-
-def replaced(value, path, wrong):
-    """A copy of nested dicts with `wrong` at a path."""
-    head, *rest = path
-    return value | {head: replaced(value[head], rest, wrong) if rest else wrong}
-
-
-ENDLESS = ["[" * 50_000, '{"config": ' * 900 + "1" + "}" * 900, "", "null"]
-
-
-@pytest.mark.parametrize("count", [1, pytest.param(len(WRONG), marks=pytest.mark.slow)])
-def test_anything_in_run_json_gives_a_report(real, tmp_path, count):
-    info = json.loads((real / "run.json").read_text())
-    info["config"] = {"best_metric": "val_loss", "grad_clip": 1.0, "dataset": "tortoise"}
-    paths = [[key] for key in info]
-    paths += [[key, name] for key in info if isinstance(info[key], dict) for name in info[key]]
-    paths += [["data", "meta", name] for name in info["data"]["meta"]]
-    folder = write_run(tmp_path / "run", read_rows(real, "train") + read_rows(real, "eval"))
-    rng = random.Random(0)
-    for path in paths:
-        for value in rng.sample(WRONG, count):
-            (folder / "run.json").write_text(json.dumps(replaced(info, path, value)))
-            run = read_run(folder)
-            text = words_of(run)
-            assert text and "\x1b" not in text and pictures.heading(run), (path, value)
-    for text in ENDLESS:
-        (folder / "run.json").write_text(text)
-        assert "run.json is missing or damaged" in words_of(read_run(folder))
-
-
-def test_events_with_anything_in_them_give_a_report(tmp_path):
-    names = "step event ended seconds loss why tensors bits odd text micro_batch torch code".split()
-    events = "end resume rollback audit sample skipped out_of_memory inexact_resume".split()
-    rows = falling(30)
-    for name in names:
-        for i, wrong in enumerate(WRONG):
-            rows.append(event(9, events[i % len(events)]) | {name: wrong})
-            rows.append(falling(3)[2] | {name: wrong})
-    run = read_run(write_run(tmp_path / "run", rows))
-    assert "\x1b" not in words_of(run)
-    drawn(pictures.picture, run)
 
 
 @pytest.fixture
@@ -252,17 +176,6 @@ def test_a_report_that_fails_says_so_in_a_line_and_in_its_exit_code(command, rea
     done = subprocess.run(python, cwd=REPO, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
     assert "pip install matplotlib" in done.stderr and (folder / "report.md").is_file()
-
-
-def test_where_train_has_another_name_each_script_works_or_says_what_to_type(real, tmp_path):
-    copy = copy_of_repository(tmp_path / "copy")
-    os.rename(copy / "train.py", copy / "mine.py")
-    folder = write_run(tmp_path / "run", read_rows(real, "train"))
-    for script, code in (("report.py", 0), ("bench.py", 2), ("check.py", 2)):
-        command = [sys.executable, copy / script, folder]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == code and done.stderr.count("\n") == bool(code), done.stderr
-        assert not code or "ln -s NAME.py train.py" in done.stderr
 
 
 # ---- what happened -------------------------------------------------------------------------------
@@ -319,22 +232,6 @@ def test_a_report_needs_no_torch(tmp_path):
     folder = write_run(tmp_path / "run", falling(40))
     code = "import sys, report; report.main(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code, folder], cwd=REPO).returncode == 0
-
-
-def test_another_metric_that_decides_is_named_wherever_the_best_is_told(tmp_path):
-    accuracies = {0: 0.1, 10: 0.4, 20: 0.3}
-    rows = [
-        evaluation(step, 4 - 0.1 * step) | {"val_accuracy": a} for step, a in accuracies.items()
-    ]
-    config = {"config": {"best_metric": "-val_accuracy"}}
-    run = read_run(write_run(tmp_path / "run", [*rows, *falling(20)], **config))
-    assert results.best_of(run) == (0.4, 10)
-    assert values_of(run)["best val_accuracy"] == "0.4000 at step 10"
-    assert "best validation loss" not in words_of(run)
-    # the best of a row that a rollback removed is in the state
-    config["state"] = {"best_val_accuracy": 0.5, "best_step": 15}
-    run = read_run(write_run(tmp_path / "run", [*rows, *falling(20)], **config))
-    assert results.best_of(run) == (0.5, 15)
 
 
 def drawn(picture, *args):

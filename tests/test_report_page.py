@@ -68,16 +68,6 @@ def test_every_panel_table_trouble_and_the_last_sample_are_there(tmp_path):
     assert "reload = 0;" in html, "it is at its end"
 
 
-def test_events_and_what_is_no_text_are_in_words_of_their_own(tmp_path):
-    html = page_of([write_run(tmp_path / "run", eventful())]).read_text()
-    for name in ("resume", "rollback", "skipped", "audit", "out_of_memory", "failed"):
-        assert f'<button data-key="{name}"' in html and f'class="event {name}"' in html
-    rows = [each | {"tokens": each["sequences"]} for each in falling(40)]
-    info = {"data": {"name": "waves", "meta": {"vocab_size": 10}}}
-    html = page_of([write_run(tmp_path / "images", rows, **info)]).read_text()
-    assert "token" not in html and "nats" not in html and "throughput (targets/s)" in html
-
-
 def test_a_curve_is_the_record(tmp_path):
     """Points of the drawing, read back through the axis, are the numbers of metrics.jsonl."""
     rows = falling(200)

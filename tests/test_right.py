@@ -9,13 +9,11 @@ import sys
 import pytest
 import torch
 from conftest import arguments, codes, events, wait_for
-from helpers import alive, build_trained, catches, free_port, listens, python
+from helpers import alive, catches, free_port, listens, python
 from sources import around, only_on, ranks, stop_at
 
-import model
 from plumbing import machine
 from plumbing.cli import BadInput
-from plumbing.safe_step import compiled
 
 # ---- torch.compile -------------------------------------------------------------------------------
 
@@ -65,38 +63,6 @@ def test_a_fallback_to_eager_mode_is_logged_and_not_kept(run_train):
     assert changes == [[True, False], [False, True]]
 
 
-@pytest.mark.parametrize("sent, code", [(SIGNAL, 130), ("pass", 1)])
-def test_a_signal_during_a_later_compilation_is_a_stop(run_train, sent, code):
-    flags = ("--compile=true", "--audit_interval=-1")
-    done = run_train("run", *flags, before=broken(sent, call=6), code=code)
-    assert ("Traceback" in done.stderr) == (code == 1), done.stderr
-    assert done.facts["ended"].startswith("stopped by SIGINT") == (code == 130)
-
-
-def test_no_shape_is_left_to_eager_mode():
-    """Past its limit of 8, torch would compute later shapes in eager mode without an error."""
-    compiled(torch.nn.Linear(2, 2))
-    assert torch._dynamo.config.recompile_limit > 1000
-
-
-CUT_SHORT = """
-length = 5 + run.state["step"]
-args = (*args[:2], *(part[:, :length] for part in args[2:4]), *args[4:])
-"""
-GROWING = around("train_step", CUT_SHORT)
-TORCHS_LIMIT = around("first_pass", then="torch._dynamo.config.recompile_limit = 8")
-
-
-@pytest.mark.slow  # compiles eleven shapes four times
-@pytest.mark.parametrize("before, same", [(GROWING, True), (GROWING + TORCHS_LIMIT, False)])
-def test_a_context_that_grows_resumes_exactly(run_train, before, same):
-    flags = ("--compile=true", "--max_steps=11")
-    whole = run_train("whole", *flags, before=before, timeout=400)
-    run_train("run", *flags, before=before + stop_at(6), code=143, timeout=400)
-    resumed = run_train("run", *flags, before=before, timeout=400)
-    assert (resumed.fingerprint(11) == whole.fingerprint(11)) == same
-
-
 # ---- the best, the schedule ----------------------------------------------------------------------
 
 
@@ -112,14 +78,6 @@ def test_a_plateau_of_another_run_does_not_lower_the_rate(run_train):
     new = run_train("new", *flags, "--decay_steps=30", "--peak_lr=1e-3", "--warmup_steps=1")
     rate = new.rows("train")[0]["lr"]
     assert rate == pytest.approx(1e-4 + 0.45e-3 * (1 + math.cos(math.pi * 11 / 29)))
-
-
-def test_a_best_that_is_measured_again_is_the_one_to_beat(run_train):
-    """Also where the run was stopped between two evaluations."""
-    run_train("run", *STALLED, before=stop_at(5), code=143)
-    done = run_train("run", *STALLED, "--eval_tokens=64")
-    state = torch.load(done.checkpoint(12), weights_only=True)["state"]
-    assert state["evals_since_best"] == 4  # at steps 6, 8, 10, 12
 
 
 # ---- what a fork returns -------------------------------------------------------------------------
@@ -187,23 +145,6 @@ def test_a_dead_worker_is_told_by_its_rank(run_train):
     flags = ("--batch_size=4", "--num_workers=1", "--hang_minutes=0.2")
     done = run_train("run", *flags, before=ranks(2, only_on(1, die)), code=1)
     assert codes(done) == "1 1" and done.stderr.count("DataLoader worker (pid") == 1, done.stderr
-
-
-def test_a_window_holds_in_every_path_of_attention(monkeypatch):
-    def window(n, T, device):
-        place = torch.arange(T)
-        distance = place[T - n :, None] - place[None, :]
-        return (distance >= 0) & (distance < 4)
-
-    gpt = build_trained(block_size=16).eval()
-    tokens = torch.randint(65, (2, 16))
-    causal = gpt(tokens)
-    monkeypatch.setattr(model, "visible", window)
-    plain = gpt(tokens)
-    assert (plain - causal).abs().max() > 1e-3  # the control
-    assert torch.allclose(gpt(tokens, last_only=True), plain[:, -1:], atol=1e-5)
-    monkeypatch.setattr(model, "PLAIN_ATTENTION_MAX", 0)
-    assert torch.allclose(gpt(tokens), plain, atol=1e-5)
 
 
 def test_cublas_finds_its_setting_when_train_is_imported(monkeypatch):

@@ -10,7 +10,6 @@ import pytest
 from conftest import REPO, first, make_dataset, pydoc_text
 from helpers import falling, write_run
 from sources import around, bad_batches
-from test_replay import REPLAY
 
 from reporting import detectors
 from reporting.record import read_run
@@ -116,19 +115,6 @@ def test_a_config_shortened_is_told_of_no_trouble(config, run_of):
     assert names_of(on_a_quiet_machine(run_of("run", f"config/{config}.py {SHORT}"))) == []
 
 
-def test_memory_that_rises_with_an_evaluation_or_two_does_not_grow(tmp_path):
-    """The peak of the main job, as its rows have it; and one of the same size that goes on
-    rising."""
-    steps = [(183, 0.53), (350, 0.57), (550, 0.61), (1100, 0.61)]
-    rows = falling(1100)
-    for each in rows:
-        each["mem_gb"] = next(size for last, size in steps if each["step"] <= last)
-    assert names_of(read_run(write_run(tmp_path / "main", rows))) == []
-    for each in rows:
-        each["mem_gb"] = 0.53 + 2e-4 * (each["step"] // 100 * 100)
-    assert names_of(read_run(write_run(tmp_path / "grows", rows))) == ["memory_grows"]
-
-
 def test_every_trouble_is_tried_on_a_run_that_has_it():
     assert set(texts()) == {*REAL, "diverges_after_resume"}
 
@@ -174,18 +160,6 @@ def replays_in(folder):
     """The commands for replay.py in report.md, each once, in its order."""
     commands = re.findall("`([^`]*replay.py [^`]*)`", (folder / "report.md").read_text())
     return [shlex.split(each) for each in dict.fromkeys(commands)]
-
-
-def test_the_report_leads_to_the_batch_of_the_largest_spike(run_train, tmp_path):
-    text = "the cat sat on the mat and the dog lay by the fire and all was well. " * 200
-    make_dataset(tmp_path, "poisoned", text[:5000] + "zqxj!" * 12 + text[5000:])
-    flags = ("--dataset=poisoned", f"--data_dir={tmp_path}", "--max_steps=200", "--batch_size=4")
-    done = run_train("run", *flags, "--peak_lr=1e-2", "--report=true", "--save_interval=50")
-    spike = max(done.rows("train")[100:], key=lambda row: row["loss"])["step"]
-    (command,) = replays_in(done.out_dir)
-    assert command[2:] == [str(done.out_dir), f"--step={spike}"]
-    shown = run_train("unused", before=REPLAY.format(argv=command[2:]))  # as if it were pasted
-    assert "zqxj!" in shown.stdout
 
 
 def test_the_report_leads_to_skipped_updates_and_rollbacks(run_train):
