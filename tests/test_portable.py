@@ -20,9 +20,6 @@ needs_avx512_bf16 = pytest.mark.skipif(
 )
 
 
-# ---- kernel_bits ---------------------------------------------------------------------------------
-
-
 # ---- --deterministic=portable --------------------------------------------------------------------
 
 PORTABLE = "--deterministic=portable"
