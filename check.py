@@ -249,7 +249,7 @@ def refuse_ranks():
     """One line of rank 0; torchrun then ends the others."""
     if os.environ["RANK"] != "0":
         time.sleep(60)
-    fail("check.py runs in one process; type python in place of torchrun")
+    fail("it runs in one process; type python in place of torchrun")
 
 
 if __name__ == "__main__":
