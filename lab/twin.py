@@ -19,6 +19,7 @@ import train
 from bench import setting
 from lab.words import gradients_of, loss_in, said
 from plumbing import checkpoint, data
+from plumbing.cli import RunFailed
 from plumbing.safe_step import clone, rng_state, set_rng_state
 from reporting.record import read_metrics
 
@@ -28,6 +29,7 @@ NOT_FINITE = 2  # the step whose gradients are NaN
 STOPPED = 3  # finished steps when a signal comes, after which another process goes on
 SPOILED = 5  # the step that finds other averages, so that the last evaluation is not the best
 EVALUATED = 5  # sequences
+KEPT = ("weight_decay", "lr_scale", "fused")  # of a group of weights
 
 KNOBS = {
     "max_steps": STEPS,
@@ -49,8 +51,6 @@ KNOBS = {
     "report": False,
     "wandb_log": False,
 }
-TOLERANCE = 0.002
-TOLERANCE_OF_MUON = 0.03  # which computes in bfloat16
 
 
 def twin_checks(job):
@@ -62,18 +62,23 @@ def twin_checks(job):
     }
     with setting(**KNOBS | few), setting(grad_clip=train.grad_clip):
         train.grad_clip = half_a_norm(job)
-        watch, rows, folder = eventful_run(job)
+        try:
+            watch, rows, folder = eventful_run(job)
+        except RunFailed as error:
+            yield "each step is that of a plain loop", False, str(error)
+            return
         with setting(grad_checkpoint=False):
             plain = PlainLoop(job.fresh_run(), job.fresh_run().model, watch)
         plain.train()
+    of_rows, of_weights = tolerances(job.device)
     for kind, name in (("train", "each step"), ("eval", "each evaluation")):
         expected = {key: row for key, row in plain.rows.items() if key[1] == kind}
-        fine, found = compared(expected, rows)
+        fine, found = compared(expected, rows, of_rows)
         yield f"{name} is that of a plain loop", fine, found
     last = checkpoint.load(folder / f"ckpt_{STEPS:08}.pt")
     error, name = max(plain.errors(last))
     found = said(off_by=error, weight=name, optimizer=train.optimizer)
-    yield "the weights and averages are those of a plain loop", error < TOLERANCE, found
+    yield "the weights and averages are those of a plain loop", error < of_weights, found
     step = checkpoint.load(folder / "best.pt")["state"]["step"]
     files = sorted(path.stem for path in folder.glob("*.pt"))
     found = said(step=step, expected=plain.best_step, files=files)
@@ -95,21 +100,31 @@ def half_a_norm(job):
     return torch.nn.utils.get_total_norm(gradients_of(run.model)).item() / 2
 
 
-def compared(expected, rows):
+def tolerances(device):
+    """(of the numbers in rows, of the way of a weight), relative. Where this was tried, on CPUs,
+    all bits were the same, but for Muon where it does not compute in bfloat16 as torch's does."""
+    if train.optimizer == "muon":
+        emulated = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return (0.005, 0.05) if emulated else (0.001, 0.01)
+    return (1e-4, 1e-3) if train.dtype == "float32" else (0.001, 0.01)
+
+
+def compared(expected, rows, tolerance):
     """(whether all numbers are the expected ones, in words the first that is not)."""
     for (step, kind), row in sorted(expected.items()):
         for name, number in row.items():
             told = rows.get((step, kind), {}).get(name)
-            if not same(told, number, 0.01 if name == "val_accuracy" else 0.0):
+            of_counts = 0.01 if name == "val_accuracy" else 0.0
+            if not same(told, number, rel_tol=tolerance, abs_tol=of_counts):
                 return False, said(step=step, number=name, logged=told, expected=number)
     return True, said(rows=len(expected), numbers=list(row))
 
 
-def same(told, number, absolute):
+def same(told, number, **tolerances):
     """Whether a number of a row is the expected one; null stands for what is not finite."""
     if told is None or not math.isfinite(told):
         return not math.isfinite(number)
-    return math.isclose(told, number, rel_tol=TOLERANCE, abs_tol=absolute)
+    return math.isclose(told, number, **tolerances)
 
 
 # ---- what happens in the run ---------------------------------------------------------------------
@@ -233,7 +248,7 @@ def eventful_run(job):
     for row in read_metrics(folder / "metrics.jsonl")[0]:
         rows[row["step"], row.get("event", row["kind"])] = row
     for step, seen in watch.seen.items():
-        rows[step + 1, "train"]["clipped_norm"] = seen["clipped_norm"]
+        rows.setdefault((step + 1, "train"), {})["clipped_norm"] = seen["clipped_norm"]
     return watch, rows, folder
 
 
@@ -269,7 +284,7 @@ class PlainLoop:
             self.evaluate(step + 1)
 
     def step(self, step):
-        seen = self.watch.seen[step]
+        seen = self.watch.seen.get(step) or self.watch.seen[0]
         for weight, needed in zip(self.model.parameters(), seen["requires_grad"], strict=True):
             weight.requires_grad_(needed)
         buffers = clone(list(self.model.buffers()))
@@ -277,7 +292,7 @@ class PlainLoop:
         with masked(step, targets), not_finite(step, self.model):
             n_targets = train.count_targets(targets)
             loss = self.forward_backward(inputs, targets, n_targets)
-        norm = torch.nn.utils.get_total_norm(gradients_of(self.model)).item()
+        norm = torch.nn.utils.get_total_norm(gradients_of(self.model))
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         self.tokens += n_targets.item()
         row = {
@@ -286,8 +301,8 @@ class PlainLoop:
             "tokens": self.tokens,
             "epoch": self.sequences / len(self.watch.run.train_data),
             "loss": loss,
-            "grad_norm": norm,
-            "clipped_norm": min(norm, train.grad_clip),
+            "grad_norm": norm.item(),
+            "clipped_norm": min(norm.item(), train.grad_clip),
             "skipped": int(not is_finite),
         }
         if train.dtype == "float16":
@@ -317,7 +332,7 @@ class PlainLoop:
         for x, y in zip(*parts, strict=True):
             with train.autocast(self.device):
                 mean = loss_in(self.model(x, y))
-            part = mean * (train.count_targets(y) / n_targets)
+            part = mean / (n_targets / train.count_targets(y))
             (self.scale * part).backward()
             loss += part.item()
         for gradient in gradients_of(self.model):
@@ -328,7 +343,7 @@ class PlainLoop:
     def update(self, lr, norm):
         """Clip, step torch's optimizers, average."""
         for gradient in gradients_of(self.model):
-            gradient *= min(1.0, train.grad_clip / (norm + 1e-6))
+            gradient *= (train.grad_clip / (norm + 1e-6)).clamp(max=1.0)
         for optimizer, copies in self.optimizers:
             for weight, parts in copies.items():
                 for number, part in enumerate(parts if weight.grad is not None else ()):
@@ -374,14 +389,12 @@ class PlainLoop:
     def errors(self, last):
         """Yields (how far each tensor of a checkpoint is off, over how far the weight has moved, its
         name)."""
-        by_muon = {p for o, parts in self.optimizers for p in parts if type(o).__name__ == "Muon"}
-        loose = {name for name, w in self.model.named_parameters() if w in by_muon}
         for whose, expected in (("", self.model.state_dict()), ("average of ", self.average)):
             for name, tensor in expected.items():
                 saved = last["ema" if whose else "model"][name]
                 way = (self.model.state_dict()[name] - self.watch.weights[name]).double().norm()
-                error = ((saved - tensor).double().norm() / way.clamp(min=1e-12)).item()
-                yield error * (TOLERANCE / TOLERANCE_OF_MUON if name in loose else 1), whose + name
+                error = (saved - tensor).double().norm() / way.clamp(min=1e-12)
+                yield error.item(), whose + name
 
 
 def plain_optimizers(run):
@@ -409,7 +422,7 @@ def plain_optimizers(run):
                 count = stacked.get(weight, 1) if kind is torch.optim.Muon else 1
                 copies[weight] = [torch.nn.Parameter(p) for p in weight.data.chunk(count)]
             parts = [part for weight in group["params"] for part in copies[weight]]
-            kept = {name: group[name] for name in ("weight_decay", "lr_scale") if name in group}
+            kept = {name: group[name] for name in KEPT if name in group}
             groups.append({"params": parts, **kept})
         optimizers.append((kind(groups, **how), copies))
     return optimizers
