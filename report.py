@@ -25,6 +25,7 @@ import numpy as np
 
 from plumbing.cli import BadInput, configured, fail, printable, run_script
 from plumbing.console import duration, shown
+from plumbing.data import FALLBACK
 from plumbing.files import replacing
 from reporting import record, results
 from reporting.panels import page, write_picture
@@ -39,7 +40,6 @@ watch = False  # rewrite that page every 10 s while the run continues, and write
 
 MOST_COLUMNS = 4  # runs beside each other on the console; of more, a row each
 MOST_EVENTS = 200  # rows in a table
-FALLBACK = "pydoc"  # the dataset that train.py takes where TinyShakespeare cannot be downloaded
 
 
 # ---- report.md -----------------------------------------------------------------------------------
@@ -49,9 +49,10 @@ def words(run):
     """The text of report.md."""
     lines = [f"# {run.name}: {ended(run)}\n"]
     asked = run.info["config"].get("dataset")
-    if run.info["data"].get("name") == FALLBACK != asked:
+    learned = run.info["data"].get("name")
+    if learned and learned == FALLBACK.get(asked):
         what = f"INSTEAD OF {asked!r}, which was unavailable:"
-        lines.append(f"> **This run trained on {FALLBACK!r} {what}")
+        lines.append(f"> **This run trained on {learned!r} {what}")
         lines.append(f"> its numbers say nothing about {asked!r}.**\n")
     lines.append("![Curves of this run](report.png)\n")
     rows = [(f"**{what}**", value) for what, value in outcome(run).items()]
