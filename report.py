@@ -40,6 +40,7 @@ watch = False  # rewrite that page every 10 s while the run continues, and write
 
 MOST_COLUMNS = 4  # runs beside each other on the console; of more, a row each
 MOST_EVENTS = 200  # rows in a table
+TOLD_ELSEWHERE = ("kind", "step", "event", "finite", "knobs", "seconds")  # fields of events
 
 
 # ---- report.md -----------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ def about(run):
     """What was run, as lines of Markdown."""
     if not run.info["run"]:
         return ["Not on record.\n"]
-    command = shlex.join(["python", *run.info["command"]])
+    command = shlex.join(["python", *run.info.get("command", [])])
     lines = [f"- **command** `{command}`"]
     lines.append(f"- **when** {run.info.get('start')} to {run.info.get('end')}")
     for part, values in settings(run).items():
@@ -119,10 +120,9 @@ def event_rows(run):
         name = event["event"]
         if name in ("sample", "saved"):
             continue
-        words = details(event)
-        if name in ("skipped", "rollback"):
-            words += f"; see `{replay_of(run, event)}`"
-        rows.append((f"{event['step']:,}", name.replace("_", " "), words))
+        see = f"see `{replay_of(run, event)}`" if name in ("skipped", "rollback") else ""
+        told = "; ".join(filter(None, (details(event), see)))
+        rows.append((f"{event['step']:,}", name.replace("_", " "), told))
     if len(rows) > MOST_EVENTS:
         rows[MOST_EVENTS:] = [("...", f"and {len(rows) - MOST_EVENTS:,} more", "")]
     return rows
@@ -130,9 +130,10 @@ def event_rows(run):
 
 def details(event):
     """The fields of an event, in words."""
-    fields = event | {"changed": changes(event)}
-    left_out = ("kind", "step", "event", "finite", "knobs")
-    told = [f"{key} {value}" for key, value in fields.items() if key not in left_out and value]
+    told = []
+    for key, value in (event | {"changed": changes(event)}).items():
+        if key not in TOLD_ELSEWHERE and value not in (None, ""):
+            told.append(f"{key} {value}")
     return textwrap.shorten("; ".join(told), 400)
 
 

@@ -165,6 +165,10 @@ def outcome(run):
         if math.isfinite(value):
             found[what] = form.format(value)
     found["wall time, start included"] = least + duration(seconds)
+    for row in happened(run, "best_not_saved"):
+        if row["step"] == last_step(run):  # else it was saved later
+            held = row["best_pt_holds_step"]
+            found["best.pt"] = f"of step {held}; a better one could not be saved"
     return found
 
 
