@@ -411,17 +411,7 @@ def measured_memory(job, size):
     run.model.zero_grad(set_to_none=True)
     for optimizer in run.optimizers:
         optimizer.found_inf = None  # or the profiler complains of a tensor that it has not seen
-    if job.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(job.device)
-        before = torch.cuda.memory_allocated(job.device)
-        take_step()
-        passing = torch.cuda.max_memory_allocated(job.device) - before
-    else:
-        with torch.profiler.profile(profile_memory=True) as profiler:
-            take_step()
-        events = profiler.profiler.kineto_results.events()
-        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-        passing = max(itertools.accumulate(nbytes for _, nbytes in changes))
+    passing = most_allocated(take_step, job.device)
     weights = nbytes([*run.model.parameters(), *run.model.buffers(), run.ema])
     moments = nbytes(optimizer.state_dict() for optimizer in run.optimizers)
     return {
@@ -431,6 +421,20 @@ def measured_memory(job, size):
         "passing": passing,
         "measured": weights + moments + passing,
     }
+
+
+def most_allocated(function, device):
+    """The most bytes of tensors that are alive at once while function() runs, beside those before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        function()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate(nbytes for _, nbytes in changes))
 
 
 def nbytes(values):
