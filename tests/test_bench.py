@@ -22,6 +22,7 @@ from helpers import bench_arguments as arguments
 
 import bench
 import train
+from plumbing import data
 from plumbing.cli import BadInput, read_knobs
 
 pytestmark = pytest.mark.usefixtures("small_products")
@@ -114,6 +115,19 @@ def test_the_bare_step_clips(monkeypatch):
     bench.bare_step(None, run, None, weight)
     assert weight.grad.norm().item() == pytest.approx(train.grad_clip, rel=1e-4)
     assert weight.detach().sum() == pytest.approx(-0.1 * 2, rel=1e-4)
+
+
+def test_without_a_network_it_warns_once_and_in_two_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SHAKESPEARE_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(data, "unreachable", set())
+    opened = []
+    monkeypatch.setitem(bench.PARTS, "again", lambda job: opened.append(train.open_dataset(None)))
+    flags = arguments(tmp_path / "b", tmp_path, dataset="shakespeare", only="peak,again,again")
+    bench.main(flags)
+    assert opened[1][2]["name"] == "pydoc"
+    output = capsys.readouterr().out
+    assert [line[:3] for line in output.splitlines() if "!!" in line] == ["!! ", "!! "]
+    assert output.count("downloading") == output.count("INSTEAD OF 'shakespeare'") == 1
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
