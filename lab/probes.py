@@ -20,9 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
-from bench import setting
-from lab.twin import twin_checks
-from lab.words import apart, gradients_of, loss_in, said
+from lab.twin import gradients_of, loss_in, said, setting, twin_checks
 from plumbing import data
 from plumbing.cli import read_knobs
 
@@ -57,6 +55,14 @@ def seeded(function, *inputs):
     with torch.random.fork_rng(devices=[]):
         train.seed_everything(2)
         return function(*inputs)
+
+
+def apart(ours, expected):
+    """The norm of the difference of two lists of tensors, over the norm of the second."""
+    ours = torch.cat([tensor.double().flatten() for tensor in ours])
+    expected = torch.cat([tensor.double().flatten() for tensor in expected])
+    size = expected.norm().clamp(min=1e-12)
+    return ((ours - expected).norm() / size).item()
 
 
 # ---- can it learn? -------------------------------------------------------------------------------

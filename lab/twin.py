@@ -11,14 +11,13 @@ import math
 import os
 import signal
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 
 import torch
 from torch.nn.functional import cross_entropy
 
 import train
-from bench import setting
-from lab.words import gradients_of, loss_in, said
-from plumbing import checkpoint, data
+from plumbing import checkpoint, cli, data
 from plumbing.cli import RunFailed
 from plumbing.safe_step import clone, rng_state, set_rng_state
 from reporting.record import read_metrics
@@ -51,6 +50,9 @@ KNOBS = {
     "report": False,
     "wandb_log": False,
 }
+
+
+setting = partial(cli.setting, vars(train))  # a context with other values of train.py's knobs
 
 
 def twin_checks(job):
@@ -125,6 +127,26 @@ def same(told, number, **tolerances):
     if told is None or not math.isfinite(told):
         return not math.isfinite(number)
     return math.isclose(told, number, **tolerances)
+
+
+def said(**numbers):
+    """Words for what was found: its names and numbers."""
+    return ", ".join(f"{name.replace('_', ' ')} {four_digits(n)}" for name, n in numbers.items())
+
+
+def four_digits(number):
+    if isinstance(number, list | tuple | set):
+        return " ".join(map(four_digits, number)) or "none"
+    return f"{number:.4g}" if isinstance(number, float) else str(number)
+
+
+def loss_in(out):
+    """The loss that a model returns, alone or with other numbers."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+def gradients_of(model):
+    return [weight.grad for weight in model.parameters() if weight.grad is not None]
 
 
 # ---- what happens in the run ---------------------------------------------------------------------
