@@ -45,7 +45,7 @@ from plumbing import checkpoint, cli, console, data, machine, safe_step
 from plumbing.cli import RunFailed, configured, fail, folder_name, read_knobs, run_script
 from plumbing.files import read_json, write_json
 from plumbing.ranks import say
-from plumbing.resume import REPO, code_of_process
+from plumbing.resume import REPO, own_code
 from plumbing.run_folder import Clock, RunFolder, git_state, now
 from plumbing.signals import Signals
 from reporting.logged import Logged
@@ -544,7 +544,7 @@ def trained(script, words, seed):
     defaults = {name: knob.default for name, knob in read_knobs(train.__file__).items()}
     with setting(**defaults), configured(vars(train), argv=for_train(words)) as config:
         knobs = {key: config[key] for key in defaults if key not in ("out_dir", "seed")}
-    code = {path: tree for path, (_, tree) in code_of_process().items()}
+    code = own_code()
     folder = folder_by_hash(config["out_dir"], seed, Path(script).read_text("utf-8"), knobs, code)
     if read_json(folder / "run.json").get("ended") != "finished":
         execute(script, ["--report=false", *words], out_dir=folder, seed=seed)
