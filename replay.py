@@ -31,7 +31,7 @@ import torch
 
 from plumbing import cli, machine, ranks
 from plumbing.checkpoint import digest_of_state, file_name
-from plumbing.cli import BadInput, RunFailed, fail
+from plumbing.cli import BadInput, RunFailed, fail, setting
 from plumbing.console import say
 from plumbing.files import replacing
 from plumbing.resume import KEPT
@@ -219,8 +219,7 @@ def compute(run: Logged, loop: ModuleType, start: Checkpoint | None, stop: int) 
     flags = run.flags_at(stop, scratch, data_dir)
     if not start:
         flags.append(f"--resume={then.get('began_from') or 'auto'}")
-    if before_rollback:
-        flags.append(f"--max_rollbacks={before_rollback - 1}")
+    most_rollbacks = before_rollback - 1 if before_rollback else loop.MOST_ROLLBACKS
     torch.set_num_threads(then["threads"])
     again = Again(run, loop, start, stop)
     try:
@@ -230,7 +229,8 @@ def compute(run: Logged, loop: ModuleType, start: Checkpoint | None, stop: int) 
             if start:
                 torch.save(start.content, scratch / file_name(start.step))
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-            loop.main(flags, watch=again)
+            with setting(vars(loop), MOST_ROLLBACKS=most_rollbacks):
+                loop.main(flags, watch=again)
     except (BadInput, RunFailed) as error:
         if not again.rows:  # else it is a rollback that came after the step
             reason, *_ = str(error).replace(str(scratch), str(run.path)).partition(";")

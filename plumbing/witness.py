@@ -25,7 +25,7 @@ class Witness:
             if row["kind"] == "train":
                 self.old_data.setdefault(row["step"], row.get("sequences"))
         self.last_step = max((step for step, _ in self.old_rows), default=-1)
-        self.data = None  # (step, `sequences`) of the newest train row
+        self.data = -1, None  # (step, `sequences`) of the newest train row
         self.compared = 0  # rows
         self.equal = 0
         self.steps = 0  # train rows among `compared`
@@ -39,8 +39,10 @@ class Witness:
         if row["kind"] == "train":
             self.data = step, row.get("sequences")
         then = self.old_rows.get(key_of(row))
-        is_same_data = step not in self.old_data or (step, self.old_data[step]) == self.data
-        if then is None or not is_same_data:
+        has_other_data = (
+            step in self.old_data and step == self.data[0] and self.old_data[step] != self.data[1]
+        )
+        if then is None or has_other_data:
             return
         del self.old_rows[key_of(row)]
         self.compared += 1

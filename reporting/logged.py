@@ -20,7 +20,7 @@ RECOMPUTED = ("frozen", "groups")  # parts of a checkpoint that its hash does no
 
 FREE_FLAGS = (  # no bit of a step depends on these
     "--resume=auto --report=false --wandb_log=false --audit_interval=-1 --num_workers=0 "
-    "--sample_interval=0 --milestone_interval=0 --save_minutes=0"
+    "--sample_interval=0 --milestone_interval=0"
 ).split()
 
 
