@@ -21,7 +21,7 @@ WITH_README = [*PAGES, "README.md"]
 RUN = [*WITH_README, "docs/forks.md", "docs/errata.md", "docs/exercises.md"]  # with --compare
 PICTURES = sorted(path.name for path in REPO.glob("docs/*.png"))
 EXAMPLES = sorted(path.relative_to(REPO).as_posix() for path in REPO.glob("examples/*.py"))
-NEEDS = ("needs a network", "needs a GPU", "needs several nodes")  # why a block is only shown
+NEEDS = ("needs a network", "needs a git clone", "needs a GPU", "needs several nodes")  # why a block is only shown
 SCRIPTS = [f"{name}.py" for name in "train bench check report replay sample prepare_data".split()]
 # of other programs, as the pages use them
 FOREIGN = set("standalone nproc_per_node signal shutdown max build gpus shm help index".split())
@@ -31,7 +31,7 @@ MADE = re.compile(
     r"(out|data)/|\S*(run\.json|bench\.json|check\.json|metrics\.jsonl|report\.(md|png)|replay_\d+\.(md|png)|\.pt)$"
 )
 MADE_BY_PAGES = set("meta.json extras.py lesson.py late.py bad.py penalty.py late.log".split())
-MADE_BY_PAGES |= set("compare.md compare.png trace.json".split())
+MADE_BY_PAGES |= set("compare.md compare.png trace.json openwebtext.jsonl".split())
 
 
 def text_of(page):
