@@ -81,14 +81,16 @@ def twin_checks(job):
     error, name = max(plain.errors(last))
     found = said(off_by=error, weight=name, optimizer=train.optimizer)
     yield "the weights and averages are those of a plain loop", error < of_weights, found
+    losses = {row["val_loss"]: step for (step, kind), row in rows.items() if kind == "eval"}
+    best = losses[min(losses)]
     step = checkpoint.load(folder / "best.pt")["state"]["step"]
     files = sorted(path.stem for path in folder.glob("*.pt"))
-    found = said(step=step, expected=plain.best_step, files=files)
-    yield "best.pt is the best", step == plain.best_step, found
-    checked = rows.get((STOPPED, "resume_checked"), {})
-    numbers = {name: checked.get(name, 0) for name in ("compared", "equal")}
-    fine = 0 < numbers["compared"] == numbers["equal"] if checked else None
-    yield "a resume is bit for bit", fine, said(**numbers)
+    fine = step == best and files == ["best", *(f"ckpt_{n:08}" for n in (3, 6, 7))]
+    yield "best.pt is the best", fine, said(step=step, best_in_the_log=best, files=files)
+    checked = [row for (_, kind), row in rows.items() if kind == "resume_checked"]
+    numbers = [checked[-1][name] for name in ("compared", "equal")] if checked else [0, 0]
+    fine = 0 < numbers[0] == numbers[1]
+    yield "a resume is bit for bit", fine, said(rows_computed_again=numbers[0], equal=numbers[1])
 
 
 def half_a_norm(job):
@@ -111,14 +113,16 @@ def tolerances(device):
 
 
 def compared(expected, rows, tolerance):
-    """(whether all numbers are the expected ones, in words the first that is not)."""
+    """(whether all numbers are the expected ones, in words the first that is not); None if no
+    numbers are expected."""
     for (step, kind), row in sorted(expected.items()):
         for name, number in row.items():
             told = rows.get((step, kind), {}).get(name)
             of_counts = 0.01 if name == "val_accuracy" else 0.0
             if not same(told, number, rel_tol=tolerance, abs_tol=of_counts):
                 return False, said(step=step, number=name, logged=told, expected=number)
-    return True, said(rows=len(expected), numbers=list(row))
+    names = {name for row in expected.values() for name in row}
+    return True if expected else None, said(rows=len(expected), numbers=sorted(names))
 
 
 def same(told, number, **tolerances):
@@ -294,7 +298,6 @@ class PlainLoop:
         self.scale = 2.0**16 if train.dtype == "float16" else 1.0
         self.sequences = self.tokens = 0
         self.best_loss = math.inf
-        self.best_step = 0
         self.rows = {}  # (step, kind): the row that the run must have logged
 
     def train(self):
@@ -396,9 +399,7 @@ class PlainLoop:
             losses.append(cross_entropy(logits[counted], targets[counted], reduction="none"))
             right.append(logits[counted].argmax(-1) == targets[counted])
         loss = torch.cat(losses).mean().item()
-        if loss < self.best_loss:
-            self.best_loss = loss
-            self.best_step = step
+        self.best_loss = min(self.best_loss, loss)
         row = {"val_loss": loss, "best_val_loss": self.best_loss}
         row["val_accuracy"] = torch.cat(right).double().mean().item()
         if step > STOPPED and "val_bytes" in meta:
