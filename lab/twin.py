@@ -81,8 +81,7 @@ def twin_checks(job):
     error, name = max(plain.errors(last))
     found = said(off_by=error, weight=name, optimizer=train.optimizer)
     yield "the weights and averages are those of a plain loop", error < of_weights, found
-    losses = {row["val_loss"]: step for (step, kind), row in rows.items() if kind == "eval"}
-    best = losses[min(losses)]
+    _, best = min((row["val_loss"], step) for (step, kind), row in rows.items() if kind == "eval")
     step = checkpoint.load(folder / "best.pt")["state"]["step"]
     files = sorted(path.stem for path in folder.glob("*.pt"))
     fine = step == best and files == ["best", *(f"ckpt_{n:08}" for n in (3, 6, 7))]
