@@ -27,7 +27,7 @@ MASKED = 1  # the step in which the first sequence has no targets
 NOT_FINITE = 2  # the step whose gradients are NaN
 STOPPED = 3  # finished steps when a signal comes, after which another process goes on
 SPOILED = 5  # the step that finds other averages, so that the last evaluation is not the best
-EVALUATED = 5  # sequences
+EVALUATED = 4.5  # windows
 KEPT = ("weight_decay", "lr_scale", "fused")  # of a group of weights
 
 KNOBS = {
@@ -37,6 +37,7 @@ KNOBS = {
     "plateau_factor": 1.0,
     "accum_steps": 2,
     "weight_decay": 1.0,  # so large that it shows in a few steps
+    "grad_clip": 0.1,  # so small that it matters
     "grad_checkpoint": True,  # the plain loop computes nothing again
     "best_metric": "val_loss",
     "eval_interval": 1,
@@ -62,8 +63,7 @@ def twin_checks(job):
         "dropout": train.dropout or 0.1,
         "ema_decay": train.ema_decay or 0.8,
     }
-    with setting(**KNOBS | few), setting(grad_clip=train.grad_clip):
-        train.grad_clip = half_a_norm(job)
+    with setting(**KNOBS | few):
         try:
             watch, rows, folder = eventful_run(job)
         except RunFailed as error:
@@ -90,16 +90,6 @@ def twin_checks(job):
     numbers = [checked[-1][name] for name in ("compared", "equal")] if checked else [0, 0]
     fine = 0 < numbers[0] == numbers[1]
     yield "a resume is bit for bit", fine, said(rows_computed_again=numbers[0], equal=numbers[1])
-
-
-def half_a_norm(job):
-    """Half the norm of a first gradient: as grad_clip it matters."""
-    run = job.fresh_run()
-    add_noise(run.model.parameters(), 0)
-    inputs, targets = job.batch()
-    with train.autocast(job.device):
-        loss_in(run.model(inputs, targets)).backward()
-    return torch.nn.utils.get_total_norm(gradients_of(run.model)).item() / 2
 
 
 def tolerances(device):
@@ -162,9 +152,8 @@ class Eventful(train.Watch):
 
     def begin(self, run):
         self.run = run
-        run.val_data = some_of(run.val_data)
+        self.meta = shorten_evaluation(run)
         if run.path:
-            self.meta = made_whole(run)
             return
         add_noise(run.model.parameters(), 0)  # a weight that starts at zero would hide its layer
         for name, average in run.ema.items():
@@ -191,42 +180,16 @@ class Eventful(train.Watch):
         return numbers
 
 
-class Few:
-    """A dataset of the sequences in these tensors."""
-
-    def __init__(self, inputs, targets):
-        self.inputs = inputs
-        self.targets = targets
-
-    def __len__(self):
-        return len(self.inputs)
-
-    def __getitem__(self, batch):
-        first, count = batch
-        return self.inputs[first : first + count], self.targets[first : first + count]
-
-
-def some_of(val_data):
-    """Its first sequences, in the first of which half of the targets do not count. Data that is no
-    such dataset, or has other targets than classes, stays as it is."""
-    if isinstance(val_data, list):
-        return val_data
-    count = min(EVALUATED, len(val_data))
-    inputs, targets = (torch.as_tensor(part).clone() for part in val_data[0, count])
-    if targets.is_floating_point():
-        return val_data
-    targets[0].view(-1)[: targets[0].numel() // 2] = -100
-    return Few(inputs, targets)
-
-
-def made_whole(run):
-    """Change the facts of the data so that `run` evaluates the whole validation text. Returns
-    them."""
-    meta = dict(run.facts["data"]["meta"])
-    if isinstance(run.val_data, Few) and "val_bytes" in meta:
-        meta["val_tokens"] = 1 + train.count_targets(run.val_data.targets).item()
-        meta["val_bytes"] = 3 * meta["val_tokens"]
-        run.facts["data"] = run.facts["data"] | {"meta": meta}
+def shorten_evaluation(run):
+    """Let `run` evaluate a few windows of a text, the last of which repeats targets. To a run that
+    is resumed they are the whole validation split. Returns the facts of the data."""
+    meta = run.facts["data"]["meta"]
+    if isinstance(run.val_data, data.OrderedWindows):
+        tokens = run.val_data.tokens[: int(EVALUATED * train.block_size)]
+        run.val_data = data.OrderedWindows(tokens, train.block_size)
+        if run.path and "val_bytes" in meta:
+            meta = meta | {"val_tokens": len(tokens), "val_bytes": 3 * len(tokens)}
+            run.facts["data"] = run.facts["data"] | {"meta": meta}
     return meta
 
 
@@ -300,11 +263,14 @@ class PlainLoop:
         self.rows = {}  # (step, kind): the row that the run must have logged
 
     def train(self):
-        self.evaluate(0)
+        val_data = self.watch.run.val_data
+        has_classes = not isinstance(val_data, list) and "int" in str(val_data[0, 1][1].dtype)
         set_rng_state(self.watch.rng, self.device)
-        for step in range(STEPS):
-            self.step(step)
-            self.evaluate(step + 1)
+        for step in range(STEPS + 1):
+            if has_classes:
+                self.evaluate(step)
+            if step < STEPS:
+                self.step(step)
 
     def step(self, step):
         seen = self.watch.seen.get(step) or self.watch.seen[0]
@@ -380,31 +346,32 @@ class PlainLoop:
 
     @torch.no_grad()
     def evaluate(self, step):
-        """The mean of -log p of the averaged weights, in float64, by classes that exist."""
+        """The mean of -log p of the averaged weights, in float64, by the classes that exist."""
         val_data = self.watch.run.val_data
-        if not isinstance(val_data, Few):
-            return
+        meta = self.watch.meta
         self.judge.load_state_dict(self.model.state_dict())
         for name, weight in self.judge.named_parameters():
             weight.copy_(self.average[name])
-        meta = self.watch.meta
-        losses, right = [], []
+        losses = []
+        hits = []
         for first in range(0, len(val_data), 2):
-            inputs, targets = data.to_device(val_data[first, 2], self.device)
+            count = min(2, len(val_data) - first)
+            inputs, targets = data.to_device(val_data[first, count], self.device)
             with torch.random.fork_rng(devices=[]), train.autocast(self.device):
                 torch.manual_seed(step)
                 logits = self.judge(inputs)[..., : meta["vocab_size"]].double()
             counted = targets != -100
             losses.append(cross_entropy(logits[counted], targets[counted], reduction="none"))
-            right.append(logits[counted].argmax(-1) == targets[counted])
+            hits.append(logits[counted].argmax(-1) == targets[counted])
         loss = torch.cat(losses).mean().item()
         self.best_loss = min(self.best_loss, loss)
         row = {"val_loss": loss, "best_val_loss": self.best_loss}
-        row["val_accuracy"] = torch.cat(right).double().mean().item()
-        if step > STOPPED and "val_bytes" in meta:
+        row["val_accuracy"] = torch.cat(hits).double().mean().item()
+        is_whole = step > STOPPED and meta.get("val_tokens") == 1 + len(torch.cat(hits))
+        if is_whole and "val_bytes" in meta:
             row["val_bpb"] = loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
-        elif "val_bytes" in meta:
-            row["val_tokens"] = len(torch.cat(right))
+        elif "val_tokens" in meta:
+            row["val_tokens"] = len(torch.cat(hits))
         self.rows[step, "eval"] = row
 
     def errors(self, last):
