@@ -221,7 +221,7 @@ def ladder(job):
     result = {name: {"absent": step} for name, step in rungs.items()}
     for before, name in zip([timed[0], *timed], timed, strict=False):
         rate = train.rows_at(0) * train.block_size / seconds[name]
-        mfu = train.flops_per_token(run.model) * rate / (job.peak[0] or math.nan)
+        mfu = train.flops_per_token(run.model) * rate / job.peak[0]
         result[name] = {"ms": 1000 * seconds[name], "tokens_per_sec": rate, "mfu": mfu}
         result[name]["to_before"] = seconds[before] / seconds[name]
         result[name]["to_first"] = seconds[timed[0]] / seconds[name]

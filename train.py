@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
         command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
         from_rank0(run.folder.open, run, files * checkpoint.size(run), command)
         peak = from_rank0(machine.peak_flops, run.device, dtype)
-        run.max_flops = (peak[0] or math.nan) * world_size()
+        run.max_flops = peak[0] * world_size()
         changed = resuming.changed_knobs(run.before["config"], run.facts["config"])
         console.print_plan(run, peak, changed)
         clock.lap("start")
@@ -407,8 +407,7 @@ def first_pass(run: Run, signals: Signals) -> torch.nn.Module:
         return data.to_device(run.train_data[ranks.share(0, rows_at(0))], run.device)
 
     model = safe_step.rehearse(run, compile, forward_backward, read, signals)
-    bits = machine.kernel_bits(run.device, dtype, optimizer)
-    resuming.rehearsed(run.facts["run"], model is not run.model, bits)
+    resuming.rehearsed(run.facts["run"], model is not run.model)
     console.print_line("memory", f"{machine.memory_gb(run.device):.3f} GB after a rehearsal")
     machine.reset_peak_memory(run.device)
     return model

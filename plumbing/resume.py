@@ -19,7 +19,7 @@ from plumbing.cli import Config, Knob, fail, product
 from plumbing.console import REPO, best_words, shown
 from plumbing.files import digests_by_name, pieces, read_json
 from plumbing.machine import choose_dtype, device_name
-from plumbing.ranks import from_all_ranks, say, world_size
+from plumbing.ranks import say, world_size
 from plumbing.run_folder import RunFolder
 from plumbing.safe_step import leaves
 
@@ -27,9 +27,7 @@ from plumbing.safe_step import leaves
 # difference.
 DECISIVE = {
     "fixed": ("global_batch", "data", "files"),
-    "bits": (
-        "torch device kernel_bits capability inductor threads world_size code made_by".split()
-    ),
+    "bits": ("torch device capability inductor threads world_size code".split()),
 }
 ANY_MACHINE = ("device", "threads")  # do not count where --deterministic=portable
 MEASURES = ("eval_tokens", "best_metric")  # other values ask for another result of a finished run
@@ -70,10 +68,9 @@ def identity_of(config: Config, knobs: dict, data: dict, device: torch.device) -
     }
 
 
-def rehearsed(identity: dict, is_compiled: bool, kernel_bits: str) -> None:
+def rehearsed(identity: dict, is_compiled: bool) -> None:
     """Complete an identity by what only a rehearsal tells. All ranks call it together."""
     identity["compile"] = is_compiled
-    identity["kernel_bits"] = " ".join(dict.fromkeys(from_all_ranks(kernel_bits)))
     identity["inductor"] = inductor_on_cpu() if is_compiled else None
 
 
@@ -214,9 +211,6 @@ def note_new_code(run) -> None:
 
 def inexact(then: dict, now: dict, knobs: dict[str, Knob]) -> dict:
     """{key: [then, now]} of the differences that make a resume inexact."""
-    if "kernel_bits" not in then:
-        then = then | {"made_by": "an older version"}
-        now = now | {"made_by": "this version"}
     return differences(then, now, knobs, "bits")
 
 
