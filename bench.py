@@ -384,7 +384,7 @@ def overhead(job):
         saver = checkpoint.Saver(run, train.keep_last, train.may_roll_back_to)
         with contextlib.suppress(Measured):
             train.train(run, model, table, saver, Signals(), Clock())
-        run.batches.stop()
+        run.batches = None
     rows = {name: {"ms": 1000 * median(seconds)} for name, seconds in laps.times.items()}
     pairs = zip(laps.times["loop"], laps.times["bare"], strict=True)  # from the same round
     over = {"over_bare": median(loop / bare - 1 for loop, bare in pairs)}
