@@ -141,14 +141,6 @@ def test_a_ledger_has_a_copy_of_the_code_for_each_patch_that_applies(tmp_path, m
     assert words.index("config/shakespeare_fast.py") < words.index(f"--out_dir={tmp_path / '0'}")
 
 
-def test_vocabularies_that_differ_are_refused(run_train, texts, tmp_path):
-    (tmp_path / "words" / "meta.json").unlink()
-    make_dataset(tmp_path, "words", "words " * 1000)
-    done = run_train("run", *texts, before=MIXTURE, code=2)
-    assert not done.out_dir.exists()
-    assert "code+words: different vocabularies; make all with --tok" in done.stderr
-
-
 # ---- docs/forks.md -------------------------------------------------------------------------------
 
 LORA, SCHEDULE_FREE, REGRESSION = (
