@@ -121,6 +121,9 @@ class Knob:
     heading: str = ""  # the full-line comments above its group
     policy: frozenset = frozenset()
 
+    def names_folder(self) -> bool:
+        return not self.policy & {"bits", "free"}
+
 
 class Config(dict):
     """Every knob and its value. typed: names that flags set, and config files after the first one.
@@ -222,7 +225,7 @@ def folder_name(config: Config) -> str:
     product counts."""
     if "out_dir" in config.typed:
         return config["out_dir"]
-    names = {name for name in config.typed if not config.knobs[name].policy & {"bits", "free"}}
+    names = {name for name in config.typed if config.knobs[name].names_folder()}
     factors = {"batch_size", "accum_steps"} & config.keys()
     if product(config, factors) != product(config.base, factors):
         names |= factors & config.typed

@@ -261,9 +261,7 @@ def one_rank():
     return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
 
-@pytest.mark.parametrize(
-    "flags", ["--dtype=float32", "--dtype=float16", "--dtype=float32 --offload=true"]
-)
+@pytest.mark.parametrize("flags", ["--dtype=float32", "--dtype=float16"])
 def test_a_sharded_run_of_one_rank_resumes_bit_for_bit_and_learns_as_a_plain_one(flags, run):
     sharded = ("--shard=true", *flags.split())
     whole = run("whole", *sharded, env=one_rank())

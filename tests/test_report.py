@@ -92,7 +92,7 @@ def test_every_number_is_that_of_the_record(real):
 def test_a_run_on_another_text_than_asked_for_says_so_first(real, tmp_path):
     assert "INSTEAD" not in words_of(read_run(real))
     info = json.loads((real / "run.json").read_text())
-    info["config"] |= {"dataset": "shakespeare", "offline_dataset": "tortoise"}
+    info["config"] |= {"dataset": "shakespeare"}
     run = read_run(write_run(tmp_path / "run", read_rows(real, "train"), **info))
     text = words_of(run)
     assert "'tortoise' INSTEAD OF 'shakespeare'" in text[: text.index("## Result")]
@@ -621,8 +621,8 @@ KEEPS = "kept = []\n" + around("train_step", "kept.append(torch.ones(2_000_000))
 FULL = around("forward_backward", 'if run.state["micro_batch"] > 2:\n    raise MemoryError')
 REAL = {  # troubles: flags of the run, source that runs before it
     "updates_fail": (
-        "--optimizer=sgd --peak_lr=1e30 --grad_clip=0 --max_steps=40 --max_rollbacks=0",
-        "",
+        "--optimizer=sgd --peak_lr=1e30 --grad_clip=0 --max_steps=40",
+        "train.MOST_ROLLBACKS = 0",
     ),
     "clipped_always": ("--grad_clip=0.01 --max_steps=60", ""),
     "norm_is_zero": ("--max_steps=40", DEAD),
@@ -753,8 +753,9 @@ def replays_in(folder):
 
 
 def test_the_report_leads_to_skipped_updates_and_rollbacks(run_train):
-    flags = ("--save_interval=4", "--max_skipped=2", "--log_interval=1", "--report=true")
-    done = run_train("run", *flags, before=bad_batches([8, 9]))
+    flags = ("--save_interval=4", "--log_interval=1", "--report=true")
+    bad = "train.MOST_SKIPPED = 2\n" + bad_batches([8, 9])
+    done = run_train("run", *flags, before=bad)
     first, last = ([f"--step={n}", "--before_rollback=1"] for n in (9, 10))
     assert [command[3:] for command in replays_in(done.out_dir)] == [first, last]
     assert "Look into that step" in (done.out_dir / "report.md").read_text()

@@ -71,7 +71,7 @@ def test_resume_is_bit_exact_however_often_and_the_record_has_each_row_once(run_
 
 WITH = [
     "--dtype=bfloat16 --num_workers=2 --ema_decay=0.9",
-    "--dtype=float16 --optimizer=muon --n_future_tokens=3",
+    "--dtype=float16 --optimizer=muon",
     f"--optimizer=momentum --peak_lr=0.1 {PLATEAU}",
     "--optimizer=sgd --peak_lr=0.1 --grad_checkpoint=true --n_layer=2",
     "--schedule=wsd --label_smoothing=0.1 --deterministic=false",
