@@ -4,8 +4,8 @@ A knob is a lower-case name that a script sets to a plain str, int, float or boo
 function or class; its default gives its type. A *_dir is a path, relative to the working directory.
 The comment beside it, which goes on in lines that begin with `#` and two spaces, is its help. An
 interval in it, such as [1, inf), and choices, a | b, are enforced. Its last word, after a semicolon,
-says what another value does: `fixed` makes another run, `free` changes how it computes or what it
-writes; no word: the course of the run. A config file is executed as
+says what another value does: `fixed` makes another run, which names another folder, `free` changes
+how a run computes or what it writes; no word: the course of the run. A config file is executed as
 Python, sees the knobs as set so far, and may assign knobs and _names."""
 
 import ast
@@ -25,10 +25,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
-POLICY = ("fixed", "kept", "bits", "free")  # the words in which a comment may end
+POLICY = ("fixed", "free")  # the words in which a comment may end
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 NAME = re.compile("[a-z][a-z0-9_]*")  # of a knob
-WORDS = re.compile(rf"; ((?:{'|'.join(POLICY)})(?:, (?:{'|'.join(POLICY)}))*)$")
+WORD = re.compile(rf"; ({'|'.join(POLICY)})$")
 INTERVAL = re.compile(r"([\[(])(-?[\d.e]+), ?(-?[\d.e]+|inf)([\])])")
 CHOICES = re.compile(r"\w+(?: \| \w+)+")
 GONE = "gone since 2026-11-25"
@@ -119,10 +119,10 @@ class Knob:
     default: Any
     comment: str = ""
     heading: str = ""  # the full-line comments above its group
-    policy: frozenset = frozenset()
+    policy: str = ""
 
     def names_folder(self) -> bool:
-        return not self.policy & {"bits", "free"}
+        return self.policy != "free"
 
 
 class Config(dict):
@@ -266,9 +266,8 @@ def read_knobs(path: str | Path) -> dict[str, Knob]:
             while end < len(lines) and lines[end].startswith("#  "):
                 comment += " " + lines[end].strip("# ")
                 end += 1
-            words = WORDS.search(comment)
-            policy = frozenset(words[1].split(", ")) if words else frozenset()
-            knobs[name] = Knob(default, comment, heading, policy)
+            word = WORD.search(comment)
+            knobs[name] = Knob(default, comment, heading, word[1] if word else "")
     return knobs
 
 

@@ -194,19 +194,40 @@ class Table:
 
 
 def print_event(step: int, event: str, fields: dict[str, Any]) -> None:
-    details = [f"{key} {in_short(value, event)}" for key, value in fields.items()]
+    details = [f"{key} {in_short(value)}" for key, value in fields.items()]
     name = event.replace("_", " ")
     say(f"{step:>7} {name}: {'  '.join(details)}")
 
 
-def in_short(value: Any, event: str) -> str:
-    """A field of an event. Of the hashes of files that differ, their names."""
-    if event in ("inexact_resume", "changed"):
-        then, now = value
-        return ", ".join(now) if isinstance(now, dict) else f"{then} -> {now}"
+def in_short(value: Any) -> str:
+    """A field of an event."""
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def resume_words(found: dict[str, Any], steps: int, changed: dict[str, list]) -> str:
+    """What the rows say of a resume. found: fields of an event `resume_checked`. steps: train rows
+    that were compared. changed: see change_words()."""
+    start = f"resumed at step {found['from']:,}"
+    difference = found["first_difference"]
+    if found["compared"] and not difference:
+        return f"{start}: {steps:,} steps computed again, every loss and norm the same"
+    if difference:
+        field, then, now = (difference[name] for name in ("field", "then", "now"))
+        words = f"other numbers from step {difference['step']:,} on: {field} {then} then, {now} now"
+    else:
+        words = "nothing to compare with"
+    return f"{start}: {words}; changed since: {change_words(changed) or 'nothing known'}"
+
+
+def change_words(changed: dict[str, list]) -> str:
+    """What is known to have changed, [then, now] by name. Of a file, its name."""
+    words = []
+    for name, (then, now) in changed.items():
+        is_code = name.endswith(".py") or name == "__main__"
+        words.append(name if is_code else f"{name} {then} -> {now}")
+    return ", ".join(words)
 
 
 def diagnosis(why: str, recent: list[dict[str, Any]], rollbacks: int) -> str:
@@ -238,10 +259,9 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
         batch += f" of {c['block_size']} = {tokens:,} tokens"
     epoch = len(run.train_data)
     course = "{optimizer}, {schedule} {peak_lr:g} to {min_lr:g}".format(**c)
-    changes = [f"{key} {then} -> {now}" for key, (then, now) in changed.items()]
     start = f"resumes from {shown(run.path)}" if run.path else f"new, in {shown(c['out_dir'])}"
     print_line("run", start)
-    print_line("changed", ", ".join(changes))
+    print_line("changed", change_words(changed))
     print_line("model", f"{model}; {size:,} parameters")
     print_line("data", f"{about['name']}: {epoch:,} sequences, {len(run.val_data):,} to validate")
     print_line("batch", f"{batch} a step")
