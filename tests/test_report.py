@@ -366,7 +366,8 @@ def page_of(*folders, refresh=0):
     """The path of the page of the runs in `folders`, freshly written into the first."""
     with np.errstate(all="ignore"):
         path = folders[0] / "report.html"
-        report.write_page([read_run(each) for each in folders], path, refresh)
+        runs = report.read_runs(folders)
+        path.write_text(panels.page(runs, report.text_of(runs), refresh), errors="replace")
         return path
 
 
@@ -380,7 +381,7 @@ def two_runs(tmp_path):
 def test_every_kind_of_run_is_drawn_twice_from_the_same_panels(name, tmp_path):
     folder = write_run(tmp_path / "run", RUNS[name], config={"grad_clip": 1.0})
     with np.errstate(all="ignore"):
-        figure = panels.picture([read_run(folder)], ["run"])
+        figure = panels.picture([read_run(folder)])
     assert figure.get_facecolor()[3] == 1, "not transparent: dark pages stay legible"
     drawn = drawing_of(page_of(folder).read_text())
     assert list(drawn) == [ax.get_ylabel() for ax in figure.axes]
@@ -394,7 +395,7 @@ def test_a_curve_is_the_record(tmp_path):
     rows = falling(200, weight_norm=3.5)
     folder = write_run(tmp_path / "run", rows)
     loss = drawing_of(page_of(folder).read_text())["loss (nats)"]["curves"][0]
-    ax = panels.picture([read_run(folder)], ["run"]).axes[0]
+    ax = panels.picture([read_run(folder)]).axes[0]
     for x, y in ((loss["x"], loss["y"]), ax.lines[0].get_data()):
         assert list(x) == [row["step"] for row in rows]
         assert list(y) == [row["loss"] for row in rows]
