@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from plumbing.cli import BadInput, configured, fail, printable, run_script
-from plumbing.console import duration, shown
+from plumbing.console import shown
 from plumbing.data import FALLBACK
 from plumbing.files import replacing
 from reporting import record, results
@@ -59,11 +59,6 @@ def words(run):
     rows = [(f"**{what}**", value) for what, value in outcome(run).items()]
     lines += ["## Result\n", table(("", ""), rows), *found_in(run, "")]
     lines += ["## What was run\n", *about(run)]
-    spent, missing = results.seconds_by_kind(run)
-    rows = [(kind, duration(seconds)) for kind, seconds in spent.items()]
-    lines += ["## Where the time went\n", table(("kind", "wall-clock"), rows)]
-    if missing:
-        lines.append(f"{missing} process(es) recorded no times (killed, or still running).\n")
     lines += ["## What happened\n", table(("step", "event", ""), event_rows(run))]
     return "\n".join([*lines, "## Resumes, and what was not exact\n", *exactness(run), ""])
 
@@ -118,7 +113,7 @@ def event_rows(run):
     rows = []
     for event in run.events:
         name = event["event"]
-        if name in ("sample", "saved"):
+        if name in ("sample", "saved", "resume_checked"):
             continue
         see = f"see `{replay_of(run, event)}`" if name in ("skipped", "rollback") else ""
         told = "; ".join(filter(None, (details(event), see)))
@@ -156,8 +151,6 @@ def exactness(run):
                 what = f"- it began from {began_from}"
             changed = changes(event)
             lines.append(f"{what}; changed since: {changed}" if changed else what)
-    for event in happened(run, "audit"):
-        lines.append(f"- step {event['step']:,}: the odd result was dropped: {details(event)}")
     if run.info["run"].get("deterministic") is False:
         lines.append("- `deterministic` was off: the same command computes other numbers")
     if run.unreadable:
