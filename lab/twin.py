@@ -47,7 +47,7 @@ KNOBS = {
     "milestone_interval": 0,
     "audit_interval": -1,
     "resume": "auto",
-    "compile": "false",
+    "compile": False,
     "report": False,
     "wandb_log": False,
 }
