@@ -436,8 +436,8 @@ def test_milestones_stay_and_of_the_others_the_newest(run_train):
     for name, step in zip(names[1:], (10, 12, 5, 10), strict=True):
         checkpoint = torch.load(done.out_dir / name, weights_only=True)
         assert checkpoint["state"]["step"] == step
-        parts = "model frozen optimizer groups scaler ema state rng config data run".split()
-        assert set(checkpoint) == set(parts)
+        parts = "format model frozen optimizer groups scaler ema state rng config data run"
+        assert set(checkpoint) == set(parts.split())
         assert not [key for key in checkpoint["model"] if key.startswith(("_orig_mod", "module"))]
 
 
@@ -450,7 +450,7 @@ def test_run_json_says_what_ran(run_train):
     code = facts["run"]["code"]
     assert {"train.py", "model.py", "optim.py", "plumbing/checkpoint.py"} <= set(code)
     for name, found in code.items():
-        assert found[0] == hashlib.sha256((REPO / name).read_bytes()).hexdigest()
+        assert hashlib.sha256((REPO / name).read_bytes()).hexdigest().startswith(found)
     assert facts["versions"]["torch"] == torch.__version__  # with the build: 2.13.0+cu130
     assert facts["versions"]["numpy"] == np.__version__
     assert facts["hardware"]["threads"] == torch.get_num_threads()
