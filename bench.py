@@ -41,6 +41,7 @@ from torch.profiler import ProfilerActivity, record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
+from lab.logged import Logged
 from plumbing import checkpoint, cli, console, data, machine, safe_step
 from plumbing.cli import RunFailed, configured, fail, folder_name, read_knobs, run_script
 from plumbing.files import read_json, write_json
@@ -48,7 +49,6 @@ from plumbing.ranks import say
 from plumbing.resume import REPO, code_of_process
 from plumbing.run_folder import Clock, RunFolder, git_state, now
 from plumbing.signals import Signals
-from reporting.logged import Logged
 
 # The measurement
 only = "peak,ladder,profile,memory,overhead"  # parts to run, in this order; also from_nanogpt

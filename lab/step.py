@@ -1,10 +1,11 @@
-"""One step, seen from inside: all that it computes, in order, and a page and a picture of that."""
+"""One step, seen from inside: all that it computes, in order, and a page of that."""
 
 import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import chain, zip_longest
 from pathlib import Path
 
 import torch
@@ -12,19 +13,57 @@ from torch.nn.functional import cross_entropy
 from torch.nn.modules.module import register_module_forward_hook
 
 from plumbing import ranks
-from plumbing.audit import bits_that_differ
-from plumbing.checkpoint import HASHED
 from plumbing.cli import printable
 from plumbing.data import DataError, tokenizer_of
 from plumbing.files import replacing
-from plumbing.safe_step import Captured, leaves
-from reporting.logged import MEASURED
+from plumbing.safe_step import Captured, as_bytes, leaves
 from reporting.results import table
 
-MOST_SEQUENCES = 64  # on the page and in the picture; those of the highest loss
+MOST_SEQUENCES = 64  # on the page; those of the highest loss
 
 
 # ---- what it computes ---------------------------------------------------------------------------
+
+
+def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dict, dict]:
+    """Take a step by take(), which is train_step of the module `train`. Returns its numbers, and
+    what was to be seen: "trace" has [(name, leaf), ...] in the order of computation.
+
+    Hooks would change what torch.compile does, so the outputs of modules are those of an eager
+    forward pass before the step; all that it moves is put back."""
+    trace = []
+    seen = {"trace": trace, "meta": run.facts["data"]["meta"], "first": run.state["sequences"]}
+
+    def add(words: str, value) -> None:
+        for path, leaf in leaves(value):
+            trace.append((f"{words} {'/'.join(map(str, path))}", copied(leaf)))
+
+    add("at its start:", moved_by(run))
+    add("batch:", {"inputs": inputs, "targets": targets})
+    trace.append(("learning rate", lr))
+    before = Captured(run)
+    names = {module: name or "the model" for name, module in run.model.named_modules()}
+
+    def hook(module, inputs, output) -> None:
+        if module in names:
+            add(f"output of {names[module]}:", [output])
+
+    losses = inputs.new_zeros(0)
+    with (
+        register_module_forward_hook(hook),
+        suppress(TypeError, ValueError, RuntimeError),  # the model may return no logits
+    ):
+        losses = torch.cat([*token_losses(train.autocast, run, inputs, targets)])
+    seen["batch"] = ranks.from_all_ranks((inputs.cpu(), targets.cpu(), losses.cpu()))
+    before.put_back()
+    numbers = take()
+    add("step:", numbers)
+    for name, weight in reversed([*run.model.named_parameters()]):  # as a backward pass has them
+        if weight.grad is not None:
+            add("clipped gradient of", {name: weight.grad})
+    add("after it:", moved_by(run))
+    seen["row"] = {"lr": lr} | {name: float(number) for name, number in numbers.items()}
+    return numbers, seen
 
 
 def copied(leaf, path: tuple = ()):
@@ -34,67 +73,11 @@ def copied(leaf, path: tuple = ()):
     return ranks.whole(leaf.detach()).cpu().clone()
 
 
-def named(words: str, value) -> list[tuple]:
-    """[(name, leaf), ...] of nested values."""
-    return [(f"{words} {'/'.join(map(str, path))}", leaf) for path, leaf in leaves(value)]
-
-
-def essence(checkpoint: dict) -> dict:
-    """What the next step depends on: not what only evaluations need, nor settings of optimizers."""
-    state = {}
-    for name in sorted(checkpoint["state"]):
-        if not re.search("best|eval|score", name):
-            state[name] = checkpoint["state"][name]
-    moments = [saved["state"] for saved in checkpoint["optimizer"]]
-    return {name: checkpoint[name] for name in HASHED} | {"state": state, "optimizer": moments}
-
-
-def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dict, dict]:
-    """Take a step by take(), which is train_step of the module `train`. Returns its numbers, and
-    what was to be seen: "trace" has [(name, leaf), ...] in the order of computation.
-
-    Hooks would change what torch.compile does, so outputs of modules, and gradients before
-    clipping, are those of an eager pass before the step; all that it moves is put back."""
-    trace = []
-    seen = {"trace": trace, "meta": run.facts["data"]["meta"], "first": run.state["sequences"]}
-    weights = dict(run.model.named_parameters())
-    names = {module: name or "the model" for name, module in run.model.named_modules()}
-
-    def add(words: str, value) -> None:
-        trace.extend((name, copied(leaf)) for name, leaf in named(words, value))
-
-    def add_gradients(words: str) -> None:
-        for name, weight in reversed(weights.items()):  # as a backward pass has them
-            if weight.grad is not None:
-                add(words, {name: weight.grad})
-
-    def hook(module, inputs, output) -> None:
-        add(f"output of {names[module]}:", [output])
-
-    add("at its start:", essence(run.checkpoint()))
-    add("batch:", {"inputs": inputs, "targets": targets})
-    trace.append(("learning rate", lr))
-    before = Captured(run)
-    losses = inputs.new_zeros(0)
-    with suppress(TypeError, ValueError, RuntimeError):  # the model may return no logits
-        losses = torch.cat([*token_losses(train.autocast, run, inputs, targets)])
-    seen["batch"] = ranks.from_all_ranks((inputs.cpu(), targets.cpu(), losses.cpu()))
-    before.put_back()
-    run.model.zero_grad(set_to_none=True)
-    n_targets = ranks.total(train.count_targets(targets))
-    with register_module_forward_hook(hook):
-        numbers = train.forward_backward(run.model, run, inputs, targets, n_targets)
-    add("forward pass:", numbers)
-    add_gradients("gradient of")
-    before.put_back()
-    numbers = take()
-    for optimizer in run.optimizers:
-        for group in optimizer.param_groups:
-            add("setting:", {key: group[key] for key in group if key != "params"})
-    add("step:", numbers)
-    add_gradients("clipped gradient of")
-    add("after it:", essence(run.checkpoint()))
-    return numbers, seen
+def moved_by(run) -> dict:
+    """What a step reads and moves, besides the loop's counters."""
+    checkpoint = run.checkpoint()
+    parts = {name: checkpoint[name] for name in ("model", "ema", "scaler", "rng")}
+    return parts | {"optimizer": [saved["state"] for saved in checkpoint["optimizer"]]}
 
 
 @torch.no_grad()
@@ -113,49 +96,35 @@ def token_losses(autocast: Callable, run, inputs, targets) -> Iterator[torch.Ten
 
 def first_in_traces(one: list, other: list) -> str:
     """In words: the first leaf that differs between the traces of a step, on any rank; "" if
-    none."""
-    bits = bits_that_differ(one, other)  # {"rank/place/0": of a name, "rank/place/1": of its leaf}
-    if not bits:
-        return ""
-    first = min(bits, key=lambda key: int(key.split("/")[1]))
-    rank, place, is_leaf = map(int, first.split("/"))
-    name, here = one[rank][place]
-    name_there, there = other[rank][place]
-    if not is_leaf:
-        return f"{name} here, {name_there} there"
-    if torch.is_tensor(here):
-        return f"{name} ({bits[first]:,} of {8 * here.nbytes:,} bits)"
-    return f"{name} ({here} and {there})"
-
-
-def differs_in(checkpoint: dict, trace: list) -> str:
-    """In words: what of a checkpoint differs from the trace of its step. Not the loop's state,
-    which an evaluation changes after the step."""
-    then = dict(named("after it:", essence(checkpoint) | {"state": {}}))
-    now = {name: leaf for name, leaf in trace if name in then}
-    bits = bits_that_differ(then, now)
-    words = [f"{name.removeprefix('after it: ')} ({count:,} bits)" for name, count in bits.items()]
-    if len(words) > 5:
-        words[5:] = [f"{len(words) - 5} more"]
-    return ", ".join(words) or "nothing"
+    none. one, other: a trace of each rank."""
+    here, there = (chain(*zip_longest(*traces, fillvalue=("", None))) for traces in (one, other))
+    for (name, leaf), (other_name, other_leaf) in zip(here, there, strict=False):
+        if name != other_name:
+            return f"{name} here, {other_name} there"
+        if isinstance(leaf, torch.Tensor) and leaf.nbytes == other_leaf.nbytes:
+            differing = int((as_bytes(leaf) != as_bytes(other_leaf)).sum())
+            if differing:
+                return f"{name} ({differing:,} of {leaf.nbytes:,} bytes)"
+        elif repr(leaf) != repr(other_leaf):  # not by ==: nan != nan, and 0.0 == -0.0
+            return f"{name} ({leaf} and {other_leaf})"
+    return ""
 
 
 # ---- the page -----------------------------------------------------------------------------------
 
 
-def write_step_page(folder: Path, step: int, verdict: str, row: dict, seen: dict) -> list[str]:
-    """Write replay_STEP.md and .png into `folder`. row: of metrics.jsonl, as computed here. seen:
-    what look_at() returns. Returns lines for the console."""
+def write_step_page(folder: Path, step: int, verdict: str, seen: dict) -> list[str]:
+    """Write replay_STEP.md into `folder`. seen: what look_at() returns. Returns lines for the
+    console."""
     path = folder / f"replay_{step:08}.md"
     trace = seen["trace"]
     odd = [name for name, leaf in trace if is_float(leaf) and not leaf.isfinite().all()]
     finite = f"the first tensor that is not finite: {odd[0]}" if odd else "all tensors are finite"
-    numbers = [(name, row[name]) for name in row if name not in (*MEASURED, "kind")]
-    lines = sequences(path.with_suffix(".png"), step, seen)
+    lines = sequences(seen)
     out = [
         f"# Step {step} of {folder.name}",
         f"- {verdict}\n- {finite}",
-        table(("", ""), numbers),
+        table(("", ""), list(seen["row"].items())),
         "## Its sequences, those of the highest loss first",
         *lines,
         "## Norms of weights, of gradients after clipping, and of updates",
@@ -168,16 +137,14 @@ def write_step_page(folder: Path, step: int, verdict: str, row: dict, seen: dict
     return [verdict, finite, lines[0], f"wrote {path}"]
 
 
-def sequences(picture: Path, step: int, seen: dict) -> list[str]:
-    """The loss of each sequence of a step, its worst tokens and its text, and a link to the
-    picture."""
+def sequences(seen: dict) -> list[str]:
+    """The loss of each sequence of a step, its worst tokens and its text."""
     inputs, targets, losses = map(torch.cat, zip(*seen["batch"], strict=True))
     if not len(losses):
         return ["The model does not return logits."]
     mean = losses.nanmean(1)
-    order = mean.argsort(descending=True)[:MOST_SEQUENCES].tolist()
     lines = []
-    for i in order:
+    for i in mean.argsort(descending=True)[:MOST_SEQUENCES].tolist():
         line = f"**Sequence {seen['first'] + i}**: loss {mean[i]:.4f}"
         with suppress(DataError, KeyError):  # there is no tokenizer, or it is not installed
             decode = tokenizer_of(seen["meta"]).decode
@@ -185,8 +152,6 @@ def sequences(picture: Path, step: int, seen: dict) -> list[str]:
             text = decode(inputs[i].tolist())
             line += f"; worst: {worst}\n\n{textwrap.indent(text, '    ')}"
         lines.append(line)
-    if draw_step(picture, step, losses[order], order):
-        lines.append(f"![The loss of each token]({picture.name})")
     return lines
 
 
@@ -228,19 +193,3 @@ def outputs(trace: list) -> list[list]:
         if module and is_float(leaf):
             first.setdefault(module[1], leaf)
     return [[name, f"{leaf.float().square().mean().sqrt():.4g}"] for name, leaf in first.items()]
-
-
-def draw_step(path: Path, step: int, losses: torch.Tensor, numbers: list) -> bool:
-    """The loss of each token as a shade, a line for each sequence. False: matplotlib is missing."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    figure = Figure(figsize=(10, 1.5 + 0.15 * len(losses)), layout="constrained")
-    axes = figure.add_subplot(title=f"Loss of each token of step {step}, nats")
-    figure.colorbar(axes.imshow(losses, aspect="auto", cmap="magma_r", vmin=0))
-    axes.set(xlabel="place in the sequence", ylabel="sequence of the batch")
-    axes.set_yticks(range(len(numbers)), numbers, fontsize=6)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=100)
-    return True
