@@ -363,7 +363,7 @@ def overhead(job):
     step_seconds = seconds_of(job.step(job.fresh_run()), 2, job.device)
     every = min(train.log_interval or 100, max(1, round(timing_seconds / step_seconds)))
     off = {"eval_interval": 0, "sample_interval": 0, "audit_interval": -1}
-    off |= {"save_interval": 0, "milestone_interval": 0, "save_minutes": 0.0}
+    off |= {"save_interval": 0, "milestone_interval": 0}
     rate = {"schedule": "constant", "peak_lr": 1e-6, "warmup_steps": 0}
     with setting(log_interval=every, **off, **rate), contextlib.redirect_stdout(io.StringIO()):
         run = job.fresh_run()
@@ -583,7 +583,6 @@ CHANGES = {  # row: its command, or the flags that it adds to the command of the
     "Muon and its rate": "--optimizer=muon --momentum=0.8 --peak_lr=6e-2 --min_lr=6e-4",
     "convolution": "--conv_width=4",
     "n-gram table": "--ngram_rows=8192",
-    "extra heads": "--n_future_tokens=3",
     "the plain config": "train.py config/shakespeare_plain.py",
     "the fast config": "train.py config/shakespeare_fast.py",
 }

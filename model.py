@@ -1,4 +1,4 @@
-"""The model: a plain, current GPT, of one layer by default. Three extras follow it, each off.
+"""The model: a plain, current GPT, of one layer by default. Two extras follow it, both off.
 
     tokens -> embedding -> n_layer x (attention, MLP) -> norm -> head -> logits
 
@@ -9,7 +9,6 @@ C (`n_embd`), H (`n_head`), D = C / H, V (`vocab_size`). Imports nothing but tor
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import partial
 from inspect import signature
 
 import torch
@@ -20,11 +19,9 @@ from torch.utils.checkpoint import checkpoint
 MLP_MULTIPLE = 32  # the hidden width of the MLP is a multiple of this, for tensor cores and AMX
 ROPE_BASE = 10_000.0  # the longest rotary wavelength is 2 pi times this, in tokens
 PLAIN_ATTENTION_MAX = 512  # longest context where, on a CPU, plain products beat the fused kernel
-LARGE_VOCAB = 1000  # from here on the head is padded, and the loss may be computed in chunks
+LARGE_VOCAB = 1000  # from here on the head is padded
 HEAD_MULTIPLE = 64  # rows of a padded head, for tensor cores: GPT-2's 50,257 become 50,304
-CHUNK_LOGITS = 2**24  # most logits in a chunk (64 MiB in float32), as far as MAX_CHUNKS allows
 GOLDEN = -1640531527  # 2**32 over the golden ratio, as int32
-MAX_CHUNKS = 8  # more make torch.compile slow and its code use more memory
 
 
 class InvalidShape(ValueError):
@@ -44,7 +41,6 @@ class GPTConfig:
     # The extras. What is off has no parameter and draws no random number.
     ngram_rows: int = 0  # of a table of hashed 3-grams at the input; 0 = off
     conv_width: int = 1  # tokens that a convolution mixes at the input; 1 = off
-    n_future_tokens: int = 1  # that each position learns to predict; 1 = only the next
 
     def __post_init__(self):
         if self.n_embd % (2 * self.n_head):  # rotary positions turn pairs of the numbers in a head
@@ -225,8 +221,6 @@ class GPT(nn.Module):
         multiple = HEAD_MULTIPLE if config.vocab_size >= LARGE_VOCAB else 1
         rows = math.ceil(config.vocab_size / multiple) * multiple
         self.head = nn.Linear(config.n_embd, rows, bias=False)
-        extra = range(config.n_future_tokens - 1)  # only training uses them
-        self.extra_heads = nn.ModuleList(nn.Linear(config.n_embd, rows, bias=False) for _ in extra)
         cos, sin = rotary_tables(config.block_size, config.n_embd // config.n_head)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -234,11 +228,10 @@ class GPT(nn.Module):
 
     def reset_parameters(self) -> None:
         """Each part starts its own weights; what adds to the residual stream starts at zero, so
-        that a block begins as the identity (Goyal et al. 2017). Small heads: a first loss of ln
+        that a block begins as the identity (Goyal et al. 2017). A small head: a first loss of ln
         V."""
         self.embedding.reset_parameters()
-        for head in (self.head, *self.extra_heads):
-            nn.init.normal_(head.weight, std=0.1 / math.sqrt(head.in_features))
+        nn.init.normal_(self.head.weight, std=0.1 / math.sqrt(self.head.in_features))
         for part in (part for block in self.blocks for part in block.children()):
             if hasattr(part, "reset_parameters"):
                 part.reset_parameters()
@@ -258,34 +251,12 @@ class GPT(nn.Module):
             else:
                 x = block(x, cos, sin, last_only and number == len(self.blocks))
         x = norm(x[:, -1:] if last_only else x)
-        if targets is None:
-            return logits_of(self.head, x, self.classes())
-        loss = self.loss(self.head, x, targets)
-        learns_more = self.training and len(self.extra_heads)
-        return add_future_losses(self, loss, x, targets) if learns_more else loss
-
-    def loss(self, head: nn.Module, x: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy of head(x): x (B, T, C), targets (B, T)."""
         smoothing = self.config.label_smoothing if self.training else 0.0
-        classes, chunks = self.classes(), self.loss_chunks(targets.numel())
-        if chunks == 1 or not torch.is_grad_enabled():
-            return head_loss(head, x, targets, smoothing, classes)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        arguments = (x.flatten(0, 1), head.weight, targets.flatten(), smoothing, classes, chunks)
-        return ChunkedCrossEntropy.apply(*arguments) / (targets != -100).sum().clamp(min=1)
-
-    def classes(self):
-        """How many logits count; None = all. To cut the head's padding off takes time in a backward
-        pass: in training it stays, unless smoothed labels would reward it."""
-        return None if self.training and not self.config.label_smoothing else self.config.vocab_size
-
-    def loss_chunks(self, tokens):
-        """How many for the loss of so many tokens: 1 if the head is small or more than a matrix."""
-        is_matrix = type(self.head) is nn.Linear and self.head.bias is None
-        if not is_matrix or self.head.out_features < LARGE_VOCAB:
-            return 1
-        return min(MAX_CHUNKS, -(-tokens * self.head.out_features // CHUNK_LOGITS))
+        # To cut the head's padding off takes time in a backward pass: in training it stays, unless
+        # smoothed labels would reward it
+        keeps_padding = self.training and not smoothing
+        logits = self.head(x)[..., : None if keeps_padding else self.config.vocab_size]
+        return logits if targets is None else cross_entropy(logits, targets, smoothing)
 
     def describe(self) -> str:
         return "{n_layer} x {n_embd} wide, {n_head} heads".format(**vars(self.config))
@@ -308,66 +279,18 @@ def build_model(knobs: dict, vocab_size: int) -> nn.Module:
 
 def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing=0.0, reduction="mean") -> Tensor:
     """In nats and float32, over the targets that are not -100. logits: (..., V), targets: (...).
-    reduction: "mean" or "sum". Without a gradient, the float32 logits of a large vocabulary are
-    held a chunk of rows at a time: all those of 32 x 1,024 tokens of GPT-2 take 6.6 GB."""
+    reduction: "mean" or "sum". Raises ValueError for other shapes."""
     if logits.shape[:-1] != targets.shape:
         shapes = f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}"
         raise ValueError(f"{shapes}: expected (..., classes) and (...); else write an evaluate()")
-    rows = max(1, CHUNK_LOGITS // logits.size(-1))
-    if targets.numel() > rows and logits.size(-1) >= LARGE_VOCAB and not logits.requires_grad:
-        chunks = zip(logits.flatten(0, -2).split(rows), targets.flatten().split(rows), strict=True)
-        loss = sum(cross_entropy(*chunk, label_smoothing, "sum") for chunk in chunks)
-        return loss if reduction == "sum" else loss / (targets != -100).sum()
     # flattened: the loss over (B, V, T) raises in strict deterministic mode on CUDA
     flat = logits.float().flatten(0, -2), targets.flatten()
     return F.cross_entropy(*flat, reduction=reduction, label_smoothing=label_smoothing)
 
 
-def logits_of(head, x: Tensor, classes: int | None) -> Tensor:
-    """The first `classes` logits of x (..., C); None = all. The one place for what changes them,
-    such as a soft cap: training, also in chunks, evaluation and sampling come here."""
-    return head(x)[..., :classes]
-
-
-def head_loss(head, x, targets, smoothing, classes, reduction="mean") -> Tensor:
-    """Cross entropy of the logits of x. The one place for what is added to it, such as a z-loss."""
-    return cross_entropy(logits_of(head, x, classes), targets, smoothing, reduction)
-
-
-class ChunkedCrossEntropy(torch.autograd.Function):
-    """Summed cross entropy of the first `classes` logits of x (N, C) @ weight (V, C).T, held one
-    chunk at a time. The forward pass also computes the gradients (as in Liger Kernel, Hsu et al.
-    2024)."""
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, label_smoothing, classes, chunks):
-        def chunk_loss(x, weight, targets):
-            head = partial(F.linear, weight=weight)
-            return head_loss(head, x, targets, label_smoothing, classes, "sum")
-
-        low = weight.to(x.dtype)
-        loss = torch.zeros((), device=x.device)
-        x_grads = []
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32)
-        for chunk in zip(x.chunk(chunks), targets.chunk(chunks), strict=True):
-            gradients, part = torch.func.grad_and_value(chunk_loss, (0, 1))(chunk[0], low, chunk[1])
-            loss = loss + part
-            x_grads.append(gradients[0])
-            weight_grad += gradients[1]
-            del gradients  # before the next chunk has its own
-        ctx.save_for_backward(torch.cat(x_grads), weight_grad.to(weight.dtype))
-        return loss
-
-    @staticmethod
-    def backward(ctx, loss_grad):
-        x_grad, weight_grad = ctx.saved_tensors
-        return x_grad * loss_grad, weight_grad * loss_grad, None, None, None, None
-
-
-# ---- the three extras ----------------------------------------------------------------------------
+# ---- the two extras ------------------------------------------------------------------------------
 
 NGRAM = 3  # tokens that one vector of the n-gram table stands for
-EXTRA_HEAD_WEIGHT = 0.3  # of the loss of the token after the next; halved for each one after that
 
 
 class ContextEmbedding(TokenEmbedding):
@@ -410,20 +333,6 @@ class ContextEmbedding(TokenEmbedding):
         for token in past.unfold(1, NGRAM, 1).unbind(-1):
             row = (row * 1_000_003 + token) % 2_147_483_647
         return row % self.ngram_rows
-
-
-def add_future_losses(model, loss, x, targets):
-    """n_future_tokens: `loss`, its value unchanged, with the gradients of the extra heads' losses
-    too (Gloeckle et al. 2024). Each is a sum divided by n * (T - ahead) / T, for n main targets, so
-    that a step's gradient does not depend on its split into micro-batches."""
-    T, n = targets.size(1), (targets != -100).sum()
-    for ahead, head in zip(range(1, T), model.extra_heads, strict=False):
-        there = (targets[:, ahead:] != -100).sum()
-        mean = model.loss(head, x[:, :-ahead], targets[:, ahead:])
-        share = there * T / (n.clamp(min=1) * (T - ahead))  # exactly 1 where none is masked
-        extra = torch.where(there > 0, mean * share, 0)  # the mean of none is NaN
-        loss = loss + EXTRA_HEAD_WEIGHT / 2 ** (ahead - 1) * (extra - extra.detach())
-    return loss
 
 
 @torch.no_grad()  # not inference_mode: a fork may train on what it has drawn

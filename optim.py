@@ -83,7 +83,7 @@ class Muon(torch.optim.Optimizer):
     of matrices that are stacked in its rows}, each of which is orthogonalized alone; others are
     one."""
 
-    skips_on_device = True  # step() changes nothing if found_inf, a 0/1 tensor, is 1
+    _step_supports_amp_scaling = True  # torch's mark: if found_inf is 1, step() changes nothing
 
     def __init__(self, weights, lr: float, momentum: float, weight_decay: float, parts=None):
         super().__init__(weights, dict(lr=lr, momentum=momentum, weight_decay=weight_decay))

@@ -27,6 +27,7 @@ import numpy as np
 
 from plumbing.cli import configured, fail, read_knobs, run_script
 from plumbing.console import duration
+from plumbing.data import FALLBACK
 from plumbing.files import replacing
 from reporting import pictures, record, results
 from reporting.page import page
@@ -36,7 +37,7 @@ from reporting.results import aligned, ended, happened, outcome, table
 from reporting.troubles import replay_of, troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
-dollars_per_hour = 0.0  # of one device, [0, inf); 0 = the run's --dollars_per_hour
+dollars_per_hour = 0.0  # of one device, [0, inf); 0 = no cost
 html = False  # also write a page: one file that needs no network and no server
 watch = False  # rewrite that page every 10 s while the run continues, and write all at its end
 
@@ -164,7 +165,7 @@ def words(run, image):
     asked = config.get("dataset")
     learned = run.info["data"].get("name")
     lines = [f"# {run.name}: {ended(run)}\n"]
-    if learned and learned != asked and learned == config.get("offline_dataset"):
+    if learned and learned != asked and learned == FALLBACK.get(asked):
         what = f"INSTEAD OF {asked!r}, which was unavailable:"
         lines.append(f"> **This run trained on {learned!r} {what}")
         lines.append(f"> its numbers say nothing about {asked!r}.**\n")

@@ -27,7 +27,6 @@ import math
 import random
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -53,7 +52,6 @@ resume = "auto"  # auto: resume what is in out_dir, or start; never; the path of
 #  restart: keep what is there as NAME.old_1 and start (each time: not for requeued jobs); free
 dataset = "shakespeare"  # data/NAME; prepare_data.py makes it where it is missing; fixed
 data_dir = "data"  # folder of the datasets; free
-offline_dataset = "pydoc"  # used where nothing can be downloaded; "" = stop instead; free
 
 # The model
 block_size = 64  # context, tokens, [1, 10000000]; fixed
@@ -64,7 +62,6 @@ ngram_rows = 0  # rows in the table of vectors for hashed 3-grams, [0, 100000000
 conv_width = 1  # tokens that the convolution of the input sees, [1, 64]; 1 = off; fixed
 dropout = 0.0  # share of activations, [0, 1); 0 = off; fixed
 label_smoothing = 0.0  # in training only, [0, 1); 0 = off; fixed
-n_future_tokens = 1  # that each position learns to predict, [1, 64]; 1 = only the next; fixed
 grad_checkpoint = False  # recompute activations in the backward pass: less memory, more time; bits
 
 # The batch: a step sees batch_size * accum_steps * ranks sequences
@@ -103,8 +100,6 @@ compile = "auto"  # auto | true | false; auto = where the run is long enough to 
 deterministic = "auto"  # auto | true | false | portable; auto = on, except on mps; portable = in
 #  float32, the same bits on every x86-64 CPU with AVX2 (docs/exactness.md); bits
 shard = False  # with several ranks, each keeps a share of weights, gradients, moments (FSDP2); bits
-offload = False  # with shard: keep them in host memory instead of GPU memory; bits
-hang_minutes = 30.0  # longest wait for another rank, or for a worker's batch, (0, inf); free
 
 # Logging, evaluation, early stopping
 log_interval = 10  # steps between console lines, [0, inf); 0 = none; metrics.jsonl has all; free
@@ -116,19 +111,15 @@ best_metric = "val_loss"  # key of evaluate()'s result; -val_accuracy: higher is
 wandb_log = False  # copy the rows of metrics.jsonl to Weights & Biases; free
 wandb_project = "honest-loop"  # of the run on Weights & Biases; free
 wandb_run_name = ""  # "" = the name of out_dir; free
-dollars_per_hour = 0.0  # of one device, for the report, [0, inf); 0 = device-hours alone; free
 patience = 0  # evaluations without improvement before the run stops, [0, inf); 0 = off; free
 min_delta = 0.0  # by which best_metric must improve to count, [0, inf); free
 
 # Checkpoints
 save_interval = 500  # steps, [0, inf); 0 = off (a run always saves its start, best and end); free
-save_minutes = 0.0  # also save when the last save is this many minutes old, [0, inf); 0 = off; free
 keep_last = 2  # checkpoints kept, besides best.pt, [1, inf); free
 milestone_interval = 0  # steps between checkpoints that are never deleted, [0, inf); 0 = off; free
 
 # When numbers go wrong
-max_skipped = 10  # consecutive skipped (not finite) updates before a rollback, [1, inf)
-max_rollbacks = 3  # rollbacks before the run gives up, [0, inf)
 audit_interval = 0  # steps between those taken twice and compared bitwise, [-1, inf); 0 = only the
 #  second step of each process, -1 = none; free
 
@@ -162,6 +153,8 @@ RECORD_OF_BESTS = ("best_score", "best_val_loss", "score_to_beat", "evals_since_
 OWN_COURSE = (
     "evals_on_plateau lr_factor rollbacks skipped skips_in_row zeros_in_row high_in_row first_loss"
 ).split()
+MOST_SKIPPED = 10  # updates in a row that are not finite, before a rollback
+MOST_ROLLBACKS = 3  # before the run gives up
 MOST_ZEROS = 10  # gradient norms of exactly 0 in a row, from which no rollback helps
 MOST_HIGH = 10  # losses above the first one in a row, before a warning
 MOST_RECENT = 10  # rows that a diagnosis quotes
@@ -216,7 +209,7 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         deterministic = machine.set_deterministic(deterministic, run_device)
         if audit_interval > 0 and not deterministic:
             fail(f"--audit_interval={audit_interval}: expected deterministic mode, which is off")
-        stack.enter_context(ranks.joined(run_device, hang_minutes, shard, offload))
+        stack.enter_context(ranks.joined(run_device, shard))
         resuming.mention_unfinished(config, out_dir)
         config["out_dir"] = out_dir
         folder = stack.enter_context(RunFolder(out_dir))
@@ -250,8 +243,6 @@ def check_knobs(config: cli.Config) -> None:
         fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
     if min_lr > peak_lr:
         fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
-    if shard and offload and dtype == "float16":
-        fail("--dtype=float16: its loss scale races with --offload=true; try --dtype=bfloat16")
 
 
 def open_dataset(saved: dict | None) -> tuple:
@@ -259,7 +250,7 @@ def open_dataset(saved: dict | None) -> tuple:
     `fingerprint`, `meta`, and as `files` the paths of other files that a fork reads, such as a
     teacher's weights. saved: the checkpoint to resume from, or None."""
     so_far = saved and saved["data"]["name"]
-    asked = (make_dataset, dataset, offline_dataset, so_far, data_dir, block_size)
+    asked = (make_dataset, dataset, so_far, data_dir, block_size)
     name, folder, meta = from_rank0(data.dataset_of_run, *asked)
     tokens, val_tokens = (
         np.memmap(f"{folder}/{split}.bin", meta["dtype"], "r") for split in ("train", "val")
@@ -282,7 +273,7 @@ def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, da
     seed_everything(seed)
     try:
         model = build_model(config, about["meta"]["vocab_size"])
-        model = model.to(run_device) if not shard else fsdp.shard(model, run_device, dtype, offload)
+        model = model.to(run_device) if not shard else fsdp.shard(model, run_device, dtype)
     except InvalidShape as error:
         fail(error)
     except (RuntimeError, MemoryError) as error:
@@ -485,7 +476,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
             table.live(state["step"])  # on a terminal
 
         # ---- what is due? every rank gets the same answer ----------------------------------------
-        due = what_is_due(state["step"] if batch else None, signals, saver)
+        due = what_is_due(state["step"] if batch else None, signals)
         run.watch.due(run, due)
         if not any(vars(due).values()):
             continue
@@ -568,7 +559,7 @@ def rows_at(step: int) -> int:
 def load_batches(run: Run) -> data.Batches:
     """The batches to come, read ahead by num_workers processes."""
     what = (run.train_data, batches_to_come(run.state), run.device)
-    return data.Batches(*what, num_workers, prefetch_factor, hang_minutes)
+    return data.Batches(*what, num_workers, prefetch_factor, ranks.HANG_MINUTES)
 
 
 def next_batch(run: Run, signals: Signals) -> tuple | None:
@@ -693,7 +684,7 @@ def clip(run: Run) -> torch.Tensor:
         run.scaler.unscale_(optimizer)
     weights = list(run.model.parameters())
     grad_norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf)
-    return ranks.whole(grad_norm).to(run.device)  # with --offload=true it is on the CPU
+    return ranks.whole(grad_norm)
 
 
 @torch.no_grad()
@@ -706,8 +697,7 @@ def update(run: Run, before: Captured, skipped: torch.Tensor) -> None:
     before.settle_buffers(skipped)
     for name, average in run.ema.items():  # Polyak & Juditsky 1992
         weight = ranks.local(run.model.get_parameter(name))
-        towards = (1 - ema_decay) * (1 - skipped.float())
-        ranks.local(average).lerp_(weight, towards.to(weight.device))
+        ranks.local(average).lerp_(weight, (1 - ema_decay) * (1 - skipped.float()))
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
@@ -845,11 +835,10 @@ def audit_due(step: int, steps_here: int) -> Callable | None:
     return audit.find_hidden_state if is_second else None
 
 
-def what_is_due(step: int | None, signals: Signals, saver) -> SimpleNamespace:
-    """What is due after a step, by its number, a signal or the clock: for all ranks if for one.
-    step: None if a signal came in its place."""
-    late = 0 < save_minutes < (time.monotonic() - saver.last_save) / 60
-    stop, save_now, orphaned = ranks.agree(signals.stop, signals.save or late, signals.orphaned())
+def what_is_due(step: int | None, signals: Signals) -> SimpleNamespace:
+    """What is due after a step, by its number or a signal: for all ranks if for one. step: None if a
+    signal came in its place."""
+    stop, save_now, orphaned = ranks.agree(signals.stop, signals.save, signals.orphaned())
     last = step == max_steps
     ending = ("left alone by its launcher", 1) if orphaned else None  # (how, exit code)
     if stop:
@@ -887,7 +876,7 @@ def names_to_save(due: SimpleNamespace, is_best: bool, state: dict) -> list[str]
 
 
 def may_roll_back_to(step: int, state: dict) -> bool:
-    """Only to a save that was due by its step: a signal or the clock must not change the run."""
+    """Only to a save that was due by its step: a signal must not change the run."""
     was_due = step == state["first_step"] or every(save_interval, step)
     return was_due and not state["skips_in_row"]
 
@@ -915,7 +904,7 @@ def count_trouble(row: dict, state: dict) -> str | None:
     state["skips_in_row"] = state["skips_in_row"] + 1 if row["skipped"] else 0
     state["zeros_in_row"] = state["zeros_in_row"] + 1 if row["grad_norm"] == 0 else 0
     if row["skipped"]:
-        bad = state["skips_in_row"] >= max_skipped
+        bad = state["skips_in_row"] >= MOST_SKIPPED
         return "loss or gradient not finite, update after update" if bad else None
     if state["zeros_in_row"] >= MOST_ZEROS:
         return "a gradient norm of exactly 0, update after update"
@@ -933,7 +922,7 @@ def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
     kept = {key: state[key] for key in KEPT_IN_ROLLBACK}
     path, damaged = from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)
     from_rank0(checkpoint.set_aside, damaged)
-    hopeless = state["zeros_in_row"] >= MOST_ZEROS or state["rollbacks"] == max_rollbacks
+    hopeless = state["zeros_in_row"] >= MOST_ZEROS or state["rollbacks"] == MOST_ROLLBACKS
     if hopeless or path is None:
         raise RunFailed(console.diagnosis(trouble, recent, state["rollbacks"]))
     checkpoint.WholeState(run, checkpoint.load(path, verify=False)).put_back()

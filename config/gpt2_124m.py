@@ -6,15 +6,14 @@ Prepare the text (54 GB) first: python prepare_data.py openwebtext --tokenizer=g
 
 out_dir = "out/gpt2_124m"
 dataset = "openwebtext"
-offline_dataset = ""  # if the text is missing, stop
 
 n_layer = 12
 n_head = 12
 n_embd = 768
 block_size = 1024  # tokens
 
-batch_size = 32  # sequences; train.py halves the micro-batch if GPU memory runs out
-accum_steps = 2  # on 8 GPUs: 32 x 2 x 8 x 1,024 = 524,288 tokens a step
+batch_size = 16  # sequences; train.py halves the micro-batch if GPU memory runs out
+accum_steps = 4  # on 8 GPUs: 16 x 4 x 8 x 1,024 = 524,288 tokens a step
 num_workers = 2
 
 peak_lr = 6e-4
@@ -28,4 +27,3 @@ weight_decay = 0.1
 eval_interval = 1000
 save_interval = 1000
 milestone_interval = 20_000
-hang_minutes = 10.0

@@ -89,7 +89,7 @@ def evaluate(run, evaluate_one=train.evaluate):
 
 
 vars(train).update(__doc__=__doc__, open_dataset=open_dataset, evaluate=evaluate)
-vars(train).update(out_dir="out/mixture", dataset="+".join(SHARES), offline_dataset="")
+vars(train).update(out_dir="out/mixture", dataset="+".join(SHARES))
 
 if __name__ == "__main__":
     sys.exit(run_script(train.main))

@@ -40,18 +40,27 @@ NAME = re.compile("[a-z][a-z0-9_]*")  # of a knob
 WORDS = re.compile(rf"; ((?:{'|'.join(POLICY)})(?:, (?:{'|'.join(POLICY)}))*)$")
 INTERVAL = re.compile(r"([\[(])(-?[\d.e]+), ?(-?[\d.e]+|inf)([\])])")
 CHOICES = re.compile(r"\w+(?: \| \w+)+")
-NANOGPT_NAMES = {  # nanoGPT's name: the name here, or what to type instead
+GONE = "gone since 2026-11-25"
+NAMES_ELSEWHERE = {  # nanoGPT's name, or one that is gone: the name here, or what to type instead
     "always_save_checkpoint": "--save_interval=N saves whatever the loss is; best.pt is separate",
     "backend": "--device decides it: nccl for cuda, gloo for cpu",
     "bias": "no counterpart: none of the --n_layer layers has a bias",
     "decay_lr": "--schedule=cosine decays the rate, --schedule=constant does not",
+    "dollars_per_hour": f"{GONE}: report.py gives device-hours",
     "eval_iters": "--eval_tokens=N evaluates the first N tokens, --eval_tokens=0 all of them",
     "eval_only": "no counterpart: every run also evaluates before its first step (--eval_interval)",
     "gradient_accumulation_steps": "accum_steps",
+    "hang_minutes": f"{GONE}: HANG_MINUTES in plumbing/ranks.py",
     "init_from": "--resume takes auto, never, restart or a checkpoint's path; GPT-2's do not fit",
     "learning_rate": "peak_lr",
     "lr_decay_iters": "decay_steps",
     "max_iters": "max_steps",
+    "max_rollbacks": f"{GONE}: MOST_ROLLBACKS in train.py",
+    "max_skipped": f"{GONE}: MOST_SKIPPED in train.py",
+    "n_future_tokens": f"{GONE}: it showed no gain; --ngram_rows and --conv_width do",
+    "offline_dataset": f"{GONE}: --dataset=pydoc needs no network",
+    "offload": f"{GONE}: a smaller --batch_size or --grad_checkpoint=true needs less memory",
+    "save_minutes": f"{GONE}: --save_interval=N saves every N steps, SIGUSR1 at once",
     "warmup_iters": "warmup_steps",
 }
 ARITHMETIC = (ast.Constant, ast.UnaryOp, ast.BinOp, ast.unaryop, ast.operator)
@@ -343,7 +352,7 @@ def to_type(name: str, value: Any, is_flag: bool) -> str:
 
 def hint_for(name: str, value: Any, knobs: dict, is_flag: bool) -> str:
     """What to write instead of an unknown `name`."""
-    there = NANOGPT_NAMES.get(name, "")
+    there = NAMES_ELSEWHERE.get(name, "")
     if there in knobs:
         return f"here it is {to_type(there, value, is_flag)}"
     if " " in there:

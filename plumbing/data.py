@@ -31,6 +31,7 @@ from plumbing.files import digest_of
 from plumbing.signals import HANDLED
 
 SPLITS = ("train", "val")
+FALLBACK = {"shakespeare": "pydoc"}  # where the first cannot be downloaded: CPython's own manual
 
 
 class DataError(BadInput):
@@ -102,36 +103,42 @@ def fingerprint(meta: dict) -> str:
 
 
 def dataset_of_run(
-    make: Callable, name: str, offline_name: str, so_far: str | None, data_dir: str, block_size: int
+    make: Callable, name: str, so_far: str | None, data_dir: str, block_size: int
 ) -> tuple[str, str, dict]:
     """(name, folder, meta) of the dataset that a run trains on. Raises DataError or Offline.
 
-    It is `name`, or, if that cannot be downloaded, `offline_name` with a loud warning ("": none).
-    make(name, data_dir) makes one that is missing. so_far: the dataset of the run until now, or
-    None. block_size: tokens in a window; train needs twice as many tokens, val one more than a
-    window."""
+    It is `name`, or, if that cannot be downloaded, its FALLBACK with a loud warning. make(name,
+    data_dir) makes one that is missing. so_far: the dataset of the run until now, or None.
+    block_size: tokens in a window; train needs twice as many tokens, val one more than a window."""
     why = "This run started without a network."
-    candidates = [offline_name] if offline_name == so_far else [name, offline_name]
-    for candidate in filter(None, candidates):
-        if candidate != name:
-            bar = "!" * 90
-            say(f"{bar}\n!! {why}\n!! This run trains on {candidate!r} INSTEAD OF {name!r}:")
-            say(f"!! its numbers say nothing about {name!r}.\n{bar}")
-        folder = folder_of(candidate, data_dir)
-        try:
-            if os.path.exists(f"{folder}/meta.json"):
-                meta = verified_meta(folder)
-            else:
-                folder, meta = make(candidate, data_dir)
-        except Offline as error:
-            why = error
-            continue
-        for split, least in (("train", 2 * block_size), ("val", block_size + 1)):
-            if (tokens := meta[f"{split}_tokens"]) < least:
-                found = f"--block_size={block_size}: {split}.bin has {tokens:,} tokens"
-                raise DataError(f"{found}; expected a smaller block_size, or a longer text")
-        return candidate, folder, meta
-    raise Offline(why)
+    chosen = name
+    if so_far and so_far == FALLBACK.get(name):
+        chosen = so_far
+    try:
+        folder, meta = found_or_made(make, chosen, data_dir)
+    except Offline as error:
+        if name not in FALLBACK:
+            raise
+        why = error
+        chosen = FALLBACK[name]
+        folder, meta = found_or_made(make, chosen, data_dir)
+    if chosen != name:
+        bar = "!" * 90
+        say(f"{bar}\n!! {why}\n!! This run trains on {chosen!r} INSTEAD OF {name!r}:")
+        say(f"!! its numbers say nothing about {name!r}.\n{bar}")
+    for split, least in (("train", 2 * block_size), ("val", block_size + 1)):
+        if (tokens := meta[f"{split}_tokens"]) < least:
+            found = f"--block_size={block_size}: {split}.bin has {tokens:,} tokens"
+            raise DataError(f"{found}; expected a smaller block_size, or a longer text")
+    return chosen, folder, meta
+
+
+def found_or_made(make: Callable, name: str, data_dir: str) -> tuple[str, dict]:
+    """(folder, meta) of a dataset: verified if it is there, else made."""
+    folder = folder_of(name, data_dir)
+    if os.path.exists(f"{folder}/meta.json"):
+        return folder, verified_meta(folder)
+    return make(name, data_dir)
 
 
 def reduce_memmap(tokens: np.memmap) -> tuple:
@@ -231,7 +238,7 @@ class Batches(Iterator):
             self.is_silent = True
             if time.perf_counter() - began > 60 * self.hang_minutes:
                 found = f"no DataLoader worker gave a batch for {self.hang_minutes:g} minutes"
-                raise RunFailed(f"{found} (--hang_minutes); the same command resumes")
+                raise RunFailed(f"{found}; the same command resumes")
             if should_stop():
                 return None
         self.is_silent = False

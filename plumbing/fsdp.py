@@ -6,22 +6,18 @@ import torch
 from plumbing.ranks import local, rank, world_size
 
 
-def shard(
-    model: torch.nn.Module, device: torch.device, dtype: str, offload: bool
-) -> torch.nn.Module:
+def shard(model: torch.nn.Module, device: torch.device, dtype: str) -> torch.nn.Module:
     """Shard each weight of `model`, an nn.Module on the CPU, over the ranks by rows (FSDP2).
 
     If it has `blocks`, the weights of each are gathered just before it computes, in the forward and
     again in the backward pass. They are sent in `dtype` (its name) if all of them are matrices,
     which autocast would round anyway; a LayerNorm's gain must stay float32. Gradients are summed in
-    float32. offload: weights, gradients and moments stay in host memory.
+    float32.
     """
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     how = {"mesh": init_device_mesh(device.type, (world_size(),)), "reshard_after_forward": True}
-    if offload:
-        how["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     low = MixedPrecisionPolicy(
         param_dtype=getattr(torch, dtype),
         reduce_dtype=torch.float32,
@@ -45,8 +41,8 @@ def shard(
 def shard_like(weight: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
     """`value`, complete on every rank, sharded like `weight` if their shapes agree, else unchanged.
 
-    Only this rank's rows are copied, to the device that holds its part of `weight`.
-    (distribute_tensor would first copy all of `value` to the GPU, even with offloaded weights.)
+    Only this rank's rows are copied, to the device that holds its part of `weight`; distribute_tensor
+    would first copy all of `value` there.
     """
     to_shard = hasattr(weight, "to_local") and not hasattr(value, "to_local")
     if not to_shard or getattr(value, "shape", None) != weight.shape:

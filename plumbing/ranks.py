@@ -16,22 +16,20 @@ from plumbing.cli import BadInput, RunFailed, fail
 from plumbing.console import say as say  # on rank 0 only
 from plumbing.signals import ending_at_once
 
+HANG_MINUTES = 30  # longest wait for another rank, or for a worker's batch
+
 
 @contextlib.contextmanager
-def joined(
-    device: torch.device, hang_minutes: float, shard: bool = False, offload: bool = False
-) -> Iterator[None]:
+def joined(device: torch.device, shard: bool = False) -> Iterator[None]:
     """A context in which torchrun's processes, if there are any, form a group. Tensors on a GPU go
-    through NCCL, those on the CPU through gloo. A rank waits for another at most hang_minutes."""
+    through NCCL, those on the CPU through gloo. A rank waits for another at most HANG_MINUTES."""
     if shard and "WORLD_SIZE" not in os.environ:
         fail("--shard=true: expected several ranks; start torchrun --nproc_per_node=2 train.py")
-    if offload and not shard:
-        fail("--offload=true: expected --shard=true with it")
     if "WORLD_SIZE" not in os.environ:
         yield
         return
     backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    patience = datetime.timedelta(minutes=hang_minutes)
+    patience = datetime.timedelta(minutes=HANG_MINUTES)
     with ending_at_once():  # a rank that waits for another in torch's code hears no signal
         where = rendezvous(patience)
         dist.init_process_group(backends, timeout=patience, **where)
@@ -68,7 +66,7 @@ def lost_rank(error: BaseException) -> RunFailed | None:
     last_line = (str(error).strip().splitlines() or [""])[-1]
     detail = last_line.rpartition("] ")[2].partition(". ")[0]
     if re.search("timed out|timeout", str(error), re.IGNORECASE):
-        found = "timed out waiting for another rank for more than --hang_minutes"
+        found = f"timed out waiting for another rank for more than {HANG_MINUTES} minutes"
     else:
         found = "another rank failed or is gone"
     return RunFailed(f"{found} ({detail}); the same command resumes the run")

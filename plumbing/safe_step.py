@@ -192,7 +192,7 @@ def halving_on_oom(before: Captured, size: str, compute: Callable[[], Any]) -> A
             if not out_of_memory(error):
                 raise
             if is_sharded(run.model):  # the other ranks wait in mid-pass
-                raise RunFailed("out of memory; try --offload=true, a smaller --n_embd") from error
+                raise RunFailed("out of memory; try a smaller --batch_size or --n_embd") from error
         if not any(agree(result is None)):
             return result
         if run.state[size] == 1:
@@ -298,25 +298,12 @@ def check_names(numbers: dict, whose: str, writers: tuple) -> None:
             raise RunFailed(f"{whose} returns {name} of shape {shape}; expected a scalar")
 
 
-def skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether step() reads `found_inf` on the device: our Muon, and torch's fused kernels for cpu
-    and cuda (those for mps ignore it), if no subclass, hook or wrapper adds to it."""
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        return False
-    if vars(type(optimizer)).get("skips_on_device"):  # of itself, not of a parent
-        return "step" not in vars(optimizer)
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
-    is_torchs = str(optimizer.step.__module__).startswith("torch.")
-    return bool(fused and is_torchs and {w.device.type for w in weights} <= {"cpu", "cuda"})
-
-
 @torch.no_grad()
 def step_unless(skipped: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
     """Call optimizer.step() unless `skipped`, a bool scalar on the device, is true: then weights
-    and moments stay as they are. Where step() does not read the flag on the device, the host
-    waits."""
-    if not skips_on_device(optimizer):
+    and moments stay as they are. The host waits for it, except for optimizers with torch's mark that
+    step() reads `found_inf` on the device."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
         if not skipped.item():
             optimizer.step()
         return
@@ -325,8 +312,7 @@ def step_unless(skipped: torch.Tensor, optimizer: torch.optim.Optimizer) -> None
             if weight.grad is not None and "momentum_buffer" not in optimizer.state[weight]:
                 optimizer.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
     optimizer.grad_scale = None
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    optimizer.found_inf = skipped.float().to(weights[0].device) if weights else skipped.float()
+    optimizer.found_inf = skipped.float()
     optimizer.step()
 
 

@@ -156,7 +156,7 @@ def share_clipped(run):
 
 
 def outcome(run, dollars_per_hour):
-    """{what: (words, window)}. dollars_per_hour: of one device; 0 = the run's own."""
+    """{what: (words, window)}. dollars_per_hour: of one device; 0 = no cost."""
     rows = {"how it ended": (ended(run), "")}
     rows |= outcome_of_training(run) | outcome_of_events(run)
     for name, _, values in new_fields(run):
@@ -241,7 +241,7 @@ def time_and_cost(run, dollars_per_hour):
         seconds = max(seconds, known(run.train["step_ms"]).sum() / 1000)
     devices = max(1, int(np.nan_to_num(run.fact("hardware", "world_size"))))
     hours = devices * seconds / 3600
-    price = dollars_per_hour or run.fact("config", "dollars_per_hour")
+    price = dollars_per_hour
     money = "report.py --dollars_per_hour=PRICE gives the cost in dollars"
     if price > 0:
         money = f"${price * hours:,.2f} at ${price:g} an hour"

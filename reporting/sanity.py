@@ -34,7 +34,6 @@ LOOK_BACK = 4  # places, in the task that shows whether positions matter
 QUIET = {
     "dropout": 0.0,
     "label_smoothing": 0.0,
-    "n_future_tokens": 1,
     "grad_checkpoint": False,
 }
 # The schedules with a warmup of 100 steps, a peak of 1 and a minimum of 0.1 at step 1,100: rates at
@@ -819,8 +818,7 @@ def price_check(job):
     for _ in "12":
         step()
     hours = (time.perf_counter() - began) / 2 * job.config["max_steps"] / 3600
-    dollars = hours * train.dollars_per_hour
-    yield "the whole run", True, said(hours_of_eager_steps=hours, dollars=dollars or "n/a")
+    yield "the whole run", True, said(hours_of_eager_steps=hours)
 
 
 CHECKS = (
