@@ -10,12 +10,12 @@ run names it: for a run of another script add --script=my_fork.py. For a run of 
 torchrun --standalone --nproc_per_node=2 replay.py in place of python replay.py. Exit code: 0 if all
 is equal, 1 if not."""
 
-import importlib.util
+import importlib
 import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from multiprocessing import get_context
@@ -28,20 +28,22 @@ import torch
 
 from lab import step as steps
 from lab.logged import (
+    BEGINNING,
     KINDS,
-    Checkpoint,
     Comparison,
     Logged,
     Position,
-    compare,
+    differences,
     flags_of,
     in_words,
+    position_of,
 )
 from plumbing import cli, machine, ranks
 from plumbing.checkpoint import file_name
 from plumbing.cli import BadInput, RunFailed, fail
-from plumbing.console import say
+from plumbing.console import is_first_rank, say
 from plumbing.files import clean, replacing
+from plumbing.resume import known_changes
 from plumbing.safe_step import mapped
 from plumbing.witness import key_of
 
@@ -62,17 +64,13 @@ against = ""  # folder of another run: name the first row, knobs and tensor that
 def main(argv: list[str] | None = None) -> int:
     names = []
     with cli.configured(globals(), argv=argv, names=names):
-        if len(names) != 1 or [bool(step), verify, bool(against)] == [False, False, False]:
+        if len(names) != 1 or not (step or verify or against):
             fail("expected RUN --step=N, RUN --verify=true or RUN --against=OTHER")
         run = Logged(names[0])
         run.check_form()
         if against:
-            other = Logged(against)
-            other.check_form()
-            return where_they_part(run, other)
-        if verify:
-            return verify_run(run)
-        return show_step(run)
+            return where_they_part(run, Logged(against))
+        return verify_run(run) if verify else show_step(run)
 
 
 # ---- the script that trained a run: only what the user typed is executed -------------------------
@@ -81,35 +79,24 @@ def main(argv: list[str] | None = None) -> int:
 def script_of(run: Logged) -> Path:
     """What was typed, or train.py. Raises BadInput if that is not what trained the run: then says
     what to type."""
-    name = Path(run.facts["command"][0]).name
     own = Path(__file__).with_name("train.py")
-    typed = Path(script) if script else own
-    if script and not typed.is_file():
+    name = Path(run.facts["command"][0]).name
+    if script and not Path(script).is_file():
         fail(f"--script={script}: there is no such file")
-    if against and name == own.name:  # the other run is of the script
-        return own
-    if typed == own and name != own.name:
-        fail(
-            f"{run.path} was trained by {name}; if that is your code, add its path: --script={name}"
-        )
-    return typed
+    if script and not (against and name == own.name):  # then the other run is of the script
+        return Path(script)
+    if name != own.name:
+        found = f"{run.path} was trained by {name}"
+        fail(f"{found}; if that is your code, add its path: --script={name}")
+    return own
 
 
 def loop_of(path: Path) -> ModuleType:
     """The module with the loop of the script at `path`: train, where the script replaces functions
     of it, or the script itself, where it is a copy of train.py."""
-    if path.name == "train.py":
-        return importlib.import_module("train")
     sys.path.insert(0, str(path.resolve().parent))
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    if hasattr(module, "Watch"):
-        return sys.modules[module.Watch.__module__]
-    if "train" not in sys.modules:
-        fail(f"--script={path}: expected train.py, a copy of it, or a script that imports train")
-    return sys.modules["train"]
+    module = importlib.import_module(path.stem)
+    return module if hasattr(module, "Watch") else importlib.import_module("train")
 
 
 # ---- one step ------------------------------------------------------------------------------------
@@ -117,35 +104,30 @@ def loop_of(path: Path) -> ModuleType:
 
 def show_step(run: Logged) -> int:
     """Write the page of a step, and say whether the numbers on the way to it are computed again."""
-    if before_rollback > len(run.rollbacks):
-        fail(f"--before_rollback={before_rollback}: there were {len(run.rollbacks)} rollbacks")
     end = run.position(step)
     last = run.last
     if before_rollback:
+        if before_rollback > len(run.rollbacks):
+            fail(f"--before_rollback={before_rollback}: there were {len(run.rollbacks)} rollbacks")
         end = Position(before_rollback - 1, step)
-        last = run.rollbacks[before_rollback - 1][1]
-    if not run.first < step <= last:
-        fail(f"--step={step}: {run.path} has {counted(run, last)}")
-    again = Again(run, loop_of(script_of(run)), run.start_before(end, latest=step - 1), end)
-    again.shown = (end,)
+        last = run.rollbacks[before_rollback - 1]["at_step"]
+    require_step(step, run, last)
+    again = Again(run, end, shown=(end,))
     again.compute()
-    if is_rank0():
-        lines = steps.write_step_page(run.path, step, again.verdict(), again.seen[end])
+    if is_first_rank():
+        lines = steps.write_step_page(run.path, step, again.verdict(), again.seen)
         say("\n".join(lines))
         if save:
             path = run.path / f"replay_{step:08}.pt"
             with replacing(path) as temporary:
                 torch.save(again.saved | {"config": run.facts["config"]}, temporary)
             say(f"the state before it: python train.py ... --resume={path} --out_dir=NEW")
-    return int(bool(again.difference))
+    return int(again.difference() is not None)
 
 
-def counted(run: Logged, last: int) -> str:
-    return f"{last} steps" if run.first == 0 else f"the steps {run.first + 1} to {last}"
-
-
-def is_rank0() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+def require_step(number: int, run: Logged, last: int) -> None:
+    if not max(run.first, since) < number <= last:
+        fail(f"--step={number} --since={since}: {run.path} has the steps {run.first + 1} to {last}")
 
 
 # ---- all steps -----------------------------------------------------------------------------------
@@ -159,22 +141,16 @@ def verify_run(run: Logged) -> int:
         say("\n".join(faults))
         return 1
     last = step or run.last
-    if not max(run.first, since) < last <= run.last:
-        fail(f"--since={since} --step={step}: {run.path} has {counted(run, run.last)}")
-    end = run.position(last)
-    start = run.start_before(end, latest=since or run.first)
-    again = Again(run, loop_of(script_of(run)), start, end)
-    again.stops_early = True
+    require_step(last, run, run.last)
+    again = Again(run, run.position(last))
     again.compute()
     say(again.verdict())
-    if again.difference:
+    if again.difference():
         return 1
-    files = ", ".join(sorted(path.name for path in run.files))
-    say(f"covered: {again.equal} rows: their numbers, the hash of each save; {files}")
     say(
-        "not covered: rows removed from the end, files that are missing (such as best.pt), times, "
-        "memory, the text of samples, all events but saves"
+        f"covered: {again.comparison.equal} rows, the hash of each save, the checkpoints that are there"
     )
+    say("not covered: rows removed from the end, a missing best.pt, times, text, other events")
     return 0
 
 
@@ -184,220 +160,215 @@ def verify_run(run: Logged) -> int:
 def where_they_part(one: Logged, other: Logged) -> int:
     """Say where two runs part, in which knobs they differ, and which of them is computed again
     here; if both are, the first tensor that differs."""
-    both = (one, other)
-    say("\n".join(f"{run.path}: {counted(run, run.last)}" for run in both))
-    last = min(run.last for run in both)
-    # hashes depend on settings, too: numbers tell more
-    comparisons = (compare(*both, last, kinds) for kinds in (("train", "eval"), ("saved",)))
-    found = next((c.first_difference for c in comparisons if c.first_difference), None)
+    other.check_form()
+    last = min(one.last, other.last)
+    for kinds in (("train", "eval"), ("saved",)):  # hashes depend on settings, too
+        found = differences(one.path, other.path, kinds, last).first_difference
+        if found:
+            break
     at = found["step"] if found else last
-    here, there = (run.stretches(Position(0, -1), run.position(at))[-1].settings for run in both)
-    for name in here | there:
-        if here.get(name) != there.get(name):
-            say(f"{name}: {here.get(name, 'none')}, {there.get(name, 'none')}")
+    here, there = (run.stretches(BEGINNING, run.position(at))[-1][0] for run in (one, other))
+    for name in here.keys() - {"out_dir"}:
+        if here[name] != there.get(name):
+            say(f"{name}: {here[name]}, {there.get(name)}")
     if not found:
-        say(f"equal: all numbers of {last} steps")
+        say(f"equal: all numbers of the steps up to {last}")
         return 0
     say(f"the runs part at {in_words(found)}")
-    say(first_tensor(both, max(at, max(run.first for run in both) + 1)))
+    say(first_tensor(one, other, max(at, one.first + 1, other.first + 1)))
     return 1
 
 
-def first_tensor(both: tuple[Logged, Logged], at: int) -> str:
+def first_tensor(one: Logged, other: Logged, at: int) -> str:
     """In words: which of two runs is not computed again here; or else the first thing that differs
-    in step `at`. If that is what it begins with, in the step before."""
-    results = [apart(traced, run.path, at) for run in both]
-    wrong = [verdict for verdict, difference, _ in results if difference]
-    if wrong:
+    in the step before `at`, or in that step."""
+    knobs = {"data_dir": data_dir, "script": script, "against": against}
+    here, there = (pickle.loads(apart(traced, run.path, at, knobs)) for run in (one, other))
+    if wrong := [verdict for verdict, is_equal, _ in (here, there) if not is_equal]:
         return "\n".join(wrong)
-    one, other = (traces for _, _, traces in results)
-    for number in sorted(one.keys() & other.keys()):
-        if found := steps.first_in_traces(one[number], other[number]):
-            return f"both are computed again; the first difference in step {number}: {found}"
+    for (position, trace), other_trace in zip(here[2].items(), there[2].values(), strict=True):
+        if found := steps.first_in_traces(trace, other_trace):
+            return f"both are computed again; the first difference in step {position.step}: {found}"
     return "both are computed again, and no tensor differs"
-
-
-def traced(path: Path, at: int) -> tuple[str, dict | None, dict[int, list]]:
-    """(verdict, first difference, {step: traces of all ranks}) of step `at` and the one before."""
-    run = Logged(path)
-    end = run.position(at)
-    begin = run.position(at - 1) if at - 1 > run.first else end
-    start = run.start_before(begin, latest=begin.step - 1)
-    again = Again(run, loop_of(script_of(run)), start, end)
-    again.shown = (begin, end)
-    again.compute()
-    traces = {position.step: again.traces[position] for position in again.traces}
-    return again.verdict(), again.difference, traces
 
 
 def apart(function: Callable, *arguments: Any) -> Any:
     """What a function returns in a process of its own: the script of one run may replace what that
     of another does not."""
     new_group()
-    knobs = {"data_dir": data_dir, "script": script, "against": against}
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pickle.loads(pool.submit(pickled, knobs, function, arguments).result())
+        return pool.submit(function, *arguments).result()
 
 
-def pickled(knobs: dict, function: Callable, arguments: tuple) -> bytes:
-    """In bytes, as tensors would go through shared memory that ends with this process."""
+def traced(path: Path, at: int, knobs: dict) -> bytes:
+    """Pickled (verdict, whether all is equal, {Position: traces of all ranks}), of the step before
+    `at` and of that step. In bytes: tensors would go through shared memory, which ends with this
+    process."""
     with cli.setting(globals(), **knobs):
-        return pickle.dumps(function(*arguments))
+        run = Logged(path)
+        shown = [run.position(number) for number in (at - 1, at) if number > run.first]
+        again = Again(run, shown[-1], shown)
+        again.compute()
+        return pickle.dumps((again.verdict(), again.difference() is None, again.traces))
 
 
 # ---- computing again -----------------------------------------------------------------------------
 
 
 class Again:
-    """Computes a run again with train.main(), from `start` of its checkpoints or its beginning, to
-    `end`, and compares each row with the log. It is the train.Watch of that."""
+    """Computes a run again with train.main() up to `end`, and compares each row with the log. It
+    is the train.Watch of that.
 
-    def __init__(self, run: Logged, loop: ModuleType, start: Checkpoint | None, end: Position):
+    It begins at the newest checkpoint before the steps to be looked at, which are at the Positions
+    `shown`. Without any it begins as the run did, or by --since, and ends at the first difference.
+    """
+
+    def __init__(self, run: Logged, end: Position, shown: Sequence[Position] = ()):
         self.logged = run
-        self.loop = loop
-        self.start = start
-        self.begin_at = start.position if start else Position(0, run.first - 1)
+        self.loop = loop_of(script_of(run))
+        self.shown = shown
+        latest = shown[0].step - 1 if shown else max(since, run.first)
+        self.start = run.start_before(end, latest)  # (path, content) or None
+        self.begin_at = position_of(self.start[1]) if self.start else Position(0, run.first - 1)
         self.end_at = end
-        self.stretches = run.stretches(self.begin_at, end)
-        self.stop = end  # of the stretch that is computed
-        self.is_reached = False
-        self.is_over = False
-        self.stops_early = False  # at the first difference
-        self.shown = ()  # positions of steps that are looked at
-        self.seen = {}  # position -> what steps.look_at() returns
-        self.traces = {}  # position -> traces of all ranks
-        self.saved = {}  # with --save, the state before the last step
-        self.ended = "has no step left to take"
+        self.stop = end  # of what is computed with the same settings
+        self.is_over = False  # that
         self.comparison = Comparison(run.rows_between(self.begin_at.step, end.step))
-        self.difference = None  # the first one
-        self.equal = 0  # rows
+        self.seen = {}  # of the last step that was looked at, what steps.look_at() returns
+        self.traces = {}  # with --against: {position: traces of all ranks}
+        self.saved = {}  # with --save, the state before the last step
+        self.here = {}  # what computes, as in run.json
+
+    def difference(self) -> dict | None:
+        return self.comparison.first_difference
 
     # ---- what train.main() calls -----------------------------------------------------------------
 
     def begin(self, run: Any) -> None:
-        then, now = self.logged.fact("run", "data"), run.facts["run"]["data"]
-        if now != then:
-            raise RunFailed(f"it was trained on other data: {then} is now {now}")
+        self.here = run.facts["run"]
         write_rows = run.folder.write_rows
 
-        def seen_and_written(rows: list[dict]) -> None:
+        def compare_and_write(rows: list[dict], *more: Any) -> None:
             for row in rows:
                 self.compare(clean(row), run.state["rollbacks"])
-            write_rows(rows)
+            write_rows(rows, *more)
 
-        run.folder.write_rows = seen_and_written
+        run.folder.write_rows = compare_and_write
 
     def compare(self, row: dict, rollbacks: int) -> None:
         """Only what stands in the log: a rollback to come undoes the others."""
-        step, kind = key_of(row)
-        is_asked = self.begin_at.step < step <= self.end_at.step and kind in KINDS
-        if is_asked and rollbacks == self.logged.position(step).rollbacks:
+        number, kind = key_of(row)
+        is_asked = self.begin_at.step < number <= self.end_at.step and kind in KINDS
+        if is_asked and rollbacks == self.logged.position(number).rollbacks:
             self.comparison.see(row)
 
     def step(self, run: Any, take: Callable[[], dict], inputs, targets, lr: float) -> dict:
         state = run.state
         if self.start:  # it is alone in its folder, and so train.py makes it a target of rollbacks
-            state["first_step"] = self.start.content["state"]["first_step"]
+            state["first_step"] = self.start[1]["state"]["first_step"]
         position = Position(state["rollbacks"], state["step"] + 1)
         if save and position == self.end_at:
             self.saved = mapped(steps.copied, run.checkpoint())
         if position not in self.shown:
             return take()
-        numbers, self.seen[position] = steps.look_at(self.loop, take, run, inputs, targets, lr)
+        numbers, self.seen = steps.look_at(self.loop, take, run, inputs, targets, lr)
+        if against:
+            self.traces[position] = ranks.from_all_ranks(self.seen["trace"])
         return numbers
 
     def due(self, run: Any, due: SimpleNamespace) -> None:
         at = run.state["step"]
         due.evaluation = due.evaluation or bool(self.logged.row(at, "eval"))
         due.save_now = due.save_now or bool(self.logged.row(at, "saved"))
-        self.is_reached = self.is_reached or self.stop == (run.state["rollbacks"], at)
-        differs = self.stops_early and self.comparison.first_difference is not None
-        (self.is_over,) = ranks.agree(self.is_reached or differs)
+        is_enough = self.difference() is not None and not self.shown
+        is_enough = is_enough or self.stop == (run.state["rollbacks"], at)
+        self.is_over = any(ranks.agree(self.is_over or is_enough))
         if self.is_over and not due.ending:
             due.ending = "computed again", 1
-        if due.ending:
-            self.ended = f"{due.ending[0]} at step {at}"
 
     def end(self, run: Any) -> None:
-        if not self.is_over:  # it failed, maybe on one rank alone
-            return
-        if self.stop == self.end_at:
-            self.comparison.close()
-        comparison = self.comparison
-        found = ranks.from_rank0(lambda: (comparison.first_difference, comparison.equal))
-        self.difference, self.equal = found
-        if self.stop == self.end_at:
-            for position, seen in self.seen.items():
-                self.traces[position] = ranks.from_all_ranks(seen["trace"])
+        if self.is_over:  # else it failed, maybe on one rank alone
+            if self.stop == self.end_at:
+                self.comparison.close()
+            self.comparison = ranks.from_rank0(lambda: self.comparison)
 
     # ---- from the start to the end ---------------------------------------------------------------
 
     def compute(self) -> None:
-        """Raises RunFailed if `end` is not reached, or nothing can be compared."""
+        """Raises RunFailed if the end is not reached."""
         run = self.logged
-        place = self.start.path.name if self.start else "its beginning"
+        place = self.start[0].name if self.start else "its beginning"
         say(f"computing {run.path} from {place} to step {self.end_at.step}")
-        new_group()
         port = os.environ.get("MASTER_PORT", os.getpid())  # all ranks need the same folder
-        scratch = Path(gettempdir(), f"replay_{port}_{os.environ[ATTEMPT]}")
+        scratch = Path(gettempdir(), f"replay_{port}_{new_group()}")
+        resume = "auto" if self.start else run.began_from or "auto"
         try:
-            if is_rank0():
+            if is_first_rank():
                 shutil.rmtree(scratch, ignore_errors=True)
                 scratch.mkdir(0o700)
                 if self.start:
-                    name = file_name(self.start.position.step)
-                    torch.save(self.start.content, scratch / name)
-            resume = "auto" if self.start else run.began_from or "auto"
-            for stretch in self.stretches:
-                self.stop = stretch.end
-                self.is_reached = False
-                self.compute_stretch(stretch.settings, scratch, resume)
-                if self.difference and self.stops_early:
-                    break
+                    torch.save(self.start[1], scratch / file_name(self.begin_at.step))
+            for settings, stop in run.stretches(self.begin_at, self.end_at):
+                self.stop = stop
+                self.is_over = False
+                self.compute_part(settings, scratch, resume)
                 resume = "auto"
+                if self.difference() and not self.shown:
+                    break
         finally:
-            if is_rank0():
+            if is_first_rank():
                 shutil.rmtree(scratch, ignore_errors=True)
 
-    def compute_stretch(self, settings: dict, scratch: Path, resume: str) -> None:
+    def compute_part(self, settings: dict, scratch: Path, resume: str) -> None:
         path = self.logged.path
-        count = settings["ranks"]
-        if int(os.environ.get("WORLD_SIZE", 1)) != count:
-            how = f"torchrun --standalone --nproc_per_node={count} replay.py ..."
-            fail(f"step {self.stop.step} of {path} was computed by {count} ranks; type: {how}")
+        if int(os.environ.get("WORLD_SIZE", 1)) != settings["ranks"]:
+            how = f"torchrun --standalone --nproc_per_node={settings['ranks']} replay.py ..."
+            fail(
+                f"step {self.stop.step} of {path} was computed by {settings['ranks']} ranks: {how}"
+            )
         new_group()
         torch.set_num_threads(settings["threads"])
-        flags = [*flags_of(settings, scratch, data_dir), f"--resume={resume}"]
+        where = data_dir or settings["data_dir"]
+        flags = flags_of(settings, out_dir=scratch, data_dir=where, resume=resume)
         try:
             with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
                 self.loop.main(flags, watch=self)
         except (BadInput, RunFailed) as error:
             if not self.is_over:  # else it failed after the last step
-                reason, *_ = str(error).replace(str(scratch), str(path)).partition(";")
+                reason = str(error).partition(";")[0].replace(str(scratch), str(path))
                 raise type(error)(f"{path}: {reason}") from error
         if not self.is_over:
-            step = self.stop.step
-            raise RunFailed(f"{path}: this code {self.ended}, and does not reach step {step}")
+            raise RunFailed(f"{path}: this code ends before step {self.stop.step} of the log")
 
     def verdict(self) -> str:
-        """In words: whether all was computed again, and if not, what else is known to differ."""
+        """In words: whether all was computed again; if not, the first difference, and what is known
+        to have changed before it, and since."""
         run = self.logged
-        if not self.difference:
-            first, last = max(0, self.begin_at.step) + 1, self.end_at.step
-            return f"steps {first} to {last}: all logged numbers are computed again, bit for bit"
-        end = run.position(self.difference["step"])
-        words = [f"{run.path} is not what this code computes here: {in_words(self.difference)}"]
-        words += run.changes(self.begin_at, end)
-        return "; ".join(words)
+        difference = self.difference()
+        if not difference:
+            first = max(0, self.begin_at.step) + 1
+            steps_of = f"steps {first} to {self.end_at.step}"
+            return f"{steps_of}: all logged numbers are computed again, bit for bit"
+        words = f"{run.path} is not what this code computes here: {in_words(difference)}"
+        end = run.position(difference["step"])
+        for position, event in run.resumes:
+            if event["changed"] and self.begin_at <= position < end:
+                names = ", ".join(event["changed"])
+                words += f"; changed when it resumed at step {position.step}: {names}"
+        then = run.facts["run"]
+        since = [*known_changes(then, self.here, {})]
+        since += [name for name in ("data", "files") if then[name] != self.here[name]]
+        return words + (f"; changed since: {', '.join(since)}" if since else "")
 
 
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # names a group of ranks in torchrun's store
 
 
-def new_group() -> None:
+def new_group() -> str:
     """Each group of ranks needs a name of its own, as the one before has left its keys there."""
     launch, _, number = os.environ.get(ATTEMPT, "0").partition("_")
     os.environ[ATTEMPT] = f"{launch}_{int(number or 0) + 1}"
+    return os.environ[ATTEMPT]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """One step, seen from inside: all that it computes, in order, and a page of that."""
 
 import math
-import re
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -101,12 +100,14 @@ def first_in_traces(one: list, other: list) -> str:
     for (name, leaf), (other_name, other_leaf) in zip(here, there, strict=False):
         if name != other_name:
             return f"{name} here, {other_name} there"
-        if isinstance(leaf, torch.Tensor) and leaf.nbytes == other_leaf.nbytes:
-            differing = int((as_bytes(leaf) != as_bytes(other_leaf)).sum())
-            if differing:
-                return f"{name} ({differing:,} of {leaf.nbytes:,} bytes)"
-        elif repr(leaf) != repr(other_leaf):  # not by ==: nan != nan, and 0.0 == -0.0
-            return f"{name} ({leaf} and {other_leaf})"
+        if isinstance(leaf, torch.Tensor):
+            differs = not torch.equal(as_bytes(leaf), as_bytes(other_leaf))
+            words = name
+        else:
+            differs = repr(leaf) != repr(other_leaf)  # not by ==: nan != nan, and 0.0 == -0.0
+            words = f"{name} ({leaf} and {other_leaf})"
+        if differs:
+            return words
     return ""
 
 
@@ -129,8 +130,6 @@ def write_step_page(folder: Path, step: int, verdict: str, seen: dict) -> list[s
         *lines,
         "## Norms of weights, of gradients after clipping, and of updates",
         table(("tensor", "weight", "gradient", "update", "update / weight"), norms(trace)),
-        "## Outputs of the model's parts and blocks, from an eager pass",
-        table(("module", "root mean square"), outputs(trace)),
     ]
     with replacing(path) as temporary:
         temporary.write_text(printable("\n\n".join(out)), encoding="utf-8")
@@ -183,13 +182,3 @@ def norms(trace: list) -> list[list]:
         cell = "" if gradient is None else f"{gradient.double().norm():.3g}"
         rows.append([weight, f"{size:.4g}", cell, f"{update:.3g}", f"{update / size:.2e}"])
     return rows
-
-
-def outputs(trace: list) -> list[list]:
-    """Of the first micro-batch, and of one level of modules, or those with a number."""
-    first = {}
-    for name, leaf in trace:
-        module = re.match(r"output of ([\w ]+|[\w.]+\.\d+): ", name)
-        if module and is_float(leaf):
-            first.setdefault(module[1], leaf)
-    return [[name, f"{leaf.float().square().mean().sqrt():.4g}"] for name, leaf in first.items()]
