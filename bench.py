@@ -10,7 +10,6 @@ those of the parts that finished); a run that lies there is not touched. Run not
 """
 
 import contextlib
-import io
 import itertools
 import json
 import math
@@ -20,8 +19,6 @@ import runpy
 import subprocess
 import sys
 import time
-import weakref
-from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -29,26 +26,19 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
 
-if not Path(__file__).with_name("train.py").is_file():
-    found = "there is no train.py beside it; if yours has another name: ln -s NAME.py train.py"
-    print(f"{Path(sys.argv[0]).name}: {found}", file=sys.stderr)
-    sys.exit(125 if "--equal=true" in sys.argv else 2)
-
 import torch
-from torch._subclasses import FakeTensorMode
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, record_function
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import record_function
 
 import train
-from lab.logged import Logged
 from plumbing import checkpoint, cli, console, data, machine, safe_step
 from plumbing.cli import RunFailed, configured, fail, folder_name, read_knobs, run_script
+from plumbing.console import REPO
 from plumbing.files import read_json, write_json
 from plumbing.ranks import say
-from plumbing.resume import REPO, code_of_process
 from plumbing.run_folder import Clock, RunFolder, git_state, now
 from plumbing.signals import Signals
+from reporting.record import read_metrics
 
 # The measurement
 only = "peak,ladder,profile,memory,overhead"  # parts to run, in this order; also from_nanogpt
@@ -183,15 +173,14 @@ def peak(job):
 
 
 def ladder(job):
-    """What each technique gains on top of those before it. All rungs share one model. The first has
-    an optimizer that is not fused, so the host waits: only then does it know whether to skip. MFU
-    is relative to the peak of train.dtype on all rungs."""
+    """What each technique gains on top of those before it; the last rung is what deterministic mode
+    costs. A technique that the run does not have is left out. All rungs share one model. The first
+    has an optimizer that is not fused, so the host waits: only then does it know whether to skip.
+    MFU is relative to the peak of train.dtype on all rungs."""
     run = job.fresh_run()
     may_compile, _ = machine.choose_compile(job.config["compile"], job.device, math.inf, 10**9)
-    began = time.perf_counter()
     with setting(compile=may_compile):
         model = job.rehearsed(run)
-    compiling = time.perf_counter() - began
     workers = train.num_workers or 2
     with setting(num_workers=0):
         batches = job.load_batches(run)
@@ -199,38 +188,43 @@ def ladder(job):
         ahead = job.load_batches(run)
     slow_run = replace(run, optimizers=optimizers_of(run.model, "none"))
     in_float32 = setting(dtype="float32")
-    eager, compiled = job.step(run, run.model, batches), job.step(run, model, batches)
-    eager_only = model is run.model and "--compile=false, no compiler here, or it failed"
-    rungs = {  # name -> a function that takes a step, or why there is none
+    eager = job.step(run, run.model, batches)
+    last = job.step(run, model, ahead)
+    rungs = {
         "float32, eager, waits for the host": in_float32(job.step(slow_run, run.model, batches)),
         "fused optimizer, no wait": in_float32(eager),
-        f"autocast {train.dtype}": "the run is in it" if train.dtype == "float32" else eager,
-        "compile": eager_only or compiled,
-        f"{workers} workers": job.step(run, model, ahead),
     }
-
-    def without():
-        torch.use_deterministic_algorithms(False)
-        compiled()
-        torch.use_deterministic_algorithms(True)
-
-    steps = {name: step for name, step in rungs.items() if callable(step)}
-    timed = list(steps)
-    steps |= {"with": compiled, "without": without} if train.deterministic else {}
-    seconds = {name: median(times) for name, times in interleaved(steps, job.device).items()}
-    result = {name: {"absent": step} for name, step in rungs.items()}
-    for before, name in zip([timed[0], *timed], timed, strict=False):
+    if train.dtype != "float32":
+        rungs[f"autocast {train.dtype}"] = eager
+    if model is not run.model:
+        rungs["compile"] = job.step(run, model, batches)
+    rungs[f"{workers} workers"] = last
+    if train.deterministic:
+        rungs["not deterministic"] = not_deterministic(last)
+    seconds = {name: median(times) for name, times in interleaved(rungs, job.device).items()}
+    first = before = next(iter(rungs))
+    result = {}
+    for name in rungs:
         rate = train.rows_at(0) * train.block_size / seconds[name]
         mfu = train.flops_per_token(run.model) * rate / (job.peak[0] or math.nan)
         result[name] = {"ms": 1000 * seconds[name], "tokens_per_sec": rate, "mfu": mfu}
         result[name]["to_before"] = seconds[before] / seconds[name]
-        result[name]["to_first"] = seconds[timed[0]] / seconds[name]
-    price = seconds["with"] / seconds["without"] - 1 if train.deterministic else None
+        result[name]["to_first"] = seconds[first] / seconds[name]
+        before = name
     say(f"\nladder: each technique on top of those before; medians of {rounds}, interleaved")
-    ratios = {"to_before": ".2f", "to_first": ".2f"}
-    print_table(result, ms=".2f", tokens_per_sec=",.0f", mfu=".1%", **ratios, absent="")
-    say(f"  deterministic mode costs {cell(price, '.1%')} of a step; compiling: {compiling:.1f} s")
-    return {"rungs": result, "compile_seconds": compiling, "deterministic_price": price}
+    print_table(result, ms=".2f", tokens_per_sec=",.0f", mfu=".1%", to_before=".2f", to_first=".2f")
+    return {"rungs": result}
+
+
+def not_deterministic(step):
+    """`step`, a function, with torch's deterministic mode off while it runs."""
+
+    def without():
+        torch.use_deterministic_algorithms(False)
+        step()
+        torch.use_deterministic_algorithms(True)
+
+    return without
 
 
 def optimizers_of(model, device_type):
@@ -240,159 +234,129 @@ def optimizers_of(model, device_type):
 
 
 def profile(job):
-    """Where the time of a step goes, from torch.profiler.
+    """Where the time of a step goes, from torch.profiler, and its ten most expensive operations.
 
-    CPU: host time per region, as shares of a profiled step, which takes `slowdown` times as long;
-    "optimizer" is train_step without forward and backward. CUDA: time of the kernels that a region
-    launched, as shares of an unprofiled step; the rest is idle, or data if the host waited for it.
+    CPU: host time per region, as shares of a profiled step, which takes `slowdown` times as long.
+    CUDA: time of the kernels that a region launched, as shares of an unprofiled step; the rest is
+    idle, or data if the host waited for it. "optimizer" is train_step without forward and backward.
     """
     run = job.fresh_run()
     model = job.rehearsed(run)
     batches = job.load_batches(run)
-    measured = median(interleaved({"": job.step(run, model, batches)}, job.device)[""])
-    count = max(3, min(50, round(timing_seconds / measured)))
+    seconds = median(interleaved({"": job.step(run, model, batches)}, job.device)[""])
+    count = max(3, min(50, round(timing_seconds / seconds)))
     step = job.step(run, record_function("forward")(model), batches)
-    activities = [ProfilerActivity.CPU]
-    if job.device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile() as profiler:
         for _ in range(count):
             with record_function("step"):
                 step()
                 machine.synchronize(job.device)
     if trace:
         profiler.export_chrome_trace(str(job.folder / "trace.json"))
-    events = [event for event in profiler.events() if event.device_type == DeviceType.CPU]
-    host = host_time(events)
-    slowdown = host["step"] / (1e6 * measured * count)
-    result = {"step_ms": 1000 * measured, "slowdown": slowdown}
+    averages = profiler.key_averages()
+    ms = 1000 * seconds
+    host = milliseconds(averages, "cpu_time_total", count)
+    spent, whole, kind = host, host["step"], "cpu"
     if job.device.type == "cuda":
-        spent = kernel_time(events)
-        whole = 1e6 * measured * count
-        waited = max(0.0, whole - sum(spent.values()))
-        spent["data"] += min(host["data"], waited)
-        whole = max(whole, sum(spent.values()))  # kernels that overlap may sum to more
-    else:
-        spent = {name: host[name] for name in ("forward", "backward")}
-        spent["optimizer"] = host["train_step"] - host["forward"] - host["backward"]
-        spent["data"] = host["data"]
-        whole = host["step"]
-    shares = {name: microseconds / whole for name, microseconds in spent.items()}
+        spent = milliseconds(averages, "device_time_total", count)
+        whole = max(ms, spent["train_step"])  # kernels that overlap may sum to more
+        spent["data"] += min(host["data"], whole - spent["train_step"])
+        kind = "device"
+    spent["optimizer"] = spent["train_step"] - spent["forward"] - spent["backward"]
+    shares = {name: spent[name] / whole for name in ("forward", "backward", "optimizer", "data")}
     shares["idle"] = 1 - sum(shares.values())
-    print_profile(result, shares)
-    return result | {"shares": shares}
-
-
-def print_profile(result, shares):
-    ms = result["step_ms"]
-    slowdown = result["slowdown"]
+    slowdown = host["step"] / ms
     say(f"\nprofile: {ms:.2f} ms a step; under the profiler {slowdown:.2f} times that")
     rows = {name: {"ms": share * ms, "share": share} for name, share in shares.items()}
-    rows["sum"] = {"ms": ms * sum(shares.values())}
     print_table(rows, ms=".2f", share=".1%")
+    say(averages.table(f"self_{kind}_time_total", row_limit=10, max_name_column_width=40))
+    return {"step_ms": ms, "slowdown": slowdown, "shares": shares}
 
 
-def host_time(events):
-    """{region: microseconds of the host in it}. Autograd's engine names what it executes."""
+def milliseconds(averages, kind, count):
+    """{region: milliseconds of each of `count` steps}. averages: of a profiler, by key.
+
+    kind: "cpu_time_total", of the host, or "device_time_total", of the kernels that the region
+    launched; "train_step" is then all kernels, since autograd launches those of the backward pass
+    in a thread of its own, where no region of ours is."""
     spent = dict.fromkeys(("step", "data", "train_step", "forward", "backward"), 0.0)
-    for event in events:
-        is_backward = event.name.startswith("autograd::engine::evaluate_function")
-        name = "backward" if is_backward else event.name
-        if name in spent:
-            spent[name] += event.time_range.elapsed_us()
+    kernels = 0.0
+    for average in averages:
+        name = average.key
+        if name.startswith("autograd::engine::evaluate_function"):
+            name = "backward"
+        if average.device_type == DeviceType.CPU and name in spent:
+            spent[name] += getattr(average, kind) / count / 1000
+        elif average.device_type != DeviceType.CPU and not average.is_user_annotation:
+            kernels += average.self_device_time_total / count / 1000
+    if kind == "device_time_total":
+        spent["train_step"] = kernels - spent["data"]
     return spent
 
 
-def kernel_time(events):
-    """{region: microseconds of its kernels}. Autograd's own thread launches the backward pass."""
-    spent = dict.fromkeys(("forward", "backward", "optimizer", "data"), 0.0)
-    spans = {}
-    for name in ("forward", "data"):
-        spans[name] = [event.time_range for event in events if event.name == name]
-    main_thread = next(event.thread for event in events if event.name == "train_step")
-    for event in events:
-        region = "optimizer" if event.thread == main_thread else "backward"
-        for name in spans:
-            if any(span.start <= event.time_range.start < span.end for span in spans[name]):
-                region = name
-        regions = ("step", "train_step", *spans)  # which the profiler also shows on the device
-        spent[region] += sum(k.duration for k in event.kernels if k.name not in regions)
-    return spent
+# ---- the overhead of the loop --------------------------------------------------------------------
 
 
 class Measured(Exception):
     """Ends the loop when all is timed."""
 
 
-class Laps(train.Watch):
-    """Times the loop of train.train by laps of one console line, without evaluations and saves, and
-    after each lap the functions in `steps`."""
+class Blocks(console.Table):
+    """The console of a loop that is timed: instead of each line, after a block of `every` steps of
+    the loop, it times as many calls of each function in `steps`."""
 
-    def __init__(self, steps, every):
+    def __init__(self, steps, every, device):
+        super().__init__(train.max_steps)
         self.steps = steps
-        self.every = every  # steps in a lap
-        self.calls = 0
-        self.began = 0.0
-        self.times = {name: [] for name in ("loop", *steps)}  # seconds of a step, by round
+        self.every = every
+        self.device = device
+        self.times = {name: [] for name in ("loop", *steps)}  # seconds of a step, by block
+        self.began = time.perf_counter()
 
-    def step(self, run, take, inputs, targets, lr):
-        if self.calls % self.every == 0:
-            self.end_lap(run.device)
-        self.calls += 1
-        return take()
+    def live(self, step):
+        """No live line."""
 
-    def end_lap(self, device):
-        machine.synchronize(device)
-        seconds = (time.perf_counter() - self.began) / self.every
-        if self.calls > self.every:  # else the first lap, which warms up
-            self.times["loop"].append(seconds)
+    def print_row(self, row):
+        """The loop has waited for the device, and has written its rows."""
+        self.times["loop"].append((time.perf_counter() - self.began) / self.every)
         for name, step in self.steps.items():
-            once = seconds_of(step, 1, device)
-            count = max(1, round(timing_seconds / once))
-            average = seconds_of(step, count, device)
-            if self.calls > self.every:
-                self.times[name].append(average)
-        if len(self.times["loop"]) == rounds:
+            self.times[name].append(seconds_of(step, self.every, self.device))
+        if len(self.times["loop"]) > rounds:  # the first block warms up
             raise Measured
-        machine.synchronize(device)
         self.began = time.perf_counter()
 
 
 def overhead(job):
-    """The loop of train.train against bare steps on one fixed batch."""
-    step_seconds = seconds_of(job.step(job.fresh_run()), 2, job.device)
-    every = min(train.log_interval or 100, max(1, round(timing_seconds / step_seconds)))
+    """The loop of train.train against bare steps on one fixed batch, in blocks, in turn."""
+    seconds = seconds_of(job.step(job.fresh_run()), 2, job.device)
+    every = min(train.log_interval or 100, max(1, round(timing_seconds / seconds)))
     off = {"eval_interval": 0, "sample_interval": 0, "audit_interval": -1}
     off |= {"save_interval": 0, "milestone_interval": 0}
     rate = {"schedule": "constant", "peak_lr": 1e-6, "warmup_steps": 0}
-    with setting(log_interval=every, **off, **rate), contextlib.redirect_stdout(io.StringIO()):
+    with setting(log_interval=every, **off, **rate):
         run = job.fresh_run()
         model = job.rehearsed(run)
         batches = job.load_batches(job.fresh_run())
         inputs, targets, _ = batches.next_batch()
-        train_step = partial(train.train_step, model, run, inputs, targets, train.peak_lr)
-        laps = Laps(
-            {
-                "bare": partial(bare_step, model, run, inputs, targets),
-                "train_step": train_step,
-                "data": batches.next_batch,
-            },
-            every,
-        )
-        run.watch = laps
-        table = console.Table(train.max_steps)
+        steps = {
+            "bare": partial(bare_step, model, run, inputs, targets),
+            "train_step": partial(train.train_step, model, run, inputs, targets, train.peak_lr),
+            "data": batches.next_batch,
+        }
+        table = Blocks(steps, every, job.device)
         saver = checkpoint.Saver(run, train.keep_last, train.may_roll_back_to)
         with contextlib.suppress(Measured):
             train.train(run, model, table, saver, Signals(), Clock())
         run.batches.stop()
-    rows = {name: {"ms": 1000 * median(seconds)} for name, seconds in laps.times.items()}
-    pairs = zip(laps.times["loop"], laps.times["bare"], strict=True)  # from the same round
-    over = {"over_bare": median(loop / bare - 1 for loop, bare in pairs)}
-    rows["loop"] |= over
-    say(f"\noverhead: medians of {rounds}, interleaved; the loop at --log_interval={every}: of it")
+    times = {name: each[1:] for name, each in table.times.items()}
+    rows = {name: {"ms": 1000 * median(each)} for name, each in times.items()}
+    pairs = zip(times["loop"], times["bare"], strict=True)  # from the same round
+    over_bare = median(loop / bare - 1 for loop, bare in pairs)
+    rows["loop"]["over_bare"] = over_bare
+    say(f"\noverhead: medians of {rounds} blocks of {every} steps, in turn; the loop: of it")
     say("  train_step and reading data; bare: forward, backward, clipping, optimizer.step")
     print_table(rows, ms=".3f", over_bare="+.2%")
-    return {f"{name}_ms": row["ms"] for name, row in rows.items()} | over
+    return {f"{name}_ms": row["ms"] for name, row in rows.items()} | {"over_bare": over_bare}
 
 
 def bare_step(model, run, inputs, targets):
@@ -410,107 +374,71 @@ def bare_step(model, run, inputs, targets):
 # ---- memory --------------------------------------------------------------------------------------
 
 
-class Tensors(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made in its `with`, as long as they live."""
+def memory(job):
+    """Tensor memory of an eager step, measured at a micro-batch and at half of it. What passes
+    within a step grows with the sequences in it, so the line through both says what twice as many
+    need, and how many fit."""
+    free = machine.free_memory(job.device)  # None if the system does not say
+    rows = {}
+    for name in ("without grad_checkpoint", "with grad_checkpoint"):
+        with setting(grad_checkpoint=name.startswith("with ")):
+            row = measured_memory(job, max(2, train.batch_size))
+            size = row["micro_batch"]
+            half = measured_memory(job, max(1, size // 2))
+        a_sequence = (row["measured"] - half["measured"]) / max(1, size - half["micro_batch"])
+        row["twice"] = row["measured"] + size * a_sequence
+        if free and a_sequence > 0:
+            row["fits"] = size + (0.9 * free - row["measured"]) // a_sequence
+        rows[name] = row
+    say("\nmemory: MB of tensors at the peak of an eager step")
+    say(
+        "  passing: activations, gradients and what else lives only within a step; by a line through"
+    )
+    say("  this and half the micro-batch, twice: of twice the micro-batch; fits: the largest")
+    say(f"  micro-batch in 90% of {cell(free, '.1f G')} GB free")
+    columns = dict.fromkeys(("weights", "moments", "passing", "measured", "twice"), ",.1f M")
+    print_table(rows, micro_batch=",.0f", **columns, fits=",.0f")
+    return {"here": rows, "available": free}
 
-    now = peak = 0
 
-    def __enter__(self):
-        self.alive = set()
-        return super().__enter__()
+def measured_memory(job, size):
+    """{kind: bytes} of an eager step on micro-batches of `size` sequences, or of as many as fit, its
+    `micro_batch`. `measured` is the peak: what stays after a step, plus the most that it adds."""
+    with setting(batch_size=size, accum_steps=min(train.accum_steps, 2)):  # 2: gradients are there
+        run = job.fresh_run()
+        take_step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
+        take_step()  # creates the moments, and what libraries allocate once
+    run.model.zero_grad(set_to_none=True)
+    for optimizer in run.optimizers:
+        optimizer.found_inf = None  # or the profiler complains of a tensor that it has not seen
+    passing = most_allocated(take_step, job.device)
+    weights = nbytes([*run.model.parameters(), *run.model.buffers(), run.ema])
+    moments = nbytes(optimizer.state_dict() for optimizer in run.optimizers)
+    return {
+        "micro_batch": run.state["micro_batch"],
+        "weights": weights,
+        "moments": moments,
+        "passing": passing,
+        "measured": weights + moments + passing,
+    }
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        for tensor in safe_step.tensors(result):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.alive:  # else a view, or an operation in place
-                self.count(storage._cdata, storage.nbytes())
-                weakref.finalize(storage, self.count, storage._cdata, -storage.nbytes())
-        return result
 
-    def count(self, key, nbytes):
-        self.alive ^= {key}
-        self.now += nbytes
-        self.peak = max(self.peak, self.now)
-
-
-def imagine(job, micro_batch):
-    """{kind: bytes} of an eager step on micro_batch sequences, and `predicted`, the peak of their
-    sum. {} if the model cannot be run like this.
-
-    The step runs on tensors that have shapes but no content (FakeTensorMode): any size of any model
-    can be asked for, whatever memory there is. The kernels' own work space is not seen.
-    """
-    shapes = [(part.shape[1:], torch.as_tensor(part).dtype) for part in job.run.train_data[0, 1]]
-    rows = micro_batch * min(train.accum_steps, 2)  # from the second on, gradients are there
-    try:
-        with FakeTensorMode(), Tensors() as tensors, job.device:
-            model = train.build_model(vars(train), job.meta["vocab_size"])
-            batch = [torch.empty(rows, *shape, dtype=dtype) for shape, dtype in shapes]
-            optimizers = optimizers_of(model, job.device.type)
-            state = job.run.state | {"micro_batch": micro_batch}
-            unscaled = torch.amp.GradScaler(enabled=False)  # a scaler would keep a fake scale
-            parts = {"model": model, "optimizers": optimizers, "state": state, "scaler": unscaled}
-            for _ in range(2):  # the first step creates the moments
-                bare_step(model, replace(job.run, **parts), *batch)
-    except Exception:  # of a model that needs content, or another optimizer
-        return {}
-    weights = nbytes([*model.parameters(), *model.buffers()])
-    moments = nbytes(optimizer.state_dict() for optimizer in optimizers)
-    passing = tensors.peak - weights - moments
-    return dict(weights=weights, moments=moments, passing=passing, predicted=tensors.peak)
+def most_allocated(function, device):
+    """The most bytes of tensors that are alive at once while function() runs, beside those before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        function()
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(profile_memory=True) as profiler:
+        function()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate(nbytes for _, nbytes in changes))
 
 
 def nbytes(values):
     return sum(tensor.nbytes for tensor in safe_step.tensors(list(values)))
-
-
-def memory(job):
-    """Tensor memory of an eager step, predicted and, if it fits, measured; the batch that fits."""
-    free = machine.free_memory(job.device)  # None if the system does not say
-
-    def needed(power):  # for a micro-batch of 2**power sequences
-        return imagine(job, 2**power).get("predicted", free)
-
-    rows = {}
-    for name in ("without grad_checkpoint", "with grad_checkpoint"):
-        with setting(grad_checkpoint=name.startswith("with ")):
-            row = imagine(job, train.batch_size)
-            if row and free:
-                row["fits"] = 2 ** bisect_left(range(40), 0.9 * free, key=needed) // 2
-            if row.get("predicted", 0) < (free or math.inf):
-                row["measured"] = measured_memory(job)
-        row["error"] = row.get("predicted", math.nan) / row.get("measured", math.nan) - 1
-        rows[name] = row
-    say(f"\nmemory: MB of tensors at the peak of an eager step, micro-batch of {train.batch_size};")
-    say("  passing: activations, gradients and what else lives only within a step;")
-    say(f"  fits: the largest micro-batch, a power of two, in 90% of {cell(free, '.1f G')} GB free")
-    columns = dict.fromkeys(("weights", "moments", "passing", "predicted", "measured"), ",.1f M")
-    print_table(rows, **columns, error="+.1%", fits=",.0f")
-    return {"here": rows, "available": free}
-
-
-def measured_memory(job):
-    """Peak bytes of tensors: what stays after a step, plus the most that a step adds to it."""
-    run = job.fresh_run()
-    take_step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
-    take_step()  # creates the moments, and what libraries allocate once
-    run.model.zero_grad(set_to_none=True)
-    for optimizer in run.optimizers:
-        optimizer.found_inf = None  # or the profiler complains of a tensor that it has not seen
-    if job.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(job.device)
-        before = torch.cuda.memory_allocated(job.device)
-        take_step()
-        passing = torch.cuda.max_memory_allocated(job.device) - before
-    else:
-        with torch.profiler.profile(profile_memory=True) as profiler:
-            take_step()
-        events = profiler.profiler.kineto_results.events()
-        changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-        passing = max(itertools.accumulate(nbytes for _, nbytes in changes))
-    moments = [optimizer.state_dict() for optimizer in run.optimizers]
-    return passing + nbytes([*run.model.parameters(), *run.model.buffers(), run.ema, moments])
 
 
 # ---- whole runs, each in a process of its own ----------------------------------------------------
@@ -539,22 +467,27 @@ def execute(script, words, **knobs):
 
 
 def trained(script, words, seed):
-    """The Logged folder of a whole run. It lies under the config's out_dir, and is not trained
-    again if it is finished and neither its knobs nor the code have changed."""
-    defaults = {name: knob.default for name, knob in read_knobs(train.__file__).items()}
-    with setting(**defaults), configured(vars(train), argv=for_train(words)) as config:
-        knobs = {key: config[key] for key in defaults if key not in ("out_dir", "seed")}
-    code = {path: tree for path, (_, tree) in code_of_process().items()}
-    folder = folder_by_hash(config["out_dir"], seed, Path(script).read_text("utf-8"), knobs, code)
+    """The folder of a whole run, which is not trained again if it is finished, and neither these
+    words nor the code have changed."""
+    own = ("--out_dir=", "--seed=")
+    words = [word for word in for_train(words) if not word.startswith(own)]
+    folder = folder_by_hash(seed, words, script, hashes_of_code(script, *words))
     if read_json(folder / "run.json").get("ended") != "finished":
         execute(script, ["--report=false", *words], out_dir=folder, seed=seed)
-    return Logged(folder)
+    return folder
 
 
-def folder_by_hash(out_dir, seed, *facts):
+def hashes_of_code(*files):
+    """Of the .py files of this repository, and of those among `files`."""
+    given = [Path(file) for file in files if file.endswith(".py")]
+    paths = {*REPO.glob("*.py"), *REPO.glob("*/*.py"), *filter(Path.is_file, given)}
+    return [sha256(path.read_bytes()).hexdigest() for path in sorted(paths)]
+
+
+def folder_by_hash(seed, *facts):
     """Where a run lies that depends on nothing but its seed and these facts."""
     digest = sha256(json.dumps([*facts, torch.__version__], sort_keys=True).encode()).hexdigest()
-    return Path(out_dir, "seeds", digest[:8], f"seed_{seed}")
+    return Path("out", "seeds", digest[:8], f"seed_{seed}")
 
 
 RECIPE = (
@@ -569,7 +502,6 @@ CHANGES = {  # row: its command, or the flags that it adds to the command of the
     "nanoGPT, twice its rate": "--learning_rate=2e-3 --min_lr=2e-4",
     "nanoGPT, four times its rate": "--learning_rate=4e-3 --min_lr=4e-4",
     "nanoGPT, eight times its rate": "--learning_rate=8e-3 --min_lr=8e-4",
-    "nanoGPT in bfloat16, one line added": f"$NANOGPT/train.py {RECIPE} --dtype=bfloat16",
     "its model and recipe on this loop": f"examples/nanogpt.py {SAME} --dtype=float32",
     "bfloat16 (if fast), plain attention": "--dtype=auto",
     "one layer": "--n_layer=1",
@@ -589,7 +521,6 @@ CHANGES = {  # row: its command, or the flags that it adds to the command of the
 RECIPE_TOKENS = 2000 * 12 * 64
 SEED_LINE = "torch.manual_seed(1337"  # in nanoGPT's train.py, which has no flag for a seed
 VOCABULARY_LINE = "meta_vocab_size = None\n"  # nor for the vocabulary of the dataset
-FLOAT32_LINE = "nullcontext() if device_type == 'cpu' else "  # no autocast on a CPU
 WHOLE_SPLIT = f"""
 import sys, time
 sys.path.append({str(REPO)!r})
@@ -625,17 +556,14 @@ def from_nanogpt(job):
     if "nanogpt" in str(wanted).lower() and not os.environ.get("NANOGPT"):
         fail("these rows need NANOGPT=FOLDER, a copy of nanoGPT; --rows=config needs none")
     runs = {name: [] for name in wanted}
-    began = time.perf_counter()
-    for n in range(seeds):  # each row in turn: machines have slow hours
-        seed = train.seed + n
+    for seed in range(train.seed, train.seed + seeds):  # each row in turn: machines have slow hours
         for name, command in wanted.items():
             script, *words = command.split()
             if script.startswith("$"):
                 runs[name].append(nanogpt(job, words, seed))
             else:
                 runs[name].append(race(script, [*words, *job.argv], seed))
-        to_come = (seeds - n - 1) * (time.perf_counter() - began) / (n + 1)
-        say(f"  seed {seed} done; about {console.duration(to_come)} left")
+        say(f"  seed {seed} done")
     table = {name: summary(results) for name, results in runs.items()}
     say(f"\nfrom_nanogpt: {seeds} seeds; median seconds of the process; last loss, its deviation")
     print_table(table, process=".1f", loss=".4f", deviation=".4f", tokens=".2f M")
@@ -656,13 +584,17 @@ def summary(results):
 
 
 def race(script, words, seed):
-    """{seconds of the process, last validation loss, tokens} of a run of ours, from its folder."""
-    run = trained(str(REPO / script), words, seed)
+    """{seconds of the process, last validation loss, dataset, tokens} of a run of ours, from its
+    folder."""
+    folder = trained(str(REPO / script), words, seed)
+    facts = read_json(folder / "run.json")
+    rows, _ = read_metrics(folder / "metrics.jsonl")
+    last = {row["kind"]: row for row in rows}
     return {
-        "process": sum(run.facts["seconds"].values()),
-        "loss": run.row(run.last, "eval")["val_loss"],
-        "dataset": run.facts["data"]["name"],
-        "tokens": run.row(run.last, "train")["tokens"],
+        "process": sum(facts["seconds"].values()),
+        "loss": last["eval"]["val_loss"],
+        "dataset": facts["data"]["name"],
+        "tokens": last["train"]["tokens"],
     }
 
 
@@ -676,14 +608,12 @@ def nanogpt(job, words, seed):
         SEED_LINE: f"torch.manual_seed({seed}",
         VOCABULARY_LINE: f"meta_vocab_size = {dataset['meta']['vocab_size']}\n",
     }
-    if "--dtype=bfloat16" in words:
-        edits[FLOAT32_LINE] = ""
     for line, edited in edits.items():
         if line not in source:
             fail(f"{home}/train.py has no {line!r}; expected nanoGPT's own")
         source = source.replace(line, edited)
     source += WHOLE_SPLIT
-    folder = folder_by_hash(job.folder, seed, words, source, model, dataset["name"])
+    folder = folder_by_hash(seed, words, source, model, dataset["name"])
     log = read_json(folder / "nanogpt.json")
     if not log:
         folder.mkdir(parents=True, exist_ok=True)
@@ -733,23 +663,6 @@ def job_of(words, script, *scopes):
         torch.use_deterministic_algorithms(strict)
 
 
-def seconds_needed(job, parts):
-    """{part: about how many seconds it takes}, from one eager step; 0 for those of whole runs."""
-    run = job.fresh_run()
-    step = partial(train.train_step, run.model, run, *job.batch(), train.min_lr)
-    step()  # warms up
-    step_seconds = seconds_of(step, 1, job.device)
-    timing = (rounds + 2) * max(timing_seconds, step_seconds)  # of one candidate in all rounds
-    seconds = {
-        "peak": 15,
-        "ladder": 30 + 7 * timing,  # 30: to compile
-        "profile": 15 + 3 * timing,
-        "memory": 25 + 10 * step_seconds,
-        "overhead": 5 + 5 * timing,
-    }
-    return {part: seconds.get(part, 0) for part in parts}
-
-
 def measure(own, argv):
     """Run the parts that --only names. own: globals() of the script, with its PARTS. Returns what
     its JSON file holds: {part: result}, and facts."""
@@ -771,11 +684,7 @@ def measure(own, argv):
             write_json(path, facts)
         console.print_plan(job.run, job.peak, changed={})
         say(f"results  {console.shown(path)}: {', '.join(parts)}")
-        needed = seconds_needed(job, parts) if own["PARTS"] is PARTS else {}
         for part in parts:
-            if needed:
-                say(f"time     about {console.duration(sum(needed.values()))} left")
-                needed.pop(part)
             with contextlib.ExitStack() as job.stack:
                 facts[part] = own["PARTS"][part](job)
             write_json(path, facts)

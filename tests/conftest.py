@@ -62,12 +62,9 @@ TINY = {  # flags of every run, unless a test overrides them
     "log_interval": 5,
     "report": "false",
 }
-QUICK = "house files optim config console signals safe_step".split()
-NOT_QUICK = {  # tests of these files that start train.py as a user does, which takes seconds
-    "test_a_run_has_a_live_line_on_a_terminal",
-    "test_the_end_names_commands_that_run",
-    "test_a_signal_in_the_first_second_stops_or_saves_a_run",
-}
+# Of these files, what starts no run is marked `quick`.
+QUICK = "config console folder loop model optim repository resume witness".split()
+RUNS = {"zygote", "python_train", "start_train"}  # the fixtures that start one
 WINDOWS = 167  # windows of 16 tokens in an epoch of the small text: 20.9 batches of 8
 
 
@@ -102,8 +99,8 @@ def share_the_cores(request, tmp_path_factory, worker_id):
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        is_slow = item.get_closest_marker("slow") or item.originalname in NOT_QUICK
-        if item.path.stem.removeprefix("test_") in QUICK and not is_slow:
+        starts_one = item.get_closest_marker("slow") or RUNS.intersection(item.fixturenames)
+        if item.path.stem.removeprefix("test_") in QUICK and not starts_one:
             item.add_marker(pytest.mark.quick)
 
 

@@ -3,7 +3,6 @@ docs.
 
 python tests/luck.py record DATA_DIR   # 400 losses of one loop, seeds 0 to 399: tests/luck.csv
 python tests/luck.py power             # false verdicts, power, seeds used; beside the t-test
-python tests/luck.py ledger            # 100 edits that change nothing, and 20 gains
 python tests/luck.py holm              # the paired t-tests of records/paired_tests.csv, all together
 """
 
@@ -16,8 +15,8 @@ import numpy as np
 from numpy import mean
 
 REPO = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(REPO), str(REPO / "examples")]
-from reporting.verdicts import SHARE, e_value, kept_by_e_bh, t_quantile, t_tail, verdict_on  # noqa: E402
+sys.path.insert(0, str(REPO))
+from reporting.verdicts import SHARE, e_value, t_quantile, t_tail, verdict_on  # noqa: E402
 
 LOSSES = REPO / "tests" / "luck.csv"
 SHAPE = "--n_embd=32 --n_head=2 --block_size=16 --batch_size=8 --max_steps=60 --warmup_steps=6"
@@ -79,34 +78,6 @@ def power(trials=1000):
 QUANTILES = {seeds: t_quantile(seeds - 1) for seeds in (5, 10, 20)}
 
 
-def ledger(trials=50):
-    """{gain: (false share of what is kept, gains kept of 20, runs)}, means over trials; the loop of
-    examples/ledger.py, in which all patches share the losses of the code as it is."""
-    from ledger import needs_a_look
-
-    rng, losses, rows = np.random.default_rng(2), recorded(), {}
-    unit = losses.std(ddof=1) * np.sqrt(2)
-    for effect in (1, 1.5, 2):
-        false, right, runs = [], [], []
-        for _ in range(trials):
-            base, values, spent = rng.choice(losses, 20), [], 0
-            for number in range(120):
-                gain = effect * unit if number < 20 else 0.0
-                each = []
-                while needs_a_look(each, 120):
-                    each.append(rng.choice(losses) - gain - base[len(each)])
-                values.append(each)
-                spent += len(each)
-            kept = [
-                n for n in kept_by_e_bh([e_value(each) for each in values]) if mean(values[n]) < 0
-            ]
-            false.append(sum(n >= 20 for n in kept) / max(1, len(kept)))
-            right.append(sum(n < 20 for n in kept))
-            runs.append(spent + max(map(len, values)))
-        rows[effect] = mean(false), mean(right), mean(runs)
-    return rows
-
-
 def comparisons():
     """(config and flags, mean, low, high, seeds) of each paired t-test in records/paired_tests.csv."""
     lines = PAIRED.read_text(encoding="utf-8").splitlines()
@@ -143,9 +114,6 @@ def main(part, *arguments):
         for effect, (shown, used, by_t) in power().items():
             t_tests = ", ".join(f"{share:.1%} at {seeds}" for seeds, share in by_t.items())
             print(f"{effect} SD: {shown:.1%} in {used:.1f} seeds; one t-test: {t_tests}")
-    if part == "ledger":
-        for effect, (false, right, runs) in ledger().items():
-            print(f"{effect} SD: {false:.1%} false, {right:.1f} of 20 gains kept, {runs:.0f} runs")
     if part == "holm":
         rows = comparisons()
         p_values = [p_value(*row[1:]) for row in rows]

@@ -3,12 +3,11 @@ nothing."""
 
 import functools
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import digest, events, first
-from helpers import batch, build_run, moving_run
+from helpers import batch, moving_run
 from sources import around, only_on, ranks
 
 import train
@@ -120,53 +119,6 @@ def test_the_audit_changes_no_bit_of_buffers_or_of_any_optimizer(knobs, optimize
     assert audited == plain
 
 
-@pytest.mark.parametrize("number, odd", [(1, "first"), (2, "second")])
-def test_what_only_one_try_has_made_is_found_and_healed(knobs, number, odd):
-    """A fault that skips the first step leaves no moments, where the other tries make them."""
-    good, bad = build_run("muon"), build_run("muon")
-    take = functools.partial(train.train_step, good.model, good, *batch(), 1e-3)
-    audit.confirm(good, take, Clock())
-    events = []
-    bad.folder = SimpleNamespace(event=lambda step, name, **fields: events.append(fields))
-    tries = []
-
-    def model(inputs, targets):
-        tries.append(1)
-        return bad.model(inputs, targets) * (math.inf if len(tries) == number else 1)
-
-    take = functools.partial(train.train_step, model, bad, *batch(), 1e-3)
-    numbers = audit.confirm(bad, take, Clock())
-    assert numbers["skipped"] == 0 and events[0]["odd"] == odd and len(tries) == 3
-    assert digest(bad.model.state_dict()) == digest(good.model.state_dict())
-
-
-@pytest.mark.parametrize("take_audited", [audit.confirm, audit.find_hidden_state])
-def test_memory_that_runs_out_in_the_repeat_halves_nothing_for_good(
-    knobs, take_audited, monkeypatch
-):
-    """It may be the copies that were too much: the step is taken once without them."""
-    run, plain = build_run(), build_run()
-    events = []
-    run.folder = SimpleNamespace(event=lambda step, name, **fields: events.append(name))
-    tries = []
-
-    def model(inputs, targets):
-        tries.append(len(inputs))
-        if len(tries) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return run.model(inputs, targets)
-
-    for audited, step_of in ((run, model), (plain, plain.model)):
-        take = functools.partial(train.train_step, step_of, audited, *batch(), 1e-3)
-        _ = take_audited(run, take, Clock()) if audited is run else take()
-    assert events == ["audit_skipped"] and tries == [32, 32, 16, 16, 32]
-    for part in ("model", "optimizer", "state", "rng"):
-        assert digest(run.checkpoint()[part]) == digest(plain.checkpoint()[part]), part
-    monkeypatch.setattr(audit.machine, "free_memory", lambda device: 0)
-    take_audited(run, take, Clock())
-    assert events == ["audit_skipped"] * 2
-
-
 # ---- the second step: state that no checkpoint holds ---------------------------------------------
 
 HIDDEN = {
@@ -203,16 +155,6 @@ def test_state_that_no_checkpoint_holds_ends_the_run_at_its_second_step(run_trai
     assert "step 2 gave other results" in done.stderr
     assert "--audit_interval=-1" in done.stderr and len(done.stderr.splitlines()) == 1
     run_train("without", "--audit_interval=-1", before=before)
-
-
-def test_one_odd_try_of_four_is_the_machine_and_is_healed(run_train, plain):
-    done = run_train("run", *FLAGS, before=flip_gradient([2], step=2))
-    assert done.fingerprint(STEPS) == plain.fingerprint(STEPS)
-    (event,) = events(done, "audit")
-    assert (event["step"], event["odd"]) == (2, "second")
-    assert "gradient/head.weight" in event["tensors"]
-    first = run_train("first", *FLAGS, before=flip_gradient([1], step=2), code=1)
-    assert "gradient/head.weight" in first.stderr
 
 
 def test_the_second_step_changes_no_bit_and_no_figure(run_train, plain):

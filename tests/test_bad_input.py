@@ -161,19 +161,6 @@ def test_too_little_free_disk_is_refused_before_the_first_step(refused):
     refused("--max_steps=1000000000", "--milestone_interval=1", words=words)
 
 
-@pytest.mark.parametrize("megabytes", [10, 24])
-def test_a_run_that_fits_on_its_disk_can_also_resume_there(run_train, small_disk, megabytes):
-    """Five files of 3.4 MB fit on the larger disk; what the run has written is not in its way."""
-    flags = ("--save_interval=2", "--ngram_rows=8192")
-    folder = small_disk(megabytes) / "run"
-    done = run_train(folder, *flags, before=stop_at(5), code=2 if megabytes == 10 else 143)
-    if megabytes == 24:
-        run_train(folder, *flags)
-    else:
-        assert_refused(done, "MB free", "--keep_last=1")
-        assert tree(folder.parent) == {}
-
-
 # ---- resume --------------------------------------------------------------------------------------
 
 

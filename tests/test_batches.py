@@ -2,10 +2,7 @@
 
 import multiprocessing
 import os
-import pickle
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -13,12 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import REPO
-from helpers import python
 
 import train
 from plumbing.cli import RunFailed
-from plumbing.data import Batches, OrderedWindows, as_arrays, kill_workers, read_rows
+from plumbing.data import Batches, OrderedWindows, kill_workers, read_rows
 from train import ShuffledWindows
 
 BLOCK = 8
@@ -146,41 +141,12 @@ def test_a_row_outside_the_split_is_refused(tokens, start):
         read_rows(tokens, np.array([0, start]), BLOCK)
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts open files in /proc")
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_numbers_keep_their_dtype_and_have_a_mask_of_their_own(tmp_path, dtype):
-    values = np.array([0.9, -0.9, 1.7, -100, -100.7, 3, 4, 5, 6, 7], dtype)
-    tokens = split_of(tmp_path, values)
-    rows = read_rows(tokens, np.array([0, 4]), 3)
-    assert rows.dtype == dtype and np.array_equal(rows, [values[:3], values[4:7]])
-    windows = OrderedWindows(tokens, 4)
-    inputs, targets = (torch.as_tensor(each) for each in windows[0, len(windows)])
-    assert train.count_targets(targets) == len(values) - 1, "-100 is a number like any other"
-    assert np.array_equal(targets[~targets.isnan()].numpy(), values[1:])
-    assert not inputs.isnan().any()
-    assert train.count_targets(torch.tensor([3, -100, 4])) == 2
-    assert train.count_targets(torch.tensor([156, 4], dtype=torch.uint8)) == 2
-
-
 @pytest.mark.parametrize("left", [0, 50, 2 * TOKENS - 1])
 def test_a_file_that_gets_shorter_is_not_read_past_its_end(tmp_path, tokens, left):
     assert read_rows(tokens, np.array([90]), 10).tolist() == [list(range(90, 100))]
     os.truncate(tmp_path / "ids.bin", left)
     with pytest.raises(RunFailed, match="ids.bin has changed its size since the start"):
         read_rows(tokens, np.array([20]), 10)
-
-
-def test_batches_travel_to_spawned_workers_by_the_name_of_their_file(tmp_path, windows):
-    """To a process that has no override of a config global, and no open file of this one."""
-    (tmp_path / "many").mkdir()
-    many = split_of(tmp_path / "many", np.arange(60_000, dtype=np.uint16))
-    assert len(pickle.dumps(many)) < 1000
-    assert np.array_equal(pickle.loads(pickle.dumps(many[5:9])), many[5:9])
-    wanted = [(44, 3), (47, 6), (53, 1)]
-    spawned = {"num_workers": 1, "multiprocessing_context": "spawn", "collate_fn": as_arrays}
-    found = torch.utils.data.DataLoader(windows, sampler=wanted, batch_size=None, **spawned)
-    for batch, pair in zip(wanted, found, strict=True):
-        assert all(map(np.array_equal, pair, windows[batch]))
 
 
 # ---- workers -------------------------------------------------------------------------------------
@@ -269,62 +235,3 @@ def test_an_error_of_the_dataset_keeps_its_type_and_its_line(batches_of, num_wor
     assert "of the dataset" in str(error.value)
     if num_workers:
         assert 'raise KeyError("of the dataset")' in str(error.value)
-
-
-FULL = f"""
-import contextlib, os, sys
-sys.path[:0] = ["{REPO}", "{REPO}/tests"]
-import numpy as np, torch
-from plumbing.data import Batches
-def fill(name):
-    with open("/dev/shm/" + name, "wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(4096))
-class Big:
-    def __getitem__(self, i):
-        return torch.full((300_000,), i), np.zeros(3)
-batches = Batches(Big(), iter(range(8)), torch.device("cpu"), num_workers=2)
-fill("full")
-print([int(first[0]) for first, _, _ in batches])
-batches.stop()
-del batches
-fill("more")
-try:
-    Batches(Big(), iter(range(8)), torch.device("cpu"), num_workers=2)
-except Exception as error:
-    print(type(error).__name__, error)
-"""
-
-
-def test_a_full_dev_shm_stalls_nothing(tmp_path):
-    """In a mount namespace of its own, whose /dev/shm is small."""
-    unshare = ["unshare", "-rm", "sh", "-c"]
-    mount = "mount -t tmpfs -o size=512k tmpfs /dev/shm"
-    if subprocess.run([*unshare, mount], capture_output=True, check=False).returncode:
-        pytest.skip("this system lets nobody mount a small /dev/shm")
-    (tmp_path / "full.py").write_text(FULL)
-    command = f"{mount} && exec {sys.executable} {tmp_path}/full.py"
-    done = subprocess.run(
-        [*unshare, command], capture_output=True, text=True, timeout=60, check=False
-    )
-    *lines, last = done.stdout.splitlines()
-    assert lines == ["[0, 1, 2, 3, 4, 5, 6, 7]"], done.stderr
-    assert last.startswith("RunFailed cannot start 2 DataLoader workers ([Errno 28] No space left")
-    assert "is /dev/shm full? --num_workers=0 needs none" in last
-
-
-def test_a_script_that_ends_without_stop_does_not_wait_for_its_workers():
-    source = """
-import time, torch, warnings
-from plumbing.data import Batches
-warnings.simplefilter("error")
-class Slow:
-    def __getitem__(self, i):
-        time.sleep(i * 1000)
-        return [i], [i]
-batches = Batches(Slow(), iter(range(4)), torch.device("cpu"), num_workers=1)
-print(next(batches))
-"""
-    began = time.monotonic()
-    assert python(source).startswith("(")
-    assert time.monotonic() - began < SLOW

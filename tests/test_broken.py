@@ -1,7 +1,6 @@
 """Broken loops: with each bug of tests/broken the test named in answers.md there fails, and the
 command named there finds it."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -126,38 +125,18 @@ def test_the_same_command_finds_nothing_in_the_code_as_it_is(command, checked):
 # ---- the exercises -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def broken(tmp_path):
-    def run(*words):
-        command = [sys.executable, REPO / "examples" / "broken.py", *words]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-
-    return run
-
-
-def test_an_exercise_is_a_copy_with_one_bug_that_trains(broken, data_dir, tmp_path):
-    done = broken("20", "--out_dir=here")
-    assert done.returncode == 0, done.stderr
-    folder = tmp_path / "here" / "broken_20"
-    sees, _, diff = patch_of(20).partition("\n\n")
-    assert done.stdout == f"{sees}\n\ncd {folder}\npython train.py config/shakespeare_fast.py\n"
-    assert not (folder / ".git").exists() and not (folder / "docs" / "exercises.md").exists()
-    assert not (folder / "tests" / "broken").exists() and (folder / "data").is_symlink()
+def test_the_line_of_the_exercises_makes_a_broken_loop(copy):
+    """docs/exercises.md, in a clone: a copy beside it, with one bug."""
+    page = (REPO / "docs" / "exercises.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^git worktree add .*$", page, re.MULTILINE)
+    own = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "as it is"]):
+        subprocess.run([*own, *words], cwd=copy, check=True)
+    subprocess.run(line.replace("../broken", "../copy_with_07"), shell=True, cwd=copy, check=True)
+    broken = copy.parent / "copy_with_07"
     changed = [
-        path.relative_to(REPO).as_posix()
-        for path in (*REPO.glob("*.py"), *REPO.glob("plumbing/*.py"))
-        if path.read_bytes() != (folder / path.relative_to(REPO)).read_bytes()
+        path.relative_to(copy).as_posix()
+        for path in (*copy.glob("*.py"), *copy.glob("plumbing/*.py"))
+        if path.read_bytes() != (broken / path.relative_to(copy)).read_bytes()
     ]
-    assert changed == re.findall(r"^--- a/(.*)$", diff, re.MULTILINE)
-    flags = [f"--{key}={value}" for key, value in (TINY | {"data_dir": data_dir}).items()]
-    run = subprocess.run([sys.executable, "train.py", *flags], cwd=folder, capture_output=True)
-    assert run.returncode == 0, run.stderr
-
-
-def test_the_answer_shows_the_edit_and_what_finds_it(broken, tmp_path):
-    done = broken("20", "--reveal=true")
-    assert done.returncode == 0, done.stderr
-    assert patch_of(20) in done.stdout
-    name, test, command, prints = BUGS[20]
-    assert all(words in done.stdout for words in (name, test, command, prints))
-    assert os.listdir(tmp_path) == []
+    assert changed == re.findall(r"^--- a/(.*)$", patch_of(7), re.MULTILINE)

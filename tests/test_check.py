@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from conftest import REPO
 from helpers import BENCH_FLAGS, bench_arguments
-from test_examples import REGRESSION
 
 import bench
 import check
@@ -104,14 +103,6 @@ def test_any_model_and_data_can_be_checked(tmp_path, train_as_it_was, capsys):
     assert PAGE - found.keys() == OF_TEXT
     assert found.keys() - PAGE == absent - {"FLOPs of a token"}
     assert all(" check" in name for name in absent - {"FLOPs of a token"})
-
-
-def test_a_regression_is_go(tmp_path, train_as_it_was, capsys):
-    script = tmp_path / "regression.py"
-    script.write_text(REGRESSION)
-    flags = ["--device=cpu", "--dtype=float32", f"--out_dir={tmp_path}"]
-    assert check.main([str(script), *flags]) == 0
-    assert "\n  GO\n" in capsys.readouterr().out
 
 
 def see_the_future(monkeypatch):
@@ -223,18 +214,6 @@ def test_sanity_finds_validation_text_in_training_wherever_it_begins(begin, chec
     assert checks(sanity.leak_check)["train and validation share no window"][0] is False
 
 
-def test_a_model_that_tells_other_flops_is_named_with_both_figures(checks, monkeypatch):
-    assert checks(sanity.flops_check)["FLOPs of a token"][0] is True
-    real = model.GPT.flops_per_token
-    monkeypatch.setattr(model.GPT, "flops_per_token", lambda self: 0.6 * real(self))
-    mark, found = checks(sanity.flops_check)["FLOPs of a token"]
-    assert mark == "passable"  # a warning
-    told, counted = map(float, re.findall(r"[\d.e+]{4,}", found))
-    assert told == pytest.approx(0.6 * counted, rel=0.1)
-    monkeypatch.setattr(model.GPT, "flops_per_token", lambda self: 1 / 0)
-    assert checks(sanity.flops_check)["FLOPs of a token"][0] is None
-
-
 def test_the_bugs_of_the_list_apply_to_the_present_code():
     bugs = tomllib.loads((REPO / "tests" / "bugs.toml").read_text())["bug"]
     for bug in bugs:
@@ -270,14 +249,6 @@ def test_only_a_deterministic_process_that_differs_is_exit_1(mode, in_process, m
 
 # ---- seeds, and one configuration against another ------------------------------------------------
 
-# two-sided 95% quantiles (Fisher 1925, table IV, and more digits)
-QUANTILES = {1: 12.7062, 2: 4.30265, 4: 2.77645, 9: 2.26216, 29: 2.04523, 1000: 1.96234}
-
-
-@pytest.mark.parametrize("freedom", QUANTILES)
-def test_the_t_quantile_is_that_of_the_tables(freedom):
-    assert verdicts.t_quantile(freedom) == pytest.approx(QUANTILES[freedom], abs=1e-4)
-
 
 def one_look(differences):
     return verdicts.verdict_on(differences, every_look=False)
@@ -300,32 +271,11 @@ def test_verdicts_of_one_look_follow_from_the_interval():
     assert "more than 10,000 seeds" in str(one_look([0.1, -0.1]))
 
 
-def test_the_e_value_is_the_integral_over_its_priors():
-    """Of the likelihood ratio of t: a normal prior of the effect, by sampling it."""
-    values = [0.5, 1.4, 0.2, 0.9]
-    n, effects = len(values), np.random.default_rng(0).normal(0, 2, 400_000)
-    scales = np.exp(np.linspace(-6, 6, 4001))  # 1 / scale is the right Haar measure
-    weights = np.gradient(scales) / scales
-
-    def likelihood(effect):
-        z = (np.array(values)[:, None] - effect * scales) / scales
-        return (np.exp(-(z**2).sum(0) / 2) / scales**n * weights).sum()
-
-    chosen = effects[:3000]
-    ratio = np.mean([likelihood(effect) for effect in chosen]) / likelihood(0.0)
-    assert verdicts.e_value(values) == pytest.approx(ratio, rel=0.1)
-
-
 def test_looking_after_each_seed_is_rarely_wrong_and_finds_large_differences():
     rows = luck.power(trials=300)
     false, used, _ = rows[0]
     assert false <= 0.05 and used > 19
     assert rows[1][0] > 0.75 and rows[2][0] > 0.98 and rows[2][1] < 8
-
-
-def test_of_many_comparisons_few_are_kept():
-    assert verdicts.kept_by_e_bh([50.0, 1.0, 39.0, 0.2]) == []  # 4 / 0.05 for one, half for two
-    assert verdicts.kept_by_e_bh([50.0, 1.0, 41.0, 0.2]) == [0, 2]
 
 
 @pytest.fixture
@@ -372,24 +322,6 @@ def test_a_rate_far_too_high_is_worse_and_runs_are_not_trained_again(compare, qu
     shutil.copytree(data_dir / "small", data_dir / "again", dirs_exist_ok=True)
     with pytest.raises(BadInput, match="losses on again and small cannot be compared"):
         compare({}, {"dataset": "again"})
-
-
-def test_equal_names_the_first_step_that_differs(compare):
-    code, lines = compare({}, {"warmup_steps": 5, "max_steps": 5}, equal="true")
-    assert code == 1 and lines[-1] == "equal: no; the first difference: step 2"
-    code, _ = compare({}, {"dataset": "absent"}, equal="true")
-    assert code == 125
-    assert check.main(["--against=x", "--equal=true", "--no_such_flag=1"]) == 125
-
-
-def test_equal_takes_the_folder_of_a_run(data_dir, tmp_path, run_train, quick, capsys):
-    golden = run_train("golden", "--max_steps=4", "--seed=3")
-    for seed, expected, last in ((3, 0, "yes"), (4, 1, "no; the first difference: step 0")):
-        flags = [f"--max_steps=4 --seed={seed}", f"--out_dir={tmp_path}/b --data_dir={data_dir}"]
-        words = " ".join([*flags, "--dataset=small --device=cpu --dtype=float32"]).split()
-        code = check.main([*words, f"--against={golden.out_dir}", "--equal=true"])
-        output = capsys.readouterr().out
-        assert (code, output.splitlines()[-1]) == (expected, f"equal: {last}"), output
 
 
 def test_an_import_that_fails_cannot_tell(tmp_path):

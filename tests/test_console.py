@@ -119,12 +119,6 @@ def test_a_run_has_a_live_line_on_a_terminal(data_dir, tmp_path):
     assert live and console.GREEN in shown and "finished" in shown
 
 
-@pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_a_terminal_that_should_have_no_colour_gets_what_a_pipe_gets(environment):
-    shown, piped = on_a_terminal(LOOP, **environment)
-    assert shown == piped
-
-
 def test_the_end_names_commands_that_run(run_train, tmp_path, capsys):
     done = run_train("a run", "--max_steps=5", "--log_interval=1")
     ends = done.stdout.splitlines()[-2:]

@@ -1,7 +1,6 @@
 """The examples, and the forks of docs/forks.md: each does what it is for, and what the loop promises
 holds for it, too."""
 
-import contextlib
 import subprocess
 import sys
 
@@ -11,15 +10,6 @@ import run_page
 import torch
 from conftest import REPO, make_dataset, pydoc_text
 from sources import around
-
-import train
-
-before = dict(vars(train))
-from examples import ledger  # noqa: E402
-from examples.mixture import BLOCK, SHARES, Mixture  # noqa: E402
-from plumbing.cli import BadInput  # noqa: E402
-
-vars(train).update(before)  # the other tests of this process have the plain train.py
 
 
 def loaded(path):
@@ -72,92 +62,20 @@ def test_images_are_learned_from_any_directory_and_get_a_report(tmp_path):
     assert "accuracy" in (tmp_path / "out" / "report.md").read_text()
 
 
-# ---- examples/mixture.py: exact shares, a pure function of the place ------------------------------
-
-MIXTURE = f"import runpy; runpy.run_path({str(REPO / 'examples/mixture.py')!r})\n"
-
-
-@pytest.fixture
-def mixture(tmp_path):
-    """Ids of the second text are 30,000 and more."""
-    texts = []
-    for begin in (0, 30_000):
-        np.arange(begin, begin + 8000, dtype=np.uint16).tofile(tmp_path / str(begin))
-        texts.append(
-            train.ShuffledWindows(np.memmap(tmp_path / str(begin), "uint16", "r"), 8, seed=1)
-        )
-    return Mixture(texts)
-
-
-def test_each_block_holds_exactly_its_shares_and_each_text_comes_in_its_own_order(mixture):
-    inputs, targets = mixture[0, 3 * len(BLOCK)]
-    assert np.array_equal(targets, inputs + 1)
-    is_second = inputs[:, 0] >= 30_000
-    orders = is_second.reshape(3, len(BLOCK))
-    assert SHARES["words"] == 300 and orders.sum(1).tolist() == [300] * 3
-    for number, rows in enumerate((~is_second, is_second)):
-        assert np.array_equal(inputs[rows], mixture.texts[number][0, rows.sum()][0])
-    assert (orders[0] != orders[1]).any() and (orders[1] != orders[2]).any()
-
-
-@pytest.mark.parametrize("first", [0, 995, 2000])
-def test_a_batch_is_the_same_in_any_parts(mixture, first):
-    whole = mixture[first, 12]
-    for sizes in ([4, 8], [1] * 12, [5, 1, 6]):
-        ends = np.cumsum([0, *sizes])
-        parts = [mixture[first + int(e), n] for e, n in zip(ends[:-1], sizes, strict=True)]
-        for one, several in zip(whole, zip(*parts, strict=True), strict=True):
-            assert np.array_equal(one, np.concatenate(several))
-
-
-@pytest.fixture
-def texts(tmp_path):
-    for name, text in (("code", pydoc_text()[:20_000]), ("words", pydoc_text()[-9000:])):
-        make_dataset(tmp_path, name, text, "byte")
-    return ("--dataset=code+words", f"--data_dir={tmp_path}")
-
-
-def test_a_mixture_resumes_bit_for_bit_and_is_validated_on_each_text(straight_and_resumed, texts):
-    straight, _ = straight_and_resumed(*texts, step=5, name="SIGTERM", before=MIXTURE)
-    first, *_, last = straight.rows("eval")
-    assert last["val_code"] < first["val_code"] and last["val_words"] < first["val_words"]
-    assert min(last["val_code"], last["val_words"]) < last["val_loss"] and "val_bpb" in last
-
-
-def test_a_ledger_has_a_copy_of_the_code_for_each_patch_that_applies(tmp_path, monkeypatch):
-    patch = tmp_path / "idea.patch"
-    for line in ("no line", "no line", (REPO / "LICENSE").read_text().splitlines()[0]):
-        patch.write_text(f"--- a/LICENSE\n+++ b/LICENSE\n@@ -1 +1 @@\n-{line}\n+another\n")
-        with (
-            pytest.raises(BadInput, match="apply")
-            if line == "no line"
-            else contextlib.nullcontext()
-        ):
-            assert (ledger.patched(patch, tmp_path) / "LICENSE").read_text()[:8] == "another\n"
-    words = []
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: words.extend(command))
-    with contextlib.suppress(FileNotFoundError):
-        ledger.last_loss(tmp_path, tmp_path / "0", 0)
-    assert words.index("config/shakespeare_fast.py") < words.index(f"--out_dir={tmp_path / '0'}")
-
-
-def test_vocabularies_that_differ_are_refused(run_train, texts, tmp_path):
-    (tmp_path / "words" / "meta.json").unlink()
-    make_dataset(tmp_path, "words", "words " * 1000)
-    done = run_train("run", *texts, before=MIXTURE, code=2)
-    assert not done.out_dir.exists()
-    assert "code+words: different vocabularies; make all with --tok" in done.stderr
-
-
 # ---- docs/forks.md -------------------------------------------------------------------------------
 
-LORA, SCHEDULE_FREE, REGRESSION = (
+LORA, SCHEDULE_FREE, REGRESSION, MIXTURE = (
     code.partition("flags = ")[0]
     for _, _, language, _, code in run_page.blocks(REPO / "docs/forks.md")
     if language == "python"
 )
 FLAGS = ["--max_steps=12", "--save_interval=4", "--eval_interval=4", "--audit_interval=5"]
-MORE = {LORA: [], SCHEDULE_FREE: ["--ema_decay=0.9", "--schedule=constant"], REGRESSION: []}
+MORE = {
+    LORA: [],
+    SCHEDULE_FREE: ["--ema_decay=0.9", "--schedule=constant"],
+    REGRESSION: [],
+    MIXTURE: ["--dataset=code"],
+}
 
 
 @pytest.fixture
@@ -165,9 +83,20 @@ def base(run_train):
     return run_train("out/base", "--max_steps=6").out_dir / "best.pt"
 
 
-@pytest.mark.parametrize("fork", MORE, ids=["lora", "schedule_free", "regression"])
-def test_a_fork_of_the_page_resumes_bit_for_bit(straight_and_resumed, base, fork):
-    straight, _ = straight_and_resumed(*FLAGS, *MORE[fork], step=7, name="SIGTERM", before=fork)
+@pytest.fixture
+def texts(tmp_path):
+    """The flag for the folder of two texts."""
+    make_dataset(tmp_path, "code", pydoc_text()[:20_000], "byte")
+    make_dataset(tmp_path, "words", pydoc_text()[-9000:], "byte")
+    return f"--data_dir={tmp_path}"
+
+
+@pytest.mark.parametrize("fork", MORE, ids=["lora", "schedule_free", "regression", "mixture"])
+def test_a_fork_of_the_page_resumes_bit_for_bit(straight_and_resumed, base, texts, fork):
+    flags = [*FLAGS, *MORE[fork]]
+    if fork == MIXTURE:
+        flags.append(texts)
+    straight, _ = straight_and_resumed(*flags, step=7, name="SIGTERM", before=fork)
     losses = [row["val_loss"] for row in straight.rows("eval")]
     assert losses[-1] < losses[0]
     if fork == LORA:
@@ -188,3 +117,22 @@ def test_best_holds_the_weights_that_were_judged(run_train):
     load = f"result.load_state_dict(torch.load({best_pt!r}, weights_only=True)['ema'])"
     again = run_train("again", "--max_steps=3", before=around("build_model", then=load))
     assert again.rows("eval")[0]["val_loss"] == best["val_loss"]
+
+
+def test_a_mixture_has_exactly_its_shares_and_every_window_of_its_texts_in_turn(tmp_path):
+    scope = {}
+    exec(MIXTURE.partition("train.open_dataset, ")[0], scope)
+    texts = []
+    for begin in (0, 30_000):  # ids of the second text are 30,000 and more
+        np.arange(begin, begin + 8000, dtype=np.uint16).tofile(tmp_path / str(begin))
+        tokens = np.memmap(tmp_path / str(begin), "uint16", "r")
+        texts.append(scope["train"].ShuffledWindows(tokens, 8, seed=1))
+    mixture = scope["Mixture"](texts)
+    inputs, targets = mixture[0, 300]
+    assert np.array_equal(targets, inputs + 1)
+    is_second = inputs[:, 0] >= 30_000
+    assert (is_second.reshape(30, 10).sum(1) == 3).all()
+    assert np.array_equal(inputs[~is_second], texts[0][0, 210][0])
+    assert np.array_equal(inputs[is_second], texts[1][0, 90][0])
+    parts = [mixture[0, 7][0], mixture[7, 93][0], mixture[100, 200][0]]
+    assert np.array_equal(inputs, np.concatenate(parts))

@@ -3,12 +3,10 @@
 One process in nearly all; several ranks in test_ranks.py. Nothing is simulated but the two things
 that cannot be had to order: a number that is not finite, and a GPU that has no memory left."""
 
-import contextlib
 import copy
 import io
 import os
 import pickle
-import re
 import shutil
 import signal
 import subprocess
@@ -19,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import events, fingerprint, first, tree, wait_for
-from sources import SHARD, SHORT_PAUSES, around, at_step, bad_batches, ranks, stop_at
+from sources import SHORT_PAUSES, around, at_step, bad_batches, stop_at
 
 from plumbing import checkpoint
 from plumbing.safe_step import tensors
@@ -55,15 +53,6 @@ def test_a_signal_to_the_whole_group_stops_after_a_checkpoint(run_train, straigh
     assert "type the same command" in stopped.stdout and "Traceback" not in stopped.stderr
     done = run_train("run", *EVERYTHING)
     assert done.fingerprint(12) == straight.fingerprint(12)
-
-
-def test_a_signal_while_workers_start_stops_the_run_and_kills_none_of_them(run_train):
-    """Until worker_init_fn has run, a worker has torch's handler of SIGTERM, by which it dies."""
-    kill = "import threading\nthreading.Timer(0.5, os.killpg, (0, signal.SIGTERM)).start()"
-    slow_start = around("data.ignore_signals", "time.sleep(1)") + around("load_batches", kill)
-    flags = ("--max_steps=100000", "--num_workers=2")
-    done = run_train("run", *flags, before=slow_start, code=143)
-    assert "stopped by SIGTERM" in done.stdout
 
 
 @pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
@@ -174,16 +163,6 @@ torch.save = save
     assert "damaged" not in done.stdout
     assert done.fingerprint(12) == straight.fingerprint(12)
     assert [row["step"] for row in done.rows("eval")] == [0, 12]
-
-
-def test_a_run_begun_from_a_path_survives_a_kill_before_its_first_save(run_train, straight):
-    seed = f"--resume={straight.checkpoint(8)}"
-    kill = at_step(10, "os.kill(os.getpid(), 9)")
-    run_train(
-        "run", *EVERYTHING, "--log_interval=1", "--save_interval=0", seed, before=kill, code=137
-    )
-    done = run_train("run", *EVERYTHING, seed)
-    assert states_equal(done.fingerprint(12), straight.fingerprint(12), "state")
 
 
 # ---- checkpoints that are no good ----------------------------------------------------------------
@@ -379,17 +358,6 @@ def test_a_whole_file_with_wrong_content_is_damaged(interrupted, tmp_path, monke
     assert checkpoint.load(path)
 
 
-@pytest.mark.parametrize("kind", BOMBS)
-def test_the_bombs_are_real(tmp_path, kind):
-    """The control of those above: read without weights_only, each makes an empty folder."""
-    path = tmp_path / "ckpt_1.pt"
-    path.write_bytes(BOMBS[kind](Bomb(tmp_path / "boom")))
-    for weights_only in (True, False):
-        with contextlib.suppress(Exception):  # what comes after it is no checkpoint
-            torch.load(path, weights_only=weights_only)
-        assert (tmp_path / "boom").exists() is not weights_only
-
-
 def test_with_no_good_checkpoint_left_it_says_so_and_stops(run_train, interrupted, tmp_path):
     shutil.copytree(interrupted, tmp_path / "run")
     damaged = list((tmp_path / "run").glob("*.pt"))
@@ -546,18 +514,6 @@ def test_an_odd_machine_changes_no_bit(run_train, straight, machine):
     assert all(0 < row["step_ms"] < 60_000 for row in done.rows("train"))
 
 
-SIZE = around("checkpoint.size", then='if train.rank() == 0: print("SIZE", result, flush=True)')
-
-
-@pytest.mark.parametrize("count", [1, 2], ids=["plain", "sharded"])
-def test_the_disk_space_asked_for_is_enough_for_a_whole_checkpoint(run_train, count):
-    flags = ["--ema_decay=0.9"] if count == 1 else ["--ema_decay=0.9", "--optimizer=muon", SHARD]
-    done = run_train("run", *flags, "--max_steps=3", "--n_embd=256", before=ranks(count, SIZE))
-    predicted = int(re.search(r"SIZE (\d+)", done.stdout)[1])
-    size = done.checkpoint(3).stat().st_size
-    assert size < 1.03 * predicted < 1.1 * size
-
-
 def test_a_kill_within_the_first_save_leaves_something_to_roll_back_to(run_train):
     in_save = """
 def link(*paths):
@@ -571,17 +527,6 @@ os.link = link
     done = run_train("run", *flags, before=bad)
     assert events(done, "rollback"), done.stderr
     assert states_equal(done.fingerprint(20), straight.fingerprint(20), "state")
-
-
-def test_a_resume_from_the_best_alone_makes_a_checkpoint_to_roll_back_to(run_train):
-    """Whatever its step is: no save was due there."""
-    flags = (*ROLLBACK, "--eval_interval=3", "--peak_lr=1e-2")
-    killed = run_train("run", *flags, before=at_step(6, "os.kill(os.getpid(), 9)"), code=137)
-    for path in killed.out_dir.glob("ckpt_*.pt"):
-        path.unlink()
-    assert torch.load(killed.out_dir / "best.pt")["state"]["step"] == 3
-    done = run_train("run", *flags, "--save_interval=50", before=bad_batches([6, 7]))
-    assert [(row["step"], row["at_step"]) for row in events(done, "rollback")] == [(3, 8)]
 
 
 # ---- what belongs to the run ---------------------------------------------------------------------
@@ -652,12 +597,6 @@ def test_bad_steps_in_a_row_roll_back_and_continue_past_their_data(run_train, ro
     assert done.fingerprint(20)["model"] != calm.fingerprint(20)["model"]
 
 
-@pytest.mark.parametrize("flags", [["--log_interval=1"], ["--log_interval=7", "--keep_last=1"]])
-def test_a_rollback_is_the_same_whatever_is_logged_or_kept(run_train, rolled_back, flags):
-    done = run_train("run", *ROLLBACK, *flags, before=bad_batches([9, 10]))
-    assert done.fingerprint(20) == rolled_back.fingerprint(20)
-
-
 # (steps that are skipped, the one in which it is stopped, keep_last): before the rollback, between
 # its two skips, in the step that decides on it, and after it; 8: a save that it must not go back to
 STOPS = [((10, 11), 11, 1), ((10, 11), 9, 2), ((8, 9), 8, 1)]
@@ -676,29 +615,6 @@ def test_a_rollback_is_the_same_after_a_stop(run_train, once, skipped, step, kee
     assert done.fingerprint(20) == straight.fingerprint(20)
 
 
-def test_a_run_begun_from_a_path_can_go_back_to_where_it_began(run_train, straight):
-    flags = (*ROLLBACK, "--decay_steps=20", "--save_interval=0")
-    flags += (f"--resume={straight.checkpoint(8)}",)
-    done = run_train("run", *flags, before=bad_batches([10, 11]) + stop_at(10), code=143)
-    done = run_train("run", *flags, before=bad_batches([10, 11]))
-    assert [(row["step"], row["at_step"]) for row in events(done, "rollback")] == [(8, 12)]
-
-
-def test_a_rollback_after_a_change_of_ranks_leaves_the_loss_unaffected(run_train):
-    """From 2 ranks to 1: half a batch was all of a rank's at the checkpoint to go back to."""
-    flags = ("--max_skipped=2", "--save_interval=4", "--log_interval=1", "--dropout=0")
-    bad = bad_batches([6, 7])
-    straight = run_train("straight", *flags, before=bad)
-    run_train("run", *flags, "--batch_size=4", before=ranks(2, stop_at(5)), code=143)
-    done = run_train("run", *flags, "--batch_size=4", before=bad)
-    assert [(e["step"], e["at_step"]) for e in events(done, "rollback")] == [(4, 8)]
-    pairs = list(zip(done.rows("train"), straight.rows("train"), strict=True))
-    assert [one["sequences"] for one, _ in pairs] == [other["sequences"] for _, other in pairs]
-    for one, other in pairs:
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
-
-
 @pytest.mark.parametrize("init, log_interval", [(2.0**16, 1), (4.0, 60)])
 def test_the_loss_scale_after_a_rollback_is_that_of_judged_steps(run_train, init, log_interval):
     """Whatever was executed since, up to log_interval steps, halved it too. At least 1."""
@@ -713,14 +629,6 @@ torch.amp.GradScaler = scaler
     assert [row["next_sequence"] for row in events(done, "rollback")] == [11 * 8, 13 * 8]
     scale = torch.load(done.checkpoint(20), weights_only=True)["scaler"]["scale"]
     assert scale == max(1, init / 2**4)
-
-
-def test_a_save_asked_for_in_a_step_that_ends_in_a_rollback_is_made_after_it(run_train):
-    flags = (*ROLLBACK, "--log_interval=1")
-    done = run_train("run", *flags, before=bad_batches([9, 10]) + stop_at(11, "SIGUSR1"))
-    (rollback,) = events(done, "rollback")
-    assert (rollback["step"], rollback["at_step"]) == (8, 11)
-    assert 9 in [row["step"] for row in events(done, "saved")]
 
 
 def test_after_max_rollbacks_it_stops_with_a_diagnosis_and_saves_nothing_poisoned(run_train):
@@ -738,20 +646,6 @@ def test_after_max_rollbacks_it_stops_with_a_diagnosis_and_saves_nothing_poisone
         assert all_finite(saved) and saved["state"]["step"] <= 8
     again = run_train("run", *ROLLBACK, "--max_rollbacks=2", before=bad, code=1)
     assert f"sequence: {15 * 8}." in again.stderr
-
-
-def test_a_poisoned_weight_never_reaches_a_file(run_train):
-    """An update that overflows where a save is due: only the next loss will show it."""
-    poison = """
-if run.state["step"] == 7 and not run.state["rollbacks"]:
-    run.model.head.weight.data[0, 0] = float("inf")
-"""
-    poison = around("train_step", then=poison)
-    done = run_train("run", *ROLLBACK, "--max_skipped=3", before=poison)
-    assert "could not save ckpt_00000008.pt (a weight or moment is not finite)" in done.stdout
-    assert [(row["step"], row["at_step"]) for row in events(done, "rollback")] == [(4, 11)]
-    for path in done.out_dir.glob("*.pt*"):
-        assert all_finite(checkpoint.load(path))
 
 
 def test_a_gradient_of_exactly_zero_stops_the_run(run_train):
@@ -829,21 +723,6 @@ if run.state["eval_micro_batch"] > 2:
         assert one["val_tokens"] == other["val_tokens"] == 112  # 7 windows of 16
         assert one["val_loss"] == pytest.approx(other["val_loss"], rel=1e-6)
     assert len(done.rows("eval")) > 1
-
-
-@pytest.mark.slow
-def test_memory_that_really_runs_out_is_the_same(run_train):
-    """A limit on the process's address space stands in for a small machine."""
-    limit = """
-import resource
-size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-before = resource.getrlimit(resource.RLIMIT_AS)
-resource.setrlimit(resource.RLIMIT_AS, (size + 200_000_000, before[1]))
-"""
-    lift = "resource.setrlimit(resource.RLIMIT_AS, before)"  # the saver needs some of its own
-    flags = ("--batch_size=512", "--max_steps=4", "--block_size=64", "--n_embd=64")
-    done = run_train("run", *flags, before=around("safe_step.rehearse", limit, lift))
-    assert 0 < events(done, "out_of_memory")[-1]["micro_batch"] < 512
 
 
 @pytest.mark.slow

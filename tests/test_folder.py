@@ -1,17 +1,20 @@
 """The folder of a run: one run at a time, its record true however the run ends, its rows whole."""
 
+import errno
+import json
+import math
+import os
+import subprocess
 import sys
 import threading
-import tracemalloc
 
 import pytest
-from conftest import read_rows
-from helpers import evaluation, write_run
+import torch
+from conftest import REPO, arguments, fingerprint, first, read_rows
 from sources import SHORT_PAUSES, around, at_step, stop_at
 
-from plumbing import resume, run_folder
+from plumbing.files import read_json, replacing, write_json
 from plumbing.run_folder import RunFolder
-from reporting.record import read_run
 
 
 @pytest.fixture
@@ -74,24 +77,6 @@ def test_restart_moves_the_old_run_and_locks_the_place(folder, in_another_proces
     assert (folder.path / "run.json").read_text() == "3"
 
 
-def test_a_run_that_got_the_lock_of_a_folder_moved_aside_does_not_start(
-    in_another_process, tmp_path
-):
-    (tmp_path / "run").mkdir()
-    source = """
-from plumbing import run_folder
-def renamed_meanwhile(path, inner=run_folder.lock_file):
-    file = inner(path)
-    folder.path.rename(str(folder.path) + ".old_1")
-    folder.path.mkdir()
-    (folder.path / ".lock").touch()
-    return file
-run_folder.lock_file = renamed_meanwhile
-folder.lock()
-"""
-    assert "has taken the place of this folder" in in_another_process(source)
-
-
 # ---- rows ----------------------------------------------------------------------------------------
 
 
@@ -111,14 +96,6 @@ def test_rows_of_two_threads_do_not_mix(folder):
         assert [row["step"] for row in read_rows(folder.path, kind)] == list(range(200))
 
 
-def test_rows_are_not_appended_to_the_target_of_a_planted_link(folder, tmp_path, capsys):
-    (tmp_path / "target").write_text("precious")
-    (folder.path / "metrics.jsonl").symlink_to(tmp_path / "target")
-    folder.write_rows([{"kind": "train", "step": 1}])
-    assert (tmp_path / "target").read_text() == "precious"
-    assert "metrics.jsonl cannot be written" in capsys.readouterr().out
-
-
 def test_a_resume_drops_lines_that_are_no_rows(folder):
     bad = ["null", "[" * 100_000, '{"kind": "train", "step": "x"}', '{"kind": "train"', "[1]"]
     good, later = '{"kind": "train", "step": 1}', '{"kind": "train", "step": 2}'
@@ -126,14 +103,6 @@ def test_a_resume_drops_lines_that_are_no_rows(folder):
     path.write_text("\n".join([good, *bad, good, later]) + "\n")
     folder.cut_rows(1)
     assert path.read_text().splitlines() == [good, good]
-
-
-@pytest.mark.parametrize("content", ['{"resumes": {"a": 1}, "wandb_id": 1}', "[" * 100_000])
-def test_a_run_json_with_other_content_does_not_stop_a_resume(run_train, content):
-    stopped = run_train("run", before=stop_at(6), code=143)
-    (stopped.out_dir / "run.json").write_text(content)
-    done = run_train("run")
-    assert len(done.facts["resumes"]) == 1 and done.facts["start"]
 
 
 # ---- the end -------------------------------------------------------------------------------------
@@ -169,32 +138,6 @@ def test_the_report_is_a_process_of_its_own_whose_time_counts(run_train):
     assert not (stopped.out_dir / "report.md").exists()
 
 
-@pytest.mark.parametrize(
-    "source, words",
-    [
-        ("raise ValueError('no ink')", "ValueError: no ink"),
-        ("import os; os.kill(os.getpid(), 9)", "exit code -9"),
-        ("import sys, time; print('x', file=sys.stderr, flush=True); time.sleep(60)", "more than"),
-    ],
-)
-def test_a_report_that_fails_is_one_line(source, words, tmp_path, monkeypatch, capsys):
-    (tmp_path / "report.py").write_text(source)
-    monkeypatch.setattr(run_folder, "REPO", tmp_path)
-    run_folder.write_report(tmp_path / "run", patience=0.5 if "sleep" in source else 30)
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("report   failed (") and words in line
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
-    run_folder.write_report(tmp_path / "run")
-    assert "No such file" in capsys.readouterr().out
-
-
-def test_a_working_folder_that_vanishes_costs_no_record(run_train):
-    vanish = "import tempfile; os.chdir(tempfile.mkdtemp()); os.rmdir(os.getcwd())"
-    done = run_train("run", "--report=true", before=at_step(6, vanish))
-    assert "Traceback" not in done.stderr, done.stderr
-    assert done.facts["ended"] == "finished" and done.checkpoint(12).exists()
-
-
 def test_a_run_folder_that_vanishes_ends_in_one_line(run_train):
     vanish = "import shutil; shutil.rmtree(run.folder.path)"
     before = SHORT_PAUSES + at_step(6, vanish)
@@ -221,14 +164,211 @@ folder.write_json = write_json
     assert (done.stdout + done.stderr).count("cannot be written (No space left on device)") == 1
 
 
-def test_a_line_without_end_takes_no_memory_in_a_report_or_a_resume(folder):
-    write_run(folder.path, [evaluation(0, 4.2)])
-    with open(folder.rows, "ab") as file:
-        file.truncate(100_000_000)
-    tracemalloc.start()
-    assert len(read_run(folder.path).evals["step"]) == 1
-    resume.refuse_lost_run(folder, [])
-    folder.cut_rows(0)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 20_000_000 and len(read_rows(folder.path)) == 1
+# ---- the files of a checkpoint -------------------------------------------------------------------
+
+SAVES = ("--save_interval=2", "--eval_interval=2", "--milestone_interval=4")
+KILL_AT_4 = """
+def link(source, name, inner=os.link):
+    if source.name.endswith("_00000004.pt"):
+        os.kill(os.getpid(), 9)
+    inner(source, name)
+os.link = link
+"""
+
+
+def test_a_kill_between_the_names_of_a_save_loses_none_of_them(run_train):
+    straight = run_train("straight", *SAVES)
+    killed = run_train("run", *SAVES, before=KILL_AT_4, code=137)
+    assert not killed.checkpoint(4).exists()
+    done = run_train("run", *SAVES)
+    names = {path.name for path in straight.out_dir.glob("*.pt")}
+    assert {path.name for path in done.out_dir.glob("*.pt")} == names
+    assert "milestone_00000004.pt" in names
+    best = [torch.load(each.out_dir / "best.pt")["state"]["step"] for each in (straight, done)]
+    assert best[0] == best[1]
+
+
+def test_what_is_no_regular_file_is_refused_in_one_line(run_train):
+    flags = ("--save_interval=4",)
+    done = run_train("run", *flags)
+    for name in ("run.json", ".lock"):
+        kept = done.out_dir / f"{name}.kept"
+        os.rename(done.out_dir / name, kept)
+        os.mkfifo(done.out_dir / name)
+        refused = run_train("run", *flags, code=2)
+        assert len(refused.stderr.splitlines()) == 1, refused.stderr
+        os.replace(kept, done.out_dir / name)
+    for name in ("ckpt_00000012.pt", "best.pt"):
+        os.remove(done.out_dir / name)
+        os.mkfifo(done.out_dir / name)
+    resumed = run_train("run", *flags)
+    assert "it is no regular file" in resumed.stdout, resumed.stderr
+    assert (done.out_dir / "ckpt_00000012.pt.corrupt").exists()
+    assert (done.out_dir / "ckpt_00000012.pt").is_file()
+
+
+LORA = """
+result.requires_grad_(False)
+result.adapter = torch.nn.Parameter(torch.zeros(3))
+result.head.requires_grad_(True)
+"""
+
+
+def test_weights_that_a_checkpoint_lacks_are_named_with_what_to_do(run_train):
+    base = run_train("base", "--peak_lr=1e-2")
+    best = base.out_dir / "best.pt"
+    refused = run_train("new", f"--resume={best}", before=around("build_model", then=LORA), code=2)
+    assert len(refused.stderr.splitlines()) == 1, refused.stderr
+    assert "best.pt lacks 1 weights of this model, such as adapter" in refused.stderr
+    assert "load them in build_model" in refused.stderr and not refused.out_dir.exists()
+    load = f"result.load_state_dict(torch.load({str(best)!r}, weights_only=True)['model'])"
+    done = run_train("new", before=around("build_model", then=load + LORA))
+    assert done.rows("eval")[0]["val_loss"] == base.rows("eval")[-1]["val_loss"]
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    (tmp_path / "file.tmp").write_text("half")  # by a process that was killed
+    with replacing(path) as temporary:
+        assert temporary.read_bytes() == b""
+        temporary.write_text("old")
+        assert names(tmp_path) == ["file.tmp"]
+    with pytest.raises(KeyboardInterrupt), replacing(path, ".1.tmp") as temporary:
+        temporary.write_text("new")
+        assert names(tmp_path) == ["file", "file.1.tmp"]
+        raise KeyboardInterrupt
+    assert names(tmp_path) == ["file"] and path.read_text() == "old"
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_json(path, {"new": 1})
+    assert names(tmp_path) == ["file"] and path.read_text() == "old"
+
+
+def test_the_content_is_fsynced_before_the_name_changes_and_the_folder_after(tmp_path, monkeypatch):
+    calls = []
+    inodes = {tmp_path.stat().st_ino: "fsync folder"}
+    real_fsync = os.fsync
+    real_replace = os.replace
+
+    def fsync(descriptor):
+        calls.append(inodes.get(os.fstat(descriptor).st_ino, "fsync file"))
+        real_fsync(descriptor)
+
+    def replace(*paths):
+        calls.append("replace")
+        real_replace(*paths)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    write_json(tmp_path / "file", {})
+    assert calls == ["fsync file", "replace", "fsync folder"]
+
+
+def test_json_has_null_for_what_is_not_finite_and_repr_for_what_it_does_not_know(tmp_path):
+    value = {"a": [math.nan, 1.5, (math.inf,)], "b": {"c": -math.inf}, "t": torch.ones(2)}
+    write_json(tmp_path / "file", value | {"ß": "🐴"})
+
+    def refuse(constant):
+        raise ValueError(constant)
+
+    found = json.loads((tmp_path / "file").read_text(), parse_constant=refuse)
+    expected = {"a": [None, 1.5, [None]], "b": {"c": None}, "t": "tensor([1., 1.])", "ß": "🐴"}
+    assert found == expected
+    assert read_json(tmp_path / "file") == found
+
+
+# ---- while nobody looks --------------------------------------------------------------------------
+
+FLAGS = ("--save_interval=4", "--keep_last=2")
+
+
+@pytest.fixture
+def straight(once):
+    return once(*FLAGS)
+
+
+# ---- the terminal --------------------------------------------------------------------------------
+
+
+OUTPUTS = [
+    # standard error is on a disk that is full, the reader of the rest leaves
+    "TRAIN 2>/dev/full | head -n 2 >/dev/null; exit ${PIPESTATUS[0]}",
+    "TRAIN >&- 2>&-",  # there is none
+    "TRAIN >/dev/full 2>/dev/full",
+]
+
+
+@pytest.mark.parametrize("command", first(2, OUTPUTS))
+def test_a_run_whose_output_cannot_be_written_trains_on(command, data_dir, tmp_path, straight):
+    flags = arguments(tmp_path / "run", data_dir, FLAGS)
+    environment = os.environ | {"PYTHON": sys.executable, "FLAGS": " ".join(flags)}
+    command = command.replace("TRAIN", "$PYTHON $FLAGS")
+    subprocess.run(["bash", "-c", command], env=environment, check=True)
+    done = tmp_path / "run" / "ckpt_00000012.pt"
+    assert straight.fingerprint(12) == fingerprint(done)
+
+
+def test_a_terminal_that_lacks_a_character_gets_its_code_instead(run_train):
+    done = run_train("ünï", before="import sys; sys.stdout = open(1, 'w', encoding='ascii')")
+    assert r"\xfcn\xef" in done.stdout and done.checkpoint(12).exists()
+
+
+def test_a_closed_terminal_stops_a_run_with_a_checkpoint_unless_under_nohup(run_train, straight):
+    stopped = run_train("run", *FLAGS, before=stop_at(6, "SIGHUP"), code=129)
+    assert stopped.checkpoint(6).exists()
+    assert run_train("run", *FLAGS).fingerprint(12) == straight.fingerprint(12)
+    nohup = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+    done = run_train("nohup", *FLAGS, before=nohup + stop_at(6, "SIGHUP"))
+    assert done.fingerprint(12) == straight.fingerprint(12)
+
+
+def test_a_rank_leaves_without_the_finalization_of_python():
+    code = """
+import atexit
+from plumbing.machine import leave
+class Last:
+    def __del__(self):
+        print("finalized")
+last = Last()
+atexit.register(print, "at exit")
+print("before", end=" ")
+leave(3)
+"""
+    command = [sys.executable, "-c", code]
+    environment = os.environ | {"WORLD_SIZE": "2"}
+    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (3, "before at exit\n"), done.stderr
+
+
+# ---- the folder ----------------------------------------------------------------------------------
+
+
+def test_a_run_does_not_write_into_the_folder_of_another_that_took_its_place(run_train):
+    replace = at_step(
+        6,
+        """
+import shutil
+folder = run.folder.path
+shutil.rmtree(folder)  # no save is under way
+folder.mkdir()
+for name in (".lock", "metrics.jsonl", "run.json", "ckpt_00000008.pt"):
+    (folder / name).write_text("of another run")
+""",
+    )
+    done = run_train("run", before=replace, code=1)
+    assert "another run has taken the place of this folder" in done.stdout, (
+        done.stderr + done.stdout
+    )
+    there = {path.name: path.read_text() for path in done.out_dir.iterdir()}
+    assert set(there.values()) == {"of another run"} and len(there) == 4

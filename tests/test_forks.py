@@ -12,8 +12,6 @@ from helpers import batch, build_run, distance, gradient, update
 from sources import LION, SHARD, around, at_step, only_on, ranks
 from torch import nn
 
-import sample
-import train
 from plumbing import checkpoint
 from plumbing.safe_step import step_unless
 
@@ -164,12 +162,6 @@ def test_evaluations_change_no_bit(run_train):
     assert often.fingerprint(12)["model"] == never.fingerprint(12)["model"]
 
 
-def test_a_module_is_told_when_evaluation_ends(run_train):
-    done = run_train("run", before=MERGING)
-    head = checkpoint.load(done.checkpoint(12))["model"]["head.b"]
-    assert head.abs().max() > 0, "it learns, though an evaluation came first"
-
-
 # ---- masked targets ------------------------------------------------------------------------------
 
 
@@ -200,17 +192,6 @@ def test_the_loss_is_the_mean_however_it_is_split(micro_batch, chunk_logits, kno
     found = update(parts, inputs, targets)
     assert (found["loss"], found["skipped"]) == (pytest.approx(expected, rel=1e-6), 0)
     assert distance(gradient(parts), gradient(whole)) < 1e-5
-
-
-def test_a_validation_batch_without_targets_counts_for_nothing(knobs):
-    run = build_run(rows=8)
-    run.val_data = Pairs(*masked_batch())
-    found = []
-    for run.state["eval_micro_batch"] in (8, 2, 1):
-        found.append(train.evaluate(run))
-    assert found[0]["val_tokens"] == (masked_batch()[1] != -100).sum()
-    for each in found[1:]:
-        assert each == pytest.approx(found[0], rel=1e-6)
 
 
 def subclass(weights):
@@ -248,18 +229,6 @@ def test_a_skipped_step_changes_nothing_whatever_is_added_to_a_fused_optimizer(m
     weight.grad = torch.ones(4)
     step_unless(torch.tensor(0.0), optimizer)
     assert not torch.equal(weight, torch.ones(4))
-
-
-class Pairs(torch.utils.data.Dataset):
-    def __init__(self, *tensors):
-        self.tensors = tensors
-
-    def __len__(self):
-        return len(self.tensors[0])
-
-    def __getitem__(self, part):
-        first, count = part
-        return tuple(tensor[first : first + count] for tensor in self.tensors)
 
 
 # ---- what cannot be kept is refused --------------------------------------------------------------
@@ -322,43 +291,6 @@ def test_train_step_may_return_plain_numbers_and_large_counts(run_train):
 
 
 # ---- the rest ------------------------------------------------------------------------------------
-
-
-def test_a_head_with_a_forward_or_a_bias_of_its_own_is_used_in_training_too(monkeypatch):
-    class Capped(nn.Linear):
-        def forward(self, x):
-            return 2 * torch.tanh(super().forward(x) / 2)
-
-    monkeypatch.setattr("model.CHUNK_LOGITS", 512)
-    run = build_run(vocab_size=1000)
-    inputs, targets = batch(4)
-    assert run.model.loss_chunks(64) > 1
-    bias = nn.Parameter(torch.randn(run.model.head.out_features))
-    for kind, own_bias in ((Capped, None), (nn.Linear, bias)):
-        run.model.head.__class__ = kind
-        run.model.head.bias = own_bias
-        logits = run.model(inputs)
-        expected = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        assert run.model(inputs, targets).item() == pytest.approx(expected.item(), rel=1e-6)
-
-
-def test_a_tied_weight_is_sampled_from_with_its_average(monkeypatch, run_train):
-    tie = "model.head.weight = model.embedding.token.weight"
-    done = run_train("run", "--ema_decay=0.9", before=build(tie))
-    inner = sample.build_model
-
-    def tied(*args):
-        model = inner(*args)
-        model.head.weight = model.embedding.token.weight
-        return model
-
-    monkeypatch.setattr(sample, "build_model", tied)
-    saved = checkpoint.load(done.checkpoint(12))
-    model, _ = sample.rebuild(done.checkpoint(12), saved)
-    average = saved["ema"]["embedding.token.weight"]
-    assert not torch.equal(average, saved["model"]["embedding.token.weight"])  # control
-    assert torch.equal(model.embedding.token.weight, average)
-    assert model.head.weight is model.embedding.token.weight
 
 
 INT_BUFFER = build("""

@@ -6,16 +6,48 @@ import hashlib
 import importlib.metadata
 import json
 import math
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import REPO, TINY, WINDOWS, digest, read_rows, tree
-from helpers import batch, build_run, distance, gradient, moving_run, python, update
-from sources import around, stop_at
+from conftest import (
+    REPO,
+    TINY,
+    WINDOWS,
+    arguments,
+    codes,
+    digest,
+    events,
+    read_rows,
+    tree,
+    wait_for,
+)
+from helpers import (
+    alive,
+    batch,
+    build_run,
+    catches,
+    distance,
+    free_port,
+    gradient,
+    listens,
+    moving_run,
+    python,
+    update,
+)
+from sources import around, only_on, ranks, stop_at
 
 import train
+from plumbing import machine
+from plumbing.cli import BadInput, RunFailed
 from plumbing.data import OrderedWindows
+from plumbing.safe_step import explain, out_of_memory, rng_state, set_rng_state
 
 STEPS = 12
 TRAIN = (
@@ -471,3 +503,287 @@ def test_in_a_notebook_a_run_can_be_started_twice_in_one_process(data_dir, tmp_p
     second = printed.split("RETURNED 0")[1]
     assert "run is finished: 5 steps" in second and "step/total" not in second
     assert "ipykernel" not in printed
+
+
+# ---- safe_step.py --------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+# ---- random numbers ------------------------------------------------------------------------------
+
+
+def draw():
+    """Random numbers of every kind. Generators of normal ones keep a second one for later."""
+    normal = [random.gauss(0, 1), float(np.random.normal()), torch.randn(1).item()]
+    return [random.random(), float(np.random.rand()), torch.rand(1).item(), *normal]
+
+
+def test_the_state_of_every_generator_survives_a_weights_only_file(tmp_path):
+    train.seed_everything(2**32 + 5)
+    first = draw()
+    torch.save(rng_state(CPU), tmp_path / "rng.pt")
+    expected = [draw(), draw()]
+    assert expected[0] != expected[1]
+    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True), CPU)
+    assert [draw(), draw()] == expected
+    train.seed_everything(8)
+    assert draw() != first
+    train.seed_everything(2**32 + 5)
+    assert draw() == first
+
+
+def test_a_state_from_a_gpu_can_be_set_on_a_cpu():
+    """A run that moves from a GPU to a CPU resumes inexactly, but resumes."""
+    saved = rng_state(CPU) | {"device": torch.zeros(16, dtype=torch.uint8)}
+    expected = draw()
+    set_rng_state(saved, CPU)
+    assert draw() == expected
+
+
+WORDS = {  # of torch's allocators
+    "cpu": RuntimeError(
+        "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"
+    ),
+    "mps": RuntimeError("MPS backend out of memory (MPS allocated: 9.00 GB)"),
+    "cuda": torch.OutOfMemoryError("CUDA out of memory."),
+    "python": MemoryError(),
+    "cublas": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+    "cudnn": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+}
+
+
+def test_what_ended_a_run_is_explained_in_one_line():
+    assert all(map(out_of_memory, WORDS.values()))
+    assert not out_of_memory(ValueError("out of memory"))
+    failed = RunFailed("what helps: a lower --peak_lr")
+    assert explain(failed) is failed
+    failed.args = (f"Caught RunFailed in a worker.\n...\nplumbing.cli.RunFailed: {failed}\n",)
+    assert str(explain(failed)) == "what helps: a lower --peak_lr"
+    assert "--n_embd" in str(explain(MemoryError()))
+    assert explain(TypeError("unsupported operand")) is None  # the program's own: a traceback
+
+
+# ---- torch.compile -------------------------------------------------------------------------------
+
+WORKING = """
+torch.compile = lambda model, **options: lambda *batch: model(*batch)
+"""
+SIGNAL = "os.kill(os.getpid(), signal.SIGINT)"
+
+
+def broken(sent="pass", call=1):
+    """Source: the compiler fails in that call of the model, after `sent`."""
+    return f"""
+from torch._inductor.exc import CppCompileError
+def broken(model, **options):
+    calls = []
+    def call(*batch):
+        calls.append(1)
+        if len(calls) == {call}:
+            {sent}
+            raise CppCompileError(["g++"], "it ended")
+        return model(*batch)
+    return call
+torch.compile = broken
+"""
+
+
+def test_a_signal_during_compilation_is_no_failed_compilation(run_train):
+    """Ctrl-C reaches the compiler, too, which then fails."""
+    done = run_train("run", "--compile=true", before=broken(SIGNAL), code=130)
+    assert done.facts["ended"] == "stopped by SIGINT" and not done.checkpoint(0).exists()
+    assert events(done, "compile_failed") == []
+    done = run_train("run", "--compile=true", before=WORKING)
+    assert done.facts["run"]["compile"] is True
+    assert events(done, "inexact_resume") == []
+
+
+def test_a_fallback_to_eager_mode_is_logged_and_not_kept(run_train):
+    flags = ("--compile=true", "--save_interval=4")
+    run_train("run", *flags, before=WORKING + stop_at(3), code=143)
+    done = run_train("run", *flags, before=broken() + stop_at(6), code=143)
+    assert "compile failed: error" in done.stdout
+    (failed,) = events(done, "compile_failed")
+    assert failed["error"].endswith("Command: g++ Output: it ended")
+    assert done.facts["run"]["compile"] is False
+    done = run_train("run", *flags, before=WORKING)  # it tries again
+    changes = [event["compile"] for event in events(done, "inexact_resume")]
+    assert changes == [[True, False], [False, True]]
+
+
+# ---- the best, the schedule ----------------------------------------------------------------------
+
+
+STALLED = ("--peak_lr=1e-12", "--min_lr=0", "--eval_interval=2")  # no evaluation improves
+
+
+def test_a_plateau_of_another_run_does_not_lower_the_rate(run_train):
+    plateau = ("--plateau_factor=0.5", "--plateau_patience=1")
+    old = run_train("old", *STALLED, *plateau, "--save_interval=6")
+    factor = torch.load(old.checkpoint(12), weights_only=True)["state"]["lr_factor"]
+    assert factor < 1
+    flags = (f"--resume={old.checkpoint(12)}", "--max_steps=18", "--schedule=cosine")
+    new = run_train("new", *flags, "--decay_steps=30", "--peak_lr=1e-3", "--warmup_steps=1")
+    rate = new.rows("train")[0]["lr"]
+    assert rate == pytest.approx(1e-4 + 0.45e-3 * (1 + math.cos(math.pi * 11 / 29)))
+
+
+# ---- what a fork returns -------------------------------------------------------------------------
+
+
+def test_what_evaluate_returns_is_a_number_with_a_loss(run_train):
+    done = run_train("run", before=around("evaluate", then="result['own'] = torch.tensor(2.5)"))
+    assert done.rows("eval")[0]["own"] == 2.5
+    done = run_train("without", before="train.evaluate = lambda run: {'val_tokens': 3}", code=1)
+    assert "expected val_loss" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_loss_that_is_not_finite_before_the_first_update_is_no_matter_of_the_rate(run_train):
+    nan = around("forward_backward", then="result['loss'] = torch.tensor(math.nan)")
+    done = run_train("run", before=nan, code=1)
+    assert "the loss is NaN at step 0" in done.stderr
+    assert "--peak_lr" not in done.stderr
+
+
+# ---- ranks ---------------------------------------------------------------------------------------
+
+
+def waiting_rank(data_dir, tmp_path, wrapped=False):
+    """(process, port) of a rank 0 whose partner never comes."""
+    port = free_port()
+    environment = os.environ | {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, *arguments(tmp_path / "run", data_dir, ())]
+    if wrapped:  # by a launcher that can die
+        program = "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:])"
+        program += "; print(p.pid, flush=True); time.sleep(100)"
+        command = [sys.executable, "-c", program, *command]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True), port
+
+
+def test_a_rank_that_waits_for_another_can_be_ended(data_dir, tmp_path):
+    process, port = waiting_rank(data_dir, tmp_path)
+    wait_for(lambda: listens(port), 60)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(10) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("where", ["the import of torch", "the rendezvous"])
+def test_a_rank_whose_launcher_dies_while_it_waits_ends_by_itself(data_dir, tmp_path, where):
+    launcher, port = waiting_rank(data_dir, tmp_path, wrapped=True)
+    pid = int(launcher.stdout.readline())
+    wait_for(lambda: listens(port) if where == "the rendezvous" else catches(pid, "SIGUSR1"), 60)
+    assert alive(pid)
+    launcher.kill()
+    launcher.wait()
+    wait_for(lambda: not alive(pid), 10 if where == "the rendezvous" else 60)
+
+
+def test_the_rank_that_has_the_cause_prints_it(run_train):
+    fails = around("configure_optimizers", "train.fail('the model does not fit into this memory')")
+    done = run_train("run", "--hang_minutes=0.2", before=ranks(2, only_on(1, fails)), code=None)
+    assert codes(done).endswith("2"), done.stderr
+    assert done.stderr.count("the model does not fit into this memory") == 1
+    assert "another rank" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_dead_worker_is_told_by_its_rank(run_train):
+    die = around("ShuffledWindows.__getitem__", "if args[1][0] >= 5 * 8: os._exit(9)")
+    flags = ("--batch_size=4", "--num_workers=1", "--hang_minutes=0.2")
+    done = run_train("run", *flags, before=ranks(2, only_on(1, die)), code=1)
+    assert codes(done) == "1 1" and done.stderr.count("DataLoader worker (pid") == 1, done.stderr
+
+
+def test_cublas_finds_its_setting_when_train_is_imported(monkeypatch):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    source = "import train, os; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
+    assert python(source) == ":4096:8"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
+    with pytest.raises(BadInput, match="expected :4096:8 or :16:8"):
+        machine.set_deterministic(True, torch.device("cuda"))
+
+
+# ---- errors in one's own code --------------------------------------------------------------------
+
+UNPACK = """
+import train
+from model import GPT
+class Own(GPT):
+    def forward(self, inputs, targets=None):
+        rows, columns, channels = inputs.shape  # here
+        return super().forward(inputs, targets)
+def build_model(*args, inner=train.build_model):
+    model = inner(*args)
+    model.__class__ = Own
+    return model
+train.build_model = build_model
+"""
+OS_ERROR = """
+import train
+def train_step(model, run, *rest, inner=train.train_step):
+    if run.state["step"] == 3:
+        open("no/such/file")  # here
+    return inner(model, run, *rest)
+train.train_step = train_step
+"""
+BUILT = """
+import train
+def build_model(knobs, vocab_size):
+    one, two = (1, 2, 3)  # here
+train.build_model = build_model
+"""
+
+
+ERRORS = {  # where it happens: (source, the last line)
+    "forward": (UNPACK, "ValueError: not enough values to unpack (expected 3, got 2)"),
+    "train_step": (OS_ERROR, "FileNotFoundError: [Errno 2] No such file or directory: 'no/such/fi"),
+    "build_model": (BUILT, "ValueError: too many values to unpack (expected 2)"),
+}
+COMPILED = [*((where, "false") for where in ERRORS), ("forward", "true"), ("train_step", "true")]
+
+
+@pytest.mark.parametrize("where, compile", COMPILED)
+def test_an_error_in_own_code_ends_in_its_own_line(where, compile, run_train, tmp_path):
+    source, words = ERRORS[where]
+    (tmp_path / "own_code.py").write_text(source)
+    before = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import own_code"
+    if compile == "true":
+        before += """
+torch.compile = lambda model, **_: torch._dynamo.optimize("eager")(model)
+"""
+    done = run_train("run", f"--compile={compile}", before=before, code=1)
+    number = source.splitlines().index(next(x for x in source.splitlines() if "# here" in x)) + 1
+    places = re.findall(r'File "(.*)", line (\d+)', done.stderr)
+    assert places[-1] == (str(tmp_path / "own_code.py"), str(number)), done.stderr
+    assert done.stderr.splitlines()[-1].startswith(words), done.stderr
+
+
+# ---- without the command -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flags(data_dir, tmp_path):
+    """flags(out_dir, *more): a list for train.main."""
+    return lambda out_dir, *more: arguments(tmp_path / out_dir, data_dir, more)[1:]
+
+
+def test_a_run_that_is_built_writes_nothing_and_takes_no_lock(flags, run_train, tmp_path):
+    with train.build(flags("new")) as run:
+        assert run.state["step"] == 0
+    assert not (tmp_path / "new").exists()
+
+    run_train("run", before=stop_at(6), code=143)
+    before = tree(tmp_path / "run")
+    with train.build(flags("run")) as run:
+        assert run.state["step"] == 6 and train.n_embd == 32
+        assert tree(tmp_path / "run") == before
+        run_train("run")
+    assert train.n_embd == 128, "the knobs held inside"
+
+
+def test_a_bad_value_in_the_middle_of_a_sweep_can_be_caught(flags):
+    with pytest.raises(Exception, match=r"--peak_lr=nan: expected a number in \(0, inf\)"):
+        train.main(flags("run", "--peak_lr=nan"))
+    assert train.main(flags("run", "--max_steps=3", "--log_interval=0")) == 0
+    assert train.last_run.state["step"] == 3 and train.peak_lr == 1e-3

@@ -95,14 +95,6 @@ def test_muon_orthogonalizes_each_part_that_the_model_names():
     torch.testing.assert_close(stepped(torchs, *whole), stepped(Muon, *whole), rtol=0, atol=0.01)
 
 
-@pytest.mark.parametrize("width", [16, 32, 64, 96])
-def test_muon_splits_the_layer_of_attention_alone_at_any_width(width):
-    model = build(n_embd=width)
-    muon, *_ = configure_optimizers(model, "muon", 1e-3, 0.1, 0.9, 0.95, 0.95, "cpu")
-    names = {name for name, weight in model.named_parameters() if weight in muon.parts}
-    assert names == {f"blocks.{n}.attention.qkv.weight" for n in (0, 1)}
-
-
 def test_with_muon_embeddings_learn_faster_and_heads_slower():
     from train import set_lr
 

@@ -15,6 +15,7 @@ from conftest import HONEST_DATA, REPO
 from plumbing.cli import read_knobs
 from prepare_data import prepare
 from reporting import pictures
+from reporting.records import HEADER, record_rows
 
 PAGES = ["docs/trouble.md", "docs/lessons.md", "docs/questions.md"]
 WITH_README = [*PAGES, "README.md"]
@@ -131,16 +132,6 @@ def test_every_block_runs_or_says_what_it_needs(page):
             subprocess.run(["bash", "-n"], input=code, text=True, check=True)
 
 
-def test_a_block_without_a_reason_would_be_found(tmp_path):
-    """The control: a block that is only shown, in a language or words that say nothing of why."""
-    path = tmp_path / "page.md"
-    for fence in ("sh", "sh too long", "", "console", "bash needs a GPU", "output"):
-        path.write_text(f"# A page\n\n```{fence}\npython train.py\n```\n")
-        assert neither_run_nor_explained(path) == [(3, fence.partition(" ")[0])]
-    path.write_text("# A page\n\n```sh needs a GPU\npython train.py\n```\n")
-    assert neither_run_nor_explained(path) == []
-
-
 def test_every_trouble_that_report_knows_has_its_place():
     troubles = pytest.importorskip("reporting.troubles")
     assert set(troubles.texts()) <= headings("docs/trouble.md")
@@ -155,25 +146,6 @@ def test_the_readme_and_help_lead_to_the_pages():
 
 # ---- the script ----------------------------------------------------------------------------------
 
-PAGE = """# A page
-```bash
-X=1
-```
-## One
-```bash
-echo "bash $X"
-```
-```sh
-echo "never"
-```
-## Two
-```python
-print("python", 1 + 1)
-```
-```bash
-python -c "import plumbing; print(plumbing.__file__)"
-```
-"""
 FIGURES = """# A page
 ```bash
 echo "loss 1.2345"
@@ -193,37 +165,6 @@ it took 99 ms, 99% of the peak; 3 of ... runs
 
 
 @pytest.fixture
-def ran(tmp_path):
-    """A function: (the exit code of a page's blocks, the lines that they print)"""
-
-    def run(text, sections=(), name="page.md"):
-        (tmp_path / name).write_text(text)
-        code, printed = run_page.run(tmp_path / name, sections)
-        outputs = re.findall(r"prints\n(.*?)(?:====|$)", printed, re.DOTALL)
-        return code, "".join(outputs).splitlines()
-
-    return run
-
-
-def test_blocks_run_in_order_in_a_copy(ran):
-    code, (one, two, path) = ran(PAGE)
-    assert (code, one, two) == (0, "bash 1", "python 2")
-    assert path.endswith("/repo/plumbing/__init__.py") and not path.startswith(str(REPO))
-    assert ran(PAGE, [1]) == (0, ["bash 1"])  # with what stands before the first section
-
-
-def test_the_commands_of_a_script_are_those_in_its_docstring(ran):
-    script = '"""What it is:\n\n    echo 1\n\nOr also:\n\n    echo 2\n"""\n'
-    assert ran(script, name="example.py") == (0, ["1", "2"])
-
-
-def test_a_block_that_fails_ends_it(ran):
-    assert ran(PAGE.replace("X=1", "exit 3")) == (3, [])
-    code, lines = ran(PAGE.replace("1 + 1", "1 / 0"))
-    assert code == 1 and lines[0] == "bash 1" and lines[-1].startswith("ZeroDivisionError")
-
-
-@pytest.fixture
 def figures(tmp_path):
     """A function: (figures compared, what moved) of FIGURES with some text of its output changed"""
     path = tmp_path / "page.md"
@@ -236,41 +177,6 @@ def figures(tmp_path):
         return run_page.compare(path, (), printed)
 
     return compared
-
-
-def test_a_figure_that_moved_is_found(figures, tmp_path):
-    last = "10/20 1.5000 99.9 0.99 9:99"
-    for old, new, line, what in [
-        ("1.2350", "1.2375", 11, "shown 1.2375, printed now 1.2345"),
-        ("  1.5000", "  1.6000", 13, "shown 1.6000, printed now 1.5000"),
-        ("; 3 of", "; 2 of", 14, "shown 2, printed now 3"),
-        ("loss", "lost", 11, "shown `lost 1.2350`, not printed now"),
-        ("...\n10", "10", 12, f"shown `{last}`, not printed now"),
-        ("...\n10/20 ", "... 10/20 ", 12, f"shown `... {last}`, not printed now"),
-    ]:
-        _, moved = figures(old, new)
-        assert moved[0] == f"{tmp_path}/page.md:{line}: {what}"
-
-
-def test_a_figure_that_is_printed_again_is_equal_within_the_tolerance(figures):
-    assert figures() == (5, [])
-    assert figures("1.2350", "1.2375", " within 0.01") == (5, [])
-    assert figures("1.2350", "1.9", " timings") == (0, [])
-
-
-def test_a_small_figure_moves_by_a_share_of_itself():
-    for now, moved in (("3.9e-07", []), ("4.2e-07", ["shown 3.9e-07, printed now 4.2e-07"])):
-        assert run_page.differences(["3.9e-07"], [now], 0.002) == moved
-
-
-def test_figures_of_another_text_are_not_compared(tmp_path):
-    path = tmp_path / "page.md"
-    make = "python prepare_data.py pydoc"  # what pages do where there is no network
-    path.write_text(f"# A page\n```bash\n{make}\n```\n```bash\necho 1\n```\n```output\n2\n```\n")
-    command = [sys.executable, REPO / "tests/run_page.py", path, "--compare"]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 2
-    assert ran.stdout.splitlines()[-1] == f"{path}: another text: figures are not compared"
 
 
 # ---- slow: what the pages show ------------------------------------------------------------------
@@ -314,3 +220,55 @@ def test_a_picture_is_drawn_by_the_code_that_is_here(name):
     assert drawn.get("Command", "").startswith("python report.py ")
     if drawn["Code"].split()[-1] == now.split()[-1]:  # the same Python
         assert drawn["Code"] == now, f"run again: {drawn['Command']}"
+
+
+# ---- records -------------------------------------------------------------------------------------
+
+FOLDERS = sorted(  # but for whole runs, which test_portable.py computes again
+    path for path in (REPO / "records").glob("*/") if not (path / "metrics.jsonl").exists()
+)
+SPREAD = re.compile(r"\d\.\d{3} ± \d\.\d{3}")
+README = (REPO / "README.md").read_text(encoding="utf-8")
+KNOBS = {
+    name for script in ("train", "check", "bench") for name in read_knobs(REPO / f"{script}.py")
+}
+ROWS = {folder.name: list(record_rows(folder)) for folder in FOLDERS}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_record_says_what_was_measured_by_which_command_on_what(name):
+    for row in ROWS[name]:
+        what, loss, seconds, runs, command, machine, when = row
+        assert SPREAD.fullmatch(loss) and float(seconds) > 0 and int(runs) >= 3, what
+        assert command.startswith("`python ") and "torch 2." in machine
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d, [0-9a-f]{7}(, patched)?", when)
+        if "$NANOGPT" not in command and not when.endswith("patched"):
+            assert {*re.findall(r"--(\w+)=", command)} <= KNOBS  # as it stands, it can be typed
+    assert ROWS[name]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/measured.md"])
+def test_every_spread_in_a_page_is_that_of_a_record(page):
+    recorded = {row[HEADER.index("loss")] for rows in ROWS.values() for row in rows}
+    claimed = set(SPREAD.findall((REPO / page).read_text(encoding="utf-8")))
+    assert len(claimed) >= 4
+    assert claimed - recorded == set()
+
+
+def test_the_seconds_of_the_first_table_are_those_of_the_record():
+    seconds = {row[0]: row[2] for row in ROWS["from_nanogpt"]}
+    first_table = README.split("\n\n|")[1].split("\n\n")[0]
+    claimed = re.findall(r"(\d+\.\d) s\b", first_table)
+    assert len(claimed) >= 3
+    assert set(claimed) <= set(seconds.values())
+
+
+def test_the_table_of_records_is_printed_by_a_command_that_writes_nothing():
+    files = set(REPO.glob("records/*/*"))
+    folders = map(str, sorted((REPO / "records").glob("*/")))  # two of them hold a whole run
+    command = [sys.executable, "report.py", *folders]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
+    assert len(lines) == 2 + sum(map(len, ROWS.values()))
+    assert lines[0] == f"| {' | '.join(HEADER)} |"
+    assert done.stderr == "" and set(REPO.glob("records/*/*")) == files

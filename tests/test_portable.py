@@ -1,6 +1,5 @@
 """Which kernels computed, and the mode in which all x86-64 CPUs compute the same bits."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -8,63 +7,17 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, first, read_rows
+from conftest import REPO, first
 from helpers import python, torchrun
 
 from plumbing import machine
-from reporting.records import computed_rows, what_differs
+from reporting.records import computed_rows
 
 CPU = torch.device("cpu")
-OPTIMIZERS = ("adamw", "adam", "sgd", "momentum", "muon")
 needs_avx512_bf16 = pytest.mark.skipif(
     "ONEDNN_MAX_CPU_ISA" in os.environ or "avx512_bf16" not in machine.cpu_info()[1],
     reason="needs a CPU with AVX512-BF16, whose kernels are not restricted",
 )
-
-
-# ---- kernel_bits ---------------------------------------------------------------------------------
-
-PRINT_BITS = """
-import sys
-import torch
-from plumbing.machine import kernel_bits
-print(*(kernel_bits(torch.device("cpu"), *how.split()) for how in {how!r}))
-print({{"model", "optim", "train"}} & sys.modules.keys())
-"""
-
-
-@needs_avx512_bf16
-@pytest.mark.parametrize(
-    "variable, value, differ",
-    first(
-        1,
-        [
-            ("ATEN_CPU_CAPABILITY", "avx2", ["float32 adamw", "float32 sgd", "bfloat16 adamw"]),
-            ("ONEDNN_MAX_CPU_ISA", "AVX2", ["float32 muon", "bfloat16 adamw"]),
-            ("MKL_CBWR", "COMPATIBLE", ["float32 adamw", "float32 muon"]),
-        ],
-    ),
-)
-def test_other_kernels_have_other_bits(variable, value, differ):
-    """So that a run is not taken for the same one on a CPU whose name hides other units."""
-    here = [machine.kernel_bits(CPU, *how.split()) for how in differ]
-    print_bits = PRINT_BITS.format(how=differ)
-    *there, loaded = python(print_bits, **{variable: value}).split()
-    assert all(len(bits) == 16 for bits in here)
-    assert not set(here) & set(there)
-    assert loaded == "set()", "a fork's model or optimizer is other code, not another kernel"
-
-
-def test_kernel_bits_are_the_same_twice_and_leave_the_random_state_alone():
-    before = torch.get_rng_state()
-    bits = {
-        (dtype, name): machine.kernel_bits(CPU, dtype, name)
-        for dtype in ("float32", "bfloat16")
-        for name in OPTIMIZERS
-    }
-    assert len(set(bits.values())) == len(bits)
-    assert all(machine.kernel_bits(CPU, *how) == bits[how] for how in bits)
-    assert torch.equal(before, torch.get_rng_state())
 
 
 # ---- --deterministic=portable --------------------------------------------------------------------
@@ -173,43 +126,6 @@ def test_another_cpu_computes_the_same_bits(python_train, cpu):
 
 
 # ---- records/portable ----------------------------------------------------------------------------
-
-
-FOUND = {
-    "a digit of a loss": ("rows", lambda rows: rows[40].update(loss=rows[40]["loss"] + 1e-7)),
-    "the sequence": ("rows", lambda rows: rows[40].update(sequences=48)),
-    "a number of a step": ("rows", lambda rows: rows[40].update(step=1)),
-    "another field": ("rows", lambda rows: rows[40].update(accuracy=0.9)),
-    "a row less": ("rows", lambda rows: rows.pop(40)),
-    "the last rows less": ("rows", lambda rows: rows.__delitem__(slice(80, None))),
-    "two rows swapped": ("rows", lambda rows: rows.insert(40, rows.pop(41))),
-    "a digit of a hash": ("rows", lambda rows: rows[1].update(sha256="0" * 64)),
-    "the validation loss": ("rows", lambda rows: rows[-4].update(val_loss=1.4)),
-    "the sample": ("rows", lambda rows: rows[-3].update(text="To be, or not to be")),
-    "the seed": ("facts", lambda facts: facts["config"].update(seed=1)),
-    "a flag": ("facts", lambda facts: facts["config"].update(n_layer=2)),
-    "the data": ("facts", lambda facts: facts["run"].update(data="0" * 64)),
-    "the release of torch": ("facts", lambda facts: facts["run"].update(torch="2.12.0")),
-}
-NOT_FOUND = {
-    "a time": ("rows", lambda rows: rows[40].update(step_ms=1.0)),
-    "the end": ("rows", lambda rows: rows[-1].update(ended="finished in a second")),
-    "the date": ("facts", lambda facts: facts.update(start="2020-01-01T00:00:00+00:00")),
-    "the machine": ("facts", lambda facts: facts["hardware"].update(cpu="an older CPU")),
-    "the command": ("facts", lambda facts: facts.update(command=["train.py"])),
-}
-
-
-@pytest.mark.parametrize("forgery", [None, *FOUND, *NOT_FOUND])
-def test_a_forged_record_is_found_but_for_what_computing_does_not_give(tmp_path, forgery):
-    record = REPO / "records" / "portable"
-    rows, facts = read_rows(record), json.loads((record / "run.json").read_text())
-    if forgery:
-        file, edit = {**FOUND, **NOT_FOUND}[forgery]
-        edit({"rows": rows, "facts": facts}[file])
-    (tmp_path / "run.json").write_text(json.dumps(facts))
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert bool(what_differs(tmp_path, record)) == (forgery in FOUND)
 
 
 @pytest.mark.slow

@@ -4,16 +4,24 @@ Most ranks here are forked from the process that has imported train.py, with the
 torchrun would give them; the tests of torchrun itself run its real command.
 """
 
+import json
+import os
 import re
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import codes, events, first, wait_for
 from helpers import ONE_THREAD, alive, children, torchrun
 from sources import SHARD, around, bad_batches, only_on, ranks, stop_at
+from torch import nn
+
+from plumbing import fsdp
+from plumbing.ranks import checksum, is_sharded, joined, local, rank, sum_over_ranks, whole
+from plumbing.safe_step import Captured, halving_on_oom
 
 FLAGS = ("--dropout=0.1", "--ema_decay=0.9", "--save_interval=4", "--log_interval=1")
 
@@ -88,20 +96,6 @@ def test_another_number_of_ranks_divides_the_batch_or_is_refused_with_the_number
     assert "global_batch changed from 8" in refused.stderr
     used = run_train("run", "--batch_size=2", "--accum_steps=2", before=ranks(2))
     assert "2 x 2 x 2 = 8 sequences" in used.stdout, used.stderr
-
-
-def test_a_signal_to_a_rank_whose_batch_does_not_come_stops_all(run_train):
-    """The others have theirs: they must not take a step in which it is missing."""
-    kill = "if args[0] == 5: threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()"
-    hang = "if args[1][0] >= 5 * 8: time.sleep(60)"
-    hang = around("ShuffledWindows.__getitem__", hang) + around("what_is_due", kill)
-    hang = "import threading\n" + hang
-    flags = ("--batch_size=4", "--num_workers=1", "--eval_interval=5", "--log_interval=5")
-    flags += ("--save_interval=5",)
-    done = run_train("run", *flags, before=ranks(2, only_on(1, hang)), code=143)
-    assert "stopped by SIGTERM at step 5" in done.stdout and done.checkpoint(5).exists()
-    assert [row["step"] for row in done.rows("eval")] == [0, 5]
-    assert [row["step"] for row in done.rows("train")] == [1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize("rows", ["16 if step >= 5 else 8", "9"], ids=["doubles", "uneven"])
@@ -246,26 +240,6 @@ def assert_close(one, other, relative):
     assert losses[0] == pytest.approx(losses[1], rel=relative)
 
 
-CHUNKS = "import model\nmodel.LARGE_VOCAB, model.CHUNK_LOGITS = 1, 2**8\n"  # of the loss
-
-
-SHARDED = [
-    (["--offload=true"], ""),
-    (["--optimizer=muon"], ""),
-    (["--optimizer=momentum", "--peak_lr=0.1", "--dtype=bfloat16"], ""),
-    (["--optimizer=sgd", "--peak_lr=0.1", "--dtype=float16"], ""),
-    (["--grad_checkpoint=true", "--n_layer=2", "--accum_steps=2"], CHUNKS),
-]
-
-
-@pytest.mark.parametrize("flags, source", first(1, SHARDED))
-def test_sharded_and_not_the_losses_agree_with(run_train, flags, source):
-    plain = [flag for flag in flags if "offload" not in flag]
-    plain = run_train("plain", *plain, before=source + ranks(2))
-    sharded = run_train("sharded", *flags, SHARD, before=source + ranks(2))
-    assert_close(plain, sharded, 2e-3 if "16" in flags[-1] else 1e-5)
-
-
 @pytest.mark.parametrize("optimizer", first(1, ["adamw", "momentum", "muon"]))
 def test_a_bad_gradient_of_one_rank_touches_no_share_of_any(run_train, optimizer):
     flags = (f"--optimizer={optimizer}", "--ema_decay=0.9", SHARD, "--max_steps=5")
@@ -311,57 +285,6 @@ os.write(1, f"HELD {rank} {held}\n".encode())
                 assert mine == pytest.approx(all_of_it / count, rel=0.02)
 
 
-# ---- a weight that a rank's own rows do not use --------------------------------------------------
-
-# A vector that is added to sequences which begin with one letter, and one that is added to none.
-# The rows of a rank, or all rows of a step, may lack that letter: then the vector has no gradient
-# there.
-ADD = """
-result.expert = torch.nn.Parameter(torch.zeros(result.config.n_embd))
-result.never = torch.nn.Parameter(torch.ones(result.config.n_embd))
-def add(module, inputs, x):
-    chosen = inputs[0][:, :1, None] == 46
-    if not chosen.any():
-        return x
-    if torch.is_grad_enabled():
-        os.write(1, f"USED {int(os.environ.get('RANK', 0))}\\n".encode())
-    return x + result.expert * chosen
-result.embedding.register_forward_hook(add)
-"""
-EXPERT = around("build_model", then=ADD)
-
-
-def test_a_weight_that_only_some_ranks_use_learns_as_with_one_process(run_train):
-    flags = ("--log_interval=1", "--max_steps=30")
-    alone = run_train("alone", *flags, "--batch_size=8", before=EXPERT)
-    two = run_train("two", *flags, "--batch_size=4", before=ranks(2, EXPERT))
-    used = [re.findall(f"USED {rank}", two.stdout) for rank in (0, 1)]
-    assert 0 < len(used[0]) < 30 and 0 < len(used[1]) < 30, used
-    losses = [[row["loss"] for row in done.rows("train")] for done in (alone, two)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    saved = [torch.load(done.checkpoint(30), weights_only=True) for done in (alone, two)]
-
-    a, b = (each["model"] for each in saved)
-    assert a["expert"].abs().max() > 1e-3
-    assert torch.allclose(a["expert"], b["expert"], atol=1e-5)
-    assert torch.equal(b["never"], torch.ones_like(b["never"]))
-
-
-needs_zeros = "torch 2.11: FSDP2 needs a gradient of each weight on every rank"
-
-
-@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason=needs_zeros)
-def test_a_sharded_model_may_leave_weights_unused_on_some_ranks(run_train):
-    """Without zeros in their place the ranks would exchange shares of different lengths."""
-    flags = ("--log_interval=1", "--batch_size=4", "--max_steps=6")
-    plain = run_train("plain", *flags, before=ranks(2, EXPERT))
-    sharded = run_train("sharded", *flags, SHARD, before=ranks(2, EXPERT))
-    used = [len(re.findall(f"USED {rank}", sharded.stdout)) for rank in (0, 1)]
-    assert 0 < sum(used) < 12, used
-    losses = [[row["loss"] for row in done.rows("train")] for done in (plain, sharded)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-
-
 # ---- how much a rank reads and holds -------------------------------------------------------------
 
 PEAK = """
@@ -403,3 +326,168 @@ def test_a_checkpoint_is_read_once_by_rank_0_and_mapped_by_all(run_train, shard)
     print("read, took", read, took)
     # two thirds of a checkpoint are moments, which are new memory; the weights are there already
     assert max(took) < (0.45 if shard == SHARD else 0.8), took
+
+
+# ---- ranks.py and fsdp.py ------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def found(once):
+    """What rank 0 and rank 1 found out in work_together(), each a process."""
+    tests = str(Path(__file__).parent)
+    work = f"import sys; sys.path.insert(0, {tests!r})\n"
+    work += "import test_ranks; train.main = test_ranks.main\n"
+    lines = once(before=work + ranks(2)).stdout.splitlines()
+    lines = sorted(line for line in lines if line.startswith("FOUND "))
+    return [json.loads(line.split(" ", 2)[2]) for line in lines]
+
+
+# ---- what each rank runs -------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x, table):
+        self.seen = [str(x.dtype), str(table.dtype), str(self.matrix.weight.dtype)]
+        return self.matrix(x) * table
+
+
+class Gain(Block):
+    """A block that holds more than matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x, table):
+        return super().forward(self.norm(x), table)
+
+
+class Model(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.table = nn.Buffer(torch.ones(6), persistent=False)
+        self.blocks = nn.ModuleList([block()])
+        self.head = nn.Linear(6, 5)  # its 5 rows do not divide by 2
+
+    def forward(self, x):
+        return self.head(self.blocks[0](x, self.table))
+
+
+def main():
+    found = json.dumps(work_together())
+    os.write(1, f"FOUND {os.environ['RANK']} {found}\n".encode())
+    return 0
+
+
+def work_together():
+    found = {}
+    with joined(CPU, hang_minutes=1):
+        me = rank()
+        mixed = [torch.full((3,), 1.5 + me), torch.tensor([me + 1]), torch.tensor(0.25).double()]
+        sum_over_ranks(mixed)
+        found["sums"] = [[str(t.dtype), t.tolist()] for t in mixed]
+
+        found["sharded"] = {each.__name__: sharded_model(each) for each in (Block, Gain)}
+        found["plain"] = plain_module()
+        found["memory"] = memory_runs_out_on_rank_1()
+    return found
+
+
+def sharded_model(block):
+    """One backward pass of a sharded model; is shard_like(weight, value) torch's own?"""
+    from torch.distributed.tensor import distribute_tensor
+
+    torch.manual_seed(1)
+    model = Model(block)
+    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    fsdp.shard(model, CPU, "bfloat16", offload=False)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(4, 6)).sum().backward()
+    exact = []
+    for name, weight in model.named_parameters():
+        here = fsdp.shard_like(weight, before[name])
+        place = (weight.device_mesh, weight.placements)
+        theirs = distribute_tensor(before[name], *place, src_data_rank=None)
+        exact.append(torch.equal(local(here), local(theirs)))
+        exact.append(torch.equal(whole(here), before[name]))
+        exact.append(torch.equal(whole(weight), before[name]))
+    half = torch.zeros(5, 6, dtype=torch.float16)
+    return {
+        "exact": all(exact),
+        "rows": len(local(model.head.weight)),
+        "dtypes": model.blocks[0].seen,
+        "sharded": is_sharded(model),
+        "keeps its dtype": str(fsdp.shard_like(model.head.weight, half).dtype),
+        "other shape": fsdp.shard_like(model.head.weight, torch.zeros(())).tolist(),
+    }
+
+
+def plain_module():
+    """A module without blocks is sharded as one piece."""
+    model = fsdp.shard(nn.Linear(6, 5), CPU, "bfloat16", offload=True)
+    model(torch.ones(2, 6)).sum().backward()
+    return whole(model.weight.grad).tolist() == [[4.0] * 6] * 5  # summed over 2 x 2 rows
+
+
+def memory_runs_out_on_rank_1():
+    """The rows that both ranks end up with, and what a retry found."""
+    model = nn.BatchNorm1d(2)
+    run = SimpleNamespace(model=model, device=CPU, state={"micro_batch": 4})
+    tries = []
+
+    def compute():
+        tries.append([torch.rand(1).item(), model.running_mean.tolist(), model.weight.grad is None])
+        model(torch.rand(run.state["micro_batch"], 2)).sum().backward()
+        if rank() == 1 and run.state["micro_batch"] > 2:
+            raise MemoryError
+        return run.state["micro_batch"]
+
+    rows = halving_on_oom(Captured(run), "micro_batch", compute)
+    return {"rows": rows, "tries": tries}
+
+
+# ---- what they must find -------------------------------------------------------------------------
+
+
+def test_tensors_of_any_dtype_are_summed_in_place(found):
+    sums = [["torch.float32", [4.0] * 3], ["torch.int64", [3]], ["torch.float64", 0.5]]
+    assert [each["sums"] for each in found] == [sums, sums]
+
+
+def test_any_changed_bit_changes_the_checksum():
+    tensor = torch.linspace(-1, 1, 1000)
+    before = checksum(tensor)
+    for bit in range(32):
+        changed = tensor.clone()
+        changed.view(torch.int32)[bit * 31] ^= 1 << bit if bit < 31 else -(1 << 31)
+        assert checksum(changed) != before
+    assert checksum(-tensor) != before  # an even number of equal changes
+    assert checksum(tensor.flip(0)) != before
+    assert checksum(tensor.clone()) == before
+    transposed = tensor.view(10, 100).t().contiguous().t()
+    assert checksum(transposed) == before  # strides are no bits
+
+
+def test_any_module_can_be_sharded_and_gets_its_own_rows_of_what_is_restored(found):
+    """What comes into a block keeps its precision: rotary tables, say, or a LayerNorm's gain."""
+    for each, rows in zip(found, (3, 2), strict=True):
+        for model in each["sharded"].values():
+            assert model["exact"] and model["sharded"] and model["rows"] == rows
+            assert model["keeps its dtype"] == "torch.float16" and model["other shape"] == 0
+        assert each["sharded"]["Block"]["dtypes"] == ["torch.float32"] * 2 + ["torch.bfloat16"]
+        assert each["sharded"]["Gain"]["dtypes"] == ["torch.float32"] * 3
+        assert each["plain"]
+
+
+def test_where_memory_runs_out_on_one_rank_all_repeat_the_same_batch_in_halves(found):
+    for each in found:
+        memory = each["memory"]
+        assert memory["rows"] == 2
+        first, second = memory["tries"]
+        assert first == second and second[1:] == [[0.0, 0.0], True]

@@ -8,10 +8,14 @@ import functools
 import os
 import shutil
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import WINDOWS, events, fingerprint, first, read_rows, wait_for
+from conftest import REPO, WINDOWS, events, fingerprint, first, read_rows, wait_for
+from helpers import catches, python
 from sources import LION, around, at_step, stop_at
 
 STEPS = 30
@@ -125,17 +129,6 @@ torch._inductor.config.cpp.vec_isa_ok = True  # 12 s to try what /proc/cpuinfo s
     assert done.fingerprint(STEPS) == whole.fingerprint(STEPS)
 
 
-@needs_compiler
-@pytest.mark.slow  # where the compiler's cache is empty, it takes a minute
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_resume_of_the_transformer_is_bit_exact_when_compiled(run_train, whole, dtype):
-    flags = ["--compile=true", f"--dtype={dtype}"]
-    done = stop_and_resume(run_train, [13], *flags, timeout=300)
-    assert not events(done, "compile_failed")
-    assert done.fingerprint(STEPS) == whole(*flags).fingerprint(STEPS)
-    assert done.fingerprint(STEPS)["model"] != whole(flags[1]).fingerprint(STEPS)["model"]
-
-
 TWO_THREADS = "torch.set_num_threads(2)\n"
 
 
@@ -188,17 +181,6 @@ def test_any_state_of_the_loop_and_of_an_optimizer_survives_a_resume(straight_an
 
 
 # ---- by any means --------------------------------------------------------------------------------
-
-
-def test_a_run_that_was_killed_and_moved_resumes(run_train, whole, tmp_path):
-    done = run_train("run", *FLAGS, "--log_interval=1", before=stop_at(17, "SIGKILL"), code=137)
-    assert not done.checkpoint(17).exists()
-    assert max(row["step"] for row in done.rows("train")) == 16  # to be cut back
-    shutil.move(done.out_dir, tmp_path / "moved")
-    done = run_train("moved", *FLAGS, "--log_interval=1")
-    assert events(done, "resume")[0]["step"] == 10
-    assert done.fingerprint(STEPS) == whole().fingerprint(STEPS)
-    assert_whole_metrics(done, whole())
 
 
 def test_the_real_command_stopped_by_a_real_signal(start_train, run_train, tmp_path):
@@ -316,29 +298,6 @@ def test_a_default_warmup_shrinks_to_fit_and_changes_no_past_rate(run_train, tmp
     assert "--warmup_steps=100: expected no more" in refused.stderr
 
 
-@pytest.mark.parametrize("extents", [(0, 40), (40, 0)], ids=["fewer", "more"])
-def test_the_best_is_a_best_among_evaluations_of_the_same_extent(run_train, extents):
-    """At a rate at which the loss only grows, the best is of step 0, measured anew each time."""
-    flags = ("--eval_interval=3", "--max_steps=14", "--peak_lr=3", "--min_lr=3")
-    run_train("run", *flags, f"--eval_tokens={extents[0]}", before=stop_at(7), code=143)
-    done = run_train("run", *flags, f"--eval_tokens={extents[1]}", before=stop_at(8), code=143)
-    assert "best validation loss 4." in done.stdout  # although none was due before the stop
-    best = fingerprint(done.out_dir / "best.pt")
-    done = run_train("run", *flags, f"--eval_tokens={extents[1]}")
-    rows = done.rows("eval")
-    assert [row.get("val_tokens") for row in rows] == [
-        48 if extent else None for extent in extents for _ in "123"
-    ]
-    other = run_train("other", *flags, f"--eval_tokens={extents[1]}", before=stop_at(1), code=143)
-    assert [row["best_val_loss"] for row in rows[:3]] == [rows[0]["val_loss"]] * 3
-    assert [row["best_val_loss"] for row in rows[3:]] == [other.rows("eval")[0]["val_loss"]] * 3
-    assert fingerprint(done.out_dir / "best.pt") == best and "at step 0" in done.stdout
-    assert "first 48 tokens" in done.stdout or extents[1] == 0
-    if extents[1]:  # and back
-        back = run_train("run", *flags, "--max_steps=15", "--decay_steps=15", "--eval_tokens=0")
-        assert back.rows("eval")[-1]["best_val_loss"] == rows[0]["val_loss"]
-
-
 def test_a_checkpoint_of_another_run_seeds_an_empty_folder(run_train, whole, tmp_path):
     source = run_train("source", *FLAGS, before=stop_at(13), code=143)
     before = {path: path.read_bytes() for path in source.out_dir.iterdir()}
@@ -349,22 +308,6 @@ def test_a_checkpoint_of_another_run_seeds_an_empty_folder(run_train, whole, tmp
     ours, expected = done.fingerprint(STEPS), whole().fingerprint(STEPS)
     assert all(ours[part] == expected[part] for part in ("model", "optimizer", "rng"))
     assert {path: path.read_bytes() for path in source.out_dir.iterdir()} == before
-
-
-def test_a_run_seeded_by_a_checkpoint_reports_a_best_that_it_holds(run_train):
-    """At a rate at which the loss only grows, that of the run before is none; a kill comes first."""
-    flags = ("--eval_interval=3", "--max_steps=14", "--peak_lr=3", "--min_lr=3")
-    source = run_train("source", *flags, before=stop_at(7), code=143)
-    seed = f"--resume={source.checkpoint(7)}"
-    run_train("run", *flags, seed, before=around("checkpoint.Saver.save", "os._exit(9)"), code=9)
-    done = run_train("run", *flags, seed)
-    rows = done.rows("eval")
-    assert [row["step"] for row in rows] == [7, 9, 12, 14]
-    best = min(rows, key=lambda row: row["val_loss"])
-    assert best["best_val_loss"] == best["val_loss"] == rows[-1]["best_val_loss"]
-    assert best["val_loss"] > source.rows("eval")[0]["val_loss"]  # the source's best
-    state = torch.load(done.out_dir / "best.pt", weights_only=True)["state"]
-    assert state["step"] == state["best_step"] == best["step"]
 
 
 ANOTHER_GROUP = """
@@ -404,31 +347,46 @@ def test_weights_that_are_frozen_in_mid_run_stay_frozen_after_a_resume(straight_
     assert done.fingerprint(STEPS)["model"] != whole().fingerprint(STEPS)["model"]  # control
 
 
-OTHER_KERNELS = "train.machine.kernel_bits = lambda *_: 'of other kernels'\n"
+# ---- signals.py ----------------------------------------------------------------------------------
+
+HOLD = """
+import os, signal, sys
+from plumbing.signals import held, hold
+hold()
+assert "torch" not in sys.modules
+os.kill(os.getpid(), signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGTERM)
+os.kill(os.getpid(), signal.SIGINT)
+with held() as asked:
+    print(int(asked.stop), asked.save, flush=True)
+    os.kill(os.getpid(), signal.SIGHUP)
+    print(int(asked.stop), flush=True)
+assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "given back as it was before hold()"
+with held() as again:
+    assert not again.stop and not again.save, "told once"
+"""
 
 
-@pytest.mark.parametrize(
-    "before, flags, name, now",
-    [
-        ("", ["--batch_size=8", "--accum_steps=1"], "batch_size", 8),
-        (TWO_THREADS, [], "threads", 2),
-        (OTHER_KERNELS, [], "kernel_bits", "of other kernels"),
-    ],
-    ids=["split into micro-batches", "threads", "kernels"],
-)
-def test_what_may_change_bits_is_said_and_resumes(run_train, whole, before, flags, name, now):
-    """Kernels: as of a CPU whose matrix units oneDNN does not use; its name does not tell."""
-    run_train("run", *FLAGS, before=stop_at(13), code=143)
-    done = run_train("run", *FLAGS, *flags, before=before)
-    (event,) = events(done, "inexact_resume")
-    assert event[name][1] == now != event[name][0]
-    assert "inexact resume" in done.stdout and done.facts["resumes"][0]["inexact"]
-    if flags:  # sums in another order, other dropout
-        ours, expected = done.fingerprint(STEPS), whole().fingerprint(STEPS)
-        assert ours["model"] != expected["model"]
+def test_signals_that_come_while_torch_is_imported_are_not_lost():
+    assert python(HOLD) == "15 True\n15"
 
 
-def test_an_extent_beyond_the_split_is_the_whole_split(run_train):
-    whole, beyond = (run_train(str(n), f"--eval_tokens={n}").rows("eval") for n in (0, 10**9))
-    assert whole == beyond and "val_bpb" in whole[0] and "val_tokens" not in whole[0]
-    assert "val_tokens" in run_train("part", "--eval_tokens=16").rows("eval")[0]  # control
+def test_a_second_ctrl_c_ends_a_process_that_still_imports_torch():
+    code = "import os, signal; from plumbing.signals import hold; hold()"
+    for before_it in ("", "from plumbing.signals import held; held().__enter__();"):
+        kill = f"os.kill(os.getpid(), signal.SIGINT); {before_it}"
+        command = [sys.executable, "-c", f"{code}; {kill} os.kill(os.getpid(), signal.SIGINT)"]
+        assert subprocess.run(command, cwd=REPO).returncode == -signal.SIGINT
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
+@pytest.mark.parametrize("name", first(1, ["SIGINT", "SIGUSR1"]))
+def test_a_signal_in_the_first_second_stops_or_saves_a_run(start_train, tmp_path, name):
+    process = start_train("run", "--save_interval=100")
+    wait_for(lambda: catches(process.pid, name) and catches(process.pid, "SIGUSR1"))
+    os.kill(process.pid, signal.Signals[name])
+    code = process.wait(60)
+    log = process.log.read_text()
+    assert code == (130 if name == "SIGINT" else 0), log
+    assert "Traceback" not in log
+    assert (tmp_path / "run" / "ckpt_00000001.pt").exists() == (name == "SIGINT")

@@ -12,7 +12,7 @@ import torch
 from conftest import TINY
 from helpers import python
 from sources import around
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -118,14 +118,6 @@ def test_a_step_never_copies_all_the_weights(dtype, counts_of):
     assert 0 < counts.copied < counts.parameters  # 65,817 and 128,089 of 278,720
 
 
-def test_an_optimizer_that_is_not_fused_costs_one_wait(counts_of, monkeypatch):
-    def plain(model, *rest):
-        return [torch.optim.RMSprop(model.parameters(), lr=1e-3)]
-
-    monkeypatch.setattr(train, "configure_optimizers", plain)
-    assert counts_of(accum_steps=2).waits == 1
-
-
 @pytest.fixture
 def take_steps(knobs, monkeypatch):
     """take_steps(name=value, ...): three steps on tensors whose numbers nobody can read."""
@@ -149,19 +141,6 @@ def test_the_host_never_waits_for_the_device_within_a_step(values, take_steps):
     assert {value.shape for value in take_steps(**values).values()} == {()}
 
 
-@pytest.mark.parametrize("look", [float, bool, torch.Tensor.item])
-def test_a_step_that_waited_would_be_found(look, take_steps, monkeypatch):
-    real = train.step_unless
-
-    def step_unless(skipped, *rest):
-        look(skipped)
-        real(skipped, *rest)
-
-    monkeypatch.setattr(train, "step_unless", step_unless)
-    with pytest.raises(DataDependentOutputException):
-        take_steps()
-
-
 IN_THE_WRITER = "threading.current_thread().name == 'writer'"
 COUNTED = {"train_step": "STEPS", "evaluate": "EVALUATES", "RunFolder.write_rows": "WRITES"}
 COUNT_CALLS = "import threading" + around(
@@ -169,17 +148,6 @@ COUNT_CALLS = "import threading" + around(
 )
 for name, printed in COUNTED.items():
     COUNT_CALLS += around(name, f"print({printed!r}, flush=True)")
-
-
-def test_the_loop_saves_writes_and_evaluates_when_it_should_and_no_more(run_train):
-    flags = "--save_interval=10", "--log_interval=4", "--eval_interval=6", "--audit_interval=-1"
-    done = run_train("run", *flags, before=COUNT_CALLS)
-    calls = {name: done.stdout.count(name) for name in ("STEPS", "SAVES", "EVALUATES", "WRITES")}
-    assert calls["STEPS"] == 12
-    assert calls["EVALUATES"] == 3  # before step 1, after 6 and 12
-    assert 3 <= calls["SAVES"] <= 4  # 0, 10, 12, and 6 where it is the best so far
-    # rows of 4, 6, 8, 10, 12; evaluations; sample and end; a line for each save
-    assert calls["WRITES"] <= 5 + 3 + 2 + calls["SAVES"]
 
 
 COMPILER = "[name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules]"

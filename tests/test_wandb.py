@@ -2,25 +2,19 @@
 on."""
 
 import json
-import socket
 import struct
 import sys
-import time
 import types
 
 import pytest
 from conftest import read_rows
-from sources import around, at_step, stop_at
+from sources import at_step, stop_at
 
 from reporting.wandb_log import Wandb
 
 ON = ("--wandb_log=true", "--max_steps=30", "--eval_interval=10", "--save_interval=10")
 ON += ("--log_interval=1",)
 OFFLINE = {"WANDB_MODE": "offline"}
-POISON = """
-if 12 * 8 <= run.state["sequences"] < 15 * 8:
-    run.model.head.weight.data.mul_(float("nan"))
-"""
 
 
 def history(out_dir):
@@ -112,20 +106,6 @@ def test_what_the_server_has_is_not_sent_again(tmp_path, monkeypatch):
     assert sent == [80, 88, 96]
 
 
-def test_a_rollback_does_not_turn_wandb_back(run_train):
-    done = run_train(
-        "run", *ON, "--max_skipped=3", env=OFFLINE, before=around("train_step", POISON)
-    )
-    (rows,) = history(done.out_dir)
-    counter = [row["_step"] for row in rows]
-    assert counter == sorted(set(counter)) and counter[-1] == 35 * 8  # five batches were given up
-    record = merged(done.out_dir)
-    latest = {row["step"]: row for row in rows}  # of what was computed twice, the latter
-    assert {step: without(row) for step, row in latest.items()} == record
-    nulls = [row for row in rows if row["loss" if row["step"] else "val_loss"] is None]
-    assert all(row["finite"] is False for row in nulls)
-
-
 # ---- a wandb that does not work ------------------------------------------------------------------
 
 FAKE = """
@@ -162,30 +142,3 @@ def test_a_wandb_that_fails_is_one_line_and_training_continues(how, run_train, t
     said = [line for line in said if line != "wandb    somewhere"]
     assert len(said) == 1 and words in said[0] and "training continues without it" in said[0]
     assert len(read_rows(done.out_dir, "train")) == 30
-
-
-@pytest.mark.slow  # twenty seconds, most of them of wandb at its own exit
-def test_a_server_that_does_not_answer_is_one_line(run_train):
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        where = {"WANDB_BASE_URL": f"http://127.0.0.1:{silent.getsockname()[1]}"}
-        online = where | {"WANDB_MODE": "online", "WANDB_API_KEY": 40 * "a"}
-        impatient = "from reporting import wandb_log\nwandb_log.WANDB_SECONDS = 2\n"
-        start = time.monotonic()
-        done = run_train("run", *ON, env=online, before=impatient)
-    assert done.stdout.count("training continues without it") == 1
-    assert len(read_rows(done.out_dir, "train")) == 30 and time.monotonic() - start < 60
-
-
-def test_nobody_is_asked_for_a_key(run_train, tmp_path):
-    nowhere = {
-        "HOME": str(tmp_path),
-        "NETRC": f"{tmp_path}/none",
-        "WANDB_API_KEY": "",
-        "WANDB_BASE_URL": "http://127.0.0.1:1",
-        "WANDB_MODE": "online",
-    }
-    done = run_train("run", *ON, env=nowhere)
-    assert "no key; type: wandb login, or set WANDB_MODE=offline" in done.stdout
-    assert "API key" not in done.stdout + done.stderr
