@@ -12,7 +12,6 @@ docs/trouble.md explains the checks. Exit code 0: GO, or any verdict; 1: NO-GO, 
 failed; 2: bad input. --equal=true: 0 equal, 1 differ, 125 cannot tell.
 """
 
-import math
 import os
 import shlex
 import sys
@@ -28,7 +27,7 @@ import bench
 import train
 from bench import print_table, say
 from lab.logged import Logged, differences, in_words
-from plumbing import audit, machine
+from plumbing import audit, checkpoint, machine
 from plumbing.cli import fail, run_script
 from plumbing.console import REPO
 from reporting.sanity import CHECKS, NotAsked
@@ -163,8 +162,8 @@ def same_bits(job, script, words):
         bench.execute(script, words, out_dir=folders[1])
     found = differences(*folders, kinds=("train", "eval")).first_difference
     where = [in_words(found)] if found else []
-    runs = [Logged(folder) for folder in folders]
-    where += audit.bits_that_differ(*(run.checkpoints[-1].content["model"] for run in runs))
+    models = [checkpoint.load(checkpoint.newest_first(folder)[0])["model"] for folder in folders]
+    where += audit.bits_that_differ(*models)
     say(f"\nequal: {f'no; the first difference: {where[0]}' if where else 'yes'}")
     return {"ok": not where, "where": where[:1]}
 

@@ -22,8 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import replay
 import train
-from lab.logged import Logged
 from bench import setting
+from lab.logged import Logged
 from plumbing import checkpoint, data
 from plumbing.cli import RunFailed, read_knobs
 
