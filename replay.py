@@ -233,7 +233,8 @@ class Again:
         self.end_at = end
         self.stop = end  # of what is computed with the same settings
         self.is_over = False  # that
-        self.comparison = Comparison(run.rows_between(self.begin_at.step, end.step))
+        rows = run.rows_between(self.begin_at.step, end.step)
+        self.comparison = Comparison(row for row in rows if run.position(row["step"]) <= end)
         self.seen = {}  # of the last step that was looked at, what steps.look_at() returns
         self.traces = {}  # with --against: {position: traces of all ranks}
         self.saved = {}  # with --save, the state before the last step
@@ -258,8 +259,9 @@ class Again:
     def compare(self, row: dict, rollbacks: int) -> None:
         """Only what stands in the log: a rollback to come undoes the others."""
         number, kind = key_of(row)
-        is_asked = self.begin_at.step < number <= self.end_at.step and kind in KINDS
-        if is_asked and rollbacks == self.logged.position(number).rollbacks:
+        position = self.logged.position(number)
+        is_asked = self.begin_at.step < number and position <= self.end_at and kind in KINDS
+        if is_asked and rollbacks == position.rollbacks:
             self.comparison.see(row)
 
     def step(self, run: Any, take: Callable[[], dict], inputs, targets, lr: float) -> dict:

@@ -2,6 +2,7 @@
 written or locked, and nothing that a run's folder names is executed."""
 
 import math
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import cached_property
 from operator import itemgetter
@@ -41,15 +42,16 @@ def differences(
 
 class Comparison(Witness):
     """A Witness for logs that must agree as a whole: a row that only one of the two has differs,
-    too, and so does one with another index of the data."""
+    too, and so does one of other data."""
+
+    def __init__(self, old_rows: Iterable[dict]):
+        super().__init__(old_rows)
+        self.old_data.clear()
 
     def see(self, row: dict) -> None:
         step, kind = key_of(row)
-        then = self.old_rows.get((step, kind))
-        if then is None and kind != "saved":
+        if (step, kind) not in self.old_rows and kind != "saved":
             self.note(step, f"{kind} row", "missing", "there")
-        elif then and then.get("sequences") != row.get("sequences"):
-            self.note(step, "sequences", then.get("sequences"), row.get("sequences"))
         super().see(row)
 
     def close(self) -> None:
