@@ -86,10 +86,8 @@ class Job:
         self.stack.callback(batches.stop)
         return batches
 
-    def step(self, run, model=None, batches=None):
+    def step(self, run, model, batches):
         """A function that takes the next step of `run`, as the loop of train.train does."""
-        model = self.rehearsed(run) if model is None else model
-        batches = self.load_batches(run) if batches is None else batches
 
         def step():
             lr = train.lr_at(run.state["step"])
@@ -186,7 +184,9 @@ def ladder(job):
         batches = job.load_batches(run)
     with setting(num_workers=workers):
         ahead = job.load_batches(run)
-    slow_run = replace(run, optimizers=optimizers_of(run.model, "none"))
+    knobs = train.peak_lr, train.weight_decay, train.beta1, train.beta2, train.momentum
+    not_fused = train.configure_optimizers(run.model, train.optimizer, *knobs, "none")
+    slow_run = replace(run, optimizers=not_fused)
     in_float32 = setting(dtype="float32")
     eager = job.step(run, run.model, batches)
     last = job.step(run, model, ahead)
@@ -202,15 +202,19 @@ def ladder(job):
     if train.deterministic:
         rungs["not deterministic"] = not_deterministic(last)
     seconds = {name: median(times) for name, times in interleaved(rungs, job.device).items()}
-    first = before = next(iter(rungs))
+    tokens = train.rows_at(0) * train.block_size
+    first = before = next(iter(seconds.values()))
     result = {}
-    for name in rungs:
-        rate = train.rows_at(0) * train.block_size / seconds[name]
-        mfu = train.flops_per_token(run.model) * rate / (job.peak[0] or math.nan)
-        result[name] = {"ms": 1000 * seconds[name], "tokens_per_sec": rate, "mfu": mfu}
-        result[name]["to_before"] = seconds[before] / seconds[name]
-        result[name]["to_first"] = seconds[first] / seconds[name]
-        before = name
+    for name, spent in seconds.items():
+        rate = tokens / spent
+        result[name] = {
+            "ms": 1000 * spent,
+            "tokens_per_sec": rate,
+            "mfu": train.flops_per_token(run.model) * rate / (job.peak[0] or math.nan),
+            "to_before": before / spent,
+            "to_first": first / spent,
+        }
+        before = spent
     say(f"\nladder: each technique on top of those before; medians of {rounds}, interleaved")
     print_table(result, ms=".2f", tokens_per_sec=",.0f", mfu=".1%", to_before=".2f", to_first=".2f")
     return {"rungs": result}
@@ -225,12 +229,6 @@ def not_deterministic(step):
         torch.use_deterministic_algorithms(True)
 
     return without
-
-
-def optimizers_of(model, device_type):
-    """Those of the run; not fused if device_type is neither "cpu" nor "cuda"."""
-    knobs = train.peak_lr, train.weight_decay, train.beta1, train.beta2, train.momentum
-    return train.configure_optimizers(model, train.optimizer, *knobs, device_type)
 
 
 def profile(job):
@@ -328,12 +326,10 @@ class Blocks(console.Table):
 
 def overhead(job):
     """The loop of train.train against bare steps on one fixed batch, in blocks, in turn."""
-    seconds = seconds_of(job.step(job.fresh_run()), 2, job.device)
-    every = min(train.log_interval or 100, max(1, round(timing_seconds / seconds)))
     off = {"eval_interval": 0, "sample_interval": 0, "audit_interval": -1}
     off |= {"save_interval": 0, "milestone_interval": 0}
     rate = {"schedule": "constant", "peak_lr": 1e-6, "warmup_steps": 0}
-    with setting(log_interval=every, **off, **rate):
+    with setting(**off, **rate):
         run = job.fresh_run()
         model = job.rehearsed(run)
         batches = job.load_batches(job.fresh_run())
@@ -343,9 +339,11 @@ def overhead(job):
             "train_step": partial(train.train_step, model, run, inputs, targets, train.peak_lr),
             "data": batches.next_batch,
         }
+        seconds = seconds_of(steps["train_step"], 2, job.device)
+        every = min(train.log_interval or 100, max(1, round(timing_seconds / seconds)))
         table = Blocks(steps, every, job.device)
         saver = checkpoint.Saver(run, train.keep_last, train.may_roll_back_to)
-        with contextlib.suppress(Measured):
+        with setting(log_interval=every), contextlib.suppress(Measured):
             train.train(run, model, table, saver, Signals(), Clock())
         run.batches.stop()
     times = {name: each[1:] for name, each in table.times.items()}
@@ -663,6 +661,7 @@ def job_of(words, script, *scopes):
         torch.use_deterministic_algorithms(strict)
 
 
+@cli.setting(vars(data), in_a_tool=True)
 def measure(own, argv):
     """Run the parts that --only names. own: globals() of the script, with its PARTS. Returns what
     its JSON file holds: {part: result}, and facts."""
@@ -674,11 +673,15 @@ def measure(own, argv):
         for part in set(parts) - set(own["PARTS"]):
             fail(f"--only={own['only']}: no part {part!r}; there are {', '.join(own['PARTS'])}")
         path = job.folder / f"{Path(own['__file__']).stem}.json"
-        name = job.run.facts["data"]["name"]
-        facts = {"date": now(), "command": sys.argv, "git": git_state(), "dataset": name}
-        resolved = {key: getattr(train, key) for key in ("dtype", "compile", "deterministic")}
-        facts["config"] = job.config | resolved
-        facts |= machine.describe_machine(job.device)
+        resolved = {name: vars(train)[name] for name in ("dtype", "compile", "deterministic")}
+        facts = {
+            "date": now(),
+            "command": sys.argv,
+            "git": git_state(),
+            "dataset": job.run.facts["data"]["name"],
+            "config": job.config | resolved,
+            **machine.describe_machine(job.device),
+        }
         with RunFolder(job.folder).refusing():
             job.folder.mkdir(parents=True, exist_ok=True)
             write_json(path, facts)

@@ -7,11 +7,11 @@
     python prepare_data.py NAME --input=FILE --tokenizer=gpt2
     python prepare_data.py NAME --input=FOLDER               # a corpus of any size: gpt2 tokens
     python prepare_data.py NAME --input='web/*.jsonl.gz' --field=content
-    python prepare_data.py openwebtext                       # or fineweb: downloads with `datasets`
 
 Of one text, the first 90% of its characters are to train on. A dataset that exists is never
 overwritten. A corpus is streamed: a folder (its files in order of their paths, without hidden
-ones), a glob in quotes, a .jsonl (one object a line), a .gz of a text or .jsonl, or a long text.
+ones), a glob in quotes, a .jsonl (one object a line), a .gz of a text or .jsonl, or a text of more
+than 32 MB. How to get a dataset of Hugging Face as a .jsonl: docs/forks.md.
 - A line of a .jsonl is a document, and so is a text file; one longer than WHOLE_DOCUMENT is split
   into documents of up to PART, at line ends if it has any. Each is followed by an end-of-text id:
   50256 for gpt2, 0 for byte. NUL, and half a surrogate pair, become U+FFFD.
@@ -27,11 +27,9 @@ import contextlib
 import glob
 import gzip
 import hashlib
-import itertools
 import json
 import os
 import re
-import shlex
 import shutil
 import sys
 import tempfile
@@ -48,7 +46,7 @@ import numpy as np
 
 from plumbing import data
 from plumbing.cli import configured, fail, run_script
-from plumbing.data import SPLITS, TOKENIZERS, DataError, Offline, needed, read_file
+from plumbing.data import SPLITS, TOKENIZERS, DataError, Offline, read_file
 from plumbing.files import digest_of, fsync
 
 # What to make, and where
@@ -63,27 +61,20 @@ val_fraction = 0.0005  # share of the documents held out for validation, (0, 1)
 
 # Bytes
 WHOLE_TEXT = 32_000_000  # a plain text up to this size is read whole (char: up to 0.5 GB of memory)
-WHOLE_DOCUMENT = 4_000_000  # a text file up to this size is one document (a long novel has 3 MB)
+WHOLE_DOCUMENT = 1_000_000  # a text file up to this size is one document, as most novels are
 PART = 64_000  # largest document cut from a longer file; small, so that val gets enough of them
-LONGEST_LINE = 16_000_000  # of a .jsonl
 LEAST_VAL = 16_000  # to hold out at least, or a twentieth of the text if that is less
 CHUNK = 1_000_000  # read at a time
 BATCH = 64  # documents that are tokenized together
 MOST_BAD_ROWS = 0.001  # share of the rows of .jsonl files that may be unreadable
 
-# Names that need no --input: texts, and corpora on huggingface.co (their path and subset there)
-TEXTS = ("shakespeare", "pydoc", "formula")
-CORPORA = {
-    "openwebtext": ("Skylion007/openwebtext", None),
-    "fineweb": ("HuggingFaceFW/fineweb", "sample-10BT"),
-}
+TEXTS = ("shakespeare", "pydoc", "formula")  # names that need no --input
 SHAKESPEARE_URL = (  # the environment variable of this name gives another, such as file://
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 )
 SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 SHAKESPEARE_BYTES = 1_115_394
 TIMEOUT = 4  # seconds without an answer that count as no network
-DOWNLOAD_SECONDS = 60  # for all of the download; a server may send a byte a second
 
 
 # ---- one dataset ---------------------------------------------------------------------------------
@@ -99,16 +90,14 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print) -> tuple[str,
     if tokenizer not in ("auto", *TOKENIZERS):
         raise DataError(f"no tokenizer {tokenizer!r}; write --tokenizer={'|'.join(TOKENIZERS)}")
     old = data.verified_meta(folder) if os.path.exists(f"{folder}/meta.json") else {}
-    streamed = os.path.isdir(input) or glob.has_magic(input) if input else name in CORPORA
-    if os.path.isfile(input):
-        streamed = input.endswith((".jsonl", ".gz")) or os.path.getsize(input) > WHOLE_TEXT
+    streamed = is_corpus(input)
     if tokenizer == "auto":
         tokenizer = old.get("tokenizer") if old else "gpt2" if streamed else "char"
     cleaned = Cleaned()
-    if old and (not input or old.get("tokenizer") != tokenizer):
+    if old and not input:
         meta = old | {"tokenizer": tokenizer}
     elif streamed:
-        meta, documents = find_corpus(name, input, tokenizer, cleaned, say)
+        meta, documents = find_corpus(input, tokenizer, cleaned, say)
     else:
         meta, documents = find_text(name, folder, input, tokenizer, cleaned, say)
     if not old:
@@ -116,23 +105,29 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print) -> tuple[str,
         for line in cleaned.in_words():
             say(line)
         return folder, meta
-    what = f"{old.get('tokenizer')} tokens of {old.get('source')}"
-    if differ := how_they_differ(meta, old):
+    if described(meta) != described(old):
         hint = "choose another NAME, or delete that folder if no run depends on it"
-        raise DataError(f"{folder} holds another dataset: {what}; it has {differ}; {hint}")
-    say(f"{folder} is there already, {what}; nothing to do")
+        found = f"{folder} holds another dataset: {described(old)}, not {described(meta)}"
+        raise DataError(f"{found}; {hint}")
+    say(f"{folder} is there already, {described(old)}; nothing to do")
     return folder, old
 
 
-def how_they_differ(asked: dict, made: dict) -> str:
-    """What a dataset has other than asked for, in words; "" if the two come from the same
-    content."""
-    facts = []
-    for meta in (made, asked):
-        in_brackets = meta.get("source", "").rpartition(" (")[2].rstrip(")")
-        facts.append([f"tokenizer {meta.get('tokenizer')}", *in_brackets.split(", ")])
-    pairs = itertools.zip_longest(*facts, fillvalue="nothing")
-    return ", ".join(f"{one}, not {other}" for one, other in pairs if one != other)
+def get_dataset(name: str, data_dir: str, say: Callable = print) -> tuple[str, dict]:
+    """What train.py asks for: prepare() of a dataset by its name alone."""
+    return prepare(name, data_dir, say=say)
+
+
+def is_corpus(input: str) -> bool:
+    """Whether `input` is streamed: a folder, a glob, a .jsonl, a .gz, or a long text."""
+    if not os.path.isfile(input):
+        return os.path.isdir(input) or glob.has_magic(input)
+    return input.endswith((".jsonl", ".gz")) or os.path.getsize(input) > WHOLE_TEXT
+
+
+def described(meta: dict) -> str:
+    """What a dataset is made of, in words. Two datasets of the same words are taken for one."""
+    return f"{meta.get('tokenizer')} tokens of {meta.get('source')}"
 
 
 @dataclass
@@ -153,20 +148,13 @@ class Cleaned:
         self.line_ends += text.count("\r\n")
         return text.replace("\r\n", "\n")
 
-    def count_bad_row(self, what: str) -> None:
-        self.bad_rows += 1
-        self.first_bad = self.first_bad or what
-        self.refuse_bad_rows(allowed=1)
-
-    def refuse_bad_rows(self, allowed: int = 0) -> None:
+    def refuse_bad_rows(self, allowed: int) -> None:
         """Raises DataError if more rows are bad than allowed and MOST_BAD_ROWS together."""
-        if self.bad_rows <= allowed + MOST_BAD_ROWS * self.rows:
-            return
-        expected = f"a JSON object of up to {LONGEST_LINE:,} bytes a line, --field=NAME its text"
-        found = (
-            f"{self.bad_rows:,} of {self.rows:,} rows cannot be read, the first: {self.first_bad}"
-        )
-        raise DataError(f"{found}; expected {expected}")
+        if self.bad_rows > allowed + MOST_BAD_ROWS * self.rows:
+            raise DataError(
+                f"{self.bad_rows:,} of {self.rows:,} rows cannot be read, the first: "
+                f"{self.first_bad}; expected a JSON object a line, --field=NAME its text"
+            )
 
     def in_words(self) -> list[str]:
         lines = []
@@ -211,26 +199,10 @@ def store(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Cal
     tokenizer = data.tokenizer_of(meta)
     meta["vocab_size"] = int(tokenizer.vocab_size)
     meta["dtype"] = "uint16" if meta["vocab_size"] <= 2**16 else "uint32"
-    encode_batch = getattr(tokenizer, "encode_batch", partial(map, tokenizer.encode))
-    ends = [tokenizer.end_of_text] if streamed and hasattr(tokenizer, "end_of_text") else []
-    end = np.array(ends, meta["dtype"]).tobytes()
-    sizes = dict.fromkeys(SPLITS, 0)  # bytes
-    documents = iter(documents)
-    began = said = time.perf_counter()
     with making(folder) as unfinished:
         paths = {split: os.path.join(unfinished, f"{split}.bin") for split in SPLITS}
-        with open(paths["train"], "wb") as train, open(paths["val"], "wb") as val:
-            while batch := list(islice(documents, BATCH)):
-                encoded = encode_batch([text for _, text in batch])
-                for (split, text), ids in zip(batch, encoded, strict=True):
-                    file = train if split == "train" else val
-                    file.write(np.asarray(ids, meta["dtype"]).tobytes() + end)
-                    sizes[split] += len(text.encode())
-                if time.perf_counter() - said > 10:
-                    said = time.perf_counter()
-                    os.utime(unfinished)  # not left by a process that was killed
-                    size = sum(sizes.values()) / 1e6
-                    say(f"{size:,.0f} MB of text, {size / (said - began):.1f} MB/s")
+        ends = [tokenizer.end_of_text] if streamed else []
+        sizes = write_tokens(paths, tokenizer, meta["dtype"], documents, ends, say)
         itemsize = np.dtype(meta["dtype"]).itemsize
         tokens = {split: os.path.getsize(path) // itemsize for split, path in paths.items()}
         if min(tokens.values()) < 2:
@@ -246,48 +218,58 @@ def store(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Cal
     return meta
 
 
+def write_tokens(
+    paths: dict, tokenizer, dtype: str, documents: Iterable, ends: list, say: Callable
+) -> dict[str, int]:
+    """Write the ids of each document, and `ends` after it, to the file of its split. Returns the
+    bytes of text in each split. A folder that is written to counts as in use: see making()."""
+    encode_batch = getattr(tokenizer, "encode_batch", partial(map, tokenizer.encode))
+    end = np.array(ends, dtype).tobytes()
+    sizes = dict.fromkeys(SPLITS, 0)
+    documents = iter(documents)
+    began = said = time.perf_counter()
+    with open(paths["train"], "wb") as train, open(paths["val"], "wb") as val:
+        while batch := list(islice(documents, BATCH)):
+            encoded = encode_batch([text for _, text in batch])
+            for (split, text), ids in zip(batch, encoded, strict=True):
+                file = train if split == "train" else val
+                file.write(np.asarray(ids, dtype).tobytes() + end)
+                sizes[split] += len(text.encode())
+            if time.perf_counter() - said > 10:
+                said = time.perf_counter()
+                os.utime(os.path.dirname(paths["train"]))
+                size = sum(sizes.values()) / 1e6
+                say(f"{size:,.0f} MB of text, {size / (said - began):.1f} MB/s")
+    return sizes
+
+
 # ---- a corpus ------------------------------------------------------------------------------------
 
 
 def find_corpus(
-    name: str, input: str, tokenizer: str, cleaned: Cleaned, say: Callable
+    input: str, tokenizer: str, cleaned: Cleaned, say: Callable
 ) -> tuple[dict, Iterator]:
-    """(what is known of meta, an iterator over (split, text)) of the files of `input`, or of the
-    corpus `name`. In brackets, meta["source"] says what decides about the content."""
+    """(what is known of meta, an iterator over (split, text)) of the files of `input`.
+    meta["source"] says what decides about the content: number and size of the files, and flags."""
     if hasattr(TOKENIZERS[tokenizer], "learn"):
         found = f"{tokenizer} learns its vocabulary from one text of up to {WHOLE_TEXT // 10**6} MB"
         raise DataError(f"{found}; write --tokenizer=gpt2 or --tokenizer=byte")
-    rules = f"field {field}, val_fraction {val_fraction:g}"
-    if not input:
-        needed("datasets", name)
-        source = f"{name} of huggingface.co ({rules})"
-        texts = cleaned_texts(read_hub(*CORPORA[name]), cleaned)
-        documents = ((split_of(text, val_fraction), text) for text in texts)
-        return {"tokenizer": tokenizer, "source": source}, documents
     files = input_files(input)
-    size = sum(files.values())
+    size = sum(map(os.path.getsize, files))
     found = f"{len(files):,} files, {size:,} bytes"
     if not size:
         raise DataError(f"{input}: {found}; expected text, .jsonl or .gz")
-    content = sha256("".join(digest_of(path) for path in files).encode())[:16]
-    source = f"{os.path.basename(os.path.normpath(input))}, {found} (content {content}, {rules})"
+    name = os.path.basename(os.path.normpath(input))
+    source = f"{name}, {found} (field {field}, val_fraction {val_fraction:g})"
 
     def read(cleaned: Cleaned) -> Iterator[str]:
-        texts = (read_documents(path, cleaned) for path in files)
-        return cleaned_texts(chain.from_iterable(texts), cleaned)
+        for text in chain.from_iterable(read_documents(path, cleaned) for path in files):
+            text = re.sub("[\0\ud800-\udfff]", "\ufffd", cleaned.text(text))
+            if text:
+                yield text
+        cleaned.refuse_bad_rows(allowed=0)
 
-    documents = split_corpus(read, cleaned, say)
-    return {"tokenizer": tokenizer, "source": source}, documents
-
-
-def cleaned_texts(texts: Iterable[str], cleaned: Cleaned) -> Iterator[str]:
-    """Those texts that are not empty, cleaned. Raises DataError at the end if too many rows were
-    bad."""
-    for text in texts:
-        text = re.sub("[\0\ud800-\udfff]", "\ufffd", cleaned.text(text))
-        if text:
-            yield text
-    cleaned.refuse_bad_rows()
+    return {"tokenizer": tokenizer, "source": source}, split_corpus(read, cleaned, say)
 
 
 def split_corpus(read: Callable, cleaned: Cleaned, say: Callable) -> Iterator:
@@ -299,19 +281,15 @@ def split_corpus(read: Callable, cleaned: Cleaned, say: Callable) -> Iterator:
     if enough != val_fraction:
         say(f"--val_fraction={val_fraction:g} does not fit this text; {instead} instead")
     for text in read(cleaned):
-        if enough < 1:
-            yield split_of(text, enough), text
-        else:
+        if enough == 1:
             yield from last_tenth_apart(text)
+        else:
+            yield ("val" if draw_of(text) < enough else "train"), text
 
 
 def last_tenth_apart(text: str) -> list[tuple[str, str]]:
     cut = int(0.9 * len(text))
     return [("train", text[:cut]), ("val", text[cut:])]
-
-
-def split_of(text: str, val_fraction: float) -> str:
-    return "val" if draw_of(text) < val_fraction else "train"
 
 
 def draw_of(text: str) -> float:
@@ -327,8 +305,8 @@ def fraction_to_hold_out(texts: Iterable[str], val_fraction: float) -> float:
     total = 0
     held_out = 0
     for text in texts:
-        drawn.append((draw_of(text), len(text.encode())))
-        draw, size = drawn[-1]
+        draw, size = draw_of(text), len(text.encode())
+        drawn.append((draw, size))
         total += size
         if draw < val_fraction:
             held_out += size
@@ -343,27 +321,14 @@ def fraction_to_hold_out(texts: Iterable[str], val_fraction: float) -> float:
     return val_fraction if held_out <= total / 2 else 1.0
 
 
-def input_files(input: str) -> dict[str, int]:
-    """{path: bytes} of a file, folder or glob, in the order of the paths. glob leaves out hidden
-    ones."""
+def input_files(input: str) -> list[str]:
+    """Paths of a file, folder or glob, in their order. glob leaves out hidden ones."""
     pattern = f"{glob.escape(input)}/**" if os.path.isdir(input) else input
     found = [input] if os.path.isfile(input) else sorted(glob.glob(pattern, recursive=True))
     for path in found:
         if not os.access(path, os.R_OK):
             raise DataError(f"cannot read {path}: no permission, or a link to nothing")
-    return {path: os.path.getsize(path) for path in found if not os.path.isdir(path)}
-
-
-def read_hub(path: str, subset: str | None) -> Iterator[str]:
-    """The documents of a corpus on huggingface.co. Raises Offline."""
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(path, subset, split="train", streaming=True)
-        yield from (row["text"] for row in rows)
-    except Exception as error:  # whatever its HTTP library raises
-        reason = " ".join(str(error).split())[:150]
-        raise Offline(f"cannot read {path} of huggingface.co: {reason}") from error
+    return [path for path in found if not os.path.isdir(path)]
 
 
 def read_documents(path: str, cleaned: Cleaned) -> Iterator[str]:
@@ -375,15 +340,15 @@ def read_documents(path: str, cleaned: Cleaned) -> Iterator[str]:
         if not line.strip():
             continue
         cleaned.rows += 1
-        if number == 1 and line.lstrip().startswith(b"["):
-            command = f"jq -c '.[]' {shlex.quote(path)} > NEW.jsonl"
-            raise DataError(f"{path} is a JSON array; expected one object a line; type: {command}")
         try:
             text = json.loads(line)[field]
             if type(text) is not str:
                 raise TypeError(f"{field!r} is no string")
         except (ValueError, LookupError, TypeError, RecursionError) as error:
-            cleaned.count_bad_row(f"{path}:{number}: {type(error).__name__}: {error}")
+            cleaned.bad_rows += 1
+            found = f"{path}:{number}: {type(error).__name__}: {error}"
+            cleaned.first_bad = cleaned.first_bad or found
+            cleaned.refuse_bad_rows(allowed=1)
         else:
             yield text
 
@@ -408,12 +373,10 @@ def parts(chunks: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def read_chunks(path: str, by_line: bool = False) -> Iterator[bytes]:
-    """The content of a file, decompressed, in chunks, or in lines; of a line past LONGEST_LINE in
-    parts, which are no JSON."""
+    """The content of a file, decompressed, in chunks or in lines."""
     try:
         with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-            read = partial(file.readline, LONGEST_LINE) if by_line else partial(file.read, CHUNK)
-            yield from iter(read, b"")
+            yield from file if by_line else iter(partial(file.read, CHUNK), b"")
     except Exception as error:  # gzip and zlib raise their own
         raise DataError(f"cannot read {path} ({error}); fetch it again or leave it out") from error
 
@@ -427,8 +390,9 @@ def find_text(name, folder, input, tokenizer, cleaned, say) -> tuple[dict, list]
     if input:
         raw = read_file(input)
         source = os.path.basename(input)
-        is_other = name == "shakespeare" and sha256(raw) != SHAKESPEARE_SHA256
-        if name in ("pydoc", "formula") or is_other:
+        if sha256(raw) == SHAKESPEARE_SHA256:
+            source = "TinyShakespeare"
+        elif name in TEXTS:
             raise DataError(f"{input} is not the text that {name} stands for; choose another NAME")
     elif name == "shakespeare":
         raw = read_shakespeare(folder, say)
@@ -473,17 +437,16 @@ def decode_utf8(raw: bytes, path: str, begin: int = 0) -> str:
     """The text of `raw`, bytes of the file `path` from offset `begin` on. Raises DataError."""
     if not raw:
         raise DataError(f"{path} is empty; expected UTF-8 text")
-    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):  # the byte order marks of UTF-16
-        command = f"iconv -f UTF-16 -t UTF-8 {shlex.quote(path)} > NEW.txt"
-        raise DataError(f"{path} is UTF-16, not UTF-8; type: {command}")
-    if b"\0" in raw:
-        offset = begin + raw.index(0)
-        raise DataError(f"{path} is binary, not UTF-8: byte 0x00 at offset {offset}; leave it out")
     try:
-        return raw.decode()
+        text = raw.decode()
+        odd = raw.find(0)  # a binary file, or UTF-16 of plain letters
+        why = "binary"
     except UnicodeDecodeError as error:
-        byte = f"byte 0x{raw[error.start]:02x} at offset {begin + error.start} ({error.reason})"
-        raise DataError(f"{path} is not UTF-8: {byte}; try iconv -f latin1 -t utf-8") from error
+        odd, why = error.start, error.reason
+    if odd < 0:
+        return text
+    found = f"{path} is not UTF-8 text: byte 0x{raw[odd]:02x} at offset {begin + odd} ({why})"
+    raise DataError(f"{found}; leave it out, or convert it: iconv -f latin1 (or UTF-16) -t UTF-8")
 
 
 def sha256(content: bytes) -> str:
@@ -492,7 +455,7 @@ def sha256(content: bytes) -> str:
 
 def read_shakespeare(folder: str, say: Callable) -> bytes:
     """The bytes of TinyShakespeare, from input.txt in `folder` if it is there, else downloaded to
-    it in up to three tries. Raises Offline if no server gives it in time, DataError if it is not
+    it in up to three tries. Raises Offline if no server answers, DataError if what one sends is not
     the text."""
     path = os.path.join(folder, "input.txt")
     if os.path.exists(path):
@@ -501,17 +464,13 @@ def read_shakespeare(folder: str, say: Callable) -> bytes:
             return raw
     url = os.environ.get("SHAKESPEARE_URL") or SHAKESPEARE_URL
     say(f"downloading {url}")
-    began = time.monotonic()
     for attempt in range(3):
         time.sleep(attempt / 2)
         raw = b""
         try:
             with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
                 came = f"{response.headers.get_content_type()} from {response.url}"
-                while len(raw) <= SHAKESPEARE_BYTES and (chunk := response.read1(1 << 16)):
-                    raw += chunk
-                    if time.monotonic() - began > DOWNLOAD_SECONDS:
-                        raise TimeoutError(f"timed out after {DOWNLOAD_SECONDS:g} s")
+                raw = response.read(SHAKESPEARE_BYTES + 1)
         except (urllib.error.HTTPError, ValueError) as error:
             came = str(error)
         except OSError as error:
@@ -525,16 +484,6 @@ def read_shakespeare(folder: str, say: Callable) -> bytes:
     found = f"{url}: {came}, {len(raw):,} bytes with SHA-256 {sha256(raw)}"
     expected = f"{SHAKESPEARE_BYTES:,} bytes with SHA-256 {SHAKESPEARE_SHA256}"
     raise DataError(f"{found}; expected {expected}; try again later, or take a copy: --input=FILE")
-
-
-# ---- what train.py asks for ----------------------------------------------------------------------
-
-
-def get_dataset(name: str, data_dir: str, say: Callable = print) -> tuple[str, dict]:
-    """prepare(), but for what takes hours."""
-    if name in CORPORA and not os.path.exists(f"{data.folder_of(name, data_dir)}/meta.json"):
-        raise DataError(f"no dataset {name!r}; make it first: python prepare_data.py {name}")
-    return prepare(name, data_dir, say=say)
 
 
 def main(argv: list[str] | None = None) -> None:

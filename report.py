@@ -15,8 +15,6 @@ that it does not know gets a panel and a row.
 
 import itertools
 import math
-import os
-import re
 import shlex
 import sys
 import textwrap
@@ -25,176 +23,185 @@ from pathlib import Path
 
 import numpy as np
 
-from plumbing.cli import configured, fail, read_knobs, run_script
-from plumbing.console import duration
+from plumbing.cli import BadInput, configured, fail, printable, run_script
+from plumbing.console import duration, shown
 from plumbing.data import FALLBACK
 from plumbing.files import replacing
-from reporting import pictures, record, results
-from reporting.page import page
+from reporting import record, results
+from reporting.panels import page, write_picture
 from reporting.record import last_step, read_run
 from reporting.records import HEADER, record_rows
-from reporting.results import aligned, ended, happened, outcome, table
+from reporting.results import ended, happened, outcome, table
 from reporting.troubles import replay_of, troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
-dollars_per_hour = 0.0  # of one device, [0, inf); 0 = no cost
 html = False  # also write a page: one file that needs no network and no server
 watch = False  # rewrite that page every 10 s while the run continues, and write all at its end
 
 MOST_COLUMNS = 4  # runs beside each other on the console; of more, a row each
+MOST_EVENTS = 200  # rows in a table
+TOLD_ELSEWHERE = ("kind", "step", "event", "finite", "knobs", "seconds")  # fields of events
 
 
-# ---- words ---------------------------------------------------------------------------------------
+# ---- report.md -----------------------------------------------------------------------------------
 
 
-def unusual_knobs(run):
-    """[(knob, value in this run, default in train.py)] where the two differ, without folders."""
-    names = ["train.py", os.path.basename(" ".join(map(str, run.info["command"][:1])))]
-    scripts = [Path(__file__).parent / name for name in names]  # it may have been renamed
-    knobs = next((read_knobs(path) for path in scripts if path.is_file()), {})
-    rows = []
-    for name, value in run.info["config"].items():
-        default = knobs[name].default if name in knobs else "no longer a knob"
-        if value != default and not name.endswith("_dir"):
-            rows.append((f"`{name}`", f"`{value}`", f"`{default}`"))
-    return rows
-
-
-def facts(run):
-    """{part of run.json: {name: value}} of what is said there in single words, but for knobs."""
-    parts = {part: run.info[part] for part in ("run", "hardware", "versions", "git")}
-    parts["data"] = run.info["data"] | run.info["data"].get("meta", {})
-    for part, told in parts.items():
-        single = {}
-        for name, value in told.items():
-            if not isinstance(value, dict | list | None):
-                single[name] = textwrap.shorten(str(value), 80)
-        parts[part] = single
-    return parts
-
-
-def about(run):
-    """What was run, in Markdown."""
-    command = shlex.join(["python", *map(str, run.info["command"])])
-    lines = [f"- **command** `{command}`"]
-    lines.append(f"- **when** {run.info.get('start')} to {run.info.get('end')}")
-    for part, told in facts(run).items():
-        words = ", ".join(f"{name} {value}" for name, value in told.items())
-        lines.append(f"- **{part}** {words or 'n/a'}")
-    knobs = table(("knob", "here", "default today"), unusual_knobs(run))
-    return "\n".join([*lines, "", knobs])
-
-
-def details(event):
-    """The fields of an event, in words. A pair is what was and is; of hashes, names alone count."""
-    words = []
-    for key, value in event.items():
-        if key in ("kind", "step", "event", "finite"):
-            continue
-        if isinstance(value, list) and len(value) == 2:
-            was, now = value
-            value = f"was {was}, is {now}"
-            if isinstance(now, dict):
-                value = f"changed in {', '.join(now)}"
-        words.append(f"{key} {value}")
-    return textwrap.shorten("; ".join(words), 400)
-
-
-def event_rows(run, most=200):
-    """[(step, event, details)] in the order of the events; skips in a row share one."""
-    rows = []
-    shown = [event for event in run.events if event["event"] not in ("sample", "saved")]
-    for name, group in itertools.groupby(shown, lambda event: event["event"]):
-        group = list(group)
-        told = [details(event) for event in group]
-        if name == "skipped" and len(group) > 1:
-            told = [f"{len(group)} updates, the last at step {group[-1]['step']:,}"]
-        if name in ("skipped", "rollback"):
-            told[0] += f"; see `{replay_of(run, group[0])}`"
-        for event, words in zip(group, told, strict=False):
-            rows.append((f"{event['step']:,}", name.replace("_", " "), words))
-    if len(rows) > most:
-        rows[most:] = [("...", f"and {len(rows) - most:,} more", "")]
-    return rows
-
-
-def not_exact(run):
-    """Lines on what may set this run apart from an uninterrupted one on one machine."""
-    names = {"inexact_resume": "resumed", "audit": "audited, and the odd result dropped"}
-    lines = []
-    for event in run.events:
-        if event["event"] in names:
-            what = names[event["event"]]
-            lines.append(f"- step {event['step']:,}: {what}: {details(event)}")
-    if run.info["run"].get("deterministic") is False:
-        lines.append("- `deterministic` was off")
-    if run.unreadable:
-        lines.append(f"- {run.unreadable:,} damaged line(s) of metrics.jsonl are left out")
-    if not run.info["run"]:
-        lines.append("- run.json is missing or damaged")
-    return lines or ["Nothing on record: any resume was bit for bit."]
-
-
-def found_in(run, title):
-    """The troubles of a run, and its last sample, as paragraphs of Markdown."""
-    found = troubles(run)
-    lines = [f"## Known troubles{title}\n"]
-    for each in found:
-        shows = f"{each.shows}. Likely causes: {each.causes}."
-        lines.append(f"- **{each.title}** (`{each.name}`): {shows}")
-        lines.append(f"  Diagnosis: {each.diagnosis}.")
-        if each.look:
-            lines.append(f"  Look into that step: `{each.look}`.")
-        lines.append(f"  Cure: {each.cure}.")
-    if found:
-        lines.append("\ndocs/trouble.md has more on each.\n")
-    else:
-        lines.append("None that report.py knows.\n")
-    samples = happened(run, "sample")
-    if samples:
-        step = samples[-1]["step"]
-        text = str(samples[-1].get("text"))
-        tildes = max(re.findall("~+", text), key=len, default="") + "~~~"
-        lines += [f"## A sample, from step {step:,}{title}\n", tildes, text, tildes, ""]
-    return lines
-
-
-def words(run, image):
-    """The text of report.md. image: whether there is a report.png."""
-    config = run.info["config"]
-    asked = config.get("dataset")
-    learned = run.info["data"].get("name")
+def words(run):
+    """The text of report.md."""
     lines = [f"# {run.name}: {ended(run)}\n"]
-    if learned and learned != asked and learned == FALLBACK.get(asked):
+    asked = run.info["config"].get("dataset")
+    learned = run.info["data"].get("name")
+    if learned and learned == FALLBACK.get(asked):
         what = f"INSTEAD OF {asked!r}, which was unavailable:"
         lines.append(f"> **This run trained on {learned!r} {what}")
         lines.append(f"> its numbers say nothing about {asked!r}.**\n")
-    if image:
-        lines.append("![Curves of this run](report.png)\n")
-    results_of_run = outcome(run, dollars_per_hour).items()
-    rows = [(f"**{what}**", value, window) for what, (value, window) in results_of_run]
-    lines += ["## Result\n", table(("", "", "over"), rows), *found_in(run, "")]
-    lines += ["## What was run\n", about(run) if run.info["run"] else "Not on record.\n"]
+    lines.append("![Curves of this run](report.png)\n")
+    rows = [(f"**{what}**", value) for what, value in outcome(run).items()]
+    lines += ["## Result\n", table(("", ""), rows), *found_in(run, "")]
+    lines += ["## What was run\n", *about(run)]
     spent, missing = results.seconds_by_kind(run)
     rows = [(kind, duration(seconds)) for kind, seconds in spent.items()]
     lines += ["## Where the time went\n", table(("kind", "wall-clock"), rows)]
     if missing:
-        lines.append(f"{missing} session(s) recorded no times (killed, or still running).\n")
+        lines.append(f"{missing} process(es) recorded no times (killed, or still running).\n")
     lines += ["## What happened\n", table(("step", "event", ""), event_rows(run))]
-    return "\n".join([*lines, "## What was not exact\n", *not_exact(run), ""])
+    return "\n".join([*lines, "## Resumes, and what was not exact\n", *exactness(run), ""])
+
+
+def found_in(run, title):
+    """The troubles of a run, and its last sample, as paragraphs of Markdown."""
+    lines = [f"## Known troubles{title}\n"]
+    for each in troubles(run):
+        lines.append(f"- **{each.title}** (`{each.name}`): {each.shows}.")
+        if each.look:
+            lines.append(f"  Look into that step: `{each.look}`.")
+        lines.append(f"  Cure: {each.cure}")
+    if len(lines) > 1:
+        lines.append("\ndocs/trouble.md has the causes, and what tells them apart.\n")
+    else:
+        lines.append("None that report.py knows.\n")
+    for sample in happened(run, "sample")[-1:]:
+        text = textwrap.indent(str(sample["text"]), "    ", lambda line: True)
+        lines += [f"## A sample, from step {sample['step']:,}{title}\n", text, ""]
+    return lines
+
+
+def settings(run):
+    """{part of run.json: {name: value}} of what is said there in single words; without folders."""
+    info = run.info
+    parts = {part: info[part] for part in ("run", "hardware", "versions", "git", "config")}
+    parts["data"] = info["data"] | info["data"].get("meta", {})
+    found = {}
+    for part, values in parts.items():
+        found[part] = {}
+        for name, value in values.items():
+            if not isinstance(value, dict | list | None) and not name.endswith("_dir"):
+                found[part][name] = textwrap.shorten(str(value), 80)
+    return found
+
+
+def about(run):
+    """What was run, as lines of Markdown."""
+    if not run.info["run"]:
+        return ["Not on record.\n"]
+    command = shlex.join(["python", *run.info.get("command", [])])
+    lines = [f"- **command** `{command}`"]
+    lines.append(f"- **when** {run.info.get('start')} to {run.info.get('end')}")
+    for part, values in settings(run).items():
+        told = ", ".join(f"{name} {value}" for name, value in values.items())
+        lines.append(f"- **{part}** {told}")
+    return [*lines, ""]
+
+
+def event_rows(run):
+    """[(step, event, details)] in the order of the events."""
+    rows = []
+    for event in run.events:
+        name = event["event"]
+        if name in ("sample", "saved"):
+            continue
+        see = f"see `{replay_of(run, event)}`" if name in ("skipped", "rollback") else ""
+        told = "; ".join(filter(None, (details(event), see)))
+        rows.append((f"{event['step']:,}", name.replace("_", " "), told))
+    if len(rows) > MOST_EVENTS:
+        rows[MOST_EVENTS:] = [("...", f"and {len(rows) - MOST_EVENTS:,} more", "")]
+    return rows
+
+
+def details(event):
+    """The fields of an event, in words."""
+    told = []
+    for key, value in (event | {"changed": changes(event)}).items():
+        if key not in TOLD_ELSEWHERE and value not in (None, ""):
+            told.append(f"{key} {value}")
+    return textwrap.shorten("; ".join(told), 400)
+
+
+def changes(event):
+    """What is known to have changed since the checkpoint of a resume, in words; "" if nothing."""
+    changed = event.get("changed", {})
+    return ", ".join(f"{key} {then} -> {now}" for key, (then, now) in changed.items())
+
+
+def exactness(run):
+    """Lines on whether each resume was measured as exact, and on what else may set this run apart
+    from an uninterrupted one."""
+    lines = []
+    began_from = run.info["run"].get("began_from")
+    processes = happened(run, "resume", "resume_checked")
+    for event, check in itertools.pairwise([*processes, {"event": "none"}]):
+        if event["event"] == "resume":
+            what = f"- step {event['step']:,}: {resumed(check)}"
+            if began_from and event is processes[0]:
+                what = f"- it began from {began_from}"
+            changed = changes(event)
+            lines.append(f"{what}; changed since: {changed}" if changed else what)
+    for event in happened(run, "audit"):
+        lines.append(f"- step {event['step']:,}: the odd result was dropped: {details(event)}")
+    if run.info["run"].get("deterministic") is False:
+        lines.append("- `deterministic` was off: the same command computes other numbers")
+    if run.unreadable:
+        lines.append(f"- {run.unreadable:,} damaged line(s) of metrics.jsonl are left out")
+    if not run.info["run"]:
+        lines.append("- run.json is missing or damaged: how it was run is not known")
+    return lines or ["Nothing on record: it was never resumed."]
+
+
+def resumed(check):
+    """What the event after a resume says of it. Only a `resume_checked` says what was measured."""
+    if check["event"] != "resume_checked":
+        return "resumed; whether exactly was not measured"
+    found = check["first_difference"]
+    if found:
+        numbers = "{field} {then} then, {now} now".format(**found)
+        return f"resumed; other numbers from step {found['step']:,} on: {numbers}"
+    if check["compared"]:
+        return f"resumed; {check['compared']:,} rows computed again, every loss and norm the same"
+    return "resumed; nothing to compare with"
+
+
+# ---- several runs --------------------------------------------------------------------------------
+
+
+def compare_words(runs, names):
+    """compare.md: one table of the settings and the results that differ, and what is wrong."""
+    columns = [column_of(run) for run in runs]
+    lines = [f"# {', '.join(names)}\n"]
+    lines += [f"> **{warning}**\n" for warning in warnings(columns)]
+    lines.append("![Curves of these runs](compare.png)\n")
+    lines.append(table(("", *names), differing_rows(columns)))
+    for run, name in zip(runs, names, strict=True):
+        lines += found_in(run, f": {name}")
+    return "\n".join(lines)
 
 
 def column_of(run):
-    """{what: words}: a run's column in a comparison, its settings first."""
+    """{what: words}: a run's column in a comparison. Of a knob that was resolved from "auto" the
+    value counts."""
     column = {}
-    for part in facts(run).values():
-        column |= part
-    for knob, value in run.info["config"].items():
-        if knob not in column and not knob.endswith("_dir"):
-            column[f"`{knob}`"] = value
-    for what, (value, _) in outcome(run, dollars_per_hour).items():
-        column[f"**{what}**"] = value
-    return column
+    for values in settings(run).values():
+        column = values | column
+    return column | outcome(run)
 
 
 def differing_rows(columns):
@@ -202,7 +209,7 @@ def differing_rows(columns):
     equal."""
     rows = []
     for what in dict.fromkeys(itertools.chain.from_iterable(columns)):
-        values = [str(column.get(what, "n/a")) for column in columns]
+        values = [column.get(what, "n/a") for column in columns]
         if len(set(values)) > 1:
             rows.append((what, *values))
     return rows
@@ -218,114 +225,91 @@ def warnings(columns):
     return [line for what, line in lines.items() if what in differing]
 
 
-def compare_words(runs, names, image):
-    """compare.md: one table of the settings and the results that differ, and what is wrong."""
-    columns = [column_of(run) for run in runs]
-    lines = [f"# {', '.join(names)}\n"]
-    lines += [f"> **{warning}**\n" for warning in warnings(columns)]
-    if image:
-        lines.append("![Curves of these runs](compare.png)\n")
-    lines.append(table(("", *names), differing_rows(columns)))
-    for run, name in zip(runs, names, strict=True):
-        lines += found_in(run, f": {name}")
-    return "\n".join(lines)
-
-
 def listing(runs):
-    """Lines of a table with a row for each run. The best of those on the same data is marked."""
-    rows = [("run", "steps", "last loss", "best loss", "tokens/s", "how it ended", "when", "")]
-    best = {}  # data and metric -> the best run on it
+    """A table with a row for each run. The best of those on the same data is marked."""
+    header = ("run", "steps", "best loss", "tokens/s", "how it ended", "when", "")
+    rows = []
+    best = {}  # what is compared -> the best run in it
     for run in sorted(runs, key=score):
         if math.isfinite(score(run)):
             best.setdefault(same_judge(run), run)
     for run in sorted(runs, key=lambda run: str(run.info.get("start"))):
-        last = record.mean(run.evals["val_loss"][-1:])
         speed = 1 / record.mean(1 / run.train["tokens_per_sec"])
         when = str(run.info.get("end") or run.info.get("start") or "")[:16].replace("T", " ")
-        is_best = best.get(same_judge(run)) is run
         rows.append(
             (
                 run.name,
                 f"{last_step(run):,}",
-                results.number(last),
                 results.number(results.best_of(run)[0]),
                 results.number(speed, ",.0f"),
                 results.how_it_ended(run),
                 when,
-                "best" if is_best else "",
+                "best" if best.get(same_judge(run)) is run else "",
             )
         )
-    return aligned(rows, widest=48)
+    return table(header, rows)
 
 
 def score(run):
     """The best of its metric, or its negative if higher is better; infinite if there is none."""
-    _, sign, _ = results.metric_of(run)
-    best = sign * results.best_of(run)[0]
+    best = results.metric_of(run)[1] * results.best_of(run)[0]
     return best if math.isfinite(best) else math.inf
 
 
 def same_judge(run):
     """What two runs must share for their losses to be compared."""
-    field, sign, _ = results.metric_of(run)
-    return str(run.info["data"].get("fingerprint")), field, sign, float(results.extent(run)[0])
+    return run.info["data"].get("fingerprint"), results.metric_of(run), results.extent(run)
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
 
+def names_of(runs):
+    """What tells runs apart."""
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+
+
+def text_of(runs):
+    return words(runs[0]) if len(runs) == 1 else compare_words(runs, names_of(runs))
+
+
 def write(path, text):
     with replacing(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-    return path
-
-
-def write_picture(path, runs, names):
-    """Returns [path]; without matplotlib, [] and a line on stderr."""
-    try:
-        import matplotlib
-    except ImportError:
-        print("report.py: no picture; type: pip install matplotlib", file=sys.stderr)
-        return []
-    with matplotlib.rc_context(fname=pictures.STYLE), replacing(path) as temporary:
-        figure = pictures.compare_picture(runs, names) if names else pictures.picture(runs[0])
-        figure.savefig(temporary, format="png", metadata=pictures.origin())
-    return [path]
+        temporary.write_text(text, encoding="utf-8", errors="replace")
 
 
 def write_page(runs, path, refresh=0):
     """refresh: seconds until it is rewritten; 0 = never."""
-    return write(path, page(runs, names_of(runs) or [runs[0].name], text_of(runs), refresh))
+    write(path, page(runs, names_of(runs), text_of(runs), refresh))
 
 
-def text_of(runs, image=()):
-    names = names_of(runs)
-    return compare_words(runs, names, image) if names else words(runs[0], image)
-
-
-def names_of(runs):
-    """What tells several runs apart; [] of one."""
-    if len(runs) == 1:
-        return []
-    names = [run.name for run in runs]
-    if len(set(names)) < len(names):
-        names = [record.tame(str(run.folder)) for run in runs]
-    return names
-
-
-def follow(runs, path, every=10):
-    """Write the page every `every` seconds, at most 1% of the time, until no run is active."""
-    pause = every
-    tell(f"open {os.path.relpath(path)} in a browser; Ctrl-C stops it")
+def follow(runs, path, pause=10):
+    """Write the page every `pause` seconds until no run is active."""
+    tell(f"open {shown(path)} in a browser; Ctrl-C stops it")
     try:
         while any(map(record.is_running, runs)):
-            start = time.perf_counter()
-            runs = [read_run(run.folder) for run in runs]
-            write_page(runs, path, refresh=pause)
-            pause = max(every, 100 * (time.perf_counter() - start))
+            write_page([read_run(run.folder) for run in runs], path, refresh=pause)
             time.sleep(pause)
     except KeyboardInterrupt:
         pass
+
+
+def write_reports(runs):
+    """Write what is asked for. Returns the paths."""
+    path = Path(report_dir or runs[0].folder) / ("report" if len(runs) == 1 else "compare")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    paths = [path.with_suffix(suffix) for suffix in (".png", ".md", ".html")]
+    if watch:
+        follow(runs, paths[2])
+        runs = [read_run(run.folder) for run in runs]
+    with replacing(paths[0]) as temporary:
+        write_picture(temporary, runs, names_of(runs))
+    write(paths[1], text_of(runs))
+    if not (html or watch):
+        return paths[:2]
+    write_page(runs, paths[2])
+    return paths
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -333,7 +317,7 @@ def follow(runs, path, every=10):
 
 def tell(line, file=None):
     """Print a line without what a terminal would obey."""
-    print(record.tame(str(line)), file=file, flush=True)
+    print(printable(str(line).rstrip()), file=file, flush=True)
 
 
 def is_run(folder):
@@ -351,80 +335,48 @@ def read_folders(folders):
         if not rows:
             try:
                 runs.append(read_run(folder))
-            except record.NoRecord as error:
+            except BadInput as error:
                 wrong.append(error)
     return runs, records, wrong
 
 
-def leave_out(wrong):
-    for error in wrong:
-        tell(f"report.py: left out: {error}", sys.stderr)
-
-
-def list_runs(folder):
-    """Print the table of the runs in `folder`. Returns whether there are any."""
-    inside = [path.parent for path in sorted(Path(folder).glob("*/metrics.jsonl"))]
-    runs, _, wrong = read_folders(inside)
-    leave_out(wrong)
-    if runs:
-        tell("\n".join(listing(runs)))
-    return bool(runs)
-
-
 def compare_on_console(runs):
-    names = names_of(runs)
     columns = [column_of(run) for run in runs]
     if len(runs) > MOST_COLUMNS:
-        tell("\n".join(listing(runs)))
-    elif names:
-        tell("\n".join(aligned([("", *names), *differing_rows(columns)])))
+        tell(listing(runs))
+    elif len(runs) > 1:
+        tell(table(("", *names_of(runs)), differing_rows(columns)))
     for warning in warnings(columns):
         tell(warning)
-
-
-def write_reports(runs):
-    """Write what is asked for. Returns the paths."""
-    path = Path(report_dir or runs[0].folder) / ("report" if len(runs) == 1 else "compare")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if watch:
-        follow(runs, path.with_suffix(".html"))
-        runs = [read_run(run.folder) for run in runs]
-    paths = write_picture(path.with_suffix(".png"), runs, names_of(runs))
-    paths.append(write(path.with_suffix(".md"), text_of(runs, image=paths)))
-    if html or watch:
-        paths.append(write_page(runs, path.with_suffix(".html")))
-    return paths
+    for run, name in zip(runs, names_of(runs), strict=True):
+        before = f"{name}: " if len(runs) > 1 else ""
+        for trouble in troubles(run):
+            tell(f"{before}{trouble.title}: {trouble.shows}")
 
 
 def main(argv=None):
     folders = []
     with configured(globals(), argv=argv, names=folders), np.errstate(all="ignore"):
-        if not folders:
-            folders.append("out" if Path("out").is_dir() else str(Path(__file__).with_name("out")))
-        if len(folders) == 1 and not is_run(folders[0]) and list_runs(folders[0]):
-            return 0
-        runs, records, wrong = read_folders(folders)
-        if wrong and not (runs or records):
+        folders = folders or ["out"]
+        inside = sorted(path.parent for path in Path(folders[0]).glob("*/metrics.jsonl"))
+        is_listing = len(folders) == 1 and not is_run(folders[0]) and inside
+        runs, records, wrong = read_folders(inside if is_listing else folders)
+        if not runs and not records and wrong:
             fail(wrong[0])
-        leave_out(wrong)
+        for error in wrong:
+            tell(f"report.py: left out: {error}", sys.stderr)
         if records:
-            tell(table(HEADER, records).rstrip())
-        if records or not runs:
-            return 0
-        try:
-            paths = write_reports(runs)
-        except record.NoRecord as error:
-            fail(error)
-        except OSError as error:
-            fail(f"{error.filename}: {error.strerror}; --report_dir=FOLDER writes elsewhere")
-        compare_on_console(runs)
-    for run, name in zip(runs, names_of(runs) or [""], strict=True):
-        before = f"{name}: " if name else ""
-        for trouble in troubles(run):
-            tell(f"{before}{trouble.title}: {trouble.shows}")
-    for path in paths:
-        tell(min(os.path.relpath(path), str(path), key=len))
-    return 0 if any(path.suffix == ".png" for path in paths) else 1
+            tell(table(HEADER, records))
+        elif is_listing:
+            tell(listing(runs))
+        else:
+            try:
+                paths = write_reports(runs)
+            except OSError as error:
+                fail(f"{error.filename}: {error.strerror}; --report_dir=FOLDER writes elsewhere")
+            compare_on_console(runs)
+            for path in paths:
+                tell(shown(path))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The shape of GPT-2 124M on OpenWebText: torchrun --standalone --nproc_per_node=8 train.py
 config/gpt2_124m.py, or, to try it on one GPU, python train.py config/gpt2_124m.py --max_steps=100.
 
-Prepare the text (54 GB) first: python prepare_data.py openwebtext --tokenizer=gpt2
+Prepare the text (40 GB) first. docs/forks.md, "A dataset of Hugging Face", writes openwebtext.jsonl:
+python prepare_data.py openwebtext --input=openwebtext.jsonl --tokenizer=gpt2
 """
 
 out_dir = "out/gpt2_124m"

@@ -32,6 +32,8 @@ from plumbing.signals import HANDLED
 
 SPLITS = ("train", "val")
 FALLBACK = {"shakespeare": "pydoc"}  # where the first cannot be downloaded: CPython's own manual
+in_a_tool = False  # True in bench.py, check.py and replay.py
+unreachable = set()  # the names whose FALLBACK a tool has taken
 
 
 class DataError(BadInput):
@@ -112,8 +114,8 @@ def dataset_of_run(
     block_size: tokens in a window; train needs twice as many tokens, val one more than a window."""
     why = "This run started without a network."
     chosen = name
-    if so_far and so_far == FALLBACK.get(name):
-        chosen = so_far
+    if (so_far and so_far == FALLBACK.get(name)) or (in_a_tool and name in unreachable):
+        chosen = FALLBACK[name]
     try:
         folder, meta = found_or_made(make, chosen, data_dir)
     except Offline as error:
@@ -123,14 +125,24 @@ def dataset_of_run(
         chosen = FALLBACK[name]
         folder, meta = found_or_made(make, chosen, data_dir)
     if chosen != name:
-        bar = "!" * 90
-        say(f"{bar}\n!! {why}\n!! This run trains on {chosen!r} INSTEAD OF {name!r}:")
-        say(f"!! its numbers say nothing about {name!r}.\n{bar}")
+        warn_of_fallback(name, chosen, why)
     for split, least in (("train", 2 * block_size), ("val", block_size + 1)):
         if (tokens := meta[f"{split}_tokens"]) < least:
             found = f"--block_size={block_size}: {split}.bin has {tokens:,} tokens"
             raise DataError(f"{found}; expected a smaller block_size, or a longer text")
     return chosen, folder, meta
+
+
+def warn_of_fallback(name: str, chosen: str, why: Offline | str) -> None:
+    """Loudly: all numbers are of another text. A tool, which opens its data many times, warns once,
+    in two lines."""
+    found = f"!! {why}\n!! This run trains on {chosen!r} INSTEAD OF {name!r}"
+    if not in_a_tool:
+        bar = "!" * 90
+        say(f"{bar}\n{found}:\n!! its numbers say nothing about {name!r}.\n{bar}")
+    elif name not in unreachable:
+        say(f"{found}: these numbers say nothing about {name!r}.")
+        unreachable.add(name)
 
 
 def found_or_made(make: Callable, name: str, data_dir: str) -> tuple[str, dict]:

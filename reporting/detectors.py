@@ -1,6 +1,6 @@
 """Detectors of trouble: each returns what in the rows of a run shows it, in words, or None.
 
-A detector's name is that of its trouble, in reporting/troubles.py and docs/trouble.md.
+A detector's name is that of its trouble in docs/trouble.md.
 """
 
 import math
@@ -8,16 +8,14 @@ import math
 import numpy as np
 
 from reporting.record import half_window, known, mean, median, plain, smooth
-from reporting.results import best_row, ended, happened, unit
+from reporting.results import best_row, ended, happened, unit_of
 
 
 def updates_fail(run):
     skips = [row["step"] for row in happened(run, "skipped")]
-    rollbacks = 0
-    for row in happened(run, "rollback"):
-        rollbacks += "not finite" in str(row.get("why"))
-    n = len(run.train["step"])
-    few = max(2, 0.01 * n)
+    reasons = [str(row.get("why")) for row in happened(run, "rollback")]
+    rollbacks = sum("not finite" in reason for reason in reasons)
+    few = max(2, 0.01 * len(run.train["step"]))
     if not rollbacks and len(skips) <= few:
         return None
     first = f", the first at step {skips[0]:,}" if skips else ""
@@ -87,9 +85,8 @@ def underfitting(run):
     val_losses = known(run.evals["val_loss"])
     if len(loss) < 100 or not len(val_losses):
         return None
-    for other in (loss_stuck, loss_rises, loss_spikes):
-        if other(run):  # that is why it is high
-            return None
+    if loss_stuck(run) or loss_rises(run) or loss_spikes(run):  # that is why it is high
+        return None
     guess = guessing(run)
     tenth = len(loss) // 10
     last = mean(loss[-tenth:])
@@ -128,11 +125,8 @@ def loss_spikes(run):
 
 def diverges_after_resume(run):
     steps = {row["step"] for row in happened(run, "resume")}
-    for step in sorted(steps):
-        shows = jump_at(run, step)
-        if shows:
-            return shows
-    return None
+    shows = [jump_at(run, step) for step in sorted(steps)]
+    return next(filter(None, shows), None)
 
 
 def jump_at(run, step):
@@ -202,8 +196,8 @@ def out_of_memory(run):
     if not rows:
         ending = ended(run)
         return ending if "out of memory" in ending else None
-    sizes = {key: size for key, size in rows[-1].items() if key.endswith("micro_batch")}
-    left = ", ".join(f"{key} {size}" for key, size in sizes.items())
+    sizes = [f"{key} {size}" for key, size in rows[-1].items() if key.endswith("micro_batch")]
+    left = ", ".join(sizes)
     first = rows[0]["step"]
     last = rows[-1]["step"]
     return f"first at step {first:,}, last at {last:,}; now {left}"
@@ -214,7 +208,7 @@ def memory_grows(run):
     if len(run.train["step"]) < 40:
         return None
     parts = np.array_split(run.train["mem_gb"], 6)[1:]
-    peaks = np.array([known(part).max(initial=-math.inf) for part in parts])
+    peaks = [known(part).max(initial=-math.inf) for part in parts]
     first = peaks[0]
     last = peaks[-1]
     is_rise = np.diff(peaks) > 0.01 * first
@@ -232,7 +226,7 @@ def throughput_falls(run):
     last = median(quarters[-1])
     if not last < 0.85 * first:
         return None
-    return f"{first:,.0f} {unit(run)}/s in the first quarter of the run, {last:,.0f} in the last"
+    return f"{first:,.0f} {unit_of(run)}/s in the first quarter of the run, {last:,.0f} in the last"
 
 
 def waits_for_data(run):

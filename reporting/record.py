@@ -1,36 +1,21 @@
-"""The record of a run, read back: metrics.jsonl as arrays, run.json as a dict, and statistics.
-
-Whatever the files hold is checked here, once: a damaged line is left out and counted, an unknown
-number is NaN, run.json lacks what is of the wrong type, and no control character gets through.
-"""
+"""The record of a run, read back: metrics.jsonl as arrays, run.json as a dict, and statistics."""
 
 import fcntl
 import json
 import math
-import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from plumbing.cli import fail
 from plumbing.console import FIELDS
 from plumbing.files import read_json
 
-KINDS_OF_NUMBERS = ("train", "eval")  # of rows
-INFO = {  # of run.json
-    **dict.fromkeys("config data run git versions hardware state".split(), dict),
-    "command": list,
-}
-LARGEST = 1e100  # float32 ends at 3e38: what is beyond is damage, and would overflow in statistics
-DEEPEST = 20  # levels of nesting
-LONGEST_ROW = 1 << 20  # bytes of a row
-# What terminals obey (also to write backwards), and halves of characters, which cannot be encoded
-CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-class NoRecord(ValueError):
-    """There is no run to read: one line for the user."""
+PARTS = ("config", "data", "run", "git", "versions", "hardware", "state")  # dicts of run.json
+# Events of a process, not of a step: nothing undoes them
+OF_PROCESS = ("resume", "resume_checked", "end")
 
 
 @dataclass
@@ -39,95 +24,47 @@ class Record:
 
     name: str
     folder: Path
-    info: dict  # run.json, with the keys of INFO even if they are missing there
+    info: dict  # run.json; a part of PARTS that is missing there is empty
     train: dict  # field -> float array with one number per step; NaN if null or missing
     evals: dict  # the same, with one number per evaluation
     events: list  # rows as they are, in the order of the file; only those that stand
     unreadable: int  # damaged lines of metrics.jsonl
 
-    def fact(self, part, name):
+    def fact(self, part: str, name: str) -> float:
         """A number of run.json, such as fact("config", "grad_clip"); NaN if it has none."""
         return plain(self.info[part].get(name))
 
 
-def read_run(folder):
-    """The Record in `folder`. Raises NoRecord if there is none."""
+def read_run(folder: str | Path) -> Record:
+    """The Record in `folder`. Raises BadInput if there is none."""
     folder = Path(folder)
     path = folder / "metrics.jsonl"
     if not path.is_file():
         found = "no metrics.jsonl in it" if folder.is_dir() else "no such folder"
-        raise NoRecord(f"{folder}: {found}; expected the out_dir of a run of train.py")
-    if not path.stat().st_size:
-        raise NoRecord(f"{path} is empty: the run stopped before it had anything to write")
+        fail(f"{folder}: {found}; expected the out_dir of a run of train.py")
     rows, unreadable = read_metrics(path)
-    if unreadable >= len(rows):
-        found = f"{path} is damaged, or not from train.py: most of its lines are not rows"
-        raise NoRecord(found + '; expected JSON such as {"kind": "train", "step": 1, ...}')
-    about = folder / "run.json"
-    info = tame(read_json(about)) if about.is_file() else {}
-    for key, kind in INFO.items():
-        if not isinstance(info.get(key), kind):
-            info[key] = kind()
-    if not isinstance(info["data"].get("meta", {}), dict):
-        del info["data"]["meta"]
-    events = []
-    for row in rows:
-        if row["kind"] == "event":
-            events.append(tame(row) | {"event": tame(str(row["event"]))})
+    if len(rows) <= unreadable:
+        found = f"{path} is empty, damaged or not from train.py"
+        expected = 'expected lines such as {"kind": "train", "step": 1, ...}'
+        fail(f"{found}: {len(rows)} rows, {unreadable} other lines; {expected}")
+    rows = standing(rows)
     return Record(
-        name=tame(folder.resolve().name),
+        name=folder.resolve().name,
         folder=folder,
-        info=info,
+        info=dict.fromkeys(PARTS, {}) | read_json(folder / "run.json"),
         train=columns(rows, "train"),
         evals=columns(rows, "eval"),
-        events=standing(events),
+        events=[row for row in rows if row["kind"] == "event"],
         unreadable=unreadable,
     )
 
 
-def standing(events):
-    """The events without the skipped updates and the changes that a later resume has undone."""
-    found = []
-    start = math.inf  # the step from which the next session went on
-    for event in reversed(events):
-        step = event["step"]
-        name = event["event"]
-        if name == "resume":
-            start = min(start, step)
-        if name == "saved" and step <= start:  # what came before that is in it
-            start = math.inf
-        if step < start or name not in ("skipped", "inexact_resume", "changed"):
-            found.append(event)
-    return found[::-1]
-
-
-def tame(value, depth=0):
-    """`value`, from JSON, without what a terminal obeys, enormous numbers and deep nesting."""
-    if isinstance(value, str):
-        return CONTROL.sub("\N{REPLACEMENT CHARACTER}", value)
-    if isinstance(value, dict | list) and depth == DEEPEST:
-        return "..."
-    if isinstance(value, dict):
-        return {tame(key): tame(item, depth + 1) for key, item in value.items()}
-    if isinstance(value, list):
-        return [tame(item, depth + 1) for item in value]
-    is_damage = isinstance(value, int | float) and not abs(value) <= LARGEST
-    return None if is_damage else value
-
-
-def plain(value):
-    """A float; NaN for what is no number, or an enormous one."""
-    is_number = isinstance(value, int | float) and abs(value) <= LARGEST
-    return float(value) if is_number else math.nan
-
-
-def read_metrics(path):
-    """([row, ...], number of damaged lines) of a metrics.jsonl. Half a line at its end is
-    neither."""
+def read_metrics(path: str | Path) -> tuple[list[dict], int]:
+    """(rows, number of damaged lines) of a metrics.jsonl. Half a line at its end is neither."""
     rows = []
     damaged = 0
     with open(path, "rb") as file:
-        while line := file.readline(LONGEST_ROW):
+        for line in file:
             row = row_of(line)
             if row:
                 rows.append(row)
@@ -136,23 +73,47 @@ def read_metrics(path):
     return rows, damaged
 
 
-def row_of(line):
-    """The dict in a line of metrics.jsonl; None if it is damaged."""
+def row_of(line: bytes) -> dict | None:
+    """The row in a line of metrics.jsonl; None if it is damaged."""
     with suppress(ValueError, TypeError, KeyError, RecursionError):
         row = json.loads(line)
-        is_step = isinstance(row["step"], int) and 0 <= row["step"] < 1 << 53
-        is_event = row["kind"] == "event" and "event" in row
-        if is_step and (is_event or row["kind"] in KINDS_OF_NUMBERS):
+        is_step = isinstance(row["step"], int) and row["step"] >= 0
+        is_event = row["kind"] == "event" and isinstance(row["event"], str)
+        if is_step and (is_event or row["kind"] in ("train", "eval")):
             return row
     return None
 
 
-def numbers_of(kind):
-    """The names of the numbers in a row of kind "train" or "eval"; `step` is the first."""
-    return [field.name for field in FIELDS.values() if field.kind in (kind, "both")]
+def standing(rows: list[dict]) -> list[dict]:
+    """The rows that count, in the order of the log.
+
+    A resume at step s undoes what a killed process has logged past s. A process that ends at step s
+    may have logged rows past s, for a resume to compare with: they do not count either.
+    """
+    found = []
+    last = math.inf  # step of the last row that counts
+    for row in rows:
+        event = row.get("event")
+        if event in ("resume", "end"):
+            found = undone(found, row["step"])
+            last = row["step"] if event == "end" else math.inf
+        if row["step"] <= last or event in OF_PROCESS:
+            found.append(row)
+    return found
 
 
-def columns(rows, kind):
+def undone(rows: list[dict], step: int) -> list[dict]:
+    """`rows` without those past `step`. What led to a rollback that stands has happened: it
+    stays."""
+    start = 0
+    for i, row in enumerate(rows):
+        if row.get("event") == "rollback" and row["step"] <= step:
+            start = i
+    later = [row for row in rows[start:] if row["step"] <= step or row.get("event") in OF_PROCESS]
+    return rows[:start] + later
+
+
+def columns(rows: list[dict], kind: str) -> dict[str, np.ndarray]:
     """{field: array} by increasing step; of two rows of the same step the later one counts. A field
     that is not in FIELDS is one if two rows give it a number: damage may invent one."""
     by_step = {row["step"]: row for row in rows if row["kind"] == kind}
@@ -163,41 +124,51 @@ def columns(rows, kind):
     for name in [*fields, *sorted(others)]:
         values = np.array([plain(row.get(name)) for row in rows])
         if name in fields or len(known(values)) > 1:
-            table[tame(name)] = values
+            table[name] = values
     return table
 
 
-def is_running(run):
+def numbers_of(kind: str) -> list[str]:
+    """The names of the numbers in a row of kind "train" or "eval"; `step` is the first."""
+    return [field.name for field in FIELDS.values() if field.kind in (kind, "both")]
+
+
+def is_running(run: Record) -> bool:
     """Whether a process holds the lock of the run's folder. That one would lose it by asking."""
-    path = run.folder / ".lock"
-    if not path.is_file():  # a pipe would be opened for ever
-        return False
     try:
-        with open(path) as lock:
+        with open(run.folder / ".lock") as lock:
             fcntl.lockf(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except OSError as error:
         return not isinstance(error, FileNotFoundError)
     return False
 
 
+# ---- statistics of values, of which some are NaN -------------------------------------------------
+
+
+def plain(value) -> float:
+    """A float; NaN for what is no number."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
 def known(values):
     return values[np.isfinite(values)]
 
 
-def mean(values, of=np.mean):
+def mean(values, of=np.mean) -> float:
     return float(of(known(values))) if len(known(values)) else math.nan
 
 
-def median(values):
+def median(values) -> float:
     return mean(values, np.median)
 
 
-def half_window(run):
+def half_window(run: Record) -> int:
     """Steps on either side over which curves are smoothed: a hundredth of the run."""
     return max(1, len(run.train["step"]) // 100)
 
 
-def smooth(values, half):
+def smooth(values, half: int):
     """Mean over `half` neighbours on either side; at the start, as many on the right as on the
     left."""
     finite = np.isfinite(values)
@@ -211,5 +182,5 @@ def smooth(values, half):
         return (total[last] - total[first]) / (count[last] - count[first])
 
 
-def last_step(run):
+def last_step(run: Record) -> int:
     return int(max(run.train["step"].max(initial=0), run.evals["step"].max(initial=0)))

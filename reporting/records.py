@@ -9,7 +9,7 @@ from pathlib import Path
 from plumbing.cli import read_knobs
 from plumbing.console import MEASURED, REPO
 from plumbing.files import read_json
-from reporting.record import read_metrics, tame
+from reporting.record import read_metrics
 
 HEADER = ("what", "loss", "seconds", "runs", "command", "machine", "date, commit")
 
@@ -21,7 +21,7 @@ def record_rows(folder):
     files = [path for path in Path(folder).glob("*.json") if path.is_file()]
     for path in sorted(files):
         with suppress(LookupError, TypeError, ValueError, AttributeError):  # it is no record
-            facts = tame(read_json(path))
+            facts = read_json(path)
             rows += rows_of_seeds(path, facts) if "seeds" in facts else rows_of_ladder(facts)
     return rows
 

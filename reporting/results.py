@@ -1,27 +1,25 @@
-"""The results of a run, in numbers and words: its best, its speed, its cost, its means by epoch."""
+"""The results of a run, in numbers and words: its best, its speed, its cost."""
 
 import math
-import re
 
 import numpy as np
 
 from plumbing.console import FIELDS, duration
-from reporting.record import half_window, is_running, known, last_step, mean, median, plain
+from reporting.record import half_window, is_running, known, last_step, mean, median
+
+WIDEST = 48  # characters to which a column of a table is filled up
 
 
-def happened(run, event):
-    return [row for row in run.events if row["event"] == event]
+def happened(run, *events):
+    return [row for row in run.events if row["event"] in events]
 
 
 def how_it_ended(run):
     """In a few words, without the step."""
-    ends = happened(run, "end")
-    how = ends[-1].get("ended") if ends else None
-    if "ended" in run.info:
-        how = run.info["ended"]
-    if not how:
-        return "running" if is_running(run) else "no end on record (killed)"
-    return " ".join(str(how).split()).split(". ")[0]
+    processes = happened(run, "resume", "end")
+    if processes and processes[-1]["event"] == "end":
+        return " ".join(str(processes[-1].get("ended")).split()).split(". ")[0]
+    return "running" if is_running(run) else "no end on record (killed)"
 
 
 def ended(run):
@@ -31,62 +29,45 @@ def ended(run):
 
 def metric_of(run):
     """(field, sign: -1 if higher is better, words) of the metric that decides which is the best."""
-    knob = str(run.info["config"].get("best_metric") or "val_loss")
+    knob = run.info["config"].get("best_metric", "val_loss")
     field = knob.removeprefix("-")
     return field, 1 if knob == field else -1, field if field != "val_loss" else "validation loss"
 
 
 def best_of(run):
-    """(value, step) of the best evaluation on as many tokens as the last; (NaN, 0) if there is
-    none.
-
-    A rollback removes the rows that it undoes; the state in run.json still has their best.
-    """
+    """(value, step) of the best evaluation; (NaN, 0) if there is none. A rollback removes the rows
+    that it undoes; the state in run.json still has their best."""
     field, sign, _ = metric_of(run)
     best, step = best_row(run, field, sign)
-    kept = run.fact("state", f"best_{field}")
-    kept_step = run.fact("state", "best_step")
-    if math.isfinite(kept + kept_step) and not sign * best <= sign * kept:
-        return kept, int(kept_step)
+    score = run.fact("state", "best_score")
+    if math.isfinite(score) and not sign * best <= score:
+        return sign * score, int(run.fact("state", "best_step"))
     return best, step
-
-
-def best_in_words(run):
-    return f"best {metric_of(run)[2]} {number(best_of(run)[0])}"
 
 
 def best_row(run, field="val_loss", sign=1):
     """best_of for a field of the evaluations, by their rows alone."""
-    values = np.where(extent(run)[1], run.evals.get(field, math.nan), math.nan)
+    values = run.evals.get(field, np.array([]))
     if not len(known(values)):
         return math.nan, 0
     i = np.nanargmin(sign * values)
     return float(values[i]), int(run.evals["step"][i])
 
 
-def extent(run):
-    """(tokens of the last evaluation, 0 = not a part; mask of the evaluations on as many)."""
-    tokens = np.nan_to_num(run.evals["val_tokens"])
-    last = tokens[-1] if len(tokens) else 0
-    return last, tokens == last
+def best_in_words(run):
+    return f"best {metric_of(run)[2]} {number(best_of(run)[0])}"
 
 
-def extent_in_words(run):
-    """What the last evaluation was on. Only of the whole split train.py writes bits per byte."""
-    tokens, _ = extent(run)
-    if tokens:
-        return f"the first {tokens:,.0f} {unit(run)}"
-    if len(known(run.evals["val_bpb"][-1:])):
-        return "the whole validation split"
-    return "the validation data that evaluate() takes"
-
-
-def unit(*runs):
+def unit_of(run):
     """What the "tokens" of the rows are: tokens of text (or of who knows what); else targets."""
-    for run in runs:
-        if "tokenizer" in run.info["data"].get("meta", ["tokenizer"]):
-            return "tokens"
-    return "targets"
+    is_text = "tokenizer" in run.info["data"].get("meta", ["tokenizer"])
+    return "tokens" if is_text else "targets"
+
+
+def extent(run):
+    """What the last evaluation was on, if not on the whole validation split; else ""."""
+    tokens = mean(run.evals["val_tokens"][-1:])
+    return f"first {tokens:,.0f} {unit_of(run)}" if tokens > 0 else ""
 
 
 def new_fields(run):
@@ -102,50 +83,19 @@ def new_fields(run):
 
 def resumes(run):
     """How often it was resumed. A run that began from another one has logged that as a resume."""
-    logged = len(happened(run, "resume"))
-    return max(0, logged - bool(run.info["run"].get("began_from")))
+    return max(0, len(happened(run, "resume")) - bool(run.info["run"].get("began_from")))
 
 
 def seconds_by_kind(run):
-    """({kind: seconds} over all sessions, number of sessions that recorded no times)."""
+    """({kind: seconds} over all processes, number of processes that recorded no times)."""
     total = {}
     missing = 1 + resumes(run)
     for row in happened(run, "end"):
-        seconds = row.get("seconds")
-        if isinstance(seconds, dict) and seconds:
+        if row.get("seconds"):
             missing -= 1
-            for kind, each in seconds.items():
-                total[kind] = total.get(kind, 0.0) + max(0.0, np.nan_to_num(plain(each)))
+            for kind, seconds in row["seconds"].items():
+                total[kind] = total.get(kind, 0.0) + seconds
     return total, max(0, missing)
-
-
-def number(value, form=",.4f", unit=""):
-    return f"{value:{form}}{unit}" if math.isfinite(value) else "n/a"
-
-
-def table(header, rows):
-    """A table in Markdown."""
-    lines = []
-    for row in [header, ["---"] * len(header), *rows]:
-        cells = [" ".join(str(cell).replace("|", "\\|").split()) for cell in row]
-        lines.append("| " + " | ".join(cells) + " |\n")
-    return "".join(lines)
-
-
-def aligned(rows, widest=32):
-    """Lines of a table for a terminal, without Markdown. A longer cell is cut to `widest`."""
-    rows = [[in_plain(cell, widest) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
-
-
-def in_plain(cell, widest):
-    text = re.sub(r"\*\*|`", "", str(cell))
-    return text if len(text) <= widest else text[: widest - 3] + "..."
 
 
 def share_clipped(run):
@@ -155,97 +105,88 @@ def share_clipped(run):
     return mean((run.train["grad_norm"] > clip).astype(float))
 
 
-def outcome(run, dollars_per_hour):
-    """{what: (words, window)}. dollars_per_hour: of one device; 0 = no cost."""
-    rows = {"how it ended": (ended(run), "")}
-    rows |= outcome_of_training(run) | outcome_of_events(run)
-    for name, _, values in new_fields(run):
-        last = known(values)[-1]
-        rows[f"last {name}"] = number(last, ",.4g"), f"all {len(run.train['step']):,} steps"
-    return rows | time_and_cost(run, dollars_per_hour)
-
-
-def outcome_of_training(run):
-    """The losses, and what the steps cost: {what: (words, window)}."""
-    t = run.train
-    e = run.evals
-    per = unit(run)
-    is_text = per == "tokens"
-    nats = ", nats" if is_text else ""
-    field, _, metric = metric_of(run)
-    best, best_step = best_of(run)
-    at_best = e["step"] == best_step
-    split = extent_in_words(run)
-    last = 2 * half_window(run) + 1
-    steps = f"all {len(t['step']):,} steps"
-    uses_gpu = run.fact("hardware", "gpu_count") > 0 or len(known(t["gpu_util"])) > 0
-    memory = known(t["mem_gb"]).max(initial=-math.inf)
-    measured = "allocated by PyTorch on the GPU" if uses_gpu else "the whole process"
-    speed = 1 / mean(1 / t["tokens_per_sec"])
-    mfu = 1 / mean(1 / t["mfu"])
-    wait = mean(t["data_ms"]) / mean(t["step_ms"])
-    rows = {}
-
-    def add(what, value, form, window, after=""):
-        rows[what] = number(value, form, after), window
-
-    best_name = f"best {metric}"
-    if field == "val_loss":
-        best_name += nats
-    last_loss = mean(e["val_loss"][-1:])
-    training_loss = mean(t["loss"][-last:])
-    epochs = mean(t["epoch"][-1:])
-    tokens = mean(t["tokens"][-1:])
-    add(best_name, best, ",.4f", split, f" at step {best_step:,}")
-    for row in happened(run, "best_not_saved"):
-        if row["step"] == last_step(run):  # else it was saved later, or the run went on
-            held = row.get("best_pt_holds_step")
-            rows["best.pt"] = f"of step {held}", "a better one could not be saved"
-    add(f"last validation loss{nats}", last_loss, ",.4f", split)
-    if is_text:
-        bits = mean(e["val_bpb"][at_best])
-        add("bits per byte at the best", bits, ".4f", split)
-    accuracy = mean(e["val_accuracy"][at_best])
-    add("accuracy at the best", accuracy, ".2%", split)
-    add(f"mean training loss{nats}", training_loss, ",.4f", f"the last {last:,} steps")
-    add(f"{per} trained on", tokens, ",.0f", steps)
-    add("epochs", epochs, ",.2f", steps)
-    add(f"throughput, {per}/s", speed, ",.0f", f"{steps}; without evaluation and saving")
-    add("median step, ms", median(t["step_ms"]), ",.1f", f"{steps}; means of log windows")
-    add("waiting for data", wait, ".1%", steps)
-    add("MFU", mfu, ".1%", steps)
-    add("peak memory, GB", memory, ".2f", measured)
-    if uses_gpu:
-        busy = mean(t["gpu_util"]) / 100
-        add("GPU utilization", busy, ".0%", "samples at log lines")
-    add("steps whose gradient was clipped", share_clipped(run), ".0%", steps)
-    return rows
-
-
-def outcome_of_events(run):
-    numbers = {
-        "updates skipped": len(happened(run, "skipped")),
-        "rollbacks": len(happened(run, "rollback")),
-        "resumes": resumes(run),
-    }
-    return {what: (f"{number:,}", "all sessions") for what, number in numbers.items()}
-
-
-def time_and_cost(run, dollars_per_hour):
-    """The last rows of the outcome. A session that recorded no times took at least its steps."""
+def time_spent(run):
+    """(seconds of all processes, "at least " if one of them recorded no times: it took at least its
+    steps)."""
     spent, missing = seconds_by_kind(run)
     seconds = sum(spent.values())
-    least = ""
-    if missing:
-        least = "at least "
-        seconds = max(seconds, known(run.train["step_ms"]).sum() / 1000)
-    devices = max(1, int(np.nan_to_num(run.fact("hardware", "world_size"))))
-    hours = devices * seconds / 3600
-    price = dollars_per_hour
-    money = "report.py --dollars_per_hour=PRICE gives the cost in dollars"
-    if price > 0:
-        money = f"${price * hours:,.2f} at ${price:g} an hour"
-    return {
-        "wall-clock": (least + duration(seconds), "all sessions, start to end"),
-        "cost": (f"{least}{hours:,.3f} device-hours; {money}", f"of {devices} device(s)"),
-    }
+    if not missing:
+        return seconds, ""
+    steps = known(run.train["step_ms"]).sum() / 1000
+    return max(seconds, steps), "at least "
+
+
+def outcome(run):
+    """{what: the result in words}, in order. What is unknown is left out."""
+    t = run.train
+    e = run.evals
+    unit = unit_of(run)
+    nats = ", nats" if unit == "tokens" else ""
+    best, best_step = best_of(run)
+    at_best = e["step"] == best_step
+    part = extent(run)
+    on = f" on the {part}" if part else ""
+    last = 2 * half_window(run) + 1
+    last_loss = mean(e["val_loss"][-1:])
+    training_loss = mean(t["loss"][-last:])
+    tokens = mean(t["tokens"][-1:])
+    epochs = mean(t["epoch"][-1:])
+    speed = 1 / mean(1 / t["tokens_per_sec"])
+    mfu = 1 / mean(1 / t["mfu"])
+    waiting = mean(t["data_ms"]) / mean(t["step_ms"])
+    memory = known(t["mem_gb"]).max(initial=-math.inf)
+    seconds, least = time_spent(run)
+    busy = mean(t["gpu_util"]) / 100
+    devices = max(1, np.nan_to_num(run.fact("hardware", "world_size")))
+    numbers = [
+        (f"best {metric_of(run)[2]}{nats}", best, f"{{:,.4f}} at step {best_step:,}{on}"),
+        (f"last validation loss{nats}", last_loss, f"{{:,.4f}}{on}"),
+        ("bits per byte at the best", mean(e["val_bpb"][at_best]), "{:.4f}"),
+        ("accuracy at the best", mean(e["val_accuracy"][at_best]), "{:.2%}"),
+        (f"mean training loss{nats}", training_loss, f"{{:,.4f}} in the last {last:,} steps"),
+        (f"{unit} trained on", tokens, "{:,.0f}"),
+        ("epochs", epochs, "{:,.2f}"),
+        (f"throughput, {unit}/s", speed, "{:,.0f}"),
+        ("median step, ms", median(t["step_ms"]), "{:,.1f}"),
+        ("waiting for data", waiting, "{:.1%}"),
+        ("MFU", mfu, "{:.1%}"),
+        ("peak memory, GB", memory, "{:.2f}"),
+        ("GPU utilization", busy, "{:.0%}"),
+        ("steps whose gradient was clipped", share_clipped(run), "{:.0%}"),
+        ("updates skipped", len(happened(run, "skipped")), "{:,}"),
+        ("rollbacks", len(happened(run, "rollback")), "{:,}"),
+        ("resumes", resumes(run), "{:,}"),
+        ("device-hours", devices * seconds / 3600, least + "{:,.3f}"),
+    ]
+    for name, _, values in new_fields(run):
+        numbers.append((f"last {name}", known(values)[-1], "{:,.4g}"))
+    found = {"how it ended": ended(run)}
+    for what, value, form in numbers:
+        if math.isfinite(value):
+            found[what] = form.format(value)
+    found["wall time, start included"] = least + duration(seconds)
+    for row in happened(run, "best_not_saved"):
+        if row["step"] == last_step(run):  # else it was saved later
+            held = row["best_pt_holds_step"]
+            found["best.pt"] = f"of step {held}; a better one could not be saved"
+    return found
+
+
+# ---- numbers and tables in words -----------------------------------------------------------------
+
+
+def number(value: float, form=",.4f"):
+    return f"{value:{form}}" if math.isfinite(value) else "n/a"
+
+
+def table(header, rows):
+    """A table in Markdown, its columns aligned for a terminal."""
+    cells = [[" ".join(str(cell).replace("|", "\\|").split()) for cell in row] for row in rows]
+    cells.insert(0, list(header))
+    widths = [min(WIDEST, max(map(len, column))) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * max(3, width) for width in widths])
+    lines = []
+    for row in cells:
+        padded = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)]
+        lines.append(f"| {' | '.join(padded)} |\n")
+    return "".join(lines)

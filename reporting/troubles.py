@@ -1,39 +1,30 @@
-"""What to do about a trouble: its likely causes, what tells them apart, its cure, as docs/trouble.md
-says; and the command that shows the step in which it was."""
+"""What to do about a trouble: its title and cure in docs/trouble.md, where its causes stand; and the
+command that shows the step in which it was."""
 
 import re
-import shlex
 from collections import namedtuple
 from functools import cache
 
 import numpy as np
 
-from plumbing.console import REPO
+from plumbing.console import REPO, to_paste
 from reporting import detectors
+from reporting.results import happened
 
-Finding = namedtuple("Finding", "name title shows causes diagnosis cure look")
+Finding = namedtuple("Finding", "name title shows cure look")
+SECTION = re.compile(r"([^\n]*) \((\w+)\)\n.*\*\*Cure\*\*: (.*?)(?:\n\n|\Z)", re.DOTALL)
 
 
 @cache
 def texts():
-    """{name of a trouble: {"title", "Symptoms", "Causes", "Diagnosis", "Cure"}} of
-    docs/trouble.md. Empty in a fork that has no such page."""
-    path = REPO / "docs" / "trouble.md"
-    page = path.read_text(encoding="utf-8") if path.is_file() else ""
+    """{name of a trouble: (title, cure)} of docs/trouble.md, in its order."""
+    page = (REPO / "docs" / "trouble.md").read_text(encoding="utf-8")
     found = {}
-    for section in page.split("\n## "):
-        heading = re.match(r"(.*) \((\w+)\)\n", section)
-        if heading:
-            parts = re.findall(r"\*\*(\w+)\*\*: (.*?)(?=\*\*\w+\*\*:|\n\n|\Z)", section, re.DOTALL)
-            about = {key: plain_text(text) for key, text in parts}
-            found[heading[2]] = about | {"title": heading[1]}
+    for section in filter(None, map(SECTION.match, page.split("\n## "))):
+        title, name, cure = section.groups()
+        without_links = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cure)
+        found[name] = title, " ".join(without_links.split())
     return found
-
-
-def plain_text(markdown):
-    """On one line, without links and the last full stop."""
-    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", markdown)
-    return " ".join(text.split()).removesuffix(".")
 
 
 def troubles(run):
@@ -41,27 +32,20 @@ def troubles(run):
     detector."""
     found = []
     with np.errstate(all="ignore"):  # unknown values are NaN, and show nothing
-        for name, about in texts().items():
+        for name, (title, cure) in texts().items():
             shows = getattr(detectors, name)(run)
             if shows:
-                words = about["title"], shows, about["Causes"], about["Diagnosis"], about["Cure"]
-                found.append(Finding(name, *words, look(run, name)))
+                found.append(Finding(name, title, shows, cure, look(run, name)))
     return found
 
 
-def replay(run, *words):
-    """The command that computes a step of this run again."""
-    ranks = run.fact("hardware", "world_size")
-    start = ["python"]
-    if ranks > 1:
-        start = ["torchrun", "--standalone", f"--nproc_per_node={ranks:.0f}"]
-    script = str((run.info["command"] or ["train.py"])[0])
-    place = ""
-    if script.endswith("train.py"):
-        place = script.removesuffix("train.py")
-    else:
-        words = *words, f"--script={script}"
-    return shlex.join([*start, f"{place}replay.py", str(run.folder), *words])
+def look(run, name):
+    """The command that shows the step of a trouble; "" if there is no single one."""
+    if name == "loss_spikes":
+        loss, curve, _ = detectors.loss_curve(run)
+        return replay(run, run.train["step"][np.nanargmax(loss - curve)])
+    bad = happened(run, "skipped", "rollback")
+    return replay_of(run, bad[0]) if bad and name == "updates_fail" else ""
 
 
 def replay_of(run, event):
@@ -69,16 +53,11 @@ def replay_of(run, event):
     i = run.events.index(event)
     rollbacks = [n for n, each in enumerate(run.events) if each["event"] == "rollback"]
     undoes = [n for n in rollbacks if n == i or (n > i and run.events[n]["step"] < event["step"])]
-    flags = [f"--step={event.get('at_step', event['step'])}"]
-    if undoes:
-        flags += [f"--before_rollback={1 + sum(n < i for n in rollbacks)}"]
-    return replay(run, *flags)
+    step = event.get("at_step", event["step"])
+    before = 1 + sum(n < i for n in rollbacks)
+    return replay(run, step) + (f" --before_rollback={before}" if undoes else "")
 
 
-def look(run, name):
-    """The command that shows the step of a trouble; "" if there is no single one."""
-    if name == "loss_spikes":
-        loss, curve, _ = detectors.loss_curve(run)
-        return replay(run, f"--step={run.train['step'][np.nanargmax(loss - curve)]:.0f}")
-    bad = [event for event in run.events if event["event"] in ("skipped", "rollback")]
-    return replay_of(run, bad[0]) if bad and name == "updates_fail" else ""
+def replay(run, step):
+    """The command that computes a step of this run again."""
+    return f"{to_paste('replay.py', run.folder)} --step={step:.0f}"

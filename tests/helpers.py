@@ -260,27 +260,30 @@ def falling(n, noise=0.03, **changes):
 
 
 def eventful():
-    """Rows of a run that was resumed, rolled back, out of memory, killed once, and failed."""
+    """The log of a run that was stopped, killed once, rolled back, out of memory, and failed."""
     rows = falling(60)
     for step in (20, 21):
         rows[step - 1].update(loss=None, skipped=1, finite=False)
     seconds = {"start": 1.0, "train": 2.0}
     return [
         evaluation(0, 4.2),
-        *rows,
-        evaluation(30, 2.5),
-        evaluation(60, 2.6),
+        *rows[:30],
         event(20, "skipped", loss=None),
         event(21, "skipped", loss=None),
         event(25, "skipped", loss=None),
+        evaluation(30, 2.5),
         event(30, "out_of_memory", batch_size=4, accum_steps=2),
+        rows[30],
         event(31, "end", ended="stopped by SIGINT", seconds=seconds),
-        event(31, "resume", checkpoint="ckpt_00000031.pt"),
-        event(31, "inexact_resume", threads=[2, 1], code=[{"train.py": "a"}, {"train.py": "b"}]),
-        *(event(40, "changed", peak_lr=[1, 2]), event(44, "skipped")),  # undone by a kill
-        event(40, "resume", checkpoint="ckpt_00000040.pt"),
+        event(31, "resume", checkpoint="ckpt_00000031.pt", changed={"threads": [2, 1]}),
+        event(31, "resume_checked", compared=0, equal=0, first_difference=None, **{"from": 31}),
+        *rows[31:40],
+        event(44, "skipped"),  # undone by a kill
+        event(40, "resume", checkpoint="ckpt_00000040.pt", changed={}),
         event(40, "rollback", why="a loss spike", at_step=52),
+        *rows[40:],
         event(45, "audit", odd="first", bits=3, tensors=["gradient/head.weight"]),
+        evaluation(60, 2.6),
         event(60, "sample", text="To be\n~~~ or not"),
         event(60, "end", ended="failed: no more. And so on", seconds=seconds),
     ]
