@@ -168,8 +168,8 @@ def where_they_part(one: Logged, other: Logged) -> int:
             break
     at = found["step"] if found else last
     here, there = (run.stretches(BEGINNING, run.position(at))[-1][0] for run in (one, other))
-    for name in here.keys() - {"out_dir"}:
-        if here[name] != there.get(name):
+    for name in here:
+        if here[name] != there.get(name) and name != "out_dir":
             say(f"{name}: {here[name]}, {there.get(name)}")
     if not found:
         say(f"equal: all numbers of the steps up to {last}")
