@@ -152,7 +152,7 @@ def exactness(run):
             changed = changes(event)
             lines.append(f"{what}; changed since: {changed}" if changed else what)
     if run.info["run"].get("deterministic") is False:
-        lines.append("- `deterministic` was off: the same command computes other numbers")
+        lines.append("- `deterministic` was off: the same command may compute other numbers")
     if run.unreadable:
         lines.append(f"- {run.unreadable:,} damaged line(s) of metrics.jsonl are left out")
     if not run.info["run"]:
