@@ -210,7 +210,7 @@ def ladder(job):
         result[name] = {
             "ms": 1000 * spent,
             "tokens_per_sec": rate,
-            "mfu": train.flops_per_token(run.model) * rate / (job.peak[0] or math.nan),
+            "mfu": train.flops_per_token(run.model) * rate / job.peak[0],
             "to_before": before / spent,
             "to_first": first / spent,
         }
@@ -345,7 +345,7 @@ def overhead(job):
         saver = checkpoint.Saver(run, train.keep_last, train.may_roll_back_to)
         with setting(log_interval=every), contextlib.suppress(Measured):
             train.train(run, model, table, saver, Signals(), Clock())
-        run.batches.stop()
+        run.batches = None
     times = {name: each[1:] for name, each in table.times.items()}
     rows = {name: {"ms": 1000 * median(each)} for name, each in times.items()}
     pairs = zip(times["loop"], times["bare"], strict=True)  # from the same round

@@ -84,7 +84,7 @@ def settings(facts: dict, knobs: Iterable[str]) -> dict:
     for name, knob in read_knobs(REPO / "train.py").items():
         if name in knobs and "free" not in knob.policy:
             found[name] = facts["config"][name]
-    for name in ("data", "kernel_bits", "torch"):
+    for name in ("data", "torch"):
         found[name] = facts["run"].get(name)
     return found
 

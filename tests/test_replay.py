@@ -124,8 +124,8 @@ def test_the_saved_state_starts_a_new_folder_with_that_step(good, run_train, rep
 
 
 def test_a_step_before_a_rollback_and_the_same_one_after_it(run_train, replay):
-    bad = bad_batches([8, 9])
-    done = run_train("run", "--save_interval=4", "--max_skipped=2", "--log_interval=1", before=bad)
+    bad = "train.MOST_SKIPPED = 2\n" + bad_batches([8, 9])
+    done = run_train("run", "--save_interval=4", "--log_interval=1", before=bad)
     (event,) = events(done, "rollback")
     assert (event["step"], event["at_step"]) == (8, 10)
     after = [row["step"] for row in done.rows("event") if row["event"] == "saved"]
