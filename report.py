@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from plumbing.cli import BadInput, configured, fail, printable, run_script
-from plumbing.console import shown
+from plumbing.console import change_words, shown
 from plumbing.data import FALLBACK
 from plumbing.files import replacing
 from reporting import record, results
@@ -126,16 +126,10 @@ def event_rows(run):
 def details(event):
     """The fields of an event, in words."""
     told = []
-    for key, value in (event | {"changed": changes(event)}).items():
+    for key, value in (event | {"changed": change_words(event.get("changed", {}))}).items():
         if key not in TOLD_ELSEWHERE and value not in (None, ""):
             told.append(f"{key} {value}")
     return textwrap.shorten("; ".join(told), 400)
-
-
-def changes(event):
-    """What is known to have changed since the checkpoint of a resume, in words; "" if nothing."""
-    changed = event.get("changed", {})
-    return ", ".join(f"{key} {then} -> {now}" for key, (then, now) in changed.items())
 
 
 def exactness(run):
@@ -149,7 +143,7 @@ def exactness(run):
             what = f"- step {event['step']:,}: {resumed(check)}"
             if began_from and event is processes[0]:
                 what = f"- it began from {began_from}"
-            changed = changes(event)
+            changed = change_words(event.get("changed", {}))
             lines.append(f"{what}; changed since: {changed}" if changed else what)
     if run.info["run"].get("deterministic") is False:
         lines.append("- `deterministic` was off: the same command may compute other numbers")
