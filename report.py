@@ -82,16 +82,20 @@ def found_in(run, title):
 
 
 def settings(run):
-    """{part of run.json: {name: value}} of what is said there in single words; without folders."""
+    """{part of run.json: {name: value}} of what is said there in single words, each name once: of a
+    knob that was resolved from "auto" the value. Without folders."""
     info = run.info
-    parts = {part: info[part] for part in ("run", "hardware", "versions", "git", "config")}
+    parts = {part: info[part] for part in ("run", "config", "hardware", "versions", "git")}
     parts["data"] = info["data"] | info["data"].get("meta", {})
     found = {}
+    names = set()
     for part, values in parts.items():
         found[part] = {}
         for name, value in values.items():
-            if not isinstance(value, dict | list | None) and not name.endswith("_dir"):
+            is_word = not isinstance(value, dict | list | None) and not name.endswith("_dir")
+            if is_word and name not in names:
                 found[part][name] = textwrap.shorten(str(value), 80)
+        names |= values.keys()
     return found
 
 
@@ -187,11 +191,10 @@ def comparison(runs, columns):
 
 
 def column_of(run):
-    """{what: words}: a run's column in a comparison. Of a knob that was resolved from "auto" the
-    value counts."""
+    """{what: words}: a run's column in a comparison."""
     column = {}
     for values in settings(run).values():
-        column = values | column
+        column |= values
     return column | outcome(run)
 
 

@@ -214,7 +214,7 @@ def test_a_resume_is_said_to_be_what_was_measured(tmp_path, check, words):
 
 def test_every_event_is_in_the_report(tmp_path):
     folder = write_run(tmp_path, eventful())
-    drawn = {curve.key: curve.x.tolist() for curve in panels.events_of([read_run(folder)])}
+    drawn = {curve.key: curve.x.tolist() for curve in panels.events_of(read_run(folder))}
     assert drawn == {
         "resume": [31, 40],
         "skipped": [20, 21, 25],
