@@ -255,10 +255,9 @@ def other_run(run: Any, saved: dict) -> dict[str, list]:
     then, now = saved["run"], run.facts["run"]
     names = [name for name, knob in run.knobs.items() if knob.policy == "fixed"]
     names += ["global_batch", "data", "files"]
-    found = {name: [then[name], now[name]] for name in names if then.get(name) != now[name]}
     if "portable" in (then["deterministic"], now["deterministic"]):
-        names = ["deterministic"]
-        found |= {name: [then[name], now[name]] for name in names if then[name] != now[name]}
+        names.append("deterministic")
+    found = {name: [then.get(name), now[name]] for name in names if then.get(name) != now[name]}
     before = parts_of(saved["model"], saved["groups"])
     after = parts_of(run.model.state_dict(), checkpoint.groups_of(run))
     for name in after | before:  # in the program's order

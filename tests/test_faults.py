@@ -147,7 +147,8 @@ def test_a_kill_within_a_save_leaves_no_half_checkpoint(run_train, straight, fil
     """The one before it is whole, and the resume begins there; without one, a run starts again."""
     in_save = f"""
 def save(value, path, inner=torch.save):
-    if "{file}" not in str(getattr(path, "name", "")):
+    name = str(getattr(path, "name", ""))  # none: a trial in memory
+    if not name or "{file}" not in name:
         return inner(value, path)
     path.write(b"half a checkpoint")
     path.flush()
