@@ -428,48 +428,6 @@ train.checkpoint.Saver.save = save
         assert went_on.fingerprint(step) == waited.fingerprint(step)
 
 
-ODD_MACHINES = {
-    "a clock that jumps": """
-import random
-time.time = lambda: random.Random(time.monotonic()).uniform(0, 2e9)
-""",
-    # as on some network file systems; torch reports a RuntimeError, as it does for damage
-    "files cannot be mapped into memory": """
-def load(path, mmap=None, inner=torch.load, **options):
-    if mmap:
-        raise RuntimeError(f"unable to mmap 4000 bytes from file <{path}>: No such device (19)")
-    return inner(path, **options)
-torch.load = load
-""",
-}
-
-
-@pytest.mark.parametrize("machine", ODD_MACHINES)
-def test_an_odd_machine_changes_no_bit(run_train, straight, machine):
-    before = ODD_MACHINES[machine]
-    run_train("run", *EVERYTHING, before=before + stop_at(6), code=143)
-    done = run_train("run", *EVERYTHING, before=before)
-    assert "ckpt_00000006.pt\n" in done.stdout
-    assert "save failed" not in done.stdout and done.checkpoint(8).exists()
-    assert done.fingerprint(12) == straight.fingerprint(12)
-    assert all(0 < row["step_ms"] < 60_000 for row in done.rows("train"))
-
-
-def test_a_kill_within_the_first_save_leaves_something_to_roll_back_to(run_train):
-    in_save = """
-def link(*paths):
-    os.kill(os.getpid(), 9)
-os.link = link
-"""
-    flags, bad = (*ROLLBACK, "--save_interval=0"), SOON + bad_batches([3, 4])
-    straight = run_train("straight", *flags, before=bad)
-    killed = run_train("run", *flags, before=in_save, code=137)
-    assert not killed.checkpoint(0).exists()  # but best.pt
-    done = run_train("run", *flags, before=bad)
-    assert events(done, "rollback"), done.stderr
-    assert states_equal(done.fingerprint(20), straight.fingerprint(20), "state")
-
-
 # ---- what belongs to the run ---------------------------------------------------------------------
 
 
@@ -556,22 +514,6 @@ def test_a_rollback_is_the_same_after_a_stop(run_train, once, skipped, step, kee
     (event,) = events(done, "rollback")
     assert event["step"] == (8 if skipped == (10, 11) else 4)
     assert done.fingerprint(20) == straight.fingerprint(20)
-
-
-@pytest.mark.parametrize("init, log_interval", [(2.0**16, 1), (4.0, 60)])
-def test_the_loss_scale_after_a_rollback_is_that_of_judged_steps(run_train, init, log_interval):
-    """Whatever was executed since, up to log_interval steps, halved it too. At least 1."""
-    scaled = f"""
-def scaler(device, enabled):
-    return torch.amp.grad_scaler.GradScaler(device, init_scale={init})
-torch.amp.GradScaler = scaler
-"""
-    bad = SOON + scaled + bad_batches([9, 10, 11, 12], "grad.mul_(math.inf)")
-    flags = (*ROLLBACK, f"--log_interval={log_interval}", "--save_interval=8")
-    done = run_train("run", *flags, before=bad)
-    assert [row["next_sequence"] for row in events(done, "rollback")] == [11 * 8, 13 * 8]
-    scale = torch.load(done.checkpoint(20), weights_only=True)["scaler"]["scale"]
-    assert scale == max(1, init / 2**4)
 
 
 def test_after_two_rollbacks_it_stops_with_a_diagnosis_and_saves_nothing_poisoned(run_train):

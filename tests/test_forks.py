@@ -6,14 +6,12 @@ patches."""
 import re
 
 import pytest
-import torch
 from conftest import first
 from helpers import batch, build_run, distance, gradient, update
 from sources import LION, SHARD, around, at_step, only_on, ranks
 from torch import nn
 
 from plumbing import checkpoint
-from plumbing.safe_step import step_unless
 
 FLAGS = ("--save_interval=4", "--eval_interval=3", "--keep_last=9")
 
@@ -158,36 +156,6 @@ def test_the_loss_is_the_mean_however_it_is_split(micro_batch, knobs):
     found = update(parts, inputs, targets)
     assert (found["loss"], found["skipped"]) == (pytest.approx(expected, rel=1e-6), 0)
     assert distance(gradient(parts), gradient(whole)) < 1e-5
-
-
-def subclass(weights):
-    class Noisy(torch.optim.AdamW):
-        def step(self):
-            super().step()
-            with torch.no_grad():
-                for group in self.param_groups:
-                    for weight in group["params"]:
-                        weight.add_(0.01)
-
-    return Noisy(weights, fused=True)
-
-
-def with_hook(weights):
-    optimizer = torch.optim.AdamW(weights, fused=True)
-    optimizer.register_step_post_hook(lambda *_: weights[0].data.add_(0.01))
-    return optimizer
-
-
-@pytest.mark.parametrize("make", [subclass, with_hook])
-def test_a_skipped_step_changes_nothing_whatever_is_added_to_a_fused_optimizer(make):
-    weight = nn.Parameter(torch.ones(4))
-    optimizer = make([weight])
-    weight.grad = torch.full((4,), torch.nan)
-    step_unless(torch.tensor(1.0), optimizer)
-    assert torch.equal(weight, torch.ones(4)) and not optimizer.state[weight]
-    weight.grad = torch.ones(4)
-    step_unless(torch.tensor(0.0), optimizer)
-    assert not torch.equal(weight, torch.ones(4))
 
 
 # ---- what cannot be kept is refused --------------------------------------------------------------
