@@ -26,13 +26,12 @@ if "--equal=true" in sys.argv:  # a commit that cannot even be imported: `git bi
 import bench
 import train
 from bench import print_table, say
+from lab.logged import Logged, differences, in_words
 from lab.probes import CHECKS, NotAsked
 from lab.verdicts import interval, verdict_on
 from plumbing import machine
 from plumbing.cli import fail, run_script
 from plumbing.console import REPO
-from plumbing.witness import Witness
-from reporting.record import read_metrics
 
 # The checks
 only = "sanity"  # parts to run: sanity, exact, portable, seeds, against; --against=... runs that
@@ -82,24 +81,6 @@ def asked(check, job):
 # ---- the same bits? ------------------------------------------------------------------------------
 
 
-def first_difference(then, now, kinds=("train", "eval", "saved")):
-    """In words, the first difference between the rows of two run folders; "" if there is none."""
-    witness = Witness(rows_of(then, kinds))
-    rows = rows_of(now, kinds)
-    for row in rows:
-        witness.see(row)
-    if found := witness.first_difference:
-        return "step {step}: {field} is {then} there, {now} here".format(**found)
-    if witness.old_rows or witness.compared < len(rows):
-        return f"{witness.compared} rows are in both, {len(rows)} are here"
-    return ""
-
-
-def rows_of(folder, kinds):
-    rows = read_metrics(Path(folder, "metrics.jsonl"))[0]
-    return [row for row in rows if row.get("event", row["kind"]) in kinds]
-
-
 def exact(job):
     """Do fresh processes take the same steps to the same bits of weights, moments and state?"""
     few = {"max_steps": exact_steps, "warmup_steps": 0, "eval_tokens": train.block_size}
@@ -107,8 +88,8 @@ def exact(job):
     folders = [job.run.folder.path / f"exact {n}" for n in range(exact_runs)]
     for folder in folders:
         bench.execute(job.script, job.argv, **few, out_dir=folder)
-    found = [first_difference(folders[0], folder) for folder in folders[1:]]
-    others = [words for words in found if words]
+    found = [differences(folders[0], folder).first_difference for folder in folders[1:]]
+    others = [in_words(difference) for difference in found if difference]
     say(
         f"\nexact: {exact_runs} processes, {exact_steps} steps each; {len(others)} differ from the first"
     )
@@ -135,11 +116,11 @@ def portable(job):
     start = time.perf_counter()
     bench.execute(train.__file__, flags, out_dir=folder)
     seconds = time.perf_counter() - start
-    found = first_difference(Path(REPO, "records", name), folder)
+    found = differences(Path(REPO, "records", name), folder).first_difference
     if found:
-        say(f"portable: not the bits of records/{name}: {found}")
+        say(f"portable: not the bits of records/{name}: {in_words(found)}")
         return {"ok": False, "found": found}
-    last = rows_of(folder, ("saved",))[-1]
+    last = Logged(folder).saves[-1]
     sha256 = last["sha256"]
     cpu = machine.cpu_info()[0]
     how = f"SHA-256 {sha256[:8]}..., {last['step']} steps, {seconds:.0f} s, {cpu}"
@@ -154,8 +135,8 @@ def same_bits(job, script, words):
     if not (folders[1] / "metrics.jsonl").is_file():
         folders[1] = job.run.folder.path / "second"
         bench.execute(script, words, out_dir=folders[1])
-    found = first_difference(folders[1], folders[0], kinds=("train", "eval"))
-    say(f"\nequal: {f'no; the first difference: {found}' if found else 'yes'}")
+    found = differences(folders[1], folders[0], kinds=("train", "eval")).first_difference
+    say(f"\nequal: {f'no; the first difference: {in_words(found)}' if found else 'yes'}")
     return {"ok": not found, "found": found}
 
 

@@ -1,1 +1,2 @@
-"""What only check.py and replay.py use: a plain loop, probes, verdicts, a run read back."""
+"""What check.py and replay.py use: a plain loop beside a run, probes, verdicts on seeds, logs read back
+and compared, and one step seen from inside."""

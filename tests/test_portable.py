@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, first
+from conftest import REPO, events, first
 from helpers import python, torchrun
 
+from lab.logged import differences
 from plumbing import machine
-from reporting.records import computed_rows
 
 CPU = torch.device("cpu")
 needs_avx512_bf16 = pytest.mark.skipif(
@@ -104,7 +104,8 @@ def test_another_cpu_computes_the_same_bits(python_train, cpu):
     here = python_train("here", *flags, PORTABLE)
     there = python_train("there", *flags, PORTABLE, **emulated)
     assert here.fingerprint(4) == there.fingerprint(4)
-    assert computed_rows(here.out_dir) == computed_rows(there.out_dir)
+    assert differences(here.out_dir, there.out_dir).first_difference is None
+    assert events(here, "sample")[0]["text"] == events(there, "sample")[0]["text"]
 
     here, there = (python_train(n, *flags, **how) for n, how in (("a", {}), ("b", emulated)))
     kernels = [run.facts["hardware"]["instruction_set"] for run in (here, there)]
@@ -118,10 +119,10 @@ def test_another_cpu_computes_the_same_bits(python_train, cpu):
 
 @pytest.mark.slow
 def test_a_record_verifies_itself():
-    command = [sys.executable, "replay.py", "records/portable_formula", "--verify=99"]
+    command = [sys.executable, "replay.py", "records/portable_formula", "--verify=true"]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
-    assert "90 of 90 steps computed again: all bits equal" in done.stdout
+    assert "steps 1 to 90: all logged numbers are computed again" in done.stdout
 
 
 @pytest.mark.slow
