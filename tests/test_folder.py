@@ -70,7 +70,9 @@ def test_restart_moves_the_old_run_and_locks_the_place(folder, in_another_proces
         folder.lock(to_make=True)
         assert (tmp_path / f"run.old_{number}" / "run.json").read_text() == str(number)
         assert [path.name for path in folder.path.iterdir()] == [".lock"]
-        assert folder.mine() and "in use by another run" in in_another_process("folder.lock()")
+        assert folder.mine() and "in use by another run" in in_another_process(
+            "folder.lock(to_make=True)"
+        )
     folder.set_aside()  # nothing to move
     assert sorted(path.name for path in tmp_path.glob("run*")) == ["run", "run.old_1", "run.old_2"]
     (folder.path / "run.json").write_text("3")
