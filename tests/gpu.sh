@@ -99,14 +99,14 @@ if [ $device = cpu ]; then
   ladder+=(--rounds=1 --timing_seconds=0.05 --compile=false)
 fi
 if $quick; then
-  select+=" and not compiled and not sharded and not checkpoint and not vocabulary"
+  select+=" and not compiled and not sharded and not checkpoint"
   shakespeare+=(--max_steps=20)
   gpt2+=(--max_steps=12 --log_interval=2)
   nanogpt+=(--max_iters=12)
   ladder+=(--rounds=1)
 fi
 
-pytest=(python -m pytest -p no:cacheprovider -m gpu)
+pytest=(python -m pytest -p no:cacheprovider -m gpu -rs)
 
 # ---- the parts, most worth first: at most 535 seconds, 625 with two GPUs or more
 
@@ -132,9 +132,9 @@ if [ -n "$nanogpt_dir" ] || $list; then
 fi
 part gpt2_loose 70 python train.py "${gpt2[@]}" --deterministic=false --out_dir="$work/gpt2_loose"
 part ladder 50 python bench.py "${shakespeare[@]}" "${ladder[@]}" --out_dir="$work/ladder"
-part tests 180 "${pytest[@]}" --junitxml="$work/tests.xml" -k "$select" "${tests[@]}"
+part tests 180 "${pytest[@]}" -k "$select" "${tests[@]}"
 if [ "$gpus" -gt 1 ]; then
-  part distributed 90 "${pytest[@]}" --junitxml="$work/distributed.xml" -k two_ranks
+  part distributed 90 "${pytest[@]}" -k two_ranks
 fi
 
 if $list; then

@@ -2,26 +2,20 @@
 
     python tests/run_page.py docs/lessons.md             # the whole page
     python tests/run_page.py docs/lessons.md 1 4         # up to the first "## ", and two sections
-    python tests/run_page.py docs/lessons.md --compare   # are the page's figures still true?
+    python tests/run_page.py docs/lessons.md --update    # and write what they print into the page
     python tests/run_page.py examples/images.py          # the commands in a script's docstring
 
 Sections begin with "## " and count from 1. Blocks fenced as sh are for reading and do not run; the
 words after `sh` say what they need, such as a network or a GPU. Shell variables keep their values
-from block to block. Prints each block, its output and how long it took. The first block that fails
-ends the run with its exit code. With PAGE_COPY=FOLDER the copy is made there, and kept; with
-PAGE_DATA=FOLDER it uses the datasets in that folder, not those in data/.
+from block to block. The first block that fails ends the run with its exit code. With
+PAGE_COPY=FOLDER the copy is made there, and kept; with PAGE_DATA=FOLDER it uses the datasets in that
+folder, not those in data/.
 
-A block fenced as output, directly below a block that runs, holds what that one printed. With
---compare each of its lines must be printed again, with numbers within 0.002, or as it says:
-
-    output within 0.01    numbers may differ by this much; one such as 3.9e-07 by this share of it
-    output timings        numbers are not compared, only the words
-
-A line of `...` stands for lines left out, and `...` in a line for some text. Not compared: numbers
-with a unit of time, rate, memory or share of a peak (12.3 ms, 40% of the peak), and the columns of
-step lines that hold such. At the end it prints how many figures were compared and each that moved:
-page:line, the number shown, the one printed now. Exit code 1 if one moved, 2 if the blocks trained
-on CPython's manual, as they do without a network: then nothing is compared.
+A block fenced as output, directly below a block that runs, holds what that one printed. `git diff`
+shows what moved. Where it has `...`, for lines or numbers left out, each other line is replaced by
+the line with the same words, of several by the one with most of its numbers. Exit code 1 if a line
+with these words is not printed any more: it is left as it was, and named. Exit code 2 if the blocks
+trained on CPython's manual, as they do without a network: then nothing is written.
 """
 
 import argparse
@@ -38,20 +32,8 @@ REPO = Path(__file__).resolve().parent.parent
 NOT_COPIED = shutil.ignore_patterns(".git", "out", "data", "wandb", ".venv", "__pycache__")
 FENCE = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNS = ("bash", "python")
-
 OFFLINE_TEXT = "pydoc_data.topics of CPython"  # printed where it replaces TinyShakespeare
-TOLERANCE = 0.002
-NUMBER = r"(?<![\w.])(?<!\w-)-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?"
-CLOCK = r"(?<![\w.:])\d+:\d\d(?::\d\d)?\b"
-TIME = r"[mun]?s|min|h|(?:milli|micro)?seconds?|minutes?|hours?|days?"
-RATE = r"k? ?tok/s|k? ?\w+/s|times as fast|times as slow|times faster|times slower"
-MEMORY = r"[kMGT]i?B"
-SHARE = r"% (?:of (?:the|its|this|a) )?(?:peak|MFU|mfu)"
-UNIT = rf" ?(?:{TIME}|{RATE}|{MEMORY})\b|{SHARE}"
-COLUMNS = {"ms", "wait", "tok/s", "mfu", "GB", "gpu%", "left"}  # of step lines, not compared
-STEP_LINE = re.compile(r"\d+/\d+ ")
-SECONDS_LINE = re.compile(r"[\d.]+ s: ")  # where the time of a run went
-PARTS = re.compile(rf"(?P<gap>\.\.\.)|(?P<skipped>{CLOCK}|{NUMBER}(?={UNIT}))|(?P<figure>{NUMBER})")
+NUMBER = re.compile(r"-?\d[\d.,:]*(e[-+]?\d+)?|n/a|\.\.\.")
 
 
 def blocks(page):
@@ -72,22 +54,15 @@ def blocks(page):
 
 
 def outputs(page):
-    """{line of a block that runs: (line, words, text) of the output block directly below it}"""
+    """{line of a block that runs: (line, text) of the output block directly below it}"""
     found = {}
-    above = None
-    for block in blocks(page):
-        _, line, language, words, text = block
-        if language == "output" and above and is_directly_below(above, line):
-            found[above[1]] = line, words, text
-        above = block
+    above = end = None
+    for _, line, language, _, text in blocks(page):
+        if language == "output" and above and line - end in (1, 2):
+            found[above] = line, text
+        above = line if language in RUNS else None
+        end = line + text.count("\n") + 1
     return found
-
-
-def is_directly_below(block, line):
-    """Whether an output block that begins at `line` belongs to this block."""
-    _, first, language, _, code = block
-    last = first + code.count("\n") + 1
-    return language in RUNS and line in (last + 1, last + 2)
 
 
 def script(page, sections=()):
@@ -123,14 +98,9 @@ def run(page, sections=()):
         here = Path(sys.executable).parent
         environment = os.environ | {"PATH": f"{here}{os.pathsep}{os.environ['PATH']}"}
         environment["PYTHONUNBUFFERED"] = "1"  # errors stand where they happened
+        how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         process = subprocess.Popen(
-            ["bash", path],
-            cwd=copy,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
+            ["bash", path], cwd=copy, env=environment, errors="replace", **how
         )
         lines = []
         for line in process.stdout:
@@ -139,121 +109,64 @@ def run(page, sections=()):
         return process.wait(), "".join(lines)
 
 
-# ---- the figures of a page, against what is printed now ------------------------------------------
-
-
-def compare(page, sections, printed):
-    """(how many figures were compared, the lines that tell what moved)"""
-    compared = 0
-    moved = []
-    ran = {line for section, line, *_ in blocks(page) if not sections or section in (0, *sections)}
-    for block, (line, words, text) in outputs(page).items():
-        if block not in ran:
-            continue
+def updated(page, printed):
+    """(the page with what its blocks have printed, the lines that are not printed any more)"""
+    lines = Path(page).read_text(encoding="utf-8").splitlines()
+    gone = []
+    for block, (line, text) in reversed(outputs(page).items()):
         began, ended = marks(page, block)
-        now = printed.partition(began)[2].partition(ended)[0]
-        count, differences = compare_block(text.splitlines(), words, now.splitlines())
-        compared += count
-        moved += [f"{page}:{line + 1 + index}: {what}" for index, what in differences]
-    return compared, moved
+        if began in printed:
+            now = printed.partition(began)[2].partition(ended)[0]
+            now = [each.rstrip() for each in now.splitlines()]
+            if "..." in text:
+                now, missing = excerpt(text.splitlines(), now)
+                gone += [f"{page}:{line + 1 + index}: {what}" for index, what in missing]
+            lines[line : line + text.count("\n")] = now
+    return "\n".join(lines) + "\n", gone
 
 
-def compare_block(page_lines, words, printed_lines):
-    """(how many figures were compared, [(index of the page's line, what moved)])"""
-    tolerance = tolerance_of(words)
-    page_lines = [" ".join(line.split()) for line in page_lines]
-    printed_lines = [" ".join(line.split()) for line in printed_lines]
-    heads = [line.split() for line in printed_lines if line.startswith("step/total ")]
-    compared = 0
-    moved = []
-    position = 0  # of the printed line that comes next
-    may_skip = False  # after a line of dots
-    for index, line in enumerate(page_lines):
+def excerpt(shown, printed):
+    """(the printed lines that are shown, [(index, line)] of those not printed any more)"""
+    lines = []
+    missing = []
+    for index, line in enumerate(shown):
+        same = [at for at, now in enumerate(printed) if words(now) == words(line)]
         if line == "...":
-            may_skip = True
-            continue
-        pattern, shown = expected(line, heads[0] if heads else [], tolerance)
-        last = len(printed_lines) if may_skip else position + 1
-        matches = {at: pattern.fullmatch(text) for at, text in enumerate(printed_lines[:last])}
-        found = {at: match.groups() for at, match in matches.items() if match and at >= position}
-        if not found:
-            moved.append((index, f"shown `{line}`, not printed now"))
-            compared += len(shown)
-            may_skip = True  # the lines after it are looked for
-            continue
-        # of several lines with these words, the one with most of these numbers
-        position = min(found, key=lambda at: len(differences(shown, found[at], tolerance)))
-        compared += len(shown)
-        moved += [(index, what) for what in differences(shown, found[position], tolerance)]
-        position += 1
-        may_skip = False
-    if position < len(printed_lines) and not may_skip:
-        moved.append((len(page_lines), f"not shown: `{printed_lines[position]}`"))
-    return compared, moved
-
-
-def tolerance_of(words):
-    """Of an output block; None: its numbers are not compared."""
-    if words == "timings":
-        return None
-    return float(words.removeprefix("within ") or TOLERANCE)
-
-
-def expected(line, heads, tolerance):
-    """(a pattern with a group for each figure to compare, these figures as shown)"""
-    cells = line.split(" ")
-    if STEP_LINE.match(line) and len(cells) == len(heads):
-        for column, head in enumerate(heads):
-            if head in COLUMNS:
-                cells[column] = "\0"
-        line = " ".join(cells)
-    none_compared = tolerance is None or SECONDS_LINE.match(line)
-    pattern = ""
-    shown = []
-    end = 0
-    for part in PARTS.finditer(line):
-        pattern += re.escape(line[end : part.start()])
-        end = part.end()
-        if part["gap"]:
-            pattern += ".*?"
-        elif part["skipped"] or none_compared:
-            pattern += rf"(?:{CLOCK}|{NUMBER}|n/a)"
+            lines.append(line)
+        elif same:
+            best = max(same, key=lambda at: equal_words(printed[at], line))
+            lines.append(line if "..." in line else printed[best])
+            printed = printed[best + 1 :]
         else:
-            pattern += f"({NUMBER})"
-            shown.append(part["figure"])
-    pattern += re.escape(line[end:])
-    return re.compile(pattern.replace(re.escape("\0"), r"\S+")), shown
+            lines.append(line)
+            missing.append((index, line))
+    return lines, missing
 
 
-def differences(shown, printed, tolerance):
-    found = []
-    for old, new in zip(shown, printed, strict=True):
-        difference = abs(value_of(old) - value_of(new))
-        scale = abs(value_of(old)) if "e" in old else 1
-        if difference > tolerance * scale * (1 + 1e-9):
-            found.append(f"shown {old}, printed now {new}")
-    return found
+def words(line):
+    return NUMBER.sub("#", line).split()
 
 
-def value_of(number):
-    return float(number.replace(",", ""))
+def equal_words(one, other):
+    return sum(a == b for a, b in zip(one.split(), other.split(), strict=True))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("page")
     parser.add_argument("sections", nargs="*", type=int)
-    parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--update", action="store_true")
     given = parser.parse_args()
     code, printed = run(given.page, given.sections)
-    if code or not given.compare:
+    if code or not given.update:
         return code
     if OFFLINE_TEXT in printed:
-        print(f"\n{given.page}: another text: figures are not compared")
+        print(f"\n{given.page}: another text: nothing is written")
         return 2
-    compared, moved = compare(given.page, given.sections, printed)
-    print(f"\n{given.page}: {compared} figures compared, {len(moved)} moved", *moved, sep="\n")
-    return 1 if moved else 0
+    text, gone = updated(given.page, printed)
+    Path(given.page).write_text(text, encoding="utf-8")
+    print(f"\n{given.page}: {len(gone)} lines are not printed any more", *gone, sep="\n")
+    return 1 if gone else 0
 
 
 if __name__ == "__main__":
