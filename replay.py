@@ -34,6 +34,7 @@ from plumbing.checkpoint import digest_of_state, file_name
 from plumbing.cli import BadInput, RunFailed, fail, setting
 from plumbing.console import say
 from plumbing.files import replacing
+from plumbing.resume import KEPT
 from plumbing.safe_step import mapped
 from reporting import step as steps
 from reporting.logged import (
@@ -174,8 +175,8 @@ class Again:
     def compare_parts(self, saved: Checkpoint, now: dict) -> tuple | None:
         pairs = {part: (saved.content.get(part, now[part]), now[part]) for part in RECOMPUTED}
         if saved.step == self.stop:  # the knobs are those of the process that took this step
-            for knob, value in now["run"]["kept"].items():
-                pairs[knob] = saved.content["run"].get("kept", {}).get(knob, value), value
+            for knob in KEPT:
+                pairs[knob] = saved.content["run"][knob], now["run"][knob]
         for name, (then, here) in pairs.items():
             if then != here:
                 return saved.step, [name], f"{name} in {saved.path.name} is {then}, not {here}"

@@ -8,12 +8,12 @@ On several (4 GPUs of one machine; with --device=cpu, 4 processes):
 
 The same command again resumes the run where it stopped, bit for bit. A flag that makes another run
 names another folder. Every global above FRESH_STATE is a flag (`--help`); its comment gives the
-unit, the value for "off", and the allowed [range] or a | b. Its last word says what a resume does
-with another value: `fixed` refuses it; `bits` goes on and logs that it is inexact; `free` changes
-no bit; no word goes on and logs the change; `kept`: unless typed, the checkpoint's value holds. A
-config file is Python, and is executed. The file reads from top to bottom, the caller above the
-called: the knobs, main, the start of a run, the loop, the batch, the step, evaluation, the
-decisions, the rows."""
+unit, the value for "off", and the allowed [range] or a | b. Its last word says what another value
+does: `fixed` makes another run, and a resume refuses it; `free` changes how the run computes or
+what it writes, and names no folder; with no word it is the course of the run: it names the folder,
+and a resume goes on with it. A config file is Python, and is executed. The file reads from top to
+bottom, the caller above the called: the knobs, main, the start of a run, the loop, the batch, the
+step, evaluation, the decisions, the rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -62,11 +62,11 @@ ngram_rows = 0  # rows in the table of vectors for hashed 3-grams, [0, 100000000
 conv_width = 1  # tokens that the convolution of the input sees, [1, 64]; 1 = off; fixed
 dropout = 0.0  # share of activations, [0, 1); 0 = off; fixed
 label_smoothing = 0.0  # in training only, [0, 1); 0 = off; fixed
-grad_checkpoint = False  # recompute activations in the backward pass: less memory, more time; bits
+grad_checkpoint = False  # recompute activations in the backward pass: less memory, more time; free
 
 # The batch: a step sees batch_size * accum_steps * ranks sequences
-batch_size = 32  # sequences in a micro-batch, [1, 10000000]; bits, kept
-accum_steps = 1  # micro-batches in a step, [1, 10000000]; bits, kept
+batch_size = 32  # sequences in a micro-batch, [1, 10000000]; free
+accum_steps = 1  # micro-batches in a step, [1, 10000000]; free
 seed = 1337  # of weights, batches and dropout, [0, 4294967295]; fixed
 num_workers = 0  # processes that read batches ahead, [0, 1000]; 0 = this process reads; free
 prefetch_factor = 2  # batches that each worker keeps ready, [1, inf); free
@@ -84,9 +84,9 @@ ema_decay = 0.0  # average the weights and evaluate the average, [0, 1); 0 = off
 schedule = "cosine"  # cosine | linear | constant | step | onecycle | wsd; fixed
 peak_lr = 1e-3  # (0, inf)
 min_lr = 1e-4  # where cosine, linear, onecycle and wsd end, and the floor of step, [0, inf)
-warmup_steps = 100  # [0, inf); kept
+warmup_steps = 100  # [0, inf)
 max_steps = 2000  # [1, 1000000000000]; free
-decay_steps = 0  # steps the schedule spans, [0, inf); 0 = max_steps as of the first start; kept
+decay_steps = 0  # steps the schedule spans, [0, inf); 0 = max_steps as of the first start
 cooldown_steps = 0  # schedule=wsd: length of the final decay, [0, inf); 0 = a fifth of decay_steps
 step_size = 500  # schedule=step: steps between drops, [1, inf)
 gamma = 0.5  # schedule=step: factor applied at each drop, (0, 1]
@@ -94,20 +94,20 @@ plateau_factor = 1.0  # multiplies the rate when the validation loss stalls, (0,
 plateau_patience = 3  # evaluations without improvement before plateau_factor applies, [1, inf)
 
 # How it is computed
-device = "auto"  # auto, cpu, cuda, cuda:1 or mps; bits
-dtype = "auto"  # auto | float32 | bfloat16 | float16; fixed, kept
-compile = "auto"  # auto | true | false; auto = where the run is long enough to gain; bits, kept
+device = "auto"  # auto, cpu, cuda, cuda:1 or mps; free
+dtype = "auto"  # auto | float32 | bfloat16 | float16; fixed
+compile = "auto"  # auto | true | false; auto = where the run is long enough to gain; free
 deterministic = "auto"  # auto | true | false | portable; auto = on, except on mps; portable = in
-#  float32, the same bits on every x86-64 CPU with AVX2 (docs/exactness.md); bits
-shard = False  # with several ranks, each keeps a share of weights, gradients, moments (FSDP2); bits
+#  float32, the same bits on every x86-64 CPU with AVX2 (docs/exactness.md); free
+shard = False  # with several ranks, each keeps a share of weights, gradients, moments (FSDP2); free
 
 # Logging, evaluation, early stopping
 log_interval = 10  # steps between console lines, [0, inf); 0 = none; metrics.jsonl has all; free
 eval_interval = 250  # steps, [0, inf); 0 = only before the first and after the last; free
-eval_tokens = 0  # tokens to evaluate, from the start of the split, [0, inf); 0 = all; free
+eval_tokens = 0  # tokens to evaluate, from the start of the split, [0, inf); 0 = all; fixed
 sample_interval = 0  # steps between text samples, [0, inf); 0 = only the one at the end; free
 report = True  # draw report.png and write report.md at the end; free
-best_metric = "val_loss"  # key of evaluate()'s result; -val_accuracy: higher is better; free
+best_metric = "val_loss"  # key of evaluate()'s result; -val_accuracy: higher is better; fixed
 wandb_log = False  # copy the rows of metrics.jsonl to Weights & Biases; free
 wandb_project = "honest-loop"  # of the run on Weights & Biases; free
 wandb_run_name = ""  # "" = the name of out_dir; free
@@ -123,9 +123,8 @@ milestone_interval = 0  # steps between checkpoints that are never deleted, [0, 
 audit_interval = 0  # steps between those taken twice and compared bitwise, [-1, inf); 0 = only the
 #  second step of each process, -1 = none; free
 
-# Every variable of the loop, saved and restored together. A new one belongs here, and in one of the
-# tuples below if a rollback must not put it back, or if a record or a run that begins afresh resets
-# it.
+# Every variable of the loop, saved and restored together. A new one belongs here, and in the tuple
+# below if a rollback must not put it back.
 FRESH_STATE = {
     "step": 0,  # finished updates, including skipped ones
     "sequences": 0,  # index of the next training sequence; roll_back sets it past the bad data
@@ -148,11 +147,7 @@ FRESH_STATE = {
     "first_loss": math.inf,
 }
 KEPT_IN_ROLLBACK = ("best_score", "best_val_loss", "best_step", "skipped", "rollbacks")
-RECORD_OF_BESTS = ("best_score", "best_val_loss", "score_to_beat", "evals_since_best")
-# What another run's checkpoint does not bring along: its weights go on, its course does not.
-OWN_COURSE = (
-    "evals_on_plateau lr_factor rollbacks skipped skips_in_row zeros_in_row high_in_row first_loss"
-).split()
+POSITION = ("step", "sequences", "tokens")  # what a run takes over from another one's checkpoint
 MOST_SKIPPED = 10  # updates in a row that are not finite, before a rollback
 MOST_ROLLBACKS = 3  # before the run gives up
 MOST_ZEROS = 10  # gradient norms of exactly 0 in a row, from which no rollback helps
@@ -187,8 +182,7 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
         from_rank0(run.folder.open, run, files * checkpoint.size(run), command)
         peak = from_rank0(machine.peak_flops, run.device, dtype)
         run.max_flops = (peak[0] or math.nan) * world_size()
-        changed = resuming.changed_knobs(run.before["config"], run.facts["config"])
-        console.print_plan(run, peak, changed)
+        console.print_plan(run, peak, changes_since(run))
         clock.lap("start")
         return run_to_the_end(run, signals, clock)
 
@@ -210,7 +204,6 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         if audit_interval > 0 and not deterministic:
             fail(f"--audit_interval={audit_interval}: expected deterministic mode, which is off")
         stack.enter_context(ranks.joined(run_device, shard))
-        resuming.mention_unfinished(config, out_dir)
         config["out_dir"] = out_dir
         folder = stack.enter_context(RunFolder(out_dir))
         if to_train:
@@ -232,6 +225,11 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         if saved:
             resuming.continue_from(run, saved, config)  # refuses another run
             checkpoint.WholeState(run, saved).put_back()
+            if not folder.owns(path):  # its weights go on, its course does not
+                kept = (*POSITION, *checkpoint.MICRO_BATCHES)
+                own = {key: run.state[key] for key in kept}
+                run.state.update(copy.deepcopy(FRESH_STATE) | own)
+            run.before["run"] = saved["run"] | {"micro_batch": saved["state"]["micro_batch"]}
             saved = None  # unmaps the file, so that its disk space is free once it is pruned
         yield run
 
@@ -339,6 +337,7 @@ class Run:
         """All that the next step depends on, and what the run is. A collective call."""
         pairs = zip(self.optimizers, self.groups, strict=True)
         return {
+            "format": checkpoint.FORMAT,
             "model": self.model.state_dict(),
             "frozen": [n for n, w in self.model.named_parameters() if not w.requires_grad],
             "optimizer": [part.state_dict() | {"built": groups} for part, groups in pairs],
@@ -396,6 +395,9 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
         saver.wait()
         run.folder.end(ending[0], clock, run.state, report)
         run.watch.end(run)
+    stopped_at = run.folder.path / checkpoint.file_name(run.state["step"])
+    if ending[1] > 128 and stopped_at.exists():  # for a notebook: undo the two steps since then
+        checkpoint.WholeState(run, checkpoint.load(stopped_at, verify=False)).put_back()
     return ending[1]
 
 
@@ -407,48 +409,40 @@ def first_pass(run: Run, signals: Signals) -> torch.nn.Module:
         return data.to_device(run.train_data[ranks.share(0, rows_at(0))], run.device)
 
     model = safe_step.rehearse(run, compile, forward_backward, read, signals)
-    bits = machine.kernel_bits(run.device, dtype, optimizer)
-    resuming.rehearsed(run.facts["run"], model is not run.model, bits)
+    run.facts["run"]["compile"] = model is not run.model
     console.print_line("memory", f"{machine.memory_gb(run.device):.3f} GB after a rehearsal")
     machine.reset_peak_memory(run.device)
     return model
 
 
 def begin(run: Run, table, saver) -> None:
-    """Open the record, and make sure that there is a target for rollbacks."""
-    safe_step.note_halving(run)
-    is_new = run.path is None or not run.folder.owns(run.path)
-    inexact = {}
-    if run.path:
-        inexact = resuming.inexact(run.before["run"], run.facts["run"], run.knobs)
-    run.folder.begin(run, inexact, resuming.changed_course(run))
-    if is_new:
-        begin_new(run, table, saver)
-    else:
-        begin_again(run, saver)
-
-
-def begin_new(run: Run, table, saver) -> None:
-    """Evaluate and save before the first step, also if it starts from another run's checkpoint."""
+    """Open the record. A run that begins here is evaluated and saved before its first step; one that
+    resumes is saved if nothing on disk is a target for rollbacks."""
     state = run.state
-    state.update({key: FRESH_STATE[key] for key in (*RECORD_OF_BESTS, *OWN_COURSE)})
-    state["first_step"] = state["step"]
-    record_evaluation(run, table)
-    saver.save([checkpoint.file_name(state["step"]), "best.pt"], required=True)
-
-
-def begin_again(run: Run, saver) -> None:
-    """Resume: measure the best again if what is measured has changed; save if nothing on disk is a
-    target for rollbacks."""
-    state, config = run.state, run.facts["config"]
-    if any(run.before["config"].get(knob) != config[knob] for knob in resuming.MEASURES):
-        measure_best_again(run)
+    safe_step.note_halving(run)
+    is_resume = run.path and run.folder.owns(run.path)
+    changed = changes_since(run)
+    cut = run.folder.begin(run, changed)
+    if not is_resume:
+        state["first_step"] = state["step"]
+        record_evaluation(run, table)
+        saver.save([checkpoint.file_name(state["step"]), "best.pt"], required=True)
+        return
+    run.folder.compare_with(resuming.rows_of_course(cut, run), state["step"], changed)
     target = run.path
     if not (may_roll_back_to(state["step"], state) and target.stem.startswith("ckpt")):
         target, _ = from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)
     if not target or target.name == "best.pt":  # which the next best will replace
         state["first_step"] = state["step"]
         saver.save([checkpoint.file_name(state["step"])], required=True)
+
+
+def changes_since(run: Run) -> dict:
+    """{name: [then, now]} of what is known to have changed since the run's checkpoint."""
+    if not run.path:
+        return {}
+    now = run.facts["run"] | {"micro_batch": run.state["micro_batch"]}
+    return resuming.known_changes(run.before["run"], now, run.knobs)
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -508,12 +502,35 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         # ---- save, stop --------------------------------------------------------------------------
         names = names_to_save(due, is_best, state)
         if names:
-            resuming.note_new_code(run)
             saver.save(names, required=bool(due.ending))
             signals.save = signals.save and not due.save_now
         clock.lap("save")
         if due.ending:
+            if batch and due.ending[1] > 128:  # by a signal
+                log_two_more_steps(run, model, signals, clock, recent[-1]["step_ms"])
             return due.ending
+
+
+def log_two_more_steps(run: Run, model, signals: Signals, clock: Clock, step_ms: float) -> None:
+    """After a signal and its save, take the next two steps for their rows alone: the process that
+    resumes computes them again, and so measures whether the resume is exact. Two, because moments,
+    optimizer and rate of the first show only in the second. Fewer if max_steps, the launcher's
+    death or a wait for data comes first; none if they would take more than three seconds."""
+    saved = copy.deepcopy(run.state)
+    for _ in range(2):
+        is_late = run.state["step"] == max_steps or 2 * step_ms > 3000
+        if any(ranks.agree(is_late, signals.orphaned())):
+            break
+        lr = float(lr_at(run.state["step"]) * run.state["lr_factor"])
+        batch = next_batch(run, signals)
+        if batch is None:
+            break
+        inputs, targets, data_ms = batch
+        numbers = train_step(model, run, inputs, targets, lr)
+        row = count_batch(run, targets) | {"lr": lr, "data_ms": data_ms}
+        rows = finish_rows(run, [(row, numbers)], clock)
+        run.folder.write_rows(rows, to_wandb=False)
+    run.state.update(saved)  # the run ends where it was saved
 
 
 # ---- the batch -----------------------------------------------------------------------------------
@@ -793,17 +810,6 @@ def count_evaluation(numbers: dict, state: dict) -> bool:
     return is_best
 
 
-def measure_best_again(run: Run) -> None:
-    """Evaluate the weights of best.pt, which stay the best, after a change of what is measured."""
-    with suppress(checkpoint.Damaged, OSError):  # then of the newest
-        checkpoint.WholeState(run, checkpoint.load(run.folder.path / "best.pt")).put_back()
-    step, numbers = run.state["step"], evaluated(run)
-    checkpoint.WholeState(run, checkpoint.load(run.path, verify=False)).put_back()
-    run.state.update({key: FRESH_STATE[key] for key in RECORD_OF_BESTS})
-    count_evaluation(numbers, run.state)
-    run.state.update(best_step=step, score_to_beat=run.state["best_score"])
-
-
 def print_sample(run: Run) -> None:
     """Print and log 200 tokens, if the data is text. An error is printed: it must not end a run."""
     meta = run.facts["data"]["meta"]
@@ -931,7 +937,7 @@ def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
         run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": 0})
     state.update(kept, rollbacks=kept["rollbacks"] + 1, sequences=bad["sequences"])
     from_rank0(checkpoint.remove_after, run.folder.path, state["step"])
-    from_rank0(run.folder.cut_rows, state["step"])
+    run.folder.cut_rows(state["step"])
     why = {"why": trouble, "at_step": bad["step"], "next_sequence": state["sequences"]}
     if state["best_step"] > state["step"]:  # best.pt stays, and here is the record of it
         why |= {key: state[key] for key in ("best_step", "best_val_loss")}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from plumbing import ranks
-from plumbing.cli import RunFailed, fail
+from plumbing.cli import BadInput, RunFailed, fail
 from plumbing.files import fsync, is_odd, replacing
 from plumbing.fsdp import shard_like
 from plumbing.machine import copies_in_background, synchronize
@@ -40,6 +40,8 @@ from plumbing.safe_step import (
 
 HASHED = ("model", "optimizer", "scaler", "ema", "state", "rng")  # what the next steps depend on
 SCHEMA = dict.fromkeys((*HASHED, "config", "data", "run"), dict) | {"optimizer": list, "rng": list}
+FORMAT = 2  # of a checkpoint: its entry `format`
+OLDER = "ffdf2fe"  # the newest commit that writes and reads checkpoints without that entry
 MOST_VALUES = 10_000_000  # in a checkpoint, nested ones included; more is damage, or an attack
 
 
@@ -66,6 +68,7 @@ def load(path: Path, verify: bool = True, mmap: bool = True, parts: Iterable = S
                 if damaged := archive.testzip():
                     raise Damaged(f"wrong checksum in {damaged}")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        refuse_other_format(checkpoint, path)
         check_schema(checkpoint, Path(path), parts)
         return checkpoint
     except Exception as error:  # damage surfaces as any of half a dozen types
@@ -76,9 +79,19 @@ def load(path: Path, verify: bool = True, mmap: bool = True, parts: Iterable = S
         no_mmap = "unable to mmap" in str(error) or isinstance(error, UnicodeError)
         if mmap and no_mmap:  # some file systems cannot, nor can torch if the name is not UTF-8
             return load(path, verify=False, mmap=False, parts=parts)
-        if out_of_memory(error) or isinstance(error, Damaged):
+        if out_of_memory(error) or isinstance(error, Damaged | BadInput):
             raise
         raise Damaged((str(error) or type(error).__name__).splitlines()[0][:120]) from error
+
+
+def refuse_other_format(checkpoint: Any, path: Path) -> None:
+    """Raises BadInput, which names the commit whose code can use the file, if it is of a version
+    with another format."""
+    if isinstance(checkpoint, dict) and {"model", "state", "run"} <= checkpoint.keys():
+        found = checkpoint.get("format", 1)
+        if found != FORMAT:
+            where = f"git checkout {OLDER}" if found == 1 else "a newer version"
+            fail(f"{path} is of format {found}, this code reads {FORMAT}; to use it: {where}")
 
 
 def check_schema(checkpoint: Any, path: Path, parts=SCHEMA) -> None:

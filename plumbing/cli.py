@@ -4,7 +4,7 @@ A knob is a lower-case name that a script sets to a plain str, int, float or boo
 function or class; its default gives its type. A *_dir is a path: of a flag, relative to the working
 directory, else to the repository. The comment beside it, which goes on in lines that begin with `#`
 and two spaces, is its help. An interval in it, such as [1, inf), and choices, a | b, are enforced.
-Its last words, after a semicolon, say what the knob may do: see POLICY. No word: the course of the
+Its last word, after a semicolon, says what the knob may do: see POLICY. No word: the course of the
 run. A config file is executed as Python, sees the knobs as set so far, and may assign knobs and
 _names."""
 
@@ -28,16 +28,14 @@ from pathlib import Path
 from symtable import symtable
 from typing import Any, NoReturn
 
-POLICY = {  # the words in which a comment may end
+POLICY = {  # the word in which a comment may end
     "fixed": "another value is another run: it names the folder, and a resume with it is refused",
-    "kept": "resolved once and kept in the checkpoint, unless the command changes",
-    "bits": "the same mathematics, other bits: it names no folder, and such a resume is inexact",
-    "free": "changes no bit of any step",
+    "free": "how the run computes, or what it writes: it names no folder",
 }
-NO_WORD = "the course of the run: it names the folder, and a change on a resume is recorded"
+NO_WORD = "the course of the run: it names the folder, and a resume goes on with another value"
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 NAME = re.compile("[a-z][a-z0-9_]*")  # of a knob
-WORDS = re.compile(rf"; ((?:{'|'.join(POLICY)})(?:, (?:{'|'.join(POLICY)}))*)$")
+WORD = re.compile(rf"; ({'|'.join(POLICY)})$")
 INTERVAL = re.compile(r"([\[(])(-?[\d.e]+), ?(-?[\d.e]+|inf)([\])])")
 CHOICES = re.compile(r"\w+(?: \| \w+)+")
 GONE = "gone since 2026-11-25"
@@ -124,16 +122,16 @@ def printable(text: str) -> str:
 
 @dataclass
 class Knob:
-    """What a script's source says of a knob. policy: the words of POLICY in which the comment
-    ends."""
+    """What a script's source says of a knob. policy: the word of POLICY in which the comment ends,
+    or ""."""
 
     default: Any
     comment: str = ""
     heading: str = ""  # the full-line comments above its group
-    policy: frozenset = frozenset()
+    policy: str = ""
 
     def names_folder(self) -> bool:
-        return not self.policy & {"bits", "free"}
+        return self.policy != "free"
 
 
 class Config(dict):
@@ -259,9 +257,8 @@ def read_knobs(path: str | Path) -> dict[str, Knob]:
             while end < len(lines) and lines[end].startswith("#  "):
                 comment += " " + lines[end].strip("# ")
                 end += 1
-            words = WORDS.search(comment)
-            policy = frozenset(words[1].split(", ")) if words else frozenset()
-            knobs[name] = Knob(default, comment, heading, policy)
+            word = WORD.search(comment)
+            knobs[name] = Knob(default, comment, heading, word[1] if word else "")
     return knobs
 
 

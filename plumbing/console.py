@@ -234,19 +234,40 @@ def progress(step: int, max_steps: int) -> str:
 
 
 def print_event(step: int, event: str, fields: dict[str, Any]) -> None:
-    details = [f"{key} {in_short(value, event)}" for key, value in fields.items()]
+    details = [f"{key} {in_short(value)}" for key, value in fields.items()]
     name = event.replace("_", " ")
     say(f"{step:>7} {name}: {'  '.join(details)}")
 
 
-def in_short(value: Any, event: str) -> str:
-    """A field of an event. Of the hashes of files that differ, their names."""
-    if event in ("inexact_resume", "changed"):
-        then, now = value
-        return ", ".join(now) if isinstance(now, dict) else f"{then} -> {now}"
+def in_short(value: Any) -> str:
+    """A field of an event."""
     if isinstance(value, list):
         return ", ".join(map(str, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def resume_words(found: dict[str, Any], steps: int, changed: dict[str, list]) -> str:
+    """What the rows say of a resume. found: fields of an event `resume_checked`. steps: train rows
+    that were compared. changed: see change_words()."""
+    start = f"resumed at step {found['from']:,}"
+    difference = found["first_difference"]
+    if found["compared"] and not difference:
+        return f"{start}: {steps:,} steps computed again, every loss and norm the same"
+    if difference:
+        field, then, now = (difference[name] for name in ("field", "then", "now"))
+        words = f"other numbers from step {difference['step']:,} on: {field} {then} then, {now} now"
+    else:
+        words = "nothing to compare with"
+    return f"{start}: {words}; changed since: {change_words(changed) or 'nothing known'}"
+
+
+def change_words(changed: dict[str, list]) -> str:
+    """What is known to have changed, [then, now] by name. Of a file, its name."""
+    words = []
+    for name, (then, now) in changed.items():
+        is_code = name.endswith(".py") or name == "__main__"
+        words.append(name if is_code else f"{name} {then} -> {now}")
+    return ", ".join(words)
 
 
 def diagnosis(why: str, recent: list[dict[str, Any]], rollbacks: int) -> str:
@@ -264,7 +285,7 @@ def diagnosis(why: str, recent: list[dict[str, Any]], rollbacks: int) -> str:
 
 
 def print_plan(run: Any, peak: tuple, changed: dict) -> None:
-    """Print the plan of the run. peak: (FLOP/s or None, source). changed: {knob: [then, now]} since
+    """Print the plan of the run. peak: (FLOP/s or None, source). changed: {name: [then, now]} since
     the checkpoint it resumes."""
     c = run.facts["config"] | run.facts["run"]
     data = run.facts["data"]
@@ -291,9 +312,8 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
     if c["deterministic"] == "portable":
         strict += ": the same bits on every x86-64 CPU with AVX2; slower, on one thread"
     rate = f"{peak[0] / 1e12:.3g} TFLOP/s" if peak[0] else "n/a"
-    changes = [f"{key} {then} -> {now}" for key, (then, now) in changed.items()]
     print_line("run", start)
-    print_line("changed", ", ".join(changes))
+    print_line("changed", change_words(changed))
     print_line("model", f"{model}; {size:,} parameters")
     print_line("data", f"{data['name']}: {train:,}{unit} to train on, {val:,} to validate")
     print_line("batch", f"{batch} a step")

@@ -27,6 +27,7 @@ from plumbing.files import (
     write_json,
 )
 from plumbing.ranks import rank, say
+from plumbing.witness import Witness
 
 
 class RunFolder(ExitStack):
@@ -43,6 +44,9 @@ class RunFolder(ExitStack):
         self.locked = None  # the open lock file
         self.wandb = None
         self.lagging_best = None  # the step of best.pt if a better one could not be saved
+        self.witness = None  # of rows that this resume computes again
+        self.resumed_at = 0  # step
+        self.changed = {}  # what is known to have changed before the resume, {name: [then, now]}
 
     # ---- one run at a time -----------------------------------------------------------------------
 
@@ -137,7 +141,9 @@ class RunFolder(ExitStack):
             kept = {"start": now(), "wandb_id": os.urandom(4).hex(), "resumes": []}
             kept |= {k: before[k] for k in kept if isinstance(before.get(k), type(kept[k]))}
             end = {"end": None, "ended": None}  # stays so if the process is killed
-            self.facts = {**kept, **end, "command": command, **run.facts, "git": git_state()}
+            git = git_state()
+            run.facts["run"]["git_commit"] = git["commit"]
+            self.facts = {**kept, **end, "command": command, **run.facts, "git": git}
             self.facts |= machine.describe_machine(run.device)
             write_json(self.mine() / "run.json", self.facts)
         if run.facts["config"].get("wandb_log"):
@@ -145,32 +151,64 @@ class RunFolder(ExitStack):
 
             self.wandb = Wandb(self.path, run.facts["config"], self.facts["wandb_id"])
 
-    def begin(self, run: Any, inexact: dict, changed: dict) -> None:
-        """Complete run.json after the rehearsal; cut metrics.jsonl back to where the run begins: at
-        its checkpoint, if any. inexact, changed: {key: [then, now]}."""
+    def begin(self, run: Any, changed: dict) -> list[dict]:
+        """Complete run.json after the rehearsal, cut metrics.jsonl back to where the run begins: at
+        its checkpoint, if any. Returns what cut_rows() returns. changed: {name: [then, now]} of
+        what is known to have changed since that checkpoint."""
         if rank() > 0:
-            return
+            return []
         step = run.state["step"]
-        self.cut_rows(step if run.path and self.owns(run.path) else -1)
+        is_own = run.path and self.owns(run.path)
+        cut = self.cut_rows(step if is_own else -1)
         if self.wandb and self.rows.exists():
             for line in self.rows.read_text().splitlines():  # of earlier sessions
                 self.wandb.send(json.loads(line))
         self.facts |= run.facts
         if run.path:
-            resume = {"time": now(), "from": str(run.path), "step": step, "inexact": inexact}
+            resume = {"time": now(), "from": str(run.path), "step": step}
             self.facts["resumes"].append(resume)
-            self.event(step, "resume", checkpoint=run.path.name)
-        if inexact:
-            self.event(step, "inexact_resume", **inexact)
-        if changed:
-            self.event(step, "changed", **changed)
+            knobs = {name: run.facts["run"][name] for name in run.knobs}
+            knobs["device"] = run.facts["config"]["device"]
+            row = {"kind": "event", "event": "resume", "step": step, "checkpoint": run.path.name}
+            self.write_rows([row | {"knobs": knobs, "changed": changed}])
         with self.warning("run.json"):
             write_json(self.mine() / "run.json", self.facts)
+        return cut
+
+    def compare_with(self, old_rows: list[dict], step: int, changed: dict) -> None:
+        """Compare the rows of a run that was resumed at `step` with those that an earlier process
+        computed of the same steps, and record the result as an event `resume_checked`."""
+        if rank() > 0:
+            return
+        self.witness = Witness(old_rows)
+        self.resumed_at = step
+        self.changed = changed
+        self.compare({"kind": "event", "event": "resume", "step": step})
+
+    def compare(self, row: dict) -> None:
+        """Compare a row as it is written."""
+        if row["kind"] != "event":
+            self.witness.see(row)
+        if self.witness.first_difference or self.witness.is_over(row["step"]):
+            self.close_witness(row["step"])
+
+    def close_witness(self, step: int) -> None:
+        """Record what was compared since the resume, once, and print it."""
+        witness, self.witness = self.witness, None
+        if not witness:
+            return
+        found = {name: getattr(witness, name) for name in ("compared", "equal", "first_difference")}
+        found = {"from": self.resumed_at, **found}
+        self.write_rows([{"kind": "event", "step": step, "event": "resume_checked", **found}])
+        is_off = not self.facts["run"]["deterministic"]
+        words = console.resume_words(found, witness.steps, self.changed)
+        say(f"{words} (deterministic mode is off)" if is_off else words)
 
     def end(self, ended: str, clock: "Clock", state: dict, report: bool) -> None:
         """Record how the run ended, finish wandb, make the report, print what to type next."""
         if rank() > 0:
             return
+        self.close_witness(state["step"])
         clock.lap("save")  # what is not counted yet: the last save, and workers that leave
         self.record_end(ended, clock.seconds, state, now())
         best_metric = self.facts["config"]["best_metric"]
@@ -208,18 +246,20 @@ class RunFolder(ExitStack):
         console.print_event(step, event, fields)
         self.write_rows([{"kind": "event", "step": step, "event": event, **fields}])
 
-    def write_rows(self, rows: list[dict]) -> None:
+    def write_rows(self, rows: list[dict], to_wandb: bool = True) -> None:
         """Append to metrics.jsonl: one JSON object per line, with null for non-finite numbers. Any
         thread may call it. If it fails, training continues: that is said once, and the rows
         wait."""
         if rank() > 0:
             return
+        cleaned = []
+        for row in rows:
+            finite = clean(row)
+            cleaned.append(finite if finite == row else finite | {"finite": False})
         with self.writing, self.warning("metrics.jsonl"):
-            for row in rows:
-                finite = clean(row)
-                row = finite if finite == row else finite | {"finite": False}
+            for row in cleaned:
                 self.waiting.append(json.dumps(row) + "\n")
-                if self.wandb:
+                if self.wandb and to_wandb:
                     self.wandb.send(row)
             content = "".join(self.waiting).encode()
             del self.waiting[:-1000]  # of those that cannot be written
@@ -230,14 +270,26 @@ class RunFolder(ExitStack):
                     file.truncate(end)  # a full disk took only a part
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self.waiting.clear()
+        for row in cleaned:
+            if self.witness and row["kind"] != "event":
+                self.compare(row)
 
-    def cut_rows(self, step: int) -> None:
-        """Drop train and eval rows past `step`, and half-written lines; all events stay."""
+    def cut_rows(self, step: int) -> list[dict]:
+        """Drop train and eval rows past `step`, and half-written lines; all events stay. Returns
+        the rows that were dropped and all `resume` events, in the order of the log."""
+        found = []
+        if rank() > 0:
+            return found
 
         def stays(line):
             with suppress(ValueError, KeyError, TypeError, RecursionError):  # after a power failure
                 row = json.loads(line)
-                return line.endswith("\n") and (row["kind"] == "event" or row["step"] <= step)
+                is_whole = line.endswith("\n")
+                is_event = row["kind"] == "event"
+                is_past = not is_event and row["step"] > step
+                if is_whole and (is_past or row.get("event") == "resume"):
+                    found.append(row)
+                return is_whole and not is_past
 
         with self.writing, self.warning("metrics.jsonl"), suppress(FileNotFoundError):
             self.waiting = list(filter(stays, self.waiting))
@@ -247,6 +299,7 @@ class RunFolder(ExitStack):
             ):
                 with open(temporary, "w") as new:
                     new.writelines(filter(stays, pieces(old)))
+        return found
 
     @contextmanager
     def warning(self, name: str) -> Iterator[None]:

@@ -19,24 +19,43 @@ class Witness:
 
     def __init__(self, old_rows: Iterable[dict]):
         self.old_rows = {}  # (step, kind) -> row, until it is compared
+        self.old_data = {}  # step -> `sequences` of the train row
         for row in old_rows:
             self.old_rows.setdefault(key_of(row), row)
+            if row["kind"] == "train":
+                self.old_data.setdefault(row["step"], row.get("sequences"))
+        self.last_step = max((step for step, _ in self.old_rows), default=-1)
+        self.data = -1, None  # (step, `sequences`) of the newest train row
         self.compared = 0  # rows
         self.equal = 0
+        self.steps = 0  # train rows among `compared`
         self.first_difference = None  # {"step", "field", "then", "now"}
 
     def see(self, row: dict) -> None:
-        """Compare `row` with the old one of its step and kind, if there is one. Rows with other
-        `sequences` are of other data, after a rollback, and are not compared."""
-        then = self.old_rows.pop(key_of(row), None)
-        if then is None or then.get("sequences") != row.get("sequences"):
+        """Compare `row` with the old one of its step and kind, if there is one. If the train rows of
+        that step have other `sequences`, they are of other data, after a rollback, and nothing of
+        that step is compared."""
+        step = row["step"]
+        if row["kind"] == "train":
+            self.data = step, row.get("sequences")
+        then = self.old_rows.get(key_of(row))
+        has_other_data = (
+            step in self.old_data and step == self.data[0] and self.old_data[step] != self.data[1]
+        )
+        if then is None or has_other_data:
             return
+        del self.old_rows[key_of(row)]
         self.compared += 1
+        self.steps += row["kind"] == "train"
         for name in differing_fields(then, row):
-            found = {"step": row["step"], "field": name, "then": then[name], "now": row[name]}
+            found = {"step": step, "field": name, "then": then[name], "now": row[name]}
             self.first_difference = self.first_difference or found
             return
         self.equal += 1
+
+    def is_over(self, step: int) -> bool:
+        """Whether no row is left to compare, once one of this step was seen."""
+        return not self.old_rows or step > self.last_step
 
 
 def key_of(row: dict) -> tuple[int, str]:

@@ -11,7 +11,7 @@ from plumbing import checkpoint as checkpoints
 from plumbing.cli import Knob, fail, read_knobs, show
 from plumbing.console import MEASURED, REPO
 from plumbing.files import read_json
-from plumbing.resume import changed_knobs, differences, inexact, kept_in
+from plumbing.resume import KEPT, known_changes
 from reporting.record import read_metrics
 
 KINDS = ("train", "eval", "saved")  # in the order in which a step writes them
@@ -95,8 +95,8 @@ class Logged:
             self.resumes.append(at)
             for save in self.saves:
                 save.is_certain = save.is_certain and save.step <= at
-        if kind in ("inexact_resume", "changed"):
-            names = ", ".join(name for name, pair in row.items() if isinstance(pair, list))
+        if kind == "resume" and row.get("changed"):
+            names = ", ".join(row["changed"])
             words = f"{names} changed when it resumed at step {at}, which is not followed"
             self.changed.append((len(self.resumes), words))
         if kind == "save_failed" and self.saves:
@@ -204,7 +204,7 @@ class Logged:
         found = {}
         for process in range(self.process_at(first + 1), self.process_at(last) + 1):
             facts = self.facts_of(self.known(process))
-            found |= inexact(facts["run"], here, self.knobs)
+            found |= known_changes(facts["run"], here, {})
         return found
 
     def changes(self, first: int, stop: int) -> list[str]:
@@ -218,7 +218,7 @@ class Logged:
         """Flags with the knobs that held when the run came to step `stop`, "auto" as it was
         resolved. data_dir: "" = as it was."""
         facts = self.facts_at(stop)
-        knobs = facts["config"] | kept_in(facts["run"], self.knobs)
+        knobs = facts["config"] | {name: facts["run"][name] for name in KEPT}
         knobs["out_dir"] = out_dir
         knobs["data_dir"] = data_dir or str(REPO / facts["config"].get("data_dir", "data"))
         return [f"--{name}={show(value)}" for name, value in knobs.items()] + FREE_FLAGS
@@ -303,9 +303,7 @@ def first_difference(
 
 def changed(one: Logged, other: Logged) -> list[str]:
     """A line for each knob, and each part of the identity, that differs."""
-    found = changed_knobs(one.facts["config"], other.facts["config"])
-    for policy in ("fixed", "bits"):
-        found |= differences(one.facts["run"], other.facts["run"], one.knobs, policy)
+    found = known_changes(one.facts["run"], other.facts["run"], one.knobs)
     return [f"{name}: {abridged(name, a)}, {abridged(name, b)}" for name, (a, b) in found.items()]
 
 

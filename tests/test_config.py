@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from conftest import REPO, copy_of_repository, digest, events
-from sources import stop_at
+from sources import ranks, stop_at
 
 from plumbing import cli
 from plumbing.cli import configured, read_knobs
@@ -297,8 +297,8 @@ def test_every_knob_and_config_file_of_this_repository_is_right():
 RUN = """\
 out_dir = "out/run"
 n_layer = 1  # layers; fixed
-batch_size = 8  # ; bits
-accum_steps = 1  # ; bits
+batch_size = 8  # ; free
+accum_steps = 1  # ; free
 name = "a"
 peak_lr = 1e-3
 report = True
@@ -382,7 +382,6 @@ OTHER = {
     "resume": "never",
     "dataset": "other",
     "data_dir": "copy",
-    "offline_dataset": "",
     "block_size": 8,
     "n_head": 4,
     "n_embd": 64,
@@ -398,7 +397,6 @@ OTHER = {
     "dtype": "bfloat16",
     "compile": "true",
     "deterministic": "false",
-    "offload": ("--shard=true", "true"),
     "eval_interval": 3,
     "report": "true",
     "best_metric": "-val_accuracy",
@@ -406,8 +404,11 @@ OTHER = {
     "wandb_run_name": "mine",
     "patience": 100,
     "save_interval": 3,
-    "save_minutes": 1e-9,
 }
+
+
+# How it is computed: `free`, but the bits may be others
+HOW = "grad_checkpoint batch_size accum_steps device compile deterministic shard".split()
 
 
 def other(name):
@@ -422,12 +423,14 @@ def other(name):
 
 
 def of_policy(word, at_once=False):
-    """[(names, flags of both runs, flags of the second)] of the knobs with this word.
+    """[(names, flags of both runs, flags of the second)] of the knobs with this word: "fixed",
+    "free", "course" (none), or "how": those in HOW.
 
     at_once: first those that need no flags of their own, all in one run; then each alone, slow.
     """
     cases = []
-    names = [name for name, knob in KNOBS.items() if word in (knob.policy or {"course"})]
+    names = [name for name, knob in KNOBS.items() if word == (knob.policy or "course")]
+    names = [name for name in names if name not in HOW] if word != "how" else list(HOW)
     for name in names:
         value = other(name)
         *flags, value = value if isinstance(value, tuple) else (value,)
@@ -474,6 +477,21 @@ def test_a_free_knob_changes_no_bit(names, flags, changed, once, run_train, data
     assert essence(other) == essence(once(*FLAGS, *flags))
 
 
+@pytest.mark.parametrize("names, flags, changed", of_policy("how"))
+def test_another_way_to_compute_names_no_folder_and_the_resume_names_it(
+    names, flags, changed, run_train
+):
+    (name,) = names
+    before = ranks(2) if name == "shard" else ""
+    done = run_train("run", *FLAGS, *flags, "--max_steps=6", before=before)
+    if name == "device":  # this machine has only one
+        before = "train.resuming.device_name = lambda _: 'another'"
+    done = run_train("run", *FLAGS, *flags, *changed, before=before)
+    (event,) = events(done, "resume")
+    assert name in event["changed"] and not KNOBS[name].names_folder()
+    assert [row["compared"] for row in events(done, "resume_checked")] == [0]  # it had finished
+
+
 @pytest.mark.parametrize("names, flags, changed", of_policy("fixed"))
 def test_a_fixed_knob_is_refused_on_a_resume(names, flags, changed, once, run_train, data_dir):
     (name,) = names
@@ -487,18 +505,15 @@ def test_a_fixed_knob_is_refused_on_a_resume(names, flags, changed, once, run_tr
     assert KNOBS[name].names_folder()
 
 
-CHANGES = [*of_policy("course", at_once=True), *of_policy("kept")]
-
-
-@pytest.mark.parametrize("names, flags, changed", CHANGES)
+@pytest.mark.parametrize("names, flags, changed", of_policy("course", at_once=True))
 def test_a_change_of_the_course_is_recorded_and_names_the_folder(names, flags, changed, run_train):
-    if KNOBS[names[0]].policy & {"fixed", "bits"}:
-        pytest.skip("another word says what it does")
     run_train("run", "--save_interval=4", *flags, before=stop_at(6), code=143)
     done = run_train("run", "--save_interval=4", *flags, *changed)
-    (event,) = events(done, "changed")
+    (event,) = events(done, "resume")
+    (found,) = events(done, "resume_checked")
+    assert found["compared"] == 0  # rows of another course are no witness
     for name in names:
-        then, now = event[name]
+        then, now = event["changed"][name]
         assert then != now
         assert f"{name} {then} -> {now}" in done.stdout
         assert KNOBS[name].names_folder()
@@ -512,8 +527,7 @@ def test_a_knob_of_a_fork_names_the_folder_and_a_change_of_it_is_recorded(run_tr
     (copy / "train.py").write_text(source.replace("n_head = 4", knob), encoding="utf-8")
     flags = ("--save_interval=4",)
     run_train("run", *flags, before=stop_at(6), repo=copy, code=143)
-    done = run_train("run", *flags, "--window=16", "--report=true", repo=copy)
-    assert [event["window"] for event in events(done, "changed")] == [[8, 16]]
+    done = run_train("run", *flags, "--window=16", repo=copy)
+    assert [event["changed"]["window"] for event in events(done, "resume")] == [[8, 16]]
     run_train("none", "--window=0", repo=copy, code=2)
-    assert "window was 8, is 16" in (done.out_dir / "report.md").read_text(encoding="utf-8")
     assert read_knobs(copy / "train.py")["window"].names_folder()

@@ -62,9 +62,9 @@ def test_from_1_to_2_to_1_ranks_the_batches_are_the_same_and_the_losses_agree(ru
     two = run_train("run", *flags, before=ranks(2, stop_at(14)), code=143)
     assert "4 x 1 x 2" in two.stdout or "8 sequences" in two.stdout
     done = run_train("run", *flags, before=ranks(1))
-    inexact = events(done, "inexact_resume")
-    assert [row["world_size"] for row in inexact] == [[1, 2], [2, 1]]
-    assert "inexact resume" in two.stdout
+    resumes = events(done, "resume")
+    assert [row["changed"]["ranks"] for row in resumes] == [[1, 2], [2, 1]]
+    assert "resumed at step 6" in two.stdout and "ranks 1 -> 2" in two.stdout
     pairs = list(zip(straight.rows("train"), done.rows("train"), strict=True))
     assert len(pairs) == 20
     apart = max(abs(a["loss"] - b["loss"]) / a["loss"] for a, b in pairs)
@@ -220,8 +220,8 @@ def test_sharded_and_not_the_losses_agree_and_the_checkpoints_are_for_both(run_t
     run_train("mixed", *flags, before=ranks(count, stop_at(6)), code=143)
     run_train("mixed", *flags, SHARD, before=ranks(count, stop_at(9)), code=143)
     mixed = run_train("mixed", *flags, "--batch_size=12")
-    inexact = events(mixed, "inexact_resume")
-    assert [row.get("shard") for row in inexact] == [[True, False], [False, True], [True, False]]
+    changed = [row["changed"]["shard"] for row in events(mixed, "resume")]
+    assert changed == [[True, False], [False, True], [True, False]]
     for done in (sharded, mixed):
         assert_close(plain, done, 1e-5)
         saved, other = (torch.load(d.checkpoint(steps), weights_only=True) for d in (plain, done))

@@ -41,7 +41,9 @@ def stop_and_resume(run_train, stops, *flags, before="", timeout=100):
         signalled = before + stop_at(stop)
         done = run_train("run", *FLAGS, *flags, before=signalled, timeout=timeout, code=143)
         assert done.checkpoint(stop).exists()
-        assert [row["step"] for row in done.rows("train")] == list(range(1, stop + 1))
+        last = min(stop + 2, STEPS)  # two more, for their rows alone
+        assert [row["step"] for row in done.rows("train")] == list(range(1, last + 1))
+        assert done.facts["state"]["step"] == stop
     return run_train("run", *FLAGS, *flags, before=before, timeout=timeout)
 
 
@@ -64,14 +66,20 @@ def test_resume_is_bit_exact_however_often_and_the_record_has_each_row_once(run_
     assert done.fingerprint(STEPS) == whole().fingerprint(STEPS)
     assert_whole_metrics(done, whole())
     assert [row["step"] for row in events(done, "resume")] == STOPS
-    assert not events(done, "inexact_resume")
-    resumes = done.facts["resumes"]
-    assert [(entry["step"], entry["inexact"]) for entry in resumes] == [(n, {}) for n in STOPS]
+    assert [row["changed"] for row in events(done, "resume")] == [{} for _ in STOPS]
+    assert [(row["from"], row["compared"], row["equal"]) for row in checked(done)] == [
+        (n, min(2, STEPS - n), min(2, STEPS - n)) for n in STOPS
+    ]
+    assert [entry["step"] for entry in done.facts["resumes"]] == STOPS
+
+
+def checked(done):
+    return events(done, "resume_checked")
 
 
 WITH = [
     "--dtype=bfloat16 --num_workers=2 --ema_decay=0.9",
-    "--dtype=float16 --optimizer=muon --n_future_tokens=3",
+    "--dtype=float16 --optimizer=muon",
     f"--optimizer=momentum --peak_lr=0.1 {PLATEAU}",
     "--optimizer=sgd --peak_lr=0.1 --grad_checkpoint=true --n_layer=2",
     "--schedule=wsd --label_smoothing=0.1 --deterministic=false",
@@ -125,7 +133,8 @@ torch._inductor.config.cpp.vec_isa_ok = True  # 12 s to try what /proc/cpuinfo s
     assert read_rows(tmp_path / "run", "train")[-1]["step"] == 12
     done = run_train("run", *flags, before=before, **how)
     assert [row["step"] for row in events(done, "resume")] == [10]
-    assert not events(done, "compile_failed") and not events(done, "inexact_resume")
+    assert not events(done, "compile_failed")
+    assert [(row["compared"], row["equal"]) for row in checked(done)] == [(2, 2)]  # 11 and 12
     assert done.fingerprint(STEPS) == whole.fingerprint(STEPS)
 
 
@@ -345,6 +354,49 @@ def test_weights_that_are_frozen_in_mid_run_stay_frozen_after_a_resume(straight_
     how = {"step": 13, "name": "SIGTERM", "last": STEPS, "before": freeze}
     _, done = straight_and_resumed(*FLAGS, **how)
     assert done.fingerprint(STEPS)["model"] != whole().fingerprint(STEPS)["model"]  # control
+
+
+@pytest.mark.parametrize(
+    "before, flags, name, now",
+    [
+        ("", ["--batch_size=8", "--accum_steps=1"], "batch_size", 8),
+        (TWO_THREADS, [], "threads", 2),
+    ],
+    ids=["split into micro-batches", "threads"],
+)
+def test_what_may_change_bits_is_named_and_measured(run_train, whole, before, flags, name, now):
+    run_train("run", *FLAGS, before=stop_at(13), code=143)
+    done = run_train("run", *FLAGS, *flags, before=before)
+    (event,) = events(done, "resume")
+    assert event["changed"][name][1] == event["knobs"].get(name, now) == now
+    (found,) = checked(done)
+    if not flags:  # the products are too small to be split
+        assert found["first_difference"] is None and found["compared"] == 2
+        return
+    difference = found["first_difference"]  # sums in another order, other dropout
+    assert (difference["step"], difference["field"]) == (14, "loss")
+    assert (
+        "other numbers from step 14 on: loss" in done.stdout and "batch_size 4 -> 8" in done.stdout
+    )
+    assert done.fingerprint(STEPS)["model"] != whole().fingerprint(STEPS)["model"]
+
+
+def test_what_was_resolved_once_is_kept_unless_the_command_asks_for_another_value(run_train):
+    """The planned learning rate: of the second command, not of the first or the third."""
+    short = ("--max_steps=20", "--warmup_steps=0")
+    run_train("run", *short)
+    run_train("run", "--max_steps=40", "--decay_steps=600", "--warmup_steps=0")
+    done = run_train("run", "--max_steps=60", "--warmup_steps=0")
+    assert done.facts["run"]["decay_steps"] == 600
+    rates = [row["lr"] for row in done.rows("train")]
+    straight = run_train("straight", "--max_steps=60", "--decay_steps=600", "--warmup_steps=0")
+    assert rates[20:] == [row["lr"] for row in straight.rows("train")][20:]
+    assert rates[:20] != [row["lr"] for row in straight.rows("train")][:20]  # control
+    split = ("--batch_size=2", "--accum_steps=4", "--dtype=bfloat16", "--warmup_steps=2")
+    run_train("kept", *split, "--max_steps=4", "--decay_steps=9")
+    done = run_train("kept", "--max_steps=6", "--dtype=auto", "--decay_steps=0", "--warmup_steps=2")
+    names = ("batch_size", "accum_steps", "dtype", "decay_steps")
+    assert [done.facts["run"][name] for name in names] == [8, 1, "bfloat16", 9]
 
 
 # ---- signals.py ----------------------------------------------------------------------------------
