@@ -86,7 +86,7 @@ class Job:
         def step():
             lr = train.lr_at(run.state["step"])
             with record_function("data"):
-                inputs, targets, _ = batches.next_batch()
+                inputs, targets, _ = next(batches)
             with record_function("train_step"):
                 numbers = train.train_step(model, run, inputs, targets, lr)
             train.count_batch(run, targets)
@@ -196,8 +196,6 @@ def ladder(job):
     if train.deterministic:
         rungs["not deterministic"] = not_deterministic(last)
     seconds = {name: median(times) for name, times in interleaved(rungs, job.device).items()}
-    batches.stop()
-    ahead.stop()
     tokens = train.rows_at(0) * train.block_size
     first = before = next(iter(seconds.values()))
     result = {}
@@ -206,7 +204,7 @@ def ladder(job):
         result[name] = {
             "ms": 1000 * spent,
             "tokens_per_sec": rate,
-            "mfu": train.flops_per_token(run.model) * rate / (job.peak[0] or math.nan),
+            "mfu": train.flops_per_token(run.model) * rate / job.peak[0],
             "to_before": before / spent,
             "to_first": first / spent,
         }
@@ -245,7 +243,6 @@ def profile(job):
             with record_function("step"):
                 step()
                 machine.synchronize(job.device)
-    batches.stop()
     if trace:
         profiler.export_chrome_trace(str(job.folder / "trace.json"))
     averages = profiler.key_averages()
@@ -329,11 +326,11 @@ def overhead(job):
         run = job.fresh_run()
         model = job.rehearsed(run)
         batches = train.load_batches(job.fresh_run())
-        inputs, targets, _ = batches.next_batch()
+        inputs, targets, _ = next(batches)
         steps = {
             "bare": partial(bare_step, model, run, inputs, targets),
             "train_step": partial(train.train_step, model, run, inputs, targets, train.peak_lr),
-            "data": batches.next_batch,
+            "data": partial(next, batches),
         }
         seconds = seconds_of(steps["train_step"], 2, job.device)
         every = min(train.log_interval or 100, max(1, round(timing_seconds / seconds)))
@@ -341,8 +338,6 @@ def overhead(job):
         saver = checkpoint.Saver(run, train.keep_last, train.may_roll_back_to)
         with setting(log_interval=every), contextlib.suppress(Measured):
             train.train(run, model, table, saver, Signals(), Clock())
-        run.batches.stop()
-        batches.stop()
     times = {name: each[1:] for name, each in table.times.items()}
     rows = {name: {"ms": 1000 * median(each)} for name, each in times.items()}
     pairs = zip(times["loop"], times["bare"], strict=True)  # from the same round

@@ -12,7 +12,6 @@ docs/trouble.md explains the checks. Exit code 0: GO, or any verdict; 1: NO-GO, 
 failed; 2: bad input. --equal=true: 0 equal, 1 differ, 125 cannot tell.
 """
 
-import math
 import os
 import shlex
 import sys
@@ -27,11 +26,10 @@ if "--equal=true" in sys.argv:  # a commit that cannot even be imported: `git bi
 import bench
 import train
 from bench import print_table, say
-from plumbing import audit, machine
+from lab.logged import Logged, differences, in_words
+from plumbing import audit, checkpoint, machine
 from plumbing.cli import fail, run_script
 from plumbing.console import REPO
-from reporting.logged import Logged, first_difference
-from reporting.records import computed_rows, what_differs
 from reporting.sanity import CHECKS, NotAsked
 from reporting.verdicts import verdict_on
 
@@ -143,11 +141,11 @@ def portable(job):
     start = time.perf_counter()
     bench.execute(train.__file__, flags, out_dir=folder)
     seconds = time.perf_counter() - start
-    found = what_differs(Path(REPO, "records", name), folder)
+    found = differences(Path(REPO, "records", name), folder).first_difference
     if found:
-        say(f"portable: not the bits of records/{name}: {found}")
+        say(f"portable: not the bits of records/{name}: {in_words(found)}")
         return {"ok": False, "found": found}
-    last = [row for row in computed_rows(folder) if "sha256" in row][-1]
+    last = Logged(folder).saves[-1]
     sha256 = last["sha256"]
     cpu = machine.cpu_info()[0]
     how = f"SHA-256 {sha256[:8]}..., {last['step']} steps, {seconds:.0f} s, {cpu}"
@@ -162,14 +160,10 @@ def same_bits(job, script, words):
     if not (folders[1] / "metrics.jsonl").is_file():
         folders[1] = job.run.folder.path / "second"
         bench.execute(script, words, out_dir=folders[1])
-    runs = [Logged(folder) for folder in folders]
-    bits = ("loss", "grad_norm", "skipped", "val_loss", "val_accuracy")
-    for run in runs:  # rows of another commit may have other fields
-        for rows in run.rows.values():
-            rows[:] = [{name: row.get(name) for name in bits} for row in rows]
-    found = first_difference(*runs, -1, math.inf, kinds=("train", "eval"))
-    where = [f"step {found[0]}"] if found else []
-    where += audit.bits_that_differ(*(run.checkpoints[-1].content["model"] for run in runs))
+    found = differences(*folders, kinds=("train", "eval")).first_difference
+    where = [in_words(found)] if found else []
+    models = [checkpoint.load(checkpoint.newest_first(folder)[0])["model"] for folder in folders]
+    where += audit.bits_that_differ(*models)
     say(f"\nequal: {f'no; the first difference: {where[0]}' if where else 'yes'}")
     return {"ok": not where, "where": where[:1]}
 

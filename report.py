@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from plumbing.cli import BadInput, configured, fail, printable, run_script
-from plumbing.console import duration, shown
+from plumbing.console import shown
 from plumbing.data import FALLBACK
 from plumbing.files import replacing
 from reporting import record, results
@@ -59,11 +59,6 @@ def words(run):
     rows = [(f"**{what}**", value) for what, value in outcome(run).items()]
     lines += ["## Result\n", table(("", ""), rows), *found_in(run, "")]
     lines += ["## What was run\n", *about(run)]
-    spent, missing = results.seconds_by_kind(run)
-    rows = [(kind, duration(seconds)) for kind, seconds in spent.items()]
-    lines += ["## Where the time went\n", table(("kind", "wall-clock"), rows)]
-    if missing:
-        lines.append(f"{missing} process(es) recorded no times (killed, or still running).\n")
     lines += ["## What happened\n", table(("step", "event", ""), event_rows(run))]
     return "\n".join([*lines, "## Resumes, and what was not exact\n", *exactness(run), ""])
 
@@ -118,7 +113,7 @@ def event_rows(run):
     rows = []
     for event in run.events:
         name = event["event"]
-        if name in ("sample", "saved"):
+        if name in ("sample", "saved", "resume_checked"):
             continue
         see = f"see `{replay_of(run, event)}`" if name in ("skipped", "rollback") else ""
         told = "; ".join(filter(None, (details(event), see)))
@@ -156,8 +151,6 @@ def exactness(run):
                 what = f"- it began from {began_from}"
             changed = changes(event)
             lines.append(f"{what}; changed since: {changed}" if changed else what)
-    for event in happened(run, "audit"):
-        lines.append(f"- step {event['step']:,}: the odd result was dropped: {details(event)}")
     if run.info["run"].get("deterministic") is False:
         lines.append("- `deterministic` was off: the same command computes other numbers")
     if run.unreadable:
@@ -183,16 +176,20 @@ def resumed(check):
 # ---- several runs --------------------------------------------------------------------------------
 
 
-def compare_words(runs, names):
+def compare_words(runs):
     """compare.md: one table of the settings and the results that differ, and what is wrong."""
     columns = [column_of(run) for run in runs]
-    lines = [f"# {', '.join(names)}\n"]
+    lines = [f"# {', '.join(run.name for run in runs)}\n"]
     lines += [f"> **{warning}**\n" for warning in warnings(columns)]
-    lines.append("![Curves of these runs](compare.png)\n")
-    lines.append(table(("", *names), differing_rows(columns)))
-    for run, name in zip(runs, names, strict=True):
-        lines += found_in(run, f": {name}")
+    lines += ["![Curves of these runs](compare.png)\n", comparison(runs, columns)]
+    for run in runs:
+        lines += found_in(run, f": {run.name}")
     return "\n".join(lines)
+
+
+def comparison(runs, columns):
+    """A table of what is not equal in all columns."""
+    return table(("", *(run.name for run in runs)), differing_rows(columns))
 
 
 def column_of(run):
@@ -264,14 +261,8 @@ def same_judge(run):
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def names_of(runs):
-    """What tells runs apart."""
-    names = [run.name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
-
-
 def text_of(runs):
-    return words(runs[0]) if len(runs) == 1 else compare_words(runs, names_of(runs))
+    return words(runs[0]) if len(runs) == 1 else compare_words(runs)
 
 
 def write(path, text):
@@ -279,36 +270,33 @@ def write(path, text):
         temporary.write_text(text, encoding="utf-8", errors="replace")
 
 
-def write_page(runs, path, refresh=0):
-    """refresh: seconds until it is rewritten; 0 = never."""
-    write(path, page(runs, names_of(runs), text_of(runs), refresh))
-
-
 def follow(runs, path, pause=10):
-    """Write the page every `pause` seconds until no run is active."""
+    """Write the page every `pause` seconds until no run is active. Returns the runs as they are
+    then."""
     tell(f"open {shown(path)} in a browser; Ctrl-C stops it")
     try:
         while any(map(record.is_running, runs)):
-            write_page([read_run(run.folder) for run in runs], path, refresh=pause)
+            runs = read_runs(run.folder for run in runs)
+            write(path, page(runs, text_of(runs), refresh=pause))
             time.sleep(pause)
     except KeyboardInterrupt:
         pass
+    return read_runs(run.folder for run in runs)
 
 
 def write_reports(runs):
     """Write what is asked for. Returns the paths."""
     path = Path(report_dir or runs[0].folder) / ("report" if len(runs) == 1 else "compare")
     path.parent.mkdir(parents=True, exist_ok=True)
-    paths = [path.with_suffix(suffix) for suffix in (".png", ".md", ".html")]
+    paths = [path.with_suffix(".png"), path.with_suffix(".md")]
     if watch:
-        follow(runs, paths[2])
-        runs = [read_run(run.folder) for run in runs]
+        runs = follow(runs, path.with_suffix(".html"))
     with replacing(paths[0]) as temporary:
-        write_picture(temporary, runs, names_of(runs))
+        write_picture(temporary, runs)
     write(paths[1], text_of(runs))
-    if not (html or watch):
-        return paths[:2]
-    write_page(runs, paths[2])
+    if html or watch:
+        paths.append(path.with_suffix(".html"))
+        write(paths[2], page(runs, text_of(runs)))
     return paths
 
 
@@ -324,32 +312,36 @@ def is_run(folder):
     return (Path(folder) / "metrics.jsonl").exists()
 
 
-def read_folders(folders):
-    """(runs, rows of records, [what is wrong with a folder, ...])."""
+def read_runs(folders):
+    """The runs in `folders`, with names that tell them apart. A folder that holds none is left out
+    with a line; raises BadInput if all are."""
     runs = []
-    records = []
     wrong = []
     for folder in folders:
-        rows = [] if is_run(folder) else record_rows(folder)
-        records += rows
-        if not rows:
-            try:
-                runs.append(read_run(folder))
-            except BadInput as error:
-                wrong.append(error)
-    return runs, records, wrong
+        try:
+            runs.append(read_run(folder))
+        except BadInput as error:
+            wrong.append(error)
+    if wrong and not runs:
+        raise wrong[0]
+    for error in wrong:
+        tell(f"report.py: left out: {error}", sys.stderr)
+    if len({run.name for run in runs}) < len(runs):
+        for run in runs:
+            run.name = str(run.folder)
+    return runs
 
 
-def compare_on_console(runs):
+def tell_on_console(runs):
     columns = [column_of(run) for run in runs]
     if len(runs) > MOST_COLUMNS:
         tell(listing(runs))
     elif len(runs) > 1:
-        tell(table(("", *names_of(runs)), differing_rows(columns)))
+        tell(comparison(runs, columns))
     for warning in warnings(columns):
         tell(warning)
-    for run, name in zip(runs, names_of(runs), strict=True):
-        before = f"{name}: " if len(runs) > 1 else ""
+    for run in runs:
+        before = f"{run.name}: " if len(runs) > 1 else ""
         for trouble in troubles(run):
             tell(f"{before}{trouble.title}: {trouble.shows}")
 
@@ -358,23 +350,19 @@ def main(argv=None):
     folders = []
     with configured(globals(), argv=argv, names=folders), np.errstate(all="ignore"):
         folders = folders or ["out"]
+        records = [row for folder in folders if not is_run(folder) for row in record_rows(folder)]
         inside = sorted(path.parent for path in Path(folders[0]).glob("*/metrics.jsonl"))
-        is_listing = len(folders) == 1 and not is_run(folders[0]) and inside
-        runs, records, wrong = read_folders(inside if is_listing else folders)
-        if not runs and not records and wrong:
-            fail(wrong[0])
-        for error in wrong:
-            tell(f"report.py: left out: {error}", sys.stderr)
         if records:
             tell(table(HEADER, records))
-        elif is_listing:
-            tell(listing(runs))
+        elif len(folders) == 1 and inside and not is_run(folders[0]):
+            tell(listing(read_runs(inside)))
         else:
+            runs = read_runs(folders)
             try:
                 paths = write_reports(runs)
             except OSError as error:
                 fail(f"{error.filename}: {error.strerror}; --report_dir=FOLDER writes elsewhere")
-            compare_on_console(runs)
+            tell_on_console(runs)
             for path in paths:
                 tell(shown(path))
 

@@ -181,7 +181,7 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
         command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
         from_rank0(run.folder.open, run, files * checkpoint.size(run), command)
         peak = from_rank0(machine.peak_flops, run.device, dtype)
-        run.max_flops = (peak[0] or math.nan) * world_size()
+        run.max_flops = peak[0] * world_size()
         console.print_plan(run, peak, changes_since(run))
         clock.lap("start")
         return run_to_the_end(run, signals, clock)
@@ -379,7 +379,7 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
         begin(run, table, saver)
         clock.lap("evaluate")
         ending = train(run, model, table, saver, signals, clock)
-        run.batches.stop()  # after an error, workers end with the process
+        run.batches = None  # its workers end; after an error, they end with the process
     except safe_step.Stopped:
         ending = stopped_by(signals.stop)
     except Exception as error:
@@ -457,20 +457,18 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
     while True:
         # ---- training: only these lines, and roll_back, change the weights -----------------------
         lr = float(lr_at(state["step"]) * state["lr_factor"])
-        batch = next_batch(run, signals)  # None: a signal came first
-        if batch:
-            inputs, targets, data_ms = batch
-            take = partial(train_step, model, run, inputs, targets, lr)
-            take = partial(run.watch.step, run, take, inputs, targets, lr)
-            run.steps_here += 1
-            confirm = audit_due(state["step"] + 1, run.steps_here)
-            numbers = confirm(run, take, clock) if confirm else take()
-            row = count_batch(run, targets)  # and step += 1
-            steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
-            table.live(state["step"])  # on a terminal
+        inputs, targets, data_ms = next(run.batches)
+        take = partial(train_step, model, run, inputs, targets, lr)
+        take = partial(run.watch.step, run, take, inputs, targets, lr)
+        run.steps_here += 1
+        confirm = audit_due(state["step"] + 1, run.steps_here)
+        numbers = confirm(run, take, clock) if confirm else take()
+        row = count_batch(run, targets)  # and step += 1
+        steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
+        table.live(state["step"])  # on a terminal
 
         # ---- what is due? every rank gets the same answer ----------------------------------------
-        due = what_is_due(state["step"] if batch else None, signals)
+        due = what_is_due(state["step"], signals)
         run.watch.due(run, due)
         if not any(vars(due).values()):
             continue
@@ -506,7 +504,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
             signals.save = signals.save and not due.save_now
         clock.lap("save")
         if due.ending:
-            if batch and due.ending[1] > 128:  # by a signal
+            if due.ending[1] > 128:  # by a signal
                 log_two_more_steps(run, model, signals, clock, recent[-1]["step_ms"])
             return due.ending
 
@@ -514,18 +512,15 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
 def log_two_more_steps(run: Run, model, signals: Signals, clock: Clock, step_ms: float) -> None:
     """After a signal and its save, take the next two steps for their rows alone: the process that
     resumes computes them again, and so measures whether the resume is exact. Two, because moments,
-    optimizer and rate of the first show only in the second. Fewer if max_steps, the launcher's
-    death or a wait for data comes first; none if they would take more than three seconds."""
+    optimizer and rate of the first show only in the second. Fewer if max_steps or the
+    launcher's death comes first; none if they would take more than three seconds."""
     saved = copy.deepcopy(run.state)
     for _ in range(2):
         is_late = run.state["step"] == max_steps or 2 * step_ms > 3000
         if any(ranks.agree(is_late, signals.orphaned())):
             break
         lr = float(lr_at(run.state["step"]) * run.state["lr_factor"])
-        batch = next_batch(run, signals)
-        if batch is None:
-            break
-        inputs, targets, data_ms = batch
+        inputs, targets, data_ms = next(run.batches)
         numbers = train_step(model, run, inputs, targets, lr)
         row = count_batch(run, targets) | {"lr": lr, "data_ms": data_ms}
         rows = finish_rows(run, [(row, numbers)], clock)
@@ -575,17 +570,9 @@ def rows_at(step: int) -> int:
 
 def load_batches(run: Run) -> data.Batches:
     """The batches to come, read ahead by num_workers processes."""
-    what = (run.train_data, batches_to_come(run.state), run.device)
-    return data.Batches(*what, num_workers, prefetch_factor, ranks.HANG_MINUTES)
-
-
-def next_batch(run: Run, signals: Signals) -> tuple | None:
-    """(inputs, targets, milliseconds waited), on the device; None if a signal came first, on any
-    rank."""
-    batch = run.batches.next_batch(should_stop=lambda: signals.stop)
-    if num_workers and any(ranks.agree(batch is None)):
-        return None
-    return batch
+    places = batches_to_come(run.state)
+    timeout = 60 * ranks.HANG_MINUTES
+    return data.Batches(run.train_data, places, run.device, num_workers, prefetch_factor, timeout)
 
 
 def batches_to_come(state: dict) -> Iterator[tuple[int, int]]:
@@ -841,9 +828,8 @@ def audit_due(step: int, steps_here: int) -> Callable | None:
     return audit.find_hidden_state if is_second else None
 
 
-def what_is_due(step: int | None, signals: Signals) -> SimpleNamespace:
-    """What is due after a step, by its number or a signal: for all ranks if for one. step: None if a
-    signal came in its place."""
+def what_is_due(step: int, signals: Signals) -> SimpleNamespace:
+    """What is due after a step, by its number or a signal: for all ranks if for one."""
     stop, save_now, orphaned = ranks.agree(signals.stop, signals.save, signals.orphaned())
     last = step == max_steps
     ending = ("left alone by its launcher", 1) if orphaned else None  # (how, exit code)
@@ -862,8 +848,8 @@ def what_is_due(step: int | None, signals: Signals) -> SimpleNamespace:
     )
 
 
-def every(interval: int, step: int | None) -> bool:
-    return step is not None and interval > 0 and step % interval == 0
+def every(interval: int, step: int) -> bool:
+    return interval > 0 and step % interval == 0
 
 
 def stopped_by(number: int) -> tuple[str, int]:
@@ -942,7 +928,6 @@ def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
     if state["best_step"] > state["step"]:  # best.pt stays, and here is the record of it
         why |= {key: state[key] for key in ("best_step", "best_val_loss")}
     run.folder.event(state["step"], "rollback", **why)
-    run.batches.stop()
     run.batches = load_batches(run)
 
 

@@ -2,13 +2,13 @@
 
 import math
 import os
-import re
 import shlex
 import shutil
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ def say(*words: object, colour: str = "") -> None:
         return
     text = printable(" ".join(map(str, words)))
     with suppress(OSError, ValueError):  # a full disk, a closed pipe or terminal
-        if takes_colour():
+        if on_terminal():
             text = f"{CLEAR}{colour}{text}{RESET if colour else ''}"
         print(text, flush=True)
 
@@ -37,11 +37,10 @@ def is_first_rank() -> bool:
     return "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0"  # torchrun sets both
 
 
-def takes_colour() -> bool:
-    """Whether stdout is a terminal that obeys the escape sequences above (https://no-color.org)."""
-    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
-    is_closed = sys.stdout is None
-    return not is_plain and not is_closed and sys.stdout.isatty()
+def on_terminal() -> bool:
+    """Whether stdout is a terminal that obeys the escape sequences above."""
+    obeys = os.environ.get("TERM", "dumb") != "dumb"
+    return obeys and sys.stdout is not None and sys.stdout.isatty()
 
 
 def shown(path: str | Path) -> str:
@@ -52,26 +51,9 @@ def shown(path: str | Path) -> str:
         return str(path)
 
 
-def fit(value: float, width: int, digits: int) -> str:
-    """`value` in `width` characters: up to `digits` decimals, as many as fit; else as 1e-05."""
-    if 0 < abs(value) < 0.5 * 10**-digits:
-        return f"{value:{width}.0e}"
-    for places in range(digits, -1, -1):
-        text = f"{value:{width}.{places}f}"
-        if len(text) <= width:
-            return text
-    return f"{value:{width}.0e}"
-
-
 def duration(seconds: float) -> str:
-    """Time as 0:46, 12:04:05, 12d 4h."""
-    hours, rest = divmod(int(seconds), 3600)
-    if hours >= 100:
-        return f"{hours // 24}d {hours % 24}h"
-    minutes, seconds = divmod(rest, 60)
-    if hours:
-        return f"{hours}:{minutes:02}:{seconds:02}"
-    return f"{minutes}:{seconds:02}"
+    """Time as 0:00:46 or 12 days, 4:00:00."""
+    return str(timedelta(seconds=int(seconds)))
 
 
 def best_words(best_metric: str, state: dict[str, Any]) -> str:
@@ -93,17 +75,11 @@ class Field:
     name: str
     kind: str  # of its rows: train, eval, both; mark: of all, and no number; none: in no row
     writer: str = "loop"  # or step (train_step), model, eval (evaluate), clock (what is measured)
-    heading: str = ""  # of its column, or the words of an evaluation; "" = not printed
-    # A format of Python's, but 6.4 has up to 4 decimals, as many as 6 characters take: 6.1%, 6.3k
-    form: str = ""
+    heading: str = ""  # of its column, or before it in the line of an evaluation; "" = not printed
+    form: str = ""  # how it is printed, a format of Python's
     unit: str = ""  # of what is shown
     plot: str = ""  # the panel of the report in which it is drawn; "" = none
     optional: bool = False  # has a column only if the row has a number
-
-    @property
-    def width(self) -> int:
-        """Of its column, in characters."""
-        return int(re.search(r"\d+", self.form)[0])
 
     @property
     def plot_factor(self) -> float:
@@ -112,15 +88,7 @@ class Field:
 
     def write(self, value: float | None) -> str:
         """The number of a row as it is printed."""
-        if value is None:
-            return "n/a"
-        adaptive = re.fullmatch(r"(\d+)\.(\d)([%k]?)", self.form)
-        if not adaptive:
-            return f"{value:{self.form}}"
-        width, digits, suffix = adaptive.groups()
-        thousands = 1000 if suffix == "k" else 1
-        text = fit(value * self.plot_factor / thousands, int(width) - len(suffix), int(digits))
-        return text + suffix
+        return "n/a" if value is None else format(value, self.form)
 
 
 # fmt: off
@@ -129,26 +97,26 @@ ALL_FIELDS = (  # in the order of columns and panels
     Field("kind",           "mark"),  # train, eval or event
     Field("finite",         "mark",  "clock"),  # false: a null of the row was not finite
     Field("step",           "both"),  # finished updates, skipped ones too
-    Field("loss",           "train", "model", "loss",      "6.4",   "nats",     "loss"),
-    Field("grad_norm",      "train", "step",  "norm",      "6.3",   "",         "gradient norm"),
+    Field("loss",           "train", "model", "loss",      "7.4f",  "nats",     "loss"),
+    Field("grad_norm",      "train", "step",  "norm",      "#8.3g", "",         "gradient norm"),
     Field("lr",             "train", "loop",  "lr",        "8.2e",  "",         "learning rate"),
-    Field("step_ms",        "train", "clock", "ms",        "6.1",   "ms"),
-    Field("data_ms",        "train", "clock", "wait",      "5.1",   "ms"),
-    Field("tokens_per_sec", "train", "clock", "tok/s",     "6.3k",  "tokens/s", "throughput"),
+    Field("step_ms",        "train", "clock", "ms",        "7.1f",  "ms"),
+    Field("data_ms",        "train", "clock", "wait",      "6.1f",  "ms"),
+    Field("tokens_per_sec", "train", "clock", "tok/s",     "9,.0f", "tokens/s", "throughput"),
     Field("mfu",            "train", "clock", "mfu",       "6.1%",  "%",        "MFU"),
-    Field("mem_gb",         "train", "clock", "GB",        "5.2",   "GB",       "peak memory"),
-    Field("gpu_util",       "train", "clock", "gpu%",      "4.0",   "%",        "GPU busy", True),
-    Field("loss_scale",     "train", "step",  "scale",     "6.0",   "",         "loss scale", True),
+    Field("mem_gb",         "train", "clock", "GB",        "6.2f",  "GB",       "peak memory"),
+    Field("gpu_util",       "train", "clock", "gpu%",      "4.0f",  "%",        "GPU busy", True),
+    Field("loss_scale",     "train", "step",  "scale",     "8.3g",  "",         "loss scale", True),
     Field("skipped",        "train", "step"),  # 1 if the update changed nothing
     Field("tokens",         "train"),  # targets trained on so far
     Field("sequences",      "train"),  # index of the next one
     Field("epoch",          "train"),
     Field("targets",        "none",  "step"),  # of one step
     Field("batch_tokens",   "none"),
-    Field("val_loss",       "eval",  "eval",  "val loss {}", ".4f", "nats",     "loss"),
-    Field("val_bpb",        "eval",  "loop",  "bits/byte {}", ".4f", "bits"),
-    Field("val_accuracy",   "eval",  "eval",  "accuracy {}", ".1%", "%"),
-    Field("val_tokens",     "eval",  "eval",  "(first {} tokens)", ","),
+    Field("val_loss",       "eval",  "eval",  "val loss",  ".4f",   "nats",     "loss"),
+    Field("val_bpb",        "eval",  "loop",  "bits/byte", ".4f",   "bits"),
+    Field("val_accuracy",   "eval",  "eval",  "accuracy",  ".1%",   "%"),
+    Field("val_tokens",     "eval",  "eval",  "tokens",    ","),
     Field("best_val_loss",  "eval"),
 )
 # fmt: on
@@ -157,11 +125,12 @@ FIELDS = {field.name: field for field in ALL_FIELDS}
 MEASURED = [field.name for field in ALL_FIELDS if field.writer == "clock"]
 
 
-def own_field(name: str, kind: str) -> Field:
-    """Of a number that is not in FIELDS: a model, train_step or evaluate of a fork returned it."""
-    if kind == "eval":
-        return Field(name, kind, "model", name + " {}", ".4f")
-    return Field(name, kind, "model", name, f"{max(7, len(name))}.4")
+def shown_fields(row: dict[str, Any], kind: str) -> list[Field]:
+    """What a line says of a row, in order: the fields of the table, then numbers that a model,
+    train_step or evaluate of a fork returned."""
+    known = [f for f in ALL_FIELDS if f.heading and f.kind == kind and f.name in row]
+    own = [Field(name, kind, heading=name, form="8.4g") for name in row if name not in FIELDS]
+    return [f for f in known + own if not f.optional or row.get(f.name) is not None]
 
 
 # ---- lines of a run ------------------------------------------------------------------------------
@@ -172,7 +141,7 @@ class Table:
 
     def __init__(self, max_steps: int):
         self.max_steps = max_steps
-        self.names = []  # of the columns
+        self.heads = []  # of the columns, as wide as their numbers
         self.row = {}  # the one printed last
         self.live_again = 0.0  # when the live line may be written again, time.monotonic()
 
@@ -180,13 +149,17 @@ class Table:
         """Print a row of metrics.jsonl. A field that is not in FIELDS gets a column of its own."""
         self.row = row
         fields = shown_fields(row, "train")
-        names = [field.name for field in fields]
-        if self.names != names:
-            self.names = names
-            heads = [f"{field.heading:>{field.width}}" for field in fields]
-            say(f"{'step/total':<{len(progress(0, self.max_steps))}}", *heads, "    left")
-        cells = [f"{field.write(row[field.name]):>{field.width}}" for field in fields]
-        say(progress(row["step"], self.max_steps), *cells, f"{self.time_left(row['step']):>8}")
+        heads = [field.heading.rjust(len(field.write(0))) for field in fields]
+        if self.heads != heads:
+            self.heads = heads
+            say("step/total".ljust(len(self.progress(0))), *heads, "    left")
+        cells = [field.write(row[field.name]) for field in fields]
+        aligned = [cell.rjust(len(head)) for cell, head in zip(cells, heads, strict=True)]
+        say(self.progress(row["step"]), *aligned, self.time_left(row["step"]).rjust(8))
+
+    def progress(self, step: int) -> str:
+        width = max(7, len(str(self.max_steps)))
+        return f"{step:>{width}}/{self.max_steps:<{width}}"
 
     def time_left(self, step: int) -> str:
         """At the speed of the row printed last."""
@@ -201,36 +174,23 @@ class Table:
             return
         self.live_again = now + LIVE_SECONDS
         with suppress(OSError, ValueError):
-            if not (is_first_rank() and takes_colour()):
+            if not (is_first_rank() and on_terminal()):
                 return
-            words = progress(step, self.max_steps)
+            words = self.progress(step)
             if self.row:
-                loss, rate = (FIELDS[n].write(self.row[n]) for n in ("loss", "tokens_per_sec"))
-                words += f"  loss {loss.strip()}  {rate.strip()} tok/s  {self.time_left(step)} left"
+                words += f"  loss {self.row['loss']:.4f}  {self.time_left(step)} left"
             columns = shutil.get_terminal_size().columns
             # The cursor returns to the start of the line, for whatever prints next
             print(f"{CLEAR}{words[: columns - 1]}\r", end="", flush=True)
 
     def print_evaluation(self, row: dict[str, Any], is_best: bool) -> None:
         """Print a row of an evaluation, with every further number that evaluate() returned."""
-        fields = [field for field in shown_fields(row, "eval") if field.name in row]
-        words = [field.heading.format(field.write(row[field.name])) for field in fields]
+        fields = shown_fields(row, "eval")
+        words = [f"{field.heading} {field.write(row[field.name]).strip()}" for field in fields]
         if is_best:
             words.append("best")
-        text = "  ".join(words)
-        say(progress(row["step"], self.max_steps), text, colour=GREEN if is_best else "")
-
-
-def shown_fields(row: dict[str, Any], kind: str) -> list[Field]:
-    """What a line says of a row, in order: the fields of the table, then those of a fork."""
-    own = [own_field(name, kind) for name in row if name not in FIELDS]
-    known = [field for field in FIELDS.values() if field.kind == kind and field.heading]
-    return [f for f in known + own if not f.optional or row.get(f.name) is not None]
-
-
-def progress(step: int, max_steps: int) -> str:
-    width = max(7, len(str(max_steps)))
-    return f"{step:>{width}}/{max_steps:<{width}}"
+        colour = GREEN if is_best else ""
+        say(self.progress(row["step"]), "  ".join(words), colour=colour)
 
 
 def print_event(step: int, event: str, fields: dict[str, Any]) -> None:
@@ -285,43 +245,33 @@ def diagnosis(why: str, recent: list[dict[str, Any]], rollbacks: int) -> str:
 
 
 def print_plan(run: Any, peak: tuple, changed: dict) -> None:
-    """Print the plan of the run. peak: (FLOP/s or None, source). changed: {name: [then, now]} since
-    the checkpoint it resumes."""
+    """Print the plan of the run. peak: (FLOP/s, source). changed: {knob: [then, now]} since the
+    checkpoint it resumes."""
     c = run.facts["config"] | run.facts["run"]
-    data = run.facts["data"]
-    train = len(run.train_data)
-    val = len(run.val_data)
-    unit = ""
-    batch = "{batch_size} x {accum_steps} x {world_size} = {global_batch}".format(**c)
-    if "train_tokens" in data["meta"]:
-        train = data["meta"]["train_tokens"]
-        val = data["meta"]["val_tokens"]
-        unit = " tokens"
-        tokens = c["global_batch"] * c["block_size"]
-        batch += f" sequences of {c['block_size']} = {tokens:,} tokens"
+    about = run.facts["data"]
     model = type(run.model).__name__
     if hasattr(run.model, "describe"):
         model = run.model.describe()
     size = sum(weight.numel() for weight in run.model.parameters())
-    per_epoch = len(run.train_data) // c["global_batch"]
+    batch = "{batch_size} x {accum_steps} x {world_size} = {global_batch} sequences".format(**c)
+    if "train_tokens" in about["meta"]:
+        tokens = c["global_batch"] * c["block_size"]
+        batch += f" of {c['block_size']} = {tokens:,} tokens"
+    epoch = len(run.train_data)
     course = "{optimizer}, {schedule} {peak_lr:g} to {min_lr:g}".format(**c)
-    start = f"new, in {shown(c['out_dir'])}"
-    if run.path:
-        start = f"resumes from {shown(run.path)}"
-    strict = f"deterministic {show(c['deterministic'])}"
-    if c["deterministic"] == "portable":
-        strict += ": the same bits on every x86-64 CPU with AVX2; slower, on one thread"
-    rate = f"{peak[0] / 1e12:.3g} TFLOP/s" if peak[0] else "n/a"
+    start = f"resumes from {shown(run.path)}" if run.path else f"new, in {shown(c['out_dir'])}"
     print_line("run", start)
     print_line("changed", change_words(changed))
     print_line("model", f"{model}; {size:,} parameters")
-    print_line("data", f"{data['name']}: {train:,}{unit} to train on, {val:,} to validate")
+    print_line("data", f"{about['name']}: {epoch:,} sequences, {len(run.val_data):,} to validate")
     print_line("batch", f"{batch} a step")
-    print_line("steps", f"{c['max_steps']:,}, {per_epoch:,} to an epoch; {course}")
-    print_line("device", f"{c['device']}, {c['threads']} threads")
-    print_line("dtype", f"{c['dtype']} ({run.reasons['dtype']})")
-    print_line("compile", f"{show(c['compile'])} ({run.reasons['compile']}); {strict}")
-    print_line("peak", f"{rate} ({peak[1]})")
+    print_line("steps", f"{c['max_steps']:,}, {epoch // c['global_batch']:,} to an epoch; {course}")
+    print_line(
+        "device", f"{c['device']}, {c['threads']} threads; {c['dtype']} ({run.reasons['dtype']})"
+    )
+    print_line("compile", f"{show(c['compile'])} ({run.reasons['compile']})")
+    print_line("exact", f"deterministic {show(c['deterministic'])}")
+    print_line("peak", f"{peak[0] / 1e12:.3g} TFLOP/s ({peak[1]})")
 
 
 def print_line(name: str, words: str) -> None:

@@ -1,5 +1,4 @@
-"""
-The data of a run: a dataset on disk, its windows, batches that are read ahead, its tokenizer.
+"""The data of a run: a dataset on disk, its windows, batches that are read ahead, its tokenizer.
 
 A dataset is a folder, DATA_DIR/NAME, with train.bin and val.bin (flat token ids) and meta.json.
 That is written last, so a folder that has it is complete. `meta` is the dict in it: vocab_size
@@ -9,7 +8,7 @@ TOKENIZERS) and what that has learned, val_bytes (of the validation text in UTF-
 words)."""
 
 import atexit
-import copyreg
+import ctypes
 import hashlib
 import importlib
 import json
@@ -18,19 +17,20 @@ import multiprocessing
 import os
 import re
 import signal
-import tempfile
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
-from plumbing.cli import BadInput, RunFailed
+from plumbing.cli import BadInput
 from plumbing.console import say
 from plumbing.files import digest_of
 from plumbing.signals import HANDLED
 
 SPLITS = ("train", "val")
+PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent dies
 FALLBACK = {"shakespeare": "pydoc"}  # where the first cannot be downloaded: CPython's own manual
 in_a_tool = False  # True in bench.py, check.py and replay.py
 unreachable = set()  # the names whose FALLBACK a tool has taken
@@ -52,49 +52,28 @@ def folder_of(name: str, data_dir: str) -> str:
 
 def verified_meta(folder: str) -> dict:
     """The dict in meta.json. Raises DataError unless it describes a dataset, and both files have
-    the size, hash and range of ids that it says, and val.bin its bytes of text if the tokenizer
-    counts them."""
+    the size and the SHA-256 that it says."""
     path = os.path.join(folder, "meta.json")
     made = f"python prepare_data.py {os.path.basename(folder)}"
     again = f"delete {path} and type the command that made it: {made} ..."
-    if not os.path.isfile(path):  # a pipe would be read for ever
-        raise DataError(f"{path} is no regular file; {again}")
-    content = read_file(path)
     try:
-        meta = json.loads(content)
-        dtype = np.dtype(meta["dtype"])
-        tokenizer = tokenizer_of(meta) if "tokenizer" in meta else None
-        vocab_size = meta["vocab_size"]
-        sizes = [vocab_size, meta["train_tokens"], meta["val_tokens"], meta.get("val_bytes", 1)]
-        valid = (
-            all(type(n) is int and n > 0 for n in sizes)
-            and dtype in (np.uint16, np.uint32)
-            and meta["sha256"].keys() == {"train.bin", "val.bin"}
-            and isinstance(meta.get("source", ""), str)
-            and getattr(tokenizer, "vocab_size", vocab_size) == vocab_size
-        )
-    except Exception:  # whatever the file may hold in place of such a dict
-        valid = False
-    if not valid:
-        raise DataError(f"{path} does not describe a dataset; {again}")
+        meta = json.loads(read_file(path))
+        itemsize = np.dtype(meta["dtype"]).itemsize
+        sizes = {split: itemsize * meta[f"{split}_tokens"] for split in SPLITS}
+        hashes = {split: meta["sha256"][f"{split}.bin"] for split in SPLITS}
+        meta["vocab_size"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} does not describe a dataset ({error!r}); {again}") from error
     for split in SPLITS:
         path = os.path.join(folder, f"{split}.bin")
-        file = path if os.path.isfile(path) else os.devnull
-        size, digest = os.path.getsize(file), digest_of(file)
-        expected = (meta[f"{split}_tokens"] * dtype.itemsize, meta["sha256"][f"{split}.bin"])
-        if (size, digest) != expected:
-            found = f"it has {size:,} bytes, SHA-256 {digest}, but meta.json says {expected}"
-            raise DataError(f"{path} was changed or damaged: {found}; {again}")
-        ids = np.memmap(path, dtype, "r")
-        if ids.max() >= vocab_size:
-            found = f"token id {ids.max()}, but vocab_size is {vocab_size}"
-            raise DataError(f"{path} holds {found}; {again}")
-    if "val_bytes" in meta and hasattr(tokenizer, "count_bytes"):
-        parts = np.array_split(ids, 1 + len(ids) // 10**7)  # of val.bin: to hold little memory
-        counts = [tokenizer.count_bytes(part) for part in parts]
-        if None not in counts and sum(counts) != meta["val_bytes"]:
-            found = f"{sum(counts):,} bytes of text, but meta.json says {meta['val_bytes']:,}"
-            raise DataError(f"{path} holds {found}; {again}")
+        if not os.path.isfile(path):
+            raise DataError(f"{path} is missing; {again}")
+        found = (os.path.getsize(path), digest_of(path))
+        if found != (sizes[split], hashes[split]):
+            raise DataError(
+                f"{path} was changed or damaged: it has {found[0]:,} bytes, SHA-256 {found[1]}; "
+                f"expected {sizes[split]:,}, {hashes[split]}; {again}"
+            )
     return meta
 
 
@@ -153,24 +132,9 @@ def found_or_made(make: Callable, name: str, data_dir: str) -> tuple[str, dict]:
     return make(name, data_dir)
 
 
-def reduce_memmap(tokens: np.memmap) -> tuple:
-    """For pickle: a whole file goes to a worker that is spawned by its name, not by its tokens."""
-    is_part = isinstance(tokens.base, np.ndarray)  # such as tokens[:100]
-    if is_part or tokens.offset or tokens.mode != "r":
-        return np.array(tokens).__reduce__()
-    return np.memmap, (tokens.filename, tokens.dtype, "r")
-
-
-copyreg.pickle(np.memmap, reduce_memmap)
-
-
-def read_rows(tokens: np.memmap, starts: np.ndarray, length: int) -> np.ndarray:
+def read_rows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
     """The `length` tokens from each of `starts` on, (len(starts), length): token ids as int64,
-    other numbers in their own dtype. Raises RunFailed if the file has changed its size: to read
-    past its end would kill the process."""
-    whole = tokens.base if isinstance(tokens.base, np.memmap) else tokens  # of which it is a slice
-    if isinstance(whole, np.memmap) and whole.base.size() != whole.nbytes:
-        raise RunFailed(f"{whole.filename} has changed its size since the start; make it again")
+    other numbers in their own dtype."""
     rows = np.asarray(tokens)[starts[:, None] + np.arange(length)]
     return rows.astype(np.int64) if np.issubdtype(rows.dtype, np.integer) else rows
 
@@ -201,82 +165,63 @@ class OrderedWindows:
 
 
 class Batches(Iterator):
-    """An iterator over dataset[place] for each of `places`, which `num_workers` processes read
-    ahead; 0 = this one reads. A worker that dies raises torch's RuntimeError in the main thread."""
+    """An iterator over (inputs, targets, milliseconds waited), on the device: dataset[place] for
+    each of `places`, which `num_workers` processes read ahead; 0 = this one reads. timeout: seconds
+    that it waits for a worker, before torch's RuntimeError; a worker that dies raises it, too."""
 
-    def __init__(self, dataset, places, device, num_workers=0, prefetch_factor=2, hang_minutes=30):
+    def __init__(
+        self,
+        dataset: Any,
+        places: Iterable,
+        device: Any,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        timeout: float = 0,
+    ):
         import torch  # here, so that prepare_data.py, which needs none, starts at once
 
         self.device = device
-        self.hang_minutes = hang_minutes
-        self.is_silent = False
         options = {}
         if num_workers:
-            options["prefetch_factor"] = prefetch_factor
-            options["worker_init_fn"] = ignore_signals
-            options["timeout"] = 1  # seconds, after which next_batch() looks around and waits again
-        loader = torch.utils.data.DataLoader(
-            dataset,
-            sampler=places,
-            batch_size=None,
-            collate_fn=as_arrays,
-            num_workers=num_workers,
-            generator=torch.Generator(),  # or it would draw a seed from the global generator
-            **options,
-        )
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)  # until the workers ignore them
-        try:
-            self.iterator = iter(loader)
-        except OSError as error:
-            found = f"cannot start {num_workers} DataLoader workers ({error})"
-            raise RunFailed(f"{found}; is /dev/shm full? --num_workers=0 needs none") from error
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if num_workers:
+            options = {"prefetch_factor": prefetch_factor, "timeout": timeout}
             atexit.register(kill_workers)
+        self.iterator = iter(
+            torch.utils.data.DataLoader(
+                dataset,
+                sampler=places,
+                batch_size=None,
+                num_workers=num_workers,
+                worker_init_fn=live_as_long_as_the_run,
+                generator=torch.Generator(),  # or it would draw a seed from the global generator
+                **options,
+            )
+        )
 
-    def next_batch(self, should_stop: Callable[[], bool] = lambda: False) -> tuple | None:
-        """(inputs, targets, milliseconds waited), on the device; None if should_stop() says so
-        while the workers keep it waiting. Raises StopIteration at the end, and RunFailed if no
-        worker gave a batch for hang_minutes."""
+    def next_batch(self) -> tuple:
         began = time.perf_counter()
-        while True:
-            try:
-                batch = next(self.iterator)
-                break
-            except RuntimeError as error:
-                if not str(error).startswith("DataLoader timed out"):
-                    raise
-            self.is_silent = True
-            if time.perf_counter() - began > 60 * self.hang_minutes:
-                found = f"no DataLoader worker gave a batch for {self.hang_minutes:g} minutes"
-                raise RunFailed(f"{found}; the same command resumes")
-            if should_stop():
-                return None
-        self.is_silent = False
-        return *to_device(batch, self.device), 1000 * (time.perf_counter() - began)
+        batch = to_device(next(self.iterator), self.device)
+        return *batch, 1000 * (time.perf_counter() - began)
 
     __next__ = next_batch
 
-    def stop(self) -> None:
-        """End the workers: torch does so when its iterator is gone. It would wait for one that is
-        silent; that one ends with this process."""
-        if not self.is_silent:
-            self.iterator = iter(())
+
+def live_as_long_as_the_run(worker: int) -> None:
+    """In a worker: ignore what a scheduler sends to all processes, since the run decides when its
+    workers end; but end with the run, however that ends (prctl, on Linux only)."""
+    for number in HANDLED:
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != multiprocessing.parent_process().pid:  # it ended before the call
+            os._exit(1)
 
 
 def kill_workers() -> None:
-    """At the exit: Python would end daemons by SIGTERM, which workers ignore, and wait for them."""
+    """At the exit: Python would end workers by SIGTERM, which they ignore, and wait for them."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise an error
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
-
-
-def as_arrays(batch: Iterable) -> tuple:
-    """Arrays go through a pipe; tensors through /dev/shm, where torch waits for ever if it is
-    full."""
-    return tuple(np.asarray(each) for each in batch)
 
 
 def to_device(batch: Iterable, device: Any) -> tuple:
@@ -289,12 +234,6 @@ def to_device(batch: Iterable, device: Any) -> tuple:
     if device.type == "cuda":
         tensors = (tensor.pin_memory() for tensor in tensors)
     return tuple(t.to(device, non_blocking=copies_in_background(device)) for t in tensors)
-
-
-def ignore_signals(worker: int) -> None:
-    """In a worker: a scheduler signals all processes, but the training decides when workers end."""
-    for number in HANDLED:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def tokenizer_of(meta: dict) -> Any:
@@ -311,9 +250,6 @@ class Char:
         self.chars = meta["chars"]
         self.vocab_size = len(self.chars)
         self.ids = {char: i for i, char in enumerate(self.chars)}
-        if not self.chars or self.chars != "".join(sorted(self.ids)):
-            raise ValueError("chars: expected distinct characters, sorted")
-        self.sizes = np.array([len(char.encode()) for char in self.chars])
 
     @staticmethod
     def learn(text: str) -> dict:
@@ -327,9 +263,6 @@ class Char:
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.chars[i] for i in ids)
-
-    def count_bytes(self, ids: np.ndarray) -> int:
-        return int(self.sizes[ids].sum())
 
 
 class Byte:
@@ -347,15 +280,6 @@ class Byte:
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(np.asarray(ids, np.int64).tolist()).decode(errors="replace")
 
-    def count_bytes(self, ids: np.ndarray) -> int:
-        return int(np.count_nonzero(ids))  # all but end_of_text
-
-
-GPT2_FILES = (  # the names that tiktoken gives to what it has downloaded
-    "6d1cbeee0f20b3d9449abfede4726ed8212e3aee",
-    "6c7ea1a7e38e3a7f062df639a5b80947f075ffe6",
-)
-
 
 class GPT2:
     """GPT-2's vocabulary, from tiktoken. Nothing is loaded before the first use."""
@@ -364,7 +288,7 @@ class GPT2:
     end_of_text = 50256
 
     def __init__(self, meta: dict):
-        self.sizes = []  # bytes of each token
+        pass
 
     def encode(self, text: str) -> np.ndarray:
         return self.encoding().encode_to_numpy(text, disallowed_special=())
@@ -374,16 +298,6 @@ class GPT2:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.encoding().decode(np.asarray(ids, np.int64).tolist())
-
-    def count_bytes(self, ids: np.ndarray) -> int | None:
-        """None where the vocabulary is not on this machine: a check downloads nothing."""
-        cache = os.environ.get("TIKTOKEN_CACHE_DIR") or f"{tempfile.gettempdir()}/data-gym-cache"
-        if not all(os.path.isfile(f"{cache}/{name}") for name in GPT2_FILES):
-            return None
-        if not len(self.sizes):
-            tokens = self.encoding().decode_tokens_bytes(range(self.end_of_text))
-            self.sizes = np.array([*map(len, tokens), 0])  # end_of_text is no text
-        return int(self.sizes[ids].sum())
 
     def encoding(self) -> Any:
         try:
@@ -396,8 +310,7 @@ class GPT2:
 # A tokenizer of your own is a class and a name here, which --tokenizer takes. It is built from
 # `meta`; it needs encode, decode and vocab_size. If it learns its vocabulary, it also has
 # learn(text), whose dict goes into `meta`; end_of_text is the id that follows each document of a
-# corpus, if any; encode_batch(texts) is a faster encode; count_bytes(ids) counts the bytes of text,
-# so that a wrong val_bytes is found, or returns None if it cannot.
+# corpus, if any; encode_batch(texts) is a faster encode.
 TOKENIZERS = {"char": Char, "byte": Byte, "gpt2": GPT2}
 
 

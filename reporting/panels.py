@@ -118,13 +118,13 @@ class Panel:
 # ---- the list of panels --------------------------------------------------------------------------
 
 
-def panels_of(runs, names):
+def panels_of(runs):
     """The Panels of one run, or those of several with the curves of all; the loss is first."""
     if len(runs) == 1:
         return panels_of_one(runs[0])
     panels = {}
-    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
-        key = f"{name}: {results.best_in_words(run)}"
+    for i, run in enumerate(runs):
+        key = f"{run.name}: {results.best_in_words(run)}"
         colour = list(COLOURS)[i % len(COLOURS)]
         loss, *others = panels_of_one(run)
         for panel in [*along_three_axes(loss, run), *others]:
@@ -133,7 +133,7 @@ def panels_of(runs, names):
                 if curve.look in ("bold", "dots"):
                     is_thin = panel.field == "loss" and curve.look == "bold"
                     look = "thin" if is_thin else curve.look
-                    label = f"{name}: {curve.label}"
+                    label = f"{run.name}: {curve.label}"
                     own = replace(curve, key=key, label=label, colour=colour, look=look)
                     shared.curves.append(own)
     return list(panels.values())
@@ -248,21 +248,21 @@ def events_of(runs):
 # ---- two drawers ---------------------------------------------------------------------------------
 
 
-def write_picture(path, runs, names):
+def write_picture(path, runs):
     """Draw report.png or compare.png; its text holds the command."""
     import matplotlib
 
     with matplotlib.rc_context(fname=STYLE):
         command = shlex.join(["python", *sys.argv])
-        picture(runs, names).savefig(path, format="png", metadata={"Command": command})
+        picture(runs).savefig(path, format="png", metadata={"Command": command})
 
 
-def picture(runs, names):
+def picture(runs):
     """A matplotlib Figure: the loss in a row of its own, the other panels below in two columns."""
     from matplotlib.figure import Figure  # not pyplot, which keeps state and may need a display
     from matplotlib.lines import Line2D
 
-    panels = panels_of(runs, names)
+    panels = panels_of(runs)
     events = events_of(runs)
     count = sum(panel.field == "loss" for panel in panels)
     rows = [[i for i in range(count) for _ in range(6 // count)]]
@@ -328,11 +328,11 @@ def draw_curve(ax, curve):
     ax.plot(curve.x, curve.y, marker=marker, **looks | LOOKS[curve.look])
 
 
-def page(runs, names, text, refresh=0):
+def page(runs, text, refresh=0):
     """report.html, a str: one file that needs no network and no server. text: Markdown, for below
     the curves. refresh: seconds until an open page reloads; 0 = never."""
     panels = []
-    for panel in panels_of(runs, names):
+    for panel in panels_of(runs):
         curves = []
         for curve in panel.curves + events_of(runs):
             curves.append(asdict(curve.thinned()) | {"is_dotted": curve.is_dotted})
@@ -341,7 +341,7 @@ def page(runs, names, text, refresh=0):
         panels.append(vars(panel) | axis | {"curves": curves})
     data = json.dumps({"refresh": refresh, "panels": panels}, default=np.ndarray.tolist)
     return TEMPLATE.substitute(
-        TITLE=escape(", ".join(names)),
+        TITLE=escape(", ".join(run.name for run in runs)),
         HEADING=escape(heading(runs)),
         DATA=data.replace("<", "\\u003c"),  # ends no <script>
         TEXT=escape(text),

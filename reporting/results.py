@@ -86,16 +86,19 @@ def resumes(run):
     return max(0, len(happened(run, "resume")) - bool(run.info["run"].get("began_from")))
 
 
-def seconds_by_kind(run):
-    """({kind: seconds} over all processes, number of processes that recorded no times)."""
-    total = {}
-    missing = 1 + resumes(run)
-    for row in happened(run, "end"):
-        if row.get("seconds"):
-            missing -= 1
-            for kind, seconds in row["seconds"].items():
-                total[kind] = total.get(kind, 0.0) + seconds
-    return total, max(0, missing)
+def time_spent(run):
+    """({kind: seconds} of all processes, their sum, "at least " if one of them recorded no times:
+    it was killed, or is running, and took at least its steps)."""
+    spent = {}
+    recorded = [row["seconds"] for row in happened(run, "end") if row.get("seconds")]
+    for times in recorded:
+        for kind, seconds in times.items():
+            spent[kind] = spent.get(kind, 0.0) + seconds
+    total = sum(spent.values())
+    if len(recorded) > resumes(run):
+        return spent, total, ""
+    steps = known(run.train["step_ms"]).sum() / 1000
+    return spent, max(total, steps), "at least "
 
 
 def share_clipped(run):
@@ -105,27 +108,41 @@ def share_clipped(run):
     return mean((run.train["grad_norm"] > clip).astype(float))
 
 
-def time_spent(run):
-    """(seconds of all processes, "at least " if one of them recorded no times: it took at least its
-    steps)."""
-    spent, missing = seconds_by_kind(run)
-    seconds = sum(spent.values())
-    if not missing:
-        return seconds, ""
-    steps = known(run.train["step_ms"]).sum() / 1000
-    return max(seconds, steps), "at least "
-
-
 def outcome(run):
     """{what: the result in words}, in order. What is unknown is left out."""
+    spent, seconds, least = time_spent(run)
+    devices = max(1, np.nan_to_num(run.fact("hardware", "world_size")))
+    hours = devices * seconds / 3600
+    numbers = numbers_of(run)
+    for name, _, values in new_fields(run):
+        numbers.append((f"last {name}", known(values)[-1], "{:,.4g}"))
+    numbers.append(("device-hours", hours, least + "{:,.3f}"))
+    found = {"how it ended": ended(run)}
+    for what, value, form in numbers:
+        if math.isfinite(value):
+            found[what] = form.format(value)
+    kinds = [f"{kind} {duration(seconds)}" for kind, seconds in spent.items()]
+    found["wall time, start included"] = least + duration(seconds)
+    found["of that"] = ", ".join(kinds) or "n/a"
+    for row in happened(run, "best_not_saved"):
+        if row["step"] == last_step(run):  # else it was saved later
+            held = row["best_pt_holds_step"]
+            found["best.pt"] = f"of step {held}; a better one could not be saved"
+    return found
+
+
+def numbers_of(run):
+    """[(what, number, format)] of the losses, of what the steps cost, and of events."""
     t = run.train
     e = run.evals
     unit = unit_of(run)
     nats = ", nats" if unit == "tokens" else ""
-    best, best_step = best_of(run)
-    at_best = e["step"] == best_step
     part = extent(run)
     on = f" on the {part}" if part else ""
+    best, best_step = best_of(run)
+    at_best = e["step"] == best_step
+    bits = mean(e["val_bpb"][at_best])
+    accuracy = mean(e["val_accuracy"][at_best])
     last = 2 * half_window(run) + 1
     last_loss = mean(e["val_loss"][-1:])
     training_loss = mean(t["loss"][-last:])
@@ -135,14 +152,14 @@ def outcome(run):
     mfu = 1 / mean(1 / t["mfu"])
     waiting = mean(t["data_ms"]) / mean(t["step_ms"])
     memory = known(t["mem_gb"]).max(initial=-math.inf)
-    seconds, least = time_spent(run)
     busy = mean(t["gpu_util"]) / 100
-    devices = max(1, np.nan_to_num(run.fact("hardware", "world_size")))
-    numbers = [
-        (f"best {metric_of(run)[2]}{nats}", best, f"{{:,.4f}} at step {best_step:,}{on}"),
+    skips = happened(run, "skipped")
+    rollbacks = happened(run, "rollback")
+    return [
+        (f"best {metric_of(run)[2]}", best, f"{{:,.4f}} at step {best_step:,}{on}"),
         (f"last validation loss{nats}", last_loss, f"{{:,.4f}}{on}"),
-        ("bits per byte at the best", mean(e["val_bpb"][at_best]), "{:.4f}"),
-        ("accuracy at the best", mean(e["val_accuracy"][at_best]), "{:.2%}"),
+        ("bits per byte at the best", bits, "{:.4f}"),
+        ("accuracy at the best", accuracy, "{:.2%}"),
         (f"mean training loss{nats}", training_loss, f"{{:,.4f}} in the last {last:,} steps"),
         (f"{unit} trained on", tokens, "{:,.0f}"),
         ("epochs", epochs, "{:,.2f}"),
@@ -153,23 +170,10 @@ def outcome(run):
         ("peak memory, GB", memory, "{:.2f}"),
         ("GPU utilization", busy, "{:.0%}"),
         ("steps whose gradient was clipped", share_clipped(run), "{:.0%}"),
-        ("updates skipped", len(happened(run, "skipped")), "{:,}"),
-        ("rollbacks", len(happened(run, "rollback")), "{:,}"),
+        ("updates skipped", len(skips), "{:,}"),
+        ("rollbacks", len(rollbacks), "{:,}"),
         ("resumes", resumes(run), "{:,}"),
-        ("device-hours", devices * seconds / 3600, least + "{:,.3f}"),
     ]
-    for name, _, values in new_fields(run):
-        numbers.append((f"last {name}", known(values)[-1], "{:,.4g}"))
-    found = {"how it ended": ended(run)}
-    for what, value, form in numbers:
-        if math.isfinite(value):
-            found[what] = form.format(value)
-    found["wall time, start included"] = least + duration(seconds)
-    for row in happened(run, "best_not_saved"):
-        if row["step"] == last_step(run):  # else it was saved later
-            held = row["best_pt_holds_step"]
-            found["best.pt"] = f"of step {held}; a better one could not be saved"
-    return found
 
 
 # ---- numbers and tables in words -----------------------------------------------------------------

@@ -360,11 +360,9 @@ def small_products():
     """The peaks that a job and bench.py measure, by smaller matrix products."""
     from plumbing import machine
 
-    def matmul_rate(device, dtype, sizes=(64,), inner=machine.matmul_rate):
-        return inner(device, dtype, [min(size, 128) for size in sizes])
-
+    small = functools.partial(machine.matmul_rate, largest=256)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "matmul_rate", matmul_rate)
+        patch.setattr(machine, "matmul_rate", small)
         yield
 
 
@@ -504,7 +502,6 @@ def serve():
     resume.own_code()
     cli.read_knobs = functools.cache(cli.read_knobs)
     cli.read_knobs(REPO / "train.py")
-    cli.symtable = functools.cache(cli.symtable)
     email.message_from_string = functools.cache(email.message_from_string)
     machine.describe_machine(torch.device("cpu"))
 
@@ -539,7 +536,7 @@ def import_train(repo):
         train.generate = lambda *arguments, **options: itertools.islice(
             generate(*arguments, **options), 10
         )
-        machine.matmul_rate = functools.partial(machine.matmul_rate, sizes=[64])
+        machine.matmul_rate = functools.partial(machine.matmul_rate, largest=256)
     return train
 
 

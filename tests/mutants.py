@@ -41,9 +41,9 @@ from torch.utils.flop_counter import FlopCounterMode
 REPO = Path(__file__).resolve().parent.parent
 PLACES = {  # file -> functions that are mutated
     "model.py": (
-        "rotary_tables rotate causal_attention forward ngram_row loss loss_chunks logits_of "
-        "head_loss cross_entropy add_future_losses generate flops_per_token reset_parameters "
-        "backward visible classes"
+        "rotary_tables rotate causal_attention forward ngram_row "
+        "cross_entropy generate flops_per_token reset_parameters "
+        "visible"
     ),
     "optim.py": "step orthogonal keep_or_replace sorted_by_role stacked_parts configure_optimizers",
     "plumbing/data.py": "read_rows __getitem__ __len__",
@@ -55,13 +55,13 @@ PLACES = {  # file -> functions that are mutated
     ),
 }
 WEIGHTS = {"model.py": 6, "train.py": 6, "optim.py": 3}  # of their edits, against one of others
-TENSORS = ("forward", "loss", "causal_attention", "rotate", "logits_of", "head_loss")
+TENSORS = ("forward", "causal_attention", "rotate")
 CONFIG = (
     "--dataset=small --device=cpu --dtype=float32 --compile=false --report=false --n_embd=32 "
     "--n_head=2 --block_size=32 --batch_size=8 --ngram_rows=256 --conv_width=3 "
-    "--n_future_tokens=2 --optimizer=muon --peak_lr=1e-2 --warmup_steps=10 --max_steps=80"
+    "--optimizer=muon --peak_lr=1e-2 --warmup_steps=10 --max_steps=80"
 ).split()
-PLAIN = "--n_embd=64 --n_head=4 --ngram_rows=0 --conv_width=1 --n_future_tokens=1".split()
+PLAIN = "--n_embd=64 --n_head=4 --ngram_rows=0 --conv_width=1".split()
 SEEDS = (1337, *range(1, 10))  # of the sound loop
 TIMEOUT = 90  # seconds
 
@@ -214,7 +214,7 @@ class Observed:
 
         shape = {n: getattr(self.train, n) for n in cli.read_knobs(self.train.__file__)}
         torch.manual_seed(3)
-        shape |= {"n_future_tokens": 1, "dropout": 0.0} | knobs
+        shape |= {"dropout": 0.0} | knobs
         model = self.train.build_model(shape, vocab)
         for weight in model.parameters():
             weight.data += 0.2 * torch.randn_like(weight)

@@ -74,7 +74,7 @@ def is_refused(*flags):
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_has_a_range_that_no_nan_slips_through(name, monkeypatch):
-    for name_of_parser in ("read_knobs", "symtable"):  # else they parse each time
+    for name_of_parser in ("read_knobs",):  # else they parse each time
         monkeypatch.setattr(cli, name_of_parser, functools.cache(getattr(cli, name_of_parser)))
     default, comment = NUMBERS[name].default, NUMBERS[name].comment
     bounds = INTERVAL.search(comment)
@@ -111,7 +111,6 @@ def test_help_lists_every_knob_with_its_default(run_train, tmp_path):
     for name, knob in KNOBS.items():
         assert f"--{name}=" in words
         assert " ".join(knob.comment.split()[:2]) in words
-    assert "fixed another value is another run" in words
     assert tree(tmp_path) == {}
 
 
@@ -125,8 +124,6 @@ NOWHERE = {"SHAKESPEARE_URL": "http://127.0.0.1:9", "no_proxy": "*"}
 
 def test_without_a_network_another_text_takes_its_place_loudly(run_train, tmp_path):
     flags = ["--dataset=shakespeare", f"--data_dir={tmp_path}/data", "--max_steps=3"]
-    stopped = run_train("run", *flags, "--offline_dataset=", env=NOWHERE, code=2)
-    assert_refused(stopped, "127.0.0.1:9")
     done = run_train("run", *flags, "--batch_size=64", "--block_size=64", env=NOWHERE)
     assert "INSTEAD OF 'shakespeare'" in done.stdout and "!" * 40 in done.stdout
     facts = done.facts
@@ -236,7 +233,6 @@ def test_a_finished_run_asked_for_another_one_is_refused(train_in, finished):
     before = tree(finished.out_dir)
     for flag, words in (
         ("--peak_lr=0.5", "peak_lr changed from 0.001 to 0.5"),
-        ("--max_skipped=3", "max_skipped changed from 10 to 3"),
         ("--deterministic=false", "deterministic changed from auto to False"),
         ("--best_metric=-val_accuracy", "best_metric changed from val_loss"),
     ):

@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -10,10 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import REPO, wait_for
+from helpers import alive
 
 import train
-from plumbing.cli import RunFailed
 from plumbing.data import Batches, OrderedWindows, kill_workers, read_rows
+from plumbing.safe_step import explain
 from train import ShuffledWindows
 
 BLOCK = 8
@@ -141,14 +145,6 @@ def test_a_row_outside_the_split_is_refused(tokens, start):
         read_rows(tokens, np.array([0, start]), BLOCK)
 
 
-@pytest.mark.parametrize("left", [0, 50, 2 * TOKENS - 1])
-def test_a_file_that_gets_shorter_is_not_read_past_its_end(tmp_path, tokens, left):
-    assert read_rows(tokens, np.array([90]), 10).tolist() == [list(range(90, 100))]
-    os.truncate(tmp_path / "ids.bin", left)
-    with pytest.raises(RunFailed, match="ids.bin has changed its size since the start"):
-        read_rows(tokens, np.array([20]), 10)
-
-
 # ---- workers -------------------------------------------------------------------------------------
 
 CPU = torch.device("cpu")
@@ -179,7 +175,7 @@ def batches_of():
 
     yield make
     for each in made:
-        each.stop()
+        each.iterator = None
     handler = signal.getsignal(signal.SIGCHLD)
     kill_workers()
     for worker in multiprocessing.active_children():
@@ -209,23 +205,47 @@ def test_batches_come_in_order_as_tensors_with_the_time_waited(batches_of, num_w
     assert all(0 < ms < 1000 * SLOW for *_, ms in got)
 
 
-@pytest.mark.alone
-def test_a_worker_that_hangs_does_not_keep_the_run_from_stopping(batches_of):
-    batches = batches_of(Numbers(hang))
-    began = time.monotonic()
-    got = [batches.next_batch(lambda: True) for _ in range(2)]  # a batch that is there is taken
-    assert [first[0].item() for first, *_ in got] == [0, 1]
-    assert batches.next_batch(lambda: True) is None
-    batches.stop()
-    assert time.monotonic() - began < 4
+def test_workers_that_give_nothing_in_time_end_the_run(batches_of):
+    with pytest.raises(RuntimeError) as error:
+        list(batches_of(Numbers(hang), timeout=1))
+    assert "DataLoader timed out" in str(explain(error.value))
+    assert "the same command resumes" in str(explain(error.value))
 
 
-def test_workers_that_give_nothing_for_hang_minutes_end_the_run(batches_of):
-    batches = batches_of(Numbers(hang), hang_minutes=0.01)
-    with pytest.raises(
-        RunFailed, match="gave a batch for 0.01 minutes .--hang_minutes.; the same command resumes"
-    ):
-        list(batches)
+FEED = """
+import multiprocessing
+import numpy as np
+import torch
+from plumbing.data import Batches
+
+class Big:  # batches larger than a pipe
+    def __getitem__(self, i):
+        return np.zeros((512, 64), np.int64), np.zeros((512, 64), np.int64)
+
+batches = Batches(Big(), iter(range(10**9)), torch.device("cpu"), num_workers=2, prefetch_factor=4)
+next(batches)
+print(*(process.pid for process in multiprocessing.active_children()), flush=True)
+for _ in batches:
+    pass
+"""
+
+
+def test_workers_die_with_a_run_that_is_killed():
+    """By what kills the run alone, as the OOM killer does."""
+    command = [sys.executable, "-c", FEED]
+    runs = [subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE) for _ in range(5)]
+    workers = []
+    for number, run in enumerate(runs):
+        workers += map(int, run.stdout.readline().split())
+        time.sleep(0.05 * number)
+        run.kill()
+        run.wait()
+    assert len(workers) == 10
+    try:
+        wait_for(lambda: not any(map(alive, workers)), 10)
+    finally:
+        for pid in filter(alive, workers):
+            os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -577,13 +577,14 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_message(run_train, straight
 
 # ---- numbers that are not finite -----------------------------------------------------------------
 
-ROLLBACK = (*EVERYTHING, "--max_skipped=2", "--max_steps=20")
+ROLLBACK = (*EVERYTHING, "--max_steps=20")
+SOON = "train.MOST_SKIPPED = 2\n"
 
 
 @pytest.fixture
 def rolled_back(once):
     """Batches 9 and 10 (steps 10 and 11) are bad: back to step 8, and on with batch 11."""
-    return once(*ROLLBACK, before=bad_batches([9, 10]))
+    return once(*ROLLBACK, before=SOON + bad_batches([9, 10]))
 
 
 def test_bad_steps_in_a_row_roll_back_and_continue_past_their_data(run_train, rolled_back):
@@ -605,7 +606,8 @@ STOPS += [((10, 11), 10, 1), ((10, 11), 14, 1), ((10, 11), 11, 2), ((8, 9), 8, 2
 
 @pytest.mark.parametrize("skipped, step, keep_last", first(3, STOPS))
 def test_a_rollback_is_the_same_after_a_stop(run_train, once, skipped, step, keep_last):
-    flags, bad = [*ROLLBACK, f"--keep_last={keep_last}"], bad_batches([n - 1 for n in skipped])
+    flags = [*ROLLBACK, f"--keep_last={keep_last}"]
+    bad = SOON + bad_batches([n - 1 for n in skipped])
     straight = once(*ROLLBACK, before=bad)
     stopped = run_train("run", *flags, before=bad + stop_at(step, "SIGINT"), code=130)
     assert skipped == (10, 11) or stopped.checkpoint(8).exists()
@@ -623,7 +625,7 @@ def scaler(device, enabled):
     return torch.amp.grad_scaler.GradScaler(device, init_scale={init})
 torch.amp.GradScaler = scaler
 """
-    bad = scaled + bad_batches([9, 10, 11, 12], "grad.mul_(math.inf)")
+    bad = SOON + scaled + bad_batches([9, 10, 11, 12], "grad.mul_(math.inf)")
     flags = (*ROLLBACK, f"--log_interval={log_interval}", "--save_interval=8")
     done = run_train("run", *flags, before=bad)
     assert [row["next_sequence"] for row in events(done, "rollback")] == [11 * 8, 13 * 8]
@@ -631,9 +633,9 @@ torch.amp.GradScaler = scaler
     assert scale == max(1, init / 2**4)
 
 
-def test_after_max_rollbacks_it_stops_with_a_diagnosis_and_saves_nothing_poisoned(run_train):
-    bad = bad_batches(list(range(9, 99)))
-    done = run_train("run", *ROLLBACK, "--max_rollbacks=2", before=bad, code=1)
+def test_after_two_rollbacks_it_stops_with_a_diagnosis_and_saves_nothing_poisoned(run_train):
+    bad = SOON + "train.MOST_ROLLBACKS = 2\n" + bad_batches(list(range(9, 99)))
+    done = run_train("run", *ROLLBACK, before=bad, code=1)
     assert "Traceback" not in done.stderr
     message = done.stderr
     for words in ("not finite", "2 rollbacks", "learning rates", "gradient norms", "--peak_lr"):
@@ -644,7 +646,7 @@ def test_after_max_rollbacks_it_stops_with_a_diagnosis_and_saves_nothing_poisone
     for path in done.out_dir.glob("*.pt"):
         saved = checkpoint.load(path)
         assert all_finite(saved) and saved["state"]["step"] <= 8
-    again = run_train("run", *ROLLBACK, "--max_rollbacks=2", before=bad, code=1)
+    again = run_train("run", *ROLLBACK, before=bad, code=1)
     assert f"sequence: {15 * 8}." in again.stderr
 
 

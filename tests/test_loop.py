@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
@@ -335,7 +334,7 @@ def plain(once):
         ["--log_interval=1", "--num_workers=2"],
         ["--log_interval=100", "--num_workers=1", "--prefetch_factor=7"],
         ["--save_interval=1", "--sample_interval=1"],
-        ["--save_minutes=0.0001", "--keep_last=1", "--milestone_interval=5"],
+        ["--save_interval=2", "--keep_last=1", "--milestone_interval=5"],
         ["--eval_interval=3", "--log_interval=2", "--num_workers=1", "--save_interval=4"],
     ],
     ids=" ".join,
@@ -463,8 +462,7 @@ def test_run_json_says_what_ran(run_train):
     for name, found in code.items():
         assert found[0] == hashlib.sha256((REPO / name).read_bytes()).hexdigest()
     assert facts["versions"]["torch"] == torch.__version__  # with the build: 2.13.0+cu130
-    installed = importlib.metadata.version("torch")  # of PyPI's wheel without it: 2.13.0
-    assert facts["versions"]["packages"]["torch"] == installed
+    assert facts["versions"]["numpy"] == np.__version__
     assert facts["hardware"]["threads"] == torch.get_num_threads()
     assert facts["hardware"]["device"] and facts["data"]["name"] == "small"
     done = run_train("run", "--max_steps=3")
@@ -682,7 +680,8 @@ def test_a_rank_whose_launcher_dies_while_it_waits_ends_by_itself(data_dir, tmp_
 
 def test_the_rank_that_has_the_cause_prints_it(run_train):
     fails = around("configure_optimizers", "train.fail('the model does not fit into this memory')")
-    done = run_train("run", "--hang_minutes=0.2", before=ranks(2, only_on(1, fails)), code=None)
+    source = "train.ranks.HANG_MINUTES = 0.2\n" + only_on(1, fails)
+    done = run_train("run", before=ranks(2, source), code=None)
     assert codes(done).endswith("2"), done.stderr
     assert done.stderr.count("the model does not fit into this memory") == 1
     assert "another rank" in done.stderr and "Traceback" not in done.stderr
@@ -690,8 +689,9 @@ def test_the_rank_that_has_the_cause_prints_it(run_train):
 
 def test_a_dead_worker_is_told_by_its_rank(run_train):
     die = around("ShuffledWindows.__getitem__", "if args[1][0] >= 5 * 8: os._exit(9)")
-    flags = ("--batch_size=4", "--num_workers=1", "--hang_minutes=0.2")
-    done = run_train("run", *flags, before=ranks(2, only_on(1, die)), code=1)
+    source = "train.ranks.HANG_MINUTES = 0.2\n" + only_on(1, die)
+    flags = ("--batch_size=4", "--num_workers=1")
+    done = run_train("run", *flags, before=ranks(2, source), code=1)
     assert codes(done) == "1 1" and done.stderr.count("DataLoader worker (pid") == 1, done.stderr
 
 

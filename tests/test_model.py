@@ -4,16 +4,15 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import Recurrent, batch, build, build_trained
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as module
 from bench import most_allocated
-from model import GPT, MAX_CHUNKS, generate
+from model import generate
 
-EXTRAS = {"ngram_rows": 8192, "conv_width": 4, "n_future_tokens": 3}
+EXTRAS = {"ngram_rows": 8192, "conv_width": 4}
 PLAIN = (
     "embedding.token.weight blocks.0.attention.qkv.weight blocks.0.attention.out.weight "
     "blocks.0.mlp.up.weight blocks.0.mlp.down.weight head.weight"
@@ -53,7 +52,6 @@ def test_the_default_is_the_plain_transformer_and_each_extra_adds_its_own_parame
     assert names() == PLAIN
     assert set(names(ngram_rows=9)) - set(PLAIN) == {"embedding.ngram.weight"}
     assert set(names(conv_width=2)) - set(PLAIN) == {"embedding.conv"}
-    assert set(names(n_future_tokens=2)) - set(PLAIN) == {"extra_heads.0.weight"}
     assert set(PLAIN) < set(names(**EXTRAS)) == set(build(n_layer=1, **EXTRAS).state_dict())
 
 
@@ -89,17 +87,14 @@ def test_queries_and_keys_are_rotated_so_that_their_product_depends_on_their_dis
     assert products[0].std() > 0.01  # control: it does depend on the distance
 
 
-@pytest.mark.parametrize("case", ["plain", "three blocks", "shared blocks", "loss in chunks"])
-def test_flops_match_the_counter(case, monkeypatch):
-    monkeypatch.setattr("model.CHUNK_LOGITS", 2**14)
-    n_layer = 3 if "blocks" in case else 1
-    model = build(n_layer=n_layer, vocab_size=1024 if "chunks" in case else 65)
+@pytest.mark.parametrize("case", ["plain", "three blocks", "shared blocks"])
+def test_flops_match_the_counter(case):
+    model = build(n_layer=3 if "blocks" in case else 1)
     if "shared" in case:  # a block that stands in several places counts in each
         model.blocks = nn.ModuleList([model.blocks[0]] * 3)
     tokens, targets = batch(3, model.config)
     with FlopCounterMode(display=False) as counter:
         model(tokens, targets).backward()
-    assert (model.loss_chunks(targets.numel()) > 1) == ("chunks" in case)
     assert counter.get_total_flops() == model.flops_per_token() * tokens.numel()
 
 
@@ -123,57 +118,8 @@ def test_gradient_checkpointing_changes_no_gradient_and_keeps_less(dropout):
     assert peak[True] < 0.5 * peak[False]
 
 
-def loss_and_gradient(monkeypatch, chunks, **overrides):
-    """Of 7 x 64 tokens of a vocabulary of 1,000, padded to 1,024; some targets do not count."""
-    monkeypatch.setattr("model.CHUNK_LOGITS", 2**14 if chunks > 1 else 2**40)
-    model = build_trained(vocab_size=1000, block_size=64, **overrides)
-    tokens, targets = batch(7, model.config)
-    targets[0] = -100
-    targets[4, 10:40] = -100
-    assert model.loss_chunks(targets.numel()) == chunks
-    loss = model(tokens, targets)
-    (3 * loss).backward()
-    return loss, flat_gradient(model)
-
-
-@pytest.mark.parametrize("overrides", [{}, {"label_smoothing": 0.1}, {"grad_checkpoint": True}])
-def test_a_loss_in_chunks_has_the_gradients_of_the_whole(overrides, monkeypatch):
-    whole, gradient = loss_and_gradient(monkeypatch, 1, **overrides)
-    chunked, chunked_gradient = loss_and_gradient(monkeypatch, MAX_CHUNKS, **overrides)
-    assert chunked.dtype == torch.float32 and chunked.shape == ()
-    assert chunked.item() == pytest.approx(whole.item(), rel=1e-6)
-    assert (chunked_gradient - gradient).norm() / gradient.norm() < 1e-6
-
-
-@pytest.mark.parametrize("vocab_size", [65, 1000])  # 1,000: the loss is computed in chunks
-def test_extra_heads_add_their_gradients_and_nothing_to_the_loss(vocab_size, monkeypatch):
-    monkeypatch.setattr("model.CHUNK_LOGITS", 2**14)
-    model = build_trained(vocab_size=vocab_size, n_future_tokens=3, label_smoothing=0.1)
-    tokens, targets = batch(3, model.config)
-    loss = model(tokens, targets)
-    loss.backward()
-    found = flat_gradient(model)
-    model.zero_grad()
-    kept = {}  # what goes into the heads
-    with monkeypatch.context() as patch:
-        patch.setattr(GPT, "loss", lambda self, head, x, targets: kept.setdefault("x", x).sum())
-        model(tokens, targets)
-
-    def mean_loss(head, x, targets):
-        logits = head(x)[..., :vocab_size].flatten(0, 1)
-        return F.cross_entropy(logits, targets.flatten(), label_smoothing=0.1)
-
-    x = kept["x"]
-    first = mean_loss(model.head, x, targets)
-    assert loss.item() == pytest.approx(first.item(), rel=1e-6)
-    second = mean_loss(model.extra_heads[0], x[:, :-1], targets[:, 1:])
-    third = mean_loss(model.extra_heads[1], x[:, :-2], targets[:, 2:])
-    (first + 0.3 * second + 0.15 * third).backward()
-    torch.testing.assert_close(found, flat_gradient(model), rtol=1e-4, atol=1e-6)
-
-
-def test_smoothed_labels_leave_out_the_padding_of_the_head(monkeypatch):
-    """1,000 classes, a head of 1,024 rows: in one piece and in chunks."""
+def test_smoothed_labels_leave_out_the_padding_of_the_head():
+    """1,000 classes, a head of 1,024 rows."""
     model = build_trained(vocab_size=1000, label_smoothing=0.1)
     assert model.head.out_features == 1024
     tokens, targets = batch(4, model.config)
@@ -184,14 +130,11 @@ def test_smoothed_labels_leave_out_the_padding_of_the_head(monkeypatch):
     right = log_p.gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1)
     smoothed = (0.9 * right + 0.1 * log_p.mean(-1))[counted]  # by hand, from 1,000 classes
     expected = -smoothed.mean().item()
-    for chunk in (2**40, 2**14):
-        monkeypatch.setattr("model.CHUNK_LOGITS", chunk)
-        model.zero_grad()
-        loss = model(tokens, targets)
-        loss.backward()
-        assert loss.item() == pytest.approx(expected, rel=1e-6)
-        assert model.head.weight.grad[:1000].abs().sum() > 0
-        assert model.head.weight.grad[1000:].abs().sum() == 0
+    loss = model(tokens, targets)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert model.head.weight.grad[:1000].abs().sum() > 0
+    assert model.head.weight.grad[1000:].abs().sum() == 0
 
 
 def test_generate_is_reproducible_and_crops():

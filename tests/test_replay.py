@@ -1,9 +1,10 @@
-"""Replay: any step again, where two runs part, whether a log is what the code computes."""
+"""Replay: any step again, where two runs part, whether a log can be computed again."""
 
 import dataclasses
 import json
 import shutil
 import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,19 +16,28 @@ SAVES = ("--save_interval=4", "--eval_interval=6", "--keep_last=9", "--milestone
 PART = ("--save_interval=4", "--keep_last=9")
 # In the helper's child, replay.py runs in place of train.py, and forks where it starts a process
 REPLAY = """
-import sys
+import pickle
 import replay
-def apart(argv):
+def apart(function, *arguments):
+    reading, writing = os.pipe()
     if (child := os.fork()) == 0:
         try:
-            replay.main(argv)
-        except BaseException as error:
-            print(f"in its own process: {{error!r}}", file=sys.stderr, flush=True)
+            result = function(*arguments)
+        except Exception as error:
+            result = error
+        with open(writing, "wb") as pipe:
+            pickle.dump(result, pipe)
         os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as pipe:
+        result = pickle.load(pipe)
     os.waitpid(child, 0)
+    if isinstance(result, Exception):
+        raise result
+    return result
 def main(argv=None, watch=None, own=train.main):
     return replay.main({argv!r}) if argv is None else own(argv, watch)
-replay.in_process_of_its_own = apart
+replay.apart = apart
 train.main = main
 """
 FORK = """
@@ -77,30 +87,39 @@ def edit(done, change):
     (done.out_dir / "metrics.jsonl").write_text("".join(lines))
 
 
-def edited(step, **fields):
+def edited(step, kind="train", **fields):
     def change(row):
-        return row | fields if row["kind"] == "train" and row["step"] == step else row
+        is_asked = kind in (row["kind"], row.get("event")) and row["step"] == step
+        return row | fields if is_asked else row
 
     return change
+
+
+def edit_facts(done, change):
+    path = done.out_dir / "run.json"
+    facts = json.loads(path.read_text())
+    change(facts)
+    path.write_text(json.dumps(facts))
 
 
 # ---- one step ------------------------------------------------------------------------------------
 
 
 def test_a_step_comes_out_again_and_nothing_else_changes(good, replay):
-    done = good
-    before = tree(done.out_dir)
-    again = replay(done.out_dir, "--step=7")
+    before = tree(good.out_dir)
+    again = replay(good.out_dir, "--step=7")
     assert "milestone_00000006.pt to step 7" in again.stdout
-    assert "all logged numbers are computed again, bit for bit" in again.stdout
-    new = tree(done.out_dir)
-    assert new.keys() - before.keys() == {"replay_00000007.md", "replay_00000007.png"}
+    assert "steps 7 to 7: all logged numbers are computed again, bit for bit" in again.stdout
+    new = tree(good.out_dir)
+    assert new.keys() - before.keys() == {"replay_00000007.md"}
     assert {name: new[name] for name in before} == before
-    page = (done.out_dir / "replay_00000007.md").read_text()
-    row = done.rows("train")[6]
+    page = (good.out_dir / "replay_00000007.md").read_text()
+    row = good.rows("train")[6]
     assert str(row["loss"]) in page and str(row["grad_norm"]) in page
-    for name in ("Sequence 48", "blocks.0.attention.qkv.weight", "| blocks.0 |", "all tensors are"):
+    for name in ("Sequence 48", "blocks.0.attention.qkv.weight", "all tensors are"):
         assert name in page, name
+    edit(good, edited(7, loss=1.0))
+    assert "step 7: loss 1.0 then" in replay(good.out_dir, "--step=7", code=1).stdout
 
 
 def test_a_run_may_be_asked_while_it_goes_on_at_its_first_step_too(run_train, replay):
@@ -115,27 +134,43 @@ def test_a_run_may_be_asked_while_it_goes_on_at_its_first_step_too(run_train, re
 
 
 def test_the_saved_state_starts_a_new_folder_with_that_step(good, run_train, replay):
-    done = good
-    again = replay(done.out_dir, "--step=7", "--save=true")
+    again = replay(good.out_dir, "--step=7", "--save=true")
     assert "--resume=" in again.stdout
-    new = run_train("new", f"--resume={done.out_dir}/replay_00000007.pt", *SAVES)
-    losses = [row["loss"] for row in done.rows("train")]
+    new = run_train("new", f"--resume={good.out_dir}/replay_00000007.pt", *SAVES)
+    losses = [row["loss"] for row in good.rows("train")]
     assert [row["loss"] for row in new.rows("train")] == losses[6:]
+    assert "steps 7 to 12: all logged" in replay(new.out_dir, "--verify=true").stdout
 
 
 def test_a_step_before_a_rollback_and_the_same_one_after_it(run_train, replay):
-    bad = bad_batches([8, 9])
-    done = run_train("run", "--save_interval=4", "--max_skipped=2", "--log_interval=1", before=bad)
+    bad = "train.MOST_SKIPPED = 2\n" + bad_batches([8, 9])
+    flags = ("--save_interval=4", "--log_interval=1", "--max_steps=16", "--keep_last=9")
+    run_train("run", *flags, before=bad + stop_at(14), code=143)
+    done = run_train("run", *flags, "--weight_decay=0.2", before=bad)
     (event,) = events(done, "rollback")
     assert (event["step"], event["at_step"]) == (8, 10)
-    after = [row["step"] for row in done.rows("event") if row["event"] == "saved"]
-    assert after == [0, 4, 8, 8, 12], "it saves right after the rollback"
     logged = replay(done.out_dir, "--step=10", before=bad)
     assert "ckpt_00000008.pt" in logged.stdout and "all tensors are finite" in logged.stdout
     undone = replay(done.out_dir, "--step=10", "--before_rollback=1", before=bad)
-    assert "not finite: forward pass: loss" in undone.stdout
-    verified = replay(done.out_dir, "--verify=9", before=bad)
-    assert "12 of 12 steps" in verified.stdout
+    assert "not finite: step: loss" in undone.stdout
+    verified = replay(done.out_dir, "--verify=true", before=bad)
+    assert "from its beginning" in verified.stdout and "steps 1 to 16: all" in verified.stdout
+    other = bad.replace("8, 9", "6, 7")
+    assert "step 7: " in replay(done.out_dir, "--verify=true", before=other, code=1).stdout
+
+
+def test_the_first_tensor_that_is_not_finite_is_named(run_fork, replay, tmp_path):
+    bad = """
+import model
+def forward(self, *rest, own=model.Block.forward):
+    y = own(self, *rest)
+    return y * float("nan") if train.last_run and train.last_run.state["step"] == 7 else y
+model.Block.forward = forward
+"""
+    done = run_fork("run", *SAVES, source=bad)
+    assert [row["step"] for row in done.rows("train") if row["skipped"]] == [8]
+    again = replay(done.out_dir, "--step=8", f"--script={tmp_path}/run_fork.py")
+    assert "not finite: output of blocks.0:" in again.stdout
 
 
 @pytest.mark.slow  # a minute
@@ -147,17 +182,20 @@ def test_runs_with_two_ranks_come_out_again(python_train, shard):
 
     flags = (*SAVES, f"--shard={shard}")
     done = python_train("run", *flags, launcher=torchrun(2))
-    for what in ("--step=7", "--verify=2"):
+    for what in ("--step=7", "--verify=true"):
         again = typed(done.out_dir, what)
         assert again.returncode == 0, again.stderr
-    assert "all bits equal" in again.stdout
+        assert "bit for bit" in again.stdout
     page = (done.out_dir / "replay_00000007.md").read_text()
     assert "Sequence 111" in page, "of both ranks"
     assert "| blocks.0.attention.qkv.weight |" in page
     other = python_train("other", *flags, "--beta2=0.9", launcher=torchrun(2))
-    again = typed(done.out_dir, other.out_dir)
-    assert again.returncode == 1
-    assert "the first difference in step 1: setting: betas/1 (0.95 and 0.9)" in again.stdout
+    again = typed(done.out_dir, f"--against={other.out_dir}")
+    assert again.returncode == 1, again.stderr
+    assert "beta2: 0.95, 0.9" in again.stdout
+    assert "the first difference in step 2: after it: model/" in again.stdout
+    edit(done, edited(6, loss=1.0))
+    assert typed(done.out_dir, "--verify=true").returncode == 1
 
 
 # ---- two runs ------------------------------------------------------------------------------------
@@ -166,8 +204,8 @@ def test_runs_with_two_ranks_come_out_again(python_train, shard):
 def test_equal_runs_are_equal(once, run_train, replay):
     one = once(*PART)
     other = run_train("other", *PART)
-    again = replay(one.out_dir, other.out_dir)
-    assert "equal: all numbers of 12 steps" in again.stdout
+    again = replay(one.out_dir, f"--against={other.out_dir}")
+    assert "equal: all numbers of the steps up to 12" in again.stdout
 
 
 RATE = around("lr_at", then="result *= 1.5 if args[0] >= 5 else 1")
@@ -183,36 +221,82 @@ if run.state["step"] == 5:
     next(run.model.parameters()).data.mul_(1.01)
 """
 OPTIMIZER = around("update", then=MOVED)
-PLANTS = {  # name -> (flags of both, flags of the other, its source, step of the rows, first thing)
-    "knob": ((), ("--weight_decay=0.2",), "", 2, "in step 1: setting: weight_decay"),
-    "rate": ((), (), RATE, 6, "in step 6: learning rate"),
-    "forward": ((), (), FORWARD, 6, "in step 6: output of blocks.0.mlp:"),
-    "optimizer": ((), (), OPTIMIZER, 7, "in step 6: after it: model/embedding.token.weight"),
-    "seed": ((), ("--seed=2",), "", 0, "before step 1"),
+PLANTS = {  # name -> (flags of the other, its source, step of the rows, first thing)
+    "optimizer": ((), OPTIMIZER, 7, "in step 6: after it: model/embedding.token.weight"),
+    "forward": ((), FORWARD, 6, "in step 6: output of blocks.0.mlp:"),
+    "knob": (("--weight_decay=0.2",), "", 2, "in step 1: after it: model/embedding.token.weight"),
+    "rate": ((), RATE, 6, "in step 6: learning rate"),
+    "seed": (("--seed=2",), "", 0, "in step 1: at its start: model/embedding.token.weight"),
 }
 
 
 @pytest.mark.parametrize("name", first(3, PLANTS))
 def test_where_two_runs_part_is_found(once, run_fork, replay, name, tmp_path):
-    flags, other_flags, source, step, first = PLANTS[name]
-    one = once(*PART, *flags)
-    other = run_fork("other", *PART, *flags, *other_flags, source=source)
-    again = replay(one.out_dir, other.out_dir, f"--script={tmp_path}/other_fork.py", code=1)
+    flags, source, step, first = PLANTS[name]
+    one = once(*PART)
+    other = run_fork("other", *PART, *flags, source=source)
+    script = f"--script={tmp_path}/other_fork.py"
+    again = replay(one.out_dir, f"--against={other.out_dir}", script, code=1)
     assert f"the runs part at step {step}: " in again.stdout
-    assert first in again.stdout
-    assert "both are computed again" in again.stdout
+    assert f"both are computed again; the first difference {first}" in again.stdout
+    assert ("weight_decay: 0.1, 0.2" in again.stdout) == (name == "knob")
 
 
-# ---- a stretch again -----------------------------------------------------------------------------
+FLIP = """
+def flip(tensor):
+    tensor.view(-1).view(torch.int32)[5] ^= 1 << 20
+"""
+FAULTS = {
+    "gradient": around(
+        "clip",
+        """
+        if run.state["step"] == 5: flip(run.model.head.weight.grad)
+        """,
+    ),
+    "saved": around(
+        "update",
+        then="""
+        if run.state["step"] == 3:
+            flip(run.optimizers[0].state[run.model.head.weight]["exp_avg"])
+        """,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", first(1, FAULTS))
+def test_a_transient_fault_is_found_in_the_run_that_had_it(once, run_train, replay, name):
+    one = once(*PART, "--dropout=0.1")
+    other = run_train("other", *PART, "--dropout=0.1", before=FLIP + FAULTS[name])
+    again = replay(one.out_dir, f"--against={other.out_dir}", code=1)
+    step = 4 if name == "saved" else 6
+    assert f"{other.out_dir} is not what this code computes here: step {step}:" in again.stdout
+    assert f"{one.out_dir} is not" not in again.stdout
+
+
+@pytest.mark.slow  # each run in a process of its own, as a user has it
+def test_the_command_starts_a_process_for_each_of_two_runs(once, run_fork, tmp_path):
+    one = once(*PART)
+    other = run_fork("other", *PART, source=FORWARD)
+    words = [one.out_dir, f"--against={other.out_dir}", f"--script={tmp_path}/other_fork.py"]
+    command = [sys.executable, REPO / "replay.py", *words]
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 1, again.stderr
+    assert f"the first difference {PLANTS['forward'][3]}" in again.stdout
+
+
+# ---- all steps again -----------------------------------------------------------------------------
 
 
 def test_a_good_run_is_verified(good, replay):
     before = tree(good.out_dir)
-    again = replay(good.out_dir, "--verify=9")
-    assert "12 of 12 steps computed again: all bits equal" in again.stdout
+    again = replay(good.out_dir, "--verify=true")
+    assert "from its beginning to step 12" in again.stdout
+    assert "steps 1 to 12: all logged numbers are computed again, bit for bit" in again.stdout
+    assert "covered: 20 rows" in again.stdout
+    assert "not covered: rows removed from the end" in again.stdout
     assert tree(good.out_dir) == before
-    some = replay(good.out_dir, "--verify=1", "--seed=3")
-    assert "4 of 12 steps" in some.stdout and "--seed=3" in some.stdout
+    part = replay(good.out_dir, "--verify=true", "--since=7", "--step=11")
+    assert "milestone_00000006.pt to step 11" in part.stdout and "steps 7 to 11" in part.stdout
 
 
 def test_a_run_that_was_stopped_and_extended_is_verified(run_train, replay):
@@ -220,146 +304,151 @@ def test_a_run_that_was_stopped_and_extended_is_verified(run_train, replay):
     run_train("run", *flags, before=stop_at(7), code=143)
     run_train("run", *flags)
     done = run_train("run", *flags, "--max_steps=18", "--decay_steps=12")
-    again = replay(done.out_dir, "--verify=9")
-    assert "milestone_00000006.pt to step 12" in again.stdout and "18 of 18 steps" in again.stdout
+    assert "steps 1 to 18: all" in replay(done.out_dir, "--verify=true").stdout
     edit(done, edited(9, loss=1.0))
-    again = replay(done.out_dir, "--verify=9", code=1)
-    assert "step 9 of" in again.stdout and "resumed" not in again.stdout
+    again = replay(done.out_dir, "--verify=true", code=1)
+    assert "here: step 9: loss 1.0 then" in again.stdout
 
 
-@pytest.mark.parametrize("flag", ["peak_lr=5e-4", "eval_interval=3", "eval_tokens=64"])
-def test_a_flag_changed_at_a_resume_is_no_forgery(flag, run_train, replay):
-    flags = ("--save_interval=4", "--keep_last=1", "--eval_interval=2")
+@pytest.mark.parametrize("flag", ["peak_lr=5e-4", "eval_interval=3", "batch_size=4"])
+def test_a_flag_changed_at_a_resume_is_followed(flag, run_train, replay):
+    """Also in a run that was killed between the two, and went on from an older checkpoint."""
+    flags = ("--save_interval=4", "--eval_interval=2")
     run_train("run", *flags, before=stop_at(7), code=143)
-    done = run_train("run", *flags, f"--{flag}")
-    again = replay(done.out_dir, "--verify=9", code=3)
-    assert f"{flag.partition('=')[0]} changed when it resumed at step 7, which" in again.stdout
+    killed = run_train("run", *flags, "--weight_decay=0.3", before=stop_at(11, "SIGKILL"), code=137)
+    killed.checkpoint(8).unlink()
+    more = ["--accum_steps=2"] if flag.startswith("batch_size") else []
+    done = run_train("run", *flags, f"--{flag}", *more)
+    assert [event["step"] for event in events(done, "resume")] == [7, 4]
+    again = replay(done.out_dir, "--verify=true")
+    assert "steps 1 to 12: all" in again.stdout
+    forged = events(done, "resume")[-1]["changed"] | {"peak_lr": [2e-3, 1e-3]}
+    edit(done, edited(4, "resume", changed=forged))
+    assert "step 0: sha256 " in replay(done.out_dir, "--verify=true", code=1).stdout
 
 
-@pytest.mark.parametrize("hash_too", [False, True])
-def test_a_changed_weight_that_was_saved_again_is_found(good, replay, hash_too):
-    from plumbing.checkpoint import digest_of_state
+def test_what_else_had_changed_is_told(run_train, replay):
+    run_train("run", *SAVES, before=stop_at(7), code=143)
+    done = run_train("run", *SAVES)
+    edit(done, edited(7, "resume", changed={"model.py": ["a", "b"]}))
+    assert "model.py" not in replay(done.out_dir, "--verify=true").stdout
+    edit_facts(done, lambda facts: facts["run"].update(torch="2.0.0"))
+    edit(done, edited(9, loss=1.0))
+    again = replay(done.out_dir, "--verify=true", code=1)
+    assert "changed when it resumed at step 7: model.py" in again.stdout
+    assert "changed since: torch" in again.stdout
 
-    path = good.checkpoint(8)
-    checkpoint = torch.load(path, weights_only=True)
-    checkpoint["model"]["head.weight"][0, 0] += 1e-6
-    torch.save(checkpoint, path)
-    if hash_too:
-        new = digest_of_state(checkpoint)
-        saved = ("saved", 8)
-        edit(good, lambda r: r | {"sha256": new} if (r.get("event"), r["step"]) == saved else r)
-    again = replay(good.out_dir, "--verify=9", code=1)
-    assert ("step 8 of" if hash_too else "ckpt_00000008.pt is not what was saved") in again.stdout
+
+def test_steps_after_the_last_save_of_a_killed_run_are_computed_again(run_train, replay):
+    done = run_train("run", *SAVES, "--log_interval=1", before=stop_at(11, "SIGKILL"), code=137)
+    assert done.rows("train")[-1]["step"] == 10
+    assert "steps 1 to 10: all" in replay(done.out_dir, "--verify=true").stdout
+    edit(done, edited(10, loss=1.0))
+    assert "step 10: loss" in replay(done.out_dir, "--verify=true", code=1).stdout
 
 
 def test_a_swapped_dataset_is_found(run_train, replay, data_dir, tmp_path):
     text = (data_dir / "small.txt").read_text()
     make_dataset(tmp_path, "small", text)
     done = run_train("run", *SAVES, f"--data_dir={tmp_path}")
+    replay(done.out_dir, "--verify=true")
     shutil.rmtree(tmp_path / "small")
     make_dataset(tmp_path, "small", text[::-1])
-    again = replay(done.out_dir, "--verify=9", code=1)
-    assert "was trained on other data" in again.stderr
+    again = replay(done.out_dir, "--verify=true", code=1)
+    assert "step 0: val_loss " in again.stdout and "changed since: data" in again.stdout
 
 
-def edit_facts(done, change):
-    path = done.out_dir / "run.json"
-    facts = json.loads(path.read_text())
-    change(facts)
-    path.write_text(json.dumps(facts))
-
-
-def edit_step_6(name):
+def edit_number(step, kind, name):
     """A change to a run: one number of a row, by the smallest part of it."""
 
     def change(done):
-        value = done.rows("train")[5][name]
-        edit(done, edited(6, **{name: value * (1 + 2**-20)}))
+        rows = [row for row in done.rows() if kind in (row["kind"], row.get("event"))]
+        (value,) = (row[name] for row in rows if row["step"] == step)
+        value = value * (1 + 2**-52) if isinstance(value, float) else value + 1
+        edit(done, edited(step, kind, **{name: value}))
 
     return change
 
 
-def edit_checkpoint(done, change):
-    checkpoint = torch.load(done.checkpoint(12))
-    change(checkpoint)
-    torch.save(checkpoint, done.checkpoint(12))
+def without(step, kind):
+    def change(done):
+        is_it = edited(step, kind, gone=True)
+        edit(done, lambda row: None if "gone" in is_it(row) else row)
+
+    return change
 
 
-def damage_all(done):
-    for path in done.out_dir.glob("*.pt"):
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+def with_row(step, **fields):
+    """A change: a row more, with the numbers of the last one and these fields."""
+
+    def change(done):
+        row = done.rows(fields.get("kind", "train"))[-1] | {"step": step, **fields}
+        with open(done.out_dir / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    return change
 
 
-def invent_rows(done):
-    rows = done.rows("train")
-    with open(done.out_dir / "metrics.jsonl", "a") as file:
-        file.write(json.dumps(rows[-1] | {"step": 13}) + "\n")
+def save_again(hash_too):
+    """A change: one weight of a checkpoint, which is saved again."""
+
+    def change(done):
+        from plumbing.checkpoint import digest_of_state
+
+        checkpoint = torch.load(done.checkpoint(8), weights_only=True)
+        checkpoint["model"]["head.weight"][0, 0] += 1e-6
+        torch.save(checkpoint, done.checkpoint(8))
+        if hash_too:
+            edit(done, edited(8, "saved", sha256=digest_of_state(checkpoint)))
+
+    return change
 
 
-def drop_last_rows(done):
-    edit(done, lambda row: None if row["step"] > 10 else row)
-    for path in (done.checkpoint(12), done.out_dir / "best.pt"):
-        path.unlink()
-    shutil.copy(done.checkpoint(8), done.out_dir / "best.pt")
+def damage(done):
+    content = bytearray(done.checkpoint(8).read_bytes())
+    content[len(content) // 2] ^= 1
+    done.checkpoint(8).write_bytes(content)
+
+
+def other_seed(done):
+    edit_facts(done, lambda facts: facts["run"].update(seed=1))
 
 
 FORGERIES = {  # name -> (what was done to a good run, what --verify says)
-    "loss": (edit_step_6("loss"), "step 6 of {} is not what this code computes here: loss"),
-    "lr": (edit_step_6("lr"), "step 6 of {} is not what this code computes here: lr"),
-    "a row": (
-        lambda done: edit(done, lambda row: None if row == done.rows("train")[5] else row),
-        "0 and 1 rows of kind train",
-    ),
-    "hashes": (
-        lambda done: edit(done, lambda row: None if row.get("event") == "saved" else row),
-        "ckpt_00000012.pt",
-    ),
-    "damaged": (damage_all, "ckpt_00000012.pt is damaged: "),
-    "older best": (
-        lambda done: shutil.copy(done.checkpoint(4), done.out_dir / "best.pt"),
-        "best.pt holds step 4; by the log it is of step 12",
-    ),
-    "no best": (lambda done: (done.out_dir / "best.pt").unlink(), "best.pt is missing"),
-    "no newest": (lambda done: done.checkpoint(12).unlink(), "ckpt_*.pt holds step 8"),
-    "no milestone": (
-        lambda done: (done.out_dir / "milestone_00000006.pt").unlink(),
-        "milestone_00000006.pt is missing: it was saved at step 6",
-    ),
-    "invented": (invent_rows, "has 13 steps in its log; by its run.json it ended at step 12"),
-    "dropped": (drop_last_rows, "has 10 steps in its log; by its run.json it ended at step 12"),
-    "frozen": (
-        lambda done: edit_checkpoint(done, lambda c: c["frozen"].append("head.weight")),
-        "frozen in ckpt_00000012.pt is ['head.weight'], not []",
-    ),
-    "schedule": (
-        lambda done: edit_checkpoint(done, lambda c: c["run"]["kept"].update(decay_steps=99)),
-        "decay_steps in ckpt_00000012.pt is 99, not 12",
-    ),
+    "loss": (edit_number(6, "train", "loss"), "step 6: loss "),
+    "lr": (edit_number(6, "train", "lr"), "step 6: lr "),
+    "sequences": (edit_number(6, "train", "sequences"), "step 6: sequences "),
+    "val_loss": (edit_number(6, "eval", "val_loss"), "step 6: val_loss "),
+    "a train row cut": (without(6, "train"), "step 6: train row missing then, there now"),
+    "an eval row cut": (without(6, "eval"), "step 6: eval row missing then, there now"),
+    "a train row twice": (with_row(12, loss=1.0), "two train rows of step 12"),
+    "a train row more": (with_row(13), "ends before step 13"),
+    "an eval row more": (with_row(7, kind="eval", val_loss=1.0), "step 7: val_loss 1.0 then"),
+    "hash": (lambda done: edit(done, edited(8, "saved", sha256="0")), "is not what was saved"),
+    "saves cut": (without(8, "saved"), "ckpt_00000008.pt is not what was saved"),
+    "damaged": (damage, "ckpt_00000008.pt cannot be read"),
+    "weight": (save_again(False), "ckpt_00000008.pt is not what was saved"),
+    "weight and hash": (save_again(True), "step 8: sha256 "),
+    "seed": (other_seed, "step 0: val_loss "),
 }
 
 
 @pytest.mark.parametrize("name", FORGERIES)
 def test_a_forgery_is_found_and_named(good, replay, name):
+    """The control is test_a_good_run_is_verified."""
     forge, words = FORGERIES[name]
     forge(good)
-    again = replay(good.out_dir, "--verify=9", code=1)
-    assert words.format(good.out_dir) in again.stdout
+    again = replay(good.out_dir, "--verify=true", code=1)
+    assert words in again.stdout + again.stderr
 
 
-def test_steps_after_the_last_save_of_a_killed_run_are_computed_again(run_train, replay):
-    done = run_train("run", *SAVES, "--log_interval=1", before=stop_at(11, "SIGKILL"), code=137)
-    assert done.rows("train")[-1]["step"] == 10
-    again = replay(done.out_dir, "--verify=9")
-    assert "10 of 10 steps" in again.stdout, again.stdout + again.stderr
-    assert "not covered: finite step_ms" in again.stdout
-    edit(done, edited(10, loss=1.0))
-    again = replay(done.out_dir, "--verify=1", "--seed=1", code=1)  # whichever are drawn
-    assert f"step 10 of {done.out_dir} is not what" in again.stdout
-    edit(done, lambda row: row | {"step": 16} if row["step"] == 10 else row)
-    again = replay(done.out_dir, "--verify=9", code=1)
-    assert "finished at step 12, and does not reach step 16" in again.stderr
+def test_what_is_not_covered_is_said(good, replay):
+    edit(good, lambda row: None if row["step"] > 10 else row)
+    for name in ("ckpt_00000012.pt", "milestone_00000012.pt", "best.pt"):
+        (good.out_dir / name).unlink()
+    again = replay(good.out_dir, "--verify=true")
+    assert "steps 1 to 10: all" in again.stdout
+    assert "not covered: rows removed from the end, a missing best.pt" in again.stdout
 
 
 # ---- what it refuses -----------------------------------------------------------------------------
@@ -369,7 +458,8 @@ def test_bad_input_is_one_line(good, replay, tmp_path):
     for typed_words, words in (
         ((tmp_path / "none", "--step=3"), "holds no run"),
         ((good.out_dir,), "expected RUN"),
-        ((good.out_dir, "--step=99"), f"--step=99: {good.out_dir} has 12 steps"),
+        ((good.out_dir, "--step=99"), f"--step=99 --since=0: {good.out_dir} has the steps 1 to 12"),
+        ((good.out_dir, "--verify=true", "--since=12"), f"{good.out_dir} has the steps 1 to 12"),
         ((good.out_dir, "--step=3", "--before_rollback=1"), "there were 0 rollbacks"),
         ((good.out_dir, "--step=3", f"--script={tmp_path}/none.py"), "there is no such file"),
     ):
@@ -381,27 +471,22 @@ def test_bad_input_is_one_line(good, replay, tmp_path):
 def test_nothing_is_executed_because_the_run_names_it(good, replay, tmp_path):
     evil = good.out_dir / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
-
-    def change(facts):
-        facts["command"] = [str(evil)]
-        facts["run"]["code"][str(evil)] = ["0", "0"]
-
-    edit_facts(good, change)
-    for what in ("--step=7", "--verify=1"):
+    edit_facts(good, lambda facts: facts.update(command=[str(evil)]))
+    for what in ("--step=7", "--verify=true"):
         again = replay(good.out_dir, what, code=2)
         assert "--script=evil.py" in again.stderr, again.stdout
         assert len(again.stderr.splitlines()) == 1
     assert not (tmp_path / "executed").exists()
+    replay(good.out_dir, "--verify=true", f"--script={evil}")
+    assert (tmp_path / "executed").exists(), "the control: it is what was typed"
 
 
 FORMS = [
     lambda facts: facts.update(config=None),
-    lambda facts: facts.update(command=[3]),
-    lambda facts: facts["run"].update(code=["train.py"]),
-    lambda facts: facts["run"].update(threads="2"),
+    lambda facts: facts.update(command=[]),
     lambda facts: facts.update(run=[]),
-    lambda facts: facts["config"].update(n_embd="x"),
-    lambda facts: facts["config"].update(unknown=1),
+    lambda facts: facts["run"].update(n_embd="x"),
+    lambda facts: (facts["config"].update(unknown=1), facts["run"].update(unknown=1)),
 ]
 
 

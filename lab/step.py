@@ -1,0 +1,184 @@
+"""One step, seen from inside: all that it computes, in order, and a page of that."""
+
+import math
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import chain, zip_longest
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.modules.module import register_module_forward_hook
+
+from plumbing import ranks
+from plumbing.cli import printable
+from plumbing.data import DataError, tokenizer_of
+from plumbing.files import replacing
+from plumbing.safe_step import Captured, as_bytes, leaves
+from reporting.results import table
+
+MOST_SEQUENCES = 64  # on the page; those of the highest loss
+
+
+# ---- what it computes ---------------------------------------------------------------------------
+
+
+def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dict, dict]:
+    """Take a step by take(), which is train_step of the module `train`. Returns its numbers, and
+    what was to be seen: "trace" has [(name, leaf), ...] in the order of computation.
+
+    Hooks would change what torch.compile does, so the outputs of modules are those of an eager
+    forward pass before the step; all that it moves is put back."""
+    trace = []
+    seen = {"trace": trace, "meta": run.facts["data"]["meta"], "first": run.state["sequences"]}
+
+    def add(words: str, value) -> None:
+        for path, leaf in leaves(value):
+            trace.append((f"{words} {'/'.join(map(str, path))}", copied(leaf)))
+
+    add("at its start:", moved_by(run))
+    add("batch:", {"inputs": inputs, "targets": targets})
+    trace.append(("learning rate", lr))
+    before = Captured(run)
+    names = {module: name or "the model" for name, module in run.model.named_modules()}
+
+    def hook(module, inputs, output) -> None:
+        if module in names:
+            add(f"output of {names[module]}:", [output])
+
+    losses = inputs.new_zeros(0)
+    with (
+        register_module_forward_hook(hook),
+        suppress(TypeError, ValueError, RuntimeError),  # the model may return no logits
+    ):
+        losses = torch.cat([*token_losses(train.autocast, run, inputs, targets)])
+    seen["batch"] = ranks.from_all_ranks((inputs.cpu(), targets.cpu(), losses.cpu()))
+    before.put_back()
+    numbers = take()
+    add("step:", numbers)
+    for name, weight in reversed([*run.model.named_parameters()]):  # as a backward pass has them
+        if weight.grad is not None:
+            add("clipped gradient of", {name: weight.grad})
+    add("after it:", moved_by(run))
+    seen["row"] = {"lr": lr} | {name: float(number) for name, number in numbers.items()}
+    return numbers, seen
+
+
+def copied(leaf, path: tuple = ()):
+    """A copy on the CPU of a tensor, whole if it is sharded; any other value as it is."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return ranks.whole(leaf.detach()).cpu().clone()
+
+
+def moved_by(run) -> dict:
+    """What a step reads and moves, besides the loop's counters."""
+    checkpoint = run.checkpoint()
+    parts = {name: checkpoint[name] for name in ("model", "ema", "scaler", "rng")}
+    return parts | {"optimizer": [saved["state"] for saved in checkpoint["optimizer"]]}
+
+
+@torch.no_grad()
+def token_losses(autocast: Callable, run, inputs, targets) -> Iterator[torch.Tensor]:
+    """Cross entropy of each target, (sequences, targets), of each micro-batch, with this step's
+    dropout: NaN where it is masked, inf where it is not finite."""
+    size = run.state["micro_batch"]
+    for x, y in zip(inputs.split(size), targets.split(size), strict=True):
+        with autocast(run.device):
+            logits = run.model(x)
+        y = y.long().flatten()
+        losses = cross_entropy(logits.float().flatten(0, -2), y, reduction="none")
+        losses = losses.nan_to_num(nan=math.inf, posinf=math.inf).where(y != -100, math.nan)
+        yield losses.view(len(x), -1).cpu()
+
+
+def first_in_traces(one: list, other: list) -> str:
+    """In words: the first leaf that differs between the traces of a step, on any rank; "" if
+    none. one, other: a trace of each rank."""
+    here, there = (chain(*zip_longest(*traces, fillvalue=("", None))) for traces in (one, other))
+    for (name, leaf), (other_name, other_leaf) in zip(here, there, strict=False):
+        if name != other_name:
+            return f"{name} here, {other_name} there"
+        if isinstance(leaf, torch.Tensor):
+            differs = not torch.equal(as_bytes(leaf), as_bytes(other_leaf))
+            words = name
+        else:
+            differs = repr(leaf) != repr(other_leaf)  # not by ==: nan != nan, and 0.0 == -0.0
+            words = f"{name} ({leaf} and {other_leaf})"
+        if differs:
+            return words
+    return ""
+
+
+# ---- the page -----------------------------------------------------------------------------------
+
+
+def write_step_page(folder: Path, step: int, verdict: str, seen: dict) -> list[str]:
+    """Write replay_STEP.md into `folder`. seen: what look_at() returns. Returns lines for the
+    console."""
+    path = folder / f"replay_{step:08}.md"
+    trace = seen["trace"]
+    odd = [name for name, leaf in trace if is_float(leaf) and not leaf.isfinite().all()]
+    finite = f"the first tensor that is not finite: {odd[0]}" if odd else "all tensors are finite"
+    lines = sequences(seen)
+    out = [
+        f"# Step {step} of {folder.name}",
+        f"- {verdict}\n- {finite}",
+        table(("", ""), list(seen["row"].items())),
+        "## Its sequences, those of the highest loss first",
+        *lines,
+        "## Norms of weights, of gradients after clipping, and of updates",
+        table(("tensor", "weight", "gradient", "update", "update / weight"), norms(trace)),
+    ]
+    with replacing(path) as temporary:
+        temporary.write_text(printable("\n\n".join(out)), encoding="utf-8")
+    return [verdict, finite, lines[0], f"wrote {path}"]
+
+
+def sequences(seen: dict) -> list[str]:
+    """The loss of each sequence of a step, its worst tokens and its text."""
+    inputs, targets, losses = map(torch.cat, zip(*seen["batch"], strict=True))
+    if not len(losses):
+        return ["The model does not return logits."]
+    mean = losses.nanmean(1)
+    lines = []
+    for i in mean.argsort(descending=True)[:MOST_SEQUENCES].tolist():
+        line = f"**Sequence {seen['first'] + i}**: loss {mean[i]:.4f}"
+        with suppress(DataError, KeyError):  # there is no tokenizer, or it is not installed
+            decode = tokenizer_of(seen["meta"]).decode
+            worst = worst_tokens(targets[i], losses[i], decode)
+            text = decode(inputs[i].tolist())
+            line += f"; worst: {worst}\n\n{textwrap.indent(text, '    ')}"
+        lines.append(line)
+    return lines
+
+
+def worst_tokens(targets: torch.Tensor, losses: torch.Tensor, decode: Callable) -> str:
+    """The targets of a sequence with the highest losses, in words."""
+    order = losses.nan_to_num(nan=-1).argsort(descending=True)
+    words = []
+    for place in order[:3].tolist():
+        if targets[place] >= 0:
+            words.append(f"`{decode([targets[place].item()])!r}` {losses[place]:.2f}")
+    return ", ".join(words)
+
+
+def is_float(leaf) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel() > 0
+
+
+def norms(trace: list) -> list[list]:
+    found = dict(trace)
+    rows = []
+    for name, after in found.items():
+        place, _, weight = name.partition(" model/")
+        if place != "after it:" or not is_float(after):
+            continue
+        before = found[f"at its start: model/{weight}"].double()
+        gradient = found.get(f"clipped gradient of {weight}")
+        size = before.norm()
+        update = (after.double() - before).norm()
+        cell = "" if gradient is None else f"{gradient.double().norm():.3g}"
+        rows.append([weight, f"{size:.4g}", cell, f"{update:.3g}", f"{update / size:.2e}"])
+    return rows
