@@ -5,12 +5,9 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import random
 import re
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -28,10 +25,8 @@ from conftest import (
     wait_for,
 )
 from helpers import (
-    alive,
     batch,
     build_run,
-    catches,
     distance,
     free_port,
     gradient,
@@ -43,8 +38,7 @@ from helpers import (
 from sources import around, only_on, ranks, stop_at
 
 import train
-from plumbing import machine
-from plumbing.cli import BadInput, RunFailed
+from plumbing.cli import RunFailed
 from plumbing.data import OrderedWindows
 from plumbing.safe_step import explain, out_of_memory, rng_state, set_rng_state
 
@@ -308,11 +302,6 @@ def test_no_schedule_leaves_its_bounds(knobs, schedule):
         assert all(0 < rate <= 1 for rate in rates) and max(rates) > 0.999
         if schedule not in ("constant", "step"):
             assert rates[100:] == [0.01] * 100
-        knobs(decay_steps=30)  # shorter than a warmup may be
-        assert all(0 < train.lr_at(step) <= 1 for step in range(200))
-    for max_steps in (1, 2, 4):
-        knobs(warmup_steps=0, max_steps=max_steps, decay_steps=0)
-        assert all(0.01 <= train.lr_at(step) <= 1 for step in range(max_steps))
 
 
 def test_each_step_is_taken_at_its_own_rate(run_train, knobs):
@@ -446,8 +435,8 @@ def test_milestones_stay_and_of_the_others_the_newest(run_train):
     for name, step in zip(names[1:], (10, 12, 5, 10), strict=True):
         checkpoint = torch.load(done.out_dir / name, weights_only=True)
         assert checkpoint["state"]["step"] == step
-        parts = "model frozen optimizer groups scaler ema state rng config data run".split()
-        assert set(checkpoint) == set(parts)
+        parts = "format model frozen optimizer groups scaler ema state rng config data run"
+        assert set(checkpoint) == set(parts.split())
         assert not [key for key in checkpoint["model"] if key.startswith(("_orig_mod", "module"))]
 
 
@@ -460,7 +449,7 @@ def test_run_json_says_what_ran(run_train):
     code = facts["run"]["code"]
     assert {"train.py", "model.py", "optim.py", "plumbing/checkpoint.py"} <= set(code)
     for name, found in code.items():
-        assert found[0] == hashlib.sha256((REPO / name).read_bytes()).hexdigest()
+        assert hashlib.sha256((REPO / name).read_bytes()).hexdigest().startswith(found)
     assert facts["versions"]["torch"] == torch.__version__  # with the build: 2.13.0+cu130
     assert facts["versions"]["numpy"] == np.__version__
     assert facts["hardware"]["threads"] == torch.get_num_threads()
@@ -609,73 +598,17 @@ def test_a_fallback_to_eager_mode_is_logged_and_not_kept(run_train):
     assert changes == [[True, False], [False, True]]
 
 
-# ---- the best, the schedule ----------------------------------------------------------------------
-
-
-STALLED = ("--peak_lr=1e-12", "--min_lr=0", "--eval_interval=2")  # no evaluation improves
-
-
-def test_a_plateau_of_another_run_does_not_lower_the_rate(run_train):
-    plateau = ("--plateau_factor=0.5", "--plateau_patience=1")
-    old = run_train("old", *STALLED, *plateau, "--save_interval=6")
-    factor = torch.load(old.checkpoint(12), weights_only=True)["state"]["lr_factor"]
-    assert factor < 1
-    flags = (f"--resume={old.checkpoint(12)}", "--max_steps=18", "--schedule=cosine")
-    new = run_train("new", *flags, "--decay_steps=30", "--peak_lr=1e-3", "--warmup_steps=1")
-    rate = new.rows("train")[0]["lr"]
-    assert rate == pytest.approx(1e-4 + 0.45e-3 * (1 + math.cos(math.pi * 11 / 29)))
-
-
-# ---- what a fork returns -------------------------------------------------------------------------
-
-
-def test_what_evaluate_returns_is_a_number_with_a_loss(run_train):
-    done = run_train("run", before=around("evaluate", then="result['own'] = torch.tensor(2.5)"))
-    assert done.rows("eval")[0]["own"] == 2.5
-    done = run_train("without", before="train.evaluate = lambda run: {'val_tokens': 3}", code=1)
-    assert "expected val_loss" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_loss_that_is_not_finite_before_the_first_update_is_no_matter_of_the_rate(run_train):
-    nan = around("forward_backward", then="result['loss'] = torch.tensor(math.nan)")
-    done = run_train("run", before=nan, code=1)
-    assert "the loss is NaN at step 0" in done.stderr
-    assert "--peak_lr" not in done.stderr
-
-
 # ---- ranks ---------------------------------------------------------------------------------------
 
 
-def waiting_rank(data_dir, tmp_path, wrapped=False):
-    """(process, port) of a rank 0 whose partner never comes."""
+def test_a_rank_that_waits_for_another_can_be_ended(start_train):
     port = free_port()
-    environment = os.environ | {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, *arguments(tmp_path / "run", data_dir, ())]
-    if wrapped:  # by a launcher that can die
-        program = "import subprocess, sys, time; p = subprocess.Popen(sys.argv[1:])"
-        program += "; print(p.pid, flush=True); time.sleep(100)"
-        command = [sys.executable, "-c", program, *command]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True), port
-
-
-def test_a_rank_that_waits_for_another_can_be_ended(data_dir, tmp_path):
-    process, port = waiting_rank(data_dir, tmp_path)
+    told = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    process = start_train("run", env=told)
     wait_for(lambda: listens(port), 60)
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == -signal.SIGTERM
-
-
-@pytest.mark.parametrize("where", ["the import of torch", "the rendezvous"])
-def test_a_rank_whose_launcher_dies_while_it_waits_ends_by_itself(data_dir, tmp_path, where):
-    launcher, port = waiting_rank(data_dir, tmp_path, wrapped=True)
-    pid = int(launcher.stdout.readline())
-    wait_for(lambda: listens(port) if where == "the rendezvous" else catches(pid, "SIGUSR1"), 60)
-    assert alive(pid)
-    launcher.kill()
-    launcher.wait()
-    wait_for(lambda: not alive(pid), 10 if where == "the rendezvous" else 60)
 
 
 def test_the_rank_that_has_the_cause_prints_it(run_train):
@@ -687,21 +620,10 @@ def test_the_rank_that_has_the_cause_prints_it(run_train):
     assert "another rank" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_dead_worker_is_told_by_its_rank(run_train):
-    die = around("ShuffledWindows.__getitem__", "if args[1][0] >= 5 * 8: os._exit(9)")
-    source = "train.ranks.HANG_MINUTES = 0.2\n" + only_on(1, die)
-    flags = ("--batch_size=4", "--num_workers=1")
-    done = run_train("run", *flags, before=ranks(2, source), code=1)
-    assert codes(done) == "1 1" and done.stderr.count("DataLoader worker (pid") == 1, done.stderr
-
-
 def test_cublas_finds_its_setting_when_train_is_imported(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     source = "import train, os; print(os.environ['CUBLAS_WORKSPACE_CONFIG'])"
     assert python(source) == ":4096:8"
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
-    with pytest.raises(BadInput, match="expected :4096:8 or :16:8"):
-        machine.set_deterministic(True, torch.device("cuda"))
 
 
 # ---- errors in one's own code --------------------------------------------------------------------
@@ -740,19 +662,14 @@ ERRORS = {  # where it happens: (source, the last line)
     "train_step": (OS_ERROR, "FileNotFoundError: [Errno 2] No such file or directory: 'no/such/fi"),
     "build_model": (BUILT, "ValueError: too many values to unpack (expected 2)"),
 }
-COMPILED = [*((where, "false") for where in ERRORS), ("forward", "true"), ("train_step", "true")]
 
 
-@pytest.mark.parametrize("where, compile", COMPILED)
-def test_an_error_in_own_code_ends_in_its_own_line(where, compile, run_train, tmp_path):
+@pytest.mark.parametrize("where", ERRORS)
+def test_an_error_in_own_code_ends_in_its_own_line(where, run_train, tmp_path):
     source, words = ERRORS[where]
     (tmp_path / "own_code.py").write_text(source)
     before = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import own_code"
-    if compile == "true":
-        before += """
-torch.compile = lambda model, **_: torch._dynamo.optimize("eager")(model)
-"""
-    done = run_train("run", f"--compile={compile}", before=before, code=1)
+    done = run_train("run", before=before, code=1)
     number = source.splitlines().index(next(x for x in source.splitlines() if "# here" in x)) + 1
     places = re.findall(r'File "(.*)", line (\d+)', done.stderr)
     assert places[-1] == (str(tmp_path / "own_code.py"), str(number)), done.stderr

@@ -68,7 +68,6 @@ def test_from_1_to_2_to_1_ranks_the_batches_are_the_same_and_the_losses_agree(ru
     pairs = list(zip(straight.rows("train"), done.rows("train"), strict=True))
     assert len(pairs) == 20
     apart = max(abs(a["loss"] - b["loss"]) / a["loss"] for a, b in pairs)
-    print(f"largest difference of a loss: {apart:.1e} of it")
     assert 0 < apart < 1e-5  # 0 would mean that the ranks did not share the work
     for a, b in pairs:
         assert all(a[key] == b[key] for key in ("step", "sequences", "tokens", "lr", "epoch"))
@@ -237,7 +236,6 @@ def assert_close(one, other, relative):
     assert [a["step"] for a, _ in pairs] == list(range(1, len(pairs) + 1)) and len(pairs) > 1
     for key in ("loss", "grad_norm"):
         apart = max(abs(a[key] - b[key]) / a[key] for a, b in pairs)
-        print(f"largest relative difference of {key}: {apart:.1e}")
         assert apart < relative * (1 if key == "loss" else 10), key
     losses = [[row["val_loss"] for row in done.rows("eval")] for done in (one, other)]
     assert losses[0] == pytest.approx(losses[1], rel=relative)
@@ -286,49 +284,6 @@ os.write(1, f"HELD {rank} {held}\n".encode())
         for held in totals[count]:
             for mine, all_of_it in zip(held, totals[1][0], strict=True):
                 assert mine == pytest.approx(all_of_it / count, rel=0.02)
-
-
-# ---- how much a rank reads and holds -------------------------------------------------------------
-
-PEAK = """
-import itertools
-def peak_of(compute):  # (bytes of tensors that it makes and that live at once, at most; its result)
-    cpu = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=cpu, profile_memory=True) as profiler:
-        result = compute()
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    return max(itertools.accumulate(nbytes for _, nbytes in changes)), result
-"""
-READING = """
-from pathlib import Path
-def read_so_far():
-    return int(Path("/proc/self/io").read_text().split()[1])
-def put_back(self, inner=train.checkpoint.WholeState.put_back):
-    os.write(1, f"TOOK {rank} {peak_of(lambda: inner(self))[0]}\\n".encode())
-train.checkpoint.WholeState.put_back = put_back
-began = read_so_far()
-"""
-READING += around("train", r'os.write(1, f"READ {rank} {read_so_far() - began}\n".encode())')
-
-
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("shard", first(1, [SHARD, "--shard=false"]))
-def test_a_checkpoint_is_read_once_by_rank_0_and_mapped_by_all(run_train, shard):
-    """Rank 0 reads it to compare checksums. Of the mapping a rank takes what it keeps."""
-    flags = ("--n_embd=384", "--n_head=4", "--batch_size=4", "--warmup_steps=0", shard)
-    begun = run_train("run", *flags, "--max_steps=2", before=ranks(2))
-    size = begun.checkpoint(2).stat().st_size
-    assert size > 20e6
-    more = ("--max_steps=3", "--decay_steps=3")
-    resumed = run_train("run", *flags, *more, before=ranks(2, PEAK + READING))
-    read = [int(re.search(rf"READ {rank} (\d+)", resumed.stdout)[1]) / size for rank in (0, 1)]
-    # besides, rank 0 reads the metadata of each installed package
-    assert 1 <= read[0] < 1.7 and read[1] < 0.1, read
-    took = [int(re.search(rf"TOOK {rank} (\d+)", resumed.stdout)[1]) / size for rank in (0, 1)]
-    print("read, took", read, took)
-    # two thirds of a checkpoint are moments, which are new memory; the weights are there already
-    assert max(took) < (0.45 if shard == SHARD else 0.8), took
 
 
 # ---- ranks.py and fsdp.py ------------------------------------------------------------------------
