@@ -382,9 +382,9 @@ def memory(job):
         rows[name] = row
     say("\nmemory: MB of tensors at the peak of an eager step")
     say(
-        "  passing: activations, gradients and what else lives only within a step; by a line through"
+        "  passing: activations, gradients and what else lives only within a step; twice: predicted"
     )
-    say("  this and half the micro-batch, twice: of twice the micro-batch; fits: the largest")
+    say("  for twice the micro-batch, by a line through this and half of it; fits: the largest")
     say(f"  micro-batch in 90% of {cell(free, '.1f G')} GB free")
     columns = dict.fromkeys(("weights", "moments", "passing", "measured", "twice"), ",.1f M")
     print_table(rows, micro_batch=",.0f", **columns, fits=",.0f")
