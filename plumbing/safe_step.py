@@ -26,13 +26,8 @@ from plumbing.ranks import (
     total,
     world_size,
 )
-from plumbing.signals import Signals
 
 MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # of the state: what memory allows stays known
-
-
-class Stopped(Exception):
-    """A signal came during a rehearsal, which therefore failed."""
 
 
 def leaves(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
@@ -220,14 +215,13 @@ def rehearse(
     compile: bool,
     forward_backward: Callable,
     read: Callable[[], tuple],
-    signals: Signals | None = None,
 ) -> nn.Module:
     """Call forward_backward on the batch that read() returns, to compile and to find a micro-batch
     that fits. Nothing else changes. Returns the model, compiled or not.
 
-    If torch.compile fails, a single process records `compile_failed` and runs eager; ranks fail,
-    and so does a run that `signals` stop: one may have ended the compiler. Raises RunFailed also if
-    the forward pass makes a buffer, which a resumed model would not have."""
+    If torch.compile fails, a single process records `compile_failed` and runs eager; ranks fail.
+    Raises RunFailed also if the forward pass makes a buffer, which a resumed model would not
+    have."""
     note_halving(run)  # the sizes to compare later ones with
     names = run.model.state_dict().keys()
     state = clone(run.state)
@@ -243,8 +237,6 @@ def rehearse(
         if not compile or isinstance(error, RunFailed):
             raise
         reason = " ".join(str(error).split())[:200]  # its first line is not enough
-        if signals and signals.stop:
-            raise Stopped from error
         if world_size() > 1:  # others may have compiled, and all must do the same
             raise RunFailed(f"torch.compile failed ({reason}); write --compile=false") from error
         before.put_back()
