@@ -130,7 +130,6 @@ FRESH_STATE = {
     "sequences": 0,  # index of the next training sequence; roll_back sets it past the bad data
     "tokens": 0,  # targets trained on so far
     "micro_batch": 0,  # sequences per forward pass: batch_size, halved whenever memory runs out
-    "eval_micro_batch": 0,  # the same for evaluation
     "first_step": 0,  # where this run began, or was resumed without a target for rollbacks
     "best_score": math.inf,  # of best_metric, its sign turned if higher is better
     "best_val_loss": math.inf,  # validation loss of the best weights
@@ -140,17 +139,19 @@ FRESH_STATE = {
     "evals_on_plateau": 0,  # the same, for plateau_patience
     "lr_factor": 1.0,  # product of the plateau_factors so far
     "rollbacks": 0,
-    "skipped": 0,
     "skips_in_row": 0,
-    "zeros_in_row": 0,  # gradient norms of exactly 0
     "high_in_row": 0,  # losses above the first one
     "first_loss": math.inf,
 }
-KEPT_IN_ROLLBACK = ("best_score", "best_val_loss", "best_step", "skipped", "rollbacks")
-POSITION = ("step", "sequences", "tokens")  # what a run takes over from another one's checkpoint
+KEPT_IN_ROLLBACK = ("best_score", "best_val_loss", "best_step", "rollbacks")
+POSITION = (
+    "step",
+    "sequences",
+    "tokens",
+    "micro_batch",
+)  # what a run takes over from another one's checkpoint
 MOST_SKIPPED = 10  # updates in a row that are not finite, before a rollback
 MOST_ROLLBACKS = 3  # before the run gives up
-MOST_ZEROS = 10  # gradient norms of exactly 0 in a row, from which no rollback helps
 MOST_HIGH = 10  # losses above the first one in a row, before a warning
 MOST_RECENT = 10  # rows that a diagnosis quotes
 last_run = None  # the run of the newest main(), for a notebook
@@ -226,8 +227,7 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
             resuming.continue_from(run, saved, config)  # refuses another run
             checkpoint.WholeState(run, saved).put_back()
             if not folder.owns(path):  # its weights go on, its course does not
-                kept = (*POSITION, *checkpoint.MICRO_BATCHES)
-                own = {key: run.state[key] for key in kept}
+                own = {key: run.state[key] for key in POSITION}
                 run.state.update(copy.deepcopy(FRESH_STATE) | own)
             run.before["run"] = saved["run"] | {"micro_batch": saved["state"]["micro_batch"]}
             saved = None  # unmaps the file, so that its disk space is free once it is pruned
@@ -296,7 +296,7 @@ def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, da
         groups=copy.deepcopy([part.state_dict()["param_groups"] for part in optimizers]),
         scaler=torch.amp.GradScaler(run_device.type, enabled=dtype == "float16"),
         ema={name: w.detach().clone() for name, w in model.named_parameters() if ema_decay},
-        state=copy.deepcopy(FRESH_STATE) | dict.fromkeys(checkpoint.MICRO_BATCHES, batch_size),
+        state=copy.deepcopy(FRESH_STATE) | {"micro_batch": batch_size},
     )
 
 
@@ -326,7 +326,7 @@ class Run:
     ema: dict  # name -> averaged weight; empty when off
     state: dict
     knobs: dict = field(default_factory=dict)  # name -> cli.Knob: what a knob may do
-    noted_sizes: dict = field(default_factory=dict)  # of micro-batches, in the newest event
+    noted_size: int = 0  # of a micro-batch, in the newest event
     batches: data.Batches | None = None  # the batches to come
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
     steps_here: int = 0  # that this process has taken
@@ -635,7 +635,7 @@ def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr:
     before = Captured(run)  # buffers and random state: what a retry or a skip puts back
     n_targets = ranks.total(count_targets(targets))
     take = partial(forward_backward, model, run, inputs, targets, n_targets)
-    numbers = halving_on_oom(before, "micro_batch", take)  # 3 to 5
+    numbers = halving_on_oom(before, take)  # 3 to 5
     ranks.sum_gradients(run.model, numbers)  # each is divided by the global count
     grad_norm = clip(run)  # 6: unscale, then clip
     skipped = ~(numbers["loss"].isfinite() & grad_norm.isfinite())
@@ -711,31 +711,22 @@ def record_evaluation(run: Run, table) -> bool:
     """Evaluate and log the result. Returns whether it is the best so far."""
     state = run.state
     meta = run.facts["data"]["meta"]
-    numbers = evaluated(run)
+    numbers = evaluate(run)
+    safe_step.check_names(numbers, "evaluate()", ("eval",))
+    numbers = {name: n.item() if torch.is_tensor(n) else n for name, n in numbers.items()}
     is_best = count_evaluation(numbers, state)
     row = {"kind": "eval", "step": state["step"], **numbers}
     row["best_val_loss"] = state["best_val_loss"]
     if best_metric != "val_loss":
         sign = -1 if best_metric.startswith("-") else 1
         row[f"best_{best_metric.removeprefix('-')}"] = sign * state["best_score"]
-    is_whole = row.get("val_tokens", 0) + 1 == meta.get("val_tokens")  # of the validation split
-    if is_whole or not (eval_tokens or "val_tokens" in meta):
+    if not eval_tokens:  # the whole split
         row.pop("val_tokens", None)
-    if is_whole and "val_bytes" in meta:
-        row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
+        if "val_bytes" in meta:
+            row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
     run.folder.write_rows([row])
     table.print_evaluation(row, is_best)
     return is_best
-
-
-def evaluated(run: Run) -> dict:
-    """evaluate()'s numbers, as plain ones. Raises RunFailed if a row cannot hold one."""
-    numbers = evaluate(run)
-    safe_step.note_halving(run)
-    safe_step.check_names(numbers, "evaluate()", ("eval",))
-    if "val_loss" not in numbers:
-        raise RunFailed(f"evaluate() returns {', '.join(numbers)}; expected val_loss among them")
-    return {name: n.item() if isinstance(n, torch.Tensor) else n for name, n in numbers.items()}
 
 
 @torch.no_grad()
@@ -747,7 +738,7 @@ def evaluate(run: Run) -> dict:
     the result does not depend on --compile. Training is unaffected: all that it moves is put back.
     """
     with evaluating(run) as before:
-        totals = halving_on_oom(before, "eval_micro_batch", partial(sum_losses, run))
+        totals = halving_on_oom(before, partial(sum_losses, run))
     loss, right, counted = ranks.total(totals).tolist()
     return {"val_loss": loss / counted, "val_accuracy": right / counted, "val_tokens": int(counted)}
 
@@ -756,7 +747,7 @@ def sum_losses(run: Run) -> torch.Tensor:
     """Sums over this rank's share of the validation data: [loss, right predictions, targets]."""
     where = "cpu" if run.device.type == "mps" else run.device  # MPS has no float64
     totals = torch.zeros(3, dtype=torch.float64, device=where)
-    size = run.state["eval_micro_batch"]
+    size = run.state["micro_batch"]
     for first in range(0, len(run.val_data), size * world_size()):
         mine = first + size * rank()
         has_rows = mine < len(run.val_data)  # if not, only take part: FSDP needs every rank
@@ -777,13 +768,13 @@ def count_evaluation(numbers: dict, state: dict) -> bool:
     far. The evaluation after the last step counts for the latter two only if eval_interval asks for
     it: a run extended later must take the same course as one that was that long from the start."""
     name = best_metric.removeprefix("-")
-    if name not in numbers:
-        raise RunFailed(f"--best_metric={best_metric}: evaluate() returns {', '.join(numbers)}")
+    for expected in ("val_loss", name):
+        if expected not in numbers:
+            raise RunFailed(f"evaluate() returns {', '.join(numbers)}; expected {expected}, too")
     score = -numbers[name] if best_metric.startswith("-") else numbers[name]
     is_best = score < state["best_score"]
     if is_best:
-        best_val_loss = numbers.get("val_loss", math.nan)
-        state.update(best_score=score, best_val_loss=best_val_loss, best_step=state["step"])
+        state.update(best_score=score, best_val_loss=numbers["val_loss"], best_step=state["step"])
     counts = state["step"] == state["first_step"] or every(eval_interval, state["step"])
     if not counts:
         return is_best
@@ -878,32 +869,22 @@ def judge(rows: list[dict], run: Run) -> tuple[list[dict], str | None]:
     by step, so that log_interval does not matter, from numbers that are the same on every rank."""
     state = run.state
     for number, row in enumerate(rows, 1):
-        trouble = count_trouble(row, state)
         if row["skipped"]:
             run.folder.event(row["step"], "skipped", loss=row["loss"], grad_norm=row["grad_norm"])
-        elif state["high_in_row"] == MOST_HIGH:
+            state["skips_in_row"] += 1
+            if state["skips_in_row"] >= MOST_SKIPPED:
+                return rows[:number], "loss or gradient not finite, update after update"
+            continue
+        state["skips_in_row"] = 0
+        if state["first_loss"] == math.inf:
+            state["first_loss"] = row["loss"]
+        is_high = row["loss"] > state["first_loss"]
+        state["high_in_row"] = state["high_in_row"] + 1 if is_high else 0
+        if state["high_in_row"] == MOST_HIGH:
             warning = f"above its first value for {MOST_HIGH} steps; lower --peak_lr?"
             loss = {"loss": row["loss"], "first": state["first_loss"]}
             run.folder.event(row["step"], "diverging", **loss, warning=warning)
-        if trouble:
-            return rows[:number], trouble
     return rows, None
-
-
-def count_trouble(row: dict, state: dict) -> str | None:
-    """Update the counters of trouble from one step. Returns what is wrong, or None."""
-    state["skipped"] += row["skipped"]
-    state["skips_in_row"] = state["skips_in_row"] + 1 if row["skipped"] else 0
-    state["zeros_in_row"] = state["zeros_in_row"] + 1 if row["grad_norm"] == 0 else 0
-    if row["skipped"]:
-        bad = state["skips_in_row"] >= MOST_SKIPPED
-        return "loss or gradient not finite, update after update" if bad else None
-    if state["zeros_in_row"] >= MOST_ZEROS:
-        return "a gradient norm of exactly 0, update after update"
-    if state["first_loss"] == math.inf:
-        state["first_loss"] = row["loss"]
-    state["high_in_row"] = state["high_in_row"] + 1 if row["loss"] > state["first_loss"] else 0
-    return None
 
 
 def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
@@ -914,8 +895,7 @@ def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
     kept = {key: state[key] for key in KEPT_IN_ROLLBACK}
     path, damaged = from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)
     from_rank0(checkpoint.set_aside, damaged)
-    hopeless = state["zeros_in_row"] >= MOST_ZEROS or state["rollbacks"] == MOST_ROLLBACKS
-    if hopeless or path is None:
+    if path is None or state["rollbacks"] == MOST_ROLLBACKS:
         raise RunFailed(console.diagnosis(trouble, recent, state["rollbacks"]))
     checkpoint.WholeState(run, checkpoint.load(path, verify=False)).put_back()
     if "loss_scale" in bad:  # lower than it was; of judged steps, whatever was executed since

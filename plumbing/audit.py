@@ -11,7 +11,7 @@ from plumbing.checkpoint import WholeState
 from plumbing.cli import RunFailed
 from plumbing.ranks import agree, checksum, from_all_ranks, local
 from plumbing.run_folder import Clock
-from plumbing.safe_step import MICRO_BATCHES, as_bytes, by_path, clone, tensors
+from plumbing.safe_step import as_bytes, by_path, clone, tensors
 
 
 class NotEnoughMemory(Exception):
@@ -26,7 +26,7 @@ class Tries:
         self.run = run
         self.take_step = take_step
         self.clock = clock
-        self.sizes = {key: run.state[key] for key in MICRO_BATCHES}
+        self.sizes = {"micro_batch": run.state["micro_batch"]}
         self.count = 0
         machine.synchronize(run.device)
         with clock.apart("audit"):

@@ -26,7 +26,6 @@ from plumbing.files import fsync, is_odd, replacing
 from plumbing.fsdp import shard_like
 from plumbing.machine import copies_in_background, synchronize
 from plumbing.safe_step import (
-    MICRO_BATCHES,
     Captured,
     as_bytes,
     by_path,
@@ -117,7 +116,7 @@ def check_schema(checkpoint: Any, path: Path, parts=SCHEMA) -> None:
         state, rng = checkpoint["state"], checkpoint["rng"]
         named = re.fullmatch(r"(?:ckpt|milestone)_(\d{8,})", path.stem)
         counts = [state.get(key, 0) for key in ("step", "sequences", "tokens")]
-        counts += [state.get(key, 1) - 1 for key in MICRO_BATCHES]
+        counts += [state.get("micro_batch", 1) - 1]
         keys = {"state", "param_groups", "built"}
         fine |= {
             "counters": all(type(n) is int and 0 <= n < 2**62 for n in counts),
@@ -204,7 +203,7 @@ class WholeState(Captured):
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Of the loop's state, MICRO_BATCHES stay as they are; so do the random state if it is of
+        """Of the loop's state, micro_batch stays as it is; so does the random state if it is of
         another number of ranks, and those settings of an optimizer whose knobs have changed."""
         run, parts = self.run, self.parts
         self.put_back_weights()
@@ -213,8 +212,8 @@ class WholeState(Captured):
         for name, average in run.ema.items():
             average.copy_(shard_like(average, averages[name]))
         run.scaler.load_state_dict(parts["scaler"])
-        kept = {key: run.state[key] for key in MICRO_BATCHES}
-        run.state.update(clone(parts["state"]) | kept)
+        kept = run.state["micro_batch"]  # what memory allows stays known
+        run.state.update(clone(parts["state"]) | {"micro_batch": kept})
         if len(parts["rng"]) == ranks.world_size():
             set_rng_state(parts["rng"][ranks.rank()], run.device)
 

@@ -647,7 +647,7 @@ def evaluation_checks(job):
     fine = 0.99 < total < 1.0001
     backwards = [tensor.flip(0) for tensor in windows]
     for tensors, micro_batch in ((windows, count), (windows, 1), (backwards, max(1, count - 1))):
-        state = run.state | {"eval_micro_batch": micro_batch}
+        state = run.state | {"micro_batch": micro_batch}
         numbers = train.evaluate(replace(run, val_data=Part(tensors), state=state))
         losses.append(numbers["val_loss"])
         for name, number in expected.items():
