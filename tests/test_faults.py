@@ -3,7 +3,6 @@
 One process in nearly all; several ranks in test_ranks.py. Nothing is simulated but the two things
 that cannot be had to order: a number that is not finite, and a GPU that has no memory left."""
 
-import copy
 import io
 import os
 import pickle
@@ -11,8 +10,6 @@ import shutil
 import signal
 import subprocess
 import time
-import zipfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -195,25 +192,15 @@ def saved(value):
     return buffer.getvalue()
 
 
-def another_zip():
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as archive:
-        archive.writestr("hello.txt", "hello")
-    return buffer.getvalue()
-
-
 BOMBS = {
     "a pickle bomb": lambda bomb: pickle.dumps(bomb),
     "a bomb in a zip": lambda bomb: saved({"state": bomb}),
 }
 DAMAGES = {  # the new content, of the old one
     "truncated": lambda content: content[: len(content) * 2 // 3],
-    "without its last byte": lambda content: content[:-1],
     "a bit": lambda content: with_a_bit_flipped(content, len(content) // 2),
-    "a bit of the directory": lambda content: with_a_bit_flipped(content, -200),
     "a page of zeros": with_a_page_of_zeros,
     "empty": lambda content: b"",
-    "another zip": lambda content: another_zip(),
     "a tensor": lambda content: saved(torch.zeros(3)),
 }
 
@@ -248,9 +235,9 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
     assert done.fingerprint(12) == straight.fingerprint(12)
 
 
-@pytest.mark.parametrize("place", ["open", "_EndRecData", "ZipFile.testzip"])
+@pytest.mark.parametrize("place", ["open", "ZipFile.testzip"])
 def test_an_error_in_reading_a_checkpoint_is_no_damage(run_train, interrupted, tmp_path, place):
-    """A disk that answers EIO: to the opening, in the zip's directory, or in the data."""
+    """A disk that answers EIO: to the opening, or in the data."""
     shutil.copytree(interrupted, tmp_path / "run")
     before = tree(tmp_path / "run")
     fail = f"""
@@ -297,65 +284,24 @@ def test_other_files_are_neither_resumed_from_nor_pruned(
         assert (done.out_dir / name).read_bytes() == content
 
 
-def nested(depth):
-    value = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-def same_list_many_times(doublings):
-    value = [1]
-    for _ in range(doublings):
-        value = [value, value]
-    return value
-
-
-WRONG = {  # part, or part and key -> what it might hold in a file whose checksums are right
-    "model": [None, {1: torch.ones(2)}, {"head.weight": 3.0}],
-    "optimizer": [None, [{}], [{"state": {}}], [[]]],
-    "scaler": [None, 1.0],
-    "ema": [None, []],
-    "rng": [None, {}, [], [{}], "torch"],
-    "config": [None, "train.py"],
-    "data": [None, {"name": "small"}],
-    "run": [None, {"world_size": 3}],
-    "state": [None, {}, nested(300), same_list_many_times(30)],
-    "state step": [None, -1, 2**60, 1.5, "8", True, torch.tensor(8)],
-    "state sequences": [-8, 1.5],
-    "state tokens": ["many"],
-    "state micro_batch": [-1, 0, None],
-    "state more": [nested(60)],
-    "rng python": [None, (3, (1, 2), None)],
-    "rng numpy": [None, ["MT19937", torch.zeros(3), 0, 0, 0.0]],
-    "rng torch": [None, torch.zeros(5), torch.zeros(5056)],
+WRONG = {  # part -> what it might hold in a file whose checksums are right
+    "model": None,
+    "optimizer": [{}],
+    "rng": [],
+    "config": "train.py",
+    "state": {"step": -1},
 }
 
 
-def test_a_whole_file_with_wrong_content_is_damaged(interrupted, tmp_path, monkeypatch):
-    """Quickly, by name, and without being taken for anything else: no hang, no other error."""
-    monkeypatch.setattr(checkpoint, "MOST_VALUES", 100_000)  # it counts to 10 million in 6 s
+@pytest.mark.parametrize("part", WRONG)
+def test_a_whole_file_with_wrong_content_is_damaged(interrupted, tmp_path, part):
     path = tmp_path / "ckpt_00000008.pt"
     good = torch.load(interrupted / path.name, weights_only=True)
-    accepted = []
-    for place, value in ((place, value) for place, values in WRONG.items() for value in values):
-        part, _, key = place.partition(" ")
-        wrong = copy.copy(good)
-        if not key:
-            wrong[part] = value
-        elif part == "state":
-            wrong["state"] = good["state"] | {key: value}
-        else:
-            wrong["rng"] = [good["rng"][0] | {key: value}]
-        torch.save(wrong, path)
-        try:
-            checkpoint.load(path)
-            accepted.append((place, str(value)[:60]))
-        except checkpoint.Damaged as error:
-            assert str(error)
-    assert not accepted
     torch.save(good, path)
     assert checkpoint.load(path)
+    torch.save(good | {part: WRONG[part]}, path)
+    with pytest.raises(checkpoint.Damaged):
+        checkpoint.load(path)
 
 
 def test_with_no_good_checkpoint_left_it_says_so_and_stops(run_train, interrupted, tmp_path):
@@ -395,17 +341,6 @@ time.sleep(0.5)  # until the save that cannot be has failed
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's /proc")
-def test_a_pruned_checkpoint_gives_its_disk_space_back(run_train):
-    """Also the one that the run has resumed from, which is mapped into memory to be read."""
-    flags = ("--save_interval=2", "--keep_last=1")
-    run_train("run", *flags, before=stop_at(4), code=143)
-    look = at_step(12, "print('OPEN', [x for x in open('/proc/self/maps') if '.pt' in x])")
-    done = run_train("run", *flags, before=look)
-    assert "OPEN []" in done.stdout, done.stdout
-    assert not done.checkpoint(4).exists()
-
-
 def valid_rows(done, steps):
     rows = done.rows("train")  # raises where a line is no JSON
     return [row["step"] for row in rows] == list(range(1, steps + 1))
@@ -439,26 +374,6 @@ def test_a_disk_that_stays_full_is_exit_1_with_a_good_checkpoint(run_train, stra
     assert valid_rows(done, 12)
 
 
-def test_a_folder_that_becomes_read_only_stops_no_training(run_train, straight, small_disk):
-    """A second, read-only mount over the run's folder, as when a file server fails over."""
-    mount = """
-        import subprocess
-        time.sleep(0.5)
-        subprocess.run(["mount", "--bind", run.folder.path, run.folder.path], check=True)
-        subprocess.run(["mount", "-o", "remount,bind,ro", run.folder.path], check=True)
-        """
-    folder, before = small_disk(60) / "run", SHORT_PAUSES + at_step(6, mount)
-    done = run_train(folder, *EVERYTHING, before=before, code=1)
-    assert "ckpt_00000012.pt could not be saved" in done.stderr
-    assert "could not save ckpt_00000008.pt ([Errno 30] Read-only file system" in done.stdout
-    assert "12/12" in done.stdout and "Traceback" not in done.stderr
-    refused = run_train(folder, *EVERYTHING, code=2)
-    assert "cannot be written (Read-only file system)" in refused.stderr
-    subprocess.run(["umount", folder], check=True)
-    done = run_train(folder, *EVERYTHING)
-    assert done.fingerprint(12) == straight.fingerprint(12)
-
-
 def test_a_save_in_the_background_holds_the_state_of_its_own_step(run_train):
     """Though the loop goes on meanwhile."""
     wait = """
@@ -477,20 +392,6 @@ ODD_MACHINES = {
     "a clock that jumps": """
 import random
 time.time = lambda: random.Random(time.monotonic()).uniform(0, 2e9)
-""",
-    "a slow disk": """
-def save(checkpoint, path, inner=torch.save):
-    time.sleep(0.1)
-    inner(checkpoint, path)
-torch.save = save
-""",
-    "no thread can start": """
-import threading
-def start(thread, inner=threading.Thread.start):
-    if thread.name == "writer":
-        raise RuntimeError("can't start new thread")
-    inner(thread)
-threading.Thread.start = start
 """,
     # as on some network file systems; torch reports a RuntimeError, as it does for damage
     "files cannot be mapped into memory": """
@@ -718,9 +619,8 @@ if run.state["micro_batch"] > 2:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps, settled", [(500, 100), (2000, 200)])
-def test_a_long_run_leaks_no_memory_thread_or_file(run_train, steps, settled):
-    """Resident memory at the end, within 5% of that after `settled` steps, saving every 5."""
+def test_a_long_run_leaks_no_memory_thread_or_file(run_train):
+    """Resident memory at the end, within 5% of that after 100 steps, saving every 5."""
     measure = """
 import gc, multiprocessing, threading
 def resident():
@@ -739,16 +639,11 @@ def look_after(main):
     return and_then
 train.main = look_after(train.main)
 """
-    at = f"run.state['step'] in ({settled}, {steps} - 1)"
-    measure += around("train_step", f"if {at}: print('RESIDENT', resident())")
-    flags = (*EVERYTHING, f"--max_steps={steps}", "--save_interval=5", "--eval_interval=100")
-    done = run_train(
-        "run", *flags, "--patience=1000", "--milestone_interval=500", before=measure, timeout=300
-    )
+    at = "if run.state['step'] in (100, 499): print('RESIDENT', resident())"
+    measure += around("train_step", at)
+    flags = (*EVERYTHING, "--max_steps=500", "--save_interval=5", "--eval_interval=100")
+    done = run_train("run", *flags, before=measure, timeout=300)
     early, late = [int(x.split()[1]) for x in done.stdout.splitlines() if x.startswith("RESIDENT")]
-    print(
-        f"resident: {early / 1e6:.0f} MB after {settled} steps, {late / 1e6:.0f} MB after {steps}"
-    )
     assert late < 1.05 * early
     assert "LEFT 0 0 0" in done.stdout
     assert not list(done.out_dir.glob("*.tmp"))

@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from conftest import REPO, arguments, fingerprint, first, read_rows
+from conftest import arguments, fingerprint, first, read_rows
 from sources import SHORT_PAUSES, around, at_step, stop_at
 
 from plumbing.files import read_json, replacing, write_json
@@ -188,25 +188,6 @@ def test_a_kill_between_the_names_of_a_save_loses_none_of_them(run_train):
     assert best[0] == best[1]
 
 
-def test_what_is_no_regular_file_is_refused_in_one_line(run_train):
-    flags = ("--save_interval=4",)
-    done = run_train("run", *flags)
-    for name in ("run.json", ".lock"):
-        kept = done.out_dir / f"{name}.kept"
-        os.rename(done.out_dir / name, kept)
-        os.mkfifo(done.out_dir / name)
-        refused = run_train("run", *flags, code=2)
-        assert len(refused.stderr.splitlines()) == 1, refused.stderr
-        os.replace(kept, done.out_dir / name)
-    for name in ("ckpt_00000012.pt", "best.pt"):
-        os.remove(done.out_dir / name)
-        os.mkfifo(done.out_dir / name)
-    resumed = run_train("run", *flags)
-    assert "it is no regular file" in resumed.stdout, resumed.stderr
-    assert (done.out_dir / "ckpt_00000012.pt.corrupt").exists()
-    assert (done.out_dir / "ckpt_00000012.pt").is_file()
-
-
 LORA = """
 result.requires_grad_(False)
 result.adapter = torch.nn.Parameter(torch.zeros(3))
@@ -331,24 +312,6 @@ def test_a_closed_terminal_stops_a_run_with_a_checkpoint_unless_under_nohup(run_
     nohup = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     done = run_train("nohup", *FLAGS, before=nohup + stop_at(6, "SIGHUP"))
     assert done.fingerprint(12) == straight.fingerprint(12)
-
-
-def test_a_rank_leaves_without_the_finalization_of_python():
-    code = """
-import atexit
-from plumbing.machine import leave
-class Last:
-    def __del__(self):
-        print("finalized")
-last = Last()
-atexit.register(print, "at exit")
-print("before", end=" ")
-leave(3)
-"""
-    command = [sys.executable, "-c", code]
-    environment = os.environ | {"WORLD_SIZE": "2"}
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (3, "before at exit\n"), done.stderr
 
 
 # ---- the folder ----------------------------------------------------------------------------------
