@@ -4,10 +4,12 @@ A change is the source that a test runs before train.main(). The tests in test_h
 patches."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import first
+from conftest import REPO, first
 from helpers import batch, build_run, distance, gradient, update
 from sources import LION, SHARD, around, at_step, only_on, ranks
 from torch import nn
@@ -226,6 +228,30 @@ def test_a_skipped_step_changes_nothing_whatever_is_added_to_a_fused_optimizer(m
     weight.grad = torch.ones(4)
     step_unless(torch.tensor(0.0), optimizer)
     assert not torch.equal(weight, torch.ones(4))
+
+
+RECOMPILES = """
+from functools import partial
+import torch
+from plumbing.safe_step import compiled
+
+class Scaled(torch.nn.Module):
+    scale = 1.0
+    def forward(self, x):
+        return self.scale * x
+
+torch.compile = partial(torch.compile, backend="eager")  # which needs no C++ compiler
+model = compiled(Scaled())
+for model.scale in (1.0, 2.0, CHANGED):
+    model(torch.ones(3))
+"""
+
+
+@pytest.mark.parametrize("changed, times", [(2.0, 1), (3.0, 2)])
+def test_a_number_that_changes_in_a_compiled_model_is_shown_to_recompile_it(changed, times):
+    command = [sys.executable, "-c", RECOMPILES.replace("CHANGED", str(changed))]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+    assert done.stderr.count("Recompiling function forward") == times, done.stderr
 
 
 # ---- what cannot be kept is refused --------------------------------------------------------------
