@@ -12,13 +12,10 @@ is equal, 1 if not."""
 
 import importlib
 import os
-import pickle
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import gettempdir
 from types import ModuleType, SimpleNamespace
@@ -182,34 +179,19 @@ def where_they_part(one: Logged, other: Logged) -> int:
 def first_tensor(one: Logged, other: Logged, at: int) -> str:
     """In words: which of two runs is not computed again here; or else the first thing that differs
     in the step before `at`, or in that step."""
-    knobs = {"data_dir": data_dir, "script": script, "against": against}
-    here, there = (pickle.loads(apart(traced, run.path, at, knobs)) for run in (one, other))
-    if wrong := [verdict for verdict, is_equal, _ in (here, there) if not is_equal]:
-        return "\n".join(wrong)
-    for (position, trace), other_trace in zip(here[2].items(), there[2].values(), strict=True):
-        if found := steps.first_in_traces(trace, other_trace):
-            return f"both are computed again; the first difference in step {position.step}: {found}"
-    return "both are computed again, and no tensor differs"
-
-
-def apart(function: Callable, *arguments: Any) -> Any:
-    """What a function returns in a process of its own: the script of one run may replace what that
-    of another does not."""
-    new_group()
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
-
-
-def traced(path: Path, at: int, knobs: dict) -> bytes:
-    """Pickled (verdict, whether all is equal, {Position: traces of all ranks}), of the step before
-    `at` and of that step. In bytes: tensors would go through shared memory, which ends with this
-    process."""
-    with cli.setting(globals(), **knobs):
-        run = Logged(path)
+    found = {}
+    # a script may replace functions of train, so its run comes second
+    for run in sorted((one, other), key=lambda run: script_of(run).name != "train.py"):
         shown = [run.position(number) for number in (at - 1, at) if number > run.first]
-        again = Again(run, shown[-1], shown)
-        again.compute()
-        return pickle.dumps((again.verdict(), again.difference() is None, again.traces))
+        found[run] = Again(run, shown[-1], shown)
+        found[run].compute()
+    if wrong := [again.verdict() for again in found.values() if again.difference()]:
+        return "\n".join(wrong)
+    here, there = found[one].traces, found[other].traces
+    for number in sorted(here.keys() & there.keys()):
+        if words := steps.first_in_traces(here[number], there[number]):
+            return f"both are computed again; the first difference in step {number}: {words}"
+    return "both are computed again, and no tensor differs"
 
 
 # ---- computing again -----------------------------------------------------------------------------
@@ -228,15 +210,15 @@ class Again:
         self.loop = loop_of(script_of(run))
         self.shown = shown
         latest = shown[0].step - 1 if shown else max(since, run.first)
-        self.start = run.start_before(end, latest)  # (path, content) or None
-        self.begin_at = position_of(self.start[1]) if self.start else Position(0, run.first - 1)
+        self.start = run.start_before(end, latest) if latest else None  # (path, content)
+        self.begin_at = position_of(self.start[1]) if self.start else BEGINNING
         self.end_at = end
         self.stop = end  # of what is computed with the same settings
         self.is_over = False  # that
         rows = run.rows_between(self.begin_at.step, end.step)
         self.comparison = Comparison(row for row in rows if run.position(row["step"]) <= end)
         self.seen = {}  # of the last step that was looked at, what steps.look_at() returns
-        self.traces = {}  # with --against: {position: traces of all ranks}
+        self.traces = {}  # with --against: {step: traces of all ranks}
         self.saved = {}  # with --save, the state before the last step
         self.here = {}  # what computes, as in run.json
 
@@ -251,18 +233,14 @@ class Again:
 
         def compare_and_write(rows: list[dict], *more: Any) -> None:
             for row in rows:
-                self.compare(clean(row), run.state["rollbacks"])
+                number, kind = key_of(row)
+                place = self.logged.position(number)
+                is_asked = self.begin_at.step < number and place <= self.end_at and kind in KINDS
+                if is_asked and place.rollbacks == run.state["rollbacks"]:  # else it will be undone
+                    self.comparison.see(clean(row))
             write_rows(rows, *more)
 
         run.folder.write_rows = compare_and_write
-
-    def compare(self, row: dict, rollbacks: int) -> None:
-        """Only what stands in the log: a rollback to come undoes the others."""
-        number, kind = key_of(row)
-        position = self.logged.position(number)
-        is_asked = self.begin_at.step < number and position <= self.end_at and kind in KINDS
-        if is_asked and rollbacks == position.rollbacks:
-            self.comparison.see(row)
 
     def step(self, run: Any, take: Callable[[], dict], inputs, targets, lr: float) -> dict:
         state = run.state
@@ -275,7 +253,7 @@ class Again:
             return take()
         numbers, self.seen = steps.look_at(self.loop, take, run, inputs, targets, lr)
         if against:
-            self.traces[position] = ranks.from_all_ranks(self.seen["trace"])
+            self.traces[position.step] = ranks.from_all_ranks(self.seen["trace"])
         return numbers
 
     def due(self, run: Any, due: SimpleNamespace) -> None:
@@ -318,16 +296,14 @@ class Again:
                 if self.difference() and not self.shown:
                     break
         finally:
-            if is_first_rank():
-                shutil.rmtree(scratch, ignore_errors=True)
+            shutil.rmtree(scratch, ignore_errors=True)
 
     def compute_part(self, settings: dict, scratch: Path, resume: str) -> None:
         path = self.logged.path
-        if int(os.environ.get("WORLD_SIZE", 1)) != settings["ranks"]:
-            how = f"torchrun --standalone --nproc_per_node={settings['ranks']} replay.py ..."
-            fail(
-                f"step {self.stop.step} of {path} was computed by {settings['ranks']} ranks: {how}"
-            )
+        count = settings["ranks"]
+        if count != int(os.environ.get("WORLD_SIZE", 1)):
+            how = f"torchrun --standalone --nproc_per_node={count} replay.py ..."
+            fail(f"step {self.stop.step} of {path} was computed by {count} ranks: {how}")
         new_group()
         torch.set_num_threads(settings["threads"])
         where = data_dir or settings["data_dir"]
@@ -344,23 +320,19 @@ class Again:
 
     def verdict(self) -> str:
         """In words: whether all was computed again; if not, the first difference, and what is known
-        to have changed before it, and since."""
+        to have changed since the run began."""
         run = self.logged
         difference = self.difference()
         if not difference:
-            first = max(0, self.begin_at.step) + 1
-            steps_of = f"steps {first} to {self.end_at.step}"
+            steps_of = f"steps {max(0, self.begin_at.step) + 1} to {self.end_at.step}"
             return f"{steps_of}: all logged numbers are computed again, bit for bit"
-        words = f"{run.path} is not what this code computes here: {in_words(difference)}"
-        end = run.position(difference["step"])
-        for position, event in run.resumes:
-            if event["changed"] and self.begin_at <= position < end:
-                names = ", ".join(event["changed"])
-                words += f"; changed when it resumed at step {position.step}: {names}"
         then = run.facts["run"]
-        since = [*known_changes(then, self.here, {})]
-        since += [name for name in ("data", "files") if then[name] != self.here[name]]
-        return words + (f"; changed since: {', '.join(since)}" if since else "")
+        changed = [name for _, event in run.resumes for name in event["changed"]]
+        changed += known_changes(then, self.here, {})
+        changed += [name for name in ("data", "files") if then[name] != self.here[name]]
+        words = f"{run.path} is not what this code computes here: {in_words(difference)}"
+        names = ", ".join(dict.fromkeys(changed))
+        return f"{words}; known to have changed: {names or 'nothing'}"
 
 
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # names a group of ranks in torchrun's store

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from plumbing.cli import BadInput, configured, fail, printable, run_script
-from plumbing.console import shown
+from plumbing.console import change_words, shown
 from plumbing.data import FALLBACK
 from plumbing.files import replacing
 from reporting import record, results
@@ -82,16 +82,20 @@ def found_in(run, title):
 
 
 def settings(run):
-    """{part of run.json: {name: value}} of what is said there in single words; without folders."""
+    """{part of run.json: {name: value}} of what is said there in single words, each name once: of a
+    knob that was resolved from "auto" the value. Without folders."""
     info = run.info
-    parts = {part: info[part] for part in ("run", "hardware", "versions", "git", "config")}
+    parts = {part: info[part] for part in ("run", "config", "hardware", "versions", "git")}
     parts["data"] = info["data"] | info["data"].get("meta", {})
     found = {}
+    names = set()
     for part, values in parts.items():
         found[part] = {}
         for name, value in values.items():
-            if not isinstance(value, dict | list | None) and not name.endswith("_dir"):
+            is_word = not isinstance(value, dict | list | None) and not name.endswith("_dir")
+            if is_word and name not in names:
                 found[part][name] = textwrap.shorten(str(value), 80)
+        names |= values.keys()
     return found
 
 
@@ -126,16 +130,10 @@ def event_rows(run):
 def details(event):
     """The fields of an event, in words."""
     told = []
-    for key, value in (event | {"changed": changes(event)}).items():
+    for key, value in (event | {"changed": change_words(event.get("changed", {}))}).items():
         if key not in TOLD_ELSEWHERE and value not in (None, ""):
             told.append(f"{key} {value}")
     return textwrap.shorten("; ".join(told), 400)
-
-
-def changes(event):
-    """What is known to have changed since the checkpoint of a resume, in words; "" if nothing."""
-    changed = event.get("changed", {})
-    return ", ".join(f"{key} {then} -> {now}" for key, (then, now) in changed.items())
 
 
 def exactness(run):
@@ -149,10 +147,10 @@ def exactness(run):
             what = f"- step {event['step']:,}: {resumed(check)}"
             if began_from and event is processes[0]:
                 what = f"- it began from {began_from}"
-            changed = changes(event)
+            changed = change_words(event.get("changed", {}))
             lines.append(f"{what}; changed since: {changed}" if changed else what)
     if run.info["run"].get("deterministic") is False:
-        lines.append("- `deterministic` was off: the same command computes other numbers")
+        lines.append("- `deterministic` was off: the same command may compute other numbers")
     if run.unreadable:
         lines.append(f"- {run.unreadable:,} damaged line(s) of metrics.jsonl are left out")
     if not run.info["run"]:
@@ -193,11 +191,10 @@ def comparison(runs, columns):
 
 
 def column_of(run):
-    """{what: words}: a run's column in a comparison. Of a knob that was resolved from "auto" the
-    value counts."""
+    """{what: words}: a run's column in a comparison."""
     column = {}
     for values in settings(run).values():
-        column = values | column
+        column |= values
     return column | outcome(run)
 
 

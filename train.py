@@ -17,15 +17,14 @@ step, evaluation, the decisions, the rows."""
 
 from __future__ import annotations
 
-if __name__ == "__main__":  # before torch, whose import takes a second in which signals may come
-    from plumbing.signals import hold
-
-    hold()
-
 import copy
 import math
 import random
 import signal
+
+if __name__ == "__main__":  # before the first step there is nothing to save
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -44,7 +43,7 @@ from plumbing.cli import RunFailed, fail
 from plumbing.ranks import from_rank0, rank, world_size
 from plumbing.run_folder import Clock, RunFolder
 from plumbing.safe_step import Captured, evaluating, halving_on_oom, step_unless
-from plumbing.signals import Signals, held
+from plumbing.signals import Signals
 
 # The run, and the text it learns
 out_dir = "out/run"  # run.json, metrics.jsonl, checkpoints; typed flags are added to its name; free
@@ -144,12 +143,8 @@ FRESH_STATE = {
     "first_loss": math.inf,
 }
 KEPT_IN_ROLLBACK = ("best_score", "best_val_loss", "best_step", "rollbacks")
-POSITION = (
-    "step",
-    "sequences",
-    "tokens",
-    "micro_batch",
-)  # what a run takes over from another one's checkpoint
+# What a run takes over from the checkpoint of another one
+POSITION = ("step", "sequences", "tokens", "micro_batch")
 MOST_SKIPPED = 10  # updates in a row that are not finite, before a rollback
 MOST_ROLLBACKS = 3  # before the run gives up
 MOST_HIGH = 10  # losses above the first one in a row, before a warning
@@ -165,8 +160,9 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
     BadInput, or what ended the run. watch: is called on the way."""
     global last_run
     clock = Clock(since_process_start=argv is None)
+    signals = Signals()  # which handles none until the first step
     machine.speed_up_start_and_exit()
-    with held() as signals, build(argv, to_train=True) as run:
+    with build(argv, to_train=True) as run:
         last_run = run
         if run.path and resuming.is_finished(run):
             from_rank0(resuming.close_finished, run)
@@ -208,13 +204,14 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         config["out_dir"] = out_dir
         folder = stack.enter_context(RunFolder(out_dir))
         if to_train:
-            from_rank0(folder.lock_run)
+            from_rank0(folder.lock)
         path, damaged = from_rank0(resuming.find_checkpoint, folder, resume)
         if to_train:
             from_rank0(checkpoint.set_aside, damaged)
         saved = checkpoint.load(path, verify=False) if path else None  # it is verified by now
         datasets = open_dataset(saved)
-        kept, reasons = resuming.resolve_auto_knobs(config, saved, run_device)
+        own = bool(path) and folder.owns(path)
+        kept, reasons = resuming.resolve_auto_knobs(config, saved, run_device, own)
         globals().update(kept)
         run = build_run(config, folder, path, saved, run_device, datasets)
         checkpoint.refuse_what_is_lost(run)
@@ -226,10 +223,10 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         if saved:
             resuming.continue_from(run, saved, config)  # refuses another run
             checkpoint.WholeState(run, saved).put_back()
-            if not folder.owns(path):  # its weights go on, its course does not
-                own = {key: run.state[key] for key in POSITION}
-                run.state.update(copy.deepcopy(FRESH_STATE) | own)
-            run.before["run"] = saved["run"] | {"micro_batch": saved["state"]["micro_batch"]}
+            if not own:  # its weights go on, its course does not
+                position = {key: run.state[key] for key in POSITION}
+                run.state.update(copy.deepcopy(FRESH_STATE) | position)
+            run.before = saved["run"] | {"micro_batch": saved["state"]["micro_batch"]}
             saved = None  # unmaps the file, so that its disk space is free once it is pruned
         yield run
 
@@ -285,7 +282,6 @@ def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, da
     return Run(
         folder=folder,
         path=path,
-        before={key: saved[key] if saved else {} for key in ("config", "run")},
         device=run_device,
         train_data=train_data,
         val_data=val_data,
@@ -314,7 +310,6 @@ class Run:
 
     folder: RunFolder
     path: object  # of the checkpoint that this process starts from, or None
-    before: dict  # "config" and "run" of that checkpoint, both empty for a new run
     device: torch.device
     train_data: torch.utils.data.Dataset
     val_data: torch.utils.data.Dataset
@@ -325,6 +320,7 @@ class Run:
     scaler: torch.amp.GradScaler
     ema: dict  # name -> averaged weight; empty when off
     state: dict
+    before: dict = field(default_factory=dict)  # `run` of that checkpoint, and its micro-batch
     knobs: dict = field(default_factory=dict)  # name -> cli.Knob: what a knob may do
     noted_size: int = 0  # of a micro-batch, in the newest event
     batches: data.Batches | None = None  # the batches to come
@@ -373,42 +369,46 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
     table = console.Table(max_steps)
     saver = checkpoint.Saver(run, keep_last, may_roll_back_to)
     ending = "failed: an error in the program", 1
-    try:
-        model = first_pass(run, signals)
-        clock.lap("compile")
-        begin(run, table, saver)
-        clock.lap("evaluate")
-        ending = train(run, model, table, saver, signals, clock)
-        run.batches = None  # its workers end; after an error, they end with the process
-    except safe_step.Stopped:
-        ending = stopped_by(signals.stop)
-    except Exception as error:
-        if signals.stop and safe_step.is_of_compiler(error):  # which got the signal, too
-            ending = stopped_by(signals.stop)
-            return ending[1]
-        why = safe_step.explain(error)
-        ending = f"failed: {why or f'{type(error).__name__}: {error}'}", 1
-        if why in (None, error):
+    signals.newest_save = lambda: saver.newest
+    with ExitStack() as stack:
+        try:
+            model = first_pass(run)
+            clock.lap("compile")
+            begin(run, table, saver)
+            clock.lap("evaluate")
+            stack.enter_context(signals)  # until here there was nothing to save
+            ending = train(run, model, table, saver, signals, clock)
+            run.batches = None  # its workers end; after an error, they end with the process
+        except KeyboardInterrupt:
+            ending = stopped_by(signal.SIGINT)
             raise
-        raise why from error
-    finally:
-        saver.wait()
-        run.folder.end(ending[0], clock, run.state, report)
-        run.watch.end(run)
+        except Exception as error:
+            if signals.stop and safe_step.is_of_compiler(error):  # which got the signal, too
+                ending = stopped_by(signals.stop)
+                return ending[1]
+            why = safe_step.explain(error)
+            ending = f"failed: {why or f'{type(error).__name__}: {error}'}", 1
+            if why in (None, error):
+                raise
+            raise why from error
+        finally:
+            saver.wait()
+            run.folder.end(ending[0], clock, run.state, report)
+            run.watch.end(run)
     stopped_at = run.folder.path / checkpoint.file_name(run.state["step"])
     if ending[1] > 128 and stopped_at.exists():  # for a notebook: undo the two steps since then
         checkpoint.WholeState(run, checkpoint.load(stopped_at, verify=False)).put_back()
     return ending[1]
 
 
-def first_pass(run: Run, signals: Signals) -> torch.nn.Module:
+def first_pass(run: Run) -> torch.nn.Module:
     """Compute the first batch once, to compile and to find out what fits into memory; nothing
     moves. Returns the model, compiled if asked, and completes the run's identity."""
 
     def read():  # a fork may draw its batches from the random state
         return data.to_device(run.train_data[ranks.share(0, rows_at(0))], run.device)
 
-    model = safe_step.rehearse(run, compile, forward_backward, read, signals)
+    model = safe_step.rehearse(run, compile, forward_backward, read)
     run.facts["run"]["compile"] = model is not run.model
     console.print_line("memory", f"{machine.memory_gb(run.device):.3f} GB after a rehearsal")
     machine.reset_peak_memory(run.device)
@@ -442,7 +442,7 @@ def changes_since(run: Run) -> dict:
     if not run.path:
         return {}
     now = run.facts["run"] | {"micro_batch": run.state["micro_batch"]}
-    return resuming.known_changes(run.before["run"], now, run.knobs)
+    return resuming.known_changes(run.before, now, run.knobs)
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -455,16 +455,8 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
     steps = []  # (row so far, numbers still on the device) of the steps since the last fetch
     recent = []  # the last rows, for a diagnosis
     while True:
-        # ---- training: only these lines, and roll_back, change the weights -----------------------
-        lr = float(lr_at(state["step"]) * state["lr_factor"])
-        inputs, targets, data_ms = next(run.batches)
-        take = partial(train_step, model, run, inputs, targets, lr)
-        take = partial(run.watch.step, run, take, inputs, targets, lr)
-        run.steps_here += 1
-        confirm = audit_due(state["step"] + 1, run.steps_here)
-        numbers = confirm(run, take, clock) if confirm else take()
-        row = count_batch(run, targets)  # and step += 1
-        steps.append((row | {"lr": lr, "data_ms": data_ms}, numbers))
+        # ---- training: only this line, and roll_back, change the weights --------------------------
+        steps.append(take_step(run, model, clock))
         table.live(state["step"])  # on a terminal
 
         # ---- what is due? every rank gets the same answer ----------------------------------------
@@ -491,7 +483,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         if due.rows and log_interval:
             table.print_row(rows[-1])
         is_best = due.evaluation and record_evaluation(run, table)
-        if patience and state["evals_since_best"] >= patience and not due.ending:
+        if 0 < patience <= state["evals_since_best"] and state["step"] < max_steps:
             due.ending = f"stopped early: {patience} evaluations without improvement", 0
         if due.sample or (due.ending and due.ending[1] == 0):
             print_sample(run)
@@ -500,7 +492,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         # ---- save, stop --------------------------------------------------------------------------
         names = names_to_save(due, is_best, state)
         if names:
-            saver.save(names, required=bool(due.ending))
+            saver.save(names, signals, required=bool(due.ending))
             signals.save = signals.save and not due.save_now
         clock.lap("save")
         if due.ending:
@@ -509,21 +501,34 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
             return due.ending
 
 
+def take_step(run: Run, model, clock: Clock | None) -> tuple[dict, dict]:
+    """Take the next step. Returns (first fields of its row, numbers still on the device). clock:
+    None takes it without the watch and without an audit."""
+    state = run.state
+    lr = float(lr_at(state["step"]) * state["lr_factor"])
+    inputs, targets, data_ms = next(run.batches)
+    take = partial(train_step, model, run, inputs, targets, lr)
+    if clock:
+        take = partial(run.watch.step, run, take, inputs, targets, lr)
+        run.steps_here += 1
+        confirm = audit_due(state["step"] + 1, run.steps_here)
+        take = partial(confirm, run, take, clock) if confirm else take
+    numbers = take()
+    row = count_batch(run, targets)  # and step += 1
+    return row | {"lr": lr, "data_ms": data_ms}, numbers
+
+
 def log_two_more_steps(run: Run, model, signals: Signals, clock: Clock, step_ms: float) -> None:
     """After a signal and its save, take the next two steps for their rows alone: the process that
     resumes computes them again, and so measures whether the resume is exact. Two, because moments,
-    optimizer and rate of the first show only in the second. Fewer if max_steps or the
-    launcher's death comes first; none if they would take more than three seconds."""
+    optimizer and rate of the first show only in the second. Fewer if max_steps or the launcher's
+    death comes first; none if they would take more than three seconds."""
     saved = copy.deepcopy(run.state)
     for _ in range(2):
         is_late = run.state["step"] == max_steps or 2 * step_ms > 3000
         if any(ranks.agree(is_late, signals.orphaned())):
             break
-        lr = float(lr_at(run.state["step"]) * run.state["lr_factor"])
-        inputs, targets, data_ms = next(run.batches)
-        numbers = train_step(model, run, inputs, targets, lr)
-        row = count_batch(run, targets) | {"lr": lr, "data_ms": data_ms}
-        rows = finish_rows(run, [(row, numbers)], clock)
+        rows = finish_rows(run, [take_step(run, model, None)], clock)
         run.folder.write_rows(rows, to_wandb=False)
     run.state.update(saved)  # the run ends where it was saved
 

@@ -168,11 +168,10 @@ class Logged:
         settings |= {"threads": run["threads"], "ranks": run["world_size"]}
         found = []
         for position, event in reversed(self.resumes):
-            settings = settings | event["knobs"]
             found.append((position, settings))
-            changed = {name: pair[0] for name, pair in event["changed"].items()}
-            changed.pop("device", None)  # its model, and not the knob
-            settings = {name: changed.get(name, settings[name]) for name in settings}
+            then = {name: pair[0] for name, pair in event["changed"].items() if name in settings}
+            then.pop("device", None)  # its model, and not the knob
+            settings = settings | then
         if not self.began_from:  # else its first process has logged a resume, too
             found.append((BEGINNING, settings))
         return found[::-1]
@@ -213,8 +212,7 @@ class Logged:
             with suppress(checkpoint.Damaged, OSError):
                 content = checkpoint.load(path)
                 position = position_of(content)
-                is_own = position.step > self.first or self.began_from
-                if is_own and position.step <= latest and position < end:
+                if position.step <= latest and position < end:
                     found.append((position, path, content))
         found.sort(key=itemgetter(0), reverse=True)
         for position, path, content in found:

@@ -1,6 +1,5 @@
 """One step, seen from inside: all that it computes, in order, and a page of that."""
 
-import math
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -82,14 +81,12 @@ def moved_by(run) -> dict:
 @torch.no_grad()
 def token_losses(autocast: Callable, run, inputs, targets) -> Iterator[torch.Tensor]:
     """Cross entropy of each target, (sequences, targets), of each micro-batch, with this step's
-    dropout: NaN where it is masked, inf where it is not finite."""
+    dropout; 0 where the target is masked."""
     size = run.state["micro_batch"]
     for x, y in zip(inputs.split(size), targets.split(size), strict=True):
         with autocast(run.device):
             logits = run.model(x)
-        y = y.long().flatten()
-        losses = cross_entropy(logits.float().flatten(0, -2), y, reduction="none")
-        losses = losses.nan_to_num(nan=math.inf, posinf=math.inf).where(y != -100, math.nan)
+        losses = cross_entropy(logits.float().flatten(0, -2), y.long().flatten(), reduction="none")
         yield losses.view(len(x), -1).cpu()
 
 
@@ -141,7 +138,7 @@ def sequences(seen: dict) -> list[str]:
     inputs, targets, losses = map(torch.cat, zip(*seen["batch"], strict=True))
     if not len(losses):
         return ["The model does not return logits."]
-    mean = losses.nanmean(1)
+    mean = losses.sum(1) / (targets != -100).sum(1)
     lines = []
     for i in mean.argsort(descending=True)[:MOST_SEQUENCES].tolist():
         line = f"**Sequence {seen['first'] + i}**: loss {mean[i]:.4f}"
@@ -156,9 +153,8 @@ def sequences(seen: dict) -> list[str]:
 
 def worst_tokens(targets: torch.Tensor, losses: torch.Tensor, decode: Callable) -> str:
     """The targets of a sequence with the highest losses, in words."""
-    order = losses.nan_to_num(nan=-1).argsort(descending=True)
     words = []
-    for place in order[:3].tolist():
+    for place in losses.argsort(descending=True)[:3].tolist():
         if targets[place] >= 0:
             words.append(f"`{decode([targets[place].item()])!r}` {losses[place]:.2f}")
     return ", ".join(words)

@@ -6,7 +6,6 @@ import copy
 import errno
 import io
 import os
-import random
 import re
 import shutil
 import threading
@@ -21,8 +20,8 @@ from typing import Any
 import torch
 
 from plumbing import ranks
-from plumbing.cli import BadInput, RunFailed, fail
-from plumbing.files import fsync, is_odd, replacing
+from plumbing.cli import RunFailed, fail
+from plumbing.files import fsync, replacing
 from plumbing.fsdp import shard_like
 from plumbing.machine import copies_in_background, synchronize
 from plumbing.safe_step import (
@@ -36,40 +35,38 @@ from plumbing.safe_step import (
     set_rng_state,
     tensors,
 )
+from plumbing.signals import Signals
 
 HASHED = ("model", "optimizer", "scaler", "ema", "state", "rng")  # what the next steps depend on
-SCHEMA = dict.fromkeys((*HASHED, "config", "data", "run"), dict) | {"optimizer": list, "rng": list}
+PARTS = dict.fromkeys((*HASHED, "config", "data", "run"), dict) | {"optimizer": list, "rng": list}
 FORMAT = 2  # of a checkpoint: its entry `format`
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+PAUSE = 60  # seconds between two tries to save the end of a run
 OLDER = "ffdf2fe"  # the newest commit that writes and reads checkpoints without that entry
-MOST_VALUES = 10_000_000  # in a checkpoint, nested ones included; more is damage, or an attack
 
 
 class Damaged(ValueError):
-    """The file is not a checkpoint, or was damaged after writing. The message is one line."""
+    """The file is not a checkpoint, or was damaged after writing. The message says what is wrong,
+    in a few words."""
 
 
 def file_name(step: int) -> str:
     return f"ckpt_{step:08}.pt"
 
 
-def load(path: Path, verify: bool = True, mmap: bool = True, parts: Iterable = SCHEMA) -> dict:
+def load(path: Path, verify: bool = True, mmap: bool = True, parts: Iterable = PARTS) -> dict:
     """Load the checkpoint at `path` on the CPU, memory-mapped if `mmap`. No code in it can run.
 
     verify: first read the whole file and compare the zip's checksums, because torch.load loads a
     flipped bit without an error. parts: names of those that it must have.
-    Raises Damaged, or OSError if the file cannot be read.
+    Raises Damaged; OSError if the file cannot be read; BadInput if it is of another format.
     """
-    if is_odd(path):
-        raise Damaged("it is no regular file")
     try:
         if verify:
             with zipfile.ZipFile(path) as archive:
-                if damaged := archive.testzip():
-                    raise Damaged(f"wrong checksum in {damaged}")
+                if archive.testzip():
+                    raise Damaged("a checksum is wrong")
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        refuse_other_format(checkpoint, path)
-        check_schema(checkpoint, Path(path), parts)
-        return checkpoint
     except Exception as error:  # damage surfaces as any of half a dozen types
         for cause in (error, error.__context__):  # zipfile raises BadZipFile for a failed read
             if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
@@ -78,62 +75,28 @@ def load(path: Path, verify: bool = True, mmap: bool = True, parts: Iterable = S
         no_mmap = "unable to mmap" in str(error) or isinstance(error, UnicodeError)
         if mmap and no_mmap:  # some file systems cannot, nor can torch if the name is not UTF-8
             return load(path, verify=False, mmap=False, parts=parts)
-        if out_of_memory(error) or isinstance(error, Damaged | BadInput):
+        if out_of_memory(error) or isinstance(error, Damaged):
             raise
-        raise Damaged((str(error) or type(error).__name__).splitlines()[0][:120]) from error
+        raise Damaged("it is cut off, or no checkpoint") from error
+    check_parts(checkpoint, Path(path), parts)
+    return checkpoint
 
 
-def refuse_other_format(checkpoint: Any, path: Path) -> None:
-    """Raises BadInput, which names the commit whose code can use the file, if it is of a version
-    with another format."""
-    if isinstance(checkpoint, dict) and {"model", "state", "run"} <= checkpoint.keys():
-        found = checkpoint.get("format", 1)
-        if found != FORMAT:
-            where = f"git checkout {OLDER}" if found == 1 else "a newer version"
-            fail(f"{path} is of format {found}, this code reads {FORMAT}; to use it: {where}")
-
-
-def check_schema(checkpoint: Any, path: Path, parts=SCHEMA) -> None:
-    """Raises an error unless `checkpoint` has the parts, types and values that this code writes."""
-    todo, count = [(checkpoint, 0)], 0
-    while todo:  # not by recursion: nesting may be deep, or the same list many times over
-        value, depth = todo.pop()
-        count += 1
-        if depth > 50 or count > MOST_VALUES:
-            raise Damaged("its values are nested too deeply")
-        if isinstance(value, dict | list | tuple):
-            items = value.values() if isinstance(value, dict) else value
-            todo += ((item, depth + 1) for item in items)
-        if torch.is_tensor(value) and value.layout == torch.strided:
-            if value.nbytes > value.untyped_storage().nbytes():  # a copy would allocate all of it
-                raise Damaged(f"a shape that its values do not fill: {tuple(value.shape)}")
-    for part, kind in SCHEMA.items():
-        if part in (*parts, *checkpoint) and not isinstance(checkpoint.get(part), kind):
-            raise Damaged(f"its part {part!r} is missing or no {kind.__name__}")
-    weights = [*checkpoint["model"].items(), *checkpoint.get("ema", {}).items()]
-    fine = {"weights": all(n.endswith("_extra_state") or torch.is_tensor(w) for n, w in weights)}
-    if parts is SCHEMA:
-        state, rng = checkpoint["state"], checkpoint["rng"]
-        named = re.fullmatch(r"(?:ckpt|milestone)_(\d{8,})", path.stem)
-        counts = [state.get(key, 0) for key in ("step", "sequences", "tokens")]
-        counts += [state.get("micro_batch", 1) - 1]
-        keys = {"state", "param_groups", "built"}
-        fine |= {
-            "counters": all(type(n) is int and 0 <= n < 2**62 for n in counts),
-            "step, which its name denies": not named or int(named[1]) == state["step"],
-            "random state": 0 < len(rng) == checkpoint["run"]["world_size"],
-            "random numbers": all(map(is_rng_state, rng)),
-            "optimizer": all(keys <= {*each} for each in checkpoint["optimizer"]),
-            "data": {"name", "fingerprint", "meta"} <= {*checkpoint["data"]},
-        }
-    if wrong := [what for what in fine if not fine[what]]:
-        raise Damaged(f"wrong: its {wrong[0]}")
-
-
-def is_rng_state(rng: dict) -> bool:
-    random.Random().setstate(rng["python"])  # these two raise an error if it is none
-    torch.Generator().set_state(rng["torch"])
-    return [len(rng["numpy"]), len(rng["numpy"][1])] == [5, 624] and "device" in rng
+def check_parts(checkpoint: Any, path: Path, parts: Iterable) -> None:
+    """Raises Damaged unless `checkpoint` has `parts`, of the right types, and the step in its name;
+    BadInput, which names the commit whose code can use it, if it is of another format."""
+    if not isinstance(checkpoint, dict) or "model" not in checkpoint:
+        raise Damaged("it is no checkpoint of train.py")
+    found = checkpoint.get("format", 1)
+    if found != FORMAT:
+        where = f"git checkout {OLDER}" if found == 1 else "a newer version of this code"
+        fail(f"{path} has format {found}, and this code reads {FORMAT}; to use it: {where}")
+    for part in parts:
+        if not isinstance(checkpoint.get(part), PARTS[part]):
+            raise Damaged(f"its part {part} is missing")
+    step = re.fullmatch(r"(?:ckpt|milestone)_(\d{8,})", path.stem)
+    if step and "state" in checkpoint and checkpoint["state"].get("step") != int(step[1]):
+        raise Damaged("its name has another step")
 
 
 def numbered(folder: Path, kind: str) -> list[Path]:
@@ -164,7 +127,7 @@ def newest_valid(
             if usable(state["step"], state) and load(path):
                 return path, damaged
         except Damaged as error:
-            ranks.say(f"{path.name} is damaged ({error}): trying older ones")
+            ranks.say(f"{path.name} is damaged ({error}): an older checkpoint is tried")
             damaged.append(path)
     return None, damaged
 
@@ -334,13 +297,15 @@ class Saver:
         self.thread = None
         self.error = None  # of the newest save
         self.unsaved_best = None  # the checkpoint of a best.pt that could not be written
-        self.last_save = time.monotonic()
+        self.newest = run.state["step"]  # step of the newest checkpoint on the disk
 
-    def save(self, names: list[str], required: bool = False) -> None:
+    def save(self, names: list[str], signals: Signals | None = None, required=False) -> None:
         """Write one file under all of `names`, ckpt_STEP.pt last: so a save that a kill interrupts
         is taken again, with the others, by the process that resumes. All ranks call it together.
-        required: wait until it is on the disk; after three failed tries, raise RunFailed. Otherwise
-        training continues at once, and the next call records an error as an event."""
+
+        Training continues at once, and an error is an event; unless `required`: then it waits until
+        the file is on the disk, and raises RunFailed if that fails. With `signals` it waits until
+        there is room, or Ctrl-C comes."""
         names = sorted(names, key=lambda name: name.startswith("ckpt_"))
         refuse_unequal_replicas(self.run)
         self.wait()
@@ -351,24 +316,32 @@ class Saver:
             lost = "an optimizer has other param_groups than configure_optimizers built"
         if lost:
             raise RunFailed(f"{lost}; once that is fixed, the same command resumes from the newest")
-        self.last_save = time.monotonic()
-        for seconds in (0, 1, 2) if required else (0,):
-            time.sleep(seconds)
-            if ranks.rank() == 0:
-                synchronize(self.run.device)  # the copies to the host are asynchronous
-                self.thread = threading.Thread(None, self.write, "writer", (checkpoint, names))
-                try:
-                    self.thread.start()
-                except RuntimeError:  # this system has no more threads
-                    self.thread = self.write(checkpoint, names)
-            if not required:
-                return
-            error = self.wait()
-            if not any(ranks.agree(error is not None)):
-                self.mention_best()
-                return
-        hint = f"the same command resumes from the newest checkpoint in {self.folder}"
-        raise RunFailed(f"{names[-1]} could not be saved: {error}; once that is fixed, {hint}")
+        self.write_in_background(checkpoint, names)
+        if required:
+            self.until_saved(checkpoint, names, signals)
+
+    def write_in_background(self, checkpoint: dict, names: list[str]) -> None:
+        if ranks.rank() == 0:
+            synchronize(self.run.device)  # the copies to the host are asynchronous
+            self.thread = threading.Thread(None, self.write, "writer", (checkpoint, names))
+            self.thread.start()
+
+    def until_saved(self, checkpoint: dict, names: list[str], signals: Signals | None) -> None:
+        """Wait for the newest save, and try again every minute if that may help."""
+        while any(ranks.agree((error := self.wait()) is not None)):
+            is_hopeless = error and getattr(error, "errno", None) not in NO_ROOM
+            if signals is None or any(ranks.agree(bool(is_hopeless))):
+                again = "once that is fixed, the same command resumes from the newest checkpoint"
+                raise RunFailed(f"{names[-1]} could not be saved: {reason_of(error)}; {again}")
+            signals.interrupt()
+            needed = sum(tensor.nbytes for tensor in tensors(checkpoint)) / 1e6
+            free = shutil.disk_usage(self.folder).free / 1e6
+            ranks.say(
+                f"waiting to save {names[-1]}: it needs {needed:,.1f} MB, and {free:,.1f} MB of the "
+                f"disk are free; tried again in {PAUSE} s; Ctrl-C ends the run without it"
+            )
+            time.sleep(PAUSE)
+            self.write_in_background(checkpoint, names)
 
     def retry_best(self, has_successor: bool) -> None:
         """Write a best.pt that failed, from the copy in memory, unless a better one is to come."""
@@ -377,19 +350,6 @@ class Saver:
         self.write(self.unsaved_best, ["best.pt"])
         if self.wait():
             self.buffers = {}  # the next save makes its own: these are kept for the next try
-
-    def mention_best(self) -> None:
-        """Record which step best.pt holds, if a better one could not be saved, also by a process
-        before this one."""
-        state = self.run.state
-        held = None
-        with contextlib.suppress(Damaged, OSError):
-            held = load(self.folder / "best.pt", verify=False)["state"]["step"]
-        if held == state["best_step"]:
-            return
-        self.run.folder.lagging_best = held
-        best = {"best_step": state["best_step"], "best_pt_holds_step": held}
-        self.run.folder.event(state["step"], "best_not_saved", **best)
 
     def on_host(self, leaf, path):
         """A copy of a leaf of a checkpoint, in a buffer that the next save reuses; on rank 0 alone.
@@ -405,53 +365,50 @@ class Saver:
             self.buffers[path] = buffer
         return buffer.copy_(tensor, non_blocking=copies_in_background(tensor.device))
 
-    def wait(self) -> str | None:
-        """Wait until the newest save has ended. Its error, if any, is recorded as an event."""
+    def wait(self) -> Exception | None:
+        """Wait until the newest save has ended. Returns its error, if any."""
         if self.thread:
             self.thread.join()
         error, self.thread, self.error = self.error, None, None
-        if error:
-            self.run.folder.event(self.run.state["step"], "save_failed", error=error)
         return error
 
     def write(self, checkpoint: dict, names: list[str]) -> None:
+        """Write the files and prune. An error is an event, and must not end the run here."""
+        step = checkpoint["state"]["step"]
         if "best.pt" in names:
             self.unsaved_best = checkpoint
         try:
-            weights = [checkpoint["model"].get(n) for n, _ in self.run.model.named_parameters()]
-            for tensor in tensors([weights, checkpoint["optimizer"], checkpoint["ema"]]):
-                if not tensor.isfinite().all():
-                    raise ValueError("a weight or moment is not finite")
-            folder = self.run.folder.mine()
-            step, sha256 = checkpoint["state"]["step"], digest_of_state(checkpoint)
-            row = {
-                "kind": "event",
-                "event": "saved",
-                "step": step,
-                "sha256": sha256,
-                "files": names,
-            }
-            self.run.folder.write_rows([row])
-            with contextlib.suppress(OSError):
-                fsync(folder / "metrics.jsonl")  # rows reach the disk before the checkpoint
-            with replacing(folder / names[0]) as temporary:
-                torch.save(checkpoint, temporary)
-            for name in names[1:]:
-                with replacing(folder / name) as temporary:
-                    try:
-                        os.unlink(temporary)
-                        os.link(folder / names[0], temporary)
-                    except OSError:  # a file system without hard links
-                        shutil.copyfile(folder / names[0], temporary)
+            self.write_files(checkpoint, names)
+            self.newest = max(self.newest, step)
             if "best.pt" in names:
                 self.unsaved_best = None
             self.prune(checkpoint["state"])
-        except Exception as error:  # whatever it is, it must not end the run here
-            self.error = (str(error) or type(error).__name__).splitlines()[0][:160]
-            if re.search("inline_container|iostream", self.error):  # torch's for a failed write
-                free = shutil.disk_usage(self.folder).free / 1e6
-                self.error = f"a write failed, with {free:,.0f} MB of the disk free"
-            ranks.say(f"could not save {names[-1]} ({self.error})")
+        except Exception as error:
+            below = error.__context__  # torch's own error hides that of the disk
+            self.error = below if isinstance(below, OSError) else error
+            reason = reason_of(self.error)
+            self.run.folder.event(step, "save_failed", file=names[-1], error=reason)
+
+    def write_files(self, checkpoint: dict, names: list[str]) -> None:
+        weights = [checkpoint["model"].get(n) for n, _ in self.run.model.named_parameters()]
+        for tensor in tensors([weights, checkpoint["optimizer"], checkpoint["ema"]]):
+            if not tensor.isfinite().all():
+                raise ValueError("a weight or moment is not finite")
+        folder = self.run.folder.mine()
+        row = {"kind": "event", "event": "saved", "step": checkpoint["state"]["step"]}
+        row |= {"sha256": digest_of_state(checkpoint), "files": names}
+        self.run.folder.write_rows([row])
+        with contextlib.suppress(OSError):
+            fsync(folder / "metrics.jsonl")  # rows reach the disk before the checkpoint
+        with replacing(folder / names[0]) as temporary:
+            with open(temporary, "wb") as file:
+                torch.save(checkpoint, file)
+        for name in names[1:]:
+            with replacing(folder / name) as temporary:
+                try:
+                    os.link(folder / names[0], temporary)
+                except OSError:  # a file system without hard links
+                    shutil.copyfile(folder / names[0], temporary)
 
     def prune(self, state: dict) -> None:
         """Keep the newest ckpt_STEP.pt, and the newest `keep_last` that a rollback may use."""
@@ -460,6 +417,12 @@ class Saver:
         paths = numbered(self.folder, "ckpt")
         targets = [path for path in paths if self.may_roll_back_to(step_of(path), state)]
         remove(set(paths[1:]) - set(targets[: self.keep_last]))
+
+
+def reason_of(error: Exception | None) -> str:
+    """In words, on one line."""
+    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return words.splitlines()[0][:160]
 
 
 def digest_of_state(checkpoint: dict) -> str:
@@ -473,7 +436,6 @@ def digest_of_state(checkpoint: dict) -> str:
 
 
 def size(run) -> int:
-    """Bytes of a checkpoint: weights, buffers, averages, a moment of each weight, two of Adam's."""
-    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
-    moments = [(2 if "betas" in group else 1) * group["params"] for group in groups]
-    return sum(each.nbytes for each in tensors([run.model.state_dict(), run.ema, moments]))
+    """Bytes of a checkpoint: weights, two moments of each, and averages, if there are any."""
+    copies = 4 if run.ema else 3
+    return copies * sum(tensor.nbytes for tensor in run.model.state_dict().values())

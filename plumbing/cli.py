@@ -87,7 +87,7 @@ def run_script(main: Callable[[], int | None]) -> int:
         code = main() or 0
     except KeyboardInterrupt:
         code = 130
-        message = "\n"
+        message = "stopped by Ctrl-C\n"
     except BrokenPipeError:
         pass
     except (BadInput, RunFailed) as error:
@@ -164,7 +164,7 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
             settings = read_config_file(argument, config)
             n_files += 1
             typed = settings.keys() - {"out_dir"} if n_files > 1 else set()
-            config.typed |= typed
+            config.typed = (config.typed | typed) - (settings.keys() - typed)
             config.base |= {name: settings[name] for name in settings.keys() - typed}
         elif names is None:
             fail(f"unexpected argument {argument!r}; write config/FILE.py or --key=value")

@@ -291,18 +291,15 @@ def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric:
         say(f"{kept}to resume, type the same command again")
 
 
-def print_next(ended: str, folder: Path, writes_text: bool, lagging_best: int | None) -> None:
+def print_next(ended: str, folder: Path, writes_text: bool) -> None:
     """Print commands to paste next. writes_text: whether sample.py can load the run's model and
-    data. lagging_best: the step of best.pt if a better one could not be saved, else None."""
+    data."""
     report = to_paste("report.py", folder)
     if not ended.startswith(("finished", "stopped early")):
         print_command(report, "what happened, as a picture and in words")
         return
     if writes_text:
-        purpose = "text from its best weights"
-        if lagging_best is not None:
-            purpose = f"text; best.pt is of step {lagging_best}, a better one could not be saved"
-        print_command(to_paste("sample.py", folder), purpose)
+        print_command(to_paste("sample.py", folder), "text from its best weights")
     print_command(f"{report} OTHER", "beside another run")
 
 

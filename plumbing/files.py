@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,13 +19,11 @@ NO_FOLDER_FSYNC = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # of 
 
 @contextmanager
 def replacing(path: str | Path, suffix: str = ".tmp") -> Iterator[Path]:
-    """Yields a new, empty file for the caller to write: `path` + suffix, one for each process that
-    may write. It is then fsynced and takes the place of `path`; on an error, `path` stays as it
-    was."""
+    """Yields a name for the caller to write: `path` + suffix, one for each process that may write.
+    The file is then fsynced and takes the place of `path`; on an error, `path` stays as it was."""
     path = Path(path)
     temporary = path.with_name(path.name + suffix)
-    temporary.unlink(missing_ok=True)  # left behind by a kill, or a planted link
-    temporary.touch(exist_ok=False)
+    temporary.unlink(missing_ok=True)  # left behind by a kill
     try:
         yield temporary
         fsync(temporary)
@@ -38,41 +35,20 @@ def replacing(path: str | Path, suffix: str = ".tmp") -> Iterator[Path]:
 
 def fsync(path: str | Path) -> None:
     """Flush a file to the disk, or the names in a folder if the system can do that."""
-    is_folder = os.path.isdir(path)
     try:
-        descriptor = os.open(path, os.O_RDONLY) if is_folder else open_no_link(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
     except OSError as error:
-        if not (is_folder and error.errno in NO_FOLDER_FSYNC):
+        if not (os.path.isdir(path) and error.errno in NO_FOLDER_FSYNC):
             raise
-
-
-def open_no_link(path: str | Path, flags: int) -> int:
-    """os.open(), also as `opener` of open(). Raises OSError for a link: its target may be precious;
-    and for a named pipe, which would block, or whatever else is no file."""
-    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
-    return descriptor
-
-
-def pieces(file: TextIO, longest: int = 1 << 20) -> Iterator[str]:
-    """The lines of a file; one that is longer than any of ours, which is damage, in pieces."""
-    return iter(lambda: file.readline(longest), "")
-
-
-def is_odd(path: str | Path) -> bool:
-    """Whether `path` is something that cannot be read as a file: a named pipe would block."""
-    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def lock_file(path: str | Path) -> TextIO:
     """Open and lock `path` until the file is closed. Raises BlockingIOError if a process has it."""
-    file = open(path, "a", opener=open_no_link)
+    file = open(path, "a")
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not inherited by a fork
     return file
 
@@ -109,13 +85,9 @@ def clean(value: Any) -> Any:
 
 
 def read_json(path: str | Path) -> dict:
-    """The dict in the JSON file `path`, or {} if there is none that can be read. Raises BadInput if
-    it is no regular file."""
-    path = Path(path)
-    if is_odd(path):
-        fail(f"{path} is no regular file; expected one that train.py wrote: remove it")
+    """The dict in the JSON file `path`, or {} if there is none that can be read."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}

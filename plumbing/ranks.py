@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from plumbing.cli import RunFailed, fail
 from plumbing.console import say as say  # on rank 0 only
-from plumbing.signals import ending_at_once
 
 HANG_MINUTES = 30  # longest wait for another rank, or for a worker's batch
 
@@ -30,10 +29,9 @@ def joined(device: torch.device, shard: bool = False) -> Iterator[None]:
         return
     backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     patience = datetime.timedelta(minutes=HANG_MINUTES)
-    with ending_at_once():  # a rank that waits for another in torch's code hears no signal
-        where = rendezvous(patience)
-        dist.init_process_group(backends, timeout=patience, **where)
-        total(torch.ones(1, device=device)).item()  # NCCL connects now: its errors are of the start
+    where = rendezvous(patience)
+    dist.init_process_group(backends, timeout=patience, **where)
+    total(torch.ones(1, device=device)).item()  # NCCL connects now: its errors are of the start
     try:
         yield
     except RuntimeError as error:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from plumbing import checkpoint
-from plumbing.cli import Config, fail, product
+from plumbing.cli import Config, fail, product, show
 from plumbing.console import REPO, best_words, shown
 from plumbing.files import digests_by_name
 from plumbing.machine import choose_dtype, device_name
@@ -85,7 +85,7 @@ def rows_of_course(rows: list[dict], run: Any) -> list[dict]:
     now = run.facts["run"]
     course = [name for name, knob in run.knobs.items() if not knob.policy]
     resumes = [row for row in rows if row["kind"] == "event"]
-    held = run.before["run"]  # without a resume, the process that wrote the checkpoint
+    held = run.before  # without a resume, the process that wrote the checkpoint
     if resumes:  # before the first one
         then = {name: pair[0] for name, pair in resumes[0]["changed"].items()}
         held = resumes[0]["knobs"] | then
@@ -141,11 +141,14 @@ def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
     began_from = newest and checkpoint.load(newest, verify=False)["run"].get("began_from")
     if began_from == str(asked.resolve()):
         return newest
+    if asked.is_dir():
+        fail(f"--resume={asked} is a folder; for its best weights write --resume={asked}/best.pt")
     try:
         checkpoint.load(asked)
-    except (checkpoint.Damaged, FileNotFoundError, IsADirectoryError) as error:
-        reason = getattr(error, "strerror", None) or error
-        fail(f"--resume={asked}: {reason}; expected auto, never, restart or a checkpoint's path")
+    except checkpoint.Damaged as error:
+        fail(f"--resume={asked}: the file is damaged ({error}); write another checkpoint's path")
+    except FileNotFoundError:
+        fail(f"--resume={asked}: no such file; write auto, never, restart or a checkpoint's path")
     if newest:
         fail(
             f"--resume={asked}: {folder.path} holds a run that began from "
@@ -156,11 +159,12 @@ def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
 
 
 def resolve_auto_knobs(
-    config: Config, saved: dict | None, device: torch.device
+    config: Config, saved: dict | None, device: torch.device, own: bool
 ) -> tuple[dict, dict]:
     """({knob: value}, {knob: why}) of the knobs in KEPT: on a resume as in the checkpoint `saved`,
     unless the command asks for another value; else by the hardware and other knobs. A new run's
-    `compile` is left to choose_compile()."""
+    `compile` is left to choose_compile(). own: whether the checkpoint is of the run's own
+    folder."""
     kept = {name: config[name] for name in KEPT}
     reasons = {}
     if saved:
@@ -175,7 +179,7 @@ def resolve_auto_knobs(
         if then["world_size"] != world_size() and not is_new_split:
             split = split_global_batch(then, kept["batch_size"])
             kept["batch_size"], kept["accum_steps"] = split
-        refuse_ended_schedule(config, then["decay_steps"])
+        refuse_ended_schedule(config, then["decay_steps"], own)
     if "warmup_steps" not in reasons:
         kept["warmup_steps"] = min(kept["warmup_steps"], config["max_steps"])
     kept["decay_steps"] = kept["decay_steps"] or config["max_steps"]
@@ -195,16 +199,19 @@ def asks_for(name: str, config: Config, saved: dict) -> bool:
     return value != saved["run"][name] and not is_same_flag
 
 
-def refuse_ended_schedule(config: Config, planned: int) -> None:
+def refuse_ended_schedule(config: Config, planned: int, own: bool) -> None:
     """Raises BadInput if max_steps was raised past the end of a schedule as first planned."""
-    more, here = config["max_steps"], f"--out_dir={shown(config['out_dir'])}"
+    more = config["max_steps"]
     if config["schedule"] in ("constant", "step") or config["decay_steps"] or more <= planned:
         return
+    here = f"--out_dir={shown(config['out_dir'])} "
+    again = ", or --resume=restart (this one is kept as NAME.old_1)"
+    if not own:  # which leaves its folder empty
+        here = again = ""
     fail(
         f"this run was planned for {planned:,} steps, where its learning rate ends; "
-        f"for --max_steps={more} write {here} --decay_steps={more} (plan anew from here), "
-        f"{here} --decay_steps={planned} (train on at the last rate), or --resume=restart "
-        "(this one is kept as NAME.old_1)"
+        f"for --max_steps={more} write {here}--decay_steps={more} (plan anew from here), "
+        f"{here}--decay_steps={planned} (train on at the last rate){again}"
     )
 
 
@@ -224,10 +231,12 @@ def continue_from(run: Any, saved: dict, config: Config) -> None:
     own = run.folder.owns(run.path)
     then, now = saved["run"], run.facts["run"]
     for name, (was, new) in other_run(run, saved).items():
-        to_resume = f" or, to resume, --{name}={was}" if name in saved["config"] else ""
+        ways = [run.folder.fresh_out_dir()] if own else ["no --resume"]
+        if name in saved["config"]:
+            ways.append(f"to resume, --{name}={show(was)}")
         fail(
             f"{name} changed from {was} to {new}: this run cannot be resumed with that; "
-            f"write {run.folder.fresh_out_dir()}{to_resume}"
+            f"write {' or, '.join(ways)}"
         )
     step = saved["state"]["step"]
     if own and "max_steps" in config.typed and config["max_steps"] < step:
@@ -245,10 +254,9 @@ def other_run(run: Any, saved: dict) -> dict[str, list]:
     then, now = saved["run"], run.facts["run"]
     names = [name for name, knob in run.knobs.items() if knob.policy == "fixed"]
     names += ["global_batch", "data", "files"]
-    found = {name: [then[name], now[name]] for name in names if then.get(name) != now[name]}
     if "portable" in (then["deterministic"], now["deterministic"]):
-        names = ["deterministic"]
-        found |= {name: [then[name], now[name]] for name in names if then[name] != now[name]}
+        names.append("deterministic")
+    found = {name: [then.get(name), now[name]] for name in names if then.get(name) != now[name]}
     before = parts_of(saved["model"], saved["groups"])
     after = parts_of(run.model.state_dict(), checkpoint.groups_of(run))
     for name in after | before:  # in the program's order
@@ -281,7 +289,7 @@ def close_finished(run: Any) -> None:
     more = "raise --patience" if step < config["max_steps"] else "raise --max_steps"
     if not run.folder.owns(run.path):
         fail(f"{shown(run.path)} is at step {step:,} of --max_steps={config['max_steps']}; {more}")
-    changes = known_changes(run.before["run"], run.facts["run"], run.knobs)
+    changes = known_changes(run.before, run.facts["run"], run.knobs)
     others = [
         f"{knob} changed from {then} to {now}"
         for knob, (then, now) in changes.items()
@@ -296,4 +304,4 @@ def close_finished(run: Any) -> None:
         f"{name} is finished: {step:,} steps, {best_words(config['best_metric'], state)}. To train "
         f"longer, {more} with --out_dir={name}; to start again, write {again}"
     )
-    run.folder.complete_end("finished", state, config["report"])
+    run.folder.complete_end(state, config["report"])

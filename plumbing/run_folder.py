@@ -17,15 +17,7 @@ from typing import Any
 from plumbing import console, machine
 from plumbing.cli import fail
 from plumbing.console import REPO
-from plumbing.files import (
-    clean,
-    lock_file,
-    open_no_link,
-    pieces,
-    read_json,
-    replacing,
-    write_json,
-)
+from plumbing.files import clean, lock_file, read_json, replacing, write_json
 from plumbing.ranks import rank, say
 from plumbing.witness import Witness
 
@@ -43,7 +35,6 @@ class RunFolder(ExitStack):
         self.warned = set()  # failures of writing that were printed
         self.locked = None  # the open lock file
         self.wandb = None
-        self.lagging_best = None  # the step of best.pt if a better one could not be saved
         self.witness = None  # of rows that this resume computes again
         self.resumed_at = 0  # step
         self.changed = {}  # what is known to have changed before the resume, {name: [then, now]}
@@ -68,36 +59,26 @@ class RunFolder(ExitStack):
             number += 1
         return name
 
-    def lock(self) -> None:
-        """Lock the folder until the `with` or the process ends. fail()s if another run has it."""
-        if not self.locked:
-            with self.refusing():
-                self.locked = self.enter_context(lock_file(self.path / ".lock"))
-                self.mine()  # it may have been renamed between the two
-
-    def lock_run(self) -> None:
-        """Lock the folder if a run lies in it."""
-        if self.holds_run():
-            self.lock()
-
-    def take(self) -> None:
-        """Make and lock the folder. fail()s if another run began there since we found it empty."""
-        if not self.locked:
+    def lock(self, to_make: bool = False) -> None:
+        """Lock the folder until the `with` or the process ends: if a run lies in it, or `to_make`
+        it. fail()s if another run has it, or has begun there since we found it empty."""
+        if self.locked or not (to_make or self.holds_run()):
+            return
+        with self.refusing():
             self.path.mkdir(parents=True, exist_ok=True)
-            self.lock()
-            if self.holds_run():
-                fail(f"another run has begun in {self.path}; write {self.fresh_out_dir()}")
+            self.locked = self.enter_context(lock_file(self.path / ".lock"))
+            self.mine()  # it may have been renamed between the two
+        if to_make and self.holds_run():
+            fail(f"another run has begun in {self.path}; write {self.fresh_out_dir()}")
 
     def set_aside(self) -> None:
-        """For --resume=restart: rename the folder of a run, to NAME.old_1 say, and take a new
-        one."""
+        """For --resume=restart: rename the folder of a run, to NAME.old_1 say."""
         if self.holds_run():
             self.lock()
             with self.refusing():
                 os.rename(self.path, self.free_name(".old_", 1))
-                self.locked.close()
-                self.locked = None
-                self.take()
+            self.locked.close()
+            self.locked = None
 
     @contextmanager
     def refusing(self) -> Iterator[None]:
@@ -134,7 +115,7 @@ class RunFolder(ExitStack):
         if the folder cannot be written, or is too small."""
         with self.refusing():
             self.require_free(bytes_to_keep)
-            self.take()
+            self.lock(to_make=True)
             for leftover in self.path.glob("*.pt.tmp"):  # of a killed run
                 leftover.unlink(missing_ok=True)
             before = read_json(self.path / "run.json") if run.path else {}
@@ -210,32 +191,31 @@ class RunFolder(ExitStack):
             return
         self.close_witness(state["step"])
         clock.lap("save")  # what is not counted yet: the last save, and workers that leave
-        self.record_end(ended, clock.seconds, state, now())
+        self.record_end(ended, clock.seconds, state)
         best_metric = self.facts["config"]["best_metric"]
         console.print_end(ended, state, clock.seconds, self.path, best_metric)
         if self.wandb:
             self.wandb.finish(exit_code=int(ended.startswith("failed")))
+        if report and not ended.startswith(("stopped by", "left")):  # a signal leaves no time
+            write_report(self.path)
+        clock.lap("report")
         with self.warning("run.json"):
-            if report and not ended.startswith(("stopped by", "left")):  # a signal leaves no time
-                write_report(self.mine())
-            clock.lap("report")
             write_json(self.mine() / "run.json", self.facts)
         writes_text = "tokenizer" in self.facts["data"]["meta"]
-        console.print_next(ended, self.path, writes_text, self.lagging_best)
+        console.print_next(ended, self.path, writes_text)
 
-    def record_end(self, ended: str, seconds: dict, state: dict, when: str) -> None:
+    def record_end(self, ended: str, seconds: dict, state: dict) -> None:
         end = {"ended": ended, "seconds": seconds}
         self.write_rows([{"kind": "event", "step": state["step"], "event": "end", **end}])
-        self.facts |= {"end": when, **end, "state": state}
+        self.facts |= {"end": now(), **end, "state": state}
         with self.warning("run.json"):
             write_json(self.mine() / "run.json", self.facts)
 
-    def complete_end(self, ended: str, state: dict, report: bool) -> None:
-        """The same for a finished run that was killed before: it ended when it last wrote a row."""
+    def complete_end(self, state: dict, report: bool) -> None:
+        """The same for a finished run that was killed before."""
         self.facts = read_json(self.path / "run.json")
         if self.facts and not self.facts.get("ended"):
-            last_row = max(file.stat().st_mtime for file in self.path.glob("*.json*"))
-            self.record_end(ended, {}, state, now(last_row))
+            self.record_end("finished", {}, state)
             if report:
                 write_report(self.path)
 
@@ -264,7 +244,7 @@ class RunFolder(ExitStack):
             content = "".join(self.waiting).encode()
             del self.waiting[:-1000]  # of those that cannot be written
             self.mine()
-            with open(self.rows, "ab", buffering=0, opener=open_no_link) as file:
+            with open(self.rows, "ab", buffering=0) as file:
                 end = file.tell()
                 if file.write(content) < len(content):
                     file.truncate(end)  # a full disk took only a part
@@ -282,7 +262,7 @@ class RunFolder(ExitStack):
             return found
 
         def stays(line):
-            with suppress(ValueError, KeyError, TypeError, RecursionError):  # after a power failure
+            with suppress(ValueError, KeyError, TypeError):  # after a power failure
                 row = json.loads(line)
                 is_whole = line.endswith("\n")
                 is_event = row["kind"] == "event"
@@ -293,12 +273,9 @@ class RunFolder(ExitStack):
 
         with self.writing, self.warning("metrics.jsonl"), suppress(FileNotFoundError):
             self.waiting = list(filter(stays, self.waiting))
-            with (
-                open(self.rows, errors="replace", opener=open_no_link) as old,
-                replacing(self.rows) as temporary,
-            ):
+            with open(self.rows, errors="replace") as old, replacing(self.rows) as temporary:
                 with open(temporary, "w") as new:
-                    new.writelines(filter(stays, pieces(old)))
+                    new.writelines(filter(stays, old))
         return found
 
     @contextmanager
@@ -358,8 +335,8 @@ def process_age() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
-def now(timestamp: float | None = None) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime(timestamp))
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
 
 
 def git_state() -> dict:

@@ -25,11 +25,6 @@ from plumbing.ranks import (
     lost_rank,
     world_size,
 )
-from plumbing.signals import Signals
-
-
-class Stopped(Exception):
-    """A signal came during a rehearsal, which therefore failed."""
 
 
 def leaves(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
@@ -220,13 +215,11 @@ def rehearse(
     compile: bool,
     forward_backward: Callable,
     read: Callable[[], tuple],
-    signals: Signals | None = None,
 ) -> nn.Module:
     """Call forward_backward on the batch that read() returns, to compile and to find a micro-batch
     that fits. Nothing else changes. Returns the model, compiled or not.
 
-    If torch.compile fails, a single process records `compile_failed` and runs eager; ranks fail,
-    and so does a run that `signals` stop: one may have ended the compiler."""
+    If torch.compile fails, a single process records `compile_failed` and runs eager; ranks fail."""
     note_halving(run)  # the sizes to compare later ones with
     state = clone(run.state)
     before = Captured(run)
@@ -241,8 +234,6 @@ def rehearse(
         if not compile or isinstance(error, RunFailed):
             raise
         reason = " ".join(str(error).split())[:200]  # its first line is not enough
-        if signals and signals.stop:
-            raise Stopped from error
         if world_size() > 1:  # others may have compiled, and all must do the same
             raise RunFailed(f"torch.compile failed ({reason}); write --compile=false") from error
         before.put_back()

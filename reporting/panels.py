@@ -53,7 +53,8 @@ MOST_POINTS = 2000  # of a curve; a longer one is thinned
 @dataclass
 class Curve:
     """Numbers joined by a line, but for an event: vertical lines at x, of height y (1 = that of the
-    panel). Numbers that are not finite are left out."""
+    panel). Numbers that are not finite are left out. Of a long curve two points of each stretch
+    stay, the lowest and the highest: no peak is lost."""
 
     key: str  # a button of the page hides all curves with this key
     label: str
@@ -61,27 +62,19 @@ class Curve:
     look: str  # a key of LOOKS
     x: np.ndarray
     y: np.ndarray
+    is_dotted: bool = False  # it has few points, and a single one would be invisible as a line
 
     def __post_init__(self):
         finite = np.isfinite(self.y)
         self.x = self.x[finite]
         self.y = self.y[finite]
-
-    @property
-    def is_dotted(self):
-        """Whether its points get dots: a single one would be invisible as a line."""
+        if len(self.x) > MOST_POINTS:
+            first = np.linspace(0, len(self.x), MOST_POINTS // 2, endpoint=False).astype(int)
+            both = [np.minimum.reduceat(self.y, first), np.maximum.reduceat(self.y, first)]
+            self.x = np.repeat(self.x[first], 2)
+            self.y = np.stack(both, axis=1).ravel()
         most = {"dashed": 0, "event": 0, "dots": 60}.get(self.look, 15)
-        return len(self.x) <= most
-
-    def thinned(self):
-        """Two points of each stretch, the lowest and the highest: no peak is lost."""
-        if len(self.x) <= MOST_POINTS:
-            return self
-        first = np.linspace(0, len(self.x), MOST_POINTS // 2, endpoint=False).astype(int)
-        lowest = np.fmin.reduceat(self.y, first)
-        highest = np.fmax.reduceat(self.y, first)
-        y = np.stack([lowest, highest], axis=1).ravel()
-        return replace(self, x=np.repeat(self.x[first], 2), y=y)
+        self.is_dotted = len(self.x) <= most
 
 
 @dataclass
@@ -93,26 +86,29 @@ class Panel:
     curves: list
     along: str = "step"  # the title of the horizontal axis
 
+    def lines(self):
+        """The curves, without events."""
+        return [curve for curve in self.curves if curve.look != "event"]
+
     def limits(self):
-        """(low, high, whether logarithmic) of the vertical axis. Of the loss, without the first 3%
-        of a run and the outermost 0.2% of single steps, which would press the rest flat."""
-        values = [[0.0, 1.0]] * (not self.curves)
-        for curve in self.curves:
+        """{"low", "high", "is_log"} of the vertical axis. Of the loss, without the first 3% of a
+        run and the outermost 0.2% of single steps, which would press the rest flat."""
+        values = [np.array([0.0, 1.0])] if not self.lines() else []
+        for curve in self.lines():
             y = curve.y
             if self.field == "loss":
                 y = y[curve.x >= 0.03 * curve.x[-1]]  # the mean of steps reaches back by 1%
             if self.field == "loss" and curve.look == "thin":
                 y = np.quantile(y, (0.001, 0.999))
             values.append(y)
-        values = np.concatenate(values)
-        low = float(values.min())
-        high = float(values.max())
+        low = float(min(y.min() for y in values))
+        high = float(max(y.max() for y in values))
         if self.field in ("loss", "grad_norm") and 0 < 30 * low < high:
-            return low / 1.2, high * 1.2, True
+            return {"low": low / 1.2, "high": high * 1.2, "is_log": True}
         if self.field != "loss":
             low = min(low, 0.0)
         pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-        return low - pad if low else low, high + pad, False
+        return {"low": low - pad if low else low, "high": high + pad, "is_log": False}
 
 
 # ---- the list of panels --------------------------------------------------------------------------
@@ -155,11 +151,13 @@ def panels_of_one(run):
         panels.append(Panel(name, title_of(name, run), curves))
     for name, x, y in results.new_fields(run)[:MOST_NEW_FIELDS]:
         panels.append(Panel(name, name, [Curve("training", name, "blue", "bold", x, y)]))
+    events = events_of(run)
     found = []
     for panel in panels:
-        panel.curves = [curve for curve in panel.curves if len(curve.x)]
-        if panel.curves or panel.field == "loss":
-            found.append(panel)
+        curves = [curve for curve in panel.curves if len(curve.x)]
+        if curves or panel.field == "loss":
+            found.append(replace(panel, curves=curves + events))
+        events = [replace(event, label="") for event in events]  # the first panel names them
     return found
 
 
@@ -227,12 +225,11 @@ def along_three_axes(loss, run):
     return panels
 
 
-def events_of(runs):
-    """The Curves of the EVENTS that a run had; of several runs none is drawn. Few events cross a
-    panel; many are marks at its bottom."""
+def events_of(run):
+    """The Curves of the EVENTS that a run had. Few events cross a panel; many are marks at its
+    bottom."""
     curves = []
-    for name, colour in EVENTS.items() if len(runs) == 1 else ():
-        (run,) = runs
+    for name, colour in EVENTS.items():
         steps = [row["step"] for row in happened(run, name)]
         if name == "skipped":
             steps = np.union1d(steps, run.train["step"][run.train["skipped"] > 0])
@@ -263,7 +260,6 @@ def picture(runs):
     from matplotlib.lines import Line2D
 
     panels = panels_of(runs)
-    events = events_of(runs)
     count = sum(panel.field == "loss" for panel in panels)
     rows = [[i for i in range(count) for _ in range(6 // count)]]
     for i in range(count, len(panels), 2):
@@ -272,7 +268,7 @@ def picture(runs):
     fig = Figure((9 if len(runs) == 1 else 11, 2 + 2 * len(rows)))
     axes = fig.subplot_mosaic(rows, height_ratios=[3.3] + [2] * (len(rows) - 1))
     for i, panel in enumerate(panels):
-        draw_panel(axes[i], panel, events)
+        draw_panel(axes[i], panel)
         if len(runs) == 1 and len(axes[i].get_legend_handles_labels()[1]) > 1:
             # above the panel, where it hides nothing
             axes[i].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=5, borderaxespad=0.2)
@@ -295,21 +291,17 @@ def heading(runs):
     return textwrap.shorten(f"{run.name}: {results.ended(run)}", 110) + "\n" + words
 
 
-def draw_panel(ax, panel, events):
+def draw_panel(ax, panel):
     from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
 
     for curve in panel.curves:
-        draw_curve(ax, curve.thinned())
-    for curve in events:
-        label = curve.label if panel.field == "loss" else None
-        looks = {"color": COLOURS[curve.colour], "label": label, **LOOKS["event"]}
-        ax.vlines(curve.x, 0, curve.y, transform=ax.get_xaxis_transform(), **looks)
-    low, high, is_log = panel.limits()
+        draw_curve(ax, curve)
+    last = max([curve.x[-1] for curve in panel.lines()], default=0) or 1
+    low, high, is_log = panel.limits().values()
     if is_log:
         ax.set_yscale("log")
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
         ax.yaxis.set_minor_locator(NullLocator())
-    last = max([curve.x[-1] for curve in panel.curves], default=0) or 1
     ax.set_xlim(-0.01 * last, 1.01 * last)
     ax.set_ylim(low, high)
     for axis, largest in ((ax.xaxis, last), (ax.yaxis, high)):
@@ -319,26 +311,22 @@ def draw_panel(ax, panel, events):
 
 
 def draw_curve(ax, curve):
+    looks = {"color": COLOURS[curve.colour], "label": curve.label, **LOOKS[curve.look]}
+    if curve.look == "event":
+        ax.vlines(curve.x, 0, curve.y, transform=ax.get_xaxis_transform(), **looks)
+        return
     marker = ""
     if curve.look == "best":
         marker = "*"
     elif curve.is_dotted:
         marker = "o"
-    looks = {"color": COLOURS[curve.colour], "label": curve.label, "markersize": 3.5}
-    ax.plot(curve.x, curve.y, marker=marker, **looks | LOOKS[curve.look])
+    ax.plot(curve.x, curve.y, marker=marker, **{"markersize": 3.5} | looks)
 
 
 def page(runs, text, refresh=0):
     """report.html, a str: one file that needs no network and no server. text: Markdown, for below
     the curves. refresh: seconds until an open page reloads; 0 = never."""
-    panels = []
-    for panel in panels_of(runs):
-        curves = []
-        for curve in panel.curves + events_of(runs):
-            curves.append(asdict(curve.thinned()) | {"is_dotted": curve.is_dotted})
-        low, high, is_log = panel.limits()
-        axis = {"low": low, "high": high, "is_log": is_log}
-        panels.append(vars(panel) | axis | {"curves": curves})
+    panels = [asdict(panel) | panel.limits() for panel in panels_of(runs)]
     data = json.dumps({"refresh": refresh, "panels": panels}, default=np.ndarray.tolist)
     return TEMPLATE.substitute(
         TITLE=escape(", ".join(run.name for run in runs)),

@@ -52,15 +52,6 @@ def bad_batches(indices, how="loss * float('nan')"):
     return around("forward_backward", then=f"if {is_bad}:\n    {change}")
 
 
-# What is between the three tries of a save that must succeed: 3 s.
-SHORT_PAUSES = """
-import types
-def pause(seconds):
-    time.sleep(seconds / 20)
-train.checkpoint.time = types.SimpleNamespace(**vars(time) | {"sleep": pause})
-"""
-
-
 def ranks(count, code=""):
     """Source for run_train's `before`: `count` ranks; each runs `code`, knowing its `rank`."""
     return f"""

@@ -213,16 +213,6 @@ def test_a_path_is_never_ignored_where_a_run_is(refused_there, stopped):
     refused_there(f"--resume={older}", words=words)
 
 
-def test_a_run_begun_from_a_path_refuses_any_other(run_train, stopped, tmp_path):
-    first, other = stopped.checkpoint(4), stopped.checkpoint(5)
-    run_train("run", f"--resume={first}", before=stop_at(6), code=143)
-    before = tree(tmp_path)
-    done = run_train("run", f"--resume={other}", code=2)
-    assert_refused(done, f"--resume={other}", "ckpt_00000004.pt", "--out_dir=run_2")
-    assert tree(tmp_path) == before
-    run_train("run", f"--resume={first}")  # control: the same command
-
-
 @pytest.fixture(scope="module")
 def finished(train_in, tmp_path_factory):
     return train_in(tmp_path_factory.mktemp("finished"), "run", "--max_steps=3")

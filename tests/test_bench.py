@@ -21,7 +21,6 @@ from helpers import bench_arguments as arguments
 
 import bench
 import train
-from plumbing import data
 from plumbing.cli import BadInput, read_knobs
 
 pytestmark = pytest.mark.usefixtures("small_products")
@@ -99,19 +98,6 @@ def test_overhead_is_measured_over_the_real_loop(whole):
     assert all(overhead[key] > 0 for key in overhead if key.endswith("_ms"))
     assert overhead["over_bare"] > -1
     assert overhead["loop_ms"] == pytest.approx(overhead["bare_ms"] * (1 + overhead["over_bare"]))
-
-
-def test_without_a_network_it_warns_once_and_in_two_lines(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("SHAKESPEARE_URL", "http://127.0.0.1:9")
-    monkeypatch.setattr(data, "unreachable", set())
-    opened = []
-    monkeypatch.setitem(bench.PARTS, "again", lambda job: opened.append(train.open_dataset(None)))
-    flags = arguments(tmp_path / "b", tmp_path, dataset="shakespeare", only="peak,again,again")
-    bench.main(flags)
-    assert opened[1][2]["name"] == "pydoc"
-    output = capsys.readouterr().out
-    assert [line[:3] for line in output.splitlines() if "!!" in line] == ["!! ", "!! "]
-    assert output.count("downloading") == output.count("INSTEAD OF 'shakespeare'") == 1
 
 
 # ---- whole runs ----------------------------------------------------------------------------------

@@ -128,5 +128,5 @@ def test_the_end_names_commands_that_run(run_train, tmp_path, capsys):
     sample, compare = (shlex.split(line, comments=True) for line in ends)
     assert compare.pop() == "OTHER"
     assert "sample.py" in sample[1] and compare[2] == "a run"
-    console.print_next("finished", Path("out/a"), writes_text=False, lagging_best=None)
+    console.print_next("finished", Path("out/a"), writes_text=False)
     assert "sample.py" not in capsys.readouterr().out

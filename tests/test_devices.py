@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO
 from helpers import python
 
 from plumbing import machine
@@ -101,18 +100,6 @@ def test_deterministic_mode_pins_the_order_of_sums_before_nccl_starts(monkeypatc
         assert not torch.are_deterministic_algorithms_enabled()
     finally:
         machine.set_deterministic(False, CPU)
-
-
-def test_only_cuda_copies_in_the_background():
-    """On MPS it would copy from memory that is free (pytorch#189690)."""
-    kinds = {
-        kind: machine.copies_in_background(torch.device(kind)) for kind in ("cuda", "mps", "cpu")
-    }
-    assert kinds == {"cuda": True, "mps": False, "cpu": False}
-    for path in [*REPO.glob("*.py"), *REPO.glob("*/*.py")]:
-        if path.parent.name != "tests":
-            for asked in re.findall(r"non_blocking=(.*)", path.read_text()):
-                assert "copies_in_background(" in asked or "only CUDA" in asked, path
 
 
 # ---- the peak ------------------------------------------------------------------------------------

@@ -8,14 +8,12 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from conftest import REPO, first
 from helpers import batch, build_run, distance, gradient, update
 from sources import LION, SHARD, around, at_step, only_on, ranks
 from torch import nn
 
 from plumbing import checkpoint
-from plumbing.safe_step import step_unless
 
 FLAGS = ("--save_interval=4", "--eval_interval=3", "--keep_last=9")
 
@@ -79,26 +77,6 @@ NESTED_MOMENTS = LION.replace(
 ).replace('state["m"]', 'state["nested"][0]')  # fmt: skip
 
 
-# LoRA that merges its product into the weight while the model is in eval mode.
-MERGING = build("""
-class Merging(nn.Linear):
-    def prepare(self):
-        self.a = nn.Parameter(0.1 * torch.randn(2, self.in_features))
-        self.b = nn.Parameter(torch.zeros(self.out_features, 2))
-        self.merged = False
-        return self
-    def train(self, mode=True):
-        if self.merged == mode:
-            self.weight.data += (-1 if mode else 1) * (self.b @ self.a).data
-            self.merged = not mode
-        return super().train(mode)
-    def forward(self, x):
-        out = super().forward(x)
-        return out if self.merged else out + x @ self.a.T @ self.b.T
-model.head.__class__ = Merging
-model.head.prepare()
-""")
-
 # An optimizer with a number of its own in its state_dict.
 OWN_KEY = optimize("""
 (optimizer,) = optimizers
@@ -116,16 +94,6 @@ optimizer.register_load_state_dict_pre_hook(load)
 optimizer.register_step_pre_hook(step)
 """)
 
-# A module with a version, and torch's own wrapper for activation checkpointing.
-VERSIONED = build("""
-class Versioned(nn.Linear):
-    _version = 2
-    def _load_from_state_dict(self, state, prefix, metadata, *rest):
-        if (metadata.get("version") or 1) < 2:
-            state[prefix + "weight"] = 2 * state[prefix + "weight"]
-        super()._load_from_state_dict(state, prefix, metadata, *rest)
-model.head.__class__ = Versioned
-""")
 WRAPPED = build("""
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 model.blocks[0] = checkpoint_wrapper(model.blocks[0])
@@ -143,9 +111,8 @@ train.ShuffledWindows.__getitem__ = random_rows
 CHANGES = {  # several at once, where they do not replace each other
     "frozen, noisy, own key": (FROZEN + NOISY + OWN_KEY, ("--n_layer=2", "--dropout=0.3")),
     "own generator, nested moments": (OWN_GENERATOR + NESTED_MOMENTS, ()),
-    "versioned, wrapped, counting": (VERSIONED + WRAPPED + TENSORS_IN_GROUP, ()),
+    "wrapped, counting": (WRAPPED + TENSORS_IN_GROUP, ()),
     "random batches": (RANDOM_BATCHES, ()),
-    "merging": (MERGING, ("--weight_decay=0",)),
 }
 
 
@@ -191,43 +158,6 @@ def test_the_loss_is_the_mean_however_it_is_split(micro_batch, knobs):
     found = update(parts, inputs, targets)
     assert (found["loss"], found["skipped"]) == (pytest.approx(expected, rel=1e-6), 0)
     assert distance(gradient(parts), gradient(whole)) < 1e-5
-
-
-def subclass(weights):
-    class Noisy(torch.optim.AdamW):
-        def step(self):
-            super().step()
-            with torch.no_grad():
-                for group in self.param_groups:
-                    for weight in group["params"]:
-                        weight.add_(0.01)
-
-    return Noisy(weights, fused=True)
-
-
-def with_hook(weights):
-    optimizer = torch.optim.AdamW(weights, fused=True)
-    optimizer.register_step_post_hook(lambda *_: weights[0].data.add_(0.01))
-    return optimizer
-
-
-def with_a_step_around_it(weights):
-    optimizer = torch.optim.AdamW(weights, fused=True)
-    inner = optimizer.step
-    optimizer.step = lambda: (inner(), weights[0].data.add_(0.01))
-    return optimizer
-
-
-@pytest.mark.parametrize("make", [subclass, with_hook, with_a_step_around_it])
-def test_a_skipped_step_changes_nothing_whatever_is_added_to_a_fused_optimizer(make):
-    weight = nn.Parameter(torch.ones(4))
-    optimizer = make([weight])
-    weight.grad = torch.full((4,), torch.nan)
-    step_unless(torch.tensor(1.0), optimizer)
-    assert torch.equal(weight, torch.ones(4)) and not optimizer.state[weight]
-    weight.grad = torch.ones(4)
-    step_unless(torch.tensor(0.0), optimizer)
-    assert not torch.equal(weight, torch.ones(4))
 
 
 RECOMPILES = """

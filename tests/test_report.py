@@ -19,6 +19,7 @@ from sources import around, bad_batches
 
 import report
 from plumbing.cli import run_script
+from plumbing.console import duration
 from plumbing.data import FALLBACK
 from reporting import detectors, panels, record, results
 from reporting.record import is_running, read_run
@@ -132,7 +133,7 @@ def test_device_hours_are_those_of_all_processes_or_at_least_of_all_steps(tmp_pa
     rows = falling(30, step_ms=120_000.0)
     write_run(folder, [*rows, event(30, "resume"), end], hardware={"world_size": 4})
     assert outcome_of(folder)["device-hours"] == "at least 4.000"
-    assert outcome_of(folder)["of that"] == "start 13:20, train 16:40"
+    assert outcome_of(folder)["of that"] == f"start {duration(800)}, train {duration(1000)}"
 
 
 def test_a_report_needs_no_torch(tmp_path):
@@ -213,7 +214,7 @@ def test_a_resume_is_said_to_be_what_was_measured(tmp_path, check, words):
 
 def test_every_event_is_in_the_report(tmp_path):
     folder = write_run(tmp_path, eventful())
-    drawn = {curve.key: curve.x.tolist() for curve in panels.events_of([read_run(folder)])}
+    drawn = {curve.key: curve.x.tolist() for curve in panels.events_of(read_run(folder))}
     assert drawn == {
         "resume": [31, 40],
         "skipped": [20, 21, 25],

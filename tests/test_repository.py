@@ -309,6 +309,6 @@ def test_the_slurm_script_requeues_and_resumes(run_train, data_dir, tmp_path, no
     again = batch_shell(tmp_path / "log_2")
     assert again.wait(60) == 0, (tmp_path / "log_2").read_text()
     assert (tmp_path / "queue").read_text().count("requeue") == 1
-    assert "resume: checkpoint" in (tmp_path / "log_2").read_text()
+    assert "resumes from" in (tmp_path / "log_2").read_text()
     assert len(list((tmp_path / "ranks").rglob("stdout.log"))) == 2
     assert fingerprint(tmp_path / "run/ckpt_00000060.pt") == straight.fingerprint(60)

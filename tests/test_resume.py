@@ -6,16 +6,14 @@ show."""
 
 import functools
 import os
+import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import REPO, WINDOWS, events, fingerprint, first, read_rows, wait_for
-from helpers import catches, python
+from conftest import WINDOWS, events, fingerprint, first, read_rows, wait_for
 from sources import LION, around, at_step, stop_at
 
 STEPS = 30
@@ -399,46 +397,77 @@ def test_what_was_resolved_once_is_kept_unless_the_command_asks_for_another_valu
     assert [done.facts["run"][name] for name in names] == [8, 1, "bfloat16", 9]
 
 
-# ---- signals.py ----------------------------------------------------------------------------------
-
-HOLD = """
-import os, signal, sys
-from plumbing.signals import held, hold
-hold()
-assert "torch" not in sys.modules
-os.kill(os.getpid(), signal.SIGUSR1)
-os.kill(os.getpid(), signal.SIGTERM)
-os.kill(os.getpid(), signal.SIGINT)
-with held() as asked:
-    print(int(asked.stop), asked.save, flush=True)
-    os.kill(os.getpid(), signal.SIGHUP)
-    print(int(asked.stop), flush=True)
-assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "given back as it was before hold()"
-with held() as again:
-    assert not again.stop and not again.save, "told once"
-"""
+# ---- Ctrl-C --------------------------------------------------------------------------------------
 
 
-def test_signals_that_come_while_torch_is_imported_are_not_lost():
-    assert python(HOLD) == "15 True\n15"
+def test_the_first_ctrl_c_is_answered_at_once_with_what_a_second_would_lose(run_train):
+    """Within the step; the second has the system's own action."""
+    hang = at_step(13, "os.kill(os.getpid(), signal.SIGINT); print('IN THE STEP', flush=True)")
+    done = run_train("run", *FLAGS, before=hang, code=130)
+    answer = "stopping after this step; Ctrl-C again stops now (newest checkpoint: step 10)"
+    lines = done.stdout.splitlines()
+    assert lines.index(answer) < lines.index("IN THE STEP")
+    assert done.checkpoint(13).exists()
+    twice = at_step(5, "[os.kill(os.getpid(), signal.SIGINT) for _ in '12']")
+    done = run_train("twice", *FLAGS, before=twice, code=130)
+    assert "(newest checkpoint: step 0)" in done.stdout and not done.checkpoint(5).exists()
 
 
-def test_a_second_ctrl_c_ends_a_process_that_still_imports_torch():
-    code = "import os, signal; from plumbing.signals import hold; hold()"
-    for before_it in ("", "from plumbing.signals import held; held().__enter__();"):
-        kill = f"os.kill(os.getpid(), signal.SIGINT); {before_it}"
-        command = [sys.executable, "-c", f"{code}; {kill} os.kill(os.getpid(), signal.SIGINT)"]
-        assert subprocess.run(command, cwd=REPO).returncode == -signal.SIGINT
+BEFORE_THE_FIRST_STEP = around("first_pass", "os.kill(os.getpid(), signal.{})")
+
+
+@pytest.mark.parametrize("name, code", [("SIGINT", 130), ("SIGTERM", 143)])
+def test_before_the_first_step_there_is_nothing_to_save(run_train, whole, name, code):
+    done = run_train("run", *FLAGS, before=BEFORE_THE_FIRST_STEP.format(name), code=code)
+    assert "Traceback" not in done.stderr and not list(done.out_dir.glob("*.pt"))
+    assert len(done.stderr.splitlines()) == (name == "SIGINT")
+    done = run_train("run", *FLAGS)
+    assert done.fingerprint(STEPS) == whole().fingerprint(STEPS)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("name", first(1, ["SIGINT", "SIGUSR1"]))
-def test_a_signal_in_the_first_second_stops_or_saves_a_run(start_train, tmp_path, name):
+def test_sigusr1_is_ignored_before_the_first_step(start_train, tmp_path):
     process = start_train("run", "--save_interval=100")
-    wait_for(lambda: catches(process.pid, name) and catches(process.pid, "SIGUSR1"))
-    os.kill(process.pid, signal.Signals[name])
-    code = process.wait(60)
-    log = process.log.read_text()
-    assert code == (130 if name == "SIGINT" else 0), log
-    assert "Traceback" not in log
-    assert (tmp_path / "run" / "ckpt_00000001.pt").exists() == (name == "SIGINT")
+    wait_for(lambda: ignores(process.pid, "SIGUSR1"))
+    os.kill(process.pid, signal.SIGUSR1)
+    assert process.wait(60) == 0, process.log.read_text()
+
+
+def ignores(pid, name):
+    with open(f"/proc/{pid}/status") as file:
+        ignored = int(re.search(r"SigIgn:\s*(\w+)", file.read())[1], 16)
+    return bool(ignored >> signal.Signals[name] - 1 & 1)
+
+
+# ---- what to type --------------------------------------------------------------------------------
+
+
+def test_the_advice_for_a_path_that_does_not_fit_is_a_command_that_works(run_train, whole):
+    """--resume=PATH with another model; of a run that has ended; a folder; into another run."""
+    path = whole().checkpoint(20)
+    seed = f"--resume={path}"
+    refused = run_train("x", *FLAGS, seed, "--n_embd=64", code=2).stderr
+    assert "--out_dir" not in refused  # no folder would help
+    assert "write no --resume or, to resume, --n_embd=32" in refused
+    refused = run_train("y", *FLAGS, seed, "--max_steps=40", code=2).stderr
+    assert "restart" not in refused and "--out_dir" not in refused  # there is no run here
+    typed = re.findall(r"--decay_steps=\d+", refused)
+    assert typed == ["--decay_steps=40", "--decay_steps=30"]
+    run_train("y", *FLAGS, seed, "--max_steps=40", typed[0])
+    folder = whole().out_dir
+    refused = run_train("z", *FLAGS, f"--resume={folder}", code=2).stderr
+    best = re.search(r"--resume=\S+best.pt", refused)[0]
+    run_train("z", *FLAGS, best, "--max_steps=33", "--decay_steps=33")
+    refused = run_train("z", *FLAGS, seed, code=2).stderr
+    fresh = re.search(r"--out_dir=(\S+)", refused)[1]
+    run_train(fresh, *FLAGS, seed)
+    run_train(fresh, *FLAGS, seed)  # the same command: it has finished
+
+
+def test_a_signal_in_the_step_of_an_early_stop_advises_nothing_wrong(run_train):
+    flags = (*FLAGS, "--patience=1", "--min_delta=9")
+    done = run_train("run", *flags, before=stop_at(8), code=0)
+    assert done.facts["ended"].startswith("stopped early")
+    assert "same command again" not in done.stdout
+    done = run_train("last", *FLAGS, before=stop_at(STEPS))
+    assert done.facts["ended"] == "finished" and "same command again" not in done.stdout

@@ -1,8 +1,13 @@
 """The log as the witness: rows computed again are compared with those that it already holds."""
 
 import json
+import signal
 
-from helpers import evaluation, event, row
+import pytest
+import torch
+from conftest import REPO, apply_patch, copy_of_repository, events, first, read_rows, wait_for
+from helpers import evaluation, event, row, write_run
+from sources import around, at_step, bad_batches, only_on, ranks, stop_at
 
 from plumbing.witness import Witness, differing_fields
 
@@ -48,3 +53,306 @@ def test_of_two_rows_of_a_step_the_first_counts():
 def test_null_equals_null_and_no_number():
     assert not differing_fields(row(1, None), row(1, None))
     assert differing_fields(row(1, None), row(1, 0.0)) == ["loss"]
+
+
+# ---- what a resume says --------------------------------------------------------------------------
+
+STEPS = 30
+RUN = f"--max_steps={STEPS} --dropout=0.1 --eval_interval=8 --save_interval=10 --log_interval=1"
+RUN = (*RUN.split(), "--keep_last=9")
+HOW = {  # source that ends the first process: rows past its newest checkpoint, of step 10 or 13
+    "SIGTERM": stop_at(13),  # 14 and 15, for their rows alone
+    "SIGKILL": stop_at(18, "SIGKILL"),  # 11 to 17, and the evaluation of step 16
+    "SIGKILL after a save": at_step(11, "time.sleep(0.5)\nos.kill(os.getpid(), signal.SIGKILL)"),
+}
+
+
+@pytest.fixture
+def resumed(run_train):
+    """resumed(how, *flags, first="", then="", edit=None, more=(), repo=REPO) -> (the event
+    `resume_checked`, the event `resume`, Done) of a run that ended by HOW[how] and was started
+    again.
+
+    first, then: source of the first and of the second process. edit: called between them with the
+    first's Done. more: flags of the second.
+    """
+
+    def run(how, *flags, first="", then="", edit=lambda done: None, more=(), repo=REPO):
+        done = run_train("run", *RUN, *flags, before=first + HOW[how], repo=repo, code=None)
+        assert done.returncode in (143, 137), done.stderr
+        edit(done)
+        done = run_train("run", *RUN, *flags, *more, before=then, repo=repo)
+        (checked,) = events(done, "resume_checked")
+        (resume,) = events(done, "resume")
+        print("\nRESUME", [line for line in done.stdout.splitlines() if "resumed at" in line][-1])
+        assert checked["from"] == resume["step"]
+        return checked, resume, done
+
+    return run
+
+
+def change_checkpoint(change):
+    """edit= of resumed(): execute `change` on the newest checkpoint, `c`."""
+
+    def edit(done):
+        path = max(done.out_dir.glob("ckpt_*.pt"))
+        checkpoint = torch.load(path, weights_only=True)
+        exec(change, {"c": checkpoint, "torch": torch})
+        torch.save(checkpoint, path)
+
+    return edit
+
+
+def change_file(path, old, new):
+    """edit= of resumed(): edit a source file."""
+
+    def edit(done):
+        text = path.read_text()
+        assert old in text, old
+        path.write_text(text.replace(old, new, 1))
+
+    return edit
+
+
+def found_at(checked):
+    return checked["first_difference"] and checked["first_difference"]["step"]
+
+
+@pytest.mark.parametrize("how, rows", [("SIGTERM", 2), ("SIGKILL", 8), ("SIGKILL after a save", 0)])
+def test_an_honest_resume_says_how_much_was_compared(resumed, how, rows):
+    checked, resume, done = resumed(how)
+    assert (checked["compared"], checked["equal"], found_at(checked)) == (rows, rows, None)
+    assert resume["changed"] == {} and resume["knobs"]["dropout"] == 0.1
+    words = f"{min(rows, 7)} steps computed again, every loss and norm the same"
+    words = words if rows else "nothing to compare with; changed since: nothing known"
+    assert f"resumed at step {resume['step']}: {words}" in done.stdout
+
+
+ONE_BIT_UP = "w = c['model']['head.weight'].view(torch.int32); w += 1"
+LOST = "c['rng'][0]['torch'] = torch.Generator().manual_seed(5).get_state()"
+ZERO = (
+    "[s[k].zero_() for o in c['optimizer'] for s in o['state'].values() for k in s if 'exp' in k]"
+)
+
+
+@pytest.mark.parametrize("how, first", [("SIGTERM", 14), ("SIGKILL", 11)])
+@pytest.mark.parametrize(
+    "change, later", [(ZERO, 1), (LOST, 0)], ids=["zeroed moments", "lost random state"]
+)
+def test_what_a_checkpoint_has_lost_is_found(resumed, how, first, change, later):
+    """Moments show one step after weights: hence two steps after a signal."""
+    checked, resume, done = resumed(how, edit=change_checkpoint(change))
+    assert found_at(checked) == first + later
+    assert f"other numbers from step {first + later} on: " in done.stdout
+    assert done.returncode == 0  # it is said, and the run goes on
+
+
+def test_weights_of_which_each_is_one_bit_up_are_found_after_a_kill(resumed):
+    """Two steps may round to the same loss and norm."""
+    checked, _, done = resumed("SIGKILL", edit=change_checkpoint(ONE_BIT_UP))
+    assert found_at(checked) > 10 and "changed since: nothing known" in done.stdout
+
+
+@pytest.fixture
+def copy(tmp_path):
+    return copy_of_repository(tmp_path / "copy")
+
+
+EDITS = {  # name: (file, old, new, flags, first step that differs after a SIGTERM in step 13)
+    "another constant": ("model.py", "10_000.0", "9_000.0", (), 14),
+    "the optimizer alone": ("optim.py", "2.0315", "2.0316", ("--optimizer=muon",), 15),
+    "a comment": ("model.py", "import torch\n", "import torch  # a comment\n", (), None),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_is_named_and_what_it_does_is_measured(resumed, copy, name):
+    file, old, new, flags, step = EDITS[name]
+    edit = change_file(copy / file, old, new)
+    checked, resume, done = resumed("SIGTERM", *flags, edit=edit, repo=copy)
+    assert list(resume["changed"]) == [file]
+    assert found_at(checked) == step and checked["equal"] == {14: 0, 15: 1, None: 2}[step]
+
+
+SCRIPT = "import sys\nimport train\nsys.exit(train.main())\n"
+
+
+def test_a_renamed_script_is_no_change(resumed, tmp_path):
+    old, new = tmp_path / "old.py", tmp_path / "new.py"
+    old.write_text(SCRIPT)
+
+    def source(path):
+        return f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')\n"
+
+    def rename(done):
+        old.rename(new)
+
+    first = HOW["SIGTERM"] + source(old)
+    checked, resume, _ = resumed("SIGTERM", first=first, then=source(new), edit=rename)
+    assert resume["changed"] == {} and checked["equal"] == 2
+
+
+def test_a_row_that_was_edited_by_hand_is_found(resumed):
+    def edit(done):
+        rows = [row | {"loss": 1.0} if is_row(row, 15) else row for row in done.rows()]
+        write_run(done.out_dir, rows)
+
+    def is_row(row, step):
+        return (row["kind"], row["step"]) == ("train", step)
+
+    checked, _, _ = resumed("SIGTERM", edit=edit)
+    assert found_at(checked) == 15 and checked["first_difference"]["then"] == 1.0
+
+
+def test_a_row_of_a_step_that_was_not_finite_equals_itself(resumed):
+    bad = bad_batches([13])  # of step 14
+    checked, _, done = resumed("SIGTERM", first=bad, then=bad)
+    assert done.rows("train")[13]["loss"] is None and checked["equal"] == 2
+    checked_again = Witness([row(14, None)])
+    checked_again.see(row(14, 2.0))
+    assert checked_again.first_difference["now"] == 2.0  # control
+
+
+def test_rows_at_another_rate_are_no_witness(run_train):
+    """A rate changed at a resume, killed, and changed back; each time nothing was compared."""
+    killed = stop_at(18, "SIGKILL")
+    run_train("run", *RUN, before=killed, code=137)
+    run_train("run", *RUN, "--peak_lr=2e-3", before=killed, code=137)
+    done = run_train("run", *RUN, before=killed, code=137)
+    assert [row["compared"] for row in events(done, "resume_checked")] == [0, 0]
+    done = run_train("run", *RUN)
+    checked = events(done, "resume_checked")[-1]
+    assert checked["compared"] == checked["equal"] == 8
+    assert [row["changed"].keys() for row in events(done, "resume")] == [{"peak_lr"}, set(), set()]
+
+
+def test_an_extension_has_nothing_to_compare(run_train):
+    run_train("run", *RUN)
+    done = run_train("run", *RUN, "--max_steps=36", "--decay_steps=30")
+    (checked,) = events(done, "resume_checked")
+    assert checked["compared"] == 0 and "nothing to compare with; changed since" in done.stdout
+
+
+def test_a_kill_before_any_row_leaves_the_resume_unmeasured(run_train):
+    """The old rows go with the process that cut them out: never a false verdict."""
+    run_train("run", *RUN, before=HOW["SIGKILL"], code=137)
+    run_train("run", *RUN, before=stop_at(11, "SIGKILL"), code=137)
+    done = run_train("run", *RUN)
+    assert len(events(done, "resume")) == 2
+    assert [row["compared"] for row in events(done, "resume_checked")] == [0]
+
+
+def test_a_rollback_between_save_and_kill_accuses_no_one(run_train):
+    """Rows of the data that the rollback left out are those of other data."""
+    bad = "train.MOST_SKIPPED = 2\n" + bad_batches([11, 12])
+    straight = run_train("straight", *RUN, before=bad)
+    (rollback,) = events(straight, "rollback")
+    assert rollback["step"] == 10
+    run_train("run", *RUN, before=bad + stop_at(16, "SIGKILL"), code=137)
+    done = run_train("run", *RUN, before=bad)
+    (checked,) = events(done, "resume_checked")
+    assert checked["compared"] == checked["equal"] > 0
+    assert done.fingerprint(STEPS) == straight.fingerprint(STEPS)
+
+
+def test_the_two_steps_after_a_signal_leave_only_their_rows(run_train):
+    """The run, its files and what train.last_run holds are of step 13."""
+    after = """
+def compare():
+    saved = torch.load("run/ckpt_00000013.pt", weights_only=True)
+    same = [torch.equal(w, train.last_run.model.state_dict()[n]) for n, w in saved["model"].items()]
+    print("LAST RUN", all(same), train.last_run.state["step"], flush=True)
+inner_main = train.main
+def main(*args):
+    code = inner_main(*args)
+    compare()
+    return code
+train.main = main
+"""
+    done = run_train("run", *RUN, before=HOW["SIGTERM"] + after, code=143)
+    assert "LAST RUN True 13" in done.stdout
+    assert [row["step"] for row in done.rows("train")][-2:] == [14, 15]
+    assert "stopped by SIGTERM at step 13" in done.stdout and done.facts["state"]["step"] == 13
+    assert events(done, "end")[0]["step"] == 13
+    names = {path.name for path in done.out_dir.glob("*.pt")}
+    assert names == {"best.pt", *(f"ckpt_{step:08}.pt" for step in (0, 10, 13))}
+
+
+SLOW = around("finish_rows", then="for each in result: each['step_ms'] = 1501.0")
+
+
+def test_no_step_is_taken_where_two_would_take_more_than_three_seconds(run_train):
+    done = run_train("run", *RUN, before=HOW["SIGTERM"] + SLOW, code=143)
+    assert done.rows("train")[-1]["step"] == 13
+    done = run_train("run", *RUN)
+    assert [row["compared"] for row in events(done, "resume_checked")] == [0]
+
+
+@pytest.mark.parametrize("count", first(1, [2, 3]))
+def test_ranks_take_the_two_steps_together(run_train, count):
+    flags = (*RUN, "--batch_size=6")
+    last = only_on(count - 1, stop_at(13))  # the others hear of it at the end of the step
+    run_train("run", *flags, before=ranks(count, last), code=143)
+    done = run_train("run", *flags, before=ranks(count))
+    (checked,) = events(done, "resume_checked")
+    assert checked["compared"] == checked["equal"] == 2
+
+
+def test_another_number_of_ranks_is_measured(run_train):
+    run_train("run", *RUN, "--batch_size=8", before=HOW["SIGTERM"], code=143)
+    done = run_train("run", *RUN, "--batch_size=8", before=ranks(2))
+    (checked,) = events(done, "resume_checked")
+    assert found_at(checked) == 14  # other dropout on the second rank
+    assert events(done, "resume")[0]["changed"]["ranks"] == [1, 2]
+
+
+@pytest.mark.slow  # real processes, because torch reads the variable when it is imported
+@pytest.mark.parametrize(
+    "env, flags",
+    [({"ATEN_CPU_CAPABILITY": "default"}, ()), ({"OMP_NUM_THREADS": "2"}, ("--n_embd=128",))],
+    ids=["kernels", "threads"],
+)
+def test_other_kernels_are_measured(start_train, python_train, tmp_path, env, flags):
+    flags = (*RUN, "--max_steps=300", "--block_size=32", *flags)
+    process = start_train("run", *flags)
+    log = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: log.exists() and len(read_rows(log.parent, "train")) > 40)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 143
+    done = python_train("run", *flags, env=env)
+    checked = events(done, "resume_checked")[-1]
+    print("\nRESUME", [line for line in done.stdout.splitlines() if "resumed at" in line][-1])
+    assert checked["compared"] >= 1
+
+
+# ---- forks with state that no checkpoint holds ---------------------------------------------------
+
+FORKS = {  # tests/hacks/NAME.patch: (flags, step found after SIGTERM in 13, after SIGKILL in 18)
+    "clip_by_history": (("--grad_clip=9",), 15, 14),
+    "plateau_in_globals": (("--eval_interval=4", "--peak_lr=1e-4"), 14, 11),
+    "average_in_globals": (("--eval_interval=2",), None, 12),
+    "lookahead": ((), 15, 15),
+    "noise_in_workers": (("--num_workers=1",), 14, 11),
+    "teacher_file": (("--teacher=teacher.pt",), 14, 11),
+}
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("name", FORKS)
+def test_hidden_state_is_found_where_a_compared_row_shows_it(
+    resumed, copy, tmp_path, data_dir, name, how
+):
+    """Not before: what wakes after the two steps of a signal is missed there, and found after a
+    kill."""
+    flags, *steps = FORKS[name]
+    apply_patch((REPO / "tests" / "hacks" / f"{name}.patch").read_text(), copy)
+    teacher = tmp_path / "teacher.pt"
+    vocabulary = json.loads((data_dir / "small" / "meta.json").read_text())["vocab_size"]
+    torch.save(torch.ones(vocabulary), teacher)
+
+    def swap(done):
+        torch.save(torch.linspace(-1, 1, vocabulary), teacher)
+
+    checked, resume, _ = resumed(how, *flags, edit=swap, repo=copy)
+    assert found_at(checked) == steps[how == "SIGKILL"]
+    assert resume["changed"] == {}
