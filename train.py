@@ -134,8 +134,7 @@ FRESH_STATE = {
     "best_val_loss": math.inf,  # validation loss of the best weights
     "best_step": 0,
     "score_to_beat": math.inf,  # by min_delta
-    "evals_since_best": 0,  # evaluations that did not beat it, for patience
-    "evals_on_plateau": 0,  # the same, for plateau_patience
+    "evals_since_best": 0,  # evaluations that did not beat it
     "lr_factor": 1.0,  # product of the plateau_factors so far
     "rollbacks": 0,
     "skips_in_row": 0,
@@ -268,13 +267,9 @@ def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, da
     seed_everything(seed)
     try:
         model = build_model(config, about["meta"]["vocab_size"])
-        model = model.to(run_device) if not shard else fsdp.shard(model, run_device, dtype)
     except InvalidShape as error:
         fail(error)
-    except (RuntimeError, MemoryError) as error:
-        if not safe_step.out_of_memory(error):
-            raise
-        fail("the model does not fit into memory; try a smaller --n_embd or --n_layer")
+    model = fsdp.shard(model, run_device, dtype) if shard else model.to(run_device)
     optimizers = configure_optimizers(
         model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, run_device.type
     )
@@ -784,12 +779,11 @@ def count_evaluation(numbers: dict, state: dict) -> bool:
     if not counts:
         return is_best
     if score < state["score_to_beat"] - min_delta:
-        state.update(score_to_beat=score, evals_since_best=0, evals_on_plateau=0)
-    else:
-        state["evals_since_best"] += 1
-        state["evals_on_plateau"] += 1
-    if plateau_factor < 1 and state["evals_on_plateau"] >= plateau_patience:
-        state.update(lr_factor=state["lr_factor"] * plateau_factor, evals_on_plateau=0)
+        state.update(score_to_beat=score, evals_since_best=0)
+        return is_best
+    state["evals_since_best"] += 1
+    if state["evals_since_best"] % plateau_patience == 0:
+        state["lr_factor"] *= plateau_factor
     return is_best
 
 
