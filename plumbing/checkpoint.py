@@ -438,4 +438,4 @@ def digest_of_state(checkpoint: dict) -> str:
 def size(run) -> int:
     """Bytes of a checkpoint: weights, two moments of each, and averages, if there are any."""
     copies = 4 if run.ema else 3
-    return copies * sum(tensor.nbytes for tensor in run.model.state_dict().values())
+    return copies * sum(tensor.nbytes for tensor in tensors(run.model.state_dict()))
