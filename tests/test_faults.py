@@ -443,21 +443,6 @@ print("SECOND", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert done.fingerprint(12) == straight.fingerprint(12)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_data_that_changes_its_size_is_named(run_train, straight, data_dir, tmp_path, workers):
-    """To read past the end of a mapped file would kill the process."""
-    shutil.copytree(data_dir / "small", tmp_path / "own/small")
-    path = tmp_path / "own/small/train.bin"
-    content = path.read_bytes()
-    flags = (*EVERYTHING, f"--num_workers={workers}", f"--data_dir={tmp_path}/own")
-    cut = at_step(3, f'os.truncate("{path}", 100)')
-    done = run_train("run", *flags, before=cut, code=1)
-    assert f"{path} has changed its size" in done.stderr
-    path.write_bytes(content)
-    done = run_train("run", *flags)
-    assert done.fingerprint(12) == straight.fingerprint(12)
-
-
 def test_a_worker_that_is_killed_ends_the_run_with_a_message(run_train, straight):
     kill = at_step(
         6,
