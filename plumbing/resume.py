@@ -235,8 +235,7 @@ def continue_from(run: Any, saved: dict, config: Config) -> None:
         fail(f"{found} {step:,}; expected more steps, or {again} for a run of so many")
     now["began_from"] = then.get("began_from") if own else str(run.path.resolve())
     if now["batch_size"] == then["batch_size"]:
-        for key in checkpoint.MICRO_BATCHES:
-            run.state[key] = saved["state"][key]
+        run.state["micro_batch"] = saved["state"]["micro_batch"]
 
 
 def other_run(run: Any, saved: dict) -> dict[str, list]:
