@@ -409,7 +409,7 @@ def copy_of_repository(folder):
     for file in REPO.glob("*.py"):
         shutil.copy(file, folder)
     caches = shutil.ignore_patterns("__pycache__")
-    for package in [REPO / "plumbing", *REPO.glob("reporting")]:
+    for package in [REPO / "plumbing", *REPO.glob("reporting"), *REPO.glob("lab")]:
         shutil.copytree(package, folder / package.name, ignore=caches)
     return folder
 

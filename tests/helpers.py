@@ -22,7 +22,6 @@ from torch import nn
 import train
 from model import GPT, GPTConfig
 from optim import configure_optimizers
-from plumbing.checkpoint import MICRO_BATCHES
 
 # ---- processes -----------------------------------------------------------------------------------
 
@@ -187,7 +186,7 @@ def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
         groups=[each.state_dict()["param_groups"] for each in optimizers],
         scaler=torch.amp.GradScaler("cpu", enabled=train.dtype == "float16"),
         ema={n: w.detach().clone() for n, w in model.named_parameters()} if ema else {},
-        state=train.FRESH_STATE | dict.fromkeys(MICRO_BATCHES, rows // accum),
+        state=train.FRESH_STATE | {"micro_batch": rows // accum},
     )
 
 
