@@ -178,12 +178,11 @@ def listing(runs):
     """A table with a row for each run. The best of those on the same data is marked."""
     header = ("run", "steps", "best loss", "tokens/s", "how it ended", "when", "")
     rows = []
-    best = {}  # what is compared -> the best run in it
-    for run in sorted(runs, key=score):
-        if math.isfinite(score(run)):
-            best.setdefault(same_judge(run), run)
+    best = {}  # of the runs that can be compared
+    for run in runs:
+        best[same_judge(run)] = min(best.get(same_judge(run), math.inf), score(run))
     for run in sorted(runs, key=lambda run: str(run.info.get("start"))):
-        speed = 1 / record.mean(1 / run.train["tokens_per_sec"])
+        speed = results.over_time(run.train["tokens_per_sec"])
         when = str(run.info.get("end") or run.info.get("start") or "")[:16].replace("T", " ")
         rows.append(
             (
@@ -193,16 +192,15 @@ def listing(runs):
                 results.number(speed, ",.0f"),
                 results.how_it_ended(run),
                 when,
-                "best" if best.get(same_judge(run)) is run else "",
+                "best" if score(run) == best[same_judge(run)] else "",
             )
         )
     return table(header, rows)
 
 
 def score(run):
-    """The best of its metric, or its negative if higher is better; infinite if there is none."""
-    best = results.metric_of(run)[1] * results.best_of(run)[0]
-    return best if math.isfinite(best) else math.inf
+    """The best of its metric, or its negative if higher is better; NaN if there is none."""
+    return results.metric_of(run)[1] * results.best_of(run)[0]
 
 
 def same_judge(run):

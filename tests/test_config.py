@@ -184,7 +184,7 @@ BAD_ARGUMENTS = """
 --out_dir=             --out_dir=: expected str, out_dir = 'out/run'
 --report=maybe         expected bool, report = True
 --compile=perhaps      expected str, compile = 'auto'
---batch_size           --batch_size has no value
+--batch_size           --batch_size: expected int, batch_size = 32
 config/none.py         no config file config/none.py
 a                      unexpected argument 'a'
 """

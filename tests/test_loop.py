@@ -204,7 +204,7 @@ def val(tmp_path):
 
 def evaluate(run, val, micro_batch=5):
     run.val_data = val[1]
-    run.state["eval_micro_batch"] = micro_batch
+    run.state["micro_batch"] = micro_batch
     return train.evaluate(run)
 
 
