@@ -416,14 +416,13 @@ def begin(run: Run, table, saver) -> None:
     state = run.state
     safe_step.note_halving(run)
     is_resume = run.path and run.folder.owns(run.path)
-    changed = changes_since(run)
-    cut = run.folder.begin(run, changed)
+    cut = run.folder.begin(run, changes_since(run))
     if not is_resume:
         state["first_step"] = state["step"]
         record_evaluation(run, table)
         saver.save([checkpoint.file_name(state["step"]), "best.pt"], required=True)
         return
-    run.folder.compare_with(resuming.rows_of_course(cut, run), state["step"], changed)
+    run.folder.compare_with(resuming.rows_of_course(cut, run))
     target = run.path
     if not (may_roll_back_to(state["step"], state) and target.stem.startswith("ckpt")):
         target, _ = from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)
