@@ -156,7 +156,7 @@ def test_a_bad_loss_on_one_rank_is_skipped_and_rolled_back_by_all(run_train):
     assert [row["step"] for row in one.rows("event") if row["event"] == "skipped"] == [4, 10, 11]
     (event,) = events(one, "rollback")
     assert (event["step"], event["next_sequence"]) == (8, 11 * 8)
-    both = run_train("both", *flags, before=ranks(2, source))
+    both = run_train("both", *flags, before=ranks(2, SOON + bad_batches([3, 9, 10])))
     assert one.fingerprint(20) == both.fingerprint(20)
     run_train("stopped", *flags, before=ranks(2, only_on(0, source) + stop_at(10)), code=143)
     resumed = run_train("stopped", *flags, before=ranks(2, only_on(0, source)))
