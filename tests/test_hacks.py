@@ -48,11 +48,12 @@ def losses(done):
 # ---- all of them ---------------------------------------------------------------------------------
 
 
-def test_every_hack_applies(tmp_path):
-    patches = {path.stem: path.read_text() for path in (REPO / "tests" / "hacks").glob("*.patch")}
-    assert patches.keys() >= {*HACKS, "own_script"}
-    for name, patch in patches.items():
-        apply_patch(patch, copy_of_repository(tmp_path / name))
+def test_every_hack_and_every_sound_loop_applies(tmp_path):
+    """Those of tests/sound are run by tests/mutants.py, as some of tests/hacks are."""
+    paths = [*(REPO / "tests").glob("hacks/*.patch"), *(REPO / "tests").glob("sound/*.patch")]
+    assert {path.stem for path in paths} >= {*HACKS, "own_script", "lora"}
+    for path in paths:
+        apply_patch(path.read_text(), copy_of_repository(tmp_path / path.stem))
 
 
 @pytest.mark.parametrize("name", first(1, HACKS))
