@@ -66,7 +66,6 @@ class Job:
     device: torch.device
     meta: dict  # of the dataset
     peak: tuple  # (FLOP/s or None, source of the figure)
-    stack: contextlib.ExitStack = None  # closed after each part: ends its workers and subprocesses
 
     def fresh_run(self):
         """A new run by the current values of train.py's knobs."""
@@ -81,18 +80,13 @@ class Job:
         """The model with which train.py trains `run`, compiled or not."""
         return safe_step.rehearse(run, train.compile, train.forward_backward, self.batch)
 
-    def load_batches(self, run):
-        batches = train.load_batches(run)
-        self.stack.callback(batches.stop)
-        return batches
-
     def step(self, run, model, batches):
         """A function that takes the next step of `run`, as the loop of train.train does."""
 
         def step():
             lr = train.lr_at(run.state["step"])
             with record_function("data"):
-                inputs, targets, _ = batches.next_batch()
+                inputs, targets, _ = next(batches)
             with record_function("train_step"):
                 numbers = train.train_step(model, run, inputs, targets, lr)
             train.count_batch(run, targets)
@@ -181,9 +175,9 @@ def ladder(job):
         model = job.rehearsed(run)
     workers = train.num_workers or 2
     with setting(num_workers=0):
-        batches = job.load_batches(run)
+        batches = train.load_batches(run)
     with setting(num_workers=workers):
-        ahead = job.load_batches(run)
+        ahead = train.load_batches(run)
     knobs = train.peak_lr, train.weight_decay, train.beta1, train.beta2, train.momentum
     not_fused = train.configure_optimizers(run.model, train.optimizer, *knobs, "none")
     slow_run = replace(run, optimizers=not_fused)
@@ -240,7 +234,7 @@ def profile(job):
     """
     run = job.fresh_run()
     model = job.rehearsed(run)
-    batches = job.load_batches(run)
+    batches = train.load_batches(run)
     seconds = median(interleaved({"": job.step(run, model, batches)}, job.device)[""])
     count = max(3, min(50, round(timing_seconds / seconds)))
     step = job.step(run, record_function("forward")(model), batches)
@@ -299,12 +293,11 @@ class Measured(Exception):
     """Ends the loop when all is timed."""
 
 
-class Blocks(console.Table):
-    """The console of a loop that is timed: instead of each line, after a block of `every` steps of
+class Blocks:
+    """The console of a loop that is timed: instead of a line, after a block of `every` steps of
     the loop, it times as many calls of each function in `steps`."""
 
     def __init__(self, steps, every, device):
-        super().__init__(train.max_steps)
         self.steps = steps
         self.every = every
         self.device = device
@@ -332,12 +325,12 @@ def overhead(job):
     with setting(**off, **rate):
         run = job.fresh_run()
         model = job.rehearsed(run)
-        batches = job.load_batches(job.fresh_run())
-        inputs, targets, _ = batches.next_batch()
+        batches = train.load_batches(job.fresh_run())
+        inputs, targets, _ = next(batches)
         steps = {
             "bare": partial(bare_step, model, run, inputs, targets),
             "train_step": partial(train.train_step, model, run, inputs, targets, train.peak_lr),
-            "data": batches.next_batch,
+            "data": partial(next, batches),
         }
         seconds = seconds_of(steps["train_step"], 2, job.device)
         every = min(train.log_interval or 100, max(1, round(timing_seconds / seconds)))
@@ -345,7 +338,6 @@ def overhead(job):
         saver = checkpoint.Saver(run, train.keep_last, train.may_roll_back_to)
         with setting(log_interval=every), contextlib.suppress(Measured):
             train.train(run, model, table, saver, Signals(), Clock())
-        run.batches = None
     times = {name: each[1:] for name, each in table.times.items()}
     rows = {name: {"ms": 1000 * median(each)} for name, each in times.items()}
     pairs = zip(times["loop"], times["bare"], strict=True)  # from the same round
@@ -390,9 +382,9 @@ def memory(job):
         rows[name] = row
     say("\nmemory: MB of tensors at the peak of an eager step")
     say(
-        "  passing: activations, gradients and what else lives only within a step; by a line through"
+        "  passing: activations, gradients and what else lives only within a step; twice: predicted"
     )
-    say("  this and half the micro-batch, twice: of twice the micro-batch; fits: the largest")
+    say("  for twice the micro-batch, by a line through this and half of it; fits: the largest")
     say(f"  micro-batch in 90% of {cell(free, '.1f G')} GB free")
     columns = dict.fromkeys(("weights", "moments", "passing", "measured", "twice"), ",.1f M")
     print_table(rows, micro_batch=",.0f", **columns, fits=",.0f")
@@ -448,11 +440,12 @@ def for_train(words):
     return [word for word in words if word.partition("=")[0].removeprefix("--") not in own]
 
 
-def output_of(command, **how):
+def output_of(command, cwd=None):
     """What Python prints when it runs `command`, in a session of its own: Ctrl-C reaches only this
     process, which ends the other. Raises RunFailed."""
-    how |= {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "check": False}
-    done = subprocess.run([sys.executable, *command], **how)
+    command = [sys.executable, *command]
+    how = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "check": False}
+    done = subprocess.run(command, cwd=cwd, **how)
     if done.returncode:
         raise RunFailed(f"{' '.join(command)[-400:]} ended with\n{done.stdout[-2000:]}")
     return done.stdout
@@ -599,7 +592,8 @@ def race(script, words, seed):
 def nanogpt(job, words, seed):
     """The same of nanoGPT itself. While it trains it prints the loss of 20 random batches; the one
     here is of the whole validation split, as ours is, and takes no time of the process."""
-    home, dataset = Path(os.environ["NANOGPT"]), job.run.facts["data"]
+    home = Path(os.environ["NANOGPT"])
+    dataset = job.run.facts["data"]
     source = (home / "train.py").read_text("utf-8")
     model = (home / "model.py").read_text("utf-8")
     edits = {
@@ -612,19 +606,22 @@ def nanogpt(job, words, seed):
         source = source.replace(line, edited)
     source += WHOLE_SPLIT
     folder = folder_by_hash(seed, words, source, model, dataset["name"])
-    log = read_json(folder / "nanogpt.json")
-    if not log:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = Path(train.data_dir, dataset["name"]).resolve()
-        began = time.perf_counter()
-        with TemporaryDirectory() as scratch:  # it takes no path with a "="
-            own = [f"--out_dir={scratch}", f"--dataset={text}"]
-            printed = output_of(["-c", source, *words, *own], cwd=home)
-        log = {"seconds": time.perf_counter() - began, "printed": printed}
-        write_json(folder / "nanogpt.json", log)
-    loss, seconds = re.search(r"^whole split: (\S+) after (\S+)$", log["printed"], re.M).groups()
-    process = log["seconds"] - float(seconds)
-    return {"process": process, "loss": float(loss), "tokens": RECIPE_TOKENS}
+    result = read_json(folder / "nanogpt.json")
+    if result:
+        return result
+    folder.mkdir(parents=True, exist_ok=True)
+    text = Path(train.data_dir, dataset["name"]).resolve()
+    began = time.perf_counter()
+    with TemporaryDirectory() as scratch:  # it takes no path with a "="
+        own = [f"--out_dir={scratch}", f"--dataset={text}"]
+        printed = output_of(["-c", source, *words, *own], cwd=home)
+    seconds = time.perf_counter() - began
+    loss, evaluation = re.search(
+        r"^whole split: (\S+) after (\S+)$", printed, re.MULTILINE
+    ).groups()
+    result = {"process": seconds - float(evaluation), "loss": float(loss), "tokens": RECIPE_TOKENS}
+    write_json(folder / "nanogpt.json", result)
+    return result
 
 
 PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead, from_nanogpt)}
@@ -688,8 +685,7 @@ def measure(own, argv):
         console.print_plan(job.run, job.peak, changed={})
         say(f"results  {console.shown(path)}: {', '.join(parts)}")
         for part in parts:
-            with contextlib.ExitStack() as job.stack:
-                facts[part] = own["PARTS"][part](job)
+            facts[part] = own["PARTS"][part](job)
             write_json(path, facts)
         return facts
 

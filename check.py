@@ -2,7 +2,7 @@
 better than another, or is it luck?
 
     python check.py config/shakespeare.py                           # before a long run: GO or NO-GO
-    python check.py config/shakespeare.py --only=lr,exact,seeds
+    python check.py config/shakespeare.py --only=exact,seeds
     python check.py --only=portable                                 # the bits of records/portable?
     python check.py config/shakespeare.py --n_layer=2 --against="config/shakespeare.py"
     git bisect run python check.py config/shakespeare.py --against=out/golden --equal=true
@@ -27,18 +27,16 @@ import bench
 import train
 from bench import print_table, say
 from lab.logged import Logged, differences, in_words
-from plumbing import checkpoint, machine
+from lab.probes import CHECKS, NotAsked
+from lab.verdicts import interval, verdict_on
+from plumbing import machine
 from plumbing.cli import fail, run_script
 from plumbing.console import REPO
-from plumbing.ranks import checksum
-from reporting.sanity import CHECKS, NotAsked
-from reporting.verdicts import verdict_on
 
 # The checks
-only = "sanity"  # parts to run: sanity, lr, exact, portable, seeds, against; --against=... runs
-#  that alone
-lr_steps = 100  # most steps of the learning-rate range test, [10, inf)
-exact_runs = 4  # processes that take the same steps, with deterministic mode and without, [2, inf)
+only = "sanity"  # parts to run: sanity, exact, portable, seeds, against; --against=... runs that
+#  alone
+exact_runs = 4  # processes that take the same steps, [2, inf)
 exact_steps = 20  # that each of them takes, [1, inf)
 against = ""  # another configuration, "CONFIG [flags]"; with --equal=true also the folder of a run
 equal = False  # with --against: ask for the same bits, with one seed, as `git bisect run` wants it
@@ -80,48 +78,24 @@ def asked(check, job):
         yield check.__name__, False, f"{type(error).__name__}: {error}"
 
 
-def lr(job):
-    """A range test (Smith 2017, section 3.3): raise the rate each step until the smoothed loss is
-    twice its minimum. Suggests a tenth of the rate there: a long run tolerates less than this."""
-    rates, losses, smooth = [], [], []
-    average = 0.0
-    run = job.fresh_run()
-    model = job.rehearsed(run)
-    batches = job.load_batches(run)
-    while len(rates) < lr_steps and (not smooth or smooth[-1] < 2 * min(smooth)):
-        rates.append(1e-5 * 1e5 ** (len(rates) / (lr_steps - 1)))
-        inputs, targets, _ = batches.next_batch()
-        losses.append(train.train_step(model, run, inputs, targets, rates[-1])["loss"].item())
-        train.count_batch(run, targets)
-        average = 0.8 * average + 0.2 * losses[-1]
-        smooth.append(average / (1 - 0.8 ** len(losses)))
-    best = smooth.index(min(smooth))
-    suggested = float(f"{rates[best] / 10:.1g}")
-    say(f"\nlr: {len(rates)} steps, each at a higher rate; every fifth")
-    table = {f"{rates[n]:.1e}": {"smoothed_loss": smooth[n]} for n in range(0, len(rates), 5)}
-    print_table(table, smoothed_loss=".3f")
-    say(f"  lowest loss {smooth[best]:.3f} at {rates[best]:.2g}: suggested --peak_lr={suggested:g}")
-    return {"lr": rates, "loss": losses, "smooth": smooth, "suggested_peak_lr": suggested}
-
-
-# ---- whole runs ----------------------------------------------------------------------------------
+# ---- the same bits? ------------------------------------------------------------------------------
 
 
 def exact(job):
     """Do fresh processes take the same steps to the same bits of weights, moments and state?"""
     few = {"max_steps": exact_steps, "warmup_steps": 0, "eval_tokens": train.block_size}
     few |= {"compile": train.compile, "audit_interval": -1, "resume": "auto", "report": False}
-    rows = {}
-    for name, strict in {"deterministic": True, "not deterministic": False}.items():
-        results = []
-        for n in range(exact_runs):
-            folder = job.run.folder.path / f"{name} {n}"
-            bench.execute(job.script, job.argv, **few, out_dir=folder, deterministic=strict)
-            results.append(Logged(folder).row(exact_steps, "saved")["sha256"][:16])
-        rows[name] = {"distinct": len({*results}), "hash": results[0]}
-    say(f"\nexact: {exact_runs} processes, {exact_steps} steps each; the hash is of the first")
-    print_table(rows, distinct=",.0f", hash="")
-    return {"rows": rows, "ok": rows["deterministic"]["distinct"] == 1}
+    folders = [job.run.folder.path / f"exact {n}" for n in range(exact_runs)]
+    for folder in folders:
+        bench.execute(job.script, job.argv, **few, out_dir=folder)
+    found = [differences(folders[0], folder).first_difference for folder in folders[1:]]
+    others = [in_words(difference) for difference in found if difference]
+    say(
+        f"\nexact: {exact_runs} processes, {exact_steps} steps each; {len(others)} differ from the first"
+    )
+    for words in others:
+        say(f"  {words}")
+    return {"ok": not others, "found": found}
 
 
 def portable(job):
@@ -161,74 +135,83 @@ def same_bits(job, script, words):
     if not (folders[1] / "metrics.jsonl").is_file():
         folders[1] = job.run.folder.path / "second"
         bench.execute(script, words, out_dir=folders[1])
-    found = differences(*folders, kinds=("train", "eval")).first_difference
-    where = [in_words(found)] if found else []
-    models = [checkpoint.load(checkpoint.newest_first(folder)[0])["model"] for folder in folders]
-    checksums = [{name: checksum(model[name]) for name in model} for model in models]
-    where += [name for name in checksums[0] if checksums[0][name] != checksums[1].get(name)]
-    say(f"\nequal: {f'no; the first difference: {where[0]}' if where else 'yes'}")
-    return {"ok": not where, "where": where[:1]}
+    found = differences(folders[1], folders[0], kinds=("train", "eval")).first_difference
+    say(f"\nequal: {f'no; the first difference: {in_words(found)}' if found else 'yes'}")
+    return {"ok": not found, "found": found}
+
+
+# ---- better, or luck? ----------------------------------------------------------------------------
+
+
+def spread(job):
+    """Full runs that differ only in their seed: how much of a last loss is chance?"""
+    count = seeds or 5
+    say(f"\nseeds: {count} runs; validation loss at the end, seconds of the process")
+    sides = {"": (job.script, job.argv)}
+    return {"runs": with_mean([raced(sides, train.seed + n) for n in range(count)])}
 
 
 def compare(job):
-    """Full runs that differ only in their seed: how much of a last loss is chance? With --against
-    also of that configuration, on the same seeds, so that batches are paired: is it better?"""
+    """Full runs of two configurations on the same seeds, so that batches are paired: is the first
+    better? One seed at a time, until a verdict holds."""
     other = bench.script_among(shlex.split(against))
     if equal:
         return same_bits(job, *other)
-    sides = {"": (job.script, job.argv)}
-    if against:
-        sides["other "] = other
-    planned = seeds or (max_seeds if against else 5)
-    number = str(planned) if seeds or not against else f"up to {planned}"
-    say(f"\nseeds: {number} runs each; validation loss at the end, seconds of the process")
-    runs = []
-    verdict = None
-    for seed in range(train.seed, train.seed + planned):
-        if verdict and verdict.word != "not shown" and not seeds:
-            break
-        run = {}
-        datasets = set()
-        for name, side in sides.items():
-            figures = bench.race(*side, seed)
-            run[f"{name}loss"] = figures["loss"]
-            run[f"{name}seconds"] = figures["process"]
-            datasets.add(figures["dataset"])
-        if len(datasets) > 1:
-            fail(f"losses on {' and '.join(sorted(datasets))} cannot be compared")
-        runs.append(run)
-        if against and len(runs) > 1:
-            differences = [run["loss"] - run["other loss"] for run in runs]
-            verdict = verdict_on(differences, comparisons, every_look=not seeds)
+    most = seeds or max_seeds
+    number = f"{most} seeds" if seeds else f"up to {most} seeds"
+    say(f"\nagainst: {number}; validation loss at the end, seconds of the process")
+    runs, differences = [], []
+    verdict = "not shown"
+    while len(runs) < most and (seeds or verdict == "not shown"):
+        runs.append(raced({"": (job.script, job.argv), "other ": other}, train.seed + len(runs)))
+        differences.append(runs[-1]["loss"] - runs[-1]["other loss"])
+        if len(runs) > 1:
+            verdict = verdict_on(differences, comparisons)
+    rows = with_mean(runs)
+    low, high = interval(differences, comparisons)
+    look = f", for one of {comparisons} comparisons" if comparisons > 1 else ""
+    say(f"  mean difference {mean(differences):+.4f}, 95% interval {low:+.4f} to {high:+.4f}")
+    say(f"  (the interval holds however often one looks{look})")
+    ratio = rows["mean"]["seconds"] / rows["mean"]["other seconds"]
+    say(f"  time: first / second {ratio:.2f}\nverdict: {verdict}")
+    return {"runs": rows, "interval": [low, high], "time": ratio, "verdict": verdict}
+
+
+def raced(sides, seed):
+    """Last loss and seconds of a run of each side {prefix: (script, words)} with this seed."""
+    run = {}
+    datasets = set()
+    for name, side in sides.items():
+        figures = bench.race(*side, seed)
+        run |= {f"{name}loss": figures["loss"], f"{name}seconds": figures["process"]}
+        datasets.add(figures["dataset"])
+    if len(datasets) > 1:
+        fail(f"losses on {' and '.join(sorted(datasets))} cannot be compared")
+    return run
+
+
+def with_mean(runs):
+    """{row: run}, with rows of the means and deviations; prints them."""
     rows = {f"seed {train.seed + n}": run for n, run in enumerate(runs)}
     for name, function in {"mean": mean, "deviation": stdev}.items():
         rows[name] = {key: function([run[key] for run in runs]) for key in runs[0]}
     print_table(rows, **{key: ".1f" if "seconds" in key else ".4f" for key in runs[0]})
-    if not against:
-        return {"runs": rows}
-    look = "for one look at so many seeds" if seeds else "however often one looks"
-    if comparisons > 1:
-        look += f", for one of {comparisons} comparisons"
-    low, high = verdict.low, verdict.high
-    say(f"  mean difference {mean(differences):+.4f}, 95% interval {low:+.4f} to {high:+.4f}")
-    say(f"  (the interval holds {look})")
-    ratio = rows["mean"]["seconds"] / rows["mean"]["other seconds"]
-    say(f"  time: first / second {ratio:.2f}\nverdict: {verdict}")
-    return {"runs": rows, "interval": [low, high], "time": ratio, "verdict": str(verdict)}
+    return rows
 
 
 PARTS = {
     "sanity": sanity,
-    "lr": lr,
     "exact": exact,
     "portable": portable,
-    "seeds": compare,
+    "seeds": spread,
     "against": compare,
 }
 
 
 def main(argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        refuse_ranks()
     if any(word.startswith("--against=") for word in argv):
         argv = ["--only=against", *argv]
     if "--seeds=1" in argv:
@@ -241,6 +224,13 @@ def main(argv=None):
         print(f"check.py: {error}", file=sys.stderr)
         return 125
     return int(not all(facts[part].get("ok", True) for part in PARTS if part in facts))
+
+
+def refuse_ranks():
+    """One line of rank 0; torchrun then ends the others."""
+    if os.environ["RANK"] != "0":
+        time.sleep(60)
+    fail("it runs in one process; type python in place of torchrun")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from reporting import record, results
 from reporting.panels import page, write_picture
 from reporting.record import last_step, read_run
 from reporting.records import HEADER, record_rows
-from reporting.results import ended, happened, outcome, table
+from reporting.results import happened, outcome, table
 from reporting.troubles import replay_of, troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
@@ -40,88 +40,106 @@ watch = False  # rewrite that page every 10 s while the run continues, and write
 
 MOST_COLUMNS = 4  # runs beside each other on the console; of more, a row each
 MOST_EVENTS = 200  # rows in a table
+PARTS_TOLD = ("data", "config", "git", "versions", "hardware", "run")  # the later one counts
 TOLD_ELSEWHERE = ("kind", "step", "event", "finite", "knobs", "seconds")  # fields of events
 
 
-# ---- report.md -----------------------------------------------------------------------------------
+# ---- words: report.md, compare.md ----------------------------------------------------------------
 
 
-def words(run):
-    """The text of report.md."""
-    lines = [f"# {run.name}: {ended(run)}\n"]
-    asked = run.info["config"].get("dataset")
-    learned = run.info["data"].get("name")
-    if learned and learned == FALLBACK.get(asked):
-        what = f"INSTEAD OF {asked!r}, which was unavailable:"
-        lines.append(f"> **This run trained on {learned!r} {what}")
-        lines.append(f"> its numbers say nothing about {asked!r}.**\n")
-    lines.append("![Curves of this run](report.png)\n")
-    rows = [(f"**{what}**", value) for what, value in outcome(run).items()]
-    lines += ["## Result\n", table(("", ""), rows), *found_in(run, "")]
-    lines += ["## What was run\n", *about(run)]
-    lines += ["## What happened\n", table(("step", "event", ""), event_rows(run))]
-    return "\n".join([*lines, "## Resumes, and what was not exact\n", *exactness(run), ""])
+def text_of(runs):
+    """The Markdown of a report: the results; of each run its troubles, its last sample and what
+    happened; then what was run."""
+    picture = "report.png" if len(runs) == 1 else "compare.png"
+    lines = [f"# {', '.join(run.name for run in runs)}\n"]
+    lines += [f"> **{warning}**\n" for warning in warnings(runs)]
+    lines += [f"![Curves]({picture})\n", "## Result\n", compared(runs, outcome)]
+    for run in runs:
+        title = f": {run.name}" if len(runs) > 1 else ""
+        lines += [f"## Known troubles{title}\n", *found_in(run)]
+        for sample in happened(run, "sample")[-1:]:
+            text = textwrap.indent(str(sample["text"]), "    ", lambda line: True)
+            lines += [f"## A sample, from step {sample['step']:,}{title}\n", text, ""]
+        lines += [f"## What happened{title}\n", table(("step", "event", ""), event_rows(run))]
+    lines.append("## What was run\n")
+    for run in runs:
+        command = shlex.join(["python", *run.info.get("command", [])])
+        when = f"{run.info.get('start')} to {run.info.get('end')}"
+        lines.append(f"- **{run.name}**: `{command}`, {when}")
+    return "\n".join([*lines, "", compared(runs, settings)])
 
 
-def found_in(run, title):
-    """The troubles of a run, and its last sample, as paragraphs of Markdown."""
-    lines = [f"## Known troubles{title}\n"]
+def compared(runs, facts):
+    """A table of facts(run), a dict, of each run; of several runs, of those that are not all
+    equal."""
+    columns = [facts(run) for run in runs]
+    rows = []
+    for what in dict.fromkeys(itertools.chain.from_iterable(columns)):
+        values = [column.get(what, "n/a") for column in columns]
+        if len(runs) == 1 or len(set(values)) > 1:
+            rows.append((what, *values))
+    return table(("", *(run.name for run in runs)), rows)
+
+
+def settings(run):
+    """{name: value} of what run.json says in single words, but for folders. Of a knob that was
+    resolved from "auto", the value counts."""
+    parts = [run.info["data"].get("meta", {}), *(run.info[part] for part in PARTS_TOLD)]
+    found = {}
+    for name, value in itertools.chain.from_iterable(part.items() for part in parts):
+        if not isinstance(value, dict | list | None) and not name.endswith("_dir"):
+            found[name] = textwrap.shorten(str(value), 80)
+    return found
+
+
+def warnings(runs):
+    """Lines on what may be taken for something that it is not."""
+    lines = []
+    for run in runs:
+        asked = run.info["config"].get("dataset")
+        learned = run.info["data"].get("name")
+        if learned and learned == FALLBACK.get(asked):
+            what = f"{learned!r} INSTEAD OF {asked!r}, which was unavailable"
+            lines.append(f"{run.name} trained on {what}: its numbers say nothing about {asked!r}.")
+        if run.info["run"].get("deterministic") is False:
+            lines.append(f"{run.name}: `deterministic` was off; computed again, it may differ.")
+        if run.unreadable:
+            lines.append(f"{run.name}: {run.unreadable:,} damaged line(s) are left out.")
+        if not run.info["run"]:
+            lines.append(f"{run.name}: run.json is missing or damaged; how it ran is not known.")
+    if len({run.info["data"].get("fingerprint") for run in runs}) > 1:
+        lines.append("These runs trained on different data: their losses cannot be compared.")
+    if len({run.info["run"].get("device") for run in runs}) > 1:
+        lines.append("These runs ran on different devices: compare their times with care.")
+    return lines
+
+
+def found_in(run):
+    """The troubles of a run, as lines of Markdown."""
+    lines = []
     for each in troubles(run):
         lines.append(f"- **{each.title}** (`{each.name}`): {each.shows}.")
         if each.look:
             lines.append(f"  Look into that step: `{each.look}`.")
         lines.append(f"  Cure: {each.cure}")
-    if len(lines) > 1:
-        lines.append("\ndocs/trouble.md has the causes, and what tells them apart.\n")
-    else:
-        lines.append("None that report.py knows.\n")
-    for sample in happened(run, "sample")[-1:]:
-        text = textwrap.indent(str(sample["text"]), "    ", lambda line: True)
-        lines += [f"## A sample, from step {sample['step']:,}{title}\n", text, ""]
-    return lines
-
-
-def settings(run):
-    """{part of run.json: {name: value}} of what is said there in single words, each name once: of a
-    knob that was resolved from "auto" the value. Without folders."""
-    info = run.info
-    parts = {part: info[part] for part in ("run", "config", "hardware", "versions", "git")}
-    parts["data"] = info["data"] | info["data"].get("meta", {})
-    found = {}
-    names = set()
-    for part, values in parts.items():
-        found[part] = {}
-        for name, value in values.items():
-            is_word = not isinstance(value, dict | list | None) and not name.endswith("_dir")
-            if is_word and name not in names:
-                found[part][name] = textwrap.shorten(str(value), 80)
-        names |= values.keys()
-    return found
-
-
-def about(run):
-    """What was run, as lines of Markdown."""
-    if not run.info["run"]:
-        return ["Not on record.\n"]
-    command = shlex.join(["python", *run.info.get("command", [])])
-    lines = [f"- **command** `{command}`"]
-    lines.append(f"- **when** {run.info.get('start')} to {run.info.get('end')}")
-    for part, values in settings(run).items():
-        told = ", ".join(f"{name} {value}" for name, value in values.items())
-        lines.append(f"- **{part}** {told}")
-    return [*lines, ""]
+    if not lines:
+        return ["None that report.py knows.\n"]
+    return [*lines, "\ndocs/trouble.md has the causes, and what tells them apart.\n"]
 
 
 def event_rows(run):
     """[(step, event, details)] in the order of the events."""
     rows = []
-    for event in run.events:
+    for i, event in enumerate(run.events):
         name = event["event"]
-        if name in ("sample", "saved", "resume_checked"):
-            continue
-        see = f"see `{replay_of(run, event)}`" if name in ("skipped", "rollback") else ""
-        told = "; ".join(filter(None, (details(event), see)))
-        rows.append((f"{event['step']:,}", name.replace("_", " "), told))
+        told = [details(event)]
+        if name in ("skipped", "rollback"):
+            told.append(f"see `{replay_of(run, event)}`")
+        if name == "resume":
+            told = resumed(event, run.events[i + 1 :])
+        if name not in ("sample", "saved", "resume_checked"):
+            told = "; ".join(filter(None, told))
+            rows.append((f"{event['step']:,}", name.replace("_", " "), told))
     if len(rows) > MOST_EVENTS:
         rows[MOST_EVENTS:] = [("...", f"and {len(rows) - MOST_EVENTS:,} more", "")]
     return rows
@@ -130,105 +148,41 @@ def event_rows(run):
 def details(event):
     """The fields of an event, in words."""
     told = []
-    for key, value in (event | {"changed": change_words(event.get("changed", {}))}).items():
-        if key not in TOLD_ELSEWHERE and value not in (None, ""):
+    for key, value in event.items():
+        if key not in TOLD_ELSEWHERE and value is not None:
             told.append(f"{key} {value}")
     return textwrap.shorten("; ".join(told), 400)
 
 
-def exactness(run):
-    """Lines on whether each resume was measured as exact, and on what else may set this run apart
-    from an uninterrupted one."""
-    lines = []
-    began_from = run.info["run"].get("began_from")
-    processes = happened(run, "resume", "resume_checked")
-    for event, check in itertools.pairwise([*processes, {"event": "none"}]):
-        if event["event"] == "resume":
-            what = f"- step {event['step']:,}: {resumed(check)}"
-            if began_from and event is processes[0]:
-                what = f"- it began from {began_from}"
-            changed = change_words(event.get("changed", {}))
-            lines.append(f"{what}; changed since: {changed}" if changed else what)
-    if run.info["run"].get("deterministic") is False:
-        lines.append("- `deterministic` was off: the same command may compute other numbers")
-    if run.unreadable:
-        lines.append(f"- {run.unreadable:,} damaged line(s) of metrics.jsonl are left out")
-    if not run.info["run"]:
-        lines.append("- run.json is missing or damaged: how it was run is not known")
-    return lines or ["Nothing on record: it was never resumed."]
-
-
-def resumed(check):
-    """What the event after a resume says of it. Only a `resume_checked` says what was measured."""
-    if check["event"] != "resume_checked":
-        return "resumed; whether exactly was not measured"
+def resumed(event, later):
+    """[words, ...] on a resume. Only its `resume_checked`, in the events after it, says what was
+    measured."""
+    changed = change_words(event.get("changed", {}))
+    told = [f"from {event.get('checkpoint')}", f"changed since: {changed or 'nothing known'}"]
+    check = next((each for each in later if each["event"] in ("resume", "resume_checked")), {})
+    if "first_difference" not in check:
+        return ["not measured", *told]
     found = check["first_difference"]
     if found:
         numbers = "{field} {then} then, {now} now".format(**found)
-        return f"resumed; other numbers from step {found['step']:,} on: {numbers}"
+        return [f"other numbers from step {found['step']:,} on: {numbers}", *told]
     if check["compared"]:
-        return f"resumed; {check['compared']:,} rows computed again, every loss and norm the same"
-    return "resumed; nothing to compare with"
+        return [f"{check['compared']:,} rows computed again, every loss and norm the same", *told]
+    return ["nothing to compare with", *told]
 
 
-# ---- several runs --------------------------------------------------------------------------------
-
-
-def compare_words(runs):
-    """compare.md: one table of the settings and the results that differ, and what is wrong."""
-    columns = [column_of(run) for run in runs]
-    lines = [f"# {', '.join(run.name for run in runs)}\n"]
-    lines += [f"> **{warning}**\n" for warning in warnings(columns)]
-    lines += ["![Curves of these runs](compare.png)\n", comparison(runs, columns)]
-    for run in runs:
-        lines += found_in(run, f": {run.name}")
-    return "\n".join(lines)
-
-
-def comparison(runs, columns):
-    """A table of what is not equal in all columns."""
-    return table(("", *(run.name for run in runs)), differing_rows(columns))
-
-
-def column_of(run):
-    """{what: words}: a run's column in a comparison."""
-    column = {}
-    for values in settings(run).values():
-        column |= values
-    return column | outcome(run)
-
-
-def differing_rows(columns):
-    """The rows of a comparison, [(what, value of the first run, ...)]: those that are not all
-    equal."""
-    rows = []
-    for what in dict.fromkeys(itertools.chain.from_iterable(columns)):
-        values = [column.get(what, "n/a") for column in columns]
-        if len(set(values)) > 1:
-            rows.append((what, *values))
-    return rows
-
-
-def warnings(columns):
-    """Lines on what cannot be compared between runs."""
-    lines = {
-        "fingerprint": "These runs trained on different data: their losses cannot be compared.",
-        "device": "These runs ran on different devices: compare their times with care.",
-    }
-    differing = [what for what, *_ in differing_rows(columns)]
-    return [line for what, line in lines.items() if what in differing]
+# ---- a folder of runs ----------------------------------------------------------------------------
 
 
 def listing(runs):
     """A table with a row for each run. The best of those on the same data is marked."""
     header = ("run", "steps", "best loss", "tokens/s", "how it ended", "when", "")
     rows = []
-    best = {}  # what is compared -> the best run in it
-    for run in sorted(runs, key=score):
-        if math.isfinite(score(run)):
-            best.setdefault(same_judge(run), run)
+    best = {}  # of the runs that can be compared
+    for run in runs:
+        best[same_judge(run)] = min(best.get(same_judge(run), math.inf), score(run))
     for run in sorted(runs, key=lambda run: str(run.info.get("start"))):
-        speed = 1 / record.mean(1 / run.train["tokens_per_sec"])
+        speed = results.over_time(run.train["tokens_per_sec"])
         when = str(run.info.get("end") or run.info.get("start") or "")[:16].replace("T", " ")
         rows.append(
             (
@@ -238,16 +192,15 @@ def listing(runs):
                 results.number(speed, ",.0f"),
                 results.how_it_ended(run),
                 when,
-                "best" if best.get(same_judge(run)) is run else "",
+                "best" if score(run) == best[same_judge(run)] else "",
             )
         )
     return table(header, rows)
 
 
 def score(run):
-    """The best of its metric, or its negative if higher is better; infinite if there is none."""
-    best = results.metric_of(run)[1] * results.best_of(run)[0]
-    return best if math.isfinite(best) else math.inf
+    """The best of its metric, or its negative if higher is better; NaN if there is none."""
+    return results.metric_of(run)[1] * results.best_of(run)[0]
 
 
 def same_judge(run):
@@ -256,10 +209,6 @@ def same_judge(run):
 
 
 # ---- files ---------------------------------------------------------------------------------------
-
-
-def text_of(runs):
-    return words(runs[0]) if len(runs) == 1 else compare_words(runs)
 
 
 def write(path, text):
@@ -330,12 +279,11 @@ def read_runs(folders):
 
 
 def tell_on_console(runs):
-    columns = [column_of(run) for run in runs]
     if len(runs) > MOST_COLUMNS:
         tell(listing(runs))
     elif len(runs) > 1:
-        tell(comparison(runs, columns))
-    for warning in warnings(columns):
+        tell(compared(runs, lambda run: settings(run) | outcome(run)))
+    for warning in warnings(runs) if len(runs) > 1 else ():
         tell(warning)
     for run in runs:
         before = f"{run.name}: " if len(runs) > 1 else ""

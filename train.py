@@ -129,24 +129,21 @@ FRESH_STATE = {
     "sequences": 0,  # index of the next training sequence; roll_back sets it past the bad data
     "tokens": 0,  # targets trained on so far
     "micro_batch": 0,  # sequences per forward pass: batch_size, halved whenever memory runs out
-    "eval_micro_batch": 0,  # the same for evaluation
     "first_step": 0,  # where this run began, or was resumed without a target for rollbacks
     "best_score": math.inf,  # of best_metric, its sign turned if higher is better
     "best_val_loss": math.inf,  # validation loss of the best weights
     "best_step": 0,
     "score_to_beat": math.inf,  # by min_delta
-    "evals_since_best": 0,  # evaluations that did not beat it, for patience
-    "evals_on_plateau": 0,  # the same, for plateau_patience
+    "evals_since_best": 0,  # evaluations that did not beat it
     "lr_factor": 1.0,  # product of the plateau_factors so far
     "rollbacks": 0,
-    "skipped": 0,
     "skips_in_row": 0,
     "high_in_row": 0,  # losses above the first one
     "first_loss": math.inf,
 }
-KEPT_IN_ROLLBACK = ("best_score", "best_val_loss", "best_step", "skipped", "rollbacks")
+KEPT_IN_ROLLBACK = ("best_score", "best_val_loss", "best_step", "rollbacks")
 # What a run takes over from the checkpoint of another one
-POSITION = ("step", "sequences", "tokens", "micro_batch", "eval_micro_batch")
+POSITION = ("step", "sequences", "tokens", "micro_batch")
 MOST_SKIPPED = 10  # updates in a row that are not finite, before a rollback
 MOST_ROLLBACKS = 3  # before the run gives up
 MOST_HIGH = 10  # losses above the first one in a row, before a warning
@@ -270,13 +267,9 @@ def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, da
     seed_everything(seed)
     try:
         model = build_model(config, about["meta"]["vocab_size"])
-        model = model.to(run_device) if not shard else fsdp.shard(model, run_device, dtype)
     except InvalidShape as error:
         fail(error)
-    except (RuntimeError, MemoryError) as error:
-        if not safe_step.out_of_memory(error):
-            raise
-        fail("the model does not fit into memory; try a smaller --n_embd or --n_layer")
+    model = fsdp.shard(model, run_device, dtype) if shard else model.to(run_device)
     optimizers = configure_optimizers(
         model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, run_device.type
     )
@@ -294,7 +287,7 @@ def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, da
         groups=copy.deepcopy([part.state_dict()["param_groups"] for part in optimizers]),
         scaler=torch.amp.GradScaler(run_device.type, enabled=dtype == "float16"),
         ema={name: w.detach().clone() for name, w in model.named_parameters() if ema_decay},
-        state=copy.deepcopy(FRESH_STATE) | dict.fromkeys(checkpoint.MICRO_BATCHES, batch_size),
+        state=copy.deepcopy(FRESH_STATE) | {"micro_batch": batch_size},
     )
 
 
@@ -324,7 +317,7 @@ class Run:
     state: dict
     before: dict = field(default_factory=dict)  # `run` of that checkpoint, and its micro-batch
     knobs: dict = field(default_factory=dict)  # name -> cli.Knob: what a knob may do
-    noted_sizes: dict = field(default_factory=dict)  # of micro-batches, in the newest event
+    noted_size: int = 0  # of a micro-batch, in the newest event
     batches: data.Batches | None = None  # the batches to come
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
     steps_here: int = 0  # that this process has taken
@@ -423,14 +416,13 @@ def begin(run: Run, table, saver) -> None:
     state = run.state
     safe_step.note_halving(run)
     is_resume = run.path and run.folder.owns(run.path)
-    changed = changes_since(run)
-    cut = run.folder.begin(run, changed)
+    cut = run.folder.begin(run, changes_since(run))
     if not is_resume:
         state["first_step"] = state["step"]
         record_evaluation(run, table)
         saver.save([checkpoint.file_name(state["step"]), "best.pt"], required=True)
         return
-    run.folder.compare_with(resuming.rows_of_course(cut, run), state["step"], changed)
+    run.folder.compare_with(resuming.rows_of_course(cut, run))
     target = run.path
     if not (may_roll_back_to(state["step"], state) and target.stem.startswith("ckpt")):
         target, _ = from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)
@@ -642,7 +634,7 @@ def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr:
     before = Captured(run)  # buffers and random state: what a retry or a skip puts back
     n_targets = ranks.total(count_targets(targets))
     take = partial(forward_backward, model, run, inputs, targets, n_targets)
-    numbers = halving_on_oom(before, "micro_batch", take)  # 3 to 5
+    numbers = halving_on_oom(before, take)  # 3 to 5
     ranks.sum_gradients(run.model, numbers)  # each is divided by the global count
     grad_norm = clip(run)  # 6: unscale, then clip
     skipped = ~(numbers["loss"].isfinite() & grad_norm.isfinite())
@@ -718,31 +710,22 @@ def record_evaluation(run: Run, table) -> bool:
     """Evaluate and log the result. Returns whether it is the best so far."""
     state = run.state
     meta = run.facts["data"]["meta"]
-    numbers = evaluated(run)
+    numbers = evaluate(run)
+    safe_step.check_names(numbers, "evaluate()", ("eval",))
+    numbers = {name: n.item() if torch.is_tensor(n) else n for name, n in numbers.items()}
     is_best = count_evaluation(numbers, state)
     row = {"kind": "eval", "step": state["step"], **numbers}
     row["best_val_loss"] = state["best_val_loss"]
     if best_metric != "val_loss":
         sign = -1 if best_metric.startswith("-") else 1
         row[f"best_{best_metric.removeprefix('-')}"] = sign * state["best_score"]
-    is_whole = row.get("val_tokens", 0) + 1 == meta.get("val_tokens")  # of the validation split
-    if is_whole or not (eval_tokens or "val_tokens" in meta):
+    if not eval_tokens:  # the whole split
         row.pop("val_tokens", None)
-    if is_whole and "val_bytes" in meta:
-        row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
+        if "val_bytes" in meta:
+            row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
     run.folder.write_rows([row])
     table.print_evaluation(row, is_best)
     return is_best
-
-
-def evaluated(run: Run) -> dict:
-    """evaluate()'s numbers, as plain ones. Raises RunFailed if a row cannot hold one."""
-    numbers = evaluate(run)
-    safe_step.note_halving(run)
-    safe_step.check_names(numbers, "evaluate()", ("eval",))
-    if "val_loss" not in numbers:
-        raise RunFailed(f"evaluate() returns {', '.join(numbers)}; expected val_loss among them")
-    return {name: n.item() if isinstance(n, torch.Tensor) else n for name, n in numbers.items()}
 
 
 @torch.no_grad()
@@ -754,7 +737,7 @@ def evaluate(run: Run) -> dict:
     the result does not depend on --compile. Training is unaffected: all that it moves is put back.
     """
     with evaluating(run) as before:
-        totals = halving_on_oom(before, "eval_micro_batch", partial(sum_losses, run))
+        totals = halving_on_oom(before, partial(sum_losses, run))
     loss, right, counted = ranks.total(totals).tolist()
     return {"val_loss": loss / counted, "val_accuracy": right / counted, "val_tokens": int(counted)}
 
@@ -763,7 +746,7 @@ def sum_losses(run: Run) -> torch.Tensor:
     """Sums over this rank's share of the validation data: [loss, right predictions, targets]."""
     where = "cpu" if run.device.type == "mps" else run.device  # MPS has no float64
     totals = torch.zeros(3, dtype=torch.float64, device=where)
-    size = run.state["eval_micro_batch"]
+    size = run.state["micro_batch"]
     for first in range(0, len(run.val_data), size * world_size()):
         mine = first + size * rank()
         has_rows = mine < len(run.val_data)  # if not, only take part: FSDP needs every rank
@@ -784,23 +767,22 @@ def count_evaluation(numbers: dict, state: dict) -> bool:
     far. The evaluation after the last step counts for the latter two only if eval_interval asks for
     it: a run extended later must take the same course as one that was that long from the start."""
     name = best_metric.removeprefix("-")
-    if name not in numbers:
-        raise RunFailed(f"--best_metric={best_metric}: evaluate() returns {', '.join(numbers)}")
+    for expected in ("val_loss", name):
+        if expected not in numbers:
+            raise RunFailed(f"evaluate() returns {', '.join(numbers)}; expected {expected}, too")
     score = -numbers[name] if best_metric.startswith("-") else numbers[name]
     is_best = score < state["best_score"]
     if is_best:
-        best_val_loss = numbers.get("val_loss", math.nan)
-        state.update(best_score=score, best_val_loss=best_val_loss, best_step=state["step"])
+        state.update(best_score=score, best_val_loss=numbers["val_loss"], best_step=state["step"])
     counts = state["step"] == state["first_step"] or every(eval_interval, state["step"])
     if not counts:
         return is_best
     if score < state["score_to_beat"] - min_delta:
-        state.update(score_to_beat=score, evals_since_best=0, evals_on_plateau=0)
-    else:
-        state["evals_since_best"] += 1
-        state["evals_on_plateau"] += 1
-    if plateau_factor < 1 and state["evals_on_plateau"] >= plateau_patience:
-        state.update(lr_factor=state["lr_factor"] * plateau_factor, evals_on_plateau=0)
+        state.update(score_to_beat=score, evals_since_best=0)
+        return is_best
+    state["evals_since_best"] += 1
+    if state["evals_since_best"] % plateau_patience == 0:
+        state["lr_factor"] *= plateau_factor
     return is_best
 
 
@@ -885,29 +867,22 @@ def judge(rows: list[dict], run: Run) -> tuple[list[dict], str | None]:
     by step, so that log_interval does not matter, from numbers that are the same on every rank."""
     state = run.state
     for number, row in enumerate(rows, 1):
-        trouble = count_trouble(row, state)
         if row["skipped"]:
             run.folder.event(row["step"], "skipped", loss=row["loss"], grad_norm=row["grad_norm"])
-        elif state["high_in_row"] == MOST_HIGH:
+            state["skips_in_row"] += 1
+            if state["skips_in_row"] >= MOST_SKIPPED:
+                return rows[:number], "loss or gradient not finite, update after update"
+            continue
+        state["skips_in_row"] = 0
+        if state["first_loss"] == math.inf:
+            state["first_loss"] = row["loss"]
+        is_high = row["loss"] > state["first_loss"]
+        state["high_in_row"] = state["high_in_row"] + 1 if is_high else 0
+        if state["high_in_row"] == MOST_HIGH:
             warning = f"above its first value for {MOST_HIGH} steps; lower --peak_lr?"
             loss = {"loss": row["loss"], "first": state["first_loss"]}
             run.folder.event(row["step"], "diverging", **loss, warning=warning)
-        if trouble:
-            return rows[:number], trouble
     return rows, None
-
-
-def count_trouble(row: dict, state: dict) -> str | None:
-    """Update the counters of trouble from one step. Returns what is wrong, or None."""
-    state["skipped"] += row["skipped"]
-    state["skips_in_row"] = state["skips_in_row"] + 1 if row["skipped"] else 0
-    if row["skipped"]:
-        bad = state["skips_in_row"] >= MOST_SKIPPED
-        return "loss or gradient not finite, update after update" if bad else None
-    if state["first_loss"] == math.inf:
-        state["first_loss"] = row["loss"]
-    state["high_in_row"] = state["high_in_row"] + 1 if row["loss"] > state["first_loss"] else 0
-    return None
 
 
 def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:

@@ -1,1 +1,2 @@
-"""What check.py and replay.py share: logs read back and compared, and one step seen from inside."""
+"""What check.py and replay.py use: a plain loop beside a run, probes, verdicts on seeds, logs read back
+and compared, and one step seen from inside."""

@@ -8,7 +8,7 @@ from plumbing.checkpoint import WholeState
 from plumbing.cli import RunFailed
 from plumbing.ranks import agree, checksum, from_all_ranks, local
 from plumbing.run_folder import Clock
-from plumbing.safe_step import MICRO_BATCHES, by_path, tensors
+from plumbing.safe_step import by_path, tensors
 
 
 class NotEnoughMemory(Exception):
@@ -23,7 +23,7 @@ class Tries:
         self.run = run
         self.take_step = take_step
         self.clock = clock
-        self.sizes = {key: run.state[key] for key in MICRO_BATCHES}
+        self.micro_batch = run.state["micro_batch"]
         self.hashes = []  # of each try, by name
         machine.synchronize(run.device)
         with clock.apart("audit"):
@@ -39,7 +39,7 @@ class Tries:
                 numbers = self.take_in_full()
         else:
             numbers = self.take_in_full()
-        if any(agree(any(self.run.state[key] != size for key, size in self.sizes.items()))):
+        if any(agree(self.run.state["micro_batch"] != self.micro_batch)):
             raise NotEnoughMemory
         with self.clock.apart("audit"):
             leaves = by_path(result_of(self.run, numbers)).items()
@@ -78,7 +78,7 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
             return compared(tries, step, most)
         except NotEnoughMemory:
             tries.before.put_back()
-            run.state.update(tries.sizes)
+            run.state["micro_batch"] = tries.micro_batch
             del tries
         finally:
             machine.reset_peak_memory(run.device)

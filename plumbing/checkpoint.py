@@ -25,7 +25,6 @@ from plumbing.files import fsync, replacing
 from plumbing.fsdp import shard_like
 from plumbing.machine import copies_in_background, synchronize
 from plumbing.safe_step import (
-    MICRO_BATCHES,
     Captured,
     as_bytes,
     by_path,
@@ -167,7 +166,7 @@ class WholeState(Captured):
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Of the loop's state, MICRO_BATCHES stay as they are; so do the random state if it is of
+        """Of the loop's state, micro_batch stays as it is; so does the random state if it is of
         another number of ranks, and those settings of an optimizer whose knobs have changed."""
         run, parts = self.run, self.parts
         self.put_back_weights()
@@ -176,8 +175,8 @@ class WholeState(Captured):
         for name, average in run.ema.items():
             average.copy_(shard_like(average, averages[name]))
         run.scaler.load_state_dict(parts["scaler"])
-        kept = {key: run.state[key] for key in MICRO_BATCHES}
-        run.state.update(clone(parts["state"]) | kept)
+        kept = run.state["micro_batch"]  # what memory allows stays known
+        run.state.update(clone(parts["state"]) | {"micro_batch": kept})
         if len(parts["rng"]) == ranks.world_size():
             set_rng_state(parts["rng"][ranks.rank()], run.device)
 
@@ -439,4 +438,4 @@ def digest_of_state(checkpoint: dict) -> str:
 def size(run) -> int:
     """Bytes of a checkpoint: weights, two moments of each, and averages, if there are any."""
     copies = 4 if run.ema else 3
-    return copies * sum(tensor.nbytes for tensor in run.model.state_dict().values())
+    return copies * sum(tensor.nbytes for tensor in tensors(run.model.state_dict()))

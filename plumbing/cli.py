@@ -158,7 +158,8 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
         if argument in ("-h", "--help"):
             continue
         if argument.startswith("-"):
-            settings = read_flag(argument, config)
+            name, _, value = argument.removeprefix("--").partition("=")
+            settings = {name: accept(name, value, argument, config.knobs)}
             config.typed |= settings.keys()
         elif argument.endswith(".py"):
             settings = read_config_file(argument, config)
@@ -182,14 +183,6 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
         for scope, knobs in owned:
             stack.enter_context(setting(scope, **{name: config[name] for name in knobs}))
         yield config
-
-
-def read_flag(argument: str, config: Config) -> dict[str, Any]:
-    """{name: value} of --name=value."""
-    name, equals, value = argument.removeprefix("--").partition("=")
-    if name in config.knobs and not equals:
-        fail(f"{argument} has no value; write it as in --{name}={show(config[name])}")
-    return {name: accept(name, value, argument, config.knobs)}
 
 
 def read_config_file(argument: str, config: Config) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from plumbing.signals import HANDLED
 SPLITS = ("train", "val")
 PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent dies
 FALLBACK = {"shakespeare": "pydoc"}  # where the first cannot be downloaded: CPython's own manual
-in_a_tool = False  # True in bench.py, check.py and replay.py
+in_a_tool = False  # True in bench.py and check.py
 unreachable = set()  # the names whose FALLBACK a tool has taken
 
 

@@ -58,14 +58,11 @@ PORTABLE_KNOBS = {"device": "cpu", "dtype": "float32", "compile": False}
 
 def choose_device(name: str) -> torch.device:
     """The torch.device of this rank for --device=name. Raises BadInput if it is not available."""
-    if name == "auto":
-        kind = "cpu"
-        if torch.cuda.is_available():
-            kind = "cuda"
-        elif torch.backends.mps.is_available():
-            kind = "mps"
-    else:
-        kind = name
+    kind = name
+    if name == "auto" and torch.cuda.is_available():
+        kind = "cuda"
+    elif name == "auto":
+        kind = "mps" if torch.backends.mps.is_available() else "cpu"
     one_gpu = kind == "mps" or kind.startswith("cuda:")
     if one_gpu and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         fail(f"--device={name}: all ranks would share one GPU; try --device=cuda, or --device=cpu")

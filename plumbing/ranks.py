@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from plumbing.cli import BadInput, RunFailed, fail
+from plumbing.cli import RunFailed, fail
 from plumbing.console import say as say  # on rank 0 only
 
 HANG_MINUTES = 30  # longest wait for another rank, or for a worker's batch
@@ -34,10 +34,7 @@ def joined(device: torch.device, shard: bool = False) -> Iterator[None]:
     total(torch.ones(1, device=device)).item()  # NCCL connects now: its errors are of the start
     try:
         yield
-    except (BadInput, RunFailed) as error:
-        error.said = error.said or is_printed_elsewhere(where["store"], str(error))
-        raise
-    except Exception as error:
+    except RuntimeError as error:
         if lost := lost_rank(error):
             raise lost from error
         raise
@@ -47,14 +44,6 @@ def joined(device: torch.device, shard: bool = False) -> Iterator[None]:
         with contextlib.suppress(RuntimeError):  # a GPU error, already reported
             if device.type != "cuda" or torch.cuda.current_stream(device).query():
                 dist.destroy_process_group()
-
-
-def is_printed_elsewhere(store: dist.Store, message: str) -> bool:
-    """Whether another rank has failed with the same message before, and so prints it."""
-    try:
-        return store.add(f"failed: {message[:200]}", 1) > 1
-    except RuntimeError:  # the store went with its process
-        return False
 
 
 def lost_rank(error: BaseException) -> RunFailed | None:
@@ -72,17 +61,11 @@ def lost_rank(error: BaseException) -> RunFailed | None:
 
 def rendezvous(patience: datetime.timedelta) -> dict:
     """{store, rank, world_size}, from torchrun's environment variables."""
-    one_node = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
-    shared_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if shared_store and restarts and not one_node:
-        own_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend=c10d ..."
-        fail(f"--max-restarts: new ranks would look for dead ones; on each node write {own_store}")
     store, number, count = next(dist.rendezvous("env://", timeout=patience))
-    if one_node:
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         # torchrun's store outlives a restart: without a prefix for each attempt, new ranks would
         # find the addresses of dead ones in it. On several nodes no prefix helps: each agent counts
-        # its own attempts, and keeps the address of the first store (pytorch#135712).
+        # its own attempts (pytorch#135712; docs/scaling.md says what to set there).
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(f"attempt_{attempt}", store)
     return {"store": store, "rank": number, "world_size": count}

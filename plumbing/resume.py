@@ -63,16 +63,10 @@ def own_code() -> dict[str, str]:
 def known_changes(then: dict, now: dict, knobs: dict) -> dict[str, list]:
     """{name: [then, now]} of what differs between two identities: knobs, facts, and .py files that
     both have loaded. This is information: nothing depends on it."""
-    then, now = (each | {"ranks": each.get("world_size")} for each in (then, now))
+    then, now = ({**each, "ranks": each["world_size"], **each["code"]} for each in (then, now))
     names = [name for name in knobs if not name.endswith("_dir") and name != "resume"]
-    found = {}
-    for name in dict.fromkeys((*names, *FACTS)):
-        if name in then and name in now and then[name] != now[name]:
-            found[name] = [then[name], now[name]]
-    for name, digest in now["code"].items():
-        if then["code"].get(name, digest) != digest:
-            found[name] = [then["code"][name], digest]
-    return found
+    names = [name for name in (*names, *FACTS, *now["code"]) if name in then and name in now]
+    return {name: [then[name], now[name]] for name in names if then[name] != now[name]}
 
 
 # ---- rows that this resume computes again --------------------------------------------------------
@@ -126,11 +120,8 @@ def find_checkpoint(folder: RunFolder, resume: str) -> tuple[Path | None, list[P
 
 def refuse_lost_run(folder: RunFolder, damaged: list[Path]) -> None:
     """Raises BadInput if the folder's run has trained, and has no checkpoint that can be read."""
-    has_trained = damaged or any(folder.path.glob("*.corrupt"))
-    if folder.rows.is_file():
-        with open(folder.rows, errors="replace") as rows:
-            has_trained = has_trained or any('"kind": "train"' in row for row in rows)
-    if has_trained:
+    rows = folder.rows.read_text(errors="replace") if folder.rows.is_file() else ""
+    if damaged or '"kind": "train"' in rows:
         found = f"the run in {folder.path} has no checkpoint that can be read"
         fail(f"{found}; to start again write --resume=restart or {folder.fresh_out_dir()}")
 
@@ -169,16 +160,14 @@ def resolve_auto_knobs(
     reasons = {}
     if saved:
         then = saved["run"]
-        asked = {name for name in KEPT if asks_for(name, config, saved)}
-        is_new_split = not asked.isdisjoint(SPLIT)
-        asked |= set(SPLIT) if is_new_split else set()
+        asked = [name for name in KEPT if asks_for(name, config, saved)]
+        is_new_split = any(name in SPLIT for name in asked)
         for name in KEPT:
-            if name not in asked:
+            if name not in asked and not (is_new_split and name in SPLIT):
                 kept[name] = then[name]
                 reasons[name] = "as in the run so far"
         if then["world_size"] != world_size() and not is_new_split:
-            split = split_global_batch(then, kept["batch_size"])
-            kept["batch_size"], kept["accum_steps"] = split
+            kept |= split_global_batch(then, kept["batch_size"])
         refuse_ended_schedule(config, then["decay_steps"], own)
     if "warmup_steps" not in reasons:
         kept["warmup_steps"] = min(kept["warmup_steps"], config["max_steps"])
@@ -215,14 +204,15 @@ def refuse_ended_schedule(config: Config, planned: int, own: bool) -> None:
     )
 
 
-def split_global_batch(then: dict, batch_size: int) -> tuple[int, int]:
-    """(batch_size, accum_steps) that keep a run's global batch with today's number of ranks."""
-    rows, rest = divmod(then["global_batch"], world_size())
+def split_global_batch(then: dict, batch_size: int) -> dict[str, int]:
+    """The knobs in SPLIT that keep a run's global batch with today's number of ranks."""
+    whole, count = then["global_batch"], world_size()
+    rows, rest = divmod(whole, count)
     if rest:
-        found = f"the {then['global_batch']} sequences of this run's batch do not divide by"
-        fail(f"{found} {world_size()} ranks; expected a number of ranks that divides them")
+        found = f"the {whole} sequences of this run's batch do not divide by {count} ranks"
+        fail(f"{found}; expected a number of ranks that divides them")
     micro = max(size for size in range(1, min(rows, batch_size) + 1) if rows % size == 0)
-    return micro, rows // micro
+    return {"batch_size": micro, "accum_steps": rows // micro}
 
 
 def continue_from(run: Any, saved: dict, config: Config) -> None:
@@ -245,8 +235,7 @@ def continue_from(run: Any, saved: dict, config: Config) -> None:
         fail(f"{found} {step:,}; expected more steps, or {again} for a run of so many")
     now["began_from"] = then.get("began_from") if own else str(run.path.resolve())
     if now["batch_size"] == then["batch_size"]:
-        for key in checkpoint.MICRO_BATCHES:
-            run.state[key] = saved["state"][key]
+        run.state["micro_batch"] = saved["state"]["micro_batch"]
 
 
 def other_run(run: Any, saved: dict) -> dict[str, list]:
@@ -290,17 +279,12 @@ def close_finished(run: Any) -> None:
     more = "raise --patience" if step < config["max_steps"] else "raise --max_steps"
     if not run.folder.owns(run.path):
         fail(f"{shown(run.path)} is at step {step:,} of --max_steps={config['max_steps']}; {more}")
-    changes = known_changes(run.before, run.facts["run"], run.knobs)
-    others = [
-        f"{knob} changed from {then} to {now}"
-        for knob, (then, now) in changes.items()
-        if knob in run.knobs and run.knobs[knob].policy != "free"
-    ]
-    if others:
-        fail(
-            f"{name} holds a finished run: {', '.join(others)}; for a run with that write {again}, "
-            f"to train this one longer {more} with --out_dir={name}"
-        )
+    for knob, (then, now) in known_changes(run.before, run.facts["run"], run.knobs).items():
+        if knob in run.knobs and run.knobs[knob].policy != "free":
+            fail(
+                f"{name} holds a finished run: {knob} changed from {then} to {now}; for a run with "
+                f"that write {again}, to train this one longer {more} with --out_dir={name}"
+            )
     say(
         f"{name} is finished: {step:,} steps, {best_words(config['best_metric'], state)}. To train "
         f"longer, {more} with --out_dir={name}; to start again, write {again}"

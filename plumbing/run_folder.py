@@ -36,8 +36,7 @@ class RunFolder(ExitStack):
         self.locked = None  # the open lock file
         self.wandb = None
         self.witness = None  # of rows that this resume computes again
-        self.resumed_at = 0  # step
-        self.changed = {}  # what is known to have changed before the resume, {name: [then, now]}
+        self.resume = {}  # its row
 
     # ---- one run at a time -----------------------------------------------------------------------
 
@@ -120,7 +119,7 @@ class RunFolder(ExitStack):
                 leftover.unlink(missing_ok=True)
             before = read_json(self.path / "run.json") if run.path else {}
             kept = {"start": now(), "wandb_id": os.urandom(4).hex(), "resumes": []}
-            kept |= {k: before[k] for k in kept if isinstance(before.get(k), type(kept[k]))}
+            kept = {name: before.get(name, value) for name, value in kept.items()}
             end = {"end": None, "ended": None}  # stays so if the process is killed
             git = git_state()
             run.facts["run"]["git_commit"] = git["commit"]
@@ -146,25 +145,22 @@ class RunFolder(ExitStack):
                 self.wandb.send(json.loads(line))
         self.facts |= run.facts
         if run.path:
-            resume = {"time": now(), "from": str(run.path), "step": step}
-            self.facts["resumes"].append(resume)
+            self.facts["resumes"].append({"time": now(), "from": str(run.path), "step": step})
             knobs = {name: run.facts["run"][name] for name in run.knobs}
             knobs["device"] = run.facts["config"]["device"]
-            row = {"kind": "event", "event": "resume", "step": step, "checkpoint": run.path.name}
-            self.write_rows([row | {"knobs": knobs, "changed": changed}])
+            self.resume = {"kind": "event", "event": "resume", "step": step}
+            self.resume |= {"checkpoint": run.path.name, "knobs": knobs, "changed": changed}
+            self.write_rows([self.resume])
         with self.warning("run.json"):
             write_json(self.mine() / "run.json", self.facts)
         return cut
 
-    def compare_with(self, old_rows: list[dict], step: int, changed: dict) -> None:
-        """Compare the rows of a run that was resumed at `step` with those that an earlier process
-        computed of the same steps, and record the result as an event `resume_checked`."""
-        if rank() > 0:
-            return
-        self.witness = Witness(old_rows)
-        self.resumed_at = step
-        self.changed = changed
-        self.compare({"kind": "event", "event": "resume", "step": step})
+    def compare_with(self, old_rows: list[dict]) -> None:
+        """Compare the rows of a run that was resumed with those that an earlier process computed of
+        the same steps, and record the result as an event `resume_checked`."""
+        if rank() == 0:
+            self.witness = Witness(old_rows)
+            self.compare(self.resume)
 
     def compare(self, row: dict) -> None:
         """Compare a row as it is written."""
@@ -179,10 +175,10 @@ class RunFolder(ExitStack):
         if not witness:
             return
         found = {name: getattr(witness, name) for name in ("compared", "equal", "first_difference")}
-        found = {"from": self.resumed_at, **found}
+        found = {"from": self.resume["step"], **found}
         self.write_rows([{"kind": "event", "step": step, "event": "resume_checked", **found}])
+        words = console.resume_words(found, witness.steps, self.resume["changed"])
         is_off = not self.facts["run"]["deterministic"]
-        words = console.resume_words(found, witness.steps, self.changed)
         say(f"{words} (deterministic mode is off)" if is_off else words)
 
     def end(self, ended: str, clock: "Clock", state: dict, report: bool) -> None:
@@ -289,18 +285,17 @@ class RunFolder(ExitStack):
             self.warned.add((name, error.strerror))
 
 
-def write_report(folder: Path, patience: float = 60) -> None:
-    """Print what report.py prints, run for at most `patience` seconds; one line if it fails."""
+def write_report(folder: Path) -> None:
+    """Print what report.py prints, run for at most a minute; one line if it fails."""
     command = [sys.executable, str(REPO / "report.py"), str(folder)]
     pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
     try:
-        done = subprocess.run(command, timeout=patience, check=False, **pipes)
-        failure = done.returncode and (done.stderr.strip() or f"exit code {done.returncode}")
-    except subprocess.TimeoutExpired:
-        failure = f"more than {patience:g} s"
-    except OSError as error:
-        failure = str(error)
-    say(f"report   failed ({failure.splitlines()[-1][:200]})" if failure else done.stdout.rstrip())
+        done = subprocess.run(command, timeout=60, check=False, **pipes)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        say(f"report   failed ({error})")
+        return
+    failure = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1][:200]
+    say(f"report   failed ({failure})" if done.returncode else done.stdout.rstrip())
 
 
 class Clock:
@@ -341,11 +336,14 @@ def now() -> str:
 
 def git_state() -> dict:
     """{commit, dirty, diff_sha256} of the repository. The Docker image has GIT_COMMIT, not .git."""
-    git = ["git", f"--git-dir={REPO}/.git", f"--work-tree={REPO}"]  # never a parent folder's .git
-    read = {"capture_output": True, "check": True, "timeout": 10}
+
+    def git(*words):  # never of a parent folder's .git
+        command = ["git", f"--git-dir={REPO}/.git", f"--work-tree={REPO}", *words]
+        return subprocess.run(command, capture_output=True, check=True, timeout=10).stdout
+
     try:
-        diff = subprocess.run([*git, "diff", "HEAD"], **read).stdout
-        commit = subprocess.run([*git, "rev-parse", "HEAD"], **read).stdout.decode().strip()
+        diff = git("diff", "HEAD")
+        commit = git("rev-parse", "HEAD").decode().strip()
     except (OSError, subprocess.SubprocessError):
         return {"commit": os.environ.get("GIT_COMMIT"), "dirty": None, "diff_sha256": None}
     return {"commit": commit, "dirty": bool(diff), "diff_sha256": sha256(diff).hexdigest()}

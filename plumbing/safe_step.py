@@ -2,12 +2,12 @@
 an audit, a rollback and a resume."""
 
 import copy
-import math
 import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,8 @@ from plumbing.ranks import (
     is_sharded,
     local,
     lost_rank,
-    total,
     world_size,
 )
-
-MICRO_BATCHES = ("micro_batch", "eval_micro_batch")  # of the state: what memory allows stays known
 
 
 def leaves(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
@@ -144,9 +141,11 @@ def buffers_of(model: nn.Module) -> dict:
 def evaluating(run, averaged: bool = True) -> Iterator[Captured]:
     """A context in which the model is in eval mode, and has its averaged weights, if there are any.
 
-    On exit, weights, buffers, the mode of each module and the random state are as before.
+    On exit, weights, buffers, the mode of each module, the random state and the size of the
+    micro-batch are as before.
     """
     before = Captured(run)
+    size = run.state["micro_batch"]  # for which training has room
     modes = {module: module.training for module in run.model.modules()}
     averages = run.ema if averaged else {}
     run.model.eval()
@@ -158,6 +157,7 @@ def evaluating(run, averaged: bool = True) -> Iterator[Captured]:
         run.model.train(modes[run.model])  # modules may do more in train() than to set their mode
         for module, training in modes.items():
             module.training = training
+        run.state["micro_batch"] = size
         before.put_back()
         machine.reset_peak_memory(run.device)
 
@@ -174,10 +174,11 @@ def swap(model: nn.Module, averages: dict) -> None:
 # ---- out of memory: try again in smaller micro-batches, on all ranks if on one -------------------
 
 
-def halving_on_oom(before: Captured, size: str, compute: Callable[[], Any]) -> Any:
-    """Return compute(). If memory runs out on any rank, put `before` back, halve run.state[size],
-    which compute reads, and try again. compute has no collective operation, except for a sharded
-    model, which is not tried again. Raises RunFailed if a smaller micro-batch cannot help."""
+def halving_on_oom(before: Captured, compute: Callable[[], Any]) -> Any:
+    """Return compute(). If memory runs out on any rank, put `before` back, halve the micro-batch in
+    run.state, which compute reads, and try again. compute has no collective operation, except for
+    a sharded model, which is not tried again. Raises RunFailed if a smaller micro-batch cannot
+    help."""
     run = before.run
     while True:
         result = None
@@ -190,7 +191,7 @@ def halving_on_oom(before: Captured, size: str, compute: Callable[[], Any]) -> A
                 raise RunFailed("out of memory; try a smaller --batch_size or --n_embd") from error
         if not any(agree(result is None)):
             return result
-        if run.state[size] == 1:
+        if run.state["micro_batch"] == 1:
             hint = "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
             raise RunFailed(f"out of memory with a single sequence in a micro-batch; try {hint}")
         result = None  # frees that of a rank that had enough memory
@@ -198,16 +199,15 @@ def halving_on_oom(before: Captured, size: str, compute: Callable[[], Any]) -> A
         before.put_back()
         if run.device.type != "cpu":
             torch.get_device_module(run.device).empty_cache()
-        run.state[size] //= 2
+        run.state["micro_batch"] //= 2
 
 
 def note_halving(run) -> None:
-    """Record an event for each micro-batch that has become smaller since the last call."""
-    for size in MICRO_BATCHES:
-        now = run.state.get(size, 0)
-        if now < run.noted_sizes.get(size, now):
-            run.folder.event(run.state["step"], "out_of_memory", **{size: now})
-        run.noted_sizes[size] = now
+    """Record an event if the micro-batch has become smaller since the last call."""
+    now = run.state["micro_batch"]
+    if run.noted_size and now < run.noted_size:
+        run.folder.event(run.state["step"], "out_of_memory", micro_batch=now)
+    run.noted_size = now
 
 
 def rehearse(
@@ -219,11 +219,8 @@ def rehearse(
     """Call forward_backward on the batch that read() returns, to compile and to find a micro-batch
     that fits. Nothing else changes. Returns the model, compiled or not.
 
-    If torch.compile fails, a single process records `compile_failed` and runs eager; ranks fail.
-    Raises RunFailed also if the forward pass makes a buffer, which a resumed model would not
-    have."""
+    If torch.compile fails, a single process records `compile_failed` and runs eager; ranks fail."""
     note_halving(run)  # the sizes to compare later ones with
-    names = run.model.state_dict().keys()
     state = clone(run.state)
     before = Captured(run)
     model = compiled(run.model) if compile else run.model
@@ -232,7 +229,7 @@ def rehearse(
     try:
         n_targets = torch.tensor(batch[1].numel(), device=run.device)
         take = partial(forward_backward, model, run, *batch, n_targets)
-        numbers = halving_on_oom(before, "micro_batch", take)
+        numbers = halving_on_oom(before, take)
     except Exception as error:
         if not compile or isinstance(error, RunFailed):
             raise
@@ -242,25 +239,11 @@ def rehearse(
         before.put_back()
         model = rehearse(run, False, forward_backward, read)  # shows the eager error
         run.folder.event(run.state["step"], "compile_failed", error=reason)
-    if late := run.model.state_dict().keys() - names:
-        raise RunFailed(f"the first forward pass makes {min(late)}; expected it from __init__")
     check_names(numbers, "the model", ("model",))
-    if run.state["step"] == 0 and numbers:
-        refuse_bad_start(numbers["loss"])
     run.model.zero_grad(set_to_none=True)
     run.state.update(state | {"micro_batch": run.state["micro_batch"]})
     before.put_back()
     return model
-
-
-def refuse_bad_start(loss: torch.Tensor) -> None:
-    """Raises RunFailed if the loss is not finite before the first update. loss: this rank's
-    share."""
-    value = total(loss.detach().clone()).item()
-    if not math.isfinite(value):
-        name = "NaN" if math.isnan(value) else str(value)
-        hint = "python check.py says whether data or model are at fault"
-        raise RunFailed(f"the loss is {name} at step 0, before any update; {hint}")
 
 
 def compiled(model: nn.Module) -> nn.Module:
@@ -269,8 +252,9 @@ def compiled(model: nn.Module) -> nn.Module:
 
     inductor.deterministic = torch.are_deterministic_algorithms_enabled()  # no choice by timing
     # Every shape is compiled: past torch's limit, later shapes would compute in eager mode, and in
-    # a resumed process, which counts anew, other ones.
+    # a resumed process, which counts anew, other ones. Each time, torch says why.
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 10**6
+    torch._logging.set_logs(recompiles=True)
     return torch.compile(model, dynamic=False)
 
 
@@ -285,9 +269,11 @@ def check_names(numbers: dict, whose: str, writers: tuple) -> None:
     for name, value in numbers.items():
         if name in FIELDS and FIELDS[name].writer not in writers:
             raise RunFailed(f"{whose} returns a number named {name}, which rows have, too")
-        if isinstance(value, torch.Tensor) and value.numel() != 1:
-            shape = tuple(value.shape)
-            raise RunFailed(f"{whose} returns {name} of shape {shape}; expected a scalar")
+        is_tensor = isinstance(value, torch.Tensor)
+        if value.numel() != 1 if is_tensor else not isinstance(value, Number):
+            found = f"of shape {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+            more = f"run.folder.event(step, {name!r}, values=[...]) logs more, such as a histogram"
+            raise RunFailed(f"{whose} returns {name}, {found}; expected a scalar; {more}")
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import math
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,23 +64,22 @@ def read_metrics(path: str | Path) -> tuple[list[dict], int]:
     damaged = 0
     with open(path, "rb") as file:
         for line in file:
-            row = row_of(line)
-            if row:
-                rows.append(row)
-            else:
+            try:
+                rows.append(row_of(line))
+            except (ValueError, TypeError, KeyError, RecursionError):
                 damaged += line.endswith(b"\n")
     return rows, damaged
 
 
-def row_of(line: bytes) -> dict | None:
-    """The row in a line of metrics.jsonl; None if it is damaged."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
-        row = json.loads(line)
-        is_step = isinstance(row["step"], int) and row["step"] >= 0
-        is_event = row["kind"] == "event" and isinstance(row["event"], str)
-        if is_step and (is_event or row["kind"] in ("train", "eval")):
-            return row
-    return None
+def row_of(line: bytes) -> dict:
+    """The row in a line of metrics.jsonl. Raises ValueError, TypeError, KeyError or RecursionError
+    if it is damaged."""
+    row = json.loads(line)
+    is_event = row["kind"] == "event" and isinstance(row["event"], str)
+    is_numbers = row["kind"] in ("train", "eval")
+    if not isinstance(row["step"], int) or not (is_event or is_numbers):
+        raise ValueError("no row of train.py")
+    return row
 
 
 def standing(rows: list[dict]) -> list[dict]:

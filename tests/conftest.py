@@ -7,7 +7,6 @@ random numbers, signals and exit code. `python_train` runs the real command line
 
 import contextlib
 import dataclasses
-import email
 import fcntl
 import functools
 import gc
@@ -252,23 +251,6 @@ def straight_and_resumed(run_train):
 
 
 @pytest.fixture
-def python_train(data_dir, tmp_path):
-    """python_train(out_dir, *flags, code=0, env, timeout=100, launcher) -> Done: the real command.
-
-    launcher: replaces `python`, for example by [python, "-m", "torch.distributed.run", ...].
-    """
-
-    def run(out_dir, *flags, code=0, env=None, timeout=100, launcher=(sys.executable,)):
-        out_dir = tmp_path / out_dir
-        command = [*launcher, *arguments(out_dir, data_dir, flags)]
-        how = {"cwd": tmp_path, "env": os.environ | (env or {}), "timeout": timeout}
-        done = subprocess.run(command, capture_output=True, text=True, **how)
-        return expect(code, Done.of(out_dir, done.returncode, done.stdout, done.stderr))
-
-    return run
-
-
-@pytest.fixture
 def start_train(data_dir, tmp_path):
     """start_train(out_dir, *flags, env, launcher) -> a running Popen in a session of its own.
 
@@ -277,7 +259,7 @@ def start_train(data_dir, tmp_path):
     started = []
 
     def start(out_dir, *flags, env=None, launcher=(sys.executable,)):
-        log = tmp_path / f"log_{len(started)}"
+        log = tmp_path / f".log_{len(started)}"
         process = subprocess.Popen(
             [*launcher, *arguments(tmp_path / out_dir, data_dir, flags)],
             cwd=tmp_path,
@@ -295,6 +277,20 @@ def start_train(data_dir, tmp_path):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+@pytest.fixture
+def python_train(start_train, tmp_path):
+    """python_train(out_dir, *flags, code=0, timeout=100, env, launcher) -> Done: the real command.
+    Its standard output and error are one text."""
+
+    def run(out_dir, *flags, code=0, timeout=100, **how):
+        process = start_train(out_dir, *flags, **how)
+        process.wait(timeout)
+        text = process.log.read_text()
+        return expect(code, Done.of(tmp_path / out_dir, process.returncode, text, text))
+
+    return run
 
 
 @pytest.fixture
@@ -413,7 +409,7 @@ def copy_of_repository(folder):
     for file in REPO.glob("*.py"):
         shutil.copy(file, folder)
     caches = shutil.ignore_patterns("__pycache__")
-    for package in [REPO / "plumbing", *REPO.glob("reporting")]:
+    for package in [REPO / "plumbing", *REPO.glob("reporting"), *REPO.glob("lab")]:
         shutil.copytree(package, folder / package.name, ignore=caches)
     return folder
 
@@ -455,25 +451,23 @@ def fingerprint(path):
 
 def digest(value):
     """SHA-256 of every bit of nested dicts and lists of tensors and plain values."""
-    total = hashlib.sha256()
+    return hashlib.sha256(b"".join(bits_of(value))).hexdigest()
 
-    def add(value):
-        if isinstance(value, torch.Tensor):
-            total.update(f"{value.dtype} {tuple(value.shape)} ".encode())
-            total.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
-        elif isinstance(value, dict):
-            for key in value:
-                total.update(f"{key!r}: ".encode())
-                add(value[key])
-        elif isinstance(value, list | tuple):
-            total.update(f"[{len(value)}".encode())
-            for item in value:
-                add(item)
-        else:
-            total.update(f"{type(value).__name__} {value!r} ".encode())
 
-    add(value)
-    return total.hexdigest()
+def bits_of(value):
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype} {tuple(value.shape)} ".encode()
+        yield bytes(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    elif isinstance(value, dict):
+        for key in value:
+            yield f"{key!r}: ".encode()
+            yield from bits_of(value[key])
+    elif isinstance(value, list | tuple):
+        yield f"[{len(value)}".encode()
+        for item in value:
+            yield from bits_of(item)
+    else:
+        yield f"{type(value).__name__} {value!r} ".encode()
 
 
 def tree(folder):
@@ -481,7 +475,7 @@ def tree(folder):
     return {
         str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
         for path in sorted(folder.rglob("*"))
-        if path.name not in (".stdout", ".stderr")
+        if not path.name.startswith((".std", ".log_"))  # of run_train and of start_train
     }
 
 
@@ -497,12 +491,9 @@ def serve():
 
     from plumbing import cli, machine, resume
 
-    # Each source is parsed once, not in each run, and so is what each installed package says of
-    # itself.
-    resume.own_code()
+    resume.own_code()  # each source is read once, not in each run
     cli.read_knobs = functools.cache(cli.read_knobs)
     cli.read_knobs(REPO / "train.py")
-    email.message_from_string = functools.cache(email.message_from_string)
     machine.describe_machine(torch.device("cpu"))
 
     gc.freeze()  # imported modules stay shared with the children

@@ -7,8 +7,6 @@ import dataclasses
 import json
 import math
 import os
-import re
-import signal
 import socket
 import subprocess
 import sys
@@ -24,7 +22,6 @@ from torch import nn
 import train
 from model import GPT, GPTConfig
 from optim import configure_optimizers
-from plumbing.checkpoint import MICRO_BATCHES
 
 # ---- processes -----------------------------------------------------------------------------------
 
@@ -57,13 +54,6 @@ def alive(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def catches(pid, name):
-    """Whether a process has a handler of this signal. Python itself has one of SIGINT alone."""
-    with open(f"/proc/{pid}/status") as file:
-        handled = int(re.search(r"SigCgt:\s*(\w+)", file.read())[1], 16)
-    return bool(handled >> signal.Signals[name] - 1 & 1)
 
 
 def free_port():
@@ -196,7 +186,7 @@ def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
         groups=[each.state_dict()["param_groups"] for each in optimizers],
         scaler=torch.amp.GradScaler("cpu", enabled=train.dtype == "float16"),
         ema={n: w.detach().clone() for n, w in model.named_parameters()} if ema else {},
-        state=train.FRESH_STATE | dict.fromkeys(MICRO_BATCHES, rows // accum),
+        state=train.FRESH_STATE | {"micro_batch": rows // accum},
     )
 
 

@@ -41,9 +41,8 @@ from torch.utils.flop_counter import FlopCounterMode
 REPO = Path(__file__).resolve().parent.parent
 PLACES = {  # file -> functions that are mutated
     "model.py": (
-        "rotary_tables rotate causal_attention forward ngram_row "
-        "cross_entropy generate flops_per_token reset_parameters "
-        "visible"
+        "rotary_tables rotate causal_attention forward ngram_row cross_entropy generate "
+        "flops_per_token reset_parameters visible"
     ),
     "optim.py": "step orthogonal keep_or_replace sorted_by_role stacked_parts configure_optimizers",
     "plumbing/data.py": "read_rows __getitem__ __len__",
@@ -477,9 +476,9 @@ def cases(options):
     or a patch in place of the last two."""
     if "sound" in options:
         for words in Path(options["sound"]).read_text().splitlines():
-            patch = REPO / "tests" / "hacks" / f"{words}.patch"
-            flags = PLAIN if patch.exists() else [*PLAIN, *words.split()]
-            yield {"what": words, "is": "sound"}, flags, patch, None
+            found = [*(REPO / "tests").glob(f"[hs]*/{words}.patch")]
+            flags = PLAIN if found else [*PLAIN, *words.split()]
+            yield {"what": words, "is": "sound"}, flags, found[0] if found else None, None
     elif "bugs" in options:
         for bug in tomllib.loads(Path(options["bugs"]).read_text())["bug"]:
             source = (REPO / bug["file"]).read_text()
@@ -514,7 +513,7 @@ def main():
             copy_of_repository(folder)
             if new is not None:
                 (folder / path).write_bytes(new)
-            elif path.exists():
+            elif path:
                 subprocess.run(["patch", "-sp1", "-i", path], cwd=folder, check=True)
             if "is" not in row:
                 found, error = in_child(folder, lambda: Observed(data_dir).found)

@@ -201,6 +201,7 @@ def nano(tmp_path, monkeypatch):
     folder.mkdir()
     (folder / "model.py").write_text(NANO_MODEL)
     (folder / "train.py").write_text(NANO_TRAIN)
+    (tmp_path / "config").symlink_to(REPO / "config")
     monkeypatch.setenv("NANOGPT", str(folder))
     monkeypatch.chdir(tmp_path)
     return folder

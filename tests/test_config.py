@@ -184,7 +184,7 @@ BAD_ARGUMENTS = """
 --out_dir=             --out_dir=: expected str, out_dir = 'out/run'
 --report=maybe         expected bool, report = True
 --compile=perhaps      expected str, compile = 'auto'
---batch_size           --batch_size has no value
+--batch_size           --batch_size: expected int, batch_size = 32
 config/none.py         no config file config/none.py
 a                      unexpected argument 'a'
 """
@@ -250,7 +250,7 @@ def test_an_error_of_ours_is_one_line(monkeypatch, capsys):
     assert fails(cli.RunFailed("it has failed")) == (1, "own.py: failed: it has failed\n")
     refused.value.said = True  # by another rank
     assert fails(refused.value) == (2, "")
-    assert fails(KeyboardInterrupt()) == (130, "\n")
+    assert fails(KeyboardInterrupt()) == (130, "stopped by Ctrl-C\n")
 
 
 # ---- another command is another run --------------------------------------------------------------

@@ -4,9 +4,11 @@ A change is the source that a test runs before train.main(). The tests in test_h
 patches."""
 
 import re
+import subprocess
+import sys
 
 import pytest
-from conftest import first
+from conftest import REPO, first
 from helpers import batch, build_run, distance, gradient, update
 from sources import LION, SHARD, around, at_step, only_on, ranks
 from torch import nn
@@ -158,6 +160,30 @@ def test_the_loss_is_the_mean_however_it_is_split(micro_batch, knobs):
     assert distance(gradient(parts), gradient(whole)) < 1e-5
 
 
+RECOMPILES = """
+from functools import partial
+import torch
+from plumbing.safe_step import compiled
+
+class Scaled(torch.nn.Module):
+    scale = 1.0
+    def forward(self, x):
+        return self.scale * x
+
+torch.compile = partial(torch.compile, backend="eager")  # which needs no C++ compiler
+model = compiled(Scaled())
+for model.scale in (1.0, 2.0, CHANGED):
+    model(torch.ones(3))
+"""
+
+
+@pytest.mark.parametrize("changed, times", [(2.0, 1), (3.0, 2)])
+def test_a_number_that_changes_in_a_compiled_model_is_shown_to_recompile_it(changed, times):
+    command = [sys.executable, "-c", RECOMPILES.replace("CHANGED", str(changed))]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+    assert done.stderr.count("Recompiling function forward") == times, done.stderr
+
+
 # ---- what cannot be kept is refused --------------------------------------------------------------
 
 
@@ -173,20 +199,18 @@ def groups(*optimizers):
 
 OTHER_WEIGHT = "{'params': [torch.zeros(2, requires_grad=True)]}"
 TWICE = "torch.optim.SGD([*model.parameters()][:2], lr)"
-MAKES_A_BUFFER = build("""
-model.register_buffer("mean", None)
-def make(module, args):
-    module.mean = args[0].float().mean()
-model.register_forward_pre_hook(make)
-""")
 NUMPYS = "import numpy; train.FRESH_STATE['best'] = numpy.float64(1)"
 REFUSED = [  # (change, exit code, words of the one line); 2: before anything is written
     (returns("train_step", "lr", "torch.ones(())"), 1, "train_step() returns a number named lr"),
-    (returns("train_step", "own", "torch.ones(3)"), 1, "own of shape (3,); expected a scalar"),
+    (returns("train_step", "own", "torch.ones(3)"), 1, "own, of shape (3,); expected a scalar"),
     (returns("forward_backward", "epoch", "torch.ones(())"), 1, "model returns a number named epo"),
     (returns("evaluate", "step", "1"), 1, "evaluate() returns a number named step"),
-    (returns("evaluate", "own", "torch.ones(2)"), 1, "evaluate() returns own of shape (2,)"),
-    (MAKES_A_BUFFER, 1, "the first forward pass makes mean; expected it from __init__"),
+    (returns("evaluate", "own", "torch.ones(2)"), 1, "evaluate() returns own, of shape (2,)"),
+    (
+        returns("train_step", "own", "[1.0, 2.0]"),
+        1,
+        "own, a list; expected a scalar; run.folder.event(",
+    ),
     (optimize(f"optimizers[0].add_param_group({OTHER_WEIGHT})"), 2, "is not in model.parameters()"),
     (groups(), 2, "is in 0 groups"),
     (groups(TWICE), 2, "is in 2 groups"),

@@ -398,7 +398,7 @@ def memory_runs_out_on_rank_1():
             raise MemoryError
         return run.state["micro_batch"]
 
-    rows = halving_on_oom(Captured(run), "micro_batch", compute)
+    rows = halving_on_oom(Captured(run), compute)
     return {"rows": rows, "tries": tries}
 
 

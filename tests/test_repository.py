@@ -131,11 +131,13 @@ def test_tests_and_pages_stay_within_their_budget():
 
 
 def test_imports_point_one_way():
-    """Scripts import lab/ and reporting/, and all of them plumbing/."""
+    """Scripts import lab/ and reporting/, and all of them plumbing/. lab/ runs train.py."""
     wrong = []
     for name in BELOW:
         upwards = [each for each in imports_of(name) if each in SCRIPTS]
-        if not name.startswith("lab/"):
+        if name.startswith("lab/"):
+            upwards = [each for each in upwards if each != "train.py"]
+        else:
             upwards += [each for each in imports_of(name) if each.startswith("lab/")]
         wrong += [f"{name} imports {each}" for each in upwards]
     assert wrong == []

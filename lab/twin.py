@@ -1,0 +1,416 @@
+"""Is this run the run that a plain loop would have made? Beside a run in which happens what happens
+to long runs stands a loop of plain torch, and every number of the one must be that of the other.
+
+Both begin with the same weights and the same random state, and so draw the same random numbers:
+dropout that repeats its masks, an evaluation that moves the random state or a resume that loses it
+all show in a loss. A fork that changes the step on purpose changes PlainLoop likewise.
+"""
+
+import io
+import math
+import os
+import signal
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import train
+from plumbing import checkpoint, cli, data
+from plumbing.cli import RunFailed
+from plumbing.safe_step import clone, rng_state, set_rng_state
+from reporting.record import read_metrics
+
+STEPS = 7
+MASKED = 1  # the step in which the first sequence has no targets
+NOT_FINITE = 2  # the step whose gradients are NaN
+STOPPED = 3  # finished steps when a signal comes, after which another process goes on
+SPOILED = 5  # the step that finds other averages, so that the last evaluation is not the best
+EVALUATED = 4.5  # windows
+KEPT = ("weight_decay", "lr_scale", "fused")  # of a group of weights
+
+KNOBS = {
+    "max_steps": STEPS,
+    "decay_steps": STEPS,
+    "warmup_steps": 3,
+    "plateau_factor": 1.0,
+    "accum_steps": 2,
+    "weight_decay": 1.0,  # so large that it shows in a few steps
+    "grad_clip": 0.1,  # so small that it matters
+    "grad_checkpoint": True,  # the plain loop computes nothing again
+    "best_metric": "val_loss",
+    "eval_interval": 1,
+    "patience": 0,
+    "save_interval": 3,
+    "keep_last": 2,
+    "milestone_interval": 0,
+    "audit_interval": -1,
+    "resume": "auto",
+    "compile": False,
+    "report": False,
+    "wandb_log": False,
+}
+
+
+setting = partial(cli.setting, vars(train))  # a context with other values of train.py's knobs
+
+
+def twin_checks(job):
+    """The steps, the evaluations and the end of an eventful run, and its resume."""
+    few = {
+        "batch_size": max(2, min(train.batch_size, 1024 // train.block_size)),
+        "dropout": train.dropout or 0.1,
+        "ema_decay": train.ema_decay or 0.8,
+    }
+    with setting(**KNOBS | few):
+        try:
+            watch, rows, folder = eventful_run(job)
+        except RunFailed as error:
+            yield "each step is that of a plain loop", False, str(error)
+            return
+        with setting(grad_checkpoint=False):
+            plain = PlainLoop(job.fresh_run(), job.fresh_run().model, watch)
+        plain.train()
+    of_rows, of_weights = tolerances(job.device)
+    for kind, name in (("train", "each step"), ("eval", "each evaluation")):
+        expected = {key: row for key, row in plain.rows.items() if key[1] == kind}
+        fine, found = compared(expected, rows, of_rows)
+        yield f"{name} is that of a plain loop", fine, found
+    last = checkpoint.load(folder / f"ckpt_{STEPS:08}.pt")
+    error, name = max(plain.errors(last))
+    found = said(off_by=error, weight=name, optimizer=train.optimizer)
+    yield "the weights and averages are those of a plain loop", error < of_weights, found
+    _, best = min((row["val_loss"], step) for (step, kind), row in rows.items() if kind == "eval")
+    step = checkpoint.load(folder / "best.pt")["state"]["step"]
+    files = sorted(path.stem for path in folder.glob("*.pt"))
+    fine = step == best and files == ["best", *(f"ckpt_{n:08}" for n in (3, 6, 7))]
+    yield "best.pt is the best", fine, said(step=step, best_in_the_log=best, files=files)
+    checked = [row for (_, kind), row in rows.items() if kind == "resume_checked"]
+    numbers = [checked[-1][name] for name in ("compared", "equal")] if checked else [0, 0]
+    fine = 0 < numbers[0] == numbers[1]
+    yield "a resume is bit for bit", fine, said(rows_computed_again=numbers[0], equal=numbers[1])
+
+
+def tolerances(device):
+    """(of the numbers in rows, of the way of a weight), relative. Where this was tried, on CPUs,
+    all bits were the same, but for Muon where it does not compute in bfloat16 as torch's does."""
+    if train.optimizer == "muon":
+        emulated = device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return (0.005, 0.05) if emulated else (0.001, 0.01)
+    return (1e-4, 1e-3) if train.dtype == "float32" else (0.001, 0.01)
+
+
+def compared(expected, rows, tolerance):
+    """(whether all numbers are the expected ones, in words the first that is not); None if no
+    numbers are expected."""
+    for (step, kind), row in sorted(expected.items()):
+        for name, number in row.items():
+            told = rows.get((step, kind), {}).get(name)
+            of_counts = 0.01 if name == "val_accuracy" else 0.0
+            if not same(told, number, rel_tol=tolerance, abs_tol=of_counts):
+                return False, said(step=step, number=name, logged=told, expected=number)
+    names = {name for row in expected.values() for name in row}
+    return True if expected else None, said(rows=len(expected), numbers=sorted(names))
+
+
+def same(told, number, **tolerances):
+    """Whether a number of a row is the expected one; null stands for what is not finite."""
+    if told is None or not math.isfinite(told):
+        return not math.isfinite(number)
+    return math.isclose(told, number, **tolerances)
+
+
+def said(**numbers):
+    """Words for what was found: its names and numbers."""
+    return ", ".join(f"{name.replace('_', ' ')} {four_digits(n)}" for name, n in numbers.items())
+
+
+def four_digits(number):
+    if isinstance(number, list | tuple | set):
+        return " ".join(map(four_digits, number)) or "none"
+    return f"{number:.4g}" if isinstance(number, float) else str(number)
+
+
+def loss_in(out):
+    """The loss that a model returns, alone or with other numbers."""
+    return out[0] if isinstance(out, tuple) else out
+
+
+def gradients_of(model):
+    return [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+
+# ---- what happens in the run ---------------------------------------------------------------------
+
+
+class Eventful(train.Watch):
+    """Makes things happen in a run, and records what a plain loop needs to take the same steps."""
+
+    def __init__(self):
+        self.seen = {}  # step -> what cannot be known beforehand
+
+    def begin(self, run):
+        self.run = run
+        self.meta = shorten_evaluation(run)
+        if run.path:
+            return
+        add_noise(run.model.parameters(), 0)  # a weight that starts at zero would hide its layer
+        for name, average in run.ema.items():
+            average.copy_(run.model.get_parameter(name).detach())
+        run.state["micro_batch"] = uneven_micro_batch()  # as after running out of memory
+        run.state["eval_micro_batch"] = 2
+        self.weights = clone(run.model.state_dict())
+        self.rng = rng_state(run.device)
+
+    def step(self, run, take, inputs, targets, lr):
+        step = run.state["step"]
+        if step == STOPPED - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if step == SPOILED:
+            add_noise(run.ema.values(), step, 0.5)
+        with masked(step, targets), not_finite(step, run.model):
+            numbers = take()
+        gradients = gradients_of(run.model)
+        self.seen[step] = {
+            "shapes": (inputs.shape, targets.shape),  # a fork may begin with short sequences
+            "requires_grad": [weight.requires_grad for weight in run.model.parameters()],
+            "clipped_norm": torch.nn.utils.get_total_norm(gradients).item(),
+        }
+        return numbers
+
+
+def shorten_evaluation(run):
+    """Let `run` evaluate a few windows of a text, the last of which repeats targets. To a run that
+    is resumed they are the whole validation split. Returns the facts of the data."""
+    meta = run.facts["data"]["meta"]
+    if isinstance(run.val_data, data.OrderedWindows):
+        tokens = run.val_data.tokens[: int(EVALUATED * train.block_size)]
+        run.val_data = data.OrderedWindows(tokens, train.block_size)
+        if run.path and "val_bytes" in meta:
+            meta = meta | {"val_tokens": len(tokens), "val_bytes": 3 * len(tokens)}
+            run.facts["data"] = run.facts["data"] | {"meta": meta}
+    return meta
+
+
+def uneven_micro_batch():
+    return max(2, 2 * train.rows_at(0) // 5)
+
+
+@torch.no_grad()
+def add_noise(tensors, seed, size=0.05):
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in tensors:
+        tensor += size * torch.randn(tensor.shape, generator=generator).to(tensor)
+
+
+@contextmanager
+def masked(step, targets):
+    """A context in which, in that one step, the targets of the first sequence do not count."""
+    before = targets.clone()
+    if step == MASKED and not targets.is_floating_point():
+        targets[0] = -100
+    yield
+    targets.copy_(before)
+
+
+@contextmanager
+def not_finite(step, model):
+    """A context in which, in that one step, each gradient is NaN."""
+    weights = [w for w in model.parameters() if w.requires_grad and step == NOT_FINITE]
+    hooks = [weight.register_hook(lambda gradient: gradient * math.nan) for weight in weights]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def eventful_run(job):
+    """(its Eventful, {(step, kind): row} of its log, its folder)."""
+    watch = Eventful()
+    folder = job.run.folder.path / "twin"
+    with redirect_stdout(io.StringIO()):
+        for _ in ("until the signal", "to the end"):
+            train.main([f"--out_dir={folder}"], watch=watch)
+    rows = {}
+    for row in read_metrics(folder / "metrics.jsonl")[0]:
+        rows[row["step"], row.get("event", row["kind"])] = row
+    for step, seen in watch.seen.items():
+        rows.setdefault((step + 1, "train"), {})["clipped_norm"] = seen["clipped_norm"]
+    return watch, rows, folder
+
+
+# ---- the plain loop ------------------------------------------------------------------------------
+
+
+class PlainLoop:
+    """A loop of plain torch that takes the steps of an eventful run.
+
+    run: a new one with its knobs, of which the model, the groups of the optimizers and the device
+    are used. judge: a model to evaluate with. The learning rate, the number of sequences in a batch
+    and the data are those of the code under test, which other checks test."""
+
+    def __init__(self, run, judge, watch):
+        self.watch = watch
+        self.device = run.device
+        self.model = run.model
+        self.model.load_state_dict(watch.weights)
+        self.judge = judge.eval()
+        self.average = {n: w.detach().clone() for n, w in run.model.named_parameters()}
+        self.optimizers = plain_optimizers(run)
+        self.scale = 2.0**16 if train.dtype == "float16" else 1.0
+        self.sequences = self.tokens = 0
+        self.best_loss = math.inf
+        self.rows = {}  # (step, kind): the row that the run must have logged
+
+    def train(self):
+        val_data = self.watch.run.val_data
+        has_classes = not isinstance(val_data, list) and "int" in str(val_data[0, 1][1].dtype)
+        set_rng_state(self.watch.rng, self.device)
+        for step in range(STEPS + 1):
+            if has_classes:
+                self.evaluate(step)
+            if step < STEPS:
+                self.step(step)
+
+    def step(self, step):
+        seen = self.watch.seen.get(step) or self.watch.seen[0]
+        for weight, needed in zip(self.model.parameters(), seen["requires_grad"], strict=True):
+            weight.requires_grad_(needed)
+        buffers = clone(list(self.model.buffers()))
+        inputs, targets = self.next_batch(step, seen["shapes"])
+        with masked(step, targets), not_finite(step, self.model):
+            n_targets = train.count_targets(targets)
+            loss = self.forward_backward(inputs, targets, n_targets)
+        norm = torch.nn.utils.get_total_norm(gradients_of(self.model))
+        is_finite = math.isfinite(loss) and math.isfinite(norm)
+        self.tokens += n_targets.item()
+        row = {
+            "lr": train.lr_at(step),
+            "sequences": self.sequences,
+            "tokens": self.tokens,
+            "epoch": self.sequences / len(self.watch.run.train_data),
+            "loss": loss,
+            "grad_norm": norm.item(),
+            "clipped_norm": min(norm.item(), train.grad_clip),
+            "skipped": int(not is_finite),
+        }
+        if train.dtype == "float16":
+            row["loss_scale"] = self.scale
+        self.rows[step + 1, "train"] = row
+        if step == SPOILED:
+            add_noise(self.average.values(), step, 0.5)
+        if is_finite:
+            self.update(row["lr"], norm)
+        else:
+            self.scale /= 2
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                buffer.copy_(before)
+
+    def next_batch(self, step, shapes):
+        """Inputs and targets, cut to the shapes that the run has seen."""
+        count = train.rows_at(step)
+        batch = data.to_device(self.watch.run.train_data[self.sequences, count], self.device)
+        self.sequences += count
+        return [part[tuple(map(slice, shape))] for part, shape in zip(batch, shapes, strict=True)]
+
+    def forward_backward(self, inputs, targets, n_targets):
+        """The mean loss over all targets, and its gradient in the weights."""
+        self.model.zero_grad()
+        loss = 0.0
+        parts = inputs.split(uneven_micro_batch()), targets.split(uneven_micro_batch())
+        for x, y in zip(*parts, strict=True):
+            with train.autocast(self.device):
+                mean = loss_in(self.model(x, y))
+            part = mean / (n_targets / train.count_targets(y))
+            (self.scale * part).backward()
+            loss += part.item()
+        for gradient in gradients_of(self.model):
+            gradient /= self.scale
+        return loss
+
+    @torch.no_grad()
+    def update(self, lr, norm):
+        """Clip, step torch's optimizers, average."""
+        for gradient in gradients_of(self.model):
+            gradient *= (train.grad_clip / (norm + 1e-6)).clamp(max=1.0)
+        for optimizer, copies in self.optimizers:
+            for weight, parts in copies.items():
+                for number, part in enumerate(parts if weight.grad is not None else ()):
+                    part.grad = weight.grad.chunk(len(parts))[number]
+            for group in optimizer.param_groups:
+                group["lr"] = lr * group.get("lr_scale", 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        for name, weight in self.model.named_parameters():
+            self.average[name].lerp_(weight, 1 - train.ema_decay)
+
+    @torch.no_grad()
+    def evaluate(self, step):
+        """The mean of -log p of the averaged weights, in float64, by the classes that exist."""
+        val_data = self.watch.run.val_data
+        meta = self.watch.meta
+        self.judge.load_state_dict(self.model.state_dict())
+        for name, weight in self.judge.named_parameters():
+            weight.copy_(self.average[name])
+        losses = []
+        hits = []
+        for first in range(0, len(val_data), 2):
+            count = min(2, len(val_data) - first)
+            inputs, targets = data.to_device(val_data[first, count], self.device)
+            with torch.random.fork_rng(devices=[]), train.autocast(self.device):
+                torch.manual_seed(step)
+                logits = self.judge(inputs)[..., : meta["vocab_size"]].double()
+            counted = targets != -100
+            losses.append(cross_entropy(logits[counted], targets[counted], reduction="none"))
+            hits.append(logits[counted].argmax(-1) == targets[counted])
+        loss = torch.cat(losses).mean().item()
+        self.best_loss = min(self.best_loss, loss)
+        row = {"val_loss": loss, "best_val_loss": self.best_loss}
+        row["val_accuracy"] = torch.cat(hits).double().mean().item()
+        is_whole = step > STOPPED and meta.get("val_tokens") == 1 + len(torch.cat(hits))
+        if is_whole and "val_bytes" in meta:
+            row["val_bpb"] = loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
+        elif "val_tokens" in meta:
+            row["val_tokens"] = len(torch.cat(hits))
+        self.rows[step, "eval"] = row
+
+    def errors(self, last):
+        """Yields (how far each tensor of a checkpoint is off, over how far the weight has moved, its
+        name)."""
+        for whose, expected in (("", self.model.state_dict()), ("average of ", self.average)):
+            for name, tensor in expected.items():
+                saved = last["ema" if whose else "model"][name]
+                way = (self.model.state_dict()[name] - self.watch.weights[name]).double().norm()
+                error = (saved - tensor).double().norm() / way.clamp(min=1e-12)
+                yield error.item(), whose + name
+
+
+def plain_optimizers(run):
+    """[(torch's optimizer, {weight: parts of it, as parameters that share its memory})]. What torch
+    does not have is the fork's own."""
+    betas = {"betas": (train.beta1, train.beta2)}
+    torchs = {
+        "muon": (torch.optim.Muon, {"momentum": train.momentum, "adjust_lr_fn": "match_rms_adamw"}),
+        "adamw": (torch.optim.AdamW, betas),
+        "adam": (torch.optim.Adam, betas),
+        "sgd": (torch.optim.SGD, {}),
+        "momentum": (torch.optim.SGD, {"momentum": train.momentum}),
+    }
+    if train.optimizer not in torchs:
+        return [(optimizer, {}) for optimizer in run.optimizers]
+    stacked = {m.weight: m.muon_parts for m in run.model.modules() if hasattr(m, "muon_parts")}
+    optimizers = []
+    for optimizer in run.optimizers:
+        is_rest = train.optimizer == "muon" and isinstance(optimizer, torch.optim.AdamW)
+        kind, how = torchs["adamw" if is_rest else train.optimizer]
+        copies = {}
+        groups = []
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                count = stacked.get(weight, 1) if kind is torch.optim.Muon else 1
+                copies[weight] = [torch.nn.Parameter(p) for p in weight.data.chunk(count)]
+            parts = [part for weight in group["params"] for part in copies[weight]]
+            kept = {name: group[name] for name in KEPT if name in group}
+            groups.append({"params": parts, **kept})
+        optimizers.append((kind(groups, **how), copies))
+    return optimizers
