@@ -182,7 +182,7 @@ def listing(runs):
     for run in runs:
         best[same_judge(run)] = min(best.get(same_judge(run), math.inf), score(run))
     for run in sorted(runs, key=lambda run: str(run.info.get("start"))):
-        speed = 1 / record.mean(1 / run.train["tokens_per_sec"])
+        speed = results.over_time(run.train["tokens_per_sec"])
         when = str(run.info.get("end") or run.info.get("start") or "")[:16].replace("T", " ")
         rows.append(
             (

@@ -7,6 +7,29 @@ import numpy as np
 from plumbing.console import FIELDS, duration
 from reporting.record import half_window, is_running, known, last_step, mean, median
 
+
+def last(values):
+    return mean(values[-1:])
+
+
+def largest(values):
+    return mean(values, np.max)
+
+
+def over_time(speeds):
+    """The mean speed of steps that do as much each."""
+    return 1 / mean(1 / speeds)
+
+
+OF_STEPS = (  # what, field, statistic, format
+    ("tokens trained on", "tokens", last, "{:,.0f}"),
+    ("epochs", "epoch", last, "{:,.2f}"),
+    ("throughput, tokens/s", "tokens_per_sec", over_time, "{:,.0f}"),
+    ("median step, ms", "step_ms", median, "{:,.1f}"),
+    ("MFU", "mfu", over_time, "{:.1%}"),
+    ("peak memory, GB", "mem_gb", largest, "{:.2f}"),
+    ("GPU utilization, %", "gpu_util", mean, "{:.0f}"),
+)
 WIDEST = 48  # characters to which a column of a table is filled up
 
 
@@ -115,7 +138,7 @@ def outcome(run):
     hours = devices * seconds / 3600
     numbers = numbers_of(run)
     for name, _, values in new_fields(run):
-        numbers.append((f"last {name}", known(values)[-1], "{:,.4g}"))
+        numbers.append((f"last {name}", last(known(values)), "{:,.4g}"))
     numbers.append(("device-hours", hours, least + "{:,.3f}"))
     found = {"how it ended": ended(run)}
     for what, value, form in numbers:
@@ -135,45 +158,32 @@ def numbers_of(run):
     """[(what, number, format)] of the losses, of what the steps cost, and of events."""
     t = run.train
     e = run.evals
-    unit = unit_of(run)
-    nats = ", nats" if unit == "tokens" else ""
     part = extent(run)
     on = f" on the {part}" if part else ""
+    unit = unit_of(run)
+    nats = ", nats" if unit == "tokens" else ""
     best, best_step = best_of(run)
     at_best = e["step"] == best_step
     bits = mean(e["val_bpb"][at_best])
     accuracy = mean(e["val_accuracy"][at_best])
-    last = 2 * half_window(run) + 1
-    last_loss = mean(e["val_loss"][-1:])
-    training_loss = mean(t["loss"][-last:])
-    tokens = mean(t["tokens"][-1:])
-    epochs = mean(t["epoch"][-1:])
-    speed = 1 / mean(1 / t["tokens_per_sec"])
-    mfu = 1 / mean(1 / t["mfu"])
+    count = 2 * half_window(run) + 1
+    training_loss = mean(t["loss"][-count:])
     waiting = mean(t["data_ms"]) / mean(t["step_ms"])
-    memory = known(t["mem_gb"]).max(initial=-math.inf)
-    busy = mean(t["gpu_util"]) / 100
-    skips = happened(run, "skipped")
-    rollbacks = happened(run, "rollback")
-    return [
+    numbers = [
         (f"best {metric_of(run)[2]}", best, f"{{:,.4f}} at step {best_step:,}{on}"),
-        (f"last validation loss{nats}", last_loss, f"{{:,.4f}}{on}"),
+        (f"last validation loss{nats}", last(e["val_loss"]), f"{{:,.4f}}{on}"),
         ("bits per byte at the best", bits, "{:.4f}"),
         ("accuracy at the best", accuracy, "{:.2%}"),
-        (f"mean training loss{nats}", training_loss, f"{{:,.4f}} in the last {last:,} steps"),
-        (f"{unit} trained on", tokens, "{:,.0f}"),
-        ("epochs", epochs, "{:,.2f}"),
-        (f"throughput, {unit}/s", speed, "{:,.0f}"),
-        ("median step, ms", median(t["step_ms"]), "{:,.1f}"),
-        ("waiting for data", waiting, "{:.1%}"),
-        ("MFU", mfu, "{:.1%}"),
-        ("peak memory, GB", memory, "{:.2f}"),
-        ("GPU utilization", busy, "{:.0%}"),
-        ("steps whose gradient was clipped", share_clipped(run), "{:.0%}"),
-        ("updates skipped", len(skips), "{:,}"),
-        ("rollbacks", len(rollbacks), "{:,}"),
-        ("resumes", resumes(run), "{:,}"),
+        (f"mean training loss{nats}", training_loss, f"{{:,.4f}} in the last {count:,} steps"),
     ]
+    for what, field, statistic, form in OF_STEPS:
+        numbers.append((what.replace("tokens", unit), statistic(t[field]), form))
+    numbers.append(("waiting for data", waiting, "{:.1%}"))
+    numbers.append(("steps whose gradient was clipped", share_clipped(run), "{:.0%}"))
+    for what, event in (("updates skipped", "skipped"), ("rollbacks", "rollback")):
+        numbers.append((what, len(happened(run, event)), "{:,}"))
+    numbers.append(("resumes", resumes(run), "{:,}"))
+    return numbers
 
 
 # ---- numbers and tables in words -----------------------------------------------------------------

@@ -151,15 +151,15 @@ SOON = "train.MOST_SKIPPED = 2\n"
 
 def test_a_bad_loss_on_one_rank_is_skipped_and_rolled_back_by_all(run_train):
     flags = (*FLAGS, "--max_steps=20", "--batch_size=4")
-    source = SOON + bad_batches([3, 9, 10])
-    one = run_train("one", *flags, before=ranks(2, only_on(1, source)))
+    source = bad_batches([3, 9, 10])
+    one = run_train("one", *flags, before=ranks(2, SOON + only_on(1, source)))
     assert [row["step"] for row in one.rows("event") if row["event"] == "skipped"] == [4, 10, 11]
     (event,) = events(one, "rollback")
     assert (event["step"], event["next_sequence"]) == (8, 11 * 8)
-    both = run_train("both", *flags, before=ranks(2, source))
+    both = run_train("both", *flags, before=ranks(2, SOON + source))
     assert one.fingerprint(20) == both.fingerprint(20)
-    run_train("stopped", *flags, before=ranks(2, only_on(0, source) + stop_at(10)), code=143)
-    resumed = run_train("stopped", *flags, before=ranks(2, only_on(0, source)))
+    run_train("stopped", *flags, before=ranks(2, SOON + only_on(0, source) + stop_at(10)), code=143)
+    resumed = run_train("stopped", *flags, before=ranks(2, SOON + only_on(0, source)))
     assert resumed.fingerprint(20) == both.fingerprint(20)
 
 

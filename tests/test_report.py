@@ -97,7 +97,7 @@ def test_every_number_is_that_of_the_record(real):
     throughput = float(outcome["throughput, tokens/s"].replace(",", ""))
     assert throughput == pytest.approx(rows[-1]["tokens"] / seconds, rel=1e-3)
     assert outcome["tokens trained on"] == f"{rows[-1]['tokens']:,}"
-    assert "GPU utilization" not in outcome, "what is unknown is left out"
+    assert "GPU utilization, %" not in outcome, "what is unknown is left out"
     mfu = np.linspace(0.1, 0.9, STEPS)  # of steps with as many tokens: a mean over time
     run.train["mfu"] = mfu
     assert results.outcome(run)["MFU"] == f"{STEPS / sum(1 / mfu):.1%}"

@@ -253,14 +253,6 @@ def test_a_node_that_dies_and_comes_back_changes_no_bit(start_train, run_train, 
     assert fingerprint(tmp_path / "run/ckpt_00000400.pt") == straight.fingerprint(400)
 
 
-def test_restarts_that_could_not_work_are_refused_with_what_to_type(run_train):
-    told = {"WORLD_SIZE": "2", "RANK": "0", "GROUP_WORLD_SIZE": "2"}
-    told |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
-    refused = run_train("run", env=told, code=2)
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in refused.stderr
-    assert not refused.out_dir.exists()
-
-
 # ---- docs/train.slurm ----------------------------------------------------------------------------
 
 # What stands in for SLURM: each starts, signals or notes what the real command would.
