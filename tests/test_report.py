@@ -651,7 +651,7 @@ def test_a_run_that_diverges_after_its_resume_is_told_so_with_the_jump_of_the_ra
 
 @pytest.mark.parametrize("config", first(2, CONFIGS))
 def test_a_config_shortened_is_told_of_no_trouble(config, run_of):
-    assert names_of(on_a_quiet_machine(run_of("run", f"config/{config}.py {SHORT}"))) == []
+    assert names_of(on_a_quiet_machine(run_of("run", f"{REPO}/config/{config}.py {SHORT}"))) == []
 
 
 def test_every_trouble_is_tried_on_a_run_that_has_it():
