@@ -159,7 +159,6 @@ class Eventful(train.Watch):
         for name, average in run.ema.items():
             average.copy_(run.model.get_parameter(name).detach())
         run.state["micro_batch"] = uneven_micro_batch()  # as after running out of memory
-        run.state["eval_micro_batch"] = 2
         self.weights = clone(run.model.state_dict())
         self.rng = rng_state(run.device)
 

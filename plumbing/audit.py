@@ -11,93 +11,73 @@ from plumbing.run_folder import Clock
 from plumbing.safe_step import by_path, tensors
 
 
-class NotEnoughMemory(Exception):
-    """A try halved its micro-batch: the copy of the state may be what was too much."""
-
-
-class Tries:
-    """A step, taken several times from the same state. The first try counts as training; the copy,
-    comparisons and other tries have a kind of seconds of their own."""
-
-    def __init__(self, run, take_step: Callable[[], dict], clock: Clock):
-        self.run = run
-        self.take_step = take_step
-        self.clock = clock
-        self.micro_batch = run.state["micro_batch"]
-        self.hashes = []  # of each try, by name
-        machine.synchronize(run.device)
-        with clock.apart("audit"):
-            machine.keep_freed_memory(False)  # or the copy would count as memory of the run
-            self.before = WholeState(run)
-            machine.keep_freed_memory()
-
-    def take(self) -> dict:
-        """The numbers of one more try. Raises NotEnoughMemory if memory ran out on any rank."""
-        if self.hashes:
-            with self.clock.apart("audit"):
-                self.before.put_back()
-                numbers = self.take_in_full()
-        else:
-            numbers = self.take_in_full()
-        if any(agree(self.run.state["micro_batch"] != self.micro_batch)):
-            raise NotEnoughMemory
-        with self.clock.apart("audit"):
-            leaves = by_path(result_of(self.run, numbers)).items()
-            self.hashes.append({name: checksum(local(leaf)) for name, leaf in leaves})
-        return numbers
-
-    def take_in_full(self) -> dict:
-        numbers = self.take_step()
-        machine.synchronize(self.run.device)
-        return numbers
-
-    def differing(self) -> list[str]:
-        """What differs between the first two tries, on any rank."""
-        first, second = self.hashes[:2]
-        names = [name for name in first | second if first.get(name) != second.get(name)]
-        return sorted(set(sum(from_all_ranks(names), [])))
-
-    def odd(self) -> str | None:
-        """Which of the first two tries is not like the third, on any rank; None if both are not."""
-        unlike = [hashes != self.hashes[2] for hashes in self.hashes[:2]]
-        both, first = agree(all(unlike), unlike[0])
-        if both:
-            return None
-        return "first" if first else "second"
-
-
 def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dict:
     """Take a step twice, compare, and return its numbers. If any hash differs, a third of `most`
     three tries decides, and an `audit` event names the odd one; without a third, or if all three
-    differ, raises RunFailed. If memory is too small for a copy of the state, the step is taken
-    once, with an event `audit_skipped`."""
+    differ, raises RunFailed. The first try counts as training, the rest is a kind of seconds of its
+    own. If memory is too small for a copy of the state, the step is taken once, with an event
+    `audit_skipped`."""
     step = run.state["step"] + 1
-    if not lacks_memory(run):
-        tries = Tries(run, take_step, clock)
-        try:
-            return compared(tries, step, most)
-        except NotEnoughMemory:
-            tries.before.put_back()
-            run.state["micro_batch"] = tries.micro_batch
-            del tries
-        finally:
-            machine.reset_peak_memory(run.device)
-    run.folder.event(step, "audit_skipped", why="too little memory for a copy of the state")
-    return take_step()
+    micro_batch = run.state["micro_batch"]
+    before = None if lacks_memory(run) else copy_of_state(run, clock)
+    hashes = []  # of each try, by name
+    names = []
+    while before and (len(hashes) < 2 or (names and len(hashes) < most)):
+        if hashes:
+            with clock.apart("audit"):
+                before.put_back()
+                numbers = in_full(run, take_step)
+        else:
+            numbers = in_full(run, take_step)
+        if any(agree(run.state["micro_batch"] != micro_batch)):  # maybe because of the copy
+            before.put_back()
+            run.state["micro_batch"] = micro_batch
+            before = None
+            break
+        with clock.apart("audit"):
+            leaves = by_path(result_of(run, numbers)).items()
+            hashes.append({name: checksum(local(leaf)) for name, leaf in leaves})
+            names = differing(hashes)
+    machine.reset_peak_memory(run.device)
+    if before is None:
+        run.folder.event(step, "audit_skipped", why="too little memory for a copy of the state")
+        return take_step()
+    if names:
+        judge(run, step, names, hashes)
+    return numbers
 
 
-def compared(tries: Tries, step: int, most: int) -> dict:
-    tries.take()
-    numbers = tries.take()
-    names = tries.differing()
-    if not names:
-        return numbers
-    if most == 3:
-        numbers = tries.take()
-        odd = tries.odd()
-        if odd:
-            tries.run.folder.event(step, "audit", odd=odd, tensors=names)
-            return numbers
+def copy_of_state(run, clock: Clock) -> WholeState:
+    machine.synchronize(run.device)
+    with clock.apart("audit"):
+        machine.keep_freed_memory(False)  # or the copy would count as memory of the run
+        before = WholeState(run)
+        machine.keep_freed_memory()
+    return before
+
+
+def in_full(run, take_step: Callable[[], dict]) -> dict:
+    numbers = take_step()
+    machine.synchronize(run.device)
+    return numbers
+
+
+def differing(hashes: list[dict]) -> list[str]:
+    """What differs between the first two tries, on any rank."""
+    first, second = hashes[0], hashes[min(1, len(hashes) - 1)]
+    names = [name for name in first | second if first.get(name) != second.get(name)]
+    return sorted({name for own in from_all_ranks(names) for name in own})
+
+
+def judge(run, step: int, names: list[str], hashes: list[dict]) -> None:
+    """Record which of the first two tries is not like a third one. Raises RunFailed if none of them
+    is, on any rank, or if there is no third."""
+    unlike = [own != hashes[-1] for own in hashes[:2]]
+    neither, first = agree(all(unlike), unlike[0])
+    if len(hashes) == 3 and not neither:
+        odd = "first" if first else "second"
+        run.folder.event(step, "audit", odd=odd, tensors=names)
+        return
     raise RunFailed(
         f"step {step} gave other results when it was repeated from the same state, in "
         f"{', '.join(names[:5])}: it depends on something that no checkpoint holds, such as a "

@@ -123,8 +123,8 @@ def newest_valid(
     damaged = []
     for path in newest_first(folder):
         try:
-            state = load(path, verify=False)["state"]
-            if usable(state["step"], state) and load(path):
+            state = load(path)["state"]
+            if usable(state["step"], state):
                 return path, damaged
         except Damaged as error:
             ranks.say(f"{path.name} is damaged ({error}): an older checkpoint is tried")

@@ -7,8 +7,6 @@ import dataclasses
 import json
 import math
 import os
-import re
-import signal
 import socket
 import subprocess
 import sys
@@ -56,13 +54,6 @@ def alive(pid):
             return file.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def catches(pid, name):
-    """Whether a process has a handler of this signal. Python itself has one of SIGINT alone."""
-    with open(f"/proc/{pid}/status") as file:
-        handled = int(re.search(r"SigCgt:\s*(\w+)", file.read())[1], 16)
-    return bool(handled >> signal.Signals[name] - 1 & 1)
 
 
 def free_port():
