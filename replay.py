@@ -48,7 +48,8 @@ data_dir = ""  # folder of the datasets; "" = where the run found its own
 script = ""  # that trained the run, if not train.py
 
 # One step
-step = 0  # to show; with --verify=true the last one to compute, [0, inf); 0 = the last of the run
+step = 0  # to show; with --verify=true the last one to compute, 0 = that of the run; with --against
+#  the one whose tensors are compared, 0 = where the logs part, [0, inf)
 before_rollback = 0  # show it as before the first, second ... rollback, [0, inf); 0 = as logged
 save = False  # also write the state before it: train.py --resume=PATH starts a folder from that
 
@@ -172,7 +173,7 @@ def where_they_part(one: Logged, other: Logged) -> int:
         say(f"equal: all numbers of the steps up to {last}")
         return 0
     say(f"the runs part at {in_words(found)}")
-    say(first_tensor(one, other, max(at, one.first + 1, other.first + 1)))
+    say(first_tensor(one, other, step or max(at, one.first + 1, other.first + 1)))
     return 1
 
 

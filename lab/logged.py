@@ -226,11 +226,12 @@ class Logged:
         metrics = self.path / "metrics.jsonl"
         found = [f"{metrics} has two {kind} rows of step {step}" for step, kind in self.twice]
         for path in checkpoint.newest_first(self.path):
+            aside = f"; to go on without it: mv {path} {path}.corrupt"
             try:
                 if checkpoint.digest_of_state(checkpoint.load(path)) not in self.hashes:
-                    found.append(f"{path} is not what was saved: its hash is not in the log")
-            except (checkpoint.Damaged, OSError) as error:
-                found.append(f"{path} cannot be read: {error}")
+                    found.append(f"{path} is not what was saved: its hash is not in the log{aside}")
+            except checkpoint.Damaged as error:
+                found.append(f"{path} is damaged: {error}{aside}")
         return found
 
 

@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
@@ -225,10 +224,7 @@ def folder_name(config: Config) -> str:
     parent, name = os.path.split(config["out_dir"])
     for key in config:
         if key in names and config[key] != config.base[key]:
-            value = re.sub(r"[^\w.+-]", lambda match: f"%{ord(match[0]):02X}", show(config[key]))
-            name += f",{key}={value}"
-    if len(name) > 120:
-        name = f"{name[:107]},{sha256(name.encode()).hexdigest()[:12]}"
+            name += f",{key}={show(config[key])}"
     return os.path.join(parent, name)
 
 

@@ -45,10 +45,7 @@ def on_terminal() -> bool:
 
 def shown(path: str | Path) -> str:
     """The path to type: as it is, or relative to the working directory if that is shorter."""
-    try:
-        return min(os.path.relpath(path), str(path), key=len)
-    except OSError:  # the working directory is gone
-        return str(path)
+    return min(os.path.relpath(path), str(path), key=len)
 
 
 def duration(seconds: float) -> str:
@@ -194,25 +191,19 @@ class Table:
 
 
 def print_event(step: int, event: str, fields: dict[str, Any]) -> None:
-    details = [f"{key} {in_short(value)}" for key, value in fields.items()]
-    name = event.replace("_", " ")
-    say(f"{step:>7} {name}: {'  '.join(details)}")
+    details = []
+    for key, value in fields.items():
+        details.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
+    say(f"{step:>7} {event.replace('_', ' ')}: {'  '.join(details)}")
 
 
-def in_short(value: Any) -> str:
-    """A field of an event."""
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def resume_words(found: dict[str, Any], steps: int, changed: dict[str, list]) -> str:
-    """What the rows say of a resume. found: fields of an event `resume_checked`. steps: train rows
-    that were compared. changed: see change_words()."""
+def resume_words(found: dict[str, Any], changed: dict[str, list]) -> str:
+    """What the rows say of a resume. found: fields of an event `resume_checked`. changed: see
+    change_words()."""
     start = f"resumed at step {found['from']:,}"
     difference = found["first_difference"]
     if found["compared"] and not difference:
-        return f"{start}: {steps:,} steps computed again, every loss and norm the same"
+        return f"{start}: {found['steps']:,} steps computed again, every loss and norm the same"
     if difference:
         field, then, now = (difference[name] for name in ("field", "then", "now"))
         words = f"other numbers from step {difference['step']:,} on: {field} {then} then, {now} now"
@@ -258,19 +249,19 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
         tokens = c["global_batch"] * c["block_size"]
         batch += f" of {c['block_size']} = {tokens:,} tokens"
     epoch = len(run.train_data)
-    course = "{optimizer}, {schedule} {peak_lr:g} to {min_lr:g}".format(**c)
-    start = f"resumes from {shown(run.path)}" if run.path else f"new, in {shown(c['out_dir'])}"
+    course = "{max_steps:,}; {optimizer}, {schedule} {peak_lr:g} to {min_lr:g}".format(**c)
+    start = f"new, in {shown(c['out_dir'])}"
+    if run.path:
+        start = f"resumes from {shown(run.path)}"
     print_line("run", start)
     print_line("changed", change_words(changed))
     print_line("model", f"{model}; {size:,} parameters")
     print_line("data", f"{about['name']}: {epoch:,} sequences, {len(run.val_data):,} to validate")
     print_line("batch", f"{batch} a step")
-    print_line("steps", f"{c['max_steps']:,}, {epoch // c['global_batch']:,} to an epoch; {course}")
-    print_line(
-        "device", f"{c['device']}, {c['threads']} threads; {c['dtype']} ({run.reasons['dtype']})"
-    )
+    print_line("steps", course)
+    print_line("device", "{device}, {threads} threads, deterministic {deterministic}".format(**c))
+    print_line("dtype", f"{c['dtype']} ({run.reasons['dtype']})")
     print_line("compile", f"{show(c['compile'])} ({run.reasons['compile']})")
-    print_line("exact", f"deterministic {show(c['deterministic'])}")
     print_line("peak", f"{peak[0] / 1e12:.3g} TFLOP/s ({peak[1]})")
 
 

@@ -268,7 +268,6 @@ two.py                                   out/two
 two.py --shift=2                         out/two
 two.py three.py                          out/two,shift=3
 two.py --shift=-1                        out/two,shift=-1
---name=a/b:c,d                           out/run,name=a%2Fb%3Ac%2Cd
 """
 
 

@@ -174,6 +174,8 @@ def test_runs_with_two_ranks_come_out_again(python_train, shard):
     assert again.returncode == 1, again.stderr
     assert "beta2: 0.95, 0.9" in again.stdout
     assert "the first difference in step 2: at its start: " in again.stdout
+    again = typed(done.out_dir, f"--against={other.out_dir}", "--step=1")
+    assert "the first difference in step 1: after it: model/" in again.stdout
     edit(done, edited(6, loss=1.0))
     assert typed(done.out_dir, "--verify=true").returncode == 1
 
@@ -220,6 +222,9 @@ def test_where_two_runs_part_is_found(once, run_fork, replay, name, tmp_path):
     assert f"the runs part at step {step}: " in again.stdout
     assert f"both are computed again; the first difference {first}" in again.stdout
     assert ("weight_decay: 0.1, 0.2" in again.stdout) == (name == "knob")
+    if name == "optimizer":
+        words = [f"--against={other.out_dir}", script, "--step=5"]
+        assert "no tensor differs" in replay(one.out_dir, *words, code=1).stdout
 
 
 FLIP = """
@@ -378,7 +383,10 @@ FORGERIES = {  # name -> (what was done to a good run, what --verify says)
     "an eval row more": (with_row(7, kind="eval", val_loss=1.0), "step 7: val_loss 1.0 then"),
     "hash": (lambda done: edit(done, edited(8, "saved", sha256="0")), "is not what was saved"),
     "saves cut": (without(8, "saved"), "ckpt_00000008.pt is not what was saved"),
-    "damaged": (damage, "ckpt_00000008.pt cannot be read"),
+    "damaged": (
+        damage,
+        "ckpt_00000008.pt is damaged: a checksum is wrong; to go on without it: mv ",
+    ),
     "weight": (save_again(False), "ckpt_00000008.pt is not what was saved"),
     "weight and hash": (save_again(True), "step 8: sha256 "),
     "seed": (other_seed, "step 0: val_loss "),

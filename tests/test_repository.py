@@ -19,16 +19,16 @@ from plumbing import files
 
 # How much there is to read, in nodes of the syntax tree. These numbers only fall.
 MOST_NODES = {
-    "train.py model.py optim.py": 8_020,
-    "plumbing/*.py": 21_100,
+    "train.py model.py optim.py": 7_800,
+    "plumbing/*.py": 16_640,
     "prepare_data.py sample.py": 3_700,
-    "report.py replay.py check.py reporting/*.py lab/*.py": 22_700,
-    "bench.py": 3_710,
-    "config/*.py examples/*.py": 1_200,
+    "report.py replay.py check.py reporting/*.py lab/*.py": 18_930,
+    "bench.py": 3_655,
+    "config/*.py examples/*.py": 1_010,
 }
-MOST_NODES_LOADED = 28_900  # by `import train`
-MOST_LINES_OF_TESTS = 11_650  # tests/*.py
-MOST_WORDS = 22_000  # README.md and docs/*.md
+MOST_NODES_LOADED = 24_440  # by `import train`
+MOST_LINES_OF_TESTS = 11_290  # tests/*.py
+MOST_WORDS = 21_000  # README.md and docs/*.md
 MOST_NODES_OF_A_LINE = {"model.py": 9.4}  # in files of more than 60 lines of code
 MOST_LINES_OF_A_FUNCTION = 60
 NOT_COUNTED = ("tests", "out", "data", "wandb", ".venv", "venv")
@@ -251,14 +251,6 @@ def test_a_node_that_dies_and_comes_back_changes_no_bit(start_train, run_train, 
     assert [stays.wait(90), back.wait(30)] == [0, 0], stays.log.read_text() + back.log.read_text()
     assert "resumes from" in (stays if number else back).log.read_text()
     assert fingerprint(tmp_path / "run/ckpt_00000400.pt") == straight.fingerprint(400)
-
-
-def test_restarts_that_could_not_work_are_refused_with_what_to_type(run_train):
-    told = {"WORLD_SIZE": "2", "RANK": "0", "GROUP_WORLD_SIZE": "2"}
-    told |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
-    refused = run_train("run", env=told, code=2)
-    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun" in refused.stderr
-    assert not refused.out_dir.exists()
 
 
 # ---- docs/train.slurm ----------------------------------------------------------------------------
