@@ -338,10 +338,8 @@ def overhead(job):
         saver = checkpoint.Saver(run, train.keep_last, train.may_roll_back_to)
         with setting(log_interval=every), contextlib.suppress(Measured):
             train.train(run, model, table, saver, Signals(), Clock())
-    times = {name: each[1:] for name, each in table.times.items()}
-    rows = {name: {"ms": 1000 * median(each)} for name, each in times.items()}
-    pairs = zip(times["loop"], times["bare"], strict=True)  # from the same round
-    over_bare = median(loop / bare - 1 for loop, bare in pairs)
+    rows = {name: {"ms": 1000 * median(each[1:])} for name, each in table.times.items()}
+    over_bare = rows["loop"]["ms"] / rows["bare"]["ms"] - 1
     rows["loop"]["over_bare"] = over_bare
     say(f"\noverhead: medians of {rounds} blocks of {every} steps, in turn; the loop: of it")
     say("  train_step and reading data; bare: forward, backward, clipping, optimizer.step")

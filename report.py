@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from plumbing.cli import BadInput, configured, fail, printable, run_script
-from plumbing.console import change_words, shown
+from plumbing.console import change_words, resume_words, shown
 from plumbing.data import FALLBACK
 from plumbing.files import replacing
 from reporting import record, results
@@ -157,18 +157,14 @@ def details(event):
 def resumed(event, later):
     """[words, ...] on a resume. Only its `resume_checked`, in the events after it, says what was
     measured."""
-    changed = change_words(event.get("changed", {}))
-    told = [f"from {event.get('checkpoint')}", f"changed since: {changed or 'nothing known'}"]
-    check = next((each for each in later if each["event"] in ("resume", "resume_checked")), {})
-    if "first_difference" not in check:
-        return ["not measured", *told]
-    found = check["first_difference"]
-    if found:
-        numbers = "{field} {then} then, {now} now".format(**found)
-        return [f"other numbers from step {found['step']:,} on: {numbers}", *told]
-    if check["compared"]:
-        return [f"{check['compared']:,} rows computed again, every loss and norm the same", *told]
-    return ["nothing to compare with", *told]
+    changed = event.get("changed", {})
+    told = f"not measured; changed since: {change_words(changed) or 'nothing known'}"
+    for each in later:
+        if each["event"] == "resume_checked":
+            told = resume_words(each, changed)
+        if each["event"] in ("resume_checked", "resume"):
+            break
+    return [told, f"from {event.get('checkpoint')}"]
 
 
 # ---- a folder of runs ----------------------------------------------------------------------------

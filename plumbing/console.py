@@ -197,13 +197,13 @@ def print_event(step: int, event: str, fields: dict[str, Any]) -> None:
     say(f"{step:>7} {event.replace('_', ' ')}: {'  '.join(details)}")
 
 
-def resume_words(found: dict[str, Any], steps: int, changed: dict[str, list]) -> str:
-    """What the rows say of a resume. found: fields of an event `resume_checked`. steps: train rows
-    that were compared. changed: see change_words()."""
+def resume_words(found: dict[str, Any], changed: dict[str, list]) -> str:
+    """What the rows say of a resume. found: fields of an event `resume_checked`. changed: see
+    change_words()."""
     start = f"resumed at step {found['from']:,}"
     difference = found["first_difference"]
     if found["compared"] and not difference:
-        return f"{start}: {steps:,} steps computed again, every loss and norm the same"
+        return f"{start}: {found['steps']:,} steps computed again, every loss and norm the same"
     if difference:
         field, then, now = (difference[name] for name in ("field", "then", "now"))
         words = f"other numbers from step {difference['step']:,} on: {field} {then} then, {now} now"

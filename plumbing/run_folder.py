@@ -174,10 +174,10 @@ class RunFolder(ExitStack):
         witness, self.witness = self.witness, None
         if not witness:
             return
-        found = {name: getattr(witness, name) for name in ("compared", "equal", "first_difference")}
-        found = {"from": self.resume["step"], **found}
+        names = ("compared", "equal", "steps", "first_difference")
+        found = {"from": self.resume["step"]} | {name: getattr(witness, name) for name in names}
         self.write_rows([{"kind": "event", "step": step, "event": "resume_checked", **found}])
-        words = console.resume_words(found, witness.steps, self.resume["changed"])
+        words = console.resume_words(found, self.resume["changed"])
         is_off = not self.facts["run"]["deterministic"]
         say(f"{words} (deterministic mode is off)" if is_off else words)
 
