@@ -916,8 +916,6 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     """Rows of kind "train" for `steps`, [(fields, {name: device scalar}), ...]: all since the last
     lap of the clock, so times exclude evaluation and saving. The host waits for the device here."""
     safe_step.note_halving(run)
-    if not steps:
-        return []
     safe_step.check_names(steps[0][1], "train_step()", ("model", "step"))
     kind = torch.float32 if run.device.type == "mps" else torch.float64
     on_device = [number for _, named in steps for number in named.values()]
