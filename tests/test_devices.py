@@ -11,7 +11,6 @@ import torch
 from helpers import python
 
 from plumbing import machine
-from plumbing.cli import BadInput
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)  # its name, which needs no GPU
@@ -24,13 +23,6 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 
 
 # ---- the device ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["cuda:0", "mps"])
-def test_several_ranks_never_share_one_gpu(name, monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(BadInput, match=f"--device={name}.* share one GPU.*--device=cuda,"):
-        machine.choose_device(name)
 
 
 @pytest.mark.gpu
