@@ -27,7 +27,6 @@ MASKED = 1  # the step in which the first sequence has no targets
 NOT_FINITE = 2  # the step whose gradients are NaN
 STOPPED = 3  # finished steps when a signal comes, after which another process goes on
 SPOILED = 5  # the step that finds other averages, so that the last evaluation is not the best
-EVALUATED = 4.5  # windows
 KEPT = ("weight_decay", "lr_scale", "fused")  # of a group of weights
 
 KNOBS = {
@@ -148,8 +147,9 @@ class Eventful(train.Watch):
 
     def begin(self, run):
         self.run = run
-        if isinstance(run.val_data, data.OrderedWindows):  # the last window repeats some targets
-            tokens = run.val_data.tokens[: int(EVALUATED * train.block_size)]
+        if isinstance(run.val_data, data.OrderedWindows):  # two batches; the last repeats targets
+            windows = uneven_micro_batch() + 1.5
+            tokens = run.val_data.tokens[: int(windows * train.block_size)]
             run.val_data = data.OrderedWindows(tokens, train.block_size)
         if run.path:
             train.eval_tokens = 0  # for rows of the whole split
@@ -337,23 +337,23 @@ class PlainLoop:
         self.judge.load_state_dict(self.model.state_dict())
         for name, weight in self.judge.named_parameters():
             weight.copy_(self.average[name])
-        losses = []
-        hits = []
-        for first in range(0, len(val_data), 2):
-            count = min(2, len(val_data) - first)
+        parts = []
+        size = uneven_micro_batch()
+        for first in range(0, len(val_data), size):
+            count = min(size, len(val_data) - first)
             inputs, targets = data.to_device(val_data[first, count], self.device)
             with torch.random.fork_rng(devices=[]), train.autocast(self.device):
                 torch.manual_seed(step)
                 logits = self.judge(inputs)[..., : meta["vocab_size"]].double()
             counted = targets != -100
-            losses.append(cross_entropy(logits[counted], targets[counted], reduction="none"))
-            hits.append(logits[counted].argmax(-1) == targets[counted])
-        loss = torch.cat(losses).mean().item()
+            parts.append((logits[counted], targets[counted]))
+        logits, targets = map(torch.cat, zip(*parts, strict=True))
+        loss = cross_entropy(logits, targets).item()
         self.best_loss = min(self.best_loss, loss)
         row = {"val_loss": loss, "best_val_loss": self.best_loss}
-        row["val_accuracy"] = torch.cat(hits).double().mean().item()
+        row["val_accuracy"] = (logits.argmax(-1) == targets).double().mean().item()
         if step <= STOPPED:
-            row["val_tokens"] = len(torch.cat(hits))
+            row["val_tokens"] = len(targets)
         elif "val_bytes" in meta:
             row["val_bpb"] = loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
         self.rows[step, "eval"] = row
