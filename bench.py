@@ -173,6 +173,7 @@ def ladder(job):
     may_compile, _ = machine.choose_compile(job.config["compile"], job.device, math.inf, 10**9)
     with setting(compile=may_compile):
         model = job.rehearsed(run)
+    torch._logging.set_logs(recompiles=False)  # the last rung compiles once more
     workers = train.num_workers or 2
     with setting(num_workers=0):
         batches = train.load_batches(run)

@@ -129,7 +129,7 @@ FRESH_STATE = {
     "sequences": 0,  # index of the next training sequence; roll_back sets it past the bad data
     "tokens": 0,  # targets trained on so far
     "micro_batch": 0,  # sequences per forward pass: batch_size, halved whenever memory runs out
-    "first_step": 0,  # where this run began, or was resumed without a target for rollbacks
+    "first_step": 0,  # where this run began: 0, or the step of another run's checkpoint
     "best_score": math.inf,  # of best_metric, its sign turned if higher is better
     "best_val_loss": math.inf,  # validation loss of the best weights
     "best_step": 0,
@@ -378,9 +378,6 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
             ending = stopped_by(signal.SIGINT)
             raise
         except Exception as error:
-            if signals.stop and safe_step.is_of_compiler(error):  # which got the signal, too
-                ending = stopped_by(signals.stop)
-                return ending[1]
             why = safe_step.explain(error)
             ending = f"failed: {why or f'{type(error).__name__}: {error}'}", 1
             if why in (None, error):
@@ -411,24 +408,16 @@ def first_pass(run: Run) -> torch.nn.Module:
 
 
 def begin(run: Run, table, saver) -> None:
-    """Open the record. A run that begins here is evaluated and saved before its first step; one that
-    resumes is saved if nothing on disk is a target for rollbacks."""
-    state = run.state
+    """Open the record. A run that begins here is evaluated and saved before its first step; rows of
+    one that resumes are compared with those that the log already holds."""
     safe_step.note_halving(run)
-    is_resume = run.path and run.folder.owns(run.path)
     cut = run.folder.begin(run, changes_since(run))
-    if not is_resume:
-        state["first_step"] = state["step"]
-        record_evaluation(run, table)
-        saver.save([checkpoint.file_name(state["step"]), "best.pt"], required=True)
+    if run.path and run.folder.owns(run.path):
+        run.folder.compare_with(resuming.rows_of_course(cut, run))
         return
-    run.folder.compare_with(resuming.rows_of_course(cut, run))
-    target = run.path
-    if not (may_roll_back_to(state["step"], state) and target.stem.startswith("ckpt")):
-        target, _ = from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)
-    if not target or target.name == "best.pt":  # which the next best will replace
-        state["first_step"] = state["step"]
-        saver.save([checkpoint.file_name(state["step"])], required=True)
+    run.state["first_step"] = run.state["step"]
+    record_evaluation(run, table)
+    saver.save([checkpoint.file_name(run.state["step"]), "best.pt"], required=True)
 
 
 def changes_since(run: Run) -> dict:
@@ -927,8 +916,6 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     """Rows of kind "train" for `steps`, [(fields, {name: device scalar}), ...]: all since the last
     lap of the clock, so times exclude evaluation and saving. The host waits for the device here."""
     safe_step.note_halving(run)
-    if not steps:
-        return []
     safe_step.check_names(steps[0][1], "train_step()", ("model", "step"))
     kind = torch.float32 if run.device.type == "mps" else torch.float64
     on_device = [number for _, named in steps for number in named.values()]

@@ -187,9 +187,10 @@ def loss_check(job):
         apart = (gradients[0] - gradients[1]).norm() / gradients[1].norm()
         off_by = (losses[0] / losses[1] - 1).abs()
         found = said(off_by=off_by.item(), its_gradient_by=apart.item(), classes=vocab_size)
-        if not max(off_by, apart) < 1e-3:
+        fine = (off_by < 0.02 and apart < 0.05).item()  # a fork may add a small term to it
+        if not fine:
             break
-    yield "the loss is the mean of -log p", max(off_by, apart).item() < 1e-3, found
+    yield "the loss is the mean of -log p", fine, found
 
 
 def gradient_check(job):

@@ -27,7 +27,6 @@ MASKED = 1  # the step in which the first sequence has no targets
 NOT_FINITE = 2  # the step whose gradients are NaN
 STOPPED = 3  # finished steps when a signal comes, after which another process goes on
 SPOILED = 5  # the step that finds other averages, so that the last evaluation is not the best
-EVALUATED = 4.5  # windows
 KEPT = ("weight_decay", "lr_scale", "fused")  # of a group of weights
 
 KNOBS = {
@@ -62,6 +61,7 @@ def twin_checks(job):
         "batch_size": max(2, min(train.batch_size, 1024 // train.block_size)),
         "dropout": train.dropout or 0.1,
         "ema_decay": train.ema_decay or 0.8,
+        "eval_tokens": 4 * train.block_size,
     }
     with setting(**KNOBS | few):
         try:
@@ -87,9 +87,9 @@ def twin_checks(job):
     fine = step == best and files == ["best", *(f"ckpt_{n:08}" for n in (3, 6, 7))]
     yield "best.pt is the best", fine, said(step=step, best_in_the_log=best, files=files)
     checked = [row for (_, kind), row in rows.items() if kind == "resume_checked"]
-    numbers = [checked[-1][name] for name in ("compared", "equal")] if checked else [0, 0]
-    fine = 0 < numbers[0] == numbers[1]
-    yield "a resume is bit for bit", fine, said(rows_computed_again=numbers[0], equal=numbers[1])
+    found = {name: sum(row[name] for row in checked) for name in ("compared", "equal")}
+    fine = found["compared"] == found["equal"] if found["compared"] else None  # steps are slow
+    yield "a resume is bit for bit", fine, said(**found)
 
 
 def tolerances(device):
@@ -122,14 +122,9 @@ def same(told, number, **tolerances):
 
 
 def said(**numbers):
-    """Words for what was found: its names and numbers."""
-    return ", ".join(f"{name.replace('_', ' ')} {four_digits(n)}" for name, n in numbers.items())
-
-
-def four_digits(number):
-    if isinstance(number, list | tuple | set):
-        return " ".join(map(four_digits, number)) or "none"
-    return f"{number:.4g}" if isinstance(number, float) else str(number)
+    """Words for what was found: its names and values, floats by four digits."""
+    values = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in numbers.items()}
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
 def loss_in(out):
@@ -152,8 +147,12 @@ class Eventful(train.Watch):
 
     def begin(self, run):
         self.run = run
-        self.meta = shorten_evaluation(run)
+        if isinstance(run.val_data, data.OrderedWindows):  # two batches; the last repeats targets
+            windows = uneven_micro_batch() + 1.5
+            tokens = run.val_data.tokens[: int(windows * train.block_size)]
+            run.val_data = data.OrderedWindows(tokens, train.block_size)
         if run.path:
+            train.eval_tokens = 0  # for rows of the whole split
             return
         add_noise(run.model.parameters(), 0)  # a weight that starts at zero would hide its layer
         for name, average in run.ema.items():
@@ -177,19 +176,6 @@ class Eventful(train.Watch):
             "clipped_norm": torch.nn.utils.get_total_norm(gradients).item(),
         }
         return numbers
-
-
-def shorten_evaluation(run):
-    """Let `run` evaluate a few windows of a text, the last of which repeats targets. To a run that
-    is resumed they are the whole validation split. Returns the facts of the data."""
-    meta = run.facts["data"]["meta"]
-    if isinstance(run.val_data, data.OrderedWindows):
-        tokens = run.val_data.tokens[: int(EVALUATED * train.block_size)]
-        run.val_data = data.OrderedWindows(tokens, train.block_size)
-        if run.path and "val_bytes" in meta:
-            meta = meta | {"val_tokens": len(tokens), "val_bytes": 3 * len(tokens)}
-            run.facts["data"] = run.facts["data"] | {"meta": meta}
-    return meta
 
 
 def uneven_micro_batch():
@@ -347,30 +333,29 @@ class PlainLoop:
     def evaluate(self, step):
         """The mean of -log p of the averaged weights, in float64, by the classes that exist."""
         val_data = self.watch.run.val_data
-        meta = self.watch.meta
+        meta = self.watch.run.facts["data"]["meta"]
         self.judge.load_state_dict(self.model.state_dict())
         for name, weight in self.judge.named_parameters():
             weight.copy_(self.average[name])
-        losses = []
-        hits = []
-        for first in range(0, len(val_data), 2):
-            count = min(2, len(val_data) - first)
+        parts = []
+        size = uneven_micro_batch()
+        for first in range(0, len(val_data), size):
+            count = min(size, len(val_data) - first)
             inputs, targets = data.to_device(val_data[first, count], self.device)
             with torch.random.fork_rng(devices=[]), train.autocast(self.device):
                 torch.manual_seed(step)
                 logits = self.judge(inputs)[..., : meta["vocab_size"]].double()
             counted = targets != -100
-            losses.append(cross_entropy(logits[counted], targets[counted], reduction="none"))
-            hits.append(logits[counted].argmax(-1) == targets[counted])
-        loss = torch.cat(losses).mean().item()
+            parts.append((logits[counted], targets[counted]))
+        logits, targets = map(torch.cat, zip(*parts, strict=True))
+        loss = cross_entropy(logits, targets).item()
         self.best_loss = min(self.best_loss, loss)
         row = {"val_loss": loss, "best_val_loss": self.best_loss}
-        row["val_accuracy"] = torch.cat(hits).double().mean().item()
-        is_whole = step > STOPPED and meta.get("val_tokens") == 1 + len(torch.cat(hits))
-        if is_whole and "val_bytes" in meta:
+        row["val_accuracy"] = (logits.argmax(-1) == targets).double().mean().item()
+        if step <= STOPPED:
+            row["val_tokens"] = len(targets)
+        elif "val_bytes" in meta:
             row["val_bpb"] = loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
-        elif "val_tokens" in meta:
-            row["val_tokens"] = len(torch.cat(hits))
         self.rows[step, "eval"] = row
 
     def errors(self, last):

@@ -199,8 +199,12 @@ class Batches(Iterator):
 
     def next_batch(self) -> tuple:
         began = time.perf_counter()
-        batch = to_device(next(self.iterator), self.device)
-        return *batch, 1000 * (time.perf_counter() - began)
+        try:
+            batch = next(self.iterator)
+        except (ConnectionError, EOFError):  # a worker was killed while it sent this batch:
+            time.sleep(1)  # torch's own error, which says so, comes meanwhile
+            raise
+        return *to_device(batch, self.device), 1000 * (time.perf_counter() - began)
 
     __next__ = next_batch
 

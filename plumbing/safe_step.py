@@ -256,10 +256,6 @@ def compiled(model: nn.Module) -> nn.Module:
     return torch.compile(model, dynamic=False)
 
 
-def is_of_compiler(error: BaseException) -> bool:
-    return type(error).__module__.startswith(("torch._dynamo", "torch._inductor"))
-
-
 def check_names(numbers: dict, whose: str, writers: tuple) -> None:
     """Raises RunFailed if a number is no scalar, or has the name of a field of the rows which
     others than `writers` write: see Field in plumbing/console.py. whose: what returns the

@@ -41,10 +41,10 @@ def refused(run_train, data_dir, tmp_path):
 
 # Of numbers, of the range of each, and of files: test_config.py, and the tests below.
 BAD_FLAGS = """
---n_layer=1e18           an int in [1,
---optimizer=lion         adamw, adam, sgd, momentum, muon
---schedule=cos           cosine, linear, constant, step, onecycle, wsd
---dtype=fp16             auto, float32, bfloat16, float16
+--n_layer=1e18           expected int, n_layer = 1
+--optimizer=lion         adamw | adam | sgd | momentum | muon
+--schedule=cos           cosine | linear | constant | step | onecycle | wsd
+--dtype=fp16             auto | float32 | bfloat16 | float16
 --n_head=3               multiple of --n_head=3
 --n_head=32              no even multiple
 --warmup_steps=13        --max_steps=12
@@ -95,13 +95,6 @@ def test_every_number_has_a_range_that_no_nan_slips_through(name, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_device_that_is_not_there_is_refused(refused):
     refused("--device=cuda", words=["--device=cuda", "--device=auto"])
-
-
-def test_float16_on_a_cpu_that_does_not_compute_in_it_is_refused(refused, run_train):
-    hide = 'from plumbing import machine; machine.cpu_info = lambda: ("an older CPU", {"avx2"})'
-    refused("--dtype=float16", words=["--dtype=float16", "--dtype=auto"], before=hide)
-    done = run_train("auto", "--dtype=auto", "--max_steps=3", before=hide)
-    assert "float32 (nothing smaller is native here)" in done.stdout
 
 
 def test_help_lists_every_knob_with_its_default(run_train, tmp_path):
@@ -199,7 +192,7 @@ def test_resume_never_refuses_a_folder_that_holds_a_run(refused_there, run_train
 def test_a_path_that_is_no_checkpoint_is_refused(refused, stopped, tmp_path, content):
     if content is not None:
         (tmp_path / "seed.pt").write_bytes(content)
-    words = ["--resume=", "seed.pt", "auto, never, restart or"]
+    words = ["--resume=", "seed.pt", "checkpoint's path"]
     refused(f"--resume={tmp_path}/seed.pt", words=words)
     seed = f"--resume={stopped.checkpoint(5)}"  # of another model
     refused(seed, "--n_layer=2", words=["n_layer changed from 1 to 2"])
@@ -207,7 +200,7 @@ def test_a_path_that_is_no_checkpoint_is_refused(refused, stopped, tmp_path, con
 
 def test_a_path_is_never_ignored_where_a_run_is(refused_there, stopped):
     """Neither one that is not there, nor any other than the one that the run began from."""
-    refused_there("--resume=nowhere.pt", words=["--resume=nowhere.pt", "No such file"])
+    refused_there("--resume=nowhere.pt", words=["--resume=nowhere.pt", "no such file"])
     older = stopped.out_dir / "ckpt_00000004.pt"
     words = [f"--resume={older}", "began from no checkpoint", "--out_dir=run_2"]
     refused_there(f"--resume={older}", words=words)
@@ -223,8 +216,7 @@ def test_a_finished_run_asked_for_another_one_is_refused(train_in, finished):
     before = tree(finished.out_dir)
     for flag, words in (
         ("--peak_lr=0.5", "peak_lr changed from 0.001 to 0.5"),
-        ("--deterministic=false", "deterministic changed from auto to False"),
-        ("--best_metric=-val_accuracy", "best_metric changed from val_loss"),
+        ("--weight_decay=0.5", "weight_decay changed from 0.1 to 0.5"),
     ):
         flags = ("--max_steps=3", flag, "--log_interval=1")
         done = train_in(finished.out_dir.parent, "run", *flags, code=2)

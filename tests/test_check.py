@@ -236,7 +236,7 @@ def test_under_torchrun_it_says_that_it_runs_in_one_process(tmp_path):
     command = [sys.executable, REPO / "check.py", f"--out_dir={tmp_path}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "check.py: it runs in one process; type python in place of torchrun\n"
+    assert done.stderr == "check.py runs in one process; type python in place of torchrun\n"
 
 
 def test_the_bugs_of_the_list_apply_to_the_present_code():

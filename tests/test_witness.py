@@ -309,7 +309,7 @@ def test_another_number_of_ranks_is_measured(run_train):
 @pytest.mark.slow  # real processes, because torch reads the variable when it is imported
 @pytest.mark.parametrize(
     "env, flags",
-    [({"ATEN_CPU_CAPABILITY": "default"}, ()), ({"OMP_NUM_THREADS": "2"}, ("--n_embd=128",))],
+    [({"ATEN_CPU_CAPABILITY": "avx2"}, ()), ({"OMP_NUM_THREADS": "2"}, ("--n_embd=128",))],
     ids=["kernels", "threads"],
 )
 def test_other_kernels_are_measured(start_train, python_train, tmp_path, env, flags):
