@@ -259,8 +259,8 @@ class Again:
 
     def due(self, run: Any, due: SimpleNamespace) -> None:
         at = run.state["step"]
-        due.evaluation = due.evaluation or bool(self.logged.row(at, "eval"))
-        due.save_now = due.save_now or bool(self.logged.row(at, "saved"))
+        due.evaluation = due.evaluation or (at, "eval") in self.logged.rows
+        due.save_now = due.save_now or (at, "saved") in self.logged.rows
         is_enough = self.difference() is not None and not self.shown
         is_enough = is_enough or self.stop == (run.state["rollbacks"], at)
         self.is_over = any(ranks.agree(self.is_over or is_enough))

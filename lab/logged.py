@@ -42,27 +42,23 @@ def differences(
 
 class Comparison(Witness):
     """A Witness for logs that must agree as a whole: a row that only one of the two has differs,
-    too, and so does one of other data."""
+    too, in a field such as "train row", and so does one of other data."""
 
     def __init__(self, old_rows: Iterable[dict]):
-        super().__init__(old_rows)
+        super().__init__({**row, f"{row['kind']} row": "there"} for row in old_rows)
         self.old_data.clear()
 
     def see(self, row: dict) -> None:
-        step, kind = key_of(row)
-        if (step, kind) not in self.old_rows and kind != "saved":
-            self.note(step, f"{kind} row", "missing", "there")
-        super().see(row)
+        name = f"{row['kind']} row"
+        if row["kind"] != "event":
+            self.old_rows.setdefault(key_of(row), {name: "missing"})
+        super().see({**row, name: "there"})
 
     def close(self) -> None:
         """After the last row: those that have not been seen."""
         for step, kind in sorted(self.old_rows):
             if kind != "saved":
-                self.note(step, f"{kind} row", "there", "missing")
-
-    def note(self, step: int, name: str, then: object, now: object) -> None:
-        found = {"step": step, "field": name, "then": then, "now": now}
-        self.first_difference = self.first_difference or found
+                super().see({"step": step, "kind": kind, f"{kind} row": "missing"})
 
 
 def in_words(difference: dict) -> str:
@@ -141,10 +137,6 @@ class Logged:
     def began_from(self) -> str | None:
         """The checkpoint of another run with which this one began."""
         return self.facts["run"].get("began_from")
-
-    def row(self, step: int, kind: str) -> dict:
-        """The row of that step, or an empty one."""
-        return self.rows.get((step, kind), {})
 
     def rows_between(self, first: int, last: float, kinds: tuple = KINDS) -> list[dict]:
         """Rows of the steps first + 1 to last."""
