@@ -63,7 +63,7 @@ def start(repo, folder, ranks, flags, stop=None):
     data_dir = f"--data_dir={folder.parent}"
     command = [*launcher, str(script), *COMMON, data_dir, f"--out_dir={folder}", *flags.split()]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600)
     if done.returncode != 0 and not stop:
         sys.exit(f"{command} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
 

@@ -589,7 +589,7 @@ REAL = {  # troubles: flags of the run, source that runs before it
     ),
     "out_of_memory": ("--max_steps=20", FULL),
     "memory_grows": ("--max_steps=60", KEEPS),
-    "throughput_falls": ("--max_steps=60", slow("train_step", 10)),
+    "throughput_falls": ("--max_steps=60", slow("train_step", 50)),
     "waits_for_data": ("--max_steps=60", slow("ShuffledWindows.__getitem__", 10)),
 }
 CONFIGS = sorted(path.stem for path in REPO.glob("config/*.py"))
