@@ -708,11 +708,10 @@ def record_evaluation(run: Run, table) -> bool:
     if best_metric != "val_loss":
         sign = -1 if best_metric.startswith("-") else 1
         row[f"best_{best_metric.removeprefix('-')}"] = sign * state["best_score"]
-    is_whole = row.get("val_tokens", 0) + 1 == meta.get("val_tokens")  # of the validation split
-    if is_whole or not (eval_tokens or "val_tokens" in meta):
+    if not eval_tokens:  # the whole split
         row.pop("val_tokens", None)
-    if is_whole and "val_bytes" in meta:
-        row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
+        if "val_bytes" in meta:
+            row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
     run.folder.write_rows([row])
     table.print_evaluation(row, is_best)
     return is_best
