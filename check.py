@@ -164,7 +164,7 @@ def compare(job):
     if equal:
         return same_bits(job, *other)
     most = seeds or max_seeds
-    say(f"\nagainst: up to {most} seeds; validation loss at the end, seconds of the process")
+    say(f"\nagainst: at most {most} seeds; validation loss at the end, seconds of the process")
     runs, differences = [], []
     verdict = "not shown"
     while len(runs) < most and (seeds or verdict == "not shown"):
