@@ -226,6 +226,10 @@ def continue_from(run: Any, saved: dict, config: Config) -> None:
             f"{name} changed from {was} to {new}: this run cannot be resumed with that; "
             f"write {' or, '.join(ways)}"
         )
+    step = saved["state"]["step"]
+    if own and "max_steps" in config.typed and config["max_steps"] < step:
+        found = f"--max_steps={config['max_steps']}: {shown(run.path)} is at step {step:,}"
+        fail(f"{found}; expected no fewer, or {run.folder.fresh_out_dir()}")
     now["began_from"] = then.get("began_from") if own else str(run.path.resolve())
     if now["batch_size"] == then["batch_size"]:
         run.state["micro_batch"] = saved["state"]["micro_batch"]
@@ -270,16 +274,16 @@ def close_finished(run: Any) -> None:
     more = "raise --patience" if step < config["max_steps"] else "raise --max_steps"
     if not run.folder.owns(run.path):
         fail(f"{shown(run.path)} is at step {step:,} of --max_steps={config['max_steps']}; {more}")
-    for knob, (then, now) in known_changes(run.before, run.facts["run"], run.knobs).items():
-        if knob in run.knobs and run.knobs[knob].policy != "free":
+    longer = f"to train it longer, {more} with --out_dir={name}"
+    for knob, value in run.facts["run"].items():
+        then = run.before.get(knob, value)
+        if then != value and knob in run.knobs and run.knobs[knob].names_folder():
             fail(
-                f"{name} holds a finished run: {knob} changed from {then} to {now}; for a run with "
-                f"that write {again}, to train this one longer {more} with --out_dir={name}"
+                f"{name} holds a finished run: {knob} changed from {then} to {value}; "
+                f"for a run with that write {again}; {longer}"
             )
-    say(
-        f"{name} is finished: {step:,} steps, {best_words(config['best_metric'], state)}. To train "
-        f"longer, {more} with --out_dir={name}; to start again, write {again}"
-    )
+    best = best_words(config["best_metric"], state)
+    say(f"{name} is finished: {step:,} steps, {best}; {longer}; to start again, write {again}")
     run.folder.facts = read_json(run.folder.path / "run.json")
     if run.folder.facts.get("ended", "unknown") is None:
         run.folder.end("finished", None, state, config["report"])
