@@ -219,13 +219,11 @@ def continue_from(run: Any, saved: dict, config: Config) -> None:
     own = run.folder.owns(run.path)
     then, now = saved["run"], run.facts["run"]
     for name, (was, new) in other_run(run, saved).items():
-        ways = [run.folder.fresh_out_dir()] if own else ["no --resume"]
+        found = f"{name} changed from {was} to {new}: this run cannot be resumed with that"
+        again = run.folder.fresh_out_dir() if own else "no --resume"
         if name in saved["config"]:
-            ways.append(f"to resume, --{name}={show(was)}")
-        fail(
-            f"{name} changed from {was} to {new}: this run cannot be resumed with that; "
-            f"write {' or, '.join(ways)}"
-        )
+            again += f" or, to resume, --{name}={show(was)}"
+        fail(f"{found}; write {again}")
     step = saved["state"]["step"]
     if own and "max_steps" in config.typed and config["max_steps"] < step:
         found = f"--max_steps={config['max_steps']}: {shown(run.path)} is at step {step:,}"

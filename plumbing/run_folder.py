@@ -194,8 +194,9 @@ class RunFolder(ExitStack):
         self.write_rows([{"kind": "event", "step": state["step"], "event": "end", **end}])
         self.facts |= {"end": now(), **end, "state": state}
         self.write_facts()
-        best_metric = self.facts["config"]["best_metric"]
-        console.print_end(ended, state, seconds, self.path, best_metric)
+        if clock:
+            best_metric = self.facts["config"]["best_metric"]
+            console.print_end(ended, state, seconds, self.path, best_metric)
         if self.wandb:
             self.wandb.finish(exit_code=int(ended.startswith("failed")))
         if report and not ended.startswith(("stopped by", "left")):  # a signal leaves no time
@@ -325,16 +326,10 @@ def now() -> str:
 def git_state() -> dict:
     """{commit, dirty, diff_sha256} of the repository. The Docker image has GIT_COMMIT, not .git."""
     git = ["git", f"--git-dir={REPO}/.git", f"--work-tree={REPO}"]  # never a parent folder's .git
-    found = []
+    quiet = {"stderr": subprocess.DEVNULL}
     try:
-        for words in (["rev-parse", "HEAD"], ["diff", "HEAD"]):
-            done = subprocess.run([*git, *words], capture_output=True, check=True)
-            found.append(done.stdout)
+        diff = subprocess.check_output([*git, "diff", "HEAD"], **quiet)
+        commit = subprocess.check_output([*git, "rev-parse", "HEAD"], **quiet).decode().strip()
     except (OSError, subprocess.SubprocessError):
         return {"commit": os.environ.get("GIT_COMMIT"), "dirty": None, "diff_sha256": None}
-    commit, diff = found
-    return {
-        "commit": commit.decode().strip(),
-        "dirty": bool(diff),
-        "diff_sha256": sha256(diff).hexdigest(),
-    }
+    return {"commit": commit, "dirty": bool(diff), "diff_sha256": sha256(diff).hexdigest()}
