@@ -97,7 +97,8 @@ def find_checkpoint(folder: RunFolder, resume: str) -> tuple[Path | None, list[P
     """(path of the checkpoint to start from or None for a new run, damaged files that are newer).
     Rank 0 only. resume: "auto", "never", "restart" or a path. Raises BadInput if it contradicts the
     folder."""
-    path, damaged = None, []
+    path = None
+    damaged = []
     try:
         if folder.holds_run() and resume != "restart":
             if resume == "never":
@@ -116,8 +117,9 @@ def find_checkpoint(folder: RunFolder, resume: str) -> tuple[Path | None, list[P
 
 def refuse_lost_run(folder: RunFolder, damaged: list[Path]) -> None:
     """Raises BadInput if the folder's run has trained, and has no checkpoint that can be read."""
-    rows = folder.rows.read_text(errors="replace") if folder.rows.is_file() else ""
-    if damaged or '"kind": "train"' in rows:
+    rows = folder.rows
+    has_trained = rows.is_file() and '"kind": "train"' in rows.read_text(errors="replace")
+    if damaged or has_trained:
         found = f"the run in {folder.path} has no checkpoint that can be read"
         fail(f"{found}; to start again write --resume=restart or {folder.fresh_out_dir()}")
 
@@ -203,7 +205,8 @@ def refuse_ended_schedule(config: Config, planned: int, own: bool) -> None:
 
 def split_global_batch(then: dict) -> dict[str, int]:
     """The knobs in SPLIT that keep a run's global batch with today's number of ranks."""
-    whole, count = then["global_batch"], world_size()
+    whole = then["global_batch"]
+    count = world_size()
     rows, rest = divmod(whole, count)
     if rest:
         found = f"the {whole} sequences of this run's batch do not divide by {count} ranks"
@@ -217,7 +220,8 @@ def continue_from(run: Any, saved: dict, config: Config) -> None:
     """Raises BadInput if `saved` is of another run. Keeps its micro-batches if batch_size is
     equal."""
     own = run.folder.owns(run.path)
-    then, now = saved["run"], run.facts["run"]
+    then = saved["run"]
+    now = run.facts["run"]
     for name, (was, new) in other_run(run, saved).items():
         found = f"{name} changed from {was} to {new}: this run cannot be resumed with that"
         again = run.folder.fresh_out_dir() if own else "no --resume"
@@ -257,7 +261,8 @@ def parts_of(weights: dict, groups: list) -> dict[str, Any]:
 
 def is_finished(run: Any) -> bool:
     """Whether the run has no step left to take: by max_steps, or by its own patience."""
-    config, state = run.facts["config"], run.state
+    config = run.facts["config"]
+    state = run.state
     out_of_patience = 0 < config["patience"] <= state["evals_since_best"]
     return state["step"] >= config["max_steps"] or out_of_patience
 
@@ -266,8 +271,10 @@ def close_finished(run: Any) -> None:
     """Say that a run is finished and what to type to train longer, and record its end if a kill
     came before that. Rank 0 only. Raises BadInput if the command asks for anything else than that
     run."""
-    config, state = run.facts["config"], run.state
-    step, name = state["step"], shown(run.folder.path)
+    config = run.facts["config"]
+    state = run.state
+    step = state["step"]
+    name = shown(run.folder.path)
     again = f"--resume=restart or {run.folder.fresh_out_dir()}"
     more = "raise --patience" if step < config["max_steps"] else "raise --max_steps"
     if not run.folder.owns(run.path):
