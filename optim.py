@@ -47,9 +47,6 @@ def configure_optimizers(
         optimizers = [muon, torch.optim.AdamW(rest, **adam)]
     else:
         raise ValueError(f"optimizer={optimizer!r}: expected adamw, adam, sgd, momentum or muon")
-    for each in optimizers if device_type == "cpu" else ():
-        # Adam's look for a CUDA graph makes a CUDA context of some hundred MB where there is a GPU.
-        each._accelerator_graph_capture_health_check = lambda: None
     return optimizers
 
 
@@ -97,10 +94,13 @@ class Muon(torch.optim.Optimizer):
         """As torch's fused optimizers do, it obeys `self.found_inf` without waiting for it: both
         outcomes are there, and the device chooses."""
         for group in self.param_groups:
-            for weight in (each for each in group["params"] if each.grad is not None):
-                if not self.state[weight]:
-                    self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-                average = self.state[weight]["momentum_buffer"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(weight)
+                average = state["momentum_buffer"]
                 new_average = average.lerp(weight.grad, 1 - group["momentum"])
                 nesterov = weight.grad.lerp(new_average, group["momentum"])
                 rows = weight.size(0) // self.parts.get(weight, 1)
@@ -121,9 +121,10 @@ def orthogonal(matrix: Tensor) -> Tensor:
     where a CPU only emulates bfloat16, which takes a hundred times as long."""
     emulated = matrix.is_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     x = matrix if emulated else matrix.bfloat16()
-    x = x.T if x.size(0) > x.size(1) else x
+    is_tall = x.size(0) > x.size(1)
+    x = x.T if is_tall else x
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
-    return x.T if matrix.size(0) > matrix.size(1) else x
+    return x.T if is_tall else x
