@@ -123,7 +123,7 @@ def same(told, number, **tolerances):
 
 def said(**numbers):
     """Words for what was found: its names and values, floats by four digits."""
-    values = {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in numbers.items()}
+    values = {k: f"{v:.7g}" if isinstance(v, float) else v for k, v in numbers.items()}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
 
