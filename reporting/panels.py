@@ -143,7 +143,6 @@ def panels_of_one(run):
     """The loss, and the fields that have numbers, with the events of the run."""
     steps = run.train["step"]
     panels = [Panel("loss", title_of("loss", run), curves_of_loss(run))]
-    colours = list(COLOURS) * len(FIELDS)
     for name, field in FIELDS.items():
         if field.kind != "train" or not field.plot or name == "loss":
             continue
@@ -151,7 +150,7 @@ def panels_of_one(run):
         if name == "grad_norm":
             curves = [*raw_and_mean(run, name, ""), *curves_of_clip(run)]
         else:
-            curves = [Curve("training", field.plot, colours.pop(0), "bold", steps, values)]
+            curves = [Curve("training", field.plot, "blue", "bold", steps, values)]
         panels.append(Panel(name, title_of(name, run), curves))
     for name, x, y in results.new_fields(run):
         panels.append(Panel(name, name, [Curve("training", name, "blue", "bold", x, y)]))
