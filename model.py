@@ -228,9 +228,9 @@ class GPT(nn.Module):
         V."""
         self.embedding.reset_parameters()
         nn.init.normal_(self.head.weight, std=0.1 / math.sqrt(self.head.in_features))
-        for part in (part for block in self.blocks for part in block.children()):
-            if hasattr(part, "reset_parameters"):
-                part.reset_parameters()
+        for block in self.blocks:
+            block.attention.reset_parameters()
+            block.mlp.reset_parameters()
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, last_only=False) -> Tensor:
         """inputs, targets: int64 (B, T). Without targets, returns the logits (B, T, V), or only the

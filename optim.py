@@ -70,8 +70,7 @@ def sorted_by_role(model):
 def stacked_parts(model: nn.Module) -> dict[Tensor, int]:
     """{weight: number of matrices that are stacked in it} of modules that say so by an attribute
     `muon_parts`, such as the layer of attention's queries, keys and values."""
-    stacked = [module for module in model.modules() if hasattr(module, "muon_parts")]
-    return {module.weight: module.muon_parts for module in stacked}
+    return {part.weight: part.muon_parts for part in model.modules() if hasattr(part, "muon_parts")}
 
 
 class Muon(torch.optim.Optimizer):
@@ -103,8 +102,7 @@ class Muon(torch.optim.Optimizer):
                 average = state["momentum_buffer"]
                 new_average = average.lerp(weight.grad, 1 - group["momentum"])
                 nesterov = weight.grad.lerp(new_average, group["momentum"])
-                rows = weight.size(0) // self.parts.get(weight, 1)
-                parts = nesterov.split(rows)
+                parts = nesterov.chunk(self.parts.get(weight, 1))
                 size = 0.2 * group["lr"] * math.sqrt(max(parts[0].shape))
                 new_weight = weight * (1 - group["lr"] * group["weight_decay"])
                 new_weight.add_(torch.cat([orthogonal(part) for part in parts]), alpha=-size)

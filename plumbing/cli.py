@@ -237,10 +237,10 @@ def read_knobs(path: str | Path) -> dict[str, Knob]:
         end = node.end_lineno
         default = None
         match node:
-            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, value):
+            case ast.Assign([ast.Name(name)], value) if NAME.fullmatch(name):
                 with suppress(ValueError):  # no plain value
                     default = ast.literal_eval(value)
-        if isinstance(default, str | int | float) and NAME.fullmatch(name):
+        if isinstance(default, str | int | float):
             heading = " ".join(above) or heading
             comment = lines[end - 1][node.end_col_offset :].strip("# ")
             while end < len(lines) and lines[end].startswith("#  "):
