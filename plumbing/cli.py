@@ -212,11 +212,11 @@ def folder_name(config: Config) -> str:
     factors = {"batch_size", "accum_steps"} & config.keys()
     if product(config, factors) != product(config.base, factors):
         names |= factors & config.typed
-    parent, name = os.path.split(config["out_dir"])
+    name = config["out_dir"]
     for key in config:
         if key in names and config[key] != config.base[key]:
             name += f",{key}={show(config[key])}"
-    return os.path.join(parent, name)
+    return name
 
 
 def product(values: dict, names: Collection[str]) -> int:
