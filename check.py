@@ -15,15 +15,12 @@ failed; 2: bad input. --equal=true: 0 equal, 1 differ, 125 cannot tell.
 import os
 import shlex
 import sys
-import time
 import traceback
 from pathlib import Path
 from statistics import mean, stdev
 
 if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-    if os.environ["RANK"] == "0":
-        print("check.py runs in one process; type python in place of torchrun", file=sys.stderr)
-    time.sleep(1)  # or torchrun ends the others before one has printed this
+    print("check.py runs in one process; type python in place of torchrun", file=sys.stderr)
     sys.exit(2)
 if "--equal=true" in sys.argv:  # a commit that cannot even be imported: `git bisect run` skips it
     sys.excepthook = lambda *error: (sys.__excepthook__(*error), os._exit(125))
@@ -34,7 +31,6 @@ from bench import print_table, say
 from lab.logged import Logged, differences, in_words
 from lab.probes import CHECKS, NotAsked
 from lab.verdicts import interval, verdict_on
-from plumbing import machine
 from plumbing.cli import fail, run_script
 from plumbing.console import REPO
 
@@ -88,8 +84,14 @@ def asked(check, job):
 
 def exact(job):
     """Do fresh processes take the same steps to the same bits of weights, moments and state?"""
-    few = {"max_steps": exact_steps, "warmup_steps": 0, "eval_tokens": train.block_size}
-    few |= {"compile": train.compile, "audit_interval": -1, "resume": "auto", "report": False}
+    few = {
+        "max_steps": exact_steps,
+        "warmup_steps": 0,
+        "eval_tokens": train.block_size,
+        "compile": train.compile,
+        "resume": "auto",
+        "report": False,
+    }
     folders = [job.run.folder.path / f"exact {n}" for n in range(exact_runs)]
     for folder in folders:
         bench.execute(job.script, job.argv, **few, out_dir=folder)
@@ -118,19 +120,15 @@ def portable(job):
         name = "portable_formula"
         flags.append("--dataset=formula")
     folder = job.run.folder.path / name
-    start = time.perf_counter()
     bench.execute(train.__file__, flags, out_dir=folder)
-    seconds = time.perf_counter() - start
-    found = differences(Path(REPO, "records", name), folder).first_difference
+    found = differences(REPO / "records" / name, folder).first_difference
+    last = Logged(folder).saves[-1]
     if found:
         say(f"portable: not the bits of records/{name}: {in_words(found)}")
-        return {"ok": False, "found": found}
-    last = Logged(folder).saves[-1]
-    sha256 = last["sha256"]
-    cpu = machine.cpu_info()[0]
-    how = f"SHA-256 {sha256[:8]}..., {last['step']} steps, {seconds:.0f} s, {cpu}"
-    say(f"portable: the bits of records/{name} ({how})")
-    return {"ok": True, "sha256": sha256, "seconds": seconds}
+    else:
+        how = f"SHA-256 {last['sha256'][:8]}..., {last['step']} steps"
+        say(f"portable: the bits of records/{name} ({how})")
+    return {"ok": not found, "found": found, "sha256": last["sha256"]}
 
 
 def same_bits(job, script, words):
@@ -163,8 +161,7 @@ def compare(job):
     if equal:
         return same_bits(job, *other)
     most = seeds or max_seeds
-    number = f"{most} seeds" if seeds else f"up to {most} seeds"
-    say(f"\nagainst: {number}; validation loss at the end, seconds of the process")
+    say(f"\nagainst: at most {most} seeds; validation loss at the end, seconds of the process")
     runs, differences = [], []
     verdict = "not shown"
     while len(runs) < most and (seeds or verdict == "not shown"):
@@ -174,9 +171,8 @@ def compare(job):
             verdict = verdict_on(differences, comparisons)
     rows = with_mean(runs)
     low, high = interval(differences, comparisons)
-    look = f", for one of {comparisons} comparisons" if comparisons > 1 else ""
     say(f"  mean difference {mean(differences):+.4f}, 95% interval {low:+.4f} to {high:+.4f}")
-    say(f"  (the interval holds however often one looks{look})")
+    say(f"  (the interval holds however often one looks; comparisons {comparisons})")
     ratio = rows["mean"]["seconds"] / rows["mean"]["other seconds"]
     say(f"  time: first / second {ratio:.2f}\nverdict: {verdict}")
     return {"runs": rows, "interval": [low, high], "time": ratio, "verdict": verdict}

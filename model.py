@@ -104,10 +104,7 @@ def dropped(x, share):
         width, bits = 16, random_bits((x.numel() + 1) // 2).view(torch.int16)[: x.numel()]
     dropped_below = int(share * 2**width)
     kept = torch.ge(bits.view(x.shape), dropped_below - 2 ** (width - 1), out=torch.empty_like(x))
-    scale = 1 / (1 - dropped_below / 2**width)
-    if x.dtype == torch.float32:
-        return x * kept.mul_(scale)
-    return x * kept * scale  # of `kept` in 16 bits, the scale would be rounded
+    return x * kept * (1 / (1 - dropped_below / 2**width))
 
 
 class Dropout(nn.Dropout):
@@ -218,9 +215,8 @@ class GPT(nn.Module):
         self.embedding = ContextEmbedding(config) if looks_back else TokenEmbedding(config)
         self.dropout = Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
-        multiple = HEAD_MULTIPLE if config.vocab_size >= LARGE_VOCAB else 1
-        rows = math.ceil(config.vocab_size / multiple) * multiple
-        self.head = nn.Linear(config.n_embd, rows, bias=False)
+        padding = -config.vocab_size % HEAD_MULTIPLE if config.vocab_size >= LARGE_VOCAB else 0
+        self.head = nn.Linear(config.n_embd, config.vocab_size + padding, bias=False)
         cos, sin = rotary_tables(config.block_size, config.n_embd // config.n_head)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
@@ -232,9 +228,9 @@ class GPT(nn.Module):
         V."""
         self.embedding.reset_parameters()
         nn.init.normal_(self.head.weight, std=0.1 / math.sqrt(self.head.in_features))
-        for part in (part for block in self.blocks for part in block.children()):
-            if hasattr(part, "reset_parameters"):
-                part.reset_parameters()
+        for block in self.blocks:
+            block.attention.reset_parameters()
+            block.mlp.reset_parameters()
 
     def forward(self, inputs: Tensor, targets: Tensor | None = None, last_only=False) -> Tensor:
         """inputs, targets: int64 (B, T). Without targets, returns the logits (B, T, V), or only the
@@ -279,10 +275,7 @@ def build_model(knobs: dict, vocab_size: int) -> nn.Module:
 
 def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing=0.0, reduction="mean") -> Tensor:
     """In nats and float32, over the targets that are not -100. logits: (..., V), targets: (...).
-    reduction: "mean" or "sum". Raises ValueError for other shapes."""
-    if logits.shape[:-1] != targets.shape:
-        shapes = f"logits {tuple(logits.shape)}, targets {tuple(targets.shape)}"
-        raise ValueError(f"{shapes}: expected (..., classes) and (...); else write an evaluate()")
+    reduction: "mean" or "sum". Raises ValueError for another number of targets."""
     # flattened: the loss over (B, V, T) raises in strict deterministic mode on CUDA
     flat = logits.float().flatten(0, -2), targets.flatten()
     return F.cross_entropy(*flat, reduction=reduction, label_smoothing=label_smoothing)
@@ -315,13 +308,12 @@ class ContextEmbedding(TokenEmbedding):
             nn.init.normal_(self.conv, std=1 / math.sqrt(self.conv_width))
 
     def forward(self, tokens):
-        x, T = super().forward(tokens), tokens.size(1)
+        x = super().forward(tokens)
         if self.conv_width > 1:
             past, conv = F.pad(x, (0, 0, self.conv_width - 1, 0)), self.conv.to(x.dtype)
             x = x * conv[0]
             for lag in range(1, self.conv_width):
-                first = self.conv_width - 1 - lag
-                x = torch.addcmul(x, past[:, first : first + T], conv[lag])
+                x = torch.addcmul(x, past[:, self.conv_width - 1 - lag : -lag], conv[lag])
         if self.ngram_rows:
             x = x + self.ngram(self.ngram_row(tokens)).to(x.dtype)
         return x

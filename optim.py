@@ -47,9 +47,6 @@ def configure_optimizers(
         optimizers = [muon, torch.optim.AdamW(rest, **adam)]
     else:
         raise ValueError(f"optimizer={optimizer!r}: expected adamw, adam, sgd, momentum or muon")
-    for each in optimizers if device_type == "cpu" else ():
-        # Adam's look for a CUDA graph makes a CUDA context of some hundred MB where there is a GPU.
-        each._accelerator_graph_capture_health_check = lambda: None
     return optimizers
 
 
@@ -73,8 +70,7 @@ def sorted_by_role(model):
 def stacked_parts(model: nn.Module) -> dict[Tensor, int]:
     """{weight: number of matrices that are stacked in it} of modules that say so by an attribute
     `muon_parts`, such as the layer of attention's queries, keys and values."""
-    stacked = [module for module in model.modules() if hasattr(module, "muon_parts")]
-    return {module.weight: module.muon_parts for module in stacked}
+    return {part.weight: part.muon_parts for part in model.modules() if hasattr(part, "muon_parts")}
 
 
 class Muon(torch.optim.Optimizer):
@@ -97,14 +93,16 @@ class Muon(torch.optim.Optimizer):
         """As torch's fused optimizers do, it obeys `self.found_inf` without waiting for it: both
         outcomes are there, and the device chooses."""
         for group in self.param_groups:
-            for weight in (each for each in group["params"] if each.grad is not None):
-                if not self.state[weight]:
-                    self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-                average = self.state[weight]["momentum_buffer"]
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(weight)
+                average = state["momentum_buffer"]
                 new_average = average.lerp(weight.grad, 1 - group["momentum"])
                 nesterov = weight.grad.lerp(new_average, group["momentum"])
-                rows = weight.size(0) // self.parts.get(weight, 1)
-                parts = nesterov.split(rows)
+                parts = nesterov.chunk(self.parts.get(weight, 1))
                 size = 0.2 * group["lr"] * math.sqrt(max(parts[0].shape))
                 new_weight = weight * (1 - group["lr"] * group["weight_decay"])
                 new_weight.add_(torch.cat([orthogonal(part) for part in parts]), alpha=-size)
@@ -121,9 +119,10 @@ def orthogonal(matrix: Tensor) -> Tensor:
     where a CPU only emulates bfloat16, which takes a hundred times as long."""
     emulated = matrix.is_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
     x = matrix if emulated else matrix.bfloat16()
-    x = x.T if x.size(0) > x.size(1) else x
+    is_tall = x.size(0) > x.size(1)
+    x = x.T if is_tall else x
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
-    return x.T if matrix.size(0) > matrix.size(1) else x
+    return x.T if is_tall else x

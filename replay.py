@@ -31,7 +31,6 @@ from lab.logged import (
     Logged,
     Position,
     differences,
-    flags_of,
     in_words,
     position_of,
 )
@@ -59,13 +58,23 @@ since = 0  # begin at the newest checkpoint up to this step, [0, inf); 0 = at th
 against = ""  # folder of another run: name the first row, knobs and tensor that differ
 
 
+FREE = {  # knobs on which no bit of a step depends
+    "report": False,
+    "wandb_log": False,
+    "audit_interval": -1,
+    "num_workers": 0,
+    "log_interval": 1,
+    "sample_interval": 0,
+    "milestone_interval": 0,
+}
+
+
 def main(argv: list[str] | None = None) -> int:
     names = []
     with cli.configured(globals(), argv=argv, names=names):
         if len(names) != 1 or not (step or verify or against):
             fail("expected RUN --step=N, RUN --verify=true or RUN --against=OTHER")
         run = Logged(names[0])
-        run.check_form()
         if against:
             return where_they_part(run, Logged(against))
         return verify_run(run) if verify else show_step(run)
@@ -158,7 +167,6 @@ def verify_run(run: Logged) -> int:
 def where_they_part(one: Logged, other: Logged) -> int:
     """Say where two runs part, in which knobs they differ, and which of them is computed again
     here; if both are, the first tensor that differs."""
-    other.check_form()
     last = min(one.last, other.last)
     for kinds in (("train", "eval"), ("saved",)):  # hashes depend on settings, too
         found = differences(one.path, other.path, kinds, last).first_difference
@@ -308,14 +316,14 @@ class Again:
         new_group()
         torch.set_num_threads(settings["threads"])
         where = data_dir or settings["data_dir"]
-        flags = flags_of(settings, out_dir=scratch, data_dir=where, resume=resume)
+        knobs = settings | FREE | {"out_dir": scratch, "data_dir": where, "resume": resume}
+        flags = [f"--{name}={cli.show(knobs[name])}" for name in self.logged.facts["config"]]
         try:
             with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
                 self.loop.main(flags, watch=self)
-        except (BadInput, RunFailed) as error:
+        except (BadInput, RunFailed):
             if not self.is_over:  # else it failed after the last step
-                reason = str(error).partition(";")[0].replace(str(scratch), str(path))
-                raise type(error)(f"{path}: {reason}") from error
+                raise
         if not self.is_over:
             raise RunFailed(f"{path}: this code ends before step {self.stop.step} of the log")
 

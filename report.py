@@ -159,11 +159,9 @@ def resumed(event, later):
     measured."""
     changed = event.get("changed", {})
     told = f"not measured; changed since: {change_words(changed) or 'nothing known'}"
-    for each in later:
-        if each["event"] == "resume_checked":
-            told = resume_words(each, changed)
-        if each["event"] in ("resume_checked", "resume"):
-            break
+    next_one = next((e for e in later if e["event"] in ("resume_checked", "resume")), event)
+    if next_one["event"] == "resume_checked":
+        told = resume_words(next_one, changed)
     return [told, f"from {event.get('checkpoint')}"]
 
 

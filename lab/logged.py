@@ -4,16 +4,15 @@ written or locked, and nothing that a run's folder names is executed."""
 import math
 from collections.abc import Iterable
 from contextlib import suppress
-from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from plumbing import checkpoint
-from plumbing.cli import fail, show
+from plumbing.cli import fail
 from plumbing.files import read_json
 from plumbing.witness import Witness, key_of
-from reporting.record import read_metrics
+from reporting.record import read_metrics, standing
 
 KINDS = ("train", "eval", "saved")  # of the rows that are compared
 
@@ -99,39 +98,36 @@ class Logged:
         self.path = Path(path)
         self.facts = read_json(self.path / "run.json")
         self.rows = {}
-        self.twice = []  # (step, kind) of train and eval rows that the log has more than once
         self.saves = []  # two of a step, around a rollback, have two hashes
-        self.hashes = set()  # of all saves, also of those that a rollback has undone
         self.rollbacks = []
         self.resumes = []
         file = self.path / "metrics.jsonl"
-        for row in read_metrics(file)[0] if file.is_file() else ():
+        written = read_metrics(file)[0] if file.is_file() else []
+        self.hashes = {row.get("sha256") for row in written}  # also of saves that were undone
+        for row in standing(written):
             self.add(row)
-        if not isinstance(self.facts.get("run"), dict) or not self.rows:
+        if "run" not in self.facts or not self.rows:
             fail(f"{self.path} holds no run; expected the out_dir of train.py, such as out/run")
         steps = [step for step, kind in self.rows if kind != "eval"]
         self.first = min(steps, default=0) if self.began_from else 0
         self.last = max(steps, default=0)
 
     def add(self, row: dict) -> None:
-        """Take a row into account, in the order of the file."""
+        """Take a row into account, in the order of the file. Of two rows of a step the later one
+        counts, as in a report; of two saves the first."""
         step, kind = key_of(row)
-        if kind == "resume":  # from a checkpoint, so what came after that is undone
-            self.rollbacks = [old for old in self.rollbacks if old["step"] <= step]
+        if kind == "resume":
             here = Position(len(self.rollbacks), step)
             self.resumes = [old for old in self.resumes if old[0] < here] + [(here, row)]
-        if kind in ("resume", "rollback"):
+        elif kind == "rollback":
             self.rows = {key: old for key, old in self.rows.items() if key[0] <= step}
             self.saves = [save for save in self.saves if save["step"] <= step]
-        if kind == "rollback":
             self.rollbacks.append(row)
         elif kind == "saved":
             self.saves.append(row)
-            self.hashes.add(row.get("sha256"))
-        elif (step, kind) in self.rows:
-            self.twice.append((step, kind))
-        if kind in KINDS:
             self.rows.setdefault((step, kind), row)
+        elif kind in KINDS:
+            self.rows[step, kind] = row
 
     @property
     def began_from(self) -> str | None:
@@ -150,48 +146,33 @@ class Logged:
         before = [n for n, row in enumerate(self.rollbacks, 1) if row["step"] < step]
         return Position(max(before, default=0), step)
 
-    @cached_property
     def processes(self) -> list[tuple[Position, dict]]:
-        """(where it began, its settings) of each process whose steps stand. Settings: every knob as
-        resolved, `threads` and `ranks`. run.json has the last ones; from there back, each resume
-        says what was changed."""
+        """(where they begin, settings) of the processes whose steps stand, those with equal settings
+        as one. Settings: every knob as resolved, `threads` and `ranks`. run.json has the last ones;
+        from there back, each resume says what was changed."""
         run, config = self.facts["run"], self.facts["config"]
-        settings = {name: run[name] for name in config} | {"device": config["device"]}
-        settings |= {"threads": run["threads"], "ranks": run["world_size"]}
+        settings = {name: run[name] for name in config if name != "resume"}
+        settings |= {"device": config["device"], "threads": run["threads"]}
+        settings["ranks"] = run["world_size"]
         found = []
-        for position, event in reversed(self.resumes):
-            found.append((position, settings))
+        resumes = self.resumes[1:] if self.began_from else self.resumes  # that one is its start
+        for position, event in reversed(resumes):
             then = {name: pair[0] for name, pair in event["changed"].items() if name in settings}
             then.pop("device", None)  # its model, and not the knob
-            settings = settings | then
-        if not self.began_from:  # else its first process has logged a resume, too
-            found.append((BEGINNING, settings))
-        return found[::-1]
+            if then:
+                found.append((position, settings))
+                settings = settings | then
+        return [(BEGINNING, settings), *reversed(found)]
 
-    def stretches(self, begin: Position, end: Position) -> list[list]:
-        """The course of the run from `begin` to `end`: [settings, Position where they end]."""
+    def stretches(self, begin: Position, end: Position) -> list[tuple[dict, Position]]:
+        """The course of the run from `begin` to `end`: (settings, Position where they end)."""
+        processes = self.processes()
+        stops = [start for start, _ in processes[1:]] + [end]
         parts = []
-        for start, settings in self.processes:
-            followed = {name: settings[name] for name in settings if name != "resume"}
-            if start >= end:
-                break
-            if start <= begin:
-                parts.clear()
-            if parts and parts[-1][0] == followed:
-                continue
-            if parts:
-                parts[-1][1] = start
-            parts.append([followed, end])
+        for (start, settings), stop in zip(processes, stops, strict=True):
+            if begin < stop and start < end:
+                parts.append((settings, min(stop, end)))
         return parts
-
-    def check_form(self) -> None:
-        """Raises BadInput unless the files have what is needed to compute the run again."""
-        try:
-            Path(self.facts["command"][0])
-            self.processes[0]
-        except (LookupError, TypeError, AttributeError) as error:
-            found = f"{self.path} is not of the form that this version writes ({error!r})"
-            fail(f"{found}; expected a run of this train.py")
 
     # ---- its checkpoints -------------------------------------------------------------------------
 
@@ -204,19 +185,15 @@ class Logged:
             with suppress(checkpoint.Damaged, OSError):
                 content = checkpoint.load(path)
                 position = position_of(content)
-                if position.step <= latest and position < end:
-                    found.append((position, path, content))
-        found.sort(key=itemgetter(0), reverse=True)
-        for position, path, content in found:
-            if (position.step, checkpoint.digest_of_state(content)) in known:
-                return path, content
-        return None
+                is_before = position.step <= latest and position < end
+                if is_before and (position.step, checkpoint.digest_of_state(content)) in known:
+                    found.append((path, content))
+        return max(found, key=lambda each: position_of(each[1]), default=None)
 
     def faults(self) -> list[str]:
-        """In words: checkpoints that are damaged or not those that the log has, and rows that are
-        there twice. Not found: a file that is missing."""
-        metrics = self.path / "metrics.jsonl"
-        found = [f"{metrics} has two {kind} rows of step {step}" for step, kind in self.twice]
+        """In words: checkpoints that are damaged or not those that the log has. Not found: a file
+        that is missing."""
+        found = []
         for path in checkpoint.newest_first(self.path):
             aside = f"; to go on without it: mv {path} {path}.corrupt"
             try:
@@ -225,16 +202,3 @@ class Logged:
             except checkpoint.Damaged as error:
                 found.append(f"{path} is damaged: {error}{aside}")
         return found
-
-
-FREE_FLAGS = (  # no bit of a step depends on these
-    "--report=false --wandb_log=false --audit_interval=-1 --num_workers=0 --log_interval=1 "
-    "--sample_interval=0 --milestone_interval=0"
-).split()
-
-
-def flags_of(settings: dict, **changes: object) -> list[str]:
-    """Flags for train.py with the knobs among the settings of a process, and `changes`."""
-    knobs = {name: settings[name] for name in settings if name not in ("threads", "ranks")}
-    knobs |= changes
-    return [f"--{name}={show(value)}" for name, value in knobs.items()] + FREE_FLAGS

@@ -15,6 +15,7 @@ from statistics import median
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
@@ -312,7 +313,7 @@ def data_checks(job):
     found = said(windows=epoch.total(), not_of_the_text_or_left_out=wrong)
     yield "an epoch has each sequence once", not wrong, found
     width = inputs.shape[1]
-    places = np.lib.stride_tricks.sliding_window_view(val_text[: 2**20], width)
+    places = sliding_window_view(val_text[: 2**20], width)
     share = len(epoch.keys() & hashes(places)) * width / len(places)
     found = said(share=share)
     yield "train and validation share no window", share == 0, found, share < 0.5
@@ -360,7 +361,7 @@ def wrong_windows(text, rows, epoch):
     out, if the boundaries are where one of `rows` says."""
     for row in rows:  # one may stand twice in the text
         place = text.tobytes().find(row.astype(text.dtype).tobytes()) // text.itemsize
-        windows = np.lib.stride_tricks.sliding_window_view(text[place % len(row) : -1], len(row))
+        windows = sliding_window_view(text[place % len(row) : -1], len(row))
         expected = Counter(hashes(windows[:: len(row)]))
         left_out = (expected - epoch).total()
         yield (epoch - expected).total() + max(0, left_out - 1)  # the last one may not fit
@@ -375,7 +376,7 @@ def is_evaluated_once(text, n_targets, shows_all):
     width = train.block_size
     begins = np.arange(0, min(n_targets or math.inf, len(text) - 1), width)
     starts = np.minimum(begins, len(text) - 1 - width)
-    expected = np.lib.stride_tricks.sliding_window_view(text, width + 1)[starts]
+    expected = sliding_window_view(text, width + 1)[starts]
     is_repeated = starts[:, None] + np.arange(width) < begins[:, None]
     if not np.array_equal(inputs, expected[:, :-1]):
         return False

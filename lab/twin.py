@@ -20,6 +20,7 @@ import train
 from plumbing import checkpoint, cli, data
 from plumbing.cli import RunFailed
 from plumbing.safe_step import clone, rng_state, set_rng_state
+from plumbing.witness import key_of
 from reporting.record import read_metrics
 
 STEPS = 7
@@ -216,9 +217,7 @@ def eventful_run(job):
     with redirect_stdout(io.StringIO()):
         for _ in ("until the signal", "to the end"):
             train.main([f"--out_dir={folder}"], watch=watch)
-    rows = {}
-    for row in read_metrics(folder / "metrics.jsonl")[0]:
-        rows[row["step"], row.get("event", row["kind"])] = row
+    rows = {key_of(row): row for row in read_metrics(folder / "metrics.jsonl")[0]}
     for step, seen in watch.seen.items():
         rows.setdefault((step + 1, "train"), {})["clipped_norm"] = seen["clipped_norm"]
     return watch, rows, folder

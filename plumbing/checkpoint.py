@@ -54,8 +54,8 @@ def file_name(step: int) -> str:
     return f"ckpt_{step:08}.pt"
 
 
-def load(path: Path, verify: bool = True, mmap: bool = True, parts: Iterable = PARTS) -> dict:
-    """Load the checkpoint at `path` on the CPU, memory-mapped if `mmap`. No code in it can run.
+def load(path: Path, verify: bool = True, parts: Iterable = PARTS) -> dict:
+    """Load the checkpoint at `path` on the CPU. No code in it can run.
 
     verify: first read the whole file and compare the zip's checksums, because torch.load loads a
     flipped bit without an error. parts: names of those that it must have.
@@ -66,15 +66,12 @@ def load(path: Path, verify: bool = True, mmap: bool = True, parts: Iterable = P
             with zipfile.ZipFile(path) as archive:
                 if archive.testzip():
                     raise Damaged("a checksum is wrong")
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damage surfaces as any of half a dozen types
         for cause in (error, error.__context__):  # zipfile raises BadZipFile for a failed read
             if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
                 cause.filename = str(path)
                 raise cause from None
-        no_mmap = "unable to mmap" in str(error) or isinstance(error, UnicodeError)
-        if mmap and no_mmap:  # some file systems cannot, nor can torch if the name is not UTF-8
-            return load(path, verify=False, mmap=False, parts=parts)
         if out_of_memory(error) or isinstance(error, Damaged):
             raise
         raise Damaged("it is cut off, or no checkpoint") from error
@@ -95,7 +92,7 @@ def check_parts(checkpoint: Any, path: Path, parts: Iterable) -> None:
         if not isinstance(checkpoint.get(part), PARTS[part]):
             raise Damaged(f"its part {part} is missing")
     step = re.fullmatch(r"(?:ckpt|milestone)_(\d{8,})", path.stem)
-    if step and "state" in checkpoint and checkpoint["state"].get("step") != int(step[1]):
+    if step and "state" in checkpoint and checkpoint["state"]["step"] != int(step[1]):
         raise Damaged("its name has another step")
 
 
@@ -185,9 +182,8 @@ class WholeState(Captured):
         here = model.state_dict()
         saved = self.parts["model"]
         model.load_state_dict(mapped(lambda w, path: shard_like(here.get(path[0]), w), saved))
-        if "frozen" in self.parts:
-            for name, weight in model.named_parameters():
-                weight.requires_grad_(name not in self.parts["frozen"])
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(name not in self.parts["frozen"])
 
     def put_back_moments(self) -> None:
         run = self.run
@@ -211,8 +207,8 @@ class WholeState(Captured):
 def own_part(weights: list, leaf: Any, path: tuple) -> Any:
     """A copy of `leaf`, at `path` in an optimizer's state; of a sharded weight's, this rank's
     rows."""
-    mine = shard_like(weights[path[0]], leaf) if isinstance(path[0], int) else leaf
-    return clone(leaf) if mine is leaf else mine
+    is_of_weight = isinstance(path[0], int)
+    return clone(shard_like(weights[path[0]], leaf) if is_of_weight else leaf)
 
 
 def on_devices_of(now: Any, saved: Any) -> Any:
@@ -242,17 +238,22 @@ def refuse_what_is_lost(run) -> None:
 
 def not_restorable(value: Any, name: str) -> str | None:
     """What of `value`, called `name`, torch.load(weights_only=True) cannot read, or None."""
-    plain = (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter)
+    if is_restorable(value):
+        return None
+    odd = [f"{list(at)} a {type(leaf)}" for at, leaf in leaves(value) if not is_restorable(leaf)]
+    what = "; ".join(odd)
+    return f"{name} has at {what}, which checkpoints cannot restore: expected plain values"
+
+
+def is_restorable(value: Any) -> bool:
     file = io.BytesIO()
     try:
         torch.save(mapped(lambda leaf, _: isinstance(leaf, torch.Tensor) or leaf, value), file)
         file.seek(0)
         torch.load(file, weights_only=True)
-        return None
+        return True
     except Exception:  # pickle and torch raise half a dozen types
-        odd = [f"{list(at)} a {type(x)}" for at, x in leaves(value) if type(x) not in plain]
-        what = "; ".join(odd) or "a container or a key of an own type"
-        return f"{name} has at {what}, which checkpoints cannot restore: expected plain values"
+        return False
 
 
 def groups_of(run) -> list[list[list]]:
@@ -293,7 +294,6 @@ class Saver:
         self.keep_last = keep_last
         self.may_roll_back_to = may_roll_back_to
         self.groups = groups_of(run)  # with others, no resume could read a checkpoint
-        self.buffers = {}  # path in a checkpoint -> CPU tensor, reused by the next save
         self.thread = None
         self.error = None  # of the newest save
         self.unsaved_best = None  # the checkpoint of a best.pt that could not be written
@@ -309,16 +309,19 @@ class Saver:
         names = sorted(names, key=lambda name: name.startswith("ckpt_"))
         refuse_unequal_replicas(self.run)
         self.wait()
-        self.retry_best("best.pt" in names)
-        checkpoint = mapped(self.on_host, self.run.checkpoint())
+        if self.unsaved_best and "best.pt" not in names:
+            self.write(self.unsaved_best, ["best.pt"])
+            self.wait()
+        checkpoint = mapped(on_host, self.run.checkpoint())
         lost = not_restorable(checkpoint, "checkpoint")
         if checkpoint["groups"] != self.groups:
             lost = "an optimizer has other param_groups than configure_optimizers built"
         if lost:
             raise RunFailed(f"{lost}; once that is fixed, the same command resumes from the newest")
         self.write_in_background(checkpoint, names)
-        if required:
-            self.until_saved(checkpoint, names, signals)
+        while required and any(ranks.agree((error := self.wait()) is not None)):
+            self.wait_for_room(error, names[-1], signals)
+            self.write_in_background(checkpoint, names)
 
     def write_in_background(self, checkpoint: dict, names: list[str]) -> None:
         if ranks.rank() == 0:
@@ -326,44 +329,20 @@ class Saver:
             self.thread = threading.Thread(None, self.write, "writer", (checkpoint, names))
             self.thread.start()
 
-    def until_saved(self, checkpoint: dict, names: list[str], signals: Signals | None) -> None:
-        """Wait for the newest save, and try again every minute if that may help."""
-        while any(ranks.agree((error := self.wait()) is not None)):
-            is_hopeless = error and getattr(error, "errno", None) not in NO_ROOM
-            if signals is None or any(ranks.agree(bool(is_hopeless))):
-                again = "once that is fixed, the same command resumes from the newest checkpoint"
-                raise RunFailed(f"{names[-1]} could not be saved: {reason_of(error)}; {again}")
-            signals.interrupt()
-            needed = sum(tensor.nbytes for tensor in tensors(checkpoint)) / 1e6
-            free = shutil.disk_usage(self.folder).free / 1e6
-            ranks.say(
-                f"waiting to save {names[-1]}: it needs {needed:,.1f} MB, and {free:,.1f} MB of the "
-                f"disk are free; tried again in {PAUSE} s; Ctrl-C ends the run without it"
-            )
-            time.sleep(PAUSE)
-            self.write_in_background(checkpoint, names)
-
-    def retry_best(self, has_successor: bool) -> None:
-        """Write a best.pt that failed, from the copy in memory, unless a better one is to come."""
-        if not self.unsaved_best or has_successor:
-            return
-        self.write(self.unsaved_best, ["best.pt"])
-        if self.wait():
-            self.buffers = {}  # the next save makes its own: these are kept for the next try
-
-    def on_host(self, leaf, path):
-        """A copy of a leaf of a checkpoint, in a buffer that the next save reuses; on rank 0 alone.
-        All ranks call it together: sharded tensors are gathered, one at a time."""
-        if not isinstance(leaf, torch.Tensor):
-            return copy.deepcopy(leaf)
-        tensor = ranks.whole(leaf.detach())
-        if ranks.rank() > 0:
-            return None
-        buffer = self.buffers.get(path)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            self.buffers[path] = buffer
-        return buffer.copy_(tensor, non_blocking=copies_in_background(tensor.device))
+    def wait_for_room(self, error: Exception | None, name: str, signals: Signals | None) -> None:
+        """A minute, if that may help to save `name`. error: of the last try, on rank 0."""
+        is_full = any(ranks.agree(getattr(error, "errno", None) in NO_ROOM))
+        if signals is None or not is_full:
+            again = "once that is fixed, the same command resumes from the newest checkpoint"
+            raise RunFailed(f"{name} could not be saved: {reason_of(error)}; {again}")
+        signals.interrupt()
+        needed = size(self.run) / 1e6
+        free = shutil.disk_usage(self.folder).free / 1e6
+        ranks.say(
+            f"waiting to save {name}: it needs {needed:,.1f} MB, and {free:,.1f} MB of the disk "
+            f"are free; tried again in {PAUSE} s; Ctrl-C ends the run without it"
+        )
+        time.sleep(PAUSE)
 
     def wait(self) -> Exception | None:
         """Wait until the newest save has ended. Returns its error, if any."""
@@ -375,9 +354,8 @@ class Saver:
     def write(self, checkpoint: dict, names: list[str]) -> None:
         """Write the files and prune. An error is an event, and must not end the run here."""
         step = checkpoint["state"]["step"]
-        if "best.pt" in names:
-            self.unsaved_best = checkpoint
         try:
+            self.announce(checkpoint, names)
             self.write_files(checkpoint, names)
             self.newest = max(self.newest, step)
             if "best.pt" in names:
@@ -388,18 +366,24 @@ class Saver:
             self.error = below if isinstance(below, OSError) else error
             reason = reason_of(self.error)
             self.run.folder.event(step, "save_failed", file=names[-1], error=reason)
+            if "best.pt" in names:
+                self.unsaved_best = checkpoint
 
-    def write_files(self, checkpoint: dict, names: list[str]) -> None:
+    def announce(self, checkpoint: dict, names: list[str]) -> None:
+        """Log the hash; rows reach the disk before the checkpoint. Raises ValueError if a rollback
+        to it would be of no use."""
         weights = [checkpoint["model"].get(n) for n, _ in self.run.model.named_parameters()]
         for tensor in tensors([weights, checkpoint["optimizer"], checkpoint["ema"]]):
             if not tensor.isfinite().all():
                 raise ValueError("a weight or moment is not finite")
-        folder = self.run.folder.mine()
         row = {"kind": "event", "event": "saved", "step": checkpoint["state"]["step"]}
         row |= {"sha256": digest_of_state(checkpoint), "files": names}
         self.run.folder.write_rows([row])
         with contextlib.suppress(OSError):
-            fsync(folder / "metrics.jsonl")  # rows reach the disk before the checkpoint
+            fsync(self.folder / "metrics.jsonl")
+
+    def write_files(self, checkpoint: dict, names: list[str]) -> None:
+        folder = self.run.folder.mine()
         with replacing(folder / names[0]) as temporary:
             with open(temporary, "wb") as file:
                 torch.save(checkpoint, file)
@@ -417,6 +401,18 @@ class Saver:
         paths = numbered(self.folder, "ckpt")
         targets = [path for path in paths if self.may_roll_back_to(step_of(path), state)]
         remove(set(paths[1:]) - set(targets[: self.keep_last]))
+
+
+def on_host(leaf: Any, path: tuple) -> Any:
+    """A copy of a leaf of a checkpoint, on rank 0 alone. All ranks call it together: sharded
+    tensors are gathered, one at a time."""
+    if not isinstance(leaf, torch.Tensor):
+        return copy.deepcopy(leaf)
+    tensor = ranks.whole(leaf.detach())
+    if ranks.rank() > 0:
+        return None
+    copied = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    return copied.copy_(tensor, non_blocking=copies_in_background(tensor.device))
 
 
 def reason_of(error: Exception | None) -> str:

@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,7 +30,7 @@ WORD = re.compile(rf"; ({'|'.join(POLICY)})$")
 INTERVAL = re.compile(r"([\[(])(-?[\d.e]+), ?(-?[\d.e]+|inf)([\])])")
 CHOICES = re.compile(r"\w+(?: \| \w+)+")
 GONE = "gone since 2026-11-25"
-NAMES_ELSEWHERE = {  # nanoGPT's name, or one that is gone: the name here, or what to type instead
+NAMES_ELSEWHERE = {  # nanoGPT's name, or one that is gone: what to type instead
     "always_save_checkpoint": "--save_interval=N saves whatever the loss is; best.pt is separate",
     "backend": "--device decides it: nccl for cuda, gloo for cpu",
     "bias": "no counterpart: none of the --n_layer layers has a bias",
@@ -39,19 +38,19 @@ NAMES_ELSEWHERE = {  # nanoGPT's name, or one that is gone: the name here, or wh
     "dollars_per_hour": f"{GONE}: report.py gives device-hours",
     "eval_iters": "--eval_tokens=N evaluates the first N tokens, --eval_tokens=0 all of them",
     "eval_only": "no counterpart: every run also evaluates before its first step (--eval_interval)",
-    "gradient_accumulation_steps": "accum_steps",
+    "gradient_accumulation_steps": "here it is accum_steps",
     "hang_minutes": f"{GONE}: HANG_MINUTES in plumbing/ranks.py",
     "init_from": "--resume takes auto, never, restart or a checkpoint's path; GPT-2's do not fit",
-    "learning_rate": "peak_lr",
-    "lr_decay_iters": "decay_steps",
-    "max_iters": "max_steps",
+    "learning_rate": "here it is peak_lr",
+    "lr_decay_iters": "here it is decay_steps",
+    "max_iters": "here it is max_steps",
     "max_rollbacks": f"{GONE}: MOST_ROLLBACKS in train.py",
     "max_skipped": f"{GONE}: MOST_SKIPPED in train.py",
     "n_future_tokens": f"{GONE}: it showed no gain; --ngram_rows and --conv_width do",
     "offline_dataset": f"{GONE}: --dataset=pydoc needs no network",
     "offload": f"{GONE}: a smaller --batch_size or --grad_checkpoint=true needs less memory",
     "save_minutes": f"{GONE}: --save_interval=N saves every N steps, SIGUSR1 at once",
-    "warmup_iters": "warmup_steps",
+    "warmup_iters": "here it is warmup_steps",
 }
 
 
@@ -59,7 +58,6 @@ class BadInput(Exception):
     """Bad input: one line on what was found, expected, and what to type."""
 
     exit_code = 2
-    prefix = ""
     said = False  # whether another rank prints it
 
 
@@ -67,8 +65,7 @@ class RunFailed(Exception):
     """The run cannot continue: one line on what happened and what to do next."""
 
     exit_code = 1
-    prefix = "failed: "
-    said = False  # whether another rank prints it
+    said = False
 
 
 def fail(message: object) -> NoReturn:
@@ -80,21 +77,19 @@ def run_script(main: Callable[[], int | None]) -> int:
     Python's traceback; a closed pipe, as by `| head`, or a full disk is none."""
     for stream in filter(None, (sys.stdout, sys.stderr)):
         stream.reconfigure(errors="backslashreplace")  # for a terminal that lacks a character
-    code = 0
-    message = ""
+    code, message = 1, ""
     try:
         code = main() or 0
     except KeyboardInterrupt:
-        code = 130
-        message = "stopped by Ctrl-C\n"
+        code, message = 130, "stopped by Ctrl-C\n"
     except BrokenPipeError:
-        pass
+        code = 0
     except (BadInput, RunFailed) as error:
         code = error.exit_code
         if not error.said:
-            message = f"{os.path.basename(sys.argv[0])}: {error.prefix}{error}\n"
+            failed = "failed: " if isinstance(error, RunFailed) else ""
+            message = f"{os.path.basename(sys.argv[0])}: {failed}{error}\n"
     except Exception:
-        code = 1
         message = traceback.format_exc()
     try:
         print(end=printable(message), file=sys.stderr, flush=True)
@@ -134,6 +129,12 @@ class Config(dict):
         self.base = dict(self)
         self.typed = set()
 
+    def take(self, settings: dict[str, Any], typed: Collection[str]) -> None:
+        """Set knobs; the names of those that count as typed are in `typed`."""
+        self.update(settings)
+        self.typed = (self.typed - settings.keys()) | set(typed)
+        self.base |= {name: settings[name] for name in settings.keys() - typed}
+
 
 @contextmanager
 def configured(*scopes: dict, argv: list | None = None, names: list | None = None) -> Iterator:
@@ -145,35 +146,25 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     refuses them."""
     argv = sys.argv[1:] if argv is None else argv
     owned = [(scope, read_knobs(scope["__file__"])) for scope in scopes]
-    config = Config(
-        {
-            name: replace(knob, default=scope[name])
-            for scope, knobs in owned
-            for name, knob in knobs.items()
-        }
-    )
-    n_files = 0
+    found = {}
+    for scope, knobs in owned:
+        found |= {name: replace(knob, default=scope[name]) for name, knob in knobs.items()}
+    config = Config(found)
+    has_file = False
     for argument in argv:
-        if argument in ("-h", "--help"):
-            continue
-        if argument.startswith("-"):
-            name, _, value = argument.removeprefix("--").partition("=")
-            settings = {name: accept(name, value, argument, config.knobs)}
-            config.typed |= settings.keys()
-        elif argument.endswith(".py"):
+        if argument.endswith(".py"):
             settings = read_config_file(argument, config)
-            n_files += 1
-            typed = settings.keys() - {"out_dir"} if n_files > 1 else set()
-            config.typed = (config.typed | typed) - (settings.keys() - typed)
-            config.base |= {name: settings[name] for name in settings.keys() - typed}
-        elif names is None:
-            fail(f"unexpected argument {argument!r}; write config/FILE.py or --key=value")
-        else:
+            config.take(settings, settings.keys() - {"out_dir"} if has_file else ())
+            has_file = True
+        elif argument.startswith("-") and argument not in ("-h", "--help"):
+            name, _, value = argument.removeprefix("--").partition("=")
+            config.take({name: accept(name, value, argument, found)}, {name})
+        elif names is not None:
             names.append(argument)
-            continue
-        config |= settings
+        elif not argument.startswith("-"):
+            fail(f"unexpected argument {argument!r}; write config/FILE.py or --key=value")
     if "-h" in argv or "--help" in argv:
-        print_help(scopes[-1], config, takes_names=names is not None)
+        print_help(scopes[-1], config)
         raise SystemExit(0)
     for name, path in config.items():
         if name.endswith("_dir") and path:
@@ -221,11 +212,11 @@ def folder_name(config: Config) -> str:
     factors = {"batch_size", "accum_steps"} & config.keys()
     if product(config, factors) != product(config.base, factors):
         names |= factors & config.typed
-    parent, name = os.path.split(config["out_dir"])
+    name = config["out_dir"]
     for key in config:
         if key in names and config[key] != config.base[key]:
             name += f",{key}={show(config[key])}"
-    return os.path.join(parent, name)
+    return name
 
 
 def product(values: dict, names: Collection[str]) -> int:
@@ -246,10 +237,10 @@ def read_knobs(path: str | Path) -> dict[str, Knob]:
         end = node.end_lineno
         default = None
         match node:
-            case ast.Assign([ast.Name(name)], value) | ast.AnnAssign(ast.Name(name), _, value):
+            case ast.Assign([ast.Name(name)], value) if NAME.fullmatch(name):
                 with suppress(ValueError):  # no plain value
                     default = ast.literal_eval(value)
-        if isinstance(default, str | int | float) and NAME.fullmatch(name):
+        if isinstance(default, str | int | float):
             heading = " ".join(above) or heading
             comment = lines[end - 1][node.end_col_offset :].strip("# ")
             while end < len(lines) and lines[end].startswith("#  "):
@@ -263,40 +254,36 @@ def read_knobs(path: str | Path) -> dict[str, Knob]:
 def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
     """`value` as the knob's type; BadInput quotes `written`, the flag, or the file and
     assignment."""
-    is_flag = written.startswith("-")
     if name not in knobs:
         fail(f"unknown name {name!r} in {written}; {hint_for(name, knobs)}")
     default, comment = knobs[name].default, knobs[name].comment
-    expected = f"expected {type(default).__name__}, {name} = {default!r}  # {comment}"
-    words = []
-    if choices := CHOICES.search(comment):
-        words = choices[0].split(" | ")
-    elif isinstance(default, bool):
-        words = ["true", "false"]
-    if words:
+    choices = CHOICES.search(comment)
+    if choices or isinstance(default, bool):
+        words = choices[0].split(" | ") if choices else ("true", "false")
         text = show(value).lower()
-        if "true" in words:
-            value = BOOLEANS.get(text, text)
+        value = BOOLEANS.get(text, text) if "true" in words else value
         fits = show(value) in words
     elif isinstance(default, str):
-        fits = isinstance(value, str) and (value or not name.endswith("_dir") or not default)
+        fits = isinstance(value, str) and (value or not default)
     else:
         fits = False
         with suppress(ValueError, OverflowError):  # int(nan), int(inf)
-            number = float(show(value)) if isinstance(value, str) == is_flag else math.nan
+            number = float(show(value))
             value = type(default)(number)
             fits = value == number and is_in(number, INTERVAL.search(comment))
     if not fits:
-        fail(f"{written}: {expected}")
+        expected = f"expected {type(default).__name__}, {name} = {default!r}"
+        fail(f"{written}: {expected}  # {comment}")
     return value
 
 
 def is_in(number: float, interval: re.Match | None) -> bool:
-    """Whether a number is in an interval such as [1, inf). None: any number but NaN is."""
-    opening, low, high, closing = interval.groups() if interval else ("[", "-inf", "inf", "]")
-    is_above = number > float(low) or (number == float(low) and opening == "[")
-    is_below = number < float(high) or (number == float(high) and closing == "]")
-    return is_above and is_below
+    """Whether a number is in an interval such as [1, inf). None: any number is."""
+    if not interval:
+        return True
+    opening, low, high, closing = interval.groups()
+    ends = [float(low)] * (opening == "[") + [float(high)] * (closing == "]")
+    return float(low) < number < float(high) or number in ends
 
 
 def show(value: Any) -> str:
@@ -306,26 +293,21 @@ def show(value: Any) -> str:
 
 def hint_for(name: str, knobs: dict) -> str:
     """What to write instead of an unknown `name`."""
-    there = NAMES_ELSEWHERE.get(name, "")
-    if there in knobs:
-        return f"here it is {there}"
-    if " " in there:
-        return there
-    for near in difflib.get_close_matches(name.lower(), knobs, n=1):
-        return f"did you mean {near}?"
-    return "--help lists every name; one of your own, in a file, begins with _"
+    near = difflib.get_close_matches(name.lower(), knobs, n=1)
+    if name not in NAMES_ELSEWHERE and near:
+        return f"did you mean {near[0]}?"
+    unknown = "--help lists every name; one of your own, in a file, begins with _"
+    return NAMES_ELSEWHERE.get(name, unknown)
 
 
-def print_help(scope: dict[str, Any], config: Config, takes_names: bool) -> None:
-    """Print the start of a script's docstring, its usage, and its knobs with the values that the
-    other arguments give them."""
-    words = "NAME ... " if takes_names else ""
-    print((scope.get("__doc__") or "").strip())
-    words = "NAME ... " if takes_names else ""
-    usage = f"usage: python {os.path.basename(scope['__file__'])} {words}[config/FILE.py ...]"
-    print(f"\n{usage} [--key=value ...]")
-    for heading, group in groupby(config.knobs.items(), lambda item: item[1].heading):
-        print("\n" + textwrap.fill(heading or "More", 100))
-        for name, knob in group:
-            line = f"{f'  --{name}={show(config[name])}':<30}  {knob.comment}"
-            print(textwrap.fill(line, 100, subsequent_indent=" " * 32))
+def print_help(scope: dict[str, Any], config: Config) -> None:
+    """Print a script's docstring and its knobs, with the values that the other arguments give
+    them."""
+    print((scope["__doc__"] or "").strip())
+    heading = ""
+    for name, knob in config.knobs.items():
+        if knob.heading != heading:
+            heading = knob.heading
+            print("\n" + textwrap.fill(heading, 100))
+        line = f"{f'  --{name}={show(config[name])}':<30}  {knob.comment}"
+        print(textwrap.fill(line, 100, subsequent_indent=" " * 32))

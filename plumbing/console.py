@@ -1,6 +1,5 @@
 """What a run prints: its plan, lines of steps, evaluations, events, and what to type next."""
 
-import math
 import os
 import shlex
 import shutil
@@ -21,26 +20,24 @@ RESET = "\x1b[0m"
 LIVE_SECONDS = 0.25  # between two updates of the live line
 
 
-def say(*words: object, colour: str = "") -> None:
+def say(*words: object, colour: str = "", end: str = "\n") -> None:
     """Print on rank 0 only, so that all ranks have one log. What cannot be written is dropped.
-    colour: of the text on a terminal, such as GREEN."""
-    if not is_first_rank():
-        return
+    colour: of the text on a terminal, such as GREEN. end: what follows the text."""
     text = printable(" ".join(map(str, words)))
     with suppress(OSError, ValueError):  # a full disk, a closed pipe or terminal
         if on_terminal():
             text = f"{CLEAR}{colour}{text}{RESET if colour else ''}"
-        print(text, flush=True)
+        if is_first_rank():
+            print(text, end=end, flush=True)
 
 
 def is_first_rank() -> bool:
-    return "WORLD_SIZE" not in os.environ or os.environ.get("RANK") == "0"  # torchrun sets both
+    return os.environ.get("RANK", "0") == "0"  # torchrun sets it
 
 
 def on_terminal() -> bool:
     """Whether stdout is a terminal that obeys the escape sequences above."""
-    obeys = os.environ.get("TERM", "dumb") != "dumb"
-    return obeys and sys.stdout is not None and sys.stdout.isatty()
+    return bool(sys.stdout) and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def shown(path: str | Path) -> str:
@@ -54,12 +51,9 @@ def duration(seconds: float) -> str:
 
 
 def best_words(best_metric: str, state: dict[str, Any]) -> str:
-    """The best so far, by the metric that decides: `best val_accuracy 0.5712 at step 1,100`."""
-    name = "validation loss" if best_metric == "val_loss" else best_metric.removeprefix("-")
-    if not math.isfinite(state["best_score"]):
-        return f"no best {name} yet"
-    sign = -1 if best_metric.startswith("-") else 1
-    return f"best {name} {sign * state['best_score']:.4f} at step {state['best_step']:,}"
+    """What best.pt holds: `best validation loss 1.4599 at step 1,100`."""
+    by = "best" if best_metric == "val_loss" else f"best by {best_metric}:"
+    return f"{by} validation loss {state['best_val_loss']:.4f} at step {state['best_step']:,}"
 
 
 # ---- the fields of a row: one table --------------------------------------------------------------
@@ -83,9 +77,15 @@ class Field:
         """The number in a row, times this, is shown in plots."""
         return 100.0 if self.form.endswith("%") else 1.0
 
-    def write(self, value: float | None) -> str:
-        """The number of a row as it is printed."""
-        return "n/a" if value is None else format(value, self.form)
+    @property
+    def head(self) -> str:
+        """The heading, as wide as the column."""
+        return self.heading.rjust(len(format(0, self.form)))
+
+    def cell(self, row: dict[str, Any]) -> str:
+        """The number of a row, as wide as the column."""
+        value = row[self.name]
+        return ("n/a" if value is None else format(value, self.form)).rjust(len(self.head))
 
 
 # fmt: off
@@ -138,7 +138,7 @@ class Table:
 
     def __init__(self, max_steps: int):
         self.max_steps = max_steps
-        self.heads = []  # of the columns, as wide as their numbers
+        self.header = ""
         self.row = {}  # the one printed last
         self.live_again = 0.0  # when the live line may be written again, time.monotonic()
 
@@ -146,13 +146,12 @@ class Table:
         """Print a row of metrics.jsonl. A field that is not in FIELDS gets a column of its own."""
         self.row = row
         fields = shown_fields(row, "train")
-        heads = [field.heading.rjust(len(field.write(0))) for field in fields]
-        if self.heads != heads:
-            self.heads = heads
-            say("step/total".ljust(len(self.progress(0))), *heads, "    left")
-        cells = [field.write(row[field.name]) for field in fields]
-        aligned = [cell.rjust(len(head)) for cell, head in zip(cells, heads, strict=True)]
-        say(self.progress(row["step"]), *aligned, self.time_left(row["step"]).rjust(8))
+        start = self.progress(row["step"])
+        header = " ".join(["step/total".ljust(len(start)), *(field.head for field in fields)])
+        if self.header != header:
+            self.header = header
+            say(header, "    left")
+        say(start, *(field.cell(row) for field in fields), self.time_left(row["step"]).rjust(8))
 
     def progress(self, step: int) -> str:
         width = max(7, len(str(self.max_steps)))
@@ -167,34 +166,29 @@ class Table:
         times a second. All other numbers are of the row printed last: nothing is asked of the
         device."""
         now = time.monotonic()
-        if now < self.live_again:
+        if now < self.live_again or not on_terminal():
             return
         self.live_again = now + LIVE_SECONDS
-        with suppress(OSError, ValueError):
-            if not (is_first_rank() and on_terminal()):
-                return
-            words = self.progress(step)
-            if self.row:
-                words += f"  loss {self.row['loss']:.4f}  {self.time_left(step)} left"
-            columns = shutil.get_terminal_size().columns
-            # The cursor returns to the start of the line, for whatever prints next
-            print(f"{CLEAR}{words[: columns - 1]}\r", end="", flush=True)
+        words = self.progress(step)
+        if self.row:
+            words += f"  loss {self.row['loss']:.4f}  {self.time_left(step)} left"
+        # The cursor returns to the start of the line, for whatever prints next
+        say(words[: shutil.get_terminal_size().columns - 1], end="\r")
 
     def print_evaluation(self, row: dict[str, Any], is_best: bool) -> None:
         """Print a row of an evaluation, with every further number that evaluate() returned."""
         fields = shown_fields(row, "eval")
-        words = [f"{field.heading} {field.write(row[field.name]).strip()}" for field in fields]
+        words = [f"{field.heading} {field.cell(row).strip()}" for field in fields]
         if is_best:
             words.append("best")
-        colour = GREEN if is_best else ""
-        say(self.progress(row["step"]), "  ".join(words), colour=colour)
+        say(self.progress(row["step"]), "  ".join(words), colour=GREEN if is_best else "")
 
 
 def print_event(step: int, event: str, fields: dict[str, Any]) -> None:
-    details = []
+    words = [f"{step:>7} {event.replace('_', ' ')}:"]
     for key, value in fields.items():
-        details.append(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}")
-    say(f"{step:>7} {event.replace('_', ' ')}: {'  '.join(details)}")
+        words.append(f"{key} {value:.4g} " if isinstance(value, float) else f"{key} {value} ")
+    say(*words)
 
 
 def resume_words(found: dict[str, Any], changed: dict[str, list]) -> str:
@@ -205,8 +199,8 @@ def resume_words(found: dict[str, Any], changed: dict[str, list]) -> str:
     if found["compared"] and not difference:
         return f"{start}: {found['steps']:,} steps computed again, every loss and norm the same"
     if difference:
-        field, then, now = (difference[name] for name in ("field", "then", "now"))
-        words = f"other numbers from step {difference['step']:,} on: {field} {then} then, {now} now"
+        found_then = "other numbers from step {step:,} on: {field} {then} then, {now} now"
+        words = found_then.format(**difference)
     else:
         words = "nothing to compare with"
     return f"{start}: {words}; changed since: {change_words(changed) or 'nothing known'}"
@@ -224,12 +218,13 @@ def change_words(changed: dict[str, list]) -> str:
 def diagnosis(why: str, recent: list[dict[str, Any]], rollbacks: int) -> str:
     """Why a run cannot continue, with the numbers of its `recent` rows."""
     last = recent[-1]
-    rates, norms, losses = (
-        " ".join(f"{row[name]:.3g}" for row in recent) for name in ("lr", "grad_norm", "loss")
-    )
+    numbers = [
+        f"{name} " + " ".join(f"{row[name]:.3g}" for row in recent)
+        for name in ("lr", "grad_norm", "loss")
+    ]
     return (
-        f"{why}, at step {last['step']} after {rollbacks} rollbacks. The last learning rates: "
-        f"{rates}; gradient norms: {norms}; losses: {losses}; sequence: {last['sequences']:,}. "
+        f"{why}, at step {last['step']} after {rollbacks} rollbacks. The last rows: "
+        f"{'; '.join(numbers)}; sequence: {last['sequences']:,}. "
         "Try a lower --peak_lr, more --warmup_steps, a smaller --grad_clip, --dtype=float32; "
         "then a new --out_dir"
     )
@@ -239,26 +234,21 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
     """Print the plan of the run. peak: (FLOP/s, source). changed: {knob: [then, now]} since the
     checkpoint it resumes."""
     c = run.facts["config"] | run.facts["run"]
-    about = run.facts["data"]
-    model = type(run.model).__name__
-    if hasattr(run.model, "describe"):
-        model = run.model.describe()
+    start = f"resumes from {shown(run.path)}" if run.path else f"new, in {shown(c['out_dir'])}"
+    model = run.model.describe() if hasattr(run.model, "describe") else type(run.model).__name__
     size = sum(weight.numel() for weight in run.model.parameters())
-    batch = "{batch_size} x {accum_steps} x {world_size} = {global_batch} sequences".format(**c)
-    if "train_tokens" in about["meta"]:
-        tokens = c["global_batch"] * c["block_size"]
-        batch += f" of {c['block_size']} = {tokens:,} tokens"
-    epoch = len(run.train_data)
-    course = "{max_steps:,}; {optimizer}, {schedule} {peak_lr:g} to {min_lr:g}".format(**c)
-    start = f"new, in {shown(c['out_dir'])}"
-    if run.path:
-        start = f"resumes from {shown(run.path)}"
+    data = f"{len(run.train_data):,} sequences, {len(run.val_data):,} to validate"
+    tokens = c["global_batch"] * c["block_size"]
+    batch = "{batch_size} x {accum_steps} x {world_size} = {global_batch} sequences of {block_size}"
     print_line("run", start)
-    print_line("changed", change_words(changed))
+    if changed:
+        print_line("changed", change_words(changed))
     print_line("model", f"{model}; {size:,} parameters")
-    print_line("data", f"{about['name']}: {epoch:,} sequences, {len(run.val_data):,} to validate")
-    print_line("batch", f"{batch} a step")
-    print_line("steps", course)
+    print_line("data", f"{c['dataset']}: {data}")
+    print_line("batch", f"{batch.format(**c)} = {tokens:,} tokens a step")
+    print_line(
+        "steps", "{max_steps:,}; {optimizer}, {schedule} {peak_lr:g} to {min_lr:g}".format(**c)
+    )
     print_line("device", "{device}, {threads} threads, deterministic {deterministic}".format(**c))
     print_line("dtype", f"{c['dtype']} ({run.reasons['dtype']})")
     print_line("compile", f"{show(c['compile'])} ({run.reasons['compile']})")
@@ -266,8 +256,7 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
 
 
 def print_line(name: str, words: str) -> None:
-    if words:
-        say(f"{name:<8} {words}")
+    say(f"{name:<8} {words}")
 
 
 def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric: str) -> None:
@@ -277,26 +266,20 @@ def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric:
     spent = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
     say(f"{sum(seconds.values()):.1f} s: {spent}")
     if ended.startswith(("stopped by", "left")):
-        checkpoint = folder / f"ckpt_{state['step']:08}.pt"
-        kept = f"{shown(checkpoint)} is kept; " if checkpoint.exists() else ""
-        say(f"{kept}to resume, type the same command again")
+        say(f"to resume from {shown(folder)}, type the same command again")
 
 
 def print_next(ended: str, folder: Path, writes_text: bool) -> None:
     """Print commands to paste next. writes_text: whether sample.py can load the run's model and
     data."""
-    report = to_paste("report.py", folder)
-    if not ended.startswith(("finished", "stopped early")):
-        print_command(report, "what happened, as a picture and in words")
-        return
-    if writes_text:
-        print_command(to_paste("sample.py", folder), "text from its best weights")
-    print_command(f"{report} OTHER", "beside another run")
+    has_ended = ended.startswith(("finished", "stopped early"))
+    if has_ended and writes_text:
+        say(f"{to_paste('sample.py', folder):<50}  # text from its best weights")
+    if has_ended:
+        say(f"{to_paste('report.py', folder) + ' OTHER':<50}  # beside another run")
+    else:
+        say(f"{to_paste('report.py', folder):<50}  # what happened, as a picture and in words")
 
 
 def to_paste(script: str, folder: Path) -> str:
     return shlex.join(["python", shown(REPO / script), shown(folder)])
-
-
-def print_command(command: str, purpose: str) -> None:
-    say(f"{command:<50}  # {purpose}")

@@ -32,8 +32,6 @@ from plumbing.signals import HANDLED
 SPLITS = ("train", "val")
 PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent dies
 FALLBACK = {"shakespeare": "pydoc"}  # where the first cannot be downloaded: CPython's own manual
-in_a_tool = False  # True in bench.py and check.py
-unreachable = set()  # the names whose FALLBACK a tool has taken
 
 
 class DataError(BadInput):
@@ -59,21 +57,19 @@ def verified_meta(folder: str) -> dict:
     try:
         meta = json.loads(read_file(path))
         itemsize = np.dtype(meta["dtype"]).itemsize
-        sizes = {split: itemsize * meta[f"{split}_tokens"] for split in SPLITS}
-        hashes = {split: meta["sha256"][f"{split}.bin"] for split in SPLITS}
-        meta["vocab_size"]
+        sizes = [itemsize * meta[f"{split}_tokens"] for split in SPLITS]
+        hashes = [meta["sha256"][f"{split}.bin"] for split in SPLITS]
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} does not describe a dataset ({error!r}); {again}") from error
-    for split in SPLITS:
+    for split, size, digest in zip(SPLITS, sizes, hashes, strict=True):
         path = os.path.join(folder, f"{split}.bin")
         if not os.path.isfile(path):
             raise DataError(f"{path} is missing; {again}")
-        found = (os.path.getsize(path), digest_of(path))
-        if found != (sizes[split], hashes[split]):
-            raise DataError(
-                f"{path} was changed or damaged: it has {found[0]:,} bytes, SHA-256 {found[1]}; "
-                f"expected {sizes[split]:,}, {hashes[split]}; {again}"
-            )
+        found = f"{os.path.getsize(path):,} bytes, SHA-256 {digest_of(path)}"
+        expected = f"{size:,} bytes, SHA-256 {digest}"
+        if found != expected:
+            changed = f"{path} was changed or damaged: it has {found}; expected {expected}"
+            raise DataError(f"{changed}; {again}")
     return meta
 
 
@@ -91,20 +87,17 @@ def dataset_of_run(
     It is `name`, or, if that cannot be downloaded, its FALLBACK with a loud warning. make(name,
     data_dir) makes one that is missing. so_far: the dataset of the run until now, or None.
     block_size: tokens in a window; train needs twice as many tokens, val one more than a window."""
-    why = "This run started without a network."
     chosen = name
-    if (so_far and so_far == FALLBACK.get(name)) or (in_a_tool and name in unreachable):
-        chosen = FALLBACK[name]
     try:
-        folder, meta = found_or_made(make, chosen, data_dir)
+        if so_far and so_far == FALLBACK.get(name):
+            raise Offline("This run started without a network.")
+        folder, meta = found_or_made(make, name, data_dir)
     except Offline as error:
         if name not in FALLBACK:
             raise
-        why = error
         chosen = FALLBACK[name]
         folder, meta = found_or_made(make, chosen, data_dir)
-    if chosen != name:
-        warn_of_fallback(name, chosen, why)
+        warn_of_fallback(name, chosen, error)
     for split, least in (("train", 2 * block_size), ("val", block_size + 1)):
         if (tokens := meta[f"{split}_tokens"]) < least:
             found = f"--block_size={block_size}: {split}.bin has {tokens:,} tokens"
@@ -112,16 +105,11 @@ def dataset_of_run(
     return chosen, folder, meta
 
 
-def warn_of_fallback(name: str, chosen: str, why: Offline | str) -> None:
-    """Loudly: all numbers are of another text. A tool, which opens its data many times, warns once,
-    in two lines."""
+def warn_of_fallback(name: str, chosen: str, why: Offline) -> None:
+    """Loudly: all numbers are of another text."""
+    bar = "!" * 90
     found = f"!! {why}\n!! This run trains on {chosen!r} INSTEAD OF {name!r}"
-    if not in_a_tool:
-        bar = "!" * 90
-        say(f"{bar}\n{found}:\n!! its numbers say nothing about {name!r}.\n{bar}")
-    elif name not in unreachable:
-        say(f"{found}: these numbers say nothing about {name!r}.")
-        unreachable.add(name)
+    say(f"{bar}\n{found}:\n!! its numbers say nothing about {name!r}.\n{bar}")
 
 
 def found_or_made(make: Callable, name: str, data_dir: str) -> tuple[str, dict]:
@@ -181,9 +169,7 @@ class Batches(Iterator):
         import torch  # here, so that prepare_data.py, which needs none, starts at once
 
         self.device = device
-        options = {}
         if num_workers:
-            options = {"prefetch_factor": prefetch_factor, "timeout": timeout}
             atexit.register(kill_workers)
         self.iterator = iter(
             torch.utils.data.DataLoader(
@@ -193,11 +179,12 @@ class Batches(Iterator):
                 num_workers=num_workers,
                 worker_init_fn=live_as_long_as_the_run,
                 generator=torch.Generator(),  # or it would draw a seed from the global generator
-                **options,
+                prefetch_factor=prefetch_factor if num_workers else None,
+                timeout=timeout if num_workers else 0,
             )
         )
 
-    def next_batch(self) -> tuple:
+    def __next__(self) -> tuple:
         began = time.perf_counter()
         try:
             batch = next(self.iterator)
@@ -205,8 +192,6 @@ class Batches(Iterator):
             time.sleep(1)  # torch's own error, which says so, comes meanwhile
             raise
         return *to_device(batch, self.device), 1000 * (time.perf_counter() - began)
-
-    __next__ = next_batch
 
 
 def live_as_long_as_the_run(worker: int) -> None:
@@ -216,8 +201,6 @@ def live_as_long_as_the_run(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != multiprocessing.parent_process().pid:  # it ended before the call
-            os._exit(1)
 
 
 def kill_workers() -> None:

@@ -59,19 +59,18 @@ PORTABLE_KNOBS = {"device": "cpu", "dtype": "float32", "compile": False}
 def choose_device(name: str) -> torch.device:
     """The torch.device of this rank for --device=name. Raises BadInput if it is not available."""
     kind = name
-    if name == "auto" and torch.cuda.is_available():
-        kind = "cuda"
-    elif name == "auto":
+    if name == "auto":
         kind = "mps" if torch.backends.mps.is_available() else "cpu"
+        kind = "cuda" if torch.cuda.is_available() else kind
     if kind == "cuda":
         kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
         device = torch.device(kind)
         if device.type == "cuda":
-            torch.cuda.init()
+            torch.cuda.init()  # says what is missing
             torch.cuda.set_device(device)  # first, or the tensor below also occupies GPU 0
         torch.ones(1, device=device).item()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError) as error:
         why = str(error).partition("\n")[0]
         fail(f"--device={name}: {why}; --device=auto takes what is available")
     if device.type == "cpu":
@@ -81,7 +80,6 @@ def choose_device(name: str) -> torch.device:
 
 def choose_dtype(name: str, device: torch.device) -> tuple[str, str]:
     """(dtype's name, why) for --dtype=name. auto: 16 bits if the hardware computes in them."""
-    flags = cpu_info()[1] if device.type == "cpu" else ()
     if name != "auto":
         return name, "as given"
     if device.type == "cuda":
@@ -89,9 +87,9 @@ def choose_dtype(name: str, device: torch.device) -> tuple[str, str]:
         return "bfloat16" if major >= 8 else "float16", f"compute capability {major}.{minor}"
     if device.type == "mps" and torch.backends.mps.is_macos_or_newer(14, 0):
         return "bfloat16", "macOS 14 or newer"
-    for flag in ("amx_bf16", "avx512_bf16"):
-        if flag in flags and kernels_have_bfloat16():
-            return "bfloat16", f"this CPU has {flag}"
+    native = cpu_info()[1] & {"amx_bf16", "avx512_bf16"}
+    if device.type == "cpu" and native and kernels_have_bfloat16():
+        return "bfloat16", f"this CPU has {min(native)}"
     return "float32", "nothing smaller is native here"
 
 
@@ -113,9 +111,9 @@ def choose_compile(
         is_worth_it = steps >= STEPS_WORTH_COMPILING and has_triton()
         return is_worth_it, f"worth it from {STEPS_WORTH_COMPILING:,} steps, with Triton"
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    is_worth_it = device.type == "cpu" and flops >= WORTH_COMPILING
+    can_compile = device.type == "cpu" and shutil.which(compiler)
     why = f"{flops:.1e} FLOPs; on a CPU worth it from {WORTH_COMPILING:.0e}, with {compiler}"
-    return is_worth_it and shutil.which(compiler) is not None, why
+    return bool(can_compile) and flops >= WORTH_COMPILING, why
 
 
 def pin_kernels(config: dict) -> dict:
@@ -191,10 +189,9 @@ def memory_gb(device: torch.device) -> float | None:
     process has at present, without the pages of files, such as the data, that it has mapped."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    status = Path("/proc/self/status")
-    if not status.exists():  # not Linux
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9  # in bytes on macOS
-    return int(status.read_text().split("RssAnon:")[1].split()[0]) * 1024e-9
+    if sys.platform == "linux":
+        return bytes_in("/proc/self/status", "RssAnon") / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9  # in bytes on macOS
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -209,8 +206,12 @@ def free_memory(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]  # cached blocks may be too small: not counted
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    with contextlib.suppress(OSError):  # no /proc
-        return int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0]) * 1024
+    return bytes_in("/proc/meminfo", "MemAvailable") if sys.platform == "linux" else None
+
+
+def bytes_in(path: str, name: str) -> int:
+    """What a file of Linux's /proc says in kB in the line of `name`."""
+    return 1024 * int(Path(path).read_text().split(f"{name}:")[1].split()[0])
 
 
 # ---- what the machine is, and how fast -----------------------------------------------------------
@@ -218,19 +219,16 @@ def free_memory(device: torch.device) -> int | None:
 
 def cpu_info() -> tuple[str, set]:
     """(model name, instruction flags) of this CPU; no flags except on Linux x86."""
-    try:
+    fields = {}
+    if sys.platform == "linux":
         first_core = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-    except OSError:
-        return platform.processor() or platform.machine(), set()
-    fields = dict(re.findall(r"^(.*?)\s*: (.*)$", first_core, re.MULTILINE))
+        fields = dict(re.findall(r"^(.*?)\s*: (.*)$", first_core, re.MULTILINE))
     return fields.get("model name", platform.machine()), set(fields.get("flags", "").split())
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the device: 'NVIDIA H200', 'Intel(R) Xeon(R) Processor', 'arm mps'."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return cpu_info()[0] if device.type == "cpu" else f"{platform.processor()} {device.type}"
+    """The name of the device: 'NVIDIA H200', 'Intel(R) Xeon(R) Processor', 'arm64'."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_info()[0]
 
 
 def describe_machine(device: torch.device) -> dict:
@@ -282,22 +280,20 @@ def datasheet_peak(gpu: str, dtype: str) -> float | None:
 def matmul_rate(device: torch.device, dtype: torch.dtype, largest: int = 8192) -> tuple[float, int]:
     """(FLOP/s, size) of the fastest square matrix product. The size doubles from 256 up to
     `largest`, as long as the next product should take less than 0.03 s."""
-    best = (0.0, 0)
+    rates = []
     size = 128
     seconds = 0.0  # of the newest product: that of twice the size takes eight times as long
     while 8 * seconds < 0.03 and size < largest:
         size *= 2
         a = torch.ones(size, size, device=device, dtype=dtype)
-        out = torch.empty_like(a)
         times = []
-        while len(times) < 3 or (len(times) < 20 and sum(times) < 0.03):
+        for _ in range(10):
             start = time.perf_counter()
-            torch.mm(a, a, out=out)
-            out[0, 0].item()  # waits for the device
+            torch.mm(a, a)[0, 0].item()  # waits for the device
             times.append(time.perf_counter() - start)
         seconds = min(times)
-        best = max(best, (2 * size**3 / seconds, size))
-    return best
+        rates.append((2 * size**3 / seconds, size))
+    return max(rates)
 
 
 def speed_up_start_and_exit() -> None:

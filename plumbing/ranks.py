@@ -50,8 +50,7 @@ def lost_rank(error: BaseException) -> RunFailed | None:
     """`error` as a RunFailed if it is torch's for a rank that has left, or does not answer."""
     if not (dist.is_initialized() and re.search("gloo|NCCL", str(error))):
         return None
-    last_line = (str(error).strip().splitlines() or [""])[-1]
-    detail = last_line.rpartition("] ")[2].partition(". ")[0]
+    detail = str(error).strip().splitlines()[-1][:160]
     if re.search("timed out|timeout", str(error), re.IGNORECASE):
         found = f"timed out waiting for another rank for more than {HANG_MINUTES} minutes"
     else:
@@ -98,8 +97,6 @@ def agree(*flags: float) -> list:
 def from_rank0(function: Callable, *args) -> Any:
     """What function(*args) returns or raises, on every rank. Only rank 0 calls it and prints
     errors."""
-    if world_size() == 1:
-        return function(*args)
     result = None
     if rank() == 0:
         try:
@@ -140,18 +137,6 @@ def sum_gradients(model: torch.nn.Module, numbers: dict) -> None:
             weight.grad = torch.zeros_like(weight)
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     sum_over_ranks([*gradients, *numbers.values()])
-
-
-@torch.no_grad()
-def average_buffers(model: torch.nn.Module) -> None:
-    """Average the floating-point buffers that are saved over the ranks, which saw other
-    sequences."""
-    if world_size() == 1:
-        return
-    saved = {id(value) for value in model.state_dict(keep_vars=True).values()}
-    buffers = [b for b in model.buffers() if id(b) in saved and b.is_floating_point()]
-    for buffer in sum_over_ranks(buffers):
-        buffer /= world_size()
 
 
 @torch.no_grad()

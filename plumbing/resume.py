@@ -11,7 +11,7 @@ import torch
 from plumbing import checkpoint
 from plumbing.cli import Config, fail, product, show
 from plumbing.console import REPO, best_words, shown
-from plumbing.files import digests_by_name
+from plumbing.files import digests_by_name, read_json
 from plumbing.machine import choose_dtype, device_name
 from plumbing.ranks import say, world_size
 from plumbing.run_folder import RunFolder
@@ -20,7 +20,7 @@ from plumbing.safe_step import leaves
 # Knobs that are resolved once. A resume takes the checkpoint's values, unless the command asks for
 # others.
 KEPT = ("dtype", "compile", "batch_size", "accum_steps", "warmup_steps", "decay_steps")
-SPLIT = ("batch_size", "accum_steps")  # of the global batch, one as given with the other
+SPLIT = {"batch_size", "accum_steps"}  # of the global batch, one as given with the other
 ASKS_NOTHING = {"dtype": "auto", "compile": "auto", "decay_steps": 0}
 # What a resume mentions, beside knobs and code, if it has changed
 FACTS = ("torch", "python", "device", "threads", "ranks", "micro_batch", "git_commit")
@@ -78,11 +78,9 @@ def rows_of_course(rows: list[dict], run: Any) -> list[dict]:
     whose comments have no word."""
     now = run.facts["run"]
     course = [name for name, knob in run.knobs.items() if not knob.policy]
-    resumes = [row for row in rows if row["kind"] == "event"]
-    held = run.before  # without a resume, the process that wrote the checkpoint
-    if resumes:  # before the first one
-        then = {name: pair[0] for name, pair in resumes[0]["changed"].items()}
-        held = resumes[0]["knobs"] | then
+    writer = {"knobs": run.before, "changed": {}}  # the process that wrote the checkpoint
+    first = next((row for row in rows if row["kind"] == "event"), writer)
+    held = first["knobs"] | {name: then for name, (then, _) in first["changed"].items()}
     found = []
     for row in rows:
         if row["kind"] == "event":
@@ -101,12 +99,10 @@ def find_checkpoint(folder: RunFolder, resume: str) -> tuple[Path | None, list[P
     folder."""
     path, damaged = None, []
     try:
-        if folder.holds_run():
+        if folder.holds_run() and resume != "restart":
             if resume == "never":
                 again = folder.fresh_out_dir()
                 fail(f"--resume=never, and {folder.path} holds a run; write {again}")
-            if resume == "restart":
-                return None, []
             path, damaged = checkpoint.newest_valid(folder.path)
             if not path:
                 refuse_lost_run(folder, damaged)
@@ -160,14 +156,14 @@ def resolve_auto_knobs(
     reasons = {}
     if saved:
         then = saved["run"]
-        asked = [name for name in KEPT if asks_for(name, config, saved)]
-        is_new_split = any(name in SPLIT for name in asked)
-        for name in KEPT:
-            if name not in asked and not (is_new_split and name in SPLIT):
-                kept[name] = then[name]
-                reasons[name] = "as in the run so far"
-        if then["world_size"] != world_size() and not is_new_split:
-            kept |= split_global_batch(then, kept["batch_size"])
+        asked = {name for name in KEPT if asks_for(name, config, saved)}
+        if asked & SPLIT:
+            asked |= SPLIT
+        for name in set(KEPT) - asked:
+            kept[name] = then[name]
+            reasons[name] = "as in the run so far"
+        if then["world_size"] != world_size() and not asked & SPLIT:
+            kept |= split_global_batch(then)
         refuse_ended_schedule(config, then["decay_steps"], own)
     if "warmup_steps" not in reasons:
         kept["warmup_steps"] = min(kept["warmup_steps"], config["max_steps"])
@@ -179,13 +175,14 @@ def resolve_auto_knobs(
 def asks_for(name: str, config: Config, saved: dict) -> bool:
     """Whether a command asks for another value of a knob than the run in checkpoint `saved` has: by
     a flag, or by an edited config file."""
-    value = config[name]
-    if value == ASKS_NOTHING.get(name):
-        return False
+    same = [ASKS_NOTHING.get(name)]
     if name not in config.typed:
-        return value != saved["run"]["written"][name]
-    is_same_flag = name in SPLIT and value == saved["config"][name]  # split anew by other ranks
-    return value != saved["run"][name] and not is_same_flag
+        same.append(saved["run"]["written"][name])
+    else:
+        same.append(saved["run"][name])
+        if name in SPLIT:  # other ranks may have split it anew
+            same.append(saved["config"][name])
+    return config[name] not in same
 
 
 def refuse_ended_schedule(config: Config, planned: int, own: bool) -> None:
@@ -204,14 +201,15 @@ def refuse_ended_schedule(config: Config, planned: int, own: bool) -> None:
     )
 
 
-def split_global_batch(then: dict, batch_size: int) -> dict[str, int]:
+def split_global_batch(then: dict) -> dict[str, int]:
     """The knobs in SPLIT that keep a run's global batch with today's number of ranks."""
     whole, count = then["global_batch"], world_size()
     rows, rest = divmod(whole, count)
     if rest:
         found = f"the {whole} sequences of this run's batch do not divide by {count} ranks"
         fail(f"{found}; expected a number of ranks that divides them")
-    micro = max(size for size in range(1, min(rows, batch_size) + 1) if rows % size == 0)
+    most = min(rows, then["batch_size"])
+    micro = max(size for size in range(1, most + 1) if rows % size == 0)
     return {"batch_size": micro, "accum_steps": rows // micro}
 
 
@@ -221,18 +219,15 @@ def continue_from(run: Any, saved: dict, config: Config) -> None:
     own = run.folder.owns(run.path)
     then, now = saved["run"], run.facts["run"]
     for name, (was, new) in other_run(run, saved).items():
-        ways = [run.folder.fresh_out_dir()] if own else ["no --resume"]
+        found = f"{name} changed from {was} to {new}: this run cannot be resumed with that"
+        again = run.folder.fresh_out_dir() if own else "no --resume"
         if name in saved["config"]:
-            ways.append(f"to resume, --{name}={show(was)}")
-        fail(
-            f"{name} changed from {was} to {new}: this run cannot be resumed with that; "
-            f"write {' or, '.join(ways)}"
-        )
+            again += f" or, to resume, --{name}={show(was)}"
+        fail(f"{found}; write {again}")
     step = saved["state"]["step"]
     if own and "max_steps" in config.typed and config["max_steps"] < step:
-        found = f"--max_steps={config['max_steps']}: the run in {shown(run.folder.path)} is at step"
-        again = run.folder.fresh_out_dir()
-        fail(f"{found} {step:,}; expected more steps, or {again} for a run of so many")
+        found = f"--max_steps={config['max_steps']}: {shown(run.path)} is at step {step:,}"
+        fail(f"{found}; expected no fewer, or {run.folder.fresh_out_dir()}")
     now["began_from"] = then.get("began_from") if own else str(run.path.resolve())
     if now["batch_size"] == then["batch_size"]:
         run.state["micro_batch"] = saved["state"]["micro_batch"]
@@ -241,18 +236,16 @@ def continue_from(run: Any, saved: dict, config: Config) -> None:
 def other_run(run: Any, saved: dict) -> dict[str, list]:
     """{name: [then, now]} of what makes `run` another one than that of the checkpoint `saved`: knobs
     whose comments say `fixed`, data, shapes of weights, the optimizers' groups."""
-    then, now = saved["run"], run.facts["run"]
+    facts = saved["run"], run.facts["run"]
     names = [name for name, knob in run.knobs.items() if knob.policy == "fixed"]
     names += ["global_batch", "data", "files"]
-    if "portable" in (then["deterministic"], now["deterministic"]):
+    if "portable" in [each["deterministic"] for each in facts]:
         names.append("deterministic")
-    found = {name: [then.get(name), now[name]] for name in names if then.get(name) != now[name]}
-    before = parts_of(saved["model"], saved["groups"])
-    after = parts_of(run.model.state_dict(), checkpoint.groups_of(run))
-    for name in after | before:  # in the program's order
-        if before.get(name) != after.get(name):
-            found[name] = [before.get(name, "absent"), after.get(name, "absent")]
-    return found
+    then, now = ({name: each.get(name) for name in names} for each in facts)
+    then |= parts_of(saved["model"], saved["groups"])
+    now |= parts_of(run.model.state_dict(), checkpoint.groups_of(run))
+    found = {name: [then.get(name, "absent"), now.get(name, "absent")] for name in now | then}
+    return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
 
 
 def parts_of(weights: dict, groups: list) -> dict[str, Any]:
@@ -279,14 +272,16 @@ def close_finished(run: Any) -> None:
     more = "raise --patience" if step < config["max_steps"] else "raise --max_steps"
     if not run.folder.owns(run.path):
         fail(f"{shown(run.path)} is at step {step:,} of --max_steps={config['max_steps']}; {more}")
-    for knob, (then, now) in known_changes(run.before, run.facts["run"], run.knobs).items():
-        if knob in run.knobs and run.knobs[knob].policy != "free":
+    longer = f"to train it longer, {more} with --out_dir={name}"
+    for knob, value in run.facts["run"].items():
+        then = run.before.get(knob, value)
+        if then != value and knob in run.knobs and run.knobs[knob].names_folder():
             fail(
-                f"{name} holds a finished run: {knob} changed from {then} to {now}; for a run with "
-                f"that write {again}, to train this one longer {more} with --out_dir={name}"
+                f"{name} holds a finished run: {knob} changed from {then} to {value}; "
+                f"for a run with that write {again}; {longer}"
             )
-    say(
-        f"{name} is finished: {step:,} steps, {best_words(config['best_metric'], state)}. To train "
-        f"longer, {more} with --out_dir={name}; to start again, write {again}"
-    )
-    run.folder.complete_end(state, config["report"])
+    best = best_words(config["best_metric"], state)
+    say(f"{name} is finished: {step:,} steps, {best}; {longer}; to start again, write {again}")
+    run.folder.facts = read_json(run.folder.path / "run.json")
+    if run.folder.facts.get("ended", "unknown") is None:
+        run.folder.end("finished", None, state, config["report"])

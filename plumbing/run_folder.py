@@ -100,9 +100,9 @@ class RunFolder(ExitStack):
     def require_free(self, needed: int) -> None:
         """fail()s if the disk is too small for `needed` bytes of checkpoints, old ones included."""
         exists = next(place for place in (self.path, *self.path.parents) if place.exists())
-        old = [file.stat() for kind in ("*.pt", "*.pt.tmp") for file in self.path.glob(kind)]
-        old_sizes = {stat.st_ino: stat.st_size for stat in old}  # a hard link counts only once
-        free = shutil.disk_usage(exists).free + sum(old_sizes.values())
+        old = map(Path.stat, self.path.glob("*.pt*"))
+        sizes = {stat.st_ino: stat.st_size for stat in old}  # a hard link counts only once
+        free = shutil.disk_usage(exists).free + sum(sizes.values())
         if free < needed:
             found = f"{self.path} has {free / 1e6:,.0f} MB free; a run needs {needed / 1e6:,.0f}"
             fail(f"{found} for checkpoints; free some, or write --keep_last=1 or --out_dir=FOLDER")
@@ -116,17 +116,18 @@ class RunFolder(ExitStack):
             self.require_free(bytes_to_keep)
             self.lock(to_make=True)
             for leftover in self.path.glob("*.pt.tmp"):  # of a killed run
-                leftover.unlink(missing_ok=True)
-            before = read_json(self.path / "run.json") if run.path else {}
-            kept = {"start": now(), "wandb_id": os.urandom(4).hex(), "resumes": []}
-            kept = {name: before.get(name, value) for name, value in kept.items()}
-            end = {"end": None, "ended": None}  # stays so if the process is killed
+                leftover.unlink()
             git = git_state()
             run.facts["run"]["git_commit"] = git["commit"]
-            self.facts = {**kept, **end, "command": command, **run.facts, "git": git}
+            self.facts = {"start": now(), "wandb_id": os.urandom(4).hex(), "resumes": []}
+            if run.path:  # of earlier processes
+                before = read_json(self.path / "run.json")
+                self.facts |= {name: before[name] for name in self.facts if name in before}
+            end = {"end": None, "ended": None}  # stays so if the process is killed
+            self.facts |= {**end, "command": command, **run.facts, "git": git}
             self.facts |= machine.describe_machine(run.device)
             write_json(self.mine() / "run.json", self.facts)
-        if run.facts["config"].get("wandb_log"):
+        if run.facts["config"]["wandb_log"]:
             from reporting.wandb_log import Wandb
 
             self.wandb = Wandb(self.path, run.facts["config"], self.facts["wandb_id"])
@@ -151,69 +152,60 @@ class RunFolder(ExitStack):
             self.resume = {"kind": "event", "event": "resume", "step": step}
             self.resume |= {"checkpoint": run.path.name, "knobs": knobs, "changed": changed}
             self.write_rows([self.resume])
+        self.write_facts()
+        return cut
+
+    def write_facts(self) -> None:
         with self.warning("run.json"):
             write_json(self.mine() / "run.json", self.facts)
-        return cut
 
     def compare_with(self, old_rows: list[dict]) -> None:
         """Compare the rows of a run that was resumed with those that an earlier process computed of
         the same steps, and record the result as an event `resume_checked`."""
         if rank() == 0:
             self.witness = Witness(old_rows)
-            self.compare(self.resume)
-
-    def compare(self, row: dict) -> None:
-        """Compare a row as it is written."""
-        if row["kind"] != "event":
-            self.witness.see(row)
-        if self.witness.first_difference or self.witness.is_over(row["step"]):
-            self.close_witness(row["step"])
+            if not old_rows:
+                self.close_witness(self.resume["step"])
 
     def close_witness(self, step: int) -> None:
         """Record what was compared since the resume, once, and print it."""
         witness, self.witness = self.witness, None
         if not witness:
             return
-        names = ("compared", "equal", "steps", "first_difference")
-        found = {"from": self.resume["step"]} | {name: getattr(witness, name) for name in names}
+        found = {"from": self.resume["step"]}
+        for name in ("compared", "equal", "steps", "first_difference"):
+            found[name] = getattr(witness, name)
         self.write_rows([{"kind": "event", "step": step, "event": "resume_checked", **found}])
         words = console.resume_words(found, self.resume["changed"])
         is_off = not self.facts["run"]["deterministic"]
         say(f"{words} (deterministic mode is off)" if is_off else words)
 
-    def end(self, ended: str, clock: "Clock", state: dict, report: bool) -> None:
-        """Record how the run ended, finish wandb, make the report, print what to type next."""
+    def end(self, ended: str, clock: "Clock | None", state: dict, report: bool) -> None:
+        """Record how the run ended, finish wandb, make the report, print what to type next. clock:
+        None if a finished run was killed before this: then its times are not known."""
         if rank() > 0:
             return
         self.close_witness(state["step"])
-        clock.lap("save")  # what is not counted yet: the last save, and workers that leave
-        self.record_end(ended, clock.seconds, state)
-        best_metric = self.facts["config"]["best_metric"]
-        console.print_end(ended, state, clock.seconds, self.path, best_metric)
+        seconds = {}
+        if clock:
+            clock.lap("save")  # what is not counted yet: the last save, and workers that leave
+            seconds = clock.seconds
+        end = {"ended": ended, "seconds": seconds}
+        self.write_rows([{"kind": "event", "step": state["step"], "event": "end", **end}])
+        self.facts |= {"end": now(), **end, "state": state}
+        self.write_facts()
+        if clock:
+            best_metric = self.facts["config"]["best_metric"]
+            console.print_end(ended, state, seconds, self.path, best_metric)
         if self.wandb:
             self.wandb.finish(exit_code=int(ended.startswith("failed")))
         if report and not ended.startswith(("stopped by", "left")):  # a signal leaves no time
             write_report(self.path)
-        clock.lap("report")
-        with self.warning("run.json"):
-            write_json(self.mine() / "run.json", self.facts)
+        if clock:
+            clock.lap("report")
+            self.write_facts()
         writes_text = "tokenizer" in self.facts["data"]["meta"]
         console.print_next(ended, self.path, writes_text)
-
-    def record_end(self, ended: str, seconds: dict, state: dict) -> None:
-        end = {"ended": ended, "seconds": seconds}
-        self.write_rows([{"kind": "event", "step": state["step"], "event": "end", **end}])
-        self.facts |= {"end": now(), **end, "state": state}
-        with self.warning("run.json"):
-            write_json(self.mine() / "run.json", self.facts)
-
-    def complete_end(self, state: dict, report: bool) -> None:
-        """The same for a finished run that was killed before."""
-        self.facts = read_json(self.path / "run.json")
-        if self.facts and not self.facts.get("ended"):
-            self.record_end("finished", {}, state)
-            if report:
-                write_report(self.path)
 
     # ---- metrics.jsonl ---------------------------------------------------------------------------
 
@@ -238,7 +230,6 @@ class RunFolder(ExitStack):
                 if self.wandb and to_wandb:
                     self.wandb.send(row)
             content = "".join(self.waiting).encode()
-            del self.waiting[:-1000]  # of those that cannot be written
             self.mine()
             with open(self.rows, "ab", buffering=0) as file:
                 end = file.tell()
@@ -248,7 +239,9 @@ class RunFolder(ExitStack):
             self.waiting.clear()
         for row in cleaned:
             if self.witness and row["kind"] != "event":
-                self.compare(row)
+                self.witness.see(row)
+                if self.witness.first_difference or self.witness.is_over(row["step"]):
+                    self.close_witness(row["step"])
 
     def cut_rows(self, step: int) -> list[dict]:
         """Drop train and eval rows past `step`, and half-written lines; all events stay. Returns
@@ -260,12 +253,10 @@ class RunFolder(ExitStack):
         def stays(line):
             with suppress(ValueError, KeyError, TypeError):  # after a power failure
                 row = json.loads(line)
-                is_whole = line.endswith("\n")
-                is_event = row["kind"] == "event"
-                is_past = not is_event and row["step"] > step
-                if is_whole and (is_past or row.get("event") == "resume"):
+                is_past = row["kind"] != "event" and row["step"] > step
+                if is_past or row.get("event") == "resume":
                     found.append(row)
-                return is_whole and not is_past
+                return line.endswith("\n") and not is_past
 
         with self.writing, self.warning("metrics.jsonl"), suppress(FileNotFoundError):
             self.waiting = list(filter(stays, self.waiting))
@@ -288,14 +279,12 @@ class RunFolder(ExitStack):
 def write_report(folder: Path) -> None:
     """Print what report.py prints, run for at most a minute; one line if it fails."""
     command = [sys.executable, str(REPO / "report.py"), str(folder)]
-    pipes = {"stdin": subprocess.DEVNULL, "capture_output": True, "errors": "replace"}
     try:
-        done = subprocess.run(command, timeout=60, check=False, **pipes)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = subprocess.run(command, timeout=60, capture_output=True, errors="replace")
+        done.check_returncode()
+        say(done.stdout.rstrip())
+    except (OSError, subprocess.SubprocessError) as error:
         say(f"report   failed ({error})")
-        return
-    failure = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1][:200]
-    say(f"report   failed ({failure})" if done.returncode else done.stdout.rstrip())
 
 
 class Clock:
@@ -336,14 +325,11 @@ def now() -> str:
 
 def git_state() -> dict:
     """{commit, dirty, diff_sha256} of the repository. The Docker image has GIT_COMMIT, not .git."""
-
-    def git(*words):  # never of a parent folder's .git
-        command = ["git", f"--git-dir={REPO}/.git", f"--work-tree={REPO}", *words]
-        return subprocess.run(command, capture_output=True, check=True, timeout=10).stdout
-
+    git = ["git", f"--git-dir={REPO}/.git", f"--work-tree={REPO}"]  # never a parent folder's .git
+    quiet = {"stderr": subprocess.DEVNULL}
     try:
-        diff = git("diff", "HEAD")
-        commit = git("rev-parse", "HEAD").decode().strip()
+        diff = subprocess.check_output([*git, "diff", "HEAD"], **quiet)
+        commit = subprocess.check_output([*git, "rev-parse", "HEAD"], **quiet).decode().strip()
     except (OSError, subprocess.SubprocessError):
         return {"commit": os.environ.get("GIT_COMMIT"), "dirty": None, "diff_sha256": None}
     return {"commit": commit, "dirty": bool(diff), "diff_sha256": sha256(diff).hexdigest()}

@@ -2,6 +2,7 @@
 an audit, a rollback and a resume."""
 
 import copy
+import math
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -19,30 +20,12 @@ from plumbing.cli import RunFailed
 from plumbing.console import FIELDS
 from plumbing.ranks import (
     agree,
-    average_buffers,
     is_sharded,
     local,
     lost_rank,
+    sum_over_ranks,
     world_size,
 )
-
-
-def leaves(value: Any, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
-    """Yields (path, leaf) for all that is not a dict, list or tuple. path: a tuple of its keys."""
-    if isinstance(value, dict | list | tuple):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(item, (*path, key))
-    else:
-        yield path, value
-
-
-def by_path(value: Any) -> dict:
-    """The leaves by their paths, as text."""
-    return {"/".join(map(str, path)): leaf for path, leaf in leaves(value)}
-
-
-def tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for _, leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def mapped(function: Callable, value: Any, path: tuple = ()) -> Any:
@@ -54,6 +37,27 @@ def mapped(function: Callable, value: Any, path: tuple = ()) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(mapped(function, item, (*path, n)) for n, item in enumerate(value))
     return function(value, path)
+
+
+def leaves(value: Any) -> list[tuple[tuple, Any]]:
+    """(path, leaf) for all that is not a dict, list or tuple. path: a tuple of its keys."""
+    found = []
+
+    def note(leaf, path):
+        found.append((path, leaf))
+        return leaf
+
+    mapped(note, value)
+    return found
+
+
+def by_path(value: Any) -> dict:
+    """The leaves by their paths, as text."""
+    return {"/".join(map(str, path)): leaf for path, leaf in leaves(value)}
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for _, leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def clone(value: Any) -> Any:
@@ -103,36 +107,30 @@ class Captured:
 
     def __init__(self, run):
         self.run = run
-        self.buffers = copy.deepcopy(buffers_of(run.model))
+        self.buffers = clone(buffers_of(run.model))
         self.rng = rng_state(run.device)
 
-    @torch.no_grad()
     def put_back(self) -> None:
-        for name, saved in self.buffers.items():
-            owner, _, own_name = name.rpartition(".")
-            if own_name == "_extra_state":
-                module = self.run.model.get_submodule(owner)
-                module.set_extra_state(copy.deepcopy(saved))
-            else:
-                self.run.model.get_buffer(name).copy_(saved)
+        self.run.model.load_state_dict(clone(self.buffers), strict=False)
         set_rng_state(self.rng, self.run.device)
 
     @torch.no_grad()
     def settle_buffers(self, skipped: torch.Tensor) -> None:
         """After a step: average the buffers over the ranks, or put them back if it was skipped,
         without a wait for the device. skipped: a bool scalar on it."""
-        average_buffers(self.run.model)
-        for name, saved in self.buffers.items():
-            if not name.endswith("_extra_state"):
-                buffer = self.run.model.get_buffer(name)
-                buffer.copy_(torch.where(skipped, saved, buffer))
+        saved = buffers_of(self.run.model).items()
+        now = {name: buffer for name, buffer in saved if not name.endswith("_extra_state")}
+        floats = {id(buffer): buffer for buffer in now.values() if buffer.is_floating_point()}
+        for buffer in sum_over_ranks([*floats.values()]):  # a shared one once
+            buffer /= world_size()
+        for name, buffer in now.items():
+            buffer.copy_(torch.where(skipped, self.buffers[name], buffer))
 
 
 def buffers_of(model: nn.Module) -> dict:
-    """The persistent buffers and the extra states in state_dict()."""
-    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    saved = model.state_dict().items()
-    return {n: v for n, v in saved if n in buffers or n.endswith("_extra_state")}
+    """What state_dict() has beside the weights: persistent buffers, and extra states."""
+    saved = model.state_dict(keep_vars=True).items()
+    return {name: value for name, value in saved if not isinstance(value, nn.Parameter)}
 
 
 @contextmanager
@@ -263,9 +261,9 @@ def check_names(numbers: dict, whose: str, writers: tuple) -> None:
     for name, value in numbers.items():
         if name in FIELDS and FIELDS[name].writer not in writers:
             raise RunFailed(f"{whose} returns a number named {name}, which rows have, too")
-        is_tensor = isinstance(value, torch.Tensor)
-        if value.numel() != 1 if is_tensor else not isinstance(value, Number):
-            found = f"of shape {tuple(value.shape)}" if is_tensor else f"a {type(value).__name__}"
+        shape = getattr(value, "shape", None)
+        if not isinstance(value, Number) and (shape is None or math.prod(shape) != 1):
+            found = f"a {type(value).__name__}" if shape is None else f"of shape {tuple(shape)}"
             more = f"run.folder.event(step, {name!r}, values=[...]) logs more, such as a histogram"
             raise RunFailed(f"{whose} returns {name}, {found}; expected a scalar; {more}")
 

@@ -1,7 +1,6 @@
 """What is drawn of runs: a list of panels, drawn into a picture here and by page.html."""
 
 import json
-import math
 import shlex
 import sys
 import textwrap
@@ -36,17 +35,22 @@ EVENTS = {
     "diverging": "green",
     "audit": "vermilion",
     "out_of_memory": "sky",
-    "failed": "black",
 }
 LOOKS = {  # of a line in matplotlib
     "thin": {"lw": 0.8, "alpha": 0.6},
     "bold": {"lw": 1.7},
     "dots": {"lw": 1.6, "markersize": 5.5, "markeredgecolor": "white", "zorder": 4},
-    "best": {"ls": "", "markersize": 13, "markeredgecolor": "white", "clip_on": False, "zorder": 5},
+    "best": {
+        "ls": "",
+        "marker": "*",
+        "markersize": 13,
+        "markeredgecolor": "white",
+        "clip_on": False,
+        "zorder": 5,
+    },
     "dashed": {"lw": 1.2, "ls": "--"},
     "event": {"lw": 0.9, "ls": (0, (4, 3)), "zorder": 1},
 }
-MOST_NEW_FIELDS = 20
 MOST_POINTS = 2000  # of a curve; a longer one is thinned
 
 
@@ -139,7 +143,6 @@ def panels_of_one(run):
     """The loss, and the fields that have numbers, with the events of the run."""
     steps = run.train["step"]
     panels = [Panel("loss", title_of("loss", run), curves_of_loss(run))]
-    colours = list(COLOURS) * len(FIELDS)
     for name, field in FIELDS.items():
         if field.kind != "train" or not field.plot or name == "loss":
             continue
@@ -147,9 +150,9 @@ def panels_of_one(run):
         if name == "grad_norm":
             curves = [*raw_and_mean(run, name, ""), *curves_of_clip(run)]
         else:
-            curves = [Curve("training", field.plot, colours.pop(0), "bold", steps, values)]
+            curves = [Curve("training", field.plot, "blue", "bold", steps, values)]
         panels.append(Panel(name, title_of(name, run), curves))
-    for name, x, y in results.new_fields(run)[:MOST_NEW_FIELDS]:
+    for name, x, y in results.new_fields(run):
         panels.append(Panel(name, name, [Curve("training", name, "blue", "bold", x, y)]))
     events = events_of(run)
     found = []
@@ -201,13 +204,11 @@ def raw_and_mean(run, field, before):
 
 
 def curves_of_clip(run):
-    share = results.share_clipped(run)
-    if not math.isfinite(share):
-        return []
     clip = run.fact("config", "grad_clip")
+    if not clip > 0:
+        return []
     ends = np.array([0.0, last_step(run)])
-    label = f"clip at {clip:g} ({share:.0%} above)"
-    return [Curve("clip", label, "black", "dashed", ends, np.full(2, clip))]
+    return [Curve("clip", f"clip at {clip:g}", "black", "dashed", ends, np.full(2, clip))]
 
 
 def along_three_axes(loss, run):
@@ -230,15 +231,11 @@ def events_of(run):
     bottom."""
     curves = []
     for name, colour in EVENTS.items():
-        steps = [row["step"] for row in happened(run, name)]
-        if name == "skipped":
-            steps = np.union1d(steps, run.train["step"][run.train["skipped"] > 0])
-        if name == "failed" and results.how_it_ended(run).startswith(name):
-            steps = [last_step(run)]
+        steps = np.array([row["step"] for row in happened(run, name)])
         if len(steps):
             words = name.replace("_", " ")
             heights = np.full(len(steps), 1.0 if len(steps) <= 40 else 0.05)
-            curves.append(Curve(words, words, colour, "event", np.array(steps), heights))
+            curves.append(Curve(words, words, colour, "event", steps, heights))
     return curves
 
 
@@ -315,12 +312,8 @@ def draw_curve(ax, curve):
     if curve.look == "event":
         ax.vlines(curve.x, 0, curve.y, transform=ax.get_xaxis_transform(), **looks)
         return
-    marker = ""
-    if curve.look == "best":
-        marker = "*"
-    elif curve.is_dotted:
-        marker = "o"
-    ax.plot(curve.x, curve.y, marker=marker, **{"markersize": 3.5} | looks)
+    marker = "o" if curve.is_dotted else ""
+    ax.plot(curve.x, curve.y, **{"marker": marker, "markersize": 3.5} | looks)
 
 
 def page(runs, text, refresh=0):

@@ -218,7 +218,6 @@ def test_every_event_is_in_the_report(tmp_path):
         "rollback": [40],
         "audit": [45],
         "out of memory": [30],
-        "failed": [60],
     }
     text = re.sub(" +", " ", words_of(folder))
     for words in (
