@@ -1,5 +1,6 @@
 """What a run prints: its plan, lines of steps, evaluations, events, and what to type next."""
 
+import math
 import os
 import shlex
 import shutil
@@ -52,6 +53,8 @@ def duration(seconds: float) -> str:
 
 def best_words(best_metric: str, state: dict[str, Any]) -> str:
     """What best.pt holds: `best validation loss 1.4599 at step 1,100`."""
+    if math.isinf(state["best_val_loss"]):
+        return "not evaluated yet"
     by = "best" if best_metric == "val_loss" else f"best by {best_metric}:"
     return f"{by} validation loss {state['best_val_loss']:.4f} at step {state['best_step']:,}"
 
