@@ -152,7 +152,7 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     config = Config(found)
     has_file = False
     for argument in argv:
-        if argument.endswith(".py"):
+        if argument.endswith(".py") and not argument.startswith("-"):
             settings = read_config_file(argument, config)
             config.take(settings, settings.keys() - {"out_dir"} if has_file else ())
             has_file = True

@@ -32,6 +32,8 @@ from plumbing.signals import HANDLED
 SPLITS = ("train", "val")
 PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent dies
 FALLBACK = {"shakespeare": "pydoc"}  # where the first cannot be downloaded: CPython's own manual
+in_a_tool = False  # True in bench.py and check.py, which open their data many times
+unreachable = set()  # the names whose FALLBACK a tool has taken
 
 
 class DataError(BadInput):
@@ -89,7 +91,7 @@ def dataset_of_run(
     block_size: tokens in a window; train needs twice as many tokens, val one more than a window."""
     chosen = name
     try:
-        if so_far and so_far == FALLBACK.get(name):
+        if (so_far and so_far == FALLBACK.get(name)) or name in unreachable:
             raise Offline("This run started without a network.")
         folder, meta = found_or_made(make, name, data_dir)
     except Offline as error:
@@ -106,10 +108,14 @@ def dataset_of_run(
 
 
 def warn_of_fallback(name: str, chosen: str, why: Offline) -> None:
-    """Loudly: all numbers are of another text."""
-    bar = "!" * 90
+    """Loudly: all numbers are of another text. A tool warns once, in two lines."""
     found = f"!! {why}\n!! This run trains on {chosen!r} INSTEAD OF {name!r}"
-    say(f"{bar}\n{found}:\n!! its numbers say nothing about {name!r}.\n{bar}")
+    if not in_a_tool:
+        bar = "!" * 90
+        say(f"{bar}\n{found}:\n!! its numbers say nothing about {name!r}.\n{bar}")
+    elif name not in unreachable:
+        say(f"{found}: these numbers say nothing about {name!r}.")
+        unreachable.add(name)
 
 
 def found_or_made(make: Callable, name: str, data_dir: str) -> tuple[str, dict]:
