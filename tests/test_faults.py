@@ -48,7 +48,7 @@ def test_a_signal_to_the_whole_group_stops_after_a_checkpoint(run_train, straigh
     to_group = at_step(6, f"os.killpg(0, signal.{name})")
     stopped = run_train("run", *EVERYTHING, before=to_group, code=128 + getattr(signal, name))
     assert f"stopped by {name} at step 6" in stopped.stdout
-    assert "ckpt_00000006.pt" in stopped.stdout
+    assert stopped.checkpoint(6).exists()
     assert "type the same command" in stopped.stdout and "Traceback" not in stopped.stderr
     done = run_train("run", *EVERYTHING)
     assert done.fingerprint(12) == straight.fingerprint(12)
@@ -507,7 +507,7 @@ def test_after_two_rollbacks_it_stops_with_a_diagnosis_and_saves_nothing_poisone
     done = run_train("run", *ROLLBACK, before=bad, code=1)
     assert "Traceback" not in done.stderr
     message = done.stderr
-    for words in ("not finite", "2 rollbacks", "learning rates", "gradient norms", "--peak_lr"):
+    for words in ("not finite", "2 rollbacks", "lr", "grad_norm", "--peak_lr"):
         assert words in message
     assert f"sequence: {15 * 8}." in message
     assert [row["next_sequence"] for row in events(done, "rollback")] == [11 * 8, 13 * 8]
