@@ -252,7 +252,8 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
     print_line(
         "steps", "{max_steps:,}; {optimizer}, {schedule} {peak_lr:g} to {min_lr:g}".format(**c)
     )
-    print_line("device", "{device}, {threads} threads, deterministic {deterministic}".format(**c))
+    how = "{device}, {threads} threads, deterministic {on}"
+    print_line("device", how.format(**c, on=show(c["deterministic"])))
     print_line("dtype", f"{c['dtype']} ({run.reasons['dtype']})")
     print_line("compile", f"{show(c['compile'])} ({run.reasons['compile']})")
     print_line("peak", f"{peak[0] / 1e12:.3g} TFLOP/s ({peak[1]})")
