@@ -61,7 +61,7 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=int(seconds)))
 
 
-def best_words(best_metric: str, state: dict[str, Any]) -> str:
+def best_words(best_metric: str, state: dict) -> str:
     """What best.pt holds: `best validation loss 1.4599 at step 1,100`."""
     if math.isinf(state["best_val_loss"]):
         return "not evaluated yet"
@@ -127,7 +127,7 @@ FIELDS = {field.name: field for field in ALL_FIELDS}
 MEASURED = [field.name for field in ALL_FIELDS if field.writer == "clock"]
 
 
-def shown_fields(row: dict[str, Any], kind: str) -> list[Field]:
+def shown_fields(row: dict, kind: str) -> list[Field]:
     """What a line says of a row, in order: the fields of the table, then numbers that a model,
     train_step or evaluate of a fork returned."""
     known = [f for f in ALL_FIELDS if f.heading and f.kind == kind and f.name in row]
@@ -147,7 +147,7 @@ class Table:
         self.row = {}  # the one printed last
         self.live_again = 0.0  # when the live line may be written again, time.monotonic()
 
-    def print_row(self, row: dict[str, Any]) -> None:
+    def print_row(self, row: dict) -> None:
         """Print a row of metrics.jsonl. A field that is not in FIELDS gets a column of its own."""
         self.row = row
         start = self.progress(row["step"])
@@ -184,7 +184,7 @@ class Table:
         # The cursor returns to the start of the line, for whatever prints next
         say(words[: shutil.get_terminal_size().columns - 1], end="\r")
 
-    def print_evaluation(self, row: dict[str, Any], is_best: bool) -> None:
+    def print_evaluation(self, row: dict, is_best: bool) -> None:
         """Print a row of an evaluation, with every further number that evaluate() returned."""
         fields = shown_fields(row, "eval")
         words = [f"{field.heading} {field.shown(row[field.name]).strip()}" for field in fields]
@@ -192,12 +192,12 @@ class Table:
         say(self.progress(row["step"]), "  ".join(words), colour=GREEN if is_best else "")
 
 
-def print_event(step: int, event: str, fields: dict[str, Any]) -> None:
+def print_event(step: int, event: str, fields: dict) -> None:
     short = {key: f"{v:.4g}" if isinstance(v, float) else v for key, v in fields.items()}
     say(f"{step:>7} {event.replace('_', ' ')}:", *(f"{key} {v} " for key, v in short.items()))
 
 
-def resume_words(found: dict[str, Any], changed: dict[str, list]) -> str:
+def resume_words(found: dict, changed: dict[str, list]) -> str:
     """What the rows say of a resume. found: fields of an event `resume_checked`. changed: see
     change_words()."""
     words = "nothing to compare with"
@@ -222,7 +222,7 @@ def change_words(changed: dict[str, list]) -> str:
     return ", ".join(words)
 
 
-def diagnosis(why: str, recent: list[dict[str, Any]], rollbacks: int) -> str:
+def diagnosis(why: str, recent: list[dict], rollbacks: int) -> str:
     """Why a run cannot continue, with the numbers of its `recent` rows."""
     words = (
         "{why}, at step {step} after {rollbacks} rollbacks. The last rows: lr {lr}; grad_norm "
