@@ -209,14 +209,18 @@ def folder_name(config: Config) -> str:
     product counts."""
     if "out_dir" in config.typed:
         return config["out_dir"]
-    factors = [name for name in ("batch_size", "accum_steps") if name in config]
-    now, before = (math.prod(values[name] for name in factors) for values in (config, config.base))
+    factors = {"batch_size", "accum_steps"} & config.keys()
+    is_other_batch = product(config, factors) != product(config.base, factors)
     name = config["out_dir"]
     for key, knob in config.knobs.items():
-        counts = now != before if key in factors else knob.names_folder()
+        counts = is_other_batch if key in factors else knob.names_folder()
         if counts and key in config.typed and config[key] != config.base[key]:
             name += f",{key}={show(config[key])}"
     return name
+
+
+def product(values: dict, names: Collection[str]) -> int:
+    return math.prod(values[name] for name in names)
 
 
 def read_knobs(path: str | Path) -> dict[str, Knob]:
