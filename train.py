@@ -318,7 +318,7 @@ class Run:
     before: dict = field(default_factory=dict)  # `run` of that checkpoint, and its micro-batch
     knobs: dict = field(default_factory=dict)  # name -> cli.Knob: what a knob may do
     noted_size: int = 0  # of a micro-batch, in the newest event
-    batches: data.Batches | None = None  # the batches to come
+    batches: Iterator | None = None  # the batches to come
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
     steps_here: int = 0  # that this process has taken
     reasons: dict = field(default_factory=dict)  # knob that was auto -> why it has its value
@@ -402,7 +402,7 @@ def first_pass(run: Run) -> torch.nn.Module:
 
     model = safe_step.rehearse(run, compile, forward_backward, read)
     run.facts["run"]["compile"] = model is not run.model
-    console.print_line("memory", f"{machine.memory_gb(run.device):.3f} GB after a rehearsal")
+    console.say(f"memory   {machine.memory_gb(run.device):.3f} GB after a rehearsal")
     machine.reset_peak_memory(run.device)
     return model
 
@@ -556,11 +556,11 @@ def rows_at(step: int) -> int:
     return batch_size * accum_steps * world_size()
 
 
-def load_batches(run: Run) -> data.Batches:
+def load_batches(run: Run) -> Iterator:
     """The batches to come, read ahead by num_workers processes."""
     places = batches_to_come(run.state)
     timeout = 60 * ranks.HANG_MINUTES
-    return data.Batches(run.train_data, places, run.device, num_workers, prefetch_factor, timeout)
+    return data.batches(run.train_data, places, run.device, num_workers, prefetch_factor, timeout)
 
 
 def batches_to_come(state: dict) -> Iterator[tuple[int, int]]:

@@ -174,24 +174,6 @@ def test_an_edit_is_named_and_what_it_does_is_measured(resumed, copy, name):
     assert found_at(checked) == step and checked["equal"] == {14: 0, 15: 1, None: 2}[step]
 
 
-SCRIPT = "import sys\nimport train\nsys.exit(train.main())\n"
-
-
-def test_a_renamed_script_is_no_change(resumed, tmp_path):
-    old, new = tmp_path / "old.py", tmp_path / "new.py"
-    old.write_text(SCRIPT)
-
-    def source(path):
-        return f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')\n"
-
-    def rename(done):
-        old.rename(new)
-
-    first = HOW["SIGTERM"] + source(old)
-    checked, resume, _ = resumed("SIGTERM", first=first, then=source(new), edit=rename)
-    assert resume["changed"] == {} and checked["equal"] == 2
-
-
 def test_a_row_that_was_edited_by_hand_is_found(resumed):
     def edit(done):
         rows = [row | {"loss": 1.0} if is_row(row, 15) else row for row in done.rows()]
