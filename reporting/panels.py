@@ -1,6 +1,5 @@
 """What is drawn of runs: a list of panels, drawn into a picture here and by page.html."""
 
-import itertools
 import json
 import math
 import shlex
@@ -48,6 +47,7 @@ LOOKS = {  # of a line in matplotlib
         "markersize": 13,
         "markeredgecolor": "white",
         "clip_on": False,
+        "zorder": 5,
     },
     "dashed": {"lw": 1.2, "ls": "--"},
     "event": {"lw": 0.9, "ls": (0, (4, 3)), "zorder": 1},
@@ -255,14 +255,14 @@ def picture(runs):
     panels = panels_of(runs)
     columns = 2 if len(runs) == 1 else 3
     rows = math.ceil((len(panels) + 3) / columns)
-    fig = Figure((9 if len(runs) == 1 else 11, 0.7 + 1.8 * rows))
+    fig = Figure((10, 0.7 + 1.8 * rows))
+    lines = {}  # of the legend
     for i, panel in enumerate(panels):
         place = (i + 1, i + 4) if panel.field == "loss" else i + 4
         draw_panel(fig.add_subplot(rows, columns, place), panel)
-    curves = itertools.chain.from_iterable(panel.curves for panel in panels)
-    colours = {curve.key: COLOURS[curve.colour] for curve in curves}
-    lines = [Line2D([], [], lw=2.5, color=colour) for colour in colours.values()]
-    fig.legend(lines, colours.keys(), loc="outside lower left", ncols=5 if len(runs) == 1 else 3)
+        for curve in panel.curves:
+            lines[curve.key] = Line2D([], [], color=COLOURS[curve.colour], **LOOKS[curve.look])
+    fig.legend(lines.values(), lines.keys(), loc="outside lower left", ncols=3)
     fig.suptitle(heading(runs), x=0.01, ha="left", fontsize=10, linespacing=1.5)
     return fig
 

@@ -48,7 +48,10 @@ def best_of(run):
 
 
 def best_in_words(run):
-    return f"best {metric_of(run)[2]} {number(best_of(run)[0])}"
+    best, _ = best_of(run)
+    if not math.isfinite(best):
+        return "no evaluation"
+    return f"best {metric_of(run)[2]} {best:,.4f}"
 
 
 def unit_of(run):
@@ -160,18 +163,15 @@ def over_time(speeds):
     return 1 / mean(1 / speeds)
 
 
-# ---- numbers and tables in words -----------------------------------------------------------------
-
-
-def number(value: float, form=",.4f"):
-    return f"{value:{form}}" if math.isfinite(value) else "n/a"
-
-
 def table(header, rows):
     """A table in Markdown, its columns aligned for a terminal."""
-    cells = [[" ".join(str(cell).replace("|", "\\|").split()) for cell in row] for row in rows]
-    cells.insert(0, list(header))
+    cells = [header]
+    for row in rows:
+        cells.append([" ".join(str(cell).replace("|", "\\|").split()) for cell in row])
     widths = [min(WIDEST, max(3, *map(len, column))) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * width for width in widths])
-    lines = [" | ".join(map(str.ljust, row, widths)) for row in cells]
-    return "".join(f"| {line} |\n" for line in lines)
+    lines = []
+    for row in cells:
+        line = " | ".join(map(str.ljust, row, widths))
+        lines.append(f"| {line} |\n")
+    return "".join(lines)

@@ -86,8 +86,11 @@ def clipped_always(run):
 
 def norm_is_zero(run):
     norms = known(run.train["grad_norm"])
-    zeros = len(norms) - 1 - np.flatnonzero(norms).max(initial=-1)
-    return f"its norm is exactly 0 in the last {zeros:,} steps" if zeros >= 5 else None
+    last_other = np.flatnonzero(norms).max(initial=-1)
+    zeros = len(norms) - 1 - last_other
+    if zeros < 5:
+        return None
+    return f"its norm is exactly 0 in the last {zeros:,} steps"
 
 
 # ---- detectors: the loss -------------------------------------------------------------------------
@@ -144,7 +147,8 @@ def loss_rises(run):
     lowest = known(curve).min(initial=math.inf)
     rise = mean(curve[-1:]) - lowest
     error = noise / math.sqrt(half_window(run))
-    if not rise > max(6 * error, 0.05 * lowest):
+    least = max(6 * error, 0.05 * lowest)
+    if not rise > least:
         return None
     return f"it ends {rise:.3f} above {lowest:.3f}"
 
@@ -193,7 +197,9 @@ def plateau(run):
 
 def compared(before, after, of):
     """(`of` the losses before, `of` those after, standard error of the difference of means)."""
-    errors = [mean(losses, np.std) / np.sqrt(len(losses)) for losses in (before, after)]
+    errors = []
+    for losses in (before, after):
+        errors.append(mean(losses, np.std) / np.sqrt(len(losses)))
     return mean(before, of), mean(after, of), math.hypot(*errors)
 
 
@@ -231,15 +237,19 @@ def out_of_memory(run):
 def parts_of(run, field, count):
     """The numbers of a field in equal parts of a run; if it is short, all are NaN."""
     values = run.train[field]
-    return np.array_split(values if len(values) >= 40 else np.full(count, math.nan), count)
+    if len(values) < 40:
+        values = np.full(count, math.nan)
+    return np.array_split(values, count)
 
 
 def memory_grows(run):
     """A staircase: a peak that keeps rising long after all that a step needs was allocated."""
-    peaks = [mean(part, np.max) for part in parts_of(run, "mem_gb", 6)[1:]]
+    parts = parts_of(run, "mem_gb", 6)[1:]
+    peaks = [mean(part, np.max) for part in parts]
     first = peaks[0]
     last = peaks[-1]
-    rises = np.count_nonzero(np.diff(peaks) > 0.01 * first)
+    is_rise = np.diff(peaks) > 0.01 * first
+    rises = np.count_nonzero(is_rise)
     if rises < 3 or not last > 1.15 * first:
         return None
     return f"the peak is {first:.2f} GB after a third of the run, {last:.2f} GB at its end"
