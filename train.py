@@ -522,7 +522,7 @@ def log_two_more_steps(run: Run, model, signals: Signals, clock: Clock, step_ms:
 def lr_at(step: int) -> float:
     """Learning rate of update `step` (the first is 0): a pure function of the step. Linear warmup,
     then `schedule` down to min_lr at decay_steps: cosine (Loshchilov & Hutter 2017), linear,
-    constant, step, onecycle (Smith & Topin 2018: cosine both ways), wsd (Hu et al. 2024)."""
+    constant, step, onecycle (Smith & Topin 2018; cosine both ways), wsd (Hu et al. 2024)."""
     total = decay_steps or max_steps
     # 1) up to the peak; onecycle starts at a 25th of it and rises along a cosine
     if step < warmup_steps:

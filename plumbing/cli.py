@@ -129,12 +129,6 @@ class Config(dict):
         self.base = dict(self)
         self.typed = set()
 
-    def take(self, settings: dict, typed: Collection[str] = ()) -> None:
-        """Set knobs; the names of those that count as typed are in `typed`."""
-        self.update(settings)
-        self.typed = (self.typed - settings.keys()) | set(typed)
-        self.base |= {name: settings[name] for name in settings.keys() - typed}
-
 
 @contextmanager
 def configured(*scopes: dict, argv: list | None = None, names: list | None = None) -> Iterator:
@@ -155,10 +149,16 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
             continue
         if argument.startswith("-"):
             name, _, value = argument.removeprefix("--").partition("=")
-            config.take({name: accept(name, value, argument, config.knobs)}, {name})
+            config[name] = accept(name, value, argument, config.knobs)
+            config.typed.add(name)
         elif argument.endswith(".py"):
             settings = read_config_file(argument, config)
-            config.take(settings, settings.keys() - {"out_dir"} if has_file else ())
+            config.update(settings)
+            if has_file:
+                config.typed |= settings.keys() - {"out_dir"}
+            else:
+                config.base.update(settings)
+                config.typed -= settings.keys()
             has_file = True
         elif names is not None:
             names.append(argument)

@@ -27,7 +27,7 @@ def mapped(function: Callable, value: Any, path: tuple = ()) -> Any:
         new = copy.copy(value)  # with a state_dict's versions of modules
         new.update({key: mapped(function, item, (*path, key)) for key, item in value.items()})
         return new
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):  # torch.Size is a leaf
         return type(value)(mapped(function, item, (*path, n)) for n, item in enumerate(value))
     return function(value, path)
 

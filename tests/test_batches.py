@@ -240,7 +240,7 @@ def test_workers_die_with_a_run_that_is_killed():
         run.wait()
     assert len(workers) == 10
     try:
-        wait_for(lambda: not any(map(alive, workers)), 10)
+        wait_for(lambda: not any(map(alive, workers)), 30)
     finally:
         for pid in filter(alive, workers):
             os.kill(pid, signal.SIGKILL)

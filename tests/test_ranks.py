@@ -185,7 +185,7 @@ def test_where_memory_runs_out_on_one_rank_all_halve_their_micro_batch(run_train
 
 # ---- torchrun ------------------------------------------------------------------------------------
 
-LONG = ("--max_steps=100", "--save_interval=20", "--log_interval=20", "--dropout=0.1")
+LONG = ("--max_steps=300", "--save_interval=20", "--log_interval=5", "--dropout=0.1")
 
 
 LAUNCHED = [(2, "SIGTERM"), (2, "SIGKILL"), (1, "SIGINT"), (3, "SIGINT"), (4, "SIGTERM")]
@@ -196,17 +196,17 @@ def test_torchrun_passes_a_signal_on(start_train, run_train, once, count, name):
     """But for SIGKILL, of which nobody can tell the ranks: they see that their launcher is gone."""
     flags = (*LONG, f"--batch_size={12 // count}")
     process = start_train("run", *flags, launcher=torchrun(count), env=ONE_THREAD)
-    wait_for(lambda: re.search(r"\b20/100 ", process.log.read_text()))
+    wait_for(lambda: re.search(r"\b5/300 ", process.log.read_text()))
     pids = children(process)
     assert len(pids) == count
     process.send_signal(getattr(signal, name))
     assert process.wait(90) == (-9 if name == "SIGKILL" else 1)  # the launcher's own code
-    wait_for(lambda: not any(map(alive, pids)), 10)
+    wait_for(lambda: not any(map(alive, pids)))
     how = "left alone by its launcher" if name == "SIGKILL" else f"stopped by {name}"
     assert f"{how} at step" in process.log.read_text()
     done = run_train("run", *flags, before=ranks(count))
     straight = once(*flags, before=ranks(count))
-    assert done.fingerprint(100) == straight.fingerprint(100)
+    assert done.fingerprint(300) == straight.fingerprint(300)
 
 
 # ---- sharded -------------------------------------------------------------------------------------
