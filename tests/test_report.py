@@ -279,17 +279,6 @@ def test_a_report_that_cannot_be_written_is_one_line_and_an_exit_code(command, t
     assert command(folder, f"--report_dir={tmp_path / 'else'}").returncode == 0
 
 
-def test_what_a_terminal_obeys_does_not_reach_it(command, tmp_path):
-    rows = [*falling(60, data_ms=3.0), event(60, "sample", text="\x1b]0;title\x07\x9b2J\ud800")]
-    rows += [event(60, "end", ended="failed: \x1b[31m out of memory\nline")]
-    folder = write_run(tmp_path / "a\x1b[2Jb\u202ec", rows)
-    plain = write_run(tmp_path / "d", falling(40))
-    for arguments in ([folder], [folder, plain], [tmp_path / "\u202ee"]):
-        done = command(*arguments)
-        assert done.stdout or done.stderr
-        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", done.stdout + done.stderr)
-
-
 # ---- several runs --------------------------------------------------------------------------------
 
 
@@ -492,17 +481,10 @@ return {
   tip: plot.querySelector(".tip").textContent,
 };
 """
-PRESS = """
-const states = [], buttons = [...document.querySelectorAll("nav button")];
-const note = () => states.push([buttons.map(b => b.getAttribute("aria-pressed")).join(),
-  [...document.querySelectorAll("polyline")].filter(c => c.style.display == "none").length]);
-note(), buttons[1].click(), note();
-return [location.hash, ...states];
-"""
 
 
-def in_browser(path, script, width=1400, dark=False, place=""):
-    """What `script` returns in a page at this place of it. No error may have come before."""
+def in_browser(path, script, width=1400, dark=False):
+    """What `script` returns in a page. No error may have come before."""
     if BROWSER is None:
         pytest.skip("needs a browser: chromium, or google-chrome")
     html = path.read_text().replace("<head>", "<head>" + SPY)
@@ -511,7 +493,7 @@ def in_browser(path, script, width=1400, dark=False, place=""):
     flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --dump-dom"
     command = [BROWSER, *flags.split(), f"--user-data-dir={path.parent / 'browser'}"]
     command += [f"--window-size={width},900", f"--blink-settings=preferredColorScheme={1 - dark}"]
-    command += [f"file://{probed}{place}"]
+    command += [f"file://{probed}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     errors, result = json.loads(unescape(re.search('id="result">(.*)</pre>', done.stdout)[1]))
     assert errors == []
@@ -531,15 +513,6 @@ def test_it_opens_on_a_desk_and_a_phone_in_light_and_dark(tmp_path, width, dark)
         seen["tip"].startswith("step  149.2\ntraining, each step  ")
         and f"{loss:.4g}" in seen["tip"]
     )
-
-
-def test_a_button_hides_the_curves_of_a_run_also_after_a_reload(tmp_path):
-    path = page_of(*two_runs(tmp_path))
-    place, *states = in_browser(path, PRESS)
-    each = 3 * 2 + 5  # curves of a run
-    assert place == "#off=1" and states == [["true,true", 0], ["true,false", each]]
-    place, *states = in_browser(path, PRESS, place=place)
-    assert states == [["true,false", each], ["true,true", 0]]
 
 
 # ---- detectors of troubles -----------------------------------------------------------------------
