@@ -204,9 +204,7 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         folder = stack.enter_context(RunFolder(out_dir))
         if to_train:
             from_rank0(folder.lock)
-        path, damaged = from_rank0(resuming.find_checkpoint, folder, resume)
-        if to_train:
-            from_rank0(checkpoint.set_aside, damaged)
+        path = from_rank0(resuming.find_checkpoint, folder, resume, to_train)
         saved = checkpoint.load(path, verify=False) if path else None  # it is verified by now
         datasets = open_dataset(saved)
         own = bool(path) and folder.owns(path)
@@ -411,9 +409,8 @@ def begin(run: Run, table, saver) -> None:
     """Open the record. A run that begins here is evaluated and saved before its first step; rows of
     one that resumes are compared with those that the log already holds."""
     safe_step.note_halving(run)
-    cut = run.folder.begin(run, changes_since(run))
+    run.folder.begin(run, changes_since(run))
     if run.path and run.folder.owns(run.path):
-        run.folder.compare_with(resuming.rows_of_course(cut, run))
         return
     run.state["first_step"] = run.state["step"]
     record_evaluation(run, table)
@@ -880,8 +877,7 @@ def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
     state = run.state
     bad = recent[-1]
     kept = {key: state[key] for key in KEPT_IN_ROLLBACK}
-    path, damaged = from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)
-    from_rank0(checkpoint.set_aside, damaged)
+    path = from_rank0(checkpoint.newest_valid, run.folder.path, True, may_roll_back_to)
     if path is None or state["rollbacks"] == MOST_ROLLBACKS:
         raise RunFailed(console.diagnosis(trouble, recent, state["rollbacks"]))
     checkpoint.WholeState(run, checkpoint.load(path, verify=False)).put_back()

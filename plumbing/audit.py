@@ -1,6 +1,7 @@
 """Take a training step again from the same state, and compare hashes of all that it computes."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 from plumbing import machine
@@ -19,31 +20,29 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
     `audit_skipped`."""
     step = run.state["step"] + 1
     micro_batch = run.state["micro_batch"]
+    tries = []  # of each, {name: hash}
+    names = []  # that differ
     before = None if lacks_memory(run) else copy_of_state(run, clock)
-    hashes = []  # of each try, by name
-    names = []
-    while before and (len(hashes) < 2 or (names and len(hashes) < most)):
-        if hashes:
-            with clock.apart("audit"):
+    while before and (len(tries) < 2 or (names and len(tries) < most)):
+        with clock.apart("audit") if tries else nullcontext():
+            if tries:
                 before.put_back()
-                numbers = in_full(run, take_step)
-        else:
-            numbers = in_full(run, take_step)
+            numbers = take_step()
+            machine.synchronize(run.device)
         if any(agree(run.state["micro_batch"] != micro_batch)):  # maybe because of the copy
             before.put_back()
             run.state["micro_batch"] = micro_batch
             before = None
-            break
-        with clock.apart("audit"):
-            leaves = by_path(result_of(run, numbers)).items()
-            hashes.append({name: checksum(local(leaf)) for name, leaf in leaves})
-            names = differing(hashes)
+        else:
+            with clock.apart("audit"):
+                tries.append(hashes_of(run, numbers))
+                names = differing(tries)
     machine.reset_peak_memory(run.device)
     if before is None:
         run.folder.event(step, "audit_skipped", why="too little memory for a copy of the state")
         return take_step()
     if names:
-        judge(run, step, names, hashes)
+        judge(run, step, names, tries)
     return numbers
 
 
@@ -56,25 +55,21 @@ def copy_of_state(run, clock: Clock) -> WholeState:
     return before
 
 
-def in_full(run, take_step: Callable[[], dict]) -> dict:
-    numbers = take_step()
-    machine.synchronize(run.device)
-    return numbers
-
-
-def differing(hashes: list[dict]) -> list[str]:
+def differing(tries: list[dict]) -> list[str]:
     """What differs between the first two tries, on any rank."""
-    first, second = hashes[0], hashes[min(1, len(hashes) - 1)]
-    names = [name for name in first | second if first.get(name) != second.get(name)]
+    first, *rest = tries[:2]
+    names = [
+        name for second in rest for name in first | second if first.get(name) != second.get(name)
+    ]
     return sorted({name for own in from_all_ranks(names) for name in own})
 
 
-def judge(run, step: int, names: list[str], hashes: list[dict]) -> None:
+def judge(run, step: int, names: list[str], tries: list[dict]) -> None:
     """Record which of the first two tries is not like a third one. Raises RunFailed if none of them
     is, on any rank, or if there is no third."""
-    unlike = [own != hashes[-1] for own in hashes[:2]]
+    unlike = [own != tries[-1] for own in tries[:2]]
     neither, first = agree(all(unlike), unlike[0])
-    if len(hashes) == 3 and not neither:
+    if len(tries) == 3 and not neither:
         odd = "first" if first else "second"
         run.folder.event(step, "audit", odd=odd, tensors=names)
         return
@@ -102,11 +97,9 @@ def lacks_memory(run) -> bool:
     return any(agree(free is not None and needed > free))
 
 
-def result_of(run, numbers: dict) -> dict:
-    """A step's numbers and everything it changed, by name."""
-    names = {id(weight): name for name, weight in run.model.named_parameters()}
+def hashes_of(run, numbers: dict) -> dict[str, int]:
+    """Of a step's numbers and of everything it changed, by name."""
     gradients = {name: w.grad for name, w in run.model.named_parameters() if w.grad is not None}
     changed = run.checkpoint()
-    for saved, optimizer in zip(changed["optimizer"], run.optimizers, strict=True):
-        saved["state"] = {names.get(id(key), key): own for key, own in optimizer.state.items()}
-    return {"numbers": numbers, "gradient": gradients, "weights": changed.pop("model"), **changed}
+    result = {"numbers": numbers, "gradient": gradients, "weights": changed.pop("model"), **changed}
+    return {name: checksum(local(leaf)) for name, leaf in by_path(result).items()}

@@ -10,12 +10,11 @@ import torch
 
 from plumbing import checkpoint
 from plumbing.cli import Config, fail, product, show
-from plumbing.console import REPO, best_words, shown
-from plumbing.files import digests_by_name, read_json
+from plumbing.console import REPO, best_words, change_words, shown
+from plumbing.files import digest_of, read_json
 from plumbing.machine import choose_dtype, device_name
 from plumbing.ranks import say, world_size
-from plumbing.run_folder import RunFolder
-from plumbing.safe_step import leaves
+from plumbing.run_folder import Clock, RunFolder
 
 # Knobs that are resolved once. A resume takes the checkpoint's values, unless the command asks for
 # others.
@@ -37,7 +36,7 @@ def identity_of(config: Config, knobs: dict, data: dict, device: torch.device) -
         "global_batch": product(knobs, SPLIT) * world_size(),
         "dataset": data["name"],
         "data": data["fingerprint"],
-        "files": digests_by_name(data.get("files", ())),
+        "files": sorted([Path(path).name, digest_of(path)] for path in data.get("files", ())),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "device": device_name(device),
@@ -69,59 +68,34 @@ def known_changes(then: dict, now: dict, knobs: dict) -> dict[str, list]:
     return {name: [then[name], now[name]] for name in names if then[name] != now[name]}
 
 
-# ---- rows that this resume computes again --------------------------------------------------------
-
-
-def rows_of_course(rows: list[dict], run: Any) -> list[dict]:
-    """Of `rows` past the checkpoint of `run`, with the `resume` events before and among them, the
-    train and eval rows that were computed on today's course: with the same values of the knobs
-    whose comments have no word."""
-    now = run.facts["run"]
-    course = [name for name, knob in run.knobs.items() if not knob.policy]
-    writer = {"knobs": run.before, "changed": {}}  # the process that wrote the checkpoint
-    first = next((row for row in rows if row["kind"] == "event"), writer)
-    held = first["knobs"] | {name: then for name, (then, _) in first["changed"].items()}
-    found = []
-    for row in rows:
-        if row["kind"] == "event":
-            held = row["knobs"]
-        elif all(held.get(name, now[name]) == now[name] for name in course):
-            found.append(row)
-    return found
-
-
 # ---- may this run continue? ----------------------------------------------------------------------
 
 
-def find_checkpoint(folder: RunFolder, resume: str) -> tuple[Path | None, list[Path]]:
-    """(path of the checkpoint to start from or None for a new run, damaged files that are newer).
-    Rank 0 only. resume: "auto", "never", "restart" or a path. Raises BadInput if it contradicts the
-    folder."""
+def find_checkpoint(folder: RunFolder, resume: str, set_aside: bool) -> Path | None:
+    """Path of the checkpoint to start from, or None for a new run. Rank 0 only. resume: "auto",
+    "never", "restart" or a path. set_aside: rename damaged checkpoints. Raises BadInput if `resume`
+    contradicts the folder."""
     path = None
-    damaged = []
     try:
         if folder.holds_run() and resume != "restart":
             if resume == "never":
                 again = folder.fresh_out_dir()
                 fail(f"--resume=never, and {folder.path} holds a run; write {again}")
-            path, damaged = checkpoint.newest_valid(folder.path)
-            if not path:
-                refuse_lost_run(folder, damaged)
+            path = checkpoint.newest_valid(folder.path, set_aside)
+            if not path and (checkpoint.newest_first(folder.path) or has_trained(folder)):
+                found = f"the run in {folder.path} has no checkpoint that can be read"
+                fail(f"{found}; to start again write --resume=restart or {folder.fresh_out_dir()}")
         if resume not in ("auto", "never", "restart"):
             path = checkpoint_asked_for(folder, path, Path(resume))
     except OSError as error:  # of a read: not damage, so nothing is renamed
         place = shown(error.filename or folder.path)
         fail(f"{place} cannot be read ({error.strerror}); it may be undamaged: it stays as it is")
-    return path, damaged
+    return path
 
 
-def refuse_lost_run(folder: RunFolder, damaged: list[Path]) -> None:
-    """Raises BadInput if the folder's run has trained, and has no checkpoint that can be read."""
+def has_trained(folder: RunFolder) -> bool:
     rows = folder.rows
-    has_trained = rows.is_file() and '"kind": "train"' in rows.read_text(errors="replace")
-    if damaged or has_trained:
-        found = f"the run in {folder.path} has no checkpoint that can be read"
-        fail(f"{found}; to start again write --resume=restart or {folder.fresh_out_dir()}")
+    return rows.is_file() and '"kind": "train"' in rows.read_text(errors="replace")
 
 
 def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
@@ -222,16 +196,16 @@ def continue_from(run: Any, saved: dict, config: Config) -> None:
     own = run.folder.owns(run.path)
     then = saved["run"]
     now = run.facts["run"]
+    again = run.folder.fresh_out_dir() if own else "no --resume"
     for name, (was, new) in other_run(run, saved).items():
+        hint = f" or, to resume, --{name}={show(was)}" if name in saved["config"] else ""
         found = f"{name} changed from {was} to {new}: this run cannot be resumed with that"
-        again = run.folder.fresh_out_dir() if own else "no --resume"
-        if name in saved["config"]:
-            again += f" or, to resume, --{name}={show(was)}"
-        fail(f"{found}; write {again}")
+        fail(f"{found}; write {again}{hint}")
     step = saved["state"]["step"]
-    if own and "max_steps" in config.typed and config["max_steps"] < step:
+    least = step if own else step + 1
+    if config["max_steps"] < least and (not own or "max_steps" in config.typed):
         found = f"--max_steps={config['max_steps']}: {shown(run.path)} is at step {step:,}"
-        fail(f"{found}; expected no fewer, or {run.folder.fresh_out_dir()}")
+        fail(f"{found}; expected at least {least}, or write {again}")
     now["began_from"] = then.get("began_from") if own else str(run.path.resolve())
     if now["batch_size"] == then["batch_size"]:
         run.state["micro_batch"] = saved["state"]["micro_batch"]
@@ -240,23 +214,24 @@ def continue_from(run: Any, saved: dict, config: Config) -> None:
 def other_run(run: Any, saved: dict) -> dict[str, list]:
     """{name: [then, now]} of what makes `run` another one than that of the checkpoint `saved`: knobs
     whose comments say `fixed`, data, shapes of weights, the optimizers' groups."""
-    facts = saved["run"], run.facts["run"]
+    then = saved["run"]
+    now = run.facts["run"]
     names = [name for name, knob in run.knobs.items() if knob.policy == "fixed"]
     names += ["global_batch", "data", "files"]
-    if "portable" in [each["deterministic"] for each in facts]:
+    if "portable" in (then["deterministic"], now["deterministic"]):
         names.append("deterministic")
-    then, now = ({name: each.get(name) for name in names} for each in facts)
-    then |= parts_of(saved["model"], saved["groups"])
-    now |= parts_of(run.model.state_dict(), checkpoint.groups_of(run))
-    found = {name: [then.get(name, "absent"), now.get(name, "absent")] for name in now | then}
-    return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+    pairs = {name: [then.get(name), now.get(name)] for name in names}
+    old = saved["model"]
+    new = run.model.state_dict()
+    for name in new | old:
+        pairs[name] = [shape_of(weights.get(name)) for weights in (old, new)]
+    if saved["groups"] != checkpoint.groups_of(run):
+        pairs["the grouping of weights by configure_optimizers"] = ["the run's", "another"]
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def parts_of(weights: dict, groups: list) -> dict[str, Any]:
-    """{name: shape} of the weights, and the place of each in the optimizers' groups: (optimizer,
-    group, number)."""
-    shapes = {name: [*getattr(weight, "shape", [])] for name, weight in weights.items()}
-    return shapes | {f"the place of {name} in the groups": at for at, name in leaves(groups)}
+def shape_of(weight: Any) -> list | str:
+    return [*weight.shape] if isinstance(weight, torch.Tensor) else "absent"
 
 
 def is_finished(run: Any) -> bool:
@@ -269,26 +244,21 @@ def is_finished(run: Any) -> bool:
 
 def close_finished(run: Any) -> None:
     """Say that a run is finished and what to type to train longer, and record its end if a kill
-    came before that. Rank 0 only. Raises BadInput if the command asks for anything else than that
-    run."""
+    came before that. Rank 0 only. Raises BadInput if the command asks for another run."""
     config = run.facts["config"]
     state = run.state
     step = state["step"]
     name = shown(run.folder.path)
     again = f"--resume=restart or {run.folder.fresh_out_dir()}"
-    more = "raise --patience" if step < config["max_steps"] else "raise --max_steps"
-    if not run.folder.owns(run.path):
-        fail(f"{shown(run.path)} is at step {step:,} of --max_steps={config['max_steps']}; {more}")
-    longer = f"to train it longer, {more} with --out_dir={name}"
-    for knob, value in run.facts["run"].items():
-        then = run.before.get(knob, value)
-        if then != value and knob in run.knobs and run.knobs[knob].names_folder():
-            fail(
-                f"{name} holds a finished run: {knob} changed from {then} to {value}; "
-                f"for a run with that write {again}; {longer}"
-            )
+    knob = "--patience" if step < config["max_steps"] else "--max_steps"
+    longer = (
+        f"to train it longer, raise {knob} with --out_dir={name}; to start again, write {again}"
+    )
+    asked = {key: run.facts["run"][key] for key, each in run.knobs.items() if each.names_folder()}
+    if changed := known_changes(run.before, run.before | asked, run.knobs):
+        fail(f"{name} holds a finished run; changed since: {change_words(changed)}; {longer}")
     best = best_words(config["best_metric"], state)
-    say(f"{name} is finished: {step:,} steps, {best}; {longer}; to start again, write {again}")
+    say(f"{name} is finished: {step:,} steps, {best}; {longer}")
     run.folder.facts = read_json(run.folder.path / "run.json")
     if run.folder.facts.get("ended", "unknown") is None:
-        run.folder.end("finished", None, state, config["report"])
+        run.folder.end("finished", Clock(), state, config["report"])

@@ -290,24 +290,6 @@ def test_other_files_are_neither_resumed_from_nor_pruned(
         assert (done.out_dir / name).read_bytes() == content
 
 
-WRONG = {  # part -> what it might hold in a file whose checksums are right
-    **dict.fromkeys(("model", "optimizer", "scaler", "ema", "rng", "config", "run"), (None, 1.0)),
-    "state": (None, {"step": 7}),  # which the name denies
-}
-
-
-def test_a_whole_file_with_wrong_content_is_damaged(interrupted, tmp_path):
-    path = tmp_path / "ckpt_00000008.pt"
-    good = torch.load(interrupted / path.name, weights_only=True)
-    for part, values in WRONG.items():
-        for value in values:
-            torch.save(good | {part: value}, path)
-            with pytest.raises(checkpoint.Damaged):
-                checkpoint.load(path)
-    torch.save(good, path)
-    assert checkpoint.load(path)
-
-
 def test_a_checkpoint_of_another_version_is_refused_and_stays(run_train, interrupted, tmp_path):
     """In one line, which names the commit whose code can use it."""
     shutil.copytree(interrupted, tmp_path / "run")
@@ -397,7 +379,7 @@ def test_a_disk_that_is_full_at_the_end_is_waited_for(run_train, straight, small
     disk = small_disk(60)
     wait = WAITED.format(then=ROOM.format(str(disk / "filler")))
     done = run_train(disk / "run", *EVERYTHING, before=wait + at_step(6, FILL))
-    words = r"waiting to save ckpt_00000012.pt: it needs 0\.\d MB, and 0\.0 MB of the disk are free"
+    words = r"waiting for 0\.\d MB on the disk to save ckpt_00000012.pt"
     assert len(re.findall(words, done.stdout)) == 2
     assert done.fingerprint(12) == straight.fingerprint(12) and done.facts["ended"] == "finished"
 

@@ -334,10 +334,9 @@ def test_another_grouping_of_weights_is_refused_by_name(run_train):
     before = {path: path.read_bytes() for path in stopped.out_dir.iterdir()}
     another = [around("configure_optimizers", then=t) for t in (ANOTHER_GROUP, ANOTHER_ORDER)]
     done = run_train("run", *FLAGS, before=another[0], code=2)
-    assert "groups" in done.stderr and "--out_dir=" in done.stderr
+    assert "grouping of weights" in done.stderr and "--out_dir=" in done.stderr
     done = run_train("run", *FLAGS, before=another[1], code=2)
-    assert "--out_dir=" in done.stderr
-    assert "in the groups changed from (0, 0, 5) to (0, 0, 0)" in done.stderr
+    assert "grouping of weights" in done.stderr and "--out_dir=" in done.stderr
     assert {path: path.read_bytes() for path in stopped.out_dir.iterdir()} == before
     own = "{'params': [torch.nn.Parameter(torch.ones(2))]}"
     late = at_step(13, f"run.optimizers[0].add_param_group({own})")
