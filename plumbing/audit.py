@@ -5,11 +5,11 @@ from contextlib import nullcontext
 from functools import partial
 
 from plumbing import machine
-from plumbing.checkpoint import WholeState
+from plumbing.checkpoint import put_back
 from plumbing.cli import RunFailed
 from plumbing.ranks import agree, checksum, from_all_ranks, local
 from plumbing.run_folder import Clock
-from plumbing.safe_step import by_path, tensors
+from plumbing.safe_step import by_path, clone, tensors
 
 
 def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dict:
@@ -26,11 +26,11 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
     while before and (len(tries) < 2 or (names and len(tries) < most)):
         with clock.apart("audit") if tries else nullcontext():
             if tries:
-                before.put_back()
+                put_back(run, before)
             numbers = take_step()
             machine.synchronize(run.device)
         if any(agree(run.state["micro_batch"] != micro_batch)):  # maybe because of the copy
-            before.put_back()
+            put_back(run, before)
             run.state["micro_batch"] = micro_batch
             before = None
         else:
@@ -46,11 +46,11 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
     return numbers
 
 
-def copy_of_state(run, clock: Clock) -> WholeState:
+def copy_of_state(run, clock: Clock) -> dict:
     machine.synchronize(run.device)
     with clock.apart("audit"):
         machine.keep_freed_memory(False)  # or the copy would count as memory of the run
-        before = WholeState(run)
+        before = clone(run.checkpoint())
         machine.keep_freed_memory()
     return before
 

@@ -25,7 +25,6 @@ from plumbing.files import fsync, replacing
 from plumbing.fsdp import shard_like
 from plumbing.machine import copies_in_background, synchronize
 from plumbing.safe_step import (
-    Captured,
     as_bytes,
     by_path,
     clone,
@@ -64,16 +63,16 @@ def load(path: Path, verify: bool = True) -> dict:
         if verify:
             with zipfile.ZipFile(path) as archive:
                 if archive.testzip():
-                    raise Damaged("a checksum is wrong")
+                    raise zipfile.BadZipFile
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damage surfaces as any of half a dozen types
         for cause in (error, error.__context__):  # zipfile raises BadZipFile for a failed read
             if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
                 cause.filename = str(path)
                 raise cause from None
-        if out_of_memory(error) or isinstance(error, Damaged):
+        if out_of_memory(error):
             raise
-        raise Damaged("it is cut off, or no checkpoint") from error
+        raise Damaged("a checksum is wrong, it is cut off, or no checkpoint") from error
     if not isinstance(checkpoint, dict) or "model" not in checkpoint:
         raise Damaged("it is no checkpoint of train.py")
     found = checkpoint.get("format", 1)
@@ -134,54 +133,41 @@ def remove_after(folder: Path, step: int) -> None:
 # ---- put back ------------------------------------------------------------------------------------
 
 
-class WholeState(Captured):
-    """All that a checkpoint holds: weights, buffers, moments, scaler, averages, random and loop
-    state."""
+@torch.no_grad()
+def put_back(run, saved: dict) -> None:
+    """Put back all that a checkpoint holds: weights, buffers, moments, scaler, averages, random and
+    loop state. Of the loop's state, micro_batch stays as it is; so does the random state if it is
+    of another number of ranks, and those settings of an optimizer whose knobs have changed."""
+    here = run.model.state_dict()
+    weights = mapped(lambda w, path: shard_like(here.get(path[0]), w), saved["model"])
+    run.model.load_state_dict(weights)
+    for name, weight in run.model.named_parameters():
+        weight.requires_grad_(name not in saved["frozen"])
+    put_back_moments(run, saved["optimizer"])
+    averages = saved["model"] | saved["ema"]
+    for name, average in run.ema.items():
+        average.copy_(shard_like(average, averages[name]))
+    run.scaler.load_state_dict(saved["scaler"])
+    kept = run.state["micro_batch"]  # what memory allows stays known
+    run.state.update(clone(saved["state"]) | {"micro_batch": kept})
+    if len(saved["rng"]) == ranks.world_size():
+        set_rng_state(saved["rng"][ranks.rank()], run.device)
 
-    def __init__(self, run, parts: dict | None = None):
-        """parts: a checkpoint, to put it back; None captures the run. A collective call."""
-        self.run = run
-        self.parts = parts or clone(run.checkpoint())
 
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Of the loop's state, micro_batch stays as it is; so does the random state if it is of
-        another number of ranks, and those settings of an optimizer whose knobs have changed."""
-        run, parts = self.run, self.parts
-        self.put_back_weights()
-        self.put_back_moments()
-        averages = parts["model"] | parts["ema"]
-        for name, average in run.ema.items():
-            average.copy_(shard_like(average, averages[name]))
-        run.scaler.load_state_dict(parts["scaler"])
-        kept = run.state["micro_batch"]  # what memory allows stays known
-        run.state.update(clone(parts["state"]) | {"micro_batch": kept})
-        if len(parts["rng"]) == ranks.world_size():
-            set_rng_state(parts["rng"][ranks.rank()], run.device)
-
-    def put_back_weights(self) -> None:
-        model = self.run.model
-        here = model.state_dict()
-        saved = self.parts["model"]
-        model.load_state_dict(mapped(lambda w, path: shard_like(here.get(path[0]), w), saved))
-        for name, weight in model.named_parameters():
-            weight.requires_grad_(name not in self.parts["frozen"])
-
-    def put_back_moments(self) -> None:
-        run = self.run
-        optimizers = zip(run.optimizers, run.groups, self.parts["optimizer"], strict=True)
-        for optimizer, built, saved in optimizers:
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            moments = mapped(partial(own_part, weights), saved["state"])
-            groups = clone(saved["param_groups"])
-            for now, then, group in zip(built, saved["built"], groups, strict=True):
-                # as saved, except for the values that changed knobs now build differently
-                group.update({k: v for k, v in now.items() if repr(then.get(k)) != repr(v)})
-            own_keys = clone(saved | {"state": {}})
-            optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
-            for i, weight in enumerate(weights):  # torch casts to its dtype, and garbles a str
-                if i in moments:
-                    optimizer.state[weight] = on_devices_of(optimizer.state[weight], moments[i])
+def put_back_moments(run, parts: list[dict]) -> None:
+    optimizers = zip(run.optimizers, run.groups, parts, strict=True)
+    for optimizer, built, saved in optimizers:
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        moments = mapped(partial(own_part, weights), saved["state"])
+        groups = clone(saved["param_groups"])
+        for now, then, group in zip(built, saved["built"], groups, strict=True):
+            # as saved, except for the values that changed knobs now build differently
+            group.update({k: v for k, v in now.items() if repr(then.get(k)) != repr(v)})
+        own_keys = clone(saved | {"state": {}})
+        optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
+        for i, weight in enumerate(weights):  # torch casts to its dtype, and garbles a str
+            if i in moments:
+                optimizer.state[weight] = on_devices_of(optimizer.state[weight], moments[i])
 
 
 def own_part(weights: list, leaf: Any, path: tuple) -> Any:
@@ -347,9 +333,9 @@ class Saver:
         moved = tensors([weights, checkpoint["optimizer"], checkpoint["ema"]])
         if not all(tensor.isfinite().all() for tensor in moved):
             raise ValueError("a weight or moment is not finite")
-        row = {"kind": "event", "event": "saved", "step": checkpoint["state"]["step"]}
-        row |= {"sha256": digest_of_state(checkpoint), "files": names}
-        self.run.folder.write_rows([row])
+        step = checkpoint["state"]["step"]
+        digest = digest_of_state(checkpoint)
+        self.run.folder.record(step, "saved", sha256=digest, files=names)
         with contextlib.suppress(OSError):
             fsync(self.folder / "metrics.jsonl")
 
@@ -389,8 +375,7 @@ def on_host(leaf: Any, path: tuple) -> Any:
 
 def reason_of(error: Exception | None) -> str:
     """In words, on one line."""
-    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return words.splitlines()[0][:160]
+    return getattr(error, "strerror", None) or repr(error)[:160]
 
 
 def digest_of_state(checkpoint: dict) -> str:

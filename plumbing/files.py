@@ -68,7 +68,6 @@ def clean(value: Any) -> Any:
 def read_json(path: str | Path) -> dict:
     """The dict in the JSON file `path`, or {} if there is none that can be read."""
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}

@@ -1,5 +1,6 @@
 """May this run continue? What is known to have changed since its checkpoint, and is it finished?"""
 
+import math
 import platform
 import sys
 from hashlib import sha256
@@ -16,8 +17,7 @@ from plumbing.machine import choose_dtype, device_name
 from plumbing.ranks import say, world_size
 from plumbing.run_folder import Clock, RunFolder
 
-# Knobs that are resolved once. A resume takes the checkpoint's values, unless the command asks for
-# others.
+# Knobs that are resolved once. A resume takes the checkpoint's values, unless flags ask for others.
 KEPT = ("dtype", "compile", "batch_size", "accum_steps", "warmup_steps", "decay_steps")
 SPLIT = {"batch_size", "accum_steps"}  # of the global batch, one as given with the other
 ASKS_NOTHING = {"dtype": "auto", "compile": "auto", "decay_steps": 0}
@@ -32,7 +32,6 @@ def identity_of(config: Config, knobs: dict, data: dict, device: torch.device) -
     """What a checkpoint keeps as `run`: all knobs as resolved, and facts. knobs: globals of
     train.py. data: its facts["data"]."""
     return {name: knobs[name] for name in config.knobs} | {
-        "written": {name: config.base[name] for name in KEPT},
         "global_batch": product(knobs, SPLIT) * world_size(),
         "dataset": data["name"],
         "data": data["fingerprint"],
@@ -108,26 +107,20 @@ def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
         fail(f"--resume={asked} is a folder; for its best weights write --resume={asked}/best.pt")
     try:
         checkpoint.load(asked)
-    except checkpoint.Damaged as error:
-        fail(f"--resume={asked}: the file is damaged ({error}); write another checkpoint's path")
-    except FileNotFoundError:
-        fail(f"--resume={asked}: no such file; write auto, never, restart or a checkpoint's path")
+    except (checkpoint.Damaged, FileNotFoundError) as error:
+        fail(f"--resume={asked}: {error}; write auto, never, restart or a checkpoint's path")
     if newest:
-        fail(
-            f"--resume={asked}: {folder.path} holds a run that began from "
-            f"{began_from or 'no checkpoint'}; to resume it leave out --resume, "
-            f"to start from that file write {folder.fresh_out_dir()}"
-        )
+        found = f"{folder.path} holds a run that did not begin from it"
+        fail(f"--resume={asked}: {found}; leave out --resume, or write {folder.fresh_out_dir()}")
     return asked
 
 
 def resolve_auto_knobs(
-    config: Config, saved: dict | None, device: torch.device, own: bool
+    config: Config, saved: dict | None, device: torch.device
 ) -> tuple[dict, dict]:
     """({knob: value}, {knob: why}) of the knobs in KEPT: on a resume as in the checkpoint `saved`,
-    unless the command asks for another value; else by the hardware and other knobs. A new run's
-    `compile` is left to choose_compile(). own: whether the checkpoint is of the run's own
-    folder."""
+    unless a flag asks for another value; else by the hardware and other knobs. A new run's
+    `compile` is left to choose_compile()."""
     kept = {name: config[name] for name in KEPT}
     reasons = {}
     if saved:
@@ -140,7 +133,7 @@ def resolve_auto_knobs(
             reasons[name] = "as in the run so far"
         if then["world_size"] != world_size() and not asked & SPLIT:
             kept |= split_global_batch(then)
-        refuse_ended_schedule(config, then["decay_steps"], own)
+        refuse_ended_schedule(config, then["decay_steps"])
     if "warmup_steps" not in reasons:
         kept["warmup_steps"] = min(kept["warmup_steps"], config["max_steps"])
     kept["decay_steps"] = kept["decay_steps"] or config["max_steps"]
@@ -149,31 +142,23 @@ def resolve_auto_knobs(
 
 
 def asks_for(name: str, config: Config, saved: dict) -> bool:
-    """Whether a command asks for another value of a knob than the run in checkpoint `saved` has: by
-    a flag, or by an edited config file."""
-    same = [ASKS_NOTHING.get(name)]
-    if name not in config.typed:
-        same.append(saved["run"]["written"][name])
-    else:
-        same.append(saved["run"][name])
-        if name in SPLIT:  # other ranks may have split it anew
-            same.append(saved["config"][name])
-    return config[name] not in same
+    """Whether a flag asks for another value of a knob than the run in checkpoint `saved` has."""
+    same = [ASKS_NOTHING.get(name), saved["run"][name]]
+    if name in SPLIT:  # other ranks may have split it anew
+        same.append(saved["config"][name])
+    return name in config.typed and config[name] not in same
 
 
-def refuse_ended_schedule(config: Config, planned: int, own: bool) -> None:
+def refuse_ended_schedule(config: Config, planned: int) -> None:
     """Raises BadInput if max_steps was raised past the end of a schedule as first planned."""
     more = config["max_steps"]
     if config["schedule"] in ("constant", "step") or config["decay_steps"] or more <= planned:
         return
-    here = f"--out_dir={shown(config['out_dir'])} "
-    again = ", or --resume=restart (this one is kept as NAME.old_1)"
-    if not own:  # which leaves its folder empty
-        here = again = ""
+    here = f"--out_dir={shown(config['out_dir'])}"
     fail(
         f"this run was planned for {planned:,} steps, where its learning rate ends; "
-        f"for --max_steps={more} write {here}--decay_steps={more} (plan anew from here), "
-        f"{here}--decay_steps={planned} (train on at the last rate){again}"
+        f"for --max_steps={more} write {here} --decay_steps={more} (plan anew from here) "
+        f"or {here} --decay_steps={planned} (train on at the last rate)"
     )
 
 
@@ -185,8 +170,7 @@ def split_global_batch(then: dict) -> dict[str, int]:
     if rest:
         found = f"the {whole} sequences of this run's batch do not divide by {count} ranks"
         fail(f"{found}; expected a number of ranks that divides them")
-    most = min(rows, then["batch_size"])
-    micro = max(size for size in range(1, most + 1) if rows % size == 0)
+    micro = math.gcd(rows, then["batch_size"])
     return {"batch_size": micro, "accum_steps": rows // micro}
 
 

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class RunFolder(ExitStack):
         self.locked = None  # the open lock file
         self.wandb = None
         self.witness = None  # of rows that this resume computes again
-        self.resume = {}  # its row
+        self.resumed = None  # (step, what is known to have changed) of that resume
 
     # ---- one run at a time -----------------------------------------------------------------------
 
@@ -149,9 +150,8 @@ class RunFolder(ExitStack):
             self.facts["resumes"].append({"time": now(), "from": str(run.path), "step": step})
             knobs = {name: run.facts["run"][name] for name in run.knobs}
             knobs["device"] = run.facts["config"]["device"]
-            self.resume = {"kind": "event", "event": "resume", "step": step}
-            self.resume |= {"checkpoint": run.path.name, "knobs": knobs, "changed": changed}
-            self.write_rows([self.resume])
+            self.resumed = step, changed
+            self.record(step, "resume", checkpoint=run.path.name, knobs=knobs, changed=changed)
         if is_own:
             self.witness = Witness(rows_of_course(cut, run))
         self.write_facts()
@@ -162,11 +162,12 @@ class RunFolder(ExitStack):
 
     def close_witness(self, step: int) -> None:
         """Record as an event `resume_checked` what was compared since the resume, and print it."""
+        begin, changed = self.resumed
         names = ("compared", "equal", "steps", "first_difference")
-        found = {"from": self.resume["step"]} | {n: getattr(self.witness, n) for n in names}
+        found = {"from": begin} | {name: getattr(self.witness, name) for name in names}
         self.witness = None
-        self.write_rows([{"kind": "event", "step": step, "event": "resume_checked", **found}])
-        words = console.resume_words(found, self.resume["changed"])
+        self.record(step, "resume_checked", **found)
+        words = console.resume_words(found, changed)
         is_off = not self.facts["run"]["deterministic"]
         say(f"{words} (deterministic mode is off)" if is_off else words)
 
@@ -178,7 +179,7 @@ class RunFolder(ExitStack):
             self.close_witness(state["step"])
         clock.lap("save")  # what is not counted yet: the last save, and workers that leave
         end = {"ended": ended, "seconds": clock.seconds}
-        self.write_rows([{"kind": "event", "step": state["step"], "event": "end", **end}])
+        self.record(state["step"], "end", **end)
         self.facts |= {"end": now(), **end, "state": state}
         self.write_facts()
         best_metric = self.facts["config"]["best_metric"]
@@ -197,6 +198,9 @@ class RunFolder(ExitStack):
     def event(self, step: int, event: str, **fields: Any) -> None:
         """Record an event in metrics.jsonl and print it."""
         console.print_event(step, event, fields)
+        self.record(step, event, **fields)
+
+    def record(self, step: int, event: str, **fields: Any) -> None:
         self.write_rows([{"kind": "event", "step": step, "event": event, **fields}])
 
     def write_rows(self, rows: list[dict], to_wandb: bool = True) -> None:
@@ -266,9 +270,9 @@ def write_report(folder: Path) -> None:
     """Print what report.py prints, run for at most a minute; one line if it fails."""
     command = [sys.executable, str(REPO / "report.py"), str(folder)]
     try:
-        done = subprocess.run(command, timeout=60, capture_output=True, errors="replace")
-        done.check_returncode()
-        say(done.stdout.rstrip())
+        say(
+            subprocess.check_output(command, timeout=60, stderr=subprocess.PIPE, text=True).rstrip()
+        )
     except (OSError, subprocess.SubprocessError) as error:
         say(f"report   failed ({error})")
 
@@ -311,10 +315,10 @@ def now() -> str:
 def git_state() -> dict:
     """{commit, dirty, diff_sha256} of the repository. The Docker image has GIT_COMMIT, not .git."""
     git = ["git", f"--git-dir={REPO}/.git", f"--work-tree={REPO}"]  # never a parent folder's .git
-    quiet = {"stderr": subprocess.DEVNULL}
+    run = partial(subprocess.run, capture_output=True, check=True)
     try:
-        diff = subprocess.check_output([*git, "diff", "HEAD"], **quiet)
-        commit = subprocess.check_output([*git, "rev-parse", "HEAD"], **quiet).decode().strip()
+        diff = run([*git, "diff", "HEAD"]).stdout
+        commit = run([*git, "rev-parse", "HEAD"], text=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return {"commit": os.environ.get("GIT_COMMIT"), "dirty": None, "diff_sha256": None}
     return {"commit": commit, "dirty": bool(diff), "diff_sha256": sha256(diff).hexdigest()}

@@ -19,12 +19,12 @@ class Witness:
     """
 
     def __init__(self, old_rows: Iterable[dict]):
-        self.old_rows = {}  # (step, kind) -> row, until it is compared
-        self.old_data = {}  # step -> `sequences` of the train row
-        for row in old_rows:
-            self.old_rows.setdefault(key_of(row), row)
-            if row["kind"] == "train":
-                self.old_data.setdefault(row["step"], row.get("sequences"))
+        # (step, kind) -> row, until it is compared
+        self.old_rows = {key_of(row): row for row in reversed([*old_rows])}
+        rows = self.old_rows.items()
+        self.old_data = {
+            step: row.get("sequences") for (step, kind), row in rows if kind == "train"
+        }
         self.last_step = max((step for step, _ in self.old_rows), default=-1)
         self.other_data = -1  # step of the newest train row, if its `sequences` are others
         self.compared = 0  # rows

@@ -200,7 +200,7 @@ def test_a_path_that_is_no_checkpoint_is_refused(refused, stopped, tmp_path, con
 
 def test_a_path_is_never_ignored_where_a_run_is(refused_there, stopped):
     """Neither one that is not there, nor any other than the one that the run began from."""
-    refused_there("--resume=nowhere.pt", words=["--resume=nowhere.pt", "no such file"])
+    refused_there("--resume=nowhere.pt", words=["--resume=nowhere.pt", "No such file"])
     older = stopped.out_dir / "ckpt_00000004.pt"
     words = [f"--resume={older}", "began from no checkpoint", "--out_dir=run_2"]
     refused_there(f"--resume={older}", words=words)
