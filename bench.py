@@ -657,7 +657,6 @@ def job_of(words, script, *scopes):
         torch.use_deterministic_algorithms(strict)
 
 
-@cli.setting(vars(data), in_a_tool=True)
 def measure(own, argv):
     """Run the parts that --only names. own: globals() of the script, with its PARTS. Returns what
     its JSON file holds: {part: result}, and facts."""

@@ -315,7 +315,7 @@ class Run:
     before: dict = field(default_factory=dict)  # `run` of that checkpoint, and its micro-batch
     knobs: dict = field(default_factory=dict)  # name -> cli.Knob: what a knob may do
     noted_size: int = 0  # of a micro-batch, in the newest event
-    batches: data.Batches | None = None  # the batches to come
+    batches: Iterator | None = None  # the batches to come
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
     steps_here: int = 0  # that this process has taken
     reasons: dict = field(default_factory=dict)  # knob that was auto -> why it has its value
@@ -399,7 +399,7 @@ def first_pass(run: Run) -> torch.nn.Module:
 
     model = safe_step.rehearse(run, compile, forward_backward, read)
     run.facts["run"]["compile"] = model is not run.model
-    console.print_line("memory", f"{machine.memory_gb(run.device):.3f} GB after a rehearsal")
+    console.say(f"memory   {machine.memory_gb(run.device):.3f} GB after a rehearsal")
     machine.reset_peak_memory(run.device)
     return model
 
@@ -518,7 +518,7 @@ def log_two_more_steps(run: Run, model, signals: Signals, clock: Clock, step_ms:
 def lr_at(step: int) -> float:
     """Learning rate of update `step` (the first is 0): a pure function of the step. Linear warmup,
     then `schedule` down to min_lr at decay_steps: cosine (Loshchilov & Hutter 2017), linear,
-    constant, step, onecycle (Smith & Topin 2018: cosine both ways), wsd (Hu et al. 2024)."""
+    constant, step, onecycle (Smith & Topin 2018; cosine both ways), wsd (Hu et al. 2024)."""
     total = decay_steps or max_steps
     # 1) up to the peak; onecycle starts at a 25th of it and rises along a cosine
     if step < warmup_steps:
@@ -552,11 +552,11 @@ def rows_at(step: int) -> int:
     return batch_size * accum_steps * world_size()
 
 
-def load_batches(run: Run) -> data.Batches:
+def load_batches(run: Run) -> Iterator:
     """The batches to come, read ahead by num_workers processes."""
     places = batches_to_come(run.state)
     timeout = 60 * ranks.HANG_MINUTES
-    return data.Batches(run.train_data, places, run.device, num_workers, prefetch_factor, timeout)
+    return data.batches(run.train_data, places, run.device, num_workers, prefetch_factor, timeout)
 
 
 def batches_to_come(state: dict) -> Iterator[tuple[int, int]]:

@@ -1,8 +1,7 @@
 """TinyShakespeare by character with one layer and both extras, for the lowest loss: minutes on two
 CPU cores.
 
-python train.py config/shakespeare_best.py: validation loss 1.436 ± 0.002 (three seeds), measured
-with two more heads that learned to predict later tokens.
+python train.py config/shakespeare_best.py: validation loss 1.446 ± 0.003 (three seeds).
 """
 
 out_dir = "out/shakespeare_best"

@@ -23,7 +23,7 @@ from plumbing import ranks
 from plumbing.cli import RunFailed, fail
 from plumbing.files import fsync, replacing
 from plumbing.fsdp import shard_like
-from plumbing.machine import copies_in_background, synchronize
+from plumbing.machine import synchronize
 from plumbing.safe_step import (
     as_bytes,
     by_path,
@@ -370,7 +370,7 @@ def on_host(leaf: Any, path: tuple) -> Any:
     if ranks.rank() > 0:
         return None
     copied = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return copied.copy_(tensor, non_blocking=copies_in_background(tensor.device))
+    return copied.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
 def reason_of(error: Exception | None) -> str:

@@ -26,30 +26,28 @@ from typing import Any, NoReturn
 POLICY = ("fixed", "free")  # the words in which a comment may end
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 NAME = re.compile("[a-z][a-z0-9_]*")  # of a knob
-WORD = re.compile(rf"; ({'|'.join(POLICY)})$")
 INTERVAL = re.compile(r"([\[(])(-?[\d.e]+), ?(-?[\d.e]+|inf)([\])])")
 CHOICES = re.compile(r"\w+(?: \| \w+)+")
-GONE = "gone since 2026-11-25"
 NAMES_ELSEWHERE = {  # nanoGPT's name, or one that is gone: what to type instead
     "always_save_checkpoint": "--save_interval=N saves whatever the loss is; best.pt is separate",
     "backend": "--device decides it: nccl for cuda, gloo for cpu",
     "bias": "no counterpart: none of the --n_layer layers has a bias",
     "decay_lr": "--schedule=cosine decays the rate, --schedule=constant does not",
-    "dollars_per_hour": f"{GONE}: report.py gives device-hours",
+    "dollars_per_hour": "gone since 2026-11-25: report.py gives device-hours",
     "eval_iters": "--eval_tokens=N evaluates the first N tokens, --eval_tokens=0 all of them",
     "eval_only": "no counterpart: every run also evaluates before its first step (--eval_interval)",
     "gradient_accumulation_steps": "here it is accum_steps",
-    "hang_minutes": f"{GONE}: HANG_MINUTES in plumbing/ranks.py",
+    "hang_minutes": "gone since 2026-11-25: HANG_MINUTES in plumbing/ranks.py",
     "init_from": "--resume takes auto, never, restart or a checkpoint's path; GPT-2's do not fit",
     "learning_rate": "here it is peak_lr",
     "lr_decay_iters": "here it is decay_steps",
     "max_iters": "here it is max_steps",
-    "max_rollbacks": f"{GONE}: MOST_ROLLBACKS in train.py",
-    "max_skipped": f"{GONE}: MOST_SKIPPED in train.py",
-    "n_future_tokens": f"{GONE}: it showed no gain; --ngram_rows and --conv_width do",
-    "offline_dataset": f"{GONE}: --dataset=pydoc needs no network",
-    "offload": f"{GONE}: a smaller --batch_size or --grad_checkpoint=true needs less memory",
-    "save_minutes": f"{GONE}: --save_interval=N saves every N steps, SIGUSR1 at once",
+    "max_rollbacks": "gone since 2026-11-25: MOST_ROLLBACKS in train.py",
+    "max_skipped": "gone since 2026-11-25: MOST_SKIPPED in train.py",
+    "n_future_tokens": "gone since 2026-11-25: it showed no gain; --ngram_rows and --conv_width do",
+    "offline_dataset": "gone since 2026-11-25: --dataset=pydoc needs no network",
+    "offload": "gone since 2026-11-25: a smaller --batch_size or --grad_checkpoint=true needs less memory",
+    "save_minutes": "gone since 2026-11-25: --save_interval=N saves every N steps, SIGUSR1 at once",
     "warmup_iters": "here it is warmup_steps",
 }
 
@@ -75,8 +73,6 @@ def fail(message: object) -> NoReturn:
 def run_script(main: Callable[[], int | None]) -> int:
     """Call main() and return the exit code. An error of ours is one line on stderr, any other is
     Python's traceback; a closed pipe, as by `| head`, or a full disk is none."""
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        stream.reconfigure(errors="backslashreplace")  # for a terminal that lacks a character
     code, message = 1, ""
     try:
         code = main() or 0
@@ -86,8 +82,8 @@ def run_script(main: Callable[[], int | None]) -> int:
         code = 0
     except (BadInput, RunFailed) as error:
         code = error.exit_code
+        failed = "failed: " if code == 1 else ""
         if not error.said:
-            failed = "failed: " if isinstance(error, RunFailed) else ""
             message = f"{os.path.basename(sys.argv[0])}: {failed}{error}\n"
     except Exception:
         message = traceback.format_exc()
@@ -107,13 +103,17 @@ def printable(text: str) -> str:
 
 @dataclass
 class Knob:
-    """What a script's source says of a knob. policy: the word of POLICY in which the comment ends,
-    or ""."""
+    """What a script's source says of a knob."""
 
     default: Any
     comment: str = ""
     heading: str = ""  # the full-line comments above its group
-    policy: str = ""
+
+    @property
+    def policy(self) -> str:
+        """The word of POLICY in which the comment ends, or ""."""
+        word = self.comment.rpartition("; ")[2]
+        return word if word in POLICY else ""
 
     def names_folder(self) -> bool:
         return self.policy != "free"
@@ -129,12 +129,6 @@ class Config(dict):
         self.base = dict(self)
         self.typed = set()
 
-    def take(self, settings: dict[str, Any], typed: Collection[str]) -> None:
-        """Set knobs; the names of those that count as typed are in `typed`."""
-        self.update(settings)
-        self.typed = (self.typed - settings.keys()) | set(typed)
-        self.base |= {name: settings[name] for name in settings.keys() - typed}
-
 
 @contextmanager
 def configured(*scopes: dict, argv: list | None = None, names: list | None = None) -> Iterator:
@@ -146,25 +140,32 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     refuses them."""
     argv = sys.argv[1:] if argv is None else argv
     owned = [(scope, read_knobs(scope["__file__"])) for scope in scopes]
-    found = {}
-    for scope, knobs in owned:
-        found |= {name: replace(knob, default=scope[name]) for name, knob in knobs.items()}
-    config = Config(found)
+    config = Config(
+        {n: replace(knob, default=scope[n]) for scope, knobs in owned for n, knob in knobs.items()}
+    )
     has_file = False
     for argument in argv:
-        if argument.endswith(".py") and not argument.startswith("-"):
-            settings = read_config_file(argument, config)
-            config.take(settings, settings.keys() - {"out_dir"} if has_file else ())
-            has_file = True
-        elif argument.startswith("-") and argument not in ("-h", "--help"):
+        if argument in ("-h", "--help"):
+            continue
+        if argument.startswith("-"):
             name, _, value = argument.removeprefix("--").partition("=")
-            config.take({name: accept(name, value, argument, found)}, {name})
+            config[name] = accept(name, value, argument, config.knobs)
+            config.typed.add(name)
+        elif argument.endswith(".py"):
+            settings = read_config_file(argument, config)
+            config.update(settings)
+            if has_file:
+                config.typed |= settings.keys() - {"out_dir"}
+            else:
+                config.base.update(settings)
+                config.typed -= settings.keys()
+            has_file = True
         elif names is not None:
             names.append(argument)
-        elif not argument.startswith("-"):
+        else:
             fail(f"unexpected argument {argument!r}; write config/FILE.py or --key=value")
-    if "-h" in argv or "--help" in argv:
-        print_help(scopes[-1], config)
+    if {"-h", "--help"} & set(argv):
+        print_help(scopes[-1]["__doc__"] or "", config)
         raise SystemExit(0)
     for name, path in config.items():
         if name.endswith("_dir") and path:
@@ -175,7 +176,7 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
         yield config
 
 
-def read_config_file(argument: str, config: Config) -> dict[str, Any]:
+def read_config_file(argument: str, config: Config) -> dict:
     """{name: value} that a config file assigns. An error in it is Python's."""
     if not os.path.isfile(argument):
         fail(f"no config file {argument} in {os.getcwd()}")
@@ -189,7 +190,7 @@ def read_config_file(argument: str, config: Config) -> dict[str, Any]:
 
 
 @contextmanager
-def setting(scope: dict[str, Any], /, **values: Any) -> Iterator[None]:
+def setting(scope: dict, /, **values: Any) -> Iterator[None]:
     """Set globals of a script in a block, or in a function that it decorates, then give them back.
 
     scope: globals() of the script. Raises KeyError, and sets none, if it lacks one of the names.
@@ -208,13 +209,12 @@ def folder_name(config: Config) -> str:
     product counts."""
     if "out_dir" in config.typed:
         return config["out_dir"]
-    names = {name for name in config.typed if config.knobs[name].names_folder()}
     factors = {"batch_size", "accum_steps"} & config.keys()
-    if product(config, factors) != product(config.base, factors):
-        names |= factors & config.typed
+    is_other_batch = product(config, factors) != product(config.base, factors)
     name = config["out_dir"]
-    for key in config:
-        if key in names and config[key] != config.base[key]:
+    for key, knob in config.knobs.items():
+        counts = is_other_batch if key in factors else knob.names_folder()
+        if counts and key in config.typed and config[key] != config.base[key]:
             name += f",{key}={show(config[key])}"
     return name
 
@@ -224,30 +224,28 @@ def product(values: dict, names: Collection[str]) -> int:
 
 
 def read_knobs(path: str | Path) -> dict[str, Knob]:
-    """{name: Knob} of the knobs in the script at `path`, in order."""
-    source = Path(path).read_text(encoding="utf-8")
-    lines = source.splitlines()
+    """{name: Knob} of the knobs in the script at `path`, in order. A knob stands on one line."""
     knobs = {}
     heading = ""
-    end = 0  # the number of the last line that belongs to a knob or a statement
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            break
-        above = [line.strip("#-= ") for line in lines[end : node.lineno - 1] if line[:1] == "#"]
-        end = node.end_lineno
+    above = []  # the comments since the last statement
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        name, _, value = line.partition(" = ")
         default = None
-        match node:
-            case ast.Assign([ast.Name(name)], value) if NAME.fullmatch(name):
-                with suppress(ValueError):  # no plain value
-                    default = ast.literal_eval(value)
-        if isinstance(default, str | int | float):
+        if NAME.fullmatch(name):
+            with suppress(ValueError, SyntaxError):  # no plain value
+                default = ast.literal_eval(value)
+        if line.startswith(("def ", "class ", "@")):
+            break
+        elif line.startswith("#  ") and knobs and not above:
+            [*knobs.values()][-1].comment += " " + line.strip("# ")
+        elif line.startswith("#"):
+            above.append(line.strip("#-= "))
+        elif isinstance(default, str | int | float):
             heading = " ".join(above) or heading
-            comment = lines[end - 1][node.end_col_offset :].strip("# ")
-            while end < len(lines) and lines[end].startswith("#  "):
-                comment += " " + lines[end].strip("# ")
-                end += 1
-            word = WORD.search(comment)
-            knobs[name] = Knob(default, comment, heading, word[1] if word else "")
+            knobs[name] = Knob(default, value.partition(" # ")[2].strip(), heading)
+            above = []
+        elif line:
+            above = []
     return knobs
 
 
@@ -258,15 +256,15 @@ def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
         fail(f"unknown name {name!r} in {written}; {hint_for(name, knobs)}")
     default, comment = knobs[name].default, knobs[name].comment
     choices = CHOICES.search(comment)
+    words = choices[0].split(" | ") if choices else ["true", "false"]
+    fits = False
     if choices or isinstance(default, bool):
-        words = choices[0].split(" | ") if choices else ("true", "false")
-        text = show(value).lower()
-        value = BOOLEANS.get(text, text) if "true" in words else value
+        if "true" in words:
+            value = BOOLEANS.get(show(value).lower(), value)
         fits = show(value) in words
     elif isinstance(default, str):
         fits = isinstance(value, str) and (value or not default)
     else:
-        fits = False
         with suppress(ValueError, OverflowError):  # int(nan), int(inf)
             number = float(show(value))
             value = type(default)(number)
@@ -281,9 +279,9 @@ def is_in(number: float, interval: re.Match | None) -> bool:
     """Whether a number is in an interval such as [1, inf). None: any number is."""
     if not interval:
         return True
-    opening, low, high, closing = interval.groups()
-    ends = [float(low)] * (opening == "[") + [float(high)] * (closing == "]")
-    return float(low) < number < float(high) or number in ends
+    low, high = float(interval[2]), float(interval[3])
+    is_end = (number == low and interval[1] == "[") or (number == high and interval[4] == "]")
+    return is_end or low < number < high
 
 
 def show(value: Any) -> str:
@@ -294,16 +292,17 @@ def show(value: Any) -> str:
 def hint_for(name: str, knobs: dict) -> str:
     """What to write instead of an unknown `name`."""
     near = difflib.get_close_matches(name.lower(), knobs, n=1)
-    if name not in NAMES_ELSEWHERE and near:
+    if name in NAMES_ELSEWHERE:
+        return NAMES_ELSEWHERE[name]
+    if near:
         return f"did you mean {near[0]}?"
-    unknown = "--help lists every name; one of your own, in a file, begins with _"
-    return NAMES_ELSEWHERE.get(name, unknown)
+    return "--help lists every name; one of your own, in a file, begins with _"
 
 
-def print_help(scope: dict[str, Any], config: Config) -> None:
+def print_help(about: str, config: Config) -> None:
     """Print a script's docstring and its knobs, with the values that the other arguments give
     them."""
-    print((scope["__doc__"] or "").strip())
+    print(about.strip())
     heading = ""
     for name, knob in config.knobs.items():
         if knob.heading != heading:

@@ -19,6 +19,16 @@ CLEAR = "\x1b[K"  # from the cursor to the end of the line
 GREEN = "\x1b[32m"
 RESET = "\x1b[0m"
 LIVE_SECONDS = 0.25  # between two updates of the live line
+PLAN = """\
+model    {model}; {parameters:,} parameters
+data     {dataset}: {train_rows:,} sequences, {val_rows:,} to validate
+batch    {batch_size} x {accum_steps} x {world_size} = {global_batch} sequences of {block_size} \
+= {tokens:,} tokens a step
+steps    {max_steps:,}; {optimizer}, {schedule} {peak_lr:g} to {min_lr:g}
+device   {device}, {threads} threads, deterministic {deterministic}
+dtype    {dtype} ({why[dtype]})
+compile  {compile} ({why[compile]})
+peak     {peak:.3g} TFLOP/s ({peak_source})"""
 
 
 def say(*words: object, colour: str = "", end: str = "\n") -> None:
@@ -38,7 +48,7 @@ def is_first_rank() -> bool:
 
 def on_terminal() -> bool:
     """Whether stdout is a terminal that obeys the escape sequences above."""
-    return bool(sys.stdout) and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def shown(path: str | Path) -> str:
@@ -51,7 +61,7 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=int(seconds)))
 
 
-def best_words(best_metric: str, state: dict[str, Any]) -> str:
+def best_words(best_metric: str, state: dict) -> str:
     """What best.pt holds: `best validation loss 1.4599 at step 1,100`."""
     if math.isinf(state["best_val_loss"]):
         return "not evaluated yet"
@@ -73,22 +83,14 @@ class Field:
     form: str = ""  # how it is printed, a format of Python's
     unit: str = ""  # of what is shown
     plot: str = ""  # the panel of the report in which it is drawn; "" = none
-    optional: bool = False  # has a column only if the row has a number
 
     @property
     def plot_factor(self) -> float:
         """The number in a row, times this, is shown in plots."""
         return 100.0 if self.form.endswith("%") else 1.0
 
-    @property
-    def head(self) -> str:
-        """The heading, as wide as the column."""
-        return self.heading.rjust(len(format(0, self.form)))
-
-    def cell(self, row: dict[str, Any]) -> str:
-        """The number of a row, as wide as the column."""
-        value = row[self.name]
-        return ("n/a" if value is None else format(value, self.form)).rjust(len(self.head))
+    def shown(self, value: float | None) -> str:
+        return "n/a" if value is None else format(value, self.form)
 
 
 # fmt: off
@@ -105,8 +107,8 @@ ALL_FIELDS = (  # in the order of columns and panels
     Field("tokens_per_sec", "train", "clock", "tok/s",     "9,.0f", "tokens/s", "throughput"),
     Field("mfu",            "train", "clock", "mfu",       "6.1%",  "%",        "MFU"),
     Field("mem_gb",         "train", "clock", "GB",        "6.2f",  "GB",       "peak memory"),
-    Field("gpu_util",       "train", "clock", "gpu%",      "4.0f",  "%",        "GPU busy", True),
-    Field("loss_scale",     "train", "step",  "scale",     "8.3g",  "",         "loss scale", True),
+    Field("gpu_util",       "train", "clock", "gpu%",      "4.0f",  "%",        "GPU busy"),
+    Field("loss_scale",     "train", "step",  "scale",     "8.3g",  "",         "loss scale"),
     Field("skipped",        "train", "step"),  # 1 if the update changed nothing
     Field("tokens",         "train"),  # targets trained on so far
     Field("sequences",      "train"),  # index of the next one
@@ -125,12 +127,12 @@ FIELDS = {field.name: field for field in ALL_FIELDS}
 MEASURED = [field.name for field in ALL_FIELDS if field.writer == "clock"]
 
 
-def shown_fields(row: dict[str, Any], kind: str) -> list[Field]:
+def shown_fields(row: dict, kind: str) -> list[Field]:
     """What a line says of a row, in order: the fields of the table, then numbers that a model,
     train_step or evaluate of a fork returned."""
     known = [f for f in ALL_FIELDS if f.heading and f.kind == kind and f.name in row]
     own = [Field(name, kind, heading=name, form="8.4g") for name in row if name not in FIELDS]
-    return [f for f in known + own if not f.optional or row.get(f.name) is not None]
+    return [f for f in known + own if f.name != "gpu_util" or row["gpu_util"] is not None]
 
 
 # ---- lines of a run ------------------------------------------------------------------------------
@@ -145,16 +147,20 @@ class Table:
         self.row = {}  # the one printed last
         self.live_again = 0.0  # when the live line may be written again, time.monotonic()
 
-    def print_row(self, row: dict[str, Any]) -> None:
+    def print_row(self, row: dict) -> None:
         """Print a row of metrics.jsonl. A field that is not in FIELDS gets a column of its own."""
         self.row = row
-        fields = shown_fields(row, "train")
         start = self.progress(row["step"])
-        header = " ".join(["step/total".ljust(len(start)), *(field.head for field in fields)])
-        if self.header != header:
+        header = "step/total".ljust(len(start))
+        line = start
+        for field in shown_fields(row, "train"):
+            heading = field.heading.rjust(len(field.shown(0)))
+            header += f" {heading}"
+            line += " " + field.shown(row[field.name]).rjust(len(heading))
+        if header != self.header:
             self.header = header
             say(header, "    left")
-        say(start, *(field.cell(row) for field in fields), self.time_left(row["step"]).rjust(8))
+        say(line, self.time_left(row["step"]).rjust(8))
 
     def progress(self, step: int) -> str:
         width = max(7, len(str(self.max_steps)))
@@ -178,89 +184,72 @@ class Table:
         # The cursor returns to the start of the line, for whatever prints next
         say(words[: shutil.get_terminal_size().columns - 1], end="\r")
 
-    def print_evaluation(self, row: dict[str, Any], is_best: bool) -> None:
+    def print_evaluation(self, row: dict, is_best: bool) -> None:
         """Print a row of an evaluation, with every further number that evaluate() returned."""
         fields = shown_fields(row, "eval")
-        words = [f"{field.heading} {field.cell(row).strip()}" for field in fields]
-        if is_best:
-            words.append("best")
+        words = [f"{field.heading} {field.shown(row[field.name]).strip()}" for field in fields]
+        words += ["best"] if is_best else []
         say(self.progress(row["step"]), "  ".join(words), colour=GREEN if is_best else "")
 
 
-def print_event(step: int, event: str, fields: dict[str, Any]) -> None:
-    words = [f"{step:>7} {event.replace('_', ' ')}:"]
-    for key, value in fields.items():
-        words.append(f"{key} {value:.4g} " if isinstance(value, float) else f"{key} {value} ")
-    say(*words)
+def print_event(step: int, event: str, fields: dict) -> None:
+    short = {key: f"{v:.4g}" if isinstance(v, float) else v for key, v in fields.items()}
+    say(f"{step:>7} {event.replace('_', ' ')}:", *(f"{key} {v} " for key, v in short.items()))
 
 
-def resume_words(found: dict[str, Any], changed: dict[str, list]) -> str:
+def resume_words(found: dict, changed: dict[str, list]) -> str:
     """What the rows say of a resume. found: fields of an event `resume_checked`. changed: see
     change_words()."""
-    start = f"resumed at step {found['from']:,}"
-    difference = found["first_difference"]
-    if found["compared"] and not difference:
-        return f"{start}: {found['steps']:,} steps computed again, every loss and norm the same"
-    if difference:
-        found_then = "other numbers from step {step:,} on: {field} {then} then, {now} now"
-        words = found_then.format(**difference)
-    else:
-        words = "nothing to compare with"
-    return f"{start}: {words}; changed since: {change_words(changed) or 'nothing known'}"
+    words = "nothing to compare with"
+    if found["first_difference"]:
+        words = "other numbers from step {step:,} on: {field} {then} then, {now} now"
+        words = words.format(**found["first_difference"])
+    elif found["compared"]:
+        same = (
+            "resumed at step {from:,}: {steps:,} steps computed again, every loss and norm the same"
+        )
+        return same.format(**found)
+    since = change_words(changed) or "nothing known"
+    return f"resumed at step {found['from']:,}: {words}; changed since: {since}"
 
 
 def change_words(changed: dict[str, list]) -> str:
     """What is known to have changed, [then, now] by name. Of a file, its name."""
-    words = []
-    for name, (then, now) in changed.items():
-        is_code = name.endswith(".py") or name == "__main__"
-        words.append(name if is_code else f"{name} {then} -> {now}")
+    words = [
+        name if name.endswith(".py") or name == "__main__" else f"{name} {then} -> {now}"
+        for name, (then, now) in changed.items()
+    ]
     return ", ".join(words)
 
 
-def diagnosis(why: str, recent: list[dict[str, Any]], rollbacks: int) -> str:
+def diagnosis(why: str, recent: list[dict], rollbacks: int) -> str:
     """Why a run cannot continue, with the numbers of its `recent` rows."""
-    last = recent[-1]
-    numbers = [
-        f"{name} " + " ".join(f"{row[name]:.3g}" for row in recent)
-        for name in ("lr", "grad_norm", "loss")
-    ]
-    return (
-        f"{why}, at step {last['step']} after {rollbacks} rollbacks. The last rows: "
-        f"{'; '.join(numbers)}; sequence: {last['sequences']:,}. "
-        "Try a lower --peak_lr, more --warmup_steps, a smaller --grad_clip, --dtype=float32; "
-        "then a new --out_dir"
+    words = (
+        "{why}, at step {step} after {rollbacks} rollbacks. The last rows: lr {lr}; grad_norm "
+        "{grad_norm}; loss {loss}; sequence: {sequences:,}. Try a lower --peak_lr, more "
+        "--warmup_steps, a smaller --grad_clip, --dtype=float32; then a new --out_dir"
     )
+    numbers = {
+        name: " ".join(f"{row[name]:.3g}" for row in recent) for name in ("lr", "grad_norm", "loss")
+    }
+    return words.format(**recent[-1] | numbers, why=why, rollbacks=rollbacks)
 
 
 def print_plan(run: Any, peak: tuple, changed: dict) -> None:
     """Print the plan of the run. peak: (FLOP/s, source). changed: {knob: [then, now]} since the
     checkpoint it resumes."""
-    c = run.facts["config"] | run.facts["run"]
-    start = f"resumes from {shown(run.path)}" if run.path else f"new, in {shown(c['out_dir'])}"
-    model = run.model.describe() if hasattr(run.model, "describe") else type(run.model).__name__
-    size = sum(weight.numel() for weight in run.model.parameters())
-    data = f"{len(run.train_data):,} sequences, {len(run.val_data):,} to validate"
-    tokens = c["global_batch"] * c["block_size"]
-    batch = "{batch_size} x {accum_steps} x {world_size} = {global_batch} sequences of {block_size}"
-    print_line("run", start)
+    known = run.facts["config"] | run.facts["run"]
+    start = f"resumes from {shown(run.path)}" if run.path else f"new, in {shown(known['out_dir'])}"
+    say(f"run      {start}")
     if changed:
-        print_line("changed", change_words(changed))
-    print_line("model", f"{model}; {size:,} parameters")
-    print_line("data", f"{c['dataset']}: {data}")
-    print_line("batch", f"{batch.format(**c)} = {tokens:,} tokens a step")
-    print_line(
-        "steps", "{max_steps:,}; {optimizer}, {schedule} {peak_lr:g} to {min_lr:g}".format(**c)
-    )
-    how = "{device}, {threads} threads, deterministic {on}"
-    print_line("device", how.format(**c, on=show(c["deterministic"])))
-    print_line("dtype", f"{c['dtype']} ({run.reasons['dtype']})")
-    print_line("compile", f"{show(c['compile'])} ({run.reasons['compile']})")
-    print_line("peak", f"{peak[0] / 1e12:.3g} TFLOP/s ({peak[1]})")
-
-
-def print_line(name: str, words: str) -> None:
-    say(f"{name:<8} {words}")
+        say(f"changed  {change_words(changed)}")
+    described = getattr(run.model, "describe", lambda: type(run.model).__name__)
+    known |= {"model": described(), "peak": peak[0] / 1e12, "peak_source": peak[1]}
+    known |= {name: show(known[name]) for name in ("deterministic", "compile")}
+    known["parameters"] = sum(weight.numel() for weight in run.model.parameters())
+    known["tokens"] = known["global_batch"] * known["block_size"]
+    known |= {"train_rows": len(run.train_data), "val_rows": len(run.val_data)}
+    say(PLAN.format(**known | {"why": run.reasons}))
 
 
 def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric: str) -> None:
@@ -276,13 +265,13 @@ def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric:
 def print_next(ended: str, folder: Path, writes_text: bool) -> None:
     """Print commands to paste next. writes_text: whether sample.py can load the run's model and
     data."""
-    has_ended = ended.startswith(("finished", "stopped early"))
-    if has_ended and writes_text:
+    report = to_paste("report.py", folder)
+    if not ended.startswith(("finished", "stopped early")):
+        say(f"{report:<50}  # what happened, as a picture and in words")
+        return
+    if writes_text:
         say(f"{to_paste('sample.py', folder):<50}  # text from its best weights")
-    if has_ended:
-        say(f"{to_paste('report.py', folder) + ' OTHER':<50}  # beside another run")
-    else:
-        say(f"{to_paste('report.py', folder):<50}  # what happened, as a picture and in words")
+    say(f"{report + ' OTHER':<50}  # beside another run")
 
 
 def to_paste(script: str, folder: Path) -> str:

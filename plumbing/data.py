@@ -32,8 +32,13 @@ from plumbing.signals import HANDLED
 SPLITS = ("train", "val")
 PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent dies
 FALLBACK = {"shakespeare": "pydoc"}  # where the first cannot be downloaded: CPython's own manual
-in_a_tool = False  # True in bench.py and check.py, which open their data many times
-unreachable = set()  # the names whose FALLBACK a tool has taken
+INSTEAD = """\
+{bar}
+!! {why}
+!! This run trains on {chosen!r} INSTEAD OF {name!r}:
+!! its numbers say nothing about {name!r}.
+{bar}"""
+unreachable = set()  # names whose FALLBACK this process has taken, and has said so
 
 
 class DataError(BadInput):
@@ -51,27 +56,29 @@ def folder_of(name: str, data_dir: str) -> str:
 
 
 def verified_meta(folder: str) -> dict:
-    """The dict in meta.json. Raises DataError unless it describes a dataset, and both files have
-    the size and the SHA-256 that it says."""
+    """The dict in meta.json. Raises DataError unless both files have the size and the SHA-256 that
+    it says."""
     path = os.path.join(folder, "meta.json")
     made = f"python prepare_data.py {os.path.basename(folder)}"
     again = f"delete {path} and type the command that made it: {made} ..."
     try:
         meta = json.loads(read_file(path))
-        itemsize = np.dtype(meta["dtype"]).itemsize
-        sizes = [itemsize * meta[f"{split}_tokens"] for split in SPLITS]
-        hashes = [meta["sha256"][f"{split}.bin"] for split in SPLITS]
+        size = np.dtype(meta["dtype"]).itemsize
+        expected = {
+            f"{s}.bin": (size * meta[f"{s}_tokens"], meta["sha256"][f"{s}.bin"]) for s in SPLITS
+        }
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} does not describe a dataset ({error!r}); {again}") from error
-    for split, size, digest in zip(SPLITS, sizes, hashes, strict=True):
-        path = os.path.join(folder, f"{split}.bin")
+    for name, facts in expected.items():
+        path = os.path.join(folder, name)
         if not os.path.isfile(path):
             raise DataError(f"{path} is missing; {again}")
-        found = f"{os.path.getsize(path):,} bytes, SHA-256 {digest_of(path)}"
-        expected = f"{size:,} bytes, SHA-256 {digest}"
-        if found != expected:
-            changed = f"{path} was changed or damaged: it has {found}; expected {expected}"
-            raise DataError(f"{changed}; {again}")
+        found = os.path.getsize(path), digest_of(path)
+        if found != facts:
+            words = (
+                "{} was changed or damaged: it has {:,} bytes, SHA-256 {}; expected {:,}, {}; {}"
+            )
+            raise DataError(words.format(path, *found, *facts, again))
     return meta
 
 
@@ -89,33 +96,25 @@ def dataset_of_run(
     It is `name`, or, if that cannot be downloaded, its FALLBACK with a loud warning. make(name,
     data_dir) makes one that is missing. so_far: the dataset of the run until now, or None.
     block_size: tokens in a window; train needs twice as many tokens, val one more than a window."""
+    fallback = FALLBACK.get(name)
     chosen = name
     try:
-        if (so_far and so_far == FALLBACK.get(name)) or name in unreachable:
+        if fallback and (so_far == fallback or name in unreachable):
             raise Offline("This run started without a network.")
         folder, meta = found_or_made(make, name, data_dir)
     except Offline as error:
-        if name not in FALLBACK:
+        if not fallback:
             raise
-        chosen = FALLBACK[name]
+        chosen = fallback
         folder, meta = found_or_made(make, chosen, data_dir)
-        warn_of_fallback(name, chosen, error)
+        if name not in unreachable:  # loudly, once in a process: all numbers are of another text
+            say(INSTEAD.format(bar="!" * 90, why=error, chosen=chosen, name=name))
+            unreachable.add(name)
     for split, least in (("train", 2 * block_size), ("val", block_size + 1)):
         if (tokens := meta[f"{split}_tokens"]) < least:
             found = f"--block_size={block_size}: {split}.bin has {tokens:,} tokens"
             raise DataError(f"{found}; expected a smaller block_size, or a longer text")
     return chosen, folder, meta
-
-
-def warn_of_fallback(name: str, chosen: str, why: Offline) -> None:
-    """Loudly: all numbers are of another text. A tool warns once, in two lines."""
-    found = f"!! {why}\n!! This run trains on {chosen!r} INSTEAD OF {name!r}"
-    if not in_a_tool:
-        bar = "!" * 90
-        say(f"{bar}\n{found}:\n!! its numbers say nothing about {name!r}.\n{bar}")
-    elif name not in unreachable:
-        say(f"{found}: these numbers say nothing about {name!r}.")
-        unreachable.add(name)
 
 
 def found_or_made(make: Callable, name: str, data_dir: str) -> tuple[str, dict]:
@@ -158,46 +157,39 @@ class OrderedWindows:
         return rows[:, :-1].copy(), targets
 
 
-class Batches(Iterator):
-    """An iterator over (inputs, targets, milliseconds waited), on the device: dataset[place] for
-    each of `places`, which `num_workers` processes read ahead; 0 = this one reads. timeout: seconds
-    that it waits for a worker, before torch's RuntimeError; a worker that dies raises it, too."""
+def batches(
+    dataset: Any,
+    places: Iterable,
+    device: Any,
+    num_workers: int = 0,
+    prefetch_factor: int = 2,
+    timeout: float = 0,
+) -> Iterator[tuple]:
+    """Yields (inputs, targets, milliseconds waited), on the device: dataset[place] for each of
+    `places`, which `num_workers` processes read ahead; 0 = this one reads. timeout: seconds that it
+    waits for a worker, before torch's RuntimeError; a worker that dies raises it, too."""
+    import torch  # here, so that prepare_data.py, which needs none, starts at once
 
-    def __init__(
-        self,
-        dataset: Any,
-        places: Iterable,
-        device: Any,
-        num_workers: int = 0,
-        prefetch_factor: int = 2,
-        timeout: float = 0,
-    ):
-        import torch  # here, so that prepare_data.py, which needs none, starts at once
-
-        self.device = device
-        if num_workers:
-            atexit.register(kill_workers)
-        self.iterator = iter(
-            torch.utils.data.DataLoader(
-                dataset,
-                sampler=places,
-                batch_size=None,
-                num_workers=num_workers,
-                worker_init_fn=live_as_long_as_the_run,
-                generator=torch.Generator(),  # or it would draw a seed from the global generator
-                prefetch_factor=prefetch_factor if num_workers else None,
-                timeout=timeout if num_workers else 0,
-            )
-        )
-
-    def __next__(self) -> tuple:
-        began = time.perf_counter()
-        try:
-            batch = next(self.iterator)
-        except (ConnectionError, EOFError):  # a worker was killed while it sent this batch:
-            time.sleep(1)  # torch's own error, which says so, comes meanwhile
-            raise
-        return *to_device(batch, self.device), 1000 * (time.perf_counter() - began)
+    of_workers = {"prefetch_factor": prefetch_factor, "timeout": timeout} if num_workers else {}
+    if num_workers:
+        atexit.register(kill_workers)
+    loader = torch.utils.data.DataLoader(
+        dataset,
+        sampler=places,
+        batch_size=None,
+        num_workers=num_workers,
+        worker_init_fn=live_as_long_as_the_run,
+        generator=torch.Generator(),  # or it would draw a seed from the global generator
+        **of_workers,
+    )
+    began = time.perf_counter()
+    try:
+        for batch in loader:
+            yield *to_device(batch, device), 1000 * (time.perf_counter() - began)
+            began = time.perf_counter()
+    except (ConnectionError, EOFError):  # a worker was killed while it sent this batch:
+        time.sleep(1)  # torch's own error, which says so, comes meanwhile
+        raise
 
 
 def live_as_long_as_the_run(worker: int) -> None:
@@ -218,15 +210,14 @@ def kill_workers() -> None:
 
 
 def to_device(batch: Iterable, device: Any) -> tuple:
-    """Arrays or tensors of the host as tensors on the device, to a GPU while the host continues."""
+    """Arrays or tensors of the host as tensors on the device, to a GPU while the host continues. On
+    MPS, a copy in the background would not keep its memory (pytorch#189690)."""
     import torch
-
-    from plumbing.machine import copies_in_background
 
     tensors = map(torch.as_tensor, batch)
     if device.type == "cuda":
-        tensors = (tensor.pin_memory() for tensor in tensors)
-    return tuple(t.to(device, non_blocking=copies_in_background(device)) for t in tensors)
+        return tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)
+    return tuple(tensor.to(device) for tensor in tensors)
 
 
 def tokenizer_of(meta: dict) -> Any:
@@ -271,33 +262,30 @@ class Byte:
         return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return bytes(np.asarray(ids, np.int64).tolist()).decode(errors="replace")
+        return bytes(map(int, ids)).decode(errors="replace")
 
 
 class GPT2:
-    """GPT-2's vocabulary, from tiktoken. Nothing is loaded before the first use."""
+    """GPT-2's vocabulary, from tiktoken."""
 
     vocab_size = 50257
     end_of_text = 50256
 
     def __init__(self, meta: dict):
-        pass
-
-    def encode(self, text: str) -> np.ndarray:
-        return self.encoding().encode_to_numpy(text, disallowed_special=())
-
-    def encode_batch(self, texts: list[str]) -> list:
-        return self.encoding().encode_ordinary_batch(texts)  # in threads
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return self.encoding().decode(np.asarray(ids, np.int64).tolist())
-
-    def encoding(self) -> Any:
         try:
-            return needed("tiktoken", "gpt2").get_encoding("gpt2")
+            self.encoding = needed("tiktoken", "gpt2").get_encoding("gpt2")
         except Exception as error:  # whatever tiktoken's HTTP library raises
             hint = "TIKTOKEN_CACHE_DIR=FOLDER names a folder with it; --tokenizer=byte needs none"
             raise DataError(f"no gpt2 vocabulary: {str(error)[:200]}; {hint}") from error
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encoding.encode_to_numpy(text, disallowed_special=())
+
+    def encode_batch(self, texts: list[str]) -> list:
+        return self.encoding.encode_ordinary_batch(texts)  # in threads
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.encoding.decode(list(map(int, ids)))
 
 
 # A tokenizer of your own is a class and a name here, which --tokenizer takes. It is built from

@@ -11,7 +11,7 @@ import re
 import resource
 import shutil
 import sys
-import time
+import timeit
 from pathlib import Path
 
 import numpy as np
@@ -26,23 +26,29 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 WORTH_COMPILING = 5e13  # FLOPs of a run on a CPU from which compiling saves more time than it takes
 STEPS_WORTH_COMPILING = 1000  # the same on a GPU, where compiling takes most of a minute
 
-# Peak FLOP/s of dense matrix products from the makers' datasheets: bfloat16, float16, float32 (not
+# Peak FLOP/s of dense matrix products from the makers' datasheets: in 16 bits, in float32 (not
 # TF32). Names are complete, without "NVIDIA ": if a part sufficed, an RTX A1000 would get the peak
 # of an A100, and a MIG slice that of the whole GPU. Other devices are measured.
 PEAKS = {
-    ("B200",): (2250e12, 2250e12, 75e12),
-    ("H200", "H100 80GB HBM3"): (989e12, 989e12, 67e12),
-    ("H100 PCIe",): (756e12, 756e12, 51e12),
-    ("A100-SXM4-40GB", "A100-SXM4-80GB"): (312e12, 312e12, 19.5e12),
-    ("A100-PCIE-40GB", "A100 80GB PCIe"): (312e12, 312e12, 19.5e12),
-    ("A10G",): (70e12, 70e12, 35e12),
-    ("L40S",): (362e12, 362e12, 91.6e12),
-    ("L4",): (121e12, 121e12, 30.3e12),
-    ("GeForce RTX 4090",): (165e12, 165e12, 82.6e12),
-    ("GeForce RTX 3090",): (71e12, 71e12, 35.6e12),
-    ("Tesla V100-SXM2-16GB", "Tesla V100-SXM2-32GB"): (None, 125e12, 15.7e12),
-    ("Tesla T4",): (None, 65e12, 8.1e12),
+    "B200": (2250e12, 75e12),
+    "H200": (989e12, 67e12),
+    "H100 80GB HBM3": (989e12, 67e12),
+    "H100 PCIe": (756e12, 51e12),
+    "A100-SXM4-40GB": (312e12, 19.5e12),
+    "A100-SXM4-80GB": (312e12, 19.5e12),
+    "A100-PCIE-40GB": (312e12, 19.5e12),
+    "A100 80GB PCIe": (312e12, 19.5e12),
+    "A10G": (70e12, 35e12),
+    "L40S": (362e12, 91.6e12),
+    "L4": (121e12, 30.3e12),
+    "GeForce RTX 4090": (165e12, 82.6e12),
+    "GeForce RTX 3090": (71e12, 35.6e12),
+    "Tesla V100-SXM2-16GB": (125e12, 15.7e12),
+    "Tesla V100-SXM2-32GB": (125e12, 15.7e12),
+    "Tesla T4": (65e12, 8.1e12),
 }
+
+SIZES = (256, 512, 1024, 2048, 4096, 8192)  # of the matrices, where the peak is measured
 
 # --deterministic=portable: only what all x86-64 CPUs with AVX2 have, and compute alike
 PORTABLE_KERNELS = {
@@ -111,9 +117,9 @@ def choose_compile(
         is_worth_it = steps >= STEPS_WORTH_COMPILING and has_triton()
         return is_worth_it, f"worth it from {STEPS_WORTH_COMPILING:,} steps, with Triton"
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    can_compile = device.type == "cpu" and shutil.which(compiler)
+    is_worth_it = flops >= WORTH_COMPILING and device.type == "cpu" and bool(shutil.which(compiler))
     why = f"{flops:.1e} FLOPs; on a CPU worth it from {WORTH_COMPILING:.0e}, with {compiler}"
-    return bool(can_compile) and flops >= WORTH_COMPILING, why
+    return is_worth_it, why
 
 
 def pin_kernels(config: dict) -> dict:
@@ -166,12 +172,6 @@ def keep_freed_memory(keep: bool = True) -> None:
         libc.mallopt(-4, 0 if keep else 65536)  # M_MMAP_MAX: how many get a mapping of their own
         libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: shrink only if 2 GiB at its end are free
         libc.mallopt(-2, 64 * 2**20)  # M_TOP_PAD: grow by 64 MiB more than is needed
-
-
-def copies_in_background(device: torch.device) -> bool:
-    """Whether the host goes on during a copy. On MPS, its memory would not be kept
-    (pytorch#189690)."""
-    return device.type == "cuda"
 
 
 def synchronize(device: torch.device) -> None:
@@ -261,8 +261,6 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
     name = device_name(device)
     if known := datasheet_peak(name, dtype):
         return known, f"datasheet of the {name}"
-    if device.type == "cpu" and dtype == "bfloat16" and not kernels_have_bfloat16():
-        dtype = "float32"  # emulated products are far slower than the rest of a step
     rate, size = matmul_rate(device, getattr(torch, dtype))
     reset_peak_memory(device)  # the run's memory must not include the matrices
     return rate, f"measured, {size}-cubed matrix product"
@@ -270,29 +268,21 @@ def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
 
 def datasheet_peak(gpu: str, dtype: str) -> float | None:
     """FLOP/s of the GPU with exactly this name, or None if PEAKS does not list it."""
-    column = ("bfloat16", "float16", "float32").index(dtype)
-    for names, row in PEAKS.items():
-        if gpu.removeprefix("NVIDIA ") in names:
-            return row[column]
-    return None
+    row = PEAKS.get(gpu.removeprefix("NVIDIA "))
+    return row and row[dtype == "float32"]
 
 
-def matmul_rate(device: torch.device, dtype: torch.dtype, largest: int = 8192) -> tuple[float, int]:
-    """(FLOP/s, size) of the fastest square matrix product. The size doubles from 256 up to
-    `largest`, as long as the next product should take less than 0.03 s."""
+def matmul_rate(device: torch.device, dtype: torch.dtype, sizes=SIZES) -> tuple[float, int]:
+    """(FLOP/s, size) of the fastest square matrix product. The size doubles as long as the next
+    product, which takes eight times as long, should take less than 0.03 s."""
     rates = []
-    size = 128
-    seconds = 0.0  # of the newest product: that of twice the size takes eight times as long
-    while 8 * seconds < 0.03 and size < largest:
-        size *= 2
+    for size in sizes:
         a = torch.ones(size, size, device=device, dtype=dtype)
-        times = []
-        for _ in range(10):
-            start = time.perf_counter()
-            torch.mm(a, a)[0, 0].item()  # waits for the device
-            times.append(time.perf_counter() - start)
-        seconds = min(times)
+        # item() waits for the device
+        seconds = min(timeit.repeat(lambda a=a: torch.mm(a, a)[0, 0].item(), number=1, repeat=10))
         rates.append((2 * size**3 / seconds, size))
+        if 8 * seconds >= 0.03:
+            break
     return max(rates)
 
 
@@ -318,7 +308,4 @@ def leave(code: int) -> None:
     if "WORLD_SIZE" not in os.environ:
         sys.exit(code)
     atexit._run_exitfuncs()
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
     os._exit(code)

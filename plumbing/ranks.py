@@ -22,15 +22,14 @@ HANG_MINUTES = 30  # longest wait for another rank, or for a worker's batch
 def joined(device: torch.device, shard: bool = False) -> Iterator[None]:
     """A context in which torchrun's processes, if there are any, form a group. Tensors on a GPU go
     through NCCL, those on the CPU through gloo. A rank waits for another at most HANG_MINUTES."""
-    if shard and "WORLD_SIZE" not in os.environ:
-        fail("--shard=true: expected several ranks; start torchrun --nproc_per_node=2 train.py")
     if "WORLD_SIZE" not in os.environ:
+        if shard:
+            fail("--shard=true: expected several ranks; start torchrun --nproc_per_node=2 train.py")
         yield
         return
     backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     patience = datetime.timedelta(minutes=HANG_MINUTES)
-    where = rendezvous(patience)
-    dist.init_process_group(backends, timeout=patience, **where)
+    dist.init_process_group(backends, timeout=patience, **rendezvous(patience))
     total(torch.ones(1, device=device)).item()  # NCCL connects now: its errors are of the start
     try:
         yield
@@ -38,24 +37,20 @@ def joined(device: torch.device, shard: bool = False) -> Iterator[None]:
         if lost := lost_rank(error):
             raise lost from error
         raise
-    finally:
-        # After a failure the GPU may wait in a sum for a rank that is gone, and destroying the
-        # group would wait for that sum. Python's exit aborts the group instead (~ProcessGroupNCCL).
-        with contextlib.suppress(RuntimeError):  # a GPU error, already reported
-            if device.type != "cuda" or torch.cuda.current_stream(device).query():
-                dist.destroy_process_group()
+    # After a failure the GPU may wait in a sum for a rank that is gone, and destroying the group
+    # would wait for that sum. Python's exit aborts the group instead (~ProcessGroupNCCL).
+    dist.destroy_process_group()
 
 
 def lost_rank(error: BaseException) -> RunFailed | None:
     """`error` as a RunFailed if it is torch's for a rank that has left, or does not answer."""
-    if not (dist.is_initialized() and re.search("gloo|NCCL", str(error))):
+    words = str(error).strip()
+    if not (dist.is_initialized() and re.search("gloo|NCCL", words)):
         return None
-    detail = str(error).strip().splitlines()[-1][:160]
-    if re.search("timed out|timeout", str(error), re.IGNORECASE):
+    found = "another rank failed or is gone"
+    if re.search("timed out|timeout", words, re.IGNORECASE):
         found = f"timed out waiting for another rank for more than {HANG_MINUTES} minutes"
-    else:
-        found = "another rank failed or is gone"
-    return RunFailed(f"{found} ({detail}); the same command resumes the run")
+    return RunFailed(f"{found} ({words.splitlines()[-1][:160]}); the same command resumes the run")
 
 
 def rendezvous(patience: datetime.timedelta) -> dict:

@@ -18,14 +18,7 @@ from torch import nn
 from plumbing import machine
 from plumbing.cli import RunFailed
 from plumbing.console import FIELDS
-from plumbing.ranks import (
-    agree,
-    is_sharded,
-    local,
-    lost_rank,
-    sum_over_ranks,
-    world_size,
-)
+from plumbing.ranks import agree, is_sharded, local, lost_rank, sum_over_ranks, world_size
 
 
 def mapped(function: Callable, value: Any, path: tuple = ()) -> Any:
@@ -34,7 +27,7 @@ def mapped(function: Callable, value: Any, path: tuple = ()) -> Any:
         new = copy.copy(value)  # with a state_dict's versions of modules
         new.update({key: mapped(function, item, (*path, key)) for key, item in value.items()})
         return new
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):  # torch.Size is a leaf
         return type(value)(mapped(function, item, (*path, n)) for n, item in enumerate(value))
     return function(value, path)
 
@@ -42,12 +35,7 @@ def mapped(function: Callable, value: Any, path: tuple = ()) -> Any:
 def leaves(value: Any) -> list[tuple[tuple, Any]]:
     """(path, leaf) for all that is not a dict, list or tuple. path: a tuple of its keys."""
     found = []
-
-    def note(leaf, path):
-        found.append((path, leaf))
-        return leaf
-
-    mapped(note, value)
+    mapped(lambda leaf, path: found.append((path, leaf)), value)
     return found
 
 
@@ -57,16 +45,15 @@ def by_path(value: Any) -> dict:
 
 
 def tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for _, leaf in leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for _, leaf in leaves(value) if torch.is_tensor(leaf)]
 
 
 def clone(value: Any) -> Any:
     """A detached copy that shares no memory with `value`, on the same devices."""
-
-    def copied(leaf, path):
-        return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
-
-    return mapped(copied, value)
+    return mapped(
+        lambda leaf, _: leaf.detach().clone() if torch.is_tensor(leaf) else copy.deepcopy(leaf),
+        value,
+    )
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -220,12 +207,12 @@ def rehearse(
     state = clone(run.state)
     before = Captured(run)
     model = compiled(run.model) if compile else run.model
-    numbers = {}
-    batch = read()
+    inputs, targets = read()
+    n_targets = torch.tensor(targets.numel(), device=run.device)
+    take = partial(forward_backward, model, run, inputs, targets, n_targets)
     try:
-        n_targets = torch.tensor(batch[1].numel(), device=run.device)
-        take = partial(forward_backward, model, run, *batch, n_targets)
         numbers = halving_on_oom(before, take)
+        check_names(numbers, "the model", ("model",))
     except Exception as error:
         if not compile or isinstance(error, RunFailed):
             raise
@@ -235,7 +222,6 @@ def rehearse(
         before.put_back()
         model = rehearse(run, False, forward_backward, read)  # shows the eager error
         run.folder.event(run.state["step"], "compile_failed", error=reason)
-    check_names(numbers, "the model", ("model",))
     run.model.zero_grad(set_to_none=True)
     run.state.update(state | {"micro_batch": run.state["micro_batch"]})
     before.put_back()
@@ -261,8 +247,8 @@ def check_names(numbers: dict, whose: str, writers: tuple) -> None:
     for name, value in numbers.items():
         if name in FIELDS and FIELDS[name].writer not in writers:
             raise RunFailed(f"{whose} returns a number named {name}, which rows have, too")
-        shape = getattr(value, "shape", None)
-        if not isinstance(value, Number) and (shape is None or math.prod(shape) != 1):
+        shape = getattr(value, "shape", () if isinstance(value, Number) else None)
+        if shape is None or math.prod(shape) != 1:
             found = f"a {type(value).__name__}" if shape is None else f"of shape {tuple(shape)}"
             more = f"run.folder.event(step, {name!r}, values=[...]) logs more, such as a histogram"
             raise RunFailed(f"{whose} returns {name}, {found}; expected a scalar; {more}")
@@ -289,10 +275,9 @@ def step_unless(skipped: torch.Tensor, optimizer: torch.optim.Optimizer) -> None
 def out_of_memory(error: BaseException) -> bool:
     """Whether `error` means that memory ran out. Only its text says so where an allocator raises a
     plain RuntimeError: on the CPU, on MPS, and in CUDA's libraries."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
     texts = r"can't allocate memory|out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED"
-    return isinstance(error, RuntimeError) and bool(re.search(texts, str(error)))
+    is_named = isinstance(error, RuntimeError) and re.search(texts, str(error))
+    return isinstance(error, MemoryError) or bool(is_named)
 
 
 def explain(error: BaseException) -> RunFailed | None:

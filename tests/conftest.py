@@ -356,7 +356,7 @@ def small_products():
     """The peaks that a job and bench.py measure, by smaller matrix products."""
     from plumbing import machine
 
-    small = functools.partial(machine.matmul_rate, largest=256)
+    small = functools.partial(machine.matmul_rate, sizes=(256,))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "matmul_rate", small)
         yield
@@ -527,7 +527,7 @@ def import_train(repo):
         train.generate = lambda *arguments, **options: itertools.islice(
             generate(*arguments, **options), 10
         )
-        machine.matmul_rate = functools.partial(machine.matmul_rate, largest=256)
+        machine.matmul_rate = functools.partial(machine.matmul_rate, sizes=(256,))
     return train
 
 

@@ -43,7 +43,7 @@ def milliseconds(functions, rounds=9):
 def make_dataset(name, count, change=lambda tokens: None):
     """data/NAME: the first `count` characters to train on, changed; the whole validation split"""
     whole, new = Path("data", os.environ["DATASET"]), Path("data", name)
-    new.mkdir()
+    new.mkdir(exist_ok=True)
     tokens = np.fromfile(whole / "train.bin", np.uint16)[:count]
     change(tokens)
     meta = json.loads((whole / "meta.json").read_text()) | {"train_tokens": count}

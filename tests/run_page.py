@@ -12,9 +12,9 @@ PAGE_COPY=FOLDER the copy is made there, and kept; with PAGE_DATA=FOLDER it uses
 folder, not those in data/.
 
 A block fenced as output, directly below a block that runs, holds what that one printed. `git diff`
-shows what moved. Where it has `...`, for lines or numbers left out, each other line is replaced by
-the line with the same words, of several by the one with most of its numbers. Exit code 1 if a line
-with these words is not printed any more: it is left as it was, and named. Exit code 2 if the blocks
+shows what moved. Where it has `...`, for lines or words left out, each other line is replaced by the
+line with the same words, of several by the one with most of its numbers. Exit code 1 if a line with
+these words is not printed any more: it is left as it was, and named. Exit code 2 if the blocks
 trained on CPython's manual, as they do without a network: then nothing is written.
 """
 
@@ -33,7 +33,7 @@ NOT_COPIED = shutil.ignore_patterns(".git", "out", "data", "wandb", ".venv", "__
 FENCE = re.compile(r"^```(\w*) ?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNS = ("bash", "python")
 OFFLINE_TEXT = "pydoc_data.topics of CPython"  # printed where it replaces TinyShakespeare
-NUMBER = re.compile(r"-?\d[\d.,:]*(e[-+]?\d+)?|n/a|\.\.\.")
+NUMBER = re.compile(r"-?\d([\d.,:]*\d)?(e[-+]?\d+)?|n/a")
 
 
 def blocks(page):
@@ -130,7 +130,8 @@ def excerpt(shown, printed):
     lines = []
     missing = []
     for index, line in enumerate(shown):
-        same = [at for at, now in enumerate(printed) if words(now) == words(line)]
+        like = re.escape(words(line)).replace(r"\.\.\.", ".*")
+        same = [at for at, now in enumerate(printed) if re.fullmatch(like, words(now))]
         if line == "...":
             lines.append(line)
         elif same:
@@ -144,11 +145,11 @@ def excerpt(shown, printed):
 
 
 def words(line):
-    return NUMBER.sub("#", line).split()
+    return " ".join(NUMBER.sub("#", line).split())
 
 
 def equal_words(one, other):
-    return sum(a == b for a, b in zip(one.split(), other.split(), strict=True))
+    return sum(a == b for a, b in zip(one.split(), other.split(), strict=False))
 
 
 def main():

@@ -37,9 +37,17 @@ def at_step(step, code):
     return around("train_step", f"if run.state['step'] == {step} - 1:\n{code}")
 
 
+# Source for at_step: waits until no save is under way, so that what a kill leaves is no chance.
+SAVED = """
+import threading
+[each.join() for each in threading.enumerate() if each.name == "writer"]
+"""
+
+
 def stop_at(step, name="SIGTERM"):
-    """Source of a process that sends itself the signal as that step begins."""
-    return "import os, signal" + at_step(step, f"os.kill(os.getpid(), signal.{name})")
+    """Source of a process that sends itself the signal as that step begins, with no save under
+    way."""
+    return "import os, signal" + at_step(step, f"{SAVED}os.kill(os.getpid(), signal.{name})")
 
 
 def bad_batches(indices, how="loss * float('nan')"):

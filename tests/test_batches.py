@@ -16,7 +16,7 @@ from conftest import REPO, wait_for
 from helpers import alive
 
 import train
-from plumbing.data import Batches, OrderedWindows, kill_workers, read_rows
+from plumbing.data import OrderedWindows, batches, kill_workers, read_rows
 from plumbing.safe_step import explain
 from train import ShuffledWindows
 
@@ -166,16 +166,16 @@ class Numbers:
 
 @pytest.fixture
 def batches_of():
-    """batches_of(dataset, ...) -> Batches of five places; their workers end with the test."""
+    """batches_of(dataset, ...) -> batches() of five places; their workers end with the test."""
     made = []
 
     def make(dataset, num_workers=2, **how):
-        made.append(Batches(dataset, iter(range(5)), CPU, num_workers, **how))
+        made.append(batches(dataset, iter(range(5)), CPU, num_workers, **how))
         return made[-1]
 
     yield make
     for each in made:
-        each.iterator = None
+        each.close()
     handler = signal.getsignal(signal.SIGCHLD)
     kill_workers()
     for worker in multiprocessing.active_children():
@@ -196,9 +196,7 @@ def raise_own(i):
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
 @pytest.mark.parametrize("kind", [np.array, torch.tensor])
 def test_batches_come_in_order_as_tensors_with_the_time_waited(batches_of, num_workers, kind):
-    batches = batches_of(Numbers(kind=kind), num_workers)
-    got = list(batches)
-    assert list(batches) == []  # also when asked again
+    got = list(batches_of(Numbers(kind=kind), num_workers))
     assert [first.tolist() for first, _, _ in got] == [[i] * 10 for i in range(5)]
     assert {first.dtype for first, _, _ in got} == {torch.int64}
     assert [second.item() for _, second, _ in got] == [0, 1, 2, 3, 4]
@@ -216,16 +214,16 @@ FEED = """
 import multiprocessing
 import numpy as np
 import torch
-from plumbing.data import Batches
+from plumbing.data import batches
 
 class Big:  # batches larger than a pipe
     def __getitem__(self, i):
         return np.zeros((512, 64), np.int64), np.zeros((512, 64), np.int64)
 
-batches = Batches(Big(), iter(range(10**9)), torch.device("cpu"), num_workers=2, prefetch_factor=4)
-next(batches)
+to_come = batches(Big(), iter(range(10**9)), torch.device("cpu"), num_workers=2, prefetch_factor=4)
+next(to_come)
 print(*(process.pid for process in multiprocessing.active_children()), flush=True)
-for _ in batches:
+for _ in to_come:
     pass
 """
 
@@ -242,7 +240,7 @@ def test_workers_die_with_a_run_that_is_killed():
         run.wait()
     assert len(workers) == 10
     try:
-        wait_for(lambda: not any(map(alive, workers)), 10)
+        wait_for(lambda: not any(map(alive, workers)), 30)
     finally:
         for pid in filter(alive, workers):
             os.kill(pid, signal.SIGKILL)

@@ -192,15 +192,6 @@ def test_an_update_writes_into_the_page_what_its_blocks_print(tmp_path, capsys, 
     assert capsys.readouterr().out.endswith(f": 1 lines are not printed any more\n{gone}\n")
 
 
-def test_only_the_sections_asked_for_run_after_the_first_and_a_block_that_fails_ends_them(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(PAGE.replace("for i", "echo $NUMBER; false; for i"))
-    code, printed = run_page.run(page, (2,))
-    assert code == 0 and "python None" in printed and "loss" not in printed
-    code, printed = run_page.run(page)
-    assert code == 1 and "\n7\n" in printed and "python None" not in printed
-
-
 @pytest.fixture
 def page_data(monkeypatch, tmp_path):
     text = HONEST_DATA / "tinyshakespeare/input.txt"

@@ -4,24 +4,15 @@ Most ranks here are forked from the process that has imported train.py, with the
 torchrun would give them; the tests of torchrun itself run its real command.
 """
 
-import json
-import os
 import re
 import shutil
 import signal
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import codes, events, first, wait_for
 from helpers import ONE_THREAD, alive, children, torchrun
 from sources import SHARD, around, bad_batches, only_on, ranks, stop_at
-from torch import nn
-
-from plumbing import fsdp
-from plumbing.ranks import checksum, is_sharded, joined, local, rank, sum_over_ranks, whole
-from plumbing.safe_step import Captured, halving_on_oom
 
 FLAGS = ("--dropout=0.1", "--ema_decay=0.9", "--save_interval=4", "--log_interval=1")
 
@@ -182,9 +173,19 @@ def test_a_rank_that_is_killed_ends_the_others_with_a_message(run_train):
     assert done.fingerprint(12) == straight.fingerprint(12)
 
 
+def test_where_memory_runs_out_on_one_rank_all_halve_their_micro_batch(run_train):
+    flags = ("--dropout=0.1", "--log_interval=1")
+    full = around("forward_backward", then="if run.state['micro_batch'] > 2: raise MemoryError")
+    done = run_train("run", *flags, "--batch_size=4", before=ranks(2, only_on(1, full)))
+    assert [row["micro_batch"] for row in events(done, "out_of_memory")] == [2]
+    split = ("--batch_size=2", "--accum_steps=2")
+    asked = run_train("asked", *flags, *split, before=ranks(2))
+    assert done.fingerprint(12)["model"] == asked.fingerprint(12)["model"]
+
+
 # ---- torchrun ------------------------------------------------------------------------------------
 
-LONG = ("--max_steps=100", "--save_interval=20", "--log_interval=20", "--dropout=0.1")
+LONG = ("--max_steps=300", "--save_interval=20", "--log_interval=5", "--dropout=0.1")
 
 
 LAUNCHED = [(2, "SIGTERM"), (2, "SIGKILL"), (1, "SIGINT"), (3, "SIGINT"), (4, "SIGTERM")]
@@ -195,17 +196,17 @@ def test_torchrun_passes_a_signal_on(start_train, run_train, once, count, name):
     """But for SIGKILL, of which nobody can tell the ranks: they see that their launcher is gone."""
     flags = (*LONG, f"--batch_size={12 // count}")
     process = start_train("run", *flags, launcher=torchrun(count), env=ONE_THREAD)
-    wait_for(lambda: re.search(r"\b20/100 ", process.log.read_text()))
+    wait_for(lambda: re.search(r"\b5/300 ", process.log.read_text()))
     pids = children(process)
     assert len(pids) == count
     process.send_signal(getattr(signal, name))
     assert process.wait(90) == (-9 if name == "SIGKILL" else 1)  # the launcher's own code
-    wait_for(lambda: not any(map(alive, pids)), 10)
+    wait_for(lambda: not any(map(alive, pids)))
     how = "left alone by its launcher" if name == "SIGKILL" else f"stopped by {name}"
     assert f"{how} at step" in process.log.read_text()
     done = run_train("run", *flags, before=ranks(count))
     straight = once(*flags, before=ranks(count))
-    assert done.fingerprint(100) == straight.fingerprint(100)
+    assert done.fingerprint(300) == straight.fingerprint(300)
 
 
 # ---- sharded -------------------------------------------------------------------------------------
@@ -284,147 +285,3 @@ os.write(1, f"HELD {rank} {held}\n".encode())
         for held in totals[count]:
             for mine, all_of_it in zip(held, totals[1][0], strict=True):
                 assert mine == pytest.approx(all_of_it / count, rel=0.02)
-
-
-# ---- ranks.py and fsdp.py ------------------------------------------------------------------------
-
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def found(once):
-    """What rank 0 and rank 1 found out in work_together(), each a process."""
-    tests = str(Path(__file__).parent)
-    work = f"import sys; sys.path.insert(0, {tests!r})\n"
-    work += "import test_ranks; train.main = test_ranks.main\n"
-    lines = once(before=work + ranks(2)).stdout.splitlines()
-    lines = sorted(line for line in lines if line.startswith("FOUND "))
-    return [json.loads(line.split(" ", 2)[2]) for line in lines]
-
-
-# ---- what each rank runs -------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.matrix = nn.Linear(6, 6, bias=False)
-
-    def forward(self, x, table):
-        self.seen = [str(x.dtype), str(table.dtype), str(self.matrix.weight.dtype)]
-        return self.matrix(x) * table
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Buffer(torch.ones(6), persistent=False)
-        self.blocks = nn.ModuleList([Block()])
-        self.head = nn.Linear(6, 5)  # its 5 rows do not divide by 2
-
-    def forward(self, x):
-        return self.head(self.blocks[0](x, self.table))
-
-
-def main():
-    found = json.dumps(work_together())
-    os.write(1, f"FOUND {os.environ['RANK']} {found}\n".encode())
-    return 0
-
-
-def work_together():
-    found = {}
-    with joined(CPU):
-        me = rank()
-        mixed = [torch.full((3,), 1.5 + me), torch.tensor([me + 1]), torch.tensor(0.25).double()]
-        sum_over_ranks(mixed)
-        found["sums"] = [[str(t.dtype), t.tolist()] for t in mixed]
-
-        found["sharded"] = sharded_model()
-        found["memory"] = memory_runs_out_on_rank_1()
-    return found
-
-
-def sharded_model():
-    """One backward pass of a sharded model; is shard_like(weight, value) torch's own?"""
-    from torch.distributed.tensor import distribute_tensor
-
-    torch.manual_seed(1)
-    model = Model()
-    before = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    fsdp.shard(model, CPU, "bfloat16")
-    with torch.autocast("cpu", torch.bfloat16):
-        model(torch.randn(4, 6)).sum().backward()
-    exact = []
-    for name, weight in model.named_parameters():
-        here = fsdp.shard_like(weight, before[name])
-        place = (weight.device_mesh, weight.placements)
-        theirs = distribute_tensor(before[name], *place, src_data_rank=None)
-        exact.append(torch.equal(local(here), local(theirs)))
-        exact.append(torch.equal(whole(here), before[name]))
-        exact.append(torch.equal(whole(weight), before[name]))
-    half = torch.zeros(5, 6, dtype=torch.float16)
-    return {
-        "exact": all(exact),
-        "rows": len(local(model.head.weight)),
-        "dtypes": model.blocks[0].seen,
-        "sharded": is_sharded(model),
-        "keeps its dtype": str(fsdp.shard_like(model.head.weight, half).dtype),
-        "other shape": fsdp.shard_like(model.head.weight, torch.zeros(())).tolist(),
-    }
-
-
-def memory_runs_out_on_rank_1():
-    """The rows that both ranks end up with, and what a retry found."""
-    model = nn.BatchNorm1d(2)
-    run = SimpleNamespace(model=model, device=CPU, state={"micro_batch": 4})
-    tries = []
-
-    def compute():
-        tries.append([torch.rand(1).item(), model.running_mean.tolist(), model.weight.grad is None])
-        model(torch.rand(run.state["micro_batch"], 2)).sum().backward()
-        if rank() == 1 and run.state["micro_batch"] > 2:
-            raise MemoryError
-        return run.state["micro_batch"]
-
-    rows = halving_on_oom(Captured(run), compute)
-    return {"rows": rows, "tries": tries}
-
-
-# ---- what they must find -------------------------------------------------------------------------
-
-
-def test_tensors_of_any_dtype_are_summed_in_place(found):
-    sums = [["torch.float32", [4.0] * 3], ["torch.int64", [3]], ["torch.float64", 0.5]]
-    assert [each["sums"] for each in found] == [sums, sums]
-
-
-def test_any_changed_bit_changes_the_checksum():
-    tensor = torch.linspace(-1, 1, 1000)
-    before = checksum(tensor)
-    for bit in range(32):
-        changed = tensor.clone()
-        changed.view(torch.int32)[bit * 31] ^= 1 << bit if bit < 31 else -(1 << 31)
-        assert checksum(changed) != before
-    assert checksum(-tensor) != before  # an even number of equal changes
-    assert checksum(tensor.flip(0)) != before
-    assert checksum(tensor.clone()) == before
-    transposed = tensor.view(10, 100).t().contiguous().t()
-    assert checksum(transposed) == before  # strides are no bits
-
-
-def test_any_module_can_be_sharded_and_gets_its_own_rows_of_what_is_restored(found):
-    """What comes into a block keeps its precision: rotary tables, say."""
-    for each, rows in zip(found, (3, 2), strict=True):
-        model = each["sharded"]
-        assert model["exact"] and model["sharded"] and model["rows"] == rows
-        assert model["keeps its dtype"] == "torch.float16" and model["other shape"] == 0
-        assert model["dtypes"] == ["torch.float32"] * 2 + ["torch.bfloat16"]
-
-
-def test_where_memory_runs_out_on_one_rank_all_repeat_the_same_batch_in_halves(found):
-    for each in found:
-        memory = each["memory"]
-        assert memory["rows"] == 2
-        first, second = memory["tries"]
-        assert first == second and second[1:] == [[0.0, 0.0], True]

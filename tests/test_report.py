@@ -114,18 +114,6 @@ def test_a_run_on_another_text_than_asked_for_says_so_first(tmp_path):
         assert (f"{other!r} INSTEAD OF {asked!r}" in text[: text.index("## Result")]) == is_told
 
 
-def test_another_metric_that_decides_is_named_wherever_the_best_is_told(tmp_path):
-    accuracies = {0: 0.1, 10: 0.4, 20: 0.3}
-    rows = [evaluation(step, 4.0) | {"val_accuracy": a} for step, a in accuracies.items()]
-    info = {"config": {"best_metric": "-val_accuracy"}}
-    folder = write_run(tmp_path / "run", [*rows, *falling(20)], **info)
-    assert outcome_of(folder)["best val_accuracy"] == "0.4000 at step 10"
-    assert "best validation loss" not in words_of(folder)
-    info["state"] = {"best_score": -0.5, "best_step": 15}  # of a row that a rollback removed
-    write_run(folder, [*rows, *falling(20)], **info)
-    assert results.best_of(read_run(folder)) == (0.5, 15)
-
-
 def test_device_hours_are_those_of_all_processes_or_at_least_of_all_steps(tmp_path):
     end = event(30, "end", ended="finished", seconds={"start": 800.0, "train": 1000.0})
     folder = write_run(tmp_path / "run", [*falling(30), end], hardware={"world_size": 4})

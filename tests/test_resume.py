@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import WINDOWS, events, fingerprint, first, read_rows, wait_for
-from sources import LION, around, at_step, stop_at
+from sources import LION, SAVED, around, at_step, stop_at
 
 STEPS = 30
 # Two micro-batches of 4 a step, dropout on; evaluations and saves fall on different steps.
@@ -123,7 +123,7 @@ torch._inductor.config.compile_threads = 1
 torch._inductor.config.cpp.vec_isa_ok = True  # 12 s to try what /proc/cpuinfo says
 """
     )
-    cut = "import shutil\ntime.sleep(0.3)\nshutil.copytree(run.folder.path, '../run')"
+    cut = f"{SAVED}import shutil\nshutil.copytree(run.folder.path, '../run')"
     flags, how = (*FLAGS, "--compile=true"), {"timeout": 300, "cwd": tmp_path / "whole"}
     how["cwd"].mkdir()
     whole = run_train("whole", *flags, before=before + at_step(13, cut), **how)
@@ -192,18 +192,18 @@ def test_any_state_of_the_loop_and_of_an_optimizer_survives_a_resume(straight_an
 
 def test_the_real_command_stopped_by_a_real_signal(start_train, run_train, tmp_path):
     """The way a person does it: `python train.py`, Ctrl-C to all processes, the same again."""
-    flags = ["--max_steps=200", "--dropout=0.1", "--num_workers=2", "--log_interval=1"]
+    flags = ["--max_steps=500", "--dropout=0.1", "--num_workers=2", "--log_interval=1"]
     process = start_train("run", *flags)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_for(lambda: metrics.exists() and len(read_rows(metrics.parent)) > 9)
+    wait_for(lambda: metrics.exists() and '"train"' in metrics.read_text())
     os.killpg(process.pid, signal.SIGINT)
-    assert process.wait(20) == 130, process.log.read_text()
-    assert 5 < len(read_rows(metrics.parent, "train")) < 200
+    assert process.wait(60) == 130, process.log.read_text()
+    assert 0 < len(read_rows(metrics.parent, "train")) < 500
     process = start_train("run", *flags)
     assert process.wait(60) == 0, process.log.read_text()
     uninterrupted = run_train("whole", *flags)
-    resumed = fingerprint(tmp_path / "run" / "ckpt_00000200.pt")
-    assert resumed == uninterrupted.fingerprint(200)
+    resumed = fingerprint(tmp_path / "run" / "ckpt_00000500.pt")
+    assert resumed == uninterrupted.fingerprint(500)
 
 
 # ---- the record stays whole ----------------------------------------------------------------------
@@ -401,13 +401,11 @@ def test_what_was_resolved_once_is_kept_unless_the_command_asks_for_another_valu
 
 def test_the_first_ctrl_c_is_answered_at_once_with_what_a_second_would_lose(run_train):
     """Within the step; the second has the system's own action."""
-    hang = at_step(13, "os.kill(os.getpid(), signal.SIGINT); print('IN THE STEP', flush=True)")
-    done = run_train("run", *FLAGS, before=hang, code=130)
+    kill = "os.kill(os.getpid(), signal.SIGINT); print('IN THE STEP', flush=True)"
+    done = run_train("run", *FLAGS, before=at_step(13, SAVED + kill), code=130)
     answer, _, later = done.stdout.partition("IN THE STEP")
-    words = (
-        r"stopping after this step; Ctrl-C again stops now \(newest checkpoint: step (0|8|10)\)\n"
-    )
-    assert re.search(words, answer) and later  # saves are in the background: 10 may be unfinished
+    words = "stopping after this step; Ctrl-C again stops now (newest checkpoint: step 10)\n"
+    assert words in answer and later
     assert done.checkpoint(13).exists()
     twice = at_step(5, "[os.kill(os.getpid(), signal.SIGINT) for _ in '12']")
     done = run_train("twice", *FLAGS, before=twice, code=130)
@@ -429,8 +427,8 @@ def test_before_the_first_step_there_is_nothing_to_save(run_train, whole, name, 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's /proc")
 def test_sigusr1_is_ignored_before_the_first_step(start_train, tmp_path):
     process = start_train("run", "--save_interval=100")
-    wait_for(lambda: ignores(process.pid, "SIGUSR1"))
-    os.kill(process.pid, signal.SIGUSR1)
+    wait_for(lambda: process.poll() is not None or ignores(process.pid, "SIGUSR1"))
+    process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == 0, process.log.read_text()
 
 

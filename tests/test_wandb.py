@@ -7,7 +7,7 @@ import types
 
 import pytest
 from conftest import read_rows
-from sources import at_step, stop_at
+from sources import stop_at
 
 from reporting.wandb_log import Wandb
 
@@ -83,9 +83,8 @@ def test_every_row_arrives_and_no_bit_of_the_run_changes(run_train, wandb):
 
 def test_after_kills_every_row_arrives_once_and_the_run_stays_one(run_train, wandb):
     """The second kill comes before the first one's last row, which metrics.jsonl then lacks."""
-    kill = "time.sleep(0.5); os.kill(os.getpid(), 9)"
     for step in (19, 14):
-        run_train("run", *ON, before=wandb(FAKE) + at_step(step, kill), code=137)
+        run_train("run", *ON, before=wandb(FAKE) + stop_at(step, "SIGKILL"), code=137)
     stopped = run_train("run", *ON, before=wandb(FAKE) + stop_at(22, "SIGINT"), code=130)
     assert stopped.stderr == ""  # Ctrl-C stays ours
     assert list(sent(stopped)[0]) == [8 * step for step in range(23)]
