@@ -23,7 +23,6 @@ from plumbing import ranks
 from plumbing.cli import RunFailed, fail
 from plumbing.files import fsync, replacing
 from plumbing.fsdp import shard_like
-from plumbing.machine import synchronize
 from plumbing.safe_step import (
     as_bytes,
     by_path,
@@ -282,7 +281,6 @@ class Saver:
 
     def start_to_write(self, checkpoint: dict, names: list[str]) -> None:
         if ranks.rank() == 0:
-            synchronize(self.run.device)  # the copies to the host are asynchronous
             self.thread = threading.Thread(target=self.write, args=(checkpoint, names))
             self.thread.start()
 
@@ -367,10 +365,7 @@ def on_host(leaf: Any, path: tuple) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return copy.deepcopy(leaf)
     tensor = ranks.whole(leaf.detach())
-    if ranks.rank() > 0:
-        return None
-    copied = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return copied.copy_(tensor, non_blocking=tensor.is_cuda)
+    return tensor.to("cpu", copy=True) if ranks.rank() == 0 else None
 
 
 def reason_of(error: Exception | None) -> str:
