@@ -154,10 +154,9 @@ def put_back(run, saved: dict) -> None:
 
 
 def put_back_moments(run, parts: list[dict]) -> None:
-    optimizers = zip(run.optimizers, run.groups, parts, strict=True)
-    for optimizer, built, saved in optimizers:
+    for optimizer, built, saved in zip(run.optimizers, run.groups, parts, strict=True):
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        moments = mapped(partial(own_part, weights), saved["state"])
+        moments = mapped(partial(own_part, dict(enumerate(weights))), saved["state"])
         groups = clone(saved["param_groups"])
         for now, then, group in zip(built, saved["built"], groups, strict=True):
             # as saved, except for the values that changed knobs now build differently
@@ -169,11 +168,10 @@ def put_back_moments(run, parts: list[dict]) -> None:
                 optimizer.state[weight] = on_devices_of(optimizer.state[weight], moments[i])
 
 
-def own_part(weights: list, leaf: Any, path: tuple) -> Any:
+def own_part(weights: dict, leaf: Any, path: tuple) -> Any:
     """A copy of `leaf`, at `path` in an optimizer's state; of a sharded weight's, this rank's
     rows."""
-    is_of_weight = isinstance(path[0], int)
-    return clone(shard_like(weights[path[0]], leaf) if is_of_weight else leaf)
+    return clone(shard_like(weights.get(path[0]), leaf))
 
 
 def on_devices_of(now: Any, saved: Any) -> Any:
@@ -192,9 +190,11 @@ def refuse_what_is_lost(run) -> None:
     trained = {name for _, name in leaves(groups_of(run))}
     if None in trained:
         fail("an optimizer trains a weight that is not in model.parameters(): it would be lost")
-    for name, weight in run.model.named_parameters():
-        if name not in trained and weight.requires_grad:
-            fail(f"no optimizer trains the weight {name}; if so, freeze it: requires_grad_(False)")
+    idle = {name for name, weight in run.model.named_parameters() if weight.requires_grad} - trained
+    if idle:
+        fail(
+            f"no optimizer trains {', '.join(sorted(idle))}; if so, freeze it: requires_grad_(False)"
+        )
 
 
 def not_restorable(value: Any) -> str | None:
@@ -281,7 +281,7 @@ class Saver:
 
     def start_to_write(self, checkpoint: dict, names: list[str]) -> None:
         if ranks.rank() == 0:
-            self.thread = threading.Thread(target=self.write, args=(checkpoint, names))
+            self.thread = threading.Thread(None, self.write, "writer", (checkpoint, names))
             self.thread.start()
 
     def wait(self) -> Exception | None:

@@ -220,7 +220,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
         content = DAMAGES[damage](path.read_bytes())
     path.write_bytes(content)
     done = run_train("run", *EVERYTHING)
-    words = "a checksum is wrong|it is cut off, or no checkpoint|it is no checkpoint of train.py"
+    words = "a checksum is wrong, it is cut off, or no checkpoint|it is no checkpoint of train.py"
     line = rf"ckpt_00000008.pt is damaged \(({words})\): an older checkpoint is tried\n"
     assert re.search(line, done.stdout), done.stdout
     assert "ckpt_00000004.pt\n" in done.stdout

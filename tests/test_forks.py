@@ -209,7 +209,7 @@ REFUSED = [  # (change, exit code, words of the one line); 2: before anything is
         "own, a list; expected a scalar; run.folder.event(",
     ),
     (optimize(f"optimizers[0].add_param_group({OTHER_WEIGHT})"), 2, "is not in model.parameters()"),
-    (ALL_BUT_ONE, 2, "no optimizer trains the weight"),
+    (ALL_BUT_ONE, 2, "no optimizer trains "),
     (around("open_dataset", then="result[-1]['files'] = [train.cli.Path('f')]"), 2, "PosixPath"),
     (NUMPYS, 2, "['FRESH_STATE', 'best'] is a <class 'numpy.float64'>"),
     ("train.FRESH_STATE['best'] = [{'x': range(3)}]", 2, "range"),
