@@ -20,29 +20,33 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
     `audit_skipped`."""
     step = run.state["step"] + 1
     micro_batch = run.state["micro_batch"]
+    if lacks_memory(run):
+        return skipped(run, step, take_step())
+    before = copy_of_state(run, clock)
     tries = []  # of each, {name: hash}
-    names = []  # that differ
-    before = None if lacks_memory(run) else copy_of_state(run, clock)
-    while before and (len(tries) < 2 or (names and len(tries) < most)):
-        with clock.apart("audit") if tries else nullcontext():
-            if tries:
+    names = []  # that differ between the first two
+    for number in range(most):
+        with clock.apart("audit") if number else nullcontext():
+            if number:
                 put_back(run, before)
             numbers = take_step()
             machine.synchronize(run.device)
         if any(agree(run.state["micro_batch"] != micro_batch)):  # maybe because of the copy
-            put_back(run, before)
-            run.state["micro_batch"] = micro_batch
-            before = None
-        else:
-            with clock.apart("audit"):
-                tries.append(hashes_of(run, numbers))
-                names = differing(tries)
+            return skipped(run, step, numbers)
+        with clock.apart("audit"):
+            tries.append(hashes_of(run, numbers))
+            if number == 1:
+                names = differing(*tries)
+        if number and not names:
+            break
     machine.reset_peak_memory(run.device)
-    if before is None:
-        run.folder.event(step, "audit_skipped", why="too little memory for a copy of the state")
-        return take_step()
     if names:
         judge(run, step, names, tries)
+    return numbers
+
+
+def skipped(run, step: int, numbers: dict) -> dict:
+    run.folder.event(step, "audit_skipped", why="too little memory for a copy of the state")
     return numbers
 
 
@@ -55,12 +59,9 @@ def copy_of_state(run, clock: Clock) -> dict:
     return before
 
 
-def differing(tries: list[dict]) -> list[str]:
-    """What differs between the first two tries, on any rank."""
-    first, *rest = tries[:2]
-    names = [
-        name for second in rest for name in first | second if first.get(name) != second.get(name)
-    ]
+def differing(first: dict, second: dict) -> list[str]:
+    """The names of the hashes that differ between two tries, on any rank."""
+    names = [name for name in first | second if first.get(name) != second.get(name)]
     return sorted({name for own in from_all_ranks(names) for name in own})
 
 
