@@ -14,11 +14,11 @@ that it does not know gets a panel and a row.
 """
 
 import itertools
-import math
 import shlex
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +27,10 @@ from plumbing.cli import BadInput, configured, fail, printable, run_script
 from plumbing.console import change_words, resume_words, shown
 from plumbing.data import FALLBACK
 from plumbing.files import replacing
-from reporting import record, results
 from reporting.panels import page, write_picture
-from reporting.record import last_step, read_run
+from reporting.record import is_running, read_run
 from reporting.records import HEADER, record_rows
-from reporting.results import happened, outcome, table
+from reporting.results import best_in_words, happened, outcome, table
 from reporting.troubles import replay_of, troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
@@ -39,7 +38,7 @@ html = False  # also write a page: one file that needs no network and no server
 watch = False  # rewrite that page every 10 s while the run continues, and write all at its end
 
 MOST_COLUMNS = 4  # runs beside each other on the console; of more, a row each
-MOST_EVENTS = 200  # rows in a table
+PAUSE = 10  # seconds between two pages of --watch
 PARTS_TOLD = ("data", "config", "git", "versions", "hardware", "run")  # the later one counts
 TOLD_ELSEWHERE = ("kind", "step", "event", "finite", "knobs", "seconds")  # fields of events
 
@@ -50,10 +49,9 @@ TOLD_ELSEWHERE = ("kind", "step", "event", "finite", "knobs", "seconds")  # fiel
 def text_of(runs):
     """The Markdown of a report: the results; of each run its troubles, its last sample and what
     happened; then what was run."""
-    picture = "report.png" if len(runs) == 1 else "compare.png"
     lines = [f"# {', '.join(run.name for run in runs)}\n"]
     lines += [f"> **{warning}**\n" for warning in warnings(runs)]
-    lines += [f"![Curves]({picture})\n", "## Result\n", compared(runs, outcome)]
+    lines += [f"![Curves]({stem(runs)}.png)\n", "## Result\n", compared(runs, outcome)]
     for run in runs:
         title = f": {run.name}" if len(runs) > 1 else ""
         lines += [f"## Known troubles{title}\n", *found_in(run)]
@@ -61,12 +59,12 @@ def text_of(runs):
             text = textwrap.indent(str(sample["text"]), "    ", lambda line: True)
             lines += [f"## A sample, from step {sample['step']:,}{title}\n", text, ""]
         lines += [f"## What happened{title}\n", table(("step", "event", ""), event_rows(run))]
-    lines.append("## What was run\n")
-    for run in runs:
-        command = shlex.join(["python", *run.info.get("command", [])])
-        when = f"{run.info.get('start')} to {run.info.get('end')}"
-        lines.append(f"- **{run.name}**: `{command}`, {when}")
-    return "\n".join([*lines, "", compared(runs, settings)])
+    return "\n".join([*lines, "## What was run\n", compared(runs, all_settings)])
+
+
+def stem(runs):
+    """Of the names of the files."""
+    return "report" if len(runs) == 1 else "compare"
 
 
 def compared(runs, facts):
@@ -74,22 +72,30 @@ def compared(runs, facts):
     equal."""
     columns = [facts(run) for run in runs]
     rows = []
-    for what in dict.fromkeys(itertools.chain.from_iterable(columns)):
+    for what in dict.fromkeys(itertools.chain(*columns)):
         values = [column.get(what, "n/a") for column in columns]
         if len(runs) == 1 or len(set(values)) > 1:
             rows.append((what, *values))
     return table(("", *(run.name for run in runs)), rows)
 
 
+def all_settings(run):
+    command = shlex.join(["python", *run.info.get("command", [])])
+    when = f"{run.info.get('start')} to {run.info.get('end')}"
+    return {"command": f"`{command}`", "when": when} | settings(run)
+
+
 def settings(run):
     """{name: value} of what run.json says in single words, but for folders. Of a knob that was
     resolved from "auto", the value counts."""
-    parts = [run.info["data"].get("meta", {}), *(run.info[part] for part in PARTS_TOLD)]
-    found = {}
-    for name, value in itertools.chain.from_iterable(part.items() for part in parts):
-        if not isinstance(value, dict | list | None) and not name.endswith("_dir"):
-            found[name] = textwrap.shorten(str(value), 80)
-    return found
+    told = dict(run.info["data"].get("meta", {}))
+    for part in PARTS_TOLD:
+        told |= run.info[part]
+    return {
+        name: textwrap.shorten(str(value), 80)
+        for name, value in told.items()
+        if isinstance(value, str | int | float) and not name.endswith("_dir")
+    }
 
 
 def warnings(runs):
@@ -119,8 +125,6 @@ def found_in(run):
     lines = []
     for each in troubles(run):
         lines.append(f"- **{each.title}** (`{each.name}`): {each.shows}.")
-        if each.look:
-            lines.append(f"  Look into that step: `{each.look}`.")
         lines.append(f"  Cure: {each.cure}")
     if not lines:
         return ["None that report.py knows.\n"]
@@ -130,76 +134,40 @@ def found_in(run):
 def event_rows(run):
     """[(step, event, details)] in the order of the events."""
     rows = []
-    for i, event in enumerate(run.events):
+    changed = {}  # at the latest resume
+    for event in run.events:
         name = event["event"]
-        told = [details(event)]
+        told = [
+            textwrap.shorten(f"{key} {value}", 200)
+            for key, value in event.items()
+            if key not in TOLD_ELSEWHERE and value is not None
+        ]
         if name in ("skipped", "rollback"):
             told.append(f"see `{replay_of(run, event)}`")
-        if name == "resume":
-            told = resumed(event, run.events[i + 1 :])
-        if name not in ("sample", "saved", "resume_checked"):
-            told = "; ".join(filter(None, told))
-            rows.append((f"{event['step']:,}", name.replace("_", " "), told))
-    if len(rows) > MOST_EVENTS:
-        rows[MOST_EVENTS:] = [("...", f"and {len(rows) - MOST_EVENTS:,} more", "")]
+        elif name == "resume":
+            changed = event.get("changed", {})
+            words = change_words(changed) or "nothing known"
+            told = [f"changed since: {words}", f"from {event.get('checkpoint')}"]
+            told.append("exact only if a check that follows says so")
+        elif name == "resume_checked":
+            told = [resume_words(event, changed)]
+        if name not in ("sample", "saved"):
+            rows.append((f"{event['step']:,}", name.replace("_", " "), "; ".join(told)))
     return rows
-
-
-def details(event):
-    """The fields of an event, in words."""
-    told = []
-    for key, value in event.items():
-        if key not in TOLD_ELSEWHERE and value is not None:
-            told.append(f"{key} {value}")
-    return textwrap.shorten("; ".join(told), 400)
-
-
-def resumed(event, later):
-    """[words, ...] on a resume. Only its `resume_checked`, in the events after it, says what was
-    measured."""
-    changed = event.get("changed", {})
-    told = f"not measured; changed since: {change_words(changed) or 'nothing known'}"
-    next_one = next((e for e in later if e["event"] in ("resume_checked", "resume")), event)
-    if next_one["event"] == "resume_checked":
-        told = resume_words(next_one, changed)
-    return [told, f"from {event.get('checkpoint')}"]
 
 
 # ---- a folder of runs ----------------------------------------------------------------------------
 
 
 def listing(runs):
-    """A table with a row for each run. The best of those on the same data is marked."""
-    header = ("run", "steps", "best loss", "tokens/s", "how it ended", "when", "")
+    """A table with a row for each run, the oldest first."""
     rows = []
-    best = {}  # of the runs that can be compared
-    for run in runs:
-        best[same_judge(run)] = min(best.get(same_judge(run), math.inf), score(run))
     for run in sorted(runs, key=lambda run: str(run.info.get("start"))):
-        speed = results.over_time(run.train["tokens_per_sec"])
+        found = outcome(run)
         when = str(run.info.get("end") or run.info.get("start") or "")[:16].replace("T", " ")
-        rows.append(
-            (
-                run.name,
-                f"{last_step(run):,}",
-                results.number(results.best_of(run)[0]),
-                results.number(speed, ",.0f"),
-                results.how_it_ended(run),
-                when,
-                "best" if score(run) == best[same_judge(run)] else "",
-            )
-        )
-    return table(header, rows)
-
-
-def score(run):
-    """The best of its metric, or its negative if higher is better; NaN if there is none."""
-    return results.metric_of(run)[1] * results.best_of(run)[0]
-
-
-def same_judge(run):
-    """What two runs must share for their losses to be compared."""
-    return run.info["data"].get("fingerprint"), results.metric_of(run), results.extent(run)
+        columns = [found.get(what, "n/a") for what in ("throughput, tokens/s", "how it ended")]
+        rows.append((run.name, best_in_words(run), *columns, when))
+    return table(("run", "best", "tokens/s", "how it ended", "when"), rows)
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -210,33 +178,25 @@ def write(path, text):
         temporary.write_text(text, encoding="utf-8", errors="replace")
 
 
-def follow(runs, path, pause=10):
-    """Write the page every `pause` seconds until no run is active. Returns the runs as they are
-    then."""
-    tell(f"open {shown(path)} in a browser; Ctrl-C stops it")
-    try:
-        while any(map(record.is_running, runs)):
-            runs = read_runs(run.folder for run in runs)
-            write(path, page(runs, text_of(runs), refresh=pause))
-            time.sleep(pause)
-    except KeyboardInterrupt:
-        pass
-    return read_runs(run.folder for run in runs)
-
-
 def write_reports(runs):
-    """Write what is asked for. Returns the paths."""
-    path = Path(report_dir or runs[0].folder) / ("report" if len(runs) == 1 else "compare")
+    """Write what is asked for; with --watch, the page until no run is active. Returns the paths."""
+    path = Path(report_dir or runs[0].folder) / stem(runs)
     path.parent.mkdir(parents=True, exist_ok=True)
-    paths = [path.with_suffix(".png"), path.with_suffix(".md")]
+    page_path = path.with_suffix(".html")
     if watch:
-        runs = follow(runs, path.with_suffix(".html"))
+        tell(f"open {shown(page_path)} in a browser; Ctrl-C stops it")
+    with suppress(KeyboardInterrupt):
+        while watch and any(map(is_running, runs)):
+            write(page_path, page(runs, text_of(runs), refresh=PAUSE))
+            time.sleep(PAUSE)
+            runs = read_runs([run.folder for run in runs])
+    paths = [path.with_suffix(".png"), path.with_suffix(".md")]
     with replacing(paths[0]) as temporary:
         write_picture(temporary, runs)
     write(paths[1], text_of(runs))
     if html or watch:
-        paths.append(path.with_suffix(".html"))
-        write(paths[2], page(runs, text_of(runs)))
+        paths.append(page_path)
+        write(page_path, page(runs, text_of(runs)))
     return paths
 
 
@@ -248,24 +208,19 @@ def tell(line, file=None):
     print(printable(str(line).rstrip()), file=file, flush=True)
 
 
-def is_run(folder):
-    return (Path(folder) / "metrics.jsonl").exists()
-
-
 def read_runs(folders):
-    """The runs in `folders`, with names that tell them apart. A folder that holds none is left out
-    with a line; raises BadInput if all are."""
+    """The runs in `folders`, with names that tell them apart. Of several folders, one that holds
+    none is left out with a line; raises BadInput if none is left."""
     runs = []
-    wrong = []
     for folder in folders:
         try:
             runs.append(read_run(folder))
         except BadInput as error:
-            wrong.append(error)
-    if wrong and not runs:
-        raise wrong[0]
-    for error in wrong:
-        tell(f"report.py: left out: {error}", sys.stderr)
+            if len(folders) == 1:
+                raise
+            tell(f"report.py: left out: {error}", sys.stderr)
+    if not runs:
+        fail("none of these folders holds a run")
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = str(run.folder)
@@ -277,7 +232,7 @@ def tell_on_console(runs):
         tell(listing(runs))
     elif len(runs) > 1:
         tell(compared(runs, lambda run: settings(run) | outcome(run)))
-    for warning in warnings(runs) if len(runs) > 1 else ():
+    for warning in warnings(runs):
         tell(warning)
     for run in runs:
         before = f"{run.name}: " if len(runs) > 1 else ""
@@ -289,11 +244,11 @@ def main(argv=None):
     folders = []
     with configured(globals(), argv=argv, names=folders), np.errstate(all="ignore"):
         folders = folders or ["out"]
-        records = [row for folder in folders if not is_run(folder) for row in record_rows(folder)]
+        records = [*itertools.chain(*map(record_rows, folders))]
         inside = sorted(path.parent for path in Path(folders[0]).glob("*/metrics.jsonl"))
         if records:
             tell(table(HEADER, records))
-        elif len(folders) == 1 and inside and not is_run(folders[0]):
+        elif len(folders) == 1 and inside:
             tell(listing(read_runs(inside)))
         else:
             runs = read_runs(folders)

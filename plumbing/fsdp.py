@@ -3,7 +3,7 @@ if you shard."""
 
 import torch
 
-from plumbing.ranks import local, rank, world_size
+from plumbing.ranks import world_size
 
 
 def shard(model: torch.nn.Module, device: torch.device, dtype: str) -> torch.nn.Module:
@@ -39,16 +39,11 @@ def shard(model: torch.nn.Module, device: torch.device, dtype: str) -> torch.nn.
 
 @torch.no_grad()
 def shard_like(weight: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
-    """`value`, complete on every rank, sharded like `weight` if their shapes agree, else unchanged.
-
-    Only this rank's rows are copied, to the device that holds its part of `weight`; distribute_tensor
-    would first copy all of `value` there.
-    """
+    """`value`, complete on every rank, sharded like `weight` if their shapes agree, else
+    unchanged."""
     to_shard = hasattr(weight, "to_local") and not hasattr(value, "to_local")
     if not to_shard or getattr(value, "shape", None) != weight.shape:
         return value
-    result = torch.empty_like(weight, dtype=value.dtype)
-    parts = value.chunk(world_size())  # by rows, as FSDP2 shards: the last may be shorter
-    if rank() < len(parts):
-        local(result).copy_(parts[rank()])
-    return result
+    from torch.distributed.tensor import distribute_tensor  # slow to import
+
+    return distribute_tensor(value, weight.device_mesh, weight.placements, src_data_rank=None)

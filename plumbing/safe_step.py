@@ -249,9 +249,8 @@ def check_names(numbers: dict, whose: str, writers: tuple) -> None:
             raise RunFailed(f"{whose} returns a number named {name}, which rows have, too")
         shape = getattr(value, "shape", () if isinstance(value, Number) else None)
         if shape is None or math.prod(shape) != 1:
-            found = f"a {type(value).__name__}" if shape is None else f"of shape {tuple(shape)}"
-            more = f"run.folder.event(step, {name!r}, values=[...]) logs more, such as a histogram"
-            raise RunFailed(f"{whose} returns {name}, {found}; expected a scalar; {more}")
+            found = f"a {type(value).__name__} of shape {shape}"
+            raise RunFailed(f"{whose} returns {name}, {found}; expected a scalar")
 
 
 @torch.no_grad()

@@ -1,6 +1,7 @@
 """What is drawn of runs: a list of panels, drawn into a picture here and by page.html."""
 
 import json
+import math
 import shlex
 import sys
 import textwrap
@@ -11,7 +12,7 @@ from string import Template
 
 import numpy as np
 
-from plumbing.console import FIELDS
+from plumbing.console import FIELDS, Field
 from reporting import results
 from reporting.record import half_window, last_step, smooth
 from reporting.results import happened
@@ -77,8 +78,7 @@ class Curve:
             both = [np.minimum.reduceat(self.y, first), np.maximum.reduceat(self.y, first)]
             self.x = np.repeat(self.x[first], 2)
             self.y = np.stack(both, axis=1).ravel()
-        most = {"dashed": 0, "event": 0, "dots": 60}.get(self.look, 15)
-        self.is_dotted = len(self.x) <= most
+        self.is_dotted = self.look != "dashed" and len(self.x) <= 40
 
 
 @dataclass
@@ -95,18 +95,17 @@ class Panel:
         return [curve for curve in self.curves if curve.look != "event"]
 
     def limits(self):
-        """{"low", "high", "is_log"} of the vertical axis. Of the loss, without the first 3% of a
-        run and the outermost 0.2% of single steps, which would press the rest flat."""
-        values = [np.array([0.0, 1.0])] if not self.lines() else []
+        """{"low", "high", "is_log"} of the vertical axis. Of the loss, without the first 3% and the
+        outermost 0.2% of a curve, which would press the rest flat."""
+        ends = []
         for curve in self.lines():
             y = curve.y
             if self.field == "loss":
-                y = y[curve.x >= 0.03 * curve.x[-1]]  # the mean of steps reaches back by 1%
-            if self.field == "loss" and curve.look == "thin":
-                y = np.quantile(y, (0.001, 0.999))
-            values.append(y)
-        low = float(min(y.min() for y in values))
-        high = float(max(y.max() for y in values))
+                settled = y[curve.x >= 0.03 * curve.x[-1]]  # the mean of steps reaches back by 1%
+                y = np.quantile(settled, (0.001, 0.999))
+            ends += [float(y.min()), float(y.max())]
+        low = min(ends, default=0.0)
+        high = max(ends, default=1.0)
         if self.field in ("loss", "grad_norm") and 0 < 30 * low < high:
             return {"low": low / 1.2, "high": high * 1.2, "is_log": True}
         if self.field != "loss":
@@ -130,47 +129,41 @@ def panels_of(runs):
         for panel in [*along_three_axes(loss, run), *others]:
             shared = panels.setdefault((panel.field, panel.along), replace(panel, curves=[]))
             for curve in panel.curves:
-                if curve.look in ("bold", "dots"):
-                    is_thin = panel.field == "loss" and curve.look == "bold"
-                    look = "thin" if is_thin else curve.look
-                    label = f"{run.name}: {curve.label}"
-                    own = replace(curve, key=key, label=label, colour=colour, look=look)
-                    shared.curves.append(own)
+                if curve.look not in ("bold", "dots"):
+                    continue
+                is_thin = panel.field == "loss" and curve.look == "bold"
+                look = "thin" if is_thin else curve.look
+                label = f"{run.name}: {curve.label}"
+                own = replace(curve, key=key, label=label, colour=colour, look=look)
+                shared.curves.append(own)
     return list(panels.values())
 
 
 def panels_of_one(run):
     """The loss, and the fields that have numbers, with the events of the run."""
-    steps = run.train["step"]
-    panels = [Panel("loss", title_of("loss", run), curves_of_loss(run))]
-    for name, field in FIELDS.items():
-        if field.kind != "train" or not field.plot or name == "loss":
-            continue
-        values = run.train[name] * field.plot_factor
-        if name == "grad_norm":
-            curves = [*raw_and_mean(run, name, ""), *curves_of_clip(run)]
-        else:
-            curves = [Curve("training", field.plot, "blue", "bold", steps, values)]
-        panels.append(Panel(name, title_of(name, run), curves))
-    for name, x, y in results.new_fields(run):
-        panels.append(Panel(name, name, [Curve("training", name, "blue", "bold", x, y)]))
+    drawn = [name for name, field in FIELDS.items() if field.kind == "train" and field.plot]
+    numbers = [(name, run.train["step"], run.train[name]) for name in drawn]
     events = events_of(run)
-    found = []
-    for panel in panels:
-        curves = [curve for curve in panel.curves if len(curve.x)]
-        if curves or panel.field == "loss":
-            found.append(replace(panel, curves=curves + events))
-        events = [replace(event, label="") for event in events]  # the first panel names them
-    return found
+    panels = []
+    for name, steps, values in [*numbers, *results.new_fields(run)]:
+        field = FIELDS.get(name) or Field(name, "train", plot=name)
+        if name == "loss":
+            curves = curves_of_loss(run)
+        elif name == "grad_norm":
+            curves = curves_of_norm(run)
+        else:
+            scaled = values * field.plot_factor
+            curves = [Curve("training", field.plot, "blue", "bold", steps, scaled)]
+        curves = [curve for curve in curves if len(curve.x)]
+        if curves or name == "loss":
+            panels.append(Panel(name, title_of(field, run), curves + events))
+    return panels
 
 
-def title_of(name, run):
-    """Of the panel of a field."""
-    field = FIELDS[name]
-    per = results.unit_of(run)
-    unit = field.unit.replace("tokens", per)
-    if unit == "nats" and per != "tokens":
-        unit = ""
+def title_of(field, run):
+    unit = field.unit
+    if results.unit_of(run) == "targets":  # the loss is in who knows what
+        unit = unit.replace("tokens", "targets").replace("nats", "")
     return f"{field.plot} ({unit})" if unit else field.plot
 
 
@@ -179,50 +172,52 @@ def curves_of_loss(run):
     losses that nobody has measured."""
     steps = run.evals["step"]
     losses = run.evals["val_loss"]
-    part = results.extent(run)
-    label = f"validation, {part}" if part else "validation"
-    drawn = (steps > 0) | (len(steps) == 1)
+    drawn = steps > 0
     is_best = drawn & (steps == results.best_of(run)[1])
     best = results.best_in_words(run)
     return [
-        *raw_and_mean(run, "loss", "training, "),
-        Curve("validation", label, "vermilion", "dots", steps[drawn], losses[drawn]),
-        Curve("validation", best, "vermilion", "best", steps[is_best], losses[is_best]),
+        *raw_and_mean(run, "loss"),
+        Curve("validation", "validation", "vermilion", "dots", steps[drawn], losses[drawn]),
+        Curve(best, best, "vermilion", "best", steps[is_best], losses[is_best]),
     ]
 
 
-def raw_and_mean(run, field, before):
+def curves_of_norm(run):
+    clip = run.fact("config", "grad_clip") or math.nan  # 0 = off
+    ends = np.array([0.0, last_step(run)])
+    words = f"clip at {clip:g}"
+    clips = Curve(words, words, "black", "dashed", ends, np.full(2, clip))
+    return [*raw_and_mean(run, "grad_norm"), clips]
+
+
+def raw_and_mean(run, field):
     """The curves of a noisy field."""
     steps = run.train["step"]
     values = run.train[field]
     half = half_window(run)
-    mean = f"{before}mean of {2 * half + 1:,}"
+    mean = f"training, mean of {2 * half + 1:,}"
     return [
-        Curve("each step", f"{before}each step", "sky", "thin", steps, values),
+        Curve("each step", "training, each step", "sky", "thin", steps, values),
         Curve("training", mean, "blue", "bold", steps, smooth(values, half)),
     ]
-
-
-def curves_of_clip(run):
-    clip = run.fact("config", "grad_clip")
-    if not clip > 0:
-        return []
-    ends = np.array([0.0, last_step(run)])
-    return [Curve("clip", f"clip at {clip:g}", "black", "dashed", ends, np.full(2, clip))]
 
 
 def along_three_axes(loss, run):
     """The Panel of the loss by step, by tokens and by time."""
     steps = run.train["step"]
-    minutes = np.cumsum(np.nan_to_num(run.train["step_ms"])) / 60_000
-    tokens = f"{results.unit_of(run)} trained on"
-    panels = [loss]
-    for along, values in ((tokens, run.train["tokens"]), ("training time (minutes)", minutes)):
-        panel = replace(loss, along=along, curves=[])
+    milliseconds = np.cumsum(np.nan_to_num(run.train["step_ms"]))
+    axes = {
+        "step": steps,
+        f"{results.unit_of(run)} trained on": run.train["tokens"],
+        "training time (minutes)": milliseconds / 60_000,
+    }
+    panels = []
+    for along, values in axes.items():
+        curves = []
         for curve in loss.curves:
             x = np.interp(curve.x, [0, *steps], [0, *values])
-            panel.curves.append(replace(curve, x=x))
-        panels.append(panel)
+            curves.append(replace(curve, x=x))
+        panels.append(replace(loss, along=along, curves=curves))
     return panels
 
 
@@ -232,9 +227,9 @@ def events_of(run):
     curves = []
     for name, colour in EVENTS.items():
         steps = np.array([row["step"] for row in happened(run, name)])
+        heights = np.full(len(steps), 1.0 if len(steps) <= 40 else 0.05)
+        words = name.replace("_", " ")
         if len(steps):
-            words = name.replace("_", " ")
-            heights = np.full(len(steps), 1.0 if len(steps) <= 40 else 0.05)
             curves.append(Curve(words, words, colour, "event", steps, heights))
     return curves
 
@@ -252,27 +247,22 @@ def write_picture(path, runs):
 
 
 def picture(runs):
-    """A matplotlib Figure: the loss in a row of its own, the other panels below in two columns."""
+    """A matplotlib Figure in columns, two or three: the loss above, twice as high; a single panel
+    of it is as wide as the figure."""
     from matplotlib.figure import Figure  # not pyplot, which keeps state and may need a display
     from matplotlib.lines import Line2D
 
     panels = panels_of(runs)
-    count = sum(panel.field == "loss" for panel in panels)
-    rows = [[i for i in range(count) for _ in range(6 // count)]]
-    for i in range(count, len(panels), 2):
-        right = i + 1 if i + 1 < len(panels) else "."
-        rows.append([i] * 3 + [right] * 3)
-    fig = Figure((9 if len(runs) == 1 else 11, 2 + 2 * len(rows)))
-    axes = fig.subplot_mosaic(rows, height_ratios=[3.3] + [2] * (len(rows) - 1))
+    columns = 2 if len(runs) == 1 else 3
+    rows = math.ceil((len(panels) + 3) / columns)
+    fig = Figure((10, 0.7 + 1.8 * rows))
+    lines = {}  # of the legend
     for i, panel in enumerate(panels):
-        draw_panel(axes[i], panel)
-        if len(runs) == 1 and len(axes[i].get_legend_handles_labels()[1]) > 1:
-            # above the panel, where it hides nothing
-            axes[i].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=5, borderaxespad=0.2)
-    if len(runs) > 1:
-        colours = {curve.key: COLOURS[curve.colour] for curve in panels[0].curves}
-        lines = [Line2D([], [], lw=2.5, color=colour) for colour in colours.values()]
-        fig.legend(lines, colours.keys(), loc="outside lower left", ncols=3)
+        place = (i + 1, i + 4) if panel.field == "loss" else i + 4
+        draw_panel(fig.add_subplot(rows, columns, place), panel)
+        for curve in panel.curves:
+            lines[curve.key] = Line2D([], [], color=COLOURS[curve.colour], **LOOKS[curve.look])
+    fig.legend(lines.values(), lines.keys(), loc="outside lower left", ncols=3)
     fig.suptitle(heading(runs), x=0.01, ha="left", fontsize=10, linespacing=1.5)
     return fig
 
@@ -280,16 +270,16 @@ def picture(runs):
 def heading(runs):
     """Above the panels. Of one run how it ended, and its data, device and precision."""
     if len(runs) > 1:
-        return "Thick: validation. Thin: training, smoothed."
+        return "Thick: validation. Thin: training, a mean over 2% of the run."
     (run,) = runs
     identity = run.info["run"]
     facts = [run.info["data"].get("name"), identity.get("device"), identity.get("dtype")]
-    words = ", ".join(str(fact) for fact in facts if fact)
-    return textwrap.shorten(f"{run.name}: {results.ended(run)}", 110) + "\n" + words
+    words = [*filter(None, facts), "training: a mean over 2% of the run"]
+    return textwrap.shorten(f"{run.name}: {results.ended(run)}", 110) + "\n" + ", ".join(words)
 
 
 def draw_panel(ax, panel):
-    from matplotlib.ticker import EngFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import EngFormatter, LogLocator
 
     for curve in panel.curves:
         draw_curve(ax, curve)
@@ -297,18 +287,16 @@ def draw_panel(ax, panel):
     low, high, is_log = panel.limits().values()
     if is_log:
         ax.set_yscale("log")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
-        ax.yaxis.set_minor_locator(NullLocator())
-    ax.set_xlim(-0.01 * last, 1.01 * last)
-    ax.set_ylim(low, high)
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.minorticks_off()
+    ax.set(xlim=(-0.01 * last, 1.01 * last), ylim=(low, high), xlabel=panel.along)
+    ax.set_ylabel(textwrap.shorten(panel.title, 24))
     for axis, largest in ((ax.xaxis, last), (ax.yaxis, high)):
         axis.set_major_formatter(EngFormatter(sep="") if largest >= 1e4 else "{x:g}")
-    ax.set_ylabel(textwrap.shorten(panel.title, 24))
-    ax.set_xlabel(panel.along)
 
 
 def draw_curve(ax, curve):
-    looks = {"color": COLOURS[curve.colour], "label": curve.label, **LOOKS[curve.look]}
+    looks = {"color": COLOURS[curve.colour], **LOOKS[curve.look]}
     if curve.look == "event":
         ax.vlines(curve.x, 0, curve.y, transform=ax.get_xaxis_transform(), **looks)
         return

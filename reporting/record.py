@@ -31,7 +31,7 @@ class Record:
 
     def fact(self, part: str, name: str) -> float:
         """A number of run.json, such as fact("config", "grad_clip"); NaN if it has none."""
-        return plain(self.info[part].get(name))
+        return number_of(self.info[part].get(name))
 
 
 def read_run(folder: str | Path) -> Record:
@@ -39,13 +39,11 @@ def read_run(folder: str | Path) -> Record:
     folder = Path(folder)
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        found = "no metrics.jsonl in it" if folder.is_dir() else "no such folder"
-        fail(f"{folder}: {found}; expected the out_dir of a run of train.py")
+        fail(f"{folder}: no metrics.jsonl in it; expected the out_dir of a run of train.py")
     rows, unreadable = read_metrics(path)
     if len(rows) <= unreadable:
-        found = f"{path} is empty, damaged or not from train.py"
-        expected = 'expected lines such as {"kind": "train", "step": 1, ...}'
-        fail(f"{found}: {len(rows)} rows, {unreadable} other lines; {expected}")
+        found = f"{len(rows)} rows, {unreadable} other lines"
+        fail(f"{path} is empty, damaged or not from train.py: {found}")
     rows = standing(rows)
     return Record(
         name=folder.resolve().name,
@@ -75,9 +73,8 @@ def row_of(line: bytes) -> dict:
     """The row in a line of metrics.jsonl. Raises ValueError, TypeError, KeyError or RecursionError
     if it is damaged."""
     row = json.loads(line)
-    is_event = row["kind"] == "event" and isinstance(row["event"], str)
-    is_numbers = row["kind"] in ("train", "eval")
-    if not isinstance(row["step"], int) or not (is_event or is_numbers):
+    is_known = row["kind"] in ("train", "eval") or isinstance(row["event"], str)
+    if not isinstance(row["step"], int) or not is_known:
         raise ValueError("no row of train.py")
     return row
 
@@ -112,17 +109,14 @@ def undone(rows: list[dict], step: int) -> list[dict]:
 
 
 def columns(rows: list[dict], kind: str) -> dict[str, np.ndarray]:
-    """{field: array} by increasing step; of two rows of the same step the later one counts. A field
-    that is not in FIELDS is one if two rows give it a number: damage may invent one."""
+    """{field: array} by increasing step; of two rows of the same step the later one counts."""
     by_step = {row["step"]: row for row in rows if row["kind"] == kind}
     rows = [by_step[step] for step in sorted(by_step)]
     fields = numbers_of(kind)
     others = set().union(*rows) - {*fields, "kind", "finite"}
     table = {}
     for name in [*fields, *sorted(others)]:
-        values = np.array([plain(row.get(name)) for row in rows])
-        if name in fields or len(known(values)) > 1:
-            table[name] = values
+        table[name] = np.array([number_of(row.get(name)) for row in rows])
     return table
 
 
@@ -144,7 +138,7 @@ def is_running(run: Record) -> bool:
 # ---- statistics of values, of which some are NaN -------------------------------------------------
 
 
-def plain(value) -> float:
+def number_of(value) -> float:
     """A float; NaN for what is no number."""
     return float(value) if isinstance(value, int | float) else math.nan
 
@@ -169,16 +163,13 @@ def half_window(run: Record) -> int:
 def smooth(values, half: int):
     """Mean over `half` neighbours on either side; at the start, as many on the right as on the
     left."""
-    finite = np.isfinite(values)
-    total = np.concatenate([[0], np.cumsum(np.where(finite, values, 0))])
-    count = np.concatenate([[0], np.cumsum(finite)])
+    total = np.append(0, np.cumsum(np.nan_to_num(values)))
+    count = np.append(0, np.cumsum(np.isfinite(values)))
     i = np.arange(len(values))
-    reach = np.minimum(half, i)
-    first = i - reach
-    last = np.minimum(i + reach + 1, len(values))
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return (total[last] - total[first]) / (count[last] - count[first])
+    first = i - np.minimum(half, i)
+    last = np.minimum(2 * i - first + 1, len(values))
+    return (total[last] - total[first]) / (count[last] - count[first])
 
 
 def last_step(run: Record) -> int:
-    return int(max(run.train["step"].max(initial=0), run.evals["step"].max(initial=0)))
+    return int(run.train["step"].max(initial=0))

@@ -12,9 +12,8 @@ def record_rows(folder):
     """Rows of the table, tuples of str in the order of HEADER, from the files of check.py and
     bench.py in `folder`. What a file holds decides whether it is a record."""
     rows = []
-    files = [path for path in Path(folder).glob("*.json") if path.is_file()]
-    for path in sorted(files):
-        with suppress(LookupError, TypeError, ValueError, AttributeError):  # it is no record
+    for path in sorted(Path(folder).glob("*.json")):
+        with suppress(KeyError):  # it is no record
             facts = read_json(path)
             rows += rows_of_seeds(path, facts) if "seeds" in facts else rows_of_ladder(facts)
     return rows

@@ -1,6 +1,7 @@
-"""What to do about a trouble: its title and cure in docs/trouble.md, where its causes stand; and the
-command that shows the step in which it was."""
+"""Troubles of a run: a detector for each returns what in the rows shows it, in words, or None. It
+has the name that its trouble has in docs/trouble.md, where causes and cures stand."""
 
+import math
 import re
 from collections import namedtuple
 from functools import cache
@@ -8,10 +9,10 @@ from functools import cache
 import numpy as np
 
 from plumbing.console import REPO, to_paste
-from reporting import detectors
-from reporting.results import happened
+from reporting.record import half_window, known, mean, median, number_of, smooth
+from reporting.results import ended, happened, unit_of
 
-Finding = namedtuple("Finding", "name title shows cure look")
+Finding = namedtuple("Finding", "name title shows cure")
 SECTION = re.compile(r"([^\n]*) \((\w+)\)\n.*\*\*Cure\*\*: (.*?)(?:\n\n|\Z)", re.DOTALL)
 
 
@@ -19,45 +20,250 @@ SECTION = re.compile(r"([^\n]*) \((\w+)\)\n.*\*\*Cure\*\*: (.*?)(?:\n\n|\Z)", re
 def texts():
     """{name of a trouble: (title, cure)} of docs/trouble.md, in its order."""
     page = (REPO / "docs" / "trouble.md").read_text(encoding="utf-8")
+    page = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", page)  # without links
     found = {}
     for section in filter(None, map(SECTION.match, page.split("\n## "))):
         title, name, cure = section.groups()
-        without_links = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", cure)
-        found[name] = title, " ".join(without_links.split())
+        found[name] = title, " ".join(cure.split())
     return found
 
 
 def troubles(run):
-    """The Findings of a run, in the order of docs/trouble.md. A trouble has the name of its
-    detector."""
+    """The Findings of a run, in the order of docs/trouble.md."""
     found = []
-    with np.errstate(all="ignore"):  # unknown values are NaN, and show nothing
-        for name, (title, cure) in texts().items():
-            shows = getattr(detectors, name)(run)
-            if shows:
-                found.append(Finding(name, title, shows, cure, look(run, name)))
+    for name, (title, cure) in texts().items():
+        shows = globals()[name](run)  # unknown values are NaN, and show nothing
+        if shows:
+            found.append(Finding(name, title, shows, cure))
     return found
 
 
-def look(run, name):
-    """The command that shows the step of a trouble; "" if there is no single one."""
-    if name == "loss_spikes":
-        loss, curve, _ = detectors.loss_curve(run)
-        return replay(run, run.train["step"][np.nanargmax(loss - curve)])
-    bad = happened(run, "skipped", "rollback")
-    return replay_of(run, bad[0]) if bad and name == "updates_fail" else ""
+# ---- the command that shows a step ---------------------------------------------------------------
 
 
 def replay_of(run, event):
     """Of the step of a skipped update or a rollback, as it was before a later rollback undid it."""
-    i = run.events.index(event)
-    rollbacks = [n for n, each in enumerate(run.events) if each["event"] == "rollback"]
-    undoes = [n for n in rollbacks if n == i or (n > i and run.events[n]["step"] < event["step"])]
     step = event.get("at_step", event["step"])
-    before = 1 + sum(n < i for n in rollbacks)
-    return replay(run, step) + (f" --before_rollback={before}" if undoes else "")
+    since = run.events[run.events.index(event) :]
+    later = [each["step"] for each in since if each["event"] == "rollback"]
+    command = replay(run, step)
+    if min(later, default=step) < step:
+        command += f" --before_rollback={1 + len(happened(run, 'rollback')) - len(later)}"
+    return command
 
 
 def replay(run, step):
     """The command that computes a step of this run again."""
     return f"{to_paste('replay.py', run.folder)} --step={step:.0f}"
+
+
+# ---- detectors: updates --------------------------------------------------------------------------
+
+
+def updates_fail(run):
+    skips = [row["step"] for row in happened(run, "skipped")]
+    reasons = [str(row.get("why")) for row in happened(run, "rollback")]
+    rollbacks = sum("not finite" in reason for reason in reasons)
+    few = max(2, 0.01 * len(run.train["step"]))
+    if not rollbacks and len(skips) <= few:
+        return None
+    first = f", the first at step {skips[0]:,}" if skips else ""
+    return f"{len(skips):,} not finite and skipped{first}; {rollbacks} rollbacks"
+
+
+def clipped_always(run):
+    clip = run.fact("config", "grad_clip")
+    norms = run.train["grad_norm"]
+    late = known(norms[len(norms) // 5 :])
+    share = mean(late > clip)
+    if not clip > 0 or len(late) < 16:
+        return None
+    if share <= 0.9:
+        return None
+    typical = f"{median(late):.3g} in the median"
+    return f"its norm is above {clip:g} in {share:.0%} of the late steps, and {typical}"
+
+
+def norm_is_zero(run):
+    norms = known(run.train["grad_norm"])
+    last_other = np.flatnonzero(norms).max(initial=-1)
+    zeros = len(norms) - 1 - last_other
+    if zeros < 5:
+        return None
+    return f"its norm is exactly 0 in the last {zeros:,} steps"
+
+
+# ---- detectors: the loss -------------------------------------------------------------------------
+
+
+def loss_curve(run):
+    """(loss, smoothed, standard deviation of the noise); the latter two NaN if the run is short."""
+    loss = run.train["loss"]
+    curve = smooth(loss, half_window(run))
+    if len(known(loss)) < 20:
+        curve[:] = math.nan
+    noise = 1.4826 * median(np.abs(loss - curve))  # from the median deviation to the standard one
+    return loss, curve, noise
+
+
+def guessing(run):
+    """ln V, the loss of a uniform guess; NaN if V is not on record."""
+    meta = run.info["data"].get("meta", {})
+    classes = number_of(meta.get("vocab_size"))
+    return math.log(classes) if classes > 1 else math.nan
+
+
+def loss_stuck(run):
+    loss = known(run.train["loss"])
+    n = len(loss)
+    if n < 50 or n <= run.fact("config", "warmup_steps"):
+        return None
+    guess = guessing(run)
+    first = mean(loss[: max(3, n // 20)])
+    last = mean(loss[-(n // 4) :])
+    if abs(first - last) > 0.02 * first:
+        return None
+    if last < 0.9 * guess:
+        return None
+    return f"{first:.3f} at the start, {last:.3f} in the last quarter; a guess has {guess:.3f}"
+
+
+def underfitting(run):
+    loss = known(run.train["loss"])
+    last = mean(loss[-(len(loss) // 10) :])
+    val_loss = mean(known(run.evals["val_loss"])[-1:])
+    guess = guessing(run)
+    if len(loss) < 100 or not min(last, val_loss) > 0.6 * guess:
+        return None
+    if not abs(val_loss - last) <= 0.1 * last:
+        return None
+    if loss_stuck(run) or loss_rises(run) or loss_spikes(run):  # that is why it is high
+        return None
+    return f"training ends at {last:.3f}, validation at {val_loss:.3f}; a guess has {guess:.3f}"
+
+
+def loss_rises(run):
+    _, curve, noise = loss_curve(run)
+    lowest = known(curve).min(initial=math.inf)
+    rise = mean(curve[-1:]) - lowest
+    error = noise / math.sqrt(half_window(run))
+    least = max(6 * error, 0.05 * lowest)
+    if not rise > least:
+        return None
+    return f"it ends {rise:.3f} above {lowest:.3f}"
+
+
+def loss_spikes(run):
+    loss, curve, noise = loss_curve(run)
+    excess = loss - curve
+    is_high = excess > max(0.1, 8 * noise)
+    starts = np.flatnonzero(np.diff(is_high, prepend=False) & is_high)
+    if not len(starts):
+        return None
+    steps = run.train["step"]
+    first = steps[starts[0]]
+    highest = steps[np.nanargmax(excess)]
+    found = f"{len(starts):,} in all, the first at step {first:,.0f}"
+    return f"{found}; see the highest with `{replay(run, highest)}`"
+
+
+def diverges_after_resume(run):
+    loss = run.train["loss"]
+    lr = run.train["lr"]
+    for step in sorted({row["step"] for row in happened(run, "resume")}):
+        i = int(np.searchsorted(run.train["step"], step, side="right"))
+        size = min(50, i, len(loss) - i)
+        before = loss[i - size : i]
+        after = loss[i : i + size]
+        was, now, error = compared(before, after, np.median)
+        least = max(4 * error, 0.05 * was)
+        if size >= 10 and now - was > least:
+            losses = f"the loss was {was:.3f} before and is {now:.3f} after"
+            rates = f"the learning rate went from {lr[i - 1]:.3g} to {lr[i]:.3g}"
+            return f"resumed at step {step:,}: {losses}; {rates}"
+    return None
+
+
+def plateau(run):
+    *_, third, fourth = np.array_split(run.train["loss"], 4)
+    was, now, error = compared(third, fourth, np.mean)
+    least = max(2 * error, 0.002 * now)
+    if len(fourth) < 50 or not was - now < least:
+        return None
+    if loss_rises(run) or loss_stuck(run):
+        return None
+    return f"{was:.4f} in the third quarter, {now:.4f} in the last"
+
+
+def compared(before, after, of):
+    """(`of` the losses before, `of` those after, standard error of the difference of means)."""
+    errors = []
+    for losses in (before, after):
+        errors.append(mean(losses, np.std) / np.sqrt(len(losses)))
+    return mean(before, of), mean(after, of), math.hypot(*errors)
+
+
+def overfitting(run):
+    _, curve, _ = loss_curve(run)
+    val_loss = run.evals["val_loss"]
+    if not len(known(val_loss)):
+        return None
+    best = np.nanargmin(val_loss)
+    step = run.evals["step"][best]
+    then = mean(curve[run.train["step"] >= step][:1])
+    if not val_loss[-1] > 1.005 * val_loss[best]:
+        return None
+    if not curve[-1] < then:
+        return None
+    rose = f"validation from {val_loss[best]:.4f} at step {step:,.0f} to {val_loss[-1]:.4f}"
+    return f"{rose}, training from {then:.4f} to {curve[-1]:.4f}"
+
+
+# ---- detectors: memory and speed -----------------------------------------------------------------
+
+
+def out_of_memory(run):
+    """The events say which micro-batch fits now. If none did, the way the run ended says so."""
+    rows = happened(run, "out_of_memory")
+    if not rows:
+        ending = ended(run)
+        return ending if "out of memory" in ending else None
+    first = rows[0]["step"]
+    last = rows[-1]["step"]
+    left = rows[-1].get("micro_batch")
+    return f"first at step {first:,}, last at {last:,}; now micro_batch {left}"
+
+
+def parts_of(run, field, count):
+    """The numbers of a field in equal parts of a run; if it is short, all are NaN."""
+    values = run.train[field]
+    if len(values) < 40:
+        values = np.full(count, math.nan)
+    return np.array_split(values, count)
+
+
+def memory_grows(run):
+    """A staircase: a peak that keeps rising long after all that a step needs was allocated."""
+    parts = parts_of(run, "mem_gb", 6)[1:]
+    peaks = [mean(part, np.max) for part in parts]
+    first = peaks[0]
+    last = peaks[-1]
+    is_rise = np.diff(peaks) > 0.01 * first
+    rises = np.count_nonzero(is_rise)
+    if rises < 3 or not last > 1.15 * first:
+        return None
+    return f"the peak is {first:.2f} GB after a third of the run, {last:.2f} GB at its end"
+
+
+def throughput_falls(run):
+    first, *_, last = map(median, parts_of(run, "tokens_per_sec", 4))
+    if not last < 0.85 * first:
+        return None
+    return f"{first:,.0f} {unit_of(run)}/s in the first quarter of the run, {last:,.0f} in the last"
+
+
+def waits_for_data(run):
+    if len(known(run.train["loss"])) < 20:
+        return None
+    share = mean(run.train["data_ms"]) / mean(run.train["step_ms"])
+    return f"{share:.0%} of the time of all steps" if share > 0.1 else None

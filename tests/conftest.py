@@ -388,12 +388,9 @@ def quick(train_in, tmp_path, monkeypatch):
     def execute(script, words, *, out_dir, **knobs):
         folders.append(Path(out_dir))
         flags = bench.for_train(words) + [f"--{name}={value}" for name, value in knobs.items()]
-        change = f"import runpy; runpy.run_path({str(script)!r}, run_name='script')"
-        change = change if Path(script) != REPO / "train.py" else ""
-        env = {name: os.environ[name] for name in ("NANOGPT",) if name in os.environ}
         flags = [flag for flag in flags if not flag.startswith("--out_dir=")]
         flags.append(f"--out_dir={out_dir}")
-        done = train_in(tmp_path, out_dir, *flags, env=env, before=change, code=None)
+        done = train_in(tmp_path, out_dir, *flags, code=None)
         if done.returncode:
             raise RunFailed(done.stderr)
 

@@ -16,7 +16,7 @@ from conftest import REPO, wait_for
 from helpers import alive
 
 import train
-from plumbing.data import OrderedWindows, batches, kill_workers, read_rows
+from plumbing.data import OrderedWindows, batches, kill_workers
 from plumbing.safe_step import explain
 from train import ShuffledWindows
 
@@ -134,15 +134,6 @@ def test_training_and_validation_each_read_the_file_of_their_name(data_dir):
     with train.build(flags) as run:
         names = [Path(split.tokens.filename).name for split in (run.train_data, run.val_data)]
     assert names == ["train.bin", "val.bin"]
-
-
-# ---- the file of a split -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("start", [-TOKENS - 1, TOKENS - BLOCK + 1, TOKENS])
-def test_a_row_outside_the_split_is_refused(tokens, start):
-    with pytest.raises(IndexError):
-        read_rows(tokens, np.array([0, start]), BLOCK)
 
 
 # ---- workers -------------------------------------------------------------------------------------

@@ -3,20 +3,13 @@
 import contextlib
 import io
 import json
-import math
-import os
 import re
 import runpy
 import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
-from conftest import REPO, tree, wait_for
-from helpers import alive, children
+from conftest import REPO, tree
 from helpers import bench_arguments as arguments
 
 import bench
@@ -173,25 +166,6 @@ class GPT(nn.Module):
         flat = logits.view(-1, logits.size(-1)), targets.view(-1)
         return logits, nn.functional.cross_entropy(*flat, ignore_index=-1)
 """
-NANO_TRAIN = """
-import sys
-import numpy as np
-import torch
-from contextlib import nullcontext
-data_dir = sys.argv[-1].removeprefix("--dataset=")
-meta_vocab_size = None
-assert meta_vocab_size > 1
-key, value = sys.argv[-2].split("=")  # as nanoGPT does it
-assert sys.argv[1] == "config/train_shakespeare_char.py" and open("model.py").read()
-seed_offset = 0
-torch.manual_seed(1337 + seed_offset)
-ctx, block_size = nullcontext(), 64
-class Model(torch.nn.Module):
-    def forward(self, x, y):
-        assert x.shape == y.shape and (y >= -1).all()
-        return None, torch.tensor(3 + torch.initial_seed() / 1e5)
-model = Model()
-"""
 
 
 @pytest.fixture
@@ -200,43 +174,8 @@ def nano(tmp_path, monkeypatch):
     folder = tmp_path / "nano"
     folder.mkdir()
     (folder / "model.py").write_text(NANO_MODEL)
-    (folder / "train.py").write_text(NANO_TRAIN)
-    (tmp_path / "config").symlink_to(REPO / "config")
     monkeypatch.setenv("NANOGPT", str(folder))
-    monkeypatch.chdir(tmp_path)
     return folder
-
-
-@pytest.mark.slow  # six runs
-def test_the_table_goes_from_nanogpt_to_here(nano, quick, in_process, monkeypatch, capsys):
-    names = ["nanoGPT itself", "its model and recipe on this loop", "the fast config"]
-    monkeypatch.setattr(bench, "CHANGES", {name: bench.CHANGES[name] for name in names})
-    flags = {"only": "from_nanogpt", "seeds": 2, "max_steps": 4, "n_embd": 16, "batch_size": 4}
-    _, facts = in_process(**flags)
-    rows, runs = (facts["from_nanogpt"][name] for name in ("rows", "runs"))
-    output = capsys.readouterr().out
-    assert list(rows) == list(runs) == names
-    for name, row in rows.items():
-        one, other = (run["loss"] for run in runs[name])
-        assert one != other  # another seed, also of nanoGPT itself
-        assert row["loss"] == pytest.approx((one + other) / 2)
-        assert row["deviation"] == pytest.approx(abs(one - other) / math.sqrt(2))
-        figures = f"  {row['process']:.1f}  {row['loss']:.4f}  "
-        assert [line for line in output.splitlines() if name in line and figures in line]
-        assert f"  {name}: python {bench.CHANGES[name]}\n" in output
-    assert len({*quick}) == len(quick) == 4
-    of_nanogpt = runs["nanoGPT itself"]
-    assert [run["loss"] for run in of_nanogpt] == pytest.approx([3.01337, 3.01338])
-    assert of_nanogpt[0]["tokens"] == 2000 * 12 * 64
-
-    monkeypatch.delenv("NANOGPT")
-    with pytest.raises(BadInput, match="NANOGPT=FOLDER"):
-        in_process(**flags)
-    with pytest.raises(BadInput, match="--rows=slow: expected a part of one of these: nanoGPT it"):
-        in_process(**flags, rows="slow")
-    _, facts = in_process(**flags, rows="config")  # and no run is made again
-    assert facts["from_nanogpt"]["runs"] == {names[2]: runs[names[2]]}
-    assert len(quick) == 4
 
 
 def test_the_recipe_on_this_loop_is_that_of_nanogpt():
@@ -270,29 +209,6 @@ def test_the_model_of_that_row_is_nanogpts_own(dtype, nano, train_as_it_was):
     assert wrapped.transformer.h[0].attn.flash == (dtype == "float32")
     torch.testing.assert_close(wrapped(inputs, targets), loss, rtol=tolerance, atol=0)
     torch.testing.assert_close(wrapped(inputs), logits, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_it_and_what_it_started_without_a_traceback(data_dir, tmp_path):
-    flags = arguments(tmp_path / "b", data_dir, only="ladder", rounds=1000)
-    out, err = tmp_path / "out", tmp_path / "err"
-    process = subprocess.Popen(
-        [sys.executable, REPO / "bench.py", *flags],
-        stdout=out.open("w"),
-        stderr=err.open("w"),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # nohup ignores it
-        start_new_session=True,
-    )
-    try:
-        wait_for(lambda: "results  " in out.read_text())
-        time.sleep(2)  # into the part
-        started = children(process)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=30) == 130
-    finally:
-        process.kill()
-    assert "Traceback" not in err.read_text()
-    wait_for(lambda: not any(map(alive, started)))
 
 
 @pytest.mark.parametrize("flag, value", [("only", "peak,laddr"), ("n_head", 5), ("rounds", 0)])

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import REPO, apply_patch, copy_of_repository, make_dataset
+from conftest import REPO, apply_patch, copy_of_repository
 from helpers import BENCH_FLAGS, bench_arguments
 
 import bench
@@ -222,21 +221,6 @@ def test_sanity_finds_validation_text_in_training_wherever_it_begins(begin, chec
 
     monkeypatch.setattr(probes, "tokens_on_disk", tokens_on_disk)
     assert checks(probes.data_checks)["train and validation share no window"][0] is False
-
-
-def test_a_text_that_repeats_one_line_is_said_to_be_the_fault(checks, data_dir):
-    make_dataset(data_dir, "line", "The same line again.\n" * 500)
-    found = checks(probes.data_checks, dataset="line")
-    wrong = [name for name in found if not found[name][0]]
-    assert wrong == ["train and validation share no window"]
-
-
-def test_under_torchrun_it_says_that_it_runs_in_one_process(tmp_path):
-    environment = os.environ | {"WORLD_SIZE": "2", "RANK": "0"}
-    command = [sys.executable, REPO / "check.py", f"--out_dir={tmp_path}"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr == "check.py runs in one process; type python in place of torchrun\n"
 
 
 def test_the_bugs_of_the_list_apply_to_the_present_code():

@@ -253,20 +253,6 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, text_file, monkeypatc
     assert not (tmp_path / "esel").exists()
 
 
-def test_a_gpt2_vocabulary_that_cannot_be_had_is_one_clear_line(tmp_path, text_file):
-    pytest.importorskip("tiktoken")
-    proxies = {key: NOWHERE for key in ("https_proxy", "HTTPS_PROXY")}
-    err = refusal(
-        tmp_path,
-        *("esel", f"--input={text_file}", "--tokenizer=gpt2"),
-        **proxies,
-        no_proxy="",
-        NO_PROXY="",
-        TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"),
-    )
-    assert "vocabulary" in err and "--tokenizer=byte" in err
-
-
 # --- a dataset that was damaged ---
 
 
@@ -609,13 +595,6 @@ def test_of_one_short_file_the_last_tenth_is_held_out(tmp_path, texts):
     cut = int(0.9 * len(texts[0]))
     assert documents_of(tmp_path / "made", "val") == [texts[0][cut:]]
     assert documents_of(tmp_path / "made", "train") == [texts[0][:cut]]
-
-
-def test_nul_and_half_a_surrogate_pair_are_replaced(tmp_path, texts):
-    """NUL is the end-of-text id of byte, and half a pair cannot be encoded."""
-    write_lines(tmp_path / "a.jsonl", [*texts, "a\0b\ud83d"])
-    make(tmp_path / "made", tmp_path / "a.jsonl", **MANY)
-    assert all_of(tmp_path / "made") == sorted([*texts, "a\ufffdb\ufffd"])
 
 
 # --- bad input ---

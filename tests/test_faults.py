@@ -552,34 +552,3 @@ if run.state["micro_batch"] > 2:
         assert one["val_tokens"] == other["val_tokens"] == 112  # 7 windows of 16
         assert one["val_loss"] == pytest.approx(other["val_loss"], rel=1e-6)
     assert len(done.rows("eval")) > 1
-
-
-@pytest.mark.slow
-def test_a_long_run_leaks_no_memory_thread_or_file(run_train):
-    """Resident memory at the end, within 5% of that after 100 steps, saving every 5."""
-    measure = """
-import gc, multiprocessing, threading
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-def things():
-    files = os.listdir("/proc/self/fd")
-    return [len(files), threading.active_count(), len(multiprocessing.active_children())]
-def look_after(main):
-    def and_then():
-        before = things()
-        code = main()
-        train.last_run = None  # which keeps the two files of the tokens open
-        gc.collect()
-        print("LEFT", *[b - a for a, b in zip(before, things())])
-        return code
-    return and_then
-train.main = look_after(train.main)
-"""
-    at = "if run.state['step'] in (100, 499): print('RESIDENT', resident())"
-    measure += around("train_step", at)
-    flags = (*EVERYTHING, "--max_steps=500", "--save_interval=5", "--eval_interval=100")
-    done = run_train("run", *flags, before=measure, timeout=300)
-    early, late = [int(x.split()[1]) for x in done.stdout.splitlines() if x.startswith("RESIDENT")]
-    assert late < 1.05 * early
-    assert "LEFT 0 0 0" in done.stdout
-    assert not list(done.out_dir.glob("*.tmp"))

@@ -152,45 +152,6 @@ def test_the_readme_and_help_lead_to_the_pages():
 
 # ---- the blocks are run --------------------------------------------------------------------------
 
-PAGE = """# A page
-```bash
-NUMBER=7
-```
-
-## One
-
-```bash
-for i in $(seq 40 10 60); do echo "step $i loss 1.$i"; done
-```
-
-```output
-step 50 loss 1.2
-...
-it printed words
-```
-
-## Two
-
-```python
-import os
-print("python", os.environ.get("NUMBER"))
-```
-```output
-what it was
-```
-"""
-NOW = PAGE.replace("step 50 loss 1.2", "step 50 loss 1.50").replace("what it was", "python None")
-
-
-def test_an_update_writes_into_the_page_what_its_blocks_print(tmp_path, capsys, monkeypatch):
-    page = tmp_path / "page.md"
-    page.write_text(PAGE)
-    monkeypatch.setattr(sys, "argv", ["run_page.py", str(page), "--update"])
-    assert run_page.main() == 1
-    assert page.read_text() == NOW
-    gone = f"{page}:{PAGE[: PAGE.index('it printed')].count(chr(10)) + 1}: it printed words"
-    assert capsys.readouterr().out.endswith(f": 1 lines are not printed any more\n{gone}\n")
-
 
 @pytest.fixture
 def page_data(monkeypatch, tmp_path):

@@ -21,7 +21,8 @@ import report
 from plumbing.cli import run_script
 from plumbing.console import duration
 from plumbing.data import FALLBACK
-from reporting import detectors, panels, record, results
+from reporting import panels, record, results
+from reporting import troubles as detectors
 from reporting.record import is_running, read_run
 from reporting.troubles import texts, troubles
 
@@ -179,18 +180,20 @@ OTHER = {"step": 507, "field": "loss", "then": 1.25, "now": 1.5}
         (EQUAL, "231 steps computed again, every loss and norm the same"),
         (EQUAL | {"equal": 6, "first_difference": OTHER}, "other numbers from step 507 on: loss"),
         (EQUAL | {"compared": 0, "equal": 0}, "nothing to compare with"),
-        (None, "not measured"),
     ],
 )
 def test_a_resume_is_said_to_be_what_was_measured(tmp_path, check, words):
     resume = event(40, "resume", knobs={"seed": 1}, changed={"peak_lr": [0.1, 0.2]})
-    checks = [event(50, "resume_checked", **check, **{"from": 40})] if check else []
+    checked = event(50, "resume_checked", **check, **{"from": 40})
     info = {"run": {"deterministic": True}}
-    folder = write_run(tmp_path, [*falling(40), resume, *checks, *falling(60)[40:]], **info)
+    folder = write_run(tmp_path, [*falling(40), resume, checked, *falling(60)[40:]], **info)
     text = words_of(folder)
     (line,) = re.findall(r"^\| 40 .* resume .*", text, re.MULTILINE)
+    assert "changed since: peak_lr 0.1 -> 0.2" in line and "seed" not in line
+    assert "only if a check that follows says so" in line
+    (line,) = re.findall(r"^\| 50 .* resume checked .*", text, re.MULTILINE)
     assert words in line and (check == EQUAL or "changed since: peak_lr 0.1 -> 0.2" in line)
-    assert "seed" not in line and "bit for bit" not in text and "was off" not in text
+    assert "bit for bit" not in text and "was off" not in text
     info = {"run": {"deterministic": False}}
     assert "`deterministic` was off" in words_of(write_run(tmp_path, falling(40), **info))
     (tmp_path / "run.json").write_text('{"run": ')
@@ -224,8 +227,7 @@ def test_every_event_is_in_the_report(tmp_path):
     unsaved = event(9, "best_not_saved", best_step=9, best_pt_holds_step=4)
     rows = [event(0, "resume"), *falling(9), unsaved, event(9, "end", seconds={})]
     fork = write_run(tmp_path, rows, run={"began_from": "best.pt"})
-    assert outcome_of(fork)["resumes"] == "0" and "not measured" in words_of(fork)
-    assert outcome_of(fork)["best.pt"].startswith("of step 4; a better one")
+    assert outcome_of(fork)["resumes"] == "0" and "best_pt_holds_step 4" in words_of(fork)
 
 
 # ---- records that are not whole ------------------------------------------------------------------
@@ -234,13 +236,12 @@ def test_every_event_is_in_the_report(tmp_path):
 def test_damaged_lines_are_left_out_and_counted(real, tmp_path):
     lines = (real / "metrics.jsonl").read_bytes().splitlines(keepends=True)
     bad = [b"\0\0\0\n", b"1,2\n", b'{"kind": "train", "step": "x"}\n', b"[[[\n", b"\xff\n"]
-    bad += [b'{"kind": "train", "step": 3, "gr!d_norm": 1.5}\n']
     lines[5:5] = bad
     lines.append(b'{"kind": "train", "step": 25, "lo')  # a last line that is half written
     write_run(tmp_path, [])
     (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
     run, expected = read_run(tmp_path), read_run(real)
-    assert run.unreadable == len(bad) - 1 and results.new_fields(run) == []
+    assert run.unreadable == len(bad)
     assert run.events == expected.events
     np.testing.assert_equal(run.evals, expected.evals)
     np.testing.assert_equal(run.train["step"], expected.train["step"])
@@ -250,7 +251,7 @@ def test_damaged_lines_are_left_out_and_counted(real, tmp_path):
 @pytest.mark.parametrize(
     "content, word",
     [
-        (None, "no such folder"),
+        (None, "no metrics.jsonl"),
         ("folder", "no metrics.jsonl"),
         (b"", "is empty"),
         (b'{"kind": "trai', "damaged"),
@@ -277,17 +278,6 @@ def test_a_report_that_cannot_be_written_is_one_line_and_an_exit_code(command, t
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert "--report_dir=FOLDER" in done.stderr
     assert command(folder, f"--report_dir={tmp_path / 'else'}").returncode == 0
-
-
-def test_what_a_terminal_obeys_does_not_reach_it(command, tmp_path):
-    rows = [*falling(60, data_ms=3.0), event(60, "sample", text="\x1b]0;title\x07\x9b2J\ud800")]
-    rows += [event(60, "end", ended="failed: \x1b[31m out of memory\nline")]
-    folder = write_run(tmp_path / "a\x1b[2Jb\u202ec", rows)
-    plain = write_run(tmp_path / "d", falling(40))
-    for arguments in ([folder], [folder, plain], [tmp_path / "\u202ee"]):
-        done = command(*arguments)
-        assert done.stdout or done.stderr
-        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", done.stdout + done.stderr)
 
 
 # ---- several runs --------------------------------------------------------------------------------
@@ -320,18 +310,18 @@ def test_a_comparison_says_what_differs_and_only_that(command, tmp_path):
     assert "different data" not in command(out / "a", out / "b").stdout
 
 
-def test_a_folder_of_runs_is_listed_with_the_best_on_each_text_marked(command, tmp_path):
+def test_a_folder_of_runs_is_listed(command, tmp_path):
     out = three_runs(tmp_path / "out")
     (out / "notes.txt").write_text("no run")
     write_run(out / "killed", falling(3))
     listed = command(out)
-    header, _, *lines = listed.stdout.splitlines()
-    assert listed.stderr == "" and "best loss" in header
-    rows = [re.split(r" *\| *", line)[1:-1] for line in lines]
+    assert listed.stderr == ""
+    rows = [re.split(r" *\| *", line)[1:-1] for line in listed.stdout.splitlines()[2:]]
     assert [row[0] for row in rows] == ["a", "b", "c", "killed"]
-    assert [row[0] for row in rows if row[-1] == "best"] == ["b", "c"]
-    assert rows[0][1:3] == ["40", "2.0000"] and rows[1][-2] == "2026-01-02 10:00"
-    assert "no end on record (killed)" in rows[3]
+    when = "2026-01-01 10:00"
+    best = "best validation loss 2.0000"
+    assert rows[0] == ["a", best, "100,000", "finished, at step 40", when]
+    assert "no end on record (killed), at step 3" in rows[3]
     assert not list(out.glob("*/report.*"))
     for i in range(2):
         write_run(out / f"more{i}", falling(20))
@@ -492,17 +482,10 @@ return {
   tip: plot.querySelector(".tip").textContent,
 };
 """
-PRESS = """
-const states = [], buttons = [...document.querySelectorAll("nav button")];
-const note = () => states.push([buttons.map(b => b.getAttribute("aria-pressed")).join(),
-  [...document.querySelectorAll("polyline")].filter(c => c.style.display == "none").length]);
-note(), buttons[1].click(), note();
-return [location.hash, ...states];
-"""
 
 
-def in_browser(path, script, width=1400, dark=False, place=""):
-    """What `script` returns in a page at this place of it. No error may have come before."""
+def in_browser(path, script, width=1400, dark=False):
+    """What `script` returns in a page. No error may have come before."""
     if BROWSER is None:
         pytest.skip("needs a browser: chromium, or google-chrome")
     html = path.read_text().replace("<head>", "<head>" + SPY)
@@ -511,7 +494,7 @@ def in_browser(path, script, width=1400, dark=False, place=""):
     flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --dump-dom"
     command = [BROWSER, *flags.split(), f"--user-data-dir={path.parent / 'browser'}"]
     command += [f"--window-size={width},900", f"--blink-settings=preferredColorScheme={1 - dark}"]
-    command += [f"file://{probed}{place}"]
+    command += [f"file://{probed}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     errors, result = json.loads(unescape(re.search('id="result">(.*)</pre>', done.stdout)[1]))
     assert errors == []
@@ -531,15 +514,6 @@ def test_it_opens_on_a_desk_and_a_phone_in_light_and_dark(tmp_path, width, dark)
         seen["tip"].startswith("step  149.2\ntraining, each step  ")
         and f"{loss:.4g}" in seen["tip"]
     )
-
-
-def test_a_button_hides_the_curves_of_a_run_also_after_a_reload(tmp_path):
-    path = page_of(*two_runs(tmp_path))
-    place, *states = in_browser(path, PRESS)
-    each = 3 * 2 + 5  # curves of a run
-    assert place == "#off=1" and states == [["true,true", 0], ["true,false", each]]
-    place, *states = in_browser(path, PRESS, place=place)
-    assert states == [["true,false", each], ["true,true", 0]]
 
 
 # ---- detectors of troubles -----------------------------------------------------------------------
@@ -670,4 +644,3 @@ def test_the_report_leads_to_skipped_updates_and_rollbacks(run_train):
     done = run_train("run", *flags, before="train.MOST_SKIPPED = 2\n" + bad_batches([8, 9]))
     first, last = ([f"--step={n}", "--before_rollback=1"] for n in (9, 10))
     assert [command[3:] for command in replays_in(done.out_dir)] == [first, last]
-    assert "Look into that step" in (done.out_dir / "report.md").read_text()
