@@ -301,23 +301,15 @@ class Server(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.server.asked.append(self.path)
         text = SHAKESPEARE.read_bytes() if SHAKESPEARE.is_file() else b"x" * 1_115_394
-        if self.path == "/portal":
-            self.send_response(302)
-            self.send_header("Location", "/login")
-            self.end_headers()
-            return
         is_first = self.path == "/flaky" and len(self.server.asked) < 3
-        kind, content, length = "text/plain", text, len(text)
-        if self.path == "/login":
-            kind, content = "text/html", b"<!doctype html><p>Please log in"
-            length = len(content)
-        elif self.path == "/cut" or is_first:
+        content = text
+        if self.path == "/cut" or is_first:
             content = text[:500_000]
         elif self.path == "/wrong":
             content = b"?" + text[1:]
         self.send_response(200)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(length))
+        self.send_header("Content-Type", "text/plain")
+        self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         with contextlib.suppress(OSError):  # the client had enough
             self.wfile.write(content)
@@ -365,7 +357,6 @@ def test_shakespeare_is_downloaded_once_and_kept(tmp_path, server, path, request
 
 NO_TEXT = [
     ("/cut", ["text/plain from http", "500,000 bytes with SHA-256"]),
-    ("/portal", ["text/html from http", "/login"]),
     ("/wrong", ["1,115,394 bytes with SHA-256"]),
 ]
 
