@@ -89,8 +89,8 @@ def set_rng_state(rng: dict, device: torch.device) -> None:
 
 class Captured:
     """What a forward and backward pass may move: persistent buffers, such as BatchNorm's
-    statistics, modules' extra states, and the random state of this rank. checkpoint.WholeState has
-    the rest."""
+    statistics, modules' extra states, and the random state of this rank. checkpoint.put_back()
+    has the rest."""
 
     def __init__(self, run):
         self.run = run
