@@ -59,7 +59,7 @@ def text_of(runs):
             text = textwrap.indent(str(sample["text"]), "    ", lambda line: True)
             lines += [f"## A sample, from step {sample['step']:,}{title}\n", text, ""]
         lines += [f"## What happened{title}\n", table(("step", "event", ""), event_rows(run))]
-    return "\n".join([*lines, "## What was run\n", compared(runs, all_settings)])
+    return "\n".join([*lines, "## What was run\n", compared(runs, settings)])
 
 
 def stem(runs):
@@ -79,20 +79,15 @@ def compared(runs, facts):
     return table(("", *(run.name for run in runs)), rows)
 
 
-def all_settings(run):
-    command = shlex.join(["python", *run.info.get("command", [])])
-    when = f"{run.info.get('start')} to {run.info.get('end')}"
-    return {"command": f"`{command}`", "when": when} | settings(run)
-
-
 def settings(run):
     """{name: value} of what run.json says in single words, but for folders. Of a knob that was
     resolved from "auto", the value counts."""
-    told = dict(run.info["data"].get("meta", {}))
+    command = shlex.join(["python", *run.info.get("command", [])])
+    told = run.info | {"command": f"`{command}`"} | run.info["data"].get("meta", {})
     for part in PARTS_TOLD:
         told |= run.info[part]
     return {
-        name: textwrap.shorten(str(value), 80)
+        name: str(value)
         for name, value in told.items()
         if isinstance(value, str | int | float) and not name.endswith("_dir")
     }
@@ -104,15 +99,17 @@ def warnings(runs):
     for run in runs:
         asked = run.info["config"].get("dataset")
         learned = run.info["data"].get("name")
-        if learned and learned == FALLBACK.get(asked):
-            what = f"{learned!r} INSTEAD OF {asked!r}, which was unavailable"
-            lines.append(f"{run.name} trained on {what}: its numbers say nothing about {asked!r}.")
-        if run.info["run"].get("deterministic") is False:
-            lines.append(f"{run.name}: `deterministic` was off; computed again, it may differ.")
-        if run.unreadable:
-            lines.append(f"{run.name}: {run.unreadable:,} damaged line(s) are left out.")
-        if not run.info["run"]:
-            lines.append(f"{run.name}: run.json is missing or damaged; how it ran is not known.")
+        what = f"{learned!r} INSTEAD OF {asked!r}, which was unavailable"
+        is_another = learned and learned == FALLBACK.get(asked)
+        identity = run.info["run"]
+        is_off = identity.get("deterministic") is False
+        holds = {
+            f"trained on {what}: its numbers say nothing about {asked!r}": is_another,
+            "`deterministic` was off; computed again, it may differ": is_off,
+            f"{run.unreadable:,} damaged line(s) are left out": run.unreadable,
+            "run.json is missing or damaged; how it ran is not known": not identity,
+        }
+        lines += [f"{run.name}: {warning}." for warning in holds if holds[warning]]
     if len({run.info["data"].get("fingerprint") for run in runs}) > 1:
         lines.append("These runs trained on different data: their losses cannot be compared.")
     if len({run.info["run"].get("device") for run in runs}) > 1:

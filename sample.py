@@ -54,7 +54,7 @@ def open_checkpoint(name: str) -> tuple[dict, str]:
     remark = ""
     for path in paths:
         try:
-            saved = checkpoints.load(path, parts=("model", "config", "data"))
+            saved = checkpoints.load(path)
         except Damaged as error:
             problem = f"{path} is damaged, or no checkpoint of train.py: {error}"
             if path == paths[-1]:

@@ -204,13 +204,10 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         folder = stack.enter_context(RunFolder(out_dir))
         if to_train:
             from_rank0(folder.lock)
-        path, damaged = from_rank0(resuming.find_checkpoint, folder, resume)
-        if to_train:
-            from_rank0(checkpoint.set_aside, damaged)
+        path = from_rank0(resuming.find_checkpoint, folder, resume, to_train)
         saved = checkpoint.load(path, verify=False) if path else None  # it is verified by now
         datasets = open_dataset(saved)
-        own = bool(path) and folder.owns(path)
-        kept, reasons = resuming.resolve_auto_knobs(config, saved, run_device, own)
+        kept, reasons = resuming.resolve_auto_knobs(config, saved, run_device)
         globals().update(kept)
         run = build_run(config, folder, path, saved, run_device, datasets)
         checkpoint.refuse_what_is_lost(run)
@@ -221,8 +218,8 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         run.reasons = {"compile": reason} | reasons
         if saved:
             resuming.continue_from(run, saved, config)  # refuses another run
-            checkpoint.WholeState(run, saved).put_back()
-            if not own:  # its weights go on, its course does not
+            checkpoint.put_back(run, saved)
+            if not folder.owns(path):  # its weights go on, its course does not
                 position = {key: run.state[key] for key in POSITION}
                 run.state.update(copy.deepcopy(FRESH_STATE) | position)
             run.before = saved["run"] | {"micro_batch": saved["state"]["micro_batch"]}
@@ -389,7 +386,7 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
             run.watch.end(run)
     stopped_at = run.folder.path / checkpoint.file_name(run.state["step"])
     if ending[1] > 128 and stopped_at.exists():  # for a notebook: undo the two steps since then
-        checkpoint.WholeState(run, checkpoint.load(stopped_at, verify=False)).put_back()
+        checkpoint.put_back(run, checkpoint.load(stopped_at, verify=False))
     return ending[1]
 
 
@@ -411,9 +408,8 @@ def begin(run: Run, table, saver) -> None:
     """Open the record. A run that begins here is evaluated and saved before its first step; rows of
     one that resumes are compared with those that the log already holds."""
     safe_step.note_halving(run)
-    cut = run.folder.begin(run, changes_since(run))
+    run.folder.begin(run, changes_since(run))
     if run.path and run.folder.owns(run.path):
-        run.folder.compare_with(resuming.rows_of_course(cut, run))
         return
     run.state["first_step"] = run.state["step"]
     record_evaluation(run, table)
@@ -880,11 +876,10 @@ def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
     state = run.state
     bad = recent[-1]
     kept = {key: state[key] for key in KEPT_IN_ROLLBACK}
-    path, damaged = from_rank0(checkpoint.newest_valid, run.folder.path, may_roll_back_to)
-    from_rank0(checkpoint.set_aside, damaged)
+    path = from_rank0(checkpoint.newest_valid, run.folder.path, True, may_roll_back_to)
     if path is None or state["rollbacks"] == MOST_ROLLBACKS:
         raise RunFailed(console.diagnosis(trouble, recent, state["rollbacks"]))
-    checkpoint.WholeState(run, checkpoint.load(path, verify=False)).put_back()
+    checkpoint.put_back(run, checkpoint.load(path, verify=False))
     if "loss_scale" in bad:  # lower than it was; of judged steps, whatever was executed since
         scale = max(1.0, (bad["loss_scale"] or 1.0) * run.scaler.get_backoff_factor())
         run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": 0})

@@ -1,14 +1,15 @@
 """Take a training step again from the same state, and compare hashes of all that it computes."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 from plumbing import machine
-from plumbing.checkpoint import WholeState
+from plumbing.checkpoint import put_back
 from plumbing.cli import RunFailed
 from plumbing.ranks import agree, checksum, from_all_ranks, local
 from plumbing.run_folder import Clock
-from plumbing.safe_step import by_path, tensors
+from plumbing.safe_step import by_path, clone, tensors
 
 
 def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dict:
@@ -19,62 +20,57 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
     `audit_skipped`."""
     step = run.state["step"] + 1
     micro_batch = run.state["micro_batch"]
-    before = None if lacks_memory(run) else copy_of_state(run, clock)
-    hashes = []  # of each try, by name
-    names = []
-    while before and (len(hashes) < 2 or (names and len(hashes) < most)):
-        if hashes:
-            with clock.apart("audit"):
-                before.put_back()
-                numbers = in_full(run, take_step)
-        else:
-            numbers = in_full(run, take_step)
+    if lacks_memory(run):
+        return skipped(run, step, take_step())
+    before = copy_of_state(run, clock)
+    tries = []  # of each, {name: hash}
+    names = []  # that differ between the first two
+    for number in range(most):
+        with clock.apart("audit") if number else nullcontext():
+            if number:
+                put_back(run, before)
+            numbers = take_step()
+            machine.synchronize(run.device)
         if any(agree(run.state["micro_batch"] != micro_batch)):  # maybe because of the copy
-            before.put_back()
-            run.state["micro_batch"] = micro_batch
-            before = None
-            break
+            return skipped(run, step, numbers)
         with clock.apart("audit"):
-            leaves = by_path(result_of(run, numbers)).items()
-            hashes.append({name: checksum(local(leaf)) for name, leaf in leaves})
-            names = differing(hashes)
+            tries.append(hashes_of(run, numbers))
+            if number == 1:
+                names = differing(*tries)
+        if number and not names:
+            break
     machine.reset_peak_memory(run.device)
-    if before is None:
-        run.folder.event(step, "audit_skipped", why="too little memory for a copy of the state")
-        return take_step()
     if names:
-        judge(run, step, names, hashes)
+        judge(run, step, names, tries)
     return numbers
 
 
-def copy_of_state(run, clock: Clock) -> WholeState:
+def skipped(run, step: int, numbers: dict) -> dict:
+    run.folder.event(step, "audit_skipped", why="too little memory for a copy of the state")
+    return numbers
+
+
+def copy_of_state(run, clock: Clock) -> dict:
     machine.synchronize(run.device)
     with clock.apart("audit"):
         machine.keep_freed_memory(False)  # or the copy would count as memory of the run
-        before = WholeState(run)
+        before = clone(run.checkpoint())
         machine.keep_freed_memory()
     return before
 
 
-def in_full(run, take_step: Callable[[], dict]) -> dict:
-    numbers = take_step()
-    machine.synchronize(run.device)
-    return numbers
-
-
-def differing(hashes: list[dict]) -> list[str]:
-    """What differs between the first two tries, on any rank."""
-    first, second = hashes[0], hashes[min(1, len(hashes) - 1)]
+def differing(first: dict, second: dict) -> list[str]:
+    """The names of the hashes that differ between two tries, on any rank."""
     names = [name for name in first | second if first.get(name) != second.get(name)]
     return sorted({name for own in from_all_ranks(names) for name in own})
 
 
-def judge(run, step: int, names: list[str], hashes: list[dict]) -> None:
+def judge(run, step: int, names: list[str], tries: list[dict]) -> None:
     """Record which of the first two tries is not like a third one. Raises RunFailed if none of them
     is, on any rank, or if there is no third."""
-    unlike = [own != hashes[-1] for own in hashes[:2]]
+    unlike = [own != tries[-1] for own in tries[:2]]
     neither, first = agree(all(unlike), unlike[0])
-    if len(hashes) == 3 and not neither:
+    if len(tries) == 3 and not neither:
         odd = "first" if first else "second"
         run.folder.event(step, "audit", odd=odd, tensors=names)
         return
@@ -102,11 +98,9 @@ def lacks_memory(run) -> bool:
     return any(agree(free is not None and needed > free))
 
 
-def result_of(run, numbers: dict) -> dict:
-    """A step's numbers and everything it changed, by name."""
-    names = {id(weight): name for name, weight in run.model.named_parameters()}
+def hashes_of(run, numbers: dict) -> dict[str, int]:
+    """Of a step's numbers and of everything it changed, by name."""
     gradients = {name: w.grad for name, w in run.model.named_parameters() if w.grad is not None}
     changed = run.checkpoint()
-    for saved, optimizer in zip(changed["optimizer"], run.optimizers, strict=True):
-        saved["state"] = {names.get(id(key), key): own for key, own in optimizer.state.items()}
-    return {"numbers": numbers, "gradient": gradients, "weights": changed.pop("model"), **changed}
+    result = {"numbers": numbers, "gradient": gradients, "weights": changed.pop("model"), **changed}
+    return {name: checksum(local(leaf)) for name, leaf in by_path(result).items()}

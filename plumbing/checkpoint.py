@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -23,9 +23,7 @@ from plumbing import ranks
 from plumbing.cli import RunFailed, fail
 from plumbing.files import fsync, replacing
 from plumbing.fsdp import shard_like
-from plumbing.machine import synchronize
 from plumbing.safe_step import (
-    Captured,
     as_bytes,
     by_path,
     clone,
@@ -38,7 +36,6 @@ from plumbing.safe_step import (
 from plumbing.signals import Signals
 
 HASHED = ("model", "optimizer", "scaler", "ema", "state", "rng")  # what the next steps depend on
-PARTS = dict.fromkeys((*HASHED, "config", "data", "run"), dict) | {"optimizer": list, "rng": list}
 FORMAT = 2  # of a checkpoint: its entry `format`
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 PAUSE = 60  # seconds between two tries to save the end of a run
@@ -54,57 +51,49 @@ def file_name(step: int) -> str:
     return f"ckpt_{step:08}.pt"
 
 
-def load(path: Path, verify: bool = True, parts: Iterable = PARTS) -> dict:
+def load(path: Path, verify: bool = True) -> dict:
     """Load the checkpoint at `path` on the CPU. No code in it can run.
 
     verify: first read the whole file and compare the zip's checksums, because torch.load loads a
-    flipped bit without an error. parts: names of those that it must have.
-    Raises Damaged; OSError if the file cannot be read; BadInput if it is of another format.
+    flipped bit without an error. Raises Damaged; OSError if the file cannot be read; BadInput,
+    which names the commit whose code can use it, if it is of another format.
     """
     try:
         if verify:
             with zipfile.ZipFile(path) as archive:
                 if archive.testzip():
-                    raise Damaged("a checksum is wrong")
+                    raise zipfile.BadZipFile
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damage surfaces as any of half a dozen types
         for cause in (error, error.__context__):  # zipfile raises BadZipFile for a failed read
             if isinstance(cause, OSError) and cause.errno not in (None, errno.EINVAL):
                 cause.filename = str(path)
                 raise cause from None
-        if out_of_memory(error) or isinstance(error, Damaged):
+        if out_of_memory(error):
             raise
-        raise Damaged("it is cut off, or no checkpoint") from error
-    check_parts(checkpoint, Path(path), parts)
-    return checkpoint
-
-
-def check_parts(checkpoint: Any, path: Path, parts: Iterable) -> None:
-    """Raises Damaged unless `checkpoint` has `parts`, of the right types, and the step in its name;
-    BadInput, which names the commit whose code can use it, if it is of another format."""
+        raise Damaged("a checksum is wrong, it is cut off, or no checkpoint") from error
     if not isinstance(checkpoint, dict) or "model" not in checkpoint:
         raise Damaged("it is no checkpoint of train.py")
     found = checkpoint.get("format", 1)
     if found != FORMAT:
         where = f"git checkout {OLDER}" if found == 1 else "a newer version of this code"
         fail(f"{path} has format {found}, and this code reads {FORMAT}; to use it: {where}")
-    for part in parts:
-        if not isinstance(checkpoint.get(part), PARTS[part]):
-            raise Damaged(f"its part {part} is missing")
-    step = re.fullmatch(r"(?:ckpt|milestone)_(\d{8,})", path.stem)
-    if step and "state" in checkpoint and checkpoint["state"]["step"] != int(step[1]):
+    if step_of(path) not in (None, checkpoint["state"]["step"]):
         raise Damaged("its name has another step")
+    return checkpoint
+
+
+def step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint; None: best.pt, or a name that train.py does not give,
+    such as ckpt_3.pt."""
+    number = re.fullmatch(r"(?:ckpt|milestone)_(\d{8,})", path.stem)
+    return number and int(number[1])
 
 
 def numbered(folder: Path, kind: str) -> list[Path]:
-    """Paths of all KIND_STEP.pt in `folder`, newest first. Others, such as ckpt_3.pt, are not
-    ours."""
-    paths = [p for p in folder.glob(f"{kind}_*.pt") if re.fullmatch(kind + r"_\d{8,}", p.stem)]
+    """Paths of all KIND_STEP.pt in `folder`, newest first."""
+    paths = [path for path in folder.glob(f"{kind}_*.pt") if step_of(path) is not None]
     return sorted(paths, key=step_of, reverse=True)
-
-
-def step_of(path: Path) -> int:
-    return int(path.stem.split("_")[1])
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -113,102 +102,76 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def newest_valid(
-    folder: Path, usable: Callable = lambda step, state: True
-) -> tuple[Path | None, list[Path]]:
-    """(path of the newest undamaged checkpoint for which usable(step, state) is true, or None; the
-    damaged ones on the way to it). A file that cannot be read raises OSError instead."""
+    folder: Path, set_aside: bool, usable: Callable = lambda step, state: True
+) -> Path | None:
+    """Path of the newest undamaged checkpoint for which usable(step, state) is true, or None.
+    set_aside: if there is one, rename those on the way to it to NAME.pt.corrupt. A file that cannot
+    be read raises OSError instead."""
     damaged = []
     for path in newest_first(folder):
         try:
             state = load(path)["state"]
-            if usable(state["step"], state):
-                return path, damaged
         except Damaged as error:
             ranks.say(f"{path.name} is damaged ({error}): an older checkpoint is tried")
             damaged.append(path)
-    return None, damaged
-
-
-def set_aside(damaged: list[Path]) -> None:
-    """Rename damaged checkpoints to NAME.pt.corrupt."""
-    for path in damaged:
-        with contextlib.suppress(OSError):  # a folder that has become read-only
-            os.replace(path, path.with_name(path.name + ".corrupt"))
+            continue
+        if usable(state["step"], state):
+            for bad in damaged if set_aside else ():
+                os.replace(bad, bad.with_name(bad.name + ".corrupt"))
+            return path
+    return None
 
 
 def remove_after(folder: Path, step: int) -> None:
     """Remove each ckpt_STEP.pt later than `step`. Milestones and best.pt stay."""
-    remove(path for path in numbered(folder, "ckpt") if step_of(path) > step)
-
-
-def remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            ranks.say(f"{path.name} cannot be removed ({error.strerror})")
+    for path in numbered(folder, "ckpt"):
+        if step_of(path) > step:
+            path.unlink()
 
 
 # ---- put back ------------------------------------------------------------------------------------
 
 
-class WholeState(Captured):
-    """All that a checkpoint holds: weights, buffers, moments, scaler, averages, random and loop
-    state."""
-
-    def __init__(self, run, parts: dict | None = None):
-        """parts: a checkpoint, to put it back; None captures the run. A collective call."""
-        self.run = run
-        self.parts = parts or clone(run.checkpoint())
-
-    @torch.no_grad()
-    def put_back(self) -> None:
-        """Of the loop's state, micro_batch stays as it is; so does the random state if it is of
-        another number of ranks, and those settings of an optimizer whose knobs have changed."""
-        run, parts = self.run, self.parts
-        self.put_back_weights()
-        self.put_back_moments()
-        averages = parts["model"] | parts["ema"]
-        for name, average in run.ema.items():
-            average.copy_(shard_like(average, averages[name]))
-        run.scaler.load_state_dict(parts["scaler"])
-        kept = run.state["micro_batch"]  # what memory allows stays known
-        run.state.update(clone(parts["state"]) | {"micro_batch": kept})
-        if len(parts["rng"]) == ranks.world_size():
-            set_rng_state(parts["rng"][ranks.rank()], run.device)
-
-    def put_back_weights(self) -> None:
-        model = self.run.model
-        here = model.state_dict()
-        saved = self.parts["model"]
-        model.load_state_dict(mapped(lambda w, path: shard_like(here.get(path[0]), w), saved))
-        for name, weight in model.named_parameters():
-            weight.requires_grad_(name not in self.parts["frozen"])
-
-    def put_back_moments(self) -> None:
-        run = self.run
-        optimizers = zip(run.optimizers, run.groups, self.parts["optimizer"], strict=True)
-        for optimizer, built, saved in optimizers:
-            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-            moments = mapped(partial(own_part, weights), saved["state"])
-            own = [(weights[i], state) for i, state in moments.items() if isinstance(i, int)]
-            groups = [  # as saved, except for the values that changed knobs now build differently
-                group | {k: v for k, v in now.items() if repr(then.get(k)) != repr(v)}
-                for now, then, group in zip(
-                    built, saved["built"], saved["param_groups"], strict=True
-                )
-            ]
-            own_keys = {key: clone(saved[key]) for key in saved if key not in ("state", "built")}
-            optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
-            for weight, state in own:  # torch casts tensors to the weight's dtype, garbles a str
-                optimizer.state[weight] = on_devices_of(optimizer.state[weight], state)
+@torch.no_grad()
+def put_back(run, saved: dict) -> None:
+    """Put back all that a checkpoint holds: weights, buffers, moments, scaler, averages, random and
+    loop state. Of the loop's state, micro_batch stays as it is; so does the random state if it is
+    of another number of ranks, and those settings of an optimizer whose knobs have changed."""
+    here = run.model.state_dict()
+    weights = mapped(lambda w, path: shard_like(here.get(path[0]), w), saved["model"])
+    run.model.load_state_dict(weights)
+    for name, weight in run.model.named_parameters():
+        weight.requires_grad_(name not in saved["frozen"])
+    put_back_moments(run, saved["optimizer"])
+    averages = saved["model"] | saved["ema"]
+    for name, average in run.ema.items():
+        average.copy_(shard_like(average, averages[name]))
+    run.scaler.load_state_dict(saved["scaler"])
+    kept = run.state["micro_batch"]  # what memory allows stays known
+    run.state.update(clone(saved["state"]) | {"micro_batch": kept})
+    if len(saved["rng"]) == ranks.world_size():
+        set_rng_state(saved["rng"][ranks.rank()], run.device)
 
 
-def own_part(weights: list, leaf: Any, path: tuple) -> Any:
+def put_back_moments(run, parts: list[dict]) -> None:
+    for optimizer, built, saved in zip(run.optimizers, run.groups, parts, strict=True):
+        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+        moments = mapped(partial(own_part, dict(enumerate(weights))), saved["state"])
+        groups = clone(saved["param_groups"])
+        for now, then, group in zip(built, saved["built"], groups, strict=True):
+            # as saved, except for the values that changed knobs now build differently
+            group.update({k: v for k, v in now.items() if repr(then.get(k)) != repr(v)})
+        own_keys = clone(saved | {"state": {}})
+        optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
+        for i, weight in enumerate(weights):  # torch casts to its dtype, and garbles a str
+            if i in moments:
+                optimizer.state[weight] = on_devices_of(optimizer.state[weight], moments[i])
+
+
+def own_part(weights: dict, leaf: Any, path: tuple) -> Any:
     """A copy of `leaf`, at `path` in an optimizer's state; of a sharded weight's, this rank's
     rows."""
-    is_of_weight = isinstance(path[0], int)
-    return clone(shard_like(weights[path[0]], leaf) if is_of_weight else leaf)
+    return clone(shard_like(weights.get(path[0]), leaf))
 
 
 def on_devices_of(now: Any, saved: Any) -> Any:
@@ -222,27 +185,24 @@ def on_devices_of(now: Any, saved: Any) -> Any:
 
 def refuse_what_is_lost(run) -> None:
     """Raises BadInput if a resume could not restore the state of `run`, or a weight it trains."""
-    lost = not_restorable(run.state, "FRESH_STATE")
-    lost = lost or not_restorable(run.facts["data"], "what open_dataset() returns as facts")
-    if lost:
+    if lost := not_restorable({"FRESH_STATE": run.state, "data": run.facts["data"]}):
         fail(lost)
-    trained = [name for _, name in leaves(groups_of(run))]
+    trained = {name for _, name in leaves(groups_of(run))}
     if None in trained:
         fail("an optimizer trains a weight that is not in model.parameters(): it would be lost")
-    for name, weight in run.model.named_parameters():
-        times = trained.count(name)
-        if times > 1 or times == 0 and weight.requires_grad:
-            hint = "expected it in one, or frozen: requires_grad_(False)"
-            fail(f"the weight {name} is in {times} groups of the optimizers; {hint}")
+    idle = {name for name, weight in run.model.named_parameters() if weight.requires_grad} - trained
+    if idle:
+        fail(
+            f"no optimizer trains {', '.join(sorted(idle))}; if so, freeze it: requires_grad_(False)"
+        )
 
 
-def not_restorable(value: Any, name: str) -> str | None:
-    """What of `value`, called `name`, torch.load(weights_only=True) cannot read, or None."""
+def not_restorable(value: Any) -> str | None:
+    """What of `value` torch.load(weights_only=True) cannot read, in words, or None."""
     if is_restorable(value):
         return None
-    odd = [f"{list(at)} a {type(leaf)}" for at, leaf in leaves(value) if not is_restorable(leaf)]
-    what = "; ".join(odd)
-    return f"{name} has at {what}, which checkpoints cannot restore: expected plain values"
+    odd = [f"{list(at)} is a {type(leaf)}" for at, leaf in leaves(value) if not is_restorable(leaf)]
+    return f"checkpoints cannot restore what is no plain value: {'; '.join(odd)}"
 
 
 def is_restorable(value: Any) -> bool:
@@ -269,9 +229,8 @@ def groups_of(run) -> list[list[list]]:
 def refuse_unequal_replicas(run) -> None:
     """Raises RunFailed if ranks differ in what a checkpoint keeps of rank 0 alone: weights and
     buffers that are not sharded, and the loop's state."""
-    state = {**run.model.state_dict(), "FRESH_STATE": run.state}
-    kept = by_path(state)
     counters = "num_batches_tracked"  # BatchNorm's: ranks may have more or fewer micro-batches
+    kept = by_path({**run.model.state_dict(), "FRESH_STATE": run.state})
     alike = {n: kept[n] for n in kept if not hasattr(kept[n], "to_local") and counters not in n}
     if names := ranks.replicas_differ(alike):
         raise RunFailed(
@@ -294,8 +253,8 @@ class Saver:
         self.keep_last = keep_last
         self.may_roll_back_to = may_roll_back_to
         self.groups = groups_of(run)  # with others, no resume could read a checkpoint
-        self.thread = None
-        self.error = None  # of the newest save
+        self.thread = None  # of the newest save, on rank 0
+        self.error = None  # of that save
         self.unsaved_best = None  # the checkpoint of a best.pt that could not be written
         self.newest = run.state["step"]  # step of the newest checkpoint on the disk
 
@@ -309,25 +268,27 @@ class Saver:
         names = sorted(names, key=lambda name: name.startswith("ckpt_"))
         refuse_unequal_replicas(self.run)
         self.wait()
-        if self.unsaved_best and "best.pt" not in names:
-            self.write(self.unsaved_best, ["best.pt"])
-            self.wait()
         checkpoint = mapped(on_host, self.run.checkpoint())
-        lost = not_restorable(checkpoint, "checkpoint")
+        lost = not_restorable(checkpoint)
         if checkpoint["groups"] != self.groups:
             lost = "an optimizer has other param_groups than configure_optimizers built"
         if lost:
             raise RunFailed(f"{lost}; once that is fixed, the same command resumes from the newest")
-        self.write_in_background(checkpoint, names)
+        self.start_to_write(checkpoint, names)
         while required and any(ranks.agree((error := self.wait()) is not None)):
             self.wait_for_room(error, names[-1], signals)
-            self.write_in_background(checkpoint, names)
+            self.start_to_write(checkpoint, names)
 
-    def write_in_background(self, checkpoint: dict, names: list[str]) -> None:
+    def start_to_write(self, checkpoint: dict, names: list[str]) -> None:
         if ranks.rank() == 0:
-            synchronize(self.run.device)  # the copies to the host are asynchronous
             self.thread = threading.Thread(None, self.write, "writer", (checkpoint, names))
             self.thread.start()
+
+    def wait(self) -> Exception | None:
+        """Wait until the newest save has ended. Returns its error, if any."""
+        if self.thread:
+            self.thread.join()
+        return self.error
 
     def wait_for_room(self, error: Exception | None, name: str, signals: Signals | None) -> None:
         """A minute, if that may help to save `name`. error: of the last try, on rank 0."""
@@ -336,49 +297,43 @@ class Saver:
             again = "once that is fixed, the same command resumes from the newest checkpoint"
             raise RunFailed(f"{name} could not be saved: {reason_of(error)}; {again}")
         signals.interrupt()
-        needed = size(self.run) / 1e6
-        free = shutil.disk_usage(self.folder).free / 1e6
+        needed = f"{size(self.run) / 1e6:,.1f} MB"
         ranks.say(
-            f"waiting to save {name}: it needs {needed:,.1f} MB, and {free:,.1f} MB of the disk "
-            f"are free; tried again in {PAUSE} s; Ctrl-C ends the run without it"
+            f"waiting for {needed} on the disk to save {name}; tried again in {PAUSE} s; "
+            "Ctrl-C ends the run without it"
         )
         time.sleep(PAUSE)
 
-    def wait(self) -> Exception | None:
-        """Wait until the newest save has ended. Returns its error, if any."""
-        if self.thread:
-            self.thread.join()
-        error, self.thread, self.error = self.error, None, None
-        return error
-
     def write(self, checkpoint: dict, names: list[str]) -> None:
         """Write the files and prune. An error is an event, and must not end the run here."""
-        step = checkpoint["state"]["step"]
+        state = checkpoint["state"]
+        best = checkpoint if "best.pt" in names else self.unsaved_best
+        self.error = None
         try:
             self.announce(checkpoint, names)
             self.write_files(checkpoint, names)
-            self.newest = max(self.newest, step)
-            if "best.pt" in names:
-                self.unsaved_best = None
-            self.prune(checkpoint["state"])
+            self.newest = max(self.newest, state["step"])
+            if best and best is not checkpoint:
+                self.write_files(best, ["best.pt"])
+            best = None
+            self.prune(state)
         except Exception as error:
             below = error.__context__  # torch's own error hides that of the disk
             self.error = below if isinstance(below, OSError) else error
             reason = reason_of(self.error)
-            self.run.folder.event(step, "save_failed", file=names[-1], error=reason)
-            if "best.pt" in names:
-                self.unsaved_best = checkpoint
+            self.run.folder.event(state["step"], "save_failed", file=names[-1], error=reason)
+        self.unsaved_best = best
 
     def announce(self, checkpoint: dict, names: list[str]) -> None:
         """Log the hash; rows reach the disk before the checkpoint. Raises ValueError if a rollback
         to it would be of no use."""
         weights = [checkpoint["model"].get(n) for n, _ in self.run.model.named_parameters()]
-        for tensor in tensors([weights, checkpoint["optimizer"], checkpoint["ema"]]):
-            if not tensor.isfinite().all():
-                raise ValueError("a weight or moment is not finite")
-        row = {"kind": "event", "event": "saved", "step": checkpoint["state"]["step"]}
-        row |= {"sha256": digest_of_state(checkpoint), "files": names}
-        self.run.folder.write_rows([row])
+        moved = tensors([weights, checkpoint["optimizer"], checkpoint["ema"]])
+        if not all(tensor.isfinite().all() for tensor in moved):
+            raise ValueError("a weight or moment is not finite")
+        step = checkpoint["state"]["step"]
+        digest = digest_of_state(checkpoint)
+        self.run.folder.record(step, "saved", sha256=digest, files=names)
         with contextlib.suppress(OSError):
             fsync(self.folder / "metrics.jsonl")
 
@@ -400,7 +355,8 @@ class Saver:
             return  # a rollback cannot use this checkpoint, so it replaces none
         paths = numbered(self.folder, "ckpt")
         targets = [path for path in paths if self.may_roll_back_to(step_of(path), state)]
-        remove(set(paths[1:]) - set(targets[: self.keep_last]))
+        for path in set(paths[1:]) - set(targets[: self.keep_last]):
+            path.unlink(missing_ok=True)
 
 
 def on_host(leaf: Any, path: tuple) -> Any:
@@ -409,16 +365,12 @@ def on_host(leaf: Any, path: tuple) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return copy.deepcopy(leaf)
     tensor = ranks.whole(leaf.detach())
-    if ranks.rank() > 0:
-        return None
-    copied = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-    return copied.copy_(tensor, non_blocking=tensor.is_cuda)
+    return tensor.to("cpu", copy=True) if ranks.rank() == 0 else None
 
 
 def reason_of(error: Exception | None) -> str:
     """In words, on one line."""
-    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return words.splitlines()[0][:160]
+    return getattr(error, "strerror", None) or repr(error)[:160]
 
 
 def digest_of_state(checkpoint: dict) -> str:

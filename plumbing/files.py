@@ -1,20 +1,15 @@
 """Atomic writes: after a crash or power cut, a file is the old or the new one, never a part of
 it."""
 
-import errno
 import fcntl
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
-
-from plumbing.cli import fail
-
-NO_FOLDER_FSYNC = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # of network disks
 
 
 @contextmanager
@@ -30,20 +25,17 @@ def replacing(path: str | Path, suffix: str = ".tmp") -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    fsync(path.parent)
+    with suppress(OSError):  # a network disk
+        fsync(path.parent)
 
 
 def fsync(path: str | Path) -> None:
-    """Flush a file to the disk, or the names in a folder if the system can do that."""
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        if not (os.path.isdir(path) and error.errno in NO_FOLDER_FSYNC):
-            raise
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def lock_file(path: str | Path) -> TextIO:
@@ -56,17 +48,6 @@ def lock_file(path: str | Path) -> TextIO:
 def digest_of(path: str | Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def digests_by_name(paths: Iterable[str]) -> list[list[str]]:
-    """[[name, SHA-256], ...] of files, sorted: the same wherever they are. Raises BadInput if one
-    is missing."""
-    found = []
-    for path in paths:
-        if not os.path.isfile(path):
-            fail(f"{path} is no file; open_dataset() names it in facts['files']")
-        found.append([os.path.basename(path), digest_of(path)])
-    return sorted(found)
 
 
 def write_json(path: str | Path, value: Any) -> None:
@@ -87,7 +68,6 @@ def clean(value: Any) -> Any:
 def read_json(path: str | Path) -> dict:
     """The dict in the JSON file `path`, or {} if there is none that can be read."""
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}

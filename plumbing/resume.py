@@ -1,5 +1,6 @@
 """May this run continue? What is known to have changed since its checkpoint, and is it finished?"""
 
+import math
 import platform
 import sys
 from hashlib import sha256
@@ -10,15 +11,13 @@ import torch
 
 from plumbing import checkpoint
 from plumbing.cli import Config, fail, product, show
-from plumbing.console import REPO, best_words, shown
-from plumbing.files import digests_by_name, read_json
+from plumbing.console import REPO, best_words, change_words, shown
+from plumbing.files import digest_of, read_json
 from plumbing.machine import choose_dtype, device_name
 from plumbing.ranks import say, world_size
-from plumbing.run_folder import RunFolder
-from plumbing.safe_step import leaves
+from plumbing.run_folder import Clock, RunFolder
 
-# Knobs that are resolved once. A resume takes the checkpoint's values, unless the command asks for
-# others.
+# Knobs that are resolved once. A resume takes the checkpoint's values, unless flags ask for others.
 KEPT = ("dtype", "compile", "batch_size", "accum_steps", "warmup_steps", "decay_steps")
 SPLIT = {"batch_size", "accum_steps"}  # of the global batch, one as given with the other
 ASKS_NOTHING = {"dtype": "auto", "compile": "auto", "decay_steps": 0}
@@ -33,11 +32,10 @@ def identity_of(config: Config, knobs: dict, data: dict, device: torch.device) -
     """What a checkpoint keeps as `run`: all knobs as resolved, and facts. knobs: globals of
     train.py. data: its facts["data"]."""
     return {name: knobs[name] for name in config.knobs} | {
-        "written": {name: config.base[name] for name in KEPT},
         "global_batch": product(knobs, SPLIT) * world_size(),
         "dataset": data["name"],
         "data": data["fingerprint"],
-        "files": digests_by_name(data.get("files", ())),
+        "files": sorted([Path(path).name, digest_of(path)] for path in data.get("files", ())),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "device": device_name(device),
@@ -69,59 +67,34 @@ def known_changes(then: dict, now: dict, knobs: dict) -> dict[str, list]:
     return {name: [then[name], now[name]] for name in names if then[name] != now[name]}
 
 
-# ---- rows that this resume computes again --------------------------------------------------------
-
-
-def rows_of_course(rows: list[dict], run: Any) -> list[dict]:
-    """Of `rows` past the checkpoint of `run`, with the `resume` events before and among them, the
-    train and eval rows that were computed on today's course: with the same values of the knobs
-    whose comments have no word."""
-    now = run.facts["run"]
-    course = [name for name, knob in run.knobs.items() if not knob.policy]
-    writer = {"knobs": run.before, "changed": {}}  # the process that wrote the checkpoint
-    first = next((row for row in rows if row["kind"] == "event"), writer)
-    held = first["knobs"] | {name: then for name, (then, _) in first["changed"].items()}
-    found = []
-    for row in rows:
-        if row["kind"] == "event":
-            held = row["knobs"]
-        elif all(held.get(name, now[name]) == now[name] for name in course):
-            found.append(row)
-    return found
-
-
 # ---- may this run continue? ----------------------------------------------------------------------
 
 
-def find_checkpoint(folder: RunFolder, resume: str) -> tuple[Path | None, list[Path]]:
-    """(path of the checkpoint to start from or None for a new run, damaged files that are newer).
-    Rank 0 only. resume: "auto", "never", "restart" or a path. Raises BadInput if it contradicts the
-    folder."""
+def find_checkpoint(folder: RunFolder, resume: str, set_aside: bool) -> Path | None:
+    """Path of the checkpoint to start from, or None for a new run. Rank 0 only. resume: "auto",
+    "never", "restart" or a path. set_aside: rename damaged checkpoints. Raises BadInput if `resume`
+    contradicts the folder."""
     path = None
-    damaged = []
     try:
         if folder.holds_run() and resume != "restart":
             if resume == "never":
                 again = folder.fresh_out_dir()
                 fail(f"--resume=never, and {folder.path} holds a run; write {again}")
-            path, damaged = checkpoint.newest_valid(folder.path)
-            if not path:
-                refuse_lost_run(folder, damaged)
+            path = checkpoint.newest_valid(folder.path, set_aside)
+            if not path and (checkpoint.newest_first(folder.path) or has_trained(folder)):
+                found = f"the run in {folder.path} has no checkpoint that can be read"
+                fail(f"{found}; to start again write --resume=restart or {folder.fresh_out_dir()}")
         if resume not in ("auto", "never", "restart"):
             path = checkpoint_asked_for(folder, path, Path(resume))
     except OSError as error:  # of a read: not damage, so nothing is renamed
         place = shown(error.filename or folder.path)
         fail(f"{place} cannot be read ({error.strerror}); it may be undamaged: it stays as it is")
-    return path, damaged
+    return path
 
 
-def refuse_lost_run(folder: RunFolder, damaged: list[Path]) -> None:
-    """Raises BadInput if the folder's run has trained, and has no checkpoint that can be read."""
+def has_trained(folder: RunFolder) -> bool:
     rows = folder.rows
-    has_trained = rows.is_file() and '"kind": "train"' in rows.read_text(errors="replace")
-    if damaged or has_trained:
-        found = f"the run in {folder.path} has no checkpoint that can be read"
-        fail(f"{found}; to start again write --resume=restart or {folder.fresh_out_dir()}")
+    return rows.is_file() and '"kind": "train"' in rows.read_text(errors="replace")
 
 
 def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
@@ -134,26 +107,20 @@ def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
         fail(f"--resume={asked} is a folder; for its best weights write --resume={asked}/best.pt")
     try:
         checkpoint.load(asked)
-    except checkpoint.Damaged as error:
-        fail(f"--resume={asked}: the file is damaged ({error}); write another checkpoint's path")
-    except FileNotFoundError:
-        fail(f"--resume={asked}: no such file; write auto, never, restart or a checkpoint's path")
+    except (checkpoint.Damaged, FileNotFoundError) as error:
+        fail(f"--resume={asked}: {error}; write auto, never, restart or a checkpoint's path")
     if newest:
-        fail(
-            f"--resume={asked}: {folder.path} holds a run that began from "
-            f"{began_from or 'no checkpoint'}; to resume it leave out --resume, "
-            f"to start from that file write {folder.fresh_out_dir()}"
-        )
+        found = f"{folder.path} holds a run that did not begin from it"
+        fail(f"--resume={asked}: {found}; leave out --resume, or write {folder.fresh_out_dir()}")
     return asked
 
 
 def resolve_auto_knobs(
-    config: Config, saved: dict | None, device: torch.device, own: bool
+    config: Config, saved: dict | None, device: torch.device
 ) -> tuple[dict, dict]:
     """({knob: value}, {knob: why}) of the knobs in KEPT: on a resume as in the checkpoint `saved`,
-    unless the command asks for another value; else by the hardware and other knobs. A new run's
-    `compile` is left to choose_compile(). own: whether the checkpoint is of the run's own
-    folder."""
+    unless a flag asks for another value; else by the hardware and other knobs. A new run's
+    `compile` is left to choose_compile()."""
     kept = {name: config[name] for name in KEPT}
     reasons = {}
     if saved:
@@ -166,7 +133,7 @@ def resolve_auto_knobs(
             reasons[name] = "as in the run so far"
         if then["world_size"] != world_size() and not asked & SPLIT:
             kept |= split_global_batch(then)
-        refuse_ended_schedule(config, then["decay_steps"], own)
+        refuse_ended_schedule(config, then["decay_steps"])
     if "warmup_steps" not in reasons:
         kept["warmup_steps"] = min(kept["warmup_steps"], config["max_steps"])
     kept["decay_steps"] = kept["decay_steps"] or config["max_steps"]
@@ -175,31 +142,23 @@ def resolve_auto_knobs(
 
 
 def asks_for(name: str, config: Config, saved: dict) -> bool:
-    """Whether a command asks for another value of a knob than the run in checkpoint `saved` has: by
-    a flag, or by an edited config file."""
-    same = [ASKS_NOTHING.get(name)]
-    if name not in config.typed:
-        same.append(saved["run"]["written"][name])
-    else:
-        same.append(saved["run"][name])
-        if name in SPLIT:  # other ranks may have split it anew
-            same.append(saved["config"][name])
-    return config[name] not in same
+    """Whether a flag asks for another value of a knob than the run in checkpoint `saved` has."""
+    same = [ASKS_NOTHING.get(name), saved["run"][name]]
+    if name in SPLIT:  # other ranks may have split it anew
+        same.append(saved["config"][name])
+    return name in config.typed and config[name] not in same
 
 
-def refuse_ended_schedule(config: Config, planned: int, own: bool) -> None:
+def refuse_ended_schedule(config: Config, planned: int) -> None:
     """Raises BadInput if max_steps was raised past the end of a schedule as first planned."""
     more = config["max_steps"]
     if config["schedule"] in ("constant", "step") or config["decay_steps"] or more <= planned:
         return
-    here = f"--out_dir={shown(config['out_dir'])} "
-    again = ", or --resume=restart (this one is kept as NAME.old_1)"
-    if not own:  # which leaves its folder empty
-        here = again = ""
+    here = f"--out_dir={shown(config['out_dir'])}"
     fail(
         f"this run was planned for {planned:,} steps, where its learning rate ends; "
-        f"for --max_steps={more} write {here}--decay_steps={more} (plan anew from here), "
-        f"{here}--decay_steps={planned} (train on at the last rate){again}"
+        f"for --max_steps={more} write {here} --decay_steps={more} (plan anew from here) "
+        f"or {here} --decay_steps={planned} (train on at the last rate)"
     )
 
 
@@ -211,8 +170,7 @@ def split_global_batch(then: dict) -> dict[str, int]:
     if rest:
         found = f"the {whole} sequences of this run's batch do not divide by {count} ranks"
         fail(f"{found}; expected a number of ranks that divides them")
-    most = min(rows, then["batch_size"])
-    micro = max(size for size in range(1, most + 1) if rows % size == 0)
+    micro = math.gcd(rows, then["batch_size"])
     return {"batch_size": micro, "accum_steps": rows // micro}
 
 
@@ -222,16 +180,16 @@ def continue_from(run: Any, saved: dict, config: Config) -> None:
     own = run.folder.owns(run.path)
     then = saved["run"]
     now = run.facts["run"]
+    again = run.folder.fresh_out_dir() if own else "no --resume"
     for name, (was, new) in other_run(run, saved).items():
+        hint = f" or, to resume, --{name}={show(was)}" if name in saved["config"] else ""
         found = f"{name} changed from {was} to {new}: this run cannot be resumed with that"
-        again = run.folder.fresh_out_dir() if own else "no --resume"
-        if name in saved["config"]:
-            again += f" or, to resume, --{name}={show(was)}"
-        fail(f"{found}; write {again}")
+        fail(f"{found}; write {again}{hint}")
     step = saved["state"]["step"]
-    if own and "max_steps" in config.typed and config["max_steps"] < step:
+    least = step if own else step + 1
+    if config["max_steps"] < least and (not own or "max_steps" in config.typed):
         found = f"--max_steps={config['max_steps']}: {shown(run.path)} is at step {step:,}"
-        fail(f"{found}; expected no fewer, or {run.folder.fresh_out_dir()}")
+        fail(f"{found}; expected at least {least}, or write {again}")
     now["began_from"] = then.get("began_from") if own else str(run.path.resolve())
     if now["batch_size"] == then["batch_size"]:
         run.state["micro_batch"] = saved["state"]["micro_batch"]
@@ -240,23 +198,24 @@ def continue_from(run: Any, saved: dict, config: Config) -> None:
 def other_run(run: Any, saved: dict) -> dict[str, list]:
     """{name: [then, now]} of what makes `run` another one than that of the checkpoint `saved`: knobs
     whose comments say `fixed`, data, shapes of weights, the optimizers' groups."""
-    facts = saved["run"], run.facts["run"]
+    then = saved["run"]
+    now = run.facts["run"]
     names = [name for name, knob in run.knobs.items() if knob.policy == "fixed"]
     names += ["global_batch", "data", "files"]
-    if "portable" in [each["deterministic"] for each in facts]:
+    if "portable" in (then["deterministic"], now["deterministic"]):
         names.append("deterministic")
-    then, now = ({name: each.get(name) for name in names} for each in facts)
-    then |= parts_of(saved["model"], saved["groups"])
-    now |= parts_of(run.model.state_dict(), checkpoint.groups_of(run))
-    found = {name: [then.get(name, "absent"), now.get(name, "absent")] for name in now | then}
-    return {name: pair for name, pair in found.items() if pair[0] != pair[1]}
+    pairs = {name: [then.get(name), now.get(name)] for name in names}
+    old = saved["model"]
+    new = run.model.state_dict()
+    for name in new | old:
+        pairs[name] = [shape_of(weights.get(name)) for weights in (old, new)]
+    if saved["groups"] != checkpoint.groups_of(run):
+        pairs["the grouping of weights by configure_optimizers"] = ["the run's", "another"]
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def parts_of(weights: dict, groups: list) -> dict[str, Any]:
-    """{name: shape} of the weights, and the place of each in the optimizers' groups: (optimizer,
-    group, number)."""
-    shapes = {name: [*getattr(weight, "shape", [])] for name, weight in weights.items()}
-    return shapes | {f"the place of {name} in the groups": at for at, name in leaves(groups)}
+def shape_of(weight: Any) -> list | str:
+    return [*weight.shape] if isinstance(weight, torch.Tensor) else "absent"
 
 
 def is_finished(run: Any) -> bool:
@@ -269,26 +228,21 @@ def is_finished(run: Any) -> bool:
 
 def close_finished(run: Any) -> None:
     """Say that a run is finished and what to type to train longer, and record its end if a kill
-    came before that. Rank 0 only. Raises BadInput if the command asks for anything else than that
-    run."""
+    came before that. Rank 0 only. Raises BadInput if the command asks for another run."""
     config = run.facts["config"]
     state = run.state
     step = state["step"]
     name = shown(run.folder.path)
     again = f"--resume=restart or {run.folder.fresh_out_dir()}"
-    more = "raise --patience" if step < config["max_steps"] else "raise --max_steps"
-    if not run.folder.owns(run.path):
-        fail(f"{shown(run.path)} is at step {step:,} of --max_steps={config['max_steps']}; {more}")
-    longer = f"to train it longer, {more} with --out_dir={name}"
-    for knob, value in run.facts["run"].items():
-        then = run.before.get(knob, value)
-        if then != value and knob in run.knobs and run.knobs[knob].names_folder():
-            fail(
-                f"{name} holds a finished run: {knob} changed from {then} to {value}; "
-                f"for a run with that write {again}; {longer}"
-            )
+    knob = "--patience" if step < config["max_steps"] else "--max_steps"
+    longer = (
+        f"to train it longer, raise {knob} with --out_dir={name}; to start again, write {again}"
+    )
+    asked = {key: run.facts["run"][key] for key, each in run.knobs.items() if each.names_folder()}
+    if changed := known_changes(run.before, run.before | asked, run.knobs):
+        fail(f"{name} holds a finished run; changed since: {change_words(changed)}; {longer}")
     best = best_words(config["best_metric"], state)
-    say(f"{name} is finished: {step:,} steps, {best}; {longer}; to start again, write {again}")
+    say(f"{name} is finished: {step:,} steps, {best}; {longer}")
     run.folder.facts = read_json(run.folder.path / "run.json")
     if run.folder.facts.get("ended", "unknown") is None:
-        run.folder.end("finished", None, state, config["report"])
+        run.folder.end("finished", Clock(), state, config["report"])

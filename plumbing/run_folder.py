@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from plumbing.cli import fail
 from plumbing.console import REPO
 from plumbing.files import clean, lock_file, read_json, replacing, write_json
 from plumbing.ranks import rank, say
-from plumbing.witness import Witness
+from plumbing.witness import Witness, rows_of_course
 
 
 class RunFolder(ExitStack):
@@ -36,7 +38,7 @@ class RunFolder(ExitStack):
         self.locked = None  # the open lock file
         self.wandb = None
         self.witness = None  # of rows that this resume computes again
-        self.resume = {}  # its row
+        self.resumed = None  # (step, what is known to have changed) of that resume
 
     # ---- one run at a time -----------------------------------------------------------------------
 
@@ -98,11 +100,9 @@ class RunFolder(ExitStack):
         return self.path
 
     def require_free(self, needed: int) -> None:
-        """fail()s if the disk is too small for `needed` bytes of checkpoints, old ones included."""
+        """fail()s if the disk is too small for `needed` bytes of checkpoints."""
         exists = next(place for place in (self.path, *self.path.parents) if place.exists())
-        old = map(Path.stat, self.path.glob("*.pt*"))
-        sizes = {stat.st_ino: stat.st_size for stat in old}  # a hard link counts only once
-        free = shutil.disk_usage(exists).free + sum(sizes.values())
+        free = shutil.disk_usage(exists).free
         if free < needed:
             found = f"{self.path} has {free / 1e6:,.0f} MB free; a run needs {needed / 1e6:,.0f}"
             fail(f"{found} for checkpoints; free some, or write --keep_last=1 or --out_dir=FOLDER")
@@ -113,18 +113,18 @@ class RunFolder(ExitStack):
         """Create or reopen the folder. bytes_to_keep: of all checkpoints that exist at once. fail()s
         if the folder cannot be written, or is too small."""
         with self.refusing():
-            self.require_free(bytes_to_keep)
+            if not self.holds_run():  # else most of them are there already
+                self.require_free(bytes_to_keep)
             self.lock(to_make=True)
             for leftover in self.path.glob("*.pt.tmp"):  # of a killed run
                 leftover.unlink()
             git = git_state()
             run.facts["run"]["git_commit"] = git["commit"]
-            self.facts = {"start": now(), "wandb_id": os.urandom(4).hex(), "resumes": []}
-            if run.path:  # of earlier processes
-                before = read_json(self.path / "run.json")
-                self.facts |= {name: before[name] for name in self.facts if name in before}
-            end = {"end": None, "ended": None}  # stays so if the process is killed
-            self.facts |= {**end, "command": command, **run.facts, "git": git}
+            first = {"start": now(), "wandb_id": os.urandom(4).hex(), "resumes": []}
+            before = read_json(self.path / "run.json") if run.path else {}  # of earlier processes
+            self.facts = {name: before.get(name, first[name]) for name in first}
+            self.facts |= {"end": None, "ended": None}  # stays so if the process is killed
+            self.facts |= {"command": command, **run.facts, "git": git}
             self.facts |= machine.describe_machine(run.device)
             write_json(self.mine() / "run.json", self.facts)
         if run.facts["config"]["wandb_log"]:
@@ -132,12 +132,13 @@ class RunFolder(ExitStack):
 
             self.wandb = Wandb(self.path, run.facts["config"], self.facts["wandb_id"])
 
-    def begin(self, run: Any, changed: dict) -> list[dict]:
-        """Complete run.json after the rehearsal, cut metrics.jsonl back to where the run begins: at
-        its checkpoint, if any. Returns what cut_rows() returns. changed: {name: [then, now]} of
-        what is known to have changed since that checkpoint."""
+    def begin(self, run: Any, changed: dict) -> None:
+        """Complete run.json after the rehearsal, and cut metrics.jsonl back to where the run
+        begins: at its checkpoint, if any. The rows of a run that was resumed are compared with
+        those past it. changed: {name: [then, now]} of what is known to have changed since that
+        checkpoint."""
         if rank() > 0:
-            return []
+            return
         step = run.state["step"]
         is_own = run.path and self.owns(run.path)
         cut = self.cut_rows(step if is_own else -1)
@@ -149,61 +150,46 @@ class RunFolder(ExitStack):
             self.facts["resumes"].append({"time": now(), "from": str(run.path), "step": step})
             knobs = {name: run.facts["run"][name] for name in run.knobs}
             knobs["device"] = run.facts["config"]["device"]
-            self.resume = {"kind": "event", "event": "resume", "step": step}
-            self.resume |= {"checkpoint": run.path.name, "knobs": knobs, "changed": changed}
-            self.write_rows([self.resume])
+            self.resumed = step, changed
+            self.record(step, "resume", checkpoint=run.path.name, knobs=knobs, changed=changed)
+        if is_own:
+            self.witness = Witness(rows_of_course(cut, run))
         self.write_facts()
-        return cut
 
     def write_facts(self) -> None:
         with self.warning("run.json"):
             write_json(self.mine() / "run.json", self.facts)
 
-    def compare_with(self, old_rows: list[dict]) -> None:
-        """Compare the rows of a run that was resumed with those that an earlier process computed of
-        the same steps, and record the result as an event `resume_checked`."""
-        if rank() == 0:
-            self.witness = Witness(old_rows)
-            if not old_rows:
-                self.close_witness(self.resume["step"])
-
     def close_witness(self, step: int) -> None:
-        """Record what was compared since the resume, once, and print it."""
-        witness, self.witness = self.witness, None
-        if not witness:
-            return
-        found = {"from": self.resume["step"]}
-        for name in ("compared", "equal", "steps", "first_difference"):
-            found[name] = getattr(witness, name)
-        self.write_rows([{"kind": "event", "step": step, "event": "resume_checked", **found}])
-        words = console.resume_words(found, self.resume["changed"])
+        """Record as an event `resume_checked` what was compared since the resume, and print it."""
+        begin, changed = self.resumed
+        names = ("compared", "equal", "steps", "first_difference")
+        found = {"from": begin} | {name: getattr(self.witness, name) for name in names}
+        self.witness = None
+        self.record(step, "resume_checked", **found)
+        words = console.resume_words(found, changed)
         is_off = not self.facts["run"]["deterministic"]
         say(f"{words} (deterministic mode is off)" if is_off else words)
 
-    def end(self, ended: str, clock: "Clock | None", state: dict, report: bool) -> None:
-        """Record how the run ended, finish wandb, make the report, print what to type next. clock:
-        None if a finished run was killed before this: then its times are not known."""
+    def end(self, ended: str, clock: "Clock", state: dict, report: bool) -> None:
+        """Record how the run ended, finish wandb, make the report, print what to type next."""
         if rank() > 0:
             return
-        self.close_witness(state["step"])
-        seconds = {}
-        if clock:
-            clock.lap("save")  # what is not counted yet: the last save, and workers that leave
-            seconds = clock.seconds
-        end = {"ended": ended, "seconds": seconds}
-        self.write_rows([{"kind": "event", "step": state["step"], "event": "end", **end}])
+        if self.witness:
+            self.close_witness(state["step"])
+        clock.lap("save")  # what is not counted yet: the last save, and workers that leave
+        end = {"ended": ended, "seconds": clock.seconds}
+        self.record(state["step"], "end", **end)
         self.facts |= {"end": now(), **end, "state": state}
         self.write_facts()
-        if clock:
-            best_metric = self.facts["config"]["best_metric"]
-            console.print_end(ended, state, seconds, self.path, best_metric)
+        best_metric = self.facts["config"]["best_metric"]
+        console.print_end(ended, state, clock.seconds, self.path, best_metric)
         if self.wandb:
             self.wandb.finish(exit_code=int(ended.startswith("failed")))
         if report and not ended.startswith(("stopped by", "left")):  # a signal leaves no time
             write_report(self.path)
-        if clock:
-            clock.lap("report")
-            self.write_facts()
+        clock.lap("report")
+        self.write_facts()
         writes_text = "tokenizer" in self.facts["data"]["meta"]
         console.print_next(ended, self.path, writes_text)
 
@@ -212,6 +198,9 @@ class RunFolder(ExitStack):
     def event(self, step: int, event: str, **fields: Any) -> None:
         """Record an event in metrics.jsonl and print it."""
         console.print_event(step, event, fields)
+        self.record(step, event, **fields)
+
+    def record(self, step: int, event: str, **fields: Any) -> None:
         self.write_rows([{"kind": "event", "step": step, "event": event, **fields}])
 
     def write_rows(self, rows: list[dict], to_wandb: bool = True) -> None:
@@ -240,7 +229,7 @@ class RunFolder(ExitStack):
         for row in cleaned:
             if self.witness and row["kind"] != "event":
                 self.witness.see(row)
-                if self.witness.first_difference or self.witness.is_over(row["step"]):
+                if self.witness.is_over(row["step"]):
                     self.close_witness(row["step"])
 
     def cut_rows(self, step: int) -> list[dict]:
@@ -260,9 +249,9 @@ class RunFolder(ExitStack):
 
         with self.writing, self.warning("metrics.jsonl"), suppress(FileNotFoundError):
             self.waiting = list(filter(stays, self.waiting))
-            with open(self.rows, errors="replace") as old, replacing(self.rows) as temporary:
-                with open(temporary, "w") as new:
-                    new.writelines(filter(stays, old))
+            lines = self.rows.read_text(errors="replace").splitlines(keepends=True)
+            with replacing(self.rows) as temporary:
+                temporary.write_text("".join(filter(stays, lines)))
         return found
 
     @contextmanager
@@ -271,18 +260,18 @@ class RunFolder(ExitStack):
         try:
             yield
         except OSError as error:
-            if (name, error.strerror) not in self.warned:
-                say(f"{name} cannot be written ({error.strerror})")
-            self.warned.add((name, error.strerror))
+            warning = f"{name} cannot be written ({error.strerror})"
+            if warning not in self.warned:
+                say(warning)
+            self.warned.add(warning)
 
 
 def write_report(folder: Path) -> None:
     """Print what report.py prints, run for at most a minute; one line if it fails."""
     command = [sys.executable, str(REPO / "report.py"), str(folder)]
+    quiet = {"stderr": subprocess.PIPE, "text": True}
     try:
-        done = subprocess.run(command, timeout=60, capture_output=True, errors="replace")
-        done.check_returncode()
-        say(done.stdout.rstrip())
+        say(subprocess.check_output(command, timeout=60, **quiet).rstrip())
     except (OSError, subprocess.SubprocessError) as error:
         say(f"report   failed ({error})")
 
@@ -292,22 +281,21 @@ class Clock:
 
     def __init__(self, since_process_start: bool = True):
         self.last = time.perf_counter() - (process_age() if since_process_start else 0.0)
-        self.seconds = dict.fromkeys(("start", "compile", "train", "evaluate", "save"), 0.0)
+        self.seconds = Counter(start=0.0, compile=0.0, train=0.0, evaluate=0.0, save=0.0)
 
-    def lap(self, kind: str) -> float:
-        elapsed = time.perf_counter() - self.last
+    def lap(self, kind: str, since: float = 0.0) -> float:
+        """since: a later begin of the lap; the time before it is left for the next one."""
+        elapsed = time.perf_counter() - max(since, self.last)
         self.last += elapsed
-        self.seconds[kind] = self.seconds.get(kind, 0.0) + elapsed
+        self.seconds[kind] += elapsed
         return elapsed
 
     @contextmanager
     def apart(self, kind: str) -> Iterator[None]:
         """A context whose time counts as `kind`, not for the lap around it."""
-        before = time.perf_counter() - self.last
-        self.last += before
+        since = time.perf_counter()
         yield
-        self.lap(kind)
-        self.last -= before
+        self.lap(kind, since)
 
 
 def process_age() -> float:
@@ -326,10 +314,10 @@ def now() -> str:
 def git_state() -> dict:
     """{commit, dirty, diff_sha256} of the repository. The Docker image has GIT_COMMIT, not .git."""
     git = ["git", f"--git-dir={REPO}/.git", f"--work-tree={REPO}"]  # never a parent folder's .git
-    quiet = {"stderr": subprocess.DEVNULL}
+    run = partial(subprocess.run, capture_output=True, check=True)
     try:
-        diff = subprocess.check_output([*git, "diff", "HEAD"], **quiet)
-        commit = subprocess.check_output([*git, "rev-parse", "HEAD"], **quiet).decode().strip()
+        diff = run([*git, "diff", "HEAD"]).stdout
+        commit = run([*git, "rev-parse", "HEAD"], text=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return {"commit": os.environ.get("GIT_COMMIT"), "dirty": None, "diff_sha256": None}
     return {"commit": commit, "dirty": bool(diff), "diff_sha256": sha256(diff).hexdigest()}

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
@@ -13,9 +12,9 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class Signals:
-    """Handles signals within `with Signals(...) as signals:`; outside the main thread, none. stop:
-    the first of SIGINT, SIGTERM and SIGHUP (a closed terminal), or 0. save: a SIGUSR1 asked for a
-    checkpoint. newest_save: returns the step of the newest checkpoint, for the answer to Ctrl-C."""
+    """Handles signals within `with Signals(...) as signals:`. stop: the first of SIGINT, SIGTERM and
+    SIGHUP (a closed terminal), or 0. save: a SIGUSR1 asked for a checkpoint. newest_save: returns
+    the step of the newest checkpoint, for the answer to Ctrl-C."""
 
     def __init__(self) -> None:
         self.stop = 0
@@ -25,10 +24,9 @@ class Signals:
         self.before = {}  # signal -> handler
 
     def __enter__(self) -> "Signals":
-        if threading.current_thread() is threading.main_thread():
-            for number in HANDLED:
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                    self.before[number] = signal.signal(number, self.handle)
+        for number in HANDLED:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                self.before[number] = signal.signal(number, self.handle)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -3,6 +3,7 @@ again."""
 
 import json
 from collections.abc import Iterable
+from typing import Any
 
 from plumbing.console import MEASURED
 
@@ -18,14 +19,14 @@ class Witness:
     """
 
     def __init__(self, old_rows: Iterable[dict]):
-        self.old_rows = {}  # (step, kind) -> row, until it is compared
-        self.old_data = {}  # step -> `sequences` of the train row
-        for row in old_rows:
-            self.old_rows.setdefault(key_of(row), row)
-            if row["kind"] == "train":
-                self.old_data.setdefault(row["step"], row.get("sequences"))
+        # (step, kind) -> row, until it is compared
+        self.old_rows = {key_of(row): row for row in reversed([*old_rows])}
+        rows = self.old_rows.items()
+        self.old_data = {
+            step: row.get("sequences") for (step, kind), row in rows if kind == "train"
+        }
         self.last_step = max((step for step, _ in self.old_rows), default=-1)
-        self.data = -1, None  # (step, `sequences`) of the newest train row
+        self.other_data = -1  # step of the newest train row, if its `sequences` are others
         self.compared = 0  # rows
         self.equal = 0
         self.steps = 0  # train rows among `compared`
@@ -37,14 +38,11 @@ class Witness:
         that step is compared."""
         step = row["step"]
         if row["kind"] == "train":
-            self.data = step, row.get("sequences")
-        then = self.old_rows.get(key_of(row))
-        has_other_data = (
-            step in self.old_data and step == self.data[0] and self.old_data[step] != self.data[1]
-        )
-        if then is None or has_other_data:
+            now = row.get("sequences")
+            self.other_data = step if self.old_data.get(step, now) != now else -1
+        if key_of(row) not in self.old_rows or step == self.other_data:
             return
-        del self.old_rows[key_of(row)]
+        then = self.old_rows.pop(key_of(row))
         self.compared += 1
         self.steps += row["kind"] == "train"
         for name in differing_fields(then, row):
@@ -54,8 +52,25 @@ class Witness:
         self.equal += 1
 
     def is_over(self, step: int) -> bool:
-        """Whether no row is left to compare, once one of this step was seen."""
-        return not self.old_rows or step > self.last_step
+        """Whether the result is known, once a row of this step was seen."""
+        return bool(self.first_difference) or not self.old_rows or step > self.last_step
+
+
+def rows_of_course(rows: list[dict], run: Any) -> list[dict]:
+    """Of `rows` past the checkpoint of `run`, with the `resume` events among them, those that the
+    latest process computed, if it was on today's course: with the same values of the knobs whose
+    comments have no word."""
+    knobs = run.before
+    found = []
+    for row in rows:
+        if row["kind"] == "event":
+            knobs = row["knobs"]
+            found = []
+        else:
+            found.append(row)
+    now = run.facts["run"]
+    course = [name for name, knob in run.knobs.items() if not knob.policy]
+    return found if all(knobs.get(name, now[name]) == now[name] for name in course) else []
 
 
 def key_of(row: dict) -> tuple[int, str]:

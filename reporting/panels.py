@@ -4,7 +4,6 @@ import json
 import math
 import shlex
 import sys
-import textwrap
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
@@ -39,6 +38,7 @@ EVENTS = {
 }
 LOOKS = {  # of a line in matplotlib
     "thin": {"lw": 0.8, "alpha": 0.6},
+    "mean": {"lw": 1.7},
     "bold": {"lw": 1.7},
     "dots": {"lw": 1.6, "markersize": 5.5, "markeredgecolor": "white", "zorder": 4},
     "best": {
@@ -52,6 +52,7 @@ LOOKS = {  # of a line in matplotlib
     "dashed": {"lw": 1.2, "ls": "--"},
     "event": {"lw": 0.9, "ls": (0, (4, 3)), "zorder": 1},
 }
+COMPARED = {"mean": "thin", "bold": "bold", "dots": "dots"}  # looks in a comparison
 MOST_POINTS = 2000  # of a curve; a longer one is thinned
 
 
@@ -129,13 +130,11 @@ def panels_of(runs):
         for panel in [*along_three_axes(loss, run), *others]:
             shared = panels.setdefault((panel.field, panel.along), replace(panel, curves=[]))
             for curve in panel.curves:
-                if curve.look not in ("bold", "dots"):
-                    continue
-                is_thin = panel.field == "loss" and curve.look == "bold"
-                look = "thin" if is_thin else curve.look
+                look = COMPARED.get(curve.look)
                 label = f"{run.name}: {curve.label}"
                 own = replace(curve, key=key, label=label, colour=colour, look=look)
-                shared.curves.append(own)
+                if look:
+                    shared.curves.append(own)
     return list(panels.values())
 
 
@@ -198,7 +197,7 @@ def raw_and_mean(run, field):
     mean = f"training, mean of {2 * half + 1:,}"
     return [
         Curve("each step", "training, each step", "sky", "thin", steps, values),
-        Curve("training", mean, "blue", "bold", steps, smooth(values, half)),
+        Curve("training", mean, "blue", "mean", steps, smooth(values, half)),
     ]
 
 
@@ -275,11 +274,11 @@ def heading(runs):
     identity = run.info["run"]
     facts = [run.info["data"].get("name"), identity.get("device"), identity.get("dtype")]
     words = [*filter(None, facts), "training: a mean over 2% of the run"]
-    return textwrap.shorten(f"{run.name}: {results.ended(run)}", 110) + "\n" + ", ".join(words)
+    return f"{run.name}: {results.ended(run)}\n{', '.join(words)}"
 
 
 def draw_panel(ax, panel):
-    from matplotlib.ticker import EngFormatter, LogLocator
+    from matplotlib.ticker import LogLocator
 
     for curve in panel.curves:
         draw_curve(ax, curve)
@@ -287,12 +286,11 @@ def draw_panel(ax, panel):
     low, high, is_log = panel.limits().values()
     if is_log:
         ax.set_yscale("log")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
+        ax.yaxis.set_major_formatter("{x:g}")
         ax.minorticks_off()
-    ax.set(xlim=(-0.01 * last, 1.01 * last), ylim=(low, high), xlabel=panel.along)
-    ax.set_ylabel(textwrap.shorten(panel.title, 24))
-    for axis, largest in ((ax.xaxis, last), (ax.yaxis, high)):
-        axis.set_major_formatter(EngFormatter(sep="") if largest >= 1e4 else "{x:g}")
+    ax.set(xlim=(-0.01 * last, 1.01 * last), ylim=(low, high))
+    ax.set(xlabel=panel.along, ylabel=panel.title)
 
 
 def draw_curve(ax, curve):

@@ -63,20 +63,14 @@ def read_metrics(path: str | Path) -> tuple[list[dict], int]:
     with open(path, "rb") as file:
         for line in file:
             try:
-                rows.append(row_of(line))
+                row = json.loads(line)
+                is_known = row["kind"] in ("train", "eval") or isinstance(row["event"], str)
+                if not isinstance(row["step"], int) or not is_known:
+                    raise ValueError("no row of train.py")
+                rows.append(row)
             except (ValueError, TypeError, KeyError, RecursionError):
                 damaged += line.endswith(b"\n")
     return rows, damaged
-
-
-def row_of(line: bytes) -> dict:
-    """The row in a line of metrics.jsonl. Raises ValueError, TypeError, KeyError or RecursionError
-    if it is damaged."""
-    row = json.loads(line)
-    is_known = row["kind"] in ("train", "eval") or isinstance(row["event"], str)
-    if not isinstance(row["step"], int) or not is_known:
-        raise ValueError("no row of train.py")
-    return row
 
 
 def standing(rows: list[dict]) -> list[dict]:
@@ -112,10 +106,9 @@ def columns(rows: list[dict], kind: str) -> dict[str, np.ndarray]:
     """{field: array} by increasing step; of two rows of the same step the later one counts."""
     by_step = {row["step"]: row for row in rows if row["kind"] == kind}
     rows = [by_step[step] for step in sorted(by_step)]
-    fields = numbers_of(kind)
-    others = set().union(*rows) - {*fields, "kind", "finite"}
+    others = set().union(*rows) - {"kind", "finite"}
     table = {}
-    for name in [*fields, *sorted(others)]:
+    for name in [*numbers_of(kind), *sorted(others)]:
         table[name] = np.array([number_of(row.get(name)) for row in rows])
     return table
 

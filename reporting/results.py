@@ -15,16 +15,12 @@ def happened(run, *events):
     return [row for row in run.events if row["event"] in events]
 
 
-def how_it_ended(run):
-    """In a few words, without the step."""
-    processes = happened(run, "resume", "end")
-    if processes and processes[-1]["event"] == "end":
-        return " ".join(str(processes[-1].get("ended")).split()).split(". ")[0]
-    return "running" if is_running(run) else "no end on record (killed)"
-
-
 def ended(run):
-    how = how_it_ended(run)
+    """How a run ended, in a few words, and at which step."""
+    how = "running" if is_running(run) else "no end on record (killed)"
+    for row in happened(run, "resume", "end")[-1:]:
+        if row["event"] == "end":
+            how = " ".join(str(row.get("ended")).split()).split(". ")[0]
     return how if "at step" in how else f"{how}, at step {last_step(run):,}"
 
 
@@ -60,19 +56,12 @@ def unit_of(run):
     return "tokens" if is_text else "targets"
 
 
-def extent(run):
-    """What the last evaluation was on, if not on the whole validation split; else ""."""
-    tokens = mean(run.evals["val_tokens"][-1:])
-    return f"first {tokens:,.0f} {unit_of(run)}" if tokens > 0 else ""
-
-
 def new_fields(run):
     """[(name, steps, values)] of the fields that only a fork of train.py writes."""
-    best = f"best_{metric_of(run)[0]}"
     found = []
     for table in (run.train, run.evals):
         for name, values in table.items():
-            if name not in FIELDS and name != best:
+            if name not in FIELDS and not name.startswith("best_"):
                 found.append((name, table["step"], values))
     return found
 
@@ -116,9 +105,10 @@ def outcome(run):
 def losses(run):
     """[(what, number, format)] of what was learned."""
     evals = run.evals
-    part = extent(run)
-    on = f" on the {part}" if part else ""
-    nats = ", nats" if unit_of(run) == "tokens" else ""
+    unit = unit_of(run)
+    part = last(evals["val_tokens"])  # 0 = all of the validation split
+    on = f" on the first {part:,.0f} {unit}" if part > 0 else ""
+    nats = ", nats" if unit == "tokens" else ""
     best, best_step = best_of(run)
     at_best = evals["step"] == best_step
     count = 2 * half_window(run) + 1

@@ -40,8 +40,7 @@ class Wandb:
         try:
             yield
         except Exception as error:  # whatever it raises must not end a run
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            say(f"wandb    failed ({reason}); training continues without it")
+            say(f"wandb    failed ({error!r}); training continues without it")
             self.run = None
 
 

@@ -136,12 +136,12 @@ def never_clip(monkeypatch):
 
 
 def lose_the_moments_in_a_resume(monkeypatch):
-    def put_back(self, inner=train.checkpoint.WholeState.put_back):
-        inner(self)
-        for optimizer in self.run.optimizers:
+    def put_back(run, saved, inner=train.checkpoint.put_back):
+        inner(run, saved)
+        for optimizer in run.optimizers:
             optimizer.state.clear()
 
-    monkeypatch.setattr(train.checkpoint.WholeState, "put_back", put_back)
+    monkeypatch.setattr(train.checkpoint, "put_back", put_back)
 
 
 @pytest.mark.parametrize(

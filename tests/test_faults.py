@@ -212,7 +212,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
         content = DAMAGES[damage](path.read_bytes())
     path.write_bytes(content)
     done = run_train("run", *EVERYTHING)
-    words = "a checksum is wrong|it is cut off, or no checkpoint|it is no checkpoint of train.py"
+    words = "a checksum is wrong, it is cut off, or no checkpoint|it is no checkpoint of train.py"
     line = rf"ckpt_00000008.pt is damaged \(({words})\): an older checkpoint is tried\n"
     assert re.search(line, done.stdout), done.stdout
     assert "ckpt_00000004.pt\n" in done.stdout
@@ -357,7 +357,7 @@ def test_a_disk_that_is_full_at_the_end_is_waited_for(run_train, straight, small
     disk = small_disk(60)
     wait = WAITED.format(then=ROOM.format(str(disk / "filler")))
     done = run_train(disk / "run", *EVERYTHING, before=wait + at_step(6, FILL))
-    words = r"waiting to save ckpt_00000012.pt: it needs 0\.\d MB, and 0\.0 MB of the disk are free"
+    words = r"waiting for 0\.\d MB on the disk to save ckpt_00000012.pt"
     assert len(re.findall(words, done.stdout)) == 2
     assert done.fingerprint(12) == straight.fingerprint(12) and done.facts["ended"] == "finished"
 

@@ -362,7 +362,8 @@ FORGERIES = {  # name -> (what was done to a good run, what --verify says)
     "saves cut": (without(8, "saved"), "ckpt_00000008.pt is not what was saved"),
     "damaged": (
         damage,
-        "ckpt_00000008.pt is damaged: a checksum is wrong; to go on without it: mv ",
+        "ckpt_00000008.pt is damaged: a checksum is wrong, it is cut off, or no checkpoint; "
+        "to go on without it: mv ",
     ),
     "weight": (save_again(False), "ckpt_00000008.pt is not what was saved"),
     "weight and hash": (save_again(True), "step 8: sha256 "),
