@@ -3,10 +3,6 @@ fast."""
 
 import math
 import os
-<<<<<<< HEAD
-import sys
-=======
->>>>>>> main
 
 import pytest
 import torch
@@ -110,21 +106,3 @@ def test_a_known_gpu_has_the_peak_of_its_datasheet_and_no_other_gpu_has():
     for gpu in UNKNOWN:
         peaks = [machine.datasheet_peak(gpu, d) for d in ("bfloat16", "float16", "float32")]
         assert peaks == [None] * 3, gpu
-<<<<<<< HEAD
-=======
-
-
-def test_where_bfloat16_is_emulated_it_is_found_out_and_measured_within_two_seconds():
-    """In seconds of that process, since other processes may keep the machine busy."""
-    code = """
-import time, torch
-from plumbing import machine
-torch.set_num_threads(1)
-start = time.process_time()
-found = machine.peak_flops(torch.device("cpu"), "bfloat16")
-print(time.process_time() - start, machine.kernels_have_bfloat16(), *found)
-"""
-    seconds, native, rate, *why = python(code, **OLD_CPU).split()
-    assert float(seconds) < 2 and native == "False"
-    assert 1e8 < float(rate) < 1e14 and why[0] == "measured,"
->>>>>>> main
