@@ -31,9 +31,8 @@ def shard(model: torch.nn.Module, device: torch.device, dtype: str) -> torch.nn.
     for module in (*blocks, model):
         module.set_gradient_divide_factor(1.0)  # a sum, like sum_over_ranks
         module.set_force_sum_reduction_for_comms(True)
-        if hasattr(module, "set_reduce_scatter_unused_params"):  # torch 2.11 fails there instead
-            # zeros where a rank has no gradient, as ranks.sum_gradients() has for plain models
-            module.set_reduce_scatter_unused_params(True)
+        # zeros where a rank has no gradient, as ranks.sum_gradients() has for plain models
+        module.set_reduce_scatter_unused_params(True)
     return model
 
 

@@ -9,7 +9,6 @@ import os
 import platform
 import re
 import resource
-import shutil
 import sys
 import timeit
 from pathlib import Path
@@ -108,18 +107,13 @@ def choose_compile(
     setting: bool | str, device: torch.device, flops: float, steps: int
 ) -> tuple[bool, str]:
     """(whether to compile, why) for --compile=setting. flops (may be NaN), steps: of the whole
-    run."""
+    run. Where a compiler is missing, the rehearsal notices, and the run goes on without."""
     if setting != "auto":
         return setting, "as given"
     if device.type == "cuda":
-        from torch.utils._triton import has_triton
-
-        is_worth_it = steps >= STEPS_WORTH_COMPILING and has_triton()
-        return is_worth_it, f"worth it from {STEPS_WORTH_COMPILING:,} steps, with Triton"
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    is_worth_it = flops >= WORTH_COMPILING and device.type == "cpu" and bool(shutil.which(compiler))
-    why = f"{flops:.1e} FLOPs; on a CPU worth it from {WORTH_COMPILING:.0e}, with {compiler}"
-    return is_worth_it, why
+        return steps >= STEPS_WORTH_COMPILING, f"worth it from {STEPS_WORTH_COMPILING:,} steps"
+    is_worth_it = device.type == "cpu" and flops >= WORTH_COMPILING
+    return is_worth_it, f"{flops:.1e} FLOPs; on a CPU worth it from {WORTH_COMPILING:.0e}"
 
 
 def pin_kernels(config: dict) -> dict:
@@ -201,12 +195,11 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes free on the device, or None if unknown. On MPS, the maximum recommended in all."""
+    """Bytes free on the device, or None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]  # cached blocks may be too small: not counted
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory()
-    return bytes_in("/proc/meminfo", "MemAvailable") if sys.platform == "linux" else None
+    is_known = device.type == "cpu" and sys.platform == "linux"
+    return bytes_in("/proc/meminfo", "MemAvailable") if is_known else None
 
 
 def bytes_in(path: str, name: str) -> int:

@@ -281,11 +281,9 @@ def out_of_memory(error: BaseException) -> bool:
 
 def explain(error: BaseException) -> RunFailed | None:
     """`error` as a RunFailed with one line on what to do next, or None if the program is at
-    fault."""
+    fault, or the error says it."""
     if isinstance(error, RunFailed):
         return error
-    if out_of_memory(error):
-        return RunFailed("out of memory outside forward and backward pass; try a smaller --n_embd")
     if str(error).startswith("DataLoader"):  # the rest is advice to programmers
         found = str(error).partition(". ")[0]
         return RunFailed(f"{found} (out of memory?); the same command resumes")

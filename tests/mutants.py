@@ -36,9 +36,9 @@ import numpy as np
 import torch
 import torch._dynamo  # before the forks
 import torch.nn.functional as F
+from conftest import REPO, copy_of_repository
 from torch.utils.flop_counter import FlopCounterMode
 
-REPO = Path(__file__).resolve().parent.parent
 PLACES = {  # file -> functions that are mutated
     "model.py": (
         "rotary_tables rotate causal_attention forward ngram_row cross_entropy generate "
@@ -448,11 +448,6 @@ def in_child(folder, work):
         return json.loads(results.read_text()), None
     lines = (Path(folder) / "output.txt").read_text(errors="replace").strip().splitlines()
     return None, lines[-1] if lines else "killed"
-
-
-def copy_of_repository(folder):
-    names = ".git out data docs records tests __pycache__ .*".split()
-    shutil.copytree(REPO, folder, ignore=shutil.ignore_patterns(*names))
 
 
 def run_check(folder, flags):

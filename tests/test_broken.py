@@ -120,23 +120,3 @@ def test_the_same_command_finds_nothing_in_the_code_as_it_is(command, checked):
     assert code == 0 and "✗" not in output, output
     marks = {BUGS[n][3] for n in FOUND_BY_COMMAND if BUGS[n][2] == command}
     assert not [mark for mark in marks if f"  {mark}: " in output]
-
-
-# ---- the exercises -------------------------------------------------------------------------------
-
-
-def test_the_line_of_the_exercises_makes_a_broken_loop(copy):
-    """docs/exercises.md, in a clone: a copy beside it, with one bug."""
-    page = (REPO / "docs" / "exercises.md").read_text(encoding="utf-8")
-    (line,) = re.findall(r"^git worktree add .*$", page, re.MULTILINE)
-    own = ["git", "-c", "user.name=test", "-c", "user.email=test@example.com"]
-    for words in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "as it is"]):
-        subprocess.run([*own, *words], cwd=copy, check=True)
-    subprocess.run(line.replace("../broken", "../copy_with_07"), shell=True, cwd=copy, check=True)
-    broken = copy.parent / "copy_with_07"
-    changed = [
-        path.relative_to(copy).as_posix()
-        for path in (*copy.glob("*.py"), *copy.glob("plumbing/*.py"))
-        if path.read_bytes() != (broken / path.relative_to(copy)).read_bytes()
-    ]
-    assert changed == re.findall(r"^--- a/(.*)$", patch_of(7), re.MULTILINE)

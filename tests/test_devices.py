@@ -3,8 +3,6 @@ fast."""
 
 import math
 import os
-import re
-import sys
 
 import pytest
 import torch
@@ -14,11 +12,6 @@ from plumbing import machine
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)  # its name, which needs no GPU
-OLD_CPU = {  # a CPU without bfloat16, as far as the libraries of a newer one can be told to be one
-    "ONEDNN_MAX_CPU_ISA": "AVX2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-    "ATEN_CPU_CAPABILITY": "avx2",
-}
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
 
@@ -50,14 +43,10 @@ def test_bfloat16_is_the_default_only_where_the_cpu_computes_in_it(monkeypatch):
     assert machine.choose_dtype("auto", CPU)[0] == "float32"
 
 
-def test_compile_auto_on_a_cpu_is_decided_by_flops_alone(monkeypatch):
-    monkeypatch.setenv("CXX", sys.executable)  # any program that is there
+def test_compile_auto_on_a_cpu_is_decided_by_flops_alone():
     assert machine.choose_compile("auto", CPU, 5e13, 1000)[0]
     assert not machine.choose_compile("auto", CPU, 4.9e13, 1000)[0]
     assert not machine.choose_compile("auto", CPU, math.nan, 1000)[0]  # a model that cannot tell
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    chosen, why = machine.choose_compile("auto", CPU, 5e13, 1000)
-    assert not chosen and "no-such-compiler" in why
     assert machine.choose_compile(True, CPU, math.nan, 1000)[0]
     assert not machine.choose_compile(False, CPU, 5e13, 1000)[0]
 
@@ -117,22 +106,3 @@ def test_a_known_gpu_has_the_peak_of_its_datasheet_and_no_other_gpu_has():
     for gpu in UNKNOWN:
         peaks = [machine.datasheet_peak(gpu, d) for d in ("bfloat16", "float16", "float32")]
         assert peaks == [None] * 3, gpu
-
-
-def test_where_bfloat16_is_emulated_it_is_found_out_and_measured_within_two_seconds():
-    """In seconds of that process, since other processes may keep the machine busy. There, nothing
-    has imported torch.utils._triton, for which a run on a GPU asks."""
-    code = """
-import time, torch
-from plumbing import machine
-torch.set_num_threads(1)
-print(machine.choose_compile("auto", torch.device("cuda", 0), 1e20, 10_000))
-start = time.process_time()
-found = machine.peak_flops(torch.device("cpu"), "bfloat16")
-print(time.process_time() - start, machine.kernels_have_bfloat16(), *found)
-"""
-    gpu, cpu = python(code, **OLD_CPU).splitlines()
-    assert re.search("(True|False), 'worth it from 1,000 steps, with Triton'", gpu)
-    seconds, native, rate, *why = cpu.split()
-    assert float(seconds) < 2 and native == "False"
-    assert 1e8 < float(rate) < 1e14 and why[0] == "measured,"

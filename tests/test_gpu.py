@@ -196,47 +196,6 @@ def test_the_gpu_computes_what_the_cpu_does(run, run_train):
     assert row["mem_gb"] > 0 and row["mfu"] > 0
 
 
-# ---- around the steps ----------------------------------------------------------------------------
-
-TIMED = """
-from plumbing.checkpoint import Saver
-def timed(name):
-    inner = getattr(Saver, name)
-    def call(*args, **options):
-        began = time.perf_counter()
-        inner(*args, **options)
-        print("TOOK", name, 1000 * (time.perf_counter() - began), flush=True)
-    setattr(Saver, name, call)
-timed("save")
-timed("write")
-"""
-
-
-def test_a_checkpoint_holds_the_loop_up_for_less_than_it_takes_to_write(run):
-    flags = ("--n_embd=384", "--n_head=6", "--save_interval=4", "--keep_last=1")
-    done = run("run", *flags, before=TIMED, fresh=True)
-    took = re.findall(r"TOOK (\w+) ([\d.]+)", done.stdout)
-    stalls, writes = ([float(ms) for n, ms in took if n == name] for name in ("save", "write"))
-    # the first has no moments yet, and takes the memory that the others use again
-    assert min(stalls[1:]) < min(writes[1:]), took
-
-
-NO_CONTEXT = """
-def main(inner=train.main):
-    code = inner()
-    count = torch._C._cuda_getDeviceCount()  # initializes the driver, without which nothing can be asked
-    print("CONTEXTS", sum(map(torch._C._cuda_hasPrimaryContext, range(count))), "of", count)
-    return code
-train.main = main
-"""
-
-
-@needs_cuda
-def test_a_run_on_the_cpu_creates_no_cuda_context(run_train):
-    done = run_train("run", "--device=cpu", before=NO_CONTEXT)
-    assert "CONTEXTS 0 of" in done.stdout, done.stderr
-
-
 # ---- sharded, and on several GPUs ----------------------------------------------------------------
 
 

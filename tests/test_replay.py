@@ -380,15 +380,6 @@ def test_a_forgery_is_found_and_named(good, replay, name):
     assert words in again.stdout + again.stderr
 
 
-def test_what_is_not_covered_is_said(good, replay):
-    edit(good, lambda row: None if row["step"] > 10 else row)
-    for name in ("ckpt_00000012.pt", "milestone_00000012.pt", "best.pt"):
-        (good.out_dir / name).unlink()
-    again = replay(good.out_dir, "--verify=true")
-    assert "steps 1 to 10: all" in again.stdout
-    assert "not covered: rows removed from the end, a missing best.pt" in again.stdout
-
-
 # ---- what it refuses -----------------------------------------------------------------------------
 
 
