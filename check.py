@@ -28,7 +28,7 @@ if "--equal=true" in sys.argv:  # a commit that cannot even be imported: `git bi
 import bench
 import train
 from bench import print_table, say
-from lab.logged import Logged, differences, in_words
+from lab.logged import Logged, first_difference, in_words
 from lab.probes import CHECKS, NotAsked
 from lab.verdicts import interval, verdict_on
 from plumbing.cli import fail, run_script
@@ -93,7 +93,7 @@ def exact(job):
     folders = [job.run.folder.path / f"exact {n}" for n in range(exact_runs)]
     for folder in folders:
         bench.execute(job.script, job.argv, **few, out_dir=folder)
-    found = [differences(folders[0], folder).first_difference for folder in folders[1:]]
+    found = [first_difference(folders[0], folder) for folder in folders[1:]]
     others = [f"\n  {in_words(difference)}" for difference in found if difference]
     runs = f"{exact_runs} processes, {exact_steps} steps each"
     say(f"\nexact: {runs}; {len(others)} differ from the first{''.join(others)}")
@@ -116,7 +116,7 @@ def portable(job):
         flags.append("--dataset=formula")
     folder = job.run.folder.path / name
     bench.execute(train.__file__, flags, out_dir=folder)
-    found = differences(REPO / "records" / name, folder).first_difference
+    found = first_difference(REPO / "records" / name, folder)
     last = Logged(folder).saves[-1]
     if found:
         say(f"portable: not the bits of records/{name}: {in_words(found)}")
@@ -133,7 +133,7 @@ def same_bits(job, script, words):
     if not (folders[1] / "metrics.jsonl").is_file():
         folders[1] = job.run.folder.path / "second"
         bench.execute(script, words, out_dir=folders[1])
-    found = differences(folders[1], folders[0], kinds=("train", "eval")).first_difference
+    found = first_difference(folders[1], folders[0], ("train", "eval"))
     say(f"\nequal: {f'no; the first difference: {in_words(found)}' if found else 'yes'}")
     return {"ok": not found, "found": found}
 
