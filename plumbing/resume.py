@@ -17,11 +17,13 @@ from plumbing.machine import choose_dtype, device_name
 from plumbing.ranks import say, world_size
 from plumbing.run_folder import Clock, RunFolder
 
-# Knobs that are resolved once. A resume takes the checkpoint's values, unless flags ask for others.
+# Knobs that are resolved once. A resume takes the checkpoint's values, unless the command asks for
+# others.
 KEPT = ("dtype", "compile", "batch_size", "accum_steps", "warmup_steps", "decay_steps")
 SPLIT = {"batch_size", "accum_steps"}  # of the global batch, one as given with the other
 ASKS_NOTHING = {"dtype": "auto", "compile": "auto", "decay_steps": 0}
-# What a resume mentions, beside knobs and code, if it has changed
+PLACES = ("out_dir", "data_dir", "resume")  # knobs that a resume does not mention
+# What it mentions, beside the other knobs and code, if it has changed
 FACTS = ("torch", "python", "device", "threads", "ranks", "micro_batch", "git_commit")
 
 
@@ -32,6 +34,7 @@ def identity_of(config: Config, knobs: dict, data: dict, device: torch.device) -
     """What a checkpoint keeps as `run`: all knobs as resolved, and facts. knobs: globals of
     train.py. data: its facts["data"]."""
     return {name: knobs[name] for name in config.knobs} | {
+        "written": {name: config.base[name] for name in KEPT},
         "global_batch": product(knobs, SPLIT) * world_size(),
         "dataset": data["name"],
         "data": data["fingerprint"],
@@ -62,9 +65,9 @@ def known_changes(then: dict, now: dict, knobs: dict) -> dict[str, list]:
     """{name: [then, now]} of what differs between two identities: knobs, facts, and .py files that
     both have loaded. This is information: nothing depends on it."""
     then, now = ({**each, "ranks": each["world_size"], **each["code"]} for each in (then, now))
-    names = [name for name in knobs if not name.endswith("_dir") and name != "resume"]
-    names = [name for name in (*names, *FACTS, *now["code"]) if name in then and name in now]
-    return {name: [then[name], now[name]] for name in names if then[name] != now[name]}
+    both = [name for name in (*knobs, *FACTS, *now["code"]) if name in then and name in now]
+    changed = [name for name in both if then[name] != now[name] and name not in PLACES]
+    return {name: [then[name], now[name]] for name in changed}
 
 
 # ---- may this run continue? ----------------------------------------------------------------------
@@ -119,7 +122,7 @@ def resolve_auto_knobs(
     config: Config, saved: dict | None, device: torch.device
 ) -> tuple[dict, dict]:
     """({knob: value}, {knob: why}) of the knobs in KEPT: on a resume as in the checkpoint `saved`,
-    unless a flag asks for another value; else by the hardware and other knobs. A new run's
+    unless the command asks for another value; else by the hardware and other knobs. A new run's
     `compile` is left to choose_compile()."""
     kept = {name: config[name] for name in KEPT}
     reasons = {}
@@ -142,11 +145,13 @@ def resolve_auto_knobs(
 
 
 def asks_for(name: str, config: Config, saved: dict) -> bool:
-    """Whether a flag asks for another value of a knob than the run in checkpoint `saved` has."""
-    same = [ASKS_NOTHING.get(name), saved["run"][name]]
+    """Whether a flag, or an edited config file, asks for another value of a knob than the run in
+    checkpoint `saved` has."""
+    then = saved["run"]
+    same = [then[name]] if name in config.typed else [then["written"][name]]
     if name in SPLIT:  # other ranks may have split it anew
         same.append(saved["config"][name])
-    return name in config.typed and config[name] not in same
+    return config[name] not in (ASKS_NOTHING.get(name), *same)
 
 
 def refuse_ended_schedule(config: Config, planned: int) -> None:
@@ -208,14 +213,10 @@ def other_run(run: Any, saved: dict) -> dict[str, list]:
     old = saved["model"]
     new = run.model.state_dict()
     for name in new | old:
-        pairs[name] = [shape_of(weights.get(name)) for weights in (old, new)]
+        pairs[name] = [getattr(part.get(name), "shape", "absent") for part in (old, new)]
     if saved["groups"] != checkpoint.groups_of(run):
         pairs["the grouping of weights by configure_optimizers"] = ["the run's", "another"]
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def shape_of(weight: Any) -> list | str:
-    return [*weight.shape] if isinstance(weight, torch.Tensor) else "absent"
 
 
 def is_finished(run: Any) -> bool:

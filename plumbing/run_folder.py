@@ -168,8 +168,9 @@ class RunFolder(ExitStack):
         self.witness = None
         self.record(step, "resume_checked", **found)
         words = console.resume_words(found, changed)
-        is_off = not self.facts["run"]["deterministic"]
-        say(f"{words} (deterministic mode is off)" if is_off else words)
+        if not self.facts["run"]["deterministic"]:
+            words += " (deterministic mode is off)"
+        say(words)
 
     def end(self, ended: str, clock: "Clock", state: dict, report: bool) -> None:
         """Record how the run ended, finish wandb, make the report, print what to type next."""

@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
 
 from plumbing.console import say
 
@@ -33,7 +32,7 @@ class Signals:
         for number, handler in self.before.items():  # None: not Python's, which cannot restore it
             signal.signal(number, handler or signal.SIG_DFL)
 
-    def handle(self, number: int, frame: FrameType | None = None) -> None:
+    def handle(self, number: int, frame: object) -> None:
         if number == signal.SIGUSR1:
             self.save = True
             return
