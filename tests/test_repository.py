@@ -22,7 +22,7 @@ MOST_NODES = {
     "train.py model.py optim.py": 7_530,
     "plumbing/*.py": 14_550,
     "prepare_data.py sample.py": 3_690,
-    "report.py replay.py check.py reporting/*.py lab/*.py": 17_240,
+    "report.py replay.py check.py reporting/*.py lab/*.py": 16_734,
     "bench.py": 3_600,
     "config/*.py examples/*.py": 1_010,
 }
