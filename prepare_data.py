@@ -44,7 +44,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plumbing import data
+from plumbing import console, data
 from plumbing.cli import configured, fail, run_script
 from plumbing.data import SPLITS, TOKENIZERS, DataError, Offline, read_file
 from plumbing.files import digest_of, fsync
@@ -80,7 +80,7 @@ TIMEOUT = 4  # seconds without an answer that count as no network
 # ---- one dataset ---------------------------------------------------------------------------------
 
 
-def prepare(name, data_dir, input="", tokenizer="auto", say=print) -> tuple[str, dict]:
+def prepare(name, data_dir, input="", tokenizer="auto", say=console.say) -> tuple[str, dict]:
     """Make the dataset data_dir/name, or verify the one that exists. Returns (its folder, its
     meta).
 
@@ -263,10 +263,10 @@ def find_corpus(
 def split_corpus(read: Callable, cleaned: Cleaned, say: Callable) -> Iterator:
     """Yields (split, text) of read(cleaned), with a val_fraction that holds out enough."""
     enough = fraction_to_hold_out(read(Cleaned()), val_fraction)
-    instead = f"{enough:g} is used"
-    if enough == 1:
-        instead = "the last tenth of each document is held out"
     if enough != val_fraction:
+        instead = (
+            "the last tenth of each document is held out" if enough == 1 else f"{enough:g} is used"
+        )
         say(f"--val_fraction={val_fraction:g} does not fit this text; {instead} instead")
     for text in read(cleaned):
         if enough == 1:

@@ -120,11 +120,13 @@ def write_samples(saved: dict, title: str) -> None:
     model.to(where)
     # in 16 bits if the hardware computes in them, as in training; narrow layers gain nothing on a
     # CPU
-    dtype = choose_dtype("auto", where)[0]
-    low = dtype != "float32" and (where.type != "cpu" or saved["config"].get("n_embd", 0) >= 256)
+    dtype = getattr(torch, choose_dtype("auto", where)[0])
+    low = dtype != torch.float32 and (
+        where.type != "cpu" or saved["config"].get("n_embd", 0) >= 256
+    )
     for part in model.modules():
         if low and isinstance(part, torch.nn.Linear):
-            part.to(getattr(torch, dtype))  # once; autocast would do it again for each token
+            part.to(dtype)  # once; autocast would do it again for each token
     block_size = saved["config"]["block_size"]
     text = read_start()
     ids = tokenizer.encode(text) if text else [getattr(tokenizer, "end_of_text", 0)]
@@ -135,7 +137,7 @@ def write_samples(saved: dict, title: str) -> None:
     generator = torch.Generator(where).manual_seed(seed)
     began = time.perf_counter()
     print(printable(text), end="", flush=True)
-    with torch.autocast(where.type, getattr(torch, dtype), enabled=low):
+    with torch.autocast(where.type, dtype, enabled=low):
         drawn = generate(
             model,
             prompts,

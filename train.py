@@ -255,7 +255,7 @@ def make_dataset(name: str, data_dir: str) -> tuple[str, dict]:
     """(folder, meta) of a dataset that is missing: only then is prepare_data.py imported."""
     from prepare_data import prepare
 
-    return prepare(name, data_dir, say=ranks.say)
+    return prepare(name, data_dir)
 
 
 def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, datasets) -> Run:
@@ -399,7 +399,8 @@ def first_pass(run: Run) -> torch.nn.Module:
 
     model = safe_step.rehearse(run, compile, forward_backward, read)
     run.facts["run"]["compile"] = model is not run.model
-    console.say(f"memory   {machine.memory_gb(run.device):.3f} GB after a rehearsal")
+    memory = console.FIELDS["mem_gb"].shown(machine.memory_gb(run.device))
+    console.say("memory", memory, "GB after a rehearsal")
     machine.reset_peak_memory(run.device)
     return model
 

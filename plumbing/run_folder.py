@@ -192,7 +192,7 @@ class RunFolder(ExitStack):
         clock.lap("report")
         self.write_facts()
         writes_text = "tokenizer" in self.facts["data"]["meta"]
-        console.print_next(ended, self.path, writes_text)
+        console.print_next(self.path, writes_text)
 
     # ---- metrics.jsonl ---------------------------------------------------------------------------
 
