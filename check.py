@@ -160,10 +160,10 @@ def compare(job):
         return same_bits(job, *other)
     most = seeds or max_seeds
     say(f"\nagainst: at most {most} seeds; validation loss at the end, seconds of the process")
-    runs, differences = [], []
+    runs = []
     for n in range(most):
         runs.append(raced({"": (job.script, job.argv), "other ": other}, train.seed + n))
-        differences.append(runs[-1]["loss"] - runs[-1]["other loss"])
+        differences = [run["loss"] - run["other loss"] for run in runs]
         verdict = verdict_on(differences, comparisons)
         if n and not seeds and verdict != "not shown":
             break

@@ -274,7 +274,7 @@ def schedule_check(job):
         gamma=0.5,
     ):
         rates = [train.lr_at(step) for step in PROBED_STEPS]
-    wrong = max(abs(rate - right) for rate, right in zip(rates, RATES[train.schedule], strict=True))
+    wrong = float(np.abs(np.subtract(rates, RATES[train.schedule])).max())
     yield "the schedule is the one named", wrong < 0.01, said(schedule=train.schedule, off_by=wrong)
 
 
@@ -290,7 +290,6 @@ def data_checks(job):
     words = data.tokenizer_of(job.meta).decode(inputs[0].tolist())
     yield "the first sequence", True, repr(words[:70])
     is_shuffled = not np.array_equal(inputs[1:, 0], targets[:-1, -1])
-    is_shuffled = is_shuffled or len({*hashes(inputs)}) < 9  # the text repeats itself
     shifted = is_shifted(inputs, targets)
     found = said(one_place_on=shifted, shuffled=is_shuffled)
     yield "targets are the next tokens", shifted and is_shuffled, found
