@@ -275,10 +275,10 @@ def find_corpus(
 def split_corpus(read: Callable, cleaned: Cleaned, say: Callable) -> Iterator:
     """Yields (split, text) of read(cleaned), with a val_fraction that holds out enough."""
     enough = fraction_to_hold_out(read(Cleaned()), val_fraction)
-    instead = f"{enough:g} is used"
-    if enough == 1:
-        instead = "the last tenth of each document is held out"
     if enough != val_fraction:
+        instead = (
+            "the last tenth of each document is held out" if enough == 1 else f"{enough:g} is used"
+        )
         say(f"--val_fraction={val_fraction:g} does not fit this text; {instead} instead")
     for text in read(cleaned):
         if enough == 1:

@@ -119,11 +119,13 @@ def write_samples(saved: dict, title: str) -> None:
     model.to(where)
     # in 16 bits if the hardware computes in them, as in training; narrow layers gain nothing on a
     # CPU
-    dtype = choose_dtype("auto", where)[0]
-    low = dtype != "float32" and (where.type != "cpu" or saved["config"].get("n_embd", 0) >= 256)
+    dtype = getattr(torch, choose_dtype("auto", where)[0])
+    low = dtype != torch.float32 and (
+        where.type != "cpu" or saved["config"].get("n_embd", 0) >= 256
+    )
     for part in model.modules():
         if low and isinstance(part, torch.nn.Linear):
-            part.to(getattr(torch, dtype))  # once; autocast would do it again for each token
+            part.to(dtype)  # once; autocast would do it again for each token
     block_size = saved["config"]["block_size"]
     text, prompt = read_prompt(tokenizer)
     print(title, file=sys.stderr)
@@ -134,7 +136,7 @@ def write_samples(saved: dict, title: str) -> None:
     how = (max_new_tokens, block_size, tokenizer.vocab_size, temperature, top_k, generator)
     began = time.perf_counter()
     print(printable(text), end="", flush=True)
-    with torch.autocast(where.type, getattr(torch, dtype), enabled=low):
+    with torch.autocast(where.type, dtype, enabled=low):
         drawn = (new.flatten().tolist() for new in generate(model, prompts, *how))
         shown, kept = tee(drawn)
         for piece in stream((ids[0] for ids in shown), tokenizer):

@@ -393,7 +393,8 @@ def first_pass(run: Run) -> torch.nn.Module:
 
     model = safe_step.rehearse(run, compile, forward_backward, read)
     run.facts["run"]["compile"] = model is not run.model
-    console.say(f"memory   {machine.memory_gb(run.device):.3f} GB after a rehearsal")
+    memory = console.FIELDS["mem_gb"].shown(machine.memory_gb(run.device))
+    console.say("memory", memory, "GB after a rehearsal")
     machine.reset_peak_memory(run.device)
     return model
 

@@ -192,7 +192,7 @@ class RunFolder(ExitStack):
         clock.lap("report")
         self.write_facts()
         writes_text = "tokenizer" in self.facts["data"]["meta"]
-        console.print_next(ended, self.path, writes_text)
+        console.print_next(self.path, writes_text)
 
     # ---- metrics.jsonl ---------------------------------------------------------------------------
 
@@ -270,9 +270,10 @@ class RunFolder(ExitStack):
 def write_report(folder: Path) -> None:
     """Print what report.py prints, run for at most a minute; one line if it fails."""
     command = [sys.executable, str(REPO / "report.py"), str(folder)]
-    quiet = {"stderr": subprocess.PIPE, "text": True}
     try:
-        say(subprocess.check_output(command, timeout=60, **quiet).rstrip())
+        say(
+            subprocess.check_output(command, stderr=subprocess.PIPE, text=True, timeout=60).rstrip()
+        )
     except (OSError, subprocess.SubprocessError) as error:
         say(f"report   failed ({error})")
 

@@ -45,8 +45,7 @@ class Signals:
 
     def interrupt(self) -> None:
         """From here on Ctrl-C is Python's KeyboardInterrupt: to end a wait."""
-        if self.before:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def orphaned(self) -> bool:
         """Whether torchrun has died: its ranks run in their own sessions, and would survive it."""

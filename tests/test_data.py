@@ -263,12 +263,12 @@ def another_dtype(folder):
 
 
 DAMAGES = [
-    (flip_byte, "val.bin was changed or damaged"),
-    (lambda folder: os.truncate(folder / "train.bin", 100), "train.bin was changed or damaged: it"),
-    (lambda folder: os.remove(folder / "val.bin"), "val.bin is missing"),
-    (another_dtype, "train.bin was changed or damaged: it has 1,908 bytes"),
-    (lambda folder: (folder / "meta.json").write_text("null"), "does not describe a dataset"),
-    (lambda folder: (folder / "meta.json").write_text("{}"), "does not describe a dataset"),
+    (flip_byte, "val.bin has not 212 bytes with SHA-256"),
+    (lambda folder: os.truncate(folder / "train.bin", 100), "train.bin has not 1,908 bytes"),
+    (lambda folder: os.remove(folder / "val.bin"), "val.bin"),
+    (another_dtype, "train.bin has not 3,816 bytes"),
+    (lambda folder: (folder / "meta.json").write_text("null"), "damaged (TypeError"),
+    (lambda folder: (folder / "meta.json").write_text("{}"), "damaged (KeyError: 'dtype'"),
 ]
 
 
