@@ -36,7 +36,7 @@ class Signals:
         if number == signal.SIGUSR1:
             self.save = True
             return
-        self.stop = self.stop or int(number)
+        self.stop = self.stop or number
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # the second ends a process that hangs, too
             newest = f"newest checkpoint: step {self.newest_save():,}"
