@@ -320,10 +320,16 @@ class Blocks:
 
 def overhead(job):
     """The loop of train.train against bare steps on one fixed batch, in blocks, in turn."""
-    off = {"eval_interval": 0, "sample_interval": 0, "audit_interval": -1}
-    off |= {"save_interval": 0, "milestone_interval": 0}
-    rate = {"schedule": "constant", "peak_lr": 1e-6, "warmup_steps": 0}
-    with setting(**off, **rate):
+    with setting(
+        eval_interval=0,
+        sample_interval=0,
+        audit_interval=-1,
+        save_interval=0,
+        milestone_interval=0,
+        schedule="constant",
+        peak_lr=1e-6,
+        warmup_steps=0,
+    ):
         run = job.fresh_run()
         model = job.rehearsed(run)
         batches = train.load_batches(job.fresh_run())
@@ -471,7 +477,7 @@ def trained(script, words, seed):
 def hashes_of_code(*files):
     """Of the .py files of this repository, and of those among `files`."""
     given = [Path(file) for file in files if file.endswith(".py")]
-    paths = {*REPO.glob("*.py"), *REPO.glob("*/*.py"), *filter(Path.is_file, given)}
+    paths = {*REPO.glob("*.py"), *REPO.glob("*/*.py"), *given}
     return [sha256(path.read_bytes()).hexdigest() for path in sorted(paths)]
 
 

@@ -87,12 +87,10 @@ def exact(job):
         "warmup_steps": 0,
         "eval_tokens": train.block_size,
         "compile": train.compile,
-        "resume": "auto",
         "report": False,
     }
-    folders = [job.run.folder.path / f"exact {n}" for n in range(exact_runs)]
-    for folder in folders:
-        bench.execute(job.script, job.argv, **few, out_dir=folder)
+    names = [f"exact {n}" for n in range(exact_runs)]
+    folders = [trained(job, name, job.script, job.argv, **few) for name in names]
     found = [first_difference(folders[0], folder) for folder in folders[1:]]
     others = [f"\n  {in_words(difference)}" for difference in found if difference]
     runs = f"{exact_runs} processes, {exact_steps} steps each"
@@ -114,8 +112,7 @@ def portable(job):
     if job.run.facts["data"]["name"] != "shakespeare":
         name = "portable_formula"
         flags.append("--dataset=formula")
-    folder = job.run.folder.path / name
-    bench.execute(train.__file__, flags, out_dir=folder)
+    folder = trained(job, name, train.__file__, flags)
     found = first_difference(REPO / "records" / name, folder)
     last = Logged(folder).saves[-1]
     if found:
@@ -128,14 +125,20 @@ def portable(job):
 
 def same_bits(job, script, words):
     """Does each step of both give the same bits? --against may also be the folder of a run."""
-    folders = [job.run.folder.path / "first", Path(against)]
-    bench.execute(job.script, job.argv, out_dir=folders[0])
-    if not (folders[1] / "metrics.jsonl").is_file():
-        folders[1] = job.run.folder.path / "second"
-        bench.execute(script, words, out_dir=folders[1])
-    found = first_difference(folders[1], folders[0], ("train", "eval"))
+    folder = trained(job, "first", job.script, job.argv)
+    other = Path(against)
+    if not (other / "metrics.jsonl").is_file():
+        other = trained(job, "second", script, words)
+    found = first_difference(other, folder, ("train", "eval"))
     say(f"\nequal: {f'no; the first difference: {in_words(found)}' if found else 'yes'}")
     return {"ok": not found, "found": found}
+
+
+def trained(job, name, script, words, **knobs):
+    """The folder of a run, which goes with the job's."""
+    folder = job.run.folder.path / name
+    bench.execute(script, words, **knobs, out_dir=folder)
+    return folder
 
 
 # ---- better, or luck? ----------------------------------------------------------------------------
@@ -145,8 +148,8 @@ def spread(job):
     """Full runs that differ only in their seed: how much of a last loss is chance?"""
     count = seeds or 5
     say(f"\nseeds: {count} runs; validation loss at the end, seconds of the process")
-    sides = {"": (job.script, job.argv)}
-    return {"runs": with_mean([raced(sides, train.seed + n) for n in range(count)])}
+    side = {"": (job.script, job.argv)}
+    return {"runs": with_mean([raced(side, train.seed + n) for n in range(count)])}
 
 
 def compare(job):

@@ -125,7 +125,7 @@ def show_step(run: Logged) -> int:
         if save:
             path = run.path / f"replay_{step:08}.pt"
             with replacing(path) as temporary:
-                torch.save(again.saved | {"config": run.facts["config"]}, temporary)
+                torch.save(again.saved, temporary)
             say(f"the state before it: python train.py ... --resume={path} --out_dir=NEW")
     return int(again.difference() is not None)
 
@@ -188,7 +188,7 @@ def first_tensor(one: Logged, other: Logged, at: int) -> str:
     found = {}
     # a script may replace functions of train, so its run comes second
     for run in sorted((one, other), key=lambda run: script_of(run).name != "train.py"):
-        shown = [run.position(number) for number in (at - 1, at) if number > run.first]
+        shown = run.position(at - 1), run.position(at)
         found[run] = Again(run, shown[-1], shown)
         found[run].compute()
     if wrong := [again.verdict() for again in found.values() if again.difference()]:
@@ -292,7 +292,6 @@ class Again:
         resume = "auto" if self.start else run.began_from or "auto"
         try:
             if is_first_rank():
-                shutil.rmtree(scratch, ignore_errors=True)
                 scratch.mkdir(0o700)
                 if self.start:
                     torch.save(self.start[1], scratch / file_name(self.begin_at.step))

@@ -247,9 +247,9 @@ def open_dataset(saved: dict | None) -> tuple:
 
 def make_dataset(name: str, data_dir: str) -> tuple[str, dict]:
     """(folder, meta) of a dataset that is missing: only then is prepare_data.py imported."""
-    from prepare_data import get_dataset
+    from prepare_data import prepare
 
-    return get_dataset(name, data_dir, ranks.say)
+    return prepare(name, data_dir)
 
 
 def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, datasets) -> Run:

@@ -248,15 +248,13 @@ def group_check(job):
     small.head = torch.nn.Linear(4, 8)
     small.muon_prefix = "hidden"
     knobs = train.peak_lr, 0.1, train.beta1, train.beta2, train.momentum
-    found = {}
+    decays = {}
     for optimizer in train.configure_optimizers(small, train.optimizer, *knobs, job.device.type):
         for group in optimizer.param_groups:
-            how = group["weight_decay"], type(optimizer).__name__ == "Muon"
-            found |= dict.fromkeys(group["params"], how)
+            decays |= dict.fromkeys(group["params"], group["weight_decay"])
     wrong = []
     for name, weight in small.named_parameters():
-        by_muon = name == "hidden.weight" and train.optimizer == "muon"
-        if found.get(weight) != (0.1 if weight.ndim > 1 else 0.0, by_muon):
+        if decays.get(weight) != (0.1 if weight.ndim > 1 else 0.0):
             wrong.append(name)
     yield "matrices decay, vectors do not", not wrong, said(wrong=wrong)
 

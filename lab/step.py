@@ -1,7 +1,7 @@
 """One step, seen from inside: all that it computes, in order, and a page of that."""
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -46,12 +46,8 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
         if module in names:
             add(f"output of {names[module]}:", [output])
 
-    losses = inputs.new_zeros(0)
-    with (
-        register_module_forward_hook(hook),
-        suppress(TypeError, ValueError, RuntimeError),  # the model may return no logits
-    ):
-        losses = torch.cat([*token_losses(train.autocast, run, inputs, targets)])
+    with register_module_forward_hook(hook):
+        losses = token_losses(train.autocast, run, inputs, targets)
     seen["batch"] = ranks.from_all_ranks((inputs.cpu(), targets.cpu(), losses.cpu()))
     before.put_back()
     numbers = take()
@@ -79,15 +75,17 @@ def moved_by(run) -> dict:
 
 
 @torch.no_grad()
-def token_losses(autocast: Callable, run, inputs, targets) -> Iterator[torch.Tensor]:
-    """Cross entropy of each target, (sequences, targets), of each micro-batch, with this step's
-    dropout; 0 where the target is masked."""
+def token_losses(autocast: Callable, run, inputs, targets) -> torch.Tensor:
+    """Cross entropy of each target, (sequences, targets), with this step's dropout; 0 where the
+    target is masked."""
+    losses = []
     size = run.state["micro_batch"]
     for x, y in zip(inputs.split(size), targets.split(size), strict=True):
         with autocast(run.device):
             logits = run.model(x)
-        losses = cross_entropy(logits.float().flatten(0, -2), y.long().flatten(), reduction="none")
-        yield losses.view(len(x), -1).cpu()
+        flat = logits.float().flatten(0, -2), y.long().flatten()
+        losses.append(cross_entropy(*flat, reduction="none").view(len(x), -1))
+    return torch.cat(losses)
 
 
 def first_in_traces(one: list, other: list) -> str:
@@ -133,8 +131,6 @@ def write_step_page(folder: Path, step: int, verdict: str, seen: dict) -> list[s
 def sequences(seen: dict) -> list[str]:
     """The loss of each sequence of a step, the targets with the highest losses, and its text."""
     inputs, targets, losses = map(torch.cat, zip(*seen["batch"], strict=True))
-    if not len(losses):
-        return ["The model does not return logits."]
     mean = losses.sum(1) / (targets != -100).sum(1)
     lines = []
     for i in mean.argsort(descending=True)[:MOST_SEQUENCES].tolist():

@@ -157,8 +157,7 @@ class Eventful(train.Watch):
         if run.path:
             return
         add_noise(run.model.parameters(), 0)  # a weight that starts at zero would hide its layer
-        for name, average in run.ema.items():
-            average.copy_(run.model.get_parameter(name).detach())
+        add_noise(run.ema.values(), 0)
         run.state["micro_batch"] = uneven_micro_batch()  # as after running out of memory
         self.weights = clone(run.model.state_dict())
         self.rng = rng_state(run.device)
@@ -199,12 +198,12 @@ def masked(step, targets):
 
 @contextmanager
 def not_finite(step, model):
-    """A context in which, in that one step, each gradient is NaN."""
-    weights = [w for w in model.parameters() if w.requires_grad and step == NOT_FINITE]
-    hooks = [weight.register_hook(lambda gradient: gradient * math.nan) for weight in weights]
+    """A context in which, in that one step, the gradient of the first weight is NaN."""
+    factor = math.nan if step == NOT_FINITE else 1.0
+    weight = next(weight for weight in model.parameters() if weight.requires_grad)
+    hook = weight.register_hook(lambda gradient: gradient * factor)
     yield
-    for hook in hooks:
-        hook.remove()
+    hook.remove()
 
 
 def eventful_run(job):
@@ -236,7 +235,7 @@ class PlainLoop:
         self.model = run.model
         self.model.load_state_dict(watch.weights)
         self.average = {n: w.detach().clone() for n, w in run.model.named_parameters()}
-        self.optimizers = plain_optimizers(run)
+        self.optimizers, self.stacked = plain_optimizers(run)
         self.scale = 2.0**16 if train.dtype == "float16" else 1.0
         self.sequences = self.tokens = 0
         self.best_loss = math.inf
@@ -252,7 +251,8 @@ class PlainLoop:
                 self.step(step)
 
     def step(self, step):
-        for weight, needed in zip(self.model.parameters(), self.watch.trained[step], strict=True):
+        trained = self.watch.trained.get(step, self.watch.trained[0])
+        for weight, needed in zip(self.model.parameters(), trained, strict=True):
             weight.requires_grad_(needed)
         buffers = clone(buffers_of(self.model))
         count = train.rows_at(step)
@@ -306,14 +306,13 @@ class PlainLoop:
         """Clip, step torch's optimizers, average."""
         for gradient in gradients_of(self.model):
             gradient *= (train.grad_clip / (norm + 1e-6)).clamp(max=1.0)
-        for optimizer, copies in self.optimizers:
-            for weight, parts in copies.items():
-                for number, part in enumerate(parts if weight.grad is not None else ()):
-                    part.grad = weight.grad.chunk(len(parts))[number]
+        for weight, parts in self.stacked.items():
+            for number, part in enumerate(parts):
+                part.grad = weight.grad.chunk(len(parts))[number] if weight.requires_grad else None
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_scale", 1.0)
             optimizer.step()
-            optimizer.zero_grad()
         for name, weight in self.model.named_parameters():
             self.average[name].lerp_(weight, 1 - train.ema_decay)
 
@@ -325,16 +324,15 @@ class PlainLoop:
         self.model.eval()
         parts = []
         size = uneven_micro_batch()
-        for first in range(0, len(val_data), size):
-            count = min(size, len(val_data) - first)
-            inputs, targets = data.to_device(val_data[first, count], self.device)
+        inputs, targets = data.to_device(val_data[0, len(val_data)], self.device)
+        for x in inputs.split(size):
             with torch.random.fork_rng(devices=[]), train.autocast(self.device):
                 torch.manual_seed(step)
-                logits = functional_call(self.model, self.average, (inputs,))
-            counted = targets != -100
-            parts.append((logits[counted][:, : meta["vocab_size"]].double(), targets[counted]))
+                parts.append(functional_call(self.model, self.average, (x,)))
         self.model.train()
-        logits, targets = map(torch.cat, zip(*parts, strict=True))
+        counted = targets != -100
+        targets = targets[counted]
+        logits = torch.cat(parts)[counted][:, : meta["vocab_size"]].double()
         loss = cross_entropy(logits, targets).item()
         self.best_loss = min(self.best_loss, loss)
         row = {"val_loss": loss, "best_val_loss": self.best_loss}
@@ -355,8 +353,8 @@ class PlainLoop:
 
 
 def plain_optimizers(run):
-    """[(torch's optimizer, {weight: parts of it, as parameters that share its memory})]. What torch
-    does not have is the fork's own."""
+    """(torch's optimizers, {weight: the matrices that are stacked in it, as parameters that share
+    its memory} of what torch's Muon moves). What torch does not have is the fork's own."""
     betas = {"betas": (train.beta1, train.beta2)}
     torchs = {
         "muon": (torch.optim.Muon, {"momentum": train.momentum, "adjust_lr_fn": "match_rms_adamw"}),
@@ -366,20 +364,22 @@ def plain_optimizers(run):
         "momentum": (torch.optim.SGD, {"momentum": train.momentum}),
     }
     if train.optimizer not in torchs:
-        return [(optimizer, {}) for optimizer in run.optimizers]
-    stacked = {m.weight: m.muon_parts for m in run.model.modules() if hasattr(m, "muon_parts")}
+        return run.optimizers, {}
+    counts = {m.weight: m.muon_parts for m in run.model.modules() if hasattr(m, "muon_parts")}
+    stacked = {}
     optimizers = []
     for optimizer in run.optimizers:
         is_rest = train.optimizer == "muon" and isinstance(optimizer, torch.optim.AdamW)
         kind, how = torchs["adamw" if is_rest else train.optimizer]
-        copies = {}
         groups = []
         for group in optimizer.param_groups:
-            for weight in group["params"]:
-                count = stacked.get(weight, 1) if kind is torch.optim.Muon else 1
-                copies[weight] = [torch.nn.Parameter(p) for p in weight.data.chunk(count)]
-            parts = [part for weight in group["params"] for part in copies[weight]]
+            weights = group["params"]
+            if kind is torch.optim.Muon:
+                for weight in weights:
+                    parts = weight.data.chunk(counts.get(weight, 1))
+                    stacked[weight] = [torch.nn.Parameter(part) for part in parts]
+                weights = [part for weight in weights for part in stacked[weight]]
             kept = {name: group[name] for name in KEPT if name in group}
-            groups.append({"params": parts, **kept})
-        optimizers.append((kind(groups, **how), copies))
-    return optimizers
+            groups.append({"params": weights, **kept})
+        optimizers.append(kind(groups, **how))
+    return optimizers, stacked

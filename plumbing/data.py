@@ -277,8 +277,8 @@ class GPT2:
         return self.encoding.decode(list(map(int, ids)))
 
 
-# A tokenizer of your own is a class and a name here, which --tokenizer takes. It is built from
-# `meta`; it needs encode, decode and vocab_size. If it learns its vocabulary, it also has
+# A tokenizer of your own is a class and a name here and beside prepare_data.py's --tokenizer. It is
+# built from `meta`; it needs encode, decode and vocab_size. If it learns its vocabulary, it also has
 # learn(text), whose dict goes into `meta`; end_of_text is the id that follows each document of a
 # corpus, if any; encode_batch(texts) is a faster encode.
 TOKENIZERS = {"char": Char, "byte": Byte, "gpt2": GPT2}
