@@ -172,9 +172,15 @@ def batches(
         **of_workers,
     )
     began = time.perf_counter()
-    for batch in loader:
-        yield *to_device(batch, device), 1000 * (time.perf_counter() - began)
-        began = time.perf_counter()
+    try:
+        for batch in loader:
+            yield *to_device(batch, device), 1000 * (time.perf_counter() - began)
+            began = time.perf_counter()
+    except (ConnectionError, EOFError) as error:
+        time.sleep(1)  # torch's own error, if a worker has died, comes meanwhile, or came before
+        if len(multiprocessing.active_children()) == num_workers:
+            raise  # an error of the dataset
+        raise RuntimeError("DataLoader worker was killed while it sent a batch") from error
 
 
 def live_as_long_as_the_run(worker: int) -> None:

@@ -3,7 +3,6 @@
 import math
 import platform
 import sys
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def own_code() -> dict[str, str]:
         is_own = path.is_relative_to(REPO) and "-packages" not in str(path)
         if path.suffix == ".py" and path.is_file() and (is_own or name == "__main__"):
             key = str(path.relative_to(REPO)) if is_own else name
-            found[key] = sha256(path.read_bytes()).hexdigest()[:16]
+            found[key] = digest_of(path)[:16]
     return found
 
 
@@ -84,7 +83,9 @@ def find_checkpoint(folder: RunFolder, resume: str, set_aside: bool) -> Path | N
                 again = folder.fresh_out_dir()
                 fail(f"--resume=never, and {folder.path} holds a run; write {again}")
             path = checkpoint.newest_valid(folder.path, set_aside)
-            if not path and (checkpoint.newest_first(folder.path) or has_trained(folder)):
+            log = folder.rows.read_text(errors="replace") if folder.rows.is_file() else ""
+            has_begun = checkpoint.newest_first(folder.path) or '"kind": "train"' in log
+            if has_begun and not path:
                 found = f"the run in {folder.path} has no checkpoint that can be read"
                 fail(f"{found}; to start again write --resume=restart or {folder.fresh_out_dir()}")
         if resume not in ("auto", "never", "restart"):
@@ -93,11 +94,6 @@ def find_checkpoint(folder: RunFolder, resume: str, set_aside: bool) -> Path | N
         place = shown(error.filename or folder.path)
         fail(f"{place} cannot be read ({error.strerror}); it may be undamaged: it stays as it is")
     return path
-
-
-def has_trained(folder: RunFolder) -> bool:
-    rows = folder.rows
-    return rows.is_file() and '"kind": "train"' in rows.read_text(errors="replace")
 
 
 def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
@@ -191,10 +187,9 @@ def continue_from(run: Any, saved: dict, config: Config) -> None:
         found = f"{name} changed from {was} to {new}: this run cannot be resumed with that"
         fail(f"{found}; write {again}{hint}")
     step = saved["state"]["step"]
-    least = step if own else step + 1
-    if config["max_steps"] < least and (not own or "max_steps" in config.typed):
+    if config["max_steps"] < step and "max_steps" in config.typed:
         found = f"--max_steps={config['max_steps']}: {shown(run.path)} is at step {step:,}"
-        fail(f"{found}; expected at least {least}, or write {again}")
+        fail(f"{found}; expected at least {step}, or write {again}")
     now["began_from"] = then.get("began_from") if own else str(run.path.resolve())
     if now["batch_size"] == then["batch_size"]:
         run.state["micro_batch"] = saved["state"]["micro_batch"]
@@ -236,6 +231,8 @@ def close_finished(run: Any) -> None:
     name = shown(run.folder.path)
     again = f"--resume=restart or {run.folder.fresh_out_dir()}"
     knob = "--patience" if step < config["max_steps"] else "--max_steps"
+    if not run.folder.owns(run.path):
+        fail(f"{shown(run.path)} is at step {step:,}; raise {knob}")
     longer = (
         f"to train it longer, raise {knob} with --out_dir={name}; to start again, write {again}"
     )

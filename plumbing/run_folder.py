@@ -270,9 +270,10 @@ class RunFolder(ExitStack):
 def write_report(folder: Path) -> None:
     """Print what report.py prints, run for at most a minute; one line if it fails."""
     command = [sys.executable, str(REPO / "report.py"), str(folder)]
-    quiet = {"stderr": subprocess.PIPE, "text": True}
     try:
-        say(subprocess.check_output(command, timeout=60, **quiet).rstrip())
+        say(
+            subprocess.check_output(command, stderr=subprocess.PIPE, text=True, timeout=60).rstrip()
+        )
     except (OSError, subprocess.SubprocessError) as error:
         say(f"report   failed ({error})")
 

@@ -36,7 +36,7 @@ class Signals:
         if number == signal.SIGUSR1:
             self.save = True
             return
-        self.stop = self.stop or int(number)
+        self.stop = self.stop or number
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # the second ends a process that hangs, too
             newest = f"newest checkpoint: step {self.newest_save():,}"
@@ -45,8 +45,7 @@ class Signals:
 
     def interrupt(self) -> None:
         """From here on Ctrl-C is Python's KeyboardInterrupt: to end a wait."""
-        if self.before:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def orphaned(self) -> bool:
         """Whether torchrun has died: its ranks run in their own sessions, and would survive it."""

@@ -206,9 +206,9 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
         assert not temporary.exists()
         temporary.write_text("old")
         assert names(tmp_path) == ["file.tmp"]
-    with pytest.raises(KeyboardInterrupt), replacing(path, ".1.tmp") as temporary:
+    with pytest.raises(KeyboardInterrupt), replacing(path) as temporary:
         temporary.write_text("new")
-        assert names(tmp_path) == ["file", "file.1.tmp"]
+        assert names(tmp_path) == ["file", "file.tmp"]
         raise KeyboardInterrupt
     assert names(tmp_path) == ["file"] and path.read_text() == "old"
 
