@@ -466,7 +466,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         # ---- save, stop --------------------------------------------------------------------------
         names = names_to_save(due, is_best, state)
         if names:
-            saver.save(names, signals, required=bool(due.ending))
+            saver.save(names, required=bool(due.ending))
             if due.save_now:
                 signals.save = False
         clock.lap("save")

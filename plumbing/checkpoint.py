@@ -8,11 +8,11 @@ import io
 import os
 import re
 import shutil
+import signal
 import threading
 import time
 import zipfile
 from collections.abc import Callable
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,6 @@ from plumbing.safe_step import (
     set_rng_state,
     tensors,
 )
-from plumbing.signals import Signals
 
 HASHED = ("model", "optimizer", "scaler", "ema", "state", "rng")  # what the next steps depend on
 FORMAT = 2  # of a checkpoint: its entry `format`
@@ -142,7 +141,8 @@ def put_back(run, saved: dict) -> None:
     run.model.load_state_dict(weights)
     for name, weight in run.model.named_parameters():
         weight.requires_grad_(name not in saved["frozen"])
-    put_back_moments(run, saved["optimizer"])
+    for optimizer, built, own in zip(run.optimizers, run.groups, saved["optimizer"], strict=True):
+        put_back_moments(optimizer, built, own)
     averages = saved["model"] | saved["ema"]
     for name, average in run.ema.items():
         average.copy_(shard_like(average, averages[name]))
@@ -153,32 +153,28 @@ def put_back(run, saved: dict) -> None:
         set_rng_state(saved["rng"][ranks.rank()], run.device)
 
 
-def put_back_moments(run, parts: list[dict]) -> None:
-    """Put back the states of the optimizers, and their groups."""
-    for optimizer, built, saved in zip(run.optimizers, run.groups, parts, strict=True):
-        weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-        moments = mapped(partial(own_part, dict(enumerate(weights))), saved["state"])
-        groups = clone(saved["param_groups"])
-        for now, then, group in zip(built, saved["built"], groups, strict=True):
-            # as saved, except for the values that changed knobs now build differently
-            group.update({k: v for k, v in now.items() if repr(then.get(k)) != repr(v)})
-        own_keys = clone(saved | {"state": {}})
-        optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
-        for i, weight in enumerate(weights):  # torch casts to its dtype, and garbles a str
-            if i in moments:
-                optimizer.state[weight] = on_devices_of(optimizer.state[weight], moments[i])
+def put_back_moments(optimizer: torch.optim.Optimizer, built: list[dict], saved: dict) -> None:
+    """Put back the state of an optimizer, and its groups. built: these as configure_optimizers
+    made them for this process."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    owners = dict(enumerate(weights))  # by the keys of the state
 
+    def own_part(leaf, path):
+        owner = owners.get(path[0])
+        part = clone(shard_like(owner, leaf))
+        return part.to(owner.device) if owner is not None and torch.is_tensor(part) else part
 
-def own_part(weights: dict, leaf: Any, path: tuple) -> Any:
-    """A copy of `leaf`, at `path` in an optimizer's state; of a sharded weight's, this rank's
-    rows."""
-    return clone(shard_like(weights.get(path[0]), leaf))
-
-
-def on_devices_of(now: Any, saved: Any) -> Any:
-    """`saved`, with its tensors on the devices of those at the same paths in `now`."""
-    devices = {path: leaf.device for path, leaf in leaves(now) if isinstance(leaf, torch.Tensor)}
-    return mapped(lambda leaf, path: leaf.to(devices[path]) if path in devices else leaf, saved)
+    moments = mapped(own_part, saved["state"])
+    groups = clone(saved["param_groups"])
+    for now, then, group in zip(built, saved["built"], groups, strict=True):
+        # as saved, except for the values that changed knobs now build differently
+        group.update({k: v for k, v in now.items() if repr(then.get(k)) != repr(v)})
+    own_keys = clone(saved | {"state": {}})
+    optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
+    for i in owners.keys() & moments.keys():
+        # all but `step` as saved: torch casts the rest to the weight's dtype, and garbles a str
+        as_saved = {key: moment for key, moment in moments[i].items() if key != "step"}
+        optimizer.state[owners[i]].update(as_saved)
 
 
 # ---- what a checkpoint cannot restore is refused, not lost on a resume ---------------------------
@@ -229,10 +225,9 @@ def groups_of(run) -> list[list[list]]:
 def refuse_unequal_replicas(run) -> None:
     """Raises RunFailed if ranks differ in what a checkpoint keeps of rank 0 alone: weights and
     buffers that are not sharded, and the loop's state."""
-    counters = "num_batches_tracked"  # BatchNorm's: ranks may have more or fewer micro-batches
     kept = by_path({**run.model.state_dict(), "FRESH_STATE": run.state})
-    alike = {n: kept[n] for n in kept if not hasattr(kept[n], "to_local") and counters not in n}
-    if names := ranks.replicas_differ(alike):
+    whole = {name: leaf for name, leaf in kept.items() if not hasattr(leaf, "to_local")}
+    if names := ranks.replicas_differ(whole):
         raise RunFailed(
             f"at step {run.state['step']} the ranks hold different bits in {', '.join(names)}: a "
             "step must draw and add the same numbers on every rank; the newest checkpoint is "
@@ -258,13 +253,13 @@ class Saver:
         self.unsaved_best = None  # the checkpoint of a best.pt that could not be written
         self.newest = run.state["step"]  # step of the newest checkpoint on the disk
 
-    def save(self, names: list[str], signals: Signals | None = None, required=False) -> None:
+    def save(self, names: list[str], required: bool = False) -> None:
         """Write one file under all of `names`, ckpt_STEP.pt last: so a save that a kill interrupts
         is taken again, with the others, by the process that resumes. All ranks call it together.
 
         Training continues at once, and an error is an event; unless `required`: then it waits until
-        the file is on the disk, and raises RunFailed if that fails. With `signals` it waits until
-        there is room, or Ctrl-C comes."""
+        the file is on the disk, on a full one until there is room, or Ctrl-C comes; another error
+        raises RunFailed."""
         names = sorted(names, key=lambda name: name.startswith("ckpt_"))
         refuse_unequal_replicas(self.run)
         self.wait()
@@ -275,8 +270,9 @@ class Saver:
         if lost:
             raise RunFailed(f"{lost}; once that is fixed, the same command resumes from the newest")
         self.start_to_write(checkpoint, names)
-        while required and any(ranks.agree((error := self.wait()) is not None)):
-            self.wait_for_room(error, names[-1], signals)
+        while required and ranks.from_rank0(self.lacks_room, names[-1]):
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # KeyboardInterrupt
+            time.sleep(PAUSE)
             self.start_to_write(checkpoint, names)
 
     def start_to_write(self, checkpoint: dict, names: list[str]) -> None:
@@ -290,19 +286,19 @@ class Saver:
             self.thread.join()
         return self.error
 
-    def wait_for_room(self, error: Exception | None, name: str, signals: Signals | None) -> None:
-        """A minute, if that may help to save `name`. error: of the last try, on rank 0."""
-        is_full = any(ranks.agree(getattr(error, "errno", None) in NO_ROOM))
-        if signals is None or not is_full:
+    def lacks_room(self, name: str) -> bool:
+        """Whether the disk was too full to save `name`. Raises RunFailed if another error came."""
+        error = self.wait()
+        if error is None:
+            return False
+        if getattr(error, "errno", None) not in NO_ROOM:
             again = "once that is fixed, the same command resumes from the newest checkpoint"
             raise RunFailed(f"{name} could not be saved: {reason_of(error)}; {again}")
-        signals.interrupt()
-        needed = f"{size(self.run) / 1e6:,.1f} MB"
         ranks.say(
-            f"waiting for {needed} on the disk to save {name}; tried again in {PAUSE} s; "
-            "Ctrl-C ends the run without it"
+            f"waiting for {size(self.run) / 1e6:,.1f} MB on the disk to save {name}; tried again "
+            f"in {PAUSE} s; Ctrl-C ends the run without it"
         )
-        time.sleep(PAUSE)
+        return True
 
     def write(self, checkpoint: dict, names: list[str]) -> None:
         """Write the files and prune. An error is an event, and must not end the run here."""
@@ -325,12 +321,7 @@ class Saver:
         self.unsaved_best = best
 
     def announce(self, checkpoint: dict, names: list[str]) -> None:
-        """Log the hash; rows reach the disk before the checkpoint. Raises ValueError if a rollback
-        to it would be of no use."""
-        weights = [checkpoint["model"].get(n) for n, _ in self.run.model.named_parameters()]
-        moved = tensors([weights, checkpoint["optimizer"], checkpoint["ema"]])
-        if not all(tensor.isfinite().all() for tensor in moved):
-            raise ValueError("a weight or moment is not finite")
+        """Log the hash; rows reach the disk before the checkpoint."""
         step = checkpoint["state"]["step"]
         digest = digest_of_state(checkpoint)
         self.run.folder.record(step, "saved", sha256=digest, files=names)
@@ -368,7 +359,7 @@ def on_host(leaf: Any, path: tuple) -> Any:
     return tensor.to("cpu", copy=True) if ranks.rank() == 0 else None
 
 
-def reason_of(error: Exception | None) -> str:
+def reason_of(error: Exception) -> str:
     """In words, on one line."""
     return getattr(error, "strerror", None) or repr(error)[:160]
 

@@ -43,10 +43,6 @@ class Signals:
             with suppress(RuntimeError):  # the signal came within another print
                 say(f"stopping after this step; Ctrl-C again stops now ({newest})")
 
-    def interrupt(self) -> None:
-        """From here on Ctrl-C is Python's KeyboardInterrupt: to end a wait."""
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
     def orphaned(self) -> bool:
         """Whether torchrun has died: its ranks run in their own sessions, and would survive it."""
         return "WORLD_SIZE" in os.environ and os.getppid() != self.parent

@@ -375,8 +375,8 @@ def test_a_wait_for_room_ends_at_ctrl_c_with_a_good_checkpoint(run_train, straig
 def test_a_save_in_the_background_holds_the_state_of_its_own_step(run_train):
     """Though the loop goes on meanwhile."""
     wait = """
-def save(saver, names, signals=None, required=False, inner=train.checkpoint.Saver.save):
-    inner(saver, names, signals, required=True)
+def save(saver, names, required=False, inner=train.checkpoint.Saver.save):
+    inner(saver, names, required=True)
 train.checkpoint.Saver.save = save
 """
     late = around("checkpoint.Saver.write", "time.sleep(0.3)")
