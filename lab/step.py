@@ -137,7 +137,7 @@ def sequences(seen: dict) -> list[str]:
         line = f"**Sequence {seen['first'] + i}**: loss {mean[i]:.4f}"
         with suppress(DataError, KeyError):  # there is no tokenizer, or it is not installed
             decode = tokenizer_of(seen["meta"]).decode
-            highest = losses[i].topk(min(3, len(losses[i])))
+            highest = losses[i].topk(3)
             worst = zip(targets[i, highest.indices].tolist(), highest.values, strict=True)
             words = [f"`{decode([token])!r}` {loss:.2f}" for token, loss in worst if token >= 0]
             text = textwrap.indent(decode(inputs[i].tolist()), "    ")
