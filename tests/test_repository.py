@@ -22,7 +22,7 @@ MOST_NODES = {
     "train.py model.py optim.py": 7_528,
     "plumbing/*.py": 14_342,
     "prepare_data.py sample.py": 3_490,
-    "report.py replay.py check.py reporting/*.py lab/*.py": 16_499,
+    "report.py replay.py check.py reporting/*.py lab/*.py": 16_442,
     "bench.py": 3_582,
     "config/*.py examples/*.py": 1_010,
 }
