@@ -89,8 +89,7 @@ def exact(job):
         "compile": train.compile,
         "report": False,
     }
-    names = [f"exact {n}" for n in range(exact_runs)]
-    folders = [trained(job, name, job.script, job.argv, **few) for name in names]
+    folders = [trained(job, f"exact {n}", job.script, job.argv, **few) for n in range(exact_runs)]
     found = [first_difference(folders[0], folder) for folder in folders[1:]]
     others = [f"\n  {in_words(difference)}" for difference in found if difference]
     runs = f"{exact_runs} processes, {exact_steps} steps each"
@@ -169,8 +168,10 @@ def compare(job):
             break
     rows = with_mean(runs)
     low, high = interval(differences, comparisons)
-    say(f"  mean difference {mean(differences):+.4f}, 95% interval {low:+.4f} to {high:+.4f}")
-    say(f"  (the interval holds however often one looks; comparisons {comparisons})")
+    say(
+        f"  mean difference {mean(differences):+.4f}, 95% interval {low:+.4f} to {high:+.4f}\n"
+        f"  (the interval holds however often one looks; comparisons {comparisons})"
+    )
     ratio = rows["mean"]["seconds"] / rows["mean"]["other seconds"]
     say(f"  time: first / second {ratio:.2f}\nverdict: {verdict}")
     return {"runs": rows, "interval": [low, high], "time": ratio, "verdict": verdict}

@@ -148,9 +148,9 @@ def verify_run(run: Logged) -> int:
     if again.difference():
         return 1
     say(
-        f"covered: {again.comparison.equal} rows, the hash of each save, the checkpoints that are there"
+        f"covered: {again.comparison.equal} rows, the hash of each save, the checkpoints that are "
+        "there\nnot covered: rows removed from the end, a missing best.pt, times, text, other events"
     )
-    say("not covered: rows removed from the end, a missing best.pt, times, text, other events")
     return 0
 
 
@@ -266,7 +266,7 @@ class Again:
         due.save_now |= (at, "saved") in self.logged.rows
         is_enough = self.is_refuted() or self.stop == (run.state["rollbacks"], at)
         self.is_over = any(ranks.agree(self.is_over or is_enough))
-        if self.is_over and not due.ending:
+        if self.is_over:
             due.ending = "computed again", 1
 
     def end(self, run: Any) -> None:
