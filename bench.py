@@ -320,10 +320,16 @@ class Blocks:
 
 def overhead(job):
     """The loop of train.train against bare steps on one fixed batch, in blocks, in turn."""
-    off = {"eval_interval": 0, "sample_interval": 0, "audit_interval": -1}
-    off |= {"save_interval": 0, "milestone_interval": 0}
-    rate = {"schedule": "constant", "peak_lr": 1e-6, "warmup_steps": 0}
-    with setting(**off, **rate):
+    with setting(
+        eval_interval=0,
+        sample_interval=0,
+        audit_interval=-1,
+        save_interval=0,
+        milestone_interval=0,
+        schedule="constant",
+        peak_lr=1e-6,
+        warmup_steps=0,
+    ):
         run = job.fresh_run()
         model = job.rehearsed(run)
         batches = train.load_batches(job.fresh_run())
@@ -443,8 +449,9 @@ def output_of(command, cwd=None):
     """What Python prints when it runs `command`, in a session of its own: Ctrl-C reaches only this
     process, which ends the other. Raises RunFailed."""
     command = [sys.executable, *command]
-    how = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "check": False}
-    done = subprocess.run(command, cwd=cwd, **how)
+    done = subprocess.run(
+        command, cwd=cwd, stdout=subprocess.PIPE, text=True, start_new_session=True, check=False
+    )
     if done.returncode:
         raise RunFailed(f"{' '.join(command)[-400:]} ended with\n{done.stdout[-2000:]}")
     return done.stdout
@@ -470,7 +477,7 @@ def trained(script, words, seed):
 def hashes_of_code(*files):
     """Of the .py files of this repository, and of those among `files`."""
     given = [Path(file) for file in files if file.endswith(".py")]
-    paths = {*REPO.glob("*.py"), *REPO.glob("*/*.py"), *filter(Path.is_file, given)}
+    paths = {*REPO.glob("*.py"), *REPO.glob("*/*.py"), *given}
     return [sha256(path.read_bytes()).hexdigest() for path in sorted(paths)]
 
 
@@ -509,8 +516,6 @@ CHANGES = {  # row: its command, or the flags that it adds to the command of the
     "the fast config": "train.py config/shakespeare_fast.py",
 }
 RECIPE_TOKENS = 2000 * 12 * 64
-SEED_LINE = "torch.manual_seed(1337"  # in nanoGPT's train.py, which has no flag for a seed
-VOCABULARY_LINE = "meta_vocab_size = None\n"  # nor for the vocabulary of the dataset
 WHOLE_SPLIT = f"""
 import sys, time
 sys.path.append({str(REPO)!r})
@@ -550,9 +555,10 @@ def from_nanogpt(job):
         for name, command in wanted.items():
             script, *words = command.split()
             if script.startswith("$"):
-                runs[name].append(nanogpt(job, words, seed))
+                result = nanogpt(job, words, seed)
             else:
-                runs[name].append(race(script, [*words, *job.argv], seed))
+                result = race(script, [*words, *job.argv], seed)
+            runs[name].append(result)
         say(f"  seed {seed} done")
     table = {name: summary(results) for name, results in runs.items()}
     say(f"\nfrom_nanogpt: {seeds} seeds; median seconds of the process; last loss, its deviation")
@@ -595,9 +601,9 @@ def nanogpt(job, words, seed):
     dataset = job.run.facts["data"]
     source = (home / "train.py").read_text("utf-8")
     model = (home / "model.py").read_text("utf-8")
-    edits = {
-        SEED_LINE: f"torch.manual_seed({seed}",
-        VOCABULARY_LINE: f"meta_vocab_size = {dataset['meta']['vocab_size']}\n",
+    edits = {  # it has no flag for a seed, nor for the vocabulary of the dataset
+        "torch.manual_seed(1337": f"torch.manual_seed({seed}",
+        "meta_vocab_size = None\n": f"meta_vocab_size = {dataset['meta']['vocab_size']}\n",
     }
     for line, edited in edits.items():
         if line not in source:
@@ -614,11 +620,13 @@ def nanogpt(job, words, seed):
     with TemporaryDirectory() as scratch:  # it takes no path with a "="
         own = [f"--out_dir={scratch}", f"--dataset={text}"]
         printed = output_of(["-c", source, *words, *own], cwd=home)
-    seconds = time.perf_counter() - began
-    loss, evaluation = re.search(
-        r"^whole split: (\S+) after (\S+)$", printed, re.MULTILINE
-    ).groups()
-    result = {"process": seconds - float(evaluation), "loss": float(loss), "tokens": RECIPE_TOKENS}
+    ended = time.perf_counter()
+    loss, evaluation = re.search(r"whole split: (\S+) after (\S+)", printed).groups()
+    result = {
+        "process": ended - began - float(evaluation),
+        "loss": float(loss),
+        "tokens": RECIPE_TOKENS,
+    }
     write_json(folder / "nanogpt.json", result)
     return result
 
@@ -634,9 +642,7 @@ def script_among(words):
     train.py and calls its main() under `if __name__ == "__main__"`, such as examples/images.py."""
     for word in words:
         if word.endswith(".py") and os.path.isfile(word):
-            if re.search(
-                r"^(import|from)\b.*\btrain\b", Path(word).read_text(encoding="utf-8"), re.MULTILINE
-            ):
+            if re.search(r"(?m)^(import|from)\b.*\btrain\b", Path(word).read_text("utf-8")):
                 return os.path.abspath(word), [each for each in words if each != word]
     return train.__file__, list(words)
 
@@ -649,10 +655,17 @@ def job_of(words, script, *scopes):
     try:
         with configured(*scopes, argv=words) as config, TemporaryDirectory() as scratch:
             with train.build([f"--out_dir={scratch}", "--resume=auto"]) as run:
-                folder, meta = Path(folder_name(config)), run.facts["data"]["meta"]
-                flops = machine.peak_flops(run.device, train.dtype)
                 with setting(max_steps=10**9):  # no part ends early; decay_steps has its value
-                    yield Job(run, config, words, script, folder, run.device, meta, flops)
+                    yield Job(
+                        run,
+                        config,
+                        words,
+                        script,
+                        Path(folder_name(config)),
+                        run.device,
+                        run.facts["data"]["meta"],
+                        machine.peak_flops(run.device, train.dtype),
+                    )
     finally:
         torch.use_deterministic_algorithms(strict)
 

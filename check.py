@@ -28,7 +28,7 @@ if "--equal=true" in sys.argv:  # a commit that cannot even be imported: `git bi
 import bench
 import train
 from bench import print_table, say
-from lab.logged import Logged, differences, in_words
+from lab.logged import Logged, first_difference, in_words
 from lab.probes import CHECKS, NotAsked
 from lab.verdicts import interval, verdict_on
 from plumbing.cli import fail, run_script
@@ -45,6 +45,8 @@ seeds = 0  # runs of each configuration; 0 = with --against until a verdict hold
 max_seeds = 20  # with --against and --seeds=0: the most, [2, inf)
 comparisons = 1  # that are made in all, this one among them: each must show more, [1, inf)
 
+MARKS = {True: "✓", False: "✗", None: "–"}
+
 
 def sanity(job):
     """Checks before a long run. A fault (✗) makes a run worthless: NO-GO. A good run may have a
@@ -53,15 +55,11 @@ def sanity(job):
     say("\nsanity:")
     for check in CHECKS:
         for name, fine, found, *passable in asked(check, job):
-            mark = "✗"
-            if fine is None:
-                mark, found = "–", f"n/a, {found}"
-            elif fine or any(passable):
-                mark = "✓" if fine else "!"
+            mark = "!" if fine is False and any(passable) else MARKS[fine]
+            found = f"n/a, {found}" if fine is None else found
             say(f"  {mark} {name}: {found}")
             checks[name] = {"mark": mark, "found": found}
-    faults = [name for name in checks if checks[name]["mark"] == "✗"]
-    warnings = [name for name in checks if checks[name]["mark"] == "!"]
+    faults, warnings = ([n for n in checks if checks[n]["mark"] == mark] for mark in "✗!")
     say(f"  NO-GO: {', '.join(faults)}" if faults else "  GO")
     if faults or warnings:
         say(f"  docs/trouble.md says what to do about: {', '.join(faults + warnings)}")
@@ -89,19 +87,14 @@ def exact(job):
         "warmup_steps": 0,
         "eval_tokens": train.block_size,
         "compile": train.compile,
-        "resume": "auto",
         "report": False,
     }
-    folders = [job.run.folder.path / f"exact {n}" for n in range(exact_runs)]
-    for folder in folders:
-        bench.execute(job.script, job.argv, **few, out_dir=folder)
-    found = [differences(folders[0], folder).first_difference for folder in folders[1:]]
-    others = [in_words(difference) for difference in found if difference]
-    say(
-        f"\nexact: {exact_runs} processes, {exact_steps} steps each; {len(others)} differ from the first"
-    )
-    for words in others:
-        say(f"  {words}")
+    names = [f"exact {n}" for n in range(exact_runs)]
+    folders = [trained(job, name, job.script, job.argv, **few) for name in names]
+    found = [first_difference(folders[0], folder) for folder in folders[1:]]
+    others = [f"\n  {in_words(difference)}" for difference in found if difference]
+    runs = f"{exact_runs} processes, {exact_steps} steps each"
+    say(f"\nexact: {runs}; {len(others)} differ from the first{''.join(others)}")
     return {"ok": not others, "found": found}
 
 
@@ -119,28 +112,33 @@ def portable(job):
     if job.run.facts["data"]["name"] != "shakespeare":
         name = "portable_formula"
         flags.append("--dataset=formula")
-    folder = job.run.folder.path / name
-    bench.execute(train.__file__, flags, out_dir=folder)
-    found = differences(REPO / "records" / name, folder).first_difference
+    folder = trained(job, name, train.__file__, flags)
+    found = first_difference(REPO / "records" / name, folder)
     last = Logged(folder).saves[-1]
     if found:
         say(f"portable: not the bits of records/{name}: {in_words(found)}")
     else:
         how = f"SHA-256 {last['sha256'][:8]}..., {last['step']} steps"
         say(f"portable: the bits of records/{name} ({how})")
-    return {"ok": not found, "found": found, "sha256": last["sha256"]}
+    return {"ok": not found, "found": found}
 
 
 def same_bits(job, script, words):
     """Does each step of both give the same bits? --against may also be the folder of a run."""
-    folders = [job.run.folder.path / "first", Path(against)]
-    bench.execute(job.script, job.argv, out_dir=folders[0])
-    if not (folders[1] / "metrics.jsonl").is_file():
-        folders[1] = job.run.folder.path / "second"
-        bench.execute(script, words, out_dir=folders[1])
-    found = differences(folders[1], folders[0], kinds=("train", "eval")).first_difference
+    folder = trained(job, "first", job.script, job.argv)
+    other = Path(against)
+    if not (other / "metrics.jsonl").is_file():
+        other = trained(job, "second", script, words)
+    found = first_difference(other, folder, ("train", "eval"))
     say(f"\nequal: {f'no; the first difference: {in_words(found)}' if found else 'yes'}")
     return {"ok": not found, "found": found}
+
+
+def trained(job, name, script, words, **knobs):
+    """The folder of a run, which goes with the job's."""
+    folder = job.run.folder.path / name
+    bench.execute(script, words, **knobs, out_dir=folder)
+    return folder
 
 
 # ---- better, or luck? ----------------------------------------------------------------------------
@@ -150,8 +148,8 @@ def spread(job):
     """Full runs that differ only in their seed: how much of a last loss is chance?"""
     count = seeds or 5
     say(f"\nseeds: {count} runs; validation loss at the end, seconds of the process")
-    sides = {"": (job.script, job.argv)}
-    return {"runs": with_mean([raced(sides, train.seed + n) for n in range(count)])}
+    side = {"": (job.script, job.argv)}
+    return {"runs": with_mean([raced(side, train.seed + n) for n in range(count)])}
 
 
 def compare(job):
@@ -163,12 +161,12 @@ def compare(job):
     most = seeds or max_seeds
     say(f"\nagainst: at most {most} seeds; validation loss at the end, seconds of the process")
     runs, differences = [], []
-    verdict = "not shown"
-    while len(runs) < most and (seeds or verdict == "not shown"):
-        runs.append(raced({"": (job.script, job.argv), "other ": other}, train.seed + len(runs)))
+    for n in range(most):
+        runs.append(raced({"": (job.script, job.argv), "other ": other}, train.seed + n))
         differences.append(runs[-1]["loss"] - runs[-1]["other loss"])
-        if len(runs) > 1:
-            verdict = verdict_on(differences, comparisons)
+        verdict = verdict_on(differences, comparisons)
+        if n and not seeds and verdict != "not shown":
+            break
     rows = with_mean(runs)
     low, high = interval(differences, comparisons)
     say(f"  mean difference {mean(differences):+.4f}, 95% interval {low:+.4f} to {high:+.4f}")
@@ -180,14 +178,12 @@ def compare(job):
 
 def raced(sides, seed):
     """Last loss and seconds of a run of each side {prefix: (script, words)} with this seed."""
-    run = {}
-    datasets = set()
-    for name, side in sides.items():
-        figures = bench.race(*side, seed)
-        run |= {f"{name}loss": figures["loss"], f"{name}seconds": figures["process"]}
-        datasets.add(figures["dataset"])
-    if len(datasets) > 1:
+    found = {name: bench.race(*side, seed) for name, side in sides.items()}
+    if len(datasets := {figures["dataset"] for figures in found.values()}) > 1:
         fail(f"losses on {' and '.join(sorted(datasets))} cannot be compared")
+    run = {}
+    for name, figures in found.items():
+        run |= {f"{name}loss": figures["loss"], f"{name}seconds": figures["process"]}
     return run
 
 

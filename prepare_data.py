@@ -44,7 +44,7 @@ from pathlib import Path
 
 import numpy as np
 
-from plumbing import data
+from plumbing import console, data
 from plumbing.cli import configured, fail, run_script
 from plumbing.data import SPLITS, TOKENIZERS, DataError, Offline, read_file
 from plumbing.files import digest_of, fsync
@@ -52,8 +52,8 @@ from plumbing.files import digest_of, fsync
 # What to make, and where
 data_dir = "data"  # the dataset's folder is made in this one
 input = ""  # a UTF-8 text file, .jsonl, folder or glob; "" = what NAME stands for
-tokenizer = "auto"  # byte, gpt2 (needs tiktoken), or char (one id for each distinct character, for
-#  one text of up to 32 MB); auto = char for one such text, gpt2 for a corpus
+tokenizer = "auto"  # auto | char | byte | gpt2; char: an id for each distinct character, for one
+#  text of up to 32 MB; gpt2 needs tiktoken; auto = char for one such text, gpt2 for a corpus
 
 # Of a corpus
 field = "text"  # the field of a .jsonl object that holds the text
@@ -80,19 +80,17 @@ TIMEOUT = 4  # seconds without an answer that count as no network
 # ---- one dataset ---------------------------------------------------------------------------------
 
 
-def prepare(name, data_dir, input="", tokenizer="auto", say=print) -> tuple[str, dict]:
+def prepare(name, data_dir, input="", tokenizer="auto", say=console.say) -> tuple[str, dict]:
     """Make the dataset data_dir/name, or verify the one that exists. Returns (its folder, its
     meta).
 
     input: a text file or a corpus, or "" for what `name` stands for. Raises DataError or Offline.
     """
     folder = data.folder_of(name, data_dir)
-    if tokenizer not in ("auto", *TOKENIZERS):
-        raise DataError(f"no tokenizer {tokenizer!r}; write --tokenizer={'|'.join(TOKENIZERS)}")
     old = data.verified_meta(folder) if os.path.exists(f"{folder}/meta.json") else {}
     streamed = is_corpus(input)
     if tokenizer == "auto":
-        tokenizer = old.get("tokenizer") if old else "gpt2" if streamed else "char"
+        tokenizer = old.get("tokenizer", "gpt2" if streamed else "char")
     cleaned = Cleaned()
     if old and not input:
         meta = old | {"tokenizer": tokenizer}
@@ -102,8 +100,7 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print) -> tuple[str,
         meta, documents = find_text(name, folder, input, tokenizer, cleaned, say)
     if not old:
         meta = store(folder, meta, documents, streamed, say)
-        for line in cleaned.in_words():
-            say(line)
+        cleaned.report(say)
         return folder, meta
     if described(meta) != described(old):
         hint = "choose another NAME, or delete that folder if no run depends on it"
@@ -111,11 +108,6 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=print) -> tuple[str,
         raise DataError(f"{found}; {hint}")
     say(f"{folder} is there already, {described(old)}; nothing to do")
     return folder, old
-
-
-def get_dataset(name: str, data_dir: str, say: Callable = print) -> tuple[str, dict]:
-    """What train.py asks for: prepare() of a dataset by its name alone."""
-    return prepare(name, data_dir, say=say)
 
 
 def is_corpus(input: str) -> bool:
@@ -142,48 +134,45 @@ class Cleaned:
 
     def text(self, text: str) -> str:
         """`text` without a byte order mark, with newlines instead of CRLF."""
-        if text.startswith("\ufeff"):
-            text = text[1:]
-            self.marks += 1
+        self.marks += text.startswith("\ufeff")
         self.line_ends += text.count("\r\n")
-        return text.replace("\r\n", "\n")
+        return text.removeprefix("\ufeff").replace("\r\n", "\n")
+
+    def bad(self) -> str:
+        found = f"{self.bad_rows:,} of {self.rows:,} rows cannot be read"
+        return f"{found}, the first: {self.first_bad}"
 
     def refuse_bad_rows(self, allowed: int) -> None:
         """Raises DataError if more rows are bad than allowed and MOST_BAD_ROWS together."""
         if self.bad_rows > allowed + MOST_BAD_ROWS * self.rows:
-            raise DataError(
-                f"{self.bad_rows:,} of {self.rows:,} rows cannot be read, the first: "
-                f"{self.first_bad}; expected a JSON object a line, --field=NAME its text"
-            )
+            raise DataError(f"{self.bad()}; expected a JSON object a line, --field=NAME its text")
 
-    def in_words(self) -> list[str]:
-        lines = []
+    def report(self, say: Callable) -> None:
         if self.marks:
-            lines.append(f"removed {self.marks:,} byte order marks")
+            say(f"removed {self.marks:,} byte order marks")
         if self.line_ends:
-            lines.append(f"{self.line_ends:,} line ends were CRLF and are newlines now")
+            say(f"{self.line_ends:,} line ends were CRLF and are newlines now")
         if self.bad_rows:
-            found = f"skipped {self.bad_rows:,} of {self.rows:,} rows that cannot be read"
-            lines.append(f"{found}, the first: {self.first_bad}")
-        return lines
+            say(f"left out: {self.bad()}")
 
 
 @contextlib.contextmanager
 def making(folder: str) -> Iterator[str]:
     """Yields a new folder within `folder`. At the end its files move there, meta.json as the last;
-    if anything goes wrong before, none does. Processes that make one dataset do not meet."""
+    if anything goes wrong before, none does. Two processes that make one dataset have two folders,
+    so what a killed one left behind is removed a day later."""
     try:
         os.makedirs(folder, exist_ok=True)
         for left in Path(folder).glob("unfinished_*"):  # by a process that was killed
-            if time.time() - left.stat().st_mtime > 3600:
+            if time.time() - left.stat().st_mtime > 24 * 3600:
                 shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(prefix="unfinished_", dir=folder) as unfinished:
             yield unfinished
-            names = sorted(os.listdir(unfinished), reverse=True)
-            for name in names:  # a full disk raises before any file has its name
-                fsync(os.path.join(unfinished, name))
-            for name in names:
-                os.replace(os.path.join(unfinished, name), os.path.join(folder, name))
+            made = sorted(Path(unfinished).iterdir(), reverse=True)
+            for path in made:  # a full disk raises before any file has its name
+                fsync(path)
+            for path in made:
+                path.replace(Path(folder, path.name))
         fsync(folder)
     except OSError as error:
         raise DataError(f"cannot write {folder} ({error}); write --data_dir=FOLDER") from error
@@ -197,38 +186,39 @@ def store(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Cal
     """Write the dataset: `meta` as far as it is known, documents: (split, text). Returns its
     meta."""
     tokenizer = data.tokenizer_of(meta)
-    meta["vocab_size"] = int(tokenizer.vocab_size)
+    meta["vocab_size"] = tokenizer.vocab_size
     meta["dtype"] = "uint16" if meta["vocab_size"] <= 2**16 else "uint32"
+    ends = [tokenizer.end_of_text] if streamed else []
     with making(folder) as unfinished:
-        paths = {split: os.path.join(unfinished, f"{split}.bin") for split in SPLITS}
-        ends = [tokenizer.end_of_text] if streamed else []
-        sizes = write_tokens(paths, tokenizer, meta["dtype"], documents, ends, say)
-        itemsize = np.dtype(meta["dtype"]).itemsize
-        tokens = {split: os.path.getsize(path) // itemsize for split, path in paths.items()}
-        if min(tokens.values()) < 2:
-            found = f"too short: {tokens['train']} tokens to train on, {tokens['val']} to validate"
-            raise DataError(f"the text is {found}; take more text")
-        meta |= {f"{split}_tokens": tokens[split] for split in SPLITS}
-        meta["val_bytes"] = sizes["val"]
-        meta["sha256"] = {f"{split}.bin": digest_of(path) for split, path in paths.items()}
+        val_bytes = write_tokens(unfinished, tokenizer, meta["dtype"], documents, ends, say)
+        hashes = {}
+        for split in SPLITS:
+            path = os.path.join(unfinished, f"{split}.bin")
+            meta[f"{split}_tokens"] = os.path.getsize(path) // np.dtype(meta["dtype"]).itemsize
+            hashes[f"{split}.bin"] = digest_of(path)
+        meta["val_bytes"] = val_bytes
+        meta["sha256"] = hashes
+        tokens = [meta["train_tokens"], meta["val_tokens"]]
+        what = "{:,} tokens to train on, {:,} to validate".format(*tokens)
+        if min(tokens) < 2:
+            raise DataError(f"the text is too short: {what}; take more text")
         Path(unfinished, "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-    what = f"{tokens['train']:,} tokens to train on, {tokens['val']:,} to validate"
     kind = f"{meta['tokenizer']}, vocabulary {meta['vocab_size']:,}"
     say(f"made {folder} from {meta['source']}: {what} ({kind})")
     return meta
 
 
 def write_tokens(
-    paths: dict, tokenizer, dtype: str, documents: Iterable, ends: list, say: Callable
-) -> dict[str, int]:
-    """Write the ids of each document, and `ends` after it, to the file of its split. Returns the
-    bytes of text in each split. A folder that is written to counts as in use: see making()."""
+    folder: str, tokenizer, dtype: str, documents: Iterable, ends: list, say: Callable
+) -> int:
+    """Write the ids of each document, and `ends` after it, to the .bin file of its split. Returns
+    the bytes of the validation text."""
     encode_batch = getattr(tokenizer, "encode_batch", partial(map, tokenizer.encode))
     end = np.array(ends, dtype).tobytes()
     sizes = dict.fromkeys(SPLITS, 0)
     documents = iter(documents)
-    began = said = time.perf_counter()
-    with open(paths["train"], "wb") as train, open(paths["val"], "wb") as val:
+    said = time.perf_counter()
+    with open(f"{folder}/train.bin", "wb") as train, open(f"{folder}/val.bin", "wb") as val:
         while batch := list(islice(documents, BATCH)):
             encoded = encode_batch([text for _, text in batch])
             for (split, text), ids in zip(batch, encoded, strict=True):
@@ -237,10 +227,8 @@ def write_tokens(
                 sizes[split] += len(text.encode())
             if time.perf_counter() - said > 10:
                 said = time.perf_counter()
-                os.utime(os.path.dirname(paths["train"]))
-                size = sum(sizes.values()) / 1e6
-                say(f"{size:,.0f} MB of text, {size / (said - began):.1f} MB/s")
-    return sizes
+                say(f"{sum(sizes.values()) / 1e6:,.0f} MB of text")
+    return sizes["val"]
 
 
 # ---- a corpus ------------------------------------------------------------------------------------
@@ -275,10 +263,10 @@ def find_corpus(
 def split_corpus(read: Callable, cleaned: Cleaned, say: Callable) -> Iterator:
     """Yields (split, text) of read(cleaned), with a val_fraction that holds out enough."""
     enough = fraction_to_hold_out(read(Cleaned()), val_fraction)
-    instead = f"{enough:g} is used"
-    if enough == 1:
-        instead = "the last tenth of each document is held out"
     if enough != val_fraction:
+        instead = (
+            "the last tenth of each document is held out" if enough == 1 else f"{enough:g} is used"
+        )
         say(f"--val_fraction={val_fraction:g} does not fit this text; {instead} instead")
     for text in read(cleaned):
         if enough == 1:
@@ -305,7 +293,8 @@ def fraction_to_hold_out(texts: Iterable[str], val_fraction: float) -> float:
     total = 0
     held_out = 0
     for text in texts:
-        draw, size = draw_of(text), len(text.encode())
+        draw = draw_of(text)
+        size = len(text.encode())
         drawn.append((draw, size))
         total += size
         if draw < val_fraction:
@@ -344,7 +333,7 @@ def read_documents(path: str, cleaned: Cleaned) -> Iterator[str]:
             text = json.loads(line)[field]
             if type(text) is not str:
                 raise TypeError(f"{field!r} is no string")
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             cleaned.bad_rows += 1
             found = f"{path}:{number}: {type(error).__name__}: {error}"
             cleaned.first_bad = cleaned.first_bad or found
@@ -390,13 +379,10 @@ def find_text(name, folder, input, tokenizer, cleaned, say) -> tuple[dict, list]
     if input:
         raw = read_file(input)
         source = os.path.basename(input)
-        if sha256(raw) == SHAKESPEARE_SHA256:
-            source = "TinyShakespeare"
-        elif name in TEXTS:
+        if name in TEXTS and sha256(raw) != SHAKESPEARE_SHA256:
             raise DataError(f"{input} is not the text that {name} stands for; choose another NAME")
     elif name == "shakespeare":
         raw = read_shakespeare(folder, say)
-        source = "TinyShakespeare"
     elif name == "pydoc":
         raw = manual().encode()
         source = f"pydoc_data.topics of CPython {sys.version.split()[0]}"
@@ -406,9 +392,11 @@ def find_text(name, folder, input, tokenizer, cleaned, say) -> tuple[dict, list]
     else:
         how = f"python prepare_data.py {name} --input=FILE ({' and '.join(TEXTS)} need none)"
         raise DataError(f"no dataset {name!r} in {os.path.dirname(folder)}; type: {how}")
+    if sha256(raw) == SHAKESPEARE_SHA256:
+        source = "TinyShakespeare"
     text = cleaned.text(decode_utf8(raw, input or name))
     meta = {"tokenizer": tokenizer, "source": f"{source} (SHA-256 {sha256(raw)[:16]}...)"}
-    if text and hasattr(TOKENIZERS[tokenizer], "learn"):
+    if hasattr(TOKENIZERS[tokenizer], "learn"):
         meta |= TOKENIZERS[tokenizer].learn(text)
     return meta, last_tenth_apart(text)
 
@@ -420,23 +408,22 @@ def manual() -> str:
 
     texts = dict.fromkeys(topics[topic] for topic in sorted(topics))
     everything = "".join(texts)
-    bodies = {text: text.partition("*\n\n")[2].strip() for text in texts}  # without the heading
-    return "".join(text for text in texts if everything.count(bodies[text]) == 1)
+
+    def is_repeated(text):
+        body = text.partition("*\n\n")[2].strip()  # without the heading
+        return everything.count(body) > 1
+
+    return "".join(text for text in texts if not is_repeated(text))
 
 
 def products() -> str:
     """16,000 lines such as 940 x 519 = 487860, no two alike: a text that needs no file."""
-    lines = []
-    for n in range(16_000):
-        a, b = n * 7919 % 997, n * 104729 % 613
-        lines.append(f"{a} x {b} = {a * b}\n")
-    return "".join(lines)
+    factors = ((n * 7919 % 997, n * 104729 % 613) for n in range(16_000))
+    return "".join(f"{a} x {b} = {a * b}\n" for a, b in factors)
 
 
 def decode_utf8(raw: bytes, path: str, begin: int = 0) -> str:
     """The text of `raw`, bytes of the file `path` from offset `begin` on. Raises DataError."""
-    if not raw:
-        raise DataError(f"{path} is empty; expected UTF-8 text")
     try:
         text = raw.decode()
         odd = raw.find(0)  # a binary file, or UTF-16 of plain letters
@@ -458,32 +445,29 @@ def read_shakespeare(folder: str, say: Callable) -> bytes:
     it in up to three tries. Raises Offline if no server answers, DataError if what one sends is not
     the text."""
     path = os.path.join(folder, "input.txt")
-    if os.path.exists(path):
-        raw = read_file(path)
-        if sha256(raw) == SHAKESPEARE_SHA256:
-            return raw
+    if os.path.exists(path) and digest_of(path) == SHAKESPEARE_SHA256:
+        return read_file(path)
     url = os.environ.get("SHAKESPEARE_URL") or SHAKESPEARE_URL
+    hint = "python prepare_data.py pydoc needs no network; --input=FILE takes a copy"
     say(f"downloading {url}")
     for attempt in range(3):
         time.sleep(attempt / 2)
-        raw = b""
         try:
             with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
-                came = f"{response.headers.get_content_type()} from {response.url}"
                 raw = response.read(SHAKESPEARE_BYTES + 1)
-        except (urllib.error.HTTPError, ValueError) as error:
-            came = str(error)
+        except urllib.error.HTTPError as error:
+            raise DataError(f"{url}: {error}; {hint}") from error
         except OSError as error:
+            raw = b""
             if attempt:
-                hint = "python prepare_data.py pydoc needs no network; --input=FILE takes a copy"
                 raise Offline(f"cannot reach {url}: {error}; {hint}") from error
         if sha256(raw) == SHAKESPEARE_SHA256:
             with making(folder) as unfinished:
                 Path(unfinished, "input.txt").write_bytes(raw)
             return raw
-    found = f"{url}: {came}, {len(raw):,} bytes with SHA-256 {sha256(raw)}"
+    found = f"{url}: {len(raw):,} bytes with SHA-256 {sha256(raw)}"
     expected = f"{SHAKESPEARE_BYTES:,} bytes with SHA-256 {SHAKESPEARE_SHA256}"
-    raise DataError(f"{found}; expected {expected}; try again later, or take a copy: --input=FILE")
+    raise DataError(f"{found}; expected {expected}; {hint}")
 
 
 def main(argv: list[str] | None = None) -> None:

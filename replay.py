@@ -26,22 +26,20 @@ import torch
 from lab import step as steps
 from lab.logged import (
     BEGINNING,
-    KINDS,
     Comparison,
     Logged,
     Position,
-    differences,
+    first_difference,
     in_words,
     position_of,
 )
 from plumbing import cli, machine, ranks
 from plumbing.checkpoint import file_name
-from plumbing.cli import BadInput, RunFailed, fail
+from plumbing.cli import RunFailed, fail
 from plumbing.console import is_first_rank, say
 from plumbing.files import clean, replacing
 from plumbing.resume import known_changes
 from plumbing.safe_step import mapped
-from plumbing.witness import key_of
 
 data_dir = ""  # folder of the datasets; "" = where the run found its own
 script = ""  # that trained the run, if not train.py
@@ -127,7 +125,7 @@ def show_step(run: Logged) -> int:
         if save:
             path = run.path / f"replay_{step:08}.pt"
             with replacing(path) as temporary:
-                torch.save(again.saved | {"config": run.facts["config"]}, temporary)
+                torch.save(again.saved, temporary)
             say(f"the state before it: python train.py ... --resume={path} --out_dir=NEW")
     return int(again.difference() is not None)
 
@@ -168,10 +166,9 @@ def where_they_part(one: Logged, other: Logged) -> int:
     """Say where two runs part, in which knobs they differ, and which of them is computed again
     here; if both are, the first tensor that differs."""
     last = min(one.last, other.last)
-    for kinds in (("train", "eval"), ("saved",)):  # hashes depend on settings, too
-        found = differences(one.path, other.path, kinds, last).first_difference
-        if found:
-            break
+    found = first_difference(one.path, other.path, ("train", "eval"), last)
+    # hashes depend on settings, too
+    found = found or first_difference(one.path, other.path, ("saved",), last)
     at = found["step"] if found else last
     here, there = (run.stretches(BEGINNING, run.position(at))[-1][0] for run in (one, other))
     for name in here:
@@ -191,7 +188,7 @@ def first_tensor(one: Logged, other: Logged, at: int) -> str:
     found = {}
     # a script may replace functions of train, so its run comes second
     for run in sorted((one, other), key=lambda run: script_of(run).name != "train.py"):
-        shown = [run.position(number) for number in (at - 1, at) if number > run.first]
+        shown = run.position(at - 1), run.position(at)
         found[run] = Again(run, shown[-1], shown)
         found[run].compute()
     if wrong := [again.verdict() for again in found.values() if again.difference()]:
@@ -234,6 +231,10 @@ class Again:
     def difference(self) -> dict | None:
         return self.comparison.first_difference
 
+    def is_refuted(self) -> bool:
+        """Whether there is a difference, after which nothing else is to be seen."""
+        return bool(self.difference()) and not self.shown
+
     # ---- what train.main() calls -----------------------------------------------------------------
 
     def begin(self, run: Any) -> None:
@@ -242,10 +243,9 @@ class Again:
 
         def compare_and_write(rows: list[dict], *more: Any) -> None:
             for row in rows:
-                number, kind = key_of(row)
-                place = self.logged.position(number)
-                is_asked = self.begin_at.step < number and place <= self.end_at and kind in KINDS
-                if is_asked and place.rollbacks == run.state["rollbacks"]:  # else it will be undone
+                place = self.logged.position(row["step"])
+                # a row before a rollback that is still to come will be undone
+                if place <= self.end_at and place.rollbacks == run.state["rollbacks"]:
                     self.comparison.see(clean(row))
             write_rows(rows, *more)
 
@@ -267,10 +267,9 @@ class Again:
 
     def due(self, run: Any, due: SimpleNamespace) -> None:
         at = run.state["step"]
-        due.evaluation = due.evaluation or (at, "eval") in self.logged.rows
-        due.save_now = due.save_now or (at, "saved") in self.logged.rows
-        is_enough = self.difference() is not None and not self.shown
-        is_enough = is_enough or self.stop == (run.state["rollbacks"], at)
+        due.evaluation |= (at, "eval") in self.logged.rows
+        due.save_now |= (at, "saved") in self.logged.rows
+        is_enough = self.is_refuted() or self.stop == (run.state["rollbacks"], at)
         self.is_over = any(ranks.agree(self.is_over or is_enough))
         if self.is_over and not due.ending:
             due.ending = "computed again", 1
@@ -293,7 +292,6 @@ class Again:
         resume = "auto" if self.start else run.began_from or "auto"
         try:
             if is_first_rank():
-                shutil.rmtree(scratch, ignore_errors=True)
                 scratch.mkdir(0o700)
                 if self.start:
                     torch.save(self.start[1], scratch / file_name(self.begin_at.step))
@@ -302,7 +300,7 @@ class Again:
                 self.is_over = False
                 self.compute_part(settings, scratch, resume)
                 resume = "auto"
-                if self.difference() and not self.shown:
+                if self.is_refuted():
                     break
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -315,15 +313,12 @@ class Again:
             fail(f"step {self.stop.step} of {path} was computed by {count} ranks: {how}")
         new_group()
         torch.set_num_threads(settings["threads"])
-        where = data_dir or settings["data_dir"]
-        knobs = settings | FREE | {"out_dir": scratch, "data_dir": where, "resume": resume}
-        flags = [f"--{name}={cli.show(knobs[name])}" for name in self.logged.facts["config"]]
-        try:
-            with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-                self.loop.main(flags, watch=self)
-        except (BadInput, RunFailed):
-            if not self.is_over:  # else it failed after the last step
-                raise
+        config = self.logged.facts["config"]
+        knobs = settings | FREE | {"out_dir": scratch, "resume": resume, "device": config["device"]}
+        knobs["data_dir"] = data_dir or settings["data_dir"]
+        flags = [f"--{name}={cli.show(knobs[name])}" for name in config]
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            self.loop.main(flags, watch=self)
         if not self.is_over:
             raise RunFailed(f"{path}: this code ends before step {self.stop.step} of the log")
 
@@ -335,10 +330,8 @@ class Again:
         if not difference:
             steps_of = f"steps {max(0, self.begin_at.step) + 1} to {self.end_at.step}"
             return f"{steps_of}: all logged numbers are computed again, bit for bit"
-        then = run.facts["run"]
         changed = [name for _, event in run.resumes for name in event["changed"]]
-        changed += known_changes(then, self.here, {})
-        changed += [name for name in ("data", "files") if then[name] != self.here[name]]
+        changed += known_changes(run.facts["run"], self.here, ("data", "files"))
         words = f"{run.path} is not what this code computes here: {in_words(difference)}"
         names = ", ".join(dict.fromkeys(changed))
         return f"{words}; known to have changed: {names or 'nothing'}"

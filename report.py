@@ -144,8 +144,11 @@ def event_rows(run):
         elif name == "resume":
             changed = event.get("changed", {})
             words = change_words(changed) or "nothing known"
-            told = [f"changed since: {words}", f"from {event.get('checkpoint')}"]
-            told.append("exact only if a check that follows says so")
+            told = [
+                f"from {event.get('checkpoint')}",
+                f"changed since: {words}",
+                "exact only if a check that follows says so",
+            ]
         elif name == "resume_checked":
             told = [resume_words(event, changed)]
         if name not in ("sample", "saved"):

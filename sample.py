@@ -24,7 +24,7 @@ from model import InvalidShape, build_model, generate
 from plumbing import checkpoint as checkpoints
 from plumbing.checkpoint import Damaged
 from plumbing.cli import configured, fail, printable, run_script
-from plumbing.data import DataError, needed, read_file, tokenizer_of
+from plumbing.data import needed, read_file, tokenizer_of
 from plumbing.files import replacing
 from plumbing.machine import choose_device, choose_dtype
 from prepare_data import decode_utf8
@@ -69,18 +69,19 @@ def open_checkpoint(name: str) -> tuple[dict, str]:
             remark = f" (best.pt is of step {step}, before training)"
             continue
         return saved, printable(f"{path}, step {step}{remark}")
-    found = "holds no checkpoint" if os.path.exists(name) else "is not there"
-    fail(f"{name} {found}; type: python sample.py out/NAME, the out_dir of a run")
+    fail(f"no checkpoint in {name}; type: python sample.py out/NAME, the out_dir of a run")
 
 
 def files_to_try(path: Path) -> list[Path]:
     """`path` itself, or the checkpoints of the folder `path`, in the order in which to try them."""
     if not path.is_dir():
         return [path] if path.exists() else []
-    best = list(path.glob("best.pt"))
     newest = checkpoints.newest_first(path)  # best.pt comes last
-    best_first = list(dict.fromkeys(best + newest))
-    return {"best": best, "last": newest, "auto": best_first}[checkpoint]
+    if checkpoint == "best":
+        return [each for each in newest if each.name == "best.pt"]
+    if checkpoint == "auto":
+        newest.sort(key=lambda each: each.name != "best.pt")
+    return newest
 
 
 def rebuild(saved: dict, title: str) -> tuple[torch.nn.Module, Any]:
@@ -119,24 +120,35 @@ def write_samples(saved: dict, title: str) -> None:
     model.to(where)
     # in 16 bits if the hardware computes in them, as in training; narrow layers gain nothing on a
     # CPU
-    dtype = choose_dtype("auto", where)[0]
-    low = dtype != "float32" and (where.type != "cpu" or saved["config"].get("n_embd", 0) >= 256)
+    dtype = getattr(torch, choose_dtype("auto", where)[0])
+    low = dtype != torch.float32 and (
+        where.type != "cpu" or saved["config"].get("n_embd", 0) >= 256
+    )
     for part in model.modules():
         if low and isinstance(part, torch.nn.Linear):
-            part.to(getattr(torch, dtype))  # once; autocast would do it again for each token
+            part.to(dtype)  # once; autocast would do it again for each token
     block_size = saved["config"]["block_size"]
-    text, prompt = read_prompt(tokenizer)
+    text = read_start()
+    ids = tokenizer.encode(text) if text else [getattr(tokenizer, "end_of_text", 0)]
     print(title, file=sys.stderr)
-    if prompt.size(1) > block_size:
+    if len(ids) > block_size:
         print(f"only the last {block_size} tokens of --start count", file=sys.stderr)
-    prompts = prompt.to(where).repeat(num_samples, 1)
+    prompts = torch.tensor([[int(i) for i in ids]] * num_samples, device=where)
     generator = torch.Generator(where).manual_seed(seed)
-    how = (max_new_tokens, block_size, tokenizer.vocab_size, temperature, top_k, generator)
     began = time.perf_counter()
     print(printable(text), end="", flush=True)
-    with torch.autocast(where.type, getattr(torch, dtype), enabled=low):
-        drawn = (new.flatten().tolist() for new in generate(model, prompts, *how))
-        shown, kept = tee(drawn)
+    with torch.autocast(where.type, dtype, enabled=low):
+        drawn = generate(
+            model,
+            prompts,
+            max_new_tokens,
+            block_size,
+            tokenizer.vocab_size,
+            temperature,
+            top_k,
+            generator,
+        )
+        shown, kept = tee(new.flatten().tolist() for new in drawn)
         for piece in stream((ids[0] for ids in shown), tokenizer):
             print(printable(piece), end="", flush=True)
     for ids in list(zip(*kept, strict=True))[1:]:
@@ -147,17 +159,12 @@ def write_samples(saved: dict, title: str) -> None:
     print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens/s", file=sys.stderr)
 
 
-def read_prompt(tokenizer: Any) -> tuple[str, torch.Tensor]:
-    """(text, its ids (1, T), T >= 1) of --start; an empty text begins after the end of one."""
-    text = start
-    try:
-        if start.startswith("FILE:"):
-            file = os.path.expanduser(start.removeprefix("FILE:"))
-            text = decode_utf8(read_file(file), file)
-        ids = tokenizer.encode(text) if text else [getattr(tokenizer, "end_of_text", 0)]
-    except DataError as error:
-        fail(f"--start={start[:40]}: {error}")
-    return text, torch.tensor([list(map(int, ids))])
+def read_start() -> str:
+    """The text to continue; "" begins after the end of a text."""
+    if not start.startswith("FILE:"):
+        return start
+    path = os.path.expanduser(start.removeprefix("FILE:"))
+    return decode_utf8(read_file(path), path)
 
 
 def export_weights(saved: dict, title: str) -> None:

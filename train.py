@@ -84,7 +84,7 @@ schedule = "cosine"  # cosine | linear | constant | step | onecycle | wsd; fixed
 peak_lr = 1e-3  # (0, inf)
 min_lr = 1e-4  # where cosine, linear, onecycle and wsd end, and the floor of step, [0, inf)
 warmup_steps = 100  # [0, inf)
-max_steps = 2000  # [1, 1000000000000]; free
+max_steps = 2000  # raised past decay_steps, it needs --decay_steps; [1, 1000000000000]; free
 decay_steps = 0  # steps the schedule spans, [0, inf); 0 = max_steps as of the first start
 cooldown_steps = 0  # schedule=wsd: length of the final decay, [0, inf); 0 = a fifth of decay_steps
 step_size = 500  # schedule=step: steps between drops, [1, inf)
@@ -190,7 +190,10 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
     `to_train`."""
     global deterministic, compile, out_dir
     with cli.configured(globals(), argv=argv) as config, ExitStack() as stack:
-        check_knobs(config)
+        if warmup_steps > max_steps and "warmup_steps" in config.typed:
+            fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
+        if min_lr > peak_lr:
+            fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
         out_dir = cli.folder_name(config)
         pinned = machine.pin_kernels(config)  # if portable: before the first operation
         config.update(pinned)
@@ -227,15 +230,6 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         yield run
 
 
-def check_knobs(config: cli.Config) -> None:
-    """Raises BadInput if two knobs contradict each other. The comment of each gives its own
-    range."""
-    if warmup_steps > max_steps and "warmup_steps" in config.typed:
-        fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
-    if min_lr > peak_lr:
-        fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
-
-
 def open_dataset(saved: dict | None) -> tuple:
     """(training data, validation data, facts). facts, which a checkpoint keeps: `name`,
     `fingerprint`, `meta`, and as `files` the paths of other files that a fork reads, such as a
@@ -253,9 +247,9 @@ def open_dataset(saved: dict | None) -> tuple:
 
 def make_dataset(name: str, data_dir: str) -> tuple[str, dict]:
     """(folder, meta) of a dataset that is missing: only then is prepare_data.py imported."""
-    from prepare_data import get_dataset
+    from prepare_data import prepare
 
-    return get_dataset(name, data_dir, ranks.say)
+    return prepare(name, data_dir)
 
 
 def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, datasets) -> Run:
@@ -312,7 +306,7 @@ class Run:
     scaler: torch.amp.GradScaler
     ema: dict  # name -> averaged weight; empty when off
     state: dict
-    before: dict = field(default_factory=dict)  # `run` of that checkpoint, and its micro-batch
+    before: dict = field(default_factory=dict)  # facts["run"] of that checkpoint, and micro_batch
     knobs: dict = field(default_factory=dict)  # name -> cli.Knob: what a knob may do
     noted_size: int = 0  # of a micro-batch, in the newest event
     batches: Iterator | None = None  # the batches to come
@@ -399,7 +393,8 @@ def first_pass(run: Run) -> torch.nn.Module:
 
     model = safe_step.rehearse(run, compile, forward_backward, read)
     run.facts["run"]["compile"] = model is not run.model
-    console.say(f"memory   {machine.memory_gb(run.device):.3f} GB after a rehearsal")
+    memory = console.FIELDS["mem_gb"].shown(machine.memory_gb(run.device))
+    console.say("memory", memory, "GB after a rehearsal")
     machine.reset_peak_memory(run.device)
     return model
 
@@ -444,7 +439,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         if not any(vars(due).values()):
             continue
 
-        # ---- fetch the numbers: but for evaluation, samples and saves, only here the host waits --
+        # ---- fetch the numbers: here the host waits for the device ------------------------------
         rows, trouble = judge(finish_rows(run, steps, clock), run)
         run.folder.write_rows(rows)
         recent = (recent + rows)[-MOST_RECENT:]
@@ -461,7 +456,7 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         # ---- log, evaluate, sample ---------------------------------------------------------------
         if due.rows and log_interval:
             table.print_row(rows[-1])
-        is_best = due.evaluation and record_evaluation(run, table)
+        is_best = record_evaluation(run, table) if due.evaluation else False
         if 0 < patience <= state["evals_since_best"] and state["step"] < max_steps:
             due.ending = f"stopped early: {patience} evaluations without improvement", 0
         if due.sample or (due.ending and due.ending[1] == 0):
@@ -472,7 +467,8 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         names = names_to_save(due, is_best, state)
         if names:
             saver.save(names, signals, required=bool(due.ending))
-            signals.save = signals.save and not due.save_now
+            if due.save_now:
+                signals.save = False
         clock.lap("save")
         if due.ending:
             if due.ending[1] > 128:  # by a signal
@@ -490,8 +486,10 @@ def take_step(run: Run, model, clock: Clock | None) -> tuple[dict, dict]:
     if clock:
         take = partial(run.watch.step, run, take, inputs, targets, lr)
         run.steps_here += 1
-        confirm = audit_due(state["step"] + 1, run.steps_here)
-        take = partial(confirm, run, take, clock) if confirm else take
+        if every(audit_interval, state["step"] + 1):  # repeats and compares the step
+            take = partial(audit.confirm, run, take, clock)
+        elif run.steps_here == 2 and deterministic and audit_interval >= 0:
+            take = partial(audit.find_hidden_state, run, take, clock)
     numbers = take()
     row = count_batch(run, targets)  # and step += 1
     return row | {"lr": lr, "data_ms": data_ms}, numbers
@@ -512,7 +510,7 @@ def log_two_more_steps(run: Run, model, signals: Signals, clock: Clock, step_ms:
     run.state.update(saved)  # the run ends where it was saved
 
 
-# ---- the batch -----------------------------------------------------------------------------------
+# ---- the rate and the batch ----------------------------------------------------------------------
 
 
 def lr_at(step: int) -> float:
@@ -547,8 +545,8 @@ def half_cosine(done: float) -> float:
 
 
 def rows_at(step: int) -> int:
-    """Sequences that update `step` sees on all ranks together: here a batch grows; a pure
-    function."""
+    """Sequences that update `step` sees on all ranks together, a pure function: to let a batch
+    grow, return more at later steps, a multiple of the number of ranks."""
     return batch_size * accum_steps * world_size()
 
 
@@ -630,8 +628,7 @@ def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr:
 
 
 def count_targets(targets: torch.Tensor) -> torch.Tensor:
-    """How many count: -100 marks integers, class labels, that do not, and NaN numbers that do
-    not."""
+    """How many targets count: all but -100 (class labels) or NaN (numbers)."""
     if targets.is_floating_point():
         return (~targets.isnan()).sum()
     return (targets.long() != -100).sum()
@@ -760,14 +757,12 @@ def count_evaluation(numbers: dict, state: dict) -> bool:
     if is_best:
         state.update(best_score=score, best_val_loss=numbers["val_loss"], best_step=state["step"])
     counts = state["step"] == state["first_step"] or every(eval_interval, state["step"])
-    if not counts:
-        return is_best
-    if score < state["score_to_beat"] - min_delta:
+    if counts and score < state["score_to_beat"] - min_delta:
         state.update(score_to_beat=score, evals_since_best=0)
-        return is_best
-    state["evals_since_best"] += 1
-    if state["evals_since_best"] % plateau_patience == 0:
-        state["lr_factor"] *= plateau_factor
+    elif counts:
+        state["evals_since_best"] += 1
+        if state["evals_since_best"] % plateau_patience == 0:
+            state["lr_factor"] *= plateau_factor
     return is_best
 
 
@@ -791,15 +786,6 @@ def print_sample(run: Run) -> None:
 
 
 # ---- what is due, and what went wrong ------------------------------------------------------------
-
-
-def audit_due(step: int, steps_here: int) -> Callable | None:
-    """What repeats and compares a step that has number `step` in the run and `steps_here` in this
-    process: every audit_interval steps, and the second of each process; else None."""
-    if every(audit_interval, step):
-        return audit.confirm
-    is_second = steps_here == 2 and deterministic and audit_interval >= 0
-    return audit.find_hidden_state if is_second else None
 
 
 def what_is_due(step: int, signals: Signals) -> SimpleNamespace:
@@ -912,9 +898,9 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     lap of the clock, so times exclude evaluation and saving. The host waits for the device here."""
     safe_step.note_halving(run)
     safe_step.check_names(steps[0][1], "train_step()", ("model", "step"))
-    kind = torch.float32 if run.device.type == "mps" else torch.float64
+    precise = torch.float32 if run.device.type == "mps" else torch.float64
     on_device = [number for _, named in steps for number in named.values()]
-    scalars = [torch.as_tensor(n, dtype=kind, device=run.device).detach() for n in on_device]
+    scalars = [torch.as_tensor(n, dtype=precise, device=run.device).detach() for n in on_device]
     values = iter(torch.stack([scalar.reshape(()) for scalar in scalars]).tolist())
     rows = [fields | {name: next(values) for name in named} for fields, named in steps]
     seconds = clock.lap("train")

@@ -19,24 +19,23 @@ KINDS = ("train", "eval", "saved")  # of the rows that are compared
 # ---- two logs ------------------------------------------------------------------------------------
 
 
-def differences(
+def first_difference(
     then: str | Path, now: str | Path, kinds: tuple = KINDS, last: float = math.inf
-) -> "Comparison":
+) -> dict | None:
     """Compare the logs of two run folders, row by row in the order of the steps: every bit of each
     number that both rows have, but for times, memory and throughput.
 
     kinds: of the rows to compare: "train", "eval", and "saved" for the hash of each save. Saves
     count where both runs have one, as a signal may have asked for it. A train or eval row that only
     one of the two has is a difference. last: the last step to compare.
-    Returns a Witness: `first_difference` is None if the two are equal, else {"step", "field",
-    "then", "now"}, which in_words() puts in words; `compared` and `equal` are numbers of rows.
-    Raises BadInput if a folder holds no run.
+    Returns None if the two are equal, else {"step", "field", "then", "now"}, which in_words() puts
+    in words. Raises BadInput if a folder holds no run.
     """
     comparison = Comparison(Logged(then).rows_between(-1, last, kinds))
     for row in Logged(now).rows_between(-1, last, kinds):
         comparison.see(row)
     comparison.close()
-    return comparison
+    return comparison.first_difference
 
 
 class Comparison(Witness):
@@ -90,13 +89,15 @@ class Logged:
 
     facts: run.json. rows: {(step, kind): row} of the rows that stand, of KINDS. saves: events
     `saved` that stand. rollbacks: the events. resumes: [(Position, event)] of those whose steps
-    stand. first, last: the step before the first one, and the last one. Raises BadInput if the
-    folder holds no run.
+    stand. began_from: path of the checkpoint of another run with which this one began, or None.
+    first, last: the step before the first one, and the last one. Raises BadInput if the folder
+    holds no run.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.facts = read_json(self.path / "run.json")
+        self.began_from = self.facts.get("run", {}).get("began_from")
         self.rows = {}
         self.saves = []  # two of a step, around a rollback, have two hashes
         self.rollbacks = []
@@ -108,9 +109,9 @@ class Logged:
             self.add(row)
         if "run" not in self.facts or not self.rows:
             fail(f"{self.path} holds no run; expected the out_dir of train.py, such as out/run")
-        steps = [step for step, kind in self.rows if kind != "eval"]
-        self.first = min(steps, default=0) if self.began_from else 0
-        self.last = max(steps, default=0)
+        steps = [step for step, _ in self.rows]
+        self.first = min(steps) if self.began_from else 0
+        self.last = max(steps)
 
     def add(self, row: dict) -> None:
         """Take a row into account, in the order of the file. Of two rows of a step the later one
@@ -129,11 +130,6 @@ class Logged:
         elif kind in KINDS:
             self.rows[step, kind] = row
 
-    @property
-    def began_from(self) -> str | None:
-        """The checkpoint of another run with which this one began."""
-        return self.facts["run"].get("began_from")
-
     def rows_between(self, first: int, last: float, kinds: tuple = KINDS) -> list[dict]:
         """Rows of the steps first + 1 to last."""
         asked = [key for key in self.rows if first < key[0] <= last and key[1] in kinds]
@@ -143,50 +139,41 @@ class Logged:
 
     def position(self, step: int) -> Position:
         """Where the run took this step for the last time."""
-        before = [n for n, row in enumerate(self.rollbacks, 1) if row["step"] < step]
+        before = (n for n, row in enumerate(self.rollbacks, 1) if row["step"] < step)
         return Position(max(before, default=0), step)
 
-    def processes(self) -> list[tuple[Position, dict]]:
-        """(where they begin, settings) of the processes whose steps stand, those with equal settings
-        as one. Settings: every knob as resolved, `threads` and `ranks`. run.json has the last ones;
-        from there back, each resume says what was changed."""
-        run, config = self.facts["run"], self.facts["config"]
-        settings = {name: run[name] for name in config if name != "resume"}
-        settings |= {"device": config["device"], "threads": run["threads"]}
-        settings["ranks"] = run["world_size"]
-        found = []
-        resumes = self.resumes[1:] if self.began_from else self.resumes  # that one is its start
-        for position, event in reversed(resumes):
-            then = {name: pair[0] for name, pair in event["changed"].items() if name in settings}
-            then.pop("device", None)  # its model, and not the knob
-            if then:
-                found.append((position, settings))
-                settings = settings | then
-        return [(BEGINNING, settings), *reversed(found)]
-
     def stretches(self, begin: Position, end: Position) -> list[tuple[dict, Position]]:
-        """The course of the run from `begin` to `end`: (settings, Position where they end)."""
-        processes = self.processes()
-        stops = [start for start, _ in processes[1:]] + [end]
+        """The course of the run from `begin` to `end`: (settings, Position where they end).
+
+        Settings: every knob as resolved, but the model of the device, `threads` and `ranks`.
+        run.json has the last ones; from there back, each resume says what was changed."""
+        run = self.facts["run"]
+        settings = {name: run[name] for name in self.facts["config"] if name != "resume"}
+        settings |= {"threads": run["threads"], "ranks": run["world_size"]}
         parts = []
-        for (start, settings), stop in zip(processes, stops, strict=True):
-            if begin < stop and start < end:
-                parts.append((settings, min(stop, end)))
-        return parts
+        resumes = self.resumes[1:] if self.began_from else self.resumes  # that one is its start
+        for start, event in reversed(resumes):
+            then = {name: pair[0] for name, pair in event["changed"].items() if name in settings}
+            if then and begin < start < end:
+                parts.insert(0, (settings, end))
+                end = start
+            if begin < start:
+                settings = settings | then
+        return [(settings, end), *parts]
 
     # ---- its checkpoints -------------------------------------------------------------------------
 
     def start_before(self, end: Position, latest: int) -> tuple[Path, dict] | None:
         """(path, content) of the newest checkpoint before `end`, up to step `latest`, with a hash
         that the log has. None: begin as the run did."""
-        known = {(save["step"], save.get("sha256")) for save in self.saves}
+        known = {save.get("sha256") for save in self.saves}
         found = []
         for path in checkpoint.newest_first(self.path):
             with suppress(checkpoint.Damaged, OSError):
                 content = checkpoint.load(path)
                 position = position_of(content)
                 is_before = position.step <= latest and position < end
-                if is_before and (position.step, checkpoint.digest_of_state(content)) in known:
+                if is_before and checkpoint.digest_of_state(content) in known:
                     found.append((path, content))
         return max(found, key=lambda each: position_of(each[1]), default=None)
 
@@ -195,10 +182,11 @@ class Logged:
         that is missing."""
         found = []
         for path in checkpoint.newest_first(self.path):
-            aside = f"; to go on without it: mv {path} {path}.corrupt"
+            fault = "not what was saved: its hash is not in the log"
             try:
-                if checkpoint.digest_of_state(checkpoint.load(path)) not in self.hashes:
-                    found.append(f"{path} is not what was saved: its hash is not in the log{aside}")
+                if checkpoint.digest_of_state(checkpoint.load(path)) in self.hashes:
+                    continue
             except checkpoint.Damaged as error:
-                found.append(f"{path} is damaged: {error}{aside}")
+                fault = f"damaged: {error}"
+            found.append(f"{path} is {fault}; to go on without it: mv {path} {path}.corrupt")
         return found

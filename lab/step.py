@@ -1,7 +1,7 @@
 """One step, seen from inside: all that it computes, in order, and a page of that."""
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -14,7 +14,7 @@ from plumbing import ranks
 from plumbing.cli import printable
 from plumbing.data import DataError, tokenizer_of
 from plumbing.files import replacing
-from plumbing.safe_step import Captured, as_bytes, leaves
+from plumbing.safe_step import Captured, as_bytes, by_path
 from reporting.results import table
 
 MOST_SEQUENCES = 64  # on the page; those of the highest loss
@@ -33,8 +33,8 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
     seen = {"trace": trace, "meta": run.facts["data"]["meta"], "first": run.state["sequences"]}
 
     def add(words: str, value) -> None:
-        for path, leaf in leaves(value):
-            trace.append((f"{words} {'/'.join(map(str, path))}", copied(leaf)))
+        for path, leaf in by_path(value).items():
+            trace.append((f"{words} {path}", copied(leaf)))
 
     add("at its start:", moved_by(run))
     add("batch:", {"inputs": inputs, "targets": targets})
@@ -46,12 +46,8 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
         if module in names:
             add(f"output of {names[module]}:", [output])
 
-    losses = inputs.new_zeros(0)
-    with (
-        register_module_forward_hook(hook),
-        suppress(TypeError, ValueError, RuntimeError),  # the model may return no logits
-    ):
-        losses = torch.cat([*token_losses(train.autocast, run, inputs, targets)])
+    with register_module_forward_hook(hook):
+        losses = token_losses(train.autocast, run, inputs, targets)
     seen["batch"] = ranks.from_all_ranks((inputs.cpu(), targets.cpu(), losses.cpu()))
     before.put_back()
     numbers = take()
@@ -79,15 +75,17 @@ def moved_by(run) -> dict:
 
 
 @torch.no_grad()
-def token_losses(autocast: Callable, run, inputs, targets) -> Iterator[torch.Tensor]:
-    """Cross entropy of each target, (sequences, targets), of each micro-batch, with this step's
-    dropout; 0 where the target is masked."""
+def token_losses(autocast: Callable, run, inputs, targets) -> torch.Tensor:
+    """Cross entropy of each target, (sequences, targets), with this step's dropout; 0 where the
+    target is masked."""
+    losses = []
     size = run.state["micro_batch"]
     for x, y in zip(inputs.split(size), targets.split(size), strict=True):
         with autocast(run.device):
             logits = run.model(x)
-        losses = cross_entropy(logits.float().flatten(0, -2), y.long().flatten(), reduction="none")
-        yield losses.view(len(x), -1).cpu()
+        flat = logits.float().flatten(0, -2), y.long().flatten()
+        losses.append(cross_entropy(*flat, reduction="none").view(len(x), -1))
+    return torch.cat(losses)
 
 
 def first_in_traces(one: list, other: list) -> str:
@@ -97,14 +95,11 @@ def first_in_traces(one: list, other: list) -> str:
     for (name, leaf), (other_name, other_leaf) in zip(here, there, strict=False):
         if name != other_name:
             return f"{name} here, {other_name} there"
-        if isinstance(leaf, torch.Tensor):
-            differs = not torch.equal(as_bytes(leaf), as_bytes(other_leaf))
-            words = name
-        else:
-            differs = repr(leaf) != repr(other_leaf)  # not by ==: nan != nan, and 0.0 == -0.0
-            words = f"{name} ({leaf} and {other_leaf})"
-        if differs:
-            return words
+        if not isinstance(leaf, torch.Tensor):
+            if repr(leaf) != repr(other_leaf):  # not by ==: nan != nan, and 0.0 == -0.0
+                return f"{name} ({leaf} and {other_leaf})"
+        elif not torch.equal(as_bytes(leaf), as_bytes(other_leaf)):
+            return name
     return ""
 
 
@@ -134,42 +129,33 @@ def write_step_page(folder: Path, step: int, verdict: str, seen: dict) -> list[s
 
 
 def sequences(seen: dict) -> list[str]:
-    """The loss of each sequence of a step, its worst tokens and its text."""
+    """The loss of each sequence of a step, the targets with the highest losses, and its text."""
     inputs, targets, losses = map(torch.cat, zip(*seen["batch"], strict=True))
-    if not len(losses):
-        return ["The model does not return logits."]
     mean = losses.sum(1) / (targets != -100).sum(1)
     lines = []
     for i in mean.argsort(descending=True)[:MOST_SEQUENCES].tolist():
         line = f"**Sequence {seen['first'] + i}**: loss {mean[i]:.4f}"
         with suppress(DataError, KeyError):  # there is no tokenizer, or it is not installed
             decode = tokenizer_of(seen["meta"]).decode
-            worst = worst_tokens(targets[i], losses[i], decode)
-            text = decode(inputs[i].tolist())
-            line += f"; worst: {worst}\n\n{textwrap.indent(text, '    ')}"
+            highest = losses[i].topk(min(3, len(losses[i])))
+            worst = zip(targets[i, highest.indices].tolist(), highest.values, strict=True)
+            words = [f"`{decode([token])!r}` {loss:.2f}" for token, loss in worst if token >= 0]
+            text = textwrap.indent(decode(inputs[i].tolist()), "    ")
+            line += f"; worst: {', '.join(words)}\n\n{text}"
         lines.append(line)
     return lines
 
 
-def worst_tokens(targets: torch.Tensor, losses: torch.Tensor, decode: Callable) -> str:
-    """The targets of a sequence with the highest losses, in words."""
-    words = []
-    for place in losses.argsort(descending=True)[:3].tolist():
-        if targets[place] >= 0:
-            words.append(f"`{decode([targets[place].item()])!r}` {losses[place]:.2f}")
-    return ", ".join(words)
-
-
 def is_float(leaf) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.numel() > 0
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 def norms(trace: list) -> list[list]:
     found = dict(trace)
     rows = []
     for name, after in found.items():
-        place, _, weight = name.partition(" model/")
-        if place != "after it:" or not is_float(after):
+        weight = name.removeprefix("after it: model/")
+        if weight == name or not is_float(after):
             continue
         before = found[f"at its start: model/{weight}"].double()
         gradient = found.get(f"clipped gradient of {weight}")

@@ -14,12 +14,13 @@ from contextlib import contextmanager, redirect_stdout
 from functools import partial
 
 import torch
+from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 import train
 from plumbing import checkpoint, cli, data
 from plumbing.cli import RunFailed
-from plumbing.safe_step import clone, rng_state, set_rng_state
+from plumbing.safe_step import buffers_of, clone, rng_state, set_rng_state
 from plumbing.witness import key_of
 from reporting.record import read_metrics
 
@@ -71,7 +72,7 @@ def twin_checks(job):
             yield "each step is that of a plain loop", False, str(error)
             return
         with setting(grad_checkpoint=False):
-            plain = PlainLoop(job.fresh_run(), job.fresh_run().model, watch)
+            plain = PlainLoop(job.fresh_run(), watch)
         plain.train()
     of_rows, of_weights = tolerances(job.device)
     for kind, name in (("train", "each step"), ("eval", "each evaluation")):
@@ -87,10 +88,10 @@ def twin_checks(job):
     files = sorted(path.stem for path in folder.glob("*.pt"))
     fine = step == best and files == ["best", *(f"ckpt_{n:08}" for n in (3, 6, 7))]
     yield "best.pt is the best", fine, said(step=step, best_in_the_log=best, files=files)
-    checked = [row for (_, kind), row in rows.items() if kind == "resume_checked"]
-    found = {name: sum(row[name] for row in checked) for name in ("compared", "equal")}
-    fine = found["compared"] == found["equal"] if found["compared"] else None  # steps are slow
-    yield "a resume is bit for bit", fine, said(**found)
+    for (_, kind), row in rows.items():
+        if kind == "resume_checked":  # there is none where steps are slow
+            found = said(compared=row["compared"], equal=row["equal"])
+            yield "a resume is bit for bit", row["first_difference"] is None, found
 
 
 def tolerances(device):
@@ -111,8 +112,7 @@ def compared(expected, rows, tolerance):
             of_counts = 0.01 if name == "val_accuracy" else 0.0
             if not same(told, number, rel_tol=tolerance, abs_tol=of_counts):
                 return False, said(step=step, number=name, logged=told, expected=number)
-    names = {name for row in expected.values() for name in row}
-    return True if expected else None, said(rows=len(expected), numbers=sorted(names))
+    return True if expected else None, said(rows=len(expected))
 
 
 def same(told, number, **tolerances):
@@ -144,7 +144,8 @@ class Eventful(train.Watch):
     """Makes things happen in a run, and records what a plain loop needs to take the same steps."""
 
     def __init__(self):
-        self.seen = {}  # step -> what cannot be known beforehand
+        self.clipped_norms = {}  # step -> norm of the gradients after it
+        self.trained = {}  # step -> whether each weight requires a gradient: a fork may freeze some
 
     def begin(self, run):
         self.run = run
@@ -152,12 +153,11 @@ class Eventful(train.Watch):
             windows = uneven_micro_batch() + 1.5
             tokens = run.val_data.tokens[: int(windows * train.block_size)]
             run.val_data = data.OrderedWindows(tokens, train.block_size)
+        train.eval_tokens = 0  # for rows of the whole split
         if run.path:
-            train.eval_tokens = 0  # for rows of the whole split
             return
         add_noise(run.model.parameters(), 0)  # a weight that starts at zero would hide its layer
-        for name, average in run.ema.items():
-            average.copy_(run.model.get_parameter(name).detach())
+        add_noise(run.ema.values(), 0)
         run.state["micro_batch"] = uneven_micro_batch()  # as after running out of memory
         self.weights = clone(run.model.state_dict())
         self.rng = rng_state(run.device)
@@ -170,12 +170,8 @@ class Eventful(train.Watch):
             add_noise(run.ema.values(), step, 0.5)
         with masked(step, targets), not_finite(step, run.model):
             numbers = take()
-        gradients = gradients_of(run.model)
-        self.seen[step] = {
-            "shapes": (inputs.shape, targets.shape),  # a fork may begin with short sequences
-            "requires_grad": [weight.requires_grad for weight in run.model.parameters()],
-            "clipped_norm": torch.nn.utils.get_total_norm(gradients).item(),
-        }
+        self.clipped_norms[step] = torch.nn.utils.get_total_norm(gradients_of(run.model)).item()
+        self.trained[step] = [weight.requires_grad for weight in run.model.parameters()]
         return numbers
 
 
@@ -202,12 +198,12 @@ def masked(step, targets):
 
 @contextmanager
 def not_finite(step, model):
-    """A context in which, in that one step, each gradient is NaN."""
-    weights = [w for w in model.parameters() if w.requires_grad and step == NOT_FINITE]
-    hooks = [weight.register_hook(lambda gradient: gradient * math.nan) for weight in weights]
+    """A context in which, in that one step, the gradient of the first weight is NaN."""
+    factor = math.nan if step == NOT_FINITE else 1.0
+    weight = next(weight for weight in model.parameters() if weight.requires_grad)
+    hook = weight.register_hook(lambda gradient: gradient * factor)
     yield
-    for hook in hooks:
-        hook.remove()
+    hook.remove()
 
 
 def eventful_run(job):
@@ -218,8 +214,8 @@ def eventful_run(job):
         for _ in ("until the signal", "to the end"):
             train.main([f"--out_dir={folder}"], watch=watch)
     rows = {key_of(row): row for row in read_metrics(folder / "metrics.jsonl")[0]}
-    for step, seen in watch.seen.items():
-        rows.setdefault((step + 1, "train"), {})["clipped_norm"] = seen["clipped_norm"]
+    for step, norm in watch.clipped_norms.items():
+        rows[step + 1, "train"]["clipped_norm"] = norm
     return watch, rows, folder
 
 
@@ -230,25 +226,23 @@ class PlainLoop:
     """A loop of plain torch that takes the steps of an eventful run.
 
     run: a new one with its knobs, of which the model, the groups of the optimizers and the device
-    are used. judge: a model to evaluate with. The learning rate, the number of sequences in a batch
-    and the data are those of the code under test, which other checks test."""
+    are used. The learning rate, the number of sequences in a batch and the data are those of the
+    code under test, which other checks test."""
 
-    def __init__(self, run, judge, watch):
+    def __init__(self, run, watch):
         self.watch = watch
         self.device = run.device
         self.model = run.model
         self.model.load_state_dict(watch.weights)
-        self.judge = judge.eval()
         self.average = {n: w.detach().clone() for n, w in run.model.named_parameters()}
-        self.optimizers = plain_optimizers(run)
+        self.optimizers, self.stacked = plain_optimizers(run)
         self.scale = 2.0**16 if train.dtype == "float16" else 1.0
         self.sequences = self.tokens = 0
         self.best_loss = math.inf
         self.rows = {}  # (step, kind): the row that the run must have logged
 
     def train(self):
-        val_data = self.watch.run.val_data
-        has_classes = not isinstance(val_data, list) and "int" in str(val_data[0, 1][1].dtype)
+        has_classes = "int" in str(self.watch.run.val_data[0, 1][1].dtype)
         set_rng_state(self.watch.rng, self.device)
         for step in range(STEPS + 1):
             if has_classes:
@@ -257,11 +251,14 @@ class PlainLoop:
                 self.step(step)
 
     def step(self, step):
-        seen = self.watch.seen.get(step) or self.watch.seen[0]
-        for weight, needed in zip(self.model.parameters(), seen["requires_grad"], strict=True):
+        trained = self.watch.trained.get(step, self.watch.trained[0])
+        for weight, needed in zip(self.model.parameters(), trained, strict=True):
             weight.requires_grad_(needed)
-        buffers = clone(list(self.model.buffers()))
-        inputs, targets = self.next_batch(step, seen["shapes"])
+        buffers = clone(buffers_of(self.model))
+        count = train.rows_at(step)
+        batch = self.watch.run.train_data[self.sequences, count]
+        inputs, targets = data.to_device(batch, self.device)
+        self.sequences += count
         with masked(step, targets), not_finite(step, self.model):
             n_targets = train.count_targets(targets)
             loss = self.forward_backward(inputs, targets, n_targets)
@@ -287,15 +284,7 @@ class PlainLoop:
             self.update(row["lr"], norm)
         else:
             self.scale /= 2
-            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
-                buffer.copy_(before)
-
-    def next_batch(self, step, shapes):
-        """Inputs and targets, cut to the shapes that the run has seen."""
-        count = train.rows_at(step)
-        batch = data.to_device(self.watch.run.train_data[self.sequences, count], self.device)
-        self.sequences += count
-        return [part[tuple(map(slice, shape))] for part, shape in zip(batch, shapes, strict=True)]
+            self.model.load_state_dict(buffers, strict=False)
 
     def forward_backward(self, inputs, targets, n_targets):
         """The mean loss over all targets, and its gradient in the weights."""
@@ -317,14 +306,13 @@ class PlainLoop:
         """Clip, step torch's optimizers, average."""
         for gradient in gradients_of(self.model):
             gradient *= (train.grad_clip / (norm + 1e-6)).clamp(max=1.0)
-        for optimizer, copies in self.optimizers:
-            for weight, parts in copies.items():
-                for number, part in enumerate(parts if weight.grad is not None else ()):
-                    part.grad = weight.grad.chunk(len(parts))[number]
+        for weight, parts in self.stacked.items():
+            for number, part in enumerate(parts):
+                part.grad = weight.grad.chunk(len(parts))[number] if weight.requires_grad else None
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_scale", 1.0)
             optimizer.step()
-            optimizer.zero_grad()
         for name, weight in self.model.named_parameters():
             self.average[name].lerp_(weight, 1 - train.ema_decay)
 
@@ -333,44 +321,40 @@ class PlainLoop:
         """The mean of -log p of the averaged weights, in float64, by the classes that exist."""
         val_data = self.watch.run.val_data
         meta = self.watch.run.facts["data"]["meta"]
-        self.judge.load_state_dict(self.model.state_dict())
-        for name, weight in self.judge.named_parameters():
-            weight.copy_(self.average[name])
+        self.model.eval()
         parts = []
         size = uneven_micro_batch()
-        for first in range(0, len(val_data), size):
-            count = min(size, len(val_data) - first)
-            inputs, targets = data.to_device(val_data[first, count], self.device)
+        inputs, targets = data.to_device(val_data[0, len(val_data)], self.device)
+        for x in inputs.split(size):
             with torch.random.fork_rng(devices=[]), train.autocast(self.device):
                 torch.manual_seed(step)
-                logits = self.judge(inputs)[..., : meta["vocab_size"]].double()
-            counted = targets != -100
-            parts.append((logits[counted], targets[counted]))
-        logits, targets = map(torch.cat, zip(*parts, strict=True))
+                parts.append(functional_call(self.model, self.average, (x,)))
+        self.model.train()
+        counted = targets != -100
+        targets = targets[counted]
+        logits = torch.cat(parts)[counted][:, : meta["vocab_size"]].double()
         loss = cross_entropy(logits, targets).item()
         self.best_loss = min(self.best_loss, loss)
         row = {"val_loss": loss, "best_val_loss": self.best_loss}
         row["val_accuracy"] = (logits.argmax(-1) == targets).double().mean().item()
-        if step <= STOPPED:
-            row["val_tokens"] = len(targets)
-        elif "val_bytes" in meta:
+        if "val_bytes" in meta:
             row["val_bpb"] = loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
         self.rows[step, "eval"] = row
 
     def errors(self, last):
         """Yields (how far each tensor of a checkpoint is off, over how far the weight has moved, its
         name)."""
-        for whose, expected in (("", self.model.state_dict()), ("average of ", self.average)):
+        weights = self.model.state_dict()
+        for part, expected in (("model", weights), ("ema", self.average)):
             for name, tensor in expected.items():
-                saved = last["ema" if whose else "model"][name]
-                way = (self.model.state_dict()[name] - self.watch.weights[name]).double().norm()
-                error = (saved - tensor).double().norm() / way.clamp(min=1e-12)
-                yield error.item(), whose + name
+                way = (weights[name] - self.watch.weights[name]).double().norm()
+                error = (last[part][name] - tensor).double().norm() / way.clamp(min=1e-12)
+                yield error.item(), f"{part} {name}"
 
 
 def plain_optimizers(run):
-    """[(torch's optimizer, {weight: parts of it, as parameters that share its memory})]. What torch
-    does not have is the fork's own."""
+    """(torch's optimizers, {weight: the matrices that are stacked in it, as parameters that share
+    its memory} of what torch's Muon moves). What torch does not have is the fork's own."""
     betas = {"betas": (train.beta1, train.beta2)}
     torchs = {
         "muon": (torch.optim.Muon, {"momentum": train.momentum, "adjust_lr_fn": "match_rms_adamw"}),
@@ -380,20 +364,22 @@ def plain_optimizers(run):
         "momentum": (torch.optim.SGD, {"momentum": train.momentum}),
     }
     if train.optimizer not in torchs:
-        return [(optimizer, {}) for optimizer in run.optimizers]
-    stacked = {m.weight: m.muon_parts for m in run.model.modules() if hasattr(m, "muon_parts")}
+        return run.optimizers, {}
+    counts = {m.weight: m.muon_parts for m in run.model.modules() if hasattr(m, "muon_parts")}
+    stacked = {}
     optimizers = []
     for optimizer in run.optimizers:
         is_rest = train.optimizer == "muon" and isinstance(optimizer, torch.optim.AdamW)
         kind, how = torchs["adamw" if is_rest else train.optimizer]
-        copies = {}
         groups = []
         for group in optimizer.param_groups:
-            for weight in group["params"]:
-                count = stacked.get(weight, 1) if kind is torch.optim.Muon else 1
-                copies[weight] = [torch.nn.Parameter(p) for p in weight.data.chunk(count)]
-            parts = [part for weight in group["params"] for part in copies[weight]]
+            weights = group["params"]
+            if kind is torch.optim.Muon:
+                for weight in weights:
+                    parts = weight.data.chunk(counts.get(weight, 1))
+                    stacked[weight] = [torch.nn.Parameter(part) for part in parts]
+                weights = [part for weight in weights for part in stacked[weight]]
             kept = {name: group[name] for name in KEPT if name in group}
-            groups.append({"params": parts, **kept})
-        optimizers.append((kind(groups, **how), copies))
-    return optimizers
+            groups.append({"params": weights, **kept})
+        optimizers.append(kind(groups, **how))
+    return optimizers, stacked

@@ -22,7 +22,11 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
     micro_batch = run.state["micro_batch"]
     if lacks_memory(run):
         return skipped(run, step, take_step())
-    before = copy_of_state(run, clock)
+    machine.synchronize(run.device)
+    with clock.apart("audit"):
+        machine.keep_freed_memory(False)  # or the copy would count as memory of the run
+        before = clone(run.checkpoint())
+        machine.keep_freed_memory()
     tries = []  # of each, {name: hash}
     names = []  # that differ between the first two
     for number in range(most):
@@ -48,15 +52,6 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
 def skipped(run, step: int, numbers: dict) -> dict:
     run.folder.event(step, "audit_skipped", why="too little memory for a copy of the state")
     return numbers
-
-
-def copy_of_state(run, clock: Clock) -> dict:
-    machine.synchronize(run.device)
-    with clock.apart("audit"):
-        machine.keep_freed_memory(False)  # or the copy would count as memory of the run
-        before = clone(run.checkpoint())
-        machine.keep_freed_memory()
-    return before
 
 
 def differing(first: dict, second: dict) -> list[str]:

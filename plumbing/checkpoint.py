@@ -154,6 +154,7 @@ def put_back(run, saved: dict) -> None:
 
 
 def put_back_moments(run, parts: list[dict]) -> None:
+    """Put back the states of the optimizers, and their groups."""
     for optimizer, built, saved in zip(run.optimizers, run.groups, parts, strict=True):
         weights = [weight for group in optimizer.param_groups for weight in group["params"]]
         moments = mapped(partial(own_part, dict(enumerate(weights))), saved["state"])
@@ -192,9 +193,8 @@ def refuse_what_is_lost(run) -> None:
         fail("an optimizer trains a weight that is not in model.parameters(): it would be lost")
     idle = {name for name, weight in run.model.named_parameters() if weight.requires_grad} - trained
     if idle:
-        fail(
-            f"no optimizer trains {', '.join(sorted(idle))}; if so, freeze it: requires_grad_(False)"
-        )
+        hint = "expected in a group, or frozen: requires_grad_(False)"
+        fail(f"no optimizer trains {', '.join(sorted(idle))}; {hint}")
 
 
 def not_restorable(value: Any) -> str | None:

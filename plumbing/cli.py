@@ -56,6 +56,7 @@ class BadInput(Exception):
     """Bad input: one line on what was found, expected, and what to type."""
 
     exit_code = 2
+    prefix = ""
     said = False  # whether another rank prints it
 
 
@@ -63,6 +64,7 @@ class RunFailed(Exception):
     """The run cannot continue: one line on what happened and what to do next."""
 
     exit_code = 1
+    prefix = "failed: "
     said = False
 
 
@@ -73,24 +75,23 @@ def fail(message: object) -> NoReturn:
 def run_script(main: Callable[[], int | None]) -> int:
     """Call main() and return the exit code. An error of ours is one line on stderr, any other is
     Python's traceback; a closed pipe, as by `| head`, or a full disk is none."""
-    code, message = 1, ""
+    code = 1
     try:
         code = main() or 0
     except KeyboardInterrupt:
-        code, message = 130, "stopped by Ctrl-C\n"
+        code = 130
+        print("stopped by Ctrl-C", file=sys.stderr)
     except BrokenPipeError:
         code = 0
     except (BadInput, RunFailed) as error:
         code = error.exit_code
-        failed = "failed: " if code == 1 else ""
         if not error.said:
-            message = f"{os.path.basename(sys.argv[0])}: {failed}{error}\n"
+            print(f"{os.path.basename(sys.argv[0])}: {error.prefix}{error}", file=sys.stderr)
     except Exception:
-        message = traceback.format_exc()
+        traceback.print_exc()
     try:
-        print(end=printable(message), file=sys.stderr, flush=True)
         print(end="", flush=True)
-    except (OSError, ValueError):
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at its exit
     return code
 
@@ -146,7 +147,8 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     has_file = False
     for argument in argv:
         if argument in ("-h", "--help"):
-            continue
+            print_help(scopes[-1]["__doc__"] or "", config)
+            raise SystemExit(0)
         if argument.startswith("-"):
             name, _, value = argument.removeprefix("--").partition("=")
             config[name] = accept(name, value, argument, config.knobs)
@@ -164,9 +166,6 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
             names.append(argument)
         else:
             fail(f"unexpected argument {argument!r}; write config/FILE.py or --key=value")
-    if {"-h", "--help"} & set(argv):
-        print_help(scopes[-1]["__doc__"] or "", config)
-        raise SystemExit(0)
     for name, path in config.items():
         if name.endswith("_dir") and path:
             config[name] = os.path.normpath(os.path.expanduser(path))
@@ -209,7 +208,7 @@ def folder_name(config: Config) -> str:
     product counts."""
     if "out_dir" in config.typed:
         return config["out_dir"]
-    factors = {"batch_size", "accum_steps"} & config.keys()
+    factors = ("batch_size", "accum_steps")
     is_other_batch = product(config, factors) != product(config.base, factors)
     name = config["out_dir"]
     for key, knob in config.knobs.items():
@@ -291,22 +290,20 @@ def show(value: Any) -> str:
 
 def hint_for(name: str, knobs: dict) -> str:
     """What to write instead of an unknown `name`."""
-    near = difflib.get_close_matches(name.lower(), knobs, n=1)
-    if name in NAMES_ELSEWHERE:
-        return NAMES_ELSEWHERE[name]
-    if near:
-        return f"did you mean {near[0]}?"
-    return "--help lists every name; one of your own, in a file, begins with _"
+    hint = "--help lists every name; one of your own, in a file, begins with _"
+    for near in difflib.get_close_matches(name, knobs, n=1):
+        hint = f"did you mean {near}?"
+    return NAMES_ELSEWHERE.get(name, hint)
 
 
 def print_help(about: str, config: Config) -> None:
-    """Print a script's docstring and its knobs, with the values that the other arguments give
-    them."""
+    """Print a script's docstring and its knobs, with the values that the arguments before --help
+    give them."""
     print(about.strip())
     heading = ""
     for name, knob in config.knobs.items():
         if knob.heading != heading:
             heading = knob.heading
-            print("\n" + textwrap.fill(heading, 100))
+            print(f"\n{heading}")
         line = f"{f'  --{name}={show(config[name])}':<30}  {knob.comment}"
         print(textwrap.fill(line, 100, subsequent_indent=" " * 32))

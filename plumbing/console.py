@@ -3,7 +3,6 @@
 import math
 import os
 import shlex
-import shutil
 import sys
 import time
 from contextlib import suppress
@@ -12,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from plumbing.cli import printable, show
+from plumbing.cli import printable
 
 REPO = Path(__file__).resolve().parent.parent
 CLEAR = "\x1b[K"  # from the cursor to the end of the line
@@ -34,12 +33,13 @@ peak     {peak:.3g} TFLOP/s ({peak_source})"""
 def say(*words: object, colour: str = "", end: str = "\n") -> None:
     """Print on rank 0 only, so that all ranks have one log. What cannot be written is dropped.
     colour: of the text on a terminal, such as GREEN. end: what follows the text."""
+    if not is_first_rank():
+        return
     text = printable(" ".join(map(str, words)))
     with suppress(OSError, ValueError):  # a full disk, a closed pipe or terminal
         if on_terminal():
             text = f"{CLEAR}{colour}{text}{RESET if colour else ''}"
-        if is_first_rank():
-            print(text, end=end, flush=True)
+        print(text, end=end, flush=True)
 
 
 def is_first_rank() -> bool:
@@ -181,36 +181,34 @@ class Table:
         words = self.progress(step)
         if self.row:
             words += f"  loss {self.row['loss']:.4f}  {self.time_left(step)} left"
-        # The cursor returns to the start of the line, for whatever prints next
-        say(words[: shutil.get_terminal_size().columns - 1], end="\r")
+        say(words, end="\r")  # the cursor returns to the start, for whatever prints next
 
     def print_evaluation(self, row: dict, is_best: bool) -> None:
         """Print a row of an evaluation, with every further number that evaluate() returned."""
         fields = shown_fields(row, "eval")
         words = [f"{field.heading} {field.shown(row[field.name]).strip()}" for field in fields]
-        words += ["best"] if is_best else []
-        say(self.progress(row["step"]), "  ".join(words), colour=GREEN if is_best else "")
+        best, colour = ("  best", GREEN) if is_best else ("", "")
+        say(self.progress(row["step"]), "  ".join(words) + best, colour=colour)
 
 
 def print_event(step: int, event: str, fields: dict) -> None:
-    short = {key: f"{v:.4g}" if isinstance(v, float) else v for key, v in fields.items()}
-    say(f"{step:>7} {event.replace('_', ' ')}:", *(f"{key} {v} " for key, v in short.items()))
+    line = f"{step:>7} {event.replace('_', ' ')}:"
+    for name, value in fields.items():
+        line += f" {name} {value:.4g} " if isinstance(value, float) else f" {name} {value} "
+    say(line)
 
 
 def resume_words(found: dict, changed: dict[str, list]) -> str:
     """What the rows say of a resume. found: fields of an event `resume_checked`. changed: see
     change_words()."""
+    begin = f"resumed at step {found['from']:,}"
     words = "nothing to compare with"
     if found["first_difference"]:
         words = "other numbers from step {step:,} on: {field} {then} then, {now} now"
         words = words.format(**found["first_difference"])
     elif found["compared"]:
-        same = (
-            "resumed at step {from:,}: {steps:,} steps computed again, every loss and norm the same"
-        )
-        return same.format(**found)
-    since = change_words(changed) or "nothing known"
-    return f"resumed at step {found['from']:,}: {words}; changed since: {since}"
+        return f"{begin}: {found['steps']:,} steps computed again, every loss and norm the same"
+    return f"{begin}: {words}; changed since: {change_words(changed) or 'nothing known'}"
 
 
 def change_words(changed: dict[str, list]) -> str:
@@ -238,18 +236,23 @@ def diagnosis(why: str, recent: list[dict], rollbacks: int) -> str:
 def print_plan(run: Any, peak: tuple, changed: dict) -> None:
     """Print the plan of the run. peak: (FLOP/s, source). changed: {knob: [then, now]} since the
     checkpoint it resumes."""
-    known = run.facts["config"] | run.facts["run"]
-    start = f"resumes from {shown(run.path)}" if run.path else f"new, in {shown(known['out_dir'])}"
+    start = f"resumes from {run.path}" if run.path else f"new, in {run.folder.path}"
     say(f"run      {start}")
     if changed:
         say(f"changed  {change_words(changed)}")
+    known = run.facts["config"] | run.facts["run"]
     described = getattr(run.model, "describe", lambda: type(run.model).__name__)
-    known |= {"model": described(), "peak": peak[0] / 1e12, "peak_source": peak[1]}
-    known |= {name: show(known[name]) for name in ("deterministic", "compile")}
-    known["parameters"] = sum(weight.numel() for weight in run.model.parameters())
-    known["tokens"] = known["global_batch"] * known["block_size"]
-    known |= {"train_rows": len(run.train_data), "val_rows": len(run.val_data)}
-    say(PLAN.format(**known | {"why": run.reasons}))
+    known |= {
+        "model": described(),
+        "parameters": sum(weight.numel() for weight in run.model.parameters()),
+        "train_rows": len(run.train_data),
+        "val_rows": len(run.val_data),
+        "tokens": known["global_batch"] * known["block_size"],
+        "why": run.reasons,
+        "peak": peak[0] / 1e12,
+        "peak_source": peak[1],
+    }
+    say(PLAN.format(**known))
 
 
 def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric: str) -> None:
@@ -262,16 +265,12 @@ def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric:
         say(f"to resume from {shown(folder)}, type the same command again")
 
 
-def print_next(ended: str, folder: Path, writes_text: bool) -> None:
+def print_next(folder: Path, writes_text: bool) -> None:
     """Print commands to paste next. writes_text: whether sample.py can load the run's model and
     data."""
-    report = to_paste("report.py", folder)
-    if not ended.startswith(("finished", "stopped early")):
-        say(f"{report:<50}  # what happened, as a picture and in words")
-        return
     if writes_text:
         say(f"{to_paste('sample.py', folder):<50}  # text from its best weights")
-    say(f"{report + ' OTHER':<50}  # beside another run")
+    say(f"{to_paste('report.py', folder):<50}  # what happened, as a picture and in words")
 
 
 def to_paste(script: str, folder: Path) -> str:

@@ -38,7 +38,6 @@ INSTEAD = """\
 !! This run trains on {chosen!r} INSTEAD OF {name!r}:
 !! its numbers say nothing about {name!r}.
 {bar}"""
-unreachable = set()  # names whose FALLBACK this process has taken, and has said so
 
 
 class DataError(BadInput):
@@ -58,27 +57,20 @@ def folder_of(name: str, data_dir: str) -> str:
 def verified_meta(folder: str) -> dict:
     """The dict in meta.json. Raises DataError unless both files have the size and the SHA-256 that
     it says."""
-    path = os.path.join(folder, "meta.json")
-    made = f"python prepare_data.py {os.path.basename(folder)}"
-    again = f"delete {path} and type the command that made it: {made} ..."
     try:
-        meta = json.loads(read_file(path))
-        size = np.dtype(meta["dtype"]).itemsize
-        expected = {
-            f"{s}.bin": (size * meta[f"{s}_tokens"], meta["sha256"][f"{s}.bin"]) for s in SPLITS
-        }
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path} does not describe a dataset ({error!r}); {again}") from error
-    for name, facts in expected.items():
-        path = os.path.join(folder, name)
-        if not os.path.isfile(path):
-            raise DataError(f"{path} is missing; {again}")
-        found = os.path.getsize(path), digest_of(path)
-        if found != facts:
-            words = (
-                "{} was changed or damaged: it has {:,} bytes, SHA-256 {}; expected {:,}, {}; {}"
-            )
-            raise DataError(words.format(path, *found, *facts, again))
+        meta = json.loads(read_file(f"{folder}/meta.json"))
+        for split in SPLITS:
+            path = os.path.join(folder, f"{split}.bin")
+            size = np.dtype(meta["dtype"]).itemsize * meta[f"{split}_tokens"]
+            digest = meta["sha256"][f"{split}.bin"]
+            if os.path.getsize(path) != size or digest_of(path) != digest:
+                raise ValueError(f"{path} has not {size:,} bytes with SHA-256 {digest}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        made = f"python prepare_data.py {os.path.basename(folder)}"
+        raise DataError(
+            f"a dataset is incomplete, changed or damaged ({type(error).__name__}: {error}); "
+            f"delete {folder}/meta.json and type the command that made it: {made} ..."
+        ) from error
     return meta
 
 
@@ -96,20 +88,17 @@ def dataset_of_run(
     It is `name`, or, if that cannot be downloaded, its FALLBACK with a loud warning. make(name,
     data_dir) makes one that is missing. so_far: the dataset of the run until now, or None.
     block_size: tokens in a window; train needs twice as many tokens, val one more than a window."""
-    fallback = FALLBACK.get(name)
     chosen = name
     try:
-        if fallback and (so_far == fallback or name in unreachable):
+        if so_far and so_far == FALLBACK.get(name):
             raise Offline("This run started without a network.")
         folder, meta = found_or_made(make, name, data_dir)
     except Offline as error:
-        if not fallback:
+        if name not in FALLBACK:
             raise
-        chosen = fallback
+        chosen = FALLBACK[name]
+        say(INSTEAD.format(bar="!" * 90, why=error, chosen=chosen, name=name))
         folder, meta = found_or_made(make, chosen, data_dir)
-        if name not in unreachable:  # loudly, once in a process: all numbers are of another text
-            say(INSTEAD.format(bar="!" * 90, why=error, chosen=chosen, name=name))
-            unreachable.add(name)
     for split, least in (("train", 2 * block_size), ("val", block_size + 1)):
         if (tokens := meta[f"{split}_tokens"]) < least:
             found = f"--block_size={block_size}: {split}.bin has {tokens:,} tokens"
@@ -187,9 +176,11 @@ def batches(
         for batch in loader:
             yield *to_device(batch, device), 1000 * (time.perf_counter() - began)
             began = time.perf_counter()
-    except (ConnectionError, EOFError):  # a worker was killed while it sent this batch:
-        time.sleep(1)  # torch's own error, which says so, comes meanwhile
-        raise
+    except (ConnectionError, EOFError) as error:
+        time.sleep(1)  # torch's own error, if a worker has died, comes meanwhile, or came before
+        if len(multiprocessing.active_children()) == num_workers:
+            raise  # an error of the dataset
+        raise RuntimeError("DataLoader worker was killed while it sent a batch") from error
 
 
 def live_as_long_as_the_run(worker: int) -> None:
@@ -239,9 +230,9 @@ class Char:
         return {"chars": "".join(sorted(set(text)))}
 
     def encode(self, text: str) -> np.ndarray:
-        if missing := sorted(set(text) - self.ids.keys())[:20]:
+        if missing := sorted(set(text) - self.ids.keys()):
             raise DataError(f"the vocabulary lacks {' '.join(map(repr, missing))}")
-        return np.fromiter(map(self.ids.__getitem__, text), np.uint32, len(text))
+        return np.fromiter(map(self.ids.get, text), np.uint32, len(text))
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.chars[i] for i in ids)
@@ -286,8 +277,8 @@ class GPT2:
         return self.encoding.decode(list(map(int, ids)))
 
 
-# A tokenizer of your own is a class and a name here, which --tokenizer takes. It is built from
-# `meta`; it needs encode, decode and vocab_size. If it learns its vocabulary, it also has
+# A tokenizer of your own is a class and a name here and beside prepare_data.py's --tokenizer. It is
+# built from `meta`; it needs encode, decode and vocab_size. If it learns its vocabulary, it also has
 # learn(text), whose dict goes into `meta`; end_of_text is the id that follows each document of a
 # corpus, if any; encode_batch(texts) is a faster encode.
 TOKENIZERS = {"char": Char, "byte": Byte, "gpt2": GPT2}

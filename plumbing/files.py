@@ -13,11 +13,11 @@ from typing import Any, TextIO
 
 
 @contextmanager
-def replacing(path: str | Path, suffix: str = ".tmp") -> Iterator[Path]:
-    """Yields a name for the caller to write: `path` + suffix, one for each process that may write.
-    The file is then fsynced and takes the place of `path`; on an error, `path` stays as it was."""
+def replacing(path: str | Path) -> Iterator[Path]:
+    """Yields `path` + ".tmp" for the caller to write. The file is then fsynced and takes the place
+    of `path`; on an error, `path` stays as it was."""
     path = Path(path)
-    temporary = path.with_name(path.name + suffix)
+    temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)  # left behind by a kill
     try:
         yield temporary

@@ -8,7 +8,6 @@ import gc
 import os
 import platform
 import re
-import resource
 import sys
 import timeit
 from pathlib import Path
@@ -93,14 +92,9 @@ def choose_dtype(name: str, device: torch.device) -> tuple[str, str]:
     if device.type == "mps" and torch.backends.mps.is_macos_or_newer(14, 0):
         return "bfloat16", "macOS 14 or newer"
     native = cpu_info()[1] & {"amx_bf16", "avx512_bf16"}
-    if device.type == "cpu" and native and kernels_have_bfloat16():
+    if device.type == "cpu" and native:
         return "bfloat16", f"this CPU has {min(native)}"
     return "float32", "nothing smaller is native here"
-
-
-def kernels_have_bfloat16() -> bool:
-    """Whether oneDNN may use the CPU's: a variable such as ONEDNN_MAX_CPU_ISA=AVX2 forbids them."""
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def choose_compile(
@@ -180,12 +174,12 @@ def gpu_util(device: torch.device) -> float | None:
 
 def memory_gb(device: torch.device) -> float | None:
     """Memory in 1e9 bytes: the peak of CUDA's allocator since reset_peak_memory(), else what this
-    process has at present, without the pages of files, such as the data, that it has mapped."""
+    process has at present, without the pages of files, such as the data, that it has mapped. None
+    if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
-    if sys.platform == "linux":
-        return bytes_in("/proc/self/status", "RssAnon") / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e9  # in bytes on macOS
+    used = bytes_in("/proc/self/status", "RssAnon")
+    return used and used / 1e9
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -198,12 +192,13 @@ def free_memory(device: torch.device) -> int | None:
     """Bytes free on the device, or None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]  # cached blocks may be too small: not counted
-    is_known = device.type == "cpu" and sys.platform == "linux"
-    return bytes_in("/proc/meminfo", "MemAvailable") if is_known else None
+    return bytes_in("/proc/meminfo", "MemAvailable") if device.type == "cpu" else None
 
 
-def bytes_in(path: str, name: str) -> int:
-    """What a file of Linux's /proc says in kB in the line of `name`."""
+def bytes_in(path: str, name: str) -> int | None:
+    """What a file of Linux's /proc says in kB in the line of `name`; None on other systems."""
+    if sys.platform != "linux":
+        return None
     return 1024 * int(Path(path).read_text().split(f"{name}:")[1].split()[0])
 
 
@@ -226,7 +221,6 @@ def device_name(device: torch.device) -> str:
 
 def describe_machine(device: torch.device) -> dict:
     """Versions and hardware, recorded because they could explain a difference between two runs."""
-    cuda = device.type == "cuda"
     driver = Path("/proc/driver/nvidia/version")
     return {
         "versions": {
@@ -234,7 +228,7 @@ def describe_machine(device: torch.device) -> dict:
             "torch": str(torch.__version__),
             "numpy": np.__version__,
             "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version() if cuda else None,
+            "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
         },
         "hardware": {
             "platform": platform.platform(),
@@ -242,7 +236,6 @@ def describe_machine(device: torch.device) -> dict:
             "instruction_set": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
             "device": device_name(device),
-            "gpu_count": torch.cuda.device_count() if cuda else 0,
             "world_size": world_size(),
             "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
         },

@@ -3,7 +3,6 @@
 import math
 import platform
 import sys
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,13 @@ from plumbing.machine import choose_dtype, device_name
 from plumbing.ranks import say, world_size
 from plumbing.run_folder import Clock, RunFolder
 
-# Knobs that are resolved once. A resume takes the checkpoint's values, unless flags ask for others.
+# Knobs that are resolved once. A resume takes the checkpoint's values, unless the command asks for
+# others.
 KEPT = ("dtype", "compile", "batch_size", "accum_steps", "warmup_steps", "decay_steps")
 SPLIT = {"batch_size", "accum_steps"}  # of the global batch, one as given with the other
 ASKS_NOTHING = {"dtype": "auto", "compile": "auto", "decay_steps": 0}
-# What a resume mentions, beside knobs and code, if it has changed
+PLACES = ("out_dir", "data_dir", "resume")  # knobs that a resume does not mention
+# What it mentions, beside the other knobs and code, if it has changed
 FACTS = ("torch", "python", "device", "threads", "ranks", "micro_batch", "git_commit")
 
 
@@ -32,6 +33,7 @@ def identity_of(config: Config, knobs: dict, data: dict, device: torch.device) -
     """What a checkpoint keeps as `run`: all knobs as resolved, and facts. knobs: globals of
     train.py. data: its facts["data"]."""
     return {name: knobs[name] for name in config.knobs} | {
+        "written": {name: config.base[name] for name in KEPT},
         "global_batch": product(knobs, SPLIT) * world_size(),
         "dataset": data["name"],
         "data": data["fingerprint"],
@@ -54,7 +56,7 @@ def own_code() -> dict[str, str]:
         is_own = path.is_relative_to(REPO) and "-packages" not in str(path)
         if path.suffix == ".py" and path.is_file() and (is_own or name == "__main__"):
             key = str(path.relative_to(REPO)) if is_own else name
-            found[key] = sha256(path.read_bytes()).hexdigest()[:16]
+            found[key] = digest_of(path)[:16]
     return found
 
 
@@ -62,9 +64,9 @@ def known_changes(then: dict, now: dict, knobs: dict) -> dict[str, list]:
     """{name: [then, now]} of what differs between two identities: knobs, facts, and .py files that
     both have loaded. This is information: nothing depends on it."""
     then, now = ({**each, "ranks": each["world_size"], **each["code"]} for each in (then, now))
-    names = [name for name in knobs if not name.endswith("_dir") and name != "resume"]
-    names = [name for name in (*names, *FACTS, *now["code"]) if name in then and name in now]
-    return {name: [then[name], now[name]] for name in names if then[name] != now[name]}
+    both = [name for name in (*knobs, *FACTS, *now["code"]) if name in then and name in now]
+    changed = [name for name in both if then[name] != now[name] and name not in PLACES]
+    return {name: [then[name], now[name]] for name in changed}
 
 
 # ---- may this run continue? ----------------------------------------------------------------------
@@ -81,7 +83,9 @@ def find_checkpoint(folder: RunFolder, resume: str, set_aside: bool) -> Path | N
                 again = folder.fresh_out_dir()
                 fail(f"--resume=never, and {folder.path} holds a run; write {again}")
             path = checkpoint.newest_valid(folder.path, set_aside)
-            if not path and (checkpoint.newest_first(folder.path) or has_trained(folder)):
+            log = folder.rows.read_text(errors="replace") if folder.rows.is_file() else ""
+            has_begun = checkpoint.newest_first(folder.path) or '"kind": "train"' in log
+            if has_begun and not path:
                 found = f"the run in {folder.path} has no checkpoint that can be read"
                 fail(f"{found}; to start again write --resume=restart or {folder.fresh_out_dir()}")
         if resume not in ("auto", "never", "restart"):
@@ -90,11 +94,6 @@ def find_checkpoint(folder: RunFolder, resume: str, set_aside: bool) -> Path | N
         place = shown(error.filename or folder.path)
         fail(f"{place} cannot be read ({error.strerror}); it may be undamaged: it stays as it is")
     return path
-
-
-def has_trained(folder: RunFolder) -> bool:
-    rows = folder.rows
-    return rows.is_file() and '"kind": "train"' in rows.read_text(errors="replace")
 
 
 def checkpoint_asked_for(folder, newest: Path | None, asked: Path) -> Path:
@@ -119,7 +118,7 @@ def resolve_auto_knobs(
     config: Config, saved: dict | None, device: torch.device
 ) -> tuple[dict, dict]:
     """({knob: value}, {knob: why}) of the knobs in KEPT: on a resume as in the checkpoint `saved`,
-    unless a flag asks for another value; else by the hardware and other knobs. A new run's
+    unless the command asks for another value; else by the hardware and other knobs. A new run's
     `compile` is left to choose_compile()."""
     kept = {name: config[name] for name in KEPT}
     reasons = {}
@@ -142,11 +141,13 @@ def resolve_auto_knobs(
 
 
 def asks_for(name: str, config: Config, saved: dict) -> bool:
-    """Whether a flag asks for another value of a knob than the run in checkpoint `saved` has."""
-    same = [ASKS_NOTHING.get(name), saved["run"][name]]
+    """Whether a flag, or an edited config file, asks for another value of a knob than the run in
+    checkpoint `saved` has."""
+    then = saved["run"]
+    same = [then[name]] if name in config.typed else [then["written"][name]]
     if name in SPLIT:  # other ranks may have split it anew
         same.append(saved["config"][name])
-    return name in config.typed and config[name] not in same
+    return config[name] not in (ASKS_NOTHING.get(name), *same)
 
 
 def refuse_ended_schedule(config: Config, planned: int) -> None:
@@ -186,10 +187,9 @@ def continue_from(run: Any, saved: dict, config: Config) -> None:
         found = f"{name} changed from {was} to {new}: this run cannot be resumed with that"
         fail(f"{found}; write {again}{hint}")
     step = saved["state"]["step"]
-    least = step if own else step + 1
-    if config["max_steps"] < least and (not own or "max_steps" in config.typed):
+    if config["max_steps"] < step and "max_steps" in config.typed:
         found = f"--max_steps={config['max_steps']}: {shown(run.path)} is at step {step:,}"
-        fail(f"{found}; expected at least {least}, or write {again}")
+        fail(f"{found}; expected at least {step}, or write {again}")
     now["began_from"] = then.get("began_from") if own else str(run.path.resolve())
     if now["batch_size"] == then["batch_size"]:
         run.state["micro_batch"] = saved["state"]["micro_batch"]
@@ -208,14 +208,10 @@ def other_run(run: Any, saved: dict) -> dict[str, list]:
     old = saved["model"]
     new = run.model.state_dict()
     for name in new | old:
-        pairs[name] = [shape_of(weights.get(name)) for weights in (old, new)]
+        pairs[name] = [getattr(part.get(name), "shape", "absent") for part in (old, new)]
     if saved["groups"] != checkpoint.groups_of(run):
         pairs["the grouping of weights by configure_optimizers"] = ["the run's", "another"]
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def shape_of(weight: Any) -> list | str:
-    return [*weight.shape] if isinstance(weight, torch.Tensor) else "absent"
 
 
 def is_finished(run: Any) -> bool:
@@ -235,6 +231,8 @@ def close_finished(run: Any) -> None:
     name = shown(run.folder.path)
     again = f"--resume=restart or {run.folder.fresh_out_dir()}"
     knob = "--patience" if step < config["max_steps"] else "--max_steps"
+    if not run.folder.owns(run.path):
+        fail(f"{shown(run.path)} is at step {step:,}; raise {knob}")
     longer = (
         f"to train it longer, raise {knob} with --out_dir={name}; to start again, write {again}"
     )

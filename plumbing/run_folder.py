@@ -168,8 +168,9 @@ class RunFolder(ExitStack):
         self.witness = None
         self.record(step, "resume_checked", **found)
         words = console.resume_words(found, changed)
-        is_off = not self.facts["run"]["deterministic"]
-        say(f"{words} (deterministic mode is off)" if is_off else words)
+        if not self.facts["run"]["deterministic"]:
+            words += " (deterministic mode is off)"
+        say(words)
 
     def end(self, ended: str, clock: "Clock", state: dict, report: bool) -> None:
         """Record how the run ended, finish wandb, make the report, print what to type next."""
@@ -191,7 +192,7 @@ class RunFolder(ExitStack):
         clock.lap("report")
         self.write_facts()
         writes_text = "tokenizer" in self.facts["data"]["meta"]
-        console.print_next(ended, self.path, writes_text)
+        console.print_next(self.path, writes_text)
 
     # ---- metrics.jsonl ---------------------------------------------------------------------------
 
@@ -269,9 +270,10 @@ class RunFolder(ExitStack):
 def write_report(folder: Path) -> None:
     """Print what report.py prints, run for at most a minute; one line if it fails."""
     command = [sys.executable, str(REPO / "report.py"), str(folder)]
-    quiet = {"stderr": subprocess.PIPE, "text": True}
     try:
-        say(subprocess.check_output(command, timeout=60, **quiet).rstrip())
+        say(
+            subprocess.check_output(command, stderr=subprocess.PIPE, text=True, timeout=60).rstrip()
+        )
     except (OSError, subprocess.SubprocessError) as error:
         say(f"report   failed ({error})")
 

@@ -4,7 +4,6 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
-from types import FrameType
 
 from plumbing.console import say
 
@@ -33,11 +32,11 @@ class Signals:
         for number, handler in self.before.items():  # None: not Python's, which cannot restore it
             signal.signal(number, handler or signal.SIG_DFL)
 
-    def handle(self, number: int, frame: FrameType | None = None) -> None:
+    def handle(self, number: int, frame: object) -> None:
         if number == signal.SIGUSR1:
             self.save = True
             return
-        self.stop = self.stop or int(number)
+        self.stop = self.stop or number
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # the second ends a process that hangs, too
             newest = f"newest checkpoint: step {self.newest_save():,}"
@@ -46,8 +45,7 @@ class Signals:
 
     def interrupt(self) -> None:
         """From here on Ctrl-C is Python's KeyboardInterrupt: to end a wait."""
-        if self.before:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def orphaned(self) -> bool:
         """Whether torchrun has died: its ranks run in their own sessions, and would survive it."""

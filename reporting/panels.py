@@ -140,8 +140,11 @@ def panels_of(runs):
 
 def panels_of_one(run):
     """The loss, and the fields that have numbers, with the events of the run."""
-    drawn = [name for name, field in FIELDS.items() if field.kind == "train" and field.plot]
-    numbers = [(name, run.train["step"], run.train[name]) for name in drawn]
+    numbers = [
+        (name, run.train["step"], run.train[name])
+        for name, field in FIELDS.items()
+        if field.kind == "train" and field.plot
+    ]
     events = events_of(run)
     panels = []
     for name, steps, values in [*numbers, *results.new_fields(run)]:

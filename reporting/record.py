@@ -106,7 +106,7 @@ def columns(rows: list[dict], kind: str) -> dict[str, np.ndarray]:
     """{field: array} by increasing step; of two rows of the same step the later one counts."""
     by_step = {row["step"]: row for row in rows if row["kind"] == kind}
     rows = [by_step[step] for step in sorted(by_step)]
-    others = set().union(*rows) - {"kind", "finite"}
+    others = set().union(*rows) - FIELDS.keys()
     table = {}
     for name in [*numbers_of(kind), *sorted(others)]:
         table[name] = np.array([number_of(row.get(name)) for row in rows])

@@ -98,7 +98,7 @@ def outcome(run):
             found[what] = form.format(value)
     kinds = [f"{kind} {duration(seconds)}" for kind, seconds in spent.items()]
     found["wall time, start included"] = least + duration(seconds)
-    found["of that"] = ", ".join(kinds) or "n/a"
+    found["of that"] = ", ".join(kinds)
     return found
 
 

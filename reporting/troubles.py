@@ -13,7 +13,7 @@ from reporting.record import half_window, known, mean, median, number_of, smooth
 from reporting.results import ended, happened, unit_of
 
 Finding = namedtuple("Finding", "name title shows cure")
-SECTION = re.compile(r"([^\n]*) \((\w+)\)\n.*\*\*Cure\*\*: (.*?)(?:\n\n|\Z)", re.DOTALL)
+SECTION = re.compile(r"## ([^\n]*) \((\w+)\)\n.*?\*\*Cure\*\*: (.*?)(?:\n\n|\Z)", re.DOTALL)
 
 
 @cache
@@ -22,8 +22,7 @@ def texts():
     page = (REPO / "docs" / "trouble.md").read_text(encoding="utf-8")
     page = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", page)  # without links
     found = {}
-    for section in filter(None, map(SECTION.match, page.split("\n## "))):
-        title, name, cure = section.groups()
+    for title, name, cure in SECTION.findall(page):
         found[name] = title, " ".join(cure.split())
     return found
 

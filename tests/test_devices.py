@@ -29,7 +29,6 @@ def test_the_gpu_is_found_by_default():
 
 
 def test_bfloat16_is_the_default_only_where_the_cpu_computes_in_it(monkeypatch):
-    monkeypatch.setattr(machine, "kernels_have_bfloat16", lambda: True)
     for flag, expected in (
         ("amx_bf16", "bfloat16"),
         ("avx512_bf16", "bfloat16"),
@@ -38,9 +37,6 @@ def test_bfloat16_is_the_default_only_where_the_cpu_computes_in_it(monkeypatch):
         monkeypatch.setattr(machine, "cpu_info", lambda flag=flag: ("a CPU", {flag}))
         assert machine.choose_dtype("auto", CPU)[0] == expected
         assert machine.choose_dtype("bfloat16", CPU) == ("bfloat16", "as given")
-    monkeypatch.setattr(machine, "cpu_info", lambda: ("a CPU", {"amx_bf16"}))
-    monkeypatch.setattr(machine, "kernels_have_bfloat16", lambda: False)
-    assert machine.choose_dtype("auto", CPU)[0] == "float32"
 
 
 def test_compile_auto_on_a_cpu_is_decided_by_flops_alone():

@@ -21,12 +21,8 @@ WITH_README = [*PAGES, "README.md"]
 RUN = [*WITH_README, "docs/forks.md", "docs/errata.md", "docs/exercises.md"]
 PICTURES = sorted(path.name for path in REPO.glob("docs/*.png"))
 EXAMPLES = sorted(path.relative_to(REPO).as_posix() for path in REPO.glob("examples/*.py"))
-NEEDS = (
-    "needs a network",
-    "needs a GPU",
-    "needs several nodes",
-    "in a clone",
-)  # why a block is only shown
+# why a block is only shown
+NEEDS = ("needs a network", "needs a GPU", "needs several nodes", "in a clone")
 SCRIPTS = [f"{name}.py" for name in "train bench check report replay sample prepare_data".split()]
 # of other programs, as the pages use them
 FOREIGN = set("standalone nproc_per_node signal shutdown max build gpus shm help index".split())

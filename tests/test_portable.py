@@ -10,7 +10,7 @@ import torch
 from conftest import REPO, events, first
 from helpers import python, torchrun
 
-from lab.logged import differences
+from lab.logged import first_difference
 from plumbing import machine
 
 CPU = torch.device("cpu")
@@ -104,7 +104,7 @@ def test_another_cpu_computes_the_same_bits(python_train, cpu):
     here = python_train("here", *flags, PORTABLE)
     there = python_train("there", *flags, PORTABLE, **emulated)
     assert here.fingerprint(4) == there.fingerprint(4)
-    assert differences(here.out_dir, there.out_dir).first_difference is None
+    assert first_difference(here.out_dir, there.out_dir) is None
     assert events(here, "sample")[0]["text"] == events(there, "sample")[0]["text"]
 
     here, there = (python_train(n, *flags, **how) for n, how in (("a", {}), ("b", emulated)))

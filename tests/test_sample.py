@@ -106,7 +106,7 @@ def test_a_prompt_with_unknown_characters_is_refused_by_name(trained, run_sample
 
 def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp_path):
     refused(run_sample(), "one run")
-    refused(run_sample(tmp_path / "nowhere"), "nowhere", "is not there")
+    refused(run_sample(tmp_path / "nowhere"), "no checkpoint in", "nowhere")
     refused(run_sample(tmp_path), "no checkpoint")
     refused(run_sample(trained / "run.json"), "run.json")
     torch.save({"weights": torch.ones(3)}, tmp_path / "foreign.pt")
