@@ -89,8 +89,7 @@ def exact(job):
         "compile": train.compile,
         "report": False,
     }
-    names = [f"exact {n}" for n in range(exact_runs)]
-    folders = [trained(job, name, job.script, job.argv, **few) for name in names]
+    folders = [trained(job, f"exact {n}", job.script, job.argv, **few) for n in range(exact_runs)]
     found = [first_difference(folders[0], folder) for folder in folders[1:]]
     others = [f"\n  {in_words(difference)}" for difference in found if difference]
     runs = f"{exact_runs} processes, {exact_steps} steps each"
@@ -160,17 +159,19 @@ def compare(job):
         return same_bits(job, *other)
     most = seeds or max_seeds
     say(f"\nagainst: at most {most} seeds; validation loss at the end, seconds of the process")
-    runs, differences = [], []
+    runs = []
     for n in range(most):
         runs.append(raced({"": (job.script, job.argv), "other ": other}, train.seed + n))
-        differences.append(runs[-1]["loss"] - runs[-1]["other loss"])
+        differences = [run["loss"] - run["other loss"] for run in runs]
         verdict = verdict_on(differences, comparisons)
         if n and not seeds and verdict != "not shown":
             break
     rows = with_mean(runs)
     low, high = interval(differences, comparisons)
-    say(f"  mean difference {mean(differences):+.4f}, 95% interval {low:+.4f} to {high:+.4f}")
-    say(f"  (the interval holds however often one looks; comparisons {comparisons})")
+    say(
+        f"  mean difference {mean(differences):+.4f}, 95% interval {low:+.4f} to {high:+.4f}\n"
+        f"  (the interval holds however often one looks; comparisons {comparisons})"
+    )
     ratio = rows["mean"]["seconds"] / rows["mean"]["other seconds"]
     say(f"  time: first / second {ratio:.2f}\nverdict: {verdict}")
     return {"runs": rows, "interval": [low, high], "time": ratio, "verdict": verdict}

@@ -31,7 +31,6 @@ from lab.logged import (
     Position,
     first_difference,
     in_words,
-    position_of,
 )
 from plumbing import cli, machine, ranks
 from plumbing.checkpoint import file_name
@@ -81,27 +80,23 @@ def main(argv: list[str] | None = None) -> int:
 # ---- the script that trained a run: only what the user typed is executed -------------------------
 
 
-def script_of(run: Logged) -> Path:
-    """What was typed, or train.py. Raises BadInput if that is not what trained the run: then says
-    what to type."""
-    own = Path(__file__).with_name("train.py")
-    name = Path(run.facts["command"][0]).name
-    if script and not Path(script).is_file():
-        fail(f"--script={script}: there is no such file")
-    if script and not (against and name == own.name):  # then the other run is of the script
-        return Path(script)
-    if name != own.name:
-        found = f"{run.path} was trained by {name}"
-        fail(f"{found}; if that is your code, add its path: --script={name}")
-    return own
-
-
-def loop_of(path: Path) -> ModuleType:
-    """The module with the loop of the script at `path`: train, where the script replaces functions
-    of it, or the script itself, where it is a copy of train.py."""
-    sys.path.insert(0, str(path.resolve().parent))
-    module = importlib.import_module(path.stem)
-    return module if hasattr(module, "Watch") else importlib.import_module("train")
+def loop_of(run: Logged) -> ModuleType:
+    """The module with the loop that trained a run: train, also where what was typed replaces
+    functions of it, or what was typed, where that is a copy of train.py. Raises BadInput if
+    something else trained the run: then says what to type."""
+    is_own = run.script == "train.py"
+    if script and not (against and is_own):  # then the other run is of the script
+        path = Path(script)
+        if not path.is_file():
+            fail(f"--script={script}: there is no such file")
+        sys.path.insert(0, str(path.resolve().parent))
+        module = importlib.import_module(path.stem)
+        if hasattr(module, "Watch"):
+            return module
+    elif not is_own:
+        found = f"{run.path} was trained by {run.script}"
+        fail(f"{found}; if that is your code, add its path: --script={run.script}")
+    return importlib.import_module("train")
 
 
 # ---- one step ------------------------------------------------------------------------------------
@@ -153,9 +148,9 @@ def verify_run(run: Logged) -> int:
     if again.difference():
         return 1
     say(
-        f"covered: {again.comparison.equal} rows, the hash of each save, the checkpoints that are there"
+        f"covered: {again.comparison.equal} rows, the hash of each save, the checkpoints that are "
+        "there\nnot covered: rows removed from the end, a missing best.pt, times, text, other events"
     )
-    say("not covered: rows removed from the end, a missing best.pt, times, text, other events")
     return 0
 
 
@@ -172,7 +167,7 @@ def where_they_part(one: Logged, other: Logged) -> int:
     at = found["step"] if found else last
     here, there = (run.stretches(BEGINNING, run.position(at))[-1][0] for run in (one, other))
     for name in here:
-        if here[name] != there.get(name) and name != "out_dir":
+        if here[name] != there.get(name):
             say(f"{name}: {here[name]}, {there.get(name)}")
     if not found:
         say(f"equal: all numbers of the steps up to {last}")
@@ -187,7 +182,7 @@ def first_tensor(one: Logged, other: Logged, at: int) -> str:
     in the step before `at`, or in that step."""
     found = {}
     # a script may replace functions of train, so its run comes second
-    for run in sorted((one, other), key=lambda run: script_of(run).name != "train.py"):
+    for run in sorted((one, other), key=lambda run: run.script != "train.py"):
         shown = run.position(at - 1), run.position(at)
         found[run] = Again(run, shown[-1], shown)
         found[run].compute()
@@ -213,11 +208,11 @@ class Again:
 
     def __init__(self, run: Logged, end: Position, shown: Sequence[Position] = ()):
         self.logged = run
-        self.loop = loop_of(script_of(run))
+        self.loop = loop_of(run)
         self.shown = shown
         latest = shown[0].step - 1 if shown else max(since, run.first)
-        self.start = run.start_before(end, latest) if latest else None  # (path, content)
-        self.begin_at = position_of(self.start[1]) if self.start else BEGINNING
+        self.start = run.start_before(end, latest) if latest else None
+        self.begin_at = self.start[0] if self.start else BEGINNING
         self.end_at = end
         self.stop = end  # of what is computed with the same settings
         self.is_over = False  # that
@@ -254,7 +249,7 @@ class Again:
     def step(self, run: Any, take: Callable[[], dict], inputs, targets, lr: float) -> dict:
         state = run.state
         if self.start:  # it is alone in its folder, and so train.py makes it a target of rollbacks
-            state["first_step"] = self.start[1]["state"]["first_step"]
+            state["first_step"] = self.start[2]["state"]["first_step"]
         position = Position(state["rollbacks"], state["step"] + 1)
         if save and position == self.end_at:
             self.saved = mapped(steps.copied, run.checkpoint())
@@ -271,7 +266,7 @@ class Again:
         due.save_now |= (at, "saved") in self.logged.rows
         is_enough = self.is_refuted() or self.stop == (run.state["rollbacks"], at)
         self.is_over = any(ranks.agree(self.is_over or is_enough))
-        if self.is_over and not due.ending:
+        if self.is_over:
             due.ending = "computed again", 1
 
     def end(self, run: Any) -> None:
@@ -285,7 +280,7 @@ class Again:
     def compute(self) -> None:
         """Raises RunFailed if the end is not reached."""
         run = self.logged
-        place = self.start[0].name if self.start else "its beginning"
+        place = self.start[1].name if self.start else "its beginning"
         say(f"computing {run.path} from {place} to step {self.end_at.step}")
         port = os.environ.get("MASTER_PORT", os.getpid())  # all ranks need the same folder
         scratch = Path(gettempdir(), f"replay_{port}_{new_group()}")
@@ -294,7 +289,7 @@ class Again:
             if is_first_rank():
                 scratch.mkdir(0o700)
                 if self.start:
-                    torch.save(self.start[1], scratch / file_name(self.begin_at.step))
+                    torch.save(self.start[2], scratch / file_name(self.begin_at.step))
             for settings, stop in run.stretches(self.begin_at, self.end_at):
                 self.stop = stop
                 self.is_over = False
@@ -342,8 +337,7 @@ ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # names a group of ranks in torchrun's s
 
 def new_group() -> str:
     """Each group of ranks needs a name of its own, as the one before has left its keys there."""
-    launch, _, number = os.environ.get(ATTEMPT, "0").partition("_")
-    os.environ[ATTEMPT] = f"{launch}_{int(number or 0) + 1}"
+    os.environ[ATTEMPT] = os.environ.get(ATTEMPT, "0") + "_"
     return os.environ[ATTEMPT]
 
 

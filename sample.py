@@ -24,7 +24,7 @@ from model import InvalidShape, build_model, generate
 from plumbing import checkpoint as checkpoints
 from plumbing.checkpoint import Damaged
 from plumbing.cli import configured, fail, printable, run_script
-from plumbing.data import needed, read_file, tokenizer_of
+from plumbing.data import read_file, tokenizer_of
 from plumbing.files import replacing
 from plumbing.machine import choose_device, choose_dtype
 from prepare_data import decode_utf8
@@ -169,7 +169,6 @@ def read_start() -> str:
 
 def export_weights(saved: dict, title: str) -> None:
     """Write the weights alone, under their own names, to `export`: of any model, not only a GPT."""
-    needed("safetensors", "--export")
     from safetensors.torch import save
 
     weights, averages = saved["model"], saved.get("ema") or {}

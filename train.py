@@ -369,11 +369,12 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
             ending = stopped_by(signal.SIGINT)
             raise
         except Exception as error:
-            why = safe_step.explain(error)
-            ending = f"failed: {why or f'{type(error).__name__}: {error}'}", 1
-            if why in (None, error):
-                raise
-            raise why from error
+            kind = "" if isinstance(error, RunFailed) else f"{type(error).__name__}: "
+            ending = f"failed: {kind}{error}", 1
+            if str(error).startswith("DataLoader"):  # a worker; the rest is torch's advice
+                found = str(error).partition(". ")[0]
+                raise RunFailed(f"{found} (out of memory?); the same command resumes") from error
+            raise
         finally:
             saver.wait()
             run.folder.end(ending[0], clock, run.state, report)

@@ -79,15 +79,10 @@ class Position(NamedTuple):
 BEGINNING = Position(0, -1)
 
 
-def position_of(content: dict) -> Position:
-    """Of a checkpoint."""
-    return Position(content["state"]["rollbacks"], content["state"]["step"])
-
-
 class Logged:
     """A run's folder: run.json, metrics.jsonl and checkpoints.
 
-    facts: run.json. rows: {(step, kind): row} of the rows that stand, of KINDS. saves: events
+    facts: run.json. script: name of the file that was run. rows: {(step, kind): row} of the rows that stand, of KINDS. saves: events
     `saved` that stand. rollbacks: the events. resumes: [(Position, event)] of those whose steps
     stand. began_from: path of the checkpoint of another run with which this one began, or None.
     first, last: the step before the first one, and the last one. Raises BadInput if the folder
@@ -97,6 +92,7 @@ class Logged:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.facts = read_json(self.path / "run.json")
+        self.script = Path(self.facts.get("command", [""])[0]).name
         self.began_from = self.facts.get("run", {}).get("began_from")
         self.rows = {}
         self.saves = []  # two of a step, around a rollback, have two hashes
@@ -132,8 +128,8 @@ class Logged:
 
     def rows_between(self, first: int, last: float, kinds: tuple = KINDS) -> list[dict]:
         """Rows of the steps first + 1 to last."""
-        asked = [key for key in self.rows if first < key[0] <= last and key[1] in kinds]
-        return sorted((self.rows[key] for key in asked), key=itemgetter("step"))
+        keys = sorted(self.rows, key=itemgetter(0))
+        return [self.rows[key] for key in keys if first < key[0] <= last and key[1] in kinds]
 
     # ---- its course ------------------------------------------------------------------------------
 
@@ -148,7 +144,8 @@ class Logged:
         Settings: every knob as resolved, but the model of the device, `threads` and `ranks`.
         run.json has the last ones; from there back, each resume says what was changed."""
         run = self.facts["run"]
-        settings = {name: run[name] for name in self.facts["config"] if name != "resume"}
+        own = ("out_dir", "resume")
+        settings = {name: run[name] for name in self.facts["config"] if name not in own}
         settings |= {"threads": run["threads"], "ranks": run["world_size"]}
         parts = []
         resumes = self.resumes[1:] if self.began_from else self.resumes  # that one is its start
@@ -163,19 +160,19 @@ class Logged:
 
     # ---- its checkpoints -------------------------------------------------------------------------
 
-    def start_before(self, end: Position, latest: int) -> tuple[Path, dict] | None:
-        """(path, content) of the newest checkpoint before `end`, up to step `latest`, with a hash
-        that the log has. None: begin as the run did."""
+    def start_before(self, end: Position, latest: int) -> tuple[Position, Path, dict] | None:
+        """(Position, path, content) of the newest checkpoint before `end`, up to step `latest`, with
+        a hash that the log has. None: begin as the run did."""
         known = {save.get("sha256") for save in self.saves}
         found = []
         for path in checkpoint.newest_first(self.path):
             with suppress(checkpoint.Damaged, OSError):
                 content = checkpoint.load(path)
-                position = position_of(content)
+                position = Position(content["state"]["rollbacks"], content["state"]["step"])
                 is_before = position.step <= latest and position < end
                 if is_before and checkpoint.digest_of_state(content) in known:
-                    found.append((path, content))
-        return max(found, key=lambda each: position_of(each[1]), default=None)
+                    found.append((position, path, content))
+        return max(found, key=itemgetter(0), default=None)
 
     def faults(self) -> list[str]:
         """In words: checkpoints that are damaged or not those that the log has. Not found: a file

@@ -14,7 +14,8 @@ from plumbing import ranks
 from plumbing.cli import printable
 from plumbing.data import DataError, tokenizer_of
 from plumbing.files import replacing
-from plumbing.safe_step import Captured, as_bytes, by_path
+from plumbing.ranks import as_bytes
+from plumbing.safe_step import Captured, by_path
 from reporting.results import table
 
 MOST_SEQUENCES = 64  # on the page; those of the highest loss
@@ -95,11 +96,9 @@ def first_in_traces(one: list, other: list) -> str:
     for (name, leaf), (other_name, other_leaf) in zip(here, there, strict=False):
         if name != other_name:
             return f"{name} here, {other_name} there"
-        if not isinstance(leaf, torch.Tensor):
-            if repr(leaf) != repr(other_leaf):  # not by ==: nan != nan, and 0.0 == -0.0
-                return f"{name} ({leaf} and {other_leaf})"
-        elif not torch.equal(as_bytes(leaf), as_bytes(other_leaf)):
-            return name
+        if bytes(as_bytes(leaf)) != bytes(as_bytes(other_leaf)):
+            shown = f" ({leaf} and {other_leaf})"
+            return name if isinstance(leaf, torch.Tensor) else name + shown
     return ""
 
 
@@ -137,7 +136,7 @@ def sequences(seen: dict) -> list[str]:
         line = f"**Sequence {seen['first'] + i}**: loss {mean[i]:.4f}"
         with suppress(DataError, KeyError):  # there is no tokenizer, or it is not installed
             decode = tokenizer_of(seen["meta"]).decode
-            highest = losses[i].topk(min(3, len(losses[i])))
+            highest = losses[i].topk(3)
             worst = zip(targets[i, highest.indices].tolist(), highest.values, strict=True)
             words = [f"`{decode([token])!r}` {loss:.2f}" for token, loss in worst if token >= 0]
             text = textwrap.indent(decode(inputs[i].tolist()), "    ")

@@ -13,6 +13,7 @@ import signal
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 
+import numpy as np
 import torch
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -22,7 +23,7 @@ from plumbing import checkpoint, cli, data
 from plumbing.cli import RunFailed
 from plumbing.safe_step import buffers_of, clone, rng_state, set_rng_state
 from plumbing.witness import key_of
-from reporting.record import read_metrics
+from reporting.record import number_of, read_metrics
 
 STEPS = 7
 MASKED = 1  # the step in which the first sequence has no targets
@@ -108,18 +109,11 @@ def compared(expected, rows, tolerance):
     numbers are expected."""
     for (step, kind), row in sorted(expected.items()):
         for name, number in row.items():
-            told = rows.get((step, kind), {}).get(name)
+            told = number_of(rows.get((step, kind), {}).get(name))  # NaN stands there as null
             of_counts = 0.01 if name == "val_accuracy" else 0.0
-            if not same(told, number, rel_tol=tolerance, abs_tol=of_counts):
+            if not np.isclose(told, number, tolerance, of_counts, equal_nan=True):
                 return False, said(step=step, number=name, logged=told, expected=number)
     return True if expected else None, said(rows=len(expected))
-
-
-def same(told, number, **tolerances):
-    """Whether a number of a row is the expected one; null stands for what is not finite."""
-    if told is None or not math.isfinite(told):
-        return not math.isfinite(number)
-    return math.isclose(told, number, **tolerances)
 
 
 def said(**numbers):

@@ -24,7 +24,6 @@ from plumbing.cli import RunFailed, fail
 from plumbing.files import fsync, replacing
 from plumbing.fsdp import shard_like
 from plumbing.safe_step import (
-    as_bytes,
     by_path,
     clone,
     leaves,
@@ -230,9 +229,13 @@ def refuse_unequal_replicas(run) -> None:
     """Raises RunFailed if ranks differ in what a checkpoint keeps of rank 0 alone: weights and
     buffers that are not sharded, and the loop's state."""
     counters = "num_batches_tracked"  # BatchNorm's: ranks may have more or fewer micro-batches
+    if ranks.world_size() == 1:
+        return
     kept = by_path({**run.model.state_dict(), "FRESH_STATE": run.state})
-    alike = {n: kept[n] for n in kept if not hasattr(kept[n], "to_local") and counters not in n}
-    if names := ranks.replicas_differ(alike):
+    alike = [n for n in kept if not hasattr(kept[n], "to_local") and counters not in n]
+    everyone = ranks.from_all_ranks({n: ranks.checksum(kept[n]) for n in alike})
+    names = [n for n in alike if len({checksums[n] for checksums in everyone}) > 1]
+    if names:
         raise RunFailed(
             f"at step {run.state['step']} the ranks hold different bits in {', '.join(names)}: a "
             "step must draw and add the same numbers on every rank; the newest checkpoint is "
@@ -378,8 +381,7 @@ def digest_of_state(checkpoint: dict) -> str:
     digest = sha256()
     for path, leaf in sorted(leaves({k: checkpoint[k] for k in HASHED}), key=lambda x: str(x[0])):
         digest.update(str(path).encode())
-        is_tensor = isinstance(leaf, torch.Tensor)
-        digest.update(as_bytes(leaf).numpy() if is_tensor else repr(leaf).encode())
+        digest.update(ranks.as_bytes(leaf))
     return digest.hexdigest()
 
 

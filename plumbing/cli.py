@@ -107,8 +107,7 @@ class Knob:
     """What a script's source says of a knob."""
 
     default: Any
-    comment: str = ""
-    heading: str = ""  # the full-line comments above its group
+    comment: str
 
     @property
     def policy(self) -> str:
@@ -225,26 +224,19 @@ def product(values: dict, names: Collection[str]) -> int:
 def read_knobs(path: str | Path) -> dict[str, Knob]:
     """{name: Knob} of the knobs in the script at `path`, in order. A knob stands on one line."""
     knobs = {}
-    heading = ""
-    above = []  # the comments since the last statement
+    name = ""
     for line in Path(path).read_text(encoding="utf-8").splitlines():
+        if line.startswith(("def ", "class ", "@")):
+            break
+        if line.startswith("#  ") and name in knobs:
+            knobs[name].comment += " " + line.strip("# ")
+            continue
         name, _, value = line.partition(" = ")
-        default = None
         if NAME.fullmatch(name):
             with suppress(ValueError, SyntaxError):  # no plain value
                 default = ast.literal_eval(value)
-        if line.startswith(("def ", "class ", "@")):
-            break
-        elif line.startswith("#  ") and knobs and not above:
-            [*knobs.values()][-1].comment += " " + line.strip("# ")
-        elif line.startswith("#"):
-            above.append(line.strip("#-= "))
-        elif isinstance(default, str | int | float):
-            heading = " ".join(above) or heading
-            knobs[name] = Knob(default, value.partition(" # ")[2].strip(), heading)
-            above = []
-        elif line:
-            above = []
+                if isinstance(default, str | int | float):
+                    knobs[name] = Knob(default, value.partition(" # ")[2].strip())
     return knobs
 
 
@@ -300,10 +292,6 @@ def print_help(about: str, config: Config) -> None:
     """Print a script's docstring and its knobs, with the values that the arguments before --help
     give them."""
     print(about.strip())
-    heading = ""
     for name, knob in config.knobs.items():
-        if knob.heading != heading:
-            heading = knob.heading
-            print(f"\n{heading}")
         line = f"{f'  --{name}={show(config[name])}':<30}  {knob.comment}"
         print(textwrap.fill(line, 100, subsequent_indent=" " * 32))

@@ -1,6 +1,5 @@
 """What a run prints: its plan, lines of steps, evaluations, events, and what to type next."""
 
-import math
 import os
 import shlex
 import sys
@@ -63,8 +62,6 @@ def duration(seconds: float) -> str:
 
 def best_words(best_metric: str, state: dict) -> str:
     """What best.pt holds: `best validation loss 1.4599 at step 1,100`."""
-    if math.isinf(state["best_val_loss"]):
-        return "not evaluated yet"
     by = "best" if best_metric == "val_loss" else f"best by {best_metric}:"
     return f"{by} validation loss {state['best_val_loss']:.4f} at step {state['best_step']:,}"
 
@@ -107,7 +104,7 @@ ALL_FIELDS = (  # in the order of columns and panels
     Field("tokens_per_sec", "train", "clock", "tok/s",     "9,.0f", "tokens/s", "throughput"),
     Field("mfu",            "train", "clock", "mfu",       "6.1%",  "%",        "MFU"),
     Field("mem_gb",         "train", "clock", "GB",        "6.2f",  "GB",       "peak memory"),
-    Field("gpu_util",       "train", "clock", "gpu%",      "4.0f",  "%",        "GPU busy"),
+    Field("gpu_util",       "train", "clock", "",          "4.0f",  "%",        "GPU busy"),
     Field("loss_scale",     "train", "step",  "scale",     "8.3g",  "",         "loss scale"),
     Field("skipped",        "train", "step"),  # 1 if the update changed nothing
     Field("tokens",         "train"),  # targets trained on so far
@@ -132,7 +129,7 @@ def shown_fields(row: dict, kind: str) -> list[Field]:
     train_step or evaluate of a fork returned."""
     known = [f for f in ALL_FIELDS if f.heading and f.kind == kind and f.name in row]
     own = [Field(name, kind, heading=name, form="8.4g") for name in row if name not in FIELDS]
-    return [f for f in known + own if f.name != "gpu_util" or row["gpu_util"] is not None]
+    return known + own
 
 
 # ---- lines of a run ------------------------------------------------------------------------------
@@ -163,8 +160,7 @@ class Table:
         say(line, self.time_left(row["step"]).rjust(8))
 
     def progress(self, step: int) -> str:
-        width = max(7, len(str(self.max_steps)))
-        return f"{step:>{width}}/{self.max_steps:<{width}}"
+        return f"{step:>7}/{self.max_steps:<7}"
 
     def time_left(self, step: int) -> str:
         """At the speed of the row printed last."""

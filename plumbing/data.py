@@ -10,7 +10,6 @@ words)."""
 import atexit
 import ctypes
 import hashlib
-import importlib
 import json
 import math
 import multiprocessing
@@ -99,10 +98,10 @@ def dataset_of_run(
         chosen = FALLBACK[name]
         say(INSTEAD.format(bar="!" * 90, why=error, chosen=chosen, name=name))
         folder, meta = found_or_made(make, chosen, data_dir)
-    for split, least in (("train", 2 * block_size), ("val", block_size + 1)):
-        if (tokens := meta[f"{split}_tokens"]) < least:
-            found = f"--block_size={block_size}: {split}.bin has {tokens:,} tokens"
-            raise DataError(f"{found}; expected a smaller block_size, or a longer text")
+    if meta["train_tokens"] < 2 * block_size or meta["val_tokens"] <= block_size:
+        found = f"{meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate"
+        hint = "expected a smaller block_size, or a longer text"
+        raise DataError(f"--block_size={block_size}: {folder} has {found}; {hint}")
     return chosen, folder, meta
 
 
@@ -141,7 +140,7 @@ class OrderedWindows:
         starts = np.minimum(first_new, len(self.tokens) - 1 - self.block_size)
         rows = read_rows(self.tokens, starts, self.block_size + 1)
         targets = rows[:, 1:].copy()
-        is_repeated = starts[:, None] + np.arange(self.block_size) < first_new[:, None]
+        is_repeated = np.arange(self.block_size) < (first_new - starts)[:, None]
         targets[is_repeated] = -100 if np.issubdtype(targets.dtype, np.integer) else np.nan
         return rows[:, :-1].copy(), targets
 
@@ -262,8 +261,10 @@ class GPT2:
 
     def __init__(self, meta: dict):
         try:
-            self.encoding = needed("tiktoken", "gpt2").get_encoding("gpt2")
-        except Exception as error:  # whatever tiktoken's HTTP library raises
+            import tiktoken
+
+            self.encoding = tiktoken.get_encoding("gpt2")
+        except Exception as error:  # it is not installed; whatever its HTTP library raises
             hint = "TIKTOKEN_CACHE_DIR=FOLDER names a folder with it; --tokenizer=byte needs none"
             raise DataError(f"no gpt2 vocabulary: {str(error)[:200]}; {hint}") from error
 
@@ -282,14 +283,6 @@ class GPT2:
 # learn(text), whose dict goes into `meta`; end_of_text is the id that follows each document of a
 # corpus, if any; encode_batch(texts) is a faster encode.
 TOKENIZERS = {"char": Char, "byte": Byte, "gpt2": GPT2}
-
-
-def needed(package: str, what: str) -> Any:
-    """Import an optional package, which `what` needs. Raises DataError if it is not installed."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise DataError(f"{what} needs {package}; type: pip install {package}") from error
 
 
 def read_file(path: str) -> bytes:

@@ -64,8 +64,7 @@ def choose_device(name: str) -> torch.device:
     """The torch.device of this rank for --device=name. Raises BadInput if it is not available."""
     kind = name
     if name == "auto":
-        kind = "mps" if torch.backends.mps.is_available() else "cpu"
-        kind = "cuda" if torch.cuda.is_available() else kind
+        kind = str(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     if kind == "cuda":
         kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
@@ -89,8 +88,8 @@ def choose_dtype(name: str, device: torch.device) -> tuple[str, str]:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return "bfloat16" if major >= 8 else "float16", f"compute capability {major}.{minor}"
-    if device.type == "mps" and torch.backends.mps.is_macos_or_newer(14, 0):
-        return "bfloat16", "macOS 14 or newer"
+    if device.type == "mps":
+        return "bfloat16", "macOS 14 or newer"  # which torch needs
     native = cpu_info()[1] & {"amx_bf16", "avx512_bf16"}
     if device.type == "cpu" and native:
         return "bfloat16", f"this CPU has {min(native)}"

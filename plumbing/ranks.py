@@ -9,6 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -34,23 +35,17 @@ def joined(device: torch.device, shard: bool = False) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if lost := lost_rank(error):
-            raise lost from error
-        raise
+        words = str(error).strip()
+        if not re.search("gloo|NCCL", words):
+            raise
+        found = "another rank failed or is gone"
+        if re.search("timed out|timeout", words, re.IGNORECASE):
+            found = f"timed out waiting for another rank for more than {HANG_MINUTES} minutes"
+        cause = words.splitlines()[-1][:160]
+        raise RunFailed(f"{found} ({cause}); the same command resumes the run") from error
     # After a failure the GPU may wait in a sum for a rank that is gone, and destroying the group
     # would wait for that sum. Python's exit aborts the group instead (~ProcessGroupNCCL).
     dist.destroy_process_group()
-
-
-def lost_rank(error: BaseException) -> RunFailed | None:
-    """`error` as a RunFailed if it is torch's for a rank that has left, or does not answer."""
-    words = str(error).strip()
-    if not (dist.is_initialized() and re.search("gloo|NCCL", words)):
-        return None
-    found = "another rank failed or is gone"
-    if re.search("timed out|timeout", words, re.IGNORECASE):
-        found = f"timed out waiting for another rank for more than {HANG_MINUTES} minutes"
-    return RunFailed(f"{found} ({words.splitlines()[-1][:160]}); the same command resumes the run")
 
 
 def rendezvous(patience: datetime.timedelta) -> dict:
@@ -150,19 +145,16 @@ def sum_over_ranks(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return tensors
 
 
-def replicas_differ(tensors: dict) -> list[str]:
-    """The names in `tensors`, {name: tensor (not sharded) or value}, that differ between ranks."""
-    if world_size() == 1:
-        return []
-    everyone = from_all_ranks({name: checksum(tensor) for name, tensor in tensors.items()})
-    return [name for name in tensors if len({checksums[name] for checksums in everyone}) > 1]
-
-
 def checksum(tensor: Any) -> int:
-    """CRC-32 of a tensor's bits, any one of which changes it, or of the repr of another value."""
-    if not isinstance(tensor, torch.Tensor):
-        return zlib.crc32(repr(tensor).encode())
-    return zlib.crc32(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy())
+    """CRC-32 of the bits of a value, any one of which changes it."""
+    return zlib.crc32(as_bytes(tensor))
+
+
+def as_bytes(value: Any) -> bytes | np.ndarray:
+    """The bytes of this rank's part of a tensor, or of the repr of another value."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value).encode()
+    return local(value).detach().cpu().reshape(-1).view(torch.uint8).numpy()
 
 
 def is_sharded(model: torch.nn.Module) -> bool:

@@ -2,13 +2,11 @@
 an audit, a rollback and a resume."""
 
 import copy
-import math
 import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from numbers import Number
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,7 @@ from torch import nn
 from plumbing import machine
 from plumbing.cli import RunFailed
 from plumbing.console import FIELDS
-from plumbing.ranks import agree, is_sharded, local, lost_rank, sum_over_ranks, world_size
+from plumbing.ranks import agree, is_sharded, local, sum_over_ranks, world_size
 
 
 def mapped(function: Callable, value: Any, path: tuple = ()) -> Any:
@@ -56,11 +54,6 @@ def clone(value: Any) -> Any:
     )
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of this rank's part of `tensor`, uint8 (n,)."""
-    return local(tensor).detach().contiguous().view(-1).view(torch.uint8)
-
-
 def rng_state(device: torch.device) -> dict:
     """All that later random numbers depend on, in a form that torch.load(weights_only=True) reads:
     NumPy's own array would not, so its 624 words become an int64 tensor."""
@@ -78,7 +71,7 @@ def set_rng_state(rng: dict, device: torch.device) -> None:
     """Of a run on another kind of device, what is there is set."""
     random.setstate(rng["python"])
     name, words, *rest = rng["numpy"]
-    np.random.set_state((name, words.numpy().astype(np.uint32), *rest))
+    np.random.set_state((name, words.numpy(), *rest))
     torch.set_rng_state(rng["torch"])
     if device.type != "cpu" and rng["device"] is not None:
         torch.get_device_module(device).set_rng_state(rng["device"])
@@ -180,8 +173,6 @@ def halving_on_oom(before: Captured, compute: Callable[[], Any]) -> Any:
         result = None  # frees that of a rank that had enough memory
         run.model.zero_grad(set_to_none=True)
         before.put_back()
-        if run.device.type != "cpu":
-            torch.get_device_module(run.device).empty_cache()
         run.state["micro_batch"] //= 2
 
 
@@ -202,7 +193,7 @@ def rehearse(
     """Call forward_backward on the batch that read() returns, to compile and to find a micro-batch
     that fits. Nothing else changes. Returns the model, compiled or not.
 
-    If torch.compile fails, a single process records `compile_failed` and runs eager; ranks fail."""
+    If torch.compile fails, a single process records `compile_failed` and runs eager."""
     note_halving(run)  # the sizes to compare later ones with
     state = clone(run.state)
     before = Captured(run)
@@ -214,11 +205,9 @@ def rehearse(
         numbers = halving_on_oom(before, take)
         check_names(numbers, "the model", ("model",))
     except Exception as error:
-        if not compile or isinstance(error, RunFailed):
-            raise
+        if not compile or isinstance(error, RunFailed) or world_size() > 1:
+            raise  # of several ranks, others may have compiled
         reason = " ".join(str(error).split())[:200]  # its first line is not enough
-        if world_size() > 1:  # others may have compiled, and all must do the same
-            raise RunFailed(f"torch.compile failed ({reason}); write --compile=false") from error
         before.put_back()
         model = rehearse(run, False, forward_backward, read)  # shows the eager error
         run.folder.event(run.state["step"], "compile_failed", error=reason)
@@ -247,9 +236,9 @@ def check_names(numbers: dict, whose: str, writers: tuple) -> None:
     for name, value in numbers.items():
         if name in FIELDS and FIELDS[name].writer not in writers:
             raise RunFailed(f"{whose} returns a number named {name}, which rows have, too")
-        shape = getattr(value, "shape", () if isinstance(value, Number) else None)
-        if shape is None or math.prod(shape) != 1:
-            found = f"a {type(value).__name__} of shape {shape}"
+        count = value.numel() if torch.is_tensor(value) else np.size(value)
+        if count != 1:
+            found = f"a {type(value).__name__} of {count} numbers"
             raise RunFailed(f"{whose} returns {name}, {found}; expected a scalar")
 
 
@@ -277,14 +266,3 @@ def out_of_memory(error: BaseException) -> bool:
     texts = r"can't allocate memory|out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED"
     is_named = isinstance(error, RuntimeError) and re.search(texts, str(error))
     return isinstance(error, MemoryError) or bool(is_named)
-
-
-def explain(error: BaseException) -> RunFailed | None:
-    """`error` as a RunFailed with one line on what to do next, or None if the program is at
-    fault, or the error says it."""
-    if isinstance(error, RunFailed):
-        return error
-    if str(error).startswith("DataLoader"):  # the rest is advice to programmers
-        found = str(error).partition(". ")[0]
-        return RunFailed(f"{found} (out of memory?); the same command resumes")
-    return lost_rank(error)

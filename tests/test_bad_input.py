@@ -52,7 +52,7 @@ BAD_FLAGS = """
 --device=gpu             --device=auto
 --device=cuda:99         --device=auto
 --device=cpu:x           --device=auto
---block_size=400         val.bin has 300 tokens
+--block_size=400         300 to validate
 --block_size=5000        has 2,700 tokens
 --dataset=nowhere        nowhere
 --dataset=../small       NAME is made of letters

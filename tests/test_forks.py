@@ -136,11 +136,15 @@ OTHER_WEIGHT = "{'params': [torch.zeros(2, requires_grad=True)]}"
 NUMPYS = "import numpy; train.FRESH_STATE['best'] = numpy.float64(1)"
 REFUSED = [  # (change, exit code, words of the one line); 2: before anything is written
     (returns("train_step", "lr", "torch.ones(())"), 1, "train_step() returns a number named lr"),
-    (returns("train_step", "own", "torch.ones(3)"), 1, "Size([3]); expected a scalar"),
+    (
+        returns("train_step", "own", "torch.ones(3)"),
+        1,
+        "own, a Tensor of 3 numbers; expected a scalar",
+    ),
     (returns("forward_backward", "epoch", "torch.ones(())"), 1, "model returns a number named epo"),
     (returns("evaluate", "step", "1"), 1, "evaluate() returns a number named step"),
     (returns("evaluate", "own", "torch.ones(2)"), 1, "evaluate() returns own, a Tensor"),
-    (returns("train_step", "own", "[1.0, 2.0]"), 1, "returns own, a list of shape None; expected"),
+    (returns("train_step", "own", "[1.0, 2.0]"), 1, "returns own, a list of 2 numbers; expected"),
     (optimize(f"optimizers[0].add_param_group({OTHER_WEIGHT})"), 2, "is not in model.parameters()"),
     (ALL_BUT_ONE, 2, "no optimizer trains "),
     (around("open_dataset", then="result[-1]['files'] = [train.cli.Path('f')]"), 2, "PosixPath"),
