@@ -22,7 +22,7 @@ model    {model}; {parameters:,} parameters
 data     {dataset}: {train_rows:,} sequences, {val_rows:,} to validate
 batch    {batch_size} x {accum_steps} x {world_size} = {global_batch} sequences of {block_size} \
 = {tokens:,} tokens a step
-steps    {max_steps:,}; {optimizer}, {schedule} {peak_lr:g} to {min_lr:g}
+steps    {max_steps:,}, {warmup_steps:,} of warmup; {optimizer}, {schedule} {peak_lr:g} to {min_lr:g}
 device   {device}, {threads} threads, deterministic {deterministic}
 dtype    {dtype} ({why[dtype]})
 compile  {compile} ({why[compile]})
