@@ -104,7 +104,10 @@ def dropped(x, share):
         width, bits = 16, random_bits((x.numel() + 1) // 2).view(torch.int16)[: x.numel()]
     dropped_below = int(share * 2**width)
     kept = torch.ge(bits.view(x.shape), dropped_below - 2 ** (width - 1), out=torch.empty_like(x))
-    return x * kept * (1 / (1 - dropped_below / 2**width))
+    scale = 1 / (1 - dropped_below / 2**width)
+    if x.dtype == torch.float32:
+        return x * kept.mul_(scale)
+    return x * kept * scale  # of `kept` in 16 bits, the scale would be rounded
 
 
 class Dropout(nn.Dropout):

@@ -213,6 +213,7 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         kept, reasons = resuming.resolve_auto_knobs(config, saved, run_device)
         globals().update(kept)
         run = build_run(config, folder, path, saved, run_device, datasets)
+        run.knobs = config.knobs
         checkpoint.refuse_what_is_lost(run)
         tokens = batch_size * accum_steps * block_size * max_steps
         flops = tokens * flops_per_token(run.model)
@@ -220,7 +221,7 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         run.facts["run"] = resuming.identity_of(config, globals(), run.facts["data"], run_device)
         run.reasons = {"compile": reason} | reasons
         if saved:
-            resuming.continue_from(run, saved, config)  # refuses another run
+            resuming.continue_from(run, saved)  # refuses another run
             checkpoint.put_back(run, saved)
             if not folder.owns(path):  # its weights go on, its course does not
                 position = {key: run.state[key] for key in POSITION}
@@ -235,8 +236,9 @@ def open_dataset(saved: dict | None) -> tuple:
     `fingerprint`, `meta`, and as `files` the paths of other files that a fork reads, such as a
     teacher's weights. saved: the checkpoint to resume from, or None."""
     so_far = saved and saved["data"]["name"]
-    asked = (make_dataset, dataset, so_far, data_dir, block_size)
-    name, folder, meta = from_rank0(data.dataset_of_run, *asked)
+    name, folder, meta = from_rank0(
+        data.dataset_of_run, make_dataset, dataset, so_far, data_dir, block_size
+    )
     tokens, val_tokens = (
         np.memmap(f"{folder}/{split}.bin", meta["dtype"], "r") for split in ("train", "val")
     )
@@ -272,7 +274,6 @@ def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, da
         train_data=train_data,
         val_data=val_data,
         facts={"config": dict(config), "data": about},
-        knobs=getattr(config, "knobs", {}),
         model=model,
         optimizers=optimizers,
         groups=copy.deepcopy([part.state_dict()["param_groups"] for part in optimizers]),
@@ -776,12 +777,13 @@ def print_sample(run: Run) -> None:
         with evaluating(run), autocast(run.device):
             start = torch.zeros(1, 1, dtype=torch.long, device=run.device)
             own = torch.Generator(run.device).manual_seed(1337)
-            how = (200, block_size, meta["vocab_size"], 0.8)
-            new = torch.cat(list(generate(run.model, start, *how, generator=own)), dim=1)
+            ids = generate(
+                run.model, start, 200, block_size, meta["vocab_size"], 0.8, generator=own
+            )
+            new = torch.cat(list(ids), dim=1)
         text = data.tokenizer_of(meta).decode(new[0].cpu())
         ranks.say(f"\n{text.strip()}\n")
-        row = {"kind": "event", "step": run.state["step"], "event": "sample", "text": text}
-        run.folder.write_rows([row])
+        run.folder.record(run.state["step"], "sample", text=text)
     except Exception as error:
         ranks.say(f"no sample ({error})")
 
@@ -820,12 +822,13 @@ def stopped_by(number: int) -> tuple[str, int]:
 
 def names_to_save(due: SimpleNamespace, is_best: bool, state: dict) -> list[str]:
     """File names for this step; a save due by its number is left out while updates are skipped."""
-    names = []
+    names = ["best.pt"] if is_best else []
     by_number = (due.checkpoint or due.milestone) and not state["skips_in_row"]
     if due.ending or due.save_now or by_number:
         names += [checkpoint.file_name(state["step"])]
-        names += [f"milestone_{state['step']:08}.pt"] if due.milestone else []
-    return names + (["best.pt"] if is_best else [])
+        if due.milestone:
+            names += [f"milestone_{state['step']:08}.pt"]
+    return names
 
 
 def may_roll_back_to(step: int, state: dict) -> bool:

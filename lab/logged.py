@@ -42,9 +42,10 @@ class Comparison(Witness):
     """A Witness for logs that must agree as a whole: a row that only one of the two has differs,
     too, in a field such as "train row", and so does one of other data."""
 
+    skips_other_data = False
+
     def __init__(self, old_rows: Iterable[dict]):
         super().__init__({**row, f"{row['kind']} row": "there"} for row in old_rows)
-        self.old_data.clear()
 
     def see(self, row: dict) -> None:
         name = f"{row['kind']} row"

@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from plumbing.cli import printable
+from plumbing.cli import printable, show
 
 REPO = Path(__file__).resolve().parent.parent
 CLEAR = "\x1b[K"  # from the cursor to the end of the line
@@ -244,6 +244,8 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
         "train_rows": len(run.train_data),
         "val_rows": len(run.val_data),
         "tokens": known["global_batch"] * known["block_size"],
+        "deterministic": show(known["deterministic"]),
+        "compile": show(known["compile"]),
         "why": run.reasons,
         "peak": peak[0] / 1e12,
         "peak_source": peak[1],

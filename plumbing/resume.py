@@ -175,7 +175,7 @@ def split_global_batch(then: dict) -> dict[str, int]:
     return {"batch_size": micro, "accum_steps": rows // micro}
 
 
-def continue_from(run: Any, saved: dict, config: Config) -> None:
+def continue_from(run: Any, saved: dict) -> None:
     """Raises BadInput if `saved` is of another run. Keeps its micro-batches if batch_size is
     equal."""
     own = run.folder.owns(run.path)
@@ -186,10 +186,6 @@ def continue_from(run: Any, saved: dict, config: Config) -> None:
         hint = f" or, to resume, --{name}={show(was)}" if name in saved["config"] else ""
         found = f"{name} changed from {was} to {new}: this run cannot be resumed with that"
         fail(f"{found}; write {again}{hint}")
-    step = saved["state"]["step"]
-    if config["max_steps"] < step and "max_steps" in config.typed:
-        found = f"--max_steps={config['max_steps']}: {shown(run.path)} is at step {step:,}"
-        fail(f"{found}; expected at least {step}, or write {again}")
     now["began_from"] = then.get("began_from") if own else str(run.path.resolve())
     if now["batch_size"] == then["batch_size"]:
         run.state["micro_batch"] = saved["state"]["micro_batch"]

@@ -98,6 +98,8 @@ class Captured:
     def settle_buffers(self, skipped: torch.Tensor) -> None:
         """After a step: average the buffers over the ranks, or put them back if it was skipped,
         without a wait for the device. skipped: a bool scalar on it."""
+        if not self.buffers:
+            return
         saved = buffers_of(self.run.model).items()
         now = {name: buffer for name, buffer in saved if not name.endswith("_extra_state")}
         floats = {id(buffer): buffer for buffer in now.values() if buffer.is_floating_point()}

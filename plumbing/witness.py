@@ -18,13 +18,11 @@ class Witness:
     one kind and step, such as two saves around a rollback, the first counts.
     """
 
+    skips_other_data = True  # rows of one step with other `sequences`: of two sides of a rollback
+
     def __init__(self, old_rows: Iterable[dict]):
         # (step, kind) -> row, until it is compared
         self.old_rows = {key_of(row): row for row in reversed([*old_rows])}
-        rows = self.old_rows.items()
-        self.old_data = {
-            step: row.get("sequences") for (step, kind), row in rows if kind == "train"
-        }
         self.last_step = max((step for step, _ in self.old_rows), default=-1)
         self.other_data = -1  # step of the newest train row, if its `sequences` are others
         self.compared = 0  # rows
@@ -37,12 +35,13 @@ class Witness:
         that step have other `sequences`, they are of other data, after a rollback, and nothing of
         that step is compared."""
         step = row["step"]
+        then = self.old_rows.get(key_of(row), row)
         if row["kind"] == "train":
-            now = row.get("sequences")
-            self.other_data = step if self.old_data.get(step, now) != now else -1
-        if key_of(row) not in self.old_rows or step == self.other_data:
+            is_other = then.get("sequences") != row.get("sequences")
+            self.other_data = step if is_other and self.skips_other_data else -1
+        if then is row or step == self.other_data:
             return
-        then = self.old_rows.pop(key_of(row))
+        del self.old_rows[key_of(row)]
         self.compared += 1
         self.steps += row["kind"] == "train"
         for name in differing_fields(then, row):
