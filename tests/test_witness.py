@@ -52,6 +52,8 @@ def test_of_two_rows_of_a_step_the_first_counts():
 def test_null_equals_null_and_no_number():
     assert not differing_fields(row(1, None), row(1, None))
     assert differing_fields(row(1, None), row(1, 0.0)) == ["loss"]
+    other_norm = row(1, None, grad_norm=0.6)
+    assert differing_fields(row(1, None), other_norm) == ["grad_norm"]
 
 
 # ---- what a resume says --------------------------------------------------------------------------
