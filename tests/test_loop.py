@@ -295,7 +295,9 @@ def test_each_step_is_taken_at_its_own_rate(run_train, knobs):
     assert train.lr_at(0) == train.peak_lr / 4 and train.lr_at(3) == train.peak_lr
 
 
-DRAWS = around("sum_losses", "train.torch.rand(1)")  # random numbers in an evaluation, as a fork may
+DRAWS = around(
+    "sum_losses", "train.torch.rand(1)"
+)  # random numbers in an evaluation, as a fork may
 
 
 @pytest.fixture
