@@ -36,6 +36,7 @@ os.environ.setdefault(
 import torch
 from sources import scope_of, stop_at
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 REPO = Path(__file__).resolve().parent.parent
 HONEST_DATA = Path(os.environ.get("HONEST_DATA") or os.devnull)  # which holds no file
 if (HONEST_DATA / "tiktoken_cache").is_dir():
