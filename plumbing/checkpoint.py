@@ -36,6 +36,7 @@ from plumbing.safe_step import (
 HASHED = ("model", "optimizer", "scaler", "ema", "state", "rng")  # what the next steps depend on
 FORMAT = 2  # of a checkpoint: its entry `format`
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+ONCE_FIXED = "once that is fixed, the same command resumes from the newest checkpoint"
 PAUSE = 60  # seconds between two tries to save the end of a run
 OLDER = "ffdf2fe"  # the newest commit that writes and reads checkpoints without that entry
 
@@ -272,7 +273,7 @@ class Saver:
         if checkpoint["groups"] != self.groups:
             lost = "an optimizer has other param_groups than configure_optimizers built"
         if lost:
-            raise RunFailed(f"{lost}; once that is fixed, the same command resumes from the newest")
+            raise RunFailed(f"{lost}; {ONCE_FIXED}")
         self.start_to_write(checkpoint, names)
         while required and ranks.from_rank0(self.lacks_room, names[-1]):
             signal.signal(signal.SIGINT, signal.default_int_handler)  # KeyboardInterrupt
@@ -293,11 +294,10 @@ class Saver:
     def lacks_room(self, name: str) -> bool:
         """Whether the disk was too full to save `name`. Raises RunFailed if another error came."""
         error = self.wait()
-        if error is None:
+        if not error:
             return False
         if getattr(error, "errno", None) not in NO_ROOM:
-            again = "once that is fixed, the same command resumes from the newest checkpoint"
-            raise RunFailed(f"{name} could not be saved: {reason_of(error)}; {again}")
+            raise RunFailed(f"{name} could not be saved: {reason_of(error)}; {ONCE_FIXED}")
         ranks.say(
             f"waiting for {size(self.run) / 1e6:,.1f} MB on the disk to save {name}; tried again "
             f"in {PAUSE} s; Ctrl-C ends the run without it"

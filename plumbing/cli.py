@@ -87,7 +87,7 @@ def run_script(main: Callable[[], int | None]) -> int:
         code = error.exit_code
         if not error.said:
             print(f"{os.path.basename(sys.argv[0])}: {error.prefix}{error}", file=sys.stderr)
-    except Exception:
+    except Exception:  # printed here, since a rank exits without Python: machine.leave()
         traceback.print_exc()
     try:
         print(end="", flush=True)

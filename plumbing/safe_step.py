@@ -100,8 +100,8 @@ class Captured:
         without a wait for the device. skipped: a bool scalar on it."""
         if not self.buffers:
             return
-        saved = buffers_of(self.run.model).items()
-        now = {name: buffer for name, buffer in saved if not name.endswith("_extra_state")}
+        found = buffers_of(self.run.model)
+        now = {name: found[name] for name in found if not name.endswith("_extra_state")}
         floats = {id(buffer): buffer for buffer in now.values() if buffer.is_floating_point()}
         for buffer in sum_over_ranks([*floats.values()]):  # a shared one once
             buffer /= world_size()

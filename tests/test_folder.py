@@ -154,7 +154,7 @@ folder.write_json = write_json
 SAVES = ("--save_interval=2", "--eval_interval=2", "--milestone_interval=4")
 KILL_AT_4 = """
 def link(source, name, inner=os.link):
-    if name.name.startswith("ckpt_00000004"):
+    if name.name.startswith("milestone_00000004"):
         os.kill(os.getpid(), 9)
     inner(source, name)
 os.link = link
