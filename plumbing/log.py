@@ -1,0 +1,384 @@
+"""metrics.jsonl: here, and nowhere else, its rows are read, cut and compared.
+
+A run that goes on from the checkpoint of step N may find rows past N in its log. They stay in the
+file until the first new ones take their place, in one rename: so a process that fails before that
+leaves them to the next one, which compares them with what it computes again.
+"""
+
+import errno
+import json
+import math
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+from plumbing.cli import fail
+from plumbing.fields import COMPARED
+from plumbing.files import fsync, read_json, replacing
+
+# Events of a process, not of a step: nothing undoes them
+OF_PROCESS = ("resume", "resume_checked", "end")
+KINDS = ("train", "eval", "saved")  # of the rows that two whole logs are compared by
+
+# ---- reading -------------------------------------------------------------------------------------
+
+
+def read_rows(path: str | Path) -> tuple[list[dict], int]:
+    """(rows, number of damaged lines) of a metrics.jsonl; ([], 0) if there is none."""
+    rows = [parsed(line) for line in whole_lines(path)]
+    return [row for row in rows if row], rows.count(None)
+
+
+def whole_lines(path: str | Path) -> list[bytes]:
+    """The lines of a file, without half a line that a kill has left at its end."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        return [line for line in file if line.endswith(b"\n")]
+    return []
+
+
+def parsed(line: bytes) -> dict | None:
+    """The row in a line; None if it is no row of train.py."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        row = json.loads(line)
+        is_known = row["kind"] in ("train", "eval") or isinstance(row["event"], str)
+        return row if is_known and isinstance(row["step"], int) else None
+
+
+def key_of(row: dict) -> tuple[int, str]:
+    """(step, kind) of a row; an event's kind is its name."""
+    return row["step"], row.get("event", row["kind"])
+
+
+def place_of(row: dict) -> tuple[int, bool]:
+    """Places of train and eval rows are in the order in which a run logs them."""
+    return row["step"], row["kind"] == "eval"
+
+
+def is_past(row: dict, place: tuple[float, bool]) -> bool:
+    """Whether this is a train or eval row past a place of such a row."""
+    return row["kind"] != "event" and place_of(row) > place
+
+
+# ---- which rows stand ----------------------------------------------------------------------------
+
+
+def course(rows: Iterable[dict]) -> Iterator[tuple[dict, dict | None, dict | None]]:
+    """Yields (row, begun, pending) for each row of a log, in its order.
+
+    A `resume` at step s takes effect with the first line past s that follows it: there it is
+    `begun`. Until then it is `pending`. If its process fails before that, it never takes effect: it
+    has undone no row, and its knobs have computed none."""
+    pending = None
+    for row in rows:
+        event = row.get("event")
+        begun = None
+        if pending and row["step"] > pending["step"] and event not in OF_PROCESS:
+            begun = pending
+            pending = None
+        if event == "resume":
+            pending = row
+        yield row, begun, pending
+
+
+def standing(rows: Iterable[dict]) -> list[dict]:
+    """The rows that count, in the order of the log: up to the step where a resume took effect, or
+    may still do so, and without the two steps that a process logged past its `end`."""
+    result = []
+    pending = None
+    for row, begun, pending in course(rows):
+        if begun:
+            result = undone(result, begun["step"])
+        elif row.get("event") == "end" and not pending:
+            result = undone(result, row["step"])
+        result.append(row)
+    return undone(result, pending["step"]) if pending else result
+
+
+def undone(rows: list[dict], step: int) -> list[dict]:
+    """`rows` without those past `step`. What led to a rollback that stands has happened: it
+    stays."""
+    start = 0
+    for i, row in enumerate(rows):
+        if is_rollback(row) and row["step"] <= step:
+            start = i
+    later = [row for row in rows[start:] if row["step"] <= step or row.get("event") in OF_PROCESS]
+    return rows[:start] + later
+
+
+def with_knobs(rows: Iterable[dict], knobs: dict) -> Iterator[tuple[dict, dict]]:
+    """Yields (row, the knobs with which it was computed). knobs: before the first resume."""
+    for row, begun, _ in course(rows):
+        knobs = begun["knobs"] if begun else knobs
+        yield row, knobs
+
+
+# ---- writing -------------------------------------------------------------------------------------
+
+
+class LogFile:
+    """A metrics.jsonl that a run writes. What cannot be written waits in memory, and no row is ever
+    there twice. Any thread may call a method."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.changing = threading.Lock()
+        self.waiting = []  # rows that are not on the disk
+        self.size = None  # bytes of the rows on the disk; what follows is half a write
+        self.kept = (math.inf, True)  # place in the file past which new rows replace the old ones
+
+    def keep_to(self, step: int, evaluation_due: bool = False) -> None:
+        """The run goes on at `step`. evaluation_due: with its evaluation, which may have been
+        logged before."""
+        place = step, not evaluation_due
+        with self.changing:
+            self.kept = min(self.kept, place)
+            self.waiting = [row for row in self.waiting if not is_past(row, place)]
+
+    def write(self, rows: list[dict]) -> None:
+        """Append rows; the first one past the kept ones takes the place of the old rows there, and
+        so does a `rollback`. Raises OSError: then all rows wait for the next call."""
+        with self.changing:
+            self.waiting += rows
+            content = "".join(json.dumps(row) + "\n" for row in self.waiting).encode()
+            if any(is_past(row, self.kept) or is_rollback(row) for row in self.waiting):
+                self.replace(content)
+            else:
+                self.append(content)
+            self.waiting = []
+
+    def replace(self, content: bytes) -> None:
+        """Put `content` in place of the rows past the kept ones, and of damaged lines."""
+        kept = []
+        for line in whole_lines(self.path):
+            row = parsed(line)
+            if row and not is_past(row, self.kept):
+                kept.append(line)
+        content = b"".join(kept) + content
+        with replacing(self.path) as temporary:
+            temporary.write_bytes(content)
+        self.size = len(content)
+        self.kept = (math.inf, True)
+
+    def append(self, content: bytes) -> None:
+        if self.size is None:
+            self.size = sum(map(len, whole_lines(self.path)))
+        with open(self.path, "ab", buffering=0) as file:
+            start = min(self.size, file.tell())
+            file.truncate(start)  # a kill, or a full disk, has left a part of a write
+            if file.write(content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.size = start + len(content)
+
+    def sync(self) -> None:
+        """Flush all rows to the disk. Raises OSError if rows still wait for room there."""
+        self.write([])
+        with suppress(OSError):  # a network disk
+            fsync(self.path)
+
+
+def is_rollback(row: dict) -> bool:
+    return row.get("event") == "rollback"
+
+
+# ---- comparing -----------------------------------------------------------------------------------
+
+
+class Witness:
+    """Compares rows as they are written with those that a log already holds. The only place where
+    rows are compared: a resume, replay.py and check.py all use it.
+
+    old_rows: dicts as json.loads reads them, of any kind that is to be compared. Of two rows of
+    one kind and step, such as two saves around a rollback, the first counts. best_metric: the knob
+    of the run. whole: the two logs must agree as a whole, so a train or eval row that only one of
+    them has is a difference, too, and so is one of other data.
+    """
+
+    def __init__(
+        self, old_rows: Iterable[dict], best_metric: str = "val_loss", whole: bool = False
+    ):
+        # (step, kind) -> row, until it is compared
+        self.old_rows = {key_of(row): row for row in reversed([*old_rows])}
+        self.last_step = max((step for step, _ in self.old_rows), default=-1)
+        self.fields = compared_fields(best_metric)
+        self.whole = whole
+        self.other_data = -1  # step of the newest train row, if its `sequences` are others
+        self.compared = 0  # rows
+        self.equal = 0
+        self.steps = 0  # train rows among `compared`
+        self.first_difference = None  # {"step", "field", "then", "now"}
+
+    def see(self, row: dict) -> None:
+        """Compare `row` with the old one of its step and kind, if there is one. If the train rows of
+        that step have other `sequences`, they are of other data, after a rollback, and nothing of
+        that step is compared."""
+        step, kind = key_of(row)
+        old = self.old_rows.get((step, kind))
+        if kind == "train":
+            is_other = old and old.get("sequences") != row.get("sequences")
+            self.other_data = step if is_other and not self.whole else -1
+        if step == self.other_data:
+            return
+        if old:
+            del self.old_rows[step, kind]
+            self.compared += 1
+            self.steps += kind == "train"
+            self.equal += self.is_equal(old, row)
+        elif self.whole and row["kind"] != "event":
+            self.differ(step, f"{kind} row", "missing", "there")
+
+    def is_equal(self, then: dict, now: dict) -> bool:
+        """Whether the JSON of all compared fields that both rows have is equal: so every bit of a
+        number counts, and null equals null."""
+        for name in then:
+            is_compared = name in self.fields and name in now
+            if is_compared and json.dumps(then[name]) != json.dumps(now[name]):
+                self.differ(now["step"], name, then[name], now[name])
+                return False
+        return True
+
+    def differ(self, step: int, field: str, then: object, now: object) -> None:
+        difference = {"step": step, "field": field, "then": then, "now": now}
+        self.first_difference = self.first_difference or difference
+
+    def is_over(self, step: int) -> bool:
+        """Whether the result is known, once a row of this step was seen."""
+        return bool(self.first_difference) or not self.old_rows or step > self.last_step
+
+    def close(self) -> None:
+        """After the last row of a whole log: the old rows that were not seen."""
+        for step, kind in sorted(self.old_rows):
+            if kind != "saved":
+                self.differ(step, f"{kind} row", "there", "missing")
+
+
+def compared_fields(best_metric: str) -> set[str]:
+    """What decides: the numbers that the loop itself writes and does not measure, and the one that
+    selects best.pt. Other numbers that a fork logs may be times or temperatures."""
+    name = best_metric.removeprefix("-")
+    return {*COMPARED, name, f"best_{name}", "sha256"}
+
+
+def first_difference(
+    then: str | Path, now: str | Path, kinds: tuple = KINDS, last: float = math.inf
+) -> dict | None:
+    """Compare the logs of two run folders, row by row in the order of the steps: every bit of each
+    number that is compared, see compared_fields().
+
+    kinds: of the rows to compare: "train", "eval", and "saved" for the hash of each save. Saves
+    count where both runs have one, as a signal may have asked for it. A train or eval row that only
+    one of the two has is a difference. last: the last step to compare.
+    Returns None if the two are equal, else {"step", "field", "then", "now"}, which in_words() puts
+    in words. Raises BadInput if a folder holds no run.
+    """
+    old = RunLog(then)
+    witness = Witness(old.rows_between(-1, last, kinds), old.knobs["best_metric"], whole=True)
+    for row in RunLog(now).rows_between(-1, last, kinds):
+        witness.see(row)
+    witness.close()
+    return witness.first_difference
+
+
+def in_words(difference: dict) -> str:
+    """A first_difference: "step 7: loss 1.234567 then, 1.234568 now"."""
+    then, now = (str(difference[key])[:20] for key in ("then", "now"))
+    return f"step {difference['step']}: {difference['field']} {then} then, {now} now"
+
+
+# ---- the log of one run --------------------------------------------------------------------------
+
+
+class Position(NamedTuple):
+    """A place in the course of a run: how often it has rolled back, and the step that has just
+    ended. Positions are in the order in which a run comes to them."""
+
+    rollbacks: int
+    step: int
+
+
+BEGINNING = Position(0, -1)
+
+
+class RunLog:
+    """run.json and the rows of a run that stand. Nothing is written or locked.
+
+    facts: run.json. knobs: those with which its newest rows were computed. script: name of the file
+    that was run. rows: {(step, kind): row} of KINDS. saves: events `saved`. rollbacks: the events.
+    resumes: [(Position, event)] of those that took effect. hashes: of all saves, also of those that
+    were undone. began_from: path of the checkpoint of another run with which this one began, or
+    None. first, last: the step before the first one, and the last one. Raises BadInput if the
+    folder holds no run.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.facts = read_json(self.path / "run.json")
+        identity = self.facts.get("run", {})
+        self.knobs = {"best_metric": "val_loss", **self.facts.get("config", {}), **identity}
+        self.script = Path(self.facts.get("command", [""])[0]).name
+        self.began_from = identity.get("began_from")
+        self.rows = {}
+        self.saves = []  # two of a step, around a rollback, have two hashes
+        self.rollbacks = []
+        self.resumes = []
+        rows, _ = read_rows(self.path / "metrics.jsonl")
+        self.hashes = {row.get("sha256") for row in rows}
+        for row, begun, _ in course(standing(rows)):
+            if begun:
+                here = Position(len(self.rollbacks), begun["step"])
+                self.resumes = [old for old in self.resumes if old[0] < here] + [(here, begun)]
+            self.add(row)
+        if not identity or not self.rows:
+            fail(f"{self.path} holds no run; expected the out_dir of train.py, such as out/run")
+        steps = [step for step, _ in self.rows]
+        self.first = min(steps) if self.began_from else 0
+        self.last = max(steps)
+
+    def add(self, row: dict) -> None:
+        """Take a row into account, in the order of the file. Of two rows of a step the later one
+        counts, as in a report; of two saves the first, but for the one before a due evaluation:
+        no run that was not stopped there has that state."""
+        step, kind = key_of(row)
+        if kind == "rollback":
+            self.rows = {key: old for key, old in self.rows.items() if key[0] <= step}
+            self.saves = [save for save in self.saves if save["step"] <= step]
+            self.rollbacks.append(row)
+        elif kind == "saved":
+            self.saves.append(row)
+            if not row.get("evaluation_due"):
+                self.rows.setdefault((step, kind), row)
+        elif kind in KINDS:
+            self.rows[step, kind] = row
+
+    def rows_between(self, first: int, last: float, kinds: tuple = KINDS) -> list[dict]:
+        """Rows of the steps first + 1 to last."""
+        keys = sorted(self.rows, key=itemgetter(0))
+        return [self.rows[key] for key in keys if first < key[0] <= last and key[1] in kinds]
+
+    def position(self, step: int) -> Position:
+        """Where the run took this step for the last time."""
+        before = (n for n, row in enumerate(self.rollbacks, 1) if row["step"] < step)
+        return Position(max(before, default=0), step)
+
+    def stretches(self, begin: Position, end: Position) -> list[tuple[dict, Position]]:
+        """The course of the run from `begin` to `end`: (settings, Position where they end).
+
+        Settings: every knob as resolved, but the model of the device, `threads` and `ranks`.
+        run.json has the last ones; from there back, each resume says what was changed."""
+        own = ("out_dir", "resume")
+        settings = {name: self.knobs[name] for name in self.facts["config"] if name not in own}
+        settings |= {"threads": self.knobs["threads"], "ranks": self.knobs["world_size"]}
+        parts = []
+        resumes = self.resumes[1:] if self.began_from else self.resumes  # that one is its start
+        for start, event in reversed(resumes):
+            settings = settings | {n: v for n, v in event["knobs"].items() if n in settings}
+            then = {name: pair[0] for name, pair in event["changed"].items() if name in settings}
+            if then and begin < start < end:
+                parts.insert(0, (settings, end))
+                end = start
+            if begin < start:
+                settings = settings | then
+        return [(settings, end), *parts]
