@@ -53,14 +53,10 @@ def key_of(row: dict) -> tuple[int, str]:
     return row["step"], row.get("event", row["kind"])
 
 
-def place_of(row: dict) -> tuple[int, bool]:
-    """Places of train and eval rows are in the order in which a run logs them."""
-    return row["step"], row["kind"] == "eval"
-
-
 def is_past(row: dict, place: tuple[float, bool]) -> bool:
-    """Whether this is a train or eval row past a place of such a row."""
-    return row["kind"] != "event" and place_of(row) > place
+    """Whether this is a train or eval row past a place: (step, whether its evaluation comes
+    before)."""
+    return row["kind"] != "event" and (row["step"], row["kind"] == "eval") > place
 
 
 # ---- which rows stand ----------------------------------------------------------------------------
@@ -109,13 +105,6 @@ def undone(rows: list[dict], step: int) -> list[dict]:
     return rows[:start] + later
 
 
-def with_knobs(rows: Iterable[dict], knobs: dict) -> Iterator[tuple[dict, dict]]:
-    """Yields (row, the knobs with which it was computed). knobs: before the first resume."""
-    for row, begun, _ in course(rows):
-        knobs = begun["knobs"] if begun else knobs
-        yield row, knobs
-
-
 # ---- writing -------------------------------------------------------------------------------------
 
 
@@ -127,7 +116,7 @@ class LogFile:
         self.path = path
         self.changing = threading.Lock()
         self.waiting = []  # rows that are not on the disk
-        self.size = None  # bytes of the rows on the disk; what follows is half a write
+        self.whole = None  # bytes of whole rows on the disk; what follows is half a write
         self.kept = (math.inf, True)  # place in the file past which new rows replace the old ones
 
     def keep_to(self, step: int, evaluation_due: bool = False) -> None:
@@ -160,18 +149,18 @@ class LogFile:
         content = b"".join(kept) + content
         with replacing(self.path) as temporary:
             temporary.write_bytes(content)
-        self.size = len(content)
+        self.whole = math.inf
         self.kept = (math.inf, True)
 
     def append(self, content: bytes) -> None:
-        if self.size is None:
-            self.size = sum(map(len, whole_lines(self.path)))
+        if self.whole is None:
+            self.whole = sum(map(len, whole_lines(self.path)))
         with open(self.path, "ab", buffering=0) as file:
-            start = min(self.size, file.tell())
-            file.truncate(start)  # a kill, or a full disk, has left a part of a write
+            self.whole = min(self.whole, file.tell())
+            file.truncate(self.whole)  # a kill, or a full disk, may have left a part of a write
             if file.write(content) < len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.size = start + len(content)
+        self.whole = math.inf
 
     def sync(self) -> None:
         """Flush all rows to the disk. Raises OSError if rows still wait for room there."""
@@ -226,19 +215,18 @@ class Witness:
             del self.old_rows[step, kind]
             self.compared += 1
             self.steps += kind == "train"
-            self.equal += self.is_equal(old, row)
+            names = self.differing(old, row)
+            self.equal += not names
+            for name in names:
+                self.differ(step, name, old[name], row[name])
         elif self.whole and row["kind"] != "event":
             self.differ(step, f"{kind} row", "missing", "there")
 
-    def is_equal(self, then: dict, now: dict) -> bool:
-        """Whether the JSON of all compared fields that both rows have is equal: so every bit of a
-        number counts, and null equals null."""
-        for name in then:
-            is_compared = name in self.fields and name in now
-            if is_compared and json.dumps(then[name]) != json.dumps(now[name]):
-                self.differ(now["step"], name, then[name], now[name])
-                return False
-        return True
+    def differing(self, then: dict, now: dict) -> list[str]:
+        """The compared fields that both rows have and whose JSON differs: so every bit of a number
+        counts, and null equals null."""
+        names = [name for name in then if name in now and name in self.fields]
+        return [name for name in names if json.dumps(then[name]) != json.dumps(now[name])]
 
     def differ(self, step: int, field: str, then: object, now: object) -> None:
         difference = {"step": step, "field": field, "then": then, "now": now}

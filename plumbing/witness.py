@@ -5,7 +5,7 @@ from typing import Any
 
 from plumbing import console
 from plumbing.console import print0
-from plumbing.log import Witness, is_past, with_knobs
+from plumbing.log import Witness, course, is_past
 
 
 class RowWatcher:
@@ -33,21 +33,22 @@ class ResumeCheck(RowWatcher):
         self.facts = run.facts["config"] | run.facts["run"]
         self.begin = run.state["step"]
         self.changed = changed
-        self.course = [name for name, knob in run.knobs.items() if not knob.policy]
-        self.others = []  # of each row with other knobs, these knobs
+        self.others = []  # of each row on another course, the knobs that make it one
         old_rows = []
-        for row, knobs in with_knobs(rows, run.before):
+        now = {name: self.facts[name] for name, knob in run.knobs.items() if not knob.policy}
+        knobs = run.before
+        for row, begun, _ in course(rows):
+            knobs = begun["knobs"] if begun else knobs
             if is_past(row, self.folder.log.kept):
-                other = self.other_course(knobs)
-                self.others += [other] if other else []
-                old_rows += [] if other else [row]
+                then = {name: knobs.get(name, now[name]) for name in now}
+                if then == now:
+                    old_rows.append(row)
+                else:
+                    self.others.append(
+                        {name: then[name] for name in now if then[name] != now[name]}
+                    )
         self.has_old_rows = bool(old_rows)
         self.witness = Witness(old_rows, self.facts["best_metric"])
-
-    def other_course(self, knobs: dict) -> dict:
-        """Of the knobs whose comments have no word: those that have another value here."""
-        pairs = {name: knobs.get(name, self.facts[name]) for name in self.course}
-        return {name: value for name, value in pairs.items() if value != self.facts[name]}
 
     def see(self, row: dict, is_kept: bool) -> None:
         if row["kind"] != "event":
