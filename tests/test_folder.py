@@ -102,7 +102,9 @@ def test_no_row_stands_twice_whatever_fails(folder):
         folder.write_rows([{"kind": "train", "step": step, "sequences": step} for step in steps])
 
     def steps():
-        return [row["step"] for row in read_rows(folder.rows)[0] if row["kind"] == "train"]
+        rows, damaged = read_rows(folder.rows)
+        assert not damaged
+        return [row["step"] for row in rows if row["kind"] == "train"]
 
     def bytes_of_a_file(limit):  # as on a full disk, a write beyond it is cut
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
