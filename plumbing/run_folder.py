@@ -122,7 +122,9 @@ class RunFolder(ExitStack):
         self.new_facts |= run.facts
         self.log.keep_to(step if is_own else -1, run.state.get("evaluation_due", False))
         rows, _ = read_rows(self.rows)
-        self.inform([row for row in rows if not is_past(row, self.log.kept)], is_kept=True)
+        earlier = [row for row in rows if not is_past(row, self.log.kept)]
+        for watcher in self.watchers:
+            watcher.see_earlier(earlier)
         if run.path:
             self.facts["resumes"].append({"time": now(), "from": str(run.path), "step": step})
             resolved = run.facts["config"] | run.facts["run"]
@@ -190,10 +192,7 @@ class RunFolder(ExitStack):
             self.log.write(cleaned)
             if self.new_facts and any(row["kind"] == "train" for row in cleaned):
                 self.take_over_facts()
-        self.inform(cleaned, is_kept)
-
-    def inform(self, rows: list[dict], is_kept: bool) -> None:
-        for row in rows:
+        for row in cleaned:
             for watcher in [*self.watchers]:  # one may leave
                 watcher.see(row, is_kept)
 

@@ -9,7 +9,10 @@ from plumbing.log import Witness, course, is_past
 
 
 class RowWatcher:
-    """What gets the rows of a run, one by one: see RunFolder.watchers. Here it does nothing."""
+    """What gets the rows of a run: see RunFolder.watchers. Here it does nothing."""
+
+    def see_earlier(self, rows: list[dict]) -> None:
+        """These rows are in the log when the process begins, up to its checkpoint."""
 
     def see(self, row: dict, is_kept: bool) -> None:
         """A row was logged. is_kept: false for steps that the process that resumes takes again."""

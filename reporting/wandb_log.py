@@ -22,6 +22,10 @@ class Wandb(RowWatcher):
         with self.giving_up():
             self.run = start_wandb(folder, config, run_id)
 
+    def see_earlier(self, rows: list[dict]) -> None:
+        for row in rows:
+            self.see(row, is_kept=True)
+
     def see(self, row: dict, is_kept: bool) -> None:
         if not self.run or row["kind"] == "event" or not is_kept:
             return
