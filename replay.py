@@ -27,7 +27,7 @@ import torch
 from plumbing import checkpoint, cli, machine, ranks
 from plumbing.cli import RunFailed, fail
 from plumbing.console import is_first_rank, print0
-from plumbing.log import BEGINNING, Position, RunLog, Witness, first_difference, in_words, key_of
+from plumbing.log import BEGINNING, Position, RunLog, Witness, first_difference, in_words
 from plumbing.resume import known_changes
 from plumbing.witness import RowWatcher
 from reporting import step_page as steps
@@ -232,14 +232,10 @@ class Replay(RowWatcher):
         run.folder.watchers.append(self)
 
     def see(self, row: dict, is_kept: bool) -> None:
-        """Compare a row with the log. What a rollback that is still to come will undo is not there,
-        nor is an evaluation after the last step, where a kill or a stop came before it."""
-        at = row["step"]
-        place = self.logged.position(at)
-        last_evaluation = self.logged.last, "eval"
-        is_missing = key_of(row) == last_evaluation and last_evaluation not in self.logged.rows
+        """Compare a row with the log, which lacks what a rollback that is still to come will undo."""
+        place = self.logged.position(row["step"])
         is_standing = place.rollbacks == self.state["rollbacks"]
-        if self.begin_at < place <= self.end_at and is_standing and not is_missing:
+        if self.begin_at < place <= self.end_at and is_standing:
             self.comparison.see(row)
 
     def step(self, run: Any, take: Callable[[], dict], inputs, targets, lr: float) -> dict:
@@ -256,6 +252,8 @@ class Replay(RowWatcher):
 
     def due(self, run: Any, due: SimpleNamespace) -> None:
         at = run.state["step"]
+        # a kill or a stop may have come between the last step and its evaluation
+        due.evaluation &= at < self.logged.last
         due.evaluation |= (at, "eval") in self.logged.rows
         due.save_now |= (at, "saved") in self.logged.rows
         is_enough = self.is_refuted() or self.stop == (run.state["rollbacks"], at)
