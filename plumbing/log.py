@@ -65,14 +65,15 @@ def is_past(row: dict, place: tuple[float, bool]) -> bool:
 def course(rows: Iterable[dict]) -> Iterator[tuple[dict, dict | None, dict | None]]:
     """Yields (row, begun, pending) for each row of a log, in its order.
 
-    A `resume` at step s takes effect with the first line past s that follows it: there it is
-    `begun`. Until then it is `pending`. If its process fails before that, it never takes effect: it
+    A `resume` at step s takes effect with the first line past s that follows it, or a rollback:
+    there it is `begun`. Until then it is `pending`. If its process fails before that, it never takes effect: it
     has undone no row, and its knobs have computed none."""
     pending = None
     for row in rows:
         event = row.get("event")
         begun = None
-        if pending and row["step"] > pending["step"] and event not in OF_PROCESS:
+        is_past_it = pending and (row["step"] > pending["step"] or is_rollback(row))
+        if is_past_it and event not in OF_PROCESS:
             begun = pending
             pending = None
         if event == "resume":
