@@ -66,8 +66,8 @@ def course(rows: Iterable[dict]) -> Iterator[tuple[dict, dict | None, dict | Non
     """Yields (row, begun, pending) for each row of a log, in its order.
 
     A `resume` at step s takes effect with the first line past s that follows it, or a rollback:
-    there it is `begun`. Until then it is `pending`. If its process fails before that, it never takes effect: it
-    has undone no row, and its knobs have computed none."""
+    there it is `begun`. Until then it is `pending`. If its process fails before that, it never takes
+    effect: it has undone no row, and its knobs have computed none."""
     pending = None
     for row in rows:
         event = row.get("event")
@@ -134,34 +134,29 @@ class LogFile:
         with self.changing:
             self.waiting += rows
             content = "".join(json.dumps(row) + "\n" for row in self.waiting).encode()
-            if any(is_past(row, self.kept) or is_rollback(row) for row in self.waiting):
+            replaces = any(is_past(row, self.kept) or is_rollback(row) for row in self.waiting)
+            if self.whole is None:
+                self.whole = sum(map(len, whole_lines(self.path)))
+            with open(self.path, "ab", buffering=0) as file:
+                self.whole = min(self.whole, file.tell())
+                file.truncate(self.whole)  # a kill, or a full disk, may have left a part of a write
+                if not replaces and file.write(content) < len(content):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if replaces:
                 self.replace(content)
-            else:
-                self.append(content)
+            self.whole = math.inf
             self.waiting = []
 
     def replace(self, content: bytes) -> None:
         """Put `content` in place of the rows past the kept ones, and of damaged lines."""
-        kept = []
+        lines = []
         for line in whole_lines(self.path):
             row = parsed(line)
             if row and not is_past(row, self.kept):
-                kept.append(line)
-        content = b"".join(kept) + content
+                lines.append(line)
         with replacing(self.path) as temporary:
-            temporary.write_bytes(content)
-        self.whole = math.inf
+            temporary.write_bytes(b"".join(lines) + content)
         self.kept = (math.inf, True)
-
-    def append(self, content: bytes) -> None:
-        if self.whole is None:
-            self.whole = sum(map(len, whole_lines(self.path)))
-        with open(self.path, "ab", buffering=0) as file:
-            self.whole = min(self.whole, file.tell())
-            file.truncate(self.whole)  # a kill, or a full disk, may have left a part of a write
-            if file.write(content) < len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.whole = math.inf
 
     def sync(self) -> None:
         """Flush all rows to the disk. Raises OSError if rows still wait for room there."""

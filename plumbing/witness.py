@@ -47,9 +47,7 @@ class ResumeCheck(RowWatcher):
                 if then == now:
                     old_rows.append(row)
                 else:
-                    self.others.append(
-                        {name: then[name] for name in now if then[name] != now[name]}
-                    )
+                    self.others.append(dict(sorted(then.items() - now.items())))
         self.has_old_rows = bool(old_rows)
         self.witness = Witness(old_rows, self.facts["best_metric"])
 
