@@ -127,9 +127,7 @@ class RunFolder(ExitStack):
             watcher.see_earlier(earlier)
         if run.path:
             self.facts["resumes"].append({"time": now(), "from": str(run.path), "step": step})
-            resolved = run.facts["config"] | run.facts["run"]
-            knobs = {name: resolved[name] for name in run.knobs}
-            knobs["device"] = run.facts["config"]["device"]
+            knobs = {name: run.facts["config"][name] for name in run.knobs}
             self.record(step, "resume", checkpoint=run.path.name, knobs=knobs, changed=changed)
         if is_own:
             self.watchers.append(ResumeCheck(run, rows, changed))

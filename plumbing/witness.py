@@ -33,12 +33,12 @@ class ResumeCheck(RowWatcher):
 
     def __init__(self, run: Any, rows: list[dict], changed: dict):
         self.folder = run.folder
-        self.facts = run.facts["config"] | run.facts["run"]
+        self.knobs = run.facts["config"]
         self.begin = run.state["step"]
         self.changed = changed
         self.others = []  # of each row on another course, the knobs that make it one
         old_rows = []
-        now = {name: self.facts[name] for name, knob in run.knobs.items() if not knob.policy}
+        now = {name: self.knobs[name] for name, knob in run.knobs.items() if not knob.policy}
         knobs = run.before
         for row, begun, _ in course(rows):
             knobs = begun["knobs"] if begun else knobs
@@ -49,7 +49,7 @@ class ResumeCheck(RowWatcher):
                 else:
                     self.others.append(dict(sorted(then.items() - now.items())))
         self.has_old_rows = bool(old_rows)
-        self.witness = Witness(old_rows, self.facts["best_metric"])
+        self.witness = Witness(old_rows, self.knobs["best_metric"])
 
     def see(self, row: dict, is_kept: bool) -> None:
         if row["kind"] != "event":
@@ -72,6 +72,6 @@ class ResumeCheck(RowWatcher):
             fields |= {"other_course": self.others[-1], "rows": len(self.others)}
         self.folder.record(step, "resume_checked", **fields)
         message = console.resume_words(fields, self.changed)
-        if not self.facts["deterministic"]:
+        if not self.knobs["deterministic"]:
             message += " (deterministic mode is off)"
         print0(message)
