@@ -29,10 +29,10 @@ import bench
 import train
 from bench import print_table
 from checks.probes import CHECKS, NotAsked
+from checks.run_log import RunLog, first_difference, in_words
 from checks.verdicts import interval, verdict_on
 from plumbing.cli import fail, run_script
 from plumbing.console import REPO, print0
-from plumbing.log import RunLog, first_difference, in_words
 
 # The checks
 only = "sanity"  # parts to run: sanity, exact, portable, seeds, against; --against=... runs that

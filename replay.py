@@ -24,10 +24,11 @@ from typing import Any
 
 import torch
 
+from checks.run_log import BEGINNING, Position, RunLog, first_difference, in_words
 from plumbing import checkpoint, cli, machine, ranks
 from plumbing.cli import RunFailed, fail
 from plumbing.console import is_first_rank, print0
-from plumbing.log import BEGINNING, Position, RunLog, Witness, first_difference, in_words
+from plumbing.log import Witness
 from plumbing.resume import known_changes
 from plumbing.witness import RowWatcher
 from reporting import step_page as steps

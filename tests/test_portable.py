@@ -10,8 +10,8 @@ import torch
 from conftest import REPO, events, first
 from helpers import python, torchrun
 
+from checks.run_log import first_difference
 from plumbing import machine
-from plumbing.log import first_difference
 
 CPU = torch.device("cpu")
 needs_avx512_bf16 = pytest.mark.skipif(
