@@ -94,6 +94,16 @@ def test_a_resume_drops_lines_that_are_no_rows(folder):
     assert path.read_text().splitlines() == [good, good, later[:-1] + ', "loss": 1.0}']
 
 
+@pytest.mark.parametrize("is_due, kept", [(False, [1.0, 2.0]), (True, [2.0])])
+def test_an_evaluation_that_is_due_takes_the_place_of_its_old_row(folder, is_due, kept):
+    row = {"kind": "eval", "step": 4, "val_loss": 1.0}
+    folder.write_rows([{"kind": "train", "step": 4}, row])
+    folder.log.keep_to(4, evaluation_due=is_due)
+    folder.write_rows([row | {"val_loss": 2.0}])
+    rows, _ = read_rows(folder.rows)
+    assert [row["val_loss"] for row in rows if row["kind"] == "eval"] == kept
+
+
 def test_no_row_stands_twice_whatever_fails(folder):
     """A disk that is full while old rows are replaced, in the middle of a line, and in a
     rollback."""

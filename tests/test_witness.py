@@ -50,15 +50,24 @@ def test_of_two_rows_of_a_step_the_first_counts():
     assert (witness.compared, witness.equal) == (1, 1)
 
 
-def test_null_equals_null_and_no_number():
-    for again, field in (
-        (row(1, None), None),
-        (row(1, 0.0), "loss"),
-        (row(1, None, grad_norm=0.6), "grad_norm"),
-    ):
-        witness = Witness([row(1, None)])
-        witness.see(again)
-        assert (witness.first_difference or {}).get("field") == field
+OF_A_FORK = evaluation(2, 4.0) | {"ms": 1.0, "top5": 0.5, "best_top5": 0.5}
+
+
+@pytest.mark.parametrize(
+    "old, change, field",
+    [
+        (row(1, None), {}, None),  # null equals null, and no number
+        (row(1, None), {"loss": 0.0}, "loss"),
+        (row(1, None), {"grad_norm": 0.6}, "grad_norm"),
+        (OF_A_FORK, {"ms": 2.0}, None),  # maybe measured
+        (OF_A_FORK, {"top5": 0.6}, "top5"),  # selects best.pt
+        (OF_A_FORK, {"best_top5": 0.6}, "best_top5"),
+    ],
+)
+def test_which_fields_decide(old, change, field):
+    witness = Witness([old], best_metric="-top5")
+    witness.see(old | change)
+    assert (witness.first_difference or {}).get("field") == field
 
 
 # ---- what a resume says --------------------------------------------------------------------------
