@@ -74,7 +74,8 @@ def test_which_fields_decide(old, change, field):
 
 STEPS = 30
 RUN = f"--max_steps={STEPS} --dropout=0.1 --eval_interval=8 --save_interval=10 --log_interval=1"
-RUN = (*RUN.split(), "--keep_last=9")
+# By a metric that stays the same: a new best would be a checkpoint, too
+RUN = (*RUN.split(), "--keep_last=9", "--best_metric=val_tokens")
 HOW = {  # source that ends the first process: rows past its newest checkpoint, of step 10 or 13
     "SIGTERM": stop_at(13),  # 14 and 15, for their rows alone
     "SIGKILL": stop_at(18, "SIGKILL"),  # 11 to 17, and the evaluation of step 16
