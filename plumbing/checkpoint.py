@@ -321,7 +321,7 @@ class Saver:
         """Log the hash; rows reach the disk before the checkpoint. Raises OSError if they wait."""
         step = checkpoint["state"]["step"]
         digest = digest_of_state(checkpoint)
-        due = {"evaluation_due": True} if checkpoint["state"].get("evaluation_due") else {}
+        due = {"evaluation_due": True} if checkpoint["state"]["evaluation_due"] else {}
         self.run.folder.record(step, "saved", sha256=digest, files=names, **due)
         self.run.folder.log.sync()
 

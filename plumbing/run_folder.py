@@ -120,7 +120,7 @@ class RunFolder(ExitStack):
         step = run.state["step"]
         is_own = run.path and self.owns(run.path)
         self.new_facts |= run.facts
-        self.log.keep_to(step if is_own else -1, run.state.get("evaluation_due", False))
+        self.log.keep_to(step if is_own else -1, run.state["evaluation_due"])
         rows, _ = read_rows(self.rows)
         earlier = [row for row in rows if not is_past(row, self.log.kept)]
         for watcher in self.watchers:
