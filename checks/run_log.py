@@ -77,11 +77,12 @@ class RunLog:
         self.rollbacks = []
         self.resumes = []
         rows, _ = read_rows(self.path / "metrics.jsonl")
-        self.hashes = {row.get("sha256") for row in rows}
+        self.hashes = {row.get("sha256") for row in rows}  # also of saves that were undone
         for row, begun, _ in course(standing(rows)):
             if begun:
                 here = Position(len(self.rollbacks), begun["step"])
-                self.resumes = [old for old in self.resumes if old[0] < here] + [(here, begun)]
+                self.resumes = [old for old in self.resumes if old[0] < here]
+                self.resumes.append((here, begun))
             self.add(row)
         if not identity or not self.rows:
             fail(f"{self.path} holds no run; expected the out_dir of train.py, such as out/run")
@@ -126,7 +127,6 @@ class RunLog:
         parts = []
         resumes = self.resumes[1:] if self.began_from else self.resumes  # that one is its start
         for start, event in reversed(resumes):
-            settings = settings | {n: v for n, v in event["knobs"].items() if n in settings}
             then = {name: pair[0] for name, pair in event["changed"].items() if name in settings}
             if then and begin < start < end:
                 parts.insert(0, (settings, end))

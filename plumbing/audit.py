@@ -1,6 +1,7 @@
 """Take a training step again from the same state, and compare hashes of all that it computes."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 from plumbing import machine
@@ -16,7 +17,7 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
     """Take a step twice, compare, and return its numbers. If any hash differs, a third of `most`
     three tries decides, and an `audit` event names the odd one; without a third, or if all three
     differ, raises RunFailed. The first try counts as training, the rest is a kind of seconds of its
-    own. If memory is too small for a copy of the state, the step is not compared, with an event
+    own. If memory is too small for a copy of the state, the step is taken once, with an event
     `audit_skipped`."""
     step = run.state["step"] + 1
     micro_batch = run.state["micro_batch"]
@@ -27,28 +28,25 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
         machine.keep_freed_memory(False)  # or the copy would count as memory of the run
         before = clone(run.checkpoint())
         machine.keep_freed_memory()
-
-    def has_halved() -> bool:
-        """Smaller micro-batches give other bits. Memory ran out maybe because of the copy."""
-        return any(max_over_ranks(run.state["micro_batch"] != micro_batch))
-
-    numbers = take_step()
-    machine.synchronize(run.device)
-    if has_halved():
-        return skipped(run, step, numbers)
-    with clock.apart("audit"):
-        tries = [hashes_of(run, numbers)]
-        names = []  # that differ between the first two
-        # Two equal tries prove the step. If they are not equal, a third one shows which of them
-        # was computed wrongly, and leaves the right result behind.
-        while len(tries) < most and (names or len(tries) == 1):
-            restore(run, before)
+    tries = []  # of each, {name: hash}
+    names = []  # that differ between the first two
+    # Two equal tries prove the step. If they are not equal, a third one shows which of them was
+    # computed wrongly, and leaves the right result behind.
+    for number in range(most):
+        with clock.apart("audit") if number else nullcontext():
+            if number:
+                restore(run, before)
             numbers = take_step()
             machine.synchronize(run.device)
+        # smaller micro-batches give other bits; memory ran out maybe because of the copy
+        if any(max_over_ranks(run.state["micro_batch"] != micro_batch)):
+            return skipped(run, step, numbers)
+        with clock.apart("audit"):
             tries.append(hashes_of(run, numbers))
-            names = differing(*tries[:2])
-    if has_halved():
-        return skipped(run, step, numbers)
+            if number == 1:
+                names = differing(*tries)
+        if number and not names:
+            break
     machine.reset_peak_memory(run.device)
     if names:
         name_the_odd_try(run, step, names, tries)

@@ -103,7 +103,6 @@ class RunFolder(ExitStack):
             git = git_state()
             run.facts["run"]["git_commit"] = git["commit"]
             before = read_json(self.path / "run.json") if run.path else {}  # of earlier processes
-            before.pop("state", None)  # that of an end, which is no more
             first = {"start": now(), "wandb_id": os.urandom(4).hex(), "resumes": []}
             self.facts = first | before | {"end": None, "ended": None}  # if it is killed
             self.new_facts = {"command": command, **run.facts, "git": git}
