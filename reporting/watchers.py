@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from typing import Any
 
 from plumbing.console import REPO, print0
 from plumbing.witness import RowWatcher
@@ -22,3 +23,11 @@ class ReportAtEnd(RowWatcher):
             print0(subprocess.check_output(command, **run).rstrip())
         except (OSError, subprocess.SubprocessError) as error:
             print0(f"report   failed ({error})")
+
+
+def copy_to_wandb(run: Any) -> None:
+    """Subscribe Weights & Biases to the rows of a run whose folder is open. Rank 0 only."""
+    from reporting.wandb_log import Wandb
+
+    folder = run.folder
+    folder.watchers.append(Wandb(folder.path, run.facts["config"], folder.facts["wandb_id"]))
