@@ -231,7 +231,7 @@ def test_a_run_that_was_stopped_and_extended_is_verified(run_train, replay):
 @pytest.mark.parametrize("flag", ["peak_lr=5e-4", "eval_interval=3", "batch_size=4"])
 def test_a_flag_changed_at_a_resume_is_followed(flag, run_train, replay):
     """Also in a run that was killed between the two, and went on from an older checkpoint."""
-    flags = ("--save_interval=4", "--eval_interval=2")
+    flags = ("--save_interval=4", "--eval_interval=2", "--best_metric=val_tokens")  # no new best
     run_train("run", *flags, before=stop_at(7), code=143)
     killed = run_train("run", *flags, "--weight_decay=0.3", before=stop_at(11, "SIGKILL"), code=137)
     killed.checkpoint(8).unlink()
