@@ -36,10 +36,10 @@ from plumbing.cli import RunFailed, configured, fail, folder_name, read_knobs, r
 from plumbing.clock import Clock
 from plumbing.console import REPO, print0
 from plumbing.files import read_json, write_json
+from plumbing.log import read_rows
 from plumbing.run_folder import RunFolder, git_state, now
 from plumbing.signals import Signals
 from plumbing.snapshot import tensors
-from reporting.record import read_metrics
 
 # The measurement
 only = "peak,ladder,profile,memory,overhead"  # parts to run, in this order; also from_nanogpt
@@ -589,7 +589,7 @@ def race(script, words, seed):
     folder."""
     folder = trained(str(REPO / script), words, seed)
     facts = read_json(folder / "run.json")
-    rows, _ = read_metrics(folder / "metrics.jsonl")
+    rows, _ = read_rows(folder / "metrics.jsonl")
     last = {row["kind"]: row for row in rows}
     return {
         "process": sum(facts["seconds"].values()),

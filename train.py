@@ -50,6 +50,7 @@ from plumbing.signals import Signals
 from plumbing.snapshot import Snapshot, evaluating, rng_state, step_optimizer
 from plumbing.start import Start, settle_knobs
 from plumbing.watch import Watch
+from reporting.watchers import ReportAtEnd, copy_to_wandb
 
 # The run, and the text it learns
 out_dir = "out/run"  # run.json, metrics.jsonl, checkpoints; typed flags are added to its name; free
@@ -169,6 +170,8 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
     machine.speed_up_start_and_exit()
     with build(argv, to_train=True) as run:
         last_run = run
+        if report:
+            run.folder.watchers.append(ReportAtEnd(run.folder.path))
         if run.path and resuming.is_finished(run):
             from_rank0(resuming.close_finished, run)
             return 0
@@ -180,6 +183,8 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
             from_rank0(run.folder.set_aside)
         command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
         from_rank0(run.folder.open, run, checkpoint.bytes_to_keep(run), command)
+        if wandb_log:
+            from_rank0(copy_to_wandb, run)
         peak = from_rank0(machine.peak_flops, run.device, dtype)
         run.max_flops = peak[0] * world_size()
         console.print_plan(run, peak, resuming.changes_since(run))
@@ -359,7 +364,7 @@ def run_to_the_end(run: Run, clock: Clock) -> int:
             raise
         finally:
             saver.wait()
-            run.folder.end(ending[0], clock, run.state, report)
+            run.folder.end(ending[0], clock, run.state)
             run.watch.end(run)
     stopped_at = run.folder.path / checkpoint.file_name(run.state["step"])
     if ending[1] > 128 and stopped_at.exists():  # for a notebook: undo the two steps since then
@@ -484,7 +489,7 @@ def log_two_more_steps(run: Run, model, clock: Clock, recent: list[dict]) -> Non
         if any(ranks.max_over_ranks(is_over, run.signals.orphaned())):
             break
         rows = finish_rows(run, [take_step(run, model, None)], clock)
-        run.folder.write_rows(rows, to_wandb=False)
+        run.folder.write_rows(rows, is_kept=False)
     run.state.update(saved)  # the run ends where it was saved
 
 
@@ -889,7 +894,7 @@ def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
         run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": 0})
     state.update(kept, rollbacks=kept["rollbacks"] + 1, sequences=bad["sequences"])
     from_rank0(checkpoint.remove_after, run.folder.path, state["step"])
-    run.folder.cut_rows(state["step"])
+    run.folder.log.keep_to(state["step"])
     why = {"why": trouble, "at_step": bad["step"], "next_sequence": state["sequences"]}
     if state["best_step"] > state["step"]:  # best.pt stays, and here is the record of it
         why |= {key: state[key] for key in ("best_step", "best_val_loss")}

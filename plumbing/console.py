@@ -132,6 +132,9 @@ def resume_words(found: dict, changed: dict[str, list]) -> str:
     """What the rows say of a resume. found: fields of an event `resume_checked`. changed: see
     change_words()."""
     begin = f"resumed at step {found['from']:,}"
+    if found.get("other_course"):
+        knobs = ", ".join(f"{name} {show(value)}" for name, value in found["other_course"].items())
+        return f"{begin}: {found['rows']} rows past here were computed with {knobs}: no witness"
     words = "nothing to compare with"
     if found["first_difference"]:
         words = "other numbers from step {step:,} on: {field} {then} then, {now} now"

@@ -59,8 +59,8 @@ ALL_FIELDS = (  # in the order of columns and panels
 )
 # fmt: on
 FIELDS = {field.name: field for field in ALL_FIELDS}
-# What differs between two runs that compute the same
-MEASURED = [field.name for field in ALL_FIELDS if field.writer == "clock"]
+# What is equal in two runs that compute the same; the rest is measured
+COMPARED = [field.name for field in ALL_FIELDS if field.writer != "clock"]
 
 
 def shown_fields(row: dict, kind: str) -> list[Field]:
