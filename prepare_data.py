@@ -38,7 +38,6 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -103,7 +102,7 @@ then --input='{path}.jsonl'",
     rb"\xff\xfe|\xfe\xff": "UTF-16; " + FILTER % "iconv -f UTF-16 -t UTF-8",
     rb"([^\0]\0){16}": "UTF-16; " + FILTER % "iconv -f UTF-16LE -t UTF-8",
     rb"(?=.*\0).*[\x01-\x08]": "binary; expected UTF-8",
-    rb".*\0": "has a NUL; " + FILTER % "tr -d '\\000'",
+    rb".*\0": "it has a NUL; " + FILTER % "tr -d '\\000'",
 }
 LATIN1 = "if it is Latin-1, " + FILTER % "iconv -f latin1 -t UTF-8"
 HEAD = 64_000  # of a file: enough to tell what it is
@@ -131,7 +130,7 @@ def prepare(name, data_dir, input="", tokenizer="auto") -> tuple[str, dict]:
     streamed = is_corpus(input)
     if tokenizer == "auto":
         tokenizer = old.get("tokenizer", "gpt2" if streamed else "char")
-    cleaned = Cleaned(Counter())
+    cleaned = Cleaned()
     if old and not input:
         meta = old | {"tokenizer": tokenizer}
     elif streamed:
@@ -162,20 +161,18 @@ def described(meta: dict) -> str:
     return f"{meta.get('tokenizer')} tokens of {meta.get('source')}"
 
 
-@dataclass
-class Cleaned:
-    """What reading has changed and left out."""
+class Cleaned(Counter):
+    """What reading has changed -> how often, and what it has left out."""
 
-    changes: Counter  # what was changed -> how often
-    rows: int = 0  # of .jsonl files
-    bad_rows: int = 0
-    first_bad: str = ""
-    likely_field: str = "NAME"  # the longest of the first bad row
+    rows = 0  # of .jsonl files
+    bad_rows = 0
+    first_bad = ""
+    likely_field = "NAME"  # the longest of the last row without the field
 
     def text(self, text: str) -> str:
         """`text` without a byte order mark, with newlines instead of CRLF."""
-        self.changes["byte order marks were removed"] += text.startswith("\ufeff")
-        self.changes["line ends were CRLF and are newlines now"] += text.count("\r\n")
+        self["byte order marks were removed"] += text.startswith("\ufeff")
+        self["line ends were CRLF and are newlines now"] += text.count("\r\n")
         return text.removeprefix("\ufeff").replace("\r\n", "\n")
 
     def bad(self) -> str:
@@ -192,7 +189,7 @@ class Cleaned:
             raise DataError(f"{self.bad()}; {hint}")
 
     def report(self) -> None:
-        for change, count in (+self.changes).items():
+        for change, count in (+self).items():
             print0(f"{count:,} {change}")
         if self.bad_rows:
             print0(f"left out: {self.bad()}")
@@ -298,7 +295,7 @@ def find_corpus(input: str, tokenizer: str, cleaned: Cleaned) -> tuple[dict, Ite
 
 def split_corpus(read: Callable, cleaned: Cleaned) -> Iterator:
     """Yields (split, text) of the documents read(cleaned), by a fraction that holds out enough."""
-    fraction = fraction_to_hold_out(clean(read, Cleaned(Counter())), val_fraction)
+    fraction = fraction_to_hold_out(clean(read, Cleaned()), val_fraction)
     if fraction == 1:
         print0("the last tenth of each document is held out: no --val_fraction holds out enough")
     else:
@@ -370,7 +367,6 @@ def read_documents(path: str, cleaned: Cleaned) -> Iterator[str]:
         if not line.strip():
             continue
         cleaned.rows += 1
-        row = None
         try:
             row = json.loads(line)
             text = row[field]
@@ -380,8 +376,10 @@ def read_documents(path: str, cleaned: Cleaned) -> Iterator[str]:
             cleaned.bad_rows += 1
             if cleaned.bad_rows == 1:
                 cleaned.first_bad = f"{path}:{number}: {type(error).__name__}: {error}"
-                if row and isinstance(row, dict):
-                    cleaned.likely_field = max(row, key=lambda name: len(str(row[name])))
+            if isinstance(error, KeyError):
+                cleaned.likely_field = max(
+                    row, key=lambda name: len(str(row[name])), default="NAME"
+                )
             if cleaned.rows >= 100:
                 cleaned.refuse_bad_rows(max(0.5, max_bad_rows))
         else:
@@ -418,7 +416,7 @@ def parts(chunks: Iterable[bytes], cleaned: Cleaned) -> Iterator[tuple[int, byte
                 document = rest[begin:last].removesuffix(b"\n").removesuffix(b"\r")
                 yield offset + begin, document
                 begin = border.end()
-                cleaned.changes[f"{SEPARATOR} are borders of documents"] += 1
+                cleaned[f"{SEPARATOR} are borders of documents"] += 1
                 is_long = False
             else:
                 break
@@ -452,7 +450,7 @@ def refuse_binary(input: str, heads: Iterable) -> None:
             for suffix, _ in Counter(suffixes).most_common(1):
                 folder = input if os.path.isdir(input) else os.path.dirname(input)
                 advice += f"; to leave it out: --input='{folder}/**/*{suffix}'"
-            raise DataError(f"{path} is no text but {advice}")
+            raise DataError(f"{path} is not plain text: {advice}")
 
 
 def advice_on(path: str, head: bytes, default: str = "") -> str:

@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import takewhile, tee
 from pathlib import Path
@@ -171,7 +170,7 @@ def read_start() -> str:
     if start.startswith("FILE:"):
         path = os.path.expanduser(start.removeprefix("FILE:"))
         text = decode_utf8(read_file(path), path)
-    return Cleaned(Counter()).text(text)
+    return Cleaned().text(text)
 
 
 def encode(text: str, tokenizer: Any, meta: dict) -> list[int]:
