@@ -12,15 +12,20 @@ Of one text, the first 90% of its characters are to train on. A dataset that exi
 overwritten. A corpus is streamed: a folder (its files in order of their paths, without hidden
 ones), a glob in quotes, a .jsonl (one object a line), a .gz of a text or .jsonl, or a text of more
 than 32 MB. How to get a dataset of Hugging Face as a .jsonl: docs/forks.md.
-- A line of a .jsonl is a document, and so is a text file; one longer than WHOLE_DOCUMENT is split
-  into documents of up to PART, at line ends if it has any. Each is followed by an end-of-text id:
-  50256 for gpt2, 0 for byte. NUL, and half a surrogate pair, become U+FFFD.
+- A line of a .jsonl is a document, and so is a text file. In a text, also in one of less than 32
+  MB, `<|endoftext|>` separates documents, with up to one newline on each side; for char, and in a
+  .jsonl, it is text. A document longer than WHOLE_DOCUMENT is split into documents of up to PART,
+  at line ends if it has any. Each is followed by an end-of-text id: 50256 for gpt2, 0 for byte.
+  NUL, and half a surrogate pair, become U+FFFD.
 - A document goes to val if the hash of its content, as a fraction, is below val_fraction: copies of
   a document share a split, whatever the order of files. The same command writes the same bytes. If
-  that holds out too little, val_fraction is raised until it does; of one or two documents, their
-  last tenths are held out.
+  the default holds out too little, it is doubled until it does not; of one or two documents, their
+  last tenths are held out. A typed val_fraction is kept, so that no document changes sides when
+  others are added, unless it holds out nothing.
 - A byte order mark is removed, and CRLF is one newline. Rows of a .jsonl that cannot be read are
-  skipped, up to 0.1% of them. All of that is printed.
+  left out, up to max_bad_rows. All of that is printed.
+- A sample of train.py or sample.py begins after start_id in meta.json: the end-of-text id, if the
+  data has it, else a newline, else the first id of the text. It ends at the end-of-text id.
 """
 
 import contextlib
@@ -76,11 +81,15 @@ SEPARATOR = "<|endoftext|>"  # the border of two documents in a plain text
 BORDER = re.compile(rb"<\|endoftext\|>(?:\r?\n|(?=..))", re.DOTALL)
 BORDER_BYTES = 16  # of CRLF, <|endoftext|> and CR: what more bytes may show to be a border
 
-LOAD = """pip install datasets && python -c "from datasets import load_dataset as load; \
-load('%s', data_files='{path}', split='train').to_json('{path}.jsonl')"; then \
---input='{path}.jsonl' (data_files may be a glob)"""
-FILTER = "type: mv '{path}' '{folder}/.{name}' && gzip -dcf '{folder}/.{name}' | %s > '{path}'; \
-then the same command"
+LOAD = (
+    'pip install datasets && python -c "from datasets import load_dataset as load; '
+    "load('%s', data_files='{path}', split='train').to_json('{path}.jsonl')\"; "
+    "then --input='{path}.jsonl' (data_files may be a glob)"
+)
+FILTER = (  # corpora leave out hidden files
+    "type: mv '{path}' '{folder}/.{name}' && gzip -dcf '{folder}/.{name}' | %s > '{path}'; "
+    "then the same command again"
+)
 NO_TEXT = {  # how a file begins that is no text: what it is, and what to do
     rb"PAR1": "parquet; type: " + LOAD % "parquet",
     rb"ARROW1|\xff{4}": "Arrow; type: " + LOAD % "arrow",
@@ -88,17 +97,24 @@ NO_TEXT = {  # how a file begins that is no text: what it is, and what to do
     rb"\(\xb5/\xfd": "zstd; type: zstd -d '{path}'; then --input='{root}'",
     rb"\xfd7zXZ": "xz; type: xz -dk '{path}'; then --input='{root}'",
     rb"BZh[1-9]1AY": "bzip2; type: bzip2 -dk '{path}'; then --input='{root}'",
-    rb"PK\x03\x04.{26}(\[Content|_rels|mimetype|word)|{\\rtf": "an office document; \
-type: pandoc -t plain '{path}' -o '{path}.txt'; then --input='{path}.txt'",
+    rb"PK\x03\x04.{26}(\[Content|_rels|mimetype|word)|{\\rtf": (
+        "an office document; type: pandoc -t plain '{path}' -o '{path}.txt'; "
+        "then --input='{path}.txt'"
+    ),
     rb"PK\x03\x04": "zip; type: unzip '{path}' -d '{path}.files'; then --input='{path}.files'",
-    rb".{257}ustar": "tar; type: mkdir '{path}.files' && tar -xf '{path}' -C '{path}.files'; \
-then --input='{path}.files'",
+    rb".{257}ustar": (
+        "tar; type: mkdir '{path}.files' && tar -xf '{path}' -C '{path}.files'; "
+        "then --input='{path}.files'"
+    ),
     rb"%PDF-": "PDF; type: pdftotext '{path}' '{path}.txt'; then --input='{path}.txt'",
-    rb"\.json\s*\[": """one JSON array; type: python -c "import json; [print(json.dumps(row if \
-isinstance(row, dict) else {{'text': row}})) for row in json.load(open('{path}'))]" \
-> '{path}.jsonl'; then --input='{path}.jsonl'""",
-    rb"\.json{.*}\s*\n{": "JSON, an object a line; type: cp '{path}' '{path}.jsonl'; \
-then --input='{path}.jsonl'",
+    rb"\.json\s*\[": (
+        'one JSON array; type: python -c "import json; [print(json.dumps('
+        "row if isinstance(row, dict) else {{'text': row}})) for row in json.load(open('{path}'))]"
+        "\" > '{path}.jsonl'; then --input='{path}.jsonl'"
+    ),
+    rb"\.json{.*}\s*\n{": (
+        "JSON, an object a line; type: cp '{path}' '{path}.jsonl'; then --input='{path}.jsonl'"
+    ),
     rb"\xff\xfe|\xfe\xff": "UTF-16; " + FILTER % "iconv -f UTF-16 -t UTF-8",
     rb"([^\0]\0){16}": "UTF-16; " + FILTER % "iconv -f UTF-16LE -t UTF-8",
     rb"(?=.*\0).*[\x01-\x08]": "binary; expected UTF-8",
@@ -286,11 +302,8 @@ def find_corpus(input: str, tokenizer: str, cleaned: Cleaned) -> tuple[dict, Ite
         raise DataError(f"{input}: {total}; expected text, .jsonl or .gz")
     name = os.path.basename(os.path.normpath(input))
     source = f"{name}, {total} (field {field}, val_fraction {val_fraction:g})"
-
-    def read(cleaned: Cleaned) -> Iterator[str]:
-        return chain.from_iterable(read_documents(path, cleaned) for path in files)
-
-    return {"tokenizer": tokenizer, "source": source}, split_corpus(read, cleaned)
+    documents = split_corpus(partial(read_documents, files), cleaned)
+    return {"tokenizer": tokenizer, "source": source}, documents
 
 
 def split_corpus(read: Callable, cleaned: Cleaned) -> Iterator:
@@ -308,6 +321,8 @@ def split_corpus(read: Callable, cleaned: Cleaned) -> Iterator:
 
 
 def clean(read: Callable, cleaned: Cleaned) -> Iterator[str]:
+    """Yields the documents read(cleaned) as they are stored. Raises DataError at the end if too many
+    rows were bad."""
     for text in read(cleaned):
         text = re.sub("[\0\ud800-\udfff]", "\ufffd", cleaned.text(text))
         if text:
@@ -358,11 +373,16 @@ def input_files(input: str) -> list[str]:
     return [path for path in paths if not os.path.isdir(path)]
 
 
-def read_documents(path: str, cleaned: Cleaned) -> Iterator[str]:
-    """The documents of one file."""
-    if not path.removesuffix(".gz").endswith(".jsonl"):
-        yield from text_documents(path, read_chunks(path), cleaned)
-        return
+def read_documents(files: list[str], cleaned: Cleaned) -> Iterator[str]:
+    for path in files:
+        if path.removesuffix(".gz").endswith(".jsonl"):
+            yield from read_rows(path, cleaned)
+        else:
+            yield from text_documents(path, read_chunks(path), cleaned)
+
+
+def read_rows(path: str, cleaned: Cleaned) -> Iterator[str]:
+    """The texts in a .jsonl file."""
     for number, line in enumerate(read_chunks(path, by_line=True), 1):
         if not line.strip():
             continue
@@ -448,7 +468,7 @@ def refuse_binary(input: str, heads: Iterable) -> None:
         if advice:
             suffixes = (os.path.splitext(text)[1] for text in advices if not advices[text])
             for suffix, _ in Counter(suffixes).most_common(1):
-                folder = input if os.path.isdir(input) else os.path.dirname(input)
+                folder = input if os.path.isdir(input) else os.path.dirname(input) or "."
                 advice += f"; to leave it out: --input='{folder}/**/*{suffix}'"
             raise DataError(f"{path} is not plain text: {advice}")
 

@@ -25,7 +25,7 @@ from model import InvalidShape, build_model, generate
 from plumbing import checkpoint as checkpoints
 from plumbing.checkpoint import Damaged
 from plumbing.cli import configured, fail, printable, run_script
-from plumbing.data import end_and_newline, read_file, start_and_end, tokenizer_of
+from plumbing.data import read_file, start_and_end, tokenizer_of
 from plumbing.files import replacing
 from plumbing.machine import choose_device, choose_dtype
 from prepare_data import SEPARATOR, Cleaned, decode_utf8
@@ -129,10 +129,9 @@ def write_samples(saved: dict, title: str) -> None:
         if low and isinstance(part, torch.nn.Linear):
             part.to(dtype)  # once; autocast would do it again for each token
     block_size = saved["config"]["block_size"]
-    meta = saved["data"]["meta"]
-    first, end = start_and_end(meta)
+    first, end = start_and_end(saved["data"]["meta"])
     text = read_start()
-    ids = encode(text, tokenizer, meta) if text else [first]
+    ids = encode(text, tokenizer) if text else [first]
     print(title, file=sys.stderr)
     if len(ids) > block_size:
         print(f"only the last {block_size} tokens of --start count", file=sys.stderr)
@@ -173,16 +172,12 @@ def read_start() -> str:
     return Cleaned().text(text)
 
 
-def encode(text: str, tokenizer: Any, meta: dict) -> list[int]:
-    """The ids of a prompt, in which SEPARATOR is the border of two documents, if the tokenizer has
-    an id for that."""
-    end = end_and_newline(meta)[0]
-    if end < 0:
-        return list(tokenizer.encode(text))
-    ids = []
-    for document in re.split(rf"\n?{re.escape(SEPARATOR)}\n?", text):
-        ids += [*tokenizer.encode(document), end]
-    return ids[:-1]
+def encode(text: str, tokenizer: Any) -> list[int]:
+    """The ids of a prompt. SEPARATOR in it is the id of the end of a text, if there is one."""
+    end = getattr(tokenizer, "end_of_text", None)
+    border = rf"\n?{re.escape(SEPARATOR)}\n?"
+    documents = [text] if end is None else re.split(border, text)
+    return [i for document in documents for i in (*tokenizer.encode(document), end)][:-1]
 
 
 def export_weights(saved: dict, title: str) -> None:

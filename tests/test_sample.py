@@ -111,8 +111,8 @@ def test_a_prompt_is_cleaned_as_a_text_is(trained, run_sample, tmp_path):
     assert run_sample(trained, windows, "--max_new_tokens=20")[:2] == expected
     byte, char = ({"tokenizer": name, "chars": "<|endoftx>ab\n"} for name in ("byte", "char"))
     text = "a\n<|endoftext|>\nb<|endoftext|>"
-    assert sample.encode(text, tokenizer_of(byte), byte) == [97, 0, 98, 0]
-    assert len(sample.encode(text, tokenizer_of(char), char)) == len(text)
+    assert sample.encode(text, tokenizer_of(byte)) == [97, 0, 98, 0]
+    assert len(sample.encode(text, tokenizer_of(char))) == len(text)
 
 
 @pytest.fixture(scope="module")
