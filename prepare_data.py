@@ -547,12 +547,11 @@ def decode_utf8(raw: bytes, path: str, begin: int = 0) -> str:
     try:
         text = raw.decode()
         odd = raw.find(0)
-        why = "binary"
     except UnicodeDecodeError as error:
-        odd, why = error.start, error.reason
+        odd = error.start
     if odd < 0:
         return text
-    place = f"byte 0x{raw[odd]:02x} at offset {begin + odd} ({why})"
+    place = f"byte 0x{raw[odd]:02x} at offset {begin + odd}"
     raise DataError(f"{path} is not UTF-8 text: {place}; {advice_on(path, raw, LATIN1)}")
 
 
