@@ -635,6 +635,10 @@ def test_separators_in_a_text_are_borders_of_documents(tmp_path, monkeypatch, te
     for source in ("a.txt", "folder"):
         make(tmp_path / f"made_{source}", tmp_path / source, **MANY)
         assert all_of(tmp_path / f"made_{source}") == sorted(texts)
+    monkeypatch.setattr(prepare_data, "WHOLE_DOCUMENT", 500)  # in parts, too
+    monkeypatch.setattr(prepare_data, "PART", 100)
+    pieces = parts(read_chunks(str(tmp_path / "a.txt")), Cleaned())
+    assert b"".join(raw for _, raw in pieces).decode() == "".join(texts)
 
 
 @needs_gpt2
