@@ -246,17 +246,16 @@ def store(folder: str, meta: dict, documents: Iterable, streamed: bool) -> dict:
     ends = [tokenizer.end_of_text] if streamed else []
     with making(folder) as unfinished:
         val_bytes = write_tokens(unfinished, tokenizer, meta["dtype"], documents, ends)
-        hashes = {}
+        meta["sha256"] = {}
         for split in SPLITS:
             path = os.path.join(unfinished, f"{split}.bin")
             meta[f"{split}_tokens"] = os.path.getsize(path) // np.dtype(meta["dtype"]).itemsize
-            hashes[f"{split}.bin"] = digest_of(path)
+            meta["sha256"][f"{split}.bin"] = digest_of(path)
         meta["val_bytes"] = val_bytes
-        meta["sha256"] = hashes
         tokens = [meta["train_tokens"], meta["val_tokens"]]
         what = "{:,} tokens to train on, {:,} to validate".format(*tokens)
         if min(tokens) < 2:
-            raise DataError(f"the text is too short: {what}; take more text")
+            raise DataError(f"{meta['source']}: it is too short: {what}; take more text")
         meta["start_id"] = data.find_start_id(unfinished, meta)
         Path(unfinished, "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     kind = f"{meta['tokenizer']}, vocabulary {meta['vocab_size']:,}"
@@ -296,10 +295,7 @@ def find_corpus(input: str, tokenizer: str, cleaned: Cleaned) -> tuple[dict, Ite
         raise DataError(f"{limit}; write --tokenizer=gpt2 or --tokenizer=byte")
     files = input_files(input)
     refuse_binary(input, ((path, next(read_chunks(path), b"")) for path in files))
-    size = sum(map(os.path.getsize, files))
-    total = f"{len(files):,} files, {size:,} bytes"
-    if not size:
-        raise DataError(f"{input}: {total}; expected text, .jsonl or .gz")
+    total = f"{len(files):,} files, {sum(map(os.path.getsize, files)):,} bytes"
     name = os.path.basename(os.path.normpath(input))
     source = f"{name}, {total} (field {field}, val_fraction {val_fraction:g})"
     documents = split_corpus(partial(read_documents, files), cleaned)

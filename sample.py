@@ -184,9 +184,10 @@ def export_weights(saved: dict, title: str) -> None:
     """Write the weights alone, under their own names, to `export`: of any model, not only a GPT."""
     from safetensors.torch import save
 
-    weights = {}
-    for name, weight in saved["model"].items():
-        weights[name] = average_of(name, weight, saved).clone().contiguous()
+    weights = {
+        name: average_of(name, weight, saved).clone().contiguous()
+        for name, weight in saved["model"].items()
+    }
     try:
         with replacing(export) as temporary:
             temporary.write_bytes(save(weights, {"format": "pt"}))
