@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from types import SimpleNamespace
 
 import numpy as np
@@ -791,14 +792,15 @@ def print_sample(run: Run) -> None:
     if "tokenizer" not in meta:
         return
     try:
+        start, end = data.start_and_end(meta)
         with evaluating(run), autocast(run.device):
-            start = torch.zeros(1, 1, dtype=torch.long, device=run.device)
+            prompt = torch.full((1, 1), start, device=run.device)
             own = torch.Generator(run.device).manual_seed(1337)
             ids = generate(
-                run.model, start, 200, block_size, meta["vocab_size"], 0.8, generator=own
+                run.model, prompt, 200, block_size, meta["vocab_size"], 0.8, generator=own
             )
-            new = torch.cat(list(ids), dim=1)
-        text = data.tokenizer_of(meta).decode(new[0].cpu())
+            new = torch.cat(list(ids), dim=1)  # all 200, so that no rank waits for another
+        text = data.tokenizer_of(meta).decode(takewhile(end.__ne__, new[0].tolist()))
         print0(f"\n{text.strip()}\n")
         run.folder.record(run.state["step"], "sample", text=text)
     except Exception as error:

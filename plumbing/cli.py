@@ -77,6 +77,8 @@ def run_script(main: Callable[[], int | None]) -> int:
     """Call main() and return the exit code. An error of ours is one line on stderr, any other is
     Python's traceback; a closed pipe, as by `| head`, or a full disk is none."""
     code = 1
+    if sys.stdout:  # None where it was closed
+        sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show
     try:
         code = main() or 0
     except KeyboardInterrupt:

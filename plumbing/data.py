@@ -4,8 +4,8 @@ A dataset is a folder, DATA_DIR/NAME, with train.bin and val.bin (flat token ids
 That is written last, so a folder that has it is complete. `meta` is the dict in it: vocab_size
 (data of your own, train.open_dataset, needs no more), dtype (of the ids: uint16 or uint32),
 train_tokens, val_tokens, sha256 ({file name: 64 hex digits}), and of a text: tokenizer (a key of
-TOKENIZERS) and what that has learned, val_bytes (of the validation text in UTF-8) and source (in
-words)."""
+TOKENIZERS) and what that has learned, val_bytes (of the validation text in UTF-8), source (in
+words) and start_id (the id after which a sample begins; computed where an older file lacks it)."""
 
 import atexit
 import ctypes
@@ -70,12 +70,39 @@ def verified_meta(folder: str) -> dict:
             f"a dataset is incomplete, changed or damaged ({type(error).__name__}: {error}); "
             f"delete {folder}/meta.json and type the command that made it: {made} ..."
         ) from error
+    if "tokenizer" in meta:
+        meta.setdefault("start_id", find_start_id(folder, meta))
     return meta
+
+
+def find_start_id(folder: str, meta: dict) -> int:
+    """The id after which a sample begins: that of the end of a text, else that of a newline, else
+    the first one. The training ids hold it."""
+    tokens = np.memmap(os.path.join(folder, "train.bin"), meta["dtype"], "r")
+    for i in end_and_newline(meta):
+        if i in tokens[: 2**22]:  # what comes later is no usual start
+            return i
+    return int(tokens[0])
+
+
+def end_and_newline(meta: dict) -> tuple[int, int]:
+    """(the id of the end of a text, the id of a newline); -1: none."""
+    kind = TOKENIZERS.get(meta["tokenizer"])
+    newline = getattr(kind, "newline", meta.get("chars", "").find("\n"))
+    return getattr(kind, "end_of_text", -1), newline
+
+
+def start_and_end(meta: dict) -> tuple[int, int]:
+    """(the id after which a sample begins, the id at which it ends; -1: none). In checkpoints of
+    before 2026-11-27, no start is named: it is a newline, else 0."""
+    end, newline = end_and_newline(meta)
+    start = meta.get("start_id", max(0, newline))
+    return start, end if start == end else -1
 
 
 def fingerprint(meta: dict) -> str:
     """16 hex digits that identify the tokens and their meaning, but not their source."""
-    content = {key: value for key, value in meta.items() if key != "source"}
+    content = {key: value for key, value in meta.items() if key not in ("source", "start_id")}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -242,6 +269,7 @@ class Byte:
 
     vocab_size = 256
     end_of_text = 0  # follows each document of a corpus
+    newline = ord("\n")
 
     def __init__(self, meta: dict):
         pass
@@ -258,6 +286,7 @@ class GPT2:
 
     vocab_size = 50257
     end_of_text = 50256
+    newline = 198
 
     def __init__(self, meta: dict):
         try:
@@ -281,7 +310,7 @@ class GPT2:
 # A tokenizer of your own is a class and a name here and beside prepare_data.py's --tokenizer. It is
 # built from `meta`; it needs encode, decode and vocab_size. If it learns its vocabulary, it also has
 # learn(text), whose dict goes into `meta`; end_of_text is the id that follows each document of a
-# corpus, if any; encode_batch(texts) is a faster encode.
+# corpus, and newline that of a newline, if any; encode_batch(texts) is a faster encode.
 TOKENIZERS = {"char": Char, "byte": Byte, "gpt2": GPT2}
 
 
