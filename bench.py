@@ -9,6 +9,9 @@ Takes train.py's flags and those below. Writes the results to bench.json in out_
 those of the parts that finished); a run that lies there is not touched. Run nothing else meanwhile.
 """
 
+import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
+
+# isort: split
 import contextlib
 import itertools
 import json

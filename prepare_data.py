@@ -23,6 +23,9 @@ than 32 MB. How to get a dataset of Hugging Face as a .jsonl: docs/forks.md.
   skipped, up to 0.1% of them. All of that is printed.
 """
 
+import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
+
+# isort: split
 import contextlib
 import glob
 import gzip

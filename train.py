@@ -22,6 +22,8 @@ import math
 import random
 import signal
 
+import plumbing  # noqa: F401  before torch: Ctrl-C in the imports is one line
+
 if __name__ == "__main__":  # before the first step there is nothing to save
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
@@ -394,7 +396,8 @@ def first_pass(run: Run) -> torch.nn.Module:
     moves. Returns the model, compiled if asked, and completes the run's identity."""
 
     def read():  # a fork may draw its batches from the random state
-        return data.to_device(run.train_data[ranks.my_share(0, sequences_at(0))], run.device)
+        first_batch = data.Reader(run.train_data, seed)[ranks.my_share(0, sequences_at(0))]
+        return data.to_device(first_batch, run.device)
 
     model = compiler.warm_up(run, compile, forward_backward, read)
     run.facts["run"]["compile"] = model is not run.model
@@ -496,6 +499,8 @@ def take_step(run: Run, model, clock: Clock | None) -> tuple[dict, dict]:
         elif run.steps_here == 2 and deterministic and audit_interval >= 0:
             take = partial(audit.find_hidden_state, run, take, clock)
     numbers = take()
+    needed = ("loss", "grad_norm", "skipped", "targets")
+    fields.check_numbers(numbers, "train_step() returned", ("model", "step"), needed)
     row = count_batch(run, targets)  # and step += 1
     return row | {"lr": lr, "data_ms": data_ms}, numbers
 
@@ -559,7 +564,8 @@ def load_batches(run: Run) -> Iterator:
     """The batches to come, read ahead by num_workers processes."""
     places = batches_to_come(run.state)
     timeout = 60 * ranks.HANG_MINUTES
-    return data.batches(run.train_data, places, run.device, num_workers, prefetch_factor, timeout)
+    reader = data.Reader(run.train_data, seed)
+    return data.batches(reader, places, run.device, num_workers, prefetch_factor, timeout)
 
 
 def batches_to_come(state: dict) -> Iterator[tuple[int, int]]:
@@ -597,6 +603,7 @@ class ShuffledWindows(torch.utils.data.Dataset):
             self.order.pop(epoch - 2, None)
         return self.order[epoch]
 
+    @data.draws_nothing
     def __getitem__(self, batch: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         first, count = batch
         epoch, place = np.divmod(np.arange(first, first + count), len(self))
@@ -652,12 +659,12 @@ def forward_backward(model, run: Run, inputs, targets, n_targets: torch.Tensor) 
     totals = {}
     micro_batch = run.state["micro_batch"]
     for x, y in zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True):
-        with autocast(x.device):
-            loss = model(x, y)  # 3: forward, under autocast; the mean over the targets of x
-        loss, others = loss if isinstance(loss, tuple) else (loss, {})
         n = count_targets(y)
+        y = torch.where(n > 0, y, y.new_zeros(()))  # without any: a finite loss, which counts 0
+        with autocast(x.device):
+            result = model(x, y)  # 3: forward, under autocast
+        means = fields.means_of(result, run.model)  # over the targets of x
         parts = n_targets / n  # so many of this size make the global batch; infinite if n is 0
-        means = dict(loss=loss, **others)  # two of a name are an error
         numbers = {name: torch.where(n > 0, means[name], 0) / parts for name in means}  # 4
         run.scaler.scale(numbers["loss"]).backward()  # 5: backward
         totals = {name: totals.get(name, 0.0) + numbers[name].detach() for name in numbers}
@@ -698,7 +705,8 @@ def record_evaluation(run: Run, table) -> bool:
     state = run.state
     meta = run.facts["data"]["meta"]
     numbers = evaluate(run)
-    fields.check_names(numbers, "evaluate()", ("eval",))
+    needed = ("val_loss", best_metric.removeprefix("-"))
+    fields.check_numbers(numbers, "evaluate() returned", ("eval",), needed)
     numbers = {name: n.item() if torch.is_tensor(n) else n for name, n in numbers.items()}
     is_best = count_evaluation(numbers, state)
     row = {"kind": "eval", "step": state["step"], **numbers}
@@ -734,14 +742,16 @@ def sum_losses(run: Run) -> torch.Tensor:
     where = "cpu" if run.device.type == "mps" else run.device  # MPS has no float64
     totals = torch.zeros(3, dtype=torch.float64, device=where)
     size = run.state["micro_batch"]
+    reader = data.Reader(run.val_data, seed)
     for first in range(0, len(run.val_data), size * world_size()):
         mine = first + size * rank()
         has_rows = mine < len(run.val_data)  # if not, only take part: FSDP needs every rank
         mine = mine if has_rows else first
-        batch = run.val_data[mine, min(size, len(run.val_data) - mine)]
+        batch = reader[mine, min(size, len(run.val_data) - mine)]
         inputs, targets = data.to_device(batch, run.device)
         with autocast(run.device):
             logits = run.model(inputs)
+            fields.check_logits(logits, targets, run.model)
             loss = cross_entropy(logits, targets, label_smoothing=0.0, reduction="sum")
         counted = count_targets(targets) * has_rows
         right = (logits.argmax(-1) == targets).sum() * has_rows
@@ -754,9 +764,6 @@ def count_evaluation(numbers: dict, state: dict) -> bool:
     far. The evaluation after the last step counts for the latter two only if eval_interval asks for
     it: a run extended later must take the same course as one that was that long from the start."""
     name = best_metric.removeprefix("-")
-    for expected in ("val_loss", name):
-        if expected not in numbers:
-            raise RunFailed(f"evaluate() returns {', '.join(numbers)}; expected {expected}, too")
     score = -numbers[name] if best_metric.startswith("-") else numbers[name]
     is_best = score < state["best_score"]
     if is_best:
@@ -904,7 +911,6 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     """Rows of kind "train" for `steps`, [(fields, {name: device scalar}), ...]: all since the last
     lap of the clock, so times exclude evaluation and saving. The host waits for the device here."""
     log_smaller_micro_batch(run)
-    fields.check_names(steps[0][1], "train_step()", ("model", "step"))
     precise = torch.float32 if run.device.type == "mps" else torch.float64
     on_device = [number for _, named in steps for number in named.values()]
     scalars = [torch.as_tensor(n, dtype=precise, device=run.device).detach() for n in on_device]
