@@ -499,7 +499,7 @@ def take_step(run: Run, model, clock: Clock | None) -> tuple[dict, dict]:
         elif run.steps_here == 2 and deterministic and audit_interval >= 0:
             take = partial(audit.find_hidden_state, run, take, clock)
     numbers = take()
-    needed = ("loss", "grad_norm", "skipped", "targets")
+    needed = {"loss", "grad_norm", "skipped", "targets"}
     fields.check_numbers(numbers, "train_step() returned", ("model", "step"), needed)
     row = count_batch(run, targets)  # and step += 1
     return row | {"lr": lr, "data_ms": data_ms}, numbers
@@ -705,9 +705,9 @@ def record_evaluation(run: Run, table) -> bool:
     state = run.state
     meta = run.facts["data"]["meta"]
     numbers = evaluate(run)
-    needed = ("val_loss", best_metric.removeprefix("-"))
+    needed = {"val_loss", best_metric.removeprefix("-")}
     fields.check_numbers(numbers, "evaluate() returned", ("eval",), needed)
-    numbers = {name: n.item() if torch.is_tensor(n) else n for name, n in numbers.items()}
+    numbers = {name: n.item() if hasattr(n, "item") else n for name, n in numbers.items()}
     is_best = count_evaluation(numbers, state)
     row = {"kind": "eval", "step": state["step"], **numbers}
     row["best_val_loss"] = state["best_val_loss"]

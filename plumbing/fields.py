@@ -2,6 +2,7 @@
 is shown."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,11 +95,11 @@ def check_logits(logits: Any, targets: Any, model: Any) -> None:
     expect(fits, start, logits, f"logits, a Tensor ({sizes}, classes)")
 
 
-def check_numbers(numbers: Any, start: str, writers: tuple, needed: tuple = ()) -> None:
+def check_numbers(numbers: Any, start: str, writers: tuple, needed: Collection = ()) -> None:
     """Raises RunFailed unless `numbers` is a dict of scalars that has the keys `needed`, and no
     field of the rows which others than `writers` write: see Field. start: who returned it."""
     has_needed = isinstance(numbers, dict) and numbers.keys() >= set(needed)
-    expect(has_needed, start, numbers, f"a dict of scalars with {', '.join(needed)}")
+    expect(has_needed, start, numbers, f"a dict of scalars with {', '.join(sorted(needed))}")
     for name, value in numbers.items():
         if name in FIELDS and FIELDS[name].writer not in writers:
             raise RunFailed(f"{start} a number named {name}, which rows have, too")
