@@ -230,6 +230,12 @@ def batches(
     )
     began = time.perf_counter()
     try:
+        loader = iter(loader)
+    except OSError as error:
+        found = f"--num_workers={num_workers}: cannot start workers ({error.strerror})"
+        hint = "is /dev/shm full? Write docker run --shm-size=1g, or --num_workers=0"
+        raise RunFailed(f"{found}; {hint}") from error
+    try:
         for batch in loader:
             if isinstance(batch, bytes):
                 batch = pickle.loads(batch)
