@@ -47,7 +47,7 @@ from plumbing.console import print0
 from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
 from plumbing.ranks import from_rank0, rank, world_size
 from plumbing.run_folder import RunFolder
-from plumbing.signals import Signals
+from plumbing.signals import Signals, StoppedWaiting
 from plumbing.snapshot import Snapshot, evaluating, rng_state, step_optimizer
 
 # The run, and the text it learns
@@ -460,12 +460,18 @@ def train(run: Run, model, table, saver, clock: Clock) -> tuple[str, int]:
     while True:
         # ---- training: only this step, roll_back and log_two_more_steps change the weights --------
         if not state["evaluation_due"]:  # else a stop left the evaluation of this step to us
-            steps.append(take_step(run, model, clock))
+            try:
+                steps.append(take_step(run, model, clock))
+            except StoppedWaiting:  # before the batch was there
+                data.kill_workers()
+                run.batches = None
             table.live(state["step"])  # on a terminal
 
         # ---- what is due? every rank gets the same answer ----------------------------------------
         due = what_is_due(state, run.signals)
         run.watch.due(run, due)
+        if not run.batches:  # no step was taken: all but the save was done
+            due.evaluation = due.sample = due.milestone = False
         if not any(vars(due).values()):
             continue
 
@@ -501,7 +507,7 @@ def train(run: Run, model, table, saver, clock: Clock) -> tuple[str, int]:
                 run.signals.save = False
         clock.lap("save")
         if due.ending:
-            if due.stop and not state["evaluation_due"]:
+            if due.stop and run.batches and not state["evaluation_due"]:
                 log_two_more_steps(run, model, clock, recent)
             return due.ending
 
@@ -511,7 +517,9 @@ def take_step(run: Run, model, clock: Clock | None) -> tuple[dict, dict]:
     None takes it without the watch and without an audit."""
     state = run.state
     lr = float(lr_at(state["step"]) * state["lr_factor"])
-    inputs, targets, data_ms = next(run.batches)
+    alone = world_size() == 1  # else other ranks may be in the middle of a step
+    with run.signals.waiting(alone and clock):
+        inputs, targets, data_ms = next(run.batches)
     take = partial(train_step, model, run, inputs, targets, lr)
     if clock:
         take = partial(run.watch.step, run, take, inputs, targets, lr)
