@@ -397,7 +397,7 @@ def run_to_the_end(run: Run, clock: Clock) -> int:
             raise
         except Exception as error:
             kind = "" if isinstance(error, RunFailed) else f"{type(error).__name__}: "
-            ending = f"failed: {kind}{error}", 1
+            ending = console.one_line(f"failed: {kind}{error}"), 1
             if str(error).startswith("DataLoader"):  # a worker; the rest is torch's advice
                 found = str(error).partition(". ")[0]
                 raise RunFailed(f"{found} (out of memory?); the same command resumes") from error
