@@ -187,18 +187,18 @@ def drawing_from(*seeds: int) -> Iterator[None]:
     without it."""
     import torch
 
-    generator = torch.default_generator
-    before = random.getstate(), np.random.get_state(), generator.get_state()
+    from plumbing.snapshot import rng_state, set_rng_state
+
+    cpu = torch.device("cpu")
+    before = rng_state(cpu)
     seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
-    generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     try:
         yield
     finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        generator.set_state(before[2])
+        set_rng_state(before, cpu)
 
 
 def batches(
@@ -230,12 +230,6 @@ def batches(
     )
     began = time.perf_counter()
     try:
-        loader = iter(loader)
-    except OSError as error:
-        found = f"--num_workers={num_workers}: cannot start workers ({error.strerror})"
-        hint = "is /dev/shm full? Write docker run --shm-size=1g, or --num_workers=0"
-        raise RunFailed(f"{found}; {hint}") from error
-    try:
         for batch in loader:
             if isinstance(batch, bytes):
                 batch = pickle.loads(batch)
@@ -243,7 +237,10 @@ def batches(
             began = time.perf_counter()
     except RunFailed as error:  # torch adds a traceback to that of a worker
         raise RunFailed(str(error).strip().rpartition("RunFailed: ")[2]) from error
-    except (ConnectionError, EOFError) as error:
+    except (OSError, EOFError) as error:
+        if num_workers and str(error).endswith("No space left on device"):
+            hint = "docker run --shm-size=1g, a smaller --prefetch_factor, or --num_workers=0"
+            raise RunFailed(f"workers need more space in /dev/shm ({error}); {hint}") from error
         time.sleep(1)  # torch's own error, if a worker has died, comes meanwhile, or came before
         if len(multiprocessing.active_children()) == num_workers:
             raise  # an error of the dataset

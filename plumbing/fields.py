@@ -112,16 +112,12 @@ def is_scalar(value: Any) -> bool:
 
 def expect(fits: bool, start: str, value: Any, expected: str) -> None:
     """Raises RunFailed unless `fits`. start: who returned `value`, and as what."""
-    if not fits:
-        raise RunFailed(f"{start} {described(value)}; expected {expected}")
+    if fits:
+        return
+    from plumbing.snapshot import mapped  # here, since prepare_data.py needs no torch
 
+    def described(leaf: Any, path: tuple) -> str:
+        return f"{type(leaf).__name__}{tuple(getattr(leaf, 'shape', ()))}"
 
-def described(value: Any) -> str:
-    """Its type, and its shape or what is in it: `tuple (Tensor (8, 65), Tensor ())`."""
-    name = type(value).__name__
-    items = getattr(value, "shape", None)
-    if isinstance(value, list | tuple):
-        items = map(described, value[:3])
-    elif isinstance(value, dict):
-        items = value
-    return name if items is None else f"{name} ({', '.join(map(str, items))})"
+    types = str(mapped(described, value)).replace("'", "")[:200]
+    raise RunFailed(f"{start} {types}; expected {expected}")
