@@ -78,7 +78,8 @@ class Job:
         return train.build_run(knobs, self.run.folder, None, None, self.device, datasets)
 
     def batch(self):
-        return data.to_device(self.run.train_data[0, train.sequences_at(0)], self.device)
+        reader = data.Reader(self.run.train_data, train.seed)
+        return data.to_device(reader[0, train.sequences_at(0)], self.device)
 
     def warmed_up(self, run):
         """The model with which train.py trains `run`, compiled or not."""
