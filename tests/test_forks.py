@@ -157,12 +157,12 @@ def test_the_loss_is_the_mean_however_it_is_split(micro_batch, knobs):
 
 
 MASK = build("""
-def forward(x, y=None, inner=model.forward):
+def forward(x, y=None, usual=model.forward):
     if y is None:
-        return inner(x)
+        return usual(x)
     mask = (y != -100).float()
     losses = nn.functional.cross_entropy(
-        inner(x).flatten(0, 1), y.clamp(min=0).flatten(), reduction="none"
+        usual(x).flatten(0, 1), y.clamp(min=0).flatten(), reduction="none"
     )
     return (losses * mask.flatten()).sum() / mask.sum()
 model.forward = forward
@@ -204,12 +204,11 @@ def instead(name, value):
 def forward(with_targets, without="logits"):
     """The model returns these, made of its logits and its loss."""
     return build(f"""
-inner = model.forward
-def forward(x, y=None):
-    logits = inner(x)
+def forward(x, y=None, usual=model.forward):
+    logits = usual(x)
     if y is None:
         return {without}
-    loss = inner(x, y)
+    loss = usual(x, y)
     return {with_targets}
 model.forward = forward
 """)
@@ -264,7 +263,11 @@ REFUSED = [  # (change, exit code, words of the one line); 2: before anything is
     (dataset("list(zip(x, y))"), 1, "Own[0, 8] returned [(Tensor(16,), Tensor(16,)), ("),
     (dataset("x"), 1, "Own[0, 8] returned Tensor(8, 16); expected (inputs, targets)"),
     (dataset("x[first // 16 :], y"), 1, "Own[16, 8] returned (Tensor(7, 16), Tensor(8,"),
-    (dataset("x, y + self.own.integers(9)"), 1, "Own gives another first batch when it is read"),
+    (
+        dataset("x, y + self.own.integers(10**9)"),
+        1,
+        "Own gives another first batch when it is read",
+    ),
     (optimize(f"optimizers[0].add_param_group({OTHER_WEIGHT})"), 2, "is not in model.parameters()"),
     (ALL_BUT_ONE, 2, "no optimizer trains "),
     (around("open_dataset", then="result[-1]['files'] = [train.cli.Path('f')]"), 2, "PosixPath"),
@@ -282,7 +285,7 @@ def test_what_cannot_be_kept_is_refused_in_one_line(change, code, words, run_tra
         return
     assert len(done.rows("train")) <= 2
     saved = list(done.out_dir.glob("*.pt"))
-    assert ("python sample.py" in done.stdout) == ("report.py" in done.stdout) == bool(saved)
+    assert ("sample.py" in done.stdout) == ("report.py" in done.stdout) == bool(saved)
 
 
 def test_the_warm_up_pass_counts_for_nothing(run_train):
