@@ -70,7 +70,7 @@ def compiled(run) -> nn.Module:
     reasons = []
 
     def see(record: logging.LogRecord) -> bool:
-        reasons.append(record.getMessage().partition("- ")[2])
+        reasons.append(record.getMessage().partition("- ")[2].partition("\n")[0])
         if len(reasons) == MANY_GRAPHS - 1:
             hint = "pad batches to a few widths, or --compile=false"
             why = one_line(reasons[-1])

@@ -533,6 +533,21 @@ def test_a_loss_above_its_first_value_is_an_event_and_training_continues(run_tra
     assert "diverging" in done.stdout and "warning" in done.stdout
 
 
+@pytest.mark.slow
+def test_many_widths_of_batches_are_an_event_of_a_compiled_run(run_train):
+    """One, which says why, and what to do."""
+    widths = """
+def padded(self, place, inner=train.ShuffledWindows.__getitem__):
+    return [part[:, : 12 + place[0] // 8 % 5] for part in inner(self, place)]
+train.ShuffledWindows.__getitem__ = padded
+train.compiler.MANY_GRAPHS = 4
+"""
+    done = run_train("run", "--compile=true", "--max_steps=6", before=widths, timeout=600)
+    (event,) = events(done, "many_graphs")
+    assert (event["step"], event["count"]) == (3, 4) and "--compile=false" in event["hint"]
+    assert "expected 14, actual 15" in event["why"]
+
+
 # ---- memory --------------------------------------------------------------------------------------
 
 
