@@ -10,6 +10,9 @@ run names it: for a run of another script add --script=my_fork.py. For a run of 
 torchrun --standalone --nproc_per_node=2 replay.py in place of python replay.py. Exit code: 0 if all
 is equal, 1 if not."""
 
+import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
+
+# isort: split
 import importlib
 import os
 import shutil

@@ -13,6 +13,9 @@ records, it prints their table alone. A folder that holds no run is left out wit
 that it does not know gets a panel and a row.
 """
 
+import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
+
+# isort: split
 import itertools
 import shlex
 import sys

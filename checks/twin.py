@@ -250,7 +250,7 @@ class PlainLoop:
             weight.requires_grad_(needed)
         buffers = clone(buffers_of(self.model))
         count = train.sequences_at(step)
-        batch = self.watch.run.train_data[self.sequences, count]
+        batch = data.Reader(self.watch.run.train_data, train.seed)[self.sequences, count]
         inputs, targets = data.to_device(batch, self.device)
         self.sequences += count
         with masked(step, targets), not_finite(step, self.model):

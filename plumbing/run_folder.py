@@ -80,7 +80,11 @@ class RunFolder(ExitStack):
             fail(f"{self.path} is in use by another run; write {self.fresh_out_dir()}")
         except OSError as error:
             place = error.filename or self.path
-            fail(f"{place} cannot be written ({error.strerror}); write --out_dir=FOLDER")
+            hint = "write --out_dir=FOLDER"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                needed = max((file.stat().st_size for file in self.path.glob("*.pt")), default=0)
+                hint = f"free {needed / 1e6 + 1:,.0f} MB, which the next checkpoint needs"
+            fail(f"{place} cannot be written ({error.strerror}); {hint}")
 
     def checked_path(self) -> Path:
         """The path. Raises OSError if the folder was removed and another run has made a new one."""
@@ -162,7 +166,7 @@ class RunFolder(ExitStack):
         clock.lap("report")
         self.write_facts()
         writes_text = "tokenizer" in self.facts["data"]["meta"]
-        console.print_next(self.path, writes_text)
+        console.print_next(self.path, writes_text, self.facts["command"][0])
 
     # ---- metrics.jsonl ---------------------------------------------------------------------------
 
@@ -218,7 +222,8 @@ def require_free(path: Path, needed: int) -> None:
     free = shutil.disk_usage(exists).free
     if free < needed:
         message = f"{path} has {free / 1e6:,.0f} MB free; a run needs {needed / 1e6:,.0f}"
-        fail(f"{message} for checkpoints; free some, or write --keep_last=1 or --out_dir=FOLDER")
+        hint = f"free {(needed - free) / 1e6 + 1:,.0f} MB, or write --keep_last=1"
+        fail(f"{message} for checkpoints; {hint}")
 
 
 def now() -> str:
