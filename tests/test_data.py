@@ -211,7 +211,7 @@ ODD_FILES = [
     ("windows.txt", TEXT.encode("UTF-16")),
     ("bare.txt", PLAIN.encode("UTF-16-LE")),
     ("a text.txt.xz", lzma.compress(TEXT.encode())),
-    ("misnamed.txt", gzip.compress(TEXT.encode())),
+    ("misnamed.txt", gzip.compress(TEXT.encode(), mtime=0)),
     ("array.json", json.dumps([*ROWS, TEXT]).encode()),
     ("lines.json", LINES),
     ("some.jsonl", b"{oops\n" + LINES),
@@ -456,7 +456,7 @@ def corpus(tmp_path, texts):
     for i in range(120, 160):
         write(folder / f"c{i}.txt", texts[i].encode())
     for i in range(160, 200):
-        write(folder / "d" / f"{i}.txt.gz", gzip.compress(texts[i].encode()))
+        write(folder / "d" / f"{i}.txt.gz", gzip.compress(texts[i].encode(), mtime=0))
     write(folder / ".hidden.txt", b"left out")
     write(folder / "d" / "empty.txt", b"")
     return folder
@@ -469,7 +469,7 @@ def write(path, content):
 
 def write_lines(path, texts, field="text"):
     lines = "".join(json.dumps({"id": 1, field: text}) + "\n\n" for text in texts).encode()
-    write(path, gzip.compress(lines) if path.suffix == ".gz" else lines)
+    write(path, gzip.compress(lines, mtime=0) if path.suffix == ".gz" else lines)
 
 
 def make(folder, source, tokenizer="byte", **how):
@@ -631,7 +631,7 @@ def test_separators_in_a_text_are_borders_of_documents(tmp_path, monkeypatch, te
     texts = [text.strip() for text in texts]
     content = f"{around}<|endoftext|>{around}".join(["", *texts, ""]).encode()
     write(tmp_path / "a.txt", content)
-    write(tmp_path / "folder" / "a.txt.gz", gzip.compress(content))
+    write(tmp_path / "folder" / "a.txt.gz", gzip.compress(content, mtime=0))
     for source in ("a.txt", "folder"):
         make(tmp_path / f"made_{source}", tmp_path / source, **MANY)
         assert all_of(tmp_path / f"made_{source}") == sorted(texts)
