@@ -28,6 +28,9 @@ than 32 MB. How to get a dataset of Hugging Face as a .jsonl: docs/forks.md.
   data has it, else a newline, else the first id of the text. It ends at the end-of-text id.
 """
 
+import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
+
+# isort: split
 import contextlib
 import glob
 import gzip

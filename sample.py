@@ -10,6 +10,9 @@ Of a run's folder it takes best.pt, or the newest checkpoint if best.pt is that 
 step, before which nothing was trained; the file and its step are printed above the text. It needs
 no dataset, and takes any file of torch.save with `model`, `config`, `data` as train.py's."""
 
+import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
+
+# isort: split
 import os
 import re
 import sys

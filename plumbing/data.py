@@ -14,17 +14,21 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
+import random
 import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 
-from plumbing.cli import BadInput
+from plumbing.cli import BadInput, RunFailed
 from plumbing.console import print0
+from plumbing.fields import expect
 from plumbing.files import digest_of
 from plumbing.signals import HANDLED
 
@@ -147,6 +151,13 @@ def read_rows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray
     return rows.astype(np.int64) if np.issubdtype(rows.dtype, np.integer) else rows
 
 
+def draws_nothing(getitem: Callable) -> Callable:
+    """A decorator for the __getitem__ of a dataset that draws no random numbers: it saves the time
+    of seeding them."""
+    getitem.draws_nothing = True
+    return getitem
+
+
 class OrderedWindows:
     """The first `n_targets` targets of `tokens` (0 = all), rounded up to whole windows, for
     validation. `windows[first, count]` is a batch: inputs and targets, each (count, block_size), as
@@ -161,6 +172,7 @@ class OrderedWindows:
     def __len__(self) -> int:
         return self.windows
 
+    @draws_nothing
     def __getitem__(self, batch: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         first, count = batch
         first_new = np.arange(first, first + count) * self.block_size
@@ -170,6 +182,50 @@ class OrderedWindows:
         is_repeated = np.arange(self.block_size) < (first_new - starts)[:, None]
         targets[is_repeated] = -100 if np.issubdtype(targets.dtype, np.integer) else np.nan
         return rows[:, :-1].copy(), targets
+
+
+class Reader:
+    """dataset[first, count], as the loop reads it. Around a read, Python's, NumPy's and torch's random
+    numbers (those of the CPU) are seeded from (seed, first), and put back: so a dataset may draw
+    from them, and each batch still is a pure function of its place. Raises RunFailed for what is no
+    batch."""
+
+    def __init__(self, dataset: Any, seed: int):
+        self.dataset = dataset
+        self.seed = seed
+
+    def __getitem__(self, place: tuple[int, int]) -> tuple:
+        first, count = place
+        dataset = self.dataset
+        own = vars(type(dataset)).get("__getitem__")
+        with nullcontext() if hasattr(own, "draws_nothing") else drawing_from(self.seed, first):
+            batch = dataset[first, count]
+        parts = batch if isinstance(batch, tuple | list) else ()
+        sizes = [getattr(part, "shape", ())[:1] for part in parts]
+        start = f"{type(dataset).__name__}[{first}, {count}] returned"
+        expected = f"(inputs, targets), arrays or tensors of {count} rows each"
+        expect(sizes == [(count,), (count,)], start, batch, expected)
+        return batch
+
+
+@contextmanager
+def drawing_from(*seeds: int) -> Iterator[None]:
+    """A context in which all random numbers of the CPU are seeded from `seeds`. Later ones are as
+    without it."""
+    import torch
+
+    from plumbing.snapshot import rng_state, set_rng_state
+
+    cpu = torch.device("cpu")
+    before = rng_state(cpu)
+    seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        set_rng_state(before, cpu)
 
 
 def batches(
@@ -185,8 +241,10 @@ def batches(
     waits for a worker, before torch's RuntimeError; a worker that dies raises it, too."""
     import torch  # here, so that prepare_data.py, which needs none, starts at once
 
-    of_workers = {"prefetch_factor": prefetch_factor, "timeout": timeout} if num_workers else {}
+    of_workers = {}
     if num_workers:
+        of_workers = {"prefetch_factor": prefetch_factor, "timeout": timeout}
+        of_workers["collate_fn"] = hand_over
         atexit.register(kill_workers)
     loader = torch.utils.data.DataLoader(
         dataset,
@@ -200,13 +258,32 @@ def batches(
     began = time.perf_counter()
     try:
         for batch in loader:
+            if isinstance(batch, bytes):
+                batch = pickle.loads(batch)
             yield *to_device(batch, device), 1000 * (time.perf_counter() - began)
             began = time.perf_counter()
-    except (ConnectionError, EOFError) as error:
+    except RunFailed as error:  # torch adds a traceback to that of a worker
+        raise RunFailed(str(error).strip().rpartition("RunFailed: ")[2]) from error
+    except (OSError, EOFError) as error:
+        if num_workers and str(error).endswith("No space left on device"):
+            hint = "docker run --shm-size=1g, a smaller --prefetch_factor, or --num_workers=0"
+            raise RunFailed(f"workers need more space in /dev/shm ({error}); {hint}") from error
         time.sleep(1)  # torch's own error, if a worker has died, comes meanwhile, or came before
         if len(multiprocessing.active_children()) == num_workers:
             raise  # an error of the dataset
         raise RuntimeError("DataLoader worker was killed while it sent a batch") from error
+
+
+def hand_over(batch: tuple) -> list | bytes:
+    """In a worker: the batch as tensors in shared memory, or, where /dev/shm is full (it has 64 MB in
+    a Docker container), as bytes, which go through a pipe."""
+    import torch
+
+    tensors = [torch.as_tensor(part).detach() for part in batch]
+    try:
+        return [tensor.share_memory_() for tensor in tensors]
+    except RuntimeError:
+        return pickle.dumps([tensor.clone() for tensor in tensors])
 
 
 def live_as_long_as_the_run(worker: int) -> None:
