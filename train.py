@@ -37,7 +37,7 @@ import torch
 
 from model import InvalidShape, build_model, cross_entropy, generate
 from optim import configure_optimizers
-from plumbing import audit, checkpoint, cli, console, data, fsdp, machine, ranks, safe_step
+from plumbing import audit, checkpoint, cli, console, data, fsdp, machine, ranks, safe_step, weights
 from plumbing import resume as resuming
 from plumbing.cli import RunFailed, fail
 from plumbing.ranks import from_rank0, rank, world_size
@@ -51,6 +51,7 @@ resume = "auto"  # auto: resume what is in out_dir, or start; never; the path of
 #  restart: keep what is there as NAME.old_1 and start (each time: not for requeued jobs); free
 dataset = "shakespeare"  # data/NAME; prepare_data.py makes it where it is missing; fixed
 data_dir = "data"  # folder of the datasets; free
+init_from = ""  # checkpoint or .safetensors whose weights a new run starts with; "" = random; fixed
 
 # The model
 block_size = 64  # context, tokens, [1, 10000000]; fixed
@@ -220,6 +221,8 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         compile, reason = machine.choose_compile(compile, run_device, flops, max_steps)
         run.facts["run"] = resuming.identity_of(config, globals(), run.facts["data"], run_device)
         run.reasons = {"compile": reason} | reasons
+        if init_from:
+            weights.begin_from(run, init_from, saved)
         if saved:
             resuming.continue_from(run, saved)  # refuses another run
             checkpoint.put_back(run, saved)

@@ -38,7 +38,6 @@ NAMES_ELSEWHERE = {  # nanoGPT's name, or one that is gone: what to type instead
     "eval_only": "no counterpart: every run also evaluates before its first step (--eval_interval)",
     "gradient_accumulation_steps": "here it is accum_steps",
     "hang_minutes": "gone since 2026-11-25: HANG_MINUTES in plumbing/ranks.py",
-    "init_from": "--resume takes auto, never, restart or a checkpoint's path; GPT-2's do not fit",
     "learning_rate": "here it is peak_lr",
     "lr_decay_iters": "here it is decay_steps",
     "max_iters": "here it is max_steps",
@@ -213,7 +212,10 @@ def folder_name(config: Config) -> str:
     for key, knob in config.knobs.items():
         counts = is_other_batch if key in factors else knob.names_folder()
         if counts and key in config.typed and config[key] != config.base[key]:
-            name += f",{key}={show(config[key])}"
+            value = show(config[key])
+            if key == "init_from":  # the folder of the run that it names
+                value = Path(value).resolve().parent.name
+            name += f",{key}={value}"
     return name
 
 
