@@ -1,11 +1,17 @@
 """GPT-2 (Radford et al. 2019) on the loop of train.py: learned positions, LayerNorm with gain and
 bias, GELU by its tanh approximation, and a head that shares the embedding's weights.
 
-    python examples/gpt2.py --n_layer=4                # the shape by flags, as of train.py
-    python examples/gpt2.py config/gpt2_124m.py        # the 124M model, from random weights
+    python examples/gpt2.py --n_layer=4              # from random weights
+    python examples/gpt2.py config/gpt2_124m.py
+    python examples/gpt2.py --weights=FOLDER --block_size=256 --peak_lr=3e-5 --min_lr=3e-6 ...
 
-Of train.py's flags for the model, block_size, n_layer, n_head, n_embd, dropout and grad_checkpoint
-have an effect. Names and shapes of the weights are those of Hugging Face's GPT-2.
+--weights=FOLDER sets the shape and --init_from, by config.json and model.safetensors as Hugging
+Face publishes GPT-2; later flags win, and a smaller block_size takes the first positions. The
+dataset needs the same vocabulary: python prepare_data.py NAME --input=FILE --tokenizer=gpt2. Names
+and layout of the weights here are those of such a file, so sample.py --export writes one, too. It
+was tried with files that the library `transformers` wrote, not with the published ones. Of
+train.py's flags for the model, block_size, n_layer, n_head, n_embd, dropout and grad_checkpoint
+have an effect.
 """
 
 import math
@@ -20,7 +26,20 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
 from model import Dropout, InvalidShape, causal_attention, cross_entropy  # noqa: E402
-from plumbing.cli import run_script  # noqa: E402
+from plumbing import cli, weights  # noqa: E402
+from plumbing.files import read_json  # noqa: E402
+
+SHAPE = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions"}
+REQUIRED = {  # what else in a config.json decides what the weights compute
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
+}
+# In some files: masks of the past, and the embedding once more
+NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
 
 
 class Conv1D(nn.Module):
@@ -83,6 +102,8 @@ class GPT2(nn.Module):
 
     def __init__(self, config, vocab_size):
         super().__init__()
+        if config["n_embd"] % config["n_head"]:
+            raise InvalidShape(f"--n_embd={config['n_embd']}: expected a multiple of --n_head")
         self.config = config
         self.wte = nn.Embedding(vocab_size, config["n_embd"])
         self.wpe = nn.Embedding(config["block_size"], config["n_embd"])
@@ -118,13 +139,42 @@ class GPT2(nn.Module):
         return 6 * (weights - length * width) + 12 * len(self.h) * width * length
 
 
-def build_model(config, vocab_size):
-    if config["n_embd"] % config["n_head"]:
-        raise InvalidShape(f"--n_embd={config['n_embd']}: expected a multiple of --n_head")
-    return GPT2(config, vocab_size)
+# ---- weights in Hugging Face's layout ------------------------------------------------------------
 
 
-vars(train).update(__doc__=__doc__, build_model=build_model, out_dir="out/gpt2")
+def shape_in(folder):
+    """{knob: value} of config.json in `folder`. Raises BadInput if it is not that of a GPT-2."""
+    path = Path(folder, "config.json")
+    config = REQUIRED | read_json(path)
+    shape = {knob: config.get(name) for knob, name in SHAPE.items()}
+    other = [name for name, value in REQUIRED.items() if config[name] != value]
+    if other or None in shape.values():
+        cli.fail(
+            f"{path} is not that of a GPT-2; expected {REQUIRED} and {', '.join(SHAPE.values())}"
+        )
+    return shape
+
+
+def read(path, inner=weights.read):
+    """As weights.read, but also of Hugging Face's files, and of no more positions than needed."""
+    tensors, facts = inner(path)
+    names = [name for name in tensors if not name.endswith(NOT_WEIGHTS)]
+    tensors = {name.removeprefix("transformer."): tensors[name] for name in names}
+    if "wpe.weight" in tensors:
+        tensors["wpe.weight"] = tensors["wpe.weight"][: train.block_size]
+    if path.with_name("config.json").exists():
+        facts = {name: str(value) for name, value in shape_in(path.parent).items()}
+    return tensors, facts
+
+
+def settings_of(folder):
+    """What --weights=FOLDER stands for."""
+    return "init_from", f"{folder}/model.safetensors", shape_in(folder)
+
+
+weights.read = read
+cli.SHORTHANDS["weights"] = settings_of
+vars(train).update(__doc__=__doc__, build_model=GPT2, out_dir="out/gpt2")
 
 if __name__ == "__main__":
-    sys.exit(run_script(train.main))
+    sys.exit(cli.run_script(train.main))

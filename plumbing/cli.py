@@ -49,6 +49,9 @@ NAMES_ELSEWHERE = {  # nanoGPT's name, or one that is gone: what to type instead
     "save_minutes": "gone since 2026-11-25: --save_interval=N saves every N steps, SIGUSR1 at once",
     "warmup_iters": "here it is warmup_steps",
 }
+# A flag that a script adds, which sets several knobs as a config file would, and types another one:
+# name -> function(value) that returns (name and value of the other one, {knob: value})
+SHORTHANDS: dict[str, Callable[[str], tuple[str, str, dict]]] = {}
 
 
 class BadInput(Exception):
@@ -149,6 +152,10 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
             raise SystemExit(0)
         if argument.startswith("-"):
             name, _, value = argument.removeprefix("--").partition("=")
+            if name in SHORTHANDS:
+                name, value, settings = SHORTHANDS[name](value)
+                config.update(settings)
+                config.base.update(settings)
             config[name] = accept(name, value, argument, config.knobs)
             config.typed.add(name)
         elif argument.endswith(".py"):

@@ -13,7 +13,7 @@ from plumbing.fsdp import shard_like
 from plumbing.ranks import from_rank0, say
 
 # What decides the meaning of weights and of ids: knobs, and what a dataset's `meta` says
-COMPARED = "n_layer n_head n_embd ngram_rows conv_width tokenizer chars".split()
+COMPARED = "n_layer n_head n_embd ngram_rows conv_width tokenizer chars vocab_size".split()
 EXPECTED = (
     "expected the path of a checkpoint, such as out/NAME/best.pt, or of a .safetensors file; leave "
     "it out for random weights, or to resume; for GPT-2's: examples/gpt2.py --weights=FOLDER"
@@ -51,7 +51,7 @@ def require_fit(run: Any, path: Path) -> None:
     if flags:
         fail(f"--init_from={path} has another shape; write {flags}")
     if other:
-        hint = "python prepare_data.py NAME --input=FILE --chars_of=OTHER makes a dataset with it"
+        hint = "prepare_data.py NAME --input=FILE --chars_of=OTHER (or --tokenizer=gpt2) makes one"
         fail(f"--init_from={path} has another vocabulary ({', '.join(other)}); {hint}")
     if "n_head" not in there:
         say(f"{path} does not say its n_head and vocabulary: they are not compared")
