@@ -8,9 +8,10 @@ import torch
 
 from plumbing import checkpoint
 from plumbing.cli import fail
+from plumbing.console import print0
 from plumbing.files import digest_of
 from plumbing.fsdp import shard_like
-from plumbing.ranks import from_rank0, say
+from plumbing.ranks import from_rank0
 
 # What decides the meaning of weights and of ids: knobs, and what a dataset's `meta` says
 COMPARED = "n_layer n_head n_embd ngram_rows conv_width tokenizer chars vocab_size".split()
@@ -31,7 +32,7 @@ def begin_from(run: Any, init_from: str, saved: dict | None) -> None:
         first = saved["run"].get("init_sha256")
         if digest != first:
             anew = f"to start anew: --resume=restart or {run.folder.fresh_out_dir()}"
-            say(f"{path}, from which this run began, is gone or has changed: not read; {anew}")
+            print0(f"{path}, from which this run began, is gone or has changed: not read; {anew}")
         digest = first
     else:
         from_rank0(require_fit, run, path)
@@ -54,7 +55,7 @@ def require_fit(run: Any, path: Path) -> None:
         hint = "prepare_data.py NAME --input=FILE --chars_of=OTHER (or --tokenizer=gpt2) makes one"
         fail(f"--init_from={path} has another vocabulary ({', '.join(other)}); {hint}")
     if "n_head" not in there:
-        say(f"{path} does not say its n_head and vocabulary: they are not compared")
+        print0(f"{path} does not say its n_head and vocabulary: they are not compared")
     weights = run.model.state_dict()
     for name in weights | tensors:
         shapes = [getattr(each.get(name), "shape", "absent") for each in (tensors, weights)]
