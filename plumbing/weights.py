@@ -79,5 +79,5 @@ def read(path: Path) -> tuple[dict, dict]:
 
 def facts_of(saved: dict) -> dict:
     """The config of a checkpoint, and what it says of its dataset, as metadata of an export."""
-    facts = saved["config"] | saved["data"]["meta"]
+    facts = {"format": "pt"} | saved["config"] | saved["data"]["meta"]
     return {name: str(value) for name, value in facts.items()}

@@ -2,29 +2,109 @@
 
 import json
 import runpy
-import shutil
-import sys
 
 import pytest
 import torch
 from conftest import REPO, events, make_dataset, pydoc_text
 from helpers import torchrun
 from safetensors.torch import load_file, save_file
+from sources import stop_at
 from torch.nn.functional import cross_entropy
 
+import sample
 import train
-from sample import main as sample
 
-GPT2 = f"import sys; sys.path.insert(0, {str(REPO / 'examples')!r}); import gpt2\n"
-SHAPE = ["--n_embd=32", "--n_head=4", "--n_layer=2", "--block_size=16"]
-CONFIG = {"model_type": "gpt2", "n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 24}
+PARENT = ["--max_steps=6", "--ema_decay=0.5"]
 
 
 def loaded(path):
     return torch.load(path, weights_only=True)
 
 
+def first_loss(done):
+    return done.rows("eval")[0]["val_loss"]
+
+
+@pytest.fixture
+def parent(run_train):
+    return run_train("out/parent", *PARENT)
+
+
+# ---- --init_from ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "export", "sharded"])
+def test_a_run_begins_with_the_averages_of_another(parent, run_train, python_train, tmp_path, kind):
+    last = parent.rows("eval")[-1]["val_loss"]
+    path = parent.checkpoint(6)
+    if kind == "export":
+        path = tmp_path / "weights.safetensors"
+        sample.main([str(parent.out_dir), f"--export={path}"])
+    flags = [f"--init_from={path}", "--max_steps=3", "--ema_decay=0.9"]
+    if kind == "sharded":
+        two = {"launcher": torchrun(2)}
+        child = python_train("child", *flags, "--shard=true", "--batch_size=4", **two)
+        assert first_loss(child) == pytest.approx(last, abs=1e-6)
+    else:
+        child = run_train("child", *flags)
+        assert first_loss(child) == last != first_loss(run_train("random", "--max_steps=3"))
+    begun = loaded(child.checkpoint(0))
+    for name, average in loaded(parent.checkpoint(6))["ema"].items():
+        assert torch.equal(begun["model"][name], average)
+        assert torch.equal(begun["ema"][name], average)
+    assert (begun["state"]["step"], begun["optimizer"][0]["state"]) == (0, {})
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+def test_it_resumes_bit_for_bit_also_without_the_file(parent, run_train, name):
+    path = parent.checkpoint(6)
+    flags = [f"--init_from={path}", "--save_interval=4"]
+    straight = run_train("straight", *flags)
+    run_train("run", *flags, before=stop_at(9, name), code=None)
+    path.write_bytes(path.read_bytes() + b".")
+    changed = run_train("run", *flags, "--max_steps=11", code=None)
+    path.unlink()
+    gone = run_train("run", *flags)
+    for done in (changed, gone):
+        assert "is gone or has changed" in done.stdout
+        assert all(row["equal"] == row["compared"] for row in events(done, "resume_checked"))
+    assert gone.fingerprint(12) == straight.fingerprint(12)
+    digests = {loaded(run.checkpoint(12))["run"]["init_sha256"] for run in (straight, gone)}
+    assert len(digests) == 1 and None not in digests
+
+
+def test_what_does_not_fit_is_one_line_and_writes_nothing(parent, run_train, data_dir, tmp_path):
+    make_dataset(data_dir, "other", pydoc_text()[:3000].replace("e", "é"))
+    file = parent.checkpoint(6)
+    cut, bare, short = (tmp_path / f"{name}.safetensors" for name in ("cut", "bare", "short"))
+    sample.main([str(file), f"--export={bare}"])
+    cut.write_bytes(bare.read_bytes()[:-9])
+    tensors = load_file(bare)
+    save_file(tensors, bare)  # without metadata
+    save_file({name: tensors[name] for name in list(tensors)[1:]}, short)
+    cases = {
+        ("--n_embd=64", "--n_layer=2"): "write --n_layer=1 --n_embd=32",
+        ("--n_head=4",): "write --n_head=2",  # which leaves no shape
+        ("--dataset=other",): "another vocabulary (chars)",
+        (f"--init_from={bare}", "--n_layer=2"): "absent",
+        (f"--init_from={short}",): "absent; expected torch.Size",
+        (f"--init_from={cut}",): "not fully covered",
+        (f"--init_from={tmp_path}",): "Is a directory",
+        ("--init_from=scratch",): "leave it out",
+        ("--init_from=gpt2",): "examples/gpt2.py --weights=FOLDER",
+        (f"--resume={file}", "--max_steps=6"): "init_from",
+    }
+    for flags, expected in cases.items():
+        done = run_train("child", f"--init_from={file}", *flags, code=2)
+        assert expected in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert not done.out_dir.exists()
+    done = run_train("child", f"--init_from={bare}", "--max_steps=3")
+    assert "n_head and vocabulary: they are not compared" in done.stdout
+
+
 # ---- GPT-2 ---------------------------------------------------------------------------------------
+
+GPT2 = f"import sys; sys.path.insert(0, {str(REPO / 'examples')!r}); import gpt2\n"
 
 
 @pytest.mark.slow
