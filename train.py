@@ -47,7 +47,6 @@ from plumbing.ranks import from_rank0, rank, world_size
 from plumbing.run_folder import RunFolder
 from plumbing.signals import Signals
 from plumbing.snapshot import Snapshot, evaluating, rng_state, step_optimizer
-from plumbing.weights import begin_from
 
 # The run, and the text it learns
 out_dir = "out/run"  # run.json, metrics.jsonl, checkpoints; typed flags are added to its name; free
@@ -226,6 +225,8 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         run.facts["run"] = resuming.identity_of(config, globals(), run.facts["data"], run_device)
         run.reasons = {"compile": reason} | reasons
         if init_from:
+            from plumbing.weights import begin_from
+
             begin_from(run, init_from, saved)
         if saved:
             resuming.continue_from(run, saved)  # refuses another run
