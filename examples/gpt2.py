@@ -45,23 +45,22 @@ NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
 class Conv1D(nn.Module):
     """A linear layer whose weight is (in, out), as GPT-2's files store it."""
 
-    def __init__(self, n_in, n_out, std=0.02):
+    def __init__(self, n_in, n_out):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n_in, n_out))
         self.bias = nn.Parameter(torch.zeros(n_out))
-        nn.init.normal_(self.weight, std=std)
 
     def forward(self, x):
         return F.linear(x, self.weight.T, self.bias)
 
 
 class Attention(nn.Module):
-    def __init__(self, config, out_std):
+    def __init__(self, config):
         super().__init__()
         width = config["n_embd"]
         self.n_head = config["n_head"]
         self.c_attn = Conv1D(width, 3 * width)
-        self.c_proj = Conv1D(width, width, out_std)
+        self.c_proj = Conv1D(width, width)
         self.dropout = config["dropout"]
 
     def forward(self, x):
@@ -71,25 +70,17 @@ class Attention(nn.Module):
         return self.c_proj(y.transpose(1, 2).flatten(2))
 
 
-class MLP(nn.Module):
-    def __init__(self, config, out_std):
-        super().__init__()
-        width = config["n_embd"]
-        self.c_fc = Conv1D(width, 4 * width)
-        self.c_proj = Conv1D(4 * width, width, out_std)
-
-    def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
-
-
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
-        out_std = 0.02 / math.sqrt(2 * config["n_layer"])  # of what adds to the residual stream
-        self.ln_1 = nn.LayerNorm(config["n_embd"])
-        self.attn = Attention(config, out_std)
-        self.ln_2 = nn.LayerNorm(config["n_embd"])
-        self.mlp = MLP(config, out_std)
+        width = config["n_embd"]
+        self.ln_1 = nn.LayerNorm(width)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential()
+        self.mlp.c_fc = Conv1D(width, 4 * width)
+        self.mlp.gelu = nn.GELU("tanh")
+        self.mlp.c_proj = Conv1D(4 * width, width)
         self.dropout = Dropout(config["dropout"])
 
     def forward(self, x):
@@ -110,8 +101,11 @@ class GPT2(nn.Module):
         self.dropout = Dropout(config["dropout"])
         self.h = nn.ModuleList(Block(config) for _ in range(config["n_layer"]))
         self.ln_f = nn.LayerNorm(config["n_embd"])
-        for embedding in (self.wte, self.wpe):
-            nn.init.normal_(embedding.weight, std=0.02)
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                # so many add up in the residual stream
+                terms = 2 * len(self.h) if name.endswith("c_proj.weight") else 1
+                nn.init.normal_(weight, std=0.02 / math.sqrt(terms))
 
     @property
     def blocks(self):
@@ -147,10 +141,9 @@ def shape_in(folder):
     path = Path(folder, "config.json")
     config = REQUIRED | read_json(path)
     shape = {knob: config.get(name) for knob, name in SHAPE.items()}
-    other = [name for name, value in REQUIRED.items() if config[name] != value]
-    if other or None in shape.values():
+    if {name: config[name] for name in REQUIRED} != REQUIRED or None in shape.values():
         cli.fail(
-            f"{path} is not that of a GPT-2; expected {REQUIRED} and {', '.join(SHAPE.values())}"
+            f"{path} is missing or not that of a GPT-2; expected {REQUIRED} and {[*SHAPE.values()]}"
         )
     return shape
 
@@ -167,13 +160,13 @@ def read(path, inner=weights.read):
     return tensors, facts
 
 
-def settings_of(folder):
+def flag_and_shape(folder):
     """What --weights=FOLDER stands for."""
     return "init_from", f"{folder}/model.safetensors", shape_in(folder)
 
 
 weights.read = read
-cli.SHORTHANDS["weights"] = settings_of
+cli.SHORTHANDS["weights"] = flag_and_shape
 vars(train).update(__doc__=__doc__, build_model=GPT2, out_dir="out/gpt2")
 
 if __name__ == "__main__":

@@ -48,12 +48,10 @@ def require_fit(run: Any, path: Path) -> None:
     tensors, there = read(path)
     here = facts_of(run.facts)
     other = [name for name in COMPARED if there.get(name, here.get(name)) != here.get(name)]
-    flags = " ".join(f"--{name}={there[name]}" for name in other if name in run.knobs)
-    if flags:
-        fail(f"--init_from={path} has another shape; write {flags}")
     if other:
-        hint = "prepare_data.py NAME --input=FILE --chars_of=OTHER (or --tokenizer=gpt2) makes one"
-        fail(f"--init_from={path} has another vocabulary ({', '.join(other)}); {hint}")
+        flags = " ".join(f"--{name}={there[name]}" for name in other if name in run.knobs)
+        hint = flags or "python prepare_data.py NAME --input=FILE --chars_of=OTHER"
+        fail(f"--init_from={path} was trained with other {', '.join(other)}; write {hint}")
     if "n_head" not in there:
         print0(f"{path} does not say its n_head and vocabulary: they are not compared")
     weights = run.model.state_dict()

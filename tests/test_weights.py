@@ -85,7 +85,7 @@ def test_what_does_not_fit_is_one_line_and_writes_nothing(parent, run_train, dat
     cases = {
         ("--n_embd=64", "--n_layer=2"): "write --n_layer=1 --n_embd=32",
         ("--n_head=4",): "write --n_head=2",  # which leaves no shape
-        ("--dataset=other",): "another vocabulary (chars)",
+        ("--dataset=other",): "other chars; write python prepare_data.py",
         (f"--init_from={bare}", "--n_layer=2"): "absent",
         (f"--init_from={short}",): "absent; expected torch.Size",
         (f"--init_from={cut}",): "not fully covered",
@@ -144,3 +144,32 @@ def test_gpt2_computes_and_trains_as_the_library_does(run_train, data_dir, tmp_p
         if name.endswith("c_attn.bias"):  # softmax cancels that of the keys: its gradient is noise
             apart[32:64] = 0
         assert apart.max() < 1e-5 < (weight - first["model"][name]).abs().max(), name
+
+
+def test_a_folder_in_the_librarys_layout_is_read_or_refused_in_one_line(run_train, tmp_path):
+    """Here the example's own weights, under the names that the library gives them."""
+    made = run_train("made", "--n_layer=2", "--block_size=24", before=GPT2)
+    config = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 24}
+    weights = {f"transformer.{k}": v for k, v in loaded(made.checkpoint(12))["model"].items()}
+    file = tmp_path / "hf/model.safetensors"
+    file.parent.mkdir()
+
+    def run(out_dir, *flags, without=None, size=None, code=2, **changes):
+        save_file({name: weights[name] for name in weights.keys() - {without}}, file)
+        file.write_bytes(file.read_bytes()[:size])
+        (tmp_path / "hf/config.json").write_text(json.dumps(config | changes))
+        return run_train(out_dir, "--weights=hf", *flags, before=GPT2, code=code)
+
+    wte = "transformer.wte.weight"
+    whole = run("whole", "--block_size=24", "--n_layer=2", code=0)
+    assert first_loss(whole) == made.rows("eval")[-1]["val_loss"]
+    for expected, done in {
+        "[24, 32]); expected torch.Size([32, 32])": run("bad", "--block_size=32"),
+        "write --n_head=2": run("bad", "--n_head=4"),
+        "wte.weight is absent": run("bad", without=wte),
+        "not fully covered": run("bad", size=9999),
+        "'activation_function': 'gelu_new'": run("bad", activation_function="relu"),
+        "missing or not that of a GPT-2": run("bad", n_layer=None),
+    }.items():
+        assert expected in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert not done.out_dir.exists()
