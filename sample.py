@@ -31,6 +31,7 @@ from plumbing.cli import configured, fail, printable, run_script
 from plumbing.data import read_file, start_and_end, tokenizer_of
 from plumbing.files import replacing
 from plumbing.machine import choose_device, choose_dtype
+from plumbing.weights import facts_of
 from prepare_data import SEPARATOR, Cleaned, decode_utf8
 
 # Which weights of a run's folder
@@ -193,7 +194,7 @@ def export_weights(saved: dict, title: str) -> None:
     }
     try:
         with replacing(export) as temporary:
-            temporary.write_bytes(save(weights, {"format": "pt"}))
+            temporary.write_bytes(save(weights, facts_of(saved)))
     except OSError as error:
         fail(f"--export={export} cannot be written ({error.strerror})")
     print(f"{title}: {len(weights)} tensors in {export}", file=sys.stderr)
