@@ -95,6 +95,27 @@ def test_overhead_is_measured_over_the_real_loop(whole):
 # ---- whole runs ----------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_no_run_outlives_the_process_that_waits_for_it(name):
+    sleeps = "from checks import processes; processes.output_of(['-c', 'import time; time.sleep(99)'])"
+    waiting = subprocess.Popen([sys.executable, "-c", sleeps], cwd=REPO, stderr=subprocess.DEVNULL)
+    wait_until(lambda: children(waiting))
+    (run,) = children(waiting)
+    waiting.send_signal(signal.Signals[name])
+    assert waiting.wait(20) != 0
+    wait_until(lambda: not alive(run))
+
+
+@pytest.mark.parametrize("script, problem", [(MAIN, "trains as soon as"), (None, "no such file")])
+def test_a_script_that_cannot_be_loaded_is_one_line(script, problem, tmp_path, train_as_it_was):
+    path = tmp_path / "fork_without_guard.py"
+    if script:
+        path.write_text(script)
+    with pytest.raises(BadInput, match=problem):
+        bench.main([f"--script={path}", "--device=cpu"])
+
+
 NANO_MODEL = """
 from dataclasses import dataclass
 import torch
