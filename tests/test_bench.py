@@ -5,10 +5,14 @@ import io
 import json
 import re
 import runpy
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import REPO, tree
+from conftest import REPO, tree, wait_for
+from helpers import alive, children
 from helpers import bench_arguments as arguments
 
 import bench
@@ -98,22 +102,64 @@ def test_overhead_is_measured_over_the_real_loop(whole):
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_no_run_outlives_the_process_that_waits_for_it(name):
-    sleeps = "from checks import processes; processes.output_of(['-c', 'import time; time.sleep(99)'])"
+    sleeps = (
+        "from checks import processes; processes.output_of(['-c', 'import time; time.sleep(99)'])"
+    )
     waiting = subprocess.Popen([sys.executable, "-c", sleeps], cwd=REPO, stderr=subprocess.DEVNULL)
-    wait_until(lambda: children(waiting))
+    wait_for(lambda: children(waiting))
     (run,) = children(waiting)
     waiting.send_signal(signal.Signals[name])
     assert waiting.wait(20) != 0
-    wait_until(lambda: not alive(run))
+    wait_for(lambda: not alive(run))
 
 
-@pytest.mark.parametrize("script, problem", [(MAIN, "trains as soon as"), (None, "no such file")])
-def test_a_script_that_cannot_be_loaded_is_one_line(script, problem, tmp_path, train_as_it_was):
-    path = tmp_path / "fork_without_guard.py"
-    if script:
-        path.write_text(script)
+# ---- a fork's script -----------------------------------------------------------------------------
+
+BIGRAM = f"""
+import sys
+sys.path.insert(0, {str(REPO)!r})
+import torch, train
+from plumbing.cli import run_script
+class Bigram(torch.nn.Embedding):
+    def forward(self, inputs, targets=None):
+        logits = super().forward(inputs)
+        return logits if targets is None else train.cross_entropy(logits, targets)
+train.build_model = lambda knobs, vocab_size: Bigram(vocab_size, vocab_size)
+"""
+GUARDED = BIGRAM + 'if __name__ == "__main__":\n    sys.exit(run_script(train.main))\n'
+
+
+def test_the_model_of_a_fork_is_measured_and_sampled_from(tmp_path, data_dir):
+    fork, out = tmp_path / "bigram.py", tmp_path / "run"
+    fork.write_text(GUARDED)
+    few = ["--max_steps=3", "--report=false"]
+    flags = [*arguments(out, data_dir), "--only=memory"]
+
+    def run(*command):
+        command = [sys.executable, *map(str, command)]
+        return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60)
+
+    of_train = [flag for flag in flags if flag.split("=")[0][2:] in read_knobs(train.__file__)]
+    assert run(fork, *of_train, *few).returncode == 0
+    assert run("bench.py", f"--script={fork}", *flags).returncode == 0
+    weights = json.loads((out / "bench.json").read_text())["memory"]["here"]
+    vocab_size = json.loads((data_dir / "small" / "meta.json").read_text())["vocab_size"]
+    assert {row["weights"] for row in weights.values()} == {4 * vocab_size**2}
+    assert "--script=FILE" in run("sample.py", out).stderr
+    assert len(run("sample.py", out, f"--script={fork}", "--max_new_tokens=40").stdout) > 40
+
+
+@pytest.mark.parametrize(
+    "source, problem",
+    [("", "no such file"), (f"{BIGRAM}train.main()", "as soon as"), ("class Watch: 0", "a copy")],
+    ids=["absent", "unguarded", "copy"],
+)
+def test_a_script_that_cannot_be_measured_is_one_line(source, problem, tmp_path, train_as_it_was):
+    fork = tmp_path / f"fork_{problem[0]}.py"
+    if source:
+        fork.write_text(source)
     with pytest.raises(BadInput, match=problem):
-        bench.main([f"--script={path}", "--device=cpu"])
+        bench.main([f"--script={fork}", "--device=cpu"])
 
 
 NANO_MODEL = """
