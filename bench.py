@@ -30,12 +30,11 @@ from torch.profiler import record_function
 import train
 from checks import processes
 from plumbing import checkpoint, cli, compiler, console, data, forks, machine
-from plumbing.cli import configured, fail, folder_name, read_knobs, run_script
+from plumbing.cli import configured, fail, folder_name, run_script
 from plumbing.clock import Clock
 from plumbing.console import REPO, print0
 from plumbing.files import read_json, write_json
 from plumbing.run_folder import RunFolder, git_state, now
-from plumbing.signals import Signals
 from plumbing.snapshot import tensors
 
 # The measurement
@@ -68,9 +67,10 @@ class Job:
 
     def fresh_run(self):
         """A new run by the current values of train.py's knobs."""
-        knobs = {name: vars(train)[name] for name in read_knobs(train.__file__)}
+        start = SimpleNamespace(device=self.device, folder=self.run.folder, path=None, why={})
         datasets = self.run.train_data, self.run.val_data, self.run.facts["data"]
-        return train.build_run(knobs, self.run.folder, None, None, self.device, datasets)
+        with configured(vars(train), argv=[]) as config:
+            return train.build_run(config, start, datasets)
 
     def batch(self):
         return data.to_device(self.run.train_data[0, train.sequences_at(0)], self.device)
@@ -321,7 +321,7 @@ def overhead(job):
         table = SimpleNamespace(live=lambda step: None, print_row=lambda row: next(timer))
         saver = checkpoint.Saver(run, train.keep_last, train.may_roll_back_to)
         with setting(log_interval=every), contextlib.suppress(StopIteration):
-            train.train(run, model, table, saver, Signals(), Clock())
+            train.train(run, model, table, saver, Clock())
     rows = {name: {"ms": 1000 * median(each[1:])} for name, each in times.items()}
     over_bare = rows["loop"]["ms"] / rows["bare"]["ms"] - 1
     rows["loop"]["over_bare"] = over_bare

@@ -4,6 +4,7 @@ host waits, and which operators run. They compute and time nothing: `bash tests/
 
 import contextlib
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -123,6 +124,7 @@ REPLACED = {
     "torch.amp.autocast_mode.is_autocast_available": lambda kind: True,
     "torch.cuda.amp.common.amp_definitely_not_available": lambda: False,
     "torch.cuda.get_rng_state": lambda: torch.zeros(16, dtype=torch.uint8),
+    "torch.cuda.get_device_name": lambda device: "a GPU",
     "torch.cuda.synchronize": lambda: None,
     "torch.cuda.reset_peak_memory_stats": lambda device: None,
     "torch.cuda.max_memory_allocated": lambda device: 10**9,
@@ -146,8 +148,8 @@ def on_cuda(data_dir, tmp_path, monkeypatch):
             for name, replacement in REPLACED.items():
                 patch.setattr(name, replacement)
             with FakeTensorMode(allow_non_fake_inputs=True), Dispatched() as dispatched:
-                datasets = train.open_dataset(None)
-                yield train.build_run(config, None, None, None, CUDA, datasets), dispatched
+                start = SimpleNamespace(device=CUDA, folder=None, path=None, why={})
+                yield train.build_run(config, start, train.open_dataset(None)), dispatched
 
     return on_cuda
 
