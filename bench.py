@@ -222,10 +222,9 @@ def not_deterministic(step):
 def profile(job):
     """Where the time of a step goes, from torch.profiler, and its ten most expensive operations.
 
-    CPU: host time per region, as shares of a profiled step, which takes `slowdown` times as long.
-    CUDA: time of the kernels that a region launched, as shares of an unprofiled step; the rest is
-    idle, or data if the host waited for it. "optimizer" is train_step without forward and backward.
-    """
+    CPU: time of the host by region, as shares of a profiled step, which takes `slowdown` times as
+    long. CUDA: time of the kernels that a region launched, as shares of an unprofiled step; the
+    rest is idle. "optimizer" is train_step without forward and backward."""
     run, model = job.ready_run()
     seconds = medians({"": stepper(run, model)}, job.device)[""]
     count = max(3, min(50, round(timing_seconds / seconds)))
@@ -233,51 +232,30 @@ def profile(job):
     step = stepper(run, record_function("forward")(model))
     train_step = record_function("train_step")(train.train_step)
     with torch.profiler.profile() as profiler, setting(train_step=train_step):
-        for _ in range(count):
-            with record_function("step"):
-                step()
-                machine.synchronize(job.device)
+        profiled = seconds_of(step, count, job.device)
     if trace:
         profiler.export_chrome_trace(str(job.folder / "trace.json"))
     averages = profiler.key_averages()
-    ms = 1000 * seconds
-    host = milliseconds(averages, "cpu_time_total", count)
-    spent, whole, kind = host, host["step"], "cpu"
-    if job.device.type == "cuda":
-        spent = milliseconds(averages, "device_time_total", count)
-        whole = max(ms, spent["train_step"])  # kernels that overlap may sum to more
-        spent["data"] += min(host["data"], whole - spent["train_step"])
-        kind = "device"
-    spent["optimizer"] = spent["train_step"] - spent["forward"] - spent["backward"]
-    shares = {name: spent[name] / whole for name in ("forward", "backward", "optimizer", "data")}
+    on_gpu = job.device.type == "cuda"
+    kind, whole = ("device", seconds) if on_gpu else ("cpu", profiled)
+    spent = dict.fromkeys(("forward", "backward", "optimizer", "data", "train_step"), 0.0)
+    for average in averages:
+        is_backward = average.key.startswith("autograd::engine::evaluate_function")
+        name = "backward" if is_backward else average.key
+        if name in spent and average.device_type == DeviceType.CPU:
+            spent[name] += getattr(average, f"{kind}_time_total") / 1e6 / count
+    # on a GPU autograd launches the backward pass in a thread of its own, outside train_step
+    within = spent["forward"] + (0 if on_gpu else spent["backward"])
+    spent["optimizer"] = spent.pop("train_step") - within
+    shares = {name: time / whole for name, time in spent.items()}
     shares["idle"] = 1 - sum(shares.values())
-    slowdown = host["step"] / ms
+    ms = 1000 * seconds
+    slowdown = profiled / seconds
     print0(f"\nprofile: {ms:.2f} ms a step; under the profiler {slowdown:.2f} times that")
     rows = {name: {"ms": share * ms, "share": share} for name, share in shares.items()}
     print_table(rows, ms=".2f", share=".1%")
     print0(averages.table(f"self_{kind}_time_total", row_limit=10, max_name_column_width=40))
     return {"step_ms": ms, "slowdown": slowdown, "shares": shares}
-
-
-def milliseconds(averages, kind, count):
-    """{region: milliseconds of each of `count` steps}. averages: of a profiler, by key.
-
-    kind: "cpu_time_total", of the host, or "device_time_total", of the kernels that the region
-    launched; "train_step" is then all kernels, since autograd launches those of the backward pass
-    in a thread of its own, where no region of ours is."""
-    spent = dict.fromkeys(("step", "data", "train_step", "forward", "backward"), 0.0)
-    kernels = 0.0
-    for average in averages:
-        name = average.key
-        if name.startswith("autograd::engine::evaluate_function"):
-            name = "backward"
-        if average.device_type == DeviceType.CPU and name in spent:
-            spent[name] += getattr(average, kind) / count / 1000
-        elif average.device_type != DeviceType.CPU and not average.is_user_annotation:
-            kernels += average.self_device_time_total / count / 1000
-    if kind == "device_time_total":
-        spent["train_step"] = kernels - spent["data"]
-    return spent
 
 
 # ---- the overhead of the loop --------------------------------------------------------------------
