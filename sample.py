@@ -29,6 +29,7 @@ from plumbing.cli import configured, fail, printable, run_script
 from plumbing.data import read_file, tokenizer_of
 from plumbing.files import replacing
 from plumbing.machine import choose_device, choose_dtype
+from plumbing.weights import facts_of
 from prepare_data import decode_utf8
 
 # Which weights of a run's folder
@@ -192,7 +193,7 @@ def export_weights(saved: dict, title: str) -> None:
     weights = {k: at.get(w.data_ptr(), w).clone().contiguous() for k, w in weights.items()}
     try:
         with replacing(export) as temporary:
-            temporary.write_bytes(save(weights, {"format": "pt"}))
+            temporary.write_bytes(save(weights, facts_of(saved)))
     except OSError as error:
         fail(f"--export={export} cannot be written ({error.strerror})")
     print(f"{title}: {len(weights)} tensors in {export}", file=sys.stderr)

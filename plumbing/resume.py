@@ -188,7 +188,7 @@ def other_run(run: Any, saved: dict) -> dict[str, list]:
     whose comments say `fixed`, data, shapes of weights, the optimizers' groups."""
     then = identity_of(saved)
     now = identity_of(run.facts)
-    names = [name for name, knob in run.knobs.items() if knob.policy == "fixed"]
+    names = [name for name in then if name in run.knobs and run.knobs[name].policy == "fixed"]
     names += ["data", "files"]
     if "portable" in (then["deterministic"], now["deterministic"]):
         names.append("deterministic")
