@@ -406,8 +406,9 @@ CHANGES = {  # row: its command, or the flags that it adds to the command of the
     "nanoGPT, twice its rate": "--learning_rate=2e-3 --min_lr=2e-4",
     "nanoGPT, four times its rate": "--learning_rate=4e-3 --min_lr=4e-4",
     "nanoGPT, eight times its rate": "--learning_rate=8e-3 --min_lr=8e-4",
-    "its model and recipe on this loop": f"examples/nanogpt.py {SAME} --dtype=float32",
-    "bfloat16 (if fast), plain attention": "--dtype=auto",
+    # with GPT-2's biases, which nanoGPT's recipe leaves out
+    "its model and recipe on this loop": f"examples/gpt2.py {SAME} --dtype=float32",
+    "bfloat16 (if fast)": "--dtype=auto",
     "one layer": "--n_layer=1",
     "our block: SwiGLU, rotary, q/k norm": f"train.py {SAME} --n_layer=1",
     "larger batches": "--batch_size=32 --max_steps=750 --eval_interval=50",  # as many tokens
@@ -455,8 +456,8 @@ def from_nanogpt(job):
     wanted = {name: command for name, command in commands().items() if re.search(rows, name)}
     if not wanted:
         fail(f"--rows={rows}: expected a part of one of these: {', '.join(CHANGES)}")
-    if "nanogpt" in str(wanted).lower() and not os.environ.get("NANOGPT"):
-        fail("these rows need NANOGPT=FOLDER, a copy of nanoGPT; --rows=config needs none")
+    if "$NANOGPT" in str(wanted) and not os.environ.get("NANOGPT"):
+        fail("nanoGPT's own rows need NANOGPT=FOLDER, a copy of it; --rows='recipe|config' do not")
     runs = {name: [] for name in wanted}
     for seed in range(train.seed, train.seed + seeds):  # each row in turn: machines have slow hours
         for name, command in wanted.items():

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import re
-import runpy
 import signal
 import subprocess
 import sys
@@ -162,55 +161,6 @@ def test_a_script_that_cannot_be_measured_is_one_line(source, problem, tmp_path,
         bench.main([f"--script={fork}", "--device=cpu"])
 
 
-NANO_MODEL = """
-from dataclasses import dataclass
-import torch
-from torch import nn
-
-class Attention(nn.Module):
-    flash = True
-    def forward(self, x):
-        if self.flash:
-            return torch.cumsum(x, 1)
-        return self.bias[0, 0, : x.size(1), : x.size(1)] @ x
-
-@dataclass
-class GPTConfig:
-    block_size: int
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
-    dropout: float
-    bias: bool
-
-class GPT(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        block = nn.ModuleDict({"attn": Attention()})
-        self.transformer = nn.ModuleDict({"h": nn.ModuleList([block])})
-        block.attn = block["attn"]
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=config.bias)
-    def forward(self, idx, targets=None):
-        logits = self.lm_head(self.transformer.h[0].attn(self.wte(idx)))
-        if targets is None:
-            return logits[:, [-1], :], None
-        flat = logits.view(-1, logits.size(-1)), targets.view(-1)
-        return logits, nn.functional.cross_entropy(*flat, ignore_index=-1)
-"""
-
-
-@pytest.fixture
-def nano(tmp_path, monkeypatch):
-    """A folder that looks like nanoGPT, in the environment."""
-    folder = tmp_path / "nano"
-    folder.mkdir()
-    (folder / "model.py").write_text(NANO_MODEL)
-    monkeypatch.setenv("NANOGPT", str(folder))
-    return folder
-
-
 def test_the_recipe_on_this_loop_is_that_of_nanogpt():
     """What its row does not say is a default of train.py."""
     ours = {name: knob.default for name, knob in read_knobs(train.__file__).items()}
@@ -224,24 +174,7 @@ def test_the_recipe_on_this_loop_is_that_of_nanogpt():
     for name, their_name in (pairs | {"grad_clip": "clip"}).items():
         assert float(ours[name]) == float(theirs[their_name]), name
     assert (ours["optimizer"], ours["schedule"], ours["beta1"]) == ("adamw", "cosine", 0.9)
-    assert script == "examples/nanogpt.py" and ours["dtype"] == "float32"
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_model_of_that_row_is_nanogpts_own(dtype, nano, train_as_it_was):
-    example = runpy.run_path(str(REPO / "examples/nanogpt.py"), run_name="script")
-    own = runpy.run_path(str(nano / "model.py"))
-    shape = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16, "dropout": 0.0}
-    vars(train).update(dtype=dtype, block_size=8)
-    wrapped = example["build_model"](shape, 65)
-    theirs = own["GPT"](own["GPTConfig"](vocab_size=65, bias=False, **shape))
-    theirs.load_state_dict(wrapped.state_dict())  # the same names, the same shapes
-    inputs, targets = torch.randint(65, (2, 3, 8))
-    logits, loss = theirs(inputs, targets)
-    tolerance = 0 if dtype == "float32" else 1e-5  # in bfloat16 attention takes another path
-    assert wrapped.transformer.h[0].attn.flash == (dtype == "float32")
-    torch.testing.assert_close(wrapped(inputs, targets), loss, rtol=tolerance, atol=0)
-    torch.testing.assert_close(wrapped(inputs), logits, rtol=tolerance, atol=tolerance)
+    assert script == "examples/gpt2.py" and ours["dtype"] == "float32"
 
 
 @pytest.mark.parametrize("flag, value", [("only", "peak,laddr"), ("n_head", 5), ("rounds", 0)])
