@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import math
 import re
 import signal
 import subprocess
@@ -93,6 +94,14 @@ def test_overhead_is_measured_over_the_real_loop(whole):
     assert all(overhead[key] > 0 for key in overhead if key.endswith("_ms"))
     assert overhead["over_bare"] > -1
     assert overhead["loop_ms"] == pytest.approx(overhead["bare_ms"] * (1 + overhead["over_bare"]))
+
+
+@pytest.mark.parametrize("peak", [math.nan, 1e6])
+def test_there_is_no_mfu_where_the_peak_is_unknown_or_exceeded(peak, in_process, monkeypatch):
+    monkeypatch.setattr(bench.machine, "peak_flops", lambda *_: (peak, "of a busy machine"))
+    _, facts = in_process(only="ladder")
+    rungs = facts["ladder"]["rungs"].values()
+    assert all(rung["mfu"] is None and rung["tflops"] > 0 for rung in rungs)
 
 
 # ---- whole runs ----------------------------------------------------------------------------------
