@@ -148,9 +148,9 @@ def on_cuda(data_dir, tmp_path, monkeypatch):
             with FakeTensorMode(allow_non_fake_inputs=True), Dispatched() as dispatched:
                 with train.build(argv) as run:
                     yield run, dispatched
-        torch.use_deterministic_algorithms(False)
 
-    return on_cuda
+    yield on_cuda
+    torch.use_deterministic_algorithms(False)
 
 
 # ---- what is shown -------------------------------------------------------------------------------
@@ -204,8 +204,8 @@ def test_no_operation_mixes_devices_or_waits_or_raises_in_deterministic_mode(cas
 
 @pytest.mark.parametrize("found_by, name, fault", FAULTS)
 def test_each_fault_is_found(found_by, name, fault, on_cuda, monkeypatch):
-    with on_cuda() as (run, dispatched):
-        monkeypatch.setattr(name, fault)
+    with on_cuda() as (run, dispatched), monkeypatch.context() as patch:
+        patch.setattr(name, fault)
         with pytest.raises((RuntimeError, AssertionError), match=found_by):
             live_a_day(run, dispatched)
 
