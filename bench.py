@@ -9,6 +9,9 @@ Takes train.py's flags and those below. Writes the results to bench.json in out_
 those of the parts that finished); a run that lies there is not touched. Run nothing else meanwhile.
 """
 
+import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
+
+# isort: split
 import contextlib
 import itertools
 import math
@@ -73,7 +76,8 @@ class Job:
             return train.build_run(config, start, datasets)
 
     def batch(self):
-        return data.to_device(self.run.train_data[0, train.sequences_at(0)], self.device)
+        reader = data.Reader(self.run.train_data, train.seed)
+        return data.to_device(reader[0, train.sequences_at(0)], self.device)
 
     def ready_run(self):
         """(a new run with its batches, the model with which train.py trains it, compiled or not)"""

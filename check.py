@@ -30,8 +30,8 @@ import bench
 import train
 from bench import print_table
 from checks import processes
-from checks.logged import RunLog, first_difference, in_words
 from checks.probes import CHECKS, NotAsked
+from checks.run_log import RunLog, first_difference, in_words
 from checks.verdicts import interval, verdict_on
 from plumbing import forks
 from plumbing.cli import fail, run_script

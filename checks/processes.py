@@ -14,7 +14,7 @@ from plumbing.cli import RunFailed, read_knobs
 from plumbing.console import REPO
 from plumbing.data import end_with_parent
 from plumbing.files import read_json
-from reporting.record import read_metrics
+from plumbing.log import read_rows
 
 
 def race(script, words, seed):
@@ -22,7 +22,7 @@ def race(script, words, seed):
     folder."""
     folder = trained(str(REPO / script), words, seed)
     facts = read_json(folder / "run.json")
-    rows, _ = read_metrics(folder / "metrics.jsonl")
+    rows, _ = read_rows(folder / "metrics.jsonl")
     last = {row["kind"]: row for row in rows}
     return {
         "process": sum(facts["seconds"].values()),
