@@ -6,6 +6,7 @@ better than another, or is it luck?
     python check.py --only=portable                                 # the bits of records/portable?
     python check.py config/shakespeare.py --n_layer=2 --against="config/shakespeare.py"
     git bisect run python check.py config/shakespeare.py --against=out/golden --equal=true
+    python check.py --script=my_fork.py                             # a fork; also as a plain word
 
 Takes train.py's flags, bench.py's and those below; writes what it finds to check.json in out_dir.
 docs/trouble.md explains the checks. Exit code 0: GO, or any verdict; 1: NO-GO, other bits, or a run
@@ -28,9 +29,11 @@ if "--equal=true" in sys.argv:  # a commit that cannot even be imported: `git bi
 import bench
 import train
 from bench import print_table
+from checks import processes
 from checks.probes import CHECKS, NotAsked
 from checks.run_log import RunLog, first_difference, in_words
 from checks.verdicts import interval, verdict_on
+from plumbing import forks
 from plumbing.cli import fail, run_script
 from plumbing.console import REPO, print0
 
@@ -136,7 +139,7 @@ def same_bits(job, script, words):
 def trained(job, name, script, words, **knobs):
     """The folder of a run, which goes with the job's."""
     folder = job.run.folder.path / name
-    bench.execute(script, words, **knobs, out_dir=folder)
+    processes.execute(script, words, **knobs, out_dir=folder)
     return folder
 
 
@@ -154,7 +157,8 @@ def spread(job):
 def compare(job):
     """Full runs of two configurations on the same seeds, so that batches are paired: is the first
     better? One seed at a time, until a verdict holds."""
-    other = bench.script_among(shlex.split(against))
+    path, words = forks.script_among(shlex.split(against))
+    other = path or train.__file__, words
     if equal:
         return same_bits(job, *other)
     most = seeds or max_seeds
@@ -179,7 +183,7 @@ def compare(job):
 
 def raced(sides, seed):
     """Last loss and seconds of a run of each side {prefix: (script, words)} with this seed."""
-    found = {name: bench.race(*side, seed) for name, side in sides.items()}
+    found = {name: processes.race(*side, seed) for name, side in sides.items()}
     if len(datasets := {figures["dataset"] for figures in found.values()}) > 1:
         fail(f"losses on {' and '.join(sorted(datasets))} cannot be compared")
     run = {}

@@ -19,7 +19,7 @@ import bench
 import check
 import model
 import train
-from checks import probes, twin, verdicts
+from checks import probes, processes, twin, verdicts
 from plumbing.cli import BadInput
 
 pytestmark = pytest.mark.usefixtures("small_products")
@@ -199,10 +199,10 @@ def test_the_sound_loops_of_the_list_apply_to_the_present_code(tmp_path):
 def test_exact_compares_each_row_of_each_process_with_the_first(in_process, quick, monkeypatch):
     seeds = iter([5, 5, 6])
 
-    def execute(*args, inner=bench.execute, **knobs):
+    def execute(*args, inner=processes.execute, **knobs):
         inner(*args, **knobs, seed=next(seeds))
 
-    monkeypatch.setattr(bench, "execute", execute)
+    monkeypatch.setattr(processes, "execute", execute)
     code, facts = in_process(only="exact", exact_runs=3, exact_steps=3)
     same, different = facts["exact"]["found"]
     assert code == 1 and same is None and different["step"] == 0
@@ -271,7 +271,7 @@ def test_a_configuration_is_identical_to_itself(compare, quick, monkeypatch):
     code, lines = compare({}, {})
     assert (code, lines[-1]) == (0, "verdict: identical")
     assert [folder.name for folder in quick] == ["seed_1337", "seed_1338"]
-    monkeypatch.setattr(bench, "hashes_of_code", lambda *_: ["edited"])
+    monkeypatch.setattr(processes, "hashes_of_code", lambda *_: ["edited"])
     compare({}, {})
     assert len(set(quick)) == len(quick) == 4  # another code is another run
 

@@ -1,6 +1,9 @@
 """The examples, and the forks of docs/forks.md: each does what it is for, and what the loop promises
 holds for it, too."""
 
+import json
+import re
+import shutil
 import subprocess
 import sys
 
@@ -116,3 +119,33 @@ def test_best_holds_the_weights_that_were_judged(run_train):
     load = f"result.load_state_dict(torch.load({best_pt!r}, weights_only=True)['ema'])"
     again = run_train("again", "--max_steps=3", before=around("build_model", then=load))
     assert again.rows("eval")[0]["val_loss"] == best["val_loss"]
+
+
+# ---- examples/colab.ipynb --------------------------------------------------------------------------
+
+
+def commands_of_the_notebook():
+    notebook = json.loads((REPO / "examples/colab.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return re.findall(r"^!(.*)", "\n".join(cells), re.MULTILINE)
+
+
+def test_the_notebook_types_what_the_readme_says():
+    clone, *commands, sample = commands_of_the_notebook()
+    readme = (REPO / "README.md").read_text()
+    assert clone.startswith("git clone") and sample.startswith("python sample.py") and commands
+    for command in (*commands, sample):
+        plain = re.sub(r"PATIENCE=\d+ | --quick", "", command)
+        assert plain in readme or command == "cat out/gpu/results.md"
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_on_a_cpu(tmp_path):
+    _, _, *commands = commands_of_the_notebook()  # but for clone and pip
+    script = "\n".join(["set -e", *commands]).replace("--quick", "--quick --cpu")
+    shutil.copytree(REPO, tmp_path / "copy", ignore=run_page.NOT_COPIED)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path / "copy", capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "part gpt2 | exit code 0" in done.stdout and "finished at step 1,100" in done.stdout
