@@ -459,8 +459,11 @@ def run_check(folder, flags):
         began = time.process_time()
         code = check.main(flags)
         checks = json.loads(Path(folder, "out", "check.json").read_text())["sanity"]["checks"]
-        faults = [name for name, each in checks.items() if each["mark"] == "✗"]
-        return {"code": code, "faults": faults, "cpu": time.process_time() - began}
+        faults, warnings = (
+            [name for name, each in checks.items() if each["mark"] == mark] for mark in "✗!"
+        )
+        cpu = time.process_time() - began
+        return {"code": code, "faults": faults, "warnings": warnings, "cpu": cpu}
 
     result, error = in_child(folder, work)
     return result or {"code": 1, "faults": [error], "cpu": 0}
@@ -471,15 +474,19 @@ def cases(options):
     or a patch in place of the last two."""
     if "sound" in options:
         for words in Path(options["sound"]).read_text().splitlines():
-            found = [*(REPO / "tests").glob(f"[hs]*/{words}.patch")]
-            flags = PLAIN if found else [*PLAIN, *words.split()]
-            yield {"what": words, "is": "sound"}, flags, found[0] if found else None, None
+            name, *flags = words.split()
+            patch = next((REPO / "tests").glob(f"[hs]*/{name}.patch"), None)
+            script = REPO / "tests" / "sound" / f"{name}.py"
+            if not patch:  # a script, or only a flag
+                flags.append(str(script) if script.exists() else name)
+            yield {"what": words, "is": "sound"}, [*PLAIN, *flags], patch, None
     elif "bugs" in options:
         for bug in tomllib.loads(Path(options["bugs"]).read_text())["bug"]:
             source = (REPO / bug["file"]).read_text()
             assert source.count(bug["old"]) == 1, bug["name"]
             new = source.replace(bug["old"], bug["new"]).encode()
-            yield {"what": bug["name"], "is": "bug"}, PLAIN, bug["file"], new
+            flags = [*PLAIN, *bug.get("flags", "").split()]  # without which it does nothing
+            yield {"what": bug["name"], "is": "bug"}, flags, bug["file"], new
     else:
         fields = ("file", "kind", "line", "function", "old", "new")
         for *what, new in drawn(int(options.get("count", 220)), int(options.get("seed", 1))):
