@@ -29,7 +29,7 @@ import bench
 import train
 from bench import print_table
 from checks.logged import RunLog, first_difference, in_words
-from checks.probes import CHECKS, NotAsked
+from checks.probes import CHECKS, OF_THE_LOOP, NotAsked
 from checks.verdicts import interval, verdict_on
 from plumbing.cli import fail, run_script
 from plumbing.console import REPO, print0
@@ -54,27 +54,31 @@ def sanity(job):
     checks = {}
     print0("\nsanity:")
     for check in CHECKS:
-        for name, fine, found, *passable in asked(check, job):
+        for name, fine, text, *passable in asked(check, job):
             mark = "!" if fine is False and any(passable) else MARKS[fine]
-            found = f"n/a, {found}" if fine is None else found
-            print0(f"  {mark} {name}: {found}")
-            checks[name] = {"mark": mark, "found": found}
-    faults, warnings = ([n for n in checks if checks[n]["mark"] == mark] for mark in "✗!")
+            text = f"n/a, {text}" if fine is None else text
+            print0(f"  {mark} {name}: {text}")
+            checks[name] = {"mark": mark, "found": text}
+    faults = [name for name in checks if checks[name]["mark"] == "✗"]
     print0(f"  NO-GO: {', '.join(faults)}" if faults else "  GO")
-    if faults or warnings:
-        print0(f"  docs/trouble.md says what to do about: {', '.join(faults + warnings)}")
+    print0('  docs/trouble.md, "Before a long run", says what each check tests; inside the model a')
+    print0("  scale, a wrong base or an initialization has no reference, and is not seen")
     return {"checks": checks, "ok": not faults}
 
 
 def asked(check, job):
-    """The answers of a check; an error in it is one more, a fault: the others are still asked."""
+    """The answers of a check. An error in a check of the loop is a fault; elsewhere it says that the
+    question does not fit this model or data."""
     try:
         yield from check(job)
-    except NotAsked as reason:
-        yield check.__name__.replace("_", " "), None, reason
     except Exception as error:
-        traceback.print_exc()
-        yield check.__name__, False, f"{type(error).__name__}: {error}"
+        name = check.__name__.replace("_", " ")
+        kind = "" if isinstance(error, NotAsked) else f"{type(error).__name__}: "
+        is_fault = check in OF_THE_LOOP and kind
+        if is_fault:
+            traceback.print_exc()
+        text = " ".join(str(error).split())[:200]
+        yield name, False if is_fault else None, kind + text
 
 
 # ---- the same bits? ------------------------------------------------------------------------------

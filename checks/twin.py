@@ -21,30 +21,37 @@ from torch.nn.functional import cross_entropy
 import train
 from plumbing import checkpoint, cli, data
 from plumbing.cli import RunFailed
+from plumbing.ranks import checksum
 from plumbing.snapshot import buffers_of, clone, rng_state, set_rng_state
 from plumbing.witness import key_of
 from reporting.record import number_of, read_metrics
 
-STEPS = 7
-MASKED = 1  # the step in which the first sequence has no targets
+MASKED = 1  # the step in which a micro-batch has no targets, and another one half of them
 NOT_FINITE = 2  # the step whose gradients are NaN
-STOPPED = 3  # finished steps when a signal comes, after which another process goes on
-SPOILED = 5  # the step that finds other averages, so that the last evaluation is not the best
+STOPPED = 5  # finished steps when a signal comes, in the second epoch of a text
+CLEARED = 5  # the step that finds averages without noise: the evaluation after it is the best
+EVENTS = {  # number of a step: what happened in it
+    MASKED + 1: ", in which a micro-batch has no targets",
+    NOT_FINITE + 1: ", whose gradient was made NaN",
+    STOPPED + 1: ", the first after a stop and a resume",
+}
+ON_PURPOSE = "; a change made on purpose belongs into PlainLoop in checks/twin.py, too"
 KEPT = ("weight_decay", "lr_scale", "fused")  # of a group of weights
 
 KNOBS = {
-    "max_steps": STEPS,
-    "decay_steps": STEPS,
+    "max_steps": 14,  # early stopping comes first, unless a learning rate is far off
+    "decay_steps": 12,
     "warmup_steps": 3,
-    "plateau_factor": 1.0,
+    "plateau_factor": 0.5,
+    "plateau_patience": 2,
+    "patience": 3,
+    "min_delta": 0.001,
     "accum_steps": 2,
     "weight_decay": 1.0,  # so large that it shows in a few steps
     "grad_clip": 0.1,  # so small that it matters
-    "grad_checkpoint": True,  # the plain loop computes nothing again
     "best_metric": "val_loss",
-    "eval_interval": 1,
-    "patience": 0,
-    "save_interval": 3,
+    "eval_interval": 2,
+    "save_interval": 4,
     "keep_last": 2,
     "milestone_interval": 0,
     "audit_interval": -1,
@@ -61,7 +68,7 @@ setting = partial(cli.setting, vars(train))  # a context with other values of tr
 def twin_checks(job):
     """The steps, the evaluations and the end of an eventful run, and its resume."""
     few = {
-        "batch_size": max(2, min(train.batch_size, 1024 // train.block_size)),
+        "batch_size": max(2, min(train.batch_size, 512 // train.block_size)),
         "dropout": train.dropout or 0.1,
         "ema_decay": train.ema_decay or 0.8,
         "eval_tokens": 4 * train.block_size,
@@ -72,27 +79,38 @@ def twin_checks(job):
         except RunFailed as error:
             yield "each step is that of a plain loop", False, str(error)
             return
-        with setting(grad_checkpoint=False):
+        with setting(seed=train.seed + 1):
+            other = start_of(job.fresh_run())
+        with setting(grad_checkpoint=False):  # the plain loop computes nothing again
             plain = PlainLoop(job.fresh_run(), watch)
-        plain.train()
+        repeated = plain.start == watch.start
+        is_same = plain.start["weights"] == other["weights"]
+        plain.train(rows)
+    text = text_of(built_again=repeated, the_next_has_the_same_weights=is_same)
+    of_a_file = vars(train).get("init_from") or job.run.facts["data"].get("files")
+    yield "a seed is one run", repeated and not is_same, text, repeated and of_a_file
     of_rows, of_weights = tolerances(job.device)
-    for kind, name in (("train", "each step"), ("eval", "each evaluation")):
-        expected = {key: row for key, row in plain.rows.items() if key[1] == kind}
-        fine, found = compared(expected, rows, of_rows)
-        yield f"{name} is that of a plain loop", fine, found
-    last = checkpoint.load(folder / f"ckpt_{STEPS:08}.pt")
-    error, name = max(plain.errors(last))
-    found = said(off_by=error, weight=name, optimizer=train.optimizer)
-    yield "the weights and averages are those of a plain loop", error < of_weights, found
-    _, best = min((row["val_loss"], step) for (step, kind), row in rows.items() if kind == "eval")
+    yield "each step is that of a plain loop", *compare(plain.rows, rows, "train", of_rows)
+    fine, text = compare(plain.rows, rows, "eval", of_rows)
+    yield "each evaluation is that of a plain loop", fine, plain.no_evaluation or text
+    end = max(step for step, kind in rows if kind == "train")
+    error, name = max(plain.errors(checkpoint.load(folder / f"ckpt_{end:08}.pt")))
+    text = text_of(off_by=error, weight=name, optimizer=train.optimizer)
+    yield "the weights and averages are those of a plain loop", error < of_weights, text
+    losses = {
+        step: number_of(row["val_loss"]) for (step, kind), row in rows.items() if kind == "eval"
+    }
+    best = min(losses, key=losses.get)
     step = checkpoint.load(folder / "best.pt")["state"]["step"]
     files = sorted(path.stem for path in folder.glob("*.pt"))
-    fine = step == best and files == ["best", *(f"ckpt_{n:08}" for n in (3, 6, 7))]
-    yield "best.pt is the best", fine, said(step=step, best_in_the_log=best, files=files)
+    due = [*range(0, end + 1, 4)][-2:]
+    fine = step == best and files == ["best", *(f"ckpt_{n:08}" for n in sorted({*due, end}))]
+    yield "best.pt is the best", fine, text_of(step=step, best_in_the_log=best, files=files)
     for (_, kind), row in rows.items():
-        if kind == "resume_checked":  # there is none where steps are slow
-            found = said(compared=row["compared"], equal=row["equal"])
-            yield "a resume is bit for bit", row["first_difference"] is None, found
+        if kind == "resume_checked":
+            text = text_of(compared=row["compared"], equal=row["equal"])
+            fine = row["first_difference"] is None if row["compared"] else None
+            yield "a resume is bit for bit", fine, text
 
 
 def tolerances(device):
@@ -104,20 +122,24 @@ def tolerances(device):
     return (1e-4, 1e-3) if train.dtype == "float32" else (0.001, 0.01)
 
 
-def compared(expected, rows, tolerance):
-    """(whether all numbers are the expected ones, in words the first that is not); None if no
-    numbers are expected."""
-    for (step, kind), row in sorted(expected.items()):
+def compare(expected, rows, kind, tolerance):
+    """(whether all numbers of rows of that kind are the expected ones, text with the first that is
+    not); None if none are expected."""
+    keys = sorted(key for key in expected | rows if key[1] == kind)
+    for step, _ in keys if any(key in expected for key in keys) else ():
+        where = f"{step}{EVENTS.get(step, '')}"
+        row = expected.get((step, kind), {"step": math.nan})  # where a plain loop has ended
         for name, number in row.items():
-            told = number_of(rows.get((step, kind), {}).get(name))  # NaN stands there as null
+            logged = number_of(rows.get((step, kind), {}).get(name))  # NaN stands there as null
             of_counts = 0.01 if name == "val_accuracy" else 0.0
-            if not np.isclose(told, number, tolerance, of_counts, equal_nan=True):
-                return False, said(step=step, number=name, logged=told, expected=number)
-    return True if expected else None, said(rows=len(expected))
+            if not np.isclose(logged, number, tolerance, of_counts, equal_nan=True):
+                text = text_of(step=where, number=name, logged=logged, expected=number)
+                return False, text + ON_PURPOSE
+    return True if keys else None, text_of(rows=len(keys))
 
 
-def said(**numbers):
-    """Words for what was found: its names and values, floats by four digits."""
+def text_of(**numbers):
+    """Names and values, floats by seven digits."""
     values = {k: f"{v:.7g}" if isinstance(v, float) else v for k, v in numbers.items()}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
@@ -143,13 +165,11 @@ class EventfulRun(train.Watch):
 
     def begin(self, run):
         self.run = run
-        if isinstance(run.val_data, data.OrderedWindows):  # two batches; the last repeats targets
-            windows = uneven_micro_batch() + 1.5
-            tokens = run.val_data.tokens[: int(windows * train.block_size)]
-            run.val_data = data.OrderedWindows(tokens, train.block_size)
+        run.train_data, run.val_data = shortened(run.train_data), shortened(run.val_data)
         train.eval_tokens = 0  # for rows of the whole split
         if run.path:
             return
+        self.start = start_of(run)
         add_noise(run.model.parameters(), 0)  # a weight that starts at zero would hide its layer
         add_noise(run.ema.values(), 0)
         run.state["micro_batch"] = uneven_micro_batch()  # as after running out of memory
@@ -160,8 +180,7 @@ class EventfulRun(train.Watch):
         step = run.state["step"]
         if step == STOPPED - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        if step == SPOILED:
-            add_noise(run.ema.values(), step, 0.5)
+        spoil(run.ema, run.model, step)
         with masked(step, targets), not_finite(step, run.model):
             numbers = take()
         self.clipped_norms[step] = torch.nn.utils.get_total_norm(gradients_of(run.model)).item()
@@ -170,7 +189,37 @@ class EventfulRun(train.Watch):
 
 
 def uneven_micro_batch():
-    return max(2, 2 * train.sequences_at(0) // 5)
+    return max(1, 2 * train.sequences_at(0) // 5)
+
+
+def shortened(dataset):
+    """Windows of the beginning of a text: of two and a half batches, or for an evaluation of six, the
+    last one small, whose last window repeats targets. Other data as it is."""
+    size = train.block_size
+    if type(dataset) is train.ShuffledWindows:
+        tokens = dataset.tokens[: (5 * train.sequences_at(0) // 2 + 1) * size]
+        return train.ShuffledWindows(tokens, size, train.seed)
+    if type(dataset) is data.OrderedWindows:
+        tokens = dataset.tokens[: 5 * uneven_micro_batch() * size + 3 * size // 2]
+        return data.OrderedWindows(tokens, size)
+    return dataset
+
+
+def start_of(run):
+    """Hashes of a new run's random state and weights."""
+    weights = [checksum(weight) for weight in run.model.parameters()]
+    return {"random state": checksum(torch.get_rng_state()), "weights": weights}
+
+
+@torch.no_grad()
+def spoil(averages, model, step):
+    """Before some steps, averages get more and more noise, or none: so that evaluations get worse,
+    better and worse."""
+    if step == CLEARED:
+        for name, average in averages.items():
+            average.copy_(model.get_parameter(name))
+    elif step % 2:
+        add_noise(averages.values(), step, 0.05 * (step + 1))
 
 
 @torch.no_grad()
@@ -182,10 +231,12 @@ def add_noise(tensors, seed, size=0.05):
 
 @contextmanager
 def masked(step, targets):
-    """A context in which, in that one step, the targets of the first sequence do not count."""
+    """A context in which, in that one step, the targets of the first micro-batch do not count, and
+    half of those of the second."""
     before = targets.clone()
     if step == MASKED and not targets.is_floating_point():
-        targets[0] = -100
+        micro_batch = targets[: uneven_micro_batch()]
+        targets.view(-1)[: 3 * micro_batch.numel() // 2] = -100
     yield
     targets.copy_(before)
 
@@ -227,22 +278,41 @@ class PlainLoop:
         self.watch = watch
         self.device = run.device
         self.model = run.model
+        self.start = start_of(run)
         self.model.load_state_dict(watch.weights)
         self.average = {n: w.detach().clone() for n, w in run.model.named_parameters()}
         self.optimizers, self.stacked = plain_optimizers(run)
         self.scale = 2.0**16 if train.dtype == "float16" else 1.0
         self.sequences = self.tokens = 0
-        self.best_loss = math.inf
+        self.best_loss = self.loss_to_beat = math.inf
+        self.without_best = 0  # evaluations
+        self.lr_factor = 1.0
+        self.no_evaluation = None  # why there is none
         self.rows = {}  # (step, kind): the row that the run must have logged
+        with redirect_stdout(io.StringIO()):
+            train_data, *_ = train.open_dataset(None)
+        self.train_data = shortened(train_data)  # which has not been read, and never resumed
 
-    def train(self):
-        has_classes = "int" in str(self.watch.run.val_data[0, 1][1].dtype)
+    def train(self, rows):
         set_rng_state(self.watch.rng, self.device)
-        for step in range(STEPS + 1):
-            if has_classes:
+        for step in range(train.max_steps + 1):
+            if step % train.eval_interval == 0:
                 self.evaluate(step)
-            if step < STEPS:
+                self.count(number_of(rows.get((step, "eval"), {}).get("val_loss")))
+                if self.without_best == train.patience:
+                    break
+            if step < train.max_steps:
                 self.step(step)
+
+    def count(self, loss):
+        """Of evaluations that do not beat the best: the rate falls after some."""
+        if loss < self.loss_to_beat - train.min_delta:
+            self.loss_to_beat = loss
+            self.without_best = 0
+            return
+        self.without_best += 1
+        if self.without_best % train.plateau_patience == 0:
+            self.lr_factor *= train.plateau_factor
 
     def step(self, step):
         trained = self.watch.trained.get(step, self.watch.trained[0])
@@ -250,7 +320,7 @@ class PlainLoop:
             weight.requires_grad_(needed)
         buffers = clone(buffers_of(self.model))
         count = train.sequences_at(step)
-        batch = self.watch.run.train_data[self.sequences, count]
+        batch = self.train_data[self.sequences, count]
         inputs, targets = data.to_device(batch, self.device)
         self.sequences += count
         with masked(step, targets), not_finite(step, self.model):
@@ -260,10 +330,10 @@ class PlainLoop:
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         self.tokens += n_targets.item()
         row = {
-            "lr": train.lr_at(step),
+            "lr": train.lr_at(step) * self.lr_factor,
             "sequences": self.sequences,
             "tokens": self.tokens,
-            "epoch": self.sequences / len(self.watch.run.train_data),
+            "epoch": self.sequences / len(self.train_data),
             "loss": loss,
             "grad_norm": norm.item(),
             "clipped_norm": min(norm.item(), train.grad_clip),
@@ -272,8 +342,7 @@ class PlainLoop:
         if train.dtype == "float16":
             row["loss_scale"] = self.scale
         self.rows[step + 1, "train"] = row
-        if step == SPOILED:
-            add_noise(self.average.values(), step, 0.5)
+        spoil(self.average, self.model, step)
         if is_finite:
             self.update(row["lr"], norm)
         else:
@@ -288,9 +357,11 @@ class PlainLoop:
         for x, y in zip(*parts, strict=True):
             with train.autocast(self.device):
                 mean = loss_in(self.model(x, y))
-            part = mean / (n_targets / train.count_targets(y))
-            (self.scale * part).backward()
-            loss += part.item()
+            n = train.count_targets(y)
+            if n:
+                part = mean / (n_targets / n)
+                (self.scale * part).backward()
+                loss += part.item()
         for gradient in gradients_of(self.model):
             gradient /= self.scale
         return loss
@@ -315,18 +386,27 @@ class PlainLoop:
         """The mean of -log p of the averaged weights, in float64, by the classes that exist."""
         val_data = self.watch.run.val_data
         meta = self.watch.run.facts["data"]["meta"]
+        try:
+            inputs, targets = data.to_device(val_data[0, len(val_data)], self.device)
+        except Exception as error:  # data of its own, read by an evaluate() of its own
+            self.no_evaluation = f"the validation data cannot be read: {error}"
+            return
+        modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         parts = []
-        size = uneven_micro_batch()
-        inputs, targets = data.to_device(val_data[0, len(val_data)], self.device)
-        for x in inputs.split(size):
+        for x in inputs.split(uneven_micro_batch()):
             with torch.random.fork_rng(devices=[]), train.autocast(self.device):
                 torch.manual_seed(step)
                 parts.append(functional_call(self.model, self.average, (x,)))
-        self.model.train()
+        for module, training in modes.items():
+            module.training = training
+        logits = torch.cat(parts)
+        if targets.is_floating_point() or logits.shape[:-1] != targets.shape:
+            self.no_evaluation = "the targets are not one class for each row of logits"
+            return
         counted = targets != -100
         targets = targets[counted]
-        logits = torch.cat(parts)[counted][:, : meta["vocab_size"]].double()
+        logits = logits[counted][:, : meta["vocab_size"]].double()
         loss = cross_entropy(logits, targets).item()
         self.best_loss = min(self.best_loss, loss)
         row = {"val_loss": loss, "best_val_loss": self.best_loss}
@@ -357,7 +437,8 @@ def plain_optimizers(run):
         "sgd": (torch.optim.SGD, {}),
         "momentum": (torch.optim.SGD, {"momentum": train.momentum}),
     }
-    if train.optimizer not in torchs:
+    own = any(not type(each).__module__.startswith(("torch.", "optim")) for each in run.optimizers)
+    if train.optimizer not in torchs or own:
         return run.optimizers, {}
     counts = {m.weight: m.muon_parts for m in run.model.modules() if hasattr(m, "muon_parts")}
     stacked = {}
