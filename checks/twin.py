@@ -10,7 +10,7 @@ import io
 import math
 import os
 import signal
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
 
 import numpy as np
@@ -20,9 +20,7 @@ from torch.nn.functional import cross_entropy
 
 import train
 from plumbing import checkpoint, cli, data
-from plumbing.cli import RunFailed
-from plumbing.ranks import checksum
-from plumbing.snapshot import buffers_of, clone, rng_state, set_rng_state
+from plumbing.snapshot import buffers_of, clone
 from plumbing.witness import key_of
 from reporting.record import number_of, read_metrics
 
@@ -37,6 +35,13 @@ EVENTS = {  # number of a step: what happened in it
 }
 ON_PURPOSE = "; a change made on purpose belongs into PlainLoop in checks/twin.py, too"
 KEPT = ("weight_decay", "lr_scale", "fused")  # of a group of weights
+OPTIMIZERS = {
+    "adamw": ["AdamW"],
+    "adam": ["Adam"],
+    "sgd": ["SGD"],
+    "momentum": ["SGD"],
+    "muon": ["Muon", "AdamW"],
+}
 
 KNOBS = {
     "max_steps": 14,  # early stopping comes first, unless a learning rate is far off
@@ -74,38 +79,21 @@ def twin_checks(job):
         "eval_tokens": 4 * train.block_size,
     }
     with setting(**KNOBS | few):
-        try:
-            watch, rows, folder = eventful_run(job)
-        except RunFailed as error:
-            yield "each step is that of a plain loop", False, str(error)
-            return
-        with setting(seed=train.seed + 1):
-            other = start_of(job.fresh_run())
-        with setting(grad_checkpoint=False):  # the plain loop computes nothing again
-            plain = PlainLoop(job.fresh_run(), watch)
-        repeated = plain.start == watch.start
-        is_same = plain.start["weights"] == other["weights"]
-        plain.train(rows)
-    text = text_of(built_again=repeated, the_next_has_the_same_weights=is_same)
-    of_a_file = vars(train).get("init_from") or job.run.facts["data"].get("files")
-    yield "a seed is one run", repeated and not is_same, text, repeated and of_a_file
+        watch, rows, folder = eventful_run(job)
+        # built again from the same seed; nothing is computed twice
+        with setting(grad_checkpoint=False), train.build([f"--out_dir={folder}_plain"]) as run:
+            plain = PlainLoop(run, watch)
+            plain.train(rows)
     of_rows, of_weights = tolerances(job.device)
-    yield "each step is that of a plain loop", *compare(plain.rows, rows, "train", of_rows)
-    fine, text = compare(plain.rows, rows, "eval", of_rows)
-    yield "each evaluation is that of a plain loop", fine, plain.no_evaluation or text
+    yield "each step is that of a plain loop", *compare(plain.steps, rows, of_rows)
+    yield "each evaluation is that of a plain loop", *compare(plain.evaluations, rows, of_rows)
     end = max(step for step, kind in rows if kind == "train")
     error, name = max(plain.errors(checkpoint.load(folder / f"ckpt_{end:08}.pt")))
     text = text_of(off_by=error, weight=name, optimizer=train.optimizer)
     yield "the weights and averages are those of a plain loop", error < of_weights, text
-    losses = {
-        step: number_of(row["val_loss"]) for (step, kind), row in rows.items() if kind == "eval"
-    }
-    best = min(losses, key=losses.get)
+    _, best = min((number_of(row.get("val_loss")), step) for (step, _), row in rows.items())
     step = checkpoint.load(folder / "best.pt")["state"]["step"]
-    files = sorted(path.stem for path in folder.glob("*.pt"))
-    due = [*range(0, end + 1, 4)][-2:]
-    fine = step == best and files == ["best", *(f"ckpt_{n:08}" for n in sorted({*due, end}))]
-    yield "best.pt is the best", fine, text_of(step=step, best_in_the_log=best, files=files)
+    yield "best.pt is the best", step == best, text_of(step=step, best_in_the_log=best)
     for (_, kind), row in rows.items():
         if kind == "resume_checked":
             text = text_of(compared=row["compared"], equal=row["equal"])
@@ -122,20 +110,18 @@ def tolerances(device):
     return (1e-4, 1e-3) if train.dtype == "float32" else (0.001, 0.01)
 
 
-def compare(expected, rows, kind, tolerance):
-    """(whether all numbers of rows of that kind are the expected ones, text with the first that is
-    not); None if none are expected."""
-    keys = sorted(key for key in expected | rows if key[1] == kind)
-    for step, _ in keys if any(key in expected for key in keys) else ():
-        where = f"{step}{EVENTS.get(step, '')}"
-        row = expected.get((step, kind), {"step": math.nan})  # where a plain loop has ended
+def compare(expected, rows, tolerance):
+    """(whether all numbers are the expected ones, text with the first that is not); None if no
+    numbers are expected."""
+    for (step, kind), row in sorted(expected.items()):
         for name, number in row.items():
             logged = number_of(rows.get((step, kind), {}).get(name))  # NaN stands there as null
             of_counts = 0.01 if name == "val_accuracy" else 0.0
             if not np.isclose(logged, number, tolerance, of_counts, equal_nan=True):
-                text = text_of(step=where, number=name, logged=logged, expected=number)
+                event = EVENTS.get(step, "")
+                text = text_of(step=f"{step}{event}", number=name, logged=logged, expected=number)
                 return False, text + ON_PURPOSE
-    return True if keys else None, text_of(rows=len(keys))
+    return (True, f"rows {len(expected)}") if expected else (None, "no evaluation of classes")
 
 
 def text_of(**numbers):
@@ -164,17 +150,9 @@ class EventfulRun(train.Watch):
         self.trained = {}  # step -> whether each weight requires a gradient: a fork may freeze some
 
     def begin(self, run):
-        self.run = run
-        run.train_data, run.val_data = shortened(run.train_data), shortened(run.val_data)
-        train.eval_tokens = 0  # for rows of the whole split
-        if run.path:
-            return
-        self.start = start_of(run)
-        add_noise(run.model.parameters(), 0)  # a weight that starts at zero would hide its layer
-        add_noise(run.ema.values(), 0)
-        run.state["micro_batch"] = uneven_micro_batch()  # as after running out of memory
-        self.weights = clone(run.model.state_dict())
-        self.rng = rng_state(run.device)
+        prepare(run)
+        if not run.path:
+            run.state["micro_batch"] = uneven_micro_batch()  # as after running out of memory
 
     def step(self, run, take, inputs, targets, lr):
         step = run.state["step"]
@@ -192,23 +170,20 @@ def uneven_micro_batch():
     return max(1, 2 * train.sequences_at(0) // 5)
 
 
-def shortened(dataset):
-    """Windows of the beginning of a text: of two and a half batches, or for an evaluation of six, the
-    last one small, whose last window repeats targets. Other data as it is."""
+def prepare(run):
+    """Of a text, leave an epoch of two and a half batches, and six batches to evaluate, of which the
+    last window repeats targets. Add noise to each weight: one that starts at zero would hide what
+    its layer does."""
     size = train.block_size
-    if type(dataset) is train.ShuffledWindows:
-        tokens = dataset.tokens[: (5 * train.sequences_at(0) // 2 + 1) * size]
-        return train.ShuffledWindows(tokens, size, train.seed)
-    if type(dataset) is data.OrderedWindows:
-        tokens = dataset.tokens[: 5 * uneven_micro_batch() * size + 3 * size // 2]
-        return data.OrderedWindows(tokens, size)
-    return dataset
-
-
-def start_of(run):
-    """Hashes of a new run's random state and weights."""
-    weights = [checksum(weight) for weight in run.model.parameters()]
-    return {"random state": checksum(torch.get_rng_state()), "weights": weights}
+    if type(run.train_data) is train.ShuffledWindows:
+        run.train_data.tokens = run.train_data.tokens[: 5 * train.sequences_at(0) * size // 2]
+    if type(run.val_data) is data.OrderedWindows:
+        tokens = run.val_data.tokens[: 5 * uneven_micro_batch() * size + 3 * size // 2]
+        run.val_data = data.OrderedWindows(tokens, size)
+    train.eval_tokens = 0  # for rows of the whole split
+    if not run.path:
+        add_noise(run.model.parameters(), 0)
+        add_noise(run.ema.values(), 0)
 
 
 @torch.no_grad()
@@ -270,39 +245,35 @@ def eventful_run(job):
 class PlainLoop:
     """A loop of plain torch that takes the steps of an eventful run.
 
-    run: a new one with its knobs, of which the model, the groups of the optimizers and the device
-    are used. The learning rate, the number of sequences in a batch and the data are those of the
-    code under test, which other checks test."""
+    run: a new one with its knobs, of which the model, the groups of the optimizers, the averages
+    and the data are used. The learning rate, the number of sequences in a batch and the data are
+    those of the code under test, which other checks test."""
 
     def __init__(self, run, watch):
+        prepare(run)
+        self.run = run
         self.watch = watch
-        self.device = run.device
         self.model = run.model
-        self.start = start_of(run)
-        self.model.load_state_dict(watch.weights)
-        self.average = {n: w.detach().clone() for n, w in run.model.named_parameters()}
+        self.begin = clone(run.model.state_dict())
         self.optimizers, self.stacked = plain_optimizers(run)
         self.scale = 2.0**16 if train.dtype == "float16" else 1.0
         self.sequences = self.tokens = 0
         self.best_loss = self.loss_to_beat = math.inf
         self.without_best = 0  # evaluations
         self.lr_factor = 1.0
-        self.no_evaluation = None  # why there is none
-        self.rows = {}  # (step, kind): the row that the run must have logged
-        with redirect_stdout(io.StringIO()):
-            train_data, *_ = train.open_dataset(None)
-        self.train_data = shortened(train_data)  # which has not been read, and never resumed
+        self.steps, self.evaluations = {}, {}  # (step, kind): the row that the run must have logged
 
     def train(self, rows):
-        set_rng_state(self.watch.rng, self.device)
         for step in range(train.max_steps + 1):
             if step % train.eval_interval == 0:
-                self.evaluate(step)
+                with suppress(Exception):  # other data or targets, for an evaluate() of their own
+                    self.evaluate(step)
                 self.count(number_of(rows.get((step, "eval"), {}).get("val_loss")))
                 if self.without_best == train.patience:
                     break
             if step < train.max_steps:
                 self.step(step)
+        self.steps[step, "end"] = {"step": step}
 
     def count(self, loss):
         """Of evaluations that do not beat the best: the rate falls after some."""
@@ -320,8 +291,8 @@ class PlainLoop:
             weight.requires_grad_(needed)
         buffers = clone(buffers_of(self.model))
         count = train.sequences_at(step)
-        batch = self.train_data[self.sequences, count]
-        inputs, targets = data.to_device(batch, self.device)
+        batch = self.run.train_data[self.sequences, count]
+        inputs, targets = data.to_device(batch, self.run.device)
         self.sequences += count
         with masked(step, targets), not_finite(step, self.model):
             n_targets = train.count_targets(targets)
@@ -333,7 +304,7 @@ class PlainLoop:
             "lr": train.lr_at(step) * self.lr_factor,
             "sequences": self.sequences,
             "tokens": self.tokens,
-            "epoch": self.sequences / len(self.train_data),
+            "epoch": self.sequences / len(self.run.train_data),
             "loss": loss,
             "grad_norm": norm.item(),
             "clipped_norm": min(norm.item(), train.grad_clip),
@@ -341,8 +312,8 @@ class PlainLoop:
         }
         if train.dtype == "float16":
             row["loss_scale"] = self.scale
-        self.rows[step + 1, "train"] = row
-        spoil(self.average, self.model, step)
+        self.steps[step + 1, "train"] = row
+        spoil(self.run.ema, self.model, step)
         if is_finite:
             self.update(row["lr"], norm)
         else:
@@ -355,7 +326,7 @@ class PlainLoop:
         loss = 0.0
         parts = inputs.split(uneven_micro_batch()), targets.split(uneven_micro_batch())
         for x, y in zip(*parts, strict=True):
-            with train.autocast(self.device):
+            with train.autocast(self.run.device):
                 mean = loss_in(self.model(x, y))
             n = train.count_targets(y)
             if n:
@@ -379,49 +350,41 @@ class PlainLoop:
                 group["lr"] = lr * group.get("lr_scale", 1.0)
             optimizer.step()
         for name, weight in self.model.named_parameters():
-            self.average[name].lerp_(weight, 1 - train.ema_decay)
+            self.run.ema[name].lerp_(weight, 1 - train.ema_decay)
 
     @torch.no_grad()
     def evaluate(self, step):
         """The mean of -log p of the averaged weights, in float64, by the classes that exist."""
-        val_data = self.watch.run.val_data
-        meta = self.watch.run.facts["data"]["meta"]
-        try:
-            inputs, targets = data.to_device(val_data[0, len(val_data)], self.device)
-        except Exception as error:  # data of its own, read by an evaluate() of its own
-            self.no_evaluation = f"the validation data cannot be read: {error}"
-            return
+        val_data = self.run.val_data
+        meta = self.run.facts["data"]["meta"]
+        inputs, targets = data.to_device(val_data[0, len(val_data)], self.run.device)
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         parts = []
         for x in inputs.split(uneven_micro_batch()):
-            with torch.random.fork_rng(devices=[]), train.autocast(self.device):
+            with torch.random.fork_rng(devices=[]), train.autocast(self.run.device):
                 torch.manual_seed(step)
-                parts.append(functional_call(self.model, self.average, (x,)))
+                parts.append(functional_call(self.model, self.run.ema, (x,)))
         for module, training in modes.items():
             module.training = training
-        logits = torch.cat(parts)
-        if targets.is_floating_point() or logits.shape[:-1] != targets.shape:
-            self.no_evaluation = "the targets are not one class for each row of logits"
-            return
         counted = targets != -100
         targets = targets[counted]
-        logits = logits[counted][:, : meta["vocab_size"]].double()
+        logits = torch.cat(parts)[counted][:, : meta["vocab_size"]].double()
         loss = cross_entropy(logits, targets).item()
         self.best_loss = min(self.best_loss, loss)
         row = {"val_loss": loss, "best_val_loss": self.best_loss}
         row["val_accuracy"] = (logits.argmax(-1) == targets).double().mean().item()
         if "val_bytes" in meta:
             row["val_bpb"] = loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
-        self.rows[step, "eval"] = row
+        self.evaluations[step, "eval"] = row
 
     def errors(self, last):
         """Yields (how far each tensor of a checkpoint is off, over how far the weight has moved, its
         name)."""
         weights = self.model.state_dict()
-        for part, expected in (("model", weights), ("ema", self.average)):
+        for part, expected in (("model", weights), ("ema", self.run.ema)):
             for name, tensor in expected.items():
-                way = (weights[name] - self.watch.weights[name]).double().norm()
+                way = (weights[name] - self.begin[name]).double().norm()
                 error = (last[part][name] - tensor).double().norm() / way.clamp(min=1e-12)
                 yield error.item(), f"{part} {name}"
 
@@ -430,31 +393,29 @@ def plain_optimizers(run):
     """(torch's optimizers, {weight: the matrices that are stacked in it, as parameters that share
     its memory} of what torch's Muon moves). What torch does not have is the fork's own."""
     betas = {"betas": (train.beta1, train.beta2)}
-    torchs = {
-        "muon": (torch.optim.Muon, {"momentum": train.momentum, "adjust_lr_fn": "match_rms_adamw"}),
-        "adamw": (torch.optim.AdamW, betas),
-        "adam": (torch.optim.Adam, betas),
-        "sgd": (torch.optim.SGD, {}),
-        "momentum": (torch.optim.SGD, {"momentum": train.momentum}),
+    momentum = {"momentum": train.momentum if train.optimizer != "sgd" else 0.0}
+    options = {
+        "AdamW": betas,
+        "Adam": betas,
+        "SGD": momentum,
+        "Muon": momentum | {"adjust_lr_fn": "match_rms_adamw"},
     }
-    own = any(not type(each).__module__.startswith(("torch.", "optim")) for each in run.optimizers)
-    if train.optimizer not in torchs or own:
+    is_own = any(type(optimizer).__name__ not in options for optimizer in run.optimizers)
+    if is_own or train.optimizer not in OPTIMIZERS:
         return run.optimizers, {}
     counts = {m.weight: m.muon_parts for m in run.model.modules() if hasattr(m, "muon_parts")}
     stacked = {}
     optimizers = []
-    for optimizer in run.optimizers:
-        is_rest = train.optimizer == "muon" and isinstance(optimizer, torch.optim.AdamW)
-        kind, how = torchs["adamw" if is_rest else train.optimizer]
+    for name, optimizer in zip(OPTIMIZERS[train.optimizer], run.optimizers, strict=True):
         groups = []
         for group in optimizer.param_groups:
             weights = group["params"]
-            if kind is torch.optim.Muon:
+            if name == "Muon":
                 for weight in weights:
                     parts = weight.data.chunk(counts.get(weight, 1))
                     stacked[weight] = [torch.nn.Parameter(part) for part in parts]
                 weights = [part for weight in weights for part in stacked[weight]]
-            kept = {name: group[name] for name in KEPT if name in group}
+            kept = {key: group[key] for key in KEPT if key in group}
             groups.append({"params": weights, **kept})
-        optimizers.append(kind(groups, **how))
+        optimizers.append(getattr(torch.optim, name)(groups, **options[name]))
     return optimizers, stacked
