@@ -30,7 +30,7 @@ import train
 from bench import print_table
 from checks.logged import RunLog, first_difference, in_words
 from checks.probes import CHECKS, OF_THE_LOOP, NotAsked
-from checks.verdicts import interval, verdict_on
+from checks.verdicts import interval, least_pairs, verdict_on
 from plumbing.cli import fail, run_script
 from plumbing.console import REPO, print0
 
@@ -163,6 +163,10 @@ def compare(job):
         return same_bits(job, *other)
     most = seeds or max_seeds
     print0(f"\nagainst: at most {most} seeds; validation loss at the end, seconds of the process")
+    if most < (least := least_pairs(comparisons)):
+        print0(
+            f"  {most} pairs of runs cannot show a difference, however large; {least} can: --seeds={least}"
+        )
     runs = []
     for n in range(most):
         runs.append(raced({"": (job.script, job.argv), "other ": other}, train.seed + n))

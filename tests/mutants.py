@@ -478,7 +478,13 @@ def cases(options):
             patch = next((REPO / "tests").glob(f"[hs]*/{name}.patch"), None)
             script = REPO / "tests" / "sound" / f"{name}.py"
             if not patch:  # a script, or only a flag
-                flags.append(str(script) if script.exists() else str(REPO / name) if name.endswith(".py") else name)
+                flags.append(
+                    str(script)
+                    if script.exists()
+                    else str(REPO / name)
+                    if name.endswith(".py")
+                    else name
+                )
             yield {"what": words, "is": "sound"}, [*PLAIN, *flags], patch, None
     elif "bugs" in options:
         for bug in tomllib.loads(Path(options["bugs"]).read_text())["bug"]:
