@@ -25,6 +25,7 @@ from hashlib import sha256
 from pathlib import Path
 from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import torch
 from torch.autograd import DeviceType
@@ -70,9 +71,10 @@ class Job:
 
     def fresh_run(self):
         """A new run by the current values of train.py's knobs."""
-        knobs = {name: vars(train)[name] for name in read_knobs(train.__file__)}
+        start = SimpleNamespace(device=self.device, folder=self.run.folder, path=None, why={})
         datasets = self.run.train_data, self.run.val_data, self.run.facts["data"]
-        return train.build_run(knobs, self.run.folder, None, None, self.device, datasets)
+        with configured(vars(train), argv=[]) as config:
+            return train.build_run(config, start, datasets)
 
     def batch(self):
         return data.to_device(self.run.train_data[0, train.sequences_at(0)], self.device)
