@@ -94,11 +94,7 @@ def exact(job):
         "report": False,
     }
     folders = [trained(job, f"exact {n}", job.script, job.argv, **few) for n in range(exact_runs)]
-    found = [first_difference(folders[0], folder) for folder in folders[1:]]
-    others = [f"\n  {in_words(difference)}" for difference in found if difference]
-    runs = f"{exact_runs} processes, {exact_steps} steps each"
-    print0(f"\nexact: {runs}; {len(others)} differ from the first{''.join(others)}")
-    return {"ok": not others, "found": found}
+    return same_bits(f"exact ({exact_runs} processes, {exact_steps} steps each)", *folders)
 
 
 def portable(job):
@@ -116,25 +112,27 @@ def portable(job):
         name = "portable_formula"
         flags.append("--dataset=formula")
     folder = trained(job, name, train.__file__, flags)
-    found = first_difference(REPO / "records" / name, folder)
     last = RunLog(folder).saves[-1]
-    if found:
-        print0(f"portable: not the bits of records/{name}: {in_words(found)}")
-    else:
-        how = f"SHA-256 {last['sha256'][:8]}..., {last['step']} steps"
-        print0(f"portable: the bits of records/{name} ({how})")
-    return {"ok": not found, "found": found}
+    title = f"portable (records/{name}, SHA-256 {last['sha256'][:8]}..., {last['step']} steps)"
+    return same_bits(title, REPO / "records" / name, folder)
 
 
-def same_bits(job, script, words):
+def equal_bits(job, script, words):
     """Does each step of both give the same bits? --against may also be the folder of a run."""
     folder = trained(job, "first", job.script, job.argv)
     other = Path(against)
     if not (other / "metrics.jsonl").is_file():
         other = trained(job, "second", script, words)
-    found = first_difference(other, folder, ("train", "eval"))
-    print0(f"\nequal: {f'no; the first difference: {in_words(found)}' if found else 'yes'}")
-    return {"ok": not found, "found": found}
+    return same_bits("equal", other, folder, kinds=("train", "eval"))
+
+
+def same_bits(title, first, *folders, **options):
+    """Do the runs in these folders have the bits of the first one? Prints where they differ."""
+    found = [first_difference(first, folder, **options) for folder in folders]
+    print0(f"\n{title}: {'other bits' if any(found) else 'the same bits'}")
+    for difference in filter(None, found):
+        print0(f"  {in_words(difference)}")
+    return {"ok": not any(found), "found": found}
 
 
 def trained(job, name, script, words, **knobs):
@@ -160,7 +158,7 @@ def compare(job):
     better? One seed at a time, until a verdict holds."""
     other = bench.script_among(shlex.split(against))
     if equal:
-        return same_bits(job, *other)
+        return equal_bits(job, *other)
     most = seeds or max_seeds
     print0(f"\nagainst: at most {most} seeds; validation loss at the end, seconds of the process")
     if most < (least := least_pairs(comparisons)):
