@@ -36,7 +36,7 @@ import numpy as np
 import torch
 import torch._dynamo  # before the forks
 import torch.nn.functional as F
-from conftest import REPO, copy_of_repository
+from conftest import REPO, copy_of_repository, make_dataset, pydoc_text
 from torch.utils.flop_counter import FlopCounterMode
 
 PLACES = {  # file -> functions that are mutated
@@ -61,6 +61,8 @@ CONFIG = (
     "--optimizer=muon --peak_lr=1e-2 --warmup_steps=10 --max_steps=80"
 ).split()
 PLAIN = "--n_embd=64 --n_head=4 --ngram_rows=0 --conv_width=1".split()
+TEXTS = {name: pydoc_text()[:3000] for name in ("small", "bytes")}
+TEXTS["numbers"] = " ".join(map(str, range(700)))
 SEEDS = (1337, *range(1, 10))  # of the sound loop
 TIMEOUT = 90  # seconds
 
@@ -476,15 +478,9 @@ def cases(options):
         for words in Path(options["sound"]).read_text().splitlines():
             name, *flags = words.split()
             patch = next((REPO / "tests").glob(f"[hs]*/{name}.patch"), None)
-            script = REPO / "tests" / "sound" / f"{name}.py"
             if not patch:  # a script, or only a flag
-                flags.append(
-                    str(script)
-                    if script.exists()
-                    else str(REPO / name)
-                    if name.endswith(".py")
-                    else name
-                )
+                paths = REPO / "tests" / "sound" / f"{name}.py", REPO / name
+                flags.append(next((str(path) for path in paths if path.is_file()), name))
             yield {"what": words, "is": "sound"}, [*PLAIN, *flags], patch, None
     elif "bugs" in options:
         for bug in tomllib.loads(Path(options["bugs"]).read_text())["bug"]:
@@ -505,6 +501,10 @@ def main():
         return print_tables(options["table"])
     torch.set_num_threads(1)
     data_dir = Path(options["data_dir"]).resolve()
+    data_dir.mkdir(exist_ok=True)
+    for name, text in TEXTS.items():
+        if not (data_dir / name).exists():
+            make_dataset(data_dir, name, text, "byte" if name == "bytes" else "char")
     out = Path(options["out"])
     done = out.read_text().splitlines() if out.exists() else []
     sound = None
