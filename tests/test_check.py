@@ -1,5 +1,7 @@
 """check.py finds what it looks for, in the run, the machine and the result, and nothing else."""
 
+import dataclasses
+import functools
 import json
 import math
 import re
@@ -34,6 +36,7 @@ OF_TEXT = {
     *("targets are the next tokens", "batches are plain shuffled windows"),
     *("train and validation share no window", "evaluation sees each token once"),
 }
+FUTURE = "no look into the future"
 WINDOWS = "batches are plain shuffled windows"
 STEP, EVALUATION = (f"each {each} is that of a plain loop" for each in ("step", "evaluation"))
 
@@ -93,165 +96,112 @@ def test_any_model_and_data_can_be_checked(tmp_path, train_as_it_was, capsys):
     assert all(" check" in name for name in absent - {"FLOPs of a token"})
 
 
-def see_the_future(monkeypatch):
-    everything = lambda q, k, v, dropout: F.scaled_dot_product_attention(q, k, v)  # noqa: E731
-    monkeypatch.setattr(model, "causal_attention", everything)
+def changed(owner, name, change):
+    """A fault: where `owner` has function(...), it has change(function, ...)."""
+
+    def fault(monkeypatch):
+        monkeypatch.setattr(owner, name, functools.partial(change, getattr(owner, name)))
+
+    return fault
 
 
-def begin_far_off(monkeypatch):
-    reset = model.GPT.reset_parameters
+def rows_changed(change):
+    """A fault: the rows of training data are change(inputs, targets)."""
 
-    def far_off(self):
-        reset(self)
-        self.head.weight.data.mul_(50)
+    def fault(monkeypatch, inner=train.ShuffledWindows.__getitem__):
+        rows = lambda data, batch: change(*inner(data, batch))  # noqa: E731
+        monkeypatch.setattr(train.ShuffledWindows, "__getitem__", rows)
 
-    monkeypatch.setattr(model.GPT, "reset_parameters", far_off)
+    return fault
+
+
+def begin_far_off(build_model, *args):
+    built = build_model(*args)
+    built.head.weight.data.mul_(50)
+    return built
+
+
+def seeded_by(seed):
+    return changed(train, "build_model", lambda inner, *args: (seed(), inner(*args))[1])
 
 
 def cut_off_a_matrix(monkeypatch):
-    def forward(self, x):
-        gate, value = self.up(x).detach().chunk(2, dim=-1)
-        return self.down(F.silu(gate) * value)
-
-    monkeypatch.setattr(model.MLP, "forward", forward)
+    forward = model.MLP.forward
+    monkeypatch.setattr(model.MLP, "forward", lambda mlp, x: forward(mlp, x.detach()))
 
 
-def ask_for_the_input(monkeypatch):
-    change_the_rows(monkeypatch, lambda data, batch, real: (real(data, batch)[0],) * 2)
+def stay_in_the_epoch(monkeypatch):
+    starts = train.ShuffledWindows.starts
+    monkeypatch.setattr(train.ShuffledWindows, "starts", lambda data, _: starts(data, 0))
 
 
-def ask_for_the_first_token_last(monkeypatch):
-    def roll(data, batch, real):
-        inputs, _ = real(data, batch)
-        return inputs, np.roll(inputs, -1, axis=1)
-
-    change_the_rows(monkeypatch, roll)
+def evaluate_four_batches(sum_losses, run):
+    length = train.block_size
+    few = run.val_data.tokens[: 4 * run.state["micro_batch"] * length + 1]
+    return sum_losses(dataclasses.replace(run, val_data=train.data.OrderedWindows(few, length)))
 
 
-def read_behind_the_border_of_an_epoch(monkeypatch):
-    def from_one_epoch(data, batch, real):
-        first, count = batch
-        last = first // len(data) * len(data) + len(data)
-        parts = [real(data, (first, min(count, last - first)))]
-        parts += [real(data, (first, count - last + first))] if count > last - first else []
-        return tuple(map(np.concatenate, zip(*parts, strict=True)))
-
-    change_the_rows(monkeypatch, from_one_epoch)
+def lose_the_moments(restore, run, saved):
+    restore(run, saved)
+    for optimizer in run.optimizers:
+        optimizer.state.clear()
 
 
-def add_the_seed_to_the_epoch(monkeypatch):
-    def random_state(seed, inner=np.random.RandomState):
-        return inner(sum(seed))
-
-    monkeypatch.setattr(np.random, "RandomState", random_state)
-
-
-def change_the_rows(monkeypatch, change):
-    real = train.ShuffledWindows.__getitem__
-    monkeypatch.setattr(
-        train.ShuffledWindows, "__getitem__", lambda data, batch: change(data, batch, real)
-    )
+def forget_the_plateau(count_evaluation, numbers, state):
+    is_best = count_evaluation(numbers, state)
+    state["lr_factor"] = 1.0
+    return is_best
 
 
-def draw_weights_anew(monkeypatch):
-    def build_model(*args, inner=train.build_model):
-        torch.seed()
-        return inner(*args)
-
-    monkeypatch.setattr(train, "build_model", build_model)
+def lose_patience_late(count_evaluation, *args):
+    train.patience = 4
+    return count_evaluation(*args)
 
 
-def draw_the_same_weights(monkeypatch):
-    def build_model(*args, inner=train.build_model):
-        torch.manual_seed(1)
-        return inner(*args)
-
-    monkeypatch.setattr(train, "build_model", build_model)
+def mean_by_hand(cross_entropy, logits, targets, smoothing):
+    return cross_entropy(logits, targets, reduction="sum") / (targets != -100).sum()
 
 
-def evaluate_four_batches(monkeypatch):
-    def sum_losses(run, *args, inner=train.sum_losses):
-        length = 4 * run.state["micro_batch"]
-        with monkeypatch.context() as patch:
-            patch.setattr(train.data.OrderedWindows, "__len__", lambda windows: length)
-            return inner(run, *args)
-
-    monkeypatch.setattr(train, "sum_losses", sum_losses)
+def smoothed(cross_entropy, *args, **options):
+    return cross_entropy(*args, **options | {"label_smoothing": 0.2})
 
 
-def never_lower_the_rate(monkeypatch):
-    def count_evaluation(numbers, state, inner=train.count_evaluation):
-        is_best = inner(numbers, state)
-        state["lr_factor"] = 1.0
-        return is_best
-
-    monkeypatch.setattr(train, "count_evaluation", count_evaluation)
+def see_the_future(attention, q, k, v, dropout):
+    return F.scaled_dot_product_attention(q, k, v)
 
 
-def lose_patience_late(monkeypatch):
-    def count_evaluation(numbers, state, inner=train.count_evaluation):
-        train.patience = 4
-        return inner(numbers, state)
-
-    monkeypatch.setattr(train, "count_evaluation", count_evaluation)
-
-
-def divide_by_no_targets(monkeypatch):
-    def cross_entropy(logits, targets, smoothing):
-        each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        return each / (targets != -100).sum()
-
-    monkeypatch.setattr(model, "cross_entropy", cross_entropy)
-
-
-def smooth_labels_in_evaluation(monkeypatch):
-    def cross_entropy(*args, inner=train.cross_entropy, **kwargs):
-        return inner(*args, **kwargs | {"label_smoothing": 0.2})
-
-    monkeypatch.setattr(train, "cross_entropy", cross_entropy)
-
-
-def never_clip(monkeypatch):
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda weights, most: torch.ones(()))
+FAULTS = [
+    (
+        changed(train, "build_model", begin_far_off),
+        probes.learning_checks,
+        "loss at initialization",
+    ),
+    (changed(model, "causal_attention", see_the_future), probes.causality_check, FUTURE),
+    (cut_off_a_matrix, probes.gradient_check, "gradients are those of the loss"),
+    (rows_changed(lambda x, y: (x, x)), probes.data_checks, "targets are the next tokens"),
+    (rows_changed(lambda x, y: (x, np.roll(x, -1, axis=1))), probes.data_checks, WINDOWS),
+    (stay_in_the_epoch, probes.data_checks, WINDOWS),
+    (changed(np.random, "RandomState", lambda f, s: f(sum(s))), probes.data_checks, WINDOWS),
+    (seeded_by(lambda: torch.manual_seed(1)), probes.data_checks, "seeds differ"),
+    (seeded_by(torch.seed), twin.twin_checks, STEP),
+    (changed(train, "sum_losses", evaluate_four_batches), twin.twin_checks, EVALUATION),
+    (changed(train, "cross_entropy", smoothed), twin.twin_checks, EVALUATION),
+    (changed(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.ones(())), twin.twin_checks, STEP),
+    (changed(train.checkpoint, "restore", lose_the_moments), twin.twin_checks, STEP),
+    (changed(train, "count_evaluation", forget_the_plateau), twin.twin_checks, STEP),
+    (changed(train, "count_evaluation", lose_patience_late), twin.twin_checks, STEP),
+    (changed(model, "cross_entropy", mean_by_hand), twin.twin_checks, STEP),
+]
 
 
-def lose_the_moments_in_a_resume(monkeypatch):
-    def restore(run, saved, inner=train.checkpoint.restore):
-        inner(run, saved)
-        for optimizer in run.optimizers:
-            optimizer.state.clear()
-
-    monkeypatch.setattr(train.checkpoint, "restore", restore)
-
-
-@pytest.mark.parametrize(
-    ("fault", "part", "name"),
-    [
-        (begin_far_off, probes.learning_checks, "loss at initialization"),
-        (see_the_future, probes.causality_check, "no look into the future"),
-        (cut_off_a_matrix, probes.gradient_check, "gradients are those of the loss"),
-        (ask_for_the_input, probes.data_checks, "targets are the next tokens"),
-        (ask_for_the_first_token_last, probes.data_checks, WINDOWS),
-        (read_behind_the_border_of_an_epoch, probes.data_checks, WINDOWS),
-        (add_the_seed_to_the_epoch, probes.data_checks, WINDOWS),
-        (draw_the_same_weights, probes.data_checks, "seeds differ"),
-        (draw_weights_anew, twin.twin_checks, STEP),
-        (evaluate_four_batches, twin.twin_checks, EVALUATION),
-        (never_lower_the_rate, twin.twin_checks, STEP),
-        (lose_patience_late, twin.twin_checks, STEP),
-        (divide_by_no_targets, twin.twin_checks, STEP),
-        (smooth_labels_in_evaluation, twin.twin_checks, EVALUATION),
-        (never_clip, twin.twin_checks, STEP),
-        (lose_the_moments_in_a_resume, twin.twin_checks, STEP),
-    ],
-)
+@pytest.mark.parametrize(("fault", "part", "name"), FAULTS)
 def test_sanity_finds_the_fault(fault, part, name, checks, monkeypatch):
     fault(monkeypatch)
     assert checks(part, batch_size=6, warmup_steps=3)[name][0] is False
 
 
 def test_a_fault_is_no_go_and_its_first_number_is_printed(in_process, monkeypatch, capsys):
-    smooth_labels_in_evaluation(monkeypatch)
+    changed(train, "cross_entropy", smoothed)(monkeypatch)
     monkeypatch.setattr(check, "CHECKS", [probes.causality_check, twin.twin_checks])
     code, facts = in_process()
     output = capsys.readouterr().out
