@@ -116,10 +116,10 @@ def compare(expected, rows, tolerance):
     for (step, kind), row in sorted(expected.items()):
         for name, number in row.items():
             logged = number_of(rows.get((step, kind), {}).get(name))  # NaN stands there as null
-            of_counts = 0.01 if name == "val_accuracy" else 0.0
-            if not np.isclose(logged, number, tolerance, of_counts, equal_nan=True):
-                event = EVENTS.get(step, "")
-                text = text_of(step=f"{step}{event}", number=name, logged=logged, expected=number)
+            of_shares = 0.01 * (name == "val_accuracy")
+            if not np.isclose(logged, number, tolerance, of_shares, equal_nan=True):
+                where = f"{step}{EVENTS.get(step, '')}"
+                text = text_of(step=where, number=name, logged=logged, expected=number)
                 return False, text + ON_PURPOSE
     return (True, f"rows {len(expected)}") if expected else (None, "no evaluation of classes")
 
@@ -139,6 +139,10 @@ def gradients_of(model):
     return [weight.grad for weight in model.parameters() if weight.grad is not None]
 
 
+def total_norm(model):
+    return torch.nn.utils.get_total_norm(gradients_of(model))
+
+
 # ---- what happens in the run ---------------------------------------------------------------------
 
 
@@ -146,7 +150,6 @@ class EventfulRun(train.Watch):
     """Makes things happen in a run, and records what a plain loop needs to take the same steps."""
 
     def __init__(self):
-        self.clipped_norms = {}  # step -> norm of the gradients after it
         self.trained = {}  # step -> whether each weight requires a gradient: a fork may freeze some
 
     def begin(self, run):
@@ -159,11 +162,10 @@ class EventfulRun(train.Watch):
         if step == STOPPED - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         spoil(run.ema, run.model, step)
-        with masked(step, targets), not_finite(step, run.model):
+        with events(step, run.model, targets):
             numbers = take()
-        self.clipped_norms[step] = torch.nn.utils.get_total_norm(gradients_of(run.model)).item()
         self.trained[step] = [weight.requires_grad for weight in run.model.parameters()]
-        return numbers
+        return {**numbers, "clipped_norm": total_norm(run.model)}  # a field of its row
 
 
 def uneven_micro_batch():
@@ -205,25 +207,19 @@ def add_noise(tensors, seed, size=0.05):
 
 
 @contextmanager
-def masked(step, targets):
-    """A context in which, in that one step, the targets of the first micro-batch do not count, and
-    half of those of the second."""
+def events(step, model, targets):
+    """A context in which, in MASKED, the targets of the first micro-batch do not count, and half of
+    those of the second; in NOT_FINITE the gradient of the first weight is NaN."""
     before = targets.clone()
     if step == MASKED and not targets.is_floating_point():
         micro_batch = targets[: uneven_micro_batch()]
         targets.view(-1)[: 3 * micro_batch.numel() // 2] = -100
-    yield
-    targets.copy_(before)
-
-
-@contextmanager
-def not_finite(step, model):
-    """A context in which, in that one step, the gradient of the first weight is NaN."""
     factor = math.nan if step == NOT_FINITE else 1.0
     weight = next(weight for weight in model.parameters() if weight.requires_grad)
     hook = weight.register_hook(lambda gradient: gradient * factor)
     yield
     hook.remove()
+    targets.copy_(before)
 
 
 def eventful_run(job):
@@ -234,8 +230,6 @@ def eventful_run(job):
         for _ in ("until the signal", "to the end"):
             train.main([f"--out_dir={folder}"], watch=watch)
     rows = {key_of(row): row for row in read_metrics(folder / "metrics.jsonl")[0]}
-    for step, norm in watch.clipped_norms.items():
-        rows[step + 1, "train"]["clipped_norm"] = norm
     return watch, rows, folder
 
 
@@ -294,10 +288,10 @@ class PlainLoop:
         batch = self.run.train_data[self.sequences, count]
         inputs, targets = data.to_device(batch, self.run.device)
         self.sequences += count
-        with masked(step, targets), not_finite(step, self.model):
+        with events(step, self.model, targets):
             n_targets = train.count_targets(targets)
             loss = self.forward_backward(inputs, targets, n_targets)
-        norm = torch.nn.utils.get_total_norm(gradients_of(self.model))
+        norm = total_norm(self.model)
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         self.tokens += n_targets.item()
         row = {
