@@ -147,50 +147,47 @@ def lose_the_moments(restore, run, saved):
         optimizer.state.clear()
 
 
-def forget_the_plateau(count_evaluation, numbers, state):
-    is_best = count_evaluation(numbers, state)
-    state["lr_factor"] = 1.0
-    return is_best
-
-
-def lose_patience_late(count_evaluation, *args):
-    train.patience = 4
-    return count_evaluation(*args)
-
-
-def mean_by_hand(cross_entropy, logits, targets, smoothing):
-    return cross_entropy(logits, targets, reduction="sum") / (targets != -100).sum()
-
-
 def smoothed(cross_entropy, *args, **options):
     return cross_entropy(*args, **options | {"label_smoothing": 0.2})
 
 
-def see_the_future(attention, q, k, v, dropout):
-    return F.scaled_dot_product_attention(q, k, v)
-
-
+UNMASKED = changed(
+    model, "causal_attention", lambda _, q, k, v, dropout: F.scaled_dot_product_attention(q, k, v)
+)
+UNCLIPPED = changed(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.ones(()))
+SUMMED_SEEDS = changed(np.random, "RandomState", lambda inner, seed: inner(sum(seed)))
+RATE_NEVER_FALLS = changed(
+    train,
+    "count_evaluation",
+    lambda inner, n, state: (inner(n, state), state.update(lr_factor=1))[0],
+)
+PATIENT = changed(
+    train, "count_evaluation", lambda inner, *args: (setattr(train, "patience", 4), inner(*args))[1]
+)
+OVER_NO_TARGETS = changed(
+    model, "cross_entropy", lambda f, x, y, *_: f(x, y, reduction="sum") / (y != -100).sum()
+)
 FAULTS = [
     (
         changed(train, "build_model", begin_far_off),
         probes.learning_checks,
         "loss at initialization",
     ),
-    (changed(model, "causal_attention", see_the_future), probes.causality_check, FUTURE),
+    (UNMASKED, probes.causality_check, FUTURE),
     (cut_off_a_matrix, probes.gradient_check, "gradients are those of the loss"),
     (rows_changed(lambda x, y: (x, x)), probes.data_checks, "targets are the next tokens"),
     (rows_changed(lambda x, y: (x, np.roll(x, -1, axis=1))), probes.data_checks, WINDOWS),
     (stay_in_the_epoch, probes.data_checks, WINDOWS),
-    (changed(np.random, "RandomState", lambda f, s: f(sum(s))), probes.data_checks, WINDOWS),
+    (SUMMED_SEEDS, probes.data_checks, WINDOWS),
     (seeded_by(lambda: torch.manual_seed(1)), probes.data_checks, "seeds differ"),
     (seeded_by(torch.seed), twin.twin_checks, STEP),
     (changed(train, "sum_losses", evaluate_four_batches), twin.twin_checks, EVALUATION),
     (changed(train, "cross_entropy", smoothed), twin.twin_checks, EVALUATION),
-    (changed(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.ones(())), twin.twin_checks, STEP),
+    (UNCLIPPED, twin.twin_checks, STEP),
     (changed(train.checkpoint, "restore", lose_the_moments), twin.twin_checks, STEP),
-    (changed(train, "count_evaluation", forget_the_plateau), twin.twin_checks, STEP),
-    (changed(train, "count_evaluation", lose_patience_late), twin.twin_checks, STEP),
-    (changed(model, "cross_entropy", mean_by_hand), twin.twin_checks, STEP),
+    (RATE_NEVER_FALLS, twin.twin_checks, STEP),
+    (PATIENT, twin.twin_checks, STEP),
+    (OVER_NO_TARGETS, twin.twin_checks, STEP),
 ]
 
 
