@@ -71,7 +71,7 @@ class Job:
 
     def fresh_run(self):
         """A new run by the current values of train.py's knobs."""
-        start = SimpleNamespace(device=self.device, folder=self.run.folder, path=None, why={})
+        start = SimpleNamespace(device=self.device, folder=self.run.folder, path=None, reasons={})
         datasets = self.run.train_data, self.run.val_data, self.run.facts["data"]
         with configured(vars(train), argv=[]) as config:
             return train.build_run(config, start, datasets)
