@@ -111,7 +111,7 @@ def test_a_fork_of_the_page_resumes_bit_for_bit(straight_and_resumed, base, text
 def test_check_says_go_or_what_to_edit(fork, says, base, texts, data_dir, tmp_path):
     (tmp_path / "fork.py").write_text(fork)
     more = [texts] if fork == MIXTURE else []
-    flags = arguments(tmp_path / "b", data_dir, [*MORE[fork], *more])
+    _, *flags = arguments(tmp_path / "b", data_dir, [*MORE[fork], *more])
     command = [sys.executable, REPO / "check.py", "fork.py", *flags]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert says in done.stdout and not done.stderr, done.stdout + done.stderr
