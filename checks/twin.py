@@ -20,9 +20,9 @@ from torch.nn.functional import cross_entropy
 
 import train
 from plumbing import checkpoint, cli, data
+from plumbing.log import key_of, read_rows
 from plumbing.snapshot import buffers_of, clone
-from plumbing.witness import key_of
-from reporting.record import number_of, read_metrics
+from reporting.record import number_of
 
 MASKED = 1  # the step in which a micro-batch has no targets, and another one half of them
 NOT_FINITE = 2  # the step whose gradients are NaN
@@ -229,7 +229,7 @@ def eventful_run(job):
     with redirect_stdout(io.StringIO()):
         for _ in ("until the signal", "to the end"):
             train.main([f"--out_dir={folder}"], watch=watch)
-    rows = {key_of(row): row for row in read_metrics(folder / "metrics.jsonl")[0]}
+    rows = {key_of(row): row for row in read_rows(folder / "metrics.jsonl")[0]}
     return watch, rows, folder
 
 
@@ -285,7 +285,7 @@ class PlainLoop:
             weight.requires_grad_(needed)
         buffers = clone(buffers_of(self.model))
         count = train.sequences_at(step)
-        batch = self.run.train_data[self.sequences, count]
+        batch = data.Reader(self.run.train_data, train.seed)[self.sequences, count]
         inputs, targets = data.to_device(batch, self.run.device)
         self.sequences += count
         with events(step, self.model, targets):
