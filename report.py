@@ -34,6 +34,7 @@ from reporting.results import best_in_words, happened, outcome, table
 from reporting.troubles import replay_of, troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
+axis = "step"  # of the curves: step | tokens | time
 html = False  # also write a page: one file that needs no network and no server
 watch = False  # rewrite that page every 10 s while the run continues, and write all at its end
 
@@ -187,16 +188,16 @@ def write_reports(runs):
         tell(f"open {shown(page_path)} in a browser; Ctrl-C stops it")
     with suppress(KeyboardInterrupt):
         while watch and any(map(is_running, runs)):
-            write(page_path, page(runs, text_of(runs), refresh=PAUSE))
+            write(page_path, page(runs, text_of(runs), axis, refresh=PAUSE))
             time.sleep(PAUSE)
             runs = read_runs([run.folder for run in runs])
     paths = [path.with_suffix(".png"), path.with_suffix(".md")]
     with replacing(paths[0]) as temporary:
-        write_picture(temporary, runs)
+        write_picture(temporary, runs, axis)
     write(paths[1], text_of(runs))
     if html or watch:
         paths.append(page_path)
-        write(page_path, page(runs, text_of(runs)))
+        write(page_path, page(runs, text_of(runs), axis))
     return paths
 
 

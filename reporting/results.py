@@ -57,13 +57,9 @@ def unit_of(run):
 
 
 def new_fields(run):
-    """[(name, steps, values)] of the fields that only a fork of train.py writes."""
-    found = []
-    for table in (run.train, run.evals):
-        for name, values in table.items():
-            if name not in FIELDS and not name.startswith("best_"):
-                found.append((name, table["step"], values))
-    return found
+    """[(name, kind of its rows)] of the fields that only a fork of train.py writes."""
+    both = [*((name, "train") for name in run.train), *((name, "eval") for name in run.evals)]
+    return [(n, kind) for n, kind in both if n not in FIELDS and not n.startswith("best_")]
 
 
 def resumes(run):
@@ -89,7 +85,8 @@ def outcome(run):
     spent, seconds, least = time_spent(run)
     devices = max(1, np.nan_to_num(run.fact("hardware", "world_size")))
     numbers = losses(run) + costs(run)
-    for name, _, values in new_fields(run):
+    for name, kind in new_fields(run):
+        values = {"train": run.train, "eval": run.evals}[kind][name]
         numbers.append((f"last {name}", last(known(values)), "{:,.4g}"))
     numbers.append(("device-hours", devices * seconds / 3600, least + "{:,.3f}"))
     found = {"how it ended": ended(run)}
