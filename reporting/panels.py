@@ -11,7 +11,7 @@ from string import Template
 
 import numpy as np
 
-from plumbing.console import FIELDS, Field
+from plumbing.fields import FIELDS, Field
 from reporting import results
 from reporting.record import half_window, last_step, smooth
 from reporting.results import happened
@@ -54,8 +54,8 @@ LOOKS = {  # of a line in matplotlib
 }
 COMPARED = {"mean": "thin", "bold": "bold", "dots": "dots"}  # looks in a comparison
 DASHES = ("-", "--", ":", "-.")  # of the first len(COLOURS) runs, of the next ones, and so on
-MOST_POINTS = 2000  # of a curve; a longer one is thinned
-MOST_PLACES = 500  # steps of which a page knows the tokens and the time; others lie between them
+MAX_POINTS = 2000  # of a curve; a longer one is thinned
+MAX_PLACES = 500  # steps of which a page knows the tokens and the time; others lie between them
 COLUMNS = 3  # of small panels in a picture
 
 
@@ -79,8 +79,8 @@ class Curve:
         finite = np.isfinite(self.y)
         self.x = self.x[finite]
         self.y = self.y[finite]
-        if len(self.x) > MOST_POINTS:
-            first = np.linspace(0, len(self.x), MOST_POINTS // 2, endpoint=False).astype(int)
+        if len(self.x) > MAX_POINTS:
+            first = np.linspace(0, len(self.x), MAX_POINTS // 2, endpoint=False).astype(int)
             both = [np.minimum.reduceat(self.y, first), np.maximum.reduceat(self.y, first)]
             self.x = np.repeat(self.x[first], 2)
             self.y = np.stack(both, axis=1).ravel()
@@ -325,7 +325,7 @@ def page(runs, text, axis="step", refresh=0):
     thinned = []
     for place in places:
         steps = place["step"]
-        some = np.unique(np.linspace(0, len(steps) - 1, MOST_PLACES).astype(int))
+        some = np.unique(np.linspace(0, len(steps) - 1, MAX_PLACES).astype(int))
         thinned.append({name: values[some] for name, values in place.items()})
     data = {"refresh": refresh, "axis": axis, "axes": axes, "runs": thinned, "panels": panels}
     return TEMPLATE.substitute(
