@@ -303,7 +303,7 @@ def print_help(about: str, config: Config) -> None:
                 print(textwrap.fill(line, line_width(100), subsequent_indent=" " * 32))
 
 
-def line_width(without: int) -> int:
+def line_width(without: int = 10**6) -> int:
     """Columns of the terminal that stdout is; of a pipe or a file, `without`."""
     is_terminal = sys.stdout and sys.stdout.isatty()
     return shutil.get_terminal_size().columns if is_terminal else without
