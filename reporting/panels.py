@@ -40,7 +40,7 @@ LOOKS = {  # of a line in matplotlib
     "thin": {"lw": 0.8, "alpha": 0.6},
     "mean": {"lw": 1.7},
     "bold": {"lw": 1.7},
-    "dots": {"lw": 1.6, "markersize": 5.5, "markeredgecolor": "white", "zorder": 4},
+    "dots": {"lw": 1.7, "zorder": 4},
     "best": {
         "ls": "",
         "marker": "*",
@@ -53,9 +53,10 @@ LOOKS = {  # of a line in matplotlib
     "event": {"lw": 0.9, "ls": (0, (4, 3)), "zorder": 1},
 }
 COMPARED = {"mean": "thin", "bold": "bold", "dots": "dots"}  # looks in a comparison
+NOISY = ("loss", "grad_norm", "tokens_per_sec")  # fields whose steps are drawn with their mean
 DASHES = ("-", "--", ":", "-.")  # of the first len(COLOURS) runs, of the next ones, and so on
 MAX_POINTS = 2000  # of a curve; a longer one is thinned
-MAX_PLACES = 500  # steps of which a page knows the tokens and the time; others lie between them
+MAX_PLACES = 500  # steps whose tokens and time are kept; all others lie between them
 COLUMNS = 3  # of small panels in a picture
 
 
@@ -102,7 +103,7 @@ class Panel:
     def limits(self):
         """{"low", "high", "is_log"} of the vertical axis. Of losses and evaluations from the lowest
         to the highest that any run has after a tenth of its own steps; what came before, and the
-        outermost 0.2% of single steps, would press the rest flat."""
+        outermost 2% of single steps, would press the rest flat."""
         ends = []
         has_level = self.field == "loss" or any(curve.look == "dots" for curve in self.lines())
         for curve in self.lines():
@@ -110,7 +111,7 @@ class Panel:
             if has_level:
                 y = y[curve.x >= 0.1 * curve.x[-1]]
             if self.field == "loss" and curve.key == "each step":
-                y = np.quantile(y, (0.001, 0.999))
+                y = np.quantile(y, (0.01, 0.99))
             ends += [float(y.min()), float(y.max())]
         low = min(ends, default=0.0)
         high = max(ends, default=1.0)
@@ -169,14 +170,14 @@ def title_of(field, run):
 
 def curves_of(field, run):
     """The Curves of a field, without events."""
-    if field.name == "loss":
-        return [*raw_and_mean(run, "loss"), evaluations(run, FIELDS["val_loss"]), best_of(run)]
-    if field.name == "grad_norm":
-        return [*raw_and_mean(run, "grad_norm"), clip_of(run)]
     if field.kind == "eval":
         return [evaluations(run, field)]
-    values = run.train[field.name] * field.plot_factor
-    return [Curve("training", field.plot, "blue", "bold", run.train["step"], values)]
+    curves = raw_and_mean(run, field)
+    if field.name == "loss":
+        curves += [evaluations(run, FIELDS["val_loss"]), best_of(run)]
+    if field.name == "grad_norm":
+        curves.append(clip_of(run))
+    return curves
 
 
 def evaluations(run, field):
@@ -203,9 +204,11 @@ def clip_of(run):
 
 
 def raw_and_mean(run, field):
-    """The curves of a noisy field."""
+    """The numbers of the steps; of a noisy field also their mean."""
     steps = run.train["step"]
-    values = run.train[field]
+    values = run.train[field.name] * field.plot_factor
+    if field.name not in NOISY:
+        return [Curve("training", field.plot, "blue", "bold", steps, values)]
     half = half_window(run)
     mean = f"training, mean of {2 * half + 1:,}"
     return [
@@ -228,7 +231,7 @@ def events_of(run):
 
 
 def axes_of(runs):
-    """({axis: its title}, for each run {axis: where step 0 and each of its steps lie on it})."""
+    """({axis: its title}, for each run {axis: where some of its steps lie on it, from 0 on})."""
     titles = {
         "step": "step",
         "tokens": f"{results.unit_of(runs[0])} trained on",
@@ -236,9 +239,11 @@ def axes_of(runs):
     }
     places = []
     for run in runs:
-        minutes = np.cumsum(np.nan_to_num(run.train["step_ms"])) / 60_000
-        values = (run.train["step"], run.train["tokens"], minutes)
-        places.append({axis: np.append(0, v) for axis, v in zip(titles, values, strict=True)})
+        t = run.train
+        minutes = np.cumsum(np.nan_to_num(t["step_ms"])) / 60_000
+        some = np.unique(np.linspace(0, len(minutes), MAX_PLACES).astype(int))
+        values = (t["step"], t["tokens"], minutes)
+        places.append({a: np.append(0, v)[some] for a, v in zip(titles, values, strict=True)})
     return titles, places
 
 
@@ -322,12 +327,7 @@ def page(runs, text, axis="step", refresh=0):
     the curves. axis: step, tokens or time. refresh: seconds until an open page reloads; 0 = never."""
     panels = [asdict(panel) | panel.limits() for panel in panels_of(runs)]
     axes, places = axes_of(runs)
-    thinned = []
-    for place in places:
-        steps = place["step"]
-        some = np.unique(np.linspace(0, len(steps) - 1, MAX_PLACES).astype(int))
-        thinned.append({name: values[some] for name, values in place.items()})
-    data = {"refresh": refresh, "axis": axis, "axes": axes, "runs": thinned, "panels": panels}
+    data = {"refresh": refresh, "axis": axis, "axes": axes, "runs": places, "panels": panels}
     return TEMPLATE.substitute(
         TITLE=escape(", ".join(run.name for run in runs)),
         HEADING=escape(heading(runs)),

@@ -1,6 +1,9 @@
 """The results of a run, in numbers and words: its best, its speed, its cost."""
 
+import itertools
 import math
+import os
+import textwrap
 from collections import Counter
 
 import numpy as np
@@ -17,12 +20,19 @@ def happened(run, *events):
 
 
 def ended(run):
-    """How a run ended, in a few words, and at which step."""
-    how = "running" if is_running(run) else "no end on record (killed)"
+    """How a run ended, in a few words, and at which step; of one that goes on, what is left."""
+    step = f"at step {last_step(run):,}"
+    how = "no end on record (killed)"
+    if is_running(run):
+        how = "running"
+        total = run.fact("config", "max_steps")
+        seconds = (total - last_step(run)) * median(run.train["step_ms"]) / 1000
+        if math.isfinite(seconds):
+            step += f" of {total:,.0f}, {duration(seconds)} left"
     for row in happened(run, "resume", "end")[-1:]:
         if row["event"] == "end":
             how = " ".join(str(row.get("ended")).split()).split(". ")[0]
-    return how if "at step" in how else f"{how}, at step {last_step(run):,}"
+    return how if "at step" in how else f"{how}, {step}"
 
 
 def metric_of(run):
@@ -33,14 +43,14 @@ def metric_of(run):
 
 
 def best_of(run):
-    """(value, step) of the best evaluation; (NaN, 0) if there is none. A rollback removes the rows
-    that it undoes; the state in run.json still has their best."""
+    """(value, step) of the best evaluation; an infinite one at 0 if there is none. A rollback removes
+    the rows that it undoes; the state in run.json still has their best."""
     field, sign, _ = metric_of(run)
     scores = sign * run.evals.get(field, np.array([]))
     found = [(run.fact("state", "best_score"), run.fact("state", "best_step"))]
     found += zip(scores, run.evals["step"], strict=False)
     finite = [(score, step) for score, step in found if math.isfinite(score)]
-    score, step = min(finite, default=(math.nan, 0))
+    score, step = min(finite, default=(math.inf, 0))
     return sign * score, int(step)
 
 
@@ -89,7 +99,10 @@ def outcome(run):
     for name, kind in new_fields(run):
         values = {"train": run.train, "eval": run.evals}[kind][name]
         numbers.append((f"last {name}", last(known(values)), "{:,.4g}"))
-    numbers.append(("device-hours", devices * seconds / 3600, least + "{:,.3f}"))
+    hours = devices * seconds / 3600
+    price = float(os.environ.get("DOLLARS_PER_HOUR") or "nan")
+    numbers.append(("device-hours", hours, least + "{:,.3f}"))
+    numbers.append((f"cost at ${price:g} an hour", price * hours, least + "${:,.2f}"))
     found = {"how it ended": ended(run)}
     for what, value, form in numbers:
         if math.isfinite(value):
@@ -132,7 +145,8 @@ def costs(run):
         ("epochs", last(t["epoch"]), "{:,.2f}"),
         (f"throughput, {unit}/s", over_time(t["tokens_per_sec"]), "{:,.0f}"),
         ("median step, ms", median(t["step_ms"]), "{:,.1f}"),
-        ("MFU", over_time(t["mfu"]), "{:.1%}"),
+        ("TFLOP/s achieved", over_time(t["tflops"]), "{:,.4g}"),
+        ("MFU", 1 / np.mean(1 / t["mfu"]), "{:.1%}"),  # of all steps, or unknown
         ("peak memory, GB", mean(t["mem_gb"], np.max), "{:.2f}"),
         ("GPU utilization, %", mean(t["gpu_util"]), "{:.0f}"),
         ("waiting for data", waiting, "{:.1%}"),
@@ -151,15 +165,21 @@ def over_time(speeds):
     return 1 / mean(1 / speeds)
 
 
-def table(header, rows):
-    """A table in Markdown, its columns aligned for a terminal."""
+def table(header, rows, width=None):
+    """A table in Markdown, its columns aligned for a terminal. width: of a line at most, in
+    characters, where cells may go on in lines below."""
     cells = [header]
     for row in rows:
         cells.append([" ".join(str(cell).replace("|", "\\|").split()) for cell in row])
-    widths = [min(WIDEST, max(3, *map(len, column))) for column in zip(*cells, strict=True)]
-    cells.insert(1, ["-" * width for width in widths])
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    while width and sum(widths) + 3 * len(widths) + 1 > width:
+        widths[widths.index(max(widths))] -= 1
+    widths = [min(WIDEST, each) for each in widths]
+    cells.insert(1, ["-" * each for each in widths])
     lines = []
     for row in cells:
-        line = " | ".join(map(str.ljust, row, widths))
-        lines.append(f"| {line} |\n")
+        parts = map(textwrap.wrap, row, widths) if width else [[cell] for cell in row]
+        for part in itertools.zip_longest(*parts, fillvalue=""):
+            line = " | ".join(map(str.ljust, part, widths))
+            lines.append(f"| {line} |\n")
     return "".join(lines)
