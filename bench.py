@@ -205,16 +205,19 @@ def ladder(job):
     result = {}
     for name, spent in seconds.items():
         rate = tokens / spent
+        flops = train.flops_per_token(run.model) * rate
         result[name] = {
             "ms": 1000 * spent,
             "tokens_per_sec": rate,
-            "mfu": train.flops_per_token(run.model) * rate / job.peak[0],
+            "tflops": flops / 1e12,
+            "mfu": flops / job.peak[0] if flops <= job.peak[0] else math.nan,
             "to_before": before / spent,
             "to_first": first / spent,
         }
         before = spent
     print0(f"\nladder: each technique on top of those before; medians of {rounds}, interleaved")
-    print_table(result, ms=".2f", tokens_per_sec=",.0f", mfu=".1%", to_before=".2f", to_first=".2f")
+    speeds = {"ms": ".2f", "tokens_per_sec": ",.0f", "tflops": ".3f", "mfu": ".1%"}
+    print_table(result, **speeds, to_before=".2f", to_first=".2f")
     return {"rungs": result}
 
 

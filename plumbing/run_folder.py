@@ -126,11 +126,12 @@ class RunFolder(ExitStack):
             self.facts |= {"end": None, "ended": None}  # stays so if the process is killed
             self.facts |= {"command": command, **run.facts, "git": git}
             self.facts |= machine.describe_machine(run.device)
+            self.facts["parameters"] = sum(weight.numel() for weight in run.model.parameters())
             write_json(self.checked_path() / "run.json", self.facts)
         if run.facts["config"]["wandb_log"]:
             from reporting.wandb_log import Wandb
 
-            self.wandb = Wandb(self.path, run.facts["config"], self.facts["wandb_id"])
+            self.wandb = Wandb(self.path, self.facts)
 
     def begin(self, run: Any, changed: dict) -> None:
         """Complete run.json after the warm-up pass, and cut metrics.jsonl back to where the run

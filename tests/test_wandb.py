@@ -53,29 +53,37 @@ def wandb(tmp_path):
 
 
 def sent(done):
-    """({step: the rows sent for it, in one}, the id) of the newest session below out_dir."""
+    """({step: the numbers sent for it, in one}, the events, the id) of the newest session below
+    out_dir."""
     (path,) = done.out_dir.glob("wandb/offline-run-*")
-    steps = {}
+    steps, events = {}, []
     for line in (path / "rows.jsonl").read_text().splitlines():
         step, row = json.loads(line)
         assert step >= max(steps, default=0)  # or wandb would drop it
-        steps.setdefault(step, {}).update(row)
-    return steps, path.name.split("-")[3]
+        if "step" not in row:
+            ((name, text),) = row.items()
+            events.append(json.loads(text))
+            assert name == f"events/{events[-1]['event']}"
+        else:
+            steps.setdefault(step, {}).update(row)
+    return steps, events, path.name.split("-")[3]
 
 
 def logged(done):
-    """{sequences: the train and the eval row of metrics.jsonl in one}"""
+    """{sequences: the train and the eval row of metrics.jsonl in one, as wandb names them}"""
     steps = {}
-    for row in done.rows():
-        if row.pop("kind") != "event":
-            steps.setdefault(8 * row["step"], {}).update(row)
+    for row in done.rows("train") + done.rows("eval"):
+        kind = {"train": "train", "eval": "val"}[row.pop("kind")]
+        step = row.pop("step")
+        named = {f"{kind}/{name.removeprefix('val_')}": row[name] for name in row}
+        steps.setdefault(8 * step, {"step": step}).update(named)
     return steps
 
 
 def test_every_row_arrives_and_no_bit_of_the_run_changes(run_train, wandb):
     done = run_train("run", *ON, before=wandb(FAKE))
     assert done.stderr == "", done.stderr
-    assert sent(done) == (logged(done), done.facts["wandb_id"])
+    assert sent(done) == (logged(done), done.rows("event"), done.facts["wandb_id"])
     without = run_train("without", *ON, "--wandb_log=false", before=wandb(FAKE))
     assert "wandb" not in without.stdout and not list(without.out_dir.glob("wandb*"))
     assert without.fingerprint(30) == done.fingerprint(30)
@@ -89,7 +97,7 @@ def test_after_kills_every_row_arrives_once_and_the_run_stays_one(run_train, wan
     assert stopped.stderr == ""  # Ctrl-C stays ours
     assert list(sent(stopped)[0]) == [8 * step for step in range(23)]
     done = run_train("run", *ON, before=wandb(FAKE))
-    assert sent(done) == (logged(done), done.facts["wandb_id"])
+    assert sent(done) == (logged(done), done.rows("event"), done.facts["wandb_id"])
 
 
 def test_what_the_server_has_is_not_sent_again(tmp_path, monkeypatch):
@@ -100,9 +108,9 @@ def test_what_the_server_has_is_not_sent_again(tmp_path, monkeypatch):
     steps = []
     server.Run.log = lambda self, row, step: steps.append(step)
     monkeypatch.setitem(sys.modules, "wandb", server)
-    sender = Wandb(tmp_path, {}, "abcd")
+    sender = Wandb(tmp_path, {"run": {}, "wandb_id": "abcd", "parameters": 1, "versions": {}})
     for i in range(13):
-        sender.send({"kind": "train", "loss": 1.0, "sequences": 8 * i})
+        sender.send({"kind": "train", "step": i, "loss": 1.0, "sequences": 8 * i})
     sender.finish(0)
     assert steps == [80, 88, 96]
 
@@ -119,8 +127,33 @@ def test_a_wandb_that_fails_is_one_line_and_training_continues(how, run_train, w
 
 
 @pytest.mark.slow
-def test_the_real_wandb_takes_the_rows(run_train):
-    done = run_train("run", *ON, env={"WANDB_MODE": "offline"})
+def test_the_real_wandb_holds_the_rows_and_the_resolved_knobs(run_train):
+    """Read back from its file with its own library, after a kill and a resume."""
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    offline = {"WANDB_MODE": "offline"}
+    run_train("run", *ON, env=offline, before=stop_at(19, "SIGKILL"), code=137)
+    done = run_train("run", *ON, env=offline)
     assert done.stderr == "" and "continues without it" not in done.stdout
     (path,) = done.out_dir.glob("wandb/offline-run-*/*.wandb")
-    assert path.stat().st_size > 10_000
+    store = DataStore()
+    store.open_for_scan(str(path))
+    steps, config = {}, {}
+    while data := store.scan_data():
+        record = Record()
+        record.ParseFromString(data)
+        for item in record.run.config.update:
+            config[item.key] = json.loads(item.value_json)
+        row = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        if "step" in row:
+            steps[row["step"]] = row
+    assert (
+        sorted(steps) == list(range(31)) and steps[30]["val/loss"] == steps[30]["val/best_val_loss"]
+    )
+    assert [steps[row["step"]]["train/loss"] for row in done.rows("train")] == [
+        row["loss"] for row in done.rows("train")
+    ]
+    assert config["decay_steps"] == 30 and config["dtype"] == done.facts["run"]["dtype"] != "auto"
+    assert config["git_commit"] == done.facts["git"]["commit"] and config["parameters"] > 0
+    assert config["versions"] == done.facts["versions"] and config["device"]
