@@ -74,20 +74,13 @@ def stem(runs):
 
 def compared(runs, facts, width=None):
     """A table of facts(run), a dict, of each run; of several runs, of what differs."""
-    columns = differing(runs, facts)
-    rows = [(what, *(column[what] for column in columns)) for what in columns[0]]
-    return table(("", *(run.name for run in runs)), rows, width)
-
-
-def differing(runs, facts):
-    """facts(run) of each run; of several runs, without what is equal."""
     columns = [facts(run) for run in runs]
-    names = []
+    rows = []
     for what in dict.fromkeys(itertools.chain(*columns)):
-        values = {column.get(what) for column in columns}
-        if len(runs) == 1 or len(values) > 1 and what not in OF_ONE_RUN:
-            names.append(what)
-    return [{what: column.get(what, "n/a") for what in names} for column in columns]
+        values = [column.get(what, "n/a") for column in columns]
+        if len(runs) == 1 or len(set(values)) > 1 and what not in OF_ONE_RUN:
+            rows.append((what, *values))
+    return table(("", *(run.name for run in runs)), rows, width)
 
 
 def settings(run):
@@ -250,13 +243,12 @@ def read_runs(folders):
 
 
 def tell_on_console(runs):
-    lines = warnings(runs)
+    """What typed flags differ between many runs, their names say."""
     if len(runs) > MAX_COLUMNS:
         tell(listing(runs))
-        for run, own in zip(runs, differing(runs, flags), strict=True):
-            lines.append(f"{run.name}: {', '.join(f'{name}={own[name]}' for name in own)}")
     elif len(runs) > 1:
         tell(compared(runs, lambda run: outcome(run) | flags(run), WIDTH))
+    lines = warnings(runs)
     for run in runs:
         before = f"{run.name}: " if len(runs) > 1 else ""
         lines += [f"{before}{each.title}: {each.shows}" for each in troubles(run)]
