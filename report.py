@@ -202,7 +202,7 @@ def write_reports(runs):
         tell(f"open {shown(page_path)} in a browser; Ctrl-C stops it")
     with suppress(KeyboardInterrupt):
         while watch and any(map(is_running, runs)):
-            write(page_path, page(runs, text_of(runs), axis, refresh=PAUSE))
+            write(page_path, page(runs, text_of(runs), PAUSE, axis))
             time.sleep(PAUSE)
             runs = read_runs([run.folder for run in runs])
     paths = [path.with_suffix(".png"), path.with_suffix(".md")]
@@ -211,7 +211,7 @@ def write_reports(runs):
     write(paths[1], text_of(runs))
     if html or watch:
         paths.append(page_path)
-        write(page_path, page(runs, text_of(runs), axis))
+        write(page_path, page(runs, text_of(runs), axis=axis))
     return paths
 
 

@@ -322,7 +322,7 @@ def look_of(curve):
     return {"color": COLOURS[curve.colour], "ls": DASHES[curve.dash], **LOOKS[curve.look]}
 
 
-def page(runs, text, axis="step", refresh=0):
+def page(runs, text, refresh=0, axis="step"):
     """report.html, a str: one file that needs no network and no server. text: Markdown, for below
     the curves. axis: step, tokens or time. refresh: seconds until an open page reloads; 0 = never."""
     panels = [asdict(panel) | panel.limits() for panel in panels_of(runs)]
