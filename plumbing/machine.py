@@ -278,6 +278,19 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, sizes=SIZES) -> tuple[
     return rate if rate <= 1.25 * typical else math.nan, best_size
 
 
+def precise(device: torch.device) -> torch.dtype:
+    """float64, which MPS does not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def flops_per_token(model: torch.nn.Module) -> float:
+    """FLOPs to train on one token, or NaN if the model does not tell them, or fails to."""
+    try:
+        return float(model.flops_per_token())
+    except Exception:  # an estimate must not end a run
+        return math.nan
+
+
 def speed_up_start_and_exit() -> None:
     """Call this after torch is imported and before the first optimizer is made.
 
