@@ -110,7 +110,7 @@ def warnings(runs):
         learned = run.info["data"].get("name")
         what = f"{learned!r} INSTEAD OF {asked!r}, which was unavailable"
         is_another = learned and learned == FALLBACK.get(asked)
-        identity = run.info["run"]
+        identity = run.info["config"] | run.info["run"]
         is_off = identity.get("deterministic") is False
         holds = {
             f"trained on {what}: its numbers say nothing about {asked!r}": is_another,

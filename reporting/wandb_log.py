@@ -73,7 +73,7 @@ def start_wandb(folder: Path, facts: dict) -> Any:
     if wandb.setup(settings).settings.mode == "online" and not wandb.login(prompt=False):
         raise PermissionError("no key; type: wandb login, or set WANDB_MODE=offline")
     config = {"parameters": facts["parameters"], "versions": facts["versions"]}
-    for name, value in facts["run"].items():  # knobs as resolved, commit, device
+    for name, value in (facts["config"] | facts["run"]).items():  # knobs, commit, device
         if isinstance(value, str | int | float):
             config[name] = value
     run = wandb.init(

@@ -108,7 +108,9 @@ def test_what_the_server_has_is_not_sent_again(tmp_path, monkeypatch):
     steps = []
     server.Run.log = lambda self, row, step: steps.append(step)
     monkeypatch.setitem(sys.modules, "wandb", server)
-    sender = Wandb(tmp_path, {"run": {}, "wandb_id": "abcd", "parameters": 1, "versions": {}})
+    sender = Wandb(
+        tmp_path, {"config": {}, "run": {}, "wandb_id": "abcd", "parameters": 1, "versions": {}}
+    )
     for i in range(13):
         sender.send({"kind": "train", "step": i, "loss": 1.0, "sequences": 8 * i})
     sender.finish(0)
@@ -154,6 +156,8 @@ def test_the_real_wandb_holds_the_rows_and_the_resolved_knobs(run_train):
     assert [steps[row["step"]]["train/loss"] for row in done.rows("train")] == [
         row["loss"] for row in done.rows("train")
     ]
-    assert config["decay_steps"] == 30 and config["dtype"] == done.facts["run"]["dtype"] != "auto"
+    assert (
+        config["decay_steps"] == 30 and config["dtype"] == done.facts["config"]["dtype"] != "auto"
+    )
     assert config["git_commit"] == done.facts["git"]["commit"] and config["parameters"] > 0
     assert config["versions"] == done.facts["versions"] and config["device"]
