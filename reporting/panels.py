@@ -11,7 +11,7 @@ from string import Template
 
 import numpy as np
 
-from plumbing.fields import FIELDS, Field
+from plumbing.fields import FIELDS
 from reporting import results
 from reporting.record import half_window, last_step, smooth
 from reporting.results import happened
@@ -56,6 +56,11 @@ COMPARED = {"mean": "thin", "bold": "bold", "dots": "dots"}  # looks in a compar
 NOISY = ("loss", "grad_norm", "tokens_per_sec")  # fields whose steps are drawn with their mean
 DASHES = ("-", "--", ":", "-.")  # of the first len(COLOURS) runs, of the next ones, and so on
 MAX_POINTS = 2000  # of a curve; a longer one is thinned
+AXES = {
+    "step": "step",
+    "tokens": "tokens (or targets) trained on",
+    "time": "training time (minutes)",
+}
 MAX_PLACES = 500  # steps whose tokens and time are kept; all others lie between them
 COLUMNS = 3  # of small panels in a picture
 
@@ -151,7 +156,7 @@ def panels_of(runs):
 def panels_of_one(run):
     """The loss, and the fields that have numbers, with the events of the run."""
     fields = [field for field in FIELDS.values() if field.plot and field.name != "val_loss"]
-    fields += [Field(name, kind, plot=name) for name, kind in results.new_fields(run)]
+    fields += [field for field, _ in results.new_fields(run)]
     events = events_of(run)
     panels = []
     for field in fields:
@@ -174,9 +179,16 @@ def curves_of(field, run):
         return [evaluations(run, field)]
     curves = raw_and_mean(run, field)
     if field.name == "loss":
-        curves += [evaluations(run, FIELDS["val_loss"]), best_of(run)]
+        scores = evaluations(run, FIELDS["val_loss"])
+        is_best = scores.x == results.best_of(run)[1]
+        best = results.best_in_words(run)
+        curves.append(scores)
+        curves.append(Curve(best, best, "vermilion", "best", scores.x[is_best], scores.y[is_best]))
     if field.name == "grad_norm":
-        curves.append(clip_of(run))
+        clip = run.fact("config", "grad_clip") or math.nan  # 0 = off
+        words = f"clip at {clip:g}"
+        ends = np.array([0.0, last_step(run)])
+        curves.append(Curve(words, words, "black", "dashed", ends, np.full(2, clip)))
     return curves
 
 
@@ -186,21 +198,6 @@ def evaluations(run, field):
     steps = run.evals["step"]
     values = run.evals[field.name][steps > 0] * field.plot_factor
     return Curve("validation", "validation", "vermilion", "dots", steps[steps > 0], values)
-
-
-def best_of(run):
-    steps = run.evals["step"]
-    is_best = (steps > 0) & (steps == results.best_of(run)[1])
-    best = results.best_in_words(run)
-    losses = run.evals["val_loss"][is_best]
-    return Curve(best, best, "vermilion", "best", steps[is_best], losses)
-
-
-def clip_of(run):
-    clip = run.fact("config", "grad_clip") or math.nan  # 0 = off
-    ends = np.array([0.0, last_step(run)])
-    words = f"clip at {clip:g}"
-    return Curve(words, words, "black", "dashed", ends, np.full(2, clip))
 
 
 def raw_and_mean(run, field):
@@ -230,21 +227,12 @@ def events_of(run):
     return curves
 
 
-def axes_of(runs):
-    """({axis: its title}, for each run {axis: where some of its steps lie on it, from 0 on})."""
-    titles = {
-        "step": "step",
-        "tokens": f"{results.unit_of(runs[0])} trained on",
-        "time": "training time (minutes)",
-    }
-    places = []
-    for run in runs:
-        t = run.train
-        minutes = np.cumsum(np.nan_to_num(t["step_ms"])) / 60_000
-        some = np.unique(np.linspace(0, len(minutes), MAX_PLACES).astype(int))
-        values = (t["step"], t["tokens"], minutes)
-        places.append({a: np.append(0, v)[some] for a, v in zip(titles, values, strict=True)})
-    return titles, places
+def places_of(run):
+    """{axis: where some of the run's steps lie on it}, from 0 on."""
+    minutes = np.cumsum(np.nan_to_num(run.train["step_ms"])) / 60_000
+    some = np.unique(np.linspace(0, len(minutes), MAX_PLACES).astype(int))
+    values = (run.train["step"], run.train["tokens"], minutes)
+    return {axis: np.append(0, v)[some] for axis, v in zip(AXES, values, strict=True)}
 
 
 # ---- two drawers ---------------------------------------------------------------------------------
@@ -266,18 +254,20 @@ def picture(runs, axis="step"):
     from matplotlib.lines import Line2D
 
     panels = panels_of(runs)
-    titles, places = axes_of(runs)
+    places = list(map(places_of, runs))
+    last = max(place[axis][-1] for place in places) or 1
     rows = 2 + math.ceil((len(panels) - 1) / COLUMNS)
     fig = Figure((10, 0.7 + 1.8 * rows))
     lines = {}  # of the legend
     for i, panel in enumerate(panels):
         ax = fig.add_subplot(rows, COLUMNS, i + 2 * COLUMNS if i else (1, 2 * COLUMNS))
-        ax.set(xlabel=titles[axis], ylabel=panel.title)
+        ax.set(xlabel=AXES[axis], ylabel=panel.title)
         for curve in panel.curves:
             place = places[curve.run]
-            draw_curve(ax, curve, np.interp(curve.x, place["step"], place[axis]))
-            lines[curve.key] = Line2D([], [], **look_of(curve))
-        draw_axes(ax, panel, max(place[axis][-1] for place in places) or 1)
+            looks = {"color": COLOURS[curve.colour], "ls": DASHES[curve.dash], **LOOKS[curve.look]}
+            draw_curve(ax, curve, np.interp(curve.x, place["step"], place[axis]), looks)
+            lines[curve.key] = Line2D([], [], **looks)
+        draw_axes(ax, panel, last)
     fig.legend(lines.values(), lines.keys(), loc="outside lower left", ncols=COLUMNS)
     fig.suptitle(heading(runs), x=0.01, ha="left", fontsize=10, linespacing=1.5)
     return fig
@@ -308,8 +298,7 @@ def draw_axes(ax, panel, last):
         axis.set_major_formatter(EngFormatter(sep="") if largest >= 1e4 else "{x:g}")
 
 
-def draw_curve(ax, curve, x):
-    looks = look_of(curve)
+def draw_curve(ax, curve, x, looks):
     if curve.look == "event":
         ax.vlines(x, 0, curve.y, transform=ax.get_xaxis_transform(), **looks)
         return
@@ -317,17 +306,12 @@ def draw_curve(ax, curve, x):
     ax.plot(x, curve.y, **{"marker": marker, "markersize": 3.5} | looks)
 
 
-def look_of(curve):
-    """Arguments of a line in matplotlib."""
-    return {"color": COLOURS[curve.colour], "ls": DASHES[curve.dash], **LOOKS[curve.look]}
-
-
 def page(runs, text, refresh=0, axis="step"):
     """report.html, a str: one file that needs no network and no server. text: Markdown, for below
     the curves. axis: step, tokens or time. refresh: seconds until an open page reloads; 0 = never."""
     panels = [asdict(panel) | panel.limits() for panel in panels_of(runs)]
-    axes, places = axes_of(runs)
-    data = {"refresh": refresh, "axis": axis, "axes": axes, "runs": places, "panels": panels}
+    places = list(map(places_of, runs))
+    data = {"refresh": refresh, "axis": axis, "axes": AXES, "runs": places, "panels": panels}
     return TEMPLATE.substitute(
         TITLE=escape(", ".join(run.name for run in runs)),
         HEADING=escape(heading(runs)),

@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 
 from plumbing.console import duration
-from plumbing.fields import FIELDS
+from plumbing.fields import FIELDS, Field
 from reporting.record import half_window, is_running, known, last_step, mean, median
 
 WIDEST = 48  # characters to which a column of a table is filled up
@@ -27,7 +27,7 @@ def ended(run):
         how = "running"
         total = run.fact("config", "max_steps")
         seconds = (total - last_step(run)) * median(run.train["step_ms"]) / 1000
-        if math.isfinite(seconds):
+        if seconds >= 0:
             step += f" of {total:,.0f}, {duration(seconds)} left"
     for row in happened(run, "resume", "end")[-1:]:
         if row["event"] == "end":
@@ -68,9 +68,13 @@ def unit_of(run):
 
 
 def new_fields(run):
-    """[(name, kind of its rows)] of the fields that only a fork of train.py writes."""
-    both = [*((name, "train") for name in run.train), *((name, "eval") for name in run.evals)]
-    return [(n, kind) for n, kind in both if n not in FIELDS and not n.startswith("best_")]
+    """[(Field, values)] of the numbers that only a fork of train.py writes."""
+    found = []
+    for kind, table in (("train", run.train), ("eval", run.evals)):
+        for name, values in table.items():
+            if name not in FIELDS and not name.startswith("best_"):
+                found.append((Field(name, kind, plot=name), values))
+    return found
 
 
 def resumes(run):
@@ -96,11 +100,10 @@ def outcome(run):
     spent, seconds, least = time_spent(run)
     devices = max(1, np.nan_to_num(run.fact("hardware", "world_size")))
     numbers = losses(run) + costs(run)
-    for name, kind in new_fields(run):
-        values = {"train": run.train, "eval": run.evals}[kind][name]
-        numbers.append((f"last {name}", last(known(values)), "{:,.4g}"))
+    for field, values in new_fields(run):
+        numbers.append((f"last {field.name}", last(known(values)), "{:,.4g}"))
     hours = devices * seconds / 3600
-    price = float(os.environ.get("DOLLARS_PER_HOUR") or "nan")
+    price = float(os.environ.get("DOLLARS_PER_HOUR", "nan"))
     numbers.append(("device-hours", hours, least + "{:,.3f}"))
     numbers.append((f"cost at ${price:g} an hour", price * hours, least + "${:,.2f}"))
     found = {"how it ended": ended(run)}
@@ -172,13 +175,15 @@ def table(header, rows, width=None):
     for row in rows:
         cells.append([" ".join(str(cell).replace("|", "\\|").split()) for cell in row])
     widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
-    while width and sum(widths) + 3 * len(widths) + 1 > width:
+    while width and sum(widths) + 3 * len(widths) >= width:
         widths[widths.index(max(widths))] -= 1
     widths = [min(WIDEST, each) for each in widths]
     cells.insert(1, ["-" * each for each in widths])
     lines = []
     for row in cells:
-        parts = map(textwrap.wrap, row, widths) if width else [[cell] for cell in row]
+        parts = [[cell] for cell in row]
+        if width:
+            parts = map(textwrap.wrap, row, widths)
         for part in itertools.zip_longest(*parts, fillvalue=""):
             line = " | ".join(map(str.ljust, part, widths))
             lines.append(f"| {line} |\n")
