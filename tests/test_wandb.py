@@ -2,11 +2,14 @@
 on."""
 
 import json
+import re
 import sys
 import types
+from importlib.util import find_spec
 
 import pytest
-from conftest import read_rows
+from conftest import REPO, read_rows
+from helpers import evaluation, event, falling, write_run
 from sources import stop_at
 
 from reporting.wandb_log import Wandb
@@ -161,3 +164,27 @@ def test_the_real_wandb_holds_the_rows_and_the_resolved_knobs(run_train):
     )
     assert config["git_commit"] == done.facts["git"]["commit"] and config["parameters"] > 0
     assert config["versions"] == done.facts["versions"] and config["device"]
+
+
+def test_the_lines_for_tensorboard_copy_every_row(tmp_path, monkeypatch):
+    """Those of docs/forks.md: into a stand-in, and into TensorBoard's files where it is installed."""
+    page = (REPO / "docs" / "forks.md").read_text()
+    lines = re.search("<<'END'\n(.*?)^END$", page, re.MULTILINE | re.DOTALL)[1]
+    rows = [*falling(3), evaluation(3, 1.5), event(3, "rollback", why="so")]
+    monkeypatch.setattr(sys, "argv", ["-", str(write_run(tmp_path / "run", rows))])
+    if find_spec("tensorboard"):
+        exec(lines, {})
+        assert list(tmp_path.glob("run/tensorboard/events*"))
+    written = []
+
+    class Writer:
+        add_scalar = add_text = lambda self, *row: written.append(row)
+        __init__ = __exit__ = lambda *_: None
+        __enter__ = lambda self: self
+
+    stand_in = types.SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stand_in)
+    exec(lines, {})
+    for row in (("train/loss", rows[2]["loss"], 3), ("eval/val_loss", 1.5, 3)):
+        assert row in written
+    assert ("rollback/why", "so", 3) in written
