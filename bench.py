@@ -216,8 +216,8 @@ def ladder(job):
         }
         before = spent
     print0(f"\nladder: each technique on top of those before; medians of {rounds}, interleaved")
-    speeds = {"ms": ".2f", "tokens_per_sec": ",.0f", "tflops": ".3f", "mfu": ".1%"}
-    print_table(result, **speeds, to_before=".2f", to_first=".2f")
+    print_table(result, ms=".2f", tokens_per_sec=",.0f", mfu=".1%", to_before=".2f", to_first=".2f")
+    print0(f"  the last rung achieves {flops / 1e12:.3g} TFLOP/s")
     return {"rungs": result}
 
 
