@@ -934,7 +934,6 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
         "step_ms": 1000 * seconds / len(rows),
         "tokens_per_sec": tokens_per_sec,
         "mfu": None if math.isnan(mfu) else mfu,
-        "tflops": None if math.isnan(flops) else flops / 1e12,
         "mem_gb": machine.memory_gb(run.device),
         "gpu_util": machine.gpu_util(run.device),
     }

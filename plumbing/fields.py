@@ -47,7 +47,6 @@ ALL_FIELDS = (  # in the order of columns and panels
     Field("data_ms",        "train", "clock", "wait",      "6.1f",  "ms",       "",              7),
     Field("tokens_per_sec", "train", "clock", "tok/s",     "9,.0f", "tokens/s", "throughput"),
     Field("mfu",            "train", "clock", "mfu",       "6.1%",  "%",        "",              5),
-    Field("tflops",         "train", "clock"),  # achieved, by all devices together
     Field("mem_gb",         "train", "clock", "GB",        "6.2f",  "GB",       "peak memory",   6),
     Field("gpu_util",       "train", "clock", "",          "4.0f",  "%",        "GPU busy"),
     Field("loss_scale",     "train", "step",  "scale",     "8.3g",  "",         "loss scale",    5),

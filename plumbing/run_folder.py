@@ -127,6 +127,7 @@ class RunFolder(ExitStack):
             self.facts |= {"command": command, **run.facts, "git": git}
             self.facts |= machine.describe_machine(run.device)
             self.facts["parameters"] = sum(weight.numel() for weight in run.model.parameters())
+            self.facts["flops_per_token"] = machine.flops_per_token(run.model)
             write_json(self.checked_path() / "run.json", self.facts)
         if run.facts["config"]["wandb_log"]:
             from reporting.wandb_log import Wandb

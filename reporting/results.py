@@ -10,7 +10,7 @@ import numpy as np
 
 from plumbing.console import duration
 from plumbing.fields import FIELDS, Field
-from reporting.record import half_window, is_running, known, last_step, mean, median
+from reporting.record import half_window, is_running, known, last_step, mean, median, number_of
 
 WIDEST = 48  # characters to which a column of a table is filled up
 
@@ -142,13 +142,15 @@ def costs(run):
     """[(what, number, format)] of what the steps cost, and of events."""
     t = run.train
     unit = unit_of(run)
+    speed = over_time(t["tokens_per_sec"])
+    flops = number_of(run.info.get("flops_per_token"))
     waiting = mean(t["data_ms"]) / mean(t["step_ms"])
     return [
         (f"{unit} trained on", last(t["tokens"]), "{:,.0f}"),
         ("epochs", last(t["epoch"]), "{:,.2f}"),
-        (f"throughput, {unit}/s", over_time(t["tokens_per_sec"]), "{:,.0f}"),
+        (f"throughput, {unit}/s", speed, "{:,.0f}"),
         ("median step, ms", median(t["step_ms"]), "{:,.1f}"),
-        ("TFLOP/s achieved", over_time(t["tflops"]), "{:,.4g}"),
+        ("TFLOP/s achieved", speed * flops / 1e12, "{:,.3g}"),
         ("MFU", 1 / np.mean(1 / t["mfu"]), "{:.1%}"),  # of all steps, or unknown
         ("peak memory, GB", mean(t["mem_gb"], np.max), "{:.2f}"),
         ("GPU utilization, %", mean(t["gpu_util"]), "{:.0f}"),

@@ -119,5 +119,5 @@ def test_a_peak_that_a_step_exceeds_is_none_and_the_achieved_rate_stays(run_trai
     before = f"train.machine.peak_flops = lambda *_: (float('{peak}'), 'as it says')"
     done = run_train("run", before=before)
     assert {row["mfu"] for row in done.rows("train")} == {None}
-    assert all(row["tflops"] > 0 for row in done.rows("train"))
+    assert done.facts["flops_per_token"] > 0
     assert ("peak     n/a" in done.stdout) == math.isnan(peak)
