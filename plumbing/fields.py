@@ -36,7 +36,7 @@ class Field:
 
 # fmt: off
 ALL_FIELDS = (  # in the order of columns and panels
-    #     name              kind     writer   heading      form     unit        plot
+    #     name              kind     writer   heading      form     unit        plot             leaves
     Field("kind",           "mark"),  # train, eval or event
     Field("finite",         "mark",  "clock"),  # false: a null of the row was not finite
     Field("step",           "both"),  # finished updates, skipped ones too
