@@ -15,6 +15,9 @@ with a line. A field that it does not know gets a panel and a row. With DOLLARS_
 of a device, in the environment, a result is what the run has cost.
 """
 
+import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
+
+# isort: split
 import itertools
 import shlex
 import sys
@@ -33,7 +36,7 @@ from reporting.panels import page, write_picture
 from reporting.record import is_running, read_run
 from reporting.records import HEADER, record_rows
 from reporting.results import best_in_words, best_of, happened, metric_of, outcome, table
-from reporting.troubles import replay_of, troubles
+from reporting.troubles import is_undone, replay, troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
 axis = "step"  # of the curves: step | tokens | time
@@ -148,8 +151,8 @@ def event_rows(run):
             for key, value in event.items()
             if key not in TOLD_ELSEWHERE and value is not None
         ]
-        if name in ("skipped", "rollback"):
-            told.append(f"see `{replay_of(run, event)}`")
+        if name == "skipped" and not is_undone(run, event):
+            told.append(f"see `{replay(run, event['step'])}`")
         elif name == "resume":
             changed = event.get("changed", {})
             words = change_words(changed) or "nothing known"

@@ -1,1 +1,6 @@
 """What train.py calls: checkpoints, ranks, devices ... Not needed to follow the loop."""
+
+from plumbing import cli  # noqa: F401  a script imports this first: from here on cli prints errors
+
+# isort: split
+import numpy  # noqa: F401  before torch, which imports it and would swallow a Ctrl-C meanwhile

@@ -117,8 +117,9 @@ def test_what_the_server_has_is_not_sent_again(tmp_path, monkeypatch):
         tmp_path, {"config": {}, "run": {}, "wandb_id": "abcd", "parameters": 1, "versions": {}}
     )
     for i in range(13):
-        sender.send({"kind": "train", "step": i, "loss": 1.0, "sequences": 8 * i})
-    sender.finish(0)
+        row = {"kind": "train", "step": i, "loss": 1.0, "sequences": 8 * i}
+        sender.see(row, is_kept=True)
+    sender.after_end("finished")
     assert steps == [80, 88, 96]
 
 
