@@ -22,17 +22,17 @@ def happened(run, *events):
 def ended(run):
     """How a run ended, in a few words, and at which step; of one that goes on, what is left."""
     step = f"at step {last_step(run):,}"
-    how = "no end on record (killed)"
-    if is_running(run):
-        how = "running"
-        total = run.fact("config", "max_steps")
-        seconds = (total - last_step(run)) * median(run.train["step_ms"]) / 1000
-        if seconds >= 0:
-            step += f" of {total:,.0f}, {duration(seconds)} left"
     for row in happened(run, "resume", "end")[-1:]:
         if row["event"] == "end":
             how = " ".join(str(row.get("ended")).split()).split(". ")[0]
-    return how if "at step" in how else f"{how}, {step}"
+            return how if "at step" in how else f"{how}, {step}"
+    if not is_running(run):
+        return f"no end on record (killed), {step}"
+    total = run.fact("config", "max_steps")
+    seconds = (total - last_step(run)) * median(run.train["step_ms"]) / 1000
+    if seconds >= 0:
+        step += f" of {total:,.0f}, {duration(seconds)} left"
+    return f"running, {step}"
 
 
 def metric_of(run):

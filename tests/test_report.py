@@ -501,6 +501,10 @@ def test_asking_whether_a_run_lives_disturbs_no_run(living):
     folder, process = living
     assert is_running(read_run(folder))
     assert results.ended(read_run(folder)) == "running, at step 20 of 1,020, 0:00:05 left"
+    with open(folder / "metrics.jsonl", "a") as log:  # as when it writes its report
+        print(json.dumps(event(20, "end", ended="finished")), file=log)
+    assert results.ended(read_run(folder)) == "finished, at step 20"
+    write_run(folder, falling(20), config={"max_steps": 1020})
     with open(folder / ".lock", "a") as lock, pytest.raises(BlockingIOError):
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     process.kill()
