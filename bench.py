@@ -31,13 +31,14 @@ from torch.autograd import DeviceType
 from torch.profiler import record_function
 
 import train
-from plumbing import checkpoint, cli, console, data, machine, safe_step
+from plumbing import checkpoint, cli, compiler, console, data, machine
 from plumbing.cli import RunFailed, configured, fail, folder_name, read_knobs, run_script
-from plumbing.console import REPO
+from plumbing.clock import Clock
+from plumbing.console import REPO, print0
 from plumbing.files import read_json, write_json
-from plumbing.ranks import say
-from plumbing.run_folder import Clock, RunFolder, git_state, now
+from plumbing.run_folder import RunFolder, git_state, now
 from plumbing.signals import Signals
+from plumbing.snapshot import tensors
 from reporting.record import read_metrics
 
 # The measurement
@@ -74,11 +75,11 @@ class Job:
         return train.build_run(knobs, self.run.folder, None, None, self.device, datasets)
 
     def batch(self):
-        return data.to_device(self.run.train_data[0, train.rows_at(0)], self.device)
+        return data.to_device(self.run.train_data[0, train.sequences_at(0)], self.device)
 
-    def rehearsed(self, run):
+    def warmed_up(self, run):
         """The model with which train.py trains `run`, compiled or not."""
-        return safe_step.rehearse(run, train.compile, train.forward_backward, self.batch)
+        return compiler.warm_up(run, train.compile, train.forward_backward, self.batch)
 
     def step(self, run, model, batches):
         """A function that takes the next step of `run`, as the loop of train.train does."""
@@ -132,7 +133,7 @@ def print_table(rows, **formats):
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for first, *rest in cells:
         columns = zip(rest, widths[1:], strict=True)
-        say(f"  {first:<{widths[0]}}" + "".join(f"  {each:>{width}}" for each, width in columns))
+        print0(f"  {first:<{widths[0]}}" + "".join(f"  {each:>{width}}" for each, width in columns))
 
 
 def cell(value, how):
@@ -158,9 +159,11 @@ def peak(job):
         rows[dtype] = row
     source = torch.ones(2**26 if device.type == "cpu" else 2**28, device=device)
     bandwidth = 2 * source.nbytes / min(seconds_of(source.clone, 1, device) for _ in range(6))
-    say(f"\npeak: TFLOP/s of an n-cubed matrix product, {torch.get_num_threads()} threads")
+    print0(f"\npeak: TFLOP/s of an n-cubed matrix product, {torch.get_num_threads()} threads")
     print_table(rows, measured=".2f T", n=",.0f", datasheet="g T")
-    say(f"  memory: {bandwidth / 1e9:.1f} GB/s, reads plus writes, copying {source.nbytes:,} bytes")
+    print0(
+        f"  memory: {bandwidth / 1e9:.1f} GB/s, reads plus writes, copying {source.nbytes:,} bytes"
+    )
     return {"flops_per_sec": rows, "bytes_per_sec": bandwidth}
 
 
@@ -172,7 +175,7 @@ def ladder(job):
     run = job.fresh_run()
     may_compile, _ = machine.choose_compile(job.config["compile"], job.device, math.inf, 10**9)
     with setting(compile=may_compile):
-        model = job.rehearsed(run)
+        model = job.warmed_up(run)
     torch._logging.set_logs(recompiles=False)  # the last rung compiles once more
     workers = train.num_workers or 2
     with setting(num_workers=0):
@@ -197,7 +200,7 @@ def ladder(job):
     if train.deterministic:
         rungs["not deterministic"] = not_deterministic(last)
     seconds = {name: median(times) for name, times in interleaved(rungs, job.device).items()}
-    tokens = train.rows_at(0) * train.block_size
+    tokens = train.sequences_at(0) * train.block_size
     first = before = next(iter(seconds.values()))
     result = {}
     for name, spent in seconds.items():
@@ -210,7 +213,7 @@ def ladder(job):
             "to_first": first / spent,
         }
         before = spent
-    say(f"\nladder: each technique on top of those before; medians of {rounds}, interleaved")
+    print0(f"\nladder: each technique on top of those before; medians of {rounds}, interleaved")
     print_table(result, ms=".2f", tokens_per_sec=",.0f", mfu=".1%", to_before=".2f", to_first=".2f")
     return {"rungs": result}
 
@@ -234,7 +237,7 @@ def profile(job):
     idle, or data if the host waited for it. "optimizer" is train_step without forward and backward.
     """
     run = job.fresh_run()
-    model = job.rehearsed(run)
+    model = job.warmed_up(run)
     batches = train.load_batches(run)
     seconds = median(interleaved({"": job.step(run, model, batches)}, job.device)[""])
     count = max(3, min(50, round(timing_seconds / seconds)))
@@ -259,10 +262,10 @@ def profile(job):
     shares = {name: spent[name] / whole for name in ("forward", "backward", "optimizer", "data")}
     shares["idle"] = 1 - sum(shares.values())
     slowdown = host["step"] / ms
-    say(f"\nprofile: {ms:.2f} ms a step; under the profiler {slowdown:.2f} times that")
+    print0(f"\nprofile: {ms:.2f} ms a step; under the profiler {slowdown:.2f} times that")
     rows = {name: {"ms": share * ms, "share": share} for name, share in shares.items()}
     print_table(rows, ms=".2f", share=".1%")
-    say(averages.table(f"self_{kind}_time_total", row_limit=10, max_name_column_width=40))
+    print0(averages.table(f"self_{kind}_time_total", row_limit=10, max_name_column_width=40))
     return {"step_ms": ms, "slowdown": slowdown, "shares": shares}
 
 
@@ -331,7 +334,7 @@ def overhead(job):
         warmup_steps=0,
     ):
         run = job.fresh_run()
-        model = job.rehearsed(run)
+        model = job.warmed_up(run)
         batches = train.load_batches(job.fresh_run())
         inputs, targets, _ = next(batches)
         steps = {
@@ -348,8 +351,8 @@ def overhead(job):
     rows = {name: {"ms": 1000 * median(each[1:])} for name, each in table.times.items()}
     over_bare = rows["loop"]["ms"] / rows["bare"]["ms"] - 1
     rows["loop"]["over_bare"] = over_bare
-    say(f"\noverhead: medians of {rounds} blocks of {every} steps, in turn; the loop: of it")
-    say("  train_step and reading data; bare: forward, backward, clipping, optimizer.step")
+    print0(f"\noverhead: medians of {rounds} blocks of {every} steps, in turn; the loop: of it")
+    print0("  train_step and reading data; bare: forward, backward, clipping, optimizer.step")
     print_table(rows, ms=".3f", over_bare="+.2%")
     return {f"{name}_ms": row["ms"] for name, row in rows.items()} | {"over_bare": over_bare}
 
@@ -385,12 +388,12 @@ def memory(job):
         if free and a_sequence > 0:
             row["fits"] = size + (0.9 * free - row["measured"]) // a_sequence
         rows[name] = row
-    say("\nmemory: MB of tensors at the peak of an eager step")
-    say(
+    print0("\nmemory: MB of tensors at the peak of an eager step")
+    print0(
         "  passing: activations, gradients and what else lives only within a step; twice: predicted"
     )
-    say("  for twice the micro-batch, by a line through this and half of it; fits: the largest")
-    say(f"  micro-batch in 90% of {cell(free, '.1f G')} GB free")
+    print0("  for twice the micro-batch, by a line through this and half of it; fits: the largest")
+    print0(f"  micro-batch in 90% of {cell(free, '.1f G')} GB free")
     columns = dict.fromkeys(("weights", "moments", "passing", "measured", "twice"), ",.1f M")
     print_table(rows, micro_batch=",.0f", **columns, fits=",.0f")
     return {"here": rows, "available": free}
@@ -433,7 +436,7 @@ def most_allocated(function, device):
 
 
 def nbytes(values):
-    return sum(tensor.nbytes for tensor in safe_step.tensors(list(values)))
+    return sum(tensor.nbytes for tensor in tensors(list(values)))
 
 
 # ---- whole runs, each in a process of its own ----------------------------------------------------
@@ -559,12 +562,14 @@ def from_nanogpt(job):
             else:
                 result = race(script, [*words, *job.argv], seed)
             runs[name].append(result)
-        say(f"  seed {seed} done")
+        print0(f"  seed {seed} done")
     table = {name: summary(results) for name, results in runs.items()}
-    say(f"\nfrom_nanogpt: {seeds} seeds; median seconds of the process; last loss, its deviation")
+    print0(
+        f"\nfrom_nanogpt: {seeds} seeds; median seconds of the process; last loss, its deviation"
+    )
     print_table(table, process=".1f", loss=".4f", deviation=".4f", tokens=".2f M")
     for name, command in wanted.items():
-        say(f"  {name}: python {command}")
+        print0(f"  {name}: python {command}")
     return {"rows": table, "runs": runs, "commands": wanted}
 
 
@@ -694,7 +699,7 @@ def measure(own, argv):
             job.folder.mkdir(parents=True, exist_ok=True)
             write_json(path, facts)
         console.print_plan(job.run, job.peak, changed={})
-        say(f"results  {console.shown(path)}: {', '.join(parts)}")
+        print0(f"results  {console.shown(path)}: {', '.join(parts)}")
         for part in parts:
             facts[part] = own["PARTS"][part](job)
             write_json(path, facts)

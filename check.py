@@ -27,12 +27,12 @@ if "--equal=true" in sys.argv:  # a commit that cannot even be imported: `git bi
 
 import bench
 import train
-from bench import print_table, say
-from lab.logged import Logged, first_difference, in_words
-from lab.probes import CHECKS, NotAsked
-from lab.verdicts import interval, verdict_on
+from bench import print_table
+from checks.logged import RunLog, first_difference, in_words
+from checks.probes import CHECKS, NotAsked
+from checks.verdicts import interval, verdict_on
 from plumbing.cli import fail, run_script
-from plumbing.console import REPO
+from plumbing.console import REPO, print0
 
 # The checks
 only = "sanity"  # parts to run: sanity, exact, portable, seeds, against; --against=... runs that
@@ -52,17 +52,17 @@ def sanity(job):
     """Checks before a long run. A fault (✗) makes a run worthless: NO-GO. A good run may have a
     warning (!), too."""
     checks = {}
-    say("\nsanity:")
+    print0("\nsanity:")
     for check in CHECKS:
         for name, fine, found, *passable in asked(check, job):
             mark = "!" if fine is False and any(passable) else MARKS[fine]
             found = f"n/a, {found}" if fine is None else found
-            say(f"  {mark} {name}: {found}")
+            print0(f"  {mark} {name}: {found}")
             checks[name] = {"mark": mark, "found": found}
     faults, warnings = ([n for n in checks if checks[n]["mark"] == mark] for mark in "✗!")
-    say(f"  NO-GO: {', '.join(faults)}" if faults else "  GO")
+    print0(f"  NO-GO: {', '.join(faults)}" if faults else "  GO")
     if faults or warnings:
-        say(f"  docs/trouble.md says what to do about: {', '.join(faults + warnings)}")
+        print0(f"  docs/trouble.md says what to do about: {', '.join(faults + warnings)}")
     return {"checks": checks, "ok": not faults}
 
 
@@ -93,7 +93,7 @@ def exact(job):
     found = [first_difference(folders[0], folder) for folder in folders[1:]]
     others = [f"\n  {in_words(difference)}" for difference in found if difference]
     runs = f"{exact_runs} processes, {exact_steps} steps each"
-    say(f"\nexact: {runs}; {len(others)} differ from the first{''.join(others)}")
+    print0(f"\nexact: {runs}; {len(others)} differ from the first{''.join(others)}")
     return {"ok": not others, "found": found}
 
 
@@ -113,12 +113,12 @@ def portable(job):
         flags.append("--dataset=formula")
     folder = trained(job, name, train.__file__, flags)
     found = first_difference(REPO / "records" / name, folder)
-    last = Logged(folder).saves[-1]
+    last = RunLog(folder).saves[-1]
     if found:
-        say(f"portable: not the bits of records/{name}: {in_words(found)}")
+        print0(f"portable: not the bits of records/{name}: {in_words(found)}")
     else:
         how = f"SHA-256 {last['sha256'][:8]}..., {last['step']} steps"
-        say(f"portable: the bits of records/{name} ({how})")
+        print0(f"portable: the bits of records/{name} ({how})")
     return {"ok": not found, "found": found}
 
 
@@ -129,7 +129,7 @@ def same_bits(job, script, words):
     if not (other / "metrics.jsonl").is_file():
         other = trained(job, "second", script, words)
     found = first_difference(other, folder, ("train", "eval"))
-    say(f"\nequal: {f'no; the first difference: {in_words(found)}' if found else 'yes'}")
+    print0(f"\nequal: {f'no; the first difference: {in_words(found)}' if found else 'yes'}")
     return {"ok": not found, "found": found}
 
 
@@ -146,7 +146,7 @@ def trained(job, name, script, words, **knobs):
 def spread(job):
     """Full runs that differ only in their seed: how much of a last loss is chance?"""
     count = seeds or 5
-    say(f"\nseeds: {count} runs; validation loss at the end, seconds of the process")
+    print0(f"\nseeds: {count} runs; validation loss at the end, seconds of the process")
     side = {"": (job.script, job.argv)}
     return {"runs": with_mean([raced(side, train.seed + n) for n in range(count)])}
 
@@ -158,7 +158,7 @@ def compare(job):
     if equal:
         return same_bits(job, *other)
     most = seeds or max_seeds
-    say(f"\nagainst: at most {most} seeds; validation loss at the end, seconds of the process")
+    print0(f"\nagainst: at most {most} seeds; validation loss at the end, seconds of the process")
     runs = []
     for n in range(most):
         runs.append(raced({"": (job.script, job.argv), "other ": other}, train.seed + n))
@@ -168,12 +168,12 @@ def compare(job):
             break
     rows = with_mean(runs)
     low, high = interval(differences, comparisons)
-    say(
+    print0(
         f"  mean difference {mean(differences):+.4f}, 95% interval {low:+.4f} to {high:+.4f}\n"
         f"  (the interval holds however often one looks; comparisons {comparisons})"
     )
     ratio = rows["mean"]["seconds"] / rows["mean"]["other seconds"]
-    say(f"  time: first / second {ratio:.2f}\nverdict: {verdict}")
+    print0(f"  time: first / second {ratio:.2f}\nverdict: {verdict}")
     return {"runs": rows, "interval": [low, high], "time": ratio, "verdict": verdict}
 
 

@@ -63,10 +63,10 @@ val_fraction = 0.0005  # share of the documents held out for validation, (0, 1)
 WHOLE_TEXT = 32_000_000  # a plain text up to this size is read whole (char: up to 0.5 GB of memory)
 WHOLE_DOCUMENT = 1_000_000  # a text file up to this size is one document, as most novels are
 PART = 64_000  # largest document cut from a longer file; small, so that val gets enough of them
-LEAST_VAL = 16_000  # to hold out at least, or a twentieth of the text if that is less
+MIN_VAL = 16_000  # to hold out at least, or a twentieth of the text if that is less
 CHUNK = 1_000_000  # read at a time
 BATCH = 64  # documents that are tokenized together
-MOST_BAD_ROWS = 0.001  # share of the rows of .jsonl files that may be unreadable
+MAX_BAD_ROWS = 0.001  # share of the rows of .jsonl files that may be unreadable
 
 TEXTS = ("shakespeare", "pydoc", "formula")  # names that need no --input
 SHAKESPEARE_URL = (  # the environment variable of this name gives another, such as file://
@@ -80,7 +80,7 @@ TIMEOUT = 4  # seconds without an answer that count as no network
 # ---- one dataset ---------------------------------------------------------------------------------
 
 
-def prepare(name, data_dir, input="", tokenizer="auto", say=console.say) -> tuple[str, dict]:
+def prepare(name, data_dir, input="", tokenizer="auto", print0=console.print0) -> tuple[str, dict]:
     """Make the dataset data_dir/name, or verify the one that exists. Returns (its folder, its
     meta).
 
@@ -95,18 +95,18 @@ def prepare(name, data_dir, input="", tokenizer="auto", say=console.say) -> tupl
     if old and not input:
         meta = old | {"tokenizer": tokenizer}
     elif streamed:
-        meta, documents = find_corpus(input, tokenizer, cleaned, say)
+        meta, documents = find_corpus(input, tokenizer, cleaned, print0)
     else:
-        meta, documents = find_text(name, folder, input, tokenizer, cleaned, say)
+        meta, documents = find_text(name, folder, input, tokenizer, cleaned, print0)
     if not old:
-        meta = store(folder, meta, documents, streamed, say)
-        cleaned.report(say)
+        meta = store(folder, meta, documents, streamed, print0)
+        cleaned.report(print0)
         return folder, meta
     if described(meta) != described(old):
         hint = "choose another NAME, or delete that folder if no run depends on it"
         found = f"{folder} holds another dataset: {described(old)}, not {described(meta)}"
         raise DataError(f"{found}; {hint}")
-    say(f"{folder} is there already, {described(old)}; nothing to do")
+    print0(f"{folder} is there already, {described(old)}; nothing to do")
     return folder, old
 
 
@@ -143,17 +143,17 @@ class Cleaned:
         return f"{found}, the first: {self.first_bad}"
 
     def refuse_bad_rows(self, allowed: int) -> None:
-        """Raises DataError if more rows are bad than allowed and MOST_BAD_ROWS together."""
-        if self.bad_rows > allowed + MOST_BAD_ROWS * self.rows:
+        """Raises DataError if more rows are bad than allowed and MAX_BAD_ROWS together."""
+        if self.bad_rows > allowed + MAX_BAD_ROWS * self.rows:
             raise DataError(f"{self.bad()}; expected a JSON object a line, --field=NAME its text")
 
-    def report(self, say: Callable) -> None:
+    def report(self, print0: Callable) -> None:
         if self.marks:
-            say(f"removed {self.marks:,} byte order marks")
+            print0(f"removed {self.marks:,} byte order marks")
         if self.line_ends:
-            say(f"{self.line_ends:,} line ends were CRLF and are newlines now")
+            print0(f"{self.line_ends:,} line ends were CRLF and are newlines now")
         if self.bad_rows:
-            say(f"left out: {self.bad()}")
+            print0(f"left out: {self.bad()}")
 
 
 @contextlib.contextmanager
@@ -182,7 +182,7 @@ def making(folder: str) -> Iterator[str]:
                 os.rmdir(path)
 
 
-def store(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Callable) -> dict:
+def store(folder: str, meta: dict, documents: Iterable, streamed: bool, print0: Callable) -> dict:
     """Write the dataset: `meta` as far as it is known, documents: (split, text). Returns its
     meta."""
     tokenizer = data.tokenizer_of(meta)
@@ -190,7 +190,7 @@ def store(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Cal
     meta["dtype"] = "uint16" if meta["vocab_size"] <= 2**16 else "uint32"
     ends = [tokenizer.end_of_text] if streamed else []
     with making(folder) as unfinished:
-        val_bytes = write_tokens(unfinished, tokenizer, meta["dtype"], documents, ends, say)
+        val_bytes = write_tokens(unfinished, tokenizer, meta["dtype"], documents, ends, print0)
         hashes = {}
         for split in SPLITS:
             path = os.path.join(unfinished, f"{split}.bin")
@@ -204,12 +204,12 @@ def store(folder: str, meta: dict, documents: Iterable, streamed: bool, say: Cal
             raise DataError(f"the text is too short: {what}; take more text")
         Path(unfinished, "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     kind = f"{meta['tokenizer']}, vocabulary {meta['vocab_size']:,}"
-    say(f"made {folder} from {meta['source']}: {what} ({kind})")
+    print0(f"made {folder} from {meta['source']}: {what} ({kind})")
     return meta
 
 
 def write_tokens(
-    folder: str, tokenizer, dtype: str, documents: Iterable, ends: list, say: Callable
+    folder: str, tokenizer, dtype: str, documents: Iterable, ends: list, print0: Callable
 ) -> int:
     """Write the ids of each document, and `ends` after it, to the .bin file of its split. Returns
     the bytes of the validation text."""
@@ -227,7 +227,7 @@ def write_tokens(
                 sizes[split] += len(text.encode())
             if time.perf_counter() - said > 10:
                 said = time.perf_counter()
-                say(f"{sum(sizes.values()) / 1e6:,.0f} MB of text")
+                print0(f"{sum(sizes.values()) / 1e6:,.0f} MB of text")
     return sizes["val"]
 
 
@@ -235,7 +235,7 @@ def write_tokens(
 
 
 def find_corpus(
-    input: str, tokenizer: str, cleaned: Cleaned, say: Callable
+    input: str, tokenizer: str, cleaned: Cleaned, print0: Callable
 ) -> tuple[dict, Iterator]:
     """(what is known of meta, an iterator over (split, text)) of the files of `input`.
     meta["source"] says what decides about the content: number and size of the files, and flags."""
@@ -257,17 +257,17 @@ def find_corpus(
                 yield text
         cleaned.refuse_bad_rows(allowed=0)
 
-    return {"tokenizer": tokenizer, "source": source}, split_corpus(read, cleaned, say)
+    return {"tokenizer": tokenizer, "source": source}, split_corpus(read, cleaned, print0)
 
 
-def split_corpus(read: Callable, cleaned: Cleaned, say: Callable) -> Iterator:
+def split_corpus(read: Callable, cleaned: Cleaned, print0: Callable) -> Iterator:
     """Yields (split, text) of read(cleaned), with a val_fraction that holds out enough."""
     enough = fraction_to_hold_out(read(Cleaned()), val_fraction)
     if enough != val_fraction:
         instead = (
             "the last tenth of each document is held out" if enough == 1 else f"{enough:g} is used"
         )
-        say(f"--val_fraction={val_fraction:g} does not fit this text; {instead} instead")
+        print0(f"--val_fraction={val_fraction:g} does not fit this text; {instead} instead")
     for text in read(cleaned):
         if enough == 1:
             yield from last_tenth_apart(text)
@@ -299,9 +299,9 @@ def fraction_to_hold_out(texts: Iterable[str], val_fraction: float) -> float:
         total += size
         if draw < val_fraction:
             held_out += size
-        if min(held_out, total - held_out) >= LEAST_VAL:
+        if min(held_out, total - held_out) >= MIN_VAL:
             return val_fraction
-    enough = min(LEAST_VAL, total / 20)
+    enough = min(MIN_VAL, total / 20)
     if enough <= held_out < total:
         return val_fraction
     while held_out < enough:
@@ -373,7 +373,7 @@ def read_chunks(path: str, by_line: bool = False) -> Iterator[bytes]:
 # ---- the named texts, or a file ------------------------------------------------------------------
 
 
-def find_text(name, folder, input, tokenizer, cleaned, say) -> tuple[dict, list]:
+def find_text(name, folder, input, tokenizer, cleaned, print0) -> tuple[dict, list]:
     """(what is known of meta, [(split, text)]): the first 90% of a text's characters, and the
     rest."""
     if input:
@@ -382,7 +382,7 @@ def find_text(name, folder, input, tokenizer, cleaned, say) -> tuple[dict, list]
         if name in TEXTS and sha256(raw) != SHAKESPEARE_SHA256:
             raise DataError(f"{input} is not the text that {name} stands for; choose another NAME")
     elif name == "shakespeare":
-        raw = read_shakespeare(folder, say)
+        raw = read_shakespeare(folder, print0)
     elif name == "pydoc":
         raw = manual().encode()
         source = f"pydoc_data.topics of CPython {sys.version.split()[0]}"
@@ -440,7 +440,7 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def read_shakespeare(folder: str, say: Callable) -> bytes:
+def read_shakespeare(folder: str, print0: Callable) -> bytes:
     """The bytes of TinyShakespeare, from input.txt in `folder` if it is there, else downloaded to
     it in up to three tries. Raises Offline if no server answers, DataError if what one sends is not
     the text."""
@@ -449,7 +449,7 @@ def read_shakespeare(folder: str, say: Callable) -> bytes:
         return read_file(path)
     url = os.environ.get("SHAKESPEARE_URL") or SHAKESPEARE_URL
     hint = "python prepare_data.py pydoc needs no network; --input=FILE takes a copy"
-    say(f"downloading {url}")
+    print0(f"downloading {url}")
     for attempt in range(3):
         time.sleep(attempt / 2)
         try:

@@ -23,22 +23,22 @@ from typing import Any
 
 import torch
 
-from lab import step as steps
-from lab.logged import (
+from checks.logged import (
     BEGINNING,
     Comparison,
-    Logged,
     Position,
+    RunLog,
     first_difference,
     in_words,
 )
 from plumbing import cli, machine, ranks
 from plumbing.checkpoint import file_name
 from plumbing.cli import RunFailed, fail
-from plumbing.console import is_first_rank, say
+from plumbing.console import is_first_rank, print0
 from plumbing.files import clean, replacing
 from plumbing.resume import known_changes
-from plumbing.safe_step import mapped
+from plumbing.snapshot import mapped
+from reporting import step_page as steps
 
 data_dir = ""  # folder of the datasets; "" = where the run found its own
 script = ""  # that trained the run, if not train.py
@@ -71,16 +71,16 @@ def main(argv: list[str] | None = None) -> int:
     with cli.configured(globals(), argv=argv, names=names):
         if len(names) != 1 or not (step or verify or against):
             fail("expected RUN --step=N, RUN --verify=true or RUN --against=OTHER")
-        run = Logged(names[0])
+        run = RunLog(names[0])
         if against:
-            return where_they_part(run, Logged(against))
+            return where_they_part(run, RunLog(against))
         return verify_run(run) if verify else show_step(run)
 
 
 # ---- the script that trained a run: only what the user typed is executed -------------------------
 
 
-def loop_of(run: Logged) -> ModuleType:
+def loop_of(run: RunLog) -> ModuleType:
     """The module with the loop that trained a run: train, also where what was typed replaces
     functions of it, or what was typed, where that is a copy of train.py. Raises BadInput if
     something else trained the run: then says what to type."""
@@ -102,7 +102,7 @@ def loop_of(run: Logged) -> ModuleType:
 # ---- one step ------------------------------------------------------------------------------------
 
 
-def show_step(run: Logged) -> int:
+def show_step(run: RunLog) -> int:
     """Write the page of a step, and say whether the numbers on the way to it are computed again."""
     end = run.position(step)
     last = run.last
@@ -112,20 +112,20 @@ def show_step(run: Logged) -> int:
         end = Position(before_rollback - 1, step)
         last = run.rollbacks[before_rollback - 1]["at_step"]
     require_step(step, run, last)
-    again = Again(run, end, shown=(end,))
+    again = Replay(run, end, shown=(end,))
     again.compute()
     if is_first_rank():
         lines = steps.write_step_page(run.path, step, again.verdict(), again.seen)
-        say("\n".join(lines))
+        print0("\n".join(lines))
         if save:
             path = run.path / f"replay_{step:08}.pt"
             with replacing(path) as temporary:
                 torch.save(again.saved, temporary)
-            say(f"the state before it: python train.py ... --resume={path} --out_dir=NEW")
+            print0(f"the state before it: python train.py ... --resume={path} --out_dir=NEW")
     return int(again.difference() is not None)
 
 
-def require_step(number: int, run: Logged, last: int) -> None:
+def require_step(number: int, run: RunLog, last: int) -> None:
     if not max(run.first, since) < number <= last:
         fail(f"--step={number} --since={since}: {run.path} has the steps {run.first + 1} to {last}")
 
@@ -133,21 +133,21 @@ def require_step(number: int, run: Logged, last: int) -> None:
 # ---- all steps -----------------------------------------------------------------------------------
 
 
-def verify_run(run: Logged) -> int:
+def verify_run(run: RunLog) -> int:
     """Compare the checkpoints with the log, then compute the run again, up to the first number that
     differs."""
     faults = run.faults()
     if faults:
-        say("\n".join(faults))
+        print0("\n".join(faults))
         return 1
     last = step or run.last
     require_step(last, run, run.last)
-    again = Again(run, run.position(last))
+    again = Replay(run, run.position(last))
     again.compute()
-    say(again.verdict())
+    print0(again.verdict())
     if again.difference():
         return 1
-    say(
+    print0(
         f"covered: {again.comparison.equal} rows, the hash of each save, the checkpoints that are "
         "there\nnot covered: rows removed from the end, a missing best.pt, times, text, other events"
     )
@@ -157,7 +157,7 @@ def verify_run(run: Logged) -> int:
 # ---- two runs ------------------------------------------------------------------------------------
 
 
-def where_they_part(one: Logged, other: Logged) -> int:
+def where_they_part(one: RunLog, other: RunLog) -> int:
     """Say where two runs part, in which knobs they differ, and which of them is computed again
     here; if both are, the first tensor that differs."""
     last = min(one.last, other.last)
@@ -168,23 +168,23 @@ def where_they_part(one: Logged, other: Logged) -> int:
     here, there = (run.stretches(BEGINNING, run.position(at))[-1][0] for run in (one, other))
     for name in here:
         if here[name] != there.get(name):
-            say(f"{name}: {here[name]}, {there.get(name)}")
+            print0(f"{name}: {here[name]}, {there.get(name)}")
     if not found:
-        say(f"equal: all numbers of the steps up to {last}")
+        print0(f"equal: all numbers of the steps up to {last}")
         return 0
-    say(f"the runs part at {in_words(found)}")
-    say(first_tensor(one, other, step or max(at, one.first + 1, other.first + 1)))
+    print0(f"the runs part at {in_words(found)}")
+    print0(first_tensor(one, other, step or max(at, one.first + 1, other.first + 1)))
     return 1
 
 
-def first_tensor(one: Logged, other: Logged, at: int) -> str:
+def first_tensor(one: RunLog, other: RunLog, at: int) -> str:
     """In words: which of two runs is not computed again here; or else the first thing that differs
     in the step before `at`, or in that step."""
     found = {}
     # a script may replace functions of train, so its run comes second
     for run in sorted((one, other), key=lambda run: run.script != "train.py"):
         shown = run.position(at - 1), run.position(at)
-        found[run] = Again(run, shown[-1], shown)
+        found[run] = Replay(run, shown[-1], shown)
         found[run].compute()
     if wrong := [again.verdict() for again in found.values() if again.difference()]:
         return "\n".join(wrong)
@@ -198,7 +198,7 @@ def first_tensor(one: Logged, other: Logged, at: int) -> str:
 # ---- computing again -----------------------------------------------------------------------------
 
 
-class Again:
+class Replay:
     """Computes a run again with train.main() up to `end`, and compares each row with the log. It
     is the train.Watch of that.
 
@@ -206,7 +206,7 @@ class Again:
     `shown`. Without any it begins as the run did, or by --since, and ends at the first difference.
     """
 
-    def __init__(self, run: Logged, end: Position, shown: Sequence[Position] = ()):
+    def __init__(self, run: RunLog, end: Position, shown: Sequence[Position] = ()):
         self.logged = run
         self.loop = loop_of(run)
         self.shown = shown
@@ -265,7 +265,7 @@ class Again:
         due.evaluation |= (at, "eval") in self.logged.rows
         due.save_now |= (at, "saved") in self.logged.rows
         is_enough = self.is_refuted() or self.stop == (run.state["rollbacks"], at)
-        self.is_over = any(ranks.agree(self.is_over or is_enough))
+        self.is_over = any(ranks.max_over_ranks(self.is_over or is_enough))
         if self.is_over:
             due.ending = "computed again", 1
 
@@ -281,7 +281,7 @@ class Again:
         """Raises RunFailed if the end is not reached."""
         run = self.logged
         place = self.start[1].name if self.start else "its beginning"
-        say(f"computing {run.path} from {place} to step {self.end_at.step}")
+        print0(f"computing {run.path} from {place} to step {self.end_at.step}")
         port = os.environ.get("MASTER_PORT", os.getpid())  # all ranks need the same folder
         scratch = Path(gettempdir(), f"replay_{port}_{new_group()}")
         resume = "auto" if self.start else run.began_from or "auto"
@@ -342,4 +342,4 @@ def new_group() -> str:
 
 
 if __name__ == "__main__":
-    machine.leave(cli.run_script(main))
+    machine.exit_process(cli.run_script(main))

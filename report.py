@@ -37,7 +37,7 @@ report_dir = ""  # output folder; "" = that of the (first) run
 html = False  # also write a page: one file that needs no network and no server
 watch = False  # rewrite that page every 10 s while the run continues, and write all at its end
 
-MOST_COLUMNS = 4  # runs beside each other on the console; of more, a row each
+MAX_COLUMNS = 4  # runs beside each other on the console; of more, a row each
 PAUSE = 10  # seconds between two pages of --watch
 PARTS_TOLD = ("data", "config", "git", "versions", "hardware", "run")  # the later one counts
 TOLD_ELSEWHERE = ("kind", "step", "event", "finite", "knobs", "seconds")  # fields of events
@@ -228,7 +228,7 @@ def read_runs(folders):
 
 
 def tell_on_console(runs):
-    if len(runs) > MOST_COLUMNS:
+    if len(runs) > MAX_COLUMNS:
         tell(listing(runs))
     elif len(runs) > 1:
         tell(compared(runs, lambda run: settings(run) | outcome(run)))

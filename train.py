@@ -37,13 +37,16 @@ import torch
 
 from model import InvalidShape, build_model, cross_entropy, generate
 from optim import configure_optimizers
-from plumbing import audit, checkpoint, cli, console, data, fsdp, machine, ranks, safe_step
+from plumbing import audit, checkpoint, cli, compiler, console, data, fields, fsdp, machine, ranks
 from plumbing import resume as resuming
 from plumbing.cli import RunFailed, fail
+from plumbing.clock import Clock
+from plumbing.console import print0
+from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
 from plumbing.ranks import from_rank0, rank, world_size
-from plumbing.run_folder import Clock, RunFolder
-from plumbing.safe_step import Captured, evaluating, halving_on_oom, step_unless
+from plumbing.run_folder import RunFolder
 from plumbing.signals import Signals
+from plumbing.snapshot import Snapshot, evaluating, rng_state, step_optimizer
 
 # The run, and the text it learns
 out_dir = "out/run"  # run.json, metrics.jsonl, checkpoints; typed flags are added to its name; free
@@ -144,10 +147,10 @@ FRESH_STATE = {
 KEPT_IN_ROLLBACK = ("best_score", "best_val_loss", "best_step", "rollbacks")
 # What a run takes over from the checkpoint of another one
 POSITION = ("step", "sequences", "tokens", "micro_batch")
-MOST_SKIPPED = 10  # updates in a row that are not finite, before a rollback
-MOST_ROLLBACKS = 3  # before the run gives up
-MOST_HIGH = 10  # losses above the first one in a row, before a warning
-MOST_RECENT = 10  # rows that a diagnosis quotes
+MAX_SKIPPED = 10  # updates in a row that are not finite, before a rollback
+MAX_ROLLBACKS = 3  # before the run gives up
+MAX_HIGH = 10  # losses above the first one in a row, before a warning
+MAX_RECENT = 10  # rows that a diagnosis quotes
 last_run = None  # the run of the newest main(), for a notebook
 
 
@@ -222,7 +225,7 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         run.reasons = {"compile": reason} | reasons
         if saved:
             resuming.continue_from(run, saved)  # refuses another run
-            checkpoint.put_back(run, saved)
+            checkpoint.restore(run, saved)
             if not folder.owns(path):  # its weights go on, its course does not
                 position = {key: run.state[key] for key in POSITION}
                 run.state.update(copy.deepcopy(FRESH_STATE) | position)
@@ -328,7 +331,7 @@ class Run:
             "scaler": self.scaler.state_dict(),
             "ema": self.ema,
             "state": self.state,
-            "rng": ranks.from_all_ranks(safe_step.rng_state(self.device)),
+            "rng": ranks.from_all_ranks(rng_state(self.device)),
             **self.facts,
         }
 
@@ -352,7 +355,7 @@ class Watch:
 
 
 def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
-    """Rehearse, start or resume, train. Records how the run ended. Returns the exit code."""
+    """Warm up, start or resume, train. Records how the run ended. Returns the exit code."""
     table = console.Table(max_steps)
     saver = checkpoint.Saver(run, keep_last, may_roll_back_to)
     ending = "failed: an error in the program", 1
@@ -382,7 +385,7 @@ def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
             run.watch.end(run)
     stopped_at = run.folder.path / checkpoint.file_name(run.state["step"])
     if ending[1] > 128 and stopped_at.exists():  # for a notebook: undo the two steps since then
-        checkpoint.put_back(run, checkpoint.load(stopped_at, verify=False))
+        checkpoint.restore(run, checkpoint.load(stopped_at, verify=False))
     return ending[1]
 
 
@@ -391,12 +394,12 @@ def first_pass(run: Run) -> torch.nn.Module:
     moves. Returns the model, compiled if asked, and completes the run's identity."""
 
     def read():  # a fork may draw its batches from the random state
-        return data.to_device(run.train_data[ranks.share(0, rows_at(0))], run.device)
+        return data.to_device(run.train_data[ranks.my_share(0, sequences_at(0))], run.device)
 
-    model = safe_step.rehearse(run, compile, forward_backward, read)
+    model = compiler.warm_up(run, compile, forward_backward, read)
     run.facts["run"]["compile"] = model is not run.model
-    memory = console.FIELDS["mem_gb"].shown(machine.memory_gb(run.device))
-    console.say("memory", memory, "GB after a rehearsal")
+    memory = fields.FIELDS["mem_gb"].shown(machine.memory_gb(run.device))
+    print0("memory", memory, "GB after the warm-up pass")
     machine.reset_peak_memory(run.device)
     return model
 
@@ -404,7 +407,7 @@ def first_pass(run: Run) -> torch.nn.Module:
 def begin(run: Run, table, saver) -> None:
     """Open the record. A run that begins here is evaluated and saved before its first step; rows of
     one that resumes are compared with those that the log already holds."""
-    safe_step.note_halving(run)
+    log_smaller_micro_batch(run)
     run.folder.begin(run, changes_since(run))
     if run.path and run.folder.owns(run.path):
         return
@@ -442,9 +445,9 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
             continue
 
         # ---- fetch the numbers: here the host waits for the device ------------------------------
-        rows, trouble = judge(finish_rows(run, steps, clock), run)
+        rows, trouble = find_trouble(finish_rows(run, steps, clock), run)
         run.folder.write_rows(rows)
-        recent = (recent + rows)[-MOST_RECENT:]
+        recent = (recent + rows)[-MAX_RECENT:]
         steps = []
 
         # ---- trouble: restore a checkpoint, and skip the data that led here ----------------------
@@ -505,7 +508,7 @@ def log_two_more_steps(run: Run, model, signals: Signals, clock: Clock, step_ms:
     saved = copy.deepcopy(run.state)
     for _ in range(2):
         is_late = run.state["step"] == max_steps or 2 * step_ms > 3000
-        if any(ranks.agree(is_late, signals.orphaned())):
+        if any(ranks.max_over_ranks(is_late, signals.orphaned())):
             break
         rows = finish_rows(run, [take_step(run, model, None)], clock)
         run.folder.write_rows(rows, to_wandb=False)
@@ -546,7 +549,7 @@ def half_cosine(done: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * done))
 
 
-def rows_at(step: int) -> int:
+def sequences_at(step: int) -> int:
     """Sequences that update `step` sees on all ranks together, a pure function: to let a batch
     grow, return more at later steps, a multiple of the number of ranks."""
     return batch_size * accum_steps * world_size()
@@ -563,8 +566,8 @@ def batches_to_come(state: dict) -> Iterator[tuple[int, int]]:
     """(first sequence, count) of this rank's part of each batch from here on."""
     first = state["sequences"]
     for step in range(state["step"], max_steps):
-        yield ranks.share(first, rows_at(step))
-        first += rows_at(step)
+        yield ranks.my_share(first, sequences_at(step))
+        first += sequences_at(step)
 
 
 class ShuffledWindows(torch.utils.data.Dataset):
@@ -616,7 +619,7 @@ def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr:
     """
     run.model.zero_grad(set_to_none=True)  # 1: zero the gradients
     set_lr(run.optimizers, lr)  # 2: set the learning rate
-    before = Captured(run)  # buffers and random state: what a retry or a skip puts back
+    before = Snapshot(run)  # buffers and random state: what a retry or a skip puts back
     n_targets = ranks.total(count_targets(targets))
     take = partial(forward_backward, model, run, inputs, targets, n_targets)
     numbers = halving_on_oom(before, take)  # 3 to 5
@@ -671,20 +674,20 @@ def clip(run: Run) -> torch.Tensor:
         run.scaler.unscale_(optimizer)
     weights = list(run.model.parameters())
     grad_norm = torch.nn.utils.clip_grad_norm_(weights, grad_clip or math.inf)
-    return ranks.whole(grad_norm)
+    return ranks.full_tensor(grad_norm)
 
 
 @torch.no_grad()
-def update(run: Run, before: Captured, skipped: torch.Tensor) -> None:
+def update(run: Run, before: Snapshot, skipped: torch.Tensor) -> None:
     """Step, unless `skipped`: then weights, moments, buffers and averages stay as they were. The
     scaler lowers its scale if it has seen gradients that are not finite."""
     for optimizer in run.optimizers:
-        step_unless(skipped, optimizer)
+        step_optimizer(optimizer, skipped)
     run.scaler.update()
-    before.settle_buffers(skipped)
+    before.average_or_restore_buffers(skipped)
     for name, average in run.ema.items():  # Polyak & Juditsky 1992
-        weight = ranks.local(run.model.get_parameter(name))
-        ranks.local(average).lerp_(weight, (1 - ema_decay) * (1 - skipped.float()))
+        weight = ranks.local_tensor(run.model.get_parameter(name))
+        ranks.local_tensor(average).lerp_(weight, (1 - ema_decay) * (1 - skipped.float()))
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
@@ -695,7 +698,7 @@ def record_evaluation(run: Run, table) -> bool:
     state = run.state
     meta = run.facts["data"]["meta"]
     numbers = evaluate(run)
-    safe_step.check_names(numbers, "evaluate()", ("eval",))
+    fields.check_names(numbers, "evaluate()", ("eval",))
     numbers = {name: n.item() if torch.is_tensor(n) else n for name, n in numbers.items()}
     is_best = count_evaluation(numbers, state)
     row = {"kind": "eval", "step": state["step"], **numbers}
@@ -782,10 +785,10 @@ def print_sample(run: Run) -> None:
             )
             new = torch.cat(list(ids), dim=1)
         text = data.tokenizer_of(meta).decode(new[0].cpu())
-        ranks.say(f"\n{text.strip()}\n")
+        print0(f"\n{text.strip()}\n")
         run.folder.record(run.state["step"], "sample", text=text)
     except Exception as error:
-        ranks.say(f"no sample ({error})")
+        print0(f"no sample ({error})")
 
 
 # ---- what is due, and what went wrong ------------------------------------------------------------
@@ -793,7 +796,7 @@ def print_sample(run: Run) -> None:
 
 def what_is_due(step: int, signals: Signals) -> SimpleNamespace:
     """What is due after a step, by its number or a signal: for all ranks if for one."""
-    stop, save_now, orphaned = ranks.agree(signals.stop, signals.save, signals.orphaned())
+    stop, save_now, orphaned = ranks.max_over_ranks(signals.stop, signals.save, signals.orphaned())
     last = step == max_steps
     ending = ("left alone by its launcher", 1) if orphaned else None  # (how, exit code)
     if stop:
@@ -837,7 +840,7 @@ def may_roll_back_to(step: int, state: dict) -> bool:
     return was_due and not state["skips_in_row"]
 
 
-def judge(rows: list[dict], run: Run) -> tuple[list[dict], str | None]:
+def find_trouble(rows: list[dict], run: Run) -> tuple[list[dict], str | None]:
     """(rows up to the first trouble, that trouble or None). Logs what goes wrong on the way: step
     by step, so that log_interval does not matter, from numbers that are the same on every rank."""
     state = run.state
@@ -845,7 +848,7 @@ def judge(rows: list[dict], run: Run) -> tuple[list[dict], str | None]:
         if row["skipped"]:
             run.folder.event(row["step"], "skipped", loss=row["loss"], grad_norm=row["grad_norm"])
             state["skips_in_row"] += 1
-            if state["skips_in_row"] >= MOST_SKIPPED:
+            if state["skips_in_row"] >= MAX_SKIPPED:
                 return rows[:number], "loss or gradient not finite, update after update"
             continue
         state["skips_in_row"] = 0
@@ -853,8 +856,8 @@ def judge(rows: list[dict], run: Run) -> tuple[list[dict], str | None]:
             state["first_loss"] = row["loss"]
         is_high = row["loss"] > state["first_loss"]
         state["high_in_row"] = state["high_in_row"] + 1 if is_high else 0
-        if state["high_in_row"] == MOST_HIGH:
-            warning = f"above its first value for {MOST_HIGH} steps; lower --peak_lr?"
+        if state["high_in_row"] == MAX_HIGH:
+            warning = f"above its first value for {MAX_HIGH} steps; lower --peak_lr?"
             loss = {"loss": row["loss"], "first": state["first_loss"]}
             run.folder.event(row["step"], "diverging", **loss, warning=warning)
     return rows, None
@@ -867,9 +870,9 @@ def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
     bad = recent[-1]
     kept = {key: state[key] for key in KEPT_IN_ROLLBACK}
     path = from_rank0(checkpoint.newest_valid, run.folder.path, True, may_roll_back_to)
-    if path is None or state["rollbacks"] == MOST_ROLLBACKS:
+    if path is None or state["rollbacks"] == MAX_ROLLBACKS:
         raise RunFailed(console.diagnosis(trouble, recent, state["rollbacks"]))
-    checkpoint.put_back(run, checkpoint.load(path, verify=False))
+    checkpoint.restore(run, checkpoint.load(path, verify=False))
     if "loss_scale" in bad:  # lower than it was; of judged steps, whatever was executed since
         scale = max(1.0, (bad["loss_scale"] or 1.0) * run.scaler.get_backoff_factor())
         run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": 0})
@@ -889,8 +892,8 @@ def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
 def count_batch(run: Run, targets: torch.Tensor) -> dict:
     """Count a finished update and its batch. Returns the first fields of its row."""
     state = run.state
-    sequences = rows_at(state["step"])
-    tokens = sequences * targets.numel() // ranks.share(0, sequences)[1]
+    sequences = sequences_at(state["step"])
+    tokens = sequences * targets.numel() // ranks.my_share(0, sequences)[1]
     state["step"] += 1
     state["sequences"] += sequences
     row = {"step": state["step"], "sequences": state["sequences"]}
@@ -900,8 +903,8 @@ def count_batch(run: Run, targets: torch.Tensor) -> dict:
 def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     """Rows of kind "train" for `steps`, [(fields, {name: device scalar}), ...]: all since the last
     lap of the clock, so times exclude evaluation and saving. The host waits for the device here."""
-    safe_step.note_halving(run)
-    safe_step.check_names(steps[0][1], "train_step()", ("model", "step"))
+    log_smaller_micro_batch(run)
+    fields.check_names(steps[0][1], "train_step()", ("model", "step"))
     precise = torch.float32 if run.device.type == "mps" else torch.float64
     on_device = [number for _, named in steps for number in named.values()]
     scalars = [torch.as_tensor(n, dtype=precise, device=run.device).detach() for n in on_device]
@@ -932,4 +935,4 @@ def flops_per_token(model: torch.nn.Module) -> float:
 
 
 if __name__ == "__main__":
-    machine.leave(cli.run_script(main))
+    machine.exit_process(cli.run_script(main))

@@ -98,8 +98,8 @@ train.n_embd = 16  # channels of the first convolution
 vars(train).update(out_dir="out/images", dataset="images", dropout=0.1, batch_size=64)
 vars(train).update(max_steps=300, warmup_steps=20, peak_lr=3e-3)
 vars(train).update(eval_interval=100, save_interval=100)
-train.console.FIELDS["tokens_per_sec"].heading = "img/s"
-train.console.FIELDS["val_tokens"].heading = "images"
+train.fields.FIELDS["tokens_per_sec"].heading = "img/s"
+train.fields.FIELDS["val_tokens"].heading = "images"
 
 if __name__ == "__main__":
     sys.exit(train.main())

@@ -5,11 +5,11 @@ from contextlib import nullcontext
 from functools import partial
 
 from plumbing import machine
-from plumbing.checkpoint import put_back
+from plumbing.checkpoint import restore
 from plumbing.cli import RunFailed
-from plumbing.ranks import agree, checksum, from_all_ranks, local
-from plumbing.run_folder import Clock
-from plumbing.safe_step import by_path, clone, tensors
+from plumbing.clock import Clock
+from plumbing.ranks import checksum, from_all_ranks, local_tensor, max_over_ranks
+from plumbing.snapshot import by_path, clone, tensors
 
 
 def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dict:
@@ -32,10 +32,12 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
     for number in range(most):
         with clock.apart("audit") if number else nullcontext():
             if number:
-                put_back(run, before)
+                restore(run, before)
             numbers = take_step()
             machine.synchronize(run.device)
-        if any(agree(run.state["micro_batch"] != micro_batch)):  # maybe because of the copy
+        if any(
+            max_over_ranks(run.state["micro_batch"] != micro_batch)
+        ):  # maybe because of the copy
             return skipped(run, step, numbers)
         with clock.apart("audit"):
             tries.append(hashes_of(run, numbers))
@@ -45,7 +47,7 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
             break
     machine.reset_peak_memory(run.device)
     if names:
-        judge(run, step, names, tries)
+        name_the_odd_try(run, step, names, tries)
     return numbers
 
 
@@ -60,11 +62,11 @@ def differing(first: dict, second: dict) -> list[str]:
     return sorted({name for own in from_all_ranks(names) for name in own})
 
 
-def judge(run, step: int, names: list[str], tries: list[dict]) -> None:
+def name_the_odd_try(run, step: int, names: list[str], tries: list[dict]) -> None:
     """Record which of the first two tries is not like a third one. Raises RunFailed if none of them
     is, on any rank, or if there is no third."""
     unlike = [own != tries[-1] for own in tries[:2]]
-    neither, first = agree(all(unlike), unlike[0])
+    neither, first = max_over_ranks(all(unlike), unlike[0])
     if len(tries) == 3 and not neither:
         odd = "first" if first else "second"
         run.folder.event(step, "audit", odd=odd, tensors=names)
@@ -88,9 +90,9 @@ def lacks_memory(run) -> bool:
     """Whether memory is too small, on any rank, for a copy of all that a checkpoint holds and as
     much for the gradients."""
     copied = tensors([run.checkpoint(), list(run.model.parameters())])
-    needed = sum(local(tensor).nbytes for tensor in copied)
+    needed = sum(local_tensor(tensor).nbytes for tensor in copied)
     free = machine.free_memory(run.device)
-    return any(agree(free is not None and needed > free))
+    return any(max_over_ranks(free is not None and needed > free))
 
 
 def hashes_of(run, numbers: dict) -> dict[str, int]:

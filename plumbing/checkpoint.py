@@ -21,17 +21,11 @@ import torch
 
 from plumbing import ranks
 from plumbing.cli import RunFailed, fail
+from plumbing.console import print0
 from plumbing.files import fsync, replacing
 from plumbing.fsdp import shard_like
-from plumbing.safe_step import (
-    by_path,
-    clone,
-    leaves,
-    mapped,
-    out_of_memory,
-    set_rng_state,
-    tensors,
-)
+from plumbing.out_of_memory import out_of_memory
+from plumbing.snapshot import by_path, clone, leaves, mapped, set_rng_state, tensors
 
 HASHED = ("model", "optimizer", "scaler", "ema", "state", "rng")  # what the next steps depend on
 FORMAT = 2  # of a checkpoint: its entry `format`
@@ -111,7 +105,7 @@ def newest_valid(
         try:
             state = load(path)["state"]
         except Damaged as error:
-            ranks.say(f"{path.name} is damaged ({error}): an older checkpoint is tried")
+            print0(f"{path.name} is damaged ({error}): an older checkpoint is tried")
             damaged.append(path)
             continue
         if usable(state["step"], state):
@@ -132,7 +126,7 @@ def remove_after(folder: Path, step: int) -> None:
 
 
 @torch.no_grad()
-def put_back(run, saved: dict) -> None:
+def restore(run, saved: dict) -> None:
     """Put back all that a checkpoint holds: weights, buffers, moments, scaler, averages, random and
     loop state. Of the loop's state, micro_batch stays as it is; so does the random state if it is
     of another number of ranks, and those settings of an optimizer whose knobs have changed."""
@@ -142,7 +136,7 @@ def put_back(run, saved: dict) -> None:
     for name, weight in run.model.named_parameters():
         weight.requires_grad_(name not in saved["frozen"])
     for optimizer, built, own in zip(run.optimizers, run.groups, saved["optimizer"], strict=True):
-        put_back_moments(optimizer, built, own)
+        restore_optimizer(optimizer, built, own)
     averages = saved["model"] | saved["ema"]
     for name, average in run.ema.items():
         average.copy_(shard_like(average, averages[name]))
@@ -153,7 +147,7 @@ def put_back(run, saved: dict) -> None:
         set_rng_state(saved["rng"][ranks.rank()], run.device)
 
 
-def put_back_moments(optimizer: torch.optim.Optimizer, built: list[dict], saved: dict) -> None:
+def restore_optimizer(optimizer: torch.optim.Optimizer, built: list[dict], saved: dict) -> None:
     """Put back the state of an optimizer, and its groups. built: these as configure_optimizers
     made them for this process."""
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
@@ -298,7 +292,7 @@ class Saver:
             return False
         if getattr(error, "errno", None) not in NO_ROOM:
             raise RunFailed(f"{name} could not be saved: {reason_of(error)}; {ONCE_FIXED}")
-        ranks.say(
+        print0(
             f"waiting for {size(self.run) / 1e6:,.1f} MB on the disk to save {name}; tried again "
             f"in {PAUSE} s; Ctrl-C ends the run without it"
         )
@@ -333,7 +327,7 @@ class Saver:
             fsync(self.folder / "metrics.jsonl")
 
     def write_files(self, checkpoint: dict, names: list[str]) -> None:
-        folder = self.run.folder.mine()
+        folder = self.run.folder.checked_path()
         with replacing(folder / names[0]) as temporary:
             with open(temporary, "wb") as file:
                 torch.save(checkpoint, file)
@@ -359,7 +353,7 @@ def on_host(leaf: Any, path: tuple) -> Any:
     tensors are gathered, one at a time."""
     if not isinstance(leaf, torch.Tensor):
         return copy.deepcopy(leaf)
-    tensor = ranks.whole(leaf.detach())
+    tensor = ranks.full_tensor(leaf.detach())
     return tensor.to("cpu", copy=True) if ranks.rank() == 0 else None
 
 

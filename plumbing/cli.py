@@ -42,8 +42,8 @@ NAMES_ELSEWHERE = {  # nanoGPT's name, or one that is gone: what to type instead
     "learning_rate": "here it is peak_lr",
     "lr_decay_iters": "here it is decay_steps",
     "max_iters": "here it is max_steps",
-    "max_rollbacks": "gone since 2026-11-25: MOST_ROLLBACKS in train.py",
-    "max_skipped": "gone since 2026-11-25: MOST_SKIPPED in train.py",
+    "max_rollbacks": "gone since 2026-11-25: MAX_ROLLBACKS in train.py",
+    "max_skipped": "gone since 2026-11-25: MAX_SKIPPED in train.py",
     "n_future_tokens": "gone since 2026-11-25: it showed no gain; --ngram_rows and --conv_width do",
     "offline_dataset": "gone since 2026-11-25: --dataset=pydoc needs no network",
     "offload": "gone since 2026-11-25: a smaller --batch_size or --grad_checkpoint=true needs less memory",
@@ -87,7 +87,7 @@ def run_script(main: Callable[[], int | None]) -> int:
         code = error.exit_code
         if not error.said:
             print(f"{os.path.basename(sys.argv[0])}: {error.prefix}{error}", file=sys.stderr)
-    except Exception:  # printed here, since a rank exits without Python: machine.leave()
+    except Exception:  # printed here, since a rank exits without Python: machine.exit_process()
         traceback.print_exc()
     try:
         print(end="", flush=True)

@@ -5,12 +5,12 @@ import shlex
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from plumbing.cli import printable, show
+from plumbing.fields import shown_fields
 
 REPO = Path(__file__).resolve().parent.parent
 CLEAR = "\x1b[K"  # from the cursor to the end of the line
@@ -29,7 +29,7 @@ compile  {compile} ({why[compile]})
 peak     {peak:.3g} TFLOP/s ({peak_source})"""
 
 
-def say(*words: object, colour: str = "", end: str = "\n") -> None:
+def print0(*words: object, colour: str = "", end: str = "\n") -> None:
     """Print on rank 0 only, so that all ranks have one log. What cannot be written is dropped.
     colour: of the text on a terminal, such as GREEN. end: what follows the text."""
     if not is_first_rank():
@@ -66,72 +66,6 @@ def best_words(best_metric: str, state: dict) -> str:
     return f"{by} validation loss {state['best_val_loss']:.4f} at step {state['best_step']:,}"
 
 
-# ---- the fields of a row: one table --------------------------------------------------------------
-
-
-@dataclass
-class Field:
-    """A field of the rows of metrics.jsonl: what writes it, and how it is shown."""
-
-    name: str
-    kind: str  # of its rows: train, eval, both; mark: of all, and no number; none: in no row
-    writer: str = "loop"  # or step (train_step), model, eval (evaluate), clock (what is measured)
-    heading: str = ""  # of its column, or before it in the line of an evaluation; "" = not printed
-    form: str = ""  # how it is printed, a format of Python's
-    unit: str = ""  # of what is shown
-    plot: str = ""  # the panel of the report in which it is drawn; "" = none
-
-    @property
-    def plot_factor(self) -> float:
-        """The number in a row, times this, is shown in plots."""
-        return 100.0 if self.form.endswith("%") else 1.0
-
-    def shown(self, value: float | None) -> str:
-        return "n/a" if value is None else format(value, self.form)
-
-
-# fmt: off
-ALL_FIELDS = (  # in the order of columns and panels
-    #     name              kind     writer   heading      form     unit        plot
-    Field("kind",           "mark"),  # train, eval or event
-    Field("finite",         "mark",  "clock"),  # false: a null of the row was not finite
-    Field("step",           "both"),  # finished updates, skipped ones too
-    Field("loss",           "train", "model", "loss",      "7.4f",  "nats",     "loss"),
-    Field("grad_norm",      "train", "step",  "norm",      "#8.3g", "",         "gradient norm"),
-    Field("lr",             "train", "loop",  "lr",        "8.2e",  "",         "learning rate"),
-    Field("step_ms",        "train", "clock", "ms",        "7.1f",  "ms"),
-    Field("data_ms",        "train", "clock", "wait",      "6.1f",  "ms"),
-    Field("tokens_per_sec", "train", "clock", "tok/s",     "9,.0f", "tokens/s", "throughput"),
-    Field("mfu",            "train", "clock", "mfu",       "6.1%",  "%",        "MFU"),
-    Field("mem_gb",         "train", "clock", "GB",        "6.2f",  "GB",       "peak memory"),
-    Field("gpu_util",       "train", "clock", "",          "4.0f",  "%",        "GPU busy"),
-    Field("loss_scale",     "train", "step",  "scale",     "8.3g",  "",         "loss scale"),
-    Field("skipped",        "train", "step"),  # 1 if the update changed nothing
-    Field("tokens",         "train"),  # targets trained on so far
-    Field("sequences",      "train"),  # index of the next one
-    Field("epoch",          "train"),
-    Field("targets",        "none",  "step"),  # of one step
-    Field("batch_tokens",   "none"),
-    Field("val_loss",       "eval",  "eval",  "val loss",  ".4f",   "nats",     "loss"),
-    Field("val_bpb",        "eval",  "loop",  "bits/byte", ".4f",   "bits"),
-    Field("val_accuracy",   "eval",  "eval",  "accuracy",  ".1%",   "%"),
-    Field("val_tokens",     "eval",  "eval",  "tokens",    ","),
-    Field("best_val_loss",  "eval"),
-)
-# fmt: on
-FIELDS = {field.name: field for field in ALL_FIELDS}
-# What differs between two runs that compute the same
-MEASURED = [field.name for field in ALL_FIELDS if field.writer == "clock"]
-
-
-def shown_fields(row: dict, kind: str) -> list[Field]:
-    """What a line says of a row, in order: the fields of the table, then numbers that a model,
-    train_step or evaluate of a fork returned."""
-    known = [f for f in ALL_FIELDS if f.heading and f.kind == kind and f.name in row]
-    own = [Field(name, kind, heading=name, form="8.4g") for name in row if name not in FIELDS]
-    return known + own
-
-
 # ---- lines of a run ------------------------------------------------------------------------------
 
 
@@ -156,8 +90,8 @@ class Table:
             line += " " + field.shown(row[field.name]).rjust(len(heading))
         if header != self.header:
             self.header = header
-            say(header, "    left")
-        say(line, self.time_left(row["step"]).rjust(8))
+            print0(header, "    left")
+        print0(line, self.time_left(row["step"]).rjust(8))
 
     def progress(self, step: int) -> str:
         return f"{step:>7}/{self.max_steps:<7}"
@@ -177,21 +111,21 @@ class Table:
         words = self.progress(step)
         if self.row:
             words += f"  loss {self.row['loss']:.4f}  {self.time_left(step)} left"
-        say(words, end="\r")  # the cursor returns to the start, for whatever prints next
+        print0(words, end="\r")  # the cursor returns to the start, for whatever prints next
 
     def print_evaluation(self, row: dict, is_best: bool) -> None:
         """Print a row of an evaluation, with every further number that evaluate() returned."""
         fields = shown_fields(row, "eval")
         words = [f"{field.heading} {field.shown(row[field.name]).strip()}" for field in fields]
         best, colour = ("  best", GREEN) if is_best else ("", "")
-        say(self.progress(row["step"]), "  ".join(words) + best, colour=colour)
+        print0(self.progress(row["step"]), "  ".join(words) + best, colour=colour)
 
 
 def print_event(step: int, event: str, fields: dict) -> None:
     line = f"{step:>7} {event.replace('_', ' ')}:"
     for name, value in fields.items():
         line += f" {name} {value:.4g} " if isinstance(value, float) else f" {name} {value} "
-    say(line)
+    print0(line)
 
 
 def resume_words(found: dict, changed: dict[str, list]) -> str:
@@ -233,9 +167,9 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
     """Print the plan of the run. peak: (FLOP/s, source). changed: {knob: [then, now]} since the
     checkpoint it resumes."""
     start = f"resumes from {run.path}" if run.path else f"new, in {run.folder.path}"
-    say(f"run      {start}")
+    print0(f"run      {start}")
     if changed:
-        say(f"changed  {change_words(changed)}")
+        print0(f"changed  {change_words(changed)}")
     known = run.facts["config"] | run.facts["run"]
     described = getattr(run.model, "describe", lambda: type(run.model).__name__)
     known |= {
@@ -250,25 +184,25 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
         "peak": peak[0] / 1e12,
         "peak_source": peak[1],
     }
-    say(PLAN.format(**known))
+    print0(PLAN.format(**known))
 
 
 def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric: str) -> None:
     """How a run ended, above its report; the error of a failed one is the very last line."""
     if not ended.startswith("failed"):
-        say(f"{ended} at step {state['step']:,}; {best_words(best_metric, state)}")
+        print0(f"{ended} at step {state['step']:,}; {best_words(best_metric, state)}")
     spent = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
-    say(f"{sum(seconds.values()):.1f} s: {spent}")
+    print0(f"{sum(seconds.values()):.1f} s: {spent}")
     if ended.startswith(("stopped by", "left")):
-        say(f"to resume from {shown(folder)}, type the same command again")
+        print0(f"to resume from {shown(folder)}, type the same command again")
 
 
 def print_next(folder: Path, writes_text: bool) -> None:
     """Print commands to paste next. writes_text: whether sample.py can load the run's model and
     data."""
     if writes_text:
-        say(f"{to_paste('sample.py', folder):<50}  # text from its best weights")
-    say(f"{to_paste('report.py', folder):<50}  # what happened, as a picture and in words")
+        print0(f"{to_paste('sample.py', folder):<50}  # text from its best weights")
+    print0(f"{to_paste('report.py', folder):<50}  # what happened, as a picture and in words")
 
 
 def to_paste(script: str, folder: Path) -> str:

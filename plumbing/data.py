@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from plumbing.cli import BadInput
-from plumbing.console import say
+from plumbing.console import print0
 from plumbing.files import digest_of
 from plumbing.signals import HANDLED
 
@@ -96,7 +96,7 @@ def dataset_of_run(
         if name not in FALLBACK:
             raise
         chosen = FALLBACK[name]
-        say(INSTEAD.format(bar="!" * 90, why=error, chosen=chosen, name=name))
+        print0(INSTEAD.format(bar="!" * 90, why=error, chosen=chosen, name=name))
         folder, meta = found_or_made(make, chosen, data_dir)
     if meta["train_tokens"] < 2 * block_size or meta["val_tokens"] <= block_size:
         found = f"{meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate"

@@ -100,7 +100,7 @@ def choose_compile(
     setting: bool | str, device: torch.device, flops: float, steps: int
 ) -> tuple[bool, str]:
     """(whether to compile, why) for --compile=setting. flops (may be NaN), steps: of the whole
-    run. Where a compiler is missing, the rehearsal notices, and the run goes on without."""
+    run. Where a compiler is missing, the warm-up pass notices, and the run goes on without."""
     if setting != "auto":
         return setting, "as given"
     if device.type == "cuda":
@@ -141,7 +141,7 @@ def set_deterministic(setting: bool | str, device: torch.device) -> bool | str:
     if deterministic and device.type == "cuda":
         os.environ.setdefault("NCCL_ALGO", "Ring")  # NVLS adds in any order (nccl#1497)
     # Like torch.use_deterministic_algorithms(), but without importing Inductor, which takes most of
-    # a second: if a model is compiled, compiled() in safe_step.py sets Inductor's option.
+    # a second: if a model is compiled, compiler.compiled() sets Inductor's option.
     torch.set_deterministic_debug_mode("error" if deterministic else "default")
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time and hides nothing
     return deterministic
@@ -182,7 +182,7 @@ def memory_gb(device: torch.device) -> float | None:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """So that the memory of an evaluation or a rehearsal does not count as that of training."""
+    """So that the memory of an evaluation or the warm-up pass does not count as that of training."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -287,7 +287,7 @@ def speed_up_start_and_exit() -> None:
     atexit.register(gc.freeze)  # else Python searches all of torch for garbage at exit
 
 
-def leave(code: int) -> None:
+def exit_process(code: int) -> None:
     """Exit with `code`; after a run with ranks, without Python's finalization, in which threads of
     a process group that still wait for Python's lock abort the process, and torchrun with it."""
     if "WORLD_SIZE" not in os.environ:

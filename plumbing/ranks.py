@@ -1,4 +1,4 @@
-"""Several processes, one for each device: they join, agree, share a batch, and sum. In a single
+"""Several processes, one for each device: they join, max_over_ranks, share a batch, and sum. In a single
 process these functions do not communicate, so callers need no special case for it."""
 
 import contextlib
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from plumbing.cli import RunFailed, fail
-from plumbing.console import say as say  # on rank 0 only
 
 HANG_MINUTES = 30  # longest wait for another rank, or for a worker's batch
 
@@ -68,14 +67,14 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def share(first: int, count: int) -> tuple[int, int]:
+def my_share(first: int, count: int) -> tuple[int, int]:
     """(first, count) of this rank's part of the `count` sequences that begin with `first`."""
     begin = count * rank() // world_size()
     end = count * (rank() + 1) // world_size()
     return first + begin, end - begin
 
 
-def agree(*flags: float) -> list:
+def max_over_ranks(*flags: float) -> list:
     """The largest of each flag over all ranks. Uses CPU tensors: never waits for the device."""
     if world_size() == 1:
         return list(flags)
@@ -121,7 +120,7 @@ def sum_gradients(model: torch.nn.Module, numbers: dict) -> None:
     if world_size() == 1:
         return
     weights = [] if is_sharded(model) else list(model.parameters())
-    used = agree(*(weight.grad is not None for weight in weights))
+    used = max_over_ranks(*(weight.grad is not None for weight in weights))
     for weight, anywhere in zip(weights, used, strict=True):
         if anywhere and weight.grad is None:
             weight.grad = torch.zeros_like(weight)
@@ -154,18 +153,18 @@ def as_bytes(value: Any) -> bytes | np.ndarray:
     """The bytes of this rank's part of a tensor, or of the repr of another value."""
     if not isinstance(value, torch.Tensor):
         return repr(value).encode()
-    return local(value).detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    return local_tensor(value).detach().cpu().reshape(-1).view(torch.uint8).numpy()
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
     return any(hasattr(weight, "to_local") for weight in model.parameters())
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded tensor, sharing its memory; any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """All of a sharded tensor; any other tensor unchanged. All ranks call it together."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -10,11 +10,12 @@ import torch
 
 from plumbing import checkpoint
 from plumbing.cli import Config, fail, product, show
-from plumbing.console import REPO, best_words, change_words, shown
+from plumbing.clock import Clock
+from plumbing.console import REPO, best_words, change_words, print0, shown
 from plumbing.files import digest_of, read_json
 from plumbing.machine import choose_dtype, device_name
-from plumbing.ranks import say, world_size
-from plumbing.run_folder import Clock, RunFolder
+from plumbing.ranks import world_size
+from plumbing.run_folder import RunFolder
 
 # Knobs that are resolved once. A resume takes the checkpoint's values, unless the command asks for
 # others.
@@ -236,7 +237,7 @@ def close_finished(run: Any) -> None:
     if changed := known_changes(run.before, run.before | asked, run.knobs):
         fail(f"{name} holds a finished run; changed since: {change_words(changed)}; {longer}")
     best = best_words(config["best_metric"], state)
-    say(f"{name} is finished: {step:,} steps, {best}; {longer}")
+    print0(f"{name} is finished: {step:,} steps, {best}; {longer}")
     run.folder.facts = read_json(run.folder.path / "run.json")
     if run.folder.facts.get("ended", "unknown") is None:
         run.folder.end("finished", Clock(), state, config["report"])

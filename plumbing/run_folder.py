@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -18,9 +17,10 @@ from typing import Any
 
 from plumbing import console, machine
 from plumbing.cli import fail
-from plumbing.console import REPO
+from plumbing.clock import Clock
+from plumbing.console import REPO, print0
 from plumbing.files import clean, lock_file, read_json, replacing, write_json
-from plumbing.ranks import rank, say
+from plumbing.ranks import rank
 from plumbing.witness import Witness, rows_of_course
 
 
@@ -68,7 +68,7 @@ class RunFolder(ExitStack):
         with self.refusing():
             self.path.mkdir(parents=True, exist_ok=True)
             self.locked = self.enter_context(lock_file(self.path / ".lock"))
-            self.mine()  # it may have been renamed between the two
+            self.checked_path()  # it may have been renamed between the two
         if to_make and self.holds_run():
             fail(f"another run has begun in {self.path}; write {self.fresh_out_dir()}")
 
@@ -92,7 +92,7 @@ class RunFolder(ExitStack):
             place = error.filename or self.path
             fail(f"{place} cannot be written ({error.strerror}); write --out_dir=FOLDER")
 
-    def mine(self) -> Path:
+    def checked_path(self) -> Path:
         """The path. Raises OSError if the folder was removed and another run has made a new one."""
         lock = self.path / ".lock"
         if lock.exists() and not os.path.samestat(lock.stat(), os.fstat(self.locked.fileno())):
@@ -126,14 +126,14 @@ class RunFolder(ExitStack):
             self.facts |= {"end": None, "ended": None}  # stays so if the process is killed
             self.facts |= {"command": command, **run.facts, "git": git}
             self.facts |= machine.describe_machine(run.device)
-            write_json(self.mine() / "run.json", self.facts)
+            write_json(self.checked_path() / "run.json", self.facts)
         if run.facts["config"]["wandb_log"]:
             from reporting.wandb_log import Wandb
 
             self.wandb = Wandb(self.path, run.facts["config"], self.facts["wandb_id"])
 
     def begin(self, run: Any, changed: dict) -> None:
-        """Complete run.json after the rehearsal, and cut metrics.jsonl back to where the run
+        """Complete run.json after the warm-up pass, and cut metrics.jsonl back to where the run
         begins: at its checkpoint, if any. The rows of a run that was resumed are compared with
         those past it. changed: {name: [then, now]} of what is known to have changed since that
         checkpoint."""
@@ -158,7 +158,7 @@ class RunFolder(ExitStack):
 
     def write_facts(self) -> None:
         with self.warning("run.json"):
-            write_json(self.mine() / "run.json", self.facts)
+            write_json(self.checked_path() / "run.json", self.facts)
 
     def close_witness(self, step: int) -> None:
         """Record as an event `resume_checked` what was compared since the resume, and print it."""
@@ -170,7 +170,7 @@ class RunFolder(ExitStack):
         words = console.resume_words(found, changed)
         if not self.facts["run"]["deterministic"]:
             words += " (deterministic mode is off)"
-        say(words)
+        print0(words)
 
     def end(self, ended: str, clock: "Clock", state: dict, report: bool) -> None:
         """Record how the run ended, finish wandb, make the report, print what to type next."""
@@ -220,7 +220,7 @@ class RunFolder(ExitStack):
                 if self.wandb and to_wandb:
                     self.wandb.send(row)
             content = "".join(self.waiting).encode()
-            self.mine()
+            self.checked_path()
             with open(self.rows, "ab", buffering=0) as file:
                 end = file.tell()
                 if file.write(content) < len(content):
@@ -263,7 +263,7 @@ class RunFolder(ExitStack):
         except OSError as error:
             warning = f"{name} cannot be written ({error.strerror})"
             if warning not in self.warned:
-                say(warning)
+                print0(warning)
             self.warned.add(warning)
 
 
@@ -271,42 +271,11 @@ def write_report(folder: Path) -> None:
     """Print what report.py prints, run for at most a minute; one line if it fails."""
     command = [sys.executable, str(REPO / "report.py"), str(folder)]
     try:
-        say(
+        print0(
             subprocess.check_output(command, stderr=subprocess.PIPE, text=True, timeout=60).rstrip()
         )
     except (OSError, subprocess.SubprocessError) as error:
-        say(f"report   failed ({error})")
-
-
-class Clock:
-    """Adds up seconds by kind: lap(kind) counts the time since the previous lap, or the start."""
-
-    def __init__(self, since_process_start: bool = True):
-        self.last = time.perf_counter() - (process_age() if since_process_start else 0.0)
-        self.seconds = Counter(start=0.0, compile=0.0, train=0.0, evaluate=0.0, save=0.0)
-
-    def lap(self, kind: str, since: float = 0.0) -> float:
-        """since: a later begin of the lap; the time before it is left for the next one."""
-        elapsed = time.perf_counter() - max(since, self.last)
-        self.last += elapsed
-        self.seconds[kind] += elapsed
-        return elapsed
-
-    @contextmanager
-    def apart(self, kind: str) -> Iterator[None]:
-        """A context whose time counts as `kind`, not for the lap around it."""
-        since = time.perf_counter()
-        yield
-        self.lap(kind, since)
-
-
-def process_age() -> float:
-    """Seconds since this process began, imports included; 0 if the system does not say."""
-    stat = Path("/proc/self/stat")
-    if not stat.exists():
-        return 0.0
-    started = int(stat.read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
+        print0(f"report   failed ({error})")
 
 
 def now() -> str:

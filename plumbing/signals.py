@@ -5,7 +5,7 @@ import signal
 from collections.abc import Callable
 from contextlib import suppress
 
-from plumbing.console import say
+from plumbing.console import print0
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -41,7 +41,7 @@ class Signals:
             signal.signal(number, signal.SIG_DFL)  # the second ends a process that hangs, too
             newest = f"newest checkpoint: step {self.newest_save():,}"
             with suppress(RuntimeError):  # the signal came within another print
-                say(f"stopping after this step; Ctrl-C again stops now ({newest})")
+                print0(f"stopping after this step; Ctrl-C again stops now ({newest})")
 
     def orphaned(self) -> bool:
         """Whether torchrun has died: its ranks run in their own sessions, and would survive it."""

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from plumbing.console import MEASURED
+from plumbing.fields import MEASURED
 
 NOT_COMPARED = (*MEASURED, "files")  # a save may have been due by a signal
 

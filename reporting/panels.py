@@ -11,7 +11,7 @@ from string import Template
 
 import numpy as np
 
-from plumbing.console import FIELDS, Field
+from plumbing.fields import FIELDS, Field
 from reporting import results
 from reporting.record import half_window, last_step, smooth
 from reporting.results import happened
@@ -53,7 +53,7 @@ LOOKS = {  # of a line in matplotlib
     "event": {"lw": 0.9, "ls": (0, (4, 3)), "zorder": 1},
 }
 COMPARED = {"mean": "thin", "bold": "bold", "dots": "dots"}  # looks in a comparison
-MOST_POINTS = 2000  # of a curve; a longer one is thinned
+MAX_POINTS = 2000  # of a curve; a longer one is thinned
 
 
 @dataclass
@@ -74,8 +74,8 @@ class Curve:
         finite = np.isfinite(self.y)
         self.x = self.x[finite]
         self.y = self.y[finite]
-        if len(self.x) > MOST_POINTS:
-            first = np.linspace(0, len(self.x), MOST_POINTS // 2, endpoint=False).astype(int)
+        if len(self.x) > MAX_POINTS:
+            first = np.linspace(0, len(self.x), MAX_POINTS // 2, endpoint=False).astype(int)
             both = [np.minimum.reduceat(self.y, first), np.maximum.reduceat(self.y, first)]
             self.x = np.repeat(self.x[first], 2)
             self.y = np.stack(both, axis=1).ravel()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from plumbing.cli import fail
-from plumbing.console import FIELDS
+from plumbing.fields import FIELDS
 from plumbing.files import read_json
 
 PARTS = ("config", "data", "run", "git", "versions", "hardware", "state")  # dicts of run.json

@@ -5,7 +5,8 @@ from collections import Counter
 
 import numpy as np
 
-from plumbing.console import FIELDS, duration
+from plumbing.console import duration
+from plumbing.fields import FIELDS
 from reporting.record import half_window, is_running, known, last_step, mean, median
 
 WIDEST = 48  # characters to which a column of a table is filled up

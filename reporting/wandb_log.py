@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from plumbing.ranks import say
+from plumbing.console import print0
 
 WANDB_SECONDS = 30.0  # longest wait for Weights & Biases at the start, and at the end
 
@@ -40,7 +40,7 @@ class Wandb:
         try:
             yield
         except Exception as error:  # whatever it raises must not end a run
-            say(f"wandb    failed ({error!r}); training continues without it")
+            print0(f"wandb    failed ({error!r}); training continues without it")
             self.run = None
 
 
@@ -72,5 +72,5 @@ def start_wandb(folder: Path, config: dict, run_id: str) -> Any:
         settings=settings,
     )
     run.define_metric("*", step_metric="step")
-    say(f"wandb    {run.url or run.settings.sync_dir}")
+    print0(f"wandb    {run.url or run.settings.sync_dir}")
     return run

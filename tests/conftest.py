@@ -135,7 +135,7 @@ def make_dataset(folder, name, text, tokenizer="char"):
     from prepare_data import prepare
 
     (folder / f"{name}.txt").write_text(text)
-    prepare(name, folder, str(folder / f"{name}.txt"), tokenizer, say=lambda *words: None)
+    prepare(name, folder, str(folder / f"{name}.txt"), tokenizer, print0=lambda *words: None)
     return folder
 
 
@@ -350,9 +350,9 @@ def small_products():
 def train_as_it_was(monkeypatch):
     """Undoes what a script that changes train.py did to it."""
     import train
-    from plumbing import console
+    from plumbing import fields
 
-    field = console.FIELDS["tokens_per_sec"]
+    field = fields.FIELDS["tokens_per_sec"]
     monkeypatch.setattr(field, "heading", field.heading)
     before = dict(vars(train))
     yield

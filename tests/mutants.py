@@ -46,9 +46,9 @@ PLACES = {  # file -> functions that are mutated
     ),
     "optim.py": "step orthogonal keep_or_replace sorted_by_role stacked_parts configure_optimizers",
     "plumbing/data.py": "read_rows __getitem__ __len__",
-    "plumbing/safe_step.py": "evaluating swap step_unless put_back settle_buffers",
+    "plumbing/snapshot.py": "evaluating swap step_optimizer restore average_or_restore_buffers",
     "train.py": (
-        "lr_at half_cosine rows_at __len__ starts __getitem__ batches_to_come train_step set_lr "
+        "lr_at half_cosine sequences_at __len__ starts __getitem__ batches_to_come train_step set_lr "
         "count_targets forward_backward clip update evaluate sum_losses record_evaluation "
         "count_evaluation names_to_save count_batch finish_rows build_run"
     ),
@@ -291,7 +291,7 @@ class Observed:
     def data_and_schedule(self, run):
         train = self.train
         self.found["rates"] = [train.lr_at(step) for step in range(0, 100, 2)]
-        self.found["rows"] = [train.rows_at(step) for step in range(3)]
+        self.found["rows"] = [train.sequences_at(step) for step in range(3)]
         length = len(run.train_data)
         for place, count in ((0, 40), (length - 3, 7), (3 * length - 1, 3)):
             self.found[f"windows {place}"] = flat(run.train_data[place, count])
@@ -361,7 +361,7 @@ class Observed:
         with tempfile.TemporaryDirectory() as scratch:
             with train.build([*self.argv, f"--seed={seed}", f"--out_dir={scratch}/a"]) as run:
                 for step in range(train.max_steps):
-                    rows = run.train_data[run.state["sequences"], train.rows_at(step)]
+                    rows = run.train_data[run.state["sequences"], train.sequences_at(step)]
                     batch = [torch.as_tensor(part) for part in rows]
                     train.train_step(run.model, run, *batch, train.lr_at(step))
                     train.count_batch(run, batch[1])

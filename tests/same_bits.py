@@ -43,7 +43,7 @@ from sources import scope_of, stop_at
 if {stop}:
     exec(stop_at(*{stop}), scope_of(train))
 sys.argv[0] = "train.py"
-train.machine.leave(train.cli.run_script(train.main))
+train.machine.exit_process(train.cli.run_script(train.main))
 """
 FIELDS = (
     "step loss grad_norm lr skipped tokens sequences epoch val_loss val_accuracy val_bpb".split()
@@ -89,7 +89,7 @@ def main(other, *names):
         folder = Path(folder)
         text = folder / "small.txt"
         text.write_text((REPO / "train.py").read_text(encoding="utf-8")[:9000])
-        prepare("small", folder, str(text), "char", say=lambda *words: None)
+        prepare("small", folder, str(text), "char", print0=lambda *words: None)
         for number, (name, (ranks, flags)) in enumerate(CONFIGURATIONS.items()):
             if names and name not in names:
                 continue

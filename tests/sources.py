@@ -52,11 +52,11 @@ def stop_at(step, name="SIGTERM"):
 
 def bad_batches(indices, how="loss * float('nan')"):
     """Source: on the batches of these indices the loss, or with how="grad = ..." the gradient, is
-    bad. Not in the rehearsal, without batches: a run whose first loss is NaN does not start."""
+    bad. Not in the warm-up pass, without batches: a run whose first loss is NaN does not start."""
     change = "result['loss'] = " + how.replace("loss", "result['loss']")
     if how.startswith("grad"):
         change = f"for w in run.model.parameters(): w.{how}"
-    is_bad = f'run.batches and run.state["sequences"] // train.rows_at(0) in {indices}'
+    is_bad = f'run.batches and run.state["sequences"] // train.sequences_at(0) in {indices}'
     return around("forward_backward", then=f"if {is_bad}:\n    {change}")
 
 

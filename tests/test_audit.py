@@ -12,7 +12,7 @@ from sources import around, only_on, ranks
 
 import train
 from plumbing import audit
-from plumbing.run_folder import Clock
+from plumbing.clock import Clock
 
 FLAGS = ("--dropout=0.1", "--ema_decay=0.9", "--grad_clip=0", "--log_interval=1")
 AUDIT = "--audit_interval=3"
@@ -21,7 +21,7 @@ STEPS = 12
 
 def flip_gradient(tries, step=6):
     """Source for run_train's `before`: in these tries of that step a gradient has a wrong bit."""
-    tensor = "train.ranks.local(run.model.head.weight.grad)"
+    tensor = "train.ranks.local_tensor(run.model.head.weight.grad)"
     return flip("forward_backward", tensor, tries, step)
 
 

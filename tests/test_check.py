@@ -19,7 +19,7 @@ import bench
 import check
 import model
 import train
-from lab import probes, twin, verdicts
+from checks import probes, twin, verdicts
 from plumbing.cli import BadInput
 
 pytestmark = pytest.mark.usefixtures("small_products")
@@ -136,12 +136,12 @@ def never_clip(monkeypatch):
 
 
 def lose_the_moments_in_a_resume(monkeypatch):
-    def put_back(run, saved, inner=train.checkpoint.put_back):
+    def restore(run, saved, inner=train.checkpoint.restore):
         inner(run, saved)
         for optimizer in run.optimizers:
             optimizer.state.clear()
 
-    monkeypatch.setattr(train.checkpoint, "put_back", put_back)
+    monkeypatch.setattr(train.checkpoint, "restore", restore)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ table.print_row({USUAL})
 end = time.monotonic() + 0.7
 while time.monotonic() < end:
     table.live(60)
-console.say("the end")
+console.print0("the end")
 """
 
 

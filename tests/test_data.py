@@ -420,9 +420,9 @@ def quiet(*words):
     pass
 
 
-def make(folder, source, tokenizer="byte", say=quiet, **how):
+def make(folder, source, tokenizer="byte", print0=quiet, **how):
     with setting(vars(prepare_data), **how):
-        return prepare(folder.name, folder.parent, str(source), tokenizer, say)
+        return prepare(folder.name, folder.parent, str(source), tokenizer, print0)
 
 
 def documents_of(folder, split):
@@ -446,7 +446,7 @@ def all_of(folder):
 def test_each_document_is_there_once_with_its_end_of_text(tmp_path, corpus, texts, tokenizer):
     said = []
     folder = tmp_path / "made"
-    _, meta = make(folder, corpus, tokenizer, say=said.append, **MANY)
+    _, meta = make(folder, corpus, tokenizer, print0=said.append, **MANY)
     made = {split: documents_of(folder, split) for split in ("train", "val")}
     for part in made.values():
         assert part == [text for text in texts if text in set(part)]
@@ -542,7 +542,7 @@ def test_a_corpus_that_is_there_is_checked_and_left_as_it_is(tmp_path, corpus):
     said = []
     first = make(tmp_path / "made", corpus, **MANY)
     before = tree(tmp_path / "made")
-    assert make(tmp_path / "made", corpus, say=said.append, **MANY) == first
+    assert make(tmp_path / "made", corpus, print0=said.append, **MANY) == first
     assert "is there already, byte tokens of corpus, 83 files" in said[0]
     with pytest.raises(DataError, match="another dataset: .* 0.1.*, not .* 0.2.*; choose"):
         make(tmp_path / "made", corpus, val_fraction=0.2)
@@ -620,7 +620,7 @@ def test_a_few_bad_rows_are_skipped_and_counted_and_more_are_refused(tmp_path, t
     said = []
     lines[3] = lines[1_500] = '{"body": 1}'
     write(tmp_path / "a.jsonl", "\n".join(lines).encode())
-    make(tmp_path / "made", tmp_path / "a.jsonl", say=said.append, **MANY)
+    make(tmp_path / "made", tmp_path / "a.jsonl", print0=said.append, **MANY)
     assert "left out: 2 of 2,000 rows" in said[1] and "a.jsonl:4: KeyError: 'text'" in said[1]
     assert len(all_of(tmp_path / "made")) == 1_998
     lines[1_999] = "{oops"  # the third, past a thousandth: found at the end

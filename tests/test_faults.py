@@ -17,7 +17,7 @@ from conftest import events, fingerprint, first, tree, wait_for
 from sources import SAVED, around, at_step, bad_batches, stop_at
 
 from plumbing import checkpoint
-from plumbing.safe_step import tensors
+from plumbing.snapshot import tensors
 
 EVERYTHING = ("--num_workers=1", "--ema_decay=0.9", "--dropout=0.1", "--save_interval=4")
 
@@ -419,7 +419,7 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_message(run_train, straight
 # ---- numbers that are not finite -----------------------------------------------------------------
 
 ROLLBACK = (*EVERYTHING, "--max_steps=20")
-SOON = "train.MOST_SKIPPED = 2\n"
+SOON = "train.MAX_SKIPPED = 2\n"
 
 
 @pytest.fixture
@@ -459,7 +459,7 @@ def test_a_rollback_is_the_same_after_a_stop(run_train, once, skipped, step, kee
 
 
 def test_after_two_rollbacks_it_stops_with_a_diagnosis_and_saves_nothing_poisoned(run_train):
-    bad = SOON + "train.MOST_ROLLBACKS = 2\n" + bad_batches(list(range(9, 99)))
+    bad = SOON + "train.MAX_ROLLBACKS = 2\n" + bad_batches(list(range(9, 99)))
     done = run_train("run", *ROLLBACK, before=bad, code=1)
     assert "Traceback" not in done.stderr
     message = done.stderr
@@ -478,7 +478,7 @@ def test_after_two_rollbacks_it_stops_with_a_diagnosis_and_saves_nothing_poisone
 def test_a_loss_above_its_first_value_is_an_event_and_training_continues(run_train):
     high = bad_batches(list(range(1, 99)), "loss + 5")
     skipped_too = bad_batches([8], "loss * math.nan")
-    before = "train.MOST_HIGH = 4\n" + high + skipped_too
+    before = "train.MAX_HIGH = 4\n" + high + skipped_too
     done = run_train("run", "--log_interval=1", before=before)
     (event,) = events(done, "diverging")
     assert event["step"] == 5 and event["loss"] > event["first"]
@@ -495,7 +495,7 @@ def out_of_memory(most, from_step=0):
     return around("forward_backward", then=f"if {lacks}: raise {error}")
 
 
-@pytest.mark.parametrize("most, from_step", [(2, 0), (4, 5)], ids=["rehearsal", "step 6"])
+@pytest.mark.parametrize("most, from_step", [(2, 0), (4, 5)], ids=["warm-up", "step 6"])
 def test_memory_that_runs_out_in_mid_run_halves_the_micro_batch_and_does_the_step_again(
     run_train, most, from_step
 ):

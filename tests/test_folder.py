@@ -56,7 +56,7 @@ if "--seed=1" not in sys.argv:
 
 
 def test_a_run_that_was_killed_before_its_first_save_starts_again(run_train):
-    kill = "train.safe_step.rehearse = lambda *_, **__: os.kill(os.getpid(), 9)"
+    kill = "train.compiler.warm_up = lambda *_, **__: os.kill(os.getpid(), 9)"
     killed = run_train("run", before=kill, code=137)
     assert killed.facts["ended"] is None
     run_train("run")
@@ -69,7 +69,7 @@ def test_restart_moves_the_old_run_and_locks_the_place(folder, in_another_proces
         folder.lock(to_make=True)
         assert (tmp_path / f"run.old_{number}" / "run.json").read_text() == str(number)
         assert [path.name for path in folder.path.iterdir()] == [".lock"]
-        assert folder.mine() and "in use by another run" in in_another_process(
+        assert folder.checked_path() and "in use by another run" in in_another_process(
             "folder.lock(to_make=True)"
         )
     folder.set_aside()  # nothing to move

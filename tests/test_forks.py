@@ -160,7 +160,7 @@ def test_what_cannot_be_kept_is_refused_in_one_line(change, code, words, run_tra
     assert not done.rows("train") if code == 1 else not done.out_dir.exists()
 
 
-def test_the_rehearsal_counts_for_nothing(run_train):
+def test_the_warm_up_pass_counts_for_nothing(run_train):
     count = around("forward_backward", "run.state['seen'] += len(args[2])")
     done = run_train("run", before="train.FRESH_STATE['seen'] = 0\n" + count)
     assert checkpoint.load(done.checkpoint(12))["state"]["seen"] == 12 * 8

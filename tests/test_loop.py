@@ -35,7 +35,8 @@ from sources import around, only_on, ranks, stop_at
 
 import train
 from plumbing.data import OrderedWindows
-from plumbing.safe_step import out_of_memory, rng_state, set_rng_state
+from plumbing.out_of_memory import out_of_memory
+from plumbing.snapshot import rng_state, set_rng_state
 
 STEPS = 12
 TRAIN = (

@@ -91,7 +91,7 @@ def test_another_number_of_ranks_divides_the_batch_or_is_refused_with_the_number
 @pytest.mark.parametrize("rows", ["16 if step >= 5 else 8", "9"], ids=["doubles", "uneven"])
 def test_a_fork_may_choose_the_rows_of_a_batch_on_any_number_of_ranks(run_train, rows):
     """Also so many that the ranks get unequal shares of them: each sequence counts the same."""
-    source = f"train.rows_at = lambda step: {rows}\n"
+    source = f"train.sequences_at = lambda step: {rows}\n"
     flags = ("--log_interval=1", "--max_steps=8", "--warmup_steps=0")
     one, two = (run_train(f"of_{n}", *flags, before=ranks(n, source)) for n in (1, 2))
     for a, b in zip(one.rows("train"), two.rows("train"), strict=True):
@@ -128,7 +128,7 @@ def test_buffers_that_a_forward_pass_moves_are_averaged_over_the_ranks(run_train
     for row in straight.rows("train"):
         mean = mean if row["skipped"] else 0.5 * mean + 0.5 * row["loss"]
     found = torch.load(straight.checkpoint(12), weights_only=True)["model"]["mean"].item()
-    assert found == pytest.approx(mean, rel=1e-6)  # and moved by no rehearsal, no evaluation
+    assert found == pytest.approx(mean, rel=1e-6)  # and moved by no warm-up pass, no evaluation
     run_train("run", *flags, before=ranks(2, source + only_on(1, stop_at(6))), code=143)
     done = run_train("run", *flags, before=ranks(2, source))
     assert done.fingerprint(12) == straight.fingerprint(12)
@@ -137,7 +137,7 @@ def test_buffers_that_a_forward_pass_moves_are_averaged_over_the_ranks(run_train
 # ---- what one rank meets, all agree on -----------------------------------------------------------
 
 
-SOON = "train.MOST_SKIPPED = 2\n"
+SOON = "train.MAX_SKIPPED = 2\n"
 
 
 def test_a_bad_loss_on_one_rank_is_skipped_and_rolled_back_by_all(run_train):
@@ -248,13 +248,13 @@ def test_a_bad_gradient_of_one_rank_touches_no_share_of_any(run_train, optimizer
     hold = """
 bad = run.state["step"] == 3
 if bad and rank == 1:
-    train.ranks.local(list(run.model.parameters())[-1].grad)[0, 0] = math.inf
+    train.ranks.local_tensor(list(run.model.parameters())[-1].grad)[0, 0] = math.inf
 kept = [*weights_and_moments(run), *run.ema.values()]
-run.held = [train.ranks.local(t).clone() for t in kept] if bad else None
+run.held = [train.ranks.local_tensor(t).clone() for t in kept] if bad else None
 """
     look = r"""
 if run.held:
-    now = [train.ranks.local(t) for t in (*weights_and_moments(run), *run.ema.values())]
+    now = [train.ranks.local_tensor(t) for t in (*weights_and_moments(run), *run.ema.values())]
     same = all(torch.equal(a, b) for a, b in zip(run.held, now, strict=True))
     os.write(1, f"SAME {rank} {same}\n".encode())  # at once: two ranks write here
 """
@@ -270,7 +270,7 @@ def test_each_rank_holds_its_share_of_the_memory_and_no_more(run_train):
 weights = list(run.model.parameters())
 moments = weights_and_moments(run)[len(weights) :]
 kinds = {"weights": weights, "gradients": [w.grad for w in weights], "moments": moments}
-held = [sum(train.ranks.local(t).nbytes for t in kind) for kind in kinds.values()]
+held = [sum(train.ranks.local_tensor(t).nbytes for t in kind) for kind in kinds.values()]
 os.write(1, f"HELD {rank} {held}\n".encode())
 """
     source = around("train_step", then=held)

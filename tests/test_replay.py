@@ -123,7 +123,7 @@ def test_the_saved_state_starts_a_new_folder_with_that_step(good, run_train, rep
 
 
 def test_a_step_before_a_rollback_and_the_same_one_after_it(run_train, replay):
-    bad = "train.MOST_SKIPPED = 2\n" + bad_batches([8, 9])
+    bad = "train.MAX_SKIPPED = 2\n" + bad_batches([8, 9])
     flags = ("--save_interval=4", "--log_interval=1", "--max_steps=16", "--keep_last=9")
     run_train("run", *flags, before=bad + stop_at(14), code=143)
     done = run_train("run", *flags, "--weight_decay=0.2", before=bad)

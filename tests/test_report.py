@@ -641,6 +641,6 @@ def replays_in(folder):
 
 def test_the_report_leads_to_skipped_updates_and_rollbacks(run_train):
     flags = ("--save_interval=4", "--log_interval=1", "--report=true")
-    done = run_train("run", *flags, before="train.MOST_SKIPPED = 2\n" + bad_batches([8, 9]))
+    done = run_train("run", *flags, before="train.MAX_SKIPPED = 2\n" + bad_batches([8, 9]))
     first, last = ([f"--step={n}", "--before_rollback=1"] for n in (9, 10))
     assert [command[3:] for command in replays_in(done.out_dir)] == [first, last]

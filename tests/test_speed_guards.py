@@ -50,7 +50,7 @@ def counts_of(knobs):
         config = knobs(**values)
         datasets = train.open_dataset(None)
         run = train.build_run(config, None, None, None, CPU, datasets)
-        rows = train.rows_at(0)
+        rows = train.sequences_at(0)
         batches = [map(torch.as_tensor, datasets[0][rows * step, rows]) for step in range(3)]
         for step in range(2):
             train.train_step(run.model, run, *batches[step], 1e-3)
@@ -89,7 +89,7 @@ def take_steps(knobs, monkeypatch):
         with FakeTensorMode():
             datasets = None, None, {"meta": {"vocab_size": 100}}
             run = train.build_run(config, None, None, None, CPU, datasets)
-            tokens = torch.zeros(train.rows_at(0), 16, dtype=torch.int64)
+            tokens = torch.zeros(train.sequences_at(0), 16, dtype=torch.int64)
             for _ in range(3):
                 numbers = train.train_step(run.model, run, tokens, tokens, 1e-3)
         return numbers
@@ -103,7 +103,7 @@ def test_the_host_never_waits_for_the_device_within_a_step(values, take_steps):
 
 
 def test_a_step_that_waited_would_be_found(take_steps, monkeypatch):
-    monkeypatch.setattr(train, "step_unless", lambda skipped, optimizer: skipped.item())
+    monkeypatch.setattr(train, "step_optimizer", lambda optimizer, skip: skip.item())
     with pytest.raises(DataDependentOutputException):
         take_steps()
 

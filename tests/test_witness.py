@@ -227,7 +227,7 @@ def test_a_kill_before_any_row_leaves_the_resume_unmeasured(run_train):
 
 def test_a_rollback_between_save_and_kill_accuses_no_one(run_train):
     """Rows of the data that the rollback left out are those of other data."""
-    bad = "train.MOST_SKIPPED = 2\n" + bad_batches([11, 12])
+    bad = "train.MAX_SKIPPED = 2\n" + bad_batches([11, 12])
     straight = run_train("straight", *RUN, before=bad)
     (rollback,) = events(straight, "rollback")
     assert rollback["step"] == 10

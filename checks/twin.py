@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 import train
 from plumbing import checkpoint, cli, data
 from plumbing.cli import RunFailed
-from plumbing.safe_step import buffers_of, clone, rng_state, set_rng_state
+from plumbing.snapshot import buffers_of, clone, rng_state, set_rng_state
 from plumbing.witness import key_of
 from reporting.record import number_of, read_metrics
 
@@ -134,7 +134,7 @@ def gradients_of(model):
 # ---- what happens in the run ---------------------------------------------------------------------
 
 
-class Eventful(train.Watch):
+class EventfulRun(train.Watch):
     """Makes things happen in a run, and records what a plain loop needs to take the same steps."""
 
     def __init__(self):
@@ -170,7 +170,7 @@ class Eventful(train.Watch):
 
 
 def uneven_micro_batch():
-    return max(2, 2 * train.rows_at(0) // 5)
+    return max(2, 2 * train.sequences_at(0) // 5)
 
 
 @torch.no_grad()
@@ -201,8 +201,8 @@ def not_finite(step, model):
 
 
 def eventful_run(job):
-    """(its Eventful, {(step, kind): row} of its log, its folder)."""
-    watch = Eventful()
+    """(its EventfulRun, {(step, kind): row} of its log, its folder)."""
+    watch = EventfulRun()
     folder = job.run.folder.path / "twin"
     with redirect_stdout(io.StringIO()):
         for _ in ("until the signal", "to the end"):
@@ -249,7 +249,7 @@ class PlainLoop:
         for weight, needed in zip(self.model.parameters(), trained, strict=True):
             weight.requires_grad_(needed)
         buffers = clone(buffers_of(self.model))
-        count = train.rows_at(step)
+        count = train.sequences_at(step)
         batch = self.watch.run.train_data[self.sequences, count]
         inputs, targets = data.to_device(batch, self.device)
         self.sequences += count

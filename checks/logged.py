@@ -31,8 +31,8 @@ def first_difference(
     Returns None if the two are equal, else {"step", "field", "then", "now"}, which in_words() puts
     in words. Raises BadInput if a folder holds no run.
     """
-    comparison = Comparison(Logged(then).rows_between(-1, last, kinds))
-    for row in Logged(now).rows_between(-1, last, kinds):
+    comparison = Comparison(RunLog(then).rows_between(-1, last, kinds))
+    for row in RunLog(now).rows_between(-1, last, kinds):
         comparison.see(row)
     comparison.close()
     return comparison.first_difference
@@ -80,7 +80,7 @@ class Position(NamedTuple):
 BEGINNING = Position(0, -1)
 
 
-class Logged:
+class RunLog:
     """A run's folder: run.json, metrics.jsonl and checkpoints.
 
     facts: run.json. script: name of the file that was run. rows: {(step, kind): row} of the rows that stand, of KINDS. saves: events

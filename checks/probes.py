@@ -22,13 +22,13 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
-from lab.twin import gradients_of, loss_in, said, setting, twin_checks
+from checks.twin import gradients_of, loss_in, said, setting, twin_checks
 from plumbing import data
 from plumbing.cli import read_knobs
 
 FEW = 64  # tokens in the vocabulary of a probe
 PROBED = 8192  # tokens that one probe of the model may compute
-MOST_BYTES = 2**25  # of a text that is read
+MAX_BYTES = 2**25  # of a text that is read
 LOOK_BACK = 4  # places, in the task that shows whether positions matter
 QUIET = {"dropout": 0.0, "label_smoothing": 0.0, "grad_checkpoint": False}
 # The schedules with a warmup of 100 steps, a peak of 1 and a minimum of 0.1 at step 1,100: rates at
@@ -315,7 +315,7 @@ def data_checks(job):
 
 def order_of(job, train_data):
     """The check that batches, epochs and seeds differ, in sequences and weights."""
-    size = train.rows_at(0)
+    size = train.sequences_at(0)
     weights = list(job.fresh_run().model.state_dict().values())
     with setting(seed=train.seed + 1), redirect_stdout(io.StringIO()):
         other_data, *_ = train.open_dataset(None)
@@ -347,7 +347,7 @@ def hashes(rows):
 def tokens_on_disk(job, split):
     """The tokens of the split's file; None if there is none, or one that takes minutes to search."""
     path = Path(train.data_dir, job.run.facts["data"]["name"], f"{split}.bin")
-    if path.is_file() and path.stat().st_size <= MOST_BYTES:
+    if path.is_file() and path.stat().st_size <= MAX_BYTES:
         return np.memmap(path, job.meta["dtype"], "r")
     return None
 

@@ -15,10 +15,10 @@ from plumbing.cli import printable
 from plumbing.data import DataError, tokenizer_of
 from plumbing.files import replacing
 from plumbing.ranks import as_bytes
-from plumbing.safe_step import Captured, by_path
+from plumbing.snapshot import Snapshot, by_path
 from reporting.results import table
 
-MOST_SEQUENCES = 64  # on the page; those of the highest loss
+MAX_SEQUENCES = 64  # on the page; those of the highest loss
 
 
 # ---- what it computes ---------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
     add("at its start:", moved_by(run))
     add("batch:", {"inputs": inputs, "targets": targets})
     trace.append(("learning rate", lr))
-    before = Captured(run)
+    before = Snapshot(run)
     names = {module: name or "the model" for name, module in run.model.named_modules()}
 
     def hook(module, inputs, output) -> None:
@@ -50,7 +50,7 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
     with register_module_forward_hook(hook):
         losses = token_losses(train.autocast, run, inputs, targets)
     seen["batch"] = ranks.from_all_ranks((inputs.cpu(), targets.cpu(), losses.cpu()))
-    before.put_back()
+    before.restore()
     numbers = take()
     add("step:", numbers)
     for name, weight in reversed([*run.model.named_parameters()]):  # as a backward pass has them
@@ -65,7 +65,7 @@ def copied(leaf, path: tuple = ()):
     """A copy on the CPU of a tensor, whole if it is sharded; any other value as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    return ranks.whole(leaf.detach()).cpu().clone()
+    return ranks.full_tensor(leaf.detach()).cpu().clone()
 
 
 def moved_by(run) -> dict:
@@ -132,7 +132,7 @@ def sequences(seen: dict) -> list[str]:
     inputs, targets, losses = map(torch.cat, zip(*seen["batch"], strict=True))
     mean = losses.sum(1) / (targets != -100).sum(1)
     lines = []
-    for i in mean.argsort(descending=True)[:MOST_SEQUENCES].tolist():
+    for i in mean.argsort(descending=True)[:MAX_SEQUENCES].tolist():
         line = f"**Sequence {seen['first'] + i}**: loss {mean[i]:.4f}"
         with suppress(DataError, KeyError):  # there is no tokenizer, or it is not installed
             decode = tokenizer_of(seen["meta"]).decode

@@ -1,0 +1,51 @@
+"""Memory runs out: try again in smaller micro-batches, on all ranks if on one."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from plumbing.cli import RunFailed
+from plumbing.ranks import is_sharded, max_over_ranks
+from plumbing.snapshot import Snapshot
+
+
+def halving_on_oom(before: Snapshot, compute: Callable[[], Any]) -> Any:
+    """Return compute(). If memory runs out on any rank, put `before` back, halve the micro-batch in
+    run.state, which compute reads, and try again. compute has no collective operation, except for
+    a sharded model, which is not tried again. Raises RunFailed if a smaller micro-batch cannot
+    help."""
+    run = before.run
+    while True:
+        result = None
+        try:
+            result = compute()
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            if is_sharded(run.model):  # the other ranks wait in mid-pass
+                raise RunFailed("out of memory; try a smaller --batch_size or --n_embd") from error
+        if not any(max_over_ranks(result is None)):
+            return result
+        if run.state["micro_batch"] == 1:
+            hint = "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
+            raise RunFailed(f"out of memory with a single sequence in a micro-batch; try {hint}")
+        result = None  # frees that of a rank that had enough memory
+        run.model.zero_grad(set_to_none=True)
+        before.restore()
+        run.state["micro_batch"] //= 2
+
+
+def log_smaller_micro_batch(run) -> None:
+    """Record an event if the micro-batch has become smaller since the last call."""
+    now = run.state["micro_batch"]
+    if run.noted_size and now < run.noted_size:
+        run.folder.event(run.state["step"], "out_of_memory", micro_batch=now)
+    run.noted_size = now
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether `error` means that memory ran out. Only its text says so where an allocator raises a
+    plain RuntimeError: on the CPU, on MPS, and in CUDA's libraries."""
+    texts = r"can't allocate memory|out of memory|CU(BLAS|DNN)_STATUS_ALLOC_FAILED"
+    is_named = isinstance(error, RuntimeError) and re.search(texts, str(error))
+    return isinstance(error, MemoryError) or bool(is_named)
