@@ -1,11 +1,11 @@
 """TinyShakespeare by character with one layer and both extras: one to three minutes on two CPU
 cores.
 
-python train.py config/shakespeare.py: validation loss 1.459 (seed 1337). The loss without an
-extra stands beside it; the plain transformer comes to 1.606.
+python train.py config/shakespeare_extras.py: validation loss 1.462 ± 0.003 (five seeds). The lines
+after each "without" say where seed 1337, at 1.459, ends without that change.
 """
 
-out_dir = "out/shakespeare"
+out_dir = "out/shakespeare_extras"
 dataset = "shakespeare"
 
 block_size = 128  # characters
@@ -13,7 +13,7 @@ n_embd = 192
 n_head = 3
 batch_size = 32
 
-ngram_rows = 8192  # without the table 1.522; it holds 76% of the parameters
+ngram_rows = 8192  # without the table 1.522; it holds 77% of the parameters
 conv_width = 4  # without table and convolution 1.599
 
 max_steps = 1100  # 4.5 epochs
