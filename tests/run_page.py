@@ -5,11 +5,11 @@
     python tests/run_page.py docs/lessons.md --update    # and write what they print into the page
     python tests/run_page.py examples/images.py          # the commands in a script's docstring
 
-A section begins with "## " and has the number of its heading, else its place. Blocks fenced as sh are for reading and do not run; the
-words after `sh` say what they need, such as a network or a GPU. Shell variables keep their values
-from block to block. The first block that fails ends the run with its exit code. With
-PAGE_COPY=FOLDER the copy is made there, and kept; with PAGE_DATA=FOLDER it uses the datasets in that
-folder, not those in data/.
+A section begins with "## " and has the number of its heading, else its place. Blocks fenced as sh
+are for reading and do not run; the words after `sh` say what they need, such as a network or a GPU.
+Shell variables keep their values from block to block. The first block that fails ends the run with
+its exit code. With PAGE_COPY=FOLDER the copy is made there, and kept; with PAGE_DATA=FOLDER it uses
+the datasets in that folder, not those in data/.
 
 A block fenced as output, directly below a block that runs, holds what that one printed. `git diff`
 shows what moved. Where it has `...`, for lines or words left out, each other line is replaced by the
