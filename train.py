@@ -22,7 +22,7 @@ import math
 import random
 import signal
 
-if __name__ == "__main__":  # before the first step there is nothing to save
+if __name__ == "__main__" and hasattr(signal, "SIGUSR1"):  # nothing can be saved yet
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 import sys
