@@ -22,7 +22,9 @@ import math
 import random
 import signal
 
-if __name__ == "__main__" and hasattr(signal, "SIGUSR1"):  # nothing can be saved yet
+import plumbing  # noqa: F401  before torch: Ctrl-C in the imports is one line
+
+if __name__ == "__main__":  # before the first step there is nothing to save
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 import sys

@@ -1,4 +1,6 @@
-"""What train.py calls: checkpoints, ranks, devices ... Not needed to follow the loop."""
+"""What train.py calls: checkpoints, ranks, devices ... Not needed to follow the loop.
+
+Scripts import it before torch, whose import takes seconds: Ctrl-C meanwhile is one line."""
 
 import sys
 
@@ -7,3 +9,15 @@ try:
 except ModuleNotFoundError:
     print("this needs Linux or macOS; on Windows, run it in WSL2", file=sys.stderr)
     sys.exit(2)
+
+
+def print_error(kind: type, error: BaseException, traceback: object) -> None:
+    """In place of Python's own: no traceback after Ctrl-C."""
+    if not issubclass(kind, KeyboardInterrupt):
+        sys.__excepthook__(kind, error, traceback)
+        return
+    print("stopped by Ctrl-C", file=sys.stderr)
+    raise SystemExit(130)
+
+
+sys.excepthook = print_error
