@@ -3,15 +3,15 @@
 On one device:
     python train.py config/shakespeare.py
     python train.py config/shakespeare.py --batch_size=16 --accum_steps=4
-On several (4 GPUs of one machine; with --device=cpu, 4 processes):
+On several (4 GPUs of one machine; with --device=cpu, 4 processes), which share the same batch:
     torchrun --standalone --nproc_per_node=4 train.py config/shakespeare.py
 
 The same command again resumes the run where it stopped, bit for bit. A flag that makes another run
 names another folder. Every global above FRESH_STATE is a flag (`--help`); its comment gives the
 unit, the value for "off", and the allowed [range] or a | b. Its last word says what another value
-does: `fixed` makes another run, and a resume refuses it; `free` changes how the run computes or
-what it writes, and names no folder; with no word it is the course of the run: it names the folder,
-and a resume goes on with it. A config file is Python, and is executed. The file reads from top to
+does: `fixed` makes another run, and a resume refuses it (`product fixed`: if the product of these
+knobs is another one); `free` changes how the run computes or what it writes, and names no folder;
+with no word it is the course of the run: it names the folder, and a resume goes on with it. A config file is Python, and is executed. The file reads from top to
 bottom, the caller above the called: the knobs, main, the start of a run, the loop, the batch, the
 step, evaluation, the decisions, the rows."""
 
@@ -41,7 +41,7 @@ from model import InvalidShape, build_model, cross_entropy, generate
 from optim import configure_optimizers
 from plumbing import audit, checkpoint, cli, compiler, console, data, fields, fsdp, machine, ranks
 from plumbing import resume as resuming
-from plumbing.cli import RunFailed, fail
+from plumbing.cli import BadInput, RunFailed, fail
 from plumbing.clock import Clock
 from plumbing.console import print0
 from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
@@ -68,9 +68,9 @@ dropout = 0.0  # share of activations, [0, 1); 0 = off; fixed
 label_smoothing = 0.0  # in training only, [0, 1); 0 = off; fixed
 grad_checkpoint = False  # recompute activations in the backward pass: less memory, more time; free
 
-# The batch: a step sees batch_size * accum_steps * ranks sequences
-batch_size = 32  # sequences in a micro-batch, [1, 10000000]; free
-accum_steps = 1  # micro-batches in a step, [1, 10000000]; free
+# The batch: a step sees batch_size * accum_steps sequences, on any number of ranks
+batch_size = 32  # sequences that a forward pass takes at most, [1, 10000000]; product fixed
+accum_steps = 1  # so many of these make the batch of a step, [1, 10000000]; product fixed
 seed = 1337  # of weights, batches and dropout, [0, 4294967295]; fixed
 num_workers = 0  # processes that read batches ahead, [0, 1000]; 0 = this process reads; free
 prefetch_factor = 2  # batches that each worker keeps ready, [1, inf); free
@@ -133,7 +133,7 @@ FRESH_STATE = {
     "step": 0,  # finished updates, including skipped ones
     "sequences": 0,  # index of the next training sequence; roll_back sets it past the bad data
     "tokens": 0,  # targets trained on so far
-    "micro_batch": 0,  # sequences per forward pass: batch_size, halved whenever memory runs out
+    "micro_batch": 0,  # most sequences in a pass: batch_size, halved whenever memory runs out
     "first_step": 0,  # where this run began: 0, or the step of another run's checkpoint
     "best_score": math.inf,  # of best_metric, its sign turned if higher is better
     "best_val_loss": math.inf,  # validation loss of the best weights
@@ -145,8 +145,9 @@ FRESH_STATE = {
     "skips_in_row": 0,
     "high_in_row": 0,  # losses above the first one
     "first_loss": math.inf,
+    "evaluation_due": False,  # a stop came before or in it: the process that resumes takes it first
 }
-KEPT_IN_ROLLBACK = ("best_score", "best_val_loss", "best_step", "rollbacks")
+KEPT_IN_ROLLBACK = ("best_score", "best_val_loss", "best_step", "rollbacks", "evaluation_due")
 # What a run takes over from the checkpoint of another one
 POSITION = ("step", "sequences", "tokens", "micro_batch")
 MAX_SKIPPED = 10  # updates in a row that are not finite, before a rollback
@@ -164,7 +165,6 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
     BadInput, or what ended the run. watch: is called on the way."""
     global last_run
     clock = Clock(since_process_start=argv is None)
-    signals = Signals()  # which handles none until the first step
     machine.speed_up_start_and_exit()
     with build(argv, to_train=True) as run:
         last_run = run
@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
         run.max_flops = peak[0] * world_size()
         console.print_plan(run, peak, changes_since(run))
         clock.lap("start")
-        return run_to_the_end(run, signals, clock)
+        return run_to_the_end(run, clock)
 
 
 @contextmanager
@@ -193,47 +193,41 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
     """A context with a run that is ready to step: data, model, optimizers, and the checkpoint if
     there is one. Inside it the knobs hold. It writes nothing and takes no lock, unless
     `to_train`."""
-    global deterministic, compile, out_dir
     with cli.configured(globals(), argv=argv) as config, ExitStack() as stack:
-        if warmup_steps > max_steps and "warmup_steps" in config.typed:
-            fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
-        if min_lr > peak_lr:
-            fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
-        out_dir = cli.folder_name(config)
-        pinned = machine.pin_kernels(config)  # if portable: before the first operation
-        config.update(pinned)
-        globals().update(pinned)
-        run_device = machine.choose_device(device)
-        deterministic = machine.set_deterministic(deterministic, run_device)
-        if audit_interval > 0 and not deterministic:
-            fail(f"--audit_interval={audit_interval}: expected deterministic mode, which is off")
-        stack.enter_context(ranks.joined(run_device, shard))
-        config["out_dir"] = out_dir
-        folder = stack.enter_context(RunFolder(out_dir))
-        if to_train:
-            from_rank0(folder.lock)
-        path = from_rank0(resuming.find_checkpoint, folder, resume, to_train)
-        saved = checkpoint.load(path, verify=False) if path else None  # it is verified by now
-        datasets = open_dataset(saved)
-        kept, reasons = resuming.resolve_auto_knobs(config, saved, run_device)
-        globals().update(kept)
-        run = build_run(config, folder, path, saved, run_device, datasets)
-        run.knobs = config.knobs
-        checkpoint.refuse_what_is_lost(run)
-        tokens = batch_size * accum_steps * block_size * max_steps
-        flops = tokens * flops_per_token(run.model)
-        compile, reason = machine.choose_compile(compile, run_device, flops, max_steps)
-        run.facts["run"] = resuming.identity_of(config, globals(), run.facts["data"], run_device)
-        run.reasons = {"compile": reason} | reasons
-        if saved:
-            resuming.continue_from(run, saved)  # refuses another run
-            checkpoint.restore(run, saved)
-            if not folder.owns(path):  # its weights go on, its course does not
-                position = {key: run.state[key] for key in POSITION}
-                run.state.update(copy.deepcopy(FRESH_STATE) | position)
-            run.before = saved["run"] | {"micro_batch": saved["state"]["micro_batch"]}
-            saved = None  # unmaps the file, so that its disk space is free once it is pruned
+        start = settle_knobs(config, stack, to_train)
+        datasets = open_dataset(start.saved)
+        run = build_run(config, start, datasets)
+        if start.saved:
+            load_checkpoint(run, start.saved)
+            start.saved = None  # unmaps the file: its disk space is free once it is pruned
         yield run
+
+
+def settle_knobs(config: cli.Config, stack: ExitStack, to_train: bool) -> SimpleNamespace:
+    """Give every knob its final value, by the hardware and by the checkpoint to resume from; only
+    compile="auto" waits for the FLOPs of the model. The ranks join, and the folder is locked, in
+    the contexts of `stack`. Returns what was found: device, folder, path and content of the
+    checkpoint (None: a new run), and why the knobs that were "auto" have their values."""
+    if warmup_steps > max_steps and "warmup_steps" in config.typed:
+        fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
+    if min_lr > peak_lr:
+        fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
+    config.settle(out_dir=cli.folder_name(config))
+    config.settle(**machine.pin_kernels(config))  # if portable: before the first operation
+    run_device = machine.choose_device(device)
+    config.settle(deterministic=machine.set_deterministic(deterministic, run_device))
+    if audit_interval > 0 and not deterministic:
+        fail(f"--audit_interval={audit_interval}: expected deterministic mode, which is off")
+    stack.enter_context(ranks.joined(run_device, shard))
+    ranks.check_share(sequences_at(0), shard, BadInput)
+    folder = stack.enter_context(RunFolder(out_dir))
+    if to_train:
+        from_rank0(folder.lock)
+    path = from_rank0(resuming.find_checkpoint, folder, resume, to_train)
+    saved = checkpoint.load(path, verify=False) if path else None  # it is verified by now
+    values, reasons = from_rank0(resuming.resolve_auto_knobs, config, saved, run_device)
+    config.settle(**values)
+    return SimpleNamespace(device=run_device, folder=folder, path=path, saved=saved, why=reasons)
 
 
 def open_dataset(saved: dict | None) -> tuple:
@@ -259,33 +253,57 @@ def make_dataset(name: str, data_dir: str) -> tuple[str, dict]:
     return prepare(name, data_dir)
 
 
-def build_run(config: cli.Config, folder: RunFolder, path, saved, run_device, datasets) -> Run:
-    """A run before its first step. path, saved: of the checkpoint to start from, or None."""
+def build_run(config: cli.Config, start: SimpleNamespace, datasets: tuple) -> Run:
+    """A run before its first step. start: see settle_knobs(). datasets: see open_dataset()."""
     train_data, val_data, about = datasets
     seed_everything(seed)
     try:
         model = build_model(config, about["meta"]["vocab_size"])
     except InvalidShape as error:
         fail(error)
-    model = fsdp.shard(model, run_device, dtype) if shard else model.to(run_device)
+    model = fsdp.shard(model, start.device, dtype) if shard else model.to(start.device)
     optimizers = configure_optimizers(
-        model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, run_device.type
+        model, optimizer, peak_lr, weight_decay, beta1, beta2, momentum, start.device.type
     )
+    tokens_of_rank = sequences_at(0) * block_size * max_steps / world_size()
+    flops = tokens_of_rank * flops_per_token(model)
+    choice, reason = machine.choose_compile(compile, start.device, flops, max_steps)
+    config.settle(compile=choice)
     seed_everything(seed + rank())  # dropout differs between the ranks
-    return Run(
-        folder=folder,
-        path=path,
-        device=run_device,
+    run = Run(
+        folder=start.folder,
+        path=start.path,
+        device=start.device,
         train_data=train_data,
         val_data=val_data,
         facts={"config": dict(config), "data": about},
         model=model,
         optimizers=optimizers,
         groups=copy.deepcopy([part.state_dict()["param_groups"] for part in optimizers]),
-        scaler=torch.amp.GradScaler(run_device.type, enabled=dtype == "float16"),
+        scaler=torch.amp.GradScaler(start.device.type, enabled=dtype == "float16"),
         ema={name: w.detach().clone() for name, w in model.named_parameters() if ema_decay},
         state=copy.deepcopy(FRESH_STATE) | {"micro_batch": batch_size},
+        knobs=config.knobs,
+        reasons={"compile": reason} | start.why,
     )
+    checkpoint.refuse_what_is_lost(run)
+    run.facts["run"] = resuming.facts_of_run(config, about, start.device)
+    return run
+
+
+def load_checkpoint(run: Run, saved: dict) -> None:
+    """Go on from the checkpoint `saved`. Raises BadInput if it is of another run."""
+    from_rank0(resuming.refuse_another_run, run, saved)
+    run.before = resuming.identity_of(saved) | {"micro_batch": saved["state"]["micro_batch"]}
+    if run.before["batch_size"] == batch_size:  # what memory allows is known
+        run.state["micro_batch"] = run.before["micro_batch"]
+    checkpoint.restore(run, saved)
+    if run.folder.owns(run.path):
+        run.facts["run"]["began_from"] = run.before.get("began_from")
+        return
+    run.facts["run"]["began_from"] = str(run.path.resolve())  # its weights go on, its course not
+    position = {key: run.state[key] for key in POSITION}
+    run.state.update(copy.deepcopy(FRESH_STATE) | position)
 
 
 def seed_everything(seed: int) -> None:
@@ -305,14 +323,17 @@ class Run:
     device: torch.device
     train_data: torch.utils.data.Dataset
     val_data: torch.utils.data.Dataset
-    facts: dict  # what every checkpoint says of the run: "config", "data", "run" (its identity)
+    # What every checkpoint says of the run: "config" (the knobs as resolved), "data", and "run"
+    # (what else makes it this run and no other)
+    facts: dict
     model: torch.nn.Module
     optimizers: list
     groups: list  # param_groups as built; a resume applies only what changed in them since
     scaler: torch.amp.GradScaler
     ema: dict  # name -> averaged weight; empty when off
     state: dict
-    before: dict = field(default_factory=dict)  # facts["run"] of that checkpoint, and micro_batch
+    before: dict = field(default_factory=dict)  # the identity of that checkpoint, and micro_batch
+    signals: Signals = field(default_factory=Signals)  # none are handled until the first step
     knobs: dict = field(default_factory=dict)  # name -> cli.Knob: what a knob may do
     noted_size: int = 0  # of a micro-batch, in the newest event
     batches: Iterator | None = None  # the batches to come
@@ -356,20 +377,20 @@ class Watch:
         """The run has ended, or failed; its rows are on disk."""
 
 
-def run_to_the_end(run: Run, signals: Signals, clock: Clock) -> int:
+def run_to_the_end(run: Run, clock: Clock) -> int:
     """Warm up, start or resume, train. Records how the run ended. Returns the exit code."""
     table = console.Table(max_steps)
     saver = checkpoint.Saver(run, keep_last, may_roll_back_to)
     ending = "failed: an error in the program", 1
-    signals.newest_save = lambda: saver.newest
+    run.signals.newest_save = lambda: saver.newest
     with ExitStack() as stack:
         try:
             model = first_pass(run)
             clock.lap("compile")
             begin(run, table, saver)
             clock.lap("evaluate")
-            stack.enter_context(signals)  # until here there was nothing to save
-            ending = train(run, model, table, saver, signals, clock)
+            stack.enter_context(run.signals)  # until here there was nothing to save
+            ending = train(run, model, table, saver, clock)
             run.batches = None  # its workers end; after an error, they end with the process
         except KeyboardInterrupt:
             ending = stopped_by(signal.SIGINT)
@@ -399,7 +420,7 @@ def first_pass(run: Run) -> torch.nn.Module:
         return data.to_device(run.train_data[ranks.my_share(0, sequences_at(0))], run.device)
 
     model = compiler.warm_up(run, compile, forward_backward, read)
-    run.facts["run"]["compile"] = model is not run.model
+    run.facts["config"]["compile"] = model is not run.model
     memory = fields.FIELDS["mem_gb"].shown(machine.memory_gb(run.device))
     print0("memory", memory, "GB after the warm-up pass")
     machine.reset_peak_memory(run.device)
@@ -422,26 +443,27 @@ def changes_since(run: Run) -> dict:
     """{name: [then, now]} of what is known to have changed since the run's checkpoint."""
     if not run.path:
         return {}
-    now = run.facts["run"] | {"micro_batch": run.state["micro_batch"]}
+    now = resuming.identity_of(run.facts) | {"micro_batch": run.state["micro_batch"]}
     return resuming.known_changes(run.before, now, run.knobs)
 
 
 # ---- the loop ------------------------------------------------------------------------------------
 
 
-def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tuple[str, int]:
+def train(run: Run, model, table, saver, clock: Clock) -> tuple[str, int]:
     """Take steps until the run ends. Returns (how it ended, exit code)."""
     state = run.state
     run.batches = load_batches(run)
     steps = []  # (row so far, numbers still on the device) of the steps since the last fetch
     recent = []  # the last rows, for a diagnosis
     while True:
-        # ---- training: only this line, and roll_back, change the weights --------------------------
-        steps.append(take_step(run, model, clock))
-        table.live(state["step"])  # on a terminal
+        # ---- training: only this step, roll_back and log_two_more_steps change the weights --------
+        if not state["evaluation_due"]:  # else a stop left the evaluation of this step to us
+            steps.append(take_step(run, model, clock))
+            table.live(state["step"])  # on a terminal
 
         # ---- what is due? every rank gets the same answer ----------------------------------------
-        due = what_is_due(state["step"], signals)
+        due = what_is_due(state, run.signals)
         run.watch.due(run, due)
         if not any(vars(due).values()):
             continue
@@ -461,9 +483,9 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
             continue
 
         # ---- log, evaluate, sample ---------------------------------------------------------------
-        if due.rows and log_interval:
+        if rows and due.rows and log_interval:
             table.print_row(rows[-1])
-        is_best = record_evaluation(run, table) if due.evaluation else False
+        is_best = due.evaluation and evaluate_unless_stopped(run, table, due)
         if 0 < patience <= state["evals_since_best"] and state["step"] < max_steps:
             due.ending = f"stopped early: {patience} evaluations without improvement", 0
         if due.sample or (due.ending and due.ending[1] == 0):
@@ -475,11 +497,11 @@ def train(run: Run, model, table, saver, signals: Signals, clock: Clock) -> tupl
         if names:
             saver.save(names, required=bool(due.ending))
             if due.save_now:
-                signals.save = False
+                run.signals.save = False
         clock.lap("save")
         if due.ending:
-            if due.ending[1] > 128:  # by a signal
-                log_two_more_steps(run, model, signals, clock, recent[-1]["step_ms"])
+            if due.stop and not state["evaluation_due"]:
+                log_two_more_steps(run, model, clock, recent)
             return due.ending
 
 
@@ -502,15 +524,17 @@ def take_step(run: Run, model, clock: Clock | None) -> tuple[dict, dict]:
     return row | {"lr": lr, "data_ms": data_ms}, numbers
 
 
-def log_two_more_steps(run: Run, model, signals: Signals, clock: Clock, step_ms: float) -> None:
+def log_two_more_steps(run: Run, model, clock: Clock, recent: list[dict]) -> None:
     """After a signal and its save, take the next two steps for their rows alone: the process that
     resumes computes them again, and so measures whether the resume is exact. Two, because moments,
     optimizer and rate of the first show only in the second. Fewer if max_steps or the launcher's
-    death comes first; none if they would take more than three seconds."""
+    death comes first; none if they would take more than three seconds, by the newest of the
+    `recent` rows."""
     saved = copy.deepcopy(run.state)
+    is_slow = not recent or 2 * recent[-1]["step_ms"] > 3000
     for _ in range(2):
-        is_late = run.state["step"] == max_steps or 2 * step_ms > 3000
-        if any(ranks.max_over_ranks(is_late, signals.orphaned())):
+        is_over = is_slow or run.state["step"] == max_steps
+        if any(ranks.max_over_ranks(is_over, run.signals.orphaned())):
             break
         rows = finish_rows(run, [take_step(run, model, None)], clock)
         run.folder.write_rows(rows, to_wandb=False)
@@ -553,8 +577,8 @@ def half_cosine(done: float) -> float:
 
 def sequences_at(step: int) -> int:
     """Sequences that update `step` sees on all ranks together, a pure function: to let a batch
-    grow, return more at later steps, a multiple of the number of ranks."""
-    return batch_size * accum_steps * world_size()
+    grow, return more at later steps."""
+    return batch_size * accum_steps
 
 
 def load_batches(run: Run) -> Iterator:
@@ -568,8 +592,10 @@ def batches_to_come(state: dict) -> Iterator[tuple[int, int]]:
     """(first sequence, count) of this rank's part of each batch from here on."""
     first = state["sequences"]
     for step in range(state["step"], max_steps):
-        yield ranks.my_share(first, sequences_at(step))
-        first += sequences_at(step)
+        count = sequences_at(step)
+        ranks.check_share(count, shard, RunFailed)
+        yield ranks.my_share(first, count)
+        first += count
 
 
 class ShuffledWindows(torch.utils.data.Dataset):
@@ -624,13 +650,13 @@ def train_step(model, run: Run, inputs: torch.Tensor, targets: torch.Tensor, lr:
     before = Snapshot(run)  # buffers and random state: what a retry or a skip puts back
     n_targets = ranks.total(count_targets(targets))
     take = partial(forward_backward, model, run, inputs, targets, n_targets)
-    numbers = halving_on_oom(before, take)  # 3 to 5
+    numbers = halving_on_oom(before, take, len(inputs))  # 3 to 5; which gradients there are
     ranks.sum_gradients(run.model, numbers)  # each is divided by the global count
     grad_norm = clip(run)  # 6: unscale, then clip
     skipped = ~(numbers["loss"].isfinite() & grad_norm.isfinite())
     if run.scaler.is_enabled():
         numbers["loss_scale"] = run.scaler.scale(torch.ones_like(grad_norm))  # without a wait
-    update(run, before, skipped)  # 7: weights, moments, scaler, buffers, average: all or nothing
+    update(run, before, skipped, len(inputs))  # 7: all that a step moves, or nothing
     return {**numbers, "grad_norm": grad_norm, "skipped": skipped, "targets": n_targets}
 
 
@@ -680,19 +706,36 @@ def clip(run: Run) -> torch.Tensor:
 
 
 @torch.no_grad()
-def update(run: Run, before: Snapshot, skipped: torch.Tensor) -> None:
+def update(run: Run, before: Snapshot, skipped: torch.Tensor, sequences: int) -> None:
     """Step, unless `skipped`: then weights, moments, buffers and averages stay as they were. The
-    scaler lowers its scale if it has seen gradients that are not finite."""
+    scaler lowers its scale if it has seen gradients that are not finite. sequences: of this rank."""
     for optimizer in run.optimizers:
         step_optimizer(optimizer, skipped)
     run.scaler.update()
-    before.average_or_restore_buffers(skipped)
+    before.average_or_restore_buffers(skipped, sequences / sequences_at(run.state["step"]))
     for name, average in run.ema.items():  # Polyak & Juditsky 1992
         weight = ranks.local_tensor(run.model.get_parameter(name))
         ranks.local_tensor(average).lerp_(weight, (1 - ema_decay) * (1 - skipped.float()))
 
 
 # ---- evaluation ----------------------------------------------------------------------------------
+
+
+def evaluate_unless_stopped(run: Run, table, due: SimpleNamespace) -> bool:
+    """Take the evaluation that is due. Returns whether it is the best so far. After a stop, which
+    may come in the evaluation, the process that resumes takes it, with the sample and the saves
+    that are due: its batches may take longer than a scheduler waits."""
+    run.state["evaluation_due"] = True
+    try:
+        if not due.stop:
+            is_best = record_evaluation(run, table)
+            run.state["evaluation_due"] = False
+            return is_best
+    except StoppedInEvaluation:
+        due.stop = run.signals.agreed_stop
+        due.ending = stopped_by(due.stop)
+    due.sample = due.milestone = False
+    return False
 
 
 def record_evaluation(run: Run, table) -> bool:
@@ -725,30 +768,47 @@ def evaluate(run: Run) -> dict:
     On fixed windows, in eval mode, with the EMA weights if ema_decay is on; never compiled, so that
     the result does not depend on --compile. Training is unaffected: all that it moves is put back.
     """
-    with evaluating(run) as before:
-        totals = halving_on_oom(before, partial(sum_losses, run))
+    with evaluating(run):
+        totals = sum_losses(run)
     loss, right, counted = ranks.total(totals).tolist()
     return {"val_loss": loss / counted, "val_accuracy": right / counted, "val_tokens": int(counted)}
 
 
 def sum_losses(run: Run) -> torch.Tensor:
-    """Sums over this rank's share of the validation data: [loss, right predictions, targets]."""
+    """Sums over this rank's share of the validation data: [loss, right predictions, targets].
+    Raises StoppedInEvaluation after a batch if a signal has come, on any rank."""
+    before = Snapshot(run)
     where = "cpu" if run.device.type == "mps" else run.device  # MPS has no float64
     totals = torch.zeros(3, dtype=torch.float64, device=where)
-    size = run.state["micro_batch"]
+    size = min(run.state["micro_batch"], ranks.largest_share(sequences_at(run.state["step"])))
     for first in range(0, len(run.val_data), size * world_size()):
         mine = first + size * rank()
         has_rows = mine < len(run.val_data)  # if not, only take part: FSDP needs every rank
         mine = mine if has_rows else first
-        batch = run.val_data[mine, min(size, len(run.val_data) - mine)]
-        inputs, targets = data.to_device(batch, run.device)
-        with autocast(run.device):
-            logits = run.model(inputs)
-            loss = cross_entropy(logits, targets, label_smoothing=0.0, reduction="sum")
-        counted = count_targets(targets) * has_rows
-        right = (logits.argmax(-1) == targets).sum() * has_rows
-        totals += torch.stack([loss * has_rows, right, counted]).to(where)
+        count = min(size, len(run.val_data) - mine)
+        inputs, targets = data.to_device(run.val_data[mine, count], run.device)
+        take = partial(sum_losses_of_batch, run, inputs, targets)
+        totals += halving_on_oom(before, take, count).to(where) * has_rows
+        if run.signals.agreed_stop:
+            raise StoppedInEvaluation
     return totals
+
+
+def sum_losses_of_batch(run: Run, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The same sums over one batch, in float64, or float32 on MPS."""
+    sums = []
+    size = run.state["micro_batch"]
+    for x, y in zip(inputs.split(size), targets.split(size), strict=True):
+        with autocast(run.device):
+            logits = run.model(x)
+            loss = cross_entropy(logits, y, label_smoothing=0.0, reduction="sum")
+        right = (logits.argmax(-1) == y).sum()
+        sums.append(torch.stack([loss, right, count_targets(y)]).to(precise(run.device)))
+    return torch.stack(sums).sum(0)
+
+
+class StoppedInEvaluation(Exception):
+    """A signal came in an evaluation: it is left to the process that resumes."""
 
 
 def count_evaluation(numbers: dict, state: dict) -> bool:
@@ -796,18 +856,20 @@ def print_sample(run: Run) -> None:
 # ---- what is due, and what went wrong ------------------------------------------------------------
 
 
-def what_is_due(step: int, signals: Signals) -> SimpleNamespace:
+def what_is_due(state: dict, signals: Signals) -> SimpleNamespace:
     """What is due after a step, by its number or a signal: for all ranks if for one."""
+    step = state["step"]
     stop, save_now, orphaned = ranks.max_over_ranks(signals.stop, signals.save, signals.orphaned())
     last = step == max_steps
     ending = ("left alone by its launcher", 1) if orphaned else None  # (how, exit code)
-    if stop:
-        ending = stopped_by(stop)
     if last:
         ending = "finished", 0
+    if stop:  # at the last step, too: its evaluation waits for the process that resumes
+        ending = stopped_by(stop)
     return SimpleNamespace(
         ending=ending,
-        save_now=save_now,
+        stop=stop,
+        save_now=save_now or state["evaluation_due"],  # in place of the one without it
         rows=last or every(log_interval or 100, step),  # also without lines, for metrics.jsonl
         evaluation=last or every(eval_interval, step),
         sample=every(sample_interval, step),
@@ -829,7 +891,7 @@ def names_to_save(due: SimpleNamespace, is_best: bool, state: dict) -> list[str]
     """File names for this step; a save due by its number is left out while updates are skipped."""
     names = ["best.pt"] if is_best else []
     by_number = (due.checkpoint or due.milestone) and not state["skips_in_row"]
-    if due.ending or due.save_now or by_number:
+    if is_best or due.ending or due.save_now or by_number:
         names += [checkpoint.file_name(state["step"])]
         if due.milestone:
             names += [f"milestone_{state['step']:08}.pt"]
@@ -895,7 +957,7 @@ def count_batch(run: Run, targets: torch.Tensor) -> dict:
     """Count a finished update and its batch. Returns the first fields of its row."""
     state = run.state
     sequences = sequences_at(state["step"])
-    tokens = sequences * targets.numel() // ranks.my_share(0, sequences)[1]
+    tokens = sequences * targets.numel() // len(targets)
     state["step"] += 1
     state["sequences"] += sequences
     row = {"step": state["step"], "sequences": state["sequences"]}
@@ -905,11 +967,14 @@ def count_batch(run: Run, targets: torch.Tensor) -> dict:
 def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     """Rows of kind "train" for `steps`, [(fields, {name: device scalar}), ...]: all since the last
     lap of the clock, so times exclude evaluation and saving. The host waits for the device here."""
+    if not steps:
+        return []
     log_smaller_micro_batch(run)
     fields.check_names(steps[0][1], "train_step()", ("model", "step"))
-    precise = torch.float32 if run.device.type == "mps" else torch.float64
     on_device = [number for _, named in steps for number in named.values()]
-    scalars = [torch.as_tensor(n, dtype=precise, device=run.device).detach() for n in on_device]
+    scalars = [
+        torch.as_tensor(n, dtype=precise(run.device), device=run.device).detach() for n in on_device
+    ]
     values = iter(torch.stack([scalar.reshape(()) for scalar in scalars]).tolist())
     rows = [fields | {name: next(values) for name in named} for fields, named in steps]
     seconds = clock.lap("train")
@@ -926,6 +991,11 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
         run.state["tokens"] += int(row.pop("targets"))
         row.update(kind="train", tokens=run.state["tokens"], skipped=int(row["skipped"]), **common)
     return rows
+
+
+def precise(device: torch.device) -> torch.dtype:
+    """float64, which MPS does not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def flops_per_token(model: torch.nn.Module) -> float:

@@ -144,7 +144,7 @@ class RunLog:
 
         Settings: every knob as resolved, but the model of the device, `threads` and `ranks`.
         run.json has the last ones; from there back, each resume says what was changed."""
-        run = self.facts["run"]
+        run = self.facts["config"] | self.facts["run"]
         own = ("out_dir", "resume")
         settings = {name: run[name] for name in self.facts["config"] if name not in own}
         settings |= {"threads": run["threads"], "ranks": run["world_size"]}

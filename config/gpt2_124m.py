@@ -14,7 +14,7 @@ n_embd = 768
 block_size = 1024  # tokens
 
 batch_size = 16  # sequences; train.py halves the micro-batch if GPU memory runs out
-accum_steps = 4  # on 8 GPUs: 16 x 4 x 8 x 1,024 = 524,288 tokens a step
+accum_steps = 32  # 16 x 32 x 1,024 = 524,288 tokens a step, on any number of GPUs
 num_workers = 2
 
 peak_lr = 6e-4

@@ -4,8 +4,9 @@ A knob is a lower-case name that a script sets to a plain str, int, float or boo
 function or class; its default gives its type. A *_dir is a path, relative to the working directory.
 The comment beside it, which goes on in lines that begin with `#` and two spaces, is its help. An
 interval in it, such as [1, inf), and choices, a | b, are enforced. Its last word, after a semicolon,
-says what another value does: `fixed` makes another run, which names another folder, `free` changes
-how a run computes or what it writes; no word: the course of the run. A config file is executed as
+says what another value does: `fixed` makes another run, which names another folder (`product
+fixed`: if the product of the knobs with this word is another one), `free` changes how a run computes
+or what it writes; no word: the course of the run. A config file is executed as
 Python, sees the knobs as set so far, and may assign knobs and _names."""
 
 import ast
@@ -17,13 +18,13 @@ import re
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-POLICY = ("fixed", "free")  # the words in which a comment may end
+POLICY = ("fixed", "free", "product fixed")  # the words in which a comment may end
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 NAME = re.compile("[a-z][a-z0-9_]*")  # of a knob
 INTERVAL = re.compile(r"([\[(])(-?[\d.e]+), ?(-?[\d.e]+|inf)([\])])")
@@ -116,18 +117,30 @@ class Knob:
         return word if word in POLICY else ""
 
     def names_folder(self) -> bool:
-        return self.policy != "free"
+        return self.policy in ("fixed", "")
 
 
 class Config(dict):
     """Every knob and its value. typed: names that flags set, and config files after the first one.
-    base: values without what is typed. knobs: name -> Knob."""
+    base: values without what is typed. knobs: name -> Knob. scopes: globals() of the scripts, and
+    the knobs of each."""
 
-    def __init__(self, knobs: dict[str, Knob]):
-        super().__init__({name: knob.default for name, knob in knobs.items()})
-        self.knobs = knobs
+    def __init__(self, scopes: list[tuple[dict, dict[str, Knob]]]):
+        self.scopes = scopes
+        self.knobs = {
+            name: replace(knob, default=scope[name])
+            for scope, knobs in scopes
+            for name, knob in knobs.items()
+        }
+        super().__init__({name: knob.default for name, knob in self.knobs.items()})
         self.base = dict(self)
         self.typed = set()
+
+    def settle(self, **values: Any) -> None:
+        """Set knobs, here and in the globals of their scripts."""
+        self.update(values)
+        for scope, knobs in self.scopes:
+            scope.update({name: self[name] for name in values if name in knobs})
 
 
 @contextmanager
@@ -139,10 +152,7 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     value. names: a list to which arguments other than flags and config files are added; None
     refuses them."""
     argv = sys.argv[1:] if argv is None else argv
-    owned = [(scope, read_knobs(scope["__file__"])) for scope in scopes]
-    config = Config(
-        {n: replace(knob, default=scope[n]) for scope, knobs in owned for n, knob in knobs.items()}
-    )
+    config = Config([(scope, read_knobs(scope["__file__"])) for scope in scopes])
     has_file = False
     for argument in argv:
         if argument in ("-h", "--help"):
@@ -169,7 +179,7 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
         if name.endswith("_dir") and path:
             config[name] = os.path.normpath(os.path.expanduser(path))
     with ExitStack() as stack:
-        for scope, knobs in owned:
+        for scope, knobs in config.scopes:
             stack.enter_context(setting(scope, **{name: config[name] for name in knobs}))
         yield config
 
@@ -203,22 +213,21 @@ def setting(scope: dict, /, **values: Any) -> Iterator[None]:
 
 def folder_name(config: Config) -> str:
     """The out_dir of a flag; else the config's and, in the order of the knobs, what was typed,
-    changes a value and makes another run: out/mine,n_layer=2. Of a batch's two factors their
-    product counts."""
+    changes a value and makes another run: out/mine,n_layer=2."""
     if "out_dir" in config.typed:
         return config["out_dir"]
-    factors = ("batch_size", "accum_steps")
-    is_other_batch = product(config, factors) != product(config.base, factors)
+    is_other_batch = product(config, config.knobs) != product(config.base, config.knobs)
     name = config["out_dir"]
     for key, knob in config.knobs.items():
-        counts = is_other_batch if key in factors else knob.names_folder()
+        counts = is_other_batch if knob.policy == "product fixed" else knob.names_folder()
         if counts and key in config.typed and config[key] != config.base[key]:
             name += f",{key}={show(config[key])}"
     return name
 
 
-def product(values: dict, names: Collection[str]) -> int:
-    return math.prod(values[name] for name in names)
+def product(values: dict, knobs: dict[str, Knob]) -> int:
+    """The product of the `values` of those knobs whose comments say `product fixed`."""
+    return math.prod(values[name] for name in knobs if knobs[name].policy == "product fixed")
 
 
 def read_knobs(path: str | Path) -> dict[str, Knob]:

@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from plumbing.cli import printable, show
+from plumbing.cli import printable, product, show
 from plumbing.fields import shown_fields
 
 REPO = Path(__file__).resolve().parent.parent
@@ -20,8 +20,8 @@ LIVE_SECONDS = 0.25  # between two updates of the live line
 PLAN = """\
 model    {model}; {parameters:,} parameters
 data     {dataset}: {train_rows:,} sequences, {val_rows:,} to validate
-batch    {batch_size} x {accum_steps} x {world_size} = {global_batch} sequences of {block_size} \
-= {tokens:,} tokens a step
+batch    {batch_size} x {accum_steps} = {sequences:,} sequences of {block_size:,} = {tokens:,} tokens a \
+step{on_each_rank}
 steps    {max_steps:,}, {warmup_steps:,} of warmup; {optimizer}, {schedule} {peak_lr:g} to {min_lr:g}
 device   {device}, {threads} threads, deterministic {deterministic}
 dtype    {dtype} ({why[dtype]})
@@ -171,13 +171,16 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
     if changed:
         print0(f"changed  {change_words(changed)}")
     known = run.facts["config"] | run.facts["run"]
+    sequences = product(known, run.knobs)
     described = getattr(run.model, "describe", lambda: type(run.model).__name__)
     known |= {
         "model": described(),
         "parameters": sum(weight.numel() for weight in run.model.parameters()),
         "train_rows": len(run.train_data),
         "val_rows": len(run.val_data),
-        "tokens": known["global_batch"] * known["block_size"],
+        "sequences": sequences,
+        "tokens": sequences * known["block_size"],
+        "on_each_rank": share_words(sequences, known["world_size"]),
         "deterministic": show(known["deterministic"]),
         "compile": show(known["compile"]),
         "why": run.reasons,
@@ -185,6 +188,15 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
         "peak_source": peak[1],
     }
     print0(PLAN.format(**known))
+
+
+def share_words(sequences: int, ranks: int) -> str:
+    """Of a batch that several ranks share: `; 64 on each of 8 ranks`."""
+    if ranks == 1:
+        return ""
+    least, rest = divmod(sequences, ranks)
+    several = f" or {least + 1}" if rest else ""
+    return f"; {least}{several} on each of {ranks} ranks"
 
 
 def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric: str) -> None:

@@ -2,19 +2,27 @@
 
 import re
 from collections.abc import Callable
+from math import inf
 from typing import Any
+
+import torch
 
 from plumbing.cli import RunFailed
 from plumbing.ranks import is_sharded, max_over_ranks
 from plumbing.snapshot import Snapshot
 
 
-def halving_on_oom(before: Snapshot, compute: Callable[[], Any]) -> Any:
-    """Return compute(). If memory runs out on any rank, put `before` back, halve the micro-batch in
+def halving_on_oom(before: Snapshot, compute: Callable[[], Any], sequences: float = inf) -> Any:
+    """Return compute(). If memory runs out on any rank, restore `before`, halve the micro-batch in
     run.state, which compute reads, and try again. compute has no collective operation, except for
     a sharded model, which is not tried again. Raises RunFailed if a smaller micro-batch cannot
-    help."""
+    help.
+
+    sequences: that compute takes on this rank: a limit above them is no limit. One message to the
+    other ranks says what else they must agree on: a weight that only their sequences used gets a
+    gradient of zeros here, because all ranks sum the same tensors; and signals.agreed_stop."""
     run = before.run
+    weights = [] if is_sharded(run.model) else list(run.model.parameters())
     while True:
         result = None
         try:
@@ -24,15 +32,25 @@ def halving_on_oom(before: Snapshot, compute: Callable[[], Any]) -> Any:
                 raise
             if is_sharded(run.model):  # the other ranks wait in mid-pass
                 raise RunFailed("out of memory; try a smaller --batch_size or --n_embd") from error
-        if not any(max_over_ranks(result is None)):
-            return result
-        if run.state["micro_batch"] == 1:
+        has_gradient = [weight.grad is not None for weight in weights]
+        failed, most, stop, *needed = max_over_ranks(
+            result is None, sequences, run.signals.stop, *has_gradient
+        )
+        if not failed:
+            break
+        size = min(run.state["micro_batch"], most)
+        if size == 1:
             hint = "--grad_checkpoint=true, a smaller --block_size, --n_embd or --n_layer"
             raise RunFailed(f"out of memory with a single sequence in a micro-batch; try {hint}")
         result = None  # frees that of a rank that had enough memory
         run.model.zero_grad(set_to_none=True)
         before.restore()
-        run.state["micro_batch"] //= 2
+        run.state["micro_batch"] = int(size) // 2
+    run.signals.agreed_stop = int(stop)
+    for weight, is_needed in zip(weights, needed, strict=True):
+        if is_needed and weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+    return result
 
 
 def log_smaller_micro_batch(run) -> None:

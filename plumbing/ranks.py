@@ -74,6 +74,25 @@ def my_share(first: int, count: int) -> tuple[int, int]:
     return first + begin, end - begin
 
 
+def largest_share(count: int) -> int:
+    """Of `count` sequences, as many as no rank exceeds."""
+    return -(-count // world_size())
+
+
+def check_share(count: int, shard: bool, error: type[Exception]) -> None:
+    """Raises `error` if the ranks cannot share a batch of `count` sequences."""
+    size = world_size()
+    batch = f"a batch of {count} sequences (batch_size * accum_steps)"
+    if count < size:
+        failure = error(f"{batch} is too small for {size} ranks: expected one or more for each")
+    elif shard and count % size:
+        failure = error(f"{batch} does not divide by {size} ranks, as --shard=true needs it")
+    else:
+        return
+    failure.said = rank() > 0  # every rank raises it, and one prints it
+    raise failure
+
+
 def max_over_ranks(*flags: float) -> list:
     """The largest of each flag over all ranks. Uses CPU tensors: never waits for the device."""
     if world_size() == 1:
@@ -115,15 +134,8 @@ def total(tensor: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def sum_gradients(model: torch.nn.Module, numbers: dict) -> None:
     """Sum the gradients of `model`, and the scalars `numbers`, over the ranks, in place. FSDP2 has
-    summed those of a sharded model in its backward pass. A weight that only rows of other ranks
-    used gets a gradient of zeros, because all ranks must sum the same tensors."""
-    if world_size() == 1:
-        return
+    summed those of a sharded model in its backward pass."""
     weights = [] if is_sharded(model) else list(model.parameters())
-    used = max_over_ranks(*(weight.grad is not None for weight in weights))
-    for weight, anywhere in zip(weights, used, strict=True):
-        if anywhere and weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     sum_over_ranks([*gradients, *numbers.values()])
 

@@ -19,8 +19,7 @@ from plumbing.run_folder import RunFolder
 
 # Knobs that are resolved once. A resume takes the checkpoint's values, unless the command asks for
 # others.
-KEPT = ("dtype", "compile", "batch_size", "accum_steps", "warmup_steps", "decay_steps")
-SPLIT = {"batch_size", "accum_steps"}  # of the global batch, one as given with the other
+KEPT = ("dtype", "compile", "warmup_steps", "decay_steps")
 ASKS_NOTHING = {"dtype": "auto", "compile": "auto", "decay_steps": 0}
 PLACES = ("out_dir", "data_dir", "resume")  # knobs that a resume does not mention
 # What it mentions, beside the other knobs and code, if it has changed
@@ -30,12 +29,10 @@ FACTS = ("torch", "python", "device", "threads", "ranks", "micro_batch", "git_co
 # ---- what computes -------------------------------------------------------------------------------
 
 
-def identity_of(config: Config, knobs: dict, data: dict, device: torch.device) -> dict:
-    """What a checkpoint keeps as `run`: all knobs as resolved, and facts. knobs: globals of
-    train.py. data: its facts["data"]."""
-    return {name: knobs[name] for name in config.knobs} | {
+def facts_of_run(config: Config, data: dict, device: torch.device) -> dict:
+    """What a checkpoint keeps as `run`, beside the knobs. data: its facts["data"]."""
+    return {
         "written": {name: config.base[name] for name in KEPT},
-        "global_batch": product(knobs, SPLIT) * world_size(),
         "dataset": data["name"],
         "data": data["fingerprint"],
         "files": sorted([Path(path).name, digest_of(path)] for path in data.get("files", ())),
@@ -46,6 +43,12 @@ def identity_of(config: Config, knobs: dict, data: dict, device: torch.device) -
         "world_size": world_size(),
         "code": own_code(),
     }
+
+
+def identity_of(facts: dict) -> dict:
+    """What a run is: the knobs as resolved, and `run`, in which `dataset` is the one it was given
+    and `device` the model of the device. facts: those of a run, or a checkpoint."""
+    return facts["config"] | facts["run"]
 
 
 def own_code() -> dict[str, str]:
@@ -124,15 +127,11 @@ def resolve_auto_knobs(
     kept = {name: config[name] for name in KEPT}
     reasons = {}
     if saved:
-        then = saved["run"]
-        asked = {name for name in KEPT if asks_for(name, config, saved)}
-        if asked & SPLIT:
-            asked |= SPLIT
-        for name in set(KEPT) - asked:
-            kept[name] = then[name]
-            reasons[name] = "as in the run so far"
-        if then["world_size"] != world_size() and not asked & SPLIT:
-            kept |= split_global_batch(then)
+        then = identity_of(saved)
+        for name in KEPT:
+            if not asks_for(name, config, then):
+                kept[name] = then[name]
+                reasons[name] = "as in the run so far"
         refuse_ended_schedule(config, then["decay_steps"])
     if "warmup_steps" not in reasons:
         kept["warmup_steps"] = min(kept["warmup_steps"], config["max_steps"])
@@ -141,14 +140,11 @@ def resolve_auto_knobs(
     return kept, {"dtype": reason} | reasons
 
 
-def asks_for(name: str, config: Config, saved: dict) -> bool:
-    """Whether a flag, or an edited config file, asks for another value of a knob than the run in
-    checkpoint `saved` has."""
-    then = saved["run"]
-    same = [then[name]] if name in config.typed else [then["written"][name]]
-    if name in SPLIT:  # other ranks may have split it anew
-        same.append(saved["config"][name])
-    return config[name] not in (ASKS_NOTHING.get(name), *same)
+def asks_for(name: str, config: Config, then: dict) -> bool:
+    """Whether a flag, or an edited config file, asks for another value of a knob than the run has
+    whose identity is `then`."""
+    same = then[name] if name in config.typed else then["written"][name]
+    return config[name] not in (ASKS_NOTHING.get(name), same)
 
 
 def refuse_ended_schedule(config: Config, planned: int) -> None:
@@ -164,41 +160,36 @@ def refuse_ended_schedule(config: Config, planned: int) -> None:
     )
 
 
-def split_global_batch(then: dict) -> dict[str, int]:
-    """The knobs in SPLIT that keep a run's global batch with today's number of ranks."""
-    whole = then["global_batch"]
-    count = world_size()
-    rows, rest = divmod(whole, count)
-    if rest:
-        found = f"the {whole} sequences of this run's batch do not divide by {count} ranks"
-        fail(f"{found}; expected a number of ranks that divides them")
-    micro = math.gcd(rows, then["batch_size"])
-    return {"batch_size": micro, "accum_steps": rows // micro}
-
-
-def continue_from(run: Any, saved: dict) -> None:
-    """Raises BadInput if `saved` is of another run. Keeps its micro-batches if batch_size is
-    equal."""
+def refuse_another_run(run: Any, saved: dict) -> None:
+    """Raises BadInput if the checkpoint `saved` is of another run, or of one whose steps see another
+    number of sequences. Rank 0 only."""
     own = run.folder.owns(run.path)
-    then = saved["run"]
-    now = run.facts["run"]
     again = run.folder.fresh_out_dir() if own else "no --resume"
     for name, (was, new) in other_run(run, saved).items():
-        hint = f" or, to resume, --{name}={show(was)}" if name in saved["config"] else ""
-        found = f"{name} changed from {was} to {new}: this run cannot be resumed with that"
-        fail(f"{found}; write {again}{hint}")
-    now["began_from"] = then.get("began_from") if own else str(run.path.resolve())
-    if now["batch_size"] == then["batch_size"]:
-        run.state["micro_batch"] = saved["state"]["micro_batch"]
+        hint = f" or, to resume, --{name}={show(was)}" if name in run.knobs else ""
+        message = f"{name} changed from {was} to {new}: this run cannot be resumed with that"
+        fail(f"{message}; write {again}{hint}")
+    then = identity_of(saved)
+    now = run.facts["config"]
+    # a checkpoint of before 2026-11-26 says how many sequences all its ranks had
+    was = then.get("global_batch", product(then, run.knobs))
+    new = product(now, run.knobs)
+    if was != new:
+        size = math.gcd(was, now["batch_size"])
+        here = f"--out_dir={shown(run.folder.path)}"
+        fail(
+            f"the batch changed from {was} to {new} sequences: this run cannot be resumed with that; "
+            f"write {again} or, to resume, {here} --batch_size={size} --accum_steps={was // size}"
+        )
 
 
 def other_run(run: Any, saved: dict) -> dict[str, list]:
     """{name: [then, now]} of what makes `run` another one than that of the checkpoint `saved`: knobs
     whose comments say `fixed`, data, shapes of weights, the optimizers' groups."""
-    then = saved["run"]
-    now = run.facts["run"]
+    then = identity_of(saved)
+    now = identity_of(run.facts)
     names = [name for name, knob in run.knobs.items() if knob.policy == "fixed"]
-    names += ["global_batch", "data", "files"]
+    names += ["data", "files"]
     if "portable" in (then["deterministic"], now["deterministic"]):
         names.append("deterministic")
     pairs = {name: [then.get(name), now.get(name)] for name in names}
@@ -216,7 +207,8 @@ def is_finished(run: Any) -> bool:
     config = run.facts["config"]
     state = run.state
     out_of_patience = 0 < config["patience"] <= state["evals_since_best"]
-    return state["step"] >= config["max_steps"] or out_of_patience
+    is_over = state["step"] >= config["max_steps"] or out_of_patience
+    return is_over and not state["evaluation_due"]
 
 
 def close_finished(run: Any) -> None:
@@ -233,7 +225,7 @@ def close_finished(run: Any) -> None:
     longer = (
         f"to train it longer, raise {knob} with --out_dir={name}; to start again, write {again}"
     )
-    asked = {key: run.facts["run"][key] for key, each in run.knobs.items() if each.names_folder()}
+    asked = {key: config[key] for key, knob in run.knobs.items() if knob.names_folder()}
     if changed := known_changes(run.before, run.before | asked, run.knobs):
         fail(f"{name} holds a finished run; changed since: {change_words(changed)}; {longer}")
     best = best_words(config["best_metric"], state)

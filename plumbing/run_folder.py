@@ -148,7 +148,8 @@ class RunFolder(ExitStack):
         self.facts |= run.facts
         if run.path:
             self.facts["resumes"].append({"time": now(), "from": str(run.path), "step": step})
-            knobs = {name: run.facts["run"][name] for name in run.knobs}
+            identity = run.facts["config"] | run.facts["run"]
+            knobs = {name: identity[name] for name in run.knobs}
             knobs["device"] = run.facts["config"]["device"]
             self.resumed = step, changed
             self.record(step, "resume", checkpoint=run.path.name, knobs=knobs, changed=changed)
@@ -168,7 +169,7 @@ class RunFolder(ExitStack):
         self.witness = None
         self.record(step, "resume_checked", **found)
         words = console.resume_words(found, changed)
-        if not self.facts["run"]["deterministic"]:
+        if not self.facts["config"]["deterministic"]:
             words += " (deterministic mode is off)"
         print0(words)
 

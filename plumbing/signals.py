@@ -17,6 +17,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.stop = 0
+        self.agreed_stop = 0  # the largest `stop` of any rank, by their latest message in a step
         self.save = False
         self.newest_save: Callable[[], int] = lambda: 0
         self.parent = os.getppid()  # torchrun, if it started this process

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from plumbing import machine
-from plumbing.ranks import local_tensor, sum_over_ranks, world_size
+from plumbing.ranks import local_tensor, sum_over_ranks
 
 
 def mapped(function: Callable, value: Any, path: tuple = ()) -> Any:
@@ -91,16 +91,18 @@ class Snapshot:
         set_rng_state(self.rng, self.run.device)
 
     @torch.no_grad()
-    def average_or_restore_buffers(self, skipped: torch.Tensor) -> None:
-        """After a step: average the buffers over the ranks, or put them back if it was skipped,
-        without a wait for the device. skipped: a bool scalar on it."""
+    def average_or_restore_buffers(self, skipped: torch.Tensor, part: float) -> None:
+        """After a step: average the buffers over the ranks, or restore them if it was skipped,
+        without a wait for the device. skipped: a bool scalar on it. part: this rank's part of the
+        batch, its weight in the average."""
         if not self.buffers:
             return
         found = buffers_of(self.run.model)
         now = {name: found[name] for name in found if not name.endswith("_extra_state")}
         floats = {id(buffer): buffer for buffer in now.values() if buffer.is_floating_point()}
-        for buffer in sum_over_ranks([*floats.values()]):  # a shared one once
-            buffer /= world_size()
+        for buffer in floats.values():  # a shared one once
+            buffer *= part
+        sum_over_ranks([*floats.values()])
         for name, buffer in now.items():
             buffer.copy_(torch.where(skipped, self.buffers[name], buffer))
 

@@ -67,7 +67,7 @@ def rows_of_course(rows: list[dict], run: Any) -> list[dict]:
             found = []
         else:
             found.append(row)
-    now = run.facts["run"]
+    now = run.facts["config"] | run.facts["run"]
     course = [name for name, knob in run.knobs.items() if not knob.policy]
     return found if all(knobs.get(name, now[name]) == now[name] for name in course) else []
 

@@ -30,8 +30,8 @@ data_dir = ""  # folder of the data; free
 # the sizes of
 # things
 batch_size = 32  # sequences, and a comment that is so long that it cannot stand on a single line
-#   and goes on below; free
-accum_steps = 1  # of these; free
+#   and goes on below; product fixed
+accum_steps = 1  # of these; product fixed
 shift = -1  # steps back
 peak_lr = 1e-3  # at the top
 name = "none"
@@ -218,7 +218,9 @@ def test_every_knob_and_config_file_of_this_repository_is_right():
         for name, knob in read_knobs(path).items():
             assert knob.comment, f"{path.name}: {name} is not explained"
     for path in (REPO / "config").glob("*.py"):
-        assert cli.read_config_file(str(path), cli.Config(read_knobs(TRAIN)))
+        knobs = read_knobs(TRAIN)
+        defaults = {name: knob.default for name, knob in knobs.items()}
+        assert cli.read_config_file(str(path), cli.Config([(defaults, knobs)]))
 
 
 def test_an_error_of_ours_is_one_line(monkeypatch, capsys):

@@ -532,7 +532,7 @@ if run.state["micro_batch"] > 2:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 """
     flags = ("--dropout=0.1", "--eval_tokens=100")
-    done = run_train("run", *flags, before=around("sum_losses", then=small))
+    done = run_train("run", *flags, before=around("sum_losses_of_batch", then=small))
     assert events(done, "out_of_memory") == []
     enough = run_train("enough", *flags)
     assert states_equal(done.fingerprint(12), enough.fingerprint(12), "state")

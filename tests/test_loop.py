@@ -419,7 +419,7 @@ def test_run_json_says_what_ran(run_train):
     facts = done.facts
     assert facts["ended"] == "stopped by SIGTERM" and facts["end"] >= facts["start"]
     assert "--max_steps=3" in facts["command"] and facts["config"]["max_steps"] == 3
-    assert facts["config"]["decay_steps"] == 0 and facts["run"]["decay_steps"] == 3
+    assert facts["config"]["decay_steps"] == 3 and facts["config"]["device"] == "cpu"
     code = facts["run"]["code"]
     assert {"train.py", "model.py", "optim.py", "plumbing/checkpoint.py"} <= set(code)
     for name, found in code.items():
@@ -531,7 +531,7 @@ def test_a_signal_during_compilation_is_no_failed_compilation(run_train):
     assert done.facts["ended"] == "stopped by SIGINT" and not done.checkpoint(0).exists()
     assert events(done, "compile_failed") == []
     done = run_train("run", "--compile=true", before=WORKING)
-    assert done.facts["run"]["compile"] is True
+    assert done.facts["config"]["compile"] is True
     assert events(done, "resume") == []  # it had not begun
 
 
@@ -542,7 +542,7 @@ def test_a_fallback_to_eager_mode_is_logged_and_not_kept(run_train):
     assert "compile failed: error" in done.stdout
     (failed,) = events(done, "compile_failed")
     assert failed["error"].endswith("Command: g++ Output: it ended")
-    assert done.facts["run"]["compile"] is False
+    assert done.facts["config"]["compile"] is False
     done = run_train("run", *flags, before=WORKING)  # it tries again
     changes = [event["changed"]["compile"] for event in events(done, "resume")]
     assert changes == [[True, False], [False, True]]

@@ -34,7 +34,7 @@ COUNTS = [(2, ""), (2, SHARD), (1, ""), (3, ""), (4, ""), (3, SHARD)]
 def test_resume_is_bit_exact_and_a_signal_to_the_last_rank_stops_all(
     run_train, tmp_path, count, shard
 ):
-    flags = (*FLAGS, f"--batch_size={12 // count}", shard or f"--num_workers={int(count < 3)}")
+    flags = (*FLAGS, "--batch_size=12", shard or f"--num_workers={int(count < 3)}")
     straight = run_train("straight", *flags, before=ranks(count))
     stopped = run_train(
         "same", *flags, before=ranks(count, only_on(count - 1, stop_at(6))), code=143
@@ -51,7 +51,7 @@ def test_from_1_to_2_to_1_ranks_the_batches_are_the_same_and_the_losses_agree(ru
     straight = run_train("straight", *flags, before=ranks(1))
     run_train("run", *flags, before=ranks(1, stop_at(6)), code=143)
     two = run_train("run", *flags, before=ranks(2, stop_at(14)), code=143)
-    assert "4 x 1 x 2" in two.stdout or "8 sequences" in two.stdout
+    assert "8 x 1 = 8 sequences" in two.stdout and "; 4 on each of 2 ranks" in two.stdout
     done = run_train("run", *flags, before=ranks(1))
     resumes = events(done, "resume")
     assert [row["changed"]["ranks"] for row in resumes] == [[1, 2], [2, 1]]
@@ -69,7 +69,7 @@ def test_two_ranks_take_the_steps_of_one_and_draw_dropout_of_their_own(run_train
     drew = r"""os.write(1, f"DREW {run.state['step']} {torch.rand(1).item()}\n".encode())"""
     note = around("train_step", drew)
     one = run_train("one", *flags)
-    two = run_train("two", *flags, "--batch_size=4", before=ranks(2, note))
+    two = run_train("two", *flags, before=ranks(2, note))
     for key in ("loss", "grad_norm"):
         rows = [[row[key] for row in done.rows("train")] for done in (one, two)]
         assert rows[0] == pytest.approx(rows[1], rel=1e-4), key
@@ -78,14 +78,39 @@ def test_two_ranks_take_the_steps_of_one_and_draw_dropout_of_their_own(run_train
     assert len(set(re.findall(r"DREW \d (\S+)", two.stdout))) == 2 * 6
 
 
-def test_another_number_of_ranks_divides_the_batch_or_is_refused_with_the_numbers(run_train):
-    run_train("run", "--batch_size=8", before=ranks(1, stop_at(5)), code=143)
-    refused = run_train("run", "--batch_size=8", before=ranks(3), code=2)
-    assert "the 8 sequences of this run's batch do not divide by 3 ranks" in refused.stderr
-    refused = run_train("run", "--batch_size=8", "--accum_steps=3", before=ranks(2), code=2)
-    assert "global_batch changed from 8" in refused.stderr
-    used = run_train("run", "--batch_size=2", "--accum_steps=2", before=ranks(2))
-    assert "2 x 2 x 2 = 8 sequences" in used.stdout, used.stderr
+def test_one_command_is_one_batch_on_any_number_of_ranks(run_train):
+    flags = ("--batch_size=4", "--accum_steps=2", "--max_steps=8", "--log_interval=1")
+    of = {n: run_train(f"of_{n}", *flags, before=ranks(n)).rows("train") for n in (1, 2, 3)}
+    for n, rows in of.items():
+        for a, b in zip(of[1], rows, strict=True):
+            assert all(a[key] == b[key] for key in ("step", "sequences", "tokens", "lr", "epoch"))
+            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5), n
+    run_train("run", *flags, before=ranks(1, stop_at(3)), code=143)
+    three = run_train("run", *flags, "--batch_size=8", "--accum_steps=1", before=ranks(3))
+    assert "8 x 1 = 8 sequences" in three.stdout and "; 2 or 3 on each of 3 ranks" in three.stdout
+    refused = run_train("run", *flags, "--accum_steps=3", before=ranks(2), code=2).stderr
+    assert refused.count("the batch changed from 8 to 12 sequences") == 1
+    assert f"--out_dir={three.out_dir.name} --batch_size=4 --accum_steps=2" in refused
+
+
+TOO_SMALL = "train.sequences_at = lambda step: 3 if step < 4 else 1\n"
+
+
+@pytest.mark.parametrize(
+    "flags, count, source, code, message",
+    [
+        (["--batch_size=1"], 2, "", 2, "a batch of 1 sequences (batch_size * accum_steps) is too"),
+        ([SHARD, "--batch_size=3"], 2, "", 2, "of 3 sequences (batch_size * accum_steps) does not"),
+        ([], 2, TOO_SMALL, 1, "a batch of 1 sequences (batch_size * accum_steps) is too small"),
+    ],
+    ids=["one for each", "a multiple", "later"],
+)
+def test_a_batch_that_the_ranks_cannot_share_is_refused(
+    run_train, flags, count, source, code, message
+):
+    done = run_train("run", *flags, "--max_steps=8", before=ranks(count, source), code=code)
+    assert done.stderr.count(message) == 1
+    assert done.out_dir.exists() == (code == 1)
 
 
 @pytest.mark.parametrize("rows", ["16 if step >= 5 else 8", "9"], ids=["doubles", "uneven"])
@@ -141,7 +166,7 @@ SOON = "train.MAX_SKIPPED = 2\n"
 
 
 def test_a_bad_loss_on_one_rank_is_skipped_and_rolled_back_by_all(run_train):
-    flags = (*FLAGS, "--max_steps=20", "--batch_size=4")
+    flags = (*FLAGS, "--max_steps=20", "--batch_size=8")
     source = bad_batches([3, 9, 10])
     one = run_train("one", *flags, before=ranks(2, SOON + only_on(1, source)))
     assert [row["step"] for row in one.rows("event") if row["event"] == "skipped"] == [4, 10, 11]
@@ -176,9 +201,10 @@ def test_a_rank_that_is_killed_ends_the_others_with_a_message(run_train):
 def test_where_memory_runs_out_on_one_rank_all_halve_their_micro_batch(run_train):
     flags = ("--dropout=0.1", "--log_interval=1")
     full = around("forward_backward", then="if run.state['micro_batch'] > 2: raise MemoryError")
-    done = run_train("run", *flags, "--batch_size=4", before=ranks(2, only_on(1, full)))
+    # each rank takes 4 of the 8: a first halving to 4 would change nothing
+    done = run_train("run", *flags, "--batch_size=8", before=ranks(2, only_on(1, full)))
     assert [row["micro_batch"] for row in events(done, "out_of_memory")] == [2]
-    split = ("--batch_size=2", "--accum_steps=2")
+    split = ("--batch_size=2", "--accum_steps=4")
     asked = run_train("asked", *flags, *split, before=ranks(2))
     assert done.fingerprint(12)["model"] == asked.fingerprint(12)["model"]
 
@@ -194,7 +220,7 @@ LAUNCHED = [(2, "SIGTERM"), (2, "SIGKILL"), (1, "SIGINT"), (3, "SIGINT"), (4, "S
 @pytest.mark.parametrize("count, name", first(1, LAUNCHED))
 def test_torchrun_passes_a_signal_on(start_train, run_train, once, count, name):
     """But for SIGKILL, of which nobody can tell the ranks: they see that their launcher is gone."""
-    flags = (*LONG, f"--batch_size={12 // count}")
+    flags = (*LONG, "--batch_size=12")
     process = start_train("run", *flags, launcher=torchrun(count), env=ONE_THREAD)
     wait_for(lambda: re.search(r"\b5/300 ", process.log.read_text()))
     pids = children(process)
@@ -214,7 +240,7 @@ def test_torchrun_passes_a_signal_on(start_train, run_train, once, count, name):
 
 @pytest.mark.parametrize("count, steps", first(1, [(2, 12), (3, 50)]))
 def test_sharded_and_not_the_losses_agree_and_the_checkpoints_are_for_both(run_train, count, steps):
-    flags = (f"--batch_size={12 // count}", f"--max_steps={steps}")
+    flags = ("--batch_size=12", f"--max_steps={steps}")
     flags += ("--log_interval=1", "--ema_decay=0.9")
     plain = run_train("plain", *flags, before=ranks(count))
     sharded = run_train("sharded", *flags, SHARD, before=ranks(count))
@@ -222,7 +248,7 @@ def test_sharded_and_not_the_losses_agree_and_the_checkpoints_are_for_both(run_t
     run_train("mixed", *flags, SHARD, before=ranks(count, stop_at(3)), code=143)
     run_train("mixed", *flags, before=ranks(count, stop_at(6)), code=143)
     run_train("mixed", *flags, SHARD, before=ranks(count, stop_at(9)), code=143)
-    mixed = run_train("mixed", *flags, "--batch_size=12")
+    mixed = run_train("mixed", *flags)
     changed = [row["changed"]["shard"] for row in events(mixed, "resume")]
     assert changed == [[True, False], [False, True], [True, False]]
     for done in (sharded, mixed):

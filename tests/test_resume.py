@@ -39,7 +39,8 @@ def stop_and_resume(run_train, stops, *flags, before="", timeout=100):
         signalled = before + stop_at(stop)
         done = run_train("run", *FLAGS, *flags, before=signalled, timeout=timeout, code=143)
         assert done.checkpoint(stop).exists()
-        last = min(stop + 2, STEPS)  # two more, for their rows alone
+        is_due = done.facts["state"]["evaluation_due"]
+        last = stop if is_due else min(stop + 2, STEPS)  # two more, for their rows alone
         assert [row["step"] for row in done.rows("train")] == list(range(1, last + 1))
         assert done.facts["state"]["step"] == stop
     return run_train("run", *FLAGS, *flags, before=before, timeout=timeout)
@@ -65,8 +66,9 @@ def test_resume_is_bit_exact_however_often_and_the_record_has_each_row_once(run_
     assert_whole_metrics(done, whole())
     assert [row["step"] for row in events(done, "resume")] == STOPS
     assert [row["changed"] for row in events(done, "resume")] == [{} for _ in STOPS]
+    counts = [0 if n == 8 else min(2, STEPS - n) for n in STOPS]  # at 8 the evaluation was due
     assert [(row["from"], row["compared"], row["equal"]) for row in checked(done)] == [
-        (n, min(2, STEPS - n), min(2, STEPS - n)) for n in STOPS
+        (n, count, count) for n, count in zip(STOPS, counts, strict=True)
     ]
     assert [entry["step"] for entry in done.facts["resumes"]] == STOPS
 
@@ -384,16 +386,15 @@ def test_what_was_resolved_once_is_kept_unless_the_command_asks_for_another_valu
     run_train("run", *short)
     run_train("run", "--max_steps=40", "--decay_steps=600", "--warmup_steps=0")
     done = run_train("run", "--max_steps=60", "--warmup_steps=0")
-    assert done.facts["run"]["decay_steps"] == 600
+    assert done.facts["config"]["decay_steps"] == 600
     rates = [row["lr"] for row in done.rows("train")]
     straight = run_train("straight", "--max_steps=60", "--decay_steps=600", "--warmup_steps=0")
     assert rates[20:] == [row["lr"] for row in straight.rows("train")][20:]
     assert rates[:20] != [row["lr"] for row in straight.rows("train")][:20]  # control
-    split = ("--batch_size=2", "--accum_steps=4", "--dtype=bfloat16", "--warmup_steps=2")
-    run_train("kept", *split, "--max_steps=4", "--decay_steps=9")
+    typed = ("--dtype=bfloat16", "--warmup_steps=2", "--max_steps=4", "--decay_steps=9")
+    run_train("kept", *typed)
     done = run_train("kept", "--max_steps=6", "--dtype=auto", "--decay_steps=0", "--warmup_steps=2")
-    names = ("batch_size", "accum_steps", "dtype", "decay_steps")
-    assert [done.facts["run"][name] for name in names] == [8, 1, "bfloat16", 9]
+    assert [done.facts["config"][name] for name in ("dtype", "decay_steps")] == ["bfloat16", 9]
 
 
 # ---- Ctrl-C --------------------------------------------------------------------------------------
@@ -464,8 +465,9 @@ def test_the_advice_for_a_path_that_does_not_fit_is_a_command_that_works(run_tra
 
 def test_a_signal_in_the_step_of_an_early_stop_advises_nothing_wrong(run_train):
     flags = (*FLAGS, "--patience=1", "--min_delta=9")
-    done = run_train("run", *flags, before=stop_at(8), code=0)
-    assert done.facts["ended"].startswith("stopped early")
-    assert "same command again" not in done.stdout
-    done = run_train("last", *FLAGS, before=stop_at(STEPS))
-    assert done.facts["ended"] == "finished" and "same command again" not in done.stdout
+    for name, more, stop in (("run", flags, 8), ("last", FLAGS, STEPS)):
+        done = run_train(name, *more, before=stop_at(stop), code=143)  # its evaluation is due
+        assert "same command again" in done.stdout
+    for name, more, ended in (("run", flags, "stopped early"), ("last", FLAGS, "finished")):
+        done = run_train(name, *more)
+        assert done.facts["ended"].startswith(ended) and "same command again" not in done.stdout
