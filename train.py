@@ -28,7 +28,7 @@ if __name__ == "__main__":  # before the first step there is nothing to save
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,11 +44,14 @@ from plumbing import resume as resuming
 from plumbing.cli import BadInput, RunFailed, fail
 from plumbing.clock import Clock
 from plumbing.console import print0
+from plumbing.machine import flops_per_token, precise
 from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
 from plumbing.ranks import from_rank0, rank, world_size
 from plumbing.run_folder import RunFolder
 from plumbing.signals import Signals
 from plumbing.snapshot import Snapshot, evaluating, rng_state, step_optimizer
+from plumbing.start import Start, settle_knobs
+from plumbing.watch import Watch
 
 # The run, and the text it learns
 out_dir = "out/run"  # run.json, metrics.jsonl, checkpoints; typed flags are added to its name; free
@@ -175,15 +178,13 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
         run.watch.begin(run)
 
         # ---- all is checked: from here on the run writes to out_dir
-        milestones = max_steps // milestone_interval if milestone_interval else 0
-        files = keep_last + milestones + 3  # also best.pt, the newest, and the one being written
         if resume == "restart":
             from_rank0(run.folder.set_aside)
         command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
-        from_rank0(run.folder.open, run, files * checkpoint.size(run), command)
+        from_rank0(run.folder.open, run, checkpoint.bytes_to_keep(run), command)
         peak = from_rank0(machine.peak_flops, run.device, dtype)
         run.max_flops = peak[0] * world_size()
-        console.print_plan(run, peak, changes_since(run))
+        console.print_plan(run, peak, resuming.changes_since(run))
         clock.lap("start")
         return run_to_the_end(run, clock)
 
@@ -195,39 +196,13 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
     `to_train`."""
     with cli.configured(globals(), argv=argv) as config, ExitStack() as stack:
         start = settle_knobs(config, stack, to_train)
+        ranks.check_share(sequences_at(0), shard, BadInput)
         datasets = open_dataset(start.saved)
         run = build_run(config, start, datasets)
         if start.saved:
             load_checkpoint(run, start.saved)
             start.saved = None  # unmaps the file: its disk space is free once it is pruned
         yield run
-
-
-def settle_knobs(config: cli.Config, stack: ExitStack, to_train: bool) -> SimpleNamespace:
-    """Give every knob its final value, by the hardware and by the checkpoint to resume from; only
-    compile="auto" waits for the FLOPs of the model. The ranks join, and the folder is locked, in
-    the contexts of `stack`. Returns what was found: device, folder, path and content of the
-    checkpoint (None: a new run), and why the knobs that were "auto" have their values."""
-    if warmup_steps > max_steps and "warmup_steps" in config.typed:
-        fail(f"--warmup_steps={warmup_steps}: expected no more than --max_steps={max_steps}")
-    if min_lr > peak_lr:
-        fail(f"--min_lr={min_lr}: expected no more than --peak_lr={peak_lr}")
-    config.settle(out_dir=cli.folder_name(config))
-    config.settle(**machine.pin_kernels(config))  # if portable: before the first operation
-    run_device = machine.choose_device(device)
-    config.settle(deterministic=machine.set_deterministic(deterministic, run_device))
-    if audit_interval > 0 and not deterministic:
-        fail(f"--audit_interval={audit_interval}: expected deterministic mode, which is off")
-    stack.enter_context(ranks.joined(run_device, shard))
-    ranks.check_share(sequences_at(0), shard, BadInput)
-    folder = stack.enter_context(RunFolder(out_dir))
-    if to_train:
-        from_rank0(folder.lock)
-    path = from_rank0(resuming.find_checkpoint, folder, resume, to_train)
-    saved = checkpoint.load(path, verify=False) if path else None  # it is verified by now
-    values, reasons = from_rank0(resuming.resolve_auto_knobs, config, saved, run_device)
-    config.settle(**values)
-    return SimpleNamespace(device=run_device, folder=folder, path=path, saved=saved, why=reasons)
 
 
 def open_dataset(saved: dict | None) -> tuple:
@@ -253,8 +228,8 @@ def make_dataset(name: str, data_dir: str) -> tuple[str, dict]:
     return prepare(name, data_dir)
 
 
-def build_run(config: cli.Config, start: SimpleNamespace, datasets: tuple) -> Run:
-    """A run before its first step. start: see settle_knobs(). datasets: see open_dataset()."""
+def build_run(config: cli.Config, start: Start, datasets: tuple) -> Run:
+    """A run before its first step. datasets: see open_dataset()."""
     train_data, val_data, about = datasets
     seed_everything(seed)
     try:
@@ -284,7 +259,7 @@ def build_run(config: cli.Config, start: SimpleNamespace, datasets: tuple) -> Ru
         ema={name: w.detach().clone() for name, w in model.named_parameters() if ema_decay},
         state=copy.deepcopy(FRESH_STATE) | {"micro_batch": batch_size},
         knobs=config.knobs,
-        reasons={"compile": reason} | start.why,
+        reasons={"compile": reason} | start.reasons,
     )
     checkpoint.refuse_what_is_lost(run)
     run.facts["run"] = resuming.facts_of_run(config, about, start.device)
@@ -340,7 +315,7 @@ class Run:
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
     steps_here: int = 0  # that this process has taken
     reasons: dict = field(default_factory=dict)  # knob that was auto -> why it has its value
-    watch: Watch = field(default_factory=lambda: Watch())
+    watch: Watch = field(default_factory=Watch)
 
     def checkpoint(self) -> dict:
         """All that the next step depends on, and what the run is. A collective call."""
@@ -357,24 +332,6 @@ class Run:
             "rng": ranks.from_all_ranks(rng_state(self.device)),
             **self.facts,
         }
-
-
-class Watch:
-    """What main(argv, watch=...) calls on the way: another script, such as replay.py, overrides
-    what it wants to see or to add. Here they change nothing."""
-
-    def begin(self, run: Run) -> None:
-        """All is checked, and nothing is written yet."""
-
-    def step(self, run: Run, take: Callable[[], dict], inputs, targets, lr: float) -> dict:
-        """Take a step: returns what train_step returns."""
-        return take()
-
-    def due(self, run: Run, due: SimpleNamespace) -> None:
-        """May add to what is due after a step, `run.state["step"]`: see what_is_due()."""
-
-    def end(self, run: Run) -> None:
-        """The run has ended, or failed; its rows are on disk."""
 
 
 def run_to_the_end(run: Run, clock: Clock) -> int:
@@ -431,20 +388,12 @@ def begin(run: Run, table, saver) -> None:
     """Open the record. A run that begins here is evaluated and saved before its first step; rows of
     one that resumes are compared with those that the log already holds."""
     log_smaller_micro_batch(run)
-    run.folder.begin(run, changes_since(run))
+    run.folder.begin(run, resuming.changes_since(run))
     if run.path and run.folder.owns(run.path):
         return
     run.state["first_step"] = run.state["step"]
     record_evaluation(run, table)
     saver.save([checkpoint.file_name(run.state["step"]), "best.pt"], required=True)
-
-
-def changes_since(run: Run) -> dict:
-    """{name: [then, now]} of what is known to have changed since the run's checkpoint."""
-    if not run.path:
-        return {}
-    now = resuming.identity_of(run.facts) | {"micro_batch": run.state["micro_batch"]}
-    return resuming.known_changes(run.before, now, run.knobs)
 
 
 # ---- the loop ------------------------------------------------------------------------------------
@@ -991,19 +940,6 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
         run.state["tokens"] += int(row.pop("targets"))
         row.update(kind="train", tokens=run.state["tokens"], skipped=int(row["skipped"]), **common)
     return rows
-
-
-def precise(device: torch.device) -> torch.dtype:
-    """float64, which MPS does not have."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
-def flops_per_token(model: torch.nn.Module) -> float:
-    """FLOPs to train on one token, or NaN if the model does not tell them, or fails to."""
-    try:
-        return float(model.flops_per_token())
-    except Exception:  # an estimate must not end a run
-        return math.nan
 
 
 if __name__ == "__main__":

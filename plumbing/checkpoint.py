@@ -375,3 +375,12 @@ def size(run) -> int:
     """Bytes of a checkpoint: weights, two moments of each, and averages, if there are any."""
     copies = 4 if run.ema else 3
     return copies * sum(tensor.nbytes for tensor in tensors(run.model.state_dict()))
+
+
+def bytes_to_keep(run) -> int:
+    """Bytes of all checkpoints that exist at once: those kept, milestones, best.pt, the newest,
+    and the one being written."""
+    config = run.facts["config"]
+    interval = config["milestone_interval"]
+    milestones = config["max_steps"] // interval if interval else 0
+    return (config["keep_last"] + milestones + 3) * size(run)

@@ -5,6 +5,7 @@ import atexit
 import contextlib
 import ctypes
 import gc
+import math
 import os
 import platform
 import re
@@ -269,6 +270,19 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, sizes=SIZES) -> tuple[
         if 8 * seconds >= 0.03:
             break
     return max(rates)
+
+
+def precise(device: torch.device) -> torch.dtype:
+    """float64, which MPS does not have."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def flops_per_token(model: torch.nn.Module) -> float:
+    """FLOPs to train on one token, or NaN if the model does not tell them, or fails to."""
+    try:
+        return float(model.flops_per_token())
+    except Exception:  # an estimate must not end a run
+        return math.nan
 
 
 def speed_up_start_and_exit() -> None:

@@ -73,6 +73,14 @@ def known_changes(then: dict, now: dict, knobs: dict) -> dict[str, list]:
     return {name: [then[name], now[name]] for name in changed}
 
 
+def changes_since(run: Any) -> dict[str, list]:
+    """{name: [then, now]} of what is known to have changed since the checkpoint of `run`."""
+    if not run.path:
+        return {}
+    now = identity_of(run.facts) | {"micro_batch": run.state["micro_batch"]}
+    return known_changes(run.before, now, run.knobs)
+
+
 # ---- may this run continue? ----------------------------------------------------------------------
 
 
