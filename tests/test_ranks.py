@@ -93,6 +93,37 @@ def test_one_command_is_one_batch_on_any_number_of_ranks(run_train):
     assert f"--out_dir={three.out_dir.name} --batch_size=4 --accum_steps=2" in refused
 
 
+COUNTING = """
+import torch.distributed as dist
+from collections import Counter
+calls = Counter()
+def counted(name, function):
+    def call(*args, **kwargs):
+        calls[kwargs.get("op") or (args[1] if name == "all_reduce" and len(args) > 1 else name)] += 1
+        return function(*args, **kwargs)
+    return call
+for name in ("all_reduce", "all_gather_object", "broadcast", "barrier"):
+    setattr(dist, name, counted(name, getattr(dist, name)))
+"""
+PER_STEP = """
+names = " ".join(sorted(map(str, calls.elements())))
+os.write(1, f"CALLS {run.state['step']}: {names}\\n".encode())
+calls.clear()
+"""
+
+
+def test_ranks_agree_twice_in_a_quiet_step_and_sum_twice(run_train):
+    """Two messages on the CPU, about the step and after it; sums of targets, and of gradients."""
+    source = COUNTING + around("take_step", PER_STEP)
+    done = run_train(
+        "run", "--max_steps=8", "--warmup_steps=1", before=ranks(2, only_on(0, source))
+    )
+    per_step = dict(re.findall(r"CALLS (\d): (.*)", done.stdout))
+    quiet = "RedOpType.MAX RedOpType.MAX all_reduce all_reduce"
+    assert {step: per_step[step] for step in "34567"} == dict.fromkeys("34567", quiet)
+    assert per_step["2"] != quiet  # control: after the audit of the second step
+
+
 TOO_SMALL = "train.sequences_at = lambda step: 3 if step < 4 else 1\n"
 
 
