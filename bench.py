@@ -9,6 +9,9 @@ Takes train.py's flags and those below. Writes the results to bench.json in out_
 those of the parts that finished); a run that lies there is not touched. Run nothing else meanwhile.
 """
 
+import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
+
+# isort: split
 import contextlib
 import itertools
 import json
@@ -36,10 +39,10 @@ from plumbing.cli import RunFailed, configured, fail, folder_name, read_knobs, r
 from plumbing.clock import Clock
 from plumbing.console import REPO, print0
 from plumbing.files import read_json, write_json
+from plumbing.log import read_rows
 from plumbing.run_folder import RunFolder, git_state, now
 from plumbing.signals import Signals
 from plumbing.snapshot import tensors
-from reporting.record import read_metrics
 
 # The measurement
 only = "peak,ladder,profile,memory,overhead"  # parts to run, in this order; also from_nanogpt
@@ -75,7 +78,8 @@ class Job:
         return train.build_run(knobs, self.run.folder, None, None, self.device, datasets)
 
     def batch(self):
-        return data.to_device(self.run.train_data[0, train.sequences_at(0)], self.device)
+        reader = data.Reader(self.run.train_data, train.seed)
+        return data.to_device(reader[0, train.sequences_at(0)], self.device)
 
     def warmed_up(self, run):
         """The model with which train.py trains `run`, compiled or not."""
@@ -589,7 +593,7 @@ def race(script, words, seed):
     folder."""
     folder = trained(str(REPO / script), words, seed)
     facts = read_json(folder / "run.json")
-    rows, _ = read_metrics(folder / "metrics.jsonl")
+    rows, _ = read_rows(folder / "metrics.jsonl")
     last = {row["kind"]: row for row in rows}
     return {
         "process": sum(facts["seconds"].values()),

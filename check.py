@@ -28,8 +28,8 @@ if "--equal=true" in sys.argv:  # a commit that cannot even be imported: `git bi
 import bench
 import train
 from bench import print_table
-from checks.logged import RunLog, first_difference, in_words
 from checks.probes import CHECKS, NotAsked
+from checks.run_log import RunLog, first_difference, in_words
 from checks.verdicts import interval, verdict_on
 from plumbing.cli import fail, run_script
 from plumbing.console import REPO, print0

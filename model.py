@@ -330,13 +330,22 @@ class ContextEmbedding(TokenEmbedding):
 
 @torch.no_grad()  # not inference_mode: a fork may train on what it has drawn
 def generate(
-    model, tokens, max_new_tokens, block_size, vocab_size, temperature=1.0, top_k=0, generator=None
+    model,
+    tokens,
+    max_new_tokens,
+    block_size,
+    vocab_size,
+    temperature=1.0,
+    top_k=0,
+    generator=None,
+    end=-1,
 ) -> Iterator[Tensor]:
     """Continues tokens (B, T), yielding (B, 1) new ids at a time. model: any module, in eval mode,
     that returns the logits (B, T, vocab_size or more) of the last `block_size` tokens, only the
     last ones if its forward has `last_only`. temperature=0 takes the likeliest; top_k=0 samples
-    from all."""
+    from all. Stops after max_new_tokens, or when each row has drawn the id `end`."""
     options = {"last_only": True} if "last_only" in signature(model.forward).parameters else {}
+    ended = False
     for _ in range(max_new_tokens):
         logits = model(tokens[:, -block_size:], **options)[:, -1, :vocab_size].float()
         if 0 < top_k < logits.size(-1):
@@ -347,3 +356,6 @@ def generate(
             new = F.softmax(logits / temperature, dim=-1).multinomial(1, generator=generator)
         tokens = torch.cat((tokens, new), dim=1)
         yield new
+        ended = ended | (new == end)
+        if ended.all():
+            return

@@ -10,12 +10,16 @@ run names it: for a run of another script add --script=my_fork.py. For a run of 
 torchrun --standalone --nproc_per_node=2 replay.py in place of python replay.py. Exit code: 0 if all
 is equal, 1 if not."""
 
+import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
+
+# isort: split
 import importlib
 import os
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
+from operator import itemgetter
 from pathlib import Path
 from tempfile import gettempdir
 from types import ModuleType, SimpleNamespace
@@ -23,21 +27,13 @@ from typing import Any
 
 import torch
 
-from checks.logged import (
-    BEGINNING,
-    Comparison,
-    Position,
-    RunLog,
-    first_difference,
-    in_words,
-)
-from plumbing import cli, machine, ranks
-from plumbing.checkpoint import file_name
+from checks.run_log import BEGINNING, Position, RunLog, first_difference, in_words
+from plumbing import checkpoint, cli, machine, ranks
 from plumbing.cli import RunFailed, fail
 from plumbing.console import is_first_rank, print0
-from plumbing.files import clean, replacing
+from plumbing.log import Witness
 from plumbing.resume import known_changes
-from plumbing.snapshot import mapped
+from plumbing.witness import RowWatcher
 from reporting import step_page as steps
 
 data_dir = ""  # folder of the datasets; "" = where the run found its own
@@ -46,8 +42,6 @@ script = ""  # that trained the run, if not train.py
 # One step
 step = 0  # to show; with --verify=true the last one to compute, 0 = that of the run; with --against
 #  the one whose tensors are compared, 0 = where the logs part, [0, inf)
-before_rollback = 0  # show it as before the first, second ... rollback, [0, inf); 0 = as logged
-save = False  # also write the state before it: train.py --resume=PATH starts a folder from that
 
 # Many steps
 verify = False  # compute the run again, up to the first number that differs
@@ -104,30 +98,20 @@ def loop_of(run: RunLog) -> ModuleType:
 
 def show_step(run: RunLog) -> int:
     """Write the page of a step, and say whether the numbers on the way to it are computed again."""
+    require_step(step, run)
     end = run.position(step)
-    last = run.last
-    if before_rollback:
-        if before_rollback > len(run.rollbacks):
-            fail(f"--before_rollback={before_rollback}: there were {len(run.rollbacks)} rollbacks")
-        end = Position(before_rollback - 1, step)
-        last = run.rollbacks[before_rollback - 1]["at_step"]
-    require_step(step, run, last)
     again = Replay(run, end, shown=(end,))
     again.compute()
     if is_first_rank():
         lines = steps.write_step_page(run.path, step, again.verdict(), again.seen)
         print0("\n".join(lines))
-        if save:
-            path = run.path / f"replay_{step:08}.pt"
-            with replacing(path) as temporary:
-                torch.save(again.saved, temporary)
-            print0(f"the state before it: python train.py ... --resume={path} --out_dir=NEW")
     return int(again.difference() is not None)
 
 
-def require_step(number: int, run: RunLog, last: int) -> None:
-    if not max(run.first, since) < number <= last:
-        fail(f"--step={number} --since={since}: {run.path} has the steps {run.first + 1} to {last}")
+def require_step(number: int, run: RunLog) -> None:
+    if not max(run.first, since) < number <= run.last:
+        steps_of = f"{run.path} has the steps {run.first + 1} to {run.last}"
+        fail(f"--step={number} --since={since}: {steps_of}")
 
 
 # ---- all steps -----------------------------------------------------------------------------------
@@ -136,12 +120,12 @@ def require_step(number: int, run: RunLog, last: int) -> None:
 def verify_run(run: RunLog) -> int:
     """Compare the checkpoints with the log, then compute the run again, up to the first number that
     differs."""
-    faults = run.faults()
+    faults = faults_of(run)
     if faults:
         print0("\n".join(faults))
         return 1
     last = step or run.last
-    require_step(last, run, run.last)
+    require_step(last, run)
     again = Replay(run, run.position(last))
     again.compute()
     print0(again.verdict())
@@ -152,6 +136,21 @@ def verify_run(run: RunLog) -> int:
         "there\nnot covered: rows removed from the end, a missing best.pt, times, text, other events"
     )
     return 0
+
+
+def faults_of(run: RunLog) -> list[str]:
+    """In words: checkpoints that are damaged or not those that the log has. A file that is missing
+    is no fault."""
+    faults = []
+    for path in checkpoint.newest_first(run.path):
+        fault = "not what was saved: its hash is not in the log"
+        try:
+            if checkpoint.digest_of_state(checkpoint.load(path)) in run.hashes:
+                continue
+        except checkpoint.Damaged as error:
+            fault = f"damaged: {error}"
+        faults.append(f"{path} is {fault}; to go on without it: mv {path} {path}.corrupt")
+    return faults
 
 
 # ---- two runs ------------------------------------------------------------------------------------
@@ -198,9 +197,9 @@ def first_tensor(one: RunLog, other: RunLog, at: int) -> str:
 # ---- computing again -----------------------------------------------------------------------------
 
 
-class Replay:
+class Replay(RowWatcher):
     """Computes a run again with train.main() up to `end`, and compares each row with the log. It
-    is the train.Watch of that.
+    is the train.Watch of that, and watches its rows.
 
     It begins at the newest checkpoint before the steps to be looked at, which are at the Positions
     `shown`. Without any it begins as the run did, or by --since, and ends at the first difference.
@@ -211,16 +210,15 @@ class Replay:
         self.loop = loop_of(run)
         self.shown = shown
         latest = shown[0].step - 1 if shown else max(since, run.first)
-        self.start = run.start_before(end, latest) if latest else None
+        self.start = start_before(run, end, latest) if latest else None
         self.begin_at = self.start[0] if self.start else BEGINNING
         self.end_at = end
         self.stop = end  # of what is computed with the same settings
         self.is_over = False  # that
         rows = run.rows_between(self.begin_at.step, end.step)
-        self.comparison = Comparison(row for row in rows if run.position(row["step"]) <= end)
+        self.comparison = Witness(rows, run.knobs["best_metric"], whole=True)
         self.seen = {}  # of the last step that was looked at, what steps.look_at() returns
         self.traces = {}  # with --against: {step: traces of all ranks}
-        self.saved = {}  # with --save, the state before the last step
         self.here = {}  # what computes, as in run.json
 
     def difference(self) -> dict | None:
@@ -234,25 +232,21 @@ class Replay:
 
     def begin(self, run: Any) -> None:
         self.here = run.facts["run"]
-        write_rows = run.folder.write_rows
+        self.state = run.state
+        run.folder.watchers.append(self)
 
-        def compare_and_write(rows: list[dict], *more: Any) -> None:
-            for row in rows:
-                place = self.logged.position(row["step"])
-                # a row before a rollback that is still to come will be undone
-                if place <= self.end_at and place.rollbacks == run.state["rollbacks"]:
-                    self.comparison.see(clean(row))
-            write_rows(rows, *more)
-
-        run.folder.write_rows = compare_and_write
+    def see(self, row: dict, is_kept: bool) -> None:
+        """Compare a row with the log, which lacks what a rollback that is still to come will undo."""
+        place = self.logged.position(row["step"])
+        is_standing = place.rollbacks == self.state["rollbacks"]
+        if self.begin_at < place <= self.end_at and is_standing:
+            self.comparison.see(row)
 
     def step(self, run: Any, take: Callable[[], dict], inputs, targets, lr: float) -> dict:
         state = run.state
         if self.start:  # it is alone in its folder, and so train.py makes it a target of rollbacks
             state["first_step"] = self.start[2]["state"]["first_step"]
         position = Position(state["rollbacks"], state["step"] + 1)
-        if save and position == self.end_at:
-            self.saved = mapped(steps.copied, run.checkpoint())
         if position not in self.shown:
             return take()
         numbers, self.seen = steps.look_at(self.loop, take, run, inputs, targets, lr)
@@ -262,6 +256,8 @@ class Replay:
 
     def due(self, run: Any, due: SimpleNamespace) -> None:
         at = run.state["step"]
+        # a kill or a stop may have come between the last step and its evaluation
+        due.evaluation &= at < self.logged.last
         due.evaluation |= (at, "eval") in self.logged.rows
         due.save_now |= (at, "saved") in self.logged.rows
         is_enough = self.is_refuted() or self.stop == (run.state["rollbacks"], at)
@@ -289,7 +285,7 @@ class Replay:
             if is_first_rank():
                 scratch.mkdir(0o700)
                 if self.start:
-                    torch.save(self.start[2], scratch / file_name(self.begin_at.step))
+                    torch.save(self.start[2], scratch / checkpoint.file_name(self.begin_at.step))
             for settings, stop in run.stretches(self.begin_at, self.end_at):
                 self.stop = stop
                 self.is_over = False
@@ -330,6 +326,21 @@ class Replay:
         words = f"{run.path} is not what this code computes here: {in_words(difference)}"
         names = ", ".join(dict.fromkeys(changed))
         return f"{words}; known to have changed: {names or 'nothing'}"
+
+
+def start_before(run: RunLog, end: Position, latest: int) -> tuple[Position, Path, dict] | None:
+    """(Position, path, content) of the newest checkpoint before `end`, up to step `latest`, with a
+    hash that the log has. None: begin as the run did."""
+    hashes = {save.get("sha256") for save in run.saves}
+    starts = []
+    for path in checkpoint.newest_first(run.path):
+        with suppress(checkpoint.Damaged, OSError):
+            content = checkpoint.load(path)
+            position = Position(content["state"]["rollbacks"], content["state"]["step"])
+            is_before = position.step <= latest and position < end
+            if is_before and checkpoint.digest_of_state(content) in hashes:
+                starts.append((position, path, content))
+    return max(starts, key=itemgetter(0), default=None)
 
 
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # names a group of ranks in torchrun's store

@@ -13,6 +13,9 @@ records, it prints their table alone. A folder that holds no run is left out wit
 that it does not know gets a panel and a row.
 """
 
+import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
+
+# isort: split
 import itertools
 import shlex
 import sys
@@ -31,7 +34,7 @@ from reporting.panels import page, write_picture
 from reporting.record import is_running, read_run
 from reporting.records import HEADER, record_rows
 from reporting.results import best_in_words, happened, outcome, table
-from reporting.troubles import replay_of, troubles
+from reporting.troubles import is_undone, replay, troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
 html = False  # also write a page: one file that needs no network and no server
@@ -101,7 +104,7 @@ def warnings(runs):
         learned = run.info["data"].get("name")
         what = f"{learned!r} INSTEAD OF {asked!r}, which was unavailable"
         is_another = learned and learned == FALLBACK.get(asked)
-        identity = run.info["run"]
+        identity = run.info["config"] | run.info["run"]
         is_off = identity.get("deterministic") is False
         holds = {
             f"trained on {what}: its numbers say nothing about {asked!r}": is_another,
@@ -139,8 +142,8 @@ def event_rows(run):
             for key, value in event.items()
             if key not in TOLD_ELSEWHERE and value is not None
         ]
-        if name in ("skipped", "rollback"):
-            told.append(f"see `{replay_of(run, event)}`")
+        if name == "skipped" and not is_undone(run, event):
+            told.append(f"see `{replay(run, event['step'])}`")
         elif name == "resume":
             changed = event.get("changed", {})
             words = change_words(changed) or "nothing known"

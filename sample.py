@@ -10,11 +10,15 @@ Of a run's folder it takes best.pt, or the newest checkpoint if best.pt is that 
 step, before which nothing was trained; the file and its step are printed above the text. It needs
 no dataset, and takes any file of torch.save with `model`, `config`, `data` as train.py's."""
 
+import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
+
+# isort: split
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from itertools import tee
+from itertools import takewhile, tee
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +28,18 @@ from model import InvalidShape, build_model, generate
 from plumbing import checkpoint as checkpoints
 from plumbing.checkpoint import Damaged
 from plumbing.cli import configured, fail, printable, run_script
-from plumbing.data import read_file, tokenizer_of
+from plumbing.data import read_file, start_and_end, tokenizer_of
 from plumbing.files import replacing
 from plumbing.machine import choose_device, choose_dtype
-from prepare_data import decode_utf8
+from prepare_data import SEPARATOR, Cleaned, decode_utf8
 
 # Which weights of a run's folder
 checkpoint = "auto"  # auto | best | last; auto = best, or last if best.pt is of the first step
 
 # What to write
-start = ""  # the text to continue, or FILE:path of it; "" = begin after the end of a text
+start = ""  # the text to continue, or FILE:path of it; "" = begin as the texts of the dataset do
 num_samples = 1  # [1, inf); several take hardly longer than one, and their memory each
-max_new_tokens = 500  # of each sample, [1, inf)
+max_new_tokens = 500  # of each sample at most, [1, inf); of a corpus it ends with its text
 export = ""  # write the weights, averaged if they are, to this .safetensors file instead; "" = off
 
 # How to draw
@@ -128,8 +132,9 @@ def write_samples(saved: dict, title: str) -> None:
         if low and isinstance(part, torch.nn.Linear):
             part.to(dtype)  # once; autocast would do it again for each token
     block_size = saved["config"]["block_size"]
+    first, end = start_and_end(saved["data"]["meta"])
     text = read_start()
-    ids = tokenizer.encode(text) if text else [getattr(tokenizer, "end_of_text", 0)]
+    ids = encode(text, tokenizer) if text else [first]
     print(title, file=sys.stderr)
     if len(ids) > block_size:
         print(f"only the last {block_size} tokens of --start count", file=sys.stderr)
@@ -147,40 +152,61 @@ def write_samples(saved: dict, title: str) -> None:
             temperature,
             top_k,
             generator,
+            end,
         )
         shown, kept = tee(new.flatten().tolist() for new in drawn)
-        for piece in stream((ids[0] for ids in shown), tokenizer):
+        for piece in stream(takewhile(end.__ne__, (ids[0] for ids in shown)), tokenizer):
             print(printable(piece), end="", flush=True)
-    for ids in list(zip(*kept, strict=True))[1:]:
-        print(LINE + printable(text + tokenizer.decode(list(ids))), end="")
+        samples = [list(takewhile(end.__ne__, ids)) for ids in zip(*kept, strict=True)]
+    for ids in samples[1:]:
+        print(LINE + printable(text + tokenizer.decode(ids)), end="")
     print(flush=True)
-    count = num_samples * max_new_tokens
+    count = sum(map(len, samples))
     seconds = time.perf_counter() - began
     print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens/s", file=sys.stderr)
 
 
 def read_start() -> str:
-    """The text to continue; "" begins after the end of a text."""
-    if not start.startswith("FILE:"):
-        return start
-    path = os.path.expanduser(start.removeprefix("FILE:"))
-    return decode_utf8(read_file(path), path)
+    """The text to continue, cleaned as prepare_data.py cleans texts."""
+    text = start
+    if start.startswith("FILE:"):
+        path = os.path.expanduser(start.removeprefix("FILE:"))
+        text = decode_utf8(read_file(path), path)
+    return Cleaned().text(text)
+
+
+def encode(text: str, tokenizer: Any) -> list[int]:
+    """The ids of a prompt. SEPARATOR in it is the id of the end of a text, if there is one."""
+    end = getattr(tokenizer, "end_of_text", None)
+    border = rf"\n?{re.escape(SEPARATOR)}\n?"
+    documents = [text] if end is None else re.split(border, text)
+    return [i for document in documents for i in (*tokenizer.encode(document), end)][:-1]
 
 
 def export_weights(saved: dict, title: str) -> None:
     """Write the weights alone, under their own names, to `export`: of any model, not only a GPT."""
     from safetensors.torch import save
 
-    weights, averages = saved["model"], saved.get("ema") or {}
-    # by address in memory, as tied weights have one average
-    at = {weights[name].data_ptr(): averages[name] for name in averages.keys() & weights.keys()}
-    weights = {k: at.get(w.data_ptr(), w).clone().contiguous() for k, w in weights.items()}
+    weights = {
+        name: average_of(name, weight, saved).clone().contiguous()
+        for name, weight in saved["model"].items()
+    }
     try:
         with replacing(export) as temporary:
             temporary.write_bytes(save(weights, {"format": "pt"}))
     except OSError as error:
         fail(f"--export={export} cannot be written ({error.strerror})")
     print(f"{title}: {len(weights)} tensors in {export}", file=sys.stderr)
+
+
+def average_of(name: str, weight: torch.Tensor, saved: dict) -> torch.Tensor:
+    """The average of a weight, if there is one: of tied weights, which are equal in every bit, only
+    one has it."""
+    averages = saved.get("ema") or {}
+    if name in averages:
+        return averages[name]
+    tied = (other for other in averages if torch.equal(saved["model"][other], weight))
+    return averages.get(next(tied, None), weight)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from types import SimpleNamespace
 
 import numpy as np
@@ -48,10 +49,11 @@ from plumbing.machine import flops_per_token, precise
 from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
 from plumbing.ranks import from_rank0, rank, world_size
 from plumbing.run_folder import RunFolder
-from plumbing.signals import Signals
+from plumbing.signals import Signals, StoppedWaiting
 from plumbing.snapshot import Snapshot, evaluating, rng_state, step_optimizer
 from plumbing.start import Start, settle_knobs
 from plumbing.watch import Watch
+from reporting.watchers import ReportAtEnd, copy_to_wandb
 
 # The run, and the text it learns
 out_dir = "out/run"  # run.json, metrics.jsonl, checkpoints; typed flags are added to its name; free
@@ -171,6 +173,8 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
     machine.speed_up_start_and_exit()
     with build(argv, to_train=True) as run:
         last_run = run
+        if report:
+            run.folder.watchers.append(ReportAtEnd(run.folder.path))
         if run.path and resuming.is_finished(run):
             from_rank0(resuming.close_finished, run)
             return 0
@@ -182,6 +186,8 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
             from_rank0(run.folder.set_aside)
         command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
         from_rank0(run.folder.open, run, checkpoint.bytes_to_keep(run), command)
+        if wandb_log:
+            from_rank0(copy_to_wandb, run)
         peak = from_rank0(machine.peak_flops, run.device, dtype)
         run.max_flops = peak[0] * world_size()
         console.print_plan(run, peak, resuming.changes_since(run))
@@ -354,14 +360,14 @@ def run_to_the_end(run: Run, clock: Clock) -> int:
             raise
         except Exception as error:
             kind = "" if isinstance(error, RunFailed) else f"{type(error).__name__}: "
-            ending = f"failed: {kind}{error}", 1
+            ending = console.one_line(f"failed: {kind}{error}"), 1
             if str(error).startswith("DataLoader"):  # a worker; the rest is torch's advice
                 found = str(error).partition(". ")[0]
                 raise RunFailed(f"{found} (out of memory?); the same command resumes") from error
             raise
         finally:
             saver.wait()
-            run.folder.end(ending[0], clock, run.state, report)
+            run.folder.end(ending[0], clock, run.state)
             run.watch.end(run)
     stopped_at = run.folder.path / checkpoint.file_name(run.state["step"])
     if ending[1] > 128 and stopped_at.exists():  # for a notebook: undo the two steps since then
@@ -374,7 +380,8 @@ def first_pass(run: Run) -> torch.nn.Module:
     moves. Returns the model, compiled if asked, and completes the run's identity."""
 
     def read():  # a fork may draw its batches from the random state
-        return data.to_device(run.train_data[ranks.my_share(0, sequences_at(0))], run.device)
+        first_batch = data.Reader(run.train_data, seed)[ranks.my_share(0, sequences_at(0))]
+        return data.to_device(first_batch, run.device)
 
     model = compiler.warm_up(run, compile, forward_backward, read)
     run.facts["config"]["compile"] = model is not run.model
@@ -408,12 +415,18 @@ def train(run: Run, model, table, saver, clock: Clock) -> tuple[str, int]:
     while True:
         # ---- training: only this step, roll_back and log_two_more_steps change the weights --------
         if not state["evaluation_due"]:  # else a stop left the evaluation of this step to us
-            steps.append(take_step(run, model, clock))
+            try:
+                steps.append(take_step(run, model, clock))
+            except StoppedWaiting:  # before the batch was there
+                data.kill_workers()
+                run.batches = None
             table.live(state["step"])  # on a terminal
 
         # ---- what is due? every rank gets the same answer ----------------------------------------
         due = what_is_due(state, run.signals)
         run.watch.due(run, due)
+        if not run.batches:  # no step was taken: all but the save was done
+            due.evaluation = due.sample = due.milestone = False
         if not any(vars(due).values()):
             continue
 
@@ -449,7 +462,7 @@ def train(run: Run, model, table, saver, clock: Clock) -> tuple[str, int]:
                 run.signals.save = False
         clock.lap("save")
         if due.ending:
-            if due.stop and not state["evaluation_due"]:
+            if due.stop and run.batches and not state["evaluation_due"]:
                 log_two_more_steps(run, model, clock, recent)
             return due.ending
 
@@ -459,7 +472,9 @@ def take_step(run: Run, model, clock: Clock | None) -> tuple[dict, dict]:
     None takes it without the watch and without an audit."""
     state = run.state
     lr = float(lr_at(state["step"]) * state["lr_factor"])
-    inputs, targets, data_ms = next(run.batches)
+    alone = world_size() == 1  # else other ranks may be in the middle of a step
+    with run.signals.waiting(alone and clock):
+        inputs, targets, data_ms = next(run.batches)
     take = partial(train_step, model, run, inputs, targets, lr)
     if clock:
         take = partial(run.watch.step, run, take, inputs, targets, lr)
@@ -469,6 +484,8 @@ def take_step(run: Run, model, clock: Clock | None) -> tuple[dict, dict]:
         elif run.steps_here == 2 and deterministic and audit_interval >= 0:
             take = partial(audit.find_hidden_state, run, take, clock)
     numbers = take()
+    needed = {"loss", "grad_norm", "skipped", "targets"}
+    fields.check_numbers(numbers, "train_step() returned", ("model", "step"), needed)
     row = count_batch(run, targets)  # and step += 1
     return row | {"lr": lr, "data_ms": data_ms}, numbers
 
@@ -486,7 +503,7 @@ def log_two_more_steps(run: Run, model, clock: Clock, recent: list[dict]) -> Non
         if any(ranks.max_over_ranks(is_over, run.signals.orphaned())):
             break
         rows = finish_rows(run, [take_step(run, model, None)], clock)
-        run.folder.write_rows(rows, to_wandb=False)
+        run.folder.write_rows(rows, is_kept=False)
     run.state.update(saved)  # the run ends where it was saved
 
 
@@ -534,7 +551,8 @@ def load_batches(run: Run) -> Iterator:
     """The batches to come, read ahead by num_workers processes."""
     places = batches_to_come(run.state)
     timeout = 60 * ranks.HANG_MINUTES
-    return data.batches(run.train_data, places, run.device, num_workers, prefetch_factor, timeout)
+    reader = data.Reader(run.train_data, seed)
+    return data.batches(reader, places, run.device, num_workers, prefetch_factor, timeout)
 
 
 def batches_to_come(state: dict) -> Iterator[tuple[int, int]]:
@@ -574,6 +592,7 @@ class ShuffledWindows(torch.utils.data.Dataset):
             self.order.pop(epoch - 2, None)
         return self.order[epoch]
 
+    @data.draws_nothing
     def __getitem__(self, batch: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         first, count = batch
         epoch, place = np.divmod(np.arange(first, first + count), len(self))
@@ -629,12 +648,12 @@ def forward_backward(model, run: Run, inputs, targets, n_targets: torch.Tensor) 
     totals = {}
     micro_batch = run.state["micro_batch"]
     for x, y in zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True):
-        with autocast(x.device):
-            loss = model(x, y)  # 3: forward, under autocast; the mean over the targets of x
-        loss, others = loss if isinstance(loss, tuple) else (loss, {})
         n = count_targets(y)
+        y = torch.where(n > 0, y, y.new_zeros(()))  # without any: a finite loss, which counts 0
+        with autocast(x.device):
+            result = model(x, y)  # 3: forward, under autocast
+        means = fields.means_of(result, run.model)  # over the targets of x
         parts = n_targets / n  # so many of this size make the global batch; infinite if n is 0
-        means = dict(loss=loss, **others)  # two of a name are an error
         numbers = {name: torch.where(n > 0, means[name], 0) / parts for name in means}  # 4
         run.scaler.scale(numbers["loss"]).backward()  # 5: backward
         totals = {name: totals.get(name, 0.0) + numbers[name].detach() for name in numbers}
@@ -692,8 +711,9 @@ def record_evaluation(run: Run, table) -> bool:
     state = run.state
     meta = run.facts["data"]["meta"]
     numbers = evaluate(run)
-    fields.check_names(numbers, "evaluate()", ("eval",))
-    numbers = {name: n.item() if torch.is_tensor(n) else n for name, n in numbers.items()}
+    needed = {"val_loss", best_metric.removeprefix("-")}
+    fields.check_numbers(numbers, "evaluate() returned", ("eval",), needed)
+    numbers = {name: n.item() if hasattr(n, "item") else n for name, n in numbers.items()}
     is_best = count_evaluation(numbers, state)
     row = {"kind": "eval", "step": state["step"], **numbers}
     row["best_val_loss"] = state["best_val_loss"]
@@ -730,12 +750,13 @@ def sum_losses(run: Run) -> torch.Tensor:
     where = "cpu" if run.device.type == "mps" else run.device  # MPS has no float64
     totals = torch.zeros(3, dtype=torch.float64, device=where)
     size = min(run.state["micro_batch"], ranks.largest_share(sequences_at(run.state["step"])))
+    reader = data.Reader(run.val_data, seed)
     for first in range(0, len(run.val_data), size * world_size()):
         mine = first + size * rank()
         has_rows = mine < len(run.val_data)  # if not, only take part: FSDP needs every rank
         mine = mine if has_rows else first
         count = min(size, len(run.val_data) - mine)
-        inputs, targets = data.to_device(run.val_data[mine, count], run.device)
+        inputs, targets = data.to_device(reader[mine, count], run.device)
         take = partial(sum_losses_of_batch, run, inputs, targets)
         totals += halving_on_oom(before, take, count).to(where) * has_rows
         if run.signals.agreed_stop:
@@ -750,6 +771,7 @@ def sum_losses_of_batch(run: Run, inputs: torch.Tensor, targets: torch.Tensor) -
     for x, y in zip(inputs.split(size), targets.split(size), strict=True):
         with autocast(run.device):
             logits = run.model(x)
+            fields.check_logits(logits, y, run.model)
             loss = cross_entropy(logits, y, label_smoothing=0.0, reduction="sum")
         right = (logits.argmax(-1) == y).sum()
         sums.append(torch.stack([loss, right, count_targets(y)]).to(precise(run.device)))
@@ -765,9 +787,6 @@ def count_evaluation(numbers: dict, state: dict) -> bool:
     far. The evaluation after the last step counts for the latter two only if eval_interval asks for
     it: a run extended later must take the same course as one that was that long from the start."""
     name = best_metric.removeprefix("-")
-    for expected in ("val_loss", name):
-        if expected not in numbers:
-            raise RunFailed(f"evaluate() returns {', '.join(numbers)}; expected {expected}, too")
     score = -numbers[name] if best_metric.startswith("-") else numbers[name]
     is_best = score < state["best_score"]
     if is_best:
@@ -788,14 +807,15 @@ def print_sample(run: Run) -> None:
     if "tokenizer" not in meta:
         return
     try:
+        start, end = data.start_and_end(meta)
         with evaluating(run), autocast(run.device):
-            start = torch.zeros(1, 1, dtype=torch.long, device=run.device)
+            prompt = torch.full((1, 1), start, device=run.device)
             own = torch.Generator(run.device).manual_seed(1337)
             ids = generate(
-                run.model, start, 200, block_size, meta["vocab_size"], 0.8, generator=own
+                run.model, prompt, 200, block_size, meta["vocab_size"], 0.8, generator=own
             )
-            new = torch.cat(list(ids), dim=1)
-        text = data.tokenizer_of(meta).decode(new[0].cpu())
+            new = torch.cat(list(ids), dim=1)  # all 200, so that no rank waits for another
+        text = data.tokenizer_of(meta).decode(takewhile(end.__ne__, new[0].tolist()))
         print0(f"\n{text.strip()}\n")
         run.folder.record(run.state["step"], "sample", text=text)
     except Exception as error:
@@ -891,7 +911,7 @@ def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
         run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": 0})
     state.update(kept, rollbacks=kept["rollbacks"] + 1, sequences=bad["sequences"])
     from_rank0(checkpoint.remove_after, run.folder.path, state["step"])
-    run.folder.cut_rows(state["step"])
+    run.folder.log.keep_to(state["step"])
     why = {"why": trouble, "at_step": bad["step"], "next_sequence": state["sequences"]}
     if state["best_step"] > state["step"]:  # best.pt stays, and here is the record of it
         why |= {key: state[key] for key in ("best_step", "best_val_loss")}
@@ -919,7 +939,6 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     if not steps:
         return []
     log_smaller_micro_batch(run)
-    fields.check_names(steps[0][1], "train_step()", ("model", "step"))
     on_device = [number for _, named in steps for number in named.values()]
     scalars = [
         torch.as_tensor(n, dtype=precise(run.device), device=run.device).detach() for n in on_device

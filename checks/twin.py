@@ -21,9 +21,9 @@ from torch.nn.functional import cross_entropy
 import train
 from plumbing import checkpoint, cli, data
 from plumbing.cli import RunFailed
+from plumbing.log import key_of, read_rows
 from plumbing.snapshot import buffers_of, clone, rng_state, set_rng_state
-from plumbing.witness import key_of
-from reporting.record import number_of, read_metrics
+from reporting.record import number_of
 
 STEPS = 7
 MASKED = 1  # the step in which the first sequence has no targets
@@ -207,7 +207,7 @@ def eventful_run(job):
     with redirect_stdout(io.StringIO()):
         for _ in ("until the signal", "to the end"):
             train.main([f"--out_dir={folder}"], watch=watch)
-    rows = {key_of(row): row for row in read_metrics(folder / "metrics.jsonl")[0]}
+    rows = {key_of(row): row for row in read_rows(folder / "metrics.jsonl")[0]}
     for step, norm in watch.clipped_norms.items():
         rows[step + 1, "train"]["clipped_norm"] = norm
     return watch, rows, folder
@@ -250,7 +250,7 @@ class PlainLoop:
             weight.requires_grad_(needed)
         buffers = clone(buffers_of(self.model))
         count = train.sequences_at(step)
-        batch = self.watch.run.train_data[self.sequences, count]
+        batch = data.Reader(self.watch.run.train_data, train.seed)[self.sequences, count]
         inputs, targets = data.to_device(batch, self.device)
         self.sequences += count
         with masked(step, targets), not_finite(step, self.model):

@@ -1,23 +1,11 @@
-"""What train.py calls: checkpoints, ranks, devices ... Not needed to follow the loop.
+"""What train.py calls: checkpoints, ranks, devices ... Not needed to follow the loop."""
 
-Scripts import it before torch, whose import takes seconds: Ctrl-C meanwhile is one line."""
-
-import sys
+from plumbing import cli  # noqa: F401  a script imports this first: from here on cli prints errors
 
 try:
-    import fcntl  # noqa: F401  locks a run's folder; Windows has none
+    import fcntl  # noqa: F401  it locks a run's folder
 except ModuleNotFoundError:
-    print("this needs Linux or macOS; on Windows, run it in WSL2", file=sys.stderr)
-    sys.exit(2)
+    cli.fail("this needs Linux or macOS; on Windows, use WSL2")
 
-
-def print_error(kind: type, error: BaseException, traceback: object) -> None:
-    """In place of Python's own: no traceback after Ctrl-C."""
-    if not issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, traceback)
-        return
-    print("stopped by Ctrl-C", file=sys.stderr)
-    raise SystemExit(130)
-
-
-sys.excepthook = print_error
+# isort: split
+import numpy  # noqa: F401  before torch, which imports it and would swallow a Ctrl-C meanwhile

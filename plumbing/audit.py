@@ -8,6 +8,7 @@ from plumbing import machine
 from plumbing.checkpoint import restore
 from plumbing.cli import RunFailed
 from plumbing.clock import Clock
+from plumbing.fields import COMPARED
 from plumbing.ranks import checksum, from_all_ranks, local_tensor, max_over_ranks
 from plumbing.snapshot import by_path, clone, tensors
 
@@ -29,15 +30,16 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
         machine.keep_freed_memory()
     tries = []  # of each, {name: hash}
     names = []  # that differ between the first two
+    # Two equal tries prove the step. If they are not equal, a third one shows which of them was
+    # computed wrongly, and leaves the right result behind.
     for number in range(most):
         with clock.apart("audit") if number else nullcontext():
             if number:
                 restore(run, before)
             numbers = take_step()
             machine.synchronize(run.device)
-        if any(
-            max_over_ranks(run.state["micro_batch"] != micro_batch)
-        ):  # maybe because of the copy
+        # smaller micro-batches give other bits; memory ran out maybe because of the copy
+        if any(max_over_ranks(run.state["micro_batch"] != micro_batch)):
             return skipped(run, step, numbers)
         with clock.apart("audit"):
             tries.append(hashes_of(run, numbers))
@@ -96,8 +98,10 @@ def lacks_memory(run) -> bool:
 
 
 def hashes_of(run, numbers: dict) -> dict[str, int]:
-    """Of a step's numbers and of everything it changed, by name."""
+    """Of a step's numbers and of everything it changed, by name. Numbers that a fork adds may be
+    measured: what they do to the training shows in the rest."""
+    own = {name: number for name, number in numbers.items() if name in COMPARED}
     gradients = {name: w.grad for name, w in run.model.named_parameters() if w.grad is not None}
     changed = run.checkpoint()
-    result = {"numbers": numbers, "gradient": gradients, "weights": changed.pop("model"), **changed}
+    result = {"numbers": own, "gradient": gradients, "weights": changed.pop("model"), **changed}
     return {name: checksum(leaf) for name, leaf in by_path(result).items()}

@@ -1,7 +1,6 @@
 """Checkpoint files: load, verify, fall back to an older one, restore, write in the background,
 prune."""
 
-import contextlib
 import copy
 import errno
 import io
@@ -22,7 +21,7 @@ import torch
 from plumbing import ranks
 from plumbing.cli import RunFailed, fail
 from plumbing.console import print0
-from plumbing.files import fsync, replacing
+from plumbing.files import replacing
 from plumbing.fsdp import shard_like
 from plumbing.out_of_memory import out_of_memory
 from plumbing.snapshot import by_path, clone, leaves, mapped, set_rng_state, tensors
@@ -319,12 +318,12 @@ class Saver:
         self.unsaved_best = best
 
     def announce(self, checkpoint: dict, names: list[str]) -> None:
-        """Log the hash; rows reach the disk before the checkpoint."""
+        """Log the hash; rows reach the disk before the checkpoint. Raises OSError if they wait."""
         step = checkpoint["state"]["step"]
         digest = digest_of_state(checkpoint)
-        self.run.folder.record(step, "saved", sha256=digest, files=names)
-        with contextlib.suppress(OSError):
-            fsync(self.folder / "metrics.jsonl")
+        due = {"evaluation_due": True} if checkpoint["state"]["evaluation_due"] else {}
+        self.run.folder.record(step, "saved", sha256=digest, files=names, **due)
+        self.run.folder.log.sync()
 
     def write_files(self, checkpoint: dict, names: list[str]) -> None:
         folder = self.run.folder.checked_path()

@@ -74,27 +74,41 @@ def fail(message: object) -> NoReturn:
 
 
 def run_script(main: Callable[[], int | None]) -> int:
-    """Call main() and return the exit code. An error of ours is one line on stderr, any other is
-    Python's traceback; a closed pipe, as by `| head`, or a full disk is none."""
-    code = 1
+    """Call main() and return the exit code. What ends it is printed; a full disk is no error."""
+    if sys.stdout:  # None where it was closed
+        sys.stdout.reconfigure(errors="replace")  # what a terminal cannot show
     try:
         code = main() or 0
-    except KeyboardInterrupt:
-        code = 130
-        print("stopped by Ctrl-C", file=sys.stderr)
-    except BrokenPipeError:
-        code = 0
-    except (BadInput, RunFailed) as error:
-        code = error.exit_code
-        if not error.said:
-            print(f"{os.path.basename(sys.argv[0])}: {error.prefix}{error}", file=sys.stderr)
-    except Exception:  # printed here, since a rank exits without Python: machine.exit_process()
-        traceback.print_exc()
+    except (Exception, KeyboardInterrupt) as error:  # a rank exits without Python: exit_process()
+        code = print_error(error)
     try:
         print(end="", flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python complains at its exit
     return code
+
+
+def print_error(error: BaseException) -> int:
+    """Print an error of ours, or Ctrl-C, as one line on stderr, a closed pipe, as by `| head`, not
+    at all, and any other as Python's traceback. Returns the exit code."""
+    if isinstance(error, KeyboardInterrupt):
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 130
+    if isinstance(error, BrokenPipeError):
+        return 0
+    if not isinstance(error, BadInput | RunFailed):
+        traceback.print_exception(error)
+        return 1
+    if not error.said:
+        print(f"{os.path.basename(sys.argv[0])}: {error.prefix}{error}", file=sys.stderr)
+    return error.exit_code
+
+
+def end_script(kind: type, error: BaseException, trace: object) -> NoReturn:
+    raise SystemExit(print_error(error))
+
+
+sys.excepthook = end_script  # also in the imports of a script, and in one that calls train.main()
 
 
 def printable(text: str) -> str:

@@ -1,5 +1,6 @@
 """The warm-up pass, and torch.compile."""
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -7,10 +8,13 @@ import torch
 from torch import nn
 
 from plumbing.cli import RunFailed
-from plumbing.fields import check_names
+from plumbing.console import one_line
+from plumbing.fields import check_numbers
 from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
-from plumbing.ranks import world_size
+from plumbing.ranks import checksum, world_size
 from plumbing.snapshot import Snapshot, clone
+
+MANY_GRAPHS = 10  # compiled by one process, before a warning
 
 
 def warm_up(
@@ -20,23 +24,30 @@ def warm_up(
     read: Callable[[], tuple],
 ) -> nn.Module:
     """Call forward_backward on the batch that read() returns, to compile and to find a micro-batch
-    that fits. Nothing else changes. Returns the model, compiled or not.
+    that fits. Nothing else changes. Returns the model, compiled or not. Raises RunFailed for a batch
+    that is another one when it is read again.
 
     If torch.compile fails, a single process records `compile_failed` and runs eager."""
     log_smaller_micro_batch(run)  # the sizes to compare later ones with
     state = clone(run.state)
     before = Snapshot(run)
-    model = compiled(run.model) if compile else run.model
+    model = compiled(run) if compile else run.model
     inputs, targets = read()
+    if [checksum(part) for part in read()] != [checksum(inputs), checksum(targets)]:
+        raise RunFailed(
+            f"{type(run.train_data).__name__} gives another first batch when it is read again, so a "
+            "resume would not be exact; draw from random, np.random or torch, which are seeded for "
+            "each batch (without @draws_nothing), or from a generator seeded with [seed, first]"
+        )
     n_targets = torch.tensor(targets.numel(), device=run.device)
     take = partial(forward_backward, model, run, inputs, targets, n_targets)
     try:
         numbers = halving_on_oom(before, take)
-        check_names(numbers, "the model", ("model",))
+        check_numbers(numbers, "forward_backward() returned", ("model",), ("loss",))
     except Exception as error:
         if not compile or isinstance(error, RunFailed) or world_size() > 1:
             raise  # of several ranks, others may have compiled
-        reason = " ".join(str(error).split())[:200]  # its first line is not enough
+        reason = one_line(error)
         before.restore()
         model = warm_up(run, False, forward_backward, read)  # shows the eager error
         run.folder.event(run.state["step"], "compile_failed", error=reason)
@@ -46,7 +57,8 @@ def warm_up(
     return model
 
 
-def compiled(model: nn.Module) -> nn.Module:
+def compiled(run) -> nn.Module:
+    """The compiled model. Records an event when many shapes have been compiled."""
     from torch._dynamo import config as dynamo  # only here: they take most of a second
     from torch._inductor import config as inductor
 
@@ -55,4 +67,17 @@ def compiled(model: nn.Module) -> nn.Module:
     # a resumed process, which counts anew, other ones. Each time, torch says why.
     dynamo.recompile_limit = dynamo.accumulated_recompile_limit = 10**6
     torch._logging.set_logs(recompiles=True)
-    return torch.compile(model, dynamic=False)
+    reasons = []
+
+    def see(record: logging.LogRecord) -> bool:
+        reasons.append(record.getMessage().partition("- ")[2].partition("\n")[0])
+        if len(reasons) == MANY_GRAPHS - 1:
+            hint = "pad batches to a few widths, or --compile=false"
+            why = one_line(reasons[-1])
+            run.folder.event(
+                run.state["step"], "many_graphs", count=MANY_GRAPHS, why=why, hint=hint
+            )
+        return True
+
+    logging.getLogger("torch._dynamo.guards.__recompiles").filters = [see]
+    return torch.compile(run.model, dynamic=False)

@@ -1,5 +1,6 @@
 """What a run prints: its plan, lines of steps, evaluations, events, and what to type next."""
 
+import math
 import os
 import shlex
 import sys
@@ -55,6 +56,11 @@ def shown(path: str | Path) -> str:
     return min(os.path.relpath(path), str(path), key=len)
 
 
+def one_line(message: object) -> str:
+    """At most 300 characters of a text of any length, for a log."""
+    return " ".join(str(message).split())[:300]
+
+
 def duration(seconds: float) -> str:
     """Time as 0:00:46 or 12 days, 4:00:00."""
     return str(timedelta(seconds=int(seconds)))
@@ -62,6 +68,8 @@ def duration(seconds: float) -> str:
 
 def best_words(best_metric: str, state: dict) -> str:
     """What best.pt holds: `best validation loss 1.4599 at step 1,100`."""
+    if math.isinf(state["best_val_loss"]):
+        return "no validation loss yet"
     by = "best" if best_metric == "val_loss" else f"best by {best_metric}:"
     return f"{by} validation loss {state['best_val_loss']:.4f} at step {state['best_step']:,}"
 
@@ -132,6 +140,9 @@ def resume_words(found: dict, changed: dict[str, list]) -> str:
     """What the rows say of a resume. found: fields of an event `resume_checked`. changed: see
     change_words()."""
     begin = f"resumed at step {found['from']:,}"
+    if found.get("other_course"):
+        knobs = ", ".join(f"{name} {show(value)}" for name, value in found["other_course"].items())
+        return f"{begin}: {found['rows']} rows past here were computed with {knobs}: no witness"
     words = "nothing to compare with"
     if found["first_difference"]:
         words = "other numbers from step {step:,} on: {field} {then} then, {now} now"
@@ -206,15 +217,27 @@ def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric:
     spent = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
     print0(f"{sum(seconds.values()):.1f} s: {spent}")
     if ended.startswith(("stopped by", "left")):
-        print0(f"to resume from {shown(folder)}, type the same command again")
+        goal = (
+            f"to resume from {shown(folder)}" if holds_checkpoint(folder) else "nothing was saved"
+        )
+        print0(f"{goal}; type the same command again")
 
 
-def print_next(folder: Path, writes_text: bool) -> None:
-    """Print commands to paste next. writes_text: whether sample.py can load the run's model and
-    data."""
+def print_next(folder: Path, writes_text: bool, script: str = "train.py") -> None:
+    """Print commands to paste next, if a checkpoint is there. writes_text: whether the run's data is
+    text. script: that trained the run, and builds its model."""
+    if not holds_checkpoint(folder):
+        return
     if writes_text:
-        print0(f"{to_paste('sample.py', folder):<50}  # text from its best weights")
+        sample = to_paste("sample.py", folder)
+        if Path(script).name != "train.py":
+            sample += f" --script={shlex.quote(shown(script))}"
+        print0(f"{sample:<50}  # text from its best weights")
     print0(f"{to_paste('report.py', folder):<50}  # what happened, as a picture and in words")
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    return any(folder.glob("*.pt"))
 
 
 def to_paste(script: str, folder: Path) -> str:

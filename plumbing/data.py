@@ -4,8 +4,8 @@ A dataset is a folder, DATA_DIR/NAME, with train.bin and val.bin (flat token ids
 That is written last, so a folder that has it is complete. `meta` is the dict in it: vocab_size
 (data of your own, train.open_dataset, needs no more), dtype (of the ids: uint16 or uint32),
 train_tokens, val_tokens, sha256 ({file name: 64 hex digits}), and of a text: tokenizer (a key of
-TOKENIZERS) and what that has learned, val_bytes (of the validation text in UTF-8) and source (in
-words)."""
+TOKENIZERS) and what that has learned, val_bytes (of the validation text in UTF-8), source (in
+words) and start_id (the id after which a sample begins; computed where an older file lacks it)."""
 
 import atexit
 import ctypes
@@ -14,17 +14,21 @@ import json
 import math
 import multiprocessing
 import os
+import pickle
+import random
 import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 
-from plumbing.cli import BadInput
+from plumbing.cli import BadInput, RunFailed
 from plumbing.console import print0
+from plumbing.fields import expect
 from plumbing.files import digest_of
 from plumbing.signals import HANDLED
 
@@ -71,12 +75,39 @@ def verified_meta(folder: str) -> dict:
             f"a dataset is incomplete, changed or damaged ({type(error).__name__}: {error}); "
             f"delete {folder}/meta.json and type the command that made it: {made} ..."
         ) from error
+    if "tokenizer" in meta:
+        meta.setdefault("start_id", find_start_id(folder, meta))
     return meta
+
+
+def find_start_id(folder: str, meta: dict) -> int:
+    """The id after which a sample begins: that of the end of a text, else that of a newline, else
+    the first one. The training ids hold it."""
+    tokens = np.memmap(os.path.join(folder, "train.bin"), meta["dtype"], "r")
+    for i in end_and_newline(meta):
+        if i in tokens[: 2**22]:  # what comes later is no usual start
+            return i
+    return int(tokens[0])
+
+
+def end_and_newline(meta: dict) -> tuple[int, int]:
+    """(the id of the end of a text, the id of a newline); -1: none."""
+    kind = TOKENIZERS.get(meta["tokenizer"])
+    newline = getattr(kind, "newline", meta.get("chars", "").find("\n"))
+    return getattr(kind, "end_of_text", -1), newline
+
+
+def start_and_end(meta: dict) -> tuple[int, int]:
+    """(the id after which a sample begins, the id at which it ends; -1: none). In checkpoints of
+    before 2026-11-27, no start is named: it is a newline, else 0."""
+    end, newline = end_and_newline(meta)
+    start = meta.get("start_id", max(0, newline))
+    return start, end if start == end else -1
 
 
 def fingerprint(meta: dict) -> str:
     """16 hex digits that identify the tokens and their meaning, but not their source."""
-    content = {key: value for key, value in meta.items() if key != "source"}
+    content = {key: value for key, value in meta.items() if key not in ("source", "start_id")}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -121,6 +152,13 @@ def read_rows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray
     return rows.astype(np.int64) if np.issubdtype(rows.dtype, np.integer) else rows
 
 
+def draws_nothing(getitem: Callable) -> Callable:
+    """A decorator for the __getitem__ of a dataset that draws no random numbers: it saves the time
+    of seeding them."""
+    getitem.draws_nothing = True
+    return getitem
+
+
 class OrderedWindows:
     """The first `n_targets` targets of `tokens` (0 = all), rounded up to whole windows, for
     validation. `windows[first, count]` is a batch: inputs and targets, each (count, block_size), as
@@ -135,6 +173,7 @@ class OrderedWindows:
     def __len__(self) -> int:
         return self.windows
 
+    @draws_nothing
     def __getitem__(self, batch: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         first, count = batch
         first_new = np.arange(first, first + count) * self.block_size
@@ -144,6 +183,50 @@ class OrderedWindows:
         is_repeated = np.arange(self.block_size) < (first_new - starts)[:, None]
         targets[is_repeated] = -100 if np.issubdtype(targets.dtype, np.integer) else np.nan
         return rows[:, :-1].copy(), targets
+
+
+class Reader:
+    """dataset[first, count], as the loop reads it. Around a read, Python's, NumPy's and torch's random
+    numbers (those of the CPU) are seeded from (seed, first), and put back: so a dataset may draw
+    from them, and each batch still is a pure function of its place. Raises RunFailed for what is no
+    batch."""
+
+    def __init__(self, dataset: Any, seed: int):
+        self.dataset = dataset
+        self.seed = seed
+
+    def __getitem__(self, place: tuple[int, int]) -> tuple:
+        first, count = place
+        dataset = self.dataset
+        own = vars(type(dataset)).get("__getitem__")
+        with nullcontext() if hasattr(own, "draws_nothing") else drawing_from(self.seed, first):
+            batch = dataset[first, count]
+        parts = batch if isinstance(batch, tuple | list) else ()
+        sizes = [getattr(part, "shape", ())[:1] for part in parts]
+        start = f"{type(dataset).__name__}[{first}, {count}] returned"
+        expected = f"(inputs, targets), arrays or tensors of {count} rows each"
+        expect(sizes == [(count,), (count,)], start, batch, expected)
+        return batch
+
+
+@contextmanager
+def drawing_from(*seeds: int) -> Iterator[None]:
+    """A context in which all random numbers of the CPU are seeded from `seeds`. Later ones are as
+    without it."""
+    import torch
+
+    from plumbing.snapshot import rng_state, set_rng_state
+
+    cpu = torch.device("cpu")
+    before = rng_state(cpu)
+    seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        set_rng_state(before, cpu)
 
 
 def batches(
@@ -159,8 +242,10 @@ def batches(
     waits for a worker, before torch's RuntimeError; a worker that dies raises it, too."""
     import torch  # here, so that prepare_data.py, which needs none, starts at once
 
-    of_workers = {"prefetch_factor": prefetch_factor, "timeout": timeout} if num_workers else {}
+    of_workers = {}
     if num_workers:
+        of_workers = {"prefetch_factor": prefetch_factor, "timeout": timeout}
+        of_workers["collate_fn"] = hand_over
         atexit.register(kill_workers)
     loader = torch.utils.data.DataLoader(
         dataset,
@@ -174,13 +259,32 @@ def batches(
     began = time.perf_counter()
     try:
         for batch in loader:
+            if isinstance(batch, bytes):
+                batch = pickle.loads(batch)
             yield *to_device(batch, device), 1000 * (time.perf_counter() - began)
             began = time.perf_counter()
-    except (ConnectionError, EOFError) as error:
+    except RunFailed as error:  # torch adds a traceback to that of a worker
+        raise RunFailed(str(error).strip().rpartition("RunFailed: ")[2]) from error
+    except (OSError, EOFError) as error:
+        if num_workers and str(error).endswith("No space left on device"):
+            hint = "docker run --shm-size=1g, a smaller --prefetch_factor, or --num_workers=0"
+            raise RunFailed(f"workers need more space in /dev/shm ({error}); {hint}") from error
         time.sleep(1)  # torch's own error, if a worker has died, comes meanwhile, or came before
         if len(multiprocessing.active_children()) == num_workers:
             raise  # an error of the dataset
         raise RuntimeError("DataLoader worker was killed while it sent a batch") from error
+
+
+def hand_over(batch: tuple) -> list | bytes:
+    """In a worker: the batch as tensors in shared memory, or, where /dev/shm is full (it has 64 MB in
+    a Docker container), as bytes, which go through a pipe."""
+    import torch
+
+    tensors = [torch.as_tensor(part).detach() for part in batch]
+    try:
+        return [tensor.share_memory_() for tensor in tensors]
+    except RuntimeError:
+        return pickle.dumps([tensor.clone() for tensor in tensors])
 
 
 def live_as_long_as_the_run(worker: int) -> None:
@@ -243,6 +347,7 @@ class Byte:
 
     vocab_size = 256
     end_of_text = 0  # follows each document of a corpus
+    newline = ord("\n")
 
     def __init__(self, meta: dict):
         pass
@@ -259,6 +364,7 @@ class GPT2:
 
     vocab_size = 50257
     end_of_text = 50256
+    newline = 198
 
     def __init__(self, meta: dict):
         try:
@@ -282,7 +388,7 @@ class GPT2:
 # A tokenizer of your own is a class and a name here and beside prepare_data.py's --tokenizer. It is
 # built from `meta`; it needs encode, decode and vocab_size. If it learns its vocabulary, it also has
 # learn(text), whose dict goes into `meta`; end_of_text is the id that follows each document of a
-# corpus, if any; encode_batch(texts) is a faster encode.
+# corpus, and newline that of a newline, if any; encode_batch(texts) is a faster encode.
 TOKENIZERS = {"char": Char, "byte": Byte, "gpt2": GPT2}
 
 

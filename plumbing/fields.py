@@ -1,9 +1,10 @@
 """The fields of the rows of metrics.jsonl: one table, which says what writes each of them and how it
 is shown."""
 
+import math
+from collections.abc import Collection
 from dataclasses import dataclass
-
-import numpy as np
+from typing import Any
 
 from plumbing.cli import RunFailed
 
@@ -59,8 +60,8 @@ ALL_FIELDS = (  # in the order of columns and panels
 )
 # fmt: on
 FIELDS = {field.name: field for field in ALL_FIELDS}
-# What differs between two runs that compute the same
-MEASURED = [field.name for field in ALL_FIELDS if field.writer == "clock"]
+# What is equal in two runs that compute the same; the rest is measured
+COMPARED = [field.name for field in ALL_FIELDS if field.writer != "clock"]
 
 
 def shown_fields(row: dict, kind: str) -> list[Field]:
@@ -71,14 +72,52 @@ def shown_fields(row: dict, kind: str) -> list[Field]:
     return known + own
 
 
-def check_names(numbers: dict, whose: str, writers: tuple) -> None:
-    """Raises RunFailed if a number is no scalar, or has the name of a field of the rows which
-    others than `writers` write: see Field. whose: what returns the
-    numbers."""
+# ---- what the functions of a fork return ---------------------------------------------------------
+
+
+def means_of(result: Any, model: Any) -> dict:
+    """{"loss": scalar, and other scalars by name} from what `model(inputs, targets)` returned. Raises
+    RunFailed unless that is the loss, or (loss, {name: scalar})."""
+    start = f"{type(model).__name__}.forward(inputs, targets) returned"
+    loss, others = result if type(result) is tuple and len(result) == 2 else (result, {})
+    is_loss = getattr(loss, "requires_grad", False) and is_scalar(loss)
+    expected = "the mean loss, a scalar tensor with a gradient, or (loss, {name: scalar})"
+    expect(is_loss and isinstance(others, dict), start, result, expected)
+    check_numbers(others, start, writers=())
+    return {"loss": loss, **others}
+
+
+def check_logits(logits: Any, targets: Any, model: Any) -> None:
+    """Raises RunFailed unless `model(inputs)` returned logits, (*targets.shape, classes)."""
+    sizes = ", ".join(map(str, targets.shape))
+    fits = getattr(logits, "shape", [0])[:-1] == targets.shape
+    start = f"{type(model).__name__}.forward(inputs) returned"
+    expect(fits, start, logits, f"logits, a Tensor ({sizes}, classes)")
+
+
+def check_numbers(numbers: Any, start: str, writers: tuple, needed: Collection = ()) -> None:
+    """Raises RunFailed unless `numbers` is a dict of scalars that has the keys `needed`, and no
+    field of the rows which others than `writers` write: see Field. start: who returned it."""
+    has_needed = isinstance(numbers, dict) and numbers.keys() >= set(needed)
+    expect(has_needed, start, numbers, f"a dict of scalars with {', '.join(sorted(needed))}")
     for name, value in numbers.items():
         if name in FIELDS and FIELDS[name].writer not in writers:
-            raise RunFailed(f"{whose} returns a number named {name}, which rows have, too")
-        count = value.numel() if hasattr(value, "numel") else np.size(value)
-        if count != 1:
-            found = f"a {type(value).__name__} of {count} numbers"
-            raise RunFailed(f"{whose} returns {name}, {found}; expected a scalar")
+            raise RunFailed(f"{start} a number named {name}, which rows have, too")
+        expect(is_scalar(value), f"{start} {name},", value, "a scalar")
+
+
+def is_scalar(value: Any) -> bool:
+    return isinstance(value, int | float) or math.prod(getattr(value, "shape", [0])) == 1
+
+
+def expect(fits: bool, start: str, value: Any, expected: str) -> None:
+    """Raises RunFailed unless `fits`. start: who returned `value`, and as what."""
+    if fits:
+        return
+    from plumbing.snapshot import mapped  # here, since prepare_data.py needs no torch
+
+    def described(leaf: Any, path: tuple) -> str:
+        return f"{type(leaf).__name__}{tuple(getattr(leaf, 'shape', ()))}"
+
+    types = str(mapped(described, value)).replace("'", "")[:200]
+    raise RunFailed(f"{start} {types}; expected {expected}")

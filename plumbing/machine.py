@@ -106,6 +106,8 @@ def choose_compile(
         return setting, "as given"
     if device.type == "cuda":
         return steps >= STEPS_WORTH_COMPILING, f"worth it from {STEPS_WORTH_COMPILING:,} steps"
+    if math.isnan(flops):
+        return False, "the model has no flops_per_token(); --compile=true compiles it"
     is_worth_it = device.type == "cpu" and flops >= WORTH_COMPILING
     return is_worth_it, f"{flops:.1e} FLOPs; on a CPU worth it from {WORTH_COMPILING:.0e}"
 

@@ -240,4 +240,4 @@ def close_finished(run: Any) -> None:
     print0(f"{name} is finished: {step:,} steps, {best}; {longer}")
     run.folder.facts = read_json(run.folder.path / "run.json")
     if run.folder.facts.get("ended", "unknown") is None:
-        run.folder.end("finished", Clock(), state, config["report"])
+        run.folder.end("finished", Clock(), state)

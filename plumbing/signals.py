@@ -2,12 +2,16 @@
 
 import os
 import signal
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 from plumbing.console import print0
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class StoppedWaiting(BaseException):
+    """A stop came while the process waited for a batch. No Exception, which a dataset may catch."""
 
 
 class Signals:
@@ -19,6 +23,7 @@ class Signals:
         self.stop = 0
         self.agreed_stop = 0  # the largest `stop` of any rank, by their latest message in a step
         self.save = False
+        self.is_waiting = False
         self.newest_save: Callable[[], int] = lambda: 0
         self.parent = os.getppid()  # torchrun, if it started this process
         self.before = {}  # signal -> handler
@@ -33,6 +38,16 @@ class Signals:
         for number, handler in self.before.items():  # None: not Python's, which cannot restore it
             signal.signal(number, handler or signal.SIG_DFL)
 
+    @contextmanager
+    def waiting(self, raises: object) -> Iterator[None]:
+        """A context in which a stop raises StoppedWaiting at once, if `raises`: what is waited for may
+        never come."""
+        self.is_waiting = bool(raises)
+        try:
+            yield
+        finally:
+            self.is_waiting = False
+
     def handle(self, number: int, frame: object) -> None:
         if number == signal.SIGUSR1:
             self.save = True
@@ -43,6 +58,8 @@ class Signals:
             newest = f"newest checkpoint: step {self.newest_save():,}"
             with suppress(RuntimeError):  # the signal came within another print
                 print0(f"stopping after this step; Ctrl-C again stops now ({newest})")
+        if self.is_waiting:
+            raise StoppedWaiting
 
     def orphaned(self) -> bool:
         """Whether torchrun has died: its ranks run in their own sessions, and would survive it."""

@@ -1,84 +1,77 @@
-"""The log as the witness: rows that a log already holds, compared with the same rows computed
-again."""
+"""Was a resume exact? Rows that a process computes again are compared with those that the log of its
+run already holds."""
 
-import json
-from collections.abc import Iterable
 from typing import Any
 
-from plumbing.fields import MEASURED
+from plumbing import console
+from plumbing.console import print0
+from plumbing.log import Witness, course, is_past
 
-NOT_COMPARED = (*MEASURED, "files")  # a save may have been due by a signal
+
+class RowWatcher:
+    """What gets the rows of a run: see RunFolder.watchers. Here it does nothing."""
+
+    def see_earlier(self, rows: list[dict]) -> None:
+        """These rows are in the log when the process begins, up to its checkpoint."""
+
+    def see(self, row: dict, is_kept: bool) -> None:
+        """A row was logged. is_kept: false for steps that the process that resumes takes again."""
+
+    def before_end(self, step: int) -> None:
+        """The run has ended at `step`; the event `end` comes next."""
+
+    def after_end(self, ended: str) -> None:
+        """All rows are written, and so is run.json. ended: how the run ended, in words."""
 
 
-class Witness:
-    """Compares rows as they are written with those that a log already holds of the same steps. The
-    only place where rows are compared: a resume, replay.py and check.py all use it.
+class ResumeCheck(RowWatcher):
+    """Compares what a resumed run computes with the rows past its checkpoint that its log holds, and
+    records the result as an event `resume_checked`.
 
-    old_rows: dicts as json.loads reads them, of any kind that is to be compared. Of two rows of
-    one kind and step, such as two saves around a rollback, the first counts.
-    """
+    rows: of the whole log. changed: {name: [then, now]} of what is known to have changed since the
+    checkpoint."""
 
-    skips_other_data = True  # rows of one step with other `sequences`: of two sides of a rollback
+    def __init__(self, run: Any, rows: list[dict], changed: dict):
+        self.folder = run.folder
+        self.knobs = run.facts["config"]
+        self.begin = run.state["step"]
+        self.changed = changed
+        self.others = []  # of each row on another course, the knobs that make it one
+        old_rows = []
+        now = {name: self.knobs[name] for name, knob in run.knobs.items() if not knob.policy}
+        knobs = run.before
+        for row, begun, _ in course(rows):
+            knobs = begun["knobs"] if begun else knobs
+            if is_past(row, self.folder.log.kept):
+                then = {name: knobs.get(name, now[name]) for name in now}
+                if then == now:
+                    old_rows.append(row)
+                else:
+                    self.others.append(dict(sorted(then.items() - now.items())))
+        self.has_old_rows = bool(old_rows)
+        self.witness = Witness(old_rows, self.knobs["best_metric"])
 
-    def __init__(self, old_rows: Iterable[dict]):
-        # (step, kind) -> row, until it is compared
-        self.old_rows = {key_of(row): row for row in reversed([*old_rows])}
-        self.last_step = max((step for step, _ in self.old_rows), default=-1)
-        self.other_data = -1  # step of the newest train row, if its `sequences` are others
-        self.compared = 0  # rows
-        self.equal = 0
-        self.steps = 0  # train rows among `compared`
-        self.first_difference = None  # {"step", "field", "then", "now"}
+    def see(self, row: dict, is_kept: bool) -> None:
+        if row["kind"] != "event":
+            self.witness.see(row)
+            if self.witness.is_over(row["step"]):
+                self.close(row["step"])
 
-    def see(self, row: dict) -> None:
-        """Compare `row` with the old one of its step and kind, if there is one. If the train rows of
-        that step have other `sequences`, they are of other data, after a rollback, and nothing of
-        that step is compared."""
-        step = row["step"]
-        then = self.old_rows.get(key_of(row), row)
-        if row["kind"] == "train":
-            is_other = then.get("sequences") != row.get("sequences")
-            self.other_data = step if is_other and self.skips_other_data else -1
-        if then is row or step == self.other_data:
+    def before_end(self, step: int) -> None:
+        if self.witness.compared:  # else it stays unmeasured
+            self.close(step)
+
+    def close(self, step: int) -> None:
+        """Record what was compared, and print it; nothing if the old rows are of other data."""
+        self.folder.watchers.remove(self)
+        if self.has_old_rows and not self.witness.compared:
             return
-        del self.old_rows[key_of(row)]
-        self.compared += 1
-        self.steps += row["kind"] == "train"
-        for name in differing_fields(then, row):
-            found = {"step": step, "field": name, "then": then[name], "now": row[name]}
-            self.first_difference = self.first_difference or found
-            return
-        self.equal += 1
-
-    def is_over(self, step: int) -> bool:
-        """Whether the result is known, once a row of this step was seen."""
-        return bool(self.first_difference) or not self.old_rows or step > self.last_step
-
-
-def rows_of_course(rows: list[dict], run: Any) -> list[dict]:
-    """Of `rows` past the checkpoint of `run`, with the `resume` events among them, those that the
-    latest process computed, if it was on today's course: with the same values of the knobs whose
-    comments have no word."""
-    knobs = run.before
-    found = []
-    for row in rows:
-        if row["kind"] == "event":
-            knobs = row["knobs"]
-            found = []
-        else:
-            found.append(row)
-    now = run.facts["config"] | run.facts["run"]
-    course = [name for name, knob in run.knobs.items() if not knob.policy]
-    return found if all(knobs.get(name, now[name]) == now[name] for name in course) else []
-
-
-def key_of(row: dict) -> tuple[int, str]:
-    """(step, kind) of a row; an event's kind is its name."""
-    return row["step"], row.get("event", row["kind"])
-
-
-def differing_fields(then: dict, now: dict) -> list[str]:
-    """Names of the fields that both rows have and whose JSON differs: so every bit of a number
-    counts, and null equals null. Times, memory and throughput are not compared."""
-    names = [name for name in then if name in now and name not in NOT_COMPARED]
-    return [name for name in names if json.dumps(then[name]) != json.dumps(now[name])]
+        names = ("compared", "equal", "steps", "first_difference")
+        fields = {"from": self.begin} | {name: getattr(self.witness, name) for name in names}
+        if self.others and not self.has_old_rows:
+            fields |= {"other_course": self.others[-1], "rows": len(self.others)}
+        self.folder.record(step, "resume_checked", **fields)
+        message = console.resume_words(fields, self.changed)
+        if not self.knobs["deterministic"]:
+            message += " (deterministic mode is off)"
+        print0(message)

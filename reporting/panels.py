@@ -274,7 +274,7 @@ def heading(runs):
     if len(runs) > 1:
         return "Thick: validation. Thin: training, a mean over 2% of the run."
     (run,) = runs
-    identity = run.info["run"]
+    identity = run.info["config"] | run.info["run"]
     facts = [run.info["data"].get("name"), identity.get("device"), identity.get("dtype")]
     words = [*filter(None, facts), "training: a mean over 2% of the run"]
     return f"{run.name}: {results.ended(run)}\n{', '.join(words)}"

@@ -1,7 +1,6 @@
-"""The record of a run, read back: metrics.jsonl as arrays, run.json as a dict, and statistics."""
+"""The record of a run: metrics.jsonl as arrays, run.json as a dict, and statistics."""
 
 import fcntl
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,9 @@ import numpy as np
 from plumbing.cli import fail
 from plumbing.fields import FIELDS
 from plumbing.files import read_json
+from plumbing.log import read_rows, standing
 
 PARTS = ("config", "data", "run", "git", "versions", "hardware", "state")  # dicts of run.json
-# Events of a process, not of a step: nothing undoes them
-OF_PROCESS = ("resume", "resume_checked", "end")
 
 
 @dataclass
@@ -40,10 +38,10 @@ def read_run(folder: str | Path) -> Record:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         fail(f"{folder}: no metrics.jsonl in it; expected the out_dir of a run of train.py")
-    rows, unreadable = read_metrics(path)
+    rows, unreadable = read_rows(path)
     if len(rows) <= unreadable:
-        found = f"{len(rows)} rows, {unreadable} other lines"
-        fail(f"{path} is empty, damaged or not from train.py: {found}")
+        counts = f"{len(rows)} rows, {unreadable} other lines"
+        fail(f"{path} is empty, damaged or not from train.py: {counts}")
     rows = standing(rows)
     return Record(
         name=folder.resolve().name,
@@ -54,52 +52,6 @@ def read_run(folder: str | Path) -> Record:
         events=[row for row in rows if row["kind"] == "event"],
         unreadable=unreadable,
     )
-
-
-def read_metrics(path: str | Path) -> tuple[list[dict], int]:
-    """(rows, number of damaged lines) of a metrics.jsonl. Half a line at its end is neither."""
-    rows = []
-    damaged = 0
-    with open(path, "rb") as file:
-        for line in file:
-            try:
-                row = json.loads(line)
-                is_known = row["kind"] in ("train", "eval") or isinstance(row["event"], str)
-                if not isinstance(row["step"], int) or not is_known:
-                    raise ValueError("no row of train.py")
-                rows.append(row)
-            except (ValueError, TypeError, KeyError, RecursionError):
-                damaged += line.endswith(b"\n")
-    return rows, damaged
-
-
-def standing(rows: list[dict]) -> list[dict]:
-    """The rows that count, in the order of the log.
-
-    A resume at step s undoes what a killed process has logged past s. A process that ends at step s
-    may have logged rows past s, for a resume to compare with: they do not count either.
-    """
-    found = []
-    last = math.inf  # step of the last row that counts
-    for row in rows:
-        event = row.get("event")
-        if event in ("resume", "end"):
-            found = undone(found, row["step"])
-            last = row["step"] if event == "end" else math.inf
-        if row["step"] <= last or event in OF_PROCESS:
-            found.append(row)
-    return found
-
-
-def undone(rows: list[dict], step: int) -> list[dict]:
-    """`rows` without those past `step`. What led to a rollback that stands has happened: it
-    stays."""
-    start = 0
-    for i, row in enumerate(rows):
-        if row.get("event") == "rollback" and row["step"] <= step:
-            start = i
-    later = [row for row in rows[start:] if row["step"] <= step or row.get("event") in OF_PROCESS]
-    return rows[:start] + later
 
 
 def columns(rows: list[dict], kind: str) -> dict[str, np.ndarray]:

@@ -61,7 +61,7 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
     return numbers, seen
 
 
-def copied(leaf, path: tuple = ()):
+def copied(leaf):
     """A copy on the CPU of a tensor, whole if it is sharded; any other value as it is."""
     if not isinstance(leaf, torch.Tensor):
         return leaf

@@ -40,15 +40,10 @@ def troubles(run):
 # ---- the command that shows a step ---------------------------------------------------------------
 
 
-def replay_of(run, event):
-    """Of the step of a skipped update or a rollback, as it was before a later rollback undid it."""
-    step = event.get("at_step", event["step"])
-    since = run.events[run.events.index(event) :]
-    later = [each["step"] for each in since if each["event"] == "rollback"]
-    command = replay(run, step)
-    if min(later, default=step) < step:
-        command += f" --before_rollback={1 + len(happened(run, 'rollback')) - len(later)}"
-    return command
+def is_undone(run, event):
+    """Whether a later rollback has undone the step of an event: then replay.py cannot show it."""
+    later = run.events[run.events.index(event) :]
+    return any(row["event"] == "rollback" and row["step"] < event["step"] for row in later)
 
 
 def replay(run, step):

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.console import print0
+from plumbing.witness import RowWatcher
 
 WANDB_SECONDS = 30.0  # longest wait for Weights & Biases at the start, and at the end
 
 
-class Wandb:
+class Wandb(RowWatcher):
     """Sends rows to Weights & Biases. Its step can only grow, so it is `sequences`, which a
     rollback does not reset. A killed wandb loses rows, so every session sends all that the server
     lacks."""
@@ -21,18 +22,24 @@ class Wandb:
         with self.giving_up():
             self.run = start_wandb(folder, config, run_id)
 
-    def send(self, row: dict) -> None:
+    def see_earlier(self, rows: list[dict]) -> None:
+        for row in rows:
+            self.see(row, is_kept=True)
+
+    def see(self, row: dict, is_kept: bool) -> None:
+        if not self.run or row["kind"] == "event" or not is_kept:
+            return
         self.sequences = row.get("sequences", self.sequences)
-        if not self.run or row["kind"] == "event" or self.sequences < self.run.starting_step:
+        if self.sequences < self.run.starting_step:
             return
         values = {key: row[key] for key in row if key != "kind"}
         with self.giving_up():
             self.run.log(values, step=self.sequences)
 
-    def finish(self, exit_code: int) -> None:
+    def after_end(self, ended: str) -> None:
         if self.run:
             with self.giving_up():
-                self.run.finish(exit_code=exit_code)
+                self.run.finish(exit_code=int(ended.startswith("failed")))
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:

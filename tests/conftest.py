@@ -135,7 +135,7 @@ def make_dataset(folder, name, text, tokenizer="char"):
     from prepare_data import prepare
 
     (folder / f"{name}.txt").write_text(text)
-    prepare(name, folder, str(folder / f"{name}.txt"), tokenizer, print0=lambda *words: None)
+    prepare(name, folder, str(folder / f"{name}.txt"), tokenizer)
     return folder
 
 

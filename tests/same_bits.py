@@ -94,7 +94,7 @@ def main(other, *names):
         folder = Path(folder)
         text = folder / "small.txt"
         text.write_text((REPO / "train.py").read_text(encoding="utf-8")[:9000])
-        prepare("small", folder, str(text), "char", print0=lambda *words: None)
+        prepare("small", folder, str(text), "char")
         for number, (name, (ranks, flags)) in enumerate(CONFIGURATIONS.items()):
             if names and name not in names:
                 continue

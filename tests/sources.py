@@ -60,6 +60,21 @@ def bad_batches(indices, how="loss * float('nan')"):
     return around("forward_backward", then=f"if {is_bad}:\n    {change}")
 
 
+# Source of a fork whose model, train_step() and evaluate() log milliseconds.
+MEASURED = (
+    """
+def take_time(model):
+    def forward(inputs, targets=None, inner=model.forward):
+        ms = {"model_ms": torch.tensor(time.time() % 1000)}
+        return inner(inputs) if targets is None else (inner(inputs, targets), ms)
+    model.forward = forward
+"""
+    + around("build_model", then="take_time(result)")
+    + around("train_step", then="result['step_ms_of_mine'] = time.time() % 1000")
+    + around("evaluate", then="result['eval_ms'] = time.time() % 1000")
+)
+
+
 def ranks(count, code=""):
     """Source for run_train's `before`: `count` ranks; each runs `code`, knowing its `rank`."""
     return f"""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import digest, events, first
 from helpers import batch, moving_run
-from sources import around, only_on, ranks
+from sources import MEASURED, around, only_on, ranks
 
 import train
 from plumbing import audit
@@ -142,7 +142,7 @@ train.configure_optimizers = lambda model, name, lr, *rest: [Own(model.parameter
         "forward_backward",
         then="""
         means.append(0.9 * means[-1] + 0.1 * result["loss"].detach())
-        result["smooth"] = means[-1]
+        result["loss"] = means[-1]
         """,
     ),
 }
@@ -156,10 +156,13 @@ def test_state_that_no_checkpoint_holds_ends_the_run_at_its_second_step(run_trai
     run_train("without", "--audit_interval=-1", before=before)
 
 
-def test_a_counter_that_only_prints_ends_no_run(run_train, once):
-    """What changes no result is no state of the training."""
-    counter = HIDDEN["a counter of a module"].replace("1e-3 *", "0.0 *")
-    assert run_train("run", before=counter).fingerprint(STEPS) == once().fingerprint(STEPS)
+NO_STATE = [HIDDEN["a counter of a module"].replace("1e-3 *", "0.0 *"), MEASURED]
+
+
+@pytest.mark.parametrize("before", NO_STATE, ids=["a counter that only prints", "milliseconds"])
+def test_what_changes_no_result_is_no_state_of_the_training(run_train, once, before):
+    done = run_train("run", AUDIT, before=before)
+    assert done.fingerprint(STEPS) == once().fingerprint(STEPS) and not events(done, "audit")
 
 
 def test_the_second_step_changes_no_bit_and_no_figure(run_train, plain):

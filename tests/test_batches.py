@@ -241,3 +241,30 @@ def test_an_error_of_the_dataset_keeps_its_type_and_its_line(batches_of, num_wor
     assert "of the dataset" in str(error.value)
     if num_workers:
         assert 'raise KeyError("of the dataset")' in str(error.value)
+
+
+SHARE = """
+import numpy as np, sys, torch
+from plumbing.data import Reader, batches
+class Big:  # 1 MB a batch
+    def __getitem__(self, place):
+        return np.full((place[1], 8192), place[0]), np.zeros((place[1], 8192))
+places = [(first, 8) for first in range(0, 400, 8)]
+read = batches(Reader(Big(), 1), iter(places), torch.device("cpu"), 2, 32)
+assert [x[0, 0].item() for x, _, _ in read] == list(range(0, 400, 8))
+print("all there")
+"""
+
+
+@pytest.mark.parametrize("size, found", [("8m", "all there"), ("0", "more space in /dev/shm")])
+def test_batches_come_where_dev_shm_is_small(size, found):
+    """As in a Docker container. Where not even a semaphore fits, one line says what to do."""
+    full = "head -c 1G /dev/zero > /dev/shm/full 2>/dev/null; " if size == "0" else ""
+    mount = f"mount -t tmpfs -o size={size.replace('0', '1m')} tmpfs /dev/shm && {full}exec "
+    shell = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c"]
+    if subprocess.run([*shell, mount + "true"], check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    command = [*shell, mount + '"$0" "$@"', sys.executable, "-c", SHARE]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=100)
+    assert found in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr

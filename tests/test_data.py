@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import http.server
 import json
+import lzma
 import os
 import random
 import re
@@ -24,7 +25,7 @@ from plumbing import data
 from plumbing.cli import setting
 from plumbing.data import TOKENIZERS as OF_NAME
 from plumbing.data import DataError, Offline, fingerprint, tokenizer_of
-from prepare_data import parts, prepare, read_chunks
+from prepare_data import Cleaned, parts, prepare, read_chunks
 from sample import stream
 
 SCRIPT = Path(prepare_data.__file__)
@@ -140,6 +141,7 @@ def test_a_vocabulary_past_65536_is_stored_in_32_bits(tmp_path):
     assert prepare("wide", tmp_path) == (folder, meta)
     with pytest.raises(DataError, match=r"the vocabulary lacks 'Z' '~' '\\udc80'"):
         encode("ZZ~\udc80~", meta)
+    assert meta["start_id"] == 0  # no newline: the first of the text
 
 
 def test_pydoc_and_formula_need_no_network(tmp_path):
@@ -190,9 +192,7 @@ def test_a_dataset_is_never_overwritten_by_another(tmp_path, text_file):
     "content, words",
     [
         (b"", ["too short: 0 tokens to train on", "more text"]),
-        (b"some text\0more", ["byte 0x00 at offset 9 (binary)", "leave it out"]),
-        (b"Ein K\xe4se", ["is not UTF-8 text: byte 0xe4 at offset 5", "iconv -f latin1"]),
-        (TEXT.encode("UTF-16"), ["byte 0xff at offset 0", "(or UTF-16)"]),
+        (b"Ein K\xe4se", ["is not UTF-8 text: byte 0xe4 at offset 5"]),
         (b"abcdefghij", ["too short: 9 tokens to train on, 1 to validate", "more text"]),
     ],
 )
@@ -202,10 +202,66 @@ def test_a_text_that_cannot_be_used_is_refused(tmp_path, content, words):
     assert all(word in err for word in words), err
 
 
+ROWS = [{"id": i, "content": f"{i} {TEXT}"} for i in range(200)]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+PLAIN = TEXT.replace("🐴", "")
+ODD_FILES = [
+    ("nul.txt", TEXT.encode() + b"\0\0" + TEXT.encode()),
+    ("latin.txt", PLAIN.encode("latin1")),
+    ("windows.txt", TEXT.encode("UTF-16")),
+    ("bare.txt", PLAIN.encode("UTF-16-LE")),
+    ("a text.txt.xz", lzma.compress(TEXT.encode())),
+    ("misnamed.txt", gzip.compress(TEXT.encode())),
+    ("array.json", json.dumps([*ROWS, TEXT]).encode()),
+    ("lines.json", LINES),
+    ("some.jsonl", b"{oops\n" + LINES),
+]
+
+
+@pytest.mark.parametrize("name, content", ODD_FILES)
+def test_what_is_printed_for_an_odd_file_leads_to_a_dataset(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    flags = {"input": name, "tokenizer": "byte"}
+    while (done := run(tmp_path, "x", *(f"--{k}={flags[k]}" for k in flags))).returncode:
+        command = re.search("type: (.+); then", done.stderr) or ["", "true"]
+        subprocess.run(command[1], shell=True, cwd=tmp_path, check=True)
+        now = flags | dict(re.findall(r"--(\w+)='?([\w.]+(?: text.txt)?)", done.stderr))
+        assert now != flags or command[1] != "true", done.stderr
+        flags = now
+    meta = data.verified_meta(tmp_path / "data/x")
+    text = decode(ids(tmp_path / "data/x", "train"), meta)
+    assert "Käse" in text and "{" not in text
+
+
+BEGINNINGS = {
+    b"PAR1": "load('parquet', data_files='x'",
+    b"\xff\xff\xff\xff\0\1": "load('arrow'",
+    b"\x28\xb5\x2f\xfd": "zstd -d 'x'",
+    b"PK\3\4" + bytes(26) + b"[Content_Types].xml": "pandoc",
+    b"PK\3\4" + bytes(26) + b"a.txt": "unzip",
+    b"%PDF-1.7": "pdftotext",
+    b"\x89PNG\0\0\1": "binary",
+}
+
+
+def test_a_binary_file_is_named_and_a_folder_gets_the_glob_without_it(tmp_path):
+    for i in range(40):
+        write(tmp_path / "web" / f"{i}.md", f"{i}\n{TEXT}".encode())
+    for content, words in BEGINNINGS.items():
+        assert words in prepare_data.advice_on("x", content)
+        write(tmp_path / "web" / "x.bin", content)
+        with pytest.raises(
+            DataError, match="x.bin is not plain text: .* to leave it out: "
+        ) as error:
+            make(tmp_path / "made", tmp_path / "web")
+    (pattern,) = re.findall(r"--input='(\S+/\*\*/\*.md)'$", str(error.value))
+    make(tmp_path / "made", pattern)
+
+
 def test_a_byte_order_mark_is_removed_and_crlf_is_one_newline_and_that_is_said(tmp_path):
     (tmp_path / "esel.txt").write_bytes(("\ufeff" + TEXT.replace("\n", "\r\n")).encode())
     done = run(tmp_path, "esel", "--input=esel.txt")
-    assert "removed 1 byte order marks" in done.stdout
+    assert "1 byte order marks were removed" in done.stdout
     assert "40 line ends were CRLF and are newlines now" in done.stdout
     folder = tmp_path / "data/esel"
     meta = data.verified_meta(folder)
@@ -416,13 +472,9 @@ def write_lines(path, texts, field="text"):
     write(path, gzip.compress(lines) if path.suffix == ".gz" else lines)
 
 
-def quiet(*words):
-    pass
-
-
-def make(folder, source, tokenizer="byte", print0=quiet, **how):
+def make(folder, source, tokenizer="byte", **how):
     with setting(vars(prepare_data), **how):
-        return prepare(folder.name, folder.parent, str(source), tokenizer, print0)
+        return prepare(folder.name, folder.parent, str(source), tokenizer)
 
 
 def documents_of(folder, split):
@@ -443,10 +495,11 @@ def all_of(folder):
 
 
 @pytest.mark.parametrize("tokenizer", BOTH)
-def test_each_document_is_there_once_with_its_end_of_text(tmp_path, corpus, texts, tokenizer):
-    said = []
+def test_each_document_is_there_once_with_its_end_of_text(
+    tmp_path, corpus, texts, tokenizer, capsys
+):
     folder = tmp_path / "made"
-    _, meta = make(folder, corpus, tokenizer, print0=said.append, **MANY)
+    _, meta = make(folder, corpus, tokenizer, **MANY)
     made = {split: documents_of(folder, split) for split in ("train", "val")}
     for part in made.values():
         assert part == [text for text in texts if text in set(part)]
@@ -455,7 +508,8 @@ def test_each_document_is_there_once_with_its_end_of_text(tmp_path, corpus, text
     assert meta["val_bytes"] == sum(len(text.encode()) for text in made["val"])
     assert meta["vocab_size"] == {"byte": 256, "gpt2": 50257}[tokenizer]
     assert prepare("made", tmp_path) == (str(folder), meta)
-    assert f"{meta['train_tokens']:,} tokens to train on" in said[0]
+    assert f"{meta['train_tokens']:,} tokens to train on" in capsys.readouterr().out
+    assert meta["start_id"] == OF_NAME[tokenizer].end_of_text
 
 
 def test_the_same_command_writes_the_same_bytes(tmp_path, corpus, monkeypatch):
@@ -493,7 +547,7 @@ def test_a_long_text_is_cut_at_line_ends_and_loses_nothing(tmp_path, monkeypatch
 
     def parts_of(raw):
         (tmp_path / "long.txt").write_bytes(raw)
-        return list(parts(read_chunks(str(tmp_path / "long.txt"))))
+        return list(parts(read_chunks(str(tmp_path / "long.txt")), Cleaned()))
 
     lines, spaces = pydoc_text()[:120_000], pydoc_text()[:120_000].replace("\n", " ")
     bare = "käse漢🐴" * 9_000  # no line ends, and characters of 1 to 4 bytes
@@ -538,12 +592,11 @@ prepare_data.prepare("made", sys.argv[1], sys.argv[2], "byte")
     assert tree(folder) == tree(tmp_path / "whole" / "made")
 
 
-def test_a_corpus_that_is_there_is_checked_and_left_as_it_is(tmp_path, corpus):
-    said = []
+def test_a_corpus_that_is_there_is_checked_and_left_as_it_is(tmp_path, corpus, capsys):
     first = make(tmp_path / "made", corpus, **MANY)
     before = tree(tmp_path / "made")
-    assert make(tmp_path / "made", corpus, print0=said.append, **MANY) == first
-    assert "is there already, byte tokens of corpus, 83 files" in said[0]
+    assert make(tmp_path / "made", corpus, **MANY) == first
+    assert "is there already, byte tokens of corpus, 83 files" in capsys.readouterr().out
     with pytest.raises(DataError, match="another dataset: .* 0.1.*, not .* 0.2.*; choose"):
         make(tmp_path / "made", corpus, val_fraction=0.2)
     (corpus / "c120.txt").write_bytes(b"shorter")
@@ -559,11 +612,58 @@ def test_a_small_corpus_has_validation_text_too(tmp_path, texts):
     flags, data = ("--input=books", "--tokenizer=byte"), tmp_path / "data"
     done = run(tmp_path, "made", *flags)
     assert done.returncode == 0, done.stderr
-    (fraction,) = re.findall("=0.0005 does not fit this text; (.+) is used instead", done.stdout)
+    (fraction,) = re.findall("--val_fraction=(.+) is held out", done.stdout)
     val = documents_of(data / "made", "val")
     assert 1 <= len(val) <= 4 and all_of(data / "made") == sorted(t * 20 for t in texts[:40])
-    again = run(tmp_path, "again", *flags, f"--val_fraction={fraction}")
-    assert documents_of(data / "again", "val") == val and "instead" not in again.stdout
+    for i in range(40, 100):  # with the flag that was printed, none of them moves
+        write(tmp_path / "books" / f"{i}.txt", texts[i].encode() * 20)
+        if i in (40, 60, 99):
+            run(tmp_path, f"with{i}", *flags, f"--val_fraction={fraction}")
+            sides = [set(documents_of(data / f"with{i}", split)) for split in ("train", "val")]
+            assert set(val) <= sides[1] and not sides[1] - set(val) & {t * 20 for t in texts[:40]}
+
+
+@pytest.mark.parametrize("chunk", [7, 1_000_000])
+@pytest.mark.parametrize("around", ["\n", "\r\n", "", "\n<|endoftext|>\n"])
+def test_separators_in_a_text_are_borders_of_documents(tmp_path, monkeypatch, texts, around, chunk):
+    """In a file or, compressed, in a folder; at its ends, and across chunks."""
+    monkeypatch.setattr(prepare_data, "CHUNK", chunk)
+    texts = [text.strip() for text in texts]
+    content = f"{around}<|endoftext|>{around}".join(["", *texts, ""]).encode()
+    write(tmp_path / "a.txt", content)
+    write(tmp_path / "folder" / "a.txt.gz", gzip.compress(content))
+    for source in ("a.txt", "folder"):
+        make(tmp_path / f"made_{source}", tmp_path / source, **MANY)
+        assert all_of(tmp_path / f"made_{source}") == sorted(texts)
+    monkeypatch.setattr(prepare_data, "WHOLE_DOCUMENT", 500)  # in parts, too
+    monkeypatch.setattr(prepare_data, "PART", 100)
+    pieces = parts(read_chunks(str(tmp_path / "a.txt")), Cleaned())
+    assert b"".join(raw for _, raw in pieces).decode() == "".join(texts)
+
+
+@needs_gpt2
+def test_separators_are_ids_for_gpt2_and_characters_for_char_and_rows(tmp_path, texts, capsys):
+    texts = [text.strip() for text in texts]
+    write(tmp_path / "a.txt", "<|endoftext|>".join(texts).encode())
+    assert make(tmp_path / "gpt2", tmp_path / "a.txt", "gpt2", **MANY)[1]["start_id"] == 50256
+    assert all_of(tmp_path / "gpt2") == sorted(texts)
+    assert "199 <|endoftext|> are borders of documents" in capsys.readouterr().out
+    _, meta = make(tmp_path / "char", tmp_path / "a.txt", "auto")
+    assert "199 <|endoftext|> are ordinary characters; --tok" in capsys.readouterr().out
+    assert "|>" in decode(ids(tmp_path / "char", "train"), meta)
+    assert meta["start_id"] == meta["chars"].index("\n")
+    write_lines(tmp_path / "a.jsonl", ["1<|endoftext|>2", *texts])
+    make(tmp_path / "rows", tmp_path / "a.jsonl", **MANY)
+    assert "1<|endoftext|>2" in all_of(tmp_path / "rows")
+
+
+def test_an_old_dataset_gets_its_start_when_it_is_opened(tmp_path, text_file):
+    folder, meta = prepare("esel", tmp_path, str(text_file), "byte")
+    path = Path(folder, "meta.json")
+    old = {key: value for key, value in meta.items() if key != "start_id"}
+    path.write_text(json.dumps(old))
+    assert data.verified_meta(folder) == meta and meta["start_id"] == ord("\n")
+    assert "start_id" not in path.read_text() and fingerprint(old) == fingerprint(meta)
 
 
 def test_of_one_short_file_the_last_tenth_is_held_out(tmp_path, texts):
@@ -585,6 +685,7 @@ BAD_FILES = [  # (name, content, the message)
     ("a.jsonl", GOOD + b'{"body": "x"}', "a.jsonl:2: KeyError: 'text'"),
     ("a.jsonl", b'{"text": 5}', "a.jsonl:1: TypeError: 'text' is no string"),
     ("a.jsonl", GOOD + b'{"text": "\xe4"}', "0xe4 in position 10"),
+    ("a.jsonl", b'{"body": "x"}\n' * 100 + GOOD * 900, "100 of 100 rows"),
     ("b.txt", b"K\xe4se", "b.txt is not UTF-8 text: byte 0xe4 at offset 1"),
     ("a.txt.gz", gzip.compress(b"a text" * 99, mtime=0)[:-9], "fetch it again or leave it out"),
 ]
@@ -615,16 +716,18 @@ def refusal_of_corpus(tmp_path, source, **how):
     return str(error.value)
 
 
-def test_a_few_bad_rows_are_skipped_and_counted_and_more_are_refused(tmp_path, texts):
+def test_a_few_bad_rows_are_skipped_and_counted_and_more_are_refused(tmp_path, texts, capsys):
     lines = [json.dumps({"text": f"{i} {text}"}) for i in range(10) for text in texts]
-    said = []
-    lines[3] = lines[1_500] = '{"body": 1}'
+    lines[3] = lines[7] = '{"body": 1}'  # early: judged at the end
     write(tmp_path / "a.jsonl", "\n".join(lines).encode())
-    make(tmp_path / "made", tmp_path / "a.jsonl", print0=said.append, **MANY)
-    assert "left out: 2 of 2,000 rows" in said[1] and "a.jsonl:4: KeyError: 'text'" in said[1]
+    make(tmp_path / "made", tmp_path / "a.jsonl", **MANY)
+    out = capsys.readouterr().out
+    assert "2 of 2,000 rows cannot be read (up to 0.1% are left out)" in out
+    assert "the first: " in out and "a.jsonl:4: KeyError: 'text'" in out
     assert len(all_of(tmp_path / "made")) == 1_998
     lines[1_999] = "{oops"  # the third, past a thousandth: found at the end
     write(tmp_path / "a.jsonl", "\n".join(lines).encode())
-    with pytest.raises(DataError, match="3 of 2,000 rows cannot be read, the first: .*a.jsonl:4"):
+    with pytest.raises(DataError, match="3 of 2,000 rows cannot .*a.jsonl:4: .*_bad_rows=0.003"):
         make(tmp_path / "more", tmp_path / "a.jsonl", **MANY)
     assert not (tmp_path / "more").exists()
+    make(tmp_path / "more", tmp_path / "a.jsonl", max_bad_rows=0.002, **MANY)

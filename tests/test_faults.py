@@ -8,12 +8,14 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import time
 
 import pytest
 import torch
-from conftest import events, fingerprint, first, tree, wait_for
+from conftest import REPO, events, fingerprint, first, tree, wait_for
 from sources import SAVED, around, at_step, bad_batches, stop_at
 
 from plumbing import checkpoint
@@ -74,6 +76,52 @@ def test_sigusr1_keeps_a_checkpoint_and_training_continues(run_train, straight):
     done = run_train("run", *EVERYTHING)
     assert "ckpt_00000006.pt\n" in done.stdout
     assert done.fingerprint(12) == straight.fingerprint(12)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stop_is_served_while_the_next_batch_is_not_there(run_train, straight, workers):
+    """No row stands twice afterwards, and the end is that of a run without the stop."""
+    hang = """
+import threading
+def slow(self, place, inner=train.ShuffledWindows.__getitem__):
+    if place[0] == 6 * 8:
+        time.sleep(1000)
+    return inner(self, place)
+train.ShuffledWindows.__getitem__ = slow
+""" + at_step(6, "threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()")
+    flags = (*EVERYTHING, "--eval_interval=3", f"--num_workers={workers}")
+    start = time.monotonic()
+    stopped = run_train("run", *flags, before=hang, code=143)
+    assert time.monotonic() - start < 60 and stopped.checkpoint(6).exists()
+    done = run_train("run", *flags)
+    assert [row["step"] for row in done.rows("eval")] == [0, 3, 6, 9, 12]
+    assert [row["step"] for row in done.rows("train")] == list(range(1, 13))
+    assert states_equal(done.fingerprint(12), straight.fingerprint(12), "state")
+
+
+@pytest.mark.parametrize("script", first(3, ["train.py", "report.py", "check.py", "sample.py"]))
+def test_ctrl_c_in_the_imports_is_one_line(script, tmp_path):
+    """An import that takes long, of a module that every script needs."""
+    (tmp_path / "numpy.py").write_text("import time; print(flush=True); time.sleep(60)")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, script], cwd=REPO, env=env, text=True, stdout=-1, stderr=-1
+    )
+    process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=60)[1] == "stopped by Ctrl-C\n"
+    assert process.returncode == 130
+
+
+def test_what_failed_before_the_first_save_gets_no_advice_that_cannot_work(run_train):
+    """Nor does the log hold a text of any length."""
+    done = run_train("run", before=around("evaluate", "raise ValueError('long ' * 9999)"), code=1)
+    assert "type the same command" not in done.stdout and "python " not in done.stdout
+    assert len(done.facts["ended"]) < 400 and len(events(done, "end")[0]["ended"]) < 400
+    ask = around("evaluate", "os.kill(os.getpid(), signal.SIGINT)")
+    stopped = run_train("stopped", before=ask, code=130)
+    assert "inf" not in stopped.stdout and "python " not in stopped.stdout
+    assert stopped.stderr == "stopped by Ctrl-C\n"
 
 
 # ---- SIGKILL -------------------------------------------------------------------------------------
@@ -483,6 +531,21 @@ def test_a_loss_above_its_first_value_is_an_event_and_training_continues(run_tra
     (event,) = events(done, "diverging")
     assert event["step"] == 5 and event["loss"] > event["first"]
     assert "diverging" in done.stdout and "warning" in done.stdout
+
+
+@pytest.mark.slow
+def test_many_widths_of_batches_are_an_event_of_a_compiled_run(run_train):
+    """One, which says why, and what to do."""
+    widths = """
+def padded(self, place, inner=train.ShuffledWindows.__getitem__):
+    return [part[:, : 12 + place[0] // 8 % 5] for part in inner(self, place)]
+train.ShuffledWindows.__getitem__ = padded
+train.compiler.MANY_GRAPHS = 4
+"""
+    done = run_train("run", "--compile=true", "--max_steps=6", before=widths, timeout=600)
+    (event,) = events(done, "many_graphs")
+    assert (event["step"], event["count"]) == (3, 4) and "--compile=false" in event["hint"]
+    assert "expected 14, actual 15" in event["why"]
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from conftest import arguments, fingerprint, first
 from sources import around, at_step, stop_at
 
 from plumbing.files import read_json, replacing, write_json
+from plumbing.log import read_rows
 from plumbing.run_folder import RunFolder
 
 
@@ -87,8 +89,59 @@ def test_a_resume_drops_lines_that_are_no_rows(folder):
     good, later = '{"kind": "train", "step": 1}', '{"kind": "train", "step": 2}'
     path = folder.path / "metrics.jsonl"
     path.write_text("\n".join([good, *bad, good, later]) + "\n")
-    folder.cut_rows(1)
-    assert path.read_text().splitlines() == [good, good]
+    folder.log.keep_to(1)
+    folder.write_rows([{"kind": "train", "step": 2, "loss": 1.0}])
+    assert path.read_text().splitlines() == [good, good, later[:-1] + ', "loss": 1.0}']
+
+
+@pytest.mark.parametrize("is_due, kept", [(False, [1.0, 2.0]), (True, [2.0])])
+def test_an_evaluation_that_is_due_takes_the_place_of_its_old_row(folder, is_due, kept):
+    row = {"kind": "eval", "step": 4, "val_loss": 1.0}
+    folder.write_rows([{"kind": "train", "step": 4}, row])
+    folder.log.keep_to(4, evaluation_due=is_due)
+    folder.write_rows([row | {"val_loss": 2.0}])
+    rows, _ = read_rows(folder.rows)
+    assert [row["val_loss"] for row in rows if row["kind"] == "eval"] == kept
+
+
+def test_no_row_stands_twice_whatever_fails(folder):
+    """A disk that is full while old rows are replaced, in the middle of a line, and in a
+    rollback."""
+
+    def write(*steps):
+        folder.write_rows([{"kind": "train", "step": step, "sequences": step} for step in steps])
+
+    def steps():
+        rows, damaged = read_rows(folder.rows)
+        assert not damaged
+        return [row["step"] for row in rows if row["kind"] == "train"]
+
+    def bytes_of_a_file(limit):  # as on a full disk, a write beyond it is cut
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+
+    write(*range(1, 18))
+    folder.log.keep_to(10)
+    try:
+        bytes_of_a_file(100)
+        write(11)
+        write(12, 13)
+        assert steps() == list(range(1, 18))  # the old ones
+        with pytest.raises(OSError):
+            folder.log.sync()  # so no checkpoint gets its name
+        folder.log.keep_to(12)
+        folder.record(12, "rollback")
+        bytes_of_a_file(resource.RLIM_INFINITY)
+        write(13)
+        assert steps() == list(range(1, 14))
+        bytes_of_a_file(folder.rows.stat().st_size + 70)
+        write(14, 15)  # one line and a half fit
+        write(16)
+        folder.log.keep_to(14)
+        folder.record(14, "rollback")
+    finally:
+        bytes_of_a_file(resource.RLIM_INFINITY)
+    folder.log.sync()
+    assert steps() == list(range(1, 15))
 
 
 # ---- the end -------------------------------------------------------------------------------------

@@ -3,15 +3,18 @@
 A change is the source that a test runs before train.main(). The tests in test_hacks.py apply
 patches."""
 
+import random
 import re
 
+import numpy as np
 import pytest
+import torch
 from conftest import first
 from helpers import batch, build_run, distance, gradient, update
 from sources import LION, SHARD, around, at_step, only_on, ranks
 from torch import nn
 
-from plumbing import checkpoint
+from plumbing import checkpoint, data
 
 FLAGS = ("--save_interval=4", "--eval_interval=3", "--keep_last=9")
 
@@ -77,10 +80,21 @@ def random_rows(self, batch):  # of a part of the text, as nanoGPT draws them
 train.ShuffledWindows.__getitem__ = random_rows
 """
 
+AUGMENTED = """
+import random
+import numpy as np
+def noisy(self, place, inner=train.ShuffledWindows.__getitem__):
+    x, y = inner(self, place)
+    x[np.random.rand(*x.shape) < 0.1] = random.randrange(20)
+    return np.where(torch.rand(x.shape).numpy() < 0.1, 1, x), y
+train.ShuffledWindows.__getitem__ = noisy
+"""
+
 CHANGES = {  # several at once, where they do not replace each other
     "frozen, noisy, own key": (FROZEN + NOISY + OWN_KEY, ("--n_layer=2", "--dropout=0.3")),
     "own generator, own optimizer": (OWN_GENERATOR + LION, ()),
     "random batches": (RANDOM_BATCHES, ()),
+    "augmented": (AUGMENTED, ("--num_workers=2", "--dropout=0.1")),
 }
 
 
@@ -90,6 +104,27 @@ def test_stopped_and_resumed_it_ends_with_the_same_bits(names, straight_and_resu
     flags = (*FLAGS, "--audit_interval=3", *flags)
     straight, _ = straight_and_resumed(*flags, step=7, before=change)
     assert not [row for row in straight.rows("event") if row["event"] in ("audit", "skipped")]
+
+
+def test_augmentation_does_not_depend_on_workers_and_differs_with_seed_and_place(run_train):
+    """Dropout draws from the same generators."""
+    runs = [
+        run_train(f"{number}", f"--num_workers={number}", "--dropout=0.1", before=AUGMENTED)
+        for number in (0, 2)
+    ]
+    plain = run_train("plain", "--dropout=0.1")
+    assert runs[0].fingerprint(12) == runs[1].fingerprint(12)
+    assert runs[0].fingerprint(12)["rng"] == plain.fingerprint(12)["rng"]
+    assert runs[0].fingerprint(12)["model"] != plain.fingerprint(12)["model"]
+    reads = [data.Reader(Draws(), seed)[place] for seed in (1, 1, 2) for place in ((0, 2), (8, 2))]
+    values = [x.tolist() for x, _ in reads]
+    assert values[:2] == values[2:4] and values[4] not in values[:2] and values[0] != values[1]
+
+
+class Draws:
+    def __getitem__(self, place):
+        draws = np.array([np.random.rand(), random.random(), torch.rand(1).item()])
+        return np.tile(draws, (place[1], 1)), np.zeros(place[1])
 
 
 # ---- masked targets ------------------------------------------------------------------------------
@@ -121,11 +156,77 @@ def test_the_loss_is_the_mean_however_it_is_split(micro_batch, knobs):
     assert distance(gradient(parts), gradient(whole)) < 1e-5
 
 
+MASK = build("""
+def forward(x, y=None, usual=model.forward):
+    if y is None:
+        return usual(x)
+    mask = (y != -100).float()
+    losses = nn.functional.cross_entropy(
+        usual(x).flatten(0, 1), y.clamp(min=0).flatten(), reduction="none"
+    )
+    return (losses * mask.flatten()).sum() / mask.sum()
+model.forward = forward
+""")
+NO_TARGETS = around(
+    "open_dataset",
+    then="""
+def masked(self, place, inner=train.ShuffledWindows.__getitem__):
+    x, y = inner(self, place)
+    y[:2] = -100  # all of a micro-batch of 2
+    return x, y
+train.ShuffledWindows.__getitem__ = masked
+""",
+)
+
+
+def test_a_micro_batch_without_targets_counts_nothing_whatever_divides_the_loss(run_train):
+    """A mean over a mask of no targets is NaN, and so would be its gradient."""
+    split = ("--batch_size=2", "--accum_steps=4")
+    own = run_train("own", *split, before=MASK + NO_TARGETS)
+    usual = run_train("usual", *split, before=NO_TARGETS)
+    for row, expected in zip(own.rows("train"), usual.rows("train"), strict=True):
+        assert row["skipped"] == 0
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+
+
 # ---- what cannot be kept is refused --------------------------------------------------------------
 
 
 def returns(name, field, value):
     return around(name, then=f"result['{field}'] = {value}")
+
+
+def instead(name, value):
+    return around(name, then=f"result = {value}")
+
+
+def forward(with_targets, without="logits"):
+    """The model returns these, made of its logits and its loss."""
+    return build(f"""
+def forward(x, y=None, usual=model.forward):
+    logits = usual(x)
+    if y is None:
+        return {without}
+    loss = usual(x, y)
+    return {with_targets}
+model.forward = forward
+""")
+
+
+def dataset(batch):
+    """A dataset that returns this, made of x and y."""
+    return f"""
+import numpy as np
+class Own(torch.utils.data.Dataset):
+    own = np.random.default_rng(1)
+    def __len__(self):
+        return 64
+    def __getitem__(self, place):
+        first, count = place
+        x = y = torch.arange(count * 16).view(count, 16) % 20
+        return {batch}
+""" + around("open_dataset", then="result = Own(), *result[1:]")
 
 
 ALL_BUT_ONE = """
@@ -135,16 +236,38 @@ train.configure_optimizers = made
 OTHER_WEIGHT = "{'params': [torch.zeros(2, requires_grad=True)]}"
 NUMPYS = "import numpy; train.FRESH_STATE['best'] = numpy.float64(1)"
 REFUSED = [  # (change, exit code, words of the one line); 2: before anything is written
-    (returns("train_step", "lr", "torch.ones(())"), 1, "train_step() returns a number named lr"),
+    (returns("train_step", "lr", "torch.ones(())"), 1, "train_step() returned a number named lr"),
+    (returns("train_step", "own", "torch.ones(3)"), 1, "returned own, Tensor(3,); expected a scal"),
+    (returns("train_step", "own", "[1.0, 2.0]"), 1, "returned own, [float(), float()]; expected"),
+    (instead("train_step", "None"), 1, "train_step() returned NoneType(); expected a dict"),
+    (instead("train_step", "{'loss': result['loss']}"), 1, "{loss: Tensor()}; expected a dict of"),
+    (returns("forward_backward", "epoch", "torch.ones(())"), 1, "returned a number named epoch"),
+    (returns("evaluate", "step", "1"), 1, "evaluate() returned a number named step"),
+    (returns("evaluate", "own", "torch.ones(2)"), 1, "evaluate() returned own, Tensor(2,)"),
+    (instead("evaluate", "result['val_loss']"), 1, "evaluate() returned float(); expected a dict"),
+    (forward("(logits, loss)"), 1, "GPT.forward(inputs, targets) returned (Tensor(8, 16, "),
+    (forward("(loss, loss)"), 1, "returned (Tensor(), Tensor()); expected the mean loss"),
+    (forward("(loss, {'loss': loss})"), 1, "returned a number named loss, which rows have, too"),
     (
-        returns("train_step", "own", "torch.ones(3)"),
+        forward("loss.detach()"),
         1,
-        "own, a Tensor of 3 numbers; expected a scalar",
+        "Tensor(); expected the mean loss, a scalar tensor with a gradie",
     ),
-    (returns("forward_backward", "epoch", "torch.ones(())"), 1, "model returns a number named epo"),
-    (returns("evaluate", "step", "1"), 1, "evaluate() returns a number named step"),
-    (returns("evaluate", "own", "torch.ones(2)"), 1, "evaluate() returns own, a Tensor"),
-    (returns("train_step", "own", "[1.0, 2.0]"), 1, "returns own, a list of 2 numbers; expected"),
+    (forward("None"), 1, "GPT.forward(inputs, targets) returned NoneType()"),
+    (forward("loss", "(logits, None)"), 1, "GPT.forward(inputs) returned (Tensor(8, 16, "),
+    (
+        dataset("x[0], y[0]"),
+        1,
+        "Own[0, 8] returned (Tensor(16,), Tensor(16,)); expected (inp",
+    ),
+    (dataset("list(zip(x, y))"), 1, "Own[0, 8] returned [(Tensor(16,), Tensor(16,)), ("),
+    (dataset("x"), 1, "Own[0, 8] returned Tensor(8, 16); expected (inputs, targets)"),
+    (dataset("x[first // 16 :], y"), 1, "Own[16, 8] returned (Tensor(7, 16), Tensor(8,"),
+    (
+        dataset("x, y + self.own.integers(10**9)"),
+        1,
+        "Own gives another first batch when it is read",
+    ),
     (optimize(f"optimizers[0].add_param_group({OTHER_WEIGHT})"), 2, "is not in model.parameters()"),
     (ALL_BUT_ONE, 2, "no optimizer trains "),
     (around("open_dataset", then="result[-1]['files'] = [train.cli.Path('f')]"), 2, "PosixPath"),
@@ -157,7 +280,12 @@ REFUSED = [  # (change, exit code, words of the one line); 2: before anything is
 def test_what_cannot_be_kept_is_refused_in_one_line(change, code, words, run_train):
     done = run_train("run", before=change, code=code)
     assert words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
-    assert not done.rows("train") if code == 1 else not done.out_dir.exists()
+    if code == 2:
+        assert not done.out_dir.exists()
+        return
+    assert len(done.rows("train")) <= 2
+    saved = list(done.out_dir.glob("*.pt"))
+    assert ("sample.py" in done.stdout) == ("report.py" in done.stdout) == bool(saved)
 
 
 def test_the_warm_up_pass_counts_for_nothing(run_train):

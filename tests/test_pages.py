@@ -156,7 +156,7 @@ def test_the_readme_and_help_lead_to_the_pages():
 def page_data(monkeypatch, tmp_path):
     text = HONEST_DATA / "tinyshakespeare/input.txt"
     if text.exists():  # elsewhere the page downloads it
-        prepare("shakespeare", tmp_path, input=str(text), print0=print)
+        prepare("shakespeare", tmp_path, input=str(text))
         monkeypatch.setenv("PAGE_DATA", str(tmp_path))
     monkeypatch.chdir(REPO)
 

@@ -10,7 +10,7 @@ import torch
 from conftest import REPO, events, first
 from helpers import python, torchrun
 
-from checks.logged import first_difference
+from checks.run_log import first_difference
 from plumbing import machine
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import REPO, events, first, make_dataset, tree
 from helpers import torchrun
-from sources import around, bad_batches, stop_at
+from sources import MEASURED, around, bad_batches, stop_at
 
 SAVES = ("--save_interval=4", "--eval_interval=6", "--keep_last=9", "--milestone_interval=6")
 PART = ("--save_interval=4", "--keep_last=9")
@@ -113,16 +113,7 @@ def test_a_run_may_be_asked_while_it_goes_on_at_its_first_step_too(run_train, re
     assert rows.read_text().endswith('"lo')
 
 
-def test_the_saved_state_starts_a_new_folder_with_that_step(good, run_train, replay):
-    again = replay(good.out_dir, "--step=7", "--save=true")
-    assert "--resume=" in again.stdout
-    new = run_train("new", f"--resume={good.out_dir}/replay_00000007.pt", *SAVES)
-    losses = [row["loss"] for row in good.rows("train")]
-    assert [row["loss"] for row in new.rows("train")] == losses[6:]
-    assert "steps 7 to 12: all logged" in replay(new.out_dir, "--verify=true").stdout
-
-
-def test_a_step_before_a_rollback_and_the_same_one_after_it(run_train, replay):
+def test_a_step_after_a_rollback(run_train, replay):
     bad = "train.MAX_SKIPPED = 2\n" + bad_batches([8, 9])
     flags = ("--save_interval=4", "--log_interval=1", "--max_steps=16", "--keep_last=9")
     run_train("run", *flags, before=bad + stop_at(14), code=143)
@@ -131,8 +122,6 @@ def test_a_step_before_a_rollback_and_the_same_one_after_it(run_train, replay):
     assert (event["step"], event["at_step"]) == (8, 10)
     logged = replay(done.out_dir, "--step=10", before=bad)
     assert "ckpt_00000008.pt" in logged.stdout and "all tensors are finite" in logged.stdout
-    undone = replay(done.out_dir, "--step=10", "--before_rollback=1", before=bad)
-    assert "not finite: step: loss" in undone.stdout
     verified = replay(done.out_dir, "--verify=true", before=bad)
     assert "from its beginning" in verified.stdout and "steps 1 to 16: all" in verified.stdout
     other = bad.replace("8, 9", "6, 7")
@@ -242,7 +231,7 @@ def test_a_run_that_was_stopped_and_extended_is_verified(run_train, replay):
 @pytest.mark.parametrize("flag", ["peak_lr=5e-4", "eval_interval=3", "batch_size=4"])
 def test_a_flag_changed_at_a_resume_is_followed(flag, run_train, replay):
     """Also in a run that was killed between the two, and went on from an older checkpoint."""
-    flags = ("--save_interval=4", "--eval_interval=2")
+    flags = ("--save_interval=4", "--eval_interval=2", "--best_metric=val_tokens")  # no new best
     run_train("run", *flags, before=stop_at(7), code=143)
     killed = run_train("run", *flags, "--weight_decay=0.3", before=stop_at(11, "SIGKILL"), code=137)
     killed.checkpoint(8).unlink()
@@ -273,6 +262,27 @@ def test_steps_after_the_last_save_of_a_killed_run_are_computed_again(run_train,
     assert "steps 1 to 10: all" in replay(done.out_dir, "--verify=true").stdout
     edit(done, edited(10, loss=1.0))
     assert "step 10: loss" in replay(done.out_dir, "--verify=true", code=1).stdout
+
+
+def test_an_honest_run_that_was_killed_in_an_evaluation_is_verified(run_train, replay):
+    kill = around("evaluate", "if run.state['step'] == 6: os.kill(os.getpid(), 9)")
+    done = run_train("run", *SAVES, "--log_interval=1", before=kill, code=137)
+    assert done.rows("train")[-1]["step"] == 6 and not done.rows("eval")[1:]
+    assert "steps 1 to 6: all" in replay(done.out_dir, "--verify=true").stdout
+
+
+def test_a_start_that_failed_changes_no_knobs(run_train, replay):
+    run_train("run", *SAVES, before=stop_at(7), code=143)
+    typo = around("train_step", "undefined")
+    failed = run_train("run", *SAVES, "--peak_lr=5e-4", before=typo, code=1)
+    for done in (failed, run_train("run", *SAVES)):
+        last = done.facts["state"]["step"]
+        assert f"steps 1 to {last}: all" in replay(done.out_dir, "--verify=true").stdout
+
+
+def test_numbers_that_are_measured_are_not_compared(run_train, replay):
+    done = run_train("run", *SAVES, before=MEASURED)
+    assert "steps 1 to 12: all" in replay(done.out_dir, "--verify=true", before=MEASURED).stdout
 
 
 def test_a_swapped_dataset_is_found(run_train, replay, data_dir, tmp_path):
@@ -389,7 +399,6 @@ def test_bad_input_is_one_line(good, replay, tmp_path):
         ((good.out_dir,), "expected RUN"),
         ((good.out_dir, "--step=99"), f"--step=99 --since=0: {good.out_dir} has the steps 1 to 12"),
         ((good.out_dir, "--verify=true", "--since=12"), f"{good.out_dir} has the steps 1 to 12"),
-        ((good.out_dir, "--step=3", "--before_rollback=1"), "there were 0 rollbacks"),
         ((good.out_dir, "--step=3", f"--script={tmp_path}/none.py"), "there is no such file"),
     ):
         again = replay(*typed_words, code=2)

@@ -2,6 +2,7 @@
 fails."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from sources import stop_at
 
 import sample
 from plumbing.cli import run_script
+from plumbing.data import tokenizer_of
 
 TEXT = (
     "The tortoise, as you know, was slow;\nbut it was honest: every step was written down.\n" * 40
@@ -37,8 +39,6 @@ def run_sample(monkeypatch, capsys):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, arguments), "--device=cpu"])
-        for output in (sys.stdout, sys.stderr):
-            monkeypatch.setattr(output, "reconfigure", lambda **_: None, raising=False)
         return run_script(sample.main), *capsys.readouterr()
 
     return run
@@ -104,6 +104,53 @@ def test_a_prompt_with_unknown_characters_is_refused_by_name(trained, run_sample
     refused(run_sample(trained, f"--start=FILE:{missing}"), missing)
 
 
+def test_a_prompt_is_cleaned_as_a_text_is(trained, run_sample, tmp_path):
+    prompt = "The tortoise,\nas you"
+    (tmp_path / "windows.txt").write_bytes(("\ufeff" + prompt.replace("\n", "\r\n")).encode())
+    expected = run_sample(trained, f"--start={prompt}", "--max_new_tokens=20")[:2]
+    windows = f"--start=FILE:{tmp_path}/windows.txt"
+    assert run_sample(trained, windows, "--max_new_tokens=20")[:2] == expected
+    byte, char = ({"tokenizer": name, "chars": "<|endoftx>ab\n"} for name in ("byte", "char"))
+    text = "a\n<|endoftext|>\nb<|endoftext|>"
+    assert sample.encode(text, tokenizer_of(byte)) == [97, 0, 98, 0]
+    assert len(sample.encode(text, tokenizer_of(char))) == len(text)
+
+
+@pytest.fixture(scope="module")
+def of_stories(tmp_path_factory, train_in):
+    """The folder of a run on 600 short stories by byte, such as `17 Käse.`."""
+    folder = tmp_path_factory.mktemp("stories")
+    stories = [f"{i} {('fox', 'Käse')[i % 2]}." for i in range(600)]
+    make_dataset(folder, "stories", "\n<|endoftext|>\n".join(stories), "byte")
+    flags = (
+        "--dataset=stories --max_steps=150 --warmup_steps=10 --peak_lr=1e-2 --eval_interval=150 "
+        f"--batch_size=16 --n_embd=32 --n_head=2 --sample_interval=150 --data_dir={folder}"
+    )
+    return train_in(folder, "run", *flags.split())
+
+
+def test_samples_of_a_corpus_end_where_a_text_ends(of_stories, run_sample):
+    """Each for itself, as train.py's does."""
+    code, out, err = run_sample(of_stories.out_dir, "--num_samples=9")
+    samples = out.removesuffix("\n").split(sample.LINE)
+    assert code == 0 and len(samples) == 9
+    whole = [text for text in samples if re.fullmatch(r"\d+ (fox|Käse)\.", text)]
+    assert len(whole) > 4, samples
+    assert all(text.count(".") < 2 and "\0" not in text for text in samples), samples
+    assert f"{sum(len(text.encode()) for text in samples):,} tokens in" in err
+    (event,) = [row for row in of_stories.rows("event") if row["event"] == "sample"]
+    assert event["text"].count(".") == 1 and len(event["text"]) < 20
+    limited = run_sample(of_stories.out_dir, "--num_samples=9", "--max_new_tokens=3")[1]
+    assert [text[:3] for text in samples] == limited.removesuffix("\n").split(sample.LINE)
+
+
+def test_a_terminal_that_cannot_show_a_character_is_no_error(of_stories):
+    command = [sys.executable, REPO / "sample.py", of_stories.out_dir, "--start=A Käse"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("A K?se"), done.stderr
+
+
 def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp_path):
     refused(run_sample(), "one run")
     refused(run_sample(tmp_path / "nowhere"), "no checkpoint in", "nowhere")
@@ -152,9 +199,9 @@ def test_weights_alone_are_exported(trained, run_sample, edited, tmp_path):
     assert written.keys() == expected.keys() and best["ema"]
     assert all(torch.equal(written[name], expected[name]) for name in expected)
 
-    def own(checkpoint):
+    def own(checkpoint):  # tied: two names of one weight, which two tensors of the file hold
         weight = torch.ones(3)
-        checkpoint["model"] = {"in": weight, "out": weight, "other": torch.zeros(2)}
+        checkpoint["model"] = {"in": weight, "out": weight.clone(), "other": torch.zeros(2)}
         checkpoint["ema"] = {"in": 2 * weight}
 
     assert run_sample(edited(own), f"--export={tmp_path}/w.safetensors")[0] == 0

@@ -102,8 +102,8 @@ def test_what_the_server_has_is_not_sent_again(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", server)
     sender = Wandb(tmp_path, {}, "abcd")
     for i in range(13):
-        sender.send({"kind": "train", "loss": 1.0, "sequences": 8 * i})
-    sender.finish(0)
+        sender.see({"kind": "train", "loss": 1.0, "sequences": 8 * i}, is_kept=True)
+    sender.after_end("finished")
     assert steps == [80, 88, 96]
 
 

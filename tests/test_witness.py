@@ -6,9 +6,10 @@ import pytest
 import torch
 from conftest import REPO, apply_patch, copy_of_repository, events, first
 from helpers import evaluation, event, row, write_run
-from sources import around, bad_batches, only_on, ranks, stop_at
+from sources import MEASURED, around, bad_batches, only_on, ranks, stop_at
 
-from plumbing.witness import Witness, differing_fields
+from plumbing.log import Witness
+from reporting import record
 
 OLD = [
     row(1, 4.2),
@@ -49,18 +50,32 @@ def test_of_two_rows_of_a_step_the_first_counts():
     assert (witness.compared, witness.equal) == (1, 1)
 
 
-def test_null_equals_null_and_no_number():
-    assert not differing_fields(row(1, None), row(1, None))
-    assert differing_fields(row(1, None), row(1, 0.0)) == ["loss"]
-    other_norm = row(1, None, grad_norm=0.6)
-    assert differing_fields(row(1, None), other_norm) == ["grad_norm"]
+OF_A_FORK = evaluation(2, 4.0) | {"ms": 1.0, "top5": 0.5, "best_top5": 0.5}
+
+
+@pytest.mark.parametrize(
+    "old, change, field",
+    [
+        (row(1, None), {}, None),  # null equals null, and no number
+        (row(1, None), {"loss": 0.0}, "loss"),
+        (row(1, None), {"grad_norm": 0.6}, "grad_norm"),
+        (OF_A_FORK, {"ms": 2.0}, None),  # maybe measured
+        (OF_A_FORK, {"top5": 0.6}, "top5"),  # selects best.pt
+        (OF_A_FORK, {"best_top5": 0.6}, "best_top5"),
+    ],
+)
+def test_which_fields_decide(old, change, field):
+    witness = Witness([old], best_metric="-top5")
+    witness.see(old | change)
+    assert (witness.first_difference or {}).get("field") == field
 
 
 # ---- what a resume says --------------------------------------------------------------------------
 
 STEPS = 30
 RUN = f"--max_steps={STEPS} --dropout=0.1 --eval_interval=8 --save_interval=10 --log_interval=1"
-RUN = (*RUN.split(), "--keep_last=9")
+# By a metric that stays the same: a new best would be a checkpoint, too
+RUN = (*RUN.split(), "--keep_last=9", "--best_metric=val_tokens")
 HOW = {  # source that ends the first process: rows past its newest checkpoint, of step 10 or 13
     "SIGTERM": stop_at(13),  # 14 and 15, for their rows alone
     "SIGKILL": stop_at(18, "SIGKILL"),  # 11 to 17, and the evaluation of step 16
@@ -198,10 +213,13 @@ def test_a_row_of_a_step_that_was_not_finite_equals_itself(resumed):
 
 def test_rows_at_another_rate_are_no_witness(run_train):
     """A rate changed at a resume, killed, and changed back; each time nothing was compared."""
+    said = "resumed at step 10: 8 rows past here were computed with peak_lr {}: no witness"
     killed = stop_at(18, "SIGKILL")
     run_train("run", *RUN, before=killed, code=137)
-    run_train("run", *RUN, "--peak_lr=2e-3", before=killed, code=137)
+    done = run_train("run", *RUN, "--peak_lr=2e-3", before=killed, code=137)
+    assert said.format(0.001) in done.stdout
     done = run_train("run", *RUN, before=killed, code=137)
+    assert said.format(0.002) in done.stdout
     assert [row["compared"] for row in events(done, "resume_checked")] == [0, 0]
     done = run_train("run", *RUN)
     checked = events(done, "resume_checked")[-1]
@@ -216,13 +234,35 @@ def test_an_extension_has_nothing_to_compare(run_train):
     assert checked["compared"] == 0 and "nothing to compare with; changed since" in done.stdout
 
 
-def test_a_kill_before_any_row_leaves_the_resume_unmeasured(run_train):
-    """The old rows go with the process that cut them out: never a false verdict."""
-    run_train("run", *RUN, before=HOW["SIGKILL"], code=137)
-    run_train("run", *RUN, before=stop_at(11, "SIGKILL"), code=137)
-    done = run_train("run", *RUN)
-    assert len(events(done, "resume")) == 2
-    assert [row["compared"] for row in events(done, "resume_checked")] == [0]
+OTHER_GRADIENT = around(
+    "forward_backward", then="[w.grad.mul_(1.01) for w in run.model.parameters() if run.batches]"
+)
+FAILS = {  # source of a process that computes no row -> its exit code
+    "a kill": (stop_at(11, "SIGKILL"), 137),
+    "a typo": (around("train_step", "undefined"), 1),
+}
+
+
+@pytest.mark.parametrize("how", FAILS)
+def test_a_process_that_fails_before_its_first_row_leaves_the_old_ones_to_the_next(run_train, how):
+    done = run_train("run", *RUN, before=HOW["SIGKILL"], code=137)
+    rows = done.rows("train") + done.rows("eval")
+    source, code = FAILS[how]
+    failed = run_train("run", *RUN, "--peak_lr=2e-3", before=OTHER_GRADIENT + source, code=code)
+    assert failed.rows("train") + failed.rows("eval") == rows
+    assert not events(failed, "resume_checked")
+    assert failed.facts["config"]["peak_lr"] == done.facts["config"]["peak_lr"]
+    assert record.last_step(record.read_run(failed.out_dir)) == 10  # a report shows it up to there
+    done = run_train("run", *RUN, before=OTHER_GRADIENT)
+    assert [found_at(row) for row in events(done, "resume_checked")] == [11]
+    assert done.facts["config"]["peak_lr"] == 1e-3
+    steps = [row["step"] for row in done.rows("train")]
+    assert steps == list(range(1, STEPS + 1))
+
+
+def test_numbers_that_are_measured_decide_nothing(resumed):
+    checked, _, _ = resumed("SIGKILL", "--audit_interval=3", first=MEASURED, then=MEASURED)
+    assert checked["compared"] == checked["equal"] == 8
 
 
 def test_a_rollback_between_save_and_kill_accuses_no_one(run_train):

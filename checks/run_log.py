@@ -1,0 +1,136 @@
+"""The log of a run, read back so that it can be compared with another one and computed again."""
+
+import math
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+from plumbing.cli import fail
+from plumbing.files import read_json
+from plumbing.log import Witness, course, key_of, read_rows, standing
+
+KINDS = ("train", "eval", "saved")  # of the rows that are compared
+
+# ---- two logs ------------------------------------------------------------------------------------
+
+
+def first_difference(
+    then: str | Path, now: str | Path, kinds: tuple = KINDS, last: float = math.inf
+) -> dict | None:
+    """Compare the logs of two run folders, row by row in the order of the steps: every bit of each
+    number that is compared, see compared_fields().
+
+    kinds: of the rows to compare: "train", "eval", and "saved" for the hash of each save. Saves
+    count where both runs have one, as a signal may have asked for it. A train or eval row that only
+    one of the two has is a difference. last: the last step to compare.
+    Returns None if the two are equal, else {"step", "field", "then", "now"}, which in_words() puts
+    in words. Raises BadInput if a folder holds no run.
+    """
+    old = RunLog(then)
+    witness = Witness(old.rows_between(-1, last, kinds), old.knobs["best_metric"], whole=True)
+    for row in RunLog(now).rows_between(-1, last, kinds):
+        witness.see(row)
+    witness.close()
+    return witness.first_difference
+
+
+def in_words(difference: dict) -> str:
+    """A first_difference: "step 7: loss 1.234567 then, 1.234568 now"."""
+    then, now = (str(difference[key])[:20] for key in ("then", "now"))
+    return f"step {difference['step']}: {difference['field']} {then} then, {now} now"
+
+
+# ---- one log -----------------------------------------------------------------------------------
+
+
+class Position(NamedTuple):
+    """A place in the course of a run: how often it has rolled back, and the step that has just
+    ended. Positions are in the order in which a run comes to them."""
+
+    rollbacks: int
+    step: int
+
+
+BEGINNING = Position(0, -1)
+
+
+class RunLog:
+    """run.json and the rows of a run that stand. Nothing is written or locked.
+
+    facts: run.json. knobs: those with which its newest rows were computed. script: name of the file
+    that was run. rows: {(step, kind): row} of KINDS. saves: events `saved`. rollbacks: the events.
+    resumes: [(Position, event)] of those that took effect. hashes: of all saves, also of those that
+    were undone. began_from: path of the checkpoint of another run with which this one began, or
+    None. first, last: the step before the first one, and the last one. Raises BadInput if the
+    folder holds no run.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.facts = read_json(self.path / "run.json")
+        identity = self.facts.get("run", {})
+        self.knobs = {"best_metric": "val_loss", **self.facts.get("config", {}), **identity}
+        self.script = Path(self.facts.get("command", [""])[0]).name
+        self.began_from = identity.get("began_from")
+        self.rows = {}
+        self.saves = []  # two of a step, around a rollback, have two hashes
+        self.rollbacks = []
+        self.resumes = []
+        rows, _ = read_rows(self.path / "metrics.jsonl")
+        self.hashes = {row.get("sha256") for row in rows}  # also of saves that were undone
+        for row, begun, _ in course(standing(rows)):
+            if begun:
+                here = Position(len(self.rollbacks), begun["step"])
+                self.resumes = [old for old in self.resumes if old[0] < here]
+                self.resumes.append((here, begun))
+            self.add(row)
+        if not identity or not self.rows:
+            fail(f"{self.path} holds no run; expected the out_dir of train.py, such as out/run")
+        steps = [step for step, _ in self.rows]
+        self.first = min(steps) if self.began_from else 0
+        self.last = max(steps)
+
+    def add(self, row: dict) -> None:
+        """Take a row into account, in the order of the file. Of two rows of a step the later one
+        counts, as in a report; of two saves the first, but for the one before a due evaluation:
+        no run that was not stopped there has that state."""
+        step, kind = key_of(row)
+        if kind == "rollback":
+            self.rows = {key: old for key, old in self.rows.items() if key[0] <= step}
+            self.saves = [save for save in self.saves if save["step"] <= step]
+            self.rollbacks.append(row)
+        elif kind == "saved":
+            self.saves.append(row)
+            if not row.get("evaluation_due"):
+                self.rows.setdefault((step, kind), row)
+        elif kind in KINDS:
+            self.rows[step, kind] = row
+
+    def rows_between(self, first: int, last: float, kinds: tuple = KINDS) -> list[dict]:
+        """Rows of the steps first + 1 to last."""
+        keys = sorted(self.rows, key=itemgetter(0))
+        return [self.rows[key] for key in keys if first < key[0] <= last and key[1] in kinds]
+
+    def position(self, step: int) -> Position:
+        """Where the run took this step for the last time."""
+        before = (n for n, row in enumerate(self.rollbacks, 1) if row["step"] < step)
+        return Position(max(before, default=0), step)
+
+    def stretches(self, begin: Position, end: Position) -> list[tuple[dict, Position]]:
+        """The course of the run from `begin` to `end`: (settings, Position where they end).
+
+        Settings: every knob as resolved, but the model of the device, `threads` and `ranks`.
+        run.json has the last ones; from there back, each resume says what was changed."""
+        own = ("out_dir", "resume")
+        settings = {name: self.knobs[name] for name in self.facts["config"] if name not in own}
+        settings |= {"threads": self.knobs["threads"], "ranks": self.knobs["world_size"]}
+        parts = []
+        resumes = self.resumes[1:] if self.began_from else self.resumes  # that one is its start
+        for start, event in reversed(resumes):
+            then = {name: pair[0] for name, pair in event["changed"].items() if name in settings}
+            if then and begin < start < end:
+                parts.insert(0, (settings, end))
+                end = start
+            if begin < start:
+                settings = settings | then
+        return [(settings, end), *parts]
