@@ -42,7 +42,6 @@ NAMES_ELSEWHERE = {  # nanoGPT's name, or one that is gone: what to type instead
     "eval_only": "no counterpart: every run also evaluates before its first step (--eval_interval)",
     "gradient_accumulation_steps": "here it is accum_steps",
     "hang_minutes": "gone since 2026-11-25: HANG_MINUTES in plumbing/ranks.py",
-    "init_from": "--resume takes auto, never, restart or a checkpoint's path; GPT-2's do not fit",
     "learning_rate": "here it is peak_lr",
     "lr_decay_iters": "here it is decay_steps",
     "max_iters": "here it is max_steps",
@@ -54,6 +53,9 @@ NAMES_ELSEWHERE = {  # nanoGPT's name, or one that is gone: what to type instead
     "save_minutes": "gone since 2026-11-25: --save_interval=N saves every N steps, SIGUSR1 at once",
     "warmup_iters": "here it is warmup_steps",
 }
+# A flag that a script adds, which sets several knobs as a config file would, and types another one:
+# name -> function(value) that returns (name and value of the other one, {knob: value})
+SHORTHANDS: dict[str, Callable[[str], tuple[str, str, dict]]] = {}
 
 
 class BadInput(Exception):
@@ -181,6 +183,10 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
             if following and not equals:
                 accept(name, following, f"{argument} {following}", config.knobs)
                 fail(f"{argument} {following}: write {argument}={following}")
+            if name in SHORTHANDS:
+                name, value, settings = SHORTHANDS[name](value)
+                config.update(settings)
+                config.base.update(settings)
             config[name] = accept(name, value, argument, config.knobs)
             config.typed.add(name)
         elif argument.endswith(".py"):
@@ -242,7 +248,10 @@ def folder_name(config: Config) -> str:
     for key, knob in config.knobs.items():
         counts = is_other_batch if knob.policy == "product fixed" else knob.names_folder()
         if counts and key in config.typed and config[key] != config.base[key]:
-            name += f",{key}={show(config[key])}"
+            value = show(config[key])
+            if key == "init_from":  # the folder of the run that it names
+                value = Path(value).resolve().parent.name
+            name += f",{key}={value}"
     return name
 
 

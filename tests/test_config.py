@@ -145,7 +145,7 @@ def test_folders_are_relative_to_the_working_directory(script):
     assert configure(script, "--data_dir=~/here")["data_dir"] == os.path.expanduser("~/here")
 
 
-NANOGPT = """eval_iters eval_only always_save_checkpoint init_from gradient_accumulation_steps bias
+NANOGPT = """eval_iters eval_only always_save_checkpoint gradient_accumulation_steps bias
     learning_rate max_iters decay_lr warmup_iters lr_decay_iters backend""".split()
 
 
@@ -289,6 +289,7 @@ FLAGS = ("--save_interval=4", "--decay_steps=12", "--eval_interval=4")
 OTHER = {  # another value of a knob; of those that are not here, the opposite, or one more
     "resume": "never",
     "dataset": "other",
+    "init_from": "another.pt",
     "block_size": 8,
     "n_head": 4,
     "n_embd": 64,
