@@ -174,7 +174,7 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     argv = sys.argv[1:] if argv is None else argv
     config = Config([(scope, read_knobs(scope["__file__"])) for scope in scopes])
     has_file = False
-    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+    for argument, following in zip(argv, [*argv, ""][1:], strict=True):
         if argument in ("-h", "--help"):
             print_help(scopes[-1]["__doc__"] or "", config)
             raise SystemExit(0)
