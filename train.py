@@ -952,7 +952,10 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     rows = [fields | {name: next(values) for name in named} for fields, named in steps]
     seconds = clock.lap("train")
     tokens_per_sec = sum(row.pop("batch_tokens") for row in rows) / seconds
-    mfu = flops_per_token(run.model) * tokens_per_sec / run.max_flops
+    flops = flops_per_token(run.model) * tokens_per_sec
+    if flops > run.max_flops:  # so the peak is false: the machine was busy when it was measured
+        run.max_flops = math.nan
+    mfu = flops / run.max_flops
     common = {
         "step_ms": 1000 * seconds / len(rows),
         "tokens_per_sec": tokens_per_sec,
