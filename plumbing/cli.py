@@ -336,6 +336,5 @@ def print_help(about: str, config: Config) -> None:
 
 
 def line_width(without: int = 10**6) -> int:
-    """Columns of the terminal that stdout is; of a pipe or a file, `without`."""
-    is_terminal = sys.stdout and sys.stdout.isatty()
-    return shutil.get_terminal_size().columns if is_terminal else without
+    """Columns of the terminal; `without` one, as in a pipe."""
+    return shutil.get_terminal_size((without, 0)).columns

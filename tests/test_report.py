@@ -112,13 +112,8 @@ def test_a_run_on_another_text_than_asked_for_says_so_first(tmp_path):
         info = {"config": {"dataset": asked}, "data": {"name": learned}}
         text = words_of(write_run(tmp_path / "run", falling(20), **info))
         assert (f"{other!r} INSTEAD OF {asked!r}" in text[: text.index("## Result")]) == is_told
-
-
-def test_a_run_that_may_come_out_otherwise_says_so(tmp_path):
-    folder = write_run(tmp_path, falling(40), run={"deterministic": False})
+    folder = write_run(tmp_path / "run", falling(40), run={"deterministic": False})
     assert "`deterministic` was off" in words_of(folder)
-    (folder / "run.json").write_text('{"run": ')
-    assert "run.json is missing or damaged" in words_of(folder)
 
 
 def test_device_hours_are_those_of_all_processes_or_at_least_of_all_steps(tmp_path, monkeypatch):
@@ -445,49 +440,34 @@ def test_asking_whether_a_run_lives_disturbs_no_run(tmp_path):
 
 BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
 SPY = "<script>const failed = []; onerror = message => failed.push(message)</script>"
-PROBE = """<script>
-const result = document.createElement("pre");
-result.id = "result";
-result.textContent = JSON.stringify([failed, (() => {{ {} }})()]);
-document.body.append(result);
-</script></body>"""
-LOOK = """
+PROBE = """<pre id="result"></pre><script>
 const plot = document.querySelector(".plot"), box = plot.getBoundingClientRect();
 plot.onpointermove({clientX: box.left + box.width * 149.2 / 303});
-const crosses = [...document.querySelectorAll(".cross")].map(each => getComputedStyle(each).x);
 const all = selector => [...document.querySelectorAll(selector)];
-return {
+const seen = {
   figures: all("figure").map(each => each.clientWidth), curves: all("polyline").length,
   wide: document.documentElement.scrollWidth, paper: getComputedStyle(document.body).backgroundColor,
-  tip: plot.querySelector(".tip").textContent, crosses,
-  bullet: getComputedStyle(plot.querySelector(".tip span"), "::before").color,
-  byTime: (get("#axis").value = "time", get("#log").click(), document.querySelector("svg text:last-of-type").textContent),
+  tip: get(".tip").textContent, crosses: all(".cross").map(each => getComputedStyle(each).x),
+  bullet: getComputedStyle(get(".tip span"), "::before").color,
+  byTime: (get("#axis").value = "time", get("#log").click(), get("svg text:last-of-type").textContent),
 };
-"""
+get("#result").textContent = JSON.stringify([failed, seen]);
+</script></body>"""
 
 
-def in_browser(path, script, width=1400, dark=False):
-    """What `script` returns in a page. No error may have come before."""
-    if BROWSER is None:
-        pytest.skip("needs a browser: chromium, or google-chrome")
-    html = path.read_text().replace("<head>", "<head>" + SPY)
-    probed = path.with_name("probed.html")
-    probed.write_text(html.replace("</body>", PROBE.format(script)))
-    flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --dump-dom"
-    command = [BROWSER, *flags.split(), f"--user-data-dir={path.parent / 'browser'}"]
-    command += [f"--window-size={width},900", f"--blink-settings=preferredColorScheme={1 - dark}"]
-    command += [f"file://{probed}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    errors, result = json.loads(unescape(re.search('id="result">(.*)</pre>', done.stdout)[1]))
-    assert errors == []
-    return result
-
-
+@pytest.mark.skipif(not BROWSER, reason="needs a browser: chromium, or google-chrome")
 @pytest.mark.parametrize("width, dark", [(1400, False), (500, True)])
 def test_it_opens_on_a_desk_and_a_phone_in_light_and_dark(tmp_path, width, dark):
     rows = [event(0, "resume"), evaluation(0, 4.2), *falling(300), evaluation(300, 1.7)]
     path = page_of(write_run(tmp_path / "run", rows))
-    seen = in_browser(path, LOOK, width, dark)
+    html = path.read_text().replace("<head>", "<head>" + SPY)
+    path.write_text(html.replace("</body>", PROBE))
+    flags = "--headless --no-sandbox --disable-gpu --disable-background-networking --dump-dom"
+    command = [BROWSER, *flags.split(), f"--user-data-dir={tmp_path / 'browser'}"]
+    command += [f"--window-size={width},900", f"--blink-settings=preferredColorScheme={1 - dark}"]
+    done = subprocess.run([*command, f"file://{path}"], capture_output=True, text=True, timeout=60)
+    errors, seen = json.loads(unescape(re.search('id="result">(.*)</pre>', done.stdout)[1]))
+    assert errors == []
     assert len(seen["figures"]) == len(PANELS + EVALUATED) and min(seen["figures"]) >= 300
     assert seen["curves"] == len(PANELS + EVALUATED) + 7 and seen["wide"] <= width
     assert len(seen["crosses"]) == len(seen["figures"]) and len(set(seen["crosses"])) == 1
@@ -536,8 +516,7 @@ REAL = {  # troubles: flags of the run, source that runs before it
     "waits_for_data": ("--max_steps=60", slow("ShuffledWindows.__getitem__", 10)),
 }
 CONFIGS = sorted(path.stem for path in REPO.glob("config/*.py"))
-# A config as far as a test has time for: its rates, its optimizer and its schedule, a model that is
-# small.
+# As far as a test has time for: its rates, optimizer and schedule, of a small model
 SHORT = "--dataset=manual --n_layer=1 --n_embd=64 --n_head=2 --block_size=32 --batch_size=16 --max_steps=80"
 SHORT += " --accum_steps=1 --num_workers=0 --eval_interval=40 --audit_interval=0 --compile=false"
 
@@ -569,8 +548,7 @@ def run_of(manual, run_train, tmp_path):
 def on_a_quiet_machine(folder):
     """The Run in `folder`, as if the machine had done nothing else meanwhile."""
     run = read_run(folder)
-    for name, value in SPEED.items():
-        run.train[name] = np.full(len(run.train["step"]), value)
+    run.train |= {name: np.full(len(run.train["step"]), value) for name, value in SPEED.items()}
     return run
 
 
