@@ -2,7 +2,7 @@
 
     python bench.py config/shakespeare.py
     python bench.py config/shakespeare.py --n_layer=6 --n_embd=384 --only=ladder,profile
-    python bench.py examples/images.py --only=memory    # a script that changes train.py
+    python bench.py --script=examples/images.py --only=memory    # a fork; also as a plain word
     NANOGPT=../nanoGPT python bench.py --only=from_nanogpt    # whole runs, one change at a time
 
 Takes train.py's flags and those below. Writes the results to bench.json in out_dir (after Ctrl-C
@@ -14,34 +14,30 @@ import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
 # isort: split
 import contextlib
 import itertools
-import json
 import math
 import os
 import re
-import runpy
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
-from statistics import mean, median, stdev
+from statistics import median
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import record_function
 
 import train
-from plumbing import checkpoint, cli, compiler, console, data, machine
-from plumbing.cli import RunFailed, configured, fail, folder_name, read_knobs, run_script
+from checks import processes
+from plumbing import checkpoint, cli, compiler, console, data, forks, machine
+from plumbing.cli import configured, fail, folder_name, run_script
 from plumbing.clock import Clock
 from plumbing.console import REPO, print0
 from plumbing.files import read_json, write_json
-from plumbing.log import read_rows
 from plumbing.run_folder import RunFolder, git_state, now
-from plumbing.signals import Signals
 from plumbing.snapshot import tensors
 
 # The measurement
@@ -51,6 +47,7 @@ timing_seconds = 0.5  # approximate length of one timing, (0, inf)
 trace = False  # write trace.json from the profile part, for https://ui.perfetto.dev
 seeds = 5  # full runs, with consecutive seeds from --seed, of each configuration, [2, inf)
 rows = ""  # of from_nanogpt: a regular expression that their names contain; "" = all
+script = ""  # a fork that imports train, replaces some of it and calls train.main(); "" = train.py
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # at level 5 the profiler prints "USDT:" lines
 
@@ -73,31 +70,21 @@ class Job:
 
     def fresh_run(self):
         """A new run by the current values of train.py's knobs."""
-        knobs = {name: vars(train)[name] for name in read_knobs(train.__file__)}
+        start = SimpleNamespace(device=self.device, folder=self.run.folder, path=None, reasons={})
         datasets = self.run.train_data, self.run.val_data, self.run.facts["data"]
-        return train.build_run(knobs, self.run.folder, None, None, self.device, datasets)
+        with configured(vars(train), argv=[]) as config:
+            return train.build_run(config, start, datasets)
 
     def batch(self):
         reader = data.Reader(self.run.train_data, train.seed)
         return data.to_device(reader[0, train.sequences_at(0)], self.device)
 
-    def warmed_up(self, run):
-        """The model with which train.py trains `run`, compiled or not."""
-        return compiler.warm_up(run, train.compile, train.forward_backward, self.batch)
-
-    def step(self, run, model, batches):
-        """A function that takes the next step of `run`, as the loop of train.train does."""
-
-        def step():
-            lr = train.lr_at(run.state["step"])
-            with record_function("data"):
-                inputs, targets, _ = next(batches)
-            with record_function("train_step"):
-                numbers = train.train_step(model, run, inputs, targets, lr)
-            train.count_batch(run, targets)
-            return numbers
-
-        return step
+    def ready_run(self):
+        """(a new run with its batches, the model with which train.py trains it, compiled or not)"""
+        run = self.fresh_run()
+        model = compiler.warm_up(run, train.compile, train.forward_backward, self.batch)
+        run.batches = train.load_batches(run)
+        return run, model
 
 
 # setting(name=value): sets globals of train.py in a block, or in a function that it decorates
@@ -117,27 +104,27 @@ def seconds_of(step, count, device):
     return (time.perf_counter() - start) / count
 
 
-def interleaved(steps, device):
-    """Time {name: function} in turn, A B C A B C ...: {name: [seconds per call, by round]}."""
-    for step in steps.values():
+def medians(steps, device):
+    """{name: median seconds per call} of {name: function}, timed in turn: A B C A B C ..."""
+    counts = {}
+    for name, step in steps.items():
         step()  # warms up
-    once = {name: seconds_of(step, 1, device) for name, step in steps.items()}
+        counts[name] = max(1, round(timing_seconds / seconds_of(step, 1, device)))
     times = {name: [] for name in steps}
     for name in list(steps) * rounds:
-        count = max(1, round(timing_seconds / once[name]))
-        times[name].append(seconds_of(steps[name], count, device))
-    return times
+        times[name].append(seconds_of(steps[name], counts[name], device))
+    return {name: median(times[name]) for name in times}
 
 
 def print_table(rows, **formats):
     """Print {name: {column: value}} as a table with a column per format; ".1f M" is in millions."""
-    cells = [["", *(column.replace("_", " ") for column in formats)]]
-    for name, row in rows.items():
-        cells.append([name, *(cell(row.get(key, ""), how) for key, how in formats.items())])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for first, *rest in cells:
-        columns = zip(rest, widths[1:], strict=True)
-        print0(f"  {first:<{widths[0]}}" + "".join(f"  {each:>{width}}" for each, width in columns))
+    names = ["", *rows]
+    columns = [[name.ljust(max(map(len, names))) for name in names]]
+    for key, how in formats.items():
+        cells = [key.replace("_", " "), *(cell(row.get(key, ""), how) for row in rows.values())]
+        columns.append([each.rjust(max(map(len, cells))) for each in cells])
+    for line in zip(*columns, strict=True):
+        print0(" ", "  ".join(line))
 
 
 def cell(value, how):
@@ -176,50 +163,53 @@ def ladder(job):
     costs. A technique that the run does not have is left out. All rungs share one model. The first
     has an optimizer that is not fused, so the host waits: only then does it know whether to skip.
     MFU is relative to the peak of train.dtype on all rungs."""
-    run = job.fresh_run()
     may_compile, _ = machine.choose_compile(job.config["compile"], job.device, math.inf, 10**9)
-    with setting(compile=may_compile):
-        model = job.warmed_up(run)
+    with setting(compile=may_compile, num_workers=0):
+        run, model = job.ready_run()
     torch._logging.set_logs(recompiles=False)  # the last rung compiles once more
     workers = train.num_workers or 2
-    with setting(num_workers=0):
-        batches = train.load_batches(run)
     with setting(num_workers=workers):
-        ahead = train.load_batches(run)
+        run_ahead = replace(run, batches=train.load_batches(run))
     knobs = train.peak_lr, train.weight_decay, train.beta1, train.beta2, train.momentum
     not_fused = train.configure_optimizers(run.model, train.optimizer, *knobs, "none")
     slow_run = replace(run, optimizers=not_fused)
     in_float32 = setting(dtype="float32")
-    eager = job.step(run, run.model, batches)
-    last = job.step(run, model, ahead)
     rungs = {
-        "float32, eager, waits for the host": in_float32(job.step(slow_run, run.model, batches)),
-        "fused optimizer, no wait": in_float32(eager),
+        "float32, eager, waits for the host": in_float32(stepper(slow_run, run.model)),
+        "fused optimizer, no wait": in_float32(stepper(run, run.model)),
     }
     if train.dtype != "float32":
-        rungs[f"autocast {train.dtype}"] = eager
+        rungs[f"autocast {train.dtype}"] = stepper(run, run.model)
     if model is not run.model:
-        rungs["compile"] = job.step(run, model, batches)
-    rungs[f"{workers} workers"] = last
+        rungs["compile"] = stepper(run, model)
+    rungs[f"{workers} workers"] = last = stepper(run_ahead, model)
     if train.deterministic:
         rungs["not deterministic"] = not_deterministic(last)
-    seconds = {name: median(times) for name, times in interleaved(rungs, job.device).items()}
+    seconds = medians(rungs, job.device)
     tokens = train.sequences_at(0) * train.block_size
     first = before = next(iter(seconds.values()))
     result = {}
     for name, spent in seconds.items():
         rate = tokens / spent
+        flops = train.flops_per_token(run.model) * rate
         result[name] = {
             "ms": 1000 * spent,
             "tokens_per_sec": rate,
-            "mfu": train.flops_per_token(run.model) * rate / job.peak[0],
+            "tflops": flops / 1e12,
+            "mfu": flops / job.peak[0] if flops <= job.peak[0] else math.nan,
             "to_before": before / spent,
             "to_first": first / spent,
         }
         before = spent
     print0(f"\nladder: each technique on top of those before; medians of {rounds}, interleaved")
-    print_table(result, ms=".2f", tokens_per_sec=",.0f", mfu=".1%", to_before=".2f", to_first=".2f")
+    ratios = {"to_before": ".2f", "to_first": ".2f"}
+    print_table(result, ms=".2f", tokens_per_sec=",.0f", tflops=".3g", mfu=".1%", **ratios)
     return {"rungs": result}
+
+
+def stepper(run, model):
+    """A function that takes the next step of `run`, as the loop of train.train does."""
+    return partial(train.take_step, run, model, None)
 
 
 def not_deterministic(step):
@@ -236,36 +226,35 @@ def not_deterministic(step):
 def profile(job):
     """Where the time of a step goes, from torch.profiler, and its ten most expensive operations.
 
-    CPU: host time per region, as shares of a profiled step, which takes `slowdown` times as long.
-    CUDA: time of the kernels that a region launched, as shares of an unprofiled step; the rest is
-    idle, or data if the host waited for it. "optimizer" is train_step without forward and backward.
-    """
-    run = job.fresh_run()
-    model = job.warmed_up(run)
-    batches = train.load_batches(run)
-    seconds = median(interleaved({"": job.step(run, model, batches)}, job.device)[""])
+    CPU: time of the host by region, as shares of a profiled step, which takes `slowdown` times as
+    long. CUDA: time of the kernels that a region launched, as shares of an unprofiled step; the
+    rest is idle. "optimizer" is train_step without forward and backward."""
+    run, model = job.ready_run()
+    seconds = medians({"": stepper(run, model)}, job.device)[""]
     count = max(3, min(50, round(timing_seconds / seconds)))
-    step = job.step(run, record_function("forward")(model), batches)
-    with torch.profiler.profile() as profiler:
-        for _ in range(count):
-            with record_function("step"):
-                step()
-                machine.synchronize(job.device)
+    run.batches = iter(record_function("data")(partial(next, run.batches)), None)
+    step = stepper(run, record_function("forward")(model))
+    train_step = record_function("train_step")(train.train_step)
+    with torch.profiler.profile() as profiler, setting(train_step=train_step):
+        profiled = seconds_of(step, count, job.device)
     if trace:
         profiler.export_chrome_trace(str(job.folder / "trace.json"))
     averages = profiler.key_averages()
-    ms = 1000 * seconds
-    host = milliseconds(averages, "cpu_time_total", count)
-    spent, whole, kind = host, host["step"], "cpu"
-    if job.device.type == "cuda":
-        spent = milliseconds(averages, "device_time_total", count)
-        whole = max(ms, spent["train_step"])  # kernels that overlap may sum to more
-        spent["data"] += min(host["data"], whole - spent["train_step"])
-        kind = "device"
-    spent["optimizer"] = spent["train_step"] - spent["forward"] - spent["backward"]
-    shares = {name: spent[name] / whole for name in ("forward", "backward", "optimizer", "data")}
+    on_gpu = job.device.type == "cuda"
+    kind, whole = ("device", seconds) if on_gpu else ("cpu", profiled)
+    spent = dict.fromkeys(("forward", "backward", "optimizer", "data", "train_step"), 0.0)
+    for average in averages:
+        is_backward = average.key.startswith("autograd::engine::evaluate_function")
+        name = "backward" if is_backward else average.key
+        if name in spent and average.device_type == DeviceType.CPU:
+            spent[name] += getattr(average, f"{kind}_time_total") / 1e6 / count
+    # on a GPU autograd launches the backward pass in a thread of its own, outside train_step
+    within = spent["forward"] + (0 if on_gpu else spent["backward"])
+    spent["optimizer"] = spent.pop("train_step") - within
+    shares = {name: time / whole for name, time in spent.items()}
     shares["idle"] = 1 - sum(shares.values())
-    slowdown = host["step"] / ms
+    ms = 1000 * seconds
+    slowdown = profiled / seconds
     print0(f"\nprofile: {ms:.2f} ms a step; under the profiler {slowdown:.2f} times that")
     rows = {name: {"ms": share * ms, "share": share} for name, share in shares.items()}
     print_table(rows, ms=".2f", share=".1%")
@@ -273,56 +262,7 @@ def profile(job):
     return {"step_ms": ms, "slowdown": slowdown, "shares": shares}
 
 
-def milliseconds(averages, kind, count):
-    """{region: milliseconds of each of `count` steps}. averages: of a profiler, by key.
-
-    kind: "cpu_time_total", of the host, or "device_time_total", of the kernels that the region
-    launched; "train_step" is then all kernels, since autograd launches those of the backward pass
-    in a thread of its own, where no region of ours is."""
-    spent = dict.fromkeys(("step", "data", "train_step", "forward", "backward"), 0.0)
-    kernels = 0.0
-    for average in averages:
-        name = average.key
-        if name.startswith("autograd::engine::evaluate_function"):
-            name = "backward"
-        if average.device_type == DeviceType.CPU and name in spent:
-            spent[name] += getattr(average, kind) / count / 1000
-        elif average.device_type != DeviceType.CPU and not average.is_user_annotation:
-            kernels += average.self_device_time_total / count / 1000
-    if kind == "device_time_total":
-        spent["train_step"] = kernels - spent["data"]
-    return spent
-
-
 # ---- the overhead of the loop --------------------------------------------------------------------
-
-
-class Measured(Exception):
-    """Ends the loop when all is timed."""
-
-
-class Blocks:
-    """The console of a loop that is timed: instead of a line, after a block of `every` steps of
-    the loop, it times as many calls of each function in `steps`."""
-
-    def __init__(self, steps, every, device):
-        self.steps = steps
-        self.every = every
-        self.device = device
-        self.times = {name: [] for name in ("loop", *steps)}  # seconds of a step, by block
-        self.began = time.perf_counter()
-
-    def live(self, step):
-        """No live line."""
-
-    def print_row(self, row):
-        """The loop has waited for the device, and has written its rows."""
-        self.times["loop"].append((time.perf_counter() - self.began) / self.every)
-        for name, step in self.steps.items():
-            self.times[name].append(seconds_of(step, self.every, self.device))
-        if len(self.times["loop"]) > rounds:  # the first block warms up
-            raise Measured
-        self.began = time.perf_counter()
 
 
 def overhead(job):
@@ -337,22 +277,34 @@ def overhead(job):
         peak_lr=1e-6,
         warmup_steps=0,
     ):
-        run = job.fresh_run()
-        model = job.warmed_up(run)
-        batches = train.load_batches(job.fresh_run())
-        inputs, targets, _ = next(batches)
+        run, model = job.ready_run()
+        inputs, targets, _ = next(run.batches)
         steps = {
             "bare": partial(bare_step, model, run, inputs, targets),
             "train_step": partial(train.train_step, model, run, inputs, targets, train.peak_lr),
-            "data": partial(next, batches),
+            "data": partial(next, run.batches),
         }
         seconds = seconds_of(steps["train_step"], 2, job.device)
         every = min(train.log_interval or 100, max(1, round(timing_seconds / seconds)))
-        table = Blocks(steps, every, job.device)
+        times = {name: [] for name in ("loop", *steps)}
+
+        def blocks():
+            """Times the loop until its next line, then as many calls of each of `steps`."""
+            for _ in range(rounds + 1):  # the first block warms up
+                began = time.perf_counter()
+                yield
+                times["loop"].append((time.perf_counter() - began) / every)
+                for name, step in steps.items():
+                    times[name].append(seconds_of(step, every, job.device))
+
+        timer = blocks()
+        next(timer)
+        # in place of the console: the loop has waited for the device, and has written its rows
+        table = SimpleNamespace(live=lambda step: None, print_row=lambda row: next(timer))
         saver = checkpoint.Saver(run, train.keep_last, train.may_roll_back_to)
-        with setting(log_interval=every), contextlib.suppress(Measured):
-            train.train(run, model, table, saver, Signals(), Clock())
-    rows = {name: {"ms": 1000 * median(each[1:])} for name, each in table.times.items()}
+        with setting(log_interval=every), contextlib.suppress(StopIteration):
+            train.train(run, model, table, saver, Clock())
+    rows = {name: {"ms": 1000 * median(each[1:])} for name, each in times.items()}
     over_bare = rows["loop"]["ms"] / rows["bare"]["ms"] - 1
     rows["loop"]["over_bare"] = over_bare
     print0(f"\noverhead: medians of {rounds} blocks of {every} steps, in turn; the loop: of it")
@@ -446,54 +398,6 @@ def nbytes(values):
 # ---- whole runs, each in a process of its own ----------------------------------------------------
 
 
-def for_train(words):
-    """`words` without the flags of bench.py and check.py."""
-    own = {name for script in ("bench.py", "check.py") for name in read_knobs(REPO / script)}
-    return [word for word in words if word.partition("=")[0].removeprefix("--") not in own]
-
-
-def output_of(command, cwd=None):
-    """What Python prints when it runs `command`, in a session of its own: Ctrl-C reaches only this
-    process, which ends the other. Raises RunFailed."""
-    command = [sys.executable, *command]
-    done = subprocess.run(
-        command, cwd=cwd, stdout=subprocess.PIPE, text=True, start_new_session=True, check=False
-    )
-    if done.returncode:
-        raise RunFailed(f"{' '.join(command)[-400:]} ended with\n{done.stdout[-2000:]}")
-    return done.stdout
-
-
-def execute(script, words, **knobs):
-    """Run `script` with `words`, flags and config files, and `knobs`. Raises RunFailed."""
-    knobs = {"audit_interval": -1} | knobs
-    output_of([script, *for_train(words), *(f"--{name}={knobs[name]}" for name in knobs)])
-
-
-def trained(script, words, seed):
-    """The folder of a whole run, which is not trained again if it is finished, and neither these
-    words nor the code have changed."""
-    own = ("--out_dir=", "--seed=")
-    words = [word for word in for_train(words) if not word.startswith(own)]
-    folder = folder_by_hash(seed, words, script, hashes_of_code(script, *words))
-    if read_json(folder / "run.json").get("ended") != "finished":
-        execute(script, ["--report=false", *words], out_dir=folder, seed=seed)
-    return folder
-
-
-def hashes_of_code(*files):
-    """Of the .py files of this repository, and of those among `files`."""
-    given = [Path(file) for file in files if file.endswith(".py")]
-    paths = {*REPO.glob("*.py"), *REPO.glob("*/*.py"), *given}
-    return [sha256(path.read_bytes()).hexdigest() for path in sorted(paths)]
-
-
-def folder_by_hash(seed, *facts):
-    """Where a run lies that depends on nothing but its seed and these facts."""
-    digest = sha256(json.dumps([*facts, torch.__version__], sort_keys=True).encode()).hexdigest()
-    return Path("out", "seeds", digest[:8], f"seed_{seed}")
-
-
 RECIPE = (
     "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 "
     "--log_interval=1 "
@@ -506,8 +410,9 @@ CHANGES = {  # row: its command, or the flags that it adds to the command of the
     "nanoGPT, twice its rate": "--learning_rate=2e-3 --min_lr=2e-4",
     "nanoGPT, four times its rate": "--learning_rate=4e-3 --min_lr=4e-4",
     "nanoGPT, eight times its rate": "--learning_rate=8e-3 --min_lr=8e-4",
-    "its model and recipe on this loop": f"examples/nanogpt.py {SAME} --dtype=float32",
-    "bfloat16 (if fast), plain attention": "--dtype=auto",
+    # with GPT-2's biases, which nanoGPT's recipe leaves out
+    "its model and recipe on this loop": f"examples/gpt2.py {SAME} --dtype=float32",
+    "bfloat16 (if fast)": "--dtype=auto",
     "one layer": "--n_layer=1",
     "our block: SwiGLU, rotary, q/k norm": f"train.py {SAME} --n_layer=1",
     "larger batches": "--batch_size=32 --max_steps=750 --eval_interval=50",  # as many tokens
@@ -555,8 +460,8 @@ def from_nanogpt(job):
     wanted = {name: command for name, command in commands().items() if re.search(rows, name)}
     if not wanted:
         fail(f"--rows={rows}: expected a part of one of these: {', '.join(CHANGES)}")
-    if "nanogpt" in str(wanted).lower() and not os.environ.get("NANOGPT"):
-        fail("these rows need NANOGPT=FOLDER, a copy of nanoGPT; --rows=config needs none")
+    if "$NANOGPT" in str(wanted) and not os.environ.get("NANOGPT"):
+        fail("nanoGPT's own rows need NANOGPT=FOLDER, a copy of it; --rows='recipe|config' do not")
     runs = {name: [] for name in wanted}
     for seed in range(train.seed, train.seed + seeds):  # each row in turn: machines have slow hours
         for name, command in wanted.items():
@@ -564,10 +469,10 @@ def from_nanogpt(job):
             if script.startswith("$"):
                 result = nanogpt(job, words, seed)
             else:
-                result = race(script, [*words, *job.argv], seed)
+                result = processes.race(script, [*words, *job.argv], seed)
             runs[name].append(result)
         print0(f"  seed {seed} done")
-    table = {name: summary(results) for name, results in runs.items()}
+    table = {name: processes.summary(results) for name, results in runs.items()}
     print0(
         f"\nfrom_nanogpt: {seeds} seeds; median seconds of the process; last loss, its deviation"
     )
@@ -575,32 +480,6 @@ def from_nanogpt(job):
     for name, command in wanted.items():
         print0(f"  {name}: python {command}")
     return {"rows": table, "runs": runs, "commands": wanted}
-
-
-def summary(results):
-    """The row of a table for the runs of one command with several seeds."""
-    losses = [run["loss"] for run in results]
-    return {
-        "process": median(run["process"] for run in results),
-        "loss": mean(losses),
-        "deviation": stdev(losses),
-        "tokens": results[0]["tokens"],
-    }
-
-
-def race(script, words, seed):
-    """{seconds of the process, last validation loss, dataset, tokens} of a run of ours, from its
-    folder."""
-    folder = trained(str(REPO / script), words, seed)
-    facts = read_json(folder / "run.json")
-    rows, _ = read_rows(folder / "metrics.jsonl")
-    last = {row["kind"]: row for row in rows}
-    return {
-        "process": sum(facts["seconds"].values()),
-        "loss": last["eval"]["val_loss"],
-        "dataset": facts["data"]["name"],
-        "tokens": last["train"]["tokens"],
-    }
 
 
 def nanogpt(job, words, seed):
@@ -619,7 +498,7 @@ def nanogpt(job, words, seed):
             fail(f"{home}/train.py has no {line!r}; expected nanoGPT's own")
         source = source.replace(line, edited)
     source += WHOLE_SPLIT
-    folder = folder_by_hash(seed, words, source, model, dataset["name"])
+    folder = processes.folder_by_hash(seed, words, source, model, dataset["name"])
     result = read_json(folder / "nanogpt.json")
     if result:
         return result
@@ -628,7 +507,7 @@ def nanogpt(job, words, seed):
     began = time.perf_counter()
     with TemporaryDirectory() as scratch:  # it takes no path with a "="
         own = [f"--out_dir={scratch}", f"--dataset={text}"]
-        printed = output_of(["-c", source, *words, *own], cwd=home)
+        printed = processes.output_of(["-c", source, *words, *own], cwd=home)
     ended = time.perf_counter()
     loss, evaluation = re.search(r"whole split: (\S+) after (\S+)", printed).groups()
     result = {
@@ -644,16 +523,6 @@ PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead, from_n
 
 
 # ---- which parts ---------------------------------------------------------------------------------
-
-
-def script_among(words):
-    """(script to run, the other words): train.py, unless one of the words is a script that changes
-    train.py and calls its main() under `if __name__ == "__main__"`, such as examples/images.py."""
-    for word in words:
-        if word.endswith(".py") and os.path.isfile(word):
-            if re.search(r"(?m)^(import|from)\b.*\btrain\b", Path(word).read_text("utf-8")):
-                return os.path.abspath(word), [each for each in words if each != word]
-    return train.__file__, list(words)
 
 
 @contextlib.contextmanager
@@ -682,10 +551,10 @@ def job_of(words, script, *scopes):
 def measure(own, argv):
     """Run the parts that --only names. own: globals() of the script, with its PARTS. Returns what
     its JSON file holds: {part: result}, and facts."""
-    script, words = script_among(sys.argv[1:] if argv is None else argv)
-    if script != train.__file__:
-        runpy.run_path(script, run_name="script")
-    with job_of(words, script, own) as job:
+    path, words = forks.script_among(sys.argv[1:] if argv is None else argv)
+    if path and forks.load(path, train) is not train:
+        fail(f"--script={path}: it is a copy of train.py; expected a script that imports train")
+    with job_of(words, path or train.__file__, own) as job:
         parts = own["only"].split(",")
         for part in set(parts) - set(own["PARTS"]):
             fail(f"--only={own['only']}: no part {part!r}; there are {', '.join(own['PARTS'])}")

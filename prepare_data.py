@@ -63,6 +63,7 @@ data_dir = "data"  # the dataset's folder is made in this one
 input = ""  # a UTF-8 text file, .jsonl, folder or glob; "" = what NAME stands for
 tokenizer = "auto"  # auto | char | byte | gpt2; char: an id for each distinct character, for one
 #  text of up to 32 MB; gpt2 needs tiktoken; auto = char for one such text, gpt2 for a corpus
+chars_of = ""  # another dataset, whose tokenizer and characters are used: its weights then fit both
 
 # Of a corpus
 field = "text"  # the field of a .jsonl object that holds the text
@@ -147,8 +148,9 @@ def prepare(name, data_dir, input="", tokenizer="auto") -> tuple[str, dict]:
     folder = data.folder_of(name, data_dir)
     old = data.verified_meta(folder) if os.path.exists(f"{folder}/meta.json") else {}
     streamed = is_corpus(input)
+    other = data.verified_meta(data.folder_of(chars_of, data_dir)) if chars_of else old
     if tokenizer == "auto":
-        tokenizer = old.get("tokenizer", "gpt2" if streamed else "char")
+        tokenizer = other.get("tokenizer", "gpt2" if streamed else "char")
     cleaned = Cleaned()
     if old and not input:
         meta = old | {"tokenizer": tokenizer}
@@ -156,6 +158,9 @@ def prepare(name, data_dir, input="", tokenizer="auto") -> tuple[str, dict]:
         meta, documents = find_corpus(input, tokenizer, cleaned)
     else:
         meta, documents, streamed = find_text(name, folder, input, tokenizer, cleaned)
+    if chars_of:
+        chars = {"chars": other["chars"]} if "chars" in other else {}
+        meta |= chars | {"source": f"{meta['source']}, vocabulary of {chars_of}"}
     if not old:
         meta = store(folder, meta, documents, streamed)
         cleaned.report()

@@ -16,7 +16,6 @@ import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
 import importlib
 import os
 import shutil
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
 from operator import itemgetter
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 
 from checks.run_log import BEGINNING, Position, RunLog, first_difference, in_words
-from plumbing import checkpoint, cli, machine, ranks
+from plumbing import checkpoint, cli, forks, machine, ranks
 from plumbing.cli import RunFailed, fail
 from plumbing.console import is_first_rank, print0
 from plumbing.log import Witness
@@ -80,14 +79,8 @@ def loop_of(run: RunLog) -> ModuleType:
     something else trained the run: then says what to type."""
     is_own = run.script == "train.py"
     if script and not (against and is_own):  # then the other run is of the script
-        path = Path(script)
-        if not path.is_file():
-            fail(f"--script={script}: there is no such file")
-        sys.path.insert(0, str(path.resolve().parent))
-        module = importlib.import_module(path.stem)
-        if hasattr(module, "Watch"):
-            return module
-    elif not is_own:
+        return forks.load(script, importlib.import_module("train"))
+    if not is_own:
         found = f"{run.path} was trained by {run.script}"
         fail(f"{found}; if that is your code, add its path: --script={run.script}")
     return importlib.import_module("train")

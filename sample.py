@@ -5,6 +5,7 @@ Generate text with a trained model, from a run's folder or from one checkpoint:
     python sample.py out/shakespeare --start="ROMEO:" --num_samples=3 --temperature=0.8
     python sample.py out/shakespeare/ckpt_00001000.pt --start=FILE:prompt.txt
     python sample.py out/shakespeare --export=shakespeare.safetensors
+    python sample.py out/mine --script=my_fork.py
 
 Of a run's folder it takes best.pt, or the newest checkpoint if best.pt is that of the run's first
 step, before which nothing was trained; the file and its step are printed above the text. It needs
@@ -26,15 +27,18 @@ import torch
 
 from model import InvalidShape, build_model, generate
 from plumbing import checkpoint as checkpoints
+from plumbing import forks
 from plumbing.checkpoint import Damaged
 from plumbing.cli import configured, fail, printable, run_script
 from plumbing.data import read_file, start_and_end, tokenizer_of
 from plumbing.files import replacing
 from plumbing.machine import choose_device, choose_dtype
+from plumbing.weights import facts_of
 from prepare_data import SEPARATOR, Cleaned, decode_utf8
 
 # Which weights of a run's folder
 checkpoint = "auto"  # auto | best | last; auto = best, or last if best.pt is of the first step
+script = ""  # the fork that trained it, if its model is not that of model.py
 
 # What to write
 start = ""  # the text to continue, or FILE:path of it; "" = begin as the texts of the dataset do
@@ -95,13 +99,25 @@ def rebuild(saved: dict, title: str) -> tuple[torch.nn.Module, Any]:
         fail(f"{title}: it was not trained on text; expected a run of train.py on text")
     tokenizer = tokenizer_of(meta)
     try:
-        model = build_model(saved["config"], tokenizer.vocab_size)
+        model = build(saved["config"], tokenizer.vocab_size)
         model.load_state_dict(saved["model"])
         model.load_state_dict(saved.get("ema") or {}, strict=False)  # tied weights have one average
     except (InvalidShape, RuntimeError) as error:
-        what = f"today's model.py with its config and vocabulary of {tokenizer.vocab_size:,}"
+        code = script or "today's model.py (of a fork, add --script=FILE)"
+        what = f"{code} with its config and vocabulary of {tokenizer.vocab_size:,}"
         fail(f"{title}: it does not fit {what}: {str(error).splitlines()[-1].strip()}")
     return model.eval(), tokenizer
+
+
+def build(config: dict, vocab_size: int) -> torch.nn.Module:
+    """The model of model.py, or that of the fork `script`, which sees the knobs of the run."""
+    if not script:
+        return build_model(config, vocab_size)
+    import train
+
+    loop = forks.load(script, train)
+    vars(loop).update({name: config[name] for name in config.keys() & vars(loop).keys()})
+    return loop.build_model(config, vocab_size)
 
 
 def stream(ids: Iterable[int], tokenizer: Any) -> Iterator[str]:
@@ -193,7 +209,7 @@ def export_weights(saved: dict, title: str) -> None:
     }
     try:
         with replacing(export) as temporary:
-            temporary.write_bytes(save(weights, {"format": "pt"}))
+            temporary.write_bytes(save(weights, facts_of(saved)))
     except OSError as error:
         fail(f"--export={export} cannot be written ({error.strerror})")
     print(f"{title}: {len(weights)} tensors in {export}", file=sys.stderr)

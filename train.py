@@ -61,6 +61,7 @@ resume = "auto"  # auto: resume what is in out_dir, or start; never; the path of
 #  restart: keep what is there as NAME.old_1 and start (each time: not for requeued jobs); free
 dataset = "shakespeare"  # data/NAME; prepare_data.py makes it where it is missing; fixed
 data_dir = "data"  # folder of the datasets; free
+init_from = ""  # checkpoint or .safetensors whose weights a new run starts with; "" = random; fixed
 
 # The model
 block_size = 64  # context, tokens, [1, 10000000]; fixed
@@ -205,6 +206,10 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         ranks.check_share(sequences_at(0), shard, BadInput)
         datasets = open_dataset(start.saved)
         run = build_run(config, start, datasets)
+        if init_from:
+            from plumbing.weights import begin_from
+
+            begin_from(run, init_from, start.saved)
         if start.saved:
             load_checkpoint(run, start.saved)
             start.saved = None  # unmaps the file: its disk space is free once it is pruned
@@ -947,7 +952,10 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     rows = [fields | {name: next(values) for name in named} for fields, named in steps]
     seconds = clock.lap("train")
     tokens_per_sec = sum(row.pop("batch_tokens") for row in rows) / seconds
-    mfu = flops_per_token(run.model) * tokens_per_sec / run.max_flops
+    flops = flops_per_token(run.model) * tokens_per_sec
+    if flops > run.max_flops:  # so the peak is false: the machine was busy when it was measured
+        run.max_flops = math.nan
+    mfu = flops / run.max_flops
     common = {
         "step_ms": 1000 * seconds / len(rows),
         "tokens_per_sec": tokens_per_sec,

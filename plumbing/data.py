@@ -289,9 +289,14 @@ def hand_over(batch: tuple) -> list | bytes:
 
 def live_as_long_as_the_run(worker: int) -> None:
     """In a worker: ignore what a scheduler sends to all processes, since the run decides when its
-    workers end; but end with the run, however that ends (prctl, on Linux only)."""
+    workers end; but end with the run."""
     for number in HANDLED:
         signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
+
+
+def end_with_parent() -> None:
+    """From here on this process is killed when its parent ends, however that ends (on Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

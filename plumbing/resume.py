@@ -175,6 +175,8 @@ def refuse_another_run(run: Any, saved: dict) -> None:
     again = run.folder.fresh_out_dir() if own else "no --resume"
     for name, (was, new) in other_run(run, saved).items():
         hint = f" or, to resume, --{name}={show(was)}" if name in run.knobs else ""
+        if name == "dataset" and not own:
+            hint += f" or, for its weights alone, --init_from={run.path} in place of --resume"
         message = f"{name} changed from {was} to {new}: this run cannot be resumed with that"
         fail(f"{message}; write {again}{hint}")
     then = identity_of(saved)
@@ -196,7 +198,7 @@ def other_run(run: Any, saved: dict) -> dict[str, list]:
     whose comments say `fixed`, data, shapes of weights, the optimizers' groups."""
     then = identity_of(saved)
     now = identity_of(run.facts)
-    names = [name for name, knob in run.knobs.items() if knob.policy == "fixed"]
+    names = [name for name in then if name in run.knobs and run.knobs[name].policy == "fixed"]
     names += ["data", "files"]
     if "portable" in (then["deterministic"], now["deterministic"]):
         names.append("deterministic")

@@ -363,22 +363,22 @@ def train_as_it_was(monkeypatch):
 
 @pytest.fixture
 def quick(train_in, tmp_path, monkeypatch):
-    """bench.execute() by a forked process, which begins at once. The folders of its runs."""
-    import bench
+    """processes.execute() by a forked process, which begins at once. The folders of its runs."""
+    from checks import processes
     from plumbing.cli import RunFailed
 
     folders = []
 
     def execute(script, words, *, out_dir, **knobs):
         folders.append(Path(out_dir))
-        flags = bench.for_train(words) + [f"--{name}={value}" for name, value in knobs.items()]
+        flags = processes.for_train(words) + [f"--{name}={value}" for name, value in knobs.items()]
         flags = [flag for flag in flags if not flag.startswith("--out_dir=")]
         flags.append(f"--out_dir={out_dir}")
         done = train_in(tmp_path, out_dir, *flags, code=None)
         if done.returncode:
             raise RunFailed(done.stderr)
 
-    monkeypatch.setattr(bench, "execute", execute)
+    monkeypatch.setattr(processes, "execute", execute)
     return folders
 
 
@@ -390,7 +390,7 @@ def copy_of_repository(folder):
     for file in REPO.glob("*.py"):
         shutil.copy(file, folder)
     caches = shutil.ignore_patterns("__pycache__")
-    for package in [REPO / "plumbing", *REPO.glob("reporting"), *REPO.glob("lab")]:
+    for package in [REPO / "plumbing", *REPO.glob("reporting"), *REPO.glob("checks")]:
         shutil.copytree(package, folder / package.name, ignore=caches)
     return folder
 

@@ -3,6 +3,7 @@
 #   --quick  fewer steps, without the slower tests
 #   --cpu    the same parts on the CPU at toy sizes: shows that they work, nothing about CUDA
 #   --list   only prints the parts, most worth first, and the most seconds that each may take
+# PATIENCE=4 multiplies the time limits, which are those of an H100.
 # Two or more GPUs also run the distributed tests. NANOGPT=DIR also times the nanoGPT in DIR, at the
 # same shapes. config/shakespeare.py trains on data/shakespeare if that exists, else on the text at
 # SHAKESPEARE_URL if that is set (file:// too), else on CPython's manual, without a download.
@@ -38,7 +39,7 @@ trap 'rm -rf "$work"' EXIT
 $list || mkdir -p "$out"
 export GPU_TESTS_ON=$device PYTHONDONTWRITEBYTECODE=1 TORCHINDUCTOR_CACHE_DIR=$work/inductor
 export TRITON_CACHE_DIR=$work/triton TMPDIR=$work PYTHONUNBUFFERED=1
-patience=1
+patience=${PATIENCE:-1}
 if [ $device = cpu ]; then
   patience=5 # factor on the time limits: a busy machine is not a failure
   export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE
@@ -82,7 +83,8 @@ $list || python tests/gpu_report.py tokens "$work/data/tokens" $vocabulary 20000
 common=(--device=$device --data_dir="$work/data" --report=false)
 shakespeare=(config/shakespeare.py "${common[@]}" --dataset=$text)
 gpt2=(config/gpt2_124m.py "${common[@]}" --dataset=tokens --eval_interval=0 --save_interval=0)
-gpt2+=(--milestone_interval=0 --eval_tokens=32768 --max_steps=60)
+gpt2+=(--milestone_interval=0 --eval_tokens=32768 --max_steps=60 --accum_steps=4)
+# as many sequences in a step as gpt2 has, 16 x 4
 nanogpt=(--device=$device --dataset=tokens --eval_iters=1 --eval_interval=1000000 --max_iters=60)
 nanogpt+=(--batch_size=32 --gradient_accumulation_steps=2)
 one_layer=(--n_layer=1 --n_head=6 --n_embd=192 --block_size=128 --gradient_accumulation_steps=1)

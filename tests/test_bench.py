@@ -3,12 +3,16 @@
 import contextlib
 import io
 import json
+import math
 import re
-import runpy
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import REPO, tree
+from conftest import REPO, tree, wait_for
+from helpers import alive, children
 from helpers import bench_arguments as arguments
 
 import bench
@@ -92,56 +96,78 @@ def test_overhead_is_measured_over_the_real_loop(whole):
     assert overhead["loop_ms"] == pytest.approx(overhead["bare_ms"] * (1 + overhead["over_bare"]))
 
 
+@pytest.mark.parametrize("peak", [math.nan, 1e6])
+def test_there_is_no_mfu_where_the_peak_is_unknown_or_exceeded(peak, in_process, monkeypatch):
+    monkeypatch.setattr(bench.machine, "peak_flops", lambda *_: (peak, "of a busy machine"))
+    _, facts = in_process(only="ladder")
+    rungs = facts["ladder"]["rungs"].values()
+    assert all(rung["mfu"] is None and rung["tflops"] > 0 for rung in rungs)
+
+
 # ---- whole runs ----------------------------------------------------------------------------------
 
 
-NANO_MODEL = """
-from dataclasses import dataclass
-import torch
-from torch import nn
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_no_run_outlives_the_process_that_waits_for_it(name):
+    sleeps = (
+        "from checks import processes; processes.output_of(['-c', 'import time; time.sleep(99)'])"
+    )
+    waiting = subprocess.Popen([sys.executable, "-c", sleeps], cwd=REPO, stderr=subprocess.DEVNULL)
+    wait_for(lambda: children(waiting))
+    (run,) = children(waiting)
+    waiting.send_signal(signal.Signals[name])
+    assert waiting.wait(20) != 0
+    wait_for(lambda: not alive(run))
 
-class Attention(nn.Module):
-    flash = True
-    def forward(self, x):
-        if self.flash:
-            return torch.cumsum(x, 1)
-        return self.bias[0, 0, : x.size(1), : x.size(1)] @ x
 
-@dataclass
-class GPTConfig:
-    block_size: int
-    vocab_size: int
-    n_layer: int
-    n_head: int
-    n_embd: int
-    dropout: float
-    bias: bool
+# ---- a fork's script -----------------------------------------------------------------------------
 
-class GPT(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
-        block = nn.ModuleDict({"attn": Attention()})
-        self.transformer = nn.ModuleDict({"h": nn.ModuleList([block])})
-        block.attn = block["attn"]
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=config.bias)
-    def forward(self, idx, targets=None):
-        logits = self.lm_head(self.transformer.h[0].attn(self.wte(idx)))
-        if targets is None:
-            return logits[:, [-1], :], None
-        flat = logits.view(-1, logits.size(-1)), targets.view(-1)
-        return logits, nn.functional.cross_entropy(*flat, ignore_index=-1)
+BIGRAM = f"""
+import sys
+sys.path.insert(0, {str(REPO)!r})
+import torch, train
+from plumbing.cli import run_script
+class Bigram(torch.nn.Embedding):
+    def forward(self, inputs, targets=None):
+        logits = super().forward(inputs)
+        return logits if targets is None else train.cross_entropy(logits, targets)
+train.build_model = lambda knobs, vocab_size: Bigram(vocab_size, vocab_size)
 """
+GUARDED = BIGRAM + 'if __name__ == "__main__":\n    sys.exit(run_script(train.main))\n'
 
 
-@pytest.fixture
-def nano(tmp_path, monkeypatch):
-    """A folder that looks like nanoGPT, in the environment."""
-    folder = tmp_path / "nano"
-    folder.mkdir()
-    (folder / "model.py").write_text(NANO_MODEL)
-    monkeypatch.setenv("NANOGPT", str(folder))
-    return folder
+def test_the_model_of_a_fork_is_measured_and_sampled_from(tmp_path, data_dir):
+    fork, out = tmp_path / "bigram.py", tmp_path / "run"
+    fork.write_text(GUARDED)
+    few = ["--max_steps=3", "--report=false"]
+    flags = [*arguments(out, data_dir), "--only=memory"]
+
+    def run(*command):
+        command = [sys.executable, *map(str, command)]
+        return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60)
+
+    of_train = [flag for flag in flags if flag.split("=")[0][2:] in read_knobs(train.__file__)]
+    assert run(fork, *of_train, *few).returncode == 0
+    assert run("bench.py", f"--script={fork}", *flags).returncode == 0
+    weights = json.loads((out / "bench.json").read_text())["memory"]["here"]
+    vocab_size = json.loads((data_dir / "small" / "meta.json").read_text())["vocab_size"]
+    assert {row["weights"] for row in weights.values()} == {4 * vocab_size**2}
+    assert "--script=FILE" in run("sample.py", out).stderr
+    assert len(run("sample.py", out, f"--script={fork}", "--max_new_tokens=40").stdout) > 40
+
+
+@pytest.mark.parametrize(
+    "source, problem",
+    [("", "no such file"), (f"{BIGRAM}train.main()", "as soon as"), ("class Watch: 0", "a copy")],
+    ids=["absent", "unguarded", "copy"],
+)
+def test_a_script_that_cannot_be_measured_is_one_line(source, problem, tmp_path, train_as_it_was):
+    fork = tmp_path / f"fork_{problem[0]}.py"
+    if source:
+        fork.write_text(source)
+    with pytest.raises(BadInput, match=problem):
+        bench.main([f"--script={fork}", "--device=cpu"])
 
 
 def test_the_recipe_on_this_loop_is_that_of_nanogpt():
@@ -157,24 +183,7 @@ def test_the_recipe_on_this_loop_is_that_of_nanogpt():
     for name, their_name in (pairs | {"grad_clip": "clip"}).items():
         assert float(ours[name]) == float(theirs[their_name]), name
     assert (ours["optimizer"], ours["schedule"], ours["beta1"]) == ("adamw", "cosine", 0.9)
-    assert script == "examples/nanogpt.py" and ours["dtype"] == "float32"
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_model_of_that_row_is_nanogpts_own(dtype, nano, train_as_it_was):
-    example = runpy.run_path(str(REPO / "examples/nanogpt.py"), run_name="script")
-    own = runpy.run_path(str(nano / "model.py"))
-    shape = {"block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16, "dropout": 0.0}
-    vars(train).update(dtype=dtype, block_size=8)
-    wrapped = example["build_model"](shape, 65)
-    theirs = own["GPT"](own["GPTConfig"](vocab_size=65, bias=False, **shape))
-    theirs.load_state_dict(wrapped.state_dict())  # the same names, the same shapes
-    inputs, targets = torch.randint(65, (2, 3, 8))
-    logits, loss = theirs(inputs, targets)
-    tolerance = 0 if dtype == "float32" else 1e-5  # in bfloat16 attention takes another path
-    assert wrapped.transformer.h[0].attn.flash == (dtype == "float32")
-    torch.testing.assert_close(wrapped(inputs, targets), loss, rtol=tolerance, atol=0)
-    torch.testing.assert_close(wrapped(inputs), logits, rtol=tolerance, atol=tolerance)
+    assert script == "examples/gpt2.py" and ours["dtype"] == "float32"
 
 
 @pytest.mark.parametrize("flag, value", [("only", "peak,laddr"), ("n_head", 5), ("rounds", 0)])

@@ -1,13 +1,16 @@
 """The examples, and the forks of docs/forks.md: each does what it is for, and what the loop promises
 holds for it, too."""
 
+import json
+import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 import run_page
 import torch
-from conftest import REPO, make_dataset, pydoc_text
+from conftest import REPO, arguments, first, make_dataset, pydoc_text
 from sources import around
 
 
@@ -64,11 +67,12 @@ def test_images_are_learned_from_any_directory_and_get_a_report(tmp_path):
 # ---- docs/forks.md -------------------------------------------------------------------------------
 
 LORA, SCHEDULE_FREE, REGRESSION, MIXTURE = (
-    code.partition("flags = ")[0]
+    code.partition("\nif __name__")[0]
     for _, _, language, _, code in run_page.blocks(REPO / "docs/forks.md")
     if language == "python"
 )
 FLAGS = ["--max_steps=12", "--save_interval=4", "--eval_interval=4", "--audit_interval=5"]
+EDIT = "a change made on purpose belongs into PlainLoop in checks/twin.py"
 MORE = {
     LORA: [],
     SCHEDULE_FREE: ["--ema_decay=0.9", "--schedule=constant"],
@@ -106,6 +110,17 @@ def test_a_fork_of_the_page_resumes_bit_for_bit(straight_and_resumed, base, text
         assert all(torch.equal(before[name], after[name]) for name in after.keys() - new)
 
 
+@pytest.mark.parametrize("fork, says", first(2, zip(MORE, ["GO", EDIT, "GO", "GO"], strict=True)))
+def test_check_says_go_or_what_to_edit(fork, says, base, texts, data_dir, tmp_path):
+    (tmp_path / "fork.py").write_text(fork)
+    more = [texts] if fork == MIXTURE else []
+    _, *flags = arguments(tmp_path / "b", data_dir, [*MORE[fork], *more])
+    command = [sys.executable, REPO / "check.py", "fork.py", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert says in done.stdout and not done.stderr, done.stdout + done.stderr
+    assert done.returncode == (says == EDIT)
+
+
 def test_best_holds_the_weights_that_were_judged(run_train):
     """The plain loop evaluates the averages of best.pt to the very loss on record."""
     done = run_train("run", *FLAGS, *MORE[SCHEDULE_FREE], before=SCHEDULE_FREE)
@@ -116,3 +131,33 @@ def test_best_holds_the_weights_that_were_judged(run_train):
     load = f"result.load_state_dict(torch.load({best_pt!r}, weights_only=True)['ema'])"
     again = run_train("again", "--max_steps=3", before=around("build_model", then=load))
     assert again.rows("eval")[0]["val_loss"] == best["val_loss"]
+
+
+# ---- examples/colab.ipynb --------------------------------------------------------------------------
+
+
+def commands_of_the_notebook():
+    notebook = json.loads((REPO / "examples/colab.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    return re.findall(r"^!(.*)", "\n".join(cells), re.MULTILINE)
+
+
+def test_the_notebook_types_what_the_readme_says():
+    clone, *commands, sample = commands_of_the_notebook()
+    readme = (REPO / "README.md").read_text()
+    assert clone.startswith("git clone") and sample.startswith("python sample.py") and commands
+    for command in (*commands, sample):
+        plain = re.sub(r"PATIENCE=\d+ | --quick", "", command)
+        assert plain in readme or command == "cat out/gpu/results.md"
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_on_a_cpu(tmp_path):
+    _, _, *commands = commands_of_the_notebook()  # but for clone and pip
+    script = "\n".join(["set -e", *commands]).replace("--quick", "--quick --cpu")
+    shutil.copytree(REPO, tmp_path / "copy", ignore=run_page.NOT_COPIED)
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path / "copy", capture_output=True, text=True, timeout=1200
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "part gpt2 | exit code 0" in done.stdout and "finished at step 1,100" in done.stdout

@@ -1,0 +1,173 @@
+"""GPT-2 (Radford et al. 2019) on the loop of train.py: learned positions, LayerNorm with gain and
+bias, GELU by its tanh approximation, and a head that shares the embedding's weights.
+
+    python examples/gpt2.py --n_layer=4              # from random weights
+    python examples/gpt2.py config/gpt2_124m.py
+    python examples/gpt2.py --weights=FOLDER --block_size=256 --peak_lr=3e-5 --min_lr=3e-6 ...
+
+--weights=FOLDER sets the shape and --init_from, by config.json and model.safetensors as Hugging
+Face publishes GPT-2; later flags win, and a smaller block_size takes the first positions. The
+dataset needs the same vocabulary: python prepare_data.py NAME --input=FILE --tokenizer=gpt2. Names
+and layout of the weights here are those of such a file, so sample.py --export writes one, too. It
+was tried with files that the library `transformers` wrote, not with the published ones. Of
+train.py's flags for the model, block_size, n_layer, n_head, n_embd, dropout and grad_checkpoint
+have an effect.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train  # noqa: E402
+from model import Dropout, InvalidShape, causal_attention, cross_entropy  # noqa: E402
+from plumbing import cli, weights  # noqa: E402
+from plumbing.files import read_json  # noqa: E402
+
+SHAPE = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions"}
+REQUIRED = {  # what else in a config.json decides what the weights compute
+    "model_type": "gpt2",
+    "activation_function": "gelu_new",
+    "layer_norm_epsilon": 1e-5,
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "tie_word_embeddings": True,
+}
+# In some files: masks of the past, and the embedding once more
+NOT_WEIGHTS = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
+
+
+class Conv1D(nn.Module):
+    """A linear layer whose weight is (in, out), as GPT-2's files store it."""
+
+    def __init__(self, n_in, n_out):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(n_in, n_out))
+        self.bias = nn.Parameter(torch.zeros(n_out))
+
+    def forward(self, x):
+        return F.linear(x, self.weight.T, self.bias)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        width = config["n_embd"]
+        self.n_head = config["n_head"]
+        self.c_attn = Conv1D(width, 3 * width)
+        self.c_proj = Conv1D(width, width)
+        self.dropout = config["dropout"]
+
+    def forward(self, x):
+        heads = self.c_attn(x).unflatten(2, (3, self.n_head, -1))  # (B, T, 3, H, D)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
+        return self.c_proj(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        width = config["n_embd"]
+        self.ln_1 = nn.LayerNorm(width)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential()
+        self.mlp.c_fc = Conv1D(width, 4 * width)
+        self.mlp.gelu = nn.GELU("tanh")
+        self.mlp.c_proj = Conv1D(4 * width, width)
+        self.dropout = Dropout(config["dropout"])
+
+    def forward(self, x):
+        x = x + self.dropout(self.attn(self.ln_1(x)))
+        return x + self.dropout(self.mlp(self.ln_2(x)))
+
+
+class GPT2(nn.Module):
+    muon_prefix = "h."  # Muon trains the matrices whose names begin with this
+
+    def __init__(self, config, vocab_size):
+        super().__init__()
+        if config["n_embd"] % config["n_head"]:
+            raise InvalidShape(f"--n_embd={config['n_embd']}: expected a multiple of --n_head")
+        self.config = config
+        self.wte = nn.Embedding(vocab_size, config["n_embd"])
+        self.wpe = nn.Embedding(config["block_size"], config["n_embd"])
+        self.dropout = Dropout(config["dropout"])
+        self.h = nn.ModuleList(Block(config) for _ in range(config["n_layer"]))
+        self.ln_f = nn.LayerNorm(config["n_embd"])
+        for name, weight in self.named_parameters():
+            if weight.ndim == 2:
+                # so many add up in the residual stream
+                terms = 2 * len(self.h) if name.endswith("c_proj.weight") else 1
+                nn.init.normal_(weight, std=0.02 / math.sqrt(terms))
+
+    @property
+    def blocks(self):
+        """What --shard=true gathers one at a time."""
+        return self.h
+
+    def forward(self, inputs, targets=None, last_only=False):
+        """inputs, targets: int64 (B, T). The logits (B, T, V), or only the last (B, 1, V); with
+        targets their mean cross entropy instead, ignoring those of -100."""
+        positions = torch.arange(inputs.size(1), device=inputs.device)
+        x = self.dropout(self.wte(inputs) + self.wpe(positions))
+        for block in self.h:
+            if self.config["grad_checkpoint"] and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
+        x = self.ln_f(x[:, -1:] if last_only else x)
+        logits = F.linear(x, self.wte.weight)
+        return logits if targets is None else cross_entropy(logits, targets)
+
+    def flops_per_token(self):
+        """As model.GPT.flops_per_token: the embedding counts once, for the head."""
+        weights = sum(weight.numel() for weight in self.parameters() if weight.ndim > 1)
+        length, width = self.wpe.weight.shape
+        return 6 * (weights - length * width) + 12 * len(self.h) * width * length
+
+
+# ---- weights in Hugging Face's layout ------------------------------------------------------------
+
+
+def shape_in(folder):
+    """{knob: value} of config.json in `folder`. Raises BadInput if it is not that of a GPT-2."""
+    path = Path(folder, "config.json")
+    config = REQUIRED | read_json(path)
+    shape = {knob: config.get(name) for knob, name in SHAPE.items()}
+    if {name: config[name] for name in REQUIRED} != REQUIRED or None in shape.values():
+        cli.fail(
+            f"{path} is missing or not that of a GPT-2; expected {REQUIRED} and {[*SHAPE.values()]}"
+        )
+    return shape
+
+
+def read(path, inner=weights.read):
+    """As weights.read, but also of Hugging Face's files, and of no more positions than needed."""
+    tensors, facts = inner(path)
+    names = [name for name in tensors if not name.endswith(NOT_WEIGHTS)]
+    tensors = {name.removeprefix("transformer."): tensors[name] for name in names}
+    if "wpe.weight" in tensors:
+        tensors["wpe.weight"] = tensors["wpe.weight"][: train.block_size]
+    if path.with_name("config.json").exists():
+        facts = {name: str(value) for name, value in shape_in(path.parent).items()}
+    return tensors, facts
+
+
+def flag_and_shape(folder):
+    """What --weights=FOLDER stands for."""
+    return "init_from", f"{folder}/model.safetensors", shape_in(folder)
+
+
+weights.read = read
+cli.SHORTHANDS["weights"] = flag_and_shape
+vars(train).update(__doc__=__doc__, build_model=GPT2, out_dir="out/gpt2")
+
+if __name__ == "__main__":
+    sys.exit(cli.run_script(train.main))
