@@ -30,9 +30,9 @@ import bench
 import train
 from bench import print_table
 from checks import processes
-from checks.probes import CHECKS, NotAsked
+from checks.probes import CHECKS, OF_THE_LOOP, NotAsked
 from checks.run_log import RunLog, first_difference, in_words
-from checks.verdicts import interval, verdict_on
+from checks.verdicts import interval, least_pairs, verdict_on
 from plumbing import forks
 from plumbing.cli import fail, run_script
 from plumbing.console import REPO, print0
@@ -57,27 +57,31 @@ def sanity(job):
     checks = {}
     print0("\nsanity:")
     for check in CHECKS:
-        for name, fine, found, *passable in asked(check, job):
+        for name, fine, text, *passable in asked(check, job):
             mark = "!" if fine is False and any(passable) else MARKS[fine]
-            found = f"n/a, {found}" if fine is None else found
-            print0(f"  {mark} {name}: {found}")
-            checks[name] = {"mark": mark, "found": found}
-    faults, warnings = ([n for n in checks if checks[n]["mark"] == mark] for mark in "✗!")
+            text = f"n/a, {text}" if fine is None else text
+            print0(f"  {mark} {name}: {text}")
+            checks[name] = {"mark": mark, "found": text}
+    faults = [name for name in checks if checks[name]["mark"] == "✗"]
     print0(f"  NO-GO: {', '.join(faults)}" if faults else "  GO")
-    if faults or warnings:
-        print0(f"  docs/trouble.md says what to do about: {', '.join(faults + warnings)}")
+    print0('  docs/trouble.md, "Before a long run", says what each check tests; inside the model a')
+    print0("  scale, a wrong base or an initialization has no reference, and is not seen")
     return {"checks": checks, "ok": not faults}
 
 
 def asked(check, job):
-    """The answers of a check; an error in it is one more, a fault: the others are still asked."""
+    """The answers of a check. An error in a check of the loop is a fault; elsewhere it says that the
+    question does not fit this model or data."""
     try:
         yield from check(job)
-    except NotAsked as reason:
-        yield check.__name__.replace("_", " "), None, reason
     except Exception as error:
-        traceback.print_exc()
-        yield check.__name__, False, f"{type(error).__name__}: {error}"
+        name = check.__name__.replace("_", " ")
+        kind = "" if isinstance(error, NotAsked) else f"{type(error).__name__}: "
+        is_fault = check in OF_THE_LOOP and kind
+        if is_fault:
+            traceback.print_exc()
+        text = " ".join(str(error).split())[:200]
+        yield name, False if is_fault else None, kind + text
 
 
 # ---- the same bits? ------------------------------------------------------------------------------
@@ -93,11 +97,7 @@ def exact(job):
         "report": False,
     }
     folders = [trained(job, f"exact {n}", job.script, job.argv, **few) for n in range(exact_runs)]
-    found = [first_difference(folders[0], folder) for folder in folders[1:]]
-    others = [f"\n  {in_words(difference)}" for difference in found if difference]
-    runs = f"{exact_runs} processes, {exact_steps} steps each"
-    print0(f"\nexact: {runs}; {len(others)} differ from the first{''.join(others)}")
-    return {"ok": not others, "found": found}
+    return same_bits(f"exact ({exact_runs} processes, {exact_steps} steps each)", *folders)
 
 
 def portable(job):
@@ -115,25 +115,27 @@ def portable(job):
         name = "portable_formula"
         flags.append("--dataset=formula")
     folder = trained(job, name, train.__file__, flags)
-    found = first_difference(REPO / "records" / name, folder)
     last = RunLog(folder).saves[-1]
-    if found:
-        print0(f"portable: not the bits of records/{name}: {in_words(found)}")
-    else:
-        how = f"SHA-256 {last['sha256'][:8]}..., {last['step']} steps"
-        print0(f"portable: the bits of records/{name} ({how})")
-    return {"ok": not found, "found": found}
+    title = f"portable (records/{name}, SHA-256 {last['sha256'][:8]}..., {last['step']} steps)"
+    return same_bits(title, REPO / "records" / name, folder)
 
 
-def same_bits(job, script, words):
+def equal_bits(job, script, words):
     """Does each step of both give the same bits? --against may also be the folder of a run."""
     folder = trained(job, "first", job.script, job.argv)
     other = Path(against)
     if not (other / "metrics.jsonl").is_file():
         other = trained(job, "second", script, words)
-    found = first_difference(other, folder, ("train", "eval"))
-    print0(f"\nequal: {f'no; the first difference: {in_words(found)}' if found else 'yes'}")
-    return {"ok": not found, "found": found}
+    return same_bits("equal", other, folder, kinds=("train", "eval"))
+
+
+def same_bits(title, first, *folders, **options):
+    """Do the runs in these folders have the bits of the first one? Prints where they differ."""
+    found = [first_difference(first, folder, **options) for folder in folders]
+    print0(f"\n{title}: {'other bits' if any(found) else 'the same bits'}")
+    for difference in filter(None, found):
+        print0(f"  {in_words(difference)}")
+    return {"ok": not any(found), "found": found}
 
 
 def trained(job, name, script, words, **knobs):
@@ -160,9 +162,13 @@ def compare(job):
     path, words = forks.script_among(shlex.split(against))
     other = path or train.__file__, words
     if equal:
-        return same_bits(job, *other)
+        return equal_bits(job, *other)
     most = seeds or max_seeds
     print0(f"\nagainst: at most {most} seeds; validation loss at the end, seconds of the process")
+    if most < (least := least_pairs(comparisons)):
+        print0(
+            f"  {most} pairs of runs cannot show a difference, however large; {least} can: --seeds={least}"
+        )
     runs = []
     for n in range(most):
         runs.append(raced({"": (job.script, job.argv), "other ": other}, train.seed + n))

@@ -4,13 +4,15 @@ Reports on a run from the metrics.jsonl and run.json in its folder:
     python report.py                                # a table of the runs in out/; or name a folder
     python report.py out/shakespeare                # writes report.png and report.md there
     python report.py out/a out/b out/c              # writes compare.png and compare.md into out/a
+    python report.py out/a out/b --axis=time        # their curves by time, not by step
     python report.py out/shakespeare --html=true    # also report.html (of several: compare.html)
     python report.py out/shakespeare --watch=true   # report.html, updated while the run continues
     python report.py records/*/                     # the table of what was measured
 
-Prints the troubles that it finds, what differs between several runs, and paths. Where there are
-records, it prints their table alone. A folder that holds no run is left out with a line. A field
-that it does not know gets a panel and a row.
+Prints of several runs their results and the flags that differ; then the troubles that it finds, and
+paths. Where there are records, it prints their table alone. A folder that holds no run is left out
+with a line. A field that it does not know gets a panel and a row. With DOLLARS_PER_HOUR, the price
+of a device, in the environment, a result is what the run has cost.
 """
 
 import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
@@ -33,16 +35,19 @@ from plumbing.files import replacing
 from reporting.panels import page, write_picture
 from reporting.record import is_running, read_run
 from reporting.records import HEADER, record_rows
-from reporting.results import best_in_words, happened, outcome, table
+from reporting.results import best_in_words, best_of, happened, metric_of, outcome, table
 from reporting.troubles import is_undone, replay, troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
+axis = "step"  # of the curves: step | tokens | time
 html = False  # also write a page: one file that needs no network and no server
 watch = False  # rewrite that page every 10 s while the run continues, and write all at its end
 
 MAX_COLUMNS = 4  # runs beside each other on the console; of more, a row each
+WIDTH = 100  # of the console, characters
 PAUSE = 10  # seconds between two pages of --watch
 PARTS_TOLD = ("data", "config", "git", "versions", "hardware", "run")  # the later one counts
+OF_ONE_RUN = ("command", "start", "end", "wandb_id")  # no difference that a comparison is about
 TOLD_ELSEWHERE = ("kind", "step", "event", "finite", "knobs", "seconds")  # fields of events
 
 
@@ -70,16 +75,15 @@ def stem(runs):
     return "report" if len(runs) == 1 else "compare"
 
 
-def compared(runs, facts):
-    """A table of facts(run), a dict, of each run; of several runs, of those that are not all
-    equal."""
+def compared(runs, facts, width=None):
+    """A table of facts(run), a dict, of each run; of several runs, of what differs."""
     columns = [facts(run) for run in runs]
     rows = []
     for what in dict.fromkeys(itertools.chain(*columns)):
         values = [column.get(what, "n/a") for column in columns]
-        if len(runs) == 1 or len(set(values)) > 1:
+        if len(runs) == 1 or len(set(values)) > 1 and what not in OF_ONE_RUN:
             rows.append((what, *values))
-    return table(("", *(run.name for run in runs)), rows)
+    return table(("", *(run.name for run in runs)), rows, width)
 
 
 def settings(run):
@@ -94,6 +98,11 @@ def settings(run):
         for name, value in told.items()
         if isinstance(value, str | int | float) and not name.endswith("_dir")
     }
+
+
+def flags(run):
+    """The settings that are knobs."""
+    return {name: value for name, value in settings(run).items() if name in run.info["config"]}
 
 
 def warnings(runs):
@@ -162,15 +171,21 @@ def event_rows(run):
 # ---- a folder of runs ----------------------------------------------------------------------------
 
 
+def best_first(run):
+    """A key that sorts runs."""
+    return metric_of(run)[1] * best_of(run)[0]
+
+
 def listing(runs):
-    """A table with a row for each run, the oldest first."""
+    """A table with a row for each run."""
     rows = []
-    for run in sorted(runs, key=lambda run: str(run.info.get("start"))):
+    for run in sorted(runs, key=best_first):
         found = outcome(run)
         when = str(run.info.get("end") or run.info.get("start") or "")[:16].replace("T", " ")
         columns = [found.get(what, "n/a") for what in ("throughput, tokens/s", "how it ended")]
-        rows.append((run.name, best_in_words(run), *columns, when))
-    return table(("run", "best", "tokens/s", "how it ended", "when"), rows)
+        best = best_in_words(run).removeprefix("best validation loss ")
+        rows.append((run.name, best, *columns, when))
+    return table(("run", "best loss", "tokens/s", "how it ended", "when"), rows, WIDTH)
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -190,16 +205,16 @@ def write_reports(runs):
         tell(f"open {shown(page_path)} in a browser; Ctrl-C stops it")
     with suppress(KeyboardInterrupt):
         while watch and any(map(is_running, runs)):
-            write(page_path, page(runs, text_of(runs), refresh=PAUSE))
+            write(page_path, page(runs, text_of(runs), PAUSE, axis))
             time.sleep(PAUSE)
             runs = read_runs([run.folder for run in runs])
     paths = [path.with_suffix(".png"), path.with_suffix(".md")]
     with replacing(paths[0]) as temporary:
-        write_picture(temporary, runs)
+        write_picture(temporary, runs, axis)
     write(paths[1], text_of(runs))
     if html or watch:
         paths.append(page_path)
-        write(page_path, page(runs, text_of(runs)))
+        write(page_path, page(runs, text_of(runs), axis=axis))
     return paths
 
 
@@ -231,16 +246,17 @@ def read_runs(folders):
 
 
 def tell_on_console(runs):
+    """What typed flags differ between many runs, their names say."""
     if len(runs) > MAX_COLUMNS:
         tell(listing(runs))
     elif len(runs) > 1:
-        tell(compared(runs, lambda run: settings(run) | outcome(run)))
-    for warning in warnings(runs):
-        tell(warning)
+        tell(compared(runs, lambda run: outcome(run) | flags(run), WIDTH))
+    lines = warnings(runs)
     for run in runs:
         before = f"{run.name}: " if len(runs) > 1 else ""
-        for trouble in troubles(run):
-            tell(f"{before}{trouble.title}: {trouble.shows}")
+        lines += [f"{before}{each.title}: {each.shows}" for each in troubles(run)]
+    for line in lines:
+        tell(textwrap.fill(line, WIDTH, subsequent_indent="  "))
 
 
 def main(argv=None):

@@ -1,17 +1,16 @@
 """GO or NO-GO: what check.py asks of a loop before a long run. docs/trouble.md explains each check.
 
-A check is a generator of (name, fine, found) or (name, fine, found, passable), for a bench.Job; it
-raises NotAsked where it does not apply. It asks for behaviour, of the functions that the run itself
-calls, so that it finds what nobody thought of: it knows no bug by name. Most of all it compares a
-run with that of a plain loop: twin.py. What that one believes is asked here: the model, the data,
-the schedule, which weights decay."""
+A check is a generator of (name, fine, text) or (name, fine, text, passable), for a bench.Job. Where
+it does not apply it raises NotAsked; another error means that the question does not fit this fork.
+A check asks for behaviour, of the functions that the run itself calls, with the vocabulary, the
+shape and the files of the run, so that it finds what nobody thought of: it knows no bug by name.
+Most of all it compares a run with that of a plain loop: twin.py. What that one believes is asked
+here: the model, the data, the schedule, which weights decay."""
 
 import io
 import math
-from collections import Counter
-from contextlib import redirect_stdout
-from pathlib import Path
-from statistics import median
+from contextlib import redirect_stdout, suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -22,24 +21,24 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
-from checks.twin import gradients_of, loss_in, said, setting, twin_checks
+from checks.twin import loss_in, setting, text_of, twin_checks
 from plumbing import data
 from plumbing.cli import read_knobs
 
-FEW = 64  # tokens in the vocabulary of a probe
-PROBED = 8192  # tokens that one probe of the model may compute
-MAX_BYTES = 2**25  # of a text that is read
+PROBED = 4096  # tokens that one probe of the model may compute
+MAX_LOGITS = 2**25  # numbers that it may return
+MAX_TOKENS = 2**23  # of a text that is read
 LOOK_BACK = 4  # places, in the task that shows whether positions matter
 QUIET = {"dropout": 0.0, "label_smoothing": 0.0, "grad_checkpoint": False}
 # The schedules with a warmup of 100 steps, a peak of 1 and a minimum of 0.1 at step 1,100: rates at
-PROBED_STEPS = (0, 49, 99, 350, 600, 850, 1100, 1200)
+PROBED_STEPS = (0, 49, 350, 850, 1100)
 RATES = {
-    "cosine": (0.01, 0.5, 1.0, 0.868, 0.55, 0.232, 0.1, 0.1),
-    "onecycle": (0.04, 0.508, 1.0, 0.868, 0.55, 0.232, 0.1, 0.1),
-    "linear": (0.01, 0.5, 1.0, 0.775, 0.55, 0.325, 0.1, 0.1),
-    "wsd": (0.01, 0.5, 1.0, 1.0, 1.0, 1.0, 0.1, 0.1),
-    "constant": (0.01, 0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0),
-    "step": (0.01, 0.5, 1.0, 0.5, 0.25, 0.125, 0.1, 0.1),
+    "cosine": (0.01, 0.5, 0.868, 0.232, 0.1),
+    "onecycle": (0.04, 0.508, 0.868, 0.232, 0.1),
+    "linear": (0.01, 0.5, 0.775, 0.325, 0.1),
+    "wsd": (0.01, 0.5, 1.0, 1.0, 0.1),
+    "constant": (0.01, 0.5, 1.0, 1.0, 1.0),
+    "step": (0.01, 0.5, 0.5, 0.125, 0.1),
 }
 
 
@@ -63,63 +62,92 @@ def seeded(function, *inputs):
 
 
 def learning_checks(job):
-    """Up to 200 steps on one small batch, which a loop that can learn memorizes."""
+    """Up to 200 steps on one small batch, which a loop that can learn memorizes. Then the loss at
+    the start, by the logits: a model may return one with other terms."""
     few = max(1, min(train.batch_size, 256 // train.block_size))
-    first = math.inf
+    losses = []
     with setting(dropout=0.0, label_smoothing=0.0, batch_size=few, accum_steps=1):
         run = job.fresh_run()
         batch = job.batch()
         for step in range(1, 201):
             lr = train.peak_lr * min(1, step / 20)
-            last = train.train_step(run.model, run, *batch, lr)["loss"].item()
+            losses.append(train.train_step(run.model, run, *batch, lr)["loss"].item())
             train.count_batch(run, batch[1])
-            first = last if step == 1 else first
-            if not last > first / 10:  # also if it is NaN
+            if not losses[-1] > losses[0] / 10:  # also if it is NaN
                 break
-    found = said(loss=first, then=last, steps=step)
-    # a small model, or a small rate, takes its time
-    yield "one batch overfits", last < first / 10, found, last < 0.998 * first
+    first, last = losses[0], losses[-1]
+    takes_longer = None if last < 0.998 * first else False  # a small model, or a small rate
+    text = text_of(loss=first, then=last, steps=len(losses))
+    yield "one batch overfits", last < first / 10 or takes_longer, text
+    start = loss_by_logits(job.fresh_run().model.eval(), *batch).item()
     uniform = math.log(job.meta["vocab_size"])
-    found = said(loss=first, of_a_uniform_guess=uniform)
-    yield "loss at initialization", abs(first - uniform) < 0.3, found, "tokenizer" not in job.meta
+    trained = begins_at_a_file(job) or start < uniform - 0.3
+    fine = None if trained else start < uniform + 0.3
+    text = text_of(loss=start, of_a_uniform_guess=uniform, trained_before=trained)
+    yield "loss at initialization", fine, text, "tokenizer" not in job.meta
+
+
+def begins_at_a_file(job):
+    """Whether the first weights may be those of a file."""
+    return bool(vars(train).get("init_from") or job.run.facts["data"].get("files"))
 
 
 # ---- the model -----------------------------------------------------------------------------------
 
 
-def new_model(job, vocab_size=FEW, noise=1.0, **knobs):
+def new_model(job, vocab_size=None, noise=1.0, **knobs):
     """A new model by the run's knobs and these, in train mode. noise: on each weight, since one
     that starts at zero would hide what its layer does."""
     shape = {name: vars(train)[name] for name in read_knobs(train.__file__)}
     train.seed_everything(1)
-    model = train.build_model(shape | QUIET | knobs, vocab_size).to(job.device).train()
+    model = train.build_model(shape | QUIET | knobs, vocab_size or job.meta["vocab_size"])
+    model = model.to(job.device).train()
     with torch.no_grad():
         for weight in model.parameters():
-            weight += noise * torch.randn_like(weight) / math.sqrt(weight.size(-1))
+            width = weight.size(-1) if weight.ndim else 1
+            weight += noise * torch.randn_like(weight) / math.sqrt(width)
     return model
 
 
-def random_tokens(job, rows, length, vocab_size=FEW):
+def random_tokens(job, rows, length):
+    """(up to `rows`, length), so many that their logits are not too large."""
+    vocab_size = job.meta["vocab_size"]
+    rows = max(1, min(rows, MAX_LOGITS // (length * vocab_size)))
     return torch.randint(vocab_size, (rows, length)).to(job.device)
+
+
+def loss_by_logits(function, inputs, targets):
+    """The mean of -log p in float64, by the logits that function(inputs) returns."""
+    logits = seeded(function, inputs).double()
+    if logits.shape[:-1] != targets.shape or targets.is_floating_point():
+        raise NotAsked("the targets are not one class for each row of logits")
+    return cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 @torch.no_grad()
 def causality_check(job):
-    """At any offset, in training, in evaluation, and in a context where other kernels compute."""
+    """Other tokens from some place on, and another second sequence, move no logit before: at any
+    offset, in evaluation, in a context where other kernels compute, and in training, if that draws
+    no random numbers. The first sequence is the first to find room in an expert."""
     require_text(job)
     leaks = []
-    for least, training in ((0, True), (0, False), (544, False)):
+    for least, training in ((0, False), (0, True), (544, False)):
         length = max(least, train.block_size)
-        model = new_model(job, block_size=length).train(training)
-        tokens = random_tokens(job, 1, length)
-        places = torch.randperm(length)[: max(8, PROBED // length)]
-        another = torch.arange(length) == places[:, None]
-        others = (tokens + another.to(job.device)) % FEW
-        moved = (seeded(model, others) - seeded(model, tokens)).abs().amax(-1).cpu()
-        is_before = torch.arange(length) < places[:, None]
-        leaks.append(moved[is_before].amax().item())
-    found = said(logits_before_another_token_move_by=max(leaks))
-    yield "no look into the future", max(leaks) < 1e-4, found
+        with suppress(Exception):  # a model of one length
+            model = new_model(job, block_size=length).train(training)
+            tokens = random_tokens(job, 2, length)
+            logits = model(tokens)
+            draws = not torch.equal(logits, model(tokens))
+            for place in (
+                () if draws else 1 + torch.randperm(length - 1)[: max(4, PROBED // length)]
+            ):
+                other = random_tokens(job, 2, length)
+                other[0, :place] = tokens[0, :place]
+                leaks.append((model(other) - logits)[0, :place].abs().max().item())
+    if not leaks:
+        raise NotAsked("the model draws random numbers, or takes no random tokens")
+    text = text_of(logits_before_other_tokens_move_by=max(leaks))
+    yield "no look into the future", max(leaks) < 1e-4, text
 
 
 @torch.no_grad()
@@ -127,99 +155,95 @@ def sampling_check(job):
     """Is each token that generate() draws the likeliest by the model's own logits, where it should
     be? Within the context, and past it."""
     require_text(job)
-    length = train.block_size
+    length, vocab_size = train.block_size, job.meta["vocab_size"]
     model = new_model(job).eval()
+    prompt = random_tokens(job, 32, length)[:, 1:]
+    new = train.generate(model, prompt, 6, length, vocab_size, temperature=1e-5, top_k=2)
+    whole = torch.cat([prompt, *new], dim=1)
     wrong = []
-    for size in (1, length):
-        prompt = random_tokens(job, 32, size)
-        new = train.generate(model, prompt, 3, length, FEW, temperature=1e-5, top_k=2)
-        whole = torch.cat([prompt, *new], dim=1)
-        for place in range(size, size + 3):
-            logits = model(whole[:, max(0, place - length) : place])[:, -1, :FEW]
-            wrong.append(logits.argmax(-1) != whole[:, place])
+    for place in range(length - 1, length + 5):
+        logits = model(whole[:, max(0, place - length) : place])[:, -1, :vocab_size]
+        wrong.append((logits.argmax(-1) != whole[:, place])[:4])  # the first to find room
     share = torch.cat(wrong).double().mean().item()
-    yield "sampling draws from the model", share < 0.01, said(share_of_wrong_tokens=share)
+    yield "sampling draws from the model", share < 0.01, text_of(share_of_wrong_tokens=share)
 
 
 def position_check(job):
     """Of a small model of one layer that learns to repeat the token of LOOK_BACK places before, the
     loss at its worst place. A bag of tokens cannot, nor can attention whose queries or keys have no
-    position."""
+    position. Where no logit depends on an earlier token, as in a bigram model, it is a warning."""
     require_text(job)
     shape = {"n_layer": 1, "n_head": 4, "n_embd": 64, "block_size": 32}
     model = new_model(job, 16, 0.0, **shape, conv_width=1, ngram_rows=0).requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     for _ in range(200):
-        tokens = random_tokens(job, 16, 32, 16)
+        tokens = torch.randint(16, (16, 32)).to(job.device)
         targets = tokens.roll(LOOK_BACK, 1)
         targets[:, :LOOK_BACK] = -100
         optimizer.zero_grad()
-        loss = loss_in(model(tokens, targets))
-        loss.backward()
+        loss_in(model(tokens, targets)).backward()
         optimizer.step()
-    tokens = random_tokens(job, 64, 32, 16)
-    with torch.no_grad():
-        logits = model.eval()(tokens)[:, LOOK_BACK:].transpose(1, 2)
-    losses = cross_entropy(logits.float(), tokens[:, :-LOOK_BACK], reduction="none").mean(0)
-    worst = losses.max().item()
-    found = said(loss_of_repeating_the_token_four_back=loss.item(), at_the_worst_place=worst)
-    yield "positions matter", worst < 1.6, found
+    tokens = torch.randint(16, (64, 32)).to(job.device)
+    logits = model.eval()(tokens).detach()
+    is_bigram = torch.equal(logits[:, -1:], model(tokens[:, -1:]))
+    logits = logits[:, LOOK_BACK:].transpose(1, 2).float()
+    worst = cross_entropy(logits, tokens[:, :-LOOK_BACK], reduction="none").mean(0).max().item()
+    text = text_of(loss_of_repeating_the_token_four_back_at_the_worst_place=worst)
+    yield "positions matter", worst < 1.6, text, is_bigram
 
 
 def loss_check(job):
-    """Is the loss, also of a padded vocabulary, the mean of -log p by the model's own logits? And
-    its gradient that of this mean?"""
+    """Is the loss the mean of -log p by the model's own logits, over the few targets that count? And
+    its gradient that of this mean? In training, or beside other numbers, a fork may add a term."""
     require_text(job)
-    for vocab_size in (FEW, 1100):
-        model = new_model(job, vocab_size, n_layer=1)
-        inputs, targets = random_tokens(job, 8, train.block_size, vocab_size).chunk(2)
-        targets[:, : train.block_size // 4] = -100
-        losses = [loss_in(seeded(model, inputs, targets))]
-        logits = seeded(model, inputs).double()
-        losses.append(cross_entropy(logits.flatten(0, 1), targets.flatten()))
-        gradients = []
-        for loss in losses:
-            model.zero_grad()
-            loss.backward()
-            gradients.append(parameters_to_vector(gradients_of(model)))
-        apart = (gradients[0] - gradients[1]).norm() / gradients[1].norm()
-        off_by = (losses[0] / losses[1] - 1).abs()
-        found = said(off_by=off_by.item(), its_gradient_by=apart.item(), classes=vocab_size)
-        fine = (off_by < 0.02 and apart < 0.05).item()  # a fork may add a small term to it
+    for training in (False, True):
+        model = new_model(job).train(training)
+        inputs, targets = (random_tokens(job, 4, train.block_size) for _ in "xy")
+        counts = torch.rand(targets.shape) < 0.05
+        counts[:, [0, -1]] = True
+        targets = targets.where(counts.to(job.device), -100)
+        out = seeded(model, inputs, targets)
+        losses = loss_in(out), loss_by_logits(model, inputs, targets)
+        vectors = [parameters_to_vector(gradients(loss, model).values()) for loss in losses]
+        off_by, apart = (
+            ((one - other).norm() / other.norm()).item() for one, other in (losses, vectors)
+        )
+        fine = off_by < 0.02 and apart < 0.05  # a fork may add a small term to it
         if not fine:
             break
-    yield "the loss is the mean of -log p", fine, found
+    text = text_of(off_by=off_by, its_gradient_by=apart, in_training=training)
+    yield "the loss is the mean of -log p", fine, text, training or isinstance(out, tuple)
+
+
+def gradients(loss, model):
+    """{name of a weight: gradient}, of those that are trained."""
+    weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
+    how = {"materialize_grads": True, "allow_unused": True}
+    return dict(zip(weights, torch.autograd.grad(loss, [*weights.values()], **how), strict=True))
 
 
 def gradient_check(job):
-    """Does the loss, along random directions in each weight, change as its gradient says?"""
+    """Do the logits, along a random direction in each weight, change as their gradient says? In
+    float64, by a step so small that a router chooses the same experts."""
     require_text(job)
     length = min(16, train.block_size)
     model = new_model(job, block_size=length).double()
     batch = random_tokens(job, 2, length), random_tokens(job, 2, length)
-    loss_in(seeded(model, *batch)).backward()
     errors = {}
-    for name, weight in model.named_parameters():
-        if not weight.requires_grad:
-            continue
-        begin = weight.detach()
-        gradient = torch.zeros_like(begin) if weight.grad is None else weight.grad
-        size = 0.006 * begin.norm()  # losses are in float32
-        usual = gradient.norm() * size / math.sqrt(weight.numel())
-        missing = []
-        for _ in "123":  # in one direction a router may choose another way
-            step = torch.randn_like(begin)
-            step *= size / step.norm()
-            high, low = (
-                loss_in(seeded(functional_call, model, {name: end}, batch)).item()
-                for end in (begin + step, begin - step)
-            )
-            error = (high - low) / 2 - (gradient * step).sum()
-            missing.append((error.abs() / usual.clamp(min=1e-5)).item())
-        errors[name] = median(missing)
+    for name, gradient in gradients(loss_by_logits(model, *batch), model).items():
+        begin = model.get_parameter(name).detach()
+        step = torch.randn_like(begin)
+        step *= 1e-4 * begin.norm() / step.norm()
+        high, low = (
+            loss_by_logits(partial(functional_call, model, {name: end}), *batch).item()
+            for end in (begin + step, begin - step)
+        )
+        error = (high - low) / 2 - (gradient * step).sum()
+        usual = gradient.norm() * step.norm() / math.sqrt(begin.numel())
+        errors[name] = (error.abs() / usual.clamp(min=1e-7)).item()
     name = max(errors, key=errors.get)
-    found = said(part_of_its_slope_that_is_missing=errors[name], weight=name)
-    yield "gradients are those of the loss", errors[name] < 0.2, found
+    text = text_of(part_of_its_slope_that_is_missing=errors[name], weight=name)
+    yield "gradients are those of the loss", errors[name] < 0.2, text
 
 
 def flops_check(job):
@@ -232,30 +256,29 @@ def flops_check(job):
     told = train.flops_per_token(run.model)
     counted = counter.get_total_flops() / batch[1].numel()
     fine = None if math.isnan(told) else abs(told / counted - 1) < 0.1
-    yield "FLOPs of a token", fine, said(flops_per_token_says=told, torch_counts=counted), True
+    yield "FLOPs of a token", fine, text_of(flops_per_token_says=told, torch_counts=counted), True
 
 
 # ---- the optimizer and its rate ------------------------------------------------------------------
 
 
 def group_check(job):
-    """Of a small module with each kind of weight, whatever the run's own model has."""
-    small = torch.nn.Module()
-    small.token = torch.nn.Embedding(8, 4)
-    small.norm = torch.nn.LayerNorm(4)
-    small.hidden = torch.nn.Linear(4, 4)
-    small.head = torch.nn.Linear(4, 8)
-    small.muon_prefix = "hidden"
-    knobs = train.peak_lr, 0.1, train.beta1, train.beta2, train.momentum
+    """Of a small module with each kind of weight, whatever the run's own model has. An embedding
+    without decay is a choice."""
+    nn = torch.nn
+    small = nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 8))
+    small.muon_prefix = "2."
+    knobs = train.peak_lr, 0.1, train.beta1, train.beta2, train.momentum, job.device.type
     decays = {}
-    for optimizer in train.configure_optimizers(small, train.optimizer, *knobs, job.device.type):
+    for optimizer in train.configure_optimizers(small, train.optimizer, *knobs):
         for group in optimizer.param_groups:
             decays |= dict.fromkeys(group["params"], group["weight_decay"])
-    wrong = []
+    wrong = {}
     for name, weight in small.named_parameters():
         if decays.get(weight) != (0.1 if weight.ndim > 1 else 0.0):
-            wrong.append(name)
-    yield "matrices decay, vectors do not", not wrong, said(wrong=wrong)
+            wrong[name] = decays.get(weight)
+    is_choice = wrong == {"0.weight": 0.0}
+    yield "matrices decay, vectors do not", not wrong, text_of(wrong=wrong), is_choice
 
 
 def schedule_check(job):
@@ -274,64 +297,45 @@ def schedule_check(job):
     ):
         rates = [train.lr_at(step) for step in PROBED_STEPS]
     wrong = float(np.abs(np.subtract(rates, RATES[train.schedule])).max())
-    yield "the schedule is the one named", wrong < 0.01, said(schedule=train.schedule, off_by=wrong)
+    yield (
+        "the schedule is the one named",
+        wrong < 0.01,
+        text_of(schedule=train.schedule, off_by=wrong),
+    )
 
 
 # ---- the data ------------------------------------------------------------------------------------
 
 
 def data_checks(job):
-    """Order, windows, epochs and splits. A mask (-100) may hide any target, but shows no other."""
-    train_data = job.run.train_data
-    yield order_of(job, train_data)
-    require_text(job)
+    """Batches and splits. A mask (-100) may hide any target, but shows no other."""
+    train_data, val_data = job.run.train_data, job.run.val_data
     inputs, targets = map(np.asarray, train_data[0, 64])
-    words = data.tokenizer_of(job.meta).decode(inputs[0].tolist())
-    yield "the first sequence", True, repr(words[:70])
-    is_shuffled = not np.array_equal(inputs[1:, 0], targets[:-1, -1])
-    shifted = is_shifted(inputs, targets)
-    found = said(one_place_on=shifted, shuffled=is_shuffled)
-    yield "targets are the next tokens", shifted and is_shuffled, found
-    text, val_text = (tokens_on_disk(job, split) for split in data.SPLITS)
-    if type(train_data) is not train.ShuffledWindows or text is None:
-        raise NotAsked("no windows of a text on disk")
-    epoch = Counter()
-    for first in range(0, len(train_data), 1000):
-        count = min(1000, len(train_data) - first)
-        epoch.update(hashes(train_data[first, count][0]))
-    wrong = min(wrong_windows(text, inputs[:8], epoch))
-    found = said(windows=epoch.total(), not_of_the_text_or_left_out=wrong)
-    yield "an epoch has each sequence once", not wrong, found
-    width = inputs.shape[1]
-    places = sliding_window_view(val_text[: 2**20], width)
-    share = len(epoch.keys() & hashes(places)) * width / len(places)
-    yield "train and validation share no window", share == 0, said(share=share), share < 0.5
+    fine = hashes(inputs) != hashes(train_data[64, 64][0])
+    yield "batches differ", fine, text_of(first_and_second=fine)
+    with setting(seed=train.seed + 1):
+        weights = job.fresh_run().model.parameters()
+    fine = not all(map(torch.equal, weights, job.run.model.parameters()))
+    yield "seeds differ", fine, text_of(first_weights=fine), begins_at_a_file(job)
+    require_text(job)
+    sequence = data.tokenizer_of(job.meta).decode(inputs[0].tolist())
+    yield "the first sequence", True, repr(sequence[:70])
+    if targets.shape != inputs.shape:
+        raise NotAsked("targets and inputs differ in shape")
+    yield "targets are the next tokens", is_shifted(inputs, targets), text_of(sequences=64)
+    if (type(train_data), type(val_data)) != (train.ShuffledWindows, data.OrderedWindows):
+        raise NotAsked("no windows of one text")
+    wrong = [seed for seed in (train.seed, train.seed + 1) if not has_plain_windows(seed)]
+    yield "batches are plain shuffled windows", not wrong, text_of(not_with_seeds=wrong)
+    width = train.block_size
+    cut = sliding_window_view(train_data.tokens[:MAX_TOKENS], width)[::width]
+    places = sliding_window_view(val_data.tokens[: MAX_TOKENS // 8], width)
+    share = len({*hashes(cut)} & {*hashes(places)}) * width / len(places)
+    yield "train and validation share no window", share == 0, text_of(share=share), share < 0.5
     if -100 in targets:
         raise NotAsked("targets are masked")
-    sizes = {"all": 0, "eval_tokens": 2 * width}
-    fine = {name: is_evaluated_once(val_text, size) for name, size in sizes.items()}
-    yield "evaluation sees each token once", all(fine.values()), said(**fine)
-
-
-def order_of(job, train_data):
-    """The check that batches, epochs and seeds differ, in sequences and weights."""
-    size = train.sequences_at(0)
-    weights = list(job.fresh_run().model.state_dict().values())
-    with setting(seed=train.seed + 1), redirect_stdout(io.StringIO()):
-        other_data, *_ = train.open_dataset(None)
-        others = job.fresh_run().model.state_dict().values()
-    batches = {
-        "next batch": train_data[size, size],
-        "next epoch": train_data[len(train_data), size],
-        "other seed": other_data[0, size],
-    }
-    first = hashes(train_data[0, size][0])
-    same = [name for name, batch in batches.items() if hashes(batch[0]) == first]
-    if all(map(torch.equal, weights, others)):
-        same.append("weights of the other seed")
-    # only of a text must each epoch and seed have an order of their own
-    passable = "tokenizer" not in job.meta and {*same} <= {"next epoch", "other seed"}
-    return "batches differ", not same, said(same=same), passable
+    fine = is_evaluated_once(0) and is_evaluated_once(2 * width)
+    yield "evaluation sees each token once", fine, text_of(whole_split_and_eval_tokens=fine)
 
 
 def is_shifted(inputs, targets):
@@ -344,31 +348,43 @@ def hashes(rows):
     return [hash(np.asarray(row).astype(np.float64).tobytes()) for row in rows]
 
 
-def tokens_on_disk(job, split):
-    """The tokens of the split's file; None if there is none, or one that takes minutes to search."""
-    path = Path(train.data_dir, job.run.facts["data"]["name"], f"{split}.bin")
-    if path.is_file() and path.stat().st_size <= MAX_BYTES:
-        return np.memmap(path, job.meta["dtype"], "r")
-    return None
+def opened(**knobs):
+    """(training data, validation data) as a run with these knobs opens them."""
+    with setting(**knobs), redirect_stdout(io.StringIO()):
+        return train.open_dataset(None)[:2]
 
 
-def wrong_windows(text, rows, epoch):
-    """Yields how many windows of an epoch are not those of the text, cut side by side, or are left
-    out, if the boundaries are where one of `rows` says."""
-    for row in rows:  # one may stand twice in the text
-        place = text.tobytes().find(row.astype(text.dtype).tobytes()) // text.itemsize
-        windows = sliding_window_view(text[place % len(row) : -1], len(row))
-        expected = Counter(hashes(windows[:: len(row)]))
-        left_out = (expected - epoch).total()
-        yield (epoch - expected).total() + max(0, left_out - 1)  # the last one may not fit
+def plain_window(tokens, seed, number):
+    """A sequence of train.ShuffledWindows, with its last target: int64 (block_size + 1,)."""
+    size = train.block_size
+    epoch, place = divmod(number, (len(tokens) - size) // size)
+    random_state = np.random.RandomState([seed, epoch])
+    shift = random_state.randint(size)
+    order = random_state.permutation((len(tokens) - size) // size)
+    start = shift + size * order[place]
+    return tokens[start : start + size + 1].astype(np.int64)
 
 
-def is_evaluated_once(text, n_targets):
+def has_plain_windows(seed):
+    """Whether a run with that seed reads the batches of plain_window(): in a later epoch, and across
+    the border of two."""
+    dataset, _ = opened(seed=seed)
+    size = train.block_size
+    count = (len(dataset.tokens) - size) // size
+    for first in (3 * count, count - 3, 0):
+        inputs, targets = dataset[first, 8]
+        rows = np.stack([plain_window(dataset.tokens, seed, first + n) for n in range(8)])
+        expected = rows[:, :-1], np.where(targets == -100, -100, rows[:, 1:])
+        if not all(map(np.array_equal, (inputs, targets), expected)):
+            return False
+    return True
+
+
+def is_evaluated_once(n_targets):
     """Whether the targets that count are the first `n_targets` of the text (0 = all), in order."""
-    with setting(eval_tokens=n_targets), redirect_stdout(io.StringIO()):
-        _, val_data, _ = train.open_dataset(None)
+    _, val_data = opened(eval_tokens=n_targets)
     inputs, targets = map(np.asarray, val_data[0, len(val_data)])
-    expected = text[1 : 1 + (n_targets or len(text))]
+    expected = val_data.tokens[1 : 1 + (n_targets or len(val_data.tokens))]
     return is_shifted(inputs, targets) and np.array_equal(targets[targets != -100], expected)
 
 
@@ -385,3 +401,4 @@ CHECKS = (
     schedule_check,
     twin_checks,
 )
+OF_THE_LOOP = (learning_checks, twin_checks)  # here an error is a fault

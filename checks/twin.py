@@ -10,7 +10,7 @@ import io
 import math
 import os
 import signal
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
 
 import numpy as np
@@ -20,31 +20,43 @@ from torch.nn.functional import cross_entropy
 
 import train
 from plumbing import checkpoint, cli, data
-from plumbing.cli import RunFailed
 from plumbing.log import key_of, read_rows
-from plumbing.snapshot import buffers_of, clone, rng_state, set_rng_state
+from plumbing.snapshot import buffers_of, clone
 from reporting.record import number_of
 
-STEPS = 7
-MASKED = 1  # the step in which the first sequence has no targets
+MASKED = 1  # the step in which a micro-batch has no targets, and another one half of them
 NOT_FINITE = 2  # the step whose gradients are NaN
-STOPPED = 3  # finished steps when a signal comes, after which another process goes on
-SPOILED = 5  # the step that finds other averages, so that the last evaluation is not the best
+STOPPED = 5  # finished steps when a signal comes, in the second epoch of a text
+CLEARED = 5  # the step that finds averages without noise: the evaluation after it is the best
+EVENTS = {  # number of a step: what happened in it
+    MASKED + 1: ", in which a micro-batch has no targets",
+    NOT_FINITE + 1: ", whose gradient was made NaN",
+    STOPPED + 1: ", the first after a stop and a resume",
+}
+ON_PURPOSE = "; a change made on purpose belongs into PlainLoop in checks/twin.py, too"
 KEPT = ("weight_decay", "lr_scale", "fused")  # of a group of weights
+OPTIMIZERS = {
+    "adamw": ["AdamW"],
+    "adam": ["Adam"],
+    "sgd": ["SGD"],
+    "momentum": ["SGD"],
+    "muon": ["Muon", "AdamW"],
+}
 
 KNOBS = {
-    "max_steps": STEPS,
-    "decay_steps": STEPS,
+    "max_steps": 14,  # early stopping comes first, unless a learning rate is far off
+    "decay_steps": 12,
     "warmup_steps": 3,
-    "plateau_factor": 1.0,
+    "plateau_factor": 0.5,
+    "plateau_patience": 2,
+    "patience": 3,
+    "min_delta": 0.001,
     "accum_steps": 2,
     "weight_decay": 1.0,  # so large that it shows in a few steps
     "grad_clip": 0.1,  # so small that it matters
-    "grad_checkpoint": True,  # the plain loop computes nothing again
     "best_metric": "val_loss",
-    "eval_interval": 1,
-    "patience": 0,
-    "save_interval": 3,
+    "eval_interval": 2,
+    "save_interval": 4,
     "keep_last": 2,
     "milestone_interval": 0,
     "audit_interval": -1,
@@ -61,38 +73,32 @@ setting = partial(cli.setting, vars(train))  # a context with other values of tr
 def twin_checks(job):
     """The steps, the evaluations and the end of an eventful run, and its resume."""
     few = {
-        "batch_size": max(2, min(train.batch_size, 1024 // train.block_size)),
+        "batch_size": max(2, min(train.batch_size, 512 // train.block_size)),
         "dropout": train.dropout or 0.1,
         "ema_decay": train.ema_decay or 0.8,
         "eval_tokens": 4 * train.block_size,
     }
     with setting(**KNOBS | few):
-        try:
-            watch, rows, folder = eventful_run(job)
-        except RunFailed as error:
-            yield "each step is that of a plain loop", False, str(error)
-            return
-        with setting(grad_checkpoint=False):
-            plain = PlainLoop(job.fresh_run(), watch)
-        plain.train()
+        watch, rows, folder = eventful_run(job)
+        # built again from the same seed; nothing is computed twice
+        with setting(grad_checkpoint=False), train.build([f"--out_dir={folder}_plain"]) as run:
+            plain = PlainLoop(run, watch)
+            plain.train(rows)
     of_rows, of_weights = tolerances(job.device)
-    for kind, name in (("train", "each step"), ("eval", "each evaluation")):
-        expected = {key: row for key, row in plain.rows.items() if key[1] == kind}
-        fine, found = compared(expected, rows, of_rows)
-        yield f"{name} is that of a plain loop", fine, found
-    last = checkpoint.load(folder / f"ckpt_{STEPS:08}.pt")
-    error, name = max(plain.errors(last))
-    found = said(off_by=error, weight=name, optimizer=train.optimizer)
-    yield "the weights and averages are those of a plain loop", error < of_weights, found
-    _, best = min((row["val_loss"], step) for (step, kind), row in rows.items() if kind == "eval")
+    yield "each step is that of a plain loop", *compare(plain.steps, rows, of_rows)
+    yield "each evaluation is that of a plain loop", *compare(plain.evaluations, rows, of_rows)
+    end = max(step for step, kind in rows if kind == "train")
+    error, name = max(plain.errors(checkpoint.load(folder / f"ckpt_{end:08}.pt")))
+    text = text_of(off_by=error, weight=name, optimizer=train.optimizer)
+    yield "the weights and averages are those of a plain loop", error < of_weights, text
+    _, best = min((number_of(row.get("val_loss")), step) for (step, _), row in rows.items())
     step = checkpoint.load(folder / "best.pt")["state"]["step"]
-    files = sorted(path.stem for path in folder.glob("*.pt"))
-    fine = step == best and files == ["best", *(f"ckpt_{n:08}" for n in (3, 6, 7))]
-    yield "best.pt is the best", fine, said(step=step, best_in_the_log=best, files=files)
+    yield "best.pt is the best", step == best, text_of(step=step, best_in_the_log=best)
     for (_, kind), row in rows.items():
-        if kind == "resume_checked":  # there is none where steps are slow
-            found = said(compared=row["compared"], equal=row["equal"])
-            yield "a resume is bit for bit", row["first_difference"] is None, found
+        if kind == "resume_checked":
+            text = text_of(compared=row["compared"], equal=row["equal"])
+            fine = row["first_difference"] is None if row["compared"] else None
+            yield "a resume is bit for bit", fine, text
 
 
 def tolerances(device):
@@ -104,20 +110,22 @@ def tolerances(device):
     return (1e-4, 1e-3) if train.dtype == "float32" else (0.001, 0.01)
 
 
-def compared(expected, rows, tolerance):
-    """(whether all numbers are the expected ones, in words the first that is not); None if no
+def compare(expected, rows, tolerance):
+    """(whether all numbers are the expected ones, text with the first that is not); None if no
     numbers are expected."""
     for (step, kind), row in sorted(expected.items()):
         for name, number in row.items():
-            told = number_of(rows.get((step, kind), {}).get(name))  # NaN stands there as null
-            of_counts = 0.01 if name == "val_accuracy" else 0.0
-            if not np.isclose(told, number, tolerance, of_counts, equal_nan=True):
-                return False, said(step=step, number=name, logged=told, expected=number)
-    return True if expected else None, said(rows=len(expected))
+            logged = number_of(rows.get((step, kind), {}).get(name))  # NaN stands there as null
+            of_shares = 0.01 * (name == "val_accuracy")
+            if not np.isclose(logged, number, tolerance, of_shares, equal_nan=True):
+                where = f"{step}{EVENTS.get(step, '')}"
+                text = text_of(step=where, number=name, logged=logged, expected=number)
+                return False, text + ON_PURPOSE
+    return (True, f"rows {len(expected)}") if expected else (None, "no evaluation of classes")
 
 
-def said(**numbers):
-    """Words for what was found: its names and values, floats by four digits."""
+def text_of(**numbers):
+    """Names and values, floats by seven digits."""
     values = {k: f"{v:.7g}" if isinstance(v, float) else v for k, v in numbers.items()}
     return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
 
@@ -131,6 +139,10 @@ def gradients_of(model):
     return [weight.grad for weight in model.parameters() if weight.grad is not None]
 
 
+def total_norm(model):
+    return torch.nn.utils.get_total_norm(gradients_of(model))
+
+
 # ---- what happens in the run ---------------------------------------------------------------------
 
 
@@ -138,39 +150,53 @@ class EventfulRun(train.Watch):
     """Makes things happen in a run, and records what a plain loop needs to take the same steps."""
 
     def __init__(self):
-        self.clipped_norms = {}  # step -> norm of the gradients after it
         self.trained = {}  # step -> whether each weight requires a gradient: a fork may freeze some
 
     def begin(self, run):
-        self.run = run
-        if isinstance(run.val_data, data.OrderedWindows):  # two batches; the last repeats targets
-            windows = uneven_micro_batch() + 1.5
-            tokens = run.val_data.tokens[: int(windows * train.block_size)]
-            run.val_data = data.OrderedWindows(tokens, train.block_size)
-        train.eval_tokens = 0  # for rows of the whole split
-        if run.path:
-            return
-        add_noise(run.model.parameters(), 0)  # a weight that starts at zero would hide its layer
-        add_noise(run.ema.values(), 0)
-        run.state["micro_batch"] = uneven_micro_batch()  # as after running out of memory
-        self.weights = clone(run.model.state_dict())
-        self.rng = rng_state(run.device)
+        prepare(run)
+        if not run.path:
+            run.state["micro_batch"] = uneven_micro_batch()  # as after running out of memory
 
     def step(self, run, take, inputs, targets, lr):
         step = run.state["step"]
         if step == STOPPED - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        if step == SPOILED:
-            add_noise(run.ema.values(), step, 0.5)
-        with masked(step, targets), not_finite(step, run.model):
+        spoil(run.ema, run.model, step)
+        with events(step, run.model, targets):
             numbers = take()
-        self.clipped_norms[step] = torch.nn.utils.get_total_norm(gradients_of(run.model)).item()
         self.trained[step] = [weight.requires_grad for weight in run.model.parameters()]
-        return numbers
+        return {**numbers, "clipped_norm": total_norm(run.model)}  # a field of its row
 
 
 def uneven_micro_batch():
-    return max(2, 2 * train.sequences_at(0) // 5)
+    return max(1, 2 * train.sequences_at(0) // 5)
+
+
+def prepare(run):
+    """Of a text, leave an epoch of two and a half batches, and six batches to evaluate, of which the
+    last window repeats targets. Add noise to each weight: one that starts at zero would hide what
+    its layer does."""
+    size = train.block_size
+    if type(run.train_data) is train.ShuffledWindows:
+        run.train_data.tokens = run.train_data.tokens[: 5 * train.sequences_at(0) * size // 2]
+    if type(run.val_data) is data.OrderedWindows:
+        tokens = run.val_data.tokens[: 5 * uneven_micro_batch() * size + 3 * size // 2]
+        run.val_data = data.OrderedWindows(tokens, size)
+    train.eval_tokens = 0  # for rows of the whole split
+    if not run.path:
+        add_noise(run.model.parameters(), 0)
+        add_noise(run.ema.values(), 0)
+
+
+@torch.no_grad()
+def spoil(averages, model, step):
+    """Before some steps, averages get more and more noise, or none: so that evaluations get worse,
+    better and worse."""
+    if step == CLEARED:
+        for name, average in averages.items():
+            average.copy_(model.get_parameter(name))
+    elif step % 2:
+        add_noise(averages.values(), step, 0.02 * (step + 1))
 
 
 @torch.no_grad()
@@ -181,23 +207,19 @@ def add_noise(tensors, seed, size=0.05):
 
 
 @contextmanager
-def masked(step, targets):
-    """A context in which, in that one step, the targets of the first sequence do not count."""
+def events(step, model, targets):
+    """A context in which, in MASKED, the targets of the first micro-batch do not count, and half of
+    those of the second; in NOT_FINITE the gradient of the first weight is NaN."""
     before = targets.clone()
     if step == MASKED and not targets.is_floating_point():
-        targets[0] = -100
-    yield
-    targets.copy_(before)
-
-
-@contextmanager
-def not_finite(step, model):
-    """A context in which, in that one step, the gradient of the first weight is NaN."""
+        micro_batch = targets[: uneven_micro_batch()]
+        targets.view(-1)[: 3 * micro_batch.numel() // 2] = -100
     factor = math.nan if step == NOT_FINITE else 1.0
     weight = next(weight for weight in model.parameters() if weight.requires_grad)
     hook = weight.register_hook(lambda gradient: gradient * factor)
     yield
     hook.remove()
+    targets.copy_(before)
 
 
 def eventful_run(job):
@@ -208,8 +230,6 @@ def eventful_run(job):
         for _ in ("until the signal", "to the end"):
             train.main([f"--out_dir={folder}"], watch=watch)
     rows = {key_of(row): row for row in read_rows(folder / "metrics.jsonl")[0]}
-    for step, norm in watch.clipped_norms.items():
-        rows[step + 1, "train"]["clipped_norm"] = norm
     return watch, rows, folder
 
 
@@ -219,30 +239,45 @@ def eventful_run(job):
 class PlainLoop:
     """A loop of plain torch that takes the steps of an eventful run.
 
-    run: a new one with its knobs, of which the model, the groups of the optimizers and the device
-    are used. The learning rate, the number of sequences in a batch and the data are those of the
-    code under test, which other checks test."""
+    run: a new one with its knobs, of which the model, the groups of the optimizers, the averages
+    and the data are used. The learning rate, the number of sequences in a batch and the data are
+    those of the code under test, which other checks test."""
 
     def __init__(self, run, watch):
+        prepare(run)
+        self.run = run
         self.watch = watch
-        self.device = run.device
         self.model = run.model
-        self.model.load_state_dict(watch.weights)
-        self.average = {n: w.detach().clone() for n, w in run.model.named_parameters()}
+        self.begin = clone(run.model.state_dict())
         self.optimizers, self.stacked = plain_optimizers(run)
         self.scale = 2.0**16 if train.dtype == "float16" else 1.0
         self.sequences = self.tokens = 0
-        self.best_loss = math.inf
-        self.rows = {}  # (step, kind): the row that the run must have logged
+        self.best_loss = self.loss_to_beat = math.inf
+        self.without_best = 0  # evaluations
+        self.lr_factor = 1.0
+        self.steps, self.evaluations = {}, {}  # (step, kind): the row that the run must have logged
 
-    def train(self):
-        has_classes = "int" in str(self.watch.run.val_data[0, 1][1].dtype)
-        set_rng_state(self.watch.rng, self.device)
-        for step in range(STEPS + 1):
-            if has_classes:
-                self.evaluate(step)
-            if step < STEPS:
+    def train(self, rows):
+        for step in range(train.max_steps + 1):
+            if step % train.eval_interval == 0:
+                with suppress(Exception):  # other data or targets, for an evaluate() of their own
+                    self.evaluate(step)
+                self.count(number_of(rows.get((step, "eval"), {}).get("val_loss")))
+                if self.without_best == train.patience:
+                    break
+            if step < train.max_steps:
                 self.step(step)
+        self.steps[step, "end"] = {"step": step}
+
+    def count(self, loss):
+        """Of evaluations that do not beat the best: the rate falls after some."""
+        if loss < self.loss_to_beat - train.min_delta:
+            self.loss_to_beat = loss
+            self.without_best = 0
+            return
+        self.without_best += 1
+        if self.without_best % train.plateau_patience == 0:
+            self.lr_factor *= train.plateau_factor
 
     def step(self, step):
         trained = self.watch.trained.get(step, self.watch.trained[0])
@@ -250,20 +285,20 @@ class PlainLoop:
             weight.requires_grad_(needed)
         buffers = clone(buffers_of(self.model))
         count = train.sequences_at(step)
-        batch = data.Reader(self.watch.run.train_data, train.seed)[self.sequences, count]
-        inputs, targets = data.to_device(batch, self.device)
+        batch = data.Reader(self.run.train_data, train.seed)[self.sequences, count]
+        inputs, targets = data.to_device(batch, self.run.device)
         self.sequences += count
-        with masked(step, targets), not_finite(step, self.model):
+        with events(step, self.model, targets):
             n_targets = train.count_targets(targets)
             loss = self.forward_backward(inputs, targets, n_targets)
-        norm = torch.nn.utils.get_total_norm(gradients_of(self.model))
+        norm = total_norm(self.model)
         is_finite = math.isfinite(loss) and math.isfinite(norm)
         self.tokens += n_targets.item()
         row = {
-            "lr": train.lr_at(step),
+            "lr": train.lr_at(step) * self.lr_factor,
             "sequences": self.sequences,
             "tokens": self.tokens,
-            "epoch": self.sequences / len(self.watch.run.train_data),
+            "epoch": self.sequences / len(self.run.train_data),
             "loss": loss,
             "grad_norm": norm.item(),
             "clipped_norm": min(norm.item(), train.grad_clip),
@@ -271,9 +306,8 @@ class PlainLoop:
         }
         if train.dtype == "float16":
             row["loss_scale"] = self.scale
-        self.rows[step + 1, "train"] = row
-        if step == SPOILED:
-            add_noise(self.average.values(), step, 0.5)
+        self.steps[step + 1, "train"] = row
+        spoil(self.run.ema, self.model, step)
         if is_finite:
             self.update(row["lr"], norm)
         else:
@@ -286,11 +320,13 @@ class PlainLoop:
         loss = 0.0
         parts = inputs.split(uneven_micro_batch()), targets.split(uneven_micro_batch())
         for x, y in zip(*parts, strict=True):
-            with train.autocast(self.device):
+            with train.autocast(self.run.device):
                 mean = loss_in(self.model(x, y))
-            part = mean / (n_targets / train.count_targets(y))
-            (self.scale * part).backward()
-            loss += part.item()
+            n = train.count_targets(y)
+            if n:
+                part = mean / (n_targets / n)
+                (self.scale * part).backward()
+                loss += part.item()
         for gradient in gradients_of(self.model):
             gradient /= self.scale
         return loss
@@ -308,22 +344,23 @@ class PlainLoop:
                 group["lr"] = lr * group.get("lr_scale", 1.0)
             optimizer.step()
         for name, weight in self.model.named_parameters():
-            self.average[name].lerp_(weight, 1 - train.ema_decay)
+            self.run.ema[name].lerp_(weight, 1 - train.ema_decay)
 
     @torch.no_grad()
     def evaluate(self, step):
         """The mean of -log p of the averaged weights, in float64, by the classes that exist."""
-        val_data = self.watch.run.val_data
-        meta = self.watch.run.facts["data"]["meta"]
+        val_data = self.run.val_data
+        meta = self.run.facts["data"]["meta"]
+        inputs, targets = data.to_device(val_data[0, len(val_data)], self.run.device)
+        modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         parts = []
-        size = uneven_micro_batch()
-        inputs, targets = data.to_device(val_data[0, len(val_data)], self.device)
-        for x in inputs.split(size):
-            with torch.random.fork_rng(devices=[]), train.autocast(self.device):
+        for x in inputs.split(uneven_micro_batch()):
+            with torch.random.fork_rng(devices=[]), train.autocast(self.run.device):
                 torch.manual_seed(step)
-                parts.append(functional_call(self.model, self.average, (x,)))
-        self.model.train()
+                parts.append(functional_call(self.model, self.run.ema, (x,)))
+        for module, training in modes.items():
+            module.training = training
         counted = targets != -100
         targets = targets[counted]
         logits = torch.cat(parts)[counted][:, : meta["vocab_size"]].double()
@@ -333,15 +370,15 @@ class PlainLoop:
         row["val_accuracy"] = (logits.argmax(-1) == targets).double().mean().item()
         if "val_bytes" in meta:
             row["val_bpb"] = loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
-        self.rows[step, "eval"] = row
+        self.evaluations[step, "eval"] = row
 
     def errors(self, last):
         """Yields (how far each tensor of a checkpoint is off, over how far the weight has moved, its
         name)."""
         weights = self.model.state_dict()
-        for part, expected in (("model", weights), ("ema", self.average)):
+        for part, expected in (("model", weights), ("ema", self.run.ema)):
             for name, tensor in expected.items():
-                way = (weights[name] - self.watch.weights[name]).double().norm()
+                way = (weights[name] - self.begin[name]).double().norm()
                 error = (last[part][name] - tensor).double().norm() / way.clamp(min=1e-12)
                 yield error.item(), f"{part} {name}"
 
@@ -350,30 +387,29 @@ def plain_optimizers(run):
     """(torch's optimizers, {weight: the matrices that are stacked in it, as parameters that share
     its memory} of what torch's Muon moves). What torch does not have is the fork's own."""
     betas = {"betas": (train.beta1, train.beta2)}
-    torchs = {
-        "muon": (torch.optim.Muon, {"momentum": train.momentum, "adjust_lr_fn": "match_rms_adamw"}),
-        "adamw": (torch.optim.AdamW, betas),
-        "adam": (torch.optim.Adam, betas),
-        "sgd": (torch.optim.SGD, {}),
-        "momentum": (torch.optim.SGD, {"momentum": train.momentum}),
+    momentum = {"momentum": train.momentum if train.optimizer != "sgd" else 0.0}
+    options = {
+        "AdamW": betas,
+        "Adam": betas,
+        "SGD": momentum,
+        "Muon": momentum | {"adjust_lr_fn": "match_rms_adamw"},
     }
-    if train.optimizer not in torchs:
+    is_own = any(type(optimizer).__name__ not in options for optimizer in run.optimizers)
+    if is_own or train.optimizer not in OPTIMIZERS:
         return run.optimizers, {}
     counts = {m.weight: m.muon_parts for m in run.model.modules() if hasattr(m, "muon_parts")}
     stacked = {}
     optimizers = []
-    for optimizer in run.optimizers:
-        is_rest = train.optimizer == "muon" and isinstance(optimizer, torch.optim.AdamW)
-        kind, how = torchs["adamw" if is_rest else train.optimizer]
+    for name, optimizer in zip(OPTIMIZERS[train.optimizer], run.optimizers, strict=True):
         groups = []
         for group in optimizer.param_groups:
             weights = group["params"]
-            if kind is torch.optim.Muon:
+            if name == "Muon":
                 for weight in weights:
                     parts = weight.data.chunk(counts.get(weight, 1))
                     stacked[weight] = [torch.nn.Parameter(part) for part in parts]
                 weights = [part for weight in weights for part in stacked[weight]]
-            kept = {name: group[name] for name in KEPT if name in group}
+            kept = {key: group[key] for key in KEPT if key in group}
             groups.append({"params": weights, **kept})
-        optimizers.append(kind(groups, **how))
+        optimizers.append(getattr(torch.optim, name)(groups, **options[name]))
     return optimizers, stacked

@@ -38,3 +38,11 @@ def verdict_on(differences: list[float], comparisons: int = 1) -> str:
     if high < 0:
         return "better"
     return "worse" if low > 0 else "not shown"
+
+
+def least_pairs(comparisons: int = 1) -> int:
+    """The smallest number of pairs that can show a difference, however large it is."""
+    n = 2
+    while interval([0.0] * n, comparisons) == (-math.inf, math.inf):
+        n += 1
+    return n

@@ -15,6 +15,7 @@ import difflib
 import math
 import os
 import re
+import shutil
 import sys
 import textwrap
 import traceback
@@ -26,7 +27,9 @@ from typing import Any, NoReturn
 
 POLICY = ("fixed", "free", "product fixed")  # the words in which a comment may end
 BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
-NAME = re.compile("[a-z][a-z0-9_]*")  # of a knob
+KNOB = re.compile(  # comments above it, name, value, comment
+    r"((?:^# .*\n)*)^([a-z][a-z0-9_]*) = (.*?)(?: +# (.*(?:\n#  .*)*))?$", re.MULTILINE
+)
 INTERVAL = re.compile(r"([\[(])(-?[\d.e]+), ?(-?[\d.e]+|inf)([\])])")
 CHOICES = re.compile(r"\w+(?: \| \w+)+")
 NAMES_ELSEWHERE = {  # nanoGPT's name, or one that is gone: what to type instead
@@ -50,8 +53,8 @@ NAMES_ELSEWHERE = {  # nanoGPT's name, or one that is gone: what to type instead
     "save_minutes": "gone since 2026-11-25: --save_interval=N saves every N steps, SIGUSR1 at once",
     "warmup_iters": "here it is warmup_steps",
 }
-# A flag that a script adds, which sets several knobs as a config file would, and types another one:
-# name -> function(value) that returns (name and value of the other one, {knob: value})
+# A flag that a script adds: it sets several knobs, unless they are typed, and types another one.
+# Name -> function(value) that returns (name and value of that one, {knob: value}).
 SHORTHANDS: dict[str, Callable[[str], tuple[str, str, dict]]] = {}
 
 
@@ -125,6 +128,7 @@ class Knob:
 
     default: Any
     comment: str
+    heading: str  # the comment on the lines above the knob, or above the first of its group
 
     @property
     def policy(self) -> str:
@@ -170,16 +174,19 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     argv = sys.argv[1:] if argv is None else argv
     config = Config([(scope, read_knobs(scope["__file__"])) for scope in scopes])
     has_file = False
-    for argument in argv:
+    for argument, following in zip(argv, [*argv, ""][1:], strict=True):
         if argument in ("-h", "--help"):
             print_help(scopes[-1]["__doc__"] or "", config)
             raise SystemExit(0)
         if argument.startswith("-"):
-            name, _, value = argument.removeprefix("--").partition("=")
+            name, equals, value = argument.removeprefix("--").partition("=")
+            if following and not equals:
+                accept(name, following, f"{argument} {following}", config.knobs)
+                fail(f"{argument} {following}: write {argument}={following}")
             if name in SHORTHANDS:
                 name, value, settings = SHORTHANDS[name](value)
-                config.update(settings)
                 config.base.update(settings)
+                config.update({key: settings[key] for key in settings.keys() - config.typed})
             config[name] = accept(name, value, argument, config.knobs)
             config.typed.add(name)
         elif argument.endswith(".py"):
@@ -255,20 +262,16 @@ def product(values: dict, knobs: dict[str, Knob]) -> int:
 
 def read_knobs(path: str | Path) -> dict[str, Knob]:
     """{name: Knob} of the knobs in the script at `path`, in order. A knob stands on one line."""
+    source = Path(path).read_text(encoding="utf-8")
+    top, *_ = re.split("^(?:def|class|@)", source, flags=re.MULTILINE)
     knobs = {}
-    name = ""
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        if line.startswith(("def ", "class ", "@")):
-            break
-        if line.startswith("#  ") and name in knobs:
-            knobs[name].comment += " " + line.strip("# ")
-            continue
-        name, _, value = line.partition(" = ")
-        if NAME.fullmatch(name):
-            with suppress(ValueError, SyntaxError):  # no plain value
-                default = ast.literal_eval(value)
-                if isinstance(default, str | int | float):
-                    knobs[name] = Knob(default, value.partition(" # ")[2].strip())
+    heading = ""
+    for above, name, value, comment in KNOB.findall(top):
+        heading = re.sub("\n?# ", " ", above).strip() or heading
+        with suppress(ValueError, SyntaxError):  # no plain value
+            default = ast.literal_eval(value)
+            if isinstance(default, str | int | float):
+                knobs[name] = Knob(default, re.sub("\n#  *", " ", comment), heading)
     return knobs
 
 
@@ -293,8 +296,8 @@ def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
             value = type(default)(number)
             fits = value == number and is_in(number, INTERVAL.search(comment))
     if not fits:
-        expected = f"expected {type(default).__name__}, {name} = {default!r}"
-        fail(f"{written}: {expected}  # {comment}")
+        expected = f"{type(default).__name__}, {name} = {default!r}  # {comment}"
+        fail(f"{written}: expected {choices[0] if choices else expected}")
     return value
 
 
@@ -321,9 +324,18 @@ def hint_for(name: str, knobs: dict) -> str:
 
 
 def print_help(about: str, config: Config) -> None:
-    """Print a script's docstring and its knobs, with the values that the arguments before --help
-    give them."""
+    """Print a script's docstring and its knobs under the headings of the source, as wide as the
+    terminal, with the values that the arguments before --help give them."""
     print(about.strip())
-    for name, knob in config.knobs.items():
-        line = f"{f'  --{name}={show(config[name])}':<30}  {knob.comment}"
-        print(textwrap.fill(line, 100, subsequent_indent=" " * 32))
+    for heading in dict.fromkeys(knob.heading for knob in config.knobs.values()):
+        print(f"\n{heading}")
+        for name, knob in config.knobs.items():
+            if knob.heading == heading:
+                line = f"{f'  --{name}={show(config[name])}':<30}  {knob.comment}"
+                print(textwrap.fill(line, line_width(100), subsequent_indent=" " * 32))
+
+
+def line_width(without: int = 10**6) -> int:
+    """Columns of the terminal that stdout is; of a pipe or a file, `without`."""
+    is_terminal = sys.stdout and sys.stdout.isatty()
+    return shutil.get_terminal_size().columns if is_terminal else without

@@ -4,13 +4,14 @@ import math
 import os
 import shlex
 import sys
+import textwrap
 import time
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from plumbing.cli import printable, product, show
+from plumbing.cli import line_width, printable, product, show
 from plumbing.fields import shown_fields
 
 REPO = Path(__file__).resolve().parent.parent
@@ -27,7 +28,7 @@ steps    {max_steps:,}, {warmup_steps:,} of warmup; {optimizer}, {schedule} {pea
 device   {device}, {threads} threads, deterministic {deterministic}
 dtype    {dtype} ({why[dtype]})
 compile  {compile} ({why[compile]})
-peak     {peak:.3g} TFLOP/s ({peak_source})"""
+peak     {peak}"""
 
 
 def print0(*words: object, colour: str = "", end: str = "\n") -> None:
@@ -90,16 +91,19 @@ class Table:
         """Print a row of metrics.jsonl. A field that is not in FIELDS gets a column of its own."""
         self.row = row
         start = self.progress(row["step"])
-        header = "step/total".ljust(len(start))
-        line = start
-        for field in shown_fields(row, "train"):
-            heading = field.heading.rjust(len(field.shown(0)))
-            header += f" {heading}"
-            line += " " + field.shown(row[field.name]).rjust(len(heading))
+        left = self.time_left(row["step"]).rjust(8)
+        for limit in reversed(range(8)):
+            fields = [f for f in shown_fields(row, "train") if f.leaves <= limit]
+            cells = [f.shown(row[f.name]).rjust(len(f.column())) for f in fields]
+            line = " ".join([start, *cells, left])
+            if len(line) <= line_width():
+                break
+        headings = [field.column() for field in fields]
+        header = " ".join(["step/total".ljust(len(start)), *headings, "    left"])
         if header != self.header:
             self.header = header
-            print0(header, "    left")
-        print0(line, self.time_left(row["step"]).rjust(8))
+            print0(header)
+        print0(line)
 
     def progress(self, step: int) -> str:
         return f"{step:>7}/{self.max_steps:<7}"
@@ -126,14 +130,20 @@ class Table:
         fields = shown_fields(row, "eval")
         words = [f"{field.heading} {field.shown(row[field.name]).strip()}" for field in fields]
         best, colour = ("  best", GREEN) if is_best else ("", "")
-        print0(self.progress(row["step"]), "  ".join(words) + best, colour=colour)
+        print_wrapped(f"{self.progress(row['step'])} {'  '.join(words)}{best}", colour)
 
 
 def print_event(step: int, event: str, fields: dict) -> None:
     line = f"{step:>7} {event.replace('_', ' ')}:"
     for name, value in fields.items():
         line += f" {name} {value:.4g} " if isinstance(value, float) else f" {name} {value} "
-    print0(line)
+    print_wrapped(line)
+
+
+def print_wrapped(text: str, colour: str = "") -> None:
+    """Print lines; one that is wider than the terminal goes on below, indented."""
+    for line in text.splitlines():
+        print0(textwrap.fill(line, line_width(), subsequent_indent=9 * " "), colour=colour)
 
 
 def resume_words(found: dict, changed: dict[str, list]) -> str:
@@ -175,12 +185,16 @@ def diagnosis(why: str, recent: list[dict], rollbacks: int) -> str:
 
 
 def print_plan(run: Any, peak: tuple, changed: dict) -> None:
-    """Print the plan of the run. peak: (FLOP/s, source). changed: {knob: [then, now]} since the
-    checkpoint it resumes."""
+    """Print the plan of the run. peak: (FLOP/s or NaN, source). changed: {knob: [then, now]} since
+    the checkpoint it resumes."""
     start = f"resumes from {run.path}" if run.path else f"new, in {run.folder.path}"
-    print0(f"run      {start}")
+    print_wrapped(f"run      {start}")
     if changed:
-        print0(f"changed  {change_words(changed)}")
+        print_wrapped(f"changed  {change_words(changed)}")
+    flops, source = peak
+    rate = (
+        f"{flops / 1e12:.3g} TFLOP/s" if flops > 0 else "n/a: its timings disagree, a busy machine"
+    )
     known = run.facts["config"] | run.facts["run"]
     sequences = product(known, run.knobs)
     described = getattr(run.model, "describe", lambda: type(run.model).__name__)
@@ -195,10 +209,9 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
         "deterministic": show(known["deterministic"]),
         "compile": show(known["compile"]),
         "why": run.reasons,
-        "peak": peak[0] / 1e12,
-        "peak_source": peak[1],
+        "peak": f"{rate} ({source})",
     }
-    print0(PLAN.format(**known))
+    print_wrapped(PLAN.format(**known))
 
 
 def share_words(sequences: int, ranks: int) -> str:
@@ -232,8 +245,8 @@ def print_next(folder: Path, writes_text: bool, script: str = "train.py") -> Non
         sample = to_paste("sample.py", folder)
         if Path(script).name != "train.py":
             sample += f" --script={shlex.quote(shown(script))}"
-        print0(f"{sample:<50}  # text from its best weights")
-    print0(f"{to_paste('report.py', folder):<50}  # what happened, as a picture and in words")
+        print0(f"{sample:<50}  # a sample of its text")
+    print0(f"{to_paste('report.py', folder):<50}  # its curves and results")
 
 
 def holds_checkpoint(folder: Path) -> bool:

@@ -40,6 +40,7 @@ INSTEAD = """\
 !! {why}
 !! This run trains on {chosen!r} INSTEAD OF {name!r}:
 !! its numbers say nothing about {name!r}.
+!! With a network, --resume=restart starts over on it.
 {bar}"""
 
 

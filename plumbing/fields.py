@@ -20,6 +20,7 @@ class Field:
     form: str = ""  # how it is printed, a format of Python's
     unit: str = ""  # of what is shown
     plot: str = ""  # the panel of the report in which it is drawn; "" = none
+    leaves: int = 0  # columns with the highest number leave a narrow terminal first; 0 = it stays
 
     @property
     def plot_factor(self) -> float:
@@ -29,23 +30,27 @@ class Field:
     def shown(self, value: float | None) -> str:
         return "n/a" if value is None else format(value, self.form)
 
+    def column(self) -> str:
+        """Its heading, as wide as its column."""
+        return self.heading.rjust(len(self.shown(0)))
+
 
 # fmt: off
 ALL_FIELDS = (  # in the order of columns and panels
-    #     name              kind     writer   heading      form     unit        plot
+    #     name              kind     writer   heading      form     unit        plot             leaves
     Field("kind",           "mark"),  # train, eval or event
     Field("finite",         "mark",  "clock"),  # false: a null of the row was not finite
     Field("step",           "both"),  # finished updates, skipped ones too
     Field("loss",           "train", "model", "loss",      "7.4f",  "nats",     "loss"),
-    Field("grad_norm",      "train", "step",  "norm",      "#8.3g", "",         "gradient norm"),
-    Field("lr",             "train", "loop",  "lr",        "8.2e",  "",         "learning rate"),
-    Field("step_ms",        "train", "clock", "ms",        "7.1f",  "ms"),
-    Field("data_ms",        "train", "clock", "wait",      "6.1f",  "ms"),
+    Field("grad_norm",      "train", "step",  "norm",      "#8.3g", "",         "gradient norm", 3),
+    Field("lr",             "train", "loop",  "lr",        "8.2e",  "",         "learning rate", 4),
+    Field("step_ms",        "train", "clock", "ms",        "7.1f",  "ms",       "",              2),
+    Field("data_ms",        "train", "clock", "wait",      "6.1f",  "ms",       "",              7),
     Field("tokens_per_sec", "train", "clock", "tok/s",     "9,.0f", "tokens/s", "throughput"),
-    Field("mfu",            "train", "clock", "mfu",       "6.1%",  "%",        "MFU"),
-    Field("mem_gb",         "train", "clock", "GB",        "6.2f",  "GB",       "peak memory"),
+    Field("mfu",            "train", "clock", "mfu",       "6.1%",  "%",        "",              5),
+    Field("mem_gb",         "train", "clock", "GB",        "6.2f",  "GB",       "peak memory",   6),
     Field("gpu_util",       "train", "clock", "",          "4.0f",  "%",        "GPU busy"),
-    Field("loss_scale",     "train", "step",  "scale",     "8.3g",  "",         "loss scale"),
+    Field("loss_scale",     "train", "step",  "scale",     "8.3g",  "",         "loss scale",    5),
     Field("skipped",        "train", "step"),  # 1 if the update changed nothing
     Field("tokens",         "train"),  # targets trained on so far
     Field("sequences",      "train"),  # index of the next one
@@ -53,8 +58,8 @@ ALL_FIELDS = (  # in the order of columns and panels
     Field("targets",        "none",  "step"),  # of one step
     Field("batch_tokens",   "none"),
     Field("val_loss",       "eval",  "eval",  "val loss",  ".4f",   "nats",     "loss"),
-    Field("val_bpb",        "eval",  "loop",  "bits/byte", ".4f",   "bits"),
-    Field("val_accuracy",   "eval",  "eval",  "accuracy",  ".1%",   "%"),
+    Field("val_bpb",        "eval",  "loop",  "bits/byte", ".4f",   "",         "bits per byte"),
+    Field("val_accuracy",   "eval",  "eval",  "accuracy",  ".1%",   "%",        "accuracy"),
     Field("val_tokens",     "eval",  "eval",  "tokens",    ","),
     Field("best_val_loss",  "eval"),
 )
@@ -68,7 +73,8 @@ def shown_fields(row: dict, kind: str) -> list[Field]:
     """What a line says of a row, in order: the fields of the table, then numbers that a model,
     train_step or evaluate of a fork returned."""
     known = [f for f in ALL_FIELDS if f.heading and f.kind == kind and f.name in row]
-    own = [Field(name, kind, heading=name, form="8.4g") for name in row if name not in FIELDS]
+    unknown = [name for name in row if name not in FIELDS]
+    own = [Field(name, kind, heading=name, form="8.4g", leaves=1) for name in unknown]
     return known + own
 
 

@@ -12,6 +12,7 @@ import re
 import sys
 import timeit
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 import torch
@@ -245,7 +246,8 @@ def describe_machine(device: torch.device) -> dict:
 
 
 def peak_flops(device: torch.device, dtype: str) -> tuple[float, str]:
-    """(FLOP/s, source) for MFU: from the datasheet, or from a measured matrix product."""
+    """(FLOP/s, source) for MFU: from the datasheet, or from a measured matrix product. NaN if the
+    machine is too busy to measure it."""
     name = device_name(device)
     if known := datasheet_peak(name, dtype):
         return known, f"datasheet of the {name}"
@@ -262,16 +264,20 @@ def datasheet_peak(gpu: str, dtype: str) -> float | None:
 
 def matmul_rate(device: torch.device, dtype: torch.dtype, sizes=SIZES) -> tuple[float, int]:
     """(FLOP/s, size) of the fastest square matrix product. The size doubles as long as the next
-    product, which takes eight times as long, should take less than 0.03 s."""
+    product, which takes eight times as long, should take less than 0.03 s. NaN if the typical
+    product of the last size falls short of the fastest by more than a quarter: on a quiet machine
+    both are equally fast."""
     rates = []
     for size in sizes:
         a = torch.ones(size, size, device=device, dtype=dtype)
         # item() waits for the device
-        seconds = min(timeit.repeat(lambda a=a: torch.mm(a, a)[0, 0].item(), number=1, repeat=10))
-        rates.append((2 * size**3 / seconds, size))
-        if 8 * seconds >= 0.03:
+        seconds = timeit.repeat(lambda a=a: torch.mm(a, a)[0, 0].item(), number=1, repeat=10)
+        rates.append((2 * size**3 / min(seconds), size))
+        if 8 * min(seconds) >= 0.03:
             break
-    return max(rates)
+    rate, best_size = max(rates)
+    typical = 2 * size**3 / median(seconds)
+    return rate if rate <= 1.25 * typical else math.nan, best_size
 
 
 def precise(device: torch.device) -> torch.dtype:

@@ -111,6 +111,10 @@ class RunFolder(ExitStack):
             self.facts = first | before | {"end": None, "ended": None}  # if it is killed
             self.new_facts = {"command": command, **run.facts, "git": git}
             self.new_facts |= machine.describe_machine(run.device)
+            self.new_facts |= {
+                "parameters": sum(weight.numel() for weight in run.model.parameters()),
+                "flops_per_token": machine.flops_per_token(run.model),
+            }
             self.facts |= {} if before else self.new_facts
             write_json(self.checked_path() / "run.json", self.facts)
 

@@ -11,7 +11,7 @@ from string import Template
 
 import numpy as np
 
-from plumbing.fields import FIELDS, Field
+from plumbing.fields import FIELDS
 from reporting import results
 from reporting.record import half_window, last_step, smooth
 from reporting.results import happened
@@ -40,7 +40,7 @@ LOOKS = {  # of a line in matplotlib
     "thin": {"lw": 0.8, "alpha": 0.6},
     "mean": {"lw": 1.7},
     "bold": {"lw": 1.7},
-    "dots": {"lw": 1.6, "markersize": 5.5, "markeredgecolor": "white", "zorder": 4},
+    "dots": {"lw": 1.7, "zorder": 4},
     "best": {
         "ls": "",
         "marker": "*",
@@ -53,7 +53,16 @@ LOOKS = {  # of a line in matplotlib
     "event": {"lw": 0.9, "ls": (0, (4, 3)), "zorder": 1},
 }
 COMPARED = {"mean": "thin", "bold": "bold", "dots": "dots"}  # looks in a comparison
+NOISY = ("loss", "grad_norm", "tokens_per_sec")  # fields whose steps are drawn with their mean
+DASHES = ("-", "--", ":", "-.")  # of the first len(COLOURS) runs, of the next ones, and so on
 MAX_POINTS = 2000  # of a curve; a longer one is thinned
+AXES = {
+    "step": "step",
+    "tokens": "tokens (or targets) trained on",
+    "time": "training time (minutes)",
+}
+MAX_PLACES = 500  # steps whose tokens and time are kept; all others lie between them
+COLUMNS = 3  # of small panels in a picture
 
 
 @dataclass
@@ -66,8 +75,10 @@ class Curve:
     label: str
     colour: str  # a key of COLOURS
     look: str  # a key of LOOKS
-    x: np.ndarray
+    x: np.ndarray  # steps
     y: np.ndarray
+    run: int = 0  # its place among the runs
+    dash: int = 0  # of DASHES
     is_dotted: bool = False  # it has few points, and a single one would be invisible as a line
 
     def __post_init__(self):
@@ -89,27 +100,29 @@ class Panel:
     field: str
     title: str
     curves: list
-    along: str = "step"  # the title of the horizontal axis
 
     def lines(self):
         """The curves, without events."""
         return [curve for curve in self.curves if curve.look != "event"]
 
     def limits(self):
-        """{"low", "high", "is_log"} of the vertical axis. Of the loss, without the first 3% and the
-        outermost 0.2% of a curve, which would press the rest flat."""
+        """{"low", "high", "is_log"} of the vertical axis. Of losses and evaluations from the lowest
+        to the highest that any run has after a tenth of its own steps; what came before, and the
+        outermost 2% of single steps, would press the rest flat."""
         ends = []
+        has_level = self.field == "loss" or any(curve.look == "dots" for curve in self.lines())
         for curve in self.lines():
             y = curve.y
-            if self.field == "loss":
-                settled = y[curve.x >= 0.03 * curve.x[-1]]  # the mean of steps reaches back by 1%
-                y = np.quantile(settled, (0.001, 0.999))
+            if has_level:
+                y = y[curve.x >= 0.1 * curve.x[-1]]
+            if self.field == "loss" and curve.key == "each step":
+                y = np.quantile(y, (0.01, 0.99))
             ends += [float(y.min()), float(y.max())]
         low = min(ends, default=0.0)
         high = max(ends, default=1.0)
         if self.field in ("loss", "grad_norm") and 0 < 30 * low < high:
             return {"low": low / 1.2, "high": high * 1.2, "is_log": True}
-        if self.field != "loss":
+        if not has_level:
             low = min(low, 0.0)
         pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
         return {"low": low - pad if low else low, "high": high + pad, "is_log": False}
@@ -124,41 +137,32 @@ def panels_of(runs):
         return panels_of_one(runs[0])
     panels = {}
     for i, run in enumerate(runs):
-        key = f"{run.name}: {results.best_in_words(run)}"
-        colour = list(COLOURS)[i % len(COLOURS)]
-        loss, *others = panels_of_one(run)
-        for panel in [*along_three_axes(loss, run), *others]:
-            shared = panels.setdefault((panel.field, panel.along), replace(panel, curves=[]))
+        dash, colour = divmod(i, len(COLOURS))
+        own = {
+            "key": f"{run.name}: {results.best_in_words(run)}",
+            "label": run.name,
+            "colour": list(COLOURS)[colour],
+            "dash": dash % len(DASHES),
+            "run": i,
+        }
+        for panel in panels_of_one(run):
+            shared = panels.setdefault(panel.field, replace(panel, curves=[]))
             for curve in panel.curves:
-                look = COMPARED.get(curve.look)
-                label = f"{run.name}: {curve.label}"
-                own = replace(curve, key=key, label=label, colour=colour, look=look)
-                if look:
-                    shared.curves.append(own)
+                if look := COMPARED.get(curve.look):
+                    shared.curves.append(replace(curve, look=look, **own))
     return list(panels.values())
 
 
 def panels_of_one(run):
     """The loss, and the fields that have numbers, with the events of the run."""
-    numbers = [
-        (name, run.train["step"], run.train[name])
-        for name, field in FIELDS.items()
-        if field.kind == "train" and field.plot
-    ]
+    fields = [field for field in FIELDS.values() if field.plot and field.name != "val_loss"]
+    fields += [field for field, _ in results.new_fields(run)]
     events = events_of(run)
     panels = []
-    for name, steps, values in [*numbers, *results.new_fields(run)]:
-        field = FIELDS.get(name) or Field(name, "train", plot=name)
-        if name == "loss":
-            curves = curves_of_loss(run)
-        elif name == "grad_norm":
-            curves = curves_of_norm(run)
-        else:
-            scaled = values * field.plot_factor
-            curves = [Curve("training", field.plot, "blue", "bold", steps, scaled)]
-        curves = [curve for curve in curves if len(curve.x)]
-        if curves or name == "loss":
-            panels.append(Panel(name, title_of(field, run), curves + events))
+    for field in fields:
+        curves = [curve for curve in curves_of(field, run) if len(curve.x)]
+        if curves or field.name == "loss":
+            panels.append(Panel(field.name, title_of(field, run), curves + events))
     return panels
 
 
@@ -169,58 +173,45 @@ def title_of(field, run):
     return f"{field.plot} ({unit})" if unit else field.plot
 
 
-def curves_of_loss(run):
+def curves_of(field, run):
+    """The Curves of a field, without events."""
+    if field.kind == "eval":
+        return [evaluations(run, field)]
+    curves = raw_and_mean(run, field)
+    if field.name == "loss":
+        scores = evaluations(run, FIELDS["val_loss"])
+        is_best = scores.x == results.best_of(run)[1]
+        best = results.best_in_words(run)
+        curves.append(scores)
+        curves.append(Curve(best, best, "vermilion", "best", scores.x[is_best], scores.y[is_best]))
+    if field.name == "grad_norm":
+        clip = run.fact("config", "grad_clip") or math.nan  # 0 = off
+        words = f"clip at {clip:g}"
+        ends = np.array([0.0, last_step(run)])
+        curves.append(Curve(words, words, "black", "dashed", ends, np.full(2, clip)))
+    return curves
+
+
+def evaluations(run, field):
     """The evaluation of untrained weights is left out: a line from it to the next one would tell of
     losses that nobody has measured."""
     steps = run.evals["step"]
-    losses = run.evals["val_loss"]
-    drawn = steps > 0
-    is_best = drawn & (steps == results.best_of(run)[1])
-    best = results.best_in_words(run)
-    return [
-        *raw_and_mean(run, "loss"),
-        Curve("validation", "validation", "vermilion", "dots", steps[drawn], losses[drawn]),
-        Curve(best, best, "vermilion", "best", steps[is_best], losses[is_best]),
-    ]
-
-
-def curves_of_norm(run):
-    clip = run.fact("config", "grad_clip") or math.nan  # 0 = off
-    ends = np.array([0.0, last_step(run)])
-    words = f"clip at {clip:g}"
-    clips = Curve(words, words, "black", "dashed", ends, np.full(2, clip))
-    return [*raw_and_mean(run, "grad_norm"), clips]
+    values = run.evals[field.name][steps > 0] * field.plot_factor
+    return Curve("validation", "validation", "vermilion", "dots", steps[steps > 0], values)
 
 
 def raw_and_mean(run, field):
-    """The curves of a noisy field."""
+    """The numbers of the steps; of a noisy field also their mean."""
     steps = run.train["step"]
-    values = run.train[field]
+    values = run.train[field.name] * field.plot_factor
+    if field.name not in NOISY:
+        return [Curve("training", field.plot, "blue", "bold", steps, values)]
     half = half_window(run)
     mean = f"training, mean of {2 * half + 1:,}"
     return [
         Curve("each step", "training, each step", "sky", "thin", steps, values),
         Curve("training", mean, "blue", "mean", steps, smooth(values, half)),
     ]
-
-
-def along_three_axes(loss, run):
-    """The Panel of the loss by step, by tokens and by time."""
-    steps = run.train["step"]
-    milliseconds = np.cumsum(np.nan_to_num(run.train["step_ms"]))
-    axes = {
-        "step": steps,
-        f"{results.unit_of(run)} trained on": run.train["tokens"],
-        "training time (minutes)": milliseconds / 60_000,
-    }
-    panels = []
-    for along, values in axes.items():
-        curves = []
-        for curve in loss.curves:
-            x = np.interp(curve.x, [0, *steps], [0, *values])
-            curves.append(replace(curve, x=x))
-        panels.append(replace(loss, along=along, curves=curves))
-    return panels
 
 
 def events_of(run):
@@ -236,35 +227,48 @@ def events_of(run):
     return curves
 
 
+def places_of(run):
+    """{axis: where some of the run's steps lie on it}, from 0 on."""
+    minutes = np.cumsum(np.nan_to_num(run.train["step_ms"])) / 60_000
+    some = np.unique(np.linspace(0, len(minutes), MAX_PLACES).astype(int))
+    values = (run.train["step"], run.train["tokens"], minutes)
+    return {axis: np.append(0, v)[some] for axis, v in zip(AXES, values, strict=True)}
+
+
 # ---- two drawers ---------------------------------------------------------------------------------
 
 
-def write_picture(path, runs):
+def write_picture(path, runs, axis):
     """Draw report.png or compare.png; its text holds the command."""
     import matplotlib
 
     with matplotlib.rc_context(fname=STYLE):
         command = shlex.join(["python", *sys.argv])
-        picture(runs).savefig(path, format="png", metadata={"Command": command})
+        picture(runs, axis).savefig(path, format="png", metadata={"Command": command})
 
 
-def picture(runs):
-    """A matplotlib Figure in columns, two or three: the loss above, twice as high; a single panel
-    of it is as wide as the figure."""
+def picture(runs, axis="step"):
+    """A matplotlib Figure: the loss above, as wide as the figure, and the other panels below it.
+    axis: step, tokens or time."""
     from matplotlib.figure import Figure  # not pyplot, which keeps state and may need a display
     from matplotlib.lines import Line2D
 
     panels = panels_of(runs)
-    columns = 2 if len(runs) == 1 else 3
-    rows = math.ceil((len(panels) + 3) / columns)
+    places = list(map(places_of, runs))
+    last = max(place[axis][-1] for place in places) or 1
+    rows = 2 + math.ceil((len(panels) - 1) / COLUMNS)
     fig = Figure((10, 0.7 + 1.8 * rows))
     lines = {}  # of the legend
     for i, panel in enumerate(panels):
-        place = (i + 1, i + 4) if panel.field == "loss" else i + 4
-        draw_panel(fig.add_subplot(rows, columns, place), panel)
+        ax = fig.add_subplot(rows, COLUMNS, i + 2 * COLUMNS if i else (1, 2 * COLUMNS))
+        ax.set(xlabel=AXES[axis], ylabel=panel.title)
         for curve in panel.curves:
-            lines[curve.key] = Line2D([], [], color=COLOURS[curve.colour], **LOOKS[curve.look])
-    fig.legend(lines.values(), lines.keys(), loc="outside lower left", ncols=3)
+            place = places[curve.run]
+            looks = {"color": COLOURS[curve.colour], "ls": DASHES[curve.dash], **LOOKS[curve.look]}
+            draw_curve(ax, curve, np.interp(curve.x, place["step"], place[axis]), looks)
+            lines[curve.key] = Line2D([], [], **looks)
+        draw_axes(ax, panel, last)
+    fig.legend(lines.values(), lines.keys(), loc="outside lower left", ncols=COLUMNS)
     fig.suptitle(heading(runs), x=0.01, ha="left", fontsize=10, linespacing=1.5)
     return fig
 
@@ -280,39 +284,38 @@ def heading(runs):
     return f"{run.name}: {results.ended(run)}\n{', '.join(words)}"
 
 
-def draw_panel(ax, panel):
-    from matplotlib.ticker import LogLocator
+def draw_axes(ax, panel, last):
+    """last: the right end of the horizontal axis."""
+    from matplotlib.ticker import EngFormatter, LogLocator
 
-    for curve in panel.curves:
-        draw_curve(ax, curve)
-    last = max([curve.x[-1] for curve in panel.lines()], default=0) or 1
     low, high, is_log = panel.limits().values()
     if is_log:
         ax.set_yscale("log")
         ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
-        ax.yaxis.set_major_formatter("{x:g}")
         ax.minorticks_off()
     ax.set(xlim=(-0.01 * last, 1.01 * last), ylim=(low, high))
-    ax.set(xlabel=panel.along, ylabel=panel.title)
+    for axis, largest in ((ax.xaxis, last), (ax.yaxis, high)):
+        axis.set_major_formatter(EngFormatter(sep="") if largest >= 1e4 else "{x:g}")
 
 
-def draw_curve(ax, curve):
-    looks = {"color": COLOURS[curve.colour], **LOOKS[curve.look]}
+def draw_curve(ax, curve, x, looks):
     if curve.look == "event":
-        ax.vlines(curve.x, 0, curve.y, transform=ax.get_xaxis_transform(), **looks)
+        ax.vlines(x, 0, curve.y, transform=ax.get_xaxis_transform(), **looks)
         return
     marker = "o" if curve.is_dotted else ""
-    ax.plot(curve.x, curve.y, **{"marker": marker, "markersize": 3.5} | looks)
+    ax.plot(x, curve.y, **{"marker": marker, "markersize": 3.5} | looks)
 
 
-def page(runs, text, refresh=0):
+def page(runs, text, refresh=0, axis="step"):
     """report.html, a str: one file that needs no network and no server. text: Markdown, for below
-    the curves. refresh: seconds until an open page reloads; 0 = never."""
+    the curves. axis: step, tokens or time. refresh: seconds until an open page reloads; 0 = never."""
     panels = [asdict(panel) | panel.limits() for panel in panels_of(runs)]
-    data = json.dumps({"refresh": refresh, "panels": panels}, default=np.ndarray.tolist)
+    places = list(map(places_of, runs))
+    data = {"refresh": refresh, "axis": axis, "axes": AXES, "runs": places, "panels": panels}
     return TEMPLATE.substitute(
         TITLE=escape(", ".join(run.name for run in runs)),
         HEADING=escape(heading(runs)),
-        DATA=data.replace("<", "\\u003c"),  # ends no <script>
+        # "<" ends no <script>
+        DATA=json.dumps(data, default=np.ndarray.tolist).replace("<", "\\u003c"),
         TEXT=escape(text),
     )

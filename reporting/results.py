@@ -1,13 +1,16 @@
 """The results of a run, in numbers and words: its best, its speed, its cost."""
 
+import itertools
 import math
+import os
+import textwrap
 from collections import Counter
 
 import numpy as np
 
 from plumbing.console import duration
-from plumbing.fields import FIELDS
-from reporting.record import half_window, is_running, known, last_step, mean, median
+from plumbing.fields import FIELDS, Field
+from reporting.record import half_window, is_running, known, last_step, mean, median, number_of
 
 WIDEST = 48  # characters to which a column of a table is filled up
 
@@ -17,12 +20,19 @@ def happened(run, *events):
 
 
 def ended(run):
-    """How a run ended, in a few words, and at which step."""
-    how = "running" if is_running(run) else "no end on record (killed)"
+    """How a run ended, in a few words, and at which step; of one that goes on, what is left."""
+    step = f"at step {last_step(run):,}"
     for row in happened(run, "resume", "end")[-1:]:
         if row["event"] == "end":
             how = " ".join(str(row.get("ended")).split()).split(". ")[0]
-    return how if "at step" in how else f"{how}, at step {last_step(run):,}"
+            return how if "at step" in how else f"{how}, {step}"
+    if not is_running(run):
+        return f"no end on record (killed), {step}"
+    total = run.fact("config", "max_steps")
+    seconds = (total - last_step(run)) * median(run.train["step_ms"]) / 1000
+    if seconds >= 0:
+        step += f" of {total:,.0f}, {duration(seconds)} left"
+    return f"running, {step}"
 
 
 def metric_of(run):
@@ -33,14 +43,14 @@ def metric_of(run):
 
 
 def best_of(run):
-    """(value, step) of the best evaluation; (NaN, 0) if there is none. A rollback removes the rows
-    that it undoes; the state in run.json still has their best."""
+    """(value, step) of the best evaluation; an infinite one at 0 if there is none. A rollback removes
+    the rows that it undoes; the state in run.json still has their best."""
     field, sign, _ = metric_of(run)
     scores = sign * run.evals.get(field, np.array([]))
     found = [(run.fact("state", "best_score"), run.fact("state", "best_step"))]
     found += zip(scores, run.evals["step"], strict=False)
     finite = [(score, step) for score, step in found if math.isfinite(score)]
-    score, step = min(finite, default=(math.nan, 0))
+    score, step = min(finite, default=(math.inf, 0))
     return sign * score, int(step)
 
 
@@ -58,12 +68,12 @@ def unit_of(run):
 
 
 def new_fields(run):
-    """[(name, steps, values)] of the fields that only a fork of train.py writes."""
+    """[(Field, values)] of the numbers that only a fork of train.py writes."""
     found = []
-    for table in (run.train, run.evals):
+    for kind, table in (("train", run.train), ("eval", run.evals)):
         for name, values in table.items():
             if name not in FIELDS and not name.startswith("best_"):
-                found.append((name, table["step"], values))
+                found.append((Field(name, kind, plot=name), values))
     return found
 
 
@@ -90,9 +100,12 @@ def outcome(run):
     spent, seconds, least = time_spent(run)
     devices = max(1, np.nan_to_num(run.fact("hardware", "world_size")))
     numbers = losses(run) + costs(run)
-    for name, _, values in new_fields(run):
-        numbers.append((f"last {name}", last(known(values)), "{:,.4g}"))
-    numbers.append(("device-hours", devices * seconds / 3600, least + "{:,.3f}"))
+    for field, values in new_fields(run):
+        numbers.append((f"last {field.name}", last(known(values)), "{:,.4g}"))
+    hours = devices * seconds / 3600
+    price = float(os.environ.get("DOLLARS_PER_HOUR", "nan"))
+    numbers.append(("device-hours", hours, least + "{:,.3f}"))
+    numbers.append((f"cost at ${price:g} an hour", price * hours, least + "${:,.2f}"))
     found = {"how it ended": ended(run)}
     for what, value, form in numbers:
         if math.isfinite(value):
@@ -129,13 +142,16 @@ def costs(run):
     """[(what, number, format)] of what the steps cost, and of events."""
     t = run.train
     unit = unit_of(run)
+    speed = over_time(t["tokens_per_sec"])
+    flops = number_of(run.info.get("flops_per_token"))
     waiting = mean(t["data_ms"]) / mean(t["step_ms"])
     return [
         (f"{unit} trained on", last(t["tokens"]), "{:,.0f}"),
         ("epochs", last(t["epoch"]), "{:,.2f}"),
-        (f"throughput, {unit}/s", over_time(t["tokens_per_sec"]), "{:,.0f}"),
+        (f"throughput, {unit}/s", speed, "{:,.0f}"),
         ("median step, ms", median(t["step_ms"]), "{:,.1f}"),
-        ("MFU", over_time(t["mfu"]), "{:.1%}"),
+        ("TFLOP/s achieved", speed * flops / 1e12, "{:,.3g}"),
+        ("MFU", 1 / np.mean(1 / t["mfu"]), "{:.1%}"),  # of all steps, or unknown
         ("peak memory, GB", mean(t["mem_gb"], np.max), "{:.2f}"),
         ("GPU utilization, %", mean(t["gpu_util"]), "{:.0f}"),
         ("waiting for data", waiting, "{:.1%}"),
@@ -154,15 +170,23 @@ def over_time(speeds):
     return 1 / mean(1 / speeds)
 
 
-def table(header, rows):
-    """A table in Markdown, its columns aligned for a terminal."""
+def table(header, rows, width=None):
+    """A table in Markdown, its columns aligned for a terminal. width: of a line at most, in
+    characters, where cells may go on in lines below."""
     cells = [header]
     for row in rows:
         cells.append([" ".join(str(cell).replace("|", "\\|").split()) for cell in row])
-    widths = [min(WIDEST, max(3, *map(len, column))) for column in zip(*cells, strict=True)]
-    cells.insert(1, ["-" * width for width in widths])
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    while width and sum(widths) + 3 * len(widths) >= width:
+        widths[widths.index(max(widths))] -= 1
+    widths = [min(WIDEST, each) for each in widths]
+    cells.insert(1, ["-" * each for each in widths])
     lines = []
     for row in cells:
-        line = " | ".join(map(str.ljust, row, widths))
-        lines.append(f"| {line} |\n")
+        parts = [[cell] for cell in row]
+        if width:
+            parts = map(textwrap.wrap, row, widths)
+        for part in itertools.zip_longest(*parts, fillvalue=""):
+            line = " | ".join(map(str.ljust, part, widths))
+            lines.append(f"| {line} |\n")
     return "".join(lines)

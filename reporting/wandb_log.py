@@ -1,5 +1,6 @@
 """Copies the rows of metrics.jsonl to Weights & Biases. Imported only with --wandb_log=true."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,25 +17,27 @@ class Wandb(RowWatcher):
     rollback does not reset. A killed wandb loses rows, so every session sends all that the server
     lacks."""
 
-    def __init__(self, folder: Path, config: dict, run_id: str):
+    def __init__(self, folder: Path, facts: dict):
+        """facts: of run.json."""
         self.sequences = 0  # of the latest row that has them: an eval row is of the same step
         self.run = None  # None: without it
         with self.giving_up():
-            self.run = start_wandb(folder, config, run_id)
+            self.run = start_wandb(folder, facts)
 
     def see_earlier(self, rows: list[dict]) -> None:
+        """Events past the last row, where a kill came, are left out."""
+        last = max([row["step"] for row in rows if row["kind"] != "event"], default=0)
         for row in rows:
-            self.see(row, is_kept=True)
+            self.see(row, is_kept=row["step"] <= last)
 
     def see(self, row: dict, is_kept: bool) -> None:
-        if not self.run or row["kind"] == "event" or not is_kept:
+        if not self.run or not is_kept:
             return
         self.sequences = row.get("sequences", self.sequences)
         if self.sequences < self.run.starting_step:
             return
-        values = {key: row[key] for key in row if key != "kind"}
         with self.giving_up():
-            self.run.log(values, step=self.sequences)
+            self.run.log(named(row), step=self.sequences)
 
     def after_end(self, ended: str) -> None:
         if self.run:
@@ -51,7 +54,17 @@ class Wandb(RowWatcher):
             self.run = None
 
 
-def start_wandb(folder: Path, config: dict, run_id: str) -> Any:
+def named(row: dict) -> dict:
+    """What is sent of a row: `train/loss`, `val/loss`; of an event its text, `events/rollback`."""
+    if row["kind"] == "event":
+        return {f"events/{row['event']}": json.dumps(row)}
+    kind = row["kind"].replace("eval", "val")
+    names = [name for name in row if name not in ("kind", "step")]
+    values = {f"{kind}/{name.removeprefix('val_')}": row[name] for name in names}
+    return values | {"step": row["step"]}
+
+
+def start_wandb(folder: Path, facts: dict) -> Any:
     """Begin or resume a run, without asking for a key."""
     import wandb
 
@@ -68,10 +81,14 @@ def start_wandb(folder: Path, config: dict, run_id: str) -> Any:
     )
     if wandb.setup(settings).settings.mode == "online" and not wandb.login(prompt=False):
         raise PermissionError("no key; type: wandb login, or set WANDB_MODE=offline")
+    config = {"parameters": facts["parameters"], "versions": facts["versions"]}
+    for name, value in (facts["config"] | facts["run"]).items():  # knobs, commit, device
+        if isinstance(value, str | int | float):
+            config[name] = value
     run = wandb.init(
         project=config.get("wandb_project"),
         name=config.get("wandb_run_name") or folder.resolve().name,
-        id=run_id,
+        id=facts["wandb_id"],
         resume="allow",
         dir=str(folder),
         config=config,
@@ -79,5 +96,6 @@ def start_wandb(folder: Path, config: dict, run_id: str) -> Any:
         settings=settings,
     )
     run.define_metric("*", step_metric="step")
+    run.define_metric("val/loss", step_metric="step", summary="min")
     print0(f"wandb    {run.url or run.settings.sync_dir}")
     return run

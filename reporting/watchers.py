@@ -30,4 +30,4 @@ def copy_to_wandb(run: Any) -> None:
     from reporting.wandb_log import Wandb
 
     folder = run.folder
-    folder.watchers.append(Wandb(folder.path, run.facts["config"], folder.facts["wandb_id"]))
+    folder.watchers.append(Wandb(folder.path, folder.facts | folder.new_facts))

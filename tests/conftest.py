@@ -390,7 +390,7 @@ def copy_of_repository(folder):
     for file in REPO.glob("*.py"):
         shutil.copy(file, folder)
     caches = shutil.ignore_patterns("__pycache__")
-    for package in [REPO / "plumbing", *REPO.glob("reporting"), *REPO.glob("lab")]:
+    for package in [REPO / "plumbing", *REPO.glob("reporting"), *REPO.glob("checks")]:
         shutil.copytree(package, folder / package.name, ignore=caches)
     return folder
 

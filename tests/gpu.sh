@@ -87,7 +87,7 @@ gpt2+=(--milestone_interval=0 --eval_tokens=32768 --max_steps=60 --accum_steps=4
 # as many sequences in a step as gpt2 has, 16 x 4
 nanogpt=(--device=$device --dataset=tokens --eval_iters=1 --eval_interval=1000000 --max_iters=60)
 nanogpt+=(--batch_size=32 --gradient_accumulation_steps=2)
-one_layer=(--n_layer=1 --n_head=3 --n_embd=192 --block_size=128 --gradient_accumulation_steps=1)
+one_layer=(--n_layer=1 --n_head=6 --n_embd=192 --block_size=128 --gradient_accumulation_steps=1)
 ladder=(--only=ladder --rounds=3 --timing_seconds=0.2)
 tests=(tests)
 select="not two_ranks"

@@ -36,7 +36,7 @@ import numpy as np
 import torch
 import torch._dynamo  # before the forks
 import torch.nn.functional as F
-from conftest import REPO, copy_of_repository
+from conftest import REPO, copy_of_repository, make_dataset, pydoc_text
 from torch.utils.flop_counter import FlopCounterMode
 
 PLACES = {  # file -> functions that are mutated
@@ -61,6 +61,8 @@ CONFIG = (
     "--optimizer=muon --peak_lr=1e-2 --warmup_steps=10 --max_steps=80"
 ).split()
 PLAIN = "--n_embd=64 --n_head=4 --ngram_rows=0 --conv_width=1".split()
+TEXTS = {name: pydoc_text()[:3000] for name in ("small", "bytes")}
+TEXTS["numbers"] = " ".join(map(str, range(700)))
 SEEDS = (1337, *range(1, 10))  # of the sound loop
 TIMEOUT = 90  # seconds
 
@@ -459,8 +461,11 @@ def run_check(folder, flags):
         began = time.process_time()
         code = check.main(flags)
         checks = json.loads(Path(folder, "out", "check.json").read_text())["sanity"]["checks"]
-        faults = [name for name, each in checks.items() if each["mark"] == "✗"]
-        return {"code": code, "faults": faults, "cpu": time.process_time() - began}
+        faults, warnings = (
+            [name for name, each in checks.items() if each["mark"] == mark] for mark in "✗!"
+        )
+        cpu = time.process_time() - began
+        return {"code": code, "faults": faults, "warnings": warnings, "cpu": cpu}
 
     result, error = in_child(folder, work)
     return result or {"code": 1, "faults": [error], "cpu": 0}
@@ -471,15 +476,19 @@ def cases(options):
     or a patch in place of the last two."""
     if "sound" in options:
         for words in Path(options["sound"]).read_text().splitlines():
-            found = [*(REPO / "tests").glob(f"[hs]*/{words}.patch")]
-            flags = PLAIN if found else [*PLAIN, *words.split()]
-            yield {"what": words, "is": "sound"}, flags, found[0] if found else None, None
+            name, *flags = words.split()
+            patch = next((REPO / "tests").glob(f"[hs]*/{name}.patch"), None)
+            if not patch:  # a script, or only a flag
+                paths = REPO / "tests" / "sound" / f"{name}.py", REPO / name
+                flags.append(next((str(path) for path in paths if path.is_file()), name))
+            yield {"what": words, "is": "sound"}, [*PLAIN, *flags], patch, None
     elif "bugs" in options:
         for bug in tomllib.loads(Path(options["bugs"]).read_text())["bug"]:
             source = (REPO / bug["file"]).read_text()
             assert source.count(bug["old"]) == 1, bug["name"]
             new = source.replace(bug["old"], bug["new"]).encode()
-            yield {"what": bug["name"], "is": "bug"}, PLAIN, bug["file"], new
+            flags = [*PLAIN, *bug.get("flags", "").split()]  # without which it does nothing
+            yield {"what": bug["name"], "is": "bug"}, flags, bug["file"], new
     else:
         fields = ("file", "kind", "line", "function", "old", "new")
         for *what, new in drawn(int(options.get("count", 220)), int(options.get("seed", 1))):
@@ -492,6 +501,10 @@ def main():
         return print_tables(options["table"])
     torch.set_num_threads(1)
     data_dir = Path(options["data_dir"]).resolve()
+    data_dir.mkdir(exist_ok=True)
+    for name, text in TEXTS.items():
+        if not (data_dir / name).exists():
+            make_dataset(data_dir, name, text, "byte" if name == "bytes" else "char")
     out = Path(options["out"])
     done = out.read_text().splitlines() if out.exists() else []
     sound = None

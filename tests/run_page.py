@@ -5,11 +5,11 @@
     python tests/run_page.py docs/lessons.md --update    # and write what they print into the page
     python tests/run_page.py examples/images.py          # the commands in a script's docstring
 
-Sections begin with "## " and count from 1. Blocks fenced as sh are for reading and do not run; the
-words after `sh` say what they need, such as a network or a GPU. Shell variables keep their values
-from block to block. The first block that fails ends the run with its exit code. With
-PAGE_COPY=FOLDER the copy is made there, and kept; with PAGE_DATA=FOLDER it uses the datasets in that
-folder, not those in data/.
+A section begins with "## " and has the number of its heading, else its place. Blocks fenced as sh
+are for reading and do not run; the words after `sh` say what they need, such as a network or a GPU.
+Shell variables keep their values from block to block. The first block that fails ends the run with
+its exit code. With PAGE_COPY=FOLDER the copy is made there, and kept; with PAGE_DATA=FOLDER it uses
+the datasets in that folder, not those in data/.
 
 A block fenced as output, directly below a block that runs, holds what that one printed. `git diff`
 shows what moved. Where it has `...`, for lines or words left out, each other line is replaced by the
@@ -37,18 +37,19 @@ NUMBER = re.compile(r"-?\d([\d.,:]*\d)?(e[-+]?\d+)?|n/a")
 
 
 def blocks(page):
-    """[(section, line, language, needs, code)] of a page; section 0 is before the first "## ".
+    """[(section, line, language, needs, code)] of a page; section None is before the first "## ".
 
     needs: the words after the language.
     """
     text = Path(page).read_text(encoding="utf-8")
     if Path(page).suffix == ".py":
         commands = re.findall(r"^    (.*)", ast.get_docstring(ast.parse(text)), re.MULTILINE)
-        return [(0, 1, "bash", "", "\n".join(commands) + "\n")]
+        return [(None, 1, "bash", "", "\n".join(commands) + "\n")]
     found = []
     for fence in FENCE.finditer(text):
         before = text[: fence.start()]
-        section = len(re.findall(r"^## ", FENCE.sub("", before), re.MULTILINE))
+        headings = re.findall(r"^## (\d*)", FENCE.sub("", before), re.MULTILINE)
+        section = int(headings[-1] or len(headings)) if headings else None
         found.append((section, before.count("\n") + 1, *fence.groups()))
     return found
 
@@ -66,10 +67,10 @@ def outputs(page):
 
 
 def script(page, sections=()):
-    """A bash script of the blocks to run: those of section 0 and of `sections`, or all."""
+    """A bash script of the blocks to run: those of section None and of `sections`, or all."""
     parts = ["set -euo pipefail"]
     for section, line, language, _, code in blocks(page):
-        if language not in RUNS or sections and section not in (0, *sections):
+        if language not in RUNS or sections and section not in (None, *sections):
             continue
         if language == "python":
             code = f"python - <<'END_OF_BLOCK'\n{code}END_OF_BLOCK\n"

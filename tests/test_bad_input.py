@@ -3,11 +3,12 @@
 import functools
 import math
 import re
+import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import make_dataset, tree
+from conftest import REPO, make_dataset, tree
 from sources import WITHOUT_OVERRIDE, stop_at
 
 import train
@@ -122,6 +123,18 @@ def test_without_a_network_another_text_takes_its_place_loudly(run_train, tmp_pa
     facts = done.facts
     assert facts["data"]["name"] == facts["run"]["dataset"] == "pydoc"
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["pydoc"]
+
+
+SCRIPTS = "train sample report check replay bench prepare_data".split()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_system_without_fcntl_gets_one_line(script, tmp_path):
+    windows = "import runpy, signal, sys; sys.modules['fcntl'] = None; del signal.SIGUSR1;"
+    code = f"{windows} runpy.run_path('{script}.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "") and "WSL2" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 # ---- the folder of the run -----------------------------------------------------------------------

@@ -170,7 +170,11 @@ BAD_ARGUMENTS = """
 --peak_lr=nan          expected float, peak_lr = 0.001
 --out_dir=             --out_dir=: expected str, out_dir = 'out/run'
 --report=maybe         expected bool, report = True
---compile=perhaps      expected str, compile = 'auto'
+--compile=perhaps      --compile=perhaps: expected auto | true | false
+--batch_size 5         --batch_size 5: write --batch_size=5
+--shift -5             write --shift=-5
+--shift abc            --shift abc: expected int, shift = -1
+--compile --shift=5    --compile --shift=5: expected auto | true | false
 --batch_size           --batch_size: expected int, batch_size = 32
 config/none.py         no config file config/none.py
 a                      unexpected argument 'a'
@@ -179,7 +183,7 @@ a                      unexpected argument 'a'
 
 @pytest.mark.parametrize("argument, words", table(BAD_ARGUMENTS))
 def test_a_bad_argument_gets_one_line_that_says_what_to_type(script, argument, words):
-    assert words in refusal(script, "--name=two\nlines", argument)
+    assert words in refusal(script, "--name=two\nlines", *argument.split(" "))
 
 
 BAD_LINES = """
@@ -211,6 +215,15 @@ def test_a_script_gets_its_knobs_or_exits_2_with_one_line(script):
     result = run(script, "config/bad.py")  # an error in a config file is Python's
     assert result.returncode == 1
     assert 'config/bad.py", line 2' in result.stderr and "NameError" in result.stderr
+
+
+def test_help_has_every_knob_under_the_headings_of_the_source(script):
+    text = run(script, "--shift=7", "--help").stdout
+    for part in ("where\n  --out_dir=out/run  ", "the sizes of things\n  --batch_size=32  "):
+        assert f"\n{part}" in text
+    assert re.search(r"--batch_size=32 .*\n {32}.*and goes on\s+below; ", text)
+    assert "--shift=7 " in text and max(map(len, text.splitlines())) <= 100
+    assert re.findall(r"--(\w+)=", text) == list(read_knobs(script))
 
 
 def test_every_knob_and_config_file_of_this_repository_is_right():

@@ -107,6 +107,33 @@ def test_a_terminal_gets_colour_and_a_live_line_and_a_pipe_neither():
     assert "\x1b" not in piped and "\r" not in piped and len(piped.splitlines()) == 5
 
 
+LINES = f"""
+from plumbing import console
+table = console.Table(2000)
+for more in ({{}}, {{"z_loss": 0.5}}, {{"loss": 123456.0, "tokens_per_sec": 1.25e8, "step_ms": 1e6}}):
+    table.print_row({USUAL} | more)
+scores = {{"val_loss": 1.5, "val_bpb": 2.1, "val_accuracy": 0.5, "val_tokens": 100_000}}
+table.print_evaluation({{"step": 50}} | scores | {{"val_code": 1.4, "val_words": 1.6}}, is_best=True)
+why = "loss or gradient not finite, update after update"
+console.print_event(50, "rollback", {{"why": why, "at_step": 60, "next_sequence": 480}})
+"""
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 120])
+def test_no_line_is_wider_than_the_terminal_and_a_pipe_has_all_columns(columns):
+    shown, piped = on_a_terminal(LINES, columns)
+    lines = re.sub(r"\x1b\[\d*[mK]", "", shown).splitlines()
+    assert max(map(len, lines)) <= columns
+    head, row, own, *_ = lines
+    assert len(head.split()) == len(row.split()) and "z_loss" in own and "loss 1.5000" in shown
+    words = " ".join(shown.split())
+    assert "val_words 1.6" in words and "next_sequence 480" in words, "nothing is cut off"
+    every = "step/total loss norm lr ms wait tok/s mfu GB left".split()
+    assert piped.splitlines()[0].split() == every
+    gone = {60: {"wait", "GB", "mfu", "lr"}, 80: {"wait", "GB"}}.get(columns, set())
+    assert set(every) - set(head.split()) == gone
+
+
 def test_a_run_has_a_live_line_on_a_terminal(data_dir, tmp_path):
     flags = arguments(tmp_path / "run", data_dir, ["--max_steps=40"])[1:]
     at_each_step = "train.console.LIVE_SECONDS = 0"

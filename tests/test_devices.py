@@ -102,3 +102,22 @@ def test_a_known_gpu_has_the_peak_of_its_datasheet_and_no_other_gpu_has():
     for gpu in UNKNOWN:
         peaks = [machine.datasheet_peak(gpu, d) for d in ("bfloat16", "float16", "float32")]
         assert peaks == [None] * 3, gpu
+
+
+def test_a_busy_machine_has_no_peak(monkeypatch):
+    """Half of the repeats, or all of the larger size, are slower by more than a quarter."""
+    for slow, is_known in (([1.2] * 10, True), ([1.0] * 8 + [9.0] * 2, True), ([1.3] * 10, False)):
+        times = iter([[0.002] * 10, [8 * 0.002 * each for each in slow]])
+        monkeypatch.setattr(machine.timeit, "repeat", lambda *_, times=times, **__: next(times))
+        rate, _ = machine.matmul_rate(CPU, torch.float32, sizes=(32, 64))
+        assert math.isnan(rate) != is_known
+        assert not is_known or rate == 2 * 32**3 / 0.002 or rate == 2 * 64**3 / 0.016
+
+
+@pytest.mark.parametrize("peak", [1.0, math.nan])
+def test_a_peak_that_a_step_exceeds_is_none_and_the_achieved_rate_stays(run_train, peak):
+    before = f"train.machine.peak_flops = lambda *_: (float('{peak}'), 'as it says')"
+    done = run_train("run", before=before)
+    assert {row["mfu"] for row in done.rows("train")} == {None}
+    assert done.facts["flops_per_token"] > 0
+    assert ("peak     n/a" in done.stdout) == math.isnan(peak)

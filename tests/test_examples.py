@@ -10,7 +10,7 @@ import sys
 import pytest
 import run_page
 import torch
-from conftest import REPO, make_dataset, pydoc_text
+from conftest import REPO, arguments, first, make_dataset, pydoc_text
 from sources import around
 
 
@@ -67,11 +67,12 @@ def test_images_are_learned_from_any_directory_and_get_a_report(tmp_path):
 # ---- docs/forks.md -------------------------------------------------------------------------------
 
 LORA, SCHEDULE_FREE, REGRESSION, MIXTURE = (
-    code.partition("flags = ")[0]
+    code.partition("\nif __name__")[0]
     for _, _, language, _, code in run_page.blocks(REPO / "docs/forks.md")
     if language == "python"
 )
 FLAGS = ["--max_steps=12", "--save_interval=4", "--eval_interval=4", "--audit_interval=5"]
+EDIT = "a change made on purpose belongs into PlainLoop in checks/twin.py"
 MORE = {
     LORA: [],
     SCHEDULE_FREE: ["--ema_decay=0.9", "--schedule=constant"],
@@ -107,6 +108,17 @@ def test_a_fork_of_the_page_resumes_bit_for_bit(straight_and_resumed, base, text
         new = {f"blocks.0.attention.qkv.{part}" for part in ("down", "up")}
         assert after.keys() - before.keys() == new
         assert all(torch.equal(before[name], after[name]) for name in after.keys() - new)
+
+
+@pytest.mark.parametrize("fork, says", first(2, zip(MORE, ["GO", EDIT, "GO", "GO"], strict=True)))
+def test_check_says_go_or_what_to_edit(fork, says, base, texts, data_dir, tmp_path):
+    (tmp_path / "fork.py").write_text(fork)
+    more = [texts] if fork == MIXTURE else []
+    _, *flags = arguments(tmp_path / "b", data_dir, [*MORE[fork], *more])
+    command = [sys.executable, REPO / "check.py", "fork.py", *flags]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert says in done.stdout and not done.stderr, done.stdout + done.stderr
+    assert done.returncode == (says == EDIT)
 
 
 def test_best_holds_the_weights_that_were_judged(run_train):

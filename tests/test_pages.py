@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import os
 import pkgutil
 import re
 import subprocess
@@ -32,9 +33,11 @@ MADE = re.compile(
     r"(out|data)/|\S*(run\.json|bench\.json|check\.json|metrics\.jsonl|report\.(md|png)|replay_\d+\.(md|png)|\.pt)$"
 )
 MADE_BY_PAGES = set(
-    "meta.json extras.py lesson.py late.py bad.py penalty.py late.log openwebtext.jsonl".split()
+    "meta.json extras.py lesson.py loop.py given.py first_try.py late.py bad.py penalty.py late.log openwebtext.jsonl".split()
 )
 MADE_BY_PAGES |= set("compare.md compare.png trace.json".split())
+# of nanochat, as the README quotes them
+MADE_BY_PAGES |= set("base_train.py checkpoint_manager.py common.py dataloader.py".split())
 
 
 def text_of(page):
@@ -162,7 +165,7 @@ def sections_of(page):
     """Those that run alone; of other pages all at once."""
     if page != "docs/lessons.md":
         return [()]
-    return [(number,) for number in range(1, 1 + len(re.findall("(?m)^## ", text_of(page))))]
+    return [(int(number),) for number in re.findall(r"(?m)^## (\d+)", text_of(page))]
 
 
 @pytest.mark.slow  # an hour, on one core
@@ -175,6 +178,41 @@ def test_the_page_runs_and_prints_the_lines_that_it_shows(page, sections, page_d
     if page.endswith(".md") and run_page.OFFLINE_TEXT not in printed:
         _, gone = run_page.updated(page, printed)
         assert gone == []
+
+
+ANSWER = """
+import torch, train
+
+def clip(weights, limit):
+    return torch.nn.utils.clip_grad_norm_(weights, limit)
+
+def accumulate(model, inputs, targets, size):
+    for x, y in zip(inputs.split(size), targets.split(size)):
+        ((model(x) - y).square().sum() / len(inputs)).backward()
+
+def lr_at(step, *knobs):  # those that the test sets
+    return train.lr_at(step)
+
+def save(path, model, optimizer, step):
+    torch.save([model.state_dict(), optimizer.state_dict(), torch.get_rng_state(), step], path)
+
+def load(path, model, optimizer):
+    weights, moments, random_state, step = torch.load(path)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(moments)
+    torch.set_rng_state(random_state)
+    return step
+"""
+
+
+def test_the_test_of_the_exercise_accepts_right_answers(tmp_path):
+    (given,) = re.findall(r"(?s)cat > given.py <<'END'\n(.*?)\nEND\n", text_of("docs/exercises.md"))
+    (tmp_path / "given.py").write_text(given)
+    (tmp_path / "answer.py").write_text(ANSWER)
+    command = [sys.executable, "given.py", "answer"]
+    how = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(REPO)}, "text": True}
+    done = subprocess.run(command, capture_output=True, check=True, **how)
+    assert [line[0] for line in done.stdout.splitlines()] == ["✓"] * 4
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -204,18 +242,35 @@ def test_a_record_says_what_was_measured_by_which_command_on_what(name):
     assert ROWS[name]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/measured.md"])
-def test_every_spread_in_a_page_is_that_of_a_record(page):
+@pytest.mark.parametrize("name", ROWS)
+def test_the_command_of_a_record_is_one_of_today(name):
+    for row in ROWS[name]:
+        command, when = row[HEADER.index("command")].strip("`"), row[-1]
+        script, *flags = command.split()[1:]
+        if script.startswith("$NANOGPT"):
+            continue
+        files = [script, *(flag for flag in flags if not flag.startswith("--"))]
+        assert [file for file in files if not (REPO / file).is_file()] == []
+        names = {flag[2:].partition("=")[0] for flag in flags if flag.startswith("--")}
+        if not when.endswith("patched"):  # by a patch of tests/hacks, which may add a flag
+            assert names - knobs_of(script if script in SCRIPTS else "train.py") == set()
+
+
+@pytest.mark.parametrize("folder", [".", "docs", "config"])
+def test_every_spread_is_that_of_a_record(folder):
     recorded = {row[HEADER.index("loss")] for rows in ROWS.values() for row in rows}
-    claimed = set(SPREAD.findall((REPO / page).read_text(encoding="utf-8")))
-    assert len(claimed) >= 4
-    assert claimed - recorded == set()
+    texts = [path for path in (REPO / folder).glob("*") if path.suffix in (".md", ".py")]
+    prose = [
+        run_page.FENCE.sub("", path.read_text("utf-8")) for path in texts
+    ]  # no lesson's output
+    claimed = {each for text in prose for each in SPREAD.findall(text)}
+    assert claimed and claimed - recorded == set()
 
 
-def test_the_seconds_of_the_first_table_are_those_of_the_record():
+def test_the_seconds_in_the_table_of_measurements_are_those_of_the_record():
     seconds = {row[0]: row[2] for row in ROWS["from_nanogpt"]}
-    first_table = README.split("\n\n|")[1].split("\n\n")[0]
-    claimed = re.findall(r"(\d+\.\d) s\b", first_table)
+    table = README.partition("## Measured\n\n")[2].split("\n\n")[0]
+    claimed = re.findall(r"(\d+\.\d) s\b", table)
     assert len(claimed) >= 3
     assert set(claimed) <= set(seconds.values())
 

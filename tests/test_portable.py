@@ -132,4 +132,4 @@ def test_this_cpu_computes_the_record(tmp_path):
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=900)
     last = done.stdout.splitlines()[-1]
     assert done.returncode == 0, last + done.stderr
-    assert last.startswith("portable: the bits of records/portable_formula (SHA-256 ")
+    assert last.startswith("portable (records/portable_formula, SHA-256 ")

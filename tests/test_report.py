@@ -102,6 +102,10 @@ def test_every_number_is_that_of_the_record(real):
     mfu = np.linspace(0.1, 0.9, STEPS)  # of steps with as many tokens: a mean over time
     run.train["mfu"] = mfu
     assert results.outcome(run)["MFU"] == f"{STEPS / sum(1 / mfu):.1%}"
+    mfu[3] = math.nan  # as where a step has shown that the peak was false
+    assert "MFU" not in results.outcome(run)
+    achieved = throughput * run.info["flops_per_token"] / 1e12
+    assert float(outcome["TFLOP/s achieved"]) == pytest.approx(achieved, rel=1e-2)
     spent, total, least = results.time_spent(run)
     assert spent == read_rows(real, "event")[-1]["seconds"]
     assert total == sum(spent.values()) and not least
@@ -115,7 +119,7 @@ def test_a_run_on_another_text_than_asked_for_says_so_first(tmp_path):
         assert (f"{other!r} INSTEAD OF {asked!r}" in text[: text.index("## Result")]) == is_told
 
 
-def test_device_hours_are_those_of_all_processes_or_at_least_of_all_steps(tmp_path):
+def test_device_hours_are_those_of_all_processes_or_at_least_of_all_steps(tmp_path, monkeypatch):
     end = event(30, "end", ended="finished", seconds={"start": 800.0, "train": 1000.0})
     folder = write_run(tmp_path / "run", [*falling(30), end], hardware={"world_size": 4})
     assert outcome_of(folder)["device-hours"] == "2.000"
@@ -123,6 +127,9 @@ def test_device_hours_are_those_of_all_processes_or_at_least_of_all_steps(tmp_pa
     write_run(folder, [*rows, event(30, "resume"), end], hardware={"world_size": 4})
     assert outcome_of(folder)["device-hours"] == "at least 4.000"
     assert outcome_of(folder)["of that"] == f"start {duration(800)}, train {duration(1000)}"
+    assert not [what for what in outcome_of(folder) if "cost" in what]
+    monkeypatch.setenv("DOLLARS_PER_HOUR", "2.5")
+    assert outcome_of(folder)["cost at $2.5 an hour"] == "at least $10.00"
 
 
 def test_a_report_needs_no_torch(tmp_path):
@@ -300,13 +307,22 @@ def test_a_comparison_says_what_differs_and_only_that(command, tmp_path):
     assert report.report_dir == "", "given back"
     assert (tmp_path / "both" / "compare.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "both" / "compare.md").read_text()
+    assert done.stdout.splitlines()[2].startswith("| best validation loss ")
     for told in (text, done.stdout):
+        assert not re.search(r"^\| (start|end|command|wandb_id) ", told, re.MULTILINE)
         assert "trained on different data" in told and "different devices" not in told
         rows = [re.split(r" *\| *", line)[1:-1] for line in told.splitlines() if line[:1] == "|"]
         assert ["peak_lr", "0.002", "0.001"] in rows
         assert ["best validation loss", "2.0000 at step 40", "1.0000 at step 40"] in rows
         assert not {"n_embd", "epochs"} & {row[0] for row in rows}, "what is equal is left out"
     assert "different data" not in command(out / "a", out / "b").stdout
+    assert done.stdout.index("| peak_lr") > done.stdout.index("| best validation loss")
+    for count in (2, 3, 5):
+        names = ["x" * 40 + str(i) for i in range(count)]
+        folders = [write_run(out / name, falling(30), config={"seed": name}) for name in names]
+        printed = command(*folders, f"--report_dir={tmp_path}").stdout
+        assert max(map(len, printed.splitlines())) <= 100
+        assert ("| seed" in printed) == (count < 5), "of many runs their names tell it"
 
 
 def test_a_folder_of_runs_is_listed(command, tmp_path):
@@ -316,10 +332,9 @@ def test_a_folder_of_runs_is_listed(command, tmp_path):
     listed = command(out)
     assert listed.stderr == ""
     rows = [re.split(r" *\| *", line)[1:-1] for line in listed.stdout.splitlines()[2:]]
-    assert [row[0] for row in rows] == ["a", "b", "c", "killed"]
-    when = "2026-01-01 10:00"
-    best = "best validation loss 2.0000"
-    assert rows[0] == ["a", best, "100,000", "finished, at step 40", when]
+    assert [row[0] for row in rows] == ["c", "b", "a", "killed"], "the lowest loss first"
+    when = "2026-01-03 10:00"
+    assert rows[0] == ["c", "1.0000", "100,000", "finished, at step 40", when]
     assert "no end on record (killed), at step 3" in rows[3]
     assert not list(out.glob("*/report.*"))
     for i in range(2):
@@ -335,7 +350,8 @@ def test_a_folder_of_runs_is_listed(command, tmp_path):
 # ---- the picture and the page --------------------------------------------------------------------
 
 PANELS = ["loss (nats)", "gradient norm", "learning rate", "throughput (tokens/s)"]
-PANELS += ["MFU (%)", "peak memory (GB)"]
+PANELS += ["peak memory (GB)"]
+EVALUATED = ["bits per byte", "accuracy (%)"]
 
 
 def page_of(*folders, refresh=0):
@@ -379,15 +395,47 @@ def test_a_curve_is_the_record(tmp_path):
 
 def test_a_comparison_is_the_same_panels_with_the_curves_of_all(tmp_path):
     folders = two_runs(tmp_path)
-    data = page_of(*folders).read_text()
-    (panels_,) = re.findall('id="data">(.*)</script>', data)
-    drawn = json.loads(panels_)["panels"]
-    assert [panel["title"] for panel in drawn] == ["loss (nats)"] * 3 + PANELS[1:]
-    axes = ["step", "tokens trained on", "training time (minutes)", "step"]
-    assert [panel["along"] for panel in drawn[:4]] == axes
-    for panel in drawn:
+    drawn = drawing_of(page_of(*folders).read_text())
+    assert list(drawn) == PANELS + EVALUATED
+    for panel in drawn.values():
         assert {curve["key"].split(":")[0] for curve in panel["curves"]} == {"quick", "slow"}
-    assert drawn[1]["curves"][0]["x"][-1] == 512 * 300
+    axes = {"step": 300, "tokens": 512 * 300, "time": 300 * 5 / 60_000}
+    for axis, end in axes.items():
+        ax = panels.picture(report.read_runs(folders), axis).axes[0]
+        assert max(line.get_xdata()[-1] for line in ax.lines) == pytest.approx(end)
+        assert ax.get_subplotspec().colspan == range(panels.COLUMNS)
+
+
+def test_the_range_of_losses_is_what_any_run_has_after_a_tenth_of_its_steps(tmp_path):
+    """A short run that ends high is seen whole, beside a long one."""
+    long = write_run(tmp_path / "long", falling(2000))
+    short = write_run(
+        tmp_path / "short", [each | {"loss": each["loss"] + 2} for each in falling(40)]
+    )
+    means = []
+    for run in map(read_run, (long, short)):
+        steps, mean = run.train["step"], record.smooth(run.train["loss"], record.half_window(run))
+        means += list(mean[steps >= steps[-1] / 10])
+    low, high = panels.picture(report.read_runs([long, short])).axes[0].get_ylim()
+    assert low < min(means) and max(means) < high < 1.2 * max(means)
+
+
+def test_no_two_of_many_runs_look_alike(tmp_path):
+    runs = report.read_runs([write_run(tmp_path / str(i), falling(60)) for i in range(20)])
+    lines = panels.picture(runs).axes[0].lines
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 20
+
+
+def test_numbers_of_thousands_are_short(tmp_path):
+    folder = write_run(tmp_path / "run", falling(20_000, lr=2e-5))
+    figure = panels.picture([read_run(folder)])
+    texts = [
+        each.get_text()
+        for ax in figure.axes
+        for each in ax.get_xticklabels() + ax.get_yticklabels()
+    ]
+    assert "10k" in texts and "100k" in texts and "2e−05" in texts
+    assert not [ax for ax in figure.axes if ax.yaxis.get_offset_text().get_text()]
 
 
 def test_the_page_holds_the_text_and_needs_nothing_from_elsewhere(tmp_path):
@@ -396,7 +444,7 @@ def test_the_page_holds_the_text_and_needs_nothing_from_elsewhere(tmp_path):
     rows += [evaluation(60, 1.7), event(60, "end", ended="</script> in it")]
     folder = write_run(tmp_path / "run", rows)
     html = page_of(folder).read_text()
-    assert list(drawing_of(html)) == [*PANELS, "GPU busy (%)", "weight_norm"]
+    assert list(drawing_of(html)) == [*PANELS, "GPU busy (%)", *EVALUATED, "weight_norm"]
     assert "1.7000 at step 60" in html and "Training waits for data" in html
     assert "    &lt;b&gt;To be&lt;/b&gt; &amp; not\n" in html and "    first\n" not in html
     assert not re.search(r"https?:|//\w|src=|@import|url\(", html)
@@ -421,7 +469,7 @@ time.sleep(60)
 @pytest.fixture
 def living(tmp_path):
     """(folder, process): a run, and the process that holds its lock."""
-    folder = write_run(tmp_path / "run", falling(20))
+    folder = write_run(tmp_path / "run", falling(20), config={"max_steps": 1020})
     command = [sys.executable, "-c", LIVING, folder]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "locked\n"
@@ -452,7 +500,11 @@ def test_the_page_follows_a_run_until_it_ends(living, monkeypatch):
 def test_asking_whether_a_run_lives_disturbs_no_run(living):
     folder, process = living
     assert is_running(read_run(folder))
-    assert results.ended(read_run(folder)) == "running, at step 20"
+    assert results.ended(read_run(folder)) == "running, at step 20 of 1,020, 0:00:05 left"
+    with open(folder / "metrics.jsonl", "a") as log:  # as when it writes its report
+        print(json.dumps(event(20, "end", ended="finished")), file=log)
+    assert results.ended(read_run(folder)) == "finished, at step 20"
+    write_run(folder, falling(20), config={"max_steps": 1020})
     with open(folder / ".lock", "a") as lock, pytest.raises(BlockingIOError):
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     process.kill()
@@ -474,11 +526,14 @@ document.body.append(result);
 LOOK = """
 const plot = document.querySelector(".plot"), box = plot.getBoundingClientRect();
 plot.onpointermove({clientX: box.left + box.width * 149.2 / 303});
+const crosses = [...document.querySelectorAll(".cross")].map(each => getComputedStyle(each).x);
 const all = selector => [...document.querySelectorAll(selector)];
 return {
   figures: all("figure").map(each => each.clientWidth), curves: all("polyline").length,
   wide: document.documentElement.scrollWidth, paper: getComputedStyle(document.body).backgroundColor,
-  tip: plot.querySelector(".tip").textContent,
+  tip: plot.querySelector(".tip").textContent, crosses,
+  bullet: getComputedStyle(plot.querySelector(".tip span"), "::before").color,
+  byTime: (get("#axis").value = "time", get("#x").click(), document.querySelector("svg text:last-of-type").textContent),
 };
 """
 
@@ -505,8 +560,11 @@ def test_it_opens_on_a_desk_and_a_phone_in_light_and_dark(tmp_path, width, dark)
     rows = [event(0, "resume"), evaluation(0, 4.2), *falling(300), evaluation(300, 1.7)]
     path = page_of(write_run(tmp_path / "run", rows, config={"grad_clip": 1.0}))
     seen = in_browser(path, LOOK, width, dark)
-    assert len(seen["figures"]) == len(PANELS) and min(seen["figures"]) >= 300
-    assert seen["curves"] == len(PANELS) + 5 and seen["wide"] <= width
+    assert len(seen["figures"]) == len(PANELS + EVALUATED) and min(seen["figures"]) >= 300
+    assert seen["curves"] == len(PANELS + EVALUATED) + 6 and seen["wide"] <= width
+    assert len(seen["crosses"]) == len(seen["figures"]) and len(set(seen["crosses"])) == 1
+    assert seen["bullet"] == ("rgb(0, 114, 178)" if dark else "rgb(86, 180, 233)")
+    assert seen["byTime"] == "training time (minutes)"
     assert seen["paper"] == ("rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)")
     loss = rows[150]["loss"]  # of step 149, the nearest
     assert (

@@ -2,11 +2,16 @@
 on."""
 
 import json
+import re
+import struct
 import sys
 import types
+from contextlib import nullcontext
+from importlib.util import find_spec
 
 import pytest
-from conftest import read_rows
+from conftest import REPO, read_rows
+from helpers import evaluation, event, falling, write_run
 from sources import stop_at
 
 from reporting.wandb_log import Wandb
@@ -53,29 +58,37 @@ def wandb(tmp_path):
 
 
 def sent(done):
-    """({step: the rows sent for it, in one}, the id) of the newest session below out_dir."""
+    """({step: the numbers sent for it, in one}, the events, the id) of the newest session below
+    out_dir."""
     (path,) = done.out_dir.glob("wandb/offline-run-*")
-    steps = {}
+    steps, events = {}, []
     for line in (path / "rows.jsonl").read_text().splitlines():
         step, row = json.loads(line)
         assert step >= max(steps, default=0)  # or wandb would drop it
-        steps.setdefault(step, {}).update(row)
-    return steps, path.name.split("-")[3]
+        if "step" not in row:
+            ((name, text),) = row.items()
+            events.append(json.loads(text))
+            assert name == f"events/{events[-1]['event']}"
+        else:
+            steps.setdefault(step, {}).update(row)
+    return steps, events, path.name.split("-")[3]
 
 
 def logged(done):
-    """{sequences: the train and the eval row of metrics.jsonl in one}"""
+    """{sequences: the train and the eval row of metrics.jsonl in one, as wandb names them}"""
     steps = {}
-    for row in done.rows():
-        if row.pop("kind") != "event":
-            steps.setdefault(8 * row["step"], {}).update(row)
+    for row in done.rows("train") + done.rows("eval"):
+        kind = {"train": "train", "eval": "val"}[row.pop("kind")]
+        step = row.pop("step")
+        named = {f"{kind}/{name.removeprefix('val_')}": row[name] for name in row}
+        steps.setdefault(8 * step, {"step": step}).update(named)
     return steps
 
 
 def test_every_row_arrives_and_no_bit_of_the_run_changes(run_train, wandb):
     done = run_train("run", *ON, before=wandb(FAKE))
     assert done.stderr == "", done.stderr
-    assert sent(done) == (logged(done), done.facts["wandb_id"])
+    assert sent(done) == (logged(done), done.rows("event"), done.facts["wandb_id"])
     without = run_train("without", *ON, "--wandb_log=false", before=wandb(FAKE))
     assert "wandb" not in without.stdout and not list(without.out_dir.glob("wandb*"))
     assert without.fingerprint(30) == done.fingerprint(30)
@@ -89,7 +102,7 @@ def test_after_kills_every_row_arrives_once_and_the_run_stays_one(run_train, wan
     assert stopped.stderr == ""  # Ctrl-C stays ours
     assert list(sent(stopped)[0]) == [8 * step for step in range(23)]
     done = run_train("run", *ON, before=wandb(FAKE))
-    assert sent(done) == (logged(done), done.facts["wandb_id"])
+    assert sent(done) == (logged(done), done.rows("event"), done.facts["wandb_id"])
 
 
 def test_what_the_server_has_is_not_sent_again(tmp_path, monkeypatch):
@@ -100,9 +113,12 @@ def test_what_the_server_has_is_not_sent_again(tmp_path, monkeypatch):
     steps = []
     server.Run.log = lambda self, row, step: steps.append(step)
     monkeypatch.setitem(sys.modules, "wandb", server)
-    sender = Wandb(tmp_path, {}, "abcd")
+    sender = Wandb(
+        tmp_path, {"config": {}, "run": {}, "wandb_id": "abcd", "parameters": 1, "versions": {}}
+    )
     for i in range(13):
-        sender.see({"kind": "train", "loss": 1.0, "sequences": 8 * i}, is_kept=True)
+        row = {"kind": "train", "step": i, "loss": 1.0, "sequences": 8 * i}
+        sender.see(row, is_kept=True)
     sender.after_end("finished")
     assert steps == [80, 88, 96]
 
@@ -118,9 +134,59 @@ def test_a_wandb_that_fails_is_one_line_and_training_continues(how, run_train, w
     assert len(read_rows(done.out_dir, "train")) == 30
 
 
+def records_in(path):
+    """The records of a .wandb file: LevelDB's log format behind a header of 7 bytes."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, whole = path.read_bytes(), 7, b""
+    while at + 7 < len(data):
+        if (left := 32768 - at % 32768) < 7:  # in this block
+            at += left
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        whole += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Record.FromString(whole)
+            whole = b""
+
+
 @pytest.mark.slow
-def test_the_real_wandb_takes_the_rows(run_train):
-    done = run_train("run", *ON, env={"WANDB_MODE": "offline"})
+def test_the_real_wandb_holds_the_rows_and_the_resolved_knobs(run_train):
+    """In its own file, after a kill and a resume."""
+    offline = {"WANDB_MODE": "offline"}
+    run_train("run", *ON, env=offline, before=stop_at(19, "SIGKILL"), code=137)
+    done = run_train("run", *ON, env=offline)
     assert done.stderr == "" and "continues without it" not in done.stdout
     (path,) = done.out_dir.glob("wandb/offline-run-*/*.wandb")
-    assert path.stat().st_size > 10_000
+    losses, config, ids = {}, {}, set()
+    for record in records_in(path):
+        config |= {item.key: json.loads(item.value_json) for item in record.run.config.update}
+        row = {item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
+        losses |= {row["step"]: row.get("train/loss")} if "step" in row else {}
+        ids |= {record.run.run_id} - {""}
+    assert losses == {0: None} | {row["step"]: row["loss"] for row in done.rows("train")}
+    assert (
+        config["decay_steps"] == 30 and config["dtype"] == done.facts["config"]["dtype"] != "auto"
+    )
+    assert config["git_commit"] == done.facts["git"]["commit"] and config["parameters"] > 0
+    assert config["versions"] == done.facts["versions"] and ids == {done.facts["wandb_id"]}
+
+
+def test_the_lines_for_tensorboard_copy_every_row(tmp_path, monkeypatch):
+    """Those of docs/forks.md: into a stand-in, and into TensorBoard's files where it is installed."""
+    page = (REPO / "docs" / "forks.md").read_text()
+    lines = re.search("<<'END'\n(.*?)^END$", page, re.MULTILINE | re.DOTALL)[1]
+    rows = [*falling(3), evaluation(3, 1.5), event(3, "rollback", why="so")]
+    monkeypatch.setattr(sys, "argv", ["-", str(write_run(tmp_path / "run", rows))])
+    if find_spec("tensorboard"):
+        exec(lines, {})
+        assert list(tmp_path.glob("run/tensorboard/events*"))
+    written = []
+    add = types.SimpleNamespace(
+        add_scalar=lambda *row: written.append(row), add_text=lambda *row: written.append(row)
+    )
+    stand_in = types.SimpleNamespace(SummaryWriter=lambda path: nullcontext(add))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stand_in)
+    exec(lines, {})
+    loss = "train/loss", rows[2]["loss"], 3
+    assert {loss, ("eval/val_loss", 1.5, 3), ("rollback/why", "so", 3)} <= set(written)

@@ -1,0 +1,52 @@
+"""Two texts with shares of 3 to 1, here the halves of one; an evaluation row has both losses."""
+
+import sys
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+import train
+from plumbing import data
+
+
+class Mixture(torch.utils.data.Dataset):
+    def __init__(self, texts):
+        self.texts = texts
+
+    def __len__(self):
+        return 4 * (len(self.texts[0]) // 3)
+
+    def __getitem__(self, batch):
+        first, count = batch
+        windows = []
+        for place in range(first, first + count):
+            block, n = divmod(place, 4)
+            text, place = (0, 3 * block + n) if n < 3 else (1, block)
+            windows.append(self.texts[text][place, 1])
+        return tuple(map(np.concatenate, zip(*windows, strict=True)))
+
+
+def open_dataset(saved, inner=train.open_dataset):
+    train_data, val_data, facts = inner(saved)
+    halves = np.array_split(train_data.tokens, 2)
+    texts = [train.ShuffledWindows(half, train.block_size, train.seed) for half in halves]
+    parts = [
+        data.OrderedWindows(half, train.block_size, train.eval_tokens)
+        for half in np.array_split(val_data.tokens, 2)
+    ]
+    meta = {name: facts["meta"][name] for name in facts["meta"] if not name.startswith("val_")}
+    facts = facts | {"meta": meta, "fingerprint": "3 to 1 " + facts["fingerprint"]}
+    return Mixture(texts), torch.utils.data.ConcatDataset(parts), facts
+
+
+def evaluate(run, inner=train.evaluate):
+    parts = run.val_data.datasets
+    losses = [inner(replace(run, val_data=part))["val_loss"] for part in parts]
+    return {"val_loss": sum(losses) / 2, "val_first": losses[0], "val_second": losses[1]}
+
+
+train.open_dataset, train.evaluate = open_dataset, evaluate
+
+if __name__ == "__main__":
+    sys.exit(train.main())

@@ -1,0 +1,52 @@
+"""A second head for the token after the next (Gloeckle et al. 2024); rows have one more target."""
+
+import sys
+
+import numpy as np
+from torch import nn
+
+import model
+import train
+from plumbing import data
+
+
+class Windows(train.ShuffledWindows):
+    def __len__(self):
+        return super().__len__() - 1
+
+    def __getitem__(self, batch):
+        first, count = batch
+        places = np.arange(first, first + count)
+        starts = [self.starts(place // len(self))[place % len(self)] for place in places]
+        rows = data.read_rows(self.tokens, np.array(starts) - 1, self.block_size + 2)
+        return rows[:, :-2].copy(), rows[:, 1:].copy()
+
+
+class GPT(model.GPT):
+    def __init__(self, config):
+        super().__init__(config)
+        self.second = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        nn.init.normal_(self.second.weight, std=0.01)
+        self.head.register_forward_pre_hook(self.keep)
+
+    def keep(self, head, args):
+        self.last = args[0]
+
+    def forward(self, inputs, targets=None, **options):
+        logits = super().forward(inputs, **options)
+        if targets is None:
+            return logits
+        first = model.cross_entropy(logits, targets[:, :-1])
+        second = model.cross_entropy(self.second(self.last), targets[:, 1:])
+        return first + 0.3 * second, {"first": first, "second": second}
+
+
+def open_dataset(saved, inner=train.open_dataset):
+    train_data, *rest = inner(saved)
+    return Windows(train_data.tokens[1:], train.block_size, train.seed), *rest
+
+
+model.GPT, train.open_dataset = GPT, open_dataset
+
+if __name__ == "__main__":
+    sys.exit(train.main())
