@@ -4,7 +4,6 @@ import fcntl
 import json
 import math
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -15,14 +14,12 @@ import numpy as np
 import pytest
 from conftest import REPO, first, make_dataset, pydoc_text, read_rows
 from helpers import RUNS, evaluation, event, eventful, falling, write_run
-from sources import around, bad_batches
+from sources import around
 
 import report
 from plumbing.cli import run_script
-from plumbing.console import duration
 from plumbing.data import FALLBACK
 from reporting import panels, record, results
-from reporting import troubles as detectors
 from reporting.record import is_running, read_run
 from reporting.troubles import texts, troubles
 
@@ -99,16 +96,14 @@ def test_every_number_is_that_of_the_record(real):
     assert throughput == pytest.approx(rows[-1]["tokens"] / seconds, rel=1e-3)
     assert outcome["tokens trained on"] == f"{rows[-1]['tokens']:,}"
     assert "GPU utilization, %" not in outcome, "what is unknown is left out"
-    mfu = np.linspace(0.1, 0.9, STEPS)  # of steps with as many tokens: a mean over time
-    run.train["mfu"] = mfu
-    assert results.outcome(run)["MFU"] == f"{STEPS / sum(1 / mfu):.1%}"
-    mfu[3] = math.nan  # as where a step has shown that the peak was false
+    run.train["mfu"] = np.array([0.1, 0.3])  # of steps with as many tokens: a mean over time
+    assert results.outcome(run)["MFU"] == "15.0%"
+    run.train["mfu"][1] = math.nan  # as where a step has shown that the peak was false
     assert "MFU" not in results.outcome(run)
     achieved = throughput * run.info["flops_per_token"] / 1e12
     assert float(outcome["TFLOP/s achieved"]) == pytest.approx(achieved, rel=1e-2)
-    spent, total, least = results.time_spent(run)
-    assert spent == read_rows(real, "event")[-1]["seconds"]
-    assert total == sum(spent.values()) and not least
+    spent = sum(read_rows(real, "event")[-1]["seconds"].values())
+    assert results.time_spent(run) == (spent, "")
 
 
 def test_a_run_on_another_text_than_asked_for_says_so_first(tmp_path):
@@ -119,6 +114,13 @@ def test_a_run_on_another_text_than_asked_for_says_so_first(tmp_path):
         assert (f"{other!r} INSTEAD OF {asked!r}" in text[: text.index("## Result")]) == is_told
 
 
+def test_a_run_that_may_come_out_otherwise_says_so(tmp_path):
+    folder = write_run(tmp_path, falling(40), run={"deterministic": False})
+    assert "`deterministic` was off" in words_of(folder)
+    (folder / "run.json").write_text('{"run": ')
+    assert "run.json is missing or damaged" in words_of(folder)
+
+
 def test_device_hours_are_those_of_all_processes_or_at_least_of_all_steps(tmp_path, monkeypatch):
     end = event(30, "end", ended="finished", seconds={"start": 800.0, "train": 1000.0})
     folder = write_run(tmp_path / "run", [*falling(30), end], hardware={"world_size": 4})
@@ -126,7 +128,8 @@ def test_device_hours_are_those_of_all_processes_or_at_least_of_all_steps(tmp_pa
     rows = falling(30, step_ms=120_000.0)
     write_run(folder, [*rows, event(30, "resume"), end], hardware={"world_size": 4})
     assert outcome_of(folder)["device-hours"] == "at least 4.000"
-    assert outcome_of(folder)["of that"] == f"start {duration(800)}, train {duration(1000)}"
+    assert not [what for what in outcome_of(folder) if "cost" in what]
+    monkeypatch.setenv("DOLLARS_PER_HOUR", "two")
     assert not [what for what in outcome_of(folder) if "cost" in what]
     monkeypatch.setenv("DOLLARS_PER_HOUR", "2.5")
     assert outcome_of(folder)["cost at $2.5 an hour"] == "at least $10.00"
@@ -192,19 +195,13 @@ OTHER = {"step": 507, "field": "loss", "then": 1.25, "now": 1.5}
 def test_a_resume_is_said_to_be_what_was_measured(tmp_path, check, words):
     resume = event(40, "resume", knobs={"seed": 1}, changed={"peak_lr": [0.1, 0.2]})
     checked = event(50, "resume_checked", **check, **{"from": 40})
-    info = {"run": {"deterministic": True}}
-    folder = write_run(tmp_path, [*falling(40), resume, checked, *falling(60)[40:]], **info)
+    folder = write_run(tmp_path, [*falling(40), resume, checked, *falling(60)[40:]])
     text = words_of(folder)
     (line,) = re.findall(r"^\| 40 .* resume .*", text, re.MULTILINE)
     assert "changed since: peak_lr 0.1 -> 0.2" in line and "seed" not in line
     assert "only if a check that follows says so" in line
     (line,) = re.findall(r"^\| 50 .* resume checked .*", text, re.MULTILINE)
     assert words in line and (check == EQUAL or "changed since: peak_lr 0.1 -> 0.2" in line)
-    assert "bit for bit" not in text and "was off" not in text
-    info = {"run": {"deterministic": False}}
-    assert "`deterministic` was off" in words_of(write_run(tmp_path, falling(40), **info))
-    (tmp_path / "run.json").write_text('{"run": ')
-    assert "run.json is missing or damaged" in words_of(tmp_path)
 
 
 def test_every_event_is_in_the_report(tmp_path):
@@ -219,8 +216,8 @@ def test_every_event_is_in_the_report(tmp_path):
     }
     text = re.sub(" +", " ", words_of(folder))
     for words in (
-        "| 20 | skipped | see `python replay.py",
-        "batch_size 4; accum_steps 2",
+        "| 20 | skipped |",
+        "micro_batch 4",
         "stopped by SIGINT",
         "why a loss spike; at_step 52",
         "| 45 | audit | odd first; bits 3",
@@ -229,7 +226,7 @@ def test_every_event_is_in_the_report(tmp_path):
     ):
         assert words in text, words
     assert outcome_of(folder)["updates skipped"] == "3"
-    assert results.time_spent(read_run(folder)) == ({"start": 2.0, "train": 4.0}, 6.0, "at least ")
+    assert results.time_spent(read_run(folder)) == (6.0, "at least ")
     unsaved = event(9, "best_not_saved", best_step=9, best_pt_holds_step=4)
     rows = [event(0, "resume"), *falling(9), unsaved, event(9, "end", seconds={})]
     fork = write_run(tmp_path, rows, run={"began_from": "best.pt"})
@@ -241,7 +238,7 @@ def test_every_event_is_in_the_report(tmp_path):
 
 def test_damaged_lines_are_left_out_and_counted(real, tmp_path):
     lines = (real / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    bad = [b"\0\0\0\n", b"1,2\n", b'{"kind": "train", "step": "x"}\n', b"[[[\n", b"\xff\n"]
+    bad = [b"\0\0\0\n", b'{"kind": "train", "step": "x"}\n', b"\xff\n"]
     lines[5:5] = bad
     lines.append(b'{"kind": "train", "step": 25, "lo')  # a last line that is half written
     write_run(tmp_path, [])
@@ -251,39 +248,26 @@ def test_damaged_lines_are_left_out_and_counted(real, tmp_path):
     assert run.events == expected.events
     np.testing.assert_equal(run.evals, expected.evals)
     np.testing.assert_equal(run.train["step"], expected.train["step"])
-    assert "5 damaged line(s)" in words_of(tmp_path)
+    assert "3 damaged line(s)" in words_of(tmp_path)
 
 
 @pytest.mark.parametrize(
     "content, word",
     [
         (None, "no metrics.jsonl"),
-        ("folder", "no metrics.jsonl"),
         (b"", "is empty"),
-        (b'{"kind": "trai', "damaged"),
         (b'{"loss": 1.5, "iter": 3}\n' * 9, "9 other lines"),
-        (b"[" * 100_000, "damaged"),
     ],
 )
 def test_what_is_no_record_is_refused_in_one_line(tmp_path, content, word, command):
     folder = tmp_path / "run"
+    folder.mkdir()
     if content is not None:
-        folder.mkdir()
-    if isinstance(content, bytes):
         (folder / "metrics.jsonl").write_bytes(content)
     done = command(folder)
     assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
     assert word in done.stderr and str(folder) in done.stderr
     assert not list(tmp_path.rglob("report.*"))
-
-
-def test_a_report_that_cannot_be_written_is_one_line_and_an_exit_code(command, tmp_path):
-    folder = write_run(tmp_path / "taken", falling(20))
-    (folder / "report.png").mkdir()
-    done = command(folder)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "--report_dir=FOLDER" in done.stderr
-    assert command(folder, f"--report_dir={tmp_path / 'else'}").returncode == 0
 
 
 # ---- several runs --------------------------------------------------------------------------------
@@ -296,8 +280,7 @@ def three_runs(folder):
     for name, loss, data in (("a", 2.0, "x"), ("b", 1.5, "x"), ("c", 1.0, "y")):
         rows = [evaluation(0, 4.2), *falling(40), evaluation(40, loss), *ends]
         config = {"peak_lr": 1e-3 * loss, "n_embd": 32}
-        start = f"2026-01-0{ord(name) - 96}T10:00:00"
-        write_run(folder / name, rows, data={"fingerprint": data}, config=config, start=start)
+        write_run(folder / name, rows, data={"fingerprint": data}, config=config, start=name)
     return folder
 
 
@@ -307,22 +290,16 @@ def test_a_comparison_says_what_differs_and_only_that(command, tmp_path):
     assert report.report_dir == "", "given back"
     assert (tmp_path / "both" / "compare.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "both" / "compare.md").read_text()
-    assert done.stdout.splitlines()[2].startswith("| best validation loss ")
-    for told in (text, done.stdout):
-        assert not re.search(r"^\| (start|end|command|wandb_id) ", told, re.MULTILINE)
-        assert "trained on different data" in told and "different devices" not in told
-        rows = [re.split(r" *\| *", line)[1:-1] for line in told.splitlines() if line[:1] == "|"]
-        assert ["peak_lr", "0.002", "0.001"] in rows
-        assert ["best validation loss", "2.0000 at step 40", "1.0000 at step 40"] in rows
-        assert not {"n_embd", "epochs"} & {row[0] for row in rows}, "what is equal is left out"
+    assert not re.search(r"^\| (start|end|command|wandb_id) ", text, re.MULTILINE)
+    rows = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines() if line[:1] == "|"]
+    assert ["peak_lr", "0.002", "0.001"] in rows
+    assert ["best validation loss", "2.0000 at step 40", "1.0000 at step 40"] in rows
+    assert not {"n_embd", "epochs"} & {row[0] for row in rows}, "what is equal is left out"
+    _, _, best, other, flag, warning, *_ = done.stdout.splitlines()
+    assert best.startswith("| c ") and other.startswith("| a ") and flag == "peak_lr: 0.001, 0.002"
+    assert "trained on different data" in text and "trained on different data" in warning
+    assert max(map(len, done.stdout.splitlines())) <= 100
     assert "different data" not in command(out / "a", out / "b").stdout
-    assert done.stdout.index("| peak_lr") > done.stdout.index("| best validation loss")
-    for count in (2, 3, 5):
-        names = ["x" * 40 + str(i) for i in range(count)]
-        folders = [write_run(out / name, falling(30), config={"seed": name}) for name in names]
-        printed = command(*folders, f"--report_dir={tmp_path}").stdout
-        assert max(map(len, printed.splitlines())) <= 100
-        assert ("| seed" in printed) == (count < 5), "of many runs their names tell it"
 
 
 def test_a_folder_of_runs_is_listed(command, tmp_path):
@@ -333,18 +310,13 @@ def test_a_folder_of_runs_is_listed(command, tmp_path):
     assert listed.stderr == ""
     rows = [re.split(r" *\| *", line)[1:-1] for line in listed.stdout.splitlines()[2:]]
     assert [row[0] for row in rows] == ["c", "b", "a", "killed"], "the lowest loss first"
-    when = "2026-01-03 10:00"
-    assert rows[0] == ["c", "1.0000", "100,000", "finished, at step 40", when]
+    assert rows[0] == ["c", "1.0000", "100,000", "finished, at step 40"]
     assert "no end on record (killed), at step 3" in rows[3]
     assert not list(out.glob("*/report.*"))
-    for i in range(2):
-        write_run(out / f"more{i}", falling(20))
-    (out / "empty").mkdir()
     many = command(*sorted(out.iterdir()))
     assert many.returncode == 0 and (out / "a" / "compare.png").is_file()
-    assert many.stdout.startswith("| run ") and "more1" in many.stdout
-    empty, notes = many.stderr.splitlines()
-    assert "left out" in empty and "empty" in empty and "notes" in notes
+    left_out, header, *_ = many.stdout.splitlines()
+    assert "left out" in left_out and "notes" in left_out and header.startswith("| run ")
 
 
 # ---- the picture and the page --------------------------------------------------------------------
@@ -371,7 +343,7 @@ def two_runs(tmp_path):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_kind_of_run_is_drawn_twice_from_the_same_panels(name, tmp_path):
-    folder = write_run(tmp_path / "run", RUNS[name], config={"grad_clip": 1.0})
+    folder = write_run(tmp_path / "run", RUNS[name])
     with np.errstate(all="ignore"):
         figure = panels.picture([read_run(folder)])
     assert figure.get_facecolor()[3] == 1, "not transparent: dark pages stay legible"
@@ -449,12 +421,6 @@ def test_the_page_holds_the_text_and_needs_nothing_from_elsewhere(tmp_path):
     assert "    &lt;b&gt;To be&lt;/b&gt; &amp; not\n" in html and "    first\n" not in html
     assert not re.search(r"https?:|//\w|src=|@import|url\(", html)
     assert html.count("<script") == 2 == html.count("</script>")
-    rows = [each | {"tokens": each["sequences"]} for each in falling(40)]
-    info = {"data": {"name": "waves", "meta": {"vocab_size": 10}}}
-    html = page_of(write_run(tmp_path / "images", rows, **info)).read_text()
-    assert "throughput (targets/s)" in drawing_of(html)
-    text = html[html.index('<pre id="text">') : html.index("</pre>")]
-    assert "token" not in text and "nats" not in text
 
 
 LIVING = """
@@ -533,7 +499,7 @@ return {
   wide: document.documentElement.scrollWidth, paper: getComputedStyle(document.body).backgroundColor,
   tip: plot.querySelector(".tip").textContent, crosses,
   bullet: getComputedStyle(plot.querySelector(".tip span"), "::before").color,
-  byTime: (get("#axis").value = "time", get("#x").click(), document.querySelector("svg text:last-of-type").textContent),
+  byTime: (get("#axis").value = "time", get("#log").click(), document.querySelector("svg text:last-of-type").textContent),
 };
 """
 
@@ -558,10 +524,10 @@ def in_browser(path, script, width=1400, dark=False):
 @pytest.mark.parametrize("width, dark", [(1400, False), (1400, True), (500, False), (500, True)])
 def test_it_opens_on_a_desk_and_a_phone_in_light_and_dark(tmp_path, width, dark):
     rows = [event(0, "resume"), evaluation(0, 4.2), *falling(300), evaluation(300, 1.7)]
-    path = page_of(write_run(tmp_path / "run", rows, config={"grad_clip": 1.0}))
+    path = page_of(write_run(tmp_path / "run", rows))
     seen = in_browser(path, LOOK, width, dark)
     assert len(seen["figures"]) == len(PANELS + EVALUATED) and min(seen["figures"]) >= 300
-    assert seen["curves"] == len(PANELS + EVALUATED) + 6 and seen["wide"] <= width
+    assert seen["curves"] == len(PANELS + EVALUATED) + 7 and seen["wide"] <= width
     assert len(seen["crosses"]) == len(seen["figures"]) and len(set(seen["crosses"])) == 1
     assert seen["bullet"] == ("rgb(0, 114, 178)" if dark else "rgb(86, 180, 233)")
     assert seen["byTime"] == "training time (minutes)"
@@ -672,32 +638,11 @@ def test_a_config_shortened_is_told_of_no_trouble(config, run_of):
     assert names_of(on_a_quiet_machine(run_of("run", f"{REPO}/config/{config}.py {SHORT}"))) == []
 
 
-def test_every_trouble_is_tried_on_a_run_that_has_it():
-    assert set(texts()) == {*REAL, "diverges_after_resume"}
-
-
-# ---- advice --------------------------------------------------------------------------------------
-
-
 def test_every_trouble_has_a_detector_and_a_section_that_says_all_of_it():
-    defined = {name for name, each in vars(detectors).items() if callable(each)}
-    assert set(texts()) <= defined
+    assert set(texts()) == {*REAL, "diverges_after_resume"}, "each is tried on a run that has it"
     page = (REPO / "docs" / "trouble.md").read_text()
     for name, (title, cure) in texts().items():
         section = page[page.index(f"## {title} ({name})") :].partition("\n## ")[0]
         for part in ("Symptoms", "Causes", "Diagnosis", "Cure"):
             assert f"**{part}**: " in section, name
         assert cure and "\n" not in cure and "](" not in cure
-
-
-def replays_in(folder):
-    """The commands for replay.py in report.md, each once, in its order."""
-    commands = re.findall("`([^`]*replay.py [^`]*)`", (folder / "report.md").read_text())
-    return [shlex.split(each) for each in dict.fromkeys(commands)]
-
-
-def test_the_report_leads_to_skipped_updates_that_stand(run_train):
-    flags = ("--save_interval=4", "--log_interval=1", "--report=true")
-    bad = bad_batches([5, 8, 9])  # the latter two are undone by a rollback
-    done = run_train("run", *flags, before="train.MAX_SKIPPED = 2\n" + bad)
-    assert [command[3:] for command in replays_in(done.out_dir)] == [["--step=6"]]
