@@ -88,7 +88,7 @@ def take_steps(knobs, monkeypatch):
     def take(**values):
         config = knobs(**values)
         with FakeTensorMode():
-            datasets = None, None, {"meta": {"vocab_size": 100}}
+            datasets = None, None, {"name": "none", "fingerprint": "", "meta": {"vocab_size": 100}}
             run = train.build_run(config, Start(CPU, None, None, None, {}), datasets)
             tokens = torch.zeros(train.sequences_at(0), 16, dtype=torch.int64)
             for _ in range(3):
