@@ -44,6 +44,7 @@ from plumbing import resume as resuming
 from plumbing.cli import BadInput, RunFailed, fail
 from plumbing.clock import Clock
 from plumbing.console import print0
+from plumbing.knobs import Start, settle_knobs
 from plumbing.machine import flops_per_token, precise
 from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
 from plumbing.ranks import from_rank0, rank, world_size
@@ -51,7 +52,6 @@ from plumbing.run_folder import RunFolder
 from plumbing.sampling import print_sample
 from plumbing.signals import Signals, StoppedWaiting
 from plumbing.snapshot import Snapshot, evaluating, rng_state, step_optimizer
-from plumbing.start import Start, settle_knobs
 from plumbing.watch import Watch
 from reporting.watchers import ReportAtEnd, copy_to_wandb
 

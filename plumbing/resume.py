@@ -158,8 +158,8 @@ def resolve_auto_knobs(
                 kept[name] = then[name]
                 reasons[name] = "as in the run so far"
         refuse_ended_schedule(config, then["decay_steps"])
-    if "warmup_steps" not in reasons:
-        kept["warmup_steps"] = min(kept["warmup_steps"], config["max_steps"])
+    if "warmup_steps" not in reasons and "warmup_steps" not in config.typed:
+        kept["warmup_steps"] = min(kept["warmup_steps"], config["max_steps"] // 10)
     kept["decay_steps"] = kept["decay_steps"] or config["max_steps"]
     kept["dtype"], reason = choose_dtype(kept["dtype"], device)
     return kept, {"dtype": reason} | reasons
