@@ -53,8 +53,8 @@ NAMES_ELSEWHERE = {  # nanoGPT's name, or one that is gone: what to type instead
     "save_minutes": "gone since 2026-11-25: --save_interval=N saves every N steps, SIGUSR1 at once",
     "warmup_iters": "here it is warmup_steps",
 }
-# A flag that a script adds, which sets several knobs as a config file would, and types another one:
-# name -> function(value) that returns (name and value of the other one, {knob: value})
+# A flag that a script adds: it sets several knobs, unless they are typed, and types another one.
+# Name -> function(value) that returns (name and value of that one, {knob: value}).
 SHORTHANDS: dict[str, Callable[[str], tuple[str, str, dict]]] = {}
 
 
@@ -174,7 +174,7 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     argv = sys.argv[1:] if argv is None else argv
     config = Config([(scope, read_knobs(scope["__file__"])) for scope in scopes])
     has_file = False
-    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+    for argument, following in zip(argv, [*argv, ""][1:], strict=True):
         if argument in ("-h", "--help"):
             print_help(scopes[-1]["__doc__"] or "", config)
             raise SystemExit(0)
@@ -185,8 +185,8 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
                 fail(f"{argument} {following}: write {argument}={following}")
             if name in SHORTHANDS:
                 name, value, settings = SHORTHANDS[name](value)
-                config.update(settings)
                 config.base.update(settings)
+                config.update({key: settings[key] for key in settings.keys() - config.typed})
             config[name] = accept(name, value, argument, config.knobs)
             config.typed.add(name)
         elif argument.endswith(".py"):

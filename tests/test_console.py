@@ -13,7 +13,7 @@ import sys
 import termios
 
 import pytest
-from conftest import REPO, arguments
+from conftest import REPO
 
 from plumbing import console
 
@@ -22,7 +22,8 @@ USUAL |= {"step": 50, "tokens_per_sec": 91_912.3, "mfu": 0.125, "mem_gb": 0.53}
 OTHERS = [
     {"loss": 12.3456, "grad_norm": 12345.6, "lr": 1e-10, "mfu": 1.0, "tokens_per_sec": 9.87e5},
     {"loss": 0.0003, "grad_norm": 1e-7, "step_ms": 1234.56, "data_ms": 999.9, "mfu": 0.00001},
-    {"loss": math.nan, "grad_norm": math.inf, "lr": 0.0, "tokens_per_sec": 12.3, "mem_gb": 0.0001},
+    {"loss": math.nan, "grad_norm": math.inf, "mfu": math.nan, "tokens_per_sec": 12.3},
+    {"loss": 0.0, "grad_norm": 0.0, "lr": 0.0, "data_ms": 0.0, "mem_gb": 0.0001},
     {"mfu": None, "mem_gb": None},  # where nothing tells them
 ]
 
@@ -32,27 +33,51 @@ def columns(line, start):
     return [match.end() for match in re.finditer(r"\S+", line[start:])]
 
 
-def test_columns_stay_aligned(capsys):
-    table = console.Table(20_000_000)
+@pytest.mark.parametrize("max_steps", [9, 20_000_000])
+def test_columns_stay_aligned(max_steps, capsys):
+    table = console.Table(max_steps)
     for row in ({}, *OTHERS):
         table.print_row(USUAL | row)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + len(OTHERS)
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(OTHERS)
     start = len(table.progress(0))
-    ends = [columns(line, start) for line in lines]
     heads = "loss norm lr ms wait tok/s mfu GB".split()
-    assert lines[0].split()[1:-1] == heads
-    assert all(each[: len(heads)] == ends[0][: len(heads)] for each in ends)
+    assert header.split()[1:-1] == heads
+    ends = {tuple(columns(line, start)[: len(heads)]) for line in (header, *lines)}
+    assert len(ends) == 1
 
 
-def on_a_terminal(code, columns=80, piped=True):
+def test_a_field_of_its_own_gets_a_column_of_its_own_from_the_row_that_has_it_first(capsys):
+    table = console.Table(100)
+    table.print_row(USUAL)
+    for z_loss in (0.25, 1e-9):
+        table.print_row(USUAL | {"z_loss": z_loss})
+    first, _, header, *lines = capsys.readouterr().out.splitlines()
+    assert "z_loss" not in first and header.split()[9:] == ["z_loss", "left"]
+    assert [line.split()[9] for line in lines] == ["0.25", "1e-09"]
+
+
+LOOP = f"""
+import time
+from plumbing import console
+table = console.Table(1000)
+table.print_evaluation({{"step": 0, "val_loss": 1.0}}, is_best=True)
+table.print_evaluation({{"step": 0, "val_loss": 2.0}}, is_best=False)
+table.print_row({USUAL})
+end = time.monotonic() + 0.7
+while time.monotonic() < end:
+    table.live(60)
+console.print0("the end")
+"""
+
+
+def on_a_terminal(code, columns=80):
     """What a terminal gets from Python code, and what a pipe gets."""
     how = {"cwd": REPO, "env": os.environ | {"TERM": "xterm"}}
     command = [sys.executable, "-c", code]
     mine, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
     process = subprocess.Popen(command, stdout=theirs, **how)
-    other = subprocess.Popen(command, stdout=subprocess.PIPE, **how) if piped else None
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # at its end
@@ -60,8 +85,18 @@ def on_a_terminal(code, columns=80, piped=True):
             shown += part
     os.close(mine)
     assert process.wait() == 0
-    to_pipe = other.communicate()[0].decode() if piped else ""
-    return shown.decode().replace("\r\n", "\n"), to_pipe
+    return shown.decode().replace("\r\n", "\n"), subprocess.check_output(command, text=True, **how)
+
+
+def test_a_terminal_gets_colour_and_a_live_line_and_a_pipe_neither():
+    shown, piped = on_a_terminal(LOOP)
+    best, other, _, row, last = shown.strip("\n").split("\n")
+    assert "val loss 1.0000" in best and console.GREEN in best and console.GREEN not in other
+    *live, end = last.split("\r")
+    assert 1 <= len(live) <= 5, "a few times a second"
+    assert live[0] == console.CLEAR + "     60/1000     loss 1.8762  0:00:41 left"
+    assert end == console.CLEAR + "the end" and "1.8762" in row
+    assert "\x1b" not in piped and "\r" not in piped and len(piped.splitlines()) == 5
 
 
 LINES = f"""
@@ -89,16 +124,6 @@ def test_no_line_is_wider_than_the_terminal_and_a_pipe_has_all_columns(columns):
     assert piped.splitlines()[0].split() == every
     gone = {60: {"wait", "GB", "mfu", "lr"}, 80: {"wait", "GB"}}.get(columns, set())
     assert set(every) - set(head.split()) == gone
-
-
-def test_a_run_has_colour_and_a_live_line_on_a_terminal_and_neither_in_a_pipe(data_dir, tmp_path):
-    flags = arguments(tmp_path / "run", data_dir, ["--max_steps=40"])[1:]
-    at_each_step = "train.console.LIVE_SECONDS = 0"
-    shown, _ = on_a_terminal(f"import train; {at_each_step}; train.main({flags})", piped=False)
-    live = r"\r\x1b\[K +\d+/40 +loss \d\.\d{4}  \d:\d\d:\d\d left\r"
-    assert re.search(live, shown) and console.GREEN in shown and "finished" in shown
-    _, piped = on_a_terminal(f"import train; train.main({[*flags, '--resume=restart']})")
-    assert "\x1b" not in piped and "\r" not in piped and "best" in piped
 
 
 def test_the_end_names_commands_that_run(run_train, tmp_path, capsys):
