@@ -136,7 +136,8 @@ class Table:
 def print_event(step: int, event: str, fields: dict) -> None:
     line = f"{step:>7} {event.replace('_', ' ')}:"
     for name, value in fields.items():
-        line += f" {name} {value:.4g} " if isinstance(value, float) else f" {name} {value} "
+        form = ".4g" if isinstance(value, float) else ""
+        line += f" {name} {value:{form}} "
     print_wrapped(line)
 
 
