@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
     with build(argv, to_train=True) as run:
         last_run = run
         if report:
-            run.folder.watchers.append(ReportAtEnd(run.folder.path))
+            run.folder.watchers.append(ReportAtEnd())
         if run.path and resuming.is_finished(run):
             from_rank0(resuming.close_finished, run)
             return 0
@@ -472,9 +472,9 @@ def take_step(run: Run, model, clock: Clock | None) -> tuple[dict, dict]:
         take = partial(run.watch.step, run, take, inputs, targets, lr)
         run.steps_here += 1
         if every(audit_interval, state["step"] + 1):  # repeats and compares the step
-            take = partial(audit.confirm, run, take, clock)
+            take = partial(audit.repeated, run, take, clock, most=3)
         elif run.steps_here == 2 and deterministic and audit_interval >= 0:
-            take = partial(audit.find_hidden_state, run, take, clock)
+            take = partial(audit.repeated, run, take, clock, most=2)
     numbers = take()
     needed = {"loss", "grad_norm", "skipped", "targets"}
     fields.check_numbers(numbers, "train_step() returned", ("model", "step"), needed)

@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
 import pytest
 from conftest import REPO
@@ -74,7 +73,7 @@ console.print0("the end")
 
 def on_a_terminal(code, columns=80):
     """What a terminal gets from Python code, and what a pipe gets."""
-    how = {"cwd": REPO, "env": os.environ | {"TERM": "xterm"}}
+    how = {"cwd": REPO, "env": os.environ | {"TERM": "xterm", "COLUMNS": "0"}}  # 0: none is set
     command = [sys.executable, "-c", code]
     mine, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
@@ -133,5 +132,5 @@ def test_the_end_names_commands_that_run(run_train, tmp_path, capsys):
     assert all(line.startswith("python ") for line in ends)
     sample, report = (shlex.split(line, comments=True) for line in ends)
     assert "sample.py" in sample[1] and report[2] == "a run"
-    console.print_next(Path("out/a"), writes_text=False)
+    console.print_next("finished", done.out_dir, {"data": {"meta": {}}})
     assert "sample.py" not in capsys.readouterr().out
