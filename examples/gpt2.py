@@ -6,7 +6,7 @@ bias, GELU by its tanh approximation, and a head that shares the embedding's wei
     python examples/gpt2.py --weights=FOLDER --block_size=256 --peak_lr=3e-5 --min_lr=3e-6 ...
 
 --weights=FOLDER sets the shape and --init_from, by config.json and model.safetensors as Hugging
-Face publishes GPT-2; later flags win, and a smaller block_size takes the first positions. The
+Face publishes GPT-2; other flags win, and a smaller block_size takes the first positions. The
 dataset needs the same vocabulary: python prepare_data.py NAME --input=FILE --tokenizer=gpt2. Names
 and layout of the weights here are those of such a file, so sample.py --export writes one, too. It
 was tried with files that the library `transformers` wrote, not with the published ones. Of
@@ -160,14 +160,18 @@ def read(path, inner=weights.read):
     return tensors, facts
 
 
-def flag_and_shape(folder):
-    """What --weights=FOLDER stands for."""
-    return "init_from", f"{folder}/model.safetensors", shape_in(folder)
+def read_flag() -> None:
+    """Replace --weights=FOLDER in the command by --init_from, with the file's shape as defaults."""
+    for n, word in enumerate(sys.argv):
+        if word.startswith("--weights="):
+            folder = word.partition("=")[2]
+            vars(train).update(shape_in(folder))
+            sys.argv[n] = f"--init_from={folder}/model.safetensors"
 
 
 weights.read = read
-cli.SHORTHANDS["weights"] = flag_and_shape
 vars(train).update(__doc__=__doc__, build_model=GPT2, out_dir="out/gpt2")
 
 if __name__ == "__main__":
+    read_flag()
     sys.exit(cli.run_script(train.main))

@@ -256,15 +256,12 @@ print("all there")
 """
 
 
-@pytest.mark.parametrize("size, found", [("8m", "all there"), ("0", "more space in /dev/shm")])
-def test_batches_come_where_dev_shm_is_small(size, found):
-    """As in a Docker container. Where not even a semaphore fits, one line says what to do."""
-    full = "head -c 1G /dev/zero > /dev/shm/full 2>/dev/null; " if size == "0" else ""
-    mount = f"mount -t tmpfs -o size={size.replace('0', '1m')} tmpfs /dev/shm && {full}exec "
+def test_batches_come_where_dev_shm_is_small():
+    """As in a Docker container."""
+    mount = "mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "
     shell = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c"]
     if subprocess.run([*shell, mount + "true"], check=False).returncode:
         pytest.skip("no mount namespaces here")
     command = [*shell, mount + '"$0" "$@"', sys.executable, "-c", SHARE]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=100)
-    assert found in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stdout == "all there\n", done.stderr
