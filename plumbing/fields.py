@@ -5,6 +5,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from plumbing.cli import RunFailed
 
 
@@ -109,7 +111,7 @@ def check_numbers(numbers: Any, writer: str, needed: set) -> None:
 
 
 def is_scalar(value: Any) -> bool:
-    return isinstance(value, int | float) or math.prod(getattr(value, "shape", [0])) == 1
+    return math.prod(np.shape(value)) == 1
 
 
 def expect(fits: bool, source: str, value: Any, expected: str) -> None:

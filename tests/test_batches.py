@@ -58,9 +58,8 @@ def test_an_epoch_holds_each_window_exactly_once(windows):
         assert sorted(inputs[:, 0].tolist()) == [shift + BLOCK * n for n in range(49)]
 
 
-@pytest.mark.parametrize("count", [6, 49, 120])
-def test_a_batch_may_lie_across_epochs(windows, count):
-    drawn = [start for first in range(0, 240, count) for start in windows[first, count][0][:, 0]]
+def test_a_batch_may_lie_across_epochs(windows):
+    drawn = [start for first in (0, 120) for start in windows[first, 120][0][:, 0]]
     order = [start for epoch in range(4) for start in windows.starts(epoch)]
     assert [start.item() for start in drawn[: 4 * 49]] == order
 
@@ -98,7 +97,7 @@ def test_any_split_into_ranks_reads_the_same_global_batch(tokens, split, parts):
 
 
 @pytest.mark.parametrize("count", [1, 6, 49, 64])
-@pytest.mark.parametrize("length", [BLOCK + 1, BLOCK + 2, 2 * BLOCK, 2 * BLOCK + 1, TOKENS])
+@pytest.mark.parametrize("length", [BLOCK + 1, 2 * BLOCK, TOKENS])
 def test_validation_counts_every_token_exactly_once(tmp_path, length, count):
     windows = OrderedWindows(split_of(tmp_path, np.arange(length, dtype=np.uint32)), BLOCK)
     firsts = range(0, len(windows), count)
@@ -144,14 +143,12 @@ SLOW = 20  # seconds that would be too long for any of these
 class Numbers:
     """Batch i is full of i; `do` is done first."""
 
-    def __init__(self, do=lambda i: None, size=10, kind=np.array):
+    def __init__(self, do=lambda i: None):
         self.do = do
-        self.size = size
-        self.kind = kind
 
     def __getitem__(self, i):
         self.do(i)
-        return self.kind([i] * self.size), self.kind([float(i)])
+        return np.array([i] * 10), np.array([float(i)])
 
 
 @pytest.fixture
@@ -183,10 +180,9 @@ def raise_own(i):
         raise KeyError("of the dataset")
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
-@pytest.mark.parametrize("kind", [np.array, torch.tensor])
-def test_batches_come_in_order_as_tensors_with_the_time_waited(batches_of, num_workers, kind):
-    got = list(batches_of(Numbers(kind=kind), num_workers))
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_come_in_order_as_tensors_with_the_time_waited(batches_of, num_workers):
+    got = list(batches_of(Numbers(), num_workers))
     assert [first.tolist() for first, _, _ in got] == [[i] * 10 for i in range(5)]
     assert {first.dtype for first, _, _ in got} == {torch.int64}
     assert [second.item() for _, second, _ in got] == [0, 1, 2, 3, 4]
