@@ -11,9 +11,9 @@ names another folder. Every global above FRESH_STATE is a flag (`--help`); its c
 unit, the value for "off", and the allowed [range] or a | b. Its last word says what another value
 does: `fixed` makes another run, and a resume refuses it (`product fixed`: if the product of these
 knobs is another one); `free` changes how the run computes or what it writes, and names no folder;
-with no word it is the course of the run: it names the folder, and a resume goes on with it. A config file is Python, and is executed. The file reads from top to
-bottom, the caller above the called: the knobs, main, the start of a run, the loop, the batch, the
-step, evaluation, the decisions, the rows."""
+with no word it is the course of the run: it names the folder, and a resume goes on with it. A config
+file is Python, and is executed. The file reads from top to bottom, the caller above the called: the
+knobs, main, the start of a run, the loop, the batch, the step, evaluation, the decisions, the rows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
 from types import SimpleNamespace
 
 import numpy as np
@@ -45,13 +44,14 @@ from plumbing import resume as resuming
 from plumbing.cli import BadInput, RunFailed, fail
 from plumbing.clock import Clock
 from plumbing.console import print0
+from plumbing.knobs import Start, settle_knobs
 from plumbing.machine import flops_per_token, precise
 from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
 from plumbing.ranks import from_rank0, rank, world_size
 from plumbing.run_folder import RunFolder
+from plumbing.sampling import print_sample
 from plumbing.signals import Signals, StoppedWaiting
 from plumbing.snapshot import Snapshot, evaluating, rng_state, step_optimizer
-from plumbing.start import Start, settle_knobs
 from plumbing.watch import Watch
 from reporting.watchers import ReportAtEnd, copy_to_wandb
 
@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
     with build(argv, to_train=True) as run:
         last_run = run
         if report:
-            run.folder.watchers.append(ReportAtEnd(run.folder.path))
+            run.folder.watchers.append(ReportAtEnd())
         if run.path and resuming.is_finished(run):
             from_rank0(resuming.close_finished, run)
             return 0
@@ -211,7 +211,7 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
 
             begin_from(run, init_from, start.saved)
         if start.saved:
-            load_checkpoint(run, start.saved)
+            resuming.load_checkpoint(run, start.saved, FRESH_STATE, POSITION)
             start.saved = None  # unmaps the file: its disk space is free once it is pruned
         yield run
 
@@ -275,21 +275,6 @@ def build_run(config: cli.Config, start: Start, datasets: tuple) -> Run:
     checkpoint.refuse_what_is_lost(run)
     run.facts["run"] = resuming.facts_of_run(config, about, start.device)
     return run
-
-
-def load_checkpoint(run: Run, saved: dict) -> None:
-    """Go on from the checkpoint `saved`. Raises BadInput if it is of another run."""
-    from_rank0(resuming.refuse_another_run, run, saved)
-    run.before = resuming.identity_of(saved) | {"micro_batch": saved["state"]["micro_batch"]}
-    if run.before["batch_size"] == batch_size:  # what memory allows is known
-        run.state["micro_batch"] = run.before["micro_batch"]
-    checkpoint.restore(run, saved)
-    if run.folder.owns(run.path):
-        run.facts["run"]["began_from"] = run.before.get("began_from")
-        return
-    run.facts["run"]["began_from"] = str(run.path.resolve())  # its weights go on, its course not
-    position = {key: run.state[key] for key in POSITION}
-    run.state.update(copy.deepcopy(FRESH_STATE) | position)
 
 
 def seed_everything(seed: int) -> None:
@@ -446,6 +431,7 @@ def train(run: Run, model, table, saver, clock: Clock) -> tuple[str, int]:
             saver.wait()
             roll_back(run, trouble, recent)
             saver.save([checkpoint.file_name(state["step"])])  # where replay.py can begin
+            saver.wait()  # so that a kill leaves no row of the new course without it
             clock.lap("save")
             continue
 
@@ -456,7 +442,8 @@ def train(run: Run, model, table, saver, clock: Clock) -> tuple[str, int]:
         if 0 < patience <= state["evals_since_best"] and state["step"] < max_steps:
             due.ending = f"stopped early: {patience} evaluations without improvement", 0
         if due.sample or (due.ending and due.ending[1] == 0):
-            print_sample(run)
+            with autocast(run.device):
+                print_sample(run, generate)
         clock.lap("evaluate")
 
         # ---- save, stop --------------------------------------------------------------------------
@@ -485,9 +472,9 @@ def take_step(run: Run, model, clock: Clock | None) -> tuple[dict, dict]:
         take = partial(run.watch.step, run, take, inputs, targets, lr)
         run.steps_here += 1
         if every(audit_interval, state["step"] + 1):  # repeats and compares the step
-            take = partial(audit.confirm, run, take, clock)
+            take = partial(audit.repeated, run, take, clock, most=3)
         elif run.steps_here == 2 and deterministic and audit_interval >= 0:
-            take = partial(audit.find_hidden_state, run, take, clock)
+            take = partial(audit.repeated, run, take, clock, most=2)
     numbers = take()
     needed = {"loss", "grad_norm", "skipped", "targets"}
     fields.check_numbers(numbers, "train_step", needed)
@@ -803,27 +790,6 @@ def count_evaluation(numbers: dict, state: dict) -> bool:
         if state["evals_since_best"] % plateau_patience == 0:
             state["lr_factor"] *= plateau_factor
     return is_best
-
-
-def print_sample(run: Run) -> None:
-    """Print and log 200 tokens, if the data is text. An error is printed: it must not end a run."""
-    meta = run.facts["data"]["meta"]
-    if "tokenizer" not in meta:
-        return
-    try:
-        start, end = data.start_and_end(meta)
-        with evaluating(run), autocast(run.device):
-            prompt = torch.full((1, 1), start, device=run.device)
-            own = torch.Generator(run.device).manual_seed(1337)
-            ids = generate(
-                run.model, prompt, 200, block_size, meta["vocab_size"], 0.8, generator=own
-            )
-            new = torch.cat(list(ids), dim=1)  # all 200, so that no rank waits for another
-        text = data.tokenizer_of(meta).decode(takewhile(end.__ne__, new[0].tolist()))
-        print0(f"\n{text.strip()}\n")
-        run.folder.record(run.state["step"], "sample", text=text)
-    except Exception as error:
-        print0(f"no sample ({error})")
 
 
 # ---- what is due, and what went wrong ------------------------------------------------------------

@@ -6,7 +6,7 @@ bias, GELU by its tanh approximation, and a head that shares the embedding's wei
     python examples/gpt2.py --weights=FOLDER --block_size=256 --peak_lr=3e-5 --min_lr=3e-6 ...
 
 --weights=FOLDER sets the shape and --init_from, by config.json and model.safetensors as Hugging
-Face publishes GPT-2; other flags win, and a smaller block_size takes the first positions. The
+Face publishes GPT-2; typed flags win, and a smaller block_size takes the first positions. The
 dataset needs the same vocabulary: python prepare_data.py NAME --input=FILE --tokenizer=gpt2. Names
 and layout of the weights here are those of such a file, so sample.py --export writes one, too. It
 was tried with files that the library `transformers` wrote, not with the published ones. Of

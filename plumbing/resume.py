@@ -1,5 +1,6 @@
 """May this run continue? What is known to have changed since its checkpoint, and is it finished?"""
 
+import copy
 import math
 import platform
 import sys
@@ -14,7 +15,7 @@ from plumbing.clock import Clock
 from plumbing.console import REPO, best_words, change_words, print0, shown
 from plumbing.files import digest_of, read_json
 from plumbing.machine import choose_dtype, device_name
-from plumbing.ranks import world_size
+from plumbing.ranks import from_rank0, world_size
 from plumbing.run_folder import RunFolder
 
 # Knobs that are resolved once. A resume takes the checkpoint's values, unless the command asks for
@@ -81,6 +82,22 @@ def changes_since(run: Any) -> dict[str, list]:
     return known_changes(run.before, now, run.knobs)
 
 
+def load_checkpoint(run: Any, saved: dict, fresh_state: dict, position: tuple) -> None:
+    """Go on from the checkpoint `saved`. Of another run its weights go on, and of its state what
+    `position` names: its course does not. Raises BadInput if `saved` fits neither way."""
+    from_rank0(refuse_another_run, run, saved)
+    run.before = identity_of(saved) | {"micro_batch": saved["state"]["micro_batch"]}
+    if run.before["batch_size"] == run.facts["config"]["batch_size"]:
+        run.state["micro_batch"] = run.before["micro_batch"]  # what memory allows is known
+    checkpoint.restore(run, saved)
+    began_from = run.before.get("began_from")
+    if not run.folder.owns(run.path):
+        began_from = str(run.path.resolve())
+        kept = {key: run.state[key] for key in position}
+        run.state.update(copy.deepcopy(fresh_state) | kept)
+    run.facts["run"]["began_from"] = began_from
+
+
 # ---- may this run continue? ----------------------------------------------------------------------
 
 
@@ -95,9 +112,7 @@ def find_checkpoint(folder: RunFolder, resume: str, set_aside: bool) -> Path | N
                 again = folder.fresh_out_dir()
                 fail(f"--resume=never, and {folder.path} holds a run; write {again}")
             path = checkpoint.newest_valid(folder.path, set_aside)
-            log = folder.rows.read_text(errors="replace") if folder.rows.is_file() else ""
-            has_begun = checkpoint.newest_first(folder.path) or '"kind": "train"' in log
-            if has_begun and not path:
+            if not path and (checkpoint.newest_first(folder.path) or folder.log.has_steps()):
                 found = f"the run in {folder.path} has no checkpoint that can be read"
                 fail(f"{found}; to start again write --resume=restart or {folder.fresh_out_dir()}")
         if resume not in ("auto", "never", "restart"):
@@ -141,8 +156,8 @@ def resolve_auto_knobs(
                 kept[name] = then[name]
                 reasons[name] = "as in the run so far"
         refuse_ended_schedule(config, then["decay_steps"])
-    if "warmup_steps" not in reasons:
-        kept["warmup_steps"] = min(kept["warmup_steps"], config["max_steps"])
+    if "warmup_steps" not in reasons and "warmup_steps" not in config.typed:
+        kept["warmup_steps"] = min(kept["warmup_steps"], config["max_steps"] // 10)
     kept["decay_steps"] = kept["decay_steps"] or config["max_steps"]
     kept["dtype"], reason = choose_dtype(kept["dtype"], device)
     return kept, {"dtype": reason} | reasons

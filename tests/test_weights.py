@@ -6,13 +6,14 @@ import runpy
 import pytest
 import torch
 from conftest import REPO, events, make_dataset, pydoc_text
-from helpers import torchrun
+from helpers import python, torchrun
 from safetensors.torch import load_file, save_file
 from sources import stop_at
 from torch.nn.functional import cross_entropy
 
 import sample
 import train
+from plumbing import weights
 
 PARENT = ["--max_steps=6", "--ema_decay=0.5"]
 
@@ -109,7 +110,9 @@ GPT2 += "main = train.main; train.main = lambda: gpt2.read_flag() or main()\n"
 
 
 @pytest.mark.slow
-def test_gpt2_computes_and_trains_as_the_library_does(run_train, data_dir, tmp_path):
+def test_gpt2_computes_and_trains_as_the_library_does(
+    run_train, data_dir, tmp_path, train_as_it_was, monkeypatch
+):
     """Logits, and one step beside the same step in plain torch, within 1e-5."""
     library = pytest.importorskip("transformers", reason="pip install transformers")
     torch.manual_seed(0)
@@ -124,6 +127,7 @@ def test_gpt2_computes_and_trains_as_the_library_does(run_train, data_dir, tmp_p
     done = run_train("out", *flags, "--warmup_steps=0", before=GPT2)
     tokens = train.np.memmap(data_dir / "small/train.bin", "uint16", "r")
     inputs, targets = map(torch.tensor, train.ShuffledWindows(tokens, 16, 1337)[0, 8])
+    monkeypatch.setattr(weights, "read", weights.read)  # which the example replaces
     ours = runpy.run_path(str(REPO / "examples/gpt2.py"), run_name="script")["GPT2"]
     first, last = (loaded(done.checkpoint(step)) for step in (0, 1))
     ours = ours(first["config"], vocab_size)
@@ -164,6 +168,11 @@ def test_a_folder_in_the_librarys_layout_is_read_or_refused_in_one_line(run_trai
     wte = "transformer.wte.weight"
     whole = run("whole", "--block_size=24", code=0)
     assert first_loss(whole) == made.rows("eval")[-1]["val_loss"]
+    argv = ["--block_size=8", f"--weights={file.parent}"]  # a typed flag wins
+    settings = f"gpt2.cli.configured(vars(gpt2.train), argv={argv})"
+    names = "('block_size', 'n_layer', 'n_head')"
+    shape = python(f"{GPT2}with {settings} as config: print(*map(config.get, {names}))")
+    assert shape == "8 2 2"
     for expected, done in {
         "[24, 32]); expected torch.Size([32, 32])": run("bad", "--block_size=32"),
         "write --n_head=2": run("bad", "--n_head=4"),
