@@ -205,7 +205,7 @@ class Big:  # batches larger than a pipe
         return np.zeros((512, 64), np.int64), np.zeros((512, 64), np.int64)
 
 to_come = batches(Big(), iter(range(10**9)), torch.device("cpu"), num_workers=2, prefetch_factor=4)
-next(to_come)
+next(to_come), next(to_come)  # so both workers have begun
 print(*(process.pid for process in multiprocessing.active_children()), flush=True)
 for _ in to_come:
     pass
