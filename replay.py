@@ -43,7 +43,8 @@ step = 0  # to show; with --verify=true the last one to compute, 0 = that of the
 #  the one whose tensors are compared, 0 = where the logs part, [0, inf)
 
 # Many steps
-verify = False  # compute the run again from its beginning, up to the first number that differs
+verify = False  # compute the run again, up to the first number that differs
+since = 0  # begin at the newest checkpoint up to this step, [0, inf); 0 = at the beginning
 against = ""  # folder of another run: name the first row, knobs and tensor that differ
 
 
@@ -100,8 +101,9 @@ def show_step(run: RunLog) -> int:
 
 
 def require_step(number: int, run: RunLog) -> None:
-    if not run.first < number <= run.last:
-        fail(f"--step={number}: {run.path} has the steps {run.first + 1} to {run.last}")
+    if not max(run.first, since) < number <= run.last:
+        steps_of = f"{run.path} has the steps {run.first + 1} to {run.last}"
+        fail(f"--step={number} --since={since}: {steps_of}")
 
 
 # ---- all steps -----------------------------------------------------------------------------------
@@ -189,14 +191,14 @@ class Replay(Watch):
     is the train.Watch of that, and watches its rows.
 
     It begins at the newest checkpoint before the steps to be looked at, which are at the Positions
-    `shown`. Without any it begins as the run did, and ends at the first difference.
+    `shown`. Without any it begins as the run did, or by --since, and ends at the first difference.
     """
 
     def __init__(self, run: RunLog, end: Position, shown: Sequence[Position] = ()):
         self.logged = run
         self.loop = loop_of(run)
         self.shown = shown
-        latest = shown[0].step - 1 if shown else run.first
+        latest = shown[0].step - 1 if shown else max(since, run.first)
         self.start = start_before(run, end, latest) if latest else None
         self.begin_at = self.start[0] if self.start else BEGINNING
         self.end_at = end

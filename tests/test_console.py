@@ -73,7 +73,7 @@ console.print0("the end")
 
 def on_a_terminal(code, columns=80):
     """What a terminal gets from Python code, and what a pipe gets."""
-    how = {"cwd": REPO, "env": os.environ | {"TERM": "xterm"}}
+    how = {"cwd": REPO, "env": os.environ | {"TERM": "xterm", "COLUMNS": "0"}}  # 0: none is set
     command = [sys.executable, "-c", code]
     mine, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))

@@ -211,6 +211,8 @@ def test_a_good_run_is_verified(good, replay):
     assert "covered: 20 rows" in again.stdout
     assert "not covered: rows removed from the end" in again.stdout
     assert tree(good.out_dir) == before
+    part = replay(good.out_dir, "--verify=true", "--since=7", "--step=11")
+    assert "milestone_00000006.pt to step 11" in part.stdout and "steps 7 to 11" in part.stdout
     part = replay(good.out_dir, "--verify=true", "--step=11")
     assert "from its beginning to step 11" in part.stdout and "steps 1 to 11" in part.stdout
 
@@ -377,7 +379,7 @@ def test_bad_input_is_one_line(good, replay, tmp_path):
     for typed_words, words in (
         ((tmp_path / "none", "--step=3"), "holds no run"),
         ((good.out_dir,), "expected RUN"),
-        ((good.out_dir, "--step=99"), f"--step=99: {good.out_dir} has the steps 1 to 12"),
+        ((good.out_dir, "--step=99"), f"--step=99 --since=0: {good.out_dir} has the steps 1 to 12"),
         ((good.out_dir, "--step=3", f"--script={tmp_path}/none.py"), "there is no such file"),
     ):
         again = replay(*typed_words, code=2)
