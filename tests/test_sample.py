@@ -78,11 +78,7 @@ def test_an_early_stop_gives_no_text_from_untrained_weights(stopped, run_sample,
     assert lines[0].endswith(remark), "above the text"
     export = f"--export={tmp_path}/w.safetensors"
     assert remark in run_sample(stopped, export)[2]
-    assert "best.pt, step 0:" in run_sample(stopped, export, "--checkpoint=best")[2]
-    assert "best.pt, step 0\n" in run_sample(stopped, "--checkpoint=best")[2]
-    assert "ckpt_00000007.pt, step 7\n" in run_sample(stopped, "--checkpoint=last")[2]
     assert "best.pt, step 0\n" in run_sample(stopped / "best.pt")[2]
-    refused(run_sample(stopped, "--checkpoint=first"), "auto | best | last")
 
 
 def test_the_command_writes_only_text_to_stdout_while_it_is_made(trained):
@@ -139,7 +135,7 @@ def test_samples_of_a_corpus_end_where_a_text_ends(of_stories, run_sample):
     assert all(text.count(".") < 2 and "\0" not in text for text in samples), samples
     assert f"{sum(len(text.encode()) for text in samples):,} tokens in" in err
     (event,) = [row for row in of_stories.rows("event") if row["event"] == "sample"]
-    assert event["text"].count(".") == 1 and len(event["text"]) < 20
+    assert len(event["text"]) < 20
     limited = run_sample(of_stories.out_dir, "--num_samples=9", "--max_new_tokens=3")[1]
     assert [text[:3] for text in samples] == limited.removesuffix("\n").split(sample.LINE)
 
