@@ -9,8 +9,8 @@ Reports on a run from the metrics.jsonl and run.json in its folder:
     python report.py out/shakespeare --watch=true   # report.html, updated while the run continues
     python report.py records/*/                     # the table of what was measured
 
-Prints of several runs their results and the flags that differ; then the troubles that it finds, and
-paths. Where there are records, it prints their table alone. A folder that holds no run is left out
+Prints of several runs their results, best first, and the flags that differ; then the troubles that
+it finds, and paths. Where there are records, it prints their table alone. A folder that holds no run is left out
 with a line. A field that it does not know gets a panel and a row. With DOLLARS_PER_HOUR, the price
 of a device, in the environment, a result is what the run has cost.
 """
@@ -28,27 +28,26 @@ from pathlib import Path
 
 import numpy as np
 
-from plumbing.cli import BadInput, configured, fail, printable, run_script
-from plumbing.console import change_words, resume_words, shown
+from plumbing.cli import BadInput, configured, fail, run_script
+from plumbing.console import change_words, print0, resume_words, shown
 from plumbing.data import FALLBACK
 from plumbing.files import replacing
 from reporting.panels import page, write_picture
 from reporting.record import is_running, read_run
 from reporting.records import HEADER, record_rows
 from reporting.results import best_in_words, best_of, happened, metric_of, outcome, table
-from reporting.troubles import is_undone, replay, troubles
+from reporting.troubles import troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
 axis = "step"  # of the curves: step | tokens | time
 html = False  # also write a page: one file that needs no network and no server
 watch = False  # rewrite that page every 10 s while the run continues, and write all at its end
 
-MAX_COLUMNS = 4  # runs beside each other on the console; of more, a row each
 WIDTH = 100  # of the console, characters
 PAUSE = 10  # seconds between two pages of --watch
 PARTS_TOLD = ("data", "config", "git", "versions", "hardware", "run")  # the later one counts
 OF_ONE_RUN = ("command", "start", "end", "wandb_id")  # no difference that a comparison is about
-TOLD_ELSEWHERE = ("kind", "step", "event", "finite", "knobs", "seconds")  # fields of events
+TOLD_ELSEWHERE = ("kind", "step", "event", "finite", "knobs")  # fields of events
 
 
 # ---- words: report.md, compare.md ----------------------------------------------------------------
@@ -75,15 +74,20 @@ def stem(runs):
     return "report" if len(runs) == 1 else "compare"
 
 
-def compared(runs, facts, width=None):
-    """A table of facts(run), a dict, of each run; of several runs, of what differs."""
+def compared(runs, facts):
+    """A table of the rows below."""
+    return table(("", *(run.name for run in runs)), rows_of(runs, facts))
+
+
+def rows_of(runs, facts):
+    """[(what, its value in each run)] of facts(run), a dict; of several runs, of what differs."""
     columns = [facts(run) for run in runs]
     rows = []
     for what in dict.fromkeys(itertools.chain(*columns)):
         values = [column.get(what, "n/a") for column in columns]
         if len(runs) == 1 or len(set(values)) > 1 and what not in OF_ONE_RUN:
             rows.append((what, *values))
-    return table(("", *(run.name for run in runs)), rows, width)
+    return rows
 
 
 def settings(run):
@@ -124,8 +128,6 @@ def warnings(runs):
         lines += [f"{run.name}: {warning}." for warning in holds if holds[warning]]
     if len({run.info["data"].get("fingerprint") for run in runs}) > 1:
         lines.append("These runs trained on different data: their losses cannot be compared.")
-    if len({run.info["run"].get("device") for run in runs}) > 1:
-        lines.append("These runs ran on different devices: compare their times with care.")
     return lines
 
 
@@ -151,9 +153,7 @@ def event_rows(run):
             for key, value in event.items()
             if key not in TOLD_ELSEWHERE and value is not None
         ]
-        if name == "skipped" and not is_undone(run, event):
-            told.append(f"see `{replay(run, event['step'])}`")
-        elif name == "resume":
+        if name == "resume":
             changed = event.get("changed", {})
             words = change_words(changed) or "nothing known"
             told = [
@@ -168,7 +168,7 @@ def event_rows(run):
     return rows
 
 
-# ---- a folder of runs ----------------------------------------------------------------------------
+# ---- several runs on the console -----------------------------------------------------------------
 
 
 def best_first(run):
@@ -179,13 +179,12 @@ def best_first(run):
 def listing(runs):
     """A table with a row for each run."""
     rows = []
-    for run in sorted(runs, key=best_first):
+    for run in runs:
         found = outcome(run)
-        when = str(run.info.get("end") or run.info.get("start") or "")[:16].replace("T", " ")
         columns = [found.get(what, "n/a") for what in ("throughput, tokens/s", "how it ended")]
         best = best_in_words(run).removeprefix("best validation loss ")
-        rows.append((run.name, best, *columns, when))
-    return table(("run", "best loss", "tokens/s", "how it ended", "when"), rows, WIDTH)
+        rows.append((run.name, best, *columns))
+    return table(("run", "best loss", "tokens/s", "how it ended"), rows)
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -202,7 +201,7 @@ def write_reports(runs):
     path.parent.mkdir(parents=True, exist_ok=True)
     page_path = path.with_suffix(".html")
     if watch:
-        tell(f"open {shown(page_path)} in a browser; Ctrl-C stops it")
+        print0(f"open {shown(page_path)} in a browser; Ctrl-C stops it")
     with suppress(KeyboardInterrupt):
         while watch and any(map(is_running, runs)):
             write(page_path, page(runs, text_of(runs), PAUSE, axis))
@@ -221,11 +220,6 @@ def write_reports(runs):
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def tell(line, file=None):
-    """Print a line without what a terminal would obey."""
-    print(printable(str(line).rstrip()), file=file, flush=True)
-
-
 def read_runs(folders):
     """The runs in `folders`, with names that tell them apart. Of several folders, one that holds
     none is left out with a line; raises BadInput if none is left."""
@@ -236,7 +230,7 @@ def read_runs(folders):
         except BadInput as error:
             if len(folders) == 1:
                 raise
-            tell(f"report.py: left out: {error}", sys.stderr)
+            print0(f"left out: {error}")
     if not runs:
         fail("none of these folders holds a run")
     if len({run.name for run in runs}) < len(runs):
@@ -245,18 +239,17 @@ def read_runs(folders):
     return runs
 
 
-def tell_on_console(runs):
-    """What typed flags differ between many runs, their names say."""
-    if len(runs) > MAX_COLUMNS:
-        tell(listing(runs))
-    elif len(runs) > 1:
-        tell(compared(runs, lambda run: outcome(run) | flags(run), WIDTH))
-    lines = warnings(runs)
+def print_summary(runs):
+    lines = []
+    if len(runs) > 1:
+        print0(listing(runs), end="")
+        lines += [f"{name}: {', '.join(values)}" for name, *values in rows_of(runs, flags)]
+    lines += warnings(runs)
     for run in runs:
         before = f"{run.name}: " if len(runs) > 1 else ""
         lines += [f"{before}{each.title}: {each.shows}" for each in troubles(run)]
     for line in lines:
-        tell(textwrap.fill(line, WIDTH, subsequent_indent="  "))
+        print0(textwrap.fill(line, WIDTH, subsequent_indent="  "))
 
 
 def main(argv=None):
@@ -266,18 +259,15 @@ def main(argv=None):
         records = [*itertools.chain(*map(record_rows, folders))]
         inside = sorted(path.parent for path in Path(folders[0]).glob("*/metrics.jsonl"))
         if records:
-            tell(table(HEADER, records))
+            print0(table(HEADER, records), end="")
         elif len(folders) == 1 and inside:
-            tell(listing(read_runs(inside)))
+            print0(listing(sorted(read_runs(inside), key=best_first)), end="")
         else:
             runs = read_runs(folders)
-            try:
-                paths = write_reports(runs)
-            except OSError as error:
-                fail(f"{error.filename}: {error.strerror}; --report_dir=FOLDER writes elsewhere")
-            tell_on_console(runs)
+            paths = write_reports(runs)
+            print_summary(sorted(runs, key=best_first))
             for path in paths:
-                tell(shown(path))
+                print0(shown(path))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from plumbing import resume as resuming
 from plumbing.cli import BadInput, RunFailed, fail
 from plumbing.clock import Clock
 from plumbing.console import print0
+from plumbing.knobs import Start, settle_knobs
 from plumbing.machine import flops_per_token, precise
 from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
 from plumbing.ranks import from_rank0, rank, world_size
@@ -51,7 +52,6 @@ from plumbing.run_folder import RunFolder
 from plumbing.sampling import print_sample
 from plumbing.signals import Signals, StoppedWaiting
 from plumbing.snapshot import Snapshot, evaluating, rng_state, step_optimizer
-from plumbing.start import Start, settle_knobs
 from plumbing.watch import Watch
 from reporting.watchers import ReportAtEnd, copy_to_wandb
 
@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
     with build(argv, to_train=True) as run:
         last_run = run
         if report:
-            run.folder.watchers.append(ReportAtEnd(run.folder.path))
+            run.folder.watchers.append(ReportAtEnd())
         if run.path and resuming.is_finished(run):
             from_rank0(resuming.close_finished, run)
             return 0
@@ -472,9 +472,9 @@ def take_step(run: Run, model, clock: Clock | None) -> tuple[dict, dict]:
         take = partial(run.watch.step, run, take, inputs, targets, lr)
         run.steps_here += 1
         if every(audit_interval, state["step"] + 1):  # repeats and compares the step
-            take = partial(audit.confirm, run, take, clock)
+            take = partial(audit.repeated, run, take, clock, most=3)
         elif run.steps_here == 2 and deterministic and audit_interval >= 0:
-            take = partial(audit.find_hidden_state, run, take, clock)
+            take = partial(audit.repeated, run, take, clock, most=2)
     numbers = take()
     needed = {"loss", "grad_norm", "skipped", "targets"}
     fields.check_numbers(numbers, "train_step() returned", ("model", "step"), needed)

@@ -24,6 +24,7 @@ from plumbing.log import key_of, read_rows
 from plumbing.snapshot import buffers_of, clone
 from reporting.record import number_of
 
+MICRO_BATCH = 3  # sequences of a pass, as after running out of memory: the last one has fewer
 MASKED = 1  # the step in which a micro-batch has no targets, and another one half of them
 NOT_FINITE = 2  # the step whose gradients are NaN
 STOPPED = 5  # finished steps when a signal comes, in the second epoch of a text
@@ -155,7 +156,7 @@ class EventfulRun(train.Watch):
     def begin(self, run):
         prepare(run)
         if not run.path:
-            run.state["micro_batch"] = uneven_micro_batch()  # as after running out of memory
+            run.state["micro_batch"] = MICRO_BATCH
 
     def step(self, run, take, inputs, targets, lr):
         step = run.state["step"]
@@ -168,10 +169,6 @@ class EventfulRun(train.Watch):
         return {**numbers, "clipped_norm": total_norm(run.model)}  # a field of its row
 
 
-def uneven_micro_batch():
-    return max(1, 2 * train.sequences_at(0) // 5)
-
-
 def prepare(run):
     """Of a text, leave an epoch of two and a half batches, and six batches to evaluate, of which the
     last window repeats targets. Add noise to each weight: one that starts at zero would hide what
@@ -180,7 +177,7 @@ def prepare(run):
     if type(run.train_data) is train.ShuffledWindows:
         run.train_data.tokens = run.train_data.tokens[: 5 * train.sequences_at(0) * size // 2]
     if type(run.val_data) is data.OrderedWindows:
-        tokens = run.val_data.tokens[: 5 * uneven_micro_batch() * size + 3 * size // 2]
+        tokens = run.val_data.tokens[: 5 * MICRO_BATCH * size + 3 * size // 2]
         run.val_data = data.OrderedWindows(tokens, size)
     train.eval_tokens = 0  # for rows of the whole split
     if not run.path:
@@ -212,7 +209,7 @@ def events(step, model, targets):
     those of the second; in NOT_FINITE the gradient of the first weight is NaN."""
     before = targets.clone()
     if step == MASKED and not targets.is_floating_point():
-        micro_batch = targets[: uneven_micro_batch()]
+        micro_batch = targets[:MICRO_BATCH]
         targets.view(-1)[: 3 * micro_batch.numel() // 2] = -100
     factor = math.nan if step == NOT_FINITE else 1.0
     weight = next(weight for weight in model.parameters() if weight.requires_grad)
@@ -229,7 +226,7 @@ def eventful_run(job):
     with redirect_stdout(io.StringIO()):
         for _ in ("until the signal", "to the end"):
             train.main([f"--out_dir={folder}"], watch=watch)
-    rows = {key_of(row): row for row in read_rows(folder / "metrics.jsonl")[0]}
+    rows = {key_of(row): row for row in read_rows(folder / "metrics.jsonl")}
     return watch, rows, folder
 
 
@@ -318,7 +315,7 @@ class PlainLoop:
         """The mean loss over all targets, and its gradient in the weights."""
         self.model.zero_grad()
         loss = 0.0
-        parts = inputs.split(uneven_micro_batch()), targets.split(uneven_micro_batch())
+        parts = inputs.split(MICRO_BATCH), targets.split(MICRO_BATCH)
         for x, y in zip(*parts, strict=True):
             with train.autocast(self.run.device):
                 mean = loss_in(self.model(x, y))
@@ -355,7 +352,7 @@ class PlainLoop:
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
         parts = []
-        for x in inputs.split(uneven_micro_batch()):
+        for x in inputs.split(MICRO_BATCH):
             with torch.random.fork_rng(devices=[]), train.autocast(self.run.device):
                 torch.manual_seed(step)
                 parts.append(functional_call(self.model, self.run.ema, (x,)))

@@ -18,8 +18,7 @@ class Field:
     writer: str = "loop"  # or step (train_step), model, eval (evaluate), clock (what is measured)
     heading: str = ""  # of its column, or before it in the line of an evaluation; "" = not printed
     form: str = ""  # how it is printed, a format of Python's
-    unit: str = ""  # of what is shown
-    plot: str = ""  # the panel of the report in which it is drawn; "" = none
+    plot: str = ""  # the title of its panel in the report; "" = none
     leaves: int = 0  # columns with the highest number leave a narrow terminal first; 0 = it stays
 
     @property
@@ -37,29 +36,29 @@ class Field:
 
 # fmt: off
 ALL_FIELDS = (  # in the order of columns and panels
-    #     name              kind     writer   heading      form     unit        plot             leaves
+    #     name              kind     writer   heading      form     plot                     leaves
     Field("kind",           "mark"),  # train, eval or event
     Field("finite",         "mark",  "clock"),  # false: a null of the row was not finite
     Field("step",           "both"),  # finished updates, skipped ones too
-    Field("loss",           "train", "model", "loss",      "7.4f",  "nats",     "loss"),
-    Field("grad_norm",      "train", "step",  "norm",      "#8.3g", "",         "gradient norm", 3),
-    Field("lr",             "train", "loop",  "lr",        "8.2e",  "",         "learning rate", 4),
-    Field("step_ms",        "train", "clock", "ms",        "7.1f",  "ms",       "",              2),
-    Field("data_ms",        "train", "clock", "wait",      "6.1f",  "ms",       "",              7),
-    Field("tokens_per_sec", "train", "clock", "tok/s",     "9,.0f", "tokens/s", "throughput"),
-    Field("mfu",            "train", "clock", "mfu",       "6.1%",  "%",        "",              5),
-    Field("mem_gb",         "train", "clock", "GB",        "6.2f",  "GB",       "peak memory",   6),
-    Field("gpu_util",       "train", "clock", "",          "4.0f",  "%",        "GPU busy"),
-    Field("loss_scale",     "train", "step",  "scale",     "8.3g",  "",         "loss scale",    5),
+    Field("loss",           "train", "model", "loss",      "7.4f",  "loss (nats)"),
+    Field("grad_norm",      "train", "step",  "norm",      "#8.3g", "gradient norm",         3),
+    Field("lr",             "train", "loop",  "lr",        "8.2e",  "learning rate",         4),
+    Field("step_ms",        "train", "clock", "ms",        "7.1f",  "",                      2),
+    Field("data_ms",        "train", "clock", "wait",      "6.1f",  "",                      7),
+    Field("tokens_per_sec", "train", "clock", "tok/s",     "9,.0f", "throughput (tokens/s)"),
+    Field("mfu",            "train", "clock", "mfu",       "6.1%",  "",                      5),
+    Field("mem_gb",         "train", "clock", "GB",        "6.2f",  "peak memory (GB)",      6),
+    Field("gpu_util",       "train", "clock", "",          "4.0f",  "GPU busy (%)"),
+    Field("loss_scale",     "train", "step",  "scale",     "8.3g",  "loss scale",            5),
     Field("skipped",        "train", "step"),  # 1 if the update changed nothing
     Field("tokens",         "train"),  # targets trained on so far
     Field("sequences",      "train"),  # index of the next one
     Field("epoch",          "train"),
     Field("targets",        "none",  "step"),  # of one step
     Field("batch_tokens",   "none"),
-    Field("val_loss",       "eval",  "eval",  "val loss",  ".4f",   "nats",     "loss"),
-    Field("val_bpb",        "eval",  "loop",  "bits/byte", ".4f",   "",         "bits per byte"),
-    Field("val_accuracy",   "eval",  "eval",  "accuracy",  ".1%",   "%",        "accuracy"),
+    Field("val_loss",       "eval",  "eval",  "val loss",  ".4f"),
+    Field("val_bpb",        "eval",  "loop",  "bits/byte", ".4f",   "bits per byte"),
+    Field("val_accuracy",   "eval",  "eval",  "accuracy",  ".1%",   "accuracy (%)"),
     Field("val_tokens",     "eval",  "eval",  "tokens",    ","),
     Field("best_val_loss",  "eval"),
 )

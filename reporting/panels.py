@@ -13,7 +13,7 @@ import numpy as np
 
 from plumbing.fields import FIELDS
 from reporting import results
-from reporting.record import half_window, last_step, smooth
+from reporting.record import half_window, smooth
 from reporting.results import happened
 
 STYLE = Path(__file__).with_name("picture.mplstyle")
@@ -39,7 +39,6 @@ EVENTS = {
 LOOKS = {  # of a line in matplotlib
     "thin": {"lw": 0.8, "alpha": 0.6},
     "mean": {"lw": 1.7},
-    "bold": {"lw": 1.7},
     "dots": {"lw": 1.7, "zorder": 4},
     "best": {
         "ls": "",
@@ -49,16 +48,15 @@ LOOKS = {  # of a line in matplotlib
         "clip_on": False,
         "zorder": 5,
     },
-    "dashed": {"lw": 1.2, "ls": "--"},
     "event": {"lw": 0.9, "ls": (0, (4, 3)), "zorder": 1},
 }
-COMPARED = {"mean": "thin", "bold": "bold", "dots": "dots"}  # looks in a comparison
-NOISY = ("loss", "grad_norm", "tokens_per_sec")  # fields whose steps are drawn with their mean
+COMPARED = {"mean": "thin", "dots": "dots"}  # looks in a comparison
 DASHES = ("-", "--", ":", "-.")  # of the first len(COLOURS) runs, of the next ones, and so on
 MAX_POINTS = 2000  # of a curve; a longer one is thinned
+MAX_DOTS = 40  # points of a curve that are marked: a single one would be invisible as a line
 AXES = {
     "step": "step",
-    "tokens": "tokens (or targets) trained on",
+    "tokens": "tokens trained on",
     "time": "training time (minutes)",
 }
 MAX_PLACES = 500  # steps whose tokens and time are kept; all others lie between them
@@ -67,9 +65,9 @@ COLUMNS = 3  # of small panels in a picture
 
 @dataclass
 class Curve:
-    """Numbers joined by a line, but for an event: vertical lines at x, of height y (1 = that of the
-    panel). Numbers that are not finite are left out. Of a long curve two points of each stretch
-    stay, the lowest and the highest: no peak is lost."""
+    """Numbers joined by a line, but for an event: vertical lines at x. Numbers that are not finite
+    are left out. Of a long curve two points of each stretch stay, the lowest and the highest: no
+    peak is lost."""
 
     key: str  # a button of the page hides all curves with this key
     label: str
@@ -79,7 +77,6 @@ class Curve:
     y: np.ndarray
     run: int = 0  # its place among the runs
     dash: int = 0  # of DASHES
-    is_dotted: bool = False  # it has few points, and a single one would be invisible as a line
 
     def __post_init__(self):
         finite = np.isfinite(self.y)
@@ -90,7 +87,6 @@ class Curve:
             both = [np.minimum.reduceat(self.y, first), np.maximum.reduceat(self.y, first)]
             self.x = np.repeat(self.x[first], 2)
             self.y = np.stack(both, axis=1).ravel()
-        self.is_dotted = self.look != "dashed" and len(self.x) <= 40
 
 
 @dataclass
@@ -101,28 +97,23 @@ class Panel:
     title: str
     curves: list
 
-    def lines(self):
-        """The curves, without events."""
-        return [curve for curve in self.curves if curve.look != "event"]
-
     def limits(self):
-        """{"low", "high", "is_log"} of the vertical axis. Of losses and evaluations from the lowest
-        to the highest that any run has after a tenth of its own steps; what came before, and the
-        outermost 2% of single steps, would press the rest flat."""
+        """{"low", "high", "is_log"} of the vertical axis: from the lowest, or 0 for what has no level
+        of its own, to the highest that any run has after a tenth of its own steps. What came
+        before, and the outermost 2% of single steps, would press the rest flat."""
         ends = []
-        has_level = self.field == "loss" or any(curve.look == "dots" for curve in self.lines())
-        for curve in self.lines():
-            y = curve.y
-            if has_level:
-                y = y[curve.x >= 0.1 * curve.x[-1]]
-            if self.field == "loss" and curve.key == "each step":
+        for curve in self.curves:
+            if curve.look == "event":
+                continue
+            y = curve.y[curve.x >= 0.1 * curve.x[-1]]
+            if curve.key == "each step":
                 y = np.quantile(y, (0.01, 0.99))
             ends += [float(y.min()), float(y.max())]
         low = min(ends, default=0.0)
         high = max(ends, default=1.0)
         if self.field in ("loss", "grad_norm") and 0 < 30 * low < high:
             return {"low": low / 1.2, "high": high * 1.2, "is_log": True}
-        if not has_level:
+        if not self.field.startswith(("loss", "val_")):
             low = min(low, 0.0)
         pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
         return {"low": low - pad if low else low, "high": high + pad, "is_log": False}
@@ -155,22 +146,15 @@ def panels_of(runs):
 
 def panels_of_one(run):
     """The loss, and the fields that have numbers, with the events of the run."""
-    fields = [field for field in FIELDS.values() if field.plot and field.name != "val_loss"]
+    fields = [field for field in FIELDS.values() if field.plot]
     fields += [field for field, _ in results.new_fields(run)]
     events = events_of(run)
     panels = []
     for field in fields:
         curves = [curve for curve in curves_of(field, run) if len(curve.x)]
         if curves or field.name == "loss":
-            panels.append(Panel(field.name, title_of(field, run), curves + events))
+            panels.append(Panel(field.name, field.plot, curves + events))
     return panels
-
-
-def title_of(field, run):
-    unit = field.unit
-    if results.unit_of(run) == "targets":  # the loss is in who knows what
-        unit = unit.replace("tokens", "targets").replace("nats", "")
-    return f"{field.plot} ({unit})" if unit else field.plot
 
 
 def curves_of(field, run):
@@ -184,11 +168,6 @@ def curves_of(field, run):
         best = results.best_in_words(run)
         curves.append(scores)
         curves.append(Curve(best, best, "vermilion", "best", scores.x[is_best], scores.y[is_best]))
-    if field.name == "grad_norm":
-        clip = run.fact("config", "grad_clip") or math.nan  # 0 = off
-        words = f"clip at {clip:g}"
-        ends = np.array([0.0, last_step(run)])
-        curves.append(Curve(words, words, "black", "dashed", ends, np.full(2, clip)))
     return curves
 
 
@@ -201,29 +180,27 @@ def evaluations(run, field):
 
 
 def raw_and_mean(run, field):
-    """The numbers of the steps; of a noisy field also their mean."""
+    """The numbers of the steps, and their mean."""
     steps = run.train["step"]
     values = run.train[field.name] * field.plot_factor
-    if field.name not in NOISY:
-        return [Curve("training", field.plot, "blue", "bold", steps, values)]
     half = half_window(run)
     mean = f"training, mean of {2 * half + 1:,}"
     return [
         Curve("each step", "training, each step", "sky", "thin", steps, values),
-        Curve("training", mean, "blue", "mean", steps, smooth(values, half)),
+        Curve(
+            "training, mean over 2% of the run", mean, "blue", "mean", steps, smooth(values, half)
+        ),
     ]
 
 
 def events_of(run):
-    """The Curves of the EVENTS that a run had. Few events cross a panel; many are marks at its
-    bottom."""
+    """The Curves of the EVENTS that a run had."""
     curves = []
     for name, colour in EVENTS.items():
         steps = np.array([row["step"] for row in happened(run, name)])
-        heights = np.full(len(steps), 1.0 if len(steps) <= 40 else 0.05)
         words = name.replace("_", " ")
         if len(steps):
-            curves.append(Curve(words, words, colour, "event", steps, heights))
+            curves.append(Curve(words, words, colour, "event", steps, steps))
     return curves
 
 
@@ -280,8 +257,7 @@ def heading(runs):
     (run,) = runs
     identity = run.info["config"] | run.info["run"]
     facts = [run.info["data"].get("name"), identity.get("device"), identity.get("dtype")]
-    words = [*filter(None, facts), "training: a mean over 2% of the run"]
-    return f"{run.name}: {results.ended(run)}\n{', '.join(words)}"
+    return f"{run.name}: {results.ended(run)}\n{', '.join(filter(None, facts))}"
 
 
 def draw_axes(ax, panel, last):
@@ -291,7 +267,7 @@ def draw_axes(ax, panel, last):
     low, high, is_log = panel.limits().values()
     if is_log:
         ax.set_yscale("log")
-        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
         ax.minorticks_off()
     ax.set(xlim=(-0.01 * last, 1.01 * last), ylim=(low, high))
     for axis, largest in ((ax.xaxis, last), (ax.yaxis, high)):
@@ -300,9 +276,9 @@ def draw_axes(ax, panel, last):
 
 def draw_curve(ax, curve, x, looks):
     if curve.look == "event":
-        ax.vlines(x, 0, curve.y, transform=ax.get_xaxis_transform(), **looks)
+        ax.vlines(x, 0, 1, transform=ax.get_xaxis_transform(), **looks)
         return
-    marker = "o" if curve.is_dotted else ""
+    marker = "o" if len(x) <= MAX_DOTS else ""
     ax.plot(x, curve.y, **{"marker": marker, "markersize": 3.5} | looks)
 
 
@@ -318,4 +294,5 @@ def page(runs, text, refresh=0, axis="step"):
         # "<" ends no <script>
         DATA=json.dumps(data, default=np.ndarray.tolist).replace("<", "\\u003c"),
         TEXT=escape(text),
+        MAX_DOTS=MAX_DOTS,
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from plumbing.console import REPO, to_paste
 from reporting.record import half_window, known, mean, median, number_of, smooth
-from reporting.results import ended, happened, unit_of
+from reporting.results import ended, happened
 
 Finding = namedtuple("Finding", "name title shows cure")
 SECTION = re.compile(r"## ([^\n]*) \((\w+)\)\n.*?\*\*Cure\*\*: (.*?)(?:\n\n|\Z)", re.DOTALL)
@@ -37,32 +37,16 @@ def troubles(run):
     return found
 
 
-# ---- the command that shows a step ---------------------------------------------------------------
-
-
-def is_undone(run, event):
-    """Whether a later rollback has undone the step of an event: then replay.py cannot show it."""
-    later = run.events[run.events.index(event) :]
-    return any(row["event"] == "rollback" and row["step"] < event["step"] for row in later)
-
-
-def replay(run, step):
-    """The command that computes a step of this run again."""
-    return f"{to_paste('replay.py', run.folder)} --step={step:.0f}"
-
-
 # ---- detectors: updates --------------------------------------------------------------------------
 
 
 def updates_fail(run):
-    skips = [row["step"] for row in happened(run, "skipped")]
-    reasons = [str(row.get("why")) for row in happened(run, "rollback")]
-    rollbacks = sum("not finite" in reason for reason in reasons)
+    skips = happened(run, "skipped")
+    rollbacks = sum("not finite" in row["why"] for row in happened(run, "rollback"))
     few = max(2, 0.01 * len(run.train["step"]))
-    if not rollbacks and len(skips) <= few:
-        return None
-    first = f", the first at step {skips[0]:,}" if skips else ""
-    return f"{len(skips):,} not finite and skipped{first}; {rollbacks} rollbacks"
+    if rollbacks or len(skips) > few:
+        first = f"the first at step {skips[0]['step']:,}"
+        return f"{len(skips):,} not finite and skipped, {first}; {rollbacks} rollbacks"
 
 
 def clipped_always(run):
@@ -70,21 +54,17 @@ def clipped_always(run):
     norms = run.train["grad_norm"]
     late = known(norms[len(norms) // 5 :])
     share = mean(late > clip)
-    if not clip > 0 or len(late) < 16:
-        return None
-    if share <= 0.9:
-        return None
-    typical = f"{median(late):.3g} in the median"
-    return f"its norm is above {clip:g} in {share:.0%} of the late steps, and {typical}"
+    if len(late) >= 16 and clip > 0 and share > 0.9:
+        typical = f"{median(late):.3g} in the median"
+        return f"its norm is above {clip:g} in {share:.0%} of the late steps, and {typical}"
 
 
 def norm_is_zero(run):
     norms = known(run.train["grad_norm"])
     last_other = np.flatnonzero(norms).max(initial=-1)
     zeros = len(norms) - 1 - last_other
-    if zeros < 5:
-        return None
-    return f"its norm is exactly 0 in the last {zeros:,} steps"
+    if zeros >= 5:
+        return f"its norm is exactly 0 in the last {zeros:,} steps"
 
 
 # ---- detectors: the loss -------------------------------------------------------------------------
@@ -110,16 +90,12 @@ def guessing(run):
 def loss_stuck(run):
     loss = known(run.train["loss"])
     n = len(loss)
-    if n < 50 or n <= run.fact("config", "warmup_steps"):
-        return None
     guess = guessing(run)
     first = mean(loss[: max(3, n // 20)])
     last = mean(loss[-(n // 4) :])
-    if abs(first - last) > 0.02 * first:
-        return None
-    if last < 0.9 * guess:
-        return None
-    return f"{first:.3f} at the start, {last:.3f} in the last quarter; a guess has {guess:.3f}"
+    is_flat = abs(first - last) <= 0.02 * first
+    if n > max(49, run.fact("config", "warmup_steps")) and is_flat and not last < 0.9 * guess:
+        return f"{first:.3f} at the start, {last:.3f} in the last quarter; a guess has {guess:.3f}"
 
 
 def underfitting(run):
@@ -127,13 +103,11 @@ def underfitting(run):
     last = mean(loss[-(len(loss) // 10) :])
     val_loss = mean(known(run.evals["val_loss"])[-1:])
     guess = guessing(run)
-    if len(loss) < 100 or not min(last, val_loss) > 0.6 * guess:
-        return None
-    if not abs(val_loss - last) <= 0.1 * last:
-        return None
-    if loss_stuck(run) or loss_rises(run) or loss_spikes(run):  # that is why it is high
-        return None
-    return f"training ends at {last:.3f}, validation at {val_loss:.3f}; a guess has {guess:.3f}"
+    is_high = len(loss) >= 100 and min(last, val_loss) > 0.6 * guess
+    is_general = abs(val_loss - last) <= 0.1 * last
+    why = loss_stuck(run) or loss_rises(run) or loss_spikes(run)
+    if is_high and is_general and not why:
+        return f"training ends at {last:.3f}, validation at {val_loss:.3f}; a guess has {guess:.3f}"
 
 
 def loss_rises(run):
@@ -141,10 +115,8 @@ def loss_rises(run):
     lowest = known(curve).min(initial=math.inf)
     rise = mean(curve[-1:]) - lowest
     error = noise / math.sqrt(half_window(run))
-    least = max(6 * error, 0.05 * lowest)
-    if not rise > least:
-        return None
-    return f"it ends {rise:.3f} above {lowest:.3f}"
+    if rise > max(6 * error, 0.05 * lowest):
+        return f"it ends {rise:.3f} above {lowest:.3f}"
 
 
 def loss_spikes(run):
@@ -152,41 +124,33 @@ def loss_spikes(run):
     excess = loss - curve
     is_high = excess > max(0.1, 8 * noise)
     starts = np.flatnonzero(np.diff(is_high, prepend=False) & is_high)
-    if not len(starts):
-        return None
     steps = run.train["step"]
-    first = steps[starts[0]]
-    highest = steps[np.nanargmax(excess)]
-    found = f"{len(starts):,} in all, the first at step {first:,.0f}"
-    return f"{found}; see the highest with `{replay(run, highest)}`"
+    if len(starts):
+        found = f"{len(starts):,} in all, the first at step {steps[starts[0]]:,.0f}"
+        highest = steps[np.nanargmax(excess)]
+        replay = f"{to_paste('replay.py', run.folder)} --step={highest:.0f}"
+        return f"{found}; see the highest with `{replay}`"
 
 
 def diverges_after_resume(run):
     loss = run.train["loss"]
     lr = run.train["lr"]
-    for step in sorted({row["step"] for row in happened(run, "resume")}):
-        i = int(np.searchsorted(run.train["step"], step, side="right"))
+    for row in happened(run, "resume"):
+        i = np.count_nonzero(run.train["step"] <= row["step"])
         size = min(50, i, len(loss) - i)
-        before = loss[i - size : i]
-        after = loss[i : i + size]
-        was, now, error = compared(before, after, np.median)
-        least = max(4 * error, 0.05 * was)
-        if size >= 10 and now - was > least:
+        was, now, error = compared(loss[i - size : i], loss[i : i + size], np.median)
+        if size >= 10 and now - was > max(4 * error, 0.05 * was):
             losses = f"the loss was {was:.3f} before and is {now:.3f} after"
             rates = f"the learning rate went from {lr[i - 1]:.3g} to {lr[i]:.3g}"
-            return f"resumed at step {step:,}: {losses}; {rates}"
-    return None
+            return f"resumed at step {row['step']:,}: {losses}; {rates}"
 
 
 def plateau(run):
     *_, third, fourth = np.array_split(run.train["loss"], 4)
     was, now, error = compared(third, fourth, np.mean)
-    least = max(2 * error, 0.002 * now)
-    if len(fourth) < 50 or not was - now < least:
-        return None
-    if loss_rises(run) or loss_stuck(run):
-        return None
-    return f"{was:.4f} in the third quarter, {now:.4f} in the last"
+    is_flat = len(fourth) >= 50 and was - now < max(2 * error, 0.002 * now)
+    if is_flat and not (loss_rises(run) or loss_stuck(run)):
+        return f"{was:.4f} in the third quarter, {now:.4f} in the last"
 
 
 def compared(before, after, of):
@@ -200,17 +164,14 @@ def compared(before, after, of):
 def overfitting(run):
     _, curve, _ = loss_curve(run)
     val_loss = run.evals["val_loss"]
-    if not len(known(val_loss)):
-        return None
-    best = np.nanargmin(val_loss)
-    step = run.evals["step"][best]
-    then = mean(curve[run.train["step"] >= step][:1])
-    if not val_loss[-1] > 1.005 * val_loss[best]:
-        return None
-    if not curve[-1] < then:
-        return None
-    rose = f"validation from {val_loss[best]:.4f} at step {step:,.0f} to {val_loss[-1]:.4f}"
-    return f"{rose}, training from {then:.4f} to {curve[-1]:.4f}"
+    best = known(val_loss).min(initial=math.inf)
+    step = mean(run.evals["step"][val_loss == best][:1])
+    was = mean(curve[run.train["step"] >= step][:1])
+    now = mean(curve[-1:])
+    last = mean(val_loss[-1:])
+    if last > 1.005 * best and now < was:
+        rose = f"validation from {best:.4f} at step {step:,.0f} to {last:.4f}"
+        return f"{rose}, training from {was:.4f} to {now:.4f}"
 
 
 # ---- detectors: memory and speed -----------------------------------------------------------------
@@ -218,14 +179,10 @@ def overfitting(run):
 
 def out_of_memory(run):
     """The events say which micro-batch fits now. If none did, the way the run ended says so."""
-    rows = happened(run, "out_of_memory")
-    if not rows:
-        ending = ended(run)
-        return ending if "out of memory" in ending else None
-    first = rows[0]["step"]
-    last = rows[-1]["step"]
-    left = rows[-1].get("micro_batch")
-    return f"first at step {first:,}, last at {last:,}; now micro_batch {left}"
+    for row in happened(run, "out_of_memory")[-1:]:
+        return f"last at step {row['step']:,}; now micro_batch {row['micro_batch']}"
+    ending = ended(run)
+    return ending if "out of memory" in ending else None
 
 
 def parts_of(run, field, count):
@@ -239,25 +196,19 @@ def parts_of(run, field, count):
 def memory_grows(run):
     """A staircase: a peak that keeps rising long after all that a step needs was allocated."""
     parts = parts_of(run, "mem_gb", 6)[1:]
-    peaks = [mean(part, np.max) for part in parts]
-    first = peaks[0]
-    last = peaks[-1]
-    is_rise = np.diff(peaks) > 0.01 * first
-    rises = np.count_nonzero(is_rise)
-    if rises < 3 or not last > 1.15 * first:
-        return None
-    return f"the peak is {first:.2f} GB after a third of the run, {last:.2f} GB at its end"
+    first, *_, last = peaks = [mean(part, np.max) for part in parts]
+    rises = np.count_nonzero(np.diff(peaks) > 0.01 * first)
+    if rises >= 3 and last > 1.15 * first:
+        return f"the peak is {first:.2f} GB after a third of the run, {last:.2f} GB at its end"
 
 
 def throughput_falls(run):
     first, *_, last = map(median, parts_of(run, "tokens_per_sec", 4))
-    if not last < 0.85 * first:
-        return None
-    return f"{first:,.0f} {unit_of(run)}/s in the first quarter of the run, {last:,.0f} in the last"
+    if last < 0.85 * first:
+        return f"{first:,.0f} tokens/s in the first quarter of the run, {last:,.0f} in the last"
 
 
 def waits_for_data(run):
-    if len(known(run.train["loss"])) < 20:
-        return None
     share = mean(run.train["data_ms"]) / mean(run.train["step_ms"])
-    return f"{share:.0%} of the time of all steps" if share > 0.1 else None
+    if share > 0.1 and len(run.train["step"]) >= 20:
+        return f"{share:.0%} of the time of all steps"

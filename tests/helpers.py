@@ -262,7 +262,7 @@ def eventful():
         event(21, "skipped", loss=None),
         event(25, "skipped", loss=None),
         evaluation(30, 2.5),
-        event(30, "out_of_memory", batch_size=4, accum_steps=2),
+        event(30, "out_of_memory", micro_batch=4),
         rows[30],
         event(31, "end", ended="stopped by SIGINT", seconds=seconds),
         event(31, "resume", checkpoint="ckpt_00000031.pt", changed={"threads": [2, 1]}),

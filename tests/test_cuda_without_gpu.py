@@ -130,6 +130,7 @@ REPLACED = {
     "plumbing.snapshot.set_rng_state": lambda rng, device: None,
     "plumbing.checkpoint.set_rng_state": lambda rng, device: None,
     "plumbing.audit.hashes_of": tensors_of,  # there are no bits to compare
+    "plumbing.compiler.checksum": lambda tensor: 0,
     "plumbing.machine.choose_device": lambda name: CUDA,
 }
 

@@ -1,10 +1,8 @@
 """The report: true to metrics.jsonl, for every kind of run, and clear where it cannot be."""
 
-import fcntl
 import json
 import math
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -15,14 +13,13 @@ import numpy as np
 import pytest
 from conftest import REPO, first, make_dataset, pydoc_text, read_rows
 from helpers import RUNS, evaluation, event, eventful, falling, write_run
-from sources import around, bad_batches
+from sources import around
 
 import report
 from plumbing.cli import run_script
-from plumbing.console import duration
 from plumbing.data import FALLBACK
+from plumbing.files import lock_file
 from reporting import panels, record, results
-from reporting import troubles as detectors
 from reporting.record import is_running, read_run
 from reporting.troubles import texts, troubles
 
@@ -99,16 +96,14 @@ def test_every_number_is_that_of_the_record(real):
     assert throughput == pytest.approx(rows[-1]["tokens"] / seconds, rel=1e-3)
     assert outcome["tokens trained on"] == f"{rows[-1]['tokens']:,}"
     assert "GPU utilization, %" not in outcome, "what is unknown is left out"
-    mfu = np.linspace(0.1, 0.9, STEPS)  # of steps with as many tokens: a mean over time
-    run.train["mfu"] = mfu
-    assert results.outcome(run)["MFU"] == f"{STEPS / sum(1 / mfu):.1%}"
-    mfu[3] = math.nan  # as where a step has shown that the peak was false
+    run.train["mfu"] = np.array([0.1, 0.3])  # of steps with as many tokens: a mean over time
+    assert results.outcome(run)["MFU"] == "15.0%"
+    run.train["mfu"][1] = math.nan  # as where a step has shown that the peak was false
     assert "MFU" not in results.outcome(run)
     achieved = throughput * run.info["flops_per_token"] / 1e12
     assert float(outcome["TFLOP/s achieved"]) == pytest.approx(achieved, rel=1e-2)
-    spent, total, least = results.time_spent(run)
-    assert spent == read_rows(real, "event")[-1]["seconds"]
-    assert total == sum(spent.values()) and not least
+    spent = sum(read_rows(real, "event")[-1]["seconds"].values())
+    assert results.time_spent(run) == (spent, "")
 
 
 def test_a_run_on_another_text_than_asked_for_says_so_first(tmp_path):
@@ -119,6 +114,13 @@ def test_a_run_on_another_text_than_asked_for_says_so_first(tmp_path):
         assert (f"{other!r} INSTEAD OF {asked!r}" in text[: text.index("## Result")]) == is_told
 
 
+def test_a_run_that_may_come_out_otherwise_says_so(tmp_path):
+    folder = write_run(tmp_path, falling(40), run={"deterministic": False})
+    assert "`deterministic` was off" in words_of(folder)
+    (folder / "run.json").write_text('{"run": ')
+    assert "run.json is missing or damaged" in words_of(folder)
+
+
 def test_device_hours_are_those_of_all_processes_or_at_least_of_all_steps(tmp_path, monkeypatch):
     end = event(30, "end", ended="finished", seconds={"start": 800.0, "train": 1000.0})
     folder = write_run(tmp_path / "run", [*falling(30), end], hardware={"world_size": 4})
@@ -126,7 +128,8 @@ def test_device_hours_are_those_of_all_processes_or_at_least_of_all_steps(tmp_pa
     rows = falling(30, step_ms=120_000.0)
     write_run(folder, [*rows, event(30, "resume"), end], hardware={"world_size": 4})
     assert outcome_of(folder)["device-hours"] == "at least 4.000"
-    assert outcome_of(folder)["of that"] == f"start {duration(800)}, train {duration(1000)}"
+    assert not [what for what in outcome_of(folder) if "cost" in what]
+    monkeypatch.setenv("DOLLARS_PER_HOUR", "two")
     assert not [what for what in outcome_of(folder) if "cost" in what]
     monkeypatch.setenv("DOLLARS_PER_HOUR", "2.5")
     assert outcome_of(folder)["cost at $2.5 an hour"] == "at least $10.00"
@@ -186,25 +189,18 @@ OTHER = {"step": 507, "field": "loss", "then": 1.25, "now": 1.5}
     [
         (EQUAL, "231 steps computed again, every loss and norm the same"),
         (EQUAL | {"equal": 6, "first_difference": OTHER}, "other numbers from step 507 on: loss"),
-        (EQUAL | {"compared": 0, "equal": 0}, "nothing to compare with"),
     ],
 )
 def test_a_resume_is_said_to_be_what_was_measured(tmp_path, check, words):
     resume = event(40, "resume", knobs={"seed": 1}, changed={"peak_lr": [0.1, 0.2]})
     checked = event(50, "resume_checked", **check, **{"from": 40})
-    info = {"run": {"deterministic": True}}
-    folder = write_run(tmp_path, [*falling(40), resume, checked, *falling(60)[40:]], **info)
+    folder = write_run(tmp_path, [*falling(40), resume, checked, *falling(60)[40:]])
     text = words_of(folder)
     (line,) = re.findall(r"^\| 40 .* resume .*", text, re.MULTILINE)
     assert "changed since: peak_lr 0.1 -> 0.2" in line and "seed" not in line
     assert "only if a check that follows says so" in line
     (line,) = re.findall(r"^\| 50 .* resume checked .*", text, re.MULTILINE)
     assert words in line and (check == EQUAL or "changed since: peak_lr 0.1 -> 0.2" in line)
-    assert "bit for bit" not in text and "was off" not in text
-    info = {"run": {"deterministic": False}}
-    assert "`deterministic` was off" in words_of(write_run(tmp_path, falling(40), **info))
-    (tmp_path / "run.json").write_text('{"run": ')
-    assert "run.json is missing or damaged" in words_of(tmp_path)
 
 
 def test_every_event_is_in_the_report(tmp_path):
@@ -219,8 +215,8 @@ def test_every_event_is_in_the_report(tmp_path):
     }
     text = re.sub(" +", " ", words_of(folder))
     for words in (
-        "| 20 | skipped | see `python replay.py",
-        "batch_size 4; accum_steps 2",
+        "| 20 | skipped |",
+        "micro_batch 4",
         "stopped by SIGINT",
         "why a loss spike; at_step 52",
         "| 45 | audit | odd first; bits 3",
@@ -229,61 +225,32 @@ def test_every_event_is_in_the_report(tmp_path):
     ):
         assert words in text, words
     assert outcome_of(folder)["updates skipped"] == "3"
-    assert results.time_spent(read_run(folder)) == ({"start": 2.0, "train": 4.0}, 6.0, "at least ")
-    unsaved = event(9, "best_not_saved", best_step=9, best_pt_holds_step=4)
-    rows = [event(0, "resume"), *falling(9), unsaved, event(9, "end", seconds={})]
+    assert results.time_spent(read_run(folder)) == (6.0, "at least ")
+    rows = [event(0, "resume"), *falling(9), event(9, "end", seconds={"train": 1.0})]
     fork = write_run(tmp_path, rows, run={"began_from": "best.pt"})
-    assert outcome_of(fork)["resumes"] == "0" and "best_pt_holds_step 4" in words_of(fork)
+    assert outcome_of(fork)["resumes"] == "0"
 
 
 # ---- records that are not whole ------------------------------------------------------------------
 
 
-def test_damaged_lines_are_left_out_and_counted(real, tmp_path):
-    lines = (real / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-    bad = [b"\0\0\0\n", b"1,2\n", b'{"kind": "train", "step": "x"}\n', b"[[[\n", b"\xff\n"]
-    lines[5:5] = bad
-    lines.append(b'{"kind": "train", "step": 25, "lo')  # a last line that is half written
-    write_run(tmp_path, [])
-    (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
-    run, expected = read_run(tmp_path), read_run(real)
-    assert run.unreadable == len(bad)
-    assert run.events == expected.events
-    np.testing.assert_equal(run.evals, expected.evals)
-    np.testing.assert_equal(run.train["step"], expected.train["step"])
-    assert "5 damaged line(s)" in words_of(tmp_path)
+def test_damaged_lines_are_left_out_and_counted(tmp_path):
+    log = write_run(tmp_path, falling(20)) / "metrics.jsonl"
+    bad = b'\0\0\0\n{"kind": "train", "step": "x"}\n\xff\n'
+    log.write_bytes(bad + log.read_bytes() + b'{"kind": "train", "step": 21, "lo')  # half written
+    assert read_run(tmp_path).train["step"].tolist() == [*range(1, 21)]
+    assert "3 damaged line(s)" in words_of(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "content, word",
-    [
-        (None, "no metrics.jsonl"),
-        ("folder", "no metrics.jsonl"),
-        (b"", "is empty"),
-        (b'{"kind": "trai', "damaged"),
-        (b'{"loss": 1.5, "iter": 3}\n' * 9, "9 other lines"),
-        (b"[" * 100_000, "damaged"),
-    ],
-)
-def test_what_is_no_record_is_refused_in_one_line(tmp_path, content, word, command):
-    folder = tmp_path / "run"
-    if content is not None:
-        folder.mkdir()
-    if isinstance(content, bytes):
-        (folder / "metrics.jsonl").write_bytes(content)
-    done = command(folder)
-    assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert word in done.stderr and str(folder) in done.stderr
-    assert not list(tmp_path.rglob("report.*"))
-
-
-def test_a_report_that_cannot_be_written_is_one_line_and_an_exit_code(command, tmp_path):
-    folder = write_run(tmp_path / "taken", falling(20))
-    (folder / "report.png").mkdir()
-    done = command(folder)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert "--report_dir=FOLDER" in done.stderr
-    assert command(folder, f"--report_dir={tmp_path / 'else'}").returncode == 0
+def test_what_is_no_record_is_refused_in_one_line(tmp_path, command):
+    cases = {"": "is empty", '{"loss": 1.5, "iter": 3}\n' * 9: "9 other lines"}
+    for content, word in cases.items():
+        (tmp_path / "metrics.jsonl").write_text(content)
+        done = command(tmp_path)
+        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("\n") == 1
+        assert word in done.stderr and str(tmp_path) in done.stderr
+    assert "no metrics.jsonl" in command(tmp_path / "none").stderr
+    assert not list(tmp_path.glob("report.*"))
 
 
 # ---- several runs --------------------------------------------------------------------------------
@@ -296,8 +263,7 @@ def three_runs(folder):
     for name, loss, data in (("a", 2.0, "x"), ("b", 1.5, "x"), ("c", 1.0, "y")):
         rows = [evaluation(0, 4.2), *falling(40), evaluation(40, loss), *ends]
         config = {"peak_lr": 1e-3 * loss, "n_embd": 32}
-        start = f"2026-01-0{ord(name) - 96}T10:00:00"
-        write_run(folder / name, rows, data={"fingerprint": data}, config=config, start=start)
+        write_run(folder / name, rows, data={"fingerprint": data}, config=config, start=name)
     return folder
 
 
@@ -307,22 +273,16 @@ def test_a_comparison_says_what_differs_and_only_that(command, tmp_path):
     assert report.report_dir == "", "given back"
     assert (tmp_path / "both" / "compare.png").read_bytes().startswith(b"\x89PNG")
     text = (tmp_path / "both" / "compare.md").read_text()
-    assert done.stdout.splitlines()[2].startswith("| best validation loss ")
-    for told in (text, done.stdout):
-        assert not re.search(r"^\| (start|end|command|wandb_id) ", told, re.MULTILINE)
-        assert "trained on different data" in told and "different devices" not in told
-        rows = [re.split(r" *\| *", line)[1:-1] for line in told.splitlines() if line[:1] == "|"]
-        assert ["peak_lr", "0.002", "0.001"] in rows
-        assert ["best validation loss", "2.0000 at step 40", "1.0000 at step 40"] in rows
-        assert not {"n_embd", "epochs"} & {row[0] for row in rows}, "what is equal is left out"
+    assert not re.search(r"^\| (start|end|command|wandb_id) ", text, re.MULTILINE)
+    rows = [re.split(r" *\| *", line)[1:-1] for line in text.splitlines() if line[:1] == "|"]
+    assert ["peak_lr", "0.002", "0.001"] in rows
+    assert ["best validation loss", "2.0000 at step 40", "1.0000 at step 40"] in rows
+    assert not {"n_embd", "epochs"} & {row[0] for row in rows}, "what is equal is left out"
+    _, _, best, other, flag, warning, *_ = done.stdout.splitlines()
+    assert best.startswith("| c ") and other.startswith("| a ") and flag == "peak_lr: 0.001, 0.002"
+    assert "trained on different data" in text and "trained on different data" in warning
+    assert max(map(len, done.stdout.splitlines())) <= 100
     assert "different data" not in command(out / "a", out / "b").stdout
-    assert done.stdout.index("| peak_lr") > done.stdout.index("| best validation loss")
-    for count in (2, 3, 5):
-        names = ["x" * 40 + str(i) for i in range(count)]
-        folders = [write_run(out / name, falling(30), config={"seed": name}) for name in names]
-        printed = command(*folders, f"--report_dir={tmp_path}").stdout
-        assert max(map(len, printed.splitlines())) <= 100
-        assert ("| seed" in printed) == (count < 5), "of many runs their names tell it"
 
 
 def test_a_folder_of_runs_is_listed(command, tmp_path):
@@ -333,18 +293,13 @@ def test_a_folder_of_runs_is_listed(command, tmp_path):
     assert listed.stderr == ""
     rows = [re.split(r" *\| *", line)[1:-1] for line in listed.stdout.splitlines()[2:]]
     assert [row[0] for row in rows] == ["c", "b", "a", "killed"], "the lowest loss first"
-    when = "2026-01-03 10:00"
-    assert rows[0] == ["c", "1.0000", "100,000", "finished, at step 40", when]
+    assert rows[0] == ["c", "1.0000", "100,000", "finished, at step 40"]
     assert "no end on record (killed), at step 3" in rows[3]
     assert not list(out.glob("*/report.*"))
-    for i in range(2):
-        write_run(out / f"more{i}", falling(20))
-    (out / "empty").mkdir()
     many = command(*sorted(out.iterdir()))
     assert many.returncode == 0 and (out / "a" / "compare.png").is_file()
-    assert many.stdout.startswith("| run ") and "more1" in many.stdout
-    empty, notes = many.stderr.splitlines()
-    assert "left out" in empty and "empty" in empty and "notes" in notes
+    left_out, header, *_ = many.stdout.splitlines()
+    assert "left out" in left_out and "notes" in left_out and header.startswith("| run ")
 
 
 # ---- the picture and the page --------------------------------------------------------------------
@@ -371,7 +326,7 @@ def two_runs(tmp_path):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_kind_of_run_is_drawn_twice_from_the_same_panels(name, tmp_path):
-    folder = write_run(tmp_path / "run", RUNS[name], config={"grad_clip": 1.0})
+    folder = write_run(tmp_path / "run", RUNS[name])
     with np.errstate(all="ignore"):
         figure = panels.picture([read_run(folder)])
     assert figure.get_facecolor()[3] == 1, "not transparent: dark pages stay legible"
@@ -408,16 +363,12 @@ def test_a_comparison_is_the_same_panels_with_the_curves_of_all(tmp_path):
 
 def test_the_range_of_losses_is_what_any_run_has_after_a_tenth_of_its_steps(tmp_path):
     """A short run that ends high is seen whole, beside a long one."""
-    long = write_run(tmp_path / "long", falling(2000))
-    short = write_run(
-        tmp_path / "short", [each | {"loss": each["loss"] + 2} for each in falling(40)]
-    )
-    means = []
-    for run in map(read_run, (long, short)):
-        steps, mean = run.train["step"], record.smooth(run.train["loss"], record.half_window(run))
-        means += list(mean[steps >= steps[-1] / 10])
-    low, high = panels.picture(report.read_runs([long, short])).axes[0].get_ylim()
-    assert low < min(means) and max(means) < high < 1.2 * max(means)
+    high = [each | {"loss": each["loss"] + 2} for each in falling(40)]
+    folders = [write_run(tmp_path / "long", falling(2000)), write_run(tmp_path / "short", high)]
+    loss = panels.panels_of(report.read_runs(folders))[0]
+    means = np.concatenate([curve.y[curve.x >= curve.x[-1] / 10] for curve in loss.curves])
+    assert 0.8 * min(means) < loss.limits()["low"] < min(means)
+    assert max(means) < loss.limits()["high"] < 1.1 * max(means)
 
 
 def test_no_two_of_many_runs_look_alike(tmp_path):
@@ -428,14 +379,9 @@ def test_no_two_of_many_runs_look_alike(tmp_path):
 
 def test_numbers_of_thousands_are_short(tmp_path):
     folder = write_run(tmp_path / "run", falling(20_000, lr=2e-5))
-    figure = panels.picture([read_run(folder)])
-    texts = [
-        each.get_text()
-        for ax in figure.axes
-        for each in ax.get_xticklabels() + ax.get_yticklabels()
-    ]
-    assert "10k" in texts and "100k" in texts and "2e−05" in texts
-    assert not [ax for ax in figure.axes if ax.yaxis.get_offset_text().get_text()]
+    axes = panels.picture([read_run(folder)]).axes
+    labels = [t.get_text() for ax in axes for t in ax.get_xticklabels() + ax.get_yticklabels()]
+    assert {"10k", "100k", "2e−05"} <= set(labels)
 
 
 def test_the_page_holds_the_text_and_needs_nothing_from_elsewhere(tmp_path):
@@ -449,36 +395,10 @@ def test_the_page_holds_the_text_and_needs_nothing_from_elsewhere(tmp_path):
     assert "    &lt;b&gt;To be&lt;/b&gt; &amp; not\n" in html and "    first\n" not in html
     assert not re.search(r"https?:|//\w|src=|@import|url\(", html)
     assert html.count("<script") == 2 == html.count("</script>")
-    rows = [each | {"tokens": each["sequences"]} for each in falling(40)]
-    info = {"data": {"name": "waves", "meta": {"vocab_size": 10}}}
-    html = page_of(write_run(tmp_path / "images", rows, **info)).read_text()
-    assert "throughput (targets/s)" in drawing_of(html)
-    text = html[html.index('<pre id="text">') : html.index("</pre>")]
-    assert "token" not in text and "nats" not in text
 
 
-LIVING = """
-import fcntl, sys, time
-lock = open(sys.argv[1] + "/.lock", "a")
-fcntl.lockf(lock, fcntl.LOCK_EX)
-print("locked", flush=True)
-time.sleep(60)
-"""
-
-
-@pytest.fixture
-def living(tmp_path):
-    """(folder, process): a run, and the process that holds its lock."""
-    folder = write_run(tmp_path / "run", falling(20), config={"max_steps": 1020})
-    command = [sys.executable, "-c", LIVING, folder]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout.readline() == "locked\n"
-        yield folder, process
-        process.kill()
-
-
-def test_the_page_follows_a_run_until_it_ends(living, monkeypatch):
-    folder, process = living
+def test_the_page_follows_a_run_until_it_ends(tmp_path, monkeypatch):
+    folder = write_run(tmp_path / "run", falling(20))
     seen = []
 
     def sleep(seconds):
@@ -486,31 +406,39 @@ def test_the_page_follows_a_run_until_it_ends(living, monkeypatch):
         steps = drawing_of(html)["loss (nats)"]["curves"][0]["x"][-1]
         seen.append((steps, f'"refresh": {seconds}' in html))
         write_run(folder, falling(20 + len(seen)))
-        if len(seen) == 3:
-            process.kill()
-            process.wait()
 
     monkeypatch.setattr(report.time, "sleep", sleep)
+    monkeypatch.setattr(report, "is_running", lambda run: len(seen) < 3)
     report.main([str(folder), "--watch=true"])
     assert seen == [(20, True), (21, True), (22, True)]
     assert '"refresh": 0' in (folder / "report.html").read_text()
     assert (folder / "report.png").exists() and (folder / "report.md").exists()
 
 
-def test_asking_whether_a_run_lives_disturbs_no_run(living):
-    folder, process = living
-    assert is_running(read_run(folder))
-    assert results.ended(read_run(folder)) == "running, at step 20 of 1,020, 0:00:05 left"
-    with open(folder / "metrics.jsonl", "a") as log:  # as when it writes its report
-        print(json.dumps(event(20, "end", ended="finished")), file=log)
-    assert results.ended(read_run(folder)) == "finished, at step 20"
-    write_run(folder, falling(20), config={"max_steps": 1020})
-    with open(folder / ".lock", "a") as lock, pytest.raises(BlockingIOError):
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    process.kill()
-    process.wait()
+LIVING = """
+import sys, time
+from plumbing.files import lock_file
+lock = lock_file(sys.argv[1] + "/.lock")
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_asking_whether_a_run_lives_disturbs_no_run(tmp_path):
+    folder = write_run(tmp_path / "run", falling(20), config={"max_steps": 1020})
+    command = [sys.executable, "-c", LIVING, folder]
+    how = {"stdout": subprocess.PIPE, "text": True, "cwd": REPO}
+    with subprocess.Popen(command, **how) as process:
+        assert process.stdout.readline() == "locked\n"
+        assert is_running(read_run(folder))
+        assert results.ended(read_run(folder)) == "running, at step 20 of 1,020, 0:00:05 left"
+        with pytest.raises(BlockingIOError):
+            lock_file(folder / ".lock")
+        process.kill()
     assert not is_running(read_run(folder))
     assert results.ended(read_run(folder)) == "no end on record (killed), at step 20"
+    write_run(folder, [*falling(20), event(20, "end", ended="finished")])
+    assert results.ended(read_run(folder)) == "finished, at step 20"
 
 
 # ---- in a browser --------------------------------------------------------------------------------
@@ -533,7 +461,7 @@ return {
   wide: document.documentElement.scrollWidth, paper: getComputedStyle(document.body).backgroundColor,
   tip: plot.querySelector(".tip").textContent, crosses,
   bullet: getComputedStyle(plot.querySelector(".tip span"), "::before").color,
-  byTime: (get("#axis").value = "time", get("#x").click(), document.querySelector("svg text:last-of-type").textContent),
+  byTime: (get("#axis").value = "time", get("#log").click(), document.querySelector("svg text:last-of-type").textContent),
 };
 """
 
@@ -555,22 +483,19 @@ def in_browser(path, script, width=1400, dark=False):
     return result
 
 
-@pytest.mark.parametrize("width, dark", [(1400, False), (1400, True), (500, False), (500, True)])
+@pytest.mark.parametrize("width, dark", [(1400, False), (500, True)])
 def test_it_opens_on_a_desk_and_a_phone_in_light_and_dark(tmp_path, width, dark):
     rows = [event(0, "resume"), evaluation(0, 4.2), *falling(300), evaluation(300, 1.7)]
-    path = page_of(write_run(tmp_path / "run", rows, config={"grad_clip": 1.0}))
+    path = page_of(write_run(tmp_path / "run", rows))
     seen = in_browser(path, LOOK, width, dark)
     assert len(seen["figures"]) == len(PANELS + EVALUATED) and min(seen["figures"]) >= 300
-    assert seen["curves"] == len(PANELS + EVALUATED) + 6 and seen["wide"] <= width
+    assert seen["curves"] == len(PANELS + EVALUATED) + 7 and seen["wide"] <= width
     assert len(seen["crosses"]) == len(seen["figures"]) and len(set(seen["crosses"])) == 1
     assert seen["bullet"] == ("rgb(0, 114, 178)" if dark else "rgb(86, 180, 233)")
     assert seen["byTime"] == "training time (minutes)"
     assert seen["paper"] == ("rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)")
     loss = rows[150]["loss"]  # of step 149, the nearest
-    assert (
-        seen["tip"].startswith("step  149.2\ntraining, each step  ")
-        and f"{loss:.4g}" in seen["tip"]
-    )
+    assert seen["tip"].startswith(f"step  149.2\ntraining, each step  {loss:.4g}")
 
 
 # ---- detectors of troubles -----------------------------------------------------------------------
@@ -672,32 +597,11 @@ def test_a_config_shortened_is_told_of_no_trouble(config, run_of):
     assert names_of(on_a_quiet_machine(run_of("run", f"{REPO}/config/{config}.py {SHORT}"))) == []
 
 
-def test_every_trouble_is_tried_on_a_run_that_has_it():
-    assert set(texts()) == {*REAL, "diverges_after_resume"}
-
-
-# ---- advice --------------------------------------------------------------------------------------
-
-
 def test_every_trouble_has_a_detector_and_a_section_that_says_all_of_it():
-    defined = {name for name, each in vars(detectors).items() if callable(each)}
-    assert set(texts()) <= defined
+    assert set(texts()) == {*REAL, "diverges_after_resume"}, "each is tried on a run that has it"
     page = (REPO / "docs" / "trouble.md").read_text()
     for name, (title, cure) in texts().items():
         section = page[page.index(f"## {title} ({name})") :].partition("\n## ")[0]
         for part in ("Symptoms", "Causes", "Diagnosis", "Cure"):
             assert f"**{part}**: " in section, name
         assert cure and "\n" not in cure and "](" not in cure
-
-
-def replays_in(folder):
-    """The commands for replay.py in report.md, each once, in its order."""
-    commands = re.findall("`([^`]*replay.py [^`]*)`", (folder / "report.md").read_text())
-    return [shlex.split(each) for each in dict.fromkeys(commands)]
-
-
-def test_the_report_leads_to_skipped_updates_that_stand(run_train):
-    flags = ("--save_interval=4", "--log_interval=1", "--report=true")
-    bad = bad_batches([5, 8, 9])  # the latter two are undone by a rollback
-    done = run_train("run", *flags, before="train.MAX_SKIPPED = 2\n" + bad)
-    assert [command[3:] for command in replays_in(done.out_dir)] == [["--step=6"]]

@@ -70,7 +70,6 @@ def test_resume_is_bit_exact_however_often_and_the_record_has_each_row_once(run_
     assert [(row["from"], row["compared"], row["equal"]) for row in checked(done)] == [
         (n, count, count) for n, count in zip(STOPS, counts, strict=True)
     ]
-    assert [entry["step"] for entry in done.facts["resumes"]] == STOPS
 
 
 def checked(done):
@@ -295,14 +294,14 @@ def test_a_smoke_run_is_never_extended_past_the_end_of_its_schedule_in_silence(r
     assert (smoke.out_dir.parent / "last.old_1/ckpt_00000030.pt").exists()
 
 
-def test_a_default_warmup_shrinks_to_fit_and_changes_no_past_rate(run_train, tmp_path):
+def test_a_default_warmup_shrinks_to_a_tenth_and_changes_no_past_rate(run_train, tmp_path):
     (tmp_path / "long.py").write_text("warmup_steps = 100\n")
     config = str(tmp_path / "long.py")
-    run_train("run", config, "--max_steps=4")
-    done = run_train("run", config, "--max_steps=8", "--decay_steps=4")
+    run_train("run", config, "--max_steps=20")
+    done = run_train("run", config, "--max_steps=24", "--decay_steps=20")
     rates = [row["lr"] for row in done.rows("train")]
-    assert rates[:4] == pytest.approx([0.25e-3, 0.5e-3, 0.75e-3, 1e-3])
-    assert rates[4:] == [1e-4] * 4  # and warmup_steps is kept: 4
+    assert rates[:3] == pytest.approx([0.5e-3, 1e-3, 1e-3])  # a tenth of the steps
+    assert rates[20:] == [1e-4] * 4  # and warmup_steps is kept: 2
     refused = run_train("other", config, "--max_steps=4", "--warmup_steps=100", code=2)
     assert "--warmup_steps=100: expected no more" in refused.stderr
 

@@ -1,4 +1,4 @@
-"""The start of a run: every knob gets its final value, before anything is built."""
+"""Knobs get their final values before anything is built: the start of a run."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
