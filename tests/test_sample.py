@@ -96,8 +96,7 @@ def test_the_command_writes_only_text_to_stdout_while_it_is_made(trained):
 
 def test_a_prompt_with_unknown_characters_is_refused_by_name(trained, run_sample, tmp_path):
     refused(run_sample(trained, "--start=Thé €"), "'é'", "'€'")
-    missing = f"{tmp_path}/none"
-    refused(run_sample(trained, f"--start=FILE:{missing}"), missing)
+    refused(run_sample(trained, f"--start=FILE:{tmp_path}/none"), f"{tmp_path}/none")
 
 
 def test_a_prompt_is_cleaned_as_a_text_is(trained, run_sample, tmp_path):
@@ -155,17 +154,11 @@ def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp
     torch.save({"weights": torch.ones(3)}, tmp_path / "foreign.pt")
     refused(run_sample(tmp_path / "foreign.pt"), "foreign.pt", "no checkpoint of train.py")
 
-    def other_vocabulary(checkpoint):
-        meta = checkpoint["data"]["meta"]
-        meta["chars"], meta["vocab_size"] = meta["chars"] + "é", meta["vocab_size"] + 1
-
-    size = len(set(TEXT)) + 1
-    refused(run_sample(edited(other_vocabulary)), f"vocabulary of {size}")
+    more = edited(lambda c: c["data"]["meta"].update(chars=c["data"]["meta"]["chars"] + "é"))
+    refused(run_sample(more), f"vocabulary of {len(set(TEXT)) + 1}")
     other_width = edited(lambda c: c["config"].update(n_embd=32))
     refused(run_sample(other_width), "32", "today's model.py")
     refused(run_sample(edited(lambda c: c["data"].clear())), "was not trained on text")
-    headless = edited(lambda c: [c[part].pop("head.weight") for part in ("model", "ema")])
-    refused(run_sample(headless), 'Missing key(s) in state_dict: "head.weight"')
     refused(run_sample(trained, "--temperature=-1"), "--temperature=-1")
 
 
