@@ -23,19 +23,22 @@ from statistics import mean, stdev
 if int(os.environ.get("WORLD_SIZE", 1)) > 1:
     print("check.py runs in one process; type python in place of torchrun", file=sys.stderr)
     sys.exit(2)
-if "--equal=true" in sys.argv:  # a commit that cannot even be imported: `git bisect run` skips it
-    sys.excepthook = lambda *error: (sys.__excepthook__(*error), os._exit(125))
-
-import bench
-import train
-from bench import print_table
-from checks import processes
-from checks.probes import CHECKS, OF_THE_LOOP, NotAsked
-from checks.run_log import RunLog, first_difference, in_words
-from checks.verdicts import interval, least_pairs, verdict_on
-from plumbing import forks
-from plumbing.cli import fail, run_script
-from plumbing.console import REPO, print0
+try:
+    import bench
+    import train
+    from bench import print_table
+    from checks import processes
+    from checks.probes import CHECKS, OF_THE_LOOP, NotAsked
+    from checks.run_log import RunLog, first_difference, in_words
+    from checks.verdicts import interval, least_pairs, verdict_on
+    from plumbing import forks
+    from plumbing.cli import fail, run_script
+    from plumbing.console import REPO, print0
+except Exception:
+    if "--equal=true" not in sys.argv:
+        raise
+    traceback.print_exc()
+    sys.exit(125)  # a commit that cannot even be imported: `git bisect run` skips it
 
 # The checks
 only = "sanity"  # parts to run: sanity, exact, portable, seeds, against; --against=... runs that

@@ -136,6 +136,12 @@ def loss_in(out):
     return out[0] if isinstance(out, tuple) else out
 
 
+def count_targets(targets):
+    """All but the masked ones: -100, or NaN if they are floats."""
+    is_masked = targets.isnan() if targets.is_floating_point() else targets.long() == -100
+    return (~is_masked).sum().item()
+
+
 def gradients_of(model):
     return [weight.grad for weight in model.parameters() if weight.grad is not None]
 
@@ -286,11 +292,11 @@ class PlainLoop:
         inputs, targets = data.to_device(batch, self.run.device)
         self.sequences += count
         with events(step, self.model, targets):
-            n_targets = train.count_targets(targets)
+            n_targets = count_targets(targets)
             loss = self.forward_backward(inputs, targets, n_targets)
         norm = total_norm(self.model)
         is_finite = math.isfinite(loss) and math.isfinite(norm)
-        self.tokens += n_targets.item()
+        self.tokens += n_targets
         row = {
             "lr": train.lr_at(step) * self.lr_factor,
             "sequences": self.sequences,
@@ -319,7 +325,7 @@ class PlainLoop:
         for x, y in zip(*parts, strict=True):
             with train.autocast(self.run.device):
                 mean = loss_in(self.model(x, y))
-            n = train.count_targets(y)
+            n = count_targets(y)
             if n:
                 part = mean / (n_targets / n)
                 (self.scale * part).backward()

@@ -109,7 +109,8 @@ def write_step_page(folder: Path, step: int, verdict: str, seen: dict) -> list[s
     console."""
     path = folder / f"replay_{step:08}.md"
     trace = seen["trace"]
-    odd = [name for name, leaf in trace if is_float(leaf) and not leaf.isfinite().all()]
+    tensors = [(name, leaf) for name, leaf in trace if isinstance(leaf, torch.Tensor)]
+    odd = [name for name, leaf in tensors if not leaf.isfinite().all()]
     finite = f"the first tensor that is not finite: {odd[0]}" if odd else "all tensors are finite"
     lines = sequences(seen)
     out = [
@@ -142,10 +143,6 @@ def sequences(seen: dict) -> list[str]:
             line += f"; worst: {', '.join(words)}\n\n{text}"
         lines.append(line)
     return lines
-
-
-def is_float(leaf) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
 
 
 def norms(trace: list) -> list[list]:

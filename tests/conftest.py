@@ -348,17 +348,19 @@ def small_products():
 
 @pytest.fixture
 def train_as_it_was(monkeypatch):
-    """Undoes what a script that changes train.py did to it."""
+    """Undoes what a script that changes train.py or model.py did to them."""
+    import model
     import train
     from plumbing import fields
 
     field = fields.FIELDS["tokens_per_sec"]
     monkeypatch.setattr(field, "heading", field.heading)
-    before = dict(vars(train))
+    before = [(module, dict(vars(module))) for module in (train, model)]
     yield
-    for name in vars(train).keys() - before.keys():
-        delattr(train, name)
-    vars(train).update(before)
+    for module, names in before:
+        for name in vars(module).keys() - names.keys():
+            delattr(module, name)
+        vars(module).update(names)
 
 
 @pytest.fixture

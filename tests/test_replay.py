@@ -213,8 +213,6 @@ def test_a_good_run_is_verified(good, replay):
     assert tree(good.out_dir) == before
     part = replay(good.out_dir, "--verify=true", "--since=7", "--step=11")
     assert "milestone_00000006.pt to step 11" in part.stdout and "steps 7 to 11" in part.stdout
-    part = replay(good.out_dir, "--verify=true", "--step=11")
-    assert "from its beginning to step 11" in part.stdout and "steps 1 to 11" in part.stdout
 
 
 def test_a_run_that_was_stopped_and_extended_is_verified(run_train, replay):

@@ -274,7 +274,6 @@ FORKS = {  # tests/hacks/NAME.patch: (flags, step found after SIGTERM in 13, aft
     "plateau_in_globals": (("--eval_interval=4", "--peak_lr=1e-4"), 14, 11),
     "average_in_globals": (("--eval_interval=2",), None, 12),
     "lookahead": ((), 15, 15),
-    "noise_in_workers": (("--num_workers=1",), 14, 11),
 }
 
 
