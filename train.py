@@ -442,8 +442,7 @@ def train(run: Run, model, table, saver, clock: Clock) -> tuple[str, int]:
         if 0 < patience <= state["evals_since_best"] and state["step"] < max_steps:
             due.ending = f"stopped early: {patience} evaluations without improvement", 0
         if due.sample or (due.ending and due.ending[1] == 0):
-            with autocast(run.device):
-                print_sample(run, generate)
+            print_sample(run, generate, autocast)
         clock.lap("evaluate")
 
         # ---- save, stop --------------------------------------------------------------------------
