@@ -514,6 +514,8 @@ def read_shakespeare() -> bytes:
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
             return response.read(SHAKESPEARE_BYTES + 1)
+    except urllib.error.HTTPError as error:  # a server answers: no reason for another text
+        raise DataError(f"{url}: {error}; {WITHOUT_NETWORK}") from error
     except OSError as error:
         raise Offline(f"cannot get {url}: {error}; {WITHOUT_NETWORK}") from error
 

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 
 from model import InvalidShape, build_model, generate
-from plumbing import checkpoint, forks
+from plumbing import checkpoint as checkpoints
+from plumbing import forks
 from plumbing.checkpoint import Damaged
 from plumbing.cli import configured, fail, printable, run_script
 from plumbing.data import read_file, start_and_end, tokenizer_of
@@ -38,6 +39,7 @@ from prepare_data import clean, decode_utf8
 
 # Which model
 script = ""  # the fork that trained it, if its model is not that of model.py
+checkpoint = "auto"  # auto | best | last; auto = best, or last if best.pt is of the first step
 
 # What to write
 start = ""  # the text to continue, or FILE:path of it; "" = begin as the texts of the dataset do
@@ -58,12 +60,14 @@ def open_checkpoint(name: str) -> tuple[dict, str]:
     """(checkpoint, title: its file, its step, and why it is not best.pt) of a file, or of a run's
     folder. Changes nothing there."""
     path = Path(name)
-    paths = [path] if path.is_file() else checkpoint.newest_first(path)
-    paths.sort(key=lambda path: path.name != "best.pt")  # it is tried first
+    paths = [path] if path.is_file() else checkpoints.newest_first(path)
+    if checkpoint != "last":
+        paths.sort(key=lambda path: path.name != "best.pt")  # it is tried first
+    paths = paths[:1] if checkpoint == "best" else paths
     remark = ""
     for path in paths:
         try:
-            saved = checkpoint.load(path)
+            saved = checkpoints.load(path)
         except (Damaged, OSError) as error:
             problem = f"{path} is damaged, unreadable, or no checkpoint of train.py: {error}"
             if path == paths[-1]:
