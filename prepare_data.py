@@ -42,6 +42,7 @@ import re
 import statistics
 import sys
 import tempfile
+import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from functools import partial

@@ -252,7 +252,9 @@ def test_a_sound_fork_is_go(name, data_dir, tmp_path):
     flags = bench_arguments(tmp_path / "b", data_dir, **SMALL)
     command = [sys.executable, "check.py", f"tests/sound/{name}.py", *flags]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0 and "Error" not in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, (
+        done.stdout + done.stderr
+    )
 
 
 def test_the_bugs_of_the_list_apply_to_the_present_code():

@@ -116,7 +116,7 @@ def test_check_says_go_or_what_to_edit(fork, says, base, texts, data_dir, tmp_pa
     more = [texts] if fork == MIXTURE else []
     _, *flags = arguments(tmp_path / "b", data_dir, [*MORE[fork], *more])
     command = [sys.executable, REPO / "check.py", "fork.py", *flags]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert says in done.stdout and not done.stderr, done.stdout + done.stderr
     assert done.returncode == (says == EDIT)
 
