@@ -590,6 +590,8 @@ class ShuffledWindows(torch.utils.data.Dataset):
         rows = data.read_rows(self.tokens, np.concatenate(parts), self.block_size + 1)
         return rows[:, :-1].copy(), rows[:, 1:].copy()
 
+    __getitem__.draws_nothing = True  # so reading it seeds nothing
+
 
 # ---- the step ------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -166,38 +167,50 @@ class OrderedWindows:
         targets[is_repeated] = -100 if np.issubdtype(targets.dtype, np.integer) else np.nan
         return rows[:, :-1].copy(), targets
 
+    __getitem__.draws_nothing = True
+
 
 class Reader:
-    """dataset[first, count] as the loop reads it, as arrays. Meanwhile Python's, NumPy's and torch's
-    random numbers (those of the CPU) are seeded from (seed, first): so a dataset may draw from them,
-    and each batch still is a pure function of its place. Raises RunFailed for what is no batch."""
+    """dataset[first, count] as the loop reads it, as arrays. Raises RunFailed for what is no batch.
+
+    Meanwhile random numbers are seeded from (seed, first): so a dataset may draw from them, and each
+    batch still is a pure function of its place. Not where __getitem__ says that it draws_nothing:
+    a third of a millisecond is much of a short step."""
 
     def __init__(self, dataset: Any, seed: int):
         self.dataset = dataset
         self.seed = seed
 
     def __getitem__(self, place: tuple[int, int]) -> list[np.ndarray]:
-        import torch  # here, so that prepare_data.py, which needs none, starts at once
-
-        from plumbing.snapshot import rng_state, set_rng_state
-
         first, count = place
-        cpu = torch.device("cpu")
-        before = rng_state(cpu)
-        seed = int(np.random.SeedSequence([self.seed, first]).generate_state(1)[0])
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.default_generator.manual_seed(seed)
-        try:
+        is_plain = hasattr(type(self.dataset).__getitem__, "draws_nothing")
+        with nullcontext() if is_plain else seeded([self.seed, first]):
             batch = self.dataset[first, count]
-        finally:
-            set_rng_state(before, cpu)
         parts = batch if isinstance(batch, tuple | list) else [batch]
         source = f"{type(self.dataset).__name__}[{first}, {count}]"
         expected = f"(inputs, targets), arrays or tensors of {count} rows each"
         fits = [np.shape(part)[:1] for part in parts] == [(count,), (count,)]
         expect(fits, source, batch, expected)
         return [np.asarray(part) for part in parts]
+
+
+@contextmanager
+def seeded(seeds: list[int]) -> Iterator[None]:
+    """A context in which random numbers of Python, NumPy and torch on the CPU follow from `seeds`."""
+    import torch  # here, so that prepare_data.py, which needs none, starts at once
+
+    from plumbing.snapshot import rng_state, set_rng_state
+
+    cpu = torch.device("cpu")
+    before = rng_state(cpu)
+    seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        set_rng_state(before, cpu)
 
 
 def batches(
