@@ -32,7 +32,7 @@ from plumbing.cli import RunFailed, fail
 from plumbing.console import is_first_rank, print0
 from plumbing.log import Witness
 from plumbing.resume import known_changes
-from plumbing.witness import RowWatcher
+from plumbing.watch import Watch
 from reporting import step_page as steps
 
 data_dir = ""  # folder of the datasets; "" = where the run found its own
@@ -93,12 +93,11 @@ def show_step(run: RunLog) -> int:
     """Write the page of a step, and say whether the numbers on the way to it are computed again."""
     require_step(step, run)
     end = run.position(step)
-    again = Replay(run, end, shown=(end,))
-    again.compute()
+    again = Replay(run, end, shown=(end,)).compute()
     if is_first_rank():
         lines = steps.write_step_page(run.path, step, again.verdict(), again.seen)
         print0("\n".join(lines))
-    return int(again.difference() is not None)
+    return int(again.comparison.first_difference is not None)
 
 
 def require_step(number: int, run: RunLog) -> None:
@@ -119,10 +118,9 @@ def verify_run(run: RunLog) -> int:
         return 1
     last = step or run.last
     require_step(last, run)
-    again = Replay(run, run.position(last))
-    again.compute()
+    again = Replay(run, run.position(last)).compute()
     print0(again.verdict())
-    if again.difference():
+    if again.comparison.first_difference:
         return 1
     print0(
         f"covered: {again.comparison.equal} rows, the hash of each save, the checkpoints that are "
@@ -153,9 +151,7 @@ def where_they_part(one: RunLog, other: RunLog) -> int:
     """Say where two runs part, in which knobs they differ, and which of them is computed again
     here; if both are, the first tensor that differs."""
     last = min(one.last, other.last)
-    found = first_difference(one.path, other.path, ("train", "eval"), last)
-    # hashes depend on settings, too
-    found = found or first_difference(one.path, other.path, ("saved",), last)
+    found = first_difference(one.path, other.path, last=last)
     at = found["step"] if found else last
     here, there = (run.stretches(BEGINNING, run.position(at))[-1][0] for run in (one, other))
     for name in here:
@@ -176,9 +172,9 @@ def first_tensor(one: RunLog, other: RunLog, at: int) -> str:
     # a script may replace functions of train, so its run comes second
     for run in sorted((one, other), key=lambda run: run.script != "train.py"):
         shown = run.position(at - 1), run.position(at)
-        found[run] = Replay(run, shown[-1], shown)
-        found[run].compute()
-    if wrong := [again.verdict() for again in found.values() if again.difference()]:
+        found[run] = Replay(run, shown[-1], shown).compute()
+    replays = found.values()
+    if wrong := [again.verdict() for again in replays if again.comparison.first_difference]:
         return "\n".join(wrong)
     here, there = found[one].traces, found[other].traces
     for number in sorted(here.keys() & there.keys()):
@@ -190,7 +186,7 @@ def first_tensor(one: RunLog, other: RunLog, at: int) -> str:
 # ---- computing again -----------------------------------------------------------------------------
 
 
-class Replay(RowWatcher):
+class Replay(Watch):
     """Computes a run again with train.main() up to `end`, and compares each row with the log. It
     is the train.Watch of that, and watches its rows.
 
@@ -214,12 +210,9 @@ class Replay(RowWatcher):
         self.traces = {}  # with --against: {step: traces of all ranks}
         self.here = {}  # what computes, as in run.json
 
-    def difference(self) -> dict | None:
-        return self.comparison.first_difference
-
     def is_refuted(self) -> bool:
         """Whether there is a difference, after which nothing else is to be seen."""
-        return bool(self.difference()) and not self.shown
+        return bool(self.comparison.first_difference) and not self.shown
 
     # ---- what train.main() calls -----------------------------------------------------------------
 
@@ -230,9 +223,8 @@ class Replay(RowWatcher):
 
     def see(self, row: dict, is_kept: bool) -> None:
         """Compare a row with the log, which lacks what a rollback that is still to come will undo."""
-        place = self.logged.position(row["step"])
-        is_standing = place.rollbacks == self.state["rollbacks"]
-        if self.begin_at < place <= self.end_at and is_standing:
+        here = Position(self.state["rollbacks"], row["step"])
+        if self.begin_at < here <= self.end_at and here == self.logged.position(row["step"]):
             self.comparison.see(row)
 
     def step(self, run: Any, take: Callable[[], dict], inputs, targets, lr: float) -> dict:
@@ -250,8 +242,8 @@ class Replay(RowWatcher):
     def due(self, run: Any, due: SimpleNamespace) -> None:
         at = run.state["step"]
         # a kill or a stop may have come between the last step and its evaluation
-        due.evaluation &= at < self.logged.last
-        due.evaluation |= (at, "eval") in self.logged.rows
+        is_due = due.evaluation and at < self.logged.last
+        due.evaluation = is_due or (at, "eval") in self.logged.rows
         due.save_now |= (at, "saved") in self.logged.rows
         is_enough = self.is_refuted() or self.stop == (run.state["rollbacks"], at)
         self.is_over = any(ranks.max_over_ranks(self.is_over or is_enough))
@@ -266,8 +258,8 @@ class Replay(RowWatcher):
 
     # ---- from the start to the end ---------------------------------------------------------------
 
-    def compute(self) -> None:
-        """Raises RunFailed if the end is not reached."""
+    def compute(self) -> "Replay":
+        """Returns itself. Raises RunFailed if the end is not reached."""
         run = self.logged
         place = self.start[1].name if self.start else "its beginning"
         print0(f"computing {run.path} from {place} to step {self.end_at.step}")
@@ -288,6 +280,7 @@ class Replay(RowWatcher):
                     break
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
+        return self
 
     def compute_part(self, settings: dict, scratch: Path, resume: str) -> None:
         path = self.logged.path
@@ -310,7 +303,7 @@ class Replay(RowWatcher):
         """In words: whether all was computed again; if not, the first difference, and what is known
         to have changed since the run began."""
         run = self.logged
-        difference = self.difference()
+        difference = self.comparison.first_difference
         if not difference:
             steps_of = f"steps {max(0, self.begin_at.step) + 1} to {self.end_at.step}"
             return f"{steps_of}: all logged numbers are computed again, bit for bit"

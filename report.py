@@ -10,9 +10,9 @@ Reports on a run from the metrics.jsonl and run.json in its folder:
     python report.py records/*/                     # the table of what was measured
 
 Prints of several runs their results, best first, and the flags that differ; then the troubles that
-it finds, and paths. Where there are records, it prints their table alone. A folder that holds no run is left out
-with a line. A field that it does not know gets a panel and a row. With DOLLARS_PER_HOUR, the price
-of a device, in the environment, a result is what the run has cost.
+it finds, and paths. Where there are records, it prints their table alone. A folder that holds no
+run is left out with a line. A field that it does not know gets a panel and a row. With
+DOLLARS_PER_HOUR, the price of a device, in the environment, a result is what the run has cost.
 """
 
 import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line

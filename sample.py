@@ -8,8 +8,9 @@ Generate text with a trained model, from a run's folder or from one checkpoint:
     python sample.py out/mine --script=my_fork.py
 
 Of a run's folder it takes best.pt, or the newest checkpoint if best.pt is that of the run's first
-step, before which nothing was trained; the file and its step are printed above the text. It needs
-no dataset, and takes any file of torch.save with `model`, `config`, `data` as train.py's."""
+step, before which nothing was trained. A file is taken as it is: any of torch.save with `model`,
+`config`, `data` as train.py's. The file and its step are printed above the text. It needs no
+dataset."""
 
 import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
 
@@ -34,11 +35,11 @@ from plumbing.data import read_file, start_and_end, tokenizer_of
 from plumbing.files import replacing
 from plumbing.machine import choose_device, choose_dtype
 from plumbing.weights import facts_of
-from prepare_data import SEPARATOR, Cleaned, decode_utf8
+from prepare_data import clean, decode_utf8
 
-# Which weights of a run's folder
-checkpoint = "auto"  # auto | best | last; auto = best, or last if best.pt is of the first step
+# Which model
 script = ""  # the fork that trained it, if its model is not that of model.py
+checkpoint = "auto"  # auto | best | last; auto = best, or last if best.pt is of the first step
 
 # What to write
 start = ""  # the text to continue, or FILE:path of it; "" = begin as the texts of the dataset do
@@ -58,19 +59,21 @@ LINE = "\n" + "-" * 80 + "\n"  # between two samples
 def open_checkpoint(name: str) -> tuple[dict, str]:
     """(checkpoint, title: its file, its step, and why it is not best.pt) of a file, or of a run's
     folder. Changes nothing there."""
-    paths = files_to_try(Path(name))
+    path = Path(name)
+    paths = [path] if path.is_file() else checkpoints.newest_first(path)
+    if checkpoint != "last":
+        paths.sort(key=lambda path: path.name != "best.pt")  # it is tried first
+    paths = paths[:1] if checkpoint == "best" else paths
     remark = ""
     for path in paths:
         try:
             saved = checkpoints.load(path)
-        except Damaged as error:
-            problem = f"{path} is damaged, or no checkpoint of train.py: {error}"
+        except (Damaged, OSError) as error:
+            problem = f"{path} is damaged, unreadable, or no checkpoint of train.py: {error}"
             if path == paths[-1]:
                 fail(problem)
             print(printable(f"sample.py: {problem}"), file=sys.stderr)
             continue
-        except OSError as error:
-            fail(f"cannot read {path}: {error.strerror}")
         state = saved.get("state", {})
         step = state.get("step", "unknown")
         if path.name == "best.pt" and path != paths[-1] and step == state.get("first_step"):
@@ -78,18 +81,6 @@ def open_checkpoint(name: str) -> tuple[dict, str]:
             continue
         return saved, printable(f"{path}, step {step}{remark}")
     fail(f"no checkpoint in {name}; type: python sample.py out/NAME, the out_dir of a run")
-
-
-def files_to_try(path: Path) -> list[Path]:
-    """`path` itself, or the checkpoints of the folder `path`, in the order in which to try them."""
-    if not path.is_dir():
-        return [path] if path.exists() else []
-    newest = checkpoints.newest_first(path)  # best.pt comes last
-    if checkpoint == "best":
-        return [each for each in newest if each.name == "best.pt"]
-    if checkpoint == "auto":
-        newest.sort(key=lambda each: each.name != "best.pt")
-    return newest
 
 
 def rebuild(saved: dict, title: str) -> tuple[torch.nn.Module, Any]:
@@ -100,8 +91,7 @@ def rebuild(saved: dict, title: str) -> tuple[torch.nn.Module, Any]:
     tokenizer = tokenizer_of(meta)
     try:
         model = build(saved["config"], tokenizer.vocab_size)
-        model.load_state_dict(saved["model"])
-        model.load_state_dict(saved.get("ema") or {}, strict=False)  # tied weights have one average
+        model.load_state_dict(evaluated_weights(saved))
     except (InvalidShape, RuntimeError) as error:
         code = script or "today's model.py (of a fork, add --script=FILE)"
         what = f"{code} with its config and vocabulary of {tokenizer.vocab_size:,}"
@@ -132,24 +122,20 @@ def stream(ids: Iterable[int], tokenizer: Any) -> Iterator[str]:
     yield tokenizer.decode(waiting)
 
 
-@torch.inference_mode()
+@torch.no_grad()  # in inference mode autocast would convert the weights again for each token
 def write_samples(saved: dict, title: str) -> None:
     """Print `num_samples` continuations of `start`. The first is shown while it is made."""
     where = choose_device(device)
     model, tokenizer = rebuild(saved, title)
     model.to(where)
-    # in 16 bits if the hardware computes in them, as in training; narrow layers gain nothing on a
-    # CPU
     dtype = getattr(torch, choose_dtype("auto", where)[0])
-    low = dtype != torch.float32 and (
-        where.type != "cpu" or saved["config"].get("n_embd", 0) >= 256
-    )
-    for part in model.modules():
-        if low and isinstance(part, torch.nn.Linear):
-            part.to(dtype)  # once; autocast would do it again for each token
     block_size = saved["config"]["block_size"]
     first, end = start_and_end(saved["data"]["meta"])
-    text = read_start()
+    text = start
+    if start.startswith("FILE:"):
+        path = os.path.expanduser(start.removeprefix("FILE:"))
+        text = decode_utf8(read_file(path), path)
+    text = clean(text)
     ids = encode(text, tokenizer) if text else [first]
     print(title, file=sys.stderr)
     if len(ids) > block_size:
@@ -158,7 +144,7 @@ def write_samples(saved: dict, title: str) -> None:
     generator = torch.Generator(where).manual_seed(seed)
     began = time.perf_counter()
     print(printable(text), end="", flush=True)
-    with torch.autocast(where.type, dtype, enabled=low):
+    with torch.autocast(where.type, dtype, enabled=where.type != "cpu"):
         drawn = generate(
             model,
             prompts,
@@ -182,20 +168,10 @@ def write_samples(saved: dict, title: str) -> None:
     print(f"{count:,} tokens in {seconds:.2f} s: {count / seconds:,.0f} tokens/s", file=sys.stderr)
 
 
-def read_start() -> str:
-    """The text to continue, cleaned as prepare_data.py cleans texts."""
-    text = start
-    if start.startswith("FILE:"):
-        path = os.path.expanduser(start.removeprefix("FILE:"))
-        text = decode_utf8(read_file(path), path)
-    return Cleaned().text(text)
-
-
 def encode(text: str, tokenizer: Any) -> list[int]:
-    """The ids of a prompt. SEPARATOR in it is the id of the end of a text, if there is one."""
+    """The ids of a prompt. <|endoftext|> in it is the id of the end of a text, if there is one."""
     end = getattr(tokenizer, "end_of_text", None)
-    border = rf"\n?{re.escape(SEPARATOR)}\n?"
-    documents = [text] if end is None else re.split(border, text)
+    documents = [text] if end is None else re.split(r"\n?<\|endoftext\|>\n?", text)
     return [i for document in documents for i in (*tokenizer.encode(document), end)][:-1]
 
 
@@ -203,10 +179,7 @@ def export_weights(saved: dict, title: str) -> None:
     """Write the weights alone, under their own names, to `export`: of any model, not only a GPT."""
     from safetensors.torch import save
 
-    weights = {
-        name: average_of(name, weight, saved).clone().contiguous()
-        for name, weight in saved["model"].items()
-    }
+    weights = {name: w.clone().contiguous() for name, w in evaluated_weights(saved).items()}
     try:
         with replacing(export) as temporary:
             temporary.write_bytes(save(weights, facts_of(saved)))
@@ -215,14 +188,16 @@ def export_weights(saved: dict, title: str) -> None:
     print(f"{title}: {len(weights)} tensors in {export}", file=sys.stderr)
 
 
-def average_of(name: str, weight: torch.Tensor, saved: dict) -> torch.Tensor:
-    """The average of a weight, if there is one: of tied weights, which are equal in every bit, only
-    one has it."""
+def evaluated_weights(saved: dict) -> dict[str, torch.Tensor]:
+    """The averages of the weights, where there are any: of tied weights, which are equal in every
+    bit, only one has an average."""
     averages = saved.get("ema") or {}
-    if name in averages:
-        return averages[name]
-    tied = (other for other in averages if torch.equal(saved["model"][other], weight))
-    return averages.get(next(tied, None), weight)
+    weights = {}
+    for name, weight in saved["model"].items():
+        tied = (other for other in averages if torch.equal(saved["model"][other], weight))
+        source = name if name in averages else next(tied, None)
+        weights[name] = averages.get(source, weight)
+    return weights
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -175,7 +175,7 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
     with build(argv, to_train=True) as run:
         last_run = run
         if report:
-            run.folder.watchers.append(ReportAtEnd(run.folder.path))
+            run.folder.watchers.append(ReportAtEnd())
         if run.path and resuming.is_finished(run):
             from_rank0(resuming.close_finished, run)
             return 0
@@ -442,8 +442,7 @@ def train(run: Run, model, table, saver, clock: Clock) -> tuple[str, int]:
         if 0 < patience <= state["evals_since_best"] and state["step"] < max_steps:
             due.ending = f"stopped early: {patience} evaluations without improvement", 0
         if due.sample or (due.ending and due.ending[1] == 0):
-            with autocast(run.device):
-                print_sample(run, generate)
+            print_sample(run, generate, autocast)
         clock.lap("evaluate")
 
         # ---- save, stop --------------------------------------------------------------------------
@@ -472,12 +471,12 @@ def take_step(run: Run, model, clock: Clock | None) -> tuple[dict, dict]:
         take = partial(run.watch.step, run, take, inputs, targets, lr)
         run.steps_here += 1
         if every(audit_interval, state["step"] + 1):  # repeats and compares the step
-            take = partial(audit.confirm, run, take, clock)
+            take = partial(audit.repeated, run, take, clock, most=3)
         elif run.steps_here == 2 and deterministic and audit_interval >= 0:
-            take = partial(audit.find_hidden_state, run, take, clock)
+            take = partial(audit.repeated, run, take, clock, most=2)
     numbers = take()
     needed = {"loss", "grad_norm", "skipped", "targets"}
-    fields.check_numbers(numbers, "train_step() returned", ("model", "step"), needed)
+    fields.check_numbers(numbers, "train_step", needed)
     row = count_batch(run, targets)  # and step += 1
     return row | {"lr": lr, "data_ms": data_ms}, numbers
 
@@ -584,13 +583,14 @@ class ShuffledWindows(torch.utils.data.Dataset):
             self.order.pop(epoch - 2, None)
         return self.order[epoch]
 
-    @data.draws_nothing
     def __getitem__(self, batch: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         first, count = batch
         epoch, place = np.divmod(np.arange(first, first + count), len(self))
         parts = [self.starts(e)[place[epoch == e]] for e in range(epoch[0], epoch[-1] + 1)]
         rows = data.read_rows(self.tokens, np.concatenate(parts), self.block_size + 1)
         return rows[:, :-1].copy(), rows[:, 1:].copy()
+
+    __getitem__.draws_nothing = True  # so reading it seeds nothing
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -644,7 +644,7 @@ def forward_backward(model, run: Run, inputs, targets, n_targets: torch.Tensor) 
         y = torch.where(n > 0, y, y.new_zeros(()))  # without any: a finite loss, which counts 0
         with autocast(x.device):
             result = model(x, y)  # 3: forward, under autocast
-        means = fields.means_of(result, run.model)  # over the targets of x
+        means = fields.means_of(result)  # over the targets of x
         parts = n_targets / n  # so many of this size make the global batch; infinite if n is 0
         numbers = {name: torch.where(n > 0, means[name], 0) / parts for name in means}  # 4
         run.scaler.scale(numbers["loss"]).backward()  # 5: backward
@@ -704,7 +704,7 @@ def record_evaluation(run: Run, table) -> bool:
     meta = run.facts["data"]["meta"]
     numbers = evaluate(run)
     needed = {"val_loss", best_metric.removeprefix("-")}
-    fields.check_numbers(numbers, "evaluate() returned", ("eval",), needed)
+    fields.check_numbers(numbers, "evaluate", needed)
     numbers = {name: n.item() if hasattr(n, "item") else n for name, n in numbers.items()}
     is_best = count_evaluation(numbers, state)
     row = {"kind": "eval", "step": state["step"], **numbers}
@@ -763,7 +763,7 @@ def sum_losses_of_batch(run: Run, inputs: torch.Tensor, targets: torch.Tensor) -
     for x, y in zip(inputs.split(size), targets.split(size), strict=True):
         with autocast(run.device):
             logits = run.model(x)
-            fields.check_logits(logits, y, run.model)
+            fields.check_logits(logits, y)
             loss = cross_entropy(logits, y, label_smoothing=0.0, reduction="sum")
         right = (logits.argmax(-1) == y).sum()
         sums.append(torch.stack([loss, right, count_targets(y)]).to(precise(run.device)))

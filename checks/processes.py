@@ -22,8 +22,7 @@ def race(script, words, seed):
     folder."""
     folder = trained(str(REPO / script), words, seed)
     facts = read_json(folder / "run.json")
-    rows, _ = read_rows(folder / "metrics.jsonl")
-    last = {row["kind"]: row for row in rows}
+    last = {row["kind"]: row for row in read_rows(folder / "metrics.jsonl")}
     return {
         "process": sum(facts["seconds"].values()),
         "loss": last["eval"]["val_loss"],

@@ -1,13 +1,12 @@
 """The log of a run, read back so that it can be compared with another one and computed again."""
 
 import math
-from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
 from plumbing.cli import fail
 from plumbing.files import read_json
-from plumbing.log import Witness, course, key_of, read_rows, standing
+from plumbing.log import Witness, key_of, read_rows, standing
 
 KINDS = ("train", "eval", "saved")  # of the rows that are compared
 
@@ -18,7 +17,7 @@ def first_difference(
     then: str | Path, now: str | Path, kinds: tuple = KINDS, last: float = math.inf
 ) -> dict | None:
     """Compare the logs of two run folders, row by row in the order of the steps: every bit of each
-    number that is compared, see compared_fields().
+    number that is compared, see Witness. The saves come last: their hashes depend on settings, too.
 
     kinds: of the rows to compare: "train", "eval", and "saved" for the hash of each save. Saves
     count where both runs have one, as a signal may have asked for it. A train or eval row that only
@@ -27,8 +26,10 @@ def first_difference(
     in words. Raises BadInput if a folder holds no run.
     """
     old = RunLog(then)
-    witness = Witness(old.rows_between(-1, last, kinds), old.knobs["best_metric"], whole=True)
-    for row in RunLog(now).rows_between(-1, last, kinds):
+    old_rows = old.rows_between(-1, last, kinds)
+    witness = Witness(old_rows, old.knobs["best_metric"], whole=True)
+    new_rows = RunLog(now).rows_between(-1, last, kinds)
+    for row in sorted(new_rows, key=lambda row: (row["kind"] == "event", row["step"])):
         witness.see(row)
     witness.close()
     return witness.first_difference
@@ -59,7 +60,7 @@ class RunLog:
 
     facts: run.json. knobs: those with which its newest rows were computed. script: name of the file
     that was run. rows: {(step, kind): row} of KINDS. saves: events `saved`. rollbacks: the events.
-    resumes: [(Position, event)] of those that took effect. hashes: of all saves, also of those that
+    resumes: [(Position, event)], the last one at each place. hashes: of all saves, also of those that
     were undone. began_from: path of the checkpoint of another run with which this one began, or
     None. first, last: the step before the first one, and the last one. Raises BadInput if the
     folder holds no run.
@@ -72,44 +73,41 @@ class RunLog:
         self.knobs = {"best_metric": "val_loss", **self.facts.get("config", {}), **identity}
         self.script = Path(self.facts.get("command", [""])[0]).name
         self.began_from = identity.get("began_from")
-        self.rows = {}
-        self.saves = []  # two of a step, around a rollback, have two hashes
         self.rollbacks = []
         self.resumes = []
-        rows, _ = read_rows(self.path / "metrics.jsonl")
+        rows = read_rows(self.path / "metrics.jsonl")
         self.hashes = {row.get("sha256") for row in rows}  # also of saves that were undone
-        for row, begun, _ in course(standing(rows)):
-            if begun:
-                here = Position(len(self.rollbacks), begun["step"])
+        compared = []
+        for row in standing(rows):
+            step, kind = key_of(row)
+            if kind == "resume":
+                here = Position(len(self.rollbacks), step)
                 self.resumes = [old for old in self.resumes if old[0] < here]
-                self.resumes.append((here, begun))
-            self.add(row)
+                self.resumes.append((here, row))
+            elif kind == "rollback":
+                self.rollbacks.append(row)
+                compared = [old for old in compared if old["step"] <= step]
+            elif kind in KINDS:
+                compared.append(row)
+        self.saves = [row for row in compared if row["kind"] == "event"]
+        # Of two saves of a step, around a rollback, the first counts, but for the one before a due
+        # evaluation: no run that was not stopped there has that state. Of other rows the later one.
+        saves = [row for row in reversed(self.saves) if not row.get("evaluation_due")]
+        others = [row for row in compared if row["kind"] != "event"]
+        self.rows = {key_of(row): row for row in others + saves}
         if not identity or not self.rows:
             fail(f"{self.path} holds no run; expected the out_dir of train.py, such as out/run")
         steps = [step for step, _ in self.rows]
         self.first = min(steps) if self.began_from else 0
         self.last = max(steps)
 
-    def add(self, row: dict) -> None:
-        """Take a row into account, in the order of the file. Of two rows of a step the later one
-        counts, as in a report; of two saves the first, but for the one before a due evaluation:
-        no run that was not stopped there has that state."""
-        step, kind = key_of(row)
-        if kind == "rollback":
-            self.rows = {key: old for key, old in self.rows.items() if key[0] <= step}
-            self.saves = [save for save in self.saves if save["step"] <= step]
-            self.rollbacks.append(row)
-        elif kind == "saved":
-            self.saves.append(row)
-            if not row.get("evaluation_due"):
-                self.rows.setdefault((step, kind), row)
-        elif kind in KINDS:
-            self.rows[step, kind] = row
-
     def rows_between(self, first: int, last: float, kinds: tuple = KINDS) -> list[dict]:
         """Rows of the steps first + 1 to last."""
-        keys = sorted(self.rows, key=itemgetter(0))
-        return [self.rows[key] for key in keys if first < key[0] <= last and key[1] in kinds]
+        result = []
+        for (step, kind), row in self.rows.items():
+            if first < step <= last and kind in kinds:
+                result.append(row)
+        return result
 
     def position(self, step: int) -> Position:
         """Where the run took this step for the last time."""

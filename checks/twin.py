@@ -232,7 +232,7 @@ def eventful_run(job):
     with redirect_stdout(io.StringIO()):
         for _ in ("until the signal", "to the end"):
             train.main([f"--out_dir={folder}"], watch=watch)
-    rows = {key_of(row): row for row in read_rows(folder / "metrics.jsonl")[0]}
+    rows = {key_of(row): row for row in read_rows(folder / "metrics.jsonl")}
     return watch, rows, folder
 
 

@@ -160,14 +160,18 @@ def read(path, inner=weights.read):
     return tensors, facts
 
 
-def flag_and_shape(folder):
-    """What --weights=FOLDER stands for."""
-    return "init_from", f"{folder}/model.safetensors", shape_in(folder)
+def read_flag() -> None:
+    """Replace --weights=FOLDER in the command by --init_from, with the file's shape as defaults."""
+    for n, word in enumerate(sys.argv):
+        if word.startswith("--weights="):
+            folder = word.partition("=")[2]
+            vars(train).update(shape_in(folder))
+            sys.argv[n] = f"--init_from={folder}/model.safetensors"
 
 
 weights.read = read
-cli.SHORTHANDS["weights"] = flag_and_shape
 vars(train).update(__doc__=__doc__, build_model=GPT2, out_dir="out/gpt2")
 
 if __name__ == "__main__":
+    read_flag()
     sys.exit(cli.run_script(train.main))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 
 from plumbing import machine
 from plumbing.checkpoint import restore
@@ -32,9 +31,9 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
     names = []  # that differ between the first two
     # Two equal tries prove the step. If they are not equal, a third one shows which of them was
     # computed wrongly, and leaves the right result behind.
-    for number in range(most):
-        with clock.apart("audit") if number else nullcontext():
-            if number:
+    while len(tries) < (most if names else 2):
+        with clock.apart("audit") if tries else nullcontext():
+            if tries:
                 restore(run, before)
             numbers = take_step()
             machine.synchronize(run.device)
@@ -43,10 +42,7 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
             return skipped(run, step, numbers)
         with clock.apart("audit"):
             tries.append(hashes_of(run, numbers))
-            if number == 1:
-                names = differing(*tries)
-        if number and not names:
-            break
+            names = names or differing(tries[0], tries[-1])
     machine.reset_peak_memory(run.device)
     if names:
         name_the_odd_try(run, step, names, tries)
@@ -81,11 +77,6 @@ def name_the_odd_try(run, step: int, names: list[str], tries: list[dict]) -> Non
         "--audit_interval=-1. Or this machine does not compute reliably: python check.py "
         "--only=exact tries it"
     )
-
-
-# Both take (run, take_step, clock), and return the numbers of the step
-find_hidden_state = partial(repeated, most=2)
-confirm = partial(repeated, most=3)
 
 
 def lacks_memory(run) -> bool:

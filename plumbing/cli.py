@@ -20,42 +20,33 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
+from configparser import RawConfigParser
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
 POLICY = ("fixed", "free", "product fixed")  # the words in which a comment may end
-BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+BOOLEANS = RawConfigParser.BOOLEAN_STATES  # of 1, yes, true, on; 0, no, false, off
 KNOB = re.compile(  # comments above it, name, value, comment
     r"((?:^# .*\n)*)^([a-z][a-z0-9_]*) = (.*?)(?: +# (.*(?:\n#  .*)*))?$", re.MULTILINE
 )
-INTERVAL = re.compile(r"([\[(])(-?[\d.e]+), ?(-?[\d.e]+|inf)([\])])")
+INTERVAL = re.compile(r"([\[(])(-?[\d.e]+|-inf), ?(-?[\d.e]+|inf)([\])])")
 CHOICES = re.compile(r"\w+(?: \| \w+)+")
-NAMES_ELSEWHERE = {  # nanoGPT's name, or one that is gone: what to type instead
+NAMES_ELSEWHERE = {  # nanoGPT's name: what to type instead
     "always_save_checkpoint": "--save_interval=N saves whatever the loss is; best.pt is separate",
     "backend": "--device decides it: nccl for cuda, gloo for cpu",
     "bias": "no counterpart: none of the --n_layer layers has a bias",
     "decay_lr": "--schedule=cosine decays the rate, --schedule=constant does not",
-    "dollars_per_hour": "gone since 2026-11-25: report.py gives device-hours",
     "eval_iters": "--eval_tokens=N evaluates the first N tokens, --eval_tokens=0 all of them",
     "eval_only": "no counterpart: every run also evaluates before its first step (--eval_interval)",
     "gradient_accumulation_steps": "here it is accum_steps",
-    "hang_minutes": "gone since 2026-11-25: HANG_MINUTES in plumbing/ranks.py",
     "learning_rate": "here it is peak_lr",
     "lr_decay_iters": "here it is decay_steps",
     "max_iters": "here it is max_steps",
-    "max_rollbacks": "gone since 2026-11-25: MAX_ROLLBACKS in train.py",
-    "max_skipped": "gone since 2026-11-25: MAX_SKIPPED in train.py",
-    "n_future_tokens": "gone since 2026-11-25: it showed no gain; --ngram_rows and --conv_width do",
-    "offline_dataset": "gone since 2026-11-25: --dataset=pydoc needs no network",
-    "offload": "gone since 2026-11-25: a smaller --batch_size or --grad_checkpoint=true needs less memory",
-    "save_minutes": "gone since 2026-11-25: --save_interval=N saves every N steps, SIGUSR1 at once",
     "warmup_iters": "here it is warmup_steps",
 }
-# A flag that a script adds: it sets several knobs, unless they are typed, and types another one.
-# Name -> function(value) that returns (name and value of that one, {knob: value}).
-SHORTHANDS: dict[str, Callable[[str], tuple[str, str, dict]]] = {}
 
 
 class BadInput(Exception):
@@ -174,19 +165,15 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     argv = sys.argv[1:] if argv is None else argv
     config = Config([(scope, read_knobs(scope["__file__"])) for scope in scopes])
     has_file = False
-    for argument, following in zip(argv, [*argv, ""][1:], strict=True):
+    for argument, following in pairwise([*argv, ""]):
         if argument in ("-h", "--help"):
             print_help(scopes[-1]["__doc__"] or "", config)
             raise SystemExit(0)
         if argument.startswith("-"):
             name, equals, value = argument.removeprefix("--").partition("=")
-            if following and not equals:
-                accept(name, following, f"{argument} {following}", config.knobs)
-                fail(f"{argument} {following}: write {argument}={following}")
-            if name in SHORTHANDS:
-                name, value, settings = SHORTHANDS[name](value)
-                config.base.update(settings)
-                config.update({key: settings[key] for key in settings.keys() - config.typed})
+            if not equals:
+                hint = "VALUE" if following[:2] in ("", "--") else following
+                fail(f"{argument}: write {argument}={hint}")
             config[name] = accept(name, value, argument, config.knobs)
             config.typed.add(name)
         elif argument.endswith(".py"):
@@ -294,20 +281,19 @@ def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
         with suppress(ValueError, OverflowError):  # int(nan), int(inf)
             number = float(show(value))
             value = type(default)(number)
-            fits = value == number and is_in(number, INTERVAL.search(comment))
+            fits = value == number and is_in(
+                number, *INTERVAL.search(f"{comment} [-inf, inf]").groups()
+            )
     if not fits:
         expected = f"{type(default).__name__}, {name} = {default!r}  # {comment}"
         fail(f"{written}: expected {choices[0] if choices else expected}")
     return value
 
 
-def is_in(number: float, interval: re.Match | None) -> bool:
-    """Whether a number is in an interval such as [1, inf). None: any number is."""
-    if not interval:
-        return True
-    low, high = float(interval[2]), float(interval[3])
-    is_end = (number == low and interval[1] == "[") or (number == high and interval[4] == "]")
-    return is_end or low < number < high
+def is_in(number: float, left: str, low: str, high: str, right: str) -> bool:
+    """Whether a number is in an interval such as [1, inf), here in its four parts."""
+    is_end = (left == "[" and number == float(low)) or (right == "]" and number == float(high))
+    return is_end or float(low) < number < float(high)
 
 
 def show(value: Any) -> str:

@@ -224,34 +224,29 @@ def share_words(sequences: int, ranks: int) -> str:
     return f"; {least}{several} on each of {ranks} ranks"
 
 
-def print_end(ended: str, state: dict, seconds: dict, folder: Path, best_metric: str) -> None:
+def print_end(ended: str, state: dict, seconds: dict, best_metric: str) -> None:
     """How a run ended, above its report; the error of a failed one is the very last line."""
     if not ended.startswith("failed"):
         print0(f"{ended} at step {state['step']:,}; {best_words(best_metric, state)}")
     spent = ", ".join(f"{kind} {value:.1f}" for kind, value in seconds.items())
-    print0(f"{sum(seconds.values()):.1f} s: {spent}")
+    print0(f"{seconds.total():.1f} s: {spent}")
+
+
+def print_next(ended: str, folder: Path, facts: dict) -> None:
+    """Print what to type next, if a checkpoint is there. facts: of run.json."""
+    is_saved = any(folder.glob("*.pt"))
     if ended.startswith(("stopped by", "left")):
-        goal = (
-            f"to resume from {shown(folder)}" if holds_checkpoint(folder) else "nothing was saved"
-        )
+        goal = f"to resume from {shown(folder)}" if is_saved else "nothing was saved"
         print0(f"{goal}; type the same command again")
-
-
-def print_next(folder: Path, writes_text: bool, script: str = "train.py") -> None:
-    """Print commands to paste next, if a checkpoint is there. writes_text: whether the run's data is
-    text. script: that trained the run, and builds its model."""
-    if not holds_checkpoint(folder):
+    if not is_saved:
         return
-    if writes_text:
+    if "tokenizer" in facts["data"]["meta"]:
+        script = facts["command"][0]
         sample = to_paste("sample.py", folder)
         if Path(script).name != "train.py":
             sample += f" --script={shlex.quote(shown(script))}"
         print0(f"{sample:<50}  # a sample of its text")
     print0(f"{to_paste('report.py', folder):<50}  # its curves and results")
-
-
-def holds_checkpoint(folder: Path) -> bool:
-    return any(folder.glob("*.pt"))
 
 
 def to_paste(script: str, folder: Path) -> str:

@@ -14,7 +14,6 @@ import json
 import math
 import multiprocessing
 import os
-import pickle
 import random
 import re
 import signal
@@ -26,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from plumbing.cli import BadInput, RunFailed
+from plumbing.cli import BadInput
 from plumbing.console import print0
 from plumbing.fields import expect
 from plumbing.files import digest_of
@@ -59,16 +58,12 @@ def folder_of(name: str, data_dir: str) -> str:
 
 
 def verified_meta(folder: str) -> dict:
-    """The dict in meta.json. Raises DataError unless both files have the size and the SHA-256 that
-    it says."""
+    """The dict in meta.json. Raises DataError unless the files have the SHA-256 that it says."""
     try:
         meta = json.loads(read_file(f"{folder}/meta.json"))
-        for split in SPLITS:
-            path = os.path.join(folder, f"{split}.bin")
-            size = np.dtype(meta["dtype"]).itemsize * meta[f"{split}_tokens"]
-            digest = meta["sha256"][f"{split}.bin"]
-            if os.path.getsize(path) != size or digest_of(path) != digest:
-                raise ValueError(f"{path} has not {size:,} bytes with SHA-256 {digest}")
+        for name, digest in meta["sha256"].items():
+            if digest_of(f"{folder}/{name}") != digest:
+                raise ValueError(f"{name} has another SHA-256")
     except (OSError, ValueError, KeyError, TypeError) as error:
         made = f"python prepare_data.py {os.path.basename(folder)}"
         raise DataError(
@@ -119,30 +114,26 @@ def dataset_of_run(
     It is `name`, or, if that cannot be downloaded, its FALLBACK with a loud warning. make(name,
     data_dir) makes one that is missing. so_far: the dataset of the run until now, or None.
     block_size: tokens in a window; train needs twice as many tokens, val one more than a window."""
-    chosen = name
     try:
         if so_far and so_far == FALLBACK.get(name):
             raise Offline("This run started without a network.")
-        folder, meta = found_or_made(make, name, data_dir)
+        folder = folder_of(name, data_dir)
+        if os.path.exists(f"{folder}/meta.json"):
+            meta = verified_meta(folder)
+        else:
+            folder, meta = make(name, data_dir)
     except Offline as error:
         if name not in FALLBACK:
             raise
         chosen = FALLBACK[name]
         print0(INSTEAD.format(bar="!" * 90, why=error, chosen=chosen, name=name))
-        folder, meta = found_or_made(make, chosen, data_dir)
+        return dataset_of_run(make, chosen, None, data_dir, block_size)
     if meta["train_tokens"] < 2 * block_size or meta["val_tokens"] <= block_size:
         found = f"{meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate"
-        hint = "expected a smaller block_size, or a longer text"
-        raise DataError(f"--block_size={block_size}: {folder} has {found}; {hint}")
-    return chosen, folder, meta
-
-
-def found_or_made(make: Callable, name: str, data_dir: str) -> tuple[str, dict]:
-    """(folder, meta) of a dataset: verified if it is there, else made."""
-    folder = folder_of(name, data_dir)
-    if os.path.exists(f"{folder}/meta.json"):
-        return folder, verified_meta(folder)
-    return make(name, data_dir)
+        raise DataError(
+            f"--block_size={block_size}: {folder} has {found}; expected more, or a smaller block_size"
+        )
+    return name, folder, meta
 
 
 def read_rows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
@@ -150,13 +141,6 @@ def read_rows(tokens: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray
     other numbers in their own dtype."""
     rows = np.asarray(tokens)[starts[:, None] + np.arange(length)]
     return rows.astype(np.int64) if np.issubdtype(rows.dtype, np.integer) else rows
-
-
-def draws_nothing(getitem: Callable) -> Callable:
-    """A decorator for the __getitem__ of a dataset that draws no random numbers: it saves the time
-    of seeding them."""
-    getitem.draws_nothing = True
-    return getitem
 
 
 class OrderedWindows:
@@ -173,7 +157,6 @@ class OrderedWindows:
     def __len__(self) -> int:
         return self.windows
 
-    @draws_nothing
     def __getitem__(self, batch: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
         first, count = batch
         first_new = np.arange(first, first + count) * self.block_size
@@ -184,36 +167,37 @@ class OrderedWindows:
         targets[is_repeated] = -100 if np.issubdtype(targets.dtype, np.integer) else np.nan
         return rows[:, :-1].copy(), targets
 
+    __getitem__.draws_nothing = True
+
 
 class Reader:
-    """dataset[first, count], as the loop reads it. Around a read, Python's, NumPy's and torch's random
-    numbers (those of the CPU) are seeded from (seed, first), and put back: so a dataset may draw
-    from them, and each batch still is a pure function of its place. Raises RunFailed for what is no
-    batch."""
+    """dataset[first, count] as the loop reads it, as arrays. Raises RunFailed for what is no batch.
+
+    Meanwhile random numbers are seeded from (seed, first): so a dataset may draw from them, and each
+    batch still is a pure function of its place. Not where __getitem__ says that it draws_nothing:
+    a third of a millisecond is much of a short step."""
 
     def __init__(self, dataset: Any, seed: int):
         self.dataset = dataset
         self.seed = seed
 
-    def __getitem__(self, place: tuple[int, int]) -> tuple:
+    def __getitem__(self, place: tuple[int, int]) -> list[np.ndarray]:
         first, count = place
-        dataset = self.dataset
-        own = vars(type(dataset)).get("__getitem__")
-        with nullcontext() if hasattr(own, "draws_nothing") else drawing_from(self.seed, first):
-            batch = dataset[first, count]
-        parts = batch if isinstance(batch, tuple | list) else ()
-        sizes = [getattr(part, "shape", ())[:1] for part in parts]
-        start = f"{type(dataset).__name__}[{first}, {count}] returned"
+        is_plain = hasattr(type(self.dataset).__getitem__, "draws_nothing")
+        with nullcontext() if is_plain else seeded([self.seed, first]):
+            batch = self.dataset[first, count]
+        parts = batch if isinstance(batch, tuple | list) else [batch]
+        source = f"{type(self.dataset).__name__}[{first}, {count}]"
         expected = f"(inputs, targets), arrays or tensors of {count} rows each"
-        expect(sizes == [(count,), (count,)], start, batch, expected)
-        return batch
+        fits = [np.shape(part)[:1] for part in parts] == [(count,), (count,)]
+        expect(fits, source, batch, expected)
+        return [np.asarray(part) for part in parts]
 
 
 @contextmanager
-def drawing_from(*seeds: int) -> Iterator[None]:
-    """A context in which all random numbers of the CPU are seeded from `seeds`. Later ones are as
-    without it."""
-    import torch
+def seeded(seeds: list[int]) -> Iterator[None]:
+    """A context in which random numbers of Python, NumPy and torch on the CPU follow from `seeds`."""
+    import torch  # here, so that prepare_data.py, which needs none, starts at once
 
     from plumbing.snapshot import rng_state, set_rng_state
 
@@ -240,51 +224,35 @@ def batches(
     """Yields (inputs, targets, milliseconds waited), on the device: dataset[place] for each of
     `places`, which `num_workers` processes read ahead; 0 = this one reads. timeout: seconds that it
     waits for a worker, before torch's RuntimeError; a worker that dies raises it, too."""
-    import torch  # here, so that prepare_data.py, which needs none, starts at once
+    import torch
 
-    of_workers = {}
-    if num_workers:
-        of_workers = {"prefetch_factor": prefetch_factor, "timeout": timeout}
-        of_workers["collate_fn"] = hand_over
-        atexit.register(kill_workers)
+    atexit.register(kill_workers)
     loader = torch.utils.data.DataLoader(
         dataset,
         sampler=places,
         batch_size=None,
         num_workers=num_workers,
+        prefetch_factor=prefetch_factor if num_workers else None,
+        timeout=timeout if num_workers else 0,
+        collate_fn=hand_over if num_workers else None,
         worker_init_fn=live_as_long_as_the_run,
         generator=torch.Generator(),  # or it would draw a seed from the global generator
-        **of_workers,
     )
     began = time.perf_counter()
-    try:
-        for batch in loader:
-            if isinstance(batch, bytes):
-                batch = pickle.loads(batch)
-            yield *to_device(batch, device), 1000 * (time.perf_counter() - began)
-            began = time.perf_counter()
-    except RunFailed as error:  # torch adds a traceback to that of a worker
-        raise RunFailed(str(error).strip().rpartition("RunFailed: ")[2]) from error
-    except (OSError, EOFError) as error:
-        if num_workers and str(error).endswith("No space left on device"):
-            hint = "docker run --shm-size=1g, a smaller --prefetch_factor, or --num_workers=0"
-            raise RunFailed(f"workers need more space in /dev/shm ({error}); {hint}") from error
-        time.sleep(1)  # torch's own error, if a worker has died, comes meanwhile, or came before
-        if len(multiprocessing.active_children()) == num_workers:
-            raise  # an error of the dataset
-        raise RuntimeError("DataLoader worker was killed while it sent a batch") from error
+    for batch in loader:
+        yield *to_device(batch, device), 1000 * (time.perf_counter() - began)
+        began = time.perf_counter()
 
 
-def hand_over(batch: tuple) -> list | bytes:
-    """In a worker: the batch as tensors in shared memory, or, where /dev/shm is full (it has 64 MB in
-    a Docker container), as bytes, which go through a pipe."""
+def hand_over(batch: list[np.ndarray]) -> list:
+    """In a worker: the batch as tensors in shared memory; where /dev/shm is full (it has 64 MB in a
+    Docker container), as arrays, which go through a pipe."""
     import torch
 
-    tensors = [torch.as_tensor(part).detach() for part in batch]
     try:
-        return [tensor.share_memory_() for tensor in tensors]
+        return [torch.as_tensor(part).share_memory_() for part in batch]
     except RuntimeError:
-        return pickle.dumps([tensor.clone() for tensor in tensors])
+        return batch
 
 
 def live_as_long_as_the_run(worker: int) -> None:

@@ -2,9 +2,10 @@
 is shown."""
 
 import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from plumbing.cli import RunFailed
 
@@ -15,7 +16,7 @@ class Field:
 
     name: str
     kind: str  # of its rows: train, eval, both; mark: of all, and no number; none: in no row
-    writer: str = "loop"  # or step (train_step), model, eval (evaluate), clock (what is measured)
+    writer: str = "loop"  # or train_step, evaluate, clock (what is measured)
     heading: str = ""  # of its column, or before it in the line of an evaluation; "" = not printed
     form: str = ""  # how it is printed, a format of Python's
     plot: str = ""  # the title of its panel in the report; "" = none
@@ -36,30 +37,30 @@ class Field:
 
 # fmt: off
 ALL_FIELDS = (  # in the order of columns and panels
-    #     name              kind     writer   heading      form     plot                     leaves
+    #     name              kind     writer        heading      form     plot                     leaves
     Field("kind",           "mark"),  # train, eval or event
     Field("finite",         "mark",  "clock"),  # false: a null of the row was not finite
     Field("step",           "both"),  # finished updates, skipped ones too
-    Field("loss",           "train", "model", "loss",      "7.4f",  "loss (nats)"),
-    Field("grad_norm",      "train", "step",  "norm",      "#8.3g", "gradient norm",         3),
-    Field("lr",             "train", "loop",  "lr",        "8.2e",  "learning rate",         4),
-    Field("step_ms",        "train", "clock", "ms",        "7.1f",  "",                      2),
-    Field("data_ms",        "train", "clock", "wait",      "6.1f",  "",                      7),
-    Field("tokens_per_sec", "train", "clock", "tok/s",     "9,.0f", "throughput (tokens/s)"),
-    Field("mfu",            "train", "clock", "mfu",       "6.1%",  "",                      5),
-    Field("mem_gb",         "train", "clock", "GB",        "6.2f",  "peak memory (GB)",      6),
-    Field("gpu_util",       "train", "clock", "",          "4.0f",  "GPU busy (%)"),
-    Field("loss_scale",     "train", "step",  "scale",     "8.3g",  "loss scale",            5),
-    Field("skipped",        "train", "step"),  # 1 if the update changed nothing
+    Field("loss",           "train", "train_step", "loss",      "7.4f",  "loss (nats)"),
+    Field("grad_norm",      "train", "train_step", "norm",      "#8.3g", "gradient norm",         3),
+    Field("lr",             "train", "loop",       "lr",        "8.2e",  "learning rate",         4),
+    Field("step_ms",        "train", "clock",      "ms",        "7.1f",  "",                      2),
+    Field("data_ms",        "train", "clock",      "wait",      "6.1f",  "",                      7),
+    Field("tokens_per_sec", "train", "clock",      "tok/s",     "9,.0f", "throughput (tokens/s)"),
+    Field("mfu",            "train", "clock",      "mfu",       "6.1%",  "",                      5),
+    Field("mem_gb",         "train", "clock",      "GB",        "6.2f",  "peak memory (GB)",      6),
+    Field("gpu_util",       "train", "clock",      "",          "4.0f",  "GPU busy (%)"),
+    Field("loss_scale",     "train", "train_step", "scale",     "8.3g",  "loss scale",            5),
+    Field("skipped",        "train", "train_step"),  # 1 if the update changed nothing
     Field("tokens",         "train"),  # targets trained on so far
     Field("sequences",      "train"),  # index of the next one
     Field("epoch",          "train"),
-    Field("targets",        "none",  "step"),  # of one step
+    Field("targets",        "none",  "train_step"),  # of one step
     Field("batch_tokens",   "none"),
-    Field("val_loss",       "eval",  "eval",  "val loss",  ".4f"),
-    Field("val_bpb",        "eval",  "loop",  "bits/byte", ".4f",   "bits per byte"),
-    Field("val_accuracy",   "eval",  "eval",  "accuracy",  ".1%",   "accuracy (%)"),
-    Field("val_tokens",     "eval",  "eval",  "tokens",    ","),
+    Field("val_loss",       "eval",  "evaluate",   "val loss",  ".4f"),
+    Field("val_bpb",        "eval",  "loop",       "bits/byte", ".4f",   "bits per byte"),
+    Field("val_accuracy",   "eval",  "evaluate",   "accuracy",  ".1%",   "accuracy (%)"),
+    Field("val_tokens",     "eval",  "evaluate",   "tokens",    ","),
     Field("best_val_loss",  "eval"),
 )
 # fmt: on
@@ -80,49 +81,40 @@ def shown_fields(row: dict, kind: str) -> list[Field]:
 # ---- what the functions of a fork return ---------------------------------------------------------
 
 
-def means_of(result: Any, model: Any) -> dict:
+def means_of(result: Any) -> dict:
     """{"loss": scalar, and other scalars by name} from what `model(inputs, targets)` returned. Raises
     RunFailed unless that is the loss, or (loss, {name: scalar})."""
-    start = f"{type(model).__name__}.forward(inputs, targets) returned"
     loss, others = result if type(result) is tuple and len(result) == 2 else (result, {})
     is_loss = getattr(loss, "requires_grad", False) and is_scalar(loss)
-    expected = "the mean loss, a scalar tensor with a gradient, or (loss, {name: scalar})"
-    expect(is_loss and isinstance(others, dict), start, result, expected)
-    check_numbers(others, start, writers=())
+    are_others = isinstance(others, dict) and not others.keys() & FIELDS.keys()
+    expected = "the mean loss, a scalar tensor with a gradient, or (loss, {new name: scalar})"
+    expect(is_loss and are_others, "model(inputs, targets)", result, expected)
     return {"loss": loss, **others}
 
 
-def check_logits(logits: Any, targets: Any, model: Any) -> None:
-    """Raises RunFailed unless `model(inputs)` returned logits, (*targets.shape, classes)."""
-    sizes = ", ".join(map(str, targets.shape))
+def check_logits(logits: Any, targets: Any) -> None:
+    """Raises RunFailed unless `model(inputs)` returned logits."""
     fits = getattr(logits, "shape", [0])[:-1] == targets.shape
-    start = f"{type(model).__name__}.forward(inputs) returned"
-    expect(fits, start, logits, f"logits, a Tensor ({sizes}, classes)")
+    expect(fits, "model(inputs)", logits, "logits, a tensor (*targets.shape, classes)")
 
 
-def check_numbers(numbers: Any, start: str, writers: tuple, needed: Collection = ()) -> None:
-    """Raises RunFailed unless `numbers` is a dict of scalars that has the keys `needed`, and no
-    field of the rows which others than `writers` write: see Field. start: who returned it."""
-    has_needed = isinstance(numbers, dict) and numbers.keys() >= set(needed)
-    expect(has_needed, start, numbers, f"a dict of scalars with {', '.join(sorted(needed))}")
+def check_numbers(numbers: Any, writer: str, needed: set) -> None:
+    """Raises RunFailed unless `numbers`, which the function `writer` returned, is a dict of scalars
+    that has the keys `needed`, and no field of the rows that something else writes."""
+    has_needed = isinstance(numbers, dict) and numbers.keys() >= needed
+    expect(has_needed, f"{writer}()", numbers, f"a dict with {', '.join(sorted(needed))}")
     for name, value in numbers.items():
-        if name in FIELDS and FIELDS[name].writer not in writers:
-            raise RunFailed(f"{start} a number named {name}, which rows have, too")
-        expect(is_scalar(value), f"{start} {name},", value, "a scalar")
+        is_own = name not in FIELDS or FIELDS[name].writer == writer
+        expected = "a scalar, under a name that rows do not have"
+        expect(is_own and is_scalar(value), f"{writer}()[{name!r}]", value, expected)
 
 
 def is_scalar(value: Any) -> bool:
-    return isinstance(value, int | float) or math.prod(getattr(value, "shape", [0])) == 1
+    return math.prod(np.shape(value)) == 1
 
 
-def expect(fits: bool, start: str, value: Any, expected: str) -> None:
-    """Raises RunFailed unless `fits`. start: who returned `value`, and as what."""
-    if fits:
-        return
-    from plumbing.snapshot import mapped  # here, since prepare_data.py needs no torch
-
-    def described(leaf: Any, path: tuple) -> str:
-        return f"{type(leaf).__name__}{tuple(getattr(leaf, 'shape', ()))}"
-
-    types = str(mapped(described, value)).replace("'", "")[:200]
-    raise RunFailed(f"{start} {types}; expected {expected}")
+def expect(fits: bool, source: str, value: Any, expected: str) -> None:
+    """Raises RunFailed unless `fits`. source: what returned `value`."""
+    if not fits:
+        shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
+        raise RunFailed(f"{source} is a {type(value).__name__}{shape}; expected {expected}")

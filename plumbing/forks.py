@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from plumbing.cli import fail
+from plumbing.cli import fail, setting
 
 
 def script_among(words: list[str]) -> tuple[str, list[str]]:
@@ -39,13 +39,8 @@ def load(path: str, train: ModuleType) -> ModuleType:
         fail(f"--script={path} trains as soon as it is loaded; {guard}")
 
     sys.path.insert(0, str(file.parent))
-    main = train.main
-    train.main = refuse
-    try:
+    with setting(vars(train), main=refuse):
         module = importlib.import_module(file.stem)
-    finally:
-        if train.main is refuse:
-            train.main = main
     if module.__file__ != str(file):
         fail(f"--script={path}: {module.__file__} is loaded under this name; rename the script")
     return module if hasattr(module, "Watch") else train

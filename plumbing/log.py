@@ -11,7 +11,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,10 +24,9 @@ OF_PROCESS = ("resume", "resume_checked", "end")
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def read_rows(path: str | Path) -> tuple[list[dict], int]:
-    """(rows, number of damaged lines) of a metrics.jsonl; ([], 0) if there is none."""
-    rows = [parsed(line) for line in whole_lines(path)]
-    return [row for row in rows if row], rows.count(None)
+def read_rows(path: str | Path) -> list[dict]:
+    """The rows of a metrics.jsonl; none if there is no file."""
+    return [row for row in map(parsed, whole_lines(path)) if row]
 
 
 def whole_lines(path: str | Path) -> list[bytes]:
@@ -39,15 +38,15 @@ def whole_lines(path: str | Path) -> list[bytes]:
 
 def parsed(line: bytes) -> dict | None:
     """The row in a line; None if it is no row of train.py."""
-    with suppress(ValueError, TypeError, KeyError, RecursionError):
+    with suppress(ValueError, TypeError, KeyError):
         row = json.loads(line)
-        is_known = row["kind"] in ("train", "eval") or isinstance(row["event"], str)
-        return row if is_known and isinstance(row["step"], int) else None
+        step, _ = key_of(row)
+        return row if isinstance(step, int) else None
 
 
 def key_of(row: dict) -> tuple[int, str]:
     """(step, kind) of a row; an event's kind is its name."""
-    return row["step"], row.get("event", row["kind"])
+    return row["step"], row["event"] if row["kind"] == "event" else row["kind"]
 
 
 def is_past(row: dict, place: tuple[float, bool]) -> bool:
@@ -56,40 +55,15 @@ def is_past(row: dict, place: tuple[float, bool]) -> bool:
     return row["kind"] != "event" and (row["step"], row["kind"] == "eval") > place
 
 
-# ---- which rows stand ----------------------------------------------------------------------------
-
-
-def course(rows: Iterable[dict]) -> Iterator[tuple[dict, dict | None, dict | None]]:
-    """Yields (row, begun, pending) for each row of a log, in its order.
-
-    A `resume` at step s takes effect with the first line past s that follows it, or a rollback:
-    there it is `begun`. Until then it is `pending`. If its process fails before that, it never takes
-    effect: it has undone no row, and its knobs have computed none."""
-    pending = None
-    for row in rows:
-        event = row.get("event")
-        begun = None
-        is_past_it = pending and (row["step"] > pending["step"] or is_rollback(row))
-        if is_past_it and event not in OF_PROCESS:
-            begun = pending
-            pending = None
-        if event == "resume":
-            pending = row
-        yield row, begun, pending
-
-
 def standing(rows: Iterable[dict]) -> list[dict]:
-    """The rows that count, in the order of the log: up to the step where a resume took effect, or
-    may still do so, and without the two steps that a process logged past its `end`."""
+    """The rows that count, in the order of the log: a process that resumes undoes what was logged
+    past its step, and one that ends the steps that it took for their rows alone."""
     result = []
-    pending = None
-    for row, begun, pending in course(rows):
-        if begun:
-            result = undone(result, begun["step"])
-        elif row.get("event") == "end" and not pending:
+    for row in rows:
+        if row.get("event") in ("resume", "end"):
             result = undone(result, row["step"])
         result.append(row)
-    return undone(result, pending["step"]) if pending else result
+    return result
 
 
 def undone(rows: list[dict], step: int) -> list[dict]:
@@ -97,7 +71,7 @@ def undone(rows: list[dict], step: int) -> list[dict]:
     stays."""
     start = 0
     for i, row in enumerate(rows):
-        if is_rollback(row) and row["step"] <= step:
+        if row.get("event") == "rollback" and row["step"] <= step:
             start = i
     later = [row for row in rows[start:] if row["step"] <= step or row.get("event") in OF_PROCESS]
     return rows[:start] + later
@@ -114,8 +88,15 @@ class LogFile:
         self.path = path
         self.changing = threading.Lock()
         self.waiting = []  # rows that are not on the disk
-        self.whole = None  # bytes of whole rows on the disk; what follows is half a write
         self.kept = (math.inf, True)  # place in the file past which new rows replace the old ones
+
+    def has_steps(self) -> bool:
+        return any(row["kind"] == "train" for row in read_rows(self.path))
+
+    def cut_half_line(self) -> None:
+        """At the start of a process: a kill may have left a part of a line."""
+        with suppress(FileNotFoundError):
+            os.truncate(self.path, sum(map(len, whole_lines(self.path))))
 
     def keep_to(self, step: int, evaluation_due: bool = False) -> None:
         """The run goes on at `step`. evaluation_due: with its evaluation, which may have been
@@ -130,30 +111,22 @@ class LogFile:
         so does a `rollback`. Raises OSError: then all rows wait for the next call."""
         with self.changing:
             self.waiting += rows
-            content = "".join(json.dumps(row) + "\n" for row in self.waiting).encode()
-            replaces = any(is_past(row, self.kept) or is_rollback(row) for row in self.waiting)
-            if self.whole is None:
-                self.whole = sum(map(len, whole_lines(self.path)))
-            with open(self.path, "ab", buffering=0) as file:
-                self.whole = min(self.whole, file.tell())
-                file.truncate(self.whole)  # a kill, or a full disk, may have left a part of a write
-                if not replaces and file.write(content) < len(content):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if replaces:
-                self.replace(content)
-            self.whole = math.inf
+            names = {row.get("event") for row in self.waiting}
+            if "rollback" in names or any(is_past(row, self.kept) for row in self.waiting):
+                old = [row for row in read_rows(self.path) if not is_past(row, self.kept)]
+                with replacing(self.path) as temporary:
+                    temporary.write_bytes(as_lines(old + self.waiting))
+                self.kept = (math.inf, True)
+            else:
+                self.append(as_lines(self.waiting))
             self.waiting = []
 
-    def replace(self, content: bytes) -> None:
-        """Put `content` in place of the rows past the kept ones, and of damaged lines."""
-        lines = []
-        for line in whole_lines(self.path):
-            row = parsed(line)
-            if row and not is_past(row, self.kept):
-                lines.append(line)
-        with replacing(self.path) as temporary:
-            temporary.write_bytes(b"".join(lines) + content)
-        self.kept = (math.inf, True)
+    def append(self, content: bytes) -> None:
+        with open(self.path, "ab", buffering=0) as file:
+            end = file.tell()
+            if file.write(content) < len(content):  # a full disk
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def sync(self) -> None:
         """Flush all rows to the disk. Raises OSError if rows still wait for room there."""
@@ -162,8 +135,8 @@ class LogFile:
             fsync(self.path)
 
 
-def is_rollback(row: dict) -> bool:
-    return row.get("event") == "rollback"
+def as_lines(rows: list[dict]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 # ---- comparing -----------------------------------------------------------------------------------
@@ -179,47 +152,37 @@ class Witness:
     them has is a difference, too, and so is one of other data.
     """
 
-    def __init__(
-        self, old_rows: Iterable[dict], best_metric: str = "val_loss", whole: bool = False
-    ):
+    def __init__(self, old_rows: list[dict], best_metric: str, whole: bool = False):
         # (step, kind) -> row, until it is compared
-        self.old_rows = {key_of(row): row for row in reversed([*old_rows])}
+        self.old_rows = {key_of(row): row for row in reversed(old_rows)}
         self.last_step = max((step for step, _ in self.old_rows), default=-1)
-        self.fields = compared_fields(best_metric)
+        name = best_metric.removeprefix("-")
+        # What the loop itself writes and does not measure, and what selects best.pt. Other numbers
+        # that a fork logs may be times or temperatures.
+        self.fields = {*COMPARED, name, f"best_{name}", "sha256"}
         self.whole = whole
-        self.other_data = -1  # step of the newest train row, if its `sequences` are others
         self.compared = 0  # rows
         self.equal = 0
         self.steps = 0  # train rows among `compared`
         self.first_difference = None  # {"step", "field", "then", "now"}
 
     def see(self, row: dict) -> None:
-        """Compare `row` with the old one of its step and kind, if there is one. If the train rows of
-        that step have other `sequences`, they are of other data, after a rollback, and nothing of
-        that step is compared."""
+        """Compare `row` with the old one of its step and kind, if there is one: the fields that both
+        have, as JSON, so every bit of a number counts. Rows with other `sequences` are of other
+        data, after a rollback."""
         step, kind = key_of(row)
-        old = self.old_rows.get((step, kind))
-        if kind == "train":
-            is_other = old and old.get("sequences") != row.get("sequences")
-            self.other_data = step if is_other and not self.whole else -1
-        if step == self.other_data:
-            return
-        if old:
-            del self.old_rows[step, kind]
+        old = self.old_rows.pop((step, kind), None)
+        if not old:
+            if self.whole and row["kind"] != "event":
+                self.differ(step, f"{kind} row", "missing", "there")
+        elif self.whole or old.get("sequences") == row.get("sequences"):
+            both = [name for name in old if name in row and name in self.fields]
+            names = [name for name in both if json.dumps(old[name]) != json.dumps(row[name])]
             self.compared += 1
             self.steps += kind == "train"
-            names = self.differing(old, row)
             self.equal += not names
             for name in names:
                 self.differ(step, name, old[name], row[name])
-        elif self.whole and row["kind"] != "event":
-            self.differ(step, f"{kind} row", "missing", "there")
-
-    def differing(self, then: dict, now: dict) -> list[str]:
-        """The compared fields that both rows have and whose JSON differs: so every bit of a number
-        counts, and null equals null."""
-        names = [name for name in then if name in now and name in self.fields]
-        return [name for name in names if json.dumps(then[name]) != json.dumps(now[name])]
 
     def differ(self, step: int, field: str, then: object, now: object) -> None:
         difference = {"step": step, "field": field, "then": then, "now": now}
@@ -234,10 +197,3 @@ class Witness:
         for step, kind in sorted(self.old_rows):
             if kind != "saved":
                 self.differ(step, f"{kind} row", "there", "missing")
-
-
-def compared_fields(best_metric: str) -> set[str]:
-    """What decides: the numbers that the loop itself writes and does not measure, and the one that
-    selects best.pt. Other numbers that a fork logs may be times or temperatures."""
-    name = best_metric.removeprefix("-")
-    return {*COMPARED, name, f"best_{name}", "sha256"}

@@ -112,9 +112,7 @@ def find_checkpoint(folder: RunFolder, resume: str, set_aside: bool) -> Path | N
                 again = folder.fresh_out_dir()
                 fail(f"--resume=never, and {folder.path} holds a run; write {again}")
             path = checkpoint.newest_valid(folder.path, set_aside)
-            log = folder.rows.read_text(errors="replace") if folder.rows.is_file() else ""
-            has_begun = checkpoint.newest_first(folder.path) or '"kind": "train"' in log
-            if has_begun and not path:
+            if not path and (checkpoint.newest_first(folder.path) or folder.log.has_steps()):
                 found = f"the run in {folder.path} has no checkpoint that can be read"
                 fail(f"{found}; to start again write --resume=restart or {folder.fresh_out_dir()}")
         if resume not in ("auto", "never", "restart"):

@@ -17,7 +17,7 @@ from plumbing.cli import fail
 from plumbing.clock import Clock
 from plumbing.console import REPO, print0
 from plumbing.files import clean, lock_file, read_json, write_json
-from plumbing.log import LogFile, is_past, read_rows
+from plumbing.log import LogFile
 from plumbing.ranks import rank
 from plumbing.witness import ResumeCheck
 
@@ -28,18 +28,17 @@ class RunFolder(ExitStack):
     def __init__(self, path: str | Path):
         super().__init__()
         self.path = Path(path)
-        self.rows = self.path / "metrics.jsonl"
-        self.log = LogFile(self.rows)
-        self.watchers = []  # each a RowWatcher: wandb, a report at the end
-        self.facts = {}  # run.json
-        self.new_facts = {}  # for run.json, once this process has computed a row
+        self.log = LogFile(self.path / "metrics.jsonl")
+        self.watchers = []  # each a Watch: wandb, a report at the end
+        self.facts = {}  # run.json, but for old_facts
+        self.old_facts = {}  # what run.json says until this process has computed a row
         self.warned = set()  # failures of writing that were printed
         self.locked = None  # the open lock file
 
     # ---- one run at a time -----------------------------------------------------------------------
 
     def holds_run(self) -> bool:
-        files = (self.path / "run.json", self.rows, *self.path.glob("*.pt"))
+        files = (self.path / "run.json", self.log.path, *self.path.glob("*.pt"))
         return any(file.exists() for file in files)
 
     def owns(self, path: Path) -> bool:
@@ -104,73 +103,53 @@ class RunFolder(ExitStack):
             self.lock(to_make=True)
             for leftover in self.path.glob("*.pt.tmp"):  # of a killed run
                 leftover.unlink()
+            self.log.cut_half_line()
+            is_own = run.path and self.owns(run.path)
+            self.log.keep_to(run.state["step"] if is_own else -1, run.state["evaluation_due"])
             git = git_state()
             run.facts["run"]["git_commit"] = git["commit"]
-            before = read_json(self.path / "run.json") if run.path else {}  # of earlier processes
-            first = {"start": now(), "wandb_id": os.urandom(4).hex(), "resumes": []}
-            self.facts = first | before | {"end": None, "ended": None}  # if it is killed
-            self.new_facts = {"command": command, **run.facts, "git": git}
-            self.new_facts |= machine.describe_machine(run.device)
-            self.new_facts |= {
-                "parameters": sum(weight.numel() for weight in run.model.parameters()),
-                "flops_per_token": machine.flops_per_token(run.model),
-            }
-            self.facts |= {} if before else self.new_facts
-            write_json(self.checked_path() / "run.json", self.facts)
+            before = read_json(self.path / "run.json") if is_own else {}  # of earlier processes
+            new = {"command": command, **run.facts, "git": git}
+            new |= machine.describe_machine(run.device)
+            new["parameters"] = sum(weight.numel() for weight in run.model.parameters())
+            new["flops_per_token"] = machine.flops_per_token(run.model)
+            first = {"start": now(), "wandb_id": os.urandom(4).hex()}
+            self.facts = first | before | new | {"end": None, "ended": None}  # if it is killed
+            self.old_facts = {name: before[name] for name in new if name in before}
+            write_json(self.checked_path() / "run.json", self.facts | self.old_facts)
 
     def begin(self, run: Any, changed: dict) -> None:
-        """After the warm-up pass: go on with metrics.jsonl where the run begins, at its checkpoint
-        if it has one. The rows of a run that was resumed are compared with those past it. changed:
-        {name: [then, now]} of what is known to have changed since that checkpoint."""
+        """After the warm-up pass: the rows of a run that was resumed are compared with those past
+        its checkpoint. changed: {name: [then, now]} of what is known to have changed since then."""
         if rank() > 0:
             return
-        step = run.state["step"]
-        is_own = run.path and self.owns(run.path)
-        self.new_facts |= run.facts
-        self.log.keep_to(step if is_own else -1, run.state["evaluation_due"])
-        rows, _ = read_rows(self.rows)
-        earlier = [row for row in rows if not is_past(row, self.log.kept)]
-        for watcher in self.watchers:
-            watcher.see_earlier(earlier)
         if run.path:
-            self.facts["resumes"].append({"time": now(), "from": str(run.path), "step": step})
             knobs = {name: run.facts["config"][name] for name in run.knobs}
-            self.record(step, "resume", checkpoint=run.path.name, knobs=knobs, changed=changed)
-        if is_own:
-            self.watchers.append(ResumeCheck(run, rows, changed))
-            self.write_facts()
-        else:
-            self.take_over_facts()
-
-    def take_over_facts(self) -> None:
-        """Let run.json say what computes from here on."""
-        self.facts |= self.new_facts
-        self.new_facts = {}
+            fields = {"checkpoint": run.path.name, "knobs": knobs, "changed": changed}
+            self.record(run.state["step"], "resume", **fields)
+            if self.owns(run.path):
+                self.watchers.append(ResumeCheck(run, changed))
         self.write_facts()
 
     def write_facts(self) -> None:
         with self.warning("run.json"):
-            write_json(self.checked_path() / "run.json", self.facts)
+            write_json(self.checked_path() / "run.json", self.facts | self.old_facts)
 
     def end(self, ended: str, clock: "Clock", state: dict) -> None:
         """Record how the run ended, tell the watchers, print what to type next."""
         if rank() > 0:
             return
-        for watcher in [*self.watchers]:
-            watcher.before_end(state["step"])
         clock.lap("save")  # what is not counted yet: the last save, and workers that leave
         end = {"ended": ended, "seconds": clock.seconds}
         self.record(state["step"], "end", **end)
         self.facts |= {"end": now(), **end, "state": state}
         self.write_facts()
-        best_metric = self.facts["config"]["best_metric"]
-        console.print_end(ended, state, clock.seconds, self.path, best_metric)
+        console.print_end(ended, state, clock.seconds, self.facts["config"]["best_metric"])
         for watcher in self.watchers:
-            watcher.after_end(ended)
+            watcher.after_end(self.path, ended)
         clock.lap("report")
         self.write_facts()
-        writes_text = "tokenizer" in self.facts["data"]["meta"]
-        console.print_next(self.path, writes_text, self.facts["command"][0])
+        console.print_next(ended, self.path, self.facts)
 
     # ---- metrics.jsonl ---------------------------------------------------------------------------
 
@@ -195,8 +174,9 @@ class RunFolder(ExitStack):
         with self.warning("metrics.jsonl"):
             self.checked_path()
             self.log.write(cleaned)
-            if self.new_facts and any(row["kind"] == "train" for row in cleaned):
-                self.take_over_facts()
+            if self.old_facts and any(row["kind"] == "train" for row in cleaned):
+                self.old_facts = {}
+                self.write_facts()
         for row in cleaned:
             for watcher in [*self.watchers]:  # one may leave
                 watcher.see(row, is_kept)

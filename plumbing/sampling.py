@@ -11,15 +11,15 @@ from plumbing.data import start_and_end, tokenizer_of
 from plumbing.snapshot import evaluating
 
 
-def print_sample(run: Any, generate: Callable) -> None:
+def print_sample(run: Any, generate: Callable, autocast: Callable) -> None:
     """Print and log 200 tokens, if the data is text. An error is printed: it must not end a run.
-    generate: see model.py."""
+    generate: see model.py. autocast(device): a context."""
     meta = run.facts["data"]["meta"]
     if "tokenizer" not in meta:
         return
     try:
         start, end = start_and_end(meta)
-        with evaluating(run):
+        with evaluating(run), autocast(run.device):
             prompt = torch.full((1, 1), start, device=run.device)
             own = torch.Generator(run.device).manual_seed(1337)
             size = run.facts["config"]["block_size"]

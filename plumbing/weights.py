@@ -47,7 +47,7 @@ def require_fit(run: Any, path: Path) -> None:
     """Raises BadInput if the file at `path` is of another vocabulary or shape than `run`."""
     tensors, there = read(path)
     here = facts_of(run.facts)
-    other = [name for name in COMPARED if there.get(name, here.get(name)) != here.get(name)]
+    other = [name for name in COMPARED if (here | there).get(name) != here.get(name)]
     if other:
         flags = " ".join(f"--{name}={there[name]}" for name in other if name in run.knobs)
         hint = flags or "python prepare_data.py NAME --input=FILE --chars_of=OTHER"

@@ -5,61 +5,42 @@ from typing import Any
 
 from plumbing import console
 from plumbing.console import print0
-from plumbing.log import Witness, course, is_past
+from plumbing.log import Witness, is_past, read_rows
+from plumbing.watch import Watch
 
 
-class RowWatcher:
-    """What gets the rows of a run: see RunFolder.watchers. Here it does nothing."""
-
-    def see_earlier(self, rows: list[dict]) -> None:
-        """These rows are in the log when the process begins, up to its checkpoint."""
-
-    def see(self, row: dict, is_kept: bool) -> None:
-        """A row was logged. is_kept: false for steps that the process that resumes takes again."""
-
-    def before_end(self, step: int) -> None:
-        """The run has ended at `step`; the event `end` comes next."""
-
-    def after_end(self, ended: str) -> None:
-        """All rows are written, and so is run.json. ended: how the run ended, in words."""
-
-
-class ResumeCheck(RowWatcher):
+class ResumeCheck(Watch):
     """Compares what a resumed run computes with the rows past its checkpoint that its log holds, and
     records the result as an event `resume_checked`.
 
-    rows: of the whole log. changed: {name: [then, now]} of what is known to have changed since the
-    checkpoint."""
+    changed: {name: [then, now]} of what is known to have changed since the checkpoint."""
 
-    def __init__(self, run: Any, rows: list[dict], changed: dict):
+    def __init__(self, run: Any, changed: dict):
         self.folder = run.folder
         self.knobs = run.facts["config"]
-        self.begin = run.state["step"]
+        self.begin_at = run.state["step"]
         self.changed = changed
         self.others = []  # of each row on another course, the knobs that make it one
+        course = [name for name, knob in run.knobs.items() if not knob.policy]
         old_rows = []
-        now = {name: self.knobs[name] for name, knob in run.knobs.items() if not knob.policy}
-        knobs = run.before
-        for row, begun, _ in course(rows):
-            knobs = begun["knobs"] if begun else knobs
+        then = run.before
+        for row in read_rows(self.folder.log.path):
+            then = row.get("knobs", then)  # an event `resume` has those of the rows that follow it
             if is_past(row, self.folder.log.kept):
-                then = {name: knobs.get(name, now[name]) for name in now}
-                if then == now:
-                    old_rows.append(row)
+                known = [name for name in course if name in then]
+                other = {name: then[name] for name in known if then[name] != self.knobs[name]}
+                if other:
+                    self.others.append(other)
                 else:
-                    self.others.append(dict(sorted(then.items() - now.items())))
+                    old_rows.append(row)
         self.has_old_rows = bool(old_rows)
         self.witness = Witness(old_rows, self.knobs["best_metric"])
 
     def see(self, row: dict, is_kept: bool) -> None:
-        if row["kind"] != "event":
-            self.witness.see(row)
-            if self.witness.is_over(row["step"]):
-                self.close(row["step"])
-
-    def before_end(self, step: int) -> None:
-        if self.witness.compared:  # else it stays unmeasured
-            self.close(step)
+        self.witness.see(row)
+        is_over = row["kind"] != "event" and self.witness.is_over(row["step"])
+        if is_over or (row.get("event") == "end" and self.witness.compared):
+            self.close(row["step"])
 
     def close(self, step: int) -> None:
         """Record what was compared, and print it; nothing if the old rows are of other data."""
@@ -67,7 +48,7 @@ class ResumeCheck(RowWatcher):
         if self.has_old_rows and not self.witness.compared:
             return
         names = ("compared", "equal", "steps", "first_difference")
-        fields = {"from": self.begin} | {name: getattr(self.witness, name) for name in names}
+        fields = {"from": self.begin_at} | {name: getattr(self.witness, name) for name in names}
         if self.others and not self.has_old_rows:
             fields |= {"other_course": self.others[-1], "rows": len(self.others)}
         self.folder.record(step, "resume_checked", **fields)

@@ -187,7 +187,9 @@ def raw_and_mean(run, field):
     mean = f"training, mean of {2 * half + 1:,}"
     return [
         Curve("each step", "training, each step", "sky", "thin", steps, values),
-        Curve("training", mean, "blue", "mean", steps, smooth(values, half)),
+        Curve(
+            "training, mean over 2% of the run", mean, "blue", "mean", steps, smooth(values, half)
+        ),
     ]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from plumbing.cli import fail
 from plumbing.fields import FIELDS
 from plumbing.files import read_json
-from plumbing.log import read_rows, standing
+from plumbing.log import read_rows, standing, whole_lines
 
 PARTS = ("config", "data", "run", "git", "versions", "hardware", "state")  # dicts of run.json
 
@@ -38,10 +38,10 @@ def read_run(folder: str | Path) -> Record:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         fail(f"{folder}: no metrics.jsonl in it; expected the out_dir of a run of train.py")
-    rows, unreadable = read_rows(path)
-    if len(rows) <= unreadable:
-        counts = f"{len(rows)} rows, {unreadable} other lines"
-        fail(f"{path} is empty, damaged or not from train.py: {counts}")
+    rows = read_rows(path)
+    unreadable = len(whole_lines(path)) - len(rows)
+    if not rows:
+        fail(f"{path} is empty, damaged or not from train.py: {unreadable} other lines")
     rows = standing(rows)
     return Record(
         name=folder.resolve().name,

@@ -3,21 +3,20 @@
 import textwrap
 from collections.abc import Callable
 from contextlib import suppress
-from itertools import chain, zip_longest
+from itertools import chain
 from pathlib import Path
 
 import torch
-from torch.nn.functional import cross_entropy
 from torch.nn.modules.module import register_module_forward_hook
 
 from plumbing import ranks
 from plumbing.cli import printable
 from plumbing.data import DataError, tokenizer_of
 from plumbing.files import replacing
-from plumbing.ranks import as_bytes
 from plumbing.snapshot import Snapshot, by_path
 from reporting.results import table
 
+START, END = "at its start:", "after it:"  # before the names of what a step reads and moves
 MAX_SEQUENCES = 64  # on the page; those of the highest loss
 
 
@@ -37,7 +36,7 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
         for path, leaf in by_path(value).items():
             trace.append((f"{words} {path}", copied(leaf)))
 
-    add("at its start:", moved_by(run))
+    add(START, moved_by(run))
     add("batch:", {"inputs": inputs, "targets": targets})
     trace.append(("learning rate", lr))
     before = Snapshot(run)
@@ -48,7 +47,7 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
             add(f"output of {names[module]}:", [output])
 
     with register_module_forward_hook(hook):
-        losses = token_losses(train.autocast, run, inputs, targets)
+        losses = token_losses(train, run, inputs, targets)
     seen["batch"] = ranks.from_all_ranks((inputs.cpu(), targets.cpu(), losses.cpu()))
     before.restore()
     numbers = take()
@@ -56,7 +55,7 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
     for name, weight in reversed([*run.model.named_parameters()]):  # as a backward pass has them
         if weight.grad is not None:
             add("clipped gradient of", {name: weight.grad})
-    add("after it:", moved_by(run))
+    add(END, moved_by(run))
     seen["row"] = {"lr": lr} | {name: float(number) for name, number in numbers.items()}
     return numbers, seen
 
@@ -76,27 +75,27 @@ def moved_by(run) -> dict:
 
 
 @torch.no_grad()
-def token_losses(autocast: Callable, run, inputs, targets) -> torch.Tensor:
+def token_losses(train, run, inputs, targets) -> torch.Tensor:
     """Cross entropy of each target, (sequences, targets), with this step's dropout; 0 where the
     target is masked."""
     losses = []
     size = run.state["micro_batch"]
     for x, y in zip(inputs.split(size), targets.split(size), strict=True):
-        with autocast(run.device):
+        with train.autocast(run.device):
             logits = run.model(x)
-        flat = logits.float().flatten(0, -2), y.long().flatten()
-        losses.append(cross_entropy(*flat, reduction="none").view(len(x), -1))
+        each = train.cross_entropy(logits, y.long(), reduction="none")
+        losses.append(each.view(len(x), -1))
     return torch.cat(losses)
 
 
 def first_in_traces(one: list, other: list) -> str:
     """In words: the first leaf that differs between the traces of a step, on any rank; "" if
-    none. one, other: a trace of each rank."""
-    here, there = (chain(*zip_longest(*traces, fillvalue=("", None))) for traces in (one, other))
-    for (name, leaf), (other_name, other_leaf) in zip(here, there, strict=False):
+    none. one, other: a trace of each rank, those of rank 0 first."""
+    pairs = zip(chain(*one), chain(*other), strict=False)
+    for (name, leaf), (other_name, other_leaf) in pairs:
         if name != other_name:
             return f"{name} here, {other_name} there"
-        if bytes(as_bytes(leaf)) != bytes(as_bytes(other_leaf)):
+        if ranks.checksum(leaf) != ranks.checksum(other_leaf):
             shown = f" ({leaf} and {other_leaf})"
             return name if isinstance(leaf, torch.Tensor) else name + shown
     return ""
@@ -110,7 +109,8 @@ def write_step_page(folder: Path, step: int, verdict: str, seen: dict) -> list[s
     console."""
     path = folder / f"replay_{step:08}.md"
     trace = seen["trace"]
-    odd = [name for name, leaf in trace if is_float(leaf) and not leaf.isfinite().all()]
+    tensors = [(name, leaf) for name, leaf in trace if isinstance(leaf, torch.Tensor)]
+    odd = [name for name, leaf in tensors if not leaf.isfinite().all()]
     finite = f"the first tensor that is not finite: {odd[0]}" if odd else "all tensors are finite"
     lines = sequences(seen)
     out = [
@@ -145,21 +145,16 @@ def sequences(seen: dict) -> list[str]:
     return lines
 
 
-def is_float(leaf) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-
-
 def norms(trace: list) -> list[list]:
-    found = dict(trace)
+    """A row for each weight that has a gradient."""
+    leaves = dict(trace)
     rows = []
-    for name, after in found.items():
-        weight = name.removeprefix("after it: model/")
-        if weight == name or not is_float(after):
-            continue
-        before = found[f"at its start: model/{weight}"].double()
-        gradient = found.get(f"clipped gradient of {weight}")
-        size = before.norm()
-        update = (after.double() - before).norm()
-        cell = "" if gradient is None else f"{gradient.double().norm():.3g}"
-        rows.append([weight, f"{size:.4g}", cell, f"{update:.3g}", f"{update / size:.2e}"])
+    for name in leaves:
+        weight = name.removeprefix("clipped gradient of ")
+        if weight != name:
+            before, after = (leaves[f"{when} model/{weight}"].double() for when in (START, END))
+            size, gradient = before.norm(), leaves[name].double().norm()
+            update = (after - before).norm()
+            cells = f"{size:.4g}", f"{gradient:.3g}", f"{update:.3g}", f"{update / size:.2e}"
+            rows.append([weight, *cells])
     return rows

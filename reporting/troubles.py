@@ -45,8 +45,10 @@ def updates_fail(run):
     rollbacks = sum("not finite" in row["why"] for row in happened(run, "rollback"))
     few = max(2, 0.01 * len(run.train["step"]))
     if rollbacks or len(skips) > few:
-        first = f"the first at step {skips[0]['step']:,}"
-        return f"{len(skips):,} not finite and skipped, {first}; {rollbacks} rollbacks"
+        first = skips[0]["step"]
+        found = f"{len(skips):,} not finite and skipped, the first at step {first:,}"
+        return f"{found}; {rollbacks} rollbacks"
+    return None
 
 
 def clipped_always(run):
@@ -55,8 +57,9 @@ def clipped_always(run):
     late = known(norms[len(norms) // 5 :])
     share = mean(late > clip)
     if len(late) >= 16 and clip > 0 and share > 0.9:
-        typical = f"{median(late):.3g} in the median"
-        return f"its norm is above {clip:g} in {share:.0%} of the late steps, and {typical}"
+        found = f"its norm is above {clip:g} in {share:.0%} of the late steps"
+        return f"{found}, and {median(late):.3g} in the median"
+    return None
 
 
 def norm_is_zero(run):
@@ -65,6 +68,7 @@ def norm_is_zero(run):
     zeros = len(norms) - 1 - last_other
     if zeros >= 5:
         return f"its norm is exactly 0 in the last {zeros:,} steps"
+    return None
 
 
 # ---- detectors: the loss -------------------------------------------------------------------------
@@ -94,8 +98,12 @@ def loss_stuck(run):
     first = mean(loss[: max(3, n // 20)])
     last = mean(loss[-(n // 4) :])
     is_flat = abs(first - last) <= 0.02 * first
-    if n > max(49, run.fact("config", "warmup_steps")) and is_flat and not last < 0.9 * guess:
-        return f"{first:.3f} at the start, {last:.3f} in the last quarter; a guess has {guess:.3f}"
+    is_long = n > max(49, run.fact("config", "warmup_steps"))
+    is_high = not last < 0.9 * guess  # also where the guess is not known
+    if is_long and is_flat and is_high:
+        found = f"{first:.3f} at the start, {last:.3f} in the last quarter"
+        return f"{found}; a guess has {guess:.3f}"
+    return None
 
 
 def underfitting(run):
@@ -103,11 +111,14 @@ def underfitting(run):
     last = mean(loss[-(len(loss) // 10) :])
     val_loss = mean(known(run.evals["val_loss"])[-1:])
     guess = guessing(run)
-    is_high = len(loss) >= 100 and min(last, val_loss) > 0.6 * guess
+    is_long = len(loss) >= 100
+    is_high = min(last, val_loss) > 0.6 * guess
     is_general = abs(val_loss - last) <= 0.1 * last
     why = loss_stuck(run) or loss_rises(run) or loss_spikes(run)
-    if is_high and is_general and not why:
-        return f"training ends at {last:.3f}, validation at {val_loss:.3f}; a guess has {guess:.3f}"
+    if is_long and is_high and is_general and not why:
+        found = f"training ends at {last:.3f}, validation at {val_loss:.3f}"
+        return f"{found}; a guess has {guess:.3f}"
+    return None
 
 
 def loss_rises(run):
@@ -115,8 +126,10 @@ def loss_rises(run):
     lowest = known(curve).min(initial=math.inf)
     rise = mean(curve[-1:]) - lowest
     error = noise / math.sqrt(half_window(run))
-    if rise > max(6 * error, 0.05 * lowest):
+    least = max(6 * error, 0.05 * lowest)
+    if rise > least:
         return f"it ends {rise:.3f} above {lowest:.3f}"
+    return None
 
 
 def loss_spikes(run):
@@ -126,31 +139,41 @@ def loss_spikes(run):
     starts = np.flatnonzero(np.diff(is_high, prepend=False) & is_high)
     steps = run.train["step"]
     if len(starts):
-        found = f"{len(starts):,} in all, the first at step {steps[starts[0]]:,.0f}"
+        first = steps[starts[0]]
         highest = steps[np.nanargmax(excess)]
-        replay = f"{to_paste('replay.py', run.folder)} --step={highest:.0f}"
-        return f"{found}; see the highest with `{replay}`"
+        replay = to_paste("replay.py", run.folder)
+        found = f"{len(starts):,} in all, the first at step {first:,.0f}"
+        return f"{found}; see the highest with `{replay} --step={highest:.0f}`"
+    return None
 
 
 def diverges_after_resume(run):
     loss = run.train["loss"]
     lr = run.train["lr"]
     for row in happened(run, "resume"):
-        i = np.count_nonzero(run.train["step"] <= row["step"])
+        step = row["step"]
+        i = np.count_nonzero(run.train["step"] <= step)
         size = min(50, i, len(loss) - i)
-        was, now, error = compared(loss[i - size : i], loss[i : i + size], np.median)
-        if size >= 10 and now - was > max(4 * error, 0.05 * was):
+        before = loss[i - size : i]
+        after = loss[i : i + size]
+        was, now, error = compared(before, after, np.median)
+        least = max(4 * error, 0.05 * was)
+        if size >= 10 and now - was > least:
             losses = f"the loss was {was:.3f} before and is {now:.3f} after"
             rates = f"the learning rate went from {lr[i - 1]:.3g} to {lr[i]:.3g}"
-            return f"resumed at step {row['step']:,}: {losses}; {rates}"
+            return f"resumed at step {step:,}: {losses}; {rates}"
+    return None
 
 
 def plateau(run):
     *_, third, fourth = np.array_split(run.train["loss"], 4)
     was, now, error = compared(third, fourth, np.mean)
-    is_flat = len(fourth) >= 50 and was - now < max(2 * error, 0.002 * now)
-    if is_flat and not (loss_rises(run) or loss_stuck(run)):
+    least = max(2 * error, 0.002 * now)
+    is_flat = len(fourth) >= 50 and was - now < least
+    why = loss_rises(run) or loss_stuck(run)
+    if is_flat and not why:
         return f"{was:.4f} in the third quarter, {now:.4f} in the last"
+    return None
 
 
 def compared(before, after, of):
@@ -165,13 +188,15 @@ def overfitting(run):
     _, curve, _ = loss_curve(run)
     val_loss = run.evals["val_loss"]
     best = known(val_loss).min(initial=math.inf)
-    step = mean(run.evals["step"][val_loss == best][:1])
+    is_best = val_loss == best
+    step = mean(run.evals["step"][is_best][:1])
     was = mean(curve[run.train["step"] >= step][:1])
     now = mean(curve[-1:])
     last = mean(val_loss[-1:])
     if last > 1.005 * best and now < was:
         rose = f"validation from {best:.4f} at step {step:,.0f} to {last:.4f}"
         return f"{rose}, training from {was:.4f} to {now:.4f}"
+    return None
 
 
 # ---- detectors: memory and speed -----------------------------------------------------------------
@@ -182,7 +207,9 @@ def out_of_memory(run):
     for row in happened(run, "out_of_memory")[-1:]:
         return f"last at step {row['step']:,}; now micro_batch {row['micro_batch']}"
     ending = ended(run)
-    return ending if "out of memory" in ending else None
+    if "out of memory" in ending:
+        return ending
+    return None
 
 
 def parts_of(run, field, count):
@@ -196,19 +223,25 @@ def parts_of(run, field, count):
 def memory_grows(run):
     """A staircase: a peak that keeps rising long after all that a step needs was allocated."""
     parts = parts_of(run, "mem_gb", 6)[1:]
-    first, *_, last = peaks = [mean(part, np.max) for part in parts]
-    rises = np.count_nonzero(np.diff(peaks) > 0.01 * first)
+    peaks = [mean(part, np.max) for part in parts]
+    first = peaks[0]
+    last = peaks[-1]
+    is_rise = np.diff(peaks) > 0.01 * first
+    rises = np.count_nonzero(is_rise)
     if rises >= 3 and last > 1.15 * first:
         return f"the peak is {first:.2f} GB after a third of the run, {last:.2f} GB at its end"
+    return None
 
 
 def throughput_falls(run):
     first, *_, last = map(median, parts_of(run, "tokens_per_sec", 4))
     if last < 0.85 * first:
         return f"{first:,.0f} tokens/s in the first quarter of the run, {last:,.0f} in the last"
+    return None
 
 
 def waits_for_data(run):
     share = mean(run.train["data_ms"]) / mean(run.train["step_ms"])
     if share > 0.1 and len(run.train["step"]) >= 20:
         return f"{share:.0%} of the time of all steps"
+    return None

@@ -7,42 +7,37 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.console import print0
-from plumbing.witness import RowWatcher
+from plumbing.log import read_rows, standing, undone
+from plumbing.watch import Watch
 
 WANDB_SECONDS = 30.0  # longest wait for Weights & Biases at the start, and at the end
 
 
-class Wandb(RowWatcher):
-    """Sends rows to Weights & Biases. Its step can only grow, so it is `sequences`, which a
-    rollback does not reset. A killed wandb loses rows, so every session sends all that the server
-    lacks."""
+class Wandb(Watch):
+    """Sends rows to Weights & Biases, first those of earlier processes up to the step of `run`. Its
+    step can only grow, so it is `sequences`, which a rollback does not reset. A killed wandb loses
+    rows, so every session sends all that the server lacks."""
 
-    def __init__(self, folder: Path, facts: dict):
-        """facts: of run.json."""
+    def __init__(self, run: Any):
         self.sequences = 0  # of the latest row that has them: an eval row is of the same step
-        self.run = None  # None: without it
+        self.session = None  # None: without it
         with self.giving_up():
-            self.run = start_wandb(folder, facts)
-
-    def see_earlier(self, rows: list[dict]) -> None:
-        """Events past the last row, where a kill came, are left out."""
-        last = max([row["step"] for row in rows if row["kind"] != "event"], default=0)
-        for row in rows:
-            self.see(row, is_kept=row["step"] <= last)
+            self.session = start_wandb(run.folder.path, run.folder.facts)
+        for row in undone(standing(read_rows(run.folder.log.path)), run.state["step"]):
+            self.see(row, is_kept=True)
 
     def see(self, row: dict, is_kept: bool) -> None:
-        if not self.run or not is_kept:
+        if not self.session or not is_kept:
             return
         self.sequences = row.get("sequences", self.sequences)
-        if self.sequences < self.run.starting_step:
-            return
-        with self.giving_up():
-            self.run.log(named(row), step=self.sequences)
-
-    def after_end(self, ended: str) -> None:
-        if self.run:
+        if self.sequences >= self.session.starting_step:
             with self.giving_up():
-                self.run.finish(exit_code=int(ended.startswith("failed")))
+                self.session.log(named(row), step=self.sequences)
+
+    def after_end(self, folder: Path, ended: str) -> None:
+        if self.session:
+            with self.giving_up():
+                self.session.finish(exit_code=int(ended.startswith("failed")))
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
@@ -51,7 +46,7 @@ class Wandb(RowWatcher):
             yield
         except Exception as error:  # whatever it raises must not end a run
             print0(f"wandb    failed ({error!r}); training continues without it")
-            self.run = None
+            self.session = None
 
 
 def named(row: dict) -> dict:
@@ -59,7 +54,7 @@ def named(row: dict) -> dict:
     if row["kind"] == "event":
         return {f"events/{row['event']}": json.dumps(row)}
     kind = row["kind"].replace("eval", "val")
-    names = [name for name in row if name not in ("kind", "step")]
+    names = row.keys() - {"kind", "step"}
     values = {f"{kind}/{name.removeprefix('val_')}": row[name] for name in names}
     return values | {"step": row["step"]}
 
@@ -81,10 +76,8 @@ def start_wandb(folder: Path, facts: dict) -> Any:
     )
     if wandb.setup(settings).settings.mode == "online" and not wandb.login(prompt=False):
         raise PermissionError("no key; type: wandb login, or set WANDB_MODE=offline")
-    config = {"parameters": facts["parameters"], "versions": facts["versions"]}
-    for name, value in (facts["config"] | facts["run"]).items():  # knobs, commit, device
-        if isinstance(value, str | int | float):
-            config[name] = value
+    config = facts["config"] | facts["run"]  # knobs, commit, device
+    config |= {"parameters": facts["parameters"], "versions": facts["versions"]}
     run = wandb.init(
         project=config.get("wandb_project"),
         name=config.get("wandb_run_name") or folder.resolve().name,

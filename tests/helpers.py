@@ -290,7 +290,5 @@ RUNS = {
         event(3, "end", ended="failed: loss or gradient not finite " + "and so on " * 30),
     ],
     "failed before its first step": [evaluation(0, 4.2), event(0, "end", ended="failed: why")],
-    "never evaluated": falling(2),
     "many steps": [*falling(5000, mfu=None), *(evaluation(i, 2.0) for i in range(0, 5000, 20))],
-    "large numbers": falling(200, lr=2.5, tokens_per_sec=9.87e6, mem_gb=1234.5, grad_norm=1e-7),
 }

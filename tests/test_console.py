@@ -11,10 +11,9 @@ import struct
 import subprocess
 import sys
 import termios
-from pathlib import Path
 
 import pytest
-from conftest import REPO, arguments
+from conftest import REPO
 
 from plumbing import console
 
@@ -34,32 +33,28 @@ def columns(line, start):
     return [match.end() for match in re.finditer(r"\S+", line[start:])]
 
 
-@pytest.mark.parametrize("max_steps", [9, 1_000_000, 20_000_000])
+@pytest.mark.parametrize("max_steps", [9, 20_000_000])
 def test_columns_stay_aligned(max_steps, capsys):
     table = console.Table(max_steps)
     for row in ({}, *OTHERS):
         table.print_row(USUAL | row)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + len(OTHERS)
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(OTHERS)
     start = len(table.progress(0))
-    ends = [columns(line, start) for line in lines]
     heads = "loss norm lr ms wait tok/s mfu GB".split()
-    assert lines[0].split()[1:-1] == heads
-    assert all(each[: len(heads)] == ends[0][: len(heads)] for each in ends)
+    assert header.split()[1:-1] == heads
+    ends = {tuple(columns(line, start)[: len(heads)]) for line in (header, *lines)}
+    assert len(ends) == 1
 
 
 def test_a_field_of_its_own_gets_a_column_of_its_own_from_the_row_that_has_it_first(capsys):
     table = console.Table(100)
     table.print_row(USUAL)
-    for z_loss in (0.25, 1e-9, math.nan):
-        table.print_row(USUAL | {"z_loss": z_loss, "a_long_name_of_a_number": -1.5})
+    for z_loss in (0.25, 1e-9):
+        table.print_row(USUAL | {"z_loss": z_loss})
     first, _, header, *lines = capsys.readouterr().out.splitlines()
-    assert "z_loss" not in first
-    assert header.split()[9:] == ["z_loss", "a_long_name_of_a_number", "left"]
-    assert [line.split()[9] for line in lines] == ["0.25", "1e-09", "nan"]
-    assert {line.split()[10] for line in lines} == {"-1.5"}
-    ends = [columns(line, len(table.progress(0)))[:10] for line in (header, *lines)]
-    assert all(each == ends[0] for each in ends)
+    assert "z_loss" not in first and header.split()[9:] == ["z_loss", "left"]
+    assert [line.split()[9] for line in lines] == ["0.25", "1e-09"]
 
 
 LOOP = f"""
@@ -76,15 +71,13 @@ console.print0("the end")
 """
 
 
-def on_a_terminal(code, columns=80, piped=True, **environment):
+def on_a_terminal(code, columns=80):
     """What a terminal gets from Python code, and what a pipe gets."""
-    environment = {"TERM": "xterm"} | environment
-    how = {"cwd": REPO, "env": os.environ | environment}
+    how = {"cwd": REPO, "env": os.environ | {"TERM": "xterm", "COLUMNS": "0"}}  # 0: none is set
     command = [sys.executable, "-c", code]
     mine, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, columns, 0, 0))
     process = subprocess.Popen(command, stdout=theirs, **how)
-    other = subprocess.Popen(command, stdout=subprocess.PIPE, **how) if piped else None
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # at its end
@@ -92,8 +85,7 @@ def on_a_terminal(code, columns=80, piped=True, **environment):
             shown += part
     os.close(mine)
     assert process.wait() == 0
-    to_pipe = other.communicate()[0].decode() if piped else ""
-    return shown.decode().replace("\r\n", "\n"), to_pipe
+    return shown.decode().replace("\r\n", "\n"), subprocess.check_output(command, text=True, **how)
 
 
 def test_a_terminal_gets_colour_and_a_live_line_and_a_pipe_neither():
@@ -119,7 +111,7 @@ console.print_event(50, "rollback", {{"why": why, "at_step": 60, "next_sequence"
 """
 
 
-@pytest.mark.parametrize("columns", [60, 80, 100, 120])
+@pytest.mark.parametrize("columns", [60, 80, 120])
 def test_no_line_is_wider_than_the_terminal_and_a_pipe_has_all_columns(columns):
     shown, piped = on_a_terminal(LINES, columns)
     lines = re.sub(r"\x1b\[\d*[mK]", "", shown).splitlines()
@@ -134,24 +126,11 @@ def test_no_line_is_wider_than_the_terminal_and_a_pipe_has_all_columns(columns):
     assert set(every) - set(head.split()) == gone
 
 
-def test_a_run_has_a_live_line_on_a_terminal(data_dir, tmp_path):
-    flags = arguments(tmp_path / "run", data_dir, ["--max_steps=40"])[1:]
-    at_each_step = "train.console.LIVE_SECONDS = 0"
-    code = f"import train; {at_each_step}; train.main({flags})"
-    shown, _ = on_a_terminal(code, piped=False)
-    live = [
-        part
-        for part in re.split(r"[\r\n]", shown)
-        if re.search(r"loss \d.\d{4}  \d:\d\d:\d\d left$", part)
-    ]
-    assert live and console.GREEN in shown and "finished" in shown
-
-
 def test_the_end_names_commands_that_run(run_train, tmp_path, capsys):
     done = run_train("a run", "--max_steps=5", "--log_interval=1")
     ends = done.stdout.splitlines()[-2:]
     assert all(line.startswith("python ") for line in ends)
     sample, report = (shlex.split(line, comments=True) for line in ends)
     assert "sample.py" in sample[1] and report[2] == "a run"
-    console.print_next(Path("out/a"), writes_text=False)
+    console.print_next("finished", done.out_dir, {"data": {"meta": {}}})
     assert "sample.py" not in capsys.readouterr().out

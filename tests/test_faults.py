@@ -15,7 +15,7 @@ import time
 
 import pytest
 import torch
-from conftest import REPO, events, fingerprint, first, tree, wait_for
+from conftest import REPO, events, fingerprint, tree, wait_for
 from sources import SAVED, around, at_step, bad_batches, stop_at
 
 from plumbing import checkpoint
@@ -43,17 +43,14 @@ def straight(once):
     return once(*EVERYTHING)
 
 
-@pytest.mark.parametrize("first", ["SIGINT", "SIGTERM"])
-def test_one_more_ctrl_c_leaves_at_once(run_train, first):
-    """A step that takes a minute; two Ctrl-C leave all the same, whatever came before them."""
-    signals = [first, "SIGINT"] + ["SIGINT"] * (first == "SIGTERM")
+def test_one_more_ctrl_c_leaves_at_once(run_train):
+    """A step that takes a minute; two Ctrl-C leave all the same, also after a SIGTERM."""
     hang = at_step(
         5,
-        f"""
+        """
         import threading
         print("PID", os.getpid(), flush=True)
-        for delay, name in enumerate({signals}, 1):
-            number = getattr(signal, name)
+        for delay, number in enumerate((signal.SIGTERM, signal.SIGINT, signal.SIGINT), 1):
             threading.Timer(delay / 5, os.killpg, (0, number)).start()
         time.sleep(60)
         """,
@@ -61,8 +58,7 @@ def test_one_more_ctrl_c_leaves_at_once(run_train, first):
     # how often a worker of torch asks whether its parent is there: 5 s
     soon = "torch.utils.data._utils.worker.MP_STATUS_CHECK_INTERVAL = 0.5\n"
     start = time.monotonic()
-    workers = 2 * (first == "SIGINT")
-    done = run_train("run", f"--num_workers={workers}", before=soon + hang, code=130)
+    done = run_train("run", "--num_workers=2", before=soon + hang, code=130)
     assert time.monotonic() - start < 50
     assert not done.checkpoint(5).exists()
     group = done.stdout.split("PID ")[1].split()[0]
@@ -99,7 +95,7 @@ train.ShuffledWindows.__getitem__ = slow
     assert states_equal(done.fingerprint(12), straight.fingerprint(12), "state")
 
 
-@pytest.mark.parametrize("script", first(3, ["train.py", "report.py", "check.py", "sample.py"]))
+@pytest.mark.parametrize("script", ["train.py", "report.py"])
 def test_ctrl_c_in_the_imports_is_one_line(script, tmp_path):
     """An import that takes long, of a module that every script needs."""
     (tmp_path / "numpy.py").write_text("import time; print(flush=True); time.sleep(60)")
@@ -232,8 +228,6 @@ BOMBS = {
 DAMAGES = {  # the new content, of the old one
     "truncated": lambda content: content[: len(content) * 2 // 3],
     "a bit": lambda content: with_a_bit_flipped(content, len(content) // 2),
-    "empty": lambda content: b"",
-    "a tensor": lambda content: saved(torch.zeros(3)),
 }
 
 
@@ -268,20 +262,17 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
     assert done.fingerprint(12) == straight.fingerprint(12)
 
 
-@pytest.mark.parametrize("place", ["open", "ZipFile.testzip"])
-def test_an_error_in_reading_a_checkpoint_is_no_damage(run_train, interrupted, tmp_path, place):
-    """A disk that answers EIO: to the opening, or in the data."""
+def test_an_error_in_reading_a_checkpoint_is_no_damage(run_train, interrupted, tmp_path):
+    """A disk that answers EIO."""
     shutil.copytree(interrupted, tmp_path / "run")
     before = tree(tmp_path / "run")
-    fail = f"""
-import errno, io, zipfile
-def wrap(inner):
-    def read(file, *rest):
-        if "ckpt_00000008.pt" in str(getattr(file, "filename", getattr(file, "name", file))):
-            raise OSError(errno.EIO, "Input/output error")
-        return inner(file, *rest)
-    return read
-{"io" if place == "open" else "zipfile"}.{place} = wrap({"io" if place == "open" else "zipfile"}.{place})
+    fail = """
+import errno, zipfile
+def read(file, inner=zipfile.ZipFile.testzip):
+    if "ckpt_00000008.pt" in str(file.filename or file.fp.name):
+        raise OSError(errno.EIO, "Input/output error")
+    return inner(file)
+zipfile.ZipFile.testzip = read
 """
     done = run_train("run", *EVERYTHING, before=fail, code=2)
     assert "Traceback" not in done.stderr
@@ -434,19 +425,7 @@ train.checkpoint.Saver.save = save
         assert went_on.fingerprint(step) == waited.fingerprint(step)
 
 
-# ---- what belongs to the run ---------------------------------------------------------------------
-
-
-def test_a_second_run_in_the_folder_is_refused_meanwhile(run_train, straight):
-    second = """
-if not (child := os.fork()):
-    os._exit(train.cli.run_script(train.main))
-print("SECOND", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    done = run_train("run", *EVERYTHING, before=at_step(6, second))
-    assert "SECOND 2\n" in done.stdout and len(done.stderr.splitlines()) == 1
-    assert "is in use by another run" in done.stderr and "--out_dir=" in done.stderr
-    assert done.fingerprint(12) == straight.fingerprint(12)
+# ---- workers -------------------------------------------------------------------------------------
 
 
 def test_a_worker_that_is_killed_ends_the_run_with_a_message(run_train, straight):
@@ -487,13 +466,12 @@ def test_bad_steps_in_a_row_roll_back_and_continue_past_their_data(run_train, ro
     assert done.fingerprint(20)["model"] != calm.fingerprint(20)["model"]
 
 
-# (steps that are skipped, the one in which it is stopped, keep_last): before the rollback, between
-# its two skips, in the step that decides on it, and after it; 8: a save that it must not go back to
+# (steps that are skipped, the one in which it is stopped, keep_last): in the step that decides on
+# the rollback, and before it; 8: a save that it must not go back to
 STOPS = [((10, 11), 11, 1), ((10, 11), 9, 2), ((8, 9), 8, 1)]
-STOPS += [((10, 11), 10, 1), ((10, 11), 14, 1), ((10, 11), 11, 2), ((8, 9), 8, 2)]
 
 
-@pytest.mark.parametrize("skipped, step, keep_last", first(3, STOPS))
+@pytest.mark.parametrize("skipped, step, keep_last", STOPS)
 def test_a_rollback_is_the_same_after_a_stop(run_train, once, skipped, step, keep_last):
     flags = [*ROLLBACK, f"--keep_last={keep_last}"]
     bad = SOON + bad_batches([n - 1 for n in skipped])
@@ -572,14 +550,6 @@ def test_memory_that_runs_out_in_mid_run_halves_the_micro_batch_and_does_the_ste
     split = (f"--batch_size={most}", f"--accum_steps={8 // most}")
     asked = run_train("asked", *flags, *split)
     assert states_equal(done.fingerprint(12), asked.fingerprint(12), "state")
-
-
-def test_a_halved_micro_batch_is_part_of_the_state(run_train):
-    whole = run_train("whole", before=out_of_memory(4, from_step=3))
-    run_train("run", before=out_of_memory(4, from_step=3) + stop_at(6), code=143)
-    done = run_train("run")  # there would be room again
-    assert all(row["equal"] == row["compared"] == 2 for row in events(done, "resume_checked"))
-    assert done.fingerprint(12) == whole.fingerprint(12)
 
 
 def test_below_one_sequence_it_says_what_to_try(run_train):

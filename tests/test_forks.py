@@ -9,7 +9,6 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import first
 from helpers import batch, build_run, distance, gradient, update
 from sources import LION, SHARD, around, at_step, only_on, ranks
 from torch import nn
@@ -22,11 +21,6 @@ FLAGS = ("--save_interval=4", "--eval_interval=3", "--keep_last=9")
 def build(change):
     """Source that changes the model that build_model returns."""
     return "from torch import nn" + around("build_model", then="model = result\n" + change)
-
-
-def optimize(change):
-    """Source that changes the optimizers that configure_optimizers returns."""
-    return around("configure_optimizers", then="optimizers = result\n" + change)
 
 
 # Half of the model is frozen, and in eval mode: its dropout is off.
@@ -54,32 +48,6 @@ model.dropout = OwnDropout()
 """)
 
 
-# An optimizer with a number of its own in its state_dict.
-OWN_KEY = optimize("""
-(optimizer,) = optimizers
-optimizer.count = 0
-def save(optimizer, saved):
-    saved["count"] = optimizer.count
-def load(optimizer, saved):
-    optimizer.count = saved["count"]
-def step(optimizer, *rest):
-    optimizer.count += 1
-    for group in optimizer.param_groups:
-        group["lr"] /= optimizer.count
-optimizer.register_state_dict_post_hook(save)
-optimizer.register_load_state_dict_pre_hook(load)
-optimizer.register_step_pre_hook(step)
-""")
-
-
-RANDOM_BATCHES = """
-def random_rows(self, batch):  # of a part of the text, as nanoGPT draws them
-    starts = torch.randint(1000 - self.block_size, (batch[1],)).numpy()
-    rows = train.data.read_rows(self.tokens[:1000], starts, self.block_size + 1)
-    return rows[:, :-1].copy(), rows[:, 1:].copy()
-train.ShuffledWindows.__getitem__ = random_rows
-"""
-
 AUGMENTED = """
 import random
 import numpy as np
@@ -91,9 +59,8 @@ train.ShuffledWindows.__getitem__ = noisy
 """
 
 CHANGES = {  # several at once, where they do not replace each other
-    "frozen, noisy, own key": (FROZEN + NOISY + OWN_KEY, ("--n_layer=2", "--dropout=0.3")),
+    "frozen, noisy": (FROZEN + NOISY, ("--n_layer=2", "--dropout=0.3")),
     "own generator, own optimizer": (OWN_GENERATOR + LION, ()),
-    "random batches": (RANDOM_BATCHES, ()),
     "augmented": (AUGMENTED, ("--num_workers=2", "--dropout=0.1")),
 }
 
@@ -193,10 +160,6 @@ def test_a_micro_batch_without_targets_counts_nothing_whatever_divides_the_loss(
 # ---- what cannot be kept is refused --------------------------------------------------------------
 
 
-def returns(name, field, value):
-    return around(name, then=f"result['{field}'] = {value}")
-
-
 def instead(name, value):
     return around(name, then=f"result = {value}")
 
@@ -233,46 +196,24 @@ ALL_BUT_ONE = """
 made = lambda model, name, lr, *rest: [torch.optim.AdamW([*model.parameters()][1:], lr)]
 train.configure_optimizers = made
 """
-OTHER_WEIGHT = "{'params': [torch.zeros(2, requires_grad=True)]}"
 NUMPYS = "import numpy; train.FRESH_STATE['best'] = numpy.float64(1)"
 REFUSED = [  # (change, exit code, words of the one line); 2: before anything is written
-    (returns("train_step", "lr", "torch.ones(())"), 1, "train_step() returned a number named lr"),
-    (returns("train_step", "own", "torch.ones(3)"), 1, "returned own, Tensor(3,); expected a scal"),
-    (returns("train_step", "own", "[1.0, 2.0]"), 1, "returned own, [float(), float()]; expected"),
-    (instead("train_step", "None"), 1, "train_step() returned NoneType(); expected a dict"),
-    (instead("train_step", "{'loss': result['loss']}"), 1, "{loss: Tensor()}; expected a dict of"),
-    (returns("forward_backward", "epoch", "torch.ones(())"), 1, "returned a number named epoch"),
-    (returns("evaluate", "step", "1"), 1, "evaluate() returned a number named step"),
-    (returns("evaluate", "own", "torch.ones(2)"), 1, "evaluate() returned own, Tensor(2,)"),
-    (instead("evaluate", "result['val_loss']"), 1, "evaluate() returned float(); expected a dict"),
-    (forward("(logits, loss)"), 1, "GPT.forward(inputs, targets) returned (Tensor(8, 16, "),
-    (forward("(loss, loss)"), 1, "returned (Tensor(), Tensor()); expected the mean loss"),
-    (forward("(loss, {'loss': loss})"), 1, "returned a number named loss, which rows have, too"),
-    (
-        forward("loss.detach()"),
-        1,
-        "Tensor(); expected the mean loss, a scalar tensor with a gradie",
-    ),
-    (forward("None"), 1, "GPT.forward(inputs, targets) returned NoneType()"),
-    (forward("loss", "(logits, None)"), 1, "GPT.forward(inputs) returned (Tensor(8, 16, "),
-    (
-        dataset("x[0], y[0]"),
-        1,
-        "Own[0, 8] returned (Tensor(16,), Tensor(16,)); expected (inp",
-    ),
-    (dataset("list(zip(x, y))"), 1, "Own[0, 8] returned [(Tensor(16,), Tensor(16,)), ("),
-    (dataset("x"), 1, "Own[0, 8] returned Tensor(8, 16); expected (inputs, targets)"),
-    (dataset("x[first // 16 :], y"), 1, "Own[16, 8] returned (Tensor(7, 16), Tensor(8,"),
-    (
-        dataset("x, y + self.own.integers(10**9)"),
-        1,
-        "Own gives another first batch when it is read",
-    ),
-    (optimize(f"optimizers[0].add_param_group({OTHER_WEIGHT})"), 2, "is not in model.parameters()"),
+    (instead("train_step", "result | {'lr': 1.0}"), 1, "train_step()['lr'] is a float; expected"),
+    (instead("train_step", "result | {'own': torch.ones(3)}"), 1, "is a Tensor of shape (3,); exp"),
+    (instead("train_step", "None"), 1, "train_step() is a NoneType; expected a dict with grad_"),
+    (instead("evaluate", "result | {'step': 1}"), 1, "evaluate()['step'] is a int; expected a sca"),
+    (instead("evaluate", "result['val_loss']"), 1, "evaluate() is a float; expected a dict with"),
+    (forward("(logits, loss)"), 1, "model(inputs, targets) is a tuple; expected the mean loss"),
+    (forward("(loss, {'loss': loss})"), 1, "model(inputs, targets) is a tuple; expected the mean"),
+    (forward("loss.detach()"), 1, "is a Tensor of shape (); expected the mean loss, a scalar ten"),
+    (forward("loss", "(logits, None)"), 1, "model(inputs) is a tuple; expected logits, a tensor"),
+    (dataset("x[0], y[0]"), 1, "Own[0, 8] is a tuple; expected (inputs, targets), arrays or te"),
+    (dataset("None"), 1, "Own[0, 8] is a NoneType; expected (inputs, targets), arrays or"),
+    (dataset("x[first // 16 :], y"), 1, "Own[16, 8] is a tuple; expected (inputs, targets), a"),
+    (dataset("x, y + self.own.integers(10**9)"), 1, "Own gives another first batch when it is"),
     (ALL_BUT_ONE, 2, "no optimizer trains "),
     (around("open_dataset", then="result[-1]['files'] = [train.cli.Path('f')]"), 2, "PosixPath"),
     (NUMPYS, 2, "['FRESH_STATE', 'best'] is a <class 'numpy.float64'>"),
-    ("train.FRESH_STATE['best'] = [{'x': range(3)}]", 2, "range"),
 ]
 
 
@@ -313,17 +254,14 @@ model.register_forward_pre_hook(count)
 MINE = "run.state['mine'] = run.state.get('mine', 0) + int(args[1].sum())"
 RANKS_COUNT = around("count_batch", MINE)
 NOISE_ON_ONE = only_on(1, at_step(6, "run.model.head.weight.data[0, 0] += 1e-6"))
-OF_RANK = OWN_GENERATOR.replace("manual_seed(1)", "manual_seed(train.rank())")
 DIFFERING = [
     (INT_BUFFER, "seen", (SHARD,), 4),
     (NOISE_ON_ONE, "head.weight", (), 8),
     (RANKS_COUNT, "FRESH_STATE.mine", (), 4),
-    (INT_BUFFER, "seen", (), 4),
-    (OF_RANK, "generator", (), 0),
 ]
 
 
-@pytest.mark.parametrize("change, name, flags, step", first(3, DIFFERING))
+@pytest.mark.parametrize("change, name, flags, step", DIFFERING)
 def test_what_differs_between_ranks_ends_the_run(change, name, flags, step, run_train):
     """At the first save that would hold it."""
     done = run_train("run", "--save_interval=4", *flags, before=ranks(2, change), code=1)

@@ -431,7 +431,7 @@ def test_run_json_says_what_ran(run_train):
     assert facts["hardware"]["device"] and facts["data"]["name"] == "small"
     done = run_train("run", "--max_steps=3")
     facts = done.facts
-    assert facts["ended"] == "finished" and [r["step"] for r in facts["resumes"]] == [2]
+    assert facts["ended"] == "finished"
     assert sum(facts["seconds"].values()) > 0
 
 

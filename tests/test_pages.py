@@ -138,11 +138,6 @@ def test_every_block_runs_or_says_what_it_needs(page):
             subprocess.run(["bash", "-n"], input=code, text=True, check=True)
 
 
-def test_every_trouble_that_report_knows_has_its_place():
-    troubles = pytest.importorskip("reporting.troubles")
-    assert set(troubles.texts()) <= headings("docs/trouble.md")
-
-
 def test_the_readme_and_help_lead_to_the_pages():
     docstring = ast.get_docstring(ast.parse(text_of("train.py")))  # which --help prints
     for page in PAGES:

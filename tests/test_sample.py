@@ -78,11 +78,7 @@ def test_an_early_stop_gives_no_text_from_untrained_weights(stopped, run_sample,
     assert lines[0].endswith(remark), "above the text"
     export = f"--export={tmp_path}/w.safetensors"
     assert remark in run_sample(stopped, export)[2]
-    assert "best.pt, step 0:" in run_sample(stopped, export, "--checkpoint=best")[2]
-    assert "best.pt, step 0\n" in run_sample(stopped, "--checkpoint=best")[2]
-    assert "ckpt_00000007.pt, step 7\n" in run_sample(stopped, "--checkpoint=last")[2]
     assert "best.pt, step 0\n" in run_sample(stopped / "best.pt")[2]
-    refused(run_sample(stopped, "--checkpoint=first"), "auto | best | last")
 
 
 def test_the_command_writes_only_text_to_stdout_while_it_is_made(trained):
@@ -100,8 +96,7 @@ def test_the_command_writes_only_text_to_stdout_while_it_is_made(trained):
 
 def test_a_prompt_with_unknown_characters_is_refused_by_name(trained, run_sample, tmp_path):
     refused(run_sample(trained, "--start=Thé €"), "'é'", "'€'")
-    missing = f"{tmp_path}/none"
-    refused(run_sample(trained, f"--start=FILE:{missing}"), missing)
+    refused(run_sample(trained, f"--start=FILE:{tmp_path}/none"), f"{tmp_path}/none")
 
 
 def test_a_prompt_is_cleaned_as_a_text_is(trained, run_sample, tmp_path):
@@ -139,7 +134,7 @@ def test_samples_of_a_corpus_end_where_a_text_ends(of_stories, run_sample):
     assert all(text.count(".") < 2 and "\0" not in text for text in samples), samples
     assert f"{sum(len(text.encode()) for text in samples):,} tokens in" in err
     (event,) = [row for row in of_stories.rows("event") if row["event"] == "sample"]
-    assert event["text"].count(".") == 1 and len(event["text"]) < 20
+    assert len(event["text"]) < 20
     limited = run_sample(of_stories.out_dir, "--num_samples=9", "--max_new_tokens=3")[1]
     assert [text[:3] for text in samples] == limited.removesuffix("\n").split(sample.LINE)
 
@@ -159,17 +154,11 @@ def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp
     torch.save({"weights": torch.ones(3)}, tmp_path / "foreign.pt")
     refused(run_sample(tmp_path / "foreign.pt"), "foreign.pt", "no checkpoint of train.py")
 
-    def other_vocabulary(checkpoint):
-        meta = checkpoint["data"]["meta"]
-        meta["chars"], meta["vocab_size"] = meta["chars"] + "é", meta["vocab_size"] + 1
-
-    size = len(set(TEXT)) + 1
-    refused(run_sample(edited(other_vocabulary)), f"vocabulary of {size}")
+    more = edited(lambda c: c["data"]["meta"].update(chars=c["data"]["meta"]["chars"] + "é"))
+    refused(run_sample(more), f"vocabulary of {len(set(TEXT)) + 1}")
     other_width = edited(lambda c: c["config"].update(n_embd=32))
     refused(run_sample(other_width), "32", "today's model.py")
     refused(run_sample(edited(lambda c: c["data"].clear())), "was not trained on text")
-    headless = edited(lambda c: [c[part].pop("head.weight") for part in ("model", "ema")])
-    refused(run_sample(headless), 'Missing key(s) in state_dict: "head.weight"')
     refused(run_sample(trained, "--temperature=-1"), "--temperature=-1")
 
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 import model
 import train
 from plumbing.cli import configured
+from plumbing.knobs import Start
 
 CPU = torch.device("cpu")
 KINDS = [
@@ -49,7 +50,7 @@ def counts_of(knobs):
     def count(**values):
         config = knobs(**values)
         datasets = train.open_dataset(None)
-        run = train.build_run(config, None, None, None, CPU, datasets)
+        run = train.build_run(config, Start(CPU, None, None, None, {}), datasets)
         rows = train.sequences_at(0)
         batches = [map(torch.as_tensor, datasets[0][rows * step, rows]) for step in range(3)]
         for step in range(2):
@@ -87,8 +88,8 @@ def take_steps(knobs, monkeypatch):
     def take(**values):
         config = knobs(**values)
         with FakeTensorMode():
-            datasets = None, None, {"meta": {"vocab_size": 100}}
-            run = train.build_run(config, None, None, None, CPU, datasets)
+            datasets = None, None, {"name": "none", "fingerprint": "", "meta": {"vocab_size": 100}}
+            run = train.build_run(config, Start(CPU, None, None, None, {}), datasets)
             tokens = torch.zeros(train.sequences_at(0), 16, dtype=torch.int64)
             for _ in range(3):
                 numbers = train.train_step(run.model, run, tokens, tokens, 1e-3)

@@ -14,8 +14,6 @@ from conftest import REPO, read_rows
 from helpers import evaluation, event, falling, write_run
 from sources import stop_at
 
-from reporting.wandb_log import Wandb
-
 ON = ("--wandb_log=true", "--max_steps=30", "--eval_interval=10", "--save_interval=10")
 ON += ("--log_interval=1",)
 FAKE = """
@@ -40,7 +38,6 @@ def init(dir, id, **_): return Run(dir, id)
 """
 BROKEN = {
     "is missing": ("raise ImportError('No module named wandb')", "No module named wandb"),
-    "breaks when it starts": (FAKE + "def init(**_): raise OSError('quota')", "quota"),
     "breaks in mid-run": (FAKE + "def log(*_, **__): 1 / 0\nRun.log = log", "division by zero"),
     "breaks at the end": (FAKE + "def f(*_, **__): 1 / 0\nRun.finish = f", "division by zero"),
 }
@@ -105,22 +102,11 @@ def test_after_kills_every_row_arrives_once_and_the_run_stays_one(run_train, wan
     assert sent(done) == (logged(done), done.rows("event"), done.facts["wandb_id"])
 
 
-def test_what_the_server_has_is_not_sent_again(tmp_path, monkeypatch):
+def test_what_the_server_has_is_not_sent_again(run_train, wandb):
     """Online, a killed run has sent what it has sent: the server names its next step."""
-    server = types.ModuleType("wandb")
-    exec(FAKE, vars(server))
-    server.Run.starting_step = 80
-    steps = []
-    server.Run.log = lambda self, row, step: steps.append(step)
-    monkeypatch.setitem(sys.modules, "wandb", server)
-    sender = Wandb(
-        tmp_path, {"config": {}, "run": {}, "wandb_id": "abcd", "parameters": 1, "versions": {}}
-    )
-    for i in range(13):
-        row = {"kind": "train", "step": i, "loss": 1.0, "sequences": 8 * i}
-        sender.see(row, is_kept=True)
-    sender.after_end("finished")
-    assert steps == [80, 88, 96]
+    has_ten_steps = FAKE.replace("Settings(), 0", "Settings(), 80")
+    done = run_train("run", *ON, before=wandb(has_ten_steps))
+    assert list(sent(done)[0]) == [8 * step for step in range(10, 31)]
 
 
 @pytest.mark.parametrize("how", BROKEN)
