@@ -199,7 +199,7 @@ def spoil(averages, model, step):
         for name, average in averages.items():
             average.copy_(model.get_parameter(name))
     elif step % 2:
-        add_noise(averages.values(), step, 0.02 * (step + 1))
+        add_noise(averages.values(), step, 0.05 * (step + 1))
 
 
 @torch.no_grad()
