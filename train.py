@@ -50,10 +50,9 @@ from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
 from plumbing.ranks import from_rank0, rank, world_size
 from plumbing.run_folder import RunFolder
 from plumbing.sampling import print_sample
-from plumbing.signals import Signals, StoppedWaiting
+from plumbing.signals import Signals, StoppedInEvaluation, StoppedWaiting
 from plumbing.snapshot import Snapshot, evaluating, rng_state, step_optimizer
 from plumbing.watch import Watch
-from reporting.watchers import ReportAtEnd, copy_to_wandb
 
 # The run, and the text it learns
 out_dir = "out/run"  # run.json, metrics.jsonl, checkpoints; typed flags are added to its name; free
@@ -169,6 +168,8 @@ last_run = None  # the run of the newest main(), for a notebook
 def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
     """Run the flags in `argv` (None: those of the command line). Returns the exit code. Raises
     BadInput, or what ended the run. watch: is called on the way."""
+    from reporting.watchers import ReportAtEnd, copy_to_wandb  # which `import train` need not load
+
     global last_run
     clock = Clock(since_process_start=argv is None)
     machine.speed_up_start_and_exit()
@@ -294,9 +295,9 @@ class Run:
     device: torch.device
     train_data: torch.utils.data.Dataset
     val_data: torch.utils.data.Dataset
-    # What every checkpoint says of the run: "config" (the knobs as resolved), "data", and "run"
-    # (what else makes it this run and no other)
-    facts: dict
+    facts: (
+        dict  # that checkpoints keep: "config" (knobs as resolved), "data", "run" (what else it is)
+    )
     model: torch.nn.Module
     optimizers: list
     groups: list  # param_groups as built; a resume applies only what changed in them since
@@ -349,11 +350,14 @@ def run_to_the_end(run: Run, clock: Clock) -> int:
             ending = stopped_by(signal.SIGINT)
             raise
         except Exception as error:
+            signal.signal(
+                signal.SIGCHLD, signal.SIG_DFL
+            )  # torch would raise for each worker that ends
             kind = "" if isinstance(error, RunFailed) else f"{type(error).__name__}: "
             ending = console.one_line(f"failed: {kind}{error}"), 1
-            if str(error).startswith("DataLoader"):  # a worker; the rest is torch's advice
-                found = str(error).partition(". ")[0]
-                raise RunFailed(f"{found} (out of memory?); the same command resumes") from error
+            if str(error).startswith("DataLoader"):  # a worker; what follows is torch's advice
+                message = str(error).partition(". ")[0]
+                raise RunFailed(f"{message} (out of memory?); the same command resumes") from error
             raise
         finally:
             saver.wait()
@@ -768,10 +772,6 @@ def sum_losses_of_batch(run: Run, inputs: torch.Tensor, targets: torch.Tensor) -
         right = (logits.argmax(-1) == y).sum()
         sums.append(torch.stack([loss, right, count_targets(y)]).to(precise(run.device)))
     return torch.stack(sums).sum(0)
-
-
-class StoppedInEvaluation(Exception):
-    """A signal came in an evaluation: it is left to the process that resumes."""
 
 
 def count_evaluation(numbers: dict, state: dict) -> bool:

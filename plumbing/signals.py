@@ -10,6 +10,10 @@ from plumbing.console import print0
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
+class StoppedInEvaluation(Exception):
+    """A signal came in an evaluation: it is left to the process that resumes."""
+
+
 class StoppedWaiting(BaseException):
     """A stop came while the process waited for a batch. No Exception, which a dataset may catch."""
 
