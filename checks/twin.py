@@ -74,7 +74,7 @@ setting = partial(cli.setting, vars(train))  # a context with other values of tr
 def twin_checks(job):
     """The steps, the evaluations and the end of an eventful run, and its resume."""
     few = {
-        "batch_size": max(2, min(train.batch_size, 512 // train.block_size)),
+        "batch_size": max(4, min(train.batch_size, 512 // train.block_size)),
         "dropout": train.dropout or 0.1,
         "ema_decay": train.ema_decay or 0.8,
         "eval_tokens": 4 * train.block_size,
