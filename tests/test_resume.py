@@ -368,10 +368,12 @@ def test_what_may_change_bits_is_named_and_measured(run_train, whole, before, fl
     (event,) = events(done, "resume")
     assert event["changed"][name][1] == event["knobs"].get(name, now) == now
     (found,) = checked(done)
-    if not flags:  # the products are too small to be split
-        assert found["first_difference"] is None and found["compared"] == 2
+    difference = found["first_difference"]
+    if not flags:  # on most CPUs the products are too small to be split between two threads
+        assert found["compared"] == 2 - bool(difference)
+        assert not difference or "; changed since: threads 1 -> 2" in done.stdout
         return
-    difference = found["first_difference"]  # sums in another order, other dropout
+    # sums in another order, other dropout
     assert (difference["step"], difference["field"]) == (14, "loss")
     assert (
         "other numbers from step 14 on: loss" in done.stdout and "batch_size 4 -> 8" in done.stdout
