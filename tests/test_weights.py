@@ -75,7 +75,7 @@ def test_it_resumes_bit_for_bit_also_without_the_file(parent, run_train, name):
 
 
 def test_what_does_not_fit_is_one_line_and_writes_nothing(parent, run_train, data_dir, tmp_path):
-    make_dataset(data_dir, "other", pydoc_text()[:3000].replace("e", "é"))
+    make_dataset(data_dir, "accented", pydoc_text()[:3000].replace("e", "é"))
     file = parent.checkpoint(6)
     cut, bare, short = (tmp_path / f"{name}.safetensors" for name in ("cut", "bare", "short"))
     sample.main([str(file), f"--export={bare}"])
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_one_line_and_writes_nothing(parent, run_train, dat
     cases = {
         ("--n_embd=64", "--n_layer=2"): "write --n_layer=1 --n_embd=32",
         ("--n_head=4",): "write --n_head=2",  # which leaves no shape
-        ("--dataset=other",): "other chars; write python prepare_data.py",
+        ("--dataset=accented",): "other chars; write python prepare_data.py",
         (f"--init_from={bare}", "--n_layer=2"): "absent",
         (f"--init_from={short}",): "absent; expected torch.Size",
         (f"--init_from={cut}",): "not fully covered",

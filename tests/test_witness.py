@@ -155,7 +155,7 @@ def copy(tmp_path):
 
 EDITS = {  # name: (file, old, new, flags, first step that differs after a SIGTERM in step 13)
     "another constant": ("model.py", "10_000.0", "9_000.0", (), 14),
-    "the optimizer alone": ("optim.py", "2.0315", "2.0316", ("--optimizer=muon",), 15),
+    "the optimizer alone": ("optim.py", "2.0315", "2.1", ("--optimizer=muon",), 15),
     "a comment": ("model.py", "import torch\n", "import torch  # a comment\n", (), None),
 }
 
