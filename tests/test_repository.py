@@ -29,7 +29,7 @@ MAX_NODES = {
 }
 MAX_NODES_IN_ALL = 49_436  # the aim is 46,000
 MAX_NODES_LOADED = 23_805  # by `import train`
-MAX_LINES_OF_TESTS = 11_246  # tests/*.py
+MAX_LINES_OF_TESTS = 11_265  # tests/*.py
 MAX_WORDS = 23_500  # README.md and docs/*.md
 MAX_WORDS_OF_README = 1_800
 MAX_LINES_OF_TRAIN = 939  # the aim is 870

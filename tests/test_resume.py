@@ -381,6 +381,25 @@ def test_what_may_change_bits_is_named_and_measured(run_train, whole, before, fl
     assert done.fingerprint(STEPS)["model"] != whole().fingerprint(STEPS)["model"]
 
 
+@pytest.mark.parametrize("step", [16, STEPS])
+def test_a_stop_in_an_evaluation_leaves_it_to_the_process_that_resumes(run_train, whole, step):
+    stop = f"if run.state['step'] == {step}: os.kill(os.getpid(), signal.SIGTERM)"
+    stopped = run_train("run", *FLAGS, before=around("sum_losses_of_batch", then=stop), code=143)
+    assert stopped.facts["state"]["evaluation_due"]
+    evaluated = [row["step"] for row in stopped.rows("eval")]
+    assert evaluated == [n for n in (0, 8, 16, 24, STEPS) if n < step]
+    done = run_train("run", *FLAGS)
+    assert done.fingerprint(STEPS) == whole().fingerprint(STEPS)
+    assert_whole_metrics(done, whole())
+
+
+def test_a_kill_does_not_fall_back_behind_the_best(run_train):
+    flags = (*FLAGS, "--save_interval=0")
+    killed = run_train("run", *flags, before=stop_at(12, "SIGKILL"), code=137)
+    assert killed.checkpoint(8).samefile(killed.out_dir / "best.pt")
+    assert [row["step"] for row in events(run_train("run", *flags), "resume")] == [8]
+
+
 def test_what_was_resolved_once_is_kept_unless_the_command_asks_for_another_value(run_train):
     """The planned learning rate: of the second command, not of the first or the third."""
     short = ("--max_steps=20", "--warmup_steps=0")
