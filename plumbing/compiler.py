@@ -41,7 +41,7 @@ def warm_up(
     n_targets = torch.tensor(targets.numel(), device=run.device)
     take = partial(forward_backward, model, run, inputs, targets, n_targets)
     try:
-        halving_on_oom(before, take)
+        halving_on_oom(before, take, len(inputs))
     except Exception as error:
         if not compile or isinstance(error, RunFailed) or world_size() > 1:
             raise  # of several ranks, others may have compiled
