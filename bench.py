@@ -412,7 +412,8 @@ CHANGES = {  # row: its command, or the flags that it adds to the command of the
     "nanoGPT, eight times its rate": "--learning_rate=8e-3 --min_lr=8e-4",
     # with GPT-2's biases, which nanoGPT's recipe leaves out
     "its model and recipe on this loop": f"examples/gpt2.py {SAME} --dtype=float32",
-    "bfloat16 (if fast)": "--dtype=auto",
+    "the same recipe, evaluating as many tokens": "--eval_tokens=30720 --eval_interval=250",
+    "bfloat16 (if fast)": "--dtype=auto --eval_tokens=0 --eval_interval=200",
     "one layer": "--n_layer=1",
     "our block: SwiGLU, rotary, q/k norm": f"train.py {SAME} --n_layer=1",
     "larger batches": "--batch_size=32 --max_steps=750 --eval_interval=50",  # as many tokens

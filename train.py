@@ -350,9 +350,7 @@ def run_to_the_end(run: Run, clock: Clock) -> int:
             ending = stopped_by(signal.SIGINT)
             raise
         except Exception as error:
-            signal.signal(
-                signal.SIGCHLD, signal.SIG_DFL
-            )  # torch would raise for each worker that ends
+            data.kill_workers()  # else torch would raise for each one that ends
             kind = "" if isinstance(error, RunFailed) else f"{type(error).__name__}: "
             ending = console.one_line(f"failed: {kind}{error}"), 1
             if str(error).startswith("DataLoader"):  # a worker; what follows is torch's advice

@@ -239,9 +239,14 @@ def batches(
         generator=torch.Generator(),  # or it would draw a seed from the global generator
     )
     began = time.perf_counter()
-    for batch in loader:
-        yield *to_device(batch, device), 1000 * (time.perf_counter() - began)
-        began = time.perf_counter()
+    try:
+        for batch in loader:
+            yield *to_device(batch, device), 1000 * (time.perf_counter() - began)
+            began = time.perf_counter()
+    except (ConnectionError, EOFError) as error:
+        if not num_workers or "Caught" in str(error):  # the dataset's own, perhaps in a worker
+            raise
+        raise RuntimeError("DataLoader worker was killed while it sent a batch") from error
 
 
 def hand_over(batch: list[np.ndarray]) -> list:
