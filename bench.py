@@ -488,17 +488,8 @@ def nanogpt(job, words, seed):
     here is of the whole validation split, as ours is, and takes no time of the process."""
     home = Path(os.environ["NANOGPT"])
     dataset = job.run.facts["data"]
-    source = (home / "train.py").read_text("utf-8")
+    source = nanogpt_source(home, dataset["meta"]["vocab_size"], seed)
     model = (home / "model.py").read_text("utf-8")
-    edits = {  # it has no flag for a seed, nor for the vocabulary of the dataset
-        "torch.manual_seed(1337": f"torch.manual_seed({seed}",
-        "meta_vocab_size = None\n": f"meta_vocab_size = {dataset['meta']['vocab_size']}\n",
-    }
-    for line, edited in edits.items():
-        if line not in source:
-            fail(f"{home}/train.py has no {line!r}; expected nanoGPT's own")
-        source = source.replace(line, edited)
-    source += WHOLE_SPLIT
     folder = processes.folder_by_hash(seed, words, source, model, dataset["name"])
     result = read_json(folder / "nanogpt.json")
     if result:
@@ -518,6 +509,20 @@ def nanogpt(job, words, seed):
     }
     write_json(folder / "nanogpt.json", result)
     return result
+
+
+def nanogpt_source(home, vocab_size, seed):
+    """Its train.py, with what it has no flag for, and the loss of the whole split at its end."""
+    source = (home / "train.py").read_text("utf-8")
+    edits = {
+        "torch.manual_seed(1337": f"torch.manual_seed({seed}",
+        "meta_vocab_size = None\n": f"meta_vocab_size = {vocab_size}\n",
+    }
+    for line, edited in edits.items():
+        if line not in source:
+            fail(f"{home}/train.py has no {line!r}; expected nanoGPT's own")
+        source = source.replace(line, edited)
+    return source + WHOLE_SPLIT
 
 
 PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead, from_nanogpt)}
