@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -403,6 +404,8 @@ def apply_patch(patch, folder):
     how = {"cwd": folder, "env": outside, "text": True, "capture_output": True}
     done = subprocess.run(["git", "apply"], input=patch, **how)
     assert done.returncode == 0, done.stderr
+    for name in re.findall(r"^\+\+\+ b/(.+\.py)$", patch, re.MULTILINE):
+        compile((folder / name).read_text(), name, "exec")  # a hunk may land in the wrong place
 
 
 # ---- what a run left -----------------------------------------------------------------------------
