@@ -117,8 +117,7 @@ class Muon(torch.optim.Optimizer):
 def orthogonal(matrix: Tensor) -> Tensor:
     """`matrix` with singular values near 1, by five Newton-Schulz steps (Jordan 2024); in float32
     where a CPU only emulates bfloat16, which takes a hundred times as long."""
-    emulated = matrix.is_cpu and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    x = matrix if emulated else matrix.bfloat16()
+    x = matrix if emulates_bfloat16(matrix.device) else matrix.bfloat16()
     is_tall = x.size(0) > x.size(1)
     x = x.T if is_tall else x
     x = x / x.norm().clamp(min=1e-7)
@@ -126,3 +125,7 @@ def orthogonal(matrix: Tensor) -> Tensor:
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.775, alpha=2.0315), x, beta=3.4445)
     return x.T if is_tall else x
+
+
+def emulates_bfloat16(device: torch.device) -> bool:
+    return device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
