@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from configparser import RawConfigParser
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -138,12 +138,8 @@ class Config(dict):
 
     def __init__(self, scopes: list[tuple[dict, dict[str, Knob]]]):
         self.scopes = scopes
-        self.knobs = {
-            name: replace(knob, default=scope[name])
-            for scope, knobs in scopes
-            for name, knob in knobs.items()
-        }
-        super().__init__({name: knob.default for name, knob in self.knobs.items()})
+        self.knobs = {name: knob for _, knobs in scopes for name, knob in knobs.items()}
+        super().__init__({name: scope[name] for scope, knobs in scopes for name in knobs})
         self.base = dict(self)
         self.typed = set()
 
@@ -281,19 +277,15 @@ def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
         with suppress(ValueError, OverflowError):  # int(nan), int(inf)
             number = float(show(value))
             value = type(default)(number)
-            fits = value == number and is_in(
-                number, *INTERVAL.search(f"{comment} [-inf, inf]").groups()
-            )
+            left, low, high, right = INTERVAL.search(f"{comment} [-inf, inf]").groups()
+            is_low_end = left == "[" and number == float(low)
+            is_high_end = right == "]" and number == float(high)
+            is_inside = float(low) < number < float(high) or is_low_end or is_high_end
+            fits = value == number and is_inside
     if not fits:
         expected = f"{type(default).__name__}, {name} = {default!r}  # {comment}"
         fail(f"{written}: expected {choices[0] if choices else expected}")
     return value
-
-
-def is_in(number: float, left: str, low: str, high: str, right: str) -> bool:
-    """Whether a number is in an interval such as [1, inf), here in its four parts."""
-    is_end = (left == "[" and number == float(low)) or (right == "]" and number == float(high))
-    return is_end or float(low) < number < float(high)
 
 
 def show(value: Any) -> str:

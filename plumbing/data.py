@@ -123,8 +123,6 @@ def dataset_of_run(
         else:
             folder, meta = make(name, data_dir)
     except Offline as error:
-        if name not in FALLBACK:
-            raise
         chosen = FALLBACK[name]
         print0(INSTEAD.format(bar="!" * 90, why=error, chosen=chosen, name=name))
         return dataset_of_run(make, chosen, None, data_dir, block_size)

@@ -82,15 +82,15 @@ def largest_share(count: int) -> int:
 def check_share(count: int, shard: bool, error: type[Exception]) -> None:
     """Raises `error` if the ranks cannot share a batch of `count` sequences."""
     size = world_size()
-    batch = f"a batch of {count} sequences (batch_size * accum_steps)"
+    problem = ""
     if count < size:
-        failure = error(f"{batch} is too small for {size} ranks: expected one or more for each")
+        problem = f"is too small for {size} ranks: expected one or more for each"
     elif shard and count % size:
-        failure = error(f"{batch} does not divide by {size} ranks, as --shard=true needs it")
-    else:
-        return
-    failure.said = rank() > 0  # every rank raises it, and one prints it
-    raise failure
+        problem = f"does not divide by {size} ranks, as --shard=true needs it"
+    if problem:
+        failure = error(f"a batch of {count} sequences (batch_size * accum_steps) {problem}")
+        failure.said = rank() > 0  # every rank raises it, and one prints it
+        raise failure
 
 
 def max_over_ranks(*flags: float) -> list:
