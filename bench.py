@@ -302,8 +302,10 @@ def overhead(job):
     rows = {name: {"ms": 1000 * median(each[1:])} for name, each in times.items()}
     over_bare = rows["loop"]["ms"] / rows["bare"]["ms"] - 1
     rows["loop"]["over_bare"] = over_bare
-    print0(f"\noverhead: medians of {rounds} blocks of {every} steps, in turn; the loop: of it")
-    print0("  train_step and reading data; bare: forward, backward, clipping, optimizer.step")
+    print0(
+        f"\noverhead: medians of {rounds} blocks of {every} steps, in turn; the loop: of it\n"
+        "  train_step and reading data; bare: forward, backward, clipping, optimizer.step"
+    )
     print_table(rows, ms=".3f", over_bare="+.2%")
     return {f"{name}_ms": row["ms"] for name, row in rows.items()} | {"over_bare": over_bare}
 
@@ -339,12 +341,12 @@ def memory(job):
         if free and a_sequence > 0:
             row["fits"] = size + (0.9 * free - row["measured"]) // a_sequence
         rows[name] = row
-    print0("\nmemory: MB of tensors at the peak of an eager step")
     print0(
-        "  passing: activations, gradients and what else lives only within a step; twice: predicted"
+        "\nmemory: MB of tensors at the peak of an eager step\n"
+        "  passing: activations, gradients and what else lives only within a step; twice: predicted\n"
+        "  for twice the micro-batch, by a line through this and half of it; fits: the largest\n"
+        f"  micro-batch in 90% of {cell(free, '.1f G')} GB free"
     )
-    print0("  for twice the micro-batch, by a line through this and half of it; fits: the largest")
-    print0(f"  micro-batch in 90% of {cell(free, '.1f G')} GB free")
     columns = dict.fromkeys(("weights", "moments", "passing", "measured", "twice"), ",.1f M")
     print_table(rows, micro_batch=",.0f", **columns, fits=",.0f")
     return {"here": rows, "available": free}

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 POLICY = ("fixed", "free", "product fixed")  # the words in which a comment may end
 BOOLEANS = RawConfigParser.BOOLEAN_STATES  # of 1, yes, true, on; 0, no, false, off
 KNOB = re.compile(  # comments above it, name, value, comment
-    r"((?:^# .*\n)*)^([a-z][a-z0-9_]*) = (.*?)(?: +# (.*(?:\n#  .*)*))?$", re.MULTILINE
+    r"(?m)((?:^# .*\n)*)^([a-z][a-z0-9_]*) = (.*?)(?: +# (.*(?:\n#  .*)*))?$"
 )
 INTERVAL = re.compile(r"([\[(])(-?[\d.e]+|-inf), ?(-?[\d.e]+|inf)([\])])")
 CHOICES = re.compile(r"\w+(?: \| \w+)+")
@@ -246,7 +246,7 @@ def product(values: dict, knobs: dict[str, Knob]) -> int:
 def read_knobs(path: str | Path) -> dict[str, Knob]:
     """{name: Knob} of the knobs in the script at `path`, in order. A knob stands on one line."""
     source = Path(path).read_text(encoding="utf-8")
-    top, *_ = re.split("^(?:def|class|@)", source, flags=re.MULTILINE)
+    top = re.split("(?m)^(?:def|class|@)", source)[0]
     knobs = {}
     heading = ""
     for above, name, value, comment in KNOB.findall(top):

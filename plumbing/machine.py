@@ -213,7 +213,7 @@ def cpu_info() -> tuple[str, set]:
     fields = {}
     if sys.platform == "linux":
         first_core = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-        fields = dict(re.findall(r"^(.*?)\s*: (.*)$", first_core, re.MULTILINE))
+        fields = dict(re.findall(r"(?m)^(.*?)\s*: (.*)$", first_core))
     return fields.get("model name", platform.machine()), set(fields.get("flags", "").split())
 
 

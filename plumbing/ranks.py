@@ -1,4 +1,4 @@
-"""Several processes, one for each device: they join, max_over_ranks, share a batch, and sum. In a single
+"""Several processes, one for each device: they join, agree, share a batch, and sum. In a single
 process these functions do not communicate, so callers need no special case for it."""
 
 import contextlib
@@ -38,7 +38,7 @@ def joined(device: torch.device, shard: bool = False) -> Iterator[None]:
         if not re.search("gloo|NCCL", words):
             raise
         found = "another rank failed or is gone"
-        if re.search("timed out|timeout", words, re.IGNORECASE):
+        if re.search("(?i)timed out|timeout", words):
             found = f"timed out waiting for another rank for more than {HANG_MINUTES} minutes"
         cause = words.splitlines()[-1][:160]
         raise RunFailed(f"{found} ({cause}); the same command resumes the run") from error
