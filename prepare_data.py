@@ -45,7 +45,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -234,14 +234,14 @@ def store(folder: str, meta: dict, documents: Iterable, ends: list[int]) -> dict
 def write_tokens(paths: dict, tokenizer, dtype, documents: Iterable, ends: list[int]) -> int:
     """Write the ids of each document, and `ends` after it, to the file of its split. Returns the
     bytes of the validation text."""
-    encode_batch = getattr(tokenizer, "encode_batch", partial(map, tokenizer.encode))
     end = np.array(ends, dtype).tobytes()
     val_bytes = 0
+    threads = ThreadPoolExecutor()  # tiktoken encodes without Python's lock
     documents = iter(documents)
     batches = iter(lambda: list(islice(documents, BATCH)), [])
-    with open(paths["train"], "wb") as train, open(paths["val"], "wb") as val:
+    with open(paths["train"], "wb") as train, open(paths["val"], "wb") as val, threads:
         for number, batch in enumerate(batches, 1):
-            encoded = encode_batch([text for _, text in batch])
+            encoded = threads.map(tokenizer.encode, [text for _, text in batch])
             for (split, text), ids in zip(batch, encoded, strict=True):
                 file = train if split == "train" else val
                 file.write(np.asarray(ids, dtype).tobytes() + end)

@@ -354,9 +354,6 @@ class GPT2:
     def encode(self, text: str) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
 
-    def encode_batch(self, texts: list[str]) -> list:
-        return self.encoding.encode_ordinary_batch(texts)  # in threads
-
     def decode(self, ids: Iterable[int]) -> str:
         return self.encoding.decode(list(map(int, ids)))
 
@@ -364,7 +361,7 @@ class GPT2:
 # A tokenizer of your own is a class and a name here and beside prepare_data.py's --tokenizer. It is
 # built from `meta`; it needs encode, decode and vocab_size. If it learns its vocabulary, it also has
 # learn(text), whose dict goes into `meta`; end_of_text is the id that follows each document of a
-# corpus, and newline that of a newline, if any; encode_batch(texts) is a faster encode.
+# corpus, and newline that of a newline, if any. Several threads call encode.
 TOKENIZERS = {"char": Char, "byte": Byte, "gpt2": GPT2}
 
 
