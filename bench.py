@@ -36,7 +36,7 @@ from plumbing import checkpoint, cli, compiler, console, data, forks, machine
 from plumbing.cli import configured, fail, folder_name, run_script
 from plumbing.clock import Clock
 from plumbing.console import REPO, print0
-from plumbing.files import read_json, write_json
+from plumbing.files import write_json
 from plumbing.run_folder import RunFolder, git_state, now
 from plumbing.snapshot import tensors
 
@@ -486,7 +486,6 @@ def nanogpt(job, words, seed):
     home = Path(os.environ["NANOGPT"])
     dataset = job.run.facts["data"]
     source = (home / "train.py").read_text("utf-8")
-    model = (home / "model.py").read_text("utf-8")
     edits = {  # it has no flag for a seed, nor for the vocabulary of the dataset
         "torch.manual_seed(1337": f"torch.manual_seed({seed}",
         "meta_vocab_size = None\n": f"meta_vocab_size = {dataset['meta']['vocab_size']}\n",
@@ -495,26 +494,18 @@ def nanogpt(job, words, seed):
         if line not in source:
             fail(f"{home}/train.py has no {line!r}; expected nanoGPT's own")
         source = source.replace(line, edited)
-    source += WHOLE_SPLIT
-    folder = processes.folder_by_hash(seed, words, source, model, dataset["name"])
-    result = read_json(folder / "nanogpt.json")
-    if result:
-        return result
-    folder.mkdir(parents=True, exist_ok=True)
     text = Path(train.data_dir, dataset["name"]).resolve()
     began = time.perf_counter()
     with TemporaryDirectory() as scratch:  # it takes no path with a "="
         own = [f"--out_dir={scratch}", f"--dataset={text}"]
-        printed = processes.output_of(["-c", source, *words, *own], cwd=home)
+        printed = processes.output_of(["-c", source + WHOLE_SPLIT, *words, *own], cwd=home)
     ended = time.perf_counter()
     loss, evaluation = re.search(r"whole split: (\S+) after (\S+)", printed).groups()
-    result = {
+    return {
         "process": ended - began - float(evaluation),
         "loss": float(loss),
         "tokens": RECIPE_TOKENS,
     }
-    write_json(folder / "nanogpt.json", result)
-    return result
 
 
 PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead, from_nanogpt)}
