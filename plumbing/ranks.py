@@ -29,7 +29,14 @@ def joined(device: torch.device, shard: bool = False) -> Iterator[None]:
         return
     backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     patience = datetime.timedelta(minutes=HANG_MINUTES)
-    dist.init_process_group(backends, timeout=patience, **rendezvous(patience))
+    store, number, count = next(dist.rendezvous("env://", timeout=patience))  # from torchrun
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        # torchrun's store outlives a restart: without a prefix for each attempt, new ranks would
+        # find the addresses of dead ones in it. On several nodes no prefix helps: each agent counts
+        # its own attempts (pytorch#135712; docs/scaling.md says what to set there).
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt_{attempt}", store)
+    dist.init_process_group(backends, timeout=patience, world_size=count, rank=number, store=store)
     total(torch.ones(1, device=device)).item()  # NCCL connects now: its errors are of the start
     try:
         yield
@@ -45,18 +52,6 @@ def joined(device: torch.device, shard: bool = False) -> Iterator[None]:
     # After a failure the GPU may wait in a sum for a rank that is gone, and destroying the group
     # would wait for that sum. Python's exit aborts the group instead (~ProcessGroupNCCL).
     dist.destroy_process_group()
-
-
-def rendezvous(patience: datetime.timedelta) -> dict:
-    """{store, rank, world_size}, from torchrun's environment variables."""
-    store, number, count = next(dist.rendezvous("env://", timeout=patience))
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        # torchrun's store outlives a restart: without a prefix for each attempt, new ranks would
-        # find the addresses of dead ones in it. On several nodes no prefix helps: each agent counts
-        # its own attempts (pytorch#135712; docs/scaling.md says what to set there).
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"attempt_{attempt}", store)
-    return {"store": store, "rank": number, "world_size": count}
 
 
 def rank() -> int:
