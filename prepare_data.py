@@ -162,9 +162,10 @@ def prepare(name, data_dir, input="", tokenizer="auto") -> tuple[str, dict]:
     if not old:
         return folder, store(folder, meta, documents, ends)
     if described(meta) != described(old):
-        hint = "choose another NAME, or delete that folder if no run depends on it"
-        found = f"{folder} holds another dataset: {described(old)}, not {described(meta)}"
-        raise DataError(f"{found}; {hint}")
+        raise DataError(
+            f"{folder} holds another dataset: {described(old)}, not {described(meta)}; "
+            "choose another NAME, or delete that folder if no run depends on it"
+        )
     print0(f"{folder} is there already, {described(old)}; nothing to do")
     return folder, old
 
@@ -226,8 +227,7 @@ def store(folder: str, meta: dict, documents: Iterable, ends: list[int]) -> dict
             raise DataError(f"{meta['source']}: it is too short: {what}; take more text")
         meta["start_id"] = data.find_start_id(unfinished, meta)
         Path(unfinished, "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-    vocabulary = f"vocabulary {meta['vocab_size']:,}"
-    print0(f"made {folder}, {described(meta)}: {what}, {vocabulary}")
+    print0(f"made {folder}, {described(meta)}: {what}, vocabulary {meta['vocab_size']:,}")
     return meta
 
 
@@ -259,13 +259,17 @@ def find_corpus(input: str, tokenizer: str) -> tuple:
     """(what is known of meta, (split, text) of each document, the ids that follow each). In
     meta["source"] is what decides about the content: number and size of the files, and flags."""
     if hasattr(TOKENIZERS[tokenizer], "learn"):
-        limit = f"{tokenizer} learns its vocabulary from one text of up to {WHOLE_TEXT // 10**6} MB"
-        raise DataError(f"{limit}; write --tokenizer=gpt2 or --tokenizer=byte")
+        raise DataError(
+            f"{tokenizer} learns its vocabulary from one text of up to {WHOLE_TEXT // 10**6} MB; "
+            "write --tokenizer=gpt2 or --tokenizer=byte"
+        )
     files = input_files(input)
     refuse_binary(input, ((path, next(read_chunks(path), b"")) for path in files))
-    total = f"{len(files):,} files, {sum(map(os.path.getsize, files)):,} bytes"
-    name = os.path.basename(os.path.normpath(input))
-    source = f"{name}, {total} (field {field}, val_fraction {val_fraction:g})"
+    source = (
+        f"{os.path.basename(os.path.normpath(input))}, "
+        f"{len(files):,} files, {sum(map(os.path.getsize, files)):,} bytes "
+        f"(field {field}, val_fraction {val_fraction:g})"
+    )
     meta = {"tokenizer": tokenizer, "source": source}
     return meta, split_apart(files), [TOKENIZERS[tokenizer].end_of_text]
 
@@ -364,15 +368,19 @@ class Corpus:
                 yield text
 
     def bad(self) -> str:
-        share = f"{self.bad_rows:,} of {self.rows:,} rows cannot be read"
-        return f"{share} (up to {max_bad_rows:.1%} are left out), the first: {self.first_bad}"
+        return (
+            f"{self.bad_rows:,} of {self.rows:,} rows cannot be read (up to {max_bad_rows:.1%} are "
+            f"left out), the first: {self.first_bad}"
+        )
 
     def refuse_bad_rows(self, limit: float) -> None:
         """Raises DataError if more than this share of the rows are bad."""
         if self.bad_rows > limit * self.rows:
-            hint = "expected a JSON object a line, its text in --field=NAME"
             share = self.bad_rows / self.rows + 0.001
-            raise DataError(f"{self.bad()}; {hint}; --max_bad_rows={share:.3f} leaves these out")
+            raise DataError(
+                f"{self.bad()}; expected a JSON object a line, its text in --field=NAME; "
+                f"--max_bad_rows={share:.3f} leaves these out"
+            )
 
     def read_text(self, path: str) -> Iterator[bytes]:
         """The documents of a plain text, or parts() of a long one."""
@@ -458,21 +466,27 @@ def find_text(name, folder, input, tokenizer) -> tuple:
         source, read = TEXTS[name]
         raw = read()
     else:
-        how = f"python prepare_data.py {name} --input=FILE ({' and '.join(TEXTS)} need none)"
-        raise DataError(f"no dataset {name!r} in {os.path.dirname(folder)}; type: {how}")
+        raise DataError(
+            f"no dataset {name!r} in {os.path.dirname(folder)}; type: "
+            f"python prepare_data.py {name} --input=FILE ({' and '.join(TEXTS)} need none)"
+        )
     digest = hashlib.sha256(raw).hexdigest()
     if digest == SHAKESPEARE_SHA256:
         source = "TinyShakespeare"
     elif name == "shakespeare":
-        wrong = f"{input or 'the download'} is not the text that {name} stands for"
-        raise DataError(f"{wrong}, {SHAKESPEARE_BYTES:,} bytes; {WITHOUT_NETWORK}")
+        raise DataError(
+            f"{input or 'the download'} is not the text that {name} stands for, "
+            f"{SHAKESPEARE_BYTES:,} bytes; {WITHOUT_NETWORK}"
+        )
     meta = {"tokenizer": tokenizer, "source": f"{source} (SHA-256 {digest[:16]}...)"}
     kind = TOKENIZERS[tokenizer]
     if borders := raw.count(SEPARATOR.encode()):
         if hasattr(kind, "end_of_text"):
             return find_corpus(input, tokenizer)
-        hint = "--tokenizer=gpt2 makes them borders of documents, and so does byte"
-        print0(f"{borders:,} {SEPARATOR} are ordinary characters; {hint}")
+        print0(
+            f"{borders:,} {SEPARATOR} are ordinary characters; "
+            "--tokenizer=gpt2 makes them borders of documents, and so does byte"
+        )
     text = decode_utf8(raw, input or name)
     cleaned = clean(text)
     if cleaned != text:
@@ -504,8 +518,10 @@ def decode_utf8(raw: bytes, path: str) -> str:
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        place = f"{path} is not UTF-8 text at the end of {raw[: error.end][-20:]}"
-        raise DataError(f"{place}; {advice_on(path, raw, LATIN1)}") from error
+        raise DataError(
+            f"{path} is not UTF-8 text at the end of {raw[: error.end][-20:]}; "
+            f"{advice_on(path, raw, LATIN1)}"
+        ) from error
 
 
 def read_shakespeare() -> bytes:

@@ -93,8 +93,10 @@ def rebuild(saved: dict, title: str) -> tuple[torch.nn.Module, Any]:
         model.load_state_dict(evaluated_weights(saved))
     except (InvalidShape, RuntimeError) as error:
         code = script or "today's model.py (of a fork, add --script=FILE)"
-        what = f"{code} with its config and vocabulary of {tokenizer.vocab_size:,}"
-        fail(f"{title}: it does not fit {what}: {str(error).splitlines()[-1].strip()}")
+        fail(
+            f"{title}: it does not fit {code} with its config and vocabulary of "
+            f"{tokenizer.vocab_size:,}: {str(error).splitlines()[-1].strip()}"
+        )
     return model.eval(), tokenizer
 
 

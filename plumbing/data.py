@@ -65,10 +65,10 @@ def verified_meta(folder: str) -> dict:
             if digest_of(f"{folder}/{name}") != digest:
                 raise ValueError(f"{name} has another SHA-256")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        made = f"python prepare_data.py {os.path.basename(folder)}"
         raise DataError(
-            f"a dataset is incomplete, changed or damaged ({type(error).__name__}: {error}); "
-            f"delete {folder}/meta.json and type the command that made it: {made} ..."
+            f"a dataset is incomplete, changed or damaged ({type(error).__name__}: {error}); delete "
+            f"{folder}/meta.json and type the command that made it: "
+            f"python prepare_data.py {os.path.basename(folder)} ..."
         ) from error
     if "tokenizer" in meta:
         meta.setdefault("start_id", find_start_id(folder, meta))
@@ -127,9 +127,9 @@ def dataset_of_run(
         print0(INSTEAD.format(bar="!" * 90, why=error, chosen=chosen, name=name))
         return dataset_of_run(make, chosen, None, data_dir, block_size)
     if meta["train_tokens"] < 2 * block_size or meta["val_tokens"] <= block_size:
-        found = f"{meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate"
         raise DataError(
-            f"--block_size={block_size}: {folder} has {found}; expected more, or a smaller block_size"
+            f"--block_size={block_size}: {folder} has {meta['train_tokens']:,} tokens to train on, "
+            f"{meta['val_tokens']:,} to validate; expected more, or a smaller block_size"
         )
     return name, folder, meta
 
@@ -348,8 +348,10 @@ class GPT2:
 
             self.encoding = tiktoken.get_encoding("gpt2")
         except Exception as error:  # it is not installed; whatever its HTTP library raises
-            hint = "TIKTOKEN_CACHE_DIR=FOLDER names a folder with it; --tokenizer=byte needs none"
-            raise DataError(f"no gpt2 vocabulary: {str(error)[:200]}; {hint}") from error
+            raise DataError(
+                f"no gpt2 vocabulary: {str(error)[:200]}; TIKTOKEN_CACHE_DIR=FOLDER names a folder "
+                "with it; --tokenizer=byte needs none"
+            ) from error
 
     def encode(self, text: str) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, disallowed_special=())

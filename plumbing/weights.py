@@ -31,8 +31,10 @@ def begin_from(run: Any, init_from: str, saved: dict | None) -> None:
     if saved:
         first = saved["run"].get("init_sha256")
         if digest != first:
-            anew = f"to start anew: --resume=restart or {run.folder.fresh_out_dir()}"
-            print0(f"{path}, from which this run began, is gone or has changed: not read; {anew}")
+            print0(
+                f"{path}, from which this run began, is gone or has changed: not read; "
+                f"to start anew: --resume=restart or {run.folder.fresh_out_dir()}"
+            )
         digest = first
     else:
         from_rank0(require_fit, run, path)
