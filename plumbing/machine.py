@@ -124,8 +124,10 @@ def pin_kernels(config: dict) -> dict:
         return {}
     for name, value in PORTABLE_KNOBS.items():
         if config[name] not in ("auto", value):
-            found = f"found --{name}={show(config[name])}"
-            fail(f"--deterministic=portable: expected --{name}={show(value)}, {found}")
+            fail(
+                f"--deterministic=portable: expected --{name}={show(value)}, "
+                f"found --{name}={show(config[name])}"
+            )
     os.environ.update(PORTABLE_KERNELS)
     torch.set_num_threads(1)  # MKL divides some sums by the number of threads
     found = torch.backends.cpu.get_cpu_capability()
