@@ -54,7 +54,7 @@ import numpy as np
 from plumbing import data
 from plumbing.cli import configured, fail, run_script
 from plumbing.console import print0
-from plumbing.data import SPLITS, TOKENIZERS, DataError, Offline, read_file
+from plumbing.data import SPLITS, TOKENIZERS, Offline, read_file
 from plumbing.files import digest_of
 
 # What to make, and where
@@ -142,7 +142,7 @@ def prepare(name, data_dir, input="", tokenizer="auto") -> tuple[str, dict]:
     """Make the dataset data_dir/name, or verify the one that exists. Returns (its folder, its
     meta).
 
-    input: a text file or a corpus, or "" for what `name` stands for. Raises DataError or Offline.
+    input: a text file or a corpus, or "" for what `name` stands for. Raises BadInput or Offline.
     """
     folder = data.folder_of(name, data_dir)
     old = data.verified_meta(folder) if os.path.exists(f"{folder}/meta.json") else {}
@@ -162,7 +162,7 @@ def prepare(name, data_dir, input="", tokenizer="auto") -> tuple[str, dict]:
     if not old:
         return folder, store(folder, meta, documents, ends)
     if described(meta) != described(old):
-        raise DataError(
+        fail(
             f"{folder} holds another dataset: {described(old)}, not {described(meta)}; "
             "choose another NAME, or delete that folder if no run depends on it"
         )
@@ -203,7 +203,7 @@ def making(folder: str) -> Iterator[str]:
             for path in sorted(Path(unfinished).iterdir(), reverse=True):
                 path.replace(Path(folder, path.name))
     except OSError as error:
-        raise DataError(f"cannot write {folder} ({error}); write --data_dir=FOLDER") from error
+        fail(f"cannot write {folder} ({error}); write --data_dir=FOLDER")
     finally:
         with contextlib.suppress(OSError):  # not empty
             os.rmdir(data_dir)
@@ -224,7 +224,7 @@ def store(folder: str, meta: dict, documents: Iterable, ends: list[int]) -> dict
         meta["train_tokens"], meta["val_tokens"] = tokens
         what = "{:,} tokens to train on, {:,} to validate".format(*tokens)
         if min(tokens) < 2:
-            raise DataError(f"{meta['source']}: it is too short: {what}; take more text")
+            fail(f"{meta['source']}: it is too short: {what}; take more text")
         meta["start_id"] = data.find_start_id(unfinished, meta)
         Path(unfinished, "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     print0(f"made {folder}, {described(meta)}: {what}, vocabulary {meta['vocab_size']:,}")
@@ -259,7 +259,7 @@ def find_corpus(input: str, tokenizer: str) -> tuple:
     """(what is known of meta, (split, text) of each document, the ids that follow each). In
     meta["source"] is what decides about the content: number and size of the files, and flags."""
     if hasattr(TOKENIZERS[tokenizer], "learn"):
-        raise DataError(
+        fail(
             f"{tokenizer} learns its vocabulary from one text of up to {WHOLE_TEXT // 10**6} MB; "
             "write --tokenizer=gpt2 or --tokenizer=byte"
         )
@@ -337,7 +337,7 @@ class Corpus:
         self.first_bad = ""
 
     def __iter__(self) -> Iterator[str]:
-        """Raises DataError, at the end if too many rows of .jsonl files were bad."""
+        """Raises BadInput, at the end if too many rows of .jsonl files were bad."""
         for path in self.files:
             is_rows = path.removesuffix(".gz").endswith(".jsonl")
             for item in self.read_rows(path) if is_rows else self.read_text(path):
@@ -374,10 +374,10 @@ class Corpus:
         )
 
     def refuse_bad_rows(self, limit: float) -> None:
-        """Raises DataError if more than this share of the rows are bad."""
+        """Raises BadInput if more than this share of the rows are bad."""
         if self.bad_rows > limit * self.rows:
             share = self.bad_rows / self.rows + 0.001
-            raise DataError(
+            fail(
                 f"{self.bad()}; expected a JSON object a line, its text in --field=NAME; "
                 f"--max_bad_rows={share:.3f} leaves these out"
             )
@@ -427,14 +427,14 @@ def read_chunks(path: str, by_line: bool = False) -> Iterator[bytes]:
             chunks = iter(lambda: file.read(CHUNK) + file.readline(WHOLE_DOCUMENT), b"")
             yield from file if by_line else chunks
     except Exception as error:  # gzip and zlib raise their own
-        raise DataError(f"cannot read {path} ({error}); fetch it again or leave it out") from error
+        fail(f"cannot read {path} ({error}); fetch it again or leave it out")
 
 
 # ---- what a file is ------------------------------------------------------------------------------
 
 
 def refuse_binary(input: str, heads: Iterable) -> None:
-    """Raises DataError if a file is no text, with what to do. heads: (path, its first bytes) of
+    """Raises BadInput if a file is no text, with what to do. heads: (path, its first bytes) of
     each."""
     mark = b".json" if input.endswith(".json") else b""  # in a folder such a file may be code
     advices = {path: advice_on(path, mark + head[:HEAD]) for path, head in heads}
@@ -443,7 +443,7 @@ def refuse_binary(input: str, heads: Iterable) -> None:
         if advice:
             if suffixes and os.path.isdir(input):
                 advice += f"; to leave it out: --input='{input}/**/*{statistics.mode(suffixes)}'"
-            raise DataError(f"{path} is not plain text: {advice}")
+            fail(f"{path} is not plain text: {advice}")
 
 
 def advice_on(path: str, head: bytes, default: str = "") -> str:
@@ -466,7 +466,7 @@ def find_text(name, folder, input, tokenizer) -> tuple:
         source, read = TEXTS[name]
         raw = read()
     else:
-        raise DataError(
+        fail(
             f"no dataset {name!r} in {os.path.dirname(folder)}; type: "
             f"python prepare_data.py {name} --input=FILE ({' and '.join(TEXTS)} need none)"
         )
@@ -474,7 +474,7 @@ def find_text(name, folder, input, tokenizer) -> tuple:
     if digest == SHAKESPEARE_SHA256:
         source = "TinyShakespeare"
     elif name == "shakespeare":
-        raise DataError(
+        fail(
             f"{input or 'the download'} is not the text that {name} stands for, "
             f"{SHAKESPEARE_BYTES:,} bytes; {WITHOUT_NETWORK}"
         )
@@ -514,14 +514,14 @@ def products() -> bytes:
 
 
 def decode_utf8(raw: bytes, path: str) -> str:
-    """The text of `raw`, which is from the file `path`. Raises DataError."""
+    """The text of `raw`, which is from the file `path`. Raises BadInput."""
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        raise DataError(
+        fail(
             f"{path} is not UTF-8 text at the end of {raw[: error.end][-20:]}; "
             f"{advice_on(path, raw, LATIN1)}"
-        ) from error
+        )
 
 
 def read_shakespeare() -> bytes:
@@ -532,7 +532,7 @@ def read_shakespeare() -> bytes:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
             return response.read(SHAKESPEARE_BYTES + 1)
     except urllib.error.HTTPError as error:  # a server answers: no reason for another text
-        raise DataError(f"{url}: {error}; {WITHOUT_NETWORK}") from error
+        fail(f"{url}: {error}; {WITHOUT_NETWORK}")
     except OSError as error:
         raise Offline(f"cannot get {url}: {error}; {WITHOUT_NETWORK}") from error
 
