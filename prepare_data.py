@@ -55,7 +55,7 @@ from plumbing import data
 from plumbing.cli import configured, fail, run_script
 from plumbing.console import print0
 from plumbing.data import SPLITS, TOKENIZERS, Offline, read_file
-from plumbing.files import digest_of
+from plumbing.files import digest_of, write_json
 
 # What to make, and where
 data_dir = "data"  # the dataset's folder is made in this one
@@ -226,7 +226,7 @@ def store(folder: str, meta: dict, documents: Iterable, ends: list[int]) -> dict
         if min(tokens) < 2:
             fail(f"{meta['source']}: it is too short: {what}; take more text")
         meta["start_id"] = data.find_start_id(unfinished, meta)
-        Path(unfinished, "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        write_json(f"{unfinished}/meta.json", meta)
     print0(f"made {folder}, {described(meta)}: {what}, vocabulary {meta['vocab_size']:,}")
     return meta
 

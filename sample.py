@@ -62,7 +62,8 @@ def open_checkpoint(name: str) -> tuple[dict, str]:
     paths = [path] if path.is_file() else checkpoints.newest_first(path)
     if checkpoint != "last":
         paths.sort(key=lambda path: path.name != "best.pt")  # it is tried first
-    paths = paths[:1] if checkpoint == "best" else paths
+    if checkpoint == "best":
+        paths = paths[:1]
     remark = ""
     for path in paths:
         try:

@@ -74,7 +74,7 @@ def verified_meta(folder: str) -> dict:
 def find_start_id(folder: str, meta: dict) -> int:
     """The id after which a sample begins: that of the end of a text, else that of a newline, else
     the first one. The training ids hold it."""
-    tokens = np.memmap(os.path.join(folder, "train.bin"), meta["dtype"], "r")
+    tokens = np.memmap(f"{folder}/train.bin", meta["dtype"], "r")
     for i in end_and_newline(meta):
         if i in tokens[: 2**22]:  # what comes later is no usual start
             return i

@@ -52,8 +52,10 @@ def require_fit(run: Any, path: Path) -> None:
     other = [name for name in COMPARED if (here | there).get(name) != here.get(name)]
     if other:
         flags = " ".join(f"--{name}={there[name]}" for name in other if name in run.knobs)
-        hint = flags or "python prepare_data.py NAME --input=FILE --chars_of=OTHER"
-        fail(f"--init_from={path} was trained with other {', '.join(other)}; write {hint}")
+        fail(
+            f"--init_from={path} was trained with other {', '.join(other)}; write "
+            f"{flags or 'python prepare_data.py NAME --input=FILE --chars_of=OTHER'}"
+        )
     if "n_head" not in there:
         print0(f"{path} does not say its n_head and vocabulary: they are not compared")
     weights = run.model.state_dict()
