@@ -262,7 +262,10 @@ def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
     """`value` as the knob's type; BadInput quotes `written`, the flag, or the file and
     assignment."""
     if name not in knobs:
-        fail(f"unknown name {name!r} in {written}; {hint_for(name, knobs)}")
+        hint = "--help lists every name; one of your own, in a file, begins with _"
+        for near in difflib.get_close_matches(name, knobs, n=1):
+            hint = f"did you mean {near}?"
+        fail(f"unknown name {name!r} in {written}; {NAMES_ELSEWHERE.get(name, hint)}")
     default, comment = knobs[name].default, knobs[name].comment
     choices = CHOICES.search(comment)
     words = choices[0].split(" | ") if choices else ["true", "false"]
@@ -291,14 +294,6 @@ def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
 def show(value: Any) -> str:
     """A knob's value as it is typed."""
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def hint_for(name: str, knobs: dict) -> str:
-    """What to write instead of an unknown `name`."""
-    hint = "--help lists every name; one of your own, in a file, begins with _"
-    for near in difflib.get_close_matches(name, knobs, n=1):
-        hint = f"did you mean {near}?"
-    return NAMES_ELSEWHERE.get(name, hint)
 
 
 def print_help(about: str, config: Config) -> None:
