@@ -197,8 +197,15 @@ def ladder(job):
         }
         before = spent
     print0(f"\nladder: each technique on top of those before; medians of {rounds}, interleaved")
-    ratios = {"to_before": ".2f", "to_first": ".2f"}
-    print_table(result, ms=".2f", tokens_per_sec=",.0f", tflops=".3g", mfu=".1%", **ratios)
+    print_table(
+        result,
+        ms=".2f",
+        tokens_per_sec=",.0f",
+        tflops=".3g",
+        mfu=".1%",
+        to_before=".2f",
+        to_first=".2f",
+    )
     return {"rungs": result}
 
 
