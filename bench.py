@@ -36,7 +36,7 @@ from plumbing import checkpoint, cli, compiler, console, data, forks, machine
 from plumbing.cli import configured, fail, folder_name, run_script
 from plumbing.clock import Clock
 from plumbing.console import REPO, print0
-from plumbing.files import read_json, write_json
+from plumbing.files import write_json
 from plumbing.run_folder import RunFolder, git_state, now
 from plumbing.snapshot import tensors
 
@@ -140,7 +140,7 @@ def cell(value, how):
 
 
 def peak(job):
-    """The fastest matrix product of each dtype, beside the datasheet's, and memory bandwidth."""
+    """The fastest matrix product of each dtype, beside the datasheet's."""
     device = job.device
     rows = {}
     for dtype in ("float32", "bfloat16", "float16"):
@@ -148,14 +148,9 @@ def peak(job):
         with contextlib.suppress(RuntimeError):  # a dtype that this device does not support
             row["measured"], row["n"] = machine.matmul_rate(device, getattr(torch, dtype))
         rows[dtype] = row
-    source = torch.ones(2**26 if device.type == "cpu" else 2**28, device=device)
-    bandwidth = 2 * source.nbytes / min(seconds_of(source.clone, 1, device) for _ in range(6))
     print0(f"\npeak: TFLOP/s of an n-cubed matrix product, {torch.get_num_threads()} threads")
     print_table(rows, measured=".2f T", n=",.0f", datasheet="g T")
-    print0(
-        f"  memory: {bandwidth / 1e9:.1f} GB/s, reads plus writes, copying {source.nbytes:,} bytes"
-    )
-    return {"flops_per_sec": rows, "bytes_per_sec": bandwidth}
+    return {"flops_per_sec": rows}
 
 
 def ladder(job):
@@ -202,8 +197,15 @@ def ladder(job):
         }
         before = spent
     print0(f"\nladder: each technique on top of those before; medians of {rounds}, interleaved")
-    ratios = {"to_before": ".2f", "to_first": ".2f"}
-    print_table(result, ms=".2f", tokens_per_sec=",.0f", tflops=".3g", mfu=".1%", **ratios)
+    print_table(
+        result,
+        ms=".2f",
+        tokens_per_sec=",.0f",
+        tflops=".3g",
+        mfu=".1%",
+        to_before=".2f",
+        to_first=".2f",
+    )
     return {"rungs": result}
 
 
@@ -307,8 +309,10 @@ def overhead(job):
     rows = {name: {"ms": 1000 * median(each[1:])} for name, each in times.items()}
     over_bare = rows["loop"]["ms"] / rows["bare"]["ms"] - 1
     rows["loop"]["over_bare"] = over_bare
-    print0(f"\noverhead: medians of {rounds} blocks of {every} steps, in turn; the loop: of it")
-    print0("  train_step and reading data; bare: forward, backward, clipping, optimizer.step")
+    print0(
+        f"\noverhead: medians of {rounds} blocks of {every} steps, in turn; the loop: of it\n"
+        "  train_step and reading data; bare: forward, backward, clipping, optimizer.step"
+    )
     print_table(rows, ms=".3f", over_bare="+.2%")
     return {f"{name}_ms": row["ms"] for name, row in rows.items()} | {"over_bare": over_bare}
 
@@ -344,12 +348,12 @@ def memory(job):
         if free and a_sequence > 0:
             row["fits"] = size + (0.9 * free - row["measured"]) // a_sequence
         rows[name] = row
-    print0("\nmemory: MB of tensors at the peak of an eager step")
     print0(
-        "  passing: activations, gradients and what else lives only within a step; twice: predicted"
+        "\nmemory: MB of tensors at the peak of an eager step\n"
+        "  passing: activations, gradients and what else lives only within a step; twice: predicted\n"
+        "  for twice the micro-batch, by a line through this and half of it; fits: the largest\n"
+        f"  micro-batch in 90% of {cell(free, '.1f G')} GB free"
     )
-    print0("  for twice the micro-batch, by a line through this and half of it; fits: the largest")
-    print0(f"  micro-batch in 90% of {cell(free, '.1f G')} GB free")
     columns = dict.fromkeys(("weights", "moments", "passing", "measured", "twice"), ",.1f M")
     print_table(rows, micro_batch=",.0f", **columns, fits=",.0f")
     return {"here": rows, "available": free}
@@ -489,12 +493,6 @@ def nanogpt(job, words, seed):
     home = Path(os.environ["NANOGPT"])
     dataset = job.run.facts["data"]
     source = nanogpt_source(home, dataset["meta"]["vocab_size"], seed)
-    model = (home / "model.py").read_text("utf-8")
-    folder = processes.folder_by_hash(seed, words, source, model, dataset["name"])
-    result = read_json(folder / "nanogpt.json")
-    if result:
-        return result
-    folder.mkdir(parents=True, exist_ok=True)
     text = Path(train.data_dir, dataset["name"]).resolve()
     began = time.perf_counter()
     with TemporaryDirectory() as scratch:  # it takes no path with a "="
@@ -502,13 +500,11 @@ def nanogpt(job, words, seed):
         printed = processes.output_of(["-c", source, *words, *own], cwd=home)
     ended = time.perf_counter()
     loss, evaluation = re.search(r"whole split: (\S+) after (\S+)", printed).groups()
-    result = {
+    return {
         "process": ended - began - float(evaluation),
         "loss": float(loss),
         "tokens": RECIPE_TOKENS,
     }
-    write_json(folder / "nanogpt.json", result)
-    return result
 
 
 def nanogpt_source(home, vocab_size, seed):

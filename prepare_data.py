@@ -45,7 +45,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 
@@ -54,8 +54,8 @@ import numpy as np
 from plumbing import data
 from plumbing.cli import configured, fail, run_script
 from plumbing.console import print0
-from plumbing.data import SPLITS, TOKENIZERS, DataError, Offline, read_file
-from plumbing.files import digest_of
+from plumbing.data import SPLITS, TOKENIZERS, Offline, read_file
+from plumbing.files import digest_of, write_json
 
 # What to make, and where
 data_dir = "data"  # the dataset's folder is made in this one
@@ -142,7 +142,7 @@ def prepare(name, data_dir, input="", tokenizer="auto") -> tuple[str, dict]:
     """Make the dataset data_dir/name, or verify the one that exists. Returns (its folder, its
     meta).
 
-    input: a text file or a corpus, or "" for what `name` stands for. Raises DataError or Offline.
+    input: a text file or a corpus, or "" for what `name` stands for. Raises BadInput or Offline.
     """
     folder = data.folder_of(name, data_dir)
     old = data.verified_meta(folder) if os.path.exists(f"{folder}/meta.json") else {}
@@ -162,9 +162,10 @@ def prepare(name, data_dir, input="", tokenizer="auto") -> tuple[str, dict]:
     if not old:
         return folder, store(folder, meta, documents, ends)
     if described(meta) != described(old):
-        hint = "choose another NAME, or delete that folder if no run depends on it"
-        found = f"{folder} holds another dataset: {described(old)}, not {described(meta)}"
-        raise DataError(f"{found}; {hint}")
+        fail(
+            f"{folder} holds another dataset: {described(old)}, not {described(meta)}; "
+            "choose another NAME, or delete that folder if no run depends on it"
+        )
     print0(f"{folder} is there already, {described(old)}; nothing to do")
     return folder, old
 
@@ -202,7 +203,7 @@ def making(folder: str) -> Iterator[str]:
             for path in sorted(Path(unfinished).iterdir(), reverse=True):
                 path.replace(Path(folder, path.name))
     except OSError as error:
-        raise DataError(f"cannot write {folder} ({error}); write --data_dir=FOLDER") from error
+        fail(f"cannot write {folder} ({error}); write --data_dir=FOLDER")
     finally:
         with contextlib.suppress(OSError):  # not empty
             os.rmdir(data_dir)
@@ -223,25 +224,24 @@ def store(folder: str, meta: dict, documents: Iterable, ends: list[int]) -> dict
         meta["train_tokens"], meta["val_tokens"] = tokens
         what = "{:,} tokens to train on, {:,} to validate".format(*tokens)
         if min(tokens) < 2:
-            raise DataError(f"{meta['source']}: it is too short: {what}; take more text")
+            fail(f"{meta['source']}: it is too short: {what}; take more text")
         meta["start_id"] = data.find_start_id(unfinished, meta)
-        Path(unfinished, "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-    vocabulary = f"vocabulary {meta['vocab_size']:,}"
-    print0(f"made {folder}, {described(meta)}: {what}, {vocabulary}")
+        write_json(f"{unfinished}/meta.json", meta)
+    print0(f"made {folder}, {described(meta)}: {what}, vocabulary {meta['vocab_size']:,}")
     return meta
 
 
 def write_tokens(paths: dict, tokenizer, dtype, documents: Iterable, ends: list[int]) -> int:
     """Write the ids of each document, and `ends` after it, to the file of its split. Returns the
     bytes of the validation text."""
-    encode_batch = getattr(tokenizer, "encode_batch", partial(map, tokenizer.encode))
     end = np.array(ends, dtype).tobytes()
     val_bytes = 0
+    threads = ThreadPoolExecutor()  # tiktoken encodes without Python's lock
     documents = iter(documents)
     batches = iter(lambda: list(islice(documents, BATCH)), [])
-    with open(paths["train"], "wb") as train, open(paths["val"], "wb") as val:
+    with open(paths["train"], "wb") as train, open(paths["val"], "wb") as val, threads:
         for number, batch in enumerate(batches, 1):
-            encoded = encode_batch([text for _, text in batch])
+            encoded = threads.map(tokenizer.encode, [text for _, text in batch])
             for (split, text), ids in zip(batch, encoded, strict=True):
                 file = train if split == "train" else val
                 file.write(np.asarray(ids, dtype).tobytes() + end)
@@ -259,13 +259,17 @@ def find_corpus(input: str, tokenizer: str) -> tuple:
     """(what is known of meta, (split, text) of each document, the ids that follow each). In
     meta["source"] is what decides about the content: number and size of the files, and flags."""
     if hasattr(TOKENIZERS[tokenizer], "learn"):
-        limit = f"{tokenizer} learns its vocabulary from one text of up to {WHOLE_TEXT // 10**6} MB"
-        raise DataError(f"{limit}; write --tokenizer=gpt2 or --tokenizer=byte")
+        fail(
+            f"{tokenizer} learns its vocabulary from one text of up to {WHOLE_TEXT // 10**6} MB; "
+            "write --tokenizer=gpt2 or --tokenizer=byte"
+        )
     files = input_files(input)
     refuse_binary(input, ((path, next(read_chunks(path), b"")) for path in files))
-    total = f"{len(files):,} files, {sum(map(os.path.getsize, files)):,} bytes"
-    name = os.path.basename(os.path.normpath(input))
-    source = f"{name}, {total} (field {field}, val_fraction {val_fraction:g})"
+    source = (
+        f"{os.path.basename(os.path.normpath(input))}, "
+        f"{len(files):,} files, {sum(map(os.path.getsize, files)):,} bytes "
+        f"(field {field}, val_fraction {val_fraction:g})"
+    )
     meta = {"tokenizer": tokenizer, "source": source}
     return meta, split_apart(files), [TOKENIZERS[tokenizer].end_of_text]
 
@@ -333,7 +337,7 @@ class Corpus:
         self.first_bad = ""
 
     def __iter__(self) -> Iterator[str]:
-        """Raises DataError, at the end if too many rows of .jsonl files were bad."""
+        """Raises BadInput, at the end if too many rows of .jsonl files were bad."""
         for path in self.files:
             is_rows = path.removesuffix(".gz").endswith(".jsonl")
             for item in self.read_rows(path) if is_rows else self.read_text(path):
@@ -364,15 +368,19 @@ class Corpus:
                 yield text
 
     def bad(self) -> str:
-        share = f"{self.bad_rows:,} of {self.rows:,} rows cannot be read"
-        return f"{share} (up to {max_bad_rows:.1%} are left out), the first: {self.first_bad}"
+        return (
+            f"{self.bad_rows:,} of {self.rows:,} rows cannot be read (up to {max_bad_rows:.1%} are "
+            f"left out), the first: {self.first_bad}"
+        )
 
     def refuse_bad_rows(self, limit: float) -> None:
-        """Raises DataError if more than this share of the rows are bad."""
+        """Raises BadInput if more than this share of the rows are bad."""
         if self.bad_rows > limit * self.rows:
-            hint = "expected a JSON object a line, its text in --field=NAME"
             share = self.bad_rows / self.rows + 0.001
-            raise DataError(f"{self.bad()}; {hint}; --max_bad_rows={share:.3f} leaves these out")
+            fail(
+                f"{self.bad()}; expected a JSON object a line, its text in --field=NAME; "
+                f"--max_bad_rows={share:.3f} leaves these out"
+            )
 
     def read_text(self, path: str) -> Iterator[bytes]:
         """The documents of a plain text, or parts() of a long one."""
@@ -419,14 +427,14 @@ def read_chunks(path: str, by_line: bool = False) -> Iterator[bytes]:
             chunks = iter(lambda: file.read(CHUNK) + file.readline(WHOLE_DOCUMENT), b"")
             yield from file if by_line else chunks
     except Exception as error:  # gzip and zlib raise their own
-        raise DataError(f"cannot read {path} ({error}); fetch it again or leave it out") from error
+        fail(f"cannot read {path} ({error}); fetch it again or leave it out")
 
 
 # ---- what a file is ------------------------------------------------------------------------------
 
 
 def refuse_binary(input: str, heads: Iterable) -> None:
-    """Raises DataError if a file is no text, with what to do. heads: (path, its first bytes) of
+    """Raises BadInput if a file is no text, with what to do. heads: (path, its first bytes) of
     each."""
     mark = b".json" if input.endswith(".json") else b""  # in a folder such a file may be code
     advices = {path: advice_on(path, mark + head[:HEAD]) for path, head in heads}
@@ -435,7 +443,7 @@ def refuse_binary(input: str, heads: Iterable) -> None:
         if advice:
             if suffixes and os.path.isdir(input):
                 advice += f"; to leave it out: --input='{input}/**/*{statistics.mode(suffixes)}'"
-            raise DataError(f"{path} is not plain text: {advice}")
+            fail(f"{path} is not plain text: {advice}")
 
 
 def advice_on(path: str, head: bytes, default: str = "") -> str:
@@ -458,21 +466,27 @@ def find_text(name, folder, input, tokenizer) -> tuple:
         source, read = TEXTS[name]
         raw = read()
     else:
-        how = f"python prepare_data.py {name} --input=FILE ({' and '.join(TEXTS)} need none)"
-        raise DataError(f"no dataset {name!r} in {os.path.dirname(folder)}; type: {how}")
+        fail(
+            f"no dataset {name!r} in {os.path.dirname(folder)}; type: "
+            f"python prepare_data.py {name} --input=FILE ({' and '.join(TEXTS)} need none)"
+        )
     digest = hashlib.sha256(raw).hexdigest()
     if digest == SHAKESPEARE_SHA256:
         source = "TinyShakespeare"
     elif name == "shakespeare":
-        wrong = f"{input or 'the download'} is not the text that {name} stands for"
-        raise DataError(f"{wrong}, {SHAKESPEARE_BYTES:,} bytes; {WITHOUT_NETWORK}")
+        fail(
+            f"{input or 'the download'} is not the text that {name} stands for, "
+            f"{SHAKESPEARE_BYTES:,} bytes; {WITHOUT_NETWORK}"
+        )
     meta = {"tokenizer": tokenizer, "source": f"{source} (SHA-256 {digest[:16]}...)"}
     kind = TOKENIZERS[tokenizer]
     if borders := raw.count(SEPARATOR.encode()):
         if hasattr(kind, "end_of_text"):
             return find_corpus(input, tokenizer)
-        hint = "--tokenizer=gpt2 makes them borders of documents, and so does byte"
-        print0(f"{borders:,} {SEPARATOR} are ordinary characters; {hint}")
+        print0(
+            f"{borders:,} {SEPARATOR} are ordinary characters; "
+            "--tokenizer=gpt2 makes them borders of documents, and so does byte"
+        )
     text = decode_utf8(raw, input or name)
     cleaned = clean(text)
     if cleaned != text:
@@ -500,12 +514,14 @@ def products() -> bytes:
 
 
 def decode_utf8(raw: bytes, path: str) -> str:
-    """The text of `raw`, which is from the file `path`. Raises DataError."""
+    """The text of `raw`, which is from the file `path`. Raises BadInput."""
     try:
         return raw.decode()
     except UnicodeDecodeError as error:
-        place = f"{path} is not UTF-8 text at the end of {raw[: error.end][-20:]}"
-        raise DataError(f"{place}; {advice_on(path, raw, LATIN1)}") from error
+        fail(
+            f"{path} is not UTF-8 text at the end of {raw[: error.end][-20:]}; "
+            f"{advice_on(path, raw, LATIN1)}"
+        )
 
 
 def read_shakespeare() -> bytes:
@@ -516,7 +532,7 @@ def read_shakespeare() -> bytes:
         with urllib.request.urlopen(url, timeout=TIMEOUT) as response:
             return response.read(SHAKESPEARE_BYTES + 1)
     except urllib.error.HTTPError as error:  # a server answers: no reason for another text
-        raise DataError(f"{url}: {error}; {WITHOUT_NETWORK}") from error
+        fail(f"{url}: {error}; {WITHOUT_NETWORK}")
     except OSError as error:
         raise Offline(f"cannot get {url}: {error}; {WITHOUT_NETWORK}") from error
 

@@ -8,9 +8,8 @@ Generate text with a trained model, from a run's folder or from one checkpoint:
     python sample.py out/mine --script=my_fork.py
 
 Of a run's folder it takes best.pt, or the newest checkpoint if best.pt is that of the run's first
-step, before which nothing was trained. A file is taken as it is: any of torch.save with `model`,
-`config`, `data` as train.py's. The file and its step are printed above the text. It needs no
-dataset."""
+step, before which nothing was trained. A file is taken as it is. The file and its step are printed
+above the text. It needs no dataset."""
 
 import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
 
@@ -63,7 +62,8 @@ def open_checkpoint(name: str) -> tuple[dict, str]:
     paths = [path] if path.is_file() else checkpoints.newest_first(path)
     if checkpoint != "last":
         paths.sort(key=lambda path: path.name != "best.pt")  # it is tried first
-    paths = paths[:1] if checkpoint == "best" else paths
+    if checkpoint == "best":
+        paths = paths[:1]
     remark = ""
     for path in paths:
         try:
@@ -74,9 +74,9 @@ def open_checkpoint(name: str) -> tuple[dict, str]:
                 fail(problem)
             print(printable(f"sample.py: {problem}"), file=sys.stderr)
             continue
-        state = saved.get("state", {})
-        step = state.get("step", "unknown")
-        if path.name == "best.pt" and path != paths[-1] and step == state.get("first_step"):
+        state = saved["state"]
+        step = state["step"]
+        if path.name == "best.pt" and path != paths[-1] and step == state["first_step"]:
             remark = f" (best.pt is of step {step}, before training)"
             continue
         return saved, printable(f"{path}, step {step}{remark}")
@@ -94,8 +94,10 @@ def rebuild(saved: dict, title: str) -> tuple[torch.nn.Module, Any]:
         model.load_state_dict(evaluated_weights(saved))
     except (InvalidShape, RuntimeError) as error:
         code = script or "today's model.py (of a fork, add --script=FILE)"
-        what = f"{code} with its config and vocabulary of {tokenizer.vocab_size:,}"
-        fail(f"{title}: it does not fit {what}: {str(error).splitlines()[-1].strip()}")
+        fail(
+            f"{title}: it does not fit {code} with its config and vocabulary of "
+            f"{tokenizer.vocab_size:,}: {str(error).splitlines()[-1].strip()}"
+        )
     return model.eval(), tokenizer
 
 
@@ -191,12 +193,12 @@ def export_weights(saved: dict, title: str) -> None:
 def evaluated_weights(saved: dict) -> dict[str, torch.Tensor]:
     """The averages of the weights, where there are any: of tied weights, which are equal in every
     bit, only one has an average."""
-    averages = saved.get("ema") or {}
-    weights = {}
-    for name, weight in saved["model"].items():
-        tied = (other for other in averages if torch.equal(saved["model"][other], weight))
-        source = name if name in averages else next(tied, None)
-        weights[name] = averages.get(source, weight)
+    raw = saved["model"]
+    averages = saved["ema"]
+    weights = raw | averages
+    for name in raw.keys() - averages.keys():
+        tied = (averages[other] for other in averages if torch.equal(raw[other], raw[name]))
+        weights[name] = next(tied, raw[name])
     return weights
 
 

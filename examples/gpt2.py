@@ -54,28 +54,15 @@ class Conv1D(nn.Module):
         return F.linear(x, self.weight.T, self.bias)
 
 
-class Attention(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        width = config["n_embd"]
-        self.n_head = config["n_head"]
-        self.c_attn = Conv1D(width, 3 * width)
-        self.c_proj = Conv1D(width, width)
-        self.dropout = config["dropout"]
-
-    def forward(self, x):
-        heads = self.c_attn(x).unflatten(2, (3, self.n_head, -1))  # (B, T, 3, H, D)
-        q, k, v = heads.permute(2, 0, 3, 1, 4)
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
-        return self.c_proj(y.transpose(1, 2).flatten(2))
-
-
 class Block(nn.Module):
     def __init__(self, config):
         super().__init__()
         width = config["n_embd"]
+        self.n_head = config["n_head"]
         self.ln_1 = nn.LayerNorm(width)
-        self.attn = Attention(config)
+        self.attn = nn.Module()
+        self.attn.c_attn = Conv1D(width, 3 * width)
+        self.attn.c_proj = Conv1D(width, width)
         self.ln_2 = nn.LayerNorm(width)
         self.mlp = nn.Sequential()
         self.mlp.c_fc = Conv1D(width, 4 * width)
@@ -84,7 +71,10 @@ class Block(nn.Module):
         self.dropout = Dropout(config["dropout"])
 
     def forward(self, x):
-        x = x + self.dropout(self.attn(self.ln_1(x)))
+        heads = self.attn.c_attn(self.ln_1(x)).unflatten(2, (3, self.n_head, -1))  # (B, T, 3, H, D)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
+        y = causal_attention(q, k, v, self.dropout.p if self.training else 0.0)
+        x = x + self.dropout(self.attn.c_proj(y.transpose(1, 2).flatten(2)))
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
 
@@ -93,14 +83,15 @@ class GPT2(nn.Module):
 
     def __init__(self, config, vocab_size):
         super().__init__()
-        if config["n_embd"] % config["n_head"]:
-            raise InvalidShape(f"--n_embd={config['n_embd']}: expected a multiple of --n_head")
+        width = config["n_embd"]
+        if width % config["n_head"]:
+            raise InvalidShape(f"--n_embd={width}: expected a multiple of --n_head")
         self.config = config
-        self.wte = nn.Embedding(vocab_size, config["n_embd"])
-        self.wpe = nn.Embedding(config["block_size"], config["n_embd"])
+        self.wte = nn.Embedding(vocab_size, width)
+        self.wpe = nn.Embedding(config["block_size"], width)
         self.dropout = Dropout(config["dropout"])
         self.h = nn.ModuleList(Block(config) for _ in range(config["n_layer"]))
-        self.ln_f = nn.LayerNorm(config["n_embd"])
+        self.ln_f = nn.LayerNorm(width)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
                 # so many add up in the residual stream
@@ -141,7 +132,7 @@ def shape_in(folder):
     path = Path(folder, "config.json")
     config = REQUIRED | read_json(path)
     shape = {knob: config.get(name) for knob, name in SHAPE.items()}
-    if {name: config[name] for name in REQUIRED} != REQUIRED or None in shape.values():
+    if not REQUIRED.items() <= config.items() or None in shape.values():
         cli.fail(
             f"{path} is missing or not that of a GPT-2; expected {REQUIRED} and {[*SHAPE.values()]}"
         )
@@ -151,8 +142,11 @@ def shape_in(folder):
 def read(path, inner=weights.read):
     """As weights.read, but also of Hugging Face's files, and of no more positions than needed."""
     tensors, facts = inner(path)
-    names = [name for name in tensors if not name.endswith(NOT_WEIGHTS)]
-    tensors = {name.removeprefix("transformer."): tensors[name] for name in names}
+    tensors = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(NOT_WEIGHTS)
+    }
     if "wpe.weight" in tensors:
         tensors["wpe.weight"] = tensors["wpe.weight"][: train.block_size]
     if path.with_name("config.json").exists():

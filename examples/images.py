@@ -90,14 +90,22 @@ def open_dataset(saved):
     return train_data, val_data, facts | {"meta": {"vocab_size": CLASSES}}
 
 
-train.__doc__ = __doc__
-train.open_dataset = open_dataset
-train.build_model = lambda config, vocab_size: ConvNet(config["n_embd"], config["dropout"])
-train.block_size = 1  # targets per image
-train.n_embd = 16  # channels of the first convolution
-vars(train).update(out_dir="out/images", dataset="images", dropout=0.1, batch_size=64)
-vars(train).update(max_steps=300, warmup_steps=20, peak_lr=3e-3)
-vars(train).update(eval_interval=100, save_interval=100)
+vars(train).update(
+    __doc__=__doc__,
+    open_dataset=open_dataset,
+    build_model=lambda config, vocab_size: ConvNet(config["n_embd"], config["dropout"]),
+    out_dir="out/images",
+    dataset="images",
+    block_size=1,  # targets per image
+    n_embd=16,  # channels of the first convolution
+    dropout=0.1,
+    batch_size=64,
+    peak_lr=3e-3,
+    warmup_steps=20,
+    max_steps=300,
+    eval_interval=100,
+    save_interval=100,
+)
 train.fields.FIELDS["tokens_per_sec"].heading = "img/s"
 train.fields.FIELDS["val_tokens"].heading = "images"
 

@@ -22,7 +22,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from configparser import RawConfigParser
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 POLICY = ("fixed", "free", "product fixed")  # the words in which a comment may end
 BOOLEANS = RawConfigParser.BOOLEAN_STATES  # of 1, yes, true, on; 0, no, false, off
 KNOB = re.compile(  # comments above it, name, value, comment
-    r"((?:^# .*\n)*)^([a-z][a-z0-9_]*) = (.*?)(?: +# (.*(?:\n#  .*)*))?$", re.MULTILINE
+    r"(?m)((?:^# .*\n)*)^([a-z][a-z0-9_]*) = (.*?)(?: +# (.*(?:\n#  .*)*))?$"
 )
 INTERVAL = re.compile(r"([\[(])(-?[\d.e]+|-inf), ?(-?[\d.e]+|inf)([\])])")
 CHOICES = re.compile(r"\w+(?: \| \w+)+")
@@ -138,12 +138,8 @@ class Config(dict):
 
     def __init__(self, scopes: list[tuple[dict, dict[str, Knob]]]):
         self.scopes = scopes
-        self.knobs = {
-            name: replace(knob, default=scope[name])
-            for scope, knobs in scopes
-            for name, knob in knobs.items()
-        }
-        super().__init__({name: knob.default for name, knob in self.knobs.items()})
+        self.knobs = {name: knob for _, knobs in scopes for name, knob in knobs.items()}
+        super().__init__({name: scope[name] for scope, knobs in scopes for name in knobs})
         self.base = dict(self)
         self.typed = set()
 
@@ -250,7 +246,7 @@ def product(values: dict, knobs: dict[str, Knob]) -> int:
 def read_knobs(path: str | Path) -> dict[str, Knob]:
     """{name: Knob} of the knobs in the script at `path`, in order. A knob stands on one line."""
     source = Path(path).read_text(encoding="utf-8")
-    top, *_ = re.split("^(?:def|class|@)", source, flags=re.MULTILINE)
+    top = re.split("(?m)^(?:def|class|@)", source)[0]
     knobs = {}
     heading = ""
     for above, name, value, comment in KNOB.findall(top):
@@ -266,7 +262,10 @@ def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
     """`value` as the knob's type; BadInput quotes `written`, the flag, or the file and
     assignment."""
     if name not in knobs:
-        fail(f"unknown name {name!r} in {written}; {hint_for(name, knobs)}")
+        hint = "--help lists every name; one of your own, in a file, begins with _"
+        for near in difflib.get_close_matches(name, knobs, n=1):
+            hint = f"did you mean {near}?"
+        fail(f"unknown name {name!r} in {written}; {NAMES_ELSEWHERE.get(name, hint)}")
     default, comment = knobs[name].default, knobs[name].comment
     choices = CHOICES.search(comment)
     words = choices[0].split(" | ") if choices else ["true", "false"]
@@ -281,32 +280,20 @@ def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
         with suppress(ValueError, OverflowError):  # int(nan), int(inf)
             number = float(show(value))
             value = type(default)(number)
-            fits = value == number and is_in(
-                number, *INTERVAL.search(f"{comment} [-inf, inf]").groups()
-            )
+            left, low, high, right = INTERVAL.search(f"{comment} [-inf, inf]").groups()
+            is_low_end = left == "[" and number == float(low)
+            is_high_end = right == "]" and number == float(high)
+            is_inside = float(low) < number < float(high) or is_low_end or is_high_end
+            fits = value == number and is_inside
     if not fits:
         expected = f"{type(default).__name__}, {name} = {default!r}  # {comment}"
         fail(f"{written}: expected {choices[0] if choices else expected}")
     return value
 
 
-def is_in(number: float, left: str, low: str, high: str, right: str) -> bool:
-    """Whether a number is in an interval such as [1, inf), here in its four parts."""
-    is_end = (left == "[" and number == float(low)) or (right == "]" and number == float(high))
-    return is_end or float(low) < number < float(high)
-
-
 def show(value: Any) -> str:
     """A knob's value as it is typed."""
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def hint_for(name: str, knobs: dict) -> str:
-    """What to write instead of an unknown `name`."""
-    hint = "--help lists every name; one of your own, in a file, begins with _"
-    for near in difflib.get_close_matches(name, knobs, n=1):
-        hint = f"did you mean {near}?"
-    return NAMES_ELSEWHERE.get(name, hint)
 
 
 def print_help(about: str, config: Config) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from plumbing.cli import BadInput
+from plumbing.cli import BadInput, fail
 from plumbing.console import print0
 from plumbing.fields import expect
 from plumbing.files import digest_of
@@ -43,33 +43,29 @@ INSTEAD = """\
 {bar}"""
 
 
-class DataError(BadInput):
-    """The data cannot be used."""
-
-
 class Offline(BadInput):
     """A download was needed, and no server gave it in time."""
 
 
 def folder_of(name: str, data_dir: str) -> str:
     if not re.fullmatch(r"\w[\w.-]*", name):
-        raise DataError(f"a NAME is made of letters, digits, '_', '-' and '.', not {name!r}")
+        fail(f"a NAME is made of letters, digits, '_', '-' and '.', not {name!r}")
     return os.path.join(data_dir, name)
 
 
 def verified_meta(folder: str) -> dict:
-    """The dict in meta.json. Raises DataError unless the files have the SHA-256 that it says."""
+    """The dict in meta.json. Raises BadInput unless the files have the SHA-256 that it says."""
     try:
         meta = json.loads(read_file(f"{folder}/meta.json"))
         for name, digest in meta["sha256"].items():
             if digest_of(f"{folder}/{name}") != digest:
                 raise ValueError(f"{name} has another SHA-256")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        made = f"python prepare_data.py {os.path.basename(folder)}"
-        raise DataError(
-            f"a dataset is incomplete, changed or damaged ({type(error).__name__}: {error}); "
-            f"delete {folder}/meta.json and type the command that made it: {made} ..."
-        ) from error
+        fail(
+            f"a dataset is incomplete, changed or damaged ({type(error).__name__}: {error}); delete "
+            f"{folder}/meta.json and type the command that made it: "
+            f"python prepare_data.py {os.path.basename(folder)} ..."
+        )
     if "tokenizer" in meta:
         meta.setdefault("start_id", find_start_id(folder, meta))
     return meta
@@ -78,7 +74,7 @@ def verified_meta(folder: str) -> dict:
 def find_start_id(folder: str, meta: dict) -> int:
     """The id after which a sample begins: that of the end of a text, else that of a newline, else
     the first one. The training ids hold it."""
-    tokens = np.memmap(os.path.join(folder, "train.bin"), meta["dtype"], "r")
+    tokens = np.memmap(f"{folder}/train.bin", meta["dtype"], "r")
     for i in end_and_newline(meta):
         if i in tokens[: 2**22]:  # what comes later is no usual start
             return i
@@ -109,7 +105,7 @@ def fingerprint(meta: dict) -> str:
 def dataset_of_run(
     make: Callable, name: str, so_far: str | None, data_dir: str, block_size: int
 ) -> tuple[str, str, dict]:
-    """(name, folder, meta) of the dataset that a run trains on. Raises DataError or Offline.
+    """(name, folder, meta) of the dataset that a run trains on. Raises BadInput or Offline.
 
     It is `name`, or, if that cannot be downloaded, its FALLBACK with a loud warning. make(name,
     data_dir) makes one that is missing. so_far: the dataset of the run until now, or None.
@@ -123,15 +119,13 @@ def dataset_of_run(
         else:
             folder, meta = make(name, data_dir)
     except Offline as error:
-        if name not in FALLBACK:
-            raise
         chosen = FALLBACK[name]
         print0(INSTEAD.format(bar="!" * 90, why=error, chosen=chosen, name=name))
         return dataset_of_run(make, chosen, None, data_dir, block_size)
     if meta["train_tokens"] < 2 * block_size or meta["val_tokens"] <= block_size:
-        found = f"{meta['train_tokens']:,} tokens to train on, {meta['val_tokens']:,} to validate"
-        raise DataError(
-            f"--block_size={block_size}: {folder} has {found}; expected more, or a smaller block_size"
+        fail(
+            f"--block_size={block_size}: {folder} has {meta['train_tokens']:,} tokens to train on, "
+            f"{meta['val_tokens']:,} to validate; expected more, or a smaller block_size"
         )
     return name, folder, meta
 
@@ -313,7 +307,7 @@ class Char:
 
     def encode(self, text: str) -> np.ndarray:
         if missing := sorted(set(text) - self.ids.keys()):
-            raise DataError(f"the vocabulary lacks {' '.join(map(repr, missing))}")
+            fail(f"the vocabulary lacks {' '.join(map(repr, missing))}")
         return np.fromiter(map(self.ids.get, text), np.uint32, len(text))
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -350,14 +344,13 @@ class GPT2:
 
             self.encoding = tiktoken.get_encoding("gpt2")
         except Exception as error:  # it is not installed; whatever its HTTP library raises
-            hint = "TIKTOKEN_CACHE_DIR=FOLDER names a folder with it; --tokenizer=byte needs none"
-            raise DataError(f"no gpt2 vocabulary: {str(error)[:200]}; {hint}") from error
+            fail(
+                f"no gpt2 vocabulary: {str(error)[:200]}; TIKTOKEN_CACHE_DIR=FOLDER names a folder "
+                "with it; --tokenizer=byte needs none"
+            )
 
     def encode(self, text: str) -> np.ndarray:
         return self.encoding.encode_to_numpy(text, disallowed_special=())
-
-    def encode_batch(self, texts: list[str]) -> list:
-        return self.encoding.encode_ordinary_batch(texts)  # in threads
 
     def decode(self, ids: Iterable[int]) -> str:
         return self.encoding.decode(list(map(int, ids)))
@@ -366,14 +359,14 @@ class GPT2:
 # A tokenizer of your own is a class and a name here and beside prepare_data.py's --tokenizer. It is
 # built from `meta`; it needs encode, decode and vocab_size. If it learns its vocabulary, it also has
 # learn(text), whose dict goes into `meta`; end_of_text is the id that follows each document of a
-# corpus, and newline that of a newline, if any; encode_batch(texts) is a faster encode.
+# corpus, and newline that of a newline, if any. Several threads call encode.
 TOKENIZERS = {"char": Char, "byte": Byte, "gpt2": GPT2}
 
 
 def read_file(path: str) -> bytes:
-    """The bytes of a file. Raises DataError if it cannot be read."""
+    """The bytes of a file. Raises BadInput if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; expected a file") from error
+        fail(f"cannot read {path}: {error.strerror}; expected a file")

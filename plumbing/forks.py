@@ -35,8 +35,10 @@ def load(path: str, train: ModuleType) -> ModuleType:
         fail(f"--script={path}: there is no such file")
 
     def refuse(*arguments: object) -> None:
-        guard = 'write `if __name__ == "__main__":` above its train.main()'
-        fail(f"--script={path} trains as soon as it is loaded; {guard}")
+        fail(
+            f"--script={path} trains as soon as it is loaded; "
+            'write `if __name__ == "__main__":` above its train.main()'
+        )
 
     sys.path.insert(0, str(file.parent))
     with setting(vars(train), main=refuse):

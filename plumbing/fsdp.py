@@ -38,7 +38,7 @@ def shard(model: torch.nn.Module, device: torch.device, dtype: str) -> torch.nn.
 
 @torch.no_grad()
 def shard_like(weight: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
-    """`value`, complete on every rank, sharded like `weight` if their shapes max_over_ranks, else
+    """`value`, complete on every rank, sharded like `weight` if their shapes agree, else
     unchanged."""
     to_shard = hasattr(weight, "to_local") and not hasattr(value, "to_local")
     if not to_shard or getattr(value, "shape", None) != weight.shape:

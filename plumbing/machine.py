@@ -124,8 +124,10 @@ def pin_kernels(config: dict) -> dict:
         return {}
     for name, value in PORTABLE_KNOBS.items():
         if config[name] not in ("auto", value):
-            found = f"found --{name}={show(config[name])}"
-            fail(f"--deterministic=portable: expected --{name}={show(value)}, {found}")
+            fail(
+                f"--deterministic=portable: expected --{name}={show(value)}, "
+                f"found --{name}={show(config[name])}"
+            )
     os.environ.update(PORTABLE_KERNELS)
     torch.set_num_threads(1)  # MKL divides some sums by the number of threads
     found = torch.backends.cpu.get_cpu_capability()
@@ -213,7 +215,7 @@ def cpu_info() -> tuple[str, set]:
     fields = {}
     if sys.platform == "linux":
         first_core = Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
-        fields = dict(re.findall(r"^(.*?)\s*: (.*)$", first_core, re.MULTILINE))
+        fields = dict(re.findall(r"(?m)^(.*?)\s*: (.*)$", first_core))
     return fields.get("model name", platform.machine()), set(fields.get("flags", "").split())
 
 

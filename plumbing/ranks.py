@@ -1,4 +1,4 @@
-"""Several processes, one for each device: they join, max_over_ranks, share a batch, and sum. In a single
+"""Several processes, one for each device: they join, agree, share a batch, and sum. In a single
 process these functions do not communicate, so callers need no special case for it."""
 
 import contextlib
@@ -29,7 +29,14 @@ def joined(device: torch.device, shard: bool = False) -> Iterator[None]:
         return
     backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     patience = datetime.timedelta(minutes=HANG_MINUTES)
-    dist.init_process_group(backends, timeout=patience, **rendezvous(patience))
+    store, number, count = next(dist.rendezvous("env://", timeout=patience))  # from torchrun
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        # torchrun's store outlives a restart: without a prefix for each attempt, new ranks would
+        # find the addresses of dead ones in it. On several nodes no prefix helps: each agent counts
+        # its own attempts (pytorch#135712; docs/scaling.md says what to set there).
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(f"attempt_{attempt}", store)
+    dist.init_process_group(backends, timeout=patience, world_size=count, rank=number, store=store)
     total(torch.ones(1, device=device)).item()  # NCCL connects now: its errors are of the start
     try:
         yield
@@ -38,25 +45,13 @@ def joined(device: torch.device, shard: bool = False) -> Iterator[None]:
         if not re.search("gloo|NCCL", words):
             raise
         found = "another rank failed or is gone"
-        if re.search("timed out|timeout", words, re.IGNORECASE):
+        if re.search("(?i)timed out|timeout", words):
             found = f"timed out waiting for another rank for more than {HANG_MINUTES} minutes"
         cause = words.splitlines()[-1][:160]
         raise RunFailed(f"{found} ({cause}); the same command resumes the run") from error
     # After a failure the GPU may wait in a sum for a rank that is gone, and destroying the group
     # would wait for that sum. Python's exit aborts the group instead (~ProcessGroupNCCL).
     dist.destroy_process_group()
-
-
-def rendezvous(patience: datetime.timedelta) -> dict:
-    """{store, rank, world_size}, from torchrun's environment variables."""
-    store, number, count = next(dist.rendezvous("env://", timeout=patience))
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        # torchrun's store outlives a restart: without a prefix for each attempt, new ranks would
-        # find the addresses of dead ones in it. On several nodes no prefix helps: each agent counts
-        # its own attempts (pytorch#135712; docs/scaling.md says what to set there).
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"attempt_{attempt}", store)
-    return {"store": store, "rank": number, "world_size": count}
 
 
 def rank() -> int:
@@ -82,15 +77,15 @@ def largest_share(count: int) -> int:
 def check_share(count: int, shard: bool, error: type[Exception]) -> None:
     """Raises `error` if the ranks cannot share a batch of `count` sequences."""
     size = world_size()
-    batch = f"a batch of {count} sequences (batch_size * accum_steps)"
+    problem = ""
     if count < size:
-        failure = error(f"{batch} is too small for {size} ranks: expected one or more for each")
+        problem = f"is too small for {size} ranks: expected one or more for each"
     elif shard and count % size:
-        failure = error(f"{batch} does not divide by {size} ranks, as --shard=true needs it")
-    else:
-        return
-    failure.said = rank() > 0  # every rank raises it, and one prints it
-    raise failure
+        problem = f"does not divide by {size} ranks, as --shard=true needs it"
+    if problem:
+        failure = error(f"a batch of {count} sequences (batch_size * accum_steps) {problem}")
+        failure.said = rank() > 0  # every rank raises it, and one prints it
+        raise failure
 
 
 def max_over_ranks(*flags: float) -> list:

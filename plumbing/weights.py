@@ -31,8 +31,10 @@ def begin_from(run: Any, init_from: str, saved: dict | None) -> None:
     if saved:
         first = saved["run"].get("init_sha256")
         if digest != first:
-            anew = f"to start anew: --resume=restart or {run.folder.fresh_out_dir()}"
-            print0(f"{path}, from which this run began, is gone or has changed: not read; {anew}")
+            print0(
+                f"{path}, from which this run began, is gone or has changed: not read; "
+                f"to start anew: --resume=restart or {run.folder.fresh_out_dir()}"
+            )
         digest = first
     else:
         from_rank0(require_fit, run, path)
@@ -50,8 +52,10 @@ def require_fit(run: Any, path: Path) -> None:
     other = [name for name in COMPARED if (here | there).get(name) != here.get(name)]
     if other:
         flags = " ".join(f"--{name}={there[name]}" for name in other if name in run.knobs)
-        hint = flags or "python prepare_data.py NAME --input=FILE --chars_of=OTHER"
-        fail(f"--init_from={path} was trained with other {', '.join(other)}; write {hint}")
+        fail(
+            f"--init_from={path} was trained with other {', '.join(other)}; write "
+            f"{flags or 'python prepare_data.py NAME --input=FILE --chars_of=OTHER'}"
+        )
     if "n_head" not in there:
         print0(f"{path} does not say its n_head and vocabulary: they are not compared")
     weights = run.model.state_dict()

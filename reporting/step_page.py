@@ -10,8 +10,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from plumbing import ranks
-from plumbing.cli import printable
-from plumbing.data import DataError, tokenizer_of
+from plumbing.cli import BadInput, printable
+from plumbing.data import tokenizer_of
 from plumbing.files import replacing
 from plumbing.snapshot import Snapshot, by_path
 from reporting.results import table
@@ -134,7 +134,7 @@ def sequences(seen: dict) -> list[str]:
     lines = []
     for i in mean.argsort(descending=True)[:MAX_SEQUENCES].tolist():
         line = f"**Sequence {seen['first'] + i}**: loss {mean[i]:.4f}"
-        with suppress(DataError, KeyError):  # there is no tokenizer, or it is not installed
+        with suppress(BadInput, KeyError):  # there is no tokenizer, or it is not installed
             decode = tokenizer_of(seen["meta"]).decode
             highest = losses[i].topk(3)
             worst = zip(targets[i, highest.indices].tolist(), highest.values, strict=True)

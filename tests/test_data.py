@@ -19,9 +19,9 @@ from conftest import HONEST_DATA, REPO, needs_gpt2, pydoc_text, tree
 
 import prepare_data
 from plumbing import data
-from plumbing.cli import setting
+from plumbing.cli import BadInput, setting
 from plumbing.data import TOKENIZERS as OF_NAME
-from plumbing.data import DataError, Offline, fingerprint, tokenizer_of
+from plumbing.data import Offline, fingerprint, tokenizer_of
 from prepare_data import Corpus, prepare
 from sample import stream
 
@@ -136,7 +136,7 @@ def test_a_vocabulary_past_65536_is_stored_in_32_bits(tmp_path):
     assert (meta["dtype"], meta["vocab_size"]) == ("uint32", 70_000)
     assert ids(folder, "val").max() == 69_999
     assert prepare("wide", tmp_path) == (folder, meta)
-    with pytest.raises(DataError, match=r"the vocabulary lacks 'Z' '~' '\\udc80'"):
+    with pytest.raises(BadInput, match=r"the vocabulary lacks 'Z' '~' '\\udc80'"):
         encode("ZZ~\udc80~", meta)
     assert meta["start_id"] == 0  # no newline: the first of the text
 
@@ -239,7 +239,7 @@ def test_a_binary_file_is_named_and_a_folder_gets_the_glob_without_it(tmp_path):
         assert words in prepare_data.advice_on("x", content)
         write(tmp_path / "web" / "x.bin", content)
         with pytest.raises(
-            DataError, match="x.bin is not plain text: .* to leave it out: "
+            BadInput, match="x.bin is not plain text: .* to leave it out: "
         ) as error:
             make(tmp_path / "made", tmp_path / "web")
     (pattern,) = re.findall(r"--input='(\S+/\*\*/\*.md)'$", str(error.value))
@@ -279,7 +279,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, text_file, monkeypatc
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(prepare_data, "digest_of", full)
-    with pytest.raises(DataError, match="No space left"):
+    with pytest.raises(BadInput, match="No space left"):
         prepare("esel", tmp_path, str(text_file))
     assert files(tmp_path) == ["esel.txt"]
 
@@ -306,7 +306,7 @@ DAMAGES = [
 def test_a_damaged_dataset_is_refused_with_what_to_type(tmp_path, text_file, damage, words):
     folder, meta = prepare("esel", tmp_path, str(text_file))
     damage(Path(folder))
-    with pytest.raises(DataError) as error:
+    with pytest.raises(BadInput) as error:
         prepare("esel", tmp_path)
     message = str(error.value)
     assert words in message and "\n" not in message
@@ -495,7 +495,7 @@ prepare_data.prepare("made", sys.argv[1], sys.argv[2], "byte")
     command = [sys.executable, "-c", killed, str(tmp_path), str(corpus)]
     assert subprocess.run(command, cwd=REPO).returncode == -9
     folder = tmp_path / "made"
-    with pytest.raises(DataError, match="no dataset 'made'"):
+    with pytest.raises(BadInput, match="no dataset 'made'"):
         prepare("made", tmp_path)
     make(folder, corpus, **MANY)
     assert tree(folder) == tree(tmp_path / "whole" / "made")
@@ -505,10 +505,10 @@ def test_a_corpus_that_is_there_is_checked_and_left_as_it_is(tmp_path, corpus, c
     first = make(tmp_path / "made", corpus, **MANY)
     assert make(tmp_path / "made", corpus, **MANY) == first
     assert "is there already, byte tokens of corpus, 83 files" in capsys.readouterr().out
-    with pytest.raises(DataError, match="another dataset: .* 0.1.*, not .* 0.2.*; choose"):
+    with pytest.raises(BadInput, match="another dataset: .* 0.1.*, not .* 0.2.*; choose"):
         make(tmp_path / "made", corpus, val_fraction=0.2)
     (corpus / "c120.txt").write_bytes(b"shorter")
-    with pytest.raises(DataError, match="holds another dataset"):
+    with pytest.raises(BadInput, match="holds another dataset"):
         make(tmp_path / "made", corpus, **MANY)
 
 
@@ -601,7 +601,7 @@ BAD_FILES = [  # (name, content, the message)
 def test_a_file_that_cannot_be_used_is_refused_by_name(tmp_path, name, content, words):
     write(tmp_path / "web" / "a.txt", b"good")
     write(tmp_path / "web" / name, content)
-    with pytest.raises(DataError) as error:
+    with pytest.raises(BadInput) as error:
         make(tmp_path / "data" / "made", tmp_path / "web")
     assert words in str(error.value) and "\n" not in str(error.value)
     assert not (tmp_path / "data").exists()
@@ -618,7 +618,7 @@ def test_a_few_bad_rows_are_skipped_and_counted_and_more_are_refused(tmp_path, t
     assert len(all_of(tmp_path / "made")) == 1_998
     lines[1_999] = "{oops"  # the third, past a thousandth: found at the end
     write(tmp_path / "a.jsonl", "\n".join(lines).encode())
-    with pytest.raises(DataError, match="3 of 2,000 rows cannot .*a.jsonl:4: .*_bad_rows=0.003"):
+    with pytest.raises(BadInput, match="3 of 2,000 rows cannot .*a.jsonl:4: .*_bad_rows=0.003"):
         make(tmp_path / "more", tmp_path / "a.jsonl", **MANY)
     assert not (tmp_path / "more").exists()
     make(tmp_path / "more", tmp_path / "a.jsonl", max_bad_rows=0.002, **MANY)
