@@ -13,7 +13,6 @@ is equal, 1 if not."""
 import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
 
 # isort: split
-import importlib
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+import train
 from checks.run_log import BEGINNING, Position, RunLog, first_difference, in_words
 from plumbing import checkpoint, cli, forks, machine, ranks
 from plumbing.cli import RunFailed, fail
@@ -79,11 +79,11 @@ def loop_of(run: RunLog) -> ModuleType:
     something else trained the run: then says what to type."""
     is_own = run.script == "train.py"
     if script and not (against and is_own):  # then the other run is of the script
-        return forks.load(script, importlib.import_module("train"))
+        return forks.load(script, train)
     if not is_own:
         found = f"{run.path} was trained by {run.script}"
         fail(f"{found}; if that is your code, add its path: --script={run.script}")
-    return importlib.import_module("train")
+    return train
 
 
 # ---- one step ------------------------------------------------------------------------------------
