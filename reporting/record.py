@@ -100,20 +100,25 @@ def median(values) -> float:
     return mean(values, np.median)
 
 
-def half_window(run: Record) -> int:
-    """Steps on either side over which curves are smoothed: a hundredth of the run."""
-    return max(1, len(run.train["step"]) // 100)
+def last(values) -> float:
+    return mean(values[-1:])
 
 
-def smooth(values, half: int):
-    """Mean over `half` neighbours on either side; at the start, as many on the right as on the
+def half_window(values) -> int:
+    """Steps on either side over which a curve is smoothed: a hundredth of the run."""
+    return max(1, len(values) // 100)
+
+
+def smooth(values):
+    """Mean over the neighbours on either side; at the start, as many on the right as on the
     left."""
     total = np.append(0, np.cumsum(np.nan_to_num(values)))
     count = np.append(0, np.cumsum(np.isfinite(values)))
     i = np.arange(len(values))
-    first = i - np.minimum(half, i)
-    last = np.minimum(2 * i - first + 1, len(values))
-    return (total[last] - total[first]) / (count[last] - count[first])
+    reach = np.minimum(half_window(values), i)
+    first = i - reach
+    end = np.minimum(i + reach + 1, len(values))
+    return (total[end] - total[first]) / (count[end] - count[first])
 
 
 def last_step(run: Record) -> int:
