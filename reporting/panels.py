@@ -183,13 +183,10 @@ def raw_and_mean(run, field):
     """The numbers of the steps, and their mean."""
     steps = run.train["step"]
     values = run.train[field.name] * field.plot_factor
-    half = half_window(run)
-    mean = f"training, mean of {2 * half + 1:,}"
+    mean = f"training, mean of {2 * half_window(values) + 1:,}"
     return [
         Curve("each step", "training, each step", "sky", "thin", steps, values),
-        Curve(
-            "training, mean over 2% of the run", mean, "blue", "mean", steps, smooth(values, half)
-        ),
+        Curve("training, mean over 2% of the run", mean, "blue", "mean", steps, smooth(values)),
     ]
 
 
@@ -255,9 +252,8 @@ def heading(runs):
     if len(runs) > 1:
         return "Thick: validation. Thin: training, a mean over 2% of the run."
     (run,) = runs
-    identity = run.info["config"] | run.info["run"]
-    facts = [run.info["data"].get("name"), identity.get("device"), identity.get("dtype")]
-    return f"{run.name}: {results.ended(run)}\n{', '.join(filter(None, facts))}"
+    facts = [run.facts[name] for name in ("name", "device", "dtype") if name in run.facts]
+    return f"{run.name}: {results.ended(run)}\n{', '.join(facts)}"
 
 
 def draw_axes(ax, panel, last):

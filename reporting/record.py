@@ -12,7 +12,8 @@ from plumbing.fields import FIELDS
 from plumbing.files import read_json
 from plumbing.log import read_rows, standing, whole_lines
 
-PARTS = ("config", "data", "run", "git", "versions", "hardware", "state")  # dicts of run.json
+# Dicts of run.json; of a name in several of them, the later one counts
+PARTS = ("data", "config", "git", "versions", "hardware", "run")
 
 
 @dataclass
@@ -22,14 +23,15 @@ class Record:
     name: str
     folder: Path
     info: dict  # run.json; a part of PARTS that is missing there is empty
+    facts: dict  # the same and its parts in one, without levels
     train: dict  # field -> float array with one number per step; NaN if null or missing
     evals: dict  # the same, with one number per evaluation
     events: list  # rows as they are, in the order of the file; only those that stand
     unreadable: int  # damaged lines of metrics.jsonl
 
-    def fact(self, part: str, name: str) -> float:
-        """A number of run.json, such as fact("config", "grad_clip"); NaN if it has none."""
-        return number_of(self.info[part].get(name))
+    def fact(self, name: str) -> float:
+        """A number among the facts, such as fact("grad_clip"); NaN if there is none."""
+        return number_of(self.facts.get(name))
 
 
 def read_run(folder: str | Path) -> Record:
@@ -43,10 +45,15 @@ def read_run(folder: str | Path) -> Record:
     if not rows:
         fail(f"{path} is empty, damaged or not from train.py: {unreadable} other lines")
     rows = standing(rows)
+    info = dict.fromkeys(PARTS, {}) | read_json(folder / "run.json")
+    facts = info | info["data"].get("meta", {})
+    for part in PARTS:
+        facts |= info[part]
     return Record(
         name=folder.resolve().name,
         folder=folder,
-        info=dict.fromkeys(PARTS, {}) | read_json(folder / "run.json"),
+        info=info,
+        facts=facts,
         train=columns(rows, "train"),
         evals=columns(rows, "eval"),
         events=[row for row in rows if row["kind"] == "event"],

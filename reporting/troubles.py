@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from plumbing.console import REPO, to_paste
-from reporting.record import half_window, known, last, mean, median, number_of, smooth
+from reporting.record import half_window, known, last, mean, median, smooth
 from reporting.results import ended, happened
 
 Finding = namedtuple("Finding", "name title shows cure")
@@ -54,7 +54,7 @@ def updates_fail(run):
 
 
 def clipped_always(run):
-    clip = run.fact("config", "grad_clip")
+    clip = run.fact("grad_clip")
     norms = run.train["grad_norm"]
     late = known(norms[len(norms) // 5 :])
     share = mean(late > clip)
@@ -90,8 +90,7 @@ def loss_curve(run):
 
 def guessing(run):
     """ln V, the loss of a uniform guess; NaN if V is not on record."""
-    meta = run.info["data"].get("meta", {})
-    classes = number_of(meta.get("vocab_size"))
+    classes = run.fact("vocab_size")
     return math.log(classes) if classes > 1 else math.nan
 
 
@@ -102,7 +101,7 @@ def loss_stuck(run):
     was = mean(loss[: max(3, n // 20)])
     now = mean(loss[-(n // 4) :])
     is_flat = abs(was - now) <= 0.02 * was
-    is_long = n > max(49, run.fact("config", "warmup_steps"))
+    is_long = n > max(49, run.fact("warmup_steps"))
     is_high = not now < 0.9 * guess  # also where the guess is not known
     if is_long and is_flat and is_high:
         return f"{was:.3f} at the start, {now:.3f} in the last quarter; a guess has {guess:.3f}"
@@ -157,9 +156,7 @@ def diverges_after_resume(run):
         step = row["step"]
         i = np.count_nonzero(run.train["step"] <= step)
         size = min(50, i, len(loss) - i)
-        before = loss[i - size : i]
-        after = loss[i : i + size]
-        was, now, error = compared(before, after, np.median)
+        was, now, error = compared(loss[i - size : i], loss[i : i + size], np.median)
         if size >= 10 and now - was > max(4 * error, 0.05 * was):
             return (
                 f"resumed at step {step:,}: the loss was {was:.3f} before and is {now:.3f} after; "
