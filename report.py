@@ -45,7 +45,7 @@ watch = False  # rewrite that page every 10 s while the run continues, and write
 WIDTH = 100  # of the console, characters
 PAUSE = 10  # seconds between two pages of --watch
 OF_ONE_RUN = ("command", "start", "end", "wandb_id")  # no difference that a comparison is about
-TOLD_ELSEWHERE = ("kind", "step", "event", "finite", "knobs")  # fields of events
+TOLD_ELSEWHERE = ("kind", "step", "event", "finite")  # fields of events
 
 
 # ---- words: report.md, compare.md ----------------------------------------------------------------
@@ -143,23 +143,24 @@ def event_rows(run):
     changed = {}  # at the latest resume
     for event in run.events:
         name = event["event"]
-        told = [
-            textwrap.shorten(f"{key} {value}", 200)
-            for key, value in event.items()
-            if key not in TOLD_ELSEWHERE and value is not None
-        ]
+        if name in ("sample", "saved"):
+            continue
         if name == "resume":
             changed = event.get("changed", {})
             words = change_words(changed) or "nothing known"
-            told = [
-                f"from {event.get('checkpoint')}",
-                f"changed since: {words}",
-                "exact only if a check that follows says so",
-            ]
+            details = (
+                f"from {event.get('checkpoint')}; changed since: {words}; "
+                "exact only if a check that follows says so"
+            )
         elif name == "resume_checked":
-            told = [resume_words(event, changed)]
-        if name not in ("sample", "saved"):
-            rows.append((f"{event['step']:,}", name.replace("_", " "), "; ".join(told)))
+            details = resume_words(event, changed)
+        else:
+            details = "; ".join(
+                textwrap.shorten(f"{key} {value}", 200)
+                for key, value in event.items()
+                if key not in TOLD_ELSEWHERE and value is not None
+            )
+        rows.append((f"{event['step']:,}", name.replace("_", " "), details))
     return rows
 
 

@@ -86,7 +86,7 @@ class Curve:
             first = np.linspace(0, len(self.x), MAX_POINTS // 2, endpoint=False).astype(int)
             both = [np.minimum.reduceat(self.y, first), np.maximum.reduceat(self.y, first)]
             self.x = np.repeat(self.x[first], 2)
-            self.y = np.stack(both, axis=1).ravel()
+            self.y = np.ravel(both, order="F")
 
 
 @dataclass
@@ -101,16 +101,16 @@ class Panel:
         """{"low", "high", "is_log"} of the vertical axis: from the lowest, or 0 for what has no level
         of its own, to the highest that any run has after a tenth of its own steps. What came
         before, and the outermost 2% of single steps, would press the rest flat."""
-        ends = []
+        seen = []
         for curve in self.curves:
             if curve.look == "event":
                 continue
             y = curve.y[curve.x >= 0.1 * curve.x[-1]]
             if curve.key == "each step":
                 y = np.quantile(y, (0.01, 0.99))
-            ends += [float(y.min()), float(y.max())]
-        low = min(ends, default=0.0)
-        high = max(ends, default=1.0)
+            seen += y.tolist()
+        low = min(seen, default=0.0)
+        high = max(seen, default=1.0)
         if self.field in ("loss", "grad_norm") and 0 < 30 * low < high:
             return {"low": low / 1.2, "high": high * 1.2, "is_log": True}
         if not self.field.startswith(("loss", "val_")):
@@ -161,13 +161,19 @@ def curves_of(field, run):
     """The Curves of a field, without events."""
     if field.kind == "eval":
         return [evaluations(run, field)]
-    curves = raw_and_mean(run, field)
+    steps = run.train["step"]
+    values = run.train[field.name] * field.plot_factor
+    mean = f"training, mean of {2 * half_window(values) + 1:,}"
+    curves = [
+        Curve("each step", "training, each step", "sky", "thin", steps, values),
+        Curve("training, mean over 2% of the run", mean, "blue", "mean", steps, smooth(values)),
+    ]
     if field.name == "loss":
         scores = evaluations(run, FIELDS["val_loss"])
         is_best = scores.x == results.best_of(run)[1]
         best = results.best_in_words(run)
-        curves.append(scores)
-        curves.append(Curve(best, best, "vermilion", "best", scores.x[is_best], scores.y[is_best]))
+        star = Curve(best, best, "vermilion", "best", scores.x[is_best], scores.y[is_best])
+        curves += [scores, star]
     return curves
 
 
@@ -177,17 +183,6 @@ def evaluations(run, field):
     steps = run.evals["step"]
     values = run.evals[field.name][steps > 0] * field.plot_factor
     return Curve("validation", "validation", "vermilion", "dots", steps[steps > 0], values)
-
-
-def raw_and_mean(run, field):
-    """The numbers of the steps, and their mean."""
-    steps = run.train["step"]
-    values = run.train[field.name] * field.plot_factor
-    mean = f"training, mean of {2 * half_window(values) + 1:,}"
-    return [
-        Curve("each step", "training, each step", "sky", "thin", steps, values),
-        Curve("training, mean over 2% of the run", mean, "blue", "mean", steps, smooth(values)),
-    ]
 
 
 def events_of(run):
@@ -205,8 +200,8 @@ def places_of(run):
     """{axis: where some of the run's steps lie on it}, from 0 on."""
     minutes = np.cumsum(np.nan_to_num(run.train["step_ms"])) / 60_000
     some = np.unique(np.linspace(0, len(minutes), MAX_PLACES).astype(int))
-    values = (run.train["step"], run.train["tokens"], minutes)
-    return {axis: np.append(0, v)[some] for axis, v in zip(AXES, values, strict=True)}
+    places = {"step": run.train["step"], "tokens": run.train["tokens"], "time": minutes}
+    return {axis: np.append(0, values)[some] for axis, values in places.items()}
 
 
 # ---- two drawers ---------------------------------------------------------------------------------
@@ -252,7 +247,7 @@ def heading(runs):
     if len(runs) > 1:
         return "Thick: validation. Thin: training, a mean over 2% of the run."
     (run,) = runs
-    facts = [run.facts[name] for name in ("name", "device", "dtype") if name in run.facts]
+    facts = filter(None, map(run.facts.get, ("name", "device", "dtype")))
     return f"{run.name}: {results.ended(run)}\n{', '.join(facts)}"
 
 
