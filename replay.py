@@ -48,6 +48,7 @@ since = 0  # begin at the newest checkpoint up to this step, [0, inf); 0 = at th
 against = ""  # folder of another run: name the first row, knobs and tensor that differ
 
 
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # names a group of ranks in torchrun's store
 FREE = {  # knobs on which no bit of a step depends
     "report": False,
     "wandb_log": False,
@@ -251,7 +252,7 @@ class Replay(Watch):
         place = self.path.name if self.path else "its beginning"
         print0(f"computing {run.path} from {place} to step {self.end_at.step}")
         port = os.environ.get("MASTER_PORT", os.getpid())  # all ranks need the same folder
-        scratch = Path(gettempdir(), f"replay_{port}_{new_group()}")
+        scratch = Path(gettempdir(), f"replay_{port}_{os.environ.get(ATTEMPT)}")
         resume = "auto" if self.path else run.began_from or "auto"
         try:
             if is_first_rank():
@@ -275,7 +276,8 @@ class Replay(Watch):
         if count != int(os.environ.get("WORLD_SIZE", 1)):
             how = f"torchrun --standalone --nproc_per_node={count} replay.py ..."
             fail(f"step {self.stop.step} of {path} was computed by {count} ranks: {how}")
-        new_group()
+        # each group of ranks needs a name of its own, as the one before has left its keys there
+        os.environ[ATTEMPT] = os.environ.get(ATTEMPT, "0") + "_"
         torch.set_num_threads(settings["threads"])
         config = self.logged.facts["config"]
         knobs = settings | FREE | {"out_dir": scratch, "resume": resume, "device": config["device"]}
@@ -314,15 +316,6 @@ def start_before(run: RunLog, end: Position, latest: int) -> tuple[Position, Pat
             if is_before and checkpoint.digest_of_state(content) in hashes:
                 starts.append((position, path, content))
     return max(starts, key=itemgetter(0))
-
-
-ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # names a group of ranks in torchrun's store
-
-
-def new_group() -> str:
-    """Each group of ranks needs a name of its own, as the one before has left its keys there."""
-    os.environ[ATTEMPT] = os.environ.get(ATTEMPT, "0") + "_"
-    return os.environ[ATTEMPT]
 
 
 if __name__ == "__main__":

@@ -102,14 +102,14 @@ def settings(run):
 
 def flags(run):
     """The settings that are knobs."""
-    return {name: value for name, value in settings(run).items() if name in run.info["config"]}
+    return {name: value for name, value in settings(run).items() if name in run.facts["config"]}
 
 
 def warnings(runs):
     """Lines on what may be taken for something that it is not."""
     lines = []
     for run in runs:
-        asked = run.info["config"].get("dataset")
+        asked = run.facts["config"].get("dataset")
         learned = run.facts.get("name")
         what = f"{learned!r} INSTEAD OF {asked!r}, which was unavailable"
         is_another = learned and learned == FALLBACK.get(asked)
@@ -118,7 +118,7 @@ def warnings(runs):
             f"trained on {what}: its numbers say nothing about {asked!r}": is_another,
             "`deterministic` was off; computed again, it may differ": is_off,
             f"{run.unreadable:,} damaged line(s) are left out": run.unreadable,
-            "run.json is missing or damaged; how it ran is not known": not run.info["config"],
+            "run.json is missing or damaged; how it ran is not known": not run.facts["config"],
         }
         lines += [f"{run.name}: {warning}." for warning in holds if holds[warning]]
     if len({run.facts.get("fingerprint") for run in runs}) > 1:

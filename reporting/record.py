@@ -22,8 +22,7 @@ class Record:
 
     name: str
     folder: Path
-    info: dict  # run.json; a part of PARTS that is missing there is empty
-    facts: dict  # the same and its parts in one, without levels
+    facts: dict  # run.json, and what its PARTS hold; a part that is missing there is empty
     train: dict  # field -> float array with one number per step; NaN if null or missing
     evals: dict  # the same, with one number per evaluation
     events: list  # rows as they are, in the order of the file; only those that stand
@@ -52,7 +51,6 @@ def read_run(folder: str | Path) -> Record:
     return Record(
         name=folder.resolve().name,
         folder=folder,
-        info=info,
         facts=facts,
         train=columns(rows, "train"),
         evals=columns(rows, "eval"),
@@ -66,10 +64,8 @@ def columns(rows: list[dict], kind: str) -> dict[str, np.ndarray]:
     by_step = {row["step"]: row for row in rows if row["kind"] == kind}
     rows = [by_step[step] for step in sorted(by_step)]
     others = set().union(*rows) - FIELDS.keys()
-    table = {}
-    for name in [*numbers_of(kind), *sorted(others)]:
-        table[name] = np.array([number_of(row.get(name)) for row in rows])
-    return table
+    names = [*numbers_of(kind), *sorted(others)]
+    return {name: np.array([number_of(row.get(name)) for row in rows]) for name in names}
 
 
 def numbers_of(kind: str) -> list[str]:

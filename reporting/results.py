@@ -52,11 +52,10 @@ def best_of(run):
     """(value, step) of the best evaluation that no rollback undid; an infinite one at 0 if there is
     none."""
     field, sign, _ = metric_of(run)
-    scores = sign * run.evals.get(field, np.array([]))
-    found = zip(scores, run.evals["step"], strict=False)
-    finite = [(score, step) for score, step in found if math.isfinite(score)]
-    score, step = min(finite, default=(math.inf, 0))
-    return sign * score, int(step)
+    scores = np.append(sign * run.evals.get(field, np.array([])), math.inf)
+    steps = np.append(run.evals["step"], 0)
+    best = np.nanargmin(scores)
+    return sign * scores[best], int(steps[best])
 
 
 def best_in_words(run):

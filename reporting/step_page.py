@@ -53,9 +53,8 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
     before.restore()
     numbers = take()
     add("step:", numbers)
-    for name, weight in reversed([*run.model.named_parameters()]):  # as a backward pass has them
-        if weight.grad is not None:
-            add("clipped gradient of", {name: weight.grad})
+    weights = reversed([*run.model.named_parameters()])  # as a backward pass has them
+    add("clipped gradient of", {name: w.grad for name, w in weights if w.grad is not None})
     add(END, moved_by(run))
     seen["row"] = {"lr": lr} | {name: float(number) for name, number in numbers.items()}
     return numbers, seen
@@ -114,7 +113,7 @@ def write_step_page(folder: Path, step: int, verdict: str, seen: dict) -> None:
     out = [
         f"# Step {step} of {folder.name}",
         f"- {verdict}\n- {finite}",
-        table(("", ""), list(seen["row"].items())),
+        table(("", ""), seen["row"].items()),
         "## Its sequences, those of the highest loss first",
         *lines,
         "## Norms of weights, of gradients after clipping, and of updates",

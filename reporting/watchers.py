@@ -22,9 +22,9 @@ class ReportAtEnd(Watch):
         if ended.startswith(("stopped by", "left")):  # a signal leaves no time
             return
         command = [sys.executable, str(REPO / "report.py"), str(folder)]
-        run = dict(stderr=subprocess.PIPE, text=True, timeout=60)
         try:
-            print0(subprocess.check_output(command, **run).rstrip())
+            text = subprocess.check_output(command, stderr=subprocess.PIPE, text=True, timeout=60)
+            print0(text.rstrip())
         except (OSError, subprocess.SubprocessError) as error:
             print0(f"report   failed ({error})")
 
