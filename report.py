@@ -54,9 +54,13 @@ TOLD_ELSEWHERE = ("kind", "step", "event", "finite")  # fields of events
 def text_of(runs):
     """The Markdown of a report: the results; of each run its troubles, its last sample and what
     happened; then what was run."""
-    lines = [f"# {', '.join(run.name for run in runs)}\n"]
-    lines += [f"> **{warning}**\n" for warning in warnings(runs)]
-    lines += [f"![Curves]({stem(runs)}.png)\n", "## Result\n", compared(runs, outcome)]
+    lines = [
+        f"# {', '.join(run.name for run in runs)}\n",
+        *(f"> **{warning}**\n" for warning in warnings(runs)),
+        f"![Curves]({stem(runs)}.png)\n",
+        "## Result\n",
+        compared(runs, outcome),
+    ]
     for run in runs:
         title = f": {run.name}" if len(runs) > 1 else ""
         lines += [f"## Known troubles{title}\n", *found_in(run)]
@@ -111,11 +115,14 @@ def warnings(runs):
     for run in runs:
         asked = run.facts["config"].get("dataset")
         learned = run.facts.get("name")
-        what = f"{learned!r} INSTEAD OF {asked!r}, which was unavailable"
+        fallback = (
+            f"trained on {learned!r} INSTEAD OF {asked!r}, which was unavailable: its numbers say "
+            f"nothing about {asked!r}"
+        )
         is_another = learned and learned == FALLBACK.get(asked)
         is_off = run.facts.get("deterministic") is False
         holds = {
-            f"trained on {what}: its numbers say nothing about {asked!r}": is_another,
+            fallback: is_another,
             "`deterministic` was off; computed again, it may differ": is_off,
             f"{run.unreadable:,} damaged line(s) are left out": run.unreadable,
             "run.json is missing or damaged; how it ran is not known": not run.facts["config"],
@@ -130,8 +137,7 @@ def found_in(run):
     """The troubles of a run, as lines of Markdown."""
     lines = []
     for each in troubles(run):
-        lines.append(f"- **{each.title}** (`{each.name}`): {each.shows}.")
-        lines.append(f"  Cure: {each.cure}")
+        lines.append(f"- **{each.title}** (`{each.name}`): {each.shows}.\n  Cure: {each.cure}")
     if not lines:
         return ["None that report.py knows.\n"]
     return [*lines, "\ndocs/trouble.md has the causes, and what tells them apart.\n"]

@@ -233,8 +233,13 @@ def picture(runs, axis="step"):
         ax.set(xlabel=AXES[axis], ylabel=panel.title)
         for curve in panel.curves:
             place = places[curve.run]
+            x = np.interp(curve.x, place["step"], place[axis])
             looks = {"color": COLOURS[curve.colour], "ls": DASHES[curve.dash], **LOOKS[curve.look]}
-            draw_curve(ax, curve, np.interp(curve.x, place["step"], place[axis]), looks)
+            if curve.look == "event":
+                ax.vlines(x, 0, 1, transform=ax.get_xaxis_transform(), **looks)
+            else:
+                marker = "o" if len(x) <= MAX_DOTS else ""
+                ax.plot(x, curve.y, **{"marker": marker, "markersize": 3.5} | looks)
             lines[curve.key] = Line2D([], [], **looks)
         draw_axes(ax, panel, last)
     fig.legend(lines.values(), lines.keys(), loc="outside lower left", ncols=COLUMNS)
@@ -263,14 +268,6 @@ def draw_axes(ax, panel, last):
     ax.set(xlim=(-0.01 * last, 1.01 * last), ylim=(low, high))
     for axis, largest in ((ax.xaxis, last), (ax.yaxis, high)):
         axis.set_major_formatter(EngFormatter(sep="") if largest >= 1e4 else "{x:g}")
-
-
-def draw_curve(ax, curve, x, looks):
-    if curve.look == "event":
-        ax.vlines(x, 0, 1, transform=ax.get_xaxis_transform(), **looks)
-        return
-    marker = "o" if len(x) <= MAX_DOTS else ""
-    ax.plot(x, curve.y, **{"marker": marker, "markersize": 3.5} | looks)
 
 
 def page(runs, text, refresh=0, axis="step"):

@@ -127,18 +127,16 @@ def costs(run):
     """[(what, number, format)] of what the steps cost, and of events."""
     t = run.train
     speed = 1 / mean(1 / t["tokens_per_sec"])  # over time, as steps do as much each
-    flops = run.fact("flops_per_token")
-    waiting = mean(t["data_ms"]) / mean(t["step_ms"])
     return [
         ("tokens trained on", last(t["tokens"]), "{:,.0f}"),
         ("epochs", last(t["epoch"]), "{:,.2f}"),
         ("throughput, tokens/s", speed, "{:,.0f}"),
         ("median step, ms", median(t["step_ms"]), "{:,.1f}"),
-        ("TFLOP/s achieved", speed * flops / 1e12, "{:,.3g}"),
+        ("TFLOP/s achieved", speed * run.fact("flops_per_token") / 1e12, "{:,.3g}"),
         ("MFU", 1 / np.mean(1 / t["mfu"]), "{:.1%}"),  # of all steps, or unknown
         ("peak memory, GB", mean(t["mem_gb"], np.max), "{:.2f}"),
         ("GPU utilization, %", mean(t["gpu_util"]), "{:.0f}"),
-        ("waiting for data", waiting, "{:.1%}"),
+        ("waiting for data", mean(t["data_ms"]) / mean(t["step_ms"]), "{:.1%}"),
         ("updates skipped", len(happened(run, "skipped")), "{:,}"),
         ("rollbacks", len(happened(run, "rollback")), "{:,}"),
         ("resumes", resumes(run), "{:,}"),
