@@ -13,10 +13,9 @@ is equal, 1 if not."""
 import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
 
 # isort: split
-import importlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
 from operator import itemgetter
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+import train
 from checks.run_log import BEGINNING, Position, RunLog, first_difference, in_words
 from plumbing import checkpoint, cli, forks, machine, ranks
 from plumbing.cli import RunFailed, fail
@@ -48,6 +48,7 @@ since = 0  # begin at the newest checkpoint up to this step, [0, inf); 0 = at th
 against = ""  # folder of another run: name the first row, knobs and tensor that differ
 
 
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # names a group of ranks in torchrun's store
 FREE = {  # knobs on which no bit of a step depends
     "report": False,
     "wandb_log": False,
@@ -79,11 +80,11 @@ def loop_of(run: RunLog) -> ModuleType:
     something else trained the run: then says what to type."""
     is_own = run.script == "train.py"
     if script and not (against and is_own):  # then the other run is of the script
-        return forks.load(script, importlib.import_module("train"))
+        return forks.load(script, train)
     if not is_own:
         found = f"{run.path} was trained by {run.script}"
         fail(f"{found}; if that is your code, add its path: --script={run.script}")
-    return importlib.import_module("train")
+    return train
 
 
 # ---- one step ------------------------------------------------------------------------------------
@@ -91,19 +92,10 @@ def loop_of(run: RunLog) -> ModuleType:
 
 def show_step(run: RunLog) -> int:
     """Write the page of a step, and say whether the numbers on the way to it are computed again."""
-    require_step(step, run)
-    end = run.position(step)
-    again = Replay(run, end, shown=(end,)).compute()
+    again = Replay(run, step, looks=1).compute()
     if is_first_rank():
-        lines = steps.write_step_page(run.path, step, again.verdict(), again.seen)
-        print0("\n".join(lines))
+        steps.write_step_page(run.path, step, again.verdict(), again.seen[step])
     return int(again.comparison.first_difference is not None)
-
-
-def require_step(number: int, run: RunLog) -> None:
-    if not max(run.first, since) < number <= run.last:
-        steps_of = f"{run.path} has the steps {run.first + 1} to {run.last}"
-        fail(f"--step={number} --since={since}: {steps_of}")
 
 
 # ---- all steps -----------------------------------------------------------------------------------
@@ -116,9 +108,7 @@ def verify_run(run: RunLog) -> int:
     if faults:
         print0("\n".join(faults))
         return 1
-    last = step or run.last
-    require_step(last, run)
-    again = Replay(run, run.position(last)).compute()
+    again = Replay(run, step or run.last).compute()
     print0(again.verdict())
     if again.comparison.first_difference:
         return 1
@@ -171,14 +161,13 @@ def first_tensor(one: RunLog, other: RunLog, at: int) -> str:
     found = {}
     # a script may replace functions of train, so its run comes second
     for run in sorted((one, other), key=lambda run: run.script != "train.py"):
-        shown = run.position(at - 1), run.position(at)
-        found[run] = Replay(run, shown[-1], shown).compute()
+        found[run] = Replay(run, at, looks=2).compute()
     replays = found.values()
     if wrong := [again.verdict() for again in replays if again.comparison.first_difference]:
         return "\n".join(wrong)
-    here, there = found[one].traces, found[other].traces
+    here, there = found[one].seen, found[other].seen
     for number in sorted(here.keys() & there.keys()):
-        if words := steps.first_in_traces(here[number], there[number]):
+        if words := steps.first_in_traces(here[number]["traces"], there[number]["traces"]):
             return f"both are computed again; the first difference in step {number}: {words}"
     return "both are computed again, and no tensor differs"
 
@@ -187,27 +176,28 @@ def first_tensor(one: RunLog, other: RunLog, at: int) -> str:
 
 
 class Replay(Watch):
-    """Computes a run again with train.main() up to `end`, and compares each row with the log. It
-    is the train.Watch of that, and watches its rows.
+    """Computes a run again with train.main() up to the step `last`, and compares each row with the
+    log. It is the train.Watch of that, and watches its rows.
 
-    It begins at the newest checkpoint before the steps to be looked at, which are at the Positions
-    `shown`. Without any it begins as the run did, or by --since, and ends at the first difference.
-    """
+    It begins at the newest checkpoint before the steps to be looked at: the newest `looks` ones.
+    With none it begins as the run did, or by --since, and ends at the first difference. Raises
+    BadInput if the run has no such step."""
 
-    def __init__(self, run: RunLog, end: Position, shown: Sequence[Position] = ()):
+    def __init__(self, run: RunLog, last: int, looks: int = 0):
+        if not max(run.first, since) < last <= run.last:
+            steps_of = f"{run.path} has the steps {run.first + 1} to {run.last}"
+            fail(f"--step={last} --since={since}: {steps_of}")
         self.logged = run
         self.loop = loop_of(run)
-        self.shown = shown
-        latest = shown[0].step - 1 if shown else max(since, run.first)
-        self.start = start_before(run, end, latest) if latest else None
-        self.begin_at = self.start[0] if self.start else BEGINNING
-        self.end_at = end
-        self.stop = end  # of what is computed with the same settings
+        self.shown = [run.position(last - back) for back in range(looks)]
+        self.end_at = run.position(last)
+        latest = last - looks if looks else max(since, run.first)
+        self.begin_at, self.path, self.content = start_before(run, self.end_at, latest)
+        self.stop = self.end_at  # of what is computed with the same settings
         self.is_over = False  # that
-        rows = run.rows_between(self.begin_at.step, end.step)
+        rows = run.rows_between(self.begin_at.step, last)
         self.comparison = Witness(rows, run.knobs["best_metric"], whole=True)
-        self.seen = {}  # of the last step that was looked at, what steps.look_at() returns
-        self.traces = {}  # with --against: {step: traces of all ranks}
+        self.seen = {}  # {step: what steps.look_at() returns}
         self.here = {}  # what computes, as in run.json
 
     def is_refuted(self) -> bool:
@@ -228,15 +218,13 @@ class Replay(Watch):
             self.comparison.see(row)
 
     def step(self, run: Any, take: Callable[[], dict], inputs, targets, lr: float) -> dict:
-        state = run.state
-        if self.start:  # it is alone in its folder, and so train.py makes it a target of rollbacks
-            state["first_step"] = self.start[2]["state"]["first_step"]
-        position = Position(state["rollbacks"], state["step"] + 1)
+        position = Position(run.state["rollbacks"], run.state["step"] + 1)
         if position not in self.shown:
             return take()
-        numbers, self.seen = steps.look_at(self.loop, take, run, inputs, targets, lr)
+        numbers, seen = steps.look_at(self.loop, take, run, inputs, targets, lr)
         if against:
-            self.traces[position.step] = ranks.from_all_ranks(self.seen["trace"])
+            seen["traces"] = ranks.from_all_ranks(seen["trace"])
+        self.seen[position.step] = seen
         return numbers
 
     def due(self, run: Any, due: SimpleNamespace) -> None:
@@ -261,16 +249,16 @@ class Replay(Watch):
     def compute(self) -> "Replay":
         """Returns itself. Raises RunFailed if the end is not reached."""
         run = self.logged
-        place = self.start[1].name if self.start else "its beginning"
+        place = self.path.name if self.path else "its beginning"
         print0(f"computing {run.path} from {place} to step {self.end_at.step}")
         port = os.environ.get("MASTER_PORT", os.getpid())  # all ranks need the same folder
-        scratch = Path(gettempdir(), f"replay_{port}_{new_group()}")
-        resume = "auto" if self.start else run.began_from or "auto"
+        scratch = Path(gettempdir(), f"replay_{port}_{os.environ.get(ATTEMPT)}")
+        resume = "auto" if self.path else run.began_from or "auto"
         try:
             if is_first_rank():
                 scratch.mkdir(0o700)
-                if self.start:
-                    torch.save(self.start[2], scratch / checkpoint.file_name(self.begin_at.step))
+                if self.path:
+                    torch.save(self.content, scratch / checkpoint.file_name(self.begin_at.step))
             for settings, stop in run.stretches(self.begin_at, self.end_at):
                 self.stop = stop
                 self.is_over = False
@@ -288,7 +276,8 @@ class Replay(Watch):
         if count != int(os.environ.get("WORLD_SIZE", 1)):
             how = f"torchrun --standalone --nproc_per_node={count} replay.py ..."
             fail(f"step {self.stop.step} of {path} was computed by {count} ranks: {how}")
-        new_group()
+        # each group of ranks needs a name of its own, as the one before has left its keys there
+        os.environ[ATTEMPT] = os.environ.get(ATTEMPT, "0") + "_"
         torch.set_num_threads(settings["threads"])
         config = self.logged.facts["config"]
         knobs = settings | FREE | {"out_dir": scratch, "resume": resume, "device": config["device"]}
@@ -314,28 +303,19 @@ class Replay(Watch):
         return f"{words}; known to have changed: {names or 'nothing'}"
 
 
-def start_before(run: RunLog, end: Position, latest: int) -> tuple[Position, Path, dict] | None:
+def start_before(run: RunLog, end: Position, latest: int) -> tuple[Position, Path | None, dict]:
     """(Position, path, content) of the newest checkpoint before `end`, up to step `latest`, with a
-    hash that the log has. None: begin as the run did."""
+    hash that the log has; without a path: begin as the run did."""
     hashes = {save.get("sha256") for save in run.saves}
-    starts = []
-    for path in checkpoint.newest_first(run.path):
+    starts = [(BEGINNING, None, {})]
+    for path in checkpoint.newest_first(run.path) if latest else ():
         with suppress(checkpoint.Damaged, OSError):
             content = checkpoint.load(path)
             position = Position(content["state"]["rollbacks"], content["state"]["step"])
             is_before = position.step <= latest and position < end
             if is_before and checkpoint.digest_of_state(content) in hashes:
                 starts.append((position, path, content))
-    return max(starts, key=itemgetter(0), default=None)
-
-
-ATTEMPT = "TORCHELASTIC_RESTART_COUNT"  # names a group of ranks in torchrun's store
-
-
-def new_group() -> str:
-    """Each group of ranks needs a name of its own, as the one before has left its keys there."""
-    os.environ[ATTEMPT] = os.environ.get(ATTEMPT, "0") + "_"
-    return os.environ[ATTEMPT]
+    return max(starts, key=itemgetter(0))
 
 
 if __name__ == "__main__":

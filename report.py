@@ -18,7 +18,6 @@ DOLLARS_PER_HOUR, the price of a device, in the environment, a result is what th
 import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
 
 # isort: split
-import itertools
 import shlex
 import sys
 import textwrap
@@ -35,7 +34,7 @@ from plumbing.files import replacing
 from reporting.panels import page, write_picture
 from reporting.record import is_running, read_run
 from reporting.records import HEADER, record_rows
-from reporting.results import best_in_words, best_of, happened, metric_of, outcome, table
+from reporting.results import best_in_words, best_of, ended, happened, metric_of, outcome, table
 from reporting.troubles import troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
@@ -45,9 +44,8 @@ watch = False  # rewrite that page every 10 s while the run continues, and write
 
 WIDTH = 100  # of the console, characters
 PAUSE = 10  # seconds between two pages of --watch
-PARTS_TOLD = ("data", "config", "git", "versions", "hardware", "run")  # the later one counts
 OF_ONE_RUN = ("command", "start", "end", "wandb_id")  # no difference that a comparison is about
-TOLD_ELSEWHERE = ("kind", "step", "event", "finite", "knobs")  # fields of events
+TOLD_ELSEWHERE = ("kind", "step", "event", "finite")  # fields of events
 
 
 # ---- words: report.md, compare.md ----------------------------------------------------------------
@@ -56,9 +54,13 @@ TOLD_ELSEWHERE = ("kind", "step", "event", "finite", "knobs")  # fields of event
 def text_of(runs):
     """The Markdown of a report: the results; of each run its troubles, its last sample and what
     happened; then what was run."""
-    lines = [f"# {', '.join(run.name for run in runs)}\n"]
-    lines += [f"> **{warning}**\n" for warning in warnings(runs)]
-    lines += [f"![Curves]({stem(runs)}.png)\n", "## Result\n", compared(runs, outcome)]
+    lines = [
+        f"# {', '.join(run.name for run in runs)}\n",
+        *(f"> **{warning}**\n" for warning in warnings(runs)),
+        f"![Curves]({stem(runs)}.png)\n",
+        "## Result\n",
+        compared(runs, outcome),
+    ]
     for run in runs:
         title = f": {run.name}" if len(runs) > 1 else ""
         lines += [f"## Known troubles{title}\n", *found_in(run)]
@@ -83,7 +85,7 @@ def rows_of(runs, facts):
     """[(what, its value in each run)] of facts(run), a dict; of several runs, of what differs."""
     columns = [facts(run) for run in runs]
     rows = []
-    for what in dict.fromkeys(itertools.chain(*columns)):
+    for what in dict.fromkeys(name for column in columns for name in column):
         values = [column.get(what, "n/a") for column in columns]
         if len(runs) == 1 or len(set(values)) > 1 and what not in OF_ONE_RUN:
             rows.append((what, *values))
@@ -93,10 +95,8 @@ def rows_of(runs, facts):
 def settings(run):
     """{name: value} of what run.json says in single words, but for folders. Of a knob that was
     resolved from "auto", the value counts."""
-    command = shlex.join(["python", *run.info.get("command", [])])
-    told = run.info | {"command": f"`{command}`"} | run.info["data"].get("meta", {})
-    for part in PARTS_TOLD:
-        told |= run.info[part]
+    command = shlex.join(["python", *run.facts.get("command", [])])
+    told = run.facts | {"command": f"`{command}`"}
     return {
         name: str(value)
         for name, value in told.items()
@@ -106,27 +106,29 @@ def settings(run):
 
 def flags(run):
     """The settings that are knobs."""
-    return {name: value for name, value in settings(run).items() if name in run.info["config"]}
+    return {name: value for name, value in settings(run).items() if name in run.facts["config"]}
 
 
 def warnings(runs):
     """Lines on what may be taken for something that it is not."""
     lines = []
     for run in runs:
-        asked = run.info["config"].get("dataset")
-        learned = run.info["data"].get("name")
-        what = f"{learned!r} INSTEAD OF {asked!r}, which was unavailable"
+        asked = run.facts["config"].get("dataset")
+        learned = run.facts.get("name")
+        fallback = (
+            f"trained on {learned!r} INSTEAD OF {asked!r}, which was unavailable: its numbers say "
+            f"nothing about {asked!r}"
+        )
         is_another = learned and learned == FALLBACK.get(asked)
-        identity = run.info["config"] | run.info["run"]
-        is_off = identity.get("deterministic") is False
+        is_off = run.facts.get("deterministic") is False
         holds = {
-            f"trained on {what}: its numbers say nothing about {asked!r}": is_another,
+            fallback: is_another,
             "`deterministic` was off; computed again, it may differ": is_off,
             f"{run.unreadable:,} damaged line(s) are left out": run.unreadable,
-            "run.json is missing or damaged; how it ran is not known": not identity,
+            "run.json is missing or damaged; how it ran is not known": not run.facts["config"],
         }
         lines += [f"{run.name}: {warning}." for warning in holds if holds[warning]]
-    if len({run.info["data"].get("fingerprint") for run in runs}) > 1:
+    if len({run.facts.get("fingerprint") for run in runs}) > 1:
         lines.append("These runs trained on different data: their losses cannot be compared.")
     return lines
 
@@ -135,8 +137,7 @@ def found_in(run):
     """The troubles of a run, as lines of Markdown."""
     lines = []
     for each in troubles(run):
-        lines.append(f"- **{each.title}** (`{each.name}`): {each.shows}.")
-        lines.append(f"  Cure: {each.cure}")
+        lines.append(f"- **{each.title}** (`{each.name}`): {each.shows}.\n  Cure: {each.cure}")
     if not lines:
         return ["None that report.py knows.\n"]
     return [*lines, "\ndocs/trouble.md has the causes, and what tells them apart.\n"]
@@ -148,23 +149,24 @@ def event_rows(run):
     changed = {}  # at the latest resume
     for event in run.events:
         name = event["event"]
-        told = [
-            textwrap.shorten(f"{key} {value}", 200)
-            for key, value in event.items()
-            if key not in TOLD_ELSEWHERE and value is not None
-        ]
+        if name in ("sample", "saved"):
+            continue
         if name == "resume":
             changed = event.get("changed", {})
             words = change_words(changed) or "nothing known"
-            told = [
-                f"from {event.get('checkpoint')}",
-                f"changed since: {words}",
-                "exact only if a check that follows says so",
-            ]
+            details = (
+                f"from {event.get('checkpoint')}; changed since: {words}; "
+                "exact only if a check that follows says so"
+            )
         elif name == "resume_checked":
-            told = [resume_words(event, changed)]
-        if name not in ("sample", "saved"):
-            rows.append((f"{event['step']:,}", name.replace("_", " "), "; ".join(told)))
+            details = resume_words(event, changed)
+        else:
+            details = "; ".join(
+                textwrap.shorten(f"{key} {value}", 200)
+                for key, value in event.items()
+                if key not in TOLD_ELSEWHERE and value is not None
+            )
+        rows.append((f"{event['step']:,}", name.replace("_", " "), details))
     return rows
 
 
@@ -180,10 +182,9 @@ def listing(runs):
     """A table with a row for each run."""
     rows = []
     for run in runs:
-        found = outcome(run)
-        columns = [found.get(what, "n/a") for what in ("throughput, tokens/s", "how it ended")]
         best = best_in_words(run).removeprefix("best validation loss ")
-        rows.append((run.name, best, *columns))
+        speed = outcome(run).get("throughput, tokens/s", "n/a")
+        rows.append((run.name, best, speed, ended(run)))
     return table(("run", "best loss", "tokens/s", "how it ended"), rows)
 
 
@@ -256,7 +257,7 @@ def main(argv=None):
     folders = []
     with configured(globals(), argv=argv, names=folders), np.errstate(all="ignore"):
         folders = folders or ["out"]
-        records = [*itertools.chain(*map(record_rows, folders))]
+        records = [row for folder in folders for row in record_rows(folder)]
         inside = sorted(path.parent for path in Path(folders[0]).glob("*/metrics.jsonl"))
         if records:
             print0(table(HEADER, records), end="")

@@ -86,7 +86,7 @@ class Curve:
             first = np.linspace(0, len(self.x), MAX_POINTS // 2, endpoint=False).astype(int)
             both = [np.minimum.reduceat(self.y, first), np.maximum.reduceat(self.y, first)]
             self.x = np.repeat(self.x[first], 2)
-            self.y = np.stack(both, axis=1).ravel()
+            self.y = np.ravel(both, order="F")
 
 
 @dataclass
@@ -101,16 +101,16 @@ class Panel:
         """{"low", "high", "is_log"} of the vertical axis: from the lowest, or 0 for what has no level
         of its own, to the highest that any run has after a tenth of its own steps. What came
         before, and the outermost 2% of single steps, would press the rest flat."""
-        ends = []
+        seen = []
         for curve in self.curves:
             if curve.look == "event":
                 continue
             y = curve.y[curve.x >= 0.1 * curve.x[-1]]
             if curve.key == "each step":
                 y = np.quantile(y, (0.01, 0.99))
-            ends += [float(y.min()), float(y.max())]
-        low = min(ends, default=0.0)
-        high = max(ends, default=1.0)
+            seen += y.tolist()
+        low = min(seen, default=0.0)
+        high = max(seen, default=1.0)
         if self.field in ("loss", "grad_norm") and 0 < 30 * low < high:
             return {"low": low / 1.2, "high": high * 1.2, "is_log": True}
         if not self.field.startswith(("loss", "val_")):
@@ -161,13 +161,19 @@ def curves_of(field, run):
     """The Curves of a field, without events."""
     if field.kind == "eval":
         return [evaluations(run, field)]
-    curves = raw_and_mean(run, field)
+    steps = run.train["step"]
+    values = run.train[field.name] * field.plot_factor
+    mean = f"training, mean of {2 * half_window(values) + 1:,}"
+    curves = [
+        Curve("each step", "training, each step", "sky", "thin", steps, values),
+        Curve("training, mean over 2% of the run", mean, "blue", "mean", steps, smooth(values)),
+    ]
     if field.name == "loss":
         scores = evaluations(run, FIELDS["val_loss"])
         is_best = scores.x == results.best_of(run)[1]
         best = results.best_in_words(run)
-        curves.append(scores)
-        curves.append(Curve(best, best, "vermilion", "best", scores.x[is_best], scores.y[is_best]))
+        star = Curve(best, best, "vermilion", "best", scores.x[is_best], scores.y[is_best])
+        curves += [scores, star]
     return curves
 
 
@@ -177,20 +183,6 @@ def evaluations(run, field):
     steps = run.evals["step"]
     values = run.evals[field.name][steps > 0] * field.plot_factor
     return Curve("validation", "validation", "vermilion", "dots", steps[steps > 0], values)
-
-
-def raw_and_mean(run, field):
-    """The numbers of the steps, and their mean."""
-    steps = run.train["step"]
-    values = run.train[field.name] * field.plot_factor
-    half = half_window(run)
-    mean = f"training, mean of {2 * half + 1:,}"
-    return [
-        Curve("each step", "training, each step", "sky", "thin", steps, values),
-        Curve(
-            "training, mean over 2% of the run", mean, "blue", "mean", steps, smooth(values, half)
-        ),
-    ]
 
 
 def events_of(run):
@@ -208,8 +200,8 @@ def places_of(run):
     """{axis: where some of the run's steps lie on it}, from 0 on."""
     minutes = np.cumsum(np.nan_to_num(run.train["step_ms"])) / 60_000
     some = np.unique(np.linspace(0, len(minutes), MAX_PLACES).astype(int))
-    values = (run.train["step"], run.train["tokens"], minutes)
-    return {axis: np.append(0, v)[some] for axis, v in zip(AXES, values, strict=True)}
+    places = {"step": run.train["step"], "tokens": run.train["tokens"], "time": minutes}
+    return {axis: np.append(0, values)[some] for axis, values in places.items()}
 
 
 # ---- two drawers ---------------------------------------------------------------------------------
@@ -241,8 +233,13 @@ def picture(runs, axis="step"):
         ax.set(xlabel=AXES[axis], ylabel=panel.title)
         for curve in panel.curves:
             place = places[curve.run]
+            x = np.interp(curve.x, place["step"], place[axis])
             looks = {"color": COLOURS[curve.colour], "ls": DASHES[curve.dash], **LOOKS[curve.look]}
-            draw_curve(ax, curve, np.interp(curve.x, place["step"], place[axis]), looks)
+            if curve.look == "event":
+                ax.vlines(x, 0, 1, transform=ax.get_xaxis_transform(), **looks)
+            else:
+                marker = "o" if len(x) <= MAX_DOTS else ""
+                ax.plot(x, curve.y, **{"marker": marker, "markersize": 3.5} | looks)
             lines[curve.key] = Line2D([], [], **looks)
         draw_axes(ax, panel, last)
     fig.legend(lines.values(), lines.keys(), loc="outside lower left", ncols=COLUMNS)
@@ -255,9 +252,8 @@ def heading(runs):
     if len(runs) > 1:
         return "Thick: validation. Thin: training, a mean over 2% of the run."
     (run,) = runs
-    identity = run.info["config"] | run.info["run"]
-    facts = [run.info["data"].get("name"), identity.get("device"), identity.get("dtype")]
-    return f"{run.name}: {results.ended(run)}\n{', '.join(filter(None, facts))}"
+    facts = filter(None, map(run.facts.get, ("name", "device", "dtype")))
+    return f"{run.name}: {results.ended(run)}\n{', '.join(facts)}"
 
 
 def draw_axes(ax, panel, last):
@@ -272,14 +268,6 @@ def draw_axes(ax, panel, last):
     ax.set(xlim=(-0.01 * last, 1.01 * last), ylim=(low, high))
     for axis, largest in ((ax.xaxis, last), (ax.yaxis, high)):
         axis.set_major_formatter(EngFormatter(sep="") if largest >= 1e4 else "{x:g}")
-
-
-def draw_curve(ax, curve, x, looks):
-    if curve.look == "event":
-        ax.vlines(x, 0, 1, transform=ax.get_xaxis_transform(), **looks)
-        return
-    marker = "o" if len(x) <= MAX_DOTS else ""
-    ax.plot(x, curve.y, **{"marker": marker, "markersize": 3.5} | looks)
 
 
 def page(runs, text, refresh=0, axis="step"):

@@ -12,7 +12,8 @@ from plumbing.fields import FIELDS
 from plumbing.files import read_json
 from plumbing.log import read_rows, standing, whole_lines
 
-PARTS = ("config", "data", "run", "git", "versions", "hardware", "state")  # dicts of run.json
+# Dicts of run.json; of a name in several of them, the later one counts
+PARTS = ("data", "config", "git", "versions", "hardware", "run")
 
 
 @dataclass
@@ -21,15 +22,15 @@ class Record:
 
     name: str
     folder: Path
-    info: dict  # run.json; a part of PARTS that is missing there is empty
+    facts: dict  # run.json, and what its PARTS hold; a part that is missing there is empty
     train: dict  # field -> float array with one number per step; NaN if null or missing
     evals: dict  # the same, with one number per evaluation
     events: list  # rows as they are, in the order of the file; only those that stand
     unreadable: int  # damaged lines of metrics.jsonl
 
-    def fact(self, part: str, name: str) -> float:
-        """A number of run.json, such as fact("config", "grad_clip"); NaN if it has none."""
-        return number_of(self.info[part].get(name))
+    def fact(self, name: str) -> float:
+        """A number among the facts, such as fact("grad_clip"); NaN if there is none."""
+        return number_of(self.facts.get(name))
 
 
 def read_run(folder: str | Path) -> Record:
@@ -43,10 +44,14 @@ def read_run(folder: str | Path) -> Record:
     if not rows:
         fail(f"{path} is empty, damaged or not from train.py: {unreadable} other lines")
     rows = standing(rows)
+    info = dict.fromkeys(PARTS, {}) | read_json(folder / "run.json")
+    facts = info | info["data"].get("meta", {})
+    for part in PARTS:
+        facts |= info[part]
     return Record(
         name=folder.resolve().name,
         folder=folder,
-        info=dict.fromkeys(PARTS, {}) | read_json(folder / "run.json"),
+        facts=facts,
         train=columns(rows, "train"),
         evals=columns(rows, "eval"),
         events=[row for row in rows if row["kind"] == "event"],
@@ -59,10 +64,8 @@ def columns(rows: list[dict], kind: str) -> dict[str, np.ndarray]:
     by_step = {row["step"]: row for row in rows if row["kind"] == kind}
     rows = [by_step[step] for step in sorted(by_step)]
     others = set().union(*rows) - FIELDS.keys()
-    table = {}
-    for name in [*numbers_of(kind), *sorted(others)]:
-        table[name] = np.array([number_of(row.get(name)) for row in rows])
-    return table
+    names = [*numbers_of(kind), *sorted(others)]
+    return {name: np.array([number_of(row.get(name)) for row in rows]) for name in names}
 
 
 def numbers_of(kind: str) -> list[str]:
@@ -100,20 +103,25 @@ def median(values) -> float:
     return mean(values, np.median)
 
 
-def half_window(run: Record) -> int:
-    """Steps on either side over which curves are smoothed: a hundredth of the run."""
-    return max(1, len(run.train["step"]) // 100)
+def last(values) -> float:
+    return mean(values[-1:])
 
 
-def smooth(values, half: int):
-    """Mean over `half` neighbours on either side; at the start, as many on the right as on the
+def half_window(values) -> int:
+    """Steps on either side over which a curve is smoothed: a hundredth of the run."""
+    return max(1, len(values) // 100)
+
+
+def smooth(values):
+    """Mean over the neighbours on either side; at the start, as many on the right as on the
     left."""
     total = np.append(0, np.cumsum(np.nan_to_num(values)))
     count = np.append(0, np.cumsum(np.isfinite(values)))
     i = np.arange(len(values))
-    first = i - np.minimum(half, i)
-    last = np.minimum(2 * i - first + 1, len(values))
-    return (total[last] - total[first]) / (count[last] - count[first])
+    reach = np.minimum(half_window(values), i)
+    first = i - reach
+    end = np.minimum(i + reach + 1, len(values))
+    return (total[end] - total[first]) / (count[end] - count[first])
 
 
 def last_step(run: Record) -> int:

@@ -8,7 +8,15 @@ import numpy as np
 
 from plumbing.console import duration
 from plumbing.fields import FIELDS, Field
-from reporting.record import half_window, is_running, known, last_step, mean, median, number_of
+from reporting.record import (
+    half_window,
+    is_running,
+    known,
+    last,
+    last_step,
+    mean,
+    median,
+)
 
 WIDEST = 48  # characters to which a column of a table is filled up
 
@@ -26,7 +34,7 @@ def ended(run):
             return how if "at step" in how else f"{how}, {step}"
     if not is_running(run):
         return f"no end on record (killed), {step}"
-    total = run.fact("config", "max_steps")
+    total = run.fact("max_steps")
     seconds = (total - last_step(run)) * median(run.train["step_ms"]) / 1000
     if seconds >= 0:
         step += f" of {total:,.0f}, {duration(seconds)} left"
@@ -35,7 +43,7 @@ def ended(run):
 
 def metric_of(run):
     """(field, sign: -1 if higher is better, words) of the metric that decides which is the best."""
-    knob = run.info["config"].get("best_metric", "val_loss")
+    knob = run.facts.get("best_metric", "val_loss")
     field = knob.removeprefix("-")
     return field, 1 if knob == field else -1, field.replace("val_loss", "validation loss")
 
@@ -44,11 +52,10 @@ def best_of(run):
     """(value, step) of the best evaluation that no rollback undid; an infinite one at 0 if there is
     none."""
     field, sign, _ = metric_of(run)
-    scores = sign * run.evals.get(field, np.array([]))
-    found = zip(scores, run.evals["step"], strict=False)
-    finite = [(score, step) for score, step in found if math.isfinite(score)]
-    score, step = min(finite, default=(math.inf, 0))
-    return sign * score, int(step)
+    scores = np.append(sign * run.evals.get(field, np.array([])), math.inf)
+    steps = np.append(run.evals["step"], 0)
+    best = np.nanargmin(scores)
+    return sign * scores[best], int(steps[best])
 
 
 def best_in_words(run):
@@ -70,7 +77,7 @@ def new_fields(run):
 
 def resumes(run):
     """How often it was resumed. A run that began from another one has logged that as a resume."""
-    return max(0, len(happened(run, "resume")) - bool(run.info["run"].get("began_from")))
+    return max(0, len(happened(run, "resume")) - bool(run.facts.get("began_from")))
 
 
 def time_spent(run):
@@ -86,21 +93,18 @@ def time_spent(run):
 def outcome(run):
     """{what: the result in words}, in order. What is unknown is left out."""
     seconds, least = time_spent(run)
-    devices = max(1, np.nan_to_num(run.fact("hardware", "world_size")))
+    devices = max(1, np.nan_to_num(run.fact("world_size")))
+    hours = devices * seconds / 3600
     numbers = losses(run) + costs(run)
     for field, values in new_fields(run):
         numbers.append((f"last {field.name}", last(known(values)), "{:,.4g}"))
-    hours = devices * seconds / 3600
     numbers.append(("device-hours", hours, least + "{:,.3f}"))
     with suppress(KeyError, ValueError):  # no price, or no number
         price = float(os.environ["DOLLARS_PER_HOUR"])
         numbers.append((f"cost at ${price:g} an hour", price * hours, least + "${:,.2f}"))
     found = {"how it ended": ended(run)}
-    for what, value, form in numbers:
-        if math.isfinite(value):
-            found[what] = form.format(value)
-    found["wall time, start included"] = least + duration(seconds)
-    return found
+    found |= {what: form.format(value) for what, value, form in numbers if math.isfinite(value)}
+    return found | {"wall time, start included": least + duration(seconds)}
 
 
 def losses(run):
@@ -108,16 +112,14 @@ def losses(run):
     evals = run.evals
     best, best_step = best_of(run)
     at_best = evals["step"] == best_step
-    count = 2 * half_window(run) + 1
-    training = mean(run.train["loss"][-count:])
-    bits = mean(evals["val_bpb"][at_best])
-    accuracy = mean(evals["val_accuracy"][at_best])
+    count = 2 * half_window(run.train["loss"]) + 1
+    training = run.train["loss"][-count:]
     return [
         (f"best {metric_of(run)[2]}", best, f"{{:,.4f}} at step {best_step:,}"),
         ("last validation loss", last(evals["val_loss"]), "{:,.4f}"),
-        ("bits per byte at the best", bits, "{:.4f}"),
-        ("accuracy at the best", accuracy, "{:.2%}"),
-        ("mean training loss", training, f"{{:,.4f}} in the last {count:,} steps"),
+        ("bits per byte at the best", mean(evals["val_bpb"][at_best]), "{:.4f}"),
+        ("accuracy at the best", mean(evals["val_accuracy"][at_best]), "{:.2%}"),
+        ("mean training loss", mean(training), f"{{:,.4f}} in the last {count:,} steps"),
     ]
 
 
@@ -125,32 +127,26 @@ def costs(run):
     """[(what, number, format)] of what the steps cost, and of events."""
     t = run.train
     speed = 1 / mean(1 / t["tokens_per_sec"])  # over time, as steps do as much each
-    flops = number_of(run.info.get("flops_per_token"))
-    waiting = mean(t["data_ms"]) / mean(t["step_ms"])
     return [
         ("tokens trained on", last(t["tokens"]), "{:,.0f}"),
         ("epochs", last(t["epoch"]), "{:,.2f}"),
         ("throughput, tokens/s", speed, "{:,.0f}"),
         ("median step, ms", median(t["step_ms"]), "{:,.1f}"),
-        ("TFLOP/s achieved", speed * flops / 1e12, "{:,.3g}"),
+        ("TFLOP/s achieved", speed * run.fact("flops_per_token") / 1e12, "{:,.3g}"),
         ("MFU", 1 / np.mean(1 / t["mfu"]), "{:.1%}"),  # of all steps, or unknown
         ("peak memory, GB", mean(t["mem_gb"], np.max), "{:.2f}"),
         ("GPU utilization, %", mean(t["gpu_util"]), "{:.0f}"),
-        ("waiting for data", waiting, "{:.1%}"),
+        ("waiting for data", mean(t["data_ms"]) / mean(t["step_ms"]), "{:.1%}"),
         ("updates skipped", len(happened(run, "skipped")), "{:,}"),
         ("rollbacks", len(happened(run, "rollback")), "{:,}"),
         ("resumes", resumes(run), "{:,}"),
     ]
 
 
-def last(values):
-    return mean(values[-1:])
-
-
 def table(header, rows):
     """A table in Markdown, its columns aligned for a terminal."""
-    cells = [header]
-    for row in rows:
+    cells = []
+    for row in (header, *rows):
         cells.append([" ".join(str(cell).replace("|", "\\|").split()) for cell in row])
     widths = [min(WIDEST, max(3, *map(len, column))) for column in zip(*cells, strict=True)]
     cells.insert(1, ["-" * each for each in widths])

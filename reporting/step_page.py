@@ -11,6 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from plumbing import ranks
 from plumbing.cli import BadInput, printable
+from plumbing.console import print0
 from plumbing.data import tokenizer_of
 from plumbing.files import replacing
 from plumbing.snapshot import Snapshot, by_path
@@ -52,9 +53,8 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
     before.restore()
     numbers = take()
     add("step:", numbers)
-    for name, weight in reversed([*run.model.named_parameters()]):  # as a backward pass has them
-        if weight.grad is not None:
-            add("clipped gradient of", {name: weight.grad})
+    weights = reversed([*run.model.named_parameters()])  # as a backward pass has them
+    add("clipped gradient of", {name: w.grad for name, w in weights if w.grad is not None})
     add(END, moved_by(run))
     seen["row"] = {"lr": lr} | {name: float(number) for name, number in numbers.items()}
     return numbers, seen
@@ -62,9 +62,9 @@ def look_at(train, take: Callable, run, inputs, targets, lr: float) -> tuple[dic
 
 def copied(leaf):
     """A copy on the CPU of a tensor, whole if it is sharded; any other value as it is."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return ranks.full_tensor(leaf.detach()).cpu().clone()
+    if torch.is_tensor(leaf):
+        return ranks.full_tensor(leaf.detach()).to("cpu", copy=True)
+    return leaf
 
 
 def moved_by(run) -> dict:
@@ -83,9 +83,8 @@ def token_losses(train, run, inputs, targets) -> torch.Tensor:
     for x, y in zip(inputs.split(size), targets.split(size), strict=True):
         with train.autocast(run.device):
             logits = run.model(x)
-        each = train.cross_entropy(logits, y.long(), reduction="none")
-        losses.append(each.view(len(x), -1))
-    return torch.cat(losses)
+        losses.append(train.cross_entropy(logits, y.long(), reduction="none"))
+    return torch.cat(losses).view(len(inputs), -1)
 
 
 def first_in_traces(one: list, other: list) -> str:
@@ -96,27 +95,25 @@ def first_in_traces(one: list, other: list) -> str:
         if name != other_name:
             return f"{name} here, {other_name} there"
         if ranks.checksum(leaf) != ranks.checksum(other_leaf):
-            shown = f" ({leaf} and {other_leaf})"
-            return name if isinstance(leaf, torch.Tensor) else name + shown
+            return name if torch.is_tensor(leaf) else f"{name} ({leaf} and {other_leaf})"
     return ""
 
 
 # ---- the page -----------------------------------------------------------------------------------
 
 
-def write_step_page(folder: Path, step: int, verdict: str, seen: dict) -> list[str]:
-    """Write replay_STEP.md into `folder`. seen: what look_at() returns. Returns lines for the
-    console."""
+def write_step_page(folder: Path, step: int, verdict: str, seen: dict) -> None:
+    """Write replay_STEP.md into `folder`, and print its main lines. seen: what look_at()
+    returns."""
     path = folder / f"replay_{step:08}.md"
     trace = seen["trace"]
-    tensors = [(name, leaf) for name, leaf in trace if isinstance(leaf, torch.Tensor)]
-    odd = [name for name, leaf in tensors if not leaf.isfinite().all()]
+    odd = [name for name, leaf in trace if torch.is_tensor(leaf) and not leaf.isfinite().all()]
     finite = f"the first tensor that is not finite: {odd[0]}" if odd else "all tensors are finite"
     lines = sequences(seen)
     out = [
         f"# Step {step} of {folder.name}",
         f"- {verdict}\n- {finite}",
-        table(("", ""), list(seen["row"].items())),
+        table(("", ""), seen["row"].items()),
         "## Its sequences, those of the highest loss first",
         *lines,
         "## Norms of weights, of gradients after clipping, and of updates",
@@ -124,7 +121,7 @@ def write_step_page(folder: Path, step: int, verdict: str, seen: dict) -> list[s
     ]
     with replacing(path) as temporary:
         temporary.write_text(printable("\n\n".join(out)), encoding="utf-8")
-    return [verdict, finite, lines[0], f"wrote {path}"]
+    print0("\n".join((verdict, finite, lines[0], f"wrote {path}")))
 
 
 def sequences(seen: dict) -> list[str]:

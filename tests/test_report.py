@@ -100,7 +100,7 @@ def test_every_number_is_that_of_the_record(real):
     assert results.outcome(run)["MFU"] == "15.0%"
     run.train["mfu"][1] = math.nan  # as where a step has shown that the peak was false
     assert "MFU" not in results.outcome(run)
-    achieved = throughput * run.info["flops_per_token"] / 1e12
+    achieved = throughput * run.facts["flops_per_token"] / 1e12
     assert float(outcome["TFLOP/s achieved"]) == pytest.approx(achieved, rel=1e-2)
     spent = sum(read_rows(real, "event")[-1]["seconds"].values())
     assert results.time_spent(run) == (spent, "")
