@@ -61,7 +61,7 @@ CONFIG = (
     "--optimizer=muon --peak_lr=1e-2 --warmup_steps=10 --max_steps=80"
 ).split()
 PLAIN = "--n_embd=64 --n_head=4 --ngram_rows=0 --conv_width=1".split()
-TEXTS = {name: pydoc_text()[:3000] for name in ("small", "bytes")}
+TEXTS = {name: pydoc_text()[:60_000] for name in ("small", "bytes")}
 TEXTS["numbers"] = " ".join(map(str, range(700)))
 SEEDS = (1337, *range(1, 10))  # of the sound loop
 TIMEOUT = 90  # seconds
