@@ -148,6 +148,13 @@ def pydoc_text():
 # ---- runs ----------------------------------------------------------------------------------------
 
 
+def run_python(*words, cwd=REPO, timeout=600, **environment):
+    """`python WORDS`, ended: its returncode, stdout and stderr."""
+    command = [sys.executable, *map(str, words)]
+    how = {"cwd": cwd, "env": os.environ | environment, "timeout": timeout}
+    return subprocess.run(command, capture_output=True, text=True, **how)
+
+
 @pytest.fixture(scope="session")
 def zygote():
     """The helper process, which has imported train.py and forks for each run."""

@@ -6,7 +6,6 @@ Nothing here starts anything when it is imported.
 import dataclasses
 import json
 import math
-import os
 import socket
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from conftest import REPO
+from conftest import run_python
 from sources import LION, scope_of
 from torch import nn
 
@@ -30,9 +29,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 def python(source, **environment):
     """What a new process that runs this source prints."""
-    command = [sys.executable, "-c", source]
-    environment = os.environ | environment
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+    done = run_python("-c", source, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -3,12 +3,11 @@
 import functools
 import math
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import REPO, make_dataset, tree
+from conftest import make_dataset, run_python, tree
 from sources import WITHOUT_OVERRIDE, stop_at
 
 import train
@@ -132,7 +131,7 @@ SCRIPTS = "train sample report check replay bench prepare_data".split()
 def test_a_system_without_fcntl_gets_one_line(script, tmp_path):
     windows = "import runpy, signal, sys; sys.modules['fcntl'] = None; del signal.SIGUSR1;"
     code = f"{windows} runpy.run_path('{script}.py', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    done = run_python("-c", code)
     assert (done.returncode, done.stdout) == (2, "") and "WSL2" in done.stderr
     assert done.stderr.count("\n") == 1
 

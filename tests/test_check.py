@@ -6,15 +6,13 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import REPO, apply_patch, copy_of_repository, first
+from conftest import REPO, apply_patch, copy_of_repository, first, run_python
 from helpers import BENCH_FLAGS, bench_arguments
 
 import bench
@@ -250,11 +248,9 @@ SOUND = "drop_path residual_scalars second_head switch from_checkpoint".split()
 def test_a_sound_fork_is_go(name, data_dir, tmp_path):
     """In a process of its own, because a script may change modules for good."""
     flags = bench_arguments(tmp_path / "b", data_dir, **SMALL)
-    command = [sys.executable, "check.py", f"tests/sound/{name}.py", *flags]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, (
-        done.stdout + done.stderr
-    )
+    done = run_python("check.py", f"tests/sound/{name}.py", *flags)
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0 and "Traceback" not in printed, printed
 
 
 def test_the_bugs_of_the_list_apply_to_the_present_code():
@@ -396,8 +392,7 @@ def test_an_import_that_fails_cannot_tell(tmp_path):
     copy = tmp_path / "repo"
     shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".*", "out", "data", "tests"))
     (copy / "train.py").write_text("def broken(:")
-    command = [sys.executable, copy / "check.py", "--against=x", "--equal=true"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_python(copy / "check.py", "--against=x", "--equal=true")
     assert done.returncode == 125 and "SyntaxError" in done.stderr
 
 

@@ -9,13 +9,12 @@ import random
 import re
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import HONEST_DATA, REPO, needs_gpt2, pydoc_text, tree
+from conftest import HONEST_DATA, needs_gpt2, pydoc_text, run_python, tree
 
 import prepare_data
 from plumbing import data
@@ -50,14 +49,7 @@ def text_file(tmp_path):
 
 
 def run(tmp_path, *argv, **environment):
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *argv, "--data_dir=data"],
-        cwd=tmp_path,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_python(SCRIPT, *argv, "--data_dir=data", cwd=tmp_path, **environment)
 
 
 def refusal(tmp_path, *argv, **environment):
@@ -492,8 +484,7 @@ def draw_of(text, inner=prepare_data.draw_of):
 prepare_data.draw_of, prepare_data.BATCH, prepare_data.val_fraction = draw_of, 10, 0.1
 prepare_data.prepare("made", sys.argv[1], sys.argv[2], "byte")
 """
-    command = [sys.executable, "-c", killed, str(tmp_path), str(corpus)]
-    assert subprocess.run(command, cwd=REPO).returncode == -9
+    assert run_python("-c", killed, tmp_path, corpus).returncode == -9
     folder = tmp_path / "made"
     with pytest.raises(DataError, match="no dataset 'made'"):
         prepare("made", tmp_path)

@@ -5,12 +5,11 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 import run_page
 import torch
-from conftest import REPO, arguments, first, make_dataset, pydoc_text
+from conftest import REPO, arguments, first, make_dataset, pydoc_text, run_python
 from sources import around
 
 
@@ -55,9 +54,7 @@ def test_a_skipped_batch_leaves_weights_moments_and_buffers_as_they_were(run_tra
 
 def test_images_are_learned_from_any_directory_and_get_a_report(tmp_path):
     flags = ["--max_steps=120", "--device=cpu", "--dtype=float32", f"--out_dir={tmp_path}/out"]
-    done = subprocess.run(
-        [sys.executable, EXAMPLE, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
+    done = run_python(EXAMPLE, *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     accuracy = float(done.stdout.rpartition("accuracy ")[2].partition("%")[0])
     assert accuracy > 60, "chance is 10"
@@ -115,8 +112,7 @@ def test_check_says_go_or_what_to_edit(fork, says, base, texts, data_dir, tmp_pa
     (tmp_path / "fork.py").write_text(fork)
     more = [texts] if fork == MIXTURE else []
     _, *flags = arguments(tmp_path / "b", data_dir, [*MORE[fork], *more])
-    command = [sys.executable, REPO / "check.py", "fork.py", *flags]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = run_python(REPO / "check.py", "fork.py", *flags, cwd=tmp_path)
     assert says in done.stdout and not done.stderr, done.stdout + done.stderr
     assert done.returncode == (says == EDIT)
 

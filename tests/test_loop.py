@@ -11,26 +11,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    REPO,
-    TINY,
-    WINDOWS,
-    arguments,
-    codes,
-    digest,
-    events,
-    read_rows,
-    tree,
-)
-from helpers import (
-    batch,
-    build_run,
-    distance,
-    gradient,
-    moving_run,
-    python,
-    update,
-)
+from conftest import REPO, TINY, WINDOWS, arguments, codes, digest, events, read_rows, tree
+from helpers import batch, build_run, distance, gradient, moving_run, python, update
 from sources import around, only_on, ranks, stop_at
 
 import train

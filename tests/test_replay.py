@@ -3,11 +3,10 @@
 import dataclasses
 import json
 import shutil
-import subprocess
 
 import pytest
 import torch
-from conftest import REPO, events, first, make_dataset, tree
+from conftest import events, first, make_dataset, run_python, tree
 from helpers import torchrun
 from sources import around, bad_batches, stop_at
 
@@ -132,8 +131,8 @@ def test_a_step_after_a_rollback(run_train, replay):
 @pytest.mark.parametrize("shard", [False, True])
 def test_runs_with_two_ranks_come_out_again(python_train, shard):
     def typed(*words):
-        command = [*torchrun(2), REPO / "replay.py", *words]
-        return subprocess.run(command, capture_output=True, text=True)
+        _, *launcher = torchrun(2)
+        return run_python(*launcher, "replay.py", *words)
 
     flags = (*SAVES, f"--shard={shard}")
     done = python_train("run", *flags, launcher=torchrun(2))

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, make_dataset
+from conftest import REPO, make_dataset, run_python
 from sources import stop_at
 
 import sample
@@ -140,9 +140,8 @@ def test_samples_of_a_corpus_end_where_a_text_ends(of_stories, run_sample):
 
 
 def test_a_terminal_that_cannot_show_a_character_is_no_error(of_stories):
-    command = [sys.executable, REPO / "sample.py", of_stories.out_dir, "--start=A Käse"]
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    done = run_python("sample.py", of_stories.out_dir, "--start=A Käse", **ascii_only)
     assert done.returncode == 0 and done.stdout.startswith("A K?se"), done.stderr
 
 
