@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from conftest import TINY
+from conftest import TINY, arguments
 from helpers import python
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
@@ -109,15 +109,8 @@ def test_a_step_that_waited_would_be_found(take_steps, monkeypatch):
         take_steps()
 
 
-COMPILER = "[name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules]"
-
-
-def test_a_run_that_compiles_nothing_starts_and_ends_quickly(data_dir, tmp_path):
-    flags = TINY | {"data_dir": data_dir, "out_dir": tmp_path / "run", "compile": False}
-    argv = [f"--{name}={value}" for name, value in flags.items()]
-    at_exit = "atexit.register(lambda: print(gc.get_freeze_count() > 0, end=''))"  # runs last
-    run = f"import atexit, gc, sys; {at_exit}; import train; "
-    run += f"assert train.main({argv}) == 0; print({COMPILER})"
-    *_, compiler, frozen = python(run).splitlines()
-    assert compiler == "[]"
-    assert frozen == "True"  # Python searches nothing of torch for garbage when it exits
+def test_a_run_that_compiles_nothing_imports_no_compiler(data_dir, tmp_path):
+    _, *flags = arguments(tmp_path / "run", data_dir, [])
+    run = f"import sys, train; assert train.main({flags}) == 0; print(*sys.modules)"
+    modules = python(run).split()
+    assert "torch" in modules and not {"torch._dynamo", "torch._inductor"} & set(modules)
