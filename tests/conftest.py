@@ -460,6 +460,13 @@ def bits_of(value):
         yield f"{type(value).__name__} {value!r} ".encode()
 
 
+def flip_a_bit(path):
+    """In the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
 def tree(folder):
     """{path: content} of everything in a folder, to compare before and after."""
     return {

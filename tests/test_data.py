@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import HONEST_DATA, needs_gpt2, pydoc_text, run_python, tree
+from conftest import HONEST_DATA, flip_a_bit, needs_gpt2, pydoc_text, run_python, tree
 
 import prepare_data
 from plumbing import data
@@ -279,14 +279,8 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, text_file, monkeypatc
 # --- a dataset that was damaged ---
 
 
-def flip_byte(folder):
-    content = bytearray((folder / "val.bin").read_bytes())
-    content[-2] ^= 1
-    (folder / "val.bin").write_bytes(content)
-
-
 DAMAGES = [
-    (flip_byte, "val.bin has another SHA-256"),
+    (lambda folder: flip_a_bit(folder / "val.bin"), "val.bin has another SHA-256"),
     (lambda folder: os.truncate(folder / "train.bin", 100), "train.bin has another SHA-256"),
     (lambda folder: os.remove(folder / "val.bin"), "val.bin"),
     (lambda folder: (folder / "meta.json").write_text("null"), "damaged (TypeError"),

@@ -3,7 +3,6 @@
 One process in nearly all; several ranks in test_ranks.py. Nothing is simulated but the two things
 that cannot be had to order: a number that is not finite, and a GPU that has no memory left."""
 
-import io
 import os
 import pickle
 import re
@@ -15,7 +14,7 @@ import time
 
 import pytest
 import torch
-from conftest import REPO, events, fingerprint, tree, wait_for
+from conftest import REPO, events, fingerprint, flip_a_bit, tree, wait_for
 from sources import SAVED, around, at_step, bad_batches, stop_at
 
 from plumbing import checkpoint
@@ -209,25 +208,11 @@ class Bomb:
         return os.mkdir, (str(self.path),)
 
 
-def with_a_bit_flipped(content, place):
-    changed = bytearray(content)
-    changed[place] ^= 16
-    return bytes(changed)
-
-
-def saved(value):
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-BOMBS = {
-    "a pickle bomb": lambda bomb: pickle.dumps(bomb),
-    "a bomb in a zip": lambda bomb: saved({"state": bomb}),
-}
-DAMAGES = {  # the new content, of the old one
-    "truncated": lambda content: content[: len(content) * 2 // 3],
-    "a bit": lambda content: with_a_bit_flipped(content, len(content) // 2),
+DAMAGES = {  # of a checkpoint; a bomb makes the folder `boom`
+    "truncated": lambda path, bomb: os.truncate(path, path.stat().st_size * 2 // 3),
+    "a bit": lambda path, bomb: flip_a_bit(path),
+    "a pickle bomb": lambda path, bomb: path.write_bytes(pickle.dumps(bomb)),
+    "a bomb in a zip": lambda path, bomb: torch.save({"state": bomb}, path),
 }
 
 
@@ -241,17 +226,14 @@ def interrupted(train_in, tmp_path_factory):
     return killed.out_dir
 
 
-@pytest.mark.parametrize("damage", [*DAMAGES, *BOMBS])
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(
     run_train, straight, interrupted, tmp_path, damage
 ):
     shutil.copytree(interrupted, tmp_path / "run")
     path = tmp_path / "run/ckpt_00000008.pt"
-    if damage in BOMBS:
-        content = BOMBS[damage](Bomb(tmp_path / "run" / "boom"))
-    else:
-        content = DAMAGES[damage](path.read_bytes())
-    path.write_bytes(content)
+    DAMAGES[damage](path, Bomb(tmp_path / "run" / "boom"))
+    content = path.read_bytes()
     done = run_train("run", *EVERYTHING)
     words = "a checksum is wrong, it is cut off, or no checkpoint|it is no checkpoint of train.py"
     line = rf"ckpt_00000008.pt is damaged \(({words})\): an older checkpoint is tried\n"

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import events, first, make_dataset, run_python, tree
+from conftest import events, first, flip_a_bit, make_dataset, run_python, tree
 from helpers import torchrun
 from sources import around, bad_batches, stop_at
 
@@ -333,12 +333,6 @@ def save_again(done):
     edit(done, edited(8, "saved", sha256=digest_of_state(checkpoint)))
 
 
-def damage(done):
-    content = bytearray(done.checkpoint(8).read_bytes())
-    content[len(content) // 2] ^= 1
-    done.checkpoint(8).write_bytes(content)
-
-
 def other_seed(done):
     edit_facts(done, lambda facts: facts["run"].update(seed=1))
 
@@ -351,7 +345,7 @@ FORGERIES = {  # name -> (what was done to a good run, what --verify says)
     "a train row more": (one_step_more, "ends before step 13"),
     "saves cut": (without(8, "saved"), "ckpt_00000008.pt is not what was saved"),
     "damaged": (
-        damage,
+        lambda done: flip_a_bit(done.checkpoint(8)),
         "ckpt_00000008.pt is damaged: a checksum is wrong, it is cut off, or no checkpoint; "
         "to go on without it: mv ",
     ),

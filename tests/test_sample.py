@@ -3,12 +3,13 @@ fails."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import REPO, make_dataset, run_python
+from conftest import REPO, flip_a_bit, make_dataset, run_python
 from sources import stop_at
 
 import sample
@@ -162,14 +163,12 @@ def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_next(trained, run_sample, tmp_path):
-    whole = (trained / "best.pt").read_bytes()
-    damaged = bytearray(whole)
-    damaged[len(whole) // 2] ^= 1
-    (tmp_path / "best.pt").write_bytes(damaged)
+    shutil.copy(trained / "best.pt", tmp_path)
+    flip_a_bit(tmp_path / "best.pt")
     refused(run_sample(tmp_path / "best.pt"), "best.pt", "damaged")
     refused(run_sample(tmp_path), "best.pt", "damaged")
-    (tmp_path / "ckpt_00000010.pt").write_bytes(damaged)
-    (tmp_path / "ckpt_00000020.pt").write_bytes(whole)
+    shutil.copy(tmp_path / "best.pt", tmp_path / "ckpt_00000010.pt")
+    shutil.copy(trained / "best.pt", tmp_path / "ckpt_00000020.pt")
     code, out, err = run_sample(tmp_path)
     assert code == 0 and out
     assert "best.pt is damaged" in err and "ckpt_00000020.pt, step 20" in err
