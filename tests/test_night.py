@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import events, run_python
 from helpers import ONE_THREAD, torchrun
-from sources import SHARD, ranks
+from sources import AUGMENTED, SHARD, ranks
 
 KILLS, STOPS = 13, 7  # of each configuration
 FLAGS = (
@@ -22,15 +22,6 @@ class Masked(train.ShuffledWindows):
             row[4 * (number % 5) :] = -100
         return inputs, targets
 train.ShuffledWindows = Masked
-"""
-AUGMENTED = """
-import numpy as np
-class Augmented(train.ShuffledWindows):
-    def __getitem__(self, place):
-        inputs, targets = super().__getitem__(place)
-        inputs[np.random.rand(*inputs.shape) < 0.1] = 0
-        return inputs, targets
-train.ShuffledWindows = Augmented
 """
 SPLIT = ["--batch_size=4", "--accum_steps=2", "--dropout=0.1"]
 PLATEAU = "--plateau_factor=0.7 --plateau_patience=1 --min_delta=0.01 --patience=90".split()
