@@ -44,6 +44,8 @@ def test_resume_is_bit_exact_and_a_signal_to_the_last_rank_stops_all(
     for name in ("same", "control") if count == 2 else ("same",):
         done = run_train(name, *flags, before=ranks(count, FORGET if name == "control" else ""))
         assert (done.fingerprint(12) == straight.fingerprint(12)) == (name == "same")
+        (checked,) = events(done, "resume_checked")  # the two steps that they took together
+        assert (checked["compared"] == checked["equal"] == 2) == (name == "same")
 
 
 def test_two_ranks_take_the_steps_of_one_and_draw_dropout_of_their_own(run_train):
