@@ -3,7 +3,6 @@
 Nothing here starts anything when it is imported.
 """
 
-import dataclasses
 import json
 import math
 import socket
@@ -75,12 +74,12 @@ def build(**overrides):
     return GPT(GPTConfig(**{**SMALL, **overrides}))
 
 
-def build_trained(**overrides):
+def build_trained(noise=0.2, **overrides):
     """A model whose zero-initialised matrices are no longer zero, so that every path is open."""
     model = build(**overrides)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+            parameter.add_(torch.randn_like(parameter), alpha=noise)
     return model
 
 
@@ -164,11 +163,7 @@ OF_RUN = GPTConfig(vocab_size=65, block_size=16, n_head=2, n_embd=32)
 
 def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
     """A run before its first step, on a model in which every path is open."""
-    torch.manual_seed(0)
-    model = GPT(dataclasses.replace(OF_RUN, **shape))
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.1)
+    model = build_trained(noise=0.1, **vars(OF_RUN) | shape)
     optimizers = configure_optimizers(model, optimizer, 1e-3, 0.1, 0.9, 0.95, 0.95, "cpu")
     return train.Run(
         folder=None,

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from conftest import REPO, TINY, apply_patch, run_python
+from run_page import NOT_COPIED
 
 PATCHES = sorted((REPO / "tests" / "broken").glob("*.patch"))
 PAGE = (REPO / "tests" / "broken" / "answers.md").read_text(encoding="utf-8")
@@ -27,8 +28,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.fixture
 def copy(tmp_path):
     """A copy of this repository, with its tests."""
-    names = shutil.ignore_patterns(".git", "out", "data", "wandb", "__pycache__", ".*_cache")
-    return shutil.copytree(REPO, tmp_path / "copy", ignore=names)
+    return shutil.copytree(REPO, tmp_path / "copy", ignore=NOT_COPIED)
 
 
 @pytest.fixture

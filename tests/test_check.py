@@ -389,8 +389,7 @@ def test_equal_names_the_first_row_that_differs(compare, run_train):
 
 def test_an_import_that_fails_cannot_tell(tmp_path):
     """For git bisect, which would take 1 for "bad": it skips a broken train.py."""
-    copy = tmp_path / "repo"
-    shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".*", "out", "data", "tests"))
+    copy = copy_of_repository(tmp_path / "repo")
     (copy / "train.py").write_text("def broken(:")
     done = run_python(copy / "check.py", "--against=x", "--equal=true")
     assert done.returncode == 125 and "SyntaxError" in done.stderr

@@ -70,10 +70,6 @@ def decode(ids, meta):
     return tokenizer_of(meta).decode(ids)
 
 
-def files(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
-
-
 def ids(folder, split):
     meta = json.loads((Path(folder) / "meta.json").read_text())
     return np.fromfile(Path(folder) / f"{split}.bin", meta["dtype"])
@@ -87,7 +83,7 @@ def test_a_dataset_is_the_whole_text_and_what_its_meta_says(tmp_path, text_file,
     result = run(tmp_path, "esel", f"--input={text_file}", f"--tokenizer={tokenizer}")
     assert (result.returncode, result.stderr) == (0, "")
     folder = tmp_path / "data" / "esel"
-    assert files(folder) == ["meta.json", "train.bin", "val.bin"]
+    assert [*tree(Path(folder))] == ["meta.json", "train.bin", "val.bin"]
     meta = json.loads((folder / "meta.json").read_text())
     cut = int(0.9 * len(TEXT))
     assert decode(ids(folder, "train"), meta) == TEXT[:cut]
@@ -273,7 +269,7 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, text_file, monkeypatc
     monkeypatch.setattr(prepare_data, "digest_of", full)
     with pytest.raises(DataError, match="No space left"):
         prepare("esel", tmp_path, str(text_file))
-    assert files(tmp_path) == ["esel.txt"]
+    assert [*tree(tmp_path)] == ["esel.txt"]
 
 
 # --- a dataset that was damaged ---
@@ -309,7 +305,7 @@ def test_shakespeare_is_downloaded_or_copied(tmp_path):
     result = run(tmp_path, "shakespeare", SHAKESPEARE_URL=SHAKESPEARE.as_uri())
     assert (result.returncode, result.stderr) == (0, "")
     folder, one = prepare("shakespeare", tmp_path / "data")
-    assert files(folder) == ["meta.json", "train.bin", "val.bin"]
+    assert [*tree(Path(folder))] == ["meta.json", "train.bin", "val.bin"]
     assert one["train_tokens"] == 1_003_854
     assert run(tmp_path, "shakespeare", f"--input={SHAKESPEARE}").returncode == 0
     assert fingerprint(prepare("shakespeare", tmp_path / "data")[1]) == fingerprint(one)
@@ -380,10 +376,10 @@ def make(folder, source, tokenizer="byte", **how):
 def documents_of(folder, split):
     """The texts of a split, as their tokens say; each must end with its end-of-text."""
     meta = json.loads((folder / "meta.json").read_text())
-    ids = np.fromfile(folder / f"{split}.bin", meta["dtype"])
+    found = ids(folder, split)
     end = OF_NAME[meta["tokenizer"]].end_of_text
-    assert ids[-1] == end
-    pieces = np.split(ids, np.flatnonzero(ids == end) + 1)[:-1]
+    assert found[-1] == end
+    pieces = np.split(found, np.flatnonzero(found == end) + 1)[:-1]
     return [tokenizer_of(meta).decode(piece[:-1]) for piece in pieces]
 
 
