@@ -12,11 +12,6 @@ import torch
 from conftest import REPO, arguments, first, make_dataset, pydoc_text, run_python
 from sources import around
 
-
-def loaded(path):
-    return torch.load(path, weights_only=True)
-
-
 # ---- examples/images.py: the loop does not know what it trains, and buffers are safe, too ----------
 
 EXAMPLE = REPO / "examples" / "images.py"
@@ -27,7 +22,7 @@ RUN += "--dropout=0.2 --ema_decay=0.9 --eval_tokens=100".split()
 
 def test_images_resume_bit_for_bit_with_buffers_and_dropout(straight_and_resumed):
     whole, _ = straight_and_resumed(*RUN, step=18, last=24, before=IMAGES)
-    model = loaded(whole.checkpoint(24))["model"]
+    model = torch.load(whole.checkpoint(24))["model"]
     (tracked,) = {int(weight) for name, weight in model.items() if "tracked" in name}
     assert tracked == 24, "each step, and nothing else, moved the buffers once"
 
@@ -80,7 +75,7 @@ def test_a_fork_of_the_page_resumes_bit_for_bit(straight_and_resumed, base, text
     losses = [row["val_loss"] for row in straight.rows("eval")]
     assert losses[-1] < losses[0]
     if fork == LORA:
-        before, after = loaded(base)["model"], loaded(straight.checkpoint(12))["model"]
+        before, after = torch.load(base)["model"], torch.load(straight.checkpoint(12))["model"]
         after = {name.replace("qkv.linear.", "qkv."): weight for name, weight in after.items()}
         new = {f"blocks.0.attention.qkv.{part}" for part in ("down", "up")}
         assert after.keys() - before.keys() == new
@@ -101,7 +96,7 @@ def test_best_holds_the_weights_that_were_judged(run_train):
     """The plain loop evaluates the averages of best.pt to the very loss on record."""
     done = run_train("run", *FLAGS, *MORE[SCHEDULE_FREE], before=SCHEDULE_FREE)
     best = min(done.rows("eval"), key=lambda row: row["val_loss"])
-    saved = loaded(done.out_dir / "best.pt")
+    saved = torch.load(done.out_dir / "best.pt")
     assert not torch.equal(saved["ema"]["head.weight"], saved["model"]["head.weight"])
     best_pt = str(done.out_dir / "best.pt")
     load = f"result.load_state_dict(torch.load({best_pt!r}, weights_only=True)['ema'])"

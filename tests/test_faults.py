@@ -23,11 +23,6 @@ from plumbing.snapshot import tensors
 EVERYTHING = ("--num_workers=1", "--ema_decay=0.9", "--dropout=0.1", "--save_interval=4")
 
 
-def all_finite(saved):
-    parts = [saved[part] for part in ("model", "optimizer", "ema")]
-    return all(tensor.isfinite().all() for tensor in tensors(parts))
-
-
 def states_equal(one, other, *but):
     """Do two fingerprints agree in every part but those named?"""
     return all(one[part] == other[part] for part in one if part not in but)
@@ -478,7 +473,9 @@ def test_after_two_rollbacks_it_stops_with_a_diagnosis_and_saves_nothing_poisone
     assert done.checkpoint(8).exists()
     for path in done.out_dir.glob("*.pt"):
         saved = checkpoint.load(path)
-        assert all_finite(saved) and saved["state"]["step"] <= 8
+        assert saved["state"]["step"] <= 8
+        parts = tensors([saved[part] for part in ("model", "optimizer", "ema")])
+        assert all(tensor.isfinite().all() for tensor in parts)
     again = run_train("run", *ROLLBACK, before=bad, code=1)
     assert f"sequence: {15 * 8}." in again.stderr
 

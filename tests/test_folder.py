@@ -271,7 +271,7 @@ def test_json_has_null_for_what_is_not_finite_and_repr_for_what_it_does_not_know
     assert read_json(tmp_path / "file") == found
 
 
-# ---- while nobody looks --------------------------------------------------------------------------
+# ---- the terminal --------------------------------------------------------------------------------
 
 FLAGS = ("--save_interval=4", "--keep_last=2")
 
@@ -279,9 +279,6 @@ FLAGS = ("--save_interval=4", "--keep_last=2")
 @pytest.fixture
 def straight(once):
     return once(*FLAGS)
-
-
-# ---- the terminal --------------------------------------------------------------------------------
 
 
 OUTPUTS = [

@@ -27,10 +27,6 @@ TRAIN = (
 EVAL = "step val_loss val_bpb val_accuracy best_val_loss"
 
 
-def moments(run):
-    return [optimizer.state_dict()["state"] for optimizer in run.optimizers]
-
-
 # ---- one update ----------------------------------------------------------------------------------
 
 
@@ -144,7 +140,8 @@ def test_an_update_that_is_not_finite_leaves_everything_as_it_was(knobs, optimiz
         torch.set_rng_state(rng)
         for seed in range(5, 8):
             update(each, *batch(seed=seed))
-        ends.append(digest([each.model.state_dict(), moments(each), each.ema]))
+        moments = [optimizer.state_dict()["state"] for optimizer in each.optimizers]
+        ends.append(digest([each.model.state_dict(), moments, each.ema]))
     assert ends[0] == ends[1] != before
 
 
@@ -278,9 +275,8 @@ def test_each_step_is_taken_at_its_own_rate(run_train, knobs):
     assert train.lr_at(0) == train.peak_lr / 4 and train.lr_at(3) == train.peak_lr
 
 
-DRAWS = around(
-    "sum_losses", "train.torch.rand(1)"
-)  # random numbers in an evaluation, as a fork may
+# random numbers in an evaluation, as a fork may draw
+DRAWS = around("sum_losses", "train.torch.rand(1)")
 
 
 @pytest.fixture

@@ -36,10 +36,9 @@ OTHERS = {  # of a variable that the mode sets itself, the mode's value holds
 }
 
 
-ONE = [sys.executable]
-
-
-@pytest.mark.parametrize("launcher", first(1, [ONE, torchrun(2)]), ids=["one", "ranks"])
+@pytest.mark.parametrize(
+    "launcher", first(1, [[sys.executable], torchrun(2)]), ids=["one", "ranks"]
+)
 def test_a_portable_run_has_the_same_bits_whatever_the_process_may_use(python_train, launcher):
     ours, theirs = (
         python_train(name, *ALL, PORTABLE, env={"OMP_NUM_THREADS": "1"} | env, launcher=launcher)
