@@ -34,6 +34,7 @@ OF_TEXT = {
     *("targets are the next tokens", "batches are plain shuffled windows"),
     *("train and validation share no window", "evaluation sees each token once"),
 }
+BEGINNING = "loss at initialization"
 FUTURE = "no look into the future"
 WINDOWS = "batches are plain shuffled windows"
 STEP, EVALUATION = (f"each {each} is that of a plain loop" for each in ("step", "evaluation"))
@@ -171,11 +172,7 @@ PATIENT = changed(
 )
 MASK_IGNORED = changed(train, "count_targets", lambda _, targets: torch.tensor(targets.numel()))
 FAULTS = [
-    (
-        changed(train, "build_model", begin_far_off),
-        probes.learning_checks,
-        "loss at initialization",
-    ),
+    (changed(train, "build_model", begin_far_off), probes.learning_checks, BEGINNING),
     (UNMASKED, probes.causality_check, FUTURE),
     (cut_off_a_matrix, probes.gradient_check, "gradients are those of the loss"),
     (rows_changed(lambda x, y: (x, x)), probes.data_checks, "targets are the next tokens"),

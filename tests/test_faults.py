@@ -360,14 +360,12 @@ def sleep(seconds):
 waits = []
 train.checkpoint.time = type("time", (), {{"sleep": staticmethod(sleep)}})
 """
-ROOM = "if len(waits) == 2: os.unlink({!r})"
-CTRL_C = "os.kill(os.getpid(), signal.SIGINT)"
 
 
 def test_a_disk_that_is_full_at_the_end_is_waited_for(run_train, straight, small_disk):
     """One line a minute, with how much room is needed."""
     disk = small_disk(60)
-    wait = WAITED.format(then=ROOM.format(str(disk / "filler")))
+    wait = WAITED.format(then=f"if len(waits) == 2: os.unlink('{disk}/filler')")
     done = run_train(disk / "run", *EVERYTHING, before=wait + at_step(6, FILL))
     words = r"waiting for 0\.\d MB on the disk to save ckpt_00000012.pt"
     assert len(re.findall(words, done.stdout)) == 2
@@ -377,7 +375,7 @@ def test_a_disk_that_is_full_at_the_end_is_waited_for(run_train, straight, small
 def test_a_wait_for_room_ends_at_ctrl_c_with_a_good_checkpoint(run_train, straight, small_disk):
     flags = (*EVERYTHING, "--log_interval=1")
     disk = small_disk(60)
-    wait = WAITED.format(then=CTRL_C)
+    wait = WAITED.format(then="os.kill(os.getpid(), signal.SIGINT)")
     done = run_train(disk / "run", *flags, before=wait + at_step(6, FILL), code=130)
     assert "Ctrl-C" in done.stderr and "Traceback" not in done.stderr
     assert checkpoint.load(done.checkpoint(4))["state"]["step"] == 4

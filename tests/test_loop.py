@@ -484,7 +484,6 @@ def test_memory_that_ran_out_is_recognized_by_what_torch_says():
 WORKING = """
 torch.compile = lambda model, **options: lambda *batch: model(*batch)
 """
-SIGNAL = "os.kill(os.getpid(), signal.SIGINT)"
 
 
 def broken(sent="pass", call=1):
@@ -506,7 +505,8 @@ torch.compile = broken
 
 def test_a_signal_during_compilation_is_no_failed_compilation(run_train):
     """Ctrl-C reaches the compiler, too, which then fails."""
-    done = run_train("run", "--compile=true", before=broken(SIGNAL), code=130)
+    ctrl_c = "os.kill(os.getpid(), signal.SIGINT)"
+    done = run_train("run", "--compile=true", before=broken(ctrl_c), code=130)
     assert done.facts["ended"] == "stopped by SIGINT" and not done.checkpoint(0).exists()
     assert events(done, "compile_failed") == []
     done = run_train("run", "--compile=true", before=WORKING)
