@@ -289,7 +289,6 @@ def plain(once):
     [
         ["--eval_interval=1"],
         ["--log_interval=1", "--num_workers=2"],
-        ["--log_interval=100", "--num_workers=1", "--prefetch_factor=7"],
         ["--save_interval=1", "--sample_interval=1"],
         ["--save_interval=2", "--keep_last=1", "--milestone_interval=5"],
         ["--eval_interval=3", "--log_interval=2", "--num_workers=1", "--save_interval=4"],
