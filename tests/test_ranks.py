@@ -63,15 +63,15 @@ def test_two_ranks_take_the_steps_of_one_and_draw_dropout_of_their_own(run_train
 
 
 def test_one_command_is_one_batch_on_any_number_of_ranks_also_on_others_at_a_resume(run_train):
-    flags = ("--batch_size=4", "--accum_steps=2", "--max_steps=20", "--log_interval=1")
+    flags = ("--batch_size=8", "--max_steps=20", "--log_interval=1")
+    split = (*flags, "--batch_size=4", "--accum_steps=2")
     one, *others = (run_train(f"of_{n}", *flags, before=ranks(n)) for n in (1, 2, 3))
-    whole = (*flags, "--batch_size=8", "--accum_steps=1")
     run_train("run", *flags, before=ranks(1, stop_at(6)), code=143)
-    two = run_train("run", *whole, before=ranks(2, stop_at(14)), code=143)
-    assert "8 x 1 = 8 sequences" in two.stdout and "; 4 on each of 2 ranks" in two.stdout
+    two = run_train("run", *split, before=ranks(2, stop_at(14)), code=143)
+    assert "4 x 2 = 8 sequences" in two.stdout and "; 4 on each of 2 ranks" in two.stdout
     assert "resumed at step 6" in two.stdout and "ranks 1 -> 2" in two.stdout
-    three = run_train("run", *whole, before=ranks(3))
-    assert "; 2 or 3 on each of 3 ranks" in three.stdout
+    three = run_train("run", *flags, before=ranks(3))
+    assert "8 x 1 = 8 sequences" in three.stdout and "; 2 or 3 on each of 3 ranks" in three.stdout
     resumes = events(three, "resume")
     assert [row["changed"]["ranks"] for row in resumes] == [[1, 2], [2, 3]]
     for done in (*others, three):
@@ -80,7 +80,7 @@ def test_one_command_is_one_batch_on_any_number_of_ranks_also_on_others_at_a_res
         assert 0 < apart < 1e-5  # 0 would mean that the ranks did not share the work
         for a, b in pairs:
             assert all(a[key] == b[key] for key in ("step", "sequences", "tokens", "lr", "epoch"))
-    refused = run_train("run", *flags, "--accum_steps=3", before=ranks(2), code=2).stderr
+    refused = run_train("run", *split, "--accum_steps=3", before=ranks(2), code=2).stderr
     assert refused.count("the batch changed from 8 to 12 sequences") == 1
     assert f"--out_dir={three.out_dir.name} --batch_size=4 --accum_steps=2" in refused
 
