@@ -174,7 +174,7 @@ def drawn(count, seed):
 # ---- run them ------------------------------------------------------------------------------------
 
 
-def run_in(folder, *words, seconds=90):
+def run_in(folder, *words, seconds=300):
     """`python WORDS` in a copy of the repository."""
     try:
         return run_python(*words, cwd=folder, timeout=seconds)
@@ -191,7 +191,7 @@ def judge(folder, flags):
     trained = run_in(folder, "train.py", *flags, "--max_steps=12", f"--out_dir={folder}/trained")
     if trained.returncode:
         return "raises", last_line(trained)
-    tested = run_in(folder, *"-m pytest -x -n0".split(), *JUDGES, seconds=900)
+    tested = run_in(folder, *"-m pytest -x -n0".split(), *JUDGES, seconds=3600)
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", tested.stdout, re.MULTILINE)
     if tested.returncode:
         return "broken", failed[1] if failed else last_line(tested)
