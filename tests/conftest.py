@@ -149,6 +149,13 @@ def pydoc_text():
 # ---- runs ----------------------------------------------------------------------------------------
 
 
+def run_python(*words, cwd=REPO, timeout=600, **environment):
+    """`python WORDS`, ended: its returncode, stdout and stderr."""
+    command = [sys.executable, *map(str, words)]
+    how = {"cwd": cwd, "env": os.environ | environment, "timeout": timeout}
+    return subprocess.run(command, capture_output=True, text=True, **how)
+
+
 @pytest.fixture(scope="session")
 def zygote():
     """The helper process, which has imported train.py and forks for each run."""
@@ -454,6 +461,13 @@ def bits_of(value):
             yield from bits_of(item)
     else:
         yield f"{type(value).__name__} {value!r} ".encode()
+
+
+def flip_a_bit(path):
+    """In the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
 def tree(folder):

@@ -3,10 +3,8 @@
 Nothing here starts anything when it is imported.
 """
 
-import dataclasses
 import json
 import math
-import os
 import socket
 import subprocess
 import sys
@@ -15,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.nn.functional as F
-from conftest import REPO
+from conftest import run_python
 from sources import LION, scope_of
 from torch import nn
 
@@ -30,9 +28,7 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 def python(source, **environment):
     """What a new process that runs this source prints."""
-    command = [sys.executable, "-c", source]
-    environment = os.environ | environment
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+    done = run_python("-c", source, **environment)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -78,12 +74,12 @@ def build(**overrides):
     return GPT(GPTConfig(**{**SMALL, **overrides}))
 
 
-def build_trained(**overrides):
+def build_trained(noise=0.2, **overrides):
     """A model whose zero-initialised matrices are no longer zero, so that every path is open."""
     model = build(**overrides)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+            parameter.add_(torch.randn_like(parameter), alpha=noise)
     return model
 
 
@@ -167,11 +163,7 @@ OF_RUN = GPTConfig(vocab_size=65, block_size=16, n_head=2, n_embd=32)
 
 def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
     """A run before its first step, on a model in which every path is open."""
-    torch.manual_seed(0)
-    model = GPT(dataclasses.replace(OF_RUN, **shape))
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.1)
+    model = build_trained(noise=0.1, **vars(OF_RUN) | shape)
     optimizers = configure_optimizers(model, optimizer, 1e-3, 0.1, 0.9, 0.95, 0.95, "cpu")
     return train.Run(
         folder=None,

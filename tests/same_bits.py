@@ -43,8 +43,7 @@ from sources import scope_of, stop_at
 if {stop}:
     exec(stop_at(*{stop}), scope_of(train))
 sys.argv[0] = "train.py"
-end = getattr(train.machine, "exit_process", None) or train.machine.leave  # its older name
-end(train.cli.run_script(train.main))
+train.machine.exit_process(train.cli.run_script(train.main))
 """
 FIELDS = (
     "step loss grad_norm lr skipped tokens sequences epoch val_loss val_accuracy val_bpb".split()
@@ -86,10 +85,6 @@ def main(other, *names):
     from prepare_data import prepare
 
     failed = False
-    # before 2026-11-26 a batch had batch_size * accum_steps sequences on each rank
-    multiplies = "accum_steps * world_size()" in (Path(other) / "train.py").read_text(
-        encoding="utf-8"
-    )
     with tempfile.TemporaryDirectory() as folder:
         folder = Path(folder)
         text = folder / "small.txt"
@@ -99,9 +94,7 @@ def main(other, *names):
             if names and name not in names:
                 continue
             then, now, resumed = (folder / f"{number}{word}" for word in ("then", "now", "resumed"))
-            start(
-                other, then, ranks, f"--batch_size={12 // ranks} {flags}" if multiplies else flags
-            )
+            start(other, then, ranks, flags)
             start(REPO, now, ranks, flags)
             start(REPO, resumed, ranks, flags, (6, "SIGTERM"))
             start(REPO, resumed, ranks, flags, (18, "SIGKILL"))

@@ -74,6 +74,17 @@ def take_time(model):
     + around("evaluate", then="result['eval_ms'] = time.time() % 1000")
 )
 
+# Source of a fork whose training data draws random numbers of every kind.
+AUGMENTED = """
+import random
+import numpy as np
+def noisy(self, place, inner=train.ShuffledWindows.__getitem__):
+    x, y = inner(self, place)
+    x[np.random.rand(*x.shape) < 0.1] = random.randrange(20)
+    return np.where(torch.rand(x.shape).numpy() < 0.1, 1, x), y
+train.ShuffledWindows.__getitem__ = noisy
+"""
+
 
 def ranks(count, code=""):
     """Source for run_train's `before`: `count` ranks; each runs `code`, knowing its `rank`."""

@@ -3,12 +3,10 @@
 import functools
 import math
 import re
-import subprocess
 import sys
 
 import pytest
-import torch
-from conftest import REPO, make_dataset, tree
+from conftest import make_dataset, run_python, tree
 from sources import WITHOUT_OVERRIDE, stop_at
 
 import train
@@ -75,8 +73,7 @@ def is_refused(*flags):
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_has_a_range_that_no_nan_slips_through(name, monkeypatch):
-    for name_of_parser in ("read_knobs",):  # else they parse each time
-        monkeypatch.setattr(cli, name_of_parser, functools.cache(getattr(cli, name_of_parser)))
+    monkeypatch.setattr(cli, "read_knobs", functools.cache(read_knobs))  # else each time
     default, comment = NUMBERS[name].default, NUMBERS[name].comment
     bounds = INTERVAL.search(comment)
     assert bounds, f"{name} says nothing of its range"
@@ -91,21 +88,6 @@ def test_every_number_has_a_range_that_no_nan_slips_through(name, monkeypatch):
         assert is_refused(f"--{name}={shown}")
     with configured(vars(train), argv=[f"--{name}={default}"]):  # control
         pass
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_a_device_that_is_not_there_is_refused(refused):
-    refused("--device=cuda", words=["--device=cuda", "--device=auto"])
-
-
-def test_help_lists_every_knob_with_its_default(run_train, tmp_path):
-    done = run_train("run", "--help")
-    assert done.stderr == ""
-    words = " ".join(done.stdout.split())
-    for name, knob in KNOBS.items():
-        assert f"--{name}=" in words
-        assert " ".join(knob.comment.split()[:2]) in words
-    assert tree(tmp_path) == {}
 
 
 def test_the_real_command_exits_with_2(python_train, tmp_path):
@@ -132,7 +114,7 @@ SCRIPTS = "train sample report check replay bench prepare_data".split()
 def test_a_system_without_fcntl_gets_one_line(script, tmp_path):
     windows = "import runpy, signal, sys; sys.modules['fcntl'] = None; del signal.SIGUSR1;"
     code = f"{windows} runpy.run_path('{script}.py', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
+    done = run_python("-c", code)
     assert (done.returncode, done.stdout) == (2, "") and "WSL2" in done.stderr
     assert done.stderr.count("\n") == 1
 
@@ -219,16 +201,11 @@ def test_a_path_is_never_ignored_where_a_run_is(refused_there, stopped):
     refused_there(f"--resume={older}", words=words)
 
 
-@pytest.fixture(scope="module")
-def finished(train_in, tmp_path_factory):
-    return train_in(tmp_path_factory.mktemp("finished"), "run", "--max_steps=3")
-
-
-def test_a_finished_run_asked_for_another_one_is_refused(train_in, finished):
+def test_a_finished_run_asked_for_another_one_is_refused(run_train):
     """A sweep that forgets --out_dir must not look like a success."""
+    finished = run_train("run", "--max_steps=3")
     before = tree(finished.out_dir)
-    flags = ("--max_steps=3", "--peak_lr=0.5", "--log_interval=1")
-    done = train_in(finished.out_dir.parent, "run", *flags, code=2)
+    done = run_train("run", "--max_steps=3", "--peak_lr=0.5", "--log_interval=1", code=2)
     assert_refused(done, "finished run", "peak_lr 0.001 -> 0.5", "--out_dir=run_2")
     assert "log_interval" not in done.stderr
     assert tree(finished.out_dir) == before

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from conftest import REPO, tree, wait_for
+from conftest import REPO, run_python, tree, wait_for
 from helpers import alive, children
 from helpers import bench_arguments as arguments
 
@@ -143,18 +143,14 @@ def test_the_model_of_a_fork_is_measured_and_sampled_from(tmp_path, data_dir):
     few = ["--max_steps=3", "--report=false"]
     flags = [*arguments(out, data_dir), "--only=memory"]
 
-    def run(*command):
-        command = [sys.executable, *map(str, command)]
-        return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60)
-
     of_train = [flag for flag in flags if flag.split("=")[0][2:] in read_knobs(train.__file__)]
-    assert run(fork, *of_train, *few).returncode == 0
-    assert run("bench.py", f"--script={fork}", *flags).returncode == 0
+    assert run_python(fork, *of_train, *few).returncode == 0
+    assert run_python("bench.py", f"--script={fork}", *flags).returncode == 0
     weights = json.loads((out / "bench.json").read_text())["memory"]["here"]
     vocab_size = json.loads((data_dir / "small" / "meta.json").read_text())["vocab_size"]
     assert {row["weights"] for row in weights.values()} == {4 * vocab_size**2}
-    assert "--script=FILE" in run("sample.py", out).stderr
-    assert len(run("sample.py", out, f"--script={fork}", "--max_new_tokens=40").stdout) > 40
+    assert "--script=FILE" in run_python("sample.py", out).stderr
+    assert len(run_python("sample.py", out, f"--script={fork}", "--max_new_tokens=40").stdout) > 40
 
 
 @pytest.mark.parametrize(

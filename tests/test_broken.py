@@ -3,11 +3,10 @@ command named there finds it."""
 
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
-from conftest import REPO, TINY, apply_patch
+from conftest import REPO, TINY, apply_patch, run_python
+from run_page import NOT_COPIED
 
 PATCHES = sorted((REPO / "tests" / "broken").glob("*.patch"))
 PAGE = (REPO / "tests" / "broken" / "answers.md").read_text(encoding="utf-8")
@@ -29,8 +28,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.fixture
 def copy(tmp_path):
     """A copy of this repository, with its tests."""
-    names = shutil.ignore_patterns(".git", "out", "data", "wandb", "__pycache__", ".*_cache")
-    return shutil.copytree(REPO, tmp_path / "copy", ignore=names)
+    return shutil.copytree(REPO, tmp_path / "copy", ignore=NOT_COPIED)
 
 
 @pytest.fixture
@@ -41,8 +39,7 @@ def checked(copy, data_dir, tmp_path):
         script, *rest = words.strip("`").replace("python ", "").split()
         settings = CONFIG | {"data_dir": data_dir, "out_dir": tmp_path / "run"}
         flags = [f"--{key}={value}" for key, value in settings.items()]
-        command = [sys.executable, "-c", COMMAND, script, *flags, *rest[1:]]
-        done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
+        done = run_python("-c", COMMAND, script, *flags, *rest[1:], cwd=copy)
         return done.returncode, done.stdout + done.stderr
 
     return run
@@ -96,9 +93,8 @@ def test_most_bugs_are_found_by_a_command():
 @pytest.mark.parametrize("number", BUGS)
 def test_the_named_test_fails(number, copy):
     apply_patch(patch_of(number), copy)
-    command = [sys.executable, "-m", "pytest", "-x", "-n0", "-p", "no:cacheprovider"]
-    command.append(BUGS[number][1])
-    done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=300)
+    pytest_alone = "-m pytest -x -n0 -p no:cacheprovider".split()
+    done = run_python(*pytest_alone, BUGS[number][1], cwd=copy)
     assert done.returncode == 1, done.stdout + done.stderr  # 1: a test failed; others: none was run
     assert f"FAILED {BUGS[number][1]}" in done.stdout and "\nERROR " not in done.stdout
 

@@ -6,15 +6,13 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import REPO, apply_patch, copy_of_repository, first
+from conftest import REPO, apply_patch, copy_of_repository, first, run_python
 from helpers import BENCH_FLAGS, bench_arguments
 
 import bench
@@ -36,6 +34,7 @@ OF_TEXT = {
     *("targets are the next tokens", "batches are plain shuffled windows"),
     *("train and validation share no window", "evaluation sees each token once"),
 }
+BEGINNING = "loss at initialization"
 FUTURE = "no look into the future"
 WINDOWS = "batches are plain shuffled windows"
 STEP, EVALUATION = (f"each {each} is that of a plain loop" for each in ("step", "evaluation"))
@@ -173,11 +172,7 @@ PATIENT = changed(
 )
 MASK_IGNORED = changed(train, "count_targets", lambda _, targets: torch.tensor(targets.numel()))
 FAULTS = [
-    (
-        changed(train, "build_model", begin_far_off),
-        probes.learning_checks,
-        "loss at initialization",
-    ),
+    (changed(train, "build_model", begin_far_off), probes.learning_checks, BEGINNING),
     (UNMASKED, probes.causality_check, FUTURE),
     (cut_off_a_matrix, probes.gradient_check, "gradients are those of the loss"),
     (rows_changed(lambda x, y: (x, x)), probes.data_checks, "targets are the next tokens"),
@@ -250,11 +245,9 @@ SOUND = "drop_path residual_scalars second_head switch from_checkpoint".split()
 def test_a_sound_fork_is_go(name, data_dir, tmp_path):
     """In a process of its own, because a script may change modules for good."""
     flags = bench_arguments(tmp_path / "b", data_dir, **SMALL)
-    command = [sys.executable, "check.py", f"tests/sound/{name}.py", *flags]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
-    assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, (
-        done.stdout + done.stderr
-    )
+    done = run_python("check.py", f"tests/sound/{name}.py", *flags)
+    printed = done.stdout + done.stderr
+    assert done.returncode == 0 and "Traceback" not in printed, printed
 
 
 def test_the_bugs_of_the_list_apply_to_the_present_code():
@@ -393,11 +386,9 @@ def test_equal_names_the_first_row_that_differs(compare, run_train):
 
 def test_an_import_that_fails_cannot_tell(tmp_path):
     """For git bisect, which would take 1 for "bad": it skips a broken train.py."""
-    copy = tmp_path / "repo"
-    shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".*", "out", "data", "tests"))
+    copy = copy_of_repository(tmp_path / "repo")
     (copy / "train.py").write_text("def broken(:")
-    command = [sys.executable, copy / "check.py", "--against=x", "--equal=true"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_python(copy / "check.py", "--against=x", "--equal=true")
     assert done.returncode == 125 and "SyntaxError" in done.stderr
 
 

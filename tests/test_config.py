@@ -2,12 +2,11 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import REPO, copy_of_repository, digest, events
+from conftest import REPO, copy_of_repository, digest, events, run_python
 from sources import ranks, stop_at
 
 from plumbing import cli
@@ -93,8 +92,7 @@ def refusal(script, *argv):
 
 
 def run(script, *argv):
-    how = {"env": os.environ | {"PYTHONPATH": str(REPO)}, "capture_output": True, "text": True}
-    return subprocess.run([sys.executable, str(script), *argv], **how)
+    return run_python(script, *argv, cwd=script.parent, PYTHONPATH=str(REPO))
 
 
 def table(text):

@@ -9,13 +9,12 @@ import random
 import re
 import socket
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import HONEST_DATA, REPO, needs_gpt2, pydoc_text, tree
+from conftest import HONEST_DATA, flip_a_bit, needs_gpt2, pydoc_text, run_python, tree
 
 import prepare_data
 from plumbing import data
@@ -50,14 +49,7 @@ def text_file(tmp_path):
 
 
 def run(tmp_path, *argv, **environment):
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *argv, "--data_dir=data"],
-        cwd=tmp_path,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_python(SCRIPT, *argv, "--data_dir=data", cwd=tmp_path, **environment)
 
 
 def refusal(tmp_path, *argv, **environment):
@@ -78,10 +70,6 @@ def decode(ids, meta):
     return tokenizer_of(meta).decode(ids)
 
 
-def files(folder):
-    return sorted(path.name for path in Path(folder).iterdir())
-
-
 def ids(folder, split):
     meta = json.loads((Path(folder) / "meta.json").read_text())
     return np.fromfile(Path(folder) / f"{split}.bin", meta["dtype"])
@@ -95,7 +83,7 @@ def test_a_dataset_is_the_whole_text_and_what_its_meta_says(tmp_path, text_file,
     result = run(tmp_path, "esel", f"--input={text_file}", f"--tokenizer={tokenizer}")
     assert (result.returncode, result.stderr) == (0, "")
     folder = tmp_path / "data" / "esel"
-    assert files(folder) == ["meta.json", "train.bin", "val.bin"]
+    assert [*tree(Path(folder))] == ["meta.json", "train.bin", "val.bin"]
     meta = json.loads((folder / "meta.json").read_text())
     cut = int(0.9 * len(TEXT))
     assert decode(ids(folder, "train"), meta) == TEXT[:cut]
@@ -281,20 +269,14 @@ def test_a_full_disk_leaves_nothing_half_written(tmp_path, text_file, monkeypatc
     monkeypatch.setattr(prepare_data, "digest_of", full)
     with pytest.raises(BadInput, match="No space left"):
         prepare("esel", tmp_path, str(text_file))
-    assert files(tmp_path) == ["esel.txt"]
+    assert [*tree(tmp_path)] == ["esel.txt"]
 
 
 # --- a dataset that was damaged ---
 
 
-def flip_byte(folder):
-    content = bytearray((folder / "val.bin").read_bytes())
-    content[-2] ^= 1
-    (folder / "val.bin").write_bytes(content)
-
-
 DAMAGES = [
-    (flip_byte, "val.bin has another SHA-256"),
+    (lambda folder: flip_a_bit(folder / "val.bin"), "val.bin has another SHA-256"),
     (lambda folder: os.truncate(folder / "train.bin", 100), "train.bin has another SHA-256"),
     (lambda folder: os.remove(folder / "val.bin"), "val.bin"),
     (lambda folder: (folder / "meta.json").write_text("null"), "damaged (TypeError"),
@@ -323,7 +305,7 @@ def test_shakespeare_is_downloaded_or_copied(tmp_path):
     result = run(tmp_path, "shakespeare", SHAKESPEARE_URL=SHAKESPEARE.as_uri())
     assert (result.returncode, result.stderr) == (0, "")
     folder, one = prepare("shakespeare", tmp_path / "data")
-    assert files(folder) == ["meta.json", "train.bin", "val.bin"]
+    assert [*tree(Path(folder))] == ["meta.json", "train.bin", "val.bin"]
     assert one["train_tokens"] == 1_003_854
     assert run(tmp_path, "shakespeare", f"--input={SHAKESPEARE}").returncode == 0
     assert fingerprint(prepare("shakespeare", tmp_path / "data")[1]) == fingerprint(one)
@@ -394,10 +376,10 @@ def make(folder, source, tokenizer="byte", **how):
 def documents_of(folder, split):
     """The texts of a split, as their tokens say; each must end with its end-of-text."""
     meta = json.loads((folder / "meta.json").read_text())
-    ids = np.fromfile(folder / f"{split}.bin", meta["dtype"])
+    found = ids(folder, split)
     end = OF_NAME[meta["tokenizer"]].end_of_text
-    assert ids[-1] == end
-    pieces = np.split(ids, np.flatnonzero(ids == end) + 1)[:-1]
+    assert found[-1] == end
+    pieces = np.split(found, np.flatnonzero(found == end) + 1)[:-1]
     return [tokenizer_of(meta).decode(piece[:-1]) for piece in pieces]
 
 
@@ -492,8 +474,7 @@ def draw_of(text, inner=prepare_data.draw_of):
 prepare_data.draw_of, prepare_data.BATCH, prepare_data.val_fraction = draw_of, 10, 0.1
 prepare_data.prepare("made", sys.argv[1], sys.argv[2], "byte")
 """
-    command = [sys.executable, "-c", killed, str(tmp_path), str(corpus)]
-    assert subprocess.run(command, cwd=REPO).returncode == -9
+    assert run_python("-c", killed, tmp_path, corpus).returncode == -9
     folder = tmp_path / "made"
     with pytest.raises(BadInput, match="no dataset 'made'"):
         prepare("made", tmp_path)

@@ -5,18 +5,12 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 
 import pytest
 import run_page
 import torch
-from conftest import REPO, arguments, first, make_dataset, pydoc_text
+from conftest import REPO, arguments, first, make_dataset, pydoc_text, run_python
 from sources import around
-
-
-def loaded(path):
-    return torch.load(path, weights_only=True)
-
 
 # ---- examples/images.py: the loop does not know what it trains, and buffers are safe, too ----------
 
@@ -24,40 +18,18 @@ EXAMPLE = REPO / "examples" / "images.py"
 IMAGES = f"import sys; sys.path.insert(0, {str(EXAMPLE.parent)!r}); import images\n"
 RUN = "--dataset=images --block_size=1 --max_steps=24 --save_interval=5 --keep_last=9".split()
 RUN += "--dropout=0.2 --ema_decay=0.9 --eval_tokens=100".split()
-NOT_A_NUMBER = """
-def draw(self, batch, inner=images.Images.__getitem__):
-    images, labels = inner(self, batch)
-    if batch == (80, 8):  # the batch of step 11
-        images[3] = math.nan
-    return images, labels
-images.Images.__getitem__ = draw
-"""
 
 
 def test_images_resume_bit_for_bit_with_buffers_and_dropout(straight_and_resumed):
     whole, _ = straight_and_resumed(*RUN, step=18, last=24, before=IMAGES)
-    model = loaded(whole.checkpoint(24))["model"]
+    model = torch.load(whole.checkpoint(24))["model"]
     (tracked,) = {int(weight) for name, weight in model.items() if "tracked" in name}
     assert tracked == 24, "each step, and nothing else, moved the buffers once"
 
 
-def test_a_skipped_batch_leaves_weights_moments_and_buffers_as_they_were(run_train):
-    flags = [*RUN, "--max_steps=11", "--schedule=constant", "--warmup_steps=0"]
-    done = run_train("run", *flags, before=IMAGES + NOT_A_NUMBER)
-    assert [row["step"] for row in done.rows("train") if row["skipped"]] == [11]
-    before, after = done.fingerprint(10), done.fingerprint(11)
-    assert before.pop("state") != after.pop("state")
-    assert before.pop("rng") != after.pop("rng"), "dropout was drawn"
-    assert before == after
-    healthy = run_train("healthy", *flags, before=IMAGES)
-    assert healthy.fingerprint(10)["model"] == before["model"] != healthy.fingerprint(11)["model"]
-
-
 def test_images_are_learned_from_any_directory_and_get_a_report(tmp_path):
     flags = ["--max_steps=120", "--device=cpu", "--dtype=float32", f"--out_dir={tmp_path}/out"]
-    done = subprocess.run(
-        [sys.executable, EXAMPLE, *flags], cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
+    done = run_python(EXAMPLE, *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     accuracy = float(done.stdout.rpartition("accuracy ")[2].partition("%")[0])
     assert accuracy > 60, "chance is 10"
@@ -103,7 +75,7 @@ def test_a_fork_of_the_page_resumes_bit_for_bit(straight_and_resumed, base, text
     losses = [row["val_loss"] for row in straight.rows("eval")]
     assert losses[-1] < losses[0]
     if fork == LORA:
-        before, after = loaded(base)["model"], loaded(straight.checkpoint(12))["model"]
+        before, after = torch.load(base)["model"], torch.load(straight.checkpoint(12))["model"]
         after = {name.replace("qkv.linear.", "qkv."): weight for name, weight in after.items()}
         new = {f"blocks.0.attention.qkv.{part}" for part in ("down", "up")}
         assert after.keys() - before.keys() == new
@@ -115,8 +87,7 @@ def test_check_says_go_or_what_to_edit(fork, says, base, texts, data_dir, tmp_pa
     (tmp_path / "fork.py").write_text(fork)
     more = [texts] if fork == MIXTURE else []
     _, *flags = arguments(tmp_path / "b", data_dir, [*MORE[fork], *more])
-    command = [sys.executable, REPO / "check.py", "fork.py", *flags]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    done = run_python(REPO / "check.py", "fork.py", *flags, cwd=tmp_path)
     assert says in done.stdout and not done.stderr, done.stdout + done.stderr
     assert done.returncode == (says == EDIT)
 
@@ -125,7 +96,7 @@ def test_best_holds_the_weights_that_were_judged(run_train):
     """The plain loop evaluates the averages of best.pt to the very loss on record."""
     done = run_train("run", *FLAGS, *MORE[SCHEDULE_FREE], before=SCHEDULE_FREE)
     best = min(done.rows("eval"), key=lambda row: row["val_loss"])
-    saved = loaded(done.out_dir / "best.pt")
+    saved = torch.load(done.out_dir / "best.pt")
     assert not torch.equal(saved["ema"]["head.weight"], saved["model"]["head.weight"])
     best_pt = str(done.out_dir / "best.pt")
     load = f"result.load_state_dict(torch.load({best_pt!r}, weights_only=True)['ema'])"

@@ -57,13 +57,6 @@ if "--seed=1" not in sys.argv:
     assert done.facts["config"]["seed"] == 1 and len(done.rows("train")) == 12
 
 
-def test_a_run_that_was_killed_before_its_first_save_starts_again(run_train):
-    kill = "train.compiler.warm_up = lambda *_, **__: os.kill(os.getpid(), 9)"
-    killed = run_train("run", before=kill, code=137)
-    assert killed.facts["ended"] is None
-    run_train("run")
-
-
 def test_restart_moves_the_old_run_and_locks_the_place(folder, in_another_process, tmp_path):
     for number in (1, 2):
         (folder.path / "run.json").write_text(str(number))
@@ -278,7 +271,7 @@ def test_json_has_null_for_what_is_not_finite_and_repr_for_what_it_does_not_know
     assert read_json(tmp_path / "file") == found
 
 
-# ---- while nobody looks --------------------------------------------------------------------------
+# ---- the terminal --------------------------------------------------------------------------------
 
 FLAGS = ("--save_interval=4", "--keep_last=2")
 
@@ -286,9 +279,6 @@ FLAGS = ("--save_interval=4", "--keep_last=2")
 @pytest.fixture
 def straight(once):
     return once(*FLAGS)
-
-
-# ---- the terminal --------------------------------------------------------------------------------
 
 
 OUTPUTS = [

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import batch, build_run, distance, gradient, update
-from sources import LION, SHARD, around, at_step, only_on, ranks
+from sources import AUGMENTED, LION, SHARD, around, at_step, only_on, ranks
 from torch import nn
 
 from plumbing import checkpoint, data
@@ -47,16 +47,6 @@ class OwnDropout(nn.Module):
 model.dropout = OwnDropout()
 """)
 
-
-AUGMENTED = """
-import random
-import numpy as np
-def noisy(self, place, inner=train.ShuffledWindows.__getitem__):
-    x, y = inner(self, place)
-    x[np.random.rand(*x.shape) < 0.1] = random.randrange(20)
-    return np.where(torch.rand(x.shape).numpy() < 0.1, 1, x), y
-train.ShuffledWindows.__getitem__ = noisy
-"""
 
 CHANGES = {  # several at once, where they do not replace each other
     "frozen, noisy": (FROZEN + NOISY, ("--n_layer=2", "--dropout=0.3")),

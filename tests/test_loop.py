@@ -11,26 +11,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    REPO,
-    TINY,
-    WINDOWS,
-    arguments,
-    codes,
-    digest,
-    events,
-    read_rows,
-    tree,
-)
-from helpers import (
-    batch,
-    build_run,
-    distance,
-    gradient,
-    moving_run,
-    python,
-    update,
-)
+from conftest import REPO, TINY, WINDOWS, arguments, codes, digest, events, read_rows, tree
+from helpers import batch, build_run, distance, gradient, moving_run, python, update
 from sources import around, only_on, ranks, stop_at
 
 import train
@@ -43,10 +25,6 @@ TRAIN = (
     "step loss lr grad_norm skipped step_ms data_ms tokens_per_sec mfu mem_gb gpu_util tokens epoch"
 )
 EVAL = "step val_loss val_bpb val_accuracy best_val_loss"
-
-
-def moments(run):
-    return [optimizer.state_dict()["state"] for optimizer in run.optimizers]
 
 
 # ---- one update ----------------------------------------------------------------------------------
@@ -162,7 +140,8 @@ def test_an_update_that_is_not_finite_leaves_everything_as_it_was(knobs, optimiz
         torch.set_rng_state(rng)
         for seed in range(5, 8):
             update(each, *batch(seed=seed))
-        ends.append(digest([each.model.state_dict(), moments(each), each.ema]))
+        moments = [optimizer.state_dict()["state"] for optimizer in each.optimizers]
+        ends.append(digest([each.model.state_dict(), moments, each.ema]))
     assert ends[0] == ends[1] != before
 
 
@@ -296,9 +275,8 @@ def test_each_step_is_taken_at_its_own_rate(run_train, knobs):
     assert train.lr_at(0) == train.peak_lr / 4 and train.lr_at(3) == train.peak_lr
 
 
-DRAWS = around(
-    "sum_losses", "train.torch.rand(1)"
-)  # random numbers in an evaluation, as a fork may
+# random numbers in an evaluation, as a fork may draw
+DRAWS = around("sum_losses", "train.torch.rand(1)")
 
 
 @pytest.fixture
@@ -311,7 +289,6 @@ def plain(once):
     [
         ["--eval_interval=1"],
         ["--log_interval=1", "--num_workers=2"],
-        ["--log_interval=100", "--num_workers=1", "--prefetch_factor=7"],
         ["--save_interval=1", "--sample_interval=1"],
         ["--save_interval=2", "--keep_last=1", "--milestone_interval=5"],
         ["--eval_interval=3", "--log_interval=2", "--num_workers=1", "--save_interval=4"],
@@ -506,7 +483,6 @@ def test_memory_that_ran_out_is_recognized_by_what_torch_says():
 WORKING = """
 torch.compile = lambda model, **options: lambda *batch: model(*batch)
 """
-SIGNAL = "os.kill(os.getpid(), signal.SIGINT)"
 
 
 def broken(sent="pass", call=1):
@@ -528,7 +504,8 @@ torch.compile = broken
 
 def test_a_signal_during_compilation_is_no_failed_compilation(run_train):
     """Ctrl-C reaches the compiler, too, which then fails."""
-    done = run_train("run", "--compile=true", before=broken(SIGNAL), code=130)
+    ctrl_c = "os.kill(os.getpid(), signal.SIGINT)"
+    done = run_train("run", "--compile=true", before=broken(ctrl_c), code=130)
     assert done.facts["ended"] == "stopped by SIGINT" and not done.checkpoint(0).exists()
     assert events(done, "compile_failed") == []
     done = run_train("run", "--compile=true", before=WORKING)

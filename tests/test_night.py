@@ -1,14 +1,13 @@
 """A night on a machine that kills: 100 SIGKILLs and 50 SIGTERMs at random moments, over eight
 configurations with an evaluation every few steps."""
 
-import os
 import random
-import subprocess
 import sys
 
 import pytest
-from conftest import REPO, events
-from sources import SHARD, ranks
+from conftest import events, run_python
+from helpers import ONE_THREAD, torchrun
+from sources import AUGMENTED, SHARD, ranks
 
 KILLS, STOPS = 13, 7  # of each configuration
 FLAGS = (
@@ -23,15 +22,6 @@ class Masked(train.ShuffledWindows):
             row[4 * (number % 5) :] = -100
         return inputs, targets
 train.ShuffledWindows = Masked
-"""
-AUGMENTED = """
-import numpy as np
-class Augmented(train.ShuffledWindows):
-    def __getitem__(self, place):
-        inputs, targets = super().__getitem__(place)
-        inputs[np.random.rand(*inputs.shape) < 0.1] = 0
-        return inputs, targets
-train.ShuffledWindows = Augmented
 """
 SPLIT = ["--batch_size=4", "--accum_steps=2", "--dropout=0.1"]
 PLATEAU = "--plateau_factor=0.7 --plateau_patience=1 --min_delta=0.01 --patience=90".split()
@@ -85,10 +75,7 @@ def test_whatever_comes_in_a_night_the_end_is_the_same(run_train, tmp_path, name
     for row in events(done, "resume_checked"):
         assert row["equal"] == row["compared"], "an honest resume is accused"
     if not fork:  # a fork's script would be needed
-        launcher = "-m torch.distributed.run --standalone --local-addr=127.0.0.1".split()
-        launcher = [*launcher, f"--nproc_per_node={count}"] if count > 1 else []
-        command = [sys.executable, *launcher, "replay.py", done.out_dir, "--verify=true"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        again = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+        _, *launcher = torchrun(count) if count > 1 else [sys.executable]
+        again = run_python(*launcher, "replay.py", done.out_dir, "--verify=true", **ONE_THREAD)
         assert again.returncode == 0, again.stdout + again.stderr
     assert not list(tmp_path.glob("run/*.tmp"))

@@ -2,16 +2,14 @@
 
 import ast
 import inspect
-import os
 import pkgutil
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import run_page
-from conftest import HONEST_DATA, REPO
+from conftest import HONEST_DATA, REPO, run_python
 
 from plumbing.cli import read_knobs
 from prepare_data import prepare
@@ -205,9 +203,7 @@ def test_the_test_of_the_exercise_accepts_right_answers(tmp_path):
     (given,) = re.findall(r"(?s)cat > given.py <<'END'\n(.*?)\nEND\n", text_of("docs/exercises.md"))
     (tmp_path / "given.py").write_text(given)
     (tmp_path / "answer.py").write_text(ANSWER)
-    command = [sys.executable, "given.py", "answer"]
-    how = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(REPO)}, "text": True}
-    done = subprocess.run(command, capture_output=True, check=True, **how)
+    done = run_python("given.py", "answer", cwd=tmp_path, PYTHONPATH=str(REPO))
     assert [line[0] for line in done.stdout.splitlines()] == ["✓"] * 4
 
 
@@ -273,10 +269,9 @@ def test_the_seconds_in_the_table_of_measurements_are_those_of_the_record():
 
 def test_the_table_of_records_is_printed_by_a_command_that_writes_nothing():
     files = set(REPO.glob("records/*/*"))
-    folders = map(str, sorted((REPO / "records").glob("*/")))  # two of them hold a whole run
-    command = [sys.executable, "report.py", *folders]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
+    folders = sorted((REPO / "records").glob("*/"))  # two of them hold a whole run
+    done = run_python("report.py", *folders)
     lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert len(lines) == 2 + sum(map(len, ROWS.values()))
     assert re.split(r" *\| *", lines[0])[1:-1] == list(HEADER)
-    assert done.stderr == "" and set(REPO.glob("records/*/*")) == files
+    assert done.returncode == 0 and done.stderr == "" and set(REPO.glob("records/*/*")) == files

@@ -2,12 +2,11 @@
 
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import REPO, events, first
+from conftest import events, first, run_python
 from helpers import python, torchrun
 
 from checks.run_log import first_difference
@@ -37,10 +36,9 @@ OTHERS = {  # of a variable that the mode sets itself, the mode's value holds
 }
 
 
-ONE = [sys.executable]
-
-
-@pytest.mark.parametrize("launcher", first(1, [ONE, torchrun(2)]), ids=["one", "ranks"])
+@pytest.mark.parametrize(
+    "launcher", first(1, [[sys.executable], torchrun(2)]), ids=["one", "ranks"]
+)
 def test_a_portable_run_has_the_same_bits_whatever_the_process_may_use(python_train, launcher):
     ours, theirs = (
         python_train(name, *ALL, PORTABLE, env={"OMP_NUM_THREADS": "1"} | env, launcher=launcher)
@@ -119,8 +117,7 @@ def test_another_cpu_computes_the_same_bits(python_train, cpu):
 
 @pytest.mark.slow
 def test_a_record_verifies_itself():
-    command = [sys.executable, "replay.py", "records/portable_formula", "--verify=true"]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=900)
+    done = run_python("replay.py", "records/portable_formula", "--verify=true", timeout=900)
     assert done.returncode == 0, done.stderr
     assert "steps 1 to 90: all logged numbers are computed again" in done.stdout
 
@@ -128,8 +125,7 @@ def test_a_record_verifies_itself():
 @pytest.mark.slow
 def test_this_cpu_computes_the_record(tmp_path):
     flags = ["--only=portable", "--dataset=formula", f"--data_dir={tmp_path}"]
-    command = [sys.executable, "check.py", *flags, f"--out_dir={tmp_path / 'run'}"]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=900)
+    done = run_python("check.py", *flags, f"--out_dir={tmp_path / 'run'}", timeout=900)
     last = done.stdout.splitlines()[-1]
     assert done.returncode == 0, last + done.stderr
     assert last.startswith("portable (records/portable_formula, SHA-256 ")

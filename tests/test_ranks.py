@@ -44,24 +44,8 @@ def test_resume_is_bit_exact_and_a_signal_to_the_last_rank_stops_all(
     for name in ("same", "control") if count == 2 else ("same",):
         done = run_train(name, *flags, before=ranks(count, FORGET if name == "control" else ""))
         assert (done.fingerprint(12) == straight.fingerprint(12)) == (name == "same")
-
-
-def test_from_1_to_2_to_1_ranks_the_batches_are_the_same_and_the_losses_agree(run_train):
-    flags = ("--batch_size=8", "--max_steps=20", "--log_interval=1", "--save_interval=10")
-    straight = run_train("straight", *flags, before=ranks(1))
-    run_train("run", *flags, before=ranks(1, stop_at(6)), code=143)
-    two = run_train("run", *flags, before=ranks(2, stop_at(14)), code=143)
-    assert "8 x 1 = 8 sequences" in two.stdout and "; 4 on each of 2 ranks" in two.stdout
-    done = run_train("run", *flags, before=ranks(1))
-    resumes = events(done, "resume")
-    assert [row["changed"]["ranks"] for row in resumes] == [[1, 2], [2, 1]]
-    assert "resumed at step 6" in two.stdout and "ranks 1 -> 2" in two.stdout
-    pairs = list(zip(straight.rows("train"), done.rows("train"), strict=True))
-    assert len(pairs) == 20
-    apart = max(abs(a["loss"] - b["loss"]) / a["loss"] for a, b in pairs)
-    assert 0 < apart < 1e-5  # 0 would mean that the ranks did not share the work
-    for a, b in pairs:
-        assert all(a[key] == b[key] for key in ("step", "sequences", "tokens", "lr", "epoch"))
+        (checked,) = events(done, "resume_checked")  # the two steps that they took together
+        assert (checked["compared"] == checked["equal"] == 2) == (name == "same")
 
 
 def test_two_ranks_take_the_steps_of_one_and_draw_dropout_of_their_own(run_train):
@@ -78,17 +62,25 @@ def test_two_ranks_take_the_steps_of_one_and_draw_dropout_of_their_own(run_train
     assert len(set(re.findall(r"DREW \d (\S+)", two.stdout))) == 2 * 6
 
 
-def test_one_command_is_one_batch_on_any_number_of_ranks(run_train):
-    flags = ("--batch_size=4", "--accum_steps=2", "--max_steps=8", "--log_interval=1")
-    of = {n: run_train(f"of_{n}", *flags, before=ranks(n)).rows("train") for n in (1, 2, 3)}
-    for n, rows in of.items():
-        for a, b in zip(of[1], rows, strict=True):
-            assert all(a[key] == b[key] for key in ("step", "sequences", "tokens", "lr", "epoch"))
-            assert a["loss"] == pytest.approx(b["loss"], rel=1e-5), n
-    run_train("run", *flags, before=ranks(1, stop_at(3)), code=143)
-    three = run_train("run", *flags, "--batch_size=8", "--accum_steps=1", before=ranks(3))
+def test_one_command_is_one_batch_on_any_number_of_ranks_also_on_others_at_a_resume(run_train):
+    flags = ("--batch_size=8", "--max_steps=20", "--log_interval=1")
+    split = (*flags, "--batch_size=4", "--accum_steps=2")
+    one, *others = (run_train(f"of_{n}", *flags, before=ranks(n)) for n in (1, 2, 3))
+    run_train("run", *flags, before=ranks(1, stop_at(6)), code=143)
+    two = run_train("run", *split, before=ranks(2, stop_at(14)), code=143)
+    assert "4 x 2 = 8 sequences" in two.stdout and "; 4 on each of 2 ranks" in two.stdout
+    assert "resumed at step 6" in two.stdout and "ranks 1 -> 2" in two.stdout
+    three = run_train("run", *flags, before=ranks(3))
     assert "8 x 1 = 8 sequences" in three.stdout and "; 2 or 3 on each of 3 ranks" in three.stdout
-    refused = run_train("run", *flags, "--accum_steps=3", before=ranks(2), code=2).stderr
+    resumes = events(three, "resume")
+    assert [row["changed"]["ranks"] for row in resumes] == [[1, 2], [2, 3]]
+    for done in (*others, three):
+        pairs = list(zip(one.rows("train"), done.rows("train"), strict=True))
+        apart = max(abs(a["loss"] - b["loss"]) / a["loss"] for a, b in pairs)
+        assert 0 < apart < 1e-5  # 0 would mean that the ranks did not share the work
+        for a, b in pairs:
+            assert all(a[key] == b[key] for key in ("step", "sequences", "tokens", "lr", "epoch"))
+    refused = run_train("run", *split, "--accum_steps=3", before=ranks(2), code=2).stderr
     assert refused.count("the batch changed from 8 to 12 sequences") == 1
     assert f"--out_dir={three.out_dir.name} --batch_size=4 --accum_steps=2" in refused
 

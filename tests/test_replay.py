@@ -3,11 +3,10 @@
 import dataclasses
 import json
 import shutil
-import subprocess
 
 import pytest
 import torch
-from conftest import REPO, events, first, make_dataset, tree
+from conftest import events, first, flip_a_bit, make_dataset, run_python, tree
 from helpers import torchrun
 from sources import around, bad_batches, stop_at
 
@@ -132,8 +131,8 @@ def test_a_step_after_a_rollback(run_train, replay):
 @pytest.mark.parametrize("shard", [False, True])
 def test_runs_with_two_ranks_come_out_again(python_train, shard):
     def typed(*words):
-        command = [*torchrun(2), REPO / "replay.py", *words]
-        return subprocess.run(command, capture_output=True, text=True)
+        _, *launcher = torchrun(2)
+        return run_python(*launcher, "replay.py", *words)
 
     flags = (*SAVES, f"--shard={shard}")
     done = python_train("run", *flags, launcher=torchrun(2))
@@ -334,12 +333,6 @@ def save_again(done):
     edit(done, edited(8, "saved", sha256=digest_of_state(checkpoint)))
 
 
-def damage(done):
-    content = bytearray(done.checkpoint(8).read_bytes())
-    content[len(content) // 2] ^= 1
-    done.checkpoint(8).write_bytes(content)
-
-
 def other_seed(done):
     edit_facts(done, lambda facts: facts["run"].update(seed=1))
 
@@ -352,7 +345,7 @@ FORGERIES = {  # name -> (what was done to a good run, what --verify says)
     "a train row more": (one_step_more, "ends before step 13"),
     "saves cut": (without(8, "saved"), "ckpt_00000008.pt is not what was saved"),
     "damaged": (
-        damage,
+        lambda done: flip_a_bit(done.checkpoint(8)),
         "ckpt_00000008.pt is damaged: a checksum is wrong, it is cut off, or no checkpoint; "
         "to go on without it: mv ",
     ),

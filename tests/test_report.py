@@ -11,7 +11,7 @@ from html import unescape
 import helpers
 import numpy as np
 import pytest
-from conftest import REPO, first, make_dataset, pydoc_text, read_rows
+from conftest import REPO, first, make_dataset, pydoc_text, read_rows, run_python
 from helpers import RUNS, evaluation, event, eventful, falling, write_run
 from sources import around
 
@@ -72,8 +72,7 @@ def drawing_of(page):
 
 
 def test_the_command_writes_a_picture_and_words(real):
-    command = [sys.executable, REPO / "report.py", real]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run_python("report.py", real)
     assert done.returncode == 0 and done.stderr == ""
     assert "report.png" in done.stdout and "report.md" in done.stdout
     assert (real / "report.png").read_bytes().startswith(b"\x89PNG")
@@ -133,7 +132,7 @@ def test_device_hours_are_those_of_all_processes_or_at_least_of_all_steps(tmp_pa
 def test_a_report_needs_no_torch(tmp_path):
     folder = write_run(tmp_path / "run", falling(40))
     code = "import sys, report; report.main(); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code, folder], cwd=REPO).returncode == 0
+    assert run_python("-c", code, folder).returncode == 0
 
 
 # ---- stops and resumes ---------------------------------------------------------------------------

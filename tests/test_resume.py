@@ -265,8 +265,6 @@ def test_raising_max_steps_keeps_the_planned_learning_rate(run_train):
     assert lr[0] != lr[2]  # which has 20 steps to come down
     ours, expected = raised.fingerprint(20), planned.fingerprint(20)
     assert ours["model"] == expected["model"] and ours["optimizer"] == expected["optimizer"]
-    again = run_train("run", "--min_lr=1e-5", "--max_steps=25", "--decay_steps=25")
-    assert again.rows("train")[-1]["lr"] > 1e-5  # unless decay_steps is given
 
 
 def test_a_smoke_run_is_never_extended_past_the_end_of_its_schedule_in_silence(run_train, whole):
@@ -354,30 +352,18 @@ def test_weights_that_are_frozen_in_mid_run_stay_frozen_after_a_resume(straight_
     assert done.fingerprint(STEPS)["model"] != whole().fingerprint(STEPS)["model"]  # control
 
 
-@pytest.mark.parametrize(
-    "before, flags, name, now",
-    [
-        ("", ["--batch_size=8", "--accum_steps=1"], "batch_size", 8),
-        (TWO_THREADS, [], "threads", 2),
-    ],
-    ids=["split into micro-batches", "threads"],
-)
-def test_what_may_change_bits_is_named_and_measured(run_train, whole, before, flags, name, now):
+def test_what_may_change_bits_is_named_and_measured(run_train, whole):
+    """Here another split into micro-batches, and another number of threads."""
     run_train("run", *FLAGS, before=stop_at(13), code=143)
-    done = run_train("run", *FLAGS, *flags, before=before)
+    done = run_train("run", *FLAGS, "--batch_size=8", "--accum_steps=1", before=TWO_THREADS)
     (event,) = events(done, "resume")
-    assert event["changed"][name][1] == event["knobs"].get(name, now) == now
+    assert event["changed"]["batch_size"][1] == event["knobs"]["batch_size"] == 8
+    assert event["changed"]["threads"] == [1, 2]
     (found,) = checked(done)
-    difference = found["first_difference"]
-    if not flags:  # on most CPUs the products are too small to be split between two threads
-        assert found["compared"] == 2 or difference
-        assert not difference or "; changed since: threads 1 -> 2" in done.stdout
-        return
-    # sums in another order, other dropout
+    difference = found["first_difference"]  # sums in another order, other dropout
     assert (difference["step"], difference["field"]) == (14, "loss")
-    assert (
-        "other numbers from step 14 on: loss" in done.stdout and "batch_size 4 -> 8" in done.stdout
-    )
+    assert "other numbers from step 14 on: loss" in done.stdout
+    assert "batch_size 4 -> 8" in done.stdout and "threads 1 -> 2" in done.stdout
     assert done.fingerprint(STEPS)["model"] != whole().fingerprint(STEPS)["model"]
 
 

@@ -3,12 +3,13 @@ fails."""
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import REPO, make_dataset
+from conftest import REPO, flip_a_bit, make_dataset, run_python
 from sources import stop_at
 
 import sample
@@ -140,9 +141,8 @@ def test_samples_of_a_corpus_end_where_a_text_ends(of_stories, run_sample):
 
 
 def test_a_terminal_that_cannot_show_a_character_is_no_error(of_stories):
-    command = [sys.executable, REPO / "sample.py", of_stories.out_dir, "--start=A Käse"]
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    done = run_python("sample.py", of_stories.out_dir, "--start=A Käse", **ascii_only)
     assert done.returncode == 0 and done.stdout.startswith("A K?se"), done.stderr
 
 
@@ -163,14 +163,12 @@ def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_next(trained, run_sample, tmp_path):
-    whole = (trained / "best.pt").read_bytes()
-    damaged = bytearray(whole)
-    damaged[len(whole) // 2] ^= 1
-    (tmp_path / "best.pt").write_bytes(damaged)
+    shutil.copy(trained / "best.pt", tmp_path)
+    flip_a_bit(tmp_path / "best.pt")
     refused(run_sample(tmp_path / "best.pt"), "best.pt", "damaged")
     refused(run_sample(tmp_path), "best.pt", "damaged")
-    (tmp_path / "ckpt_00000010.pt").write_bytes(damaged)
-    (tmp_path / "ckpt_00000020.pt").write_bytes(whole)
+    shutil.copy(tmp_path / "best.pt", tmp_path / "ckpt_00000010.pt")
+    shutil.copy(trained / "best.pt", tmp_path / "ckpt_00000020.pt")
     code, out, err = run_sample(tmp_path)
     assert code == 0 and out
     assert "best.pt is damaged" in err and "ckpt_00000020.pt, step 20" in err

@@ -18,10 +18,6 @@ from plumbing import weights
 PARENT = ["--max_steps=6", "--ema_decay=0.5"]
 
 
-def loaded(path):
-    return torch.load(path, weights_only=True)
-
-
 def first_loss(done):
     return done.rows("eval")[0]["val_loss"]
 
@@ -49,8 +45,8 @@ def test_a_run_begins_with_the_averages_of_another(parent, run_train, python_tra
     else:
         child = run_train("child", *flags)
         assert first_loss(child) == last != first_loss(run_train("random", "--max_steps=3"))
-    begun = loaded(child.checkpoint(0))
-    for name, average in loaded(parent.checkpoint(6))["ema"].items():
+    begun = torch.load(child.checkpoint(0))
+    for name, average in torch.load(parent.checkpoint(6))["ema"].items():
         assert torch.equal(begun["model"][name], average)
         assert torch.equal(begun["ema"][name], average)
     assert (begun["state"]["step"], begun["optimizer"][0]["state"]) == (0, {})
@@ -70,7 +66,7 @@ def test_it_resumes_bit_for_bit_also_without_the_file(parent, run_train, name):
         assert "is gone or has changed" in done.stdout
         assert all(row["equal"] == row["compared"] for row in events(done, "resume_checked"))
     assert gone.fingerprint(12) == straight.fingerprint(12)
-    digests = {loaded(run.checkpoint(12))["run"]["init_sha256"] for run in (straight, gone)}
+    digests = {torch.load(run.checkpoint(12))["run"]["init_sha256"] for run in (straight, gone)}
     assert len(digests) == 1 and None not in digests
 
 
@@ -129,7 +125,7 @@ def test_gpt2_computes_and_trains_as_the_library_does(
     inputs, targets = map(torch.tensor, train.ShuffledWindows(tokens, 16, 1337)[0, 8])
     monkeypatch.setattr(weights, "read", weights.read)  # which the example replaces
     ours = runpy.run_path(str(REPO / "examples/gpt2.py"), run_name="script")["GPT2"]
-    first, last = (loaded(done.checkpoint(step)) for step in (0, 1))
+    first, last = (torch.load(done.checkpoint(step)) for step in (0, 1))
     ours = ours(first["config"], vocab_size)
     ours.load_state_dict(first["model"])
     logits = model(inputs).logits
@@ -155,7 +151,7 @@ def test_a_folder_in_the_librarys_layout_is_read_or_refused_in_one_line(run_trai
     """Here the example's own weights, under the names that the library gives them."""
     made = run_train("made", "--n_layer=2", "--block_size=24", before=GPT2)
     config = {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 24}
-    weights = {f"transformer.{k}": v for k, v in loaded(made.checkpoint(12))["model"].items()}
+    weights = {f"transformer.{k}": v for k, v in torch.load(made.checkpoint(12))["model"].items()}
     file = tmp_path / "hf/model.safetensors"
     file.parent.mkdir()
 

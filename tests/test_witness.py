@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from conftest import REPO, apply_patch, copy_of_repository, events, first
+from conftest import REPO, apply_patch, copy_of_repository, events
 from helpers import evaluation, event, row
-from sources import around, bad_batches, only_on, ranks, stop_at
+from sources import around, bad_batches, stop_at
 
 from plumbing.log import Witness
 from reporting import record
@@ -255,16 +255,6 @@ def test_no_step_is_taken_where_two_would_take_more_than_three_seconds(run_train
     assert done.rows("train")[-1]["step"] == 13
     done = run_train("run", *RUN)
     assert [row["compared"] for row in events(done, "resume_checked")] == [0]
-
-
-@pytest.mark.parametrize("count", first(1, [2, 3]))
-def test_ranks_take_the_two_steps_together(run_train, count):
-    flags = (*RUN, "--batch_size=6")
-    last = only_on(count - 1, stop_at(13))  # the others hear of it at the end of the step
-    run_train("run", *flags, before=ranks(count, last), code=143)
-    done = run_train("run", *flags, before=ranks(count))
-    (checked,) = events(done, "resume_checked")
-    assert checked["compared"] == checked["equal"] == 2
 
 
 # ---- forks with state that no checkpoint holds ---------------------------------------------------
