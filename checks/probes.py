@@ -172,19 +172,25 @@ def position_check(job):
     model = new_model(job, 16, 0.0, **shape, conv_width=1, ngram_rows=0).requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     for _ in range(200):
-        tokens = torch.randint(16, (16, 32)).to(job.device)
-        targets = tokens.roll(LOOK_BACK, 1)
-        targets[:, :LOOK_BACK] = -100
+        tokens, targets = repeating_task(job, 16)
         optimizer.zero_grad()
         loss_in(model(tokens, targets)).backward()
         optimizer.step()
-    tokens = torch.randint(16, (64, 32)).to(job.device)
+    tokens, targets = repeating_task(job, 64)
     logits = model.eval()(tokens).detach()
     is_bigram = torch.equal(logits[:, -1:], model(tokens[:, -1:]))
-    logits = logits[:, LOOK_BACK:].transpose(1, 2).float()
-    worst = cross_entropy(logits, tokens[:, :-LOOK_BACK], reduction="none").mean(0).max().item()
+    losses = cross_entropy(logits.transpose(1, 2).float(), targets, reduction="none")
+    worst = losses.mean(0).max().item()
     text = text_of(loss_of_repeating_the_token_four_back_at_the_worst_place=worst)
     yield "positions matter", worst < 1.6, text, is_bigram
+
+
+def repeating_task(job, rows):
+    """Random tokens, and as targets those of LOOK_BACK places before."""
+    tokens = torch.randint(16, (rows, 32)).to(job.device)
+    targets = tokens.roll(LOOK_BACK, 1)
+    targets[:, :LOOK_BACK] = -100
+    return tokens, targets
 
 
 def loss_check(job):
