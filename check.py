@@ -219,7 +219,7 @@ PARTS = {
 
 
 def main(argv=None):
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
     if any(word.startswith("--against=") for word in argv):
         argv = ["--only=against", *argv]
     if "--seeds=1" in argv:
@@ -231,7 +231,7 @@ def main(argv=None):
             raise
         print(f"check.py: {error}", file=sys.stderr)
         return 125
-    return int(not all(facts[part].get("ok", True) for part in PARTS if part in facts))
+    return int(not all(facts.get(part, {}).get("ok", True) for part in PARTS))
 
 
 if __name__ == "__main__":

@@ -218,8 +218,8 @@ def loss_check(job):
 def gradients(loss, model):
     """{name of a weight: gradient}, of those that are trained."""
     weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
-    how = {"materialize_grads": True, "allow_unused": True}
-    return dict(zip(weights, torch.autograd.grad(loss, [*weights.values()], **how), strict=True))
+    found = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+    return dict(zip(weights, found, strict=True))
 
 
 def gradient_check(job):
