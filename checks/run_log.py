@@ -87,11 +87,10 @@ class RunLog:
                 compared.append(row)
         self.saves = [row for row in compared if row["kind"] == "event"]
         # Of two saves of a step, around a rollback, the first counts, but for the one before a due
-        # evaluation: no run that was not stopped there has that state.
-        self.rows = {}
-        for row in compared:
-            if not row.get("evaluation_due"):
-                self.rows.setdefault(key_of(row), row)
+        # evaluation: no run that was not stopped there has that state. Of other rows the later one.
+        saves = [row for row in reversed(self.saves) if not row.get("evaluation_due")]
+        others = [row for row in compared if row["kind"] != "event"]
+        self.rows = {key_of(row): row for row in others + saves}
         if "run" not in self.facts or not self.rows:
             fail(f"{self.path} holds no run; expected the out_dir of train.py, such as out/run")
         self.knobs = self.facts["config"] | self.facts["run"]
