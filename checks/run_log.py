@@ -102,8 +102,11 @@ class RunLog:
 
     def rows_between(self, first: int, last: float, kinds: tuple = KINDS) -> list[dict]:
         """Rows of the steps first + 1 to last."""
-        items = self.rows.items()
-        return [row for (step, kind), row in items if first < step <= last and kind in kinds]
+        result = []
+        for (step, kind), row in self.rows.items():
+            if first < step <= last and kind in kinds:
+                result.append(row)
+        return result
 
     def position(self, step: int) -> Position:
         """Where the run took this step for the last time."""
