@@ -20,9 +20,6 @@ import traceback
 from pathlib import Path
 from statistics import mean, stdev
 
-if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-    print("check.py runs in one process; type python in place of torchrun", file=sys.stderr)
-    sys.exit(2)
 try:
     import bench
     import train
@@ -155,8 +152,8 @@ def spread(job):
     """Full runs that differ only in their seed: how much of a last loss is chance?"""
     count = seeds or 5
     print0(f"\nseeds: {count} runs; validation loss at the end, seconds of the process")
-    side = {"": (job.script, job.argv)}
-    return {"runs": with_mean([raced(side, train.seed + n) for n in range(count)])}
+    runs = [processes.race(job.script, job.argv, train.seed + n) for n in range(count)]
+    return {"runs": with_mean([figures_of(run) for run in runs])}
 
 
 def compare(job):
@@ -173,9 +170,14 @@ def compare(job):
             f"  {most} pairs of runs cannot show a difference, however large; {least} can: --seeds={least}"
         )
     runs = []
+    differences = []
     for n in range(most):
-        runs.append(raced({"": (job.script, job.argv), "other ": other}, train.seed + n))
-        differences = [run["loss"] - run["other loss"] for run in runs]
+        first = processes.race(job.script, job.argv, train.seed + n)
+        second = processes.race(*other, train.seed + n)
+        if first["dataset"] != second["dataset"]:
+            fail(f"losses on {first['dataset']} and {second['dataset']} cannot be compared")
+        runs.append(figures_of(first) | figures_of(second, "other "))
+        differences.append(first["loss"] - second["loss"])
         verdict = verdict_on(differences, comparisons)
         if n and not seeds and verdict != "not shown":
             break
@@ -190,15 +192,9 @@ def compare(job):
     return {"runs": rows, "interval": [low, high], "time": ratio, "verdict": verdict}
 
 
-def raced(sides, seed):
-    """Last loss and seconds of a run of each side {prefix: (script, words)} with this seed."""
-    found = {name: processes.race(*side, seed) for name, side in sides.items()}
-    if len(datasets := {figures["dataset"] for figures in found.values()}) > 1:
-        fail(f"losses on {' and '.join(sorted(datasets))} cannot be compared")
-    run = {}
-    for name, figures in found.items():
-        run |= {f"{name}loss": figures["loss"], f"{name}seconds": figures["process"]}
-    return run
+def figures_of(run, prefix=""):
+    """What a table shows of what race() returned."""
+    return {f"{prefix}loss": run["loss"], f"{prefix}seconds": run["process"]}
 
 
 def with_mean(runs):
@@ -220,7 +216,9 @@ PARTS = {
 
 
 def main(argv=None):
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        fail("expected one process; type python in place of torchrun")
     if any(word.startswith("--against=") for word in argv):
         argv = ["--only=against", *argv]
     if "--seeds=1" in argv:
@@ -232,7 +230,7 @@ def main(argv=None):
             raise
         print(f"check.py: {error}", file=sys.stderr)
         return 125
-    return int(not all(facts[part].get("ok", True) for part in PARTS if part in facts))
+    return int(not all(facts.get(part, {}).get("ok", True) for part in PARTS))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import train
 from checks.twin import loss_in, setting, text_of, twin_checks
 from plumbing import data
-from plumbing.cli import read_knobs
 
 PROBED = 4096  # tokens that one probe of the model may compute
 MAX_LOGITS = 2**25  # numbers that it may return
@@ -89,7 +88,7 @@ def learning_checks(job):
 
 def begins_at_a_file(job):
     """Whether the first weights may be those of a file."""
-    return bool(vars(train).get("init_from") or job.run.facts["data"].get("files"))
+    return bool(train.init_from or job.run.facts["data"].get("files"))
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -98,9 +97,10 @@ def begins_at_a_file(job):
 def new_model(job, vocab_size=None, noise=1.0, **knobs):
     """A new model by the run's knobs and these, in train mode. noise: on each weight, since one
     that starts at zero would hide what its layer does."""
-    shape = {name: vars(train)[name] for name in read_knobs(train.__file__)}
+    require_text(job)
     train.seed_everything(1)
-    model = train.build_model(shape | QUIET | knobs, vocab_size or job.meta["vocab_size"])
+    config = job.run.facts["config"] | QUIET | knobs
+    model = train.build_model(config, vocab_size or job.meta["vocab_size"])
     model = model.to(job.device).train()
     with torch.no_grad():
         for weight in model.parameters():
@@ -151,7 +151,6 @@ def causality_check(job):
 def sampling_check(job):
     """Is each token that generate() draws the likeliest by the model's own logits, where it should
     be? Within the context, and past it."""
-    require_text(job)
     length, vocab_size = train.block_size, job.meta["vocab_size"]
     model = new_model(job).eval()
     prompt = random_tokens(job, 32, length)[:, 1:]
@@ -169,30 +168,34 @@ def position_check(job):
     """Of a small model of one layer that learns to repeat the token of LOOK_BACK places before, the
     loss at its worst place. A bag of tokens cannot, nor can attention whose queries or keys have no
     position. Where no logit depends on an earlier token, as in a bigram model, it is a warning."""
-    require_text(job)
     shape = {"n_layer": 1, "n_head": 4, "n_embd": 64, "block_size": 32}
     model = new_model(job, 16, 0.0, **shape, conv_width=1, ngram_rows=0).requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     for _ in range(200):
-        tokens = torch.randint(16, (16, 32)).to(job.device)
-        targets = tokens.roll(LOOK_BACK, 1)
-        targets[:, :LOOK_BACK] = -100
+        tokens, targets = repeating_task(job, 16)
         optimizer.zero_grad()
         loss_in(model(tokens, targets)).backward()
         optimizer.step()
-    tokens = torch.randint(16, (64, 32)).to(job.device)
+    tokens, targets = repeating_task(job, 64)
     logits = model.eval()(tokens).detach()
     is_bigram = torch.equal(logits[:, -1:], model(tokens[:, -1:]))
-    logits = logits[:, LOOK_BACK:].transpose(1, 2).float()
-    worst = cross_entropy(logits, tokens[:, :-LOOK_BACK], reduction="none").mean(0).max().item()
+    losses = cross_entropy(logits.transpose(1, 2).float(), targets, reduction="none")
+    worst = losses.mean(0).max().item()
     text = text_of(loss_of_repeating_the_token_four_back_at_the_worst_place=worst)
     yield "positions matter", worst < 1.6, text, is_bigram
+
+
+def repeating_task(job, rows):
+    """Random tokens, and as targets those of LOOK_BACK places before."""
+    tokens = torch.randint(16, (rows, 32)).to(job.device)
+    targets = tokens.roll(LOOK_BACK, 1)
+    targets[:, :LOOK_BACK] = -100
+    return tokens, targets
 
 
 def loss_check(job):
     """Is the loss the mean of -log p by the model's own logits, over the few targets that count? And
     its gradient that of this mean? In training, or beside other numbers, a fork may add a term."""
-    require_text(job)
     for training in (False, True):
         model = new_model(job).train(training)
         inputs, targets = (random_tokens(job, 4, train.block_size) for _ in "xy")
@@ -215,14 +218,13 @@ def loss_check(job):
 def gradients(loss, model):
     """{name of a weight: gradient}, of those that are trained."""
     weights = {name: w for name, w in model.named_parameters() if w.requires_grad}
-    how = {"materialize_grads": True, "allow_unused": True}
-    return dict(zip(weights, torch.autograd.grad(loss, [*weights.values()], **how), strict=True))
+    found = torch.autograd.grad(loss, list(weights.values()), materialize_grads=True)
+    return dict(zip(weights, found, strict=True))
 
 
 def gradient_check(job):
     """Do the logits, along a random direction in each weight, change as their gradient says? In
     float64, by a step so small that a router chooses the same experts."""
-    require_text(job)
     length = min(16, train.block_size)
     model = new_model(job, block_size=length).double()
     batch = random_tokens(job, 2, length), random_tokens(job, 2, length)
@@ -265,7 +267,7 @@ def group_check(job):
     nn = torch.nn
     small = nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 8))
     small.muon_prefix = "2."
-    knobs = train.peak_lr, 0.1, train.beta1, train.beta2, train.momentum, job.device.type
+    knobs = 1.0, 0.1, 0.9, 0.95, 0.95, "cpu"  # 0.1: the decay
     decays = {}
     for optimizer in train.configure_optimizers(small, train.optimizer, *knobs):
         for group in optimizer.param_groups:
@@ -308,7 +310,7 @@ def data_checks(job):
     """Batches and splits. A mask (-100) may hide any target, but shows no other."""
     train_data, val_data = job.run.train_data, job.run.val_data
     inputs, targets = map(np.asarray, train_data[0, 64])
-    fine = hashes(inputs) != hashes(train_data[64, 64][0])
+    fine = not np.array_equal(inputs, train_data[64, 64][0])
     yield "batches differ", fine, text_of(first_and_second=fine)
     with setting(seed=train.seed + 1):
         weights = job.fresh_run().model.parameters()
@@ -319,7 +321,8 @@ def data_checks(job):
     yield "the first sequence", True, repr(sequence[:70])
     if targets.shape != inputs.shape:
         raise NotAsked("targets and inputs differ in shape")
-    yield "targets are the next tokens", is_shifted(inputs, targets), text_of(sequences=64)
+    fine = are_tokens(targets[:, :-1], inputs[:, 1:])
+    yield "targets are the next tokens", fine, text_of(sequences=64)
     if (type(train_data), type(val_data)) != (train.ShuffledWindows, data.OrderedWindows):
         raise NotAsked("no windows of one text")
     wrong = [seed for seed in (train.seed, train.seed + 1) if not has_plain_windows(seed)]
@@ -327,7 +330,8 @@ def data_checks(job):
     width = train.block_size
     cut = sliding_window_view(train_data.tokens[:MAX_TOKENS], width)[::width]
     places = sliding_window_view(val_data.tokens[: MAX_TOKENS // 8], width)
-    share = len({*hashes(cut)} & {*hashes(places)}) * width / len(places)
+    shared = {row.tobytes() for row in cut}.intersection(row.tobytes() for row in places)
+    share = len(shared) * width / len(places)
     yield "train and validation share no window", share == 0, text_of(share=share), share < 0.5
     if -100 in targets:
         raise NotAsked("targets are masked")
@@ -335,14 +339,9 @@ def data_checks(job):
     yield "evaluation sees each token once", fine, text_of(whole_split_and_eval_tokens=fine)
 
 
-def is_shifted(inputs, targets):
-    """Whether each target that counts, but for the last of a row, is the next input."""
-    shown = targets[:, :-1]
-    return bool(((shown == inputs[:, 1:]) | (shown == -100)).all())
-
-
-def hashes(rows):
-    return [hash(np.asarray(row).astype(np.float64).tobytes()) for row in rows]
+def are_tokens(targets, tokens):
+    """Whether each target that counts is the token."""
+    return bool(((targets == tokens) | (targets == -100)).all())
 
 
 def opened(**knobs):
@@ -351,38 +350,38 @@ def opened(**knobs):
         return train.open_dataset(None)[:2]
 
 
-def plain_window(tokens, seed, number):
-    """A sequence of train.ShuffledWindows, with its last target: int64 (block_size + 1,)."""
+def plain_windows(tokens, seed, epoch):
+    """The first token of each window of an epoch, in the order of train.ShuffledWindows."""
     size = train.block_size
-    epoch, place = divmod(number, (len(tokens) - size) // size)
     random_state = np.random.RandomState([seed, epoch])
     shift = random_state.randint(size)
-    order = random_state.permutation((len(tokens) - size) // size)
-    start = shift + size * order[place]
-    return tokens[start : start + size + 1].astype(np.int64)
+    return shift + size * random_state.permutation((len(tokens) - size) // size)
 
 
 def has_plain_windows(seed):
-    """Whether a run with that seed reads the batches of plain_window(): in a later epoch, and across
-    the border of two."""
+    """Whether a run with that seed reads these windows: in a later epoch, and across the border of
+    two."""
     dataset, _ = opened(seed=seed)
-    size = train.block_size
-    count = (len(dataset.tokens) - size) // size
+    epochs = [plain_windows(dataset.tokens, seed, epoch) for epoch in range(4)]
+    count = len(epochs[0])
     for first in (3 * count, count - 3, 0):
-        inputs, targets = dataset[first, 8]
-        rows = np.stack([plain_window(dataset.tokens, seed, first + n) for n in range(8)])
-        expected = rows[:, :-1], np.where(targets == -100, -100, rows[:, 1:])
-        if not all(map(np.array_equal, (inputs, targets), expected)):
+        starts = np.concatenate(epochs)[first : first + 8]
+        inputs, targets = dataset[first, len(starts)]
+        rows = dataset.tokens[starts[:, None] + np.arange(train.block_size + 1)]
+        if not np.array_equal(inputs, rows[:, :-1]) or not are_tokens(targets, rows[:, 1:]):
             return False
     return True
 
 
 def is_evaluated_once(n_targets):
-    """Whether the targets that count are the first `n_targets` of the text (0 = all), in order."""
+    """Whether the targets that count are the first `n_targets` of the text (0 = all), in order, and
+    the inputs the tokens before them."""
     _, val_data = opened(eval_tokens=n_targets)
     inputs, targets = map(np.asarray, val_data[0, len(val_data)])
-    expected = val_data.tokens[1 : 1 + (n_targets or len(val_data.tokens))]
-    return is_shifted(inputs, targets) and np.array_equal(targets[targets != -100], expected)
+    counts = targets != -100
+    tokens = val_data.tokens[: 1 + (n_targets or len(val_data.tokens))]
+    are_inputs = np.array_equal(inputs[counts], tokens[:-1])
+    return are_inputs and np.array_equal(targets[counts], tokens[1:])
 
 
 CHECKS = (

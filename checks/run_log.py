@@ -69,10 +69,6 @@ class RunLog:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.facts = read_json(self.path / "run.json")
-        identity = self.facts.get("run", {})
-        self.knobs = {"best_metric": "val_loss", **self.facts.get("config", {}), **identity}
-        self.script = Path(self.facts.get("command", [""])[0]).name
-        self.began_from = identity.get("began_from")
         self.rollbacks = []
         self.resumes = []
         rows = read_rows(self.path / "metrics.jsonl")
@@ -95,8 +91,11 @@ class RunLog:
         saves = [row for row in reversed(self.saves) if not row.get("evaluation_due")]
         others = [row for row in compared if row["kind"] != "event"]
         self.rows = {key_of(row): row for row in others + saves}
-        if not identity or not self.rows:
+        if "run" not in self.facts or not self.rows:
             fail(f"{self.path} holds no run; expected the out_dir of train.py, such as out/run")
+        self.knobs = self.facts["config"] | self.facts["run"]
+        self.script = Path(self.facts["command"][0]).name
+        self.began_from = self.knobs.get("began_from")
         steps = [step for step, _ in self.rows]
         self.first = min(steps) if self.began_from else 0
         self.last = max(steps)
@@ -125,10 +124,11 @@ class RunLog:
         parts = []
         resumes = self.resumes[1:] if self.began_from else self.resumes  # that one is its start
         for start, event in reversed(resumes):
+            if start <= begin:
+                break
             then = {name: pair[0] for name, pair in event["changed"].items() if name in settings}
-            if then and begin < start < end:
+            if then and start < end:
                 parts.insert(0, (settings, end))
                 end = start
-            if begin < start:
-                settings = settings | then
+            settings = settings | then
         return [(settings, end), *parts]

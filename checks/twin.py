@@ -38,13 +38,6 @@ EVENTS = {  # number of a step: what happened in it
 }
 ON_PURPOSE = "; a change made on purpose belongs into PlainLoop in checks/twin.py, too"
 KEPT = ("weight_decay", "lr_scale", "fused")  # of a group of weights
-OPTIMIZERS = {
-    "adamw": ["AdamW"],
-    "adam": ["Adam"],
-    "sgd": ["SGD"],
-    "momentum": ["SGD"],
-    "muon": ["Muon", "AdamW"],
-}
 
 KNOBS = {
     "max_steps": 14,  # early stopping comes first, unless a learning rate is far off
@@ -91,7 +84,7 @@ def twin_checks(job):
     yield "each step is that of a plain loop", *compare(plain.steps, rows, of_rows)
     yield "each evaluation is that of a plain loop", *compare(plain.evaluations, rows, of_rows)
     end = max(step for step, kind in rows if kind == "train")
-    error, name = max(plain.errors(checkpoint.load(folder / f"ckpt_{end:08}.pt")))
+    error, name = max(plain.errors(checkpoint.load(folder / checkpoint.file_name(end))))
     text = text_of(off_by=error, weight=name, optimizer=train.optimizer)
     yield "the weights and averages are those of a plain loop", error < of_weights, text
     _, best = min((number_of(row.get("val_loss")), step) for (step, _), row in rows.items())
@@ -160,14 +153,12 @@ class EventfulRun(train.Watch):
 
     def begin(self, run):
         prepare(run)
-        if not run.path:
-            run.state["micro_batch"] = MICRO_BATCH
 
     def step(self, run, take, inputs, targets, lr):
         step = run.state["step"]
         if step == STOPPED - 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        spoil(run.ema, run.model, step)
+        spoil(run, step)
         with events(step, run.model, targets):
             numbers = take()
         self.trained[step] = [weight.requires_grad for weight in run.model.parameters()]
@@ -186,19 +177,20 @@ def prepare(run):
         run.val_data = data.OrderedWindows(tokens, size)
     train.eval_tokens = 0  # for rows of the whole split
     if not run.path:
+        run.state["micro_batch"] = MICRO_BATCH
         add_noise(run.model.parameters(), 0)
         add_noise(run.ema.values(), 0)
 
 
 @torch.no_grad()
-def spoil(averages, model, step):
+def spoil(run, step):
     """Before some steps, averages get more and more noise, or none: so that evaluations get worse,
     better and worse."""
     if step == CLEARED:
-        for name, average in averages.items():
-            average.copy_(model.get_parameter(name))
+        for name, average in run.ema.items():
+            average.copy_(run.model.get_parameter(name))
     elif step % 2:
-        add_noise(averages.values(), step, 0.05 * (step + 1))
+        add_noise(run.ema.values(), step, 0.05 * (step + 1))
 
 
 @torch.no_grad()
@@ -309,7 +301,7 @@ class PlainLoop:
         if train.dtype == "float16":
             row["loss_scale"] = self.scale
         self.steps[step + 1, "train"] = row
-        spoil(self.run.ema, self.model, step)
+        spoil(self.run, step)
         if is_finite:
             self.update(row["lr"], norm)
         else:
@@ -340,7 +332,7 @@ class PlainLoop:
             gradient *= (train.grad_clip / (norm + 1e-6)).clamp(max=1.0)
         for weight, parts in self.stacked.items():
             for number, part in enumerate(parts):
-                part.grad = weight.grad.chunk(len(parts))[number] if weight.requires_grad else None
+                part.grad = None if weight.grad is None else weight.grad.chunk(len(parts))[number]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -357,11 +349,10 @@ class PlainLoop:
         inputs, targets = data.to_device(val_data[0, len(val_data)], self.run.device)
         modes = {module: module.training for module in self.model.modules()}
         self.model.eval()
-        parts = []
-        for x in inputs.split(MICRO_BATCH):
-            with torch.random.fork_rng(devices=[]), train.autocast(self.run.device):
-                torch.manual_seed(step)
-                parts.append(functional_call(self.model, self.run.ema, (x,)))
+        with torch.random.fork_rng(devices=[]), train.autocast(self.run.device):
+            torch.default_generator.manual_seed(step)
+            passes = inputs.split(MICRO_BATCH)
+            parts = [functional_call(self.model, self.run.ema, (x,)) for x in passes]
         for module, training in modes.items():
             module.training = training
         counted = targets != -100
@@ -395,31 +386,32 @@ def precision_of_muon(device):
 
 def plain_optimizers(run):
     """(torch's optimizers, {weight: the matrices that are stacked in it, as parameters that share
-    its memory} of what torch's Muon moves). What torch does not have is the fork's own."""
+    its memory}), since torch's Muon takes one matrix for each. What torch does not have is the
+    fork's own."""
     betas = {"betas": (train.beta1, train.beta2)}
-    momentum = {"momentum": train.momentum if train.optimizer != "sgd" else 0.0}
-    options = {
-        "AdamW": betas,
-        "Adam": betas,
-        "SGD": momentum,
-        "Muon": momentum | {"adjust_lr_fn": "match_rms_adamw"},
+    momentum = {"momentum": train.momentum}
+    plain = {
+        "adamw": {"AdamW": betas},
+        "adam": {"Adam": betas},
+        "sgd": {"SGD": {}},
+        "momentum": {"SGD": momentum},
+        "muon": {"Muon": momentum | {"adjust_lr_fn": "match_rms_adamw"}, "AdamW": betas},
     }
-    is_own = any(type(optimizer).__name__ not in options for optimizer in run.optimizers)
-    if is_own or train.optimizer not in OPTIMIZERS:
+    known = {name for parts in plain.values() for name in parts}
+    if any(type(optimizer).__name__ not in known for optimizer in run.optimizers):
         return run.optimizers, {}
-    counts = {m.weight: m.muon_parts for m in run.model.modules() if hasattr(m, "muon_parts")}
     stacked = {}
+    for module in run.model.modules():
+        if hasattr(module, "muon_parts"):
+            parts = module.weight.data.chunk(module.muon_parts)
+            stacked[module.weight] = [torch.nn.Parameter(part) for part in parts]
     optimizers = []
-    for name, optimizer in zip(OPTIMIZERS[train.optimizer], run.optimizers, strict=True):
+    parts = plain[train.optimizer].items()
+    for (name, options), optimizer in zip(parts, run.optimizers, strict=True):
         groups = []
         for group in optimizer.param_groups:
-            weights = group["params"]
-            if name == "Muon":
-                for weight in weights:
-                    parts = weight.data.chunk(counts.get(weight, 1))
-                    stacked[weight] = [torch.nn.Parameter(part) for part in parts]
-                weights = [part for weight in weights for part in stacked[weight]]
+            weights = [stacked.get(weight, [weight]) for weight in group["params"]]
             kept = {key: group[key] for key in KEPT if key in group}
-            groups.append({"params": weights, **kept})
-        optimizers.append(getattr(torch.optim, name)(groups, **options[name]))
+            groups.append({"params": sum(weights, []), **kept})
+        optimizers.append(getattr(torch.optim, name)(groups, **options))
     return optimizers, stacked

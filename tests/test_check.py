@@ -372,7 +372,7 @@ def test_a_rate_far_too_high_is_worse_and_runs_are_not_trained_again(compare, qu
     with pytest.raises(BadInput, match="--seeds=1: expected"):
         compare({}, {}, seeds=1)
     shutil.copytree(data_dir / "small", data_dir / "again", dirs_exist_ok=True)
-    with pytest.raises(BadInput, match="losses on again and small cannot be compared"):
+    with pytest.raises(BadInput, match="losses on small and again cannot be compared"):
         compare({}, {"dataset": "again"})
 
 
