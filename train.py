@@ -48,7 +48,6 @@ from plumbing.knobs import Start, settle_knobs
 from plumbing.machine import flops_per_token, precise
 from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
 from plumbing.ranks import from_rank0, rank, world_size
-from plumbing.run_folder import RunFolder
 from plumbing.sampling import print_sample
 from plumbing.signals import Signals, StoppedInEvaluation, StoppedWaiting
 from plumbing.snapshot import Snapshot, evaluating, rng_state, step_optimizer
@@ -203,17 +202,17 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
     there is one. Inside it the knobs hold. It writes nothing and takes no lock, unless
     `to_train`."""
     with cli.configured(globals(), argv=argv) as config, ExitStack() as stack:
-        start = settle_knobs(config, stack, to_train)
+        start, saved = settle_knobs(config, stack, to_train)
         ranks.check_share(sequences_at(0), shard, BadInput)
-        datasets = open_dataset(start.saved)
+        datasets = open_dataset(saved)
         run = build_run(config, start, datasets)
         if init_from:
             from plumbing.weights import begin_from
 
-            begin_from(run, init_from, start.saved)
-        if start.saved:
-            resuming.load_checkpoint(run, start.saved, FRESH_STATE, POSITION)
-            start.saved = None  # unmaps the file: its disk space is free once it is pruned
+            begin_from(run, init_from, saved)
+        if saved:
+            resuming.load_checkpoint(run, saved, FRESH_STATE, POSITION)
+            saved = None  # unmaps the file: its disk space is free once it is pruned
         yield run
 
 
@@ -255,12 +254,11 @@ def build_run(config: cli.Config, start: Start, datasets: tuple) -> Run:
     tokens_of_rank = sequences_at(0) * block_size * max_steps / world_size()
     flops = tokens_of_rank * flops_per_token(model)
     choice, reason = machine.choose_compile(compile, start.device, flops, max_steps)
+    start.reasons["compile"] = reason
     config.settle(compile=choice)
     seed_everything(seed + rank())  # dropout differs between the ranks
     run = Run(
-        folder=start.folder,
-        path=start.path,
-        device=start.device,
+        **vars(start),
         train_data=train_data,
         val_data=val_data,
         facts={"config": dict(config), "data": about},
@@ -271,7 +269,6 @@ def build_run(config: cli.Config, start: Start, datasets: tuple) -> Run:
         ema={name: w.detach().clone() for name, w in model.named_parameters() if ema_decay},
         state=copy.deepcopy(FRESH_STATE) | {"micro_batch": batch_size},
         knobs=config.knobs,
-        reasons={"compile": reason} | start.reasons,
     )
     checkpoint.refuse_what_is_lost(run)
     run.facts["run"] = resuming.facts_of_run(config, about, start.device)
@@ -286,18 +283,14 @@ def seed_everything(seed: int) -> None:
 
 
 @dataclass
-class Run:
-    """What the next step depends on. model(inputs) returns logits, and model(inputs, targets) the
-    mean loss over the targets, or (loss, {name: scalar})."""
+class Run(Start):
+    """What the next step depends on; from Start it has device, folder, path of the checkpoint, and
+    reasons. model(inputs) returns logits, and model(inputs, targets) the mean loss over the
+    targets, or (loss, {name: scalar})."""
 
-    folder: RunFolder
-    path: object  # of the checkpoint that this process starts from, or None
-    device: torch.device
     train_data: torch.utils.data.Dataset
     val_data: torch.utils.data.Dataset
-    facts: (
-        dict  # that checkpoints keep: "config" (knobs as resolved), "data", "run" (what else it is)
-    )
+    facts: dict  # in checkpoints: "config" (knobs as resolved), "data", "run" (what else it is)
     model: torch.nn.Module
     optimizers: list
     groups: list  # param_groups as built; a resume applies only what changed in them since
@@ -311,7 +304,6 @@ class Run:
     batches: Iterator | None = None  # the batches to come
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
     steps_here: int = 0  # that this process has taken
-    reasons: dict = field(default_factory=dict)  # knob that was auto -> why it has its value
     watch: Watch = field(default_factory=Watch)
 
     def checkpoint(self) -> dict:

@@ -176,6 +176,7 @@ def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
     return train.Run(
         folder=None,
         path=None,
+        reasons={},
         before={},
         device=torch.device("cpu"),
         train_data=None,

@@ -50,7 +50,7 @@ def counts_of(knobs):
     def count(**values):
         config = knobs(**values)
         datasets = train.open_dataset(None)
-        run = train.build_run(config, Start(CPU, None, None, None, {}), datasets)
+        run = train.build_run(config, Start(CPU, None, None, {}), datasets)
         rows = train.sequences_at(0)
         batches = [map(torch.as_tensor, datasets[0][rows * step, rows]) for step in range(3)]
         for step in range(2):
@@ -89,7 +89,7 @@ def take_steps(knobs, monkeypatch):
         config = knobs(**values)
         with FakeTensorMode():
             datasets = None, None, {"name": "none", "fingerprint": "", "meta": {"vocab_size": 100}}
-            run = train.build_run(config, Start(CPU, None, None, None, {}), datasets)
+            run = train.build_run(config, Start(CPU, None, None, {}), datasets)
             tokens = torch.zeros(train.sequences_at(0), 16, dtype=torch.int64)
             for _ in range(3):
                 numbers = train.train_step(run.model, run, tokens, tokens, 1e-3)
