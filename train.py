@@ -696,16 +696,16 @@ def record_evaluation(run: Run, table) -> bool:
     """Evaluate and log the result. Returns whether it is the best so far."""
     state = run.state
     meta = run.facts["data"]["meta"]
+    name_of_best = best_metric.removeprefix("-")
     numbers = evaluate(run)
-    needed = {"val_loss", best_metric.removeprefix("-")}
-    fields.check_numbers(numbers, "evaluate", needed)
+    fields.check_numbers(numbers, "evaluate", {"val_loss", name_of_best})
     numbers = {name: n.item() if hasattr(n, "item") else n for name, n in numbers.items()}
     is_best = count_evaluation(numbers, state)
     row = {"kind": "eval", "step": state["step"], **numbers}
     row["best_val_loss"] = state["best_val_loss"]
     if best_metric != "val_loss":
         sign = -1 if best_metric.startswith("-") else 1
-        row[f"best_{best_metric.removeprefix('-')}"] = sign * state["best_score"]
+        row[f"best_{name_of_best}"] = sign * state["best_score"]
     if not eval_tokens:  # the whole split
         row.pop("val_tokens", None)
         if "val_bytes" in meta:
@@ -901,10 +901,8 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
         return []
     log_smaller_micro_batch(run)
     on_device = [number for _, named in steps for number in named.values()]
-    scalars = [
-        torch.as_tensor(n, dtype=precise(run.device), device=run.device).detach() for n in on_device
-    ]
-    values = iter(torch.stack([scalar.reshape(()) for scalar in scalars]).tolist())
+    to_device = partial(torch.as_tensor, dtype=precise(run.device), device=run.device)
+    values = iter(torch.stack([to_device(n).detach().reshape(()) for n in on_device]).tolist())
     rows = [fields | {name: next(values) for name in named} for fields, named in steps]
     seconds = clock.lap("train")
     tokens_per_sec = sum(row.pop("batch_tokens") for row in rows) / seconds

@@ -56,7 +56,7 @@ def halving_on_oom(before: Snapshot, compute: Callable[[], Any], sequences: floa
 def log_smaller_micro_batch(run) -> None:
     """Record an event if the micro-batch has become smaller since the last call."""
     now = run.state["micro_batch"]
-    if run.noted_size and now < run.noted_size:
+    if now < run.noted_size:
         run.folder.event(run.state["step"], "out_of_memory", micro_batch=now)
     run.noted_size = now
 
