@@ -379,7 +379,7 @@ def begin(run: Run, table, saver) -> None:
     """Open the record. A run that begins here is evaluated and saved before its first step; rows of
     one that resumes are compared with those that the log already holds."""
     log_smaller_micro_batch(run)
-    run.folder.begin(run, resuming.changes_since(run))
+    from_rank0(resuming.record_start, run)
     if run.path and run.folder.owns(run.path):
         return
     run.state["first_step"] = run.state["step"]

@@ -19,7 +19,6 @@ from plumbing.console import REPO, print0
 from plumbing.files import clean, lock_file, read_json, write_json
 from plumbing.log import LogFile
 from plumbing.ranks import rank
-from plumbing.witness import ResumeCheck
 
 
 class RunFolder(ExitStack):
@@ -117,19 +116,6 @@ class RunFolder(ExitStack):
             self.facts = first | before | new | {"end": None, "ended": None}  # if it is killed
             self.old_facts = {name: before[name] for name in new if name in before}
             write_json(self.checked_path() / "run.json", self.facts | self.old_facts)
-
-    def begin(self, run: Any, changed: dict) -> None:
-        """After the warm-up pass: the rows of a run that was resumed are compared with those past
-        its checkpoint. changed: {name: [then, now]} of what is known to have changed since then."""
-        if rank() > 0:
-            return
-        if run.path:
-            knobs = {name: run.facts["config"][name] for name in run.knobs}
-            fields = {"checkpoint": run.path.name, "knobs": knobs, "changed": changed}
-            self.record(run.state["step"], "resume", **fields)
-            if self.owns(run.path):
-                self.watchers.append(ResumeCheck(run, changed))
-        self.write_facts()
 
     def write_facts(self) -> None:
         with self.warning("run.json"):
