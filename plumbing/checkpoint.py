@@ -165,9 +165,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, built: list[dict], saved
     own_keys = clone(saved | {"state": {}})
     optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
     for i in owners.keys() & moments.keys():
-        # all but `step` as saved: torch casts the rest to the weight's dtype, and garbles a str
-        as_saved = {key: moment for key, moment in moments[i].items() if key != "step"}
-        optimizer.state[owners[i]].update(as_saved)
+        # as saved: torch casts to the weight's dtype, and garbles a str
+        optimizer.state[owners[i]].update(moments[i])
 
 
 # ---- what a checkpoint cannot restore is refused, not lost on a resume ---------------------------
