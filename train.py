@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 import signal
 
 import plumbing  # noqa: F401  before torch: Ctrl-C in the imports is one line
@@ -50,7 +49,7 @@ from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
 from plumbing.ranks import from_rank0, rank, world_size
 from plumbing.sampling import print_sample
 from plumbing.signals import Signals, StoppedInEvaluation, StoppedWaiting
-from plumbing.snapshot import Snapshot, evaluating, rng_state, step_optimizer
+from plumbing.snapshot import Snapshot, evaluating, rng_state, seed_everything, step_optimizer
 from plumbing.watch import Watch
 
 # The run, and the text it learns
@@ -275,13 +274,6 @@ def build_run(config: cli.Config, start: Start, datasets: tuple) -> Run:
     return run
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy, and torch on every device (CUDA as soon as it is initialized)."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 @dataclass
 class Run(Start):
     """What the next step depends on; from Start it has device, folder, path of the checkpoint, and
@@ -477,10 +469,9 @@ def take_step(run: Run, model, clock: Clock | None) -> tuple[dict, dict]:
 
 def log_two_more_steps(run: Run, model, clock: Clock, recent: list[dict]) -> None:
     """After a signal and its save, take the next two steps for their rows alone: the process that
-    resumes computes them again, and so measures whether the resume is exact. Two, because moments,
-    optimizer and rate of the first show only in the second. Fewer if max_steps or the launcher's
-    death comes first; none if they would take more than three seconds, by the newest of the
-    `recent` rows."""
+    resumes computes them again, and so measures whether it is exact. Two, because lost moments show
+    only in the second. Fewer if max_steps or the launcher's death comes first; none if they would
+    take more than three seconds, by the newest of the `recent` rows."""
     saved = copy.deepcopy(run.state)
     is_slow = not recent or 2 * recent[-1]["step_ms"] > 3000
     for _ in range(2):
