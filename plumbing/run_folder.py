@@ -108,10 +108,14 @@ class RunFolder(ExitStack):
             git = git_state()
             run.facts["run"]["git_commit"] = git["commit"]
             before = read_json(self.path / "run.json") if is_own else {}  # of earlier processes
-            new = {"command": command, **run.facts, "git": git}
-            new |= machine.describe_machine(run.device)
-            new["parameters"] = sum(weight.numel() for weight in run.model.parameters())
-            new["flops_per_token"] = machine.flops_per_token(run.model)
+            new = {
+                "command": command,
+                **run.facts,
+                "git": git,
+                **machine.describe_machine(run.device),
+                "parameters": sum(weight.numel() for weight in run.model.parameters()),
+                "flops_per_token": machine.flops_per_token(run.model),
+            }
             first = {"start": now(), "wandb_id": os.urandom(4).hex()}
             self.facts = first | before | new | {"end": None, "ended": None}  # if it is killed
             self.old_facts = {name: before[name] for name in new if name in before}
