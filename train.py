@@ -435,8 +435,7 @@ def train(run: Run, model, table, saver, clock: Clock) -> tuple[str, int]:
         names = names_to_save(due, is_best, state)
         if names:
             saver.save(names, required=bool(due.ending))
-            if due.save_now:
-                run.signals.save = False
+            run.signals.save = False
         clock.lap("save")
         if due.ending:
             if due.stop and run.batches and not state["evaluation_due"]:

@@ -241,7 +241,6 @@ class Saver:
 
     def __init__(self, run, keep_last: int, may_roll_back_to: Callable):
         self.run = run
-        self.folder = run.folder.path
         self.keep_last = keep_last
         self.may_roll_back_to = may_roll_back_to
         self.groups = groups_of(run)  # with others, no resume could read a checkpoint
@@ -340,7 +339,7 @@ class Saver:
         """Keep the newest ckpt_STEP.pt, and the newest `keep_last` that a rollback may use."""
         if state["skips_in_row"]:
             return  # a rollback cannot use this checkpoint, so it replaces none
-        paths = numbered(self.folder, "ckpt")
+        paths = numbered(self.run.folder.path, "ckpt")
         targets = [path for path in paths if self.may_roll_back_to(step_of(path), state)]
         for path in set(paths[1:]) - set(targets[: self.keep_last]):
             path.unlink(missing_ok=True)
