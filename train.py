@@ -320,7 +320,6 @@ def run_to_the_end(run: Run, clock: Clock) -> int:
     table = console.Table(max_steps)
     saver = checkpoint.Saver(run, keep_last, may_roll_back_to)
     ending = "failed: an error in the program", 1
-    run.signals.newest_save = lambda: saver.newest
     with ExitStack() as stack:
         try:
             model = first_pass(run)

@@ -247,7 +247,7 @@ class Saver:
         self.thread = None  # of the newest save, on rank 0
         self.error = None  # of that save
         self.unsaved_best = None  # the checkpoint of a best.pt that could not be written
-        self.newest = run.state["step"]  # step of the newest checkpoint on the disk
+        run.signals.newest_save = run.state["step"]
 
     def save(self, names: list[str], required: bool = False) -> None:
         """Write one file under all of `names`, ckpt_STEP.pt last: so a save that a kill interrupts
@@ -303,7 +303,7 @@ class Saver:
         try:
             self.announce(checkpoint, names)
             self.write_files(checkpoint, names)
-            self.newest = max(self.newest, state["step"])
+            self.run.signals.newest_save = state["step"]
             if best and best is not checkpoint:
                 self.write_files(best, ["best.pt"])
             best = None

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from math import inf
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from plumbing.ranks import is_sharded, max_over_ranks
 from plumbing.snapshot import Snapshot
 
 
-def halving_on_oom(before: Snapshot, compute: Callable[[], Any], sequences: float = inf) -> Any:
+def halving_on_oom(before: Snapshot, compute: Callable[[], Any], sequences: int) -> Any:
     """Return compute(). If memory runs out on any rank, restore `before`, halve the micro-batch in
     run.state, which compute reads, and try again. compute has no collective operation, except for
     a sharded model, which is not tried again. Raises RunFailed if a smaller micro-batch cannot
