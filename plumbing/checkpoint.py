@@ -298,22 +298,22 @@ class Saver:
     def write(self, checkpoint: dict, names: list[str]) -> None:
         """Write the files and prune. An error is an event, and must not end the run here."""
         state = checkpoint["state"]
-        best = checkpoint if "best.pt" in names else self.unsaved_best
+        if "best.pt" in names:
+            self.unsaved_best = checkpoint
         self.error = None
         try:
             self.announce(checkpoint, names)
             self.write_files(checkpoint, names)
             self.run.signals.newest_save = state["step"]
-            if best and best is not checkpoint:
-                self.write_files(best, ["best.pt"])
-            best = None
+            if self.unsaved_best and self.unsaved_best is not checkpoint:
+                self.write_files(self.unsaved_best, ["best.pt"])
+            self.unsaved_best = None
             self.prune(state)
         except Exception as error:
             below = error.__context__  # torch's own error hides that of the disk
             self.error = below if isinstance(below, OSError) else error
             reason = reason_of(self.error)
             self.run.folder.event(state["step"], "save_failed", file=names[-1], error=reason)
-        self.unsaved_best = best
 
     def announce(self, checkpoint: dict, names: list[str]) -> None:
         """Log the hash; rows reach the disk before the checkpoint. Raises OSError if they wait."""
