@@ -185,7 +185,7 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
         if resume == "restart":
             from_rank0(run.folder.set_aside)
         command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
-        from_rank0(run.folder.open, run, checkpoint.bytes_to_keep(run), command)
+        from_rank0(run.folder.open, run, command)
         if wandb_log:
             from_rank0(copy_to_wandb, run)
         peak = from_rank0(machine.peak_flops, run.device, dtype)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbing import console, machine
+from plumbing.checkpoint import NO_ROOM, bytes_to_keep
 from plumbing.cli import fail
 from plumbing.clock import Clock
 from plumbing.console import REPO, print0
@@ -79,7 +80,7 @@ class RunFolder(ExitStack):
         except OSError as error:
             place = error.filename or self.path
             hint = "write --out_dir=FOLDER"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in NO_ROOM:
                 needed = max((file.stat().st_size for file in self.path.glob("*.pt")), default=0)
                 hint = f"free {needed / 1e6 + 1:,.0f} MB, which the next checkpoint needs"
             fail(f"{place} cannot be written ({error.strerror}); {hint}")
@@ -93,12 +94,12 @@ class RunFolder(ExitStack):
 
     # ---- run.json, from the start to the end -----------------------------------------------------
 
-    def open(self, run: Any, bytes_to_keep: int, command: list[str]) -> None:
-        """Create or reopen the folder. bytes_to_keep: of all checkpoints that exist at once. fail()s
-        if the folder cannot be written, or is too small."""
+    def open(self, run: Any, command: list[str]) -> None:
+        """Create or reopen the folder. fail()s if it cannot be written, or if the disk is too small
+        for the checkpoints."""
         with self.refusing():
             if not self.holds_run():  # else most of them are there already
-                require_free(self.path, bytes_to_keep)
+                require_free(self.path, bytes_to_keep(run))
             self.lock(to_make=True)
             for leftover in self.path.glob("*.pt.tmp"):  # of a killed run
                 leftover.unlink()
