@@ -459,8 +459,7 @@ def take_step(run: Run, model, clock: Clock | None) -> tuple[dict, dict]:
         elif run.steps_here == 2 and deterministic and audit_interval >= 0:
             take = partial(audit.repeated, run, take, clock, most=2)
     numbers = take()
-    needed = {"loss", "grad_norm", "skipped", "targets"}
-    fields.check_numbers(numbers, "train_step", needed)
+    fields.check_numbers(numbers, "train_step", {"loss", "grad_norm", "skipped", "targets"})
     row = count_batch(run, targets)  # and step += 1
     return row | {"lr": lr, "data_ms": data_ms}, numbers
 
