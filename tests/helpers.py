@@ -177,7 +177,6 @@ def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
         folder=None,
         path=None,
         reasons={},
-        before={},
         device=torch.device("cpu"),
         train_data=None,
         val_data=None,
