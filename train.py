@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 import signal
 
 import plumbing  # noqa: F401  before torch: Ctrl-C in the imports is one line
@@ -48,10 +47,9 @@ from plumbing.knobs import Start, settle_knobs
 from plumbing.machine import flops_per_token, precise
 from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
 from plumbing.ranks import from_rank0, rank, world_size
-from plumbing.run_folder import RunFolder
 from plumbing.sampling import print_sample
 from plumbing.signals import Signals, StoppedInEvaluation, StoppedWaiting
-from plumbing.snapshot import Snapshot, evaluating, rng_state, step_optimizer
+from plumbing.snapshot import Snapshot, evaluating, rng_state, seed_everything, step_optimizer
 from plumbing.watch import Watch
 
 # The run, and the text it learns
@@ -187,7 +185,7 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
         if resume == "restart":
             from_rank0(run.folder.set_aside)
         command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
-        from_rank0(run.folder.open, run, checkpoint.bytes_to_keep(run), command)
+        from_rank0(run.folder.open, run, command)
         if wandb_log:
             from_rank0(copy_to_wandb, run)
         peak = from_rank0(machine.peak_flops, run.device, dtype)
@@ -203,17 +201,17 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
     there is one. Inside it the knobs hold. It writes nothing and takes no lock, unless
     `to_train`."""
     with cli.configured(globals(), argv=argv) as config, ExitStack() as stack:
-        start = settle_knobs(config, stack, to_train)
+        start, saved = settle_knobs(config, stack, to_train)
         ranks.check_share(sequences_at(0), shard, BadInput)
-        datasets = open_dataset(start.saved)
+        datasets = open_dataset(saved)
         run = build_run(config, start, datasets)
         if init_from:
             from plumbing.weights import begin_from
 
-            begin_from(run, init_from, start.saved)
-        if start.saved:
-            resuming.load_checkpoint(run, start.saved, FRESH_STATE, POSITION)
-            start.saved = None  # unmaps the file: its disk space is free once it is pruned
+            begin_from(run, init_from, saved)
+        if saved:
+            resuming.load_checkpoint(run, saved, FRESH_STATE, POSITION)
+            saved = None  # unmaps the file: its disk space is free once it is pruned
         yield run
 
 
@@ -255,12 +253,11 @@ def build_run(config: cli.Config, start: Start, datasets: tuple) -> Run:
     tokens_of_rank = sequences_at(0) * block_size * max_steps / world_size()
     flops = tokens_of_rank * flops_per_token(model)
     choice, reason = machine.choose_compile(compile, start.device, flops, max_steps)
+    start.reasons["compile"] = reason
     config.settle(compile=choice)
     seed_everything(seed + rank())  # dropout differs between the ranks
     run = Run(
-        folder=start.folder,
-        path=start.path,
-        device=start.device,
+        **vars(start),
         train_data=train_data,
         val_data=val_data,
         facts={"config": dict(config), "data": about},
@@ -271,33 +268,21 @@ def build_run(config: cli.Config, start: Start, datasets: tuple) -> Run:
         ema={name: w.detach().clone() for name, w in model.named_parameters() if ema_decay},
         state=copy.deepcopy(FRESH_STATE) | {"micro_batch": batch_size},
         knobs=config.knobs,
-        reasons={"compile": reason} | start.reasons,
     )
     checkpoint.refuse_what_is_lost(run)
     run.facts["run"] = resuming.facts_of_run(config, about, start.device)
     return run
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy, and torch on every device (CUDA as soon as it is initialized)."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 @dataclass
-class Run:
-    """What the next step depends on. model(inputs) returns logits, and model(inputs, targets) the
-    mean loss over the targets, or (loss, {name: scalar})."""
+class Run(Start):
+    """What the next step depends on; from Start it has device, folder, path of the checkpoint, and
+    reasons. model(inputs) returns logits, and model(inputs, targets) the mean loss over the
+    targets, or (loss, {name: scalar})."""
 
-    folder: RunFolder
-    path: object  # of the checkpoint that this process starts from, or None
-    device: torch.device
     train_data: torch.utils.data.Dataset
     val_data: torch.utils.data.Dataset
-    facts: (
-        dict  # that checkpoints keep: "config" (knobs as resolved), "data", "run" (what else it is)
-    )
+    facts: dict  # in checkpoints: "config" (knobs as resolved), "data", "run" (what else it is)
     model: torch.nn.Module
     optimizers: list
     groups: list  # param_groups as built; a resume applies only what changed in them since
@@ -311,7 +296,6 @@ class Run:
     batches: Iterator | None = None  # the batches to come
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
     steps_here: int = 0  # that this process has taken
-    reasons: dict = field(default_factory=dict)  # knob that was auto -> why it has its value
     watch: Watch = field(default_factory=Watch)
 
     def checkpoint(self) -> dict:
@@ -336,7 +320,6 @@ def run_to_the_end(run: Run, clock: Clock) -> int:
     table = console.Table(max_steps)
     saver = checkpoint.Saver(run, keep_last, may_roll_back_to)
     ending = "failed: an error in the program", 1
-    run.signals.newest_save = lambda: saver.newest
     with ExitStack() as stack:
         try:
             model = first_pass(run)
@@ -387,7 +370,7 @@ def begin(run: Run, table, saver) -> None:
     """Open the record. A run that begins here is evaluated and saved before its first step; rows of
     one that resumes are compared with those that the log already holds."""
     log_smaller_micro_batch(run)
-    run.folder.begin(run, resuming.changes_since(run))
+    from_rank0(resuming.record_start, run)
     if run.path and run.folder.owns(run.path):
         return
     run.state["first_step"] = run.state["step"]
@@ -451,8 +434,7 @@ def train(run: Run, model, table, saver, clock: Clock) -> tuple[str, int]:
         names = names_to_save(due, is_best, state)
         if names:
             saver.save(names, required=bool(due.ending))
-            if due.save_now:
-                run.signals.save = False
+            run.signals.save = False
         clock.lap("save")
         if due.ending:
             if due.stop and run.batches and not state["evaluation_due"]:
@@ -477,18 +459,16 @@ def take_step(run: Run, model, clock: Clock | None) -> tuple[dict, dict]:
         elif run.steps_here == 2 and deterministic and audit_interval >= 0:
             take = partial(audit.repeated, run, take, clock, most=2)
     numbers = take()
-    needed = {"loss", "grad_norm", "skipped", "targets"}
-    fields.check_numbers(numbers, "train_step", needed)
+    fields.check_numbers(numbers, "train_step", {"loss", "grad_norm", "skipped", "targets"})
     row = count_batch(run, targets)  # and step += 1
     return row | {"lr": lr, "data_ms": data_ms}, numbers
 
 
 def log_two_more_steps(run: Run, model, clock: Clock, recent: list[dict]) -> None:
     """After a signal and its save, take the next two steps for their rows alone: the process that
-    resumes computes them again, and so measures whether the resume is exact. Two, because moments,
-    optimizer and rate of the first show only in the second. Fewer if max_steps or the launcher's
-    death comes first; none if they would take more than three seconds, by the newest of the
-    `recent` rows."""
+    resumes computes them again, and so measures whether it is exact. Two, because lost moments show
+    only in the second. Fewer if max_steps or the launcher's death comes first; none if they would
+    take more than three seconds, by the newest of the `recent` rows."""
     saved = copy.deepcopy(run.state)
     is_slow = not recent or 2 * recent[-1]["step_ms"] > 3000
     for _ in range(2):
@@ -704,16 +684,16 @@ def record_evaluation(run: Run, table) -> bool:
     """Evaluate and log the result. Returns whether it is the best so far."""
     state = run.state
     meta = run.facts["data"]["meta"]
+    name_of_best = best_metric.removeprefix("-")
     numbers = evaluate(run)
-    needed = {"val_loss", best_metric.removeprefix("-")}
-    fields.check_numbers(numbers, "evaluate", needed)
+    fields.check_numbers(numbers, "evaluate", {"val_loss", name_of_best})
     numbers = {name: n.item() if hasattr(n, "item") else n for name, n in numbers.items()}
     is_best = count_evaluation(numbers, state)
     row = {"kind": "eval", "step": state["step"], **numbers}
     row["best_val_loss"] = state["best_val_loss"]
     if best_metric != "val_loss":
         sign = -1 if best_metric.startswith("-") else 1
-        row[f"best_{best_metric.removeprefix('-')}"] = sign * state["best_score"]
+        row[f"best_{name_of_best}"] = sign * state["best_score"]
     if not eval_tokens:  # the whole split
         row.pop("val_tokens", None)
         if "val_bytes" in meta:
@@ -909,10 +889,8 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
         return []
     log_smaller_micro_batch(run)
     on_device = [number for _, named in steps for number in named.values()]
-    scalars = [
-        torch.as_tensor(n, dtype=precise(run.device), device=run.device).detach() for n in on_device
-    ]
-    values = iter(torch.stack([scalar.reshape(()) for scalar in scalars]).tolist())
+    to_device = partial(torch.as_tensor, dtype=precise(run.device), device=run.device)
+    values = iter(torch.stack([to_device(n).detach().reshape(()) for n in on_device]).tolist())
     rows = [fields | {name: next(values) for name in named} for fields, named in steps]
     seconds = clock.lap("train")
     tokens_per_sec = sum(row.pop("batch_tokens") for row in rows) / seconds

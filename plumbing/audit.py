@@ -27,7 +27,7 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
         machine.keep_freed_memory(False)  # or the copy would count as memory of the run
         before = clone(run.checkpoint())
         machine.keep_freed_memory()
-    tries = []  # of each, {name: hash}
+    tries = []  # of each, {name: hash} by rank
     names = []  # that differ between the first two
     # Two equal tries prove the step. If they are not equal, a third one shows which of them was
     # computed wrongly, and leaves the right result behind.
@@ -38,10 +38,10 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
             numbers = take_step()
             machine.synchronize(run.device)
         # smaller micro-batches give other bits; memory ran out maybe because of the copy
-        if any(max_over_ranks(run.state["micro_batch"] != micro_batch)):
+        if run.state["micro_batch"] != micro_batch:
             return skipped(run, step, numbers)
         with clock.apart("audit"):
-            tries.append(hashes_of(run, numbers))
+            tries.append(from_all_ranks(hashes_of(run, numbers)))
             names = names or differing(tries[0], tries[-1])
     machine.reset_peak_memory(run.device)
     if names:
@@ -54,19 +54,19 @@ def skipped(run, step: int, numbers: dict) -> dict:
     return numbers
 
 
-def differing(first: dict, second: dict) -> list[str]:
+def differing(first: list[dict], second: list[dict]) -> list[str]:
     """The names of the hashes that differ between two tries, on any rank."""
-    names = [name for name in first | second if first.get(name) != second.get(name)]
-    return sorted({name for own in from_all_ranks(names) for name in own})
+    names = set()
+    for then, now in zip(first, second, strict=True):
+        names |= {name for name in then | now if then.get(name) != now.get(name)}
+    return sorted(names)
 
 
-def name_the_odd_try(run, step: int, names: list[str], tries: list[dict]) -> None:
-    """Record which of the first two tries is not like a third one. Raises RunFailed if none of them
-    is, on any rank, or if there is no third."""
-    unlike = [own != tries[-1] for own in tries[:2]]
-    neither, first = max_over_ranks(all(unlike), unlike[0])
-    if len(tries) == 3 and not neither:
-        odd = "first" if first else "second"
+def name_the_odd_try(run, step: int, names: list[str], tries: list[list]) -> None:
+    """Record which of the first two tries is not like a third one. Raises RunFailed if both are not,
+    or if there is no third."""
+    if tries[-1] in tries[:-1]:
+        odd = "second" if tries[-1] == tries[0] else "first"
         run.folder.event(step, "audit", odd=odd, tensors=names)
         return
     raise RunFailed(

@@ -165,9 +165,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, built: list[dict], saved
     own_keys = clone(saved | {"state": {}})
     optimizer.load_state_dict(own_keys | {"state": moments, "param_groups": groups})
     for i in owners.keys() & moments.keys():
-        # all but `step` as saved: torch casts the rest to the weight's dtype, and garbles a str
-        as_saved = {key: moment for key, moment in moments[i].items() if key != "step"}
-        optimizer.state[owners[i]].update(as_saved)
+        # as saved: torch casts to the weight's dtype, and garbles a str
+        optimizer.state[owners[i]].update(moments[i])
 
 
 # ---- what a checkpoint cannot restore is refused, not lost on a resume ---------------------------
@@ -242,14 +241,13 @@ class Saver:
 
     def __init__(self, run, keep_last: int, may_roll_back_to: Callable):
         self.run = run
-        self.folder = run.folder.path
         self.keep_last = keep_last
         self.may_roll_back_to = may_roll_back_to
         self.groups = groups_of(run)  # with others, no resume could read a checkpoint
         self.thread = None  # of the newest save, on rank 0
         self.error = None  # of that save
         self.unsaved_best = None  # the checkpoint of a best.pt that could not be written
-        self.newest = run.state["step"]  # step of the newest checkpoint on the disk
+        run.signals.newest_save = run.state["step"]
 
     def save(self, names: list[str], required: bool = False) -> None:
         """Write one file under all of `names`, ckpt_STEP.pt last: so a save that a kill interrupts
@@ -300,22 +298,22 @@ class Saver:
     def write(self, checkpoint: dict, names: list[str]) -> None:
         """Write the files and prune. An error is an event, and must not end the run here."""
         state = checkpoint["state"]
-        best = checkpoint if "best.pt" in names else self.unsaved_best
+        if "best.pt" in names:
+            self.unsaved_best = checkpoint
         self.error = None
         try:
             self.announce(checkpoint, names)
             self.write_files(checkpoint, names)
-            self.newest = max(self.newest, state["step"])
-            if best and best is not checkpoint:
-                self.write_files(best, ["best.pt"])
-            best = None
+            self.run.signals.newest_save = state["step"]
+            if self.unsaved_best and self.unsaved_best is not checkpoint:
+                self.write_files(self.unsaved_best, ["best.pt"])
+            self.unsaved_best = None
             self.prune(state)
         except Exception as error:
             below = error.__context__  # torch's own error hides that of the disk
             self.error = below if isinstance(below, OSError) else error
             reason = reason_of(self.error)
             self.run.folder.event(state["step"], "save_failed", file=names[-1], error=reason)
-        self.unsaved_best = best
 
     def announce(self, checkpoint: dict, names: list[str]) -> None:
         """Log the hash; rows reach the disk before the checkpoint. Raises OSError if they wait."""
@@ -341,7 +339,7 @@ class Saver:
         """Keep the newest ckpt_STEP.pt, and the newest `keep_last` that a rollback may use."""
         if state["skips_in_row"]:
             return  # a rollback cannot use this checkpoint, so it replaces none
-        paths = numbered(self.folder, "ckpt")
+        paths = numbered(self.run.folder.path, "ckpt")
         targets = [path for path in paths if self.may_roll_back_to(step_of(path), state)]
         for path in set(paths[1:]) - set(targets[: self.keep_last]):
             path.unlink(missing_ok=True)

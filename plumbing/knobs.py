@@ -19,15 +19,14 @@ class Start:
     device: torch.device
     folder: RunFolder
     path: Path | None  # of the checkpoint from which it goes on; None: a new run
-    saved: dict | None  # what that holds
     reasons: dict  # knob that was "auto" -> why it has its value
 
 
-def settle_knobs(config: Config, stack: ExitStack, to_train: bool) -> Start:
+def settle_knobs(config: Config, stack: ExitStack, to_train: bool) -> tuple[Start, dict | None]:
     """Give every knob its final value, in `config` and in train.py, by the hardware and by the
     checkpoint to go on from; only compile="auto" waits for the model, whose FLOPs decide. The
     ranks join, and the folder is locked if the run is `to_train`, in the contexts of `stack`.
-    Raises BadInput."""
+    Returns also what that checkpoint holds, or None. Raises BadInput."""
     refuse_contradictions(config)
     config.settle(out_dir=folder_name(config))
     config.settle(**machine.pin_kernels(config))  # if portable: before the first operation
@@ -46,7 +45,7 @@ def settle_knobs(config: Config, stack: ExitStack, to_train: bool) -> Start:
     saved = checkpoint.load(path, verify=False) if path else None  # it is verified by now
     values, reasons = from_rank0(resume.resolve_auto_knobs, config, saved, device)
     config.settle(**values)
-    return Start(device, folder, path, saved, reasons)
+    return Start(device, folder, path, reasons), saved
 
 
 def refuse_contradictions(config: Config) -> None:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable
-from math import inf
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from plumbing.ranks import is_sharded, max_over_ranks
 from plumbing.snapshot import Snapshot
 
 
-def halving_on_oom(before: Snapshot, compute: Callable[[], Any], sequences: float = inf) -> Any:
+def halving_on_oom(before: Snapshot, compute: Callable[[], Any], sequences: int) -> Any:
     """Return compute(). If memory runs out on any rank, restore `before`, halve the micro-batch in
     run.state, which compute reads, and try again. compute has no collective operation, except for
     a sharded model, which is not tried again. Raises RunFailed if a smaller micro-batch cannot
@@ -56,7 +55,7 @@ def halving_on_oom(before: Snapshot, compute: Callable[[], Any], sequences: floa
 def log_smaller_micro_batch(run) -> None:
     """Record an event if the micro-batch has become smaller since the last call."""
     now = run.state["micro_batch"]
-    if run.noted_size and now < run.noted_size:
+    if now < run.noted_size:
         run.folder.event(run.state["step"], "out_of_memory", micro_batch=now)
     run.noted_size = now
 

@@ -17,11 +17,11 @@ from plumbing.files import digest_of, read_json
 from plumbing.machine import choose_dtype, device_name
 from plumbing.ranks import from_rank0, world_size
 from plumbing.run_folder import RunFolder
+from plumbing.witness import ResumeCheck
 
-# Knobs that are resolved once. A resume takes the checkpoint's values, unless the command asks for
-# others.
-KEPT = ("dtype", "compile", "warmup_steps", "decay_steps")
-ASKS_NOTHING = {"dtype": "auto", "compile": "auto", "decay_steps": 0}
+# Knobs that are resolved once, and the value that asks for nothing. A resume takes the checkpoint's
+# values, unless the command asks for others.
+KEPT = {"dtype": "auto", "compile": "auto", "warmup_steps": None, "decay_steps": 0}
 PLACES = ("out_dir", "data_dir", "resume")  # knobs that a resume does not mention
 # What it mentions, beside the other knobs and code, if it has changed
 FACTS = ("torch", "python", "device", "threads", "ranks", "micro_batch", "git_commit")
@@ -80,6 +80,18 @@ def changes_since(run: Any) -> dict[str, list]:
         return {}
     now = identity_of(run.facts) | {"micro_batch": run.state["micro_batch"]}
     return known_changes(run.before, now, run.knobs)
+
+
+def record_start(run: Any) -> None:
+    """After the warm-up pass: write run.json, log from which checkpoint and with which knobs a run
+    goes on, and compare its rows with those past that checkpoint. Rank 0 only."""
+    run.folder.write_facts()
+    if run.path:
+        changed = changes_since(run)
+        fields = {"checkpoint": run.path.name, "knobs": run.facts["config"], "changed": changed}
+        run.folder.record(run.state["step"], "resume", **fields)
+        if run.folder.owns(run.path):
+            run.folder.watchers.append(ResumeCheck(run, changed))
 
 
 def load_checkpoint(run: Any, saved: dict, fresh_state: dict, position: tuple) -> None:
@@ -167,7 +179,7 @@ def asks_for(name: str, config: Config, then: dict) -> bool:
     """Whether a flag, or an edited config file, asks for another value of a knob than the run has
     whose identity is `then`."""
     same = then[name] if name in config.typed else then["written"][name]
-    return config[name] not in (ASKS_NOTHING.get(name), same)
+    return config[name] not in (KEPT[name], same)
 
 
 def refuse_ended_schedule(config: Config, planned: int) -> None:

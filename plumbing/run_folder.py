@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from plumbing import console, machine
+from plumbing.checkpoint import NO_ROOM, bytes_to_keep
 from plumbing.cli import fail
 from plumbing.clock import Clock
 from plumbing.console import REPO, print0
 from plumbing.files import clean, lock_file, read_json, write_json
 from plumbing.log import LogFile
 from plumbing.ranks import rank
-from plumbing.witness import ResumeCheck
 
 
 class RunFolder(ExitStack):
@@ -80,7 +80,7 @@ class RunFolder(ExitStack):
         except OSError as error:
             place = error.filename or self.path
             hint = "write --out_dir=FOLDER"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno in NO_ROOM:
                 needed = max((file.stat().st_size for file in self.path.glob("*.pt")), default=0)
                 hint = f"free {needed / 1e6 + 1:,.0f} MB, which the next checkpoint needs"
             fail(f"{place} cannot be written ({error.strerror}); {hint}")
@@ -94,12 +94,12 @@ class RunFolder(ExitStack):
 
     # ---- run.json, from the start to the end -----------------------------------------------------
 
-    def open(self, run: Any, bytes_to_keep: int, command: list[str]) -> None:
-        """Create or reopen the folder. bytes_to_keep: of all checkpoints that exist at once. fail()s
-        if the folder cannot be written, or is too small."""
+    def open(self, run: Any, command: list[str]) -> None:
+        """Create or reopen the folder. fail()s if it cannot be written, or if the disk is too small
+        for the checkpoints."""
         with self.refusing():
             if not self.holds_run():  # else most of them are there already
-                require_free(self.path, bytes_to_keep)
+                require_free(self.path, bytes_to_keep(run))
             self.lock(to_make=True)
             for leftover in self.path.glob("*.pt.tmp"):  # of a killed run
                 leftover.unlink()
@@ -109,27 +109,18 @@ class RunFolder(ExitStack):
             git = git_state()
             run.facts["run"]["git_commit"] = git["commit"]
             before = read_json(self.path / "run.json") if is_own else {}  # of earlier processes
-            new = {"command": command, **run.facts, "git": git}
-            new |= machine.describe_machine(run.device)
-            new["parameters"] = sum(weight.numel() for weight in run.model.parameters())
-            new["flops_per_token"] = machine.flops_per_token(run.model)
+            new = {
+                "command": command,
+                **run.facts,
+                "git": git,
+                **machine.describe_machine(run.device),
+                "parameters": sum(weight.numel() for weight in run.model.parameters()),
+                "flops_per_token": machine.flops_per_token(run.model),
+            }
             first = {"start": now(), "wandb_id": os.urandom(4).hex()}
             self.facts = first | before | new | {"end": None, "ended": None}  # if it is killed
             self.old_facts = {name: before[name] for name in new if name in before}
             write_json(self.checked_path() / "run.json", self.facts | self.old_facts)
-
-    def begin(self, run: Any, changed: dict) -> None:
-        """After the warm-up pass: the rows of a run that was resumed are compared with those past
-        its checkpoint. changed: {name: [then, now]} of what is known to have changed since then."""
-        if rank() > 0:
-            return
-        if run.path:
-            knobs = {name: run.facts["config"][name] for name in run.knobs}
-            fields = {"checkpoint": run.path.name, "knobs": knobs, "changed": changed}
-            self.record(run.state["step"], "resume", **fields)
-            if self.owns(run.path):
-                self.watchers.append(ResumeCheck(run, changed))
-        self.write_facts()
 
     def write_facts(self) -> None:
         with self.warning("run.json"):

@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from plumbing.console import print0
@@ -20,15 +20,15 @@ class StoppedWaiting(BaseException):
 
 class Signals:
     """Handles signals within `with Signals(...) as signals:`. stop: the first of SIGINT, SIGTERM and
-    SIGHUP (a closed terminal), or 0. save: a SIGUSR1 asked for a checkpoint. newest_save: returns
-    the step of the newest checkpoint, for the answer to Ctrl-C."""
+    SIGHUP (a closed terminal), or 0. save: a SIGUSR1 asked for a checkpoint. newest_save: the step
+    of the newest checkpoint on the disk, for the answer to Ctrl-C."""
 
     def __init__(self) -> None:
         self.stop = 0
         self.agreed_stop = 0  # the largest `stop` of any rank, by their latest message in a step
         self.save = False
         self.is_waiting = False
-        self.newest_save: Callable[[], int] = lambda: 0
+        self.newest_save = 0
         self.parent = os.getppid()  # torchrun, if it started this process
         self.before = {}  # signal -> handler
 
@@ -59,7 +59,7 @@ class Signals:
         self.stop = self.stop or number
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)  # the second ends a process that hangs, too
-            newest = f"newest checkpoint: step {self.newest_save():,}"
+            newest = f"newest checkpoint: step {self.newest_save:,}"
             with suppress(RuntimeError):  # the signal came within another print
                 print0(f"stopping after this step; Ctrl-C again stops now ({newest})")
         if self.is_waiting:

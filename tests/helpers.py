@@ -168,7 +168,7 @@ def build_run(optimizer="adamw", rows=32, accum=1, ema=False, **shape):
     return train.Run(
         folder=None,
         path=None,
-        before={},
+        reasons={},
         device=torch.device("cpu"),
         train_data=None,
         val_data=None,
