@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import signal
 
 import plumbing  # noqa: F401  before torch: Ctrl-C in the imports is one line
@@ -49,7 +50,7 @@ from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
 from plumbing.ranks import from_rank0, rank, world_size
 from plumbing.sampling import print_sample
 from plumbing.signals import Signals, StoppedInEvaluation, StoppedWaiting
-from plumbing.snapshot import Snapshot, evaluating, rng_state, seed_everything, step_optimizer
+from plumbing.snapshot import Snapshot, evaluating, rng_state, step_optimizer
 from plumbing.watch import Watch
 
 # The run, and the text it learns
@@ -272,6 +273,13 @@ def build_run(config: cli.Config, start: Start, datasets: tuple) -> Run:
     checkpoint.refuse_what_is_lost(run)
     run.facts["run"] = resuming.facts_of_run(config, about, start.device)
     return run
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy, and torch on every device (CUDA as soon as it is initialized)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 @dataclass

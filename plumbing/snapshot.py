@@ -50,13 +50,6 @@ def clone(value: Any) -> Any:
     )
 
 
-def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy, and torch on every device (CUDA as soon as it is initialized)."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def rng_state(device: torch.device) -> dict:
     """All that later random numbers depend on, in a form that torch.load(weights_only=True) reads:
     NumPy's own array would not, so its 624 words become an int64 tensor."""
