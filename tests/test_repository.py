@@ -21,19 +21,19 @@ from plumbing import files
 # How much there is to read, in nodes of the syntax tree. These numbers only fall; a family may take
 # from another one what that loses in the same commit.
 MAX_NODES = {
-    "train.py model.py optim.py": 7_409,
-    "plumbing/*.py": 17_034,
-    "prepare_data.py sample.py": 3_732,
-    "report.py replay.py check.py reporting/*.py checks/*.py": 16_568,
-    "bench.py": 2_963,
-    "config/*.py examples/*.py": 1_730,
+    "train.py model.py optim.py": 7_361,
+    "plumbing/*.py": 16_859,
+    "prepare_data.py sample.py": 3_638,
+    "report.py replay.py check.py reporting/*.py checks/*.py": 16_084,
+    "bench.py": 2_841,
+    "config/*.py examples/*.py": 1_670,
 }
-MAX_NODES_IN_ALL = 49_436  # the aim is 46,000
-MAX_NODES_LOADED = 23_805  # by `import train`
-MAX_LINES_OF_TESTS = 11_265  # tests/*.py
+MAX_NODES_IN_ALL = 48_453  # the aim is 46,000
+MAX_NODES_LOADED = 23_596  # by `import train`; the aim is 21,300
+MAX_LINES_OF_TESTS = 10_858  # the aim is 10,800  # tests/*.py
 MAX_WORDS = 23_500  # README.md and docs/*.md
 MAX_WORDS_OF_README = 1_800
-MAX_LINES_OF_TRAIN = 939  # the aim is 870
+MAX_LINES_OF_TRAIN = 923  # the aim is 870
 MAX_NODES_OF_A_LINE = {"model.py": 9.4}  # in files of more than 60 lines of code
 MAX_LINES_OF_A_FUNCTION = 60
 NOT_COUNTED = ("tests", "out", "data", "wandb", ".venv", "venv")
