@@ -57,11 +57,11 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def clean(value: Any) -> Any:
-    """`value` with None for each float that is not finite: JSON has no NaN."""
+    """`value` with None for each float that is not finite (JSON has no NaN), and keys as str."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {key: clean(item) for key, item in value.items()}
+        return {k if isinstance(k, str) else repr(k): clean(v) for k, v in value.items()}
     return [clean(item) for item in value] if isinstance(value, list | tuple) else value
 
 
