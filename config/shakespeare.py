@@ -1,7 +1,7 @@
 """TinyShakespeare by character with the plain transformer: one layer, no extras, minutes on two CPU
 cores.
 
-python train.py config/shakespeare.py: validation loss 1.576 (one run, seed 1337).
+python train.py config/shakespeare.py: validation loss 1.575 ± 0.005 (five seeds).
 config/shakespeare_extras.py adds an n-gram table and a convolution: 1.462 ± 0.003.
 """
 

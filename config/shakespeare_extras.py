@@ -1,4 +1,4 @@
-"""TinyShakespeare by character with one layer and both extras: one to three minutes on two CPU
+"""TinyShakespeare by character with one layer and both extras: one to four minutes on two CPU
 cores.
 
 python train.py config/shakespeare_extras.py: validation loss 1.462 ± 0.003 (five seeds). What a
