@@ -140,7 +140,7 @@ def cell(value, how):
 
 
 def peak(job):
-    """The fastest matrix product of each dtype, beside the datasheet's."""
+    """The fastest matrix product of each dtype, beside the datasheet's, and memory bandwidth."""
     device = job.device
     rows = {}
     for dtype in ("float32", "bfloat16", "float16"):
@@ -148,9 +148,14 @@ def peak(job):
         with contextlib.suppress(RuntimeError):  # a dtype that this device does not support
             row["measured"], row["n"] = machine.matmul_rate(device, getattr(torch, dtype))
         rows[dtype] = row
+    source = torch.ones(2**26 if device.type == "cpu" else 2**28, device=device)
+    bandwidth = 2 * source.nbytes / min(seconds_of(source.clone, 1, device) for _ in range(6))
     print0(f"\npeak: TFLOP/s of an n-cubed matrix product, {torch.get_num_threads()} threads")
     print_table(rows, measured=".2f T", n=",.0f", datasheet="g T")
-    return {"flops_per_sec": rows}
+    print0(
+        f"  memory: {bandwidth / 1e9:.1f} GB/s, reads plus writes, copying {source.nbytes:,} bytes"
+    )
+    return {"flops_per_sec": rows, "bytes_per_sec": bandwidth}
 
 
 def ladder(job):

@@ -40,6 +40,7 @@ LOOKS = {  # of a line in matplotlib
     "thin": {"lw": 0.8, "alpha": 0.6},
     "mean": {"lw": 1.7},
     "dots": {"lw": 1.7, "zorder": 4},
+    "limit": {"lw": 1.2},
     "best": {
         "ls": "",
         "marker": "*",
@@ -174,6 +175,10 @@ def curves_of(field, run):
         best = results.best_in_words(run)
         star = Curve(best, best, "vermilion", "best", scores.x[is_best], scores.y[is_best])
         curves += [scores, star]
+    clip = run.facts.get("grad_clip")
+    if field.name == "grad_norm" and clip:
+        limit = np.full(len(steps), clip)
+        curves.append(Curve(f"clip at {clip:g}", "clip at", "black", "limit", steps, limit, dash=1))
     return curves
 
 

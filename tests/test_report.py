@@ -334,8 +334,10 @@ def test_every_kind_of_run_is_drawn_twice_from_the_same_panels(name, tmp_path):
 def test_a_curve_is_the_record(tmp_path):
     """Its points, in the picture and in the page, are the numbers of metrics.jsonl."""
     rows = falling(200, weight_norm=3.5)
-    folder = write_run(tmp_path / "run", rows)
-    loss = drawing_of(page_of(folder).read_text())["loss (nats)"]["curves"][0]
+    folder = write_run(tmp_path / "run", rows, config={"grad_clip": 0.7})
+    drawn = drawing_of(page_of(folder).read_text())
+    assert set(drawn["gradient norm"]["curves"][-1]["y"]) == {0.7}
+    loss = drawn["loss (nats)"]["curves"][0]
     ax = panels.picture([read_run(folder)]).axes[0]
     for x, y in ((loss["x"], loss["y"]), ax.lines[0].get_data()):
         assert list(x) == [row["step"] for row in rows]
