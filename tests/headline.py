@@ -85,7 +85,8 @@ def draw(curves):
     axes.set_ylabel("validation loss (nats per character)")
     axes.set_ylim(top=3.0, bottom=1.75)
     axes.legend()
-    figure.savefig(REPO / "docs/headline.png", dpi=110)
+    command = {"Command": "NANOGPT=../nanoGPT python tests/headline.py"}
+    figure.savefig(REPO / "docs/headline.png", dpi=110, metadata=command)
 
 
 def main():
