@@ -17,7 +17,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch.func import functional_call
-from torch.nn.functional import cross_entropy
 
 import optim
 import train
@@ -343,7 +342,8 @@ class PlainLoop:
 
     @torch.no_grad()
     def evaluate(self, step):
-        """The mean of -log p of the averaged weights, in float64, by the classes that exist."""
+        """The mean loss of the averaged weights, by the classes that exist. What a target costs is the
+        fork's own: another check asks whether that is -log p."""
         val_data = self.run.val_data
         meta = self.run.facts["data"]["meta"]
         inputs, targets = data.to_device(val_data[0, len(val_data)], self.run.device)
@@ -358,7 +358,7 @@ class PlainLoop:
         counted = targets != -100
         targets = targets[counted]
         logits = torch.cat(parts)[counted][:, : meta["vocab_size"]].double()
-        loss = cross_entropy(logits, targets).item()
+        loss = train.cross_entropy(logits, targets).item()
         self.best_loss = min(self.best_loss, loss)
         row = {"val_loss": loss, "best_val_loss": self.best_loss}
         row["val_accuracy"] = (logits.argmax(-1) == targets).double().mean().item()
