@@ -177,7 +177,7 @@ def hang(i):
 
 def raise_own(i):
     if i == 2:
-        raise KeyError("of the dataset")
+        raise ConnectionError("of the dataset")
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -232,11 +232,21 @@ def test_workers_die_with_a_run_that_is_killed():
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_error_of_the_dataset_keeps_its_type_and_its_line(batches_of, num_workers):
-    with pytest.raises(KeyError) as error:
+    with pytest.raises(ConnectionError) as error:
         list(batches_of(Numbers(raise_own), num_workers))
     assert "of the dataset" in str(error.value)
     if num_workers:
-        assert 'raise KeyError("of the dataset")' in str(error.value)
+        assert 'raise ConnectionError("of the dataset")' in str(error.value)
+
+
+def test_a_worker_that_is_killed_while_it_sends_is_named(batches_of, monkeypatch):
+    def get(*_):
+        raise ConnectionResetError("of the pipe")
+
+    iterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    monkeypatch.setattr(iterator, "_try_get_data", get)
+    with pytest.raises(RuntimeError, match="^DataLoader worker"):
+        list(batches_of(Numbers()))
 
 
 SHARE = """

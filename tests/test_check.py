@@ -232,6 +232,12 @@ def test_what_a_probe_cannot_ask_is_not_a_fault_but_an_error_of_the_loop_is(chec
     assert checks(twin.twin_checks) == {"twin checks": (False, "ValueError: one line")}
 
 
+def test_where_bfloat16_is_emulated_muon_takes_the_steps_of_torchs_own(checks, monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    found = checks(twin.twin_checks, optimizer="muon")
+    assert found["the weights and averages are those of a plain loop"][1].startswith("off by 0,")
+
+
 def test_a_resume_that_compared_nothing_is_not_asked(checks, monkeypatch):
     monkeypatch.setattr(train, "log_two_more_steps", lambda *args: None)
     fine, _ = checks(twin.twin_checks).get("a resume is bit for bit", (None, ""))
@@ -248,6 +254,13 @@ def test_a_sound_fork_is_go(name, data_dir, tmp_path):
     done = run_python("check.py", f"tests/sound/{name}.py", *flags)
     printed = done.stdout + done.stderr
     assert done.returncode == 0 and "Traceback" not in printed, printed
+
+
+def test_the_readme_counts_the_bugs_and_the_sound_loops_of_the_lists():
+    bugs = tomllib.loads((REPO / "tests" / "bugs.toml").read_text())["bug"]
+    loops = (REPO / "tests" / "sound.txt").read_text().splitlines()
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    assert f" of {len(bugs)} bugs]" in readme and f" of {len(loops)} sound loops" in readme
 
 
 def test_the_bugs_of_the_list_apply_to_the_present_code():

@@ -63,10 +63,10 @@ def test_clipping_of_100_200_50(knobs, grad_clip, clipped):
     class Three(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.w = torch.nn.Parameter(torch.zeros(3))
+            self.parts = torch.nn.ParameterList([torch.zeros(1), torch.zeros(2)])
 
         def forward(self, inputs, targets):
-            return (self.w * torch.tensor([100.0, 200.0, 50.0])).sum()
+            return (torch.cat([*self.parts]) * torch.tensor([100.0, 200.0, 50.0])).sum()
 
     run = build_run(rows=1)
     run.model = model = Three()
@@ -74,8 +74,9 @@ def test_clipping_of_100_200_50(knobs, grad_clip, clipped):
     numbers = update(run, *batch(1), lr=1.0)
     assert (numbers["loss"], numbers["skipped"]) == (0, 0)
     assert numbers["grad_norm"] == pytest.approx(229.13, abs=0.005)
-    assert [round(g, 3) for g in model.w.grad.tolist()] == clipped
-    assert torch.allclose(model.w, -model.w.grad)
+    gradients = torch.cat([part.grad for part in model.parts])
+    assert [round(g, 3) for g in gradients.tolist()] == clipped
+    assert torch.allclose(torch.cat([*model.parts]), -gradients)
 
 
 def test_float16_gradients_are_unscaled_before_they_are_clipped(knobs):
@@ -184,6 +185,7 @@ def evaluate(run, val, micro_batch=5):
 
 
 def test_evaluation_is_the_mean_over_every_token_of_the_split(knobs, val):
+    knobs(label_smoothing=0.5)
     run = build_run(dropout=0.5, label_smoothing=0.5)
     ids, _ = val
     run.model.eval()
