@@ -20,6 +20,7 @@ from torch.func import functional_call
 
 import optim
 import train
+from model import cross_entropy
 from plumbing import checkpoint, cli, data
 from plumbing.log import key_of, read_rows
 from plumbing.snapshot import buffers_of, clone
@@ -358,7 +359,7 @@ class PlainLoop:
         counted = targets != -100
         targets = targets[counted]
         logits = torch.cat(parts)[counted][:, : meta["vocab_size"]].double()
-        loss = train.cross_entropy(logits, targets).item()
+        loss = cross_entropy(logits, targets).item()
         self.best_loss = min(self.best_loss, loss)
         row = {"val_loss": loss, "best_val_loss": self.best_loss}
         row["val_accuracy"] = (logits.argmax(-1) == targets).double().mean().item()
