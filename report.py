@@ -7,11 +7,9 @@ Reports on a run from the metrics.jsonl and run.json in its folder:
     python report.py out/a out/b --axis=time        # their curves by time, not by step
     python report.py out/shakespeare --html=true    # also report.html (of several: compare.html)
     python report.py out/shakespeare --watch=true   # report.html, updated while the run continues
-    python report.py records/*/                     # the table of what was measured
 
 Prints of several runs their results, best first, and the flags that differ; then the troubles that
-it finds, and paths. Where there are records, it prints their table alone. A folder that holds no
-run is left out with a line. A field that it does not know gets a panel and a row. With
+it finds, and paths. A folder that holds no run is left out with a line. A field that it does not know gets a panel and a row. With
 DOLLARS_PER_HOUR, the price of a device, in the environment, a result is what the run has cost.
 """
 
@@ -33,7 +31,6 @@ from plumbing.data import FALLBACK
 from plumbing.files import replacing
 from reporting.panels import page, write_picture
 from reporting.record import is_running, read_run
-from reporting.records import HEADER, record_rows
 from reporting.results import best_in_words, best_of, ended, happened, metric_of, outcome, table
 from reporting.troubles import troubles
 
@@ -257,11 +254,8 @@ def main(argv=None):
     folders = []
     with configured(globals(), argv=argv, names=folders), np.errstate(all="ignore"):
         folders = folders or ["out"]
-        records = [row for folder in folders for row in record_rows(folder)]
         inside = sorted(path.parent for path in Path(folders[0]).glob("*/metrics.jsonl"))
-        if records:
-            print0(table(HEADER, records), end="")
-        elif len(folders) == 1 and inside:
+        if len(folders) == 1 and inside:
             print0(listing(sorted(read_runs(inside), key=best_first)), end="")
         else:
             runs = read_runs(folders)

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import pkgutil
 import re
 import subprocess
@@ -13,7 +14,6 @@ from conftest import HONEST_DATA, REPO, run_python
 
 from plumbing.cli import read_knobs
 from prepare_data import prepare
-from reporting.records import HEADER, record_rows
 
 PAGES = ["docs/trouble.md", "docs/lessons.md", "docs/questions.md"]
 WITH_README = [*PAGES, "README.md"]
@@ -216,41 +216,75 @@ def test_a_picture_says_by_which_command_it_was_drawn(name):
 
 # ---- records -------------------------------------------------------------------------------------
 
-FOLDERS = sorted(  # but for whole runs, which test_portable.py computes again
-    path for path in (REPO / "records").glob("*/") if not (path / "metrics.jsonl").exists()
-)
 SPREAD = re.compile(r"\d\.\d{3} ± \d\.\d{3}")
-README = (REPO / "README.md").read_text(encoding="utf-8")
-ROWS = {folder.name: list(record_rows(folder)) for folder in FOLDERS}
+ROW = re.compile(r"^\| (\w\S*) \| (.+?) \| ([0-9a-f]{7}|new) \|", re.MULTILINE)
+# {record: (commit at which it was measured, commit whose version it is)}
+TABLE = {name: commits for name, *commits in ROW.findall(text_of("records/README.md"))}
+FOLDERS = [name for name in TABLE if not name.endswith(".csv")]
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_record_says_what_was_measured_by_which_command_on_what(name):
-    for row in ROWS[name]:
-        what, loss, seconds, runs, command, machine, when = row
-        assert SPREAD.fullmatch(loss) and float(seconds) > 0 and int(runs) >= 3, what
-        assert command.startswith("`python ") and "torch 2." in machine
-        assert re.fullmatch(r"\d{4}-\d\d-\d\d, [0-9a-f]{7}(, patched)?", when)
-    assert ROWS[name]
+def git(*words):
+    done = subprocess.run(["git", *words], cwd=REPO, capture_output=True, text=True)
+    return done.stdout if done.returncode == 0 else None
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_the_command_of_a_record_is_one_of_today(name):
-    for row in ROWS[name]:
-        command, when = row[HEADER.index("command")].strip("`"), row[-1]
-        script, *flags = command.split()[1:]
-        if script.startswith("$NANOGPT"):
-            continue
-        files = [script, *(flag for flag in flags if not flag.startswith("--"))]
-        assert [file for file in files if not (REPO / file).is_file()] == []
-        names = {flag[2:].partition("=")[0] for flag in flags if flag.startswith("--")}
-        if not when.endswith("patched"):  # by a patch of tests/hacks, which may add a flag
-            assert names - knobs_of(script if script in SCRIPTS else "train.py") == set()
+def facts_in(name):
+    """What the .json files of a record hold, as dicts."""
+    return [json.loads(path.read_text()) for path in (REPO / "records" / name).glob("*.json")]
+
+
+def rows_in(name):
+    """{(loss with its spread, seconds)} of a record."""
+    found = []
+    for facts in facts_in(name):
+        if "seeds" in facts:
+            mean, deviation = (facts["seeds"]["runs"][key] for key in ("mean", "deviation"))
+            found.append((mean["loss"], deviation["loss"], mean["seconds"]))
+        rows = facts.get("from_nanogpt", {"rows": {}})["rows"].values()
+        found += [(row["loss"], row["deviation"], row["process"]) for row in rows]
+    return {(f"{loss:.3f} ± {spread:.3f}", f"{seconds:.1f}") for loss, spread, seconds in found}
+
+
+def test_every_record_is_in_the_table():
+    names = {path.name for path in (REPO / "records").iterdir()}
+    assert names - {"README.md", "portable", "portable_formula"} == set(TABLE)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_record_is_as_it_was_measured(name):
+    """It equals the version that the table names; a list of trials begins with it."""
+    measured, version = TABLE[name]
+    if version == "new":  # that of the commit which added the row
+        row = f"-S| {name} | {measured} | new |"
+        added = git("log", "--format=%h", row, "--", "records/README.md")
+        version = added.split()[-1] if added else "not yet a commit"
+    if git("cat-file", "-e", f"{version}^{{commit}}") is None:
+        pytest.skip(f"no history here: {version}")
+    if name.endswith(".csv"):
+        assert text_of(f"records/{name}").startswith(git("show", f"{version}:records/{name}"))
+    else:
+        assert git("diff", version, "--", f"records/{name}") == ""
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_files_that_a_record_names_are_in_its_commit(name):
+    for facts in facts_in(name):
+        commit = facts["git"]["commit"]
+        assert commit.startswith(TABLE[name][0])
+        if git("cat-file", "-e", commit) is None:
+            pytest.skip(f"no history here: {commit}")
+        rows = facts.get("from_nanogpt", {"commands": {}})["commands"].values()
+        for words in [facts["command"], *map(str.split, rows)]:
+            files = [word for word in words if re.fullmatch(r"[^-].*\.py", word)]
+            assert files
+            for file in files if not words[0].startswith("$NANOGPT") else []:
+                file = Path(file).name if file.startswith("/") else file
+                assert git("cat-file", "-e", f"{commit}:{file}") is not None, file
 
 
 @pytest.mark.parametrize("folder", [".", "docs", "config"])
 def test_every_spread_is_that_of_a_record(folder):
-    recorded = {row[HEADER.index("loss")] for rows in ROWS.values() for row in rows}
+    recorded = {loss for name in FOLDERS for loss, _ in rows_in(name)}
     texts = [path for path in (REPO / folder).glob("*") if path.suffix in (".md", ".py")]
     prose = [
         run_page.FENCE.sub("", path.read_text("utf-8")) for path in texts
@@ -260,18 +294,6 @@ def test_every_spread_is_that_of_a_record(folder):
 
 
 def test_the_seconds_in_the_table_of_measurements_are_those_of_the_record():
-    seconds = {row[0]: row[2] for row in ROWS["from_nanogpt"]}
-    table = README.partition("## Measured\n\n")[2].split("\n\n")[0]
-    claimed = re.findall(r"(\d+\.\d) s\b", table)
-    assert len(claimed) >= 3
-    assert set(claimed) <= set(seconds.values())
-
-
-def test_the_table_of_records_is_printed_by_a_command_that_writes_nothing():
-    files = set(REPO.glob("records/*/*"))
-    folders = sorted((REPO / "records").glob("*/"))  # two of them hold a whole run
-    done = run_python("report.py", *folders)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + sum(map(len, ROWS.values()))
-    assert re.split(r" *\| *", lines[0])[1:-1] == list(HEADER)
-    assert done.returncode == 0 and done.stderr == "" and set(REPO.glob("records/*/*")) == files
+    table = text_of("README.md").partition("## Measured\n\n")[2].split("\n\n")[0]
+    claimed = set(re.findall(r"(\d+\.\d) s\b", table))
+    assert len(claimed) >= 3 and claimed <= {seconds for _, seconds in rows_in("from_nanogpt")}
