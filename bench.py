@@ -308,7 +308,7 @@ def overhead(job):
         next(timer)
         # in place of the console: the loop has waited for the device, and has written its rows
         table = SimpleNamespace(live=lambda step: None, print_row=lambda row: next(timer))
-        saver = checkpoint.Saver(run, train.keep_last, train.may_roll_back_to)
+        saver = checkpoint.Saver(run, train.keep_last)
         with setting(log_interval=every), contextlib.suppress(StopIteration):
             train.train(run, model, table, saver, Clock())
     rows = {name: {"ms": 1000 * median(each[1:])} for name, each in times.items()}

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 import train
-from checks.run_log import BEGINNING, Position, RunLog, first_difference, in_words
+from checks.run_log import RunLog, first_difference, in_words
 from plumbing import checkpoint, cli, forks, machine, ranks
 from plumbing.cli import RunFailed, fail
 from plumbing.console import is_first_rank, print0
@@ -143,7 +143,7 @@ def where_they_part(one: RunLog, other: RunLog) -> int:
     last = min(one.last, other.last)
     found = first_difference(one.path, other.path, last=last)
     at = found["step"] if found else last
-    here, there = (run.stretches(BEGINNING, run.position(at))[-1][0] for run in (one, other))
+    here, there = (run.stretches(-1, at)[-1][0] for run in (one, other))
     for name in here:
         if here[name] != there.get(name):
             print0(f"{name}: {here[name]}, {there.get(name)}")
@@ -189,13 +189,18 @@ class Replay(Watch):
             fail(f"--step={last} --since={since}: {steps_of}")
         self.logged = run
         self.loop = loop_of(run)
-        self.shown = [run.position(last - back) for back in range(looks)]
-        self.end_at = run.position(last)
+        self.shown = [last - back for back in range(looks)]
+        self.end_at = last
         latest = last - looks if looks else max(since, run.first)
-        self.begin_at, self.path, self.content = start_before(run, self.end_at, latest)
-        self.stop = self.end_at  # of what is computed with the same settings
-        self.is_over = False  # that
-        rows = run.rows_between(self.begin_at.step, last)
+        self.begin_at, self.path, self.content = start_before(run, latest)
+        self.stop = last  # the last step that is computed with the same settings
+        self.is_over = False  # whether that step is computed
+        if self.begin_at < run.rolled_back:
+            fail(
+                f"{run.path} went on with other data after step {run.first}, and no checkpoint "
+                "from there is left; to begin at a later one: --since=STEP"
+            )
+        rows = run.rows_between(self.begin_at, last)
         self.comparison = Witness(rows, run.knobs["best_metric"], whole=True)
         self.seen = {}  # {step: what steps.look_at() returns}
         self.here = {}  # what computes, as in run.json
@@ -208,23 +213,20 @@ class Replay(Watch):
 
     def begin(self, run: Any) -> None:
         self.here = run.facts["run"]
-        self.state = run.state
         run.folder.watchers.append(self)
 
     def see(self, row: dict, is_kept: bool) -> None:
-        """Compare a row with the log, which lacks what a rollback that is still to come will undo."""
-        here = Position(self.state["rollbacks"], row["step"])
-        if self.begin_at < here <= self.end_at and here == self.logged.position(row["step"]):
+        if self.begin_at < row["step"] <= self.end_at:
             self.comparison.see(row)
 
     def step(self, run: Any, take: Callable[[], dict], inputs, targets, lr: float) -> dict:
-        position = Position(run.state["rollbacks"], run.state["step"] + 1)
-        if position not in self.shown:
+        number = run.state["step"] + 1
+        if number not in self.shown:
             return take()
         numbers, seen = steps.look_at(self.loop, take, run, inputs, targets, lr)
         if against:
             seen["traces"] = ranks.from_all_ranks(seen["trace"])
-        self.seen[position.step] = seen
+        self.seen[number] = seen
         return numbers
 
     def due(self, run: Any, due: SimpleNamespace) -> None:
@@ -233,7 +235,7 @@ class Replay(Watch):
         is_due = due.evaluation and at < self.logged.last
         due.evaluation = is_due or (at, "eval") in self.logged.rows
         due.save_now |= (at, "saved") in self.logged.rows
-        is_enough = self.is_refuted() or self.stop == (run.state["rollbacks"], at)
+        is_enough = self.is_refuted() or self.stop == at
         self.is_over = any(ranks.max_over_ranks(self.is_over or is_enough))
         if self.is_over:
             due.ending = "computed again", 1
@@ -250,7 +252,7 @@ class Replay(Watch):
         """Returns itself. Raises RunFailed if the end is not reached."""
         run = self.logged
         place = self.path.name if self.path else "its beginning"
-        print0(f"computing {run.path} from {place} to step {self.end_at.step}")
+        print0(f"computing {run.path} from {place} to step {self.end_at}")
         port = os.environ.get("MASTER_PORT", os.getpid())  # all ranks need the same folder
         scratch = Path(gettempdir(), f"replay_{port}_{os.environ.get(ATTEMPT)}")
         resume = "auto" if self.path else run.began_from or "auto"
@@ -258,7 +260,7 @@ class Replay(Watch):
             if is_first_rank():
                 scratch.mkdir(0o700)
                 if self.path:
-                    torch.save(self.content, scratch / checkpoint.file_name(self.begin_at.step))
+                    torch.save(self.content, scratch / checkpoint.file_name(self.begin_at))
             for settings, stop in run.stretches(self.begin_at, self.end_at):
                 self.stop = stop
                 self.is_over = False
@@ -275,7 +277,7 @@ class Replay(Watch):
         count = settings["ranks"]
         if count != int(os.environ.get("WORLD_SIZE", 1)):
             how = f"torchrun --standalone --nproc_per_node={count} replay.py ..."
-            fail(f"step {self.stop.step} of {path} was computed by {count} ranks: {how}")
+            fail(f"step {self.stop} of {path} was computed by {count} ranks: {how}")
         # each group of ranks needs a name of its own, as the one before has left its keys there
         os.environ[ATTEMPT] = os.environ.get(ATTEMPT, "0") + "_"
         torch.set_num_threads(settings["threads"])
@@ -286,7 +288,7 @@ class Replay(Watch):
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
             self.loop.main(flags, watch=self)
         if not self.is_over:
-            raise RunFailed(f"{path}: this code ends before step {self.stop.step} of the log")
+            raise RunFailed(f"{path}: this code ends before step {self.stop} of the log")
 
     def verdict(self) -> str:
         """In words: whether all was computed again; if not, the first difference, and what is known
@@ -294,27 +296,26 @@ class Replay(Watch):
         run = self.logged
         difference = self.comparison.first_difference
         if not difference:
-            steps_of = f"steps {max(0, self.begin_at.step) + 1} to {self.end_at.step}"
+            steps_of = f"steps {max(0, self.begin_at) + 1} to {self.end_at}"
             return f"{steps_of}: all logged numbers are computed again, bit for bit"
-        changed = [name for _, event in run.resumes for name in event["changed"]]
+        changed = [name for event in run.resumes for name in event["changed"]]
         changed += known_changes(run.facts["run"], self.here, ("data", "files"))
         words = f"{run.path} is not what this code computes here: {in_words(difference)}"
         names = ", ".join(dict.fromkeys(changed))
         return f"{words}; known to have changed: {names or 'nothing'}"
 
 
-def start_before(run: RunLog, end: Position, latest: int) -> tuple[Position, Path | None, dict]:
-    """(Position, path, content) of the newest checkpoint before `end`, up to step `latest`, with a
-    hash that the log has; without a path: begin as the run did."""
+def start_before(run: RunLog, latest: int) -> tuple[int, Path | None, dict]:
+    """(step, path, content) of the newest checkpoint up to step `latest` with a hash that the log
+    has; without a path: begin as the run did."""
     hashes = {save.get("sha256") for save in run.saves}
-    starts = [(BEGINNING, None, {})]
+    starts = [(-1, None, {})]
     for path in checkpoint.newest_first(run.path) if latest else ():
         with suppress(checkpoint.Damaged, OSError):
             content = checkpoint.load(path)
-            position = Position(content["state"]["rollbacks"], content["state"]["step"])
-            is_before = position.step <= latest and position < end
-            if is_before and checkpoint.digest_of_state(content) in hashes:
-                starts.append((position, path, content))
+            at = content["state"]["step"]
+            if at <= latest and checkpoint.digest_of_state(content) in hashes:
+                starts.append((at, path, content))
     return max(starts, key=itemgetter(0))
 
 

@@ -44,6 +44,7 @@ from plumbing import resume as resuming
 from plumbing.cli import BadInput, RunFailed, fail
 from plumbing.clock import Clock
 from plumbing.console import print0
+from plumbing.diagnosis import give_up
 from plumbing.knobs import Start, settle_knobs
 from plumbing.machine import flops_per_token, precise
 from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
@@ -131,11 +132,10 @@ milestone_interval = 0  # steps between checkpoints that are never deleted, [0, 
 audit_interval = 0  # steps between those taken twice and compared bitwise, [-1, inf); 0 = only the
 #  second step of each process, -1 = none; free
 
-# Every variable of the loop, saved and restored together. A new one belongs here, and in the tuple
-# below if a rollback must not put it back.
+# Every variable of the loop, saved and restored together: a new one belongs here.
 FRESH_STATE = {
     "step": 0,  # finished updates, including skipped ones
-    "sequences": 0,  # index of the next training sequence; roll_back sets it past the bad data
+    "sequences": 0,  # index of the next training sequence
     "tokens": 0,  # targets trained on so far
     "micro_batch": 0,  # most sequences in a pass: batch_size, halved whenever memory runs out
     "first_step": 0,  # where this run began: 0, or the step of another run's checkpoint
@@ -145,17 +145,14 @@ FRESH_STATE = {
     "score_to_beat": math.inf,  # by min_delta
     "evals_since_best": 0,  # evaluations that did not beat it
     "lr_factor": 1.0,  # product of the plateau_factors so far
-    "rollbacks": 0,
-    "skips_in_row": 0,
+    "skips_in_row": 0,  # updates that were not finite
     "high_in_row": 0,  # losses above the first one
     "first_loss": math.inf,
     "evaluation_due": False,  # a stop came before or in it: the process that resumes takes it first
 }
-KEPT_IN_ROLLBACK = ("best_score", "best_val_loss", "best_step", "rollbacks", "evaluation_due")
 # What a run takes over from the checkpoint of another one
 POSITION = ("step", "sequences", "tokens", "micro_batch")
-MAX_SKIPPED = 10  # updates in a row that are not finite, before a rollback
-MAX_ROLLBACKS = 3  # before the run gives up
+MAX_SKIPPED = 10  # updates in a row that are not finite, before the run ends
 MAX_HIGH = 10  # losses above the first one in a row, before a warning
 MAX_RECENT = 10  # rows that a diagnosis quotes
 last_run = None  # the run of the newest main(), for a notebook
@@ -326,7 +323,7 @@ class Run(Start):
 def run_to_the_end(run: Run, clock: Clock) -> int:
     """Warm up, start or resume, train. Records how the run ended. Returns the exit code."""
     table = console.Table(max_steps)
-    saver = checkpoint.Saver(run, keep_last, may_roll_back_to)
+    saver = checkpoint.Saver(run, keep_last)
     ending = "failed: an error in the program", 1
     with ExitStack() as stack:
         try:
@@ -396,7 +393,7 @@ def train(run: Run, model, table, saver, clock: Clock) -> tuple[str, int]:
     steps = []  # (row so far, numbers still on the device) of the steps since the last fetch
     recent = []  # the last rows, for a diagnosis
     while True:
-        # ---- training: only this step, roll_back and log_two_more_steps change the weights --------
+        # ---- training: only this step and log_two_more_steps change the weights -------------------
         if not state["evaluation_due"]:  # else a stop left the evaluation of this step to us
             try:
                 steps.append(take_step(run, model, clock))
@@ -419,14 +416,9 @@ def train(run: Run, model, table, saver, clock: Clock) -> tuple[str, int]:
         recent = (recent + rows)[-MAX_RECENT:]
         steps = []
 
-        # ---- trouble: restore a checkpoint, and skip the data that led here ----------------------
         if trouble:
-            saver.wait()
-            roll_back(run, trouble, recent)
-            saver.save([checkpoint.file_name(state["step"])])  # where replay.py can begin
-            saver.wait()  # so that a kill leaves no row of the new course without it
-            clock.lap("save")
-            continue
+            saver.wait()  # the newest checkpoint may be the one to go on from
+            from_rank0(give_up, run, trouble, recent)
 
         # ---- log, evaluate, sample ---------------------------------------------------------------
         if rows and due.rows and log_interval:
@@ -814,20 +806,13 @@ def stopped_by(number: int) -> tuple[str, int]:
 
 
 def names_to_save(due: SimpleNamespace, is_best: bool, state: dict) -> list[str]:
-    """File names for this step; a save due by its number is left out while updates are skipped."""
+    """File names for this step."""
     names = ["best.pt"] if is_best else []
-    by_number = (due.checkpoint or due.milestone) and not state["skips_in_row"]
-    if is_best or due.ending or due.save_now or by_number:
+    if is_best or due.ending or due.save_now or due.checkpoint or due.milestone:
         names += [checkpoint.file_name(state["step"])]
         if due.milestone:
             names += [f"milestone_{state['step']:08}.pt"]
     return names
-
-
-def may_roll_back_to(step: int, state: dict) -> bool:
-    """Only to a save that was due by its step: a signal must not change the run."""
-    was_due = step == state["first_step"] or every(save_interval, step)
-    return was_due and not state["skips_in_row"]
 
 
 def find_trouble(rows: list[dict], run: Run) -> tuple[list[dict], str | None]:
@@ -837,9 +822,11 @@ def find_trouble(rows: list[dict], run: Run) -> tuple[list[dict], str | None]:
     for number, row in enumerate(rows, 1):
         if row["skipped"]:
             run.folder.event(row["step"], "skipped", loss=row["loss"], grad_norm=row["grad_norm"])
-            state["skips_in_row"] += 1
+            # float16: the gradient overflowed, and the scaler answers with a lower scale, down to 1
+            is_overflow = math.isfinite(row["loss"]) and row.get("loss_scale", 0) > 1
+            state["skips_in_row"] += not is_overflow
             if state["skips_in_row"] >= MAX_SKIPPED:
-                return rows[:number], "loss or gradient not finite, update after update"
+                return rows[:number], f"loss or gradient not finite in {MAX_SKIPPED} steps in a row"
             continue
         state["skips_in_row"] = 0
         if state["first_loss"] == math.inf:
@@ -851,29 +838,6 @@ def find_trouble(rows: list[dict], run: Run) -> tuple[list[dict], str | None]:
             loss = {"loss": row["loss"], "first": state["first_loss"]}
             run.folder.event(row["step"], "diverging", **loss, warning=warning)
     return rows, None
-
-
-def roll_back(run: Run, trouble: str, recent: list[dict]) -> None:
-    """Restore the newest suitable checkpoint, all but `kept` and the loss scale; the data continues
-    after the last of `recent`. Raises RunFailed if that is hopeless."""
-    state = run.state
-    bad = recent[-1]
-    kept = {key: state[key] for key in KEPT_IN_ROLLBACK}
-    path = from_rank0(checkpoint.newest_valid, run.folder.path, True, may_roll_back_to)
-    if path is None or state["rollbacks"] == MAX_ROLLBACKS:
-        raise RunFailed(console.diagnosis(trouble, recent, state["rollbacks"]))
-    checkpoint.restore(run, checkpoint.load(path, verify=False))
-    if "loss_scale" in bad:  # lower than it was; of judged steps, whatever was executed since
-        scale = max(1.0, (bad["loss_scale"] or 1.0) * run.scaler.get_backoff_factor())
-        run.scaler.load_state_dict(run.scaler.state_dict() | {"scale": scale, "_growth_tracker": 0})
-    state.update(kept, rollbacks=kept["rollbacks"] + 1, sequences=bad["sequences"])
-    from_rank0(checkpoint.remove_after, run.folder.path, state["step"])
-    run.folder.log.keep_to(state["step"])
-    why = {"why": trouble, "at_step": bad["step"], "next_sequence": state["sequences"]}
-    if state["best_step"] > state["step"]:  # best.pt stays, and here is the record of it
-        why |= {key: state[key] for key in ("best_step", "best_val_loss")}
-    run.folder.event(state["step"], "rollback", **why)
-    run.batches = load_batches(run)
 
 
 # ---- the rows of metrics.jsonl -------------------------------------------------------------------

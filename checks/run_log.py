@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 from plumbing.cli import fail
 from plumbing.files import read_json
@@ -44,32 +43,21 @@ def in_words(difference: dict) -> str:
 # ---- one log -----------------------------------------------------------------------------------
 
 
-class Position(NamedTuple):
-    """A place in the course of a run: how often it has rolled back, and the step that has just
-    ended. Positions are in the order in which a run comes to them."""
-
-    rollbacks: int
-    step: int
-
-
-BEGINNING = Position(0, -1)
-
-
 class RunLog:
     """run.json and the rows of a run that stand. Nothing is written or locked.
 
     facts: run.json. knobs: those with which its newest rows were computed. script: name of the file
-    that was run. rows: {(step, kind): row} of KINDS. saves: events `saved`. rollbacks: the events.
-    resumes: [(Position, event)], the last one at each place. hashes: of all saves, also of those that
-    were undone. began_from: path of the checkpoint of another run with which this one began, or
-    None. first, last: the step before the first one, and the last one. Raises BadInput if the
-    folder holds no run.
+    that was run. rows: {(step, kind): row} of KINDS. saves: events `saved`. resumes: events, the last
+    one at each step. hashes: of all saves, also of those that were undone. began_from: path of the
+    checkpoint of another run with which this one began, or None. first, last: the step before the
+    first one that this code computes, and the last one: until 2026-11-28 a run could roll back, and
+    went on with other data. Raises BadInput if the folder holds no run.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.facts = read_json(self.path / "run.json")
-        self.rollbacks = []
+        self.rolled_back = -1  # the step of the last event `rollback`
         self.resumes = []
         rows = read_rows(self.path / "metrics.jsonl")
         self.hashes = {row.get("sha256") for row in rows}  # also of saves that were undone
@@ -77,17 +65,15 @@ class RunLog:
         for row in standing(rows):
             step, kind = key_of(row)
             if kind == "resume":
-                here = Position(len(self.rollbacks), step)
-                self.resumes = [old for old in self.resumes if old[0] < here]
-                self.resumes.append((here, row))
+                self.resumes = [old for old in self.resumes if old["step"] < step]
+                self.resumes.append(row)
             elif kind == "rollback":
-                self.rollbacks.append(row)
-                compared = [old for old in compared if old["step"] <= step]
+                self.rolled_back = step
             elif kind in KINDS:
                 compared.append(row)
         self.saves = [row for row in compared if row["kind"] == "event"]
-        # Of two saves of a step, around a rollback, the first counts, but for the one before a due
-        # evaluation: no run that was not stopped there has that state. Of other rows the later one.
+        # Of two saves of a step the first counts, but for the one before a due evaluation: no run
+        # that was not stopped there has that state. Of other rows the later one.
         saves = [row for row in reversed(self.saves) if not row.get("evaluation_due")]
         others = [row for row in compared if row["kind"] != "event"]
         self.rows = {key_of(row): row for row in others + saves}
@@ -97,7 +83,7 @@ class RunLog:
         self.script = Path(self.facts["command"][0]).name
         self.began_from = self.knobs.get("began_from")
         steps = [step for step, _ in self.rows]
-        self.first = min(steps) if self.began_from else 0
+        self.first = max(self.rolled_back, min(steps) if self.began_from else 0)
         self.last = max(steps)
 
     def rows_between(self, first: int, last: float, kinds: tuple = KINDS) -> list[dict]:
@@ -108,13 +94,8 @@ class RunLog:
                 result.append(row)
         return result
 
-    def position(self, step: int) -> Position:
-        """Where the run took this step for the last time."""
-        before = (n for n, row in enumerate(self.rollbacks, 1) if row["step"] < step)
-        return Position(max(before, default=0), step)
-
-    def stretches(self, begin: Position, end: Position) -> list[tuple[dict, Position]]:
-        """The course of the run from `begin` to `end`: (settings, Position where they end).
+    def stretches(self, begin: int, end: int) -> list[tuple[dict, int]]:
+        """The course of the run from step `begin` to `end`: (settings, step where they end).
 
         Settings: every knob as resolved, but the model of the device, `threads` and `ranks`.
         run.json has the last ones; from there back, each resume says what was changed."""
@@ -123,7 +104,8 @@ class RunLog:
         settings |= {"threads": self.knobs["threads"], "ranks": self.knobs["world_size"]}
         parts = []
         resumes = self.resumes[1:] if self.began_from else self.resumes  # that one is its start
-        for start, event in reversed(resumes):
+        for event in reversed(resumes):
+            start = event["step"]
             if start <= begin:
                 break
             then = {name: pair[0] for name, pair in event["changed"].items() if name in settings}

@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 import zipfile
-from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -93,32 +92,21 @@ def newest_first(folder: Path) -> list[Path]:
     return [*numbered(folder, "ckpt"), *numbered(folder, "milestone"), *folder.glob("best.pt")]
 
 
-def newest_valid(
-    folder: Path, set_aside: bool, usable: Callable = lambda step, state: True
-) -> Path | None:
-    """Path of the newest undamaged checkpoint for which usable(step, state) is true, or None.
-    set_aside: if there is one, rename those on the way to it to NAME.pt.corrupt. A file that cannot
-    be read raises OSError instead."""
+def newest_valid(folder: Path, set_aside: bool) -> Path | None:
+    """Path of the newest undamaged checkpoint, or None. set_aside: if there is one, rename those on
+    the way to it to NAME.pt.corrupt. A file that cannot be read raises OSError instead."""
     damaged = []
     for path in newest_first(folder):
         try:
-            state = load(path)["state"]
+            load(path)
         except Damaged as error:
             print0(f"{path.name} is damaged ({error}): an older checkpoint is tried")
             damaged.append(path)
             continue
-        if usable(state["step"], state):
-            for bad in damaged if set_aside else ():
-                os.replace(bad, bad.with_name(bad.name + ".corrupt"))
-            return path
+        for bad in damaged if set_aside else ():
+            os.replace(bad, bad.with_name(bad.name + ".corrupt"))
+        return path
     return None
-
-
-def remove_after(folder: Path, step: int) -> None:
-    """Remove each ckpt_STEP.pt later than `step`. Milestones and best.pt stay."""
-    for path in numbered(folder, "ckpt"):
-        if step_of(path) > step:
-            path.unlink()
 
 
 # ---- put back ------------------------------------------------------------------------------------
@@ -237,12 +225,11 @@ def refuse_unequal_replicas(run) -> None:
 
 class Saver:
     """Writes checkpoints in a thread: the loop waits for the previous save and a copy in memory.
-    keep_last: number of checkpoints to keep for which may_roll_back_to(step, state) is true."""
+    keep_last: how many ckpt_STEP.pt stay, the newest ones."""
 
-    def __init__(self, run, keep_last: int, may_roll_back_to: Callable):
+    def __init__(self, run, keep_last: int):
         self.run = run
         self.keep_last = keep_last
-        self.may_roll_back_to = may_roll_back_to
         self.groups = groups_of(run)  # with others, no resume could read a checkpoint
         self.thread = None  # of the newest save, on rank 0
         self.error = None  # of that save
@@ -308,7 +295,7 @@ class Saver:
             if self.unsaved_best and self.unsaved_best is not checkpoint:
                 self.write_files(self.unsaved_best, ["best.pt"])
             self.unsaved_best = None
-            self.prune(state)
+            self.prune()
         except Exception as error:
             below = error.__context__  # torch's own error hides that of the disk
             self.error = below if isinstance(below, OSError) else error
@@ -335,13 +322,8 @@ class Saver:
                 except OSError:  # a file system without hard links
                     shutil.copyfile(folder / names[0], temporary)
 
-    def prune(self, state: dict) -> None:
-        """Keep the newest ckpt_STEP.pt, and the newest `keep_last` that a rollback may use."""
-        if state["skips_in_row"]:
-            return  # a rollback cannot use this checkpoint, so it replaces none
-        paths = numbered(self.run.folder.path, "ckpt")
-        targets = [path for path in paths if self.may_roll_back_to(step_of(path), state)]
-        for path in set(paths[1:]) - set(targets[: self.keep_last]):
+    def prune(self) -> None:
+        for path in numbered(self.run.folder.path, "ckpt")[self.keep_last :]:
             path.unlink(missing_ok=True)
 
 
@@ -372,12 +354,3 @@ def size(run) -> int:
     """Bytes of a checkpoint: weights, two moments of each, and averages, if there are any."""
     copies = 4 if run.ema else 3
     return copies * sum(tensor.nbytes for tensor in tensors(run.model.state_dict()))
-
-
-def bytes_to_keep(run) -> int:
-    """Bytes of all checkpoints that exist at once: those kept, milestones, best.pt, the newest,
-    and the one being written."""
-    config = run.facts["config"]
-    interval = config["milestone_interval"]
-    milestones = config["max_steps"] // interval if interval else 0
-    return (config["keep_last"] + milestones + 3) * size(run)

@@ -172,19 +172,6 @@ def change_words(changed: dict[str, list]) -> str:
     return ", ".join(words)
 
 
-def diagnosis(why: str, recent: list[dict], rollbacks: int) -> str:
-    """Why a run cannot continue, with the numbers of its `recent` rows."""
-    words = (
-        "{why}, at step {step} after {rollbacks} rollbacks. The last rows: lr {lr}; grad_norm "
-        "{grad_norm}; loss {loss}; sequence: {sequences:,}. Try a lower --peak_lr, more "
-        "--warmup_steps, a smaller --grad_clip, --dtype=float32; then a new --out_dir"
-    )
-    numbers = {
-        name: " ".join(f"{row[name]:.3g}" for row in recent) for name in ("lr", "grad_norm", "loss")
-    }
-    return words.format(**recent[-1] | numbers, why=why, rollbacks=rollbacks)
-
-
 def print_plan(run: Any, peak: tuple, changed: dict) -> None:
     """Print the plan of the run. peak: (FLOP/s or NaN, source). changed: {knob: [then, now]} since
     the checkpoint it resumes."""
@@ -241,13 +228,16 @@ def print_next(ended: str, folder: Path, facts: dict) -> None:
     if not is_saved:
         return
     if "tokenizer" in facts["data"]["meta"]:
-        script = facts["command"][0]
-        sample = to_paste("sample.py", folder)
-        if Path(script).name != "train.py":
-            sample += f" --script={shlex.quote(shown(script))}"
+        sample = to_paste("sample.py", folder, *script_flag(facts))
         print0(f"{sample:<50}  # a sample of its text")
     print0(f"{to_paste('report.py', folder):<50}  # its curves and results")
 
 
-def to_paste(script: str, folder: Path) -> str:
-    return shlex.join(["python", shown(REPO / script), shown(folder)])
+def to_paste(script: str, folder: Path, *flags: str) -> str:
+    return shlex.join(["python", shown(REPO / script), shown(folder), *flags])
+
+
+def script_flag(facts: dict) -> list[str]:
+    """[--script=FILE] for a tool that needs the script of a run. facts: of its run.json."""
+    script = facts["command"][0]
+    return [] if Path(script).name == "train.py" else [f"--script={shown(script)}"]

@@ -57,24 +57,19 @@ def is_past(row: dict, place: tuple[float, bool]) -> bool:
 
 def standing(rows: Iterable[dict]) -> list[dict]:
     """The rows that count, in the order of the log: a process that resumes undoes what was logged
-    past its step, and one that ends the steps that it took for their rows alone."""
+    past its step, and one that ends the steps that it took for their rows alone. Until 2026-11-28 a
+    run could also go back to a checkpoint by itself, and say so in an event `rollback`."""
     result = []
     for row in rows:
-        if row.get("event") in ("resume", "end"):
+        if row.get("event") in ("resume", "end", "rollback"):
             result = undone(result, row["step"])
         result.append(row)
     return result
 
 
 def undone(rows: list[dict], step: int) -> list[dict]:
-    """`rows` without those past `step`. What led to a rollback that stands has happened: it
-    stays."""
-    start = 0
-    for i, row in enumerate(rows):
-        if row.get("event") == "rollback" and row["step"] <= step:
-            start = i
-    later = [row for row in rows[start:] if row["step"] <= step or row.get("event") in OF_PROCESS]
-    return rows[:start] + later
+    """`rows` without those past `step`."""
+    return [row for row in rows if row["step"] <= step or row.get("event") in OF_PROCESS]
 
 
 # ---- writing -------------------------------------------------------------------------------------
@@ -107,12 +102,11 @@ class LogFile:
             self.waiting = [row for row in self.waiting if not is_past(row, place)]
 
     def write(self, rows: list[dict]) -> None:
-        """Append rows; the first one past the kept ones takes the place of the old rows there, and
-        so does a `rollback`. Raises OSError: then all rows wait for the next call."""
+        """Append rows; the first one past the kept ones takes the place of the old rows there.
+        Raises OSError: then all rows wait for the next call."""
         with self.changing:
             self.waiting += rows
-            names = {row.get("event") for row in self.waiting}
-            if "rollback" in names or any(is_past(row, self.kept) for row in self.waiting):
+            if any(is_past(row, self.kept) for row in self.waiting):
                 old = [row for row in read_rows(self.path) if not is_past(row, self.kept)]
                 with replacing(self.path) as temporary:
                     temporary.write_bytes(as_lines(old + self.waiting))
@@ -147,7 +141,7 @@ class Witness:
     rows are compared: a resume, replay.py and check.py all use it.
 
     old_rows: dicts as json.loads reads them, of any kind that is to be compared. Of two rows of
-    one kind and step, such as two saves around a rollback, the first counts. best_metric: the knob
+    one kind and step, such as two saves, the first counts. best_metric: the knob
     of the run. whole: the two logs must agree as a whole, so a train or eval row that only one of
     them has is a difference, too, and so is one of other data.
     """
@@ -169,7 +163,7 @@ class Witness:
     def see(self, row: dict) -> None:
         """Compare `row` with the old one of its step and kind, if there is one: the fields that both
         have, as JSON, so every bit of a number counts. Rows with other `sequences` are of other
-        data, after a rollback."""
+        data: in a log of before 2026-11-28, those that led to a `rollback`."""
         step, kind = key_of(row)
         old = self.old_rows.pop((step, kind), None)
         if not old:

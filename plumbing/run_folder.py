@@ -2,7 +2,6 @@
 
 import errno
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbing import console, machine
-from plumbing.checkpoint import NO_ROOM, bytes_to_keep
+from plumbing.checkpoint import NO_ROOM
 from plumbing.cli import fail
 from plumbing.clock import Clock
 from plumbing.console import REPO, print0
@@ -95,11 +94,8 @@ class RunFolder(ExitStack):
     # ---- run.json, from the start to the end -----------------------------------------------------
 
     def open(self, run: Any, command: list[str]) -> None:
-        """Create or reopen the folder. fail()s if it cannot be written, or if the disk is too small
-        for the checkpoints."""
+        """Create or reopen the folder. fail()s if it cannot be written."""
         with self.refusing():
-            if not self.holds_run():  # else most of them are there already
-                require_free(self.path, bytes_to_keep(run))
             self.lock(to_make=True)
             for leftover in self.path.glob("*.pt.tmp"):  # of a killed run
                 leftover.unlink()
@@ -189,16 +185,6 @@ def free_name(path: Path, suffix: str, number: int) -> Path:
     while os.path.lexists(name := path.with_name(f"{path.name}{suffix}{number}")):
         number += 1
     return name
-
-
-def require_free(path: Path, needed: int) -> None:
-    """fail()s if the disk is too small for `needed` bytes of checkpoints in the folder `path`."""
-    exists = next(place for place in (path, *path.parents) if place.exists())
-    free = shutil.disk_usage(exists).free
-    if free < needed:
-        message = f"{path} has {free / 1e6:,.0f} MB free; a run needs {needed / 1e6:,.0f}"
-        hint = f"free {(needed - free) / 1e6 + 1:,.0f} MB, or write --keep_last=1"
-        fail(f"{message} for checkpoints; {hint}")
 
 
 def now() -> str:

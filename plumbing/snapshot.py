@@ -1,5 +1,5 @@
 """The state that a step may change, captured and restored: for a retry, a skipped update, the warm-up
-pass, an evaluation, an audit, a rollback and a resume."""
+pass, an evaluation, an audit and a resume."""
 
 import copy
 import random

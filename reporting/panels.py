@@ -31,7 +31,6 @@ COLOURS = {
 EVENTS = {
     "resume": "blue",
     "skipped": "orange",
-    "rollback": "purple",
     "diverging": "green",
     "audit": "vermilion",
     "out_of_memory": "sky",

@@ -49,8 +49,7 @@ def metric_of(run):
 
 
 def best_of(run):
-    """(value, step) of the best evaluation that no rollback undid; an infinite one at 0 if there is
-    none."""
+    """(value, step) of the best evaluation ; an infinite one at 0 if there is none."""
     field, sign, _ = metric_of(run)
     scores = np.append(sign * run.evals.get(field, np.array([])), math.inf)
     steps = np.append(run.evals["step"], 0)
@@ -138,7 +137,6 @@ def costs(run):
         ("GPU utilization, %", mean(t["gpu_util"]), "{:.0f}"),
         ("waiting for data", mean(t["data_ms"]) / mean(t["step_ms"]), "{:.1%}"),
         ("updates skipped", len(happened(run, "skipped")), "{:,}"),
-        ("rollbacks", len(happened(run, "rollback")), "{:,}"),
         ("resumes", resumes(run), "{:,}"),
     ]
 

@@ -42,14 +42,9 @@ def troubles(run):
 
 def updates_fail(run):
     skips = happened(run, "skipped")
-    rollbacks = sum("not finite" in row["why"] for row in happened(run, "rollback"))
     few = max(2, 0.01 * len(run.train["step"]))
-    if rollbacks or len(skips) > few:
-        first = skips[0]["step"]
-        return (
-            f"{len(skips):,} not finite and skipped, the first at step {first:,}; "
-            f"{rollbacks} rollbacks"
-        )
+    if len(skips) > few or (skips and "not finite" in ended(run)):
+        return f"{len(skips):,} not finite and skipped, the first at step {skips[0]['step']:,}"
     return None
 
 

@@ -36,8 +36,8 @@ def copy_to_wandb(run: Any) -> None:
 
 class Wandb(Watch):
     """Sends rows to Weights & Biases, first those of earlier processes up to the step of `run`. Its
-    step can only grow, so it is `sequences`, which a rollback does not reset. A killed wandb loses
-    rows, so every session sends all that the server lacks."""
+    step can only grow, and is `sequences`. A killed wandb loses rows, so every session sends all
+    that the server lacks."""
 
     def __init__(self, run: Any):
         self.sequences = 0  # of the latest row that has them: an eval row is of the same step
@@ -71,7 +71,7 @@ class Wandb(Watch):
 
 
 def named(row: dict) -> dict:
-    """What is sent of a row: `train/loss`, `val/loss`; of an event its text, `events/rollback`."""
+    """What is sent of a row: `train/loss`, `val/loss`; of an event its text, `events/skipped`."""
     if row["kind"] == "event":
         return {f"events/{row['event']}": json.dumps(row)}
     kind = row["kind"].replace("eval", "val")

@@ -140,12 +140,6 @@ def test_a_read_only_folder_is_refused(refused, tmp_path):
         folder.chmod(0o755)
 
 
-def test_too_little_free_disk_is_refused_before_the_first_step(refused):
-    words = ["MB free", "--keep_last=1"]
-    refused("--keep_last=1000000000", words=words)
-    refused("--max_steps=1000000000", "--milestone_interval=1", words=words)
-
-
 # ---- resume --------------------------------------------------------------------------------------
 
 

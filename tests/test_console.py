@@ -107,7 +107,7 @@ for more in ({{}}, {{"z_loss": 0.5}}, {{"loss": 123456.0, "tokens_per_sec": 1.25
 scores = {{"val_loss": 1.5, "val_bpb": 2.1, "val_accuracy": 0.5, "val_tokens": 100_000}}
 table.print_evaluation({{"step": 50}} | scores | {{"val_code": 1.4, "val_words": 1.6}}, is_best=True)
 why = "loss or gradient not finite, update after update"
-console.print_event(50, "rollback", {{"why": why, "at_step": 60, "next_sequence": 480}})
+console.print_event(50, "diverging", {{"why": why, "at_step": 60, "next_sequence": 480}})
 """
 
 

@@ -6,6 +6,7 @@ that cannot be had to order: a number that is not finite, and a GPU that has no 
 import os
 import pickle
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,17 @@ import time
 
 import pytest
 import torch
-from conftest import REPO, events, fingerprint, flip_a_bit, tree, wait_for
+from conftest import (
+    REPO,
+    arguments,
+    events,
+    fingerprint,
+    flip_a_bit,
+    read_rows,
+    run_python,
+    tree,
+    wait_for,
+)
 from sources import SAVED, around, at_step, bad_batches, stop_at
 
 from plumbing import checkpoint
@@ -420,62 +431,74 @@ def test_a_worker_that_is_killed_ends_the_run_with_a_message(run_train, straight
 
 # ---- numbers that are not finite -----------------------------------------------------------------
 
-ROLLBACK = (*EVERYTHING, "--max_steps=20")
 SOON = "train.MAX_SKIPPED = 2\n"
+LATE_NAN = """
+import os, sys
+import train
+inner = train.train_step
+def train_step(model, run, inputs, targets, lr):
+    bad = float("nan") if run.state["step"] >= 5 and lr > 4e-4 else 1.0
+    return inner(model, run, inputs, targets, lr) if bad == 1 else {
+        **inner(lambda *batch: run.model(*batch) * bad, run, inputs, targets, lr)}
+train.train_step = train_step
+if __name__ == "__main__":
+    sys.exit(train.main())
+"""
 
 
-@pytest.fixture
-def rolled_back(once):
-    """Batches 9 and 10 (steps 10 and 11) are bad: back to step 8, and on with batch 11."""
-    return once(*ROLLBACK, before=SOON + bad_batches([9, 10]))
+def test_ten_bad_steps_in_a_row_end_the_run_with_two_commands_that_work(tmp_path, data_dir):
+    (tmp_path / "late nan.py").write_text(LATE_NAN)
+    _, *flags = arguments("run", data_dir, ("--save_interval=4", "--max_steps=30"))
 
+    def typed(*words):
+        path = f"{REPO}:{os.environ.get('PYTHONPATH', '')}"
+        return run_python(*words, cwd=tmp_path, PYTHONPATH=path)
 
-def test_bad_steps_in_a_row_roll_back_and_continue_past_their_data(run_train, rolled_back):
-    done = rolled_back
-    (event,) = events(done, "rollback")
-    assert (event["step"], event["at_step"], event["next_sequence"]) == (8, 11, 11 * 8)
-    drawn = [(row["step"], row["sequences"] // 8 - 1) for row in done.rows("train")]
-    assert drawn == [(n, n - 1) for n in range(1, 9)] + [(n, n + 2) for n in range(9, 21)]
-    assert not any(row["skipped"] for row in done.rows("train"))
-    calm = run_train("calm", *ROLLBACK)
-    assert done.fingerprint(20)["model"] != calm.fingerprint(20)["model"]
-
-
-# (steps that are skipped, the one in which it is stopped, keep_last): in the step that decides on
-# the rollback, and before it; 8: a save that it must not go back to
-STOPS = [((10, 11), 11, 1), ((10, 11), 9, 2), ((8, 9), 8, 1)]
-
-
-@pytest.mark.parametrize("skipped, step, keep_last", STOPS)
-def test_a_rollback_is_the_same_after_a_stop(run_train, once, skipped, step, keep_last):
-    flags = [*ROLLBACK, f"--keep_last={keep_last}"]
-    bad = SOON + bad_batches([n - 1 for n in skipped])
-    straight = once(*ROLLBACK, before=bad)
-    stopped = run_train("run", *flags, before=bad + stop_at(step, "SIGINT"), code=130)
-    assert skipped == (10, 11) or stopped.checkpoint(8).exists()
-    done = run_train("run", *flags, before=bad)
-    (event,) = events(done, "rollback")
-    assert event["step"] == (8 if skipped == (10, 11) else 4)
-    assert done.fingerprint(20) == straight.fingerprint(20)
-
-
-def test_after_two_rollbacks_it_stops_with_a_diagnosis_and_saves_nothing_poisoned(run_train):
-    bad = SOON + "train.MAX_ROLLBACKS = 2\n" + bad_batches(list(range(9, 99)))
-    done = run_train("run", *ROLLBACK, before=bad, code=1)
-    assert "Traceback" not in done.stderr
-    message = done.stderr
-    for words in ("not finite", "2 rollbacks", "lr", "grad_norm", "--peak_lr"):
-        assert words in message
-    assert f"sequence: {15 * 8}." in message
-    assert [row["next_sequence"] for row in events(done, "rollback")] == [11 * 8, 13 * 8]
-    assert done.checkpoint(8).exists()
-    for path in done.out_dir.glob("*.pt"):
+    done = typed("late nan.py", *flags)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    first, lower, look = done.stderr.splitlines()
+    for words in (
+        "not finite in 10 steps in a row, at step 15",
+        "lr 0.00",
+        "grad_norm",
+        "loss nan",
+    ):
+        assert words in first
+    assert [row["step"] for row in read_rows(tmp_path / "run", "train")] == [*range(1, 16)]
+    for path in (tmp_path / "run").glob("*.pt"):
         saved = checkpoint.load(path)
-        assert saved["state"]["step"] <= 8
-        parts = tensors([saved[part] for part in ("model", "optimizer", "ema")])
-        assert all(tensor.isfinite().all() for tensor in parts)
-    again = run_train("run", *ROLLBACK, before=bad, code=1)
-    assert f"sequence: {15 * 8}." in again.stderr
+        assert all(part.isfinite().all() for part in tensors([saved["model"], saved["optimizer"]]))
+    again = typed(*flags_of(lower))
+    assert again.returncode == 0, again.stderr
+    rows = read_rows(tmp_path / "run_2", "train")
+    assert rows[0]["step"] == 13 and rows[-1]["step"] == 30 and not any(r["skipped"] for r in rows)
+    replayed = typed(*flags_of(look))
+    assert "first tensor that is not finite" in replayed.stdout, replayed.stderr
+
+
+def flags_of(line):
+    """The words after `python` of a command that stands at the end of a line."""
+    return shlex.split(line.partition(": ")[2])[1:]
+
+
+@pytest.mark.parametrize("step", [11, 9])
+def test_a_run_that_ends_by_bad_steps_does_so_after_a_stop_too(run_train, step):
+    """They are counted across a stop, and skipped updates are saved like others."""
+    flags = (*EVERYTHING, "--max_steps=20", "--log_interval=1", "--save_interval=3")
+    bad = "train.MAX_SKIPPED = 4\n" + bad_batches([8, 9, 10, 11])
+    straight = run_train("straight", *flags, before=bad, code=1)
+    run_train("run", *flags, before=bad + stop_at(step, "SIGINT"), code=130)
+    done = run_train("run", *flags, before=bad, code=1)
+    assert "at step 12" in straight.stderr and "at step 12" in done.stderr
+    assert events(done, "resume_checked")[0]["first_difference"] is None
+    assert done.fingerprint(9) == straight.fingerprint(9)
+
+
+@pytest.mark.parametrize("dtype, code", [("float16", 0), ("float32", 1)])
+def test_a_loss_scale_that_is_being_lowered_ends_no_run(run_train, dtype, code):
+    bad = SOON + bad_batches([1, 2, 3, 4], "grad = torch.full_like(w, math.inf)")
+    done = run_train("run", f"--dtype={dtype}", "--log_interval=1", before=bad, code=code)
+    assert [row["skipped"] for row in done.rows("train")][:3] == [0, 1, 1]
 
 
 def test_a_loss_above_its_first_value_is_an_event_and_training_continues(run_train):

@@ -188,13 +188,11 @@ def test_buffers_that_a_forward_pass_moves_are_averaged_over_the_ranks(run_train
 SOON = "train.MAX_SKIPPED = 2\n"
 
 
-def test_a_bad_loss_on_one_rank_is_skipped_and_rolled_back_by_all(run_train):
+def test_a_bad_loss_on_one_rank_is_skipped_by_all(run_train):
     flags = (*FLAGS, "--max_steps=20", "--batch_size=8")
-    source = bad_batches([3, 9, 10])
+    source = bad_batches([3, 9])
     one = run_train("one", *flags, before=ranks(2, SOON + only_on(1, source)))
-    assert [row["step"] for row in one.rows("event") if row["event"] == "skipped"] == [4, 10, 11]
-    (event,) = events(one, "rollback")
-    assert (event["step"], event["next_sequence"]) == (8, 11 * 8)
+    assert [row["step"] for row in one.rows("event") if row["event"] == "skipped"] == [4, 10]
     both = run_train("both", *flags, before=ranks(2, SOON + source))
     assert one.fingerprint(20) == both.fingerprint(20)
     run_train("stopped", *flags, before=ranks(2, SOON + only_on(0, source) + stop_at(10)), code=143)
@@ -208,7 +206,7 @@ def test_an_early_stop_and_a_failure_end_all_ranks(run_train):
     assert "stopped early" in done.stdout
     bad = bad_batches(list(range(1, 99)))
     failed = run_train("bad", before=ranks(2, SOON + bad), code=1)
-    assert "not finite" in failed.stderr
+    assert failed.stderr.count("not finite") == 1
 
 
 def test_a_rank_that_is_killed_ends_the_others_with_a_message(run_train):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conftest import events, first, flip_a_bit, make_dataset, run_python, tree
 from helpers import torchrun
-from sources import around, bad_batches, stop_at
+from sources import around, stop_at
 
 SAVES = ("--save_interval=4", "--eval_interval=6", "--keep_last=9", "--milestone_interval=6")
 PART = ("--save_interval=4", "--keep_last=9")
@@ -87,7 +87,7 @@ def edit_facts(done, change):
 def test_a_step_comes_out_again_and_nothing_else_changes(good, replay):
     before = tree(good.out_dir)
     again = replay(good.out_dir, "--step=7")
-    assert "milestone_00000006.pt to step 7" in again.stdout
+    assert "ckpt_00000006.pt to step 7" in again.stdout
     assert "steps 7 to 7: all logged numbers are computed again, bit for bit" in again.stdout
     new = tree(good.out_dir)
     assert new.keys() - before.keys() == {"replay_00000007.md"}
@@ -112,19 +112,20 @@ def test_a_run_may_be_asked_while_it_goes_on_at_its_first_step_too(run_train, re
     assert rows.read_text().endswith('"lo')
 
 
-def test_a_step_after_a_rollback(run_train, replay):
-    bad = "train.MAX_SKIPPED = 2\n" + bad_batches([8, 9])
-    flags = ("--save_interval=4", "--log_interval=1", "--max_steps=16", "--keep_last=9")
-    run_train("run", *flags, before=bad + stop_at(14), code=143)
-    done = run_train("run", *flags, "--weight_decay=0.2", before=bad)
-    (event,) = events(done, "rollback")
-    assert (event["step"], event["at_step"]) == (8, 10)
-    logged = replay(done.out_dir, "--step=10", before=bad)
-    assert "ckpt_00000008.pt" in logged.stdout and "all tensors are finite" in logged.stdout
-    verified = replay(done.out_dir, "--verify=true", before=bad)
-    assert "from its beginning" in verified.stdout and "steps 1 to 16: all" in verified.stdout
-    other = bad.replace("8, 9", "6, 7")
-    assert "step 7: " in replay(done.out_dir, "--verify=true", before=other, code=1).stdout
+def test_a_log_of_before_that_rolled_back_is_computed_from_there(good, replay):
+    """Until 2026-11-28 a run could go back by itself, to go on with other data."""
+    rows = good.out_dir / "metrics.jsonl"
+    lines = rows.read_text().splitlines(keepends=True)
+    (saved,) = (n for n, line in enumerate(lines) if '"saved"' in line and '"step": 6' in line)
+    undone = [{"kind": "event", "step": 7, "event": "saved", "sha256": "of before"}]
+    undone.append({"kind": "event", "step": 6, "event": "rollback", "why": "not finite"})
+    lines.insert(saved, "".join(json.dumps(row) + "\n" for row in undone))
+    rows.write_text("".join(lines))
+    again = replay(good.out_dir, "--verify=true")
+    assert "ckpt_00000006.pt to step 12" in again.stdout, again.stderr
+    for path in good.out_dir.glob("*_00000006.pt"):
+        path.unlink()
+    assert "other data after step 6" in replay(good.out_dir, "--step=7", code=2).stderr
 
 
 @pytest.mark.slow  # a minute

@@ -164,14 +164,13 @@ def test_a_run_that_was_stopped_and_resumed_has_the_report_of_one_that_was_not(t
     assert names == ["end", "resume", "resume", "end"]
 
 
-def test_what_led_to_a_rollback_that_stands_is_not_undone_by_a_resume(tmp_path):
+def test_of_a_log_of_before_that_rolled_back_the_newest_course_is_read(tmp_path):
     rollback = event(20, "rollback", why="not finite", at_step=25)
-    bad = [event(24, "skipped"), event(25, "skipped"), rollback]
+    bad = [evaluation(24, 9.0), event(24, "skipped"), event(25, "skipped"), rollback]
     log = [*falling(20), *bad, *falling(22)[20:], event(22, "resume"), *falling(40)[22:]]
     run = read_run(write_run(tmp_path, log))
-    assert [row["event"] for row in run.events] == ["skipped", "skipped", "rollback", "resume"]
-    undone = read_run(write_run(tmp_path, [*falling(20), *bad, event(10, "resume")]))
-    assert [row["event"] for row in undone.events] == ["resume"]
+    assert [row["event"] for row in run.events] == ["rollback", "resume"]
+    assert record.last_step(run) == 40 and not len(run.evals["step"])
 
 
 EQUAL = {"compared": 240, "equal": 240, "steps": 231, "first_difference": None}
@@ -203,7 +202,6 @@ def test_every_event_is_in_the_report(tmp_path):
     assert drawn == {
         "resume": [31, 40],
         "skipped": [20, 21, 25],
-        "rollback": [40],
         "audit": [45],
         "out of memory": [30],
     }

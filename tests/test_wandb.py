@@ -162,7 +162,7 @@ def test_the_lines_for_tensorboard_copy_every_row(tmp_path, monkeypatch):
     """Those of docs/forks.md: into a stand-in, and into TensorBoard's files where it is installed."""
     page = (REPO / "docs" / "forks.md").read_text()
     lines = re.search("<<'END'\n(.*?)^END$", page, re.MULTILINE | re.DOTALL)[1]
-    rows = [*falling(3), evaluation(3, 1.5), event(3, "rollback", why="so")]
+    rows = [*falling(3), evaluation(3, 1.5), event(3, "diverging", why="so")]
     monkeypatch.setattr(sys, "argv", ["-", str(write_run(tmp_path / "run", rows))])
     if find_spec("tensorboard"):
         exec(lines, {})
@@ -175,4 +175,4 @@ def test_the_lines_for_tensorboard_copy_every_row(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stand_in)
     exec(lines, {})
     loss = "train/loss", rows[2]["loss"], 3
-    assert {loss, ("eval/val_loss", 1.5, 3), ("rollback/why", "so", 3)} <= set(written)
+    assert {loss, ("eval/val_loss", 1.5, 3), ("diverging/why", "so", 3)} <= set(written)
