@@ -1,0 +1,203 @@
+"""What train.py computes, as one loop of plain torch: the same batches, rates and losses.
+
+    python prepare_data.py shakespeare
+    python plain.py config/shakespeare.py --max_steps=200
+
+What train.py adds, and where: a resume bit for bit (plumbing/checkpoint.py), ranks that share a
+batch (ranks.py), a skip of steps that are not finite (snapshot.py), a retry when memory runs out
+(out_of_memory.py), messages for wrong flags (cli.py), a log (log.py), float16 and other schedules."""
+
+import json
+import math
+import sys
+from ast import literal_eval
+from collections import Counter
+from itertools import count, islice
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from model import build_model
+
+dataset = "shakespeare"
+block_size = 64
+n_layer = 1
+n_head = 4
+n_embd = 128
+ngram_rows = 0
+conv_width = 1
+dropout = 0.0
+batch_size = 32  # sequences in a pass
+accum_steps = 1  # passes in a step
+seed = 1337
+optimizer = "adamw"  # adamw, adam, sgd, momentum, muon
+momentum = 0.95
+weight_decay = 0.1
+beta1 = 0.9
+beta2 = 0.95
+grad_clip = 1.0
+schedule = "cosine"  # cosine, linear
+peak_lr = 1e-3
+min_lr = 1e-4
+warmup_steps = 100
+max_steps = 2000
+device = "cuda" if torch.cuda.is_available() else "cpu"
+is_native = device == "cuda" or torch.cpu._is_avx512_bf16_supported()
+dtype = "bfloat16" if is_native else "float32"
+compile = False
+log_interval = 10
+eval_interval = 250
+
+
+def main(argv: list[str]) -> None:
+    configure(argv)
+    meta = json.loads(Path("data", dataset, "meta.json").read_text())
+    tokens = np.memmap(f"data/{dataset}/train.bin", meta["dtype"], "r")
+    val_tokens = np.memmap(f"data/{dataset}/val.bin", meta["dtype"], "r")
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(seed)
+    model = build_model(globals(), meta["vocab_size"]).to(device)
+    optimizers = configure_optimizers(model)
+    trained = torch.compile(model, dynamic=False) if compile else model
+    torch.manual_seed(seed)  # of dropout
+    starts = training_starts(len(tokens))
+    for step in range(max_steps + 1):
+        if step in (0, max_steps) or (eval_interval and step % eval_interval == 0):
+            means = evaluate(model, *validation_windows(val_tokens))
+            print(f"step {step}  val loss {means['loss']:.4f}")
+        if step < max_steps:
+            batch = windows_at(tokens, [*islice(starts, batch_size * accum_steps)])
+            loss, grad_norm = train_step(trained, optimizers, *batch, lr_at(step))
+            if log_interval and (step + 1) % log_interval == 0:
+                print(f"step {step + 1}  loss {loss.item():.4f}  norm {grad_norm.item():.3g}")
+    torch.save(model.state_dict(), "plain.pt")
+
+
+def configure(argv: list[str]) -> None:
+    """Set the globals above: by config files, then by --key=value flags."""
+    for path in (word for word in argv if not word.startswith("--")):
+        exec(Path(path).read_text(), globals())
+    flags = dict(word[2:].split("=") for word in argv if word.startswith("--"))
+    for name, value in flags.items():
+        is_text = isinstance(globals()[name], str)
+        globals()[name] = value if is_text else literal_eval(value.capitalize())
+    if "warmup_steps" not in flags:
+        globals()["warmup_steps"] = min(warmup_steps, max_steps // 10)
+
+
+def training_starts(n_tokens: int):
+    """The first token of each window, without end: each window once an epoch, in random order."""
+    for epoch in count():
+        random_state = np.random.RandomState([seed, epoch])
+        shift = random_state.randint(block_size)
+        windows = (n_tokens - block_size) // block_size
+        yield from shift + random_state.permutation(windows) * block_size
+
+
+def validation_windows(tokens):
+    """(inputs, targets), in which each token of the split but the first is a target once."""
+    n = len(tokens) - 1
+    starts = np.minimum(np.arange(0, n, block_size), n - block_size)
+    inputs, targets = windows_at(tokens, starts)
+    targets[-1, : -n % block_size] = -100  # the last window overlaps the one before it
+    return inputs, targets
+
+
+def windows_at(tokens, starts):
+    """Inputs, and as targets the tokens that follow them, int64 (len(starts), block_size)."""
+    rows = tokens[np.add.outer(starts, np.arange(block_size + 1))].astype(np.int64)
+    return torch.tensor(rows[:, :-1]), torch.tensor(rows[:, 1:])
+
+
+def train_step(model, optimizers, inputs, targets, lr: float):
+    """One update, in seven operations. Returns its loss, and the norm of its gradient."""
+    model.zero_grad(set_to_none=False)  # 1: zero the gradients, which stay where they are
+    for each in optimizers:
+        for group in each.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)  # 2: set the learning rate
+    total = 0.0
+    for x, y in zip(inputs.split(batch_size), targets.split(batch_size), strict=True):
+        loss = means_of(model, x, y)["loss"]  # 3: forward, under autocast
+        loss = loss / (count_targets(targets) / count_targets(y))  # 4: they sum to the batch's mean
+        loss.backward()  # 5: backward
+        total += loss.detach()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)  # 6: clip
+    for each in optimizers:
+        each.step()  # 7: update
+    return total, grad_norm
+
+
+@torch.no_grad()
+def evaluate(model, inputs, targets) -> dict:
+    """The mean over all targets of the loss, and of each other number that the model returns."""
+    model.eval()
+    sums = Counter()
+    for x, y in zip(inputs.split(batch_size), targets.split(batch_size), strict=True):
+        for name, mean in means_of(model, x, y).items():
+            sums[name] += mean.item() * count_targets(y) / count_targets(targets)
+    model.train()
+    return sums
+
+
+def means_of(model, x, y) -> dict:
+    """{"loss": mean over the targets that count, and other means that the model returns}."""
+    with torch.autocast(device, getattr(torch, dtype), enabled=dtype != "float32"):
+        result = model(x.to(device), y.to(device))
+    loss, others = result if isinstance(result, tuple) else (result, {})
+    return {"loss": loss, **others}
+
+
+def count_targets(targets) -> int:
+    """All but the masked ones: -100, or NaN among numbers."""
+    return (~targets.isnan() if targets.is_floating_point() else targets != -100).sum().item()
+
+
+def lr_at(step: int) -> float:
+    """Learning rate of update `step`; the first is 0."""
+    if step < warmup_steps:
+        return peak_lr * (step + 1) / warmup_steps
+    done = (step - warmup_steps) / (max_steps - warmup_steps)
+    fall = {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
+    return min_lr + (peak_lr - min_lr) * fall[schedule]
+
+
+def configure_optimizers(model) -> list[torch.optim.Optimizer]:
+    """torch's own. Matrices and embeddings decay, vectors do not. Muon trains hidden matrices, each
+    by itself, and AdamW the rest: rows of an embedding learn rarely, the head is sensitive."""
+    hidden, embeddings, heads, vectors = [], [], [], []
+    for name, weight in model.named_parameters():
+        layer = model.get_submodule(name.rpartition(".")[0])
+        if weight.ndim < 2 or name in model.undecayed:
+            vectors.append(weight)
+        elif isinstance(layer, torch.nn.Embedding):
+            embeddings.append(weight)
+        elif name.startswith(model.muon_prefix):
+            weight.grad = torch.zeros_like(weight)  # its memory stays: train_step zeroes it
+            stacked = getattr(layer, "muon_parts", 1)  # 3: queries, keys and values
+            for part, gradient in zip(
+                weight.data.chunk(stacked), weight.grad.chunk(stacked), strict=True
+            ):
+                part.grad = gradient
+                hidden.append(part)
+        else:
+            heads.append(weight)
+    undecayed = {"params": vectors, "weight_decay": 0.0}
+    groups = [{"params": hidden + embeddings + heads}, undecayed]
+    decay = {"weight_decay": weight_decay}
+    adam = {"betas": (beta1, beta2), "fused": True, **decay}
+    if optimizer == "adamw":
+        return [torch.optim.AdamW(groups, **adam)]
+    if optimizer == "adam":
+        return [torch.optim.Adam(groups, **adam)]
+    if optimizer == "sgd":
+        return [torch.optim.SGD(groups, fused=True, **decay)]
+    if optimizer == "momentum":
+        return [torch.optim.SGD(groups, momentum=momentum, fused=True, **decay)]
+    muon = torch.optim.Muon(hidden, momentum=momentum, adjust_lr_fn="match_rms_adamw", **decay)
+    groups = {"params": embeddings, "lr_scale": 2.0}, {"params": heads, "lr_scale": 0.5}, undecayed
+    return [muon, torch.optim.AdamW(groups, **adam)]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
