@@ -27,6 +27,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
+HELP = ("-h", "--help")
 POLICY = ("fixed", "free", "product fixed")  # the words in which a comment may end
 BOOLEANS = RawConfigParser.BOOLEAN_STATES  # of 1, yes, true, on; 0, no, false, off
 KNOB = re.compile(  # comments above it, name, value, comment
@@ -34,7 +35,7 @@ KNOB = re.compile(  # comments above it, name, value, comment
 )
 INTERVAL = re.compile(r"([\[(])(-?[\d.e]+|-inf), ?(-?[\d.e]+|inf)([\])])")
 CHOICES = re.compile(r"\w+(?: \| \w+)+")
-NAMES_ELSEWHERE = {  # nanoGPT's name: what to type instead
+NAMES_ELSEWHERE = {  # a name of nanoGPT and others: what to type instead
     "always_save_checkpoint": "--save_interval=N saves whatever the loss is; best.pt is separate",
     "backend": "--device decides it: nccl for cuda, gloo for cpu",
     "bias": "no counterpart: none of the --n_layer layers has a bias",
@@ -43,8 +44,10 @@ NAMES_ELSEWHERE = {  # nanoGPT's name: what to type instead
     "eval_only": "no counterpart: every run also evaluates before its first step (--eval_interval)",
     "gradient_accumulation_steps": "here it is accum_steps",
     "learning_rate": "here it is peak_lr",
+    "lr": "here it is peak_lr",
     "lr_decay_iters": "here it is decay_steps",
     "max_iters": "here it is max_steps",
+    "top_p": "no counterpart: sample.py draws by --temperature and --top_k",
     "warmup_iters": "here it is warmup_steps",
 }
 
@@ -153,6 +156,7 @@ class Config(dict):
 @contextmanager
 def configured(*scopes: dict, argv: list | None = None, names: list | None = None) -> Iterator:
     """Set the knobs of `scopes`, globals() of scripts, from `argv`, yield a Config, give them back.
+    Flags win over config files, wherever they stand.
 
     Raises BadInput, and sets none, if any argument is invalid. Present values are the defaults, so
     that `train.max_steps = 5` takes effect. A later scope may restate a knob: both then hold one
@@ -161,13 +165,13 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     argv = sys.argv[1:] if argv is None else argv
     config = Config([(scope, read_knobs(scope["__file__"])) for scope in scopes])
     has_file = False
-    for argument, following in pairwise([*argv, ""]):
-        if argument in ("-h", "--help"):
+    for argument, following in sorted(pairwise([*argv, ""]), key=order_of):
+        if argument in HELP:
             print_help(scopes[-1]["__doc__"] or "", config)
             raise SystemExit(0)
         if argument.startswith("-"):
             name, equals, value = argument.removeprefix("--").partition("=")
-            if not equals:
+            if not equals and name in config.knobs:
                 hint = "VALUE" if following[:2] in ("", "--") else following
                 fail(f"{argument}: write {argument}={hint}")
             config[name] = accept(name, value, argument, config.knobs)
@@ -179,7 +183,6 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
                 config.typed |= settings.keys() - {"out_dir"}
             else:
                 config.base.update(settings)
-                config.typed -= settings.keys()
             has_file = True
         elif names is not None:
             names.append(argument)
@@ -192,6 +195,13 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
         for scope, knobs in config.scopes:
             stack.enter_context(setting(scope, **{name: config[name] for name in knobs}))
         yield config
+
+
+def order_of(pair: tuple[str, str]) -> int:
+    """Of an argument and the next one: config files come first, so that what they compute depends on
+    no flag, and --help last, so that it shows the final values."""
+    is_file = pair[0].endswith(".py") and not pair[0].startswith("-")
+    return 2 * (pair[0] in HELP) - is_file
 
 
 def read_config_file(argument: str, config: Config) -> dict:
@@ -265,6 +275,9 @@ def accept(name: str, value: Any, written: str, knobs: dict) -> Any:
         hint = "--help lists every name; one of your own, in a file, begins with _"
         for near in difflib.get_close_matches(name, knobs, n=1):
             hint = f"did you mean {near}?"
+        positive = re.sub("^no[-_]", "", name)
+        if positive in knobs and re.search("True|[Ff]alse", repr(knobs[positive])):
+            hint = f"write --{positive}=false"
         fail(f"unknown name {name!r} in {written}; {NAMES_ELSEWHERE.get(name, hint)}")
     default, comment = knobs[name].default, knobs[name].comment
     choices = CHOICES.search(comment)
@@ -298,14 +311,17 @@ def show(value: Any) -> str:
 
 def print_help(about: str, config: Config) -> None:
     """Print a script's docstring and its knobs under the headings of the source, as wide as the
-    terminal, with the values that the arguments before --help give them."""
-    print(about.strip())
+    terminal, with their final values."""
+    width = line_width(100)
+    about = re.sub(r"\n  (?=\S)", "\n", about.strip())
+    for line in re.sub(r"(?m)^(\S.*)\n(?=[^\s-])", r"\1 ", about).splitlines():  # a paragraph
+        print(textwrap.fill(line, width, subsequent_indent=2 * re.match(" *", line)[0]))
     for heading in dict.fromkeys(knob.heading for knob in config.knobs.values()):
-        print(f"\n{heading}")
+        print("\n" + textwrap.fill(heading, width))
         for name, knob in config.knobs.items():
             if knob.heading == heading:
                 line = f"{f'  --{name}={show(config[name])}':<30}  {knob.comment}"
-                print(textwrap.fill(line, line_width(100), subsequent_indent=" " * 32))
+                print(textwrap.fill(line, width, subsequent_indent=" " * 32))
 
 
 def line_width(without: int = 10**6) -> int:

@@ -71,6 +71,9 @@ def choose_device(name: str) -> torch.device:
         kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     try:
         device = torch.device(kind)
+    except RuntimeError:  # it lists devices that no loop has run on
+        fail(f"--device={name}: expected auto, cpu, cuda, cuda:1 or mps")
+    try:
         if device.type == "cuda":
             torch.cuda.init()  # says what is missing
             torch.cuda.set_device(device)  # first, or the tensor below also occupies GPU 0

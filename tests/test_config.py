@@ -126,9 +126,16 @@ def test_a_config_file_is_python_that_sees_the_knobs_so_far(script):
     assert configure(script, "config/next.py")["shift"] == -16
 
 
-def test_later_arguments_win(script):
-    assert configure(script, "config/small.py", "--batch_size=5")["batch_size"] == 5
-    assert configure(script, "--batch_size=5", "config/small.py")["batch_size"] == 4
+def test_flags_win_over_files_wherever_they_stand_and_later_arguments_over_earlier_ones(script):
+    second = script.parent / "config" / "second.py"
+    second.write_text("shift = batch_size\nbatch_size = 6\n")
+    files = ["config/small.py", "config/second.py"]
+    for argv in (["--batch_size=5", *files], [files[0], "--batch_size=5", files[1]]):
+        config = configure(script, *argv)
+        assert (config["batch_size"], config["shift"]) == (5, 4), "a file sees files, never flags"
+        assert config.typed == {"batch_size", "shift"} and config.base["batch_size"] == 4
+    assert configure(script, *files)["batch_size"] == 6
+    assert configure(script, *files[::-1])["batch_size"] == 4
     assert configure(script, "--batch_size=5", "--batch_size=6")["batch_size"] == 6
 
 
@@ -152,6 +159,9 @@ def test_every_name_of_nanogpt_that_is_no_knob_of_train_gets_a_hint():
 
 BAD_ARGUMENTS = """
 -batch_size=4          did you mean batch_size?
+--no-report            unknown name 'no-report' in --no-report; write --report=false
+--no_compile=true      write --compile=false
+--lr 1                 unknown name 'lr' in --lr; here it is peak_lr
 --zzz=4                unknown name 'zzz' in --zzz=4; --help lists
 --computed=1           unknown name 'computed'
 --after=1              unknown name 'after'
@@ -198,7 +208,7 @@ def test_a_script_gets_its_knobs_or_exits_2_with_one_line(script):
 
 
 def test_help_has_every_knob_under_the_headings_of_the_source(script):
-    text = run(script, "--shift=7", "--help").stdout
+    text = run(script, "--help", "--shift=7").stdout
     for part in ("where\n  --out_dir=out/run  ", "the sizes of things\n  --batch_size=32  "):
         assert f"\n{part}" in text
     assert re.search(r"--batch_size=32 .*\n {32}.*and goes on\s+below; ", text)

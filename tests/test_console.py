@@ -126,6 +126,14 @@ def test_no_line_is_wider_than_the_terminal_and_a_pipe_has_all_columns(columns):
     assert set(every) - set(head.split()) == gone
 
 
+@pytest.mark.parametrize("columns", [60, 80])
+def test_help_fits_the_terminal_with_its_introduction_and_cuts_no_word(columns):
+    code = "import sys, prepare_data as p; sys.argv[1:] = ['--help']; p.main()"
+    shown, piped = on_a_terminal(code, columns)
+    assert max(map(len, shown.splitlines())) <= columns < max(map(len, piped.splitlines()))
+    assert "".join(shown.split()) == "".join(piped.split())
+
+
 def test_the_end_names_commands_that_run(run_train, tmp_path, capsys):
     done = run_train("a run", "--max_steps=5", "--log_interval=1")
     ends = done.stdout.splitlines()[-2:]
