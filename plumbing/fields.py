@@ -48,7 +48,7 @@ ALL_FIELDS = (  # in the order of columns and panels
     Field("data_ms",        "train", "clock",      "wait",      "6.1f",  "",                      7),
     Field("tokens_per_sec", "train", "clock",      "tok/s",     "9,.0f", "throughput (tokens/s)"),
     Field("mfu",            "train", "clock",      "mfu",       "6.1%",  "",                      5),
-    Field("mem_gb",         "train", "clock",      "GB",        "6.2f",  "peak memory (GB)",      6),
+    Field("mem_gb",         "train", "clock",      "GB",        "6.2f",  "memory (GB)",           6),
     Field("gpu_util",       "train", "clock",      "",          "4.0f",  "GPU busy (%)"),
     Field("loss_scale",     "train", "train_step", "scale",     "8.3g",  "loss scale",            5),
     Field("skipped",        "train", "train_step"),  # 1 if the update changed nothing

@@ -297,7 +297,7 @@ def test_a_folder_of_runs_is_listed(command, tmp_path):
 # ---- the picture and the page --------------------------------------------------------------------
 
 PANELS = ["loss (nats)", "gradient norm", "learning rate", "throughput (tokens/s)"]
-PANELS += ["peak memory (GB)"]
+PANELS += ["memory (GB)"]
 EVALUATED = ["bits per byte", "accuracy (%)"]
 
 
