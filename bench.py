@@ -32,12 +32,12 @@ from torch.profiler import record_function
 
 import train
 from checks import processes
-from plumbing import checkpoint, cli, compiler, console, data, forks, machine
+from plumbing import checkpoint, cli, code, compiler, console, data, forks, machine
 from plumbing.cli import configured, fail, folder_name, run_script
 from plumbing.clock import Clock
 from plumbing.console import REPO, print0
 from plumbing.files import write_json
-from plumbing.run_folder import RunFolder, git_state, now
+from plumbing.run_folder import RunFolder, now
 from plumbing.snapshot import tensors
 
 # The measurement
@@ -546,7 +546,7 @@ def job_of(words, script, *scopes):
                         config,
                         words,
                         script,
-                        Path(folder_name(config)),
+                        Path(folder_name(config, code.script())),
                         run.device,
                         run.facts["data"]["meta"],
                         machine.peak_flops(run.device, train.dtype),
@@ -570,7 +570,7 @@ def measure(own, argv):
         facts = {
             "date": now(),
             "command": sys.argv,
-            "git": git_state(),
+            "git": code.git_state()[0],
             "dataset": job.run.facts["data"]["name"],
             "config": job.config | resolved,
             **machine.describe_machine(job.device),

@@ -108,7 +108,8 @@ def build(config: dict, vocab_size: int) -> torch.nn.Module:
     import train
 
     loop = forks.load(script, train)
-    vars(loop).update({name: config[name] for name in config.keys() & vars(loop).keys()})
+    knobs = vars(loop) | loop.ADDED_KNOBS
+    vars(loop).update({name: config[name] for name in config.keys() & knobs.keys()})
     return loop.build_model(config, vocab_size)
 
 

@@ -7,13 +7,14 @@ On several (4 GPUs of one machine; with --device=cpu, 4 processes), which share 
     torchrun --standalone --nproc_per_node=4 train.py config/shakespeare.py
 
 The same command again resumes the run where it stopped, bit for bit. A flag that makes another run
-names another folder. Every global above FRESH_STATE is a flag (`--help`); its comment gives the
-unit, the value for "off", and the allowed [range] or a | b. Its last word says what another value
-does: `fixed` makes another run, and a resume refuses it (`product fixed`: if the product of these
-knobs is another one); `free` changes how the run computes or what it writes, and names no folder;
-with no word it is the course of the run: it names the folder, and a resume goes on with it. A config
-file is Python, and is executed. The file reads from top to bottom, the caller above the called: the
-knobs, main, the start of a run, the loop, the batch, the step, evaluation, the decisions, the rows."""
+names another folder. Every global above FRESH_STATE is a flag (`--help`), and so is what a script
+adds by knob(); its comment gives the unit, the value for "off", and the allowed [range] or a | b. Its
+last word says what another value does: `fixed` makes another run, and a resume refuses it (`product
+fixed`: if the product of these knobs is another one); `free` changes how the run computes or what it
+writes, and names no folder; with no word it is the course of the run: it names the folder, and a
+resume goes on with it. A config file is Python, and is executed. The file reads from top to bottom,
+the caller above the called: the knobs, main, the start of a run, the loop, the batch, the step,
+evaluation, the decisions, the rows."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ from plumbing import audit, checkpoint, cli, compiler, console, data, fields, fs
 from plumbing import resume as resuming
 from plumbing.cli import BadInput, RunFailed, fail
 from plumbing.clock import Clock
-from plumbing.console import print0
+from plumbing.code import script
+from plumbing.console import print0, shown
 from plumbing.diagnosis import give_up
 from plumbing.knobs import Start, settle_knobs
 from plumbing.machine import flops_per_token, precise
@@ -155,7 +157,15 @@ POSITION = ("step", "sequences", "tokens", "micro_batch")
 MAX_SKIPPED = 10  # updates in a row that are not finite, before the run ends
 MAX_HIGH = 10  # losses above the first one in a row, before a warning
 MAX_RECENT = 10  # rows that a diagnosis quotes
+ADDED_KNOBS = {}  # name -> cli.Knob, by knob()
 last_run = None  # the run of the newest main(), for a notebook
+
+
+def knob(name: str, default: str | int | float | bool, comment: str) -> None:
+    """Add a flag to those above, at the top of a script that imports train:
+    `train.knob("alpha", 0.5, "weight of the teacher, [0, 1]; fixed")`. Within main() and build() its
+    value is train.alpha, which a model gets as config["alpha"]."""
+    cli.add_knob(globals(), name, default, comment)
 
 
 # ---- the start of a run --------------------------------------------------------------------------
@@ -182,15 +192,18 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
         # ---- all is checked: from here on the run writes to out_dir
         if resume == "restart":
             from_rank0(run.folder.set_aside)
-        command = sys.argv if argv is None else ["train.py", *argv]  # as typed, or as in a notebook
-        from_rank0(run.folder.open, run, command)
+        flags = sys.argv[1:] if argv is None else argv
+        from_rank0(run.folder.open, run, [shown(script() or __file__), *flags])
         if wandb_log:
             from_rank0(copy_to_wandb, run)
         peak = from_rank0(machine.peak_flops, run.device, dtype)
         run.max_flops = peak[0] * world_size()
         console.print_plan(run, peak, resuming.changes_since(run))
         clock.lap("start")
-        return run_to_the_end(run, clock)
+        code = run_to_the_end(run, clock)
+    if code and argv is None and script():  # `python lab.py && next` must not go on
+        raise SystemExit(code)
+    return code
 
 
 @contextmanager
@@ -198,6 +211,7 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
     """A context with a run that is ready to step: data, model, optimizers, and the checkpoint if
     there is one. Inside it the knobs hold. It writes nothing and takes no lock, unless
     `to_train`."""
+    cli.refuse_threads()
     with cli.configured(globals(), argv=argv) as config, ExitStack() as stack:
         start, saved = settle_knobs(config, stack, to_train)
         ranks.check_share(sequences_at(0), shard, BadInput)

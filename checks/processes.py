@@ -10,7 +10,7 @@ from statistics import mean, median, stdev
 
 import torch
 
-from plumbing.cli import RunFailed, read_knobs
+from plumbing.cli import RunFailed, knobs_of_tools
 from plumbing.console import REPO
 from plumbing.data import end_with_parent
 from plumbing.files import read_json
@@ -74,7 +74,7 @@ def execute(script, words, **knobs):
 
 def for_train(words):
     """`words` without the flags of bench.py and check.py."""
-    own = {name for script in ("bench.py", "check.py") for name in read_knobs(REPO / script)}
+    own = knobs_of_tools()
     return [word for word in words if word.partition("=")[0].removeprefix("--") not in own]
 
 

@@ -6,18 +6,21 @@ The comment beside it, which goes on in lines that begin with `#` and two spaces
 interval in it, such as [1, inf), and choices, a | b, are enforced. Its last word, after a semicolon,
 says what another value does: `fixed` makes another run, which names another folder (`product
 fixed`: if the product of the knobs with this word is another one), `free` changes how a run computes
-or what it writes; no word: the course of the run. A config file is executed as
-Python, sees the knobs as set so far, and may assign knobs and _names."""
+or what it writes; no word: the course of the run. A script that calls train.main() adds knobs of its
+own by train.knob(). A config file is executed as Python, sees the knobs as set so far, and may
+assign knobs and _names."""
 
 import ast
 import builtins
 import difflib
+import keyword
 import math
 import os
 import re
 import shutil
 import sys
 import textwrap
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from configparser import RawConfigParser
@@ -28,6 +31,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 HELP = ("-h", "--help")
+REPO = Path(__file__).resolve().parent.parent
 POLICY = ("fixed", "free", "product fixed")  # the words in which a comment may end
 BOOLEANS = RawConfigParser.BOOLEAN_STATES  # of 1, yes, true, on; 0, no, false, off
 KNOB = re.compile(  # comments above it, name, value, comment
@@ -135,15 +139,18 @@ class Knob:
 
 
 class Config(dict):
-    """Every knob and its value. typed: names that flags set, and config files after the first one.
-    base: values without what is typed. knobs: name -> Knob. scopes: globals() of the scripts, and
-    the knobs of each."""
+    """Every knob and its value. filed: names that config files set. typed: names that flags set, and
+    config files after the first one. base: values without what is typed. knobs: name -> Knob.
+    scopes: globals() of the scripts, and the knobs of each."""
 
     def __init__(self, scopes: list[tuple[dict, dict[str, Knob]]]):
         self.scopes = scopes
         self.knobs = {name: knob for _, knobs in scopes for name, knob in knobs.items()}
-        super().__init__({name: scope[name] for scope, knobs in scopes for name in knobs})
+        super().__init__()
+        for scope, knobs in scopes:
+            self.update({name: scope.get(name, knobs[name].default) for name in knobs})
         self.base = dict(self)
+        self.filed = set()
         self.typed = set()
 
     def settle(self, **values: Any) -> None:
@@ -151,6 +158,12 @@ class Config(dict):
         self.update(values)
         for scope, knobs in self.scopes:
             scope.update({name: self[name] for name in values if name in knobs})
+
+
+def refuse_threads() -> None:
+    """Raises BadInput outside the main thread: knobs are globals, and signals reach only that."""
+    if threading.current_thread() is not threading.main_thread():
+        fail("train.main() runs in the main thread alone; for several runs at once start processes")
 
 
 @contextmanager
@@ -163,7 +176,9 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     value. names: a list to which arguments other than flags and config files are added; None
     refuses them."""
     argv = sys.argv[1:] if argv is None else argv
-    config = Config([(scope, read_knobs(scope["__file__"])) for scope in scopes])
+    config = Config(
+        [(scope, read_knobs(scope["__file__"]) | scope.get("ADDED_KNOBS", {})) for scope in scopes]
+    )
     has_file = False
     for argument, following in sorted(pairwise([*argv, ""]), key=order_of):
         if argument in HELP:
@@ -179,6 +194,7 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
         elif argument.endswith(".py"):
             settings = read_config_file(argument, config)
             config.update(settings)
+            config.filed |= settings.keys()
             if has_file:
                 config.typed |= settings.keys() - {"out_dir"}
             else:
@@ -193,6 +209,9 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
             config[name] = os.path.normpath(os.path.expanduser(path))
     with ExitStack() as stack:
         for scope, knobs in config.scopes:
+            for name in knobs.keys() - scope.keys():  # added by a script: no global outside of this
+                scope[name] = knobs[name].default
+                stack.callback(scope.pop, name)
             stack.enter_context(setting(scope, **{name: config[name] for name in knobs}))
         yield config
 
@@ -231,14 +250,20 @@ def setting(scope: dict, /, **values: Any) -> Iterator[None]:
         scope.update(old)
 
 
-def folder_name(config: Config) -> str:
-    """The out_dir of a flag; else the config's and, in the order of the knobs, what was typed,
-    changes a value and makes another run: out/mine,n_layer=2."""
-    if "out_dir" in config.typed:
-        return config["out_dir"]
-    is_other_batch = product(config, config.knobs) != product(config.base, config.knobs)
+def folder_name(config: Config, script: Path | None = None) -> str:
+    """The out_dir of a flag; else the config's and, in the order of the knobs of train.py, what was
+    typed, changes a value and makes another run: out/mine,n_layer=2. A script lab.py makes out/run to
+    out/lab, and the out_dir of a config file to out/mine,lab."""
     name = config["out_dir"]
-    for key, knob in config.knobs.items():
+    if "out_dir" in config.typed:
+        return name
+    if script and "out_dir" in config.filed:
+        name += f",{script.stem}"
+    elif script and name == config.knobs["out_dir"].default:
+        name = str(Path(name).with_name(script.stem))
+    is_other_batch = product(config, config.knobs) != product(config.base, config.knobs)
+    _, knobs = config.scopes[0]
+    for key, knob in knobs.items():
         counts = is_other_batch if knob.policy == "product fixed" else knob.names_folder()
         if counts and key in config.typed and config[key] != config.base[key]:
             value = show(config[key])
@@ -266,6 +291,28 @@ def read_knobs(path: str | Path) -> dict[str, Knob]:
             if isinstance(default, str | int | float):
                 knobs[name] = Knob(default, re.sub("\n#  *", " ", comment), heading)
     return knobs
+
+
+def knobs_of_tools() -> dict[str, Knob]:
+    """The knobs that bench.py and check.py have beside those of train.py."""
+    return read_knobs(REPO / "bench.py") | read_knobs(REPO / "check.py")
+
+
+def add_knob(scope: dict, name: str, default: Any, comment: str) -> None:
+    """Add a knob to the ADDED_KNOBS in `scope`, the globals() of train.py. Raises BadInput."""
+    call = f"train.knob({name!r}, {default!r}, ...)"
+    added = scope["ADDED_KNOBS"]
+    taken = {*keyword.kwlist, *vars(builtins), *knobs_of_tools(), *scope} - added.keys()
+    if name in taken or not re.fullmatch("[a-z][a-z0-9_]*", str(name)):
+        fail(
+            f"{call}: expected a name in lower-case letters, digits and _ that Python, train.py, "
+            "bench.py and check.py do not use"
+        )
+    if type(default) not in (str, int, float, bool):
+        fail(f"{call}: expected a default that is a str, int, float or bool")
+    knob = Knob(default, comment, "Added by the script")
+    accept(name, default, call, {name: knob})
+    added[name] = knob
 
 
 def accept(name: str, value: Any, written: str, knobs: dict) -> Any:

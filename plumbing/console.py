@@ -11,10 +11,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from plumbing.cli import line_width, printable, product, show
+from plumbing.cli import REPO, line_width, printable, product, show
 from plumbing.fields import shown_fields
 
-REPO = Path(__file__).resolve().parent.parent
 CLEAR = "\x1b[K"  # from the cursor to the end of the line
 GREEN = "\x1b[32m"
 RESET = "\x1b[0m"
@@ -166,7 +165,7 @@ def resume_words(found: dict, changed: dict[str, list]) -> str:
 def change_words(changed: dict[str, list]) -> str:
     """What is known to have changed, [then, now] by name. Of a file, its name."""
     words = [
-        name if name.endswith(".py") or name == "__main__" else f"{name} {then} -> {now}"
+        name if name.endswith(".py") else f"{name} {then} -> {now}"
         for name, (then, now) in changed.items()
     ]
     return ", ".join(words)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+from plumbing import code
 from plumbing.cli import fail, setting
 
 
@@ -43,6 +44,7 @@ def load(path: str, train: ModuleType) -> ModuleType:
     sys.path.insert(0, str(file.parent))
     with setting(vars(train), main=refuse):
         module = importlib.import_module(file.stem)
+    code.given = file
     if module.__file__ != str(file):
         fail(f"--script={path}: {module.__file__} is loaded under this name; rename the script")
     return module if hasattr(module, "Watch") else train

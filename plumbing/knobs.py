@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from plumbing import checkpoint, machine, ranks, resume
+from plumbing import checkpoint, code, machine, ranks, resume
 from plumbing.cli import Config, fail, folder_name
 from plumbing.ranks import from_rank0
 from plumbing.run_folder import RunFolder
@@ -28,7 +28,7 @@ def settle_knobs(config: Config, stack: ExitStack, to_train: bool) -> tuple[Star
     ranks join, and the folder is locked if the run is `to_train`, in the contexts of `stack`.
     Returns also what that checkpoint holds, or None. Raises BadInput."""
     refuse_contradictions(config)
-    config.settle(out_dir=folder_name(config))
+    config.settle(out_dir=folder_name(config, code.script()))
     config.settle(**machine.pin_kernels(config))  # if portable: before the first operation
     device = machine.choose_device(config["device"])
     if config["device"] == "auto":

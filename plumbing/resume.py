@@ -3,16 +3,15 @@
 import copy
 import math
 import platform
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from plumbing import checkpoint
+from plumbing import checkpoint, code
 from plumbing.cli import Config, fail, product, show
 from plumbing.clock import Clock
-from plumbing.console import REPO, best_words, change_words, print0, shown
+from plumbing.console import best_words, change_words, print0, shown
 from plumbing.files import digest_of, read_json
 from plumbing.machine import choose_dtype, device_name
 from plumbing.ranks import from_rank0, world_size
@@ -24,15 +23,17 @@ from plumbing.witness import ResumeCheck
 KEPT = {"dtype": "auto", "compile": "auto", "warmup_steps": None, "decay_steps": 0}
 PLACES = ("out_dir", "data_dir", "resume")  # knobs that a resume does not mention
 # What it mentions, beside the other knobs and code, if it has changed
-FACTS = ("torch", "python", "device", "threads", "ranks", "micro_batch", "git_commit")
+FACTS = ("script", "torch", "python", "device", "threads", "ranks", "micro_batch", "git_commit")
 
 
 # ---- what computes -------------------------------------------------------------------------------
 
 
 def facts_of_run(config: Config, data: dict, device: torch.device) -> dict:
-    """What a checkpoint keeps as `run`, beside the knobs. data: its facts["data"]."""
-    return {
+    """What a checkpoint keeps as `run`, beside the knobs. data: its facts["data"]. Raises BadInput
+    if a knob that a script has added bears the name of something that a checkpoint says."""
+    added = config.scopes[0][0]["ADDED_KNOBS"]
+    facts = {
         "written": {name: config.base[name] for name in KEPT},
         "dataset": data["name"],
         "data": data["fingerprint"],
@@ -42,27 +43,19 @@ def facts_of_run(config: Config, data: dict, device: torch.device) -> dict:
         "device": device_name(device),
         "threads": torch.get_num_threads(),
         "world_size": world_size(),
-        "code": own_code(),
+        "script": code.script_fact(),
+        "code": code.loaded(),
+        "added_knobs": {name: vars(knob) for name, knob in added.items()},
     }
+    for name in added.keys() & {*facts, *FACTS, *data, *data["meta"]}:
+        fail(f"train.knob({name!r}, ...): run.json says something else under this name; rename it")
+    return facts
 
 
 def identity_of(facts: dict) -> dict:
     """What a run is: the knobs as resolved, and `run`, in which `dataset` is the one it was given
     and `device` the model of the device. facts: those of a run, or a checkpoint."""
     return facts["config"] | facts["run"]
-
-
-def own_code() -> dict[str, str]:
-    """{name: hash of the bytes} of the loaded .py files in the repository, by their paths there,
-    and of the script if it is elsewhere, as `__main__`."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        path = Path(getattr(module, "__file__", None) or "")
-        is_own = path.is_relative_to(REPO) and "-packages" not in str(path)
-        if path.suffix == ".py" and path.is_file() and (is_own or name == "__main__"):
-            key = str(path.relative_to(REPO)) if is_own else name
-            found[key] = digest_of(path)[:16]
-    return found
 
 
 def known_changes(then: dict, now: dict, knobs: dict) -> dict[str, list]:
@@ -262,11 +255,14 @@ def close_finished(run: Any) -> None:
     longer = (
         f"to train it longer, raise {knob} with --out_dir={name}; to start again, write {again}"
     )
-    asked = {key: config[key] for key, knob in run.knobs.items() if knob.names_folder()}
-    if changed := known_changes(run.before, run.before | asked, run.knobs):
-        fail(f"{name} holds a finished run; changed since: {change_words(changed)}; {longer}")
+    changed = changes_since(run)
+    other = [key for key in run.knobs if key in changed and run.knobs[key].names_folder()]
+    if another := {key: changed[key] for key in changed if key in ("script", *other)}:
+        fail(f"{name} holds a finished run; changed since: {change_words(another)}; {longer}")
     best = best_words(config["best_metric"], state)
-    print0(f"{name} is finished: {step:,} steps, {best}; {longer}")
+    edited = [file for file in changed if file.endswith(".py")]
+    since = f"; changed since: {', '.join(edited)}" if edited else ""
+    print0(f"{name} is finished: {step:,} steps, {best}{since}; {longer}")
     run.folder.facts = read_json(run.folder.path / "run.json")
     if run.folder.facts.get("ended", "unknown") is None:
         run.folder.end("finished", Clock(), state)

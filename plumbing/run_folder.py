@@ -2,20 +2,17 @@
 
 import errno
 import os
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from plumbing import console, machine
+from plumbing import code, console, machine
 from plumbing.checkpoint import NO_ROOM
 from plumbing.cli import fail
 from plumbing.clock import Clock
-from plumbing.console import REPO, print0
+from plumbing.console import print0
 from plumbing.files import clean, lock_file, read_json, write_json
 from plumbing.log import LogFile
 from plumbing.ranks import rank
@@ -102,7 +99,8 @@ class RunFolder(ExitStack):
             self.log.cut_half_line()
             is_own = run.path and self.owns(run.path)
             self.log.keep_to(run.state["step"] if is_own else -1, run.state["evaluation_due"])
-            git = git_state()
+            git, diff = code.git_state()
+            code.keep(self.path / "code", diff)
             run.facts["run"]["git_commit"] = git["commit"]
             before = read_json(self.path / "run.json") if is_own else {}  # of earlier processes
             new = {
@@ -189,15 +187,3 @@ def free_name(path: Path, suffix: str, number: int) -> Path:
 
 def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
-
-
-def git_state() -> dict:
-    """{commit, dirty, diff_sha256} of the repository. The Docker image has GIT_COMMIT, not .git."""
-    git = ["git", f"--git-dir={REPO}/.git", f"--work-tree={REPO}"]  # never a parent folder's .git
-    run = partial(subprocess.run, capture_output=True, check=True)
-    try:
-        diff = run([*git, "diff", "HEAD"]).stdout
-        commit = run([*git, "rev-parse", "HEAD"], text=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return {"commit": os.environ.get("GIT_COMMIT"), "dirty": None, "diff_sha256": None}
-    return {"commit": commit, "dirty": bool(diff), "diff_sha256": sha256(diff).hexdigest()}

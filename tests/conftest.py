@@ -489,9 +489,9 @@ def serve():
     import_train(REPO)
     import numpy.ma  # noqa: F401 (or numpy.unique imports it in each run)
 
-    from plumbing import cli, machine, resume
+    from plumbing import cli, code, machine
 
-    resume.own_code()  # each source is read once, not in each run
+    code.loaded()  # each source is read once, not in each run
     cli.read_knobs = functools.cache(cli.read_knobs)
     cli.read_knobs(REPO / "train.py")
     machine.describe_machine(torch.device("cpu"))
