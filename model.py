@@ -235,10 +235,11 @@ class GPT(nn.Module):
             block.attention.reset_parameters()
             block.mlp.reset_parameters()
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, last_only=False) -> Tensor:
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, last_only=False):
         """inputs, targets: int64 (B, T). Without targets, returns the logits (B, T, V), or only the
         last ones (B, 1, V). With targets, returns their mean cross entropy in nats, a float32
-        scalar, ignoring those of -100. T is at most `block_size`."""
+        scalar, ignoring those of -100; in eval mode (that, {"accuracy": share of right
+        predictions}). T is at most `block_size`."""
         T = inputs.size(1)
         x = self.dropout(self.embedding(inputs))
         cos, sin = self.cos[:T, None], self.sin[:T, None]
@@ -253,7 +254,10 @@ class GPT(nn.Module):
         # smoothed labels would reward it
         keeps_padding = self.training and not smoothing
         logits = self.head(x)[..., : None if keeps_padding else self.config.vocab_size]
-        return logits if targets is None else cross_entropy(logits, targets, smoothing)
+        if targets is None:
+            return logits
+        loss = cross_entropy(logits, targets, smoothing)
+        return loss if self.training else (loss, {"accuracy": accuracy(logits, targets)})
 
     def describe(self) -> str:
         return "{n_layer} x {n_embd} wide, {n_head} heads".format(**vars(self.config))
@@ -274,12 +278,17 @@ def build_model(knobs: dict, vocab_size: int) -> nn.Module:
     return GPT(GPTConfig(**shape | {"vocab_size": vocab_size}))
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing=0.0, reduction="mean") -> Tensor:
-    """In nats and float32, over the targets that are not -100. logits: (..., V), targets: (...).
-    reduction: "mean" or "sum". Raises ValueError for another number of targets."""
+def cross_entropy(logits: Tensor, targets: Tensor, label_smoothing=0.0) -> Tensor:
+    """The mean in nats and float32, over the targets that are not -100. logits: (..., V), targets:
+    (...). Raises ValueError for another number of targets."""
     # flattened: the loss over (B, V, T) raises in strict deterministic mode on CUDA
     flat = logits.float().flatten(0, -2), targets.flatten()
-    return F.cross_entropy(*flat, reduction=reduction, label_smoothing=label_smoothing)
+    return F.cross_entropy(*flat, label_smoothing=label_smoothing)
+
+
+def accuracy(logits: Tensor, targets: Tensor) -> Tensor:
+    """The share of the targets that have the largest logit, among those that are not -100."""
+    return (logits.argmax(-1) == targets).sum() / (targets != -100).sum()
 
 
 # ---- the two extras ------------------------------------------------------------------------------

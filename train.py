@@ -29,6 +29,7 @@ if __name__ == "__main__":  # before the first step there is nothing to save
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -38,7 +39,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from model import InvalidShape, build_model, cross_entropy, generate
+from model import InvalidShape, build_model, generate
 from optim import configure_optimizers
 from plumbing import audit, checkpoint, cli, compiler, console, data, fields, fsdp, machine, ranks
 from plumbing import resume as resuming
@@ -296,8 +297,8 @@ def seed_everything(seed: int) -> None:
 @dataclass
 class Run(Start):
     """What the next step depends on; from Start it has device, folder, path of the checkpoint, and
-    reasons. model(inputs) returns logits, and model(inputs, targets) the mean loss over the
-    targets, or (loss, {name: scalar})."""
+    reasons. model(inputs, targets) returns, in training and in evaluation, the mean loss over the
+    targets that count, or (loss, {name: scalar mean}); model(inputs) the logits, for samples."""
 
     train_data: torch.utils.data.Dataset
     val_data: torch.utils.data.Dataset
@@ -634,18 +635,26 @@ def forward_backward(model, run: Run, inputs, targets, n_targets: torch.Tensor) 
     global batch; backward. Returns what this rank adds to the mean loss, and to the mean of every
     other scalar that the model returns beside it."""
     totals = {}
-    micro_batch = run.state["micro_batch"]
-    for x, y in zip(inputs.split(micro_batch), targets.split(micro_batch), strict=True):
-        n = count_targets(y)
-        y = torch.where(n > 0, y, y.new_zeros(()))  # without any: a finite loss, which counts 0
-        with autocast(x.device):
-            result = model(x, y)  # 3: forward, under autocast
-        means = fields.means_of(result)  # over the targets of x
+    for means, n in micro_batches(model, run, inputs, targets):  # 3: forward
         parts = n_targets / n  # so many of this size make the global batch; infinite if n is 0
-        numbers = {name: torch.where(n > 0, means[name], 0) / parts for name in means}  # 4
+        numbers = {name: mean / parts for name, mean in means.items()}  # 4: scale
         run.scaler.scale(numbers["loss"]).backward()  # 5: backward
         totals = {name: totals.get(name, 0.0) + numbers[name].detach() for name in numbers}
     return totals
+
+
+def micro_batches(model, run: Run, inputs, targets) -> Iterator[tuple[dict, torch.Tensor]]:
+    """The forward passes of training and of evaluation, under autocast. Yields for each micro-batch
+    ({"loss": mean over the targets that count, and the other scalars that the model returned}, how
+    many count). Where none counts, all means are 0."""
+    size = run.state["micro_batch"]
+    for x, y in zip(inputs.split(size), targets.split(size), strict=True):
+        n = count_targets(y)
+        y = torch.where(n > 0, y, y.new_zeros(()))  # a loss of no targets would not be finite
+        with autocast(x.device):
+            result = model(x, y)
+        means = fields.means_of(result, torch.is_grad_enabled())
+        yield {name: torch.where(n > 0, mean, 0) for name, mean in means.items()}, n
 
 
 def autocast(device: torch.device) -> torch.autocast:
@@ -708,10 +717,9 @@ def record_evaluation(run: Run, table) -> bool:
     if best_metric != "val_loss":
         sign = -1 if best_metric.startswith("-") else 1
         row[f"best_{name_of_best}"] = sign * state["best_score"]
-    if not eval_tokens:  # the whole split
-        row.pop("val_tokens", None)
-        if "val_bytes" in meta:
-            row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
+    counted = row.get("val_tokens") if eval_tokens else row.pop("val_tokens", None)
+    if "val_bytes" in meta and counted == meta["val_tokens"] - 1:  # the whole text, none masked
+        row["val_bpb"] = row["val_loss"] / math.log(2) * meta["val_tokens"] / meta["val_bytes"]
     run.folder.write_rows([row])
     table.print_evaluation(row, is_best)
     return is_best
@@ -719,24 +727,26 @@ def record_evaluation(run: Run, table) -> bool:
 
 @torch.no_grad()
 def evaluate(run: Run) -> dict:
-    """{"val_loss": nats, "val_accuracy": share of right predictions, "val_tokens": how many}. More
-    numbers become fields of the row; best_metric names the one that decides.
+    """{"val_loss": mean over the targets that count, "val_NAME": that of each other number that the
+    model returns, "val_tokens": how many targets}. More numbers become fields of the row;
+    best_metric names the one that decides.
 
-    On fixed windows, in eval mode, with the EMA weights if ema_decay is on; never compiled, so that
-    the result does not depend on --compile. Training is unaffected: all that it moves is put back.
-    """
+    In eval mode, with the EMA weights if ema_decay is on; never compiled, so that the result does
+    not depend on --compile. Training is unaffected: all that it moves is put back."""
     with evaluating(run):
         totals = sum_losses(run)
-    loss, right, counted = ranks.total(totals).tolist()
-    return {"val_loss": loss / counted, "val_accuracy": right / counted, "val_tokens": int(counted)}
+    ranks.sum_over_ranks([*totals.values()])
+    counted = totals.pop("targets")
+    means = {f"val_{name}": (total / counted).item() for name, total in totals.items()}
+    return means | {"val_tokens": int(counted)}
 
 
-def sum_losses(run: Run) -> torch.Tensor:
-    """Sums over this rank's share of the validation data: [loss, right predictions, targets].
-    Raises StoppedInEvaluation after a batch if a signal has come, on any rank."""
+def sum_losses(run: Run) -> dict:
+    """{name: sum over this rank's share of the validation data, in float64} of each number that the
+    model returns, and of `targets`, which are counted. Raises StoppedInEvaluation after a batch if
+    a signal has come, on any rank."""
     before = Snapshot(run)
-    where = "cpu" if run.device.type == "mps" else run.device  # MPS has no float64
-    totals = torch.zeros(3, dtype=torch.float64, device=where)
+    totals = Counter()
     size = min(run.state["micro_batch"], ranks.largest_share(sequences_at(run.state["step"])))
     reader = data.Reader(run.val_data, seed)
     for first in range(0, len(run.val_data), size * world_size()):
@@ -744,26 +754,25 @@ def sum_losses(run: Run) -> torch.Tensor:
         has_rows = mine < len(run.val_data)  # if not, only take part: FSDP needs every rank
         mine = mine if has_rows else first
         count = min(size, len(run.val_data) - mine)
-        inputs, targets = data.to_device(reader[mine, count], run.device)
-        take = partial(sum_losses_of_batch, run, inputs, targets)
-        totals += halving_on_oom(before, take, count).to(where) * has_rows
+        batch = data.to_device(reader[mine, count], run.device)
+        sums = halving_on_oom(before, partial(sum_losses_of_batch, run, mine, *batch), count)
+        for name in sums:
+            totals[name] += sums[name] * has_rows
         if run.signals.agreed_stop:
             raise StoppedInEvaluation
     return totals
 
 
-def sum_losses_of_batch(run: Run, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The same sums over one batch, in float64, or float32 on MPS."""
-    sums = []
-    size = run.state["micro_batch"]
-    for x, y in zip(inputs.split(size), targets.split(size), strict=True):
-        with autocast(run.device):
-            logits = run.model(x)
-            fields.check_logits(logits, y)
-            loss = cross_entropy(logits, y, label_smoothing=0.0, reduction="sum")
-        right = (logits.argmax(-1) == y).sum()
-        sums.append(torch.stack([loss, right, count_targets(y)]).to(precise(run.device)))
-    return torch.stack(sums).sum(0)
+def sum_losses_of_batch(run: Run, first: int, inputs, targets) -> dict:
+    """The same sums over one batch. What a model draws follows from (seed, `first`), the number of
+    its first row: so it is the same in each evaluation."""
+    seed_everything(data.seed_of(seed, first))
+    where = "cpu" if run.device.type == "mps" else run.device  # MPS has no float64
+    sums = Counter()
+    for means, n in micro_batches(run.model, run, inputs, targets):
+        for name, mean in {**means, "targets": torch.ones_like(n)}.items():
+            sums[name] += mean.to(where).double().reshape(()) * n.to(where)
+    return sums
 
 
 def count_evaluation(numbers: dict, state: dict) -> bool:

@@ -21,7 +21,7 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
-from checks.twin import loss_in, setting, text_of, twin_checks
+from checks.twin import loss_in, numbers_in, setting, text_of, twin_checks
 from plumbing import data
 
 PROBED = 4096  # tokens that one probe of the model may compute
@@ -62,7 +62,7 @@ def seeded(function, *inputs):
 
 def learning_checks(job):
     """Up to 200 steps on one small batch, which a loop that can learn memorizes. Then the loss at
-    the start, by the logits: a model may return one with other terms."""
+    the start, as an evaluation asks for it."""
     few = max(1, min(train.batch_size, 256 // train.block_size))
     losses = []
     with setting(dropout=0.0, label_smoothing=0.0, batch_size=few, accum_steps=1):
@@ -78,7 +78,9 @@ def learning_checks(job):
     takes_longer = None if last < 0.998 * first else False  # a small model, or a small rate
     text = text_of(loss=first, then=last, steps=len(losses))
     yield "one batch overfits", last < first / 10 or takes_longer, text
-    start = loss_by_logits(job.fresh_run().model.eval(), *batch).item()
+    if batch[1].is_floating_point():
+        raise NotAsked("the targets are no classes")
+    start = loss_in(seeded(job.fresh_run().model.eval(), *batch)).item()
     uniform = math.log(job.meta["vocab_size"])
     trained = begins_at_a_file(job) or start < uniform - 0.3
     fine = None if trained else start < uniform + 0.3
@@ -195,9 +197,11 @@ def repeating_task(job, rows):
 
 def loss_check(job):
     """Is the loss the mean of -log p by the model's own logits, over the few targets that count? And
-    its gradient that of this mean? In training, or beside other numbers, a fork may add a term."""
+    its gradient that of this mean? In training a fork may add a term, but not to what is reported as
+    validation loss. Is the accuracy that it reports that of its logits?"""
     for training in (False, True):
-        model = new_model(job).train(training)
+        in_training_only = {} if training else {"label_smoothing": 0.1, "dropout": 0.1}
+        model = new_model(job, **in_training_only).train(training)
         inputs, targets = (random_tokens(job, 4, train.block_size) for _ in "xy")
         counts = torch.rand(targets.shape) < 0.05
         counts[:, [0, -1]] = True
@@ -208,11 +212,16 @@ def loss_check(job):
         off_by, apart = (
             ((one - other).norm() / other.norm()).item() for one, other in (losses, vectors)
         )
-        fine = off_by < 0.02 and apart < 0.05  # a fork may add a small term to it
+        is_right = (seeded(model, inputs).argmax(-1) == targets)[targets != -100]
+        share = is_right.float().mean()
+        accuracy_by = abs(numbers_in(out).get("accuracy", share) - share).item()
+        fine = off_by < (0.02 if training else 1e-4) and apart < 0.05 and accuracy_by < 1e-4
         if not fine:
             break
-    text = text_of(off_by=off_by, its_gradient_by=apart, in_training=training)
-    yield "the loss is the mean of -log p", fine, text, training or isinstance(out, tuple)
+    text = text_of(
+        off_by=off_by, its_gradient_by=apart, accuracy_by=accuracy_by, in_training=training
+    )
+    yield "the loss is the mean of -log p", fine, text, training
 
 
 def gradients(loss, model):

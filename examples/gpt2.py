@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
-from model import Dropout, InvalidShape, causal_attention, cross_entropy  # noqa: E402
+from model import Dropout, InvalidShape, accuracy, causal_attention, cross_entropy  # noqa: E402
 from plumbing import cli, weights  # noqa: E402
 from plumbing.files import read_json  # noqa: E402
 
@@ -105,7 +105,8 @@ class GPT2(nn.Module):
 
     def forward(self, inputs, targets=None, last_only=False):
         """inputs, targets: int64 (B, T). The logits (B, T, V), or only the last (B, 1, V); with
-        targets their mean cross entropy instead, ignoring those of -100."""
+        targets their mean cross entropy instead, ignoring those of -100; in eval mode (that,
+        {"accuracy": share of right predictions})."""
         positions = torch.arange(inputs.size(1), device=inputs.device)
         x = self.dropout(self.wte(inputs) + self.wpe(positions))
         for block in self.h:
@@ -115,7 +116,10 @@ class GPT2(nn.Module):
                 x = block(x)
         x = self.ln_f(x[:, -1:] if last_only else x)
         logits = F.linear(x, self.wte.weight)
-        return logits if targets is None else cross_entropy(logits, targets)
+        if targets is None:
+            return logits
+        loss = cross_entropy(logits, targets)
+        return loss if self.training else (loss, {"accuracy": accuracy(logits, targets)})
 
     def flops_per_token(self):
         """As model.GPT.flops_per_token: the embedding counts once, for the head."""

@@ -20,6 +20,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
+from model import accuracy  # noqa: E402
 
 CLASSES = 10  # directions, 18 degrees apart
 SIZE = 16  # pixels to a side
@@ -77,9 +78,13 @@ class ConvNet(nn.Sequential):
         )
 
     def forward(self, images, targets=None):
-        """The logits, (B, CLASSES); with targets (B,) the mean loss instead."""
+        """The logits, (B, CLASSES); with targets (B,) the mean loss instead, in eval mode (that,
+        {"accuracy": share of right answers})."""
         logits = super().forward(images).float()
-        return logits if targets is None else F.cross_entropy(logits, targets, ignore_index=-100)
+        if targets is None:
+            return logits
+        loss = F.cross_entropy(logits, targets, ignore_index=-100)
+        return loss if self.training else (loss, {"accuracy": accuracy(logits, targets)})
 
 
 def open_dataset(saved):

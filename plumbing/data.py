@@ -19,6 +19,7 @@ import re
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -186,6 +187,11 @@ class Reader:
         fits = [np.shape(part)[:1] for part in parts] == [(count,), (count,)]
         expect(fits, source, batch, expected)
         return [np.asarray(part) for part in parts]
+
+
+def seed_of(seed: int, number: int) -> int:
+    """The seed of what is drawn at that place: 32 bits that follow from both."""
+    return zlib.crc32(f"{seed} {number}".encode())
 
 
 @contextmanager

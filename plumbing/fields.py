@@ -81,21 +81,18 @@ def shown_fields(row: dict, kind: str) -> list[Field]:
 # ---- what the functions of a fork return ---------------------------------------------------------
 
 
-def means_of(result: Any) -> dict:
+def means_of(result: Any, in_training: bool) -> dict:
     """{"loss": scalar, and other scalars by name} from what `model(inputs, targets)` returned. Raises
     RunFailed unless that is the loss, or (loss, {name: scalar})."""
     loss, others = result if type(result) is tuple and len(result) == 2 else (result, {})
-    is_loss = getattr(loss, "requires_grad", False) and is_scalar(loss)
+    is_loss = getattr(loss, "requires_grad", False) >= in_training and is_scalar(loss)
     are_others = isinstance(others, dict) and not others.keys() & FIELDS.keys()
-    expected = "the mean loss, a scalar tensor with a gradient, or (loss, {new name: scalar})"
-    expect(is_loss and are_others, "model(inputs, targets)", result, expected)
+    fits = is_loss and are_others and all(map(is_scalar, others.values()))
+    mode = "" if in_training else " in eval mode"
+    gradient = " with a gradient" if in_training else ""
+    expected = f"the mean loss, a scalar tensor{gradient}, or (loss, {{new name: scalar}})"
+    expect(fits, f"model(inputs, targets){mode}", result, expected)
     return {"loss": loss, **others}
-
-
-def check_logits(logits: Any, targets: Any) -> None:
-    """Raises RunFailed unless `model(inputs)` returned logits."""
-    fits = getattr(logits, "shape", [0])[:-1] == targets.shape
-    expect(fits, "model(inputs)", logits, "logits, a tensor (*targets.shape, classes)")
 
 
 def check_numbers(numbers: Any, writer: str, needed: set) -> None:
@@ -110,7 +107,8 @@ def check_numbers(numbers: Any, writer: str, needed: set) -> None:
 
 
 def is_scalar(value: Any) -> bool:
-    return math.prod(np.shape(value)) == 1
+    is_number = hasattr(value, "shape") or isinstance(value, int | float)
+    return is_number and math.prod(np.shape(value)) == 1
 
 
 def expect(fits: bool, source: str, value: Any, expected: str) -> None:

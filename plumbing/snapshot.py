@@ -128,6 +128,9 @@ def evaluating(run, averaged: bool = True) -> Iterator[Snapshot]:
     swap(run.model, averages)
     try:
         yield before
+    except TypeError as error:
+        error.add_note('in eval mode, model.GPT returns (loss, {"accuracy": ...})')
+        raise
     finally:
         swap(run.model, averages)
         run.model.train(modes[run.model])  # modules may do more in train() than to set their mode

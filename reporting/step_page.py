@@ -83,7 +83,8 @@ def token_losses(train, run, inputs, targets) -> torch.Tensor:
     for x, y in zip(inputs.split(size), targets.split(size), strict=True):
         with train.autocast(run.device):
             logits = run.model(x)
-        losses.append(train.cross_entropy(logits, y.long(), reduction="none"))
+        flat = logits.float().flatten(0, -2), y.long().flatten()
+        losses.append(torch.nn.functional.cross_entropy(*flat, reduction="none"))
     return torch.cat(losses).view(len(inputs), -1)
 
 

@@ -127,11 +127,12 @@ BIGRAM = f"""
 import sys
 sys.path.insert(0, {str(REPO)!r})
 import torch, train
+from model import cross_entropy
 from plumbing.cli import run_script
 class Bigram(torch.nn.Embedding):
     def forward(self, inputs, targets=None):
         logits = super().forward(inputs)
-        return logits if targets is None else train.cross_entropy(logits, targets)
+        return logits if targets is None else cross_entropy(logits, targets)
 train.build_model = lambda knobs, vocab_size: Bigram(vocab_size, vocab_size)
 """
 GUARDED = BIGRAM + 'if __name__ == "__main__":\n    sys.exit(run_script(train.main))\n'

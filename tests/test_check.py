@@ -36,6 +36,7 @@ OF_TEXT = {
 }
 BEGINNING = "loss at initialization"
 FUTURE = "no look into the future"
+LOSS = "the loss is the mean of -log p"
 WINDOWS = "batches are plain shuffled windows"
 STEP, EVALUATION = (f"each {each} is that of a plain loop" for each in ("step", "evaluation"))
 
@@ -154,8 +155,15 @@ def lose_the_moments(restore, run, saved):
         optimizer.state.clear()
 
 
-def smoothed(cross_entropy, *args, **options):
-    return cross_entropy(*args, **options | {"label_smoothing": 0.2})
+def worse_in_evaluation(build_model, *args):
+    built = build_model(*args)
+
+    def forward(*args, inner=built.forward, **options):
+        out = inner(*args, **options)
+        return (1.01 * out[0], out[1]) if type(out) is tuple else out
+
+    built.forward = forward
+    return built
 
 
 UNMASKED = changed(
@@ -182,7 +190,7 @@ FAULTS = [
     (seeded_by(lambda: torch.manual_seed(1)), probes.data_checks, "seeds differ"),
     (seeded_by(torch.seed), twin.twin_checks, STEP),
     (changed(train, "sum_losses", evaluate_three_batches), twin.twin_checks, EVALUATION),
-    (changed(train, "cross_entropy", smoothed), twin.twin_checks, EVALUATION),
+    (changed(train, "build_model", worse_in_evaluation), probes.loss_check, LOSS),
     (UNCLIPPED, twin.twin_checks, STEP),
     (changed(train.checkpoint, "restore", lose_the_moments), twin.twin_checks, STEP),
     (RATE_NEVER_FALLS, twin.twin_checks, STEP),
@@ -198,7 +206,7 @@ def test_sanity_finds_the_fault(fault, part, name, checks, monkeypatch):
 
 
 def test_a_fault_is_no_go_and_its_first_number_is_printed(in_process, monkeypatch, capsys):
-    changed(train, "cross_entropy", smoothed)(monkeypatch)
+    changed(train, "sum_losses", evaluate_three_batches)(monkeypatch)
     monkeypatch.setattr(check, "CHECKS", [probes.causality_check, twin.twin_checks])
     code, facts = in_process()
     output = capsys.readouterr().out

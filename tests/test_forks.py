@@ -196,7 +196,7 @@ REFUSED = [  # (change, exit code, words of the one line); 2: before anything is
     (forward("(logits, loss)"), 1, "model(inputs, targets) is a tuple; expected the mean loss"),
     (forward("(loss, {'loss': loss})"), 1, "model(inputs, targets) is a tuple; expected the mean"),
     (forward("loss.detach()"), 1, "is a Tensor of shape (); expected the mean loss, a scalar ten"),
-    (forward("loss", "(logits, None)"), 1, "model(inputs) is a tuple; expected logits, a tensor"),
+    (forward("loss if model.training else (loss, {})"), 1, "targets) in eval mode is a tuple; exp"),
     (dataset("x[0], y[0]"), 1, "Own[0, 8] is a tuple; expected (inputs, targets), arrays or te"),
     (dataset("None"), 1, "Own[0, 8] is a NoneType; expected (inputs, targets), arrays or"),
     (dataset("x[first // 16 :], y"), 1, "Own[16, 8] is a tuple; expected (inputs, targets), a"),
@@ -217,6 +217,12 @@ def test_what_cannot_be_kept_is_refused_in_one_line(change, code, words, run_tra
     assert len(done.rows("train")) <= 2
     saved = list(done.out_dir.glob("*.pt"))
     assert ("sample.py" in done.stdout) == ("report.py" in done.stdout) == bool(saved)
+
+
+def test_who_adds_to_the_loss_of_gpt_is_told_what_it_is_in_eval_mode(run_train):
+    done = run_train("run", before=forward("loss + logits.square().mean()"), code=1)
+    assert "TypeError" in done.stderr.splitlines()[-2]
+    assert 'in eval mode, model.GPT returns (loss, {"accuracy": ...})' in done.stderr
 
 
 def test_the_warm_up_pass_counts_for_nothing(run_train):

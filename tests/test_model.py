@@ -155,7 +155,7 @@ def test_generate_is_reproducible_and_crops():
     greedy = text(1, temperature=0.0)
     assert torch.equal(greedy, text(2, top_k=1))
     assert torch.equal(greedy[:, :1], model(prompt)[:, -1].argmax(-1, keepdim=True))
-    model(greedy[:, :-1], greedy[:, 1:]).backward()  # what was drawn may be trained on
+    model(greedy[:, :-1], greedy[:, 1:])[0].backward()  # what was drawn may be trained on
     assert flat_gradient(model).abs().sum() > 0
 
 
