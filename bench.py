@@ -34,7 +34,6 @@ import train
 from checks import processes
 from plumbing import checkpoint, cli, code, compiler, console, data, forks, machine
 from plumbing.cli import configured, fail, folder_name, run_script
-from plumbing.clock import Clock
 from plumbing.console import REPO, print0
 from plumbing.files import write_json
 from plumbing.run_folder import RunFolder, now
@@ -216,7 +215,7 @@ def ladder(job):
 
 def stepper(run, model):
     """A function that takes the next step of `run`, as the loop of train.train does."""
-    return partial(train.take_step, run, model, None)
+    return partial(train.take_step, run, model, is_witness=True)
 
 
 def not_deterministic(step):
@@ -310,7 +309,7 @@ def overhead(job):
         table = SimpleNamespace(live=lambda step: None, print_row=lambda row: next(timer))
         saver = checkpoint.Saver(run, train.keep_last)
         with setting(log_interval=every), contextlib.suppress(StopIteration):
-            train.train(run, model, table, saver, Clock())
+            train.train(run, model, table, saver)
     rows = {name: {"ms": 1000 * median(each[1:])} for name, each in times.items()}
     over_bare = rows["loop"]["ms"] / rows["bare"]["ms"] - 1
     rows["loop"]["over_bare"] = over_bare

@@ -30,9 +30,9 @@ from checks.run_log import RunLog, first_difference, in_words
 from plumbing import checkpoint, cli, forks, machine, ranks
 from plumbing.cli import RunFailed, fail
 from plumbing.console import is_first_rank, print0
+from plumbing.hooks import Hook
 from plumbing.log import Witness
 from plumbing.resume import known_changes
-from plumbing.watch import Watch
 from reporting import step_page as steps
 
 data_dir = ""  # folder of the datasets; "" = where the run found its own
@@ -175,9 +175,9 @@ def first_tensor(one: RunLog, other: RunLog, at: int) -> str:
 # ---- computing again -----------------------------------------------------------------------------
 
 
-class Replay(Watch):
+class Replay(Hook):
     """Computes a run again with train.main() up to the step `last`, and compares each row with the
-    log. It is the train.Watch of that, and watches its rows.
+    log.
 
     It begins at the newest checkpoint before the steps to be looked at: the newest `looks` ones.
     With none it begins as the run did, or by --since, and ends at the first difference. Raises
@@ -213,9 +213,8 @@ class Replay(Watch):
 
     def begin(self, run: Any) -> None:
         self.here = run.facts["run"]
-        run.folder.watchers.append(self)
 
-    def see(self, row: dict, is_kept: bool) -> None:
+    def row(self, row: dict, is_kept: bool) -> None:
         if self.begin_at < row["step"] <= self.end_at:
             self.comparison.see(row)
 
@@ -235,12 +234,11 @@ class Replay(Watch):
         is_due = due.evaluation and at < self.logged.last
         due.evaluation = is_due or (at, "eval") in self.logged.rows
         due.save_now |= (at, "saved") in self.logged.rows
-        is_enough = self.is_refuted() or self.stop == at
-        self.is_over = any(ranks.max_over_ranks(self.is_over or is_enough))
-        if self.is_over:
-            due.ending = "computed again", 1
+        if self.is_refuted() or self.stop == at:
+            run.stop_with = "computed again", 1
 
-    def end(self, run: Any) -> None:
+    def end(self, run: Any, ended: str) -> None:
+        self.is_over = ended == "computed again"
         if self.is_over:  # else it failed, maybe on one rank alone
             if self.stop == self.end_at:
                 self.comparison.close()
@@ -286,7 +284,7 @@ class Replay(Watch):
         knobs["data_dir"] = data_dir or settings["data_dir"]
         flags = [f"--{name}={cli.show(knobs[name])}" for name in config]
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-            self.loop.main(flags, watch=self)
+            self.loop.main(flags, hooks=[self])
         if not self.is_over:
             raise RunFailed(f"{path}: this code ends before step {self.stop} of the log")
 

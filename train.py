@@ -30,7 +30,7 @@ if __name__ == "__main__":  # before the first step there is nothing to save
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -47,7 +47,8 @@ from plumbing.cli import BadInput, RunFailed, fail
 from plumbing.clock import Clock
 from plumbing.code import script
 from plumbing.console import print0, shown
-from plumbing.diagnosis import give_up
+from plumbing.diagnosis import diagnosis
+from plumbing.hooks import Hook
 from plumbing.knobs import Start, settle_knobs
 from plumbing.machine import flops_per_token, precise
 from plumbing.out_of_memory import halving_on_oom, log_smaller_micro_batch
@@ -55,7 +56,6 @@ from plumbing.ranks import from_rank0, rank, world_size
 from plumbing.sampling import print_sample
 from plumbing.signals import Signals, StoppedInEvaluation, StoppedWaiting
 from plumbing.snapshot import Snapshot, evaluating, rng_state, step_optimizer
-from plumbing.watch import Watch
 
 # The run, and the text it learns
 out_dir = "out/run"  # run.json, metrics.jsonl, checkpoints; typed flags are added to its name; free
@@ -160,6 +160,7 @@ MAX_HIGH = 10  # losses above the first one in a row, before a warning
 MAX_RECENT = 10  # rows that a diagnosis quotes
 ADDED_KNOBS = {}  # name -> cli.Knob, by knob()
 last_run = None  # the run of the newest main(), for a notebook
+hooks = []  # of a script, each a Hook: train.hooks.append(...) at its top
 
 
 def knob(name: str, default: str | int | float | bool, comment: str) -> None:
@@ -172,9 +173,9 @@ def knob(name: str, default: str | int | float | bool, comment: str) -> None:
 # ---- the start of a run --------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
+def main(argv: list[str] | None = None, hooks: Sequence[Hook] = ()) -> int:
     """Run the flags in `argv` (None: those of the command line). Returns the exit code. Raises
-    BadInput, or what ended the run. watch: is called on the way."""
+    BadInput, or what ended the run. hooks: are called on the way, after those of the script."""
     from reporting.watchers import ReportAtEnd, copy_to_wandb  # which `import train` need not load
 
     global last_run
@@ -182,13 +183,15 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
     machine.speed_up_start_and_exit()
     with build(argv, to_train=True) as run:
         last_run = run
-        if report:
-            run.folder.watchers.append(ReportAtEnd())
+        run.clock = clock
+        reports = [ReportAtEnd()] if report else []
         if run.path and resuming.is_finished(run):
+            run.hooks = reports
             from_rank0(resuming.close_finished, run)
             return 0
-        run.watch = watch or run.watch
-        run.watch.begin(run)
+        run.hooks += [*hooks, *reports]
+        for hook in run.hooks:
+            hook.begin(run)
 
         # ---- all is checked: from here on the run writes to out_dir
         if resume == "restart":
@@ -201,7 +204,7 @@ def main(argv: list[str] | None = None, watch: Watch | None = None) -> int:
         run.max_flops = peak[0] * world_size()
         console.print_plan(run, peak, resuming.changes_since(run))
         clock.lap("start")
-        code = run_to_the_end(run, clock)
+        code = run_to_the_end(run)
     if code and argv is None and script():  # `python lab.py && next` must not go on
         raise SystemExit(code)
     return code
@@ -281,6 +284,7 @@ def build_run(config: cli.Config, start: Start, datasets: tuple) -> Run:
         ema={name: w.detach().clone() for name, w in model.named_parameters() if ema_decay},
         state=copy.deepcopy(FRESH_STATE) | {"micro_batch": batch_size},
         knobs=config.knobs,
+        hooks=[audit.Audit(audit_interval if deterministic else -1), *hooks],
     )
     checkpoint.refuse_what_is_lost(run)
     run.facts["run"] = resuming.facts_of_run(config, about, start.device)
@@ -315,8 +319,9 @@ class Run(Start):
     noted_size: int = 0  # of a micro-batch, in the newest event
     batches: Iterator | None = None  # the batches to come
     max_flops: float = math.nan  # peak of all devices together, FLOP/s
-    steps_here: int = 0  # that this process has taken
-    watch: Watch = field(default_factory=Watch)
+    hooks: list[Hook] = field(default_factory=list)  # the audit first, nearest to the step
+    stop_with: tuple[str, int] | None = None  # (how the run ends, exit code), if a hook ends it
+    clock: Clock = field(default_factory=Clock)
 
     def checkpoint(self) -> dict:
         """All that the next step depends on, and what the run is. A collective call."""
@@ -335,7 +340,7 @@ class Run(Start):
         }
 
 
-def run_to_the_end(run: Run, clock: Clock) -> int:
+def run_to_the_end(run: Run) -> int:
     """Warm up, start or resume, train. Records how the run ended. Returns the exit code."""
     table = console.Table(max_steps)
     saver = checkpoint.Saver(run, keep_last)
@@ -343,27 +348,27 @@ def run_to_the_end(run: Run, clock: Clock) -> int:
     with ExitStack() as stack:
         try:
             model = first_pass(run)
-            clock.lap("compile")
+            run.clock.lap("compile")
             begin(run, table, saver)
-            clock.lap("evaluate")
+            run.clock.lap("evaluate")
             stack.enter_context(run.signals)  # until here there was nothing to save
-            ending = train(run, model, table, saver, clock)
+            ending = train(run, model, table, saver)
             run.batches = None  # its workers end; after an error, they end with the process
         except KeyboardInterrupt:
             ending = stopped_by(signal.SIGINT)
             raise
         except Exception as error:
             data.kill_workers()  # else torch would raise for each one that ends
-            kind = "" if isinstance(error, RunFailed) else f"{type(error).__name__}: "
-            ending = console.one_line(f"failed: {kind}{error}"), 1
+            kind = "" if isinstance(error, RunFailed) else type(error).__name__
+            words = ": ".join(filter(None, ("failed", kind, str(error))))
+            ending = console.one_line(words), 1
             if str(error).startswith("DataLoader"):  # a worker; what follows is torch's advice
                 message = str(error).partition(". ")[0]
                 raise RunFailed(f"{message} (out of memory?); the same command resumes") from error
             raise
         finally:
             saver.wait()
-            run.folder.end(ending[0], clock, run.state)
-            run.watch.end(run)
+            run.folder.end(run, ending[0])
     stopped_at = run.folder.path / checkpoint.file_name(run.state["step"])
     if ending[1] > 128 and stopped_at.exists():  # for a notebook: undo the two steps since then
         checkpoint.restore(run, checkpoint.load(stopped_at, verify=False))
@@ -401,7 +406,7 @@ def begin(run: Run, table, saver) -> None:
 # ---- the loop ------------------------------------------------------------------------------------
 
 
-def train(run: Run, model, table, saver, clock: Clock) -> tuple[str, int]:
+def train(run: Run, model, table, saver) -> tuple[str, int]:
     """Take steps until the run ends. Returns (how it ended, exit code)."""
     state = run.state
     run.batches = load_batches(run)
@@ -411,75 +416,72 @@ def train(run: Run, model, table, saver, clock: Clock) -> tuple[str, int]:
         # ---- training: only this step and log_two_more_steps change the weights -------------------
         if not state["evaluation_due"]:  # else a stop left the evaluation of this step to us
             try:
-                steps.append(take_step(run, model, clock))
+                steps.append(take_step(run, model))
             except StoppedWaiting:  # before the batch was there
                 data.kill_workers()
                 run.batches = None
             table.live(state["step"])  # on a terminal
 
         # ---- what is due? every rank gets the same answer ----------------------------------------
-        due = what_is_due(state, run.signals)
-        run.watch.due(run, due)
+        due = what_is_due(run)
         if not run.batches:  # no step was taken: all but the save was done
             due.evaluation = due.sample = due.milestone = False
         if not any(vars(due).values()):
             continue
 
         # ---- fetch the numbers: here the host waits for the device ------------------------------
-        rows, trouble = find_trouble(finish_rows(run, steps, clock), run)
+        rows, trouble = find_trouble(finish_rows(run, steps), run)
         run.folder.write_rows(rows)
         recent = (recent + rows)[-MAX_RECENT:]
         steps = []
 
         if trouble:
             saver.wait()  # the newest checkpoint may be the one to go on from
-            from_rank0(give_up, run, trouble, recent)
+            due.ending = from_rank0(diagnosis, run, trouble, recent), 1
+        if due.ending and due.ending[0].startswith("failed"):
+            ranks.raise_on_all(RunFailed(due.ending[0].removeprefix("failed: ")))
 
         # ---- log, evaluate, sample ---------------------------------------------------------------
         if rows and due.rows and log_interval:
             table.print_row(rows[-1])
         is_best = due.evaluation and evaluate_unless_stopped(run, table, due)
-        if 0 < patience <= state["evals_since_best"] and state["step"] < max_steps:
+        if 0 < patience <= state["evals_since_best"] and not due.ending:
             due.ending = f"stopped early: {patience} evaluations without improvement", 0
         if due.sample or (due.ending and due.ending[1] == 0):
             print_sample(run, generate, autocast)
-        clock.lap("evaluate")
+        run.clock.lap("evaluate")
 
         # ---- save, stop --------------------------------------------------------------------------
         names = names_to_save(due, is_best, state)
         if names:
             saver.save(names, required=bool(due.ending))
             run.signals.save = False
-        clock.lap("save")
+        run.clock.lap("save")
         if due.ending:
             if due.stop and run.batches and not state["evaluation_due"]:
-                log_two_more_steps(run, model, clock, recent)
+                log_two_more_steps(run, model, recent)
             return due.ending
 
 
-def take_step(run: Run, model, clock: Clock | None) -> tuple[dict, dict]:
-    """Take the next step. Returns (first fields of its row, numbers still on the device). clock:
-    None takes it without the watch and without an audit."""
+def take_step(run: Run, model, is_witness: bool = False) -> tuple[dict, dict]:
+    """Take the next step. Returns (first fields of its row, numbers still on the device).
+    is_witness: it is taken for its row alone, without an audit."""
     state = run.state
     lr = float(lr_at(state["step"]) * state["lr_factor"])
     alone = world_size() == 1  # else other ranks may be in the middle of a step
-    with run.signals.waiting(alone and clock):
+    with run.signals.waiting(alone and not is_witness):
         inputs, targets, data_ms = next(run.batches)
     take = partial(train_step, model, run, inputs, targets, lr)
-    if clock:
-        take = partial(run.watch.step, run, take, inputs, targets, lr)
-        run.steps_here += 1
-        if every(audit_interval, state["step"] + 1):  # repeats and compares the step
-            take = partial(audit.repeated, run, take, clock, most=3)
-        elif run.steps_here == 2 and deterministic and audit_interval >= 0:
-            take = partial(audit.repeated, run, take, clock, most=2)
+    for hook in run.hooks:  # each may replace the step, or wrap it
+        if not (is_witness and isinstance(hook, audit.Audit)):
+            take = partial(hook.step, run, take, inputs, targets, lr)
     numbers = take()
     fields.check_numbers(numbers, "train_step", {"loss", "grad_norm", "skipped", "targets"})
     row = count_batch(run, targets)  # and step += 1
     return row | {"lr": lr, "data_ms": data_ms}, numbers
 
 
-def log_two_more_steps(run: Run, model, clock: Clock, recent: list[dict]) -> None:
+def log_two_more_steps(run: Run, model, recent: list[dict]) -> None:
     """After a signal and its save, take the next two steps for their rows alone: the process that
     resumes computes them again, and so measures whether it is exact. Two, because lost moments show
     only in the second. Fewer if max_steps or the launcher's death comes first; none if they would
@@ -490,7 +492,7 @@ def log_two_more_steps(run: Run, model, clock: Clock, recent: list[dict]) -> Non
         is_over = is_slow or run.state["step"] == max_steps
         if any(ranks.max_over_ranks(is_over, run.signals.orphaned())):
             break
-        rows = finish_rows(run, [take_step(run, model, None)], clock)
+        rows = finish_rows(run, [take_step(run, model, is_witness=True)])
         run.folder.write_rows(rows, is_kept=False)
     run.state.update(saved)  # the run ends where it was saved
 
@@ -797,26 +799,33 @@ def count_evaluation(numbers: dict, state: dict) -> bool:
 # ---- what is due, and what went wrong ------------------------------------------------------------
 
 
-def what_is_due(state: dict, signals: Signals) -> SimpleNamespace:
-    """What is due after a step, by its number or a signal: for all ranks if for one."""
-    step = state["step"]
-    stop, save_now, orphaned = ranks.max_over_ranks(signals.stop, signals.save, signals.orphaned())
+def what_is_due(run: Run) -> SimpleNamespace:
+    """What is due after a step, by its number, a hook or a signal: for all ranks if for one."""
+    step = run.state["step"]
+    signals = run.signals
     last = step == max_steps
-    ending = ("left alone by its launcher", 1) if orphaned else None  # (how, exit code)
-    if last:
-        ending = "finished", 0
-    if stop:  # at the last step, too: its evaluation waits for the process that resumes
-        ending = stopped_by(stop)
-    return SimpleNamespace(
-        ending=ending,
-        stop=stop,
-        save_now=save_now or state["evaluation_due"],  # in place of the one without it
+    due = SimpleNamespace(
+        ending=("finished", 0) if last else None,  # (how, exit code)
+        stop=0,
+        save_now=run.state["evaluation_due"],  # in place of the save without that evaluation
         rows=last or every(log_interval or 100, step),  # also without lines, for metrics.jsonl
         evaluation=last or every(eval_interval, step),
         sample=every(sample_interval, step),
         milestone=every(milestone_interval, step),
         checkpoint=every(save_interval, step),
     )
+    for hook in run.hooks:
+        hook.due(run, due)
+    asked = signals.save, signals.orphaned(), bool(run.stop_with)
+    due.stop, save, orphaned, by_hook = ranks.max_over_ranks(signals.stop, *asked)
+    due.save_now = due.save_now or save
+    if orphaned:
+        due.ending = "left alone by its launcher", 1
+    if by_hook:
+        due.ending = next(filter(None, ranks.from_all_ranks(run.stop_with)))
+    if due.stop:  # at the last step, too: its evaluation waits for the process that resumes
+        due.ending = stopped_by(due.stop)
+    return due
 
 
 def every(interval: int, step: int) -> bool:
@@ -877,7 +886,7 @@ def count_batch(run: Run, targets: torch.Tensor) -> dict:
     return row | {"epoch": state["sequences"] / len(run.train_data), "batch_tokens": tokens}
 
 
-def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
+def finish_rows(run: Run, steps: list) -> list[dict]:
     """Rows of kind "train" for `steps`, [(fields, {name: device scalar}), ...]: all since the last
     lap of the clock, so times exclude evaluation and saving. The host waits for the device here."""
     if not steps:
@@ -887,7 +896,7 @@ def finish_rows(run: Run, steps: list, clock: Clock) -> list[dict]:
     to_device = partial(torch.as_tensor, dtype=precise(run.device), device=run.device)
     values = iter(torch.stack([to_device(n).detach().reshape(()) for n in on_device]).tolist())
     rows = [fields | {name: next(values) for name in named} for fields, named in steps]
-    seconds = clock.lap("train")
+    seconds = run.clock.lap("train")
     tokens_per_sec = sum(row.pop("batch_tokens") for row in rows) / seconds
     flops = flops_per_token(run.model) * tokens_per_sec
     if flops > run.max_flops:  # so the peak is false: the machine was busy when it was measured

@@ -75,10 +75,10 @@ def twin_checks(job):
         "eval_tokens": 4 * train.block_size,
     }
     with setting(**KNOBS | few):
-        watch, rows, folder = eventful_run(job)
+        eventful, rows, folder = eventful_run(job)
         # built again from the same seed; nothing is computed twice
         with setting(grad_checkpoint=False), train.build([f"--out_dir={folder}_plain"]) as run:
-            plain = PlainLoop(run, watch)
+            plain = PlainLoop(run, eventful)
             plain.train(rows)
     of_rows, of_weights = tolerances()
     yield "each step is that of a plain loop", *compare(plain.steps, rows, of_rows)
@@ -150,7 +150,7 @@ def total_norm(model):
 # ---- what happens in the run ---------------------------------------------------------------------
 
 
-class EventfulRun(train.Watch):
+class EventfulRun(train.Hook):
     """Makes things happen in a run, and records what a plain loop needs to take the same steps."""
 
     def __init__(self):
@@ -224,13 +224,13 @@ def events(step, model, targets):
 
 def eventful_run(job):
     """(its EventfulRun, {(step, kind): row} of its log, its folder)."""
-    watch = EventfulRun()
+    eventful = EventfulRun()
     folder = job.run.folder.path / "twin"
     with redirect_stdout(io.StringIO()):
         for _ in ("until the signal", "to the end"):
-            train.main([f"--out_dir={folder}"], watch=watch)
+            train.main([f"--out_dir={folder}"], hooks=[eventful])
     rows = {key_of(row): row for row in read_rows(folder / "metrics.jsonl")}
-    return watch, rows, folder
+    return eventful, rows, folder
 
 
 # ---- the plain loop ------------------------------------------------------------------------------
@@ -243,10 +243,10 @@ class PlainLoop:
     and the data are used. The learning rate, the number of sequences in a batch and the data are
     those of the code under test, which other checks test."""
 
-    def __init__(self, run, watch):
+    def __init__(self, run, eventful):
         prepare(run)
         self.run = run
-        self.watch = watch
+        self.eventful = eventful
         self.model = run.model
         self.begin = clone(run.model.state_dict())
         self.optimizers, self.stacked = plain_optimizers(run)
@@ -280,7 +280,7 @@ class PlainLoop:
             self.lr_factor *= train.plateau_factor
 
     def step(self, step):
-        trained = self.watch.trained.get(step, self.watch.trained[0])
+        trained = self.eventful.trained.get(step, self.eventful.trained[0])
         for weight, needed in zip(self.model.parameters(), trained, strict=True):
             weight.requires_grad_(needed)
         buffers = clone(buffers_of(self.model))

@@ -6,13 +6,30 @@ from contextlib import nullcontext
 from plumbing import machine
 from plumbing.checkpoint import restore
 from plumbing.cli import RunFailed
-from plumbing.clock import Clock
 from plumbing.fields import COMPARED
+from plumbing.hooks import Hook
 from plumbing.ranks import checksum, from_all_ranks, local_tensor, max_over_ranks
 from plumbing.snapshot import by_path, clone, tensors
 
 
-def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dict:
+class Audit(Hook):
+    """Audits each step whose number `interval` divides; with 0 only the second step of the process,
+    with -1 none."""
+
+    def __init__(self, interval: int):
+        self.interval = interval
+        self.steps = 0  # that this process has taken
+
+    def step(self, run, take: Callable[[], dict], inputs, targets, lr: float) -> dict:
+        self.steps += 1
+        if self.interval > 0 and (run.state["step"] + 1) % self.interval == 0:
+            return repeated(run, take, most=3)
+        if self.interval >= 0 and self.steps == 2:
+            return repeated(run, take, most=2)
+        return take()
+
+
+def repeated(run, take_step: Callable[[], dict], most: int) -> dict:
     """Take a step twice, compare, and return its numbers. If any hash differs, a third of `most`
     three tries decides, and an `audit` event names the odd one; without a third, or if all three
     differ, raises RunFailed. The first try counts as training, the rest is a kind of seconds of its
@@ -23,7 +40,7 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
     if lacks_memory(run):
         return skipped(run, step, take_step())
     machine.synchronize(run.device)
-    with clock.apart("audit"):
+    with run.clock.apart("audit"):
         machine.keep_freed_memory(False)  # or the copy would count as memory of the run
         before = clone(run.checkpoint())
         machine.keep_freed_memory()
@@ -32,7 +49,7 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
     # Two equal tries prove the step. If they are not equal, a third one shows which of them was
     # computed wrongly, and leaves the right result behind.
     while len(tries) < (most if names else 2):
-        with clock.apart("audit") if tries else nullcontext():
+        with run.clock.apart("audit") if tries else nullcontext():
             if tries:
                 restore(run, before)
             numbers = take_step()
@@ -40,7 +57,7 @@ def repeated(run, take_step: Callable[[], dict], clock: Clock, most: int) -> dic
         # smaller micro-batches give other bits; memory ran out maybe because of the copy
         if run.state["micro_batch"] != micro_batch:
             return skipped(run, step, numbers)
-        with clock.apart("audit"):
+        with run.clock.apart("audit"):
             tries.append(from_all_ranks(hashes_of(run, numbers)))
             names = names or differing(tries[0], tries[-1])
     machine.reset_peak_memory(run.device)

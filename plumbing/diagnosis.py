@@ -1,18 +1,12 @@
 """What a run says that cannot go on: the numbers of its last rows, and two commands to type."""
 
 import shlex
-from typing import Any, NoReturn
+from typing import Any
 
 from plumbing.checkpoint import newest_first, step_of
-from plumbing.cli import RunFailed
 from plumbing.console import REPO, script_flag, shown
 
 LOWER = 3  # the rate to try is this many times lower
-
-
-def give_up(run: Any, why: str, recent: list[dict]) -> NoReturn:
-    """End a run by RunFailed, with its diagnosis(). Rank 0 only."""
-    raise RunFailed(diagnosis(run, why, recent))
 
 
 def diagnosis(run: Any, why: str, recent: list[dict]) -> str:
@@ -43,7 +37,7 @@ def diagnosis(run: Any, why: str, recent: list[dict]) -> str:
         ["torchrun", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else ["python"]
     )
     return (
-        f"{why}, at step {recent[-1]['step']:,}. The last rows: {'; '.join(numbers)}.\n"
+        f"failed: {why}, at step {recent[-1]['step']:,}. The last rows: {'; '.join(numbers)}.\n"
         f"A lower rate, from before: {shlex.join([*launcher, shown(script), *again])}\n"
         f"What happened in step {bad['step']:,}: "
         f"{shlex.join([*launcher, shown(REPO / 'replay.py'), *look])}"

@@ -35,7 +35,7 @@ def load(path: str, train: ModuleType) -> ModuleType:
     if not file.is_file():
         fail(f"--script={path}: there is no such file")
 
-    def refuse(*arguments: object) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
         fail(
             f"--script={path} trains as soon as it is loaded; "
             'write `if __name__ == "__main__":` above its train.main()'
@@ -47,4 +47,6 @@ def load(path: str, train: ModuleType) -> ModuleType:
     code.given = file
     if module.__file__ != str(file):
         fail(f"--script={path}: {module.__file__} is loaded under this name; rename the script")
-    return module if hasattr(module, "Watch") else train
+    is_copy = hasattr(module, "FRESH_STATE") and module.FRESH_STATE is not train.FRESH_STATE
+    has_step = getattr(getattr(module, "train_step", None), "__module__", "") == module.__name__
+    return module if is_copy and has_step else train

@@ -7,7 +7,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -83,9 +83,7 @@ def check_share(count: int, shard: bool, error: type[Exception]) -> None:
     elif shard and count % size:
         problem = f"does not divide by {size} ranks, as --shard=true needs it"
     if problem:
-        failure = error(f"a batch of {count} sequences (batch_size * accum_steps) {problem}")
-        failure.said = rank() > 0  # every rank raises it, and one prints it
-        raise failure
+        raise_on_all(error(f"a batch of {count} sequences (batch_size * accum_steps) {problem}"))
 
 
 def max_over_ranks(*flags: float) -> list:
@@ -108,9 +106,14 @@ def from_rank0(function: Callable, *args) -> Any:
             result = error
     result = from_all_ranks(result)[0]
     if isinstance(result, Exception):
-        result.said = rank() > 0
-        raise result
+        raise_on_all(result)
     return result
+
+
+def raise_on_all(error: Exception) -> NoReturn:
+    """Raise an error that every rank meets, and that rank 0 alone prints."""
+    error.said = rank() > 0
+    raise error
 
 
 def from_all_ranks(value: Any) -> list:

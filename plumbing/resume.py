@@ -10,7 +10,6 @@ import torch
 
 from plumbing import checkpoint, code
 from plumbing.cli import Config, fail, product, show
-from plumbing.clock import Clock
 from plumbing.console import best_words, change_words, print0, shown
 from plumbing.files import digest_of, read_json
 from plumbing.machine import choose_dtype, device_name
@@ -84,7 +83,7 @@ def record_start(run: Any) -> None:
         fields = {"checkpoint": run.path.name, "knobs": run.facts["config"], "changed": changed}
         run.folder.record(run.state["step"], "resume", **fields)
         if run.folder.owns(run.path):
-            run.folder.watchers.append(ResumeCheck(run, changed))
+            run.hooks.append(ResumeCheck(run, changed))
 
 
 def load_checkpoint(run: Any, saved: dict, fresh_state: dict, position: tuple) -> None:
@@ -265,4 +264,4 @@ def close_finished(run: Any) -> None:
     print0(f"{name} is finished: {step:,} steps, {best}{since}; {longer}")
     run.folder.facts = read_json(run.folder.path / "run.json")
     if run.folder.facts.get("ended", "unknown") is None:
-        run.folder.end("finished", Clock(), state)
+        run.folder.end(run, "finished")

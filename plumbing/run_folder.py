@@ -2,7 +2,9 @@
 
 import errno
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,7 +13,6 @@ from typing import Any
 from plumbing import code, console, machine
 from plumbing.checkpoint import NO_ROOM
 from plumbing.cli import fail
-from plumbing.clock import Clock
 from plumbing.console import print0
 from plumbing.files import clean, lock_file, read_json, write_json
 from plumbing.log import LogFile
@@ -25,7 +26,9 @@ class RunFolder(ExitStack):
         super().__init__()
         self.path = Path(path)
         self.log = LogFile(self.path / "metrics.jsonl")
-        self.watchers = []  # each a Watch: wandb, a report at the end
+        self.hooks = []  # those of the run, which get its rows
+        self.untold = deque()  # (row, is_kept) that they have not got yet
+        self.is_telling = False
         self.facts = {}  # run.json, but for old_facts
         self.old_facts = {}  # what run.json says until this process has computed a row
         self.warned = set()  # failures of writing that were printed
@@ -94,6 +97,7 @@ class RunFolder(ExitStack):
         """Create or reopen the folder. fail()s if it cannot be written."""
         with self.refusing():
             self.lock(to_make=True)
+            self.hooks = run.hooks
             for leftover in self.path.glob("*.pt.tmp"):  # of a killed run
                 leftover.unlink()
             self.log.cut_half_line()
@@ -117,24 +121,34 @@ class RunFolder(ExitStack):
             write_json(self.checked_path() / "run.json", self.facts | self.old_facts)
 
     def write_facts(self) -> None:
+        if rank() > 0:
+            return
         with self.warning("run.json"):
             write_json(self.checked_path() / "run.json", self.facts | self.old_facts)
 
-    def end(self, ended: str, clock: "Clock", state: dict) -> None:
-        """Record how the run ended, tell the watchers, print what to type next."""
-        if rank() > 0:
-            return
+    def end(self, run: Any, ended: str) -> None:
+        """Record how the run ended, tell the hooks, print what to type next. On every rank; the
+        record is whole whatever a hook raises."""
+        clock = run.clock
         clock.lap("save")  # what is not counted yet: the last save, and workers that leave
         end = {"ended": ended, "seconds": clock.seconds}
-        self.record(state["step"], "end", **end)
-        self.facts |= {"end": now(), **end, "state": state}
-        self.write_facts()
-        console.print_end(ended, state, clock.seconds, self.facts["config"]["best_metric"])
-        for watcher in self.watchers:
-            watcher.after_end(self.path, ended)
-        clock.lap("report")
-        self.write_facts()
-        console.print_next(ended, self.path, self.facts)
+        self.facts |= {"end": now(), **end, "state": run.state}
+        try:
+            self.record(run.state["step"], "end", **end)
+        finally:
+            self.write_facts()
+            if rank() == 0:
+                console.print_end(
+                    ended, run.state, clock.seconds, run.facts["config"]["best_metric"]
+                )
+            try:
+                for hook in run.hooks:
+                    hook.end(run, ended)
+            finally:
+                clock.lap("report")
+                self.write_facts()
+                if rank() == 0:
+                    console.print_next(ended, self.path, self.facts)
 
     # ---- metrics.jsonl ---------------------------------------------------------------------------
 
@@ -162,9 +176,21 @@ class RunFolder(ExitStack):
             if self.old_facts and any(row["kind"] == "train" for row in cleaned):
                 self.old_facts = {}
                 self.write_facts()
-        for row in cleaned:
-            for watcher in [*self.watchers]:  # one may leave
-                watcher.see(row, is_kept)
+        self.untold += [(row, is_kept) for row in cleaned]
+        if threading.current_thread() is threading.main_thread():
+            self.tell_hooks()
+
+    def tell_hooks(self) -> None:
+        """Give new rows to the hooks. What a hook logs there comes after them; after an exception of
+        a hook none gets a row again."""
+        if self.is_telling:
+            return
+        self.is_telling = True
+        while self.untold:
+            row, is_kept = self.untold.popleft()
+            for hook in [*self.hooks]:  # one may leave
+                hook.row(row, is_kept)
+        self.is_telling = False
 
     @contextmanager
     def warning(self, name: str) -> Iterator[None]:

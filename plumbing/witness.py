@@ -5,17 +5,18 @@ from typing import Any
 
 from plumbing import console
 from plumbing.console import print0
+from plumbing.hooks import Hook
 from plumbing.log import Witness, is_past, read_rows
-from plumbing.watch import Watch
 
 
-class ResumeCheck(Watch):
+class ResumeCheck(Hook):
     """Compares what a resumed run computes with the rows past its checkpoint that its log holds, and
     records the result as an event `resume_checked`.
 
     changed: {name: [then, now]} of what is known to have changed since the checkpoint."""
 
     def __init__(self, run: Any, changed: dict):
+        self.run = run
         self.folder = run.folder
         self.knobs = run.facts["config"]
         self.begin_at = run.state["step"]
@@ -36,7 +37,7 @@ class ResumeCheck(Watch):
         self.has_old_rows = bool(old_rows)
         self.witness = Witness(old_rows, self.knobs["best_metric"])
 
-    def see(self, row: dict, is_kept: bool) -> None:
+    def row(self, row: dict, is_kept: bool) -> None:
         self.witness.see(row)
         is_over = row["kind"] != "event" and self.witness.is_over(row["step"])
         if is_over or (row.get("event") == "end" and self.witness.compared):
@@ -44,7 +45,7 @@ class ResumeCheck(Watch):
 
     def close(self, step: int) -> None:
         """Record what was compared, and print it; nothing if the old rows are of other data."""
-        self.folder.watchers.remove(self)
+        self.run.hooks.remove(self)
         if self.has_old_rows and not self.witness.compared:
             return
         names = ("compared", "equal", "steps", "first_difference")

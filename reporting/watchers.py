@@ -1,4 +1,4 @@
-"""What gets the rows of a run while it is trained: a report at its end, and Weights & Biases."""
+"""Hooks of a run: a report at its end, and Weights & Biases."""
 
 import json
 import subprocess
@@ -9,19 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.console import REPO, print0
+from plumbing.hooks import Hook
 from plumbing.log import read_rows, standing, undone
-from plumbing.watch import Watch
+from plumbing.ranks import rank
 
 WANDB_SECONDS = 30.0  # longest wait for Weights & Biases at the start, and at the end
 
 
-class ReportAtEnd(Watch):
+class ReportAtEnd(Hook):
     """Prints what report.py prints, run for at most a minute; one line if it fails."""
 
-    def after_end(self, folder: Path, ended: str) -> None:
-        if ended.startswith(("stopped by", "left")):  # a signal leaves no time
+    def end(self, run: Any, ended: str) -> None:
+        if rank() > 0 or ended.startswith(("stopped by", "left")):  # a signal leaves no time
             return
-        command = [sys.executable, str(REPO / "report.py"), str(folder)]
+        command = [sys.executable, str(REPO / "report.py"), str(run.folder.path)]
         try:
             text = subprocess.check_output(command, stderr=subprocess.PIPE, text=True, timeout=60)
             print0(text.rstrip())
@@ -31,10 +32,10 @@ class ReportAtEnd(Watch):
 
 def copy_to_wandb(run: Any) -> None:
     """Subscribe Weights & Biases to the rows of a run whose folder is open. Rank 0 only."""
-    run.folder.watchers.append(Wandb(run))
+    run.hooks.append(Wandb(run))
 
 
-class Wandb(Watch):
+class Wandb(Hook):
     """Sends rows to Weights & Biases, first those of earlier processes up to the step of `run`. Its
     step can only grow, and is `sequences`. A killed wandb loses rows, so every session sends all
     that the server lacks."""
@@ -45,9 +46,9 @@ class Wandb(Watch):
         with self.giving_up():
             self.session = start_wandb(run.folder.path, run.folder.facts)
         for row in undone(standing(read_rows(run.folder.log.path)), run.state["step"]):
-            self.see(row, is_kept=True)
+            self.row(row, is_kept=True)
 
-    def see(self, row: dict, is_kept: bool) -> None:
+    def row(self, row: dict, is_kept: bool) -> None:
         if not self.session or not is_kept:
             return
         self.sequences = row.get("sequences", self.sequences)
@@ -55,7 +56,7 @@ class Wandb(Watch):
             with self.giving_up():
                 self.session.log(named(row), step=self.sequences)
 
-    def after_end(self, folder: Path, ended: str) -> None:
+    def end(self, run: Any, ended: str) -> None:
         if self.session:
             with self.giving_up():
                 self.session.finish(exit_code=int(ended.startswith("failed")))

@@ -12,7 +12,6 @@ from sources import MEASURED, around, only_on, ranks
 
 import train
 from plumbing import audit
-from plumbing.clock import Clock
 
 FLAGS = ("--dropout=0.1", "--ema_decay=0.9", "--grad_clip=0", "--log_interval=1")
 AUDIT = "--audit_interval=3"
@@ -103,7 +102,7 @@ def take_steps(run, audited, bad_step=None):
         if seed == bad_step:
             model = lambda x, y: run.model(x, y) * math.nan  # noqa: E731
         take = functools.partial(train.train_step, model, run, *batch(seed=seed), 1e-3)
-        numbers = audit.repeated(run, take, Clock(), most=3) if audited else take()
+        numbers = audit.repeated(run, take, most=3) if audited else take()
         assert numbers["skipped"] == (seed == bad_step)
     optimizers = [optimizer.state_dict() for optimizer in run.optimizers]
     return digest([run.model.state_dict(), run.ema, optimizers, torch.get_rng_state(), run.state])

@@ -156,7 +156,11 @@ def test_the_model_of_a_fork_is_measured_and_sampled_from(tmp_path, data_dir):
 
 @pytest.mark.parametrize(
     "source, problem",
-    [("", "no such file"), (f"{BIGRAM}train.main()", "as soon as"), ("class Watch: 0", "a copy")],
+    [
+        ("", "no such file"),
+        (f"{BIGRAM}train.main()", "as soon as"),
+        ("FRESH_STATE = {}\ndef train_step(): 0", "a copy"),
+    ],
     ids=["absent", "unguarded", "copy"],
 )
 def test_a_script_that_cannot_be_measured_is_one_line(source, problem, tmp_path, train_as_it_was):

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import model
 import train
 from plumbing import compiler, data
-from plumbing.clock import Clock
 from plumbing.snapshot import by_path
 
 pytestmark = pytest.mark.skipif(
@@ -171,7 +170,7 @@ def live_a_day(run, dispatched):
     """Batches, the warm-up pass, three steps (the second is audited), rows, evaluation, sampling.
     Raises RuntimeError, or AssertionError for a wait or an operator that is not deterministic."""
 
-    class Watch(train.Watch):
+    class NoWaits(train.Hook):
         def step(self, run, take, *batch_and_rate):
             dispatched.waits.clear()
             numbers = take()
@@ -181,12 +180,12 @@ def live_a_day(run, dispatched):
     dispatched.waits.clear()
     batches = [data.to_device(run.train_data[8 * n, 8], CUDA) for n in range(3)]
     assert not dispatched.waits, f"host waits: {dispatched.waits[0]}"
-    run.watch, clock = Watch(), Clock()
+    run.hooks.append(NoWaits())
     run.batches = ((*batch, 0.0) for batch in batches)
     trained = compiler.warm_up(run, False, train.forward_backward, lambda: batches[0])
-    steps = [train.take_step(run, trained, clock) for _ in batches]
+    steps = [train.take_step(run, trained) for _ in batches]
     assert {device for device, *_ in tensors_of(run, steps[-1][1]).values()} == {CUDA}
-    assert len(train.finish_rows(run, steps, clock)) == 3 and train.evaluate(run)
+    assert len(train.finish_rows(run, steps)) == 3 and train.evaluate(run)
     with train.autocast(CUDA):
         logits = run.model(batches[0][0])
     assert (logits.device, logits.dtype) == (CUDA, getattr(torch, train.dtype))

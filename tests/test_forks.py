@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import batch, build_run, distance, gradient, update
-from sources import AUGMENTED, LION, SHARD, around, at_step, only_on, ranks
+from sources import AUGMENTED, LION, SHARD, around, at_step, only_on, ranks, stop_at
 from torch import nn
 
 from plumbing import checkpoint, data
@@ -263,3 +263,74 @@ def test_what_differs_between_ranks_ends_the_run(change, name, flags, step, run_
     done = run_train("run", "--save_interval=4", *flags, before=ranks(2, change), code=1)
     assert re.search(f"at step {step} the ranks hold different bits in [^ ]*{name}", done.stderr)
     assert "Traceback" not in done.stderr and not done.checkpoint(step).exists()
+
+
+# ---- hooks ---------------------------------------------------------------------------------------
+
+
+HOOKS = """
+calls = []
+class Named(train.Hook):
+    def __init__(self, name):
+        self.name = name
+    def begin(self, run):
+        self.run = run
+    def step(self, run, take, inputs, targets, lr):
+        calls.append(f"{self.name}{run.state['step']}")
+        return take()
+    def row(self, row, is_kept):
+        if row["kind"] == "train":
+            calls.append(f"{self.name}{'+' if is_kept else '-'}")
+    def end(self, run, ended):
+        print("CALLS", *calls, ended, flush=True)
+train.hooks.append(Named("a"))
+inner = train.main
+train.main = lambda: inner(hooks=[Named("b")])
+"""
+
+
+def test_later_hooks_wrap_earlier_ones_in_the_two_steps_after_a_stop_too(run_train):
+    flags = ("--save_interval=4", "--log_interval=1", "--audit_interval=1")
+    done = run_train("run", *flags, before=HOOKS + stop_at(2), code=143)
+    words = "b0 a0 a+ b+ b1 a1 a+ b+ b2 a2 a- b- b3 a3 a- b- stopped by SIGTERM"
+    assert [line for line in done.stdout.splitlines() if "CALLS" in line] == [f"CALLS {words}"] * 2
+
+
+RAISING = """
+class StopIt(Exception):
+    pass
+def row(self, row, is_kept):
+    assert threading.current_thread() is threading.main_thread()
+    if row.get("{field}") == {value}:
+        raise StopIt
+import threading
+train.Hook.row = row
+"""
+
+
+@pytest.mark.parametrize("field, value", [("step", 5), ("event", "'saved'"), ("event", "'end'")])
+def test_an_exception_of_a_hook_ends_the_run_once(field, value, run_train):
+    source = HOOKS.replace("def row", "def _") + RAISING.format(field=field, value=value)
+    done = run_train("run", "--log_interval=1", "--save_interval=4", before=source, code=1)
+    assert done.stderr.count("Traceback") == 1 and done.stdout.count("CALLS") == 2
+    names = [row["event"] for row in done.rows("event")]
+    assert names.count("end") == 1 and "save_failed" not in names
+    ended = "finished" if value == "'end'" else "failed: StopIt"
+    assert done.facts["ended"] == ended and done.rows("event")[-1]["ended"] == ended
+
+
+def test_a_hook_ends_three_ranks_together(run_train):
+    source = """
+class Enough(train.Hook):
+    def begin(self, run):
+        self.run = run
+    def row(self, row, is_kept):  # on rank 0 alone
+        if row.get("step") == 4:
+            self.run.stop_with = "enough", 7
+    def end(self, run, ended):
+        print("ENDED", ended, run.state["step"], flush=True)
+train.hooks.append(Enough())
+"""
+    done = run_train("run", "--log_interval=1", before=ranks(3, source), code=7)
+    assert "CODES 7 7 7" in done.stdout and done.stdout.count("ENDED enough 5") == 3
+    assert done.checkpoint(5).exists() and done.facts["ended"] == "enough"

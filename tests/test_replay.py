@@ -15,8 +15,8 @@ PART = ("--save_interval=4", "--keep_last=9")
 # In the helper's child, replay.py runs in place of train.py
 REPLAY = """
 import replay
-def main(argv=None, watch=None, own=train.main):
-    return replay.main({argv!r}) if argv is None else own(argv, watch)
+def main(argv=None, hooks=(), own=train.main):
+    return replay.main({argv!r}) if argv is None else own(argv, hooks)
 train.main = main
 """
 FORK = """
