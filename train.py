@@ -158,9 +158,9 @@ POSITION = ("step", "sequences", "tokens", "micro_batch")
 MAX_SKIPPED = 10  # updates in a row that are not finite, before the run ends
 MAX_HIGH = 10  # losses above the first one in a row, before a warning
 MAX_RECENT = 10  # rows that a diagnosis quotes
-ADDED_KNOBS = {}  # name -> cli.Knob, by knob()
 last_run = None  # the run of the newest main(), for a notebook
 hooks = []  # of a script, each a Hook: train.hooks.append(...) at its top
+ADDED_KNOBS = {}  # of a script, name -> cli.Knob: see knob()
 
 
 def knob(name: str, default: str | int | float | bool, comment: str) -> None:
