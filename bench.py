@@ -532,8 +532,9 @@ PARTS = {f.__name__: f for f in (peak, ladder, profile, memory, overhead, from_n
 
 
 @contextlib.contextmanager
-def job_of(words, script, *scopes):
-    """A context with the Job that the flags `words` describe. scopes: more globals with knobs."""
+def job_of(words, script, *scopes, suffix=""):
+    """A context with the Job that the flags `words` describe. scopes: more globals with knobs.
+    suffix: of the name of its folder."""
     strict = torch.are_deterministic_algorithms_enabled()
     scopes = vars(train), globals(), *scopes
     try:
@@ -545,7 +546,7 @@ def job_of(words, script, *scopes):
                         config,
                         words,
                         script,
-                        Path(folder_name(config, code.script())),
+                        Path(folder_name(config, code.script()) + suffix),
                         run.device,
                         run.facts["data"]["meta"],
                         machine.peak_flops(run.device, train.dtype),
@@ -554,13 +555,13 @@ def job_of(words, script, *scopes):
         torch.use_deterministic_algorithms(strict)
 
 
-def measure(own, argv):
-    """Run the parts that --only names. own: globals() of the script, with its PARTS. Returns what
-    its JSON file holds: {part: result}, and facts."""
+def measure(own, argv, suffix=""):
+    """Run the parts that --only names. own: globals() of the script, with its PARTS. suffix: of the
+    name of the folder. Returns what its JSON file holds: {part: result}, and facts."""
     path, words = forks.script_among(sys.argv[1:] if argv is None else argv)
     if path and forks.load(path, train) is not train:
         fail(f"--script={path}: it is a copy of train.py; expected a script that imports train")
-    with job_of(words, path or train.__file__, own) as job:
+    with job_of(words, path or train.__file__, own, suffix=suffix) as job:
         parts = own["only"].split(",")
         for part in set(parts) - set(own["PARTS"]):
             fail(f"--only={own['only']}: no part {part!r}; there are {', '.join(own['PARTS'])}")

@@ -161,6 +161,8 @@ def compare(job):
     better? One seed at a time, until a verdict holds."""
     path, words = forks.script_among(shlex.split(against))
     other = path or train.__file__, words
+    if not os.path.isdir(against):
+        processes.require_flags(*other)
     if equal:
         return equal_bits(job, *other)
     most = seeds or max_seeds
@@ -219,18 +221,30 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         fail("expected one process; type python in place of torchrun")
-    if any(word.startswith("--against=") for word in argv):
-        argv = ["--only=against", *argv]
+    suffix = ""
+    for word in argv:
+        if word.startswith("--against="):
+            suffix = ",".join(
+                [",against", *what_differs(argv, shlex.split(word.partition("=")[2]))]
+            )
+            argv = ["--only=against", *argv]
     if "--seeds=1" in argv:
         fail("--seeds=1: expected 0, for as many as it takes, or 2 and more")
     try:
-        facts = bench.measure(globals(), argv)
+        facts = bench.measure(globals(), argv, suffix)
     except Exception as error:
         if "--equal=true" not in argv:
             raise
         print(f"check.py: {error}", file=sys.stderr)
         return 125
     return int(not all(facts.get(part, {}).get("ok", True) for part in PARTS))
+
+
+def what_differs(first, second):
+    """For the name of a folder: the words of the second command that the first one lacks."""
+    (_, first), (_, second) = forks.script_among(first), forks.script_among(second)
+    others = [word.removeprefix("--") for word in second if word not in first]
+    return [os.path.basename(word).removesuffix(".py") for word in others]
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ from statistics import mean, median, stdev
 
 import torch
 
-from plumbing.cli import RunFailed, knobs_of_tools
+from plumbing.cli import RunFailed, fail, knobs_of_tools
 from plumbing.console import REPO
 from plumbing.data import end_with_parent
-from plumbing.files import read_json
+from plumbing.files import digest_of, read_json
 from plumbing.log import read_rows
+from plumbing.run_folder import free_name
 
 
 def race(script, words, seed):
@@ -43,33 +44,42 @@ def summary(results):
 
 
 def trained(script, words, seed):
-    """The folder of a whole run, which is not trained again if it is finished, and neither these
-    words nor the code have changed."""
+    """The folder of a whole run. It is not trained again if it is finished, and neither these words
+    nor any file that it loaded have changed."""
     own = ("--out_dir=", "--seed=")
     words = [word for word in for_train(words) if not word.startswith(own)]
-    folder = folder_by_hash(seed, words, script, hashes_of_code(script, *words))
+    texts = [digest_of(word) for word in (script, *words) if word.endswith(".py")]
+    facts = json.dumps([script, words, texts, torch.__version__])
+    first = Path("out", "seeds", sha256(facts.encode()).hexdigest()[:8], f"seed_{seed}")
+    folders = [first, *first.parent.glob(f"{first.name}_*"), free_name(first, "_", 2)]
+    folder = next(each for each in folders if not has_other_code(each))
     if read_json(folder / "run.json").get("ended") != "finished":
         execute(script, ["--report=false", *words], out_dir=folder, seed=seed)
     return folder
 
 
-def folder_by_hash(seed, *facts):
-    """Where a run lies that depends on nothing but its seed and these facts."""
-    digest = sha256(json.dumps([*facts, torch.__version__], sort_keys=True).encode()).hexdigest()
-    return Path("out", "seeds", digest[:8], f"seed_{seed}")
-
-
-def hashes_of_code(*files):
-    """Of the .py files of this repository, and of those among `files`."""
-    given = [Path(file) for file in files if file.endswith(".py")]
-    paths = {*REPO.glob("*.py"), *REPO.glob("*/*.py"), *given}
-    return [sha256(path.read_bytes()).hexdigest() for path in sorted(paths)]
+def has_other_code(folder):
+    """Whether the run in `folder`, if there is one, had loaded a file that has changed since."""
+    code = read_json(folder / "run.json").get("run", {"code": {}})["code"]
+    for name, then in code.items():
+        path = REPO / name
+        if not path.is_file() or not digest_of(path).startswith(then):
+            return True
+    return False
 
 
 def execute(script, words, **knobs):
     """Run `script` with `words`, flags and config files, and `knobs`. Raises RunFailed."""
     knobs = {"audit_interval": -1} | knobs
     output_of([script, *for_train(words), *(f"--{name}={knobs[name]}" for name in knobs)])
+
+
+def require_flags(script, words):
+    """Raises BadInput with what `script` prints if it cannot take `words`."""
+    command = [sys.executable, script, *for_train(words), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        fail(done.stderr.splitlines()[-1])
 
 
 def for_train(words):

@@ -151,7 +151,7 @@ def resume_words(found: dict, changed: dict[str, list]) -> str:
     change_words()."""
     begin = f"resumed at step {found['from']:,}"
     if found.get("other_course"):
-        knobs = ", ".join(f"{name} {show(value)}" for name, value in found["other_course"].items())
+        knobs = knob_words(found["other_course"])
         return f"{begin}: {found['rows']} rows past here were computed with {knobs}: no witness"
     words = "nothing to compare with"
     if found["first_difference"]:
@@ -160,6 +160,10 @@ def resume_words(found: dict, changed: dict[str, list]) -> str:
     elif found["compared"]:
         return f"{begin}: {found['steps']:,} steps computed again, every loss and norm the same"
     return f"{begin}: {words}; changed since: {change_words(changed) or 'nothing known'}"
+
+
+def knob_words(knobs: dict) -> str:
+    return ", ".join(f"{name} {show(value)}" for name, value in knobs.items())
 
 
 def change_words(changed: dict[str, list]) -> str:
