@@ -7,6 +7,7 @@ C (`n_embd`), H (`n_head`), D = C / H, V (`vocab_size`). Imports nothing but tor
 """
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from inspect import signature
@@ -115,10 +116,14 @@ class Dropout(nn.Dropout):
         return dropped(x, self.p if self.training else 0.0)
 
 
-def causal_attention(q, k, v, dropout):
+def causal_attention(q, k, v, dropout, cache=None):
     """q (B, H, n, D), k and v (B, H, T, D) to (B, H, n, D): the last n tokens, all T or one, each
-    see itself and the past. On a CPU the fused kernel's backward pass is slow: 23 ms against 3 at T
-    = 64, bfloat16."""
+    see itself and the past. cache: its first item holds the k and v of the tokens before, and
+    becomes its last, with those of these tokens. On a CPU the fused kernel's backward pass is slow:
+    23 ms against 3 at T = 64, bfloat16."""
+    if cache:
+        k, v = known = torch.cat((*cache.popleft(), torch.stack((k, v))), dim=3)
+        cache.append([known])
     (B, H, n, D), T = q.shape, k.size(2)
     mask = visible(n, T, q.device)
     if q.device.type != "cpu" or T > PLAIN_ATTENTION_MAX or n < T:
@@ -163,7 +168,7 @@ class Attention(nn.Module):
         nn.init.normal_(self.qkv.weight, std=1 / math.sqrt(self.qkv.in_features))
         nn.init.zeros_(self.out.weight)
 
-    def forward(self, x, cos, sin, last_only=False):
+    def forward(self, x, cos, sin, last_only=False, cache=None):
         B, T, C = x.shape
         D = C // self.n_head
         qk, v = self.qkv(x).split((2 * C, C), dim=-1)
@@ -172,7 +177,7 @@ class Attention(nn.Module):
         q, k = qk.transpose(1, 2).chunk(2, dim=1)
         q = q[:, :, -1:] if last_only else q
         v = v.view(B, T, self.n_head, D).transpose(1, 2)
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0)
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, cache)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -201,8 +206,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, x, cos, sin, last_only=False):
-        y = self.attention(norm(x), cos, sin, last_only)
+    def forward(self, x, cos, sin, last_only=False, **cache):
+        y = self.attention(norm(x), cos, sin, last_only, **cache)
         x = (x[:, -1:] if last_only else x) + self.dropout(y)
         return x + self.dropout(self.mlp(norm(x)))
 
@@ -235,19 +240,22 @@ class GPT(nn.Module):
             block.attention.reset_parameters()
             block.mlp.reset_parameters()
 
-    def forward(self, inputs: Tensor, targets: Tensor | None = None, last_only=False):
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, last_only=False, cache=None):
         """inputs, targets: int64 (B, T). Without targets, returns the logits (B, T, V), or only the
         last ones (B, 1, V). With targets, returns their mean cross entropy in nats, a float32
         scalar, ignoring those of -100; in eval mode (that, {"accuracy": share of right
-        predictions}). T is at most `block_size`."""
+        predictions}). T is at most `block_size`. cache: see generate()."""
         T = inputs.size(1)
         x = self.dropout(self.embedding(inputs))
         cos, sin = self.cos[:T, None], self.sin[:T, None]
+        options = {"cache": cache} if cache else {}  # in training, a fork's block needs none
+        if cache and cache[0]:  # it has what the tokens before the last one are needed for
+            x, cos, sin = x[:, -1:], cos[-1:], sin[-1:]
         for number, block in enumerate(self.blocks, 1):
             if self.config.grad_checkpoint and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, use_reentrant=False)
             else:
-                x = block(x, cos, sin, last_only and number == len(self.blocks))
+                x = block(x, cos, sin, last_only and number == len(self.blocks), **options)
         x = norm(x[:, -1:] if last_only else x)
         smoothing = self.config.label_smoothing if self.training else 0.0
         # To cut the head's padding off takes time in a backward pass: in training it stays, unless
@@ -352,11 +360,23 @@ def generate(
     """Continues tokens (B, T), yielding (B, 1) new ids at a time. model: any module, in eval mode,
     that returns the logits (B, T, vocab_size or more) of the last `block_size` tokens, only the
     last ones if its forward has `last_only`. temperature=0 takes the likeliest; top_k=0 samples
-    from all. Stops after max_new_tokens, or when each row has drawn the id `end`."""
-    options = {"last_only": True} if "last_only" in signature(model.forward).parameters else {}
+    from all. Stops after max_new_tokens, or when each row has drawn the id `end`.
+
+    If every module whose forward has `last_only` has `cache`, too, keys and values are kept, and a
+    new token costs the work of one token. Not past block_size, where each token moves to another
+    position, and not where a token sees later ones, which change its own keys and values."""
+    takes = [signature(module.forward).parameters for module in model.modules()]
+    options = {"last_only": True} if "last_only" in takes[0] else {}
+    if options and all("cache" in names for names in takes if "last_only" in names):
+        # An item for each attention, in the order of a pass. No list: FSDP would pass on a copy.
+        options["cache"] = deque([[]] * len(model.blocks))
     ended = False
     for _ in range(max_new_tokens):
-        logits = model(tokens[:, -block_size:], **options)[:, -1, :vocab_size].float()
+        window = tokens[:, -block_size:]
+        mask = visible(window.size(1), window.size(1), window.device)
+        if tokens.size(1) > block_size or (mask is not None and mask.triu(1).any()):
+            options.pop("cache", None)
+        logits = model(window, **options)[:, -1, :vocab_size].float()
         if 0 < top_k < logits.size(-1):
             logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
         if temperature == 0:

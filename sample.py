@@ -42,7 +42,7 @@ checkpoint = "auto"  # auto | best | last; auto = best, or last if best.pt is of
 
 # What to write
 start = ""  # the text to continue, or FILE:path of it; "" = begin as the texts of the dataset do
-num_samples = 1  # [1, inf); several take hardly longer than one, and their memory each
+num_samples = 1  # [1, inf); several take hardly longer than one; another number changes all texts
 max_new_tokens = 500  # of each sample at most, [1, inf); of a corpus it ends with its text
 export = ""  # write the weights, averaged if they are, to this .safetensors file instead; "" = off
 

@@ -151,15 +151,17 @@ def causality_check(job):
 
 @torch.no_grad()
 def sampling_check(job):
-    """Is each token that generate() draws the likeliest by the model's own logits, where it should
-    be? Within the context, and past it."""
+    """Is each token that generate() draws, with a cache if the model has one, the likeliest by the
+    model's own logits without it? Within the context, and past it."""
     length, vocab_size = train.block_size, job.meta["vocab_size"]
     model = new_model(job).eval()
-    prompt = random_tokens(job, 32, length)[:, 1:]
-    new = train.generate(model, prompt, 6, length, vocab_size, temperature=1e-5, top_k=2)
+    first = max(1, length - 5)
+    prompt = random_tokens(job, 32, length)[:, :first]
+    count = length + 5 - first
+    new = train.generate(model, prompt, count, length, vocab_size, temperature=1e-5, top_k=2)
     whole = torch.cat([prompt, *new], dim=1)
     wrong = []
-    for place in range(length - 1, length + 5):
+    for place in range(first, length + 5):
         logits = model(whole[:, max(0, place - length) : place])[:, -1, :vocab_size]
         wrong.append((logits.argmax(-1) != whole[:, place])[:4])  # the first to find room
     share = torch.cat(wrong).double().mean().item()

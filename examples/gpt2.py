@@ -70,10 +70,10 @@ class Block(nn.Module):
         self.mlp.c_proj = Conv1D(4 * width, width)
         self.dropout = Dropout(config["dropout"])
 
-    def forward(self, x):
+    def forward(self, x, cache=None):
         heads = self.attn.c_attn(self.ln_1(x)).unflatten(2, (3, self.n_head, -1))  # (B, T, 3, H, D)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
-        y = causal_attention(q, k, v, self.dropout.p if self.training else 0.0)
+        y = causal_attention(q, k, v, self.dropout.p if self.training else 0.0, cache)
         x = x + self.dropout(self.attn.c_proj(y.transpose(1, 2).flatten(2)))
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
@@ -103,17 +103,18 @@ class GPT2(nn.Module):
         """What --shard=true gathers one at a time."""
         return self.h
 
-    def forward(self, inputs, targets=None, last_only=False):
+    def forward(self, inputs, targets=None, last_only=False, cache=None):
         """inputs, targets: int64 (B, T). The logits (B, T, V), or only the last (B, 1, V); with
         targets their mean cross entropy instead, ignoring those of -100; in eval mode (that,
         {"accuracy": share of right predictions})."""
         positions = torch.arange(inputs.size(1), device=inputs.device)
-        x = self.dropout(self.wte(inputs) + self.wpe(positions))
+        first = -1 if cache and cache[0] else 0
+        x = self.dropout(self.wte(inputs) + self.wpe(positions))[:, first:]
         for block in self.h:
             if self.config["grad_checkpoint"] and torch.is_grad_enabled():
                 x = checkpoint(block, x, use_reentrant=False)
             else:
-                x = block(x)
+                x = block(x, cache)
         x = self.ln_f(x[:, -1:] if last_only else x)
         logits = F.linear(x, self.wte.weight)
         if targets is None:

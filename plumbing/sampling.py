@@ -19,7 +19,7 @@ def print_sample(run: Any, generate: Callable, autocast: Callable) -> None:
         return
     try:
         start, end = start_and_end(meta)
-        with evaluating(run), autocast(run.device):
+        with run.clock.apart("sample"), evaluating(run), autocast(run.device):
             prompt = torch.full((1, 1), start, device=run.device)
             own = torch.Generator(run.device).manual_seed(1337)
             size = run.facts["config"]["block_size"]

@@ -29,8 +29,9 @@ SMALL = {"n_layer": 1, "n_embd": 32, "batch_size": 8, "dtype": "float32"}
 TROUBLE = (REPO / "docs" / "trouble.md").read_text(encoding="utf-8")
 TABLE = TROUBLE.partition("| check | what it tests")[2].partition("\n## ")[0]
 PAGE = set("; ".join(re.findall(r"^\| ([^|]*) \|", TABLE, re.MULTILINE)).split("; "))
+SAMPLING = "sampling draws from the model"
 OF_TEXT = {
-    *("no look into the future", "sampling draws from the model", "positions matter"),
+    *("no look into the future", SAMPLING, "positions matter"),
     *("the loss is the mean of -log p", "gradients are those of the loss", "the first sequence"),
     *("targets are the next tokens", "batches are plain shuffled windows"),
     *("train and validation share no window", "evaluation sees each token once"),
@@ -131,6 +132,11 @@ def cut_off_a_matrix(monkeypatch):
     monkeypatch.setattr(model.MLP, "forward", lambda mlp, x: forward(mlp, x.detach()))
 
 
+def look_back_in_the_mlp(monkeypatch):  # no cache has what it sees there
+    forward, pad = model.MLP.forward, (0, 0, 1, -1)
+    monkeypatch.setattr(model.MLP, "forward", lambda mlp, x: forward(mlp, x + F.pad(x, pad)))
+
+
 def stay_in_the_epoch(monkeypatch):
     starts = train.ShuffledWindows.starts
     monkeypatch.setattr(train.ShuffledWindows, "starts", lambda data, _: starts(data, 0))
@@ -168,7 +174,7 @@ def worse_in_evaluation(build_model, *args):
 
 
 UNMASKED = changed(
-    model, "causal_attention", lambda _, q, k, v, dropout: F.scaled_dot_product_attention(q, k, v)
+    model, "causal_attention", lambda _, q, k, v, *rest: F.scaled_dot_product_attention(q, k, v)
 )
 UNCLIPPED = changed(torch.nn.utils, "clip_grad_norm_", lambda *_: torch.ones(()))
 RATE_NEVER_FALLS = changed(
@@ -183,6 +189,7 @@ MASK_IGNORED = changed(train, "count_targets", lambda _, targets: torch.tensor(t
 FAULTS = [
     (changed(train, "build_model", begin_far_off), probes.learning_checks, BEGINNING),
     (UNMASKED, probes.causality_check, FUTURE),
+    (look_back_in_the_mlp, probes.sampling_check, SAMPLING),
     (cut_off_a_matrix, probes.gradient_check, "gradients are those of the loss"),
     (rows_changed(lambda x, y: (x, x)), probes.data_checks, "targets are the next tokens"),
     (rows_changed(lambda x, y: (x, np.roll(x, -1, axis=1))), probes.data_checks, WINDOWS),

@@ -22,10 +22,9 @@ HACKS = {  # tests/hacks/NAME.patch: its flags; the first one in every run, the 
     "gru": (),
     "experts": (),
     "distillation": ("--teachers={teacher} {teacher}",),
-    "kv_cache": (),
     "metric": ("--best_metric=-val_top5",),
 }
-SAME_WEIGHTS = ("kv_cache", "metric")
+SAME_WEIGHTS = ("metric",)
 
 
 @pytest.fixture

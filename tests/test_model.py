@@ -1,17 +1,22 @@
 """What model.py promises. Small, real, on the CPU in float32 unless a test says otherwise."""
 
 import math
+import runpy
 
 import pytest
 import torch
-from helpers import Recurrent, batch, build, build_trained
+from conftest import REPO
+from helpers import SMALL, Recurrent, batch, build, build_trained
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import model as module
 from bench import most_allocated
 from model import generate
+from plumbing import weights
 
+GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32}
+GPT2 |= {"dropout": 0.0, "grad_checkpoint": False}
 EXTRAS = {"ngram_rows": 8192, "conv_width": 4}
 PLAIN = (
     "embedding.token.weight blocks.0.attention.qkv.weight blocks.0.attention.out.weight "
@@ -157,6 +162,33 @@ def test_generate_is_reproducible_and_crops():
     assert torch.equal(greedy[:, :1], model(prompt)[:, -1].argmax(-1, keepdim=True))
     model(greedy[:, :-1], greedy[:, 1:])[0].backward()  # what was drawn may be trained on
     assert flat_gradient(model).abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["plain", "extras", "one block three times", "gpt2"])
+@pytest.mark.parametrize("ahead", [None, 0, 3])  # later tokens that each sees in a window of eight
+def test_keys_and_values_are_kept_while_the_context_has_room(
+    name, ahead, monkeypatch, train_as_it_was
+):
+    model = build_trained(**EXTRAS if name == "extras" else {})
+    if name == "one block three times":
+        model.blocks = nn.ModuleList([model.blocks[0]] * 3)
+    if name == "gpt2":
+        monkeypatch.setattr(weights, "read", weights.read)  # which the example replaces
+        model = runpy.run_path(REPO / "examples" / "gpt2.py")["GPT2"](GPT2, 65)
+    if ahead is not None:
+        mask = torch.ones(32, 32, dtype=torch.bool).tril(ahead).triu(ahead - 7)
+        monkeypatch.setattr(module, "visible", lambda n, T, device: mask[T - n : T, :T])
+    computed, logits = [], []
+    model.eval().blocks[0].register_forward_pre_hook(lambda _, x: computed.append(x[0].size(1)))
+    hook = model.register_forward_hook(lambda _, x, y: logits.append(y[:, -1]))
+    start = batch(2, module.GPTConfig(**SMALL))[0][:, :5]
+    tokens = torch.cat((start, *generate(model, start, 30, 32, 65)), dim=1)
+    hook.remove()
+    lengths = [5, *[1] * 27, 32, 32] if ahead != 3 else [*range(5, 33), 32, 32]
+    assert computed[:: len(computed) // 30] == lengths
+    for place, drawn_from in enumerate(logits, 5):
+        expected = model(tokens[:, max(0, place - 32) : place])[:, -1]
+        torch.testing.assert_close(drawn_from, expected, rtol=0, atol=1e-5)
 
 
 def test_generate_needs_no_more_than_logits_and_never_draws_a_row_that_pads_the_head():

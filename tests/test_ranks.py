@@ -60,6 +60,9 @@ def test_two_ranks_take_the_steps_of_one_and_draw_dropout_of_their_own(run_train
     losses = [done.rows("eval")[0]["val_loss"] for done in (one, two)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert len(set(re.findall(r"DREW \d (\S+)", two.stdout))) == 2 * 6
+    sharded = run_train("sharded", *flags, SHARD, before=ranks(2))
+    texts = {events(done, "sample")[0]["text"] for done in (one, two, sharded)}
+    assert len(texts) == 1 and "sample" in events(one, "end")[0]["seconds"]
 
 
 def test_one_command_is_one_batch_on_any_number_of_ranks_also_on_others_at_a_resume(run_train):
