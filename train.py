@@ -32,7 +32,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -232,9 +232,9 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
 
 
 def open_dataset(saved: dict | None) -> tuple:
-    """(training data, validation data, facts). facts, which a checkpoint keeps: `name`,
-    `fingerprint`, `meta`, and as `files` the paths of other files that a fork reads, such as a
-    teacher's weights. saved: the checkpoint to resume from, or None."""
+    """(training data, validation data or {name: validation data}, facts). facts, which a checkpoint
+    keeps: `name`, `fingerprint`, `meta`, and as `files` the paths of other files that a fork reads,
+    such as a teacher's weights. saved: the checkpoint to resume from, or None."""
     so_far = saved and saved["data"]["name"]
     name, folder, meta = from_rank0(
         data.dataset_of_run, make_dataset, dataset, so_far, data_dir, block_size
@@ -257,6 +257,8 @@ def make_dataset(name: str, data_dir: str) -> tuple[str, dict]:
 def build_run(config: cli.Config, start: Start, datasets: tuple) -> Run:
     """A run before its first step. datasets: see open_dataset()."""
     train_data, val_data, about = datasets
+    for part in (train_data, *fields.sets_of(val_data).values()):
+        data.require_rows(part)
     seed_everything(seed)
     try:
         model = build_model(config, about["meta"]["vocab_size"])
@@ -735,6 +737,10 @@ def evaluate(run: Run) -> dict:
 
     In eval mode, with the EMA weights if ema_decay is on; never compiled, so that the result does
     not depend on --compile. Training is unaffected: all that it moves is put back."""
+    if isinstance(run.val_data, dict):
+        sets = run.val_data.items()
+        found = {name: evaluate(replace(run, val_data=dataset)) for name, dataset in sets}
+        return fields.mean_of_sets(found)
     with evaluating(run):
         totals = sum_losses(run)
     ranks.sum_over_ranks([*totals.values()])

@@ -10,7 +10,6 @@ Of the model's flags, only n_embd and dropout have an effect.
 
 import math
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
 from model import accuracy  # noqa: E402
+from plumbing.data import InOrder, Shuffled  # noqa: E402
 
 CLASSES = 10  # directions, 18 degrees apart
 SIZE = 16  # pixels to a side
@@ -30,35 +30,25 @@ VAL_IMAGES = 1024
 Y, X = np.mgrid[:SIZE, :SIZE]
 
 
-def image_of(seed, index):
-    """(float32 (1, SIZE, SIZE), class): a pure function. No single pixel tells the class."""
-    generator = np.random.default_rng([seed, index])
-    label = int(generator.integers(CLASSES))
-    angle = math.pi * label / CLASSES
-    frequency = 2 * math.pi / generator.uniform(4, 8)
-    phase = generator.uniform(0, 2 * math.pi)
-    waves = np.sin(frequency * (math.cos(angle) * X + math.sin(angle) * Y) + phase)
-    image = waves + NOISE * generator.standard_normal((SIZE, SIZE))
-    return torch.from_numpy(image).float()[None], label
-
-
-@dataclass
 class Images(torch.utils.data.Dataset):
-    """`count` images from number `begin` on, repeated endlessly. `dataset[first, count]` is a
-    batch: float32 (count, 1, SIZE, SIZE) and classes, int64 (count,)."""
+    """`count` images of that seed, from number `begin` on: (float32 (1, SIZE, SIZE), class). No single
+    pixel tells the class."""
 
-    seed: int
-    begin: int
-    count: int
+    def __init__(self, seed, begin, count):
+        self.seed, self.begin, self.count = seed, begin, count
 
     def __len__(self):
         return self.count
 
-    def __getitem__(self, batch):
-        first, count = batch
-        numbers = [self.begin + i % self.count for i in range(first, first + count)]
-        images, labels = zip(*(image_of(self.seed, i) for i in numbers), strict=True)
-        return torch.stack(images), torch.tensor(labels)
+    def __getitem__(self, index):
+        generator = np.random.default_rng([self.seed, self.begin + index])
+        label = int(generator.integers(CLASSES))
+        angle = math.pi * label / CLASSES
+        frequency = 2 * math.pi / generator.uniform(4, 8)
+        phase = generator.uniform(0, 2 * math.pi)
+        waves = np.sin(frequency * (math.cos(angle) * X + math.sin(angle) * Y) + phase)
+        image = waves + NOISE * generator.standard_normal((SIZE, SIZE))
+        return image[None], label
 
 
 class ConvNet(nn.Sequential):
@@ -89,10 +79,10 @@ class ConvNet(nn.Sequential):
 
 def open_dataset(saved):
     """As train.open_dataset, but `meta` has no tokenizer. --eval_tokens counts images."""
-    train_data = Images(train.seed, 0, TRAIN_IMAGES)
-    val_data = Images(train.seed, TRAIN_IMAGES, train.eval_tokens or VAL_IMAGES)
+    train_data = Shuffled(Images(train.seed, 0, TRAIN_IMAGES), train.seed)
+    val_images = Images(train.seed, TRAIN_IMAGES, train.eval_tokens or VAL_IMAGES)
     facts = {"name": "images", "fingerprint": f"{SIZE} {CLASSES} {NOISE} {TRAIN_IMAGES}"}
-    return train_data, val_data, facts | {"meta": {"vocab_size": CLASSES}}
+    return train_data, InOrder(val_images, train.seed), facts | {"meta": {"vocab_size": CLASSES}}
 
 
 vars(train).update(

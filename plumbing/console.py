@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from plumbing.cli import REPO, line_width, printable, product, show
-from plumbing.fields import shown_fields
+from plumbing.fields import sets_of, shown_fields
 
 CLEAR = "\x1b[K"  # from the cursor to the end of the line
 GREEN = "\x1b[32m"
@@ -193,7 +193,7 @@ def print_plan(run: Any, peak: tuple, changed: dict) -> None:
         "model": described(),
         "parameters": sum(weight.numel() for weight in run.model.parameters()),
         "train_rows": len(run.train_data),
-        "val_rows": len(run.val_data),
+        "val_rows": sum(map(len, sets_of(run.val_data).values())),
         "sequences": sequences,
         "tokens": sequences * known["block_size"],
         "on_each_rank": share_words(sequences, known["world_size"]),

@@ -21,12 +21,12 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
 
-from plumbing.cli import BadInput, fail
+from plumbing.cli import BadInput, RunFailed, fail
 from plumbing.console import print0
 from plumbing.fields import expect
 from plumbing.files import digest_of
@@ -35,6 +35,11 @@ from plumbing.signals import HANDLED
 SPLITS = ("train", "val")
 PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent dies
 FALLBACK = {"shakespeare": "pydoc"}  # where the first cannot be downloaded: CPython's own manual
+ROWS = (  # how other rows are read
+    "a Dataset with dataset[i] becomes that as data.Shuffled(dataset, train.seed), for validation as "
+    "data.InOrder(dataset, train.seed), from plumbing; row=FUNCTION makes (input, target) of what "
+    "dataset[i] is, collate=FUNCTION makes a batch of such pairs"
+)
 INSTEAD = """\
 {bar}
 !! {why}
@@ -165,6 +170,71 @@ class OrderedWindows:
     __getitem__.draws_nothing = True
 
 
+class InOrder:
+    """The rows of an ordinary Dataset of PyTorch, for validation: `dataset[i]` with an int is (input,
+    target), each of them an array, a tensor or a number. `in_order[first, count]` is a batch.
+
+    row(dataset[i]) makes that pair of anything else; collate([pair, ...]) makes a batch of rows that
+    differ in shape. What is drawn in a row, such as an augmentation, follows from (seed, number of
+    the row): it depends on no batch, worker or rank."""
+
+    def __init__(self, dataset, seed, row=None, collate=None):
+        require_rows(dataset)
+        self.dataset = dataset
+        self.seed = seed
+        self.row = row
+        self.collate = collate or stacked
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def index_of(self, number):
+        return number
+
+    def __getitem__(self, batch):
+        first, count = batch
+        pairs = []
+        with seeded([self.seed, first]):
+            for number in range(first, first + count):
+                seed_cpu(seed_of(self.seed, number))
+                row = self.dataset[self.index_of(number)]
+                pairs.append(self.row(row) if self.row else row)
+        return self.collate(pairs)
+
+    __getitem__.draws_nothing = True  # the random state is as before
+
+
+class Shuffled(InOrder):
+    """The same rows as an endless sequence, for training: each epoch has each row once, in an order
+    drawn from (seed, epoch). The number of a row is its place in the sequence, so an augmentation
+    differs between epochs."""
+
+    order = None, ()  # an epoch, the indices of its rows
+
+    def index_of(self, number):
+        epoch, place = divmod(number, len(self))
+        if epoch != self.order[0]:
+            # RandomState, not Generator: NumPy promises that its stream never changes
+            self.order = epoch, np.random.RandomState([self.seed, epoch]).permutation(len(self))
+        return int(self.order[1][place])
+
+
+def stacked(pairs: list) -> list[np.ndarray]:
+    """(inputs, targets) of pairs (input, target). Numbers in float64 become float32."""
+    try:
+        batch = [np.stack([np.asarray(x) for x in column]) for column in zip(*pairs, strict=True)]
+    except (TypeError, ValueError) as error:
+        raise RunFailed(f"rows cannot be stacked: {error}; {ROWS}") from error
+    return [part.astype(np.float32) if part.dtype == float else part for part in batch]
+
+
+def require_rows(dataset: Any) -> None:
+    """Raises BadInput for what has no row, or is a mere stream of rows."""
+    if not getattr(dataset, "__len__", int)():
+        name = type(dataset).__name__
+        fail(f"{name} is empty or has no length; expected len(dataset) rows, dataset[0] and so on")
+
+
 class Reader:
     """dataset[first, count] as the loop reads it, as arrays. Raises RunFailed for what is no batch.
 
@@ -180,18 +250,25 @@ class Reader:
         first, count = place
         is_plain = hasattr(type(self.dataset).__getitem__, "draws_nothing")
         with nullcontext() if is_plain else seeded([self.seed, first]):
-            batch = self.dataset[first, count]
+            batch = self.read(place)
         parts = batch if isinstance(batch, tuple | list) else [batch]
-        source = f"{type(self.dataset).__name__}[{first}, {count}]"
-        expected = f"(inputs, targets), arrays or tensors of {count} rows each"
         fits = [np.shape(part)[:1] for part in parts] == [(count,), (count,)]
+        arrays = [np.asarray(part) for part in parts if fits]
+        fits = fits and all(array.dtype.kind in "biuf" for array in arrays)
+        source = f"{type(self.dataset).__name__}[{first}, {count}]"
+        expected = f"(inputs, targets), arrays or tensors of {count} rows each; {ROWS}"
         expect(fits, source, batch, expected)
-        return [np.asarray(part) for part in parts]
+        return arrays
 
-
-def seed_of(seed: int, number: int) -> int:
-    """The seed of what is drawn at that place: 32 bits that follow from both."""
-    return zlib.crc32(f"{seed} {number}".encode())
+    def read(self, place):
+        try:
+            return self.dataset[place]
+        except Exception:
+            is_of_rows = False
+            with suppress(Exception):
+                is_of_rows = bool([self.dataset[0]])
+            if not is_of_rows:  # an error of its own
+                raise
 
 
 @contextmanager
@@ -203,14 +280,24 @@ def seeded(seeds: list[int]) -> Iterator[None]:
 
     cpu = torch.device("cpu")
     before = rng_state(cpu)
-    seed = int(np.random.SeedSequence(seeds).generate_state(1)[0])
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)
+    seed_cpu(int(np.random.SeedSequence(seeds).generate_state(1)[0]))
     try:
         yield
     finally:
         set_rng_state(before, cpu)
+
+
+def seed_cpu(seed: int) -> None:
+    import torch
+
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+
+
+def seed_of(seed: int, number: int) -> int:
+    """32 bits that follow from both: the seed of what is drawn for a row, by its number."""
+    return zlib.crc32(f"{seed} {number}".encode())
 
 
 def batches(
@@ -234,7 +321,7 @@ def batches(
         num_workers=num_workers,
         prefetch_factor=prefetch_factor if num_workers else None,
         timeout=timeout if num_workers else 0,
-        collate_fn=hand_over if num_workers else None,
+        collate_fn=list,  # arrays go through a pipe; tensors would hang on a full /dev/shm
         worker_init_fn=live_as_long_as_the_run,
         generator=torch.Generator(),  # or it would draw a seed from the global generator
     )
@@ -247,17 +334,6 @@ def batches(
         if not num_workers or "Caught" in str(error):  # the dataset's own, perhaps in a worker
             raise
         raise RuntimeError("DataLoader worker was killed while it sent a batch") from error
-
-
-def hand_over(batch: list[np.ndarray]) -> list:
-    """In a worker: the batch as tensors in shared memory; where /dev/shm is full (it has 64 MB in a
-    Docker container), as arrays, which go through a pipe."""
-    import torch
-
-    try:
-        return [torch.as_tensor(part).share_memory_() for part in batch]
-    except RuntimeError:
-        return batch
 
 
 def live_as_long_as_the_run(worker: int) -> None:

@@ -88,11 +88,31 @@ def means_of(result: Any, in_training: bool) -> dict:
     is_loss = getattr(loss, "requires_grad", False) >= in_training and is_scalar(loss)
     are_others = isinstance(others, dict) and not others.keys() & FIELDS.keys()
     fits = is_loss and are_others and all(map(is_scalar, others.values()))
-    mode = "" if in_training else " in eval mode"
-    gradient = " with a gradient" if in_training else ""
-    expected = f"the mean loss, a scalar tensor{gradient}, or (loss, {{new name: scalar}})"
-    expect(fits, f"model(inputs, targets){mode}", result, expected)
+    source = "model(inputs, targets)" + (" in eval mode", "")[in_training]
+    expected = "the mean loss, a scalar tensor with a gradient, or (loss, {new name: scalar})"
+    expect(fits, source, result, expected)
     return {"loss": loss, **others}
+
+
+def sets_of(val_data: Any) -> dict:
+    """{name: validation data}; if there is only one, it has no name."""
+    return val_data if isinstance(val_data, dict) else {"": val_data}
+
+
+def mean_of_sets(found: dict[str, dict]) -> dict:
+    """The numbers of several evaluations, {validation set: numbers}, in one dict: each NAME as the
+    mean over the sets, and of each set as NAME_SET. Raises RunFailed for a name that comes twice."""
+    tokens = sum(each.pop("val_tokens") for each in found.values())
+    numbers = {f"{key}_{name}": n for name, each in found.items() for key, n in each.items()}
+    for key in next(iter(found.values())):
+        expect(
+            key not in numbers,
+            f"evaluate()[{key!r}]",
+            numbers.get(key),
+            "a name once; rename a set",
+        )
+        numbers[key] = sum(each[key] for each in found.values()) / len(found)
+    return numbers | {"val_tokens": tokens}
 
 
 def check_numbers(numbers: Any, writer: str, needed: set) -> None:

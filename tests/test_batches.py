@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from conftest import REPO, wait_for
 from helpers import alive
 
 import train
-from plumbing.data import OrderedWindows, batches, kill_workers
+from plumbing.cli import BadInput, RunFailed
+from plumbing.data import InOrder, OrderedWindows, Reader, Shuffled, batches, kill_workers
 from train import ShuffledWindows
 
 BLOCK = 8
@@ -271,3 +273,75 @@ def test_batches_come_where_dev_shm_is_small():
     command = [*shell, mount + '"$0" "$@"', sys.executable, "-c", SHARE]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=100)
     assert done.stdout == "all there\n", done.stderr
+
+
+# ---- an ordinary Dataset of PyTorch --------------------------------------------------------------
+
+
+class Rows(torch.utils.data.Dataset):
+    """A row shows its index, and what it draws from each generator."""
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        return [index, random.random(), np.random.rand(), torch.rand(1).item()], float(index)
+
+
+def test_rows_are_shuffled_each_epoch_and_draw_by_their_place_alone():
+    shuffled = Shuffled(Rows(), 7)
+    state = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    whole, targets = Reader(shuffled, 7)[0, 20]
+    after = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    assert state == after and whole.dtype == targets.dtype == np.float32
+    parts = [Reader(Shuffled(Rows(), 7), 7)[place] for place in ((13, 7), (0, 6), (6, 7))]
+    assert np.array_equal(np.concatenate([parts[n][0] for n in (1, 2, 0)]), whole)
+    epochs = whole[:10], whole[10:]
+    assert all(sorted(epoch[:, 0]) == list(range(10)) for epoch in epochs)
+    assert not np.array_equal(*epochs) and len(np.unique(whole[:, 1:])) == 60
+    assert not np.array_equal(Shuffled(Rows(), 8)[0, 20][0], whole)
+    subset = torch.utils.data.Subset(Rows(), [4, 2, 9])
+    assert InOrder(subset, 7)[1, 2][1].tolist() == [2, 9]
+    assert np.array_equal(InOrder(subset, 7)[1, 2][0], InOrder(subset, 7)[0, 3][0][1:])
+
+
+def test_other_rows_become_pairs_and_batches():
+    dicts = [{"ids": [1] * n, "label": n} for n in (1, 2, 3)]
+    pair = lambda each: (torch.tensor(each["ids"]), each["label"])  # noqa: E731
+    pad = torch.nn.utils.rnn.pad_sequence
+    collate = lambda pairs: (pad([x for x, _ in pairs], True), [y for _, y in pairs])  # noqa: E731
+    inputs, targets = Reader(InOrder(dicts, 1, row=pair, collate=collate), 1)[0, 3]
+    assert inputs.tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]] and targets.tolist() == [1, 2, 3]
+
+
+STREAM = iter([1])
+REFUSED = [  # (rows, None if it is returned as it is, words of the one line)
+    ([], True, "list is empty or has no length; expected"),
+    (STREAM, True, "list_iterator is empty or has no length; exp"),
+    (
+        [{"x": 1}] * 3,
+        True,
+        "InOrder[0, 2] is a list; expected (inputs, targets), arrays or tensors",
+    ),
+    (
+        [("text", 1)] * 3,
+        True,
+        "InOrder[0, 2] is a list; expected (inputs, targets), arrays or tens",
+    ),
+    ([5] * 3, True, "rows cannot be stacked: 'int' object is not iterable"),
+    ([([1], 1), ([1, 2], 1)], True, "rows cannot be stacked: all input arrays must have the same"),
+    (Rows(), False, "Rows[0, 2] is a NoneType; expected (inputs, targets), arrays or tensors of 2"),
+    (
+        torch.utils.data.TensorDataset(torch.ones(9, 9), torch.ones(9, 9)),
+        False,
+        "expected (inputs, ",
+    ),
+]
+
+
+@pytest.mark.parametrize("rows, is_wrapped, words", REFUSED)
+def test_what_gives_no_rows_is_told_what_does_in_one_line(rows, is_wrapped, words):
+    with pytest.raises((BadInput, RunFailed)) as error:
+        Reader(InOrder(rows, 1) if is_wrapped else rows, 1)[0, 2]
+    assert words in str(error.value) and "\n" not in str(error.value)
+    assert "Shuffled(" in str(error.value) or not is_wrapped or "expected len(" in str(error.value)

@@ -218,6 +218,27 @@ def test_the_average_is_what_is_evaluated_where_there_is_one(knobs, val):
     assert averaged == evaluate(run, val) != raw
 
 
+SETS = """
+first, few = val_data.tokens, val_data.tokens[:40]
+sets = {{"all": val_data, {name!r}: type(val_data)(few, val_data.block_size)}}
+"""
+
+
+def test_several_validation_sets_are_logged_each_and_as_their_mean(run_train, data_dir):
+    open_sets = "train_data, val_data, about = result" + SETS + "result = train_data, sets, about"
+    of_sets = around("open_dataset", then=open_sets.format(name="few"))
+    done, single = run_train("sets", before=of_sets), run_train("one")
+    for row, alone in zip(done.rows("eval"), single.rows("eval"), strict=True):
+        for name in ("val_loss", "val_accuracy"):
+            assert row[name] == (row[f"{name}_all"] + row[f"{name}_few"]) / 2
+            assert row[f"{name}_all"] == alone[name] != row[f"{name}_few"]
+    assert done.fingerprint(STEPS)["model"] == single.fingerprint(STEPS)["model"]
+    twice = around("open_dataset", then=open_sets.format(name="loss"))
+    more = around("evaluate", then="if 'val_loss' in result: result['val_loss_all'] = 1.0")
+    refused = run_train("twice", before=more + twice, code=1)
+    assert "evaluate()['val_loss_all'] is a float; expected a name once" in refused.stderr
+
+
 # ---- the learning rate ---------------------------------------------------------------------------
 
 
