@@ -161,8 +161,8 @@ def compare(job):
     better? One seed at a time, until a verdict holds."""
     path, words = forks.script_among(shlex.split(against))
     other = path or train.__file__, words
-    if not os.path.isdir(against):
-        processes.require_flags(*other)
+    if not os.path.isdir(against):  # before the first run: are these flags right?
+        processes.output_of([other[0], *processes.for_train(words), "--help"])
     if equal:
         return equal_bits(job, *other)
     most = seeds or max_seeds
@@ -221,13 +221,12 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         fail("expected one process; type python in place of torchrun")
-    suffix = ""
-    for word in argv:
-        if word.startswith("--against="):
-            suffix = ",".join(
-                [",against", *what_differs(argv, shlex.split(word.partition("=")[2]))]
-            )
-            argv = ["--only=against", *argv]
+    suffix = ""  # of the folder's name: what the other command has besides
+    for other in [word.partition("=")[2] for word in argv if word.startswith("--against=")]:
+        besides = [word for word in shlex.split(other) if word not in argv]
+        suffix = "".join(f",{os.path.basename(word).removeprefix('--')}" for word in besides)
+        suffix += ",against"  # and no name ends in .py
+        argv = ["--only=against", *argv]
     if "--seeds=1" in argv:
         fail("--seeds=1: expected 0, for as many as it takes, or 2 and more")
     try:
@@ -238,13 +237,6 @@ def main(argv=None):
         print(f"check.py: {error}", file=sys.stderr)
         return 125
     return int(not all(facts.get(part, {}).get("ok", True) for part in PARTS))
-
-
-def what_differs(first, second):
-    """For the name of a folder: the words of the second command that the first one lacks."""
-    (_, first), (_, second) = forks.script_among(first), forks.script_among(second)
-    others = [word.removeprefix("--") for word in second if word not in first]
-    return [os.path.basename(word).removesuffix(".py") for word in others]
 
 
 if __name__ == "__main__":

@@ -215,7 +215,6 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
     """A context with a run that is ready to step: data, model, optimizers, and the checkpoint if
     there is one. Inside it the knobs hold. It writes nothing and takes no lock, unless
     `to_train`."""
-    cli.refuse_threads()
     with cli.configured(globals(), argv=argv) as config, ExitStack() as stack:
         start, saved = settle_knobs(config, stack, to_train)
         ranks.check_share(sequences_at(0), shard, BadInput)

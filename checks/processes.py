@@ -4,13 +4,14 @@ and its numbers are read from there."""
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from statistics import mean, median, stdev
 
 import torch
 
-from plumbing.cli import RunFailed, fail, knobs_of_tools
+from plumbing.cli import BadInput, RunFailed, knobs_of_tools
 from plumbing.console import REPO
 from plumbing.data import end_with_parent
 from plumbing.files import digest_of, read_json
@@ -61,25 +62,15 @@ def trained(script, words, seed):
 def has_other_code(folder):
     """Whether the run in `folder`, if there is one, had loaded a file that has changed since."""
     code = read_json(folder / "run.json").get("run", {"code": {}})["code"]
-    for name, then in code.items():
-        path = REPO / name
-        if not path.is_file() or not digest_of(path).startswith(then):
-            return True
-    return False
+    with suppress(FileNotFoundError):
+        return any(not digest_of(REPO / name).startswith(code[name]) for name in code)
+    return True
 
 
 def execute(script, words, **knobs):
     """Run `script` with `words`, flags and config files, and `knobs`. Raises RunFailed."""
     knobs = {"audit_interval": -1} | knobs
     output_of([script, *for_train(words), *(f"--{name}={knobs[name]}" for name in knobs)])
-
-
-def require_flags(script, words):
-    """Raises BadInput with what `script` prints if it cannot take `words`."""
-    command = [sys.executable, script, *for_train(words), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        fail(done.stderr.splitlines()[-1])
 
 
 def for_train(words):
@@ -91,7 +82,7 @@ def for_train(words):
 def output_of(command, cwd=None):
     """What Python prints when it runs `command`, in a session of its own: Ctrl-C reaches only this
     process, which ends the other. On Linux it ends with this process, however that ends. Raises
-    RunFailed."""
+    RunFailed, or BadInput where the other has named that in a line."""
     command = [sys.executable, *command]
     done = subprocess.run(
         command,
@@ -103,5 +94,6 @@ def output_of(command, cwd=None):
         check=False,
     )
     if done.returncode:
-        raise RunFailed(f"{' '.join(command)[-400:]} ended with\n{done.stdout[-2000:]}")
+        kind = BadInput if done.returncode == 2 else RunFailed
+        raise kind(f"{' '.join(command)[-400:]} ended with\n{done.stdout[-2000:]}")
     return done.stdout

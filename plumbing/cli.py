@@ -160,12 +160,6 @@ class Config(dict):
             scope.update({name: self[name] for name in values if name in knobs})
 
 
-def refuse_threads() -> None:
-    """Raises BadInput outside the main thread: knobs are globals, and signals reach only that."""
-    if threading.current_thread() is not threading.main_thread():
-        fail("train.main() runs in the main thread alone; for several runs at once start processes")
-
-
 @contextmanager
 def configured(*scopes: dict, argv: list | None = None, names: list | None = None) -> Iterator:
     """Set the knobs of `scopes`, globals() of scripts, from `argv`, yield a Config, give them back.
@@ -175,6 +169,8 @@ def configured(*scopes: dict, argv: list | None = None, names: list | None = Non
     that `train.max_steps = 5` takes effect. A later scope may restate a knob: both then hold one
     value. names: a list to which arguments other than flags and config files are added; None
     refuses them."""
+    if threading.current_thread() is not threading.main_thread():
+        fail("a run needs the main thread; for several at once start several processes")
     argv = sys.argv[1:] if argv is None else argv
     config = Config(
         [(scope, read_knobs(scope["__file__"]) | scope.get("ADDED_KNOBS", {})) for scope in scopes]

@@ -12,6 +12,7 @@ from plumbing.console import REPO
 from plumbing.files import digest_of
 
 TOOLS = [REPO / f"{name}.py" for name in "train bench check replay sample".split()]
+INSTALLED = re.compile(r"-packages|lib.python\d")  # in the path of what is Python's, or a package
 STARTED_IN = Path.cwd()  # sys.argv[0] is relative to it
 given = None  # the path in --script=FILE
 
@@ -21,7 +22,7 @@ def script() -> Path | None:
     train.py itself, or no file of the user's, as in a notebook."""
     path = given or Path(STARTED_IN, sys.argv[0]).resolve()
     is_own = path.suffix == ".py" and path.is_file() and path not in TOOLS
-    return path if is_own and not is_installed(path) else None
+    return path if is_own and not INSTALLED.search(str(path)) else None
 
 
 def script_fact() -> str:
@@ -29,11 +30,6 @@ def script_fact() -> str:
     `train.py`, whose text is a part of the repository."""
     path = script()
     return f"{path.name} {digest_of(path)[:16]}" if path else "train.py"
-
-
-def is_installed(path: Path) -> bool:
-    """Whether a file belongs to Python or to a package that was installed."""
-    return re.search(rf"-packages|lib{os.sep}python\d", str(path)) is not None
 
 
 def loaded() -> dict[str, str]:
@@ -44,9 +40,9 @@ def loaded() -> dict[str, str]:
     found = {}
     for module in list(sys.modules.values()):
         path = Path(getattr(module, "__file__", None) or "")
-        if path.suffix == ".py" and any(map(path.is_relative_to, homes)):
-            if path.is_file() and path.resolve() != own and not is_installed(path):
-                found[os.path.relpath(path, REPO)] = digest_of(path)[:16]
+        is_own = path.suffix == ".py" and any(map(path.is_relative_to, homes))
+        if is_own and path.is_file() and path != own and not INSTALLED.search(str(path)):
+            found[os.path.relpath(path, REPO)] = digest_of(path)[:16]
     return found
 
 

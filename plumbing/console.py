@@ -152,7 +152,7 @@ def resume_words(found: dict, changed: dict[str, list]) -> str:
     begin = f"resumed at step {found['from']:,}"
     if found.get("other_course"):
         knobs = knob_words(found["other_course"])
-        return f"{begin}: {found['rows']} rows past here were computed with {knobs}: no witness"
+        return f"{begin}: {found['rows']} rows past here were computed{knobs}: no witness"
     words = "nothing to compare with"
     if found["first_difference"]:
         words = "other numbers from step {step:,} on: {field} {then} then, {now} now"
@@ -163,7 +163,9 @@ def resume_words(found: dict, changed: dict[str, list]) -> str:
 
 
 def knob_words(knobs: dict) -> str:
-    return ", ".join(f"{name} {show(value)}" for name, value in knobs.items())
+    """` with peak_lr 0.001, beta1 0.9`; nothing of no knobs."""
+    words = ", ".join(f"{name} {show(value)}" for name, value in knobs.items())
+    return words and f" with {words}"
 
 
 def change_words(changed: dict[str, list]) -> str:

@@ -30,7 +30,6 @@ def settle_knobs(config: Config, stack: ExitStack, to_train: bool) -> tuple[Star
     ranks join, and the folder is locked if the run is `to_train`, in the contexts of `stack`.
     Returns also what that checkpoint holds, or None. Raises BadInput."""
     refuse_contradictions(config)
-    plain = Path(folder_name(config))
     config.settle(out_dir=folder_name(config, code.script()))
     config.settle(**machine.pin_kernels(config))  # if portable: before the first operation
     device = machine.choose_device(config["device"])
@@ -47,39 +46,30 @@ def settle_knobs(config: Config, stack: ExitStack, to_train: bool) -> tuple[Star
     path = from_rank0(resume.find_checkpoint, folder, config["resume"], to_train)
     saved = checkpoint.load(path, verify=False) if path else None  # it is verified by now
     if to_train and not path and "out_dir" not in config.typed:
-        print_runs_beside(folder.path, plain, config)
+        print_runs_beside(folder.path, config)
     values, reasons = from_rank0(resume.resolve_auto_knobs, config, saved, device)
     config.settle(**values)
     return Start(device, folder, path, reasons), saved
 
 
-def print_runs_beside(folder: Path, plain: Path, config: Config) -> None:
-    """For a run that begins in `folder`: name each run beside it that this command would go on with
-    under another name. A script was no part of the name before 2026-11-28 (`plain`), and a knob that
-    a resume may change is one."""
-    course = [name for name, knob in config.knobs.items() if not knob.policy]
-    script = code.script() or Path("train.py")
-
-    def fixed_part(path: Path) -> list[str]:
-        return [part for part in path.name.split(",") if part.partition("=")[0] not in course]
-
+def print_runs_beside(folder: Path, config: Config) -> None:
+    """For a run that begins in `folder`: name each run beside it that this command would go on with,
+    if its name had not other knobs that a resume may change, or another name of the same script."""
+    course = {name for name, knob in config.knobs.items() if not knob.policy}
+    script = code.script_fact().split()  # name, hash of the text
     for path in folder.parent.glob("*/run.json"):
-        other = path.parent
         facts = read_json(path)
-        saved = checkpoint.numbered(other, "ckpt")
-        is_same = fixed_part(other) in (fixed_part(folder), fixed_part(plain))
-        is_same = is_same and Path(facts["command"][0]).name == script.name
-        if is_same and saved and other != folder:
+        saved = checkpoint.numbered(path.parent, "ckpt")
+        words = facts.get("run", {}).get("script", "").split()
+        parts = {*folder.name.split(",")} ^ {*path.parent.name.split(",")}
+        names = {part.partition("=")[0] for part in parts}
+        stems = {word.removesuffix(".py") for word in script + words}
+        if saved and names and names <= course | stems and {*script} & {*words}:
             step = checkpoint.step_of(saved[0])
-            named = [name for name in course if f",{name}=" in f"{folder.name},{other.name}"]
-            then = {name: facts["config"][name] for name in named}
-            then = {name: then[name] for name in then if then[name] != config[name]}
+            then = {name: facts["config"][name] for name in names & course}
             if step < config["max_steps"] or not then:
-                knobs = f" with {knob_words(then)}" if then else ""
-                print0(
-                    f"{shown(other)} has this run{knobs} at step {step:,}; to go on there, add "
-                    f"--out_dir={shown(other)}"
-                )
+                found = f"{shown(path.parent)} has this run{knob_words(then)} at step {step:,}"
+                print0(f"{found}; to go on there, add --out_dir={shown(path.parent)}")
 
 
 def refuse_contradictions(config: Config) -> None:
