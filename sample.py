@@ -33,7 +33,7 @@ from plumbing.cli import configured, fail, printable, run_script
 from plumbing.data import read_file, start_and_end, tokenizer_of
 from plumbing.files import replacing
 from plumbing.machine import choose_device, choose_dtype
-from plumbing.weights import facts_of
+from plumbing.weights import metadata_of
 from prepare_data import clean, decode_utf8
 
 # Which model
@@ -185,7 +185,7 @@ def export_weights(saved: dict, title: str) -> None:
     weights = {name: w.clone().contiguous() for name, w in evaluated_weights(saved).items()}
     try:
         with replacing(export) as temporary:
-            temporary.write_bytes(save(weights, facts_of(saved)))
+            temporary.write_bytes(save(weights, metadata_of(saved)))
     except OSError as error:
         fail(f"--export={export} cannot be written ({error.strerror})")
     print(f"{title}: {len(weights)} tensors in {export}", file=sys.stderr)

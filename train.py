@@ -219,7 +219,7 @@ def build(argv: list[str] | None = None, to_train: bool = False) -> Iterator[Run
         start, saved = settle_knobs(config, stack, to_train)
         ranks.check_share(sequences_at(0), shard, BadInput)
         datasets = open_dataset(saved)
-        run = build_run(config, start, datasets)
+        run = build_run(config, start, datasets, saved)
         if init_from:
             from plumbing.weights import begin_from
 
@@ -253,8 +253,9 @@ def make_dataset(name: str, data_dir: str) -> tuple[str, dict]:
     return prepare(name, data_dir)
 
 
-def build_run(config: cli.Config, start: Start, datasets: tuple) -> Run:
-    """A run before its first step. datasets: see open_dataset()."""
+def build_run(config: cli.Config, start: Start, datasets: tuple, saved: dict | None = None) -> Run:
+    """A run before its first step. datasets: see open_dataset(). saved: the checkpoint to resume
+    from, which only its identity depends on."""
     train_data, val_data, about = datasets
     for part in (train_data, *fields.sets_of(val_data).values()):
         data.require_rows(part)
@@ -277,7 +278,6 @@ def build_run(config: cli.Config, start: Start, datasets: tuple) -> Run:
         **vars(start),
         train_data=train_data,
         val_data=val_data,
-        facts={"config": dict(config), "data": about},
         model=model,
         optimizers=optimizers,
         groups=copy.deepcopy([part.state_dict()["param_groups"] for part in optimizers]),
@@ -287,8 +287,8 @@ def build_run(config: cli.Config, start: Start, datasets: tuple) -> Run:
         knobs=config.knobs,
         hooks=[audit.Audit(audit_interval if deterministic else -1), *hooks],
     )
-    checkpoint.refuse_what_is_lost(run)
-    run.facts["run"] = resuming.facts_of_run(config, about, start.device)
+    checkpoint.refuse_what_is_lost(run, about)
+    run.facts = resuming.identity(run, config, about, saved)
     return run
 
 
@@ -307,14 +307,14 @@ class Run(Start):
 
     train_data: torch.utils.data.Dataset
     val_data: torch.utils.data.Dataset
-    facts: dict  # in checkpoints: "config" (knobs as resolved), "data", "run" (what else it is)
     model: torch.nn.Module
     optimizers: list
     groups: list  # param_groups as built; a resume applies only what changed in them since
     scaler: torch.amp.GradScaler
     ema: dict  # name -> averaged weight; empty when off
     state: dict
-    before: dict = field(default_factory=dict)  # the identity of that checkpoint, and micro_batch
+    facts: dict = field(default_factory=dict)  # see resume.identity() and resume.facts()
+    resumed_from: dict = field(default_factory=dict)  # facts of the checkpoint, and micro_batch
     signals: Signals = field(default_factory=Signals)  # none are handled until the first step
     knobs: dict = field(default_factory=dict)  # name -> cli.Knob: what a knob may do
     noted_size: int = 0  # of a micro-batch, in the newest event
@@ -349,6 +349,7 @@ def run_to_the_end(run: Run) -> int:
     with ExitStack() as stack:
         try:
             model = first_pass(run)
+            run.facts = resuming.facts(run, is_compiled=model is not run.model)
             run.clock.lap("compile")
             begin(run, table, saver)
             run.clock.lap("evaluate")
@@ -378,14 +379,13 @@ def run_to_the_end(run: Run) -> int:
 
 def first_pass(run: Run) -> torch.nn.Module:
     """Compute the first batch once, to compile and to find out what fits into memory; nothing
-    moves. Returns the model, compiled if asked, and completes the run's identity."""
+    moves. Returns the model, compiled if asked."""
 
     def read():  # a fork may draw its batches from the random state
         first_batch = data.Reader(run.train_data, seed)[ranks.my_share(0, sequences_at(0))]
         return data.to_device(first_batch, run.device)
 
     model = compiler.warm_up(run, compile, forward_backward, read)
-    run.facts["config"]["compile"] = model is not run.model
     memory = fields.FIELDS["mem_gb"].shown(machine.memory_gb(run.device))
     print0("memory", memory, "GB after the warm-up pass")
     machine.reset_peak_memory(run.device)

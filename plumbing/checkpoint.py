@@ -160,9 +160,10 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, built: list[dict], saved
 # ---- what a checkpoint cannot restore is refused, not lost on a resume ---------------------------
 
 
-def refuse_what_is_lost(run) -> None:
-    """Raises BadInput if a resume could not restore the state of `run`, or a weight it trains."""
-    if lost := not_restorable({"FRESH_STATE": run.state, "data": run.facts["data"]}):
+def refuse_what_is_lost(run, data: dict) -> None:
+    """Raises BadInput if a resume could not restore the state of `run`, a weight it trains, or what
+    open_dataset says of its data."""
+    if lost := not_restorable({"FRESH_STATE": run.state, "data": data}):
         fail(lost)
     trained = {name for _, name in leaves(groups_of(run))}
     if None in trained:

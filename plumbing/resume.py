@@ -28,32 +28,51 @@ FACTS = ("script", "torch", "python", "device", "threads", "ranks", "micro_batch
 # ---- what computes -------------------------------------------------------------------------------
 
 
-def facts_of_run(config: Config, data: dict, device: torch.device) -> dict:
-    """What a checkpoint keeps as `run`, beside the knobs. data: its facts["data"]. Raises BadInput
-    if a knob that a script has added bears the name of something that a checkpoint says."""
-    added = config.scopes[0][0]["ADDED_KNOBS"]
-    facts = {
+def identity(run: Any, config: Config, data: dict, saved: dict | None) -> dict:
+    """What a run is, as its checkpoints say it: `config` (every knob as resolved), `data`, and `run`
+    (what else its numbers depend on). data: what open_dataset says of it. saved: the checkpoint to
+    resume from. Raises BadInput if a knob that a script has added bears the name of something
+    else."""
+    path = Path(config["init_from"])
+    knobs = config.scopes[0][0]["ADDED_KNOBS"]
+    more = {
         "written": {name: config.base[name] for name in KEPT},
         "dataset": data["name"],
         "data": data["fingerprint"],
         "files": sorted([Path(path).name, digest_of(path)] for path in data.get("files", ())),
+        "init_sha256": digest_of(path) if path.is_file() else None,
+        "began_from": run.path and str(run.path.resolve()),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
-        "device": device_name(device),
+        "device": device_name(run.device),
         "threads": torch.get_num_threads(),
         "world_size": world_size(),
         "script": code.script_fact(),
         "code": code.loaded(),
-        "added_knobs": {name: vars(knob) for name, knob in added.items()},
+        "added_knobs": {name: vars(knob) for name, knob in knobs.items()},
     }
-    for name in added.keys() & {*facts, *FACTS, *data, *data["meta"]}:
+    for name in knobs.keys() & {*more, *FACTS, *data, *data["meta"]}:
         fail(f"train.knob({name!r}, ...): run.json says something else under this name; rename it")
-    return facts
+    if saved:
+        more["init_sha256"] = saved["run"].get("init_sha256")
+    if saved and run.folder.owns(run.path):
+        more["began_from"] = saved["run"].get("began_from")
+    return {"config": dict(config), "data": data, "run": more}
 
 
-def identity_of(facts: dict) -> dict:
-    """What a run is: the knobs as resolved, and `run`, in which `dataset` is the one it was given
-    and `device` the model of the device. facts: those of a run, or a checkpoint."""
+def facts(run: Any, is_compiled: bool) -> dict:
+    """What the checkpoints and run.json say of a run from its warm-up pass on: its identity, whether
+    it was compiled, and, on rank 0, the commit of the repository. Nothing changes it afterwards."""
+    git = run.folder.facts.get("git", {})
+    return {
+        "config": run.facts["config"] | {"compile": is_compiled},
+        "data": run.facts["data"],
+        "run": run.facts["run"] | {"git_commit": git.get("commit")},
+    }
+
+
+def flat(facts: dict) -> dict:
+    """The knobs as resolved, and what else the facts of a run, or a checkpoint, say, in one dict."""
     return facts["config"] | facts["run"]
 
 
@@ -70,13 +89,14 @@ def changes_since(run: Any) -> dict[str, list]:
     """{name: [then, now]} of what is known to have changed since the checkpoint of `run`."""
     if not run.path:
         return {}
-    now = identity_of(run.facts) | {"micro_batch": run.state["micro_batch"]}
-    return known_changes(run.before, now, run.knobs)
+    now = flat(run.facts) | {"micro_batch": run.state["micro_batch"]}
+    return known_changes(run.resumed_from, now, run.knobs)
 
 
 def record_start(run: Any) -> None:
     """After the warm-up pass: write run.json, log from which checkpoint and with which knobs a run
     goes on, and compare its rows with those past that checkpoint. Rank 0 only."""
+    run.folder.facts |= run.facts
     run.folder.write_facts()
     if run.path:
         changed = changes_since(run)
@@ -90,16 +110,13 @@ def load_checkpoint(run: Any, saved: dict, fresh_state: dict, position: tuple) -
     """Go on from the checkpoint `saved`. Of another run its weights go on, and of its state what
     `position` names: its course does not. Raises BadInput if `saved` fits neither way."""
     from_rank0(refuse_another_run, run, saved)
-    run.before = identity_of(saved) | {"micro_batch": saved["state"]["micro_batch"]}
-    if run.before["batch_size"] == run.facts["config"]["batch_size"]:
-        run.state["micro_batch"] = run.before["micro_batch"]  # what memory allows is known
+    run.resumed_from = flat(saved) | {"micro_batch": saved["state"]["micro_batch"]}
+    if run.resumed_from["batch_size"] == run.facts["config"]["batch_size"]:
+        run.state["micro_batch"] = run.resumed_from["micro_batch"]  # what memory allows is known
     checkpoint.restore(run, saved)
-    began_from = run.before.get("began_from")
     if not run.folder.owns(run.path):
-        began_from = str(run.path.resolve())
         kept = {key: run.state[key] for key in position}
         run.state.update(copy.deepcopy(fresh_state) | kept)
-    run.facts["run"]["began_from"] = began_from
 
 
 # ---- may this run continue? ----------------------------------------------------------------------
@@ -154,7 +171,7 @@ def resolve_auto_knobs(
     kept = {name: config[name] for name in KEPT}
     reasons = {}
     if saved:
-        then = identity_of(saved)
+        then = flat(saved)
         for name in KEPT:
             if not asks_for(name, config, then):
                 kept[name] = then[name]
@@ -198,7 +215,7 @@ def refuse_another_run(run: Any, saved: dict) -> None:
             hint += f" or, for its weights alone, --init_from={run.path} in place of --resume"
         message = f"{name} changed from {was} to {new}: this run cannot be resumed with that"
         fail(f"{message}; write {again}{hint}")
-    then = identity_of(saved)
+    then = flat(saved)
     now = run.facts["config"]
     # a checkpoint of before 2026-11-26 says how many sequences all its ranks had
     was = then.get("global_batch", product(then, run.knobs))
@@ -215,8 +232,8 @@ def refuse_another_run(run: Any, saved: dict) -> None:
 def other_run(run: Any, saved: dict) -> dict[str, list]:
     """{name: [then, now]} of what makes `run` another one than that of the checkpoint `saved`: knobs
     whose comments say `fixed`, data, shapes of weights, the optimizers' groups."""
-    then = identity_of(saved)
-    now = identity_of(run.facts)
+    then = flat(saved)
+    now = flat(run.facts)
     names = [name for name in then if name in run.knobs and run.knobs[name].policy == "fixed"]
     names += ["data", "files"]
     if "portable" in (then["deterministic"], now["deterministic"]):

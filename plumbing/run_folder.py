@@ -105,7 +105,6 @@ class RunFolder(ExitStack):
             self.log.keep_to(run.state["step"] if is_own else -1, run.state["evaluation_due"])
             git, diff = code.git_state()
             code.keep(self.path / "code", diff)
-            run.facts["run"]["git_commit"] = git["commit"]
             before = read_json(self.path / "run.json") if is_own else {}  # of earlier processes
             new = {
                 "command": command,

@@ -24,31 +24,28 @@ EXPECTED = (
 @torch.no_grad()
 def begin_from(run: Any, init_from: str, saved: dict | None) -> None:
     """Copy the weights of the file `init_from`, averaged ones if it has them, into the model and the
-    averages of `run`, and the file's hash into its identity. A run that goes on from its checkpoint
-    `saved` keeps its own, and prints if the file is gone or has changed. Raises BadInput."""
+    averages of `run`. A run that goes on from its checkpoint `saved` keeps its own, and prints if
+    the file is gone or has changed. Raises BadInput."""
     path = Path(init_from)
-    digest = from_rank0(lambda: path.is_file() and digest_of(path))
     if saved:
-        first = saved["run"].get("init_sha256")
-        if digest != first:
+        digest = from_rank0(lambda: path.is_file() and digest_of(path))
+        if digest != run.facts["run"]["init_sha256"]:
             print0(
                 f"{path}, from which this run began, is gone or has changed: not read; "
                 f"to start anew: --resume=restart or {run.folder.fresh_out_dir()}"
             )
-        digest = first
-    else:
-        from_rank0(require_fit, run, path)
-        tensors, _ = read(path)
-        weights = [*run.model.state_dict().items(), *run.model.named_parameters()]
-        for name, weight in (*weights, *run.ema.items()):  # of tied names one has the average
-            weight.copy_(shard_like(weight, tensors[name]))
-    run.facts["run"]["init_sha256"] = digest
+        return
+    from_rank0(require_fit, run, path)
+    tensors, _ = read(path)
+    weights = [*run.model.state_dict().items(), *run.model.named_parameters()]
+    for name, weight in (*weights, *run.ema.items()):  # of tied names one has the average
+        weight.copy_(shard_like(weight, tensors[name]))
 
 
 def require_fit(run: Any, path: Path) -> None:
     """Raises BadInput if the file at `path` is of another vocabulary or shape than `run`."""
     tensors, there = read(path)
-    here = facts_of(run.facts)
+    here = metadata_of(run.facts)
     other = [name for name in COMPARED if (here | there).get(name) != here.get(name)]
     if other:
         flags = " ".join(f"--{name}={there[name]}" for name in other if name in run.knobs)
@@ -66,20 +63,20 @@ def require_fit(run: Any, path: Path) -> None:
 
 
 def read(path: Path) -> tuple[dict, dict]:
-    """({name: tensor}, facts_of() the run) of a file. Raises BadInput if it is damaged."""
+    """({name: tensor}, metadata_of() the run) of a file. Raises BadInput if it is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:
         if path.suffix != ".safetensors":
             saved = checkpoint.load(path)
-            return saved["model"] | saved["ema"], facts_of(saved)
+            return saved["model"] | saved["ema"], metadata_of(saved)
         with safe_open(path, "pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
     except (OSError, checkpoint.Damaged, SafetensorError) as error:
         fail(f"--init_from={path}: {error}; {EXPECTED}")
 
 
-def facts_of(saved: dict) -> dict:
+def metadata_of(saved: dict) -> dict:
     """The config of a checkpoint, and what it says of its dataset, as metadata of an export."""
-    facts = {"format": "pt"} | saved["config"] | saved["data"]["meta"]
-    return {name: str(value) for name, value in facts.items()}
+    known = {"format": "pt"} | saved["config"] | saved["data"]["meta"]
+    return {name: str(value) for name, value in known.items()}

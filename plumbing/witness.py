@@ -24,7 +24,7 @@ class ResumeCheck(Hook):
         self.others = []  # of each row on another course, the knobs that make it one
         course = [name for name, knob in run.knobs.items() if not knob.policy]
         old_rows = []
-        then = run.before
+        then = run.resumed_from
         for row in read_rows(self.folder.log.path):
             then = row.get("knobs", then)  # an event `resume` has those of the rows that follow it
             if is_past(row, self.folder.log.kept):

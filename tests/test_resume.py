@@ -19,7 +19,7 @@ from sources import LION, SAVED, around, at_step, stop_at
 STEPS = 30
 # Two micro-batches of 4 a step, dropout on; evaluations and saves fall on different steps.
 FLAGS = f"--max_steps={STEPS} --batch_size=4 --accum_steps=2 --dropout=0.1 --eval_interval=8"
-FLAGS = (*FLAGS.split(), "--save_interval=10", "--keep_last=9", "--log_interval=4")
+FLAGS = (*FLAGS.split(), "--save_interval=10", "--keep_last=99", "--log_interval=4")
 PLATEAU = "--plateau_factor=0.5 --plateau_patience=1 --min_delta=1 --eval_interval=2"
 ACROSS = WINDOWS // 8 + 1  # the step whose batch holds windows of two epochs
 needs_compiler = pytest.mark.skipif(
