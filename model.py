@@ -73,9 +73,10 @@ def rotate(x, cos, sin):
     return x * cos.to(x.dtype) + x.roll(x.size(-1) // 2, -1) * sin.to(x.dtype)
 
 
-def visible(n, T, device):
-    """Which of T keys the last n queries see, bool (n, T): None = themselves and the past. Another
-    mask, such as a window, belongs here: every path asks, in training, evaluation and sampling."""
+def visible(tokens, n):
+    """What the last n of tokens (B, T) see, bool (n, T) or (B, 1, n, T): None = themselves and the
+    past. Another mask, such as a window or one for each document, belongs here: every pass asks
+    once, in training, evaluation and sampling."""
     return None
 
 
@@ -116,16 +117,16 @@ class Dropout(nn.Dropout):
         return dropped(x, self.p if self.training else 0.0)
 
 
-def causal_attention(q, k, v, dropout, cache=None):
+def causal_attention(q, k, v, dropout, cache=None, mask=None):
     """q (B, H, n, D), k and v (B, H, T, D) to (B, H, n, D): the last n tokens, all T or one, each
-    see itself and the past. cache: its first item holds the k and v of the tokens before, and
+    see itself and the past, or by a `mask` as visible() returns it. cache: its first item holds the k and v of the tokens before, and
     becomes its last, with those of these tokens. On a CPU the fused kernel's backward pass is slow:
     23 ms against 3 at T = 64, bfloat16."""
     if cache:
         k, v = known = torch.cat((*cache.popleft(), torch.stack((k, v))), dim=3)
         cache.append([known])
     (B, H, n, D), T = q.shape, k.size(2)
-    mask = visible(n, T, q.device)
+    mask = mask if mask is None else mask[..., -n:, :]
     if q.device.type != "cpu" or T > PLAIN_ATTENTION_MAX or n < T:
         is_causal = mask is None and n == T  # a single query sees all
         how = {"attn_mask": mask, "is_causal": is_causal, "dropout_p": dropout}
@@ -134,6 +135,7 @@ def causal_attention(q, k, v, dropout, cache=None):
     future = torch.full((T, T), -math.inf, dtype=q.dtype, device=q.device).triu(1)
     if mask is not None:
         future = torch.zeros_like(future).masked_fill(~mask, -math.inf)
+        future = future.expand(B, H, T, T).flatten(0, 1)
     scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=1 / math.sqrt(D))
     weights = dropped(scores.softmax(dim=-1), dropout)
     return torch.bmm(weights, v).view(B, H, T, D)
@@ -168,7 +170,7 @@ class Attention(nn.Module):
         nn.init.normal_(self.qkv.weight, std=1 / math.sqrt(self.qkv.in_features))
         nn.init.zeros_(self.out.weight)
 
-    def forward(self, x, cos, sin, last_only=False, cache=None):
+    def forward(self, x, cos, sin, last_only=False, cache=None, mask=None):
         B, T, C = x.shape
         D = C // self.n_head
         qk, v = self.qkv(x).split((2 * C, C), dim=-1)
@@ -177,7 +179,7 @@ class Attention(nn.Module):
         q, k = qk.transpose(1, 2).chunk(2, dim=1)
         q = q[:, :, -1:] if last_only else q
         v = v.view(B, T, self.n_head, D).transpose(1, 2)
-        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, cache)
+        y = causal_attention(q, k, v, self.dropout if self.training else 0.0, cache, mask)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -206,8 +208,8 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = Dropout(config.dropout)
 
-    def forward(self, x, cos, sin, last_only=False, **cache):
-        y = self.attention(norm(x), cos, sin, last_only, **cache)
+    def forward(self, x, cos, sin, last_only=False, **options):
+        y = self.attention(norm(x), cos, sin, last_only, **options)
         x = (x[:, -1:] if last_only else x) + self.dropout(y)
         return x + self.dropout(self.mlp(norm(x)))
 
@@ -248,12 +250,15 @@ class GPT(nn.Module):
         T = inputs.size(1)
         x = self.dropout(self.embedding(inputs))
         cos, sin = self.cos[:T, None], self.sin[:T, None]
-        options = {"cache": cache} if cache else {}  # in training, a fork's block needs none
+        options = {"cache": cache} if cache else {}  # without, a fork's block needs to take none
         if cache and cache[0]:  # it has what the tokens before the last one are needed for
             x, cos, sin = x[:, -1:], cos[-1:], sin[-1:]
+        mask = visible(inputs, x.size(1))
+        if mask is not None:
+            options["mask"] = mask
         for number, block in enumerate(self.blocks, 1):
             if self.config.grad_checkpoint and torch.is_grad_enabled():
-                x = checkpoint(block, x, cos, sin, use_reentrant=False)
+                x = checkpoint(block, x, cos, sin, use_reentrant=False, **options)
             else:
                 x = block(x, cos, sin, last_only and number == len(self.blocks), **options)
         x = norm(x[:, -1:] if last_only else x)
@@ -367,13 +372,14 @@ def generate(
     position, and not where a token sees later ones, which change its own keys and values."""
     takes = [signature(module.forward).parameters for module in model.modules()]
     options = {"last_only": True} if "last_only" in takes[0] else {}
-    if options and all("cache" in names for names in takes if "last_only" in names):
+    passes_on = {"cache", "options"}
+    if options and all(names.keys() & passes_on for names in takes if "last_only" in names):
         # An item for each attention, in the order of a pass. No list: FSDP would pass on a copy.
         options["cache"] = deque([[]] * len(model.blocks))
     ended = False
     for _ in range(max_new_tokens):
         window = tokens[:, -block_size:]
-        mask = visible(window.size(1), window.size(1), window.device)
+        mask = visible(window, window.size(1))
         if tokens.size(1) > block_size or (mask is not None and mask.triu(1).any()):
             options.pop("cache", None)
         logits = model(window, **options)[:, -1, :vocab_size].float()

@@ -89,14 +89,15 @@ def rebuild(saved: dict, title: str) -> tuple[torch.nn.Module, Any]:
     if "tokenizer" not in meta:
         fail(f"{title}: it was not trained on text; expected a run of train.py on text")
     tokenizer = tokenizer_of(meta)
+    vocab_size = meta.get("vocab_size", tokenizer.vocab_size)  # a fork may add tokens of its own
     try:
-        model = build(saved["config"], tokenizer.vocab_size)
+        model = build(saved["config"], vocab_size)
         model.load_state_dict(evaluated_weights(saved))
     except (InvalidShape, RuntimeError) as error:
         code = script or "today's model.py (of a fork, add --script=FILE)"
         fail(
             f"{title}: it does not fit {code} with its config and vocabulary of "
-            f"{tokenizer.vocab_size:,}: {str(error).splitlines()[-1].strip()}"
+            f"{vocab_size:,}: {str(error).splitlines()[-1].strip()}"
         )
     return model.eval(), tokenizer
 

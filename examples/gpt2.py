@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import model  # noqa: E402
 import train  # noqa: E402
 from model import Dropout, InvalidShape, accuracy, causal_attention, cross_entropy  # noqa: E402
 from plumbing import cli, weights  # noqa: E402
@@ -70,10 +71,10 @@ class Block(nn.Module):
         self.mlp.c_proj = Conv1D(4 * width, width)
         self.dropout = Dropout(config["dropout"])
 
-    def forward(self, x, cache=None):
+    def forward(self, x, cache=None, mask=None):
         heads = self.attn.c_attn(self.ln_1(x)).unflatten(2, (3, self.n_head, -1))  # (B, T, 3, H, D)
         q, k, v = heads.permute(2, 0, 3, 1, 4)
-        y = causal_attention(q, k, v, self.dropout.p if self.training else 0.0, cache)
+        y = causal_attention(q, k, v, self.dropout.p if self.training else 0.0, cache, mask)
         x = x + self.dropout(self.attn.c_proj(y.transpose(1, 2).flatten(2)))
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
@@ -110,11 +111,12 @@ class GPT2(nn.Module):
         positions = torch.arange(inputs.size(1), device=inputs.device)
         first = -1 if cache and cache[0] else 0
         x = self.dropout(self.wte(inputs) + self.wpe(positions))[:, first:]
+        mask = model.visible(inputs, x.size(1))
         for block in self.h:
             if self.config["grad_checkpoint"] and torch.is_grad_enabled():
-                x = checkpoint(block, x, use_reentrant=False)
+                x = checkpoint(block, x, None, mask, use_reentrant=False)
             else:
-                x = block(x, cache)
+                x = block(x, cache, mask)
         x = self.ln_f(x[:, -1:] if last_only else x)
         logits = F.linear(x, self.wte.weight)
         if targets is None:

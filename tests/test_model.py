@@ -177,7 +177,8 @@ def test_keys_and_values_are_kept_while_the_context_has_room(
         model = runpy.run_path(REPO / "examples" / "gpt2.py")["GPT2"](GPT2, 65)
     if ahead is not None:
         mask = torch.ones(32, 32, dtype=torch.bool).tril(ahead).triu(ahead - 7)
-        monkeypatch.setattr(module, "visible", lambda n, T, device: mask[T - n : T, :T])
+        square = lambda tokens: mask[: tokens.size(1), : tokens.size(1)]  # noqa: E731
+        monkeypatch.setattr(module, "visible", lambda tokens, n: square(tokens)[-n:])
     computed, logits = [], []
     model.eval().blocks[0].register_forward_pre_hook(lambda _, x: computed.append(x[0].size(1)))
     hook = model.register_forward_hook(lambda _, x, y: logits.append(y[:, -1]))
