@@ -89,7 +89,7 @@ def rebuild(saved: dict, title: str) -> tuple[torch.nn.Module, Any]:
     if "tokenizer" not in meta:
         fail(f"{title}: it was not trained on text; expected a run of train.py on text")
     tokenizer = tokenizer_of(meta)
-    vocab_size = meta.get("vocab_size", tokenizer.vocab_size)  # a fork may add tokens of its own
+    vocab_size = max(meta["vocab_size"], tokenizer.vocab_size)  # a fork may add tokens of its own
     try:
         model = build(saved["config"], vocab_size)
         model.load_state_dict(evaluated_weights(saved))

@@ -146,6 +146,18 @@ def test_a_terminal_that_cannot_show_a_character_is_no_error(of_stories):
     assert done.returncode == 0 and done.stdout.startswith("A K?se"), done.stderr
 
 
+def test_a_token_that_only_the_model_knows_is_never_drawn(trained, run_sample, edited):
+    def add(checkpoint):
+        checkpoint["data"]["meta"]["vocab_size"] += 1
+        for name in ("embedding.token.weight", "head.weight"):
+            for weights in (checkpoint["model"], checkpoint["ema"]):
+                row = torch.full_like(weights[name][:1], 100.0)
+                weights[name] = torch.cat([weights[name], row])
+
+    code, text, _ = run_sample(edited(add))
+    assert code == 0 and len(text) > 100
+
+
 def test_what_cannot_be_sampled_from_is_refused(trained, run_sample, edited, tmp_path):
     refused(run_sample(), "one run")
     refused(run_sample(tmp_path / "nowhere"), "no checkpoint in", "nowhere")
