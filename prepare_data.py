@@ -6,24 +6,24 @@
     python prepare_data.py NAME --input=FILE                 # any UTF-8 text
     python prepare_data.py NAME --input=FILE --tokenizer=gpt2
     python prepare_data.py NAME --input=FOLDER               # a corpus of any size: gpt2 tokens
-    python prepare_data.py NAME --input='web/*.jsonl.gz' --field=content
+    python prepare_data.py NAME --input='web/*.parquet' --field=content
 
-Of one text, the first 90% of its characters are to train on. A dataset that exists is never
-overwritten. A corpus is streamed: a folder (its files in order of their paths, without hidden
-ones), a glob in quotes, a .jsonl (one object a line), a .gz of a text or .jsonl, or a text of more
-than 32 MB. How to get a dataset of Hugging Face as a .jsonl: docs/forks.md.
-- A line of a .jsonl is a document, and so is a text file. In a text, also in one of less than 32
-  MB, `<|endoftext|>` separates documents, with up to one newline on each side; for char, and in a
-  .jsonl, it is text. A document longer than WHOLE_DOCUMENT is split into documents of up to PART,
-  at line ends if it has any. Each is followed by an end-of-text id: 50256 for gpt2, 0 for byte.
-  NUL, and half a surrogate pair, become U+FFFD.
+Of one text, the last tenth of its characters is held out for validation, or the last val_fraction.
+A dataset that exists is never overwritten. A corpus is streamed: a folder (its files in order of
+their paths, without hidden ones), a glob in quotes, a .jsonl (one object a line), a .parquet (with
+the library pyarrow), a .gz of a text or .jsonl, or a text of more than 32 MB.
+- A row of a .jsonl or .parquet is a document, and so is a text file. In a text, also in one of less
+  than 32 MB, `<|endoftext|>` separates documents, with up to one newline on each side; for char,
+  and in a row, it is text. A text file longer than WHOLE_DOCUMENT is split into documents of up to
+  PART, at line ends if it has any. Each is followed by an end-of-text id: 50256 for gpt2, 0 for
+  byte. NUL, and half a surrogate pair, become U+FFFD.
 - A document goes to val if the hash of its content, as a fraction, is below val_fraction: copies of
   a document share a split, whatever the order of files. The same command writes the same bytes. If
-  the default holds out too little, it is doubled until it does not; of one or two documents, their
-  last tenths are held out. A typed val_fraction is kept, so that no document changes sides when
-  others are added.
-- A byte order mark is removed, and CRLF is one newline. Rows of a .jsonl that cannot be read are
-  left out, up to max_bad_rows. All of that is printed.
+  DEFAULT_FRACTION holds out too little, it is doubled until it does not; of one or two documents,
+  their last tenths are held out. A typed val_fraction is kept, so that no document changes sides
+  when others are added.
+- A byte order mark is removed, and CRLF is one newline. Rows that cannot be read are left out, up to
+  max_bad_rows. All of that is printed.
 - A sample of train.py or sample.py begins after start_id in meta.json: the end-of-text id, if the
   data has it, else a newline, else the first id of the text. It ends at the end-of-text id.
 """
@@ -42,33 +42,35 @@ import re
 import statistics
 import sys
 import tempfile
+import unicodedata
 import urllib.error
 import urllib.request
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from plumbing import data
-from plumbing.cli import configured, fail, run_script
+from plumbing.cli import BadInput, configured, fail, run_script
 from plumbing.console import print0
 from plumbing.data import SPLITS, TOKENIZERS, Offline, read_file
 from plumbing.files import digest_of, write_json
 
 # What to make, and where
 data_dir = "data"  # the dataset's folder is made in this one
-input = ""  # a UTF-8 text file, .jsonl, folder or glob; "" = what NAME stands for
+input = ""  # a UTF-8 text file, .jsonl, .parquet, folder or glob; "" = what NAME stands for
 tokenizer = "auto"  # auto | char | byte | gpt2; char: an id for each distinct character, for one
 #  text of up to 32 MB; gpt2 needs tiktoken; auto = char for one such text, gpt2 for a corpus
 chars_of = ""  # another dataset, whose tokenizer and characters are used: its weights then fit both
+val_fraction = 0.0  # share to hold out for validation, of a corpus of its documents, [0, 1); 0 = a
+#  tenth of one text, 0.0005 of a corpus, doubled until that is enough
 
 # Of a corpus
-field = "text"  # the field of a .jsonl object that holds the text
-val_fraction = 0.0005  # share of the documents held out for validation, (0, 1); this one is doubled
-#  until it holds out enough, any other is kept
-max_bad_rows = 0.001  # share of the rows of .jsonl files that may be left out as unreadable, [0, 1]
+field = "text"  # the field of a .jsonl object, or the column of a .parquet, that holds the text
+max_bad_rows = 0.001  # share of the rows that may be left out as unreadable, [0, 1]
 
 # Bytes
 WHOLE_TEXT = 32_000_000  # a plain text up to this size is read whole (char: up to 0.5 GB of memory)
@@ -76,26 +78,29 @@ WHOLE_DOCUMENT = 1_000_000  # a text file up to this size is one document, as mo
 PART = 64_000  # largest document cut from a longer file; small, so that val gets enough of them
 MIN_VAL = 16_000  # to hold out at least, or a twentieth of the text if that is less
 CHUNK = 1_000_000  # read at a time, and to the end of the line
-BATCH = 64  # documents that are tokenized together
-DEFAULT_FRACTION = val_fraction
+BATCH = 64  # documents that are read, and tokenized, ahead of the one that is written
+DEFAULT_FRACTION = 0.0005  # of the documents of a corpus
 
 CLEANED = "taken out: byte order marks; replaced: CRLF by a newline, what is no character by U+FFFD"
+MIXED = (
+    "some characters are composed (é), others decomposed (e and U+0301), which are different tokens; "
+    "unicodedata.normalize('NFC', text) in Python makes them one"
+)
 SEPARATOR = "<|endoftext|>"  # the border of two documents in a plain text
 BORDER = re.compile(rb"<\|endoftext\|>(?:\r?\n)?")
 
-LOAD = (
-    'pip install datasets && python -c "from datasets import load_dataset as load; '
-    "load('%s', data_files='{path}', split='train').to_json('{path}.jsonl')\"; "
-    "then --input='{path}.jsonl' (data_files may be a glob)"
-)
 FILTER = (  # corpora leave out hidden files
     "type: mv '{path}' '{path.parent}/.{path.name}' && "
     "gzip -dcf '{path.parent}/.{path.name}' | %s > '{path}'; "
     "then the same command again"
 )
 NO_TEXT = {  # how a file begins that is no text: what it is, and what to do
-    rb"PAR1": "parquet; type: " + LOAD % "parquet",
-    rb"ARROW1|\xff{4}": "Arrow; type: " + LOAD % "arrow",
+    rb"PAR1": "parquet; type: mv '{path}' '{path}.parquet'; then --input='{path}.parquet'",
+    rb"ARROW1|\xff{4}": (
+        'Arrow; type: pip install datasets && python -c "from datasets import load_dataset as load; '
+        "load('arrow', data_files='{path}', split='train').to_parquet('{path}.parquet')\"; "
+        "then --input='{path}.parquet'"
+    ),
     rb"\x1f\x8b": "gzip; type: mv '{path}' '{path}.gz'; then --input='{path}.gz'",
     rb"\(\xb5/\xfd": "zstd; type: zstd -d '{path}'; then --input='{root}'",
     rb"\xfd7zXZ": "xz; type: xz -dk '{path}'; then --input='{root}'",
@@ -120,6 +125,7 @@ NO_TEXT = {  # how a file begins that is no text: what it is, and what to do
     ),
     rb"\xff\xfe|\xfe\xff": "UTF-16; " + FILTER % "iconv -f UTF-16 -t UTF-8",
     rb"([^\0]\0){16}": "UTF-16; " + FILTER % "iconv -f UTF-16LE -t UTF-8",
+    rb"version https://git-lfs": "a pointer of Git LFS; type: git lfs pull; then the same command again",
     rb"(?=.*\0).*[\x01-\x08]": "binary; expected UTF-8",
     rb".*\0": "it has a NUL; " + FILTER % "tr -d '\\000'",
 }
@@ -147,7 +153,7 @@ def prepare(name, data_dir, input="", tokenizer="auto") -> tuple[str, dict]:
     folder = data.folder_of(name, data_dir)
     old = data.verified_meta(folder) if os.path.exists(f"{folder}/meta.json") else {}
     other = data.verified_meta(data.folder_of(chars_of, data_dir)) if chars_of else old
-    if tokenizer == "auto":
+    if tokenizer == "auto" or chars_of:
         tokenizer = other.get("tokenizer", "gpt2" if is_corpus(input) else "char")
     if old and not input:
         meta = old | {"tokenizer": tokenizer}
@@ -156,9 +162,10 @@ def prepare(name, data_dir, input="", tokenizer="auto") -> tuple[str, dict]:
     else:
         meta, documents, ends = find_text(name, folder, input, tokenizer)
     if chars_of:
-        meta["source"] += f", vocabulary of {chars_of}"
-        if "chars" in other:
-            meta["chars"] = other["chars"]
+        meta = other | {"source": f"{meta['source']}, vocabulary of {chars_of}"}
+    fraction = f"val_fraction {val_fraction:g})"
+    if val_fraction and fraction not in meta["source"]:
+        meta["source"] += f" ({fraction}"
     if not old:
         return folder, store(folder, meta, documents, ends)
     if described(meta) != described(old):
@@ -171,10 +178,10 @@ def prepare(name, data_dir, input="", tokenizer="auto") -> tuple[str, dict]:
 
 
 def is_corpus(input: str) -> bool:
-    """Whether `input` is streamed: a folder, a glob, a .jsonl, a .gz, or a long text."""
+    """Whether `input` is streamed: a folder, a glob, rows, a .gz, or a long text."""
     if not os.path.isfile(input):
         return os.path.isdir(input) or glob.has_magic(input)
-    return input.endswith((".jsonl", ".gz")) or os.path.getsize(input) > WHOLE_TEXT
+    return input.endswith((".jsonl", ".parquet", ".gz")) or os.path.getsize(input) > WHOLE_TEXT
 
 
 def described(meta: dict) -> str:
@@ -224,7 +231,10 @@ def store(folder: str, meta: dict, documents: Iterable, ends: list[int]) -> dict
         meta["train_tokens"], meta["val_tokens"] = tokens
         what = "{:,} tokens to train on, {:,} to validate".format(*tokens)
         if min(tokens) < 2:
-            fail(f"{meta['source']}: it is too short: {what}; take more text")
+            fail(
+                f"{meta['source']}: it is too short: {what}; take more text, or another "
+                "--val_fraction"
+            )
         meta["start_id"] = data.find_start_id(unfinished, meta)
         write_json(f"{unfinished}/meta.json", meta)
     print0(f"made {folder}, {described(meta)}: {what}, vocabulary {meta['vocab_size']:,}")
@@ -236,20 +246,27 @@ def write_tokens(paths: dict, tokenizer, dtype, documents: Iterable, ends: list[
     bytes of the validation text."""
     end = np.array(ends, dtype).tobytes()
     val_bytes = 0
-    threads = ThreadPoolExecutor()  # tiktoken encodes without Python's lock
-    documents = iter(documents)
-    batches = iter(lambda: list(islice(documents, BATCH)), [])
-    with open(paths["train"], "wb") as train, open(paths["val"], "wb") as val, threads:
-        for number, batch in enumerate(batches, 1):
-            encoded = threads.map(tokenizer.encode, [text for _, text in batch])
-            for (split, text), ids in zip(batch, encoded, strict=True):
-                file = train if split == "train" else val
-                file.write(np.asarray(ids, dtype).tobytes() + end)
-                if split == "val":
-                    val_bytes += len(text.encode())
-            if number % 1000 == 0:
-                print0(f"{number * BATCH:,} documents")
+    with open(paths["train"], "wb") as train, open(paths["val"], "wb") as val:
+        for number, (split, text, ids) in enumerate(encode_ahead(documents, tokenizer), 1):
+            file = train if split == "train" else val
+            file.write(np.asarray(ids.result(), dtype).tobytes() + end)
+            if split == "val":
+                val_bytes += len(text.encode())
+            if number % 50_000 == 0:
+                print0(f"{number:,} documents")
     return val_bytes
+
+
+def encode_ahead(documents: Iterable, tokenizer: Any) -> Iterator[tuple[str, str, Future]]:
+    """Yields (split, text, its ids) of the documents, in their order. Threads encode the next BATCH
+    of them, while this one reads: tiktoken needs no lock of Python's."""
+    with ThreadPoolExecutor() as threads:
+        waiting = deque()
+        for split, text in documents:
+            waiting.append((split, text, threads.submit(tokenizer.encode, text)))
+            if len(waiting) > BATCH:
+                yield waiting.popleft()
+        yield from waiting
 
 
 # ---- a corpus ------------------------------------------------------------------------------------
@@ -258,9 +275,10 @@ def write_tokens(paths: dict, tokenizer, dtype, documents: Iterable, ends: list[
 def find_corpus(input: str, tokenizer: str) -> tuple:
     """(what is known of meta, (split, text) of each document, the ids that follow each). In
     meta["source"] is what decides about the content: number and size of the files, and flags."""
-    if hasattr(TOKENIZERS[tokenizer], "learn"):
+    kind = TOKENIZERS[tokenizer]
+    if not hasattr(kind, "end_of_text"):
         fail(
-            f"{tokenizer} learns its vocabulary from one text of up to {WHOLE_TEXT // 10**6} MB; "
+            f"{tokenizer} takes one text of up to {WHOLE_TEXT // 10**6} MB; "
             "write --tokenizer=gpt2 or --tokenizer=byte"
         )
     files = input_files(input)
@@ -268,37 +286,53 @@ def find_corpus(input: str, tokenizer: str) -> tuple:
     source = (
         f"{os.path.basename(os.path.normpath(input))}, "
         f"{len(files):,} files, {sum(map(os.path.getsize, files)):,} bytes "
-        f"(field {field}, val_fraction {val_fraction:g})"
+        f"(field {field}, val_fraction {val_fraction or DEFAULT_FRACTION:g})"
     )
     meta = {"tokenizer": tokenizer, "source": source}
-    return meta, split_apart(files), [TOKENIZERS[tokenizer].end_of_text]
+    if hasattr(kind, "learn"):
+        meta |= kind.learn(Corpus(files))
+    return meta, split_apart(files), [kind.end_of_text]
 
 
 def split_apart(files: list[str]) -> Iterator[tuple[str, str]]:
-    """Yields (split, text) of the documents in the files, and prints what has become of them."""
-    fraction = val_fraction
-    if fraction == DEFAULT_FRACTION:
-        fraction = fraction_to_hold_out(Corpus(files))
-    if fraction > 1:
-        print0("the last tenth of each document is held out: no --val_fraction holds out enough")
-    else:
-        print0(f"--val_fraction={fraction} is held out; typed, it stays when documents are added")
+    """Yields (split, text) of the documents in the files, and prints what has become of them.
+    Raises BadInput, after the last one, if all are of one split."""
+    fraction = val_fraction or fraction_to_hold_out(Corpus(files))
     corpus = Corpus(files)
+    documents = Counter()  # of each split
+    characters = Counter()
+    lowest = []  # two draws: a fraction between them holds out one document
     for text in corpus:
         if fraction > 1:
-            yield from last_tenth_apart(text)
-        else:
-            yield ("val" if draw_of(text) < fraction else "train"), text
-    if corpus.cleaned:
-        print0(CLEANED)
-    if corpus.borders:
-        print0(f"{corpus.borders:,} {SEPARATOR} are borders of documents")
-    if corpus.bad_rows:
-        print0(f"left out: {corpus.bad()}")
+            yield from last_part_apart(text)
+            continue
+        draw = draw_of(text)
+        split = "val" if draw < fraction else "train"
+        documents[split] += 1
+        characters[split] += len(text)
+        lowest = sorted({*lowest, draw})[:2]
+        yield split, text
+    if fraction > 1:
+        print0("the last tenth of each document is held out: no --val_fraction holds out enough")
+    elif documents:
+        share = characters["val"] / characters.total()
+        held_out = (
+            f"{documents['val']:,} of {documents.total():,} documents, {share:.2%} of the text"
+        )
+        if len(documents) == 1:
+            one = f"--val_fraction={statistics.mean(lowest):.6g} holds out one"
+            hint = one if len(lowest) == 2 else "without it, the last tenth of each is held out"
+            fail(f"--val_fraction={fraction} holds out {held_out}; {hint}")
+        print0(
+            f"--val_fraction={fraction} is held out: {held_out}; "
+            "typed, it stays when documents are added"
+        )
+    corpus.report()
 
 
-def last_tenth_apart(text: str) -> list[tuple[str, str]]:
-    cut = int(0.9 * len(text))
+def last_part_apart(text: str) -> list[tuple[str, str]]:
+    """The text without its last val_fraction, or tenth, to train on, and that to validate."""
+    cut = int((1 - (val_fraction or 0.1)) * len(text))
     return [("train", text[:cut]), ("val", text[cut:])]
 
 
@@ -334,33 +368,51 @@ class Corpus:
         self.files = files
         self.borders = self.rows = self.bad_rows = 0
         self.cleaned = False  # whether any was changed
+        self.forms = ["NFC", "NFD"]  # of Unicode, in which all texts are
         self.first_bad = ""
 
     def __iter__(self) -> Iterator[str]:
-        """Raises BadInput, at the end if too many rows of .jsonl files were bad."""
+        """Raises BadInput, at the end if too many rows were bad."""
         for path in self.files:
-            is_rows = path.removesuffix(".gz").endswith(".jsonl")
+            is_rows = path.removesuffix(".gz").endswith((".jsonl", ".parquet"))
             for item in self.read_rows(path) if is_rows else self.read_text(path):
                 text = item if is_rows else decode_utf8(item, path)
-                cleaned = clean(text)
-                self.cleaned |= cleaned != text
-                if cleaned:
+                if cleaned := self.clean(text):
                     yield cleaned
         self.refuse_bad_rows(max_bad_rows)
 
+    def clean(self, text: str) -> str:
+        """clean(text), whose changes are noted."""
+        cleaned = clean(text)
+        self.cleaned |= cleaned != text
+        self.forms = [form for form in self.forms if unicodedata.is_normalized(form, cleaned)]
+        return cleaned
+
+    def report(self) -> None:
+        """Print what became of the documents."""
+        if self.cleaned:
+            print0(CLEANED)
+        if not self.forms:
+            print0(MIXED)
+        if self.borders:
+            print0(f"{self.borders:,} {SEPARATOR} are borders of documents")
+        if self.bad_rows:
+            print0(f"left out: {self.bad()}")
+
     def read_rows(self, path: str) -> Iterator[str]:
-        """The texts in a .jsonl file."""
-        for number, line in enumerate(read_chunks(path, by_line=True), 1):
-            if not line.strip():
+        """The texts in a .jsonl or .parquet file."""
+        is_parquet = path.endswith(".parquet")
+        for number, row in enumerate(read_chunks(path, by_row=True), 1):
+            if not is_parquet and not row.strip():
                 continue
             self.rows += 1
             try:
-                text = json.loads(line)[field]
+                text = str(row, "utf-8") if is_parquet else json.loads(row)[field]
                 if type(text) is not str:
                     raise TypeError(f"{field!r} is no string")
             except (ValueError, LookupError, TypeError) as error:
                 self.bad_rows += 1
-                bad = f"{path}:{number}: {type(error).__name__}: {error} in {line[:100]}"
+                bad = f"{path}:{number}: {type(error).__name__}: {error} in {row!r:.100}"
                 self.first_bad = self.first_bad or bad
                 if self.rows >= 100:  # mostly bad ones: the field is wrong
                     self.refuse_bad_rows(max(0.5, max_bad_rows))
@@ -376,9 +428,9 @@ class Corpus:
     def refuse_bad_rows(self, limit: float) -> None:
         """Raises BadInput if more than this share of the rows are bad."""
         if self.bad_rows > limit * self.rows:
-            share = self.bad_rows / self.rows + 0.001
+            share = min(1, self.bad_rows / self.rows + 0.001)
             fail(
-                f"{self.bad()}; expected a JSON object a line, its text in --field=NAME; "
+                f"{self.bad()}; expected a text in each row, in --field=NAME; "
                 f"--max_bad_rows={share:.3f} leaves these out"
             )
 
@@ -420,14 +472,35 @@ def input_files(input: str) -> list[str]:
     return [path for path in paths if not os.path.isdir(path)]
 
 
-def read_chunks(path: str, by_line: bool = False) -> Iterator[bytes]:
-    """The content of a file, decompressed, in chunks of whole lines, or in lines."""
+def read_chunks(path: str, by_row: bool = False) -> Iterator:
+    """The content of a file, decompressed, in chunks of whole lines, or in rows: lines, or the texts
+    of a .parquet, which has no chunks."""
     try:
+        if path.endswith(".parquet"):
+            yield from parquet_texts(path) if by_row else []
+            return
         with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
             chunks = iter(lambda: file.read(CHUNK) + file.readline(WHOLE_DOCUMENT), b"")
-            yield from file if by_line else chunks
-    except Exception as error:  # gzip and zlib raise their own
+            yield from file if by_row else chunks
+    except BadInput:
+        raise
+    except Exception as error:  # gzip, zlib and pyarrow raise their own
         fail(f"cannot read {path} ({error}); fetch it again or leave it out")
+
+
+def parquet_texts(path: str) -> Iterator[bytes | None]:
+    """The column `field` of a parquet file, a string of each row in UTF-8. Raises BadInput."""
+    try:
+        from pyarrow.parquet import ParquetFile
+    except ImportError:
+        fail(f"{path} needs the library pyarrow; type: pip install pyarrow")
+    with ParquetFile(path, buffer_size=CHUNK, pre_buffer=False) as file:  # a group may be large
+        columns = [column for column in file.schema if column.physical_type == "BYTE_ARRAY"]
+        names = [column.name for column in columns if column.name == column.path]  # not in another
+        if field not in names:
+            fail(f"{path} has no texts in {field!r}; write --field=NAME, one of {', '.join(names)}")
+        for batch in file.iter_batches(BATCH, columns=[field]):
+            yield from batch.column(0).cast("binary").to_pylist()
 
 
 # ---- what a file is ------------------------------------------------------------------------------
@@ -487,13 +560,12 @@ def find_text(name, folder, input, tokenizer) -> tuple:
             f"{borders:,} {SEPARATOR} are ordinary characters; "
             "--tokenizer=gpt2 makes them borders of documents, and so does byte"
         )
-    text = decode_utf8(raw, input or name)
-    cleaned = clean(text)
-    if cleaned != text:
-        print0(CLEANED)
+    corpus = Corpus([])
+    text = corpus.clean(decode_utf8(raw, input or name))
+    corpus.report()
     if hasattr(kind, "learn"):
-        meta |= kind.learn(cleaned)
-    return meta, last_tenth_apart(cleaned), []
+        meta |= kind.learn([text])
+    return meta, last_part_apart(text), []
 
 
 def manual() -> bytes:

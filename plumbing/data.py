@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
+from unicodedata import category, normalize
 
 import numpy as np
 
@@ -34,6 +35,8 @@ from plumbing.signals import HANDLED
 
 SPLITS = ("train", "val")
 PR_SET_PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent dies
+FORMS = ("NFC", "NFD", "NFKC", "NFKD")  # the normal forms of Unicode
+UNSEEN = "Mn Mc Me Cf Zs Zl Zp"  # its categories of marks, formats and spaces
 FALLBACK = {"shakespeare": "pydoc"}  # where the first cannot be downloaded: CPython's own manual
 ROWS = (  # how other rows are read
     "a Dataset with dataset[i] becomes that as data.Shuffled(dataset, train.seed), for validation as "
@@ -371,7 +374,10 @@ def to_device(batch: Iterable, device: Any) -> tuple:
 
 def tokenizer_of(meta: dict) -> Any:
     """The tokenizer of a dataset: encode(text) -> int array, decode(ids) -> str, vocab_size."""
-    return TOKENIZERS[meta["tokenizer"]](meta)
+    name = meta["tokenizer"]
+    if name not in TOKENIZERS:
+        fail(f"no tokenizer {name!r} in TOKENIZERS of plumbing/data.py; add its class there")
+    return TOKENIZERS[name](meta)
 
 
 class Char:
@@ -383,17 +389,28 @@ class Char:
         self.ids = {char: i for i, char in enumerate(self.chars)}
 
     @staticmethod
-    def learn(text: str) -> dict:
-        """What `meta` needs for this tokenizer, from all of a text."""
-        return {"chars": "".join(sorted(set(text)))}
+    def learn(texts: Iterable[str]) -> dict:
+        """What `meta` needs for this tokenizer, from all texts."""
+        return {"chars": "".join(sorted(set().union(*texts)))}
 
     def encode(self, text: str) -> np.ndarray:
-        if missing := sorted(set(text) - self.ids.keys()):
-            fail(f"the vocabulary lacks {' '.join(map(repr, missing))}")
+        if missing := set(text) - self.ids.keys():
+            forms = [form for form in FORMS if self.ids.keys() >= {*normalize(form, text)}]
+            hint = ""
+            if forms:
+                hint = (
+                    f"; in the normal form {forms[0]} it has all: unicodedata.normalize in Python"
+                )
+            fail(f"the vocabulary lacks {' '.join(map(name_of, sorted(missing)))}{hint}")
         return np.fromiter(map(self.ids.get, text), np.uint32, len(text))
 
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self.chars[i] for i in ids)
+
+
+def name_of(char: str) -> str:
+    """A character in an error: in quotes, or as U+0301 where it could not be seen."""
+    return f"U+{ord(char):04X}" if category(char) in UNSEEN else repr(char)
 
 
 class Byte:
@@ -438,10 +455,11 @@ class GPT2:
         return self.encoding.decode(list(map(int, ids)))
 
 
-# A tokenizer of your own is a class and a name here and beside prepare_data.py's --tokenizer. It is
-# built from `meta`; it needs encode, decode and vocab_size. If it learns its vocabulary, it also has
-# learn(text), whose dict goes into `meta`; end_of_text is the id that follows each document of a
-# corpus, and newline that of a newline, if any. Several threads call encode.
+# A tokenizer of your own is a class and a name here and beside prepare_data.py's --tokenizer
+# (docs/forks.md has one). It is built from `meta`; it needs encode, decode and vocab_size. If it
+# learns its vocabulary, it also has learn(texts), whose dict goes into `meta`; end_of_text is the id
+# that follows each document of a corpus, and newline that of a newline, if any. Several threads call
+# encode.
 TOKENIZERS = {"char": Char, "byte": Byte, "gpt2": GPT2}
 
 

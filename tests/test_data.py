@@ -9,6 +9,7 @@ import random
 import re
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -214,7 +215,7 @@ def test_what_is_printed_for_an_odd_file_leads_to_a_dataset(tmp_path, name, cont
 
 
 BEGINNINGS = {
-    b"PAR1": "load('parquet', data_files='x'",
+    b"ARROW1": "to_parquet('x.parquet')\"; then --input='x.parquet'",
     b"PK\3\4" + bytes(26) + b"[Content_Types].xml": "pandoc",
     b"\x89PNG\0\0\1": "binary",
 }
@@ -493,6 +494,28 @@ def test_a_corpus_that_is_there_is_checked_and_left_as_it_is(tmp_path, corpus, c
         make(tmp_path / "made", corpus, **MANY)
 
 
+def test_a_typed_fraction_is_kept_or_refused_with_one_that_holds_out_one(tmp_path, texts, capsys):
+    for i in range(10):
+        write(tmp_path / "books" / f"{i}.txt", texts[i].encode())
+    for none_or_all in (1e-9, 0.999999):
+        with pytest.raises(BadInput, match="of 10 documents, .* of the text; ") as error:
+            make(tmp_path / "made", tmp_path / "books", val_fraction=none_or_all)
+        (one,) = re.findall(r"--val_fraction=(\S+) holds out one", str(error.value))
+        _, meta = make(tmp_path / f"{none_or_all}", tmp_path / "books", val_fraction=float(one))
+        assert len(documents_of(tmp_path / f"{none_or_all}", "val")) == 1
+        share = meta["val_bytes"] / sum(len(text.encode()) for text in texts[:10])
+        assert f"1 of 10 documents, {share:.1%}"[:-2] in capsys.readouterr().out
+
+
+def test_a_plain_text_obeys_a_typed_fraction_and_another_one_is_another_dataset(tmp_path):
+    write(tmp_path / "data" / "esel.txt", TEXT.encode())
+    for flags in (["--input=data/esel.txt"], []):
+        assert run(tmp_path, "esel", *flags, "--val_fraction=0.25").returncode == 0
+        assert "another dataset" in refusal(tmp_path, "esel", *flags, "--val_fraction=0.2")
+    meta = data.verified_meta(tmp_path / "data/esel")
+    assert decode(ids(tmp_path / "data/esel", "val"), meta) == TEXT[int(0.75 * len(TEXT)) :]
+
+
 def test_a_small_corpus_has_validation_text_too(tmp_path, texts):
     """Forty books, with the default val_fraction: expected are 0.02 documents."""
     for i in range(40):
@@ -542,6 +565,54 @@ def test_separators_are_ids_for_gpt2_and_characters_for_char_and_rows(tmp_path, 
     write_lines(tmp_path / "a.jsonl", ["1<|endoftext|>2", *texts])
     make(tmp_path / "rows", tmp_path / "a.jsonl", **MANY)
     assert "1<|endoftext|>2" in all_of(tmp_path / "rows")
+
+
+def test_parquet_files_are_read_as_the_same_rows_of_a_jsonl(tmp_path, texts, capsys):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    from pyarrow import parquet
+
+    raw = pa.array([*(text.encode() for text in texts), None, b"K\xe4se", b" "])
+    column = pa.Array.from_buffers(pa.string(), len(raw), raw.buffers())
+    write_lines(tmp_path / "web.jsonl", [*texts, None, "K\0se", " "], field="body")
+    lines = (tmp_path / "web.jsonl").read_bytes().replace(b"\\u0000", b"\xe4")
+    write(tmp_path / "web.jsonl", lines)
+    table = pa.table({"id": range(203), "body": column, "names": [["x"]] * 203})
+    (tmp_path / "web").mkdir()
+    parquet.write_table(table, tmp_path / "web" / "a.parquet", row_group_size=30)
+    for n, source in enumerate(("web.jsonl", "web/a.parquet", "web", "web/*.parquet")):
+        made = tmp_path / f"made{n}"
+        make(made, tmp_path / source, field="body", max_bad_rows=0.01, **MANY)
+        out = capsys.readouterr().out
+        assert "2 of 203 rows cannot be read" in out and f"{201 if n else 401}: TypeError" in out
+        assert all_of(made) == sorted([*texts, " "])
+        for split in ("train", "val"):
+            assert (ids(made, split) == ids(tmp_path / "made0", split)).all()
+    for wrong in ("text", "id", "names"):
+        with pytest.raises(
+            BadInput, match=f"no texts in '{wrong}'; write --field=NAME, one of body"
+        ):
+            make(tmp_path / "made", tmp_path / "web", field=wrong)
+
+
+def test_without_pyarrow_a_parquet_file_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    write(tmp_path / "a.parquet", b"PAR1")
+    with pytest.raises(BadInput, match="a.parquet needs .* type: pip install pyarrow$"):
+        make(tmp_path / "made", tmp_path / "a.parquet")
+
+
+def test_a_character_that_cannot_be_seen_is_named_with_the_form_that_has_it(tmp_path, capsys):
+    one, two = "caf\u00e9 ", "cafe\u0301 "
+    write(tmp_path / "one.txt", (one * 9).encode())
+    write(tmp_path / "both.txt", (one * 9 + two * 9).encode())
+    write_lines(tmp_path / "both.jsonl", [one * 9, two * 9])
+    for n, name in enumerate(("both.txt", "both.jsonl", "one.txt")):
+        _, meta = make(tmp_path / f"made{n}", tmp_path / name, "auto" if n != 1 else "byte")
+        assert ("some characters are composed" in capsys.readouterr().out) == (name != "one.txt")
+    with pytest.raises(BadInput, match=r"lacks 'e' U\+0301; in the normal form NFC it has all"):
+        encode(two, meta)
+    with pytest.raises(BadInput, match=r"lacks 'Z' U\+200B$"):
+        encode("Z\u200b", meta)
 
 
 def test_an_old_dataset_gets_its_start_when_it_is_opened(tmp_path, text_file):

@@ -9,7 +9,15 @@ import subprocess
 import pytest
 import run_page
 import torch
-from conftest import REPO, arguments, first, make_dataset, pydoc_text, run_python
+from conftest import (
+    REPO,
+    arguments,
+    copy_of_repository,
+    first,
+    make_dataset,
+    pydoc_text,
+    run_python,
+)
 from sources import around
 
 # ---- examples/images.py: the loop does not know what it trains, and buffers are safe, too ----------
@@ -102,6 +110,29 @@ def test_best_holds_the_weights_that_were_judged(run_train):
     load = f"result.load_state_dict(torch.load({best_pt!r}, weights_only=True)['ema'])"
     again = run_train("again", "--max_steps=3", before=around("build_model", then=load))
     assert again.rows("eval")[0]["val_loss"] == best["val_loss"]
+
+
+def test_a_tokenizer_of_your_own_prepares_trains_resumes_and_samples(
+    tmp_path, straight_and_resumed
+):
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    blocks = run_page.blocks(REPO / "docs/forks.md")
+    (source,) = [code for *_, language, _, code in blocks if language == "py"]
+    (add,) = re.findall("^cat bpe.py .*", (REPO / "docs/forks.md").read_text(), re.MULTILINE)
+    copy = copy_of_repository(tmp_path / "copy")
+    (copy / "bpe.py").write_text(source)
+    subprocess.run(add, shell=True, cwd=copy, check=True)
+    text = "<|endoftext|>".join([pydoc_text()[:40_000], *["Käse 🐴"] * 99])
+    (copy / "mine.txt").write_text(text)
+    done = run_python("prepare_data.py", "mine", "--input=mine.txt", "--tokenizer=bpe", cwd=copy)
+    assert "bpe tokens" in done.stdout, done.stderr
+    assert json.loads((copy / "data/mine/meta.json").read_text())["start_id"] == 0
+    flags = ["--dataset=mine", f"--data_dir={copy}/data"]
+    _, resumed = straight_and_resumed(*flags, "--save_interval=3", step=7, repo=copy)
+    done = run_python("sample.py", resumed.out_dir, "--start=Käse 🐴", cwd=copy)
+    assert done.stdout.startswith("Käse 🐴") and len(done.stdout) > 20, done.stderr
+    done = run_python(REPO / "sample.py", resumed.out_dir)
+    assert "no tokenizer 'bpe'" in done.stderr and done.returncode == 2
 
 
 # ---- examples/colab.ipynb --------------------------------------------------------------------------
