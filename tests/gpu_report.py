@@ -1,17 +1,22 @@
 """For tests/gpu.sh: generates the tokens that it trains on, and tabulates what it measured.
 
 python tests/gpu_report.py tokens FOLDER VOCAB_SIZE COUNT
+python tests/gpu_report.py kill WORK_FOLDER FLAGS ...
 python tests/gpu_report.py table WORK_FOLDER OUT_FOLDER DEVICE
 """
 
 import json
 import re
+import subprocess
 import sys
+import time
 from hashlib import sha256
 from pathlib import Path
 from statistics import median
 
 import numpy as np
+
+RUNS = ("whole", "killed")
 
 
 def write_tokens(folder, vocab_size, count):
@@ -28,6 +33,29 @@ def write_tokens(folder, vocab_size, count):
         meta["sha256"][f"{split}.bin"] = sha256(ids.tobytes()).hexdigest()
     meta["source"] = "generated"
     (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def kill_and_resume(work, flags):
+    """Train in WORK/whole, and in WORK/killed with a SIGKILL behind the first checkpoint. Fails
+    unless both end with the same hash of all state; hashes of other steps must differ."""
+    whole, killed = ([sys.executable, "train.py", *flags, f"--out_dir={work / n}"] for n in RUNS)
+    subprocess.run(whole, check=True)
+    process = subprocess.Popen(killed)
+    while process.poll() is None and not any((work / "killed").glob("ckpt_*[1-9]*.pt")):
+        time.sleep(0.01)
+    process.kill()
+    assert process.wait() == -9, "it ended before it could be killed"
+    subprocess.run(killed, check=True)
+    hashes, again = (dict(saved(work / name)) for name in RUNS)
+    assert len(set(hashes.values())) == len(hashes) > 1, "states of different steps have one hash"
+    last = max(hashes)
+    assert again[last] == hashes[last], (
+        f"step {last}: {again[last]}, without the kill {hashes[last]}"
+    )
+
+
+def saved(folder):
+    return [(e["step"], e["sha256"]) for e in rows_of(folder, "event") if e["event"] == "saved"]
 
 
 def rows_of(folder, kind):
@@ -57,6 +85,27 @@ def mfu(work):
     return f"{tokens:,.0f} tokens/s, MFU " + ("n/a" if share is None else f"{share:.1%}")
 
 
+def settings(work):
+    """Of the run behind the figures of speed; the highest memory of a step."""
+    config = json.loads((work / "gpt2" / "run.json").read_text())["config"]
+    memory = max(row["mem_gb"] or 0 for row in rows_of(work / "gpt2", "train"))
+    return f"{config['dtype']}, compile {str(config['compile']).lower()}, {memory:.1f} GB"
+
+
+def hash_after_sigkill(work):
+    step, sha = saved(work / "killed")[-1]
+    events = {row["event"]: row for row in rows_of(work / "killed", "event")}
+    again = events.get("resume_checked", {"equal": 0, "compared": 0})
+    at = (
+        f"resumed at {events['resume']['step']}, {again['equal']} of {again['compared']} rows equal"
+    )
+    return f"the same at step {step} ({sha[:8]}); {at}"
+
+
+def tests_in_words(work):
+    return (work / "tests.log").read_text().strip().splitlines()[-1].strip("= ")
+
+
 def price_of_determinism(work):
     exact, loose = (middle(work / name, "step_ms") for name in ("gpt2", "gpt2_loose"))
     return f"{exact / loose - 1:.1%}"
@@ -73,7 +122,10 @@ def one_layer_over_nanogpt(work):
 
 NUMBERS = {  # name: (function of the work folder, the parts that it needs, goal)
     "config/shakespeare.py: validation loss": (validation_loss, ["shakespeare"], ""),
+    "tests of correctness": (tests_in_words, ["tests"], "none failed"),
+    "SHA-256 of all state after SIGKILL": (hash_after_sigkill, ["killed"], "the same"),
     "GPT-2 124M": (mfu, ["gpt2"], "55%"),
+    "its dtype, compilation, memory": (settings, ["gpt2"], ""),
     "price of deterministic mode": (price_of_determinism, ["gpt2", "gpt2_loose"], "under 15%"),
     "tokens/s over nanoGPT's": (over_nanogpt, ["gpt2", "nanogpt"], "1.3"),
     "steps/s over nanoGPT's, one layer": (
@@ -91,6 +143,7 @@ def machine(work):
     return {
         "device": hardware["device"],
         "driver": hardware["driver"],
+        "Python": versions["python"],
         "torch": versions["torch"],
         "CUDA": versions["cuda"],
         "commit": found["git"]["commit"],
@@ -122,8 +175,10 @@ def table(work, out, device):
 
 
 if __name__ == "__main__":
-    command, first, second, third = sys.argv[1:]
+    command, folder, *rest = sys.argv[1:]
     if command == "tokens":
-        write_tokens(first, int(second), int(third))
+        write_tokens(folder, *map(int, rest))
+    elif command == "kill":
+        kill_and_resume(Path(folder), rest)
     else:
-        table(Path(first), Path(second), third)
+        table(Path(folder), Path(rest[0]), rest[1])
