@@ -32,7 +32,7 @@ MADE = re.compile(
     r"(out|data)/|\S*(run\.json|bench\.json|check\.json|metrics\.jsonl|report\.(md|png)|replay_\d+\.(md|png)|\.pt)$"
 )
 MADE_BY_PAGES = set(
-    "meta.json extras.py lesson.py loop.py given.py first_try.py lora.py mailbox.py late.py bad.py penalty.py late.log openwebtext.jsonl".split()
+    "meta.json extras.py lesson.py loop.py given.py first_try.py lora.py bpe.py mailbox.py late.py bad.py penalty.py late.log openwebtext.jsonl".split()
 )
 MADE_BY_PAGES |= set("compare.md compare.png trace.json".split())
 # of nanochat, as the README quotes them
@@ -115,7 +115,9 @@ def neither_run_nor_explained(page):
     for _, line, language, needs, code in run_page.blocks(page):
         runs = language in ("bash", "python") and not needs
         shown = language == "sh" and needs in NEEDS
-        other = not language and not re.search(r"^(\$ |python |bash )", code, re.MULTILINE)
+        other = language in ("", "py") and not re.search(
+            r"^(\$ |python |bash )", code, re.MULTILINE
+        )
         if not (runs or shown or other or line in printed):
             found.append((line, language))
     return found
