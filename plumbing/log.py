@@ -9,9 +9,11 @@ leaves them to the next one, which compares them with what it computes again.
 import errno
 import json
 import math
+import mmap
 import os
+import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,16 +26,28 @@ OF_PROCESS = ("resume", "resume_checked", "end")
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def read_rows(path: str | Path) -> list[dict]:
-    """The rows of a metrics.jsonl; none if there is no file."""
-    return [row for row in map(parsed, whole_lines(path)) if row]
+def read_rows(path: str | Path, offset: int = 0) -> list[dict]:
+    """The rows of a metrics.jsonl from that byte on; none if there is no file."""
+    return [row for row in map(parsed, whole_lines(path, offset)) if row]
 
 
-def whole_lines(path: str | Path) -> list[bytes]:
+def whole_lines(path: str | Path, offset: int = 0) -> list[bytes]:
     """The lines of a file, without half a line that a kill has left at its end."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(offset)
         return [line for line in file if line.endswith(b"\n")]
     return []
+
+
+def lines_from_end(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(offset, line) of each line of a file, the last one first; none if there is no file."""
+    with suppress(FileNotFoundError, ValueError), open(path, "rb") as file:  # or it is empty
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        end = len(content)
+        while end:
+            begin = content.rfind(b"\n", 0, end - 1) + 1
+            yield begin, content[begin:end]
+            end = begin
 
 
 def parsed(line: bytes) -> dict | None:
@@ -84,22 +98,29 @@ class LogFile:
         self.changing = threading.Lock()
         self.waiting = []  # rows that are not on the disk
         self.kept = (math.inf, True)  # place in the file past which new rows replace the old ones
+        self.tail_at = 0  # bytes of the file up to the newest train row that is kept
 
     def has_steps(self) -> bool:
         return any(row["kind"] == "train" for row in read_rows(self.path))
 
-    def cut_half_line(self) -> None:
-        """At the start of a process: a kill may have left a part of a line."""
-        with suppress(FileNotFoundError):
-            os.truncate(self.path, sum(map(len, whole_lines(self.path))))
-
     def keep_to(self, step: int, evaluation_due: bool = False) -> None:
-        """The run goes on at `step`. evaluation_due: with its evaluation, which may have been
-        logged before."""
+        """At the start of a process: the run goes on at `step`. evaluation_due: with its evaluation,
+        which may have been logged before. The log is read from its end, back to that step."""
         place = step, not evaluation_due
-        with self.changing:
-            self.kept = min(self.kept, place)
-            self.waiting = [row for row in self.waiting if not is_past(row, place)]
+        for offset, line in lines_from_end(self.path):
+            if not line.endswith(b"\n"):  # a kill has left a part of it
+                os.truncate(self.path, offset)
+                continue
+            row = parsed(line)
+            if row and row["kind"] == "train" and not is_past(row, place):
+                break
+            self.tail_at = offset
+            if row and is_past(row, place):
+                self.kept = place
+
+    def old_rows(self) -> list[dict]:
+        """Those past the kept ones, until new ones replace them, and the events among them."""
+        return read_rows(self.path, self.tail_at) if self.kept[0] < math.inf else []
 
     def write(self, rows: list[dict]) -> None:
         """Append rows; the first one past the kept ones takes the place of the old rows there.
@@ -107,9 +128,12 @@ class LogFile:
         with self.changing:
             self.waiting += rows
             if any(is_past(row, self.kept) for row in self.waiting):
-                old = [row for row in read_rows(self.path) if not is_past(row, self.kept)]
+                others = [row for row in self.old_rows() if not is_past(row, self.kept)]
                 with replacing(self.path) as temporary:
-                    temporary.write_bytes(as_lines(old + self.waiting))
+                    shutil.copyfile(self.path, temporary)
+                    os.truncate(temporary, self.tail_at)
+                    with open(temporary, "ab") as file:
+                        file.write(as_lines(others + self.waiting))
                 self.kept = (math.inf, True)
             else:
                 self.append(as_lines(self.waiting))

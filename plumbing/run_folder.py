@@ -100,7 +100,6 @@ class RunFolder(ExitStack):
             self.hooks = run.hooks
             for leftover in self.path.glob("*.pt.tmp"):  # of a killed run
                 leftover.unlink()
-            self.log.cut_half_line()
             is_own = run.path and self.owns(run.path)
             self.log.keep_to(run.state["step"] if is_own else -1, run.state["evaluation_due"])
             git, diff = code.git_state()

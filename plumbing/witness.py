@@ -6,7 +6,7 @@ from typing import Any
 from plumbing import console
 from plumbing.console import print0
 from plumbing.hooks import Hook
-from plumbing.log import Witness, is_past, read_rows
+from plumbing.log import Witness, is_past
 
 
 class ResumeCheck(Hook):
@@ -25,7 +25,7 @@ class ResumeCheck(Hook):
         course = [name for name, knob in run.knobs.items() if not knob.policy]
         old_rows = []
         then = run.resumed_from
-        for row in read_rows(self.folder.log.path):
+        for row in self.folder.log.old_rows():
             then = row.get("knobs", then)  # an event `resume` has those of the rows that follow it
             if is_past(row, self.folder.log.kept):
                 known = [name for name in course if name in then]

@@ -306,9 +306,12 @@ def small_disk(tmp_path):
 def arguments(out_dir, data_dir, flags):
     settings = TINY | {"out_dir": out_dir, "data_dir": data_dir}
     known = (REPO / "train.py").read_text()
+    files = [flag for flag in flags if flag.endswith(".py") and not flag.startswith("-")]
+    assigned = "".join(f"\n{(REPO / file).read_text()}" for file in files)  # a flag would win
+    names = [name for name in settings if f"\n{name} = " in known]
     return [
         str(REPO / "train.py"),
-        *(f"--{key}={value}" for key, value in settings.items() if f"\n{key} = " in known),
+        *(f"--{name}={settings[name]}" for name in names if f"\n{name} = " not in assigned),
         *flags,
     ]
 
