@@ -8,9 +8,12 @@ Reports on a run from the metrics.jsonl and run.json in its folder:
     python report.py out/shakespeare --html=true    # also report.html (of several: compare.html)
     python report.py out/shakespeare --watch=true   # report.html, updated while the run continues
 
-Prints of several runs their results, best first, and the flags that differ; then the troubles that
-it finds, and paths. A folder that holds no run is left out with a line. A field that it does not know gets a panel and a row. With
-DOLLARS_PER_HOUR, the price of a device, in the environment, a result is what the run has cost.
+Several runs are called by the knobs that differ. Those that differ only in their seeds are one row:
+mean ± standard deviation, n; of finished runs alone, whose knobs no resume has changed. Runs on
+other data, or with other eval_tokens, are last. A terminal shows the columns for which it has room.
+Prints also the troubles that it finds, and paths. A folder that holds no run is left out with a line.
+A field that it does not know gets a panel and a row. With DOLLARS_PER_HOUR, the price of a device, in
+the environment, a result is what the run has cost.
 """
 
 import plumbing  # noqa: F401  first: Ctrl-C in the imports is one line
@@ -25,23 +28,33 @@ from pathlib import Path
 
 import numpy as np
 
-from plumbing.cli import BadInput, configured, fail, run_script
-from plumbing.console import change_words, print0, resume_words, shown
+from plumbing.cli import BadInput, configured, fail, line_width, read_knobs, run_script, show
+from plumbing.console import REPO, change_words, print0, resume_words, shown
 from plumbing.data import FALLBACK
 from plumbing.files import replacing
-from reporting.panels import page, write_picture
+from reporting.panels import axis_of, heading, page, title_of, write_picture
 from reporting.record import is_running, read_run
-from reporting.results import best_in_words, best_of, ended, happened, metric_of, outcome, table
+from reporting.results import (
+    HEADER,
+    differences,
+    edges,
+    fitted,
+    happened,
+    listing,
+    name_runs,
+    outcome,
+    settings_of,
+    table,
+)
 from reporting.troubles import troubles
 
 report_dir = ""  # output folder; "" = that of the (first) run
-axis = "step"  # of the curves: step | tokens | time
+axis = "auto"  # of the curves: auto | step | tokens | time; auto = step; tokens if batches differ
 html = False  # also write a page: one file that needs no network and no server
 watch = False  # rewrite that page every 10 s while the run continues, and write all at its end
 
 WIDTH = 100  # of the console, characters
 PAUSE = 10  # seconds between two pages of --watch
-OF_ONE_RUN = ("command", "start", "end", "wandb_id")  # no difference that a comparison is about
 TOLD_ELSEWHERE = ("kind", "step", "event", "finite")  # fields of events
 
 
@@ -52,12 +65,15 @@ def text_of(runs):
     """The Markdown of a report: the results; of each run its troubles, its last sample and what
     happened; then what was run."""
     lines = [
-        f"# {', '.join(run.name for run in runs)}\n",
+        f"# {title_of(runs)}\n",
+        *(f"{line}\n" for line in heading(runs)),
         *(f"> **{warning}**\n" for warning in warnings(runs)),
         f"![Curves]({stem(runs)}.png)\n",
         "## Result\n",
-        compared(runs, outcome),
     ]
+    if len(runs) > 1:
+        lines += [table(HEADER, listing(settings_of(runs))), "## Each run\n"]
+    lines.append(compared(runs, map(outcome, runs)))
     for run in runs:
         title = f": {run.name}" if len(runs) > 1 else ""
         lines += [f"## Known troubles{title}\n", *found_in(run)]
@@ -65,7 +81,10 @@ def text_of(runs):
             text = textwrap.indent(str(sample["text"]), "    ", lambda line: True)
             lines += [f"## A sample, from step {sample['step']:,}{title}\n", text, ""]
         lines += [f"## What happened{title}\n", table(("step", "event", ""), event_rows(run))]
-    return "\n".join([*lines, "## What was run\n", compared(runs, settings)])
+    what = compared(runs, [run.facts["config"] for run in runs])
+    if len(runs) == 1:
+        what = not_default(runs[0])
+    return "\n".join([*lines, "## What was run\n", what])
 
 
 def stem(runs):
@@ -73,42 +92,26 @@ def stem(runs):
     return "report" if len(runs) == 1 else "compare"
 
 
-def compared(runs, facts):
-    """A table of the rows below."""
-    return table(("", *(run.name for run in runs)), rows_of(runs, facts))
+def compared(runs, columns):
+    """A table of what differs among several runs, or of all of one; columns: a dict for each run."""
+    return table(("", *(run.name for run in runs)), differences([*columns]))
 
 
-def rows_of(runs, facts):
-    """[(what, its value in each run)] of facts(run), a dict; of several runs, of what differs."""
-    columns = [facts(run) for run in runs]
-    rows = []
-    for what in dict.fromkeys(name for column in columns for name in column):
-        values = [column.get(what, "n/a") for column in columns]
-        if len(runs) == 1 or len(set(values)) > 1 and what not in OF_ONE_RUN:
-            rows.append((what, *values))
-    return rows
-
-
-def settings(run):
-    """{name: value} of what run.json says in single words, but for folders. Of a knob that was
-    resolved from "auto", the value counts."""
+def not_default(run):
+    """The command, and the knobs that do not have their defaults."""
     command = shlex.join(["python", *run.facts.get("command", [])])
-    told = run.facts | {"command": f"`{command}`"}
-    return {
-        name: str(value)
-        for name, value in told.items()
-        if isinstance(value, str | int | float) and not name.endswith("_dir")
-    }
-
-
-def flags(run):
-    """The settings that are knobs."""
-    return {name: value for name, value in settings(run).items() if name in run.facts["config"]}
+    known = read_knobs(REPO / "train.py")
+    words = [
+        f"{name}={show(value)}"
+        for name, value in run.facts["config"].items()
+        if name not in known or known[name].default not in (value, "auto")
+    ]
+    return f"`{command}`\n\nNot at its default: {' '.join(words)}. [run.json](run.json) has all.\n"
 
 
 def warnings(runs):
     """Lines on what may be taken for something that it is not."""
-    lines = []
+    names = {}  # warning: of the runs that it is about
     for run in runs:
         asked = run.facts["config"].get("dataset")
         learned = run.facts.get("name")
@@ -124,7 +127,9 @@ def warnings(runs):
             f"{run.unreadable:,} damaged line(s) are left out": run.unreadable,
             "run.json is missing or damaged; how it ran is not known": not run.facts["config"],
         }
-        lines += [f"{run.name}: {warning}." for warning in holds if holds[warning]]
+        for warning in filter(holds.get, holds):
+            names.setdefault(warning, []).append(run.name)
+    lines = [f"{', '.join(names[warning])}: {warning}." for warning in names]
     if len({run.facts.get("fingerprint") for run in runs}) > 1:
         lines.append("These runs trained on different data: their losses cannot be compared.")
     return lines
@@ -159,7 +164,7 @@ def event_rows(run):
             details = resume_words(event, changed)
         else:
             details = "; ".join(
-                textwrap.shorten(f"{key} {value}", 200)
+                textwrap.shorten(f"{key} {rounded(value)}", 200)
                 for key, value in event.items()
                 if key not in TOLD_ELSEWHERE and value is not None
             )
@@ -167,22 +172,11 @@ def event_rows(run):
     return rows
 
 
-# ---- several runs on the console -----------------------------------------------------------------
-
-
-def best_first(run):
-    """A key that sorts runs."""
-    return metric_of(run)[1] * best_of(run)[0]
-
-
-def listing(runs):
-    """A table with a row for each run."""
-    rows = []
-    for run in runs:
-        best = best_in_words(run).removeprefix("best validation loss ")
-        speed = outcome(run).get("throughput, tokens/s", "n/a")
-        rows.append((run.name, best, speed, ended(run)))
-    return table(("run", "best loss", "tokens/s", "how it ended"), rows)
+def rounded(value):
+    """Seconds by kind in words; any other value as it is."""
+    if isinstance(value, dict):
+        return ", ".join(f"{kind} {seconds:.1f}" for kind, seconds in value.items())
+    return value
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -198,20 +192,21 @@ def write_reports(runs):
     path = Path(report_dir or runs[0].folder) / stem(runs)
     path.parent.mkdir(parents=True, exist_ok=True)
     page_path = path.with_suffix(".html")
+    by = axis_of(runs) if axis == "auto" else axis
     if watch:
         print0(f"open {shown(page_path)} in a browser; Ctrl-C stops it")
     with suppress(KeyboardInterrupt):
         while watch and any(map(is_running, runs)):
-            write(page_path, page(runs, text_of(runs), PAUSE, axis))
+            write(page_path, page(runs, text_of(runs), PAUSE, by))
             time.sleep(PAUSE)
             runs = read_runs([run.folder for run in runs])
     paths = [path.with_suffix(".png"), path.with_suffix(".md")]
     with replacing(paths[0]) as temporary:
-        write_picture(temporary, runs, axis)
+        write_picture(temporary, runs, by)
     write(paths[1], text_of(runs))
     if html or watch:
         paths.append(page_path)
-        write(page_path, page(runs, text_of(runs), axis=axis))
+        write(page_path, page(runs, text_of(runs), axis=by))
     return paths
 
 
@@ -234,20 +229,33 @@ def read_runs(folders):
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = str(run.folder)
+    if len(runs) > 1:
+        name_runs(runs)
     return runs
 
 
+def print_settings(runs):
+    """Print the results of several runs, and return the runs in their order, best first."""
+    settings = settings_of(runs)
+    print0(fitted(HEADER, listing(settings)), end="")
+    for line in edges(settings):
+        print0(line)
+    return [run for setting in settings for run in setting]
+
+
 def print_summary(runs):
+    """Print the knobs that differ and that names do not hold, and what may be wrong."""
     lines = []
     if len(runs) > 1:
-        print0(listing(runs), end="")
-        lines += [f"{name}: {', '.join(values)}" for name, *values in rows_of(runs, flags)]
+        for name, *values in differences([run.knobs for run in runs]):
+            if f"{name}=" not in runs[0].name:
+                lines.append(f"{name}: {', '.join(map(show, values))}")
     lines += warnings(runs)
     for run in runs:
         before = f"{run.name}: " if len(runs) > 1 else ""
         lines += [f"{before}{each.title}: {each.shows}" for each in troubles(run)]
     for line in lines:
-        print0(textwrap.fill(line, WIDTH, subsequent_indent="  "))
+        print0(textwrap.fill(line, line_width(WIDTH), subsequent_indent="  "))
 
 
 def main(argv=None):
@@ -256,13 +264,15 @@ def main(argv=None):
         folders = folders or ["out"]
         inside = sorted(path.parent for path in Path(folders[0]).glob("*/metrics.jsonl"))
         if len(folders) == 1 and inside:
-            print0(listing(sorted(read_runs(inside), key=best_first)), end="")
-        else:
-            runs = read_runs(folders)
-            paths = write_reports(runs)
-            print_summary(sorted(runs, key=best_first))
-            for path in paths:
-                print0(shown(path))
+            print_settings(read_runs(inside))
+            return
+        runs = read_runs(folders)
+        paths = write_reports(runs)
+        if len(runs) > 1:
+            runs = print_settings(runs)
+        print_summary(runs)
+        for path in paths:
+            print0(shown(path))
 
 
 if __name__ == "__main__":

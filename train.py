@@ -350,7 +350,7 @@ def run_to_the_end(run: Run) -> int:
         try:
             model = first_pass(run)
             run.facts = resuming.facts(run, is_compiled=model is not run.model)
-            run.clock.lap("compile")
+            run.clock.lap("compile" if run.facts["config"]["compile"] else "start")
             begin(run, table, saver)
             run.clock.lap("evaluate")
             stack.enter_context(run.signals)  # until here there was nothing to save

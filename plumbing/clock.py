@@ -13,9 +13,7 @@ class Clock:
 
     def __init__(self, since_process_start: bool = True):
         self.last = time.perf_counter() - (process_age() if since_process_start else 0.0)
-        self.seconds = Counter(
-            start=0.0, compile=0.0, train=0.0, evaluate=0.0, sample=0.0, save=0.0
-        )
+        self.seconds = Counter(start=0.0, train=0.0, evaluate=0.0, sample=0.0, save=0.0)
 
     def lap(self, kind: str, since: float = 0.0) -> float:
         """since: a later begin of the lap; the time before it is left for the next one."""

@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import shlex
 import sys
+import textwrap
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
@@ -13,8 +15,8 @@ import numpy as np
 
 from plumbing.fields import FIELDS
 from reporting import results
-from reporting.record import half_window, smooth
-from reporting.results import happened
+from reporting.record import smooth
+from reporting.results import edges, happened, listing, settings_of
 
 STYLE = Path(__file__).with_name("picture.mplstyle")
 TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -50,7 +52,7 @@ LOOKS = {  # of a line in matplotlib
     },
     "event": {"lw": 0.9, "ls": (0, (4, 3)), "zorder": 1},
 }
-COMPARED = {"mean": "thin", "dots": "dots"}  # looks in a comparison
+COMPARED = {"mean": "mean", "dots": "dots"}  # looks in a comparison
 DASHES = ("-", "--", ":", "-.")  # of the first len(COLOURS) runs, of the next ones, and so on
 MAX_POINTS = 2000  # of a curve; a longer one is thinned
 MAX_DOTS = 40  # points of a curve that are marked: a single one would be invisible as a line
@@ -77,6 +79,7 @@ class Curve:
     y: np.ndarray
     run: int = 0  # its place among the runs
     dash: int = 0  # of DASHES
+    name: str = ""  # of its run, if there are several
 
     def __post_init__(self):
         finite = np.isfinite(self.y)
@@ -123,24 +126,30 @@ class Panel:
 
 
 def panels_of(runs):
-    """The Panels of one run, or those of several with the curves of all; the loss is first."""
+    """The Panels of one run, or those of several with the curves of all, best first; the loss is
+    the first panel."""
     if len(runs) == 1:
         return panels_of_one(runs[0])
+    settings = settings_of(runs)
+    rows = listing(settings)
+    colours = list(dict.fromkeys(run.setting for run, *_ in settings))  # the place is the colour
     panels = {}
-    for i, run in enumerate(runs):
-        dash, colour = divmod(i, len(COLOURS))
-        own = {
-            "key": f"{run.name}: {results.best_in_words(run)}",
-            "label": run.name,
-            "colour": list(COLOURS)[colour],
-            "dash": dash % len(DASHES),
-            "run": i,
-        }
-        for panel in panels_of_one(run):
-            shared = panels.setdefault(panel.field, replace(panel, curves=[]))
-            for curve in panel.curves:
-                if look := COMPARED.get(curve.look):
-                    shared.curves.append(replace(curve, look=look, **own))
+    for setting, (name, result, *_) in zip(settings, rows, strict=True):
+        for run in setting:
+            dash, colour = divmod(colours.index(run.setting), len(COLOURS))
+            own = {
+                "key": f"{name}: {result}",
+                "name": run.name,
+                "colour": list(COLOURS)[colour],
+                "dash": dash % len(DASHES),
+                "run": runs.index(run),
+            }
+            for panel in panels_of_one(run):
+                shared = panels.setdefault(panel.field, replace(panel, curves=[]))
+                looks = COMPARED | {"mean": "thin"} if panel.field == "loss" else COMPARED
+                for curve in panel.curves:
+                    if look := looks.get(curve.look):
+                        shared.curves.append(replace(curve, look=look, **own))
     return list(panels.values())
 
 
@@ -163,10 +172,10 @@ def curves_of(field, run):
         return [evaluations(run, field)]
     steps = run.train["step"]
     values = run.train[field.name] * field.plot_factor
-    mean = f"training, mean of {2 * half_window(values) + 1:,}"
+    mean = f"training, mean of {2 * run.half + 1:,} steps"
     curves = [
         Curve("each step", "training, each step", "sky", "thin", steps, values),
-        Curve("training, mean over 2% of the run", mean, "blue", "mean", steps, smooth(values)),
+        Curve(mean, mean, "blue", "mean", steps, smooth(values, run.half)),
     ]
     if field.name == "loss":
         scores = evaluations(run, FIELDS["val_loss"])
@@ -198,6 +207,12 @@ def events_of(run):
         if len(steps):
             curves.append(Curve(words, words, colour, "event", steps, steps))
     return curves
+
+
+def axis_of(runs):
+    """The axis by which runs are compared: a step is not the same where batches differ."""
+    is_other = re.search("(batch_size|accum_steps|block_size)=", runs[0].setting)
+    return "tokens" if is_other else "step"
 
 
 def places_of(run):
@@ -246,18 +261,26 @@ def picture(runs, axis="step"):
                 ax.plot(x, curve.y, **{"marker": marker, "markersize": 3.5} | looks)
             lines[curve.key] = Line2D([], [], **looks)
         draw_axes(ax, panel, last)
-    fig.legend(lines.values(), lines.keys(), loc="outside lower left", ncols=COLUMNS)
-    fig.suptitle(heading(runs), x=0.01, ha="left", fontsize=10, linespacing=1.5)
+    columns = 150 // max(map(len, [*lines, 40 * " "]))
+    fig.legend(lines.values(), lines.keys(), loc="outside lower left", ncols=columns)
+    words = [title_of(runs), *heading(runs)]
+    above = "\n".join(textwrap.fill(line, 125) for line in words)
+    fig.suptitle(above, x=0.01, ha="left", fontsize=10, linespacing=1.5)
     return fig
 
 
+def title_of(runs):
+    names = ", ".join(run.name for run in runs)
+    return f"{len(runs)} runs" if len(runs) > 1 and len(names) > 60 else names
+
+
 def heading(runs):
-    """Above the panels. Of one run how it ended, and its data, device and precision."""
-    if len(runs) > 1:
-        return "Thick: validation. Thin: training, a mean over 2% of the run."
-    (run,) = runs
-    facts = filter(None, map(run.facts.get, ("name", "device", "dtype")))
-    return f"{run.name}: {results.ended(run)}\n{', '.join(facts)}"
+    """Lines above the panels: how a run went, and how good it is; of several, where the best is."""
+    if len(runs) == 1:
+        facts = [f"{what} {value}" for what, value in results.outcome(runs[0]).items()]
+        return ["; ".join(facts[:6])]
+    thin = f"Thick: validation. Thin: training, mean of {2 * runs[0].half + 1:,} steps."
+    return [*edges(settings_of(runs)), thin]
 
 
 def draw_axes(ax, panel, last):
@@ -281,8 +304,7 @@ def page(runs, text, refresh=0, axis="step"):
     places = list(map(places_of, runs))
     data = {"refresh": refresh, "axis": axis, "axes": AXES, "runs": places, "panels": panels}
     return TEMPLATE.substitute(
-        TITLE=escape(", ".join(run.name for run in runs)),
-        HEADING=escape(heading(runs)),
+        TITLE=escape(title_of(runs)),
         # "<" ends no <script>
         DATA=json.dumps(data, default=np.ndarray.tolist).replace("<", "\\u003c"),
         TEXT=escape(text),

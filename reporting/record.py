@@ -7,26 +7,32 @@ from pathlib import Path
 
 import numpy as np
 
-from plumbing.cli import fail
+from plumbing.cli import Knob, fail, read_knobs
+from plumbing.console import REPO
 from plumbing.fields import FIELDS
 from plumbing.files import read_json
 from plumbing.log import read_rows, standing, whole_lines
 
 # Dicts of run.json; of a name in several of them, the later one counts
 PARTS = ("data", "config", "git", "versions", "hardware", "run")
+COUNTED = {"max_steps", "patience", "min_delta"}  # `free`, and yet a result depends on them
+RESOLVED = {"decay_steps", "warmup_steps"}  # by max_steps, unless they are typed
 
 
-@dataclass
+@dataclass(eq=False)
 class Record:
     """What a run has written."""
 
     name: str
     folder: Path
     facts: dict  # run.json, and what its PARTS hold; a part that is missing there is empty
+    knobs: dict  # on which a result depends
     train: dict  # field -> float array with one number per step; NaN if null or missing
     evals: dict  # the same, with one number per evaluation
     events: list  # rows as they are, in the order of the file; only those that stand
     unreadable: int  # damaged lines of metrics.jsonl
+    half: int  # steps on either side over which its curves are smoothed
+    setting: str = ""  # its knobs but the seed that differ in a comparison, in words
 
     def fact(self, name: str) -> float:
         """A number among the facts, such as fact("grad_clip"); NaN if there is none."""
@@ -48,15 +54,30 @@ def read_run(folder: str | Path) -> Record:
     facts = info | info["data"].get("meta", {})
     for part in PARTS:
         facts |= info[part]
+    train = columns(rows, "train")
     return Record(
         name=folder.resolve().name,
         folder=folder,
         facts=facts,
-        train=columns(rows, "train"),
+        knobs=knobs_of(facts),
+        train=train,
         evals=columns(rows, "eval"),
         events=[row for row in rows if row["kind"] == "event"],
         unreadable=unreadable,
+        half=half_window(train["step"]),
     )
+
+
+def knobs_of(facts: dict) -> dict:
+    """The script and the knobs on which a result depends, the seed last. What max_steps has resolved
+    has the value that was written."""
+    policies = {name: knob.policy for name, knob in read_knobs(REPO / "train.py").items()}
+    for name, fields in facts.get("added_knobs", {}).items():
+        policies[name] = Knob(**fields).policy
+    values = {"script": facts.get("script", "train.py").split()[0], **facts["config"]}
+    values |= {name: was for name, was in facts.get("written", {}).items() if name in RESOLVED}
+    names = sorted(values, key="seed".__eq__)
+    return {name: values[name] for name in names if name in COUNTED or policies.get(name) != "free"}
 
 
 def columns(rows: list[dict], kind: str) -> dict[str, np.ndarray]:
@@ -112,13 +133,13 @@ def half_window(values) -> int:
     return max(1, len(values) // 100)
 
 
-def smooth(values):
-    """Mean over the neighbours on either side; at the start, as many on the right as on the
+def smooth(values, half: int):
+    """Mean over `half` neighbours on either side; at the start, as many on the right as on the
     left."""
     total = np.append(0, np.cumsum(np.nan_to_num(values)))
     count = np.append(0, np.cumsum(np.isfinite(values)))
     i = np.arange(len(values))
-    reach = np.minimum(half_window(values), i)
+    reach = np.minimum(half, i)
     first = i - reach
     end = np.minimum(i + reach + 1, len(values))
     return (total[end] - total[first]) / (count[end] - count[first])

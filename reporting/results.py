@@ -1,15 +1,20 @@
-"""The results of a run, in numbers and words: its best, its speed, its cost."""
+"""The results of a run, in numbers and words: its best, its speed, its cost. Runs side by side: what
+each is called, which of them have one setting, and which setting is the best.
+
+A setting is all on which a result depends but the seed. Its result is the mean over seeds."""
 
 import math
 import os
+from collections import Counter
 from contextlib import suppress
+from statistics import mode
 
 import numpy as np
 
-from plumbing.console import duration
+from plumbing.cli import line_width, show
+from plumbing.console import duration, shown
 from plumbing.fields import FIELDS, Field
 from reporting.record import (
-    half_window,
     is_running,
     known,
     last,
@@ -18,6 +23,7 @@ from reporting.record import (
     median,
 )
 
+HEADER = ("run", "best", "how it ended", "tokens/s", "folder")  # of a row for each setting
 WIDEST = 48  # characters to which a column of a table is filled up
 
 
@@ -101,9 +107,12 @@ def outcome(run):
     with suppress(KeyError, ValueError):  # no price, or no number
         price = float(os.environ["DOLLARS_PER_HOUR"])
         numbers.append((f"cost at ${price:g} an hour", price * hours, least + "${:,.2f}"))
-    found = {"how it ended": ended(run)}
-    found |= {what: form.format(value) for what, value, form in numbers if math.isfinite(value)}
-    return found | {"wall time, start included": least + duration(seconds)}
+    found = {"how it ended": ended(run), "wall time, start included": least + duration(seconds)}
+    found["device"] = run.facts.get("device", "unknown")
+    for what, value, form in numbers:
+        if math.isfinite(value):
+            found[what] = form.format(value)
+    return found
 
 
 def losses(run):
@@ -111,9 +120,11 @@ def losses(run):
     evals = run.evals
     best, best_step = best_of(run)
     at_best = evals["step"] == best_step
-    count = 2 * half_window(run.train["loss"]) + 1
+    count = 2 * run.half + 1
     training = run.train["loss"][-count:]
     return [
+        ("parameters", run.fact("parameters"), "{:,.0f}"),
+        ("tokens trained on", last(run.train["tokens"]), "{:,.0f}"),
         (f"best {metric_of(run)[2]}", best, f"{{:,.4f}} at step {best_step:,}"),
         ("last validation loss", last(evals["val_loss"]), "{:,.4f}"),
         ("bits per byte at the best", mean(evals["val_bpb"][at_best]), "{:.4f}"),
@@ -127,7 +138,6 @@ def costs(run):
     t = run.train
     speed = 1 / mean(1 / t["tokens_per_sec"])  # over time, as steps do as much each
     return [
-        ("tokens trained on", last(t["tokens"]), "{:,.0f}"),
         ("epochs", last(t["epoch"]), "{:,.2f}"),
         ("throughput, tokens/s", speed, "{:,.0f}"),
         ("median step, ms", median(t["step_ms"]), "{:,.1f}"),
@@ -139,6 +149,121 @@ def costs(run):
         ("updates skipped", len(happened(run, "skipped")), "{:,}"),
         ("resumes", resumes(run), "{:,}"),
     ]
+
+
+# ---- several runs --------------------------------------------------------------------------------
+
+
+def differences(columns):
+    """[(what, its value in each column)] of what differs among several dicts, or of one whole."""
+    rows = []
+    for what in dict.fromkeys(name for column in columns for name in column):
+        values = [column.get(what, "n/a") for column in columns]
+        if len(columns) == 1 or len(set(values)) > 1:
+            rows.append((what, *values))
+    return rows
+
+
+def name_runs(runs):
+    """Name each of several runs by the knobs that differ, the seed last; by its folder if that is
+    not longer. A second run of the same knobs is another setting. All curves get one window."""
+    half = int(np.median([run.half for run in runs]))
+    rows = differences([run.knobs for run in runs])
+    seen = Counter()
+    names = {}
+    for i, run in sorted(enumerate(runs), key=lambda pair: not is_whole(pair[1])):
+        words = "".join(f" {knob}={show(values[i])}" for knob, *values in rows)
+        seen[words] += 1
+        number = f" #{seen[words]}" if seen[words] > 1 else ""
+        run.half = half
+        run.setting = f"{words.partition(' seed=')[0]}{number}".strip()
+        names[i] = f"{words}{number}".strip()
+    if rows and max(map(len, names.values())) < max(len(run.name) for run in runs):
+        for i, run in enumerate(runs):
+            run.name = names[i]
+
+
+def settings_of(runs):
+    """The runs of each setting, a list of lists, best first: whole runs together, and any other run
+    alone. Those that cannot be compared with most of the runs are last."""
+    groups = {}
+    for run in runs:
+        key = alike(run) if is_whole(run) else run.folder
+        groups.setdefault(key, []).append(run)
+    usual = mode(map(terms, runs))
+    _, sign, _ = metric_of(runs[0])
+
+    def rank(setting):
+        return terms(setting[0]) != usual, sign * np.mean(results(setting))
+
+    return sorted(groups.values(), key=rank)
+
+
+def is_whole(run):
+    """Whether a run came to its end with the knobs that it began with."""
+    changed = {knob for row in happened(run, "resume") for knob in row.get("changed", {})}
+    is_done = ended(run).startswith(("finished", "stopped early"))
+    return is_done and not changed & run.knobs.keys()
+
+
+def alike(run):
+    """What runs that make one mean have in common."""
+    return run.setting, terms(run), run.fact("patience") > 0 or last_step(run)
+
+
+def terms(run):
+    """What must be equal for results to be compared."""
+    return tuple(run.facts.get(name) for name in ("fingerprint", "eval_tokens", "best_metric"))
+
+
+def results(setting):
+    return [best_of(run)[0] for run in setting]
+
+
+def listing(settings):
+    """A row for each setting, in the order of HEADER."""
+    rows = []
+    for setting in settings:
+        run = setting[0]
+        name = run.name
+        result = f"{np.mean(results(setting)):,.4f}".replace("inf", "no evaluation")
+        if len(setting) > 1:
+            name = run.setting or "all seeds"
+            result += f" ± {np.std(results(setting), ddof=1):.4f} (n={len(setting)})"
+        notes = [*dict.fromkeys(map(ended, setting))]
+        code = {file for each in setting for file in each.facts.get("code", {}).items()}
+        if len(code) > len(dict(code)):
+            notes.append("code differs")
+        if terms(run) != terms(settings[0][0]):
+            notes.append("other data, eval_tokens or best_metric")
+        speed = outcome(run).get("throughput, tokens/s", "n/a")
+        rows.append((name, result, "; ".join(notes), speed, shown(run.folder)))
+    return rows
+
+
+def edges(settings):
+    """Lines: of which knobs the best setting has the highest or the lowest value that was tried."""
+    usual = terms(settings[0][0])
+    ranked = [run.knobs for run, *_ in settings if terms(run) == usual and is_whole(run)]
+    lines = []
+    for knob, best, *others in differences(ranked):
+        tried = {value for value in (best, *others) if isinstance(value, int | float)}
+        if knob != "seed" and len(tried) > 2 and best in (min(tried), max(tried)):
+            side = "highest" if best == max(tried) else "lowest"
+            lines.append(f"{knob}={show(best)} is the best, and the {side} of {len(tried)} tried")
+    return lines
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def fitted(header, rows):
+    """A table of as many columns as the terminal has room for."""
+    for count in range(len(header), 1, -1):
+        text = table(header[:count], [row[:count] for row in rows])
+        if max(map(len, text.splitlines())) <= line_width():
+            break
+    return text
 
 
 def table(header, rows):

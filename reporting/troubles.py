@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 
 from plumbing.console import REPO, to_paste
-from reporting.record import half_window, known, last, mean, median, smooth
+from reporting.record import known, last, mean, median, smooth
 from reporting.results import ended, happened
 
 Finding = namedtuple("Finding", "name title shows cure")
@@ -76,7 +76,7 @@ def norm_is_zero(run):
 def loss_curve(run):
     """(loss, smoothed, standard deviation of the noise); the latter two NaN if the run is short."""
     loss = run.train["loss"]
-    curve = smooth(loss)
+    curve = smooth(loss, run.half)
     if len(known(loss)) < 20:
         curve[:] = math.nan
     noise = 1.4826 * median(np.abs(loss - curve))  # from the median deviation to the standard one
@@ -121,7 +121,7 @@ def loss_rises(run):
     _, curve, noise = loss_curve(run)
     lowest = known(curve).min(initial=math.inf)
     rise = last(curve) - lowest
-    error = noise / math.sqrt(half_window(curve))
+    error = noise / math.sqrt(run.half)
     if rise > max(6 * error, 0.05 * lowest):
         return f"it ends {rise:.3f} above {lowest:.3f}"
     return None

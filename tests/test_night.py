@@ -57,7 +57,7 @@ def test_whatever_comes_in_a_night_the_end_is_the_same(run_train, tmp_path, name
 
     straight = run("straight")
     seconds = events(straight, "end")[-1]["seconds"]
-    start = seconds["start"] + seconds["compile"]
+    start = seconds["start"] + seconds.get("compile", 0.0)
     rest = seconds["train"] + seconds["evaluate"] + seconds["save"]
     draw = random.Random(name)
     signals = ["SIGKILL"] * KILLS + ["SIGTERM"] * STOPS

@@ -271,9 +271,9 @@ def test_a_comparison_says_what_differs_and_only_that(command, tmp_path):
     assert ["best validation loss", "2.0000 at step 40", "1.0000 at step 40"] in rows
     assert not {"n_embd", "epochs"} & {row[0] for row in rows}, "what is equal is left out"
     _, _, best, other, flag, warning, *_ = done.stdout.splitlines()
-    assert best.startswith("| c ") and other.startswith("| a ") and flag == "peak_lr: 0.001, 0.002"
+    assert best.startswith("| a ") and other.startswith("| c ") and flag == "peak_lr: 0.002, 0.001"
+    assert "other data" in other and "other data" not in best
     assert "trained on different data" in text and "trained on different data" in warning
-    assert max(map(len, done.stdout.splitlines())) <= 100
     assert "different data" not in command(out / "a", out / "b").stdout
 
 
@@ -284,14 +284,58 @@ def test_a_folder_of_runs_is_listed(command, tmp_path):
     listed = command(out)
     assert listed.stderr == ""
     rows = [re.split(r" *\| *", line)[1:-1] for line in listed.stdout.splitlines()[2:]]
-    assert [row[0] for row in rows] == ["c", "b", "a", "killed"], "the lowest loss first"
-    assert rows[0] == ["c", "1.0000", "100,000", "finished, at step 40"]
-    assert "no end on record (killed), at step 3" in rows[3]
+    assert [row[0] for row in rows] == ["b", "a", "c", "killed"], "the lowest loss first"
+    assert rows[0] == ["b", "1.5000", "finished, at step 40", "100,000", str(out / "b")]
+    assert "other data" in rows[2][2] and "no end on record (killed), at step 3" in rows[3][2]
     assert not list(out.glob("*/report.*"))
     many = command(*sorted(out.iterdir()))
     assert many.returncode == 0 and (out / "a" / "compare.png").is_file()
     left_out, header, *_ = many.stdout.splitlines()
     assert "left out" in left_out and "notes" in left_out and header.startswith("| run ")
+
+
+FLAGS = "run,n_layer=2,n_head=2,batch_size=8,warmup_steps=5"  # of all runs of a sweep
+
+
+def swept(folder, rate, seed, loss, steps=40, ended="finished", resume=(), more="", **info):
+    """The folder of a run of a sweep."""
+    rows = [*falling(steps), evaluation(steps, loss), *resume, event(steps, "end", ended=ended)]
+    config = {"peak_lr": rate, "seed": seed, "max_steps": steps, "decay_steps": steps}
+    run = {"written": {"decay_steps": 0}, "code": {"model.py": "a"}} | info
+    folder = folder / f"{FLAGS},peak_lr={rate},seed={seed}{more}"
+    return write_run(folder, rows, config=config, run=run)
+
+
+def test_runs_are_called_by_what_differs_and_their_seeds_make_one_row(
+    tmp_path, command, monkeypatch
+):
+    for i, rate in enumerate((1e-3, 3e-3, 1e-2)):
+        for seed in (1, 2, 3):
+            swept(tmp_path, rate, seed, 3 - i + 0.1 * seed)
+    swept(tmp_path, 3e-3, 4, 0.5, ended="stopped by SIGTERM")
+    changed = event(40, "resume", changed={"peak_lr": [0.1, 0.003]})
+    swept(tmp_path, 3e-3, 5, 0.6, resume=[changed])
+    swept(tmp_path, 3e-3, 1, 2.4, more=",again")
+    swept(tmp_path, 1e-2, 3, 0.9, steps=80, more=",longer")
+    swept(tmp_path, 1e-3, 2, 3.2, code={"model.py": "b"})
+    table = command(tmp_path).stdout.splitlines()
+    rows = {row[1]: row[2:] for row in (re.split(r" *\| *", line) for line in table[2:-1])}
+    assert {name: row[0] for name, row in rows.items()} == {
+        "peak_lr=0.003 max_steps=40 seed=4": "0.5000",
+        "peak_lr=0.003 max_steps=40 seed=5": "0.6000",
+        "peak_lr=0.01 max_steps=80 seed=3": "0.9000",
+        "peak_lr=0.01 max_steps=40": "1.2000 ± 0.1000 (n=3)",
+        "peak_lr=0.003 max_steps=40": "2.2000 ± 0.1000 (n=3)",
+        "peak_lr=0.003 max_steps=40 seed=1 #2": "2.4000",
+        "peak_lr=0.001 max_steps=40": "3.2000 ± 0.1000 (n=3)",
+    }
+    assert [name for name, row in rows.items() if "code differs" in row[1]] == [
+        "peak_lr=0.001 max_steps=40"
+    ]
+    assert table[-1] == "peak_lr=0.01 is the best, and the highest of 3 tried"
+    monkeypatch.setattr(results, "line_width", lambda: 80)
+    lines = command(tmp_path).stdout.splitlines()
+    assert max(map(len, lines)) <= 80 and lines[2].startswith("| peak_lr=0.003 max_steps=40 seed=4")
 
 
 # ---- the picture and the page --------------------------------------------------------------------
@@ -473,8 +517,8 @@ def test_it_opens_on_a_desk_and_a_phone_in_light_and_dark(tmp_path, width, dark)
     assert seen["bullet"] == ("rgb(0, 114, 178)" if dark else "rgb(86, 180, 233)")
     assert seen["byTime"] == "training time (minutes)"
     assert seen["paper"] == ("rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)")
-    loss = rows[150]["loss"]  # of step 149, the nearest
-    assert seen["tip"].startswith(f"step  149.2\ntraining, each step  {loss:.4g}")
+    loss = rows[150]["loss"]  # of step 149
+    assert seen["tip"].startswith(f"step  149\ntraining, each step  {loss:.4g}")
 
 
 # ---- detectors of troubles -----------------------------------------------------------------------
