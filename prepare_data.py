@@ -428,11 +428,9 @@ class Corpus:
     def refuse_bad_rows(self, limit: float) -> None:
         """Raises BadInput if more than this share of the rows are bad."""
         if self.bad_rows > limit * self.rows:
-            share = min(1, self.bad_rows / self.rows + 0.001)
-            fail(
-                f"{self.bad()}; expected a text in each row, in --field=NAME; "
-                f"--max_bad_rows={share:.3f} leaves these out"
-            )
+            share = self.bad_rows / self.rows + 0.001
+            hint = f"; --max_bad_rows={share:.3f} leaves these out" if share < 1 else ""
+            fail(f"{self.bad()}; expected --field=NAME, a text in each row{hint}")
 
     def read_text(self, path: str) -> Iterator[bytes]:
         """The documents of a plain text, or parts() of a long one."""
@@ -498,7 +496,7 @@ def parquet_texts(path: str) -> Iterator[bytes | None]:
         columns = [column for column in file.schema if column.physical_type == "BYTE_ARRAY"]
         names = [column.name for column in columns if column.name == column.path]  # not in another
         if field not in names:
-            fail(f"{path} has no texts in {field!r}; write --field=NAME, one of {', '.join(names)}")
+            fail(f"{path} has no texts in {field!r}; expected --field=NAME, one of {names}")
         for batch in file.iter_batches(BATCH, columns=[field]):
             yield from batch.column(0).cast("binary").to_pylist()
 

@@ -588,9 +588,7 @@ def test_parquet_files_are_read_as_the_same_rows_of_a_jsonl(tmp_path, texts, cap
         for split in ("train", "val"):
             assert (ids(made, split) == ids(tmp_path / "made0", split)).all()
     for wrong in ("text", "id", "names"):
-        with pytest.raises(
-            BadInput, match=f"no texts in '{wrong}'; write --field=NAME, one of body"
-        ):
+        with pytest.raises(BadInput, match=rf"no texts in '{wrong}'; .* one of \['body'\]$"):
             make(tmp_path / "made", tmp_path / "web", field=wrong)
 
 
@@ -643,7 +641,7 @@ BAD_FILES = [  # (name, content, the message)
     ("a.jsonl", GOOD + b'{"body": "x"}', "a.jsonl:2: KeyError: 'text'"),
     ("a.jsonl", b'{"text": 5}', "a.jsonl:1: TypeError: 'text' is no string"),
     ("a.jsonl", GOOD + b'{"text": "\xe4"}', "0xe4 in position 10"),
-    ("a.jsonl", b'{"body": "x"}\n' * 100 + GOOD * 900, "100 of 100 rows"),
+    ("a.jsonl", b'{"body": "x"}\n' * 100 + GOOD * 900, "expected --field=NAME, a text in each row"),
     ("b.txt", b"K\xe4se", r"b.txt is not UTF-8 text at the end of b'K\xe4'"),
     ("a.txt.gz", gzip.compress(b"a text" * 99, mtime=0)[:-9], "fetch it again or leave it out"),
 ]
