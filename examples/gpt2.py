@@ -26,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import model  # noqa: E402
 import train  # noqa: E402
-from model import Dropout, InvalidShape, accuracy, causal_attention, cross_entropy  # noqa: E402
+from model import InvalidShape, accuracy, causal_attention, cross_entropy  # noqa: E402
 from plumbing import cli, weights  # noqa: E402
+from plumbing.dropout import Dropout  # noqa: E402
 from plumbing.files import read_json  # noqa: E402
 
 SHAPE = {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions"}

@@ -14,6 +14,7 @@ import model as module
 from bench import most_allocated
 from model import generate
 from plumbing import weights
+from plumbing.dropout import dropped
 
 GPT2 = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32}
 GPT2 |= {"dropout": 0.0, "grad_checkpoint": False}
@@ -222,20 +223,20 @@ def test_the_loss_is_computed_in_float32_and_close(how):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_dropout_keeps_the_mean_and_drops_independently(seed):
     torch.manual_seed(seed)
-    kept = (module.dropped(torch.ones(10_000_000), 0.2) > 0).double()
-    again = (module.dropped(torch.ones(10_000_000), 0.2) > 0).double()
+    kept = (dropped(torch.ones(10_000_000), 0.2) > 0).double()
+    again = (dropped(torch.ones(10_000_000), 0.2) > 0).double()
     assert abs(kept.mean() - 0.8) < 5 * math.sqrt(0.8 * 0.2 / len(kept))
     for other in (kept.roll(1), kept.roll(2), kept.roll(64), kept.roll(2**16), again):
         both = ((kept - 0.8) * (other - 0.8)).mean() / (0.8 * 0.2)
         assert abs(both) < 5 / math.sqrt(len(kept))
-    assert abs(module.dropped(torch.ones(1_000_000), 0.05).mean() - 1) < 0.002
-    assert module.dropped(torch.ones(100), 1 - 2**-30).isfinite().all()  # a share below 1
+    assert abs(dropped(torch.ones(1_000_000), 0.05).mean() - 1) < 0.002
+    assert dropped(torch.ones(100), 1 - 2**-30).isfinite().all()  # a share below 1
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_dropout_has_a_mask_of_its_own_in_each_call_and_one_in_both_passes(compiled):
     def twice(x):
-        return module.dropped(x, 0.5), module.dropped(x, 0.5)
+        return dropped(x, 0.5), dropped(x, 0.5)
 
     x = torch.ones(4096, requires_grad=True)
     torch.manual_seed(1)
