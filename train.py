@@ -31,7 +31,7 @@ if __name__ == "__main__":  # before the first step there is nothing to save
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
@@ -418,7 +418,7 @@ def train(run: Run, model, table, saver) -> tuple[str, int]:
         if not state["evaluation_due"]:  # else a stop left the evaluation of this step to us
             try:
                 steps.append(take_step(run, model))
-            except StoppedWaiting:  # before the batch was there
+            except StoppedWaiting:  # the batch did not come within a second of a stop
                 data.kill_workers()
                 run.batches = None
             table.live(state["step"])  # on a terminal
@@ -470,7 +470,7 @@ def take_step(run: Run, model, is_witness: bool = False) -> tuple[dict, dict]:
     state = run.state
     lr = float(lr_at(state["step"]) * state["lr_factor"])
     alone = world_size() == 1  # else other ranks may be in the middle of a step
-    with run.signals.waiting(alone and not is_witness):
+    with run.signals.waiting(may_leave=alone):
         inputs, targets, data_ms = next(run.batches)
     take = partial(train_step, model, run, inputs, targets, lr)
     for hook in run.hooks:  # each may replace the step, or wrap it
@@ -485,16 +485,20 @@ def take_step(run: Run, model, is_witness: bool = False) -> tuple[dict, dict]:
 def log_two_more_steps(run: Run, model, recent: list[dict]) -> None:
     """After a signal and its save, take the next two steps for their rows alone: the process that
     resumes computes them again, and so measures whether it is exact. Two, because lost moments show
-    only in the second. Fewer if max_steps or the launcher's death comes first; none if they would
-    take more than three seconds, by the newest of the `recent` rows."""
+    only in the second. docs/exactness.md lists where there are fewer. recent: rows, of which the
+    newest says how long a step takes."""
     saved = copy.deepcopy(run.state)
     is_slow = not recent or 2 * recent[-1]["step_ms"] > 3000
-    for _ in range(2):
-        is_over = is_slow or run.state["step"] == max_steps
-        if any(ranks.max_over_ranks(is_over, run.signals.orphaned())):
-            break
-        rows = finish_rows(run, [take_step(run, model, is_witness=True)])
-        run.folder.write_rows(rows, is_kept=False)
+    with suppress(StoppedWaiting):
+        for taken in range(2):
+            has_evaluation = taken and every(
+                eval_interval, run.state["step"]
+            )  # it may change the rate
+            is_over = is_slow or has_evaluation or run.state["step"] == max_steps
+            if any(ranks.max_over_ranks(is_over, run.signals.orphaned())):
+                break
+            rows = finish_rows(run, [take_step(run, model, is_witness=True)])
+            run.folder.write_rows(rows, is_kept=False)
     run.state.update(saved)  # the run ends where it was saved
 
 

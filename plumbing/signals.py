@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from plumbing.console import print0
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+PATIENCE = 1.0  # seconds from a stop until the process no longer waits for a batch
 
 
 class StoppedInEvaluation(Exception):
@@ -15,7 +16,7 @@ class StoppedInEvaluation(Exception):
 
 
 class StoppedWaiting(BaseException):
-    """A stop came while the process waited for a batch. No Exception, which a dataset may catch."""
+    """After a stop, no batch came within PATIENCE. No Exception, which a dataset may catch."""
 
 
 class Signals:
@@ -30,27 +31,39 @@ class Signals:
         self.is_waiting = False
         self.newest_save = 0
         self.parent = os.getppid()  # torchrun, if it started this process
-        self.before = {}  # signal -> handler
+        self.old_handlers = {}  # by signal
 
     def __enter__(self) -> "Signals":
         for number in HANDLED:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                self.before[number] = signal.signal(number, self.handle)
+                self.old_handlers[number] = signal.signal(number, self.handle)
+        self.old_handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self.leave)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self.before.items():  # None: not Python's, which cannot restore it
+        for (
+            number,
+            handler,
+        ) in self.old_handlers.items():  # None: not Python's, which cannot restore it
             signal.signal(number, handler or signal.SIG_DFL)
 
     @contextmanager
-    def waiting(self, raises: object) -> Iterator[None]:
-        """A context in which a stop raises StoppedWaiting at once, if `raises`: what is waited for may
-        never come."""
-        self.is_waiting = bool(raises)
+    def waiting(self, may_leave: bool) -> Iterator[None]:
+        """A context in which StoppedWaiting is raised PATIENCE seconds after a stop, one of before
+        included, if `may_leave`: what is waited for may never come."""
+        self.is_waiting = may_leave
         try:
+            if self.stop and may_leave:
+                signal.setitimer(signal.ITIMER_REAL, PATIENCE)
             yield
         finally:
             self.is_waiting = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def leave(self, number: int, frame: object) -> None:
+        """At the end of PATIENCE."""
+        if self.is_waiting:
+            raise StoppedWaiting
 
     def handle(self, number: int, frame: object) -> None:
         if number == signal.SIGUSR1:
@@ -63,7 +76,7 @@ class Signals:
             with suppress(RuntimeError):  # the signal came within another print
                 print0(f"stopping after this step; Ctrl-C again stops now ({newest})")
         if self.is_waiting:
-            raise StoppedWaiting
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE)
 
     def orphaned(self) -> bool:
         """Whether torchrun has died: its ranks run in their own sessions, and would survive it."""

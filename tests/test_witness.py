@@ -257,6 +257,36 @@ def test_no_step_is_taken_where_two_would_take_more_than_three_seconds(run_train
     assert [row["compared"] for row in events(done, "resume_checked")] == [0]
 
 
+EVEN = ("--plateau_factor=0.5", "--plateau_patience=1", "--min_delta=1", "--eval_interval=2")
+
+
+def test_one_row_where_an_evaluation_that_may_change_the_rate_falls_between_two(run_train):
+    stopped = run_train("run", *RUN, *EVEN, before=HOW["SIGTERM"], code=143)
+    assert stopped.rows("train")[-1]["step"] == 14
+    (checked,) = events(run_train("run", *RUN, *EVEN), "resume_checked")
+    assert (checked["compared"], checked["equal"]) == (1, 1)
+
+
+WAITS = """
+import threading
+inner = train.ShuffledWindows.__getitem__
+def slow(self, place):
+    if place[0] == 13 * 8:  # the batch of step 14
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        time.sleep({seconds})
+    return inner(self, place)
+train.ShuffledWindows.__getitem__ = slow
+"""
+
+
+@pytest.mark.parametrize("seconds, step, rows", [(0.4, 14, 16), (60, 13, 13)])
+def test_a_stop_while_data_is_waited_for_gives_the_batch_a_second(seconds, step, rows, run_train):
+    before = WAITS.format(seconds=seconds)
+    done = run_train("run", *RUN, "--log_interval=1", before=before, code=143, timeout=20)
+    assert done.facts["state"]["step"] == step and done.checkpoint(step).exists()
+    assert done.rows("train")[-1]["step"] == rows
+
+
 # ---- forks with state that no checkpoint holds ---------------------------------------------------
 
 FORKS = {  # tests/hacks/NAME.patch: (flags, step found after SIGTERM in 13, after SIGKILL in 18)
