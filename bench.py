@@ -30,9 +30,10 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import record_function
 
+import plain
 import train
 from checks import processes
-from plumbing import checkpoint, cli, code, compiler, console, data, forks, machine
+from plumbing import cli, code, compiler, console, data, forks, machine, weights
 from plumbing.cli import configured, fail, folder_name, run_script
 from plumbing.console import REPO, print0
 from plumbing.files import write_json
@@ -67,12 +68,16 @@ class Job:
     meta: dict  # of the dataset
     peak: tuple  # (FLOP/s or None, source of the figure)
 
-    def fresh_run(self):
-        """A new run by the current values of train.py's knobs."""
+    def fresh_run(self, datasets=None):
+        """A new run by the current values of train.py's knobs, on the data of the job's run, unless
+        others are given; with the weights of --init_from."""
         start = SimpleNamespace(device=self.device, folder=self.run.folder, path=None, reasons={})
-        datasets = self.run.train_data, self.run.val_data, self.run.facts["data"]
+        datasets = datasets or (self.run.train_data, self.run.val_data, self.run.facts["data"])
         with configured(vars(train), argv=[]) as config:
-            return train.build_run(config, start, datasets)
+            run = train.build_run(config, start, datasets)
+        if train.init_from:
+            weights.begin_from(run, train.init_from, None)
+        return run
 
     def batch(self):
         reader = data.Reader(self.run.train_data, train.seed)
@@ -272,65 +277,33 @@ def profile(job):
 
 
 def overhead(job):
-    """The loop of train.train against bare steps on one fixed batch, in blocks, in turn."""
-    with setting(
-        eval_interval=0,
-        sample_interval=0,
-        audit_interval=-1,
-        save_interval=0,
-        milestone_interval=0,
-        schedule="constant",
-        peak_lr=1e-6,
-        warmup_steps=0,
-    ):
-        run, model = job.ready_run()
-        inputs, targets, _ = next(run.batches)
-        steps = {
-            "bare": partial(bare_step, model, run, inputs, targets),
-            "train_step": partial(train.train_step, model, run, inputs, targets, train.peak_lr),
-            "data": partial(next, run.batches),
-        }
-        seconds = seconds_of(steps["train_step"], 2, job.device)
-        every = min(train.log_interval or 100, max(1, round(timing_seconds / seconds)))
-        times = {name: [] for name in ("loop", *steps)}
-
-        def blocks():
-            """Times the loop until its next line, then as many calls of each of `steps`."""
-            for _ in range(rounds + 1):  # the first block warms up
-                began = time.perf_counter()
-                yield
-                times["loop"].append((time.perf_counter() - began) / every)
-                for name, step in steps.items():
-                    times[name].append(seconds_of(step, every, job.device))
-
-        timer = blocks()
-        next(timer)
-        # in place of the console: the loop has waited for the device, and has written its rows
-        table = SimpleNamespace(live=lambda step: None, print_row=lambda row: next(timer))
-        saver = checkpoint.Saver(run, train.keep_last)
-        with setting(log_interval=every), contextlib.suppress(StopIteration):
-            train.train(run, model, table, saver)
-    rows = {name: {"ms": 1000 * median(each[1:])} for name, each in times.items()}
-    over_bare = rows["loop"]["ms"] / rows["bare"]["ms"] - 1
-    rows["loop"]["over_bare"] = over_bare
-    print0(
-        f"\noverhead: medians of {rounds} blocks of {every} steps, in turn; the loop: of it\n"
-        "  train_step and reading data; bare: forward, backward, clipping, optimizer.step"
-    )
-    print_table(rows, ms=".3f", over_bare="+.2%")
-    return {f"{name}_ms": row["ms"] for name, row in rows.items()} | {"over_bare": over_bare}
-
-
-def bare_step(model, run, inputs, targets):
-    """What every training step must do, and nothing else."""
-    for optimizer in run.optimizers:
-        optimizer.found_inf = None  # set by train_step
-        optimizer.zero_grad(set_to_none=True)
-    train.forward_backward(model, run, inputs, targets, targets.numel())
-    train.clip(run)
-    for optimizer in run.optimizers:
-        run.scaler.step(optimizer)
-    run.scaler.update()
+    """What train.py's promises cost: whole runs of the same steps by train.py and by plain.py, in
+    turn, each with its start and an evaluation before and after."""
+    if job.script != train.__file__:
+        print0("\noverhead: n/a, plain.py is train.py's loop, not that of a fork")
+        return {}
+    run, model = job.ready_run()
+    inputs, targets, _ = next(run.batches)
+    step = partial(train.train_step, model, run, inputs, targets, train.peak_lr)
+    steps = max(2, round(20 * timing_seconds / seconds_of(step, 2, job.device)))
+    knobs = {name: value for name, value in run.facts["config"].items() if name in vars(plain)}
+    knobs |= {"max_steps": steps, "eval_interval": 0, "log_interval": 10, "schedule": "linear"}
+    knobs["device"] = job.device.type
+    times = {"plain.py": [], "train.py": []}
+    with TemporaryDirectory() as folder:
+        Path(folder, "data").symlink_to(Path(job.config["data_dir"]).resolve())
+        for name in list(times) * rounds:
+            began = time.perf_counter()
+            words = [f"--{key}={value}" for key, value in knobs.items()]
+            words += ["--resume=restart", "--report=false"] if name == "train.py" else []
+            processes.output_of([REPO / name, *words], cwd=folder)
+            times[name].append(time.perf_counter() - began)
+    rows = {name: {"seconds": median(each)} for name, each in times.items()}
+    over_plain = rows["train.py"]["seconds"] / rows["plain.py"]["seconds"] - 1
+    rows["train.py"]["over_plain"] = over_plain
+    print0(f"\noverhead: whole runs of {steps} steps, medians of {rounds}, in turn")
+    print_table(rows, seconds=".2f", over_plain="+.2%")
+    return {"steps": steps, "times": times, "over_plain": over_plain}
 
 
 # ---- memory --------------------------------------------------------------------------------------

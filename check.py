@@ -6,7 +6,7 @@ better than another, or is it luck?
     python check.py --only=portable                                 # the bits of records/portable?
     python check.py config/shakespeare.py --n_layer=2 --against="config/shakespeare.py"
     git bisect run python check.py config/shakespeare.py --against=out/golden --equal=true
-    python check.py --script=my_fork.py                             # a fork; also as a plain word
+    python check.py --script=my_fork.py --accept=causal             # a fork; also as a plain word
 
 Takes train.py's flags, bench.py's and those below; writes what it finds to check.json in out_dir.
 docs/trouble.md explains the checks. Exit code 0: GO, or any verdict; 1: NO-GO, other bits, or a run
@@ -25,6 +25,7 @@ try:
     import train
     from bench import print_table
     from checks import processes
+    from checks.lines import LINES
     from checks.probes import CHECKS, OF_THE_LOOP, NotAsked
     from checks.run_log import RunLog, first_difference, in_words
     from checks.verdicts import interval, least_pairs, verdict_on
@@ -48,22 +49,38 @@ seeds = 0  # runs of each configuration; 0 = with --against until a verdict hold
 max_seeds = 20  # with --against and --seeds=0: the most, [2, inf)
 comparisons = 1  # that are made in all, this one among them: each must show more, [1, inf)
 
+accept = ""  # names of lines whose ✗ is on purpose, as causal,positions
+
 MARKS = {True: "✓", False: "✗", None: "–"}
 
 
 def sanity(job):
-    """Checks before a long run. A fault (✗) makes a run worthless: NO-GO. A good run may have a
-    warning (!), too."""
+    """Checks before a long run. A fault (✗) makes a run worthless: NO-GO, unless it is accepted. A
+    good run may have a warning (!), too."""
+    accepted = [name for name in accept.split(",") if name]
+    for name in accepted:
+        if name not in LINES:
+            fail(f"--accept={name}: expected names of lines: {', '.join(LINES)}")
     checks = {}
     print0("\nsanity:")
     for check in CHECKS:
         for name, fine, text, *passable in asked(check, job):
             mark = "!" if fine is False and any(passable) else MARKS[fine]
-            text = f"n/a, {text}" if fine is None else text
-            print0(f"  {mark} {name}: {text}")
+            mark = "accepted" if mark == "✗" and name in accepted else mark
+            holds, advice = LINES.get(name, ("", ""))
+            print0(f"  {mark} {name}: {holds or 'not asked'}: {text}")
+            if mark in ("✗", "!") and advice:
+                print0(f"      {advice}" + f"; on purpose: --accept={name}" * (mark == "✗"))
             checks[name] = {"mark": mark, "found": text}
     faults = [name for name in checks if checks[name]["mark"] == "✗"]
-    print0(f"  NO-GO: {', '.join(faults)}" if faults else "  GO")
+    used = [name for name in checks if checks[name]["mark"] == "accepted"]
+    for name in accepted:
+        if name not in used:
+            print0(
+                f"  --accept={name} is not needed: {checks.get(name, {}).get('mark', 'not asked')}"
+            )
+    go = f"GO, {len(used)} accepted: {', '.join(used)}" if used else "GO"
+    print0(f"  NO-GO: {', '.join(faults)}" if faults else f"  {go}")
     print0('  docs/trouble.md, "Before a long run", says what each check tests; inside the model a')
     print0("  scale, a wrong base or an initialization has no reference, and is not seen")
     return {"checks": checks, "ok": not faults}

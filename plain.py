@@ -112,7 +112,7 @@ def windows_at(tokens, starts):
 
 def train_step(model, optimizers, inputs, targets, lr: float):
     """One update, in seven operations. Returns its loss, and the norm of its gradient."""
-    model.zero_grad(set_to_none=False)  # 1: zero the gradients, which stay where they are
+    model.zero_grad()  # 1: zero the gradients
     for each in optimizers:
         for group in each.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)  # 2: set the learning rate
@@ -135,9 +135,9 @@ def evaluate(model, inputs, targets) -> dict:
     sums = Counter()
     for x, y in zip(inputs.split(batch_size), targets.split(batch_size), strict=True):
         for name, mean in means_of(model, x, y).items():
-            sums[name] += mean.item() * count_targets(y) / count_targets(targets)
+            sums[name] += mean.double() * count_targets(y) / count_targets(targets)
     model.train()
-    return sums
+    return {name: sums[name].item() for name in sums}
 
 
 def means_of(model, x, y) -> dict:
@@ -148,9 +148,9 @@ def means_of(model, x, y) -> dict:
     return {"loss": loss, **others}
 
 
-def count_targets(targets) -> int:
+def count_targets(targets) -> torch.Tensor:
     """All but the masked ones: -100, or NaN among numbers."""
-    return (~targets.isnan() if targets.is_floating_point() else targets != -100).sum().item()
+    return (~targets.isnan() if targets.is_floating_point() else targets != -100).sum()
 
 
 def lr_at(step: int) -> float:
@@ -165,25 +165,26 @@ def lr_at(step: int) -> float:
 def configure_optimizers(model) -> list[torch.optim.Optimizer]:
     """torch's own. Matrices and embeddings decay, vectors do not. Muon trains hidden matrices, each
     by itself, and AdamW the rest: rows of an embedding learn rarely, the head is sensitive."""
-    hidden, embeddings, heads, vectors = [], [], [], []
+    hidden, embeddings, heads, vectors = {}, [], [], []
     for name, weight in model.named_parameters():
         layer = model.get_submodule(name.rpartition(".")[0])
         if weight.ndim < 2 or name in model.undecayed:
             vectors.append(weight)
         elif isinstance(layer, torch.nn.Embedding):
             embeddings.append(weight)
-        elif name.startswith(model.muon_prefix):
-            weight.grad = torch.zeros_like(weight)  # its memory stays: train_step zeroes it
-            stacked = getattr(layer, "muon_parts", 1)  # 3: queries, keys and values
-            for part, gradient in zip(
-                weight.data.chunk(stacked), weight.grad.chunk(stacked), strict=True
-            ):
-                part.grad = gradient
-                hidden.append(part)
+        elif name.startswith(model.muon_prefix):  # queries, keys and values are 3 in one
+            hidden[weight] = weight.data.chunk(getattr(layer, "muon_parts", 1))
         else:
             heads.append(weight)
+
+    def share_gradients(*_):
+        for weight, parts in hidden.items():
+            if weight.grad is not None:
+                for part, gradient in zip(parts, weight.grad.chunk(len(parts)), strict=True):
+                    part.grad = gradient
+
     undecayed = {"params": vectors, "weight_decay": 0.0}
-    groups = [{"params": hidden + embeddings + heads}, undecayed]
+    groups = [{"params": [*hidden, *embeddings, *heads]}, undecayed]
     decay = {"weight_decay": weight_decay}
     adam = {"betas": (beta1, beta2), "fused": True, **decay}
     if optimizer == "adamw":
@@ -194,7 +195,9 @@ def configure_optimizers(model) -> list[torch.optim.Optimizer]:
         return [torch.optim.SGD(groups, fused=True, **decay)]
     if optimizer == "momentum":
         return [torch.optim.SGD(groups, momentum=momentum, fused=True, **decay)]
-    muon = torch.optim.Muon(hidden, momentum=momentum, adjust_lr_fn="match_rms_adamw", **decay)
+    parts = [part for parts in hidden.values() for part in parts]
+    muon = torch.optim.Muon(parts, momentum=momentum, adjust_lr_fn="match_rms_adamw", **decay)
+    muon.register_step_pre_hook(share_gradients)
     groups = {"params": embeddings, "lr_scale": 2.0}, {"params": heads, "lr_scale": 0.5}, undecayed
     return [muon, torch.optim.AdamW(groups, **adam)]
 

@@ -1,33 +1,37 @@
 """GO or NO-GO: what check.py asks of a loop before a long run. docs/trouble.md explains each check.
 
-A check is a generator of (name, fine, text) or (name, fine, text, passable), for a bench.Job. Where
-it does not apply it raises NotAsked; another error means that the question does not fit this fork.
-A check asks for behaviour, of the functions that the run itself calls, with the vocabulary, the
-shape and the files of the run, so that it finds what nobody thought of: it knows no bug by name.
-Most of all it compares a run with that of a plain loop: twin.py. What that one believes is asked
-here: the model, the data, the schedule, which weights decay."""
+A check is a generator of (name, fine, text) or (name, fine, text, passable), for a bench.Job; the
+names are those of lines.py. Where it does not apply it raises NotAsked; another error means that
+the question does not fit this fork. A check asks for behaviour, of the functions that the run itself
+calls, with the vocabulary, the shape and the files of the run, so that it finds what nobody thought
+of: it knows no bug by name. Most of all it compares a run with that of plain.py: twin.py. What that
+one believes is asked here: the model, the data, the schedule, the groups, the effect of knobs."""
 
+import copy
 import io
 import math
 from contextlib import redirect_stdout, suppress
-from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
-from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 from torch.utils.flop_counter import FlopCounterMode
 
+import plain
 import train
-from checks.twin import loss_in, numbers_in, setting, text_of, twin_checks
-from plumbing import data
+from checks.twin import in_plain, loss_in, numbers_in, setting, twin_checks, with_roles
+from model import InvalidShape
+from plumbing import data, machine
 
 PROBED = 4096  # tokens that one probe of the model may compute
 MAX_LOGITS = 2**25  # numbers that it may return
 MAX_TOKENS = 2**23  # of a text that is read
+LEAK = 64  # tokens of a window that is looked for in the training text
 LOOK_BACK = 4  # places, in the task that shows whether positions matter
+MAX_PLACES = 128  # of that task
 QUIET = {"dropout": 0.0, "label_smoothing": 0.0, "grad_checkpoint": False}
 # The schedules with a warmup of 100 steps, a peak of 1 and a minimum of 0.1 at step 1,100: rates at
 PROBED_STEPS = (0, 49, 350, 850, 1100)
@@ -39,6 +43,31 @@ RATES = {
     "constant": (0.01, 0.5, 1.0, 1.0, 1.0),
     "step": (0.01, 0.5, 0.5, 0.125, 0.1),
 }
+# Scores of evaluations, for --min_delta=0.05, and what they must decide
+SCORES = (3.0, 2.97, 2.9, 2.93, 2.92, 2.91)
+EXPECTED = [
+    (True, 0, 1),
+    (True, 1, 1),
+    (True, 0, 1),
+    (False, 1, 1),
+    (False, 2, 0.5),
+    (False, 3, 0.5),
+]
+# Knobs that not every optimizer or schedule uses, or that name files; and those that act past a
+# threshold
+USED_BY = {
+    "momentum": ("momentum", "muon"),
+    "beta1": ("adamw", "adam", "muon"),
+    "beta2": ("adamw", "adam", "muon"),
+    "min_lr": ("cosine", "linear", "onecycle", "wsd", "step"),
+    "decay_steps": ("cosine", "linear", "onecycle", "wsd"),
+    "cooldown_steps": ("wsd",),
+    "step_size": ("step",),
+    "gamma": ("step",),
+    "dataset": (),
+    "init_from": (),
+}
+THRESHOLDS = {"grad_clip", "plateau_factor", "plateau_patience"}
 
 
 class NotAsked(Exception):
@@ -76,16 +105,17 @@ def learning_checks(job):
                 break
     first, last = losses[0], losses[-1]
     takes_longer = None if last < 0.998 * first else False  # a small model, or a small rate
-    text = text_of(loss=first, then=last, steps=len(losses))
-    yield "one batch overfits", last < first / 10 or takes_longer, text
+    text = f"loss {first:.4f}, after {len(losses)} steps {last:.4f}"
+    yield "overfits", last < first / 10 or takes_longer, text
     if batch[1].is_floating_point():
         raise NotAsked("the targets are no classes")
     start = loss_in(seeded(job.fresh_run().model.eval(), *batch)).item()
     uniform = math.log(job.meta["vocab_size"])
-    trained = begins_at_a_file(job) or start < uniform - 0.3
-    fine = None if trained else start < uniform + 0.3
-    text = text_of(loss=start, of_a_uniform_guess=uniform, trained_before=trained)
-    yield "loss at initialization", fine, text, "tokenizer" not in job.meta
+    text = f"loss {start:.4f}, of a uniform guess {uniform:.4f}"
+    if begins_at_a_file(job):
+        yield "given", start < uniform, text, True
+    else:
+        yield "start", abs(start - uniform) < 0.3, text, "tokenizer" not in job.meta
 
 
 def begins_at_a_file(job):
@@ -145,14 +175,14 @@ def causality_check(job):
                 leaks.append((seeded(model, other) - logits)[0, :place].abs().max().item())
     if not leaks:
         raise NotAsked("the model takes no random tokens")
-    text = text_of(logits_before_other_tokens_move_by=max(leaks))
-    yield "no look into the future", max(leaks) < 1e-4, text
+    text = f"a logit before the changed tokens moves by at most {max(leaks):.2g}"
+    yield "causal", max(leaks) < 1e-4, text
 
 
 @torch.no_grad()
 def sampling_check(job):
     """Is each token that generate() draws, with a cache if the model has one, the likeliest by the
-    model's own logits without it? Within the context, and past it."""
+    model's own logits without it? Within the context, and past it. Does top_k leave k tokens?"""
     length, vocab_size = train.block_size, job.meta["vocab_size"]
     model = new_model(job).eval()
     first = max(1, length - 5)
@@ -165,33 +195,40 @@ def sampling_check(job):
         logits = model(whole[:, max(0, place - length) : place])[:, -1, :vocab_size]
         wrong.append((logits.argmax(-1) != whole[:, place])[:4])  # the first to find room
     share = torch.cat(wrong).double().mean().item()
-    yield "sampling draws from the model", share < 0.01, text_of(share_of_wrong_tokens=share)
+    same = prompt[:1].expand(128, -1)
+    hot = train.generate(model, same, 1, length, vocab_size, temperature=1e6, top_k=3)
+    drawn = set(next(iter(hot)).flatten().tolist())
+    best = model(same[:1])[0, -1, :vocab_size].topk(3).indices.tolist()
+    text = f"{share:.0%} of greedy tokens are others; top_k=3 draws from {len(drawn)}"
+    yield "sampling", share < 0.01 and drawn == set(best), text
 
 
 def position_check(job):
     """Of a small model of one layer that learns to repeat the token of LOOK_BACK places before, the
-    loss at its worst place. A bag of tokens cannot, nor can attention whose queries or keys have no
-    position. Where no logit depends on an earlier token, as in a bigram model, it is a warning."""
-    shape = {"n_layer": 1, "n_head": 4, "n_embd": 64, "block_size": 32}
+    loss at its worst place, in the run's context. A bag of tokens cannot, nor can attention whose
+    queries or keys have no position. Where no logit depends on an earlier token, as in a bigram
+    model, it is a warning."""
+    length = min(train.block_size, MAX_PLACES)
+    shape = {"n_layer": 1, "n_head": 4, "n_embd": 64, "block_size": length}
     model = new_model(job, 16, 0.0, **shape, conv_width=1, ngram_rows=0).requires_grad_(True)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     for _ in range(200):
-        tokens, targets = repeating_task(job, 16)
+        tokens, targets = repeating_task(job, 16, length)
         optimizer.zero_grad()
         loss_in(model(tokens, targets)).backward()
         optimizer.step()
-    tokens, targets = repeating_task(job, 64)
+    tokens, targets = repeating_task(job, 64, length)
     logits = model.eval()(tokens).detach()
     is_bigram = torch.equal(logits[:, -1:], model(tokens[:, -1:]))
     losses = cross_entropy(logits.transpose(1, 2).float(), targets, reduction="none")
     worst = losses.mean(0).max().item()
-    text = text_of(loss_of_repeating_the_token_four_back_at_the_worst_place=worst)
-    yield "positions matter", worst < 1.6, text, is_bigram
+    text = f"repeating the token 4 places before has loss {worst:.3f} at the worst of {length}"
+    yield "positions", worst < 1.6, text, is_bigram
 
 
-def repeating_task(job, rows):
+def repeating_task(job, rows, length):
     """Random tokens, and as targets those of LOOK_BACK places before."""
-    tokens = torch.randint(16, (rows, 32)).to(job.device)
+    tokens = torch.randint(16, (rows, length)).to(job.device)
     targets = tokens.roll(LOOK_BACK, 1)
     targets[:, :LOOK_BACK] = -100
     return tokens, targets
@@ -220,10 +257,9 @@ def loss_check(job):
         fine = off_by < (0.02 if training else 1e-4) and apart < 0.05 and accuracy_by < 1e-4
         if not fine:
             break
-    text = text_of(
-        off_by=off_by, its_gradient_by=apart, accuracy_by=accuracy_by, in_training=training
-    )
-    yield "the loss is the mean of -log p", fine, text, training
+    where = "in training" if training else "in evaluation"
+    text = f"off by {off_by:.2g}, its gradient by {apart:.2g}, the accuracy by {accuracy_by:.2g}"
+    yield "loss", fine, f"{text}, {where}", training
 
 
 def gradients(loss, model):
@@ -241,19 +277,42 @@ def gradient_check(job):
     batch = random_tokens(job, 2, length), random_tokens(job, 2, length)
     errors = {}
     for name, gradient in gradients(loss_by_logits(model, *batch), model).items():
-        begin = model.get_parameter(name).detach()
-        step = torch.randn_like(begin)
-        step *= 1e-4 * begin.norm() / step.norm()
-        high, low = (
-            loss_by_logits(partial(functional_call, model, {name: end}), *batch).item()
-            for end in (begin + step, begin - step)
-        )
+        weight = model.get_parameter(name)
+        step = torch.randn_like(weight)
+        step *= 1e-4 * weight.detach().norm() / step.norm()
+        high, low = (loss_moved(model, weight, change, batch) for change in (step, -step))
         error = (high - low) / 2 - (gradient * step).sum()
-        usual = gradient.norm() * step.norm() / math.sqrt(begin.numel())
+        usual = gradient.norm() * step.norm() / math.sqrt(weight.numel())
         errors[name] = (error.abs() / usual.clamp(min=1e-7)).item()
     name = max(errors, key=errors.get)
-    text = text_of(part_of_its_slope_that_is_missing=errors[name], weight=name)
-    yield "gradients are those of the loss", errors[name] < 0.2, text
+    text = f"off by {errors[name]:.2g} of the slope in {name}"
+    yield "gradients", errors[name] < 0.2, text
+
+
+@torch.no_grad()
+def loss_moved(model, weight, change, batch):
+    """The loss where `change` is added to a weight, which then is as before."""
+    before = weight.clone()
+    weight += change
+    loss = loss_by_logits(model, *batch).item()
+    weight.copy_(before)
+    return loss
+
+
+def dropout_check(job):
+    """Of each module for dropout: two rows and two passes have other masks, and the mean is kept."""
+    parts = [
+        part for part in new_model(job, dropout=0.5).modules() if "Drop" in type(part).__name__
+    ]
+    if not train.dropout or not parts:
+        raise NotAsked("dropout is off, or no module of the model")
+    ones = torch.ones(2, 2048, device=job.device)
+    passes = [part(ones) for part in parts for _ in "12"]
+    rows = [row for each in passes for row in each]
+    repeated = any(map(torch.equal, rows, rows[1:]))
+    off_by = max(abs(each.mean().item() - 1) for each in passes)
+    text = f"{'equal' if repeated else 'different'} masks, the mean is off by {off_by:.2g}"
+    yield "dropout", not repeated and off_by < 0.15, text
 
 
 def flops_check(job):
@@ -266,34 +325,44 @@ def flops_check(job):
     told = train.flops_per_token(run.model)
     counted = counter.get_total_flops() / batch[1].numel()
     fine = None if math.isnan(told) else abs(told / counted - 1) < 0.1
-    yield "FLOPs of a token", fine, text_of(flops_per_token_says=told, torch_counts=counted), True
+    yield "flops", fine, f"it says {told:.4g} for a token, torch counts {counted:.4g}", True
 
 
 # ---- the optimizer and its rate ------------------------------------------------------------------
 
 
+def is_replaced(name, home):
+    """Whether a script has put a function of its own in the place of train.NAME, which module `home`
+    defines."""
+    return getattr(train, name).__module__ != home
+
+
 def group_check(job):
-    """Of a small module with each kind of weight, whatever the run's own model has. An embedding
-    without decay is a choice."""
+    """Of a small module with each kind of weight, whatever the run's own model has: is the decay of
+    each that of plain.py? The run's own model takes its steps beside plain.py."""
+    if is_replaced("configure_optimizers", "optim"):
+        raise NotAsked("configure_optimizers() is the script's own")
     nn = torch.nn
     small = nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.Linear(4, 8))
     small.muon_prefix = "2."
-    knobs = 1.0, 0.1, 0.9, 0.95, 0.95, "cpu"  # 0.1: the decay
-    decays = {}
-    for optimizer in train.configure_optimizers(small, train.optimizer, *knobs):
-        for group in optimizer.param_groups:
-            decays |= dict.fromkeys(group["params"], group["weight_decay"])
-    wrong = {}
-    for name, weight in small.named_parameters():
-        if decays.get(weight) != (0.1 if weight.ndim > 1 else 0.0):
-            wrong[name] = decays.get(weight)
-    is_choice = wrong == {"0.weight": 0.0}
-    yield "matrices decay, vectors do not", not wrong, text_of(wrong=wrong), is_choice
+    knobs = 1.0, train.weight_decay, train.beta1, train.beta2, train.momentum, job.device.type
+    own = decays(train.configure_optimizers(small, train.optimizer, *knobs))
+    with in_plain(job.device):
+        plain_ones = decays(plain.configure_optimizers(with_roles(small)))
+    places = {name: weight.data_ptr() for name, weight in small.named_parameters()}
+    wrong = [name for name, place in places.items() if own.get(place) != plain_ones[place]]
+    yield "groups", not wrong, f"wrong for {small}: {wrong}" if wrong else "of a small module"
+
+
+def decays(optimizers):
+    """{address of a weight: its decay}"""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return {w.data_ptr(): group["weight_decay"] for group in groups for w in group["params"]}
 
 
 def schedule_check(job):
-    if train.schedule not in RATES:
-        raise NotAsked(f"--schedule={train.schedule} is one of your own")
+    if train.schedule not in RATES or is_replaced("lr_at", "train"):
+        raise NotAsked("lr_at() is the script's own")
     with setting(
         peak_lr=1.0,
         min_lr=0.1,
@@ -307,11 +376,70 @@ def schedule_check(job):
     ):
         rates = [train.lr_at(step) for step in PROBED_STEPS]
     wrong = float(np.abs(np.subtract(rates, RATES[train.schedule])).max())
-    yield (
-        "the schedule is the one named",
-        wrong < 0.01,
-        text_of(schedule=train.schedule, off_by=wrong),
-    )
+    yield "schedule", wrong < 0.01, f"{train.schedule}, off by {wrong:.2g} of the peak"
+
+
+def decision_check(job):
+    """Of scores that improve by less and by more than min_delta, and then get worse, what counts: by
+    a loss, and by a number of which more is better."""
+    if is_replaced("count_evaluation", "train"):
+        raise NotAsked("count_evaluation() is the script's own")
+    knobs = {"min_delta": 0.05, "plateau_factor": 0.5, "plateau_patience": 2, "eval_interval": 1}
+    wrong = []
+    for metric, sign in (("val_loss", 1), ("-val_accuracy", -1)):
+        with setting(best_metric=metric, **knobs):
+            found = decisions([sign * score for score in SCORES])
+        wrong += [metric] if found != EXPECTED else []
+    text = f"wrong with --best_metric={wrong[0]}" if wrong else "by val_loss and by -val_accuracy"
+    yield "decisions", not wrong, text
+
+
+def decisions(scores):
+    """[(is it the best, evaluations without a best, factor of the rate)] after each evaluation."""
+    state = copy.deepcopy(train.FRESH_STATE)
+    name = train.best_metric.removeprefix("-")
+    found = []
+    for step, score in enumerate(scores):
+        state["step"] = step
+        is_best = train.count_evaluation({"val_loss": 1.0, name: score}, state)
+        found.append((is_best, state["evals_since_best"], state["lr_factor"]))
+    return found
+
+
+def knob_check(job):
+    """Does each knob that is not at its default, and not free, change some number against the
+    default? What a schedule or an optimizer does not use is left out; what only acts past a
+    threshold is a warning."""
+    used = {train.optimizer, train.schedule}
+    defaults = {name: knob.default for name, knob in job.run.knobs.items() if knob.policy != "free"}
+    defaults["dtype"] = machine.choose_dtype("auto", job.device)[0]
+    names = [name for name in defaults if job.config[name] not in ("auto", defaults[name])]
+    names = [name for name in names if used & {*USED_BY.get(name, used)}]
+    numbers = numbers_of_a_short_run(job)
+    dead = set()
+    for name in names:
+        with suppress(InvalidShape), setting(**{name: defaults[name]}):  # a default may not fit
+            if numbers_of_a_short_run(job) == numbers:
+                dead.add(name)
+    text = f"without effect: {', '.join(dead)}" if dead else f"tried: {', '.join(names)}"
+    yield "knobs", not dead, text, dead <= THRESHOLDS
+
+
+def numbers_of_a_short_run(job):
+    """What two small steps, the rates, the decisions and the averages give."""
+    datasets = opened()
+    run = job.fresh_run(datasets)
+    reader = data.Reader(run.train_data, train.seed)
+    count = min(train.sequences_at(0), max(1, 256 // train.block_size))
+    numbers = [train.sequences_at(0), len(datasets[1]), *decisions([3.0] * 40)]
+    numbers += [train.lr_at(step) for step in range(0, train.max_steps, train.max_steps // 50 + 1)]
+    for step in range(2):
+        batch = data.to_device(reader[step, count], job.device)
+        row = train.train_step(run.model, run, *batch, train.lr_at(step))
+        train.count_batch(run, batch[1])
+        numbers.append(row["loss"].item())
+    tensors = [*run.model.parameters(), *run.ema.values()]
+    return numbers + [tensor.double().sum().item() for tensor in tensors]
 
 
 # ---- the data ------------------------------------------------------------------------------------
@@ -322,32 +450,46 @@ def data_checks(job):
     train_data, val_data = job.run.train_data, job.run.val_data
     inputs, targets = map(np.asarray, train_data[0, 64])
     fine = not np.array_equal(inputs, train_data[64, 64][0])
-    yield "batches differ", fine, text_of(first_and_second=fine)
+    yield "batches", fine, "the first 64 sequences and the next 64"
     with setting(seed=train.seed + 1):
         weights = job.fresh_run().model.parameters()
     fine = not all(map(torch.equal, weights, job.run.model.parameters()))
-    yield "seeds differ", fine, text_of(first_weights=fine), begins_at_a_file(job)
+    yield "seeds", fine, f"{train.seed} and {train.seed + 1}", begins_at_a_file(job)
     require_text(job)
     sequence = data.tokenizer_of(job.meta).decode(inputs[0].tolist())
-    yield "the first sequence", True, repr(sequence[:70])
+    yield "text", True, repr(sequence[:70])
     if targets.shape != inputs.shape:
         raise NotAsked("targets and inputs differ in shape")
     fine = are_tokens(targets[:, :-1], inputs[:, 1:])
-    yield "targets are the next tokens", fine, text_of(sequences=64)
+    yield "targets", fine, "of 64 sequences"
     if (type(train_data), type(val_data)) != (train.ShuffledWindows, data.OrderedWindows):
         raise NotAsked("no windows of one text")
     wrong = [seed for seed in (train.seed, train.seed + 1) if not has_plain_windows(seed)]
-    yield "batches are plain shuffled windows", not wrong, text_of(not_with_seeds=wrong)
-    width = train.block_size
-    cut = sliding_window_view(train_data.tokens[:MAX_TOKENS], width)[::width]
-    places = sliding_window_view(val_data.tokens[: MAX_TOKENS // 8], width)
-    shared = {row.tobytes() for row in cut}.intersection(row.tobytes() for row in places)
-    share = len(shared) * width / len(places)
-    yield "train and validation share no window", share == 0, text_of(share=share), share < 0.5
+    yield "windows", not wrong, f"others with --seed={wrong[0]}" if wrong else "with two seeds"
+    yield from leak_check(train_data.tokens[:MAX_TOKENS], val_data.tokens[: MAX_TOKENS // 8])
     if -100 in targets:
         raise NotAsked("targets are masked")
-    fine = is_evaluated_once(0) and is_evaluated_once(2 * width)
-    yield "evaluation sees each token once", fine, text_of(whole_split_and_eval_tokens=fine)
+    fine = is_evaluated_once(0) and is_evaluated_once(2 * train.block_size)
+    yield "coverage", fine, "of the whole split, and with --eval_tokens"
+
+
+def leak_check(tokens, val_tokens):
+    """How much of the validation text stands in the training text, by windows of LEAK tokens. A long
+    contiguous stretch makes the evaluation worthless; lines that recur are in most texts."""
+    cut = sliding_window_view(tokens, LEAK)[::LEAK]
+    place_of = {}
+    for place, row in enumerate(cut):
+        place_of.setdefault(row.tobytes(), place)
+    found = [place_of.get(row.tobytes()) for row in sliding_window_view(val_tokens, LEAK)]
+    longest = 0
+    lengths = [0] * LEAK  # of the stretch that ends so many tokens before here
+    for n, place in enumerate(found):
+        goes_on = place is not None and n >= LEAK and found[n - LEAK] == place - 1
+        length = (lengths[n % LEAK] if goes_on else 0) + LEAK if place is not None else 0
+        lengths[n % LEAK] = length
+        longest = max(longest, length)
+    text = f"of {len(val_tokens):,} tokens at most {longest:,} in a row"
+    yield "leak", not longest, text, longest < max(1000, len(val_tokens) // 100)
 
 
 def are_tokens(targets, tokens):
@@ -356,27 +498,22 @@ def are_tokens(targets, tokens):
 
 
 def opened(**knobs):
-    """(training data, validation data) as a run with these knobs opens them."""
+    """(training data, validation data, facts) as a run with these knobs opens them."""
     with setting(**knobs), redirect_stdout(io.StringIO()):
-        return train.open_dataset(None)[:2]
-
-
-def plain_windows(tokens, seed, epoch):
-    """The first token of each window of an epoch, in the order of train.ShuffledWindows."""
-    size = train.block_size
-    random_state = np.random.RandomState([seed, epoch])
-    shift = random_state.randint(size)
-    return shift + size * random_state.permutation((len(tokens) - size) // size)
+        return train.open_dataset(None)
 
 
 def has_plain_windows(seed):
     """Whether a run with that seed reads these windows: in a later epoch, and across the border of
     two."""
-    dataset, _ = opened(seed=seed)
-    epochs = [plain_windows(dataset.tokens, seed, epoch) for epoch in range(4)]
-    count = len(epochs[0])
-    for first in (3 * count, count - 3, 0):
-        starts = np.concatenate(epochs)[first : first + 8]
+    dataset, _, _ = opened(seed=seed)
+    count = len(dataset)
+    starts_of_all = plain.training_starts(len(dataset.tokens))
+    place = 0
+    for first in (0, max(8, count - 3), 3 * count + 8):
+        with in_plain("cpu", seed=seed):
+            starts = np.array([*islice(starts_of_all, first - place, first - place + 8)])
+        place = first + 8
         inputs, targets = dataset[first, len(starts)]
         rows = dataset.tokens[starts[:, None] + np.arange(train.block_size + 1)]
         if not np.array_equal(inputs, rows[:, :-1]) or not are_tokens(targets, rows[:, 1:]):
@@ -387,7 +524,7 @@ def has_plain_windows(seed):
 def is_evaluated_once(n_targets):
     """Whether the targets that count are the first `n_targets` of the text (0 = all), in order, and
     the inputs the tokens before them."""
-    _, val_data = opened(eval_tokens=n_targets)
+    _, val_data, _ = opened(eval_tokens=n_targets)
     inputs, targets = map(np.asarray, val_data[0, len(val_data)])
     counts = targets != -100
     tokens = val_data.tokens[: 1 + (n_targets or len(val_data.tokens))]
@@ -402,10 +539,13 @@ CHECKS = (
     position_check,
     loss_check,
     gradient_check,
+    dropout_check,
     data_checks,
     flops_check,
     group_check,
     schedule_check,
+    decision_check,
+    knob_check,
     twin_checks,
 )
 OF_THE_LOOP = (learning_checks, twin_checks)  # here an error is a fault

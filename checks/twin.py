@@ -1,9 +1,9 @@
 """Is this run the run that a plain loop would have made? Beside a run in which happens what happens
-to long runs stands a loop of plain torch, and every number of the one must be that of the other.
+to long runs, plain.py takes the same steps, and every number of the one must be that of the other.
 
 Both begin with the same weights and the same random state, and so draw the same random numbers:
 dropout that repeats its masks, an evaluation that moves the random state or a resume that loses it
-all show in a loss. A fork that changes the step on purpose changes PlainLoop likewise.
+all show in a loss. A fork that changes the step on purpose changes plain.py likewise.
 """
 
 import io
@@ -11,38 +11,37 @@ import math
 import os
 import signal
 from collections import Counter
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from functools import partial
 from unittest.mock import patch
 
 import numpy as np
 import torch
-from torch.func import functional_call
 
 import optim
+import plain
 import train
 from plumbing import checkpoint, cli, data
 from plumbing.log import key_of, read_rows
-from plumbing.snapshot import buffers_of, clone
+from plumbing.snapshot import clone, rng_state, set_rng_state
 from reporting.record import number_of
 
 MICRO_BATCH = 3  # sequences of a pass, as after running out of memory: the last one has fewer
 MASKED = 1  # the step in which a micro-batch has no targets, and another one half of them
 NOT_FINITE = 2  # the step whose gradients are NaN
-STOPPED = 5  # finished steps when a signal comes, in the second epoch of a text
+STOPPED = 3  # finished steps when a signal comes, in the second epoch of a text
 CLEARED = 5  # the step that finds averages without noise: the evaluation after it is the best
+NO_MEMORY = 8  # the step in which memory runs out once: then a pass takes one sequence
 EVENTS = {  # number of a step: what happened in it
     MASKED + 1: ", in which a micro-batch has no targets",
     NOT_FINITE + 1: ", whose gradient was made NaN",
     STOPPED + 1: ", the first after a stop and a resume",
+    NO_MEMORY + 1: ", in which memory ran out once",
 }
-ON_PURPOSE = "; a change made on purpose belongs into PlainLoop in checks/twin.py, too"
-KEPT = ("weight_decay", "lr_scale", "fused")  # of a group of weights
 
 KNOBS = {
     "max_steps": 14,  # early stopping comes first, unless a learning rate is far off
     "decay_steps": 12,
-    "warmup_steps": 3,
     "plateau_factor": 0.5,
     "plateau_patience": 2,
     "patience": 3,
@@ -52,6 +51,7 @@ KNOBS = {
     "grad_clip": 0.1,  # so small that it matters
     "best_metric": "val_loss",
     "eval_interval": 2,
+    "sample_interval": 5,
     "save_interval": 4,
     "keep_last": 2,
     "milestone_interval": 0,
@@ -61,9 +61,24 @@ KNOBS = {
     "report": False,
     "wandb_log": False,
 }
+TYPED = ["--warmup_steps=3"]  # a warmup that is not typed shrinks
 
 
 setting = partial(cli.setting, vars(train))  # a context with other values of train.py's knobs
+
+
+def in_plain(device, **others):
+    """A context in which plain.py has the values of train.py's knobs, but for these."""
+    names = set(vars(plain)) & set(cli.read_knobs(train.__file__))
+    knobs = {name: getattr(train, name) for name in names}
+    return cli.setting(vars(plain), **knobs | {"device": torch.device(device).type} | others)
+
+
+def with_roles(model):
+    """The model, which says what plain.py asks of it."""
+    for name, value in {"undecayed": (), "muon_prefix": ""}.items():
+        setattr(model, name, getattr(model, name, value))
+    return model
 
 
 def twin_checks(job):
@@ -77,24 +92,29 @@ def twin_checks(job):
     with setting(**KNOBS | few):
         eventful, rows, folder = eventful_run(job)
         # built again from the same seed; nothing is computed twice
-        with setting(grad_checkpoint=False), train.build([f"--out_dir={folder}_plain"]) as run:
-            plain = PlainLoop(run, eventful)
-            plain.train(rows)
+        argv = [f"--out_dir={folder}_plain", *TYPED]
+        with setting(grad_checkpoint=False), train.build(argv) as run:
+            twin = PlainLoop(run, eventful)
+            twin.train(rows)
     of_rows, of_weights = tolerances()
-    yield "each step is that of a plain loop", *compare(plain.steps, rows, of_rows)
-    yield "each evaluation is that of a plain loop", *compare(plain.evaluations, rows, of_rows)
+    yield "steps", *compare(twin.steps, rows, of_rows)
+    logged = [row for (_, kind), row in rows.items() if kind == "train"][: len(twin.steps) - 1]
+    by_rate = sum(row["tokens_per_sec"] * row["step_ms"] / 1000 for row in logged)
+    text = f"{by_rate:,.0f} tokens by them, {twin.batch_tokens:,} in the batches"
+    yield "rates", abs(by_rate / twin.batch_tokens - 1) < 0.01, text
+    events = [row["step"] for (_, kind), row in rows.items() if kind == "out_of_memory"]
+    yield "events", events == [NO_MEMORY + 1], f"out of memory: {events}, in step {NO_MEMORY + 1}"
+    yield "evaluations", *compare(twin.evaluations, rows, of_rows)
     end = max(step for step, kind in rows if kind == "train")
-    error, name = max(plain.errors(checkpoint.load(folder / checkpoint.file_name(end))))
-    text = text_of(off_by=error, weight=name, optimizer=train.optimizer)
-    yield "the weights and averages are those of a plain loop", error < of_weights, text
+    error, name = max(twin.errors(checkpoint.load(folder / checkpoint.file_name(end))))
+    yield "weights", error < of_weights, f"{name} is off by {error:.2g} of its way"
     _, best = min((number_of(row.get("val_loss")), step) for (step, _), row in rows.items())
     step = checkpoint.load(folder / "best.pt")["state"]["step"]
-    yield "best.pt is the best", step == best, text_of(step=step, best_in_the_log=best)
+    yield "best", step == best, f"it is of step {step}, and the lowest loss of step {best}"
     for (_, kind), row in rows.items():
         if kind == "resume_checked":
-            text = text_of(compared=row["compared"], equal=row["equal"])
             fine = row["first_difference"] is None if row["compared"] else None
-            yield "a resume is bit for bit", fine, text
+            yield "resume", fine, f"{row['equal']} of {row['compared']} rows are equal"
 
 
 def tolerances():
@@ -111,20 +131,13 @@ def compare(expected, rows, tolerance):
             logged = number_of(rows.get((step, kind), {}).get(name))  # NaN stands there as null
             of_shares = 0.01 * (name == "val_accuracy")
             if not np.isclose(logged, number, tolerance, of_shares, equal_nan=True):
-                where = f"{step}{EVENTS.get(step, '')}"
-                text = text_of(step=where, number=name, logged=logged, expected=number)
-                return False, text + ON_PURPOSE
-    return (
-        (True, f"rows {len(expected)}")
-        if expected
-        else (None, "evaluate() is the fork's own, or there are several sets")
-    )
-
-
-def text_of(**numbers):
-    """Names and values, floats by seven digits."""
-    values = {k: f"{v:.7g}" if isinstance(v, float) else v for k, v in numbers.items()}
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in values.items())
+                where = f"step {step}{EVENTS.get(step, '')}"
+                return (
+                    False,
+                    f"{where}: {name} is {logged:.7g} in the log, {number:.7g} in plain.py",
+                )
+    own = None, "evaluate() is the script's own, or there are several sets"
+    return (True, f"{len(expected)} rows") if expected else own
 
 
 def numbers_in(out):
@@ -137,18 +150,9 @@ def loss_in(out):
     return numbers_in(out)["loss"]
 
 
-def count_targets(targets):
-    """All but the masked ones: -100, or NaN if they are floats."""
-    is_masked = targets.isnan() if targets.is_floating_point() else targets.long() == -100
-    return (~is_masked).sum().item()
-
-
-def gradients_of(model):
-    return [weight.grad for weight in model.parameters() if weight.grad is not None]
-
-
 def total_norm(model):
-    return torch.nn.utils.get_total_norm(gradients_of(model))
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients)
 
 
 # ---- what happens in the run ---------------------------------------------------------------------
@@ -168,10 +172,22 @@ class EventfulRun(train.Hook):
         if step == STOPPED - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         spoil(run, step)
-        with events(step, run.model, targets):
+        norms = []  # of the clipped gradient, which an optimizer may change
+
+        def see_norm(*_):
+            norms.append(total_norm(run.model))
+
+        with ExitStack() as stack:
+            stack.enter_context(events(step, run.model, targets))
+            if step == NO_MEMORY and run.state["micro_batch"] > 1:
+                stack.enter_context(without_memory(run.model))
+            if isinstance(run.optimizers[0], torch.optim.Optimizer):
+                handle = run.optimizers[0].register_step_pre_hook(see_norm)
+                stack.callback(handle.remove)
             numbers = take()
         self.trained[step] = [weight.requires_grad for weight in run.model.parameters()]
-        return {**numbers, "clipped_norm": total_norm(run.model)}  # a field of its row
+        see_norm()
+        return {**numbers, "clipped_norm": norms[0]}  # a field of its row
 
 
 def prepare(run):
@@ -226,13 +242,26 @@ def events(step, model, targets):
     targets.copy_(before)
 
 
+@contextmanager
+def without_memory(model):
+    """A context in which the first forward pass finds no memory."""
+
+    def fail(*_):
+        hook.remove()
+        raise MemoryError
+
+    hook = model.register_forward_pre_hook(fail)
+    yield
+    hook.remove()
+
+
 def eventful_run(job):
     """(its EventfulRun, {(step, kind): row} of its log, its folder)."""
     eventful = EventfulRun()
     folder = job.run.folder.path / "twin"
     with redirect_stdout(io.StringIO()):
         for _ in ("until the signal", "to the end"):
-            train.main([f"--out_dir={folder}"], hooks=[eventful])
+            train.main([f"--out_dir={folder}", *TYPED], hooks=[eventful])
     rows = {key_of(row): row for row in read_rows(folder / "metrics.jsonl")}
     return eventful, rows, folder
 
@@ -241,7 +270,7 @@ def eventful_run(job):
 
 
 class PlainLoop:
-    """A loop of plain torch that takes the steps of an eventful run.
+    """Takes the steps of an eventful run by the functions of plain.py.
 
     run: a new one with its knobs, of which the model, the groups of the optimizers, the averages
     and the data are used. The learning rate, the number of sequences in a batch and the data are
@@ -253,13 +282,20 @@ class PlainLoop:
         self.eventful = eventful
         self.model = run.model
         self.begin = clone(run.model.state_dict())
-        self.optimizers, self.stacked = plain_optimizers(run)
+        self.optimizers = run.optimizers  # a fork's own
+        if train.configure_optimizers.__module__ == "optim":
+            with in_plain(run.device):
+                self.optimizers = plain.configure_optimizers(with_roles(run.model))
         self.scale = 2.0**16 if train.dtype == "float16" else 1.0
+        for weight in self.model.parameters():
+            if weight.requires_grad and self.scale > 1:
+                weight.register_hook(lambda gradient: gradient / self.scale)
         self.sequences = self.tokens = 0
         self.best_loss = self.loss_to_beat = math.inf
         self.without_best = 0  # evaluations
         self.lr_factor = 1.0
         self.steps, self.evaluations = {}, {}  # (step, kind): the row that the run must have logged
+        self.batch_tokens = 0
 
     def train(self, rows):
         for step in range(train.max_steps + 1):
@@ -284,71 +320,57 @@ class PlainLoop:
         if self.without_best % train.plateau_patience == 0:
             self.lr_factor *= train.plateau_factor
 
+    def in_plain(self, step):
+        """A context in which plain.py has the run's knobs, and its size of a micro-batch in `step`."""
+        size = 1 if step >= NO_MEMORY else MICRO_BATCH
+        return in_plain(self.run.device, batch_size=size, means_of=self.means_of)
+
+    def means_of(self, model, inputs, targets, inner=plain.means_of):
+        """Those of plain.py, with the loss scaled for float16. Without targets there is none."""
+        means = inner(model, inputs, targets)
+        if not plain.count_targets(targets):
+            return {name: torch.zeros((), requires_grad=model.training) for name in means}
+        return means | {"loss": means["loss"] * self.scale} if model.training else means
+
     def step(self, step):
         trained = self.eventful.trained.get(step, self.eventful.trained[0])
         for weight, needed in zip(self.model.parameters(), trained, strict=True):
             weight.requires_grad_(needed)
-        buffers = clone(buffers_of(self.model))
         count = train.sequences_at(step)
         batch = data.Reader(self.run.train_data, train.seed)[self.sequences, count]
         inputs, targets = data.to_device(batch, self.run.device)
         self.sequences += count
-        with events(step, self.model, targets):
-            n_targets = count_targets(targets)
-            loss = self.forward_backward(inputs, targets, n_targets)
-        norm = total_norm(self.model)
+        self.batch_tokens += targets.numel()
+        lr = train.lr_at(step) * self.lr_factor
+        spoil(self.run, step)
+        before = clone([self.model.state_dict(), *(part.state_dict() for part in self.optimizers)])
+        with self.in_plain(step), events(step, self.model, targets), precision_of_muon(self.run):
+            self.tokens += plain.count_targets(targets).item()
+            loss, norm = plain.train_step(self.model, self.optimizers, inputs, targets, lr)
+        loss, norm = loss.item() / self.scale, norm.item()
         is_finite = math.isfinite(loss) and math.isfinite(norm)
-        self.tokens += n_targets
         row = {
-            "lr": train.lr_at(step) * self.lr_factor,
+            "lr": lr,
             "sequences": self.sequences,
             "tokens": self.tokens,
             "epoch": self.sequences / len(self.run.train_data),
             "loss": loss,
-            "grad_norm": norm.item(),
-            "clipped_norm": min(norm.item(), train.grad_clip),
+            "grad_norm": norm,
+            "clipped_norm": min(norm, train.grad_clip),
             "skipped": int(not is_finite),
         }
         if train.dtype == "float16":
             row["loss_scale"] = self.scale
         self.steps[step + 1, "train"] = row
-        spoil(self.run, step)
         if is_finite:
-            self.update(row["lr"], norm)
-        else:
-            self.scale /= 2
-            self.model.load_state_dict(buffers, strict=False)
-
-    def forward_backward(self, inputs, targets, n_targets):
-        """The mean loss over all targets, and its gradient in the weights."""
-        self.model.zero_grad()
-        loss = 0.0
-        parts = inputs.split(MICRO_BATCH), targets.split(MICRO_BATCH)
-        for x, y in zip(*parts, strict=True):
-            with train.autocast(self.run.device):
-                mean = loss_in(self.model(x, y))
-            n = count_targets(y)
-            if n:
-                part = mean / (n_targets / n)
-                (self.scale * part).backward()
-                loss += part.item()
-        for gradient in gradients_of(self.model):
-            gradient /= self.scale
-        return loss
+            self.average()
+            return
+        self.scale = max(1.0, self.scale / 2)
+        for part, state in zip([self.model, *self.optimizers], before, strict=True):
+            part.load_state_dict(state)
 
     @torch.no_grad()
-    def update(self, lr, norm):
-        """Clip, step torch's optimizers, average."""
-        for gradient in gradients_of(self.model):
-            gradient *= (train.grad_clip / (norm + 1e-6)).clamp(max=1.0)
-        for weight, parts in self.stacked.items():
-            for number, part in enumerate(parts):
-                part.grad = None if weight.grad is None else weight.grad.chunk(len(parts))[number]
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = lr * group.get("lr_scale", 1.0)
-            with precision_of_muon(self.run.device):
-                optimizer.step()
+    def average(self):
         for name, weight in self.model.named_parameters():
             self.run.ema[name].lerp_(weight, 1 - train.ema_decay)
 
@@ -361,15 +383,21 @@ class PlainLoop:
         reader = data.Reader(val_data, train.seed)
         totals = Counter()
         modes = {module: module.training for module in self.model.modules()}
-        self.model.eval()
-        with data.seeded([0]), train.autocast(self.run.device):  # puts the random state back
-            for first in range(0, len(val_data), MICRO_BATCH):
-                batch = reader[first, min(MICRO_BATCH, len(val_data) - first)]
+        random_state = rng_state(self.run.device)
+        weights = clone(dict(self.model.named_parameters()))
+        copy_into(self.model, self.run.ema)
+        size = 1 if step > NO_MEMORY else MICRO_BATCH
+        with self.in_plain(step - 1):
+            for first in range(0, len(val_data), size):
+                batch = reader[first, min(size, len(val_data) - first)]
                 inputs, targets = data.to_device(batch, self.run.device)
                 train.seed_everything(data.seed_of(train.seed, first))
-                means = numbers_in(functional_call(self.model, self.run.ema, (inputs, targets)))
-                for name, mean in {**means, "targets": 1.0}.items():
-                    totals[name] += float(mean) * count_targets(targets)
+                counted = plain.count_targets(targets).item()
+                totals["targets"] += counted
+                for name, mean in plain.evaluate(self.model, inputs, targets).items():
+                    totals[name] += mean * counted
+        copy_into(self.model, weights)
+        set_rng_state(random_state, self.run.device)
         for module, training in modes.items():
             module.training = training
         counted = totals.pop("targets")
@@ -393,41 +421,14 @@ class PlainLoop:
                 yield error.item(), f"{part} {name}"
 
 
-def precision_of_muon(device):
+@torch.no_grad()
+def copy_into(model, weights):
+    for name, weight in weights.items():
+        model.get_parameter(name).copy_(weight)
+
+
+def precision_of_muon(run):
     """A context in which torch's Muon computes in float32 where ours does."""
-    if optim.emulates_bfloat16(device):
+    if optim.emulates_bfloat16(run.device):
         return patch.object(torch.Tensor, "bfloat16", torch.Tensor.float)
     return nullcontext()
-
-
-def plain_optimizers(run):
-    """(torch's optimizers, {weight: the matrices that are stacked in it, as parameters that share
-    its memory}), since torch's Muon takes one matrix for each. What torch does not have is the
-    fork's own."""
-    betas = {"betas": (train.beta1, train.beta2)}
-    momentum = {"momentum": train.momentum}
-    plain = {
-        "adamw": {"AdamW": betas},
-        "adam": {"Adam": betas},
-        "sgd": {"SGD": {}},
-        "momentum": {"SGD": momentum},
-        "muon": {"Muon": momentum | {"adjust_lr_fn": "match_rms_adamw"}, "AdamW": betas},
-    }
-    known = {name for parts in plain.values() for name in parts}
-    if any(type(optimizer).__name__ not in known for optimizer in run.optimizers):
-        return run.optimizers, {}
-    stacked = {}
-    for module in run.model.modules():
-        if hasattr(module, "muon_parts"):
-            parts = module.weight.data.chunk(module.muon_parts)
-            stacked[module.weight] = [torch.nn.Parameter(part) for part in parts]
-    optimizers = []
-    parts = plain[train.optimizer].items()
-    for (name, options), optimizer in zip(parts, run.optimizers, strict=True):
-        groups = []
-        for group in optimizer.param_groups:
-            weights = [stacked.get(weight, [weight]) for weight in group["params"]]
-            kept = {key: group[key] for key in KEPT if key in group}
-            groups.append({"params": sum(weights, []), **kept})
-        optimizers.append(getattr(torch.optim, name)(groups, **options))
-    return optimizers, stacked

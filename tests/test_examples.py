@@ -52,7 +52,7 @@ LORA, SCHEDULE_FREE, REGRESSION, MIXTURE = (
     if language == "python"
 )
 FLAGS = ["--max_steps=12", "--save_interval=4", "--eval_interval=4", "--audit_interval=5"]
-EDIT = "a change made on purpose belongs into PlainLoop in checks/twin.py"
+EDIT = "a change on purpose belongs into plain.py"
 MORE = {
     LORA: [],
     SCHEDULE_FREE: ["--ema_decay=0.9", "--schedule=constant"],
