@@ -182,6 +182,29 @@ RATE_NEVER_FALLS = changed(
 PATIENT = changed(
     train, "count_evaluation", lambda inner, *args: (setattr(train, "patience", 4), inner(*args))[1]
 )
+RELATIVE = changed(
+    train,
+    "count_evaluation",
+    lambda inner, numbers, state: (
+        setattr(train, "min_delta", 0.05 * min(state["score_to_beat"], 9.0)),
+        inner(numbers, state),
+    )[1],
+)
+SIGN_LOST = changed(
+    train,
+    "count_evaluation",
+    lambda inner, numbers, state: (
+        setattr(train, "best_metric", train.best_metric.removeprefix("-")),
+        inner(numbers, state),
+    )[1],
+)
+NO_DROPOUT = changed(
+    train, "build_model", lambda inner, knobs, *rest: inner({**knobs, "dropout": 0.0}, *rest)
+)
+TOP_K_OFF = changed(
+    train, "generate", lambda inner, *args, top_k=0, **more: inner(*args, top_k=top_k + 1, **more)
+)
+NOT_RESCALED = changed(model, "dropped", lambda inner, x, share: inner(x, share) * (1 - share))
 MASK_IGNORED = changed(train, "count_targets", lambda _, targets: torch.tensor(targets.numel()))
 FAULTS = [
     (changed(train, "build_model", begin_far_off), probes.learning_checks, BEGINNING),
@@ -201,13 +224,34 @@ FAULTS = [
     (RATE_NEVER_FALLS, twin.twin_checks, STEP),
     (PATIENT, twin.twin_checks, STEP),
     (MASK_IGNORED, twin.twin_checks, STEP),
+    (RELATIVE, probes.decision_check, "decisions"),
+    (SIGN_LOST, probes.decision_check, "decisions"),
+    (NO_DROPOUT, probes.knob_check, "knobs"),
+    (TOP_K_OFF, probes.sampling_check, "sampling"),
+    (NOT_RESCALED, probes.dropout_check, "dropout"),
 ]
 
 
 @pytest.mark.parametrize(("fault", "part", "name"), FAULTS)
 def test_sanity_finds_the_fault(fault, part, name, checks, monkeypatch):
     fault(monkeypatch)
-    assert checks(part, batch_size=6, warmup_steps=3)[name][0] is False
+    knobs = {"batch_size": 6, "warmup_steps": 3, "dropout": 0.1}
+    assert checks(part, **knobs)[name][0] is False
+
+
+def test_a_deviation_is_accepted_by_name_and_a_crash_is_not(in_process, monkeypatch, capsys):
+    monkeypatch.setattr(check, "CHECKS", [probes.causality_check, twin.twin_checks])
+    UNMASKED(monkeypatch)
+    assert in_process()[0] == 1
+    code, facts = in_process(accept="causal,weights")
+    output = capsys.readouterr().out
+    assert code == 0 and "  GO, 1 accepted: causal\n" in output
+    assert "  --accept=weights is not needed: ✓\n" in output
+    assert facts["sanity"]["checks"]["causal"]["mark"] == "accepted"
+    monkeypatch.setattr(train, "clip", lambda *_: 1 / 0)
+    assert in_process(accept="causal,steps,evaluations,weights")[0] == 1
+    with pytest.raises(BadInput, match="--accept=future: expected names of lines: overfits, "):
+        in_process(accept="future")
 
 
 def test_a_fault_is_no_go_and_its_first_number_is_printed(in_process, monkeypatch, capsys):
